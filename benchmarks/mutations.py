@@ -96,8 +96,8 @@ MUTATIONS = (
     Mutation(
         "ring-gradient",
         "src/wanjax/kernels/attention/sharded.py",
-        'dk, dv = jax.lax.ppermute(sums, "sp", _to_next(devices))',
-        "dk, dv = sums",
+        'dk, dv = jax.lax.ppermute(dkv_sums, "sp", _ring_permutation(ring_size))',
+        "dk, dv = dkv_sums",
         "training with sp > 1 gives a device the gradients of its neighbour's keys",
         ("kernels/test_sharded_attention.py::test_gradients",),
     ),

@@ -45,7 +45,7 @@ def run(q, k, v, window=None, texts=TEXTS, partitioner=None, name="chunked", con
             q, k, v = (Pair(*(shard_tokens(x, ("batch", "length", None, None)) for x in pair)) for pair in (q, k, v))
             kernel = partial(_on_one_device, name=name, key_mask=None, scale=q.video.shape[3] ** -0.5)
             kernel = partial(kernel, bias=None, config=config)
-            return joint.attention(kernel, q, k, v, length=VIDEO, texts=texts, window=window)
+            return joint.attention(kernel, q, k, v, length=VIDEO, text_lengths=texts, window=window)
 
     out = jax.jit(attend)(q, k, v, jnp.asarray(texts, jnp.int32))
     return np.concatenate([out.video[:, :VIDEO], out.text[:, : q.text.shape[1]]], axis=1)
@@ -91,7 +91,7 @@ def gradients(name, window):
     kernel = partial(_on_one_device, name=name, key_mask=None, scale=0.2, bias=None, config=config)
 
     def loss(operands, texts):
-        out = joint.attention(kernel, *operands, length=VIDEO, texts=texts, window=window)
+        out = joint.attention(kernel, *operands, length=VIDEO, text_lengths=texts, window=window)
         return sum(jnp.sum(jnp.sin(part)) for part in out)
 
     return jax.tree.leaves(jax.jit(jax.grad(loss))(operands(heads=1, size=64), jnp.asarray(TEXTS, jnp.int32)))
@@ -124,5 +124,5 @@ def test_a_named_implementation():
     texts = jnp.asarray(TEXTS, jnp.int32)
     for name, window in (("radial:0.1", MASK), ("auto", None)):
         named = partial(joint_attention, length=VIDEO, window=window, implementation=name)
-        out = jax.jit(named)(q, k, v, texts=texts)
+        out = jax.jit(named)(q, k, v, text_lengths=texts)
         assert error(np.concatenate(out, axis=1), whole(q, k, v, window)) <= BOUND["float32"]

@@ -83,7 +83,7 @@ def attention(
     implementation's own type. Within `sharding.use` all devices compute together. Raises WanjaxError for
     operands that do not fit each other, and UnsupportedError if the implementation does not support the call.
     """
-    attn = _dense(implementation)
+    attn = _parse_dense(implementation)
     options = _options(attn, q, k, v, key_mask, window, scale, bias, config)
     mask, window, bias = (options.pop(name) for name in ("key_mask", "window", "bias"))
     keys = k.shape[1] if keys is None else keys
@@ -91,11 +91,11 @@ def attention(
         raise WanjaxError(f"{keys} of {quantity(k.shape[1], 'key')} cannot take part: 1 to {k.shape[1]} can")
     if keys < k.shape[1] and bias is not None and bias.shape[3] > 1:
         bias = bias[..., :keys]
-    on_one_device = (_on_one_device, _part_on_one_device, _gradient_on_one_device)
-    kernels = sharded.Kernels(*(partial(call, name=attn.implementation, **options) for call in on_one_device))
+    on_one_device = (_on_one_device, _add_keys_on_one_device, _gradient_on_one_device)
+    kernels = sharded.Kernels(*(partial(function, name=attn.implementation, **options) for function in on_one_device))
     masks = {"keys": keys, "key_mask": mask, "window": window, "bias": bias}
     if current().single_device:
-        return kernels.whole(q, k, v, **masks)
+        return kernels.full(q, k, v, **masks)
     return sharded.attention(kernels, current(), q, k, v, **masks)
 
 
@@ -104,7 +104,7 @@ def attention_to_cache(
     q: Float[Array, "B L N D"],
     k: Float[Array, "B L N D"],
     v: Float[Array, "B L N D"],
-    window: KVCache,
+    cache: KVCache,
     slot: CacheSlot,
     *,
     length: int,
@@ -120,7 +120,7 @@ def attention_to_cache(
         raise UnsupportedError("attention to kept keys sees all of them: give auto, or a name without a window")
     options = _options(attn, q, k, v)
     return kv_cache.attention(
-        partial(_on_one_device, name=attn.implementation, **options), q, k, v, window, slot, length
+        partial(_on_one_device, name=attn.implementation, **options), q, k, v, cache, slot, length
     )
 
 
@@ -131,20 +131,20 @@ def joint_attention(
     v: Pair,
     *,
     length: int,
-    texts: Int32[Array, " B"],
+    text_lengths: Int32[Array, " B"],
     window: Any = None,
     implementation: str | AttentionConfig | None,
 ) -> Pair:
-    """Return the attention of a video and its text to the tokens of both, the first `length` and `texts` of them.
+    """Return the attention of a video and its text to the tokens of both, the first `length` and `text_lengths` of them.
 
     Text comes after the video in the order that `window` counts. The other keywords and the errors are those of
     `attention`.
     """
-    attn = _dense(implementation)
+    attn = _parse_dense(implementation)
     options = _options(attn, q.video, k.video, v.video, window=window)
     window = options.pop("window")
     kernel = partial(_on_one_device, name=attn.implementation, **options)
-    return joint.attention(kernel, q, k, v, length=length, texts=texts, window=window)
+    return joint.attention(kernel, q, k, v, length=length, text_lengths=text_lengths, window=window)
 
 
 @jax.named_scope("attention")
@@ -169,26 +169,28 @@ def sparse_linear_attention(
     if q.shape != k.shape:
         raise WanjaxError(f"sparse-linear attention of {list(q.shape)} to {list(k.shape)}: give equal shapes")
     _options(AttentionConfig(), q, k, v)
-    size, keys = q.shape[3], q.shape[1] if keys is None else keys
-    if projection.kernel.shape != (size, size) or projection.bias.shape != (size,):
-        raise WanjaxError(f"a projection {list(projection.kernel.shape)} of heads of {size}: give [{size}, {size}]")
+    head_dim, keys = q.shape[3], q.shape[1] if keys is None else keys
+    if projection.kernel.shape != (head_dim, head_dim) or projection.bias.shape != (head_dim,):
+        raise WanjaxError(
+            f"a projection {list(projection.kernel.shape)} of heads of {head_dim}: give [{head_dim}, {head_dim}]"
+        )
     if not 1 <= keys <= q.shape[1]:
         raise WanjaxError(f"{keys} of {quantity(q.shape[1], 'token')} cannot take part: 1 to {q.shape[1]} can")
-    why = sparse_linear_tpu.unsupported(q, sparse, keys, config)
-    if implementation == "tpu" and why is not None:
-        raise UnsupportedError(why)
+    reason = sparse_linear_tpu.unsupported(q, sparse, keys, config)
+    if implementation == "tpu" and reason is not None:
+        raise UnsupportedError(reason)
     admitted = is_admitted("sparse_linear_tpu")
-    name = implementation or ("tpu" if why is None and admitted else "chunked")
+    name = implementation or ("tpu" if reason is None and admitted else "chunked")
     if name not in SPARSE_LINEAR:
         raise WanjaxError(f"no sparse-linear attention is named {name!r}: there are {', '.join(SPARSE_LINEAR)}")
     if implementation not in (None, "tpu") and config is not None:
         raise UnsupportedError(f"the {name} sparse-linear attention has no config: that of tpu can be chosen")
     options = {"sparse": sparse, "keys": keys} | ({"config": config} if name == "tpu" else {})
     kernel = partial(SPARSE_LINEAR[name], **options)
-    return sharded.by_whole_heads(kernel, current(), q, k, v, projection)
+    return sharded.attention_by_heads(kernel, current(), q, k, v, projection)
 
 
-def _dense(implementation: str | AttentionConfig | None) -> AttentionConfig:
+def _parse_dense(implementation: str | AttentionConfig | None) -> AttentionConfig:
     """Parse a config; raise UnsupportedError for sparse-linear attention, which needs weights."""
     attn = AttentionConfig.of(implementation)
     if attn.sparse:
@@ -209,30 +211,30 @@ def _on_one_device(
 ) -> Any:
     """Attention on the device that holds the operands; keys after the first `keys`, of each example, are padding."""
     options |= {"return_lse": return_lse}
-    chosen = _chosen(q, k, v, name, key_mask=key_mask, **options)
-    counted = isinstance(keys, Array)
-    if keys is not None and (counted or keys < k.shape[1]):
+    chosen = _implementation_for(q, k, v, name, key_mask=key_mask, **options)
+    is_counted = isinstance(keys, Array)
+    if keys is not None and (is_counted or keys < k.shape[1]):
         if chosen.counts_keys and key_mask is None:  # slicing would copy
             options |= {"keys": keys}
-        elif counted:
+        elif is_counted:
             key_mask = length_mask(keys, k.shape[1]) if key_mask is None else key_mask & length_mask(keys, k.shape[1])
         else:
             k, v, key_mask = (x if x is None else x[:, :keys] for x in (k, v, key_mask))
     return chosen.attention(q, k, v, key_mask=key_mask, **options)
 
 
-def _part_on_one_device(
+def _add_keys_on_one_device(
     q, k, v, carry: Any, *, last: bool, key_mask, name: str | None, keys: Array | None = None, **options: Any
 ) -> Any:
     """Attention to some of the keys, added to what this returned for others; see `sharded.Kernels`."""
-    whole = {"window": None, "bias": None, "return_lse": True, **options}
-    chosen = _chosen(q, k, v, name, key_mask=key_mask, **whole)
+    full_options = {"window": None, "bias": None, "return_lse": True, **options}
+    chosen = _implementation_for(q, k, v, name, key_mask=key_mask, **full_options)
     admitted = name is not None or is_admitted("flash_tpu_carried")
     if admitted and chosen.attention_with_carry is not None and chosen.supports_carry(options["config"]):
         return chosen.attention_with_carry(q, k, v, carry, last=last, key_mask=key_mask, keys=keys, **options)
-    done = _on_one_device(q, k, v, key_mask=key_mask, name=name, keys=keys, **whole)
-    done = done if carry is None else sharded.merge(carry, done)
-    return (done[0].astype(q.dtype), done[1]) if last else done
+    result = _on_one_device(q, k, v, key_mask=key_mask, name=name, keys=keys, **full_options)
+    result = result if carry is None else sharded.merge(carry, result)
+    return (result[0].astype(q.dtype), result[1]) if last else result
 
 
 def _gradient_on_one_device(
@@ -240,7 +242,7 @@ def _gradient_on_one_device(
 ) -> Any:
     """The gradients of q, k and v where all queries see the same keys."""
     options |= {"window": None}
-    chosen = _chosen(q, k, v, name, key_mask=key_mask, bias=None, **options, return_lse=True)
+    chosen = _implementation_for(q, k, v, name, key_mask=key_mask, bias=None, **options, return_lse=True)
     return chosen.gradient(q, k, v, g, lse, delta, key_mask=key_mask, keys=keys, **options)
 
 
@@ -267,26 +269,26 @@ def choose(
     return _choose(q, k, v, attn.implementation, **options, return_lse=return_lse)
 
 
-def _chosen(q, k, v, named: str | None, **options: Any) -> Implementation:
+def _implementation_for(q, k, v, name: str | None, **options: Any) -> Implementation:
     """Return the implementation that `_choose` names."""
-    return IMPLEMENTATIONS[_choose(q, k, v, named, **options).name]
+    return IMPLEMENTATIONS[_choose(q, k, v, name, **options).name]
 
 
-def _choose(q, k, v, named: str | None, **options: Any) -> Choice:
+def _choose(q, k, v, name: str | None, **options: Any) -> Choice:
     """Return `choose` for options as implementations take them."""
     preferred = PREFERRED.get(target(q).platform, ANYWHERE)
     refusals = []
-    for choice in preferred if named is None else (Choice(named, "it was named"),):
-        why = IMPLEMENTATIONS[choice.name].unsupported(q, k, v, **options)
-        if why is None and named is None:
-            why = _refused(choice.name, options["window"])
-        if why is None:
-            return Choice(choice.name, "; ".join([choice.reason, *refusals]))
-        refusals.append(why)
+    for candidate in preferred if name is None else (Choice(name, "it was named"),):
+        reason = IMPLEMENTATIONS[candidate.name].unsupported(q, k, v, **options)
+        if reason is None and name is None:
+            reason = _admission_refusal(candidate.name, options["window"])
+        if reason is None:
+            return Choice(candidate.name, "; ".join([candidate.reason, *refusals]))
+        refusals.append(reason)
     raise UnsupportedError("; ".join(refusals))
 
 
-def _refused(name: str, window: Any) -> str | None:
+def _admission_refusal(name: str, window: Any) -> str | None:
     """Return why an implementation is not used although it supports a call: its kernel was not admitted here."""
     kernel = f"{name}_radial" if isinstance(window, Radial) else name
     return None if is_admitted(kernel) else f"{kernel} was tried on this chip and failed"
@@ -308,9 +310,9 @@ def _options(
         raise WanjaxError(f"attention of q, k, v in {dtypes}: give one of {', '.join(DTYPES)} for all")
     if key_mask is not None and (key_mask.shape != (k.shape[0], k.shape[1]) or key_mask.dtype != bool):
         raise WanjaxError(f"a key mask {key_mask.dtype}{list(key_mask.shape)}: give bool{[k.shape[0], k.shape[1]]}")
-    scores = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    if bias is not None and (bias.dtype != jnp.float32 or not _broadcasts(bias.shape, scores)):
-        raise WanjaxError(f"a bias {bias.dtype}{list(bias.shape)}: give float32 that broadcasts to {list(scores)}")
+    score_shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    if bias is not None and (bias.dtype != jnp.float32 or not _broadcasts(bias.shape, score_shape)):
+        raise WanjaxError(f"a bias {bias.dtype}{list(bias.shape)}: give float32 that broadcasts to {list(score_shape)}")
     window = attn.window if window is None else window
     window = (window, window) if isinstance(window, int) else window
     if isinstance(window, tuple) and any(side is not None and side < 0 for side in window):
@@ -320,4 +322,4 @@ def _options(
 
 
 def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
-    return len(shape) == len(to) and all(size in (1, whole) for size, whole in zip(shape, to, strict=True))
+    return len(shape) == len(to) and all(size in (1, target) for size, target in zip(shape, to, strict=True))

@@ -58,7 +58,7 @@ class AttentionConfig:
         """
         name, _, options = text.partition(":")
         if name == _RADIAL:
-            return cls(radial=True, decay=_decay(options) if options else None)
+            return cls(radial=True, decay=_parse_decay(options) if options else None)
         if name == _SPARSE:
             return cls(sparse=SparseLinear.parse(options))
         if name not in (_AUTO, *IMPLEMENTATIONS):
@@ -120,7 +120,7 @@ class AttentionConfig:
 AUTO = AttentionConfig()
 
 
-def _decay(text: str) -> float:
+def _parse_decay(text: str) -> float:
     """Read the decay of radial attention; raise WanjaxError for another text, and for one that is out of range."""
     if "=" in text:
         raise WanjaxError(f"radial attention has no window and no tiles to choose, such as {text!r}: give radial:0.2")

@@ -28,30 +28,43 @@ class Pair(NamedTuple):
 
 
 def attention(
-    kernel: Callable[..., Array], q: Pair, k: Pair, v: Pair, *, length: int, texts: Int32[Array, " B"], window: Any
+    kernel: Callable[..., Array],
+    q: Pair,
+    k: Pair,
+    v: Pair,
+    *,
+    length: int,
+    text_lengths: Int32[Array, " B"],
+    window: Any,
 ) -> Pair:
-    """Return the attention of both streams to the first `length` tokens of the video and the first `texts` of a text.
+    """Return the attention of both streams to the first `length` tokens of the video and the first `text_lengths` of a text.
 
     `kernel(q, k, v, keys=..., window=...)` is attention on one device to the first `keys` keys of each example.
     """
     partitioner = current()
-    place = Placement.of(q.video, partitioner)
-    axes = (place.tokens,) if isinstance(place.tokens, str) else place.tokens or ()
-    gathered = tuple(axis for axis in axes if axis == "sp" and window is None)
-    exchanged = tuple(axis for axis in axes if axis not in gathered)
+    placement = Placement.of(q.video, partitioner)
+    axes = (placement.tokens,) if isinstance(placement.tokens, str) else placement.tokens or ()
+    gather_axes = tuple(axis for axis in axes if axis == "sp" and window is None)
+    exchange_axes = tuple(axis for axis in axes if axis not in gather_axes)
 
-    def on_device(q: Pair, k: Pair, v: Pair, texts: Array) -> Pair:
-        heads, devices, rows = q.video.shape[2], partitioner.size(exchanged), length
-        q, k, v = jax.tree.map(lambda x: tokens_to_heads(x, devices, exchanged), (q, k, v))
-        if gathered:
-            rows = q.video.shape[1]
-            k, v = jax.tree.map(lambda x: jax.lax.all_gather(x, gathered, axis=1, tiled=True), (k, v))
-        out = kernel(_join(q, rows), _join(k, length), _join(v, length), keys=length + texts, window=window)
-        out = Pair(pad_to(out[:, :rows], 1, q.video.shape[1]), out[:, rows:])  # other queries of the video are padding
-        return jax.tree.map(lambda x: heads_to_tokens(x, heads, devices, exchanged), out)
+    def attend(q: Pair, k: Pair, v: Pair, text_lengths: Array) -> Pair:
+        heads, num_devices, video_queries = q.video.shape[2], partitioner.size(exchange_axes), length
+        q, k, v = jax.tree.map(lambda x: tokens_to_heads(x, num_devices, exchange_axes), (q, k, v))
+        if gather_axes:
+            video_queries = q.video.shape[1]
+            k, v = jax.tree.map(lambda x: jax.lax.all_gather(x, gather_axes, axis=1, tiled=True), (k, v))
+        out = kernel(
+            _join(q, video_queries), _join(k, length), _join(v, length), keys=length + text_lengths, window=window
+        )
+        out = Pair(
+            pad_to(out[:, :video_queries], 1, q.video.shape[1]), out[:, video_queries:]
+        )  # other queries of the video are padding
+        return jax.tree.map(lambda x: heads_to_tokens(x, heads, num_devices, exchange_axes), out)
 
-    both = Pair(PartitionSpec(*place), PartitionSpec(*place))
-    return partitioner.shard_map(on_device, (both, both, both, PartitionSpec(place.batch)), both)(q, k, v, texts)
+    pair_spec = Pair(PartitionSpec(*placement), PartitionSpec(*placement))
+    return partitioner.shard_map(attend, (pair_spec, pair_spec, pair_spec, PartitionSpec(placement.batch)), pair_spec)(
+        q, k, v, text_lengths
+    )
 
 
 def _join(x: Pair, length: int) -> Float[Array, "B _L N D"]:

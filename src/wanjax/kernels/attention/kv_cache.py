@@ -40,17 +40,17 @@ class CacheSlot(NamedTuple):
     """The row at which a chunk is written, and the number of chunks that then take part."""
 
     row: Any  # Int32[Array, ""]
-    blocks: Any
+    chunks: Any
 
 
-def empty_cache(layers: int, batch: int, rows: int, heads: int, size: int, dtype: DTypeLike) -> KVCache:
+def empty_cache(layers: int, batch: int, rows: int, heads: int, head_dim: int, dtype: DTypeLike) -> KVCache:
     """Return empty caches for stacked blocks, sharded as `attention` takes them."""
-    devices = current().size(HEADS_AXIS)
-    shape = layers, batch, rows, (heads + -heads % devices) * size
-    return _stored(KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)))
+    num_devices = current().size(HEADS_AXIS)
+    shape = layers, batch, rows, (heads + -heads % num_devices) * head_dim
+    return _shard_cache(KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)))
 
 
-def insert(window: KVCache, block: KVCache, slot: CacheSlot) -> KVCache:
+def insert(cache: KVCache, chunk: KVCache, slot: CacheSlot) -> KVCache:
     """Return the cache [... B S E] with the keys and values of a chunk at its row."""
 
     def write(x: Array, new: Array) -> Array:
@@ -58,18 +58,18 @@ def insert(window: KVCache, block: KVCache, slot: CacheSlot) -> KVCache:
         start[-2] = slot.row
         return jax.lax.dynamic_update_slice(x, new, [jnp.asarray(n, jnp.int32) for n in start])
 
-    return KVCache(*map(write, window, block))
+    return KVCache(*map(write, cache, chunk))
 
 
-def update_cache(window: KVCache, block: KVCache, slot: CacheSlot) -> KVCache:
+def update_cache(cache: KVCache, chunk: KVCache, slot: CacheSlot) -> KVCache:
     """Return the caches [layers B S E] with the keys and values of a chunk at its row, sharded as before."""
-    return _stored(insert(window, block, slot))
+    return _shard_cache(insert(cache, chunk, slot))
 
 
-def _stored(window: KVCache) -> KVCache:
+def _shard_cache(cache: KVCache) -> KVCache:
     """Return windows [layers B S E], each device with its heads."""
-    batch = current().activation(("batch",), window.k.shape[1:2])[0]
-    return jax.tree.map(lambda x: constrain_to(x, PartitionSpec(None, batch, None, HEADS_AXIS)), window)
+    batch = current().activation(("batch",), cache.k.shape[1:2])[0]
+    return jax.tree.map(lambda x: constrain_to(x, PartitionSpec(None, batch, None, HEADS_AXIS)), cache)
 
 
 def attention(
@@ -77,7 +77,7 @@ def attention(
     q: Float[Array, "B L N D"],
     k: Float[Array, "B L N D"],
     v: Float[Array, "B L N D"],
-    window: KVCache,
+    cache: KVCache,
     slot: CacheSlot,
     length: int,
 ) -> tuple[Float[Array, "B L N D"], KVCache]:
@@ -87,39 +87,39 @@ def attention(
     """
     queries, partitioner = q.shape[1], current()
     q, k, v = (pad_to(x, 1, partitioner.size(("sp", "tp"))) for x in (q, k, v))
-    at = Placement.of(q, partitioner)
-    devices = partitioner.size(HEADS_AXIS) if at.heads is None else 1
+    placement = Placement.of(q, partitioner)
+    num_devices = partitioner.size(HEADS_AXIS) if placement.heads is None else 1
 
-    def attend(q, k, v, window: KVCache, slot: CacheSlot) -> tuple[Array, KVCache]:
+    def attend(q, k, v, cache: KVCache, slot: CacheSlot) -> tuple[Array, KVCache]:
         heads = q.shape[2]
-        q, k, v = (tokens_to_heads(x, devices) for x in (q, k, v))
+        q, k, v = (tokens_to_heads(x, num_devices) for x in (q, k, v))
         if partitioner.size("sp") > 1:
             k, v = (jax.lax.all_gather(x, "sp", axis=1, tiled=True) for x in (k, v))
-        block = KVCache(*(x.reshape(*x.shape[:2], -1)[:, :length] for x in (k, v)))
-        out = _seen(kernel, q, insert(window, block, slot), slot, length)
-        return heads_to_tokens(out, heads, devices), block
+        chunk = KVCache(*(x.reshape(*x.shape[:2], -1)[:, :length] for x in (k, v)))
+        out = _attend_to_chunks(kernel, q, insert(cache, chunk, slot), slot, length)
+        return heads_to_tokens(out, heads, num_devices), chunk
 
-    tokens, cache = PartitionSpec(*at), PartitionSpec(at.batch, None, HEADS_AXIS)
-    cache = KVCache(cache, cache)
-    specs = (tokens, tokens, tokens, cache, CacheSlot(PartitionSpec(), PartitionSpec()))
-    out, block = partitioner.shard_map(attend, specs, (tokens, cache))(q, k, v, window, slot)
-    return out[:, :queries], block
+    tokens_spec, cache_spec = PartitionSpec(*placement), PartitionSpec(placement.batch, None, HEADS_AXIS)
+    cache_spec = KVCache(cache_spec, cache_spec)
+    specs = (tokens_spec, tokens_spec, tokens_spec, cache_spec, CacheSlot(PartitionSpec(), PartitionSpec()))
+    out, chunk = partitioner.shard_map(attend, specs, (tokens_spec, cache_spec))(q, k, v, cache, slot)
+    return out[:, :queries], chunk
 
 
-def _seen(
-    kernel: Callable[..., Array], q: Float[Array, "B L N D"], window: KVCache, slot: CacheSlot, length: int
+def _attend_to_chunks(
+    kernel: Callable[..., Array], q: Float[Array, "B L N D"], cache: KVCache, slot: CacheSlot, length: int
 ) -> Float[Array, "B L N D"]:
     """Return the attention to the chunks that take part; the branch of a full cache, the slowest, is the first.
 
     Branches take and give heads side by side: apart, each would be copied to other tiles of a TPU's memory.
     """
-    slots, heads = window.k.shape[1] // length, q.shape[2]
+    capacity, heads = cache.k.shape[1] // length, q.shape[2]
 
-    def attend(blocks: int, *joined: Array) -> Array:
-        apart = (x.reshape(*x.shape[:2], heads, -1) for x in joined)
-        out = kernel(*apart, keys=blocks * length)
+    def attend(chunks: int, *flat: Array) -> Array:
+        split = (x.reshape(*x.shape[:2], heads, -1) for x in flat)
+        out = kernel(*split, keys=chunks * length)
         return out.reshape(*out.shape[:2], -1)
 
-    branches = [partial(attend, blocks) for blocks in range(slots, 0, -1)]
-    joined = q.reshape(*q.shape[:2], -1)
-    return jax.lax.switch(slots - slot.blocks, branches, joined, *window).reshape(q.shape)
+    branches = [partial(attend, chunks) for chunks in range(capacity, 0, -1)]
+    flat = q.reshape(*q.shape[:2], -1)
+    return jax.lax.switch(capacity - slot.chunks, branches, flat, *cache).reshape(q.shape)

@@ -32,12 +32,12 @@ Axes = str | tuple[str, ...] | None
 class Kernels(NamedTuple):
     """What one device computes: attention, its part for some of the keys, and its gradient.
 
-    `part(q, k, v, before, last=...)` adds the attention to keys to `before`, what it returned for others or None at
+    `part(q, k, v, carry, last=...)` adds the attention to keys to `carry`, what it returned for others or None at
     first; for the last keys it returns the result and its log-sum-exps. `gradient` is that of `gradient.from_result`,
     for keys that all queries see.
     """
 
-    whole: Kernel
+    full: Kernel
     part: Kernel
     gradient: Kernel
 
@@ -74,73 +74,78 @@ def attention(
     if k.shape[2] < heads:
         k, v = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (k, v))
     q = pad_to(q, 1, partitioner.size(("sp", "tp")))
-    place = Placement.of(q, partitioner)
-    whole = window is None or (isinstance(window, Radial) and partitioner.size("sp") == 1)  # no ring divides its keys
-    if whole and bias is None and not _few(keys, length, heads, partitioner, place):
-        kernels = kernels._replace(whole=partial(kernels.whole, window=window, bias=None))
-        return _by_both(kernels, partitioner, place, q, k, v, keys, key_mask)[:, :length]
+    placement = Placement.of(q, partitioner)
+    sees_all_keys = window is None or (
+        isinstance(window, Radial) and partitioner.size("sp") == 1
+    )  # no ring divides its keys
+    if sees_all_keys and bias is None and not _replicates_keys(keys, length, heads, partitioner, placement):
+        kernels = kernels._replace(full=partial(kernels.full, window=window, bias=None))
+        return _attend_ulysses_and_ring(kernels, partitioner, placement, q, k, v, keys, key_mask)[:, :length]
     k, v, key_mask = k[:, :keys], v[:, :keys], None if key_mask is None else key_mask[:, :keys]
     if window is not None:  # which counts tokens, so that each device has all of them, for some of the heads
-        place = Placement(place.batch, None, ("sp", "tp"))
-        q, k, v = (pad_to(x, 2, partitioner.size(place.heads)) for x in (q[:, :length], k, v))
-    kernel = partial(kernels.whole, window=window)
-    return _with_all_keys(kernel, partitioner, place, q, k, v, key_mask, bias)[:, :length, :heads]
+        placement = Placement(placement.batch, None, ("sp", "tp"))
+        q, k, v = (pad_to(x, 2, partitioner.size(placement.heads)) for x in (q[:, :length], k, v))
+    kernel = partial(kernels.full, window=window)
+    return _attend_with_all_keys(kernel, partitioner, placement, q, k, v, key_mask, bias)[:, :length, :heads]
 
 
-def _few(keys: int, queries: int, heads: int, partitioner: Partitioner, place: Placement) -> bool:
+def _replicates_keys(keys: int, queries: int, heads: int, partitioner: Partitioner, placement: Placement) -> bool:
     """Return whether replicating keys and values sends the least, or if heads are too few for an all-to-all."""
-    shards = partitioner.size(place.tokens)
-    return keys * (shards - 1) <= queries or (place.heads is None and heads < partitioner.size("tp"))
+    shards = partitioner.size(placement.tokens)
+    return keys * (shards - 1) <= queries or (placement.heads is None and heads < partitioner.size("tp"))
 
 
-def _with_all_keys(
-    kernel: Kernel, partitioner: Partitioner, place: Placement, q, k, v, key_mask: Mask | None, bias
+def _attend_with_all_keys(
+    kernel: Kernel, partitioner: Partitioner, placement: Placement, q, k, v, key_mask: Mask | None, bias
 ) -> Array:
     """Attention with queries sharded by tokens or by heads, and all keys of these heads on each device."""
-    spec, whole, bias_spec = PartitionSpec(*place), PartitionSpec(place.batch, None, place.heads), None
+    spec, kv_spec, bias_spec = PartitionSpec(*placement), PartitionSpec(placement.batch, None, placement.heads), None
     if bias is not None:
         for axis, size in ((1, q.shape[2]), (2, q.shape[1])):
             bias = bias if bias.shape[axis] == 1 else pad_to(bias, axis, size)
-        axes = (place.batch, place.heads, place.tokens, None)
+        axes = (placement.batch, placement.heads, placement.tokens, None)
         bias_spec = PartitionSpec(*(axis if size > 1 else None for axis, size in zip(axes, bias.shape, strict=True)))
 
     def attend(q, k, v, key_mask, bias):
         return kernel(q, k, v, key_mask=key_mask, bias=bias)
 
-    specs = (spec, whole, whole, PartitionSpec(place.batch), bias_spec)
+    specs = (spec, kv_spec, kv_spec, PartitionSpec(placement.batch), bias_spec)
     return partitioner.shard_map(attend, specs, spec)(q, k, v, key_mask, bias)
 
 
-def _by_both(
-    kernels: Kernels, partitioner: Partitioner, place: Placement, q, k, v, keys: int, key_mask: Mask | None
+def _attend_ulysses_and_ring(
+    kernels: Kernels, partitioner: Partitioner, placement: Placement, q, k, v, keys: int, key_mask: Mask | None
 ) -> Array:
     """Attention with heads on `tp`, and keys and values around the ring of `sp`."""
-    spec = PartitionSpec(*place)
+    spec = PartitionSpec(*placement)
     k, v = (pad_to(x, 1, partitioner.size(("sp", "tp"))) for x in (k, v))
-    hops, padded = partitioner.size("sp"), k.shape[1] > keys
+    ring_size, is_padded = partitioner.size("sp"), k.shape[1] > keys
     if key_mask is not None:
         key_mask = pad_to(key_mask[:, :keys], 1, k.shape[1])
-    devices = partitioner.size("tp") if place.heads is None else 1
+    ulysses_size = partitioner.size("tp") if placement.heads is None else 1
 
     def attend(q, k, v, key_mask):
         heads = q.shape[2]
-        q, k, v = (tokens_to_heads(x, devices) for x in (q, k, v))
-        if hops == 1:
-            out = kernels.whole(q, k, v, key_mask=key_mask, keys=keys)
+        q, k, v = (tokens_to_heads(x, ulysses_size) for x in (q, k, v))
+        if ring_size == 1:
+            out = kernels.full(q, k, v, key_mask=key_mask, keys=keys)
         else:
             masks = {"key_mask": key_mask}
-            if key_mask is None and padded:  # a count, which spares a kernel the order of the keys
-                here = jnp.clip(keys - jax.lax.axis_index("sp") * k.shape[1], 0, k.shape[1])
-                masks["keys"] = jnp.full((k.shape[0],), here, jnp.int32)
-            ways = partial(_ring, kernels.part, devices=hops), partial(_ring_gradient, kernels.gradient, devices=hops)
-            out, _ = from_result(*ways, q, k, v, masks)
-        return heads_to_tokens(out, heads, devices)
+            if key_mask is None and is_padded:  # a count, which spares a kernel the order of the keys
+                local_keys = jnp.clip(keys - jax.lax.axis_index("sp") * k.shape[1], 0, k.shape[1])
+                masks["keys"] = jnp.full((k.shape[0],), local_keys, jnp.int32)
+            forward_and_backward = (
+                partial(_ring, kernels.part, ring_size=ring_size),
+                partial(_ring_gradient, kernels.gradient, ring_size=ring_size),
+            )
+            out, _ = from_result(*forward_and_backward, q, k, v, masks)
+        return heads_to_tokens(out, heads, ulysses_size)
 
-    specs = (spec, spec, spec, PartitionSpec(place.batch, "sp"))
+    specs = (spec, spec, spec, PartitionSpec(placement.batch, "sp"))
     return partitioner.shard_map(attend, specs, spec)(q, k, v, key_mask)
 
 
-def by_whole_heads(
+def attention_by_heads(
     kernel: Kernel,
     partitioner: Partitioner,
     q: Float[Array, "B L N D"],
@@ -154,101 +159,105 @@ def by_whole_heads(
     """
     length = q.shape[1]
     q, k, v = (pad_to(x, 1, partitioner.size(("sp", "tp"))) for x in (q, k, v))
-    place = Placement.of(q, partitioner)
-    devices = partitioner.size(place.tokens)
+    placement = Placement.of(q, partitioner)
+    num_devices = partitioner.size(placement.tokens)
 
     def attend(q, k, v, weights):
         heads = q.shape[2]
-        q, k, v = (tokens_to_heads(x, devices, place.tokens) for x in (q, k, v))
-        return heads_to_tokens(kernel(q, k, v, weights), heads, devices, place.tokens)
+        q, k, v = (tokens_to_heads(x, num_devices, placement.tokens) for x in (q, k, v))
+        return heads_to_tokens(kernel(q, k, v, weights), heads, num_devices, placement.tokens)
 
-    spec = PartitionSpec(*place)
+    spec = PartitionSpec(*placement)
     return partitioner.shard_map(attend, (spec, spec, spec, PartitionSpec()), spec)(q, k, v, weights)[:, :length]
 
 
-def tokens_to_heads(x: Float[Array, "B L N D"], devices: int, axes: Axes = "tp") -> Float[Array, "B _L _N D"]:
+def tokens_to_heads(x: Float[Array, "B L N D"], num_devices: int, axes: Axes = "tp") -> Float[Array, "B _L _N D"]:
     """Exchanges some tokens of all heads for all tokens of some heads, padded to the number of devices of the axes.
 
     What is sent to a device, and what is received from it, is contiguous in memory. One device has all already.
     """
-    if devices == 1:
+    if num_devices == 1:
         return x
-    x = pad_to(x, 2, devices)
-    batch, length, heads, size = x.shape
-    parts = jnp.moveaxis(x.reshape(batch, length, devices, heads // devices * size), 2, 0)
+    x = pad_to(x, 2, num_devices)
+    batch, length, heads, head_dim = x.shape
+    parts = jnp.moveaxis(x.reshape(batch, length, num_devices, heads // num_devices * head_dim), 2, 0)
     parts = jax.lax.all_to_all(parts, axes, split_axis=0, concat_axis=0, tiled=True)
-    return jnp.moveaxis(parts, 0, 1).reshape(batch, devices * length, heads // devices, size)
+    return jnp.moveaxis(parts, 0, 1).reshape(batch, num_devices * length, heads // num_devices, head_dim)
 
 
 def heads_to_tokens(
-    x: Float[Array, "B L N D"], heads: int, devices: int, axes: Axes = "tp"
+    x: Float[Array, "B L N D"], heads: int, num_devices: int, axes: Axes = "tp"
 ) -> Float[Array, "B _L _N D"]:
     """The inverse of `tokens_to_heads` for so many heads."""
-    if devices == 1:
+    if num_devices == 1:
         return x
-    batch, length, some, size = x.shape
-    parts = jnp.moveaxis(x.reshape(batch, devices, length // devices, some * size), 1, 0)
+    batch, length, local_heads, head_dim = x.shape
+    parts = jnp.moveaxis(x.reshape(batch, num_devices, length // num_devices, local_heads * head_dim), 1, 0)
     parts = jax.lax.all_to_all(parts, axes, split_axis=0, concat_axis=0, tiled=True)
-    return join_parts(parts).reshape(batch, length // devices, devices * some, size)[:, :, :heads]
+    return join_parts(parts).reshape(batch, length // num_devices, num_devices * local_heads, head_dim)[:, :, :heads]
 
 
-Attended = tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]
+AttentionResult = tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]
 
 
 def _ring(
-    part: Kernel, q: Float[Array, "B L N D"], k: Array, v: Array, masks: dict[str, Any], *, devices: int
-) -> Attended:
+    attend_part: Kernel, q: Float[Array, "B L N D"], k: Array, v: Array, masks: dict[str, Any], *, ring_size: int
+) -> AttentionResult:
     """Attention to the keys and values of all devices of `sp`; the last ones received are not sent on.
 
     `masks` are the kernel's options that tell which keys of this device take part. The turns are not a loop, so that
     the first keys may be sent while values are projected.
     """
 
-    def attend(before: Any, shard: tuple, *, last: bool) -> Any:
+    def attend_shard(carry: Any, shard: tuple, *, last: bool) -> Any:
         *keys_and_values, masks = shard
-        return part(q, *(x.reshape(k.shape) for x in keys_and_values), before, **masks, last=last)
+        return attend_part(q, *(x.reshape(k.shape) for x in keys_and_values), carry, **masks, last=last)
 
     # heads side by side, as projections write them: apart, a TPU would copy what is sent
-    done, shard = None, (*(x.reshape(*x.shape[:2], -1) for x in (k, v)), masks)
-    for _ in range(devices - 1):
-        arriving = jax.lax.ppermute(shard, "sp", _to_next(devices))  # runs beside the attention to this shard
-        done, shard = attend(done, shard, last=False), arriving
-    return attend(done, shard, last=True)
+    carry, shard = None, (*(x.reshape(*x.shape[:2], -1) for x in (k, v)), masks)
+    for _ in range(ring_size - 1):
+        next_shard = jax.lax.ppermute(
+            shard, "sp", _ring_permutation(ring_size)
+        )  # runs beside the attention to this shard
+        carry, shard = attend_shard(carry, shard, last=False), next_shard
+    return attend_shard(carry, shard, last=True)
 
 
 def _ring_gradient(
-    gradient: Kernel, q, k, v, g, lse, delta, masks: dict[str, Any], *, devices: int
+    gradient: Kernel, q, k, v, g, lse, delta, masks: dict[str, Any], *, ring_size: int
 ) -> tuple[Array, Array, Array]:
     """The gradients of q, k and v. Those of keys and values go round with them, and once more, back to their device."""
 
-    def add(dq: Array, shard: tuple, sums: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
+    def add(dq: Array, shard: tuple, dkv_sums: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
         k, v, masks = shard
-        more, *parts = gradient(q, k, v, g, lse, delta, **masks)
-        of_k, of_v = (x + part.astype(jnp.float32) for x, part in zip(sums, parts, strict=True))
-        return dq + more.astype(jnp.float32), (of_k, of_v)
+        dq_part, *dkv_parts = gradient(q, k, v, g, lse, delta, **masks)
+        dk, dv = (x + dkv_part.astype(jnp.float32) for x, dkv_part in zip(dkv_sums, dkv_parts, strict=True))
+        return dq + dq_part.astype(jnp.float32), (dk, dv)
 
     def hop(carry, _):
-        dq, shard, sums = carry
-        arriving = jax.lax.ppermute(shard, "sp", _to_next(devices))
-        dq, sums = add(dq, shard, sums)
-        return (dq, arriving, jax.lax.ppermute(sums, "sp", _to_next(devices))), None
+        dq, shard, dkv_sums = carry
+        next_shard = jax.lax.ppermute(shard, "sp", _ring_permutation(ring_size))
+        dq, dkv_sums = add(dq, shard, dkv_sums)
+        return (dq, next_shard, jax.lax.ppermute(dkv_sums, "sp", _ring_permutation(ring_size))), None
 
     zeros = [jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)]
     start = (zeros[0], (k, v, masks), (zeros[1], zeros[2]))
-    (dq, shard, sums), _ = jax.lax.scan(hop, start, length=devices - 1)
-    dq, sums = add(dq, shard, sums)
-    dk, dv = jax.lax.ppermute(sums, "sp", _to_next(devices))
+    (dq, shard, dkv_sums), _ = jax.lax.scan(hop, start, length=ring_size - 1)
+    dq, dkv_sums = add(dq, shard, dkv_sums)
+    dk, dv = jax.lax.ppermute(dkv_sums, "sp", _ring_permutation(ring_size))
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
 
-def _to_next(devices: int) -> list[tuple[int, int]]:
-    return [(i, (i + 1) % devices) for i in range(devices)]
+def _ring_permutation(ring_size: int) -> list[tuple[int, int]]:
+    return [(i, (i + 1) % ring_size) for i in range(ring_size)]
 
 
-def merge(a: Attended, b: Attended) -> Attended:
+def merge(a: AttentionResult, b: AttentionResult) -> AttentionResult:
     """Merge attention to two sets of keys by its log-sum-exps, in float32."""
-    top = jnp.maximum(a[1], b[1])
-    (x, of_x), (y, of_y) = ((out.astype(jnp.float32), jnp.exp(lse - finite_max(top))) for out, lse in (a, b))
-    total = of_x + of_y
-    out = divide_or_zero(of_x, total)[..., None] * x + divide_or_zero(of_y, total)[..., None] * y
-    return out, log_sum_exp(top, total)
+    lse_max = jnp.maximum(a[1], b[1])
+    (x, weight_x), (y, weight_y) = (
+        (out.astype(jnp.float32), jnp.exp(lse - finite_max(lse_max))) for out, lse in (a, b)
+    )
+    weight_sum = weight_x + weight_y
+    out = divide_or_zero(weight_x, weight_sum)[..., None] * x + divide_or_zero(weight_y, weight_sum)[..., None] * y
+    return out, log_sum_exp(lse_max, weight_sum)

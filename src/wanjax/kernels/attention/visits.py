@@ -4,10 +4,10 @@
 from math import ceil
 
 Operands = tuple[tuple[str, tuple[int, ...]], ...]
-BLOCKS = "flash_blocks"
-LISTS = "sparse_linear"  # of a known length
-PLACE_OF_KEYS = {"flash_attention": 2, "flash_gradient": 5}  # among a kernel's operands
-SPREAD = range(-28, 29, 7)  # of the numbers of blocks about their mean: bodies of blocks divide them unevenly
+SPARSE_FLASH = "flash_blocks"
+SPARSE_LINEAR = "sparse_linear"  # of a known length
+KEYS_OPERAND = {"flash_attention": 2, "flash_gradient": 5}  # among a kernel's operands
+DEVIATIONS = range(-28, 29, 7)  # of the numbers of blocks about their mean: bodies of blocks divide them unevenly
 
 
 def visits(kernel: str, operands: Operands) -> list[int | None] | None:
@@ -20,13 +20,15 @@ def visits(kernel: str, operands: Operands) -> list[int | None] | None:
         kernel: The kernel's name.
         operands: The dtype and the shape of each operand.
     """
-    if kernel == BLOCKS:
-        (_, (cells,)), _, (_, (groups,)), (_, (listed,)), *_ = operands
-        mean = listed / (cells * ceil(groups / cells))  # keys are held at once, so a cell has all of a group's blocks
-        return [max(0, round(mean) + more) for more in SPREAD]
-    if kernel == LISTS:
+    if kernel == SPARSE_FLASH:
+        (_, (grid_steps,)), _, (_, (groups,)), (_, (entries,)), *_ = operands
+        mean = entries / (
+            grid_steps * ceil(groups / grid_steps)
+        )  # keys are held at once, so a cell has all of a group's blocks
+        return [max(0, round(mean) + deviation) for deviation in DEVIATIONS]
+    if kernel == SPARSE_LINEAR:
         return [None]
-    if kernel in PLACE_OF_KEYS:
-        _, (_, keys, _) = operands[PLACE_OF_KEYS[kernel]]
+    if kernel in KEYS_OPERAND:
+        _, (_, keys, _) = operands[KEYS_OPERAND[kernel]]
         return [keys]
     return None

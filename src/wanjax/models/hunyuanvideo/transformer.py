@@ -109,7 +109,9 @@ class JointAttention(nnx.Module):
         text_v = split_heads(self.text_v(text), self.heads)
         pairs = (q, text_q), (k, text_k), (v, text_v)
         both = (Pair(context.each(a.astype(self.dtype)), b.astype(self.dtype)) for a, b in pairs)
-        y = joint_attention(*both, length=rope.length, texts=context.texts, window=mask, implementation=self.attention)
+        y = joint_attention(
+            *both, length=rope.length, text_lengths=context.texts, window=mask, implementation=self.attention
+        )
         y, text_y = map(join_heads, y)
         if context.nag is not None:
             prompt, negative = jnp.split(y, 2)
