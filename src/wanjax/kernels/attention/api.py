@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry to attention: chooses the implementation that fits a call, and calls it."""
+"""The public functions of attention: choose the implementation that fits a call, and call it."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -33,13 +33,13 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 class Choice(NamedTuple):
-    """An implementation, and the reason for choosing it in words."""
+    """An implementation, and the reason for choosing it."""
 
     name: str
     reason: str
 
 
-# By platform, if none is named: the first that supports the call. A kernel for one platform refuses the others.
+# By platform, if none is named: the first that supports the call.
 ANYWHERE = (Choice("chunked", "its memory does not grow with the number of scores"),)
 PREFERRED: dict[str, tuple[Choice, ...]] = {
     "gpu": (Choice("cudnn", "it is NVIDIA's own"), *ANYWHERE),
@@ -73,15 +73,25 @@ def attention(
 ) -> Float[Array, "B L N D"]:
     """Return softmax(scale · q kᵀ + bias) v in the dtype of the operands; softmax and sums are in float32.
 
-    k and v may have fewer heads than q: each then serves N / K consecutive heads. Only the first `keys` keys take part
-    (None: all), and only those whose `key_mask` is True; a query without keys gives zeros. `window` is (left, right),
-    the keys before and after its own position that a query sees; one number sets both, and None removes the bound; or
-    it is a `Radial` mask. `scale` is 1 / √D by default. `bias` is float32 and broadcasts to [B N L S].
+    Within `sharding.use` all devices compute together.
 
-    `implementation` is an `AttentionConfig`, or the text of one, whose tiles and window hold where the call has none. A
-    named one never falls back; None chooses by platform and shape, and `choose` returns the choice. `config` has the
-    implementation's own type. Within `sharding.use` all devices compute together. Raises WanjaxError for
-    operands that do not fit each other, and UnsupportedError if the implementation does not support the call.
+    Args:
+        q: Queries.
+        k: Keys. They may have fewer heads than q: each is then shared by N / K consecutive heads of q.
+        v: Values, one for each key.
+        keys: The number of valid keys, the first ones; None: all.
+        key_mask: True for valid keys. A query without a valid key gives zeros.
+        window: How many keys before and after its own position a query sees, (left, right): one number sets both, and
+            None removes the bound. Or a `Radial` mask.
+        scale: The factor of the logits, 1 / √D by default.
+        bias: Added to the logits; float32, broadcasts to [B N L S].
+        implementation: An `AttentionConfig`, or the text of one; its tiles and window apply if the call has none. A
+            named implementation never falls back. None chooses by platform and shape; `choose` returns the choice.
+        config: The configuration of the implementation, of its own type.
+
+    Raises:
+        WanjaxError: Operands do not fit each other.
+        UnsupportedError: The implementation does not support the call.
     """
     attn = _parse_dense(implementation)
     options = _options(attn, q, k, v, key_mask, window, scale, bias, config)
@@ -113,7 +123,7 @@ def attention_to_cache(
     """Return the attention of a chunk of tokens to itself and to a cache, and the chunk's keys and values.
 
     The first `length` tokens of the chunk are real. `kv_cache.insert` puts the returned keys and values into the cache.
-    The other keywords and the errors are those of `attention`; there is no radial attention and no window of tokens.
+    The other keywords and the errors are those of `attention`; a window or radial attention is not supported.
     """
     attn = AttentionConfig.of(implementation)
     if not attn.is_dense:
@@ -135,10 +145,9 @@ def joint_attention(
     window: Any = None,
     implementation: str | AttentionConfig | None,
 ) -> Pair:
-    """Return the attention of a video and its text to the tokens of both, the first `length` and `text_lengths` of them.
+    """Return the attention of a video and its text to the first `length` and `text_lengths` tokens of both.
 
-    Text comes after the video in the order that `window` counts. The other keywords and the errors are those of
-    `attention`.
+    For `window`, text comes after the video. The other keywords and the errors are those of `attention`.
     """
     attn = _parse_dense(implementation)
     options = _options(attn, q.video, k.video, v.video, window=window)
@@ -159,12 +168,23 @@ def sparse_linear_attention(
     implementation: str | None = None,
     config: sparse_linear_tpu.Config | None = None,
 ) -> Float[Array, "B L N D"]:
-    """Return sparse-linear self-attention of the first `keys` tokens (None: all), in the dtype of the operands.
+    """Return sparse-linear self-attention of the first `keys` tokens, in the dtype of the operands.
 
-    `sparse_linear` has the rule. Other tokens give zeros. Within `sharding.use` all devices compute together, each with
-    whole heads. `implementation` is a name in `SPARSE_LINEAR`; None is `tpu` where that supports the call, else
-    `chunked`. `config` is that of `tpu`. Raises WanjaxError for operands that do not fit each other, and
-    UnsupportedError if a named implementation does not support them.
+    The file `sparse_linear` defines it. Within `sharding.use` all devices compute together, each with some heads.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        projection: Weights of the linear part's projection.
+        sparse: The share of blocks to keep, and their sizes.
+        keys: The number of valid tokens, the first ones; None: all. Other tokens give zeros.
+        implementation: A name in `SPARSE_LINEAR`; None is `tpu` if that supports the call, else `chunked`.
+        config: The configuration of `tpu`.
+
+    Raises:
+        WanjaxError: Operands do not fit each other.
+        UnsupportedError: The named implementation does not support the call.
     """
     if q.shape != k.shape:
         raise WanjaxError(f"sparse-linear attention of {list(q.shape)} to {list(k.shape)}: give equal shapes")
@@ -209,12 +229,12 @@ def _on_one_device(
     return_lse: bool = False,
     **options: Any,
 ) -> Any:
-    """Attention on the device that holds the operands; keys after the first `keys`, of each example, are padding."""
+    """Compute attention on the device that holds the operands; after the first `keys`, keys are padding."""
     options |= {"return_lse": return_lse}
     chosen = _implementation_for(q, k, v, name, key_mask=key_mask, **options)
     is_counted = isinstance(keys, Array)
     if keys is not None and (is_counted or keys < k.shape[1]):
-        if chosen.counts_keys and key_mask is None:  # slicing would copy
+        if chosen.counts_keys and key_mask is None:  # a slice would be a copy
             options |= {"keys": keys}
         elif is_counted:
             key_mask = length_mask(keys, k.shape[1]) if key_mask is None else key_mask & length_mask(keys, k.shape[1])
@@ -226,7 +246,7 @@ def _on_one_device(
 def _add_keys_on_one_device(
     q, k, v, carry: Any, *, last: bool, key_mask, name: str | None, keys: Array | None = None, **options: Any
 ) -> Any:
-    """Attention to some of the keys, added to what this returned for others; see `sharded.Kernels`."""
+    """Add the attention to some of the keys to that of earlier keys, as `sharded.Kernels.part`."""
     full_options = {"window": None, "bias": None, "return_lse": True, **options}
     chosen = _implementation_for(q, k, v, name, key_mask=key_mask, **full_options)
     admitted = name is not None or is_admitted("flash_tpu_carried")
@@ -240,7 +260,7 @@ def _add_keys_on_one_device(
 def _gradient_on_one_device(
     q, k, v, g, lse, delta, *, key_mask, name: str | None, keys: Array | None = None, **options: Any
 ) -> Any:
-    """The gradients of q, k and v where all queries see the same keys."""
+    """Return the gradients of q, k and v where all queries see the same keys."""
     options |= {"window": None}
     chosen = _implementation_for(q, k, v, name, key_mask=key_mask, bias=None, **options, return_lse=True)
     return chosen.gradient(q, k, v, g, lse, delta, key_mask=key_mask, keys=keys, **options)
@@ -259,10 +279,10 @@ def choose(
     config: Any = None,
     return_lse: bool = False,
 ) -> Choice:
-    """The implementation that `attention` takes for these arguments, with the reasons; raises as `attention` does.
+    """Return the implementation that `attention` takes for these arguments, with the reasons.
 
-    Shapes suffice (`jax.ShapeDtypeStruct`). `return_lse` asks for the log-sum-exp of each query too, which merges the
-    steps of ring attention. The platform is that of `kernels.target.target`.
+    The arguments and errors are those of `attention`; shapes suffice (`jax.ShapeDtypeStruct`). `return_lse` asks for
+    the log-sum-exp of each query too, as ring attention does. The platform is that of `kernels.target.target`.
     """
     attn = AttentionConfig.of(implementation)
     options = _options(attn, q, k, v, key_mask, window, scale, bias, config)
@@ -275,7 +295,7 @@ def _implementation_for(q, k, v, name: str | None, **options: Any) -> Implementa
 
 
 def _choose(q, k, v, name: str | None, **options: Any) -> Choice:
-    """Return `choose` for options as implementations take them."""
+    """Return the choice for options in the form that implementations take."""
     preferred = PREFERRED.get(target(q).platform, ANYWHERE)
     refusals = []
     for candidate in preferred if name is None else (Choice(name, "it was named"),):
@@ -289,7 +309,7 @@ def _choose(q, k, v, name: str | None, **options: Any) -> Choice:
 
 
 def _admission_refusal(name: str, window: Any) -> str | None:
-    """Return why an implementation is not used although it supports a call: its kernel was not admitted here."""
+    """Return why an implementation that supports a call is not used: its kernel failed its trials on this chip."""
     kernel = f"{name}_radial" if isinstance(window, Radial) else name
     return None if is_admitted(kernel) else f"{kernel} was tried on this chip and failed"
 
@@ -297,7 +317,7 @@ def _admission_refusal(name: str, window: Any) -> str | None:
 def _options(
     attn: AttentionConfig, q, k, v, key_mask=None, window=None, scale=None, bias=None, config=None
 ) -> dict[str, Any]:
-    """The options as implementations take them; raises WanjaxError for operands that do not fit each other."""
+    """Return the options in the form that implementations take; raise WanjaxError for operands that do not fit."""
     if not (q.ndim == k.ndim == 4 and k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]):
         shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
         raise WanjaxError(f"attention of q, k, v shaped {shapes}: give [B L N D] and twice [B S K D]")

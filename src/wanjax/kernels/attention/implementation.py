@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 
-def never(config: Any) -> bool:
-    """Resume with no config."""
+def no_carry(config: Any) -> bool:
+    """Return False: no config supports a carry."""
     return False
 
 
@@ -20,16 +20,16 @@ class Implementation:
     Attributes:
         attention: The result, and with `return_lse` the log-sum-exp of each query too.
         unsupported: The reason why a call is not supported, or None. Shapes suffice.
-        gradient: The gradients of q, k and v where all queries see the same keys, from those that
-            `gradient.from_result` gives.
-        counts_keys: Whether `attention` takes `keys`, a number of keys that take part; for others the keys are cut.
-        resumes: Whether `attention_with_carry` takes a config.
-        resumed: Adds the attention to some keys to what it returned for others; None where softmaxes are merged.
+        gradient: The backward function of `gradient.from_result`, where all queries see the same keys.
+        counts_keys: Whether `attention` takes `keys`, the number of valid keys; if not, the caller slices the keys.
+        supports_carry: Whether `attention_with_carry` takes a config.
+        attention_with_carry: Adds the attention to some keys to its return value for earlier keys; None if the caller
+            has to merge softmaxes instead.
     """
 
     attention: Callable[..., Any]
     unsupported: Callable[..., str | None]
     gradient: Callable[..., Any]
     counts_keys: bool = False
-    supports_carry: Callable[[Any], bool] = never
+    supports_carry: Callable[[Any], bool] = no_carry
     attention_with_carry: Callable[..., Any] | None = None

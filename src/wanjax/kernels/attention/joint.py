@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Joint attention: the tokens of a video and those of its text as one sequence, in which all see all.
 
-In the sequence the real tokens of the video come first, in the order of its frames, and then those of the text. Only
-the first of the text are real, a number of them in each example, and so the keys that take part are the first of all.
+The video's real tokens come first, in the order of its frames, and then those of the text, padding last. So the valid
+keys are the first of the sequence, as many as the example's text length says.
 
 On several devices each exchanges its tokens of both streams for heads, and joins them then. Over `sp` queries stay and
-the keys of all devices are gathered, unless there is a window, which needs the queries in their order too.
+the keys of all devices are gathered; with a window, which needs queries in their order, queries are exchanged too.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def attention(
     text_lengths: Int32[Array, " B"],
     window: Any,
 ) -> Pair:
-    """Return the attention of both streams to the first `length` tokens of the video and the first `text_lengths` of a text.
+    """Return the attention of both streams to the first `length` video tokens and `text_lengths` text tokens.
 
     `kernel(q, k, v, keys=..., window=...)` is attention on one device to the first `keys` keys of each example.
     """
@@ -58,7 +58,7 @@ def attention(
         )
         out = Pair(
             pad_to(out[:, :video_queries], 1, q.video.shape[1]), out[:, video_queries:]
-        )  # other queries of the video are padding
+        )  # later queries are padding
         return jax.tree.map(lambda x: heads_to_tokens(x, heads, num_devices, exchange_axes), out)
 
     pair_spec = Pair(PartitionSpec(*placement), PartitionSpec(*placement))
@@ -68,7 +68,10 @@ def attention(
 
 
 def _join(x: Pair, length: int) -> Float[Array, "B _L N D"]:
-    """Join the first tokens of a video and all of its text, heads side by side: apart, a TPU would copy them again."""
+    """Join the first `length` tokens of a video and all of its text.
+
+    Heads are joined side by side: with an axis of heads, a TPU would copy them again.
+    """
     heads = x.video.shape[2]
     video, text = (stream.reshape(*stream.shape[:2], -1) for stream in x)
     joint = jnp.concatenate([video[:, :length], text], axis=1)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of a chunk of tokens to itself and to the cached keys and values of earlier chunks.
 
-The cache has a fixed number of rows. A new chunk is written at a row, and the rows of the first chunks then take part;
-softmax does not depend on their order, so a full cache is a ring. There is a branch for each number of chunks, so that
-a kernel knows the number of keys when it is compiled, which is faster than a mask.
+The cache has a fixed number of rows, one for each token. A new chunk is written at a row, and the first chunks are then
+valid; softmax does not depend on their order, so a full cache is a ring buffer. There is a branch for each number of
+chunks: a kernel compiled for that number of keys is faster than one with a mask.
 
-On several devices each holds all rows of its own heads, those of `tp`, whatever the rules: queries are exchanged for
-heads as in self-attention, and only the new chunk's keys are sent. The queries of a head are divided over `sp`, whose
-devices hold the same rows.
+On several devices, heads are sharded over `tp` whatever the rules, and each device holds all rows of its heads. Queries
+are exchanged for heads as in self-attention, and only the new chunk's keys are sent. The queries of a head are sharded
+over `sp`, where the cache is replicated.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ HEADS_AXIS = "tp"
 class KVCache(NamedTuple):
     """Keys and values of the cache or of a chunk, heads side by side; those of stacked blocks have a leading axis.
 
-    Rows of all heads together fill the tiles of a TPU's memory, whatever the number of heads.
+    With heads side by side, rows fill the tiles of a TPU's memory, whatever the number of heads.
     """
 
     k: Any  # Float[Array, "... B S E"]
@@ -37,7 +37,7 @@ class KVCache(NamedTuple):
 
 
 class CacheSlot(NamedTuple):
-    """The row at which a chunk is written, and the number of chunks that then take part."""
+    """The row at which a chunk is written, and the number of chunks that are then valid."""
 
     row: Any  # Int32[Array, ""]
     chunks: Any
@@ -67,7 +67,7 @@ def update_cache(cache: KVCache, chunk: KVCache, slot: CacheSlot) -> KVCache:
 
 
 def _shard_cache(cache: KVCache) -> KVCache:
-    """Return windows [layers B S E], each device with its heads."""
+    """Shard caches [layers B S E] by heads."""
     batch = current().activation(("batch",), cache.k.shape[1:2])[0]
     return jax.tree.map(lambda x: constrain_to(x, PartitionSpec(None, batch, None, HEADS_AXIS)), cache)
 
@@ -109,9 +109,10 @@ def attention(
 def _attend_to_chunks(
     kernel: Callable[..., Array], q: Float[Array, "B L N D"], cache: KVCache, slot: CacheSlot, length: int
 ) -> Float[Array, "B L N D"]:
-    """Return the attention to the chunks that take part; the branch of a full cache, the slowest, is the first.
+    """Return the attention to the valid chunks. The branch of a full cache, the slowest, comes first.
 
-    Branches take and give heads side by side: apart, each would be copied to other tiles of a TPU's memory.
+    Operands and results of branches have heads side by side: with an axis of heads, each branch would copy them to
+    other tiles of a TPU's memory.
     """
     capacity, heads = cache.k.shape[1] // length, q.shape[2]
 

@@ -43,5 +43,5 @@ def divide_or_zero(value_sum: Float[Array, "..."], weight_sum: Float[Array, "...
 
 
 def log_sum_exp(row_max: Float[Array, "..."], weight_sum: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return row_max + log(weight_sum), or -inf for a row without a valid key; weight_sum is Σ exp(logits - row_max)."""
+    """Return row_max + log(Σ exp(logits - row_max)), the sum given; -inf for a row without a valid key."""
     return row_max + jnp.log(jnp.where(weight_sum == 0, 1.0, weight_sum))

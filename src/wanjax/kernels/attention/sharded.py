@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention on several devices, around any kernel that runs on one.
 
-Operands are [B L N D], with batches on `dp`. If keys are few beside queries, each device holds all keys and attends its
-own queries to them. Otherwise an all-to-all over `tp` exchanges tokens for heads (Jacobs et al., DeepSpeed Ulysses,
-2023), unless heads are sharded there already; over `sp`, keys and values pass around a ring while queries stay (Liu et
-al., Ring Attention, 2023). A kernel that can go on from the sums of other keys does so; else the softmaxes of the turns
-are merged by their log-sum-exps. Lengths and heads that do not divide are padded. A padded key never takes part: it is
-sliced off on a device that holds all keys, and masked elsewhere.
+Operands are [B L N D], with batches on `dp`. If keys are few compared with queries, each device holds all keys and
+computes the attention of its own queries to them. Otherwise an all-to-all over `tp` exchanges tokens for heads (Jacobs
+et al., DeepSpeed Ulysses, 2023), unless heads are sharded there already; over `sp`, keys and values pass around a ring
+while queries stay (Liu et al., Ring Attention, 2023). A kernel that can start from the sums of other keys does so; else
+the softmaxes of the shards are merged by their log-sum-exps. Lengths and heads that do not divide are padded. A padded
+key never takes part: it is sliced off on a device that holds all keys, and masked elsewhere.
 """
 
 from collections.abc import Callable
@@ -24,17 +24,21 @@ from wanjax.kernels.attention.radial import Radial
 from wanjax.kernels.rotary_heads import join_parts
 from wanjax.sharding import Partitioner, pad_to
 
-Kernel = Callable[..., Any]  # attention on one device: (q, k, v, *, key_mask, window, bias, return_lse); its gradient
+Kernel = Callable[
+    ..., Any
+]  # attention on one device: (q, k, v, *, key_mask, window, bias, return_lse); or its gradient
 Mask = Bool[Array, "B S"]
 Axes = str | tuple[str, ...] | None
 
 
 class Kernels(NamedTuple):
-    """What one device computes: attention, its part for some of the keys, and its gradient.
+    """Functions of one device.
 
-    `part(q, k, v, carry, last=...)` adds the attention to keys to `carry`, what it returned for others or None at
-    first; for the last keys it returns the result and its log-sum-exps. `gradient` is that of `gradient.from_result`,
-    for keys that all queries see.
+    Attributes:
+        full: Attention to all keys.
+        part: Attention to some of the keys, `part(q, k, v, carry, last=...)`: adds them to `carry`, its return value
+            for earlier keys (None at first). For the last keys it returns the result and its log-sum-exps.
+        gradient: The backward function of `gradient.from_result`, for keys that all queries see.
     """
 
     full: Kernel
@@ -66,7 +70,7 @@ def attention(
     window: Any,
     bias: Float32[Array, "..."] | None,
 ) -> Float[Array, "B L N D"]:
-    """Compute what `kernels.whole` does on one device for the first `keys` keys.
+    """Compute what `kernels.full` does on one device, for the first `keys` keys.
 
     The operands are those of `api.attention`.
     """
@@ -75,14 +79,12 @@ def attention(
         k, v = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (k, v))
     q = pad_to(q, 1, partitioner.size(("sp", "tp")))
     placement = Placement.of(q, partitioner)
-    sees_all_keys = window is None or (
-        isinstance(window, Radial) and partitioner.size("sp") == 1
-    )  # no ring divides its keys
-    if sees_all_keys and bias is None and not _replicates_keys(keys, length, heads, partitioner, placement):
+    by_heads = window is None or (isinstance(window, Radial) and partitioner.size("sp") == 1)
+    if by_heads and bias is None and not _replicates_keys(keys, length, heads, partitioner, placement):
         kernels = kernels._replace(full=partial(kernels.full, window=window, bias=None))
         return _attend_ulysses_and_ring(kernels, partitioner, placement, q, k, v, keys, key_mask)[:, :length]
     k, v, key_mask = k[:, :keys], v[:, :keys], None if key_mask is None else key_mask[:, :keys]
-    if window is not None:  # which counts tokens, so that each device has all of them, for some of the heads
+    if window is not None:  # it counts tokens: each device needs all of them, of some heads
         placement = Placement(placement.batch, None, ("sp", "tp"))
         q, k, v = (pad_to(x, 2, partitioner.size(placement.heads)) for x in (q[:, :length], k, v))
     kernel = partial(kernels.full, window=window)
@@ -98,7 +100,7 @@ def _replicates_keys(keys: int, queries: int, heads: int, partitioner: Partition
 def _attend_with_all_keys(
     kernel: Kernel, partitioner: Partitioner, placement: Placement, q, k, v, key_mask: Mask | None, bias
 ) -> Array:
-    """Attention with queries sharded by tokens or by heads, and all keys of these heads on each device."""
+    """Compute attention with queries sharded by tokens or by heads, and all keys of these heads on each device."""
     spec, kv_spec, bias_spec = PartitionSpec(*placement), PartitionSpec(placement.batch, None, placement.heads), None
     if bias is not None:
         for axis, size in ((1, q.shape[2]), (2, q.shape[1])):
@@ -116,7 +118,7 @@ def _attend_with_all_keys(
 def _attend_ulysses_and_ring(
     kernels: Kernels, partitioner: Partitioner, placement: Placement, q, k, v, keys: int, key_mask: Mask | None
 ) -> Array:
-    """Attention with heads on `tp`, and keys and values around the ring of `sp`."""
+    """Compute attention with heads on `tp`, and keys and values around the ring of `sp`."""
     spec = PartitionSpec(*placement)
     k, v = (pad_to(x, 1, partitioner.size(("sp", "tp"))) for x in (k, v))
     ring_size, is_padded = partitioner.size("sp"), k.shape[1] > keys
@@ -131,7 +133,7 @@ def _attend_ulysses_and_ring(
             out = kernels.full(q, k, v, key_mask=key_mask, keys=keys)
         else:
             masks = {"key_mask": key_mask}
-            if key_mask is None and is_padded:  # a count, which spares a kernel the order of the keys
+            if key_mask is None and is_padded:  # with a count a kernel need not reorder keys
                 local_keys = jnp.clip(keys - jax.lax.axis_index("sp") * k.shape[1], 0, k.shape[1])
                 masks["keys"] = jnp.full((k.shape[0],), local_keys, jnp.int32)
             forward_and_backward = (
@@ -153,9 +155,10 @@ def attention_by_heads(
     v: Float[Array, "B L N D"],
     weights: Any,
 ) -> Float[Array, "B L N D"]:
-    """Compute `kernel(q, k, v, weights)` of whole heads with all their tokens, exchanged over all axes of tokens.
+    """Compute `kernel(q, k, v, weights)` with some heads and all their tokens on each device.
 
-    `weights` are the same for all heads. Tokens are padded, and so are heads, to what the devices divide.
+    All mesh axes of tokens take part in the exchange. `weights` are the same for all heads. Tokens and heads are padded
+    to multiples of the devices.
     """
     length = q.shape[1]
     q, k, v = (pad_to(x, 1, partitioner.size(("sp", "tp"))) for x in (q, k, v))
@@ -172,9 +175,9 @@ def attention_by_heads(
 
 
 def tokens_to_heads(x: Float[Array, "B L N D"], num_devices: int, axes: Axes = "tp") -> Float[Array, "B _L _N D"]:
-    """Exchanges some tokens of all heads for all tokens of some heads, padded to the number of devices of the axes.
+    """Exchange some tokens of all heads for all tokens of some heads, padded to a multiple of the devices.
 
-    What is sent to a device, and what is received from it, is contiguous in memory. One device has all already.
+    Data for and from each device is contiguous in memory.
     """
     if num_devices == 1:
         return x
@@ -188,7 +191,7 @@ def tokens_to_heads(x: Float[Array, "B L N D"], num_devices: int, axes: Axes = "
 def heads_to_tokens(
     x: Float[Array, "B L N D"], heads: int, num_devices: int, axes: Axes = "tp"
 ) -> Float[Array, "B _L _N D"]:
-    """The inverse of `tokens_to_heads` for so many heads."""
+    """Invert `tokens_to_heads`, for so many heads."""
     if num_devices == 1:
         return x
     batch, length, local_heads, head_dim = x.shape
@@ -203,17 +206,17 @@ AttentionResult = tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]
 def _ring(
     attend_part: Kernel, q: Float[Array, "B L N D"], k: Array, v: Array, masks: dict[str, Any], *, ring_size: int
 ) -> AttentionResult:
-    """Attention to the keys and values of all devices of `sp`; the last ones received are not sent on.
+    """Compute attention to the keys and values of all devices of `sp`; those received last are not sent on.
 
-    `masks` are the kernel's options that tell which keys of this device take part. The turns are not a loop, so that
-    the first keys may be sent while values are projected.
+    `masks` are the kernel's options that select valid keys of this device. The ring is unrolled, so that the first keys
+    may be sent while values are projected.
     """
 
     def attend_shard(carry: Any, shard: tuple, *, last: bool) -> Any:
         *keys_and_values, masks = shard
         return attend_part(q, *(x.reshape(k.shape) for x in keys_and_values), carry, **masks, last=last)
 
-    # heads side by side, as projections write them: apart, a TPU would copy what is sent
+    # send heads side by side, as projections write them: with an axis of heads, a TPU would copy them first
     carry, shard = None, (*(x.reshape(*x.shape[:2], -1) for x in (k, v)), masks)
     for _ in range(ring_size - 1):
         next_shard = jax.lax.ppermute(
@@ -226,7 +229,7 @@ def _ring(
 def _ring_gradient(
     gradient: Kernel, q, k, v, g, lse, delta, masks: dict[str, Any], *, ring_size: int
 ) -> tuple[Array, Array, Array]:
-    """The gradients of q, k and v. Those of keys and values go round with them, and once more, back to their device."""
+    """Return the gradients of q, k and v; those of k and v go around the ring with them, and one hop more."""
 
     def add(dq: Array, shard: tuple, dkv_sums: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
         k, v, masks = shard
