@@ -299,11 +299,11 @@ def test_the_kernel(monkeypatch, dtype, top, loud, bound, config):
     """Neither blocks nor grid steps are filled, and padding comes after the tokens. Loud logits are computed again."""
     raised: list[int] = []
 
-    def counted(*given, function=sparse_linear_kernel._raise_offsets):
+    def counted(*given, function=sparse_linear_kernel._set_offsets_to_max):
         jax.debug.callback(lambda: raised.append(1))
         function(*given)
 
-    monkeypatch.setattr(sparse_linear_kernel, "_raise_offsets", counted)
+    monkeypatch.setattr(sparse_linear_kernel, "_set_offsets_to_max", counted)
     q, k, v = operands(1, 470, 470, 2, 2, 128, dtype)
     given = (*(x * jnp.asarray(loud, x.dtype) for x in (q, k)), v, projection(128, dtype))
     sparse = SparseLinear(top)

@@ -21,7 +21,7 @@ from wanjax.kernels.attention import reference
 from wanjax.kernels.attention.blocks import batch_to_heads, heads_to_batch, to_blocks
 from wanjax.sharding import pad_to
 
-EPSILON = 1e-5  # added to the sum of linear attention's weights
+EPSILON_OF_SUM = 1e-5  # added to the sum of linear attention's weights
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class SparseLinear:
     def parse(cls, text: str) -> "SparseLinear":
         """Read text such as `top=0.1` or `top=0.25,block_q=8,block_kv=4`; raise WanjaxError for other text."""
         types, options = {field.name: type(field.default) for field in fields(cls)}, {}
-        for entry in text.split(",") if text else []:
-            name, _, value = entry.partition("=")
+        for item in text.split(",") if text else []:
+            name, _, value = item.partition("=")
             try:
                 if name in options or not value.isascii():
                     raise ValueError
@@ -62,7 +62,7 @@ class SparseLinear:
     def __str__(self) -> str:
         """Return the text that `parse` reads, without what is as usual."""
         values = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
-        return ",".join(f"{name}={value}" for name, value, usual in values if value != usual)
+        return ",".join(f"{name}={value}" for name, value, default in values if value != default)
 
     def top_k(self, keys: int) -> int:
         """Return the number of blocks that each block of queries attends to, of so many keys."""
@@ -100,14 +100,14 @@ def attention(
     length, heads, dtype = *q.shape[1:3], q.dtype
     q, k, v = (x[:, :keys] for x in (q, k, v))
     flat_q, flat_k, flat_v = map(heads_to_batch, (q, k, v))
-    blocks = jnp.arange(ceil_div(keys, sparse.block_kv))
-    chosen = (choose_blocks(flat_q, flat_k, sparse)[..., None] == blocks[None, None, None]).any(axis=2)
-    rows, columns = (jnp.arange(keys) // size for size in (sparse.block_q, sparse.block_kv))
-    hidden = jnp.where(chosen[:, rows][:, :, columns], 0.0, -jnp.inf).reshape(-1, heads, keys, keys)
-    wide = (x.astype(jnp.float32) for x in (q, k, v))
+    block_indices = jnp.arange(ceil_div(keys, sparse.block_kv))
+    selected = (choose_blocks(flat_q, flat_k, sparse)[..., None] == block_indices[None, None, None]).any(axis=2)
+    q_block_index, kv_block_index = (jnp.arange(keys) // size for size in (sparse.block_q, sparse.block_kv))
+    bias = jnp.where(selected[:, q_block_index][:, :, kv_block_index], 0.0, -jnp.inf).reshape(-1, heads, keys, keys)
+    float32_operands = (x.astype(jnp.float32) for x in (q, k, v))
     options: dict[str, Any] = {"key_mask": None, "window": None, "scale": q.shape[3] ** -0.5, "config": None}
-    out: Any = reference.attention(*wide, bias=hidden, **options)
-    out += batch_to_heads(linear(flat_q, state_of(flat_k, flat_v), projection), heads)
+    out: Any = reference.attention(*float32_operands, bias=bias, **options)
+    out += batch_to_heads(linear_attention(flat_q, key_state(flat_k, flat_v), projection), heads)
     return pad_to(out, 1, length).astype(dtype)
 
 
@@ -119,8 +119,8 @@ def choose_blocks(
     They are those of the largest products of means, and the first among equals. The mean of all keys is subtracted
     from those of the keys. Means are rounded to the operands' dtype.
     """
-    centered = block_means(k, sparse.block_kv) - k.mean(axis=1, keepdims=True, dtype=jnp.float32)
-    means = [x.astype(q.dtype) for x in (block_means(q, sparse.block_q), centered)]
+    centered_means = block_means(k, sparse.block_kv) - k.mean(axis=1, keepdims=True, dtype=jnp.float32)
+    means = [x.astype(q.dtype) for x in (block_means(q, sparse.block_q), centered_means)]
     scores = jnp.einsum("BLD,BSD->BLS", *means, precision="highest", preferred_element_type=jnp.float32)
     return jnp.sort(jax.lax.top_k(scores, sparse.top_k(k.shape[1]))[1], axis=2)
 
@@ -132,17 +132,17 @@ def block_means(x: Float[Array, "_B L D"], size: int) -> Float32[Array, "_B _L D
     return to_blocks(x, size).sum(axis=2, dtype=jnp.float32) / counts[None, :, None]
 
 
-def state_of(k: Float[Array, "_B L D"], v: Float[Array, "_B L D"]) -> KeyState:
+def key_state(k: Float[Array, "_B L D"], v: Float[Array, "_B L D"]) -> KeyState:
     """Return the sums of linear attention over these keys and values, in float32."""
     features = jax.nn.softmax(k.astype(jnp.float32), axis=2)
     values = jnp.einsum("BLD,BLE->BDE", features, v.astype(jnp.float32), precision="highest")
     return KeyState(values, features.sum(axis=1))
 
 
-def linear(q: Float[Array, "_B L D"], state: KeyState, projection: Projection) -> Float32[Array, "_B L D"]:
+def linear_attention(q: Float[Array, "_B L D"], state: KeyState, projection: Projection) -> Float32[Array, "_B L D"]:
     """Return linear attention of queries to the keys of a state, projected, in float32."""
     features = jax.nn.softmax(q.astype(jnp.float32), axis=2)
-    weight = EPSILON + jnp.einsum("BLD,BD->BL", features, state.weights, precision="highest")
+    weight = EPSILON_OF_SUM + jnp.einsum("BLD,BD->BL", features, state.weights, precision="highest")
     y = jnp.einsum("BLD,BDE->BLE", features, state.values, precision="highest") / weight[..., None]
     kernel, bias = (x.astype(jnp.float32) for x in projection)
     return jnp.matmul(y, kernel, precision="highest") + bias[None, None]
