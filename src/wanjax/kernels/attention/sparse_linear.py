@@ -2,9 +2,9 @@
 """Sparse-linear attention: each block of queries attends to a few blocks of keys, and linearly to all.
 
 Follows Zhang et al., SLA: Beyond Sparsity in Diffusion Transformers via Fine-Tunable Sparse-Linear Attention, 2025,
-arXiv:2509.24006: turbodiffusion/SLA of its authors. Means of blocks of queries and of keys choose the blocks, for each
-head. Linear attention, whose features are softmaxes over the channels of a head, then goes through a projection that is
-learned for each layer, and is added. This file has the rule, and the reference for its implementations.
+arXiv:2509.24006: turbodiffusion/SLA of its authors. For each head, the mean queries and the mean keys of blocks select
+the blocks. The result of linear attention, whose features are softmaxes over the channels of a head, goes through a
+learned projection and is added. This file has the definition, and the reference implementation.
 """
 
 from dataclasses import dataclass, fields
@@ -26,10 +26,13 @@ EPSILON_OF_SUM = 1e-5  # added to the sum of linear attention's weights
 
 @dataclass(frozen=True)
 class SparseLinear:
-    """The share `top` of the blocks of keys that each block of queries keeps, and the tokens of these blocks.
+    """The options of sparse-linear attention.
 
-    The share is that of the authors' commands; 0.15 is what they recommend for quality. The last block of a sequence
-    may be shorter. At least one block is kept.
+    Attributes:
+        top: The share of the blocks of keys that each block of queries attends to, at least one block. The default is
+            that of the authors' commands; for quality they recommend 0.15.
+        block_q: Queries of a block. The last block of a sequence may be shorter.
+        block_kv: Keys of a block, likewise.
     """
 
     top: float = 0.1
@@ -60,24 +63,24 @@ class SparseLinear:
         return cls(**options)
 
     def __str__(self) -> str:
-        """Return the text that `parse` reads, without what is as usual."""
+        """Return the text that `parse` reads, without default values."""
         values = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
         return ",".join(f"{name}={value}" for name, value, default in values if value != default)
 
     def top_k(self, keys: int) -> int:
-        """Return the number of blocks that each block of queries attends to, of so many keys."""
+        """Return the number of blocks that each block of queries attends to, for so many keys."""
         return max(1, int(self.top * ceil_div(keys, self.block_kv)))
 
 
 class Projection(NamedTuple):
-    """The weights through which linear attention goes, one for all heads of a layer."""
+    """The linear projection of the linear part's result, shared by all heads of a layer."""
 
     kernel: Float[Array, "D D"]
     bias: Float[Array, " D"]
 
 
 class KeyState(NamedTuple):
-    """The sums of linear attention over the keys of each head: features times values, and features alone."""
+    """The state of linear attention for each head: Σ φ(k)ᵀ v and Σ φ(k) over its keys."""
 
     values: Float32[Array, "_B D D"]
     weights: Float32[Array, "_B D"]
@@ -92,10 +95,10 @@ def attention(
     sparse: SparseLinear,
     keys: int,
 ) -> Float[Array, "B L N D"]:
-    """Return the sum of both parts for the first `keys` tokens, and zeros for others: the reference.
+    """Return the sum of the sparse and the linear part for the first `keys` tokens, and zeros for others.
 
-    Float32 inside, rounded once to the operands' dtype. The sparse part, with logits scaled by 1 / √D, is dense
-    attention from which the blocks that are not kept are hidden.
+    This is the reference. Float32 inside, rounded once to the operands' dtype. The sparse part, with logits scaled by
+    1 / √D, is dense attention in which other blocks are masked.
     """
     length, heads, dtype = *q.shape[1:3], q.dtype
     q, k, v = (x[:, :keys] for x in (q, k, v))
@@ -114,10 +117,10 @@ def attention(
 def choose_blocks(
     q: Float[Array, "_B L D"], k: Float[Array, "_B L D"], sparse: SparseLinear
 ) -> Int32[Array, "_B _L _S"]:
-    """Return the blocks of keys that each block of queries keeps, ascending.
+    """Return the indices of the blocks of keys that each block of queries attends to, ascending.
 
-    They are those of the largest products of means, and the first among equals. The mean of all keys is subtracted
-    from those of the keys. Means are rounded to the operands' dtype.
+    The largest products of block means win, and the first among equals. The mean of all keys is subtracted from the
+    mean keys. Means are rounded to the operands' dtype.
     """
     centered_means = block_means(k, sparse.block_kv) - k.mean(axis=1, keepdims=True, dtype=jnp.float32)
     means = [x.astype(q.dtype) for x in (block_means(q, sparse.block_q), centered_means)]
@@ -133,14 +136,14 @@ def block_means(x: Float[Array, "_B L D"], size: int) -> Float32[Array, "_B _L D
 
 
 def key_state(k: Float[Array, "_B L D"], v: Float[Array, "_B L D"]) -> KeyState:
-    """Return the sums of linear attention over these keys and values, in float32."""
+    """Return the state of linear attention after these keys and values, in float32."""
     features = jax.nn.softmax(k.astype(jnp.float32), axis=2)
     values = jnp.einsum("BLD,BLE->BDE", features, v.astype(jnp.float32), precision="highest")
     return KeyState(values, features.sum(axis=1))
 
 
 def linear_attention(q: Float[Array, "_B L D"], state: KeyState, projection: Projection) -> Float32[Array, "_B L D"]:
-    """Return linear attention of queries to the keys of a state, projected, in float32."""
+    """Return the projected linear attention of queries to the keys of a state, in float32."""
     features = jax.nn.softmax(q.astype(jnp.float32), axis=2)
     weight = EPSILON_OF_SUM + jnp.einsum("BLD,BD->BL", features, state.weights, precision="highest")
     y = jnp.einsum("BLD,BDE->BLE", features, state.values, precision="highest") / weight[..., None]

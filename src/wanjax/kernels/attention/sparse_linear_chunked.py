@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sparse-linear attention on any platform, a few blocks of queries at a time, and its gradient.
 
-Each block of queries gathers the keys that it keeps, so that one softmax has them all: memory grows with the number of
-kept keys, and not with the number of scores. The choice of blocks has no gradient. The gradient computes the weights
-again, and needs nothing of the forward pass but the choice.
+Each block of queries gathers its selected keys, so that one softmax has them all: memory grows with the number of
+selected keys, and not with the number of scores. The selection has no gradient. The backward pass computes the weights
+again, and saves nothing of the forward pass but the selection.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,8 +27,8 @@ from wanjax.kernels.autodiff import save_for_backward, with_backward
 from wanjax.kernels.target import multiplies_bfloat16, target
 from wanjax.sharding import pad_to
 
-SCORE_BYTES = 128 << 20  # bytes of scores at a time
-SCORE_BYTES_ON_CPU = 4 << 20  # which a cache holds
+SCORE_BYTES = 128 << 20  # bytes of scores in memory
+SCORE_BYTES_ON_CPU = 4 << 20  # fits in a cache
 
 Forward = Callable[..., tuple[Float[Array, "B L N D"], Int32[Array, "_B _L _S"]]]
 
@@ -42,16 +42,17 @@ def attention(
     sparse: SparseLinear,
     keys: int,
 ) -> Float[Array, "B L N D"]:
-    """Compute what the reference does, and so does its gradient."""
+    """Compute what the reference does, by blocks, with a gradient by blocks."""
     return with_gradient(partial(_forward, sparse=sparse, keys=keys), q, k, v, projection, sparse=sparse, keys=keys)
 
 
 def with_gradient(
     forward: Forward, q: Array, k: Array, v: Array, projection: Projection, *, sparse: SparseLinear, keys: int
 ) -> Float[Array, "B L N D"]:
-    """Return the result of `forward(q, k, v, projection)`, which also returns its choice of blocks for the gradient.
+    """Return the result of `forward(q, k, v, projection)`, with the gradient of this file.
 
-    The choice is that of `sparse_linear.choose_blocks`, for the heads of all examples.
+    `forward` returns its result and, for the gradient, the selected blocks: those of `sparse_linear.choose_blocks` for
+    the heads of all examples.
     """
 
     def fwd(q: Array, k: Array, v: Array, projection: Projection) -> tuple[Array, tuple]:
@@ -78,12 +79,12 @@ def _flatten_heads(keys: int, *arrays: Float[Array, "B L N D"]) -> list[Float[Ar
 
 
 def _unflatten_heads(x: Float[Array, "_B _L D"], shape: tuple[int, ...]) -> Float[Array, "B L N D"]:
-    """Return heads in the shape that they had before `_flatten_heads`, with zeros for other tokens."""
+    """Invert `_flatten_heads`, to the shape before it; tokens after the first `keys` are zeros."""
     return pad_to(batch_to_heads(x, shape[2]), 1, shape[1])
 
 
 class KeyBlocks(NamedTuple):
-    """Blocks of keys and values, and how those of a list are attended to."""
+    """Blocks of keys and values, and the attention to lists of them."""
 
     k: Float[Array, "_B _S S D"]
     v: Float[Array, "_B _S S D"]
@@ -100,7 +101,7 @@ class KeyBlocks(NamedTuple):
         return k.reshape(*lists.shape[:2], -1, k.shape[-1]), v.reshape(*lists.shape[:2], -1, v.shape[-1])
 
     def valid(self, lists: Int32[Array, "_B C _S"]) -> Bool[Array, "_B C 1 S"]:
-        """Mark the keys of each list that take part: memory after the last key is padding."""
+        """Return which keys of each list are valid; those after the last key are padding."""
         block_kv = self.k.shape[2]
         positions = lists[..., None] * block_kv + jnp.arange(block_kv)[None, None, None]
         return (positions < self.keys).reshape(*lists.shape[:2], 1, -1)
@@ -108,7 +109,7 @@ class KeyBlocks(NamedTuple):
     def weights(
         self, q: Float[Array, "_B C L D"], k: Float[Array, "_B C S D"], lists: Int32[Array, "_B C _S"]
     ) -> tuple[Float32[Array, "_B C L S"], Float32[Array, "_B C L 1"]]:
-        """Return the weights of the keys of each list, not divided, and their sums."""
+        """Return the unnormalized softmax weights of the keys of each list, and their sums."""
         logits = q.shape[-1] ** -0.5 * self.einsum("BCLD,BCSD->BCLS", q, k)
         if self.keys % self.k.shape[2]:
             logits = jnp.where(self.valid(lists), logits, -jnp.inf)
@@ -116,7 +117,7 @@ class KeyBlocks(NamedTuple):
         return weights, weights.sum(axis=-1, keepdims=True)
 
     def einsum(self, axes: str, a: Array, b: Array) -> Float32[Array, "..."]:
-        """Return a product in float32, of operands in the dtype of the keys."""
+        """Compute an einsum in float32, of operands in the dtype of the keys."""
         a, b = (x.astype(self.k.dtype) for x in (a, b))
         return jnp.einsum(axes, a, b, precision=self.precision, preferred_element_type=jnp.float32)
 
@@ -127,7 +128,7 @@ def attend(
     selected: Int32[Array, "_B _L _S"],
     sparse: SparseLinear,
 ) -> Float[Array, "_B L D"]:
-    """Return both parts of attention by q, k and v of the heads of all examples, for the chosen blocks of keys."""
+    """Return the sum of both parts, given q, k and v of the heads of all examples and the selected blocks."""
     q, k, v = heads
     dtype, state = q.dtype, key_state(k, v)
     key_blocks = KeyBlocks.split(_matmul_dtype(k), _matmul_dtype(v), sparse.block_kv, matmul_precision(dtype))
@@ -195,22 +196,22 @@ def _linear_attention(
 
 
 def _matmul_dtype(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return operands in the dtype in which products are fast: float32 on CPUs that do not multiply bfloat16."""
+    """Cast to the dtype in which matrix products are fast: float32 on CPUs that do not multiply bfloat16."""
     return x.astype(jnp.float32) if target(x).platform == "cpu" and not multiplies_bfloat16(x) else x
 
 
 def _blocks_per_step(selected: Int32[Array, "_B _L _S"], sparse: SparseLinear, q: Array) -> int:
-    """Return the number of blocks of queries to take at a time."""
+    """Return the number of blocks of queries to compute at a time."""
     byte_budget = SCORE_BYTES_ON_CPU if target(q).platform == "cpu" else SCORE_BYTES
     bytes_per_block = 4 * selected.shape[0] * selected.shape[2] * sparse.block_q * sparse.block_kv
     return even_blocks(selected.shape[1], max(1, byte_budget // bytes_per_block))[1]
 
 
 def _group(x: Array, group_size: int) -> Array:
-    """Rows [_B _L ...] by `group_size` at a time, with those groups on the first axis; zeros fill the last."""
+    """Split rows [_B _L ...] into groups of `group_size` on a new first axis; the last is padded with zeros."""
     return jnp.moveaxis(pad_to(x, 1, group_size).reshape(len(x), -1, group_size, *x.shape[2:]), 1, 0)
 
 
 def _ungroup(x: Float[Array, "_L _B C S D"], length: int) -> Float[Array, "_B L D"]:
-    """Undoes `_group` and `to_blocks`."""
+    """Invert `_group` and `to_blocks`."""
     return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, x.shape[4])[:, :length]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Pallas kernels of sparse-linear attention on TPUs.
 
-`prepare` passes over q, k and v once: sums of blocks, and what linear attention keeps of the keys. `listed` makes lists
-of the blocks to keep from the scores of these blocks. `attend` computes both parts of attention: a few blocks of
-queries a grid step, each with a list of its own, since their products fill the waits of one another.
+`prepare` reads q, k and v once: it computes the sums of blocks, and the state of linear attention. `list_blocks` makes
+lists of the selected blocks from the scores of blocks. `attend` computes both parts of attention. A grid step has a few
+blocks of queries, each with its own list, since their products fill the waits of one another.
 """
 
 import math
@@ -22,24 +22,22 @@ from wanjax.kernels.attention.blocks import iota, matmul
 from wanjax.kernels.attention.flash_tiles import HEADROOM, MAX_WEIGHT_SUM
 
 TILE_KV = 256  # keys of a step, which fill a matrix unit
-PIPELINE_DEPTH = (
-    2  # steps whose weights are computed before their values are added, so that the matrix unit does not wait
-)
-TOKENS_PER_STEP = 2048  # tokens of a grid step of `prepare`
-LISTS_PER_STEP = 128  # of a grid step of `listed`
-SCORE_BITS = 32  # of a score
+PIPELINE_DEPTH = 2  # steps whose weights are computed before the first one's values: the matrix unit does not wait
+TOKENS_PER_STEP = 2048  # in a grid step of `prepare`
+LISTS_PER_STEP = 128  # in a grid step of `list_blocks`
+SCORE_BITS = 32
 
 
 class Sizes(NamedTuple):
     """Static arguments of the kernels."""
 
     queries: int
-    tokens: int  # that take part; those after them are padding
+    tokens: int  # valid ones; those after them are padding
     heads: int  # of one example
     block_q: int
     block_kv: int
-    top_k: int  # blocks of keys of a list
-    lists: int  # of a grid step
+    top_k: int  # blocks of keys in a list
+    lists: int  # blocks of queries in a grid step of `attend`, each with its list
     unroll: int  # tiles of each list that are unrolled
 
     @property
@@ -49,7 +47,7 @@ class Sizes(NamedTuple):
 
     @property
     def tiles(self) -> int:
-        """Whole tiles of a list; the last one to four blocks come after them, and may end within a block."""
+        """Whole tiles of a list before its last one to four blocks, which may be partial."""
         return (self.top_k - 1) // self.blocks_per_tile
 
     @property
@@ -61,7 +59,7 @@ class Sizes(NamedTuple):
 def prepare(
     q: Float[Array, "B L E"], k: Float[Array, "B L E"], v: Float[Array, "B L E"], sizes: Sizes, *, interpret: bool
 ) -> tuple[Float32[Array, "_B _L D"], Float32[Array, "_B _S D"], Float32[Array, "_B D _D"]]:
-    """Return the sums of the blocks of q and of k, and Σ φ(k)ᵀ [v, 1], of the heads of all examples."""
+    """Return the sums over each block of q and of k, and Σ φ(k)ᵀ [v, 1], for the heads of all examples."""
     head_dim = q.shape[2] // sizes.heads
     alignment = math.lcm(sizes.block_q, sizes.block_kv, LANES)
     step_tokens = min(round_up(TOKENS_PER_STEP, alignment), round_up(sizes.tokens, alignment))
@@ -93,17 +91,17 @@ def prepare(
 
 
 def _prepare(q_ref, k_ref, v_ref, q_sums_ref, k_sums_ref, state_ref, *, sizes: Sizes) -> None:
-    """The grid runs over examples, heads and tokens."""
+    """Compute the results of `prepare`; the grid runs over examples, heads and tokens."""
     i, step_tokens = pl.program_id(2), q_ref.shape[0]
     num_valid = sizes.tokens - i * step_tokens
 
     def add(ragged: bool) -> None:
         q, k, v = q_ref[...], k_ref[...], v_ref[...]
-        if ragged:  # memory after the last token holds anything
+        if ragged:  # after the last token, memory is undefined
             valid = iota((step_tokens, 1), 0) < num_valid
             q, k, v = (jnp.where(valid, x, jnp.zeros_like(x)) for x in (q, k, v))
         q_sums_ref[...], k_sums_ref[...] = _block_sums(q, sizes.block_q), _block_sums(k, sizes.block_kv)
-        x = k.T.astype(jnp.float32)  # channels along the rows, so that softmax adds whole registers
+        x = k.T.astype(jnp.float32)  # channels on the first axis: softmax adds whole registers
         weights = jnp.exp(x - x.max(axis=0, keepdims=True))
         weights = (weights * (1.0 / weights.sum(axis=0, keepdims=True))).astype(k.dtype)
         if ragged:
@@ -118,15 +116,15 @@ def _prepare(q_ref, k_ref, v_ref, q_sums_ref, k_sums_ref, state_ref, *, sizes: S
 
 
 def _block_sums(x: Float[Array, "L D"], size: int) -> Float32[Array, "_L D"]:
-    """The sum of each block of rows, by a product."""
+    """Return the sum of each block of rows, by a matrix product."""
     shape = (len(x) // size, len(x))
     return matmul(jnp.where(iota(shape, 0) == iota(shape, 1) // size, 1.0, 0.0).astype(x.dtype), x)
 
 
 def list_blocks(scores: Float32[Array, "_L _S"], sizes: Sizes, *, interpret: bool) -> Int32[Array, "_L _T"]:
-    """Return, for each row, the first keys of the blocks with the largest scores, ascending, as whole lanes.
+    """Return, for each row, the first keys of the blocks with the largest scores, ascending.
 
-    Among equal scores the first count. What is listed after `sizes.top_k` blocks is no block.
+    Among equal scores the first ones win. Entries after the first `sizes.top_k` are padding to whole lanes.
     """
     rows, blocks = scores.shape
     padded_blocks, padded_top_k = round_up(blocks, LANES), round_up(sizes.top_k, LANES)
@@ -143,11 +141,11 @@ def list_blocks(scores: Float32[Array, "_L _S"], sizes: Sizes, *, interpret: boo
 
 
 def _list_blocks(scores_ref, out_ref, *, blocks: int, sizes: Sizes) -> None:
-    """Find the least score to keep bit by bit, count what is kept up to each block, and searches these counts."""
+    """Find the lowest selected score bit by bit, count the selected blocks up to each, and search these counts."""
     scores = scores_ref[...]
     rows, padded_blocks = scores.shape
     is_block = iota(scores.shape, 1) < blocks
-    bits = jax.lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores), jnp.int32)  # one zero, without a sign
+    bits = jax.lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores), jnp.int32)  # -0 becomes 0
     sortable = jnp.where(is_block, jnp.where(bits < 0, bits ^ jnp.int32(2**31 - 1), bits), jnp.int32(-(2**31)))
     threshold = jnp.full((rows, 1), -(2**31), jnp.int32)
     for bit in reversed(range(SCORE_BITS)):
@@ -158,7 +156,7 @@ def _list_blocks(scores_ref, out_ref, *, blocks: int, sizes: Sizes) -> None:
     upper_triangle = jnp.where(iota(square, 0) <= iota(square, 1), 1.0, 0.0).astype(jnp.bfloat16)
 
     def cumulative_count(marks: Array) -> Array:
-        """The number of marks up to each lane, which is exact: products of ones, summed in float32."""
+        """Return the number of marks up to each lane. It is exact: products of ones, summed in float32."""
         return matmul(marks.astype(jnp.bfloat16), upper_triangle)
 
     larger, equal = (jnp.where(x, 1.0, 0.0) for x in (sortable > threshold, sortable == threshold))
@@ -169,7 +167,7 @@ def _list_blocks(scores_ref, out_ref, *, blocks: int, sizes: Sizes) -> None:
     for lane_start in range(0, out_ref.shape[1], LANES):
         rank = (iota((rows, LANES), 1) + lane_start).astype(jnp.float32)
         register = reduce(jnp.add, (jnp.where(x[:, -1:] <= rank, 1, 0) for x in count_registers))
-        lane = jnp.zeros((rows, LANES), jnp.int32)  # the first whose count is above the place
+        lane = jnp.zeros((rows, LANES), jnp.int32)  # the first whose count exceeds the rank
         for step in (64, 32, 16, 8, 4, 2, 1):
             lane = jnp.where(_take_lane(count_registers, register, lane + step - 1) <= rank, lane + step, lane)
         out_ref[:, lane_start : lane_start + LANES] = (register * LANES + lane) * sizes.block_kv
@@ -178,7 +176,7 @@ def _list_blocks(scores_ref, out_ref, *, blocks: int, sizes: Sizes) -> None:
 def _take_lane(
     registers: list[Array], register: Int32[Array, "L S"], lane: Int32[Array, "L S"]
 ) -> Float32[Array, "L S"]:
-    """Return the entry at a lane of one of the parts, for each entry."""
+    """Return, for each entry, the value at its lane of its register."""
     entries = jnp.take_along_axis(registers[0], lane, axis=1)
     for index, x in enumerate(registers[1:], 1):
         entries = jnp.where(register == index, jnp.take_along_axis(x, lane, axis=1), entries)
@@ -198,11 +196,20 @@ def attend(
     vmem_bytes: int,
     interpret: bool,
 ) -> Float[Array, "B L E"]:
-    """Return both parts of attention.
+    """Return the sum of both parts of attention. All keys of a head are in VMEM.
 
-    `first_keys` are the first keys of the blocks that each list has, for each grid step. `state` is by head, [D 2D]: the
-    projected values of linear attention and, in each column, its weights; in bfloat16 as a sum of two, one above the
-    other. All keys of a head are in VMEM, in one or two `buffers`.
+    Args:
+        first_keys: The first keys of the listed blocks: for each head, grid step and list.
+        q: Queries.
+        k: Keys.
+        v: Values.
+        state: For each head [D 2D]: projected values of linear attention beside its weights, which are repeated. In
+            bfloat16 [2D 2D]: the rounding error of the first half follows it.
+        bias: The bias of the projection.
+        sizes: Static arguments.
+        buffers: 2 to prefetch the keys of the next head, else 1.
+        vmem_bytes: The limit of VMEM.
+        interpret: Run the kernel without a TPU.
     """
     head_dim = q.shape[2] // sizes.heads
     keys = round_up(sizes.tokens, sizes.block_kv)
@@ -240,25 +247,25 @@ def attend(
 
 
 class Step(NamedTuple):
-    """References of a grid step; the last three are its state, with a row for each query."""
+    """References of a grid step; the last three are scratch, with a row for each query."""
 
     first_keys: jax.Ref
     q: jax.Ref
     k: jax.Ref
     v: jax.Ref
     value_sum: jax.Ref  # [L D], the sum of weighted values
-    weight_sum: jax.Ref  # [L 128], the sum of weights, in a part for each lane
+    weight_sum: jax.Ref  # [L 128], the sum of weights in 128 parts
     offset: jax.Ref  # [L 128], the same in all lanes
 
 
 class TileSlice(NamedTuple):
-    """A few blocks of one list."""
+    """A few consecutive blocks of one list."""
 
-    rows: slice  # of the queries
+    rows: slice  # the list's queries
     index: int  # of the list
-    first_slot: Array | int
-    count: int
-    ends_list: bool  # the list ends with them
+    first_slot: Array | int  # position of the first block in the list
+    count: int  # blocks
+    ends_list: bool
 
 
 def _attend(
@@ -275,10 +282,10 @@ def _attend(
     *,
     sizes: Sizes,
 ) -> None:
-    """The grid runs over examples, heads and blocks of queries.
+    """Compute the result of `attend`; the grid runs over examples, heads and blocks of queries.
 
-    A row's offset comes from the first keys of its list, and no maximum is taken, as in `flash_tpu`. If the weights of
-    a row show that a logit left the range, the step is taken again with the maximum of all as its offset.
+    A row's offset comes from the first block of its list, without a maximum, as in `flash_tpu`. If a row's sum of
+    weights shows that a logit left the range, the grid step is repeated with the maximum of all logits as the offset.
     """
     step = Step(first_keys_ref, q_ref, k_ref, v_ref, value_sum_ref, weight_sum_ref, offset_ref)
     num_valid = sizes.tokens - pl.program_id(2) * sizes.rows
@@ -297,12 +304,12 @@ def _attend(
         out_of_range = jnp.max(jnp.where((weight_sum <= MAX_WEIGHT_SUM) | ~valid, 0, 1))  # NaN too
         return jnp.where((safe == 0) & (out_of_range == 1), 1, 2)
 
-    # one body for both attempts, so that products fill the waits at its ends, and its code is there once
+    # one loop body for both attempts: its products fill the waits at its ends, and its code exists once
     jax.lax.while_loop(lambda safe: safe < 2, attempt, jnp.int32(0))
 
 
 def _mean_scores(step: Step, tile: TileSlice, sizes: Sizes) -> Float32[Array, "L _S"]:
-    """The mean score of a block, in all lanes: a product with its mean key takes no maximum along the lanes."""
+    """Return the mean score of a block in all lanes, as a product with its mean key: no reduction along lanes."""
     k = _read(step.k, step, tile, sizes).astype(jnp.float32)
     if tile.ends_list:
         k = jnp.where(_valid_keys(step, tile, (len(k), 1), sizes), k, 0.0)
@@ -311,7 +318,7 @@ def _mean_scores(step: Step, tile: TileSlice, sizes: Sizes) -> Float32[Array, "L
 
 
 def _linear_attention(q: Float[Array, "L D"], state: Float[Array, "_D _E"]) -> Float32[Array, "L D"]:
-    """Linear attention of queries, whose features need not be divided by their sum: weights have them too."""
+    """Compute linear attention. Features are not normalized: the factor cancels between values and weights."""
     q32 = q.astype(jnp.float32)
     features = jnp.exp(q32 - q32.max(axis=1, keepdims=True)).astype(q.dtype)
     if len(state) > features.shape[1]:
@@ -331,7 +338,7 @@ def _add_keys(step: Step, sizes: Sizes) -> None:
 
     def add(tile: TileSlice) -> None:
         scores, v = _scores(step, tile, sizes), _read(step.v, step, tile, sizes)
-        if tile.ends_list and sizes.tokens % sizes.block_kv:  # memory after the last token holds anything
+        if tile.ends_list and sizes.tokens % sizes.block_kv:  # after the last token, memory is undefined
             v = jnp.where(_valid_keys(step, tile, (len(v), 1), sizes), v, jnp.zeros_like(v))
         offset = step.offset[tile.rows, :]
         weights = [jnp.exp2(x - offset[:, : x.shape[1]]) for x in _split_by_lanes(scores)]
@@ -356,7 +363,7 @@ def _set_offsets_to_max(step: Step, sizes: Sizes) -> None:
 
 
 def _for_each_tile(sizes: Sizes, visit: Callable[[TileSlice], None], finish: Callable[[], None]) -> None:
-    """Call `visit` for all pieces of all lists, those of one list after those of another, and `finish` at bare ends."""
+    """Call `visit` for all slices of all lists, and `finish` at the end of each loop body and of the lists."""
     tiles, blocks_per_tile, loops = sizes.tiles, sizes.blocks_per_tile, sizes.tiles // sizes.unroll
     loops = loops if loops > 1 else 0
 
@@ -378,14 +385,14 @@ def _for_each_tile(sizes: Sizes, visit: Callable[[TileSlice], None], finish: Cal
 
 
 def _tile_slices(sizes: Sizes, first_slot: Array | int, count: int) -> Iterator[TileSlice]:
-    """Yield the same blocks of each list."""
+    """Yield the slice of `count` blocks from `first_slot` on, of each list."""
     ends_list = isinstance(first_slot, int) and first_slot + count == sizes.top_k
     for index in range(sizes.lists):
         yield TileSlice(slice(index * sizes.block_q, (index + 1) * sizes.block_q), index, first_slot, count, ends_list)
 
 
 def _scores(step: Step, tile: TileSlice, sizes: Sizes) -> Float32[Array, "L S"]:
-    """Scores as exponents of two; -inf for keys that are padding."""
+    """Return scores as exponents of two; -inf for keys that are padding."""
     scores = _scores_of(step.q[tile.rows, :], _read(step.k, step, tile, sizes))
     if tile.ends_list and sizes.tokens % sizes.block_kv:
         scores = jnp.where(_valid_keys(step, tile, (1, scores.shape[1]), sizes), scores, -jnp.inf)
@@ -393,12 +400,12 @@ def _scores(step: Step, tile: TileSlice, sizes: Sizes) -> Float32[Array, "L S"]:
 
 
 def _scores_of(q: Float[Array, "L D"], k: Float[Array, "S D"]) -> Float32[Array, "L S"]:
-    """Scores as exponents of two, multiplied after the product: a factor of the queries would be rounded with them."""
+    """Return scores as exponents of two, scaled after the product: scaled queries would be rounded."""
     return matmul(q, k, transposed=True) * (q.shape[1] ** -0.5 * math.log2(math.e))
 
 
 def _read(ref: jax.Ref, step: Step, tile: TileSlice, sizes: Sizes) -> Float[Array, "S D"]:
-    """The keys, or values, of a piece."""
+    """Read the keys, or values, of a slice."""
     starts = (
         pl.multiple_of(step.first_keys[tile.index, tile.first_slot + n], sizes.block_kv) for n in range(tile.count)
     )
@@ -406,7 +413,7 @@ def _read(ref: jax.Ref, step: Step, tile: TileSlice, sizes: Sizes) -> Float[Arra
 
 
 def _valid_keys(step: Step, tile: TileSlice, shape: tuple[int, int], sizes: Sizes) -> Array:
-    """Mark the keys of a list's last piece that are no padding; only its last block can end within."""
+    """Return which keys of a list's last slice are valid; only its last block can be partial."""
     earlier_keys = (tile.count - 1) * sizes.block_kv
     return (
         iota(shape, shape.index(max(shape)))
@@ -419,6 +426,6 @@ def _split_by_lanes(x: Float32[Array, "L S"]) -> list[Array]:
 
 
 def _reduce_registers(parts: list[Array], reduce_pair: Callable[[Array, Array], Array]) -> list[Array]:
-    """Join those parts that are whole registers; the last may not be, and stays."""
+    """Reduce the parts that are whole registers to one; a narrower last part stays."""
     full_registers = [x for x in parts if x.shape[1] == LANES]
     return [*([reduce(reduce_pair, full_registers)] if full_registers else []), *parts[len(full_registers) :]]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sparse-linear attention on TPUs, by the kernels of `sparse_linear_kernel`; its gradient is that of `chunked`.
 
-Between the kernels are small products of means and of what linear attention keeps, which XLA makes.
+XLA computes the small products between the kernels: those of block means, and the projection of the linear state.
 """
 
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ from wanjax.kernels.attention.sparse_linear_kernel import TILE_KV, Sizes, attend
 HEAD_DIM = 128
 BLOCK_Q = 128
 DTYPES = ("float32", "bfloat16")
-OTHER_VMEM_BYTES = 16 << 20  # bytes of VMEM beside a head's keys and values: the compiler's own, and all that is small
-MAX_UNROLLED_TILES = 192  # tiles of all lists of a grid step together; with more, compiling takes minutes
-LISTS_PER_STEP = (8, 4)  # of a grid step, the more the better while all are unrolled
+OTHER_VMEM_BYTES = 16 << 20  # besides a head's keys and values: the compiler's, and small arrays
+MAX_UNROLLED_TILES = 192  # of all lists of a grid step; with more, compiling takes minutes
+LISTS_PER_STEP = (8, 4)  # in a grid step; more are better while all tiles are unrolled
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Config:
 
 
 def unsupported(q: Array, sparse: SparseLinear, keys: int, config: Config | None) -> str | None:
-    """The reason why this call is not supported, or None."""
+    """Return the reason why this call is not supported, or None."""
     vmem_capacity = vmem_bytes()
     if vmem_capacity is None and not (config and config.interpret):
         return "the kernel of sparse-linear attention runs on TPUs, and elsewhere only by Config(interpret=True)"
@@ -85,7 +85,7 @@ def _forward(
 
 
 def _vmem_needed(q: Array, keys: int, buffers: int) -> int:
-    """Bytes of VMEM for this many buffers of a head's keys and values."""
+    """Return the bytes of VMEM with this many buffers of a head's keys and values."""
     return 2 * buffers * keys * q.shape[3] * q.dtype.itemsize + OTHER_VMEM_BYTES
 
 
@@ -104,7 +104,7 @@ def _sizes(q: Array, sparse: SparseLinear, keys: int, config: Config) -> Sizes:
 def _scores(
     q_sums: Float32[Array, "_B _L D"], k_sums: Float32[Array, "_B _S D"], dtype: DTypeLike, sizes: Sizes
 ) -> Float32[Array, "_B _L _S"]:
-    """The scores of blocks, by the sums over each, with a row for each list of the grid."""
+    """Return the scores of blocks from the sums over each block, with a row for each list of the grid."""
     q_blocks, kv_blocks = ceil_div(sizes.queries, sizes.rows) * sizes.lists, ceil_div(sizes.tokens, sizes.block_kv)
     q_sums = jnp.pad(q_sums, ((0, 0), (0, max(0, q_blocks - q_sums.shape[1])), (0, 0)))[:, :q_blocks]
     k_sums = k_sums[:, :kv_blocks]
@@ -119,7 +119,7 @@ def _scores(
 
 
 def _block_sizes(blocks: int, size: int, sizes: Sizes) -> Float32[np.ndarray, "1 _L 1"]:
-    """The number of tokens in each block; 1 where there are none, so that sums of zero stay."""
+    """Return the number of tokens in each block; 1 for an empty block, to divide its sum of 0."""
     counts = np.clip(sizes.tokens - size * np.arange(blocks), 1, size)
     return counts.astype(np.float32)[None, :, None]
 
@@ -127,7 +127,7 @@ def _block_sizes(blocks: int, size: int, sizes: Sizes) -> Float32[np.ndarray, "1
 def _project_state(
     state: Float32[Array, "_B D _D"], projection: Projection, dtype: DTypeLike
 ) -> Float[Array, "_B _E _D"]:
-    """What linear attention keeps, its values projected; in bfloat16 as a sum of two, one above the other."""
+    """Return the state of linear attention with projected values; in bfloat16 as a sum of two, one above the other."""
     values, weights = jnp.split(state, 2, axis=2)
     values = jnp.matmul(values, projection.kernel.astype(jnp.float32)[None], precision="highest")
     values_and_weights = jnp.concatenate([values, weights + EPSILON_OF_SUM], axis=2)
