@@ -30,7 +30,8 @@ from wanjax.jobs.multihost import join
 from wanjax.kernels import admission
 join(sys.argv[1])
 first = sys.argv[1].endswith(",0")
-admission.settle = lambda kind, kernels: {"splash": "", "flash_tpu": "it raises" if first else "", "normed_silu": ""}
+verdicts = {"splash": "", "flash_tpu": "it raises" if first else "", "normed_silu": ""}
+admission.kernel_verdicts = lambda kind, kernels: verdicts
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     refused = admission.admit("v6e")
@@ -48,7 +49,7 @@ def pretended(monkeypatch, tmp_path):
     kept = dict(api.PREFERRED)
 
     def pretend(name):
-        monkeypatch.setattr(admitted, "_settled", False)
+        monkeypatch.setattr(admitted, "_tried", False)
         monkeypatch.setattr(admitted, "tpu_kind", lambda: "v6e")
         monkeypatch.setattr(admission, "KERNELS", f"tests.support.trial_kernels:{name.upper()}")
         broken = replace(
@@ -107,24 +108,24 @@ def test_a_kernel_that_is_right_is_used(pretended):
 
 def test_a_verdict_is_kept_until_what_it_depends_on_changes(pretended, monkeypatch):
     pretended("wrong")
-    assert admission.settle("v6e", admission.KERNELS)["flash_tpu"]
+    assert admission.kernel_verdicts("v6e", admission.KERNELS)["flash_tpu"]
     with monkeypatch.context() as patch:
         patch.setattr(admission, "_Child", None)  # none is started
-        assert admission.settle("v6e", admission.KERNELS)["flash_tpu"]
+        assert admission.kernel_verdicts("v6e", admission.KERNELS)["flash_tpu"]
     pretended("right")  # other code behind the same module, by the name of another version
     tried = []
     monkeypatch.setattr(
         admission, "_try_in_child", lambda kernels, names: iter([(name, "") for name in tried or names])
     )
-    assert admission.settle("v6e", admission.KERNELS)["flash_tpu"]
+    assert admission.kernel_verdicts("v6e", admission.KERNELS)["flash_tpu"]
     for package in ("jax", "jaxlib", "libtpu"):
         with monkeypatch.context() as patch:
             patch.setattr(admission, "_version", lambda name, package=package: "9" if name == package else "1")
-            assert not admission.settle("v6e", admission.KERNELS)["flash_tpu"]
-    assert not admission.settle("v5e", admission.KERNELS)["flash_tpu"]
+            assert not admission.kernel_verdicts("v6e", admission.KERNELS)["flash_tpu"]
+    assert not admission.kernel_verdicts("v5e", admission.KERNELS)["flash_tpu"]
     with monkeypatch.context() as patch:
         patch.setattr(admission.Path, "read_bytes", lambda file: b"other code")
-        assert not admission.settle("v6e", admission.KERNELS)["flash_tpu"]
+        assert not admission.kernel_verdicts("v6e", admission.KERNELS)["flash_tpu"]
 
 
 def test_of_two_processes_both_take_the_worst_verdict(monkeypatch):
@@ -157,7 +158,7 @@ def test_a_program_is_compiled_anew_where_a_kernel_is_refused(monkeypatch):
 )
 def test_the_kernels_pass_their_trials(kernel):
     """By the interpreter: the small shapes, the references and the bounds fit the kernels."""
-    assert admission.judge(kernel) == ""
+    assert admission.rejection_reason(kernel) == ""
 
 
 def test_a_cpu_tries_nothing(monkeypatch):

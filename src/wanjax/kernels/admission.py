@@ -39,10 +39,10 @@ ONE_CHIP = {
     "TPU_WORKER_ID": "0",
 }
 READY = "ready"
-REFUSED_ELSEWHERE = "it was refused in another process of this run"
+REJECTED_ELSEWHERE = "it was refused in another process of this run"
 HUNG = "it did not come back"
 NOT_TRIED = "it was not tried after that"
-VERDICTS = "kernels"  # a kind of results
+VERDICTS_KIND = "kernels"  # a kind of results
 
 
 class Trial(NamedTuple):
@@ -58,7 +58,7 @@ class Trial(NamedTuple):
     name: str
     run: Callable[[bool], Any]
     reference: Callable[[], Any]
-    bound: float
+    tolerance: float
 
 
 class Kernel(NamedTuple):
@@ -77,9 +77,9 @@ class Kernel(NamedTuple):
 
 def admit(kind: str) -> dict[str, str]:
     """Return the kernels that this process does not use on a kind of chip, with reasons; warn once if there are any."""
-    verdicts = settle(kind, KERNELS)
+    verdicts = kernel_verdicts(kind, KERNELS)
     if jax.distributed.is_initialized():
-        verdicts = worst(verdicts)
+        verdicts = combine_verdicts(verdicts)
     refused = {name: reason for name, reason in verdicts.items() if reason}
     if refused:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
@@ -92,7 +92,7 @@ def admit(kind: str) -> dict[str, str]:
     return refused
 
 
-def settle(kind: str, kernels: str) -> dict[str, str]:
+def kernel_verdicts(kind: str, kernels: str) -> dict[str, str]:
     """Return the reason against each kernel, "" for none: kept verdicts, and new ones, which are kept.
 
     What was not tried after a kernel that hung is refused this time, and not kept.
@@ -101,23 +101,25 @@ def settle(kind: str, kernels: str) -> dict[str, str]:
         kind: The kind of the chip.
         kernels: MODULE:NAME of a sequence of `Kernel`.
     """
-    keys, results = {kernel.name: _key(kind, kernel) for kernel in _load(kernels)}, Results()
-    saved = {name: results.get(VERDICTS, key) for name, key in keys.items()}
+    keys, results = {kernel.name: _cache_key(kind, kernel) for kernel in _load(kernels)}, Results()
+    saved = {name: results.get(VERDICTS_KIND, key) for name, key in keys.items()}
     verdicts = {name: reason for name, reason in saved.items() if isinstance(reason, str)}
     for name, reason in _try_in_child(kernels, [name for name in keys if name not in verdicts]):
         verdicts[name] = reason
-        results.put(VERDICTS, keys[name], reason)
+        results.put(VERDICTS_KIND, keys[name], reason)
         if reason.startswith(HUNG):
             break
     return {name: verdicts.get(name, NOT_TRIED) for name in keys}
 
 
-def worst(verdicts: dict[str, str]) -> dict[str, str]:
+def combine_verdicts(verdicts: dict[str, str]) -> dict[str, str]:
     """Return the verdicts of all processes of a run: a kernel that one of them refuses is refused by all."""
-    here = np.array([bool(reason) for reason in verdicts.values()], np.int32)
-    anywhere = np.reshape(multihost_utils.process_allgather(here), (-1, len(here))).any(axis=0)
-    refusals = zip(verdicts.items(), np.atleast_1d(anywhere).tolist(), strict=True)
-    return {name: reason or (REFUSED_ELSEWHERE if refused else "") for (name, reason), refused in refusals}
+    rejected_here = np.array([bool(reason) for reason in verdicts.values()], np.int32)
+    rejected_anywhere = np.reshape(multihost_utils.process_allgather(rejected_here), (-1, len(rejected_here))).any(
+        axis=0
+    )
+    with_flags = zip(verdicts.items(), np.atleast_1d(rejected_anywhere).tolist(), strict=True)
+    return {name: reason or (REJECTED_ELSEWHERE if rejected else "") for (name, reason), rejected in with_flags}
 
 
 def _try_in_child(kernels: str, names: list[str]) -> Iterator[tuple[str, str]]:
@@ -186,15 +188,15 @@ def _try_in_this_process(kernels: str, names: list[str]) -> Iterator[tuple[str, 
     by_name = {kernel.name: kernel for kernel in _load(kernels)}
     for name in names:
         reasons: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=_judge_to, args=(by_name[name], reasons), daemon=True).start()
+        threading.Thread(target=_put_reason, args=(by_name[name], reasons), daemon=True).start()
         try:
             yield name, reasons.get(timeout=KERNEL_SECONDS)
         except queue.Empty:
             yield name, _verdict(None)
 
 
-def _judge_to(kernel: Kernel, reasons: queue.Queue[str]) -> None:
-    reasons.put(judge(kernel))
+def _put_reason(kernel: Kernel, reasons: queue.Queue[str]) -> None:
+    reasons.put(rejection_reason(kernel))
 
 
 def try_kernels() -> None:
@@ -204,27 +206,28 @@ def try_kernels() -> None:
     jax.local_devices()
     print(READY, flush=True)
     for name in names:
-        print(json.dumps({"reason": judge(by_name[name])}), flush=True)
+        print(json.dumps({"reason": rejection_reason(by_name[name])}), flush=True)
 
 
-def judge(kernel: Kernel) -> str:
+def rejection_reason(kernel: Kernel) -> str:
     """Return the reason against a kernel, "" for none."""
     interpret = jax.default_backend() == "cpu"
     try:
         for trial in kernel.trials():
-            distance = _distance(trial.run(interpret), trial.reference())
-            if not distance <= trial.bound:  # also where it is not a number
-                return f"{trial.name} differs from the reference by {distance:.2g}, where {trial.bound:g} is the most"
+            error_norm = _relative_l2(trial.run(interpret), trial.reference())
+            if not error_norm <= trial.tolerance:  # also where it is not a number
+                measured = f"{error_norm:.2g}, where {trial.tolerance:g} is the most"
+                return f"{trial.name} differs from the reference by {measured}"
     except Exception as error:  # whatever a compiler raises
-        first = (str(error).strip().splitlines() or [""])[0][:200]
-        return f"it raises {type(error).__name__}: {first}"
+        first_line = (str(error).strip().splitlines() or [""])[0][:200]
+        return f"it raises {type(error).__name__}: {first_line}"
     return ""
 
 
-def _distance(values: Any, wanted: Any) -> float:
+def _relative_l2(values: Any, expected: Any) -> float:
     """Return the largest relative L2 distance of the arrays of two trees."""
     distances = []
-    for x, y in zip(jax.tree.leaves(values), jax.tree.leaves(wanted), strict=True):
+    for x, y in zip(jax.tree.leaves(values), jax.tree.leaves(expected), strict=True):
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
         distances.append(float(np.linalg.norm(x - y) / max(float(np.linalg.norm(y)), 1e-30)))
     return float(np.max(distances))  # not a number if one is none
@@ -235,7 +238,7 @@ def _load(kernels: str) -> tuple[Kernel, ...]:
     return tuple(vars(import_module(module))[name])
 
 
-def _key(kind: str, kernel: Kernel) -> dict[str, str]:
+def _cache_key(kind: str, kernel: Kernel) -> dict[str, str]:
     """Return all on which a kernel's verdict depends."""
     digest = hashlib.sha256()
     for module in (*kernel.modules, __name__):

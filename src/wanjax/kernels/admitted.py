@@ -10,8 +10,8 @@ from pathlib import Path
 
 import jax
 
-GOOGLE = "0x1ae0"  # a vendor on the PCI bus
-TPUS = {
+GOOGLE_VENDOR_ID = "0x1ae0"  # a vendor on the PCI bus
+TPU_KINDS = {
     "0x0027": "v3",
     "0x005e": "v4",
     "0x0062": "v5p",
@@ -20,10 +20,10 @@ TPUS = {
     "0x0076": "v7x",
 }
 """TPUs by their devices on the PCI bus."""
-PCI = Path("/sys/bus/pci/devices")
+PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 _refused: dict[str, str] = {}
-_settled = False
+_tried = False
 
 
 def is_admitted(kernel: str) -> bool:
@@ -47,22 +47,22 @@ def tpu_kind() -> str | None:
     platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
     if (platforms and "tpu" not in platforms) or find_spec("libtpu") is None:
         return None
-    for device in sorted(PCI.glob("*")):
+    for device in sorted(PCI_DEVICES.glob("*")):
         try:
-            vendor, number = ((device / name).read_text().strip() for name in ("vendor", "device"))
+            vendor, device_id = ((device / name).read_text().strip() for name in ("vendor", "device"))
         except OSError:
             continue
-        if vendor == GOOGLE and number in TPUS:
-            return TPUS[number]
+        if vendor == GOOGLE_VENDOR_ID and device_id in TPU_KINDS:
+            return TPU_KINDS[device_id]
     return None
 
 
 def admit_kernels() -> None:
     """Try the kernels of TPUs where there is one, once in a process, before it opens its devices."""
-    global _settled
-    if _settled:
+    global _tried
+    if _tried:
         return
-    _settled = True
+    _tried = True
     if (kind := tpu_kind()) is not None:
         from wanjax.kernels import admission  # imported late: a CPU's start does not pay for it
 

@@ -81,12 +81,12 @@ def target(x: jax.Array | jax.ShapeDtypeStruct | None = None) -> Target:
 def _default_device(x: jax.Array | jax.ShapeDtypeStruct | None) -> Any:
     if isinstance(x, jax.Array) and not isinstance(x, Tracer):
         return next(iter(x.devices()))
-    chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-    if isinstance(chosen, jax.Device):
-        return chosen
-    if chosen is None:
+    configured = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(configured, jax.Device):
+        return configured
+    if configured is None:
         return local_devices()[0]
-    return jax.local_devices(backend=chosen)[0]  # an array would be asked only after a program that makes it
+    return jax.local_devices(backend=configured)[0]  # an array would be asked only after a program that makes it
 
 
 def _sharding(x: jax.Array | jax.ShapeDtypeStruct | None) -> object:

@@ -12,8 +12,8 @@ from wanjax.kernels.admission import Kernel, Trial
 from wanjax.kernels.attention import trials
 from wanjax.kernels.attention.trials import normal
 
-BOUND = 6e-3  # of results that are rounded once to bfloat16
-SIZES = {"whole blocks": 512, "a ragged tail": 300}  # tokens
+TOLERANCE = 6e-3  # of results that are rounded once to bfloat16
+TOKENS = {"whole blocks": 512, "a ragged tail": 300}  # tokens
 
 
 def _angles(tokens: int, pairs: int) -> tuple[jax.Array, jax.Array]:
@@ -22,12 +22,12 @@ def _angles(tokens: int, pairs: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _rotary_trials() -> Iterator[Trial]:
-    for name, tokens in SIZES.items():
+    for name, tokens in TOKENS.items():
         x, inverse = normal(0, 1, tokens, 512), jnp.abs(normal(1, 1, tokens, 1, dtype="float32"))
         operands = x, inverse, normal(2, 512, dtype="float32"), *_angles(tokens, 64)
         for parts in (1, 2):
             run = partial(_jitted, partial(rotary_heads.call, parts=parts), operands)
-            yield Trial(f"{name}, {parts} parts", run, partial(rotary_heads.reference, *operands), BOUND)
+            yield Trial(f"{name}, {parts} parts", run, partial(rotary_heads.reference, *operands), TOLERANCE)
 
 
 def _head_rotary_trials() -> Iterator[Trial]:
@@ -35,28 +35,28 @@ def _head_rotary_trials() -> Iterator[Trial]:
         vectors = (normal(seed, size, dtype="float32") for seed in (2, 3))
         operands = normal(0, 1, 300, 512), *vectors, *_angles(300, size // 2)
         run = partial(_jitted, partial(rotary_heads.call_by_head, eps=1e-6, parts=2), operands)
-        wanted = partial(rotary_heads.reference_by_head, *operands, eps=1e-6)
-        yield Trial(f"heads of {size}", run, wanted, BOUND)
+        expected = partial(rotary_heads.reference_by_head, *operands, eps=1e-6)
+        yield Trial(f"heads of {size}", run, expected, TOLERANCE)
 
 
 def _pack_trials() -> Iterator[Trial]:
-    for name, tokens in SIZES.items():
+    for name, tokens in TOKENS.items():
         x = normal(0, 1, tokens, 512)
         yield Trial(name, partial(_jitted, partial(rotary_heads.pack, parts=2), (x,)), lambda x=x: x, 0.0)
 
 
 def _join_trials() -> Iterator[Trial]:
-    for name, tokens in SIZES.items():
+    for name, tokens in TOKENS.items():
         parts = normal(0, 2, 1, tokens, 256)
-        wanted = partial(jnp.concatenate, [parts[0], parts[1]], axis=2)
-        yield Trial(name, partial(_jitted, partial(rotary_heads.join, parts=2), (parts,)), wanted, 0.0)
+        expected = partial(jnp.concatenate, [parts[0], parts[1]], axis=2)
+        yield Trial(name, partial(_jitted, partial(rotary_heads.join, parts=2), (parts,)), expected, 0.0)
 
 
 def _silu_trials() -> Iterator[Trial]:
     for name, (height, width) in {"whole blocks": (16, 16), "a ragged tail": (19, 21)}.items():
         x, gamma = normal(0, 1, 8, height, width, 192), normal(1, 192, dtype="float32")
         run = partial(_jitted, partial(normed_silu.call, dtype=jnp.dtype("bfloat16")), (x, gamma))
-        yield Trial(name, run, partial(normed_silu.reference, x, gamma, "float32"), BOUND)
+        yield Trial(name, run, partial(normed_silu.reference, x, gamma, "float32"), TOLERANCE)
 
 
 def _jitted(call, operands: tuple, interpret: bool) -> jax.Array:

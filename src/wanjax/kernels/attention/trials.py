@@ -16,10 +16,10 @@ from wanjax.kernels.attention.flash_tiles import Config
 from wanjax.kernels.attention.radial import Radial
 
 HEAD_DIM = 128
-BOUND = 1e-2  # of operands and weights in bfloat16: what they lose is some 3e-3
+TOLERANCE = 1e-2  # of operands and weights in bfloat16: what they lose is some 3e-3
 BLOCKS = "wanjax.kernels.attention.blocks"
 FLASH = (*(f"wanjax.kernels.attention.flash_{name}" for name in ("tpu", "kernel", "tiles")), BLOCKS)
-WHOLE, RAGGED = (256, 512), (300, 700)  # queries and keys
+WHOLE_BLOCKS, RAGGED = (256, 512), (300, 700)  # queries and keys
 MASKS: dict[str, Any] = {"key_mask": None, "window": None, "bias": None}
 
 
@@ -32,13 +32,13 @@ def _operands(queries: int, keys: int, size: int = HEAD_DIM) -> list[jax.Array]:
     return [normal(seed, 1, length, 2, size) for seed, length in enumerate((queries, keys, keys))]
 
 
-def _raised(queries: int, keys: int) -> list[jax.Array]:
+def _operands_out_of_range(queries: int, keys: int) -> list[jax.Array]:
     """Return operands with a late key that forces the careful pass."""
     q, k, v = _operands(queries, keys)
     return [q, k.at[:, -40].set(jnp.sign(q[:, 5]) * jnp.bfloat16(40)), v]
 
 
-def _wide(operands: list[jax.Array], window: Radial | None = None) -> jax.Array:
+def _reference_in_float32(operands: list[jax.Array], window: Radial | None = None) -> jax.Array:
     """Return the reference in float32."""
     masks = MASKS | {"window": window}
     out: Any = reference.attention(
@@ -63,34 +63,42 @@ def _flash(operands: list[jax.Array], interpret: bool, window: Radial | None = N
 
 def _flash_trials() -> Iterator[Trial]:
     cases = {
-        "a whole body": _operands(*WHOLE),
+        "a whole body": _operands(*WHOLE_BLOCKS),
         "a ragged tail": _operands(*RAGGED),
-        "the careful pass": _raised(*RAGGED),
+        "the careful pass": _operands_out_of_range(*RAGGED),
     }
     for name, operands in cases.items():
-        yield Trial(name, partial(_flash, operands), partial(_wide, operands), BOUND)
+        yield Trial(name, partial(_flash, operands), partial(_reference_in_float32, operands), TOLERANCE)
 
 
 def _radial_trials() -> Iterator[Trial]:
     mask, operands = Radial(3, 300, 0.2), _operands(900, 900)
-    yield Trial("a radial mask", partial(_flash, operands, window=mask), partial(_wide, operands, mask), BOUND)
+    yield Trial(
+        "a radial mask",
+        partial(_flash, operands, window=mask),
+        partial(_reference_in_float32, operands, mask),
+        TOLERANCE,
+    )
 
 
-def _carried_trials() -> Iterator[Trial]:
+def _carry_trials() -> Iterator[Trial]:
     def run(operands: list[jax.Array], interpret: bool) -> jax.Array:
         options = {"key_mask": None, "scale": _scale(operands), "config": _tiles(interpret)}
 
         @jax.jit
-        def turns(q, k, v):
+        def two_calls(q, k, v):
             half = k.shape[1] // 2
             sums: Any = flash_tpu.attention_with_carry(q, k[:, :half], v[:, :half], None, last=False, **options)
             out: Any = flash_tpu.attention_with_carry(q, k[:, half:], v[:, half:], sums, last=True, **options)
             return out[0]
 
-        return turns(*operands)
+        return two_calls(*operands)
 
-    for name, operands in {"carried sums": _operands(*RAGGED), "carried sums, with care": _raised(*RAGGED)}.items():
-        yield Trial(name, partial(run, operands), partial(_wide, operands), BOUND)
+    for name, operands in {
+        "carried sums": _operands(*RAGGED),
+        "carried sums, with care": _operands_out_of_range(*RAGGED),
+    }.items():
+        yield Trial(name, partial(run, operands), partial(_reference_in_float32, operands), TOLERANCE)
 
 
 def _gradient(attend: Any, operands: list[jax.Array]) -> Any:
@@ -98,7 +106,7 @@ def _gradient(attend: Any, operands: list[jax.Array]) -> Any:
     return jax.jit(lambda q, k, v: jax.vjp(attend, q, k, v)[1](g))(*operands)
 
 
-def _wide_gradient(operands: list[jax.Array]) -> Any:
+def _reference_gradient(operands: list[jax.Array]) -> Any:
     options = MASKS | {"scale": _scale(operands), "config": None}
     g = normal(7, *operands[0].shape).astype(jnp.float32)
     wide = [x.astype(jnp.float32) for x in operands]
@@ -111,7 +119,9 @@ def _gradient_trials() -> Iterator[Trial]:
         return _gradient(partial(flash_tpu.attention, **options), operands)
 
     operands = _operands(*RAGGED)
-    yield Trial("the gradient, a ragged tail", partial(run, operands), partial(_wide_gradient, operands), BOUND)
+    yield Trial(
+        "the gradient, a ragged tail", partial(run, operands), partial(_reference_gradient, operands), TOLERANCE
+    )
 
 
 def _splash_trials() -> Iterator[Trial]:
@@ -119,7 +129,7 @@ def _splash_trials() -> Iterator[Trial]:
         options = MASKS | {"scale": _scale(operands), "config": splash.Config(interpret)}
         return partial(splash.attention, **options)
 
-    for name, sizes in {"a whole block": WHOLE, "a ragged tail": RAGGED}.items():
+    for name, sizes in {"a whole block": WHOLE_BLOCKS, "a ragged tail": RAGGED}.items():
         operands = _operands(*sizes)
 
         def run(interpret: bool, operands: list[jax.Array] = operands) -> Any:
@@ -128,34 +138,34 @@ def _splash_trials() -> Iterator[Trial]:
         def run_gradient(interpret: bool, operands: list[jax.Array] = operands) -> Any:
             return _gradient(attend(operands, interpret), operands)
 
-        yield Trial(name, run, partial(_wide, operands), BOUND)
-    yield Trial("the gradient, a ragged tail", run_gradient, partial(_wide_gradient, operands), BOUND)
+        yield Trial(name, run, partial(_reference_in_float32, operands), TOLERANCE)
+    yield Trial("the gradient, a ragged tail", run_gradient, partial(_reference_gradient, operands), TOLERANCE)
 
 
 def _sparse_trials() -> Iterator[Trial]:
-    rule = sparse_linear.SparseLinear(0.3)
+    sparse = sparse_linear.SparseLinear(0.3)
     projection = sparse_linear.Projection(normal(8, HEAD_DIM, HEAD_DIM) / math.sqrt(HEAD_DIM), normal(9, HEAD_DIM))
 
     def run(operands: list[jax.Array], interpret: bool) -> jax.Array:
         config = sparse_linear_tpu.Config(interpret=interpret)
-        options: Any = {"sparse": rule, "keys": operands[1].shape[1], "config": config}
+        options: Any = {"sparse": sparse, "keys": operands[1].shape[1], "config": config}
         return jax.jit(partial(sparse_linear_tpu.attention, **options))(*operands, projection)
 
-    def wanted(operands: list[jax.Array]) -> jax.Array:
+    def expected(operands: list[jax.Array]) -> jax.Array:
         q, k, v = operands
-        return sparse_linear.attention(q, k, v, projection, sparse=rule, keys=operands[1].shape[1])
+        return sparse_linear.attention(q, k, v, projection, sparse=sparse, keys=operands[1].shape[1])
 
     cases = {"whole blocks": _operands(1024, 1024), "a ragged tail": _operands(900, 900)}
     q, k, v = _operands(900, 900)
     cases["steps taken again"] = [q, k.at[:, 700].set(jnp.sign(q[:, 5]) * jnp.bfloat16(40)), v]
     for name, operands in cases.items():
-        yield Trial(name, partial(run, operands), partial(wanted, operands), BOUND)
+        yield Trial(name, partial(run, operands), partial(expected, operands), TOLERANCE)
 
 
 KERNELS = (
     Kernel("flash_tpu", (*FLASH, __name__), _flash_trials),
     Kernel("flash_tpu_radial", (*FLASH, "wanjax.kernels.attention.radial", __name__), _radial_trials),
-    Kernel("flash_tpu_carried", (*FLASH, __name__), _carried_trials),
+    Kernel("flash_tpu_carried", (*FLASH, __name__), _carry_trials),
     Kernel("flash_tpu_gradient", (*FLASH, "wanjax.kernels.attention.flash_gradient", __name__), _gradient_trials),
     Kernel("splash", ("wanjax.kernels.attention.splash", __name__), _splash_trials),
     Kernel(
