@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Admission: each hand-written kernel is compared with its reference on the user's own chip before it is used.
+"""Admission: compare each hand-written kernel with its reference on the user's own chip before it is used.
 
-The kernels and their small shapes stand beside the kernels, in `trials` modules. They run in a child process, which
-opens one chip before this process opens any, because a kernel that hangs takes its process with it. A verdict is kept
-for the kind of chip, the versions of jax, jaxlib and libtpu, and the code of the kernel.
+The kernels and their small shapes are listed in `trials` modules, beside the kernels. Trials run in a child process,
+because a kernel that hangs takes its process with it; the child opens one chip before this process opens any. A verdict
+is saved for the kind of chip, the versions of jax, jaxlib and libtpu, and the code of the kernel.
 """
 
 import hashlib
@@ -29,8 +29,8 @@ from wanjax.errors import WanjaxWarning
 from wanjax.stores.results import Results
 
 KERNELS = "wanjax.kernels.trials:KERNELS"
-START_SECONDS = 120.0  # in which the child opens its chip
-KERNEL_SECONDS = 30.0  # in which a kernel comes back from all of its trials
+START_SECONDS = 120.0  # timeout for the child to open its chip
+KERNEL_SECONDS = 30.0  # timeout for all trials of a kernel
 ONE_CHIP = {
     "TPU_VISIBLE_CHIPS": "0",
     "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1",
@@ -42,15 +42,15 @@ READY = "ready"
 REJECTED_ELSEWHERE = "it was refused in another process of this run"
 HUNG = "it did not come back"
 NOT_TRIED = "it was not tried after that"
-VERDICTS_KIND = "kernels"  # a kind of results
+VERDICTS_KIND = "kernels"  # the kind under which `Results` saves verdicts
 
 
 class Trial(NamedTuple):
     """A kernel at one small shape.
 
     Attributes:
-        name: What the shape reaches, such as "a ragged tail".
-        run: Runs the kernel and returns a tree of arrays; True asks for the interpreter.
+        name: What the shape tests, such as "a ragged tail".
+        run: Runs the kernel and returns a tree of arrays; its argument is `interpret`.
         reference: Computes the same in float32, in plain JAX.
         bound: The largest distance between the two, in relative L2.
     """
@@ -62,12 +62,12 @@ class Trial(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """A kernel that is tried before it is used.
+    """A kernel with its trials.
 
     Attributes:
         name: Its name in `admitted.is_admitted`.
-        modules: The modules whose code decides what it computes.
-        trials: Makes its trials.
+        modules: The modules whose code its verdict depends on.
+        trials: Returns its trials.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Kernel(NamedTuple):
 
 
 def admit(kind: str) -> dict[str, str]:
-    """Return the kernels that this process does not use on a kind of chip, with reasons; warn once if there are any."""
+    """Return the kernels that fail on a kind of chip, with reasons; warn once if there are any."""
     verdicts = kernel_verdicts(kind, KERNELS)
     if jax.distributed.is_initialized():
         verdicts = combine_verdicts(verdicts)
@@ -93,9 +93,9 @@ def admit(kind: str) -> dict[str, str]:
 
 
 def kernel_verdicts(kind: str, kernels: str) -> dict[str, str]:
-    """Return the reason against each kernel, "" for none: kept verdicts, and new ones, which are kept.
+    """Return the verdict on each kernel: the reason for rejecting it, or "". Reuse saved verdicts, and save new ones.
 
-    What was not tried after a kernel that hung is refused this time, and not kept.
+    Kernels after one that hung are not tried: they are rejected this time, and no verdict is saved.
 
     Args:
         kind: The kind of the chip.
@@ -113,7 +113,7 @@ def kernel_verdicts(kind: str, kernels: str) -> dict[str, str]:
 
 
 def combine_verdicts(verdicts: dict[str, str]) -> dict[str, str]:
-    """Return the verdicts of all processes of a run: a kernel that one of them refuses is refused by all."""
+    """Combine the verdicts of all processes of a run: a kernel that one process rejects is rejected by all."""
     rejected_here = np.array([bool(reason) for reason in verdicts.values()], np.int32)
     rejected_anywhere = np.reshape(multihost_utils.process_allgather(rejected_here), (-1, len(rejected_here))).any(
         axis=0
@@ -123,7 +123,7 @@ def combine_verdicts(verdicts: dict[str, str]) -> dict[str, str]:
 
 
 def _try_in_child(kernels: str, names: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield the verdicts of a child process, started anew where a kernel ended it."""
+    """Yield the verdicts of a child process; start another one if a kernel ended it."""
     while names:
         child = _Child(kernels, names)
         try:
@@ -170,7 +170,7 @@ class _Child:
         self._lines.put("")
 
     def line(self, seconds: float) -> str | None:
-        """Return its next line, "" at its end, or None where it writes nothing for so long."""
+        """Return its next line, "" at its end, or None after a timeout."""
         try:
             return self._lines.get(timeout=seconds)
         except queue.Empty:
@@ -184,7 +184,7 @@ class _Child:
 
 
 def _try_in_this_process(kernels: str, names: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield verdicts of this process, whose devices are open already, so that no child has one."""
+    """Yield verdicts of trials in this process, which has opened the devices already, so that a child cannot."""
     by_name = {kernel.name: kernel for kernel in _load(kernels)}
     for name in names:
         reasons: queue.Queue[str] = queue.Queue()
@@ -200,7 +200,7 @@ def _put_reason(kernel: Kernel, reasons: queue.Queue[str]) -> None:
 
 
 def try_kernels() -> None:
-    """Try the kernels of the command line, and write a line for each: the child's program."""
+    """Try the kernels named on the command line and write a line for each. This is the child's main function."""
     kernels, *names = sys.argv[1:]
     by_name = {kernel.name: kernel for kernel in _load(kernels)}
     jax.local_devices()
@@ -210,12 +210,12 @@ def try_kernels() -> None:
 
 
 def rejection_reason(kernel: Kernel) -> str:
-    """Return the reason against a kernel, "" for none."""
+    """Return the reason for rejecting a kernel, or "" for none."""
     interpret = jax.default_backend() == "cpu"
     try:
         for trial in kernel.trials():
             error_norm = _relative_l2(trial.run(interpret), trial.reference())
-            if not error_norm <= trial.tolerance:  # also where it is not a number
+            if not error_norm <= trial.tolerance:  # also true of NaN
                 measured = f"{error_norm:.2g}, where {trial.tolerance:g} is the most"
                 return f"{trial.name} differs from the reference by {measured}"
     except Exception as error:  # whatever a compiler raises
@@ -225,12 +225,12 @@ def rejection_reason(kernel: Kernel) -> str:
 
 
 def _relative_l2(values: Any, expected: Any) -> float:
-    """Return the largest relative L2 distance of the arrays of two trees."""
+    """Return the largest relative L2 error of the arrays of two trees."""
     distances = []
     for x, y in zip(jax.tree.leaves(values), jax.tree.leaves(expected), strict=True):
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
         distances.append(float(np.linalg.norm(x - y) / max(float(np.linalg.norm(y)), 1e-30)))
-    return float(np.max(distances))  # not a number if one is none
+    return float(np.max(distances))  # NaN if one is
 
 
 def _load(kernels: str) -> tuple[Kernel, ...]:
@@ -239,7 +239,7 @@ def _load(kernels: str) -> tuple[Kernel, ...]:
 
 
 def _cache_key(kind: str, kernel: Kernel) -> dict[str, str]:
-    """Return all on which a kernel's verdict depends."""
+    """Return everything that a kernel's verdict depends on."""
     digest = hashlib.sha256()
     for module in (*kernel.modules, __name__):
         spec = find_spec(module)

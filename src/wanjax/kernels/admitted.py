@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which hand-written kernels this process uses: all but those that `admission` refused before their first use.
+"""Which hand-written kernels this process uses: all except those that `admission` rejected.
 
-This module is small because every program asks it. Where no TPU is here nothing is tried, and nothing is refused.
+This module is small because every program imports it. Without a TPU no kernel is tried, and none is rejected.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ TPU_KINDS = {
     "0x006f": "v6e",
     "0x0076": "v7x",
 }
-"""TPUs by their devices on the PCI bus."""
+"""Kinds of TPU by their device on the PCI bus."""
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 _refused: dict[str, str] = {}
@@ -37,13 +37,13 @@ def refused() -> dict[str, str]:
 
 
 def refuse(kernels: Mapping[str, str]) -> None:
-    """Use these kernels no more, for the reason that each has, and admit all others."""
+    """Refuse these kernels, for the reason of each, and admit all others."""
     _refused.clear()
     _refused.update(sorted(kernels.items()))
 
 
 def tpu_kind() -> str | None:
-    """Return the kind of the TPUs of this machine that JAX will use, or None; no device is opened."""
+    """Return the kind of TPU that JAX will use on this machine, or None. This opens no device."""
     platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
     if (platforms and "tpu" not in platforms) or find_spec("libtpu") is None:
         return None
@@ -58,12 +58,12 @@ def tpu_kind() -> str | None:
 
 
 def admit_kernels() -> None:
-    """Try the kernels of TPUs where there is one, once in a process, before it opens its devices."""
+    """Try the TPU kernels if there is a TPU: once in a process, before it opens its devices."""
     global _tried
     if _tried:
         return
     _tried = True
     if (kind := tpu_kind()) is not None:
-        from wanjax.kernels import admission  # imported late: a CPU's start does not pay for it
+        from wanjax.kernels import admission  # a late import: without a TPU, starting takes no longer
 
         refuse(admission.admit(kind))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients: what a backward pass keeps or computes again, and functions with a gradient of their own.
+"""Rematerialization, and functions with a custom gradient.
 
-A kernel without a gradient of its own has that of its reference in plain JAX.
+A kernel without its own gradient takes that of its reference in plain JAX.
 """
 
 from collections.abc import Callable
@@ -16,18 +16,19 @@ Results = TypeVar("Results")  # an array, or a tree of arrays
 _NAME = "saved"
 
 remat = partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(_NAME))
-"""Computes a function again in its backward pass, except what `save_for_backward` marks."""
+"""Compute a function again in its backward pass, except what `save_for_backward` marks."""
 
 
 def save_for_backward(x: Results) -> Results:
-    """Mark results that a backward pass reads: those that cost the most for their size."""
+    """Mark results to be saved for the backward pass: those that cost the most for their size."""
     return checkpoint_name(x, _NAME)
 
 
 def with_backward(forward: Callable[..., tuple[Any, Any]], backward: Callable[..., tuple], *operands: Any) -> Any:
-    """Return the result of `forward(*operands)`, which returns it with the residuals of its gradient.
+    """Return the result of `forward(*operands)` with a custom gradient.
 
-    The gradients of the operands are `backward(residuals, gradient of the result)`, None for an operand without one.
+    `forward` returns its result and the residuals. `backward(residuals, g)`, of the result's gradient, returns those of
+    the operands, None for an operand without one.
     """
     run = jax.custom_vjp(lambda *operands: forward(*operands)[0])
     run.defvjp(forward, backward)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device that a program is for, as far as it is known while the program is traced."""
+"""The device that a program is compiled for, as far as it is known while the program is traced."""
 
 import re
 from contextlib import suppress
@@ -26,23 +26,23 @@ class Target(NamedTuple):
 
 
 def target_of(device: Any) -> Target:
-    """The target of a JAX device, which need not be present."""
+    """Return the target of a JAX device, which need not be present."""
     platform = str(device.platform)
     return Target(_PLATFORMS.get(platform, platform), device.device_kind)
 
 
 def multiplies_bfloat16(x: jax.Array) -> bool:
-    """Tell whether an array is of bfloat16, on a CPU that multiplies it (AMX, AVX-512 BF16).
+    """Return whether an array is of bfloat16, on a CPU that multiplies bfloat16 (AMX, AVX-512 BF16).
 
-    XLA leaves such a product to a library if its result is float32; else it widens the operands first. On other CPUs
-    the form with a float32 result is slower.
+    XLA leaves such a product to a library if its result is float32; else it casts the operands to float32 first. On
+    other CPUs a float32 result is slower.
     """
     return x.dtype == "bfloat16" and target(x).platform == "cpu" and not _MULTIPLY_BFLOAT16.isdisjoint(instructions())
 
 
 @cache
 def instructions() -> frozenset[str]:
-    """Return the names of this processor's instruction sets, as Linux writes them; none where the system is another.
+    """Return the names of this processor's instruction sets, as Linux writes them; none on another system.
 
     Programs for CPUs are compiled for the processor that compiles them.
     """
@@ -53,7 +53,7 @@ def instructions() -> frozenset[str]:
 
 
 def operand_dtype(x: jax.Array, dtype: DTypeLike) -> DTypeLike:
-    """The dtype of a product's operands: on TPUs bfloat16, unless JAX is asked for precise products.
+    """Return the dtype for a product's operands: on TPUs bfloat16, unless `jax.default_matmul_precision` is set.
 
     The matrix units round float32 to bfloat16 in any case.
     """
@@ -62,12 +62,12 @@ def operand_dtype(x: jax.Array, dtype: DTypeLike) -> DTypeLike:
 
 
 def target(x: jax.Array | jax.ShapeDtypeStruct | None = None) -> Target:
-    """The target of an array, or of the program that is being traced.
+    """Return the target of an array, or of the program that is being traced.
 
-    It is taken from the array's sharding, else from the mesh that `jax.set_mesh` set. Both name the devices of a mesh,
-    so a program that a CPU compiles for TPUs that are only described (`jax.experimental.topologies`) knows that it is
-    for TPUs. Otherwise it is JAX's default device. `jax.lax.platform_dependent` would decide at lowering, but it traces
-    all branches, and cannot tell which one was taken.
+    It follows from the array's sharding, else from the mesh that `jax.set_mesh` set, else it is JAX's default device. A
+    mesh may have devices that are only described (`jax.experimental.topologies`), so that a program that a CPU compiles
+    ahead of time knows that it is for TPUs. `jax.lax.platform_dependent` would decide at lowering, but it traces all
+    branches and cannot report which one was taken.
     """
     meshes = (getattr(_sharding(x), "mesh", None), jax.sharding.get_abstract_mesh())
     for device in (getattr(mesh, "abstract_device", None) for mesh in meshes):
@@ -86,7 +86,7 @@ def _default_device(x: jax.Array | jax.ShapeDtypeStruct | None) -> Any:
         return configured
     if configured is None:
         return local_devices()[0]
-    return jax.local_devices(backend=configured)[0]  # an array would be asked only after a program that makes it
+    return jax.local_devices(backend=configured)[0]  # asking an array would run a program first
 
 
 def _sharding(x: jax.Array | jax.ShapeDtypeStruct | None) -> object:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All hand-written kernels with the small shapes on which they are tried; those of attention stand beside it."""
+"""All hand-written kernels with the small shapes of their trials; those of attention are in `attention.trials`."""
 
 from collections.abc import Iterator
 from functools import partial

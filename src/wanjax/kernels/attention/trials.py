@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small shapes on which the kernels of attention are tried before their first use; `admission` says how."""
+"""Trials of attention's kernels on small shapes, which `admission` runs before their first use."""
 
 import math
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from wanjax.kernels.attention.flash_tiles import Config
 from wanjax.kernels.attention.radial import Radial
 
 HEAD_DIM = 128
-TOLERANCE = 1e-2  # of operands and weights in bfloat16: what they lose is some 3e-3
+TOLERANCE = 1e-2  # for operands and weights in bfloat16, whose error is about 3e-3
 BLOCKS = "wanjax.kernels.attention.blocks"
 FLASH = (*(f"wanjax.kernels.attention.flash_{name}" for name in ("tpu", "kernel", "tiles")), BLOCKS)
 WHOLE_BLOCKS, RAGGED = (256, 512), (300, 700)  # queries and keys
@@ -24,7 +24,7 @@ MASKS: dict[str, Any] = {"key_mask": None, "window": None, "bias": None}
 
 
 def normal(seed: int, *shape: int, dtype: str = "bfloat16") -> jax.Array:
-    """Return an operand of a trial: normal numbers, the same for a seed on every machine."""
+    """Return an operand of a trial: normal random numbers, the same for a seed on every machine."""
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(np.float32)).astype(dtype)
 
 
@@ -33,13 +33,13 @@ def _operands(queries: int, keys: int, size: int = HEAD_DIM) -> list[jax.Array]:
 
 
 def _operands_out_of_range(queries: int, keys: int) -> list[jax.Array]:
-    """Return operands with a late key that forces the careful pass."""
+    """Return operands with a late key whose logits leave the range of the offset, which forces the safe path."""
     q, k, v = _operands(queries, keys)
     return [q, k.at[:, -40].set(jnp.sign(q[:, 5]) * jnp.bfloat16(40)), v]
 
 
 def _reference_in_float32(operands: list[jax.Array], window: Radial | None = None) -> jax.Array:
-    """Return the reference in float32."""
+    """Return the result of the reference in float32."""
     masks = MASKS | {"window": window}
     out: Any = reference.attention(
         *(x.astype(jnp.float32) for x in operands), **masks, scale=_scale(operands), config=None
@@ -63,9 +63,9 @@ def _flash(operands: list[jax.Array], interpret: bool, window: Radial | None = N
 
 def _flash_trials() -> Iterator[Trial]:
     cases = {
-        "a whole body": _operands(*WHOLE_BLOCKS),
+        "a whole compute block": _operands(*WHOLE_BLOCKS),
         "a ragged tail": _operands(*RAGGED),
-        "the careful pass": _operands_out_of_range(*RAGGED),
+        "the safe path": _operands_out_of_range(*RAGGED),
     }
     for name, operands in cases.items():
         yield Trial(name, partial(_flash, operands), partial(_reference_in_float32, operands), TOLERANCE)
@@ -96,7 +96,7 @@ def _carry_trials() -> Iterator[Trial]:
 
     for name, operands in {
         "carried sums": _operands(*RAGGED),
-        "carried sums, with care": _operands_out_of_range(*RAGGED),
+        "carried sums, the safe path": _operands_out_of_range(*RAGGED),
     }.items():
         yield Trial(name, partial(run, operands), partial(_reference_in_float32, operands), TOLERANCE)
 
