@@ -108,7 +108,7 @@ def casts(repeats: int) -> Table:
     graphdef, weights = nnx.split(as_shapes(lambda rngs: make(rngs=rngs)))
     tokens = jax.ShapeDtypeStruct((2, 512), jnp.int32)
     lowered = jax.jit(lambda weights, tokens: nnx.merge(graphdef, weights)(tokens)).lower(weights, tokens)
-    options: Any = (compiler_options.scanned(), None)
+    options: Any = (compiler_options.scan_options(), None)
     plans: Any = (lowered.compile(compiler_options=given).memory_analysis() for given in options)
     table = Table("weights cast inside the loop over blocks", "before it", title="temporary memory of UMT5-XXL, GB")
     table.add_row(*(f"{plan.temp_size_in_bytes / 1e9:.1f}" for plan in plans))

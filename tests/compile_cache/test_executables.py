@@ -27,7 +27,7 @@ from wanjax.compile_cache.compilations import Compilation
 from wanjax.compile_cache.executables import Executables, compile_environment
 from wanjax.compile_cache.fingerprint import NoFingerprint, fingerprint
 from wanjax.execution import Execute, Site, program
-from wanjax.kernels.compiler_options import scanned
+from wanjax.kernels.compiler_options import scan_options
 from wanjax.layers.tiling import Tiling
 from wanjax.pipelines.denoiser import join
 from wanjax.sharding import RULES, Partitioner, make_mesh, one_device
@@ -46,7 +46,7 @@ VALUES = st.recursive(
 )
 
 
-@program(scanned)
+@program(scan_options)
 def strange(axis: int, parts: Any) -> Any:
     return jnp.concatenate(parts, axis)
 

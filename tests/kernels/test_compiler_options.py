@@ -10,11 +10,11 @@ from wanjax.errors import WanjaxError
 from wanjax.kernels.compiler_options import (
     SETS,
     check_set,
-    convolutions,
-    fast_convolutions,
-    fast_products,
-    products,
-    scanned,
+    conv_options,
+    fast_conv_options,
+    fast_matmul_options,
+    matmul_options,
+    scan_options,
 )
 from wanjax.kernels.target import Target
 
@@ -30,38 +30,40 @@ def for_v6e():
 
 def test_options_are_those_of_the_target():
     """XLA rejects the options of another platform."""
-    assert scanned() == scanned(CPU) == products()
+    assert scan_options() == scan_options(CPU) == matmul_options()
     with for_v6e():
-        assert scanned() == scanned(V6E)
-        assert products() == products(V6E)
-    assert not scanned(CPU).keys() & scanned(V6E).keys()
+        assert scan_options() == scan_options(V6E)
+        assert matmul_options() == matmul_options(V6E)
+    assert not scan_options(CPU).keys() & scan_options(V6E).keys()
 
 
 @pytest.mark.parametrize("on", [V5E, V5P, V6E, V7X], ids=str)
 def test_the_safe_set_has_asynchronous_collectives_and_vmem_alone(on):
     """Half of a v6e's VMEM is as much as a v5p's whole VMEM."""
-    assert products(on).keys() - scanned(on).keys() == ({"xla_tpu_scoped_vmem_limit_kib"} if on == V6E else set())
-    assert all("async" in name for name in scanned(on))
+    assert matmul_options(on).keys() - scan_options(on).keys() == (
+        {"xla_tpu_scoped_vmem_limit_kib"} if on == V6E else set()
+    )
+    assert all("async" in name for name in scan_options(on))
 
 
 @pytest.mark.parametrize(
     ("on", "has"), [(V5E, False), (V5P, True), (V6E, True), (V7X, True), (CPU, False), (GPU, False)]
 )
 def test_the_fast_set_adds_the_sparse_cores_of_chips_that_have_them_and_more_vmem_on_v6e(on, has):
-    added = fast_products(on)
+    added = fast_matmul_options(on)
     assert bool(added) is has
     assert {name for name, value in added.items() if "sparse_core_collective_offload" in name and value == "true"} == {
         f"xla_tpu_enable_sparse_core_collective_offload_{kind}" for kind in ("all_gather", "dense_all_to_all") if has
     }
     limit = {"xla_tpu_scoped_vmem_limit_kib"}
-    assert added.keys() & products(on).keys() == (limit if on == V6E else set())
-    assert all(int(added[name]) > int(products(on)[name]) for name in limit & added.keys())
+    assert added.keys() & matmul_options(on).keys() == (limit if on == V6E else set())
+    assert all(int(added[name]) > int(matmul_options(on)[name]) for name in limit & added.keys())
 
 
 def test_a_single_chip_without_a_mesh_is_asked_for_its_options():
     with for_v6e():
-        assert fast_products() == fast_products(V6E)
-    assert fast_products() == {}
+        assert fast_matmul_options() == fast_matmul_options(V6E)
+    assert fast_matmul_options() == {}
 
 
 @pytest.mark.parametrize("name", ["quick", "", "Safe"])
@@ -73,9 +75,9 @@ def test_unknown_sets_are_refused(name):
 
 
 def test_only_tpus_are_asked_to_spare_effort():
-    assert convolutions(CPU) == convolutions() == {}
-    assert convolutions(V6E) == {"optimization_level": 19}
-    assert fast_convolutions(V6E) == {"optimization_level": 29}
-    assert fast_convolutions(CPU) == {}
+    assert conv_options(CPU) == conv_options() == {}
+    assert conv_options(V6E) == {"optimization_level": 19}
+    assert fast_conv_options(V6E) == {"optimization_level": 29}
+    assert fast_conv_options(CPU) == {}
     with for_v6e():
-        assert convolutions() == convolutions(V6E)
+        assert conv_options() == conv_options(V6E)

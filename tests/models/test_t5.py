@@ -105,7 +105,7 @@ def test_half_precision_weights_are_cast_one_block_at_a_time(dtype):
     config = dataclasses.replace(UMT5, width=256, mlp_dim=1024, layers=16)
     graphdef, weights = nnx.split(nnx.eval_shape(lambda: build(config, dtype=dtype, param_dtype=jnp.bfloat16)))
     encode = jax.jit(
-        lambda weights, tokens: nnx.merge(graphdef, weights)(tokens), compiler_options=compiler_options.scanned()
+        lambda weights, tokens: nnx.merge(graphdef, weights)(tokens), compiler_options=compiler_options.scan_options()
     )
     memory = encode.lower(weights, jax.ShapeDtypeStruct((1, 8), jnp.int32)).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 0.25 * memory.argument_size_in_bytes

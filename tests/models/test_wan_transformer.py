@@ -39,7 +39,7 @@ def step(clean_frames: int) -> Compiled:
 
     latents, t, text = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (LATENTS, (1,), (1, 512, 4096)))
     arguments = weights, latents, t, *jax.eval_shape(once, weights, latents, text)
-    return jax.jit(run, compiler_options=compiler_options.scanned()).lower(*arguments).compile()
+    return jax.jit(run, compiler_options=compiler_options.scan_options()).lower(*arguments).compile()
 
 
 def sizes(compiled: Compiled) -> Iterator[int]:

@@ -9,7 +9,7 @@ import pytest
 from tests.support.small_wan import network, partitioner, small_model, transformer_config
 from wanjax.converters.wan.diffusers import transformer_rules
 from wanjax.execution import Site
-from wanjax.kernels.compiler_options import products
+from wanjax.kernels.compiler_options import matmul_options
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.pipeline import Pipeline
@@ -46,7 +46,7 @@ def losses(axes, rules, full, folder):
         model, loss_of(pipe, NoiseLevels("shift", 3.0)), made, folder, 0, trained=chosen, partitioner=place
     )
     site = Site(one_device() if place is None else place)
-    assert train.options_of(site) == products(None)  # as a plan compiles it
+    assert train.options_of(site) == matmul_options(None)  # as a plan compiles it
     found = []
     trainer.run(STEPS, lambda step, _: batch(step), lambda step, metrics: found.append(metrics["loss"]), every=10**6)
     trainer.close()

@@ -17,20 +17,20 @@ from wanjax.sharding import platform
 from wanjax.stores.results import Results
 
 SAFE, FAST = SETS = ("safe", "fast")
-KIND = "compiler"  # of the saved result
+RESULT_KIND = "compiler"  # of the saved result
 O1, O2 = 19, 29  # XLA's numbers for these levels of its effort; the latter is usual
-NO_SPARSE_CORES = ("TPU v5 lite", "TPU v5e")
-TWICE_THE_VMEM = ("TPU v6 lite", "TPU v6e")
-SPARSE_CORES = {
+KINDS_WITHOUT_SPARSE_CORES = ("TPU v5 lite", "TPU v5e")
+LARGE_VMEM_KINDS = ("TPU v6 lite", "TPU v6e")
+SPARSE_CORE_OPTIONS = {
     "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
     "xla_tpu_enable_sparse_core_collective_offload_dense_all_to_all": "true",
     "xla_tpu_use_tc_device_shape_on_sc": "true",
 }
-VMEM_LIMIT = "xla_tpu_scoped_vmem_limit_kib"  # of one operation
-SAFE_VMEM, FAST_VMEM = 64 << 10, 96 << 10  # of v6e's 128 MiB
+VMEM_LIMIT_OPTION = "xla_tpu_scoped_vmem_limit_kib"  # of one operation
+SAFE_VMEM_KIB, FAST_VMEM_KIB = 64 << 10, 96 << 10  # of v6e's 128 MiB
 
 
-def scanned(on: Target | None = None) -> dict[str, str]:
+def scan_options(on: Target | None = None) -> dict[str, str]:
     """Options of a program that scans over the blocks of a network.
 
     On CPUs, XLA would cast the half-precision weights of all blocks to float32 before the loop and so take three times
@@ -44,35 +44,35 @@ def scanned(on: Target | None = None) -> dict[str, str]:
     return options.get((on or target()).platform, {})
 
 
-def random_numbers(on: Target | None = None) -> dict[str, str]:
+def random_options(on: Target | None = None) -> dict[str, str]:
     """Options of a program that draws random numbers, once for a video.
 
     On CPUs, XLA's usual level takes four times as long to compile the generator, and makes nothing faster.
     """
-    return {"xla_backend_optimization_level": "2"} if (on or target()).platform == "cpu" else scanned(on)
+    return {"xla_backend_optimization_level": "2"} if (on or target()).platform == "cpu" else scan_options(on)
 
 
-def products(on: Target | None = None) -> dict[str, str]:
+def matmul_options(on: Target | None = None) -> dict[str, str]:
     """Options of a program that scans and spends its time in matrix products.
 
     On v6e one operation may take half of the VMEM, which allows larger tiles.
     """
     on = on or target()
-    return scanned(on) | ({VMEM_LIMIT: str(SAFE_VMEM)} if on.kind in TWICE_THE_VMEM else {})
+    return scan_options(on) | ({VMEM_LIMIT_OPTION: str(SAFE_VMEM_KIB)} if on.kind in LARGE_VMEM_KINDS else {})
 
 
-def fast_products(on: Target | None = None) -> dict[str, str]:
-    """Options that the set `fast` adds to those of `products`.
+def fast_matmul_options(on: Target | None = None) -> dict[str, str]:
+    """Options that the set `fast` adds to those of `matmul_options`.
 
     TPUs other than v5e leave collectives to their SparseCores, and on v6e one operation may take three quarters of the
     VMEM.
     """
     on = on or target()
-    options = dict(SPARSE_CORES) if on.platform == "tpu" and on.kind not in NO_SPARSE_CORES else {}
-    return options | ({VMEM_LIMIT: str(FAST_VMEM)} if on.kind in TWICE_THE_VMEM else {})
+    options = dict(SPARSE_CORE_OPTIONS) if on.platform == "tpu" and on.kind not in KINDS_WITHOUT_SPARSE_CORES else {}
+    return options | ({VMEM_LIMIT_OPTION: str(FAST_VMEM_KIB)} if on.kind in LARGE_VMEM_KINDS else {})
 
 
-def convolutions(on: Target | None = None) -> dict[str, int]:
+def conv_options(on: Target | None = None) -> dict[str, int]:
     """Options of a program that spends its time in convolutions.
 
     For TPUs, XLA's usual level searches the best tiles of each convolution. The search takes four fifths of the
@@ -81,8 +81,8 @@ def convolutions(on: Target | None = None) -> dict[str, int]:
     return {"optimization_level": O1} if (on or target()).platform == "tpu" else {}
 
 
-def fast_convolutions(on: Target | None = None) -> dict[str, int]:
-    """Options that the set `fast` adds to those of `convolutions`: XLA's usual level."""
+def fast_conv_options(on: Target | None = None) -> dict[str, int]:
+    """Options that the set `fast` adds to those of `conv_options`: XLA's usual level."""
     return {"optimization_level": O2} if (on or target()).platform == "tpu" else {}
 
 
@@ -94,13 +94,13 @@ def check_set(name: str) -> None:
 
 def saved_set() -> str:
     """Return the set of compiler options that `save_set` saved for these devices and this compiler, else `safe`."""
-    compiler = Results().get(KIND, _machine())
+    compiler = Results().get(RESULT_KIND, _machine())
     return compiler if compiler in SETS else SAFE
 
 
 def save_set(compiler: str) -> None:
     """Save the set of compiler options that is better on these devices."""
-    Results().put(KIND, _machine(), compiler)
+    Results().put(RESULT_KIND, _machine(), compiler)
 
 
 def _machine() -> dict[str, str]:

@@ -27,7 +27,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from wanjax.execution import Value, program
-from wanjax.kernels.compiler_options import fast_products, products, random_numbers, scanned
+from wanjax.kernels.compiler_options import fast_matmul_options, matmul_options, random_options, scan_options
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache
 from wanjax.pipelines.caching.step_cache import NO_CACHE, Cached, StepCache
 from wanjax.pipelines.guidance import Groups, GuidanceRule, Latents
@@ -286,7 +286,7 @@ class GivenNoise(NamedTuple):
     pictures: Mapping[str, Float[Array | np.ndarray, "B ..."]] | None = None
 
 
-@program(random_numbers)
+@program(random_options)
 def begin(
     static: Init,
     words: Words,
@@ -333,7 +333,7 @@ def begin(
     return State(x, solver, average=average), drawn
 
 
-@program(random_numbers)
+@program(random_options)
 def draw(shape: tuple[int, ...], words: Words) -> Float[Array, "B C T H W"]:
     """Return the seeds' initial noise.
 
@@ -344,7 +344,7 @@ def draw(shape: tuple[int, ...], words: Words) -> Float[Array, "B C T H W"]:
     return drawn_noise(words, shape)
 
 
-@program(scanned)
+@program(scan_options)
 def finish(static: tuple[Denoiser, int], x: Streams, pictures: Mapping[str, Array]) -> Streams:
     """Return the video's latents [B _C _T H W] from those of the last step, and those of other streams [B C ...].
 
@@ -359,7 +359,7 @@ def finish(static: tuple[Denoiser, int], x: Streams, pictures: Mapping[str, Arra
     return jax.tree.map(lambda x: jnp.moveaxis(x, -1, 1), {**x, VIDEO: video} if isinstance(x, Mapping) else video)
 
 
-@program(scanned)
+@program(scan_options)
 def join(axis: int, parts: tuple[Tree, ...]) -> Tree:
     """Join trees of arrays along an axis.
 
@@ -370,7 +370,7 @@ def join(axis: int, parts: tuple[Tree, ...]) -> Tree:
     return jax.tree.map(lambda *arrays: jnp.concatenate(arrays, axis=axis), *parts)
 
 
-@program(products, donated=("state",), fast=fast_products)
+@program(matmul_options, donated=("state",), fast=fast_matmul_options)
 def take_step(
     static: StepProgram, state: State, inputs: ModelInputs, guidance: Array, schedule: Schedule
 ) -> tuple[State, Streams, Bool[Array, ""]]:

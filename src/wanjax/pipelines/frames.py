@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped, UInt8
 
 from wanjax.execution import Program, Value, program
-from wanjax.kernels.compiler_options import convolutions, fast_convolutions, scanned
+from wanjax.kernels.compiler_options import conv_options, fast_conv_options, scan_options
 from wanjax.layers.conv import Chunk
 from wanjax.layers.patch import to_cells, to_pixels
 from wanjax.layers.tiling import Tile, Tiling, joined, tiles_of
@@ -64,7 +64,7 @@ class Joining(NamedTuple):
     dtype: Any = None
 
 
-@program(scanned)
+@program(scan_options)
 def cut(
     parts: tuple[Part, ...], latents: Float[Array, "_B C T H W"], video: Int[Array, ""]
 ) -> tuple[Float[Array, "1 _T _H _W C"], ...]:
@@ -78,20 +78,20 @@ def cut(
     return tuple(map(one, parts))
 
 
-@program(convolutions, donated=("cache",), fast=fast_convolutions)
+@program(conv_options, donated=("cache",), fast=fast_conv_options)
 def decode_chunk(static: Decoding, z: Chunk, cache: Any, weights: Any) -> tuple[Frames, Any]:
     """Decode a chunk of latents to frames of the final dtype; return the cache too."""
     x, cache = _decode(static, z, cache, weights)
     return _finished(x, static.dtype, static.patch), cache
 
 
-@program(convolutions, donated=("cache",), fast=fast_convolutions)
+@program(conv_options, donated=("cache",), fast=fast_conv_options)
 def decode_tile(static: Decoding, z: Chunk, cache: Any, weights: Any) -> tuple[Chunk, Any]:
     """Decode a tile of latents to cells of pixels, about [-1, 1]; return the cache too."""
     return _decode(static, z, cache, weights)
 
 
-@program(convolutions, fast=fast_convolutions)
+@program(conv_options, fast=fast_conv_options)
 def encode_chunk(graphdef: Any, x: Chunk, cache: Any, weights: Any) -> tuple[Chunk, Any]:
     """Encode a chunk of cells of pixels in [-1, 1] to latents; return the cache too."""
     vae = nnx.merge(graphdef, weights)
@@ -101,27 +101,27 @@ def encode_chunk(graphdef: Any, x: Chunk, cache: Any, weights: Any) -> tuple[Chu
         return constrain(z, VIDEO), _constrained(cache)
 
 
-@program(scanned)
+@program(scan_options)
 def join_tiles(static: Joining, rows: Sequence[Sequence[Chunk]]) -> Frames | Chunk:
     """Join the tiles of a chunk; those of pixels to frames of the final dtype."""
     x = joined(rows, static.tiling, static.pixels)
     return x if static.dtype is None else _finished(x, static.dtype, static.pixels)
 
 
-@program(scanned)
+@program(scan_options)
 def from_frames(patch: int, frames: Shaped[Array, "T H W 3"]) -> Chunk:
     """Convert frames, bytes or floats in [0, 1], to cells of pixels in [-1, 1]."""
     x = frames.astype(jnp.float32) / 255.0 if frames.dtype == jnp.uint8 else frames.astype(jnp.float32)
     return to_cells(x[None] * 2.0 - 1.0, patch)
 
 
-@program(scanned)
+@program(scan_options)
 def join_chunks(static: None, chunks: tuple[Chunk, ...]) -> Float[Array, "B C T H W"]:
     """Join the latents of a clip's chunks."""
     return jnp.moveaxis(jnp.concatenate(chunks, axis=1), -1, 1)
 
 
-@program(scanned)
+@program(scan_options)
 def split_posterior(
     scale: float, moments: Float[Array, "1 _C T H W"]
 ) -> tuple[Float[Array, "1 C T H W"], Float[Array, "1 C T H W"]]:

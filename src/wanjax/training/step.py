@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from wanjax.execution import program
-from wanjax.kernels.compiler_options import products, scanned
+from wanjax.kernels.compiler_options import matmul_options, scan_options
 from wanjax.pipelines.seeds import key_of, seed_to_key_data
 from wanjax.sharding import constrain_to
 from wanjax.training.adapters import DropoutKey, redraw_dropout_keys
@@ -97,7 +97,7 @@ def prepare_step(
     return static, weights, Fixed(keys, frozen, seed_to_key_data([seed])[0])
 
 
-@program(scanned)
+@program(scan_options)
 def begin_training(static: TrainingStep, weights: Any) -> dict[str, Any]:
     """Return the state beside the weights: the optimizer's, and the mean of the weights if there is one."""
     first: dict[str, Any] = {"optimizer": static.optimizer.init(weights)}
@@ -106,7 +106,7 @@ def begin_training(static: TrainingStep, weights: Any) -> dict[str, Any]:
     return jax.tree.map(constrain_to, first, {name: static.specs[name] for name in first})
 
 
-@program(products, donated=("state",))
+@program(matmul_options, donated=("state",))
 def train(
     static: TrainingStep, state: dict[str, Any], fixed: Fixed, batch: Any, number: Int[Array, ""]
 ) -> tuple[dict[str, Any], dict[str, Array]]:
@@ -132,7 +132,7 @@ def train(
     return jax.tree.map(constrain_to, after, static.specs), metrics
 
 
-@program(products)
+@program(matmul_options)
 def loss_alone(
     static: TrainingStep, weights: Any, fixed: Fixed, batch: Any, number: Int[Array, ""]
 ) -> Float[Array, ""]:

@@ -20,7 +20,7 @@ from wanjax.checkpoints.network_kinds import Network, network_of
 from wanjax.errors import WanjaxError, WanjaxWarning
 from wanjax.execution import program
 from wanjax.figures import digits, quantity
-from wanjax.kernels.compiler_options import products
+from wanjax.kernels.compiler_options import matmul_options
 from wanjax.media.metadata import DIGESTS
 from wanjax.media.video import try_output, write_video
 from wanjax.pipelines.pipeline import Pipeline
@@ -66,7 +66,7 @@ class Validation:
     levels: NoiseLevels
 
 
-@program(products)
+@program(matmul_options)
 def validation_error(
     static: Validation, weights: Any, batch: Batch, u: Float[Array, "B"], number: Int[Array, ""]
 ) -> Array:

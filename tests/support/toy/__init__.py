@@ -18,7 +18,7 @@ from tests.support.toy.scheduler import Ancestral
 from wanjax.checkpoints.network_kinds import NetworkKind, network
 from wanjax.converters.weight_rules import linear
 from wanjax.execution import program
-from wanjax.kernels.compiler_options import scanned
+from wanjax.kernels.compiler_options import scan_options
 from wanjax.layers.stack import EVERY_BLOCK
 from wanjax.models.t5 import T5Config
 from wanjax.pipelines.denoiser import Denoiser
@@ -86,7 +86,7 @@ class ToyConditioning(NamedTuple):
     negative_glyph_embeds: Any
 
 
-@program(scanned)
+@program(scan_options)
 def encode_texts(graphdefs, ids, mask, glyphs, weights):
     """Features of both encoders, and the mask of all tokens, of the prompt and of the negative one."""
     text, second = (nnx.merge(*pair) for pair in zip(graphdefs, weights, strict=True))
@@ -94,7 +94,7 @@ def encode_texts(graphdefs, ids, mask, glyphs, weights):
     return *(x[:1] for x in both), *(x[1:] for x in both)
 
 
-@program(scanned)
+@program(scan_options)
 def embed_texts(static, texts, weights):
     graphdef, groups = static
     network = nnx.merge(graphdef, weights)

@@ -24,7 +24,7 @@ from tests.support.toy_sound import networks as nets
 from wanjax.checkpoints.network_kinds import NetworkKind, network
 from wanjax.converters.weight_rules import linear
 from wanjax.execution import program
-from wanjax.kernels.compiler_options import convolutions, products, random_numbers, scanned
+from wanjax.kernels.compiler_options import conv_options, matmul_options, random_options, scan_options
 from wanjax.layers.stack import EVERY_BLOCK
 from wanjax.media.inputs import IMAGE, InputSpec
 from wanjax.media.pictures import fit
@@ -84,13 +84,13 @@ class SoundConditioning(NamedTuple):
     video_shape: Any = None
 
 
-@program(scanned)
+@program(scan_options)
 def encode_texts(graphdef, ids, mask, weights):
     text = nnx.merge(graphdef, weights)(ids, mask)
     return text[:1], mask[:1], text[1:], mask[1:]
 
 
-@program(products)
+@program(matmul_options)
 def make_contexts(static, texts, references, weights):
     """The context of each forward, and the keys and values of the references, which the network sees once."""
     graphdef, groups = static
@@ -99,17 +99,17 @@ def make_contexts(static, texts, references, weights):
     return prompts, network.reference(jnp.moveaxis(jnp.concatenate(references, axis=2), 1, -1))
 
 
-@program(convolutions)
+@program(conv_options)
 def upsample(graphdef, latents, weights):
     return jnp.moveaxis(nnx.merge(graphdef, weights)(jnp.moveaxis(latents, 1, -1)), -1, 1)
 
 
-@program(random_numbers)
+@program(random_options)
 def add_noise(static, latents, words):
     return (1 - NOISE) * latents + NOISE * drawn_noise(words, (1, *latents.shape[1:]), 100)
 
 
-@program(convolutions)
+@program(conv_options)
 def decode_sound(graphdef, latents, video, weights):
     alone = jax.lax.dynamic_slice_in_dim(latents, video, 1)
     return nnx.merge(graphdef, weights)(jnp.moveaxis(alone, 1, -1))[0]

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from wanjax.execution import program
-from wanjax.kernels.compiler_options import scanned
+from wanjax.kernels.compiler_options import scan_options
 from wanjax.pipelines.caching.cache_tables import Tables
 from wanjax.pipelines.caching.rules import PLAIN, CacheRule, TeaCache, check_reused
 from wanjax.pipelines.caching.step_cache import StepCache
@@ -21,7 +21,7 @@ from wanjax.schedulers import one_step
 from wanjax.schedulers.base import Schedule
 
 
-@program(scanned)
+@program(scan_options)
 def time_changes(
     static: tuple[Denoiser, nnx.GraphDef[Any], bool], weights: Any, times: object
 ) -> Float[Array, " steps"]:

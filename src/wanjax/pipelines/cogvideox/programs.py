@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
 from wanjax.execution import program
-from wanjax.kernels.compiler_options import scanned
+from wanjax.kernels.compiler_options import scan_options
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache
 from wanjax.models.cogvideox.positions import Positions
 from wanjax.models.cogvideox.transformer import Context
@@ -65,7 +65,7 @@ def first_frame(image: Float[Array, "_B 1 H W _C"], x: Latents) -> Float[Array, 
     return jnp.pad(images, [(0, 0), (0, x.shape[1] - 1), (0, 0), (0, 0), (0, 0)])
 
 
-@program(scanned)
+@program(scan_options)
 def encode_prompts(
     graphdef: Any, ids: Int[Array, "B S"], weights: Any
 ) -> tuple[Float[Array, "1 S E"], Float[Array, "1 S E"]]:
@@ -80,7 +80,7 @@ def encode_prompts(
     return embeds[:1], embeds[1:]
 
 
-@program(scanned)
+@program(scan_options)
 def make_context(
     static: tuple[Any, Groups],
     x: Latents,

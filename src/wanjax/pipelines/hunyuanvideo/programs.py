@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from wanjax.execution import program
-from wanjax.kernels.compiler_options import scanned
+from wanjax.kernels.compiler_options import scan_options
 from wanjax.layers.rope import Rope
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache
 from wanjax.models.hunyuanvideo.transformer import Context
@@ -85,7 +85,7 @@ def beside_condition(x: Latents, image: Float[Array, "_B 1 H W C"] | None) -> Fl
     return jnp.concatenate([x, jnp.broadcast_to(condition, (len(x), *condition.shape[1:]))], axis=-1)
 
 
-@program(scanned)
+@program(scan_options)
 def encode_chats(graphdef: Any, ids: Int[Array, "B _S"], mask: Bool[Array, "B S"], weights: Any) -> Both:
     """Encode both prompts' chats; return features of what follows the template, zeros outside the mask.
 
@@ -98,7 +98,7 @@ def encode_chats(graphdef: Any, ids: Int[Array, "B _S"], mask: Bool[Array, "B S"
     return _masked(nnx.merge(graphdef, weights)(ids)[:, TEMPLATE_TOKENS:], mask)
 
 
-@program(scanned)
+@program(scan_options)
 def encode_glyphs(graphdef: Any, ids: Int[Array, "B S"], mask: Bool[Array, "B S"], weights: Any) -> Both:
     """Encode the texts that both prompts quote; return features of their bytes, zeros outside the mask.
 
@@ -116,7 +116,7 @@ def _masked(features: Features, mask: Bool[Array, "B S"]) -> Both:
     return features[:1], features[1:]
 
 
-@program(scanned)
+@program(scan_options)
 def encode_images(graphdef: Any, images: Float[Array, "B H W 3"], weights: Any) -> Features:
     """Return features of normalised images.
 
@@ -128,7 +128,7 @@ def encode_images(graphdef: Any, images: Float[Array, "B H W 3"], weights: Any) 
     return nnx.merge(graphdef, weights)(images)
 
 
-@program(scanned)
+@program(scan_options)
 def make_context(
     static: tuple[Any, Groups, tuple[Lengths, ...]],
     x: Latents,

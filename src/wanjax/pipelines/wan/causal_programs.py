@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Float32
 
 from wanjax.execution import program
 from wanjax.kernels.attention.kv_cache import CacheSlot, KVCache, update_cache
-from wanjax.kernels.compiler_options import fast_products, products, scanned
+from wanjax.kernels.compiler_options import fast_matmul_options, matmul_options, scan_options
 from wanjax.layers.rope import Angles
 from wanjax.models.wan.transformer import Context
 
@@ -40,7 +40,7 @@ class Past(NamedTuple):
     window: KVCache
 
 
-@program(scanned)
+@program(scan_options)
 def begin_past(
     graphdef: Any,
     x: Float[Array, "B T H W C"],
@@ -66,7 +66,7 @@ def begin_past(
     return Past(context, transformer.window(x))
 
 
-@program(products, donated=("window",), fast=fast_products)
+@program(matmul_options, donated=("window",), fast=fast_matmul_options)
 def renew(
     graphdef: Any,
     window: KVCache,

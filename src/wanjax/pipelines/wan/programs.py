@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from wanjax.execution import program
-from wanjax.kernels.compiler_options import scanned
+from wanjax.kernels.compiler_options import scan_options
 from wanjax.models.wan.config import ImageTransformerConfig
 from wanjax.pipelines.guidance import Groups, group
 from wanjax.pipelines.wan.denoisers import Shared, as_latents
@@ -30,7 +30,7 @@ def encode_text(encoder: Any, ids: Int[Array, "B S"], mask: Bool[Array, "B S"]) 
     return jnp.where(mask[:, :, None], features, jnp.zeros((), features.dtype))
 
 
-@program(scanned)
+@program(scan_options)
 def encode_prompts(
     graphdef: Any, ids: Int[Array, "B S"], mask: Bool[Array, "B S"], weights: Any
 ) -> tuple[Float[Array, "1 S E"], Float[Array, "1 S E"]]:
@@ -46,7 +46,7 @@ def encode_prompts(
     return embeds[:1], embeds[1:]
 
 
-@program(scanned)
+@program(scan_options)
 def encode_images(graphdef: Any, images: Float[Array, "B H W 3"], weights: Any) -> Float[Array, "1 S E"]:
     """Return features of normalised images, joined along the sequence.
 
@@ -59,7 +59,7 @@ def encode_images(graphdef: Any, images: Float[Array, "B H W 3"], weights: Any) 
     return features.reshape(1, -1, features.shape[-1])
 
 
-@program(scanned)
+@program(scan_options)
 def resize(size: tuple[int, int], picture: Float[Array, "H W 3"]) -> Float[Array, "_H _W 3"]:
     """Scale a picture bilinearly to a (height, width), without antialiasing, as in the reference.
 
@@ -70,7 +70,7 @@ def resize(size: tuple[int, int], picture: Float[Array, "H W 3"]) -> Float[Array
     return jax.image.resize(picture, (*size, 3), "linear", antialias=False)
 
 
-@program(scanned)
+@program(scan_options)
 def known_condition(static: None, latents: Float[Array, "1 C T H W"], mask: Any) -> Float[Array, "1 _C T H W"]:
     """Return a mask of known frames [C T] and the latents of a clip, as channels.
 
@@ -83,7 +83,7 @@ def known_condition(static: None, latents: Float[Array, "1 C T H W"], mask: Any)
     return jnp.concatenate([mask, latents], axis=1)
 
 
-@program(scanned)
+@program(scan_options)
 def control_condition(
     static: None, clips: tuple[Float[Array, "1 C _T H W"], ...], mask: Any
 ) -> Float[Array, "1 _C _T H W"]:
@@ -100,7 +100,7 @@ def control_condition(
     return jnp.concatenate([*(jnp.pad(x, rest) for x in references), condition], axis=2)
 
 
-@program(scanned)
+@program(scan_options)
 def make_context(
     static: tuple[Any, Groups],
     x: Float[Array, "B T H W C"],
