@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of XLA for each kind of program, as `jax.jit` takes them in `compiler_options`, and their named sets.
+"""XLA options for each kind of program, as `jax.jit` takes them in `compiler_options`, and their named sets.
 
-The set `safe` has options that are in wide use. The set `fast` adds those that the compiler prices better and that no
-chip here has run, and takes longer to compile an autoencoder; docs/performance.md has both prices. The sets differ on
-TPUs alone.
+The set `safe` has options that are in wide use. The set `fast` adds options that the compiler's schedule prices better
+but that have not been run on a chip here; it compiles an autoencoder for longer. docs/performance.md has both prices.
+The sets differ only on TPUs.
 
-The functions that return options receive the target of the program, or None for the one that `target` finds. XLA for
-one platform refuses the options of another. `save_set` and `saved_set` remember which set is better on this machine.
+Functions that return options take the target of the program, or None for the current one, since XLA for one platform
+rejects the options of another. `save_set` and `saved_set` remember which set is better on this machine.
 """
 
 import jax
@@ -17,8 +17,8 @@ from wanjax.sharding import platform
 from wanjax.stores.results import Results
 
 SAFE, FAST = SETS = ("safe", "fast")
-RESULT_KIND = "compiler"  # of the saved result
-O1, O2 = 19, 29  # XLA's numbers for these levels of its effort; the latter is usual
+RESULT_KIND = "compiler"  # under which `Results` saves the better set
+O1, O2 = 19, 29  # XLA's numbers for these optimization levels; O2 is its default
 KINDS_WITHOUT_SPARSE_CORES = ("TPU v5 lite", "TPU v5e")
 LARGE_VMEM_KINDS = ("TPU v6 lite", "TPU v6e")
 SPARSE_CORE_OPTIONS = {
@@ -26,16 +26,16 @@ SPARSE_CORE_OPTIONS = {
     "xla_tpu_enable_sparse_core_collective_offload_dense_all_to_all": "true",
     "xla_tpu_use_tc_device_shape_on_sc": "true",
 }
-VMEM_LIMIT_OPTION = "xla_tpu_scoped_vmem_limit_kib"  # of one operation
+VMEM_LIMIT_OPTION = "xla_tpu_scoped_vmem_limit_kib"  # for one operation
 SAFE_VMEM_KIB, FAST_VMEM_KIB = 64 << 10, 96 << 10  # of v6e's 128 MiB
 
 
 def scan_options(on: Target | None = None) -> dict[str, str]:
-    """Options of a program that scans over the blocks of a network.
+    """Return the options of a program that scans over the blocks of a network.
 
-    On CPUs, XLA would cast the half-precision weights of all blocks to float32 before the loop and so take three times
-    their memory; without that pass it casts one block at a time. On TPUs, all-to-alls and all-gathers run beside other
-    work, which XLA does only on request.
+    On CPUs, XLA would cast the half-precision weights of all blocks to float32 before the loop, which takes three times
+    their memory; without that pass it casts one block at a time. On TPUs, all-to-alls and all-gathers become
+    asynchronous, so that they overlap other work.
     """
     options = {
         "cpu": {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"},
@@ -45,15 +45,15 @@ def scan_options(on: Target | None = None) -> dict[str, str]:
 
 
 def random_options(on: Target | None = None) -> dict[str, str]:
-    """Options of a program that draws random numbers, once for a video.
+    """Return the options of a program that draws random numbers, once for a video.
 
-    On CPUs, XLA's usual level takes four times as long to compile the generator, and makes nothing faster.
+    On CPUs, XLA's default level takes four times as long to compile the generator, and makes nothing faster.
     """
     return {"xla_backend_optimization_level": "2"} if (on or target()).platform == "cpu" else scan_options(on)
 
 
 def matmul_options(on: Target | None = None) -> dict[str, str]:
-    """Options of a program that scans and spends its time in matrix products.
+    """Return the options of a program that scans over blocks and spends its time in matrix products.
 
     On v6e one operation may take half of the VMEM, which allows larger tiles.
     """
@@ -62,10 +62,10 @@ def matmul_options(on: Target | None = None) -> dict[str, str]:
 
 
 def fast_matmul_options(on: Target | None = None) -> dict[str, str]:
-    """Options that the set `fast` adds to those of `matmul_options`.
+    """Return what the set `fast` adds to `matmul_options`.
 
-    TPUs other than v5e leave collectives to their SparseCores, and on v6e one operation may take three quarters of the
-    VMEM.
+    TPUs other than v5e offload collectives to their SparseCores, and on v6e one operation may take three quarters of
+    the VMEM.
     """
     on = on or target()
     options = dict(SPARSE_CORE_OPTIONS) if on.platform == "tpu" and on.kind not in KINDS_WITHOUT_SPARSE_CORES else {}
@@ -73,16 +73,16 @@ def fast_matmul_options(on: Target | None = None) -> dict[str, str]:
 
 
 def conv_options(on: Target | None = None) -> dict[str, int]:
-    """Options of a program that spends its time in convolutions.
+    """Return the options of a program that spends its time in convolutions.
 
-    For TPUs, XLA's usual level searches the best tiles of each convolution. The search takes four fifths of the
-    compiler's time and saves a quarter of the program's (docs/performance.md), so it is left to the set `fast`.
+    For TPUs, XLA's default level searches for the best tiles of each convolution. The search takes four fifths of the
+    compile time and saves a quarter of the run time (docs/performance.md), so it is left to the set `fast`.
     """
     return {"optimization_level": O1} if (on or target()).platform == "tpu" else {}
 
 
 def fast_conv_options(on: Target | None = None) -> dict[str, int]:
-    """Options that the set `fast` adds to those of `conv_options`: XLA's usual level."""
+    """Return what the set `fast` adds to `conv_options`: XLA's default level."""
     return {"optimization_level": O2} if (on or target()).platform == "tpu" else {}
 
 
@@ -93,19 +93,19 @@ def check_set(name: str) -> None:
 
 
 def saved_set() -> str:
-    """Return the set of compiler options that `save_set` saved for these devices and this compiler, else `safe`."""
+    """Return the name of the set that `save_set` saved for these devices and this compiler, else `safe`."""
     compiler = Results().get(RESULT_KIND, _machine())
     return compiler if compiler in SETS else SAFE
 
 
 def save_set(compiler: str) -> None:
-    """Save the set of compiler options that is better on these devices."""
+    """Save the name of the set that is better on these devices."""
     Results().put(RESULT_KIND, _machine(), compiler)
 
 
 def _machine() -> dict[str, str]:
-    """Return the number and the kind of the devices, and the versions of what compiles for them."""
-    platform()  # which says in a sentence where there are no devices
+    """Return the number and the kind of the devices, and the versions of their compiler and of JAX."""
+    platform()  # raises a WanjaxError if there are no devices
     devices = jax.devices()
     kind = f"{len(devices)} x {devices[0].device_kind}"
     return {"devices": kind, "platform": devices[0].client.platform_version, "jax": jax.__version__}
