@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.support.attention import normal
 from tests.support.compare import error
-from wanjax.kernels.normed_silu import BLOCK, normed_silu, reference
+from wanjax.kernels.normed_silu import BLOCK_BYTES, normed_silu, reference
 from wanjax.pricing.chips import abstract_mesh, find_slice
 from wanjax.pricing.compile import compile_program
 from wanjax.pricing.lowering import Lowering
@@ -35,7 +35,7 @@ def rule(x, gamma):
     ids=str,
 )
 def test_one_pass(shape, dtype, bound):
-    cells = BLOCK // (4 * 8 * 384)
+    cells = BLOCK_BYTES // (4 * 8 * 384)
     assert 0 < (20 * 37) % cells < 20 * 37
     x, gamma = 3 * normal(0, *shape, dtype=dtype), normal(1, shape[-1])
     x = x.at[0, 0, 0, 0].set(0)  # a cell without a direction stays zero

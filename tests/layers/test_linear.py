@@ -9,7 +9,7 @@ from flax import nnx
 
 from tests.support.compare import error
 from wanjax.kernels import target
-from wanjax.layers.linear import BLOCK, linear
+from wanjax.layers.linear import TOKEN_BLOCK, linear
 
 
 @pytest.mark.parametrize("shape", [(5,), (7, 5), (2, 7, 5), (2, 3, 7, 5)])
@@ -35,7 +35,7 @@ def test_what_is_frozen_has_no_gradient_computed():
 
 
 @pytest.mark.parametrize("own", [[], ["amx_bf16"], ["avx512_bf16"]], ids=["elsewhere", "with AMX", "with AVX-512"])
-@pytest.mark.parametrize("tokens", [40, 2 * BLOCK + 7])
+@pytest.mark.parametrize("tokens", [40, 2 * TOKEN_BLOCK + 7])
 def test_products_of_bfloat16_are_rounded_once(monkeypatch, own, tokens):
     monkeypatch.setattr(target, "instructions", lambda: frozenset(own))
     layer = linear(256, 64, (None, None), dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, bias=False, rngs=nnx.Rngs(0))

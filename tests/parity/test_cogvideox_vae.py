@@ -24,7 +24,7 @@ from wanjax.converters import weight_rules
 from wanjax.converters.cogvideox.vae import vae_config, vae_rules
 from wanjax.converters.configs import read_config
 from wanjax.errors import WanjaxError
-from wanjax.layers.tiling import Tiling, joined, tiles_of
+from wanjax.layers.tiling import Tiling, blend_tiles, split_into_tiles
 from wanjax.models.cogvideox.vae import CogVideoXVAE
 from wanjax.models.cogvideox.vae_config import VAE_1_5, VAE_2B, VAE_5B, VAEConfig
 from wanjax.pipelines.frames import decoded, encoded, split_posterior
@@ -177,9 +177,9 @@ def test_tiles(monkeypatch, size):
 
     @jax.jit
     def ours(z: jax.Array) -> jax.Array:
-        rows = tiles_of(*size, VAE_5B.tiling, 8)
+        rows = split_into_tiles(*size, VAE_5B.tiling, 8)
         cut = [[z[:, :, t.top : t.top + t.height, t.left : t.left + t.width] for t in row] for row in rows]
-        return joined([[process(tile) for tile in row] for row in cut], VAE_5B.tiling, 1)
+        return blend_tiles([[process(tile) for tile in row] for row in cut], VAE_5B.tiling, 1)
 
     assert relative_l2(ours(channels_last(z)), channels_last(expected)) <= BAR
 

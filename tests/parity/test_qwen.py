@@ -17,7 +17,7 @@ from wanjax.converters.configs import read_config
 from wanjax.converters.qwen2_vl import qwen2_vl_config, qwen2_vl_unused
 from wanjax.converters.weight_rules import assign
 from wanjax.errors import WanjaxError
-from wanjax.layers.rope import rotated
+from wanjax.layers.rope import apply_rotary
 from wanjax.layers.stack import block_at
 from wanjax.models.qwen2_vl import text_angles
 from wanjax.pipelines.text.encoders import QWEN2_VL
@@ -175,7 +175,7 @@ def test_rotation_keeps_lengths_and_depends_on_distances_alone():
     angles = text_angles(40, config)
     random = np.random.default_rng(0)
     q, k = (np.broadcast_to(random.normal(size=16).astype(np.float32), (1, 40, 1, 16)) for _ in range(2))
-    q, k = (np.asarray(jax.jit(lambda x: rotated(x, angles))(x)) for x in (q, k))
+    q, k = (np.asarray(jax.jit(lambda x: apply_rotary(x, angles))(x)) for x in (q, k))
     scores = np.einsum("BLKD,BSKD->LS", q, k)
     np.testing.assert_allclose(scores[5, 2], scores[30, 27], rtol=1e-4)
     assert not np.allclose(scores[5, 2], scores[5, 3], rtol=1e-2)

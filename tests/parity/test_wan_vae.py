@@ -17,7 +17,7 @@ from flax import nnx
 
 from tests.parity.references import channels_last, randomise, relative_l2, run, submodule, wan_vae
 from tests.support.quick import quick
-from wanjax.layers.patch import to_cells, to_pixels
+from wanjax.layers.patch import depth_to_space, space_to_depth
 from wanjax.layers.tiling import Tiling
 from wanjax.models.wan.config import T2V_1_3B
 from wanjax.models.wan.vae import WanVAE
@@ -176,13 +176,13 @@ def test_any_chunks_make_the_whole(models, streams, whole, chunks):
 
 def encode_chunk(vae, x, cache):
     """Encode frames in [-1, 1], as the program of this name."""
-    return vae.encode_cells(to_cells(x, vae.config.patch), cache)
+    return vae.encode_cells(space_to_depth(x, vae.config.patch), cache)
 
 
 def decode_chunk(vae, z, cache):
     """Decode latents to frames in [-1, 1], as the program of this name."""
     x, cache = vae.decode_cells(z, cache)
-    return jnp.clip(to_pixels(x, vae.config.patch), -1.0, 1.0), cache
+    return jnp.clip(depth_to_space(x, vae.config.patch), -1.0, 1.0), cache
 
 
 @pytest.fixture(scope="module")
@@ -258,9 +258,9 @@ def test_modules_at_the_first_frame_and_later(models):
 @pytest.mark.parametrize("patch", [1, 2, 4])
 def test_cells(patch):
     x = video(3, (8, 16))
-    cells = jax.jit(lambda x: to_cells(x, patch))(channels_last(x))
+    cells = jax.jit(lambda x: space_to_depth(x, patch))(channels_last(x))
     np.testing.assert_array_equal(cells, channels_last(patchify(x, patch)))
-    np.testing.assert_array_equal(jax.jit(lambda cells: to_pixels(cells, patch))(cells), channels_last(x))
+    np.testing.assert_array_equal(jax.jit(lambda cells: depth_to_space(cells, patch))(cells), channels_last(x))
 
 
 @torch.no_grad()

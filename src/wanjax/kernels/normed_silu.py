@@ -21,8 +21,8 @@ from wanjax.kernels.target import target
 from wanjax.sharding import current
 
 SUBLANES = 8  # frames that fill a tile; XLA then keeps cells outermost, and a transposition is free
-BLOCK = 2**20  # bytes of a block in float32: more are no faster, and fewer make transfers too short
-TINY = 1e-24  # the least sum of squares
+BLOCK_BYTES = 2**20  # bytes of a block in float32: more are no faster, and fewer make transfers too short
+MIN_SQUARE_SUM = 1e-24  # the least sum of squares
 
 
 def normed_silu(
@@ -33,9 +33,9 @@ def normed_silu(
     Float32 inside, rounded once. `interpret` runs the kernel without a TPU, slowly, for tests. On several devices XLA
     fetches the neighbours' columns for the convolution that follows, in a layout that it would have to copy to.
     """
-    runs = target(x).platform == "tpu" and is_admitted("normed_silu")
-    fits = runs and x.shape[1] % SUBLANES == 0 and current().single_device
-    if not interpret and not fits:
+    uses_kernel = target(x).platform == "tpu" and is_admitted("normed_silu")
+    is_supported = uses_kernel and x.shape[1] % SUBLANES == 0 and current().single_device
+    if not interpret and not is_supported:
         return reference(x, gamma, dtype)
     run = partial(call, dtype=jnp.dtype(dtype), interpret=interpret)
     return with_gradient(run, partial(reference, dtype=dtype), x, gamma)
@@ -43,13 +43,13 @@ def normed_silu(
 
 def reference(x: Float[Array, "*B C"], gamma: Float[Array, " C"], dtype: DTypeLike) -> Float[Array, "*B C"]:
     """`normed_silu` in plain JAX: the specification of the kernel, and its gradient."""
-    return jax.nn.silu(normed(x, gamma, jnp.float32)).astype(dtype)
+    return jax.nn.silu(channel_norm(x, gamma, jnp.float32)).astype(dtype)
 
 
-def normed(x: Float[Array, "*B C"], gamma: Float[Array, " C"], dtype: DTypeLike) -> Float[Array, "*B C"]:
+def channel_norm(x: Float[Array, "*B C"], gamma: Float[Array, " C"], dtype: DTypeLike) -> Float[Array, "*B C"]:
     """Scale the channels of each cell to a root mean square of gamma; float32 inside."""
     x32, gamma = x.astype(jnp.float32), gamma.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + gamma.shape)
-    norm = jnp.sqrt(jnp.maximum(jnp.sum(x32 * x32, axis=-1, keepdims=True), TINY))
+    norm = jnp.sqrt(jnp.maximum(jnp.sum(x32 * x32, axis=-1, keepdims=True), MIN_SQUARE_SUM))
     return (x32 * (x.shape[-1] ** 0.5 / norm) * gamma).astype(dtype)
 
 
@@ -57,14 +57,14 @@ def call(
     x: Float[Array, "B T H W C"], gamma: Float[Array, " C"], dtype: jnp.dtype, interpret: bool
 ) -> Float[Array, "B T H W C"]:
     batch, frames, height, width, channels = x.shape
-    cells, together = height * width, batch * frames
-    x = jnp.moveaxis(x, (2, 3), (0, 1)).reshape(cells, together, channels)
+    cells, frames_of_cell = height * width, batch * frames
+    x = jnp.moveaxis(x, (2, 3), (0, 1)).reshape(cells, frames_of_cell, channels)
     lanes = round_up(channels, LANES)
-    block = min(cells, max(1, BLOCK // (4 * lanes * together)))
-    rows = pl.BlockSpec((block, together, channels), lambda i: (i, 0, 0))
+    block_cells = min(cells, max(1, BLOCK_BYTES // (4 * lanes * frames_of_cell)))
+    rows = pl.BlockSpec((block_cells, frames_of_cell, channels), lambda i: (i, 0, 0))
     y = pl.pallas_call(
-        _kernel,
-        grid=(ceil_div(cells, block),),
+        _normed_silu_kernel,
+        grid=(ceil_div(cells, block_cells),),
         in_specs=[rows, pl.BlockSpec((1, channels), lambda i: (0, 0))],
         out_specs=rows,
         out_shape=jax.ShapeDtypeStruct(x.shape, dtype),
@@ -75,8 +75,8 @@ def call(
     return jnp.moveaxis(y.reshape(height, width, batch, frames, channels), (0, 1), (2, 3))
 
 
-def _kernel(x_ref, gamma_ref, y_ref) -> None:
+def _normed_silu_kernel(x_ref, gamma_ref, y_ref) -> None:
     x: Float32[Array, "_N _T _C"] = x_ref[...].astype(jnp.float32)
-    inverse = jax.lax.rsqrt(jnp.maximum(jnp.sum(x * x, axis=-1, keepdims=True), TINY))
-    y = x * (inverse * x.shape[-1] ** 0.5) * gamma_ref[...][None]
+    inverse_norm = jax.lax.rsqrt(jnp.maximum(jnp.sum(x * x, axis=-1, keepdims=True), MIN_SQUARE_SUM))
+    y = x * (inverse_norm * x.shape[-1] ** 0.5) * gamma_ref[...][None]
     y_ref[...] = (y * jax.lax.logistic(y)).astype(y_ref.dtype)

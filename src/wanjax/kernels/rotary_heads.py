@@ -23,12 +23,12 @@ from wanjax.kernels.autodiff import with_gradient
 from wanjax.kernels.target import target
 from wanjax.sharding import TILE, Partitioner, current
 
-ROWS = 256  # tokens at a time: more are no faster, and fewer make transfers too short
+MAX_BLOCK_TOKENS = 256  # tokens at a time: more are no faster, and fewer make transfers too short
 
 
 def normed_rotary(
     x: Float[Array, "B L E"],
-    inverse: Float32[Array, "B L 1"],
+    inverse_rms: Float32[Array, "B L 1"],
     scale: Float32[Array, " E"],
     cos: Float32[Array, "L P"],
     sin: Float32[Array, "L P"],
@@ -40,14 +40,14 @@ def normed_rotary(
     Float32 inside, rounded once to x's dtype. On several devices each computes its tokens, and its heads where heads
     are sharded. `interpret` runs the kernel without a TPU, slowly, for tests.
     """
-    if not interpret and (not _runs(x, "normed_rotary") or 2 * cos.shape[1] != LANES):
-        return reference(x, inverse, scale, cos, sin)
+    if not interpret and (not _uses_kernel(x, "normed_rotary") or 2 * cos.shape[1] != LANES):
+        return reference(x, inverse_rms, scale, cos, sin)
     partitioner = current()
-    batch, length, heads, parts = _placement(partitioner, x, LANES)
+    batch, length, heads, parts = _sharding_of_heads(partitioner, x, LANES)
     tokens = PartitionSpec(batch, length)
     specs = (PartitionSpec(batch, length, heads), tokens, PartitionSpec(heads), *2 * (PartitionSpec(length),))
-    turn = partial(with_gradient, partial(call, parts=parts, interpret=interpret), reference)
-    return partitioner.shard_map(turn, specs, specs[0])(x, inverse, scale, cos, sin)
+    sharded_call = partial(with_gradient, partial(call, parts=parts, interpret=interpret), reference)
+    return partitioner.shard_map(sharded_call, specs, specs[0])(x, inverse_rms, scale, cos, sin)
 
 
 def head_normed_rotary(
@@ -64,53 +64,55 @@ def head_normed_rotary(
 
     The kernel has heads of 128 channels, and smaller ones of which several fill 128 lanes.
     """
-    partitioner, size = current(), len(scale)
-    batch, length, heads, parts = _placement(partitioner, x, size)
-    shard = x.shape[2] // partitioner.size(heads)
-    specification = partial(reference_by_head, eps=eps)
-    if not (interpret or _runs(x, "head_normed_rotary")) or LANES % size or shard % LANES:
-        return specification(x, scale, bias, cos, sin)
-    turn = partial(with_gradient, partial(call_by_head, eps=eps, parts=parts, interpret=interpret), specification)
-    vector, table = PartitionSpec(), PartitionSpec(length)
-    specs = (PartitionSpec(batch, length, heads), vector, vector, table, table)
-    return partitioner.shard_map(turn, specs, specs[0])(x, scale, bias, cos, sin)
+    partitioner, head_dim = current(), len(scale)
+    batch, length, heads, parts = _sharding_of_heads(partitioner, x, head_dim)
+    local_width = x.shape[2] // partitioner.size(heads)
+    reference_fn = partial(reference_by_head, eps=eps)
+    if not (interpret or _uses_kernel(x, "head_normed_rotary")) or LANES % head_dim or local_width % LANES:
+        return reference_fn(x, scale, bias, cos, sin)
+    sharded_call = partial(
+        with_gradient, partial(call_by_head, eps=eps, parts=parts, interpret=interpret), reference_fn
+    )
+    vector_spec, table_spec = PartitionSpec(), PartitionSpec(length)
+    specs = (PartitionSpec(batch, length, heads), vector_spec, vector_spec, table_spec, table_spec)
+    return partitioner.shard_map(sharded_call, specs, specs[0])(x, scale, bias, cos, sin)
 
 
 def pack_for_all_to_all(x: Float[Array, "B L E"]) -> Float[Array, "B L E"]:
     """Return x, whose heads lie in memory by the device that they are sent to, if an all-to-all is to send them."""
     partitioner = current()
-    if not _runs(x, "heads_apart") or x.shape[2] % LANES:
+    if not _uses_kernel(x, "heads_apart") or x.shape[2] % LANES:
         return x
-    batch, length, heads, parts = _placement(partitioner, x, LANES)
+    batch, length, heads, parts = _sharding_of_heads(partitioner, x, LANES)
     if parts == 1:
         return x
-    turn = partial(with_gradient, partial(pack, parts=parts, interpret=False), _identity)
+    sharded_call = partial(with_gradient, partial(pack, parts=parts, interpret=False), _identity)
     spec = PartitionSpec(batch, length, heads)
-    return partitioner.shard_map(turn, (spec,), spec)(x)
+    return partitioner.shard_map(sharded_call, (spec,), spec)(x)
 
 
-def _runs(x: Array, kernel: str) -> bool:
+def _uses_kernel(x: Array, kernel: str) -> bool:
     """Return whether a program for x's target uses a kernel."""
     return target(x).platform == "tpu" and is_admitted(kernel)
 
 
-def _placement(partitioner: Partitioner, x: Array, size: int) -> tuple[Any, Any, Any, int]:
-    """The mesh axes of batch, tokens and heads of `size` channels, and the parts that an all-to-all sends (1: none)."""
-    width, devices = x.shape[2], partitioner.size("tp")
-    axes = partitioner.activation(("batch", "length", "heads"), (*x.shape[:2], width // size))
-    return *axes, devices if axes[2] is None and width % (LANES * devices) == 0 else 1
+def _sharding_of_heads(partitioner: Partitioner, x: Array, head_dim: int) -> tuple[Any, Any, Any, int]:
+    """The mesh axes of batch, tokens and heads of `head_dim` channels, and the parts that an all-to-all sends (1: none)."""
+    width, num_devices = x.shape[2], partitioner.size("tp")
+    axes = partitioner.activation(("batch", "length", "heads"), (*x.shape[:2], width // head_dim))
+    return *axes, num_devices if axes[2] is None and width % (LANES * num_devices) == 0 else 1
 
 
 def reference(
     x: Float[Array, "B L E"],
-    inverse: Float32[Array, "B L 1"],
+    inverse_rms: Float32[Array, "B L 1"],
     scale: Float32[Array, " E"],
     cos: Float32[Array, "L P"],
     sin: Float32[Array, "L P"],
 ) -> Float[Array, "B L E"]:
     """`normed_rotary` in plain JAX: the specification of the kernel, and its gradient."""
-    y = (x.astype(jnp.float32) * inverse * scale[None, None]).reshape(*x.shape[:2], -1, 2 * cos.shape[1])
-    return rotated(y, cos, sin).astype(x.dtype).reshape(x.shape)
+    y = (x.astype(jnp.float32) * inverse_rms * scale[None, None]).reshape(*x.shape[:2], -1, 2 * cos.shape[1])
+    return apply_rotary(y, cos, sin).astype(x.dtype).reshape(x.shape)
 
 
 def reference_by_head(
@@ -127,10 +129,10 @@ def reference_by_head(
     y = y - jnp.mean(y, axis=-1, keepdims=True)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
     y = y * scale[None, None, None] + bias[None, None, None]
-    return rotated(y, cos, sin).astype(x.dtype).reshape(x.shape)
+    return apply_rotary(y, cos, sin).astype(x.dtype).reshape(x.shape)
 
 
-def rotated(
+def apply_rotary(
     x: Float32[Array, "B L N D"], cos: Float32[Array, "L P"], sin: Float32[Array, "L P"]
 ) -> Float32[Array, "B L N D"]:
     """Rotate channels p and p + D/2 of each head by the p-th angle of its token."""
@@ -140,37 +142,43 @@ def rotated(
 
 
 def call(
-    x: Array, inverse: Array, scale: Array, cos: Array, sin: Array, *, parts: int, interpret: bool
+    x: Array, inverse_rms: Array, scale: Array, cos: Array, sin: Array, *, parts: int, interpret: bool
 ) -> Float[Array, "B L E"]:
     """The kernel of `normed_rotary`. It writes `parts` of consecutive heads, each contiguous, for an all-to-all."""
-    rows = _height(x.shape[1])
-    beside = [pl.BlockSpec((None, rows, 1), lambda b, i: (b, i, 0)), _vector(x.shape[2]), *2 * [_table(rows, cos)]]
-    run = _pallas_call(_kernel, x, beside, parts=parts, interpret=interpret, name="normed_rotary")
-    return _concatenate(run(x, inverse, scale[None], cos, sin))
+    block_tokens = _tokens_per_block(x.shape[1])
+    other_specs = [
+        pl.BlockSpec((None, block_tokens, 1), lambda b, i: (b, i, 0)),
+        _vector_spec(x.shape[2]),
+        *2 * [_table_spec(block_tokens, cos)],
+    ]
+    kernel_call = _pallas_call(
+        _normed_rotary_kernel, x, other_specs, parts=parts, interpret=interpret, name="normed_rotary"
+    )
+    return _concatenate(kernel_call(x, inverse_rms, scale[None], cos, sin))
 
 
 def call_by_head(
     x: Array, scale: Array, bias: Array, cos: Array, sin: Array, *, eps: float, parts: int, interpret: bool
 ) -> Float[Array, "B L E"]:
     """The kernel of `head_normed_rotary`, which writes as that of `normed_rotary` does."""
-    beside = [*2 * [_vector(LANES)], *2 * [_table(_height(x.shape[1]), cos)]]
-    kernel = partial(_kernel_by_head, size=len(scale), eps=eps)
-    run = _pallas_call(kernel, x, beside, parts=parts, interpret=interpret, name="head_normed_rotary")
+    other_specs = [*2 * [_vector_spec(LANES)], *2 * [_table_spec(_tokens_per_block(x.shape[1]), cos)]]
+    kernel = partial(_head_normed_rotary_kernel, head_dim=len(scale), eps=eps)
+    kernel_call = _pallas_call(kernel, x, other_specs, parts=parts, interpret=interpret, name="head_normed_rotary")
     scale, bias = (jnp.tile(vector, LANES // len(vector))[None] for vector in (scale, bias))
-    return _concatenate(run(x, scale, bias, cos, sin))
+    return _concatenate(kernel_call(x, scale, bias, cos, sin))
 
 
 def _pallas_call(
-    kernel: Callable, x: Array, beside: Sequence[pl.BlockSpec], *, parts: int, interpret: bool, name: str
+    kernel: Callable, x: Array, other_specs: Sequence[pl.BlockSpec], *, parts: int, interpret: bool, name: str
 ) -> Callable:
     """A kernel over rows of x, and over the operands beside x, that writes rows in parts."""
     batch, length, width = x.shape
-    rows = _height(length)
+    block_tokens = _tokens_per_block(length)
     return pl.pallas_call(
         kernel,
-        grid=(batch, ceil_div(length, rows)),
-        in_specs=[_rows(rows, width), *beside],
-        out_specs=_rows_of_parts(parts, rows, width),
+        grid=(batch, ceil_div(length, block_tokens)),
+        in_specs=[_row_spec(block_tokens, width), *other_specs],
+        out_specs=_part_spec(parts, block_tokens, width),
         out_shape=jax.ShapeDtypeStruct((parts, batch, length, width // parts), x.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
         interpret=interpret,
@@ -183,36 +191,40 @@ def _concatenate(parts: Float[Array, "_N B L E"]) -> Float[Array, "B L _E"]:
     return jnp.moveaxis(parts, 0, 2).reshape(*parts.shape[1:3], -1)
 
 
-def _kernel(x_ref, inverse_ref, scale_ref, cos_ref, sin_ref, out_ref):
+def _normed_rotary_kernel(x_ref, inverse_rms_ref, scale_ref, cos_ref, sin_ref, out_ref):
     cos = jnp.concatenate([cos_ref[...], cos_ref[...]], axis=1)
     sin = jnp.concatenate([-sin_ref[...], sin_ref[...]], axis=1)
-    inverse = inverse_ref[...]
+    inverse_rms = inverse_rms_ref[...]
     for start in range(0, x_ref.shape[1], LANES):
-        head = pl.ds(start, LANES)
-        x = x_ref[:, head].astype(jnp.float32) * inverse * scale_ref[:, head]
-        part, within = divmod(start, out_ref.shape[2])
-        out_ref[part, :, pl.ds(within, LANES)] = (x * cos + pltpu.roll(x, LANES // 2, 1) * sin).astype(out_ref.dtype)
+        lanes = pl.ds(start, LANES)
+        x = x_ref[:, lanes].astype(jnp.float32) * inverse_rms * scale_ref[:, lanes]
+        part, offset = divmod(start, out_ref.shape[2])
+        out_ref[part, :, pl.ds(offset, LANES)] = (x * cos + pltpu.roll(x, LANES // 2, 1) * sin).astype(out_ref.dtype)
 
 
-def _kernel_by_head(x_ref, scale_ref, bias_ref, cos_ref, sin_ref, out_ref, *, size: int, eps: float):
-    beside = LANES // size  # heads in a row of lanes
-    cos = jnp.concatenate(2 * beside * [cos_ref[...]], axis=1)
-    sin = jnp.concatenate(beside * [-sin_ref[...], sin_ref[...]], axis=1)
+def _head_normed_rotary_kernel(x_ref, scale_ref, bias_ref, cos_ref, sin_ref, out_ref, *, head_dim: int, eps: float):
+    heads_per_row = LANES // head_dim  # heads in a row of lanes
+    cos = jnp.concatenate(2 * heads_per_row * [cos_ref[...]], axis=1)
+    sin = jnp.concatenate(heads_per_row * [-sin_ref[...], sin_ref[...]], axis=1)
     lane = jax.lax.broadcasted_iota(jnp.int32, cos.shape, 1)
-    first_half = lane % size < size // 2
+    first_half = lane % head_dim < head_dim // 2
 
     def mean(x):
         """The mean of each head, at all of its lanes."""
-        means = [jnp.sum(jnp.where(lane // size == head, x, 0.0), axis=1, keepdims=True) for head in range(beside)]
-        return sum(jnp.where(lane // size == head, means[head] / size, 0.0) for head in range(beside))
+        head_means = [
+            jnp.sum(jnp.where(lane // head_dim == head, x, 0.0), axis=1, keepdims=True) for head in range(heads_per_row)
+        ]
+        return sum(
+            jnp.where(lane // head_dim == head, head_means[head] / head_dim, 0.0) for head in range(heads_per_row)
+        )
 
     for start in range(0, x_ref.shape[1], LANES):
         x = x_ref[:, pl.ds(start, LANES)].astype(jnp.float32)
         x = x - mean(x)
         x = x * jax.lax.rsqrt(mean(x * x) + eps) * scale_ref[...] + bias_ref[...]
-        partner = jnp.where(first_half, pltpu.roll(x, LANES - size // 2, 1), pltpu.roll(x, size // 2, 1))
-        part, within = divmod(start, out_ref.shape[2])
-        out_ref[part, :, pl.ds(within, LANES)] = (x * cos + partner * sin).astype(out_ref.dtype)
+        partner = jnp.where(first_half, pltpu.roll(x, LANES - head_dim // 2, 1), pltpu.roll(x, head_dim // 2, 1))
+        part, offset = divmod(start, out_ref.shape[2])
+        out_ref[part, :, pl.ds(offset, LANES)] = (x * cos + partner * sin).astype(out_ref.dtype)
 
 
 def _identity(x: Array) -> Array:
@@ -234,7 +246,7 @@ def pack(x: Float[Array, "B L E"], *, parts: int, interpret: bool = False) -> Fl
 def join_parts(parts: Float[Array, "_N B L E"], *, interpret: bool = False) -> Float[Array, "B L _E"]:
     """Join parts along the width of each token, after an all-to-all; `interpret` is for tests."""
     count, _, _, width = parts.shape
-    if not interpret and (not _runs(parts, "heads_joined") or width % LANES):
+    if not interpret and (not _uses_kernel(parts, "heads_joined") or width % LANES):
         return _concatenate(parts)
     return with_gradient(partial(join, parts=count, interpret=interpret), _concatenate, parts)
 
@@ -242,7 +254,7 @@ def join_parts(parts: Float[Array, "_N B L E"], *, interpret: bool = False) -> F
 def join(x: Float[Array, "_N B L E"], *, parts: int, interpret: bool) -> Float[Array, "B L _E"]:
     """The kernel of `join_parts`."""
     _, batch, length, width = x.shape
-    rows = _height(length)
+    block_tokens = _tokens_per_block(length)
 
     def kernel(parts_ref, out_ref):
         for part in range(parts):
@@ -250,9 +262,9 @@ def join(x: Float[Array, "_N B L E"], *, parts: int, interpret: bool) -> Float[A
 
     return pl.pallas_call(
         kernel,
-        grid=(batch, ceil_div(length, rows)),
-        in_specs=[_rows_of_parts(parts, rows, parts * width)],
-        out_specs=_rows(rows, parts * width),
+        grid=(batch, ceil_div(length, block_tokens)),
+        in_specs=[_part_spec(parts, block_tokens, parts * width)],
+        out_specs=_row_spec(block_tokens, parts * width),
         out_shape=jax.ShapeDtypeStruct((batch, length, parts * width), x.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
         interpret=interpret,
@@ -260,22 +272,22 @@ def join(x: Float[Array, "_N B L E"], *, parts: int, interpret: bool) -> Float[A
     )(x)
 
 
-def _height(length: int) -> int:
+def _tokens_per_block(length: int) -> int:
     """Tokens of one block."""
-    return min(ROWS, round_up(length, TILE))
+    return min(MAX_BLOCK_TOKENS, round_up(length, TILE))
 
 
-def _vector(width: int) -> pl.BlockSpec:
+def _vector_spec(width: int) -> pl.BlockSpec:
     return pl.BlockSpec((1, width), lambda b, i: (0, 0))
 
 
-def _table(rows: int, table: Array) -> pl.BlockSpec:
+def _table_spec(rows: int, table: Array) -> pl.BlockSpec:
     return pl.BlockSpec((rows, table.shape[1]), lambda b, i: (i, 0))
 
 
-def _rows(rows: int, width: int) -> pl.BlockSpec:
+def _row_spec(rows: int, width: int) -> pl.BlockSpec:
     return pl.BlockSpec((None, rows, width), lambda b, i: (b, i, 0))
 
 
-def _rows_of_parts(parts: int, rows: int, width: int) -> pl.BlockSpec:
+def _part_spec(parts: int, rows: int, width: int) -> pl.BlockSpec:
     return pl.BlockSpec((parts, None, rows, width // parts), lambda b, i: (0, b, i, 0))

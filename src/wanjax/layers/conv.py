@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Float32
 from wanjax.kernels.normed_silu import SUBLANES
 from wanjax.kernels.target import operand_dtype, target
 from wanjax.layers.linear import default_kernel_init
-from wanjax.layers.norms import along_last
+from wanjax.layers.norms import expand_to_rank
 from wanjax.layers.placement import param
 from wanjax.sharding import VIDEO, constrain, replicate
 
@@ -47,8 +47,8 @@ class FrameConv(nnx.Module):
         self.dtype = dtype
 
     def __call__(self, x: Float[Array, "B T H W C"]) -> Float[Array, "B T _H _W _C"]:
-        y = _convolve_frames(as_operand(x, self.dtype), self.kernel[...], self.stride, self.padding)
-        return _biased(y, self.bias[...], self.dtype)
+        y = _convolve_frames(to_operand_dtype(x, self.dtype), self.kernel[...], self.stride, self.padding)
+        return _add_bias(y, self.bias[...], self.dtype)
 
 
 class CausalConv(nnx.Module):
@@ -65,26 +65,30 @@ class CausalConv(nnx.Module):
         param_dtype: DTypeLike,
         rngs: nnx.Rngs,
     ):
-        taps, size = kernel_size
-        self.kernel, self.bias = _weights((taps, size, size, channels_in, channels_out), param_dtype, rngs)
+        taps, kernel_size_hw = kernel_size
+        self.kernel, self.bias = _weights(
+            (taps, kernel_size_hw, kernel_size_hw, channels_in, channels_out), param_dtype, rngs
+        )
         self.time_stride = time_stride
         self.dtype = dtype
 
-    def blank(self, x: Float[Array, "B T H W C"]) -> Float[Array, "B _T H W C"]:
+    def initial_frames(self, x: Float[Array, "B T H W C"]) -> Float[Array, "B _T H W C"]:
         """The kept frames before the first chunk: zeros, the causal padding."""
         batch, _, height, width, channels = x.shape
-        return as_operand(jnp.zeros((batch, self.kernel.shape[0] - 1, height, width, channels)), self.dtype)
+        return to_operand_dtype(jnp.zeros((batch, self.kernel.shape[0] - 1, height, width, channels)), self.dtype)
 
     def __call__(
-        self, x: Float[Array, "B T H W C"], past: Float[Array, "B _T H W C"] | None
+        self, x: Float[Array, "B T H W C"], previous_frames: Float[Array, "B _T H W C"] | None
     ) -> tuple[Float[Array, "B _T H W _C"], Float[Array, "B _T H W C"]]:
         """The output of a chunk, and the frames to keep for the next."""
-        x = as_operand(x, self.dtype)
-        x = constrain(jnp.concatenate([self.blank(x) if past is None else past, x], axis=1), VIDEO)
-        y = _biased(self._form(x)(x, self.kernel[...], self.time_stride), self.bias[...], self.dtype)
+        x = to_operand_dtype(x, self.dtype)
+        x = constrain(
+            jnp.concatenate([self.initial_frames(x) if previous_frames is None else previous_frames, x], axis=1), VIDEO
+        )
+        y = _add_bias(self._conv_function(x)(x, self.kernel[...], self.time_stride), self.bias[...], self.dtype)
         return constrain(y, VIDEO), x[:, x.shape[1] - (self.kernel.shape[0] - self.time_stride) :]
 
-    def _form(self, x: Float[Array, "B T H W C"]) -> Callable[..., Float32[Array, "B _T H W _C"]]:
+    def _conv_function(self, x: Float[Array, "B T H W C"]) -> Callable[..., Float32[Array, "B _T H W _C"]]:
         """The form of the sum that suits the platform, and on TPUs the number of frames that come out."""
         if target(x).platform != "tpu":
             return sum_of_taps
@@ -95,9 +99,9 @@ class CausalConv(nnx.Module):
 class RepeatingConv(CausalConv):
     """A 3-D convolution that sees no later frame, and before the first frame sees its copies."""
 
-    def blank(self, x: Float[Array, "B T H W C"]) -> Float[Array, "B _T H W C"]:
+    def initial_frames(self, x: Float[Array, "B T H W C"]) -> Float[Array, "B _T H W C"]:
         """The kept frames before the first chunk: copies of its first frame."""
-        return as_operand(x[:, :1], self.dtype).repeat(self.kernel.shape[0] - 1, axis=1)
+        return to_operand_dtype(x[:, :1], self.dtype).repeat(self.kernel.shape[0] - 1, axis=1)
 
 
 def run_layers(layers: Sequence[Any], x: Chunk, cache: Cache, *arguments: Any) -> tuple[Chunk, Cache]:
@@ -108,7 +112,7 @@ def run_layers(layers: Sequence[Any], x: Chunk, cache: Cache, *arguments: Any) -
     return x, tuple(caches)
 
 
-def as_operand(x: Chunk, dtype: DTypeLike) -> Chunk:
+def to_operand_dtype(x: Chunk, dtype: DTypeLike) -> Chunk:
     """Casts x to the dtype of a convolution's operands, before frames are kept, padded and sent."""
     return x.astype(operand_dtype(x, dtype))
 
@@ -117,12 +121,12 @@ def convolve_clip(
     x: Float[Array, "B T H W C"], kernel: Float[Array, "_T _H _W C _C"], time_stride: int
 ) -> Float32[Array, "B _T H W _C"]:
     """A 3-D convolution, padded in height and width only; float32."""
-    around = kernel.shape[1] // 2
+    padding = kernel.shape[1] // 2
     return jax.lax.conv_general_dilated(
         x,
         _operand(kernel, x),
         window_strides=(time_stride, 1, 1),
-        padding=[(0, 0), (around, around), (around, around)],
+        padding=[(0, 0), (padding, padding), (padding, padding)],
         dimension_numbers=("NDHWC", "DHWIO", "NDHWC"),
         preferred_element_type=jnp.float32,
     )
@@ -135,11 +139,11 @@ def sum_of_taps(
 
     The sum of products is the same. On CPUs, XLA runs it two to six times as fast (docs/performance.md).
     """
-    taps, size = kernel.shape[:2]
+    taps, kernel_size = kernel.shape[:2]
     y = jnp.zeros((), jnp.float32)
     for tap in range(taps):
         frames = x[:, tap : x.shape[1] - taps + tap + 1 : time_stride]
-        y = y + _convolve_frames(frames, kernel[tap], 1, (size // 2, size // 2))
+        y = y + _convolve_frames(frames, kernel[tap], 1, (kernel_size // 2, kernel_size // 2))
     return y
 
 
@@ -151,11 +155,11 @@ def stacked_taps(
     The sum of products is the same. On TPUs, where a multiple of eight frames fills tiles, XLA then keeps one layout
     from layer to layer; of a 3-D convolution it folds a part of the width into the batch, with copies around it.
     """
-    taps, size = kernel.shape[:2]
+    taps, kernel_size = kernel.shape[:2]
     end = x.shape[1] - taps + 1
     x = jnp.concatenate([x[:, tap : end + tap : time_stride] for tap in range(taps)], axis=-1)
-    kernel = jnp.moveaxis(kernel, 0, 2).reshape(size, size, -1, kernel.shape[-1])
-    return _convolve_frames(x, kernel, 1, (size // 2, size // 2))
+    kernel = jnp.moveaxis(kernel, 0, 2).reshape(kernel_size, kernel_size, -1, kernel.shape[-1])
+    return _convolve_frames(x, kernel, 1, (kernel_size // 2, kernel_size // 2))
 
 
 def _convolve_frames(
@@ -183,8 +187,8 @@ def _operand(kernel: Float[Array, "... C _C"], x: Float[Array, "... C"]) -> Floa
     return replicate(kernel.astype(x.dtype))
 
 
-def _biased(y: Float32[Array, "B T H W C"], bias: Float[Array, " C"], dtype: DTypeLike) -> Float[Array, "B T H W C"]:
-    return (y + along_last(bias.astype(jnp.float32), y.ndim)).astype(dtype)
+def _add_bias(y: Float32[Array, "B T H W C"], bias: Float[Array, " C"], dtype: DTypeLike) -> Float[Array, "B T H W C"]:
+    return (y + expand_to_rank(bias.astype(jnp.float32), y.ndim)).astype(dtype)
 
 
 def _weights(shape: tuple[int, ...], dtype: DTypeLike, rngs: nnx.Rngs) -> tuple[nnx.Param, nnx.Param]:

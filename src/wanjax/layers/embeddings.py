@@ -13,12 +13,12 @@ from wanjax.layers.placement import with_axes
 Timesteps = Float[Array, " B"] | Float[Array, ""] | float | int  # of each video, or of all of them
 
 
-def timesteps_of(t: Timesteps, videos: int) -> Float[Array, " B"]:
+def broadcast_timesteps(t: Timesteps, videos: int) -> Float[Array, " B"]:
     """Timesteps [B], one for each video of the batch."""
     return t if isinstance(t, jax.Array) and t.ndim else jnp.full((videos,), t, jnp.float32)
 
 
-def sinusoid(t: Float[Array, " B"], channels: int, max_period: float = 10000.0) -> Float32[Array, "B C"]:
+def sinusoidal_embedding(t: Float[Array, " B"], channels: int, max_period: float = 10000.0) -> Float32[Array, "B C"]:
     """Cosines, then sines, of `t` at `channels / 2` frequencies from 1 down to above `1 / max_period`, in float32."""
     half = channels // 2
     frequencies = jnp.exp(-jnp.log(max_period) * jnp.arange(half, dtype=jnp.float32) / half)
@@ -36,7 +36,7 @@ class TimeEmbed(MLP):
         self.channels = channels
 
     def __call__(self, t: Float[Array, " B"]) -> Float32[Array, "B _E"]:
-        return super().__call__(sinusoid(t, self.channels))
+        return super().__call__(sinusoidal_embedding(t, self.channels))
 
 
 def token_embed(tokens: int, width: int, *, param_dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Embed:

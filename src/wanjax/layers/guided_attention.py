@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 Tokens = Float[Array, "B L E"]
-TINY = 1e-12
+EPSILON = 1e-12
 
 
 @jax.named_scope("guided_attention")
@@ -24,8 +24,8 @@ def apply_nag(y: Tokens, negative: Tokens, parameters: Float32[Array, "3"]) -> T
             result may have; and `alpha`, the weight of the result beside y.
     """
     scale, tau, alpha = parameters
-    positive, opposite = y.astype(jnp.float32), negative.astype(jnp.float32)
-    guided = scale * positive - (scale - 1) * opposite
-    length, guided_length = (jnp.sum(jnp.abs(z), axis=-1, keepdims=True) for z in (positive, guided))
-    guided = guided * jnp.minimum(1.0, tau * length / jnp.maximum(guided_length, TINY))
-    return (alpha * guided + (1 - alpha) * positive).astype(y.dtype)
+    positive32, negative32 = y.astype(jnp.float32), negative.astype(jnp.float32)
+    guided = scale * positive32 - (scale - 1) * negative32
+    norm, guided_norm = (jnp.sum(jnp.abs(z), axis=-1, keepdims=True) for z in (positive32, guided))
+    guided = guided * jnp.minimum(1.0, tau * norm / jnp.maximum(guided_norm, EPSILON))
+    return (alpha * guided + (1 - alpha) * positive32).astype(y.dtype)

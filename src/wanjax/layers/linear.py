@@ -17,7 +17,7 @@ from wanjax.sharding import constrain, current, gather_weight
 
 Projection = TypeVar("Projection", bound=nnx.Module)
 default_kernel_init = nnx.initializers.lecun_normal()
-BLOCK = 1300  # tokens
+TOKEN_BLOCK = 1300  # tokens
 
 
 class Linear(nnx.Linear):
@@ -53,14 +53,14 @@ def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     a narrow one it is then made in blocks of tokens, which is faster for the library that XLA leaves it to.
     """
     if not multiplies_bfloat16(x):
-        return _rows(x, kernel)
+        return _dot(x, kernel)
     narrows = kernel.shape[0] > kernel.shape[1] and current().single_device
-    blocks = ceil(x.shape[-2] / BLOCK) if narrows and x.ndim > 1 else 1
-    parts = [_rows(part, kernel, jnp.float32).astype(x.dtype) for part in jnp.array_split(x, blocks, axis=-2)]
+    blocks = ceil(x.shape[-2] / TOKEN_BLOCK) if narrows and x.ndim > 1 else 1
+    parts = [_dot(part, kernel, jnp.float32).astype(x.dtype) for part in jnp.array_split(x, blocks, axis=-2)]
     return parts[0] if blocks == 1 else jnp.concatenate(parts, axis=-2)
 
 
-def _rows(x: jax.Array, kernel: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
+def _dot(x: jax.Array, kernel: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
     return jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=dtype)
 
 
@@ -72,8 +72,8 @@ def _backward(residuals: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax
     x, kernel = residuals
     rows = tuple(range(x.ndim - 1))
     transposed = jax.lax.optimization_barrier(jnp.moveaxis(x, -1, 0))
-    of_x = jax.lax.dot_general(g, kernel, (((g.ndim - 1,), (1,)), ((), ())))
-    return of_x, jax.lax.dot_general(transposed, g, ((tuple(row + 1 for row in rows), rows), ((), ())))
+    dx = jax.lax.dot_general(g, kernel, (((g.ndim - 1,), (1,)), ((), ())))
+    return dx, jax.lax.dot_general(transposed, g, ((tuple(row + 1 for row in rows), rows), ((), ())))
 
 
 _product.defvjp(_forward, _backward)
@@ -83,7 +83,7 @@ def _are_tokens(x: jax.Array) -> bool:
     return x.ndim == 3 and x.shape[1] > 1
 
 
-def gather_together(*projections: Projection) -> Sequence[Projection]:
+def gather_kernels(*projections: Projection) -> Sequence[Projection]:
     """Gather the kernels of projections before the first of them is used.
 
     During an all-gather a TPU does nothing else, unless its SparseCores gather. A later all-gather would wait for the

@@ -30,9 +30,9 @@ class MLP(nnx.Module):
         rngs: nnx.Rngs,
     ):
         """`features` and their logical `axes` are those of the input, of the layer between, and of the output."""
-        width_in, inside, width_out = features
-        self.up = linear(width_in, inside, axes[:2], dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        self.down = linear(inside, width_out, axes[1:], dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        width_in, hidden, width_out = features
+        self.up = linear(width_in, hidden, axes[:2], dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.down = linear(hidden, width_out, axes[1:], dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.activation = activation
 
     @jax.named_scope("mlp")
@@ -46,17 +46,17 @@ class GatedMLP(nnx.Module):
     def __init__(
         self,
         width: int,
-        inside: int,
+        hidden: int,
         activation: Callable[[jax.Array], jax.Array],
         *,
         inits: tuple[nnx.Initializer, nnx.Initializer] = (default_kernel_init, default_kernel_init),
         **kw,
     ):
         """`inits` are those of the kernels of the first two layers and of the last."""
-        first, last = inits
-        self.gate = linear(width, inside, ("embed", "mlp"), bias=False, kernel_init=first, **kw)
-        self.up = linear(width, inside, ("embed", "mlp"), bias=False, kernel_init=first, **kw)
-        self.down = linear(inside, width, ("mlp", "embed"), bias=False, kernel_init=last, **kw)
+        up_init, down_init = inits
+        self.gate = linear(width, hidden, ("embed", "mlp"), bias=False, kernel_init=up_init, **kw)
+        self.up = linear(width, hidden, ("embed", "mlp"), bias=False, kernel_init=up_init, **kw)
+        self.down = linear(hidden, width, ("mlp", "embed"), bias=False, kernel_init=down_init, **kw)
         self.activation = activation
 
     def __call__(self, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:

@@ -53,5 +53,5 @@ def _by_token(
     """Apply a function to the values of each token's modulation."""
     if second is None:
         return apply(*values)
-    first, other = (apply(*(value[:, t : t + 1] for value in values)) for t in (0, 1))
-    return jnp.where(second[None, :, None], other, first)
+    first_result, second_result = (apply(*(value[:, t : t + 1] for value in values)) for t in (0, 1))
+    return jnp.where(second[None, :, None], second_result, first_result)

@@ -7,12 +7,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
-from wanjax.kernels.normed_silu import normed, normed_silu
+from wanjax.kernels.normed_silu import channel_norm, normed_silu
 from wanjax.kernels.target import operand_dtype
 from wanjax.layers.placement import param, with_axes
 
 
-def along_last(vector: Float[Array, " C"], ndim: int) -> Float[Array, "... C"]:
+def expand_to_rank(vector: Float[Array, " C"], ndim: int) -> Float[Array, "... C"]:
     """Reshape a vector to `ndim` axes, all but the last of size 1: strict rank promotion broadcasts no vector."""
     return vector.reshape((1,) * (ndim - 1) + vector.shape)
 
@@ -26,7 +26,7 @@ class ChannelNorm(nnx.Module):
         self.dtype = dtype
 
     def __call__(self, x: Float[Array, "*B C"]) -> Float[Array, "*B C"]:
-        return normed(x, self.gamma[...], self.dtype)
+        return channel_norm(x, self.gamma[...], self.dtype)
 
     def silu(self, x: Float[Array, "B T H W C"]) -> Float[Array, "B T H W C"]:
         """SiLU of the norm, as the operand of a convolution."""
@@ -54,8 +54,8 @@ class GroupNorm(nnx.Module):
         x32 = x.astype(jnp.float32)
         mean, square = self._mean(x32), self._mean(x32 * x32)
         variance = jnp.maximum(square - mean * mean, 0.0)  # of equal values, rounding could make it negative
-        factor = jax.lax.rsqrt(variance + self.eps) * along_last(self.scale[...], x.ndim)
-        return (x32 - mean) * factor + along_last(self.bias[...], x.ndim)
+        factor = jax.lax.rsqrt(variance + self.eps) * expand_to_rank(self.scale[...], x.ndim)
+        return (x32 - mean) * factor + expand_to_rank(self.bias[...], x.ndim)
 
     def _mean(self, x: Float32[Array, "B T H W C"]) -> Float32[Array, "B 1 1 1 C"]:
         """The mean of each group, for each of its channels."""

@@ -44,15 +44,15 @@ def unpatchify(x: Float[Array, "B L E"], grid: Size, patch: Size) -> Float[Array
     return x.reshape(batch, t * pt, h * ph, w * pw, -1)
 
 
-def to_cells(x: Float[Array, "B T H W C"], patch: int) -> Float[Array, "B T _H _W _C"]:
+def space_to_depth(x: Float[Array, "B T H W C"], patch: int) -> Float[Array, "B T _H _W _C"]:
     """Pixels to cells of `patch` × `patch` pixels: channels in the order colour, column, row, the row fastest."""
     batch, frames, height, width, colours = x.shape
     x = x.reshape(batch, frames, height // patch, patch, width // patch, patch, colours)
     return jnp.transpose(x, (0, 1, 2, 4, 6, 5, 3)).reshape(*x.shape[:3], x.shape[4], -1)
 
 
-def to_pixels(x: Float[Array, "B T H W C"], patch: int) -> Float[Array, "B T _H _W _C"]:
-    """The inverse of `to_cells`."""
+def depth_to_space(x: Float[Array, "B T H W C"], patch: int) -> Float[Array, "B T _H _W _C"]:
+    """The inverse of `space_to_depth`."""
     batch, frames, height, width, channels = x.shape
     x = jnp.transpose(x.reshape(batch, frames, height, width, -1, patch, patch), (0, 1, 2, 6, 3, 5, 4))
     return x.reshape(batch, frames, height * patch, width * patch, channels // patch**2)

@@ -25,7 +25,7 @@ Axes = tuple[str | None, ...]
 
 def with_axes(initializer: nnx.Initializer, axes: Axes) -> nnx.Initializer:
     """The initializer of a weight whose axes have these logical names; it makes zeros where there is no key."""
-    return nnx.with_metadata(partial(_initial, initializer), axes=axes)
+    return nnx.with_metadata(partial(_initialize_or_zeros, initializer), axes=axes)
 
 
 def param(
@@ -35,7 +35,7 @@ def param(
     return nnx.Param(with_axes(initializer, axes)(rngs.params(), shape, dtype))
 
 
-def _initial(initializer: nnx.Initializer, key: jax.Array | None, *shape_and_dtype: Any) -> jax.Array:
+def _initialize_or_zeros(initializer: nnx.Initializer, key: jax.Array | None, *shape_and_dtype: Any) -> jax.Array:
     return jnp.zeros(*shape_and_dtype) if key is None else initializer(key, *shape_and_dtype)
 
 
@@ -63,12 +63,14 @@ def with_shardings(abstract: Module, partitioner: Partitioner) -> Module:
     """
     graphdef, state = nnx.split(abstract)
 
-    def place(weight: nnx.Variable) -> nnx.Variable:
+    def with_sharding(weight: nnx.Variable) -> nnx.Variable:
         x = weight.get_value()
         axes = axes_of(weight) or (None,) * len(x.shape)
         return weight.replace(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=partitioner.weight(axes, x.shape)))
 
-    return nnx.merge(graphdef, nnx.from_flat_state([(path, place(leaf)) for path, leaf in nnx.to_flat_state(state)]))
+    return nnx.merge(
+        graphdef, nnx.from_flat_state([(path, with_sharding(leaf)) for path, leaf in nnx.to_flat_state(state)])
+    )
 
 
 def on_weights_mesh(call: Call) -> Call:
@@ -95,10 +97,10 @@ def bytes_by_device(network: nnx.Module) -> dict[Any, int]:
 
     The network may be given as shapes; those without a sharding count for JAX's default device.
     """
-    taken: dict[Any, int] = {}
+    bytes_of: dict[Any, int] = {}
     for x in jax.tree.leaves(nnx.state(network)):
         sharding = x.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        shard = math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        shard_bytes = math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for device in sharding.addressable_devices:
-            taken[device] = taken.get(device, 0) + shard
-    return taken
+            bytes_of[device] = bytes_of.get(device, 0) + shard_bytes
+    return bytes_of

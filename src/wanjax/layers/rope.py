@@ -43,8 +43,8 @@ def angles(positions: Sequence[float] | np.ndarray, channels: int, theta: float 
 
     Angles are computed in float64: in float32 those of far positions have a larger error than bfloat16 activations.
     """
-    pairs = theta ** (-np.arange(0, channels, 2, dtype=np.float64) / channels)
-    angles = np.asarray(positions, np.float64)[:, None] * pairs
+    frequencies = theta ** (-np.arange(0, channels, 2, dtype=np.float64) / channels)
+    angles = np.asarray(positions, np.float64)[:, None] * frequencies
     return Angles(np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32))
 
 
@@ -61,27 +61,29 @@ def rope_3d(
     `axes` are the channels of a head that rotate with each of T, H, W. `positions` are those along each; None counts
     from 0. Still tokens do not rotate.
     """
-    along = positions or [np.arange(size) for size in grid]
-    return rope_of([angles(x, channels, theta) for x, channels in zip(along, axes, strict=True)], unrotated=unrotated)
+    axis_positions = positions or [np.arange(size) for size in grid]
+    return rope_from_angles(
+        [angles(x, channels, theta) for x, channels in zip(axis_positions, axes, strict=True)], unrotated=unrotated
+    )
 
 
-def rope_of(along: Sequence[Angles], *, unrotated: int = 0) -> Rope:
+def rope_from_angles(axis_angles: Sequence[Angles], *, unrotated: int = 0) -> Rope:
     """Tables for tokens in the order T, H, W from the angles along each, and for `unrotated` tokens after them.
 
     A program holds only the angles as constants, or is given them.
     """
-    grid = tuple(len(angles.cos) for angles in along)
+    grid = tuple(len(angles.cos) for angles in axis_angles)
 
-    def table(parts: Iterable[Any], unmoved: float) -> Float32[Array, "L P"]:
-        spread_out = zip(parts, ((1, 2), (0, 2), (0, 1)), strict=True)
-        placed = (jnp.expand_dims(jnp.asarray(x), others) for x, others in spread_out)
-        whole = [jnp.broadcast_to(x, (*grid, x.shape[-1])) for x in placed]
-        rows = jnp.concatenate(whole, axis=-1).reshape(prod(grid), -1)
+    def table(parts: Iterable[Any], identity: float) -> Float32[Array, "L P"]:
+        axis_and_others = zip(parts, ((1, 2), (0, 2), (0, 1)), strict=True)
+        expanded = (jnp.expand_dims(jnp.asarray(x), others) for x, others in axis_and_others)
+        broadcast = [jnp.broadcast_to(x, (*grid, x.shape[-1])) for x in expanded]
+        rows = jnp.concatenate(broadcast, axis=-1).reshape(prod(grid), -1)
         if unrotated:
-            rows = jnp.concatenate([rows, jnp.full((unrotated, rows.shape[1]), unmoved, jnp.float32)])
+            rows = jnp.concatenate([rows, jnp.full((unrotated, rows.shape[1]), identity, jnp.float32)])
         return shard_tokens(rows, ("length", None))
 
-    cos, sin = (x.cos for x in along), (x.sin for x in along)
+    cos, sin = (x.cos for x in axis_angles), (x.sin for x in axis_angles)
     return Rope(table(cos, 1.0), table(sin, 0.0), prod(grid) + unrotated)
 
 
@@ -106,6 +108,8 @@ def head_norm_and_rope(x: Float[Array, "B L E"], norm: nnx.LayerNorm, rope: Rope
 
 
 @jax.named_scope("rope")
-def rotated(x: Float[Array, "B L N D"], rope: Rope | Angles) -> Float[Array, "B L N D"]:
+def apply_rotary(x: Float[Array, "B L N D"], rope: Rope | Angles) -> Float[Array, "B L N D"]:
     """Rotate heads as `norm_and_rope` does; float32 inside."""
-    return rotary_heads.rotated(x.astype(jnp.float32), jnp.asarray(rope.cos), jnp.asarray(rope.sin)).astype(x.dtype)
+    return rotary_heads.apply_rotary(x.astype(jnp.float32), jnp.asarray(rope.cos), jnp.asarray(rope.sin)).astype(
+        x.dtype
+    )

@@ -45,7 +45,7 @@ def block_at(blocks: Blocks, index: int | slice) -> Blocks:
     return nnx.merge(graphdef, jax.tree.map(lambda w: w[index], weights))
 
 
-def grouped(blocks: Blocks, groups: int) -> Blocks:
+def group_blocks(blocks: Blocks, groups: int) -> Blocks:
     """Stacked blocks as a stack of `groups` stacks of equal size, in the same order."""
     graphdef, weights = nnx.split(blocks)
     return nnx.merge(graphdef, jax.tree.map(lambda w: w.reshape(groups, -1, *w.shape[1:]), weights))
@@ -65,21 +65,23 @@ def scan_blocks(
     """
     graphdef, weights = nnx.split(blocks)
     stacked = weights, per_block
-    whole = range(len(jax.tree.leaves(weights)[0]))
-    part = whole if part is None else part
+    all_blocks = range(len(jax.tree.leaves(weights)[0]))
+    part = all_blocks if part is None else part
 
     def run(x: Carry, layer: tuple[Any, tuple]) -> tuple[Carry, None]:
         block_weights, entries = layer
-        return as_tokens(apply(nnx.merge(graphdef, block_weights), x, *entries)), None
+        return constrain_tokens(apply(nnx.merge(graphdef, block_weights), x, *entries)), None
 
     def run_at(x: Carry, index: jax.Array) -> tuple[Carry, None]:
         return run(x, jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, index, keepdims=False), stacked))
 
-    if part == whole:
-        return jax.lax.scan(checkpointed(run), as_tokens(x), stacked)[0]
+    if part == all_blocks:
+        return jax.lax.scan(checkpointed(run), constrain_tokens(x), stacked)[0]
     if len(part) == 1:
-        return as_tokens(apply(block_at(blocks, part.start), as_tokens(x), *block_at(per_block, part.start)))
-    return jax.lax.scan(checkpointed(run_at), as_tokens(x), jnp.arange(part.start, part.stop))[0]
+        return constrain_tokens(
+            apply(block_at(blocks, part.start), constrain_tokens(x), *block_at(per_block, part.start))
+        )
+    return jax.lax.scan(checkpointed(run_at), constrain_tokens(x), jnp.arange(part.start, part.stop))[0]
 
 
 def scan_with_results(
@@ -94,12 +96,12 @@ def scan_with_results(
     def step(x: Carry, layer: tuple[Any, tuple]) -> tuple[Carry, Result]:
         block_weights, entries = layer
         x, result = apply(nnx.merge(graphdef, block_weights), x, *entries)
-        return as_tokens(x), result
+        return constrain_tokens(x), result
 
-    return jax.lax.scan(step, as_tokens(x), (weights, per_block))
+    return jax.lax.scan(step, constrain_tokens(x), (weights, per_block))
 
 
-def as_tokens(x: Carry) -> Carry:
+def constrain_tokens(x: Carry) -> Carry:
     """Shard tokens [B L E], or a tree of them, as they are between blocks."""
     return jax.tree.map(lambda tokens: constrain(tokens, TOKENS), x)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiling: large frames pass a network in overlapping tiles, which are cross-faded where they meet."""
+"""Tiling: large frames pass through a network in overlapping tiles, whose overlaps are cross-faded."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,7 +14,7 @@ Pixels = int | tuple[int, int]  # one number for height and width, or one for ea
 
 
 class Tiling(NamedTuple):
-    """Overlapping tiles in which an autoencoder passes large frames. None is the model's own number.
+    """Overlapping tiles in which an autoencoder processes large frames. None is the model's own number.
 
     Attributes:
         size: Pixels of a tile: one number for height and width, or (height, width).
@@ -34,32 +34,33 @@ class Tiling(NamedTuple):
         Raises:
             WanjaxError: A number is not a multiple of `unit`, or a stride is larger than its size.
         """
-        whole = Tiling(*(usual if value is None else value for value, usual in zip(self, default, strict=True)))
-        for name, numbers in zip(self._fields, pairs := whole.pairs(), strict=True):
+        full = Tiling(*(other if value is None else value for value, other in zip(self, default, strict=True)))
+        for name, numbers in zip(self._fields, pairs := full.pairs(), strict=True):
             if len(numbers) != 2 or not all(type(n) is int and n > 0 and n % unit == 0 for n in numbers):
-                right = f"a multiple of {unit} pixels, or one for each of height and width"
-                raise WanjaxError(f"the {name} of tiles is {repr_short(getattr(whole, name))}: give {right}")
-        if any(step > side for side, step in zip(*pairs, strict=True)):
-            gaps = f"tiles of {whole.size} pixels, one every {whole.stride}, leave gaps"
+                wanted = f"a multiple of {unit} pixels, or one for each of height and width"
+                raise WanjaxError(f"the {name} of tiles is {repr_short(getattr(full, name))}: give {wanted}")
+        if any(stride > side for side, stride in zip(*pairs, strict=True)):
+            gaps = f"tiles of {full.size} pixels, one every {full.stride}, leave gaps"
             raise WanjaxError(f"{gaps}: give a stride of at most the size")
-        return whole
+        return full
 
     def pairs(self) -> tuple[tuple[int, ...], ...]:
-        """Return the size and the stride of a whole tiling, each as (height, width)."""
+        """Return the size and the stride, each as (height, width); neither may be None."""
         return tuple(side if isinstance(side, tuple) else (side, side) for side in self if side is not None)
 
-    def cells(self, pixels: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return the size and the stride, each as (height, width), in cells of so many pixels.
+    def cells(self, cell_pixels: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return the size and the stride in cells of a latent, each as (height, width).
 
         Args:
-            pixels: Pixels of a cell's side.
+            cell_pixels: Pixels of a cell's side.
         """
-        (rows, columns), (down, right) = self.pairs()
-        return (rows // pixels, columns // pixels), (down // pixels, right // pixels)
+        (height, width), (stride_height, stride_width) = self.pairs()
+        size = height // cell_pixels, width // cell_pixels
+        return size, (stride_height // cell_pixels, stride_width // cell_pixels)
 
 
 class Tile(NamedTuple):
-    """A tile's place and size, in cells; those at the right and lower edge may be smaller than the others."""
+    """The position and size of a tile in cells; tiles at the right and lower edge may be smaller than the others."""
 
     top: int
     left: int
@@ -67,48 +68,50 @@ class Tile(NamedTuple):
     width: int
 
 
-def tiles_of(height: int, width: int, tiling: Tiling | None, pixels: int) -> list[list[Tile]]:
-    """Return the rows of tiles of frames of so many cells, each of `pixels` pixels along a side.
+def split_into_tiles(height: int, width: int, tiling: Tiling | None, cell_pixels: int) -> list[list[Tile]]:
+    """Return the tiles, by rows, of frames of height × width cells, each with `cell_pixels` pixels along a side.
 
-    Frames that fit in one tile are one, as are all frames if `tiling` is None; another tiling is `completed`.
+    Frames that fit in one tile are one tile, as are all frames if `tiling` is None. `tiling` must be `completed`.
     """
-    whole = [[Tile(0, 0, height, width)]]
+    single_tile = [[Tile(0, 0, height, width)]]
     if tiling is None:
-        return whole
-    (tall, wide), (down, right) = tiling.cells(pixels)
-    if height <= tall and width <= wide:
-        return whole
+        return single_tile
+    (tile_height, tile_width), (stride_height, stride_width) = tiling.cells(cell_pixels)
+    if height <= tile_height and width <= tile_width:
+        return single_tile
     return [
-        [Tile(top, left, min(tall, height - top), min(wide, width - left)) for left in range(0, width, right)]
-        for top in range(0, height, down)
+        [
+            Tile(top, left, min(tile_height, height - top), min(tile_width, width - left))
+            for left in range(0, width, stride_width)
+        ]
+        for top in range(0, height, stride_height)
     ]
 
 
-def joined(rows: Sequence[Sequence[Frames]], tiling: Tiling | None, pixels: int) -> Frames:
-    """Return whole frames from the rows of their tiles, whose cells have `pixels` pixels along a side.
+def blend_tiles(rows: Sequence[Sequence[Frames]], tiling: Tiling | None, cell_pixels: int) -> Frames:
+    """Join decoded or encoded tiles, given by rows, into whole frames whose cells have `cell_pixels` pixels.
 
-    As in the references, a tile is faded into its upper neighbour and then into its left one, both after their own
-    fading, and is cropped to its stride.
+    As in the reference implementations, a tile is blended with its upper and then its left neighbour, both already
+    blended themselves, and is cropped to its stride.
     """
     if len(rows) == len(rows[0]) == 1 or tiling is None:
         return rows[0][0]
-    (tall, wide), (down, right) = tiling.cells(pixels)
-    faded: list[list[Frames]] = []
+    (tile_height, tile_width), (stride_height, stride_width) = tiling.cells(cell_pixels)
+    blended_rows: list[list[Frames]] = []
     for tiles in rows:
         row: list[Frames] = []
         for tile in tiles:
-            if faded:
-                tile = _fade(faded[-1][len(row)], tile, tall - down, axis=2)
+            if blended_rows:
+                tile = _cross_fade(blended_rows[-1][len(row)], tile, tile_height - stride_height, axis=2)
             if row:
-                tile = _fade(row[-1], tile, wide - right, axis=3)
+                tile = _cross_fade(row[-1], tile, tile_width - stride_width, axis=3)
             row.append(tile)
-        faded.append(row)
-    return jnp.concatenate(
-        [jnp.concatenate([tile[:, :, :down, :right] for tile in row], axis=3) for row in faded], axis=2
-    )
+        blended_rows.append(row)
+    cropped = ([tile[:, :, :stride_height, :stride_width] for tile in row] for row in blended_rows)
+    return jnp.concatenate([jnp.concatenate(row, axis=3) for row in cropped], axis=2)
 
 
-def _fade(before: Frames, after: Frames, overlap: int, axis: int) -> Frames:
+def _cross_fade(before: Frames, after: Frames, overlap: int, axis: int) -> Frames:
     """Return `after`, whose first cells along `axis` are blended with the last cells of `before`."""
     overlap = min(before.shape[axis], after.shape[axis], overlap)
     shape = [1] * after.ndim

@@ -23,7 +23,7 @@ from wanjax.layers.heads import join_heads
 from wanjax.layers.linear import linear
 from wanjax.layers.mlp import GatedMLP
 from wanjax.layers.norms import rms_norm
-from wanjax.layers.rope import Angles, angles, rotated
+from wanjax.layers.rope import Angles, angles, apply_rotary
 from wanjax.layers.stack import scan_blocks, stack
 
 CAUSAL = (None, 0)  # the window of a query: all keys before it, and none after it
@@ -70,7 +70,7 @@ class SelfAttention(nnx.Module):
 
     def __call__(self, x: Float[Array, "B S E"], angles: Angles) -> Float[Array, "B S E"]:
         q, k, v = (project(x).reshape(*x.shape[:2], -1, self.head_dim) for project in (self.q, self.k, self.v))
-        y = attention(rotated(q, angles), rotated(k, angles), v, window=CAUSAL)
+        y = attention(apply_rotary(q, angles), apply_rotary(k, angles), v, window=CAUSAL)
         return self.out(join_heads(y))
 
 

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from wanjax.layers.linear import default_kernel_init
-from wanjax.layers.patch import to_cells
+from wanjax.layers.patch import space_to_depth
 from wanjax.layers.placement import with_axes
 
 BLOCKS = 3  # of a level
@@ -113,7 +113,7 @@ class TinyDecoder(nnx.Module):
         Of the frames of the first latent frame, the last is the video's first.
         """
         x, memory = self._cells(latents.astype(jnp.float32), len(self.levels), cache)
-        x = to_cells(_pixels(x, self.config.patch), self.config.patch)
+        x = space_to_depth(_pixels(x, self.config.patch), self.config.patch)
         return 2 * (x if cache is not None else x[:, self.config.temporal_factor - 1 :]) - 1, memory
 
     def _cells(self, latents: Frames, doublings: int, memory: Any) -> tuple[Frames, Any]:

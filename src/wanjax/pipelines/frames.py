@@ -17,8 +17,8 @@ from jaxtyping import Array, Float, Int, Shaped, UInt8
 from wanjax.execution import Program, Value, program
 from wanjax.kernels.compiler_options import conv_options, fast_conv_options, scan_options
 from wanjax.layers.conv import Chunk
-from wanjax.layers.patch import to_cells, to_pixels
-from wanjax.layers.tiling import Tile, Tiling, joined, tiles_of
+from wanjax.layers.patch import depth_to_space, space_to_depth
+from wanjax.layers.tiling import Tile, Tiling, blend_tiles, split_into_tiles
 from wanjax.sharding import VIDEO, aligned_to, constrain, replicate
 
 GivenLatents = Float[Value | np.ndarray, "B C T H W"]
@@ -104,7 +104,7 @@ def encode_chunk(graphdef: Any, x: Chunk, cache: Any, weights: Any) -> tuple[Chu
 @program(scan_options)
 def join_tiles(static: Joining, rows: Sequence[Sequence[Chunk]]) -> Frames | Chunk:
     """Join the tiles of a chunk; those of pixels to frames of the final dtype."""
-    x = joined(rows, static.tiling, static.pixels)
+    x = blend_tiles(rows, static.tiling, static.pixels)
     return x if static.dtype is None else _finished(x, static.dtype, static.pixels)
 
 
@@ -112,7 +112,7 @@ def join_tiles(static: Joining, rows: Sequence[Sequence[Chunk]]) -> Frames | Chu
 def from_frames(patch: int, frames: Shaped[Array, "T H W 3"]) -> Chunk:
     """Convert frames, bytes or floats in [0, 1], to cells of pixels in [-1, 1]."""
     x = frames.astype(jnp.float32) / 255.0 if frames.dtype == jnp.uint8 else frames.astype(jnp.float32)
-    return to_cells(x[None] * 2.0 - 1.0, patch)
+    return space_to_depth(x[None] * 2.0 - 1.0, patch)
 
 
 @program(scan_options)
@@ -146,7 +146,7 @@ def _constrained(cache: Any) -> Any:
 
 def _finished(x: Chunk, dtype: Any, patch: int) -> Frames:
     """Convert cells in [-1, 1] to bytes or floats in [0, 1], replicated so that every process can read them."""
-    frames = jnp.clip(to_pixels(x, patch) * 0.5 + 0.5, 0.0, 1.0)
+    frames = jnp.clip(depth_to_space(x, patch) * 0.5 + 0.5, 0.0, 1.0)
     frames = jnp.round(frames * 255.0).astype(dtype) if dtype == jnp.uint8 else frames.astype(dtype)
     return replicate(constrain(frames, VIDEO)[0])  # gathered after the rounding, because bytes are less to send
 
@@ -176,7 +176,7 @@ def decoded(
         return frames
 
     for piece in pieces:
-        rows = tiles_of(piece.shape[3], piece.shape[4], tiling, config.spatial_factor)
+        rows = split_into_tiles(piece.shape[3], piece.shape[4], tiling, config.spatial_factor)
         chunks = list(spans(piece.shape[2], (rest if caches else first, rest)))
         parts = tuple(Part(span.start, span.stop, tile) for span in chunks for row in rows for tile in row)
         left = iter(call(cut, parts, piece, np.int32(video)))
@@ -203,7 +203,7 @@ def encoded(vae: Any, frames: GivenFrames, tiling: Tiling | None, call: Call) ->
         return latents
 
     # a tile has as many cells as `tiling` has pixels
-    rows, chunks = tiles_of(height // config.patch, width // config.patch, tiling, 1), []
+    rows, chunks = split_into_tiles(height // config.patch, width // config.patch, tiling, 1), []
     for span in spans(len(frames), config.encode_lengths(len(frames))):
         chunk = np.asarray(frames[span.start : span.stop])
         tiles = [[encode(tile, chunk) for tile in row] for row in rows]

@@ -104,7 +104,7 @@ def embed_texts(static, texts, weights):
 @dataclass(frozen=True)
 class ToyDenoiser(Denoiser):
     def embed_timesteps(self, network, times, plain=False):
-        return network.time_embed(nets.sinusoid(times, 8).astype(network.dtype))
+        return network.time_embed(nets.sinusoidal_embedding(times, 8).astype(network.dtype))
 
     def predict(self, network, x, t, prompt, shared, blocks=EVERY_BLOCK, dense=None):
         return network(x, t, *prompt, blocks)

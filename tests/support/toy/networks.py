@@ -10,10 +10,10 @@ from flax import nnx
 
 from wanjax.kernels.attention import AUTO, AttentionConfig
 from wanjax.kernels.attention import attention as attend
-from wanjax.layers.embeddings import sinusoid
+from wanjax.layers.embeddings import sinusoidal_embedding
 from wanjax.layers.linear import linear
 from wanjax.layers.norms import layer_norm
-from wanjax.layers.patch import patch_grid, patchify, to_cells, to_pixels, unpatchify
+from wanjax.layers.patch import depth_to_space, patch_grid, patchify, space_to_depth, unpatchify
 from wanjax.layers.stack import EVERY_BLOCK, scan_blocks, stack
 from wanjax.layers.tiling import Tiling
 
@@ -108,7 +108,7 @@ class Transformer(nnx.Module):
     def __call__(self, x, t, text, mask, cache=EVERY_BLOCK):
         grid = patch_grid(x, PATCH)
         tokens = self.patch_embed(patchify(x.astype(self.dtype), PATCH))
-        tokens = tokens + self.time_embed(sinusoid(t, 8).astype(self.dtype))[:, None]
+        tokens = tokens + self.time_embed(sinusoidal_embedding(t, 8).astype(self.dtype))[:, None]
         real = jnp.arange(tokens.shape[1]) < np.prod(grid)  # on a mesh, zeros are padded at the end
         keys = jnp.concatenate([mask, jnp.broadcast_to(real, (len(x), len(real)))], axis=1)
         streams = tokens, text
@@ -129,8 +129,8 @@ class VAE(nnx.Module):
         self.decoder = linear(config.latent_channels, cells, ("conv_in", "conv_out"), **kw)
 
     def encode_cells(self, x, cache):
-        return self.encoder(to_cells(x.mean(axis=1, keepdims=True), self.config.spatial_factor)), ()
+        return self.encoder(space_to_depth(x.mean(axis=1, keepdims=True), self.config.spatial_factor)), ()
 
     def decode_cells(self, z, cache):
-        x = to_pixels(self.decoder(z), self.config.spatial_factor)
+        x = depth_to_space(self.decoder(z), self.config.spatial_factor)
         return (x if cache is None else jnp.repeat(x, self.config.temporal_factor, axis=1)), ()

@@ -9,10 +9,10 @@ from flax import nnx
 
 from wanjax.kernels.attention import AUTO, AttentionConfig
 from wanjax.kernels.attention import attention as attend
-from wanjax.layers.embeddings import sinusoid
+from wanjax.layers.embeddings import sinusoidal_embedding
 from wanjax.layers.linear import linear
 from wanjax.layers.norms import layer_norm
-from wanjax.layers.patch import patch_grid, patchify, to_pixels, unpatchify
+from wanjax.layers.patch import depth_to_space, patch_grid, patchify, unpatchify
 from wanjax.layers.stack import EVERY_BLOCK, scan_blocks, scan_with_results, stack
 
 PATCH = (1, 2, 2)
@@ -104,7 +104,7 @@ class JointTransformer(nnx.Module):
         return kept, real
 
     def __call__(self, x, t, text, mask, kept, real, cache=EVERY_BLOCK):
-        time = self.time_embed(sinusoid(t, 8).astype(self.dtype))[:, None]
+        time = self.time_embed(sinusoidal_embedding(t, 8).astype(self.dtype))[:, None]
         video, own = self._tokens(x["video"])
         audio = self.audio_embed(x["audio"].astype(self.dtype))
         streams = {"video": video + time, "audio": audio + time}
@@ -129,7 +129,7 @@ class Upsampler(nnx.Module):
         self.up = linear(config.channels, 4 * config.channels, ("conv_in", "conv_out"), **kw)
 
     def __call__(self, x):
-        return to_pixels(self.up(x), 2)
+        return depth_to_space(self.up(x), 2)
 
 
 class SoundDecoder(nnx.Module):

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Float32
 from wanjax.dims import readable
 from wanjax.kernels.attention import AUTO, AttentionConfig, attention
 from wanjax.kernels.rotary_heads import pack_for_all_to_all
-from wanjax.layers.embeddings import TimeEmbed, Timesteps, timesteps_of
+from wanjax.layers.embeddings import TimeEmbed, Timesteps, broadcast_timesteps
 from wanjax.layers.guided_attention import apply_nag
 from wanjax.layers.heads import join_heads, split_heads
 from wanjax.layers.linear import linear
@@ -185,7 +185,7 @@ class CogVideoXTransformer(nnx.Module):
         blocks. Raises WanjaxError for latents of other channels.
         """
         config, grid, videos = self.config, self.grid(latents), len(latents)
-        context, t = context if isinstance(context, tuple) else self.context(context), timesteps_of(t, videos)
+        context, t = context if isinstance(context, tuple) else self.context(context), broadcast_timesteps(t, videos)
         if context.nag is not None:  # text and video are one sequence, so each video has one with either prompt
             latents, t = jnp.concatenate([latents, latents]), jnp.concatenate([t, t])
         positions = positions or self.positions(grid, context.text.shape[1])

@@ -19,7 +19,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from wanjax.layers.conv import CONV_AXES, Cache, Chunk, FrameConv, RepeatingConv, as_operand, run_layers
+from wanjax.layers.conv import CONV_AXES, Cache, Chunk, FrameConv, RepeatingConv, run_layers, to_operand_dtype
 from wanjax.layers.linear import linear
 from wanjax.layers.norms import GroupNorm
 from wanjax.models.cogvideox.vae_config import VAEConfig
@@ -97,7 +97,7 @@ class Upsample(nnx.Module):
         self.temporal = temporal
 
     def __call__(self, x: Chunk) -> Chunk:
-        x = as_operand(x, self.conv.dtype)
+        x = to_operand_dtype(x, self.conv.dtype)
         x = beside_first(lambda others: others.repeat(2, axis=1), x) if self.temporal else x
         return self.conv(x.repeat(2, axis=2).repeat(2, axis=3))
 

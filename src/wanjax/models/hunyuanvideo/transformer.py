@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from wanjax.dims import readable
 from wanjax.kernels.attention import AUTO, AttentionConfig, Pair, Radial, joint_attention
-from wanjax.layers.embeddings import TimeEmbed, Timesteps, timesteps_of
+from wanjax.layers.embeddings import TimeEmbed, Timesteps, broadcast_timesteps
 from wanjax.layers.guided_attention import apply_nag
 from wanjax.layers.heads import join_heads, split_heads
 from wanjax.layers.linear import Linear, linear
@@ -27,7 +27,7 @@ from wanjax.layers.modulation import Modulation, gated_add, modulate, split_modu
 from wanjax.layers.norms import layer_norm, rms_norm
 from wanjax.layers.patch import patch_grid, patchify, unpatchify
 from wanjax.layers.placement import on_weights_mesh, param
-from wanjax.layers.rope import Rope, rope_3d, rotated
+from wanjax.layers.rope import Rope, apply_rotary, rope_3d
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache, scan_blocks, stack
 from wanjax.models.hunyuanvideo.config import TransformerConfig
 from wanjax.models.hunyuanvideo.refiner import GlyphEmbed, ImageEmbed, Prompt, Refiner, TextTokens
@@ -101,8 +101,8 @@ class JointAttention(nnx.Module):
         self, x: Tokens, text: EachText, rope: Rope, context: Context, mask: Radial | None = None
     ) -> tuple[Tokens, EachText]:
         """Of the text, the context's number of tokens is real; video is guided away from negative prompts in it."""
-        q = rotated(self.q_norm(split_heads(self.q(x), self.heads)), rope)  # [B L N D]
-        k = rotated(self.k_norm(split_heads(self.k(x), self.heads)), rope)
+        q = apply_rotary(self.q_norm(split_heads(self.q(x), self.heads)), rope)  # [B L N D]
+        k = apply_rotary(self.k_norm(split_heads(self.k(x), self.heads)), rope)
         v = split_heads(self.v(x), self.heads)
         text_q = self.text_q_norm(split_heads(self.text_q(text), self.heads))  # [B S N D]
         text_k = self.text_k_norm(split_heads(self.text_k(text), self.heads))
@@ -276,8 +276,8 @@ class HunyuanVideoTransformer(nnx.Module):
         both streams between blocks. Raises WanjaxError for latents of other channels.
         """
         context = context if isinstance(context, tuple) else self.context(context, text_mask)
-        rope, t = rope or self.rope(self.grid(latents)), timesteps_of(t, len(latents))
-        t_next = None if t_next is None else timesteps_of(t_next, len(latents))
+        rope, t = rope or self.rope(self.grid(latents)), broadcast_timesteps(t, len(latents))
+        t_next = None if t_next is None else broadcast_timesteps(t_next, len(latents))
         time, last = self.time(t, t_next), self.config.layers - 1
 
         def run(mask: Radial | None, block: Block, streams: Streams) -> Streams:

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from wanjax.kernels.attention import attention
-from wanjax.layers.conv import CONV_AXES, Cache, Chunk, RepeatingConv, as_operand, run_layers
+from wanjax.layers.conv import CONV_AXES, Cache, Chunk, RepeatingConv, run_layers, to_operand_dtype
 from wanjax.layers.linear import linear
 from wanjax.layers.norms import ChannelNorm
 from wanjax.models.hunyuanvideo.vae_config import VAEConfig
@@ -32,8 +32,8 @@ class EdgeConv(RepeatingConv):
         self, x: Float[Array, "B T H W C"], past: Float[Array, "B _T H W C"] | None
     ) -> tuple[Float[Array, "B T H W _C"], Float[Array, "B _T H W C"]]:
         """The output of a chunk, and the frames to keep for the next."""
-        x = as_operand(x, self.dtype)
-        past = self.blank(x) if past is None else past
+        x = to_operand_dtype(x, self.dtype)
+        past = self.initial_frames(x) if past is None else past
         y, next_past = super().__call__(x, past)
         return y + self.beyond(jnp.concatenate([past, x], axis=1)).astype(y.dtype), next_past
 
@@ -107,7 +107,7 @@ class CausalAttention(nnx.Module):
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
         batch, frames, height, width, channels = x.shape
         y = self.norm(x)
-        q, k, v = (as_operand(project(y), self.dtype) for project in (self.q, self.k, self.v))
+        q, k, v = (to_operand_dtype(project(y), self.dtype) for project in (self.q, self.k, self.v))
         if cache is None:
             seen, keys, values = 0, k, v
             room = ((0, 0), (0, self.longest - frames), (0, 0), (0, 0), (0, 0))

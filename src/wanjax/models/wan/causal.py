@@ -18,12 +18,12 @@ from wanjax.dims import readable
 from wanjax.kernels.attention import attention_to_cache
 from wanjax.kernels.attention.kv_cache import CacheSlot, KVCache, empty_cache
 from wanjax.kernels.rotary_heads import pack_for_all_to_all
-from wanjax.layers.embeddings import Timesteps, timesteps_of
+from wanjax.layers.embeddings import Timesteps, broadcast_timesteps
 from wanjax.layers.heads import join_heads, split_heads
 from wanjax.layers.modulation import modulate
 from wanjax.layers.patch import patchify, unpatchify
 from wanjax.layers.placement import on_weights_mesh
-from wanjax.layers.rope import Angles, Rope, angles, norm_and_rope, rope_of
+from wanjax.layers.rope import Angles, Rope, angles, norm_and_rope, rope_from_angles
 from wanjax.layers.stack import scan_with_results
 from wanjax.models.wan.config import CausalTransformerConfig
 from wanjax.models.wan.transformer import (
@@ -78,7 +78,9 @@ class WanCausalTransformer(WanTransformer):
     def rope(self, grid: tuple[int, int, int], time: Angles) -> Rope:
         """Tables of RoPE for a grid of patches, whose angles in time are given."""
         channels = self.config.rope_channels
-        return rope_of([time, *(angles(range(size), c) for size, c in zip(grid[1:], channels[1:], strict=True))])
+        return rope_from_angles(
+            [time, *(angles(range(size), c) for size, c in zip(grid[1:], channels[1:], strict=True))]
+        )
 
     @on_weights_mesh
     def __call__(
@@ -101,7 +103,7 @@ class WanCausalTransformer(WanTransformer):
         window, slot = window or self.window(latents), slot or slot_of(self.config, 0, prod(grid))
         rope = self.rope(grid, time or angles_at(self.config, 0))
         x = self.patch_embed(patchify(latents.astype(self.dtype), self.config.patch, self.config.channels_in))
-        embedded = self.time_embed(timesteps_of(t, len(latents)))[:, None]  # [B 1 E]
+        embedded = self.time_embed(broadcast_timesteps(t, len(latents)))[:, None]  # [B 1 E]
         mod = self.time_proj(jax.nn.silu(embedded)).reshape(-1, 1, 6, self.config.width)
 
         def run(block: CausalBlock, x: Tokens, context: Context, window: KVCache) -> tuple[Tokens, KVCache]:

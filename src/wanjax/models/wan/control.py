@@ -16,13 +16,13 @@ from jaxtyping import Array, Float, Float32
 
 from wanjax.dims import readable
 from wanjax.kernels.attention import AUTO, AttentionConfig
-from wanjax.layers.embeddings import Timesteps, timesteps_of
+from wanjax.layers.embeddings import Timesteps, broadcast_timesteps
 from wanjax.layers.linear import linear
 from wanjax.layers.modulation import modulate
 from wanjax.layers.patch import patchify, unpatchify
 from wanjax.layers.placement import on_weights_mesh
 from wanjax.layers.rope import Rope
-from wanjax.layers.stack import EVERY_BLOCK, BlockCache, block_at, grouped, map_blocks, scan_blocks, stack
+from wanjax.layers.stack import EVERY_BLOCK, BlockCache, block_at, group_blocks, map_blocks, scan_blocks, stack
 from wanjax.models.wan.config import ControlTransformerConfig
 from wanjax.models.wan.transformer import (
     Block,
@@ -102,7 +102,7 @@ class WanControlTransformer(WanTransformer):
         x = self.patch_embed(patchify(latents.astype(self.dtype), config.patch, config.channels_in))  # [B L E]
         control = self.control_embed(patchify(control.astype(self.dtype), config.patch, config.control_channels))
         control = self.control_in(control) + x
-        time = self.time_embed(timesteps_of(t, len(latents)))[:, None]  # [B 1 E]
+        time = self.time_embed(broadcast_timesteps(t, len(latents)))[:, None]  # [B 1 E]
         mod = self.time_proj(jax.nn.silu(time)).reshape(-1, 1, 6, self.config.width)
 
         def run(block: Block, x: Tokens, context: Context) -> Tokens:
@@ -121,7 +121,7 @@ class WanControlTransformer(WanTransformer):
             x = scan_blocks(block_at(group, slice(1, None)), run, x, block_at(contexts, slice(1, None)))
             return x, control
 
-        groups, contexts = grouped((self.blocks, context.blocks), self.config.control_blocks)
+        groups, contexts = group_blocks((self.blocks, context.blocks), self.config.control_blocks)
         stacks, streams = (self.control_blocks, groups), (x, control)
         for part in cache.parts(self.config.control_blocks):
             streams = cache.before(part, streams)

@@ -21,10 +21,10 @@ from jaxtyping import Array, Float, Float32
 from wanjax.dims import readable
 from wanjax.kernels.attention import AUTO, AttentionConfig, Projection, Radial, attention, sparse_linear_attention
 from wanjax.kernels.rotary_heads import pack_for_all_to_all
-from wanjax.layers.embeddings import TimeEmbed, Timesteps, timesteps_of
+from wanjax.layers.embeddings import TimeEmbed, Timesteps, broadcast_timesteps
 from wanjax.layers.guided_attention import apply_nag
 from wanjax.layers.heads import join_heads, split_heads
-from wanjax.layers.linear import gather_together, linear
+from wanjax.layers.linear import gather_kernels, linear
 from wanjax.layers.mlp import MLP, gelu_tanh
 from wanjax.layers.modulation import Second, gated_add, modulate, split_modulation
 from wanjax.layers.norms import layer_norm, rms_norm
@@ -117,7 +117,7 @@ class SelfAttention(AttentionLayer):
     @jax.named_scope("self_attention")
     def __call__(self, x: Tokens, rope: Rope, mask: Radial | None = None) -> tuple[Tokens, None]:
         """Also returns None: unlike a causal network, it caches no keys and values."""
-        to_q, to_k, to_v = gather_together(self.q, self.k, self.v)
+        to_q, to_k, to_v = gather_kernels(self.q, self.k, self.v)
         # norm and RoPE are one call because they are one kernel on TPUs: apart, each copies q and k in memory
         q = split_heads(norm_and_rope(to_q(x), self.q_norm, rope), self.heads)  # [B L N D]
         k = split_heads(norm_and_rope(to_k(x), self.k_norm, rope), self.heads)
@@ -252,7 +252,7 @@ class WanTransformer(nnx.Module):
         """
         config, grid = self.config, self.grid(latents)
         context = context if isinstance(context, tuple) else self.context(context)
-        rope, t = rope or self.rope(grid), timesteps_of(t, len(latents))
+        rope, t = rope or self.rope(grid), broadcast_timesteps(t, len(latents))
         clean = clean_tokens(grid, clean_frames // config.patch[0])
         timesteps = t[:, None] if clean is None else jnp.stack([t, jnp.zeros_like(t)], axis=1)
         x = self.patch_embed(patchify(latents.astype(self.dtype), config.patch, config.channels_in))  # [B L E]

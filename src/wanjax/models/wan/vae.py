@@ -20,9 +20,9 @@ from jaxtyping import Array, Float
 
 from wanjax.kernels.attention import attention
 from wanjax.kernels.target import target
-from wanjax.layers.conv import CONV_AXES, Cache, CausalConv, Chunk, FrameConv, as_operand, run_layers
+from wanjax.layers.conv import CONV_AXES, Cache, CausalConv, Chunk, FrameConv, run_layers, to_operand_dtype
 from wanjax.layers.linear import linear
-from wanjax.layers.norms import ChannelNorm, along_last
+from wanjax.layers.norms import ChannelNorm, expand_to_rank
 from wanjax.models.wan.config import VAEConfig
 from wanjax.sharding import VIDEO, num_shards, replicate
 
@@ -92,7 +92,7 @@ class Downsample(nnx.Module):
         if self.time_conv is None:
             return x, ()
         if cache is None:  # the first frame stays as it is, and is kept for the next chunk
-            return x, as_operand(x, self.time_conv.dtype)
+            return x, to_operand_dtype(x, self.time_conv.dtype)
         return self.time_conv(x, cache)
 
 
@@ -107,12 +107,12 @@ class Upsample(nnx.Module):
         if self.time_conv is None:
             cache = ()
         elif cache is None:  # the first frame stays one frame, and later frames do not see it
-            cache = self.time_conv.blank(x)
+            cache = self.time_conv.initial_frames(x)
         else:
             x, cache = self.time_conv(x, cache)
             x = jnp.stack(jnp.split(x, 2, axis=-1), axis=2)  # [B T 2 H W C]
             x = x.reshape(x.shape[0], -1, *x.shape[3:])
-        return self.conv(upsample(as_operand(x, self.conv.dtype))), cache
+        return self.conv(upsample(to_operand_dtype(x, self.conv.dtype))), cache
 
 
 def upsample(x: Chunk) -> Chunk:
@@ -249,7 +249,7 @@ class WanVAE(nnx.Module):
     def _statistics(self) -> list[Float[Array, "1 1 1 1 C"]]:
         """The mean and the deviation of each channel of latents."""
         both = self.config.latents_mean, self.config.latents_std
-        return [along_last(jnp.array(values, jnp.float32), 5) for values in both]
+        return [expand_to_rank(jnp.array(values, jnp.float32), 5) for values in both]
 
 
 def at_once(x: Chunk, cells: int, width: int) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from wanjax.errors import WanjaxError
-from wanjax.layers.stack import BlockCache, as_tokens
+from wanjax.layers.stack import BlockCache, constrain_tokens
 from wanjax.sharding import replicate
 
 Latents = Any  # [B T H W C], or a mapping of streams
@@ -88,7 +88,7 @@ class LastBlockCache(BlockCache):
     def before(self, part: range, x: Any) -> Any:
         if part != self.last:
             return x
-        x = as_tokens(x if self.previous is None else jax.tree.unflatten(jax.tree.structure(x), self.previous))
+        x = constrain_tokens(x if self.previous is None else jax.tree.unflatten(jax.tree.structure(x), self.previous))
         self.cached = tuple(jax.tree.leaves(x))
         return x
 
@@ -101,7 +101,7 @@ class ResidualCache(BlockCache):
 
     def __init__(self, cached: tuple[Any, ...] | None = None):
         super().__init__(cached)
-        self.cached = as_tokens(cached or ())
+        self.cached = constrain_tokens(cached or ())
 
     def parts(self, layers: int, *cuts: int) -> Sequence[range]:
         return super().parts(layers, *cuts) if self.previous is None else ()
@@ -114,9 +114,11 @@ class ResidualCache(BlockCache):
     def after(self, x: Any) -> Any:
         tokens, tree = jax.tree.flatten(x)
         if self.previous is None:
-            self.cached = as_tokens(tuple(map(sub, tokens, self.first)))  # those that are read, which are the first
+            self.cached = constrain_tokens(
+                tuple(map(sub, tokens, self.first))
+            )  # those that are read, which are the first
             return x
-        read = as_tokens(list(map(add, tokens, self.cached)))
+        read = constrain_tokens(list(map(add, tokens, self.cached)))
         return jax.tree.unflatten(tree, [*read, *tokens[len(read) :]])
 
 
