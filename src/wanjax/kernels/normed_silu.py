@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SiLU of a norm of channels, for autoencoders of video: a TPU kernel with one pass over memory.
+"""SiLU of a channel norm, for video autoencoders: a TPU kernel with one pass over memory.
 
-XLA sums the squares of a cell's channels in one pass, copies the sums to lay cells along the lanes and back, and scales
-in a second pass. The kernel reads a value once.
+XLA sums the squares of a pixel's channels in one pass, copies the sums to lay pixels along the lanes and back, and
+scales in a second pass. The kernel reads each value once.
 """
 
 from functools import partial
@@ -20,18 +20,18 @@ from wanjax.kernels.autodiff import with_gradient
 from wanjax.kernels.target import target
 from wanjax.sharding import current
 
-SUBLANES = 8  # frames that fill a tile; XLA then keeps cells outermost, and a transposition is free
-BLOCK_BYTES = 2**20  # bytes of a block in float32: more are no faster, and fewer make transfers too short
-MIN_SQUARE_SUM = 1e-24  # the least sum of squares
+SUBLANES = 8  # frames that fill a tile; XLA then keeps height and width outermost, and a transpose is free
+BLOCK_BYTES = 2**20  # of a block in float32: more are no faster, and fewer make transfers too short
+MIN_SQUARE_SUM = 1e-24  # avoids a division by zero
 
 
 def normed_silu(
     x: Float[Array, "B T H W C"], gamma: Float[Array, " C"], dtype: DTypeLike, *, interpret: bool = False
 ) -> Float[Array, "B T H W C"]:
-    """Scale the channels of each cell to a root mean square of gamma; return SiLU of that, in this dtype.
+    """Return SiLU of x, the channels of each pixel scaled to a root mean square of gamma, in this dtype.
 
-    Float32 inside, rounded once. `interpret` runs the kernel without a TPU, slowly, for tests. On several devices XLA
-    fetches the neighbours' columns for the convolution that follows, in a layout that it would have to copy to.
+    Float32 inside, rounded once. `interpret` runs the kernel without a TPU, slowly, for tests. On several devices the
+    kernel is not used: XLA would copy its result to the layout of the next convolution's halo exchange.
     """
     uses_kernel = target(x).platform == "tpu" and is_admitted("normed_silu")
     is_supported = uses_kernel and x.shape[1] % SUBLANES == 0 and current().single_device
@@ -47,7 +47,7 @@ def reference(x: Float[Array, "*B C"], gamma: Float[Array, " C"], dtype: DTypeLi
 
 
 def channel_norm(x: Float[Array, "*B C"], gamma: Float[Array, " C"], dtype: DTypeLike) -> Float[Array, "*B C"]:
-    """Scale the channels of each cell to a root mean square of gamma; float32 inside."""
+    """Scale the channels of each pixel to a root mean square of gamma; float32 inside."""
     x32, gamma = x.astype(jnp.float32), gamma.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + gamma.shape)
     norm = jnp.sqrt(jnp.maximum(jnp.sum(x32 * x32, axis=-1, keepdims=True), MIN_SQUARE_SUM))
     return (x32 * (x.shape[-1] ** 0.5 / norm) * gamma).astype(dtype)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """TPU kernels for heads between a projection and attention, each with one pass over memory.
 
-XLA lays tokens along the lanes to join the halves of a head, and copies queries and keys back and forth for it. To
-split the width of a token into parts for other devices, it copies twice. The kernels here read rows of all heads as a
-projection wrote them, swap the halves of a head by a rotation of lanes, and write each part contiguously.
+To join the halves of a head, XLA lays tokens along the lanes, and copies queries and keys there and back. To split the
+width of a token into parts for other devices, it copies twice. These kernels read rows of all heads as a projection
+wrote them, swap the halves of a head by a rotation of lanes, and write each part contiguously.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from wanjax.kernels.autodiff import with_gradient
 from wanjax.kernels.target import target
 from wanjax.sharding import TILE, Partitioner, current
 
-MAX_BLOCK_TOKENS = 256  # tokens at a time: more are no faster, and fewer make transfers too short
+MAX_BLOCK_TOKENS = 256  # more are no faster, and fewer make transfers too short
 
 
 def normed_rotary(
@@ -37,8 +37,8 @@ def normed_rotary(
 ) -> Float[Array, "B L E"]:
     """Compute x · inverse · scale, then rotate channels p and p + P of each head of 2 P channels by the p-th angle.
 
-    Float32 inside, rounded once to x's dtype. On several devices each computes its tokens, and its heads where heads
-    are sharded. `interpret` runs the kernel without a TPU, slowly, for tests.
+    Float32 inside, rounded once to x's dtype. On several devices each computes its own tokens, and its own heads if
+    heads are sharded. `interpret` runs the kernel without a TPU, slowly, for tests.
     """
     if not interpret and (not _uses_kernel(x, "normed_rotary") or 2 * cos.shape[1] != LANES):
         return reference(x, inverse_rms, scale, cos, sin)
@@ -62,7 +62,7 @@ def head_normed_rotary(
 ) -> Float[Array, "B L E"]:
     """Compute the layer norm of each head of x by itself, then rotate as `normed_rotary` does.
 
-    The kernel has heads of 128 channels, and smaller ones of which several fill 128 lanes.
+    The kernel supports heads of 128 channels, and smaller ones of which several fill 128 lanes.
     """
     partitioner, head_dim = current(), len(scale)
     batch, length, heads, parts = _sharding_of_heads(partitioner, x, head_dim)
@@ -79,7 +79,7 @@ def head_normed_rotary(
 
 
 def pack_for_all_to_all(x: Float[Array, "B L E"]) -> Float[Array, "B L E"]:
-    """Return x, whose heads lie in memory by the device that they are sent to, if an all-to-all is to send them."""
+    """Return x with its heads ordered in memory by destination device, if an all-to-all will send them."""
     partitioner = current()
     if not _uses_kernel(x, "heads_apart") or x.shape[2] % LANES:
         return x
@@ -92,12 +92,12 @@ def pack_for_all_to_all(x: Float[Array, "B L E"]) -> Float[Array, "B L E"]:
 
 
 def _uses_kernel(x: Array, kernel: str) -> bool:
-    """Return whether a program for x's target uses a kernel."""
+    """Return whether a program for x's target uses this kernel."""
     return target(x).platform == "tpu" and is_admitted(kernel)
 
 
 def _sharding_of_heads(partitioner: Partitioner, x: Array, head_dim: int) -> tuple[Any, Any, Any, int]:
-    """The mesh axes of batch, tokens and heads of `head_dim` channels, and the parts that an all-to-all sends (1: none)."""
+    """Return the mesh axes of batch, tokens and heads, and the number of parts that an all-to-all sends (1: none)."""
     width, num_devices = x.shape[2], partitioner.size("tp")
     axes = partitioner.activation(("batch", "length", "heads"), (*x.shape[:2], width // head_dim))
     return *axes, num_devices if axes[2] is None and width % (LANES * num_devices) == 0 else 1
@@ -144,7 +144,7 @@ def apply_rotary(
 def call(
     x: Array, inverse_rms: Array, scale: Array, cos: Array, sin: Array, *, parts: int, interpret: bool
 ) -> Float[Array, "B L E"]:
-    """The kernel of `normed_rotary`. It writes `parts` of consecutive heads, each contiguous, for an all-to-all."""
+    """Call the kernel of `normed_rotary`. It writes `parts` groups of heads, each contiguous, for an all-to-all."""
     block_tokens = _tokens_per_block(x.shape[1])
     other_specs = [
         pl.BlockSpec((None, block_tokens, 1), lambda b, i: (b, i, 0)),
@@ -160,7 +160,7 @@ def call(
 def call_by_head(
     x: Array, scale: Array, bias: Array, cos: Array, sin: Array, *, eps: float, parts: int, interpret: bool
 ) -> Float[Array, "B L E"]:
-    """The kernel of `head_normed_rotary`, which writes as that of `normed_rotary` does."""
+    """Call the kernel of `head_normed_rotary`, which writes in the layout of `normed_rotary`."""
     other_specs = [*2 * [_vector_spec(LANES)], *2 * [_table_spec(_tokens_per_block(x.shape[1]), cos)]]
     kernel = partial(_head_normed_rotary_kernel, head_dim=len(scale), eps=eps)
     kernel_call = _pallas_call(kernel, x, other_specs, parts=parts, interpret=interpret, name="head_normed_rotary")
@@ -171,7 +171,7 @@ def call_by_head(
 def _pallas_call(
     kernel: Callable, x: Array, other_specs: Sequence[pl.BlockSpec], *, parts: int, interpret: bool, name: str
 ) -> Callable:
-    """A kernel over rows of x, and over the operands beside x, that writes rows in parts."""
+    """Return the call of a kernel over rows of x and other operands that writes rows in parts."""
     batch, length, width = x.shape
     block_tokens = _tokens_per_block(length)
     return pl.pallas_call(
@@ -187,7 +187,7 @@ def _pallas_call(
 
 
 def _concatenate(parts: Float[Array, "_N B L E"]) -> Float[Array, "B L _E"]:
-    """Join parts along the width. The compiler drops this where the parts are then split again."""
+    """Join parts along the width. The compiler removes this if the parts are then split again."""
     return jnp.moveaxis(parts, 0, 2).reshape(*parts.shape[1:3], -1)
 
 
@@ -210,7 +210,7 @@ def _head_normed_rotary_kernel(x_ref, scale_ref, bias_ref, cos_ref, sin_ref, out
     first_half = lane % head_dim < head_dim // 2
 
     def mean(x):
-        """The mean of each head, at all of its lanes."""
+        """Return the mean of each head in all of its lanes."""
         head_means = [
             jnp.sum(jnp.where(lane // head_dim == head, x, 0.0), axis=1, keepdims=True) for head in range(heads_per_row)
         ]
@@ -233,7 +233,7 @@ def _identity(x: Array) -> Array:
 
 
 def pack(x: Float[Array, "B L E"], *, parts: int, interpret: bool = False) -> Float[Array, "B L E"]:
-    """The kernel of `pack_for_all_to_all`."""
+    """Call the kernel of `pack_for_all_to_all`."""
     width = x.shape[2]
 
     def kernel(x_ref, out_ref):
@@ -244,7 +244,7 @@ def pack(x: Float[Array, "B L E"], *, parts: int, interpret: bool = False) -> Fl
 
 
 def join_parts(parts: Float[Array, "_N B L E"], *, interpret: bool = False) -> Float[Array, "B L _E"]:
-    """Join parts along the width of each token, after an all-to-all; `interpret` is for tests."""
+    """Join the parts of each token's width after an all-to-all; `interpret` is for tests."""
     count, _, _, width = parts.shape
     if not interpret and (not _uses_kernel(parts, "heads_joined") or width % LANES):
         return _concatenate(parts)
@@ -252,7 +252,7 @@ def join_parts(parts: Float[Array, "_N B L E"], *, interpret: bool = False) -> F
 
 
 def join(x: Float[Array, "_N B L E"], *, parts: int, interpret: bool) -> Float[Array, "B L _E"]:
-    """The kernel of `join_parts`."""
+    """Call the kernel of `join_parts`."""
     _, batch, length, width = x.shape
     block_tokens = _tokens_per_block(length)
 
@@ -273,7 +273,7 @@ def join(x: Float[Array, "_N B L E"], *, parts: int, interpret: bool) -> Float[A
 
 
 def _tokens_per_block(length: int) -> int:
-    """Tokens of one block."""
+    """Return the number of tokens in a block."""
     return min(MAX_BLOCK_TOKENS, round_up(length, TILE))
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that models are built from. A layer knows its formula and the logical axes of its weights, and no model."""
+"""Layers that models share. A layer has its formula and the logical axes of its weights, and knows no model."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Convolutions of causal video autoencoders, streamed over time.
 
-A causal layer takes a chunk of frames and the frames that it kept from the chunk before. It returns its output and the
-frames to keep for the next chunk. `None` in place of kept frames means that nothing came before.
+A causal layer takes a chunk of frames and the cached last frames of the chunk before. It returns its output and the
+frames to cache for the next chunk. The cache is None before the first chunk.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from wanjax.sharding import VIDEO, constrain, replicate
 
 CONV_AXES = ("conv_in", "conv_out")
 Chunk = Float[Array, "B _T _H _W _C"]  # inputs and outputs differ in size
-Cache = Any  # a pytree of kept frames; None before the first chunk
+Cache = Any  # a pytree of cached frames; None before the first chunk
 
 
 class FrameConv(nnx.Module):
@@ -52,7 +52,7 @@ class FrameConv(nnx.Module):
 
 
 class CausalConv(nnx.Module):
-    """A 3-D convolution that sees no later frame; `kernel_size` is (time, height and width)."""
+    """A causal 3-D convolution; `kernel_size` is (frames, height and width)."""
 
     def __init__(
         self,
@@ -73,14 +73,14 @@ class CausalConv(nnx.Module):
         self.dtype = dtype
 
     def initial_frames(self, x: Float[Array, "B T H W C"]) -> Float[Array, "B _T H W C"]:
-        """The kept frames before the first chunk: zeros, the causal padding."""
+        """Return the frames before the first chunk: zeros, the causal padding."""
         batch, _, height, width, channels = x.shape
         return to_operand_dtype(jnp.zeros((batch, self.kernel.shape[0] - 1, height, width, channels)), self.dtype)
 
     def __call__(
         self, x: Float[Array, "B T H W C"], previous_frames: Float[Array, "B _T H W C"] | None
     ) -> tuple[Float[Array, "B _T H W _C"], Float[Array, "B _T H W C"]]:
-        """The output of a chunk, and the frames to keep for the next."""
+        """Return the output of a chunk, and the frames to cache for the next."""
         x = to_operand_dtype(x, self.dtype)
         x = constrain(
             jnp.concatenate([self.initial_frames(x) if previous_frames is None else previous_frames, x], axis=1), VIDEO
@@ -89,7 +89,7 @@ class CausalConv(nnx.Module):
         return constrain(y, VIDEO), x[:, x.shape[1] - (self.kernel.shape[0] - self.time_stride) :]
 
     def _conv_function(self, x: Float[Array, "B T H W C"]) -> Callable[..., Float32[Array, "B _T H W _C"]]:
-        """The form of the sum that suits the platform, and on TPUs the number of frames that come out."""
+        """Return the fastest of three equal functions for the platform, and on TPUs for the number of output frames."""
         if target(x).platform != "tpu":
             return sum_of_taps
         frames = (x.shape[1] - self.kernel.shape[0]) // self.time_stride + 1
@@ -97,15 +97,15 @@ class CausalConv(nnx.Module):
 
 
 class RepeatingConv(CausalConv):
-    """A 3-D convolution that sees no later frame, and before the first frame sees its copies."""
+    """A causal 3-D convolution that is padded with copies of the first frame."""
 
     def initial_frames(self, x: Float[Array, "B T H W C"]) -> Float[Array, "B _T H W C"]:
-        """The kept frames before the first chunk: copies of its first frame."""
+        """Return the frames before the first chunk: copies of its first frame."""
         return to_operand_dtype(x[:, :1], self.dtype).repeat(self.kernel.shape[0] - 1, axis=1)
 
 
 def run_layers(layers: Sequence[Any], x: Chunk, cache: Cache, *arguments: Any) -> tuple[Chunk, Cache]:
-    """Pass a chunk through layers in turn, each with its part of the cache; all take the same further `arguments`."""
+    """Apply layers to a chunk in turn, each with its own cache; all take the same further `arguments`."""
     caches = list(cache or [None] * len(layers))
     for index, layer in enumerate(layers):
         x, caches[index] = layer(x, caches[index], *arguments)
@@ -113,14 +113,14 @@ def run_layers(layers: Sequence[Any], x: Chunk, cache: Cache, *arguments: Any) -
 
 
 def to_operand_dtype(x: Chunk, dtype: DTypeLike) -> Chunk:
-    """Casts x to the dtype of a convolution's operands, before frames are kept, padded and sent."""
+    """Cast x to the dtype of a convolution's operands, before frames are cached, padded and sent."""
     return x.astype(operand_dtype(x, dtype))
 
 
 def convolve_clip(
     x: Float[Array, "B T H W C"], kernel: Float[Array, "_T _H _W C _C"], time_stride: int
 ) -> Float32[Array, "B _T H W _C"]:
-    """A 3-D convolution, padded in height and width only; float32."""
+    """Compute a 3-D convolution, padded in height and width only, in float32."""
     padding = kernel.shape[1] // 2
     return jax.lax.conv_general_dilated(
         x,
@@ -135,9 +135,9 @@ def convolve_clip(
 def sum_of_taps(
     x: Float[Array, "B T H W C"], kernel: Float[Array, "_T _H _W C _C"], time_stride: int
 ) -> Float32[Array, "B _T H W _C"]:
-    """`convolve_clip` as one 2-D convolution for each tap in time, with frames folded into the batch.
+    """Compute `convolve_clip` as a sum of 2-D convolutions, one for each tap in time, with frames in the batch.
 
-    The sum of products is the same. On CPUs, XLA runs it two to six times as fast (docs/performance.md).
+    On CPUs, XLA runs this two to six times as fast (docs/performance.md).
     """
     taps, kernel_size = kernel.shape[:2]
     y = jnp.zeros((), jnp.float32)
@@ -150,10 +150,10 @@ def sum_of_taps(
 def stacked_taps(
     x: Float[Array, "B T H W C"], kernel: Float[Array, "_T _H _W C _C"], time_stride: int
 ) -> Float32[Array, "B _T H W _C"]:
-    """`convolve_clip` as one 2-D convolution of frames, with the taps in time side by side in the channels.
+    """Compute `convolve_clip` as one 2-D convolution of frames, with the taps in time concatenated in the channels.
 
-    The sum of products is the same. On TPUs, where a multiple of eight frames fills tiles, XLA then keeps one layout
-    from layer to layer; of a 3-D convolution it folds a part of the width into the batch, with copies around it.
+    On TPUs, where a multiple of eight frames fills tiles, XLA then keeps one layout from layer to layer; for a 3-D
+    convolution it folds a part of the width into the batch, with copies before and after.
     """
     taps, kernel_size = kernel.shape[:2]
     end = x.shape[1] - taps + 1
@@ -165,7 +165,7 @@ def stacked_taps(
 def _convolve_frames(
     x: Float[Array, "B T H W C"], kernel: Float[Array, "_H _W C _C"], stride: int, padding: tuple[int, int]
 ) -> Float32[Array, "B T _H _W _C"]:
-    """A 2-D convolution of each frame."""
+    """Compute a 2-D convolution of each frame."""
     batch, frames, *image = x.shape
     y = jax.lax.conv_general_dilated(
         x.reshape(batch * frames, *image),
@@ -179,10 +179,10 @@ def _convolve_frames(
 
 
 def _operand(kernel: Float[Array, "... C _C"], x: Float[Array, "... C"]) -> Float[Array, "... C _C"]:
-    """The kernel in the dtype of x, whole on every device.
+    """Cast the kernel to the dtype of x, and replicate it.
 
-    Left to choose, XLA divides the kernel's 3 rows among the devices that share 2 rows of cells, or so with columns. It
-    then adds up the products of all devices, among them equal ones: the sum is a multiple of the right one.
+    Otherwise XLA may shard the kernel's 3 rows over devices that share 2 rows of pixels, or so with columns. It then
+    sums the products of all devices, replicated ones among them: the sum is a multiple of the right one.
     """
     return replicate(kernel.astype(x.dtype))
 
@@ -192,7 +192,7 @@ def _add_bias(y: Float32[Array, "B T H W C"], bias: Float[Array, " C"], dtype: D
 
 
 def _weights(shape: tuple[int, ...], dtype: DTypeLike, rngs: nnx.Rngs) -> tuple[nnx.Param, nnx.Param]:
-    """The kernel [... C _C] and the bias of a convolution."""
+    """Initialize the kernel [... C _C] and the bias of a convolution."""
     kernel_axes = (*[None] * (len(shape) - 2), *CONV_AXES)
     kernel = param(default_kernel_init, shape, kernel_axes, dtype=dtype, rngs=rngs)
     return kernel, param(nnx.initializers.zeros_init(), shape[-1:], CONV_AXES[1:], dtype=dtype, rngs=rngs)

@@ -14,12 +14,12 @@ Timesteps = Float[Array, " B"] | Float[Array, ""] | float | int  # of each video
 
 
 def broadcast_timesteps(t: Timesteps, videos: int) -> Float[Array, " B"]:
-    """Timesteps [B], one for each video of the batch."""
+    """Broadcast timesteps to [B], one for each video of the batch."""
     return t if isinstance(t, jax.Array) and t.ndim else jnp.full((videos,), t, jnp.float32)
 
 
 def sinusoidal_embedding(t: Float[Array, " B"], channels: int, max_period: float = 10000.0) -> Float32[Array, "B C"]:
-    """Cosines, then sines, of `t` at `channels / 2` frequencies from 1 down to above `1 / max_period`, in float32."""
+    """Return cosines, then sines, of `t` at `channels / 2` frequencies from 1 down to above `1 / max_period`."""
     half = channels // 2
     frequencies = jnp.exp(-jnp.log(max_period) * jnp.arange(half, dtype=jnp.float32) / half)
     angles = t.astype(jnp.float32)[:, None] * frequencies[None, :]
@@ -27,10 +27,10 @@ def sinusoidal_embedding(t: Float[Array, " B"], channels: int, max_period: float
 
 
 class TimeEmbed(MLP):
-    """Embeds timesteps, in float32 with weights in float32: less precision shows in the videos."""
+    """An MLP of sinusoidal embeddings of timesteps, all in float32: less precision shows in the videos."""
 
     def __init__(self, channels: int, width: int, rngs: nnx.Rngs):
-        """`channels` are those of the sinusoids."""
+        """Create the MLP; `channels` are those of the sinusoidal embedding."""
         features, axes = (channels, width, width), (None, "mlp", "embed")
         super().__init__(features, axes, jax.nn.silu, dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs)
         self.channels = channels
@@ -40,6 +40,6 @@ class TimeEmbed(MLP):
 
 
 def token_embed(tokens: int, width: int, *, param_dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Embed:
-    """Embeds tokens in the dtype of the table: only the rows that are looked up are cast, not all of it."""
+    """Create a token embedding in the dtype of its table: only rows that are looked up are cast, not all of it."""
     init = with_axes(nnx.initializers.normal(1.0), ("vocab", "embed"))
     return nnx.Embed(tokens, width, embedding_init=init, dtype=param_dtype, param_dtype=param_dtype, rngs=rngs)

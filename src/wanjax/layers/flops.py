@@ -7,5 +7,5 @@ def linear_flops(rows: int, width_in: int, width_out: int) -> int:
 
 
 def attention_flops(queries: int, keys: int, width: int) -> int:
-    """Operations of q kᵀ and of the weights times v, over all heads."""
+    """Return the operations of q kᵀ and of the weights times v, over all heads."""
     return 4 * queries * keys * width

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads of attention, side by side in the channels of tokens or on an axis of their own."""
+"""Attention heads: from the channels of tokens to an axis of their own, and back."""
 
 from jaxtyping import Array, Float
 

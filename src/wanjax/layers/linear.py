@@ -21,7 +21,10 @@ TOKEN_BLOCK = 1300  # tokens
 
 
 class Linear(nnx.Linear):
-    """A dense projection. For tokens [B L E] on several devices it gathers its weights and shards its result."""
+    """A dense projection. For tokens [B L E] on several devices it gathers its weights and shards its result.
+
+    `axis` is the logical axis of the result's channels.
+    """
 
     def __init__(self, *sizes: int, axis: str | None, **kw):
         super().__init__(*sizes, **kw, promote_dtype=_promote, dot_general=dot_general)
@@ -33,13 +36,13 @@ class Linear(nnx.Linear):
 
 
 def _promote(operands: tuple, /, *, dtype: DTypeLike | None = None, inexact: bool = True) -> Any:
-    """The operands of a projection, cast to its dtype first and gathered then: a narrower dtype sends less."""
+    """Cast the operands of a projection to its dtype, then gather its kernel: a narrower dtype sends less."""
     inputs, kernel, bias = promote_dtype(operands, dtype=dtype, inexact=inexact)
     return inputs, gather_weight(kernel) if _are_tokens(inputs) else kernel, bias
 
 
 def dot_general(x: jax.Array, kernel: jax.Array, dimensions: Any, **options: Any) -> jax.Array:
-    """The product of a projection, [... I] by [I O]; on CPUs with a gradient that is faster there."""
+    """Compute the matrix product of a projection, [... I] by [I O]; on CPUs with a faster custom gradient."""
     if target(x).platform == "cpu":
         return _product(x, kernel)
     return jax.lax.dot_general(x, kernel, dimensions, **options)
@@ -47,10 +50,10 @@ def dot_general(x: jax.Array, kernel: jax.Array, dimensions: Any, **options: Any
 
 @jax.custom_vjp
 def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """The product for CPUs, where XLA multiplies by a transposed view a quarter slower than by a transposed copy.
+    """Compute the product on CPUs, where XLA multiplies a transposed view a quarter slower than a transposed copy.
 
-    One of bfloat16 is asked in float32, and rounded, where the processor has instructions for it. From a wide axis to
-    a narrow one it is then made in blocks of tokens, which is faster for the library that XLA leaves it to.
+    On processors with bfloat16 instructions, a product of bfloat16 is computed with a float32 result and rounded. If it
+    has more input than output channels, it is computed in blocks of tokens, which is faster in XLA's matmul library.
     """
     if not multiplies_bfloat16(x):
         return _dot(x, kernel)

@@ -29,7 +29,7 @@ class MLP(nnx.Module):
         param_dtype: DTypeLike,
         rngs: nnx.Rngs,
     ):
-        """`features` and their logical `axes` are those of the input, of the layer between, and of the output."""
+        """Create the MLP; `features` and their logical `axes` are those of input, hidden layer and output."""
         width_in, hidden, width_out = features
         self.up = linear(width_in, hidden, axes[:2], dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.down = linear(hidden, width_out, axes[1:], dtype=dtype, param_dtype=param_dtype, rngs=rngs)
@@ -52,7 +52,7 @@ class GatedMLP(nnx.Module):
         inits: tuple[nnx.Initializer, nnx.Initializer] = (default_kernel_init, default_kernel_init),
         **kw,
     ):
-        """`inits` are those of the kernels of the first two layers and of the last."""
+        """Create the MLP; `inits` initialize the kernels of `gate` and `up`, and that of `down`."""
         up_init, down_init = inits
         self.gate = linear(width, hidden, ("embed", "mlp"), bias=False, kernel_init=up_init, **kw)
         self.up = linear(width, hidden, ("embed", "mlp"), bias=False, kernel_init=up_init, **kw)

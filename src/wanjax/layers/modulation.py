@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adaptive layer norm: shift, scale and gate from the timestep (Peebles and Xie, DiT, 2023), in float32.
 
-Tokens share one modulation, or there are two: then a mask `second` [L] marks the tokens of the second, such as those
-without noise at timestep 0, or those of the text. Both results are computed and one is selected for each token, so that
-no array holds the shifts, scales and gates of all tokens.
+Tokens share one modulation, or there are two: then the mask `second` [L] marks the tokens that take the second one,
+such as clean tokens at timestep 0, or text tokens. Both results are computed and one is selected for each token, so
+that no array holds the shifts, scales and gates of all tokens.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ Second = Bool[Array, " L"] | None
 
 
 class Modulation(NamedTuple):
-    """The modulation of one sub-layer, or two of them: each [B T E], float32."""
+    """One or two modulations of a sub-layer, stacked on T: each [B T E], float32."""
 
     shift: Float32[Array, "B T E"]
     scale: Float32[Array, "B T E"]
@@ -25,7 +25,7 @@ class Modulation(NamedTuple):
 
 
 def split_modulation(mod: Float32[Array, "B T 6 E"]) -> tuple[Modulation, Modulation]:
-    """The modulations of a block's self-attention and of its MLP."""
+    """Split a block's modulation into that of its self-attention and that of its MLP."""
     rows = [mod[:, :, row] for row in range(6)]
     return Modulation(*rows[:3]), Modulation(*rows[3:])
 
@@ -34,7 +34,7 @@ def split_modulation(mod: Float32[Array, "B T 6 E"]) -> tuple[Modulation, Modula
 def modulate(
     x: Float32[Array, "B L E"], shift: Float32[Array, "B T E"], scale: Float32[Array, "B T E"], second: Second = None
 ) -> Float32[Array, "B L E"]:
-    """Return `x (1 + scale) + shift`, in float32 as norms return it."""
+    """Return `x (1 + scale) + shift` in float32, the dtype of norms."""
     return _by_token(lambda shift, scale: x * (1.0 + scale) + shift, second, shift, scale)
 
 
@@ -50,7 +50,7 @@ def gated_add(
 def _by_token(
     apply: Callable[..., Array], second: Second, *values: Float32[Array, "B T E"]
 ) -> Float32[Array, "B _L E"]:
-    """Apply a function to the values of each token's modulation."""
+    """Apply a function to the values of each token's own modulation, of the two if there are two."""
     if second is None:
         return apply(*values)
     first_result, second_result = (apply(*(value[:, t : t + 1] for value in values)) for t in (0, 1))

@@ -18,7 +18,7 @@ def expand_to_rank(vector: Float[Array, " C"], ndim: int) -> Float[Array, "... C
 
 
 class ChannelNorm(nnx.Module):
-    """Scales the channels of each cell to a root mean square of `gamma`; for autoencoders of video."""
+    """Scales the channels of each pixel to a root mean square of `gamma`; for video autoencoders."""
 
     def __init__(self, channels: int, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
         ones = nnx.initializers.ones_init()
@@ -29,15 +29,15 @@ class ChannelNorm(nnx.Module):
         return channel_norm(x, self.gamma[...], self.dtype)
 
     def silu(self, x: Float[Array, "B T H W C"]) -> Float[Array, "B T H W C"]:
-        """SiLU of the norm, as the operand of a convolution."""
+        """Return SiLU of the norm, in the dtype of a convolution's operand."""
         return normed_silu(x, self.gamma[...], operand_dtype(x, self.dtype))
 
 
 class GroupNorm(nnx.Module):
-    """Normalises each group of channels over all cells of a chunk of frames; takes any float dtype, returns float32.
+    """Normalises each group of channels over a whole chunk of frames; takes any float dtype, returns float32.
 
-    One pass sums values and their squares. Each channel is averaged over rows and frames first, over columns next: sums
-    of few values stay precise.
+    One pass sums values and their squares. Each channel is averaged over rows and frames first, then over columns:
+    short sums keep their precision.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class GroupNorm(nnx.Module):
     def __call__(self, x: Float[Array, "B T H W C"]) -> Float32[Array, "B T H W C"]:
         x32 = x.astype(jnp.float32)
         mean, square = self._mean(x32), self._mean(x32 * x32)
-        variance = jnp.maximum(square - mean * mean, 0.0)  # of equal values, rounding could make it negative
+        variance = jnp.maximum(square - mean * mean, 0.0)  # for equal values, rounding could make it negative
         factor = jax.lax.rsqrt(variance + self.eps) * expand_to_rank(self.scale[...], x.ndim)
         return (x32 - mean) * factor + expand_to_rank(self.bias[...], x.ndim)
 
     def _mean(self, x: Float32[Array, "B T H W C"]) -> Float32[Array, "B 1 1 1 C"]:
-        """The mean of each group, for each of its channels."""
+        """Return the mean of each group, repeated for each of its channels."""
         mean = x.mean(axis=(1, 2)).mean(axis=1)  # [B C]
         mean = mean.reshape(len(x), self.groups, -1).mean(axis=2)
         return mean.repeat(x.shape[-1] // self.groups, axis=1)[:, None, None, None, :]
@@ -67,9 +67,9 @@ class GroupNorm(nnx.Module):
 def layer_norm(
     features: int, eps: float, *, affine: bool, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs
 ) -> nnx.LayerNorm:
-    """Layer norm over the last axis; takes any float dtype and returns float32.
+    """Create a layer norm over the last axis; it takes any float dtype and returns float32.
 
-    One pass sums the mean and the mean square; centred squares would need a second one.
+    One pass sums values and their squares; centred squares would need a second pass.
     """
     del dtype, param_dtype  # the few weights stay in float32
     return nnx.LayerNorm(
@@ -89,7 +89,7 @@ def layer_norm(
 def rms_norm(
     features: int, eps: float, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs, axis: str = "heads"
 ) -> nnx.RMSNorm:
-    """Root-mean-square norm over the last axis; takes any float dtype and returns float32."""
+    """Create a root-mean-square norm over the last axis; it takes any float dtype and returns float32."""
     del dtype, param_dtype  # the few weights stay in float32
     return nnx.RMSNorm(
         features,
@@ -102,6 +102,6 @@ def rms_norm(
 
 
 def inverse_rms(x: Float[Array, "*B E"], eps: float) -> Float32[Array, "*B 1"]:
-    """The factor of a root-mean-square norm over the last axis."""
+    """Return 1 / root mean square over the last axis."""
     x32 = x.astype(jnp.float32)
     return jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches: videos to sequences of tokens and back, and pixels to cells of an autoencoder and back."""
+"""Patches: videos to sequences of tokens and back, and blocks of pixels to channels and back."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -11,16 +11,17 @@ Size = tuple[int, int, int]  # frames, height, width
 
 
 def patch_grid(x: Float[Array, "B T H W C"], patch: Size) -> Size:
-    """The number of patches along frames, height and width."""
+    """Return the number of patches along frames, height and width."""
     _, frames, height, width, _ = x.shape
     return frames // patch[0], height // patch[1], width // patch[2]
 
 
 def patchify(x: Float[Array, "B T H W C"], patch: Size, channels: int | None = None) -> Float[Array, "B L E"]:
-    """Tokens in the order T, H, W; in a token its cells in the same order, the channel fastest.
+    """Split a latent into patches, one for each token.
 
-    On several devices tokens of zeros follow, so that every device holds the same number. Raises WanjaxError unless x
-    has that many `channels` (None: any number), and sizes that the patch divides.
+    Tokens are in the order T, H, W; the values of a token too, with the channel fastest. On several devices tokens of
+    zeros follow, so that every device holds the same number. Raises WanjaxError unless x has that many `channels`
+    (None: any number), and sizes that the patch divides.
     """
     if channels not in (None, x.shape[-1]) or any(size % part for size, part in zip(x.shape[1:4], patch, strict=True)):
         parts, wanted = "×".join(map(str, patch)), channels or x.shape[-1]
@@ -36,7 +37,7 @@ def patchify(x: Float[Array, "B T H W C"], patch: Size, channels: int | None = N
 
 
 def unpatchify(x: Float[Array, "B L E"], grid: Size, patch: Size) -> Float[Array, "B T H W C"]:
-    """The inverse of `patchify` for a `grid` of patches."""
+    """Invert `patchify` for a `grid` of patches."""
     batch = x.shape[0]
     (t, h, w), (pt, ph, pw) = grid, patch
     x = x[:, : t * h * w].reshape(batch, t, h, w, pt, ph, pw, -1)
@@ -45,14 +46,14 @@ def unpatchify(x: Float[Array, "B L E"], grid: Size, patch: Size) -> Float[Array
 
 
 def space_to_depth(x: Float[Array, "B T H W C"], patch: int) -> Float[Array, "B T _H _W _C"]:
-    """Pixels to cells of `patch` × `patch` pixels: channels in the order colour, column, row, the row fastest."""
+    """Move each `patch` × `patch` block of pixels to the channels, in the order colour, column, row."""
     batch, frames, height, width, colours = x.shape
     x = x.reshape(batch, frames, height // patch, patch, width // patch, patch, colours)
     return jnp.transpose(x, (0, 1, 2, 4, 6, 5, 3)).reshape(*x.shape[:3], x.shape[4], -1)
 
 
 def depth_to_space(x: Float[Array, "B T H W C"], patch: int) -> Float[Array, "B T _H _W _C"]:
-    """The inverse of `space_to_depth`."""
+    """Invert `space_to_depth`."""
     batch, frames, height, width, channels = x.shape
     x = jnp.transpose(x.reshape(batch, frames, height, width, -1, patch, patch), (0, 1, 2, 6, 3, 5, 4))
     return x.reshape(batch, frames, height * patch, width * patch, channels // patch**2)

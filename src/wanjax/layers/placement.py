@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logical axes of weights: each weight carries their names, and rules map the names to a sharding.
 
-The names are metadata of this library's own. Flax's metadata for shardings would make it place weights at once, under
-whatever mesh is set while a module is built.
+The names are this library's own metadata. With Flax's sharding metadata, Flax would place weights at once, on whatever
+mesh is set while a module is built.
 """
 
 import math
@@ -24,14 +24,14 @@ Axes = tuple[str | None, ...]
 
 
 def with_axes(initializer: nnx.Initializer, axes: Axes) -> nnx.Initializer:
-    """The initializer of a weight whose axes have these logical names; it makes zeros where there is no key."""
+    """Return the initializer of a weight whose axes have these logical names; without a key it returns zeros."""
     return nnx.with_metadata(partial(_initialize_or_zeros, initializer), axes=axes)
 
 
 def param(
     initializer: nnx.Initializer, shape: tuple[int, ...], axes: Axes, *, dtype: DTypeLike, rngs: nnx.Rngs
 ) -> nnx.Param:
-    """A weight whose axes have these logical names."""
+    """Create a weight whose axes have these logical names."""
     return nnx.Param(with_axes(initializer, axes)(rngs.params(), shape, dtype))
 
 
@@ -40,7 +40,7 @@ def _initialize_or_zeros(initializer: nnx.Initializer, key: jax.Array | None, *s
 
 
 class _NoKeys(nnx.Rngs):
-    """Random streams without keys, which take long to trace."""
+    """Random streams without keys: keys take long to trace."""
 
     def params(self) -> None:
         """Return no key."""
@@ -52,7 +52,7 @@ def as_shapes(make: Callable[[nnx.Rngs], Module]) -> Module:
 
 
 def axes_of(weight: nnx.Variable) -> Axes | None:
-    """The logical names of a weight's axes; None for a weight without names."""
+    """Return the logical names of a weight's axes; None for a weight without names."""
     return weight.get_metadata("axes", None)
 
 
@@ -76,8 +76,7 @@ def with_shardings(abstract: Module, partitioner: Partitioner) -> Module:
 def on_weights_mesh(call: Call) -> Call:
     """Decorate a network's forward: outside `sharding.use`, it runs on the mesh that holds the weights.
 
-    Kernels need to know which devices share their work. Weights are gathered there as they are used, whatever the rules
-    by which they are stored.
+    Kernels need to know which devices share their work. Weights are gathered on use, whatever their sharding.
     """
 
     @wraps(call)
@@ -95,7 +94,7 @@ def on_weights_mesh(call: Call) -> Call:
 def bytes_by_device(network: nnx.Module) -> dict[Any, int]:
     """Return the bytes of a network's weights on each of this process's devices.
 
-    The network may be given as shapes; those without a sharding count for JAX's default device.
+    The network may be abstract, with shapes for weights; a weight without a sharding counts for JAX's default device.
     """
     bytes_of: dict[Any, int] = {}
     for x in jax.tree.leaves(nnx.state(network)):

@@ -26,7 +26,7 @@ class Rope:
     The first `length` tokens are real. On several devices zeros follow, as in `patchify`.
     """
 
-    cos: Any  # an array, or whatever a transformation of trees puts in its place
+    cos: Any  # an array; JAX's tree functions may put other values in its place
     sin: Any
     length: int = field(metadata={"static": True})
 
@@ -41,7 +41,7 @@ class Angles(NamedTuple):
 def angles(positions: Sequence[float] | np.ndarray, channels: int, theta: float = 10000.0) -> Angles:
     """Return the angles of `channels` channels at positions along one axis.
 
-    Angles are computed in float64: in float32 those of far positions have a larger error than bfloat16 activations.
+    Angles are computed in float64: in float32 those of late positions have a larger error than bfloat16 activations.
     """
     frequencies = theta ** (-np.arange(0, channels, 2, dtype=np.float64) / channels)
     angles = np.asarray(positions, np.float64)[:, None] * frequencies
@@ -56,10 +56,14 @@ def rope_3d(
     positions: Sequence[Float[np.ndarray, " _L"]] | None = None,
     unrotated: int = 0,
 ) -> Rope:
-    """Tables for tokens in the order T, H, W of a `grid` of that shape, and for `unrotated` tokens after them.
+    """Return the tables for a `grid` of tokens in the order T, H, W, followed by `unrotated` tokens.
 
-    `axes` are the channels of a head that rotate with each of T, H, W. `positions` are those along each; None counts
-    from 0. Still tokens do not rotate.
+    Args:
+        grid: The number of tokens along T, H and W.
+        axes: The channels of a head that rotate with each of T, H, W.
+        theta: The base of the frequencies.
+        positions: The positions along each axis; None counts from 0.
+        unrotated: The number of tokens after the grid that do not rotate.
     """
     axis_positions = positions or [np.arange(size) for size in grid]
     return rope_from_angles(
@@ -68,9 +72,9 @@ def rope_3d(
 
 
 def rope_from_angles(axis_angles: Sequence[Angles], *, unrotated: int = 0) -> Rope:
-    """Tables for tokens in the order T, H, W from the angles along each, and for `unrotated` tokens after them.
+    """Return the tables for tokens in the order T, H, W from the angles along each, followed by `unrotated` tokens.
 
-    A program holds only the angles as constants, or is given them.
+    So a program has only the angles as constants or arguments, and not the tables.
     """
     grid = tuple(len(angles.cos) for angles in axis_angles)
 
@@ -92,8 +96,8 @@ def norm_and_rope(x: Float[Array, "B L E"], norm: nnx.RMSNorm, rope: Rope) -> Fl
     """Normalise x over all heads together, then rotate channels p and p + D/2 of each head by the p-th angle.
 
     Float32 inside. Checkpoints pair channels 2p and 2p + 1; the converter reorders the columns of the q and k weights
-    so that these pairs lie half a head apart. The products of q and k stay the same, and a vector unit needs no shuffle
-    within pairs.
+    so that the two channels of a pair are half a head apart. The products of q and k stay the same, and the vector unit
+    need not shuffle neighbouring channels.
     """
     assert norm.scale is not None
     return normed_rotary(x, inverse_rms(x, norm.epsilon), norm.scale[...], rope.cos, rope.sin)
@@ -101,7 +105,7 @@ def norm_and_rope(x: Float[Array, "B L E"], norm: nnx.RMSNorm, rope: Rope) -> Fl
 
 @jax.named_scope("rope")
 def head_norm_and_rope(x: Float[Array, "B L E"], norm: nnx.LayerNorm, rope: Rope) -> Float[Array, "B L E"]:
-    """Normalise each head of x by itself, then rotate as `norm_and_rope` does. The norm is as wide as a head."""
+    """Normalise each head of x by itself, then rotate as `norm_and_rope` does. The norm has the channels of a head."""
     assert norm.scale is not None
     assert norm.bias is not None
     return head_normed_rotary(x, norm.scale[...], norm.bias[...], rope.cos, rope.sin, eps=norm.epsilon)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stacks: equal blocks as one module, whose weights have a leading axis, compiled once for all of them."""
+"""Stacks: transformer blocks of equal shape as one module whose weights have a leading axis, scanned over."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,7 +25,7 @@ checkpointed = partial(remat, prevent_cse=False)  # a scan leaves nothing for CS
 
 
 def stack(make_block: Callable[[nnx.Rngs], Module], layers: int, rngs: nnx.Rngs) -> Module:
-    """Make `layers` blocks, as one module whose weights have a leading axis named `layers`."""
+    """Create `layers` blocks as one module whose weights have a leading axis named `layers`."""
 
     @nnx.split_rngs(splits=layers)
     @nnx.vmap(axis_size=layers)
@@ -40,13 +40,13 @@ def stack(make_block: Callable[[nnx.Rngs], Module], layers: int, rngs: nnx.Rngs)
 
 
 def block_at(blocks: Blocks, index: int | slice) -> Blocks:
-    """The block at an index of stacked blocks, or the stack at a slice."""
+    """Return the block at an index of stacked blocks, or the stack at a slice."""
     graphdef, weights = nnx.split(blocks)
     return nnx.merge(graphdef, jax.tree.map(lambda w: w[index], weights))
 
 
 def group_blocks(blocks: Blocks, groups: int) -> Blocks:
-    """Stacked blocks as a stack of `groups` stacks of equal size, in the same order."""
+    """Split stacked blocks into a stack of `groups` stacks of equal size, in the same order."""
     graphdef, weights = nnx.split(blocks)
     return nnx.merge(graphdef, jax.tree.map(lambda w: w.reshape(groups, -1, *w.shape[1:]), weights))
 
@@ -54,14 +54,17 @@ def group_blocks(blocks: Blocks, groups: int) -> Blocks:
 def scan_blocks(
     blocks: Any, apply: Callable[..., Carry], x: Carry, *per_block: Any, part: range | None = None
 ) -> Carry:
-    """Run `x = apply(block, x, *entries)` over stacked blocks, all of them or those of a part; x is [B L E].
+    """Run `x = apply(block, x, *entries)` over stacked blocks; x is [B L E].
 
-    `blocks` may be a tuple of stacks of equal length, and x a tuple of arrays. `per_block` are trees of arrays with a
-    leading axis as long as the stack; `apply` receives the entries of one block. A part is run without a copy of its
-    weights, and a part of one block without a loop.
+    The backward pass computes each block again from its input, except the results of attention and of MLPs. That takes
+    less memory than saving all activations, and on CPUs less time.
 
-    The backward pass computes each block again from its input, except the results of attention and of MLPs. That
-    takes less memory than keeping all activations, and on CPUs less time.
+    Args:
+        blocks: Stacked blocks, or a tuple of stacks of equal length.
+        apply: Called for each block with the block, x and its entries of `per_block`.
+        x: The tokens, or a tuple of arrays.
+        per_block: Trees of arrays with a leading axis as long as the stack.
+        part: The blocks to run; None: all. A part is run without a copy of its weights.
     """
     graphdef, weights = nnx.split(blocks)
     stacked = weights, per_block
@@ -89,7 +92,7 @@ def scan_with_results(
 ) -> tuple[Carry, Result]:
     """Run `x, result = apply(block, x, *entries)` over stacked blocks; return x and all results, stacked.
 
-    The arguments are those of `scan_blocks`. There is no checkpoint for a backward pass.
+    The arguments are those of `scan_blocks`. Blocks are not rematerialized in a backward pass.
     """
     graphdef, weights = nnx.split(blocks)
 
@@ -107,11 +110,13 @@ def constrain_tokens(x: Carry) -> Carry:
 
 
 class BlockCache:
-    """A hook into the blocks of a forward: the values to cache, and the `previous` ones. This one caches nothing.
+    """A hook into the blocks of a forward pass, for step caches. This base class caches nothing.
 
-    for part in cache.parts(layers):
-        x = scan_blocks(blocks, apply, cache.before(part, x), part=part)
-    x = cache.after(x)
+    `previous` are the values that the step before cached, and `cached` those of this step. A model runs its blocks as
+
+        for part in cache.parts(layers):
+            x = scan_blocks(blocks, apply, cache.before(part, x), part=part)
+        x = cache.after(x)
     """
 
     def __init__(self, previous: tuple | None = None):
@@ -122,15 +127,15 @@ class BlockCache:
         return f"{type(self).__name__}()"
 
     def parts(self, layers: int, *cuts: int) -> Sequence[range]:
-        """Return the blocks to run, in parts that end at each cut."""
+        """Return the ranges of blocks to run, which are split at each of `cuts`."""
         return [range(*ends) for ends in pairwise(sorted({0, *cuts, layers}))]
 
     def before(self, part: range, x: Carry) -> Carry:
-        """Return the tokens that a part is run on, from those after the part before it."""
+        """Return the input of a part, given the output `x` of the part before it."""
         return x
 
     def after(self, x: Carry) -> Carry:
-        """Return the tokens after all blocks, from those after the last part."""
+        """Return the output of all blocks, given the output `x` of the last part."""
         return x
 
 

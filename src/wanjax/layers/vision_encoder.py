@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vision transformers: the sizes and the pre-norm block that the towers of CLIP and SigLIP share.
+"""Vision transformers: the config and the pre-norm block that the vision towers of CLIP and SigLIP share.
 
 The architecture is that of Dosovitskiy et al. 2020, arXiv:2010.11929.
 """
@@ -37,7 +37,7 @@ class VisionConfig:
 
 
 class SelfAttention(nnx.Module):
-    """Multi-head attention of every token to every token."""
+    """Multi-head self-attention."""
 
     def __init__(self, config: VisionConfig, **kw):
         self.q = linear(config.width, config.width, ("embed", "heads"), **kw)
@@ -52,7 +52,7 @@ class SelfAttention(nnx.Module):
 
 
 class VisionBlock(nnx.Module):
-    """Self-attention and an MLP, each after a norm and added to a float32 residual."""
+    """A pre-norm transformer block with a float32 residual."""
 
     def __init__(self, config: VisionConfig, activation: Callable[[Array], Array], **kw):
         width = config.width
