@@ -29,7 +29,7 @@ CHIPS = ("v5e", "v5p", "v6e", "v7x")
 SHARE = "wan_14b_720p_self_on_8"  # the workload that is priced where none is named
 SPLASH_TILES = ((2048, 1024, 512), (3328, 2816, 256))  # block_q, block_kv and block_kv_compute
 LARGEST_SCORES = 16e9  # bytes; with more, the plain formula fits no chip
-WITH_RARE_WORK = {"flash_tpu": "every head careful"}  # priced without and with its data-dependent branches
+WITH_RARE_WORK = {"flash_tpu": "every head on the safe path"}  # priced without and with its data-dependent branches
 Name = TypeVar("Name")
 OWN = [name for name in IMPLEMENTATIONS if name not in ("reference", "cudnn")]
 
