@@ -34,7 +34,7 @@ from wanjax.compile_cache.compilations import report_loaded, report_refused, rep
 from wanjax.compile_cache.executables import Executables, UnusableExecutable, key_of
 from wanjax.compile_cache.fingerprint import NoFingerprint
 from wanjax.errors import WanjaxError, WanjaxWarning
-from wanjax.kernels.admitted import refused
+from wanjax.kernels.admitted import rejected_kernels
 from wanjax.kernels.compiler_options import FAST, SAFE
 from wanjax.kernels.target import Target, target_of
 from wanjax.pricing.lowering import Lowering, gc_paused, retry_without_rejected_options
@@ -368,7 +368,7 @@ def _raise_if(ended: Event) -> None:
 
 
 def _options_key(program: Program, site: Site) -> tuple[Any, ...]:
-    return program, site.partitioner, tuple(program.options_of(site).items()), *refused()
+    return program, site.partitioner, tuple(program.options_of(site).items()), *rejected_kernels()
 
 
 def warn_refused(message: str) -> None:

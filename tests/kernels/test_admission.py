@@ -91,7 +91,7 @@ def test_a_kernel_that_fails_is_not_used(fault, refused, words, pretended, expec
     told = [str(each.message) for each in caught if issubclass(each.category, WanjaxWarning)]
     assert len(told) == 1
     assert says(told[0], f"{words} v6e jax libtpu report")
-    assert sorted(admitted.refused()) == refused
+    assert sorted(admitted.rejected_kernels()) == refused
     np.testing.assert_array_equal(frames, expected)
 
 
@@ -99,9 +99,9 @@ def test_a_kernel_that_is_right_is_used(pretended):
     pretended("right")
     admitted.admit_kernels()
     some = jax.ShapeDtypeStruct((1, 96, 2, 64), "float32")
-    assert admitted.refused() == {}
+    assert admitted.rejected_kernels() == {}
     assert choose(some, some, some).name == "flash_tpu"
-    admitted.refuse({"flash_tpu": "a reason"})
+    admitted.set_rejected({"flash_tpu": "a reason"})
     assert choose(some, some, some).name == "chunked"
     assert choose(some, some, some, implementation="flash_tpu").name == "flash_tpu"  # by name it is insisted on
 
@@ -147,7 +147,7 @@ def test_a_program_is_compiled_anew_where_a_kernel_is_refused(monkeypatch):
     pipe = wanjax.load("nano")
     [instance, *_] = [program.instance for program in trace_programs(pipe, pipe.settings(**SETTINGS)).programs]
     before = EXECUTE.key_of(instance)
-    admitted.refuse({"flash_tpu": "a reason"})
+    admitted.set_rejected({"flash_tpu": "a reason"})
     assert EXECUTE.key_of(instance) != before
 
 

@@ -80,16 +80,16 @@ def admit(kind: str) -> dict[str, str]:
     verdicts = kernel_verdicts(kind, KERNELS)
     if jax.distributed.is_initialized():
         verdicts = combine_verdicts(verdicts)
-    refused = {name: reason for name, reason in verdicts.items() if reason}
-    if refused:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+    rejected = {name: reason for name, reason in verdicts.items() if reason}
+    if rejected:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected.items())
         warnings.warn(
             f"kernels that fail on this {kind} (jax {jax.__version__}, libtpu {_version('libtpu')}) are not used, and "
             f"slower ones are ({reasons}): please report this line as an issue of wanjax",
             WanjaxWarning,
             stacklevel=2,
         )
-    return refused
+    return rejected
 
 
 def kernel_verdicts(kind: str, kernels: str) -> dict[str, str]:
@@ -118,8 +118,8 @@ def combine_verdicts(verdicts: dict[str, str]) -> dict[str, str]:
     rejected_anywhere = np.reshape(multihost_utils.process_allgather(rejected_here), (-1, len(rejected_here))).any(
         axis=0
     )
-    with_flags = zip(verdicts.items(), np.atleast_1d(rejected_anywhere).tolist(), strict=True)
-    return {name: reason or (REJECTED_ELSEWHERE if rejected else "") for (name, reason), rejected in with_flags}
+    flagged = zip(verdicts.items(), np.atleast_1d(rejected_anywhere).tolist(), strict=True)
+    return {name: reason or (REJECTED_ELSEWHERE if rejected else "") for (name, reason), rejected in flagged}
 
 
 def _try_in_child(kernels: str, names: list[str]) -> Iterator[tuple[str, str]]:

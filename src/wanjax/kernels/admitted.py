@@ -22,24 +22,24 @@ TPU_KINDS = {
 """Kinds of TPU by their device on the PCI bus."""
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 
-_refused: dict[str, str] = {}
+_rejected: dict[str, str] = {}
 _tried = False
 
 
 def is_admitted(kernel: str) -> bool:
     """Return whether a kernel may be used."""
-    return kernel not in _refused
+    return kernel not in _rejected
 
 
-def refused() -> dict[str, str]:
-    """Return the refused kernels, by name, and the reason for each."""
-    return dict(_refused)
+def rejected_kernels() -> dict[str, str]:
+    """Return the rejected kernels by name, and the reason for each."""
+    return dict(_rejected)
 
 
-def refuse(kernels: Mapping[str, str]) -> None:
-    """Refuse these kernels, for the reason of each, and admit all others."""
-    _refused.clear()
-    _refused.update(sorted(kernels.items()))
+def set_rejected(kernels: Mapping[str, str]) -> None:
+    """Reject these kernels, each for its reason, and admit all others."""
+    _rejected.clear()
+    _rejected.update(sorted(kernels.items()))
 
 
 def tpu_kind() -> str | None:
@@ -66,4 +66,4 @@ def admit_kernels() -> None:
     if (kind := tpu_kind()) is not None:
         from wanjax.kernels import admission  # a late import: without a TPU, starting takes no longer
 
-        refuse(admission.admit(kind))
+        set_rejected(admission.admit(kind))

@@ -35,10 +35,10 @@ def with_backward(forward: Callable[..., tuple[Any, Any]], backward: Callable[..
     return run(*operands)
 
 
-def with_gradient(call: Callable, specification: Callable, *operands: jax.Array) -> jax.Array:
-    """Return `call(*operands)`, whose gradient is that of `specification(*operands)`."""
+def with_gradient(kernel_call: Callable, reference: Callable, *operands: jax.Array) -> jax.Array:
+    """Return `kernel_call(*operands)`, whose gradient is that of `reference(*operands)`."""
 
     def forward(*operands: jax.Array) -> tuple[jax.Array, tuple]:
-        return call(*operands), operands
+        return kernel_call(*operands), operands
 
-    return with_backward(forward, lambda operands, g: jax.vjp(specification, *operands)[1](g), *operands)
+    return with_backward(forward, lambda operands, g: jax.vjp(reference, *operands)[1](g), *operands)

@@ -30,7 +30,7 @@ VMEM_LIMIT_OPTION = "xla_tpu_scoped_vmem_limit_kib"  # for one operation
 SAFE_VMEM_KIB, FAST_VMEM_KIB = 64 << 10, 96 << 10  # of v6e's 128 MiB
 
 
-def scan_options(on: Target | None = None) -> dict[str, str]:
+def scan_options(program_target: Target | None = None) -> dict[str, str]:
     """Return the options of a program that scans over the blocks of a network.
 
     On CPUs, XLA would cast the half-precision weights of all blocks to float32 before the loop, which takes three times
@@ -41,49 +41,59 @@ def scan_options(on: Target | None = None) -> dict[str, str]:
         "cpu": {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"},
         "tpu": {"xla_tpu_enable_async_all_to_all": "true", "xla_enable_async_all_gather": "true"},
     }
-    return options.get((on or target()).platform, {})
+    return options.get((program_target or target()).platform, {})
 
 
-def random_options(on: Target | None = None) -> dict[str, str]:
+def random_options(program_target: Target | None = None) -> dict[str, str]:
     """Return the options of a program that draws random numbers, once for a video.
 
     On CPUs, XLA's default level takes four times as long to compile the generator, and makes nothing faster.
     """
-    return {"xla_backend_optimization_level": "2"} if (on or target()).platform == "cpu" else scan_options(on)
+    return (
+        {"xla_backend_optimization_level": "2"}
+        if (program_target or target()).platform == "cpu"
+        else scan_options(program_target)
+    )
 
 
-def matmul_options(on: Target | None = None) -> dict[str, str]:
+def matmul_options(program_target: Target | None = None) -> dict[str, str]:
     """Return the options of a program that scans over blocks and spends its time in matrix products.
 
     On v6e one operation may take half of the VMEM, which allows larger tiles.
     """
-    on = on or target()
-    return scan_options(on) | ({VMEM_LIMIT_OPTION: str(SAFE_VMEM_KIB)} if on.kind in LARGE_VMEM_KINDS else {})
+    program_target = program_target or target()
+    return scan_options(program_target) | (
+        {VMEM_LIMIT_OPTION: str(SAFE_VMEM_KIB)} if program_target.kind in LARGE_VMEM_KINDS else {}
+    )
 
 
-def fast_matmul_options(on: Target | None = None) -> dict[str, str]:
+def fast_matmul_options(program_target: Target | None = None) -> dict[str, str]:
     """Return what the set `fast` adds to `matmul_options`.
 
     TPUs other than v5e offload collectives to their SparseCores, and on v6e one operation may take three quarters of
     the VMEM.
     """
-    on = on or target()
-    options = dict(SPARSE_CORE_OPTIONS) if on.platform == "tpu" and on.kind not in KINDS_WITHOUT_SPARSE_CORES else {}
-    return options | ({VMEM_LIMIT_OPTION: str(FAST_VMEM_KIB)} if on.kind in LARGE_VMEM_KINDS else {})
+    program_target = program_target or target()
+    options = (
+        dict(SPARSE_CORE_OPTIONS)
+        if program_target.platform == "tpu" and program_target.kind not in KINDS_WITHOUT_SPARSE_CORES
+        else {}
+    )
+    return options | ({VMEM_LIMIT_OPTION: str(FAST_VMEM_KIB)} if program_target.kind in LARGE_VMEM_KINDS else {})
 
 
-def conv_options(on: Target | None = None) -> dict[str, int]:
+def conv_options(program_target: Target | None = None) -> dict[str, int]:
     """Return the options of a program that spends its time in convolutions.
 
     For TPUs, XLA's default level searches for the best tiles of each convolution. The search takes four fifths of the
     compile time and saves a quarter of the run time (docs/performance.md), so it is left to the set `fast`.
     """
-    return {"optimization_level": O1} if (on or target()).platform == "tpu" else {}
+    return {"optimization_level": O1} if (program_target or target()).platform == "tpu" else {}
 
 
-def fast_conv_options(on: Target | None = None) -> dict[str, int]:
+def fast_conv_options(program_target: Target | None = None) -> dict[str, int]:
     """Return what the set `fast` adds to `conv_options`: XLA's default level."""
-    return {"optimization_level": O2} if (on or target()).platform == "tpu" else {}
+    return {"optimization_level": O2} if (program_target or target()).platform == "tpu" else {}
 
 
 def check_set(name: str) -> None:

@@ -57,16 +57,16 @@ def call(
     x: Float[Array, "B T H W C"], gamma: Float[Array, " C"], dtype: jnp.dtype, interpret: bool
 ) -> Float[Array, "B T H W C"]:
     batch, frames, height, width, channels = x.shape
-    cells, frames_of_cell = height * width, batch * frames
-    x = jnp.moveaxis(x, (2, 3), (0, 1)).reshape(cells, frames_of_cell, channels)
+    pixels, frames_per_pixel = height * width, batch * frames
+    x = jnp.moveaxis(x, (2, 3), (0, 1)).reshape(pixels, frames_per_pixel, channels)
     lanes = round_up(channels, LANES)
-    block_cells = min(cells, max(1, BLOCK_BYTES // (4 * lanes * frames_of_cell)))
-    rows = pl.BlockSpec((block_cells, frames_of_cell, channels), lambda i: (i, 0, 0))
+    block_pixels = min(pixels, max(1, BLOCK_BYTES // (4 * lanes * frames_per_pixel)))
+    x_spec = pl.BlockSpec((block_pixels, frames_per_pixel, channels), lambda i: (i, 0, 0))
     y = pl.pallas_call(
         _normed_silu_kernel,
-        grid=(ceil_div(cells, block_cells),),
-        in_specs=[rows, pl.BlockSpec((1, channels), lambda i: (0, 0))],
-        out_specs=rows,
+        grid=(ceil_div(pixels, block_pixels),),
+        in_specs=[x_spec, pl.BlockSpec((1, channels), lambda i: (0, 0))],
+        out_specs=x_spec,
         out_shape=jax.ShapeDtypeStruct(x.shape, dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
         interpret=interpret,

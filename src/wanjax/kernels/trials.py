@@ -23,8 +23,8 @@ def _angles(tokens: int, pairs: int) -> tuple[jax.Array, jax.Array]:
 
 def _rotary_trials() -> Iterator[Trial]:
     for name, tokens in TOKENS.items():
-        x, inverse = normal(0, 1, tokens, 512), jnp.abs(normal(1, 1, tokens, 1, dtype="float32"))
-        operands = x, inverse, normal(2, 512, dtype="float32"), *_angles(tokens, 64)
+        x, inverse_rms = normal(0, 1, tokens, 512), jnp.abs(normal(1, 1, tokens, 1, dtype="float32"))
+        operands = x, inverse_rms, normal(2, 512, dtype="float32"), *_angles(tokens, 64)
         for parts in (1, 2):
             run = partial(_jitted, partial(rotary_heads.call, parts=parts), operands)
             yield Trial(f"{name}, {parts} parts", run, partial(rotary_heads.reference, *operands), TOLERANCE)
@@ -63,14 +63,17 @@ def _jitted(call, operands: tuple, interpret: bool) -> jax.Array:
     return jax.jit(partial(call, interpret=interpret))(*operands)
 
 
-_SHARED = (__name__, "wanjax.kernels.attention.trials")
-_ROTARY, _SILU = ("wanjax.kernels.rotary_heads", *_SHARED), ("wanjax.kernels.normed_silu", *_SHARED)
+_SHARED_MODULES = (__name__, "wanjax.kernels.attention.trials")
+_ROTARY_MODULES, _SILU_MODULES = (
+    ("wanjax.kernels.rotary_heads", *_SHARED_MODULES),
+    ("wanjax.kernels.normed_silu", *_SHARED_MODULES),
+)
 
 KERNELS = (
     *trials.KERNELS,
-    Kernel("normed_rotary", _ROTARY, _rotary_trials),
-    Kernel("head_normed_rotary", _ROTARY, _head_rotary_trials),
-    Kernel("heads_apart", _ROTARY, _pack_trials),
-    Kernel("heads_joined", _ROTARY, _join_trials),
-    Kernel("normed_silu", _SILU, _silu_trials),
+    Kernel("normed_rotary", _ROTARY_MODULES, _rotary_trials),
+    Kernel("head_normed_rotary", _ROTARY_MODULES, _head_rotary_trials),
+    Kernel("heads_apart", _ROTARY_MODULES, _pack_trials),
+    Kernel("heads_joined", _ROTARY_MODULES, _join_trials),
+    Kernel("normed_silu", _SILU_MODULES, _silu_trials),
 )

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
-Second = Bool[Array, " L"] | None
+SecondMask = Bool[Array, " L"] | None
 
 
 class Modulation(NamedTuple):
@@ -32,7 +32,10 @@ def split_modulation(mod: Float32[Array, "B T 6 E"]) -> tuple[Modulation, Modula
 
 @jax.named_scope("modulation")
 def modulate(
-    x: Float32[Array, "B L E"], shift: Float32[Array, "B T E"], scale: Float32[Array, "B T E"], second: Second = None
+    x: Float32[Array, "B L E"],
+    shift: Float32[Array, "B T E"],
+    scale: Float32[Array, "B T E"],
+    second: SecondMask = None,
 ) -> Float32[Array, "B L E"]:
     """Return `x (1 + scale) + shift` in float32, the dtype of norms."""
     return _by_token(lambda shift, scale: x * (1.0 + scale) + shift, second, shift, scale)
@@ -40,7 +43,7 @@ def modulate(
 
 @jax.named_scope("modulation")
 def gated_add(
-    x: Float[Array, "B L E"], y: Float[Array, "B L E"], gate: Float32[Array, "B _T E"], second: Second = None
+    x: Float[Array, "B L E"], y: Float[Array, "B L E"], gate: Float32[Array, "B _T E"], second: SecondMask = None
 ) -> Float[Array, "B L E"]:
     """Return the residual sum `x + gate · y`, added in float32 and rounded once to x's dtype."""
     x32, y32 = x.astype(jnp.float32), y.astype(jnp.float32)
@@ -48,7 +51,7 @@ def gated_add(
 
 
 def _by_token(
-    apply: Callable[..., Array], second: Second, *values: Float32[Array, "B T E"]
+    apply: Callable[..., Array], second: SecondMask, *values: Float32[Array, "B T E"]
 ) -> Float32[Array, "B _L E"]:
     """Apply a function to the values of each token's own modulation, of the two if there are two."""
     if second is None:

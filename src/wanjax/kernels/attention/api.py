@@ -40,13 +40,13 @@ class Choice(NamedTuple):
 
 
 # By platform, if none is named: the first that supports the call.
-ANYWHERE = (Choice("chunked", "its memory does not grow with the number of scores"),)
+FALLBACK = (Choice("chunked", "its memory does not grow with the number of scores"),)
 PREFERRED: dict[str, tuple[Choice, ...]] = {
-    "gpu": (Choice("cudnn", "it is NVIDIA's own"), *ANYWHERE),
+    "gpu": (Choice("cudnn", "it is NVIDIA's own"), *FALLBACK),
     "tpu": (
         Choice("flash_tpu", "by the compiler's schedules it is the fastest"),
         Choice("splash", "it is JAX's own"),
-        *ANYWHERE,
+        *FALLBACK,
     ),
 }
 
@@ -199,8 +199,8 @@ def sparse_linear_attention(
     reason = sparse_linear_tpu.unsupported(q, sparse, keys, config)
     if implementation == "tpu" and reason is not None:
         raise UnsupportedError(reason)
-    admitted = is_admitted("sparse_linear_tpu")
-    name = implementation or ("tpu" if reason is None and admitted else "chunked")
+    is_tpu_admitted = is_admitted("sparse_linear_tpu")
+    name = implementation or ("tpu" if reason is None and is_tpu_admitted else "chunked")
     if name not in SPARSE_LINEAR:
         raise WanjaxError(f"no sparse-linear attention is named {name!r}: there are {', '.join(SPARSE_LINEAR)}")
     if implementation not in (None, "tpu") and config is not None:
@@ -231,16 +231,16 @@ def _on_one_device(
 ) -> Any:
     """Compute attention on the device that holds the operands; after the first `keys`, keys are padding."""
     options |= {"return_lse": return_lse}
-    chosen = _implementation_for(q, k, v, name, key_mask=key_mask, **options)
-    is_counted = isinstance(keys, Array)
-    if keys is not None and (is_counted or keys < k.shape[1]):
-        if chosen.counts_keys and key_mask is None:  # a slice would be a copy
+    implementation = _implementation_for(q, k, v, name, key_mask=key_mask, **options)
+    per_example = isinstance(keys, Array)
+    if keys is not None and (per_example or keys < k.shape[1]):
+        if implementation.takes_num_keys and key_mask is None:  # a slice would be a copy
             options |= {"keys": keys}
-        elif is_counted:
+        elif per_example:
             key_mask = length_mask(keys, k.shape[1]) if key_mask is None else key_mask & length_mask(keys, k.shape[1])
         else:
             k, v, key_mask = (x if x is None else x[:, :keys] for x in (k, v, key_mask))
-    return chosen.attention(q, k, v, key_mask=key_mask, **options)
+    return implementation.attention(q, k, v, key_mask=key_mask, **options)
 
 
 def _add_keys_on_one_device(
@@ -248,10 +248,14 @@ def _add_keys_on_one_device(
 ) -> Any:
     """Add the attention to some of the keys to that of earlier keys, as `sharded.Kernels.part`."""
     full_options = {"window": None, "bias": None, "return_lse": True, **options}
-    chosen = _implementation_for(q, k, v, name, key_mask=key_mask, **full_options)
-    admitted = name is not None or is_admitted("flash_tpu_carried")
-    if admitted and chosen.attention_with_carry is not None and chosen.supports_carry(options["config"]):
-        return chosen.attention_with_carry(q, k, v, carry, last=last, key_mask=key_mask, keys=keys, **options)
+    implementation = _implementation_for(q, k, v, name, key_mask=key_mask, **full_options)
+    is_tpu_admitted = name is not None or is_admitted("flash_tpu_carried")
+    if (
+        is_tpu_admitted
+        and implementation.attention_with_carry is not None
+        and implementation.supports_carry(options["config"])
+    ):
+        return implementation.attention_with_carry(q, k, v, carry, last=last, key_mask=key_mask, keys=keys, **options)
     result = _on_one_device(q, k, v, key_mask=key_mask, name=name, keys=keys, **full_options)
     result = result if carry is None else sharded.merge(carry, result)
     return (result[0].astype(q.dtype), result[1]) if last else result
@@ -262,8 +266,8 @@ def _gradient_on_one_device(
 ) -> Any:
     """Return the gradients of q, k and v where all queries see the same keys."""
     options |= {"window": None}
-    chosen = _implementation_for(q, k, v, name, key_mask=key_mask, bias=None, **options, return_lse=True)
-    return chosen.gradient(q, k, v, g, lse, delta, key_mask=key_mask, keys=keys, **options)
+    implementation = _implementation_for(q, k, v, name, key_mask=key_mask, bias=None, **options, return_lse=True)
+    return implementation.gradient(q, k, v, g, lse, delta, key_mask=key_mask, keys=keys, **options)
 
 
 def choose(
@@ -296,19 +300,19 @@ def _implementation_for(q, k, v, name: str | None, **options: Any) -> Implementa
 
 def _choose(q, k, v, name: str | None, **options: Any) -> Choice:
     """Return the choice for options in the form that implementations take."""
-    preferred = PREFERRED.get(target(q).platform, ANYWHERE)
-    refusals = []
+    preferred = PREFERRED.get(target(q).platform, FALLBACK)
+    reasons = []
     for candidate in preferred if name is None else (Choice(name, "it was named"),):
         reason = IMPLEMENTATIONS[candidate.name].unsupported(q, k, v, **options)
         if reason is None and name is None:
-            reason = _admission_refusal(candidate.name, options["window"])
+            reason = _rejection(candidate.name, options["window"])
         if reason is None:
-            return Choice(candidate.name, "; ".join([candidate.reason, *refusals]))
-        refusals.append(reason)
-    raise UnsupportedError("; ".join(refusals))
+            return Choice(candidate.name, "; ".join([candidate.reason, *reasons]))
+        reasons.append(reason)
+    raise UnsupportedError("; ".join(reasons))
 
 
-def _admission_refusal(name: str, window: Any) -> str | None:
+def _rejection(name: str, window: Any) -> str | None:
     """Return why an implementation that supports a call is not used: its kernel failed its trials on this chip."""
     kernel = f"{name}_radial" if isinstance(window, Radial) else name
     return None if is_admitted(kernel) else f"{kernel} was tried on this chip and failed"

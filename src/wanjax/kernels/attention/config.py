@@ -19,11 +19,11 @@ IMPLEMENTATIONS = {
         flash_tpu.attention,
         flash_tpu.unsupported,
         flash_tpu.gradient,
-        counts_keys=True,
+        takes_num_keys=True,
         supports_carry=flash_tpu.supports_carry,
         attention_with_carry=flash_tpu.attention_with_carry,
     ),
-    "splash": Implementation(splash.attention, splash.unsupported, chunked.gradient, counts_keys=True),
+    "splash": Implementation(splash.attention, splash.unsupported, chunked.gradient, takes_num_keys=True),
 }
 _AUTO, _RADIAL, _SPARSE, _WINDOW = "auto", "radial", "sla", "window="
 

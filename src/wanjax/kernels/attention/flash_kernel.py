@@ -544,9 +544,9 @@ def _add_ragged(
 
 def _num_compute_blocks(is_last: Array, sizes: Sizes) -> Array | int:
     """Return the number of whole compute blocks in this block of keys."""
-    usual = sizes.block_kv // sizes.block_kv_compute
+    in_others = sizes.block_kv // sizes.block_kv_compute
     in_last = ((sizes.keys - 1) % sizes.block_kv + 1) // sizes.block_kv_compute
-    return in_last if sizes.single_block or in_last == usual else jnp.where(is_last, in_last, usual)
+    return in_last if sizes.single_block or in_last == in_others else jnp.where(is_last, in_last, in_others)
 
 
 def _loop(start: Array | int, stop: Array | int, step: Callable[[Array], None]) -> None:
@@ -668,8 +668,8 @@ def _add_keys(
     kv_strips, mask = _strips_and_mask(num_keys, mask)
     pending: list[tuple[Array, slice, Array]] = []
     q_strips = _q_strips(state, start)
-    narrow = isinstance(start, BlockList)
-    depth = PIPELINE_DEPTH * STRIP_Q // size_of(q_strips[0]) if narrow else PIPELINE_DEPTH  # as many queries in flight
+    is_list = isinstance(start, BlockList)
+    depth = PIPELINE_DEPTH * STRIP_Q // size_of(q_strips[0]) if is_list else PIPELINE_DEPTH  # as many queries in flight
     for kv_strip in kv_strips:
         strip_mask = None if mask is None or mask.all_valid(kv_strip) else mask
         v = None

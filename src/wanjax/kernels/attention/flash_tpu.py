@@ -88,9 +88,9 @@ def attention(
     Only the first `keys` keys take part (None: all): one number, or one for each example. Give either `keys` or
     `key_mask`. Under a radial mask, numbers for each example are at least that of the video's tokens.
     """
-    is_counted = isinstance(keys, Array)
-    options = {"window": window, "scale": scale, "config": config, "keys": None if is_counted else keys}
-    masks = key_mask, keys if is_counted else None
+    per_example = isinstance(keys, Array)
+    options = {"window": window, "scale": scale, "config": config, "keys": None if per_example else keys}
+    masks = key_mask, keys if per_example else None
     out, lse = from_result(partial(_attention, **options), partial(_gradient, **options), q, k, v, masks)
     return (out, lse) if return_lse else out
 
@@ -162,15 +162,15 @@ def _attention(
     q, k, v, masks, *, window, scale, config, keys, carry: PartialSums | None = None, return_sums=False
 ) -> Any:
     (key_mask, kv_lengths), (batch, queries, heads, head_dim) = masks, q.shape
-    kv_heads, is_counted = k.shape[2], kv_lengths is not None
+    kv_heads, per_example = k.shape[2], kv_lengths is not None
     keys = k.shape[1] if keys is None else keys
-    kv_lengths = kv_lengths if is_counted else jnp.full((batch,), keys, jnp.int32)
+    kv_lengths = kv_lengths if per_example else jnp.full((batch,), keys, jnp.int32)
     radial = window if isinstance(window, Radial) else None
-    ragged = radial is None and (key_mask is not None or is_counted or window is not None)
+    ragged = radial is None and (key_mask is not None or per_example or window is not None)
     config = _resolve_config(config, window, (head_dim, queries, keys, q.dtype.name), ragged)
     key_mean = None
     if config.center_keys:
-        k, key_mean = _center_keys(k, length_mask(kv_lengths, k.shape[1]) if is_counted else key_mask)
+        k, key_mean = _center_keys(k, length_mask(kv_lengths, k.shape[1]) if per_example else key_mask)
     if key_mask is not None:
         kv_lengths, (k, v) = valid_keys_first(key_mask, k, v)  # the kernel skips blocks of masked keys
     scalars = (kv_lengths,) if radial is None else _list_scalars(radial, queries, keys, config, kv_lengths)
@@ -239,9 +239,9 @@ def _list_scalars(
     first_block = np.arange(0, keys, block_kv) // mask.block_kv
     end_block = np.minimum(first_block + block_kv // mask.block_kv, keys // mask.block_kv)
     last_whole = kv_lengths[:, None] // mask.block_kv
-    num_dead = jnp.maximum(end_block[None] - jnp.maximum(last_whole, first_block[None]), 0)  # [B, steps]
-    num_live = jnp.maximum(list_length.reshape(1, -1, len(first_block)) - num_dead[:, None], 0)
-    return tuple(map(jnp.asarray, (list_start, num_live.reshape(-1), sees_tail, block_start, kv_lengths)))
+    num_past_end = jnp.maximum(end_block[None] - jnp.maximum(last_whole, first_block[None]), 0)  # [B, steps]
+    num_visited = jnp.maximum(list_length.reshape(1, -1, len(first_block)) - num_past_end[:, None], 0)
+    return tuple(map(jnp.asarray, (list_start, num_visited.reshape(-1), sees_tail, block_start, kv_lengths)))
 
 
 def _center_keys(

@@ -30,6 +30,6 @@ class Implementation:
     attention: Callable[..., Any]
     unsupported: Callable[..., str | None]
     gradient: Callable[..., Any]
-    counts_keys: bool = False
+    takes_num_keys: bool = False
     supports_carry: Callable[[Any], bool] = no_carry
     attention_with_carry: Callable[..., Any] | None = None

@@ -21,7 +21,7 @@ from wanjax.kernels.attention import reference
 from wanjax.kernels.attention.blocks import batch_to_heads, heads_to_batch, to_blocks
 from wanjax.sharding import pad_to
 
-EPSILON_OF_SUM = 1e-5  # added to the sum of linear attention's weights
+SUM_EPSILON = 1e-5  # added to the sum of linear attention's weights
 
 
 @dataclass(frozen=True)
@@ -102,15 +102,15 @@ def attention(
     """
     length, heads, dtype = *q.shape[1:3], q.dtype
     q, k, v = (x[:, :keys] for x in (q, k, v))
-    flat_q, flat_k, flat_v = map(heads_to_batch, (q, k, v))
+    merged_q, merged_k, merged_v = map(heads_to_batch, (q, k, v))
     block_indices = jnp.arange(ceil_div(keys, sparse.block_kv))
-    selected = (choose_blocks(flat_q, flat_k, sparse)[..., None] == block_indices[None, None, None]).any(axis=2)
+    selected = (choose_blocks(merged_q, merged_k, sparse)[..., None] == block_indices[None, None, None]).any(axis=2)
     q_block_index, kv_block_index = (jnp.arange(keys) // size for size in (sparse.block_q, sparse.block_kv))
     bias = jnp.where(selected[:, q_block_index][:, :, kv_block_index], 0.0, -jnp.inf).reshape(-1, heads, keys, keys)
     float32_operands = (x.astype(jnp.float32) for x in (q, k, v))
     options: dict[str, Any] = {"key_mask": None, "window": None, "scale": q.shape[3] ** -0.5, "config": None}
     out: Any = reference.attention(*float32_operands, bias=bias, **options)
-    out += batch_to_heads(linear_attention(flat_q, key_state(flat_k, flat_v), projection), heads)
+    out += batch_to_heads(linear_attention(merged_q, key_state(merged_k, merged_v), projection), heads)
     return pad_to(out, 1, length).astype(dtype)
 
 
@@ -145,7 +145,7 @@ def key_state(k: Float[Array, "_B L D"], v: Float[Array, "_B L D"]) -> KeyState:
 def linear_attention(q: Float[Array, "_B L D"], state: KeyState, projection: Projection) -> Float32[Array, "_B L D"]:
     """Return the projected linear attention of queries to the keys of a state, in float32."""
     features = jax.nn.softmax(q.astype(jnp.float32), axis=2)
-    weight = EPSILON_OF_SUM + jnp.einsum("BLD,BD->BL", features, state.weights, precision="highest")
+    weight = SUM_EPSILON + jnp.einsum("BLD,BD->BL", features, state.weights, precision="highest")
     y = jnp.einsum("BLD,BDE->BLE", features, state.values, precision="highest") / weight[..., None]
     kernel, bias = (x.astype(jnp.float32) for x in projection)
     return jnp.matmul(y, kernel, precision="highest") + bias[None, None]

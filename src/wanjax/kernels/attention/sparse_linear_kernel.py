@@ -62,10 +62,10 @@ def prepare(
     """Return the sums over each block of q and of k, and Σ φ(k)ᵀ [v, 1], for the heads of all examples."""
     head_dim = q.shape[2] // sizes.heads
     alignment = math.lcm(sizes.block_q, sizes.block_kv, LANES)
-    step_tokens = min(round_up(TOKENS_PER_STEP, alignment), round_up(sizes.tokens, alignment))
-    heads, steps = len(q) * sizes.heads, ceil_div(sizes.tokens, step_tokens)
-    rows = pl.BlockSpec((None, step_tokens, head_dim), lambda b, h, i: (b, i, h))
-    blocks_per_step = [step_tokens // block_size for block_size in (sizes.block_q, sizes.block_kv)]
+    block_tokens = min(round_up(TOKENS_PER_STEP, alignment), round_up(sizes.tokens, alignment))
+    heads, steps = len(q) * sizes.heads, ceil_div(sizes.tokens, block_tokens)
+    rows = pl.BlockSpec((None, block_tokens, head_dim), lambda b, h, i: (b, i, h))
+    blocks_per_step = [block_tokens // block_size for block_size in (sizes.block_q, sizes.block_kv)]
     return pl.pallas_call(
         partial(_prepare, sizes=sizes),
         grid=(len(q), sizes.heads, steps),
@@ -92,27 +92,27 @@ def prepare(
 
 def _prepare(q_ref, k_ref, v_ref, q_sums_ref, k_sums_ref, state_ref, *, sizes: Sizes) -> None:
     """Compute the results of `prepare`; the grid runs over examples, heads and tokens."""
-    i, step_tokens = pl.program_id(2), q_ref.shape[0]
-    num_valid = sizes.tokens - i * step_tokens
+    i, block_tokens = pl.program_id(2), q_ref.shape[0]
+    num_valid = sizes.tokens - i * block_tokens
 
     def add(ragged: bool) -> None:
         q, k, v = q_ref[...], k_ref[...], v_ref[...]
         if ragged:  # after the last token, memory is undefined
-            valid = iota((step_tokens, 1), 0) < num_valid
+            valid = iota((block_tokens, 1), 0) < num_valid
             q, k, v = (jnp.where(valid, x, jnp.zeros_like(x)) for x in (q, k, v))
         q_sums_ref[...], k_sums_ref[...] = _block_sums(q, sizes.block_q), _block_sums(k, sizes.block_kv)
         x = k.T.astype(jnp.float32)  # channels on the first axis: softmax adds whole registers
         weights = jnp.exp(x - x.max(axis=0, keepdims=True))
         weights = (weights * (1.0 / weights.sum(axis=0, keepdims=True))).astype(k.dtype)
         if ragged:
-            weights = jnp.where(iota((1, step_tokens), 1) < num_valid, weights, jnp.zeros_like(weights))
+            weights = jnp.where(iota((1, block_tokens), 1) < num_valid, weights, jnp.zeros_like(weights))
         state = matmul(weights, jnp.concatenate([v, jnp.ones_like(v)], axis=1))
         state_ref[...] = jnp.where(i == 0, state, state_ref[...] + state)
 
     last = pl.num_programs(2) - 1
-    if sizes.tokens % step_tokens:
+    if sizes.tokens % block_tokens:
         pl.when(i < last)(lambda: add(False))
-    pl.when(i == last)(lambda: add(True)) if sizes.tokens % step_tokens else add(False)
+    pl.when(i == last)(lambda: add(True)) if sizes.tokens % block_tokens else add(False)
 
 
 def _block_sums(x: Float[Array, "L D"], size: int) -> Float32[Array, "_L D"]:
@@ -155,9 +155,9 @@ def _list_blocks(scores_ref, out_ref, *, blocks: int, sizes: Sizes) -> None:
     square = (padded_blocks, padded_blocks)
     upper_triangle = jnp.where(iota(square, 0) <= iota(square, 1), 1.0, 0.0).astype(jnp.bfloat16)
 
-    def cumulative_count(marks: Array) -> Array:
+    def cumulative_count(selected: Array) -> Array:
         """Return the number of marks up to each lane. It is exact: products of ones, summed in float32."""
-        return matmul(marks.astype(jnp.bfloat16), upper_triangle)
+        return matmul(selected.astype(jnp.bfloat16), upper_triangle)
 
     larger, equal = (jnp.where(x, 1.0, 0.0) for x in (sortable > threshold, sortable == threshold))
     wanted_equal = sizes.top_k - larger.sum(axis=1, keepdims=True)
@@ -246,7 +246,7 @@ def attend(
     )(first_keys, q, k, v, state, bias)
 
 
-class Step(NamedTuple):
+class StepRefs(NamedTuple):
     """References of a grid step; the last three are scratch, with a row for each query."""
 
     first_keys: jax.Ref
@@ -287,14 +287,14 @@ def _attend(
     A row's offset comes from the first block of its list, without a maximum, as in `flash_tpu`. If a row's sum of
     weights shows that a logit left the range, the grid step is repeated with the maximum of all logits as the offset.
     """
-    step = Step(first_keys_ref, q_ref, k_ref, v_ref, value_sum_ref, weight_sum_ref, offset_ref)
+    step = StepRefs(first_keys_ref, q_ref, k_ref, v_ref, value_sum_ref, weight_sum_ref, offset_ref)
     num_valid = sizes.tokens - pl.program_id(2) * sizes.rows
 
     def attempt(safe: Array) -> Array:
         pl.when(safe == 1)(lambda: _set_offsets_to_max(step, sizes))
         for tile in _tile_slices(sizes, 0, 1):
-            mean_score = _mean_scores(step, tile, sizes) + HEADROOM[q_ref.dtype.name]
-            offset_ref[tile.rows, :] = jnp.where(safe == 1, offset_ref[tile.rows, :], mean_score)
+            probe = _mean_scores(step, tile, sizes) + HEADROOM[q_ref.dtype.name]
+            offset_ref[tile.rows, :] = jnp.where(safe == 1, offset_ref[tile.rows, :], probe)
         value_sum_ref[...] = jnp.zeros(value_sum_ref.shape)
         weight_sum_ref[...] = jnp.zeros(weight_sum_ref.shape)
         _add_keys(step, sizes)
@@ -308,7 +308,7 @@ def _attend(
     jax.lax.while_loop(lambda safe: safe < 2, attempt, jnp.int32(0))
 
 
-def _mean_scores(step: Step, tile: TileSlice, sizes: Sizes) -> Float32[Array, "L _S"]:
+def _mean_scores(step: StepRefs, tile: TileSlice, sizes: Sizes) -> Float32[Array, "L _S"]:
     """Return the mean score of a block in all lanes, as a product with its mean key: no reduction along lanes."""
     k = _read(step.k, step, tile, sizes).astype(jnp.float32)
     if tile.ends_list:
@@ -327,7 +327,7 @@ def _linear_attention(q: Float[Array, "L D"], state: Float[Array, "_D _E"]) -> F
     return values_and_weights[:, : q.shape[1]] / values_and_weights[:, q.shape[1] :]
 
 
-def _add_keys(step: Step, sizes: Sizes) -> None:
+def _add_keys(step: StepRefs, sizes: Sizes) -> None:
     """Add the weights and weighted values of all listed keys, with the offset unchanged."""
     pending: list[tuple[slice, Array, Array]] = []
 
@@ -350,7 +350,7 @@ def _add_keys(step: Step, sizes: Sizes) -> None:
     _for_each_tile(sizes, add, add_values)
 
 
-def _set_offsets_to_max(step: Step, sizes: Sizes) -> None:
+def _set_offsets_to_max(step: StepRefs, sizes: Sizes) -> None:
     """Set the offset of each row to the maximum of its logits."""
     step.offset[...] = jnp.full(step.offset.shape, -jnp.inf)
 
@@ -391,7 +391,7 @@ def _tile_slices(sizes: Sizes, first_slot: Array | int, count: int) -> Iterator[
         yield TileSlice(slice(index * sizes.block_q, (index + 1) * sizes.block_q), index, first_slot, count, ends_list)
 
 
-def _scores(step: Step, tile: TileSlice, sizes: Sizes) -> Float32[Array, "L S"]:
+def _scores(step: StepRefs, tile: TileSlice, sizes: Sizes) -> Float32[Array, "L S"]:
     """Return scores as exponents of two; -inf for keys that are padding."""
     scores = _scores_of(step.q[tile.rows, :], _read(step.k, step, tile, sizes))
     if tile.ends_list and sizes.tokens % sizes.block_kv:
@@ -404,7 +404,7 @@ def _scores_of(q: Float[Array, "L D"], k: Float[Array, "S D"]) -> Float32[Array,
     return matmul(q, k, transposed=True) * (q.shape[1] ** -0.5 * math.log2(math.e))
 
 
-def _read(ref: jax.Ref, step: Step, tile: TileSlice, sizes: Sizes) -> Float[Array, "S D"]:
+def _read(ref: jax.Ref, step: StepRefs, tile: TileSlice, sizes: Sizes) -> Float[Array, "S D"]:
     """Read the keys, or values, of a slice."""
     starts = (
         pl.multiple_of(step.first_keys[tile.index, tile.first_slot + n], sizes.block_kv) for n in range(tile.count)
@@ -412,7 +412,7 @@ def _read(ref: jax.Ref, step: Step, tile: TileSlice, sizes: Sizes) -> Float[Arra
     return jnp.concatenate([ref[pl.ds(start, sizes.block_kv), :] for start in starts])
 
 
-def _valid_keys(step: Step, tile: TileSlice, shape: tuple[int, int], sizes: Sizes) -> Array:
+def _valid_keys(step: StepRefs, tile: TileSlice, shape: tuple[int, int], sizes: Sizes) -> Array:
     """Return which keys of a list's last slice are valid; only its last block can be partial."""
     earlier_keys = (tile.count - 1) * sizes.block_kv
     return (

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Float32
 from wanjax.kernels.alignment import ceil_div
 from wanjax.kernels.attention.blocks import matmul_precision
 from wanjax.kernels.attention.flash_tpu import vmem_bytes
-from wanjax.kernels.attention.sparse_linear import EPSILON_OF_SUM, Projection, SparseLinear
+from wanjax.kernels.attention.sparse_linear import SUM_EPSILON, Projection, SparseLinear
 from wanjax.kernels.attention.sparse_linear_chunked import with_gradient
 from wanjax.kernels.attention.sparse_linear_kernel import TILE_KV, Sizes, attend, list_blocks, prepare
 
@@ -130,7 +130,7 @@ def _project_state(
     """Return the state of linear attention with projected values; in bfloat16 as a sum of two, one above the other."""
     values, weights = jnp.split(state, 2, axis=2)
     values = jnp.matmul(values, projection.kernel.astype(jnp.float32)[None], precision="highest")
-    values_and_weights = jnp.concatenate([values, weights + EPSILON_OF_SUM], axis=2)
+    values_and_weights = jnp.concatenate([values, weights + SUM_EPSILON], axis=2)
     high = values_and_weights.astype(dtype)
     if dtype == jnp.float32:
         return high

@@ -17,8 +17,8 @@ from wanjax.kernels.attention.radial import Radial
 
 HEAD_DIM = 128
 TOLERANCE = 1e-2  # for operands and weights in bfloat16, whose error is about 3e-3
-BLOCKS = "wanjax.kernels.attention.blocks"
-FLASH = (*(f"wanjax.kernels.attention.flash_{name}" for name in ("tpu", "kernel", "tiles")), BLOCKS)
+BLOCKS_MODULE = "wanjax.kernels.attention.blocks"
+FLASH_MODULES = (*(f"wanjax.kernels.attention.flash_{name}" for name in ("tpu", "kernel", "tiles")), BLOCKS_MODULE)
 WHOLE_BLOCKS, RAGGED = (256, 512), (300, 700)  # queries and keys
 MASKS: dict[str, Any] = {"key_mask": None, "window": None, "bias": None}
 
@@ -87,9 +87,13 @@ def _carry_trials() -> Iterator[Trial]:
 
         @jax.jit
         def two_calls(q, k, v):
-            half = k.shape[1] // 2
-            sums: Any = flash_tpu.attention_with_carry(q, k[:, :half], v[:, :half], None, last=False, **options)
-            out: Any = flash_tpu.attention_with_carry(q, k[:, half:], v[:, half:], sums, last=True, **options)
+            half_length = k.shape[1] // 2
+            sums: Any = flash_tpu.attention_with_carry(
+                q, k[:, :half_length], v[:, :half_length], None, last=False, **options
+            )
+            out: Any = flash_tpu.attention_with_carry(
+                q, k[:, half_length:], v[:, half_length:], sums, last=True, **options
+            )
             return out[0]
 
         return two_calls(*operands)
@@ -109,8 +113,8 @@ def _gradient(attend: Any, operands: list[jax.Array]) -> Any:
 def _reference_gradient(operands: list[jax.Array]) -> Any:
     options = MASKS | {"scale": _scale(operands), "config": None}
     g = normal(7, *operands[0].shape).astype(jnp.float32)
-    wide = [x.astype(jnp.float32) for x in operands]
-    return jax.jit(lambda q, k, v: jax.vjp(partial(chunked.attention, **options), q, k, v)[1](g))(*wide)
+    float32_operands = [x.astype(jnp.float32) for x in operands]
+    return jax.jit(lambda q, k, v: jax.vjp(partial(chunked.attention, **options), q, k, v)[1](g))(*float32_operands)
 
 
 def _gradient_trials() -> Iterator[Trial]:
@@ -163,14 +167,16 @@ def _sparse_trials() -> Iterator[Trial]:
 
 
 KERNELS = (
-    Kernel("flash_tpu", (*FLASH, __name__), _flash_trials),
-    Kernel("flash_tpu_radial", (*FLASH, "wanjax.kernels.attention.radial", __name__), _radial_trials),
-    Kernel("flash_tpu_carried", (*FLASH, __name__), _carry_trials),
-    Kernel("flash_tpu_gradient", (*FLASH, "wanjax.kernels.attention.flash_gradient", __name__), _gradient_trials),
+    Kernel("flash_tpu", (*FLASH_MODULES, __name__), _flash_trials),
+    Kernel("flash_tpu_radial", (*FLASH_MODULES, "wanjax.kernels.attention.radial", __name__), _radial_trials),
+    Kernel("flash_tpu_carried", (*FLASH_MODULES, __name__), _carry_trials),
+    Kernel(
+        "flash_tpu_gradient", (*FLASH_MODULES, "wanjax.kernels.attention.flash_gradient", __name__), _gradient_trials
+    ),
     Kernel("splash", ("wanjax.kernels.attention.splash", __name__), _splash_trials),
     Kernel(
         "sparse_linear_tpu",
-        (*(f"wanjax.kernels.attention.sparse_linear{name}" for name in ("_tpu", "_kernel")), BLOCKS, __name__),
+        (*(f"wanjax.kernels.attention.sparse_linear{name}" for name in ("_tpu", "_kernel")), BLOCKS_MODULE, __name__),
         _sparse_trials,
     ),
 )

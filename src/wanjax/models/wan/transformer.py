@@ -26,7 +26,7 @@ from wanjax.layers.guided_attention import apply_nag
 from wanjax.layers.heads import join_heads, split_heads
 from wanjax.layers.linear import gather_kernels, linear
 from wanjax.layers.mlp import MLP, gelu_tanh
-from wanjax.layers.modulation import Second, gated_add, modulate, split_modulation
+from wanjax.layers.modulation import SecondMask, gated_add, modulate, split_modulation
 from wanjax.layers.norms import layer_norm, rms_norm
 from wanjax.layers.patch import patch_grid, patchify, unpatchify
 from wanjax.layers.placement import on_weights_mesh, param
@@ -170,7 +170,7 @@ class Block(nnx.Module):
         self.dtype = kw["dtype"]
 
     def __call__(
-        self, x: Tokens, context: Any, mod: Float[Array, "B _T 6 E"], *where: Any, clean: Second = None
+        self, x: Tokens, context: Any, mod: Float[Array, "B _T 6 E"], *where: Any, clean: SecondMask = None
     ) -> tuple[Tokens, Any]:
         """`where` are the other arguments of self-attention; also returns its chunk for a KV cache, if it has one."""
         self_mod, mlp_mod = split_modulation(mod + self.table[...][None, None])
@@ -294,7 +294,7 @@ def modulation_table(rows: int, width: int, rngs: nnx.Rngs) -> nnx.Param:
     return param(normal, (rows, width), (None, "embed"), dtype=jnp.float32, rngs=rngs)
 
 
-def clean_tokens(grid: tuple[int, int, int], frames: int) -> Second:
+def clean_tokens(grid: tuple[int, int, int], frames: int) -> SecondMask:
     """Mark the tokens of the first `frames` frames of patches; None if there are no such frames."""
     clean = jnp.arange(math.prod(grid)) < frames * grid[1] * grid[2]
     return shard_tokens(clean, ("length",)) if frames else None
