@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention to kept keys, the number of which is known when a program runs."""
+"""Attention to cached keys, the number of which is known when a program runs."""
 
 from functools import partial
 

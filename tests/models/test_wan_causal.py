@@ -154,5 +154,5 @@ def test_no_other_attention_than_to_all_kept_keys():
     config = model("whole").config
     for name in ("radial:0.2", "auto:window=4"):
         made = network(partial(WanCausalTransformer, config, attention=AttentionConfig.parse(name)), None)
-        with pytest.raises(UnsupportedError, match=naming("attention kept keys")):
+        with pytest.raises(UnsupportedError, match=naming("attention cached keys")):
             by_blocks(made, *map(jnp.asarray, given()))

@@ -89,8 +89,8 @@ def _are_tokens(x: jax.Array) -> bool:
 def gather_kernels(*projections: Projection) -> Sequence[Projection]:
     """Gather the kernels of projections before the first of them is used.
 
-    During an all-gather a TPU does nothing else, unless its SparseCores gather. A later all-gather would wait for the
-    heads that are sent on the same links, and keep them from being sent beside the next projection.
+    During an all-gather a TPU does nothing else, unless its SparseCores gather. A later all-gather would compete for
+    links with the all-to-all of heads, which should overlap the next projection.
     """
     partitioner, dense = current(), [projection for projection in projections if isinstance(projection, Linear)]
     if partitioner.single_device or not partitioner.rules.gathered or len(dense) < len(projections):
@@ -117,7 +117,7 @@ def linear(
     param_dtype: DTypeLike,
     rngs: nnx.Rngs,
 ) -> Linear:
-    """A dense projection whose kernel [in, out] has the logical axes `axes`; its bias has the last of them."""
+    """Create a dense projection whose kernel [in, out] has the logical axes `axes`; its bias has the last of them."""
     return Linear(
         features_in,
         features_out,

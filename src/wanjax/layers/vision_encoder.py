@@ -20,7 +20,7 @@ from wanjax.layers.norms import layer_norm
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """The sizes of a vision tower; `layers` counts the blocks that run."""
+    """Config of a vision tower; `layers` counts the blocks that run."""
 
     layers: int
     heads: int

@@ -127,7 +127,7 @@ def attention_to_cache(
     """
     attn = AttentionConfig.of(implementation)
     if not attn.is_dense:
-        raise UnsupportedError("attention to kept keys sees all of them: give auto, or a name without a window")
+        raise UnsupportedError("attention to cached keys sees all of them: give auto, or a name without a window")
     options = _options(attn, q, k, v)
     return kv_cache.attention(
         partial(_on_one_device, name=attn.implementation, **options), q, k, v, cache, slot, length

@@ -30,11 +30,15 @@ _AUTO, _RADIAL, _SPARSE, _WINDOW = "auto", "radial", "sla", "window="
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """An implementation of attention, None to choose one by platform and shape, and what self-attention sees.
+    """The implementation of attention, and the mask of self-attention.
 
-    `tiles` are those of flash_tpu; None leaves them to it. `window` is the number of tokens before and after its own
-    that a token sees. `radial` asks for the mask of radial attention, by `decay` or, for None, by the model's own, and
-    `sparse` for sparse-linear attention; there are then no tiles and no window.
+    Attributes:
+        implementation: A name in `IMPLEMENTATIONS`; None chooses by platform and shape.
+        tiles: Tiles of flash_tpu; None takes its defaults.
+        window: How many tokens before and after itself a token sees; None: all.
+        radial: Use the mask of radial attention. There are then no tiles and no window.
+        decay: The decay of that mask; None is the model's own.
+        sparse: Options of sparse-linear attention; None: do not use it. There are then no tiles and no window.
     """
 
     implementation: str | None = None
@@ -85,7 +89,7 @@ class AttentionConfig:
 
     @property
     def config(self) -> Config | None:
-        """The tiles as the implementation takes them."""
+        """The tiles as a `flash_tpu.Config`; None leaves them to the implementation."""
         return None if self.tiles is None else self.tiles.config()
 
     @property

@@ -256,7 +256,7 @@ def _block_specs(grid: tuple[int, int, int], heads_per_row: int, head_dim: int, 
 
     queries, keys = block(config.block_q, lambda j, i: i), block(config.block_kv, lambda j, i: j)
     vector = pl.BlockSpec((None, 1, config.block_q), lambda h, j, i, *_: (h, 0, i))
-    dq_spec = block(config.block_q, lambda j, i: jnp.where(j == grid[1] - 1, i, 0))  # else each pass would write it
+    dq_spec = block(config.block_q, lambda j, i: jnp.where(j == grid[1] - 1, i, 0))  # write dq in the last pass only
     return [queries, queries, vector, vector, keys, keys], [dq_spec, keys, keys]
 
 

@@ -77,7 +77,7 @@ class State(NamedTuple):
 
 
 class PartialSums(NamedTuple):
-    """The first fields of `State` for all queries, after some of the keys: the carry to the other keys."""
+    """Softmax sums of all queries after some of the keys, the first fields of `State`: the carry to a next call."""
 
     q: Any
     offset: Any
@@ -143,7 +143,7 @@ def size_of(x: slice) -> int:
 
 
 def positions(x: slice, axis: int) -> Array:
-    """The positions of a slice along an axis of a matrix."""
+    """Return the positions of a slice along an axis of a matrix."""
     return x.start + jax.lax.broadcasted_iota(jnp.int32, (1,) * axis + (size_of(x),) + (1,) * (1 - axis), axis)
 
 
@@ -158,7 +158,7 @@ def call(
     head_dim: int,
     config: Config,
 ) -> Any:
-    """The kernel over a grid of examples, their heads, blocks of queries and blocks of keys.
+    """Call the kernel over a grid of examples, their heads, blocks of queries and blocks of keys.
 
     `operands` are q, k and v: [B L N·D] and [B S K·D], or [B·N L D] and [B·K S D]. `scalars` are the number of valid
     keys of each example, or the lists of `sparse_kernel`. New sums overwrite those of the carry.
@@ -168,7 +168,9 @@ def call(
     heads_per_row = q.shape[2] // head_dim  # 1 if heads are on the first axis
     heads = q.shape[0] * heads_per_row  # of all examples
     split_q = q.dtype == jnp.bfloat16  # q times q_scale as a sum of two: one bfloat16 would lose three digits
-    if split_q and 2 * head_dim <= LANES:  # fills rows that would be padded; the kernel doubles wider rows
+    if (
+        split_q and 2 * head_dim <= LANES
+    ):  # two copies of k fill a row, for both halves of q; the kernel itself doubles wider rows
         k = jnp.concatenate([k, k], axis=2)
 
     q_index_map = _row_index_map(sizes.heads, heads_per_row)

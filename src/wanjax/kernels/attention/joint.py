@@ -56,9 +56,8 @@ def attention(
         out = kernel(
             _join(q, video_queries), _join(k, length), _join(v, length), keys=length + text_lengths, window=window
         )
-        out = Pair(
-            pad_to(out[:, :video_queries], 1, q.video.shape[1]), out[:, video_queries:]
-        )  # later queries are padding
+        video = pad_to(out[:, :video_queries], 1, q.video.shape[1])  # later queries are padding
+        out = Pair(video, out[:, video_queries:])
         return jax.tree.map(lambda x: heads_to_tokens(x, heads, num_devices, exchange_axes), out)
 
     pair_spec = Pair(PartitionSpec(*placement), PartitionSpec(*placement))

@@ -162,19 +162,13 @@ def kernel_lists(
         1 if it sees the keys after the last whole block; and all lists, of each block's first key counted from the
         first key of the grid step. The lists of a grid step are interleaved, and shorter ones padded with `NO_BLOCK`.
     """
-    block_mask, num_whole, blocks_per_step = (
-        mask.block_mask(queries, keys),
-        keys // mask.block_kv,
-        block_kv // mask.block_kv,
-    )
+    block_mask = mask.block_mask(queries, keys)
+    num_whole, blocks_per_step = keys // mask.block_kv, block_kv // mask.block_kv
     block_mask = np.pad(block_mask, ((0, -len(block_mask) % q_blocks_per_step), (0, 0)))
     steps = ceil_div(keys, block_kv)
-    by_step = np.pad(block_mask[:, :num_whole], ((0, 0), (0, steps * blocks_per_step - num_whole))).reshape(
-        -1, q_blocks_per_step, steps, blocks_per_step
-    )
-    columns, counts = column_lists(
-        np.moveaxis(by_step, 2, 1).reshape(-1, blocks_per_step)
-    )  # of each block of queries in each grid step
+    by_step = np.pad(block_mask[:, :num_whole], ((0, 0), (0, steps * blocks_per_step - num_whole)))
+    by_step = np.moveaxis(by_step.reshape(-1, q_blocks_per_step, steps, blocks_per_step), 2, 1)
+    columns, counts = column_lists(by_step.reshape(-1, blocks_per_step))  # of each q block in each grid step
     slots = np.arange(columns.shape[1])
     block_start = np.where(slots < counts[:, None], columns * mask.block_kv, NO_BLOCK).reshape(
         -1, q_blocks_per_step, len(slots)

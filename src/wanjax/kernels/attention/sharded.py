@@ -219,9 +219,8 @@ def _ring(
     # send heads side by side, as projections write them: with an axis of heads, a TPU would copy them first
     carry, shard = None, (*(x.reshape(*x.shape[:2], -1) for x in (k, v)), masks)
     for _ in range(ring_size - 1):
-        next_shard = jax.lax.ppermute(
-            shard, "sp", _ring_permutation(ring_size)
-        )  # runs beside the attention to this shard
+        # overlaps the attention to this shard
+        next_shard = jax.lax.ppermute(shard, "sp", _ring_permutation(ring_size))
         carry, shard = attend_shard(carry, shard, last=False), next_shard
     return attend_shard(carry, shard, last=True)
 
