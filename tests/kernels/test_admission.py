@@ -44,7 +44,7 @@ def pretended(monkeypatch, tmp_path):
     """Return a function that makes the CPU an accelerator whose preferred kernel is one of `trial_kernels`."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # of the child
-    monkeypatch.setattr(admitted, "_refused", {})
+    monkeypatch.setattr(admitted, "_rejected", {})
     monkeypatch.setattr(admission, "KERNEL_SECONDS", 2.0)
     kept = dict(api.PREFERRED)
 
@@ -143,7 +143,7 @@ def test_of_two_processes_both_take_the_worst_verdict(monkeypatch):
 
 
 def test_a_program_is_compiled_anew_where_a_kernel_is_refused(monkeypatch):
-    monkeypatch.setattr(admitted, "_refused", {})
+    monkeypatch.setattr(admitted, "_rejected", {})
     pipe = wanjax.load("nano")
     [instance, *_] = [program.instance for program in trace_programs(pipe, pipe.settings(**SETTINGS)).programs]
     before = EXECUTE.key_of(instance)
