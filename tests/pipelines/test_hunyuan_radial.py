@@ -57,10 +57,10 @@ def sparse(folder):
     return trace(load(folder))
 
 
-def masked(q, k, v, *, length, texts, **_):
+def masked(q, k, v, *, length, text_lengths, **_):
     """Joint attention by the formula under the mask of the tests."""
     q, k, v = (jnp.concatenate(pair, axis=1) for pair in (q, k, v))
-    seen = jnp.arange(q.shape[1])[None] < length + texts[:, None]
+    seen = jnp.arange(q.shape[1])[None] < length + text_lengths[:, None]
     out = attention(q, k, v, key_mask=seen, window=MASK, implementation="reference")
     return Pair(out[:, :length], out[:, length:])
 
