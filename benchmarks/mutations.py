@@ -114,7 +114,7 @@ MUTATIONS = (
         "first-chunk",
         "src/wanjax/models/wan/vae.py",
         "            cache = self.time_conv.initial_frames(x)\n",
-        "            cache = as_operand(jnp.concatenate([x, x], axis=1), self.time_conv.dtype)\n",
+        "            cache = to_operand_dtype(jnp.concatenate([x, x], axis=1), self.time_conv.dtype)\n",
         "the second to fifth frames of every Wan video flicker, since they see the first where they should see zeros",
         ("parity/test_wan_vae.py::test_decode", "parity/test_wan_vae.py::test_modules_at_the_first_frame_and_later"),
     ),

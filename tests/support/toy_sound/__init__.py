@@ -118,7 +118,7 @@ def decode_sound(graphdef, latents, video, weights):
 @dataclass(frozen=True)
 class SoundDenoiser(Denoiser):
     def embed_timesteps(self, network, times, plain=False):
-        return network.time_embed(nets.sinusoid(times, 8).astype(network.dtype))
+        return network.time_embed(nets.sinusoidal_embedding(times, 8).astype(network.dtype))
 
     def predict(self, network, x, t, prompt, shared, blocks=EVERY_BLOCK, dense=None):
         kept, real = shared
