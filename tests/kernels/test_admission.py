@@ -58,7 +58,7 @@ def pretended(monkeypatch, tmp_path):
             unsupported=lambda *arrays, **options: None,
         )
         monkeypatch.setitem(IMPLEMENTATIONS, "flash_tpu", broken)
-        monkeypatch.setitem(api.PREFERRED, "cpu", (*kept["tpu"][:1], *api.ANYWHERE))
+        monkeypatch.setitem(api.PREFERRED, "cpu", (*kept["tpu"][:1], *api.FALLBACK))
 
     yield pretend
     EXECUTE.forget()
