@@ -143,6 +143,7 @@ def test_each_view_is_accessible(opened, made, scheme):
     page.wait_for_selector(".card.completed")
     check("plain")
     page.click(".drawer > summary")
+    page.click(".expert > summary")
     check("drawer")
     page.click("#make")
     page.wait_for_selector(".question")
@@ -472,6 +473,7 @@ def test_what_is_wrong_is_said_beside_its_field(opened, served):
     page.fill("#prompt", PROMPT)
     page.click(".drawer > summary")
     page.check("[name=shape][value=own]", force=True)
+    page.click(".expert > summary")
     right = {"width": "64", "height": "32", "seed": "3"}
     for name, value in right.items():
         page.fill(f"[name={name}]", value)
@@ -479,6 +481,8 @@ def test_what_is_wrong_is_said_beside_its_field(opened, served):
         before = page.input_value(f"[name={field}]")
         for value, words in values.items():
             page.fill(f"[name={field}]", value)
+            if field == "flow_shift":
+                page.click(".expert > summary")
             if page.is_visible(".presets"):
                 page.click(".drawer > summary")
             page.click("#make")
@@ -504,6 +508,7 @@ def test_a_drawer_shows_what_is_changed_and_takes_it_back(opened):
     page = opened().goto()
     page.click(".drawer > summary")
     page.fill("[name=steps]", "9")
+    page.click(".expert > summary")
     page.select_option("[name=scheduler]", "euler")
     assert "2" in page.inner_text(".drawer > summary")
     assert page.locator(".setting.changed").count() == 2

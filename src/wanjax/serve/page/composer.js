@@ -232,7 +232,8 @@ export function Composer({ form, setForm, models, videos, announce, needToken, o
   const [message, setMessage] = useState("");
   const [asking, setAsking] = useState(false);
   const [empty, setEmpty] = useState(false);
-  const [open, setOpen] = useState(false);
+  const [open, setOpen] = useState(false); // the drawer
+  const [expert, setExpert] = useState(false); // its last part
   const [over, setOver] = useState(false);
   const [asked, setAsked] = useState([]);
   const prompt = useRef(null);
@@ -267,7 +268,9 @@ export function Composer({ form, setForm, models, videos, announce, needToken, o
   const focusField = (errors) => {
     setWrong(errors);
     const [first] = Object.keys(errors);
-    if (form && fields.fieldsOf(model).some((field) => field.name === first)) setOpen(true);
+    const field = form && fields.fieldsOf(model).find((field) => field.name === first);
+    if (field) setOpen(true);
+    if (field?.group === "expert") setExpert(true);
     setTimeout(() => {
       const input = root.current.querySelector(`[aria-invalid=true]`) ?? root.current.querySelector(`#file-${first}`);
       input?.focus();
@@ -364,9 +367,11 @@ export function Composer({ form, setForm, models, videos, announce, needToken, o
           change({ model: (preset.model ?? model).id, values: { ...fields.omit(form.values, PRESET), ...preset.values } })} />
         ${Object.keys(fields.GROUPS).map((group) => {
           const own = fields.fieldsOf(model).filter((field) => field.group === group && fields.isUseful(field.name, form, model));
-          return own.length > 0 && html`<fieldset key=${group} class="group"><legend>${text(`group_${group}`)}</legend>
-            ${own.map((field) => html`<${Setting} key=${field.name} field=${field} form=${form} model=${model} wrong=${wrong[field.name]} set=${set} />`)}
-          </fieldset>`;
+          const settings = own.map((field) => html`<${Setting} key=${field.name} field=${field} form=${form} model=${model} wrong=${wrong[field.name]} set=${set} />`);
+          if (!own.length) return null;
+          return group === "expert" ? html`<details key=${group} class="expert" open=${expert} onToggle=${(event) => setExpert(event.target.open)}>
+            <summary>${text(`group_${group}`)}</summary><div class="group">${settings}</div></details>`
+            : html`<fieldset key=${group} class="group"><legend>${text(`group_${group}`)}</legend>${settings}</fieldset>`;
         })}
 `}
       </details>`}
@@ -380,7 +385,7 @@ export function Composer({ form, setForm, models, videos, announce, needToken, o
           onClick=${() => change({ ...fields.emptyForm(model), prompt: form.prompt })}>✕</button>`}</div>
       <button class="main" id="make" aria-busy=${asking}>${asking ? text("making") : text(buttonOf(form, model, count), { n: count })}</button>
       ${takes && html`<span class="cost">${takes}</span>`}
-      <${Asked} ids=${asked} videos=${videos} open=${view} />
+      <${Asked} ids=${form?.from ? [] : asked} videos=${videos} open=${view} />
       <p class="wrong" id="message" role="alert">${message}</p>
     </div>
   </form>`;
