@@ -51,7 +51,7 @@ def decode(model: str, frames: int, height: int, width: int) -> dict[str, int]:
     preset, parts = presets()[model], Components({})
     family, video_model = family_with(preset), preset.model
     assert video_model is not None
-    parts.put("vae", random_network(family.network_of(video_model.vae)))
+    parts.override("vae", random_network(family.network_of(video_model.vae)))
     pipeline = Pipeline(parts, video_model, preset.defaults)
     shape = video_model.spec.latent_shape(replace(preset.defaults, frames=frames, height=height, width=width))
     latents = jax.random.normal(jax.random.key(0), shape)

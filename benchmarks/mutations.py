@@ -233,8 +233,8 @@ MUTATIONS = (
     Mutation(
         "step-noise",
         "src/wanjax/pipelines/seeds.py",
-        "jnp.stack([jax.random.fold_in(key_of(word), number) for word in words])",
-        "jnp.stack([key_of(word) for word in words])",
+        "jnp.stack([jax.random.fold_in(key_of(pair), number) for pair in key_data])",
+        "jnp.stack([key_of(pair) for pair in key_data])",
         "a stochastic solver adds noise that is not independent of the initial noise",
         ("pipelines/test_seeds.py::test_the_noise_of_steps_has_a_key_of_its_own",),
     ),

@@ -73,8 +73,8 @@ class Sounds(Observer):
     def __init__(self) -> None:
         self.found: list[np.ndarray] = []
 
-    def decoded(self, beside: Any) -> None:
-        self.found.append(np.asarray(beside["audio"]))
+    def decoded(self, extras: Any) -> None:
+        self.found.append(np.asarray(extras["audio"]))
 
 
 def made(pipe: Any, seeds: list[int], *prompts: str) -> tuple[list[np.ndarray], list[np.ndarray]]:

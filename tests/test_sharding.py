@@ -23,7 +23,7 @@ from wanjax.errors import WanjaxError
 from wanjax.layers.placement import as_shapes, with_shardings
 from wanjax.models.wan.config import T2V_14B
 from wanjax.models.wan.transformer import WanTransformer
-from wanjax.pipelines.frames import Decoding, decode_chunk
+from wanjax.pipelines.frames import DecodeStatic, decode_chunk
 from wanjax.pipelines.mesh_sizes import parse_mesh
 from wanjax.pipelines.wan.conditioning import WanConditioning
 from wanjax.sharding import MESH_AXES, ONE_DEVICE, VIDEO, use
@@ -79,7 +79,7 @@ def test_vae():
     z = np.random.default_rng(2).normal(size=(1, 4, 2, 6, 4)).astype(np.float32)
     alone, together = pipeline(4, None), pipeline(4, partitioner((2, 2, 2)))
     graphdef, weights = nnx.split(together.vae)
-    static = Decoding(graphdef, jnp.dtype(jnp.float32), 1)
+    static = DecodeStatic(graphdef, jnp.dtype(jnp.float32), 1)
     first, kept = together.call(decode_chunk, static, np.moveaxis(z, 1, -1)[:, :1], None, weights)
     assert first.sharding.is_fully_replicated
     assert all(len({str(shard.index) for shard in x.addressable_shards}) == 8 for x in jax.tree.leaves(kept))

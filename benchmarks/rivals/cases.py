@@ -95,7 +95,7 @@ def pipeline_of(model: str, networks: Mapping[str, nnx.Module], **shapes: Any) -
     preset, components = presets()[model], Components({})
     assert preset.model is not None
     for name, network in networks.items():
-        components.put(name, network)
+        components.override(name, network)
     return Pipeline(components, replace(preset.model, **shapes), preset.defaults)
 
 

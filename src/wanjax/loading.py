@@ -33,7 +33,7 @@ from wanjax.pipelines.components import DECODER, Components, MakeRoom
 from wanjax.pipelines.keywords import knows_keywords
 from wanjax.pipelines.mesh_sizes import AutoMesh, MeshSizes, parse_mesh
 from wanjax.pipelines.meshes import auto_mesh, step_cost
-from wanjax.pipelines.model import attending
+from wanjax.pipelines.model import with_attention
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.progress import loading
 from wanjax.pipelines.settings import Settings
@@ -375,7 +375,7 @@ def abstract_pipeline(
         offload: As in `load`.
         decoder: As in `load`.
     """
-    outline = replace(outline, model=attending(outline.model, attention, outline.settings.model))
+    outline = replace(outline, model=with_attention(outline.model, attention, outline.settings.model))
     family, preset, model, settings = outline.family, outline.preset, outline.model, outline.settings
     weights_dtype = param_dtype or (preset.param_dtype if preset and preset.model else settings.dtype)
 

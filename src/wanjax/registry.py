@@ -32,7 +32,7 @@ from wanjax.pipelines.cogvideox import FAMILY as COGVIDEOX
 from wanjax.pipelines.distillation import TASK, Distillation, distilled_by, telling
 from wanjax.pipelines.family import Family, Preset, family_of, named_sizes
 from wanjax.pipelines.hunyuanvideo import FAMILY as HUNYUANVIDEO
-from wanjax.pipelines.model import VideoModel, attending, with_scheduler
+from wanjax.pipelines.model import VideoModel, with_attention, with_scheduler
 from wanjax.pipelines.settings import Settings, schema, sides
 from wanjax.pipelines.wan import FAMILY as WAN
 from wanjax.schedulers import Scheduler
@@ -435,7 +435,7 @@ def with_options(
     checkpoint = with_distillation(checkpoint, loras, note)
     learned, model = attention_of(loras), checkpoint.settings.model
     attention = attention or learned
-    video_model = attending(checkpoint.model, attention or AUTO, model)
+    video_model = with_attention(checkpoint.model, attention or AUTO, model)
     if video_model != checkpoint.model:
         entries = {name: video_model.spec.config_entries for name in video_model.spec.denoisers}
         checkpoint = replace(checkpoint, source=with_zeros(checkpoint.source, entries, checkpoint.family.networks))

@@ -24,7 +24,7 @@ from wanjax.cli.stages import least_seconds
 from wanjax.errors import WanjaxError
 from wanjax.layers.placement import with_shardings
 from wanjax.pipelines import memory
-from wanjax.pipelines.tracing import most_held, trace_programs
+from wanjax.pipelines.tracing import peak_bytes, trace_programs
 from wanjax.pricing.chips import V6E
 from wanjax.sharding import RULES, Partitioner, make_mesh
 
@@ -76,7 +76,7 @@ def test_all_stages_of_a_model_of_the_hub_are_looked_at_before_any_is_computed(p
     """Decoding alone would fit, but not beside the networks of the other stages, which stay."""
     how = {"size": (64, 64), "frames": 1, "steps": 2}
     pipe = wanjax.load(tiny, offload=True)
-    needed, _ = most_held(trace_programs(pipe, pipe.settings(**how), room=0))
+    needed, _ = peak_bytes(trace_programs(pipe, pipe.settings(**how), room=0))
 
     machine.has_memory(needed)
     with pytest.raises(AssertionError, match="executed"):

@@ -72,7 +72,7 @@ def test_what_is_not_known_is_no_figure(given, tmp_path):
     settings = pipe.settings(size=(32, 32), frames=5)
     told, noted = [], []
     seen = profile.StepProfile(tmp_path, pipe, settings, noted.append)
-    seen.begun(None)
+    seen.started(None)
     for index in (8, 9):
         seen.stepped(Ended(index, 10, 0.0, State(None, None), jnp.zeros((1, 1, 1, 1, 1))))
         told.append((seen.report(), json.loads((tmp_path / profile.STEPS).read_text(), parse_constant=pytest.fail)))

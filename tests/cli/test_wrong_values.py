@@ -13,7 +13,7 @@ from tests.support.words import says
 from wanjax.checkpoints.lora_source import Lora
 from wanjax.errors import WanjaxError
 from wanjax.loading import load
-from wanjax.pipelines.model import least_bytes
+from wanjax.pipelines.model import min_step_bytes
 from wanjax.registry import outline
 
 LONG = "x" * 300  # characters, more than a file's name may have
@@ -162,7 +162,7 @@ def test_a_video_larger_than_the_memory_is_refused_before_anything_is_loaded(mac
     pipe = load("nano")
     weights = pipe.components.sizes["transformer"]
     _, settings = pipe.prepare()
-    enough = weights + least_bytes(pipe.model, settings)
+    enough = weights + min_step_bytes(pipe.model, settings)
     machine.has_memory(enough)
     pipe.prepare()
     assert says(sentence("generate", "a", "--size", "128x64", "--frames", "33"), "128x64 33 frames memory")
@@ -174,5 +174,5 @@ def test_the_least_memory_is_that_of_four_arrays_of_tokens():
     model = outline("wan2.1-t2v-1.3b")
     large = model.settings.updated({"frames": 99_997, "dtype": "bfloat16"})
     tokens = 25_000 * (480 // 16) * (832 // 16)
-    assert least_bytes(model.model, large) == 4 * tokens * 1536 * 2
-    assert least_bytes(outline("wan2.1-t2v-1.3b-causal").model, large) == 0
+    assert min_step_bytes(model.model, large) == 4 * tokens * 1536 * 2
+    assert min_step_bytes(outline("wan2.1-t2v-1.3b-causal").model, large) == 0

@@ -30,7 +30,7 @@ from wanjax.kernels.attention import (
 from wanjax.kernels.attention.sparse_linear_tpu import Config
 from wanjax.layers.rope import rope_3d
 from wanjax.models.wan.transformer import SelfAttention, WanTransformer
-from wanjax.pipelines.model import attending
+from wanjax.pipelines.model import with_attention
 from wanjax.pricing.chips import abstract_mesh, find_slice
 from wanjax.pricing.compile import compile_program
 from wanjax.pricing.lowering import replicated
@@ -264,25 +264,25 @@ def test_a_transformer_with_it():
 def test_models_that_were_not_trained_with_it_can_be():
     """Their denoisers then have its projection; those that are dense otherwise stay as they are."""
     model, asked = presets()["wan2.1-t2v-14b"].model, AttentionConfig.parse("sla:top=0.2")
-    assert attending(model, asked, "wan").spec.attention(AUTO) == asked
+    assert with_attention(model, asked, "wan").spec.attention(AUTO) == asked
     for other in ("auto", "radial", "chunked"):
-        assert attending(model, AttentionConfig.parse(other), "wan") is model
+        assert with_attention(model, AttentionConfig.parse(other), "wan") is model
 
 
 @pytest.mark.parametrize("model", ["vace-14b", "causal", "cogvideox-2b", "hunyuanvideo1.5"])
 def test_models_that_can_have_none(model):
     name = next(name for name in presets() if model in name)
     with pytest.raises(UnsupportedError, match=naming("wan --attention auto")):
-        attending(presets()[name].model, AttentionConfig.parse("sla"), "wan")
+        with_attention(presets()[name].model, AttentionConfig.parse("sla"), "wan")
 
 
 @pytest.mark.parametrize("asked", ["radial", "chunked", "auto:window=9"])
 def test_models_that_were_trained_with_it_have_no_other(asked):
     model = presets()["turbowan2.1-t2v-14b-480p"].model
     for allowed in ("auto", "sla", "sla:top=0.15"):
-        assert attending(model, AttentionConfig.parse(allowed), "wan") is model
+        assert with_attention(model, AttentionConfig.parse(allowed), "wan") is model
     with pytest.raises(UnsupportedError, match=naming("wan --attention auto")):
-        attending(model, AttentionConfig.parse(asked), "wan")
+        with_attention(model, AttentionConfig.parse(asked), "wan")
 
 
 LOUD = 14.0  # logits of a standard deviation of 196

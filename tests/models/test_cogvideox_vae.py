@@ -19,7 +19,7 @@ from tests.support.small_wan import network, partitioner
 from wanjax.layers.norms import GroupNorm
 from wanjax.models.cogvideox.vae import CogVideoXVAE
 from wanjax.models.cogvideox.vae_config import VAE_5B
-from wanjax.pipelines.frames import Decoding, chunk_count, decode_chunk, decoded, encoded, spans
+from wanjax.pipelines.frames import DecodeStatic, chunk_count, decode_chunk, decode_latents, encode_frames, spans
 
 SMALL = replace(VAE_5B, channels=(4, 8, 8), latent_channels=4, res_blocks=1, groups=2, sample_size=(48, 64))
 EVEN, SOME, NONE = (8, 6), (6, 4), (3, 5)  # sizes of latents that eight devices can share, or not
@@ -33,13 +33,13 @@ def vae(axes=None, rules="fsdp"):
 def frames_of(z, axes=None, rules="fsdp"):
     devices = partitioner(axes, rules)
     at_once = SMALL.decode_lengths(z.shape[2])
-    chunks = decoded(vae(axes, rules), [z], at_once, jnp.float32, None, caller(devices))
+    chunks = decode_latents(vae(axes, rules), [z], at_once, jnp.float32, None, caller(devices))
     return np.concatenate([np.asarray(x) for x in chunks])
 
 
 def latents_of(frames, axes=None, rules="fsdp"):
     devices = partitioner(axes, rules)
-    return encoded(vae(axes, rules), frames, None, caller(devices))
+    return encode_frames(vae(axes, rules), frames, None, caller(devices))
 
 
 SIZES = {(1, 1, 8): EVEN, (2, 2, 2): NONE}
@@ -62,7 +62,7 @@ def test_eight_devices(axes, rules):
 def test_each_device_holds_an_eighth():
     z = np.ones((1, 3, 8, 6, 4), np.float32)
     graphdef, weights = nnx.split(vae((2, 1, 4)))
-    static = Decoding(graphdef, jnp.dtype(jnp.uint8), 1)
+    static = DecodeStatic(graphdef, jnp.dtype(jnp.uint8), 1)
     frames, kept = caller(partitioner((2, 1, 4)))(decode_chunk, static, z, None, weights)
     assert frames.sharding.is_fully_replicated
     assert all(len({str(shard.index) for shard in x.addressable_shards}) == 8 for x in jax.tree.leaves(kept))
@@ -71,7 +71,7 @@ def test_each_device_holds_an_eighth():
 def test_memory_does_not_grow_with_the_clip():
     z = jnp.asarray(np.random.default_rng(0).normal(size=(1, 4, 13, *NONE)).astype(np.float32), jnp.float32)
     held = []
-    for frames in decoded(vae(), [z], (3, 2), jnp.float32, None, caller()):
+    for frames in decode_latents(vae(), [z], (3, 2), jnp.float32, None, caller()):
         frames.block_until_ready()
         held.append(most_held())
     assert len(held) == 6

@@ -27,7 +27,7 @@ from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling, blend_tiles, split_into_tiles
 from wanjax.models.cogvideox.vae import CogVideoXVAE
 from wanjax.models.cogvideox.vae_config import VAE_1_5, VAE_2B, VAE_5B, VAEConfig
-from wanjax.pipelines.frames import decoded, encoded, split_posterior
+from wanjax.pipelines.frames import decode_latents, encode_frames, split_posterior
 
 BAR = 1e-5
 KIND = NetworkKind(("AutoencoderKLCogVideoX",), vae_config, {VAEConfig: CogVideoXVAE}, vae_rules, float32=True)
@@ -95,7 +95,7 @@ def frames_of(vae: CogVideoXVAE, z: torch.Tensor, tiling: Tiling | None = None) 
     """Decode chunk by chunk; return frames [B C T H W] in [0, 1]."""
     at_once = vae.config.decode_lengths(z.shape[2])
     tiling = tiling and tiling.completed(vae.config.tiling)
-    frames = [np.asarray(x) for x in decoded(vae, [z.numpy()], at_once, jnp.float32, tiling, call)]
+    frames = [np.asarray(x) for x in decode_latents(vae, [z.numpy()], at_once, jnp.float32, tiling, call)]
     return np.concatenate(frames).transpose(3, 0, 1, 2)[None]
 
 
@@ -115,7 +115,7 @@ def check_frames(answer: np.ndarray, expected: np.ndarray) -> None:
 
 def moments(vae: CogVideoXVAE, x: torch.Tensor, tiling: Tiling | None = None) -> jax.Array:
     """Encode chunk by chunk; return mean and log-variance [B C T H W]."""
-    return encoded(vae, x[0].permute(1, 2, 3, 0).numpy(), tiling, call)
+    return encode_frames(vae, x[0].permute(1, 2, 3, 0).numpy(), tiling, call)
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from wanjax.layers.placement import as_shapes, with_shardings
 from wanjax.layers.tiling import Tiling
 from wanjax.models.hunyuanvideo.vae import HunyuanVideoVAE
 from wanjax.models.hunyuanvideo.vae_config import VAE_1_5
-from wanjax.pipelines.frames import decoded, encoded
+from wanjax.pipelines.frames import decode_latents, encode_frames
 from wanjax.sharding import RULES, Partitioner, make_mesh, one_device
 
 BAR = 1e-5
@@ -86,13 +86,13 @@ def reference_frames(reference, z: torch.Tensor) -> np.ndarray:
 
 def encode(vae, x: torch.Tensor, tiling: Tiling | None = None, partitioner=None) -> jax.Array:
     """Encode as a pipeline does: one frame, then four at a time."""
-    return encoded(vae, x[0].permute(1, 2, 3, 0).numpy(), tiling, caller(partitioner))
+    return encode_frames(vae, x[0].permute(1, 2, 3, 0).numpy(), tiling, caller(partitioner))
 
 
 def decode(vae, z: torch.Tensor, tiling: Tiling | None = None, partitioner=None) -> np.ndarray:
     """Decode as a pipeline does, one latent frame at a time, which clips; return [B C T H W]."""
     tiling = tiling and tiling.completed(vae.config.tiling)
-    chunks = list(decoded(vae, [z.numpy()], (1, 1), jnp.float32, tiling, caller(partitioner)))
+    chunks = list(decode_latents(vae, [z.numpy()], (1, 1), jnp.float32, tiling, caller(partitioner)))
     return np.concatenate(chunks).transpose(3, 0, 1, 2)[None] * 2 - 1
 
 

@@ -180,7 +180,7 @@ def test_frames_on_a_mesh_in_tiles_and_in_a_stream(tmp_path):
     assert error(tiled, expected.astype(np.float64)) < 0.1  # what tiles do not see is blended
     causal = wanjax.load(tiny_causal_checkpoint(tmp_path / "causal"), decoder=file)
     clips = list(causal.stream("a", size=(32, 32), frames=13, seed=3))
-    latents = np.concatenate(list(causal.blocks(causal.encode("a"), size=(32, 32), frames=13, seed=3)), axis=2)
+    latents = np.concatenate(list(causal.denoise_chunks(causal.encode("a"), size=(32, 32), frames=13, seed=3)), axis=2)
     whole = frames_of(tensors, torch.from_numpy(latents[0]).transpose(0, 1), 1, (1, 2, 2))
     np.testing.assert_allclose(np.concatenate(clips), 255 * whole, atol=0.51)
     assert not causal.components.has("vae")

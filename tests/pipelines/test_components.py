@@ -24,7 +24,7 @@ def test_the_next_chunk_is_decoded_while_one_is_written(monkeypatch):
             seen.append(f"begun {number}")
             yield np.full((1, 2, 2, 3), number, np.uint8)
 
-    monkeypatch.setattr(model, "decoded", decoded)
+    monkeypatch.setattr(model, "decode_latents", decoded)
     pipe = wanjax.load("nano")
     for chunk in run.Run(pipe, []).frames([np.zeros((1, 16, 5, 8, 8), np.float32)]):
         seen.append(f"written {chunk[0, 0, 0, 0]}")

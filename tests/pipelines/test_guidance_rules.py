@@ -174,7 +174,7 @@ def test_nag_in_a_video_by_blocks(load):
     pipe = load("causal")
     block, texts = pipe.model.spec.chunk_frames, pipe.encode_prompts("a red circle", "a dog")
     given = {"size": (32, 32), "frames": 8 * block - 3, "seed": 3, "steps": 2}  # two blocks
-    led, plain = (list(pipe.blocks(texts, guidance_rule=rule, **given)) for rule in ("nag", "none"))
+    led, plain = (list(pipe.denoise_chunks(texts, guidance_rule=rule, **given)) for rule in ("nag", "none"))
     whole = pipe.denoise(texts, guidance_rule="nag", **given)
     np.testing.assert_array_equal(np.concatenate(led, axis=2), whole)
     for one, other in zip(led, plain, strict=True):

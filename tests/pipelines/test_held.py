@@ -24,7 +24,7 @@ from tests.support.tiny import (
 from tests.support.words import naming, says
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
-from wanjax.pipelines.tracing import check_making, most_held, trace_programs
+from wanjax.pipelines.tracing import check_making, peak_bytes, trace_programs
 from wanjax.pricing import live_bytes
 from wanjax.pricing.live_bytes import min_live_bytes
 from wanjax.pricing.lowering import Lowering
@@ -72,7 +72,7 @@ def test_what_a_video_holds_is_at_most_the_process_s_peak_and_at_least_half(case
     name, height, width, frames = case
     model_name = model(name, tmp_path)
     pipe = wanjax.load(model_name)
-    told, stage = most_held(trace_programs(pipe, pipe.settings(size=(height, width), frames=frames, steps=2), room=0))
+    told, stage = peak_bytes(trace_programs(pipe, pipe.settings(size=(height, width), frames=frames, steps=2), room=0))
     for _ in range(2):  # the second finds its programs compiled
         made = subprocess.run(
             [sys.executable, "-c", CHILD, model_name, *map(str, case[1:])], capture_output=True, text=True, check=True
@@ -137,7 +137,7 @@ def test_networks_that_are_freed_for_others_are_not_counted(tmp_path, machine):
     folder = model("text", tmp_path)
     pipe = wanjax.load(folder, offload=True)
     settings = pipe.settings(size=(64, 64), frames=1, steps=2)
-    needed, _ = most_held(trace_programs(pipe, settings, room=0))
+    needed, _ = peak_bytes(trace_programs(pipe, settings, room=0))
     machine.has_memory(needed)
     check_making(wanjax.load(folder), settings)
 

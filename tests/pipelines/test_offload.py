@@ -106,7 +106,7 @@ def test_only_as_many_networks_are_freed_as_have_to_go(machine):
     for name, right in zip("abcd", ("a", "ab", "bc", "cd"), strict=True):
         parts.get(name)
         assert held() == right
-    parts.put("x", network(1))
+    parts.override("x", network(1))
     parts.get("all")
     assert held() == "x"
     parts.offload = False
@@ -118,7 +118,7 @@ def test_only_as_many_networks_are_freed_as_have_to_go(machine):
 def test_a_network_that_was_set_stays(model):
     pipe = wanjax.load(model, offload=True)
     mine = pipe.text_encoder
-    pipe.components.put("text_encoder", mine)
+    pipe.components.override("text_encoder", mine)
     pipe.encode("a")
     assert pipe.text_encoder is mine
 

@@ -38,11 +38,11 @@ def encoded(value: float = 0.5) -> WanConditioning:
 
 def pipeline(experts: bool):
     pipe = small_wan.pipeline(2, None)
-    pipe.components.put("scheduler", UniPC())
+    pipe.components.override("scheduler", UniPC())
     if experts:
         pipe.model = replace(pipe.model, experts=True)
         pipe.defaults = replace(pipe.defaults, boundary=0.6, guidance_scale_2=2.0)
-        pipe.components.put("transformer_2", pipe.transformer)
+        pipe.components.override("transformer_2", pipe.transformer)
     return pipe
 
 

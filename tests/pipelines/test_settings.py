@@ -80,7 +80,7 @@ def test_other_dtypes_are_refused(model, pipe, dtype):
     ids=["a dtype", "a dtype of JAX", "a model"],
 )
 def test_a_call_cannot_change_what_is_loaded(model, pipe, name, change, words):
-    given = {"encoded": pipe.encode("a")} if name == "denoise" else {"prompt": "a"}
+    given = {"conditioning": pipe.encode("a")} if name == "denoise" else {"prompt": "a"}
     with pytest.raises(WanjaxError, match=naming(words.format(model=model))):
         getattr(pipe, name)(**given, **change)
 

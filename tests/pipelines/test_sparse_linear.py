@@ -77,7 +77,7 @@ def test_eight_devices_agree_with_one():
     for axes in (None, (2, 2, 2)):
         pipe = small_wan.pipeline(4, small_wan.partitioner(axes))
         transformer = small_wan.network(partial(WanTransformer, config, attention=asked), pipe.partitioner)
-        pipe.components.put("transformer", transformer)
+        pipe.components.override("transformer", transformer)
         pipe.model = replace(pipe.model, transformer=config)
         latents.append(np.asarray(pipe.denoise(encoded, size=(24, 24), frames=5, steps=1, guidance_scale=1.0)))
     assert error(latents[1], latents[0]) <= 1e-5

@@ -83,7 +83,7 @@ def test_each_step_sees_the_finished_blocks_at_timestep_0(sink):
 
 def test_blocks_are_yielded_as_they_are_made():
     steps, pipe = [], pipeline()
-    blocks = pipe.blocks(encoded(), noise=draws(), callback=steps.append, **GIVEN)
+    blocks = pipe.denoise_chunks(encoded(), noise=draws(), callback=steps.append, **GIVEN)
     first = next(blocks)
     assert [(step.index, step.total) for step in steps] == [(i, 15) for i in range(3)]
     assert steps[-1].latents.shape == first.shape == (1, 4, BLOCK, 6, 10)
@@ -94,7 +94,7 @@ def test_blocks_are_yielded_as_they_are_made():
 
 def test_the_pixels_are_those_of_the_whole_decode():
     pipe = pipeline()
-    clips = list(pipe.decode_blocks(pipe.blocks(encoded(), noise=draws(), **GIVEN)))
+    clips = list(pipe.decode_stream(pipe.denoise_chunks(encoded(), noise=draws(), **GIVEN)))
     assert [len(clip) for clip in clips] == [3, 4, 4, 4, 4]
     whole = pipe.decode(pipe.denoise(encoded(), noise=draws(), **GIVEN))
     np.testing.assert_array_equal(np.concatenate(clips), whole)
@@ -108,7 +108,7 @@ def test_a_longer_video_needs_no_other_program():
     def made(blocks):
         before = [compiled(program) for program in programs]
         given: dict[str, Any] = GIVEN | {"size": (12, 28), "frames": 2 * (BLOCK * blocks - 1) + 1}
-        assert len(list(pipe.decode_blocks(pipe.blocks(encoded(), **given)))) == blocks
+        assert len(list(pipe.decode_stream(pipe.denoise_chunks(encoded(), **given)))) == blocks
         return [compiled(program) - size for program, size in zip(programs, before, strict=True)]
 
     assert made(2) == [1, 1, 2]  # the first chunk of frames has no cache
@@ -120,7 +120,7 @@ def test_memory_does_not_grow():
     given: dict[str, Any] = GIVEN | {"frames": 2 * (BLOCK * 12 - 1) + 1, "steps": 2}
     gc.collect()
     gc.freeze()  # leaves what other tests hold out of the collections below
-    for _ in pipe.decode_blocks(pipe.blocks(encoded(), **given)):
+    for _ in pipe.decode_stream(pipe.denoise_chunks(encoded(), **given)):
         gc.collect()
         held.append(sum(x.nbytes for x in jax.live_arrays()))
     assert len(held) == 12
@@ -152,7 +152,7 @@ def test_every_block_and_every_seed_have_noise_of_their_own():
 
 
 def test_a_callback_stops_a_stream():
-    blocks = pipeline().blocks(encoded(), callback=lambda step: step.index < 4, **GIVEN)
+    blocks = pipeline().denoise_chunks(encoded(), callback=lambda step: step.index < 4, **GIVEN)
     next(blocks)
     with pytest.raises(Cancelled) as stopped:
         next(blocks)
@@ -172,7 +172,7 @@ def test_a_callback_stops_a_stream():
 )
 def test_settings_that_cannot_be_are_refused(given, told):
     with pytest.raises(WanjaxError, match=naming(told)):
-        pipeline().blocks(encoded(), **GIVEN | given)
+        pipeline().denoise_chunks(encoded(), **GIVEN | given)
 
 
 REFUSED = {
@@ -255,8 +255,8 @@ def test_a_callback_sees_the_steps_of_all_blocks_and_stops_denoising():
     "asked",
     [
         lambda pipe: pipe.stream("a red circle"),
-        lambda pipe: pipe.blocks(encoded()),
-        lambda pipe: next(pipe.decode_blocks([])),
+        lambda pipe: pipe.denoise_chunks(encoded()),
+        lambda pipe: next(pipe.decode_stream([])),
     ],
 )
 def test_a_model_that_makes_a_video_as_a_whole_streams_none(asked):

@@ -23,7 +23,7 @@ from tests.support.tiny import (
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.settings import length_of
-from wanjax.pipelines.windows import FADING, faded
+from wanjax.pipelines.windows import FADING, fade_seam
 from wanjax.registry import presets
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples" / "nano"))
@@ -59,7 +59,7 @@ def test_a_window_is_a_video_of_its_own_from_the_last_frame_of_the_one_before(pi
     shown = [pipe("a cat", seed=2**64 - 2, **given).frames]
     for prompt, seed in (("a dog", 2**64 - 1), ("a hen", 0)):
         alone = pipe(prompt, seed=seed, **(given | {"image": shown[-1][-1]})).frames
-        shown.append(faded(shown[-1], alone[1:]))
+        shown.append(fade_seam(shown[-1], alone[1:]))
     np.testing.assert_array_equal(video.frames, np.concatenate(shown))
     assert len(video) == 13
     known = {"windows": 3, "overlap": 1, "then": "a dog\na hen", "seed": 2**64 - 2}
@@ -83,14 +83,14 @@ def test_a_controlled_window_keeps_the_frames_that_it_is_given(controlled, contr
     known = np.repeat(np.array([0, 255], np.uint8), [5, 4])
     mask = np.broadcast_to(known[:, None, None, None], (9, 32, 32, 3)).copy()
     second = controlled("a cat", seed=4, video=np.concatenate([first[4:], rest]), mask=mask, **shape).frames
-    np.testing.assert_array_equal(video.frames, np.concatenate([first, faded(first, second[5:])]))
+    np.testing.assert_array_equal(video.frames, np.concatenate([first, fade_seam(first, second[5:])]))
 
 
 def test_a_small_jump_fades_and_motion_stays():
     before = np.full((1, 8, 8, 3), 100, np.uint8)
     frames = np.full((6, 8, 8, 3), 105, np.uint8)
     frames[:, 4:] = 200
-    made = faded(before, frames).astype(int)
+    made = fade_seam(before, frames).astype(int)
     steps = np.diff(np.concatenate([before[..., 0, 0, 0], made[:, 0, 0, 0]]))
     assert (steps >= 0).all()
     assert steps.max() <= 2

@@ -115,7 +115,7 @@ def test_the_file_s_factors_are_the_network_s(tmp_path, data, wan):
     training.begin("transformer")
     assert training.trainer.step == 3
     adapted = wanjax.load(wan)
-    adapted.components.put("transformer", training.trainer.network())
+    adapted.components.override("transformer", training.trainer.network())
     merged = wanjax.load(wan, lora=str(file), note=lambda text: None)
     given = {"size": (32, 32), "frames": 5, "steps": 2, "guidance_scale": 1.0, "seed": 0}
     ours, theirs = (np.asarray(p.denoise(p.encode("a red circle", **given), **given)) for p in (adapted, merged))

@@ -35,7 +35,7 @@ class StepProfile(Observer):
         reuses = rule.decided_on_device or any(pipe.model.spec.reused(settings))
         self.counts_all_work = pipe.attention.is_dense and not reuses  # else some of the work is left out
 
-    def begun(self, conditioning: Any) -> None:
+    def started(self, conditioning: Any) -> None:
         forwards = 2 if self.settings.guided else 1
         work = self.pipe.model.cost(self.settings, conditioning)
         self.parts = {part: forwards * count for part, count in work.flops.items()}

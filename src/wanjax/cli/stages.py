@@ -301,7 +301,9 @@ class VideoCommand:
             self.pipe.check_memory(self.settings)
         self.from_video = "video" in pictures and self.pipe.model.spec.begins_from_video
         if is_typed("strength"):
-            check_strength(self.settings, video="video" in pictures, begins=self.pipe.model.spec.begins_from_video)
+            check_strength(
+                self.settings, video="video" in pictures, starts_from_video=self.pipe.model.spec.begins_from_video
+            )
         self.noise = None if command.noise is None else self._noise(command.noise, len(pictures.get("references", ())))
         if command.preview_decoder:
             self.pipe.preview_with(command.preview_decoder)

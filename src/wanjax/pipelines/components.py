@@ -32,7 +32,7 @@ class Components:
 
     `offload` decides which networks are freed without being asked: with True each one at the end of the stage that used
     it, with False none, and with None as many as have to go where the next one would not fit in memory beside them. A
-    freed network is loaded again at its next use. One that was set by `put` stays.
+    freed network is loaded again at its next use. One that was set by `override` stays.
     """
 
     def __init__(
@@ -56,17 +56,17 @@ class Components:
         self.source = source
         self.kinds = tuple(kinds)
 
-    def abstract(self, room: int | None = None) -> "Components":
+    def abstract(self, memory: int | None = None) -> "Components":
         """Return the same components with networks as shapes: nothing is loaded, and freeing frees nothing.
 
-        `room` is the memory of a device in bytes, which decides where a network has to go for another; None is enough
+        `memory` is the memory of a device in bytes, which decides where a network has to go for another; None is enough
         for all. Tokenizers and the like are shared.
         """
         loaders = {name: partial(self._abstract, name) for name in self.names}
         components = Components(loaders, self.options, self.offload, self.sizes, self.source, self.kinds)
         components._put = set(self._put)
-        least = inf if room is None else (1 - SPARE) * room
-        components._fits = lambda network: sum(map(bytes_of, [*components.networks(), network])) <= least
+        limit = inf if memory is None else (1 - SPARE) * memory
+        components._fits = lambda network: sum(map(bytes_of, [*components.networks(), network])) <= limit
         return components
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Components":
@@ -118,7 +118,7 @@ class Components:
         """Return whether the component is loaded."""
         return name in self._loaded
 
-    def put(self, name: str, component: Any) -> None:
+    def override(self, name: str, component: Any) -> None:
         """Set a component in place of loading it."""
         self._loaded[name] = component
         self._put.add(name)
@@ -136,16 +136,16 @@ class Components:
 
     def make_room(self, network: nnx.Module) -> None:
         """Free networks, the first loaded first, until this one, given as shapes, fits in memory beside the others."""
-        others = self._replaceable() if self.offload is None else []
-        while others and not self._fits(network):
-            self.free(others.pop(0))
+        freeable = self._replaceable() if self.offload is None else []
+        while freeable and not self._fits(network):
+            self.free(freeable.pop(0))
 
-    def take_from(self, other: "Components", but: Sequence[str]) -> None:
+    def take_from(self, other: "Components", except_names: Sequence[str]) -> None:
         """Take over what another pipeline of the same checkpoint has loaded, without the named components."""
         loaded, put = dict(other._loaded), set(other._put)
         other.free()
-        self._loaded |= {name: x for name, x in loaded.items() if name not in but}
-        self._put |= put - set(but)
+        self._loaded |= {name: x for name, x in loaded.items() if name not in except_names}
+        self._put |= put - set(except_names)
 
     def finish_stage(self, results: Any) -> Any:
         """Return the results of a stage; if `offload` is True, waits for them and frees the networks."""
@@ -155,12 +155,12 @@ class Components:
                 self.free(name)
         return results
 
-    def swap_in(self, name: str, others: tuple[str, ...]) -> tuple[Any, float]:
-        """Return a network that takes the place of `others`, and the seconds that it took to load."""
+    def swap_in(self, name: str, alternatives: tuple[str, ...]) -> tuple[Any, float]:
+        """Return a network that takes the place of `alternatives`, and the seconds that it took to load."""
         start = perf_counter()
         if self.offload:
             for other in self._replaceable():
-                if other in others and other != name:
+                if other in alternatives and other != name:
                     self.free(other)
         network = self.get(name)
         jax.block_until_ready(nnx.state(network))

@@ -32,12 +32,12 @@ from wanjax.layers.stack import EVERY_BLOCK, BlockCache
 from wanjax.pipelines.caching.step_cache import NO_CACHE, Cached, StepCache
 from wanjax.pipelines.guidance import Groups, GuidanceRule, Latents
 from wanjax.pipelines.noise_inputs import VIDEO
-from wanjax.pipelines.seeds import Words, drawn_noise, key_numbers, noise_of_frames, solver_keys
+from wanjax.pipelines.seeds import KeyData, drawn_noise, key_numbers, noise_of_frames, solver_keys
 from wanjax.schedulers import Scheduler
 from wanjax.schedulers.base import Schedule
 from wanjax.sharding import replicate
 
-Held = Float[Value, "B T H W C"]  # latents between two programs
+LatentArray = Float[Value, "B T H W C"]  # latents between two programs
 Streams = Float[Value, "B ..."] | Mapping[str, Float[Value, "B ..."]]  # latents, or what is like them
 Noise = Float[Value | np.ndarray, "..."]
 NoiseArrays = Noise | Mapping[str, Noise | None]  # by stream
@@ -54,16 +54,16 @@ def stream_of(latents: Any, name: str = VIDEO) -> Any:
     return latents.get(name) if isinstance(latents, Mapping) else latents
 
 
-def per_stream(function: Callable[..., tuple[object, ...]], x: object, *others: object) -> tuple[Any, ...]:
-    """Call a function for each stream of x, with its part of `others`; return each of its results by stream.
+def per_stream(function: Callable[..., tuple[object, ...]], x: object, *trees: object) -> tuple[Any, ...]:
+    """Call a function for each stream of x, with its part of `trees`; return each of its results by stream.
 
     Args:
         function: Called with the parts of one stream.
         x: An array, or arrays by the names of streams.
-        others: More of the kind of x, or values that all streams share.
+        trees: More of the kind of x, or values that all streams share.
     """
     tree = jax.tree.structure(x)
-    results = [function(*parts) for parts in zip(*map(tree.flatten_up_to, (x, *others)), strict=True)]
+    results = [function(*parts) for parts in zip(*map(tree.flatten_up_to, (x, *trees)), strict=True)]
     return tuple(map(tree.unflatten, zip(*results, strict=True)))
 
 
@@ -220,7 +220,7 @@ class Posterior(NamedTuple):
 def draw_posteriors(
     posteriors: tuple[Posterior, ...],
     pictures: Mapping[str, Array],
-    words: Words,
+    key_data: KeyData,
     noises: Mapping[str, Array | np.ndarray],
 ) -> dict[str, Array]:
     """Draw the latents of pictures for each seed; noise that is given takes the place of the seeds'.
@@ -228,15 +228,17 @@ def draw_posteriors(
     Args:
         posteriors: The pictures whose latents are random.
         pictures: Encoded pictures by name.
-        words: Two words of each video's seed.
+        key_data: Two words of each video's seed.
         noises: Noise in place of the seeds', by name.
     """
     drawn = {}
-    for one in posteriors:
-        if (spread := pictures.get(one.deviation)) is not None:
-            shape = (len(words), *spread.shape[1:])
-            noise = noises[one.noise] if one.noise in noises else drawn_noise(words, shape, one.number)
-            drawn[one.mean] = pictures[one.mean] + spread * noise.astype(jnp.float32)
+    for posterior in posteriors:
+        if (deviation := pictures.get(posterior.deviation)) is not None:
+            shape = (len(key_data), *deviation.shape[1:])
+            noise = (
+                noises[posterior.noise] if posterior.noise in noises else drawn_noise(key_data, shape, posterior.number)
+            )
+            drawn[posterior.mean] = pictures[posterior.mean] + deviation * noise.astype(jnp.float32)
     return drawn
 
 
@@ -257,19 +259,19 @@ class Init(NamedTuple):
         scheduler: The solver.
         shape: That of the whole video's noise, [B C T H W].
         posteriors: Pictures that are drawn.
-        chunk: The frames of a chunk; None for a video that is made as a whole.
-        momentum: True where the rule of guidance keeps an average.
-        others: The shapes of further streams, [B C ...], by name.
-        first: The number of streams in the passes before this one, whose noise is other noise.
+        chunk_frames: The frames of a chunk; None for a video that is made as a whole.
+        keeps_average: True where the rule of guidance keeps an average.
+        stream_shapes: The shapes of further streams, [B C ...], by name.
+        stream_offset: The number of streams in the passes before this one, whose noise is other noise.
     """
 
     scheduler: Scheduler
     shape: tuple[int, ...]
     posteriors: tuple[Posterior, ...] = ()
-    chunk: int | None = None
-    momentum: bool = False
-    others: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    first: int = 0
+    chunk_frames: int | None = None
+    keeps_average: bool = False
+    stream_shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    stream_offset: int = 0
 
 
 class GivenNoise(NamedTuple):
@@ -277,19 +279,19 @@ class GivenNoise(NamedTuple):
 
     Args:
         initial: Initial noise of this chunk, [B C T H W], by stream; None draws it.
-        of_steps: Noise of its steps, [steps B C T H W], by stream; None draws it.
+        step_noise: Noise of its steps, [steps B C T H W], by stream; None draws it.
         pictures: Noise of pictures by name.
     """
 
     initial: NoiseArrays | None = None  # [B C T H W]
-    of_steps: NoiseArrays | None = None  # [steps B C T H W]
+    step_noise: NoiseArrays | None = None  # [steps B C T H W]
     pictures: Mapping[str, Float[Array | np.ndarray, "B ..."]] | None = None
 
 
 @program(random_options)
 def begin(
     static: Init,
-    words: Words,
+    key_data: KeyData,
     noise_inputs: GivenNoise,
     schedule: Schedule,
     pictures: Mapping[str, Array],
@@ -299,49 +301,49 @@ def begin(
 
     Args:
         static: What the program is compiled for.
-        words: Two words of each video's seed.
+        key_data: Two words of each video's seed.
         noise_inputs: Noise in place of the seeds'.
         schedule: Noise levels of the steps.
         pictures: Encoded pictures by name.
         number: The number of the chunk, from 0.
     """
-    drawn = draw_posteriors(static.posteriors, pictures, words, noise_inputs.pictures or {})
-    shapes = {VIDEO: static.shape, **dict(static.others)}
+    drawn = draw_posteriors(static.posteriors, pictures, key_data, noise_inputs.pictures or {})
+    shapes = {VIDEO: static.shape, **dict(static.stream_shapes)}
 
     def begin_stream(name: str) -> tuple[Latents, object, Latents | None]:
         """Return the latents of a stream, the solver's state and the average."""
-        noise_number, steps_number = key_numbers(static.first + [*shapes].index(name))
+        noise_number, steps_number = key_numbers(static.stream_offset + [*shapes].index(name))
         if (initial := stream_of(noise_inputs.initial, name)) is not None:
             noise = initial.astype(jnp.float32)
-        elif static.chunk is None:
-            noise = drawn_noise(words, shapes[name], noise_number)
+        elif static.chunk_frames is None:
+            noise = drawn_noise(key_data, shapes[name], noise_number)
         else:
-            noise = noise_of_frames(words, shapes[name], number * static.chunk, static.chunk)
+            noise = noise_of_frames(key_data, shapes[name], number * static.chunk_frames, static.chunk_frames)
         noise = jnp.moveaxis(jax.lax.optimization_barrier(noise), 1, -1)  # the same whatever it is multiplied by
         if (latents := {**pictures, **drawn}.get(f"{name}_latents")) is None:
             x = static.scheduler.start(schedule, noise)
         else:  # a video with noise added
             clean = pad_front(jnp.moveaxis(latents.astype(jnp.float32), 1, -1), noise.shape[1])
             x = static.scheduler.add_noise(schedule, clean, noise)
-        keys = solver_keys(words, 0 if static.chunk is None else number, steps_number)
-        step_noise = stream_of(noise_inputs.of_steps, name)
+        keys = solver_keys(key_data, 0 if static.chunk_frames is None else number, steps_number)
+        step_noise = stream_of(noise_inputs.step_noise, name)
         of_steps = () if step_noise is None else (jnp.moveaxis(step_noise, 2, -1),)
-        average = jnp.zeros_like(x) if static.momentum else None
+        average = jnp.zeros_like(x) if static.keeps_average else None
         return x, static.scheduler.init(schedule, x, keys, *of_steps), average
 
-    x, solver, average = per_stream(begin_stream, {name: name for name in shapes} if static.others else VIDEO)
+    x, solver, average = per_stream(begin_stream, {name: name for name in shapes} if static.stream_shapes else VIDEO)
     return State(x, solver, average=average), drawn
 
 
 @program(random_options)
-def draw(shape: tuple[int, ...], words: Words) -> Float[Array, "B C T H W"]:
+def draw(shape: tuple[int, ...], key_data: KeyData) -> Float[Array, "B C T H W"]:
     """Return the seeds' initial noise.
 
     Args:
         shape: Shape of one video's latents, [1 C T H W].
-        words: Two words of each video's seed.
+        key_data: Two words of each video's seed.
     """
-    return drawn_noise(words, shape)
+    return drawn_noise(key_data, shape)
 
 
 @program(scan_options)

@@ -33,14 +33,14 @@ class Decoded(NamedTuple):
 
     Args:
         frames: [T H W 3].
-        beside: What was decoded with them, by name, such as the samples of sound.
+        extras: What was decoded with them, by name, such as the samples of sound.
     """
 
     frames: Frames
-    beside: Mapping[str, Any] = {}
+    extras: Mapping[str, Any] = {}
 
 
-class Decoding(NamedTuple):
+class DecodeStatic(NamedTuple):
     """What decodes: the network, the frames' dtype and the width of a cell of pixels."""
 
     graphdef: Any
@@ -48,7 +48,7 @@ class Decoding(NamedTuple):
     patch: int
 
 
-class Part(NamedTuple):
+class LatentTile(NamedTuple):
     """A part of latents: its frames from `start` until `stop`, and its tile."""
 
     start: int
@@ -56,7 +56,7 @@ class Part(NamedTuple):
     tile: Tile
 
 
-class Joining(NamedTuple):
+class JoinStatic(NamedTuple):
     """The tiles that are joined, the width of their cells, and the frames' dtype; None leaves cells as they are."""
 
     tiling: Tiling
@@ -66,27 +66,27 @@ class Joining(NamedTuple):
 
 @program(scan_options)
 def cut(
-    parts: tuple[Part, ...], latents: Float[Array, "_B C T H W"], video: Int[Array, ""]
+    parts: tuple[LatentTile, ...], latents: Float[Array, "_B C T H W"], video: Int[Array, ""]
 ) -> tuple[Float[Array, "1 _T _H _W C"], ...]:
     """Cut parts out of the latents of a video of the batch, so that one program decodes videos of any length."""
     x = jnp.moveaxis(jax.lax.dynamic_slice_in_dim(latents, video, 1), 1, -1)
 
-    def one(part: Part) -> Float[Array, "1 _T _H _W C"]:
+    def cut_tile(part: LatentTile) -> Float[Array, "1 _T _H _W C"]:
         top, left, height, width = part.tile
         return x[:, part.start : part.stop, top : top + height, left : left + width]
 
-    return tuple(map(one, parts))
+    return tuple(map(cut_tile, parts))
 
 
 @program(conv_options, donated=("cache",), fast=fast_conv_options)
-def decode_chunk(static: Decoding, z: Chunk, cache: Any, weights: Any) -> tuple[Frames, Any]:
+def decode_chunk(static: DecodeStatic, z: Chunk, cache: Any, weights: Any) -> tuple[Frames, Any]:
     """Decode a chunk of latents to frames of the final dtype; return the cache too."""
     x, cache = _decode(static, z, cache, weights)
     return _finished(x, static.dtype, static.patch), cache
 
 
 @program(conv_options, donated=("cache",), fast=fast_conv_options)
-def decode_tile(static: Decoding, z: Chunk, cache: Any, weights: Any) -> tuple[Chunk, Any]:
+def decode_tile(static: DecodeStatic, z: Chunk, cache: Any, weights: Any) -> tuple[Chunk, Any]:
     """Decode a tile of latents to cells of pixels, about [-1, 1]; return the cache too."""
     return _decode(static, z, cache, weights)
 
@@ -102,7 +102,7 @@ def encode_chunk(graphdef: Any, x: Chunk, cache: Any, weights: Any) -> tuple[Chu
 
 
 @program(scan_options)
-def join_tiles(static: Joining, rows: Sequence[Sequence[Chunk]]) -> Frames | Chunk:
+def join_tiles(static: JoinStatic, rows: Sequence[Sequence[Chunk]]) -> Frames | Chunk:
     """Join the tiles of a chunk; those of pixels to frames of the final dtype."""
     x = blend_tiles(rows, static.tiling, static.pixels)
     return x if static.dtype is None else _finished(x, static.dtype, static.pixels)
@@ -133,7 +133,7 @@ def split_posterior(
     return scale * mean, scale * jnp.exp(0.5 * jnp.clip(log_variance, -30.0, 20.0))
 
 
-def _decode(static: Decoding, z: Chunk, cache: Any, weights: Any) -> tuple[Chunk, Any]:
+def _decode(static: DecodeStatic, z: Chunk, cache: Any, weights: Any) -> tuple[Chunk, Any]:
     with aligned_to(*z.shape[2:4]):
         x, cache = nnx.merge(static.graphdef, weights).decode_cells(constrain(z, VIDEO), cache)
         return constrain(x, VIDEO), _constrained(cache)
@@ -151,44 +151,44 @@ def _finished(x: Chunk, dtype: Any, patch: int) -> Frames:
     return replicate(constrain(frames, VIDEO)[0])  # gathered after the rounding, because bytes are less to send
 
 
-def decoded(
+def decode_latents(
     vae: Any,
-    pieces: Iterable[GivenLatents],
-    at_once: tuple[int, int],
+    latent_chunks: Iterable[GivenLatents],
+    chunk_lengths: tuple[int, int],
     dtype: DTypeLike,
     tiling: Tiling | None,
     call: Call,
     video: int = 0,
 ) -> Iterator[Frames]:
-    """Yield the frames of each chunk of a video's latents, which come in pieces, as they are asked for.
+    """Decode the latents of a video lazily; yield the frames of each chunk.
 
-    `at_once` are the lengths of the first chunk and of the later ones. A later piece has whole chunks. `video` is the
-    place of the video in the pieces' batch. The tiling is complete.
+    `chunk_lengths` are the latent frames of the first chunk and of each later one. Every array after the first holds
+    whole chunks. `video` is the index of the video in the batch. The tiling has all of its sizes.
     """
-    config, (first, rest), dtype = vae.config, at_once, jnp.dtype(dtype)
+    config, (first, rest), dtype = vae.config, chunk_lengths, jnp.dtype(dtype)
     graphdef, weights = nnx.split(vae)
     caches: dict[Tile, Any] = {}
 
-    static = Decoding(graphdef, dtype, config.patch)
+    static = DecodeStatic(graphdef, dtype, config.patch)
 
     def decode(program: Program, tile: Tile, z: Float[Value, "1 _T _H _W _C"]) -> Any:
         frames, caches[tile] = call(program, static, z, caches.get(tile), weights)
         return frames
 
-    for piece in pieces:
-        rows = split_into_tiles(piece.shape[3], piece.shape[4], tiling, config.spatial_factor)
-        chunks = list(spans(piece.shape[2], (rest if caches else first, rest)))
-        parts = tuple(Part(span.start, span.stop, tile) for span in chunks for row in rows for tile in row)
-        left = iter(call(cut, parts, piece, np.int32(video)))
+    for latent_chunk in latent_chunks:
+        rows = split_into_tiles(latent_chunk.shape[3], latent_chunk.shape[4], tiling, config.spatial_factor)
+        chunks = list(spans(latent_chunk.shape[2], (rest if caches else first, rest)))
+        parts = tuple(LatentTile(span.start, span.stop, tile) for span in chunks for row in rows for tile in row)
+        left = iter(call(cut, parts, latent_chunk, np.int32(video)))
         for _ in chunks:
             if tiling is None:  # one program from latents to frames
                 yield decode(decode_chunk, rows[0][0], next(left))
             else:
                 tiles = [[decode(decode_tile, tile, next(left)) for tile in row] for row in rows]
-                yield call(join_tiles, Joining(tiling, config.patch, dtype), tiles)
+                yield call(join_tiles, JoinStatic(tiling, config.patch, dtype), tiles)
 
 
-def encoded(vae: Any, frames: GivenFrames, tiling: Tiling | None, call: Call) -> Float[Value, "1 C _T _H _W"]:
+def encode_frames(vae: Any, frames: GivenFrames, tiling: Tiling | None, call: Call) -> Float[Value, "1 C _T _H _W"]:
     """Return the latents of frames that are uint8 or floats in [0, 1]."""
     config = vae.config
     tiling = tiling and tiling.completed(config.tiling, config.spatial_factor // config.patch)
@@ -207,26 +207,26 @@ def encoded(vae: Any, frames: GivenFrames, tiling: Tiling | None, call: Call) ->
     for span in spans(len(frames), config.encode_lengths(len(frames))):
         chunk = np.asarray(frames[span.start : span.stop])
         tiles = [[encode(tile, chunk) for tile in row] for row in rows]
-        many = Joining(tiling, config.spatial_factor // config.patch) if tiling else None
-        chunks.append(tiles[0][0] if many is None else call(join_tiles, many, tiles))
+        join = JoinStatic(tiling, config.spatial_factor // config.patch) if tiling else None
+        chunks.append(tiles[0][0] if join is None else call(join_tiles, join, tiles))
     return call(join_chunks, None, tuple(chunks))
 
 
 def encode_clip(vae: Any, frames: GivenFrames, tiling: Tiling | None, call: Call) -> Float[Value, "1 C _T _H _W"]:
     """Return the latents on which a network is trained; of an autoencoder with a posterior, its scaled mean."""
-    moments = encoded(vae, frames, tiling, call)
+    moments = encode_frames(vae, frames, tiling, call)
     scale = getattr(vae.config, "posterior_scale", None)
     return moments if scale is None else call(split_posterior, scale, moments)[0]
 
 
-def chunk_count(count: int, at_once: tuple[int, int]) -> int:
+def chunk_count(count: int, chunk_lengths: tuple[int, int]) -> int:
     """Return the number of chunks of `count` frames, as `spans` divides them."""
-    return len(list(spans(count, at_once)))
+    return len(list(spans(count, chunk_lengths)))
 
 
-def spans(count: int, at_once: tuple[int, int]) -> Iterator[range]:
+def spans(count: int, chunk_lengths: tuple[int, int]) -> Iterator[range]:
     """Yield the frames of each chunk of `count` frames: the first has `at_once[0]`, the others `at_once[1]`."""
-    first, rest = at_once
+    first, rest = chunk_lengths
     yield range(min(first, count))
     for start in range(first, count, rest):
         yield range(start, min(start + rest, count))

@@ -53,8 +53,8 @@ def dynamic_scales(scale: float, timesteps: Float[np.ndarray, " steps"], steps: 
     Follows diffusers' `use_dynamic_cfg` (pipelines/cogvideo/pipeline_cogvideox.py), which compares timesteps, up to a
     thousand, with the number of steps: before the last `2 · steps` timesteps the scale swings between its bounds.
     """
-    ways = ((steps - float(t)) / steps for t in timesteps)
-    return [1 + scale * (1 - math.cos(math.pi * way**5)) / 2 for way in ways]
+    progress = ((steps - float(t)) / steps for t in timesteps)
+    return [1 + scale * (1 - math.cos(math.pi * fraction**5)) / 2 for fraction in progress]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class GuidanceRule:
     """True for a rule that needs a guidance scale above 1."""
 
     @property
-    def averages(self) -> bool:
+    def keeps_average(self) -> bool:
         """True for a rule that keeps an average from step to step."""
         return False
 
@@ -181,7 +181,7 @@ class Projected(GuidanceRule):
             raise WanjaxError(f"{self} projects {repr_short(self.of)}: give of=clean or of=prediction")
 
     @property
-    def averages(self) -> bool:
+    def keeps_average(self) -> bool:
         return self.momentum != 0
 
     def values(self, step: int, scale: float) -> Any:
@@ -197,15 +197,15 @@ class Projected(GuidanceRule):
         clean: Callable[[Latents, Latents], Latents],
         average: Latents | None,
     ) -> tuple[Latents, Latents | None]:
-        scale, eta, norm, momentum, cleaned = values
-        along = jnp.where(cleaned, clean(prompt, x), prompt)
-        slope = jnp.where(cleaned, clean(jnp.ones_like(x), jnp.zeros_like(x)), 1.0)  # of clean latents to predictions
+        scale, eta, norm, momentum, on_clean = values
+        direction_of = jnp.where(on_clean, clean(prompt, x), prompt)
+        slope = jnp.where(on_clean, clean(jnp.ones_like(x), jnp.zeros_like(x)), 1.0)  # of clean latents to predictions
         change = slope * (prompt - negative)
         if average is not None:
             average = change = change + momentum * average
         length = jnp.sqrt(_dot(change, change))
         change = change * jnp.where(norm > 0, jnp.minimum(1.0, norm / jnp.maximum(length, TINY)), 1.0)
-        direction = along / jnp.maximum(jnp.sqrt(_dot(along, along)), TINY)
+        direction = direction_of / jnp.maximum(jnp.sqrt(_dot(direction_of, direction_of)), TINY)
         change = change + (eta - 1) * _dot(change, direction) * direction
         return prompt + (scale - 1) * change / slope, average
 

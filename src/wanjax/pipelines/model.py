@@ -29,9 +29,9 @@ from wanjax.media.pictures import Pictures, size_within
 from wanjax.pipelines.caching.cache_tables import NO_TABLES, Tables
 from wanjax.pipelines.caching.rules import NONE, CacheRule, chosen_rule
 from wanjax.pipelines.denoiser import Denoiser, ModelInputs, Posterior, Preparation, pad_front, stream_of
-from wanjax.pipelines.frames import AnyLatents, Decoded, decoded
+from wanjax.pipelines.frames import AnyLatents, Decoded, decode_latents
 from wanjax.pipelines.guidance import CLASSIFIER_FREE, check_rule, dynamic_scales
-from wanjax.pipelines.noise_inputs import INITIAL, OF_STEPS, VIDEO, noise_name
+from wanjax.pipelines.noise_inputs import INITIAL, STEP_NOISE, VIDEO, noise_name
 from wanjax.pipelines.phases import Phase
 from wanjax.pipelines.runtime import Runtime, SplitNetwork
 from wanjax.pipelines.settings import Settings
@@ -194,7 +194,7 @@ class ModelSpec:
         latent_streams: The latents that are denoised with the video's, by name; none for a model with `chunk_frames`.
         passes: How often a video is denoised, and at which sizes: once, for a model with `chunk_frames`.
         text_length: The tokens of a prompt whose features are in `prompt_embeds`, where all prompts have as many.
-        config_entries: Entries of the denoiser's config.json on what `attending` added.
+        config_entries: Entries of the denoiser's config.json on what `with_attention` added.
     """
 
     task: str
@@ -290,7 +290,7 @@ class ModelSpec:
             settings: Values of settings by name.
         """
         complete = {**settings}
-        if self.reference_variants and "sigmas" in self._levels and settings.get("sigmas") is None:
+        if self.reference_variants and "sigmas" in self._schedule_parameters and settings.get("sigmas") is None:
             complete["sigmas"] = settings.get("follow")
         if self.experts and settings.get("guidance_scale_2") is None:
             complete["guidance_scale_2"] = settings.get("guidance_scale")
@@ -448,7 +448,9 @@ class ModelSpec:
         for number, one in enumerate(self.passes_of(settings)):
             for name, shape in self.noise_shapes(one, references, videos).items():
                 shapes[noise_name(name, INITIAL, number)] = shape
-                shapes |= {noise_name(name, OF_STEPS, number): (one.steps, *shape)} if self.scheduler.stochastic else {}
+                shapes |= (
+                    {noise_name(name, STEP_NOISE, number): (one.steps, *shape)} if self.scheduler.stochastic else {}
+                )
         for one in self.posteriors:
             kind = one.mean.partition("_")[0]
             if kind in self.takes:
@@ -503,7 +505,7 @@ class ModelSpec:
         return replace(settings, **changes)
 
     @property
-    def _levels(self) -> set[str]:
+    def _schedule_parameters(self) -> set[str]:
         return set(inspect.signature(self.scheduler.schedule).parameters)
 
     def schedule_options(self, settings: Settings) -> Mapping[str, float | str]:
@@ -513,7 +515,9 @@ class ModelSpec:
             settings: Settings of the video.
         """
         options = {"shift": settings.flow_shift, "sigmas": settings.sigmas, "follow": settings.follow}
-        return {name: value for name, value in options.items() if value is not None and name in self._levels}
+        return {
+            name: value for name, value in options.items() if value is not None and name in self._schedule_parameters
+        }
 
     def schedule(self, settings: Settings, conditioning: Conditioning | None = None) -> Schedule:
         """Return the noise levels of the steps, arrays of the host; a given video, if encoded, skips the noisiest.
@@ -523,8 +527,8 @@ class ModelSpec:
             conditioning: The output of `encode`, whose video, if there is one, decides where to start; None starts from
                 noise.
         """
-        begun = getattr(conditioning, "video_latents", None) is not None
-        skip = settings.steps - settings.strong_steps if begun else 0
+        starts_from_video = getattr(conditioning, "video_latents", None) is not None
+        skip = settings.steps - settings.strong_steps if starts_from_video else 0
         return self.scheduler.schedule(settings.steps, skip=skip, **self.schedule_options(settings))
 
     def phases(self, schedule: Schedule, settings: Settings, number: int = 0) -> tuple[Phase, ...]:
@@ -705,7 +709,7 @@ class VideoModel(ABC, Generic[ConditioningT]):
     def decode(
         self,
         runtime: Runtime,
-        pieces: Iterable[AnyLatents],
+        latent_chunks: Iterable[AnyLatents],
         *,
         seed: int = 0,
         dtype: DTypeLike = jnp.uint8,
@@ -716,7 +720,7 @@ class VideoModel(ABC, Generic[ConditioningT]):
 
         Args:
             runtime: Calls programs.
-            pieces: Latents of consecutive frames, [B C T H W] or streams: a list of one, or an iterator over chunks.
+            latent_chunks: Latents of consecutive frames, [B C T H W] or streams: a list of one, or an iterator.
             seed: That of noise that a decoder takes.
             dtype: That of the frames.
             tiling: The tiles, with all of their sizes; None for whole frames.
@@ -725,10 +729,12 @@ class VideoModel(ABC, Generic[ConditioningT]):
         Returns:
             Chunks of as many latent frames as `ModelSpec.decode_lengths` says.
         """
-        whole: Any = pieces  # a list, but where a video comes in chunks
-        at_once = self.spec.decode_lengths(self.spec.chunk_frames or stream_of(whole[0]).shape[2])
+        first_chunks: Any = latent_chunks  # a list, but where a video comes in chunks
+        at_once = self.spec.decode_lengths(self.spec.chunk_frames or stream_of(first_chunks[0]).shape[2])
         decoder = runtime.components.get(runtime.components.decoder)
-        return map(Decoded, decoded(decoder, map(stream_of, pieces), at_once, dtype, tiling, runtime.call, video))
+        return map(
+            Decoded, decode_latents(decoder, map(stream_of, latent_chunks), at_once, dtype, tiling, runtime.call, video)
+        )
 
     def tokenize(self, runtime: Runtime, prompts: Sequence[str], follow: str) -> tuple[TokenBatch, ...]:
         """Return the tokens of prompts, for each text encoder.
@@ -774,12 +780,15 @@ def phases_of(
         return (Phase(denoisers[0], 0, tuple(dynamic_scales(first, timesteps, settings.steps)), total, 0, skipped),)
     if settings.boundary is None or len(denoisers) == 1:
         return (Phase(denoisers[0], 0, (first,) * total, total, 0, skipped),)
-    high = int(np.sum(timesteps >= settings.boundary * TRAIN_STEPS))
-    second = first if settings.guidance_scale_2 is None else settings.guidance_scale_2
-    both = [(denoisers[0], 0, (first,) * high), (denoisers[1], high, (second,) * (total - high))]
+    high_noise_steps = int(np.sum(timesteps >= settings.boundary * TRAIN_STEPS))
+    scale_2 = first if settings.guidance_scale_2 is None else settings.guidance_scale_2
+    expert_steps = [
+        (denoisers[0], 0, (first,) * high_noise_steps),
+        (denoisers[1], high_noise_steps, (scale_2,) * (total - high_noise_steps)),
+    ]
     return tuple(
         Phase(name, start, scales, total, number, skipped)
-        for number, (name, start, scales) in enumerate(one for one in both if one[2])
+        for number, (name, start, scales) in enumerate(one for one in expert_steps if one[2])
     )
 
 
@@ -793,7 +802,7 @@ def with_scheduler(model: VideoModel[Any], scheduler: str | Scheduler) -> VideoM
     return replace(model, scheduler=resolve(scheduler, model.scheduler))
 
 
-def least_bytes(model: VideoModel[Any], settings: Settings) -> int:
+def min_step_bytes(model: VideoModel[Any], settings: Settings) -> int:
     """Return bytes that a step holds at once, whatever its kernels are, beside the weights.
 
     They are those of the tokens of a layer, their queries, keys and values, which every attention is given whole. 0 for
@@ -833,10 +842,12 @@ def check_fits(model: VideoModel[ConditioningT], conditioning: ConditioningT, se
         encoded_for.check(settings)
     shapes = model.conditioning_shapes(conditioning, settings)
     check_conditioning(conditioning, shapes, settings.model, model.spec.task)
-    if (held := model.leading_frames(conditioning, settings)) < 0:
-        raise WanjaxError(f"the condition is {-held} latent frames shorter than the video: encode it again")
-    if encoded_for is not None and held != encoded_for.references:
-        raise WanjaxError(f"what was encoded for {encoded_for} holds {held} references: encode the pictures again")
+    if (reference_frames := model.leading_frames(conditioning, settings)) < 0:
+        raise WanjaxError(f"the condition is {-reference_frames} latent frames shorter than the video: encode it again")
+    if encoded_for is not None and reference_frames != encoded_for.references:
+        raise WanjaxError(
+            f"what was encoded for {encoded_for} holds {reference_frames} references: encode the pictures again"
+        )
 
 
 def conditioning_from(model: VideoModel[ConditioningT], tensors: Mapping[str, Array]) -> ConditioningT:
@@ -848,14 +859,16 @@ def conditioning_from(model: VideoModel[ConditioningT], tensors: Mapping[str, Ar
         model: The model.
         tensors: The tensors of a stage's file, by name.
     """
-    kind, read = model.conditioning_type, model.spec.text_length
-    optional = kind._field_defaults.keys()
-    if missing := [name for name in kind._fields if name not in tensors and name not in optional]:
-        has = ", ".join(tensors) or "none at all"
-        raise WanjaxError(f"there is no tensor {missing[0]!r} among the encoded prompts, only {has}: encode again")
-    conditioning = kind(**{name: x for name, x in tensors.items() if name in kind._fields})
-    if read is not None and conditioning.prompt_embeds.shape[1] == OLD_TEXT_LENGTH != read:
-        message = f"the prompt has {OLD_TEXT_LENGTH} tokens where the model reads {read}: the video will differ"
+    conditioning_type, text_length = model.conditioning_type, model.spec.text_length
+    optional = conditioning_type._field_defaults.keys()
+    if missing := [name for name in conditioning_type._fields if name not in tensors and name not in optional]:
+        tensor_names = ", ".join(tensors) or "none at all"
+        raise WanjaxError(
+            f"there is no tensor {missing[0]!r} among the encoded prompts, only {tensor_names}: encode again"
+        )
+    conditioning = conditioning_type(**{name: x for name, x in tensors.items() if name in conditioning_type._fields})
+    if text_length is not None and conditioning.prompt_embeds.shape[1] == OLD_TEXT_LENGTH != text_length:
+        message = f"the prompt has {OLD_TEXT_LENGTH} tokens where the model reads {text_length}: the video will differ"
         warnings.warn(message, WanjaxWarning, stacklevel=2)
     return conditioning
 
@@ -868,11 +881,11 @@ def latents_of(conditioning: Conditioning, spec: ModelSpec | None = None) -> dic
         spec: The model's, whose further streams count too; None for the pictures alone.
     """
     streams = {f"{name}_latents" for name in (spec.latent_streams if spec else ())}
-    held = {name: x for name, x in conditioning._asdict().items() if x is not None}
-    return {name: x for name, x in held.items() if len(x.shape) == 5 or name in streams}
+    reference_frames = {name: x for name, x in conditioning._asdict().items() if x is not None}
+    return {name: x for name, x in reference_frames.items() if len(x.shape) == 5 or name in streams}
 
 
-def attending(model: VideoModel[Any], attention: AttentionConfig, name: str) -> VideoModel[Any]:
+def with_attention(model: VideoModel[Any], attention: AttentionConfig, name: str) -> VideoModel[Any]:
     """Return the model whose denoiser can attend so: with a projection for sparse-linear attention.
 
     Raises UnsupportedError for radial or sparse-linear attention where the denoiser can have none, and for any other

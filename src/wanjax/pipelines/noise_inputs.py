@@ -16,18 +16,18 @@ from wanjax.errors import WanjaxError, repr_short
 from wanjax.pipelines.frames import GivenLatents
 from wanjax.pipelines.validation import check_noise
 
-INITIAL, OF_STEPS = "noise", "step_noise"
+INITIAL, STEP_NOISE = "noise", "step_noise"
 VIDEO = "video"  # the name of the video's latents among those that are denoised together
 NoiseInput = GivenLatents | Mapping[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 def noise_name(stream: str, kind: str, number: int = 0) -> str:
-    """Return the name of a stream's noise, of the kind `INITIAL` or `OF_STEPS`, in the pass of this number."""
+    """Return the name of a stream's noise, of the kind `INITIAL` or `STEP_NOISE`, in the pass of this number."""
     return (kind if stream == VIDEO else f"{stream}_{kind}") + (f"_{number + 1}" if number else "")
 
 
-def checked_noise_inputs(draws: NoiseInput | None, right: Shapes) -> dict[str, Float[np.ndarray, "..."]]:
+def checked_noise_inputs(draws: NoiseInput | None, expected: Shapes) -> dict[str, Float[np.ndarray, "..."]]:
     """Return the given arrays by name, on the host; an array alone is the initial noise.
 
     Raises WanjaxError for a name that the video does not use, and unless each is an array of floats of its right shape.
@@ -36,9 +36,9 @@ def checked_noise_inputs(draws: NoiseInput | None, right: Shapes) -> dict[str, F
         return {}
     arrays = draws if isinstance(draws, Mapping) else {INITIAL: draws}
     for name, array in arrays.items():
-        if name not in right:
+        if name not in expected:
             raise WanjaxError(
-                f"there is noise named {repr_short(name)} where this video uses {' and '.join(right)} alone"
+                f"there is noise named {repr_short(name)} where this video uses {' and '.join(expected)} alone"
             )
-        check_noise(array, right[name], name)
+        check_noise(array, expected[name], name)
     return {name: np.asarray(array) for name, array in arrays.items()}

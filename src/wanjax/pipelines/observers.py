@@ -185,18 +185,18 @@ class Observer:
             conditioning: The output of `encode`.
         """
 
-    def begun(self, conditioning: Conditioning) -> None:
+    def started(self, conditioning: Conditioning) -> None:
         """Receive what is denoised: the output of the first stage, of videos that are made together.
 
         Args:
             conditioning: The output of `encode`, of all videos.
         """
 
-    def resumed(self, begun: Start) -> tuple[State, int] | None:
+    def resumed(self, start: Start) -> tuple[State, int] | None:
         """Return the state from which to go on, and the number of steps that were taken before it, if there is one.
 
         Args:
-            begun: The state before the first step, and all on which the latents depend.
+            start: The state before the first step, and all on which the latents depend.
         """
 
     def switched(self, switch: Switch) -> None:
@@ -228,11 +228,11 @@ class Observer:
             chunk: The chunk.
         """
 
-    def decoded(self, beside: Mapping[str, Value]) -> None:
+    def decoded(self, extras: Mapping[str, Value]) -> None:
         """Receive what was decoded beside the next chunk of a video, by name, such as the samples of sound.
 
         Args:
-            beside: Arrays by name.
+            extras: Arrays by name.
         """
 
 
@@ -331,10 +331,10 @@ class Monitor:
         """
         if not self.executes:
             return
-        whole = self._before + index
+        step_number = self._before + index
         time = float(self.timesteps[index])
-        step = self._last = Step(whole, self._total, time, state, x0, reuses, self.latent_preview)
-        self._queue.append((whole, finite))
+        step = self._last = Step(step_number, self._total, time, state, x0, reuses, self.latent_preview)
+        self._queue.append((step_number, finite))
         self._wait(IN_FLIGHT)
         if any(answer is False for answer in self.observers.tell("stepped", step)):  # each is told
             raise Cancelled(step.index)
@@ -345,10 +345,10 @@ class Monitor:
         if self._last is not None:
             self._last = replace(self._last, state=replace(self._last.state, cached=()))
 
-    def _wait(self, left: int) -> None:
-        """Wait until at most `left` steps are queued."""
+    def _wait(self, max_queued: int) -> None:
+        """Wait until at most `max_queued` steps are queued."""
         queue, total = self._queue, self._total
-        while len(queue) > left or (queue and queue[0][1].is_ready()):
+        while len(queue) > max_queued or (queue and queue[0][1].is_ready()):
             index, finite = queue.popleft()
             if not finite:
                 raise WanjaxError(f"the latents are not finite after step {index + 1} of {total}: use float32")

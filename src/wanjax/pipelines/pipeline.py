@@ -52,7 +52,7 @@ from wanjax.pipelines.keywords import (
     spelled_out,
 )
 from wanjax.pipelines.memory import check_video
-from wanjax.pipelines.model import Conditioning, VideoModel, check_fits, least_bytes, truncations, with_scheduler
+from wanjax.pipelines.model import Conditioning, VideoModel, check_fits, min_step_bytes, truncations, with_scheduler
 from wanjax.pipelines.noise_inputs import INITIAL, NoiseInput, checked_noise_inputs
 from wanjax.pipelines.observers import CallbackObserver, Observer, ProgressObserver, Step, Switch, SwitchObserver
 from wanjax.pipelines.other_names import right_name, unknown_keyword
@@ -79,7 +79,7 @@ from wanjax.pipelines.validation import (
 )
 from wanjax.pipelines.video_metadata import devices_of, make_metadata, nameable
 from wanjax.pipelines.video_shape import encoded_shape
-from wanjax.pipelines.windows import CONTROL, check_alone
+from wanjax.pipelines.windows import CONTROL, check_single_window
 from wanjax.schedulers import Scheduler, name_of
 from wanjax.sharding import Partitioner, one_device
 
@@ -293,20 +293,22 @@ class Pipeline(metaclass=Named):
         check_count(1 if seeds is None else len(seeds), len(prompts))
         pictures, chosen = self.prepare(negative_prompt=negative_prompt, **keywords)
         numbers = [chosen.seed] if seeds is None else [checked_seed(seed) for seed in seeds]
-        wanted = [chosen.updated({"prompt": prompt, "seed": seed}) for prompt in prompts for seed in numbers]
+        video_settings = [chosen.updated({"prompt": prompt, "seed": seed}) for prompt in prompts for seed in numbers]
         if noise is not None:  # before a prompt is encoded, which may take long
-            if len(wanted) != 1:
-                raise WanjaxError(f"one noise is given for {len(wanted)} videos: it makes one video")
+            if len(video_settings) != 1:
+                raise WanjaxError(f"one noise is given for {len(video_settings)} videos: it makes one video")
             checked_noise_inputs(noise, self.draws(chosen, len(pictures.several("references"))))
         check_tiling(tiling, self.model.vae)
         sources = {name: nameable(keywords.get(name), array) for name, array in pictures.items()}
-        how: dict[str, Any] = {"tiling": tiling, "batch_guidance": batch_guidance}
-        requests = [PreparedRequest(x, self.metadata(x, sources | {"noise": noise}, **how)) for x in wanted]
+        options: dict[str, Any] = {"tiling": tiling, "batch_guidance": batch_guidance}
+        requests = [PreparedRequest(x, self.metadata(x, sources | {"noise": noise}, **options)) for x in video_settings]
         if skip:
-            requests = [one for one in requests if not skip(one.metadata)]
+            requests = [request for request in requests if not skip(request.metadata)]
         if requests:
-            check_making(self, chosen, pictures, **how)
-        return self._videos_of(Run(self, requests, pictures, noise=noise, observers=self._observers(callback), **how))
+            check_making(self, chosen, pictures, **options)
+        return self._videos_of(
+            Run(self, requests, pictures, noise=noise, observers=self._observers(callback), **options)
+        )
 
     def _videos_of(self, run: Run) -> Iterator[Video]:
         """Yield the videos of a run."""
@@ -344,8 +346,8 @@ class Pipeline(metaclass=Named):
         check_inputs(sources, requested.model, spec.task, spec.inputs)
         pictures = read_pictures(sources, spec.inputs, frames=self._clip_frames(requested), fps=requested.fps)
         spec.check_pictures(pictures, requested)
-        if {"image", "video"} <= pictures.keys() and (how := spec.picture_beside_clip):
-            warnings.warn(f"a picture and a clip are given together: {how}", WanjaxWarning, stacklevel=3)
+        if {"image", "video"} <= pictures.keys() and (explanation := spec.picture_beside_clip):
+            warnings.warn(f"a picture and a clip are given together: {explanation}", WanjaxWarning, stacklevel=3)
         self._check_strength(requested, pictures.get("video"))
         if "video" in pictures and spec.begins_from_video:
             check_rule(requested.guidance_rule, requested.guided, requested.strong_steps)
@@ -365,12 +367,12 @@ class Pipeline(metaclass=Named):
         """
         sizes = self.components.sizes
         if weights := max((sizes.get(name, 0) for name in self.model.spec.denoisers), default=0):
-            check_video(settings, weights, least_bytes(self.model, settings), self.partitioner.mesh.size)
+            check_video(settings, weights, min_step_bytes(self.model, settings), self.partitioner.mesh.size)
 
     def _check_strength(self, requested: Settings, video: Any) -> None:
         """Raise WanjaxError for a strength without a video, and for a model that cannot begin from one."""
         if requested.strength != self.defaults.strength:
-            check_strength(requested, video=video is not None, begins=self.model.spec.begins_from_video)
+            check_strength(requested, video=video is not None, starts_from_video=self.model.spec.begins_from_video)
 
     def _shape_of(self, pictures: Pictures, requested: Settings, settings: Mapping[str, Any]) -> dict[str, int]:
         """Return the height, width and frames that follow from the pictures, where `settings` has none."""
@@ -451,7 +453,7 @@ class Pipeline(metaclass=Named):
             WanjaxError: A value is invalid, or is of no use to this model.
         """
         pictures, chosen = self.prepare(prompt=check_prompt(prompt), negative_prompt=negative_prompt, **keywords)
-        check_alone(chosen, "encode")
+        check_single_window(chosen, "encode")
         check_encoding(self, chosen, pictures, tiling=tiling)
         run = Run(self, [PreparedRequest(chosen)], pictures, tiling=tiling, observers=self._observers(None))
         return run.encode()[chosen.prompt]
@@ -485,7 +487,7 @@ class Pipeline(metaclass=Named):
             settings: Settings of the video.
             references: Latent frames of reference pictures.
         """
-        check_alone(settings, "given noise")
+        check_single_window(settings, "given noise")
         return self.model.spec.noise_inputs(settings, references)
 
     def noise(self, settings: Settings, references: int = 0) -> Float[Array, "B C T H W"]:
@@ -547,8 +549,8 @@ class Pipeline(metaclass=Named):
         check_denoising(self, conditioning, chosen, videos=len(seeds), batch_guidance=batch_guidance)
         run = Run(self, [PreparedRequest(chosen)], noise=noise, batch_guidance=batch_guidance, observers=observers)
         with run.stage("denoise"):
-            pieces = tuple(run.latents(conditioning, chosen, seeds))
-        return pieces[0] if len(pieces) == 1 else self.call(join, 2, pieces)
+            latent_chunks = tuple(run.latents(conditioning, chosen, seeds))
+        return latent_chunks[0] if len(latent_chunks) == 1 else self.call(join, 2, latent_chunks)
 
     def _observers(self, callback: Stop | None) -> list[Observer]:
         """Return the observers of a run: its progress, and the callback if there is one.
@@ -573,7 +575,7 @@ class Pipeline(metaclass=Named):
         elif latents and not settings.keys() & {"size", "height", "width"}:
             settings["size"] = tuple(self.model.vae.spatial_factor * cells for cells in latents[0].shape[3:])
         chosen = self.settings(**settings)
-        check_alone(chosen, "denoise")
+        check_single_window(chosen, "denoise")
         check_fits(self.model, conditioning, chosen)
         self._check_strength(chosen, getattr(conditioning, "video_latents", None))
         return chosen
@@ -614,13 +616,15 @@ class Pipeline(metaclass=Named):
         pictures, chosen = self.prepare(prompt=check_prompt(prompt), negative_prompt=negative_prompt, **keywords)
         resolve_seeds([keywords.get("seed")], [chosen.seed])
         checked_noise_inputs(noise, self.draws(chosen))
-        how: dict[str, Any] = {"tiling": tiling, "batch_guidance": batch_guidance}
-        check_making(self, chosen, pictures, **how)
-        run = Run(self, [PreparedRequest(chosen)], pictures, noise=noise, observers=self._observers(callback), **how)
+        options: dict[str, Any] = {"tiling": tiling, "batch_guidance": batch_guidance}
+        check_making(self, chosen, pictures, **options)
+        run = Run(
+            self, [PreparedRequest(chosen)], pictures, noise=noise, observers=self._observers(callback), **options
+        )
         return (np.asarray(clip) for _, frames in run for clip in frames)
 
     @spelled_out(SettingsKeywords)
-    def blocks(
+    def denoise_chunks(
         self,
         conditioning: Conditioning,
         *,
@@ -650,15 +654,15 @@ class Pipeline(metaclass=Named):
         run = Run(self, [PreparedRequest(chosen)], noise=noise, batch_guidance=batch_guidance, observers=observers)
         return run.latents(conditioning, chosen, seeds)
 
-    def decode_blocks(self, blocks: Iterable[GivenLatents], *, tiling: Tiling | None = None) -> Iterator[Clip]:
+    def decode_stream(self, latent_chunks: Iterable[GivenLatents], *, tiling: Tiling | None = None) -> Iterator[Clip]:
         """Yield the frames, uint8 [T H W 3], of each chunk of latents [1 C T H W] as it comes.
 
         Args:
-            blocks: Latents of consecutive chunks.
+            latent_chunks: Latents of consecutive chunks.
             tiling: Decode tile by tile, which saves memory.
         """
         self.model.spec.check_streams(self.defaults.model)
-        for frames in Run(self, [], tiling=tiling).frames(iter(blocks)):
+        for frames in Run(self, [], tiling=tiling).frames(iter(latent_chunks)):
             yield np.asarray(frames)
 
     def preview_with(self, file: str | Path) -> None:
@@ -877,8 +881,8 @@ class Pipeline(metaclass=Named):
 
     def __repr__(self) -> str:
         mesh = "" if self.partitioner.single_device else f" ({self.partitioner}, rules {self.partitioner.rules_name})"
-        what = f"{self.defaults.model}, {self.model.spec.task}, {self.defaults.dtype}"
-        lines = [f"{type(self).__name__}: {what}, on {devices_of(self.partitioner)}{mesh}"]
+        summary = f"{self.defaults.model}, {self.model.spec.task}, {self.defaults.dtype}"
+        lines = [f"{type(self).__name__}: {summary}, on {devices_of(self.partitioner)}{mesh}"]
         lines += [f"  {name}: {self._state_of(name)}" for name in self.components.names]
         return "\n".join([*lines, f"  scheduler: {name_of(self.scheduler)}"])
 

@@ -51,15 +51,15 @@ class ResumeObserver(Observer):
         self.file = self._of_window = self._of_all.with_stem(f"{self._of_all.stem}_{window.number + 1}")
         self._finished = True
 
-    def resumed(self, begun: Start) -> tuple[State, int] | None:
+    def resumed(self, start: Start) -> tuple[State, int] | None:
         """Read the state of a pass from its file. Each of several passes has one, which is kept when it is finished."""
-        progress, steps = begun.progress, sum(len(phase.scales) for phase in begun.phases)
+        progress, steps = start.progress, sum(len(phase.scales) for phase in start.phases)
         if progress.passes > 1:
             self.file = self._of_window.with_stem(f"{self._of_window.stem}_pass_{progress.number + 1}")
         goes_on = self._finished or not progress.last
         self._before, self._end = progress.before, progress.before + steps if goes_on else 0
         self._steps = self._steps if progress.before else 0
-        self.origin = digest(begun.facts, begun.arrays)
+        self.origin = digest(start.facts, start.arrays)
         try:
             file = SafetensorsFile(self.file)
         except WanjaxError:
@@ -70,11 +70,11 @@ class ResumeObserver(Observer):
         for name in file.specs:
             x, everywhere = file.read(name), self.partitioner.replicated
             arrays[name] = jax.make_array_from_callback(x.shape, everywhere, x.__getitem__)  # nothing is compiled
-        named, tree = _named(begun.state), jax.tree.structure(begun.state)
+        named, tree = _named(start.state), jax.tree.structure(start.state)
         if named.keys() - arrays.keys():
             return None
         steps = int(file.metadata["steps"])
-        begins = steps in [phase.start for phase in begun.phases]  # another network, which has kept nothing yet
+        begins = steps in [phase.start for phase in start.phases]  # another network, which has kept nothing yet
         cached = tuple(_listed(arrays, f"kept.{i}") for i in range(int(file.metadata["forwards"])))
         if steps and self.resumed_at:
             self.resumed_at(progress.before + steps, progress.total)

@@ -37,7 +37,7 @@ from wanjax.pipelines.runtime import Runtime
 from wanjax.pipelines.sampling import sample
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.video_shape import with_shape
-from wanjax.pipelines.windows import faded, pictures_of, windows_of
+from wanjax.pipelines.windows import fade_seam, pictures_of, windows_of
 from wanjax.sharding import Partitioner
 
 
@@ -90,22 +90,27 @@ class Run:
         """Yield each request with an iterator over its video's frames, chunk by chunk, which has to be used up."""
         if not self.requests:
             return
-        shared = self.requests[0].settings
-        if shared.windows > 1:
+        settings = self.requests[0].settings
+        if settings.windows > 1:
             texts: dict[str, Conditioning] = {}
             for request in self.requests:
                 yield request, self._windows(request.settings, texts)
             return
         conditioning = self.encode()
-        size = batch_size(self.runtime.partitioner, shared.guided) if len(self.requests) > 1 else 1
+        size = batch_size(self.runtime.partitioner, settings.guided) if len(self.requests) > 1 else 1
         for batch, count in batches(self.requests, size):
             inputs = join_conditionings([conditioning[request.settings.prompt] for request in batch], self.runtime.call)
-            pieces: Iterable[AnyLatents] = self.latents(inputs, shared, [request.settings.seed for request in batch])
+            latent_chunks: Iterable[AnyLatents] = self.latents(
+                inputs, settings, [request.settings.seed for request in batch]
+            )
             if count > 1 or not self.model.spec.streams:
                 with self.stage("denoise"):
-                    pieces = list(pieces)
+                    latent_chunks = list(latent_chunks)
             for video, request in enumerate(batch[:count]):
-                yield request, self.frames(pieces, video=video, last=video + 1 == count, seed=request.settings.seed)
+                yield (
+                    request,
+                    self.frames(latent_chunks, video=video, last=video + 1 == count, seed=request.settings.seed),
+                )
 
     def stage(self, name: str) -> AbstractContextManager[None]:
         """Surround a stage, for each observer.
@@ -128,46 +133,50 @@ class Run:
     def encode(self) -> dict[str, Conditioning]:
         """Encode each prompt once, and the pictures, which all videos share; return the outputs by prompt."""
         with self.stage("encode"), self.runtime.strategy.stage("encode"):
-            texts = self._texts()
-            seen = self._seen(self.pictures, self.requests[0].settings)
-        conditioning = {prompt: text._replace(**seen) for prompt, text in texts.items()}
+            texts = self._encode_texts()
+            picture_fields = self._encode_pictures(self.pictures, self.requests[0].settings)
+        conditioning = {prompt: text._replace(**picture_fields) for prompt, text in texts.items()}
         for one in conditioning.values():
             self.observers.tell("encoded", one)
         return conditioning
 
-    def _texts(self) -> dict[str, Conditioning]:
+    def _encode_texts(self) -> dict[str, Conditioning]:
         """Encode each prompt once, without pictures; return the outputs by prompt."""
         windows = [window for request in self.requests for window in windows_of(request.settings)]
-        prompts = {alone.prompt: alone for _, _, alone in windows}
-        texts = {prompt: self.model.encode_text(self.runtime, alone) for prompt, alone in prompts.items()}
+        prompts = {window_settings.prompt: window_settings for _, _, window_settings in windows}
+        texts = {
+            prompt: self.model.encode_text(self.runtime, window_settings) for prompt, window_settings in prompts.items()
+        }
         return self.runtime.components.finish_stage(texts)
 
-    def _seen(self, pictures: Pictures, settings: Settings) -> Mapping[str, Field | None]:
+    def _encode_pictures(self, pictures: Pictures, settings: Settings) -> Mapping[str, Field | None]:
         """Encode pictures; return fields of the output of the first stage."""
-        seen = self.model.encode_inputs(self.runtime, pictures, settings, tiling=self.tiling)
-        seen = with_shape(seen, self.model.conditioning_type, pictures, settings)
-        return self.runtime.components.finish_stage(seen)
+        picture_fields = self.model.encode_inputs(self.runtime, pictures, settings, tiling=self.tiling)
+        picture_fields = with_shape(picture_fields, self.model.conditioning_type, pictures, settings)
+        return self.runtime.components.finish_stage(picture_fields)
 
     def _windows(self, settings: Settings, texts: dict[str, Conditioning]) -> Iterator[Clip]:
         """Yield the frames of a video of windows, those of each once it is made; `texts` are encoded by the first."""
         strategy, before = self.runtime.strategy, None
         for window in windows_of(settings):
             self.observers.tell("window", window)
-            alone = window.settings
+            window_settings = window.settings
             pictures = pictures_of(window, self.pictures, before, self.model.spec.continued_by)
             with self.stage("encode"), strategy.stage("encode"):
-                texts.update({} if texts else self._texts())
-                conditioning = texts[alone.prompt]._replace(**self._seen(pictures, alone))
+                texts.update({} if texts else self._encode_texts())
+                conditioning = texts[window_settings.prompt]._replace(
+                    **self._encode_pictures(pictures, window_settings)
+                )
             with self.stage("denoise"):
-                pieces = list(self.latents(conditioning, alone, [alone.seed]))
+                latent_chunks = list(self.latents(conditioning, window_settings, [window_settings.seed]))
             with self.stage("decode"):
-                chunks = self.frames(pieces, seed=alone.seed)
+                chunks = self.frames(latent_chunks, seed=window_settings.seed)
                 chunks = [strategy.read(x, np.zeros(x.shape, np.uint8)) for x in chunks]
             frames = np.concatenate(chunks)
             if before is not None:
-                frames = np.concatenate([before, faded(before, frames[len(before) :])])
+                frames = np.concatenate([before, fade_seam(before, frames[len(before) :])])
             yield frames[0 if before is None else len(before) :]
-            before = frames[-alone.overlap :]
+            before = frames[-window_settings.overlap :]
 
     def decode_stage(self, request: PreparedRequest) -> AbstractContextManager[None]:
         """Surround the use of a video's frames by the stage of their decoding; windows have their stages in turn.
@@ -199,7 +208,7 @@ class Run:
 
     def frames(
         self,
-        pieces: Iterable[AnyLatents],
+        latent_chunks: Iterable[AnyLatents],
         dtype: DTypeLike = jnp.uint8,
         *,
         video: int = 0,
@@ -212,7 +221,7 @@ class Run:
         observers (`Observer.decoded`). Raises WanjaxError where latents are not finite.
 
         Args:
-            pieces: Latents of consecutive frames, [B C T H W] or streams.
+            latent_chunks: Latents of consecutive frames, [B C T H W] or streams.
             dtype: Of the frames: uint8, or a float in [0, 1].
             video: The place of the video in its batch.
             last: Whether it is the last of its batch to be decoded.
@@ -222,17 +231,19 @@ class Run:
         if seed is None:
             seed = (self.requests[0].settings if self.requests else self.pipe.defaults).seed
         if runtime.strategy.executes:
-            finite = map(_finite, pieces)
-            pieces = list(finite) if isinstance(pieces, Sequence) else finite
+            finite = map(_finite, latent_chunks)
+            latent_chunks = list(finite) if isinstance(latent_chunks, Sequence) else finite
         tiling = self.tiling and self.tiling.completed(spec.vae.tiling, spec.vae.spatial_factor)
-        if isinstance(pieces, Sequence):
-            lengths = [stream_of(x).shape[2] for x in pieces]
+        if isinstance(latent_chunks, Sequence):
+            lengths = [stream_of(x).shape[2] for x in latent_chunks]
             if runtime.components.decoder == "vae":
                 spec.check_length(1 + (sum(lengths) - 1) * spec.vae.temporal_factor, self.pipe.defaults.model)
             total = sum(chunk_count(length, spec.decode_lengths(length)) for length in lengths)
             self.observers.tell("count", "chunk", 0, total)
-        chunks = self._decoded(self.model.decode(runtime, pieces, seed=seed, dtype=dtype, tiling=tiling, video=video))
-        for done, chunk in enumerate(chunks if total is None else _ahead(chunks), 1):
+        chunks = self._decoded(
+            self.model.decode(runtime, latent_chunks, seed=seed, dtype=dtype, tiling=tiling, video=video)
+        )
+        for done, chunk in enumerate(chunks if total is None else _one_ahead(chunks), 1):
             yield chunk
             if total is not None:
                 self.observers.tell("count", "chunk", done, total)
@@ -246,8 +257,8 @@ class Run:
                 chunk = next(chunks, None)
             if chunk is None:
                 return
-            if chunk.beside:
-                self.observers.tell("decoded", chunk.beside)
+            if chunk.extras:
+                self.observers.tell("decoded", chunk.extras)
             yield chunk.frames
 
 
@@ -261,16 +272,16 @@ def _finite(latents: AnyLatents) -> AnyLatents:
     return latents
 
 
-def _ahead(chunks: Iterable[Frames]) -> Iterator[Frames]:
+def _one_ahead(chunks: Iterable[Frames]) -> Iterator[Frames]:
     """Yield chunks, each once the next one is begun; the devices send each to the host as soon as it is made."""
-    begun: deque[Frames] = deque()
+    queue: deque[Frames] = deque()
     for chunk in chunks:
         if isinstance(chunk, jax.Array):
             chunk.copy_to_host_async()
-        begun.append(chunk)
-        if len(begun) > 1:
-            yield begun.popleft()
-    yield from begun
+        queue.append(chunk)
+        if len(queue) > 1:
+            yield queue.popleft()
+    yield from queue
 
 
 def batch_size(partitioner: Partitioner, guided: bool) -> int:

@@ -26,7 +26,7 @@ from wanjax.pipelines.denoiser import (
 from wanjax.pipelines.frames import AnyLatents
 from wanjax.pipelines.guidance import CLASSIFIER_FREE, GuidanceRule, check_rule, grouping
 from wanjax.pipelines.model import Chunk, ConditioningT, ModelSpec, VideoModel, latents_of
-from wanjax.pipelines.noise_inputs import INITIAL, OF_STEPS, VIDEO, NoiseInput, checked_noise_inputs, noise_name
+from wanjax.pipelines.noise_inputs import INITIAL, STEP_NOISE, VIDEO, NoiseInput, checked_noise_inputs, noise_name
 from wanjax.pipelines.observers import Monitor, Observers, Progress, Start
 from wanjax.pipelines.phases import Phase, dense_steps
 from wanjax.pipelines.previews.latent_preview import LatentPreview
@@ -74,11 +74,11 @@ def denoise(
     denoiser, chunk, total = model.denoiser, monitor.chunk, len(schedule.timesteps)
     with monitor:
         for phase in phases:
-            if not (left := phase.steps[max(0, done - phase.start) :]):
+            if not (remaining_steps := phase.steps[max(0, done - phase.start) :]):
                 continue
-            module, seconds = runtime.components.swap_in(phase.network, model.spec.denoisers)
+            module, load_seconds = runtime.components.swap_in(phase.network, model.spec.denoisers)
             if phase.start > done:
-                monitor.switched(phase.network, phase.start, seconds)
+                monitor.switched(phase.network, phase.start, load_seconds)
             sparse = model.spec.radial_attention and module.attention.radial
             network = SplitNetwork(*nnx.split(module))
             groups = grouping(phase.guided, batch_guidance, runtime.partitioner)
@@ -86,7 +86,7 @@ def denoise(
             contexts = model.prepare(runtime, network, conditioning, state.x, purpose)
             inputs = ModelInputs(network.weights, *contexts, groups.batch * state.videos)
             cache = caches(runtime, denoiser, network, schedule, phase)
-            for index in left:
+            for index in remaining_steps:
                 reuses = cache.reuses(index)
                 dense = index < dense_steps(total) and not reuses if sparse else None
                 step = StepProgram(denoiser, network.graphdef, model.scheduler, cache, type(guidance), dense)
@@ -133,16 +133,16 @@ def sample(
     shapes = spec.noise_inputs(settings, model.leading_frames(conditioning, settings), len(seeds))
     arrays = checked_noise_inputs(noise, shapes)
     steps = [len(spec.schedule(passes[0], conditioning).timesteps), *(later.strong_steps for later in passes[1:])]
-    for each, count in zip(passes, steps, strict=True):
-        check_rule(each.guidance_rule, each.guided, count)
-    observers.tell("begun", conditioning)
-    for number, each in enumerate(passes):
+    for pass_settings, count in zip(passes, steps, strict=True):
+        check_rule(pass_settings.guidance_rule, pass_settings.guided, count)
+    observers.tell("started", conditioning)
+    for number, pass_settings in enumerate(passes):
         progress = Progress(number, len(passes), sum(steps[:number]), sum(steps))
-        pieces = sample_pass(
+        latent_chunks = sample_pass(
             runtime,
             model,
             conditioning,
-            each,
+            pass_settings,
             seeds,
             progress,
             noise=arrays,
@@ -151,9 +151,9 @@ def sample(
             latent_preview=latent_preview,
         )
         if progress.last:
-            yield from pieces
+            yield from latent_chunks
         else:
-            [latents] = pieces
+            [latents] = latent_chunks
             with runtime.strategy.stage("denoise"):
                 conditioning = model.refine(runtime, conditioning, latents)
     runtime.components.finish_stage(())
@@ -182,7 +182,7 @@ def sample_pass(
         noise: That of all passes, checked.
         caches: Returns the step cache of a phase; None is by the rule of the settings.
     """
-    spec, words, rule, number = model.spec, seed_to_key_data(seeds), settings.guidance_rule, progress.number
+    spec, key_data, rule, number = model.spec, seed_to_key_data(seeds), settings.guidance_rule, progress.number
     schedule, streams = spec.schedule(settings, conditioning), (VIDEO, *spec.latent_streams)
     shapes = spec.noise_shapes(settings, model.leading_frames(conditioning, settings), len(seeds))
     steps = len(schedule.timesteps)
@@ -190,21 +190,31 @@ def sample_pass(
     caches = caches or partial(step_cache, spec.cache_rule(settings), spec.tables_for(conditioning))
     facts = facts_of(runtime, model, settings, seeds, batch_guidance) | {"pass": number}
     arrays = [*(x for x in conditioning if x is not None), *noise.values()]
-    others = tuple((name, shapes[name]) for name in spec.latent_streams)
+    stream_shapes = tuple((name, shapes[name]) for name in spec.latent_streams)
     for chunk in spec.chunks(shapes[VIDEO][2]):
         frames = None if chunk.count == 1 else len(chunk.frames)
         chunk_noise = given_noise(noise, spec, chunk, steps, number)
-        where = progress._replace(before=progress.before + chunk.number * steps, total=chunk.count * progress.total)
+        chunk_progress = progress._replace(
+            before=progress.before + chunk.number * steps, total=chunk.count * progress.total
+        )
         init = Init(
-            model.scheduler, shapes[VIDEO], spec.posteriors, frames, rule.averages, others, number * len(streams)
+            model.scheduler,
+            shapes[VIDEO],
+            spec.posteriors,
+            frames,
+            rule.keeps_average,
+            stream_shapes,
+            number * len(streams),
         )
         with runtime.strategy.stage("denoise"):
-            state, drawn = runtime.call(begin, init, words, chunk_noise, schedule, pictures, np.int32(chunk.number))
+            state, drawn = runtime.call(begin, init, key_data, chunk_noise, schedule, pictures, np.int32(chunk.number))
             inputs, done = conditioning._replace(**drawn), 0
             if chunk.count == 1:
-                resumed = observers.tell("resumed", Start(state, phases, facts, arrays, where))
+                resumed = observers.tell("resumed", Start(state, phases, facts, arrays, chunk_progress))
                 state, done = next(filter(None, reversed(resumed)), (state, 0))
-            monitor = Monitor(observers, chunk, where, schedule.timesteps, latent_preview, runtime.strategy.executes)
+            monitor = Monitor(
+                observers, chunk, chunk_progress, schedule.timesteps, latent_preview, runtime.strategy.executes
+            )
             monitor.begin(done)
             state, memory = denoise(
                 runtime,
@@ -239,15 +249,15 @@ def given_noise(
         steps: The steps that are taken, of all.
         number: The number of the pass, from 0.
     """
-    every, frames = slice(None), slice(chunk.frames.start, chunk.frames.stop)
+    all_, frames = slice(None), slice(chunk.frames.start, chunk.frames.stop)
 
     def by_stream(kind: str, *steps: slice) -> dict[str, np.ndarray | None]:
         noise = {name: arrays.get(noise_name(name, kind, number)) for name in (VIDEO, *spec.latent_streams)}
-        parts = {name: (*steps, every, every, frames) if name == VIDEO else (*steps,) for name in noise}
+        parts = {name: (*steps, all_, all_, frames) if name == VIDEO else (*steps,) for name in noise}
         return {name: x if x is None else x[parts[name]] for name, x in noise.items()}
 
-    pictures = {one.noise: arrays[one.noise] for one in spec.posteriors if one.noise in arrays}
-    return GivenNoise(by_stream(INITIAL), by_stream(OF_STEPS, slice(-steps, None)), pictures or None)
+    pictures = {posterior.noise: arrays[posterior.noise] for posterior in spec.posteriors if posterior.noise in arrays}
+    return GivenNoise(by_stream(INITIAL), by_stream(STEP_NOISE, slice(-steps, None)), pictures or None)
 
 
 def facts_of(

@@ -24,7 +24,7 @@ from wanjax.pipelines.settings import DRAW, MOST_VIDEOS, read_seed
 
 GENERATOR = "threefry2x32"
 DRAWN_BITS = 32  # few enough to be typed again
-Words = UInt32[Array | np.ndarray, "B 2"]  # of seeds, the high word first
+KeyData = UInt32[Array | np.ndarray, "B 2"]  # of seeds, the high word first
 
 
 def checked_seed(seed: Any, *, alone: bool = False) -> int:
@@ -79,18 +79,18 @@ def seed_to_key_data(seeds: Sequence[int]) -> UInt32[np.ndarray, "B 2"]:
     return np.array([[seed >> 32, seed & 0xFFFFFFFF] for seed in seeds], np.uint32)
 
 
-def key_of(words: UInt32[Array | np.ndarray, "2"]) -> PRNGKeyArray:
+def key_of(key_data: UInt32[Array | np.ndarray, "2"]) -> PRNGKeyArray:
     """Return the random key of a seed's words."""
-    return jax.random.wrap_key_data(jnp.asarray(words), impl=GENERATOR)
+    return jax.random.wrap_key_data(jnp.asarray(key_data), impl=GENERATOR)
 
 
-def drawn_noise(words: Words, shape: tuple[int, ...], number: int = 0) -> Float32[Array, "..."]:
+def drawn_noise(key_data: KeyData, shape: tuple[int, ...], number: int = 0) -> Float32[Array, "..."]:
     """Return normally distributed noise of this shape, a video on the first axis for each seed.
 
     `number` 0 is the initial noise; that of each other number is independent of all other noise of the seed. Numbers 0
     and 1, and from 4 on, are those of `key_numbers`; 2 and 3 are pictures that are drawn.
     """
-    keys = [key_of(word) for word in words]
+    keys = [key_of(pair) for pair in key_data]
     keys = [jax.random.fold_in(key, number) for key in keys] if number else keys
     return jnp.concatenate([jax.random.normal(key, (1, *shape[1:]), jnp.float32) for key in keys])
 
@@ -103,7 +103,9 @@ def key_numbers(stream: int) -> tuple[int, int]:
     return (2 + 2 * stream, 3 + 2 * stream) if stream else (0, 1)
 
 
-def noise_of_frames(words: Words, shape: tuple[int, ...], start: Int[Array, ""], count: int) -> Float32[Array, "..."]:
+def noise_of_frames(
+    key_data: KeyData, shape: tuple[int, ...], start: Int[Array, ""], count: int
+) -> Float32[Array, "..."]:
     """Return `count` frames, from `start` on, of the initial noise [B C T H W] of a whole video of this shape.
 
     The generator numbers the elements of an array, so a part of it can be drawn alone.
@@ -116,8 +118,8 @@ def noise_of_frames(words: Words, shape: tuple[int, ...], start: Int[Array, ""],
     frame = channel[:, None] * np.uint32(frames) + start.astype(jnp.uint32) + drawn[None]
     low = frame[..., None] * np.uint32(height * width) + cells[None, None]
     parts = []
-    for word in words:
-        first, second = jnp.broadcast_to(word[0], low.shape), jnp.broadcast_to(word[1], low.shape)
+    for pair in key_data:
+        first, second = jnp.broadcast_to(pair[0], low.shape), jnp.broadcast_to(pair[1], low.shape)
         bits = jnp.bitwise_xor(*threefry2x32_p.bind(first, second, jnp.zeros_like(low), low))
         parts.append(_normal(bits).reshape(channels, count, height, width))
     return jnp.stack(parts)
@@ -132,13 +134,13 @@ def _normal(bits: UInt32[Array, "..."]) -> Float32[Array, "..."]:
     return np.float32(np.sqrt(2)) * jax.lax.erf_inv(uniform)
 
 
-def solver_keys(words: Words, block: int | Int[Array, ""] = 0, number: int = 1) -> Key[Array, " B"]:
+def solver_keys(key_data: KeyData, chunk: int | Int[Array, ""] = 0, number: int = 1) -> Key[Array, " B"]:
     """Return the keys [B] for the noise that steps draw, which is independent of the initial noise.
 
     Each block of a video that is made block by block has keys of its own. `number` is that of `key_numbers`.
     """
-    keys = jnp.stack([jax.random.fold_in(key_of(word), number) for word in words])
-    if isinstance(block, int) and block == 0:
+    keys = jnp.stack([jax.random.fold_in(key_of(pair), number) for pair in key_data])
+    if isinstance(chunk, int) and chunk == 0:
         return keys
-    apart = jax.vmap(lambda key: jax.random.fold_in(key, block))(keys)
-    return jnp.where(jnp.asarray(block) > 0, apart, keys)
+    chunk_keys = jax.vmap(lambda key: jax.random.fold_in(key, chunk))(keys)
+    return jnp.where(jnp.asarray(chunk) > 0, chunk_keys, keys)

@@ -39,28 +39,30 @@ def trace_programs(
     The keywords are those of `Pipeline.videos`; `room` is that of `Components.abstract`. The most that is kept on a
     device beside the arguments of each program is noted as `beside`.
     """
-    calls, recorder = _recorded(pipe, room)
-    for _, frames in Run(recorder, [PreparedRequest(settings)], pictures, tiling=tiling, batch_guidance=batch_guidance):
+    trace, traced_pipe = _traced(pipe, room)
+    for _, frames in Run(
+        traced_pipe, [PreparedRequest(settings)], pictures, tiling=tiling, batch_guidance=batch_guidance
+    ):
         for _ in frames:
             pass
-    return calls
+    return trace
 
 
-def _recorded(pipe: Loaded, room: int | None = None) -> tuple[Trace, Loaded]:
+def _traced(pipe: Loaded, room: int | None = None) -> tuple[Trace, Loaded]:
     """Return a trace, and the pipeline whose calls it notes."""
     components = pipe.runtime.components.abstract(room)
 
     @cache
-    def weighed(network: nnx.Module) -> tuple[int, int]:
+    def weight_bytes(network: nnx.Module) -> tuple[int, int]:
         return id(jax.tree.leaves(network)[0]), bytes_of(network)
 
     def beside(arguments: object) -> int:
         """Return the bytes of the networks that are loaded but not among the arguments of a call."""
         passed = {id(x) for x in jax.tree.leaves(arguments)}
-        return sum(size for weight, size in map(weighed, components.networks()) if weight not in passed)
+        return sum(size for weight, size in map(weight_bytes, components.networks()) if weight not in passed)
 
-    calls = Trace(beside)
-    return calls, pipe.under(calls, components)
+    trace = Trace(beside)
+    return trace, pipe.under(trace, components)
 
 
 def check_making(
@@ -78,10 +80,13 @@ def check_making(
     """
     if _is_small(pipe, settings.size, settings.frames):
         return
-    alone = replace(settings, windows=1, then="")  # windows are alike
-    check_decoding(pipe, pipe.model.spec.latent_shape(alone), tiling=tiling)
-    pictures = pictures or needed_pictures(pipe, alone)
-    _check(alone, trace_programs(pipe, alone, pictures, tiling=tiling, batch_guidance=batch_guidance, room=0))
+    window_settings = replace(settings, windows=1, then="")  # windows are alike
+    check_decoding(pipe, pipe.model.spec.latent_shape(window_settings), tiling=tiling)
+    pictures = pictures or needed_pictures(pipe, window_settings)
+    _check(
+        window_settings,
+        trace_programs(pipe, window_settings, pictures, tiling=tiling, batch_guidance=batch_guidance, room=0),
+    )
 
 
 def check_encoding(pipe: Loaded, settings: Settings, pictures: Pictures, *, tiling: Tiling | None = None) -> None:
@@ -90,9 +95,9 @@ def check_encoding(pipe: Loaded, settings: Settings, pictures: Pictures, *, tili
     The arguments are those of `trace_programs`.
     """
     if pictures and not _is_small(pipe, settings.size, settings.frames):
-        calls, recorder = _recorded(pipe, room=0)
-        Run(recorder, [PreparedRequest(settings)], pictures, tiling=tiling).encode()
-        _check(settings, calls)
+        trace, traced_pipe = _traced(pipe, room=0)
+        Run(traced_pipe, [PreparedRequest(settings)], pictures, tiling=tiling).encode()
+        _check(settings, trace)
 
 
 def check_denoising(
@@ -108,11 +113,11 @@ def check_denoising(
         batch_guidance: That of `Pipeline.denoise`.
     """
     if not _is_small(pipe, settings.size, settings.frames * videos):
-        calls, recorder = _recorded(pipe, room=0)
-        run = Run(recorder, [PreparedRequest(settings)], batch_guidance=batch_guidance)
+        trace, traced_pipe = _traced(pipe, room=0)
+        run = Run(traced_pipe, [PreparedRequest(settings)], batch_guidance=batch_guidance)
         for _ in run.latents(conditioning, settings, [0] * videos):
             pass
-        _check(settings, calls)
+        _check(settings, trace)
 
 
 def check_decoding(pipe: Loaded, shape: Sequence[int], *, tiling: Tiling | None = None) -> None:
@@ -133,12 +138,12 @@ def check_decoding(pipe: Loaded, shape: Sequence[int], *, tiling: Tiling | None 
     def shaped(shape: Sequence[int]) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(tuple(shape), jnp.float32, sharding=pipe.runtime.partitioner.replicated)
 
-    calls, recorder = _recorded(pipe, room=0)
+    trace, traced_pipe = _traced(pipe, room=0)
     latents = shaped(shape if not spec.chunk_frames else (*shape[:2], spec.chunk_frames, *shape[3:]))
     others = {name: shaped(one) for name, one in spec.stream_shapes(settings).items()}
-    for _ in Run(recorder, [], tiling=tiling).frames([{VIDEO: latents, **others} if others else latents]):
+    for _ in Run(traced_pipe, [], tiling=tiling).frames([{VIDEO: latents, **others} if others else latents]):
         pass
-    _check(settings, calls)
+    _check(settings, trace)
 
 
 def _is_small(pipe: Loaded, size: tuple[int, int], frames: int) -> bool:
@@ -147,19 +152,19 @@ def _is_small(pipe: Loaded, size: tuple[int, int], frames: int) -> bool:
     return not (pipe.runtime.strategy.executes and sizes) or is_small(size, frames, max(sizes.values()))
 
 
-def most_held(calls: Trace) -> tuple[int, str]:
+def peak_bytes(trace: Trace) -> tuple[int, str]:
     """Return bytes that a traced run holds at the least at its peak, and the stage of that.
 
     Those of a program, of what is kept beside it, and of the process. A run that was traced with a `room` of 0 keeps
     no network that can be freed for another.
     """
-    each = [(min_live_bytes(one.instance.lowering) + one.beside, one.stage) for one in calls.programs]
+    each = [(min_live_bytes(one.instance.lowering) + one.beside, one.stage) for one in trace.programs]
     held, stage = max(each, default=(0, ""))
     return held + PROCESS, stage
 
 
-def _check(settings: Settings, calls: Trace) -> None:
-    check_held(settings, *most_held(calls))
+def _check(settings: Settings, trace: Trace) -> None:
+    check_held(settings, *peak_bytes(trace))
 
 
 def needed_pictures(pipe: Loaded, settings: Settings) -> Pictures:

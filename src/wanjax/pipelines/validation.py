@@ -36,27 +36,27 @@ def on_host(pictures: Any) -> Any:
     return [on_host(x) for x in pictures] if isinstance(pictures, list | tuple | Generator) else pictures
 
 
-def check_noise(noise: Any, right: tuple[int, ...], name: str = "noise") -> None:
+def check_noise(noise: Any, expected: tuple[int, ...], name: str = "noise") -> None:
     """Raise WanjaxError unless noise is an array of floats of the right shape."""
-    _check_floats(f"the {name} is", noise, f"an array {list(right)}")
-    if noise.shape != right:
-        raise WanjaxError(f"the {name} has the shape {list(noise.shape)} where this video needs {list(right)}")
+    _check_floats(f"the {name} is", noise, f"an array {list(expected)}")
+    if noise.shape != expected:
+        raise WanjaxError(f"the {name} has the shape {list(noise.shape)} where this video needs {list(expected)}")
 
 
 def check_latents(latents: Any, channels: int) -> None:
     """Raise WanjaxError unless latents are an array of floats for one video of so many channels."""
-    right = f"one video's [1, {channels}, T, H, W]"
-    _check_floats("the latents are", latents, right)
+    expected = f"one video's [1, {channels}, T, H, W]"
+    _check_floats("the latents are", latents, expected)
     batch, count, *sides = latents.shape if latents.ndim == 5 else (0, 0, 0)
     if (batch, count) != (1, channels) or 0 in sides:
-        raise WanjaxError(f"the latents have the shape {list(latents.shape)}: give {right}")
+        raise WanjaxError(f"the latents have the shape {list(latents.shape)}: give {expected}")
 
 
 def check_streams(latents: Any, others: Collection[str], model: str) -> None:
     """Raise WanjaxError unless latents are a mapping of a model's streams, or an array where there is one."""
     streams = sorted(latents) if isinstance(latents, Mapping) else []
-    if streams != (right := sorted(["video", *others]) if others else []):
-        names, wanted = (" and ".join(names) or "one array" for names in (streams, right))
+    if streams != (expected := sorted(["video", *others]) if others else []):
+        names, wanted = (" and ".join(names) or "one array" for names in (streams, expected))
         raise WanjaxError(f"the latents are {names}, and those of {model} are {wanted}: give what denoise returns")
 
 
@@ -88,14 +88,14 @@ def check_conditioning(conditioning: Any, shapes: Mapping[str, FieldShape], mode
         model: The model's name.
         purpose: What the model makes.
     """
-    for name, right in shapes.items():
+    for name, expected in shapes.items():
         array = getattr(conditioning, name)
-        if array is None and not right.optional:
+        if array is None and not expected.optional:
             raise WanjaxError(f"there is no {name}, which {purpose} needs: encode the pictures with the prompt")
-        features = len(right.shape) > 2 and name not in conditioning._field_defaults
-        if array is None or (_fits(array.shape, right.shape) and not (features and not _is_floats(array))):
+        features = len(expected.shape) > 2 and name not in conditioning._field_defaults
+        if array is None or (_fits(array.shape, expected.shape) and not (features and not _is_floats(array))):
             continue
-        wanted = ", ".join("any" if n is None else str(n) for n in right.shape)
+        wanted = ", ".join("any" if n is None else str(n) for n in expected.shape)
         if name in conditioning._field_defaults:
             raise WanjaxError(
                 f"the {name} has the shape {list(array.shape)} where this video needs [{wanted}]: encode again, with "
@@ -114,8 +114,8 @@ def _is_floats(array: Any) -> bool:
     return jnp.issubdtype(array.dtype, jnp.floating)
 
 
-def _fits(shape: tuple[int, ...], right: Shape) -> bool:
-    return len(shape) == len(right) and all(b in (a, None) for a, b in zip(shape, right, strict=True))
+def _fits(shape: tuple[int, ...], expected: Shape) -> bool:
+    return len(shape) == len(expected) and all(b in (a, None) for a, b in zip(shape, expected, strict=True))
 
 
 def check_frames(frames: Any) -> None:
@@ -123,15 +123,15 @@ def check_frames(frames: Any) -> None:
     listed = isinstance(frames, Sequence) and not isinstance(frames, str | bytes)
     arrays: list[Any] = list(frames) if listed else [frames]
     rank = 3 if listed else 4
-    right = "uint8 [T, H, W, 3], or floats from 0 to 1"
+    expected = "uint8 [T, H, W, 3], or floats from 0 to 1"
     if not arrays or not all(isinstance(x, np.ndarray | jax.Array) for x in arrays):
-        raise WanjaxError(f"{repr_short(frames)} is given as frames: give {right}")
+        raise WanjaxError(f"{repr_short(frames)} is given as frames: give {expected}")
     for array in arrays:
         refuse_traced(array)
     first = arrays[0]
     bytes_or_floats = first.dtype == jnp.uint8 or jnp.issubdtype(first.dtype, jnp.floating)
     if first.ndim != rank or first.shape[-1] != 3 or not bytes_or_floats:
-        raise WanjaxError(f"{first.dtype} {list(first.shape)} is given as frames: give {right}")
+        raise WanjaxError(f"{first.dtype} {list(first.shape)} is given as frames: give {expected}")
     if any(x.shape != first.shape for x in arrays):
         raise WanjaxError("the frames have different sizes: all frames of a video have the same size")
 
@@ -146,14 +146,14 @@ def check_tiling(tiling: Any, vae: Any, unit: int | None = None) -> Tiling | Non
     return tiling and tiling.completed(vae.tiling, unit or vae.spatial_factor)
 
 
-def check_strength(settings: Settings, *, video: bool, begins: bool) -> None:
-    """Raise SettingError for a strength that is of no use: without a video, or where no video `begins` denoising."""
+def check_strength(settings: Settings, *, video: bool, starts_from_video: bool) -> None:
+    """Raise SettingError for a strength without a video, or for a model whose denoising does not start from one."""
     strength = f"a strength of {settings.strength} is given"
     if not video:
         raise SettingError(
             f"{strength} without a video to begin from: give video (--video) too, or no strength", "strength"
         )
-    if not begins:
+    if not starts_from_video:
         why = f"{settings.model} is only guided by a video, it begins from noise: leave it out"
         raise SettingError(f"{strength} and {why}", "strength")
 
@@ -169,9 +169,9 @@ def check_loaded(loaded: Settings, requested: Mapping[str, Any]) -> None:
             raise WanjaxError(f"this pipeline was loaded in {loaded_name}: {other} loads one in {name}")
 
 
-def _check_floats(what: str, x: Any, right: str) -> None:
+def _check_floats(what: str, x: Any, expected: str) -> None:
     if not isinstance(x, np.ndarray | jax.Array):
-        raise WanjaxError(f"{what} given as {repr_short(x)}: give {right}")
+        raise WanjaxError(f"{what} given as {repr_short(x)}: give {expected}")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise WanjaxError(f"{what} {x.dtype}: give floats")
 

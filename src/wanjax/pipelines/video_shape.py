@@ -28,8 +28,8 @@ class VideoShape(NamedTuple):
     references: int = 0
 
     def __str__(self) -> str:
-        beside = f" and {quantity(self.references, 'reference')}" if self.references else ""
-        return f"{self.width}x{self.height}, {quantity(self.frames, 'frame')}{beside}"
+        references = f" and {quantity(self.references, 'reference')}" if self.references else ""
+        return f"{self.width}x{self.height}, {quantity(self.frames, 'frame')}{references}"
 
     def check(self, settings: Settings) -> None:
         """Raise WanjaxError unless a video of these settings has this size and these frames."""
@@ -62,12 +62,12 @@ def encoded_shape(conditioning: Any) -> VideoShape | None:
     Raises:
         WanjaxError: The field holds anything but one shape.
     """
-    held = getattr(conditioning, VIDEO_SHAPE, None)
-    if held is None:
+    field = getattr(conditioning, VIDEO_SHAPE, None)
+    if field is None:
         return None
-    rows = np.asarray(held)
-    whole = rows.ndim == 2 and rows.shape[1] == len(VideoShape._fields) and np.issubdtype(rows.dtype, np.integer)
-    if not (whole and len(rows) and (rows == rows[0]).all() and (rows[0][:3] > 0).all() and rows[0][3] >= 0):
+    rows = np.asarray(field)
+    well_formed = rows.ndim == 2 and rows.shape[1] == len(VideoShape._fields) and np.issubdtype(rows.dtype, np.integer)
+    if not (well_formed and len(rows) and (rows == rows[0]).all() and (rows[0][:3] > 0).all() and rows[0][3] >= 0):
         right = f"one row of {', '.join(VideoShape._fields)}"
         raise WanjaxError(f"{VIDEO_SHAPE} is {rows.dtype} {list(rows.shape)}, not {right}: encode the pictures again")
     return VideoShape(*map(int, rows[0]))

@@ -14,7 +14,7 @@ from wanjax.loading import abstract_pipeline
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines.caching.rules import check_apart
 from wanjax.pipelines.meshes import step_cost
-from wanjax.pipelines.model import Cost, VideoModel, attending
+from wanjax.pipelines.model import Cost, VideoModel, with_attention
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.tiny_decoder import DecoderFile
 from wanjax.pipelines.tracing import needed_pictures, trace_programs
@@ -165,7 +165,7 @@ def estimate(
     is missing.
     """
     family, settings = outline.family, outline.settings
-    model = attending(outline.model, attention, settings.model)
+    model = with_attention(outline.model, attention, settings.model)
     hardware, attention = find_priceable_hardware(chip), model.spec.attention(attention)
     check_set(compiler)
     doubts: list[str] = []

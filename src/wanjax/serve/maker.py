@@ -175,7 +175,7 @@ class ServedMaker(VideoMaker):
             chosen.cache,
             chosen.follow,
         )
-        shape = *form, type(rule), rule.averages, request.scheduler, tuple(names_of(request.inputs))
+        shape = *form, type(rule), rule.keeps_average, request.scheduler, tuple(names_of(request.inputs))
         if shape not in self._shapes and len(self._shapes) >= SHAPES:
             self._shapes.clear()
             EXECUTE.forget()

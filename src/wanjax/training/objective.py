@@ -23,7 +23,7 @@ from wanjax.kernels.attention import AttentionConfig
 from wanjax.pipelines.denoiser import Preparation, draw_posteriors
 from wanjax.pipelines.guidance import Groups
 from wanjax.pipelines.model import latents_of
-from wanjax.pipelines.noise_inputs import INITIAL, OF_STEPS
+from wanjax.pipelines.noise_inputs import INITIAL, STEP_NOISE
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.runtime import SplitNetwork
 from wanjax.pipelines.settings import Settings
@@ -153,7 +153,7 @@ def _pictures(pipe: Pipeline, batch: Batch, key: jax.Array) -> dict[str, jax.Arr
     """Return the noise of pictures whose latents are random."""
     settings = settings_of(pipe, batch.latents.shape)
     shapes = pipe.model.spec.noise_inputs(settings, 0, len(batch.latents))
-    names = [name for name in shapes if name not in (INITIAL, OF_STEPS)]
+    names = [name for name in shapes if name not in (INITIAL, STEP_NOISE)]
     keys = jax.random.split(key, max(1, len(names)))
     return {name: jax.random.normal(k, shapes[name], jnp.float32) for name, k in zip(names, keys, strict=False)}
 

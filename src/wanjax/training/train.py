@@ -353,7 +353,7 @@ class Training:
     def sample(self, step: int) -> None:
         """Make a video of each sample prompt with the present weights, in the shape of `sampled`."""
         pipe, piece = self.pipe, self.sampled
-        pipe.components.put(self.name, self._plain())
+        pipe.components.override(self.name, self._plain())
         for index, prompt in enumerate(self.config.sample_prompts):
             x, settings = self._sampled(piece, prompt)
             latents = pipe.denoise(x, seed=index, **settings)

@@ -199,12 +199,12 @@ class SoundModel(VideoModel[SoundConditioning]):
         larger = runtime.call(upsample, graphdef, latents["video"], weights)
         return super().refine(runtime, conditioning, {**latents, "video": larger})
 
-    def decode(self, runtime, pieces, *, seed=0, video=0, **how):
-        [latents], (graphdef, weights) = pieces, runtime.split("sound_decoder")
+    def decode(self, runtime, latent_chunks, *, seed=0, video=0, **how):
+        [latents], (graphdef, weights) = latent_chunks, runtime.split("sound_decoder")
         noisy = {**latents, "video": runtime.call(add_noise, None, latents["video"], seed_to_key_data([seed]))}
         sound = runtime.call(decode_sound, graphdef, latents["audio"], np.int32(video), weights)
         for number, chunk in enumerate(super().decode(runtime, [noisy], video=video, **how)):
-            yield chunk if number else chunk._replace(beside={"audio": sound})
+            yield chunk if number else chunk._replace(extras={"audio": sound})
 
 
 TOY_SOUND = Family(

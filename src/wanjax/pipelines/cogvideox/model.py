@@ -23,8 +23,8 @@ from wanjax.models.t5 import T5Config
 from wanjax.pipelines.cogvideox.conditioning import POSTERIORS, CogVideoXConditioning
 from wanjax.pipelines.cogvideox.networks import NETWORKS
 from wanjax.pipelines.cogvideox.programs import CogVideoXDenoiser, encode_prompts, make_context
-from wanjax.pipelines.denoiser import Denoiser, Held, Preparation
-from wanjax.pipelines.frames import encoded, split_posterior
+from wanjax.pipelines.denoiser import Denoiser, LatentArray, Preparation
+from wanjax.pipelines.frames import encode_frames, split_posterior
 from wanjax.pipelines.model import Cost, ModelSpec, VideoModel
 from wanjax.pipelines.runtime import Runtime, SplitNetwork
 from wanjax.pipelines.settings import Settings
@@ -162,7 +162,7 @@ class CogVideoXModel(VideoModel[CogVideoXConditioning]):
             """Return the mean and the deviation of the latents of frames in the video's size, scaled."""
             fitted = [fit(frame, settings.size, settings.resize) for frame in frames]
             return runtime.call(
-                split_posterior, scale, encoded(runtime.components.get("vae"), fitted, tiling, runtime.call)
+                split_posterior, scale, encode_frames(runtime.components.get("vae"), fitted, tiling, runtime.call)
             )
 
         latents: dict[str, Any] = {}
@@ -188,7 +188,7 @@ class CogVideoXModel(VideoModel[CogVideoXConditioning]):
         runtime: Runtime,
         network: SplitNetwork,
         conditioning: CogVideoXConditioning,
-        x: Held,
+        x: LatentArray,
         purpose: Preparation,
     ) -> tuple[tuple[Any, ...], Any]:
         arguments = x, network.weights, conditioning[:2], conditioning.image_latents, purpose.nag

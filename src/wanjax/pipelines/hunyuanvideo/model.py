@@ -25,7 +25,7 @@ from wanjax.models.hunyuanvideo.vae_config import VAEConfig
 from wanjax.models.qwen2_vl import Qwen2VLConfig
 from wanjax.models.siglip import SiglipVisionConfig
 from wanjax.models.t5 import T5Config
-from wanjax.pipelines.denoiser import Denoiser, Held, Preparation
+from wanjax.pipelines.denoiser import Denoiser, LatentArray, Preparation
 from wanjax.pipelines.frames import encode_clip
 from wanjax.pipelines.hunyuanvideo.conditioning import HunyuanVideoConditioning, fitted, lengths_of, size_of
 from wanjax.pipelines.hunyuanvideo.networks import NETWORKS
@@ -220,7 +220,7 @@ class HunyuanVideoModel(VideoModel[HunyuanVideoConditioning]):
         runtime: Runtime,
         network: SplitNetwork,
         conditioning: HunyuanVideoConditioning,
-        x: Held,
+        x: LatentArray,
         purpose: Preparation,
     ) -> tuple[tuple[Any, ...], Any]:
         together = purpose.groups.batch > 1 or purpose.nag is not None

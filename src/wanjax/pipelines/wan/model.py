@@ -19,7 +19,7 @@ from wanjax.media.inputs import InputSpec
 from wanjax.models.clip import CLIPVisionConfig
 from wanjax.models.t5 import T5Config
 from wanjax.models.wan.config import ImageTransformerConfig, TransformerConfig, forward_flops
-from wanjax.pipelines.denoiser import Denoiser, Held, Preparation
+from wanjax.pipelines.denoiser import Denoiser, LatentArray, Preparation
 from wanjax.pipelines.frames import encode_clip
 from wanjax.pipelines.model import Cost, ModelSpec, VideoModel
 from wanjax.pipelines.runtime import Runtime, SplitNetwork
@@ -152,7 +152,12 @@ class WanModel(VideoModel[WanConditioning]):
         return {}
 
     def prepare(
-        self, runtime: Runtime, network: SplitNetwork, conditioning: WanConditioning, x: Held, purpose: Preparation
+        self,
+        runtime: Runtime,
+        network: SplitNetwork,
+        conditioning: WanConditioning,
+        x: LatentArray,
+        purpose: Preparation,
     ) -> tuple[tuple[Any, ...], Any]:
         arguments = conditioning[:2], conditioning.condition, conditioning.image_embeds, purpose.nag
         return runtime.call(make_context, (network.graphdef, purpose.groups), x, network.weights, *arguments)

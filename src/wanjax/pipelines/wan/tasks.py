@@ -32,7 +32,7 @@ from wanjax.models.wan.config import (
     VAEConfig,
     forward_flops,
 )
-from wanjax.pipelines.denoiser import Denoiser, Held, ModelInputs, Preparation
+from wanjax.pipelines.denoiser import Denoiser, LatentArray, ModelInputs, Preparation
 from wanjax.pipelines.model import Cost
 from wanjax.pipelines.runtime import Runtime, SplitNetwork
 from wanjax.pipelines.settings import Settings
@@ -108,7 +108,12 @@ class CausalTextToVideo(WanModel):
         return Cost(tokens, config.layers, config.heads, config.width, scores, flops)
 
     def prepare(
-        self, runtime: Runtime, network: SplitNetwork, conditioning: WanConditioning, x: Held, purpose: Preparation
+        self,
+        runtime: Runtime,
+        network: SplitNetwork,
+        conditioning: WanConditioning,
+        x: LatentArray,
+        purpose: Preparation,
     ) -> tuple[tuple[Any, ...], CausalInputs]:
         _, nag, chunk, memory = purpose
         negative = () if nag is None else (conditioning.negative_prompt_embeds, nag)
@@ -117,7 +122,7 @@ class CausalTextToVideo(WanModel):
         slot = slot_of(self.causal, chunk, prod(x.shape[1:4]) // self.causal.patch_cells)
         return (past.context,), CausalInputs(angles_at(self.causal, chunk), past.window, slot)
 
-    def update_memory(self, runtime: Runtime, network: SplitNetwork, inputs: ModelInputs, x: Held) -> Past:
+    def update_memory(self, runtime: Runtime, network: SplitNetwork, inputs: ModelInputs, x: LatentArray) -> Past:
         [context], (time, window, slot) = inputs.prompts, inputs.shared
         renewed = runtime.call(renew, network.graphdef, window, x, network.weights, context, time, slot)
         return Past(context, renewed)
