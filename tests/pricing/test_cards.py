@@ -6,14 +6,19 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 from click.testing import CliRunner
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.support.plan_programs import on_cards, on_shapes
 from tests.support.words import naming, says
 from wanjax.cli import main
 from wanjax.errors import WanjaxError
+from wanjax.models.wan import vae
+from wanjax.models.wan.vae import FrameAttention
 from wanjax.plan import hardware
 from wanjax.pricing import compile as compiling
 from wanjax.pricing.card_costs import CONVOLUTIONS, LAUNCH, LINKS, count_kernels, price_on_card
@@ -21,6 +26,7 @@ from wanjax.pricing.chips import CARD_SLICES, CARDS, abstract_mesh
 from wanjax.pricing.compile import Compiled, Memory, check_cuda_compiler, compile_jobs, has_cuda_compiler, temporary
 from wanjax.pricing.exporting import export
 from wanjax.pricing.lowering import Lowering
+from wanjax.sharding import RULES, VIDEO, Partitioner, constrain, replicate, use
 
 needs_cuda = pytest.mark.skipif(not has_cuda_compiler(), reason="XLA's GPU compiler (plan-cuda) is not installed")
 STORED = (Path(__file__).parents[1] / "data/pricing/card_module.txt").read_text()  # on_cards, for two H100
@@ -129,11 +135,13 @@ def test_each_card_s_description_is_taken(card):
 
 
 @needs_cuda
-def test_a_plan_lists_the_kernels_and_calls_its_times_an_estimate():
+def test_a_plan_lists_the_kernels_and_calls_its_times_an_estimate(monkeypatch):
+    monkeypatch.setattr("wanjax.plan.estimate.TAKEN_BY_JAX", 0)  # then any peak is more
     run = CliRunner().invoke(main, ["plan", "nano", "--chip", "h100", "--programs"])
     assert run.exit_code == 0, run.output
     assert says(run.output, "estimate not measured memory compiler")
     assert says(run.output, "kernels step __cudnn$fmhaSoftmax fusion")
+    assert says(run.output, "JAX default XLA_CLIENT_MEM_FRACTION")
 
 
 @needs_cuda
@@ -166,6 +174,25 @@ def warnings_of_the_compiler(monkeypatch):
     monkeypatch.setitem(compiling.ENVIRONMENT, "TF_CPP_MIN_LOG_LEVEL", "1")  # warnings too
     monkeypatch.setattr(hardware, "PRICER", replace(hardware.PRICER, results=None, workspace=workspace))
     return texts
+
+
+@needs_cuda
+def test_a_copy_of_a_whole_array_to_every_card_is_seen(monkeypatch, warnings_of_the_compiler):
+    """The control of the test below: the attention of Wan's autoencoder, whose cells become tokens, left to XLA."""
+    mesh = abstract_mesh(CARD_SLICES["h100-8"], {"dp": 2, "sp": 1, "tp": 4})
+    network = FrameAttention(8, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+
+    def run(x):
+        with use(Partitioner(mesh, RULES["fsdp"])):
+            return constrain(network(constrain(x, VIDEO)), VIDEO)
+
+    x = jax.ShapeDtypeStruct((1, 1, 90, 160, 8), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+    seen = []
+    for gather in (replicate, lambda x: x):
+        monkeypatch.setattr(vae, "replicate", gather)
+        list(hardware.PRICER.prices(CARD_SLICES["h100-8"], [Lowering(run, (x,))]))
+        seen.append(REMATERIALIZATION in warnings_of_the_compiler.pop())
+    assert seen == [False, True]
 
 
 @needs_cuda

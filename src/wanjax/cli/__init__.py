@@ -40,7 +40,8 @@ FAILURE, MISTAKE = 1, 2  # exit statuses
 NOTHING_MORE = "nothing more can be written"
 NO_HOME = "determine home directory"  # of pathlib's error
 LONGEST_NAME = 200  # characters of it in a message
-CARDS = ("/dev/nvidia*", "/dev/kfd")  # of graphics cards
+CARDS = ("/dev/nvidia*", "/dev/kfd", "/dev/dxg")  # device files of graphics cards: NVIDIA's, AMD's, Windows'
+PLUGINS = "libtpu", "jax_cuda13_plugin"  # what JAX tries, with pages of messages, where their devices are absent
 IMPLIED = "generate"  # the command of arguments that name none
 
 
@@ -138,8 +139,8 @@ def _tell_way_on(ctx: click.Context) -> None:
 @click.pass_context
 def main(ctx: click.Context) -> None:
     """Videos from prompts, in JAX."""
-    if libtpu.silence() and find_spec("libtpu") and not any(map(glob, CARDS)):
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # then libtpu is not loaded, nor does it tell of signals
+    if libtpu.silence() and any(map(find_spec, PLUGINS)) and not any(map(glob, CARDS)):
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # then no plugin is loaded
     ctx.obj = Report()
     ctx.with_resource(ctx.obj.print_warnings())
     if signal.getsignal(signal.SIGINT) is stop:  # the process is this command's own

@@ -37,6 +37,7 @@ from wanjax.pricing.roofline import Machine
 from wanjax.registry import Outline
 from wanjax.sharding import RULES, Partitioner
 
+TAKEN_BY_JAX = 0.75  # of a card's memory
 ESTIMATED = "a stated model, from the kernels that the card's compiler wrote"
 PricedProgram = tuple[VideoProgram, Price]
 
@@ -208,6 +209,13 @@ def estimate(
     (step,) = (price for program, price in prices if program.name == STEP)
     names = dict.fromkeys(program.stage for program in programs)
     stages = {name: _stage([pair for pair in prices if pair[0].stage == name], hardware.memory) for name in names}
+    if isinstance(hardware, Slice) and isinstance(hardware.chip, Card):
+        peak = max(stage.peak_bytes_per_chip for stage in stages.values())
+        if TAKEN_BY_JAX * hardware.memory < peak <= hardware.memory:
+            doubts.append(
+                f"the peak is more than the {TAKEN_BY_JAX:.0%} of a card that JAX takes by default: run with "
+                "XLA_CLIENT_MEM_FRACTION=.95 in the environment"
+            )
     block = model.spec.chunk_length
     longer = programs_for(settings.updated({"frames": settings.frames + block})) if block else []
     networks = [family.network_of(config) for config in model.spec.networks.values()]
