@@ -223,6 +223,7 @@ def test_a_deletion_is_undone_while_another_video_is_open(opened, served, made):
     page = opened().goto()
     for open_another in (False, True):
         page.click(f"[data-id={made[0]}] .open")
+        page.wait_for_selector("dialog[open] video")
         page.keyboard.press("Delete")
         page.wait_for_selector("dialog", state="detached")
         page.wait_for_selector(f"[data-id={made[0]}]", state="detached")
