@@ -4,6 +4,7 @@
 import base64
 import io
 import re
+import shlex
 from collections import ChainMap
 from pathlib import Path
 
@@ -12,9 +13,12 @@ import pytest
 from nbclient import NotebookClient
 from PIL import Image
 
+from wanjax.cli import main
 from wanjax.media.video import read_metadata
 
 NOTEBOOK = Path(__file__).parents[1] / "examples/notebook.ipynb"
+HOSTED = [NOTEBOOK.with_name(f"{name}.ipynb") for name in ("colab", "kaggle")]
+MACHINE = "machine"  # the tag of cells that only a hosted machine can run: they install, or download weights
 
 
 @pytest.fixture(scope="module")
@@ -60,3 +64,30 @@ def test_a_preview_is_shown_in_its_place(outputs):
     code, _ = outputs
     with Image.open(io.BytesIO(base64.b64decode(code["preview"]["image/png"]))) as picture:
         assert picture.size == (5 * 96, 96)
+
+
+def without_cells_of_a_machine(notebook):
+    notebook.cells = [cell for cell in notebook.cells if MACHINE not in cell.metadata.get("tags", ())]
+    return notebook
+
+
+@pytest.mark.parametrize("path", HOSTED, ids=lambda path: path.stem)
+def test_a_hosted_notebook_makes_a_first_video(path, tmp_path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert not [cell for cell in notebook.cells if cell.get("outputs")], "the notebook is kept without outputs"
+    code = {cell.id: cell.source for cell in notebook.cells if cell.cell_type == "code"}
+    assert list(code) == ["install", "check", "first", "plan", "real"]
+    notebook.cells = [cell for cell in notebook.cells if cell.id == "first"]
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert "<video" in notebook.cells[0].outputs[-1].data["text/html"]
+    for command in (code["check"], code["plan"]):
+        words = shlex.split(command.removeprefix("!wanjax "))
+        main.make_context("wanjax", [*words, "--help"], resilient_parsing=True)  # the options exist
+
+
+@pytest.mark.slow
+def test_a_hosted_notebook_checks_the_machine(tmp_path):
+    notebook = without_cells_of_a_machine(nbformat.read(HOSTED[0], as_version=4))
+    NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert "are right" in (tmp_path / "selftest-cpu.md").read_text()

@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = {"wanjax": ROOT / "src/wanjax", "wanjax.converters": ROOT / "converters"}
 LAYERS = [  # a module imports from its own layer and those below
     ["wanjax.cli", "wanjax.__main__"],
-    ["wanjax.serve", "wanjax.bench"],
+    ["wanjax.serve", "wanjax.selftest"],
+    ["wanjax.bench"],
     ["wanjax.jobs"],
     ["wanjax.plan"],
     ["wanjax", "wanjax.loading", "wanjax.registry"],

@@ -76,13 +76,16 @@ def test_messages_arrive(kind):
     assert len(made.timing.runs) == 2
     [x] = (np.asarray(x) for x in made_up(program.arguments))
     assert x.shape == (24, 16)
-    right = {"all_reduce": x.reshape(8, 3, 16).sum(0), "all_gather": x, "all_to_all": x}[kind]
+    summed = x.reshape(8, 3, 16).sum(0)
+    right = {"all_reduce": summed, "all_gather": x, "all_to_all": x}
+    right |= {"reduce_scatter": summed, "permute": np.roll(x, 3, axis=0)}
+    right = right[kind]
     np.testing.assert_allclose(np.asarray(made.result), right, rtol=1e-6, atol=1e-8)
 
 
 def test_eight_devices_exchange_messages(small):
     small.devices, small.here = jax.devices(), local_devices(jax.devices())
-    assert [row.name for row in small.messages()] == ["all-reduce", "all-gather", "all-to-all"]
+    assert [row.name for row in small.messages()] == [kind.replace("_", "-") for kind in COLLECTIVES]
     assert all(row.note == "the model is of one device" for row in small.messages())
 
 

@@ -60,8 +60,10 @@ def given(standing_for) -> Arguments:
 
 def test_help_lists_the_commands():
     said = succeeded(wanjax("--help")).output
-    commands = "generate batch encode denoise decode plan warmup calibrate convert train info models bench serve worker"
-    assert re.findall(r"^  (\w+)  ", said, re.MULTILINE) == commands.split()
+    commands = (
+        "generate batch encode denoise decode plan warmup calibrate convert train info models bench selftest serve"
+    )
+    assert re.findall(r"^  (\w+)  ", said, re.MULTILINE) == [*commands.split(), "worker"]
     assert succeeded(wanjax("--version")).output.startswith("wanjax ")
 
 
@@ -150,6 +152,10 @@ def test_help_lists_the_commands():
         (
             "bench",
             "quick keep json quiet verbose config help",
+        ),
+        (
+            "selftest",
+            "timings out json quiet verbose config help",
         ),
         (
             "train",

@@ -14,7 +14,7 @@ from wanjax.cli import main
 from wanjax.registry import presets
 
 COMMANDS = ["generate", "batch", "encode", "denoise", "decode", "plan", "warmup", "calibrate", "convert", "train"]
-COMMANDS += ["info", "models", "bench", "serve", "worker"]
+COMMANDS += ["info", "models", "bench", "selftest", "serve", "worker"]
 
 
 def completed(line: str) -> list[tuple[str, str]]:

@@ -30,7 +30,7 @@ from wanjax.sharding import MESH_AXES
 
 CHECKED_TOKENS = 700  # of the exact comparison: several tiles of every kernel, and a rest
 CLOSE = {"float32": 1e-5, "bfloat16": 1e-2}  # relative L2 distance from the reference
-COLLECTIVES = ("all_reduce", "all_gather", "all_to_all")
+COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "permute")
 
 
 def attend(
@@ -113,14 +113,18 @@ def check_attention(
 def exchange(mesh: Mesh | AbstractMesh, _: Any = None, *, kind: str, tokens: int, width: int, dtype: str) -> Lowering:
     """Build a message between all devices, as large as the tokens of a video on any number of them.
 
-    `kind` is the sum of [L E] numbers, the whole on each device, or another axis split.
+    `kind` is the sum of [L E] numbers, the whole on each device, another axis split, the sum split, or the next
+    device's part.
     """
     length, width = (round_up(size, mesh.size) for size in (tokens, width))
     axes, split, whole = PartitionSpec(MESH_AXES), PartitionSpec(None, MESH_AXES), PartitionSpec()
+    ring = [(i, (i + 1) % mesh.size) for i in range(mesh.size)]
     x = jax.ShapeDtypeStruct((length, width), jnp.dtype(dtype), sharding=NamedSharding(mesh, axes))
     run, out = {
         "all_reduce": (lambda x: jax.lax.psum(x, MESH_AXES), whole),
         "all_gather": (lambda x: jax.lax.all_gather(x, MESH_AXES, axis=0, tiled=True), whole),
         "all_to_all": (lambda x: jax.lax.all_to_all(x, MESH_AXES, 1, 0, tiled=True), split),
+        "reduce_scatter": (lambda x: jax.lax.psum_scatter(x, MESH_AXES, scatter_dimension=1, tiled=True), split),
+        "permute": (lambda x: jax.lax.ppermute(x, MESH_AXES, ring), axes),
     }[kind]
     return Lowering(jax.shard_map(run, mesh=mesh, in_specs=axes, out_specs=out, check_vma=False), (x,))

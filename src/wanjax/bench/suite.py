@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The measurements of a bench, at a model's shapes: attention, products, the stages' programs and messages."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from math import ceil, prod
@@ -265,12 +265,12 @@ class Suite:
                 len(timing.runs), timing.spread, operations=operations,
             )  # fmt: skip
 
-    def programs(self) -> Iterator[Row]:
-        """Measure the programs of the stages; the step with each set of compiler options that differs."""
-        for set_ in SETS:
+    def programs(self, names: Collection[str] = tuple(PROGRAMS), sets: Sequence[str] = tuple(SETS)) -> Iterator[Row]:
+        """Measure the programs of these names; the step with each set of compiler options that differs."""
+        for set_ in sets:
             programs = self.programs_on(mesh_of(self.axes, self.devices), set_)
             for name, lowering in programs.items():
-                if set_ == FAST and (name != STEP or not self._differs(lowering)):
+                if name not in names or (set_ == FAST and (name != STEP or not self._differs(lowering))):
                     continue
                 build = partial(self._program, name, set_)
                 row, measured = self._row(PROGRAMS[name], self._shape(name), set_, build, self.here, self.axes)

@@ -336,8 +336,8 @@ def plan(
     compiled by the TPU's own compiler and priced. With the extra plan-cuda programs for NVIDIA's cards are compiled by
     XLA, and their times estimated by a stated model, by which other devices are priced. No weights are loaded,
     and a LoRA, which is merged into them, changes no price. Pictures that are not given are of the video's own size.
-    With --train a step of training is priced in place of a video. With --requests many videos are: which slices make
-    them by --deadline, which mesh takes the fewest chip-hours, and at which cost.
+    A step of training is priced with --train, and many videos are with --requests: which slices make them by
+    --deadline, which mesh takes the fewest chip-hours, and at which cost.
     """
     from wanjax.cli import planning
 
@@ -508,6 +508,25 @@ def bench(report: Report, model: str, quick: bool, keep: bool, as_json: bool) ->
     from wanjax.cli import measuring
 
     measuring.bench(report, model=model, quick=quick, keep=keep, as_json=as_json)
+
+
+@main.command()
+@click.option("--out", default=".", metavar="FOLDER", help="Where the two files go.", shell_complete=complete_files)
+@click.option("--timings/--no-timings", "timed", default=True, help="Time real shapes after the checks.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON in place of the tables.")
+@options.telling
+@defaults.config
+def selftest(report: Report, out: str, timed: bool, as_json: bool) -> None:
+    """Check that this machine computes what it should, in two minutes, without a network.
+
+    The hand-written kernels, attention, the bundled model and a small random model of each family are compared with
+    what is kept in the package, a checkpoint is written and read back, and on several devices their messages and a
+    sharded run are compared too. Then real shapes are timed, beside what `wanjax plan` says of this chip. Writes
+    selftest-CHIP.json and selftest-CHIP.md, which an issue can hold. Exits with 1 where something is wrong.
+    """
+    from wanjax.cli import measuring
+
+    measuring.selftest(report, out=Path(out), timed=timed, as_json=as_json)
 
 
 @main.command()

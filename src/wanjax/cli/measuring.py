@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands `bench` and `calibrate`: measurements of this machine's devices, and of a checkpoint for step caches."""
+"""The commands `bench`, `selftest` and `calibrate`: measurements of this machine's devices, and of a checkpoint."""
 
 import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -12,24 +13,29 @@ from wanjax import registry
 from wanjax.bench.suite import SIZES, Bench, BenchSize, Row
 from wanjax.bench.suite import bench as run
 from wanjax.cli.parsed import PipelineOptions
+from wanjax.cli.processes import init_distributed
 from wanjax.cli.report import Report
 from wanjax.cli.stages import domain_of, loaded
 from wanjax.cli.tables import print_table
 from wanjax.figures import digits, duration, mesh_text, quantity, scaled
+from wanjax.kernels.admitted import rejected_kernels
 from wanjax.kernels.compiler_options import save_set, saved_set
 from wanjax.pipelines import progress
 from wanjax.pipelines.caching.cache_tables import measured_file, to_json
 from wanjax.pipelines.caching.calibration import Measured, measure, reused_steps, tables_from
 from wanjax.pipelines.caching.rules import MagCache, TeaCache
 from wanjax.pipelines.request import VideoRequest
+from wanjax.selftest.checks import checks, timings
+from wanjax.selftest.summary import CHECKED, TIMED, summary_of
 from wanjax.sharding import platform
-from wanjax.stores.writing import check_folder, writing
+from wanjax.stores.writing import check_folder, write_whole, writing
 
 HEADINGS = ("what", "compiling", "first run", "measured", "runs", "spread", "modelled", "measured / modelled")
 
 
 def bench(report: Report, *, model: str, quick: bool, keep: bool, as_json: bool) -> None:
     """Run the measurements, print them, and keep the better set of compiler options."""
+    init_distributed(report, None)
     scale: BenchSize = SIZES["cpu" if platform() == "cpu" else "other", quick]
     with report.stage("bench"):
         result = run(registry.outline(model), scale, quick=quick, tell=report.note)
@@ -72,6 +78,7 @@ def _sentences(result: Bench) -> Iterator[str]:
     """Yield sentences on what is exact, what was reached, the sets of compiler options, and what is wrong."""
     exact = ", ".join(f"{name} {far:.1e}" for name, far in result.exact.items())
     yield f"attention's relative distance from the reference: {exact}"
+    yield from (f"the kernel {name} is not used: {reason}" for name, reason in rejected_kernels().items())
     yield from (f"{row.name}, {row.what}: {scaled(row.rate, 'FLOP/s')}" for row in result.rows if row.rate)
     yield from (f"{row.name}: {row.note}" for row in result.rows if row.note)
     if result.better is None:
@@ -81,6 +88,29 @@ def _sentences(result: Bench) -> Iterator[str]:
     if len(result.mesh) and all(size == 1 for size in result.mesh.values()):
         yield "one device sends no messages"
     yield from (f"wrong: {fault}" for fault in result.faults)
+
+
+def selftest(report: Report, *, out: Path, timed: bool, as_json: bool) -> None:
+    """Run the checks and the measurements, print them, and write both files; exit with 1 if a check failed."""
+    check_folder(out)
+    init_distributed(report, None)
+    with report.stage("selftest"):
+        outcomes = list(checks(report.note))
+        summary = summary_of(outcomes, list(timings(report.note)) if timed else [])
+    texts = {"json": json.dumps(summary.to_json(), indent=2) + "\n", "md": summary.to_markdown()}
+    for suffix, text in texts.items():
+        write_whole(out / f"selftest-{summary.slug}.{suffix}", text.encode())
+    console = progress.console(stderr=False)
+    if as_json:
+        click.echo(texts["json"], nl=False)
+    else:
+        print_table(console, CHECKED, summary.check_rows())
+        if summary.timings:
+            console.print()
+            print_table(console, TIMED, summary.timing_rows())
+        console.print(f"{summary.sentence}; selftest-{summary.slug}.json and .md in {out} are ready for an issue")
+    if summary.faults:
+        raise click.exceptions.Exit(1)
 
 
 PROMPTS = (

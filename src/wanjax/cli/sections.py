@@ -34,7 +34,7 @@ SECTIONS = {
     ),
     "How fast": (
         "cache dtype",
-        "vae-dtype attention block-q block-kv block-kv-compute window batch-guidance compiler quick keep",
+        "vae-dtype attention block-q block-kv block-kv-compute window batch-guidance compiler quick keep timings",
     ),
     "Where": (
         "at chip mesh workers database ray host port token",
