@@ -254,7 +254,7 @@ def test_stages_record_the_lora(checkpoint, file, tmp_path, monkeypatch):
     run("encode", "a cat", "--model", checkpoint, "--dir", tmp_path / "two")
     run("denoise", "--dir", tmp_path / "two", *VIDEO, "--lora", f"{file}:0.5")
     np.testing.assert_array_equal(load_safetensors(tmp_path / "two/stage2_latents.safetensors")["latents"], again)
-    run("denoise", "--dir", tmp_path / "two", *VIDEO, "--lora", f"{file}:0")
+    run("denoise", "--dir", tmp_path / "two", *VIDEO, "--lora", f"{file}:0", "--force")
     assert (load_safetensors(tmp_path / "two/stage2_latents.safetensors")["latents"] != again).any()
 
 

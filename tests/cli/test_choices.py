@@ -51,13 +51,13 @@ def test_a_scheduler_is_chosen_and_kept_for_the_next_stage(model):
     succeeded(wanjax("encode", "a", "--model", model, "--dir", "one"))
     succeeded(wanjax("denoise", *SMALL, "--dir", "one"))
     own = latents("one")
-    succeeded(wanjax("denoise", *SMALL, "--scheduler", "euler", "--dir", "one"))
+    succeeded(wanjax("denoise", *SMALL, "--scheduler", "euler", "--dir", "one", "--force"))
     euler = latents("one")
     assert euler != own
     assert load_settings(Path("one"))["scheduler"] == "euler"
-    succeeded(wanjax("denoise", *SMALL, "--dir", "one"))
+    succeeded(wanjax("denoise", *SMALL, "--dir", "one", "--force"))
     assert latents("one") == euler
-    succeeded(wanjax("denoise", *SMALL, "--scheduler", "unipc", "--dir", "one"))
+    succeeded(wanjax("denoise", *SMALL, "--scheduler", "unipc", "--dir", "one", "--force"))
     assert latents("one") == own
 
 

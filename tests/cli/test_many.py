@@ -69,7 +69,7 @@ def test_each_video_is_that_of_its_own_command(tmp_path):
     assert not (tmp_path / "stage_outputs").exists()
     for path in paths[1:3]:
         made = read_metadata(path)
-        run("generate", made["prompt"], "--seed", made["seed"], "--out", "one.mp4", *SMALL)
+        run("generate", made["prompt"], "--seed", made["seed"], "--out", "one.mp4", "--force", *SMALL)
         np.testing.assert_array_equal(read_clip(path, 5, 8), read_clip("one.mp4", 5, 8))
 
 

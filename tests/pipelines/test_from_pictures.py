@@ -85,7 +85,7 @@ def test_a_given_size_overrides_the_picture_s(models):
     for resize in ("crop", "pad", "stretch"):
         succeeded(
             run("encode", "a", "--model", models["image"], "--image", "../wide.png", "--size", "32x16",
-                "--frames", "5", "--resize", resize)
+                "--frames", "5", "--resize", resize, "--force")
         )  # fmt: skip
         conditions.append(embeddings()["condition"].copy())
         assert load_settings(Path("stage_outputs"))["resize"] == resize
@@ -123,9 +123,9 @@ def test_control(models):
     assert latents.shape == (1, 4, 2, 4, 4)
     noise = np.zeros((1, 4, 2 + 2, 4, 4), np.float32)
     save_safetensors("noise.safetensors", {"noise": noise})
-    succeeded(run("denoise", "--noise", "noise.safetensors"))
+    succeeded(run("denoise", "--noise", "noise.safetensors", "--force"))
     save_safetensors("noise.safetensors", {"noise": noise[:, :, 2:]})
-    assert says(refused("denoise", "--noise", "noise.safetensors"), "video [1, 4, 4, 4, 4]")
+    assert says(refused("denoise", "--noise", "noise.safetensors", "--force"), "video [1, 4, 4, 4, 4]")
 
 
 def test_the_library_takes_the_size_from_what_was_encoded(models):
