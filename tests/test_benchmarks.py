@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmarks can be imported and asked for help; what of them is quick does its work."""
 
+import json
+import subprocess
 import sys
 from fnmatch import fnmatch
 from importlib import import_module
@@ -9,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import convert, synthetic
+from benchmarks import card, convert, synthetic
 from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_hunyuan_checkpoint
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
@@ -157,3 +159,34 @@ def test_a_conversion_is_compared_bit_for_bit(checkpoint, tmp_path):
     save_safetensors(files[0], tensors)
     with pytest.raises(AssertionError):
         convert.compare(source, target)
+
+
+def test_a_card_times_attention_in_each_implementation():
+    figures = list(card.attention(small=True))
+    assert {figure.library for figure in figures} == {"wanjax, reference", "wanjax, chunked"}
+    assert len({figure.what for figure in figures}) == 1
+    assert all(figure.seconds and figure.seconds > 0 for figure in figures)
+    [rival] = card.torch_attention(small=True)
+    assert rival.what == figures[0].what
+    table = "\n".join(card.lines("a card", {"checks": [{"name": "nano", "outcome": "right"}]}, [*figures, rival]))
+    assert table.count("| attention, ") == 3
+    assert "wrong: none" in table
+
+
+def test_a_part_that_fails_or_has_no_time_says_so(monkeypatch):
+    assert [figure.note for figure in card.run_part("attention", True, 1.0)] == ["left out: no time was left"]
+    monkeypatch.setattr(card, "LEAST", 0.0)
+    [stopped] = card.run_part("attention", True, 0.1)
+    assert "stopped" in stopped.note
+    [failed] = [card.measured("a step", "wanjax", lambda: 1 // 0)]
+    assert failed.note == "integer division or modulo by zero"
+
+
+@pytest.mark.slow
+def test_a_card_tells_all(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.card", "--small", "--out", str(tmp_path)]
+    table = subprocess.run(command, cwd=FOLDER.parent, capture_output=True, text=True, check=True).stdout
+    assert table.count("| torch |") == 5
+    record = json.loads((tmp_path / "card-cpu.json").read_text())
+    assert record["selftest"]["passed"]
+    assert all(figure["seconds"] for figure in record["figures"])

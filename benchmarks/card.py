@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a card can tell in nine minutes: the self-test, then attention, steps and decoding at real size, and torch's.
+
+Nothing is downloaded: weights are random. Each part runs in a process of its own, which frees the card's memory and
+may fail or run out of time without the others. Torch and diffusers are measured where torch sees the card.
+
+    python -m benchmarks.card [--out FOLDER] [--minutes 9]
+
+writes card-NAME.json, after each part, and prints the lines for docs/measured.md.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from wanjax.errors import UnsupportedError
+from wanjax.figures import digits, duration
+from wanjax.stores.writing import write_whole
+
+ROOT = Path(__file__).parents[1]
+MODELS = ("wan2.1-t2v-1.3b", "wan2.2-ti2v-5b")
+SELFTEST = "selftest"
+BUDGET = 10.0  # seconds of timed runs of a program
+LEAST = 20.0  # seconds in which a part is worth beginning
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A measured time, or why there is none.
+
+    Attributes:
+        what: What was timed, the same for both libraries.
+        library: "wanjax", with what it used, or "torch".
+        seconds: The median of the timed runs.
+        compiling: Seconds of compiling.
+        note: Why there is no time, or what differs.
+    """
+
+    what: str
+    library: str
+    seconds: float | None = None
+    compiling: float | None = None
+    note: str = ""
+
+
+Part = Callable[[bool], Iterator[Figure]]  # of whether sizes are small, as in tests
+
+
+def outline_of(model: str, small: bool) -> Any:
+    """Return the outline of a model, with bfloat16 and the sizes that it was published for."""
+    from wanjax.registry import outline
+    from wanjax.selftest.small_models import small_outline
+
+    if small:
+        return small_outline(model, "float32")
+    published = outline(model)
+    return replace(published, settings=published.settings.updated({"dtype": "bfloat16"}))
+
+
+def attention(small: bool) -> Iterator[Figure]:
+    """Time self-attention of the first model in each implementation that runs here."""
+    import jax
+
+    from wanjax.bench.measure import measure, mesh_of
+    from wanjax.bench.operations import attend
+    from wanjax.kernels.attention import IMPLEMENTATIONS, choose
+
+    what, shape, dtype = attention_shape(small)
+    operand = jax.ShapeDtypeStruct(shape, dtype)
+    for name in IMPLEMENTATIONS:
+        if name == "reference" and not small:
+            continue  # whose scores, of all queries and keys, have no room
+        try:
+            choose(operand, operand, operand, implementation=name)
+        except UnsupportedError:
+            continue
+        sizes = {"queries": shape[1], "keys": shape[1], "heads": shape[2], "head_dim": shape[3], "dtype": dtype}
+        lowering = attend(mesh_of({}, devices()), name, **sizes)
+        yield measured(what, f"wanjax, {name}", partial(measure, lowering, BUDGET))
+
+
+def attention_shape(small: bool) -> tuple[str, tuple[int, int, int, int], str]:
+    """Return the name, the shape [1 L N D] and the dtype of self-attention of the first model."""
+    outline = outline_of(MODELS[0], small)
+    work = outline.model.cost(outline.settings)
+    shape = (1, work.tokens, work.heads, work.width // work.heads)
+    return f"attention, {list(shape)}", shape, outline.settings.dtype
+
+
+def devices() -> Sequence[Any]:
+    import jax
+
+    return jax.devices()[:1]
+
+
+def programs(model: str, small: bool) -> Iterator[Figure]:
+    """Time a step and the decoding of a video, as one device runs them."""
+    from wanjax.bench.measure import measure, mesh_of
+    from wanjax.loading import abstract_pipeline
+    from wanjax.pipelines.tracing import needed_pictures, trace_programs
+    from wanjax.plan.video_programs import STEP, programs_of
+    from wanjax.sharding import RULES, Partitioner
+
+    outline = outline_of(model, small)
+    settings = outline.settings
+    pipe = abstract_pipeline(outline, Partitioner(mesh_of({}, devices()), RULES["fsdp"]), param_dtype=settings.dtype)
+    traced = programs_of(trace_programs(pipe, settings, needed_pictures(pipe, settings)))
+    step_name, decode_name = names_of(model, settings)
+    for program in traced:
+        if program.name == STEP:
+            yield measured(step_name, "wanjax", partial(measure, program.lowering, BUDGET))
+    total, compiling = 0.0, 0.0
+    for program in (one for one in traced if one.stage == "decode"):
+        figure = measured(decode_name, "wanjax", partial(measure, program.lowering, BUDGET / 2))
+        if figure.seconds is None:
+            yield figure
+            return
+        total += program.times * figure.seconds
+        compiling += figure.compiling or 0.0
+    yield Figure(decode_name, "wanjax", total, compiling, "the sum of its programs")
+
+
+def names_of(model: str, settings: Any) -> tuple[str, str]:
+    """Return the names of a model's step and decoding, which tell their sizes."""
+    video = f"{settings.width}x{settings.height}, {settings.frames} frames"
+    return f"a step with guidance, {model}, {video}", f"decoding, {model}, {video}"
+
+
+def measured(what: str, library: str, run: Callable[[], Any]) -> Figure:
+    """Return a measured time, or the first line of what was raised in its place."""
+    try:
+        timing = run().timing
+    except Exception as error:  # of a compiler, or of a card that is full
+        return Figure(what, library, note=first_line(error))
+    return Figure(what, library, timing.median, timing.compiling)
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+def torch_device() -> Any:
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def torch_attention(small: bool) -> Iterator[Figure]:
+    """Time torch's attention on the same shapes."""
+    import torch
+
+    what, (batch, length, heads, size), dtype = attention_shape(small)
+    shape, kind = (batch, heads, length, size), getattr(torch, dtype)
+    q, k, v = (torch.randn(shape, dtype=kind, device=torch_device()) for _ in range(3))
+    yield by_torch(what, lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v))
+
+
+def torch_programs(model: str, small: bool) -> Iterator[Figure]:
+    """Time a step and the decoding of a video by diffusers, with the same sizes."""
+    import torch
+
+    outline = outline_of(model, small)
+    torch.set_default_dtype(getattr(torch, outline.settings.dtype))
+    for name, make in zip(names_of(model, outline.settings), (torch_step, torch_decoding), strict=True):
+        with torch.device(torch_device()):
+            yield by_torch(name, make(outline))
+
+
+def torch_step(outline: Any) -> Callable[[], Any]:
+    """Return a call of diffusers' transformer on two prompts."""
+    import torch
+    from diffusers import WanTransformer3DModel
+
+    network = outline.model.transformer
+    transformer = WanTransformer3DModel(
+        num_attention_heads=network.heads, attention_head_dim=network.head_dim, num_layers=network.layers,
+        ffn_dim=network.mlp_dim, in_channels=network.channels_in, out_channels=network.channels_out,
+        text_dim=network.text_width, freq_dim=network.frequency_dim,
+    ).eval()  # fmt: skip
+    latents = torch.randn(2, network.channels_in, *outline.model.spec.latent_shape(outline.settings)[2:])
+    texts, times = torch.randn(2, 512, network.text_width), torch.full((2,), 500.0)
+    return lambda: transformer(latents, times, texts, return_dict=False)
+
+
+def torch_decoding(outline: Any) -> Callable[[], Any]:
+    """Return a call of diffusers' decoder."""
+    import torch
+    from diffusers import AutoencoderKLWan
+
+    vae = outline.model.vae
+    residual = {"is_residual": True, "patch_size": 2, "in_channels": 12, "out_channels": 12} if vae.patch > 1 else {}
+    decoder = AutoencoderKLWan(
+        base_dim=vae.width, decoder_base_dim=vae.decoder_width, z_dim=vae.latent_channels,
+        dim_mult=list(vae.multipliers), num_res_blocks=vae.res_blocks, latents_mean=list(vae.latents_mean),
+        latents_std=list(vae.latents_std), temperal_downsample=list(vae.temporal_downsample), **residual,
+    ).eval()  # fmt: skip
+    latents = torch.randn(outline.model.spec.latent_shape(outline.settings))
+    return lambda: decoder.decode(latents, return_dict=False)
+
+
+def by_torch(what: str, run: Callable[[], Any]) -> Figure:
+    """Return the time of a function of torch, after one run that does not count."""
+    import torch
+
+    def once() -> None:
+        run()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    try:
+        with torch.no_grad():
+            once()
+            seconds: list[float] = []
+            while len(seconds) < 2 or (sum(seconds) < BUDGET and len(seconds) < 20):
+                start = perf_counter()
+                once()
+                seconds.append(perf_counter() - start)
+    except Exception as error:
+        return Figure(what, "torch", note=first_line(error))
+    return Figure(what, "torch", sorted(seconds)[len(seconds) // 2])
+
+
+PARTS: dict[str, Part] = {
+    "attention": attention,
+    **{model: partial(programs, model) for model in MODELS},
+    "torch attention": torch_attention,
+    **{f"torch {model}": partial(torch_programs, model) for model in MODELS},
+}
+"""The parts by name, in the order of their worth; those of torch are left out where it does not see the card."""
+
+
+def run_part(name: str, small: bool, seconds: float) -> Iterator[Figure]:
+    """Yield the figures of a part that runs in a process of its own, and what ended it where something did."""
+    if seconds < LEAST:
+        yield Figure(name, "", note="left out: no time was left")
+        return
+    command = [sys.executable, "-m", "benchmarks.card", "--part", name, *(["--small"] if small else [])]
+    try:
+        process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
+        output, why = process.stdout, (process.stderr.strip().splitlines() or [""])[-1] if process.returncode else ""
+    except subprocess.TimeoutExpired as error:
+        output = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
+        why = f"it was stopped after {seconds:.0f} s"
+    yield from (Figure(**json.loads(line)) for line in output.splitlines() if line.startswith("{"))
+    if why:
+        yield Figure(name, "", note=why[:200])
+
+
+def selftest(out: Path, seconds: float) -> dict[str, Any]:
+    """Run the self-test without its timings; return its outcome as JSON."""
+    command = [sys.executable, "-m", "wanjax", SELFTEST, "--no-timings", "--json", "--quiet", "--out", str(out)]
+    try:
+        process = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+        return json.loads(process.stdout)
+    except (subprocess.TimeoutExpired, ValueError) as error:
+        return {"passed": False, "error": first_line(error)}
+
+
+def lines(card: str, outcome: dict[str, Any], figures: Sequence[Figure]) -> list[str]:
+    """Return the lines for docs/measured.md: a table of what each library took."""
+    checks = outcome.get("checks", [])
+    wrong = [check["name"] for check in checks if check["outcome"] == "wrong"]
+    said = f"{len(checks)} checks of `wanjax selftest`, wrong: {', '.join(wrong) or 'none'}"
+    table = [f"## {card}", "", f"`python -m benchmarks.card`, measured. {said}.", ""]
+    table += ["| what | by | time | torch / wanjax |", "|---|---|---|---|"]
+    torch = {figure.what: figure.seconds for figure in figures if figure.library == "torch"}
+    for figure in figures:
+        rival = torch.get(figure.what) if figure.library.startswith("wanjax") else None
+        ratio = digits(rival / figure.seconds) if rival and figure.seconds else ""
+        time = figure.note if figure.seconds is None else duration(figure.seconds)
+        table.append(f"| {figure.what} | {figure.library} | {time} | {ratio} |")
+    return table
+
+
+def card_name() -> str:
+    """Return the kind of the first device, by a process of its own, which holds no memory of it."""
+    code = "import jax; print(jax.devices()[0].device_kind)"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split("\n")[
+        -2
+    ]
+
+
+def has_torch(small: bool) -> bool:
+    """Return whether torch and diffusers are here and see a card; small sizes are for any device."""
+    if not all(map(find_spec, ("torch", "diffusers"))):
+        return False
+    code = "import torch; print(torch.cuda.is_available())"
+    seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    return small or "True" in seen
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument(
+        "--minutes", type=float, default=9.0, help="after which nothing more is begun, and all is ended"
+    )
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--small", action="store_true", help="small models, as the tests run it")
+    options = parser.parse_args()
+    if options.part:
+        for figure in PARTS[options.part](options.small):
+            print(json.dumps(asdict(figure)), flush=True)
+        return
+    end = perf_counter() + 60 * options.minutes
+    card, parts = card_name(), list(PARTS)
+    if not has_torch(options.small):
+        parts = [name for name in parts if not name.startswith("torch")]
+    file = options.out / f"card-{re.sub(r'[^a-z0-9]+', '-', card.lower()).strip('-')}.json"
+    figures: list[Figure] = []
+    outcome = selftest(options.out, min(240.0, end - perf_counter()))
+    for name in parts:
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        figures.extend(run_part(name, options.small, end - perf_counter()))
+        record = {"card": card, SELFTEST: outcome, "figures": [asdict(figure) for figure in figures]}
+        write_whole(file, (json.dumps(record, indent=2) + "\n").encode())
+    print("\n".join(lines(card, outcome, figures)))
+
+
+if __name__ == "__main__":
+    main()
