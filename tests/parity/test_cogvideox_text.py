@@ -38,7 +38,7 @@ def train(folder: Path, size: int = 320, **options) -> Path:
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([clean_prompt(prompt) for prompt in AWKWARD_PROMPTS if prompt] * 3),
         model_writer=model, vocab_size=size, hard_vocab_limit=False, pad_id=0, eos_id=1, unk_id=2, bos_id=-1,
-        minloglevel=2, **options,
+        minloglevel=2, num_threads=1, **options,  # several would sum in any order, and pieces tie by it
     )  # fmt: skip
     (folder / "spiece.model").write_bytes(model.getvalue())
     return folder

@@ -18,7 +18,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from wanjax.cli import defaults, options, scale_options, train_options
-from wanjax.cli.arguments import check_prompt, complete_commands, complete_files, complete_models, in_words
+from wanjax.cli.arguments import check_prompt, complete_commands, complete_files, complete_models, in_words, shortened
 from wanjax.cli.report import Report, handle_interrupts
 from wanjax.errors import FULL, NAMES, WanjaxError, is_failure, is_out_of_memory
 from wanjax.pricing import libtpu
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 FAILURE, MISTAKE = 1, 2  # exit statuses
 NOTHING_MORE = "nothing more can be written"
 NO_HOME = "determine home directory"  # of pathlib's error
-LONGEST_NAME = 200  # characters of it in a message
 CARDS = ("/dev/nvidia*", "/dev/kfd", "/dev/dxg")  # device files of graphics cards: NVIDIA's, AMD's, Windows'
 PLUGINS = "libtpu", "jax_cuda13_plugin"  # what JAX tries, with pages of messages, where their devices are absent
 IMPLIED = "generate"  # the command of arguments that name none
@@ -105,8 +104,7 @@ class Commands(click.Group):
         except WanjaxError as error:
             status, why = FAILURE if is_failure(error) else MISTAKE, str(error)
         except OSError as error:
-            name = str(error.filename or "")
-            name = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..."
+            name = shortened(str(error.filename or ""))
             if error.errno in FULL:
                 status, why = FAILURE, f"{NOTHING_MORE}{f' to {name!r}' if name else ''}: {error.strerror}"
             elif error.errno in NAMES and name:

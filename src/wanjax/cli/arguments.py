@@ -72,6 +72,14 @@ ELSEWHERE = {
 """Options of other libraries and their names here, where a command has one; those of settings are theirs."""
 
 
+MAX_NAME = 200  # characters of a name in a message
+
+
+def shortened(name: str) -> str:
+    """Return a name as messages show it: without its end if it is very long."""
+    return name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}..."
+
+
 def our_name(name: str) -> str:
     """Return the name of an option here, which may be given as the scripts before wanjax spelled it."""
     dashed = name.replace("_", "-")
@@ -198,6 +206,7 @@ def check_extra(command: click.Command, ctx: click.Context, extra: Sequence[str]
         words = " ".join([prompt, *extra])
         again = f"{ctx.command_path} {'-- ' if words.startswith('-') else ''}{shlex.quote(words)}"
         raise click.UsageError(f"the prompt is {1 + len(extra)} arguments where quotes make it one: `{again}`", ctx)
+    extra = [shortened(word) for word in extra]
     words = " and ".join(map(repr, extra))
     advice = "a name with spaces stands in quotes"
     if "--model" in options and len(extra) == 1 and extra[0].split() == [extra[0]]:
