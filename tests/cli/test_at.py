@@ -3,6 +3,7 @@
 
 import base64
 import json
+import re
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -209,6 +210,14 @@ def test_a_picture_is_sent_with_each_of_several_videos_and_decides_their_names()
     assert len({*names}) == 4
     sent = [base64.b64decode(body["image"].partition(",")[2]) for _, body in posted]
     assert sent == [b"one", b"one", b"two", b"two"]
+
+
+def test_the_last_line_is_that_of_a_video_that_is_done(monkeypatch):
+    monkeypatch.setattr(remote, "EVERY", (0, 0))
+    under_way = {"status": "in_progress", "stage": "step", "stage_done": 3, "stage_total": 4}
+    with answering(answers(job=iter([under_way, {"status": "completed"}]))) as url:
+        told = succeeded(wanjax("a cat", "--at", url, "--out", "cat.mp4")).stderr.splitlines()
+    assert re.fullmatch(r"video: done, .* in all", told[-1]), told
 
 
 def several(*jobs: Any) -> dict[str, Any]:

@@ -122,6 +122,7 @@ def _generate_one(
         waiting.append(path)
         job = _awaited(server, path, report, report.count)
         waiting.clear()
+        report.count("", 1, 1)  # the server was last asked before its last step
     if job.get("status") != "completed":
         raise WanjaxError(f"{server.url} made no video: {_why(job)}")
     record = server.ask(f"{path}/record")
