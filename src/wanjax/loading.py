@@ -132,16 +132,22 @@ def load(
     dtype, vae_dtype = dtype_name(dtype), dtype_name(vae_dtype, "vae_dtype")
     param_dtype = dtype_name(param_dtype, "param_dtype")
     set_cache_folder()
-    admit_kernels()
     checkpoint = open_for_loading(model, revision, note)
     if verify:
         manifest.verify(checkpoint.source, progress or (lambda at, done, total: None))
     checkpoint = with_options(checkpoint, _listed(lora), note, attention=attention, scheduler=scheduler)
+    admit_kernels(*_rare_kernels(checkpoint.model.spec.attention(checkpoint.attention or AUTO)))
     tiny = None if decoder is None else DecoderFile.in_place_of(checkpoint.model.vae, decoder)
     options = LoadOptions(
         dtype, vae_dtype, param_dtype, checkpoint.attention, mesh, video, rules, compiler, offload, progress, tiny
     )
     return _pipeline(checkpoint, options)
+
+
+def _rare_kernels(attention: AttentionConfig) -> list[str]:
+    """Return the kernels of a model's attention that are not tried for every model."""
+    uses = {"sparse_linear_tpu": attention.sparse is not None, "flash_tpu_radial": attention.radial}
+    return [name for name, is_used in uses.items() if is_used]
 
 
 class LoadOptions(NamedTuple):

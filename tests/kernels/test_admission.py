@@ -16,6 +16,7 @@ import wanjax
 from tests.support import trial_kernels
 from tests.support.devices import free_port
 from tests.support.words import says
+from wanjax import loading
 from wanjax.errors import WanjaxWarning
 from wanjax.execution import EXECUTE
 from wanjax.kernels import admission, admitted
@@ -31,10 +32,10 @@ from wanjax.kernels import admission
 join(sys.argv[1])
 first = sys.argv[1].endswith(",0")
 verdicts = {"splash": "", "flash_tpu": "it raises" if first else "", "normed_silu": ""}
-admission.kernel_verdicts = lambda kind, kernels: verdicts
+admission.kernel_verdicts = lambda kind, kernels, names: verdicts
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    refused = admission.admit("v6e")
+    refused = admission.admit("v6e", {""})
 print(json.dumps([sorted(refused), len(caught)]))
 """
 
@@ -49,7 +50,8 @@ def pretended(monkeypatch, tmp_path):
     kept = dict(api.PREFERRED)
 
     def pretend(name):
-        monkeypatch.setattr(admitted, "_tried", False)
+        monkeypatch.setattr(admitted, "_tried", set())
+        monkeypatch.setattr(admission, "_hung", False)
         monkeypatch.setattr(admitted, "tpu_kind", lambda: "v6e")
         monkeypatch.setattr(admission, "KERNELS", f"tests.support.trial_kernels:{name.upper()}")
         broken = replace(
@@ -104,6 +106,39 @@ def test_a_kernel_that_is_right_is_used(pretended):
     admitted.set_rejected({"flash_tpu": "a reason"})
     assert choose(some, some, some).name == "chunked"
     assert choose(some, some, some, implementation="flash_tpu").name == "flash_tpu"  # by name it is insisted on
+
+
+def test_a_kernel_that_few_runs_use_is_tried_when_one_does(pretended, monkeypatch):
+    pretended("right")
+    trial = admission._load("tests.support.trial_kernels:WRONG")[1]
+    kernels = [trial, *(trial._replace(name=name) for name in admitted.TRIED_WHEN_NEEDED)]
+    monkeypatch.setattr(trial_kernels, "MANY", kernels, raising=False)
+    monkeypatch.setattr(admission, "KERNELS", "tests.support.trial_kernels:MANY")
+    tried = []
+
+    def try_all(kernels, names):
+        tried.append(names)
+        return iter([(name, "it differs") for name in names])
+
+    monkeypatch.setattr(admission, "_try_in_child", try_all)
+    with pytest.warns(WanjaxWarning):
+        admitted.admit_kernels()
+    assert not admitted.is_admitted("flash_tpu")
+    assert admitted.is_admitted("chunked")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # told in another thread
+        assert not jax.jit(lambda: admitted.is_admitted("splash"))()
+        assert not admitted.is_admitted("splash")
+    assert tried == [["flash_tpu"], ["splash"]]
+    assert sorted(admitted.rejected_kernels()) == ["flash_tpu", "splash"]
+
+
+def test_a_load_tries_the_kernels_of_its_attention(monkeypatch):
+    tried = []
+    monkeypatch.setattr(loading, "admit_kernels", lambda *names: tried.append(names))
+    wanjax.load("nano")
+    wanjax.load("nano", attention="radial:0.2")
+    assert tried == [(), ("flash_tpu_radial",)]
 
 
 def test_a_verdict_is_kept_until_what_it_depends_on_changes(pretended, monkeypatch):

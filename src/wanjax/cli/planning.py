@@ -209,6 +209,9 @@ def _summary(priced: Estimate) -> Iterator[str]:
         spread = between(*(duration(x or 0) for x in (priced.step_seconds_low, priced.step_seconds_high)))
         share = f", {priced.mfu:.0%} of the chips' {priced.peak_dtype} peak" if priced.mfu else ""
         yield f"a step: {spread}{share}; what limits it: {priced.limit}"
+        if priced.compiler:
+            trials = ", where the chip passes its trials" if "tpu" in priced.attention else ""
+            yield f"attention: {priced.attention}{trials}"
     if priced.dense_step_seconds:
         each = duration(priced.dense_step_seconds)
         yield f"steps that take all of attention: {priced.dense_steps} of {priced.steps}, {each} each"

@@ -14,7 +14,9 @@ from wanjax.kernels.admitted import admit_kernels
 from wanjax.sharding import platform
 
 
-def init_distributed(report: Report, processes: str | None, *, platform_name: str | None = None) -> None:
+def init_distributed(
+    report: Report, processes: str | None, *, platform_name: str | None = None, trains: bool = False
+) -> None:
     """Join the other processes, if any. Only the first process reports.
 
     `platform_name` is the platform of devices that are described, if programs are compiled for such.
@@ -24,7 +26,7 @@ def init_distributed(report: Report, processes: str | None, *, platform_name: st
     """
     join(processes)
     if platform_name is None:
-        admit_kernels()  # before devices are opened
+        admit_kernels(*["flash_tpu_gradient"] * trains)  # before devices are opened
     platform()  # a mistake in JAX_PLATFORMS is told here, before anything else asks for devices
     context = click.get_current_context(silent=True)
     use_shared(**(context.meta.get(COMPILE_CACHE, {}) if context else {}), platform=platform_name)

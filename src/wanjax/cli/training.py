@@ -20,7 +20,7 @@ from wanjax.training.train import Training
 
 def train(report: Report, options: PipelineOptions, ctx: click.Context, *, data: Path, out: Path) -> None:
     """Train a model on a data set, with the settings that are the parameters of the command."""
-    init_distributed(report, options.processes)
+    init_distributed(report, options.processes, trains=True)
     model = str(options.model)
     config = config_of(ctx, model)
     options = options._replace(param_dtype="float32" if config.lora is None else None)

@@ -7,6 +7,7 @@ This module is small because every program imports it. Without a TPU no kernel i
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Thread
 
 import jax
 
@@ -22,12 +23,20 @@ TPU_KINDS = {
 """Kinds of TPU by their device on the PCI bus."""
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 
+TRIED_WHEN_NEEDED = ("flash_tpu_gradient", "flash_tpu_radial", "sparse_linear_tpu", "splash")
+"""Kernels that few runs use: a run that uses none of them does not wait for their trials."""
+COMMON = ""  # stands for all other kernels
+
 _rejected: dict[str, str] = {}
-_tried = False
+_tried: set[str] = set()
 
 
 def is_admitted(kernel: str) -> bool:
-    """Return whether a kernel may be used."""
+    """Return whether a kernel may be used; try it now if it is one of those that are tried when they are needed."""
+    if kernel in TRIED_WHEN_NEEDED and kernel not in _tried:
+        trial = Thread(target=admit_kernels, args=(kernel,))  # a program is being traced in this thread
+        trial.start()
+        trial.join()
     return kernel not in _rejected
 
 
@@ -57,13 +66,15 @@ def tpu_kind() -> str | None:
     return None
 
 
-def admit_kernels() -> None:
-    """Try the TPU kernels if there is a TPU: once in a process, before it opens its devices."""
-    global _tried
-    if _tried:
-        return
-    _tried = True
-    if (kind := tpu_kind()) is not None:
+def admit_kernels(*needed: str) -> None:
+    """Try TPU kernels if there is a TPU: each once in a process, best before it opens its devices.
+
+    Args:
+        *needed: Those of `TRIED_WHEN_NEEDED` to try too; all other kernels are tried at any rate.
+    """
+    untried = {COMMON, *needed} - _tried
+    _tried.update(untried)
+    if untried and (kind := tpu_kind()) is not None:
         from wanjax.kernels import admission  # a late import: without a TPU, starting takes no longer
 
-        set_rejected(admission.admit(kind))
+        set_rejected(_rejected | admission.admit(kind, untried))

@@ -6,8 +6,10 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import jax
+
 from wanjax.figures import in_bytes, quantity
-from wanjax.kernels.attention import AUTO, AttentionConfig
+from wanjax.kernels.attention import AUTO, AttentionConfig, choose
 from wanjax.kernels.compiler_options import SAFE, check_set
 from wanjax.layers.tiling import Tiling
 from wanjax.loading import abstract_pipeline
@@ -83,14 +85,15 @@ class Estimate:
     `fits` is True if every stage fits, and None where a stated model cannot tell: its peak counts nothing as fused, and
     is an upper bound. `advice` says what to do unless it is True.
 
-    `compiler` is the set of compiler options, None where nothing was compiled. Of the steps, `reusing_steps` reuse what
-    the step cache kept, and `dense_steps`, the first under radial attention, take all of attention; fields named
-    `step_...` are those of the others. Where a step decides on the device whether it reuses, `reusing_step_seconds` are
-    those of one that does not, `reusing_step_seconds_least` of one that does, and `total_seconds_least` count as many
-    of the latter as there may be. `total_seconds_low` and `total_seconds_high` are the ends of the prices' range, each
-    program at its own. `peak_bytes_per_chip` is that of the whole run. `frames_a_second` is the pace of a
-    video whose frames come while it is made, once a block sees a full window, with the decoder; it is to be compared
-    with `fps`, at which the video is played.
+    `compiler` is the set of compiler options, None where nothing was compiled. `attention` is the implementation of
+    self-attention that was priced: the one that a run takes where the trials of its kernel pass. Of the steps,
+    `reusing_steps` reuse what the step cache kept, and `dense_steps`, the first under radial attention, take all of
+    attention; fields named `step_...` are those of the others. Where a step decides on the device whether it reuses,
+    `reusing_step_seconds` are those of one that does not, `reusing_step_seconds_least` of one that does, and
+    `total_seconds_least` count as many of the latter as there may be. `total_seconds_low` and `total_seconds_high` are
+    the ends of the prices' range, each program at its own. `peak_bytes_per_chip` is that of the whole run.
+    `frames_a_second` is the pace of a video whose frames come while it is made, once a block sees a full window, with
+    the decoder; it is to be compared with `fps`, at which the video is played.
     """
 
     model: str
@@ -117,6 +120,7 @@ class Estimate:
     step_seconds_high: float | None
     step_breakdown: Mapping[str, float]
     step_outside_self_attention_seconds: float | None
+    attention: str
     cache: str
     reusing_steps: int
     reusing_step_seconds: float | None
@@ -233,6 +237,7 @@ def estimate(
         guidance_scale=settings.guidance_scale,
         guidance_rule=str(settings.guidance_rule),
         dtype=settings.dtype,
+        attention=_attention_name(attention, work, settings.dtype, partitioner),
         priced_by=_priced_by(hardware),
         **_memory(settings, chip, hardware, stages, step),
         programs=[
@@ -256,6 +261,15 @@ def estimate(
         disk_bytes=sum(network.parameters * (4 if network.float32 else 2) for network in networks),  # by `convert`
         doubts=[*dict.fromkeys(doubt for price in priced for doubt in price.doubts), *doubts],
     )
+
+
+def _attention_name(attention: AttentionConfig, work: Cost, dtype: str, partitioner: Partitioner) -> str:
+    """Return the implementation of self-attention that a run takes on these devices."""
+    if attention.is_sparse:
+        return str(attention)
+    shape = (1, work.tokens, work.heads, work.width // work.heads)
+    operand = jax.ShapeDtypeStruct(shape, dtype, sharding=partitioner.replicated)
+    return choose(operand, operand, operand, implementation=attention).name
 
 
 def _priced_by(hardware: Hardware) -> str:
