@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -26,7 +26,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from wanjax.errors import WanjaxWarning
-from wanjax.kernels.admitted import COMMON, TRIED_WHEN_NEEDED
 from wanjax.stores.results import Results
 
 KERNELS = "wanjax.kernels.trials:KERNELS"
@@ -78,14 +77,14 @@ class Kernel(NamedTuple):
     trials: Callable[[], Iterable[Trial]]
 
 
-def admit(kind: str, untried: Collection[str]) -> dict[str, str]:
+def admit(kind: str, is_needed: Callable[[str], bool]) -> dict[str, str]:
     """Return the kernels that fail on a kind of chip, with reasons; warn once if there are any.
 
     Args:
         kind: The kind of the chip.
-        untried: Names of kernels to try; `admitted.COMMON` stands for all that are not tried when needed.
+        is_needed: Whether the kernel of a name is to be tried.
     """
-    verdicts = kernel_verdicts(kind, KERNELS, untried)
+    verdicts = kernel_verdicts(kind, KERNELS, is_needed)
     if jax.distributed.is_initialized():
         verdicts = combine_verdicts(verdicts)
     rejected = {name: reason for name, reason in verdicts.items() if reason}
@@ -100,7 +99,7 @@ def admit(kind: str, untried: Collection[str]) -> dict[str, str]:
     return rejected
 
 
-def kernel_verdicts(kind: str, kernels: str, names: Collection[str] | None = None) -> dict[str, str]:
+def kernel_verdicts(kind: str, kernels: str, is_needed: Callable[[str], bool] = lambda name: True) -> dict[str, str]:
     """Return the verdict on each kernel: the reason for rejecting it, or "". Reuse saved verdicts, and save new ones.
 
     Kernels after one that hung are not tried: they are rejected in this process, and no verdict is saved.
@@ -108,10 +107,10 @@ def kernel_verdicts(kind: str, kernels: str, names: Collection[str] | None = Non
     Args:
         kind: The kind of the chip.
         kernels: MODULE:NAME of a sequence of `Kernel`.
-        names: Names as in `admit`; None is all.
+        is_needed: Whether the kernel of a name is to be tried.
     """
     global _hung
-    chosen = [kernel for kernel in _load(kernels) if names is None or _is_among(kernel.name, names)]
+    chosen = [kernel for kernel in _load(kernels) if is_needed(kernel.name)]
     keys, results = {kernel.name: _cache_key(kind, kernel) for kernel in chosen}, Results()
     saved = {name: results.get(VERDICTS_KIND, key) for name, key in keys.items()}
     verdicts = {name: reason for name, reason in saved.items() if isinstance(reason, str)}
@@ -122,10 +121,6 @@ def kernel_verdicts(kind: str, kernels: str, names: Collection[str] | None = Non
             _hung = True
             break
     return {name: verdicts.get(name, NOT_TRIED) for name in keys}
-
-
-def _is_among(kernel: str, names: Collection[str]) -> bool:
-    return kernel in names or (COMMON in names and kernel not in TRIED_WHEN_NEEDED)
 
 
 def combine_verdicts(verdicts: dict[str, str]) -> dict[str, str]:

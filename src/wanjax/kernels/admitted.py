@@ -77,4 +77,7 @@ def admit_kernels(*needed: str) -> None:
     if untried and (kind := tpu_kind()) is not None:
         from wanjax.kernels import admission  # a late import: without a TPU, starting takes no longer
 
-        set_rejected(_rejected | admission.admit(kind, untried))
+        def is_needed(kernel: str) -> bool:
+            return kernel in untried or (COMMON in untried and kernel not in TRIED_WHEN_NEEDED)
+
+        set_rejected(_rejected | admission.admit(kind, is_needed))
