@@ -21,7 +21,8 @@ from wanjax.jobs.maker import VideoMaker
 from wanjax.jobs.multihost import PeerGroup
 from wanjax.jobs.ray_workers import Host
 from wanjax.jobs.sharing import BATCH, join_namespace
-from wanjax.jobs.store import NewJob
+from wanjax.jobs.store import NewJob, Signal
+from wanjax.jobs.worker import Lease
 from wanjax.pipelines.request import VideoRequest
 
 pytestmark = pytest.mark.usefixtures("kept_programs", "nothing_is_computed")
@@ -121,6 +122,17 @@ def test_what_the_first_cannot_make_is_not_asked_of_the_others(led, local_store)
     assert says(job.error["message"], "nowhere.png")
     assert leader.dismiss()
     assert [run.result(PATIENCE) for run in running] == [None, None]
+
+
+def test_only_an_exit_of_the_worker_stops_a_run_early(nano, local_store, tmp_path):
+    """The followers do not hear of a cancelled job, so a leader that stopped alone would leave them in a collective."""
+    leader, exiting = Leader(lambda: nano, tmp_path), threading.Event()
+    lease = Lease(local_store, "w", drained=exiting.is_set)
+    lease.close()
+    lease._signal = Signal.CANCEL
+    assert lease.should_stop() and not leader.should_stop(lease)()
+    exiting.set()
+    assert leader.should_stop(lease)()
 
 
 @pytest.mark.parametrize("restarts", [False, True])

@@ -47,7 +47,7 @@ class Leader(VideoMaker):
         super().fit_latent_preview()
         self.in_sync = True
 
-    def stopped(self, lease: Lease) -> Callable[[], bool]:
+    def should_stop(self, lease: Lease) -> Callable[[], bool]:
         return lambda: lease.draining
 
     def run(self, tasks: Sequence[Task], observers: Sequence[Observer] = ()) -> Iterator[PreparedRequest]:
