@@ -425,8 +425,8 @@ MUTATIONS = (
     Mutation(
         "requeue",
         "src/wanjax/jobs/store.py",
-        "db.update(job.id, error=error and json.dumps(error), **WAITING)",
-        "db.update(job.id, position=db.tick(), error=error and json.dumps(error), **WAITING)",
+        "db.update(job.id, error=error and json.dumps(error), **REQUEUED_COLUMNS)",
+        "db.update(job.id, position=db.tick(), error=error and json.dumps(error), **REQUEUED_COLUMNS)",
         "a video whose worker died waits behind all others",
         ("jobs/test_store.py::test_jobs_of_workers_that_died_wait_again_before_the_others",),
     ),

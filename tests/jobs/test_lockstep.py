@@ -130,7 +130,8 @@ def test_only_an_exit_of_the_worker_stops_a_run_early(nano, local_store, tmp_pat
     lease = Lease(local_store, "w", drained=exiting.is_set)
     lease.close()
     lease._signal = Signal.CANCEL
-    assert lease.should_stop() and not leader.should_stop(lease)()
+    assert lease.should_stop()
+    assert not leader.should_stop(lease)()
     exiting.set()
     assert leader.should_stop(lease)()
 

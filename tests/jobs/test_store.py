@@ -600,7 +600,7 @@ WRONG_DATABASES = [  # with a password, its form in a URL, a server of PostgreSQ
     (f"postgresql://{STRICT}:wrong-{{secret}}@{{server}}/postgres", [STRICT, "--database"]),
     (f"postgresql://{STRICT}@{{server}}/postgres", ["password"]),
     ("postgresql://postgres@{server}/absent", ["absent"]),
-    ("postgresql://user:{secret}@127.0.0.1:1/jobs", ["out of reach"]),
+    ("postgresql://user:{secret}@127.0.0.1:1/jobs", ["does not answer"]),
     ("postgresql://user:{password}@127.0.0.1:1/jobs", []),
     ("postgresql://user:{secret}@127.0.0.1:port/jobs", []),
     ("postgresql://user:{secret}@localhost/jobs?nonsense=1", []),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """SQLite and PostgreSQL for the job store: short transactions on two connections per process.
 
-One connection writes and one reads, each used by one thread at a time. Statements name their values as `:name`.
+One connection writes and the other reads. One thread at a time uses each. SQL placeholders are written `:name`.
 """
 
 import fcntl
@@ -22,31 +22,39 @@ import psutil
 from wanjax.errors import WanjaxError, reason
 from wanjax.stores.writing import check_folder
 
-ENV_VARIABLE = "WANJAX_DATABASE"  # of the environment, which names a database and hides its password
-POSTGRES = ("postgresql://", "postgres://")
-EXAMPLE = "postgresql://USER:PASSWORD@HOST/NAME"
-CONNECT_SECONDS, LOCK_SECONDS, CUT_SECONDS = 4, 4, 10
-"""Timeouts of connecting, of waiting for a lock, and of a connection whose network is cut."""
+ENV_VARIABLE = "WANJAX_DATABASE"  # keeps the password out of the command line
+POSTGRES_SCHEMES = ("postgresql://", "postgres://")
+POSTGRES_EXAMPLE = "postgresql://USER:PASSWORD@HOST/NAME"
+CONNECT_TIMEOUT, LOCK_TIMEOUT, NETWORK_TIMEOUT = 4, 4, 10
+"""Seconds to wait for a connection, for a lock, and for a network that does not answer."""
 NETWORK_FILE_SYSTEMS = re.compile(
     r"nfs\d?|cifs|smb\w*|(fuse\.)?(ceph|glusterfs|sshfs|s3fs|gcsfuse|juicefs|lustre)|beegfs|gpfs|afs"
 )
-"""Kinds of file systems on which SQLite's locks do not hold."""
-REFUSALS = ("authentication", "password", "does not exist", "pg_hba", "not permitted", "permission denied", "SSL")
-"""Words in a server's answer to a connection that mean that retrying does not help."""
-TRANSIENT = ("40001", "40P01", "53300", "55P03", "25P03", "57P01", "57P02", "57P03")
-"""PostgreSQL's transient error codes: deadlocks, locks, too many connections, a server that starts or stops."""
-LEAST_FREE = 2**20  # bytes of a disk, below which an I/O error is for want of room
-FULL = ("SQLITE_FULL", "53100")  # the codes of a full disk
+"""File systems on which SQLite's locks do not work."""
+PERMANENT_ERROR_WORDS = (
+    "authentication",
+    "password",
+    "does not exist",
+    "pg_hba",
+    "not permitted",
+    "permission denied",
+    "SSL",
+)
+"""Words in a connection error which mean that retrying does not help."""
+TRANSIENT_CODES = ("40001", "40P01", "53300", "55P03", "25P03", "57P01", "57P02", "57P03")
+"""PostgreSQL's codes of transient errors: deadlocks, lock timeouts, too many connections, starting or stopping."""
+MIN_FREE_BYTES = 2**20  # with fewer free bytes, an I/O error counts as a full disk
+DISK_FULL_CODES = ("SQLITE_FULL", "53100")  # of SQLite and of PostgreSQL
 
-Values = Mapping[str, Any]
+SqlValues = Mapping[str, Any]
 
 
 class DatabaseError(WanjaxError):
-    """The database cannot be used, or rejects a statement.
+    """The database cannot be used, or it rejected a statement.
 
     Args:
         message: What is wrong, and what to do.
-        is_full: Whether the disk of the database has no room; False by default.
+        is_full: Whether the disk of the database is full.
     """
 
     def __init__(self, message: str, is_full: bool = False):
@@ -61,64 +69,66 @@ class DatabaseError(WanjaxError):
 class Connection(Protocol):
     """A connection in a transaction."""
 
-    def execute(self, text: str, values: Values = ..., /) -> Any:
-        """Run a statement, and return a cursor of its rows.
+    def execute(self, sql: str, values: SqlValues = ..., /) -> Any:
+        """Run an SQL statement, and return a cursor over its rows.
 
         Args:
-            text: The statement.
-            values: Its values by name.
+            sql: The statement.
+            values: The values of its placeholders, by name.
         """
         ...
 
-    def executemany(self, text: str, rows: Sequence[Values], /) -> Any:
-        """Run a statement for each of several values.
+    def executemany(self, sql: str, rows: Sequence[SqlValues], /) -> Any:
+        """Run an SQL statement once for each row of values.
 
         Args:
-            text: The statement.
-            rows: The values of each, by name.
+            sql: The statement.
+            rows: The values of the placeholders, by name, for each run.
         """
         ...
 
 
 def resolve_database(option: str | None) -> str | None:
-    """Return the database named by an option or by the environment, or None.
+    """Return the database that the option or the environment names, or None.
 
     Args:
-        option: The option's value; None where it is not given.
+        option: The value of `--database`; None if the option is missing.
     """
     return option or os.environ.get(ENV_VARIABLE) or None
 
 
 def open_database(url: str) -> "Database":
-    """Return the database of a path of SQLite's file, or of a URL of PostgreSQL.
+    """Open an SQLite file or connect to PostgreSQL.
 
     Args:
-        url: The path or the URL.
+        url: The path of the file, or the URL.
 
     Raises:
-        WanjaxError: The URL names neither, or the file's folder cannot keep it.
+        WanjaxError: The URL is not one of PostgreSQL, or the file's folder cannot be used.
     """
-    if url.startswith(POSTGRES):
+    if url.startswith(POSTGRES_SCHEMES):
         return Postgres(url)
     if "://" in url:
-        raise WanjaxError(f"a database is a file of SQLite or {EXAMPLE}, got {public_url(url)}: give one of the two")
+        raise WanjaxError(
+            f"the database {public_url(url)} is neither a file nor PostgreSQL: give a path, or {POSTGRES_EXAMPLE}"
+        )
     return Sqlite(Path(url).expanduser().absolute())
 
 
 def check_exists(url: str) -> None:
-    """Raise WanjaxError if a URL or path is that of an SQLite file that does not exist.
+    """Raise WanjaxError if a database is an SQLite file that does not exist.
 
     Args:
-        url: The path or the URL.
+        url: The path of the file, or a URL.
     """
     if "://" not in url and not (file := Path(url).expanduser().absolute()).exists():
         raise WanjaxError(
-            f"there is no database {file}: give --database the file of a server or a batch, which is started first"
+            f"the database {file} does not exist: start the server or the batch first, and give its --database"
         )
 
 
 def public_url(url: str) -> str:
-    """Return a database's name without its password, for messages.
+    """Return a database's path or URL without the password, for messages.
 
     Args:
         url: A path or a URL.
@@ -126,27 +136,29 @@ def public_url(url: str) -> str:
     if "://" not in url:
         return url
     scheme, _, rest = url.partition("://")
-    login, at, where = rest.rpartition("@")  # the last one: a password that should have been quoted may have others
-    return f"{scheme}://{login.partition(':')[0]}{at}{where.partition('?')[0]}"
+    login, at_sign, host_and_database = rest.rpartition(
+        "@"
+    )  # at the last @, since an unquoted password may contain others
+    return f"{scheme}://{login.partition(':')[0]}{at_sign}{host_and_database.partition('?')[0]}"
 
 
 def without_password(text: str, url: str) -> str:
-    """Remove the password of a URL from a text, also the parts into which it may be split by a parser.
+    """Replace the password of a URL by *** in a text, also the fragments into which a parser may split it.
 
     Args:
-        text: A text that may hold parts of the URL, such as a library's message.
+        text: A text that may contain parts of the URL, such as an error message of a library.
         url: The URL.
     """
     login = url.partition("://")[2].rpartition("@")[0].partition(":")[2]
     query = re.findall(r"[?&](?:ssl)?password=([^&]*)", url)
     for secret in (login, *query, *re.split(r"[@:/?#\[\]]", login)):
-        for form in {secret, unquote(secret)} - {""}:
-            text = text.replace(form, "***")
+        for spelling in {secret, unquote(secret)} - {""}:
+            text = text.replace(spelling, "***")
     return text
 
 
 class _SharedConnection:
-    """A lazily opened connection that one thread uses at a time."""
+    """A connection that is opened on first use, and that one thread at a time uses."""
 
     def __init__(self, connect: Callable[[], Any], errors: tuple[type[Exception], ...]):
         self._connect, self._errors = connect, errors
@@ -155,10 +167,10 @@ class _SharedConnection:
 
     @contextmanager
     def use(self) -> Iterator[Any]:
-        """Yield the connection; after a database error it is closed and reopened on next use."""
+        """Yield the connection. After a database error, close it; the next use reopens it."""
         with self._lock:
             if self._closed:
-                raise DatabaseError("the database was closed")
+                raise DatabaseError("the database is closed")
             if self._connection is None:
                 self._connection = self._connect()
             try:
@@ -181,7 +193,7 @@ class _SharedConnection:
 
 @contextmanager
 def _commit_or_rollback(connection: Any, begin: str, errors: tuple[type[Exception], ...]) -> Iterator[None]:
-    """Commit after the block, or roll back if it fails."""
+    """Begin a transaction; commit it after the block, or roll it back if the block fails."""
     connection.execute(begin)
     try:
         yield
@@ -193,13 +205,16 @@ def _commit_or_rollback(connection: Any, begin: str, errors: tuple[type[Exceptio
 
 
 class Database:
-    """A database.
-
-    `name` is its name in messages, `now` an SQL expression for its time in seconds, and `errors` the exceptions of its
-    library; `is_shared` says whether other hosts can connect.
+    """Base class of the databases.
 
     Args:
         connect: Opens a connection.
+
+    Attributes:
+        name: Its path or URL in messages.
+        is_shared: Whether other hosts can connect.
+        now: An SQL expression for the database's time, in seconds since 1970.
+        errors: The exceptions of its library.
     """
 
     name: str
@@ -215,22 +230,25 @@ class Database:
         """Run the block in a transaction, and yield its connection.
 
         Args:
-            write: Whether it writes; a process runs one such transaction at a time.
-            durable: Whether its changes must survive a power failure or a crash of the database.
+            write: Whether the transaction writes. A process runs one such transaction at a time.
+            durable: Whether the changes must survive a power failure or a crash of the database.
         """
-        slot = self._writer if write else self._reader
-        with slot.use() as connection, self._write_transaction(connection, durable) if write else nullcontext():
+        shared_connection = self._writer if write else self._reader
+        with (
+            shared_connection.use() as connection,
+            self._write_transaction(connection, durable) if write else nullcontext(),
+        ):
             yield connection
 
     def _write_transaction(self, connection: Any, durable: bool) -> AbstractContextManager[None]:
-        """Run the block in a transaction that writes."""
+        """Run the block in a transaction that can write."""
         raise NotImplementedError
 
     def prepare(self, connection: Connection) -> None:
         """Lock out other processes while the tables are created.
 
         Args:
-            connection: The connection, in a transaction that goes on to make them.
+            connection: A connection in the transaction that creates them.
         """
 
     def is_transient(self, error: Exception) -> bool:
@@ -247,10 +265,13 @@ class Database:
         Args:
             error: The error of the database's library.
         """
-        return getattr(error, "sqlite_errorname", None) in FULL or getattr(error, "sqlstate", None) in FULL
+        return (
+            getattr(error, "sqlite_errorname", None) in DISK_FULL_CODES
+            or getattr(error, "sqlstate", None) in DISK_FULL_CODES
+        )
 
     def reclaim(self) -> None:
-        """Free space for a few small changes on a full disk, inside the database's own files."""
+        """On a full disk, free space inside the database's files for a few small changes."""
 
     def close(self) -> None:
         self._writer.close()
@@ -258,12 +279,12 @@ class Database:
 
 
 class Sqlite(Database):
-    """A file of SQLite in WAL mode, for the processes of one host.
+    """An SQLite file in WAL mode, for the processes of one host.
 
-    Writers take turns with a lock on a separate file, since SQLite's own waiting, by sleeping, can starve some of them.
+    Writers wait for a lock on a separate file, because SQLite waits by sleeping and polling, which can starve a writer.
 
     Args:
-        file: The file, on a disk of this host.
+        file: The path of the file, on a local disk.
     """
 
     is_shared = False
@@ -277,7 +298,7 @@ class Sqlite(Database):
         try:
             self._lock_file = os.open(f"{file}-turn", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            raise DatabaseError(f"{file}-turn cannot be written: {reason(error)}") from error
+            raise DatabaseError(f"cannot write the lock file {file}-turn: {reason(error)}") from error
         super().__init__(self._connect)
 
     def _connect(self) -> sqlite3.Connection:
@@ -306,15 +327,15 @@ class Sqlite(Database):
 
     def reclaim(self) -> None:
         with self._writer.use() as connection, self._write_lock():
-            connection.execute("PRAGMA wal_checkpoint(RESTART)")  # the log is written from its beginning again
+            connection.execute("PRAGMA wal_checkpoint(RESTART)")  # the next writer overwrites the log from its start
 
     def is_transient(self, error: Exception) -> bool:
         return getattr(error, "sqlite_errorname", "") in ("SQLITE_BUSY", "SQLITE_LOCKED")
 
     def is_full(self, error: Exception) -> bool:
-        """Tell also of a full disk that SQLite calls an I/O error, as for the files beside its own."""
+        """Return whether the disk is full; SQLite reports this as an I/O error for its log and index files."""
         failed = getattr(error, "sqlite_errorname", "").startswith("SQLITE_IOERR")
-        return super().is_full(error) or (failed and shutil.disk_usage(self.file.parent).free < LEAST_FREE)
+        return super().is_full(error) or (failed and shutil.disk_usage(self.file.parent).free < MIN_FREE_BYTES)
 
     def close(self) -> None:
         super().close()
@@ -322,10 +343,10 @@ class Sqlite(Database):
 
 
 class Postgres(Database):
-    """A PostgreSQL, for the processes of many hosts.
+    """A PostgreSQL database, for the processes of many hosts.
 
     Args:
-        url: Its URL.
+        url: The URL of the database.
     """
 
     is_shared = True
@@ -342,26 +363,30 @@ class Postgres(Database):
         try:
             parameters = conninfo_to_dict(url)
         except psycopg.Error:
-            raise DatabaseError(f"the URL of a database does not read as {EXAMPLE}: quote a character such as @ in its "
-                                "password as %40") from None  # the library's message has parts of the URL  # fmt: skip
-        server_settings = {  # at the server's end too: a client that the network cuts off keeps no lock
-            "lock_timeout": LOCK_SECONDS * 1000,
-            "idle_in_transaction_session_timeout": CUT_SECONDS * 1000,
-            "tcp_user_timeout": CUT_SECONDS * 1000,
-            "tcp_keepalives_idle": CUT_SECONDS // 2,
+            message = f"the URL of the database is not of the form {POSTGRES_EXAMPLE}"
+            advice = "percent-encode special characters in the password, such as @ as %40"
+            raise DatabaseError(f"{message}: {advice}") from None  # psycopg's message has parts of the URL
+        server_settings = {  # the server also releases the locks of a client that lost its network
+            "lock_timeout": LOCK_TIMEOUT * 1000,
+            "idle_in_transaction_session_timeout": NETWORK_TIMEOUT * 1000,
+            "tcp_user_timeout": NETWORK_TIMEOUT * 1000,
+            "tcp_keepalives_idle": NETWORK_TIMEOUT // 2,
             "tcp_keepalives_interval": 2,
         }
-        texts = [parameters.pop("options", None), *(f"-c {name}={value}" for name, value in server_settings.items())]
-        options = " ".join(str(text) for text in texts if text)
-        network = {
-            "tcp_user_timeout": CUT_SECONDS * 1000,
-            "keepalives_idle": CUT_SECONDS // 2,
+        option_texts = [
+            parameters.pop("options", None),
+            *(f"-c {name}={value}" for name, value in server_settings.items()),
+        ]
+        options = " ".join(str(text) for text in option_texts if text)
+        keepalive_options = {
+            "tcp_user_timeout": NETWORK_TIMEOUT * 1000,
+            "keepalives_idle": NETWORK_TIMEOUT // 2,
             "keepalives_interval": 2,
         }
         connect_options: dict[str, Any] = {
-            "connect_timeout": CONNECT_SECONDS,
+            "connect_timeout": CONNECT_TIMEOUT,
             "application_name": "wanjax",
-            **network,
+            **keepalive_options,
             **parameters,
         }
         self._connect: Callable[[], Any] = lambda: _NamedParameterConnection(
@@ -373,10 +398,10 @@ class Postgres(Database):
         try:
             return self._connect()
         except self.errors as error:
-            text = str(error)
-            if any(word in text for word in REFUSALS):
-                answer = text.rpartition("FATAL:")[2].strip().partition("\n")[0]
-                problem = f"{self.name} refuses the login ({without_password(answer, self.url)})"
+            error_text = str(error)
+            if any(word in error_text for word in PERMANENT_ERROR_WORDS):
+                server_message = error_text.rpartition("FATAL:")[2].strip().partition("\n")[0]
+                problem = f"{self.name} rejects the login ({without_password(server_message, self.url)})"
                 raise DatabaseError(
                     f"{problem}: correct the user, the password or the name in --database or {ENV_VARIABLE}"
                 ) from None
@@ -391,40 +416,42 @@ class Postgres(Database):
 
     def is_transient(self, error: Exception) -> bool:
         code = getattr(error, "sqlstate", None)
-        if code is None:  # no answer of the server's: the connection is lost, or was not made
+        if code is None:  # the server did not answer: the connection failed
             import psycopg
 
             return isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
-        return code in TRANSIENT or code.startswith("08")
+        return code in TRANSIENT_CODES or code.startswith("08")
 
 
 class _NamedParameterConnection:
-    """A psycopg connection that accepts `:name` placeholders, as SQLite does."""
+    """A psycopg connection that accepts `:name` placeholders, like SQLite."""
 
     def __init__(self, connection: Any):
         self._connection = connection
 
-    def execute(self, text: str, values: Values | None = None) -> Any:
+    def execute(self, sql: str, values: SqlValues | None = None) -> Any:
         if values is None:
-            return self._connection.execute(text)
-        return self._connection.execute(_to_psycopg(text), values)
+            return self._connection.execute(sql)
+        return self._connection.execute(_to_psycopg(sql), values)
 
-    def executemany(self, text: str, rows: Sequence[Values]) -> None:
-        self._connection.cursor().executemany(_to_psycopg(text), rows)
+    def executemany(self, sql: str, rows: Sequence[SqlValues]) -> None:
+        self._connection.cursor().executemany(_to_psycopg(sql), rows)
 
     def close(self) -> None:
         self._connection.close()
 
 
 @lru_cache(maxsize=256)
-def _to_psycopg(text: str) -> str:
-    return re.sub(r"(?<!:):(\w+)", r"%(\1)s", text.replace("%", "%%"))
+def _to_psycopg(sql: str) -> str:
+    return re.sub(r"(?<!:):(\w+)", r"%(\1)s", sql.replace("%", "%%"))
 
 
 def _check_disk(folder: Path) -> None:
     """Raise WanjaxError if the folder of the SQLite file is on a network file system."""
-    parts = [part for part in psutil.disk_partitions(all=True) if folder.is_relative_to(part.mountpoint)]
-    nearest = max(parts, key=lambda part: len(part.mountpoint), default=None)
-    if nearest is not None and NETWORK_FILE_SYSTEMS.fullmatch(nearest.fstype):
-        problem = f"{folder} is on a network file system, {nearest.fstype}, where SQLite is not safe"
-        raise WanjaxError(f"{problem}: --database FILE on a disk of this machine, or PostgreSQL's URL")
+    enclosing = [
+        partition for partition in psutil.disk_partitions(all=True) if folder.is_relative_to(partition.mountpoint)
+    ]
+    mount = max(enclosing, key=lambda partition: len(partition.mountpoint), default=None)
+    if mount is not None and NETWORK_FILE_SYSTEMS.fullmatch(mount.fstype):
+        problem = f"{folder} is on the network file system {mount.fstype}, where SQLite's locks do not work"
+        raise WanjaxError(f"{problem}: give --database a file on a local disk, or a PostgreSQL URL")
