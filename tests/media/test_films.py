@@ -17,8 +17,8 @@ from tests.support.films import ANIMATIONS, CONTAINERS, FRAMES, X264, breaks, ff
 from tests.support.quick import quick
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
-from wanjax.media.damage import HOLE, Zeros, holed_frame
-from wanjax.media.films import read_film
+from wanjax.media.damage import MIN_HOLE_BYTES, ZeroRuns, holed_frame
+from wanjax.media.films import read_video_file
 from wanjax.media.inputs import INPUTS
 from wanjax.media.pictures import read_clip
 from wanjax.serve.limits import Limits
@@ -104,20 +104,20 @@ def test_what_ffmpeg_says_of_good_films_is_no_fault(tmp_path, monkeypatch, kind)
 
 def test_zeros_are_found_across_pieces_and_padding_is_none():
     def holes(*packets: bytes, pixels: int = 0, size: int = 100) -> set[int]:
-        zeros, data = Zeros(pixels), b"".join(packets)
+        zeros, data = ZeroRuns(pixels), b"".join(packets)
         for at in range(0, len(data), size):
-            zeros.take(data[at : at + size])
-        return zeros.within(np.cumsum([len(packet) for packet in packets]).tolist())
+            zeros.feed(data[at : at + size])
+        return zeros.holed_packets(np.cumsum([len(packet) for packet in packets]).tolist())
 
-    full, hole = b"\x05" * 300, bytes(HOLE)
+    full, hole = b"\x05" * 300, bytes(MIN_HOLE_BYTES)
     for size in (1, 100, 10_000):
         assert holes(full, full + hole + full, full, size=size) == {1}
         assert holes(full, hole, full, size=size) == {1}  # all of it
         assert holes(full, hole, size=size) == {1}
-        assert holes(full + bytes(HOLE // 2), bytes(HOLE // 2) + full, size=size) == set()
+        assert holes(full + bytes(MIN_HOLE_BYTES // 2), bytes(MIN_HOLE_BYTES // 2) + full, size=size) == set()
         assert holes(full + hole, full + hole + b"\x01" + full, size=size) == set()  # stuffing
         assert holes(full + hole + full, full, full + hole + full, pixels=10_000_000, size=size) == set()
-    assert holes(bytes(3 * HOLE) + full, full) == {0}
+    assert holes(bytes(3 * MIN_HOLE_BYTES) + full, full) == {0}
 
 
 def test_a_flat_picture_has_no_hole(tmp_path):
@@ -169,13 +169,13 @@ def test_a_film_is_held_once_while_it_is_read(tmp_path):
 
 
 def test_a_film_of_as_many_pixels_as_are_read_is_read_whole(tmp_path, machine):
-    machine.reads_at_most(pixels=96 * 128, times=len(FRAMES))
-    assert len(list(read_film(film(tmp_path / "fast.mp4"), 100, 25, values=False))) == len(FRAMES)
+    machine.reads_at_most(pixels=96 * 128, clip_factor=len(FRAMES))
+    assert len(list(read_video_file(film(tmp_path / "fast.mp4"), 100, 25, values=False))) == len(FRAMES)
 
 
 def test_a_film_of_too_many_pixels_is_refused_before_a_frame_is_read(tmp_path, machine):
-    machine.reads_at_most(pixels=96 * 128, times=len(FRAMES) - 1)
-    frames = read_film(film(tmp_path / "fast.mp4"), 100, 25, values=False)
+    machine.reads_at_most(pixels=96 * 128, clip_factor=len(FRAMES) - 1)
+    frames = read_video_file(film(tmp_path / "fast.mp4"), 100, 25, values=False)
     with pytest.raises(WanjaxError, match=naming("128x96 294,912")):
         next(frames)
 

@@ -195,7 +195,7 @@ def test_a_clip_whose_frames_are_large_together(tmp_path, machine, suffix):
     path = io.write_video(tmp_path / f"a{suffix}", CLIP, 10)
     machine.reads_at_most(pixels=16 * 16)
     assert len(read_clip(path, **MANY)) == len(CLIP)
-    machine.reads_at_most(pixels=16 * 16, times=5)
+    machine.reads_at_most(pixels=16 * 16, clip_factor=5)
     with pytest.raises(WanjaxError, match=naming(f"a{suffix} pixels 1,280")):
         read_clip(path, **MANY)
     machine.reads_at_most(pixels=16 * 15)  # too few for one frame, and enough for all of them
@@ -300,7 +300,7 @@ def test_pictures_together(tmp_path):
     assert list(read) == ["image", "video", "mask", "references"]
     assert read["mask"].shape == CLIP.shape
     np.testing.assert_array_equal(read.first, PICTURE)
-    np.testing.assert_array_equal(read.replaced(image=None).first, CLIP[0])
+    np.testing.assert_array_equal(read.with_inputs(image=None).first, CLIP[0])
     assert not Pictures(references=())
     assert Pictures().first is None
 
@@ -352,7 +352,7 @@ CLIPS = [  # the same of what is no clip
     ("absent.mp4", nothing, "no file absent.mp4"),
     ("text.mp4", of_bytes(b"a red circle"), "text.mp4 video"),
     ("empty", Path.mkdir, "empty no pictures"),
-    ("a.mkv", of_subtitles, "a.mkv pictures"),
+    ("a.mkv", of_subtitles, "a.mkv video stream"),
     ("mixed", of_two_sizes, "mixed different sizes"),
     ("short.gif", damaged_gif, "short.gif frame 3"),
     ("endless.gif", of_bytes(endless_gif(20_000)), "endless.gif 4001 frames 1x1 4,000"),

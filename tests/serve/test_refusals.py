@@ -145,7 +145,7 @@ def test_bad_clips(start, data):
 
 def test_large_clips(start, machine):
     server = start(work=False)
-    machine.reads_at_most(pixels=64 * 64, times=2)
+    machine.reads_at_most(pixels=64 * 64, clip_factor=2)
     assert says(server.refused(422, json=SMALL | {"video": animated(64)}), "3 frames 64x64 8,192")
 
 

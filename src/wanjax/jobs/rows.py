@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from wanjax.errors import WanjaxError, reason, repr_short
-from wanjax.media.text_files import decoded, read_text, trimmed
+from wanjax.media.text_files import decode_text, read_text, strip_text
 from wanjax.pipelines.other_names import unknown_keyword
 from wanjax.pipelines.request import STRENGTH, VideoRequest, known_fields
 from wanjax.stores.paths import parse_path
@@ -117,17 +117,17 @@ def _rows(file: str) -> Iterator[tuple[int, Any]]:
     if suffix == ".parquet":
         yield from enumerate(_read_parquet(Path(file).expanduser()), 1)
         return
-    text = decoded(sys.stdin.buffer.read()) if file == "-" else read_text(Path(file).expanduser())
+    text = decode_text(sys.stdin.buffer.read()) if file == "-" else read_text(Path(file).expanduser())
     if suffix == ".csv":
         yield from enumerate(_read_csv(text), 1)
         return
-    lines = [(number, line) for number, each in enumerate(text.splitlines(), 1) if (line := trimmed(each))]
+    lines = [(number, line) for number, each in enumerate(text.splitlines(), 1) if (line := strip_text(each))]
     if not lines:
         return
     if suffix not in (".json", *JSON_LINES) and not JSON.match(lines[0][1]):
         yield from ((number, {"prompt": line}) for number, line in lines)
         return
-    parsed = _json(trimmed(text), _display_name(file), f"write [{EXAMPLE}, ...], or a prompt on each line of a .txt")
+    parsed = _json(strip_text(text), _display_name(file), f"write [{EXAMPLE}, ...], or a prompt on each line of a .txt")
     if not isinstance(parsed, WanjaxError):
         yield from enumerate(parsed if isinstance(parsed, list) else [parsed], 1)
         return

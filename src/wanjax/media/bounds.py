@@ -1,25 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bounds of the pictures and clips that this process reads, whether by Pillow or by ffmpeg."""
+"""Limits on the size of the pictures and clips that this process reads with Pillow or ffmpeg."""
 
 from dataclasses import dataclass
 
 
 @dataclass
 class Bounds:
-    """The most that a file with a picture or a clip may hold; a small file may say that it holds gigabytes.
+    """Limits that are checked before a file is decoded, since a small file may expand to gigabytes.
 
-    `pixels` are those of one picture, and `times` as many those of a clip. More is refused before it is decoded.
+    Args:
+        pixels: The most pixels of one picture or frame.
+        clip_factor: All frames of a clip together may have this many times `pixels`.
+        side: The largest width or height in pixels.
+        frames: The most frames of an animation.
     """
 
     pixels: int = 60_000_000
-    times: int = 16
+    clip_factor: int = 16
     side: int = 32_768
     frames: int = 4_000
 
     @property
-    def together(self) -> int:
-        """The pixels of all frames of a clip."""
-        return self.times * self.pixels
+    def clip_pixels(self) -> int:
+        """The most pixels that all frames of a clip may have together."""
+        return self.clip_factor * self.pixels
 
 
-BOUNDS = Bounds()  # of what this process reads; `wanjax generate --max-picture` raises it
+BOUNDS = Bounds()  # `wanjax generate --max-picture` raises its `pixels`

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs ffmpeg, a program of its own, which reads and writes films."""
+"""Run ffmpeg, an external program, to read and write video files."""
 
 import errno
 import os
@@ -14,94 +14,107 @@ from typing import NamedTuple
 from wanjax.errors import FULL, WanjaxError
 from wanjax.signals import cleanup_on_exit
 
-FILMS = "mov,matroska,avi,flv,asf,mpeg,mpegts,mpegvideo,m4v,h264,hevc,av1,obu,ivf,ogg,mxf,nut,yuv4mpegpipe,gif,apng"
-"""The formats of films that are read. Others, such as playlists, may name further files and addresses to read."""
-OF_DISKS = (*FULL, errno.EROFS, errno.EACCES, errno.EMFILE, errno.EIO)
-"""Errors that ffmpeg tells in the system's words."""
+DEMUXERS = "mov,matroska,avi,flv,asf,mpeg,mpegts,mpegvideo,m4v,h264,hevc,av1,obu,ivf,ogg,mxf,nut,yuv4mpegpipe,gif,apng"
+"""The formats that are read. Others, such as playlists, could make ffmpeg read other files and URLs."""
+DISK_ERRORS = (*FULL, errno.EROFS, errno.EACCES, errno.EMFILE, errno.EIO)
+"""Errors that ffmpeg reports with the operating system's text."""
 
 ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}  # ffmpeg's own decoders of these formats drop transparency
-HIGH_RANGE = ("smpte2084", "arib-std-b67")  # PQ and HLG
-WHITE, PEAK = 203, 1000  # cd/m² of the white of text and paper (BT.2408), and of the brightest light that is kept apart
-KNEE = 0.8  # of that white, in linear light
-WIDE = ("bt2020", "smpte431", "smpte432")  # primaries of BT.2020 and of P3
-TONES = ("bt709", "smpte170m", "iec61966-2-1", "bt2020-10", "bt2020-12", "linear")  # transfers that zscale knows
-FLOATS = "format=gbrpf32le|gbrapf32le"
-WHOLE_FRAMES = "bwdif=mode=send_frame:parity=auto:deint=all"
-PIECE = 2**20  # bytes of output that are taken at a time
+HDR_TRANSFERS = ("smpte2084", "arib-std-b67")  # PQ and HLG
+WHITE, PEAK = 203, 1000  # cd/m² of diffuse white (BT.2408), and of the brightest light that tone mapping preserves
+KNEE = 0.8  # fraction of diffuse white, in linear light, from which tones are compressed
+WIDE_PRIMARIES = ("bt2020", "smpte431", "smpte432")  # BT.2020 and P3
+SDR_TRANSFERS = ("bt709", "smpte170m", "iec61966-2-1", "bt2020-10", "bt2020-12", "linear")  # that zscale supports
+FLOAT_FORMAT = "format=gbrpf32le|gbrapf32le"
+DEINTERLACE = "bwdif=mode=send_frame:parity=auto:deint=all"
+READ_BYTES = 2**20  # bytes of output that are read at a time
 
 
-def reading(source: str | Path) -> list[str]:
-    """Return ffmpeg's arguments to read this file and no other."""
-    return ["-protocol_whitelist", "file", "-format_whitelist", FILMS, "-i", f"file:{source}"]
+def input_arguments(source: str | Path) -> list[str]:
+    """Return ffmpeg's arguments to read this file and no other file or URL."""
+    return ["-protocol_whitelist", "file", "-format_whitelist", DEMUXERS, "-i", f"file:{source}"]
 
 
-class Film(NamedTuple):
-    """A film's stream of pictures, as ffmpeg describes it.
+class VideoStream(NamedTuple):
+    """The video stream of a file, as ffmpeg describes it.
 
-    `decoder` holds what ffmpeg needs to be told to decode it, and `fields` the filter that makes whole frames of
-    interlaced ones. `colours` is the text that names matrix, primaries and transfer, `pixels` are those of a frame,
-    `slowest` is the least of the numbers of frames a second, 0 where none is known, and `length` are the seconds.
+    Args:
+        stream: ffmpeg's specifier of the stream, such as 0:1.
+        codec: ffmpeg's name of the codec.
+        container: ffmpeg's name of the file's format.
+        decoder: Arguments that choose the decoder; empty for ffmpeg's default.
+        deinterlace: The filter that deinterlaces it; empty for a progressive video.
+        colours: The part of ffmpeg's description that names matrix, primaries and transfer.
+        pixels: Pixels of a frame.
+        min_fps: The least of the frame rates that ffmpeg prints; 0 if it prints none.
+        duration: Seconds; None if ffmpeg prints none.
     """
 
     stream: str
     codec: str
     container: str
     decoder: list[str]
-    fields: list[str]
+    deinterlace: list[str]
     colours: str
     pixels: int
-    slowest: float
-    length: float | None
+    min_fps: float
+    duration: float | None
 
-    def tones(self, values: bool) -> list[str]:
-        """Return filters that convert colours to BT.709; none for its primaries.
+    def colour_filters(self, values: bool) -> list[str]:
+        """Return filters that convert colours to BT.709; empty if the stream has its primaries.
 
-        Light of a high dynamic range (PQ, HLG): the white of BT.2408 becomes white, tones up to `KNEE` of it stay as
-        they are, and brighter ones are compressed. Wide primaries of a standard range are converted in linear light,
-        but for a film of `values`, such as a mask.
+        High dynamic range (PQ, HLG): the diffuse white of BT.2408 becomes white, tones up to `KNEE` of it stay as they
+        are, and brighter ones are compressed. Standard dynamic range with wide primaries is converted in linear light.
+
+        Args:
+            values: Whether pixels are values, such as a mask, whose primaries are not converted.
         """
         match = re.search(r"\b([\w-]+)/([\w-]+)/([\w-]+)[,)]", self.colours)
-        same = re.search(r"[(,] ?(bt2020nc|bt2020)[,)]", self.colours)  # which stands alone where all are equal
-        matrix, primaries, transfer = match.groups() if match else (same[1],) * 3 if same else ("",) * 3
-        if transfer in HIGH_RANGE:
-            unknown = [way for way, name in (("min=bt2020nc", matrix), ("pin=bt2020", primaries)) if name == "unknown"]
+        single = re.search(r"[(,] ?(bt2020nc|bt2020)[,)]", self.colours)  # printed once if all three are equal
+        matrix, primaries, transfer = match.groups() if match else (single[1],) * 3 if single else ("",) * 3
+        if transfer in HDR_TRANSFERS:
+            unknown = [
+                option for option, name in (("min=bt2020nc", matrix), ("pin=bt2020", primaries)) if name == "unknown"
+            ]
             linear = ":".join(["t=linear", f"npl={WHITE}", *unknown])
             tonemap = f"tonemap=mobius:param={KNEE}:peak={PEAK / WHITE:.3f}:desat=0"
-            return [f"zscale={linear}", FLOATS, "zscale=p=bt709", tonemap, "zscale=t=bt709"]
-        if values or primaries not in WIDE:
+            return [f"zscale={linear}", FLOAT_FORMAT, "zscale=p=bt709", tonemap, "zscale=t=bt709"]
+        if values or primaries not in WIDE_PRIMARIES:
             return []
         assumed = "bt2020nc" if primaries == "bt2020" else "bt709"
         unknown = [f"min={assumed}"] if matrix in ("unknown", "bt2020") else []
-        tone = transfer if transfer in TONES else "bt709"
-        linear = ":".join(["t=linear", f"tin={tone}", *unknown])
-        return [f"zscale={linear}", FLOATS, "zscale=p=bt709", f"zscale=t={tone}"]
+        transfer_in = transfer if transfer in SDR_TRANSFERS else "bt709"
+        linear = ":".join(["t=linear", f"tin={transfer_in}", *unknown])
+        return [f"zscale={linear}", FLOAT_FORMAT, "zscale=p=bt709", f"zscale=t={transfer_in}"]
 
 
-def probe(source: str | Path) -> Film:
-    """Describe a film from ffmpeg's messages; raise OSError if it is unreadable or has no pictures."""
-    done = run(["-loglevel", "info", *reading(source), "-f", "ffmetadata", "pipe:1"])
-    if done.error:
-        raise done.error
-    length = re.search(r"^  Duration: (\d+):(\d+):([\d.]+)", done.messages, re.MULTILINE)
-    container = re.search(r"^Input #0, ([^,]+),", done.messages, re.MULTILINE)
-    seconds = sum(float(x) * unit for x, unit in zip(length.groups(), (3600, 60, 1), strict=True)) if length else None
-    for stream in re.split(r"^ +(?=Stream #)", done.messages, flags=re.MULTILINE):
+def probe(source: str | Path) -> VideoStream:
+    """Describe a file's video stream from ffmpeg's messages; raise OSError if the file is unreadable or has none."""
+    result = run(["-loglevel", "info", *input_arguments(source), "-f", "ffmetadata", "pipe:1"])
+    if result.error:
+        raise result.error
+    duration = re.search(r"^  Duration: (\d+):(\d+):([\d.]+)", result.messages, re.MULTILINE)
+    container = re.search(r"^Input #0, ([^,]+),", result.messages, re.MULTILINE)
+    seconds = (
+        sum(float(x) * unit for x, unit in zip(duration.groups(), (3600, 60, 1), strict=True)) if duration else None
+    )
+    for stream in re.split(r"^ +(?=Stream #)", result.messages, flags=re.MULTILINE):
         video = re.match(r"Stream #(0:\d+).*?: Video: (\w+)(.*)", stream)
         if video and "(attached pic)" not in video[3]:
             alpha = re.search(r"^ *alpha_mode *: 1$", stream, re.MULTILINE | re.IGNORECASE)
-            sides = re.search(r", (\d+)x(\d+)[, ]", video[3])
-            return Film(
+            size = re.search(r", (\d+)x(\d+)[, ]", video[3])
+            return VideoStream(
                 stream=video[1],
                 codec=video[2],
                 container=container[1] if container else "",
                 decoder=["-c:v", ALPHA_DECODERS[video[2]]] if alpha and video[2] in ALPHA_DECODERS else [],
-                fields=[WHOLE_FRAMES] if re.search(r"\b(top|bottom) (coded )?first\b", video[3]) else [],
+                deinterlace=[DEINTERLACE] if re.search(r"\b(top|bottom) (coded )?first\b", video[3]) else [],
                 colours=video[3],
-                pixels=int(sides[1]) * int(sides[2]) if sides else 0,
-                slowest=min(map(float, re.findall(r", ([\d.]+) (?:fps|tbr)\b", video[3])), default=0),
-                length=seconds,
+                pixels=int(size[1]) * int(size[2]) if size else 0,
+                min_fps=min(map(float, re.findall(r", ([\d.]+) (?:fps|tbr)\b", video[3])), default=0),
+                duration=seconds,
             )
-    raise OSError("it holds no pictures")
+    raise OSError("it has no video stream")
 
 
 class FfmpegResult(NamedTuple):
@@ -113,21 +126,21 @@ class FfmpegResult(NamedTuple):
 
 
 def run_ffmpeg(arguments: list[str], pieces: Iterable[bytes] = ()) -> bytes:
-    """Feed the pieces to ffmpeg and return its output; raise OSError with its last message if it fails."""
-    done = run(["-loglevel", "error", *arguments], pieces)
-    if done.error:
-        raise done.error
-    return done.output
+    """Write the pieces to ffmpeg's input and return its output; raise OSError with its last message if it fails."""
+    result = run(["-loglevel", "error", *arguments], pieces)
+    if result.error:
+        raise result.error
+    return result.output
 
 
 def run(
-    arguments: list[str], pieces: Iterable[bytes] = (), take: Callable[[bytes], object] | None = None
+    arguments: list[str], pieces: Iterable[bytes] = (), consume: Callable[[bytes], object] | None = None
 ) -> FfmpegResult:
-    """Feed the pieces to ffmpeg, and pass its output to `take`, a piece at a time, or return it whole."""
+    """Write the pieces to ffmpeg's input; pass its output to `consume` piece by piece, or return all of it."""
     command = [_ffmpeg(), "-hide_banner", *arguments]
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as log:
-        # In a session of its own it does not receive Ctrl-C; the `finally` below stops it.
-        output = subprocess.PIPE if take else out
+        # In its own session it does not receive Ctrl-C; the `finally` below stops it.
+        output = subprocess.PIPE if consume else out
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=log, start_new_session=True)
         assert process.stdin is not None
         try:
@@ -135,11 +148,11 @@ def run(
                 for piece in pieces:
                     process.stdin.write(piece)
                 process.stdin.close()
-                if take and process.stdout is not None:
-                    while piece := process.stdout.read(PIECE):
-                        take(piece)
+                if consume and process.stdout is not None:
+                    while piece := process.stdout.read(READ_BYTES):
+                        consume(piece)
                 process.wait()
-        except BrokenPipeError:  # it has failed, and said why
+        except BrokenPipeError:  # ffmpeg failed; its messages say why
             process.wait()
         finally:
             process.kill()
@@ -149,31 +162,31 @@ def run(
                 process.stdout.close()
             process.wait()
         log.seek(0)
-        said = log.read().decode(errors="replace")
+        messages = log.read().decode(errors="replace")
         out.seek(0)
-        return FfmpegResult(b"" if process.returncode else out.read(), said, _error(process.returncode, said))
+        return FfmpegResult(b"" if process.returncode else out.read(), messages, _error(process.returncode, messages))
 
 
-def _error(status: int, said: str) -> OSError | None:
+def _error(status: int, messages: str) -> OSError | None:
     """Return the error of ffmpeg's last message, without the names of its module and level.
 
-    Where a disk is full from the first byte on, its status alone tells at last: a negative number of the system.
+    If the disk is full from the first byte on, only the exit status shows it: 256 minus the system's error number.
     """
     if not status:
         return None
-    lines = said.strip().splitlines()
+    lines = messages.strip().splitlines()
     last = re.sub(r"^(\[[^]]*\] )+", "", lines[-1]) if lines else ""
-    full = next((n for n in FULL if status == 256 - n), None)
-    if number := next((n for n in OF_DISKS if last.endswith(os.strerror(n))), full):
+    status_number = next((number for number in FULL if status == 256 - number), None)
+    if number := next((number for number in DISK_ERRORS if last.endswith(os.strerror(number))), status_number):
         return OSError(number, os.strerror(number))
-    return OSError(f"ffmpeg said {last!r}" if last else f"ffmpeg ended with {status}")
+    return OSError(f"ffmpeg failed with {last!r}" if last else f"ffmpeg failed with exit status {status}")
 
 
 def _ffmpeg() -> str:
-    import imageio_ffmpeg  # here: only films need it
+    import imageio_ffmpeg  # imported late: only video files need it
 
     try:
         return imageio_ffmpeg.get_ffmpeg_exe()
     except RuntimeError as error:
-        why = "there is no ffmpeg: `pip install imageio-ffmpeg` brings one, or IMAGEIO_FFMPEG_EXE can name one"
-        raise WanjaxError(why) from error
+        message = "ffmpeg is missing: run `pip install imageio-ffmpeg`, or set IMAGEIO_FFMPEG_EXE to its path"
+        raise WanjaxError(message) from error

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frames of a film, by ffmpeg. A damaged film is refused, since ffmpeg itself skips undecodable parts.
+"""Read the frames of a video file with ffmpeg, and refuse a damaged file, whose broken parts ffmpeg would skip.
 
-A film is decoded for as long as it is used and `BEYOND` further. It is damaged where a decoder or the container says
-so, and where the data of a frame hold more zeros than its codec can write, which is what a hole in a file looks like.
+The file is decoded up to `CHECKED_SECONDS` after the last frame that is used. It counts as damaged if ffmpeg reports
+an error, or if a frame's data hold a longer run of zeros than its codec writes, as a hole in the file does.
 """
 
 import math
@@ -19,231 +19,321 @@ from jaxtyping import UInt8
 
 from wanjax.errors import WanjaxError
 from wanjax.media.bounds import BOUNDS
-from wanjax.media.damage import Zeros, ends_within
-from wanjax.media.ffmpeg import Film, probe, reading, run
+from wanjax.media.damage import ZeroRuns, ends_mid_packet
+from wanjax.media.ffmpeg import VideoStream, input_arguments, probe, run
 from wanjax.stores.paths import missing_file
 from wanjax.stores.temporary import temp_dir
 
-BEYOND = 10  # seconds of a film that are looked at after what is used of it
-DECODED_TIMES = 4  # as many pixels are decoded to look for damage as all frames may have that are read
-TICK = 90_000  # of a second: the unit in which times are compared
-ROUNDED = 0.0011  # seconds by which a container may round the time of a frame
-EARLIER = 0.0001  # seconds before its time from which a frame counts as shown
-WITHOUT_ZEROS = ("h264", "hevc", "vp8", "vp9", "av1", "mpeg4", "mpeg1video", "mpeg2video", "flv1", "wmv1", "wmv2")
-"""Codecs whose data are dense. Others, such as uncompressed frames and JPEG, write many zeros for what is black."""
-TELLING = re.compile(
+CHECKED_SECONDS = 10  # seconds after the last used frame that are checked for damage
+CHECKED_FACTOR = 4  # the check for damage decodes at most this many times the pixels that a clip may have
+TICKS_PER_SECOND = 90_000  # the resolution in which times are compared
+ROUNDING = 0.0011  # seconds by which a container may round the time of a frame
+TOLERANCE = 0.0001  # seconds before its time from which a frame counts as shown
+DENSE_CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "mpeg4", "mpeg1video", "mpeg2video", "flv1", "wmv1", "wmv2")
+"""Codecs that write no long runs of zeros. Others, such as raw frames and JPEG, write them for black areas."""
+DAMAGE_MESSAGES = re.compile(
     r"File ended prematurely|invalid as first byte of an EBML|partial file|CRC mismatch|exceeds containing|"
     r"corrupt input packet|corrupt decoded frame|Error during demuxing|Error submitting packet|Decoding error"
 )
-"""What ffmpeg says of damage, also where it goes on and ends well. Other messages are common with good films."""
+"""Messages of ffmpeg about damage, even if it exits with 0. Other messages are common for intact files."""
 PAM = re.compile(rb"P7\nWIDTH (\d+)\nHEIGHT (\d+)\nDEPTH ([34])\nMAXVAL 255\nTUPLTYPE \w+\nENDHDR\n")
-HEADER = 7  # lines of it, before the pixels of each frame
-LEVEL = "repeat+level+warning"  # of ffmpeg's messages
-CORRUPT, DECODED = re.compile("corrupt decoded frame|slice CRC mismatch"), "decoder -> "  # in its messages on a frame
-ENTRY = re.compile(r"0, +-?\d+, +(-?\d+), +\d+, +(\d+), 0x\w+(?:, F=0x(\w+))?")  # a line of `framecrc`
-UNKNOWN, DAMAGED = -(2**63), 2  # a time and a flag in it
-NULL = ("-c:v", "wrapped_avframe")  # frames that are decoded, and of which nothing is written but their times
+PAM_HEADER_LINES = 7
+LOG_LEVEL = "repeat+level+warning"
+CORRUPT = re.compile("corrupt decoded frame|slice CRC mismatch")  # ffmpeg's messages about one frame
+DECODED = "decoder -> "  # in ffmpeg's log of each decoded frame
+FRAMECRC_LINE = re.compile(r"0, +-?\d+, +(-?\d+), +\d+, +(\d+), 0x\w+(?:, F=0x(\w+))?")
+NO_TIME, DAMAGED_FLAG = -(2**63), 2  # values in a line of `framecrc`
+TIMES_ONLY = ("-c:v", "wrapped_avframe")  # decode frames and write only their times
 
 Frame = UInt8[np.ndarray, "H W C"]
 
 
-def read_film(source: str | Path, frames: int, fps: int | float, *, values: bool) -> Generator[Frame]:
-    """Yield frames in RGB or RGBA: the frame at each time k/fps, up to that of the last frame.
+def read_video_file(source: str | Path, frames: int, fps: int | float, *, values: bool) -> Generator[Frame]:
+    """Yield frames in RGB or RGBA: the frame at each time k/fps, up to the last frame.
 
-    A film of fewer frames a second keeps its own. Frames are turned as the file says, and have square pixels.
+    A file with a lower frame rate keeps its own. Frames are rotated as the file says, and have square pixels.
 
     Args:
-        source: The path of the film.
+        source: The path of the file.
         frames: The most frames that are read.
         fps: Frames a second.
-        values: Whether the film holds values, such as a mask, whose primaries are not converted to those of sRGB.
+        values: Whether pixels are values, such as a mask, whose primaries are not converted to sRGB.
 
     Raises:
-        WanjaxError: The film cannot be read, is too large or is damaged, and at which frame.
+        WanjaxError: The file cannot be read, is too large, or is damaged; the message has the frame.
     """
     if not Path(source).is_file():
         raise WanjaxError(missing_file(source))
     with temp_dir() as folder:
         try:
-            film = probe(source)
-            most = max(1, DECODED_TIMES * BOUNDS.together // max(1, film.pixels))
-            decoded, times, rate = _decode(source, film, frames, fps, most, values, folder)
+            stream = probe(source)
+            max_frames = max(1, CHECKED_FACTOR * BOUNDS.clip_pixels // max(1, stream.pixels))
+            decoded, times, rate = _decode(source, stream, frames, fps, max_frames, values, folder)
         except OSError as error:
             raise WanjaxError(f"{source} cannot be read as a video: {error}") from error
-        shown, complete = 0 if not times else frames, 0 < len(times) < most
-        if complete:  # they are all
-            last, step = times[-1] - times[0], max(1 / fps, 1 / rate)
-            even = round(last * rate) / rate
-            last = even if abs(last - even) < ROUNDED else last
-            shown = math.floor((last + (EARLIER if rate > fps else step / 2)) / step) + 1
-        count = min(shown, frames)
+        visible_frames, complete = 0 if not times else frames, 0 < len(times) < max_frames
+        if complete:  # all frames of the file were decoded
+            last_seconds, frame_seconds = times[-1] - times[0], max(1 / fps, 1 / rate)
+            rounded_end = round(last_seconds * rate) / rate
+            last_seconds = rounded_end if abs(last_seconds - rounded_end) < ROUNDING else last_seconds
+            visible_frames = (
+                math.floor((last_seconds + (TOLERANCE if rate > fps else frame_seconds / 2)) / frame_seconds) + 1
+            )
+        count = min(visible_frames, frames)
         yield from islice(_frames(decoded, source, count if complete else 1), count)
 
 
 def _frames(decoded: Path, source: str | Path, count: int) -> Generator[Frame]:
-    """Yield the frames of a file of PAM, `count` or more.
+    """Yield the frames of a file of PAM images, which holds `count` or more.
 
-    Raises WanjaxError for a frame that is too large, and for too many, before they are read.
+    Raises WanjaxError before it reads a frame that is too large, or more pixels than a clip may have.
     """
-    together = 0
+    clip_pixels = 0
     with decoded.open("rb") as file:
-        while header := PAM.match(b"".join(islice(file, HEADER))):
+        while header := PAM.match(b"".join(islice(file, PAM_HEADER_LINES))):
             width, height, channels = map(int, header.groups())
-            together += width * height
+            clip_pixels += width * height
             count = max(0, count - 1)
-            allowed = width * height <= BOUNDS.pixels and together + count * width * height <= BOUNDS.together
+            allowed = width * height <= BOUNDS.pixels and clip_pixels + count * width * height <= BOUNDS.clip_pixels
             data = file.read(width * height * channels) if allowed else b""
             if len(data) < width * height * channels:
-                bounds = f"{BOUNDS.pixels:,}, and {BOUNDS.together:,} in all frames,"
+                bounds = f"{BOUNDS.pixels:,}, and {BOUNDS.clip_pixels:,} in all frames,"
                 raise WanjaxError(f"{source} has frames of {width}x{height} pixels where {bounds} are allowed at most")
             yield np.frombuffer(data, np.uint8).reshape(height, width, channels)
 
 
 def _decode(
-    source: str | Path, film: Film, frames: int, fps: int | float, most: int, values: bool, folder: Path
+    source: str | Path, stream: VideoStream, frames: int, fps: int | float, max_frames: int, values: bool, folder: Path
 ) -> tuple[Path, list[float], float]:
-    """Write frames as PAM, one or two too many, into a folder.
+    """Write frames, and one or two more than needed, as PAM images into a folder.
 
-    Returns their file, the times of all that were decoded, and their number a second.
+    Returns:
+        The file of PAM images, the times of all decoded frames, and the frame rate.
 
-    Raises OSError where nothing can be read, and WanjaxError where the film is damaged.
+    Raises:
+        OSError: Nothing can be read.
+        WanjaxError: The file is damaged.
     """
-    # Pixels become square by their longer side, in bounds: the caller refuses a frame that is larger than allowed.
+    # Pixels become square by scaling their longer side up to a bound: the caller refuses a frame above the limits.
     width, height = (
         rf"if(gt({ratio}\,1)\,min(trunc({side}*{ratio}+0.5)\,trunc({BOUNDS.pixels}/{other})+2)\,{side})"
         for side, other, ratio in (("iw", "ih", "sar"), ("ih", "iw", "1/sar"))
     )
-    square = f"scale=w={width}:h={height}:flags=bicubic+accurate_rnd+full_chroma_int"
-    # Times that are even but for rounding are made so, so that all containers tell the same. A frame is shown from its
-    # time on, or where all are taken from half a frame earlier. The last one is repeated, since some containers do not
-    # tell for how long it is shown.
-    since, even = "(PTS-STARTPTS)*TB", r"round((PTS-STARTPTS)*TB*FR)/FR"
-    time = rf"if(lt(abs({since}-{even})\,{ROUNDED})\,{even}\,{since})"
-    thinned = [
-        f"settb=1/{TICK}",
-        rf"setpts=({time}-if(gt(FR\,{fps})\,{EARLIER}\,0.5/FR))/TB",
+    square_pixels = f"scale=w={width}:h={height}:flags=bicubic+accurate_rnd+full_chroma_int"
+    # Times that are multiples of the frame time but for rounding are snapped to them, so that all containers agree. A
+    # frame is shown from its time on, or from half a frame earlier if all frames are taken. The last one is repeated,
+    # since some containers do not say for how long it is shown.
+    elapsed, rounded = "(PTS-STARTPTS)*TB", r"round((PTS-STARTPTS)*TB*FR)/FR"
+    frame_time = rf"if(lt(abs({elapsed}-{rounded})\,{ROUNDING})\,{rounded}\,{elapsed})"
+    rate_filters = [
+        f"settb=1/{TICKS_PER_SECOND}",
+        rf"setpts=({frame_time}-if(gt(FR\,{fps})\,{TOLERANCE}\,0.5/FR))/TB",
         "tpad=stop=2:stop_mode=clone",
         rf"fps=min(source_fps\,{fps}):round=up",
     ]
-    decoded, times, first = folder / "decoded", folder / "times", folder / "first"
-    filters = [*film.fields, *thinned, *film.tones(values), square, "format=rgb24|rgba"]
-    seconds = f"{frames / min(fps, film.slowest or fps) + BEYOND:.3f}"
-    read = ["-max_pixels", str(2 * BOUNDS.pixels + 2**20), *film.decoder, *reading(source)]  # a decoder counts edges
+    decoded, times, first_time = folder / "decoded", folder / "times", folder / "first"
+    filters = [*stream.deinterlace, *rate_filters, *stream.colour_filters(values), square_pixels, "format=rgb24|rgba"]
+    seconds = f"{frames / min(fps, stream.min_fps or fps) + CHECKED_SECONDS:.3f}"
+    input_options = [
+        "-max_pixels",
+        str(2 * BOUNDS.pixels + 2**20),
+        *stream.decoder,
+        *input_arguments(source),
+    ]  # a decoder counts padding
     pictures = [
-        *("-map", film.stream, "-vf", ",".join(filters), "-frames:v", str(frames), "-fs", str(4 * BOUNDS.together)),
+        *(
+            "-map",
+            stream.stream,
+            "-vf",
+            ",".join(filters),
+            "-frames:v",
+            str(frames),
+            "-fs",
+            str(4 * BOUNDS.clip_pixels),
+        ),
         *("-f", "image2pipe", "-c:v", "pam", str(decoded)),
     ]
-    one = ["-map", film.stream, "-frames:v", "1", *NULL, "-f", "framecrc", str(first)]
-    done = run(["-loglevel", LEVEL, "-xerror", *read, *pictures, *_timed(film, seconds, most, times), *one])
-    if done.error and done.error.errno:  # of the disk
-        raise done.error
-    packets = _packets(source, film, seconds, folder)
-    faults = bool(done.error) or ends_within(Path(source), film.container) or TELLING.search(done.messages) is not None
-    if faults or any(packet.damaged for packet in packets):
-        if damage := _damage(source, film, read, seconds, most, packets, folder):
+    time_base_arguments = ["-map", stream.stream, "-frames:v", "1", *TIMES_ONLY, "-f", "framecrc", str(first_time)]
+    result = run(
+        [
+            "-loglevel",
+            LOG_LEVEL,
+            "-xerror",
+            *input_options,
+            *pictures,
+            *_times_arguments(stream, seconds, max_frames, times),
+            *time_base_arguments,
+        ]
+    )
+    if result.error and result.error.errno:  # the disk failed
+        raise result.error
+    packets = _packets(source, stream, seconds, folder)
+    is_suspect = (
+        bool(result.error)
+        or ends_mid_packet(Path(source), stream.container)
+        or DAMAGE_MESSAGES.search(result.messages) is not None
+    )
+    if is_suspect or any(packet.damaged for packet in packets):
+        if damage := _damage(source, stream, input_options, seconds, max_frames, packets, folder):
             raise WanjaxError(damage)
-        if done.error:
-            raise done.error
-    return decoded, _times(times), float(1 / _unit(first))
+        if result.error:
+            raise result.error
+    return decoded, _times(times), float(1 / _time_base(first_time))
 
 
-def _timed(film: Film, seconds: str, most: int, file: Path) -> list[str]:
-    """Return ffmpeg's arguments to decode at most so much of a film and to write the times of its frames."""
-    rising = f"settb=1/{TICK},setpts=if(isnan(PREV_OUTPTS)\\,PTS\\,max(PTS\\,PREV_OUTPTS+1))"  # as `framecrc` insists
-    exact = ["-vf", rising, "-fps_mode", "passthrough", "-enc_time_base", f"1/{TICK}"]
-    return ["-map", film.stream, "-t", seconds, "-frames:v", str(most), *NULL, *exact, "-f", "framecrc", str(file)]
+def _times_arguments(stream: VideoStream, seconds: str, max_frames: int, file: Path) -> list[str]:
+    """Return ffmpeg's arguments to decode at most `seconds` and `max_frames`, and to write the frames' times."""
+    # `framecrc` needs strictly increasing times.
+    increasing_times = f"settb=1/{TICKS_PER_SECOND},setpts=if(isnan(PREV_OUTPTS)\\,PTS\\,max(PTS\\,PREV_OUTPTS+1))"
+    passthrough = ["-vf", increasing_times, "-fps_mode", "passthrough", "-enc_time_base", f"1/{TICKS_PER_SECOND}"]
+    return [
+        "-map",
+        stream.stream,
+        "-t",
+        seconds,
+        "-frames:v",
+        str(max_frames),
+        *TIMES_ONLY,
+        *passthrough,
+        "-f",
+        "framecrc",
+        str(file),
+    ]
 
 
-class Entry(NamedTuple):
-    """A frame or a packet: its time in seconds, if it has one, its bytes, and whether these are damaged."""
+class FramecrcEntry(NamedTuple):
+    """A line of ffmpeg's `framecrc` format: a frame or packet, with its time in seconds and its size in bytes."""
 
     time: float | None
     size: int
     damaged: bool
 
 
-def _entries(file: Path) -> list[Entry]:
-    """Return the lines of a file that ffmpeg wrote by `framecrc`."""
-    unit = _unit(file)
-    entries: list[Entry] = []
+def _entries(file: Path) -> list[FramecrcEntry]:
+    """Parse a file in ffmpeg's `framecrc` format."""
+    time_base = _time_base(file)
+    entries: list[FramecrcEntry] = []
     for line in file.read_text().splitlines() if file.is_file() else ():
-        if row := ENTRY.match(line):
-            time, size, flags = int(row[1]), int(row[2]), int(row[3] or "0", 16)
-            entries.append(Entry(None if time == UNKNOWN else float(time * unit), size, bool(flags & DAMAGED)))
+        if match := FRAMECRC_LINE.match(line):
+            time, size, flags = int(match[1]), int(match[2]), int(match[3] or "0", 16)
+            entries.append(
+                FramecrcEntry(None if time == NO_TIME else float(time * time_base), size, bool(flags & DAMAGED_FLAG))
+            )
     return entries
 
 
 def _times(file: Path) -> list[float]:
-    """Return the times of such a file in order."""
+    """Return the times in a `framecrc` file in ascending order."""
     return sorted(entry.time for entry in _entries(file) if entry.time is not None)
 
 
-def _unit(file: Path) -> Fraction:
-    """Return the unit of time of a `framecrc` file, in seconds."""
-    unit = re.search(r"^#tb 0: (\d+)/(\d+)$", file.read_text(), re.MULTILINE) if file.is_file() else None
-    return Fraction(int(unit[1]), int(unit[2])) if unit and int(unit[1]) and int(unit[2]) else Fraction(1, TICK)
+def _time_base(file: Path) -> Fraction:
+    """Return the time base of a `framecrc` file, in seconds."""
+    time_base = re.search(r"^#tb 0: (\d+)/(\d+)$", file.read_text(), re.MULTILINE) if file.is_file() else None
+    return (
+        Fraction(int(time_base[1]), int(time_base[2]))
+        if time_base and int(time_base[1]) and int(time_base[2])
+        else Fraction(1, TICKS_PER_SECOND)
+    )
 
 
-def _packets(source: str | Path, film: Film, seconds: str, folder: Path) -> list[Entry]:
-    """Return the packets of a film in the order of the file, without decoding them."""
-    file, zeros = folder / "packets", Zeros(film.pixels)
-    copied = ["-map", film.stream, "-t", seconds, "-c", "copy", "-copyinkf"]
+def _packets(source: str | Path, stream: VideoStream, seconds: str, folder: Path) -> list[FramecrcEntry]:
+    """Return the packets of a stream in the order of the file, without decoding them."""
+    file, zero_runs = folder / "packets", ZeroRuns(stream.pixels)
+    copy_arguments = ["-map", stream.stream, "-t", seconds, "-c", "copy", "-copyinkf"]
     run(
-        ["-loglevel", "error", *reading(source), *copied, "-f", "data", "pipe:1", *copied, "-f", "framecrc", str(file)],
-        take=zeros.take if film.codec in WITHOUT_ZEROS else lambda piece: None,
+        [
+            "-loglevel",
+            "error",
+            *input_arguments(source),
+            *copy_arguments,
+            "-f",
+            "data",
+            "pipe:1",
+            *copy_arguments,
+            "-f",
+            "framecrc",
+            str(file),
+        ],
+        consume=zero_runs.feed if stream.codec in DENSE_CODECS else lambda piece: None,
     )
     entries = _entries(file)
     ends = list(accumulate(entry.size for entry in entries))
-    holes = zeros.within(ends)
+    holes = zero_runs.holed_packets(ends)
     return [entry._replace(damaged=entry.damaged or index in holes) for index, entry in enumerate(entries)]
 
 
 def _damage(
-    source: str | Path, film: Film, read: Sequence[str], seconds: str, most: int, packets: Sequence[Entry], folder: Path
+    source: str | Path,
+    stream: VideoStream,
+    input_options: Sequence[str],
+    seconds: str,
+    max_frames: int,
+    packets: Sequence[FramecrcEntry],
+    folder: Path,
 ) -> str | None:
-    """Return a sentence that says at which frame a film breaks; None for a film that can be decoded.
+    """Return a message that names the frame at which a file breaks; None if all of it can be decoded.
 
-    Raises OSError where there is no frame before.
+    Raises OSError if not even the first frame can be decoded.
     """
-    file = folder / "again"
-    # In one thread, so that what ffmpeg says of a frame stands before the line that tells the frame's time.
-    done = run(
-        ["-loglevel", "repeat+level+info", "-threads", "1", "-debug_ts", *read, *_timed(film, seconds, most, file)]
+    file = folder / "second_times"
+    # One thread, so that ffmpeg's messages about a frame come before the line with the frame's time.
+    result = run(
+        [
+            "-loglevel",
+            "repeat+level+info",
+            "-threads",
+            "1",
+            "-debug_ts",
+            *input_options,
+            *_times_arguments(stream, seconds, max_frames, file),
+        ]
     )
     times = _times(file)
-    ended = 0 < len(times) < most and times[-1] + 1 < float(seconds) and ends_within(Path(source), film.container)
-    if not (done.error or ended or TELLING.search(done.messages) or any(packet.damaged for packet in packets)):
+    truncated = (
+        0 < len(times) < max_frames
+        and times[-1] + 1 < float(seconds)
+        and ends_mid_packet(Path(source), stream.container)
+    )
+    if not (
+        result.error
+        or truncated
+        or DAMAGE_MESSAGES.search(result.messages)
+        or any(packet.damaged for packet in packets)
+    ):
         return None
     if not times:
-        raise done.error or OSError("it holds no frame that can be decoded")
-    corrupt = CORRUPT.search(done.messages)
-    breaks = (
-        [done.messages.count(DECODED, 0, corrupt.start())] if corrupt else []
-    )  # of each fault, the frames before it
-    breaks += [len(times) - 1] if ended else []
-    breaks += [_before(times, packet.time, index) for index, packet in enumerate(packets) if packet.damaged]
-    frames = min(breaks, default=_first_gap(times, packets, film.length))
-    when = f"{times[min(frames, len(times) - 1)]:.1f}" + (f" of {film.length:.1f}" if film.length else "")
+        raise result.error or OSError("no frame of it can be decoded")
+    corrupt = CORRUPT.search(result.messages)
+    good_frames = [result.messages.count(DECODED, 0, corrupt.start())] if corrupt else []  # frames before each fault
+    good_frames += [len(times) - 1] if truncated else []
+    good_frames += [_frames_before(times, packet.time, index) for index, packet in enumerate(packets) if packet.damaged]
+    frames = min(good_frames, default=_first_gap(times, packets, stream.duration))
+    position = f"{times[min(frames, len(times) - 1)]:.1f}" + (f" of {stream.duration:.1f}" if stream.duration else "")
     return (
-        f"{source} breaks at frame {frames + 1} ({when} s), where the file is damaged or ends too early: "
-        "a whole copy is needed, or one that is cut before that frame and encoded again"
+        f"{source} breaks at frame {frames + 1} ({position} s), where the file is damaged or ends too early: "
+        "give a complete copy, or cut it before that frame and encode it again"
     )
 
 
-def _before(times: Sequence[float], time: float | None, index: int) -> int:
-    """Return the number of frames before a packet, which is the `index`-th of the file."""
-    return index if time is None else bisect_left(times, time - ROUNDED)
+def _frames_before(times: Sequence[float], time: float | None, index: int) -> int:
+    """Return the number of frames before a packet with this time and index in the file."""
+    return index if time is None else bisect_left(times, time - ROUNDING)
 
 
-def _first_gap(times: Sequence[float], packets: Sequence[Entry], length: float | None) -> int:
-    """Return the number of frames before the first packet of which no frame was made, or the first gap in time."""
-    lost = [
+def _first_gap(times: Sequence[float], packets: Sequence[FramecrcEntry], duration: float | None) -> int:
+    """Return the number of frames before the first packet without a frame, or before the first gap in time."""
+    before_missing = [
         index
         for packet in packets
         if packet.time is not None
-        and ((index := bisect_left(times, packet.time - ROUNDED)) == len(times) or times[index] > packet.time + ROUNDED)
+        and (
+            (index := bisect_left(times, packet.time - ROUNDING)) == len(times) or times[index] > packet.time + ROUNDING
+        )
     ]
-    steps = np.diff(times)
-    # Frames that go on to about the film's end leave a gap where some are lost; others end where it breaks.
-    gaps = np.flatnonzero(steps > 1.5 * np.median(steps)) + 1 if length and times[-1] > 0.97 * length else []
-    return min([*lost, *map(int, gaps)], default=len(times))
+    intervals = np.diff(times)
+    # If the frames reach about the end of the video, lost frames leave a gap; otherwise the last frame is the break.
+    gaps = (
+        np.flatnonzero(intervals > 1.5 * np.median(intervals)) + 1 if duration and times[-1] > 0.97 * duration else []
+    )
+    return min([*before_missing, *map(int, gaps)], default=len(times))

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a video can be made from beside its prompt, as data: options, requests and models' needs come from here.
+"""The inputs of a video beside its prompt: pictures, clips and masks.
 
-No library is imported, so that `--help` is quick.
+Options, fields of requests and the inputs of models are all derived from this table. It imports no library, so that
+`--help` is quick.
 """
 
 from collections.abc import Collection, Sequence
@@ -15,11 +16,11 @@ class InputSpec(NamedTuple):
 
     Args:
         name: The keyword of the library, the field of a request and the entry of a video's metadata.
-        kind: What is read: one picture, several, a clip, or a clip's mask, for which one picture may stand.
-        noun: What it is called in a message, with its article.
-        help: What it is for, in a sentence.
-        page: The colour under what is transparent: black for clips that control, and for masks.
-        required: True for a model that makes no video without it.
+        kind: One picture, several pictures, a clip, or a mask, which is a clip or one picture for all frames.
+        noun: Its name in messages, with an article.
+        help: Its purpose, in a sentence.
+        page: The colour behind transparent pixels: black for control clips and masks.
+        required: Whether the model makes no video without it.
     """
 
     name: str
@@ -31,12 +32,12 @@ class InputSpec(NamedTuple):
 
     @property
     def needed(self) -> "InputSpec":
-        """The same for a model that makes no video without it."""
+        """This input, required."""
         return self._replace(required=True)
 
     @property
     def option(self) -> str:
-        """The option of the command line; for several pictures it is repeated."""
+        """The option of the command line; repeat it for several pictures."""
         name = self.name.removesuffix("s") if self.kind == "images" else self.name
         return f"--{name.replace('_', '-')}"
 
@@ -47,26 +48,26 @@ VIDEO = InputSpec(
     "video", "clip", "a video", "A clip for models that take one: they begin from it, or are guided by it."
 )
 CONTROL_VIDEO = VIDEO._replace(page="black")
-"""A clip that guides a video, which begins from noise; from a `VIDEO` it begins itself."""
+"""A clip that guides a video from noise; a video from a `VIDEO` starts from the clip's own latents."""
 MASK = InputSpec(
     "mask", "mask", "a mask", "White where the clip is to be made anew: a clip, or one picture.", page="black"
 )
 REFERENCES = InputSpec("references", "images", "reference images", "Pictures of what the video should show.")
-INPUTS = {one.name: one for one in (IMAGE, LAST_IMAGE, VIDEO, MASK, REFERENCES)}
-"""The inputs that options, tables and requests may name: those of the families in the package and of registered ones.
+INPUTS = {spec.name: spec for spec in (IMAGE, LAST_IMAGE, VIDEO, MASK, REFERENCES)}
+"""The inputs of all families, by name.
 
-`wanjax.register` adds the inputs of its family's presets, so what depends on them is computed when it is asked for.
+`wanjax.register` adds those of a new family, so everything derived from this table is computed on use, not on import.
 """
 
 
 def check_inputs(names: Collection[str], model: str, purpose: str, specs: Sequence[InputSpec]) -> None:
-    """Raise SettingError unless a model takes all inputs of these names, and they are all that it needs.
+    """Raise SettingError if the model does not take one of these inputs, or lacks one that it requires.
 
     Args:
-        names: Names of the inputs that are given.
+        names: Names of the inputs of the request.
         model: Name of the model, for the message.
         purpose: What the model makes, for the message.
-        specs: The inputs that it takes.
+        specs: The inputs that the model takes.
     """
     nouns = {name: spec.noun for name, spec in INPUTS.items()} | {spec.name: spec.noun for spec in specs}
     for name in names:

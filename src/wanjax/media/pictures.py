@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the pictures and clips that a video is made from, finds the video's size from theirs, and fits them to it.
+"""Read the pictures and clips that a video is made from, derive the video's size from them, and resize them to it.
 
-A picture is read as a viewer shows it: turned as its EXIF says, its palette resolved, and what is transparent lies on
-a page. The page is white for what is looked at, and black for masks and control clips, which paint on black.
+A picture is read as a viewer shows it: rotated as its EXIF says, in RGB, and with a page behind transparent pixels.
+The page is white for pictures that are seen, and black for masks and control clips, whose background is black.
 """
 
 import math
@@ -25,9 +25,9 @@ from PIL import Image, ImageOps, ImageSequence, UnidentifiedImageError
 
 from wanjax.errors import WanjaxError, WanjaxWarning, reason, repr_short
 from wanjax.media.bounds import BOUNDS
-from wanjax.media.colours import Conversion, conversion
+from wanjax.media.colours import Conversion, srgb_conversion
 from wanjax.media.damage import holed_frame
-from wanjax.media.films import read_film
+from wanjax.media.films import read_video_file
 from wanjax.media.inputs import InputSpec
 from wanjax.media.video import BROKEN, read_metadata
 from wanjax.stores.paths import missing_file
@@ -40,32 +40,33 @@ Page = Literal["white", "black"]
 PictureSource = str | Path | Image.Image | Shaped[np.ndarray, "..."]
 ClipSource = str | Path | Sequence[PictureSource] | Shaped[np.ndarray, "..."]
 LANCZOS = Image.Resampling.LANCZOS
-READING = 2  # another number where files are read to other values, so that what was made of them is made again
-ROUNDING = 10  # a GIF's times are multiples of so many milliseconds
-TOO_SHORT, SLOW = 10, 100  # milliseconds: a frame of so few or of none is shown for so many, as in Chromium and Firefox
-BREAKS = "{} breaks at frame {}, where it is damaged or ends too early: give a whole copy"
-ANIMATED = ("GIF", "WEBP", "PNG", "AVIF", "TIFF")  # not MPO, a JPEG: a photograph with its thumbnails
-HOLED = ("WEBP", "AVIF")  # whose data are dense
+READER_VERSION = 2  # raise it when files are decoded to other pixels: cached latents are then encoded again
+GIF_TICK = 10  # a GIF's times are multiples of this many milliseconds
+# In milliseconds: a frame of at most MIN_DURATION, or without a duration, lasts DEFAULT_DURATION, as in browsers.
+MIN_DURATION, DEFAULT_DURATION = 10, 100
+DAMAGED = "{} breaks at frame {}, where it is damaged or ends too early: give a complete copy"
+ANIMATED = ("GIF", "WEBP", "PNG", "AVIF", "TIFF")  # not MPO, a JPEG with thumbnails as further frames
+CHECKED_FOR_HOLES = ("WEBP", "AVIF")
 FORMATS = (*ANIMATED, "JPEG", "BMP", "PPM")
-"""The formats that are read. Pillow knows more: some it hands to other programs, such as PostScript to Ghostscript."""
-MARKER = re.compile(rb"\xff([\xc0-\xcf\xd9-\xfe])")  # of a JPEG's segment, which has a length
-START_OF_SCAN, END = 0xDA, 0xD9
-SCANS = 50  # of a progressive JPEG, each of which is a pass over all pixels; some 10 are usual
-COLOURS = {
+"""The formats that are read. Pillow would pass some others to external programs, such as PostScript to Ghostscript."""
+JPEG_MARKER = re.compile(rb"\xff([\xc0-\xcf\xd9-\xfe])")  # of segments with a length
+START_OF_SCAN, END_OF_IMAGE = 0xDA, 0xD9
+MAX_SCANS = 50  # of a progressive JPEG: each is a pass over all pixels; about 10 are usual
+MODE_CONVERSIONS = {
     **dict.fromkeys(("1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "LAB", "HSV"), ("RGB",)),
     **dict.fromkeys(("LA", "PA", "RGBA", "RGBa"), ("RGBA",)),
     "La": ("LA", "RGBA"),
 }
-"""The conversions by which Pillow makes the modes of 8 bits a channel RGB, or RGBA where a part may be transparent."""
-WHITES = {**dict.fromkeys(("I;16", "I;16L", "I;16B", "I;16N"), (65535,)), "I": (255, 65535), "F": (1, 255, 65535)}
-"""The values that white may have in the modes of grey with more bits; the least that fits a picture or clip holds."""
-BEYOND = 0.05  # of white that filters may leave above it, and below black
-ROWS = 256  # of a picture that are converted at a time
-DECODING = RLock()  # so that one picture at a time is decoded, within the bound that Pillow has for all threads
+"""The modes through which Pillow converts each 8-bit mode to RGB, or to RGBA if it has transparency."""
+WHITE_VALUES = {**dict.fromkeys(("I;16", "I;16L", "I;16B", "I;16N"), (65535,)), "I": (255, 65535), "F": (1, 255, 65535)}
+"""The possible values of white in the deep grey modes; the least that is not exceeded in a picture or clip is used."""
+OVERSHOOT = 0.05  # the fraction of white by which a filter may exceed white or black
+STRIP_ROWS = 256  # rows of a picture that are converted at a time
+DECODE_LOCK = RLock()  # Pillow's limit on pixels is global, so one picture at a time is decoded
 
 
 class DeepPicture(NamedTuple):
-    """A grey picture of more than 8 bits, its possible values of white, and the conversion of 8 bits to sRGB."""
+    """A grey picture of more than 8 bits, its possible values of white, and a conversion of its 8-bit form to sRGB."""
 
     values: GreyOfAnySize
     whites: tuple[int, ...]
@@ -73,9 +74,9 @@ class DeepPicture(NamedTuple):
 
 
 class Pictures(Mapping[str, Any]):
-    """The pictures and clips that a video is made from, by the names of their inputs, in RGB and of any size.
+    """The RGB pictures and clips that a video is made from, by the names of their inputs.
 
-    Those that are None, or no pictures, are left out.
+    Inputs that are None or empty are left out.
     """
 
     def __init__(self, **arrays: Any):
@@ -98,23 +99,23 @@ class Pictures(Mapping[str, Any]):
         """Return a clip [T H W 3], or None."""
         return self.get(name)
 
-    def several(self, name: str) -> tuple[PictureOfAnySize, ...]:
-        """Return several pictures, each [H W 3]; may be empty."""
+    def picture_list(self, name: str) -> tuple[PictureOfAnySize, ...]:
+        """Return the pictures, each [H W 3], of an input that takes several; may be empty."""
         return tuple(self.get(name, ()))
 
-    def replaced(self, **arrays: Any) -> "Pictures":
-        """Return the same pictures and clips but for these; None leaves one out."""
+    def with_inputs(self, **arrays: Any) -> "Pictures":
+        """Return a copy with these inputs replaced; None removes one."""
         return Pictures(**{**self, **arrays})
 
     @property
     def first(self) -> Picture | None:
-        """The picture whose proportions the video takes, if there is one."""
+        """The picture whose aspect ratio the video has by default, or None."""
         clip = self.clip("video")
         return self.picture("image") if "image" in self or clip is None else clip[0]
 
 
 class NoPicture(WanjaxError):
-    """A file that is not one picture, and may be a clip."""
+    """The file is not a single picture, but may be a clip."""
 
 
 def read_pictures(
@@ -126,18 +127,18 @@ def read_pictures(
 ) -> Pictures:
     """Read pictures and clips from files or arrays.
 
-    A clip is thinned out to `fps` frames a second, and then cut to `frames` frames. A mask of one picture holds for
-    every frame of the clip `video`.
+    A clip is resampled to at most `fps` frames a second, and then cut to `frames` frames. A mask of one picture is
+    repeated for every frame of the clip `video`.
 
     Args:
-        sources: What is given, by name.
+        sources: Files or arrays by the names of inputs.
         specs: The inputs of the model.
-        frames: Of a clip, so many are read at most.
-        fps: The frames a second of the video.
+        frames: The most frames that are read of a clip.
+        fps: Frames a second of the video.
 
     Raises:
-        WanjaxError: A file is missing, cannot be read, or is a clip where a picture is needed; or a mask is longer or
-            shorter than the video.
+        WanjaxError: A file is missing, cannot be read, or is a clip where a picture is needed; or the mask and the
+            video differ in length.
     """
     arrays: dict[str, Any] = {}
     for name, kind, _, _, page, _ in specs:
@@ -149,16 +150,16 @@ def read_pictures(
         elif kind != "images":
             arrays[name] = read_clip(source, frames, fps, page=page)
         elif isinstance(source, str | bytes) or not isinstance(source, Iterable):
-            raise WanjaxError(f"the {name} are given as {repr_short(source)}: give a list of pictures")
+            raise WanjaxError(f"{name} must be a list of pictures, got {repr_short(source)}")
         else:
-            arrays[name] = tuple(_read_picture(one, page, specs) for one in source)
+            arrays[name] = tuple(_read_picture(entry, page, specs) for entry in source)
         if kind == "mask":
-            arrays[name] = _of_clip(arrays[name], arrays.get("video"))
+            arrays[name] = _match_clip(arrays[name], arrays.get("video"))
     return Pictures(**arrays)
 
 
 def _read_picture(source: Any, page: Page, specs: Iterable[InputSpec]) -> Picture | DeepPicture:
-    """Return a picture; say how a clip is given if the file's name is that of one, and the model takes one."""
+    """Read a picture; if the file is a clip and the model takes one, the error names the right option."""
     try:
         return read_picture(source, page)
     except NoPicture as error:
@@ -168,43 +169,45 @@ def _read_picture(source: Any, page: Page, specs: Iterable[InputSpec]) -> Pictur
         raise
 
 
-def _of_clip(mask: UInt8[np.ndarray, "_T _H _W 3"], clip: Clip | None) -> UInt8[np.ndarray, "_T _H _W 3"]:
-    """Return a mask of as many frames as its clip; raise WanjaxError where there is none, or of other length."""
+def _match_clip(mask: UInt8[np.ndarray, "_T _H _W 3"], clip: Clip | None) -> UInt8[np.ndarray, "_T _H _W 3"]:
+    """Return a mask with as many frames as its clip; raise WanjaxError if there is no clip, or the lengths differ."""
     if clip is None:
-        raise WanjaxError("a mask is given without a video: give the video whose white parts are made anew")
+        raise WanjaxError("a mask needs a video: give the video whose white areas are regenerated")
     if len(mask) == 1:
         return mask.repeat(len(clip), axis=0)
     if len(mask) != len(clip):
-        raise WanjaxError(f"the mask has {len(mask)} frames and the video {len(clip)}: give as many, or one")
+        raise WanjaxError(
+            f"the mask has {len(mask)} frames, and the video {len(clip)}: give {len(clip)}, or one picture"
+        )
     return mask
 
 
 def read_picture(source: PictureSource, page: Page = "white") -> Picture:
-    """Return a picture, from a file or from memory; raise WanjaxError as `read_pictures` does."""
-    [picture] = _levelled([_read(source, page)], str(source) if isinstance(source, str | Path) else "the picture")
+    """Read a picture from a file or from memory; raise WanjaxError as `read_pictures` does."""
+    [picture] = _to_8_bits([_read(source, page)], str(source) if isinstance(source, str | Path) else "the picture")
     return picture
 
 
 def _read(source: PictureSource, page: Page) -> Picture | DeepPicture:
-    """Return a picture whose white may have to be found yet."""
+    """Read a picture; a deep grey one is not yet scaled to 8 bits."""
     if isinstance(source, np.ndarray):
-        return _checked(source, 3)
+        return _check_array(source, 3)
     if isinstance(source, Image.Image):
-        with _decoding("the picture", BOUNDS.pixels):
+        with _wrap_errors("the picture", BOUNDS.pixels):
             _check_single(source, "the picture")
-            return _shown(source.copy(), page)
+            return _render(source.copy(), page)
     if not isinstance(source, str | Path):
-        right = "the path of a file, a PIL image or uint8 [H, W, 3]"
-        raise WanjaxError(f"{repr_short(source)} is given as a picture: give {right}")
-    with opened(source, str(source)) as image:
+        expected = "the path of a file, a PIL image or an array uint8 [H, W, 3]"
+        raise WanjaxError(f"{repr_short(source)} is not a picture: give {expected}")
+    with open_image(source, str(source)) as image:
         _check_single(image, str(source))
-        return _shown(image, page)
+        return _render(image, page)
 
 
-def picture_of(image: Image.Image, name: str) -> Picture:
-    """Return the picture in a file of Pillow's; raise WanjaxError where it has several."""
+def to_picture(image: Image.Image, name: str) -> Picture:
+    """Convert an image that Pillow opened; raise WanjaxError if it is animated."""
     _check_single(image, name)
-    [picture] = _levelled([_shown(image, "white")], name)
+    [picture] = _to_8_bits([_render(image, "white")], name)
     return picture
 
 
@@ -218,75 +221,79 @@ def _is_animated(image: Image.Image) -> bool:
 
 
 def read_clip(source: ClipSource, frames: int, fps: int | float, page: Page = "white") -> Clip:
-    """Return a clip, from a file, from a folder of pictures in the order of their names, or from memory.
+    """Read a clip from a file, from a folder of pictures in the order of their names, or from memory.
 
-    Numbers in names count as numbers. `frames`, `fps` and errors are those of `read_pictures`.
+    Numbers in names are sorted by value. `frames`, `fps` and errors are those of `read_pictures`.
     """
     if isinstance(source, np.ndarray):
-        return _checked(source, 4)[:frames]
+        return _check_array(source, 4)[:frames]
     if not isinstance(source, str | Path | Sequence) or isinstance(source, bytes):
-        right = "the path of a file or folder, a list of pictures or uint8 [T, H, W, 3]"
-        raise WanjaxError(f"{repr_short(source)} is given as a clip: give {right}")
+        expected = "the path of a file or folder, a list of pictures or an array uint8 [T, H, W, 3]"
+        raise WanjaxError(f"{repr_short(source)} is not a clip: give {expected}")
     name = source if isinstance(source, str | Path) else "the clip"
     with closing(_pictures(source, frames, fps, page)) as sequence:
-        pictures = _levelled(list(islice(sequence, frames)), str(name))
+        pictures = _to_8_bits(list(islice(sequence, frames)), str(name))
     if not pictures:
         raise WanjaxError(f"{name} holds no pictures: give at least one")
     if any(picture.shape != pictures[0].shape for picture in pictures):
-        raise WanjaxError(f"{name} holds pictures of different sizes: all pictures of a clip have the same size")
+        raise WanjaxError(f"{name} holds pictures of different sizes: give pictures of one size")
     clip = np.empty((len(pictures), *pictures[0].shape), np.uint8)
     for index in reversed(range(len(clip))):
-        clip[index] = pictures.pop()  # which is free now, since all together may take gigabytes
+        clip[index] = pictures.pop()  # frees each picture once it is copied: together they may take gigabytes
     return clip
 
 
 def _pictures(
     source: str | Path | Sequence[PictureSource], frames: int, fps: int | float, page: Page
 ) -> Generator[Picture | DeepPicture]:
-    """Return an iterator over a clip's pictures: at least the first `frames`, at most `fps` per second."""
+    """Iterate over a clip's pictures: at least the first `frames`, at most `fps` a second."""
     if not isinstance(source, str | Path):
         return (_read(picture, page) for picture in source)
     if Path(source).is_dir():
-        return (_read(path, page) for path in _in_folder(Path(source)))
-    return _animation(source, fps, page) if _is_picture(source) else _film(source, frames, fps, page)
+        return (_read(path, page) for path in _list_pictures(Path(source)))
+    return _animation(source, fps, page) if _is_picture(source) else _video_file(source, frames, fps, page)
 
 
 def is_picture_name(path: Path) -> bool:
-    """Return whether a file's name is that of a picture or an animation."""
+    """Return whether a file's suffix is that of a picture or an animation."""
     return Image.registered_extensions().get(path.suffix.lower()) in (*FORMATS, "MPO")
 
 
-def in_order(paths: Iterable[Path]) -> list[Path]:
-    """Return paths in the order of their names, in which numbers count as numbers: 2 comes before 10."""
+def natural_sort(paths: Iterable[Path]) -> list[Path]:
+    """Sort paths by name, with numbers by value: 2 comes before 10."""
 
     def key(path: Path) -> tuple[list[tuple[str | int, ...]], str]:
-        parts = (re.split(r"(\d+)", part.casefold()) for part in path.parts)  # texts and numbers in turn
-        return [tuple(int(x) if i % 2 else x for i, x in enumerate(part)) for part in parts], str(path)
+        split_components = (
+            re.split(r"(\d+)", component.casefold()) for component in path.parts
+        )  # odd items are numbers
+        return [tuple(int(x) if i % 2 else x for i, x in enumerate(component)) for component in split_components], str(
+            path
+        )
 
     return sorted(paths, key=key)
 
 
-def _in_folder(folder: Path) -> list[Path]:
-    """Return the pictures in a folder in order; warn of how many other things are there."""
+def _list_pictures(folder: Path) -> list[Path]:
+    """List the pictures in a folder in order; warn if it holds other files."""
     try:
         files = list(folder.iterdir())
     except OSError as error:
         raise WanjaxError(f"{folder} cannot be read: {reason(error)}") from error
-    pictures = in_order(
+    pictures = natural_sort(
         path for path in files if is_picture_name(path) and not path.name.startswith(".") and path.is_file()
     )
-    if pictures and (others := len(files) - len(pictures)):
-        message = f"files left out of {folder}, which are hidden or no pictures: {others}"
+    if pictures and (ignored := len(files) - len(pictures)):
+        message = f"{ignored} files in {folder} are ignored: they are hidden or are not pictures"
         warnings.warn(message, WanjaxWarning, stacklevel=2)
     return pictures
 
 
 def _is_picture(source: str | Path) -> bool:
-    """Return whether a file is one for Pillow, by its name or else by its contents."""
+    """Return whether Pillow can read a file, judged by its name or else by its contents."""
     if is_picture_name(Path(source)) or not os.path.isfile(source):
         return is_picture_name(Path(source))
     try:
-        with _bounded(BOUNDS.pixels), Image.open(source, formats=FORMATS):
+        with _pixel_limit(BOUNDS.pixels), Image.open(source, formats=FORMATS):
             return True
     except Image.DecompressionBombError:
         return True
@@ -295,36 +302,38 @@ def _is_picture(source: str | Path) -> bool:
 
 
 def _animation(source: str | Path, fps: int | float, page: Page) -> Generator[Picture | DeepPicture]:
-    """Yield the pictures of an animation that Pillow reads; a single picture is a clip of one."""
-    with opened(source, str(source)) as image:
+    """Yield the pictures of an animation that Pillow reads; a single picture is a clip of one frame."""
+    with open_image(source, str(source)) as image:
         if image.format not in ANIMATED:
-            yield _shown(image, page)
+            yield _render(image, page)
             return
-        apart = int(image.format == "PNG" and bool(image.info.get("default_image")))  # shown where nothing moves
+        num_skipped = int(
+            image.format == "PNG" and bool(image.info.get("default_image"))
+        )  # a fallback image, not a frame
         durations = []
-        for total, frame in enumerate(_frames(image, str(source)), 1):
+        for frame_count, frame in enumerate(_frames(image, str(source)), 1):
             _check_size(image, str(source), BOUNDS.pixels)
-            if total > BOUNDS.frames or total * image.width * image.height > BOUNDS.together:
+            if frame_count > BOUNDS.frames or frame_count * image.width * image.height > BOUNDS.clip_pixels:
                 raise WanjaxError(
-                    f"{source} has {total} and more frames of {image.width}x{image.height} pixels where "
-                    f"{BOUNDS.frames:,}, and {BOUNDS.together:,} pixels in all, are allowed at most"
+                    f"{source} has at least {frame_count} frames of {image.width}x{image.height} pixels: the limit is "
+                    f"{BOUNDS.frames:,} frames and {BOUNDS.clip_pixels:,} pixels in all"
                 )
             durations.append(frame.info.get("duration"))
-        lasting, tick = _times(durations[apart:], _own_fps(source), timeless=image.format == "TIFF")
+        frame_durations, tick = _durations(durations[num_skipped:], _saved_fps(source), timeless=image.format == "TIFF")
         tick = tick or 1000 / fps
-        rounded = ROUNDING / 2 + 1 if image.format == "GIF" else 1
-        frames = (_shown(frame, page) for frame in islice(_frames(image, str(source)), apart, None))
-        timed = zip(frames, (duration or tick for duration in lasting), strict=True)
-        yield from _sampled(timed, sum(duration or tick for duration in lasting), tick, 1000 / fps, rounded)
+        tolerance = GIF_TICK / 2 + 1 if image.format == "GIF" else 1
+        frames = (_render(frame, page) for frame in islice(_frames(image, str(source)), num_skipped, None))
+        timed = zip(frames, (duration or tick for duration in frame_durations), strict=True)
+        yield from _resample(timed, sum(duration or tick for duration in frame_durations), tick, 1000 / fps, tolerance)
 
 
 def _frames(image: Image.Image, name: str) -> Iterator[Image.Image]:
-    """Yield the decoded frames of an animation; raise WanjaxError that names the one at which it breaks."""
+    """Yield the decoded frames of an animation; raise WanjaxError with the number of the first broken frame."""
     frames = ImageSequence.Iterator(image)
     for number in count(1):
         try:
             frame = next(frames)
-            frame.load()  # some formats tell the duration only now
+            frame.load()  # some formats have the duration only after it
         except StopIteration:
             return
         except Image.DecompressionBombError:
@@ -332,181 +341,199 @@ def _frames(image: Image.Image, name: str) -> Iterator[Image.Image]:
         except BROKEN as error:
             if number == 1:
                 raise
-            raise WanjaxError(BREAKS.format(name, number)) from error
+            raise WanjaxError(DAMAGED.format(name, number)) from error
         yield frame
 
 
-def _times(
+def _durations(
     durations: Sequence[float | None], fps: float | None, *, timeless: bool
 ) -> tuple[list[float | None], float | None]:
-    """Return the milliseconds of each frame and of one tick; None if the file has none.
+    """Return the milliseconds of each frame and of one tick; None where the file has no times.
 
-    Times of 10 ms and less, and those that are missing, are 100 ms, as in browsers, unless they are of a file that
-    tells so many frames a second.
+    Missing durations and those of at most 10 ms become 100 ms, as in browsers, unless the file's own metadata have
+    such a frame rate.
     """
     positive = [duration for duration in durations if duration]
-    if positive and fps is not None and 1000 / fps < min(positive) + ROUNDING:
+    if positive and fps is not None and 1000 / fps < min(positive) + GIF_TICK:
         return list(durations), 1000 / fps
     if timeless and not positive:
         return list(durations), None
-    slowed = [duration if duration and duration > TOO_SHORT else SLOW for duration in durations]
-    return list(slowed), _tick(slowed)
+    corrected = [duration if duration and duration > MIN_DURATION else DEFAULT_DURATION for duration in durations]
+    return list(corrected), _tick(corrected)
 
 
-def _own_fps(source: str | Path) -> float | None:
-    """Return the frames a second in the settings that a video keeps, if it is one of this library's."""
+def _saved_fps(source: str | Path) -> float | None:
+    """Return the frames a second in the metadata of a video that this library wrote, or None."""
     with suppress(WanjaxError):
         fps = read_metadata(source).get("fps")
         return fps if isinstance(fps, int | float) and fps > 0 else None
 
 
 def _tick(durations: Sequence[float]) -> float:
-    """Return the milliseconds of one frame, before equal frames in a row became one that is shown for longer.
+    """Return the milliseconds of one frame as they were before the encoder merged equal frames into longer ones.
 
-    The shortest frames, equal but for rounding, are one tick, and the others are whole numbers of ticks.
+    The shortest frames, which differ only by rounding, last one tick, and the others whole multiples of it.
     """
-    longest = min(durations) + ROUNDING
+    longest = min(durations) + GIF_TICK
     shortest = fmean(duration for duration in durations if duration <= longest)
     return sum(durations) / sum(max(1, round(duration / shortest)) for duration in durations)
 
 
-def _sampled(
-    timed: Iterable[tuple[Picture | DeepPicture, float]], length: float, tick: float, step: float, rounded: float
+def _resample(
+    timed_pictures: Iterable[tuple[Picture | DeepPicture, float]],
+    length: float,
+    tick: float,
+    step: float,
+    tolerance: float,
 ) -> Iterator[Picture | DeepPicture]:
-    """Yield the pictures that are shown at each multiple of `step`, or of a longer tick, up to the last tick.
+    """Yield the picture that is shown at each multiple of `step`, or of `tick` if that is longer, up to the last tick.
 
-    Times are milliseconds and may be `rounded`, so a picture counts as shown a little earlier: half a tick, where all
-    are taken.
+    Times are rounded, so a picture counts as shown a little before its time: half a tick before if none is skipped.
+
+    Args:
+        timed_pictures: Pictures with their durations in milliseconds.
+        length: The sum of the durations.
+        tick: The duration of one frame.
+        step: The distance between the yielded pictures.
+        tolerance: By how much a time may be rounded.
     """
-    step, earlier = (step, min(rounded, tick / 2)) if step > tick else (tick, tick / 2)
-    end, number = 0.0, 0
-    for picture, duration in timed:
+    step, earlier = (step, min(tolerance, tick / 2)) if step > tick else (tick, tick / 2)
+    end, index = 0.0, 0
+    for picture, duration in timed_pictures:
         end += duration
-        while number * step + earlier < end and number * step < length - tick + earlier:
+        while index * step + earlier < end and index * step < length - tick + earlier:
             yield picture
-            number += 1
+            index += 1
 
 
-def _film(source: str | Path, frames: int, fps: int | float, page: Page) -> Generator[Picture]:
-    """Yield the pictures of a film that ffmpeg reads, on the page."""
-    with closing(read_film(source, frames, fps, values=page == "black")) as film:
-        for frame in film:
-            yield frame if frame.shape[-1] == 3 else _on(Image.fromarray(frame), page)
+def _video_file(source: str | Path, frames: int, fps: int | float, page: Page) -> Generator[Picture]:
+    """Yield the pictures of a video file that ffmpeg reads, with the page behind transparent pixels."""
+    with closing(read_video_file(source, frames, fps, values=page == "black")) as video_frames:
+        for frame in video_frames:
+            yield frame if frame.shape[-1] == 3 else _flatten(Image.fromarray(frame), page)
 
 
-def _checked(array: np.ndarray, rank: int) -> np.ndarray:
+def _check_array(array: np.ndarray, rank: int) -> np.ndarray:
     if array.dtype != np.uint8 or array.ndim != rank or array.shape[-1] != 3 or 0 in array.shape:
-        right = f"uint8 [{'T, ' * (rank - 3)}H, W, 3]"
-        raise WanjaxError(f"{array.dtype} {list(array.shape)} is given as pictures: give {right}")
+        expected = f"uint8 [{'T, ' * (rank - 3)}H, W, 3]"
+        raise WanjaxError(f"pictures must be {expected}, got {array.dtype} {list(array.shape)}")
     return array
 
 
 @contextmanager
-def _bounded(pixels: int) -> Iterator[None]:
-    """Have Pillow refuse larger frames, which may come after the first."""
-    with DECODING, warnings.catch_warnings():
+def _pixel_limit(pixels: int) -> Iterator[None]:
+    """Make Pillow refuse frames with more pixels, also after the first frame."""
+    with DECODE_LOCK, warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-        limit, Image.MAX_IMAGE_PIXELS = (
-            Image.MAX_IMAGE_PIXELS,
-            max(1, pixels // 2),
-        )  # it refuses more than twice as many
+        limit = Image.MAX_IMAGE_PIXELS
+        Image.MAX_IMAGE_PIXELS = max(1, pixels // 2)  # Pillow refuses more than twice its limit
         try:
             yield
         finally:
             Image.MAX_IMAGE_PIXELS = limit
 
 
-def _check_size(image: Image.Image, name: str, most: int) -> None:
-    if image.width * image.height > most or max(image.size) > BOUNDS.side:
-        bounds = f"{most:,}, and {BOUNDS.side:,} in a row,"
-        raise WanjaxError(f"{name} has {image.width}x{image.height} pixels where {bounds} are allowed at most")
+def _check_size(image: Image.Image, name: str, max_pixels: int) -> None:
+    if image.width * image.height > max_pixels or max(image.size) > BOUNDS.side:
+        limits = f"{max_pixels:,} pixels, and {BOUNDS.side:,} in a row or column"
+        raise WanjaxError(f"{name} has {image.width}x{image.height} pixels: the limit is {limits}")
 
 
-def _scans(data: bytes) -> int:
-    """Return the number of passes in which a JPEG holds its picture."""
-    count, at = 0, 0
-    while (marker := MARKER.search(data, at)) and (kind := marker[1][0]) != END:
-        count += kind == START_OF_SCAN
-        at = marker.end() + int.from_bytes(data[marker.end() : marker.end() + 2])
+def _count_scans(data: bytes) -> int:
+    """Return the number of scans of a JPEG."""
+    count, position = 0, 0
+    while (marker := JPEG_MARKER.search(data, position)) and (marker_code := marker[1][0]) != END_OF_IMAGE:
+        count += marker_code == START_OF_SCAN
+        position = marker.end() + int.from_bytes(data[marker.end() : marker.end() + 2])
     return count
 
 
 @contextmanager
-def opened(source: str | Path | BytesIO, name: str, *, pixels: int | None = None) -> Iterator[Image.Image]:
-    """Open a picture that is not too large by its header; messages call it `name`.
+def open_image(source: str | Path | BytesIO, name: str, *, pixels: int | None = None) -> Iterator[Image.Image]:
+    """Open a picture after its header is checked.
 
-    `pixels` None is that of `BOUNDS`. Raises WanjaxError where it is missing, too large, damaged or no picture.
+    Args:
+        source: A path, or the contents of a file.
+        name: Its name in messages.
+        pixels: The most pixels; None is the limit of `BOUNDS`.
+
+    Raises:
+        WanjaxError: The picture is missing, too large or damaged, or the file is not a picture.
     """
-    most = BOUNDS.pixels if pixels is None else pixels
+    max_pixels = BOUNDS.pixels if pixels is None else pixels
     if not isinstance(source, BytesIO) and not os.path.isfile(source):
         raise WanjaxError(f"{name} is a folder: give a picture" if os.path.isdir(source) else missing_file(source))
     with ExitStack() as stack:
-        with _decoding(name, most, opening=True):
-            # Pillow maps a file that it opens by name, and then reads a TIFF wrongly that is to be turned.
+        with _wrap_errors(name, max_pixels, opening=True):
+            # Pillow memory-maps a file opened by name, and then decodes a rotated TIFF wrongly.
             file = source if isinstance(source, BytesIO) else stack.enter_context(open(source, "rb"))
             image = stack.enter_context(Image.open(file, formats=FORMATS))
-        _check_size(image, name, most)
+        _check_size(image, name, max_pixels)
         if image.format in ("JPEG", "MPO"):
             data = source.getvalue() if isinstance(source, BytesIO) else Path(source).read_bytes()
-            if (scans := _scans(data)) > SCANS:
-                raise WanjaxError(f"{name} holds its picture in {scans} passes where {SCANS} are allowed at most")
-        _check_whole(image, source, name)
-        stack.enter_context(_decoding(name, most))
+            if (scans := _count_scans(data)) > MAX_SCANS:
+                raise WanjaxError(f"{name} is a JPEG of {scans} scans: the limit is {MAX_SCANS}")
+        _check_holes(image, source, name)
+        stack.enter_context(_wrap_errors(name, max_pixels))
         yield image
 
 
-def _check_whole(image: Image.Image, source: str | Path | BytesIO, name: str) -> None:
-    """Raise WanjaxError for a picture or animation with a hole, which its decoder does not see."""
-    if image.format in HOLED:
+def _check_holes(image: Image.Image, source: str | Path | BytesIO, name: str) -> None:
+    """Raise WanjaxError for a picture or animation with a hole, which decoders do not detect."""
+    if image.format in CHECKED_FOR_HOLES:
         data = source.getvalue() if isinstance(source, BytesIO) else Path(source).read_bytes()
-        others = [other for key in ("exif", "xmp", "icc_profile") if isinstance(other := image.info.get(key), bytes)]
-        if (frame := holed_frame(data, image.format, image.width * image.height, others)) is not None:
-            raise WanjaxError(BREAKS.format(name, frame + 1))
+        blobs = [blob for key in ("exif", "xmp", "icc_profile") if isinstance(blob := image.info.get(key), bytes)]
+        if (frame := holed_frame(data, image.format, image.width * image.height, blobs)) is not None:
+            raise WanjaxError(DAMAGED.format(name, frame + 1))
 
 
 @contextmanager
-def _decoding(name: str, most: int, *, opening: bool = False) -> Iterator[None]:
-    """Turn Pillow's errors, in decoding or in `opening`, into WanjaxError."""
+def _wrap_errors(name: str, max_pixels: int, *, opening: bool = False) -> Iterator[None]:
+    """Turn Pillow's errors in decoding, or in `opening`, into WanjaxError."""
     try:
-        with _bounded(2 * most if opening else most):  # one that is not far too large is told with its sides
+        with _pixel_limit(
+            2 * max_pixels if opening else max_pixels
+        ):  # so that `_check_size` can report a size slightly too large
             yield
     except WanjaxError:
         raise
     except Image.DecompressionBombError as error:
-        pixels = int("".join(re.findall(r"\d+", str(error))[:1]))  # which the message tells
-        raise WanjaxError(f"{name} has {pixels:,} pixels where {most:,} are allowed at most") from error
+        pixels = int("".join(re.findall(r"\d+", str(error))[:1]))  # the message has the number
+        raise WanjaxError(f"{name} has {pixels:,} pixels: the limit is {max_pixels:,}") from error
     except UnidentifiedImageError as error:
         if os.path.isfile(name) and not os.path.getsize(name):
             raise WanjaxError(f"{name} is empty: give a complete copy of the picture") from error
-        raise NoPicture(f"{name} cannot be read as a picture: it is none of {', '.join(FORMATS)}") from error
+        raise NoPicture(f"{name} is not a picture: give one of {', '.join(FORMATS)}") from error
     except (*BROKEN, MemoryError) as error:
-        how = "as a picture" if opening else "to its end, it is damaged"
-        raise WanjaxError(f"{name} cannot be read {how}: {error}") from error
+        problem = "cannot be read as a picture" if opening else "is damaged before its end"
+        raise WanjaxError(f"{name} {problem}: {error}") from error
 
 
-def _shown(image: Image.Image, page: Page) -> Picture | DeepPicture:
-    """Return the picture as a viewer shows it on a page, which it turns in place."""
+def _render(image: Image.Image, page: Page) -> Picture | DeepPicture:
+    """Return the picture as a viewer shows it on a page; rotates the image in place."""
     ImageOps.exif_transpose(image, in_place=True)
-    to_srgb = conversion(image) if page == "white" else None  # a mask or a control clip holds values, not colours
-    if image.mode in WHITES:
-        whites = (65535,) if image.mode == "I" and image.format == "PPM" else WHITES[image.mode]  # a PGM of 16 bits
+    to_srgb = srgb_conversion(image) if page == "white" else None  # masks and control clips hold values, not colours
+    if image.mode in WHITE_VALUES:
+        whites = (
+            (65535,) if image.mode == "I" and image.format == "PPM" else WHITE_VALUES[image.mode]
+        )  # a PGM of 16 bits
         grey = np.asarray(image).astype(np.float32)
-        if (hidden := image.info.get("transparency")) is not None:  # the one value that is transparent
+        if (hidden := image.info.get("transparency")) is not None:  # one value is transparent
             grey[grey == hidden] = whites[0] if page == "white" else 0
         return DeepPicture(grey, whites, to_srgb)
     pixels = np.empty((image.height, image.width, 3), np.uint8)
-    for top in range(0, image.height, ROWS):  # each conversion is a copy of its part alone
-        rows = pixels[top : top + ROWS]
-        rows[:] = _on(image.crop((0, top, image.width, top + len(rows))), page, to_srgb)
+    for top in range(0, image.height, STRIP_ROWS):  # in strips, so that the copies stay small
+        rows = pixels[top : top + STRIP_ROWS]
+        rows[:] = _flatten(image.crop((0, top, image.width, top + len(rows))), page, to_srgb)
     return pixels
 
 
-def _on(image: Image.Image, page: Page, to_srgb: Conversion | None = None) -> Picture:
-    """Return a picture of 8 bits a channel on a page of that colour."""
-    one_colour = "transparency" in image.info and image.mode in ("1", "L", "P", "RGB")
+def _flatten(image: Image.Image, page: Page, to_srgb: Conversion | None = None) -> Picture:
+    """Convert an 8-bit image to RGB on a page of this colour."""
+    has_transparent_colour = "transparency" in image.info and image.mode in ("1", "L", "P", "RGB")
     if to_srgb is not None and image.mode == "CMYK":
         return np.asarray(to_srgb(image))
-    for mode in ("RGBA",) if one_colour else COLOURS[image.mode]:
+    for mode in ("RGBA",) if has_transparent_colour else MODE_CONVERSIONS[image.mode]:
         image = image.convert(mode)
     if to_srgb is not None:
         image = to_srgb(image)
@@ -515,46 +542,46 @@ def _on(image: Image.Image, page: Page, to_srgb: Conversion | None = None) -> Pi
     return np.asarray(image.convert("RGB"))
 
 
-def _levelled(pictures: Sequence[PictureOfAnySize | DeepPicture], name: str) -> list[PictureOfAnySize]:
-    """Return the pictures of one source in 8 bits a channel; raise WanjaxError for values that have no meaning."""
+def _to_8_bits(pictures: Sequence[PictureOfAnySize | DeepPicture], name: str) -> list[PictureOfAnySize]:
+    """Scale the pictures of one source to 8 bits a channel; raise WanjaxError for values outside of every range."""
     values: dict[tuple[int, ...], list[GreyOfAnySize]] = {}
     for picture in pictures:
         if isinstance(picture, DeepPicture):
             values.setdefault(picture.whites, []).append(picture.values)
-    chosen = {whites: _white(whites, values[whites], name) for whites in values}
-    return [_grey(x, chosen[x.whites]) if isinstance(x, DeepPicture) else x for x in pictures]
+    white_values = {whites: _find_white(whites, values[whites], name) for whites in values}
+    return [_scale_grey(x, white_values[x.whites]) if isinstance(x, DeepPicture) else x for x in pictures]
 
 
-def _white(whites: tuple[int, ...], values: Sequence[GreyOfAnySize], name: str) -> int:
-    """Return the least value of white that fits all of these; NaN fits none."""
+def _find_white(whites: tuple[int, ...], values: Sequence[GreyOfAnySize], name: str) -> int:
+    """Return the least value of white that no picture exceeds; NaN exceeds every value."""
     low, high = float(np.min([x.min() for x in values])), float(np.max([x.max() for x in values]))
-    white = next((white for white in whites if high <= (1 + BEYOND) * white), 0)
-    if white and low >= -BEYOND * white:
+    white = next((white for white in whites if high <= (1 + OVERSHOOT) * white), 0)
+    if white and low >= -OVERSHOOT * white:
         return white
-    right = " or ".join(f"0 to {white}" for white in whites)
-    raise WanjaxError(f"{name} has values from {low:g} to {high:g} where those from {right} mean black to white")
+    ranges = " or ".join(f"0 to {white}" for white in whites)
+    raise WanjaxError(f"{name} has values from {low:g} to {high:g}: black to white must be {ranges}")
 
 
-def _grey(picture: DeepPicture, white: int) -> PictureOfAnySize:
+def _scale_grey(picture: DeepPicture, white: int) -> PictureOfAnySize:
     grey = (picture.values * np.float32(255 / white) + np.float32(0.5)).clip(0, 255).astype(np.uint8)
     if picture.to_srgb is not None:
-        with DECODING:  # a transform is used by one thread at a time
+        with DECODE_LOCK:  # a transform may run in one thread at a time
             return np.array(picture.to_srgb(Image.fromarray(grey)))
     return np.repeat(grey[..., None], 3, axis=-1)
 
 
-def size_within(picture: tuple[int, ...], area: int, grid: int) -> tuple[int, int]:
-    """Return the (height, width) of a video with about the proportions of a picture, given by its shape [H W 3].
+def size_within(shape: tuple[int, ...], area: int, grid: int) -> tuple[int, int]:
+    """Return the (height, width) of a video with about the aspect ratio of a picture of shape [H W 3].
 
-    Both are rounded down to multiples of `grid` from exactly `area` pixels, as in the reference.
+    Both sides of the exact rectangle of `area` pixels are rounded down to multiples of `grid`, as in the reference.
     """
-    ratio = picture[0] / picture[1]
+    ratio = shape[0] / shape[1]
     height, width = (max(grid, round(math.sqrt(area * r)) // grid * grid) for r in (ratio, 1 / ratio))
     return height, width
 
 
 def fit(picture: Picture, size: tuple[int, int], resize: str) -> UInt8[np.ndarray, "_H _W 3"]:
-    """Return the picture in a (height, width): its edges cut off, black bars added, or its proportions changed."""
+    """Resize a picture to a (height, width): by cropping, by adding black bars (`pad`), or by `stretch`."""
     height, width = size
     if picture.shape[:2] == size:
         return picture

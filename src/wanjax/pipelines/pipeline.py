@@ -297,7 +297,7 @@ class Pipeline(metaclass=Named):
         if noise is not None:  # before a prompt is encoded, which may take long
             if len(video_settings) != 1:
                 raise WanjaxError(f"one noise is given for {len(video_settings)} videos: it makes one video")
-            checked_noise_inputs(noise, self.draws(chosen, len(pictures.several("references"))))
+            checked_noise_inputs(noise, self.draws(chosen, len(pictures.picture_list("references"))))
         check_tiling(tiling, self.model.vae)
         sources = {name: nameable(keywords.get(name), array) for name, array in pictures.items()}
         options: dict[str, Any] = {"tiling": tiling, "batch_guidance": batch_guidance}

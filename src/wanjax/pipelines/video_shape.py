@@ -52,7 +52,7 @@ def with_shape(fields: Mapping[str, Any], kind: type[Any], pictures: Pictures, s
     """
     if not fields or VIDEO_SHAPE not in kind._fields:
         return fields
-    shape = VideoShape(settings.frames, *settings.size, len(pictures.several("references")))
+    shape = VideoShape(settings.frames, *settings.size, len(pictures.picture_list("references")))
     return {**fields, VIDEO_SHAPE: np.array([shape], np.int32)}
 
 

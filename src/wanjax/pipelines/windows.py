@@ -84,11 +84,11 @@ def pictures_of(window: Window, pictures: Pictures, before: Clip | None, continu
 
     A last picture is the last window's. Each window has its part of a control clip and its mask.
     """
-    pictures = pictures if window.last else pictures.replaced(last_image=None)
+    pictures = pictures if window.last else pictures.with_inputs(last_image=None)
     if before is None:
         return pictures
     if continued_by == PICTURE:
-        return pictures.replaced(image=before[-1], video=None)
+        return pictures.with_inputs(image=before[-1], video=None)
     settings, overlap = window.settings, len(before)
     start = window.number * (settings.frames - overlap)
 
@@ -100,7 +100,7 @@ def pictures_of(window: Window, pictures: Pictures, before: Clip | None, continu
 
     clip, mask = part(pictures.clip("video"), GREY), part(pictures.clip("mask"), 255)
     clip[:overlap], mask[:overlap] = before, 0
-    return pictures.replaced(video=clip, mask=mask)
+    return pictures.with_inputs(video=clip, mask=mask)
 
 
 def fade_seam(before: UInt8[np.ndarray, "_T H W 3"], frames: Clip) -> Clip:

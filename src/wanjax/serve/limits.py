@@ -67,7 +67,7 @@ class Limits:
 
     def bound_pictures(self) -> None:
         """Bounds the pictures and clips that are read in this process."""
-        BOUNDS.pixels, BOUNDS.times = self.picture, CLIP
+        BOUNDS.pixels, BOUNDS.clip_factor = self.picture, CLIP
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -19,7 +19,7 @@ from PIL import Image
 
 from wanjax.errors import SettingError, WanjaxError
 from wanjax.media.inputs import IMAGE, INPUTS, InputSpec, check_inputs
-from wanjax.media.pictures import DECODING, PictureOfAnySize, opened, picture_of
+from wanjax.media.pictures import DECODE_LOCK, PictureOfAnySize, open_image, to_picture
 from wanjax.pipelines.other_names import unknown_keyword
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.request import MODEL, RIVALS, SAME_IMAGE, VALUES, VideoRequest, fields_beside
@@ -113,7 +113,7 @@ def save_pictures(
                     left -= image.width * image.height
                     kind = str(image.format).lower()
                     if still:
-                        kind, data = "png", _png(picture_of(image, name))
+                        kind, data = "png", _png(to_picture(image, name))
             file = f"{stem}.{kind}"
             (folder / file).write_bytes(data)
             saved[name] = [*saved.get(name, []), file] if several else file
@@ -134,7 +134,7 @@ def _film(data: bytes) -> str | None:
 def _opened(data: bytes, name: str, pixels: int) -> Iterator[Image.Image]:
     """Open a picture of one of the formats that a stranger may send; raise SettingError that names the field."""
     try:
-        with opened(BytesIO(data), name, pixels=pixels) as image:
+        with open_image(BytesIO(data), name, pixels=pixels) as image:
             yield image
     except WanjaxError as error:
         raise SettingError(str(error), name) from error
@@ -164,7 +164,7 @@ def complete_settings(request: VideoRequest, pipe: Pipeline, files: Mapping[str,
         raise SettingError(f"the {alone} is given alone: give size, or height and width", alone)
     limits.check(pipe.defaults.updated(settings))  # before pictures are fitted to it
     try:
-        with DECODING:  # the clips of one request at a time are in memory
+        with DECODE_LOCK:  # the clips of one request at a time are in memory
             _, chosen = pipe.prepare(**files, **settings)
     except WanjaxError as error:
         if (renamed := _by_field(error, files)) is error:

@@ -19,8 +19,8 @@ from typing import Any
 
 from wanjax.errors import WanjaxError, reason
 from wanjax.figures import quantity
-from wanjax.media.pictures import in_order, is_picture_name
-from wanjax.media.text_files import read_text, trimmed
+from wanjax.media.pictures import is_picture_name, natural_sort
+from wanjax.media.text_files import read_text, strip_text
 from wanjax.media.video import FILMS, read_metadata
 from wanjax.pipelines.settings import is_text
 
@@ -91,7 +91,7 @@ def _list_folder(folder: Path) -> Listing:
     listing = Listing(folder)
     hidden = lambda path: any(part.startswith(".") for part in path.relative_to(folder).parts)  # noqa: E731
     paths = [path for path in folder.rglob("*") if path.relative_to(folder).parts[0] != CACHE_FOLDER and path.is_file()]
-    files = [path for path in in_order(paths) if not hidden(path)]
+    files = [path for path in natural_sort(paths) if not hidden(path)]
     media = [path for path in files if path.suffix.lower() in FILM_SUFFIXES or is_picture_name(path)]
     captions = {path.with_suffix(""): path for path in files if path.suffix.lower() == ".txt"}
     listing.others = len(paths) - len(media) - len(captions)
@@ -174,7 +174,7 @@ def _preserves(row: Mapping[str, Any], where: str) -> bool:
 def _add_example(listing: Listing, path: Path, caption: Any, repeats: int = 1, preserve: bool = False) -> None:
     if not is_text("" if caption is None else caption):
         listing.left_out.append(f"{path.name} has a caption that is no text in UTF-8")
-    elif text := trimmed(caption or ""):
+    elif text := strip_text(caption or ""):
         listing.examples.append(Example(path, text, repeats, preserve))
     else:
         listing.left_out.append(f"{path.name} has an empty caption")

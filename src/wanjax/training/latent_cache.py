@@ -17,7 +17,7 @@ import numpy as np
 
 from wanjax.checkpoints.files import SafetensorsFile, content_digest, load_safetensors, save_safetensors
 from wanjax.errors import WanjaxError, WriteError
-from wanjax.media.pictures import READING, Pictures
+from wanjax.media.pictures import READER_VERSION, Pictures
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.video_metadata import VERSION
 from wanjax.stores.writing import check_folder
@@ -89,7 +89,7 @@ class LatentCache:
                     digests[file_stamp] = content_digest(example.file)
                     file.write(json.dumps({"look": file_stamp, "digest": digests[file_stamp]}) + "\n")
                 input_names = list(self.pipe.model.spec.needs)
-                key = _digest([READING, digests[file_stamp], asdict(cutting), input_names, self._weights])
+                key = _digest([READER_VERSION, digests[file_stamp], asdict(cutting), input_names, self._weights])
                 if key not in index:
                     try:
                         index[key] = [self._clip(f"{key}-{i}", x) for i, x in enumerate(cutting.clips(example.file))]

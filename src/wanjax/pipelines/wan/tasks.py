@@ -325,7 +325,7 @@ class ControlledVideo(WanModel):
 
         unchanged, repainted = (latents(list(map(partial(part, here), anew, clip))) for here in (False, True))
         cells = mask_cells(mask, unchanged.shape[2], self.vae.spatial_factor)
-        pages = [on_white(picture, settings.size, resized) for picture in pictures.several("references")]
+        pages = [on_white(picture, settings.size, resized) for picture in pictures.picture_list("references")]
         references = [self.encode_clip(runtime, [page], tiling) for page in pages]
         return {"condition": runtime.call(control_condition, None, (unchanged, repainted, *references), cells)}
 
