@@ -137,6 +137,11 @@ def unknown_model(name: str, names: Iterable[str]) -> str:
     return f"no model is named {name!r}, nor is there such a folder or file: {hint}, and a hub id is OWNER/NAME"
 
 
+def no_checkpoint(name: object, more: str = "") -> str:
+    """Return the sentence for a folder that is not a checkpoint; `more` follows what it lacks."""
+    return f"{name} holds no model_index.json{more}: give a whole checkpoint, as diffusers or its authors lay it out"
+
+
 def listed(names: Collection[str]) -> str:
     """Return names as a list, of many the first ones and how many more there are."""
     first = list(names)[:MOST_NAMES]

@@ -31,7 +31,7 @@ from wanjax.checkpoints.hub import (
 )
 from wanjax.checkpoints.lora_source import Lora
 from wanjax.converters.weight_rules import Rule
-from wanjax.errors import WanjaxError, reason, repr_short
+from wanjax.errors import WanjaxError, no_checkpoint, reason, repr_short
 from wanjax.stores.paths import missing_file
 
 CONFIGS = ("config.json", "scheduler_config.json", "guider_config.json")
@@ -289,8 +289,7 @@ def read_index(name: object, folder: Path) -> dict[str, Any]:
     """Read the model_index.json of a checkpoint; raise WanjaxError, with the checkpoint's name, where there is none."""
     if not (folder / INDEX).is_file():
         kind = read_json(folder / "config.json", missing={}).get("_class_name")
-        problem = f"{name} holds no {INDEX}{f', and its config.json is of a {repr_short(kind)}' if kind else ''}"
-        raise WanjaxError(f"{problem}: give a whole checkpoint, as diffusers or its authors lay it out")
+        raise WanjaxError(no_checkpoint(name, f", and its config.json is of a {repr_short(kind)}" if kind else ""))
     return read_json(folder / INDEX)
 
 

@@ -77,6 +77,8 @@ def check(ctx: click.Context, request: "VideoRequest | None") -> None:
         _check_suffix(values["out"])
     if ctx.info_name == "batch" or any(name in values for name in SEVERAL):
         _check_several(values)
+    if ctx.info_name == "convert":
+        _check_conversion(values)
     if ctx.info_name in WORKERS:
         _check_workers(ctx)
     if ctx.info_name == "serve":
@@ -104,6 +106,17 @@ def _check_worker(values: Mapping[str, Any]) -> None:
     if "folder" in values and values.get("processes"):
         raise WanjaxError("--processes is for the jobs of a batch: a worker of a server is one process")
     check_exists(url)
+
+
+def _check_conversion(values: Mapping[str, Any]) -> None:
+    """Raise UsageError for a conversion without a target, and for options that --verify does not take."""
+    source, target = values["source"], values.get("target")
+    if not values["check"] and target is None:
+        raise click.UsageError(f"the folder to write is missing: give `wanjax convert {source} FOLDER`")
+    if values["check"] and "lora" in values:
+        raise click.UsageError("--verify reads a checkpoint as it is, and --lora merges into a new one: leave one out")
+    if values["check"] and target is not None:
+        raise click.UsageError(f"--verify takes one folder, got {source} and {target}: leave out the second")
 
 
 def _check_seeds(ctx: click.Context, seeds: str | None) -> None:

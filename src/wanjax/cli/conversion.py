@@ -6,8 +6,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 
-import click
-
 from wanjax.checkpoints.convert import Conversion, ToDiffusers, ToWanjax
 from wanjax.checkpoints.lora_source import Lora
 from wanjax.checkpoints.manifest import Progress, verify
@@ -34,12 +32,9 @@ def convert(
 ) -> None:
     """Convert the source, with LoRAs merged in, to the target or, with `check`, verify the source's checksums."""
     if check:
-        if lora:
-            raise click.UsageError("--verify reads a checkpoint as it is: --lora merges into a new one")
-        _verify(report, source, target)
+        _verify(report, source)
         return
-    if target is None:
-        raise click.UsageError(f"where to is missing: `wanjax convert {source} FOLDER` writes it there")
+    assert target is not None
     checkpoint, preset = find_checkpoint(source, revision)
     if preset and preset.loras and source == preset.name:
         raise WanjaxError(f"{source} is {preset.source} with a LoRA, merged when it is loaded: convert the former")
@@ -73,9 +68,7 @@ def convert(
     report.note(f"{where} is complete and verified" if new else f"{where} was already there, complete")
 
 
-def _verify(report: Report, source: str, target: str | None) -> None:
-    if target is not None:
-        raise click.UsageError(f"--verify takes one folder: not {target} too")
+def _verify(report: Report, source: str) -> None:
     with _bar(report) as progress:
         manifest = verify(find_checkpoint(source)[0], progress)
     arrays = sum(len(network) for network in manifest["networks"].values())

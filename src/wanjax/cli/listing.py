@@ -13,7 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wanjax.errors import WanjaxError, unknown_model
+from wanjax.errors import WanjaxError, no_checkpoint, unknown_model
 from wanjax.media.inputs import INPUTS, check_inputs
 from wanjax.pipelines.settings import check_shape, no_setting, sides
 from wanjax.stores.paths import is_url
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from wanjax.pipelines.request import VideoRequest
 
 FILE = "models.json"
+CHECKPOINT_FILES = ("model_index.json", "wanjax.json", "config.json", "*/config.json", "transformer/*/config.json")
+"""Files that identify a checkpoint's layout; a folder without any of them is not a checkpoint."""
 
 
 @cache
@@ -56,8 +58,15 @@ def find_model(model: str) -> Mapping[str, Any] | None:
 
 
 def check_name(model: str) -> None:
-    """Raise WanjaxError where a name is neither that of a model, nor a folder, nor can be an id on the hub."""
-    if find_model(model) is not None or is_url(model) or os.path.exists(Path(model).expanduser()):
+    """Raise WanjaxError for a name that is not a model, a checkpoint's folder, a file or a possible id on the hub."""
+    path = Path(model).expanduser()
+    if find_model(model) is not None or is_url(model):
+        return
+    if os.path.exists(path):  # os.path raises nothing for names that no file can have
+        # A family that was registered in this process may have a layout with other files.
+        is_checkpoint = "wanjax.registry" in sys.modules or any(any(path.glob(file)) for file in CHECKPOINT_FILES)
+        if os.path.isdir(path) and not is_checkpoint:
+            raise WanjaxError(no_checkpoint(model))
         return
     if "/" not in model:
         raise WanjaxError(unknown_model(model, listed_models()))
