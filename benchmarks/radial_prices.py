@@ -49,7 +49,9 @@ def price_table(workload: Workload, chip: str, decays: list[float], blocks: list
             table.add_row(decay, block, str(result)[:60])
             continue
         [call] = kernel_calls(result).values()
-        seconds = kernel_seconds(result, visits(*call)) if mask is None else listed_seconds(result, mask, workload)
+        seconds = (
+            kernel_seconds(result, visits(*call)).typical if mask is None else listed_seconds(result, mask, workload)
+        )
         dense = seconds if mask is None else dense
         share = 1.0 if mask is None else mask.density(workload.keys)
         numbers = f"{share:.3f}", f"{1e3 * seconds:.2f}", f"{seconds / dense:.3f}", f"{1e3 * seconds / share:.2f}"

@@ -209,6 +209,11 @@ def _summary(priced: Estimate) -> Iterator[str]:
         spread = between(*(duration(x or 0) for x in (priced.step_seconds_low, priced.step_seconds_high)))
         share = f", {priced.mfu:.0%} of the chips' {priced.peak_dtype} peak" if priced.mfu else ""
         yield f"a step: {spread}{share}; what limits it: {priced.limit}"
+        if priced.step_seconds_worst:
+            yield (
+                f"at worst: {duration(priced.step_seconds_worst)}, with every head of attention on its safe path; "
+                "the fetch of instructions is not priced"
+            )
         if priced.compiler:
             trials = ", where the chip passes its trials" if "tpu" in priced.attention else ""
             yield f"attention: {priced.attention}{trials}"

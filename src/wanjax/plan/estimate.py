@@ -90,8 +90,10 @@ class Estimate:
     `reusing_steps` reuse what the step cache kept, and `dense_steps`, the first under radial attention, take all of
     attention; fields named `step_...` are those of the others. Where a step decides on the device whether it reuses,
     `reusing_step_seconds` are those of one that does not, `reusing_step_seconds_least` of one that does, and
-    `total_seconds_least` count as many of the latter as there may be. `total_seconds_low` and `total_seconds_high` are
-    the ends of the prices' range, each program at its own. `peak_bytes_per_chip` is that of the whole run.
+    `total_seconds_least` count as many of the latter as there may be. `step_seconds_worst` is the high end of a step
+    with every head of attention on its safe path, None where kernels are not scheduled. `total_seconds_low` and
+    `total_seconds_high` are the ends of the prices' range, each program at its own. `peak_bytes_per_chip` is that of
+    the whole run.
     `frames_a_second` is the pace of a video whose frames come while it is made, once a block sees a full window, with
     the decoder; it is to be compared with `fps`, at which the video is played.
     """
@@ -118,6 +120,7 @@ class Estimate:
     step_seconds: float | None
     step_seconds_low: float | None
     step_seconds_high: float | None
+    step_seconds_worst: float | None
     step_breakdown: Mapping[str, float]
     step_outside_self_attention_seconds: float | None
     attention: str
@@ -321,6 +324,7 @@ def _step(settings: Settings, hardware: Hardware, step: Price, work: Cost | None
         "step_seconds": step.seconds,
         "step_seconds_low": step.low if step.seconds else None,
         "step_seconds_high": step.high if step.seconds else None,
+        "step_seconds_worst": step.worst if step.seconds else None,
         "step_breakdown": step.parts,
         "step_outside_self_attention_seconds": step.seconds and step.seconds - step.self_attention,
         "mfu": step.seconds and flops and flops / (step.seconds * hardware.devices * hardware.flops),

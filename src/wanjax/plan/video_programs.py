@@ -37,16 +37,22 @@ class VideoProgram(NamedTuple):
 
 def programs_of(trace: Trace) -> list[VideoProgram]:
     """Return the programs of a traced run, in the order of their first calls."""
-    names: Counter[tuple[str, str]] = Counter()
-    programs = []
+    return [
+        VideoProgram(program.stage, name, program.instance.lowering, program.times, program.beside)
+        for name, program in zip(program_names(trace), trace.programs, strict=True)
+    ]
+
+
+def program_names(trace: Trace) -> list[str]:
+    """Return the names of a traced run's programs; the second of a name in a stage ends in _2."""
+    counts: Counter[tuple[str, str]] = Counter()
+    names = []
     for program in trace.programs:
         name = _name(program)
-        names[program.stage, name] += 1
-        if (number := names[program.stage, name]) > 1:
-            name = f"{name}_{number}"
-        lowering = program.instance.lowering
-        programs.append(VideoProgram(program.stage, name, lowering, program.times, program.beside))
-    return programs
+        counts[program.stage, name] += 1
+        number = counts[program.stage, name]
+        names.append(name if number == 1 else f"{name}_{number}")
+    return names
 
 
 def _name(traced: TracedProgram) -> str:

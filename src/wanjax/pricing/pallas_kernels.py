@@ -87,13 +87,26 @@ def inner_jaxprs(equation: JaxprEqn) -> Iterator[Jaxpr]:
                 yield inner
 
 
-def kernel_seconds(compiled: Compiled, words: Sequence[int | None] | None = None) -> float:
+class KernelSeconds(NamedTuple):
+    """Seconds of a kernel: `typical` without its rare work, `worst` with all of it."""
+
+    typical: float
+    worst: float
+
+
+def kernel_seconds(compiled: Compiled, words: Sequence[int | None] | None = None) -> KernelSeconds:
     """Price a kernel that was compiled on its own, with its schedule.
 
-    `words` are sample values of the kernel's input words, for a kernel whose data-dependent branches guard rare cases.
-        Without them, such branches may guard all the work, so both sides count.
+    Args:
+        compiled: The kernel, with its schedule.
+        words: Sample values of the kernel's input words, for a kernel whose data-dependent branches guard rare cases.
+            Without them, such branches may guard all the work, so both sides count.
     """
-    return price_compiled(compiled).by_kind["kernels"].mid if words is None else mean_seconds(compiled, words)
+    if words is None:
+        seconds = price_compiled(compiled).by_kind["kernels"].mid
+        return KernelSeconds(seconds, seconds)
+    worst = [price_compiled(compiled, words=value).by_kind["kernels"].mid for value in words]
+    return KernelSeconds(mean_seconds(compiled, words), sum(worst) / len(worst))
 
 
 def mean_seconds(compiled: Compiled, words: Iterable[int | None]) -> float:

@@ -22,7 +22,7 @@ from wanjax.pricing.costs import Item, price_compiled
 from wanjax.pricing.digests import digest, pricing_digest, versions
 from wanjax.pricing.exporting import CompilerError, Job, export, trace
 from wanjax.pricing.lowering import Lowering
-from wanjax.pricing.pallas_kernels import Call, kernel_calls, kernel_seconds, kernels_of, same_kernel
+from wanjax.pricing.pallas_kernels import Call, KernelSeconds, kernel_calls, kernel_seconds, kernels_of, same_kernel
 
 PARTS: tuple[str, ...] = ("attention", "matmuls", "elementwise", "copies", "communication")
 PART_OF = {
@@ -46,6 +46,8 @@ class Price:
         least: Seconds of a run that takes the cheaper side of every branch.
         low: The lower end of the range of `seconds`.
         high: The upper end of it.
+        worst: The upper end where kernels do all of their rare work: attention with every head on its safe path.
+            None where kernels have no schedule.
         breakdown: Seconds by part.
         self_attention: Seconds in its kernels or products.
         collectives: For each kind and group size: the number of runs, bytes on the wire and seconds.
@@ -60,6 +62,7 @@ class Price:
     least: float | None = None
     low: float = 0.0
     high: float = 0.0
+    worst: float | None = None
     breakdown: Mapping[str, float] = field(default_factory=dict)
     self_attention: float = 0.0  # seconds in its kernels or products
     collectives: Sequence[Mapping[str, Any]] = ()
@@ -206,7 +209,7 @@ class Pricer:
         """
         if not programs:
             return
-        seconds: dict[str, float | None] = {}
+        seconds: dict[str, KernelSeconds | None] = {}
         calls: dict[str, tuple[Call, Job]] = {}
         kernel_names: dict[str, dict[Call, str]] = {}  # the kernels of each program, by the names of their jobs
         for name, program in programs.items():
@@ -215,7 +218,7 @@ class Pricer:
             calls |= {_name(job): (call, job) for call, job in jobs.items()}
         for name, (_, job) in calls.items():
             if (kernel_price := self.recall("kernels", job)) is not None:
-                seconds[name] = kernel_price
+                seconds[name] = KernelSeconds(*kernel_price)
         program_jobs = {name: program.job for name, program in programs.items()}
         kernels = {name: job for name, (_, job) in calls.items() if name not in seconds}
         names, waiting = [*program_jobs, *kernels], {}
@@ -240,7 +243,7 @@ class Pricer:
                 program = waiting.pop(done)
                 yield done, self.divide(program, _kernel_times(program, kernel_prices))
 
-    def _kernel_price(self, call: Call, job: Job, result: Compiled | CompilerError) -> float | None:
+    def _kernel_price(self, call: Call, job: Job, result: Compiled | CompilerError) -> KernelSeconds | None:
         """Return the seconds of a kernel and cache them; None if it does not compile alone."""
         if isinstance(result, CompilerError):
             return None
@@ -248,12 +251,14 @@ class Pricer:
         self.keep("kernels", job, seconds)
         return seconds
 
-    def divide(self, program: Compiled, kernels: Mapping[str, float]) -> Price:
+    def divide(self, program: Compiled, kernels: Mapping[str, KernelSeconds]) -> Price:
         """Return the price of a compiled program in parts; `kernels` are the seconds of its kernels by name."""
         on_card = isinstance(program.slice.chip, Card)
         if on_card and program.memory.peak > program.slice.memory:  # which the GPU's compiler does not refuse
             return Price(program.memory.arguments, program.memory.peak, compile_seconds=program.seconds)
-        price = price_on_card if on_card else partial(price_compiled, kernels=kernels)
+        typical = {name: seconds.typical for name, seconds in kernels.items()}
+        worst = {name: seconds.worst for name, seconds in kernels.items()}
+        price = price_on_card if on_card else partial(price_compiled, kernels=typical)
         priced = price(program)
         total = priced.total
         breakdown: dict[str, float] = dict.fromkeys(PARTS, 0.0)
@@ -267,6 +272,7 @@ class Pricer:
             least=price(program, cheapest=True).total.mid,
             low=total.low,
             high=total.high,
+            worst=None if on_card else price_compiled(program, worst).total.high,
             breakdown=breakdown,
             self_attention=sum(
                 item.cost.mid for item in priced.items if around in item.scope and self._part(item) == "attention"
@@ -316,9 +322,9 @@ def _name(job: Job) -> str:
     return json.dumps(job.key)
 
 
-def _kernel_times(program: Compiled, prices: Mapping[Call, float | None]) -> dict[str, float]:
+def _kernel_times(program: Compiled, prices: Mapping[Call, KernelSeconds | None]) -> dict[str, KernelSeconds]:
     """Return the known seconds of a compiled program's kernels, by their names in it."""
-    seconds_by_name: dict[str, float] = {}
+    seconds_by_name: dict[str, KernelSeconds] = {}
     for name, call in kernel_calls(program).items():
         kernel = same_kernel(call, prices)
         seconds = None if kernel is None else prices[kernel]

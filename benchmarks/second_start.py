@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way of a second process to the first step on a TPU, part by part, with programs that the first one compiled.
+
+python -m benchmarks.second_start [--model wan2.1-t2v-14b] [--chip v6e-8] [--cache FOLDER]
+
+One process compiles every program of a video for a chip that need not be here, into an empty cache, as
+`wanjax warmup --chip` does. A second one goes the way of a run: it imports, traces the run, lowers each program to get
+its key, and reads and decompresses its executable. The table lacks the time to load an executable into a TPU, and to
+read the weights. The figures are this machine's.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+
+STARTED = perf_counter()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="wan2.1-t2v-14b")
+    parser.add_argument("--chip", default="v6e-8")
+    parser.add_argument("--cache", type=Path, help="default: a temporary folder, which is removed")
+    parser.add_argument("--read", action="store_true", help=argparse.SUPPRESS)  # the second process
+    options = parser.parse_args()
+    if options.read:
+        read(options.model, options.chip, options.cache)
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        cache = options.cache or Path(temporary)
+        command = [sys.executable, "-m", "benchmarks.second_start", "--model", options.model, "--chip", options.chip]
+        for name in ("first", "second"):
+            print(f"{name} process", flush=True)
+            subprocess.run([*command, "--cache", str(cache), "--read"], check=True)
+
+
+def read(model: str, chip: str, folder: Path) -> None:
+    """Trace a run of a model, and get each of its programs from the cache or compile it."""
+    from wanjax.pricing.compile import ENVIRONMENT
+
+    os.environ.update(ENVIRONMENT)  # before libtpu is loaded
+    import jax
+    from jax._src.compilation_cache import decompress_executable, extract_executable_and_time
+
+    from wanjax.compile_cache.cache import compile_cache
+    from wanjax.compile_cache.shared import EntryExists, share
+    from wanjax.execution import warn_refused
+    from wanjax.loading import abstract_pipeline
+    from wanjax.pipelines.meshes import auto_mesh, step_cost
+    from wanjax.pipelines.tracing import needed_pictures, trace_programs
+    from wanjax.plan.video_programs import program_names
+    from wanjax.pricing.chips import find_slice, topology_devices
+    from wanjax.pricing.lowering import retry_without_rejected_options
+    from wanjax.registry import outline
+    from wanjax.sharding import RULES, Partitioner, make_mesh, substitute_devices
+
+    print(f"{perf_counter() - STARTED:8.2f} s  import JAX and wanjax", flush=True)
+    jax.config.update("jax_platforms", "cpu")
+    with timed("open the compiler for the chip, which a TPU's own start replaces"):
+        devices = topology_devices(find_slice(chip).topology, one_host=True)
+    share(folder, ahead_of_time=True)
+    with substitute_devices(devices):
+        with timed("trace the run"):
+            chosen = outline(model)
+            settings = chosen.settings.updated({"dtype": "bfloat16"})
+            cost = step_cost(chosen.family, chosen.model, settings)
+            mesh = make_mesh(*auto_mesh(cost, devices), devices=devices)
+            pipe = abstract_pipeline(chosen, Partitioner(mesh, RULES["fsdp"]))
+            trace = trace_programs(pipe, settings, needed_pictures(pipe, settings))
+        for name, program in zip(program_names(trace), trace.programs, strict=True):
+            instance, start = program.instance, perf_counter()
+            try:
+                options = instance.program.options_of(instance.site)
+                retry_without_rejected_options(
+                    options, lambda left, one=instance: one.compiled(left, compile_cache), warn_refused
+                )
+                print(f"{perf_counter() - start:8.2f} s  compile {name}", flush=True)
+            except EntryExists as entry:
+                found, start = perf_counter() - start, perf_counter()
+                content = (folder / f"{entry}-cache").read_bytes()
+                executable, _ = extract_executable_and_time(decompress_executable(content))
+                sizes = f"{len(content) / 2**20:.1f} MiB, {len(executable) / 2**20:.1f} decompressed"
+                print(f"{found:8.2f} s  lower {name} and find its entry", flush=True)
+                print(f"{perf_counter() - start:8.2f} s  read {name}: {sizes}", flush=True)
+    print(f"{perf_counter() - STARTED:8.2f} s  in all")
+
+
+@contextmanager
+def timed(what: str) -> Iterator[None]:
+    """Print the seconds of a block."""
+    start = perf_counter()
+    yield
+    print(f"{perf_counter() - start:8.2f} s  {what}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
