@@ -272,7 +272,6 @@ REFUSED = [  # tensors, and what the sentence about them names
             ({"a.int8_weight": np.ones((160, 96), np.int16)}, "a.int8_weight int16 8-bit integers"),
             ({"a.weight": np.ones((160, 96), np.float32)}, "a.int8_weight a.weight"),
             ({"a.scale": None}, "a.int8_weight scale"),
-            ({"a.comfy_quant": words_of(format="int8_tensorwise")}, "a.comfy_quant int8_tensorwise"),
         ]
     ),
     *(
@@ -288,7 +287,9 @@ REFUSED = [  # tensors, and what the sentence about them names
             ({"a.scale_weight": np.ones((), np.float32)}, "a.weight_scale a.scale_weight one"),
             ({"a.weight": np.ones((4, 8), np.uint8)}, "a.weight uint8"),
             ({"a.comfy_quant": words_of(format="nvfp4")}, "a.comfy_quant nvfp4 float8_e4m3fn"),
-            ({"a.comfy_quant": words_of(format="mxfp8")}, "mxfp8"),
+            ({"a.comfy_quant": words_of(format="mxfp8")}, "a.weight [4, 8] mxfp8 32"),
+            ({"a.comfy_quant": words_of(format="int8_tensorwise")}, "int8_tensorwise float8_e4m3fn"),
+            ({"a.comfy_quant": words_of(format="convrot_w4a4")}, "convrot_w4a4"),
             ({"a.comfy_quant": words_of(format="float8_e5m2")}, "float8_e5m2 float8_e4m3fn"),
             ({"a.comfy_quant": words_of(format="float8_e4m3fn", convrot=True)}, "convrot"),
             ({"a.comfy_quant": words_of(bits=8)}, "a.comfy_quant JSON"),
@@ -375,3 +376,129 @@ def test_gguf_is_named(name, tmp_path, monkeypatch):
     (tmp_path / "wan.gguf").write_bytes(b"GGUF")
     with pytest.raises(WanjaxError, match=naming(f"{name} GGUF safetensors")):
         wanjax.load(name)
+
+
+def hadamard(size):
+    """Return the orthonormal regular Hadamard matrix, by its definition: Kronecker powers of a block of four rows."""
+    four = np.array([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]])
+    out = np.ones((1, 1))
+    while len(out) < size:
+        out = np.kron(out, four)
+    return out / np.sqrt(size)
+
+
+def convrot(name, x, group, layout=per_row, **beside):
+    """Return a layer as ComfyUI stores it in 8-bit integers with rotated groups, and the weight by the rule."""
+    turned = (x.astype(np.float64).reshape(len(x), -1, group) @ hadamard(group).T).reshape(x.shape)
+    scale, filled = layout(turned.astype(np.float32))
+    scale, filled = np.asarray(scale * np.float32(448 / 127)), filled.astype(np.float64) * np.float32(448 / 127)
+    whole = np.clip(np.round(turned / filled), -128, 127).astype(np.int8)
+    tensors = {f"{name}.weight": whole, f"{name}.weight_scale": scale}
+    entries = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": group} | beside
+    numbers = (whole * filled).reshape(len(x), -1, group) @ hadamard(group)
+    return tensors, entries, numbers.reshape(x.shape)
+
+
+@pytest.mark.parametrize("in_metadata", [False, True])
+@pytest.mark.parametrize("layout", [per_row, per_tensor, none])
+@pytest.mark.parametrize(("shape", "group"), [((96, 512), 256), ((64, 192), 64), ((8, 1024), 1024)])
+def test_rotated_integers(shape, group, layout, in_metadata):
+    """ConvRot: within one rounding to bfloat16 of the rule in float64, and near the weight that was rounded."""
+    x = weight(shape)
+    tensors, entries, exact = convrot("model.a", x, group, layout, per_row=layout is per_row)
+    reader = Tensors(tensors | ({} if in_metadata else {"model.a.comfy_quant": words_of(**entries)}))
+    if in_metadata:
+        reader.metadata = {
+            "_quantization_metadata": json.dumps({"format_version": "1.0", "layers": {"model.a": entries}})
+        }
+    dequantized = Dequantized(reader)
+    assert dequantized.specs == {"model.a.weight": (shape, np.dtype(np.float32))}
+    found = dequantized.read("model.a.weight")
+    np.testing.assert_allclose(found, exact, rtol=2**-9, atol=1e-6 * np.abs(exact).max())
+    as_loaded = found.astype(ml_dtypes.bfloat16).astype(np.float64)
+    assert (np.abs(as_loaded - exact) <= 2**-8 * np.abs(exact) + 1e-6 * np.abs(exact).max()).all()
+    assert np.linalg.norm(found - x) < (0.01 if layout is per_row else 0.04) * np.linalg.norm(x)
+
+
+def test_integers_that_were_not_rotated():
+    x = weight((64, 160))  # 256 does not divide 160
+    scale, filled = per_row(x)
+    whole = np.clip(np.round(x / filled / 3.5), -128, 127).astype(np.int8)
+    tensors = {"a.weight": whole, "a.weight_scale": scale, "a.comfy_quant": words_of(format="int8_tensorwise")}
+    reader = Dequantized(Tensors(tensors))
+    np.testing.assert_array_equal(reader.read("a.weight"), whole * scale)
+
+
+ROTATED, ENTRIES, _ = convrot("a", weight((64, 512)), 256)
+BLOCKS = {"a.weight": np.zeros((64, 64), ml_dtypes.float8_e4m3fn), "a.weight_scale": np.zeros((128, 4), np.uint8)}
+HALVES = {"a.weight": np.zeros((64, 32), np.uint8), "a.weight_scale": np.zeros((128, 4), ml_dtypes.float8_e4m3fn)}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "entries", "words"),
+    [
+        (ROTATED, ENTRIES | {"convrot_groupsize": 100}, "convrot_groupsize 100 int8_tensorwise"),
+        (ROTATED, ENTRIES | {"convrot_groupsize": 1024}, "a.weight [64, 512] 1024"),
+        (ROTATED, ENTRIES | {"convrot_groupsize": "256"}, "convrot_groupsize"),
+        (ROTATED, ENTRIES | {"convrot": "yes"}, "convrot"),
+        (ROTATED, ENTRIES | {"mystery": 1}, "mystery"),
+        (ROTATED | {"a.weight_scale": None}, ENTRIES, "a.weight int8_tensorwise a.weight_scale"),
+        (
+            BLOCKS | {"a.weight_scale": np.zeros((64, 2), np.uint8)},
+            {"format": "mxfp8"},
+            "a.weight_scale [64, 2] [128, 4]",
+        ),
+        (BLOCKS | {"a.weight_scale": np.full((128, 4), 255, np.uint8)}, {"format": "mxfp8"}, "a.weight_scale finite"),
+        (BLOCKS | {"a.weight_scale": None}, {"format": "mxfp8"}, "a.weight a.weight_scale"),
+        (HALVES, {"format": "nvfp4"}, "a.weight nvfp4 a.weight_scale_2"),
+        (HALVES | {"a.weight_scale_2": np.ones(4, np.float32)}, {"format": "nvfp4"}, "a.weight_scale_2"),
+    ],
+)
+def test_layers_that_contradict_their_format(tensors, entries, words):
+    named = tensors | {"a.comfy_quant": words_of(**entries)}
+    present = {key: x for key, x in named.items() if x is not None}
+    with pytest.raises(WanjaxError) as caught:
+        Dequantized(Tensors(present)).read("a.weight")
+    assert says(str(caught.value), words)
+    assert "\n" not in str(caught.value)
+
+
+def test_broken_formats_in_the_metadata_are_one_sentence():
+    reader = Tensors(FLOAT8)
+    for text in ("{", "[]", '{"layers": 3}', '{"layers": {"a": 3}}'):
+        reader.metadata = {"_quantization_metadata": text}
+        with pytest.raises(WanjaxError, match=r"get the file again$"):
+            Dequantized(reader)
+
+
+@pytest.mark.parametrize("shape", [(96, 512), (320, 768), (128, 64)])
+@pytest.mark.parametrize("kind", ["mxfp8", "nvfp4", "int8_tensorwise"])
+def test_formats_as_comfy_kitchen_writes_them(kind, shape):
+    """Comfy-Org's own library quantises, and its plain reading in float32 is what is read here."""
+    library = pytest.importorskip("comfy_kitchen")
+    import torch
+    from comfy_kitchen.backends.eager import quantization as plain
+
+    x = torch.from_numpy(weight(shape))
+    entries = {"format": kind}
+    if kind == "int8_tensorwise":
+        group = 256 if shape[1] % 256 == 0 else 64
+        layout = library.tensor.TensorWiseINT8Layout
+        numbers, params = layout.quantize(x, per_channel=True, convrot=True, convrot_groupsize=group)
+        tensors = {"": numbers, "_scale": params.scale}
+        expected = plain.dequantize_int8_convrot_weight(numbers, params.scale, group)
+        entries |= {"convrot": True, "convrot_groupsize": group}
+    elif kind == "mxfp8":
+        numbers, params = library.tensor.TensorCoreMXFP8Layout.quantize(x)
+        tensors = {"": numbers.view(torch.uint8), "_scale": params.scale.view(torch.uint8)}
+        expected = plain.dequantize_mxfp8(numbers, params.scale, torch.float32)
+    else:
+        numbers, params = library.tensor.TensorCoreNVFP4Layout.quantize(x)
+        tensors = {"": numbers, "_scale": params.block_scale.view(torch.uint8), "_scale_2": params.scale}
+        expected = plain.dequantize_nvfp4(numbers, params.scale, params.block_scale, torch.float32)
+    stored = {f"a.weight{name}": x.numpy() for name, x in tensors.items()}
+    reader = Dequantized(Tensors(stored | {"a.comfy_quant": words_of(**entries)}))
+    assert reader.specs == {"a.weight": (shape, np.dtype(np.float32))}
+    largest = float(expected.abs().max())
+    np.testing.assert_allclose(reader.read("a.weight"), expected.numpy(), rtol=1e-6, atol=1e-6 * largest)
+    assert np.linalg.norm(reader.read("a.weight") - x.numpy()) < 0.2 * np.linalg.norm(x)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""8-bit weights with their scales multiplied in.
+"""Weights of 8 bits and fewer with their scales multiplied in.
 
 A scale is a tensor beside its weight: `scale_weight` in ComfyUI's older files, musubi-tuner's and what LightX2V writes
 for ComfyUI, `weight_scale` in ComfyUI's newer ones (its QUANTIZATION.md) and those of compressed-tensors and LightX2V
@@ -9,9 +9,9 @@ integers, of which compressed-tensors may have the one that stands for 0 too.
 thu-ml/TurboDiffusion (turbodiffusion/ops/core.py), quanto (tensor/weights/qbytes.py) and torchao
 (prototype/safetensors/safetensors_support.py) have another name in place of `weight`; torchao may have the integer that
 stands for 0 too. In bitsandbytes the scale is the size of 127 (functional.int8_vectorwise_dequant).
+ComfyUI's other formats are in `layer_formats.py`.
 """
 
-import json
 import math
 import re
 from typing import Any, NamedTuple
@@ -21,8 +21,16 @@ import ml_dtypes
 import numpy as np
 
 from wanjax.checkpoints.files import Reader, Spec
+from wanjax.checkpoints.layer_formats import (
+    LayerFormat,
+    formats_in_metadata,
+    parse_format,
+    rotate,
+    unpack_float4,
+    untile,
+)
 from wanjax.checkpoints.readers import View
-from wanjax.errors import WanjaxError, repr_short
+from wanjax.errors import WanjaxError
 
 
 class Spelling(NamedTuple):
@@ -64,8 +72,7 @@ INPUTS = re.compile(
 MARK = "scaled_fp8"  # of ComfyUI's older files
 ORDER = "weight_format"  # the order of bitsandbytes' integers, 0 for row by row
 QUANTISED = "comfy_quant"  # a layer's format in ComfyUI's newer files, as JSON
-PLAIN = {"format", "full_precision_matrix_mult", "group_size", "block_size"}  # entries that change no number
-FORMAT = re.compile(r"(float8_e4m3fn|float8_e5m2)(?:_(?:tensor|row|block)\w*)?")  # the shape tells what a scale is for
+TENSOR_SCALE = "weight_scale_2"  # in NVFP4 the scale of the whole tensor, beside those of its blocks
 BLOCK = 128  # rows and columns of a block in DeepSeek's files, whose last ones may be smaller
 JSON_BYTES = 4096
 EIGHT_BITS = (
@@ -95,8 +102,11 @@ class Dequantized(View):
         for key in reader.specs:
             _check_known(key)
         self._parts = _found(keys)
-        self._formats: dict[str, Any] = {}  # of weights that are stored as plain bytes
+        self._formats: dict[str, LayerFormat] = {}  # of weights whose format is named beside them
         surplus, weights = set[str](), keys | self._parts.keys()
+        for layer, text in formats_in_metadata(getattr(reader, "metadata", {})).items():
+            if (weight := f"{layer}.weight") in weights:
+                self._formats[weight] = parse_format(text, f"the file's entry for {layer}", self._stored_dtype(weight))
         for key in keys:
             module, last = _split(key)
             weight = f"{module}weight"
@@ -104,15 +114,24 @@ class Dequantized(View):
                 surplus |= {key} if last == MARK else set()
                 continue
             if last == QUANTISED:
-                self._formats[weight] = _format(reader, key, reader.specs[self._names(weight)].dtype)
+                text = reader.read(key).tobytes() if reader.specs[key].nbytes <= JSON_BYTES else b""
+                self._formats[weight] = parse_format(text, key, self._stored_dtype(weight))
             if last == ORDER and not (reader.specs[key].nbytes == 1 and reader.read(key).tobytes() == bytes(1)):
                 raise WanjaxError(f"{key} is not 0, so the integers of {weight} are in another order: {EIGHT_BITS}")
             if last in (MARK, ORDER, QUANTISED) or INPUTS.fullmatch(last):
                 surplus.add(key)
+        for weight, layer_format in self._formats.items():
+            if weight not in self._parts and (layer_format.scale_block or layer_format.dtype == np.int8):
+                raise WanjaxError(f"{weight} is in {layer_format.name}, without {weight}_scale: get the file again")
         for weight, parts in self._parts.items():
             surplus |= {parts.scale, *([parts.zero] if parts.zero else [])}
             zero = reader.specs[parts.zero] if parts.zero else None
-            _check(parts, self._stored(weight), reader.specs[parts.scale], zero)
+            layer_format = self._formats.get(weight)
+            if layer_format is None or not layer_format.scale_block:
+                _check(parts, self._stored(weight), reader.specs[parts.scale], zero)
+                _check_rotation(weight, self._stored(weight), layer_format)
+            else:
+                surplus |= self._check_blocks(weight, layer_format)
         of_numbers = {parts.numbers: weight for weight, parts in self._parts.items()}
         names = [of_numbers.get(key, key) for key in reader.specs if key not in surplus]
         self.specs = {key: self._spec(key) for key in names}
@@ -123,7 +142,11 @@ class Dequantized(View):
     def _stored(self, key: str) -> Spec:
         """Return the shape and dtype of a tensor without its scale."""
         shape, dtype = self._reader.specs[self._names(key)]
-        return Spec(shape, np.dtype(self._formats.get(key, dtype)))
+        layer_format = self._formats.get(key)
+        return Spec(layer_format.shape(shape), layer_format.dtype) if layer_format else Spec(shape, dtype)
+
+    def _stored_dtype(self, key: str) -> np.dtype:
+        return self._reader.specs[self._names(key)].dtype
 
     def _spec(self, key: str) -> Spec:
         shape, dtype = self._stored(key)
@@ -135,14 +158,56 @@ class Dequantized(View):
 
     def read(self, key: str) -> np.ndarray:
         x = self._reader.read(self._names(key))
-        x = x.view(self._formats[key]) if key in self._formats else x
+        layer_format = self._formats.get(key)
+        x = x if layer_format is None else x.view(layer_format.dtype)
         if (parts := self._parts.get(key)) is None:
             return x
+        if layer_format and layer_format.scale_block:
+            return self._read_blocks(x, parts, layer_format)
         numbers = x.astype(np.float32)
         if parts.zero:
             numbers -= self._spread(parts.zero, x.shape)
         numbers *= self._spread(parts.scale, x.shape) / parts.spelling.steps
+        if layer_format and layer_format.rotated_group:
+            numbers = rotate(numbers, layer_format.rotated_group)
         return numbers.astype(self.specs[key].dtype, copy=False)
+
+    def _read_blocks(self, x: np.ndarray, parts: _Parts, layer_format: LayerFormat) -> np.ndarray:
+        """Return a weight that has a scale for each block of its rows, in the order of the tensor cores."""
+        numbers = unpack_float4(x) if layer_format.packed else x.astype(np.float32)
+        (rows, columns), block = numbers.shape, layer_format.scale_block
+        scales = untile(self._reader.read(parts.scale), rows, columns // block)
+        kind = ml_dtypes.float8_e4m3fn if layer_format.packed else ml_dtypes.float8_e8m0fnu
+        scales = scales.view(kind).astype(np.float32)
+        if layer_format.packed:
+            scales = scales * self._reader.read(_tensor_scale(parts)).astype(np.float32).reshape(())
+        if not np.isfinite(scales).all():
+            raise WanjaxError(f"{parts.scale} has numbers that are not finite: get the file again")
+        blocks = numbers.reshape(rows, -1, block)
+        blocks *= scales[..., None]
+        return numbers
+
+    def _check_blocks(self, weight: str, layer_format: LayerFormat) -> set[str]:
+        """Raise WanjaxError unless a weight has a scale for each block of its rows; return the names of its scales."""
+        parts, shape = self._parts[weight], self._stored(weight).shape
+        scale = self._reader.specs[parts.scale]
+        if len(shape) != 2 or 0 in shape or shape[1] % layer_format.scale_block:
+            raise WanjaxError(
+                f"{parts.numbers} is {list(shape)} in {layer_format.name}: rows of whole blocks of "
+                f"{layer_format.scale_block} numbers are read"
+            )
+        wanted = layer_format.scale_shape(shape)
+        if math.prod(scale.shape) != math.prod(wanted) or scale.dtype.itemsize != 1:
+            raise WanjaxError(
+                f"{parts.scale} is {scale.dtype} {list(scale.shape)} where {parts.numbers} is {layer_format.name} of "
+                f"{list(shape)}, whose scales are {list(wanted)} of one byte"
+            )
+        if not layer_format.packed:
+            return {parts.scale}
+        tensor_scale = _tensor_scale(parts)
+        if (spec := self._reader.specs.get(tensor_scale)) is None or math.prod(spec.shape) != 1:
+            raise WanjaxError(f"{weight} is in {layer_format.name}, without the one {tensor_scale}: get the file again")
+        return {parts.scale, tensor_scale}
 
     def _spread(self, key: str, shape: tuple[int, ...]) -> np.ndarray:
         """Return a tensor that has a number for each part of a weight, with axes of the weight's sizes or 1."""
@@ -161,6 +226,18 @@ def _split(key: str) -> tuple[str, str]:
     """Return the name of a tensor's module, with its dot, and the rest of the tensor's name."""
     module, dot, last = key.rpartition(".")
     return module + dot, last
+
+
+def _tensor_scale(parts: _Parts) -> str:
+    """Return the name of the scale of a whole tensor in NVFP4."""
+    return f"{_split(parts.scale)[0]}{TENSOR_SCALE}"
+
+
+def _check_rotation(weight: str, stored: Spec, layer_format: LayerFormat | None) -> None:
+    """Raise WanjaxError unless a weight's rows consist of whole groups that were rotated together."""
+    group = layer_format.rotated_group if layer_format else 0
+    if group and (len(stored.shape) != 2 or stored.shape[1] % group):
+        raise WanjaxError(f"{weight} is {list(stored.shape)}: it cannot have been rotated in groups of {group}")
 
 
 def _check_known(key: str) -> None:
@@ -228,21 +305,3 @@ def _check(parts: _Parts, stored: Spec, scale: Spec, zero: Spec | None) -> None:
         right = "one scale, or one for each row, each equal part of a row or each square block"
         numbers = f"{parts.numbers}, {list(stored.shape)},"
         raise WanjaxError(f"{parts.scale} has the shape {list(scale.shape)} where {numbers} has {right}")
-
-
-def _format(reader: Reader, key: str, dtype: np.dtype) -> Any:
-    """Return the dtype in a layer's JSON; raise WanjaxError unless its weight is such an 8-bit float."""
-    spec = reader.specs[key]
-    try:
-        layer = json.loads(reader.read(key).tobytes() if spec.nbytes <= JSON_BYTES else b"")
-        name, more = str(layer["format"]), sorted(entry for entry in layer if layer[entry] and entry not in PLAIN)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise WanjaxError(f"{key} is no JSON object with a format of the weight: get the file again") from error
-    match = FORMAT.fullmatch(name)
-    kind = getattr(ml_dtypes, match[1]) if match else None
-    if kind is None or more or dtype not in (np.dtype(kind), np.dtype(np.uint8)):
-        problem = f"{repr_short(name)}{f' with {repr_short(more[0])}' if more else ''}, and the weight is {dtype}"
-        raise WanjaxError(
-            f"{key} says {problem}: of the formats of 8 bits and fewer, float8_e4m3fn and float8_e5m2 are read"
-        )
-    return kind

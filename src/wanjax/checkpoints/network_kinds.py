@@ -21,7 +21,7 @@ from wanjax.converters.weight_rules import Rule
 from wanjax.errors import WanjaxError, repr_short
 from wanjax.layers.placement import as_shapes
 
-QUANTISERS = ("bitsandbytes", "compressed-tensors", "fp8", "quanto", "torchao")
+QUANTISERS = ("bitsandbytes", "compressed-tensors", "fp8", "modelopt", "quanto", "torchao")
 """Those of whose formats some are read, as the names of tensors tell."""
 Config = Any  # a frozen dataclass, of a type of its own for each module
 
