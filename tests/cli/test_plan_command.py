@@ -267,6 +267,14 @@ def test_each_set_of_compiler_options_has_prices_of_its_own(monkeypatch):
     assert says(" ".join(said.split()), "fsdp fast compiler")
 
 
+def test_the_kernel_is_that_of_the_chip_which_is_planned_for():
+    """Not that of this machine, on which no such kernel runs."""
+    model = outline("wan2.1-t2v-14b")
+    on_chip = Partitioner(hardware.mesh_on(SLICES["v6e-8"], {"dp": 2, "sp": 4, "tp": 1}), RULES["fsdp"])
+    found = estimate._attention_name(AttentionConfig(), model.model.cost(model.settings), "bfloat16", on_chip)
+    assert found == "flash_tpu"
+
+
 def test_where_nothing_is_compiled_no_set_is_named():
     assert plan("--chip", "h200", "--compiler", "fast")["compiler"] is None
     assert "compiler" not in CliRunner().invoke(main, ["plan", "nano", "--chip", "h200"]).output
@@ -285,6 +293,7 @@ def test_a_slice_is_priced_by_its_compiler_and_only_once(monkeypatch):
     assert first["doubts"] == []
     assert sum(first["step_breakdown"].values()) == pytest.approx(first["step_seconds"])
     assert first["step_seconds_low"] <= first["step_seconds"] <= first["step_seconds_high"]
+    assert first["step_seconds_high"] <= first["step_seconds_worst"]  # nano's heads have no kernel with a safe path
     assert first["total_seconds_low"] < first["total_seconds"] < first["total_seconds_high"]
     assert {item["operation"] for item in first["collectives"]} & {"all-gather", "all_to_all", "all-to-all"}
     assert all(item["devices"] > 1 for item in first["collectives"])

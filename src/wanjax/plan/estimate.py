@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from wanjax.execution import on_mesh
 from wanjax.figures import in_bytes, quantity
 from wanjax.kernels.attention import AUTO, AttentionConfig, choose
 from wanjax.kernels.compiler_options import SAFE, check_set
@@ -272,7 +273,8 @@ def _attention_name(attention: AttentionConfig, work: Cost, dtype: str, partitio
         return str(attention)
     shape = (1, work.tokens, work.heads, work.width // work.heads)
     operand = jax.ShapeDtypeStruct(shape, dtype, sharding=partitioner.replicated)
-    return choose(operand, operand, operand, implementation=attention).name
+    with on_mesh(partitioner):  # the kernels ask it for the chip
+        return choose(operand, operand, operand, implementation=attention).name
 
 
 def _priced_by(hardware: Hardware) -> str:
