@@ -38,7 +38,7 @@ from tests.support.batches import read_manifest
 from wanjax.jobs.batch import Batch, Manifest
 from wanjax.jobs.maker import Task, VideoMaker
 from wanjax.jobs.pool import Autoscaler, LocalWorker, Pool
-from wanjax.jobs.ray_cluster import ENVIRONMENT
+from wanjax.jobs.ray_cluster import LOCAL_ENVIRONMENT
 from wanjax.jobs.rows import read_requests
 from wanjax.jobs.store import Job, JobStore
 from wanjax.jobs.worker import Failure, Lease
@@ -76,7 +76,7 @@ class LocalCluster:
     """A Ray cluster of this machine, at its own address alone: a head without cores, and nodes of a core each."""
 
     def __init__(self) -> None:
-        os.environ.update(ENVIRONMENT, JAX_PLATFORMS="cpu")
+        os.environ.update(LOCAL_ENVIRONMENT, JAX_PLATFORMS="cpu")
         from ray.cluster_utils import Cluster
 
         node_options = {
@@ -181,7 +181,7 @@ class Idle:
 
     def warm_up(self, should_stop: Callable[[], bool]) -> None: ...
 
-    def is_made(self, job: Job) -> bool:
+    def is_published(self, job: Job) -> bool:
         return False
 
     def make(self, jobs: Sequence[Job], lease: Lease) -> Iterator[Job]:
@@ -207,7 +207,7 @@ def measure_overhead(requests: int) -> None:
                 pool.poll()
             start, cpu = time.perf_counter(), time.process_time()
             batch = Batch(store, tasks, Manifest(Path(name)), "nano")
-            while batch.ended < batch.total:
+            while batch.ended_count < batch.total:
                 list(batch.poll())
                 time.sleep(0.01)
             seconds, cpu = time.perf_counter() - start, time.process_time() - cpu

@@ -29,7 +29,7 @@ import httpx
 import numpy as np
 
 from benchmarks.serving import served
-from wanjax.jobs.sharing import SERVE, join_namespace
+from wanjax.jobs.sharing import SERVE_FILE, join_namespace
 from wanjax.jobs.store import JobStore
 from wanjax.jobs.worker import ATTEMPTS
 
@@ -118,7 +118,7 @@ def measure(
     watch, kills, is_over = Watch(), [], Event()
     database = database or str(folder / "jobs.sqlite")
     with service(folder, str(workers), "--database", database) as (address, _):
-        join_namespace(store := JobStore(database), folder, SERVE)
+        join_namespace(store := JobStore(database), folder, SERVE_FILE)
         with httpx.Client(base_url=address, timeout=60) as client:
             end = time.monotonic() + START
             while client.get("/health").json()["status"] != "ready":

@@ -129,7 +129,7 @@ def test_a_jobset_tells_each_process_its_place(monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", lambda *place, **more: joined.append(place))
     for index in range(size):
         annotations = {"batch.kubernetes.io/job-completion-index": str(index)}
-        multihost.join(None, {x["name"]: value_of(x, annotations) for x in container()["env"]})
+        multihost.join_processes(None, {x["name"]: value_of(x, annotations) for x in container()["env"]})
     name = own["metadata"]["name"]
     (port,) = (port["containerPort"] for port in container()["ports"])
     first = f"{name}-{job['name']}-0-0.{name}:{port}"  # as JobSet names a pod, with enableDNSHostnames

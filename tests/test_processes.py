@@ -32,9 +32,9 @@ BOUND = 1e-5
 TOLD = """
 import json, sys
 from wanjax.pipelines import seeds
-from wanjax.jobs.multihost import PeerGroup, join
+from wanjax.jobs.multihost import PeerGroup, join_processes
 place = int(sys.argv[1].split(",")[-1])
-join(sys.argv[1])
+join_processes(sys.argv[1])
 others = PeerGroup()
 heard = [others.broadcast([place, "é" * 5000]), others.broadcast(None if place else {"a": 1.5}), others.broadcast()]
 print(json.dumps([heard, others.gather("" if place else "a fault, é"), seeds.draw(), seeds.draw()]))
@@ -114,14 +114,14 @@ def test_only_the_first_process_writes_and_reports(folder):
     ("asked", "why"),
     [
         ("localhost,2,0", "'localhost,2,0' ADDRESS,COUNT,INDEX 10.0.0.1:8476,2,0"),
-        ("localhost:1,2", "cannot be read"),
-        ("localhost:1,2,-1", "cannot be read"),
+        ("localhost:1,2", "malformed"),
+        ("localhost:1,2,-1", "malformed"),
         ("localhost:1,2,2", "process index 2 count"),
     ],
 )
 def test_invalid_processes_are_refused(asked, why):
     with pytest.raises(WanjaxError, match=naming(why)):
-        multihost.join(asked)
+        multihost.join_processes(asked)
 
 
 def test_one_process_is_the_default(monkeypatch):
@@ -134,7 +134,7 @@ def test_one_process_is_the_default(monkeypatch):
         {"JAX_COORDINATOR_ADDRESS": "a:1"},
         {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"},
     ):
-        multihost.join(None, environment)
+        multihost.join_processes(None, environment)
     assert asked == [(None, None, None), (None, None, None), ("a:1", 2, 1)]
 
 

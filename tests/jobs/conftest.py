@@ -60,4 +60,4 @@ def nothing_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
         path.write_text(request.settings.prompt)
 
     monkeypatch.setattr(Run, "__iter__", run)
-    monkeypatch.setattr(maker, "write", write)
+    monkeypatch.setattr(maker, "write_frames", write)

@@ -29,7 +29,7 @@ class FileMaker:
     def warm_up(self, should_stop):
         pass
 
-    def is_made(self, job):
+    def is_published(self, job):
         return (self.folder / job.output).exists()
 
     def explain(self, error):

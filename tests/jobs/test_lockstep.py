@@ -19,8 +19,8 @@ from wanjax.errors import WanjaxError
 from wanjax.jobs.lockstep import Leader, OutOfSync, follow
 from wanjax.jobs.maker import VideoMaker
 from wanjax.jobs.multihost import PeerGroup
-from wanjax.jobs.ray_workers import Host
-from wanjax.jobs.sharing import BATCH, join_namespace
+from wanjax.jobs.ray_workers import WorkerActor
+from wanjax.jobs.sharing import BATCH_FILE, join_namespace
 from wanjax.jobs.store import NewJob, Signal
 from wanjax.jobs.worker import Lease
 from wanjax.pipelines.request import VideoRequest
@@ -97,14 +97,14 @@ def test_what_shows_how_far_a_video_is_is_fitted_by_all(led, monkeypatch):
 def test_what_one_of_them_cannot_make_none_begins(led, local_store, monkeypatch):
     leader, others, running = led
     tasks = tasks_for(leader, {"prompt": "a"}, {"prompt": "b", "steps": 3}, {"prompt": "c"})
-    shared = others[1].shared_parts
+    shared = others[1].shared_setup
 
     def missing(request):
         if request.settings["prompt"] == "b":
             raise OSError("its host has no such picture")
         return shared(request)
 
-    monkeypatch.setattr(others[1], "shared_parts", missing)
+    monkeypatch.setattr(others[1], "shared_setup", missing)
     jobs = {job.request["settings"]["prompt"]: job for job in made(local_store, leader, tasks, retries=1)}
     assert says(jobs["b"].error["message"], "process 2 of 3 no such picture")
     assert [jobs[prompt].attempts for prompt in "abc"] == [1, 2, 1]
@@ -127,7 +127,7 @@ def test_what_the_first_cannot_make_is_not_asked_of_the_others(led, local_store)
 def test_only_an_exit_of_the_worker_stops_a_run_early(nano, local_store, tmp_path):
     """The followers do not hear of a cancelled job, so a leader that stopped alone would leave them in a collective."""
     leader, exiting = Leader(lambda: nano, tmp_path), threading.Event()
-    lease = Lease(local_store, "w", drained=exiting.is_set)
+    lease = Lease(local_store, "w", exit_requested=exiting.is_set)
     lease.close()
     lease._signal = Signal.CANCEL
     assert lease.should_stop()
@@ -145,7 +145,7 @@ def test_a_failure_within_a_run_ends_all(led, local_store, restarts):
     jobs = made(local_store, leader, tasks, retries=1)
     assert [job.status for job in jobs] == ["completed", "queued" if restarts else "failed", "queued"]
     assert [job.attempts for job in jobs] == [1, 1, 0]
-    assert jobs[1].error["message"] == str(f"RuntimeError: {leader.fault}") == "RuntimeError: the device is gone"
+    assert jobs[1].error["message"] == str(f"RuntimeError: {leader.sync_error}") == "RuntimeError: the device is gone"
     assert not leader.dismiss()
     for run in running:
         with pytest.raises(RuntimeError, match="the device is gone"):
@@ -164,7 +164,7 @@ def test_a_failure_on_one_host_alone_is_told_as_it_was_there(nano, local_store, 
         return run(maker, tasks, made)
 
     monkeypatch.setattr(VideoMaker, "make_run", failing)
-    host = Host()
+    host = WorkerActor()
     with ThreadPoolExecutor(1) as pool:
         following = pool.submit(host._follow, makers[1], peers=Near(room, 1))
         tasks = tasks_for(makers[0], {"prompt": "a"}, {"prompt": "b", "steps": 3})
@@ -182,16 +182,16 @@ def test_a_failure_on_one_host_alone_is_told_as_it_was_there(nano, local_store, 
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_host_whose_folder_is_another_takes_no_job(local_store, tmp_path, asked):
     """Whoever asked it something is told why, and nobody's jobs are made into a folder that others do not see."""
-    join_namespace(local_store, tmp_path, BATCH)
+    join_namespace(local_store, tmp_path, BATCH_FILE)
     local_store.add(NewJob("a", {}, "nano", "a.mp4"))
     (elsewhere := tmp_path / "elsewhere").mkdir()
     start = partial(many._make_maker, {"load": None, "folder": elsewhere})
     ask = operator.attrgetter("models") if asked else None
-    host, message = Host(), pickle.dumps((local_store, start, "w", {"until_empty": True}, ask))
+    host, message = WorkerActor(), pickle.dumps((local_store, start, "w", {"until_empty": True}, ask))
     with ThreadPoolExecutor(1) as pool:
         working = pool.submit(host.work, message)
         with pytest.raises(WanjaxError, match=naming(f"{elsewhere} another folder")):
-            host.answer() if asked else working.result(PATIENCE)
+            host.probe_result() if asked else working.result(PATIENCE)
         host.drain()
     assert local_store.get("a").attempts == 0
 

@@ -23,10 +23,10 @@ from wanjax.jobs import maker
 from wanjax.jobs.batch import Batch, Manifest
 from wanjax.jobs.maker import VideoMaker
 from wanjax.jobs.pool import Autoscaler, Pool
-from wanjax.jobs.ray_cluster import connect_ray, resources_of
+from wanjax.jobs.ray_cluster import connect_ray, parse_resources
 from wanjax.jobs.ray_placement import POD, SLICE, WORKER_ID, placement_bundles, start_group, start_single
-from wanjax.jobs.ray_workers import Host, RayWorker, RemoteStore
-from wanjax.jobs.sharing import BATCH, join_namespace
+from wanjax.jobs.ray_workers import RayWorker, RemoteStore, WorkerActor
+from wanjax.jobs.sharing import BATCH_FILE, join_namespace
 from wanjax.jobs.store import JobStore, NewJob
 from wanjax.pipelines.request import VideoRequest
 
@@ -56,7 +56,7 @@ def succeeded(process):
 def answered(worker):
     """Return what a worker was asked for, once it is there."""
     end = time.monotonic() + 120
-    while (answer := worker.answer()) is None and time.monotonic() < end:
+    while (answer := worker.probe_result()) is None and time.monotonic() < end:
         time.sleep(0.1)
     return answer
 
@@ -100,14 +100,14 @@ def test_a_video_that_fails_on_one_host_of_a_slice_is_listed_and_the_rest_goes_o
     prompts = ["a", "fail", "b", "fail", "c"]
 
     def load():  # in each host's process
-        pipe, write = wanjax.load("nano", mesh="dp=2"), maker.write
+        pipe, write = wanjax.load("nano", mesh="dp=2"), maker.write_frames
 
         def failing(path, frames, order):
             if order.settings.prompt == "fail" and jax.process_index() == where:
                 raise RuntimeError("the device is gone")
             write(path, frames, order)
 
-        maker.write = failing
+        maker.write_frames = failing
         return pipe
 
     small = {"size": (32, 32), "frames": 5, "steps": 2}
@@ -116,7 +116,7 @@ def test_a_video_that_fails_on_one_host_of_a_slice_is_listed_and_the_rest_goes_o
     ]
     with connect_ray(None, 2) as ray:
         arguments = {"load": partial(maker.with_program_cache, load, {}), "folder": tmp_path}
-        join_namespace(local := JobStore(str(tmp_path / "jobs.sqlite")), tmp_path, BATCH)
+        join_namespace(local := JobStore(str(tmp_path / "jobs.sqlite")), tmp_path, BATCH_FILE)
         store, notes, plan = RemoteStore.start(ray, local), [], []
         options = {"max_batch": 32, "retries": 1, "attempts": 2}
         place, follower = partial(start_group, ray, [{"CPU": 1}] * 2, False), partial(VideoMaker, **arguments)
@@ -127,9 +127,9 @@ def test_a_video_that_fails_on_one_host_of_a_slice_is_listed_and_the_rest_goes_o
         pool = Pool(store, lambda number: worker(None if plan else ask), Autoscaler(1, 1), notes.append)
         while not plan:
             pool.poll()
-            plan += pool.workers[0].answer() or []
+            plan += pool.workers[0].probe_result() or []
         batch, ended = Batch(store, plan, Manifest(tmp_path), "nano"), []
-        while batch.ended < batch.total:
+        while batch.ended_count < batch.total:
             pool.poll()
             ended += batch.poll()
             time.sleep(0.1)
@@ -152,7 +152,7 @@ def test_a_worker_whose_folder_is_another_makes_nothing_and_says_so(tmp_path, ho
     there, elsewhere = tmp_path / "there", tmp_path / "elsewhere"
     for folder in (there, elsewhere):
         folder.mkdir()
-    join_namespace(local := JobStore(str(tmp_path / "jobs.sqlite")), there, BATCH)
+    join_namespace(local := JobStore(str(tmp_path / "jobs.sqlite")), there, BATCH_FILE)
     local.add(NewJob("a", {}, "nano", "a.mp4"))
     with connect_ray(None, 2) as ray:
         store, arguments = RemoteStore.start(ray, local), {"load": partial(wanjax.load, "nano"), "folder": elsewhere}
@@ -205,7 +205,7 @@ def test_the_hosts_of_a_worker_are_those_of_one_tpu_slice_in_its_order():
         ray.init(cluster.address, log_to_driver=False)
         bundles = placement_bundles(ray, {"": {"resources": {"TPU": 4}}}, 2)
         assert bundles == [{"TPU": 4, "TPU-v6e-8-head": 1}, {"TPU": 4}]
-        workers = [start_group(ray, bundles, True, Host) for _ in range(2)]
+        workers = [start_group(ray, bundles, True, WorkerActor) for _ in range(2)]
         where = {node["NodeID"]: node["Labels"] for node in ray.nodes()}
         found = []
         for actors, group in workers:
@@ -272,11 +272,11 @@ def test_ctrl_c_ends_it_and_the_same_command_goes_on(cluster, tmp_path):
 
 
 def test_resources_are_read_or_refused():
-    assert resources_of(None) == {}
-    assert resources_of("cpu=2,gpu=0.5, TPU=4") == {"": {"num_cpus": 2, "num_gpus": 0.5, "resources": {"TPU": 4}}}
-    first = resources_of("TPU=4,first.TPU-v6e-16-head=1", ("first",))
+    assert parse_resources(None) == {}
+    assert parse_resources("cpu=2,gpu=0.5, TPU=4") == {"": {"num_cpus": 2, "num_gpus": 0.5, "resources": {"TPU": 4}}}
+    first = parse_resources("TPU=4,first.TPU-v6e-16-head=1", ("first",))
     assert placement_bundles(None, first, 3) == [{"TPU": 4, "TPU-v6e-16-head": 1}, {"TPU": 4}, {"TPU": 4}]
     assert placement_bundles(None, {"": {"num_cpus": 2}}, 2) == [{"CPU": 2}] * 2
     for wrong in ("denoise.gpu=1", "cpu", "cpu=many", "cpu=-1", "=2", "TPU=inf"):
         with pytest.raises(WanjaxError, match=naming(f"{wrong!r} cpu=1,TPU=4")):
-            resources_of(wrong)
+            parse_resources(wrong)

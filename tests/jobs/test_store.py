@@ -28,7 +28,7 @@ from wanjax.errors import WanjaxError
 from wanjax.jobs import databases
 from wanjax.jobs import store as stores
 from wanjax.jobs.databases import DatabaseError, public_url, without_password
-from wanjax.jobs.sharing import BATCH, SERVE, join_namespace
+from wanjax.jobs.sharing import BATCH_FILE, SERVE_FILE, join_namespace
 from wanjax.jobs.store import (
     ARRIVING,
     CANCELLED,
@@ -67,11 +67,11 @@ def test_jobs_are_made_in_order_and_each_once(store: JobStore) -> None:
     for number in range(3):
         store.add(new(number))
     assert store.add(new(0)).position == store.get("v0").position  # the answer was lost
-    assert [store.get(f"v{number}").ahead for number in range(3)] == [0, 1, 2]
+    assert [store.get(f"v{number}").jobs_ahead for number in range(3)] == [0, 1, 2]
     assert leased(store, "a") == ["v0"]
     assert leased(store, "a") == ["v0"]  # the answer was lost
     assert store.get("v0").attempts == 1
-    assert [store.get(f"v{number}").ahead for number in range(3)] == [None, 1, 2]
+    assert [store.get(f"v{number}").jobs_ahead for number in range(3)] == [None, 1, 2]
     assert leased(store, "b") == ["v1"]
     assert store.finish("a", "v0", {"stage_seconds": {"decode": 2.0, "denoise": 3.0}})
     assert not store.finish("a", "v0", {})
@@ -310,9 +310,9 @@ def test_pages_of_a_long_queue_take_no_time(store: JobStore) -> None:
     start = time.perf_counter()
     page, more = store.page(20, newest=False)
     assert time.perf_counter() - start < 1  # a count for each took four
-    assert [job.ahead for job in page] == list(range(20))
+    assert [job.jobs_ahead for job in page] == list(range(20))
     assert more
-    assert store.get("v4999").ahead is None  # of the first 1,000 alone
+    assert store.get("v4999").jobs_ahead is None  # of the first 1,000 alone
 
 
 def test_a_worker_that_drains_gives_its_jobs_back(store: JobStore) -> None:
@@ -342,16 +342,16 @@ def test_two_places_of_one_database_know_nothing_of_each_other(store: JobStore, 
     other = JobStore(url)
     for each, name in ((store, "one"), (other, "two")):
         (tmp_path / name).mkdir()
-        join_namespace(each, tmp_path / name, BATCH)
+        join_namespace(each, tmp_path / name, BATCH_FILE)
         each.add_all([new(0, batch=name), new(1, batch=name)])
         ready(each, f"{name} a", f"{name} b")
     again = JobStore(url)
-    join_namespace(again, tmp_path / "one", BATCH)
+    join_namespace(again, tmp_path / "one", BATCH_FILE)
     assert again.namespace == store.namespace != other.namespace
     assert leased(store, "one a") + leased(store, "one b") == ["v0", "v1"]
     assert leased(store, "one b") == ["v1"]
     assert (store.waiting(), other.waiting()) == (0, 2)
-    assert [other.get(f"v{number}").ahead for number in range(2)] == [0, 1]
+    assert [other.get(f"v{number}").jobs_ahead for number in range(2)] == [0, 1]
     assert (store.stats().jobs, other.stats().jobs) == ({RUNNING: 2}, {QUEUED: 2})
     assert [[worker.name for worker in each.workers()] for each in (store, other)] == [
         ["one a", "one b"],
@@ -390,7 +390,7 @@ def test_a_store_of_another_patience_has_the_same_connections(store: JobStore) -
 def test_who_make_a_folder_a_place_at_once_agree(store: JobStore, url: str, tmp_path: Path) -> None:
     stores = [JobStore(url) for _ in range(8)]
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda each: join_namespace(each, tmp_path, SERVE), stores))
+        list(pool.map(lambda each: join_namespace(each, tmp_path, SERVE_FILE), stores))
     assert len({each.namespace for each in stores}) == 1
     for each in stores:
         each.close()
@@ -823,7 +823,7 @@ def check_against_the_model(store: JobStore, steps: list[tuple[Any, ...]]) -> No
         queue = sorted((x for x in rows.values() if x.status == QUEUED), key=lambda x: x.position)
         assert [x.id for x in queue] == model.queue(), step
         running = sum(x.status == RUNNING for x in rows.values())
-        assert [x.ahead for x in queue] == list(range(running, running + len(queue)))
+        assert [x.jobs_ahead for x in queue] == list(range(running, running + len(queue)))
         assert all(x.version <= store.version() for x in rows.values())
         assert store.version() >= before
 

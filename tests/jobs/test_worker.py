@@ -10,7 +10,7 @@ import pytest
 from tests.jobs.makers import FileMaker
 from tests.support.words import says
 from wanjax.jobs import worker as module
-from wanjax.jobs.sharing import BATCH, SERVE, join_error, join_namespace
+from wanjax.jobs.sharing import BATCH_FILE, SERVE_FILE, join_error, join_namespace
 from wanjax.jobs.store import COMPLETED, FAILED, QUEUED, RUNNING, JobStore, NewJob, NotFound, Signal
 from wanjax.jobs.worker import Lease, work
 
@@ -51,10 +51,12 @@ def ends(store, count):
 
 def at_work(store, maker, **how):
     """Start a worker in a thread; return it with what ends it."""
-    drained = threading.Event()
-    thread = threading.Thread(target=work, args=(store, maker), kwargs={"drained": drained.is_set, **how}, daemon=True)
+    exit_requested = threading.Event()
+    thread = threading.Thread(
+        target=work, args=(store, maker), kwargs={"exit_requested": exit_requested.is_set, **how}, daemon=True
+    )
     thread.start()
-    return thread, drained
+    return thread, exit_requested
 
 
 def wait(condition):
@@ -130,11 +132,11 @@ def test_a_job_of_which_workers_die_is_given_up(store, maker):
 def test_a_job_is_cancelled_between_two_steps_and_the_others_go_on(store, tmp_path, max_batch):
     maker = FileMaker(tmp_path, seconds=0.5)
     fill(store, "a", "b", "c")
-    thread, drained = at_work(store, maker, max_batch=max_batch)
+    thread, exit_requested = at_work(store, maker, max_batch=max_batch)
     wait(lambda: store.get("v0").progress.get("stage"))
     store.cancel("v0")
     wait(lambda: all(store.get(f"v{number}").is_over for number in range(3)))
-    drained.set()
+    exit_requested.set()
     thread.join(PATIENCE)
     assert [end[:2] for end in ends(store, 3)] == [(FAILED, "cancelled"), (COMPLETED, None), (COMPLETED, None)]
     assert not (tmp_path / "v0" / "video.mp4").exists()
@@ -143,11 +145,11 @@ def test_a_job_is_cancelled_between_two_steps_and_the_others_go_on(store, tmp_pa
 def test_a_job_that_is_removed_while_it_is_made_does_not_come_back(store, tmp_path):
     maker = FileMaker(tmp_path, seconds=0.5)
     fill(store, "a", "b")
-    thread, drained = at_work(store, maker)
+    thread, exit_requested = at_work(store, maker)
     wait(lambda: store.get("v0").progress.get("stage"))
     store.remove("v0")
     wait(lambda: store.get("v1").is_over)
-    drained.set()
+    exit_requested.set()
     thread.join(PATIENCE)
     with pytest.raises(NotFound):
         store.get("v0")
@@ -159,10 +161,10 @@ def test_a_worker_that_is_drained_gives_its_jobs_back_within_a_step(store, tmp_p
     maker = FileMaker(tmp_path, seconds=4.0)
     fill(store, "a", "b")
     for by_database in (False, True):
-        thread, drained = at_work(store, maker, max_batch=2, name=f"w{by_database}")
+        thread, exit_requested = at_work(store, maker, max_batch=2, name=f"w{by_database}")
         wait(lambda: store.get("v0").status == RUNNING)
         start = time.monotonic()
-        store.drain(f"w{by_database}") if by_database else drained.set()
+        store.drain(f"w{by_database}") if by_database else exit_requested.set()
         thread.join(PATIENCE)
         assert time.monotonic() - start < 3
         assert ends(store, 2) == [(QUEUED, None, 0)] * 2
@@ -185,13 +187,13 @@ def test_a_worker_cut_off_between_publishing_and_finishing_leaves_its_file(store
 
     fill(store, "a")
     first, second = FileMaker(tmp_path), FileMaker(tmp_path)
-    thread, drained = at_work(CutOff(store.url), first, name="first", ttl=0.5)
+    thread, exit_requested = at_work(CutOff(store.url), first, name="first", ttl=0.5)
     assert cut_off.wait(PATIENCE)
     wait(lambda: (store.requeue_expired(), store.get("v0").status == QUEUED)[1])
     work(store, second, name="second", until_empty=True)
     assert store.get("v0").status == COMPLETED
     reached.set()
-    drained.set()
+    exit_requested.set()
     thread.join(PATIENCE)
     assert (first.runs, second.runs) == ([["v0"]], [])
     assert ends(store, 1) == [(COMPLETED, None, 2)]
@@ -202,7 +204,7 @@ def test_a_worker_whose_lease_ended_stops_and_registers_again(store, tmp_path):
     """As after a sleep of the machine: the job is another's, and the next one is made."""
     maker = FileMaker(tmp_path, seconds=0.5)
     fill(store, "a")
-    thread, drained = at_work(store, maker, name="slow")
+    thread, exit_requested = at_work(store, maker, name="slow")
     wait(lambda: store.get("v0").progress.get("stage"))
     store.requeue_lost("slow")
     store.register("other", "ready", {})
@@ -211,7 +213,7 @@ def test_a_worker_whose_lease_ended_stops_and_registers_again(store, tmp_path):
     wait(lambda: store.get("v1").is_over)
     assert store.get("v0").worker == "other"
     assert not (tmp_path / "v0" / "video.mp4").exists()
-    drained.set()
+    exit_requested.set()
     thread.join(PATIENCE)
 
 
@@ -221,18 +223,18 @@ def test_a_worker_without_its_place_says_why_and_takes_nothing_until_it_is_there
     folders = [tmp_path / name for name in ("other", "own")]
     for folder in folders:
         folder.mkdir()
-    join_namespace(other, folders[0], BATCH)
-    join_namespace(store, folders[1], SERVE)
+    join_namespace(other, folders[0], BATCH_FILE)
+    join_namespace(store, folders[1], SERVE_FILE)
     fill(other, "a")
-    notes, why_not = [], partial(join_error, folder=folders[1], name=BATCH)
-    thread, drained = at_work(lone, maker, join_error=why_not, note=notes.append)
+    notes, why_not = [], partial(join_error, folder=folders[1], name=BATCH_FILE)
+    thread, exit_requested = at_work(lone, maker, join_error=why_not, note=notes.append)
     time.sleep(0.2)
     assert (maker.made(), ends(other, 1)) == ([], [(QUEUED, None, 0)])
     assert [says(note, f"{folders[1]} wanjax batch {lone.name} --out") for note in notes] == [True]
-    join_namespace(store, folders[1], BATCH)
+    join_namespace(store, folders[1], BATCH_FILE)
     fill(store, "b", "c")
     wait(lambda: store.get("v1").is_over)
-    drained.set()
+    exit_requested.set()
     thread.join(PATIENCE)
     assert (ends(store, 2), ends(other, 1)) == ([(COMPLETED, None, 1)] * 2, [(QUEUED, None, 0)])
 

@@ -27,9 +27,9 @@ from wanjax.pipelines.tracing import trace_programs
 SETTINGS: dict[str, Any] = {"steps": 1, "seed": 3, "frames": 5, "size": (32, 32)}
 TWO_PROCESSES = """
 import json, sys, warnings
-from wanjax.jobs.multihost import join
+from wanjax.jobs.multihost import join_processes
 from wanjax.kernels import admission
-join(sys.argv[1])
+join_processes(sys.argv[1])
 first = sys.argv[1].endswith(",0")
 verdicts = {"splash": "", "flash_tpu": "it raises" if first else "", "normed_silu": ""}
 admission.kernel_verdicts = lambda kind, kernels, is_needed: verdicts

@@ -17,7 +17,7 @@ from tests.support.stores import BUCKET, failing, forget, objects, running_s3
 from tests.support.words import naming, says
 from wanjax.cli.serving import opened
 from wanjax.errors import WanjaxError
-from wanjax.jobs.sharing import SERVE
+from wanjax.jobs.sharing import SERVE_FILE
 from wanjax.serve import store_files
 from wanjax.stores.paths import RemotePath, parse_path
 
@@ -59,7 +59,7 @@ def completed(server, content=bytes(range(256)) * 16):
 def names(folder):
     """The objects of a folder, but for the one by which workers know it."""
     assert isinstance(folder, RemotePath)
-    return {name for name in folder.files() if name != SERVE}
+    return {name for name in folder.files() if name != SERVE_FILE}
 
 
 def emptied(folder):

@@ -25,7 +25,7 @@ from tests.support.words import says
 from wanjax.jobs.batch import Batch, Manifest
 from wanjax.jobs.databases import ENV_VARIABLE
 from wanjax.jobs.maker import VideoMaker
-from wanjax.jobs.sharing import BATCH, SERVE, join_namespace
+from wanjax.jobs.sharing import BATCH_FILE, SERVE_FILE, join_namespace
 from wanjax.jobs.store import JobStore
 from wanjax.jobs.worker import work
 from wanjax.pipelines.request import VideoRequest
@@ -48,7 +48,7 @@ def gone(process):
 def test_a_worker_that_is_killed_loses_no_video(tmp_path):
     """Another takes its place, and makes the video; a second server without a worker shows it too."""
     with serving(tmp_path, "--workers", "1", "--no-rehearse") as (client, process):
-        join_namespace(store := JobStore(str(tmp_path / "jobs.sqlite")), tmp_path, SERVE)
+        join_namespace(store := JobStore(str(tmp_path / "jobs.sqlite")), tmp_path, SERVE_FILE)
         with serving(tmp_path, "--workers", "0", "--database", str(tmp_path / "jobs.sqlite")) as (other, second):
             id = other.post("/v1/videos", json=SMALL | {"steps": 200}).json()["id"]
             while client.get(f"/v1/videos/{id}").json()["status"] == "queued":
@@ -88,7 +88,7 @@ def test_a_batch_beside_a_server_on_one_database(start, pipe, tmp_path, request,
         out = tmp_path / "videos"
         out.mkdir()
         maker, store = VideoMaker(lambda: pipe, out), stack.enter_context(closing(JobStore(url)))
-        join_namespace(store, out, BATCH)
+        join_namespace(store, out, BATCH_FILE)
         tasks = maker.tasks_for([VideoRequest.parse(FAST | {"seed": seed}) for seed in range(2)])
         batch = Batch(store, tasks, Manifest(out), "nano")
         asked = server.ask()["id"]
@@ -166,7 +166,7 @@ def test_a_busy_service_ends_at_a_signal_and_goes_on_later(tmp_path):
 @pytest.mark.slow
 def test_workers_come_with_what_waits(tmp_path):
     with serving(tmp_path, "--workers", "1..2", "--no-rehearse") as (client, _):
-        join_namespace(store := JobStore(str(tmp_path / "jobs.sqlite")), tmp_path, SERVE)
+        join_namespace(store := JobStore(str(tmp_path / "jobs.sqlite")), tmp_path, SERVE_FILE)
         assert len(store.workers()) == 1
         ids = [client.post("/v1/videos", json=SMALL | {"steps": 100, "seed": n}).json()["id"] for n in range(12)]
         seen = set()
@@ -205,7 +205,7 @@ def test_videos_and_pictures_of_a_service_are_in_a_bucket(tmp_path):
         bucket = S3FileSystem(use_listings_cache=False)
 
         def files():
-            return [name for name in bucket.find(BUCKET) if not name.endswith(SERVE)]
+            return [name for name in bucket.find(BUCKET) if not name.endswith(SERVE_FILE)]
 
         with serving(f"{BUCKET}/served", *options) as (client, _):
             id = client.post("/v1/videos", data=FAST, files={"image": ("red.png", picture())}).json()["id"]

@@ -37,7 +37,7 @@ from wanjax.jobs.pool import POLL_INTERVAL, Autoscaler, LocalWorker, Pool
 from wanjax.jobs.ray_placement import FIRST, placement_bundles, start_group, start_single
 from wanjax.jobs.ray_workers import RayWorker, RemoteStore
 from wanjax.jobs.rows import RowErrors, read_requests, with_seeds
-from wanjax.jobs.sharing import BATCH, check_namespace, join_namespace
+from wanjax.jobs.sharing import BATCH_FILE, check_namespace, join_namespace
 from wanjax.jobs.store import JobStore, Unavailable
 from wanjax.jobs.worker import work
 from wanjax.pipelines.request import VideoRequest
@@ -135,7 +135,7 @@ def _store(database: str | None, target: AnyPath) -> Iterator[JobStore]:
     """Yield the store of a batch's jobs: a file of this process's own, unless a database is named."""
     if database is not None:
         with closing(JobStore(database)) as store:
-            join_namespace(store, target, BATCH)
+            join_namespace(store, target, BATCH_FILE)
             yield store
         return
     with temp_dir() as folder, closing(JobStore(str(folder / "jobs.sqlite"))) as store:
@@ -243,9 +243,9 @@ def _make_here(
                 maker.fit_latent_preview()
         maker.observers = [BatchProgressObserver(video, batch)]
         with driver.show_progress(batch):
-            worker_options: Any = {"drained": lambda: bool(errors), "on_job_end": poll, "until_empty": True}
+            worker_options: Any = {"exit_requested": lambda: bool(errors), "on_job_end": poll, "until_empty": True}
             work(driver.store, maker, **driver.options, **worker_options)
-            errors += [fault] if (fault := getattr(maker, "fault", None)) is not None else []
+            errors += [fault] if (fault := getattr(maker, "sync_error", None)) is not None else []
             for error in errors:
                 raise error
         if video.previews:
@@ -288,16 +288,16 @@ def _make_with_workers(
             while not plan:
                 _poll_pool(pool, report)
                 with suppress(EOFError):  # it died, and another one is asked
-                    answer = planners[-1].answer()
+                    answer = planners[-1].probe_result()
                     plan += [answer] if answer is not None else []
             tasks, model = plan[0]
             batch = driver.batch(tasks, model)
         with driver.show_progress(batch):
-            while batch.ended < batch.total:
+            while batch.ended_count < batch.total:
                 _poll_pool(pool, report)
                 with suppress(Unavailable):
                     driver.poll(batch)
-        if batch.ended == batch.total:
+        if batch.ended_count == batch.total:
             pool.kill()  # they hold no job
     return batch
 
@@ -312,7 +312,7 @@ def _poll_pool(pool: Pool, report: Report) -> None:
 
 def _make_maker(arguments: dict[str, Any], store: JobStore, leads: bool = False) -> VideoMaker:
     """Return the maker of a worker, in its own process, or of the first of several that compute together."""
-    check_namespace(store, arguments["folder"], BATCH)
+    check_namespace(store, arguments["folder"], BATCH_FILE)
     return Leader(**arguments, restarts=True) if leads else VideoMaker(**arguments)
 
 
@@ -331,12 +331,12 @@ def _ray_workers(
 ) -> Iterator[Callable[..., Any]]:
     """Yield what starts workers in a Ray cluster, which has the store as an actor where no other host reaches it."""
     hosts = worker_flags.hosts
-    requested_resources = ray_cluster.resources_of(worker_flags.resources, (FIRST,) if hosts > 1 else ())
-    local = ray_cluster.address_of(address) is None
+    requested_resources = ray_cluster.parse_resources(worker_flags.resources, (FIRST,) if hosts > 1 else ())
+    local = ray_cluster.resolve_address(address) is None
     cores = count * hosts * requested_resources.get("", {}).get("num_cpus", 1)
     with ray_cluster.connect_ray(address, cores, worker_flags.dashboard) as ray:
         if not driver.store.is_shared:
-            join_namespace(driver.store, driver.folder, BATCH)
+            join_namespace(driver.store, driver.folder, BATCH_FILE)
             driver.store = RemoteStore.start(ray, driver.store)
         resources = {"": ray_cluster.default_resources(ray)} | requested_resources
         folder, follower = partial(start_single, ray, resources[""]), None
@@ -349,7 +349,7 @@ def _ray_workers(
 
 def _count(report: Report, batch: Batch, suffix: str = "") -> None:
     failed = f"{len(batch.failed)} failed" if batch.failed else ""
-    report.count("video", batch.ended, batch.total, suffix=", ".join(filter(None, (failed, suffix))))
+    report.count("video", batch.ended_count, batch.total, suffix=", ".join(filter(None, (failed, suffix))))
 
 
 class BatchProgressObserver(Reporting):
@@ -363,7 +363,7 @@ class BatchProgressObserver(Reporting):
         return nullcontext()
 
     def count(self, unit: str, done: int, total: int) -> None:
-        if self.batch.ended < self.batch.total:
+        if self.batch.ended_count < self.batch.total:
             _count(self.report, self.batch, f"{unit} {done} of {total}")
 
 

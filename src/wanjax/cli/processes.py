@@ -9,7 +9,7 @@ from wanjax.cli.report import Report
 from wanjax.compile_cache.cache import compile_cache_folder, use_shared
 from wanjax.compile_cache.executables import user_executables
 from wanjax.execution import EXECUTE
-from wanjax.jobs.multihost import is_first, join
+from wanjax.jobs.multihost import is_first, join_processes
 from wanjax.kernels.admitted import admit_kernels
 from wanjax.sharding import platform
 
@@ -24,7 +24,7 @@ def init_distributed(
     Executables are kept for other processes where all code in this one is that of the installed packages, unless the
     user chose a folder for JAX's cache, or a shared place, in which all programs are then found.
     """
-    join(processes)
+    join_processes(processes)
     if platform_name is None:
         admit_kernels(*["flash_tpu_gradient"] * trains)  # before devices are opened
     platform()  # a mistake in JAX_PLATFORMS is told here, before anything else asks for devices

@@ -296,10 +296,10 @@ def _name(fields: Mapping[str, Any], offered: Mapping[str, Any]) -> str:
 
     It is that of `wanjax batch`, as far as what is asked for is all that the video's record holds.
     """
-    from wanjax.jobs.maker import name_of  # imported late: it needs JAX
+    from wanjax.jobs.maker import video_name  # imported late: it needs JAX
 
     chosen = {name: _digests(value) for name, value in fields.items() if name != ALLOW_EMPTY.name}
-    return name_of({**offered["defaults"], **offered["started_with"], **chosen})  # a server chooses no folder
+    return video_name({**offered["defaults"], **offered["started_with"], **chosen})  # a server chooses no folder
 
 
 @contextmanager

@@ -32,10 +32,19 @@ from wanjax.errors import WanjaxError, reason
 from wanjax.jobs import ray_cluster
 from wanjax.jobs.databases import resolve_database
 from wanjax.jobs.maker import with_program_cache
-from wanjax.jobs.pool import GPU_FILES, NICE, POLL_INTERVAL, Autoscaler, Handle, LocalWorker, Pool, until_signal
+from wanjax.jobs.pool import (
+    CPU_NICENESS,
+    GPU_FILES,
+    POLL_INTERVAL,
+    Autoscaler,
+    LocalWorker,
+    Pool,
+    WorkerHandle,
+    exit_event_on_signals,
+)
 from wanjax.jobs.ray_placement import start_single
 from wanjax.jobs.ray_workers import RayWorker, RemoteStore
-from wanjax.jobs.sharing import SERVE, check_namespace, join_namespace, requeue_dead
+from wanjax.jobs.sharing import SERVE_FILE, check_namespace, join_namespace, requeue_dead
 from wanjax.jobs.store import JobStore
 from wanjax.jobs.worker import WorkerThread
 from wanjax.pipelines.pipeline import Pipeline
@@ -123,7 +132,7 @@ def opened(folder: AnyPath, database: str | None) -> Iterator[JobStore]:
             stack.enter_context(locked(folder / LOCK, "server", "--dir"))
             database = str(folder / DATABASE)
         store = stack.enter_context(closing(JobStore(database)))
-        join_namespace(store, folder, SERVE)
+        join_namespace(store, folder, SERVE_FILE)
         requeue_dead(store)
         yield store
 
@@ -159,7 +168,7 @@ class _Server:
         """Run with workers in processes of this machine, or as actors of a Ray cluster; they end with this process."""
         shared = click.get_current_context().meta.get(COMPILE_CACHE, {})
         start = partial(_start, self.options, self.served, self.folder, shared)
-        nice = 0 if glob(GPU_FILES) else NICE
+        nice = 0 if glob(GPU_FILES) else CPU_NICENESS
 
         def local(number: int) -> LocalWorker:
             return LocalWorker(self.store, start, {}, number=number, nice=nice, probe=ServedMaker.served)
@@ -170,11 +179,13 @@ class _Server:
             else:
                 ray = stack.enter_context(ray_cluster.connect_ray(by.ray, most, by.dashboard))
                 worker = self._placing(
-                    ray, start, ray_cluster.resources_of(by.resources).get("", ray_cluster.default_resources(ray))
+                    ray, start, ray_cluster.parse_resources(by.resources).get("", ray_cluster.default_resources(ray))
                 )
             self._run_pool(Pool(self.store.with_retry_seconds(inf), worker, Autoscaler(least, most), self.report.note))
 
-    def _placing(self, ray: Any, start: Callable[[Any], Any], resources: Mapping[str, Any]) -> Callable[[int], Handle]:
+    def _placing(
+        self, ray: Any, start: Callable[[Any], Any], resources: Mapping[str, Any]
+    ) -> Callable[[int], WorkerHandle]:
         """Return what places a worker in a Ray cluster, whose hosts reach PostgreSQL, or the file here by an actor."""
         shared = self.store if self.store.is_shared else RemoteStore.start(ray, self.store)
         place = partial(start_single, ray, resources)
@@ -182,7 +193,7 @@ class _Server:
 
     def _run_pool(self, pool: Pool) -> None:
         """Answer until a signal, beside a pool that is looked after meanwhile."""
-        stopped, faults = until_signal(), list[BaseException]()
+        stopped, faults = exit_event_on_signals(), list[BaseException]()
         try:
             self.report.note(f"loading {self.options.model}")
             if (served := _first_answer(pool, stopped)) is None:
@@ -274,7 +285,7 @@ def _first_answer(pool: Any, stopped: threading.Event) -> Any:
         pool.poll()
         for worker in pool.workers.values():
             with suppress(EOFError):  # it died, and another takes its place
-                if (answer := worker.answer()) is not None:
+                if (answer := worker.probe_result()) is not None:
                     return answer
     return None
 
@@ -292,7 +303,7 @@ def _start(
     options: PipelineOptions, served: ServeOptions, folder: AnyPath, shared: Mapping[str, Any], store: Any
 ) -> ServedMaker:
     """Return the maker of a worker, in its own process."""
-    check_namespace(store, folder, SERVE)
+    check_namespace(store, folder, SERVE_FILE)
     note = logging.getLogger("wanjax.serve").info
     return with_program_cache(lambda: maker_of(options, served, folder, note), shared)
 

@@ -33,7 +33,7 @@ from wanjax.cli.runs import HeldRun, create_run, is_run_folder
 from wanjax.errors import WanjaxError, WriteError
 from wanjax.execution import EXECUTE, Instance
 from wanjax.figures import digits, duration, in_bytes, joined_by_and, quantity
-from wanjax.jobs.maker import write
+from wanjax.jobs.maker import write_frames
 from wanjax.jobs.multihost import PeerGroup, is_first
 from wanjax.kernels.compiler_options import saved_set
 from wanjax.loading import abstract_pipeline, load
@@ -515,7 +515,7 @@ class VideoCommand:
     def decoded(self, run: Run, frames: Iterator[Any]) -> paths.AnyPath:
         """Write the video from its frames, which are decoded as they are asked for; return its place."""
         with run.decode_stage(request := run.requests[0]):
-            written = write(self.video, frames, request)
+            written = write_frames(self.video, frames, request)
         self.report.resume_command, self.is_written = None, True
         return written
 
@@ -532,7 +532,7 @@ class VideoCommand:
                 report.count("block", done, total, suffix=str(rate))
 
         with report.stage("stream"):
-            written = write(self.video, clips(), PreparedRequest(self.settings, self.record))
+            written = write_frames(self.video, clips(), PreparedRequest(self.settings, self.record))
         report.note(f"{rate}, where {self.settings.fps} are played")
         report.resume_command, self.is_written = None, True
         return written

@@ -15,8 +15,8 @@ from wanjax.jobs.databases import check_exists, resolve_database
 from wanjax.jobs.lockstep import Leader, follow
 from wanjax.jobs.maker import VideoMaker
 from wanjax.jobs.multihost import is_first
-from wanjax.jobs.pool import until_signal
-from wanjax.jobs.sharing import BATCH, SERVE, join_error
+from wanjax.jobs.pool import exit_event_on_signals
+from wanjax.jobs.sharing import BATCH_FILE, SERVE_FILE, join_error
 from wanjax.jobs.store import JobStore
 from wanjax.jobs.worker import work
 from wanjax.pipelines.request import VideoRequest
@@ -52,7 +52,7 @@ def work_for(
         check_folder(target)
         load_here = partial(load, note=report.note)
         maker = Leader(load_here, **arguments) if report.has_peers else VideoMaker(load_here, **arguments)
-        drained = until_signal()
+        exit_requested = exit_event_on_signals()
         report.note(f"a worker of {store.name}, videos into {target}")
         work(
             store.with_retry_seconds(inf),
@@ -60,14 +60,14 @@ def work_for(
             max_batch=MAX_RUN_JOBS,
             retries=retries,
             attempts=retries + 1,
-            drained=drained.is_set,
-            join_error=partial(join_error, folder=target, name=BATCH),
+            exit_requested=exit_requested.is_set,
+            join_error=partial(join_error, folder=target, name=BATCH_FILE),
             note=report.note,
         )
         if isinstance(maker, Leader):
             report.has_peers = not maker.dismiss()
-            if maker.fault is not None:
-                raise maker.fault
+            if maker.sync_error is not None:
+                raise maker.sync_error
     report.note("stopped")
 
 
@@ -81,11 +81,11 @@ def _work_for_server(report: Report, url: str, target: AnyPath, options: Pipelin
         init_distributed(report, None)
         check_folder(target)
         maker = serving.maker_of(options, served, target, report.note)
-        drained = until_signal()
+        exit_requested = exit_event_on_signals()
         report.note(f"a worker of {store.name}, videos into {target}")
         worker_options: Any = {
-            "drained": drained.is_set,
-            "join_error": partial(join_error, folder=target, name=SERVE),
+            "exit_requested": exit_requested.is_set,
+            "join_error": partial(join_error, folder=target, name=SERVE_FILE),
             "note": report.note,
         }
         work(store.with_retry_seconds(inf), maker, **worker_options)

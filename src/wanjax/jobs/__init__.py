@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs: requests for videos in a database, the workers that make them, and pools that keep workers alive."""
+"""The queue of jobs in a database, the workers that make their videos, and pools that keep workers alive."""

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker of several processes, as on a multi-host TPU slice: a leader and its followers.
 
-Only the leader leases jobs, validates and names them, and writes files. It broadcasts the tasks of each run, and all
-processes make the run at the same time, each with its own devices.
+Only the leader leases jobs, validates and names them, and writes files. It broadcasts the tasks of each run. Then all
+processes make the run together, each with its own devices.
 
-Before a run all processes confirm that they can make it. If one fails later, the others may already wait for it in a
-collective, so it has to exit, which ends all of them (`wanjax.jobs.multihost`). For the same reason a run stops early
-only if the worker exits.
+Before a run, all processes confirm that they can make it. If one fails later, the others may already wait for it in a
+collective. So it exits, which ends all of them (`wanjax.jobs.multihost`). For the same reason, a run stops early only
+if the whole worker exits.
 """
 
 from collections import deque
@@ -21,25 +21,27 @@ from wanjax.pipelines.observers import Observer
 from wanjax.pipelines.request import PreparedRequest, VideoRequest
 from wanjax.pipelines.run import Run
 
-FIT_LATENT_PREVIEW = "fit_latent_preview"  # a message that asks for no tasks
+FIT_LATENT_PREVIEW = "fit_latent_preview"  # a message in place of tasks
 
 
 class OutOfSync(Exception):
-    """An error that leaves the other processes waiting in a collective, so all must exit."""
+    """An error after which the other processes wait in a collective, so that all must exit."""
 
 
 class Leader(VideoMaker):
-    """The maker in the first process, whose runs the followers repeat.
+    """The maker in the first process. The followers make the same runs at the same time.
 
     Args:
-        peers: The other processes.
-        restarts: Whether processes that end out of step are started again, so that another attempt may succeed.
+        arguments: The positional arguments of `VideoMaker`.
+        peers: The group of all processes; None for those of `jax.distributed`.
+        restarts: Whether the processes are restarted after such an error, so that a retry may succeed.
+        keywords: The other keyword arguments of `VideoMaker`.
     """
 
-    def __init__(self, *arguments: Any, peers: PeerGroup | None = None, restarts: bool = False, **more: Any):
-        super().__init__(*arguments, **more)
+    def __init__(self, *arguments: Any, peers: PeerGroup | None = None, restarts: bool = False, **keywords: Any):
+        super().__init__(*arguments, **keywords)
         self.peers, self.restarts = peers or PeerGroup(), restarts
-        self.fault: Exception | None = None  # the error that left the others waiting
+        self.sync_error: Exception | None = None  # the error that left the followers waiting
 
     def fit_latent_preview(self) -> None:
         self.in_sync = False
@@ -57,10 +59,10 @@ class Leader(VideoMaker):
         error_texts = self.peers.gather("")
         if error_text := next(filter(None, error_texts), ""):
             self.in_sync = True
-            where = f"process {error_texts.index(error_text)} of {len(error_texts)}, from 0, cannot make it"
-            raise WanjaxError(f"{where}: {error_text}") from OSError(
+            process = f"process {error_texts.index(error_text)} of {len(error_texts)}, from 0, cannot make it"
+            raise WanjaxError(f"{process}: {error_text}") from OSError(
                 error_text
-            )  # as one of the system, it may not come again
+            )  # an OSError as the cause makes the failure retryable
         yield from self.make_run(tasks, run)
         self.in_sync = True
 
@@ -68,7 +70,7 @@ class Leader(VideoMaker):
         failure = super().explain(error)
         if self.in_sync:
             return failure
-        self.fault = error
+        self.sync_error = error
         return failure._replace(is_retryable=failure.is_retryable and self.restarts)
 
     def dismiss(self) -> bool:
@@ -79,14 +81,14 @@ class Leader(VideoMaker):
 
 
 def follow(maker: VideoMaker, peers: PeerGroup | None = None) -> None:
-    """Make each run that the leader broadcasts, until it dismisses this process.
+    """Make each run that the leader broadcasts, until the leader dismisses this process.
 
     Args:
         maker: The maker of this process.
-        peers: The other processes; None for those of `jax.distributed`.
+        peers: The group of all processes; None for those of `jax.distributed`.
 
     Raises:
-        Exception: Whatever fails within a run; the others may wait for this process then.
+        Exception: A run failed. The other processes may then wait for this one.
     """
     peers = peers or PeerGroup()
     while (message := peers.broadcast()) is not None:
@@ -101,8 +103,8 @@ def follow(maker: VideoMaker, peers: PeerGroup | None = None) -> None:
 
 
 def _prepare_run(maker: VideoMaker, tasks: Sequence[Task]) -> tuple[Run | None, str]:
-    """Return the run of tasks, or the reason why this process cannot make it."""
+    """Return the run of tasks and "", or None and why this process cannot make the run."""
     try:
         return maker.prepare_run(tasks), ""
-    except Exception as error:  # any kind: the leader reports it
+    except Exception as error:  # the leader reports errors of any kind
         return None, error_message(error)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes videos with a pipeline: one run for the jobs of a batch, each video published under its name."""
+"""The maker of a worker: makes the videos of jobs with a pipeline, and publishes each under its name."""
 
 import hashlib
 import json
@@ -38,10 +38,10 @@ from wanjax.pipelines.windows import Window
 from wanjax.stores.paths import AnyPath, StoreError, names_in, parse_path
 
 T = TypeVar("T")
-HOST_ENTRIES = ("devices", "version")  # entries of the metadata that do not say which video it is
-LONGEST_ERROR = 500  # characters
-PERCENT = {"extend": (0, 0), "compile": (0, 0), "encode": (0, 2), "denoise": (2, 95), "decode": (95, 99)}
-"""How much is done at the start of a stage and at its end."""
+HOST_ENTRIES = ("devices", "version")  # metadata that does not change the video, and so is not part of its name
+MAX_ERROR_LENGTH = 500  # characters
+STAGE_PERCENTS = {"extend": (0, 0), "compile": (0, 0), "encode": (0, 2), "denoise": (2, 95), "decode": (95, 99)}
+"""The progress of a video in percent, at the start and at the end of each stage."""
 
 
 class Task(NamedTuple):
@@ -56,11 +56,11 @@ class Task(NamedTuple):
     request: VideoRequest
 
 
-class SharedParts(NamedTuple):
-    """Everything that the videos of one run share.
+class SharedSetup(NamedTuple):
+    """Everything that the requests of one run share.
 
     Args:
-        pipe: The pipeline, with the requested solver.
+        pipe: The pipeline, with the requested scheduler.
         pictures: The loaded pictures and clips.
         settings: The settings, without prompt and seed.
         metadata: The metadata, without prompt and seed.
@@ -72,7 +72,7 @@ class SharedParts(NamedTuple):
     metadata: Mapping[str, Any]
 
     def complete(self, request: VideoRequest) -> PreparedRequest:
-        """Return a request with the shared settings and metadata, and its own prompt and seed.
+        """Prepare a request: combine the shared settings and metadata with its own prompt and seed.
 
         Args:
             request: The request, with its prompt and its seed.
@@ -85,27 +85,27 @@ class SharedParts(NamedTuple):
         return PreparedRequest(settings, {**self.metadata, **{name: getattr(settings, name) for name in OWN}})
 
 
-def with_program_cache(make: Callable[[], T], shared: Mapping[str, Any]) -> T:
-    """Call `make` in a process that runs only this library, and cache its programs for other processes.
+def with_program_cache(function: Callable[[], T], shared: Mapping[str, Any]) -> T:
+    """Call a function in a process that runs only wanjax, and cache compiled programs for later processes.
 
     Args:
-        make: A function.
-        shared: The arguments of `use_shared`, where a cache of compiled programs is shared.
+        function: The function to call.
+        shared: The arguments of `use_shared`, for a shared cache of compiled programs.
     """
     use_shared(**shared)
     EXECUTE.executables = user_executables() if compile_cache_folder() is None else None
-    return make()
+    return function()
 
 
 class VideoMaker:
-    """Make the videos of a batch with one pipeline, loaded on first use.
+    """Makes videos with one pipeline, which is loaded on first use.
 
     Args:
-        load: Returns the pipeline.
-        folder: The place of the videos.
-        tiling: Tiling of all videos.
-        batch_guidance: Whether both prompts of guidance are computed in one batch.
-        force: Whether existing videos are made again.
+        load: Loads the pipeline.
+        folder: The folder of the videos.
+        tiling: Tiling of the autoencoder, for all videos.
+        batch_guidance: Whether guidance computes the prompt and the negative prompt in one batch.
+        force: Whether to make videos again that exist.
         observers: Observers of every run.
     """
 
@@ -121,8 +121,8 @@ class VideoMaker:
     ):
         self.load, self.folder, self.force, self.observers = load, folder, force, observers
         self.run_options: Any = {"tiling": tiling, "batch_guidance": batch_guidance}
-        self.settings: dict[str, Settings] = {}  # of the planned videos, by name
-        self.in_sync = True  # False where other processes wait for what this one left in its midst
+        self.settings: dict[str, Settings] = {}  # of the planned videos, by file name
+        self.in_sync = True  # False while other processes may wait for this one in a collective
 
     @cached_property
     def pipe(self) -> Pipeline:
@@ -130,26 +130,26 @@ class VideoMaker:
 
     @property
     def models(self) -> list[str]:
-        """The names of the models whose jobs it makes."""
+        """Names of the models whose jobs this maker can make."""
         return [self.pipe.defaults.model]
 
     def warm_up(self, should_stop: Callable[[], bool]) -> None:
-        """Create the pipeline; its networks are loaded with the first video.
+        """Create the pipeline. Its networks are loaded with the first video.
 
         Args:
-            should_stop: Not asked: a pipeline is loaded in one piece.
+            should_stop: Not called, since this cannot be interrupted.
         """
         assert self.pipe
 
     def plan(self, requests: Sequence[VideoRequest], row_errors: RowErrors | None = None) -> list[Task]:
-        """Return `tasks_for` requests, once the longest of those that are missing can be written.
+        """Return the tasks of requests, after a test that the video with the longest prompt can be written.
 
         Args:
             requests: The requests.
-            row_errors: Rows that are wrong already.
+            row_errors: Errors that other rows already have; None for none.
 
         Raises:
-            WanjaxError: Some requests make no video, or the longest could not be written.
+            WanjaxError: Some requests are invalid, or the video could not be written.
         """
         tasks = self.tasks_for(requests, row_errors)
         existing = set() if self.force else names_in(self.folder)
@@ -162,27 +162,27 @@ class VideoMaker:
 
         Args:
             requests: The requests.
-            row_errors: Rows that are wrong already.
+            row_errors: Errors that other rows already have; None for none.
 
         Raises:
-            WanjaxError: No video can be made of some of them; it has the numbers of their rows.
+            WanjaxError: Some requests are invalid. The message has the numbers of their rows.
         """
         groups: dict[str, list[VideoRequest]] = {}
         for request in requests:
             request = request.timed(self.pipe.defaults.fps, self.pipe.model.vae.temporal_factor)
-            groups.setdefault(digest_of(request), []).append(request)
+            groups.setdefault(batch_key(request), []).append(request)
         row_errors = row_errors or RowErrors()
         tasks = [task for group in groups.values() for task in self._tasks_of_run(group, row_errors)]
         row_errors.raise_if_any()
         return tasks
 
     def _tasks_of_run(self, requests: Sequence[VideoRequest], row_errors: RowErrors) -> Iterator[Task]:
-        """Yield the tasks of requests that differ in prompt and seed alone;
+        """Yield the tasks of the valid requests, and add the errors of the invalid ones to `row_errors`.
 
-        `row_errors` receives why others have none.
+        The requests differ only in prompt and seed.
         """
         try:
-            shared = self.shared_parts(requests[0])
+            shared = self.shared_setup(requests[0])
         except WanjaxError as error:
             for request in requests:
                 row_errors.add(request.row, error)
@@ -193,25 +193,25 @@ class VideoMaker:
             except WanjaxError as error:
                 row_errors.add(request.row, error)
                 continue
-            self.settings[name := name_of(prepared.metadata)] = prepared.settings
+            self.settings[name := video_name(prepared.metadata)] = prepared.settings
             yield Task(name, request.updated({"seed": prepared.settings.seed}))
 
     def try_output(self, task: Task) -> None:
-        """Raise WanjaxError if the video of a task could not be written.
+        """Raise WanjaxError if the video of a task cannot be written.
 
         Args:
             task: The task.
         """
-        prepared = self.shared_parts(task.request).complete(task.request)
+        prepared = self.shared_setup(task.request).complete(task.request)
         settings = prepared.settings
         try_output(self.folder / task.output, settings.length, settings.size, settings.fps, prepared.metadata)
 
     def fit_latent_preview(self) -> None:
-        """Fit the latent preview, if the pipeline has no tiny decoder for previews."""
+        """Fit the latent preview of the pipeline, for previews without a tiny decoder."""
         assert self.pipe.latent_preview()
 
-    def is_made(self, job: Job) -> bool:
-        """Return True if a job's video exists; False if its store cannot be reached.
+    def is_published(self, job: Job) -> bool:
+        """Return True if a job's video exists; False if it does not, or if its store cannot be reached.
 
         Args:
             job: The job.
@@ -221,14 +221,14 @@ class VideoMaker:
         return False
 
     def make(self, jobs: Sequence[Job], lease: Lease) -> Iterator[Job]:
-        """Make the videos of jobs that differ only in prompt and seed in one run; yield each job once it is published.
+        """Make the videos of jobs in one run, and yield each job once its video is published.
 
         Args:
-            jobs: The jobs, in order.
+            jobs: The jobs, which differ only in prompt and seed.
             lease: The lease of their worker, which receives their progress.
 
         Raises:
-            Interrupted: The lease is to stop.
+            Interrupted: The run has to stop early.
         """
         tasks = [Task(job.output, VideoRequest.from_json(job.request)) for job in jobs]
         progress = JobProgress(lease, self.should_stop(lease))
@@ -241,7 +241,7 @@ class VideoMaker:
             raise Interrupted from error
 
     def should_stop(self, lease: Lease) -> Callable[[], bool]:
-        """Return a function that says whether a run should stop early.
+        """Return a function that returns True if a run should stop early.
 
         Args:
             lease: The lease of the jobs of the run.
@@ -249,35 +249,35 @@ class VideoMaker:
         return lease.should_stop
 
     def run(self, tasks: Sequence[Task], observers: Sequence[Observer] = ()) -> Iterator[PreparedRequest]:
-        """Make the videos of one run; yield each request once its video is published.
+        """Make the videos of one run, and yield each request once its video is published.
 
         Args:
-            tasks: The tasks, which differ in prompt and seed alone.
-            observers: Observers of this run, beside the maker's own.
+            tasks: The tasks, which differ only in prompt and seed.
+            observers: Observers of this run, in addition to the maker's.
         """
         return self.make_run(tasks, self.prepare_run(tasks, observers))
 
     def prepare_run(self, tasks: Sequence[Task], observers: Sequence[Observer] = ()) -> Run:
-        """Check tasks and return their run; nothing is computed yet.
+        """Check tasks and return their run, without computing anything.
 
         Args:
-            tasks: The tasks, which differ in prompt and seed alone.
-            observers: Observers of this run, beside the maker's own.
+            tasks: The tasks, which differ only in prompt and seed.
+            observers: Observers of this run, in addition to the maker's.
 
         Raises:
             WanjaxError: A request is invalid, or its video would have another name.
         """
-        shared = self.shared_parts(tasks[0].request)
+        shared = self.shared_setup(tasks[0].request)
         requests = [shared.complete(task.request) for task in tasks]
         for task, request in zip(tasks, requests, strict=True):
-            if (name := name_of(request.metadata)) != task.output:
-                problem = f"this worker's options give {task.output} the name {name}: start it with the batch's options"
+            if (name := video_name(request.metadata)) != task.output:
+                problem = f"this worker's options name {task.output} {name}: start the worker with the batch's options"
                 raise WanjaxError(problem)
         check_making(shared.pipe, requests[0].settings, shared.pictures, **self.run_options)
         return Run(shared.pipe, requests, shared.pictures, observers=[*observers, *self.observers], **self.run_options)
 
     def make_run(self, tasks: Sequence[Task], run: Run) -> Iterator[PreparedRequest]:
-        """Make the videos of a prepared run; yield each request once its video is published.
+        """Make the videos of a prepared run, and yield each request once its video is published.
 
         Args:
             tasks: The tasks.
@@ -285,17 +285,17 @@ class VideoMaker:
         """
         for task, (prepared, frames) in zip(tasks, run, strict=True):
             with run.decode_stage(prepared):
-                write(self.folder / task.output, frames, prepared)
+                write_frames(self.folder / task.output, frames, prepared)
             yield prepared
 
-    def shared_parts(self, request: VideoRequest) -> SharedParts:
-        """Return the parts that the videos of one run share.
+    def shared_setup(self, request: VideoRequest) -> SharedSetup:
+        """Return what the requests of one run share.
 
         Args:
-            request: One of their requests.
+            request: One of the requests.
 
         Raises:
-            WanjaxError: No such video can be made.
+            WanjaxError: The request is invalid.
         """
         shared = request.shared
         loaded = {MODEL.name: shared.model, **shared.settings}
@@ -303,35 +303,36 @@ class VideoMaker:
             if (value := loaded.get(name)) not in (None, default := getattr(self.pipe.defaults, name)):
                 option = f"--{name.replace('_', '-')}"
                 raise WanjaxError(
-                    f"{name} is {repr_short(value)} where all videos of a run have {default}: give it as {option}"
+                    f"{name} is {repr_short(value)}, but the model was loaded with {default}: give the option {option}"
                 )
         pipe = self.pipe.with_solver(shared.scheduler)
         pictures, settings = pipe.prepare(**shared.inputs, **shared.settings, model=shared.model)
-        return SharedParts(pipe, pictures, settings, pipe.metadata(settings, shared.inputs, **self.run_options))
+        return SharedSetup(pipe, pictures, settings, pipe.metadata(settings, shared.inputs, **self.run_options))
 
     def explain(self, error: Exception) -> Failure:
-        """Return why a job failed; an error in the request itself is not retried.
+        """Return why a job failed. An invalid request is not retried.
 
         Args:
-            error: The error that ended its run.
+            error: The error that ended the run.
         """
-        is_user_error, full = isinstance(error, WanjaxError), is_full(error)
+        is_user_error, is_disk_full = isinstance(error, WanjaxError), is_full(error)
         return Failure(
-            DISK_FULL if full else "invalid_request" if is_user_error else "server_error",
+            DISK_FULL if is_disk_full else "invalid_request" if is_user_error else "server_error",
             error_message(error),
-            is_retryable=not full and (not is_user_error or any(isinstance(cause, OSError) for cause in causes(error))),
-            ends_worker=full or not self.in_sync,
+            is_retryable=not is_disk_full
+            and (not is_user_error or any(isinstance(cause, OSError) for cause in causes(error))),
+            ends_worker=is_disk_full or not self.in_sync,
             log="" if is_user_error else "".join(traceback.format_exception(error)),
         )
 
 
 class JobProgress(Observer):
-    """Report a job's progress to its lease, and stop the run early on request.
+    """Reports a job's progress to its lease, and stops the run early on request.
 
     Args:
         lease: The lease.
         should_stop: Returns True if the run should stop.
-        preview: File of the preview, updated at a few steps; None for no preview.
+        preview: Path of the preview, which is written after some of the steps; None for no preview.
     """
 
     def __init__(self, lease: Lease, should_stop: Callable[[], bool], preview: AnyPath | None = None):
@@ -341,7 +342,7 @@ class JobProgress(Observer):
     def restart(self) -> None:
         """Reset the progress for the next job of the run."""
         self.seconds: dict[str, float] = {}
-        self._number, self._windows = 0, 1
+        self._window_index, self._window_count = 0, 1
         self._previews = self._new_previews()
 
     def _new_previews(self) -> Previews | None:
@@ -351,28 +352,30 @@ class JobProgress(Observer):
 
         return Previews(self.preview, on=Console(quiet=True))
 
-    def _check(self) -> None:
+    def _raise_if_stopped(self) -> None:
         if self.should_stop():
             raise Interrupted
 
     def _report(self, percent: int, **state: Any) -> None:
-        """Report the percentage of a window that is done, scaled to the whole video."""
-        whole = (100 * self._number + percent) // self._windows
-        self.lease.report(progress=whole, window=self._number + 1, stage_seconds=dict(self.seconds), **state)
+        """Report the progress of a window, scaled to the whole video."""
+        video_percent = (100 * self._window_index + percent) // self._window_count
+        self.lease.report(
+            progress=video_percent, window=self._window_index + 1, stage_seconds=dict(self.seconds), **state
+        )
 
     def window(self, window: Window) -> None:
-        self._number, self._windows = window.number, window.count
-        self._previews = self._new_previews()  # which counts the steps of one window
+        self._window_index, self._window_count = window.number, window.count
+        self._previews = self._new_previews()  # a new one for each window, since it counts steps
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Report a stage, and its seconds at its end.
+        """Report that a stage starts, and its seconds when it ends.
 
         Args:
             name: The stage: extend, compile, encode, denoise or decode.
         """
-        self._check()
-        self._report(PERCENT[name][0], stage=name, stage_done=0, stage_total=0)
+        self._raise_if_stopped()
+        self._report(STAGE_PERCENTS[name][0], stage=name, stage_done=0, stage_total=0)
         start = perf_counter()
         try:
             yield
@@ -381,59 +384,63 @@ class JobProgress(Observer):
             self.lease.report(stage_seconds=dict(self.seconds))
 
     def compiling(self, number: int, total: int) -> None:
-        """Report which program is compiled now.
+        """Report that a program is being compiled.
 
         Args:
             number: The program's number, from 0.
-            total: How many there are.
+            total: The number of programs.
         """
-        self._check()
+        self._raise_if_stopped()
         self._report(0, stage_done=number, stage_total=total)
 
     def stepped(self, step: Step) -> bool:
-        preview = {}
+        preview_fields = {}
         if self._previews is not None:
             self._previews(step)
             if step.index + 1 == step.total:
                 self._previews.wait()
-            preview["preview"] = self._number * step.total + self._previews.shown
-        done, (start, end) = step.index + 1, PERCENT["denoise"]
-        percent = start + (end - start) * step.index // step.total  # this step may still be running
-        self._report(percent, stage_done=done, stage_total=step.total, **preview)
+            preview_fields["preview"] = self._window_index * step.total + self._previews.shown
+        done, (start_percent, end_percent) = step.index + 1, STAGE_PERCENTS["denoise"]
+        percent = (
+            start_percent + (end_percent - start_percent) * step.index // step.total
+        )  # this step may still be running
+        self._report(percent, stage_done=done, stage_total=step.total, **preview_fields)
         return done == step.total or not self.should_stop()
 
     def count(self, unit: str, done: int, total: int) -> None:
         if unit == "chunk" and done:
-            self._check()
-            start, end = PERCENT["decode"]
-            self._report(start + (end - start) * done // total, stage_done=done, stage_total=total)
+            self._raise_if_stopped()
+            start_percent, end_percent = STAGE_PERCENTS["decode"]
+            self._report(
+                start_percent + (end_percent - start_percent) * done // total, stage_done=done, stage_total=total
+            )
 
 
-def digest_of(request: VideoRequest) -> str:
-    """Return a digest that is equal for requests that one run may make.
+def batch_key(request: VideoRequest) -> str:
+    """Return the batch key of a request: requests with the same key can share a run.
 
     Args:
-        request: One of them.
+        request: The request.
     """
     return hashlib.sha256(json.dumps(request.shared.to_json(), sort_keys=True).encode()).hexdigest()[:32]
 
 
 def error_message(error: Exception) -> str:
-    """Return the text of an error for the manifest.
+    """Return the message of an error for the manifest, at most MAX_ERROR_LENGTH characters.
 
     Args:
         error: The error.
     """
     sentence = str(error) if isinstance(error, WanjaxError) else f"{type(error).__name__}: {reason(error)}"
-    return sentence[:LONGEST_ERROR]
+    return sentence[:MAX_ERROR_LENGTH]
 
 
-def write(path: str | AnyPath, frames: Iterable[Any], prepared: PreparedRequest) -> AnyPath:
-    """Write a video with its metadata while its frames arrive, in the first process only; return its path.
+def write_frames(path: str | AnyPath, frames: Iterable[Any], prepared: PreparedRequest) -> AnyPath:
+    """Write a video with its metadata in the first process, and return its path.
 
     Args:
-        path: The place of the video.
-        frames: Chunks of frames, which are read in every process.
+        path: The path of the video.
+        frames: Chunks of frames. Every process consumes them, since all take part in their computation.
         prepared: The request, with its metadata.
     """
     chunks = map(np.asarray, frames)
@@ -443,12 +450,12 @@ def write(path: str | AnyPath, frames: Iterable[Any], prepared: PreparedRequest)
     return parse_path(path)
 
 
-def name_of(metadata: Mapping[str, Any]) -> str:
-    """Return a video's file name: prompt, seed, and a digest of its metadata.
+def video_name(metadata: Mapping[str, Any]) -> str:
+    """Return a video's file name, which has the prompt, the seed and a digest of the metadata.
 
     Args:
         metadata: The video's metadata.
     """
-    shaping = {name: value for name, value in metadata.items() if name not in HOST_ENTRIES}
-    digest = hashlib.sha256(json.dumps(shaping, sort_keys=True).encode()).hexdigest()[:8]
+    entries = {name: value for name, value in metadata.items() if name not in HOST_ENTRIES}
+    digest = hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()[:8]
     return f"{slug(metadata['prompt'])}-{metadata['seed']}-{digest}.mp4"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connection and messages of several processes that compute together, each with its own devices.
+"""Processes that compute together, each with its own devices: how they connect and exchange messages.
 
-JAX detects a process that dies and terminates the others, so none waits forever.
+If one process dies, JAX terminates the others, so that none waits forever.
 """
 
 import json
@@ -15,26 +15,31 @@ from jax.experimental import multihost_utils
 
 from wanjax.errors import WanjaxError
 
-ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+ADDRESS_VARIABLE, COUNT_VARIABLE, INDEX_VARIABLE = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 HEARTBEAT_TIMEOUT = 10  # seconds without a heartbeat after which a process counts as dead
-PAGE = 4096  # bytes; messages are padded to multiples of it, since each length compiles a program
+PAGE_BYTES = 4096  # messages are padded to multiples of this, since each length compiles another program
 
 
-def join(processes: str | None, environment: Mapping[str, str] = os.environ) -> None:
-    """Join the other processes if the options or the environment ask for it; call before JAX looks for devices.
+def join_processes(processes: str | None, environment: Mapping[str, str] = os.environ) -> None:
+    """Connect to the other processes, if the options or the environment name some.
+
+    Call this before JAX looks for devices.
 
     Args:
-        processes: "auto", with which JAX finds the others (on TPU pods, under Slurm, Kubernetes or MPI), or
-            "HOST:PORT,COUNT,INDEX"; None to use the environment.
-        environment: The variables, by default those of this process. They ask with a coordinator's address (and the
-            count and index, if JAX cannot find them) or with the names of several workers of a pod.
+        processes: "HOST:PORT,COUNT,INDEX", or "auto" to let JAX find the others (on TPU pods, or under Slurm,
+            Kubernetes or MPI); None to use the environment.
+        environment: The environment variables; those of this process by default. They name processes with the
+            coordinator's address (and the count and index, if JAX cannot find them), or with the host names of several
+            workers of a TPU pod.
 
     Raises:
-        WanjaxError: `processes` cannot be parsed, or they do not connect.
+        WanjaxError: `processes` is malformed, or the processes do not connect.
     """
-    if processes is None and ADDRESS in environment:
-        parts = [environment[name] for name in (ADDRESS, COUNT, INDEX) if name in environment]
-        processes = "auto" if len(parts) == 1 else ",".join(parts)
+    if processes is None and ADDRESS_VARIABLE in environment:
+        values = [
+            environment[name] for name in (ADDRESS_VARIABLE, COUNT_VARIABLE, INDEX_VARIABLE) if name in environment
+        ]
+        processes = "auto" if len(values) == 1 else ",".join(values)
     elif processes is None and "," in environment.get("TPU_WORKER_HOSTNAMES", ""):
         processes = "auto"
     if processes is None or jax.distributed.is_initialized():
@@ -45,68 +50,70 @@ def join(processes: str | None, environment: Mapping[str, str] = os.environ) -> 
     except (RuntimeError, ValueError) as error:
         if address is None and isinstance(error, ValueError):
             raise WanjaxError(
-                "--processes auto found no other processes; it supports TPU pods, Slurm, Kubernetes and MPI: "
-                "give HOST:PORT,COUNT,INDEX to each process, or leave --processes out for a single one"
+                "--processes auto found no other processes; it works on TPU pods, Slurm, Kubernetes and MPI: "
+                "give HOST:PORT,COUNT,INDEX to each process, or omit --processes for a single process"
             ) from error
         raise WanjaxError(
-            f"the processes of {processes} did not connect ({error}): start each with the same address and count"
+            f"the processes of {processes} did not connect ({error}): start all with the same address and count"
         ) from error
 
 
-def connect(address: str | None, count: int | None, index: int | None, **more: Any) -> None:
-    """Connect to the other processes; the first one is the coordinator.
+def connect(address: str | None, count: int | None, index: int | None, **keywords: Any) -> None:
+    """Connect to the other processes. The first process is the coordinator.
 
     Args:
-        address: HOST:PORT; None for what JAX finds.
-        count: How many processes there are; None for what JAX finds.
-        index: The number of this one, from 0; None for what JAX finds.
-        more: Further keywords of `jax.distributed.initialize`.
+        address: The coordinator's HOST:PORT; None to let JAX find it.
+        count: The number of processes; None to let JAX find it.
+        index: The number of this process, from 0; None to let JAX find it.
+        keywords: Further keywords of `jax.distributed.initialize`.
     """
-    jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM, which has to end the process
-    jax.distributed.initialize(address, count, index, heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT, **more)
+    jax.config.update(
+        "jax_enable_preemption_service", False
+    )  # this service would catch SIGTERM, which must end the process
+    jax.distributed.initialize(address, count, index, heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT, **keywords)
 
 
 def _parse_processes(processes: str) -> tuple[str, int, int]:
     address, *numbers = processes.split(",")
     if ":" not in address or len(numbers) != 2 or not all(number.isascii() and number.isdigit() for number in numbers):
         raise WanjaxError(
-            f"the processes {processes!r} cannot be read: give ADDRESS,COUNT,INDEX such as 10.0.0.1:8476,2,0, or auto"
+            f"--processes {processes!r} is malformed: give ADDRESS,COUNT,INDEX such as 10.0.0.1:8476,2,0, or auto"
         )
     count, index = map(int, numbers)
     if not index < count:
-        raise WanjaxError(f"the process index {index} is not below the count {count}: the first index is 0")
+        raise WanjaxError(f"the process index {index} must be below the count {count}: the first index is 0")
     return address, count, index
 
 
 def is_first() -> bool:
-    """Return True in the process that writes files and reports."""
+    """Return True in the first process, which writes files and reports."""
     return jax.process_index() == 0
 
 
 class PeerGroup:
-    """The processes of one computation. Every call is collective: all processes make it and wait for each other."""
+    """The processes of one computation. Every method is collective: all processes must call it, and wait for all."""
 
     def broadcast(self, message: Any = None) -> Any:
-        """Return the message of the first process in all processes.
+        """Return the first process's message, in all processes.
 
         Args:
-            message: A JSON value; only that of the first process is sent.
+            message: A JSON value. Only the first process's value is used.
         """
         text = json.dumps(message).encode()
         size = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
-        return json.loads(multihost_utils.broadcast_one_to_all(_page(text, size)).tobytes()[:size])
+        return json.loads(multihost_utils.broadcast_one_to_all(_pad_to_pages(text, size)).tobytes()[:size])
 
     def gather(self, text: str) -> list[str]:
-        """Return the texts of all processes, in their order.
+        """Return the texts of all processes, in the order of their indices.
 
         Args:
-            text: This process's text, of which PAGE bytes are kept.
+            text: This process's text, which is cut to PAGE_BYTES.
         """
-        pages = multihost_utils.process_allgather(_page(text.encode(), PAGE))
-        return [page.tobytes().rstrip(b"\0").decode(errors="replace") for page in np.reshape(pages, (-1, PAGE))]
+        pages = multihost_utils.process_allgather(_pad_to_pages(text.encode(), PAGE_BYTES))
+        return [page.tobytes().rstrip(b"\0").decode(errors="replace") for page in np.reshape(pages, (-1, PAGE_BYTES))]
 
 
-def _page(text: bytes, size: int) -> np.ndarray:
-    """Return a text cut or zero-padded to the whole pages that hold `size` bytes."""
-    length = PAGE * max(1, -(-size // PAGE))
+def _pad_to_pages(text: bytes, size: int) -> np.ndarray:
+    """Cut or zero-pad a text to the number of whole pages that hold `size` bytes."""
+    length = PAGE_BYTES * max(1, -(-size // PAGE_BYTES))
     return np.frombuffer(text[:length].ljust(length, b"\0"), np.uint8)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pool that keeps as many workers alive as there is work for, in local processes or elsewhere."""
+"""A pool of workers: starts as many as there are jobs, within bounds, and replaces those that die."""
 
 import multiprocessing
 import os
@@ -18,30 +18,26 @@ from wanjax.figures import quantity
 from wanjax.jobs.store import JobStore, Unavailable
 from wanjax.jobs.worker import Maker, new_worker_name, work
 
-SCALE_UP_DELAY, SCALE_DOWN_DELAY = (
-    5.0,
-    300.0,
-)  # seconds for which more or fewer workers have to be of use before their number changes
-POLL_INTERVAL, STEP_TIMEOUT = (
-    0.2,
-    60.0,
-)  # seconds between two looks, and in which a worker ends the step that is under way
-MOST_DEATHS = 10  # consecutive deaths of workers without a finished job
-WAITING_NOTE_DELAY = 60.0  # seconds after which it is told that workers wait for a place
-NICE = 10  # niceness of workers on CPUs, so that the server stays responsive
+SCALE_UP_DELAY, SCALE_DOWN_DELAY = 5.0, 300.0
+"""Seconds for which the queue has to need more or fewer workers before their number changes."""
+POLL_INTERVAL = 0.2  # seconds between two polls
+STEP_TIMEOUT = 60.0  # seconds that a worker may take to end its current step
+MAX_DEATHS = 10  # the pool gives up after this many deaths without a finished job
+WAITING_NOTE_DELAY = 60.0  # seconds after which the user is told that workers have not started yet
+CPU_NICENESS = 10  # niceness of workers on CPUs, so that the server stays responsive
 GPU_FILES = "/dev/nvidia[0-9]*"
-Start = Callable[[JobStore], Maker]
-"""Makes the maker of a worker in the worker's own process."""
+MakerFactory = Callable[[JobStore], Maker]
+"""Creates a worker's maker, in the worker's own process."""
 
 
 @runtime_checkable
-class Handle(Protocol):
-    """A worker that runs elsewhere."""
+class WorkerHandle(Protocol):
+    """A worker in another process, as its pool controls it."""
 
     name: str
 
     def exit_reason(self) -> str | None:
-        """Return None while the worker runs, "" after a normal exit, otherwise the cause of death."""
+        """Return None while the worker runs, "" after a normal exit, or why it died."""
         ...
 
     def terminate(self) -> None:
@@ -54,21 +50,21 @@ class Handle(Protocol):
 
 
 class LocalWorker:
-    """A worker in a process of this machine, which ends with this one.
+    """A worker in a child process on this machine. It exits when this process exits.
 
     Args:
-        store: The store of the jobs.
-        start: Returns the maker.
-        options: Keywords of `work`.
-        number: Of several workers of this machine, which share its graphics cards, the number of this one, from 0.
-        nice: By how much the process gives way to others.
-        probe: Called with the maker before the first job; `answer` has what it returns.
+        store: The job store.
+        make_maker: Creates the maker in the child process.
+        options: Keyword arguments of `work`.
+        number: Index of the worker on this machine, from 0. It selects the worker's GPU if there are several.
+        nice: The niceness to add to the process.
+        probe: Called with the maker before the first job. `probe_result` returns its result.
     """
 
     def __init__(
         self,
         store: JobStore,
-        start: Start,
+        make_maker: MakerFactory,
         options: dict[str, Any],
         *,
         number: int = 0,
@@ -78,18 +74,18 @@ class LocalWorker:
         self.name = new_worker_name()
         context = multiprocessing.get_context("spawn")
         self._pipe, child_end = context.Pipe()
-        arguments = store, start, self.name, options, number, nice, probe, child_end
+        arguments = store, make_maker, self.name, options, number, nice, probe, child_end
         self._process = context.Process(target=_run, args=arguments, name=self.name, daemon=True)
         self._process.start()
         child_end.close()
 
     @property
     def pid(self) -> int | None:
-        """The number of the process."""
+        """The id of the child process."""
         return self._process.pid
 
-    def answer(self) -> Any:
-        """Return the result of `probe`, or None if it is not ready; raise its error, or EOFError if the worker died."""
+    def probe_result(self) -> Any:
+        """Return the result of `probe`, or None if it is not ready. Raise its error, or EOFError if the worker died."""
         if not self._pipe.poll():
             return None
         value, error = self._pipe.recv()
@@ -101,7 +97,7 @@ class LocalWorker:
         if self._process.is_alive():
             return None
         code = self._process.exitcode
-        return "" if code == 0 else f"its process ended with {code}"
+        return "" if code == 0 else f"its process exited with status {code}"
 
     def terminate(self) -> None:
         self._process.terminate()
@@ -114,7 +110,7 @@ class LocalWorker:
 
 def _run(
     store: JobStore,
-    start: Start,
+    make_maker: MakerFactory,
     name: str,
     options: dict[str, Any],
     number: int,
@@ -122,172 +118,182 @@ def _run(
     probe: Callable[[Any], Any] | None,
     pipe: Any,
 ) -> None:
-    """Run a worker in this process until it is asked to exit or its parent process is gone."""
-    drained = until_signal(interrupts=False)
-    threading.Thread(target=_exit_with_parent, args=(pipe, drained), daemon=True).start()
+    """Run a worker in this process until it is asked to exit or its parent process ends."""
+    exit_event = exit_event_on_signals(interrupts=False)
+    threading.Thread(target=_exit_with_parent, args=(pipe, exit_event), daemon=True).start()
     if (gpus := len(glob(GPU_FILES))) > 1:
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(number % gpus))
     os.nice(nice)
     store = store.with_retry_seconds(inf)
-    maker = start(store)
+    maker = make_maker(store)
     if probe is not None:
         try:
-            answer = probe(maker), None
+            probe_result = probe(maker), None
         except WanjaxError as error:
-            answer = None, error
-        pipe.send(answer)
-    work(store, maker, name=name, drained=drained.is_set, **options)
+            probe_result = None, error
+        pipe.send(probe_result)
+    work(store, maker, name=name, exit_requested=exit_event.is_set, **options)
     store.close()
 
 
-def until_signal(*, interrupts: bool = True) -> threading.Event:
-    """Return an event that SIGTERM sets; a second signal ends the process at once.
+def exit_event_on_signals(*, interrupts: bool = True) -> threading.Event:
+    """Return an event that is set on SIGTERM. A second signal ends the process at once.
 
     Args:
-        interrupts: Whether Ctrl-C sets it too, as by default; else Ctrl-C does nothing.
+        interrupts: Whether Ctrl-C sets the event too; if False, Ctrl-C is ignored.
     """
     signalled = threading.Event()
 
-    def end(number: int, frame: Any) -> None:
+    def handle_signal(number: int, frame: Any) -> None:
         if signalled.is_set():
             os._exit(128 + number)
         signalled.set()
 
     signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGTERM, end)
-    signal.signal(signal.SIGINT, end if interrupts else signal.SIG_IGN)  # else it is the supervisor's
+    signal.signal(signal.SIGTERM, handle_signal)
+    signal.signal(
+        signal.SIGINT, handle_signal if interrupts else signal.SIG_IGN
+    )  # if ignored, the parent process handles it
     return signalled
 
 
-def _exit_with_parent(pipe: Any, drained: threading.Event) -> None:
-    """Drain the worker when the other end of the pipe closes; exit at once if its step takes too long."""
+def _exit_with_parent(pipe: Any, exit_event: threading.Event) -> None:
+    """Drain the worker when its parent closes the pipe; exit at once if its step takes longer than STEP_TIMEOUT."""
     with suppress(EOFError, OSError):
         pipe.recv()
-    drained.set()
+    exit_event.set()
     sleep(STEP_TIMEOUT)
     os._exit(1)
 
 
 @dataclass
 class Autoscaler:
-    """Decide the number of workers: as many as jobs, within bounds, after a delay against flapping.
+    """Chooses the number of workers: one per job, within bounds. Waits before a change, to avoid flapping.
 
     Args:
-        least: The least number.
-        most: The most.
+        minimum: Minimum number of workers.
+        maximum: Maximum number of workers.
 
     Attributes:
         count: The current target.
     """
 
-    least: int
-    most: int
+    minimum: int
+    maximum: int
     count: int = field(init=False)
     _direction: int = 0
-    _since: float = 0.0
+    _direction_since: float = 0.0
 
     def __post_init__(self) -> None:
-        self.count = self.least
+        self.count = self.minimum
 
     def target(self, jobs: int, now: float) -> int:
-        """Return the number of workers for so many jobs.
+        """Update and return the target number of workers.
 
         Args:
-            jobs: How many jobs wait or are under way.
-            now: The time in seconds, from any start.
+            jobs: The number of waiting and running jobs.
+            now: The time of a monotonic clock, in seconds.
         """
-        desired = min(self.most, max(self.least, jobs))
+        desired = min(self.maximum, max(self.minimum, jobs))
         direction = (desired > self.count) - (desired < self.count)
         if direction != self._direction:
-            self._direction, self._since = direction, now
-        if direction and now - self._since >= (SCALE_UP_DELAY if direction > 0 else SCALE_DOWN_DELAY):
+            self._direction, self._direction_since = direction, now
+        if direction and now - self._direction_since >= (SCALE_UP_DELAY if direction > 0 else SCALE_DOWN_DELAY):
             self.count, self._direction = desired, 0
         return self.count
 
 
 class Pool:
-    """Keep as many workers alive as there is work for, and replace those that die.
+    """Keeps as many workers running as there are jobs, within bounds, and replaces those that die.
 
     Args:
-        store: The store of the jobs.
-        start: Starts the worker of a number, from 0.
-        scale: How many there are to be.
-        note: Receives lines on workers that died.
+        store: The job store.
+        start_worker: Starts the worker with an index, from 0.
+        scale: Chooses the number of workers.
+        note: Called with a message when a worker dies, or when workers do not start for long.
     """
 
     def __init__(
-        self, store: JobStore, start: Callable[[int], Handle], scale: Autoscaler, note: Callable[[str], object]
+        self,
+        store: JobStore,
+        start_worker: Callable[[int], WorkerHandle],
+        scale: Autoscaler,
+        note: Callable[[str], object],
     ):
         self.store, self.scale, self.note = store, scale, note
-        self.workers: dict[int, Handle] = {}  # by number
-        self._start, self._ending = start, set[str]()
-        self._deaths, self._ends = 0, -1.0
-        self._waits_since, self._has_noted_waiting = monotonic(), False
+        self.workers: dict[int, WorkerHandle] = {}  # by index
+        self._start_worker, self._draining = start_worker, set[str]()
+        self._consecutive_deaths, self._ended_jobs = 0, -1.0
+        self._waiting_since, self._has_noted_waiting = monotonic(), False
 
     def poll(self) -> None:
         """Replace dead workers, start missing ones, and drain surplus ones.
 
         Raises:
-            WanjaxError: One worker after another dies.
-            Unavailable: The database is out of reach.
+            WanjaxError: MAX_DEATHS workers died without a finished job.
+            Unavailable: The database does not answer.
         """
         for number, worker in list(self.workers.items()):
-            if (why := worker.exit_reason()) is not None:
-                self._remove(number, worker, why)
+            if (death_cause := worker.exit_reason()) is not None:
+                self._remove(number, worker, death_cause)
         stats = self.store.stats()
         waiting, running = (stats.jobs.get(status, 0) for status in ("queued", "in_progress"))
         self._note_waiting(sum(stats.workers.values()))
         target = self.scale.target(waiting + running, monotonic())
-        active = {number for number, worker in self.workers.items() if worker.name not in self._ending}
-        for number in [number for number in range(self.scale.most) if number not in self.workers]:
+        active = {number for number, worker in self.workers.items() if worker.name not in self._draining}
+        for number in [number for number in range(self.scale.maximum) if number not in self.workers]:
             if len(active) < target:
-                self.workers[number] = self._start(number)
+                self.workers[number] = self._start_worker(number)
                 active.add(number)
         if len(active) > target and not waiting:
             for number in sorted(active)[target:]:
-                self._ending.add(self.workers[number].name)
+                self._draining.add(self.workers[number].name)
                 self.workers[number].terminate()
 
-    def _remove(self, number: int, worker: Handle, why: str) -> None:
+    def _remove(self, number: int, worker: WorkerHandle, death_cause: str) -> None:
         """Remove a worker that has exited from the pool."""
-        if why and worker.name not in self._ending:
-            self.store.requeue_lost(worker.name, why)  # first: where the database is away, this is looked at again
-            self._count_death(why)
+        if death_cause and worker.name not in self._draining:
+            self.store.requeue_lost(
+                worker.name, death_cause
+            )  # before the worker is removed, so that the next poll repeats this if the database is unavailable
+            self._count_death(death_cause)
         worker.kill()
-        self._ending.discard(worker.name)
+        self._draining.discard(worker.name)
         del self.workers[number]
 
-    def _count_death(self, why: str) -> None:
+    def _count_death(self, death_cause: str) -> None:
         counters = self.store.stats().counters
-        ends = sum(counters.get(name, 0.0) for name in ("completed", "failed", "cancelled"))
-        self._deaths = self._deaths + 1 if ends == self._ends else 1
-        self._ends = ends
-        if self._deaths >= MOST_DEATHS + self.scale.count - 1:  # as many as there are may die of one cause
-            raise WanjaxError(f"{quantity(self._deaths, 'worker')} died one after another: {why}, and the log has more")
-        self.note(f"a worker died, {why}: another one takes its place")
+        ended_jobs = sum(counters.get(name, 0.0) for name in ("completed", "failed", "cancelled"))
+        self._consecutive_deaths = self._consecutive_deaths + 1 if ended_jobs == self._ended_jobs else 1
+        self._ended_jobs = ended_jobs
+        if self._consecutive_deaths >= MAX_DEATHS + self.scale.count - 1:  # all workers may die of one cause
+            raise WanjaxError(
+                f"{quantity(self._consecutive_deaths, 'worker')} died one after another: {death_cause}; see the log"
+            )
+        self.note(f"a worker died, {death_cause}: starting another one")
 
     def _note_waiting(self, registered: int) -> None:
-        """Report once if workers wait long for cluster resources or for loading."""
+        """Report once if workers take long to start, since they wait for resources of the cluster or load the model."""
         if registered >= len(self.workers):
-            self._waits_since, self._has_noted_waiting = monotonic(), False
-        elif not self._has_noted_waiting and monotonic() - self._waits_since > WAITING_NOTE_DELAY:
+            self._waiting_since, self._has_noted_waiting = monotonic(), False
+        elif not self._has_noted_waiting and monotonic() - self._waiting_since > WAITING_NOTE_DELAY:
             self._has_noted_waiting = True
             missing = f"{len(self.workers) - registered} of {quantity(len(self.workers), 'worker')}"
-            self.note(f"waiting for a place in the cluster, or loading: {missing}")
+            self.note(f"waiting for the cluster's resources, or loading: {missing}")
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Poll the workers until a condition holds, and wait out outages of the database.
+        """Poll the workers until a condition holds. Continue after outages of the database.
 
         Args:
-            until: The condition.
+            until: Returns True to stop.
         """
         while not until():
-            with suppress(Unavailable):  # the workers wait for it too
+            with suppress(Unavailable):  # the workers wait for the database too
                 self.poll()
             sleep(POLL_INTERVAL)
 
     def kill(self) -> None:
-        """Kill all workers; for use when no job is left."""
+        """Kill all workers. Only for use when no job is left, since jobs are not requeued."""
         for worker in self.workers.values():
             worker.kill()
         self.workers.clear()
@@ -296,12 +302,12 @@ class Pool:
         """Ask all workers to requeue their jobs and exit.
 
         Args:
-            timeout: Seconds for each to end its step; LONGEST by default.
+            timeout: Seconds to wait for the workers to end their current step.
         """
         for worker in self.workers.values():
             worker.terminate()
-        end = monotonic() + timeout
-        while any(worker.exit_reason() is None for worker in self.workers.values()) and monotonic() < end:
+        deadline = monotonic() + timeout
+        while any(worker.exit_reason() is None for worker in self.workers.values()) and monotonic() < deadline:
             sleep(0.05)
         for worker in self.workers.values():
             exit_reason = worker.exit_reason()

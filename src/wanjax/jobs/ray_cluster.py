@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joining or starting a Ray cluster, and the resources of its workers."""
+"""Connect to a Ray cluster or start a local one; read the results of its actors and the resources of its workers."""
 
 import os
 import re
@@ -13,23 +13,23 @@ from typing import Any
 
 from wanjax.errors import WanjaxError, reason
 
-STORE = 100 * 2**20  # bytes of a local object store, which holds requests and records
-CONNECT_TIMEOUT = 5.0  # seconds in which a cluster accepts a connection
-HOST = re.compile(r".+:\d{1,5}")
-LOCAL = "local"  # in place of an address: a cluster that is started on this machine
+OBJECT_STORE_BYTES = 100 * 2**20  # the object store of a local cluster holds only requests and metadata
+CONNECT_TIMEOUT = 5.0  # seconds to wait for a cluster to accept a connection
+ADDRESS_PATTERN = re.compile(r".+:\d{1,5}")
+LOCAL = "local"  # in place of an address: start a cluster on this machine
 ACTOR_OPTION_NAMES = {"cpu": "num_cpus", "gpu": "num_gpus"}
-ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",  # it tells nobody of itself
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # it listens at this machine's own address alone, as there
+LOCAL_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",  # sends no usage statistics
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # listens only on 127.0.0.1, as on Windows and macOS
 }
-"""Variables of a Ray cluster on this machine."""
+"""Environment variables for a Ray cluster that is started on this machine."""
 
 
-def address_of(address: str | None) -> str | None:
-    """Return the address of the cluster to join, from the option or the environment; None to start one.
+def resolve_address(address: str | None) -> str | None:
+    """Return the address of the cluster to connect to, from the option or the environment; None to start one.
 
     Args:
-        address: HOST:PORT, auto or local; None where no option names one.
+        address: The option's value: HOST:PORT, auto or local; None if the option is missing.
     """
     return None if address == LOCAL else address or os.environ.get("RAY_ADDRESS") or None
 
@@ -38,71 +38,85 @@ def check_cluster(address: str | None) -> None:
     """Raise WanjaxError if Ray is not installed or the address is malformed.
 
     Args:
-        address: As of `address_of`.
+        address: As in `resolve_address`.
     """
     if find_spec("ray") is None:
-        raise WanjaxError("workers on other hosts need Ray, which is not installed: run pip install 'wanjax[cluster]'")
-    address = address_of(address)
+        raise WanjaxError("Ray is not installed, which workers on other hosts need: run pip install 'wanjax[cluster]'")
+    address = resolve_address(address)
     if address is not None and address.startswith("ray://"):
-        raise WanjaxError(f"{address} is that of a Ray client: give auto, or HOST:6379, on a machine of the cluster")
-    if address not in (None, "auto") and not (HOST.fullmatch(address) and int(address.rpartition(":")[2]) < 2**16):
-        raise WanjaxError(f"{address!r} names no Ray cluster: give auto, HOST:PORT, or local for this machine")
+        raise WanjaxError(
+            f"{address} is an address for Ray clients: give auto or HOST:6379 on a machine of the cluster"
+        )
+    if address not in (None, "auto") and not (
+        ADDRESS_PATTERN.fullmatch(address) and int(address.rpartition(":")[2]) < 2**16
+    ):
+        raise WanjaxError(
+            f"{address!r} is not the address of a Ray cluster: give auto, HOST:PORT, or local for this machine"
+        )
 
 
-def _check_answers(address: str) -> None:
-    """Raise WanjaxError if nothing answers at HOST:PORT; Ray itself would retry for minutes."""
+def _check_reachable(address: str) -> None:
+    """Raise WanjaxError if nothing answers at HOST:PORT, since Ray would retry for minutes."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT).close()
     except (OSError, OverflowError) as error:
         why = f"no Ray cluster answers at {address}: {reason(error)}"
-        raise WanjaxError(f"{why}; `ray start --head` starts one") from error
+        raise WanjaxError(f"{why}; start one with `ray start --head`") from error
 
 
 @contextmanager
 def connect_ray(
     address: str | None,
-    cores: float,
+    min_cores: float,
     dashboard: bool = False,
-    store: int | None = STORE,
-    environment: Mapping[str, str] = ENVIRONMENT,
+    object_store_bytes: int | None = OBJECT_STORE_BYTES,
+    environment: Mapping[str, str] = LOCAL_ENVIRONMENT,
 ) -> Iterator[Any]:
-    """Connect to a cluster, or start a local one, for the duration of the block; yield the module `ray`.
+    """Connect to a cluster, or start a local one, for the duration of the block. Yield the module `ray`.
 
     Args:
-        address: As of `address_of`.
-        cores: How many cores a started cluster has at least.
-        dashboard: Whether a started cluster has Ray's dashboard.
-        store: Bytes of a started cluster's object store, STORE by default; None for Ray's own choice.
-        environment: Variables of the environment of a started cluster, where they are not set.
+        address: As in `resolve_address`.
+        min_cores: Minimum number of cores of a local cluster.
+        dashboard: Whether a local cluster has Ray's dashboard.
+        object_store_bytes: Size of a local cluster's object store; None for Ray's default.
+        environment: Environment variables for a local cluster. Variables that are already set stay unchanged.
 
     Raises:
-        WanjaxError: Ray is not installed, or there is no cluster at the address.
+        WanjaxError: Ray is not installed, or no cluster answers at the address.
     """
     check_cluster(address)
-    address = address_of(address)
+    address = resolve_address(address)
     if address is None:
         for name, value in environment.items():
             os.environ.setdefault(name, value)
-    elif HOST.fullmatch(address):
-        _check_answers(address)
-    if "IPython" in sys.modules and not sys.modules["IPython"]:  # hidden from Flax by the command, and Ray asks too
+    elif ADDRESS_PATTERN.fullmatch(address):
+        _check_reachable(address)
+    if (
+        "IPython" in sys.modules and not sys.modules["IPython"]
+    ):  # the command hides IPython with an empty entry, which Ray cannot handle
         del sys.modules["IPython"]
     import ray
-    from ray._private import worker as printing
+    from ray._private import worker as ray_worker_module
 
-    printing._worker_logs_enabled = False  # Ray prints deaths among what the command prints, without being asked
-    quiet: Any = {"log_to_driver": False, "logging_level": "error"}
+    ray_worker_module._worker_logs_enabled = False  # otherwise Ray prints actors' deaths into the command's output
+    quiet_options: Any = {"log_to_driver": False, "logging_level": "error"}
     started_here = not ray.is_initialized()
     try:
         if started_here and address is None:
-            cpus = max(os.cpu_count() or 1, int(cores))
-            ray.init("local", num_cpus=cpus, include_dashboard=dashboard, object_store_memory=store, **quiet)
+            cpus = max(os.cpu_count() or 1, int(min_cores))
+            ray.init(
+                "local",
+                num_cpus=cpus,
+                include_dashboard=dashboard,
+                object_store_memory=object_store_bytes,
+                **quiet_options,
+            )
         elif started_here:
-            ray.init(address, **quiet)
-    except Exception as error:  # whichever of Ray's, of which some have no class of their own
-        where = f"cannot be reached at {address}" if address else "did not start on this machine"
-        raise WanjaxError(f"Ray {where}: {reason(error)}") from error
+            ray.init(address, **quiet_options)
+    except Exception as error:  # Ray raises many types, some of them plain Exception
+        problem = f"cannot be reached at {address}" if address else "did not start on this machine"
+        raise WanjaxError(f"Ray {problem}: {reason(error)}") from error
     try:
         yield ray
     finally:
@@ -110,16 +124,16 @@ def connect_ray(
             ray.shutdown()
 
 
-def result_of(ray: Any, reference: Any) -> Any:
+def result_if_ready(ray: Any, reference: Any) -> Any:
     """Return the result of an actor's call, or None if it is not ready.
 
     Args:
-        ray: The library, connected.
-        reference: The reference of the call; None for no call.
+        ray: The connected Ray module.
+        reference: The object reference of the call; None for no call.
 
     Raises:
         EOFError: The actor died.
-        Exception: Whatever the actor raised.
+        Exception: The error that the actor raised.
     """
     if reference is None or not ray.wait([reference], timeout=0)[0]:
         return None
@@ -135,41 +149,44 @@ def failure_reason(ray: Any, reference: Any) -> str:
     """Return why an actor's finished call failed, or "" if it succeeded.
 
     Args:
-        ray: The library, connected.
-        reference: The reference of the call.
+        ray: The connected Ray module.
+        reference: The object reference of the call.
     """
     try:
         ray.get(reference)
     except ray.exceptions.RayTaskError as error:
         return str(error.cause).partition("\n")[0] or type(error.cause).__name__
     except ray.exceptions.RayError:
-        return "its actor or its node ended"
+        return "its actor or its node died"
     return ""
 
 
-def resources_of(text: str | None, names: Collection[str] = ()) -> dict[str, dict[str, Any]]:
-    """Return the options of actors for resources such as cpu=1,gpu=1,TPU=4, by name; those of all by "".
+def parse_resources(text: str | None, prefixes: Collection[str] = ()) -> dict[str, dict[str, Any]]:
+    """Parse a list of resources, such as cpu=1,gpu=1,TPU=4, into options for Ray actors.
 
-    Some have names of their own, such as first.TPU-v6e-16-head=1. Raises WanjaxError for another text.
+    A resource may have a prefix, such as first.TPU-v6e-16-head=1, which is only for one host of a worker.
 
     Args:
-        text: The option's value; None for none.
-        names: Names that may stand before a resource, such as `first` in first.TPU-v6e-16-head=1.
+        text: The value of the option; None for no resources.
+        prefixes: The allowed prefixes.
+
+    Returns:
+        Options for Ray actors, by prefix; resources without a prefix are under "".
 
     Raises:
-        WanjaxError: The text reads otherwise.
+        WanjaxError: The text is malformed.
     """
     resources: dict[str, dict[str, Any]] = {}
-    for part in filter(None, (text or "").split(",")):
-        name, _, number = part.strip().partition("=")
-        owner, _, resource = name.rpartition(".")
+    for entry in filter(None, (text or "").split(",")):
+        name, _, number = entry.strip().partition("=")
+        prefix, _, resource = name.rpartition(".")
         try:
             amount = float(number)
         except ValueError:
             amount = 0.0
-        if not resource or not 0 < amount < inf or (owner and owner not in names):
-            raise WanjaxError(f"the resources are given as {text!r}: give a list such as cpu=1,TPU=4")
-        options = resources.setdefault(owner, {})
+        if not resource or not 0 < amount < inf or (prefix and prefix not in prefixes):
+            raise WanjaxError(f"the resources {text!r} are malformed: give a list such as cpu=1,TPU=4")
+        options = resources.setdefault(prefix, {})
         if resource in ACTOR_OPTION_NAMES:
             options[ACTOR_OPTION_NAMES[resource]] = amount
         else:
@@ -178,10 +195,10 @@ def resources_of(text: str | None, names: Collection[str] = ()) -> dict[str, dic
 
 
 def default_resources(ray: Any) -> dict[str, Any]:
-    """Return the default resources of a worker: all TPUs of a host, one GPU, or one core.
+    """Return the default resources of a worker: all TPUs of a host, one GPU, or one CPU core.
 
     Args:
-        ray: The library, connected.
+        ray: The connected Ray module.
     """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if tpus := max((node.get("TPU", 0) for node in nodes), default=0):

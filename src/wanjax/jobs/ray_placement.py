@@ -1,20 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placement of a worker's actors in a Ray cluster: on any host, or on the hosts of one slice in order."""
+"""Place the actors of a worker in a Ray cluster: one on any host, or several in order on the hosts of a TPU slice."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wanjax.errors import WanjaxError
 
-BUNDLE_NAMES = {"num_cpus": "CPU", "num_gpus": "GPU"}  # the same in a placement group
+BUNDLE_NAMES = {"num_cpus": "CPU", "num_gpus": "GPU"}  # names in actor options: names in a placement group
 FIRST = "first"  # prefix of resources for the first host of a multi-host worker
 SLICE, WORKER_ID, POD, NODE = "ray.io/tpu-slice-name", "ray.io/tpu-worker-id", "ray.io/tpu-pod-type", "ray.io/node-id"
-"""Labels that Ray gives to the hosts of a TPU slice, and to every node."""
-ACTOR_OPTIONS = {
-    "max_restarts": 0,
-    "max_task_retries": 0,
-    "max_concurrency": 4,
-}  # an actor that Ray does not start again
+"""Labels that Ray puts on the hosts of a TPU slice; NODE is on every host."""
+ACTOR_OPTIONS = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 4}  # the pool restarts it, not Ray
 
 
 def placement_bundles(ray: Any, resources: Mapping[str, Mapping[str, Any]], hosts: int) -> list[dict[str, float]]:
@@ -23,26 +19,27 @@ def placement_bundles(ray: Any, resources: Mapping[str, Mapping[str, Any]], host
     On TPUs the first host requests the slice's head resource by default, as Ray's own libraries do to reserve a slice.
 
     Args:
-        ray: The library, connected.
-        resources: Options of actors: those of each host by "", and what the first has beside them by FIRST.
-        hosts: How many hosts a worker has.
+        ray: The connected Ray module.
+        resources: Options for Ray actors: under "" those of every host, under FIRST those that the first host has in
+            addition.
+        hosts: The number of hosts of a worker.
 
     Raises:
-        WanjaxError: The cluster's slices have another number of hosts.
+        WanjaxError: No slice of the cluster has this number of hosts.
     """
-    each, first = (_bundle(resources.get(name, {})) for name in ("", FIRST))
-    if "TPU" in each and not first:
-        first = _slice_head(ray, hosts)
-    return [each | (first if host == 0 else {}) for host in range(hosts)]
+    every_host, first = (_to_bundle(resources.get(name, {})) for name in ("", FIRST))
+    if "TPU" in every_host and not first:
+        first = _slice_head_resource(ray, hosts)
+    return [every_host | (first if host == 0 else {}) for host in range(hosts)]
 
 
-def _bundle(options: Mapping[str, Any]) -> dict[str, float]:
+def _to_bundle(options: Mapping[str, Any]) -> dict[str, float]:
     amounts = {BUNDLE_NAMES[name]: amount for name, amount in options.items() if name in BUNDLE_NAMES}
     return amounts | options.get("resources", {})
 
 
-def _slice_head(ray: Any, hosts: int) -> dict[str, float]:
-    """Return Ray's head resource of a TPU slice with this number of hosts; {} if the cluster has no slices yet."""
+def _slice_head_resource(ray: Any, hosts: int) -> dict[str, float]:
+    """Return the head resource of a TPU slice with this number of hosts, or {} if the cluster has no slices yet."""
     slices: dict[str, list[str]] = {}
     for node in ray.nodes():
         labels = node.get("Labels", {})
@@ -51,20 +48,22 @@ def _slice_head(ray: Any, hosts: int) -> dict[str, float]:
     pod_types = {pods[0] for pods in slices.values() if len(pods) == hosts}
     if slices and not pod_types:
         sizes = ", ".join(sorted({f"{len(pods)} ({pods[0]})" for pods in slices.values()}))
-        raise WanjaxError(f"--hosts is {hosts} where the cluster's slices have {sizes}: give the hosts of one")
+        raise WanjaxError(
+            f"--hosts is {hosts}, but the cluster's slices have {sizes}: give the number of hosts of a slice"
+        )
     return {f"TPU-{min(pod_types)}-head": 1} if pod_types else {}
 
 
 def start_single(ray: Any, resources: Mapping[str, Any], actor_class: type) -> tuple[list[Any], None]:
-    """Start one actor on any host.
+    """Start one actor on any host. On CPUs, it runs with a lower priority than other processes.
 
     Args:
-        ray: The library, connected.
-        resources: Options of Ray's actors, such as {"num_cpus": 1}. A worker on CPUs gives way to other processes.
-        actor_class: The class.
+        ray: The connected Ray module.
+        resources: Options for Ray actors, such as {"num_cpus": 1}.
+        actor_class: The class of the actor.
 
     Returns:
-        The actor, and no placement group.
+        A list of the actor, and None for no placement group.
     """
     options = {**ACTOR_OPTIONS, **resources, "scheduling_strategy": "SPREAD"}
     return [ray.remote(actor_class).options(**options).remote(not resources.keys() - {"num_cpus"})], None
@@ -73,32 +72,35 @@ def start_single(ray: Any, resources: Mapping[str, Any], actor_class: type) -> t
 def start_group(
     ray: Any, bundles: Sequence[Mapping[str, float]], spread: bool, actor_class: type
 ) -> tuple[list[Any], Any]:
-    """Start an actor on each host of a worker; on TPUs the hosts are those of one slice, in order.
+    """Start an actor on each host of a worker. On TPUs, these are the hosts of one slice, in order.
 
     Args:
-        ray: The library, connected.
+        ray: The connected Ray module.
         bundles: The resources of each host, such as {"CPU": 1}.
-        spread: Whether each host is a machine of its own.
-        actor_class: The class.
+        spread: Whether all actors have to be on different machines.
+        actor_class: The class of the actors.
 
     Returns:
-        The actors, and their placement group.
+        The actors and their placement group.
     """
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     strategy = "STRICT_SPREAD" if spread else "PACK"
     group_options: dict[str, Any] = {"strategy": strategy}
     if "TPU" in bundles[0]:
-        order = [{WORKER_ID: str(host)} for host in range(len(bundles))]
-        group_options = {"topology_strategy": {SLICE: "STRICT_PACK", NODE: strategy}, "bundle_label_selector": order}
+        worker_labels = [{WORKER_ID: str(host)} for host in range(len(bundles))]
+        group_options = {
+            "topology_strategy": {SLICE: "STRICT_PACK", NODE: strategy},
+            "bundle_label_selector": worker_labels,
+        }
     group = ray.util.placement_group(list(map(dict, bundles)), **group_options)
     actors = []
     for host, bundle in enumerate(bundles):
-        options = {name: bundle.get(of, 0) for name, of in BUNDLE_NAMES.items()}
-        others = {name: amount for name, amount in bundle.items() if name not in BUNDLE_NAMES.values()}
+        options = {name: bundle.get(resource, 0) for name, resource in BUNDLE_NAMES.items()}
+        custom_resources = {name: amount for name, amount in bundle.items() if name not in BUNDLE_NAMES.values()}
         scheduling = PlacementGroupSchedulingStrategy(group, host)
         remote = ray.remote(actor_class).options(
-            **options, **ACTOR_OPTIONS, resources=others, scheduling_strategy=scheduling
+            **options, **ACTOR_OPTIONS, resources=custom_resources, scheduling_strategy=scheduling
         )
         actors.append(remote.remote())
     return actors, group

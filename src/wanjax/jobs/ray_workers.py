@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers that are actors of a Ray cluster, and a store that is one, where the hosts of a cluster share no database."""
+"""Workers as actors of a Ray cluster, and a job store as an actor, for clusters without a shared database."""
 
 import os
 import pickle
@@ -16,57 +16,57 @@ from wanjax.errors import WanjaxError, reason
 from wanjax.jobs.lockstep import OutOfSync, follow
 from wanjax.jobs.maker import VideoMaker, error_message
 from wanjax.jobs.multihost import connect
-from wanjax.jobs.pool import NICE, Start
-from wanjax.jobs.ray_cluster import failure_reason, result_of
+from wanjax.jobs.pool import CPU_NICENESS, MakerFactory
+from wanjax.jobs.ray_cluster import failure_reason, result_if_ready
 from wanjax.jobs.store import RETRY_INTERVAL, JobStore, Unavailable
 from wanjax.jobs.worker import new_worker_name, work
 
 NAMESPACE = "wanjax"
-CALL_TIMEOUT = 30.0  # seconds in which an actor answers a call
+CALL_TIMEOUT = 30.0  # seconds to wait for an actor's answer
 StartActors = Callable[[type], tuple[list[Any], Any]]
-"""Starts the actors of a worker, of a class; returns them with their placement group, if they have one."""
+"""Starts a worker's actors of a class. Returns them, and their placement group or None."""
 
 
 class RayWorker:
-    """A worker that is an actor of a cluster, or several that compute together: a `Handle` of a pool.
+    """A worker that is an actor of a Ray cluster, or several actors that compute together.
 
-    It ends with the command that started it.
+    It ends with the command that started it. The first of several actors leads the others.
 
     Args:
-        ray: The library, connected.
-        store: The store of the jobs.
-        start: Returns the maker, in the first actor's process; of several actors it leads the others.
-        options: Keywords of `work`.
+        ray: The connected Ray module.
+        store: The job store.
+        make_maker: Creates the maker in the process of the first actor.
+        options: Keyword arguments of `work`.
         start_actors: Starts the actors.
-        follower: Returns the maker of each other actor, in its own process.
-        probe: Called with the maker before the first job; `answer` has what it returns.
+        make_follower: Creates the maker in the process of each other actor.
+        probe: Called with the maker before the first job. `probe_result` returns its result.
     """
 
     def __init__(
         self,
         ray: Any,
         store: JobStore,
-        start: Start,
+        make_maker: MakerFactory,
         options: Mapping[str, Any],
         start_actors: StartActors,
-        follower: Callable[[], VideoMaker] | None = None,
+        make_follower: Callable[[], VideoMaker] | None = None,
         probe: Callable[[Any], Any] | None = None,
     ):
         self.ray, self.name = ray, new_worker_name()
-        self._actors, self._group = start_actors(Host)
+        self._actors, self._group = start_actors(WorkerActor)
         first, *others = self._actors
         address, count = first.address.remote() if others else None, len(self._actors)
-        pickled_work = ray.cloudpickle.dumps((store, start, self.name, dict(options), probe))
+        pickled_work = ray.cloudpickle.dumps((store, make_maker, self.name, dict(options), probe))
         self._calls = [first.work.remote(pickled_work, address, count)]
-        pickled_follower = ray.cloudpickle.dumps(follower)
+        pickled_follower = ray.cloudpickle.dumps(make_follower)
         self._calls += [
             actor.follow.remote(pickled_follower, address, count, index) for index, actor in enumerate(others, 1)
         ]
-        self._answer = None if probe is None else first.answer.remote()
+        self._probe_call = None if probe is None else first.probe_result.remote()
 
-    def answer(self) -> Any:
-        """Return what was asked for, None while it is not there; raises what was raised, or EOFError for a death."""
-        return result_of(self.ray, self._answer)
+    def probe_result(self) -> Any:
+        """Return the result of `probe`, or None if it is not ready. Raise its error, or EOFError if the worker died."""
+        return result_if_ready(self.ray, self._probe_call)
 
     def exit_reason(self) -> str | None:
         finished, _ = self.ray.wait(self._calls, num_returns=len(self._calls), timeout=0)
@@ -79,82 +79,82 @@ class RayWorker:
         self._actors[0].drain.remote()
 
     def kill(self) -> None:
-        for actor in self._actors:  # which may be out of reach alone, and would keep their places
+        for actor in self._actors:  # one that only lost its network would keep its resources
             self.ray.kill(actor)
         if self._group is not None:
             self.ray.util.remove_placement_group(self._group)
 
 
-class Host:
-    """The part of a worker on one host, as an actor of Ray; of several the first tells where they meet, and leads.
+class WorkerActor:
+    """The Ray actor that runs a worker, or the part of a worker on one host.
 
     Args:
-        nice: Whether it gives way to other processes, by all threads that JAX starts later.
+        nice: Whether to run with a lower priority than other processes, as JAX's threads then do too.
     """
 
     def __init__(self, nice: bool = False):
         if nice:
-            os.nice(NICE)
-        self._drained, self._answered = Event(), Event()
-        self._answer: Any = None
-        self._fault: WanjaxError | None = None
+            os.nice(CPU_NICENESS)
+        self._exit_event, self._probe_done = Event(), Event()
+        self._probe_result: Any = None
+        self._probe_error: WanjaxError | None = None
 
     def address(self) -> str:
-        """Return this host's address with a port that is free."""
+        """Return HOST:PORT with this host's address and a free port."""
         import ray.util
 
         address = ray.util.get_node_ip_address()
-        with socket.socket() as free:
-            free.bind((address, 0))
-            return f"{address}:{free.getsockname()[1]}"
+        with socket.socket() as probe_socket:
+            probe_socket.bind((address, 0))
+            return f"{address}:{probe_socket.getsockname()[1]}"
 
     def work(self, pickled_work: bytes, address: str | None = None, count: int = 1) -> None:
-        """Meet the others, if there are some, and lease and make jobs with them until this worker is to end.
+        """Connect to the other hosts, if any, and run the worker until it has to exit.
 
         Args:
-            pickled_work: The store, the start, the worker's name, the keywords of `work` and what is asked, by
-                cloudpickle.
-            address: Where the hosts meet; None for a worker of one host.
-            count: How many hosts there are.
+            pickled_work: The job store, the maker factory, the worker's name, the keyword arguments of `work` and the
+                probe, pickled by cloudpickle.
+            address: The coordinator's HOST:PORT; None for a worker of one host.
+            count: The number of hosts.
         """
         if address is not None:
             _connect_hosts(address, count, 0, coordinator_bind_address=address)
-        store, start, name, options, probe = pickle.loads(pickled_work)
+        store, make_maker, name, options, probe = pickle.loads(pickled_work)
         try:
-            maker = start(store := store.with_retry_seconds(inf))
-            self._answer = None if probe is None else probe(maker)
+            maker = make_maker(store := store.with_retry_seconds(inf))
+            self._probe_result = None if probe is None else probe(maker)
         except WanjaxError as error:
             if probe is None:
                 raise
-            self._fault = error
-        self._answered.set()
-        if self._fault is None:
-            work(store, maker, name=name, drained=self._drained.is_set, **options)
+            self._probe_error = error
+        self._probe_done.set()
+        if self._probe_error is None:
+            work(store, maker, name=name, exit_requested=self._exit_event.is_set, **options)
         else:
-            self._drained.wait()  # whoever asked hears of it, and ends this worker
+            self._exit_event.wait()  # the caller of `probe_result` gets the error and ends this worker
 
-    def answer(self) -> Any:
-        """Wait for what was asked for."""
-        self._answered.wait()
-        if self._fault is not None:
-            raise self._fault
-        return self._answer
+    def probe_result(self) -> Any:
+        """Wait for the result of the probe and return it, or raise its error."""
+        self._probe_done.wait()
+        if self._probe_error is not None:
+            raise self._probe_error
+        return self._probe_result
 
     def drain(self) -> None:
-        """Have the worker give its jobs back and end."""
-        self._drained.set()
+        """Ask the worker to requeue its jobs and exit."""
+        self._exit_event.set()
 
-    def follow(self, follower: bytes, address: str, count: int, index: int) -> None:
-        """Meet the others, and make each run that the first one makes.
+    def follow(self, make_follower: bytes, address: str, count: int, index: int) -> None:
+        """Connect to the other hosts, and take part in each run of the first one.
 
         Args:
-            follower: What returns the maker, by cloudpickle.
-            address: Where the hosts meet.
-            count: How many hosts there are.
-            index: The number of this one, from 1.
+            make_follower: The function that creates the maker, pickled by cloudpickle.
+            address: The coordinator's HOST:PORT.
+            count: The number of hosts.
+            index: The index of this host, from 1.
         """
         _connect_hosts(address, count, index)
-        self._follow(pickle.loads(follower)())
+        self._follow(pickle.loads(make_follower)())
 
     def _follow(self, maker: VideoMaker, **options: Any) -> None:
         try:
@@ -163,35 +163,35 @@ class Host:
             raise OutOfSync(error_message(error)) from error
 
 
-def _connect_hosts(address: str, count: int, index: int, **more: Any) -> None:
+def _connect_hosts(address: str, count: int, index: int, **keywords: Any) -> None:
     try:
-        connect(address, count, index, cluster_detection_method="deactivate", **more)
+        connect(address, count, index, cluster_detection_method="deactivate", **keywords)
     except RuntimeError as error:
         raise OutOfSync(f"the processes of {address} did not connect: {reason(error)}") from error
 
 
 class RemoteStore(JobStore):
-    """A store that is an actor, by a file of SQLite: its methods are called from any process of a cluster.
+    """A client of a job store that runs as a Ray actor on an SQLite file, for any process of the cluster.
 
-    An actor that dies is restarted on the same node by the same file; a call whose answer was lost is sent again.
+    If the actor dies, Ray restarts it on the same node with the same file. A call without an answer is repeated.
 
     Args:
         actor: The actor's name.
-        retry_seconds: As of `JobStore`.
-        namespace: As of `JobStore`.
+        retry_seconds: As in `JobStore`.
+        namespace: As in `JobStore`.
     """
 
     def __init__(self, actor: str, retry_seconds: float, namespace: str):
         self.actor, self.retry_seconds, self.namespace = actor, retry_seconds, namespace
-        self.handle: Any = None  # of the process that started the actor, which ends with it
+        self.handle: Any = None  # only in the process that started the actor: when it goes, the actor ends
 
     @classmethod
     def start(cls, ray: Any, store: JobStore) -> "RemoteStore":
-        """Start the actor of a store on this node; it ends with this process.
+        """Start an actor for a job store on this node. The actor ends with this process.
 
         Args:
-            ray: The library, connected.
-            store: A store on SQLite, whose file is on this host.
+            ray: The connected Ray module.
+            store: A job store on an SQLite file of this host.
         """
         schedule, context = ray.util.scheduling_strategies, ray.get_runtime_context()
         this_node = schedule.NodeAffinitySchedulingStrategy(context.get_node_id(), False)
@@ -219,26 +219,26 @@ class RemoteStore(JobStore):
         return True
 
     def close(self) -> None:
-        """Nothing: the actor ends with the command that started it."""
+        """Do nothing, since the actor ends with the command that started it."""
 
     def _call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
-        """Call a method of the actor; retry while it is away, then raise Unavailable after `retry_seconds`."""
+        """Call a method of the actor. Retry while the actor is unavailable; raise Unavailable after `retry_seconds`."""
         import ray
         from ray.exceptions import RayError, RayTaskError
 
-        end = monotonic() + self.retry_seconds
+        deadline = monotonic() + self.retry_seconds
         while True:
             try:
                 actor = ray.get_actor(self.actor, namespace=NAMESPACE)
                 return ray.get(getattr(actor, method).remote(*arguments, **keywords), timeout=CALL_TIMEOUT)
             except RayTaskError as error:
-                if not isinstance(error.cause, Unavailable) or monotonic() >= end:
+                if not isinstance(error.cause, Unavailable) or monotonic() >= deadline:
                     raise error.cause from None
-            except (RayError, ValueError) as error:  # the latter where there is no such actor
+            except (RayError, ValueError) as error:  # ValueError: no actor has this name
                 if isinstance(error, WanjaxError):
                     raise
-                if monotonic() >= end:
-                    raise Unavailable(f"the actor {self.actor} of the jobs is out of reach") from error
+                if monotonic() >= deadline:
+                    raise Unavailable(f"the Ray actor {self.actor} of the job store does not answer") from error
             sleep(RETRY_INTERVAL)
 
 
@@ -247,4 +247,4 @@ REMOTE_METHODS = {name for name in vars(JobStore) if name.islower() and name[0] 
     "use_namespace",
     "with_retry_seconds",
 }
-"""Methods of the actor."""
+"""Methods of `JobStore` that are called in the actor."""

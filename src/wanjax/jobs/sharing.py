@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The namespace of a shared folder of videos: its id is in a file in the folder.
+"""The namespace of a shared folder of videos. A file in the folder holds the namespace's id.
 
-Servers and batches have different files, since their jobs and workers differ.
+Servers and batches use different files, because they have different jobs and workers.
 """
 
 import os
@@ -16,7 +16,7 @@ from wanjax.jobs.store import JobStore
 from wanjax.stores.paths import AnyPath, StoreError, read
 from wanjax.stores.temporary import HOST, sibling_path
 
-SERVE, BATCH = "serve.place", "batch.place"  # names of the files
+SERVE_FILE, BATCH_FILE = "serve.place", "batch.place"  # names of the files with the id
 
 
 def join_namespace(store: JobStore, folder: AnyPath, name: str) -> None:
@@ -25,74 +25,74 @@ def join_namespace(store: JobStore, folder: AnyPath, name: str) -> None:
     Args:
         store: The store to switch.
         folder: The folder of the videos.
-        name: SERVE or BATCH.
+        name: SERVE_FILE or BATCH_FILE.
 
     Raises:
         WanjaxError: The folder cannot be written.
     """
     file = folder / name
-    if not (id := _id_of(file)):
-        _create(file, token_hex(8))
-        id = _id_of(file)
+    if not (id := _read_id(file)):
+        _create_file(file, token_hex(8))
+        id = _read_id(file)
     store.use_namespace(id, is_new=True)
 
 
 def join_error(store: JobStore, folder: AnyPath, name: str) -> str:
-    """Switch a worker's store to the existing namespace of a folder; return "" or the reason why it cannot.
+    """Switch a worker's store to the existing namespace of a folder. Return "", or why it cannot.
 
     Args:
         store: The store of a worker.
         folder: The folder of a server or a batch.
-        name: SERVE or BATCH.
+        name: SERVE_FILE or BATCH_FILE.
     """
     command = f"wanjax {name.partition('.')[0]}"
-    why = f"{folder} is the folder of no `{command}` with the database {store.name}"
+    why = f"no `{command}` with the database {store.name} uses the folder {folder}"
     try:
-        if (id := _id_of(folder / name)) and store.use_namespace(id, is_new=False):
+        if (id := _read_id(folder / name)) and store.use_namespace(id, is_new=False):
             return ""
     except (OSError, StoreError) as error:
         why = str(error)
-    return f"{why}: this worker takes no job until it is; --dir of servers or --out of batches is one place for all"
+    return f"{why}, so this worker takes no job: give servers and workers the same --dir, or batches the same --out"
 
 
 def check_namespace(store: JobStore, folder: AnyPath, name: str) -> None:
-    """Raise WanjaxError if a worker's folder has another namespace than its store.
+    """Raise WanjaxError if a worker's folder belongs to another namespace than its store.
 
     Args:
         store: The store of the worker.
-        folder: The folder, as this host has it.
-        name: SERVE or BATCH.
+        folder: The folder's path on this host.
+        name: SERVE_FILE or BATCH_FILE.
     """
-    if store.namespace and _id_of(folder / name) != store.namespace:
-        why = f"{folder} is another folder on {HOST} than where its worker was started"
-        raise WanjaxError(f"{why}: give one that all hosts share, as on a network file system or in a store")
+    if store.namespace and _read_id(folder / name) != store.namespace:
+        why = f"{folder} on {HOST} is another folder than on the host that started this worker"
+        raise WanjaxError(f"{why}: give a folder that all hosts share, on a network file system or in a bucket")
 
 
-def _id_of(file: AnyPath) -> str:
+def _read_id(file: AnyPath) -> str:
     return (read(file) or b"").decode(errors="replace").strip()
 
 
-def _create(file: AnyPath, id: str) -> None:
-    """Create the namespace file, unless another process was first."""
+def _create_file(file: AnyPath, id: str) -> None:
+    """Create the file with the id, unless another process creates it first."""
     if not isinstance(file, Path):
         file.create(id.encode())
         return
-    beside = sibling_path(file.with_name(id))
+    temporary_file = sibling_path(file.with_name(id))
     with write_errors(file):
-        beside.write_text(id)
+        temporary_file.write_text(id)
         try:
-            os.link(beside, file)  # atomic, and fails if the file exists
+            os.link(temporary_file, file)  # atomic, and fails if the file exists
         except FileExistsError:
             pass
-        except OSError:  # some network file systems have no links
-            beside.replace(file)
+        except OSError:  # some network file systems have no hard links
+            temporary_file.replace(file)
         finally:
             with suppress(OSError):
-                beside.unlink()
+                temporary_file.unlink()
 
 
 def requeue_dead(store: JobStore) -> None:
-    """Requeue the jobs of workers that were processes of this host and have died.
+    """Requeue the jobs of workers whose processes on this host have died.
 
     Args:
         store: The store.

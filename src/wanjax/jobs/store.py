@@ -143,7 +143,7 @@ class Job:
         created_at: Seconds since 1970, on the database's clock.
         completed_at: Time when it completed, failed or was removed; None before.
         version: Version of its last change.
-        ahead: Number of jobs before it in the queue; None for a job that is not queued.
+        jobs_ahead: Number of jobs before it in the queue; None for a job that is not queued.
     """
 
     id: str
@@ -161,7 +161,7 @@ class Job:
     created_at: float
     completed_at: float | None
     version: int
-    ahead: int | None = None
+    jobs_ahead: int | None = None
 
     @property
     def is_over(self) -> bool:
@@ -879,13 +879,13 @@ class _Transaction:
         return self.value("SELECT count(*) FROM jobs WHERE place = :place AND status = 'queued'")
 
     def with_ranks(self, jobs: Sequence[Job]) -> list[Job]:
-        """Return the jobs with `ahead` set, for the first MAX_RANKED jobs of the queue."""
+        """Return the jobs with `jobs_ahead` set, for the first MAX_RANKED jobs of the queue."""
         if all(job.status != QUEUED for job in jobs):
             return list(jobs)
         sql = "SELECT position FROM jobs WHERE place = :place AND status = 'queued' ORDER BY position LIMIT :limit"
         running = self.value("SELECT count(*) FROM jobs WHERE place = :place AND status = 'in_progress'")
         ranks = {position: number for number, (position,) in enumerate(self.rows(sql, limit=MAX_RANKED), running)}
-        return [replace(job, ahead=ranks.get(job.position)) if job.status == QUEUED else job for job in jobs]
+        return [replace(job, jobs_ahead=ranks.get(job.position)) if job.status == QUEUED else job for job in jobs]
 
     def update(self, id: str, *, ended: bool = False, **columns: Any) -> None:
         """Update columns of a job; with `ended`, also set its completion time."""
@@ -925,7 +925,7 @@ INSERT_JOB = """
         model = excluded.model, batch = excluded.batch, request = excluded.request, output = excluded.output,
         created_at = excluded.created_at, version = excluded.version"""
 REQUEUED_COLUMNS: dict[str, Any] = {"status": QUEUED, "worker": "", "progress": "{}"}
-JOB_COLUMNS = tuple(column.name for column in fields(Job))[:-1]  # all but `ahead`
+JOB_COLUMNS = tuple(column.name for column in fields(Job))[:-1]  # all but `jobs_ahead`
 SELECTED_COLUMNS = ", ".join(JOB_COLUMNS)
 
 

@@ -107,11 +107,11 @@ class Changes:
             since = changed[-1].version if changed else since
             ids = {job.id for job in changed}
             moved = [
-                job for job in self.queue if job.id in places and job.id not in ids and job.ahead != places[job.id]
+                job for job in self.queue if job.id in places and job.id not in ids and job.jobs_ahead != places[job.id]
             ]
             for job in [*changed, *moved]:
-                places[job.id] = job.ahead
-                if job.ahead is None:
+                places[job.id] = job.jobs_ahead
+                if job.jobs_ahead is None:
                     del places[job.id]
                 yield f"data: {json.dumps(self._event(job))}\n\n"
             if only is not None and changed and changed[-1].is_over:

@@ -16,7 +16,7 @@ from PIL import Image
 from wanjax.errors import WanjaxError
 from wanjax.execution import EXECUTE
 from wanjax.figures import duration
-from wanjax.jobs.maker import JobProgress, VideoMaker, write
+from wanjax.jobs.maker import JobProgress, VideoMaker, write_frames
 from wanjax.jobs.store import Job
 from wanjax.jobs.worker import Failure, Interrupted, Lease, logger
 from wanjax.layers.tiling import Tiling
@@ -149,7 +149,7 @@ class ServedMaker(VideoMaker):
             ):
                 with run.decode_stage(prepared):
                     clips = with_thumbnail(map(np.asarray, frames), chosen.length, here / THUMBNAIL)
-                    write(output, clips, prepared)
+                    write_frames(output, clips, prepared)
             if isinstance(folder, RemotePath):  # after the video, which a store that fails meanwhile is not to cost
                 (folder / THUMBNAIL).upload(here / THUMBNAIL)
 

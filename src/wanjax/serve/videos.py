@@ -100,5 +100,5 @@ def video_of(job: Job, loaded: Mapping[str, Any] = {}) -> dict[str, Any]:
         "preview": progress.get("preview", 0),
         "notes": progress.get("notes", []),
         "version": job.version,
-        "queue_position": job.ahead,
+        "queue_position": job.jobs_ahead,
     }
