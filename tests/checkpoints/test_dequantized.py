@@ -476,7 +476,7 @@ def test_broken_formats_in_the_metadata_are_one_sentence():
 def test_formats_as_comfy_kitchen_writes_them(kind, shape):
     """Comfy-Org's own library quantises, and its plain reading in float32 is what is read here."""
     library = pytest.importorskip("comfy_kitchen")
-    import torch
+    torch = pytest.importorskip("torch")
     from comfy_kitchen.backends.eager import quantization as plain
 
     x = torch.from_numpy(weight(shape))
