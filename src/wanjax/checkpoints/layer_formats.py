@@ -83,12 +83,12 @@ def parse_format(text: bytes | str, key: str, dtype: np.dtype) -> LayerFormat:
         entries = {entry: layer[entry] for entry in sorted(layer) if layer[entry] and entry not in IGNORED_ENTRIES}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise WanjaxError(f"{key} is no JSON object with a format of the weight: get the file again") from error
-    found = _named_format(name, entries)
-    if found is None or dtype not in (found.dtype, np.dtype(np.uint8)):
+    layer_format = _named_format(name, entries)
+    if layer_format is None or dtype not in (layer_format.dtype, np.dtype(np.uint8)):
         unknown = next((f" with {repr_short(entry)}" for entry in entries if entry not in ROTATION_ENTRIES), "")
         problem = f"{repr_short(name)}{unknown or _rotation(entries)}, and the weight is {dtype}"
         raise WanjaxError(f"{key} says {problem}: of the formats of 8 bits and fewer, {READ} are read")
-    return found
+    return layer_format
 
 
 def formats_in_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
@@ -144,8 +144,8 @@ def _named_format(name: str, entries: Mapping[str, Any]) -> LayerFormat | None:
         return None
     group = entries.get("convrot_groupsize", DEFAULT_GROUP) if entries.get("convrot") else 0
     sizes = {4**power for power in range(1, 7)}
-    known = entries.get("convrot") in (None, True) and (group == 0 or (type(group) is int and group in sizes))
-    return LayerFormat(name, np.dtype(np.int8), rotated_group=group) if known else None
+    is_supported = entries.get("convrot") in (None, True) and (group == 0 or (type(group) is int and group in sizes))
+    return LayerFormat(name, np.dtype(np.int8), rotated_group=group) if is_supported else None
 
 
 def _rotation(entries: Mapping[str, Any]) -> str:
