@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 
 from wanjax.checkpoints.converted import MANIFEST, open_converted, open_stored
-from wanjax.checkpoints.dequantized import EIGHT_BITS
 from wanjax.checkpoints.files import SUFFIXES
 from wanjax.checkpoints.hub import HUB_FILE, INDEX, check_file, locate_file
 from wanjax.checkpoints.layout import Layout
@@ -44,7 +43,6 @@ FAMILIES = [
     HUNYUANVIDEO,
 ]
 FREE = "Apache-2.0"
-GGUF = ".gguf"  # of llama.cpp's files
 SomeOutline = TypeVar("SomeOutline", bound="Outline")
 Loras = str | Path | Lora | Sequence[str | Path | Lora]
 
@@ -243,8 +241,6 @@ def open_source(name: str | Path, revision: str | None = None) -> Source:
     name = path if is_url(name) else name
     if revision is not None and os.path.exists(path):
         raise WanjaxError(f"{path} is not on the hub: it has no revision {revision}")
-    if path.suffix.lower() == GGUF:
-        raise WanjaxError(f"{name} is of the format GGUF, which is not read: give a file of safetensors; {EIGHT_BITS}")
     if os.path.isfile(path):
         return _open_file(path)
     if path.suffix in SUFFIXES and HUB_FILE.fullmatch(str(name)):

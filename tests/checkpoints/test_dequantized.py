@@ -11,7 +11,7 @@ import pytest
 
 import wanjax
 from tests.support.tiny import tiny_checkpoint
-from tests.support.words import naming, says
+from tests.support.words import says
 from wanjax.checkpoints import modules
 from wanjax.checkpoints.convert import ToWanjax
 from wanjax.checkpoints.dequantized import Dequantized
@@ -368,14 +368,6 @@ def test_a_config_tells_who_quantised(method, checkpoint, tmp_path):
     with pytest.raises(WanjaxError) as refused:
         wanjax.load(folder)
     assert says(str(refused.value), f"transformer's config.json {method} floats")
-
-
-@pytest.mark.parametrize("name", ["wan.gguf", "owner/video/wan-Q4_K_M.gguf"])
-def test_gguf_is_named(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "wan.gguf").write_bytes(b"GGUF")
-    with pytest.raises(WanjaxError, match=naming(f"{name} GGUF safetensors")):
-        wanjax.load(name)
 
 
 def hadamard(size):

@@ -11,12 +11,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf import quants
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from tests.support import tiny
 from tests.support.commands import succeeded
 from tests.support.commands import wanjax as command
 from tests.support.families import registered
+from tests.support.ggufs import write_gguf
 from tests.support.published import transformer_keys
 from tests.support.words import naming, says
 from wanjax import loading, registry
@@ -483,3 +486,21 @@ def test_an_image_encoder_by_the_authors_is_that_of_transformers(tmp_path):
     for key, value in reference.items():
         assert found.weights.specs[key] == Spec(value.shape, value.dtype)
         np.testing.assert_array_equal(found.weights.read(key), value)
+
+
+@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
+def test_a_gguf_file_is_the_same_transformer(prefix, diffusers, lent, tmp_path):
+    """By the authors' names, large kernels in Q8_0 and the rest in F32, as ComfyUI-GGUF writes them."""
+    tensors, expected = {}, {}
+    for key, x in theirs(diffusers, "transformer").items():
+        x = np.asarray(x, np.float32)
+        quantised = x.ndim == 2 and x.shape[1] % 32 == 0 and "blocks." in key
+        raw = quants.quantize(x, Kind.Q8_0) if quantised else x
+        tensors[prefix + key] = (raw, Kind.Q8_0) if quantised else x
+        expected[NAMES["transformer"].ours(key)] = quants.dequantize(raw, Kind.Q8_0) if quantised else x
+    assert any(isinstance(x, tuple) for x in tensors.values())
+    source = open_source(write_gguf(tmp_path / "wan-Q8_0.gguf", tensors))
+    weights = source["transformer"].weights()
+    assert weights.specs.keys() == expected.keys()
+    for key, x in expected.items():
+        np.testing.assert_array_equal(weights.read(key), x.reshape(weights.specs[key].shape))

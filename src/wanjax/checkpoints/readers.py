@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from wanjax.checkpoints.files import SUFFIXES, TORCH_SUFFIXES, MappedFile, Reader, SafetensorsFile, Spec
+from wanjax.checkpoints.files import GGUF_SUFFIX, SUFFIXES, TORCH_SUFFIXES, MappedFile, Reader, SafetensorsFile, Spec
+from wanjax.checkpoints.gguf_file import GgufFile
 from wanjax.checkpoints.torch_file import TorchFile
 from wanjax.converters.name_map import NameMap
 from wanjax.converters.transforms import Shape
@@ -20,6 +21,8 @@ def open_tensors(path: str | Path) -> MappedFile:
     path = Path(path).expanduser()
     if path.suffix not in SUFFIXES:
         raise WanjaxError(f"{path} is no file of weights that can be read: one that ends in {' or '.join(SUFFIXES)} is")
+    if path.suffix == GGUF_SUFFIX:
+        return GgufFile(path)
     return TorchFile(path) if path.suffix in TORCH_SUFFIXES else SafetensorsFile(path)
 
 
