@@ -202,6 +202,8 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
     assert asked - declared == cluster - {"wanjax"}  # with the extra `serve`
     own["wanjax.jobs.databases"].remove("psycopg")
     assert project["optional-dependencies"]["postgres"] == ["psycopg[binary]"]
+    own["wanjax.checkpoints.gguf_file"].remove("gguf")
+    assert project["optional-dependencies"]["gguf"] == ["gguf"]
     assert set().union(*(own[module] for module in own.keys() - SERVERS)) | INDIRECT == declared
     assert set().union(*(own[module] for module in SERVERS)) - declared == extra - {"python-multipart"}
 
