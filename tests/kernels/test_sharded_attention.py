@@ -97,6 +97,38 @@ def test_gradients(name, axes):
         assert error(ours, right) <= 3 * BOUND
 
 
+RINGS = [
+    (name, size, mask) for name in ("flash_tpu", "chunked") for size in (4, 8) for mask in ("all", "first", "scattered")
+]
+
+
+@pytest.mark.parametrize(("name", "size", "mask"), quick([RINGS[0], RINGS[8], RINGS[10]], RINGS))
+def test_the_gradient_of_a_ring(name, size, mask):
+    """Weights come from the log-sum-exp over all keys, though a device never holds more than a part of them."""
+    q, k, v = operands(2, 37, 37, 2, 2, 64)
+    g, options = normal(5, *q.shape), {}
+    if mask == "first":
+        options["keys"], valid = 23, np.broadcast_to(np.arange(37) < 23, (2, 37))
+    elif mask == "scattered":
+        valid = np.random.default_rng(3).random((2, 37)) < 0.6
+        options["key_mask"] = jnp.asarray(valid)
+    else:
+        valid = None
+    ring = Partitioner(make_mesh(1, size, 1, devices=jax.devices()[:size]), RULES["fsdp"])
+    config = SMALL_TILES if name == "flash_tpu" else None
+
+    def loss(q, k, v):
+        with use(ring):
+            q = constrain(q, TOKENS)
+            out = attention(q, k, v, implementation=name, config=config, scale=0.3, **options)
+            return jnp.sum(g * constrain(out, TOKENS)), out
+
+    got, out = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
+    assert error(out, exact(q, k, v, scale=0.3, key_mask=valid)) <= BOUND
+    for ours, right in zip(got, exact_gradients(q, k, v, g, scale=0.3, key_mask=valid), strict=False):
+        assert error(ours, right) <= 1.5 * BOUND
+
+
 @pytest.mark.parametrize("axes", [(2, 1, 4), (2, 2, 2)])
 def test_masked_keys_with_shared_heads(axes):
     q, k, v = operands(2, 24, 24, 8, 2, 4)
