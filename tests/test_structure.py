@@ -208,6 +208,13 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
     assert set().union(*(own[module] for module in SERVERS)) - declared == extra - {"python-multipart"}
 
 
+def test_an_installed_package_has_every_module():
+    """A folder of modules that is not listed is missing in a wheel, and in no editable install."""
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"]
+    folders = {name if path.name == "__init__.py" else name.rpartition(".")[0] for name, path in MODULES.items()}
+    assert sorted(folders) == listed
+
+
 def distributions(path: Path) -> set[str]:
     """Return the distributions outside the standard library that a file imports from."""
     found = {name.partition(".")[0] for name in imports(path)} - {"wanjax"}
