@@ -38,6 +38,7 @@ from wanjax.kernels.attention import (
     sparse_linear_tpu,
 )
 from wanjax.kernels.attention.radial import Radial
+from wanjax.sharding import RULES, Partitioner, make_mesh, use
 
 SOURCE = Path(wanjax.__file__).parent
 WIDE_TILES = flash_tpu.Config(512, 64, 64, interpret=True)
@@ -276,6 +277,25 @@ def test_no_race_and_no_undefined_value(name):
     assert report.kernels == CASES[name].kernels
     assert len(report.detectors) >= len(report.kernels)
     assert report.cores == set(range(CORES))
+
+
+@pytest.mark.slow
+def test_a_ring_without_races():
+    """Four devices of two cores each: keys are added to carried sums, and gradients go around with their keys."""
+    q, k, v = operands(1, 64, 64, 2, 2, 64)
+    g = normal(5, *q.shape)
+
+    def loss(q, k, v):
+        with use(Partitioner(make_mesh(1, 4, 1, devices=jax.devices()[:4]), RULES["fsdp"])):
+            return jnp.sum(g * attention(q, k, v, implementation="flash_tpu", config=SMALL_TILES, scale=0.3))
+
+    with detect_races() as report:
+        got = [np.asarray(x) for x in jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v)]
+    for ours, right in zip(got, exact_gradients(q, k, v, g, scale=0.3), strict=False):
+        assert error(ours, right) <= 1.5 * BOUND["float32"]
+    assert report.num_races == 0
+    assert report.kernels == {"flash_attention", "flash_gradient"}
+    assert len(report.detectors) >= 8
 
 
 def calls(tree: ast.AST, name: str) -> list[ast.Call]:
