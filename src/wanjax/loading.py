@@ -34,9 +34,10 @@ from wanjax.pipelines.keywords import knows_keywords
 from wanjax.pipelines.mesh_sizes import AutoMesh, MeshSizes, parse_mesh
 from wanjax.pipelines.meshes import auto_mesh, step_cost
 from wanjax.pipelines.model import with_attention
+from wanjax.pipelines.other_names import unknown_keyword
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.progress import loading
-from wanjax.pipelines.settings import Settings
+from wanjax.pipelines.settings import Settings, schema
 from wanjax.pipelines.tiny_decoder import DecoderFile
 from wanjax.pipelines.tracing import NoProcessor, NoTokenizer
 from wanjax.pipelines.validation import dtype_name
@@ -180,6 +181,9 @@ def _listed(loras: Loras) -> tuple[Lora, ...]:
 def _pipeline(checkpoint: Checkpoint, options: LoadOptions) -> Pipeline:
     """Return the pipeline of a checkpoint, whose components are loaded at first use."""
     param_dtype = options.param_dtype or checkpoint.param_dtype
+    names = ("size", *schema(type(checkpoint.settings)))
+    for name in sorted((options.video or {}).keys() - set(names)):
+        raise unknown_keyword(name, names)
     video = with_size(checkpoint.model, checkpoint.settings, checkpoint.sizes, options.video or {})
     partitioner = _partitioner(checkpoint, options, video)
     slow = "float32" if platform() == "cpu" else None

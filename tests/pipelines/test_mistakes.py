@@ -193,3 +193,21 @@ def test_a_name_that_cannot_be_set(pipe, name, right):
     with pytest.raises(AttributeError, match=naming(right)):
         setattr(pipe, name, "euler")
     assert name not in vars(pipe)
+
+
+def test_a_text_is_no_list_of_prompts():
+    with pytest.raises(WanjaxError, match=naming("prompts 'a red circle' list")):
+        wanjax.load("nano").videos("a red circle")
+
+
+@pytest.mark.parametrize("name", ["prompt", "negative_prompt"])
+def test_prompts_have_no_effect_after_their_encoding(name):
+    pipe = wanjax.load("nano")
+    prompts = pipe.encode_prompts("a red circle")
+    with pytest.raises(WanjaxError, match=naming(f"{name} encode")):
+        pipe.denoise(prompts, **{name: "a blue square"})
+
+
+def test_a_video_for_the_mesh_has_known_settings():
+    with pytest.raises(WanjaxError, match=naming("'stepz' steps")):
+        wanjax.load("nano", video={"stepz": 3})

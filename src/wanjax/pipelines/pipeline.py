@@ -27,7 +27,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from wanjax.dims import readable
-from wanjax.errors import WanjaxError, WanjaxWarning, near_names, repr_short
+from wanjax.errors import SettingError, WanjaxError, WanjaxWarning, near_names, repr_short
 from wanjax.execution import EXECUTE, Program, Strategy, Value
 from wanjax.figures import quantity
 from wanjax.kernels.attention import AUTO, AttentionConfig
@@ -286,6 +286,10 @@ class Pipeline(metaclass=Named):
         Raises:
             WanjaxError: A value is invalid, or is of no use to this model. Nothing was made then.
         """
+        if isinstance(prompts, str):  # whose letters would be prompts
+            raise WanjaxError(
+                f"prompts is the text {repr_short(prompts)}: give a list of prompts, or call pipe(prompt)"
+            )
         prompts = [check_prompt(prompt) for prompt in prompts]
         if not prompts:
             raise WanjaxError("prompts is given as []: give one prompt or more")
@@ -568,6 +572,8 @@ class Pipeline(metaclass=Named):
         """
         check_conditioning_type(conditioning, self.model.conditioning_type)
         settings = {name: value for name, value in settings.items() if value is not None}
+        for name in sorted(settings.keys() & {"prompt", "negative_prompt"}):
+            raise SettingError(f"{name} has no effect on encoded prompts: give it to `encode`", name)
         latents = [x for x in conditioning if x is not None and x.ndim == 5]
         if (shape := encoded_shape(conditioning)) is not None:
             settings = {"frames": shape.frames} | settings
