@@ -141,7 +141,7 @@ def gradient_table(workload: Workload, chip: str) -> Table:
             continue
         priced = price_compiled(result)
         if name.startswith("flash_tpu"):  # whose rare branches are not taken, with all keys
-            priced = price_compiled(result, skip=rare_work(result, workload.keys), words=workload.keys)
+            priced = price_compiled(result, skip=rare_work(result, workload.keys), input_word=workload.keys)
         total, kernels = priced.total.mid, priced.by_kind["kernels"].mid
         cells = (f"{1e3 * seconds:.2f}" for seconds in (total, kernels, total - kernels))
         table.add_row(name, *cells, f"{result.memory.peak / 2**20:.0f}")

@@ -187,7 +187,7 @@ def test_a_price_of_another_compiler_is_forgotten(monkeypatch):
     monkeypatch.setattr(pricer, "version", lambda name: installed[name])
     monkeypatch.setattr(pricer, "versions", lambda *names: {x: installed[x] for x in names if x in installed})
     monkeypatch.setattr(pricer, "accepted_libtpu", lambda: compiling.SpecifierSet(taken[0]))
-    PRICER.keep("prices", job, 1.0)
+    PRICER.store("prices", job, 1.0)
     assert PRICER.recall("prices", job) == 1.0
     installed["libtpu"] = "0.0.42.6"
     assert PRICER.recall("prices", job) is None

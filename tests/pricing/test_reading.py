@@ -11,7 +11,7 @@ from tests.support.words import naming
 from wanjax.errors import WanjaxError
 from wanjax.pricing import chips, hlo, schedule
 from wanjax.pricing.compile import Compiled, Memory
-from wanjax.pricing.costs import ACHIEVED_LINK, BEST_PRODUCT, CHEAPER, DEARER, SUSPECT, price_compiled
+from wanjax.pricing.costs import ACHIEVED_LINK, BEST_PRODUCT, KERNEL_HIGH, KERNEL_LOW, MAX_OVER_BYTES, price_compiled
 from wanjax.pricing.pallas_kernels import kernel_seconds
 from wanjax.pricing.work import flops, traffic, trip_count, wire_bytes
 
@@ -50,7 +50,7 @@ def test_every_block_counts_as_often_as_the_grid_takes_it(kernel):
 def test_a_kernel_moves_its_blocks(kernel):
     blocks = 128 * 128
     x, y, out = 8 * 2 * blocks, 8 * 2 * blocks, 4 * 4 * blocks  # bfloat16 in each step, float32 in each epilogue
-    assert kernel.run().moved == x + y + out
+    assert kernel.run().traffic_bytes == x + y + out
 
 
 def test_a_kernel_has_units_and_memory(kernel):
@@ -69,9 +69,9 @@ def test_a_kernel_costs_its_bundles(kernel):
     program = compiled((DATA / "kernel_module.txt").read_text(), schedules={"product.1": kernel})
     cost = price_compiled(program).by_kind["kernels"]
     assert cost.mid == pytest.approx(cycles / 1.75e9)
-    assert (cost.low, cost.high) == pytest.approx((CHEAPER * cost.mid, DEARER * cost.mid))
+    assert (cost.low, cost.high) == pytest.approx((KERNEL_LOW * cost.mid, KERNEL_HIGH * cost.mid))
     slow = replace(program, slice=replace(program.slice, chip=replace(chips.V6E, bandwidth=1e6)))
-    assert price_compiled(slow).by_kind["kernels"].mid == pytest.approx(kernel.run().moved / 0.8e6)
+    assert price_compiled(slow).by_kind["kernels"].mid == pytest.approx(kernel.run().traffic_bytes / 0.8e6)
 
 
 BRANCHES = """
@@ -345,7 +345,7 @@ def test_price_of_layers():
     assert items["all-gather.2"].group == 4
     copy = items["copy"]  # a transpose to VMEM that reads 4 MiB; the estimate is above three times its price
     assert (copy.kind, copy.bytes) == ("copies", 2048 * 1024 * 2)
-    assert copy.cost.high == pytest.approx(SUSPECT * copy.cost.mid)
+    assert copy.cost.high == pytest.approx(MAX_OVER_BYTES * copy.cost.mid)
     assert copy.cost.mid == pytest.approx(copy.bytes / (0.8 * 1.64e12))
     assert sum(cost.mid for cost in priced.by_kind.values()) == pytest.approx(priced.total.mid)
     assert price_compiled(compiled(LAYERS.replace("direction=LT", "direction=NE"))).unknown_loops == ("while.9",)

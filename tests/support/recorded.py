@@ -10,7 +10,7 @@ from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.tracing import needed_pictures, trace_programs
 from wanjax.plan.video_programs import VideoProgram, programs_of
-from wanjax.pricing.roofline_price import Work, work_of
+from wanjax.pricing.roofline_price import Work, count_work
 
 
 def programs(pipe: Pipeline, settings: Settings) -> Iterator[VideoProgram]:
@@ -30,4 +30,4 @@ def jaxpr_of(program: VideoProgram) -> Jaxpr:
 
 def counted(program: VideoProgram) -> Work:
     """Count the work of a program of one device."""
-    return work_of(jaxpr_of(program), attention="attention")
+    return count_work(jaxpr_of(program), attention="attention")

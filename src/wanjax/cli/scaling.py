@@ -39,11 +39,11 @@ def _video(way: Option) -> tuple[str, ...]:
 
 def _all(estimate: ScaleEstimate, way: Option) -> tuple[str, ...]:
     """Return the figures of all videos, under the headings of `ALL` and their cost, or chip-hours."""
-    hours = way.seconds.times(1 / 3600)
+    hours = way.seconds.scaled(1 / 3600)
     row = (way.slice, spread(way.slices, _count), spread(hours, digits))
     if (cost := estimate.cost(way)) is None:
         return *row, spread(way.chip_hours, digits)
-    return *row, spread(cost, digits), spread(cost.times(1000 / estimate.bulk.requests), digits)
+    return *row, spread(cost, digits), spread(cost.scaled(1000 / estimate.bulk.requests), digits)
 
 
 def spread(cost: Cost, text_of: Callable[[float], str]) -> str:

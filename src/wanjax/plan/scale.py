@@ -59,7 +59,7 @@ class Option:
     @property
     def chip_seconds(self) -> Cost:
         """Those of a video, without the start of its slice."""
-        return self.video_seconds.times(self.devices)
+        return self.video_seconds.scaled(self.devices)
 
     @property
     def in_time(self) -> bool:
@@ -108,7 +108,7 @@ class ScaleEstimate:
 
     def cost(self, way: Option) -> Cost | None:
         """Return the cost of an option, if the price of a chip-hour is known."""
-        return way.chip_hours.times(self.bulk.price) if self.bulk.price else None
+        return way.chip_hours.scaled(self.bulk.price) if self.bulk.price else None
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields; a range is a list, and an infinite end is None."""

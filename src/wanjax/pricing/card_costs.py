@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An estimate of the time of a program compiled for an NVIDIA card, by the operations and bytes of each kernel.
+"""Estimate the time of a program that was compiled for an NVIDIA card, from the operations and bytes of each kernel.
 
-XLA's GPU compiler reports no times, so a model gives them. A kernel takes the longest of three: its operations at a
-fraction of the card's peak, its bytes at a fraction of the bandwidth, and the time of a launch. The fractions are
-assumptions, from published figures of good and of poor kernels of each kind, and make the range. No card has confirmed
-them.
+XLA's GPU compiler reports no times, so a model gives them. A kernel takes the longest of three times: its operations
+at a fraction of the card's peak, its bytes at a fraction of the bandwidth, and a launch. The fractions are assumptions
+from published figures of good and of poor kernels of each kind, and give the range. They have not been checked on a
+card.
 """
 
 import math
@@ -16,88 +16,110 @@ from typing import NamedTuple
 
 from wanjax.pricing.chips import Card
 from wanjax.pricing.compile import Compiled
-from wanjax.pricing.costs import FREE, MOVES, Cost, Item, ItemizedPrice, Reader
+from wanjax.pricing.costs import FREE_OPCODES, MOVE_OPCODES, Cost, Item, ItemizedPrice, Reader
 from wanjax.pricing.hlo import Computation, Instruction, parse
-from wanjax.pricing.work import COLLECTIVES, PRODUCTS, flops, product_flops, traffic, wire_bytes
+from wanjax.pricing.work import COLLECTIVES, PRODUCT_OPCODES, flops, product_flops, traffic, wire_bytes
 
 
-class Reached(NamedTuple):
-    """Fractions of a peak that kernels of a kind reach: at best, usually, and at worst."""
+class Efficiency(NamedTuple):
+    """The fractions of a peak rate that kernels of a kind reach: at best, usually and at worst."""
 
     best: float
     usual: float
     worst: float
 
     def cost(self, amount: float, rate: float) -> Cost:
-        return Cost(*(amount / (rate * part) for part in self))
+        """Return the seconds that an amount of operations or bytes takes at fractions of a peak rate."""
+        return Cost(*(amount / (rate * fraction) for fraction in self))
 
 
-ATTENTION = Reached(0.75, 0.6, 0.45)  # FlashAttention 3 is reported at 0.75 of an H100's peak
-MATMULS = Reached(0.8, 0.6, 0.4)
-CONVOLUTIONS = Reached(0.7, 0.4, 0.2)
-BANDWIDTH = Reached(0.92, 0.8, 0.55)
-LINKS = Reached(0.9, 0.75, 0.5)
+ATTENTION = Efficiency(0.75, 0.6, 0.45)  # FlashAttention 3 is reported at 0.75 of an H100's peak
+MATMULS = Efficiency(0.8, 0.6, 0.4)
+CONVOLUTIONS = Efficiency(0.7, 0.4, 0.2)
+BANDWIDTH = Efficiency(0.92, 0.8, 0.55)
+LINKS = Efficiency(0.9, 0.75, 0.5)
 LAUNCH = Cost(1e-6, 3e-6, 6e-6)
-FLOAT32 = 0.5  # of the peak in bfloat16: XLA multiplies float32 as TF32
-NARROW = {"bf16", "f16"}
+FLOAT32_FRACTION = 0.5  # fraction of the bfloat16 peak: XLA multiplies float32 as TF32
+DTYPES_OF_16_BITS = {"bf16", "f16"}
 
 
 @dataclass
 class CardReader(Reader):
-    """Walk through a module of the GPU's compiler in scheduled order, and estimate its kernels."""
+    """Walk through a module of XLA's GPU compiler in scheduled order, and estimate the time of its kernels."""
 
-    def _item(self, instruction: Instruction, within: Computation, times: int) -> Item:
+    def _price_without_scope(self, instruction: Instruction, computation: Computation, times: int) -> Item:
         card = self.chip
         assert isinstance(card, Card)
         if instruction.opcode == "async-start" and instruction.called:
             inner = self.module.computations[instruction.called]
-            return self._item(inner.root, inner, times)
+            return self._price_without_scope(inner.root, inner, times)
         if instruction.opcode.removesuffix("-start") in COLLECTIVES:
-            sent = wire_bytes(instruction, within, switched=True)
-            cost = _longest(LINKS.cost(sent, card.link), LAUNCH).times(times)
-            return Item(instruction.name, "collectives", times, cost, bytes=times * sent, group=instruction.group_size)
-        moved = traffic(self.module, instruction, within)
-        reached, work = self._products(instruction, within)
-        peak = card.flops * (1 if card.peak_dtype == "float32" or self._is_narrow(instruction, within) else FLOAT32)
-        cost = _longest(reached.cost(work, peak), BANDWIDTH.cost(moved, card.bandwidth), LAUNCH).times(times)
-        opcodes = {part.opcode for part in (instruction, *self.module.nested_instructions(instruction))}
-        kind = "products" if work else "copies" if opcodes <= {*MOVES, *FREE, "fusion"} else "elementwise"
-        return Item(instruction.name, kind, times, cost, times * work, times * moved)
+            sent_bytes = wire_bytes(instruction, computation, switched=True)
+            cost = _max_cost(LINKS.cost(sent_bytes, card.link), LAUNCH).scaled(times)
+            return Item(
+                instruction.name, "collectives", times, cost, bytes=times * sent_bytes, group=instruction.group_size
+            )
+        traffic_bytes = traffic(self.module, instruction, computation)
+        efficiency, operations = self._products(instruction, computation)
+        peak = card.flops * (
+            1
+            if card.peak_dtype == "float32" or self._has_16_bit_operand(instruction, computation)
+            else FLOAT32_FRACTION
+        )
+        cost = _max_cost(
+            efficiency.cost(operations, peak), BANDWIDTH.cost(traffic_bytes, card.bandwidth), LAUNCH
+        ).scaled(times)
+        opcodes = {fused.opcode for fused in (instruction, *self.module.nested_instructions(instruction))}
+        kind = (
+            "products"
+            if operations
+            else "copies"
+            if opcodes <= {*MOVE_OPCODES, *FREE_OPCODES, "fusion"}
+            else "elementwise"
+        )
+        return Item(instruction.name, kind, times, cost, times * operations, times * traffic_bytes)
 
-    def _products(self, instruction: Instruction, within: Computation) -> tuple[Reached, int]:
-        """Return the operations of a kernel's products, and the fractions of the peak that they reach."""
+    def _products(self, instruction: Instruction, computation: Computation) -> tuple[Efficiency, int]:
+        """Return the efficiency and the number of operations of a kernel's matrix products or convolutions."""
         target = instruction.target or ""
         if target.startswith("__cudnn$fmha"):
-            q, k = (within.by_name[name].results[0].shape for name in instruction.operands[:2])
+            q, k = (computation.by_name[name].results[0].shape for name in instruction.operands[:2])
             return ATTENTION, 4 * math.prod(q) * k[1]  # batch, length, heads, width
         if target.startswith("__cudnn$conv"):
-            return CONVOLUTIONS, product_flops(instruction, within)
+            return CONVOLUTIONS, product_flops(instruction, computation)
         if target.startswith("__cublas$"):
-            summed = re.search(r'"lhs_contracting_dimensions":\["?(\d+)', instruction.attributes)
-            left = within.by_name[instruction.operands[0]].results[0].shape
-            return MATMULS, 2 * instruction.results[0].elements * (left[int(summed[1])] if summed else 1)
-        parts = {part.opcode for part in self.module.nested_instructions(instruction)} | {instruction.opcode}
-        work = flops(self.module, instruction, within) if parts & set(PRODUCTS) else 0
-        return CONVOLUTIONS if "convolution" in parts else MATMULS, work
+            contracted = re.search(r'"lhs_contracting_dimensions":\["?(\d+)', instruction.attributes)
+            lhs_shape = computation.by_name[instruction.operands[0]].results[0].shape
+            return MATMULS, 2 * instruction.results[0].elements * (lhs_shape[int(contracted[1])] if contracted else 1)
+        opcodes = {fused.opcode for fused in self.module.nested_instructions(instruction)} | {instruction.opcode}
+        operations = flops(self.module, instruction, computation) if opcodes & set(PRODUCT_OPCODES) else 0
+        return CONVOLUTIONS if "convolution" in opcodes else MATMULS, operations
 
-    def _is_narrow(self, instruction: Instruction, within: Computation) -> bool:
-        """Tell whether an operand is of 16 bits, with which tensor cores run at their peak."""
-        operands = [within.by_name[name].results for name in instruction.operands if name in within.by_name]
-        return any(array.dtype in NARROW for results in operands for array in results)
+    def _has_16_bit_operand(self, instruction: Instruction, computation: Computation) -> bool:
+        """Return whether an operand has 16 bits, since tensor cores then run at their peak."""
+        operands = [computation.by_name[name].results for name in instruction.operands if name in computation.by_name]
+        return any(array.dtype in DTYPES_OF_16_BITS for results in operands for array in results)
 
 
 def price_on_card(compiled: Compiled, *, cheapest: bool = False) -> ItemizedPrice:
-    """Estimate one run of a program; a choice between computations takes the dearest, or the `cheapest`."""
+    """Estimate one run of a program.
+
+    Of the branches of a conditional, the most expensive one counts, or with `cheapest` the cheapest.
+    """
     choose = min if cheapest else max
     reader = CardReader(parse(compiled.module), compiled.slice.chip, {}, {}, {}, None, choose)
-    items = reader.sequence(reader.module.entry, 1)
+    items = reader.price_computation(reader.module.entry, 1)
     return ItemizedPrice(tuple(items), (), tuple(reader.unknown_loops), {})
 
 
 def count_kernels(compiled: Compiled, priced: ItemizedPrice) -> Mapping[str, int]:
-    """Return how often one run starts each kind of kernel, most often first."""
+    """Return how often one run starts each kind of kernel, the most frequent kind first."""
     module = parse(compiled.module)
-    instructions = {each.name: each for part in module.computations.values() for each in part.instructions}
+    instructions = {
+        instruction.name: instruction
+        for computation in module.computations.values()
+        for instruction in computation.instructions
+    }
     counts: Counter[str] = Counter()
     for item in priced.items:
         counts[kernel_kind(instructions[item.name])] += item.times
@@ -105,7 +127,7 @@ def count_kernels(compiled: Compiled, priced: ItemizedPrice) -> Mapping[str, int
 
 
 def kernel_kind(instruction: Instruction) -> str:
-    """Return the library's function that an instruction calls, or the kind of its fusion, or its opcode."""
+    """Return the library function that an instruction calls, the kind of its fusion, or its opcode."""
     if instruction.target:
         return instruction.target
     if instruction.opcode != "fusion":
@@ -118,5 +140,5 @@ def kernel_kind(instruction: Instruction) -> str:
     )
 
 
-def _longest(*costs: Cost) -> Cost:
-    return Cost(*(max(each) for each in zip(*costs, strict=True)))
+def _max_cost(*costs: Cost) -> Cost:
+    return Cost(*(max(seconds) for seconds in zip(*costs, strict=True)))

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TPU chips and NVIDIA cards that programs are compiled for, and the groups in which they are rented.
+"""The TPU chips and NVIDIA cards that programs are compiled for, and the slices in which they are rented.
 
-Sources: peak FLOP/s and bandwidth are from JAX's Pallas (`jax/_src/pallas/mosaic/tpu_info.py`). HBM is the
+Sources for TPUs: peak FLOP/s and bandwidth are from JAX's Pallas (`jax/_src/pallas/mosaic/tpu_info.py`). HBM is the
 capacity that the compiler reports when a program does not fit. The clock is the peak divided by the operations per
-cycle: 524,288 on v6e and on half a v7x, 131,072 on each core of earlier chips. The delay slots are those of the
-compiler's dumps.
+cycle: 524,288 on v6e and on half a v7x, 131,072 on each core of earlier chips. The delay slots are from the compiler's
+dumps.
 
-A card's peak and bandwidth are from NVIDIA's data sheets (B200 in an HGX, H200, H100 SXM, A100 80 GB SXM, L40S, T4) and
-from the appendix of the Ada whitepaper (RTX 4090); peaks are dense, with float32 sums. Processors, caches, clocks and
-limits are those of XLA's own descriptions (`xla/backends/gpu/target_config/specs`: B200, H200, H100, A100) and of the
-CUDA programming guide's table of compute capabilities. Memory is what JAX and PyTorch report, after the driver's part.
-Links are NVLink's, in one direction, and PCIe's where there is none.
+Sources for cards: peak and bandwidth are from NVIDIA's data sheets (B200 in an HGX, H200, H100 SXM, A100 80 GB SXM,
+L40S, T4) and from the appendix of the Ada whitepaper (RTX 4090). Peaks are dense, with float32 accumulation.
+Multiprocessors, caches, clocks and limits are from XLA's descriptions (`xla/backends/gpu/target_config/specs`: B200,
+H200, H100, A100) and from the CUDA programming guide's table of compute capabilities. Memory is what JAX and PyTorch
+report, without the driver's part. The link is NVLink in one direction, or PCIe for cards without NVLink.
 """
 
 from collections.abc import Mapping
@@ -37,29 +37,29 @@ class Chip:
     clock: float  # cycles per second
     link: float  # bytes per second and direction over one inter-chip link
     cores: int  # cores that share the work of one device
-    branch_delay: int  # delay slots: bundles after a branch that still run
+    branch_delay: int  # delay slots: the number of bundles after a branch that still run
 
     torus: ClassVar[bool] = True  # links connect only neighbours
 
     platform: ClassVar[str] = "tpu"  # as jax.export names it
-    peak_dtype: ClassVar[str] = "bfloat16"  # of the operations at the peak
+    peak_dtype: ClassVar[str] = "bfloat16"  # dtype of the operations that reach the peak
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What the streaming multiprocessors of one compute capability have."""
+    """The properties of streaming multiprocessors of one compute capability."""
 
     capability: tuple[int, int]
-    lanes: int  # of float32
-    threads: int  # resident at a time
+    lanes: int  # float32 units
+    threads: int  # maximum resident threads
     shared: int  # KiB of shared memory
-    shared_by_block: int  # KiB of it that one block may take
-    features: str = "NONE"  # ACCELERATED_FEATURES where there are instructions of this generation alone, as of sm_90a
+    shared_by_block: int  # KiB of shared memory that one block may use
+    features: str = "NONE"  # ACCELERATED_FEATURES for instructions that only this generation has, as in sm_90a
 
 
 @dataclass(frozen=True)
 class Card:
-    """An NVIDIA card: what a price needs of it, and what XLA's GPU compiler asks about it."""
+    """An NVIDIA card, with the properties that prices and XLA's GPU compiler need."""
 
     name: str
     kind: str  # JAX's `device_kind`
@@ -73,24 +73,24 @@ class Card:
     clock: float  # GHz, boosted
     peak_dtype: str = "bfloat16"
 
-    torus: ClassVar[bool] = False  # a switch, or the host, joins all
+    torus: ClassVar[bool] = False  # a switch or the host connects all cards
     cores: ClassVar[int] = 1
     platform: ClassVar[str] = "cuda"
 
     @property
     def description(self) -> str:
-        """The card as XLA's GpuTargetConfigProto, in protobuf's text format."""
-        kind = self.generation
-        major, minor = kind.capability
+        """The card as a GpuTargetConfigProto of XLA, in protobuf's text format."""
+        generation = self.generation
+        major, minor = generation.capability
         device = {
             "threads_per_block_limit": 1024,
             "threads_per_warp": 32,
             "shared_memory_per_block": 48 * 1024,
-            "shared_memory_per_core": kind.shared * 1024,
-            "shared_memory_per_block_optin": kind.shared_by_block * 1024,
-            "threads_per_core_limit": kind.threads,
+            "shared_memory_per_core": generation.shared * 1024,
+            "shared_memory_per_block_optin": generation.shared_by_block * 1024,
+            "threads_per_core_limit": generation.threads,
             "core_count": self.processors,
-            "fpus_per_core": kind.lanes,
+            "fpus_per_core": generation.lanes,
             "block_dim_limit_x": 2**31 - 1,
             "block_dim_limit_y": 2**16 - 1,
             "block_dim_limit_z": 2**16 - 1,
@@ -104,15 +104,15 @@ class Card:
         fields = " ".join(f"{name}: {value}" for name, value in device.items())
         return (
             f"gpu_device_info {{ {fields} cuda_compute_capability {{ major: {major} minor: {minor} "
-            f"feature_extension: {kind.features} }} }} "
+            f"feature_extension: {generation.features} }} }} "
             f'platform_name: "CUDA" dnn_version_info {{ major: {CUDNN[0]} minor: {CUDNN[1]} }} '
-            f'runtime_version {{ major: {CUDA} }} device_description_str: "{self.kind}"'
+            f'runtime_version {{ major: {CUDA} }} device_description_str: "{self.generation}"'
         )
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Connected chips that are rented together; `topology` is the compiler's name for the arrangement."""
+    """Connected chips that are rented together. `topology` is their arrangement, as the compiler names it."""
 
     name: str
     chip: Chip | Card
@@ -133,8 +133,8 @@ class Slice:
 
 
 ONE_HOST = {"v5e:2x4": (2, 4, 1), "v6e:2x4": (2, 4, 1)}
-"""Topologies that may also be rented as one host, and the host's chips along each axis."""
-TOPOLOGY_LOCK = Lock()  # the first call loads libtpu, which two threads may not do at once
+"""Topologies that can also be rented as one host, with the host's chips along each axis."""
+TOPOLOGY_LOCK = Lock()  # the first call loads libtpu, which is not thread-safe
 GIB = 2**30
 V4 = Chip("v4", "TPU v4", int(30.75 * GIB), 275e12, 1.23e12, 1.05e9, 45e9, 2, 1)
 V5E = Chip("v5e", "TPU v5 lite", int(15.75 * GIB), 197e12, 0.82e12, 1.5e9, 45e9, 1, 4)
@@ -158,7 +158,7 @@ SLICES = {
     )
 }
 
-CUDA, CUDNN = 13, (9, 10)  # versions that cards are described with
+CUDA, CUDNN = 13, (9, 10)  # versions in the descriptions of cards
 MIB = 2**20
 TURING = Generation((7, 5), 64, 1024, 64, 64)
 AMPERE = Generation((8, 0), 64, 2048, 164, 163)
@@ -177,7 +177,7 @@ CARDS = {
         Card("4090", "NVIDIA GeForce RTX 4090", int(23.6 * GIB), 165e12, 1.008e12, 32e9, ADA, 128, 72 * MIB, 2.52),
         Card(
             "t4", "Tesla T4", int(14.7 * GIB), 8.1e12, 0.32e12, 16e9, TURING, 40, 4 * MIB, 1.59, "float32"
-        ),  # XLA computes bfloat16 in float32 there
+        ),  # XLA computes bfloat16 in float32 on it
     )
 }
 CARD_SLICES = {
@@ -186,36 +186,39 @@ CARD_SLICES = {
     for devices in (1, 2, 4, 8)
     for name in (card.name if devices == 1 else f"{card.name}-{devices}",)
 }
-"""Cards of one host, by names such as h100 and h100-8."""
+"""Cards of one host, by names such as h100 (one card) and h100-8."""
 
 KINDS = {chip.kind: chip for chip in (V4, V5E, V5P, V6E, V7X)} | {"TPU v5e": V5E, "TPU v5p": V5P, "TPU v6e": V6E}
 """Chips by JAX's `device_kind`."""
 
 
 def find_slice(name: str) -> Slice:
-    """Return the slice of a name such as `v6e-8`. Raises WanjaxError that lists the known names."""
+    """Return the slice with a name such as `v6e-8`. For an unknown name, raise a WanjaxError that lists all names."""
     if name not in SLICES:
-        raise WanjaxError(f"no TPU slice is named {name!r}: there are {', '.join(SLICES)}")
+        raise WanjaxError(f"no TPU slice is named {name!r}: use one of {', '.join(SLICES)}")
     return SLICES[name]
 
 
 def card_devices(name: str) -> list[Any]:
-    """Return the GPU compiler's devices of a slice such as h100-8, which may be absent. Loads JAX's plugin of CUDA."""
+    """Return devices for XLA's GPU compiler for a slice such as h100-8, whose cards may be absent.
+
+    Loads JAX's CUDA plugin.
+    """
     from jax.experimental import topologies
 
-    place = CARD_SLICES[name]
-    assert isinstance(place.chip, Card)
+    target = CARD_SLICES[name]
+    assert isinstance(target.chip, Card)
     with TOPOLOGY_LOCK:
         topology_desc = topologies.get_topology_desc(
-            place.chip.name, "cuda", topology=place.topology, target_config=place.chip.description
+            target.chip.name, "cuda", topology=target.topology, target_config=target.chip.description
         )
     return list(topology_desc.devices)
 
 
 def topology_devices(topology: str, *, one_host: bool = False) -> list[Any]:
-    """Return the TPU compiler's devices of a topology, which may be absent.
+    """Return devices for the TPU compiler for a topology, whose chips may be absent.
 
-    With `one_host` the devices of a topology in ONE_HOST belong to one host, otherwise to two. Loads libtpu.
+    With `one_host`, the devices of a topology in ONE_HOST belong to one host instead of two. Loads libtpu.
     """
     from jax.experimental import topologies
 
@@ -230,9 +233,9 @@ def topology_devices(topology: str, *, one_host: bool = False) -> list[Any]:
 
 
 def abstract_mesh(target: Slice, axes: Mapping[str, int] | None = None) -> "AbstractMesh":
-    """Return a mesh of a slice's chips, which may be absent; without `axes` it has one axis, `chips`, over all of them.
+    """Return a mesh of a slice's chips, which may be absent. Without `axes` it has one axis, `chips`.
 
-    Programs traced on it are compiled for that chip. Raises WanjaxError if the axes do not fill it.
+    Programs that are traced on it can be compiled for the slice. Raises WanjaxError if the axes do not use all chips.
     """
     from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
@@ -240,9 +243,9 @@ def abstract_mesh(target: Slice, axes: Mapping[str, int] | None = None) -> "Abst
     if prod(axes.values()) != target.devices:
         shape = ", ".join(f"{axis}={size}" for axis, size in axes.items())
         raise WanjaxError(f"the mesh {shape} needs {prod(axes.values())} devices: {target.name} has {target.devices}")
-    chip = (
+    device = (
         AbstractDevice(target.chip.kind, target.chip.cores, "tpu")
         if isinstance(target.chip, Chip)
         else AbstractDevice(target.chip.kind, None, "gpu")
     )
-    return AbstractMesh(tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes), abstract_device=chip)
+    return AbstractMesh(tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes), abstract_device=device)

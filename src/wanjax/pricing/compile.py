@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compilation for TPUs or cards that are absent, in a separate process, and its results.
+"""Compile programs for TPUs or cards that may be absent, in separate processes.
 
-The process is separate because the TPU runtime needs environment variables before its first import, may take gigabytes
-and holds a lock. It receives bytes, meshes and options, and leaves no files behind.
+The processes are separate because the TPU runtime needs environment variables before its first import, may use
+gigabytes and holds a lock. They receive programs as bytes, meshes and options, and leave no files behind.
 """
 
 import json
@@ -34,20 +34,20 @@ ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",  # do not query the metadata server
     "TPU_ACCELERATOR_TYPE": "v6e-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several such processes may run at once
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes may load libtpu at once
     "TPU_STDERR_LOG_LEVEL": "3",
     "TF_CPP_MIN_LOG_LEVEL": "3",
-    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # JAX's plugin asks for a driver, which compiling never uses
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # JAX's plugin checks for a driver, which compiling does not need
 }
-DUMP = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final"  # per process
-DUMP_FOLDER = "dump"  # its folder
-INPUT_FILES = PROGRAM, REQUEST = "program.bin", "job.json"  # of each job
-MAX_CONCURRENT = 2  # compilations, each of one core and up to four gigabytes
+DUMP_FLAGS = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final"  # per process
+DUMP_FOLDER = "dump"  # folder of the dump
+INPUT_FILES = PROGRAM, REQUEST = "program.bin", "job.json"  # inputs of each job
+MAX_CONCURRENT = 2  # concurrent compilations; each uses one core and up to 4 GB
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one device's memory; `peak` is the maximum allocated at a time, arguments and results included."""
+    """Bytes of one device's memory. `peak` is the maximum allocated at a time, including arguments and results."""
 
     arguments: int
     peak: int
@@ -55,25 +55,25 @@ class Memory:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled program: its memory, its final HLO module as text, and the schedules of its operations by name.
+    """A compiled program: its memory, the text of its final HLO module, and the schedules of its operations by name.
 
-    `refused` has a sentence on each option that the compiler rejected.
+    `refused` has one sentence for each set of options that the compiler rejected.
     """
 
     slice: Slice
     memory: Memory
     module: str = field(repr=False)
     schedules: Mapping[str, Schedule] = field(repr=False)
-    seconds: float = 0.0  # time to compile, on this machine
+    seconds: float = 0.0  # compilation time on this machine
     refused: Sequence[str] = ()
 
 
-Workspace = Callable[[], AbstractContextManager[Path]]  # makes a folder for the compiler's files and removes it
+Workspace = Callable[[], AbstractContextManager[Path]]  # yields a folder for the compiler's files, and removes it
 
 
 @contextmanager
 def temporary() -> Iterator[Path]:
-    """Yield a new temporary folder, removed after the block."""
+    """Yield a new temporary folder, and remove it after the block."""
     with TemporaryDirectory(prefix="pricing-") as name:
         yield Path(name)
 
@@ -81,7 +81,7 @@ def temporary() -> Iterator[Path]:
 def compile_program(lowering: Lowering, chip: str, *, schedules: bool = False) -> Compiled:
     """Compile a program for a slice such as v6e-8, whose chips may be absent.
 
-    Raises the errors of `compile_programs`, and CompilerError if the program does not compile.
+    Raises CompilerError if the program does not compile, and the errors of `compile_programs`.
     """
     (result,) = compile_programs([(lowering, chip)], schedules=schedules)
     if isinstance(result, CompilerError):
@@ -95,17 +95,17 @@ def compile_programs(
     """Compile programs, each for a slice such as v6e-8, in one process.
 
     Args:
-        programs: The programs, each with the name of its slice. Arguments have shardings on a mesh of
-            `chips.abstract_mesh`, or none.
-        schedules: Whether to return the LLO bundles of each operation too. This takes far more memory, so use it for
-            kernels and small programs.
+        programs: The programs, each with the name of its slice. Their arguments have shardings on a mesh of
+            `chips.abstract_mesh`, or no shardings.
+        schedules: Whether to also return the LLO bundles of each operation. This takes far more memory, so use it only
+            for kernels and small programs.
 
     Returns:
-        The compiled programs in order, with a CompilerError for each program that does not compile.
+        The compiled programs in order, with a CompilerError in place of each program that does not compile.
 
     Raises:
-        WanjaxError: A slice is unknown, a mesh does not fill it, libtpu is missing or has another version than jax
-            requires, or wanjax refuses a program.
+        WanjaxError: A slice is unknown, a mesh does not use all chips of its slice, libtpu is missing or has a version
+            that jax does not accept, or wanjax rejects a program.
     """
     check_compiler()
     results: dict[int, Compiled | CompilerError] = {}
@@ -128,17 +128,17 @@ def compile_jobs(
     on_start: Callable[[int], Any] = lambda number: None,
     workspace: Workspace = temporary,
 ) -> Iterator[tuple[int, Compiled | CompilerError]]:
-    """Compile jobs, and yield the number of each with its result as soon as it is done.
+    """Compile jobs, and yield the index and the result of each as soon as it is done.
 
     Args:
         jobs: The programs.
-        schedules: Numbers of the jobs whose schedules are wanted. These run in a second process, since the compiler
+        schedules: Indices of the jobs whose schedules to return. These run in a second process, since the compiler
             dumps the schedules of a whole process.
-        on_start: Receives the number of each job when its compilation begins.
-        workspace: Makes the folder for the compiler's files.
+        on_start: Called with the index of each job when its compilation starts.
+        workspace: Context manager of a folder for the compiler's files.
 
     Raises:
-        WanjaxError: libtpu is missing, or has another version than jax requires.
+        WanjaxError: A compiler is missing, or has a version that jax does not accept.
     """
     for platform in {job.slice.chip.platform for job in jobs} or {"tpu"}:
         CHECKS[platform]()
@@ -154,77 +154,90 @@ def compile_jobs(
             (root / str(number) / REQUEST).write_text(json.dumps(_job_fields(job)), encoding="utf-8")
             if number in schedules:
                 (root / DUMP_FOLDER).mkdir(exist_ok=True)
-        for root, number in _finished(folders, on_start):
+        for root, number in _run_compilers(folders, on_start):
             yield number, _read_result(jobs[number].slice, root / str(number), number in schedules)
 
 
-def _finished(left: dict[Path, list[int]], on_start: Callable[[int], Any]) -> Iterator[tuple[Path, int]]:
-    """Run one compiler process for each folder, and yield the folder and number of each job that is done.
+def _run_compilers(remaining: dict[Path, list[int]], on_start: Callable[[int], Any]) -> Iterator[tuple[Path, int]]:
+    """Run one compiler process for each folder, and yield the folder and the index of each job that is done.
 
-    A signal may end such a process: memory runs out, or the compiler crashes. The remaining jobs are then compiled once
-        more, one at a time, and a job at which the process ends again fails.
+    A signal may end a process if memory runs out or the compiler crashes. Its remaining jobs are then compiled again,
+    one at a time. If the process ends again, the job that it was compiling fails.
     """
-    at_once = MAX_CONCURRENT
-    while left:
-        for root, numbers in left.items():
+    max_concurrent = MAX_CONCURRENT
+    while remaining:
+        for root, numbers in remaining.items():
             _remove_results(root, numbers)
         processes: list[subprocess.Popen] = []
-        reading, writing = os.pipe()
-        with os.fdopen(reading, encoding="utf-8") as lines:
+        read_end, write_end = os.pipe()
+        with os.fdopen(read_end, encoding="utf-8") as lines:
             try:
-                with os.fdopen(writing, "w") as written:
-                    for root, numbers in left.items():
+                with os.fdopen(write_end, "w") as write_stream:
+                    for root, numbers in remaining.items():
                         with (root / "errors.txt").open("w", encoding="utf-8") as errors:
-                            command = [sys.executable, "-m", "wanjax.pricing.compiler_process", root, at_once, *numbers]
-                            streams = {"stdin": subprocess.PIPE, "stdout": written, "stderr": errors}
-                            processes.append(subprocess.Popen([*map(str, command)], env=_environment(root), **streams))
-                for line in lines:  # of all processes, until they have ended
+                            arguments = [
+                                sys.executable,
+                                "-m",
+                                "wanjax.pricing.compiler_process",
+                                root,
+                                max_concurrent,
+                                *numbers,
+                            ]
+                            streams = {
+                                "stdin": subprocess.PIPE,
+                                "stdout": write_stream,
+                                "stderr": errors,
+                            }  # stdin ends them
+                            processes.append(
+                                subprocess.Popen([*map(str, arguments)], env=_environment(root), **streams)
+                            )
+                for line in lines:  # from all processes, until all have ended
                     word, _, number = line.strip().partition(" ")
                     if word == "started":
                         on_start(int(number))
                     elif word == "done":
-                        root = next(root for root, numbers in left.items() if int(number) in numbers)
-                        left[root].remove(int(number))
+                        root = next(root for root, numbers in remaining.items() if int(number) in numbers)
+                        remaining[root].remove(int(number))
                         yield root, int(number)
-            except BaseException:  # the caller stops waiting
+            except BaseException:  # such as GeneratorExit, when the caller stops waiting
                 for process in processes:
                     process.kill()
                 raise
             finally:
                 for process in processes:
                     process.wait()
-                    assert process.stdin is not None  # its end stops the process if this one is killed
+                    assert process.stdin is not None
                     process.stdin.close()
-        for (root, numbers), process in zip(left.items(), processes, strict=True):
+        for (root, numbers), process in zip(remaining.items(), processes, strict=True):
             if not process.returncode:
                 continue
             why = (root / "errors.txt").read_text(encoding="utf-8", errors="replace")[-2000:].strip()
             if process.returncode > 0:
-                raise CompilerError(f"the compiler's process ended with {process.returncode}: {why}")
-            if at_once == 1 and numbers:
+                raise CompilerError(f"the compiler's process exited with status {process.returncode}: {why}")
+            if max_concurrent == 1 and numbers:
                 name = signal.Signals(-process.returncode).name
-                write_error(root / str(numbers[0]), name, f"the compiler's process ended. {why}".strip())
+                write_error(root / str(numbers[0]), name, f"the compiler's process was killed. {why}".strip())
                 yield root, numbers.pop(0)
-        left, at_once = {root: numbers for root, numbers in left.items() if numbers}, 1
+        remaining, max_concurrent = {root: numbers for root, numbers in remaining.items() if numbers}, 1
 
 
 def _remove_results(root: Path, numbers: Sequence[int]) -> None:
-    """Remove the compiler's dump from a folder, and all files of these jobs except their inputs."""
-    left = [*(root / DUMP_FOLDER).glob("*"), *(path for number in numbers for path in (root / str(number)).glob("*"))]
-    for path in left:
+    """Remove the compiler's dump from a folder, and the files of these jobs except their inputs."""
+    paths = [*(root / DUMP_FOLDER).glob("*"), *(path for number in numbers for path in (root / str(number)).glob("*"))]
+    for path in paths:
         if path.name not in INPUT_FILES:
             path.unlink()
 
 
 def write_error(folder: Path, kind: str, message: str) -> None:
-    """Write why the program of a folder does not compile."""
+    """Write the error with which the program of a folder does not compile."""
     (folder / "error.json").write_text(json.dumps({"kind": kind, "message": message}), encoding="utf-8")
 
 
 def _environment(root: Path) -> dict[str, str]:
     environment = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     if (root / DUMP_FOLDER).exists():
-        environment["LIBTPU_INIT_ARGS"] = DUMP.format(root / DUMP_FOLDER)
+        environment["LIBTPU_INIT_ARGS"] = DUMP_FLAGS.format(root / DUMP_FOLDER)
     return environment
 
 
@@ -251,11 +264,11 @@ def _read_result(target: Slice, folder: Path, schedules: bool) -> Compiled | Com
 
 
 def check_compiler() -> None:
-    """Raise WanjaxError unless libtpu is installed, in a version that this jax accepts."""
-    install = f"pip install 'jax[tpu]=={version('jax')}'"  # works in a clone and for an installed package
+    """Raise WanjaxError unless libtpu is installed in a version that the installed jax accepts."""
+    install = f"pip install 'jax[tpu]=={version('jax')}'"  # works both in a clone and for an installed package
     if find_spec("libtpu") is None:
         raise WanjaxError(
-            "pricing a TPU needs its compiler, libtpu, which is missing: "
+            "libtpu is missing, the compiler that prices a TPU: "
             f"run {install} or install wanjax[plan]; {', '.join(machines())} are priced without it"
         )
     if not (required := accepted_libtpu()).contains(installed := version("libtpu"), prereleases=True):
@@ -270,25 +283,25 @@ CUDA_WHEELS = {
     "nvidia.cudnn": "nvidia-cudnn-cu13",
     "nvidia.cu13": "nvidia-nvvm",
 }
-"""Modules that the GPU's compiler needs, and the distributions that have them."""
+"""Modules that XLA's GPU compiler needs, and the distributions that contain them."""
 
 
 def has_cuda_compiler() -> bool:
-    """Tell whether XLA's GPU compiler is installed."""
+    """Return whether XLA's GPU compiler is installed."""
     return not _missing_cuda()
 
 
 def check_cuda_compiler() -> None:
-    """Raise WanjaxError unless XLA's GPU compiler is installed, in the version of this jax."""
+    """Raise WanjaxError unless XLA's GPU compiler is installed in the version of the installed jax."""
     install = f"pip install 'jax-cuda13-plugin=={version('jax')}' nvidia-nvvm nvidia-cudnn-cu13"
     if missing := _missing_cuda():
         raise WanjaxError(
-            f"compiling for a card needs XLA's GPU compiler, of which {' and '.join(missing)} is missing: "
+            f"{' and '.join(missing)} is missing, a part of XLA's GPU compiler, which compiles for cards: "
             f"run {install} or install wanjax[plan-cuda]"
         )
     if (installed := version("jax-cuda13-plugin")) != version("jax"):
         raise WanjaxError(
-            f"jax {version('jax')} requires a jax-cuda13-plugin of its version, not {installed}: run {install}"
+            f"jax {version('jax')} requires jax-cuda13-plugin of the same version, got {installed}: run {install}"
         )
 
 
@@ -297,7 +310,7 @@ def _missing_cuda() -> list[str]:
     for module, distribution in CUDA_WHEELS.items():
         try:
             spec = find_spec(module)
-        except ModuleNotFoundError:  # of the package around it
+        except ModuleNotFoundError:  # the parent package is missing
             spec = None
         if spec is None and distribution not in missing:
             missing.append(distribution)
@@ -311,7 +324,7 @@ CHECKS: Mapping[str, Callable[[], None]] = {
 
 
 def accepted_libtpu() -> SpecifierSet:
-    """Return the versions of libtpu that this jax accepts."""
+    """Return the versions of libtpu that the installed jax accepts."""
     requirement = [
         requirement.specifier for requirement in map(Requirement, requires("jax") or ()) if requirement.name == "libtpu"
     ]

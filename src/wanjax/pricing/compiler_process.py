@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process in which the compiler of TPUs or cards runs, started by compile.py.
+"""The process in which the compiler for TPUs or cards runs. `compile.py` starts it.
 
-Its command is `python -m wanjax.pricing.compiler_process FOLDER AT_ONCE NUMBER...`. The folder has a subfolder for each
-job, named by its number, with `job.json` and `program.bin`. The process writes `result.json` and `module.txt` there, or
-`error.json` on failure, and the compiler's dump of the schedules if there is one. It prints `started NUMBER` when a
-job starts, and `done NUMBER` when all its files are written.
+Its command is `python -m wanjax.pricing.compiler_process FOLDER MAX_CONCURRENT NUMBER...`. The folder has a subfolder
+for each job, named by the job's number, with `job.json` and `program.bin`. The process writes `result.json` and
+`module.txt` there, or `error.json` on failure, and moves the compiler's dump of the schedules there if there is one. It
+prints `started NUMBER` when a job starts, and `done NUMBER` when all its files are written.
 """
 
 import json
@@ -26,13 +26,13 @@ from wanjax.pricing.lowering import retry_without_rejected_options
 
 
 def concrete_mesh(topology: str, devices: int, axes: dict[str, int], card: str | None = None) -> Mesh:
-    """Return a mesh of the first devices of a topology, or of the cards of this name, which may be absent.
+    """Return a mesh of the first `devices` of a topology, or of `card` if it is a name. They may be absent.
 
-    Its last axes connect neighbouring chips, as far as the links allow.
+    The last axes of the mesh connect neighbouring chips, as far as the links allow.
     """
     sizes = tuple(axes.values())
     devices_of_target = topology_devices(topology) if card is None else card_devices(card)
-    # on 4 x 4 chips an axis of 8 takes half of one physical axis, which JAX splits only on request
+    # on 4 x 4 chips, an axis of 8 needs half of a physical axis, which JAX splits only on request
     mesh_devices = mesh_utils.create_device_mesh(sizes, devices_of_target[:devices], allow_split_physical_axes=True)
     return Mesh(mesh_devices, tuple(axes), axis_types=(AxisType.Auto,) * len(sizes))
 
@@ -57,33 +57,35 @@ def compile_job(folder: Path) -> None:
     assert memory is not None, "the compiler reports both"
     assert module is not None
     arguments, results = memory.argument_size_in_bytes, memory.output_size_in_bytes - memory.alias_size_in_bytes
-    peak = memory.peak_memory_in_bytes or arguments + memory.temp_size_in_bytes + results  # the GPU's reports none
+    peak = (
+        memory.peak_memory_in_bytes or arguments + memory.temp_size_in_bytes + results
+    )  # the GPU compiler reports no peak
     sizes = {"arguments": arguments, "peak": peak}
     result = {"memory": sizes, "seconds": seconds, "refused": rejected_options}
     (folder / "module.txt").write_text(module, encoding="utf-8")
     (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
 
 
-def main(root: Path, at_once: int, numbers: Iterable[str]) -> None:
-    """Compile the jobs with these numbers in a folder, `at_once` at a time.
+def main(root: Path, max_concurrent: int, numbers: Iterable[str]) -> None:
+    """Compile the numbered jobs of a folder, at most `max_concurrent` at a time.
 
-    If schedules are dumped, jobs run one by one, since the dump does not say which program a schedule belongs to.
+    If schedules are dumped, jobs run one by one, because a dump does not say which program a schedule belongs to.
     """
     Thread(target=_end_with_parent, daemon=True).start()
-    jax.config.update("jax_enable_compilation_cache", False)  # a program from the cache has no schedule
+    jax.config.update("jax_enable_compilation_cache", False)  # a program from the cache would have no schedule
     dump_folder = root / DUMP_FOLDER
 
     def run(folder: Path) -> None:
         _print_line(f"started {folder.name}")
         try:
             compile_job(folder)
-        except Exception as error:  # one failed job must not stop the others
+        except Exception as error:  # a failed job must not stop the others
             write_error(folder, type(error).__name__, str(error))
         for path in dump_folder.glob("*"):
             path.rename(folder / path.name)
         _print_line(f"done {folder.name}")
 
-    with ThreadPoolExecutor(1 if dump_folder.exists() else at_once) as pool:
+    with ThreadPoolExecutor(1 if dump_folder.exists() else max_concurrent) as pool:
         list(pool.map(run, [root / number for number in numbers]))
 
 
@@ -93,8 +95,8 @@ def _print_line(line: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """Exit when the parent process is gone for any reason, since compiling may take minutes."""
-    os.read(0, 1)  # returns at the end of standard input
+    """Exit when the parent process ends, since compiling may take minutes."""
+    os.read(0, 1)  # returns when standard input is closed
     os._exit(1)
 
 

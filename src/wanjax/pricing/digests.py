@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of the code and versions that a price depends on, in addition to the program."""
+"""Digests of the code, and versions of the packages, that prices depend on. Keys of cached prices contain them."""
 
 import hashlib
 from collections.abc import Iterable
@@ -11,24 +11,24 @@ MODULES = (
     *("card_costs", "chips", "compile", "costs", "exporting", "hlo", "lowering", "pallas_kernels", "pricer", "scalar"),
     *("schedule", "work", "compiler_process"),
 )
-"""Files of this folder on which a price depends."""
+"""Modules of this folder on which a price depends."""
 
 
 def pricing_digest() -> str:
-    """Return one digest of the files that determine prices; edits to other files keep cached prices valid."""
+    """Return one digest of the modules that determine prices. Cached prices stay valid when other files change."""
     return digest(Path(__file__).with_name(f"{name}.py") for name in MODULES)
 
 
 def digest(paths: Iterable[Path]) -> str:
-    """Return one digest of files, by their names and contents."""
-    hashed = hashlib.sha256()
+    """Return one digest of the names and contents of files."""
+    hasher = hashlib.sha256()
     for path in paths:
-        hashed.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return hashed.hexdigest()
+        hasher.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return hasher.hexdigest()
 
 
 def versions(*names: str) -> dict[str, str]:
-    """Return the versions of those of these distributions that are installed."""
+    """Return the versions of the named distributions, without those that are not installed."""
     installed = {}
     for name in names:
         with suppress(PackageNotFoundError):

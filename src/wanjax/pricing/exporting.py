@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs as bytes: traced and exported here, to be compiled in a separate process.
+"""Trace programs and export them as bytes, which a separate process compiles.
 
 Nothing here needs the compiler or a chip. The bytes contain no file names or line numbers, so they change only when the
-program does. They keep the named scopes, by which a price is split into parts.
+program changes. They contain the named scopes, which split a price into parts.
 """
 
 import hashlib
@@ -21,21 +21,21 @@ from wanjax.pricing.chips import Card, Slice, abstract_mesh
 from wanjax.pricing.lowering import Lowering, gc_paused
 
 CUDNN_ATTENTION = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
-"""Custom calls of which JAX does not promise that a later version reads them; these bytes never meet one."""
-LOCATIONS = "jax_traceback_in_locations_limit"
+"""Custom calls that a later version of JAX may not read. No later version reads these bytes."""
+LOCATION_LIMIT_OPTION = "jax_traceback_in_locations_limit"
 
 
 class CompilerError(RuntimeError):
-    """A program that does not compile for the chip, with the reason: most often, too little memory."""
+    """The program does not compile for the chip, most often because it does not fit in memory."""
 
 
 @dataclass(frozen=True)
 class Job:
     """A program to compile for a slice.
 
-    `program` is a serialised `jax.export.Exported`, with the shapes, dtypes and shardings of its arguments. `donate`
-    are the indices of the arguments, all of them arrays, whose buffers the results may reuse. `axes` are those of the
-    mesh.
+    `program` is a serialised `jax.export.Exported`, which has the shapes, dtypes and shardings of the arguments. All
+    arguments are arrays; `donate` has the indices of those whose buffers the results may reuse. `axes` has the sizes of
+    the mesh's axes.
     """
 
     slice: Slice
@@ -46,7 +46,7 @@ class Job:
 
     @property
     def key(self) -> dict[str, Any]:
-        """Everything on which the compiler's result depends, as JSON; the program is its digest."""
+        """Everything on which the compiler's result depends, as JSON, with a digest in place of the program."""
         return {
             "program": hashlib.sha256(self.program).hexdigest(),
             "donate": list(self.donate),
@@ -57,7 +57,7 @@ class Job:
 
 
 class Traced(NamedTuple):
-    """A program traced for a slice: its jitted function, the shapes of its arguments as leaves, and the mesh."""
+    """A program traced for a slice: its jitted function, the shapes of its arguments as a flat list, and the mesh."""
 
     lowering: Lowering
     slice: Slice
@@ -71,7 +71,7 @@ class Traced(NamedTuple):
             return self.jitted.trace(*self.leaves).jaxpr
 
     def export(self) -> Job:
-        """Return the program as a job. Raises CompilerError where it cannot be lowered for the chip."""
+        """Export the program as a job. Raises CompilerError if it cannot be lowered for the chip."""
         on_card = isinstance(self.slice.chip, Card)
         checks = [jax.export.DisabledSafetyCheck.custom_call(call) for call in CUDNN_ATTENTION if on_card]
         exporter = jax.export.export(self.jitted, platforms=[self.slice.chip.platform], disabled_checks=checks)
@@ -91,12 +91,12 @@ class Traced(NamedTuple):
 
 
 def trace(lowering: Lowering, target: Slice) -> Traced:
-    """Trace a program whose arguments have shardings on a mesh of `abstract_mesh`, or none at all.
+    """Trace a program for a slice. Its arguments have shardings on a mesh of `abstract_mesh`, or no shardings.
 
-    Raises WanjaxError for a program that wanjax rejects, and CompilerError for other failures.
+    Raises WanjaxError if wanjax rejects the program, and CompilerError for other failures.
     """
     leaves, tree = jax.tree.flatten(lowering.arguments)
-    shardings = [getattr(leaf, "sharding", None) for leaf in leaves]  # host arrays have none
+    shardings = [getattr(leaf, "sharding", None) for leaf in leaves]  # arrays on the host have none
     mesh = next((x.mesh.abstract_mesh for x in shardings if isinstance(x, NamedSharding)), None) or abstract_mesh(
         target
     )
@@ -106,7 +106,7 @@ def trace(lowering: Lowering, target: Slice) -> Traced:
     def program(*leaves: Any) -> list[Any]:
         return jax.tree.leaves(lowering.function(*jax.tree.unflatten(tree, leaves)))
 
-    # arguments that are not used stay in memory during the run, so they must count
+    # unused arguments stay in memory during the run, so they must count
     traced = Traced(lowering, target, mesh, jax.jit(program, keep_unused=True), leaves)
     with as_compiler_errors(target):
         _ = traced.jaxpr  # JAX caches it
@@ -114,13 +114,13 @@ def trace(lowering: Lowering, target: Slice) -> Traced:
 
 
 def export(lowering: Lowering, target: Slice) -> Job:
-    """Return a program as a job for the compiler. Raises the errors of `trace` and of `Traced.export`."""
+    """Trace and export a program as a job for the compiler. Raises the errors of `trace` and `Traced.export`."""
     return trace(lowering, target).export()
 
 
 @contextmanager
 def as_compiler_errors(target: Slice) -> Iterator[None]:
-    """Turn errors other than wanjax's own into a CompilerError that names the slice."""
+    """Convert errors other than wanjax's into a CompilerError that names the slice."""
     try:
         yield
     except (WanjaxError, CompilerError):
@@ -130,32 +130,32 @@ def as_compiler_errors(target: Slice) -> Iterator[None]:
 
 
 def compile_failure(target: Slice, kind: str, message: str) -> str:
-    """Return the message on a program that does not compile."""
+    """Return the error message for a program that does not compile."""
     return f"the program does not compile for {target.name}: {kind}: {message}"
 
 
 @contextmanager
 def without_locations() -> Iterator[None]:
     """Lower programs and their kernels without source locations."""
-    before = getattr(jax.config, LOCATIONS)
-    jax.config.update(LOCATIONS, 0)
+    previous = getattr(jax.config, LOCATION_LIMIT_OPTION)
+    jax.config.update(LOCATION_LIMIT_OPTION, 0)
     try:
         yield
     finally:
-        jax.config.update(LOCATIONS, before)
+        jax.config.update(LOCATION_LIMIT_OPTION, previous)
 
 
 @contextmanager
 def cudnn_without_devices() -> Iterator[None]:
-    """Lower cuDNN's attention, for which JAX otherwise demands devices.
+    """Lower cuDNN's attention without devices, which JAX otherwise requires.
 
-    It takes them to choose how the call is partitioned, but wanjax makes the call in a `shard_map`, on each device's
-    own arrays. JAX has no public way to say so.
+    JAX uses the devices to choose how the call is partitioned. wanjax makes the call inside a `shard_map`, on the
+    arrays of one device, so there is nothing to partition. JAX has no public option for this.
     """
     from jax._src import dispatch
 
     primitives = dispatch.prim_requires_devices_during_lowering
-    attention = {each for each in primitives if each.name.startswith("dot_product_attention_")}
+    attention = {primitive for primitive in primitives if primitive.name.startswith("dot_product_attention_")}
     primitives -= attention
     try:
         yield

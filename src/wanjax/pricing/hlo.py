@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A parser of optimised HLO: the final module of a compiled program, as computations, instructions and arrays.
 
-The text is XLA's HLO after scheduling and the assignment of memory layouts. Sizes are those in memory, where the two
-minor-most dimensions are padded to whole tiles: bfloat16[300, 100] in tiles of (8, 128) takes 304 × 128 × 2 bytes.
+The text is XLA's HLO after scheduling and layout assignment. Sizes are sizes in memory, where the two minor-most
+dimensions are padded to whole tiles: bfloat16[300, 100] in tiles of (8, 128) takes 304 × 128 × 2 bytes.
 """
 
 import math
@@ -21,7 +21,7 @@ BITS = {"pred": 8, "token": 0, "u2": 2, "s2": 2, "u4": 4, "s4": 4, "c64": 64, "c
 
 @dataclass(frozen=True)
 class Array:
-    """An array's type and memory layout; `space` is 0 for HBM and 1 for VMEM, whose accesses are free."""
+    """An array's type and memory layout. `space` is 0 for HBM and 1 for VMEM, which counts as free to access."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class Array:
 
     @property
     def bytes(self) -> int:
-        """Bytes in memory, padding included."""
+        """Bytes in memory, including padding."""
         dims = [self.shape[axis] for axis in self.order]
         for i, size in enumerate(reversed(self.tile)):
             if i < len(dims):
@@ -45,12 +45,12 @@ class Array:
 
     @property
     def traffic(self) -> int:
-        """HBM bytes that one read or write of the array moves."""
+        """Bytes that one read or write of the array moves from or to HBM."""
         return 0 if self.space else self.bytes
 
 
 def arrays(text: str) -> tuple[Array, ...]:
-    """Return the arrays of an HLO shape, in order; a tuple has several."""
+    """Parse an HLO shape into its arrays, in order. A tuple has several."""
     parsed = []
     for dtype, sizes, order, memory_layout in _ARRAY.findall(text):
         shape = tuple(int(size.lstrip("<=")) for size in sizes.split(",") if size)
@@ -64,13 +64,13 @@ def arrays(text: str) -> tuple[Array, ...]:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One operation: its opcode, its results, the names of its operands, and the rest of its line."""
+    """One operation: its name, opcode, results, operands by name, and the rest of its line as text."""
 
     name: str
     opcode: str
     results: tuple[Array, ...]
     operands: tuple[str, ...]
-    arguments: str = field(repr=False)  # the text in parentheses: operands, or a constant's value
+    arguments: str = field(repr=False)  # text in the parentheses: the operands, or a constant's value
     attributes: str = field(repr=False)
     root: bool
 
@@ -78,7 +78,7 @@ class Instruction:
         return self._match(rf"\b{name}=(\{{.*?\}}|\[[^ ]*|[^, ]+)")
 
     def _match(self, pattern: str) -> str | None:
-        """Return the match of the pattern's group in the attributes, or None."""
+        """Return what the pattern's group matches in the attributes, or None."""
         match = re.search(pattern, self.attributes)
         return match[1] if match else None
 
@@ -94,13 +94,13 @@ class Instruction:
 
     @property
     def estimated_cycles(self) -> int | None:
-        """The compiler's own estimate, present on fusions and copies."""
+        """The compiler's estimate of its cycles, which fusions and copies have."""
         cycles = self._match(r'"estimated_cycles":"(\d+)"')
         return None if cycles is None else int(cycles)
 
     @property
     def scope(self) -> str:
-        """The functions, named scopes and loops in which the operation was traced, joined by slashes."""
+        """The path of functions, named scopes and loops in which the operation was traced, joined by slashes."""
         return self._match(r'op_name="([^"]*)"') or ""
 
     @property
@@ -111,8 +111,8 @@ class Instruction:
     def group_size(self) -> int:
         """Number of devices in each replica group of a collective.
 
-        HLO writes the groups as lists of devices, as a reshaped array of them, or as mesh axes. A mesh axis may be
-        split: `'a':(2)4` takes 4 devices of axis a, and leaves 2 groups.
+        HLO writes the groups as lists of devices, as a reshaped array of devices, or as mesh axes. A mesh axis may be
+        split: `'a':(2)4` makes 2 groups of 4 devices along axis a.
         """
         if match := re.search(r"replica_groups=\[(\d+),(\d+)\]", self.attributes):
             return int(match[2])
@@ -127,7 +127,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Computation:
-    """Instructions in scheduled order."""
+    """A computation: its instructions in scheduled order."""
 
     name: str
     instructions: tuple[Instruction, ...]
@@ -151,13 +151,13 @@ class Computation:
 
 @dataclass(frozen=True)
 class Module:
-    """All computations by name, and the entry computation."""
+    """An HLO module: all computations by name, and the entry computation."""
 
     computations: Mapping[str, Computation]
     entry: Computation
 
     def nested_instructions(self, instruction: Instruction) -> Iterator[Instruction]:
-        """Yield the instructions of a fusion or call, including those of nested ones."""
+        """Yield the instructions of a fusion or call, including those of nested fusions and calls."""
         if instruction.called is not None:
             for part in self.computations[instruction.called].instructions:
                 yield part
@@ -165,7 +165,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Parse a module from the text of `compiled.as_text()`."""
+    """Parse a module from the text that `compiled.as_text()` returns."""
     computations: dict[str, Computation] = {}
     entry, name, lines = "", "", []
     for line in text.splitlines():
@@ -197,7 +197,7 @@ def _instruction(line: str) -> Instruction:
 
 
 def _closing(text: str, start: int) -> int:
-    """Return the index after the parenthesis that closes the one at `start`."""
+    """Return the index after the parenthesis that closes the parenthesis at `start`."""
     depth = 0
     for mark in re.compile(r"[()]").finditer(text, start):
         depth += 1 if mark[0] == "(" else -1

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""libtpu on a machine without a TPU, where JAX still tries it before other devices."""
+"""Keep libtpu quiet on a machine without a TPU, where JAX still tries it first."""
 
 import os
 from glob import glob
 
-TPUS = ("/dev/accel*", "/dev/vfio/*")  # device files, by generation
+TPUS = ("/dev/accel*", "/dev/vfio/*")  # device files of older and newer TPUs
 ENVIRONMENT_DEFAULTS = {
     "TPU_ACCELERATOR_TYPE": "v6e-1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_STDERR_LOG_LEVEL": "3",
 }
-"""Environment variables that libtpu reports as missing, in a page of messages, on a machine without a TPU."""
+"""Environment variables without which libtpu prints a page of warnings on a machine without a TPU."""
 
 
 def silence() -> bool:
-    """Keep libtpu quiet on a machine without a TPU; call it before JAX looks for devices.
+    """Keep libtpu quiet on a machine without a TPU. Call this before JAX looks for devices.
 
     Returns:
         Whether the machine has no TPU.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The least memory that a program holds, from its jaxpr, before anything is compiled.
+"""A lower bound of the memory that a program needs, from its jaxpr, without compiling it.
 
 A compiler fuses elementwise operations into their users. So only these arrays count as being in memory: arguments,
-results, outputs of matrix products, convolutions and loops, and arrays smaller than the sum of their sources. An
-elementwise result keeps its source arrays alive. It counts as a separate array only if a product or a convolution reads
-it while its sources are still needed. A loop's carry reuses the buffer of its initial value if possible.
+results, outputs of matrix products, convolutions and loops, and arrays that are smaller than the sum of their sources.
+An elementwise result keeps its source arrays alive. It counts as a separate array only if a product or a convolution
+reads it while its sources are still needed. A loop's carry reuses the buffer of its initial value if possible.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,18 +17,44 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from wanjax.pricing.lowering import Lowering
 from wanjax.pricing.pallas_kernels import inner_jaxprs
 
-LOOPS = ("scan", "while", "cond")
-MATERIALIZED = (*LOOPS, "dot_general", "conv_general_dilated", "sort", "scatter", "scatter-add", "pallas_call")
-READ_BY_PRODUCTS = ("dot_general", "conv_general_dilated")
-VIEWS = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim", "transpose", "slice", "copy", "sharding_constraint")
-CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint", "shard_map")
+LOOP_PRIMITIVES = ("scan", "while", "cond")
+MATERIALIZED_PRIMITIVES = (
+    *LOOP_PRIMITIVES,
+    "dot_general",
+    "conv_general_dilated",
+    "sort",
+    "scatter",
+    "scatter-add",
+    "pallas_call",
+)
+PRODUCT_PRIMITIVES = ("dot_general", "conv_general_dilated")
+VIEW_PRIMITIVES = (
+    "reshape",
+    "squeeze",
+    "expand_dims",
+    "broadcast_in_dim",
+    "transpose",
+    "slice",
+    "copy",
+    "sharding_constraint",
+)
+CALL_PRIMITIVES = (
+    "jit",
+    "pjit",
+    "closed_call",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "remat2",
+    "checkpoint",
+    "shard_map",
+)
 
-Name = tuple[int, Any]  # number of a call, and a variable in it
+Name = tuple[int, Any]  # number of a call, and a variable of that call
 Step = tuple[JaxprEqn, list[Name | None], list[Name]]
 
 
 def min_live_bytes(lowering: Lowering) -> int:
-    """Return the peak bytes of a program's run, arguments and results included.
+    """Return the peak bytes of a program's run, including arguments and results.
 
     A donated buffer is freed after its last use.
     """
@@ -43,73 +69,73 @@ def _peak_bytes(jaxpr: Jaxpr, donated: Iterable[int]) -> int:
     arguments: list[Name] = [(0, x) for x in (*jaxpr.constvars, *jaxpr.invars)]
     size = {name: _bytes(name[1]) for name in arguments}
     roots: dict[Name, frozenset[Name]] = {name: frozenset([name]) for name in arguments}
-    freed = {arguments[len(jaxpr.constvars) + i] for i in donated}
-    view_sources: dict[Name, Name] = {}  # the array that each view is of
+    freeable = {arguments[len(jaxpr.constvars) + i] for i in donated}
+    view_sources: dict[Name, Name] = {}  # the array behind each view
     steps: list[tuple[list[Name], int | None, list[Name], frozenset[Name]]] = []
-    """Of each equation: its new arrays, the peak bytes inside it (None if it is fused), the elementwise results that it
+    """For each equation: its new arrays, the peak bytes inside it (None if fused), the elementwise results that it
     reads, and the arrays whose buffers its results may reuse."""
-    last: dict[Name, int] = {}
+    last_uses: dict[Name, int] = {}
     for number, (equation, inputs, outputs) in enumerate(_flatten(jaxpr, names, iter(range(1, 1 << 30)), 0)):
         sources = frozenset[Name]().union(*(roots[x] for x in inputs if x is not None))
-        is_array = equation.primitive.name in MATERIALIZED
+        is_array = equation.primitive.name in MATERIALIZED_PRIMITIVES
         for name in outputs:
             size[name] = _bytes(name[1])
             is_materialized = is_array or (sources and size[name] < sum(size[source] for source in sources))
             roots[name] = frozenset([name]) if is_materialized else sources
-        if equation.primitive.name in VIEWS and inputs[0] is not None:
+        if equation.primitive.name in VIEW_PRIMITIVES and inputs[0] is not None:
             view_sources[outputs[0]] = view_sources.get(inputs[0], inputs[0])
-        last |= dict.fromkeys(sources, number)
+        last_uses |= dict.fromkeys(sources, number)
         reads = (
             [view_sources.get(x, x) for x in inputs if x is not None]
-            if equation.primitive.name in READ_BY_PRODUCTS
+            if equation.primitive.name in PRODUCT_PRIMITIVES
             else []
         )
-        computed = [x for x in dict.fromkeys(reads) if x not in roots[x] and roots[x]]
-        in_place = frozenset[Name]().union(*(roots[x] for x in _overwritten(equation, inputs) if x is not None))
-        within = _inner_bytes(equation) if is_array else None
-        steps.append(([x for x in outputs if x in roots[x]], within, computed, in_place))
+        fused_inputs = [x for x in dict.fromkeys(reads) if x not in roots[x] and roots[x]]
+        in_place = frozenset[Name]().union(*(roots[x] for x in _reusable_inputs(equation, inputs) if x is not None))
+        inner_bytes = _inner_bytes(equation) if is_array else None
+        steps.append(([x for x in outputs if x in roots[x]], inner_bytes, fused_inputs, in_place))
     results = [x for x in jaxpr.outvars if not isinstance(x, Literal)]
     for x in results:
         if (name := names.get(x, (0, x))) is not None:
-            last |= dict.fromkeys(roots[name], len(steps))
-    last |= {name: last.get(name, -1) if name in freed else len(steps) for name in arguments}
-    ends: dict[int, list[Name]] = {}
-    for name, number in last.items():
-        ends.setdefault(number, []).append(name)
+            last_uses |= dict.fromkeys(roots[name], len(steps))
+    last_uses |= {name: last_uses.get(name, -1) if name in freeable else len(steps) for name in arguments}
+    last_used_at: dict[int, list[Name]] = {}
+    for name, number in last_uses.items():
+        last_used_at.setdefault(number, []).append(name)
     live = peak = sum(size[name] for name in arguments)
-    for number, (arrays, within, computed, in_place) in enumerate(steps):
-        new = sum(size[name] for name in arrays if name in last)
-        if within is not None:
-            input_copies = sum(size[x] for x in computed if all(last[root] > number for root in roots[x]))
-            reused = sum(size[root] for root in in_place if last[root] == number)
-            peak = max(peak, live + input_copies + max(new - reused, within))
-        live += new - sum(size[name] for name in ends.get(number, ()))
-    return max(peak, sum(size[name] for name in arguments if name not in freed) + sum(map(_bytes, results)))
+    for number, (arrays, inner_bytes, fused_inputs, in_place) in enumerate(steps):
+        new = sum(size[name] for name in arrays if name in last_uses)
+        if inner_bytes is not None:
+            input_copies = sum(size[x] for x in fused_inputs if all(last_uses[root] > number for root in roots[x]))
+            reused = sum(size[root] for root in in_place if last_uses[root] == number)
+            peak = max(peak, live + input_copies + max(new - reused, inner_bytes))
+        live += new - sum(size[name] for name in last_used_at.get(number, ()))
+    return max(peak, sum(size[name] for name in arguments if name not in freeable) + sum(map(_bytes, results)))
 
 
 def _flatten(jaxpr: Jaxpr, names: dict[Any, Name | None], call_numbers: Iterator[int], call: int) -> Iterator[Step]:
     """Yield the equations of a jaxpr and of the functions that it calls.
 
-    `names` maps variables that are defined outside the call to their names; None is a constant.
+    `names` maps variables that are defined outside the call to their names, or to None for a constant.
     """
 
     def name_of(x: Any) -> Name | None:
         return None if isinstance(x, Literal) else names.get(x, (call, x))
 
     for equation in jaxpr.eqns:
-        inner = next(inner_jaxprs(equation), None) if equation.primitive.name in CALLS else None
+        inner = next(inner_jaxprs(equation), None) if equation.primitive.name in CALL_PRIMITIVES else None
         if inner is None:
             yield equation, list(map(name_of, equation.invars)), [(call, x) for x in equation.outvars]
             continue
         number = next(call_numbers)
         inputs = equation.invars[len(equation.invars) - len(inner.invars) :]
-        within = dict(zip(inner.invars, map(name_of, inputs), strict=True))
-        yield from _flatten(inner, within, call_numbers, number)
+        inner_names = dict(zip(inner.invars, map(name_of, inputs), strict=True))
+        yield from _flatten(inner, inner_names, call_numbers, number)
         for outer, x in zip(equation.outvars, inner.outvars, strict=True):
-            names[outer] = None if isinstance(x, Literal) else within.get(x, (number, x))
+            names[outer] = None if isinstance(x, Literal) else inner_names.get(x, (number, x))
 
 
-def _overwritten(equation: JaxprEqn, inputs: list[Name | None]) -> list[Name | None]:
+def _reusable_inputs(equation: JaxprEqn, inputs: list[Name | None]) -> list[Name | None]:
     """Return the inputs of an equation whose buffers its results may reuse."""
     name, params = equation.primitive.name, equation.params
     if name == "scan":
@@ -120,14 +146,14 @@ def _overwritten(equation: JaxprEqn, inputs: list[Name | None]) -> list[Name | N
 
 
 def _inner_bytes(equation: JaxprEqn) -> int:
-    """Return the peak bytes in a loop's body or a branch, without its inputs."""
-    if equation.primitive.name not in LOOPS:
+    """Return the peak bytes inside the body of a loop or a branch, without its inputs."""
+    if equation.primitive.name not in LOOP_PRIMITIVES:
         return 0
-    first = (
+    first_reusable = (
         equation.params["num_consts"] if equation.primitive.name == "scan" else 0
-    )  # inputs from here on may be overwritten
-    each = ((inner, range(first, len(inner.invars))) for inner in inner_jaxprs(equation))
-    return max(0, *(_peak_bytes(inner, donated) - sum(map(_bytes, inner.invars)) for inner, donated in each))
+    )  # index of the first input whose buffer may be reused
+    inner_programs = ((inner, range(first_reusable, len(inner.invars))) for inner in inner_jaxprs(equation))
+    return max(0, *(_peak_bytes(inner, donated) - sum(map(_bytes, inner.invars)) for inner, donated in inner_programs))
 
 
 def _bytes(x: Any) -> int:

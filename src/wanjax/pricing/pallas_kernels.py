@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pallas kernels of a large program, each compiled on its own: schedules of the whole would take too much memory."""
+"""Price the Pallas kernels of a program one by one, since schedules of a large program need too much memory."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from wanjax.pricing.compile import Compiled
-from wanjax.pricing.costs import KERNEL, price_compiled
+from wanjax.pricing.costs import KERNEL_TARGET, price_compiled
 from wanjax.pricing.exporting import Traced
 from wanjax.pricing.hlo import parse
 from wanjax.pricing.lowering import Lowering, replicated
@@ -40,14 +40,14 @@ def kernel_calls(compiled: Compiled) -> dict[str, Call]:
         )
         for computation in parse(compiled.module).computations.values()
         for instruction in computation.instructions
-        if instruction.target == KERNEL
+        if instruction.target == KERNEL_TARGET
     }
 
 
 def kernels_of(traced: Traced) -> dict[Call, Lowering]:
     """Return the distinct kernels of a traced program, each as a program that every device runs.
 
-    Among kernels of one name that take the same operands the first counts.
+    Of several kernels with the same name and operands, only the first is returned.
     """
     kernels: dict[Call, Lowering] = {}
     for equation in pallas_calls(traced.jaxpr.jaxpr):
@@ -58,17 +58,17 @@ def kernels_of(traced: Traced) -> dict[Call, Lowering]:
     return kernels
 
 
-def same_kernel(call: Call, kernels: Iterable[Call]) -> Call | None:
-    """Return the known kernel that a call in a compiled program is: by its name and its operands, else by these alone.
+def find_kernel_of_call(call: Call, kernels: Iterable[Call]) -> Call | None:
+    """Return the kernel of a call in a compiled program, or None if there is none with the call's operands.
 
-    The compiler replaces some letters of a name.
+    Of several, prefer the one with the call's name. Names may differ, since the compiler replaces some letters.
     """
-    alike = [each for each in kernels if each.operands == call.operands]
-    return next((each for each in alike if each.kernel == call.kernel), alike[0] if alike else None)
+    alike = [kernel for kernel in kernels if kernel.operands == call.operands]
+    return next((kernel for kernel in alike if kernel.kernel == call.kernel), alike[0] if alike else None)
 
 
 def pallas_calls(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """Yield the Pallas calls of a traced program, including those in its loops and inner functions."""
+    """Yield the Pallas calls of a traced program, including those in loops and inner functions."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "pallas_call":
             yield equation
@@ -78,7 +78,7 @@ def pallas_calls(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 
 
 def inner_jaxprs(equation: JaxprEqn) -> Iterator[Jaxpr]:
-    """Yield the jaxprs among an equation's parameters: bodies of loops, branches, called functions."""
+    """Yield the jaxprs in an equation's parameters: loop bodies, branches and called functions."""
     for value in equation.params.values():
         for inner in value if isinstance(value, tuple | list) else (value,):
             if isinstance(inner, ClosedJaxpr):
@@ -94,36 +94,36 @@ class KernelSeconds(NamedTuple):
     worst: float
 
 
-def kernel_seconds(compiled: Compiled, words: Sequence[int | None] | None = None) -> KernelSeconds:
+def kernel_seconds(compiled: Compiled, input_words: Sequence[int | None] | None = None) -> KernelSeconds:
     """Price a kernel that was compiled on its own, with its schedule.
 
     Args:
         compiled: The kernel, with its schedule.
-        words: Sample values of the kernel's input words, for a kernel whose data-dependent branches guard rare cases.
-            Without them, such branches may guard all the work, so both sides count.
+        input_words: Sample values of the kernel's input words, for a kernel whose data-dependent branches guard rare
+            cases. Without them, such branches may guard all the work, so both sides count.
     """
-    if words is None:
+    if input_words is None:
         seconds = price_compiled(compiled).by_kind["kernels"].mid
         return KernelSeconds(seconds, seconds)
-    worst = [price_compiled(compiled, words=value).by_kind["kernels"].mid for value in words]
-    return KernelSeconds(mean_seconds(compiled, words), sum(worst) / len(worst))
+    worst = [price_compiled(compiled, input_word=value).by_kind["kernels"].mid for value in input_words]
+    return KernelSeconds(mean_seconds(compiled, input_words), sum(worst) / len(worst))
 
 
-def mean_seconds(compiled: Compiled, words: Iterable[int | None]) -> float:
-    """Return the mean price of a kernel over several values of its input words, without rare work."""
-    prices = [price_compiled(compiled, skip=rare_work(compiled, value), words=value) for value in words]
+def mean_seconds(compiled: Compiled, input_words: Iterable[int | None]) -> float:
+    """Return the mean seconds of a kernel over several values of its input words, without rare work."""
+    prices = [price_compiled(compiled, skip=rare_work(compiled, value), input_word=value) for value in input_words]
     return sum(priced.by_kind["kernels"].mid for priced in prices) / len(prices)
 
 
-def rare_work(compiled: Compiled, words: int | None = None) -> dict[str, frozenset[int]]:
-    """Return the blocks that guard rarely needed work, in the form of `skip` of `price_compiled`.
+def rare_work(compiled: Compiled, input_word: int | None = None) -> dict[str, frozenset[int]]:
+    """Return the blocks that guard rarely needed work, as the argument `skip` of `price_compiled`.
 
-    The search repeats until it is stable, since skipping a block may reveal more.
+    The search repeats until nothing changes, since skipping a block may reveal other blocks.
     """
     skip: dict[str, frozenset[int]] = {}
     while True:
-        undecided = price_compiled(compiled, skip=skip, words=words).undecided
-        more = {name: skip.get(name, frozenset()) | blocks for name, blocks in undecided.items()}
-        if more == skip:
+        undecided = price_compiled(compiled, skip=skip, input_word=input_word).undecided
+        extended = {name: skip.get(name, frozenset()) | blocks for name, blocks in undecided.items()}
+        if extended == skip:
             return skip
-        skip = more
+        skip = extended

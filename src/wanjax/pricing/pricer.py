@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prices of programs as a plan reports them: bytes on one device, and seconds divided into parts."""
+"""Price programs: bytes on one device, and seconds divided into parts such as attention and communication."""
 
 import json
 import re
@@ -22,10 +22,17 @@ from wanjax.pricing.costs import Item, price_compiled
 from wanjax.pricing.digests import digest, pricing_digest, versions
 from wanjax.pricing.exporting import CompilerError, Job, export, trace
 from wanjax.pricing.lowering import Lowering
-from wanjax.pricing.pallas_kernels import Call, KernelSeconds, kernel_calls, kernel_seconds, kernels_of, same_kernel
+from wanjax.pricing.pallas_kernels import (
+    Call,
+    KernelSeconds,
+    find_kernel_of_call,
+    kernel_calls,
+    kernel_seconds,
+    kernels_of,
+)
 
 PARTS: tuple[str, ...] = ("attention", "matmuls", "elementwise", "copies", "communication")
-PART_OF = {
+PART_OF_KIND = {
     "kernels": "elementwise",
     "products": "matmuls",
     "elementwise": "elementwise",
@@ -37,23 +44,23 @@ UNITS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclass(frozen=True)
 class Price:
-    """A program on one device: bytes, and seconds of a run.
+    """The price of one run of a program on one device.
 
     Args:
         arguments: Bytes of the arguments.
         peak: Bytes at the peak.
-        seconds: Seconds of a run; None where the program does not fit in memory.
-        least: Seconds of a run that takes the cheaper side of every branch.
+        seconds: Seconds of a run; None if the program does not fit in memory.
+        least: Seconds of a run that takes the cheapest branch of every conditional.
         low: The lower end of the range of `seconds`.
-        high: The upper end of it.
+        high: The upper end of the range of `seconds`.
         worst: The upper end where kernels do all of their rare work: attention with every head on its safe path.
             None where kernels have no schedule.
         breakdown: Seconds by part.
-        self_attention: Seconds in its kernels or products.
-        collectives: For each kind and group size: the number of runs, bytes on the wire and seconds.
-        compile_seconds: Time that the compiler took.
-        doubts: Sentences on the price's uncertainties.
-        kernels: On cards, how often a run starts each kind of kernel.
+        self_attention: Seconds of the kernels or products of self-attention.
+        collectives: For each kind of collective and group size: the number of runs, bytes on the wire and seconds.
+        compile_seconds: Seconds that the compiler took.
+        doubts: Sentences about what makes the price uncertain.
+        kernels: How often a run starts each kind of kernel; only for cards.
     """
 
     arguments: int
@@ -64,7 +71,7 @@ class Price:
     high: float = 0.0
     worst: float | None = None
     breakdown: Mapping[str, float] = field(default_factory=dict)
-    self_attention: float = 0.0  # seconds in its kernels or products
+    self_attention: float = 0.0
     collectives: Sequence[Mapping[str, Any]] = ()
     compile_seconds: float = 0.0
     doubts: Sequence[str] = ()
@@ -72,19 +79,19 @@ class Price:
 
     @property
     def parts(self) -> dict[str, float]:
-        """The seconds of every part; 0 if the program does not fit."""
+        """The seconds of every part; 0 for all if the program does not fit."""
         return {part: self.breakdown.get(part, 0.0) for part in PARTS}
 
 
 @runtime_checkable
 class Results(Protocol):
-    """A cache of prices between processes: JSON values by a kind and a JSON key."""
+    """A cache of prices, shared by processes: JSON values by a kind and a JSON key."""
 
     def get(self, kind: str, key: Mapping[str, Any]) -> Any:
-        """Return the value of this key, or None."""
+        """Return the value of a key, or None."""
 
     def put(self, kind: str, key: Mapping[str, Any], value: Any) -> None:
-        """Store a value, if the store is writable."""
+        """Store a value, if the cache is writable."""
 
     def has(self, kind: str) -> bool:
         """Return whether there is any value of a kind."""
@@ -92,21 +99,21 @@ class Results(Protocol):
 
 
 def no_visited_words(kernel: str, operands: Any) -> None:
-    """Return None for every kernel, so that both sides of each branch count."""
+    """Return None for every kernel, so that both sides of each data-dependent branch count."""
 
 
 @dataclass(frozen=True)
 class Pricer:
-    """Price programs on TPUs that need not be present, with their own compiler.
+    """Prices programs on TPUs and cards that may be absent, with the compilers for these devices.
 
     Attributes:
-        attention: The named scope in which a program computes attention, None for no such part.
-        self_attention: The named scope around it, of self-attention.
-        visits: Function of a kernel's name and its operands' dtypes and shapes. For a kernel whose data-dependent
-            branches guard rare cases it returns sample values of the kernel's input words, over which the price is
-            averaged; for other kernels it returns None.
-        results: Cache of prices between processes; None disables it.
-        workspace: Context manager that makes a folder for the compiler's files and removes it.
+        attention: The named scope in which a program computes attention; None if there is none.
+        self_attention: The named scope of self-attention, which contains the scope `attention`.
+        visits: Called with a kernel's name, and the dtypes and shapes of its operands. If data-dependent branches of
+            the kernel guard rare cases, it returns sample values of the kernel's input words, over which the price is
+            averaged. For other kernels it returns None.
+        results: Cache of prices, shared by processes; None for no cache.
+        workspace: Context manager of a folder for the compiler's files.
     """
 
     attention: str | None = None
@@ -124,7 +131,7 @@ class Pricer:
         donate: Sequence[int] = (),
         options: Mapping[str, Any] | None = None,
     ) -> Price:
-        """Price any JAX function; `wanjax.price` documents the arguments and errors."""
+        """Price any JAX function. `wanjax.price` documents the arguments and errors."""
         target = find_slice(chip)
         axes = mesh.shape if isinstance(mesh, Mesh | AbstractMesh) else mesh
         target_mesh = abstract_mesh(target, None if axes is None else dict(axes))
@@ -136,35 +143,35 @@ class Pricer:
         return price
 
     def check(self, platform: str = "tpu") -> None:
-        """Raise WanjaxError if there is neither a compiler of this platform nor a cached price.
+        """Raise WanjaxError if there is neither a compiler for this platform nor a cached price.
 
-        Call it before tracing. Where some prices are cached, only the trace shows whether they suffice.
+        Call this before tracing. If some prices are cached, only the trace shows whether they suffice.
         """
         if self.results is None or platform != "tpu" or not self.results.has("prices"):
             CHECKS[platform]()
 
     def price_all(self, target: Slice, lowerings: Sequence[Lowering]) -> list[Price]:
-        """Return the prices of programs on a slice, in order. Raises the errors of `prices`."""
+        """Price programs on a slice, and return the prices in order. Raises the errors of `prices`."""
         prices = dict(self.prices(target, lowerings))
         return [prices[number] for number in range(len(lowerings))]
 
     def prices(
         self, target: Slice, lowerings: Sequence[Lowering], on_start: Callable[[int], Any] = lambda number: None
     ) -> Iterator[tuple[int, Price]]:
-        """Yield the number of each program and its price, as soon as each is known.
+        """Yield the index and the price of each program, as soon as each is known.
 
-        Cached prices come at once and need no compiler. The other programs are compiled in one process, duplicates
-        only once, and their kernels in a second process, for their schedules. `on_start` gets a program's number when
-        its compilation begins. A program that does not fit in memory gets a price without seconds, with the bytes that
-        it needs. Raises the errors of `exporting.trace` and `compile.compile_jobs`, and CompilerError for a program
-        that does not compile.
+        Cached prices come first and need no compiler. The other programs are compiled in one process, duplicates only
+        once. Their kernels are compiled in a second process, with schedules. `on_start` is called with a program's
+        index when its compilation starts. The price of a program that does not fit in memory has the bytes that it
+        needs, but no seconds. Raises the errors of `exporting.trace` and `compile.compile_jobs`, and CompilerError for
+        a program that does not compile.
         """
         numbers: dict[str, list[int]] = {}
         missing: dict[str, _UncachedProgram] = {}
         for number, lowering in enumerate(lowerings):
             traced = trace(lowering, target)
             job = traced.export()
-            name = _name(job)
+            name = _job_name(job)
             numbers.setdefault(name, []).append(number)
             if name in missing:
                 continue
@@ -173,39 +180,43 @@ class Pricer:
             else:
                 missing[name] = _UncachedProgram(job, kernels_of(traced))
         for name, priced in self._compile_missing(missing, lambda name: on_start(numbers[name][0])):
-            self.keep("prices", missing[name].job, asdict(priced))
+            self.store("prices", missing[name].job, asdict(priced))
             yield from ((number, priced) for number in numbers[name])
 
     def key(self, job: Job) -> dict[str, Any]:
-        """Return everything that a price depends on except the compiler's version."""
+        """Return everything that a price depends on, except the version of libtpu."""
         file = getattr(sys.modules[self.visits.__module__], "__file__", None)  # a notebook has none
         settings_key = [self.attention, self.self_attention, digest([Path(file)] if file else ())]
         compiler = set(CUDA_WHEELS.values()) if isinstance(job.slice.chip, Card) else ()
-        made_with = versions("jax", "jaxlib", *sorted(compiler))
-        return {**job.key, "pricer": settings_key, "pricing": pricing_digest(), "versions": made_with}
+        installed = versions("jax", "jaxlib", *sorted(compiler))
+        return {**job.key, "pricer": settings_key, "pricing": pricing_digest(), "versions": installed}
 
-    def keep(self, kind: str, job: Job, value: Any) -> None:
-        """Cache a price with the version of the compiler that made it."""
+    def store(self, kind: str, job: Job, value: Any) -> None:
+        """Cache a price, with the version of the compiler that it is from."""
         if self.results is not None:
             compiler = {} if isinstance(job.slice.chip, Card) else {"libtpu": version("libtpu")}
             self.results.put(kind, self.key(job), {**compiler, "value": value})
 
     def recall(self, kind: str, job: Job) -> Any:
-        """Return the cached value of this version of the compiler or, without a compiler, of one that jax accepts."""
+        """Return the cached price of the installed compiler's version, or None.
+
+        Without a compiler, the price may be from any version that jax accepts.
+        """
         entry = None if self.results is None else self.results.get(kind, self.key(job))
         if entry is None:
             return None
         if isinstance(job.slice.chip, Card):  # its compiler is part of the key
             return entry["value"]
-        same = versions("libtpu").get("libtpu", entry["libtpu"]) == entry["libtpu"]
-        return entry["value"] if same and accepted_libtpu().contains(entry["libtpu"], prereleases=True) else None
+        is_same_compiler = versions("libtpu").get("libtpu", entry["libtpu"]) == entry["libtpu"]
+        is_valid = is_same_compiler and accepted_libtpu().contains(entry["libtpu"], prereleases=True)
+        return entry["value"] if is_valid else None
 
     def _compile_missing(
         self, programs: Mapping[str, "_UncachedProgram"], on_start: Callable[[str], Any]
     ) -> Iterator[tuple[str, Price]]:
-        """Compile programs and their kernels, and yield the name of each and its price once both are known.
+        """Compile programs and their kernels; yield the name and the price of each program.
 
-        `on_start` gets the name of each program, not those of kernels, when its compilation begins.
+        `on_start` is called with the name of a program, not of a kernel, when its compilation starts.
         """
         if not programs:
             return
@@ -214,47 +225,49 @@ class Pricer:
         kernel_names: dict[str, dict[Call, str]] = {}  # the kernels of each program, by the names of their jobs
         for name, program in programs.items():
             jobs = _export_kernels(program)
-            kernel_names[name] = {call: _name(job) for call, job in jobs.items()}
-            calls |= {_name(job): (call, job) for call, job in jobs.items()}
+            kernel_names[name] = {call: _job_name(job) for call, job in jobs.items()}
+            calls |= {_job_name(job): (call, job) for call, job in jobs.items()}
         for name, (_, job) in calls.items():
             if (kernel_price := self.recall("kernels", job)) is not None:
                 seconds[name] = KernelSeconds(*kernel_price)
         program_jobs = {name: program.job for name, program in programs.items()}
         kernels = {name: job for name, (_, job) in calls.items() if name not in seconds}
-        names, waiting = [*program_jobs, *kernels], {}
-        every = [*program_jobs.values(), *kernels.values()]
-        kernels_from = len(program_jobs)
+        names, compiled_programs = [*program_jobs, *kernels], {}
+        all_jobs = [*program_jobs.values(), *kernels.values()]
+        first_kernel = len(program_jobs)
 
         def report_start(number: int) -> None:
-            if number < kernels_from:
+            if number < first_kernel:
                 on_start(names[number])
 
-        schedules = range(kernels_from, len(every))
-        for number, result in compile_jobs(every, schedules=schedules, on_start=report_start, workspace=self.workspace):
+        schedules = range(first_kernel, len(all_jobs))
+        for number, result in compile_jobs(
+            all_jobs, schedules=schedules, on_start=report_start, workspace=self.workspace
+        ):
             name = names[number]
-            if number >= kernels_from:
+            if number >= first_kernel:
                 seconds[name] = self._kernel_price(*calls[name], result)
             elif isinstance(result, CompilerError):
-                yield name, _too_large(result)
+                yield name, _price_if_too_large(result)
             else:
-                waiting[name] = result
-            for done in [done for done in waiting if seconds.keys() >= set(kernel_names[done].values())]:
-                kernel_prices = {call: seconds[kernel] for call, kernel in kernel_names[done].items()}
-                program = waiting.pop(done)
-                yield done, self.divide(program, _kernel_times(program, kernel_prices))
+                compiled_programs[name] = result
+            for ready in [name for name in compiled_programs if seconds.keys() >= set(kernel_names[name].values())]:
+                kernel_prices = {call: seconds[kernel] for call, kernel in kernel_names[ready].items()}
+                program = compiled_programs.pop(ready)
+                yield ready, self.divide(program, _kernel_times(program, kernel_prices))
 
     def _kernel_price(self, call: Call, job: Job, result: Compiled | CompilerError) -> KernelSeconds | None:
-        """Return the seconds of a kernel and cache them; None if it does not compile alone."""
+        """Price a kernel and cache its seconds; return None if it does not compile on its own."""
         if isinstance(result, CompilerError):
             return None
         seconds = kernel_seconds(result, self.visits(call.kernel, call.operands))
-        self.keep("kernels", job, seconds)
+        self.store("kernels", job, seconds)
         return seconds
 
     def divide(self, program: Compiled, kernels: Mapping[str, KernelSeconds]) -> Price:
-        """Return the price of a compiled program in parts; `kernels` are the seconds of its kernels by name."""
+        """Price a compiled program, divided into parts. `kernels` has the seconds of its kernels by name."""
         on_card = isinstance(program.slice.chip, Card)
-        if on_card and program.memory.peak > program.slice.memory:  # which the GPU's compiler does not refuse
+        if on_card and program.memory.peak > program.slice.memory:  # the GPU compiler does not reject this
             return Price(program.memory.arguments, program.memory.peak, compile_seconds=program.seconds)
         typical = {name: seconds.typical for name, seconds in kernels.items()}
         worst = {name: seconds.worst for name, seconds in kernels.items()}
@@ -264,7 +277,7 @@ class Pricer:
         breakdown: dict[str, float] = dict.fromkeys(PARTS, 0.0)
         for item in priced.items:
             breakdown[self._part(item)] += item.cost.mid
-        around = f"/{self.self_attention}/{self.attention}/"
+        scope_part = f"/{self.self_attention}/{self.attention}/"
         return Price(
             arguments=program.memory.arguments,
             peak=program.memory.peak,
@@ -275,28 +288,28 @@ class Pricer:
             worst=None if on_card else price_compiled(program, worst).total.high,
             breakdown=breakdown,
             self_attention=sum(
-                item.cost.mid for item in priced.items if around in item.scope and self._part(item) == "attention"
+                item.cost.mid for item in priced.items if scope_part in item.scope and self._part(item) == "attention"
             ),
             collectives=_collectives(priced.items),
             compile_seconds=program.seconds,
             doubts=[*program.refused]
-            + [f"the kernel {name} is not priced" for name in priced.unpriced]
-            + [f"the loop {name} is counted once" for name in priced.unknown_loops],
+            + [f"the kernel {name} has no price and counts as free" for name in priced.unpriced]
+            + [f"the trip count of the loop {name} is unknown: it counts once" for name in priced.unknown_loops],
             kernels=count_kernels(program, priced) if on_card else {},
         )
 
     def _part(self, item: Item) -> str:
-        """Return the part of a step that an operation belongs to.
+        """Return the part of the price to which an operation belongs.
 
-        Kernels and products in attention's scope are "attention"; other kernels are elementwise.
+        Kernels and products in the scope of attention are "attention". Other kernels are "elementwise".
         """
         if item.kind in ("kernels", "products") and f"/{self.attention}/" in item.scope:
             return "attention"
-        return PART_OF[item.kind]
+        return PART_OF_KIND[item.kind]
 
 
 class _UncachedProgram(NamedTuple):
-    """A program to compile, and its kernels."""
+    """A program without a cached price, and its kernels."""
 
     job: Job
     kernels: Mapping[Call, Lowering]
@@ -304,13 +317,13 @@ class _UncachedProgram(NamedTuple):
 
 def _sharding_on(mesh: AbstractMesh, x: Any) -> NamedSharding:
     """Return the sharding of a shape on a mesh."""
-    sharding = getattr(x, "_sharding", None)  # `sharding` fails for a PartitionSpec without a mesh of real devices
+    sharding = getattr(x, "_sharding", None)  # the public `sharding` fails for a PartitionSpec without a concrete mesh
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     return NamedSharding(mesh, spec if isinstance(spec, PartitionSpec) else PartitionSpec())
 
 
 def _export_kernels(program: _UncachedProgram) -> dict[Call, Job]:
-    """Export a program's kernels; one that cannot be lowered alone is left out and has no price."""
+    """Export a program's kernels, except those that cannot be lowered on their own, which get no price."""
     jobs: dict[Call, Job] = {}
     for call, kernel in program.kernels.items():
         with suppress(CompilerError):
@@ -318,23 +331,23 @@ def _export_kernels(program: _UncachedProgram) -> dict[Call, Job]:
     return jobs
 
 
-def _name(job: Job) -> str:
+def _job_name(job: Job) -> str:
     return json.dumps(job.key)
 
 
 def _kernel_times(program: Compiled, prices: Mapping[Call, KernelSeconds | None]) -> dict[str, KernelSeconds]:
-    """Return the known seconds of a compiled program's kernels, by their names in it."""
+    """Return the seconds of a compiled program's kernels by their names in it, without kernels that have no price."""
     seconds_by_name: dict[str, KernelSeconds] = {}
     for name, call in kernel_calls(program).items():
-        kernel = same_kernel(call, prices)
+        kernel = find_kernel_of_call(call, prices)
         seconds = None if kernel is None else prices[kernel]
         if seconds is not None:
             seconds_by_name[name] = seconds
     return seconds_by_name
 
 
-def _too_large(error: CompilerError) -> Price:
-    """Return the price of a program that does not fit in memory; re-raise any other error."""
+def _price_if_too_large(error: CompilerError) -> Price:
+    """Return the price of a program that does not fit in memory; raise any other error."""
     if (needed := needed_bytes(str(error))) is None:
         raise error
     return Price(arguments=0, peak=needed)
@@ -356,9 +369,9 @@ def _collectives(items: Sequence[Item]) -> list[dict[str, Any]]:
 
 
 def needed_bytes(message: str) -> int | None:
-    """Return the bytes that a program needs, from the compiler's out-of-memory message; None for another message.
+    """Return the bytes that a program needs, from the compiler's out-of-memory message; None for other messages.
 
-    If the temporaries alone are too large, the message has only their bytes.
+    If the temporaries alone are too large, the message has only the bytes of the temporaries.
     """
     match = re.search(r"Used ([\d.]+)([BKMGT]?) of [\d.]+[BKMGT]? hbm", message)
     match = match or re.search(r"temporaries \(([\d.]+)([BKMGT]?)\) exceeds available HBM", message)

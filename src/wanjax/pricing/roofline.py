@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rooflines of devices other than TPUs: a simple model, neither a compiler's price nor a measurement.
+"""Roofline models of devices other than TPUs. They are neither a compiler's price nor a measurement.
 
-Work takes the longer of two times: its operations at the achieved fraction of the peak, or its bytes at the achieved
-fraction of the bandwidth. Peaks are the makers' for dense bfloat16 (NVIDIA's data sheets of H100 SXM and H200). The
-fractions are those of good kernels: a forward pass of the 14B at 1280 x 720 on an H200 with FlashAttention 3 is
-reported as 9.8 s, which is 0.67 of the peak throughout; XLA with cuDNN is assumed to reach 0.6. A CPU core is assumed
-to reach 40 GFLOP/s in float32, which JAX reached on the cores described in docs/performance.md.
+Work takes the longer of two times: its operations at a fraction of the peak, or its bytes at a fraction of the
+bandwidth. Peaks are the manufacturers' for dense bfloat16 (NVIDIA's data sheets of H100 SXM and H200). The fractions
+are those of good kernels. A forward pass of a 14B model at 1280 x 720 on an H200 with FlashAttention 3 is reported to
+take 9.8 s, which is 0.67 of the peak. XLA with cuDNN is assumed to reach 0.6. A CPU core is assumed to reach 40 GFLOP/s
+in float32, as JAX did on the cores described in docs/performance.md.
 """
 
 import os
@@ -20,7 +20,7 @@ from wanjax.pricing.chips import CARD_SLICES, CARDS, KINDS, SLICES, Card, Chip, 
 
 @dataclass(frozen=True)
 class Machine:
-    """One device, and the fractions of its peak and of its bandwidth that programs reach."""
+    """One device, with the fractions of its peak and its bandwidth that programs reach."""
 
     name: str
     kind: str  # prefix of JAX's `device_kind`
@@ -30,15 +30,15 @@ class Machine:
     attention: float  # fraction of the peak
     products: float  # fraction of the peak
     convolutions: float  # fraction of the peak
-    vectors: float  # fraction of the bandwidth, in elementwise work
+    vectors: float  # fraction of the bandwidth that elementwise work reaches
     link: float  # bytes per second and direction to the other devices of a host
     peak_dtype: str = "bfloat16"
     devices: ClassVar[int] = 1
-    torus: ClassVar[bool] = False  # a switch joins all devices
+    torus: ClassVar[bool] = False  # a switch connects all devices
 
 
 def _card_machine(card: Card) -> Machine:
-    """Return the model of a card; its kind is what the names of all its variants begin with."""
+    """Return the model of a card. Its `kind` is the common prefix of the names of its variants."""
     kind = "NVIDIA H100" if card.name == "h100" else card.kind.partition("-")[0]
     figures = (card.hbm, card.flops, card.bandwidth, 0.6, 0.6, 0.25, 0.7, card.link, card.peak_dtype)
     return Machine(card.name, kind, *figures)
@@ -49,19 +49,19 @@ H100 = CARD_MACHINES["h100"]
 
 
 def cpu_machine() -> Machine:
-    """Return the model of this machine's CPU: all its available cores, all its memory."""
+    """Return the model of this machine's CPU, with all available cores and all memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory, flops, bandwidth = psutil.virtual_memory().total, cores * 40e9, cores * 8e9
     return Machine("cpu", "cpu", memory, flops, bandwidth, 0.9, 1.0, 0.9, 0.7, bandwidth, "float32")
 
 
 def machines() -> dict[str, Machine]:
-    """Return the modelled devices by name."""
+    """Return all devices that have a roofline model, by name."""
     return {machine.name: machine for machine in (*CARD_MACHINES.values(), cpu_machine())}
 
 
 def find_hardware(name: str) -> Slice | Machine:
-    """Return the slice or device of this name; raise WanjaxError that lists the known names."""
+    """Return the slice or device with a name. For an unknown name, raise a WanjaxError that lists names."""
     hardware: dict[str, Slice | Machine] = {**SLICES, **CARD_SLICES, **machines()}
     if name not in hardware:
         matches = [candidate for candidate in hardware if name and candidate.startswith(name.lower())]
@@ -71,14 +71,14 @@ def find_hardware(name: str) -> Slice | Machine:
 
 
 def device_model(kind: str) -> Chip | Machine:
-    """Return the model of a device by JAX's `device_kind`; an unknown accelerator counts as an H100."""
+    """Return the model of a device by JAX's `device_kind`. An unknown accelerator counts as an H100."""
     if kind in KINDS:
         return KINDS[kind]
     return next((machine for machine in machines().values() if kind.startswith(machine.kind)), H100)
 
 
 def peak_flops(kind: str) -> float | None:
-    """Return the peak of an accelerator by JAX's `device_kind`, or None if it is not known."""
+    """Return the peak FLOP/s of an accelerator by JAX's `device_kind`, or None for an unknown one."""
     if kind in KINDS:
         return KINDS[kind].flops
     return next((machine.flops for machine in CARD_MACHINES.values() if kind.startswith(machine.kind)), None)

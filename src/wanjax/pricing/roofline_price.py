@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prices from a program's jaxpr and a roofline, for devices whose compiler is not available.
+"""Price a program from its jaxpr with a roofline model, for devices whose compiler is not available.
 
-The trace gives the operations of attention, of other matrix products and of convolutions; the bytes that products read
-and write; and the peak of live bytes if nothing is fused. Attention's scores are not counted as live: a kernel never
-holds them.
+The trace gives the operations of attention, of other matrix products and of convolutions. It also gives the bytes that
+products read and write, and the peak of live bytes if nothing is fused. The scores of attention do not count as live,
+because a kernel never stores them.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,22 +28,22 @@ class Work:
     products: int  # operations outside attention
     convolutions: int  # operations
     product_bytes: int  # read and written by products
-    written: int  # bytes that products and convolutions write; the elementwise work between reads and writes them again
+    written: int  # by products and convolutions; elementwise work reads and writes these bytes again
     arguments: int  # bytes
-    alive: int  # bytes at the peak, arguments not included
+    live_bytes: int  # at the peak, without the arguments
 
 
 def price_lowering(machine: Machine, lowering: Lowering, attention: str | None = None) -> Price:
-    """Price a program with the machine's roofline. `attention` is the named scope in which it computes attention."""
+    """Price a program with a roofline model. `attention` is the named scope in which it computes attention."""
     jaxpr = jax.make_jaxpr(lowering.function)(*lowering.arguments).jaxpr
-    work = work_of(jaxpr, attention=attention)
+    work = count_work(jaxpr, attention=attention)
     seconds = _seconds(machine, work)
     total = sum(seconds.values())
     return Price(
         arguments=work.arguments,
-        peak=work.arguments + work.alive,
+        peak=work.arguments + work.live_bytes,
         seconds=total,
-        least=sum(_seconds(machine, work_of(jaxpr, attention=attention, cheapest=True)).values()),
+        least=sum(_seconds(machine, count_work(jaxpr, attention=attention, cheapest=True)).values()),
         low=total,
         high=total,
         breakdown=seconds,
@@ -64,10 +64,11 @@ def _seconds(machine: Machine, work: Work) -> dict[str, float]:
     }
 
 
-def work_of(jaxpr: Jaxpr, *, attention: str | None = None, cheapest: bool = False) -> Work:
-    """Count the work of a program of one device, whose branches are the dearest or the cheapest ones.
+def count_work(jaxpr: Jaxpr, *, attention: str | None = None, cheapest: bool = False) -> Work:
+    """Count the work of a program on one device.
 
-    `attention` is the named scope of what counts as attention.
+    Products in the named scope `attention` count as attention. Of the branches of a conditional, the most expensive one
+    counts, or with `cheapest` the cheapest.
     """
     choose = min if cheapest else max
     counts: dict[str, int] = dict.fromkeys(("attention", "products", "convolutions", "product_bytes", "written"), 0)
@@ -79,53 +80,59 @@ def work_of(jaxpr: Jaxpr, *, attention: str | None = None, cheapest: bool = Fals
         if kind != "attention":
             counts["written"] += times * written
     arguments = sum(_bytes(x) for x in jaxpr.invars)
-    return Work(**counts, arguments=arguments, alive=_alive(jaxpr, "", attention))
+    return Work(**counts, arguments=arguments, live_bytes=_peak_live_bytes(jaxpr, "", attention))
 
 
 def _products(
     jaxpr: Jaxpr, scope: str, times: int, choose: Callable[..., Jaxpr], attention: str | None
 ) -> Iterator[tuple[str, int, JaxprEqn, int]]:
-    """Yield every matrix product and convolution: its kind, its operations, its equation, and how often it runs."""
+    """Yield the kind, the operations, the equation and the number of runs of every matrix product and convolution."""
     for equation in jaxpr.eqns:
-        within = f"{scope}/{equation.source_info.name_stack}"
+        inner_scope = f"{scope}/{equation.source_info.name_stack}"
         name = equation.primitive.name
         if name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
             summed = prod(_shape(equation.invars[0])[axis] for axis in contracted)
-            kind = "attention" if _is_in(attention, within) else "products"
+            kind = "attention" if _is_in(attention, inner_scope) else "products"
             yield kind, 2 * summed * prod(_shape(equation.outvars[0])), equation, times
         elif name == "conv_general_dilated":
             kernel = _shape(equation.invars[1])
-            outs = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
-            yield "convolutions", 2 * prod(_shape(equation.outvars[0])) * prod(kernel) // outs, equation, times
+            output_sizes = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
+            yield "convolutions", 2 * prod(_shape(equation.outvars[0])) * prod(kernel) // output_sizes, equation, times
         runs = equation.params["length"] if name == "scan" else 1
         parts = list(inner_jaxprs(equation))
-        if name == "cond":  # one of its branches runs
-            parts = [choose(parts, key=lambda part: _flops(part, within, choose, attention))]
+        if name == "cond":  # only one of its branches runs
+            parts = [choose(parts, key=lambda part: _flops(part, inner_scope, choose, attention))]
         for inner in parts:
-            yield from _products(inner, within, times * runs, choose, attention)
+            yield from _products(inner, inner_scope, times * runs, choose, attention)
 
 
 def _flops(jaxpr: Jaxpr, scope: str, choose: Callable[..., Jaxpr], attention: str | None) -> int:
     return sum(flops * times for _, flops, _, times in _products(jaxpr, scope, 1, choose, attention))
 
 
-def _alive(jaxpr: Jaxpr, scope: str, attention: str | None) -> int:
-    """Return the peak of live bytes among the values that the jaxpr computes."""
-    last: dict[Any, int] = {}
+def _peak_live_bytes(jaxpr: Jaxpr, scope: str, attention: str | None) -> int:
+    """Return the peak of the live bytes of the values that the jaxpr computes."""
+    last_uses: dict[Any, int] = {}
     for index, variables in enumerate([*(equation.invars for equation in jaxpr.eqns), jaxpr.outvars]):
-        last |= {x: index for x in variables if not isinstance(x, Literal)}
+        last_uses |= {x: index for x in variables if not isinstance(x, Literal)}
     live: dict[Any, int] = {}
     live_bytes = peak = 0
     for index, equation in enumerate(jaxpr.eqns):
-        within = f"{scope}/{equation.source_info.name_stack}"
-        fused = _is_in(attention, within)
-        inside = 0 if fused else max((_alive(inner, within, attention) for inner in inner_jaxprs(equation)), default=0)
-        outs = {x: _bytes(x) for x in equation.outvars if x in last and not (fused and _scores(x))}
-        peak = max(peak, live_bytes + max(inside, sum(outs.values())))
-        live |= outs
-        live_bytes += sum(outs.values())
-        live_bytes -= sum(live.pop(x, 0) for x in equation.invars if not isinstance(x, Literal) and last[x] == index)
+        inner_scope = f"{scope}/{equation.source_info.name_stack}"
+        is_fused = _is_in(attention, inner_scope)
+        inner_bytes = (
+            0
+            if is_fused
+            else max((_peak_live_bytes(inner, inner_scope, attention) for inner in inner_jaxprs(equation)), default=0)
+        )
+        output_sizes = {x: _bytes(x) for x in equation.outvars if x in last_uses and not (is_fused and _is_scores(x))}
+        peak = max(peak, live_bytes + max(inner_bytes, sum(output_sizes.values())))
+        live |= output_sizes
+        live_bytes += sum(output_sizes.values())
+        live_bytes -= sum(
+            live.pop(x, 0) for x in equation.invars if not isinstance(x, Literal) and last_uses[x] == index
+        )
     return peak
 
 
@@ -133,8 +140,8 @@ def _is_in(name: str | None, scope: str) -> bool:
     return name in scope.split("/")
 
 
-def _scores(x: Any) -> bool:
-    """Return True for an array in attention that has the size of its scores."""
+def _is_scores(x: Any) -> bool:
+    """Return True for an array in attention that is large enough to be its scores."""
     shape = _shape(x)
     return len(shape) >= 2 and min(shape[-2:]) > 256
 

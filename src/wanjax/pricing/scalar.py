@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An interpreter of a TPU core's scalar instructions, as far as control flow needs them.
+"""An interpreter of a TPU core's scalar instructions, limited to what control flow needs.
 
-Most branches of a kernel depend on its grid indices and on constants, so the scalar instructions suffice to count how
-often each branch is taken. Values that come from data (a mask in memory, the sum of a vector) are unknown. A result of
-unknown operands is unknown too, unless the known operands determine it: `false and unknown` is false.
+Most branches of a kernel depend on grid indices and constants. So the scalar instructions suffice to count how often
+each branch is taken. Values that come from data (a mask in memory, the sum of a vector) are unknown. A result with
+unknown operands is unknown too, unless the other operands determine it: `false and unknown` is false.
 """
 
 import re
@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 Value = int | bool | None  # None is unknown
 WORD = 1 << 32
-PHIS = ("sphi", "pphi")
-OPERAND = "inlined_call_operand."
-ASSUMED = "assumed "  # prefix of a predicate's name: the value that its block's branch assumes if it is unknown
-GRANULE = 32  # bytes; the unit of DMA sizes
+PHI_OPCODES = ("sphi", "pphi")
+OPERAND_OPCODE = "inlined_call_operand."
+ASSUMED_PREFIX = "assumed "  # of registers with the values that a block's branch assumes for unknown predicates
+GRANULE = 32  # bytes in one unit of a DMA's size
 
 _ASSIGN = re.compile(r"%([\w.]+) = ([a-z][\w.]*)\s*([^;}]*)")
 _SLOT = r"\[smem:(\[#\w+(?: \+ \$0x[0-9a-f]+)?\])\]"
@@ -43,7 +43,7 @@ def _or(a: Value, b: Value) -> Value:
     return _not(_and(_not(a), _not(b)))
 
 
-def _word(operation: Callable[[int, int], int]) -> Callable[[Value, Value], Value]:
+def _wrapped(operation: Callable[[int, int], int]) -> Callable[[Value, Value], Value]:
     return lambda a, b: None if a is None or b is None else operation(a, b) % WORD
 
 
@@ -61,19 +61,19 @@ _COMPARISONS: dict[str, Callable[[int, int], bool]] = {
     "ge": lambda a, b: a >= b,
 }
 BINARY: dict[str, Callable[[Value, Value], Value]] = {
-    "sadd.s32": _word(lambda a, b: a + b),
-    "ssub.s32": _word(lambda a, b: a - b),
-    "smul.u32": _word(lambda a, b: a * b),
-    "sand.u32": _word(lambda a, b: a & b),
-    "sor.u32": _word(lambda a, b: a | b),
-    "sxor.u32": _word(lambda a, b: a ^ b),
-    "sshll.u32": _word(lambda a, b: a << b),
-    "sshrl.u32": _word(lambda a, b: a >> b),
-    "sshra.s32": _word(lambda a, b: signed(a) >> b),
-    "smin.u32": _word(min),
-    "smax.u32": _word(max),
-    "smin.s32": _word(lambda a, b: min(signed(a), signed(b))),
-    "smax.s32": _word(lambda a, b: max(signed(a), signed(b))),
+    "sadd.s32": _wrapped(lambda a, b: a + b),
+    "ssub.s32": _wrapped(lambda a, b: a - b),
+    "smul.u32": _wrapped(lambda a, b: a * b),
+    "sand.u32": _wrapped(lambda a, b: a & b),
+    "sor.u32": _wrapped(lambda a, b: a | b),
+    "sxor.u32": _wrapped(lambda a, b: a ^ b),
+    "sshll.u32": _wrapped(lambda a, b: a << b),
+    "sshrl.u32": _wrapped(lambda a, b: a >> b),
+    "sshra.s32": _wrapped(lambda a, b: signed(a) >> b),
+    "smin.u32": _wrapped(min),
+    "smax.u32": _wrapped(max),
+    "smin.s32": _wrapped(lambda a, b: min(signed(a), signed(b))),
+    "smax.s32": _wrapped(lambda a, b: max(signed(a), signed(b))),
     "pand": _and,
     "por": _or,
     "pnand": lambda a, b: _not(_and(a, b)),
@@ -87,7 +87,7 @@ BINARY: dict[str, Callable[[Value, Value], Value]] = {
 
 
 class Registers(dict[str, Value]):
-    """Values by the compiler's names, in static single assignment; an unassigned name has the value `unassigned`."""
+    """Values by the compiler's names, in static single assignment. A name without a value has `unassigned`."""
 
     unassigned: Value = None
 
@@ -96,22 +96,22 @@ class Registers(dict[str, Value]):
 
 
 class Condition(NamedTuple):
-    """The condition of a predicated instruction: the predicate's name, and the value at which it runs."""
+    """The condition of a predicated instruction: the predicate's name, and the value with which it runs."""
 
     name: str
-    wanted: bool
+    expected: bool
 
     def holds(self, registers: Registers) -> Value:
         """Return True or False, or None if the predicate is unknown."""
         return self._matches(registers[self.name])
 
     def holds_or_assumed(self, registers: Registers) -> Value:
-        """Return `holds`, or if unknown the value that the block's branch assumes for the same predicate."""
+        """Return `holds`; if it is unknown, use the value that the block's branch assumes for the predicate."""
         holds = self.holds(registers)
-        return self._matches(registers[ASSUMED + self.name]) if holds is None else holds
+        return self._matches(registers[ASSUMED_PREFIX + self.name]) if holds is None else holds
 
     def _matches(self, value: Value) -> Value:
-        return None if value is None else bool(value) is self.wanted
+        return None if value is None else bool(value) is self.expected
 
 
 Step = Callable[[Registers, Registers, bool], None]  # registers, scratch memory, True after a backward branch
@@ -124,19 +124,28 @@ def condition(text: str) -> Condition | None:
 
 
 def steps(bundle: str) -> list[Step]:
-    """Return the effects of a bundle on the scalar registers and on the scratch memory that they spill to.
+    """Return the effects of a bundle on the scalar registers and on the scratch memory to which they spill.
 
-    The bundle's text must have no comments. An instruction that is not understood makes its result unknown.
+    The bundle's text must have no comments. The result of an unsupported instruction is unknown.
     """
-    assigned = [x for x in _ASSIGN.findall(bundle) if x[0][0] in "sp" and x[1] != "sst"]
-    phis, others = ([x for x in assigned if (x[1] in PHIS) is wanted] for wanted in (True, False))
-    stores = [_store(slot, condition(when), _key(name)) for slot, when, name in _STORE.findall(bundle)]
-    make = lambda name, opcode, arguments: _assign(_key(name), opcode, arguments)  # noqa: E731
-    return [*starmap(make, phis), *stores, *starmap(make, others)]  # phis take effect at the start of the bundle
+    assigned = [
+        assignment for assignment in _ASSIGN.findall(bundle) if assignment[0][0] in "sp" and assignment[1] != "sst"
+    ]
+    phis, others = (
+        [assignment for assignment in assigned if (assignment[1] in PHI_OPCODES) is expected]
+        for expected in (True, False)
+    )
+    stores = [_store(slot, condition(predicate), _key(name)) for slot, predicate, name in _STORE.findall(bundle)]
+    make_step = lambda name, opcode, arguments: _assign(_key(name), opcode, arguments)  # noqa: E731
+    return [
+        *starmap(make_step, phis),
+        *stores,
+        *starmap(make_step, others),
+    ]  # phis take effect first
 
 
 def transfers(bundle: str) -> list[tuple[Condition | None, str | int]]:
-    """Return a bundle's DMAs between HBM and VMEM: the condition, and the granules or the register that holds them."""
+    """Return a bundle's DMAs between HBM and VMEM: the condition, and the size in granules or the size's register."""
     conditional_sizes = []
     for arguments in _TRANSFER.findall(bundle):
         sizes = [part.strip() for part in arguments.split(",")]
@@ -147,7 +156,7 @@ def transfers(bundle: str) -> list[tuple[Condition | None, str | int]]:
 
 
 def _key(name: str) -> str:
-    """Return the compiler's name of a value without its suffix, the physical register."""
+    """Return the compiler's name of a value without the suffix, which is the physical register."""
     return name.split("_")[0]
 
 
@@ -159,9 +168,9 @@ def _operand(text: str) -> Callable[[Registers], Value]:
     return lambda registers: constant
 
 
-def _store(slot: str, when: Condition | None, name: str) -> Step:
-    def step(registers, memory, again):
-        holds = True if when is None else when.holds_or_assumed(registers)
+def _store(slot: str, predicate: Condition | None, name: str) -> Step:
+    def step(registers, memory, after_backward_branch):
+        holds = True if predicate is None else predicate.holds_or_assumed(registers)
         if holds is not False:
             memory[slot] = registers[name] if holds else None
 
@@ -176,21 +185,21 @@ def _assign(name: str, opcode: str, arguments: str) -> Step:
     if opcode == "scalar_select":
         return _choice(name, Condition(_key(parts[0].lstrip("%")), True), parts[1], parts[2])
     value = _value(opcode, parts)
-    when = condition(arguments)
+    predicate = condition(arguments)
 
-    def step(registers, memory, again):
-        holds = True if when is None else when.holds_or_assumed(registers)
+    def step(registers, memory, after_backward_branch):
+        holds = True if predicate is None else predicate.holds_or_assumed(registers)
         if holds is not False:
-            registers[name] = value(registers, memory, again) if holds else None
+            registers[name] = value(registers, memory, after_backward_branch) if holds else None
 
     return step
 
 
-def _choice(name: str, when: Condition, yes: str, no: str) -> Step:
+def _choice(name: str, predicate: Condition, yes: str, no: str) -> Step:
     read_yes, read_no = _operand(yes), _operand(no)
 
-    def step(registers, memory, again):
-        holds = when.holds(registers)
+    def step(registers, memory, after_backward_branch):
+        holds = predicate.holds(registers)
         registers[name] = None if holds is None else (read_yes if holds else read_no)(registers)
 
     return step
@@ -200,15 +209,17 @@ def _value(opcode: str, parts: list[str]) -> Callable[[Registers, Registers, boo
     operands = [_operand(part) for part in parts]
     if opcode in BINARY and len(operands) == 2:
         operation, (a, b) = BINARY[opcode], operands
-        return lambda registers, memory, again: operation(a(registers), b(registers))
+        return lambda registers, memory, after_backward_branch: operation(a(registers), b(registers))
     if opcode in ("smov", "pmov"):
-        return lambda registers, memory, again: operands[0](registers)
+        return lambda registers, memory, after_backward_branch: operands[0](registers)
     if opcode == "pneg":
-        return lambda registers, memory, again: _not(operands[0](registers))
-    if opcode in PHIS:  # the first operand on entry to the loop, the last after a backward branch
-        return lambda registers, memory, again: operands[-1 if again else 0](registers)
+        return lambda registers, memory, after_backward_branch: _not(operands[0](registers))
+    if opcode in PHI_OPCODES:  # the first operand on entry to the loop, the last after a backward branch
+        return lambda registers, memory, after_backward_branch: operands[-1 if after_backward_branch else 0](registers)
     if opcode == "sld" and (match := re.fullmatch(_SLOT, parts[0])):
-        return lambda registers, memory, again: memory[match[1]]
-    if opcode == "sld" or (opcode == OPERAND and parts[0].startswith("<no memory space>")):  # which is a word
-        return lambda registers, memory, again: memory.unassigned
-    return lambda registers, memory, again: None
+        return lambda registers, memory, after_backward_branch: memory[match[1]]
+    if opcode == "sld" or (
+        opcode == OPERAND_OPCODE and parts[0].startswith("<no memory space>")
+    ):  # an input word of the kernel
+        return lambda registers, memory, after_backward_branch: memory.unassigned
+    return lambda registers, memory, after_backward_branch: None

@@ -2,9 +2,8 @@
 """The schedule of one operation on a TPU core: its LLO bundles, the units that they use, and how often each runs.
 
 The compiler's dump lists every bundle of an operation once. The bundles between two branches form a basic block. An
-interpreter of the scalar instructions (scalar.py) walks through the blocks as the chip would, so each block counts as
-often as it runs: the loop over the grid, the body under its condition, the tail. A bundle takes one cycle unless it
-waits for memory.
+interpreter of the scalar instructions (scalar.py) walks through the blocks as the chip does, so each block counts as
+often as it runs, such as the body of the loop over the grid. A bundle takes one cycle unless it waits for memory.
 """
 
 import re
@@ -16,13 +15,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from wanjax.pricing.chips import Chip
-from wanjax.pricing.scalar import ASSUMED, GRANULE, Condition, Registers, Step, condition, steps, transfers
+from wanjax.pricing.scalar import ASSUMED_PREFIX, GRANULE, Condition, Registers, Step, condition, steps, transfers
 
-CODE, UNITS = "final_bundles", "final_hlo-static-per-bundle-utilization"
-BUFFERS = "pre-finalize-registers-and-allocations"
+BUNDLES_FILE, UNITS_FILE = "final_bundles", "final_hlo-static-per-bundle-utilization"
+ALLOCATIONS_FILE = "pre-finalize-registers-and-allocations"
 WHOLE_PROGRAM = "TLP"  # the top-level program, which calls the operations
-CORE_INDEX = "[#allocation0]"  # in scratch memory; the cores of a v5p split a grid, and the first core is priced
-LONGEST_RUN = 20_000_000  # blocks; a longer run means that a loop was misread
+CORE_INDEX = "[#allocation0]"  # in scratch memory; the cores of a v5p split a grid, and only the first core is priced
+MAX_BLOCKS = 20_000_000  # a longer run means that a loop was parsed wrongly
 
 _BUNDLE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*: ", re.MULTILINE)
 _COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
@@ -31,7 +30,7 @@ _BRANCH = re.compile(r"sbr\.rel\s*(\(!?%\w+\))?,?\s*target = \$region(\d+)")
 
 
 class Branch(NamedTuple):
-    """A branch at the end of a block; without a condition it is always taken."""
+    """A branch at the end of a block. Without a condition it is always taken."""
 
     condition: Condition | None
     target: int
@@ -39,7 +38,7 @@ class Branch(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """A basic block: the addresses of its bundles, and how many slots of each unit they fill."""
+    """A basic block: the addresses of its bundles, the slots of each unit that they use, and their effects."""
 
     start: int
     stop: int
@@ -54,16 +53,16 @@ class Block:
 
 
 class Execution(NamedTuple):
-    """One execution of a schedule."""
+    """The counts of one execution of a schedule."""
 
-    times: Mapping[int, int]  # runs of each block, by address
-    moved: int  # HBM traffic in bytes
+    times: Mapping[int, int]  # number of runs of each block, by address
+    traffic_bytes: int  # HBM traffic in bytes
     undecided: frozenset[int]  # addresses of the blocks whose branch depends on data
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """An operation's blocks by ascending address, the slots per bundle of each unit, and its VMEM in bytes."""
+    """An operation's blocks by ascending address, the slots of each unit in a bundle, and its VMEM in bytes."""
 
     name: str
     blocks: tuple[Block, ...]
@@ -72,77 +71,80 @@ class Schedule:
 
     @property
     def bundles(self) -> int:
-        """Number of bundles, each counted once."""
+        """The number of bundles, each counted once."""
         return sum(block.bundles for block in self.blocks)
 
     def units(self, times: Mapping[int, int] | None = None) -> dict[str, int]:
-        """Return the filled slots of each unit; each block counts `times` times or, without `times`, once."""
+        """Return the used slots of each unit. `times` has the number of runs of each block; None counts each once."""
         weights = {block.start: 1 for block in self.blocks} if times is None else times
         return {
             unit: sum(weights.get(block.start, 0) * block.units[unit] for block in self.blocks) for unit in self.slots
         }
 
     def occupancy(self, times: Mapping[int, int] | None = None) -> dict[str, float]:
-        """Return the filled fraction of each unit's slots; `times` as for `units`."""
+        """Return the used fraction of each unit's slots, with `times` as in `units`."""
         cycles = self.bundles if times is None else self.cycles(times)
         return {unit: filled / (cycles * self.slots[unit]) for unit, filled in self.units(times).items()}
 
     def cycles(self, times: Mapping[int, int]) -> int:
-        """Return the cycles of an execution in which no bundle waits for memory."""
+        """Return the cycles of an execution if no bundle waits for memory."""
         return sum(block.bundles * times.get(block.start, 0) for block in self.blocks)
 
-    def run(self, skip: Container[int] = (), *, words: int | None = None) -> Execution:
-        """Walk through the blocks as the chip does. `words` is the value of the kernel's input words.
+    def run(self, skip: Container[int] = (), *, input_word: int | None = None) -> Execution:
+        """Walk through the blocks as the chip does. `input_word` is the value of all input words of the kernel.
 
-        A forward branch that depends on data is taken, and skips the code that it guards, only if its block's address
-        is in `skip`. A backward branch that depends on data is not taken, so its loop counts once. Instructions of the
-        block under the same predicate follow the branch. Raises RuntimeError if the walk does not end.
+        A forward branch that depends on data is taken only if its block's address is in `skip`; it then skips the code
+        that it guards. A backward branch that depends on data is not taken, so its loop counts once. Instructions of
+        the block with the same predicate behave as the branch does. Raises RuntimeError if the walk does not end.
         """
         order = [block.start for block in self.blocks]
         index = {start: i for i, start in enumerate(order)}
         registers, memory = Registers(), Registers({CORE_INDEX: 0})
-        memory.unassigned = words
+        memory.unassigned = input_word
         times = dict.fromkeys(order, 0)
         undecided: set[int] = set()
-        moved, here, again = 0, 0, False
-        for _ in range(LONGEST_RUN):
-            block = self.blocks[here]
+        traffic_bytes, position, after_backward_branch = 0, 0, False
+        for _ in range(MAX_BLOCKS):
+            block = self.blocks[position]
             times[block.start] += 1
             if block.branch is not None and block.branch.condition is not None:
-                name, wanted = block.branch.condition
-                skips = block.start in skip and block.branch.target > block.start
-                registers[ASSUMED + name] = wanted if skips else not wanted
+                name, expected = block.branch.condition
+                is_skipped = block.start in skip and block.branch.target > block.start
+                registers[ASSUMED_PREFIX + name] = expected if is_skipped else not expected
             for step in block.steps:
-                step(registers, memory, again)
+                step(registers, memory, after_backward_branch)
             for when, size in block.transfers:
                 if when is None or when.holds(registers) is not False:
-                    moved += GRANULE * ((size if isinstance(size, int) else registers[size]) or 0)
-            jumps = block.branch is not None
+                    traffic_bytes += GRANULE * ((size if isinstance(size, int) else registers[size]) or 0)
+            takes_branch = block.branch is not None
             if block.branch is not None and block.branch.condition is not None:
                 holds = block.branch.condition.holds(registers)
                 if holds is None:
                     undecided.add(block.start)
-                    holds = skips
-                jumps = bool(holds)
-            if block.branch is not None and jumps:
-                again = block.branch.target <= block.start
-                here = index[block.branch.target]
+                    holds = is_skipped
+                takes_branch = bool(holds)
+            if block.branch is not None and takes_branch:
+                after_backward_branch = block.branch.target <= block.start
+                position = index[block.branch.target]
             else:
-                again, here = False, here + 1
-            if here == len(self.blocks):
-                return Execution(times, moved, frozenset(undecided))
-        raise RuntimeError(f"the schedule of {self.name} did not end in {LONGEST_RUN} blocks")
+                after_backward_branch, position = False, position + 1
+            if position == len(self.blocks):
+                return Execution(times, traffic_bytes, frozenset(undecided))
+        raise RuntimeError(f"the schedule of {self.name} did not end in {MAX_BLOCKS} blocks")
 
 
 def parse(name: str, code: str, units: str, buffers: str, branch_delay: int) -> Schedule:
-    """Parse the texts of a dump: final bundles, utilization of each bundle, and allocations."""
+    """Parse the texts of a dump: the final bundles, the units that each bundle uses, and the allocations."""
     header, *rows = [line for line in units.splitlines() if line and not line.startswith("==")]
     names = [unit.strip() for unit in header.split(",")]
-    slots, *filled = [[int(count) for count in row.split()] for row in rows]
-    marks = list(_BUNDLE.finditer(code))
-    stops = [mark.start() for mark in marks[1:]] + [len(code)]
-    texts = {int(mark[1], 0): code[mark.end() : stop] for mark, stop in zip(marks, stops, strict=True)}
-    last = max(texts) + 1
+    slots, *used_slots = [[int(count) for count in row.split()] for row in rows]
+    bundle_matches = list(_BUNDLE.finditer(code))
+    stops = [bundle_match.start() for bundle_match in bundle_matches[1:]] + [len(code)]
+    texts = {
+        int(bundle_match[1], 0): code[bundle_match.end() : stop]
+        for bundle_match, stop in zip(bundle_matches, stops, strict=True)
+    }
+    end_address = max(texts) + 1
     labels: dict[int, int] = {}
     branches: dict[int, Branch] = {}
     for address, text in texts.items():
@@ -151,17 +153,17 @@ def parse(name: str, code: str, units: str, buffers: str, branch_delay: int) -> 
     for address, text in texts.items():
         if match := _BRANCH.search(text):
             branches[address + branch_delay + 1] = Branch(
-                condition(match[1] or ""), _start(int(match[2]), labels, last)
+                condition(match[1] or ""), _region_address(int(match[2]), labels, end_address)
             )
-    edges = sorted({0, last, *branches, *(branch.target for branch in branches.values())})
+    boundaries = sorted({0, end_address, *branches, *(branch.target for branch in branches.values())})
     blocks = []
-    for start, stop in pairwise(edges):
+    for start, stop in pairwise(boundaries):
         bundles = [_COMMENT.sub("", texts[address]) for address in range(start, stop) if address in texts]
         blocks.append(
             Block(
                 start,
                 stop,
-                {unit: sum(row[i] for row in filled[start:stop]) for i, unit in enumerate(names)},
+                {unit: sum(row[i] for row in used_slots[start:stop]) for i, unit in enumerate(names)},
                 branches.get(stop),
                 tuple(step for bundle in bundles for step in steps(bundle)),
                 tuple(transfer for bundle in bundles for transfer in transfers(bundle)),
@@ -171,26 +173,28 @@ def parse(name: str, code: str, units: str, buffers: str, branch_delay: int) -> 
     return Schedule(name, tuple(blocks), dict(zip(names, slots, strict=True)), vmem)
 
 
-def _start(region: int, labels: Mapping[int, int], last: int) -> int:
-    """Return the address of a region; one that is empty may have no label, and begins with the region after it."""
-    return labels.get(region, min((labels[other] for other in labels if other > region), default=last))
+def _region_address(region: int, labels: Mapping[int, int], end_address: int) -> int:
+    """Return the address of a region. An empty region without a label starts where the next region starts."""
+    return labels.get(
+        region, min((labels[later_region] for later_region in labels if later_region > region), default=end_address)
+    )
 
 
 def read_dump(folder: Path, chip: Chip) -> dict[str, Schedule]:
-    """Read the schedules of a compiler's dump, by the names of their operations in the HLO module."""
+    """Read the schedules in a compiler's dump, by the names of their operations in the HLO module."""
     schedules = {}
-    for code in sorted(folder.glob(f"*-[0-9][0-9]-{CODE}.txt")):
-        stamp, operation = re.fullmatch(rf"(\d+)-(.*)-\d\d-{CODE}\.txt", code.name).groups()  # type: ignore[union-attr]
+    for code in sorted(folder.glob(f"*-[0-9][0-9]-{BUNDLES_FILE}.txt")):
+        stamp, operation = re.fullmatch(rf"(\d+)-(.*)-\d\d-{BUNDLES_FILE}\.txt", code.name).groups()  # type: ignore[union-attr]
         if operation.startswith("<") or operation == WHOLE_PROGRAM:
             continue
-        units, buffers = (_dump_file(folder, f"{stamp}-{operation}", kind) for kind in (UNITS, BUFFERS))
+        units, buffers = (_dump_file(folder, f"{stamp}-{operation}", kind) for kind in (UNITS_FILE, ALLOCATIONS_FILE))
         texts = (path.read_text(encoding="utf-8") for path in (code, units, buffers))
         schedules[operation] = parse(operation, *texts, branch_delay=chip.branch_delay)
     return schedules
 
 
 def _dump_file(folder: Path, name: str, kind: str) -> Path:
-    """Return a dump's file of this kind; raise RuntimeError where the dump lacks it."""
+    """Return a dump's file of a kind; raise RuntimeError if it is missing."""
     for path in folder.glob(f"{escape(name)}-[0-9][0-9]-{kind}.txt"):
         return path
-    raise RuntimeError(f"the compiler's dump of {name} lacks its {kind}")
+    raise RuntimeError(f"the compiler's dump of {name} has no file {kind}")

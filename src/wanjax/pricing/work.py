@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The work of an HLO operation: trip counts, operations of products, HBM traffic, and bytes on the wire."""
+"""Count the work of an HLO operation: trip counts, operations of products, HBM traffic and bytes on the wire."""
 
 import math
 import re
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from wanjax.pricing.hlo import Array, Computation, Instruction, Module
 
-PRODUCTS = ("dot", "convolution")
+PRODUCT_OPCODES = ("dot", "convolution")
 COLLECTIVES: Mapping[str, Callable[[int], float]] = {
     "all-gather": lambda count: count - 1,
     "reduce-scatter": lambda count: (count - 1) / count,
@@ -17,62 +17,64 @@ COLLECTIVES: Mapping[str, Callable[[int], float]] = {
     "collective-permute": lambda count: 1,
     "collective-broadcast": lambda count: 1,
 }
-"""Bytes sent per operand byte by each of `count` devices in a ring, forwarded bytes included."""
-PASS_THROUGH = ("copy", "bitcast", "convert", "reshape")  # pass a scalar on unchanged
-SLICES = ("slice", "dynamic-slice", "gather")
+"""Bytes that each of `count` devices in a ring sends per operand byte, including forwarded bytes."""
+PASS_THROUGH_OPCODES = ("copy", "bitcast", "convert", "reshape")  # their result is the same scalar
+SLICE_OPCODES = ("slice", "dynamic-slice", "gather")
 
 
-def trip_count(module: Module, loop: Instruction, within: Computation) -> int | None:
-    """Return how often a loop's body runs: (bound − start) / step of its counter.
+def trip_count(module: Module, loop: Instruction, computation: Computation) -> int | None:
+    """Return how often a loop's body runs, which is (bound − start) / step of its counter.
 
-    None if start, bound or step is not a constant.
+    Returns None if start, bound or step is not a constant.
     """
     if match := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
         return int(match[1])
     condition, body = (module.computations[loop.computation_name(role)] for role in ("condition", "body"))
-    start = _elements(within, loop.operands[0])
-    test = condition.root
-    if test.opcode == "fusion":  # the comparison is inside; its parameters stand for the fusion's operands
-        test = next((part for part in module.nested_instructions(test) if part.opcode == "compare"), test)
-        sides = [_outer_operand(module, condition.root, name) for name in test.operands]
+    start = _constant_elements(computation, loop.operands[0])
+    comparison = condition.root
+    if comparison.opcode == "fusion":  # the comparison is inside, and its parameters are the fusion's operands
+        comparison = next(
+            (part for part in module.nested_instructions(comparison) if part.opcode == "compare"), comparison
+        )
+        sides = [_outer_operand(module, condition.root, name) for name in comparison.operands]
     else:
-        sides = list(test.operands)
-    if test.opcode != "compare" or test.attribute("direction") not in ("LT", "LE"):
+        sides = list(comparison.operands)
+    if comparison.opcode != "compare" or comparison.attribute("direction") not in ("LT", "LE"):
         return None
-    counter = _element(condition, sides[0])
-    bound = _constant(condition, sides[1], start)
+    counter = _element_index(condition, sides[0])
+    bound = _constant_value(condition, sides[1], start)
     if counter is None or bound is None or start.get(counter) is None:
         return None
-    step = _step(module, body, counter, start)
-    length = bound - start[counter] + (test.attribute("direction") == "LE")
+    step = _counter_step(module, body, counter, start)
+    length = bound - start[counter] + (comparison.attribute("direction") == "LE")
     return None if not step else max(0, -(-length // step))
 
 
 def _outer_operand(module: Module, fusion: Instruction, name: str) -> str:
-    """Return the operand that a fusion's parameter stands for, or `name` itself if it is no parameter."""
+    """Return the operand of a fusion for one of its parameters, or `name` itself if it is not a parameter."""
     assert fusion.called is not None
     inner = module.computations[fusion.called].by_name.get(name)
     return fusion.operands[int(inner.arguments)] if inner is not None and inner.opcode == "parameter" else name
 
 
-def _elements(within: Computation, name: str) -> dict[int, int]:
+def _constant_elements(computation: Computation, name: str) -> dict[int, int]:
     """Return the constant integers of a tuple, by index."""
-    instruction = within.by_name[name]
-    if instruction.opcode in PASS_THROUGH:
-        return _elements(within, instruction.operands[0])
+    instruction = computation.by_name[name]
+    if instruction.opcode in PASS_THROUGH_OPCODES:
+        return _constant_elements(computation, instruction.operands[0])
     values = (
-        {i: _constant(within, part, {}) for i, part in enumerate(instruction.operands)}
+        {i: _constant_value(computation, part, {}) for i, part in enumerate(instruction.operands)}
         if instruction.opcode == "tuple"
         else {}
     )
     return {i: value for i, value in values.items() if value is not None}
 
 
-def _element(within: Computation, name: str) -> int | None:
+def _element_index(computation: Computation, name: str) -> int | None:
     """Return the index of a value in the tuple that is the computation's only parameter, or None."""
-    instruction = within.by_name.get(name)
-    if instruction is not None and instruction.opcode in PASS_THROUGH:
-        return _element(within, instruction.operands[0])
+    instruction = computation.by_name.get(name)
+    if instruction is not None and instruction.opcode in PASS_THROUGH_OPCODES:
+        return _element_index(computation, instruction.operands[0])
     return (
         int(instruction.attribute("index") or 0)
         if instruction is not None and instruction.opcode == "get-tuple-element"
@@ -80,24 +82,24 @@ def _element(within: Computation, name: str) -> int | None:
     )
 
 
-def _constant(within: Computation, name: str, elements: Mapping[int, int]) -> int | None:
-    """Return the value of a constant or of a constant element of the computation's parameter, or None."""
-    instruction = within.by_name.get(name)
+def _constant_value(computation: Computation, name: str, elements: Mapping[int, int]) -> int | None:
+    """Return the value of a constant, or of a constant element of the computation's parameter; otherwise None."""
+    instruction = computation.by_name.get(name)
     if instruction is None:
         return None
     if instruction.opcode == "constant":
         return int(instruction.arguments) if re.fullmatch(r"-?\d+", instruction.arguments) else None
-    if instruction.opcode in PASS_THROUGH:
-        return _constant(within, instruction.operands[0], elements)
-    if instruction.opcode == "get-tuple-element" and within.by_name[instruction.operands[0]].opcode == "parameter":
+    if instruction.opcode in PASS_THROUGH_OPCODES:
+        return _constant_value(computation, instruction.operands[0], elements)
+    if instruction.opcode == "get-tuple-element" and computation.by_name[instruction.operands[0]].opcode == "parameter":
         return elements.get(int(instruction.attribute("index") or 0))
     return None
 
 
-def _step(module: Module, body: Computation, counter: int, elements: Mapping[int, int]) -> int | None:
+def _counter_step(module: Module, body: Computation, counter: int, elements: Mapping[int, int]) -> int | None:
     """Return the constant that one iteration adds to the counter, or None."""
     instruction = body.by_name.get(body.root.operands[counter]) if body.root.opcode == "tuple" else None
-    while instruction is not None and instruction.opcode in PASS_THROUGH:
+    while instruction is not None and instruction.opcode in PASS_THROUGH_OPCODES:
         instruction = body.by_name.get(instruction.operands[0])
     if instruction is None:
         return None
@@ -106,41 +108,43 @@ def _step(module: Module, body: Computation, counter: int, elements: Mapping[int
         if inner.root.opcode != "add":
             return None
         sides = [_outer_operand(module, instruction, name) for name in inner.root.operands]
-        values = [_constant(body, side, elements) or _constant(inner, side, {}) for side in sides]
+        values = [_constant_value(body, side, elements) or _constant_value(inner, side, {}) for side in sides]
     elif instruction.opcode == "add":
         sides = list(instruction.operands)
-        values = [_constant(body, side, elements) for side in sides]
+        values = [_constant_value(body, side, elements) for side in sides]
     else:
         return None
-    counters = [_element(body, side) == counter for side in sides]
-    return next((value for value, same in zip(values, counters, strict=True) if not same), None)
+    counters = [_element_index(body, side) == counter for side in sides]
+    return next((value for value, is_counter in zip(values, counters, strict=True) if not is_counter), None)
 
 
 def branches(instruction: Instruction) -> list[str]:
-    """Return the computations that a call or conditional may run; it runs one of them."""
+    """Return the names of the computations of which a call or conditional runs one."""
     return re.findall(r"(?:to_apply=|_computation=|[{ ])%([\w.\-]+)", instruction.attributes.partition("metadata=")[0])
 
 
-def wire_bytes(collective: Instruction, within: Computation, *, switched: bool = False) -> int:
-    """Return the bytes that each device sends in a ring algorithm, including those that it forwards.
+def wire_bytes(collective: Instruction, computation: Computation, *, switched: bool = False) -> int:
+    """Return the bytes that each device sends in a ring algorithm, including bytes that it forwards.
 
-    Where a switch joins all devices (`switched`), what each sends to another is forwarded by none.
+    With `switched`, a switch connects all devices, so that no device forwards bytes of an all-to-all.
     """
-    operand_bytes = sum(array.bytes for name in collective.operands for array in within.by_name[name].results)
+    operand_bytes = sum(array.bytes for name in collective.operands for array in computation.by_name[name].results)
     kind, count = collective.opcode.removesuffix("-start"), collective.group_size
-    each = (count - 1) / count if switched and kind.endswith("all-to-all") else COLLECTIVES[kind](count)
-    return round(operand_bytes * each)
+    bytes_per_operand_byte = (
+        (count - 1) / count if switched and kind.endswith("all-to-all") else COLLECTIVES[kind](count)
+    )
+    return round(operand_bytes * bytes_per_operand_byte)
 
 
 def _hops(count: int) -> int:
-    """Return the sum of distances from one device of a ring to all others, in links."""
+    """Return the sum of the distances from one device of a ring to all others, in links."""
     return sum(min(distance, count - distance) for distance in range(1, count))
 
 
-def flops(module: Module, instruction: Instruction, within: Computation) -> int:
-    """Return the operations of the products in an instruction; one multiply-add counts as two."""
-    if instruction.opcode in PRODUCTS:
-        return product_flops(instruction, within)
+def flops(module: Module, instruction: Instruction, computation: Computation) -> int:
+    """Return the operations of the products in an instruction. A multiply-add counts as two."""
+    if instruction.opcode in PRODUCT_OPCODES:
+        return product_flops(instruction, computation)
     total = 0
     if instruction.called is not None:
         inner = module.computations[instruction.called]
@@ -148,30 +152,30 @@ def flops(module: Module, instruction: Instruction, within: Computation) -> int:
     return total
 
 
-def product_flops(product: Instruction, within: Computation) -> int:
-    """Return the operations of a product, or of a convolution that a library computes."""
-    left, right = (within.by_name[name].results[0] for name in product.operands[:2])
+def product_flops(product: Instruction, computation: Computation) -> int:
+    """Return the operations of one matrix product or convolution."""
+    lhs, rhs = (computation.by_name[name].results[0] for name in product.operands[:2])
     if product.opcode == "dot":
         axes = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", product.attributes)
-        summed = math.prod(left.shape[int(axis)] for axis in axes[1].split(",") if axis) if axes else 1
-        return 2 * product.results[0].elements * summed
+        contracted_size = math.prod(lhs.shape[int(axis)] for axis in axes[1].split(",") if axis) if axes else 1
+        return 2 * product.results[0].elements * contracted_size
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", product.attributes)
     assert labels is not None, product.name
     kernel, out = labels[2], labels[3]
-    total = 2 * right.shape[kernel.index("i")]
+    total = 2 * rhs.shape[kernel.index("i")]
     for axis, label in enumerate(out):
         if not label.isdigit():
             total *= product.results[0].shape[axis]
     for label in filter(str.isdigit, kernel):
-        sizes = (left.shape[labels[1].index(label)], product.results[0].shape[out.index(label)])
-        total *= _count_taps(product, int(label), right.shape[kernel.index(label)], *sizes)
+        sizes = (lhs.shape[labels[1].index(label)], product.results[0].shape[out.index(label)])
+        total *= _count_taps(product, int(label), rhs.shape[kernel.index(label)], *sizes)
     return total
 
 
 def _count_taps(product: Instruction, axis: int, taps: int, length: int, out: int) -> int:
-    """Count, along one axis of a convolution, the pairs of an output and a tap that read an entry and not padding.
+    """Count the pairs of an output and a tap along one axis of a convolution that read an input, not padding.
 
-    XLA writes batched products as such convolutions, dilated so that each output reads one entry.
+    XLA writes batched products as dilated convolutions in which each output reads one input.
     """
     window = re.search(r"window=\{([^}]*)\}", product.attributes)
 
@@ -180,67 +184,67 @@ def _count_taps(product: Instruction, axis: int, taps: int, length: int, out: in
         return match[1].split("x")[axis] if match else default
 
     stride, lhs_dilation, dilation = (int(field(name, "1")) for name in ("stride", "lhs_dilate", "rhs_dilate"))
-    before = int(field("pad", "0_0").split("_")[0])
-    reach = (length - 1) * lhs_dilation
-    entries = (position * stride + tap * dilation - before for position in range(out) for tap in range(taps))
-    return sum(0 <= entry <= reach and entry % lhs_dilation == 0 for entry in entries)
+    padding = int(field("pad", "0_0").split("_")[0])
+    last_entry = (length - 1) * lhs_dilation
+    entries = (position * stride + tap * dilation - padding for position in range(out) for tap in range(taps))
+    return sum(0 <= entry <= last_entry and entry % lhs_dilation == 0 for entry in entries)
 
 
-def traffic(module: Module, instruction: Instruction, within: Computation) -> int:
-    """Return the bytes that an operation reads from and write to HBM.
+def traffic(module: Module, instruction: Instruction, computation: Computation) -> int:
+    """Return the bytes that an operation reads from and writes to HBM.
 
-    Operands in VMEM are free. An operand that is only sliced counts the slice, and an output that is updated in place
-    counts the update.
+    Operands in VMEM are free. If an operand is only sliced, only the slice counts. If an output is updated in place,
+    only the update counts.
     """
     inner = module.computations[instruction.called] if instruction.called is not None else None
-    operands = [within.by_name[name].results for name in instruction.operands if name in within.by_name]
+    operands = [computation.by_name[name].results for name in instruction.operands if name in computation.by_name]
     if inner is None:
-        if instruction.opcode in SLICES:
+        if instruction.opcode in SLICE_OPCODES:
             return 2 * sum(result.traffic for result in instruction.results)
         if instruction.opcode == "dynamic-update-slice":
             return 2 * sum(result.traffic for result in operands[1])
-        return sum(array.traffic for results in operands for array in results) + _total(instruction.results)
-    read = sum(_read(module, inner, parameter) for parameter in inner.parameters)
-    outputs = zip(_outputs(inner), instruction.results, strict=False)
-    return read + sum(_written(inner, name, array) for name, array in outputs)
+        return sum(array.traffic for results in operands for array in results) + _total_traffic(instruction.results)
+    read_bytes = sum(_read_bytes(module, inner, parameter) for parameter in inner.parameters)
+    outputs = zip(_output_names(inner), instruction.results, strict=False)
+    return read_bytes + sum(_written_bytes(inner, name, array) for name, array in outputs)
 
 
-def _total(results: tuple[Array, ...]) -> int:
+def _total_traffic(results: tuple[Array, ...]) -> int:
     return sum(array.traffic for array in results)
 
 
-def _read(module: Module, inner: Computation, value: Instruction) -> int:
-    """Return the bytes that a fusion reads of a parameter, or of a bitcast of one."""
+def _read_bytes(module: Module, inner: Computation, value: Instruction) -> int:
+    """Return the bytes that a fusion reads from a parameter, or from a bitcast of a parameter."""
     users = inner.users(value.name)
     if not value.results or value.results[0].space:
         return 0
-    if value.root:  # returned whole
-        return _total(value.results)
-    read = 0
+    if value.root:  # the fusion returns all of it
+        return _total_traffic(value.results)
+    read_bytes = 0
     for user in users:
-        if user.opcode in SLICES and user.operands[0] == value.name:
-            read += _total(user.results)
+        if user.opcode in SLICE_OPCODES and user.operands[0] == value.name:
+            read_bytes += _total_traffic(user.results)
         elif user.opcode == "dynamic-update-slice" and user.operands[0] == value.name:
-            continue  # updated in place, which reads nothing
+            continue  # an update in place reads nothing
         elif user.opcode == "bitcast":
-            read += _read(module, inner, user)
+            read_bytes += _read_bytes(module, inner, user)
         elif user.opcode == "fusion" and user.called is not None:
-            deeper = module.computations[user.called]
+            called = module.computations[user.called]
             positions = [i for i, name in enumerate(user.operands) if name == value.name]
-            read += sum(_read(module, deeper, deeper.parameters[i]) for i in positions)
+            read_bytes += sum(_read_bytes(module, called, called.parameters[i]) for i in positions)
         else:
-            return _total(value.results)
-    return min(read, _total(value.results))
+            return _total_traffic(value.results)
+    return min(read_bytes, _total_traffic(value.results))
 
 
-def _outputs(inner: Computation) -> tuple[str, ...]:
+def _output_names(inner: Computation) -> tuple[str, ...]:
     return inner.root.operands if inner.root.opcode == "tuple" else (inner.root.name,)
 
 
-def _written(inner: Computation, name: str, array: Array) -> int:
+def _written_bytes(inner: Computation, name: str, array: Array) -> int:
     instruction = inner.by_name[name]
     while instruction.opcode == "bitcast" and instruction.operands[0] in inner.by_name:
         instruction = inner.by_name[instruction.operands[0]]
     if instruction.opcode == "dynamic-update-slice" and not array.space:
-        return _total(inner.by_name[instruction.operands[1]].results)
+        return _total_traffic(inner.by_name[instruction.operands[1]].results)
     return array.traffic
