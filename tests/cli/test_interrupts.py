@@ -259,6 +259,22 @@ def test_a_stopped_command_says_that_it_goes_on_when_it_is_given_again(environme
     assert not [*Path().rglob("*.mp4")]
 
 
+MEASURING = {"selftest": (["selftest"], "attention"), "bench": (["bench", "nano", "--no-keep"], "a step, ")}
+"""Commands that keep nothing of what they have measured, and what they write once they measure."""
+
+
+@pytest.mark.parametrize("command", quick(["selftest"], MEASURING))
+def test_one_ctrl_c_ends_a_command_that_keeps_nothing(environment, command):
+    arguments, under_way = MEASURING[command]
+    with Run([sys.executable, "-m", "wanjax", *arguments], environment) as run:
+        run.wait_for(under_way, 300)
+        run.press()
+        assert run.ended(10) == 130
+    assert run.said.endswith("\nwanjax: stopped\n")
+    assert "Ctrl-C again" not in run.said
+    assert files(".") == []
+
+
 def denoising(report: Report, last: int, number: int = signal.SIGINT) -> None:
     """Count steps up to `last` of 3; raise a signal before the last."""
     with report.stage("denoise"):
@@ -294,6 +310,7 @@ def test_ctrl_c_ends_a_stage_that_does_not_come_to_an_end(monkeypatch):
     cases = [("encode", 0, 0, True), ("denoise", 0, 0, True), ("denoise", 3, 0, False), ("denoise", 3, 2, False)]
     cases += [("denoise", 3, None, False), ("denoise", 3, 3, True), ("decode", 0, 0, True)]
     cases += [("train", 0, 0, True), ("train", 3, 0, False)]  # while a step is compiled, and with steps to keep
+    cases += [("record", 0, 0, True), ("compile", 0, 0, True)]
     for stage, done, saved, ends in cases:
         report = Report()
         report.quiet = report.owns_process = True

@@ -37,7 +37,7 @@ def bench(report: Report, *, model: str, quick: bool, keep: bool, as_json: bool)
     """Run the measurements, print them, and keep the better set of compiler options."""
     init_distributed(report, None)
     scale: BenchSize = SIZES["cpu" if platform() == "cpu" else "other", quick]
-    with report.stage("bench"):
+    with report.stage("bench", at_once=True):
         result = run(registry.outline(model), scale, quick=quick, tell=report.note)
     if as_json:
         click.echo(json.dumps(result.to_json(), indent=2))
@@ -94,7 +94,7 @@ def selftest(report: Report, *, out: Path, timed: bool, as_json: bool) -> None:
     """Run the checks and the measurements, print them, and write both files; exit with 1 if a check failed."""
     check_folder(out)
     init_distributed(report, None)
-    with report.stage("selftest"):
+    with report.stage("selftest", at_once=True):
         outcomes = list(checks(report.note))
         summary = summary_of(outcomes, list(timings(report.note)) if timed else [])
     texts = {"json": json.dumps(summary.to_json(), indent=2) + "\n", "md": summary.to_markdown()}

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 STATUS = Path("/proc/self/status")  # Linux alone lets a process read and reset its peak memory
 CLEAR_REFS = Path("/proc/self/clear_refs")
-SAFE_STAGES = ("encode", "denoise", "decode", "preview", "train")
+SAFE_STAGES = ("encode", "denoise", "decode", "preview", "train", "record", "compile")
 """The stages that Ctrl-C ends after `STOP_TIMEOUT`, once all steps that are done are in a file: of training none is."""
 CACHE_WARNING = re.compile(
     r"Error (reading|writing) persistent compilation cache entry for '[^']*': \w+: (?:\[Errno \d+\] )?(.*)"

@@ -9,7 +9,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
@@ -34,6 +34,7 @@ from wanjax.registry import find_checkpoint, kinds, outline
 from wanjax.selftest.signatures import distance, signature
 from wanjax.selftest.small_models import model_names, random_array, small_pipeline, stages
 from wanjax.sharding import RULES, Partitioner, make_mesh, one_device
+from wanjax.signals import cleanup_on_exit
 
 GOLDEN = Path(__file__).parent / "golden.json"
 BOUNDS: Mapping[str, float] = {"cpu": 1e-4, "gpu": 1e-2, "tpu": 1e-2}
@@ -179,7 +180,9 @@ def tiled_frames() -> dict[str, np.ndarray]:
 def check_checkpoint() -> Iterator[Check]:
     """Convert the bundled model to a folder, read it back, and compare all weights bit for bit."""
     folder = Path(tempfile.mkdtemp(prefix="wanjax-selftest-"))
-    try:
+    remove = partial(shutil.rmtree, folder, ignore_errors=True)
+    with cleanup_on_exit(remove), ExitStack() as stack:
+        stack.callback(remove)
         source, _ = find_checkpoint(NANO)
         ToWanjax(source, folder / NANO, kinds(), origin=NANO).run(lambda *_: None, lambda *_: None)
         written, bundled = (loading.load(name, dtype="float32") for name in (folder / NANO, NANO))
@@ -188,8 +191,6 @@ def check_checkpoint() -> Iterator[Check]:
             same = jax.tree.map(lambda x, y: bool(jnp.array_equal(x, y)), *pair)
             differ = not all(jax.tree.leaves(same))
             yield Check(f"checkpoint, {name}", fault="what was read back is not what was written" if differ else "")
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def check_messages() -> Iterator[Check]:
