@@ -34,6 +34,7 @@ def given(tmp_path, monkeypatch, standing_for) -> Arguments:
         (["a red circle", "--to", "diffusers"], "--to convert generate"),
         (["help", "decod"], "command 'decod' generate"),
         (["hel"], "command 'hel' wanjax --help"),
+        (["a red circle", "--prompt", "a blue square"], "'a red circle' --prompt 'a blue square'"),
         (["a", "red", "circle"], "prompt 3 quotes wanjax generate 'a red circle'"),
         (["encode", "a", "--size", "64x32", "cat"], "prompt 2 wanjax encode 'a cat'"),
         (["generate", "--", "-a", "cat"], "wanjax generate -- '-a cat'"),
@@ -133,3 +134,11 @@ def test_help_is_a_command():
     assert succeeded(wanjax("help")).stdout == succeeded(wanjax("--help")).stdout
     for command in ("plan", "decode", "help"):
         assert succeeded(wanjax("help", command)).stdout == succeeded(wanjax(command, "--help")).stdout
+
+
+def test_a_file_is_no_prompt(tmp_path):
+    """A shell's pattern finds two films where one is meant: the second would be the prompt."""
+    for name in ("one.mp4", "two.mp4"):
+        (tmp_path / name).write_bytes(b"film")
+    said = refused("--image", "one.mp4", "two.mp4")
+    assert says(said, "two.mp4 file prompt --from --image --video")

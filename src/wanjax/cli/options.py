@@ -110,7 +110,13 @@ def _prompt(ctx: click.Context, parameter: click.Parameter, value: str | None) -
     """
     option, allow_empty = ctx.params.pop("prompt_option", None), ctx.params.pop("allow_empty_prompt", False)
     typed = is_typed("prompt", ctx) or option is not None
+    if option is not None and is_typed("prompt", ctx) and value != option:
+        raise click.UsageError(f"the prompt is given twice, as {value!r} and as --prompt {option!r}: leave one out")
     value = value if option is None or is_typed("prompt", ctx) else option
+    if typed and value and os.path.splitext(value)[1] and os.path.isfile(value):  # as of a shell's pattern: *.mp4
+        raise click.UsageError(
+            f"{value} is a file, and the prompt is expected there: --from, --image and --video take one file each"
+        )
     if ctx.resilient_parsing or (value is None and ctx.params.get("prompts") is not None) or (value or "").strip():
         return value
     if allow_empty or (value is not None and not typed):
