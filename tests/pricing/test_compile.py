@@ -78,7 +78,7 @@ def test_a_kernel_is_priced(results, program):
     run = schedule.run()
     assert run.undecided == set()
     assert {1, 4, 8, 10} == set(run.times.values())
-    assert run.moved == 128 * 128 * (8 * 2 + 8 * 2 + 4 * 4)
+    assert run.traffic_bytes == 128 * 128 * (8 * 2 + 8 * 2 + 4 * 4)
     priced = price_compiled(compiled)
     assert priced.unpriced == ()
     assert priced.total.mid >= schedule.cycles(run.times) / compiled.slice.chip.clock
