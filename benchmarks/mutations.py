@@ -460,8 +460,8 @@ MUTATIONS = (
     Mutation(
         "price-unit",
         "src/wanjax/plan/scale.py",
-        "devices * n * held / 3600",
-        "devices * n * held / 60",
+        "devices * slice_count * held_seconds / 3600",
+        "devices * slice_count * held_seconds / 60",
         "the chip-hours and the cost of many videos are 60 times too high",
         ("plan/test_scale.py::test_slices_hours_and_cost_by_hand",),
     ),

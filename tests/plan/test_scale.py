@@ -75,12 +75,12 @@ def names(found: ScaleEstimate) -> tuple[str | None, str | None]:
     return found.best and found.best.slice, found.quickest and found.quickest.slice
 
 
-START = {"start": 100.0, "download": 1e9}  # with 20 GB, which are loaded at .58 GB/s: 154 s
+START_SECONDS = {"start": 100.0, "download": 1e9}  # with 20 GB, which are loaded at .58 GB/s: 154 s
 
 
 def test_slices_hours_and_cost_by_hand(priced):
     """8 hours hold 960 videos of 30 s beside the start: 10,000 take 11 slices of four chips, of 910 videos at most."""
-    found = many(Workload(10_000, 8 * HOUR + 154.483, 2.0, **START))
+    found = many(Workload(10_000, 8 * HOUR + 154.483, 2.0, **START_SECONDS))
     four = way(found, "v6e-4")
     assert four.startup_seconds.mid == pytest.approx(100 + 20 + 20 / 0.58)
     assert four.slices.mid == 11
@@ -94,7 +94,7 @@ def test_slices_hours_and_cost_by_hand(priced):
 
 
 def test_the_best_for_throughput_is_not_the_quickest(priced):
-    found = many(Workload(10_000, 12 * HOUR, **START))
+    found = many(Workload(10_000, 12 * HOUR, **START_SECONDS))
     assert names(found) == ("v6e-1", "v6e-8")
     assert [one.slice for one in found.as_good] == ["v6e-4"]  # from 112 chip-seconds on, where the best takes up to 120
     assert found.cost(found.best) is None
@@ -103,34 +103,34 @@ def test_the_best_for_throughput_is_not_the_quickest(priced):
 
 def test_the_start_of_a_slice_counts(priced):
     """Chips that compile for an hour of two make half as many videos, and are paid for the hour."""
-    quick, slow = (many(Workload(10_000, 2 * HOUR, compiling=seconds, **START)) for seconds in (0.0, HOUR))
+    quick, slow = (many(Workload(10_000, 2 * HOUR, compiling=seconds, **START_SECONDS)) for seconds in (0.0, HOUR))
     for one, other in zip(quick.ways, slow.ways, strict=True):
         assert other.slices.mid > 1.9 * one.slices.mid
         assert other.chip_hours.mid == pytest.approx(one.chip_hours.mid + other.slices.mid * other.devices, rel=0.1)
 
 
 def test_a_deadline_that_some_slices_miss(priced):
-    found = many(Workload(100, 154.483 + 35, **START))
+    found = many(Workload(100, 154.483 + 35, **START_SECONDS))
     assert names(found) == ("v6e-4", "v6e-8")
     assert not way(found, "v6e-1").in_time
     assert json.loads(json.dumps(found.to_json(), allow_nan=False))["ways"][0]["slices"] == [None] * 3
-    late = many(Workload(100, 60, **START))
+    late = many(Workload(100, 60, **START_SECONDS))
     assert names(late) == (None, "v6e-8")
 
 
 def test_without_a_deadline_one_slice_makes_all(priced):
-    found = many(Workload(100, **START))
+    found = many(Workload(100, **START_SECONDS))
     assert [one.slices for one in found.ways] == [(1, 1, 1)] * 3
     assert way(found, "v6e-8").seconds.mid == pytest.approx(100 * 20 + 154.483, abs=0.01)
 
 
 def test_what_is_far_dearer_by_the_model_is_not_priced(priced):
     priced.chip_seconds = lambda place, *_: {1: 1.0, 4: 1.2, 8: 4.0}[place.devices]
-    many(Workload(10, HOUR, **START))
+    many(Workload(10, HOUR, **START_SECONDS))
     assert priced == ["v6e-1", "v6e-4", "v6e-8"]  # the last takes 4 times as much, and is the one that was asked for
     priced.chip_seconds = lambda place, *_: {1: 2.0, 4: 1.2, 8: 1.28}[place.devices]
     priced.clear()
-    found = many(Workload(10, HOUR, **START))
+    found = many(Workload(10, HOUR, **START_SECONDS))
     assert priced == ["v6e-4", "v6e-8"]
     assert other(found, "v6e-1").plan is None
     assert other(found, "v6e-1").ratio == pytest.approx(2 / 1.2)
@@ -144,7 +144,7 @@ def test_weights_that_a_chip_has_no_room_for_are_not_priced(priced):
 
 
 def test_a_mesh_that_is_given_is_the_only_way(priced):
-    found = many(Workload(10, HOUR, **START), mesh=(2, 2, 2))
+    found = many(Workload(10, HOUR, **START_SECONDS), mesh=(2, 2, 2))
     assert [one.slice for one in found.ways] == ["v6e-8"]
     assert [one.slice for one in many(Workload(10, HOUR), sp=4).ways] == ["v6e-4", "v6e-8"]
 

@@ -127,7 +127,7 @@ class TrainingOptions(NamedTuple):
 
 
 class BulkOptions(NamedTuple):
-    """Many videos that `plan` prices: the fields of `plan.scale.Bulk`; without `requests` it prices one."""
+    """Many videos that `plan` prices: the fields of `plan.scale.Workload`; without `requests` it prices one."""
 
     requests: int | None = None
     deadline: float | None = None

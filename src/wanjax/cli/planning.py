@@ -38,7 +38,7 @@ from wanjax.pipelines.request import VideoRequest
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.tiny_decoder import DecoderFile
 from wanjax.pipelines.validation import check_loaded
-from wanjax.plan.estimate import ESTIMATED, Estimate, estimate
+from wanjax.plan.estimate import ESTIMATED_BY_MODEL, Estimate, estimate
 from wanjax.plan.estimate_cache import store_estimate
 from wanjax.plan.hardware import find_priceable_hardware
 from wanjax.plan.scale import ScaleEstimate, Workload, estimate_at_scale
@@ -101,7 +101,7 @@ def plan(
         report.count("program", done, total, suffix=" and ".join(now))
 
     with report.stage("plan", at_once=True):
-        priced = price(tell=tell)
+        priced = price(on_progress=tell)
     if isinstance(priced, Estimate):
         store_estimate(priced, settings)
     if as_json:
@@ -155,8 +155,8 @@ def show_training(priced: TrainingEstimate, console: Console) -> None:
 def show_video(priced: Estimate, console: Console) -> None:
     """Print the prices as tables and sentences."""
     how = f"priced by {priced.priced_by}, not measured"
-    if priced.priced_by == ESTIMATED:
-        how = f"memory by the card's compiler; times an estimate by {ESTIMATED}, not measured"
+    if priced.priced_by == ESTIMATED_BY_MODEL:
+        how = f"memory by the card's compiler; times an estimate by {ESTIMATED_BY_MODEL}, not measured"
     options = "" if priced.compiler is None else f", compiler {priced.compiler}"
     _say(
         console,

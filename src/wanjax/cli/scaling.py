@@ -8,7 +8,7 @@ from rich.console import Console
 
 from wanjax.cli.tables import print_table
 from wanjax.figures import between, digits, duration, in_bytes, mesh_text, quantity
-from wanjax.plan.scale import DOWNLOADED, LOADED, START, Option, Rejected, ScaleEstimate, Workload
+from wanjax.plan.scale import DOWNLOAD_RATE, LOAD_RATE, START_SECONDS, Option, Rejected, ScaleEstimate, Workload
 from wanjax.pricing.costs import Cost
 from wanjax.pricing.roofline import find_hardware
 
@@ -108,9 +108,9 @@ def _why_not(other: Rejected) -> str | None:
 
 def _start(bulk: Workload, way: Option) -> str:
     """Return a sentence about what the start of a slice is made of, each part with its source."""
-    start = START if bulk.start is None else bulk.start
+    start = START_SECONDS if bulk.start is None else bulk.start
     sizes = between(in_bytes(way.plan.disk_bytes), in_bytes(way.plan.download_bytes_at_most))
-    rate = in_bytes(bulk.download or DOWNLOADED)
+    rate = in_bytes(bulk.download or DOWNLOAD_RATE)
     if bulk.compiling is not None:
         compiling = f"{duration(bulk.compiling)} (given)"
     elif way.plan.compile_seconds:
@@ -120,7 +120,7 @@ def _start(bulk: Workload, way: Option) -> str:
     return (
         f"the start of a {way.slice}: {spread(way.startup_seconds, duration)}; until it is there {duration(start)} "
         f"({_source(bulk.start)}), {sizes} of weights at {rate}/s ({_source(bulk.download)}) and loaded at "
-        f"{in_bytes(LOADED)}/s (measured), compiling {compiling}"
+        f"{in_bytes(LOAD_RATE)}/s (measured), compiling {compiling}"
     )
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans: the making of a video, or a step of training, traced and priced."""
+"""Plans: estimate the memory and the time of a video or of a training step, without running it."""

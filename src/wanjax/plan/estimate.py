@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory and the seconds of each stage of a video, and their limits, on devices that need not be present."""
+"""Estimate the memory and the seconds of each stage of a video, on devices that may be absent."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -23,7 +23,7 @@ from wanjax.pipelines.tiny_decoder import DecoderFile
 from wanjax.pipelines.tracing import needed_pictures, trace_programs
 from wanjax.plan.hardware import (
     Hardware,
-    Tell,
+    OnProgress,
     find_priceable_hardware,
     fits_on,
     limit_of,
@@ -40,17 +40,18 @@ from wanjax.pricing.roofline import Machine
 from wanjax.registry import Outline
 from wanjax.sharding import RULES, Partitioner
 
-TAKEN_BY_JAX = 0.75  # of a card's memory
-ESTIMATED = "a stated model, from the kernels that the card's compiler wrote"
+JAX_MEMORY_FRACTION = 0.75  # fraction of a card's memory that JAX allocates by default
+ESTIMATED_BY_MODEL = "a stated model, from the kernels that the card's compiler wrote"
 PricedProgram = tuple[VideoProgram, Price]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage on one device, at its peak: bytes of weights and other arguments, and bytes beside them.
+    """The peak memory of a stage on one device, and its time.
 
-    `kept` are the bytes of networks that stay there for another stage. `seconds` is the time of all runs of its
-    programs; None where the stage does not fit.
+    `weights_bytes_per_chip` counts weights and other arguments, and `activation_bytes_per_chip` all other bytes of the
+    program. `kept_bytes_per_chip` counts networks that stay on the device for another stage. `seconds` is the time of
+    all runs of the stage's programs; None if the stage does not fit.
     """
 
     weights_bytes_per_chip: int
@@ -64,9 +65,9 @@ class Stage:
 
 @dataclass(frozen=True)
 class Row:
-    """A program of a video: the times that it runs, the seconds of each, and its bytes on one device.
+    """A program of a video: how often it runs, the seconds of one run, and its bytes on one device.
 
-    On cards `kernels` tells how often one run starts each kind of kernel.
+    For cards, `kernels` has how often one run starts each kind of kernel.
     """
 
     stage: str
@@ -81,22 +82,24 @@ class Row:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The prices of a video, not measurements.
+    """The estimated memory and time of a video. These are prices, not measurements.
 
-    `fits` is True if every stage fits, and None where a stated model cannot tell: its peak counts nothing as fused, and
-    is an upper bound. `advice` says what to do unless it is True.
+    `fits` is True if every stage fits. It is None if the roofline model cannot decide, since its peak is an upper bound
+    that assumes no fusion. Unless `fits` is True, `advice` says what to do.
 
-    `compiler` is the set of compiler options, None where nothing was compiled. `attention` is the implementation of
-    self-attention that was priced: the one that a run takes where the trials of its kernel pass. Of the steps,
-    `reusing_steps` reuse what the step cache kept, and `dense_steps`, the first under radial attention, take all of
-    attention; fields named `step_...` are those of the others. Where a step decides on the device whether it reuses,
-    `reusing_step_seconds` are those of one that does not, `reusing_step_seconds_least` of one that does, and
-    `total_seconds_least` count as many of the latter as there may be. `step_seconds_worst` is the high end of a step
-    with every head of attention on its safe path, None where kernels are not scheduled. `total_seconds_low` and
-    `total_seconds_high` are the ends of the prices' range, each program at its own. `peak_bytes_per_chip` is that of
-    the whole run.
-    `frames_a_second` is the pace of a video whose frames come while it is made, once a block sees a full window, with
-    the decoder; it is to be compared with `fps`, at which the video is played.
+    `compiler` is the set of compiler options; None if nothing was compiled. `attention` is the implementation of
+    self-attention that was priced, which is the one that a run uses if the trials of its kernel pass.
+
+    `reusing_steps` is the number of steps that reuse values of the step cache. `dense_steps` is the number of steps
+    that use full attention, which are the first steps of radial attention. Fields named `step_...` are about all other
+    steps. If a step decides on the device whether it reuses, `reusing_step_seconds` is the time of a step that does not
+    reuse, `reusing_step_seconds_least` of a step that does, and `total_seconds_least` assumes the maximum number of
+    reusing steps. `step_seconds_worst` is the high end of a step in which every attention head takes its safe path;
+    None if kernels have no schedules. `total_seconds_low` and `total_seconds_high` are the ends of the range, with
+    every program at its own end.
+
+    `peak_bytes_per_chip` is the peak of the whole run. `frames_a_second` is the rate at which a streamed video gets its
+    frames, including the decoder, once attention sees a full window. Compare it with `fps`, the rate of playback.
     """
 
     model: str
@@ -164,14 +167,14 @@ def estimate(
     pictures: Pictures | None = None,
     offload: bool | None = True,
     decoder: DecoderFile | None = None,
-    tell: Tell = lambda now, done, total: None,
+    on_progress: OnProgress = lambda now, done, total: None,
 ) -> Estimate:
-    """Price a video of the outline's settings on a slice such as v6e-8.
+    """Estimate a video with the outline's settings on a slice such as v6e-8.
 
-    `mesh` None chooses the best mesh, with `sp` if given. `pictures` None are those that the model needs, of the
-    video's size. `tell` is that of `priced_on`; the other keywords are those of `wanjax.load` and of
-    `Pipeline.denoise`. Raises WanjaxError where the chip is unknown, the mesh has another number of devices, or libtpu
-    is missing.
+    Without `mesh`, the best mesh is chosen, with `sp` as the size of that axis if it is set. Without `pictures`, the
+    pictures that the model needs are assumed, in the size of the video. `on_progress` is as in `priced_on`; the other
+    arguments are as in `wanjax.load` and `Pipeline.denoise`. Raises WanjaxError if the chip is unknown, the mesh does
+    not match its number of devices, or a compiler is missing.
     """
     family, settings = outline.family, outline.settings
     model = with_attention(outline.model, attention, settings.model)
@@ -181,51 +184,53 @@ def estimate(
     if isinstance(hardware, Machine):
         if chip in CARDS:
             doubts.append(
-                f"nothing was compiled for {chip}: with the extra wanjax[plan-cuda] programs are, memory is exact, and "
-                "times are estimated from the kernels"
+                f"nothing was compiled for {chip}: install wanjax[plan-cuda] for exact memory, and for times that are "
+                "estimated from the compiled kernels"
             )
         if attention.window is not None:
             doubts.append(
-                f"the window of {quantity(attention.window, 'token')} is not priced: each token is taken to see all"
+                f"the window of {quantity(attention.window, 'token')} is ignored: the price is that of full attention"
             )
         attention, compiler = (
             attention if attention.is_sparse else AttentionConfig("reference"),
             SAFE,
-        )  # nothing is compiled
+        )  # without a compiler, only the reference has a price
     options = {"attention": attention, "rules": RULES[rules], "offload": offload}
     cost = partial(step_cost, family, model, settings, param_dtype=outline.param_dtype, **options)
     hardware, axes = mesh_axes(hardware, mesh, cost, sp)
-    work = model.cost(model.spec.passes_of(settings)[0])
+    attention_cost = model.cost(model.spec.passes_of(settings)[0])
     check_apart(settings.cache, axes["dp"] > 1 or batch_guidance)
     settings = replace(settings, cache=model.spec.cache_rule(settings))
-    if not (settings.cache.counted or settings.cache.decided_on_device):  # the weights decide
+    if not (settings.cache.counted or settings.cache.decided_on_device):  # only the weights decide which steps reuse
         doubts.append(
-            f"which steps reuse what another kept ({settings.cache}) is not known ahead: all but one are whole"
+            f"which steps reuse cached values ({settings.cache}) is not known in advance: only one is priced so"
         )
     partitioner = Partitioner(mesh_on(hardware, axes), RULES[rules])
-    how = {"attention": attention, "compiler": compiler, "offload": offload, "decoder": decoder}
-    pipe = abstract_pipeline(replace(outline, model=model, settings=settings), partitioner, **how)
+    load_options = {"attention": attention, "compiler": compiler, "offload": offload, "decoder": decoder}
+    pipe = abstract_pipeline(replace(outline, model=model, settings=settings), partitioner, **load_options)
 
     def programs_for(settings: Settings) -> list[VideoProgram]:
-        shown = needed_pictures(pipe, settings) if pictures is None else pictures
+        shown_pictures = needed_pictures(pipe, settings) if pictures is None else pictures
         options = {"tiling": tiling, "batch_guidance": batch_guidance, "room": hardware.memory}
-        return programs_of(trace_programs(pipe, settings, shown, **options))
+        return programs_of(trace_programs(pipe, settings, shown_pictures, **options))
 
     programs = programs_for(settings)
-    priced = priced_on(hardware, [(program.name, program.lowering) for program in programs], tell)
+    priced = priced_on(hardware, [(program.name, program.lowering) for program in programs], on_progress)
     prices = list(zip(programs, priced, strict=True))
     (step,) = (price for program, price in prices if program.name == STEP)
     names = dict.fromkeys(program.stage for program in programs)
     stages = {name: _stage([pair for pair in prices if pair[0].stage == name], hardware.memory) for name in names}
     if isinstance(hardware, Slice) and isinstance(hardware.chip, Card):
         peak = max(stage.peak_bytes_per_chip for stage in stages.values())
-        if TAKEN_BY_JAX * hardware.memory < peak <= hardware.memory:
+        if JAX_MEMORY_FRACTION * hardware.memory < peak <= hardware.memory:
             doubts.append(
-                f"the peak is more than the {TAKEN_BY_JAX:.0%} of a card that JAX takes by default: run with "
+                f"the peak is above the {JAX_MEMORY_FRACTION:.0%} of a card that JAX allocates by default: set "
                 "XLA_CLIENT_MEM_FRACTION=.95 in the environment"
             )
-    block = model.spec.chunk_length
-    longer = programs_for(settings.updated({"frames": settings.frames + block})) if block else []
+    chunk_frames = model.spec.chunk_length
+    programs_with_next_chunk = (
+        programs_for(settings.updated({"frames": settings.frames + chunk_frames})) if chunk_frames else []
+    )
     networks = [family.network_of(config) for config in model.spec.networks.values()]
     return Estimate(
         model=settings.model,
@@ -241,7 +246,7 @@ def estimate(
         guidance_scale=settings.guidance_scale,
         guidance_rule=str(settings.guidance_rule),
         dtype=settings.dtype,
-        attention=_attention_name(attention, work, settings.dtype, partitioner),
+        attention=_attention_name(attention, attention_cost, settings.dtype, partitioner),
         priced_by=_priced_by(hardware),
         **_memory(settings, chip, hardware, stages, step),
         programs=[
@@ -257,21 +262,23 @@ def estimate(
             )
             for program, price in prices
         ],
-        **_step(settings, hardware, step, work if attention.is_dense else None),
+        **_step(settings, hardware, step, attention_cost if attention.is_dense else None),
         **_totals(model, settings, stages, prices),
-        frames_a_second=_pace(block, longer, prices),
+        frames_a_second=_frames_per_second(chunk_frames, programs_with_next_chunk, prices),
         compile_seconds=sum(stage.compile_seconds for stage in stages.values()),
         download_bytes_at_most=4 * sum(network.parameters for network in networks),
-        disk_bytes=sum(network.parameters * (4 if network.float32 else 2) for network in networks),  # by `convert`
+        disk_bytes=sum(
+            network.parameters * (4 if network.float32 else 2) for network in networks
+        ),  # as `wanjax convert` stores them
         doubts=[*dict.fromkeys(doubt for price in priced for doubt in price.doubts), *doubts],
     )
 
 
-def _attention_name(attention: AttentionConfig, work: Cost, dtype: str, partitioner: Partitioner) -> str:
-    """Return the implementation of self-attention that a run takes on these devices."""
+def _attention_name(attention: AttentionConfig, attention_cost: Cost, dtype: str, partitioner: Partitioner) -> str:
+    """Return the implementation of self-attention that a run uses on these devices."""
     if attention.is_sparse:
         return str(attention)
-    shape = (1, work.tokens, work.heads, work.width // work.heads)
+    shape = (1, attention_cost.tokens, attention_cost.heads, attention_cost.width // attention_cost.heads)
     operand = jax.ShapeDtypeStruct(shape, dtype, sharding=partitioner.replicated)
     with on_mesh(partitioner):  # the kernels ask it for the chip
         return choose(operand, operand, operand, implementation=attention).name
@@ -280,18 +287,18 @@ def _attention_name(attention: AttentionConfig, work: Cost, dtype: str, partitio
 def _priced_by(hardware: Hardware) -> str:
     if isinstance(hardware, Machine):
         return "a stated model"
-    return ESTIMATED if isinstance(hardware.chip, Card) else "the chip's compiler"
+    return ESTIMATED_BY_MODEL if isinstance(hardware.chip, Card) else "the chip's compiler"
 
 
 def _memory(
     settings: Settings, chip: str, hardware: Hardware, stages: Mapping[str, Stage], step: Price
 ) -> dict[str, Any]:
-    """Return the fields on the stages and their memory, and what limits the video."""
-    each = [
+    """Return the fields of `Estimate` on the stages and their memory, and on what limits the video."""
+    stage_fits = [
         fits_on(hardware, stage.weights_bytes_per_chip + stage.kept_bytes_per_chip, stage.peak_bytes_per_chip)
         for stage in stages.values()
     ]
-    fits = False if False in each else None if None in each else True
+    fits = False if False in stage_fits else None if None in stage_fits else True
     tightest = min(stages, key=lambda name: stages[name].spare_bytes_per_chip)
     return {
         "memory_per_chip": hardware.memory,
@@ -303,25 +310,27 @@ def _memory(
     }
 
 
-def _pace(block: int, longer: Sequence[VideoProgram], prices: Sequence[PricedProgram]) -> float | None:
+def _frames_per_second(
+    chunk_frames: int, programs_with_next_chunk: Sequence[VideoProgram], prices: Sequence[PricedProgram]
+) -> float | None:
     """Return the frames per second of a video that is streamed, from the price of one more chunk.
 
-    `longer` are the programs of a video of a block more, none for other videos. None for these, and where a program
-    does not fit or is not priced, as in a video of one block.
+    `programs_with_next_chunk` has the programs of a video that is one chunk longer; it is empty if the video is not
+    streamed. Returns None for such a video, and if a program does not fit or has no price, as for a single chunk.
     """
-    each = {(program.stage, program.name): (program.times, price.seconds) for program, price in prices}
+    times_and_seconds = {(program.stage, program.name): (program.times, price.seconds) for program, price in prices}
     seconds = 0.0
-    for program in longer:
-        before, price = each.get((program.stage, program.name), (0, None))
+    for program in programs_with_next_chunk:
+        previous_times, price = times_and_seconds.get((program.stage, program.name), (0, None))
         if price is None:
             return None
-        seconds += (program.times - before) * price
-    return block / seconds if longer else None
+        seconds += (program.times - previous_times) * price
+    return chunk_frames / seconds if programs_with_next_chunk else None
 
 
-def _step(settings: Settings, hardware: Hardware, step: Price, work: Cost | None) -> dict[str, Any]:
+def _step(settings: Settings, hardware: Hardware, step: Price, attention_cost: Cost | None) -> dict[str, Any]:
     """Return the fields on a step; without its work, which a window or a mask makes less, no share of a peak."""
-    flops = work and (2 if settings.guided else 1) * sum(work.flops.values())
+    flops = attention_cost and (2 if settings.guided else 1) * sum(attention_cost.flops.values())
     return {
         "step_seconds": step.seconds,
         "step_seconds_low": step.low if step.seconds else None,
@@ -338,9 +347,9 @@ def _step(settings: Settings, hardware: Hardware, step: Price, work: Cost | None
 def _totals(
     model: VideoModel, settings: Settings, stages: Mapping[str, Stage], prices: Sequence[PricedProgram]
 ) -> dict[str, Any]:
-    """Return the fields on the whole run, on steps that reuse cached values, and on dense ones.
+    """Return the fields of `Estimate` on the whole run, on steps that reuse cached values, and on dense steps.
 
-    The low end of the range is that of as many cheap steps as there may be.
+    The low end of the range assumes the maximum number of reusing steps.
     """
     total = _sum(stage.seconds for stage in stages.values())
     values: dict[str, Any] = {
@@ -368,7 +377,7 @@ def _totals(
 
 
 def _stage(programs: Sequence[PricedProgram], memory: int) -> Stage:
-    """Return a stage from its programs, which run one after another, so that the largest sets its memory."""
+    """Return a stage from its programs. They run one after another, so the largest one sets the stage's memory."""
     program, largest = max(programs, key=lambda pair: pair[1].peak + pair[0].beside)
     return Stage(
         weights_bytes_per_chip=largest.arguments,
@@ -382,19 +391,19 @@ def _stage(programs: Sequence[PricedProgram], memory: int) -> Stage:
 
 
 def _sum(seconds: Iterable[float | None]) -> float | None:
-    """Return the sum of the seconds; None if one is None."""
+    """Return the sum of the seconds, or None if one of them is None."""
     values = list(seconds)
     return None if None in values else sum(filter(None, values))
 
 
 def _advice(settings: Settings, chip: str, stages: Mapping[str, Stage], devices: int, fits: bool | None) -> str:
-    """Return what to do where a video does not fit, or perhaps does not."""
-    name, worst = max(stages.items(), key=lambda item: item[1].peak_bytes_per_chip)
+    """Return what to do if a video does not fit, or may not fit."""
+    name, largest = max(stages.items(), key=lambda item: item[1].peak_bytes_per_chip)
     video = f"{settings.model} at {settings.width}x{settings.height} and {quantity(settings.frames, 'frame')}"
-    needed, memory = worst.peak_bytes_per_chip, worst.peak_bytes_per_chip + worst.spare_bytes_per_chip
+    needed, memory = largest.peak_bytes_per_chip, largest.peak_bytes_per_chip + largest.spare_bytes_per_chip
     if fits is None:
-        least = worst.weights_bytes_per_chip + worst.kept_bytes_per_chip
-        return may_fit(f"{video} may fit {chip}", f"to {name} it", least, needed, memory)
+        min_bytes = largest.weights_bytes_per_chip + largest.kept_bytes_per_chip
+        return may_fit(f"{video} may fit {chip}", f"to {name} it", min_bytes, needed, memory)
     return (
         f"{video} does not fit {chip}: to {name} it needs {in_bytes(needed, 1024)} a chip, which has "
         f"{in_bytes(memory, 1024)}; {would_fit(chip, needed * devices)}"

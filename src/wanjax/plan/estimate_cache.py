@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The latest estimates of `wanjax plan`, in the user's cache, which the page of a server shows.
+"""The latest estimates of `wanjax plan`, stored in the user's cache. A server's web page shows them.
 
-They are looked up by model, chip and number of devices, and hold what the page scales: settings and seconds by stage.
+They are looked up by model, chip and number of devices. Each holds what the page needs to scale it: the settings, and
+the seconds of each stage.
 """
 
 from collections.abc import Mapping
@@ -10,32 +11,36 @@ from typing import TYPE_CHECKING, Any
 from wanjax import __version__
 from wanjax.stores.results import Results
 
-if TYPE_CHECKING:  # a server reads estimates, and makes none
+if TYPE_CHECKING:  # a server only reads estimates
     from wanjax.pipelines.settings import Settings
     from wanjax.plan.estimate import Estimate
 
-LATEST = 8  # estimates of one model on one slice
-WORK = ("width", "height", "frames", "windows", "steps", "guidance_scale", "guidance_scale_2", "cache")
+MAX_ESTIMATES = 8  # stored estimates per model and slice
+KEY_SETTINGS = ("width", "height", "frames", "windows", "steps", "guidance_scale", "guidance_scale_2", "cache")
 
 
 def store_estimate(priced: "Estimate", settings: "Settings") -> None:
-    """Store the seconds of each stage, unless one does not fit."""
+    """Store the seconds of each stage, unless a stage does not fit."""
     seconds = {name: stage.seconds for name, stage in priced.stages.items()}
     if None in seconds.values():
         return
     chip, _, _ = priced.chip.partition("-")
-    work = {name: value for name, value in settings.to_json().items() if name in WORK}
-    earlier = [one for one in load_estimates(priced.model, chip, priced.devices) if one["settings"] != work]
-    latest = [{"settings": work, "stage_seconds": seconds}, *earlier][:LATEST]
+    settings_json = {name: value for name, value in settings.to_json().items() if name in KEY_SETTINGS}
+    earlier = [
+        estimate
+        for estimate in load_estimates(priced.model, chip, priced.devices)
+        if estimate["settings"] != settings_json
+    ]
+    latest = [{"settings": settings_json, "stage_seconds": seconds}, *earlier][:MAX_ESTIMATES]
     Results().put("estimates", _key(priced.model, chip, priced.devices), latest)
 
 
 def load_estimates(model: str, chip: str, devices: int) -> list[dict[str, Any]]:
-    """Return `settings` and `stage_seconds` of the latest estimates, the newest first.
+    """Return `settings` and `stage_seconds` of the latest estimates, newest first.
 
     Args:
         model: The model's name.
-        chip: Without the size of a slice: v6e, h100, cpu.
+        chip: The chip's name, without the size of a slice: v6e, h100 or cpu.
         devices: The number of devices in the mesh.
     """
     return Results().get("estimates", _key(model, chip, devices)) or []

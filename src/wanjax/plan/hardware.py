@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hardware by name: slices of TPUs and other devices, for which a plan prices programs."""
+"""Find the hardware of a plan by name, choose its mesh, and price programs on it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +22,7 @@ from wanjax.pricing.roofline import Machine, find_hardware
 from wanjax.sharding import MESH_AXES, make_mesh
 
 Hardware = Slice | Machine
-Tell = Callable[[Sequence[str], int, int], Any]
+OnProgress = Callable[[Sequence[str], int, int], Any]
 LIMITS = {
     "attention": "the matrix units, in attention",
     "matmuls": "the matrix units, in projections",
@@ -30,13 +30,14 @@ LIMITS = {
     "copies": "the memory's bandwidth, in copies",
     "communication": "the links between chips",
 }
-ROOM = 0.9  # the share of a device's memory that advice may use
+USABLE_FRACTION = 0.9  # fraction of a device's memory on which advice counts
 
 
 def find_priceable_hardware(name: str) -> Hardware:
-    """Return the hardware of this name: for a card, without the compiler that the extra `plan-cuda` brings, its model.
+    """Return the slice or the device with a name.
 
-    Raises WanjaxError if it is unknown, or needs a compiler that is missing.
+    Without the compiler of the extra `plan-cuda`, a card is a device with a roofline model. Raises WanjaxError if the
+    name is unknown, or if the hardware needs a compiler that is missing.
     """
     hardware = find_hardware(name)
     if name in CARD_SLICES and has_cuda_compiler():
@@ -52,84 +53,89 @@ def mesh_axes(
     """Return the hardware that a mesh uses, and the sizes of the mesh by axis.
 
     Args:
-        hardware: A slice, or a modelled device, which stands for itself alone.
-        mesh: The sizes in the order of `MESH_AXES`; None is the best mesh, which may use a part of a slice.
-        step: Makes what the best mesh is chosen by.
-        sp: The size of that axis in the best mesh, if it is given.
+        hardware: A slice, or a single device with a roofline model.
+        mesh: The sizes in the order of `MESH_AXES`; None for the best mesh, which may use only part of a slice.
+        step: Returns the cost of a step, by which the best mesh is chosen.
+        sp: The size of the axis `sp` in the best mesh; None to choose it.
 
     Raises:
-        WanjaxError: The mesh has more than one device, and the hardware is modelled.
+        WanjaxError: The mesh has several devices, but the hardware is a single device.
     """
     if mesh is None and isinstance(hardware, Slice):
         mesh = choose_mesh(step(), hardware.devices, hardware.memory, hardware.chip, sp=sp)
         hardware = replace(hardware, devices=prod(mesh))
     mesh = mesh or (1, 1, 1)
     if isinstance(hardware, Machine) and prod(mesh) != 1:
-        raise WanjaxError(f"the mesh has {prod(mesh)} devices: {hardware.name} stands for one")
+        raise WanjaxError(
+            f"the mesh has {prod(mesh)} devices, but {hardware.name} is one device: omit the mesh, or give a slice"
+        )
     return hardware, dict(zip(MESH_AXES, mesh, strict=True))
 
 
 def mesh_on(hardware: Hardware, axes: Mapping[str, int]) -> Mesh | AbstractMesh:
-    """Return the mesh on which programs for this hardware are traced; a CPU stands for a modelled device."""
+    """Return the mesh on which programs for this hardware are traced: a CPU for a device with a roofline model."""
     return abstract_mesh(hardware, axes) if isinstance(hardware, Slice) else make_mesh(devices=jax.devices("cpu")[:1])
 
 
 def priced_on(
-    hardware: Hardware, programs: Sequence[tuple[str, Lowering]], tell: Tell = lambda now, done, total: None
+    hardware: Hardware,
+    programs: Sequence[tuple[str, Lowering]],
+    on_progress: OnProgress = lambda now, done, total: None,
 ) -> list[Price]:
-    """Return the price of each named program: by the chip's compiler for a slice, else by the stated model.
+    """Price named programs that are traced on `mesh_on`.
 
-    The programs are traced on `mesh_on`. Each time that a program is begun or its price is known, `tell` receives the
-    names of those being priced, the number of those that are done, and the number of all whose price was not kept.
+    A slice is priced with the chip's compiler, and another device with its roofline model. `on_progress` is called when
+    a program starts and when its price is known. Its arguments are the names of the programs that are being priced, the
+    number of programs that are done, and the total number, both without programs whose price was cached.
     """
     lowerings = [lowering for _, lowering in programs]
     prices: dict[int, Price] = {}
-    under_way: dict[int, str] = {}
-    cached: int | None = None  # the prices that were there before anything was begun
+    running: dict[int, str] = {}
+    cached: int | None = None  # number of cached prices; None until a program starts
 
-    def show() -> None:
-        tell([*under_way.values()], len(prices) - (cached or 0), len(programs) - (cached or 0))
+    def report() -> None:
+        on_progress([*running.values()], len(prices) - (cached or 0), len(programs) - (cached or 0))
 
-    def begun(number: int) -> None:
+    def on_start(number: int) -> None:
         nonlocal cached
         cached = len(prices) if cached is None else cached
-        under_way[number] = programs[number][0]
-        show()
+        running[number] = programs[number][0]
+        report()
 
     priced = (
-        PRICER.prices(hardware, lowerings, begun)
+        PRICER.prices(hardware, lowerings, on_start)
         if isinstance(hardware, Slice)
-        else _modelled(hardware, lowerings, begun)
+        else _roofline_prices(hardware, lowerings, on_start)
     )
     for number, price in priced:
         prices[number] = price
-        under_way.pop(number, None)
+        running.pop(number, None)
         if cached is not None:
-            show()
+            report()
     return [prices[number] for number in range(len(programs))]
 
 
-def _modelled(
-    machine: Machine, lowerings: Sequence[Lowering], begun: Callable[[int], Any]
+def _roofline_prices(
+    machine: Machine, lowerings: Sequence[Lowering], on_start: Callable[[int], Any]
 ) -> Iterator[tuple[int, Price]]:
     for number, lowering in enumerate(lowerings):
-        begun(number)
+        on_start(number)
         yield number, roofline_price.price_lowering(machine, lowering, PRICER.attention)
 
 
 def limit_of(program: Price) -> str | None:
-    """Return the part that takes most of a program's time; None if it does not fit."""
+    """Return what limits the speed of a program; None if the program does not fit."""
     parts = program.breakdown
     return LIMITS[max(parts, key=lambda part: parts[part])] if parts else None
 
 
 def fits_on(hardware: Hardware, arguments: int, peak: int) -> bool | None:
-    """Return whether a program fits a device; None where nothing is compiled, and only fusion could make it fit.
+    """Return whether a program fits a device; None if this depends on fusion and nothing was compiled.
 
     Args:
-        hardware: The devices. On a slice of TPUs the bytes are the compiler's own; elsewhere the peak is an upper
-            bound, that of a program of which nothing is fused.
-        arguments: Bytes that have to be there: weights, inputs and what is kept beside them.
+        hardware: The devices. For a slice the bytes are from its compiler; otherwise the peak is an upper bound that
+            assumes no fusion.
+        arguments: Bytes that are needed in any case: weights, inputs and networks that stay on the device.
         peak: Bytes at the peak.
     """
     if peak <= hardware.memory:
@@ -138,14 +144,14 @@ def fits_on(hardware: Hardware, arguments: int, peak: int) -> bool | None:
 
 
 def may_fit(claim: str, subject: str, least: int, most: int, memory: int) -> str:
-    """Return advice on a program whose memory only a compiler could tell.
+    """Return the advice for a program that may or may not fit, which only a compiler can decide.
 
     Args:
-        claim: What may fit.
+        claim: The start of the sentence, which says what may fit.
         subject: What needs the memory.
         least: Bytes of weights and inputs on a device.
         most: Bytes at the peak if nothing is fused.
-        memory: Bytes of a device.
+        memory: Bytes of a device's memory.
     """
     return (
         f"{claim}: {subject} needs {in_bytes(least, 1024)} for weights and inputs, and up to {in_bytes(most, 1024)} in "
@@ -155,9 +161,11 @@ def may_fit(claim: str, subject: str, least: int, most: int, memory: int) -> str
 
 
 def would_fit(chip: str, needed: int) -> str:
-    """Return advice that names the smallest slice with so many bytes, of the same chips if there is one."""
+    """Return the end of the advice: the smallest slice with enough memory, with the same chip if there is one."""
     family = CARD_SLICES if chip.partition("-")[0] in CARD_SLICES else SLICES
-    places = [hardware for hardware in family.values() if hardware.devices * hardware.chip.hbm * ROOM > needed]
-    same = [hardware for hardware in places if hardware.chip.name == chip.partition("-")[0]] or places
-    least = min(same, key=lambda hardware: hardware.devices, default=None)
-    return "a smaller size or fewer frames may" if least is None else f"{least.name} should"
+    large_enough = [
+        hardware for hardware in family.values() if hardware.devices * hardware.chip.hbm * USABLE_FRACTION > needed
+    ]
+    candidates = [hardware for hardware in large_enough if hardware.chip.name == chip.partition("-")[0]] or large_enough
+    smallest = min(candidates, key=lambda hardware: hardware.devices, default=None)
+    return "a smaller size or fewer frames may" if smallest is None else f"{smallest.name} should"

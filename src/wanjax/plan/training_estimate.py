@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory and the seconds of a step of training, on devices that need not be present."""
+"""Estimate the memory and the seconds of a training step, on devices that may be absent."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -26,7 +26,7 @@ from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.tracing import needed_pictures
 from wanjax.plan.hardware import (
     Hardware,
-    Tell,
+    OnProgress,
     find_priceable_hardware,
     fits_on,
     limit_of,
@@ -45,14 +45,14 @@ from wanjax.training.objective import Batch, NoiseLevels, loss_of
 from wanjax.training.optimizers import OptimizerConfig, make_optimizer
 from wanjax.training.step import all_parameters, begin_training, loss_alone, prepare_step, train
 
-STEPS = 1000  # of the schedule of the rate, which costs nothing
+STEPS = 1000  # length of the learning-rate schedule, which does not change the price
 
 
 @dataclass(frozen=True)
 class TrainingEstimate:
-    """The prices of a step of training, not measurements. `fits` and `advice` are those of `Estimate`.
+    """The estimated memory and time of a training step. `fits` and `advice` are as in `Estimate`.
 
-    `forward_seconds` are those of the loss alone, and `backward_ratio` how many times as long the rest of a step takes.
+    `forward_seconds` is the time of the loss alone. `backward_ratio` is the time of the rest of a step, divided by it.
     """
 
     model: str
@@ -89,15 +89,15 @@ def estimate_training(
     mesh: tuple[int, int, int] | None = None,
     *,
     lora: LoraConfig | None,
-    optimized: OptimizerConfig,
+    optimizer_config: OptimizerConfig,
     clips: int = 1,
     sp: int | None = None,
     rules: str = "fsdp",
     compiler: str = SAFE,
     attention: AttentionConfig = AUTO,
-    tell: Tell = lambda now, done, total: None,
+    on_progress: OnProgress = lambda now, done, total: None,
 ) -> TrainingEstimate:
-    """Price a step of training on clips of the outline's settings; the other keywords are those of `estimate`."""
+    """Estimate a training step on clips with the outline's settings. Other arguments are as in `estimate`."""
     hardware, settings = find_priceable_hardware(chip), replace(outline.settings, guidance_scale=1.0)
     model = outline.model
     model.spec.check_trainable(settings.model)
@@ -109,9 +109,9 @@ def estimate_training(
     param_dtype = "float32" if lora is None else settings.dtype
     load_options = {"attention": attention, "compiler": compiler, "param_dtype": param_dtype}
     pipe = abstract_pipeline(replace(outline, settings=settings), partitioner, **load_options)
-    traced = _traced(pipe, settings, clips, lora, optimized)
+    traced = _traced(pipe, settings, clips, lora, optimizer_config)
     programs = [(name, traced[program].lowering) for name, program in (("step", train), ("forward", loss_alone))]
-    step, forward = priced_on(hardware, programs, tell)
+    step, forward = priced_on(hardware, programs, on_progress)
     return TrainingEstimate(
         model=settings.model,
         chip=chip,
@@ -121,16 +121,16 @@ def estimate_training(
         size=f"{settings.width}x{settings.height}",
         frames=settings.frames,
         trained="all weights" if lora is None else f"a LoRA of rank {lora.rank}",
-        optimizer=optimized.name,
+        optimizer=optimizer_config.name,
         **_memory(settings, chip, hardware, step),
         **_seconds(step, forward),
     )
 
 
 def _traced(
-    pipe: Pipeline, settings: Settings, clips: int, lora: LoraConfig | None, optimized: OptimizerConfig
+    pipe: Pipeline, settings: Settings, clips: int, lora: LoraConfig | None, optimizer_config: OptimizerConfig
 ) -> dict[Program, Instance]:
-    """Trace a step of training on clips with captions, and its loss alone."""
+    """Trace a training step on clips with captions, and the loss alone."""
     config, partitioner = pipe.model.spec.networks["transformer"], pipe.partitioner
     graphdef, weights = nnx.split(pipe.components.abstract().get("transformer"))
 
@@ -142,7 +142,7 @@ def _traced(
     network = with_shardings(as_shapes(adapted), partitioner)
     trained = all_parameters if lora is None else is_factor
     static, changed, fixed = prepare_step(
-        network, loss_of(pipe, NoiseLevels()), make_optimizer(optimized, STEPS), trained=trained
+        network, loss_of(pipe, NoiseLevels()), make_optimizer(optimizer_config, STEPS), trained=trained
     )
     batch, number = _batch(pipe, settings, clips), np.int32(0)
     trace, site = Trace(), Site(partitioner, pipe.compiler)
@@ -153,7 +153,7 @@ def _traced(
 
 
 def _batch(pipe: Pipeline, settings: Settings, clips: int) -> Batch:
-    """Return a batch of clips of these settings as shapes on the host, as it is read from files."""
+    """Return the shapes of a batch of clips with these settings, on the host, as if it were read from files."""
     traced = pipe.under(Trace(), pipe.components.abstract())
     (conditioning,) = Run(traced, [PreparedRequest(settings)], needed_pictures(pipe, settings)).encode().values()
     fields = {
@@ -167,7 +167,7 @@ def _batch(pipe: Pipeline, settings: Settings, clips: int) -> Batch:
 
 
 def _seconds(step: Price, forward: Price) -> dict[str, Any]:
-    """Return the fields on time."""
+    """Return the fields of `TrainingEstimate` on time."""
     ratio = (step.seconds - forward.seconds) / forward.seconds if step.seconds and forward.seconds else None
     return {
         "step_seconds": step.seconds,
@@ -181,7 +181,7 @@ def _seconds(step: Price, forward: Price) -> dict[str, Any]:
 
 
 def _memory(settings: Settings, chip: str, hardware: Hardware, step: Price) -> dict[str, Any]:
-    """Return the fields on memory, and what limits a step."""
+    """Return the fields of `TrainingEstimate` on memory, and on what limits a step."""
     spare, fits = hardware.memory - step.peak, fits_on(hardware, step.arguments, step.peak)
     advice = None
     if fits is None:
@@ -189,7 +189,7 @@ def _memory(settings: Settings, chip: str, hardware: Hardware, step: Price) -> d
         advice = may_fit(claim, "it", step.arguments, step.peak, hardware.memory)
     elif not fits:
         advice = (
-            f"a step of {settings.model} needs {in_bytes(step.peak, 1024)} a chip, which has "
+            f"a step of {settings.model} needs {in_bytes(step.peak, 1024)} a chip, but a chip has "
             f"{in_bytes(hardware.memory, 1024)}: {would_fit(chip, step.peak * hardware.devices)}"
         )
     return {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs of a video, from a trace of its run, with a name for each.
+"""Get the programs of a video from a trace of its run, with a name for each.
 
 model = outline("wan2.1-t2v-14b")
 mesh = mesh_on(find_hardware("v6e-8"), {"dp": 2, "sp": 1, "tp": 4})
@@ -23,9 +23,9 @@ CHUNKS = {decode_chunk: "decode", decode_tile: "decode_tile", encode_chunk: "enc
 
 
 class VideoProgram(NamedTuple):
-    """A named program of a stage, and the number of times that a video runs it.
+    """A named program of a stage, and how often a video runs it.
 
-    `beside` are the bytes on one device of the weights that are kept there while it runs, but are not its arguments.
+    `beside` is the number of bytes on one device of weights that stay there while it runs, but are not its arguments.
     """
 
     stage: str
@@ -36,7 +36,7 @@ class VideoProgram(NamedTuple):
 
 
 def programs_of(trace: Trace) -> list[VideoProgram]:
-    """Return the programs of a traced run, in the order of their first calls."""
+    """Return the named programs of a traced run, in the order of their first calls."""
     return [
         VideoProgram(program.stage, name, program.instance.lowering, program.times, program.beside)
         for name, program in zip(program_names(trace), trace.programs, strict=True)
@@ -55,9 +55,12 @@ def program_names(trace: Trace) -> list[str]:
     return names
 
 
-def _name(traced: TracedProgram) -> str:
-    """Return the name of a program: a step by its kind, a chunk by whether it is the first, another by its function."""
-    program, instance = traced.instance.program, traced.instance
+def _name(traced_program: TracedProgram) -> str:
+    """Return the name of a program.
+
+    Steps have the name of their kind, chunks are named by whether they are the first, and others by their function.
+    """
+    program, instance = traced_program.instance.program, traced_program.instance
     if program is take_step:
         state, *_ = instance.shapes
         if instance.static.dense:
