@@ -11,7 +11,7 @@ import pytest
 from jaxtyping import Array, Float, TypeCheckError
 
 import wanjax
-from wanjax.dims import Shown, readable
+from wanjax.dims import ReadableHint, readable
 from wanjax.models.cogvideox.transformer import CogVideoXTransformer
 from wanjax.models.hunyuanvideo.transformer import HunyuanVideoTransformer
 from wanjax.models.wan.causal import WanCausalTransformer
@@ -88,7 +88,7 @@ def test_help_of_what_is_returned_shows_shapes():
     ],
 )
 def test_an_annotation_prints_as_it_is_written(hint, text):
-    assert repr(Shown(hint)) == text
+    assert repr(ReadableHint(hint)) == text
 
 
 def test_annotations_stay_for_what_checks_them():

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     __version__: str
 
-_HOMES = {
+_MODULE_OF = {
     "Cancelled": "wanjax.pipelines.observers",
     "Family": "wanjax.pipelines.family",
     "Pipeline": "wanjax.pipelines.pipeline",
@@ -64,25 +64,25 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used, so that `wanjax --help` does not wait for JAX."""
+    """Import a public name on its first use, so that `wanjax --help` does not wait for JAX."""
     if name == "__version__":
         return import_module("importlib.metadata").version("wanjax")
-    if name not in _HOMES:
-        raise AttributeError(_right(name) or f"module 'wanjax' has no attribute {name!r}")
+    if name not in _MODULE_OF:
+        raise AttributeError(_suggest_name(name) or f"module 'wanjax' has no attribute {name!r}")
     import_module("wanjax.pricing.libtpu").silence()
-    value = globals()[name] = readable(getattr(import_module(_HOMES[name]), name))
+    value = globals()[name] = readable(getattr(import_module(_MODULE_OF[name]), name))
     return value
 
 
-def _right(name: str) -> str | None:
-    """Return a sentence on a name that there is not, None where nothing is known of it."""
+def _suggest_name(name: str) -> str | None:
+    """Return a message that suggests a name for a missing one, or None if none is similar."""
     if name.startswith("_"):
         return None
-    near = import_module("wanjax.errors").near_names(name, __all__, 1)
+    similar = import_module("wanjax.errors").near_names(name, __all__, 1)
     sentence = import_module("wanjax.pipelines.other_names").right_name(name)
-    return sentence or (f"wanjax has no {name}: did you mean {near[0]}?" if near else None)
+    return sentence or (f"wanjax has no {name}: did you mean {similar[0]}?" if similar else None)
 
 
 def __dir__() -> list[str]:
-    """Return the public names, without the modules that are loaded."""
+    """Return the public names, without imported submodules."""
     return __all__

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The alphabet of shapes: the meaning of each letter in annotations, einsum strings and comments; and how `help` prints
-annotations.
+"""The letters of shapes in annotations, einsum strings and comments, and a decorator that makes `help` readable.
 
 Inside the library arrays are channels-last: videos and latents are `[B T H W C]`, sequences `[B L E]`, operands of
-attention `[B L N D]`. In files and for users latents are `[B, C, T, H, W]` as in the reference.
-A letter with a leading underscore is a size that differs from the one that the letter stands for elsewhere.
+attention `[B L N D]`. In files and for users latents are `[B, C, T, H, W]` as in the reference. A letter with a leading
+underscore is a size of the same kind with another value.
 """
 
 import re
@@ -31,52 +30,56 @@ ALPHABET = {
     "terms": "of a solver's expansion at one step",
 }
 
-DTYPE = "str | type[Any] | dtype | SupportsDType"  # as JAX writes its `DTypeLike`
-Public = TypeVar("Public")
+DTYPE_LIKE_TEXT = "str | type[Any] | dtype | SupportsDType"  # how `DTypeLike` prints
+Decorated = TypeVar("Decorated")
 
 
-class Shown(NamedTuple):
-    """An annotation that prints without the modules of its names, and with bars between the types of a union."""
+class ReadableHint(NamedTuple):
+    """An annotation that prints without module names, and with `|` between the types of a union."""
 
     hint: Any
 
     def __repr__(self) -> str:
         if get_origin(self.hint) in (Union, UnionType):
-            return " | ".join(repr(Shown(part)) for part in get_args(self.hint)).replace(DTYPE, "DTypeLike")
+            return " | ".join(repr(ReadableHint(part)) for part in get_args(self.hint)).replace(
+                DTYPE_LIKE_TEXT, "DTypeLike"
+            )
         text = re.sub(r"\b(?:\w+\.)+(?=\w)", "", formatannotation(self.hint))
-        if "Union[" in text and not isinstance((parts := get_args(self.hint))[0], list):  # as a callable's are
-            return f"{text.partition('[')[0]}[{', '.join(repr(Shown(part)) for part in parts)}]"
+        if "Union[" in text and not isinstance((parts := get_args(self.hint))[0], list):  # a callable's first is a list
+            return f"{text.partition('[')[0]}[{', '.join(repr(ReadableHint(part)) for part in parts)}]"
         return text.replace("NoneType", "None").replace("'", '"')
 
 
-def readable(public: Public) -> Public:
-    """Decorate a function, or a class: `help` then prints its annotations readably, and those of its methods.
+def readable(target: Decorated) -> Decorated:
+    """Make `help` print the annotations of a function, or of a class and its methods, in a readable form.
 
-    What checks annotations finds the same ones. A dataclass is passed once it is defined, because in tests its checks
-    are added after its decorators have run, and are read from its signature.
+    Type checkers still see the original annotations. Call this on a dataclass after it is defined, not as a decorator:
+    in tests jaxtyping adds its checks after the decorators, and reads them from the signature.
     """
-    for hint in get_annotations(public).values():  # pyright: ignore[reportArgumentType]
+    for hint in get_annotations(target).values():  # pyright: ignore[reportArgumentType]
         if getattr(hint, "__module__", None) == "jaxtyping":
-            hint.__module__ = "builtins"  # as jaxtyping has it where documentation is made
-    factories = {x.name: x.default_factory for x in fields(public)} if is_dataclass(public) else {}
-    members = vars(public).values() if isinstance(public, type) else [public]
+            hint.__module__ = "builtins"  # jaxtyping does the same when documentation is generated
+    factories = {x.name: x.default_factory for x in fields(target)} if is_dataclass(target) else {}
+    members = vars(target).values() if isinstance(target, type) else [target]
     for function in filter(isfunction, (getattr(member, "__func__", member) for member in members)):
         prototype = signature(function)
         parameters = [
-            p.replace(annotation=_shown(p.annotation), default=_plain(p.default, factories.get(p.name, MISSING)))
+            p.replace(
+                annotation=_format(p.annotation), default=_readable_default(p.default, factories.get(p.name, MISSING))
+            )
             for p in prototype.parameters.values()
         ]
-        prototype = prototype.replace(parameters=parameters, return_annotation=_shown(prototype.return_annotation))
+        prototype = prototype.replace(parameters=parameters, return_annotation=_format(prototype.return_annotation))
         function.__signature__ = prototype  # pyright: ignore[reportFunctionMemberAccess]
-    return public
+    return target
 
 
-def _shown(hint: Any) -> Any:
-    return hint if hint is Parameter.empty else Shown(hint)
+def _format(hint: Any) -> Any:
+    return hint if hint is Parameter.empty else ReadableHint(hint)
 
 
-class Named(NamedTuple):
-    """A default, a class or a function, that prints as its name."""
+class NamedDefault(NamedTuple):
+    """A default value that prints as its name: a class or a function."""
 
     default: Any
 
@@ -84,8 +87,12 @@ class Named(NamedTuple):
         return self.default.__name__
 
 
-def _plain(default: Any, factory: Any) -> Any:
-    """Return a default that prints readably; `factory` makes that of a dataclass's field, unless it is missing."""
+def _readable_default(default: Any, factory: Any) -> Any:
+    """Return a default in a form that prints readably; call a dataclass field's `factory` unless it is MISSING."""
     if default is not Parameter.empty and factory is not MISSING:
         return factory()
-    return Named(default) if isfunction(default) or (isclass(default) and default is not Parameter.empty) else default
+    return (
+        NamedDefault(default)
+        if isfunction(default) or (isclass(default) and default is not Parameter.empty)
+        else default
+    )

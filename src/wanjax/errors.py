@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the numbers of errors of a disk without room
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-NAMES = (
+FILE_NAME_ERRNOS = (
     errno.ENOENT,
     errno.EISDIR,
     errno.ENAMETOOLONG,
@@ -19,20 +19,20 @@ NAMES = (
     errno.EPERM,
     errno.EROFS,
 )
-"""Errors of the system that follow from the name of a file."""
-MOST_NAMES = 8  # in a message
-OUT_OF_REACH = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)  # of a network
+"""Errors of the operating system that are caused by a file's name or its permissions."""
+MAX_LISTED_NAMES = 8  # in a message
+UNREACHABLE_ERRNOS = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
 
 
 class WanjaxError(ValueError):
-    """An error that the caller can correct. Its message is one sentence: what is wrong, then what to do.
+    """An error that the caller can correct. Its message is one sentence that says what is wrong, then what to do.
 
-    The command line prints it without a traceback and exits with 2, or with 1 where `is_failure` holds.
+    The command line prints it without a traceback. The exit status is 2, or 1 if `is_failure` holds.
     """
 
 
 class SettingError(WanjaxError):
-    """A setting with an impossible value, or one that there is not; `setting` is its name."""
+    """A setting that has an invalid value or does not exist; `setting` is its name."""
 
     def __init__(self, message: str, setting: str):
         super().__init__(message)
@@ -52,17 +52,17 @@ class WriteError(WanjaxError):
 
 
 class NetworkError(WanjaxError):
-    """A network or a server that is out of reach, or fails; `is_failure` holds."""
+    """A network or a server that cannot be reached or fails; `is_failure` holds."""
 
 
 class WanjaxWarning(UserWarning):
-    """A warning whose message is one sentence, which the command line prints as a note."""
+    """A warning with a message of one sentence, which the command line prints as a note."""
 
 
 def causes(error: BaseException | None, *, contexts: bool = False) -> Iterator[BaseException]:
-    """Yield an error and its causes, each once, even if an error was raised from itself.
+    """Yield an error and its causes, each once, even if an error is its own cause.
 
-    With `contexts`, also yield the errors that were being handled when another was raised, as network libraries do.
+    With `contexts`, also yield errors that were being handled when the next was raised, as network libraries do.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -72,30 +72,33 @@ def causes(error: BaseException | None, *, contexts: bool = False) -> Iterator[B
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Tell whether the memory of the host or of a device was too small."""
+    """Return True if the host or a device ran out of memory."""
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
 def is_full(error: BaseException) -> bool:
-    """Tell whether a disk had no room."""
+    """Return True if a disk was full."""
     return any(
-        getattr(cause, "sqlite_errorname", "") == "SQLITE_FULL" or (isinstance(cause, OSError) and cause.errno in FULL)
+        getattr(cause, "sqlite_errorname", "") == "SQLITE_FULL"
+        or (isinstance(cause, OSError) and cause.errno in DISK_FULL_ERRNOS)
         for cause in causes(error)
     )
 
 
 def is_failure(error: BaseException) -> bool:
-    """Tell whether an error is not the user's mistake: a full or broken disk, or a network or server out of reach."""
+    """Return True if an error is not the user's mistake: a full or broken disk, or an unreachable network or server."""
     return is_full(error) or any(
-        getattr(cause, "sqlite_errorname", "").startswith("SQLITE_IOERR")  # as of a full disk, while it makes its files
+        getattr(cause, "sqlite_errorname", "").startswith(
+            "SQLITE_IOERR"
+        )  # SQLite reports a full disk so when it creates files
         or isinstance(cause, NetworkError | ConnectionError | TimeoutError | socket.gaierror)
-        or (isinstance(cause, OSError) and cause.errno in OUT_OF_REACH)
+        or (isinstance(cause, OSError) and cause.errno in UNREACHABLE_ERRNOS)
         for cause in causes(error, contexts=True)
     )
 
 
 def reason(error: Exception) -> str:
-    """Return why a file cannot be read or written, in one line without the error's number and the file's name."""
+    """Return why a file cannot be read or written, in one line without the errno and the file's name."""
     if isinstance(error, UnicodeDecodeError):
         return f"byte {error.start + 1} is no text in {error.encoding.upper()}"
     if isinstance(error, OSError) and error.strerror:
@@ -113,7 +116,7 @@ def write_errors(path: object) -> Iterator[None]:
 
 
 def repr_short(value: object) -> str:
-    """Return a value as messages show it: itself if it is short, else its type."""
+    """Format a value for a message: its `repr` if that is short, else its type."""
     text = repr(value)
     if len(text) <= 40 and "\n" not in text and not text.startswith("<"):
         return text
@@ -122,19 +125,17 @@ def repr_short(value: object) -> str:
 
 
 def near_names(name: str, choices: Iterable[str], limit: int = 4) -> list[str]:
-    """Return the choices that are near a mistyped name, at most so many: those that begin with it before others."""
-    names, word = list(choices), name[:40].lower()  # a name may be a stranger's, and long
+    """Return at most `limit` choices that start with a mistyped name; if there are none, those that resemble it."""
+    names, word = list(choices), name[:40].lower()  # a client's name may be very long
     prefixed = [name for name in names if word and name.lower().startswith(word)]
     return prefixed[:limit] or get_close_matches(word, names, n=limit, cutoff=0.6)
 
 
 def unknown_model(name: str, names: Iterable[str]) -> str:
-    """Return the sentence that no model has a name, with the near ones of the names that there are."""
-    near = near_names(name, names)
-    hint = (
-        f"{' or '.join(near)} {'is' if len(near) == 1 else 'are'} near" if near else "`wanjax models` lists the names"
-    )
-    return f"no model is named {name!r}, nor is there such a folder or file: {hint}, and a hub id is OWNER/NAME"
+    """Return a message for an unknown model, with similar names."""
+    similar = near_names(name, names)
+    advice = f"did you mean {' or '.join(similar)}?" if similar else "`wanjax models` lists the names"
+    return f"no model is named {name!r}, nor is there such a folder or file (a hub id is OWNER/NAME): {advice}"
 
 
 def no_checkpoint(name: object, more: str = "") -> str:
@@ -143,14 +144,14 @@ def no_checkpoint(name: object, more: str = "") -> str:
 
 
 def listed(names: Collection[str]) -> str:
-    """Return names as a list, of many the first ones and how many more there are."""
-    first = list(names)[:MOST_NAMES]
-    more = len(names) - len(first)
-    return ", ".join([*first, f"and {more} more"] if more else first)
+    """Join names with commas; of a long list print the first names and the number of the others."""
+    first_names = list(names)[:MAX_LISTED_NAMES]
+    hidden = len(names) - len(first_names)
+    return ", ".join([*first_names, f"and {hidden} more"] if hidden else first_names)
 
 
 def choice(name: object, choices: Collection[str]) -> str:
-    """Return what to give in place of a name: the near one and then the others, or all where none is near."""
-    near = near_names(name, choices, 1) if isinstance(name, str) else []
-    rest = listed([name for name in choices if name not in near])
-    return f"did you mean {near[0]}, or one of {rest}?" if near and rest else f"give {rest or near[0]}"
+    """Return advice in place of a wrong name: the most similar choice and then the others, or all choices."""
+    similar = near_names(name, choices, 1) if isinstance(name, str) else []
+    others = listed([name for name in choices if name not in similar])
+    return f"did you mean {similar[0]}, or one of {others}?" if similar and others else f"give {others or similar[0]}"

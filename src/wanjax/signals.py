@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of a process at once, as by Ctrl-C. Nothing else is imported here, so that it counts from the start on."""
+"""How to end a process immediately, such as on Ctrl-C. Few imports, so that the handler is installed early."""
 
 import os
 from collections.abc import Callable
@@ -10,13 +10,13 @@ _cleanups: list[Callable[[], Any]] = []
 
 
 def stop(number: int, frame: object) -> None:
-    """End the process, as a handler of a signal, before anything is begun."""
+    """Handle a signal by ending the process; used until the command has started its work."""
     os.write(2, b"\nwanjax: stopped\n")
     os._exit(INTERRUPTED)
 
 
 class cleanup_on_exit:
-    """Calls `clean_up` if the process is ended while the `with` block runs, when no `finally` would run."""
+    """Call `clean_up` if the process ends immediately within the block, when no `finally` clause runs."""
 
     def __init__(self, clean_up: Callable[[], Any]):
         self.clean_up = clean_up
@@ -29,9 +29,9 @@ class cleanup_on_exit:
 
 
 def run_cleanups() -> None:
-    """Cleans up what is under way, because the process ends at once."""
+    """Call the registered clean-up functions before the process ends immediately."""
     for clean_up in reversed(_cleanups):
         try:
             clean_up()
-        except OSError:  # the next is cleaned up nevertheless
+        except OSError:  # still run the others
             continue

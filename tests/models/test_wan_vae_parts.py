@@ -25,7 +25,7 @@ def test_parts_are_joined_in_time(frames, latents, begun):
         before = jnp.zeros((), x.dtype) if before is None else before
         return part * 0 + before, before + part.sum()
 
-    y, total = vae.in_parts(process, x, jnp.zeros(()) if begun else None, 2 * frames)
+    y, total = vae.process_in_parts(process, x, jnp.zeros(()) if begun else None, 2 * frames)
     assert total == x.sum()
     alone, pairs, left = int(not begun), latents // 2 * 2 * frames, latents % 2 * frames
     starts = [0] * alone + [alone + i // (2 * frames) * 2 * frames for i in range(pairs)] + [alone + pairs] * left
@@ -46,7 +46,7 @@ def test_parts_are_joined_in_time(frames, latents, begun):
 def test_a_tpu_computes_what_its_memory_holds(monkeypatch, platform, size, together):
     monkeypatch.setattr(vae, "target", lambda x: Target(platform, "some kind"))
     z = jnp.zeros((1, 2, *size, VAE_2_1.latent_channels))
-    assert vae.at_once(z, VAE_2_1.spatial_factor, VAE_2_1.decoder_width) == together
+    assert vae.latent_frames_at_once(z, VAE_2_1.spatial_factor, VAE_2_1.decoder_width) == together
 
 
 def test_frames_are_decoded_in_pairs_where_they_are_even():

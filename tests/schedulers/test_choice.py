@@ -75,9 +75,9 @@ REFUSED = [  # what chooses a scheduler, its arguments, and what the sentence na
             ("consistency:timesteps=1000,0", "fall 1000 757 522"),
             ("consistency:timesteps=1001", "do not fall"),
             ("consistency:timesteps=nan", "do not fall"),
-            ("rcm:sigma_max=14", "noise rCM 14.0 15 80 200"),
-            ("rcm:sigma_max=inf", "noise rCM inf"),
-            ("rcm:sigma_max=nan", "noise rCM nan"),
+            ("rcm:sigma_max=14", "sigma_max rCM 14.0 15 80 200"),
+            ("rcm:sigma_max=inf", "sigma_max rCM inf"),
+            ("rcm:sigma_max=nan", "sigma_max rCM nan"),
         ]
     ),
     (resolve, (Ancestral(), UniPC()), "v model velocity unipc"),

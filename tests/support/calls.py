@@ -54,7 +54,7 @@ def recorded_calls(record: Trace) -> Counter[Call]:
         instance = noted.instance
         call = _call(noted.stage, instance.program, instance.site, instance.static, instance.shapes)
         assert call not in found, f"{call} is noted twice"
-        found[call] = noted.times
+        found[call] = noted.calls
     return found
 
 

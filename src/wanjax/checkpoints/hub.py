@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from wanjax.checkpoints.files import WEIGHT_NAMES
-from wanjax.errors import NAMES, NetworkError, WanjaxError, causes
+from wanjax.errors import FILE_NAME_ERRNOS, NetworkError, WanjaxError, causes
 from wanjax.figures import in_bytes
 from wanjax.stores.paths import missing_file
 from wanjax.stores.user_folders import home, user_cache
@@ -280,7 +280,7 @@ def _is_mistake(error: Exception) -> bool:
         return 400 <= status < 500 and status not in PASSING
     unknown = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError)
     return isinstance(error, unknown) or any(
-        cause.errno in NAMES for cause in causes(error) if isinstance(cause, OSError)
+        cause.errno in FILE_NAME_ERRNOS for cause in causes(error) if isinstance(cause, OSError)
     )
 
 

@@ -20,7 +20,7 @@ from click.shell_completion import CompletionItem
 from wanjax.cli import defaults, options, scale_options, train_options
 from wanjax.cli.arguments import check_prompt, complete_commands, complete_files, complete_models, in_words, shortened
 from wanjax.cli.report import Report, handle_interrupts
-from wanjax.errors import FULL, NAMES, WanjaxError, is_failure, is_out_of_memory
+from wanjax.errors import DISK_FULL_ERRNOS, FILE_NAME_ERRNOS, WanjaxError, is_failure, is_out_of_memory
 from wanjax.pricing import libtpu
 from wanjax.signals import INTERRUPTED, stop
 
@@ -66,7 +66,7 @@ class Commands(click.Group):
             click.echo(f"wanjax: {in_words(error)}", err=True)
             ctx.exit(MISTAKE)
         except OSError as error:  # while help is printed
-            if error.errno not in FULL:
+            if error.errno not in DISK_FULL_ERRNOS:
                 raise
             click.echo(f"wanjax: {NOTHING_MORE}: {error.strerror}", err=True)
             ctx.exit(FAILURE)
@@ -105,9 +105,9 @@ class Commands(click.Group):
             status, why = FAILURE if is_failure(error) else MISTAKE, str(error)
         except OSError as error:
             name = shortened(str(error.filename or ""))
-            if error.errno in FULL:
+            if error.errno in DISK_FULL_ERRNOS:
                 status, why = FAILURE, f"{NOTHING_MORE}{f' to {name!r}' if name else ''}: {error.strerror}"
-            elif error.errno in NAMES and name:
+            elif error.errno in FILE_NAME_ERRNOS and name:
                 status, why = MISTAKE, f"{name!r} is no name of a file that can be used here: {error.strerror}"
             else:
                 _tell_way_on(ctx)

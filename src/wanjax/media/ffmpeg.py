@@ -11,12 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from wanjax.errors import FULL, WanjaxError
+from wanjax.errors import DISK_FULL_ERRNOS, WanjaxError
 from wanjax.signals import cleanup_on_exit
 
 DEMUXERS = "mov,matroska,avi,flv,asf,mpeg,mpegts,mpegvideo,m4v,h264,hevc,av1,obu,ivf,ogg,mxf,nut,yuv4mpegpipe,gif,apng"
 """The formats that are read. Others, such as playlists, could make ffmpeg read other files and URLs."""
-DISK_ERRORS = (*FULL, errno.EROFS, errno.EACCES, errno.EMFILE, errno.EIO)
+DISK_ERRORS = (*DISK_FULL_ERRNOS, errno.EROFS, errno.EACCES, errno.EMFILE, errno.EIO)
 """Errors that ffmpeg reports with the operating system's text."""
 
 ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}  # ffmpeg's own decoders of these formats drop transparency
@@ -176,7 +176,7 @@ def _error(status: int, messages: str) -> OSError | None:
         return None
     lines = messages.strip().splitlines()
     last = re.sub(r"^(\[[^]]*\] )+", "", lines[-1]) if lines else ""
-    status_number = next((number for number in FULL if status == 256 - number), None)
+    status_number = next((number for number in DISK_FULL_ERRNOS if status == 256 - number), None)
     if number := next((number for number in DISK_ERRORS if last.endswith(os.strerror(number))), status_number):
         return OSError(number, os.strerror(number))
     return OSError(f"ffmpeg failed with {last!r}" if last else f"ffmpeg failed with exit status {status}")

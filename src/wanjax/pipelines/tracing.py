@@ -56,12 +56,12 @@ def _traced(pipe: Loaded, room: int | None = None) -> tuple[Trace, Loaded]:
     def weight_bytes(network: nnx.Module) -> tuple[int, int]:
         return id(jax.tree.leaves(network)[0]), bytes_of(network)
 
-    def beside(arguments: object) -> int:
+    def resident_bytes(arguments: object) -> int:
         """Return the bytes of the networks that are loaded but not among the arguments of a call."""
         passed = {id(x) for x in jax.tree.leaves(arguments)}
         return sum(size for weight, size in map(weight_bytes, components.networks()) if weight not in passed)
 
-    trace = Trace(beside)
+    trace = Trace(resident_bytes)
     return trace, pipe.under(trace, components)
 
 
@@ -158,7 +158,7 @@ def peak_bytes(trace: Trace) -> tuple[int, str]:
     Those of a program, of what is kept beside it, and of the process. A run that was traced with a `room` of 0 keeps
     no network that can be freed for another.
     """
-    each = [(min_live_bytes(one.instance.lowering) + one.beside, one.stage) for one in trace.programs]
+    each = [(min_live_bytes(one.instance.lowering) + one.resident_bytes, one.stage) for one in trace.programs]
     held, stage = max(each, default=(0, ""))
     return held + PROCESS, stage
 

@@ -38,7 +38,7 @@ class VideoProgram(NamedTuple):
 def programs_of(trace: Trace) -> list[VideoProgram]:
     """Return the named programs of a traced run, in the order of their first calls."""
     return [
-        VideoProgram(program.stage, name, program.instance.lowering, program.times, program.beside)
+        VideoProgram(program.stage, name, program.instance.lowering, program.calls, program.resident_bytes)
         for name, program in zip(program_names(trace), trace.programs, strict=True)
     ]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schedulers: by name, from a checkpoint's scheduler_config.json, and in place of another."""
+"""Schedulers: look one up by name, read one from a scheduler_config.json, or replace that of a checkpoint."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +20,8 @@ from wanjax.schedulers.unipc import UniPC
 __all__ = [
     "DDIM",
     "DPM",
-    "NAMED",
     "RCM",
+    "SCHEDULERS",
     "UNIPC_SHIFT",
     "Consistency",
     "FlowDPM",
@@ -37,7 +37,7 @@ __all__ = [
     "shift_of",
 ]
 
-NAMED: Mapping[str, Scheduler] = {
+SCHEDULERS: Mapping[str, Scheduler] = {
     "unipc": UniPC(),
     "euler": FlowEuler(),
     "dpm++": FlowDPM(),
@@ -47,11 +47,11 @@ NAMED: Mapping[str, Scheduler] = {
     "rcm": RCM(),
     "rcm-ode": RCMEuler(),
 }
-UNIPC_SHIFT = "flow_shift"  # in the config of UniPC, where other flows have `shift`
-_WITH_OPTIONS = "unipc:order=1", "consistency:timesteps=1000,757,522", "rcm:sigma_max=200"
+UNIPC_SHIFT = "flow_shift"  # UniPC's entry for the flow shift; the configs of other flows call it `shift`
+_OPTION_EXAMPLES = "unipc:order=1", "consistency:timesteps=1000,757,522", "rcm:sigma_max=200"
 
-# By entry: the reference's default, and the values that these schedulers implement.
-_BOTH = {
+# For each entry of a config: the reference's default, and the values that are implemented here.
+_COMMON_ENTRIES = {
     "num_train_timesteps": (TRAIN_STEPS, [TRAIN_STEPS]),
     "use_dynamic_shifting": (False, [False, None]),
     "use_karras_sigmas": (False, [False, None]),
@@ -59,7 +59,7 @@ _BOTH = {
     "use_beta_sigmas": (False, [False, None]),
     "shift_terminal": (None, [None]),
 }
-_UNIPC = _BOTH | {
+_UNIPC_ENTRIES = _COMMON_ENTRIES | {
     "prediction_type": ("epsilon", ["flow_prediction"]),
     "use_flow_sigmas": (False, [True]),
     "predict_x0": (True, [True]),
@@ -70,7 +70,7 @@ _UNIPC = _BOTH | {
     "disable_corrector": ([], [[], None]),
     "solver_p": (None, [None]),
 }
-_DIFFUSION = {
+_DIFFUSION_ENTRIES = {
     "num_train_timesteps": (TRAIN_STEPS, [TRAIN_STEPS]),
     "beta_start": (BETAS[0], BETAS[:1]),
     "beta_end": (BETAS[1], BETAS[1:]),
@@ -81,8 +81,8 @@ _DIFFUSION = {
     "set_alpha_to_one": (True, [True]),
     "steps_offset": (0, [0]),
 }
-_FLOW = _BOTH | {"invert_sigmas": (False, [False, None]), "scale_factors": (None, [None])}
-_SELF_FORCING = {
+_FLOW_ENTRIES = _COMMON_ENTRIES | {"invert_sigmas": (False, [False, None]), "scale_factors": (None, [None])}
+_SELF_FORCING_ENTRIES = {
     "num_inference_steps": (TRAIN_STEPS, [TRAIN_STEPS]),
     "num_train_timesteps": (TRAIN_STEPS, [TRAIN_STEPS]),
     "sigma_max": (1.0, [1.0]),
@@ -93,123 +93,131 @@ _SELF_FORCING = {
 }
 
 
-def _diffusion(kind: type[Diffusion], config: Mapping[str, Any]) -> Diffusion:
-    """Read a diffusion. Some entries that are not checked, such as clip_sample, have no effect in the reference."""
+def _read_diffusion(kind: type[Diffusion], config: Mapping[str, Any]) -> Diffusion:
+    """Read a diffusion scheduler. Entries without an effect in the reference, such as clip_sample, are not checked."""
     return kind(snr_shift=config.get("snr_shift_scale", 3.0), spacing=config.get("timestep_spacing", "leading"))
 
 
 class _Reader(NamedTuple):
-    """A reader of configs: a function that makes the scheduler, the entries to check, and that of a flow's shift."""
+    """How to read one class of config: the constructor, the entries to check, and the entry of the flow shift."""
 
     make: Callable[[Mapping[str, Any]], Scheduler]
     entries: Mapping[str, tuple[Any, Sequence[Any]]]
-    shift: str = ""
+    shift_entry: str = ""
 
 
 _READERS = {
-    "UniPCMultistepScheduler": _Reader(lambda config: UniPC(order=config.get("solver_order", 2)), _UNIPC, UNIPC_SHIFT),
-    "FlowMatchEulerDiscreteScheduler": _Reader(
-        lambda config: Consistency() if config.get("stochastic_sampling") else FlowEuler(), _FLOW, "shift"
+    "UniPCMultistepScheduler": _Reader(
+        lambda config: UniPC(order=config.get("solver_order", 2)), _UNIPC_ENTRIES, UNIPC_SHIFT
     ),
-    "FlowMatchLCMScheduler": _Reader(lambda config: Consistency(), _FLOW, "shift"),
-    "SelfForcingFlowMatchScheduler": _Reader(lambda config: Consistency(), _SELF_FORCING, "shift"),
-    "CogVideoXDDIMScheduler": _Reader(partial(_diffusion, DDIM), _DIFFUSION),
-    "CogVideoXDPMScheduler": _Reader(partial(_diffusion, DPM), _DIFFUSION),
+    "FlowMatchEulerDiscreteScheduler": _Reader(
+        lambda config: Consistency() if config.get("stochastic_sampling") else FlowEuler(), _FLOW_ENTRIES, "shift"
+    ),
+    "FlowMatchLCMScheduler": _Reader(lambda config: Consistency(), _FLOW_ENTRIES, "shift"),
+    "SelfForcingFlowMatchScheduler": _Reader(lambda config: Consistency(), _SELF_FORCING_ENTRIES, "shift"),
+    "CogVideoXDDIMScheduler": _Reader(partial(_read_diffusion, DDIM), _DIFFUSION_ENTRIES),
+    "CogVideoXDPMScheduler": _Reader(partial(_read_diffusion, DPM), _DIFFUSION_ENTRIES),
 }
 
 
 def from_config(config: Mapping[str, Any]) -> Scheduler:
-    """Return the scheduler that a scheduler_config.json describes.
+    """Make the scheduler that a scheduler_config.json describes.
 
     Raises WanjaxError for an unknown class, and for an entry with an unsupported value.
     """
     name = config.get("_class_name")
     if not isinstance(name, str) or name not in _READERS:
-        raise WanjaxError(f"the scheduler {name!r} is not known: give {' or '.join(_READERS)}")
-    read = _READERS[name]
-    for entry, (absent, offered) in read.entries.items():
-        value = config.get(entry, absent)
-        if value not in offered:
+        raise WanjaxError(f"the scheduler class {name!r} is unknown: use {' or '.join(_READERS)}")
+    reader = _READERS[name]
+    for entry, (default, supported) in reader.entries.items():
+        value = config.get(entry, default)
+        if value not in supported:
             raise WanjaxError(
-                f"the scheduler's {entry} {value!r} is not offered: give {' or '.join(map(repr, offered))}"
+                f"the scheduler's {entry} {value!r} is not supported: use {' or '.join(map(repr, supported))}"
             )
-    if read.shift in config:
-        check_flow(config[read.shift], "official")
-    return read.make(config)
+    if reader.shift_entry in config:
+        check_flow(config[reader.shift_entry], "official")
+    return reader.make(config)
 
 
 def shift_of(config: Mapping[str, Any]) -> Any:
-    """Return the flow shift that a scheduler_config.json gives, None where it gives none."""
+    """Return the flow shift in a scheduler_config.json, or None if it has none."""
     return config.get(UNIPC_SHIFT, config.get("shift"))
 
 
 def parse(text: object) -> Scheduler:
-    """Return the scheduler of a name in `NAMED`, perhaps with its option: `unipc`, `unipc:order=1`.
+    """Parse a scheduler's name with an optional option, such as `unipc` or `unipc:order=1`.
 
-    Raises WanjaxError for any other text, and for an impossible value of the option.
+    Raises WanjaxError for an unknown name or option, and for an invalid value.
     """
     name, colon, option = str(text).partition(":")
-    field, _, number = option.partition("=")
-    scheduler = NAMED.get(name)
+    field, _, value_text = option.partition("=")
+    scheduler = SCHEDULERS.get(name)
     value = (
-        _value(number, getattr(scheduler, field))
+        _parse_option(value_text, getattr(scheduler, field))
         if scheduler and colon and field and field == scheduler.option
         else None
     )
     if scheduler is None or (colon and value is None):
-        near, options = near_names(name, NAMED, 1), ", ".join(_WITH_OPTIONS)
-        every = f"give {', '.join(NAMED)}, or with options {options}"
-        right = f"did you mean {near[0]}?" if near and not colon else every
-        raise WanjaxError(f"no scheduler is named {repr_short(text)}: {right}")
+        similar, examples = near_names(name, SCHEDULERS, 1), ", ".join(_OPTION_EXAMPLES)
+        choices = f"give {', '.join(SCHEDULERS)}, or with options {examples}"
+        advice = f"did you mean {similar[0]}?" if similar and not colon else choices
+        raise WanjaxError(f"no scheduler is named {repr_short(text)}: {advice}")
     return replace(scheduler, **{field: value}) if colon else scheduler
 
 
 def name_of(scheduler: Scheduler) -> str:
-    """Return the text of which `parse` makes the scheduler, but for the checkpoint's values; else a description."""
-    for name, usual in NAMED.items():
-        if type(scheduler) is type(usual):
-            options = (field.name for field in fields(usual) if field.name not in usual.checkpoint_fields)
-            differs = [field for field in options if getattr(scheduler, field) != getattr(usual, field)]
-            if set(differs) <= {usual.option}:
-                return name + "".join(f":{field}={_text(getattr(scheduler, field))}" for field in differs)
+    """Return the text that `parse` reads as this scheduler; the `repr` if its option alone cannot express it.
+
+    Values that come from the checkpoint are not part of the text.
+    """
+    for name, default in SCHEDULERS.items():
+        if type(scheduler) is type(default):
+            options = (field.name for field in fields(default) if field.name not in default.checkpoint_fields)
+            changed = [field for field in options if getattr(scheduler, field) != getattr(default, field)]
+            if set(changed) <= {default.option}:
+                return name + "".join(f":{field}={_format_option(getattr(scheduler, field))}" for field in changed)
     return repr(scheduler)
 
 
-def _value(text: str, usual: int | float | tuple[float, ...]) -> int | float | tuple[float, ...] | None:
-    """Return an option's value of the kind of its usual one: a whole number, a number, or numbers; None for others."""
-    if isinstance(usual, int):
+def _parse_option(text: str, default: int | float | tuple[float, ...]) -> int | float | tuple[float, ...] | None:
+    """Parse an option's value as the type of its default; return None if that fails."""
+    if isinstance(default, int):
         return int(text) if text.isdecimal() else None
     try:
-        return tuple(map(float, text.split(","))) if isinstance(usual, tuple) else float(text)
+        return tuple(map(float, text.split(","))) if isinstance(default, tuple) else float(text)
     except ValueError:
         return None
 
 
-def _text(value: int | float | tuple[float, ...]) -> str:
-    """Return the text of which `_value` makes an option's value."""
+def _format_option(value: int | float | tuple[float, ...]) -> str:
+    """Format an option's value for `_parse_option`."""
     numbers = value if isinstance(value, tuple) else (value,)
     return ",".join(str(int(number)) if number == int(number) else repr(number) for number in numbers)
 
 
-def resolve(scheduler: str | Scheduler, before: Scheduler) -> Scheduler:
-    """Return a scheduler, named or as a value, to sample a model in place of the one of its checkpoint.
+def resolve(scheduler: str | Scheduler, original: Scheduler) -> Scheduler:
+    """Return a scheduler to sample a model with, in place of its checkpoint's.
 
-    A named scheduler keeps the checkpoint's values (`checkpoint_fields`) of the one before.
+    Args:
+        scheduler: The new scheduler, or its name. A named one takes over `checkpoint_fields` from `original`.
+        original: The checkpoint's scheduler.
 
     Raises:
-        WanjaxError: The two predict different quantities, or their schedules have different options.
+        WanjaxError: The two expect different predictions, or their schedules have different options.
     """
     new = scheduler if isinstance(scheduler, Scheduler) else parse(scheduler)
-    if new.prediction != before.prediction:
-        predicts = f"predictions of {new.prediction}, and the model predicts {before.prediction}"
-        raise WanjaxError(f"the scheduler {name_of(new)} takes {predicts}: choose one like {name_of(before)}")
+    if new.prediction != original.prediction:
+        mismatch = f"{new.prediction}, but the model predicts {original.prediction}"
+        raise WanjaxError(f"the scheduler {name_of(new)} expects {mismatch}: choose one like {name_of(original)}")
     if new is not scheduler:
-        shared = set(new.checkpoint_fields) & set(before.checkpoint_fields)
-        new = replace(new, **{field: getattr(before, field) for field in shared})
-    options, expected = (set(inspect.signature(value.schedule).parameters) for value in (new, before))
-    if options != expected:
-        differs = ", ".join(sorted(options ^ expected))
+        shared_fields = set(new.checkpoint_fields) & set(original.checkpoint_fields)
+        new = replace(new, **{field: getattr(original, field) for field in shared_fields})
+    options, expected_options = (set(inspect.signature(value.schedule).parameters) for value in (new, original))
+    if options != expected_options:
+        difference = ", ".join(sorted(options ^ expected_options))
         raise WanjaxError(
-            f"the schedule of {name_of(new)} differs in its options, {differs}: choose one like {name_of(before)}"
+            f"the schedule of {name_of(new)} has other options ({difference}) than the model's: "
+            f"choose one like {name_of(original)}"
         )
     return new

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of schedulers: a schedule computed once, and a step that takes and returns the solver's state.
+"""The interface of schedulers: compute a schedule once, then call a step that takes and returns the solver's state.
 
 A noisy sample is x = α x0 + σ noise. A scheduler is a value without arrays:
 
@@ -9,8 +9,8 @@ A noisy sample is x = α x0 + σ noise. A scheduler is a value without arrays:
 
 Each scheduler has its own options of `schedule`, such as the `shift` of a flow. Steps are identified by index, never
 by timestep, because two timesteps may be equal. One compiled step, called with `one_step(schedule, index)`, serves
-every step of every schedule. A step that draws noise takes it from the keys, which the state then holds. The key's
-generator is threefry2x32, whatever JAX's default, and noise is drawn in the dtype of x.
+every step of every schedule. A stochastic solver keeps its random keys in the state. Noise is always drawn by
+threefry2x32, whatever JAX's default generator is, and in the dtype of x.
 """
 
 from abc import ABC, abstractmethod
@@ -27,8 +27,8 @@ from wanjax.figures import quantity
 
 TRAIN_STEPS = 1000  # a flow's timestep is σ · 1000
 Prediction = Literal["velocity", "v", "epsilon", "x0"]
-Reference = Literal["official", "diffusers"]  # whose schedule to match: that of the models' authors, or of diffusers
-Numbers = np.ndarray | Array  # NumPy's until they are passed to a program
+Reference = Literal["official", "diffusers"]  # whose schedule to match: "official" is that of the models' authors
+Numbers = np.ndarray | Array  # a NumPy array until it is passed to a program
 Index = int | Int[Array, ""]
 Sample = Float[Array, "..."]
 
@@ -36,8 +36,9 @@ Sample = Float[Array, "..."]
 class Schedule(NamedTuple):
     """The numbers of the steps: the network's timesteps, the noise levels in falling order, and the solver's weights.
 
-    A last level is where the last step ends. `weights` are those of the terms that a step sums, None for a solver that
-    follows from the levels alone. In training there is one step that moves nothing, with a level for each sample.
+    There is one more noise level than steps: the last step ends at the last level. `weights` multiply the terms that a
+    step sums; they are None for a solver that needs only the levels. Training has one step, which starts and ends at
+    the same level, with one level per sample.
     """
 
     timesteps: Float32[Numbers, " steps *B"]
@@ -58,37 +59,40 @@ class Scheduler(ABC):
     stochastic: ClassVar[bool] = False
     """True for a solver whose steps draw noise."""
     checkpoint_fields: ClassVar[tuple[str, ...]] = ()
-    """Fields with the values of a checkpoint's training, which another solver of that checkpoint keeps."""
+    """Fields set by the checkpoint's training; another solver for that checkpoint takes over their values."""
     option: ClassVar[str] = ""
-    """The field that the solver's name may tell, as in `unipc:order=1`."""
+    """The field that can follow the solver's name, as in `unipc:order=1`."""
 
     @abstractmethod
     def schedule(self, steps: int, *, skip: int = 0, **options: Any) -> Schedule:
-        """Return arrays of the host for `steps` steps without the first `skip`.
+        """Return NumPy arrays for `steps` steps, without the first `skip` of them.
 
-        Raises WanjaxError unless at least one step is left, and where an option has an impossible value.
+        Raises WanjaxError if no step remains or an option has an invalid value.
         """
 
     @abstractmethod
     def levels(self, fractions: Float[Array, "B"]) -> Schedule:
-        """Return the noise levels of training at fractions of their range, from 0 without noise to 1."""
+        """Return the noise levels for training at fractions of their range; 0 is no noise, 1 is only noise."""
 
     def init(
         self, schedule: Schedule, x: Sample, keys: Key[Array, " B"], noise: Float[Array, "..."] | None = None
     ) -> Any:
-        """Return the state before the first step, a tree of arrays; x is the noise. Here no state is needed.
+        """Return the state before the first step, a pytree of arrays. The default is an empty state.
 
-        `keys` has a key for each sample on the first axis. A scheduler that draws noise keeps their data in the state,
-        or the `noise` [steps, shape of x] that is given in place of what its steps would draw.
+        Args:
+            schedule: The schedule of the run.
+            x: The initial noise.
+            keys: One random key per sample. A stochastic solver keeps their data in the state.
+            noise: [steps, shape of x] The noise for every step, used instead of drawing it.
         """
         return ()
 
     @abstractmethod
     def step(self, schedule: Schedule, index: Index, prediction: Sample, x: Sample, state: Any) -> tuple[Sample, Any]:
-        """Return x at noise level `index + 1` and the next state; take x and the prediction at level `index`."""
+        """Move x from noise level `index` to `index + 1`, using the prediction at x; return it with the next state."""
 
     def x0(self, schedule: Schedule, index: Index, prediction: Sample, x: Sample) -> Sample:
-        """Return the clean sample that follows from the network's prediction at x."""
+        """Compute the clean sample from the network's prediction at x."""
         sigma = schedule.sigmas[index]
         match self.prediction:
             case "velocity":
@@ -101,19 +105,19 @@ class Scheduler(ABC):
                 return prediction
 
     def start(self, schedule: Schedule, noise: Sample) -> Sample:
-        """Return the sample at the first noise level of the schedule where there is nothing but noise."""
+        """Return the sample at the first noise level, made from noise alone."""
         return noise
 
     def add_noise(self, schedule: Schedule, x0: Sample, noise: Sample) -> Sample:
         """Add noise to a clean sample, up to the first noise level of the schedule.
 
-        Both products are rounded before they are summed, whatever program this is a part of.
+        Both products are rounded before they are summed, so the result does not depend on how the compiler fuses them.
         """
         products = jnp.stack([schedule.alphas[0] * x0, schedule.sigmas[0] * noise])
         return jax.lax.optimization_barrier(products).sum(0)
 
     def target(self, alphas: Sample, sigmas: Sample, x0: Sample, noise: Sample) -> Sample:
-        """Return the target of the network's prediction at α x0 + σ noise."""
+        """Return what the network is trained to predict at α x0 + σ noise."""
         match self.prediction:
             case "velocity":
                 return noise - x0
@@ -138,64 +142,65 @@ class Flow(Scheduler):
         return Schedule(timesteps[skip:].astype(np.float32), rounded, 1 - rounded)
 
     def levels(self, fractions: Float[Array, "B"]) -> Schedule:
-        """Return the fractions as noise levels."""
+        """Use the fractions as noise levels."""
         sigmas = jnp.stack([fractions, fractions])
         return Schedule(sigmas[:1] * TRAIN_STEPS, sigmas, 1.0 - sigmas)
 
     def _levels(self, steps: int, shift: float, sigmas: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the timesteps and the noise levels, without the last level, which is 0; here even ones."""
+        """Return timesteps and noise levels, without the last level, which is 0. The default spaces them evenly."""
         levels = even_levels(steps, shift, sigmas).astype(np.float32)
         return levels * TRAIN_STEPS, levels
 
 
 def one_step(schedule: Schedule, index: int) -> Schedule:
-    """Return a schedule of one step, cut from a schedule; its shapes are the same for any number of steps."""
+    """Slice one step from a schedule. Its shapes are the same for any number of steps."""
     steps = len(schedule.timesteps)
     return jax.tree.map(lambda x: x[index : index + 1 + len(x) - steps], schedule)
 
 
-def shifted(sigmas: np.ndarray, shift: float) -> np.ndarray:
-    """Return noise levels whose ratio of noise to signal is multiplied by the shift."""
+def shift_sigmas(sigmas: np.ndarray, shift: float) -> np.ndarray:
+    """Multiply the noise-to-signal ratio of noise levels by the shift."""
     return shift * sigmas / (1 + (shift - 1) * sigmas)
 
 
 def even_levels(steps: int, shift: float, sigmas: str) -> np.ndarray:
-    """Return noise levels that are spread evenly and shifted, in falling order, without the last, which is 0.
+    """Return evenly spaced, shifted noise levels in falling order, without the last, which is 0.
 
-    The official ones fall evenly from 1. diffusers shifts twice by default: first the two ends, then all between them.
+    The official levels fall evenly from 1 before the shift. diffusers shifts twice: first the two ends of the range,
+    then every level between them.
     """
     if sigmas == "official":
-        line = np.linspace(1, 0, steps + 1)[:-1].astype(np.float32)
+        levels = np.linspace(1, 0, steps + 1)[:-1].astype(np.float32)
     else:
-        high, low = shifted(np.array([1, 1 / TRAIN_STEPS], np.float32), shift)
-        line = np.linspace(float(high), float(low), steps)
-    return shifted(line, shift)
+        high, low = shift_sigmas(np.array([1, 1 / TRAIN_STEPS], np.float32), shift)
+        levels = np.linspace(float(high), float(low), steps)
+    return shift_sigmas(levels, shift)
 
 
 def check_steps(steps: int, skip: int) -> None:
-    """Raise WanjaxError unless there is at least one step, and one is left after `skip`."""
+    """Raise WanjaxError unless at least one step remains after the first `skip`."""
     if steps < 1:
-        raise WanjaxError(f"{quantity(steps, 'step')} cannot make a video: give 1 or more")
+        raise WanjaxError(f"steps must be at least 1, got {steps}")
     if not 0 <= skip < steps:
-        raise WanjaxError(f"{skip} of {quantity(steps, 'step')} cannot be skipped: give a number from 0 to {steps - 1}")
+        raise WanjaxError(f"cannot skip {skip} of {quantity(steps, 'step')}: give a number from 0 to {steps - 1}")
 
 
 def check_flow(shift: object, sigmas: object) -> None:
-    """Raise WanjaxError for an invalid shift, and for an unknown name of sigmas.
+    """Raise WanjaxError for an invalid shift or an unknown choice of sigmas.
 
-    A shift of 1 changes nothing; a higher shift moves steps to high noise.
+    A shift of 1 changes nothing; a higher one moves steps to higher noise levels.
     """
     check_shift("flow shift", shift, "3 to 12")
     check_choice("sigmas", sigmas, Reference)
 
 
-def check_shift(name: str, shift: object, usual: str) -> None:
+def check_shift(name: str, shift: object, usual_values: str) -> None:
     """Raise WanjaxError for a shift that is not a finite number above 0."""
     if not (isinstance(shift, int | float) and 0 < shift < float("inf")):
-        raise WanjaxError(f"the {name} {shift!r} is not a number above zero: {usual} is usual")
+        raise WanjaxError(f"the {name} must be a number above zero, got {shift!r}: {usual_values} is usual")
 
 
-def check_choice(name: str, chosen: object, among: Any) -> None:
-    """Raise WanjaxError for a value that is not among those of a `Literal`."""
-    if chosen not in get_args(among):
-        raise WanjaxError(f"the {name} {chosen!r} is not known: give {' or '.join(get_args(among))}")
+def check_choice(name: str, value: object, choices: Any) -> None:
+    """Raise WanjaxError for a value that is not one of a `Literal` type's."""
+    if value not in get_args(choices):
+        raise WanjaxError(f"unknown {name} {value!r}: give {' or '.join(get_args(choices))}")

@@ -11,9 +11,9 @@ from wanjax.schedulers.diffusion import Diffusion, Levels
 
 @dataclass(frozen=True)
 class DDIM(Diffusion):
-    """Takes the predicted noise along to the next level, and adds the predicted clean sample in its measure there.
+    """DDIM: combine the predicted clean sample and the predicted noise in the proportions of the next level.
 
-    The weights of a step are those of x and of the clean sample.
+    A step has two weights: of x, and of the clean sample.
     """
 
     def step(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The noise levels of diffusions trained in a thousand discrete steps, where α² + σ² = 1.
+"""Noise levels of diffusion models trained with a thousand discrete timesteps, where α² + σ² = 1.
 
 The levels are those of Rombach et al., "High-Resolution Image Synthesis with Latent Diffusion Models", 2112.10752, with
 more noise at all levels as in Esser et al., 2403.03206, and pure noise at the last one as in Lin et al., "Common
@@ -32,20 +32,20 @@ Spacing = Literal["trailing", "linspace", "leading"]
 
 
 class Levels(NamedTuple):
-    """The values of α² at which a step begins and ends, and at which the step before began, None at the first."""
+    """The values of α² at which a step starts and ends, and at which the previous step started, if there is one."""
 
     start: np.float64
     end: np.float64
-    before: np.float64 | None
+    previous_start: np.float64 | None
 
 
 @dataclass(frozen=True)
 class Diffusion(Scheduler):
-    """The levels of a discrete diffusion; subclasses are its solvers.
+    """Noise levels of a discrete diffusion model; subclasses are solvers.
 
     `snr_shift` divides the ratio of signal to noise, α² / σ², at every level. `spacing` chooses the timesteps:
-    `trailing` from the last one down, `linspace` evenly from the last to the first, `leading` from the first up. The
-    checkpoint tells both, so a scheduler's name does not.
+    `trailing` from the last one down, `linspace` evenly from the last to the first, `leading` from the first up. Both
+    come from the checkpoint, so they are not part of a scheduler's name.
     """
 
     prediction: Prediction = "v"
@@ -58,19 +58,19 @@ class Diffusion(Scheduler):
         check_choice("timestep spacing", self.spacing, Spacing)
 
     def schedule(self, steps: int, *, follow: str = "official", skip: int = 0) -> Schedule:
-        """Return levels and weights; raise WanjaxError for more steps than there are timesteps.
+        """Return levels and weights; raise WanjaxError for more steps than timesteps.
 
-        A step ends at the level of the next timestep, and the last one without noise. By `diffusers` each ends 1000 /
-        steps timesteps below its own, rounded down, so that noise is left where steps do not divide 1000.
+        A step ends at the level of the next timestep, and the last step ends without noise. With `follow="diffusers"`
+        a step ends 1000 // steps timesteps below its own, so some noise remains if steps does not divide 1000.
         """
         check_steps(steps, skip)
         check_choice("way", follow, Reference)
         if steps > TRAIN_STEPS:
-            raise WanjaxError(f"{steps} steps are more than the {TRAIN_STEPS} timesteps of the model: take fewer")
-        bars = noise_levels(self.snr_shift)
-        timesteps = _spaced(steps, self.spacing)[skip:]
+            raise WanjaxError(f"the model has {TRAIN_STEPS} timesteps, got {steps} steps: use fewer steps")
+        alpha_bars = noise_levels(self.snr_shift)
+        timesteps = _spaced_timesteps(steps, self.spacing)[skip:]
         ends = np.append(timesteps[1:], -1) if follow == "official" else timesteps - TRAIN_STEPS // steps
-        start, end = bars[timesteps], np.where(ends >= 0, bars[ends], 1.0)
+        start, end = alpha_bars[timesteps], np.where(ends >= 0, alpha_bars[ends], 1.0)
         levels = [Levels(start[i], end[i], start[i - 1] if i else None) for i in range(len(start))]
         squares = np.append(start, end[-1])
         return Schedule(
@@ -81,10 +81,10 @@ class Diffusion(Scheduler):
         )
 
     def levels(self, fractions: Float[Array, "B"]) -> Schedule:
-        """Return the levels of whole-numbered timesteps, each with the same share of the range."""
+        """Return the levels of integer timesteps, each of which covers an equal part of the range."""
         timesteps = jnp.minimum((fractions * TRAIN_STEPS).astype(jnp.int32), TRAIN_STEPS - 1)
-        bars = noise_levels(self.snr_shift)
-        alphas, sigmas = (jnp.asarray(np.sqrt(x), jnp.float32)[timesteps] for x in (bars, 1 - bars))
+        alpha_bars = noise_levels(self.snr_shift)
+        alphas, sigmas = (jnp.asarray(np.sqrt(x), jnp.float32)[timesteps] for x in (alpha_bars, 1 - alpha_bars))
         times = timesteps.astype(jnp.float32)[None]
         return Schedule(times, jnp.stack([sigmas, sigmas]), jnp.stack([alphas, alphas]))
 
@@ -94,18 +94,18 @@ class Diffusion(Scheduler):
 
 
 def noise_levels(snr_shift: float) -> Float[np.ndarray, " steps"]:
-    """Return α² at each of the training's timesteps, in float64; it is 0 at the last one."""
+    """Return α² at each training timestep, in float64; it is 0 at the last one."""
     betas = np.linspace(BETAS[0] ** 0.5, BETAS[1] ** 0.5, TRAIN_STEPS) ** 2
-    bars = np.cumprod(1 - betas)
-    alphas = np.sqrt(bars / (snr_shift + (1 - snr_shift) * bars))
+    alpha_bars = np.cumprod(1 - betas)
+    alphas = np.sqrt(alpha_bars / (snr_shift + (1 - snr_shift) * alpha_bars))
     return ((alphas - alphas[-1]) * (alphas[0] / (alphas[0] - alphas[-1]))) ** 2
 
 
-def _spaced(steps: int, spacing: Spacing) -> Int[np.ndarray, " steps"]:
-    """Return the timesteps, in falling order."""
+def _spaced_timesteps(steps: int, spacing: Spacing) -> Int[np.ndarray, " steps"]:
+    """Return the timesteps of a schedule in falling order."""
     match spacing:
         case "trailing":
-            # for some numbers of steps the reference's rounding adds timestep -1 at the end, which is left out here
+            # for some numbers of steps the reference's rounding appends timestep -1, which is dropped here
             timesteps = np.round(np.arange(TRAIN_STEPS, 0, -TRAIN_STEPS / steps))[:steps] - 1
         case "linspace":
             timesteps = np.linspace(0, TRAIN_STEPS - 1, steps).round()[::-1]

@@ -2,14 +2,14 @@
 """A stochastic solver of second order: SDE-DPM-Solver++(2M).
 
 Follows Lu et al., "DPM-Solver++: Fast Solver for Guided Sampling of Diffusion Probabilistic Models", 2211.01095, in the
-form of diffusers' schedulers/scheduling_dpm_cogvideox.py. In λ = log(α / σ) a step goes over h = λ' - λ:
+form of diffusers' schedulers/scheduling_dpm_cogvideox.py. A step advances λ = log(α / σ) by h = λ' - λ:
 
-    x' = σ'/σ e^-h x + α' (1 - e^-2h) D + σ' √(1 - e^-2h) noise,    D = x0 + (x0 - x0 before) / 2r
+    x' = σ'/σ e^-h x + α' (1 - e^-2h) D + σ' √(1 - e^-2h) noise,    D = x0 + (x0 - previous x0) / 2r
 
-r is the h of the step before, divided by that of this one. The first step has no x0 before, and the last one, which
-ends without noise, does not use it. λ is infinite where there is pure noise, or none; e^-h is then 0.
+r is the previous step's h divided by this step's. The first step has no previous x0, and the last step, which ends
+without noise, does not use it. λ is infinite at pure noise and at no noise; e^-h is then 0.
 
-The reference draws twice in a step of second order and uses the second noise; here a step draws once.
+The reference draws noise twice in a second-order step and uses the second draw; here a step draws once.
 """
 
 from dataclasses import dataclass
@@ -21,11 +21,11 @@ from jaxtyping import Array, Float, Key
 
 from wanjax.schedulers.base import Index, Sample, Schedule
 from wanjax.schedulers.diffusion import Diffusion, Levels
-from wanjax.schedulers.noise import DrawnNoise, ProvidedNoise, noise_source, take_noise
+from wanjax.schedulers.noise import DrawnNoise, ProvidedNoise, next_noise, noise_source
 
 
 class DPMState(NamedTuple):
-    """The clean sample that the step before predicted, and where the next step's noise comes from."""
+    """The clean sample predicted by the previous step, and the source of the next step's noise."""
 
     x0: Sample
     source: DrawnNoise | ProvidedNoise
@@ -33,14 +33,14 @@ class DPMState(NamedTuple):
 
 @dataclass(frozen=True)
 class DPM(Diffusion):
-    """SDE-DPM-Solver++(2M). The weights of a step are those of x, x0, x0 before and the noise."""
+    """SDE-DPM-Solver++(2M). A step has four weights: of x, of x0, of the previous x0 and of the noise."""
 
     stochastic: ClassVar[bool] = True
 
     def init(
         self, schedule: Schedule, x: Sample, keys: Key[Array, " B"], noise: Float[Array, "..."] | None = None
     ) -> DPMState:
-        """Return the state of the first step. `noise` [steps, shape of x] takes the place of what steps would draw.
+        """Return the state before the first step. `noise` [steps, shape of x] is used instead of random draws.
 
         Raises WanjaxError for noise of another shape.
         """
@@ -52,18 +52,21 @@ class DPM(Diffusion):
         """Move x to the level at which the step ends."""
         weights = schedule.weights[index]
         x0 = self.x0(schedule, index, prediction, x)
-        noise, source = take_noise(state.source, x)
+        noise, source = next_noise(state.source, x)
         x = weights[0] * x + (weights[1] * x0 + weights[2] * state.x0) + weights[3] * noise
         return x, DPMState(x0, source)
 
     def _weights(self, levels: Levels) -> tuple[float, ...]:
-        last = levels.end == 1
+        is_last_step = levels.end == 1
+        previous_start = levels.previous_start
         with np.errstate(divide="ignore"):
-            at, to = (np.log(bar / (1 - bar)) / 2 for bar in (levels.start, levels.end))
-            behind = None if levels.before is None else np.log(levels.before / (1 - levels.before)) / 2
-        h = to - at
+            start_lambda, end_lambda = (np.log(bar / (1 - bar)) / 2 for bar in (levels.start, levels.end))
+            previous_lambda = None if previous_start is None else np.log(previous_start / (1 - previous_start)) / 2
+        h = end_lambda - start_lambda
         scale = np.sqrt((1 - levels.end) / (1 - levels.start)) * np.exp(-h)
         gain = -np.expm1(-2 * h) * np.sqrt(levels.end)
         noise = np.sqrt(1 - levels.end) * np.sqrt(-np.expm1(-2 * h))
-        extra = 0.0 if behind is None or last else h / (at - behind) / 2  # 0 after pure noise, infinitely far away
-        return scale, gain * (1 + extra), -gain * extra, noise
+        extrapolation = 0.0
+        if previous_lambda is not None and not is_last_step:
+            extrapolation = h / (start_lambda - previous_lambda) / 2  # 0 after pure noise, where λ is infinite
+        return scale, gain * (1 + extrapolation), -gain * extrapolation, noise

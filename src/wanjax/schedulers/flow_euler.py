@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Euler's method along a rectified flow: x follows the velocity by the difference of two noise levels."""
+"""Euler's method along a rectified flow: x moves along the velocity by the difference of two noise levels."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from wanjax.schedulers.base import Flow, Index, Sample, Schedule
 
 @dataclass(frozen=True)
 class FlowEuler(Flow):
-    """Euler on flow predictions, from one noise level to the next."""
+    """Euler's method for flow predictions."""
 
     def step(
         self, schedule: Schedule, index: Index, prediction: Sample, x: Sample, state: tuple[()]

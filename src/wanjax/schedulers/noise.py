@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The noise that the steps of a stochastic solver add: drawn from a key for each sample, or provided for every step."""
+"""Noise for the steps of a stochastic solver: drawn from one key per sample, or provided for every step."""
 
 from typing import NamedTuple
 
@@ -12,38 +12,38 @@ from wanjax.schedulers.base import Sample, Schedule
 
 
 class DrawnNoise(NamedTuple):
-    """Noise drawn in each step: the data of a key for each sample."""
+    """Noise that each step draws: the data of one random key per sample."""
 
     keys: UInt32[Array, "B 2"]
 
 
 class ProvidedNoise(NamedTuple):
-    """Noise provided for every step, and the number of steps taken."""
+    """Noise provided for every step, and the index of the next step."""
 
     noise: Float[Array, "steps ..."]
-    taken: Int32[Array, ""]
+    next_step: Int32[Array, ""]
 
 
 def noise_source(
     schedule: Schedule, x: Sample, keys: Key[Array, " B"], noise: Float[Array, "..."] | None
 ) -> DrawnNoise | ProvidedNoise:
-    """Return the source of the first step's noise: the given noise [steps, shape of x], else the keys.
+    """Return the source of the first step's noise: `noise` [steps, shape of x] if provided, else the keys.
 
     Raises WanjaxError for noise of another shape.
     """
     if noise is None:
         return DrawnNoise(jax.random.key_data(keys))
-    if noise.shape != (right := (len(schedule.timesteps), *x.shape)):
-        raise WanjaxError(f"the noise of the steps has the shape {list(noise.shape)}: give {list(right)}")
+    if noise.shape != (expected_shape := (len(schedule.timesteps), *x.shape)):
+        raise WanjaxError(f"the noise of the steps must have the shape {list(expected_shape)}, got {list(noise.shape)}")
     return ProvidedNoise(noise.astype(x.dtype), jnp.int32(0))
 
 
-def take_noise(source: DrawnNoise | ProvidedNoise, x: Sample) -> tuple[Sample, DrawnNoise | ProvidedNoise]:
-    """Return noise for one step, and the source of that of the next."""
+def next_noise(source: DrawnNoise | ProvidedNoise, x: Sample) -> tuple[Sample, DrawnNoise | ProvidedNoise]:
+    """Return the noise for one step, and the source for the next step."""
     match source:
-        case ProvidedNoise(noise, taken):
-            return jax.lax.dynamic_index_in_dim(noise, taken, keepdims=False), ProvidedNoise(noise, taken + 1)
-        case DrawnNoise(data):
-            keys = jax.vmap(jax.random.split)(jax.random.wrap_key_data(data, impl="threefry2x32"))
+        case ProvidedNoise(noise, next_step):
+            return jax.lax.dynamic_index_in_dim(noise, next_step, keepdims=False), ProvidedNoise(noise, next_step + 1)
+        case DrawnNoise(key_data):
+            keys = jax.vmap(jax.random.split)(jax.random.wrap_key_data(key_data, impl="threefry2x32"))
             noise = jax.vmap(lambda key: jax.random.normal(key, x.shape[1:], x.dtype))(keys[:, 0])
             return noise, DrawnNoise(jax.random.key_data(keys[:, 1]))

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""UniPC: a predictor, and a corrector that uses each prediction of the network a second time.
+"""UniPC: a predictor, and a corrector that uses each network prediction a second time.
 
 Follows Zhao et al., "UniPC: A Unified Predictor-Corrector Framework for Fast Sampling of Diffusion Models", 2302.04867,
-with B(h) = e^-h - 1, on predictions m of the clean sample. In λ = log((1 - σ) / σ) both go from one noise level to the
-next by the same expansion, linear in the sample and the predictions:
+with B(h) = e^-h - 1, on predictions m of the clean sample. In λ = log((1 - σ) / σ) both move from one noise level to
+the next by the same expansion, linear in the sample and the predictions:
 
     x' = w0 x + w1 m + Σ wk (mk - m)
 
-x and m belong to the level that the step leaves. The predictor has one mk, the prediction before m. The corrector
-repeats the same step and also uses the prediction at the level that was reached. The weights depend only on the order
-and the noise levels, so they are computed ahead.
+x and m belong to the level at which the step starts. The predictor has one mk, the prediction before m. The corrector
+repeats the previous step and also uses the prediction at the level where that step ended. The weights depend only on
+the order and the noise levels, so they are part of the schedule.
 """
 
 from abc import abstractmethod
@@ -23,97 +23,97 @@ from jaxtyping import Array, Float, Key
 
 from wanjax.errors import WanjaxError
 from wanjax.figures import quantity
-from wanjax.schedulers.base import TRAIN_STEPS, Flow, Index, Numbers, Sample, Schedule, shifted
+from wanjax.schedulers.base import TRAIN_STEPS, Flow, Index, Numbers, Sample, Schedule, shift_sigmas
 
 
 class UniPCState(NamedTuple):
-    """The last corrected sample, and the predictions at its noise level and at the level before."""
+    """The last corrected sample, and the predictions at its noise level and at the previous one."""
 
     sample: Sample
     m: Sample
-    before: Sample
+    previous_m: Sample
 
 
 @dataclass(frozen=True)
 class ExponentialIntegrator(Flow):
-    """Solvers of order 1 or 2 by the expansion; raises WanjaxError for other orders."""
+    """A solver of order 1 or 2 based on the expansion; raises WanjaxError for other orders."""
 
     order: int = 2
     option: ClassVar[str] = "order"
-    from_noise: ClassVar[bool] = False
-    """True for a solver that may begin at pure noise, from where λ is infinitely far."""
+    starts_at_pure_noise: ClassVar[bool] = False
+    """True for a solver whose first level may be pure noise, where λ is infinite."""
 
     def __post_init__(self):
         if self.order not in (1, 2):
-            raise WanjaxError(f"the solver order {self.order!r} is not offered: give 1 or 2")
+            raise WanjaxError(f"the solver's order must be 1 or 2, got {self.order!r}")
 
     def schedule(self, steps: int, *, shift: float, sigmas: str = "official", skip: int = 0) -> Schedule:
-        """Return noise levels, whole-numbered timesteps and weights.
+        """Return noise levels, integer timesteps and weights.
 
-        Raises WanjaxError for an invalid shift or sigmas, and where two levels are equal in float32.
+        Raises WanjaxError for an invalid shift or sigmas, or if two levels are equal in float32.
         """
         schedule = super().schedule(steps, shift=shift, sigmas=sigmas, skip=skip)
-        s = np.asarray(schedule.sigmas, np.float64)  # rounded first, as in the references: near pure noise λ changes
-        if (s[0] == 1 and not self.from_noise) or (np.diff(s) >= 0).any():
+        s = np.asarray(schedule.sigmas, np.float64)  # from float32, as in the references: it matters near pure noise
+        if (s[0] == 1 and not self.starts_at_pure_noise) or (np.diff(s) >= 0).any():
             raise WanjaxError(
-                f"{quantity(steps, 'step')} at a flow shift of {shift} lie too close together: take fewer"
+                f"{quantity(steps, 'step')} at a flow shift of {shift} have equal noise levels: use fewer steps"
             )
         return schedule._replace(weights=np.array([self._weights(s, i) for i in range(len(s) - 1)], np.float32))
 
     @abstractmethod
     def _weights(self, s: np.ndarray, i: int) -> Sequence[float]:
-        """Return the weights of the step from level i, given all levels."""
+        """Return the weights of the step that starts at level i of the levels s."""
 
-    def _ahead(self, s: np.ndarray, i: int) -> Sequence[float]:
-        """Return the predictor's weights from level i to i + 1; the last step is to the prediction itself."""
+    def _predictor_weights(self, s: np.ndarray, i: int) -> Sequence[float]:
+        """Return the predictor's weights from level i to i + 1; the last step returns the prediction itself."""
         if i + 2 == len(s):
             return 0, 1, 0
         h = _lambda(s[i + 1]) - _lambda(s[i])
         gain = (1 - s[i + 1]) * -np.expm1(-h)
-        before = 0.5 * h / (_lambda(s[i - 1]) - _lambda(s[i])) if min(self.order, i + 1) == 2 else 0.0
-        return s[i + 1] / s[i], gain, gain * before
+        previous = 0.5 * h / (_lambda(s[i - 1]) - _lambda(s[i])) if min(self.order, i + 1) == 2 else 0.0
+        return s[i + 1] / s[i], gain, gain * previous
 
 
 @dataclass(frozen=True)
 class UniPC(ExponentialIntegrator):
-    """UniPC of order 1 or 2. The weights of a step are the corrector's four and the predictor's three."""
+    """UniPC of order 1 or 2. A step has the corrector's four weights and the predictor's three."""
 
     def init(
         self, schedule: Schedule, x: Sample, keys: Key[Array, " B"], noise: Float[Array, "..."] | None = None
     ) -> UniPCState:
-        """Return the state of the first step, which has no corrector: the noise is the corrected sample."""
+        """Return the state before the first step, which has no corrector: its corrected sample is the noise."""
         return UniPCState(jnp.copy(x), jnp.zeros_like(x), jnp.zeros_like(x))
 
     def step(
         self, schedule: Schedule, index: Index, prediction: Sample, x: Sample, state: UniPCState
     ) -> tuple[Sample, UniPCState]:
-        """Corrects x with the prediction at x, then predicts the next sample."""
+        """Correct x with the prediction at x, then predict the next sample."""
         weights, m = schedule.weights[index], self.x0(schedule, index, prediction, x)
-        sample = expand(weights[:4], state.sample, state.m, state.before, m)
-        x = expand(weights[4:], sample, m, state.m)
+        sample = evaluate_expansion(weights[:4], state.sample, state.m, state.previous_m, m)
+        x = evaluate_expansion(weights[4:], sample, m, state.m)
         return x, UniPCState(sample, m, state.m)
 
     def _levels(self, steps: int, shift: float, sigmas: str) -> tuple[np.ndarray, np.ndarray]:
         if sigmas == "official":
-            highest = float(np.float32(0.999))  # rounded in the official code too; some timesteps depend on it
-            levels = shifted(np.linspace(highest, 0, steps + 1)[:-1], shift)
+            highest = float(np.float32(0.999))  # float32 as in the official code; some timesteps depend on the rounding
+            levels = shift_sigmas(np.linspace(highest, 0, steps + 1)[:-1], shift)
         else:
-            levels = shifted(np.linspace(1, 1 / TRAIN_STEPS, steps + 1)[:-1], shift)
+            levels = shift_sigmas(np.linspace(1, 1 / TRAIN_STEPS, steps + 1)[:-1], shift)
             levels[0] -= 1e-6  # at pure noise λ would be infinite
         return np.trunc(levels * TRAIN_STEPS), levels
 
     def _weights(self, s: np.ndarray, i: int) -> Sequence[float]:
-        return *_corrector(s, i, min(self.order, i)), *self._ahead(s, i)
+        return *_corrector_weights(s, i, min(self.order, i)), *self._predictor_weights(s, i)
 
 
-def expand(weights: Float[Numbers, " terms"], x: Sample, m: Sample, *others: Sample) -> Sample:
+def evaluate_expansion(weights: Float[Numbers, " terms"], x: Sample, m: Sample, *others: Sample) -> Sample:
     """Evaluate the expansion, `others` being mk; sum the small terms first, so that float32 keeps them."""
     terms = [weight * (mk - m) for weight, mk in zip(weights[2:], others, strict=True)]
     return weights[0] * x + weights[1] * m + sum(terms[1:], terms[0])
 
 
-def _corrector(s: np.ndarray, i: int, order: int) -> Sequence[float]:
-    """Return the weights from level i - 1 to i, given the prediction at i; there is no step to the first level."""
+def _corrector_weights(s: np.ndarray, i: int, order: int) -> Sequence[float]:
+    """Return the corrector's weights from level i - 1 to i; there is no step to the first level."""
     if order == 0:
         return 1, 0, 0, 0
     h = _lambda(s[i]) - _lambda(s[i - 1])
@@ -125,8 +125,8 @@ def _corrector(s: np.ndarray, i: int, order: int) -> Sequence[float]:
     r = (_lambda(s[i - 2]) - _lambda(s[i - 1])) / h
     phi = b / -h - 1
     c1, c2 = phi / b, 2 * (phi / -h - 0.5) / b
-    before = (c1 - c2) / (1 - r)
-    return s[i] / s[i - 1], gain, gain * before / r, gain * (c1 - before)
+    previous = (c1 - c2) / (1 - r)
+    return s[i] / s[i - 1], gain, gain * previous / r, gain * (c1 - previous)
 
 
 def _lambda(sigma: float) -> float:

@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from wanjax.errors import FULL, WanjaxError, causes, is_full, is_out_of_memory, reason
+from wanjax.errors import DISK_FULL_ERRNOS, WanjaxError, causes, is_full, is_out_of_memory, reason
 from wanjax.jobs.databases import DatabaseError
 from wanjax.stores.paths import AnyPath, StoreError
 from wanjax.stores.user_folders import home
 
 MISTAKE, BROKEN, STORAGE = "invalid_request", "server_error", "storage"
 STATUS = {
-    **dict.fromkeys((*FULL, errno.EROFS, errno.EACCES, errno.EPERM), 507),
+    **dict.fromkeys((*DISK_FULL_ERRNOS, errno.EROFS, errno.EACCES, errno.EPERM), 507),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), 503),
     **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.EIO, errno.ESTALE, errno.ENOMEM), 500),
 }

@@ -25,7 +25,7 @@ from wanjax.pipelines.video_metadata import source_names
 from wanjax.pipelines.windows import CONTROL
 from wanjax.plan.estimate_cache import load_estimates
 from wanjax.pricing.roofline import device_model
-from wanjax.schedulers import NAMED, name_of
+from wanjax.schedulers import SCHEDULERS, name_of
 from wanjax.stores.paths import base_name
 
 T = TypeVar("T")
@@ -133,7 +133,7 @@ def _rules(pipe: Pipeline) -> list[str]:
 
 def schedulers(pipe: Pipeline) -> list[str]:
     """Return the names of the solvers that can take the steps, the model's own first."""
-    others = _accepted(NAMED, lambda name: with_scheduler_of(pipe.model, name).spec.schedule(pipe.defaults))
+    others = _accepted(SCHEDULERS, lambda name: with_scheduler_of(pipe.model, name).spec.schedule(pipe.defaults))
     return list(dict.fromkeys([name_of(pipe.scheduler), *others]))
 
 

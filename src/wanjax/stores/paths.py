@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from wanjax.errors import FULL, WanjaxError, causes, write_errors
+from wanjax.errors import DISK_FULL_ERRNOS, WanjaxError, causes, write_errors
 from wanjax.stores.temporary import temp_dir
 
 LIBRARIES = {"s3": "s3fs", "gs": "gcsfs", "memory": "fsspec"}
@@ -200,7 +200,7 @@ class RemotePath:
         except WanjaxError:
             raise
         except Exception as error:
-            if isinstance(error, OSError) and error.errno in FULL:  # here
+            if isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS:  # here
                 raise
             message = f"{self} cannot be {action}, {_cause(error)}: give a bucket that answers, with keys for it"
             raise (Missing if isinstance(error, FileNotFoundError) else StoreError)(message) from error

@@ -27,7 +27,7 @@ from wanjax.pipelines.noise_inputs import INITIAL, STEP_NOISE
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.runtime import SplitNetwork
 from wanjax.pipelines.settings import Settings
-from wanjax.schedulers.base import shifted
+from wanjax.schedulers.base import shift_sigmas
 from wanjax.training.adapters import without_factors
 
 Timesteps = Literal["uniform", "logit-normal", "shift"]
@@ -79,7 +79,7 @@ class NoiseLevels:
     def at(self, u: Float[Array, "B"]) -> Float[Array, "B"]:
         """Return the levels at fractions u of a uniform distribution, shifted."""
         shift = self.shift if self.timesteps == "shift" else 1.0
-        low, high = map(float, shifted(np.array([self.low, self.high]), 1 / shift))
+        low, high = map(float, shift_sigmas(np.array([self.low, self.high]), 1 / shift))
         u = jnp.float32(low) + jnp.float32(high - low) * u
         return jnp.float32(shift) * u / (1 + jnp.float32(shift - 1) * u)
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wan's diffusion transformer that makes a video block by block (Huang et al., Self Forcing, 2025, arXiv:2506.08009).
+"""Wan's diffusion transformer that makes a video chunk by chunk (Huang et al., Self Forcing, 2025, arXiv:2506.08009).
 
-A block of latent frames is denoised as the text-to-video transformer denoises a video, except that self-attention also
-sees keys and values kept of the blocks before. They come from one more pass over the finished block, at timestep 0.
-Positions in time go on from block to block, so kept keys stay as they are. The reference is wan/modules/causal_model.py
-of guandeh17/Self-Forcing, which shifts its window; here a new block takes the place of the oldest.
+A chunk of latent frames is denoised like a whole video, except that self-attention also sees cached keys and values of
+earlier chunks. They come from one more forward over the finished chunk, at timestep 0. Positions in time continue from
+chunk to chunk, so cached keys do not change. The reference is wan/modules/causal_model.py of guandeh17/Self-Forcing,
+which shifts its window; here a new chunk overwrites the oldest one.
 """
 
 from math import prod
@@ -36,11 +36,11 @@ from wanjax.models.wan.transformer import (
 
 
 class CausalSelfAttention(AttentionLayer):
-    """Attention of every token of a block to the block and to the kept keys, with q and k rotated by position."""
+    """Attention of every token of a chunk to the chunk and to cached keys, with q and k rotated by position."""
 
     @jax.named_scope("self_attention")
     def __call__(self, x: Tokens, rope: Rope, window: KVCache, slot: CacheSlot) -> tuple[Tokens, KVCache]:
-        """Also returns the keys and values of the chunk."""
+        """Return the output, and the keys and values of the chunk."""
         q = split_heads(norm_and_rope(self.q(x), self.q_norm, rope), self.heads)  # [B L N D]
         k = split_heads(norm_and_rope(self.k(x), self.k_norm, rope), self.heads)
         v = split_heads(pack_for_all_to_all(self.v(x)), self.heads)
@@ -51,32 +51,32 @@ class CausalSelfAttention(AttentionLayer):
 
 
 class CausalBlock(Block):
-    """The text-to-video transformer's block, with self-attention to the blocks of frames before too."""
+    """The text-to-video transformer's block, whose self-attention also sees earlier chunks."""
 
     self_attention = CausalSelfAttention
 
 
 @readable
 class WanCausalTransformer(WanTransformer):
-    """Predicts the velocity of a block of latents [B T H W C] at timesteps t in [0, 1000] for encoded prompts [B S E].
+    """Predict the velocity of a chunk of latents [B T H W C] at timesteps t in [0, 1000] for encoded prompts [B S E].
 
     velocity, chunk = transformer(latents, t, text)
 
-    That is for the first block of a video. A later one is given its angles, the window and its place in it, too.
+    This call is for the first chunk of a video. Later chunks also need `time`, `window` and `slot`.
     """
 
     config: CausalTransformerConfig
     block = CausalBlock
 
     def window(self, latents: Float[Array, "B T H W C"]) -> KVCache:
-        """An empty window for blocks of these latents: [layers B S N D]."""
+        """Make an empty window for chunks of these latents: [layers B S N D]."""
         frames, height, width = self.grid(latents)
         rows = self.config.slots * frames * height * width
         config = self.config
         return empty_cache(config.layers, latents.shape[0], rows, config.heads, config.head_dim, self.dtype)
 
     def rope(self, grid: tuple[int, int, int], time: Angles) -> Rope:
-        """Tables of RoPE for a grid of patches, whose angles in time are given."""
+        """Compute the tables of RoPE for a grid of patches from its angles in time."""
         channels = self.config.rope_channels
         return rope_from_angles(
             [time, *(angles(range(size), c) for size, c in zip(grid[1:], channels[1:], strict=True))]
@@ -92,11 +92,18 @@ class WanCausalTransformer(WanTransformer):
         window: KVCache | None = None,
         slot: CacheSlot | None = None,
     ) -> tuple[Float[Array, "B T H W _C"], KVCache]:
-        """Also returns the keys and values of the chunk.
+        """Predict the velocity; also return the keys and values of the chunk.
 
-        `context` are encoded prompts, or what the method `context` returns. `time` are the angles of the block's frames
-        (`angles_at`), `window` holds earlier blocks, and `slot` is where this one goes (`slot_of`); without them the
-        block is the first. Raises WanjaxError for latents of other channels.
+        Args:
+            latents: Noisy latents of a chunk.
+            t: Timesteps in [0, 1000].
+            context: Encoded prompts, or the result of the method `context`.
+            time: The angles of the chunk's frames, from `angles_at`; those of the first chunk by default.
+            window: Keys and values of earlier chunks; empty by default.
+            slot: The slot of this chunk in the window, from `slot_of`; the first one by default.
+
+        Raises:
+            WanjaxError: The latents have another number of channels.
         """
         grid = self.grid(latents)
         context = context if isinstance(context, tuple) else self.context(context)
@@ -117,11 +124,11 @@ class WanCausalTransformer(WanTransformer):
 
 
 def angles_at(config: CausalTransformerConfig, block: int) -> Angles:
-    """Return the angles in time of the frames of a block, from 0."""
+    """Return the angles in time of the frames of a chunk; `block` is its index."""
     frames = config.block_frames // config.patch[0]
     return angles(range(block * frames, (block + 1) * frames), config.rope_channels[0])
 
 
 def slot_of(config: CausalTransformerConfig, block: int, tokens: int) -> CacheSlot:
-    """Return the place in the window of a block, from 0, of this number of tokens."""
+    """Return the slot in the window of a chunk with `tokens` tokens; `block` is its index."""
     return CacheSlot(np.int32(config.slot(block) * tokens), np.int32(min(block + 1, config.slots)))

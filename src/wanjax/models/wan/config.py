@@ -12,9 +12,9 @@ from wanjax.layers.tiling import Tiling
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """The sizes of a diffusion transformer (Wan: Open and Advanced Large-Scale Video Generative Models, 2025).
+    """Sizes of a diffusion transformer (Wan: Open and Advanced Large-Scale Video Generative Models, 2025).
 
-    `sparse_linear` is the sparse-linear attention that self-attention was trained as, which has a projection.
+    `sparse_linear` configures the sparse-linear attention, with its projection, that self-attention was trained with.
     """
 
     layers: int
@@ -35,23 +35,23 @@ class TransformerConfig:
 
     @property
     def patch_cells(self) -> int:
-        """Latent cells of a patch."""
+        """The number of latent cells in a patch."""
         return prod(self.patch)
 
     @property
     def rope_channels(self) -> tuple[int, int, int]:
         """Channels of a head that RoPE rotates by frame, row and column: 44, 42 and 42 of 128."""
-        third = 2 * (self.head_dim // 6)
-        return self.head_dim - 2 * third, third, third
+        spatial = 2 * (self.head_dim // 6)
+        return self.head_dim - 2 * spatial, spatial, spatial
 
     def attention(self, requested: AttentionConfig) -> AttentionConfig:
-        """Return the attention of the network; AUTO is the one that it was trained with."""
+        """Resolve the attention to use: AUTO becomes the kind that the network was trained with."""
         return AttentionConfig(sparse=self.sparse_linear) if self.sparse_linear and requested == AUTO else requested
 
 
 @dataclass(frozen=True)
 class ImageTransformerConfig(TransformerConfig):
-    """The sizes of a transformer whose cross-attention sees features of one image, or of a first and a last image.
+    """Sizes of a transformer with cross-attention to features of one image, or of a first and a last image.
 
     `image_width` is the width of the features. `image_positions` is the number of learned positions, one for each
     feature of both images; None for one image, without positions.
@@ -63,9 +63,10 @@ class ImageTransformerConfig(TransformerConfig):
 
 @dataclass(frozen=True)
 class ControlTransformerConfig(TransformerConfig):
-    """The sizes of a transformer that a control clip steers (VACE): a control block for every `control_stride` blocks.
+    """Sizes of a transformer controlled by a clip (VACE), with one control block for every `control_stride` blocks.
 
-    `control_channels` are the channels of the clip: latents of what stays, latents of what is replaced, and the mask.
+    `control_channels` is the number of channels of the clip: latents of the parts that stay, latents of the parts that
+    are replaced, and the mask.
     """
 
     control_channels: int
@@ -78,10 +79,10 @@ class ControlTransformerConfig(TransformerConfig):
 
 @dataclass(frozen=True)
 class CausalTransformerConfig(TransformerConfig):
-    """The sizes of a transformer that makes a video block by block; a block sees itself and blocks before it.
+    """Sizes of a transformer that makes a video chunk by chunk; a chunk attends to itself and to earlier chunks.
 
-    A block has `block_frames` latent frames. It sees at most `window` latent frames, its own among them: the first
-    `sink` of the video, and the latest. All three are multiples of the block.
+    A chunk has `block_frames` latent frames. It attends to at most `window` latent frames, including its own: the first
+    `sink` frames of the video, and the latest ones. `window` and `sink` are multiples of `block_frames`.
     """
 
     block_frames: int
@@ -90,20 +91,20 @@ class CausalTransformerConfig(TransformerConfig):
 
     @property
     def slots(self) -> int:
-        """The number of blocks in the window."""
+        """The number of chunks in the window."""
         return self.window // self.block_frames
 
     def slot(self, block: int) -> int:
-        """Return the place of a block in the window: a free one, or that of the oldest block after the sink."""
-        first = self.sink // self.block_frames
-        return block if block < self.slots else first + (block - first) % (self.slots - first)
+        """Return the window slot of a chunk: an unused one, or that of the oldest chunk after the sink."""
+        sink_slots = self.sink // self.block_frames
+        return block if block < self.slots else sink_slots + (block - sink_slots) % (self.slots - sink_slots)
 
 
 @dataclass(frozen=True)
 class VAEConfig:
-    """The sizes of a Wan 2.1 causal video autoencoder, and the statistics of its latents.
+    """Sizes of a Wan 2.1 causal video autoencoder, and the statistics of its latents.
 
-    `patch` × `patch` pixels are one cell, which is what the convolutions see.
+    The convolutions work on cells of `patch` × `patch` pixels.
     """
 
     width: int
@@ -118,12 +119,12 @@ class VAEConfig:
 
     @property
     def tiling(self) -> Tiling:
-        """The reference's tiles of frames that would not fit in memory."""
+        """The reference's tile size, for frames too large for memory."""
         return Tiling(256, 192)
 
     @property
     def cell_channels(self) -> int:
-        """Channels of a cell: three colours of each of its pixels."""
+        """Channels of a cell: three colours for each of its pixels."""
         return 3 * self.patch**2
 
     @property
@@ -147,23 +148,23 @@ class VAEConfig:
         return 2 ** sum(self.temporal_downsample)
 
     def encode_lengths(self, frames: int) -> tuple[int, int]:
-        """Frames in the first chunk to encode, and in each later one, for a clip of any number of frames."""
-        latents = (frames - 1) // self.temporal_factor
-        return 1, self.temporal_factor * _pairs(latents)
+        """Return the number of frames in the first chunk to encode and in each later chunk, for a clip of `frames`."""
+        later_latent_frames = (frames - 1) // self.temporal_factor
+        return 1, self.temporal_factor * _later_chunk_length(later_latent_frames)
 
     def decode_lengths(self, frames: int) -> tuple[int, int]:
-        """Latent frames in the first chunk to decode, and in each later one, for a clip of any number of them."""
-        return 1, _pairs(frames - 1)
+        """Return the latent frames in the first chunk to decode and in each later chunk, for `frames` in all."""
+        return 1, _later_chunk_length(frames - 1)
 
 
-def _pairs(count: int) -> int:
-    """The latent frames of a chunk after the first, of `count` in all: eight frames fill a TPU's tiles."""
+def _later_chunk_length(count: int) -> int:
+    """Choose the latent frames of later chunks, which have `count` in all. Two, or eight frames, fill a TPU's tiles."""
     return 2 if count % 2 == 0 else 1
 
 
 @dataclass(frozen=True)
 class ResidualVAEConfig(VAEConfig):
-    """The sizes of a Wan 2.2 autoencoder, where each change of resolution has a shortcut."""
+    """Sizes of a Wan 2.2 autoencoder, where each change of resolution has a shortcut."""
 
 
 T2V_14B = TransformerConfig(
@@ -237,14 +238,14 @@ VAE_2_2 = ResidualVAEConfig(
 def forward_flops(config: TransformerConfig, *, tokens: int, text: int, image: int = 0) -> Mapping[str, int]:
     """Count operations of one forward for one video and its context, by part of the transformer.
 
-    A multiplication and an addition are two operations. Only matrix products of real tokens count, neither padding nor
-    what a compiler adds.
+    A multiplication and an addition are two operations. Only matrix products of real tokens count, not padding or
+    operations that the compiler adds.
 
-    `tokens` is the number of tokens of the video; `text` and `image` are those of its cross-attention.
+    `tokens` is the number of the video's tokens; `text` and `image` are the numbers of cross-attention's tokens.
     """
     width, cells = config.width, config.patch_cells
-    block = _block(config, tokens, text, image)
-    flops = {part: config.layers * count for part, count in block.items()}
+    block_flops = _block_flops(config, tokens, text, image)
+    flops = {part: config.layers * count for part, count in block_flops.items()}
     flops["embeddings"] = (
         linear_flops(tokens, cells * config.channels_in, width)
         + linear_flops(1, config.frequency_dim, width)
@@ -253,13 +254,13 @@ def forward_flops(config: TransformerConfig, *, tokens: int, text: int, image: i
     )
     flops["output"] = linear_flops(tokens, width, cells * config.channels_out)
     if isinstance(config, ControlTransformerConfig):
-        hint = linear_flops(tokens, width, width)  # as many as those of the projection of the sum
-        flops["control"] = config.control_blocks * (sum(block.values()) + hint)
+        hint = linear_flops(tokens, width, width)  # the projection of the sum takes as many
+        flops["control"] = config.control_blocks * (sum(block_flops.values()) + hint)
         flops["embeddings"] += linear_flops(tokens, cells * config.control_channels, width) + hint
     return flops
 
 
-def _block(config: TransformerConfig, tokens: int, text: int, image: int) -> dict[str, int]:
+def _block_flops(config: TransformerConfig, tokens: int, text: int, image: int) -> dict[str, int]:
     width = config.width
     return {
         "self_attention": 4 * linear_flops(tokens, width, width) + attention_flops(tokens, tokens, width),

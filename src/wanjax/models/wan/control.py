@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wan's diffusion transformer that a control clip steers (Jiang et al., VACE, 2025, arXiv:2503.07598).
+"""Wan's diffusion transformer with a control clip (Jiang et al., VACE, 2025, arXiv:2503.07598).
 
-A second, shorter stream of blocks runs beside the text-to-video transformer's. It starts as the sum of the control clip
-and the noisy latents, and every few blocks it adds a hint to the latents. The reference is diffusers'
-models/transformers/transformer_wan_vace.py, which computes all hints before the first block; here each is computed
-where it is used, so that memory holds one at a time.
+A second, shorter stream of blocks runs in parallel to the text-to-video transformer's. Its input is the sum of the
+control clip and the noisy latents, and every few blocks it adds a hint to the latents. The reference is diffusers'
+models/transformers/transformer_wan_vace.py, which computes all hints before the first block; here each hint is computed
+just before its use, so memory holds one at a time.
 """
 
 from typing import NamedTuple
@@ -34,20 +34,20 @@ from wanjax.models.wan.transformer import (
 
 
 class ControlContext(NamedTuple):
-    """Keys and values of the prompt, for the blocks of the latents and for those of the control stream."""
+    """Keys and values of the prompt for the blocks of the latents and of the control stream."""
 
     blocks: Context
     control_blocks: Context
 
     def with_nag(self, negative: "ControlContext", nag: Float32[Array, "3"]) -> "ControlContext":
-        """Return the same, guided away from a negative prompt."""
+        """Add a negative prompt for normalized attention guidance."""
         return ControlContext(
-            *(positive.with_nag(opposite, nag) for positive, opposite in zip(self, negative, strict=True))
+            *(stream.with_nag(negative_stream, nag) for stream, negative_stream in zip(self, negative, strict=True))
         )
 
 
 class ControlBlock(Block):
-    """The text-to-video transformer's block, for the control stream; `hint(x)` is what it then adds to the latents."""
+    """A block of the control stream; `hint(x)` projects its output to the hint for the latents."""
 
     def __init__(self, config: ControlTransformerConfig, attention: AttentionConfig, **kw):
         super().__init__(config, attention, **kw)
@@ -56,11 +56,11 @@ class ControlBlock(Block):
 
 @readable
 class WanControlTransformer(WanTransformer):
-    """Predicts the velocity of latents at timesteps t in [0, 1000] for encoded prompts [B S E] and a control clip.
+    """Predict the velocity of latents at timesteps t in [0, 1000] for encoded prompts [B S E] and a control clip.
 
     velocity = transformer(latents, t, text, control=control)
 
-    `control` [B T H W C] has the frames, height and width of the latents, and channels of its own.
+    `control` [B T H W C] has the frames, height and width of the latents, with its own number of channels.
     """
 
     config: ControlTransformerConfig
@@ -75,7 +75,7 @@ class WanControlTransformer(WanTransformer):
         )
 
     def context(self, text: Float[Array, "B S _E"]) -> ControlContext:
-        """Keys and values of encoded prompts [B S E] in every block of both streams: [layers B S E]."""
+        """Compute keys and values of encoded prompts [B S E] for every block of both streams: [layers B S E]."""
         text = self.text_embed(text.astype(self.dtype))
         stacks = self.blocks, self.control_blocks
         keys = (map_blocks(stack, lambda block: block.cross_attn.context(text)) for stack in stacks)
@@ -92,9 +92,18 @@ class WanControlTransformer(WanTransformer):
         control: Float[Array, "B T H W _C"],
         cache: BlockCache = EVERY_BLOCK,
     ) -> Float[Array, "B T H W _C"]:
-        """`context` are encoded prompts, or what the method `context` returns; `rope` comes from the method `rope`.
+        """Predict the velocity.
 
-        `cache` may keep tokens between blocks. Raises WanjaxError for latents or a control clip of other channels.
+        Args:
+            latents: Noisy latents.
+            t: Timesteps in [0, 1000].
+            context: Encoded prompts, or the result of the method `context`.
+            rope: The result of the method `rope`; computed from the latents' grid by default.
+            control: The control clip.
+            cache: A step cache, which can keep tokens between blocks.
+
+        Raises:
+            WanjaxError: The latents or the control clip have another number of channels.
         """
         config, grid = self.config, self.grid(latents)
         context = context if isinstance(context, tuple) else self.context(context)
@@ -114,7 +123,7 @@ class WanControlTransformer(WanTransformer):
             control_context: Context,
             contexts: Context,
         ) -> tuple[Tokens, Tokens]:
-            """A control block, the block that takes its hint, and the blocks up to the next hint."""
+            """Run a control block, the block that its hint is added to, and the blocks up to the next hint."""
             (control_block, group), (x, control) = blocks, streams
             control = run(control_block, control, control_context)
             x = run(block_at(group, 0), x, block_at(contexts, 0)) + control_block.hint(control)

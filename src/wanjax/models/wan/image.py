@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wan 2.1's diffusion transformer for image to video, and for first and last frame to video.
 
-It differs from the text-to-video transformer in two ways. The latents come with the channels of a condition: a mask and
-the latents of the given frames. Cross-attention attends to features of the image (a CLIP's) as well as to the prompt,
-each with a softmax of its own. The reference is diffusers' models/transformers/transformer_wan.py.
+It differs from the text-to-video transformer in two ways. The latents have extra channels for the condition: a mask and
+the latents of the input frames. Cross-attention also attends to CLIP features of the image, with a separate softmax.
+The reference is diffusers' models/transformers/transformer_wan.py.
 """
 
 from typing import NamedTuple
@@ -44,12 +44,12 @@ class ImageContext(NamedTuple):
     image: Context
 
     def with_nag(self, negative: "ImageContext", nag: Float32[Array, "3"]) -> "ImageContext":
-        """Return the same, guided away from a negative prompt."""
+        """Add a negative prompt for normalized attention guidance."""
         return self._replace(text=self.text.with_nag(negative.text, nag))
 
 
 class ImageCrossAttention(CrossAttention):
-    """Attention of every token to the prompt plus its attention to the image: two softmaxes of one query."""
+    """The sum of two attentions with the same queries: to the prompt, and to the image."""
 
     def __init__(self, config: ImageTransformerConfig, attention: AttentionConfig, **kw):
         super().__init__(config, attention, **kw)
@@ -58,7 +58,7 @@ class ImageCrossAttention(CrossAttention):
         self.image_k_norm = rms_norm(config.width, config.eps, **kw)
 
     def image_context(self, image: ImageTokens) -> Context:
-        """Keys and values of an image, which are the same in every step."""
+        """Compute keys and values of an image, which are the same in every step."""
         k = shard_keys(self.image_k_norm(self.image_k(image)).astype(self.dtype), self.heads)
         return Context(k, shard_keys(self.image_v(image).astype(self.dtype), self.heads))
 
@@ -66,20 +66,20 @@ class ImageCrossAttention(CrossAttention):
     def __call__(self, x: Tokens, context: ImageContext) -> Tokens:
         q = split_heads(self.q_norm(self.q(x)), self.heads)  # [B L N D]
         image_k, image_v = (split_heads(keys, self.heads) for keys in context.image[:2])  # [B S N D]
-        return self.out(self.to_prompt(q, context.text) + self.attend(q, image_k, image_v))
+        return self.out(self.attend_to_prompt(q, context.text) + self.attend(q, image_k, image_v))
 
 
 class ImageBlock(Block):
-    """The text-to-video transformer's block, with cross-attention to the image too."""
+    """The text-to-video transformer's block, whose cross-attention also sees the image."""
 
     cross_attention = ImageCrossAttention
 
 
 class ImageEmbed(nnx.Module):
-    """Features of an image, in the transformer's width; positions tell a first image from a last one."""
+    """Project features of images to the transformer's width; learned positions distinguish the first and last image."""
 
     def __init__(self, config: ImageTransformerConfig, **kw):
-        width_in, width, eps = config.image_width, config.width, 1e-5  # the blocks have another eps, the config's
+        width_in, width, eps = config.image_width, config.width, 1e-5  # unlike the blocks' eps, which is the config's
         positions, options = config.image_positions, {"dtype": kw["param_dtype"], "rngs": kw["rngs"]}
         zeros = nnx.initializers.zeros_init()  # before training, as in the reference
         self.positions = nnx.data(
@@ -100,12 +100,12 @@ class ImageEmbed(nnx.Module):
 
 @readable
 class WanImageTransformer(WanTransformer):
-    """Predicts the velocity of latents at timesteps t in [0, 1000] for encoded prompts and images [B S E].
+    """Predict the velocity of latents at timesteps t in [0, 1000] for encoded prompts and images [B S E].
 
     velocity = transformer(latents, t, text, image=image)
 
-    `latents` [B T H W C] are those of the video and, after them along the channels, the condition: a mask and the
-    latents of the given frames.
+    The channels of `latents` [B T H W C] are the video's latents, then the condition: a mask and the latents of the
+    input frames.
     """
 
     block = ImageBlock
@@ -115,7 +115,7 @@ class WanImageTransformer(WanTransformer):
         self.image_embed = ImageEmbed(config, **kw)
 
     def context(self, text: Float[Array, "B S _E"], image: Float[Array, "B _S _E"]) -> ImageContext:
-        """Keys and values of encoded prompts and images [B S E] in every block: [layers B S E]."""
+        """Compute keys and values of encoded prompts and images [B S E] for every block: [layers B S E]."""
         text, image = self.text_embed(text.astype(self.dtype)), self.image_embed(image)
         keys = map_blocks(
             self.blocks,
@@ -135,9 +135,9 @@ class WanImageTransformer(WanTransformer):
         mask: Radial | None = None,
         cache: BlockCache = EVERY_BLOCK,
     ) -> Float[Array, "B T H W _C"]:
-        """The text-to-video transformer's forward, to which encoded prompts come with features of the `image`."""
+        """Predict the velocity as `WanTransformer` does; encoded prompts need the features of the `image`."""
         if not isinstance(context, tuple):
             if image is None:
-                raise WanjaxError("encoded prompts come without the image here: image=FEATURES, [B S E], is missing")
+                raise WanjaxError("encoded prompts need the features of an image: pass image=FEATURES, [B S E]")
             context = self.context(context, image)
         return super().__call__(latents, t, context, rope, mask=mask, cache=cache)

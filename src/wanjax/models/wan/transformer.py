@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wan's diffusion transformer for text to video.
 
-Latents become patches. Each block is self-attention over the patches of all frames, cross-attention to the prompt, and
-an MLP; the timestep modulates the first and the last. The prompt's keys and values in every block and the tables of
-RoPE are the same in every step, so a pipeline computes them once for a video: `context` and `rope`. A forward that is
-given none computes its own. The reference is diffusers' models/transformers/transformer_wan.py and, for what stays in
-float32, the official wan/modules/model.py.
+Latents become patches. Each block has self-attention over the patches of all frames, cross-attention to the prompt, and
+an MLP; the timestep modulates the self-attention and the MLP. The prompt's keys and values in every block and the
+tables of RoPE are the same in every step, so a pipeline computes them once per video, with `context` and `rope`. A
+forward without them computes its own. The reference is diffusers' models/transformers/transformer_wan.py; which values
+stay in float32 follows the official wan/modules/model.py.
 """
 
 import math
@@ -35,13 +35,13 @@ from wanjax.layers.stack import EVERY_BLOCK, BlockCache, map_blocks, scan_blocks
 from wanjax.models.wan.config import TransformerConfig
 from wanjax.sharding import constrain, constrain_to, current, shard_tokens
 
-Stacked = TypeVar("Stacked")  # a tree of arrays [layers B S E]
+StackedArrays = TypeVar("StackedArrays")  # a pytree of arrays [layers B S E]
 
 Tokens = Float[Array, "B L E"]
 
 
 class Negative(NamedTuple):
-    """Keys and values of a negative prompt, to guide cross-attention away from, and the numbers of `apply_nag`."""
+    """Keys and values of a negative prompt for normalized attention guidance, and the parameters of `apply_nag`."""
 
     k: Float[Array, "... B S E"]
     v: Float[Array, "... B S E"]
@@ -49,16 +49,16 @@ class Negative(NamedTuple):
 
 
 class Context(NamedTuple):
-    """Keys and values of cross-attention, heads side by side; those of stacked blocks have a leading axis."""
+    """Keys and values of cross-attention, with heads concatenated; those of stacked blocks have a leading axis."""
 
     k: Float[Array, "... B S E"]
     v: Float[Array, "... B S E"]
     negative: Negative | None = None
 
     def with_nag(self, negative: "Context", nag: Float32[Array, "3"]) -> "Context":
-        """Return the same for stacked blocks, guided away from a negative prompt."""
-        numbers = jnp.broadcast_to(nag, (len(self.k), *nag.shape))
-        return self._replace(negative=Negative(negative.k, negative.v, numbers))
+        """Add a negative prompt for normalized attention guidance, in all stacked blocks."""
+        nag_per_block = jnp.broadcast_to(nag, (len(self.k), *nag.shape))
+        return self._replace(negative=Negative(negative.k, negative.v, nag_per_block))
 
 
 class AttentionLayer(nnx.Module):
@@ -83,15 +83,15 @@ class AttentionLayer(nnx.Module):
         keys: int | None = None,
         mask: Radial | None = None,
     ) -> Float[Array, "B L E"]:
-        """Attention in the compute dtype, heads joined; only the first `keys` keys take part (None: all)."""
+        """Compute attention in the compute dtype and join its heads; only the first `keys` keys are used."""
         q, k = q.astype(self.dtype), k.astype(self.dtype)  # norms return float32
         return join_heads(attention(q, k, v, keys=keys, window=mask, implementation=self.attention))
 
 
 class SelfAttention(AttentionLayer):
-    """Attention of every token to every token, or to those in a mask, with q and k rotated by position.
+    """Attention of every token to every token, or to the tokens in a mask, with q and k rotated by position.
 
-    A network that was trained with sparse-linear attention has a projection for it, `proj_l`, which begins with zeros.
+    A network that was trained with sparse-linear attention has a projection for it, `proj_l`, initialised with zeros.
     """
 
     def __init__(self, config: TransformerConfig, attention: AttentionConfig, **kw):
@@ -116,9 +116,9 @@ class SelfAttention(AttentionLayer):
 
     @jax.named_scope("self_attention")
     def __call__(self, x: Tokens, rope: Rope, mask: Radial | None = None) -> tuple[Tokens, None]:
-        """Also returns None: unlike a causal network, it caches no keys and values."""
+        """Return the output and None, because only causal networks cache keys and values."""
         to_q, to_k, to_v = gather_kernels(self.q, self.k, self.v)
-        # norm and RoPE are one call because they are one kernel on TPUs: apart, each copies q and k in memory
+        # norm and RoPE are one call because TPUs run them as one kernel; separately, each would copy q and k
         q = split_heads(norm_and_rope(to_q(x), self.q_norm, rope), self.heads)  # [B L N D]
         k = split_heads(norm_and_rope(to_k(x), self.k_norm, rope), self.heads)
         # the values of v(x) as they are; on several TPUs, in the memory layout in which heads are sent
@@ -133,17 +133,17 @@ class CrossAttention(AttentionLayer):
         super().__init__(config, attention.dense_only(), **kw)
 
     def context(self, text: Float[Array, "B S E"]) -> Context:
-        """Keys and values of a prompt, which are the same in every step."""
+        """Compute keys and values of a prompt, which are the same in every step."""
         k = shard_keys(self.k_norm(self.k(text)).astype(self.dtype), self.heads)
         return Context(k, shard_keys(self.v(text).astype(self.dtype), self.heads))
 
     @jax.named_scope("cross_attention")
     def __call__(self, x: Tokens, context: Context) -> Tokens:
         q = split_heads(self.q_norm(self.q(x)), self.heads)  # [B L N D]
-        return self.out(self.to_prompt(q, context))
+        return self.out(self.attend_to_prompt(q, context))
 
-    def to_prompt(self, q: Float[Array, "B L N D"], context: Context) -> Tokens:
-        """Attention to a prompt, guided away from that to a negative one if there is one."""
+    def attend_to_prompt(self, q: Float[Array, "B L N D"], context: Context) -> Tokens:
+        """Attend to the prompt, with normalized attention guidance if there is a negative prompt."""
         k, v = (split_heads(keys, self.heads) for keys in context[:2])  # [B S N D]
         y = self.attend(q, k, v)
         if context.negative is None:
@@ -153,7 +153,7 @@ class CrossAttention(AttentionLayer):
 
 
 class Block(nnx.Module):
-    """Self-attention, cross-attention to the prompt, and an MLP; the timestep modulates the first and the last."""
+    """Self-attention, cross-attention to the prompt, and an MLP; the timestep modulates self-attention and MLP."""
 
     self_attention: ClassVar[Any] = SelfAttention
     cross_attention: ClassVar[Any] = CrossAttention
@@ -170,12 +170,12 @@ class Block(nnx.Module):
         self.dtype = kw["dtype"]
 
     def __call__(
-        self, x: Tokens, context: Any, mod: Float[Array, "B _T 6 E"], *where: Any, clean: SecondMask = None
+        self, x: Tokens, context: Any, mod: Float[Array, "B _T 6 E"], *attention_args: Any, clean: SecondMask = None
     ) -> tuple[Tokens, Any]:
-        """`where` are the other arguments of self-attention; also returns its chunk for a KV cache, if it has one."""
+        """Return the output, and the keys and values of a causal network for its KV cache."""
         self_mod, mlp_mod = split_modulation(mod + self.table[...][None, None])
         y = modulate(self.norm1(x), self_mod.shift, self_mod.scale, clean).astype(self.dtype)
-        y, chunk = self.self_attn(y, *where)
+        y, chunk = self.self_attn(y, *attention_args)
         x = gated_add(x, y, self_mod.gate, clean)
         x = x + self.cross_attn(self.norm2(x).astype(self.dtype), context).astype(x.dtype)
         y = modulate(self.norm3(x), mlp_mod.shift, mlp_mod.scale, clean).astype(self.dtype)
@@ -184,7 +184,7 @@ class Block(nnx.Module):
 
 @readable
 class WanTransformer(nnx.Module):
-    """Predicts the velocity of latents [B T H W C] at timesteps t in [0, 1000] for encoded prompts [B S E].
+    """Predict the velocity of latents [B T H W C] at timesteps t in [0, 1000] for encoded prompts [B S E].
 
     velocity = transformer(latents, t, text)
     """
@@ -200,7 +200,7 @@ class WanTransformer(nnx.Module):
         param_dtype: DTypeLike,
         rngs: nnx.Rngs,
     ):
-        """`attention` is how tokens attend; AUTO is as the network was trained, and chosen by platform and shape."""
+        """`attention` is the kind of attention; AUTO is that of the training, chosen by platform and shape."""
         kw: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         width, cells, attention = config.width, config.patch_cells, config.attention(attention)
         self.config = config
@@ -216,7 +216,7 @@ class WanTransformer(nnx.Module):
         self.proj_out = linear(width, cells * config.channels_out, ("embed", None), **kw)
 
     def context(self, text: Float[Array, "B S _E"]) -> Context:
-        """Keys and values of encoded prompts [B S E] in every block: [layers B S E]."""
+        """Compute keys and values of encoded prompts [B S E] for every block: [layers B S E]."""
         text = self.text_embed(text.astype(self.dtype))
         return shard_stacked(map_blocks(self.blocks, lambda block: block.cross_attn.context(text)), self.config.heads)
 
@@ -225,11 +225,11 @@ class WanTransformer(nnx.Module):
         return patch_grid(latents, self.config.patch)
 
     def rope(self, grid: tuple[int, int, int]) -> Rope:
-        """Tables of RoPE for a grid of patches."""
+        """Compute the tables of RoPE for a grid of patches."""
         return rope_3d(grid, self.config.rope_channels)
 
     def mask(self, grid: tuple[int, int, int]) -> Radial | None:
-        """The mask of radial self-attention over a grid of patches; None where all see all."""
+        """Return the mask of radial self-attention over a grid of patches, or None for dense attention."""
         return self.attention.mask(grid)
 
     @on_weights_mesh
@@ -244,11 +244,19 @@ class WanTransformer(nnx.Module):
         mask: Radial | None = None,
         cache: BlockCache = EVERY_BLOCK,
     ) -> Float[Array, "B T H W _C"]:
-        """`context` are encoded prompts, or what the method `context` returns; `rope` and `mask` come from theirs.
+        """Predict the velocity.
 
-        Without `rope` the tables are those of the latents' grid, and without `mask` all tokens see all; the first block
-        does so under a mask too. The first `clean_frames` latent frames hold no noise: their tokens are at timestep 0,
-        whatever t is. `cache` may keep tokens between blocks. Raises WanjaxError for latents of other channels.
+        Args:
+            latents: Noisy latents.
+            t: Timesteps in [0, 1000].
+            context: Encoded prompts, or the result of the method `context`.
+            rope: The result of the method `rope`; computed from the latents' grid by default.
+            clean_frames: The number of first latent frames without noise; their tokens have timestep 0.
+            mask: The result of the method `mask`; dense attention by default. The first block is always dense.
+            cache: A step cache, which can keep tokens between blocks.
+
+        Raises:
+            WanjaxError: The latents have another number of channels.
         """
         config, grid = self.config, self.grid(latents)
         context = context if isinstance(context, tuple) else self.context(context)
@@ -259,14 +267,14 @@ class WanTransformer(nnx.Module):
         time = self.time_embed(timesteps.reshape(-1))
         time = time.reshape(*timesteps.shape, config.width)  # [B 1 E], or [B 2 E] of two timesteps
         mod = self.time_proj(jax.nn.silu(time)).reshape(*timesteps.shape, 6, config.width)
-        mod = constrain(mod, ("batch", None, None, None))  # blocks take rows of it
+        mod = constrain(mod, ("batch", None, None, None))  # blocks slice its rows
 
         def run(mask: Radial | None, block: Block, x: Tokens, context: Any) -> Tokens:
             return block(x, context, mod, rope, mask, clean=clean)[0]
 
         for part in cache.parts(config.layers, 1 if mask else 0):
-            seen = mask if part.start else None  # the first block sees all
-            x = scan_blocks(self.blocks, partial(run, seen), cache.before(part, x), context, part=part)
+            part_mask = mask if part.start else None  # the first block is dense
+            x = scan_blocks(self.blocks, partial(run, part_mask), cache.before(part, x), context, part=part)
         x = cache.after(x)
 
         shift, scale = (time + row for row in jnp.split(self.table[...][None], 2, axis=1))
@@ -275,12 +283,12 @@ class WanTransformer(nnx.Module):
 
 
 def shard_keys(x: Float[Array, "B S E"], heads: int) -> Float[Array, "B S E"]:
-    """Keys or values on the devices whose queries attend to them: all of them on each, or sharded by heads."""
+    """Place keys or values on the devices whose queries use them: replicated, or sharded by heads."""
     return join_heads(constrain(split_heads(x, heads), ("batch", None, "heads", None)))
 
 
-def shard_stacked(keys: Stacked, heads: int) -> Stacked:
-    """Keys and values of all blocks [layers B S E] where `shard_keys` has those of each."""
+def shard_stacked(keys: StackedArrays, heads: int) -> StackedArrays:
+    """Place keys and values of all blocks [layers B S E] as `shard_keys` places those of one block."""
 
     def shard(x: Float[Array, "_B B S E"]) -> Float[Array, "_B B S E"]:
         return constrain_to(x, current().activation((None, "batch", None, "heads"), (*x.shape[:3], heads)))
@@ -289,12 +297,12 @@ def shard_stacked(keys: Stacked, heads: int) -> Stacked:
 
 
 def modulation_table(rows: int, width: int, rngs: nnx.Rngs) -> nnx.Param:
-    """Learned rows that a block adds to the timestep's shifts, scales and gates; kept in float32."""
+    """Make learned rows that a block adds to the timestep's shifts, scales and gates, in float32."""
     normal = nnx.initializers.normal(stddev=width**-0.5)
     return param(normal, (rows, width), (None, "embed"), dtype=jnp.float32, rngs=rngs)
 
 
 def clean_tokens(grid: tuple[int, int, int], frames: int) -> SecondMask:
-    """Mark the tokens of the first `frames` frames of patches; None if there are no such frames."""
+    """Mark the tokens of the first `frames` frames of patches; return None for 0 frames."""
     clean = jnp.arange(math.prod(grid)) < frames * grid[1] * grid[2]
     return shard_tokens(clean, ("length",)) if frames else None

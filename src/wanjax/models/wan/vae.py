@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wan 2.1's causal video autoencoder: 8 × 8 pixels of 4 frames to a latent cell, the first frame alone.
+"""Wan 2.1's causal video autoencoder: a latent cell is 8 × 8 pixels of 4 frames; the first frame is alone.
 
 It streams. The first call receives one frame and `None`. Each later call receives a chunk (a multiple of 4 frames to
-encode, latent frames to decode) and the cache that the call before returned: a pytree of the last frames that each
-causal layer saw. The numbers are those of the whole clip at once, for any length, and memory does not grow with the
+encode, latent frames to decode) and the cache that the previous call returned: a pytree of the last frames that each
+causal layer saw. The results equal those of the whole clip at once, for any length, and memory does not grow with the
 length. The reference is diffusers' models/autoencoders/autoencoder_kl_wan.py.
 """
 
@@ -26,11 +26,11 @@ from wanjax.layers.norms import ChannelNorm, expand_to_rank
 from wanjax.models.wan.config import VAEConfig
 from wanjax.sharding import VIDEO, num_shards, replicate
 
-PAIRED = 2**26  # the most values of a frame's largest level with which a TPU computes two latent frames together
+MAX_PAIRED_VALUES = 2**26  # of a frame at its largest level: up to this a TPU computes two latent frames together
 
 
 class ResBlock(nnx.Module):
-    """Two causal convolutions, each after a norm and SiLU, around a shortcut."""
+    """Two causal convolutions, each after a norm and SiLU, with a shortcut."""
 
     def __init__(self, channels_in: int, channels_out: int, **kw):
         self.norm1 = ChannelNorm(channels_in, **kw)
@@ -57,9 +57,9 @@ class FrameAttention(nnx.Module):
 
     def __call__(self, x: Chunk) -> Chunk:
         batch, frames, height, width, channels = x.shape
-        # cells and tokens are sharded differently: the compiler would gather both as its last resort, with a warning
-        seen = replicate(x)
-        qkv = self.qkv(self.norm(seen)).reshape(batch * frames, height * width, 1, 3 * channels)
+        # cells and tokens are sharded differently; without this the compiler would gather both, with a warning
+        gathered = replicate(x)
+        qkv = self.qkv(self.norm(gathered)).reshape(batch * frames, height * width, 1, 3 * channels)
         y = attention(*jnp.split(qkv, 3, axis=-1))  # [B·T H·W 1 C]
         return x + self.out(replicate(y).reshape(x.shape))
 
@@ -81,7 +81,7 @@ class MidBlock(nnx.Module):
 
 
 class Downsample(nnx.Module):
-    """Halves height and width; then, with `temporal`, halves the number of frames after the first."""
+    """Halve height and width; if `temporal`, then also halve the number of frames after the first."""
 
     def __init__(self, channels: int, temporal: bool, **kw):
         self.conv = FrameConv(channels, channels, stride=2, padding=(0, 1), **kw)
@@ -91,13 +91,13 @@ class Downsample(nnx.Module):
         x = self.conv(x)
         if self.time_conv is None:
             return x, ()
-        if cache is None:  # the first frame stays as it is, and is kept for the next chunk
+        if cache is None:  # the first frame is not changed, and is cached for the next chunk
             return x, to_operand_dtype(x, self.time_conv.dtype)
         return self.time_conv(x, cache)
 
 
 class Upsample(nnx.Module):
-    """Doubles height and width and, if `temporal`, first the number of frames after the first."""
+    """Double height and width; if `temporal`, first double the number of frames after the first."""
 
     def __init__(self, channels_in: int, channels_out: int, temporal: bool, **kw):
         self.time_conv = nnx.data(CausalConv(channels_in, 2 * channels_in, (3, 1), **kw) if temporal else None)
@@ -106,7 +106,7 @@ class Upsample(nnx.Module):
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
         if self.time_conv is None:
             cache = ()
-        elif cache is None:  # the first frame stays one frame, and later frames do not see it
+        elif cache is None:  # the first frame stays a single frame, and later frames do not depend on it
             cache = self.time_conv.initial_frames(x)
         else:
             x, cache = self.time_conv(x, cache)
@@ -116,17 +116,17 @@ class Upsample(nnx.Module):
 
 
 def upsample(x: Chunk) -> Chunk:
-    """Frames of twice the height and the width, each cell four times.
+    """Double the height and the width of frames by repeating each cell.
 
-    One broadcast writes them once; a repeat along each axis would write the half of them before.
+    One broadcast writes the result once; a repeat along each axis would also write an intermediate result.
     """
     batch, frames, height, width, channels = x.shape
-    cells = jnp.broadcast_to(x[:, :, :, None, :, None], (batch, frames, height, 2, width, 2, channels))
-    return cells.reshape(batch, frames, 2 * height, 2 * width, channels)
+    repeated = jnp.broadcast_to(x[:, :, :, None, :, None], (batch, frames, height, 2, width, 2, channels))
+    return repeated.reshape(batch, frames, 2 * height, 2 * width, channels)
 
 
 class Level(nnx.Module):
-    """The residual blocks of one resolution, then the change to the next resolution if there is one."""
+    """The residual blocks of one resolution, then the resampling to the next resolution if there is one."""
 
     def __init__(self, channels_in: int, channels_out: int, res_blocks: int, resample: nnx.Module | None, **kw):
         sizes = [channels_in] + [channels_out] * res_blocks
@@ -142,7 +142,7 @@ class Level(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """Cells of pixels, through the levels, to the mean and log-variance of latents."""
+    """Encode cells of pixels as the mean and log-variance of latents."""
 
     def __init__(self, config: VAEConfig, levels: list[nnx.Module], **kw):
         first, *_, last = config.encoder_sizes
@@ -162,7 +162,7 @@ class Encoder(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Latents, through the levels, to cells of pixels."""
+    """Decode latents to cells of pixels."""
 
     def __init__(self, config: VAEConfig, levels: list[nnx.Module], **kw):
         first, *_, last = config.decoder_sizes
@@ -170,7 +170,7 @@ class Decoder(nnx.Module):
         self.mid = MidBlock(first, **kw)
         self.levels = nnx.List(levels)
         self.norm_out = ChannelNorm(last, **kw)
-        kw |= {"dtype": jnp.float32}  # frames are not rounded before they are 8 bits
+        kw |= {"dtype": jnp.float32}  # avoid rounding frames before they become 8-bit
         self.conv_out = CausalConv(last, config.cell_channels, **kw)
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
@@ -207,7 +207,7 @@ class WanVAE(nnx.Module):
     @staticmethod
     def decoder_levels(config: VAEConfig, **kw) -> list[nnx.Module]:
         first, *sizes = config.decoder_sizes
-        inputs = [first] + [size // 2 for size in sizes[:-1]]  # an upsampling halves the channels
+        inputs = [first] + [size // 2 for size in sizes[:-1]]  # upsampling halves the channels
         temporal = reversed(config.temporal_downsample)
         ups = [Upsample(size, size // 2, t, **kw) for size, t in zip(sizes[:-1], temporal, strict=True)]
         return [
@@ -215,7 +215,7 @@ class WanVAE(nnx.Module):
         ]
 
     def posterior(self, x: Chunk, cache: Cache) -> tuple[Chunk, Chunk, Cache]:
-        """Mean and log-variance of the latents of a chunk of cells; float32, not normalised."""
+        """Compute the mean and log-variance of the latents of a chunk of cells: float32, not normalised."""
         h, cache = self.encoder(x.astype(self.dtype), cache)
         mean, log_variance = jnp.split(self.quant(h).astype(jnp.float32), 2, axis=-1)
         return mean, jnp.clip(log_variance, -30.0, 20.0), cache
@@ -223,68 +223,72 @@ class WanVAE(nnx.Module):
     def encode_cells(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
         """Encode cells of frames as normalised latents, the mode of the posterior.
 
-        There is one frame if `cache` is None, and a multiple of 4 after. They are encoded as many at a time as suit the
-        device.
+        The first chunk, where `cache` is None, has one frame; later ones have a multiple of 4. The number of frames
+        that are encoded at a time depends on the device.
         """
-        mean, deviation = self._statistics()
+        mean, std = self._latent_statistics()
 
         def latents(x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
             z, _, cache = self.posterior(x, cache)
-            return (z - mean) / deviation, cache
+            return (z - mean) / std, cache
 
-        return in_parts(latents, x, cache, self.config.temporal_factor * at_once(x, 1, self.config.width))
+        return process_in_parts(
+            latents, x, cache, self.config.temporal_factor * latent_frames_at_once(x, 1, self.config.width)
+        )
 
     def decode_cells(self, z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        """Decode latent frames, as many at a time as suit the device, to cells of frames in about [-1, 1], float32."""
-        mean, deviation = self._statistics()
+        """Decode latent frames to cells of frames in about [-1, 1], float32, a few frames at a time."""
+        mean, std = self._latent_statistics()
 
         def cells(z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-            h = self.post_quant((z.astype(jnp.float32) * deviation + mean).astype(self.dtype))
+            h = self.post_quant((z.astype(jnp.float32) * std + mean).astype(self.dtype))
             x, cache = self.decoder(h, cache)
             return x.astype(jnp.float32), cache
 
-        larger = self.config.spatial_factor // self.config.patch
-        return in_parts(cells, z, cache, at_once(z, larger, self.config.decoder_width))
+        upsampling = self.config.spatial_factor // self.config.patch
+        return process_in_parts(cells, z, cache, latent_frames_at_once(z, upsampling, self.config.decoder_width))
 
-    def _statistics(self) -> list[Float[Array, "1 1 1 1 C"]]:
-        """The mean and the deviation of each channel of latents."""
-        both = self.config.latents_mean, self.config.latents_std
-        return [expand_to_rank(jnp.array(values, jnp.float32), 5) for values in both]
+    def _latent_statistics(self) -> list[Float[Array, "1 1 1 1 C"]]:
+        """Return the mean and the standard deviation of each channel of latents."""
+        statistics = self.config.latents_mean, self.config.latents_std
+        return [expand_to_rank(jnp.array(values, jnp.float32), 5) for values in statistics]
 
 
-def at_once(x: Chunk, cells: int, width: int) -> int:
-    """The number of latent frames to compute at once: two, whose eight frames fill a TPU's tiles, if it has the memory.
+def latent_frames_at_once(x: Chunk, upsampling: int, channels: int) -> int:
+    """Return how many latent frames to compute at once: on a TPU with enough memory two, since 8 frames fill its tiles.
 
-    A frame's largest level has `cells` times the height and the width of x, and `width` channels.
+    A frame's largest level has `upsampling` times the height and the width of x, and this number of channels.
     """
-    batch, _, height, wide, _ = x.shape
-    level = (batch, 1, cells * height, cells * wide, width)
-    return 2 if target(x).platform == "tpu" and math.prod(level) <= PAIRED * num_shards(VIDEO, level) else 1
+    batch, _, height, width, _ = x.shape
+    level = (batch, 1, upsampling * height, upsampling * width, channels)
+    return 2 if target(x).platform == "tpu" and math.prod(level) <= MAX_PAIRED_VALUES * num_shards(VIDEO, level) else 1
 
 
-def in_parts(process: Callable[..., tuple[Chunk, Cache]], x: Chunk, cache: Cache, part: int) -> tuple[Chunk, Cache]:
-    """Processes a clip's first frame alone, where `cache` is None, then `part` frames at a time, then what is left.
+def process_in_parts(
+    process: Callable[..., tuple[Chunk, Cache]], x: Chunk, cache: Cache, part: int
+) -> tuple[Chunk, Cache]:
+    """Process a clip's first frame alone if `cache` is None, then `part` frames at a time, then the remaining frames.
 
-    The results are joined in time. A scan compiles one part for all.
+    The results are concatenated in time. A scan over the parts compiles `process` once for all of them.
     """
     first = 1 if cache is None else 0
     last = x.shape[1] - (x.shape[1] - first) % part
     results = []
     for frames in (x[:, :first], x[:, first:last], x[:, last:]):
         if frames.shape[1]:
-            y, cache = process(frames, cache) if frames.shape[1] <= part else _scanned(process, frames, cache, part)
+            y, cache = process(frames, cache) if frames.shape[1] <= part else _scan_parts(process, frames, cache, part)
             results.append(y)
     return jnp.concatenate(results, axis=1), cache
 
 
-def _scanned(process: Callable[..., tuple[Chunk, Cache]], x: Chunk, cache: Cache, part: int) -> tuple[Chunk, Cache]:
-    """Processes several parts of equal length in a scan."""
+def _scan_parts(process: Callable[..., tuple[Chunk, Cache]], x: Chunk, cache: Cache, part: int) -> tuple[Chunk, Cache]:
+    """Process parts of equal length in a scan."""
 
     def step(cache: Cache, x: Chunk) -> tuple[Cache, Chunk]:
         y, cache = process(x, cache)
         return cache, y
 
-    split = x.reshape(x.shape[0], -1, part, *x.shape[2:])
-    cache, y = jax.lax.scan(step, cache, jnp.moveaxis(split, 1, 0))
+    parts = x.reshape(x.shape[0], -1, part, *x.shape[2:])
+    cache, y = jax.lax.scan(step, cache, jnp.moveaxis(parts, 1, 0))
     y = jnp.moveaxis(y, 0, 1)
     return y.reshape(y.shape[0], -1, *y.shape[3:]), cache
