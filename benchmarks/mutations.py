@@ -149,8 +149,8 @@ MUTATIONS = (
     Mutation(
         "unipc-corrector",
         "src/wanjax/schedulers/unipc.py",
-        "before = (c1 - c2) / (1 - r)",
-        "before = (c1 + c2) / (1 - r)",
+        "previous = (c1 - c2) / (1 - r)",
+        "previous = (c1 + c2) / (1 - r)",
         "every Wan video is another one than by its authors' code",
         ("parity/test_schedulers.py::test_unipc_with_the_official_noise_levels",),
     ),

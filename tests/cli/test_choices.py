@@ -67,7 +67,7 @@ def test_a_scheduler_is_chosen_and_kept_for_the_next_stage(model):
         ("attention", AttentionConfig.parse, {*IMPLEMENTATIONS}),
         ("cache", cache_rule, {*caching.RULES}),
         ("guidance_rule", guidance_rule, {*guidance.RULES}),
-        ("scheduler", schedulers.parse, {*schedulers.NAMED}),
+        ("scheduler", schedulers.parse, {*schedulers.SCHEDULERS}),
     ],
 )
 def test_the_names_that_are_known_without_jax_are_those_that_there_are(option, read, least):

@@ -15,8 +15,8 @@ from wanjax.pipelines.wan.conditioning import WanConditioning
 from wanjax.schedulers import (
     DDIM,
     DPM,
-    NAMED,
     RCM,
+    SCHEDULERS,
     Consistency,
     FlowDPM,
     FlowEuler,
@@ -51,7 +51,7 @@ from wanjax.schedulers import (
 def test_names(name, scheduler):
     assert parse(name) == scheduler
     assert name_of(scheduler) == name
-    assert set(NAMED) == {"unipc", "euler", "dpm++", "ddim", "dpm", "consistency", "rcm", "rcm-ode"}
+    assert set(SCHEDULERS) == {"unipc", "euler", "dpm++", "ddim", "dpm", "consistency", "rcm", "rcm-ode"}
 
 
 def test_a_scheduler_without_a_name_is_described():

@@ -180,7 +180,7 @@ def even_levels(steps: int, shift: float, sigmas: str) -> np.ndarray:
 def check_steps(steps: int, skip: int) -> None:
     """Raise WanjaxError unless at least one step remains after the first `skip`."""
     if steps < 1:
-        raise WanjaxError(f"steps must be at least 1, got {steps}")
+        raise WanjaxError(f"at least 1 step is needed, got {quantity(steps, 'step')}")
     if not 0 <= skip < steps:
         raise WanjaxError(f"cannot skip {skip} of {quantity(steps, 'step')}: give a number from 0 to {steps - 1}")
 

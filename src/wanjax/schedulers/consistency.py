@@ -130,7 +130,7 @@ class RCMEuler(FlowEuler, RCMLevels):
 def _check_official(sigmas: str) -> None:
     """Raise SettingError unless the noise levels are the official ones."""
     if sigmas != "official":
-        raise SettingError(f"distilled models have no sigmas {sigmas!r}: use sigmas 'official'", "sigmas")
+        raise SettingError(f"distilled models have no noise levels of {sigmas}: use sigmas official", "sigmas")
 
 
 def _points_along(points: Sequence[float], steps: int) -> np.ndarray:
