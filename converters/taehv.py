@@ -12,11 +12,11 @@ import numpy as np
 
 from wanjax.converters.weight_rules import Described, Rule, conv
 from wanjax.errors import WanjaxError
-from wanjax.models.taehv import BLOCKS, TinyDecoderConfig
+from wanjax.models.taehv import BLOCKS_PER_LEVEL, TinyDecoderConfig
 
 FIRST, LEVEL, LEVELS = 3, 6, 3  # the number of the first level's first layer; layers of a level; levels
 LAST = FIRST + LEVELS * LEVEL + 1
-ADDING = [f"decoder.{FIRST + LEVEL * level + BLOCKS + 1}.conv.weight" for level in range(LEVELS)]
+ADDING = [f"decoder.{FIRST + LEVEL * level + BLOCKS_PER_LEVEL + 1}.conv.weight" for level in range(LEVELS)]
 """The weights of the layers that may add frames."""
 
 
@@ -40,11 +40,11 @@ def rules() -> list[Rule]:
     table = [*conv("decoder.1", "conv_in"), *conv(f"decoder.{LAST}", "conv_out")]
     for level in range(LEVELS):
         begin, ours = FIRST + LEVEL * level, f"levels.{level}"
-        for block in range(BLOCKS):
+        for block in range(BLOCKS_PER_LEVEL):
             for place in range(3):
                 table += conv(f"decoder.{begin + block}.conv.{2 * place}", f"{ours}.blocks.{block}.convs.{place}")
-        table += conv(f"decoder.{begin + BLOCKS + 1}.conv", f"{ours}.mix", bias=False)
-        table += conv(f"decoder.{begin + BLOCKS + 2}", f"{ours}.out", bias=False)
+        table += conv(f"decoder.{begin + BLOCKS_PER_LEVEL + 1}.conv", f"{ours}.mix", bias=False)
+        table += conv(f"decoder.{begin + BLOCKS_PER_LEVEL + 2}", f"{ours}.out", bias=False)
     return table
 
 

@@ -22,7 +22,7 @@ from wanjax.layers.modulation import modulate
 from wanjax.layers.patch import patchify
 from wanjax.layers.placement import as_shapes
 from wanjax.layers.stack import block_at
-from wanjax.models.cogvideox.transformer import CogVideoXTransformer, by_kind
+from wanjax.models.cogvideox.transformer import CogVideoXTransformer, split_by_token_kind
 
 TEXT = 7  # tokens of a prompt
 SIZES = {
@@ -174,7 +174,7 @@ def test_block_and_attention(models):
     @nnx.jit
     def parts(model, x, time, is_text):
         block, rope = block_at(model.blocks, 1), model.positions(grid, TEXT).rope
-        mod = by_kind(block.attn_mod(jax.nn.silu(time)))
+        mod = split_by_token_kind(block.attn_mod(jax.nn.silu(time)))
         normed = modulate(block.norm1(x), mod.shift, mod.scale, is_text)
         whole = block(x, jax.nn.silu(time), rope, is_text)
         return normed, mod.gate, block.attn(x, rope, is_text, None), block.mlp(x), whole

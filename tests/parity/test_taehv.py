@@ -31,7 +31,7 @@ from tests.support.tiny import (
 from tests.support.words import naming, says
 from wanjax.errors import WanjaxError
 from wanjax.media.video import read_metadata
-from wanjax.models.taehv import pictures
+from wanjax.models.taehv import decode_pictures
 from wanjax.pipelines import tiny_decoder
 from wanjax.pipelines.tiny_decoder import read_tiny_decoder
 
@@ -125,7 +125,7 @@ def test_it_makes_the_reference_s_pictures(stored, patch, growing, tmp_path):
 def test_pictures_are_as_tall_as_they_may_be(height, tall, tmp_path):
     torch.save(OrderedDict(layers(3, 1, (1, 2, 2))), tmp_path / "tae.pth")
     network = read_tiny_decoder(tmp_path / "tae.pth", 3).network
-    made = nnx.eval_shape(lambda network, z: pictures(network, z, 25), network, jnp.zeros((2, 3, 1, height, 4)))
+    made = nnx.eval_shape(lambda network, z: decode_pictures(network, z, 25), network, jnp.zeros((2, 3, 1, height, 4)))
     assert made.shape == (2, 1, tall, 4 * tall // height, 3)
 
 

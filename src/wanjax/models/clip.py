@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vision tower of CLIP: turns an image into features that a video model attends to.
+"""The vision tower of CLIP, an encoder of images for a video model.
 
-A vision transformer (Dosovitskiy et al. 2020, arXiv:2010.11929) that was trained beside a text tower (Radford et al.
+A vision transformer (Dosovitskiy et al. 2020, arXiv:2010.11929) that was trained with a text tower (Radford et al.
 2021, arXiv:2103.00020): patches of the image and a class token, learned positions, pre-norm blocks with biases. The
 reference is transformers' models/clip/modeling_clip.py.
 """
@@ -25,7 +25,7 @@ from wanjax.layers.vision_encoder import VisionBlock, VisionConfig
 
 @dataclass(frozen=True)
 class CLIPVisionConfig(VisionConfig):
-    """The sizes of the tower. `layers` leaves the last block out: features are taken before it."""
+    """Sizes of the tower. `layers` does not count the last block, because features are taken before it."""
 
     @property
     def tokens(self) -> int:
@@ -37,7 +37,7 @@ CLIP_VIT_H = CLIPVisionConfig(layers=31, heads=16, width=1280, mlp_dim=5120, ima
 
 
 class CLIPVision(nnx.Module):
-    """Encodes normalised images [B H W 3]: features of the class token and of each patch, before the last block."""
+    """Encode normalised images [B H W 3] as features of the class token and of each patch, before the last block."""
 
     def __init__(self, config: CLIPVisionConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
         kw: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The language model of Qwen2.5-VL as an encoder: turns the tokens of a prompt into features for a video model.
+"""The language model of Qwen2.5-VL as an encoder of prompts for a video model.
 
-A causal transformer (Qwen team 2025, arXiv:2502.13923): pre-norm blocks of self-attention, in which several heads of
-queries share one of keys and values (Ainslie et al. 2023, arXiv:2305.13245), and a gated MLP. The features are the
-residual stream after some of the blocks, without the final norm. Text has one position in time, height and width, so
-that the multimodal rotary embedding is the plain one. The reference is transformers'
-models/qwen2_5_vl/modeling_qwen2_5_vl.py.
+A causal transformer (Qwen team 2025, arXiv:2502.13923): pre-norm blocks of grouped-query attention (Ainslie et al.
+2023, arXiv:2305.13245) and a gated MLP. The features are the residual stream after the configured number of blocks,
+without the final norm. Text tokens have the same position in time, height and width, so the multimodal rotary embedding
+reduces to the usual one. The reference is transformers' models/qwen2_5_vl/modeling_qwen2_5_vl.py.
 """
 
 from dataclasses import dataclass
@@ -26,12 +25,12 @@ from wanjax.layers.norms import rms_norm
 from wanjax.layers.rope import Angles, angles, apply_rotary
 from wanjax.layers.stack import scan_blocks, stack
 
-CAUSAL = (None, 0)  # the window of a query: all keys before it, and none after it
+CAUSAL = (None, 0)  # the attention window: all earlier keys, no later ones
 
 
 @dataclass(frozen=True)
 class Qwen2VLConfig:
-    """The sizes of a language model. `layers` counts the blocks that run: features are taken before the last ones."""
+    """Sizes of the language model. `layers` is the number of blocks that run, without the last ones."""
 
     vocab_size: int
     width: int
@@ -53,18 +52,18 @@ QWEN2_5_VL_7B = Qwen2VLConfig(
 
 
 def text_angles(length: int, config: Qwen2VLConfig) -> Angles:
-    """The angles of rotary embeddings at the positions 0, 1, ..."""
+    """Compute the angles of rotary embeddings at the positions 0, 1, ..."""
     return angles(range(length), config.head_dim, config.theta)
 
 
 class SelfAttention(nnx.Module):
-    """Causal attention with rotary embeddings; each head of keys and values serves `heads / kv_heads` of queries."""
+    """Causal grouped-query attention with rotary embeddings; `heads / kv_heads` query heads share keys and values."""
 
     def __init__(self, config: Qwen2VLConfig, **kw):
-        width, of_keys = config.width, config.kv_heads * config.head_dim
+        width, kv_width = config.width, config.kv_heads * config.head_dim
         self.q = linear(width, width, ("embed", "heads"), **kw)
-        self.k = linear(width, of_keys, ("embed", "heads"), **kw)
-        self.v = linear(width, of_keys, ("embed", "heads"), **kw)
+        self.k = linear(width, kv_width, ("embed", "heads"), **kw)
+        self.v = linear(width, kv_width, ("embed", "heads"), **kw)
         self.out = linear(width, width, ("heads", "embed"), bias=False, **kw)
         self.head_dim = config.head_dim
 
@@ -90,10 +89,10 @@ class Qwen2VLBlock(nnx.Module):
 
 
 class Qwen2VLEncoder(nnx.Module):
-    """Encodes tokens [B S], padded at their end, as features [B S E].
+    """Encode tokens [B S], padded at their end, as features [B S E].
 
-    There is no mask of keys: no token sees those after it, so padding changes the features of padding alone, which are
-    finite and meaningless.
+    No key mask is needed: causal attention sees no later tokens, so padding affects only the features of padding, which
+    are finite and meaningless.
     """
 
     def __init__(self, config: Qwen2VLConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
@@ -104,8 +103,8 @@ class Qwen2VLEncoder(nnx.Module):
         self.dtype = dtype
 
     def __call__(self, tokens: Int[Array, "B S"]) -> Float[Array, "B S E"]:
-        """Features in the compute dtype."""
+        """Compute features in the compute dtype."""
         angles = text_angles(tokens.shape[1], self.config)
-        x = self.embed(tokens).astype(jnp.float32)  # a few channels grow too large for less than float32
+        x = self.embed(tokens).astype(jnp.float32)  # a few channels are too large for lower precision
         x = scan_blocks(self.blocks, lambda block, x: block(x, angles), x)
         return x.astype(self.dtype)

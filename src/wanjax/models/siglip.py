@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The vision tower of SigLIP: turns an image into features that a video model attends to.
+"""The vision tower of SigLIP, an encoder of images for a video model.
 
-A vision transformer (Dosovitskiy et al. 2020, arXiv:2010.11929) that was trained beside a text tower with a sigmoid
-loss (Zhai et al. 2023, arXiv:2303.15343): patches of the image, learned positions, pre-norm blocks with biases, a last
+A vision transformer (Dosovitskiy et al. 2020, arXiv:2010.11929) that was trained with a text tower and a sigmoid loss
+(Zhai et al. 2023, arXiv:2303.15343): patches of the image, learned positions, pre-norm blocks with biases, a final
 norm. The reference is transformers' models/siglip/modeling_siglip.py.
 """
 
@@ -25,7 +25,7 @@ from wanjax.layers.vision_encoder import VisionBlock, VisionConfig
 
 @dataclass(frozen=True)
 class SiglipVisionConfig(VisionConfig):
-    """The sizes of the tower."""
+    """Sizes of the tower."""
 
     @property
     def tokens(self) -> int:
@@ -37,9 +37,9 @@ SIGLIP_SO400M = SiglipVisionConfig(layers=27, heads=16, width=1152, mlp_dim=4304
 
 
 class SiglipVision(nnx.Module):
-    """Encodes normalised images [B H W 3] as features of each patch, with the last norm.
+    """Encode normalised images [B H W 3] as features of each patch, with the final norm.
 
-    Pixels beyond the last whole patch, at the bottom and at the right, are not seen.
+    Pixels beyond the last full patch, at the bottom and at the right, are cropped.
     """
 
     def __init__(self, config: SiglipVisionConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):

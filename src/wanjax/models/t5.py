@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The encoder of T5 v1.1 and UMT5: turns the tokens of a prompt into features that a video model attends to.
+"""The encoder of T5 v1.1 and UMT5, which encodes prompts for a video model.
 
 Pre-norm blocks of self-attention and a gated MLP, without biases. Positions enter only as a learned bias on the
-attention logits, by the bucketed distance from query to key. The logits are not scaled; the initialisers make up for
+attention logits, by the bucketed distance from query to key. The logits are not scaled; the initialisers compensate for
 that. Follows Raffel et al. 2020 (arXiv:1910.10683), Shazeer 2020 (arXiv:2002.05202) for the gated MLP, and Chung et al.
 2023 (arXiv:2304.09151) for UMT5, where every layer has its own table of position biases.
 """
@@ -31,7 +31,7 @@ normal = nnx.initializers.normal
 
 @dataclass(frozen=True)
 class T5Config:
-    """The sizes of a T5 encoder; with `shared_bias`, one table of position biases serves all layers (T5 v1.1)."""
+    """Sizes of a T5 encoder. With `shared_bias`, all layers share one table of position biases (T5 v1.1)."""
 
     vocab_size: int
     width: int
@@ -73,23 +73,23 @@ GLYPH_BYT5 = T5Config(
 
 
 def distance_buckets(distance: Int[np.ndarray, "..."], buckets: int, max_distance: int) -> Int[np.ndarray, "..."]:
-    """The bucket of each distance, which is the key's position minus the query's.
+    """Return the bucket of each distance, which is the key's position minus the query's.
 
     Half of the buckets are for keys after the query. In each half, the first buckets hold one distance each; the others
     grow geometrically up to `max_distance`, and the last one holds all larger distances.
     """
     half = buckets // 2
     exact = half // 2
-    away = np.abs(distance)
-    # float32, as in the reference, so that a distance at the edge of a bucket falls into the same one
-    growth = np.log(np.maximum(away, 1).astype(np.float32) / np.float32(exact))
-    share = growth / np.float32(math.log(max_distance / exact))
-    geometric = np.minimum(exact + (share * np.float32(half - exact)).astype(int), half - 1)
-    return np.where(distance > 0, half, 0) + np.where(away < exact, away, geometric)
+    magnitude = np.abs(distance)
+    # float32 as in the reference, so that distances at the edges of buckets fall into the same buckets
+    growth = np.log(np.maximum(magnitude, 1).astype(np.float32) / np.float32(exact))
+    fraction = growth / np.float32(math.log(max_distance / exact))
+    geometric = np.minimum(exact + (fraction * np.float32(half - exact)).astype(int), half - 1)
+    return np.where(distance > 0, half, 0) + np.where(magnitude < exact, magnitude, geometric)
 
 
 class PositionBias(nnx.Module):
-    """A bias of each head on its logits, by the bucket of the distance from query to key."""
+    """A bias on the logits of each head, by the bucket of the distance from query to key."""
 
     def __init__(self, config: T5Config, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
         shape, init = (config.buckets, config.heads), normal(config.width**-0.5)
@@ -97,7 +97,7 @@ class PositionBias(nnx.Module):
         self.max_distance = config.max_distance
 
     def __call__(self, length: int) -> Float32[Array, "1 N S S"]:
-        """The biases of self-attention over `length` tokens."""
+        """Compute the biases of self-attention over `length` tokens."""
         table = self.table[...].astype(jnp.float32)
         position = np.arange(length)
         buckets = distance_buckets(position[None, :] - position[:, None], table.shape[0], self.max_distance)
@@ -110,7 +110,7 @@ class SelfAttention(nnx.Module):
     def __init__(self, config: T5Config, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
         width, inner = config.width, config.heads * config.head_dim
         dense = partial(linear, bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        # the initial queries are smaller by the root of the head size, instead of scaled logits
+        # initial queries are smaller by the square root of the head size, in place of scaled logits
         self.q = dense(width, inner, ("embed", "heads"), kernel_init=normal((width * config.head_dim) ** -0.5))
         self.k = dense(width, inner, ("embed", "heads"), kernel_init=normal(width**-0.5))
         self.v = dense(width, inner, ("embed", "heads"), kernel_init=normal(width**-0.5))
@@ -134,7 +134,7 @@ class T5Block(nnx.Module):
         self.attn = SelfAttention(config, **dtypes)
         self.position_bias = None if config.shared_bias else PositionBias(config, param_dtype=param_dtype, rngs=rngs)
         self.norm2 = rms_norm(config.width, config.eps, axis="embed", **dtypes)
-        # the tanh form of GELU, and small kernels as in the reference
+        # tanh GELU and small initial kernels, as in the reference
         inits = normal(config.width**-0.5), normal(config.mlp_dim**-0.5)
         self.mlp = GatedMLP(config.width, config.mlp_dim, gelu_tanh, inits=inits, **dtypes)
 
@@ -150,7 +150,7 @@ class T5Block(nnx.Module):
 
 
 class T5Encoder(nnx.Module):
-    """Encodes tokens [B S] as features [B S E], with the final norm."""
+    """Encode tokens [B S] as features [B S E], with the final norm."""
 
     def __init__(self, config: T5Config, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
         dtypes = {"dtype": dtype, "param_dtype": param_dtype}
@@ -164,12 +164,12 @@ class T5Encoder(nnx.Module):
     def __call__(
         self, tokens: Int[Array, "B S"], mask: Bool[Array, "B S"] | Int[Array, "B S"] | None = None
     ) -> Float[Array, "B S E"]:
-        """Features in the compute dtype. `mask` is true at real tokens; no token attends to the others.
+        """Compute features in the compute dtype. `mask` is True for real tokens; no token attends to the others.
 
-        Features at masked positions are computed too, and are meaningless.
+        Features at masked positions are meaningless.
         """
         mask = None if mask is None else mask.astype(bool)
         bias = None if self.position_bias is None else self.position_bias(tokens.shape[1])
-        x = self.embed(tokens).astype(jnp.float32)  # the residual grows too large for less than float32
+        x = self.embed(tokens).astype(jnp.float32)  # the residual is too large for lower precision
         x = scan_blocks(self.blocks, lambda block, x: block(x, mask, bias), x)
         return self.norm(x).astype(self.dtype)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny decoder of latents: TAEHV by Ollin Boer Bohan (2025), taehv.py of madebyollin/taehv.
+"""A small, fast decoder of latents: TAEHV by Ollin Boer Bohan (2025), taehv.py of madebyollin/taehv.
 
-Its latents are those of the denoiser, not scaled back. The reference adds frames at two of its levels. Previews have
-one picture of each latent frame, the last of those that the reference makes of it. The reference offers that too, and
-to leave out the doubling of height and width at later levels.
+Its latents are those of the denoiser, without rescaling. The reference increases the number of frames at two of its
+levels. Previews decode one picture per latent frame: the last of the frames that the reference decodes. The reference
+has options for that, and for skipping the upsampling of later levels.
 """
 
 from itertools import pairwise
@@ -20,35 +20,39 @@ from wanjax.layers.linear import default_kernel_init
 from wanjax.layers.patch import space_to_depth
 from wanjax.layers.placement import with_axes
 
-BLOCKS = 3  # of a level
+BLOCKS_PER_LEVEL = 3
 AXES = (None, None, "conv_in", "conv_out")
 Frames = Float[Array, "B _T _H _W _C"]
 
 
 class TinyDecoderConfig(NamedTuple):
-    """Sizes of a tiny decoder: channels of the latents and of what each level takes and gives, and pixels of a cell.
+    """Sizes of a tiny decoder.
 
-    `growing` is the number of frames that each level makes of one.
+    Attributes:
+        latent_channels: Channels of the latents.
+        channels: Input channels of each level, then output channels of the last.
+        patch: Pixels along the side of a cell.
+        frame_factors: The number of frames that each level outputs per input frame.
     """
 
     latent_channels: int
     channels: tuple[int, ...] = (256, 128, 64, 64)
     patch: int = 1
-    growing: tuple[int, ...] = (1, 1, 1)
+    frame_factors: tuple[int, ...] = (1, 1, 1)
 
     @property
     def spatial_factor(self) -> int:
-        """The pixels of a latent cell's side."""
-        return 2 ** len(self.growing) * self.patch
+        """Pixels along the side of a latent cell."""
+        return 2 ** len(self.frame_factors) * self.patch
 
     @property
     def temporal_factor(self) -> int:
-        """The frames of each latent frame but the first, which gives one."""
-        return prod(self.growing)
+        """Frames per latent frame, after the first."""
+        return prod(self.frame_factors)
 
 
 def conv(channels_in: int, channels_out: int, size: int = 3, *, bias: bool = True, **kw) -> nnx.Conv:
-    """A 2-D convolution of each frame."""
+    """Make a 2-D convolution that is applied to each frame."""
     init = with_axes(default_kernel_init, AXES), with_axes(nnx.initializers.zeros_init(), AXES[-1:])
     return nnx.Conv(
         channels_in, channels_out, (size, size), use_bias=bias, kernel_init=init[0], bias_init=init[1], **kw
@@ -56,41 +60,41 @@ def conv(channels_in: int, channels_out: int, size: int = 3, *, bias: bool = Tru
 
 
 class MemoryBlock(nnx.Module):
-    """A residual block that also sees its input of the frame before, which is zeros before the first frame."""
+    """A residual block that also sees its input for the previous frame, which is zeros for the first frame."""
 
     def __init__(self, channels: int, **kw):
         self.convs = nnx.List([conv(2 * channels, channels, **kw), *(conv(channels, channels, **kw) for _ in range(2))])
 
     def __call__(self, x: Frames, last: Frames | None) -> tuple[Frames, Frames]:
-        """`last` is the input's last frame before x, None for zeros; returns also that of x."""
-        before = jnp.concatenate([jnp.zeros_like(x[:, :1]) if last is None else last, x[:, :-1]], axis=1)
-        y = jnp.concatenate([x, before], axis=-1)
+        """`last` is the last input frame of the previous chunk; None is zeros. Also return the last frame of x."""
+        previous = jnp.concatenate([jnp.zeros_like(x[:, :1]) if last is None else last, x[:, :-1]], axis=1)
+        y = jnp.concatenate([x, previous], axis=-1)
         for layer in self.convs[:-1]:
             y = nnx.relu(layer(y))
         return nnx.relu(self.convs[-1](y) + x), x[:, -1:]
 
 
 class Level(nnx.Module):
-    """Blocks at one resolution; then each cell may become four, and each frame several."""
+    """Blocks at one resolution, then optional upsampling in space and in time."""
 
-    def __init__(self, channels_in: int, channels_out: int, growing: int, **kw):
-        self.blocks = nnx.List([MemoryBlock(channels_in, **kw) for _ in range(BLOCKS)])
-        self.mix = conv(channels_in, growing * channels_in, 1, bias=False, **kw)
+    def __init__(self, channels_in: int, channels_out: int, frame_factor: int, **kw):
+        self.blocks = nnx.List([MemoryBlock(channels_in, **kw) for _ in range(BLOCKS_PER_LEVEL)])
+        self.mix = conv(channels_in, frame_factor * channels_in, 1, bias=False, **kw)
         self.out = conv(channels_in, channels_out, bias=False, **kw)
 
     def __call__(self, x: Frames, doubles: bool, memory: tuple[Any, ...]) -> tuple[Frames, tuple[Any, ...]]:
-        """`memory` has what each block is given of the frames before; returns also that of x."""
+        """`memory` has the last input frame of each block; `doubles` upsamples. Also return the memory after x."""
         new_memory = []
         for block, last in zip(self.blocks, memory, strict=True):
             x, last = block(x, last)
             new_memory.append(last)
         if doubles:
             x = x.repeat(2, axis=2).repeat(2, axis=3)
-        return self.out(_unfolded(self.mix(x), x.shape[-1])), tuple(new_memory)
+        return self.out(_unfold_frames(self.mix(x), x.shape[-1])), tuple(new_memory)
 
 
 class TinyDecoder(nnx.Module):
-    """Decodes latents [B T H W C] to a picture of each latent frame."""
+    """Decode latents [B T H W C] to one picture per latent frame."""
 
     def __init__(self, config: TinyDecoderConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
         kw = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
@@ -98,51 +102,54 @@ class TinyDecoder(nnx.Module):
         self.config = config
         self.conv_in = conv(config.latent_channels, channels[0], **kw)
         self.levels = nnx.List(
-            [Level(*pair, growing, **kw) for pair, growing in zip(pairwise(channels), config.growing, strict=True)]
+            [
+                Level(*pair, frame_factors, **kw)
+                for pair, frame_factors in zip(pairwise(channels), config.frame_factors, strict=True)
+            ]
         )
         self.conv_out = conv(channels[-1], 3 * config.patch**2, **kw)
 
     def __call__(self, latents: Frames, doublings: int) -> Float[Array, "B _T _H _W 3"]:
-        """Return pictures in [0, 1]; `doublings` of the levels, the first ones, double height and width."""
+        """Decode to pictures in [0, 1]; the first `doublings` levels double height and width."""
         x, _ = self._cells(latents, doublings, None)
-        return jnp.clip(_pixels(x, self.config.patch), 0, 1)
+        return jnp.clip(_cells_to_pixels(x, self.config.patch), 0, 1)
 
     def decode_cells(self, latents: Frames, cache: Any) -> tuple[Frames, Any]:
-        """Decode latent frames to cells of pixels in about [-1, 1]; `cache` is None for a video's first ones.
+        """Decode latent frames to cells of pixels in about [-1, 1]; `cache` is None for the first chunk of a video.
 
-        Of the frames of the first latent frame, the last is the video's first.
+        Of the frames decoded from the first latent frame, only the last belongs to the video.
         """
         x, memory = self._cells(latents.astype(jnp.float32), len(self.levels), cache)
-        x = space_to_depth(_pixels(x, self.config.patch), self.config.patch)
+        x = space_to_depth(_cells_to_pixels(x, self.config.patch), self.config.patch)
         return 2 * (x if cache is not None else x[:, self.config.temporal_factor - 1 :]) - 1, memory
 
     def _cells(self, latents: Frames, doublings: int, memory: Any) -> tuple[Frames, Any]:
-        """The colours of cells, and what the blocks keep for the frames that follow."""
-        memory = memory or ((None,) * BLOCKS,) * len(self.levels)
+        """Decode to the colours of cells; also return the memory of the blocks for the next frames."""
+        memory = memory or ((None,) * BLOCKS_PER_LEVEL,) * len(self.levels)
         x, new_memory = nnx.relu(self.conv_in(3 * jnp.tanh(latents / 3))), []
         for index, level in enumerate(self.levels):
-            x, of_level = level(x, index < doublings, memory[index])
-            new_memory.append(of_level)
+            x, level_memory = level(x, index < doublings, memory[index])
+            new_memory.append(level_memory)
         return self.conv_out(nnx.relu(x)), tuple(new_memory)
 
 
-def _unfolded(x: Frames, channels: int) -> Frames:
-    """Unfolds the channels of several frames, one after another, to frames."""
+def _unfold_frames(x: Frames, channels: int) -> Frames:
+    """Unfold channels into frames, with the frame as the slowest index."""
     batch, frames, height, width, _ = x.shape
     x = jnp.moveaxis(x.reshape(batch, frames, height, width, -1, channels), 4, 2)
     return x.reshape(batch, -1, height, width, channels)
 
 
-def _pixels(x: Frames, patch: int) -> Float[Array, "B _T _H _W 3"]:
-    """Lays out the channels of a cell, of which those of a colour are side by side, as its pixels."""
+def _cells_to_pixels(x: Frames, patch: int) -> Float[Array, "B _T _H _W 3"]:
+    """Unfold the channels of cells, in the order colour, row, column, into pixels."""
     batch, frames, height, width, _ = x.shape
     cells = x.reshape(batch, frames, height, width, 3, patch, patch)
     return jnp.transpose(cells, (0, 1, 2, 5, 3, 6, 4)).reshape(batch, frames, height * patch, width * patch, 3)
 
 
-def pictures(network: TinyDecoder, latents: jax.Array, tallest: int) -> Float[Array, "B _T _H _W 3"]:
-    """Return the pictures of latents [B C T H W], doubled as often as keeps them within `tallest` pixels."""
+def decode_pictures(network: TinyDecoder, latents: jax.Array, max_height: int) -> Float[Array, "B _T _H _W 3"]:
+    """Decode latents [B C T H W] to pictures, upsampled as often as possible within `max_height` pixels."""
     height, doublings = latents.shape[3] * network.config.patch, 0
-    while doublings < len(network.levels) and 2 * height <= tallest:
+    while doublings < len(network.levels) and 2 * height <= max_height:
         height, doublings = 2 * height, doublings + 1
     return network(jnp.moveaxis(latents, 1, -1), doublings)

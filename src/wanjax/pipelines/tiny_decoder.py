@@ -19,7 +19,7 @@ from wanjax.checkpoints.readers import open_tensors
 from wanjax.converters import taehv
 from wanjax.errors import WanjaxError
 from wanjax.layers.placement import as_shapes, with_shardings
-from wanjax.models.taehv import TinyDecoder, TinyDecoderConfig, pictures
+from wanjax.models.taehv import TinyDecoder, TinyDecoderConfig, decode_pictures
 from wanjax.sharding import Partitioner
 
 
@@ -69,7 +69,7 @@ class DecoderFile:
 
     def for_previews(self) -> TinyDecoder:
         """Return the decoder on JAX's default device, with one frame for each latent frame; raise as `load`."""
-        last = self.config._replace(growing=(1,) * len(self.config.growing))
+        last = self.config._replace(frame_factors=(1,) * len(self.config.frame_factors))
         return self._loaded(_shapes(last), taehv.last_frames)
 
     def _loaded(self, shapes: TinyDecoder, cut: Callable[[Any], Any]) -> TinyDecoder:
@@ -99,7 +99,7 @@ class TinyPictures:
 
         @jax.jit
         def decode(weights: Any, latents: jax.Array) -> jax.Array:
-            return pictures(nnx.merge(graphdef, weights), latents, TALLEST)
+            return decode_pictures(nnx.merge(graphdef, weights), latents, TALLEST)
 
         self._decode = decode
 

@@ -13,15 +13,17 @@ Grid = tuple[int, int, int]  # patches along frames, height and width
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """The sizes of a diffusion transformer (Yang et al., CogVideoX, 2024).
+    """Sizes of a diffusion transformer (Yang et al., CogVideoX, 2024).
 
-    Tokens know their positions in two ways, of which a model has one or both. `rotary` says by which positions RoPE
-    rotates q and k: `counted` ones, which are 0, 1, 2 and so on; `resized` ones, by which a grid of any size covers
-    that of the training videos; or none. `added` says which embeddings of positions are added to the tokens:
-    `sinusoids`, a `learned` table, or none. `trained_grid` is the grid of the training videos, None where neither needs
-    it; sinusoids see positions divided by `position_scales`, those of frames, height and width.
+    A model encodes positions by RoPE, by embeddings that are added to the tokens, or by both.
 
-    `offset_width` is the width of the embedding of an offset in the timestep's, None without one.
+    Attributes:
+        rotary: The positions for RoPE: `counted` is 0, 1, 2 and so on, `resized` scales a grid of any size to that of
+            the training videos, and None is no RoPE.
+        added: The embeddings that are added to the tokens: `sinusoids`, a `learned` table, or None.
+        trained_grid: The grid of the training videos; None if neither kind of positions needs it.
+        position_scales: The divisors of sinusoids' positions, for frames, height and width.
+        offset_width: The width of the offset's embedding, which is added to the timestep's; None without an offset.
     """
 
     layers: int
@@ -50,14 +52,14 @@ class TransformerConfig:
 
     @property
     def patch_cells(self) -> int:
-        """Latent cells of a patch."""
+        """The number of latent cells in a patch."""
         return prod(self.patch)
 
     @property
     def rope_channels(self) -> tuple[int, int, int]:
         """Channels of a head that RoPE rotates by frame, row and column: 16, 24 and 24 of 64."""
-        space = 3 * self.head_dim // 8
-        return self.head_dim - 2 * space, space, space
+        spatial = 3 * self.head_dim // 8
+        return self.head_dim - 2 * spatial, spatial, spatial
 
 
 T2V_1_5_5B = TransformerConfig(
@@ -86,8 +88,8 @@ T2V_2B = replace(T2V_5B, layers=30, heads=30, rotary=None, added="sinusoids", tr
 def forward_flops(config: TransformerConfig, *, video: int) -> Mapping[str, int]:
     """Count operations of one forward for one video and its prompt, by part of the transformer.
 
-    A multiplication and an addition are two operations. Only matrix products of real tokens count, neither padding nor
-    what a compiler adds.
+    A multiplication and an addition are two operations. Only matrix products of real tokens count, not padding or
+    operations that the compiler adds.
 
     `video` is the number of the video's tokens.
     """

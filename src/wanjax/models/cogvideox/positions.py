@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Positions of CogVideoX's tokens: the tables of RoPE, and embeddings that are added to the tokens.
 
-The joint sequence is the video's tokens in the order T, H, W, then those of the prompt, which RoPE does not rotate. The
+The joint sequence is the video's tokens in the order T, H, W, then the prompt's, which RoPE does not rotate. The
 reference is diffusers' models/embeddings.py (get_3d_rotary_pos_embed, get_3d_sincos_pos_embed, CogVideoXPatchEmbed) and
 pipelines/cogvideo/pipeline_cogvideox.py (get_resize_crop_region_for_grid).
 """
@@ -22,14 +22,14 @@ from wanjax.sharding import shard_tokens
 
 
 class Positions(NamedTuple):
-    """The positions of a joint sequence: RoPE's tables, and the embeddings to add, None for a model that adds none."""
+    """The positions of a joint sequence: RoPE's tables, and the embeddings to add to the tokens, if any."""
 
     rope: Rope
     added: Float[Array, "1 L E"] | None
 
 
-class NothingAdded(nnx.Module):
-    """No embeddings of positions: RoPE alone tells them."""
+class NoPositionEmbedding(nnx.Module):
+    """No embeddings of positions, for a model with RoPE only."""
 
     def __init__(self, config: TransformerConfig, **kw: Any):
         pass
@@ -39,19 +39,19 @@ class NothingAdded(nnx.Module):
 
 
 class Sinusoids(nnx.Module):
-    """Sines and cosines of the positions of the video's tokens, and zeros for the text's."""
+    """Sines and cosines of the positions of the video's tokens; zeros for text tokens."""
 
     def __init__(self, config: TransformerConfig, **kw: Any):
         self.width = config.width
         self.scales = config.position_scales
 
     def __call__(self, grid: Grid, text: int) -> Float[Array, "1 L E"]:
-        """Embeddings of a grid of patches and of `text` tokens."""
-        return _of_sequence(sinusoids(grid, self.width, self.scales), jnp.zeros((text, self.width), jnp.float32))
+        """Compute embeddings of a grid of patches and of `text` tokens."""
+        return _join_sequence(sinusoids(grid, self.width, self.scales), jnp.zeros((text, self.width), jnp.float32))
 
 
 class LearnedTable(Sinusoids):
-    """A learned embedding of each token of the training videos, and of their prompts."""
+    """A learned embedding of each token of the training videos and of their prompts."""
 
     def __init__(self, config: TransformerConfig, **kw: Any):
         super().__init__(config)
@@ -62,7 +62,7 @@ class LearnedTable(Sinusoids):
         self.trained_grid = config.trained_grid
 
     def __call__(self, grid: Grid, text: int) -> Float[Array, "1 L E"]:
-        """Learned embeddings; for another number of frames those of `Sinusoids`, as the reference.
+        """Return the learned embeddings; for another number of frames those of `Sinusoids`, as in the reference.
 
         Raises WanjaxError for another height or width.
         """
@@ -70,39 +70,40 @@ class LearnedTable(Sinusoids):
             (_, rows, columns), (_, *size) = self.trained_grid, grid
             raise WanjaxError(
                 f"positions are learned for {rows} rows and {columns} columns of patches, not for {size[0]} and "
-                f"{size[1]}: give that size alone"
+                f"{size[1]}: use the size of the training videos"
             )
         if grid[0] != self.trained_grid[0]:
             return super().__call__(grid, text)
         table = self.table[...]
         split = len(table) - prod(grid)
-        return _of_sequence(table[split:], table[:split][:text])
+        return _join_sequence(table[split:], table[:split][:text])
 
 
-ADDED = {None: NothingAdded, "sinusoids": Sinusoids, "learned": LearnedTable}
+POSITION_EMBEDDINGS = {None: NoPositionEmbedding, "sinusoids": Sinusoids, "learned": LearnedTable}
 
 
 def rope_tables(config: TransformerConfig, grid: Grid, text: int) -> Rope:
-    """Tables for a grid of patches, and for `text` tokens that do not rotate."""
-    positions = {"counted": counted, "resized": resized, None: unmoved}[config.rotary](grid, config.trained_grid)
+    """Compute RoPE's tables for a grid of patches, and for `text` tokens that are not rotated."""
+    make_positions = {"counted": counted_positions, "resized": resized_positions, None: zero_positions}[config.rotary]
+    positions = make_positions(grid, config.trained_grid)
     return rope_3d(grid, config.rope_channels, positions=positions, unrotated=text)
 
 
-def counted(grid: Grid, trained: Grid | None) -> list[Float[np.ndarray, " _L"]]:
-    """Positions 0, 1, 2 ... along frames, height and width."""
+def counted_positions(grid: Grid, trained: Grid | None) -> list[Float[np.ndarray, " _L"]]:
+    """Return the positions 0, 1, 2 ... along frames, height and width."""
     return [np.arange(size, dtype=np.float64) for size in grid]
 
 
-def unmoved(grid: Grid, trained: Grid | None) -> list[Float[np.ndarray, " _L"]]:
-    """Position 0 everywhere: no token rotates."""
+def zero_positions(grid: Grid, trained: Grid | None) -> list[Float[np.ndarray, " _L"]]:
+    """Return position 0 for all tokens, so that RoPE rotates none."""
     return [np.zeros(size) for size in grid]
 
 
-def resized(grid: Grid, trained: Grid | None) -> list[Float[np.ndarray, " _L"]]:
-    """Positions by which the grid covers the middle of the trained grid, as far as its shape allows.
+def resized_positions(grid: Grid, trained: Grid | None) -> list[Float[np.ndarray, " _L"]]:
+    """Return positions that fit the grid into the middle of the trained grid, with its aspect ratio.
 
-    The last row is at `bottom · (1 - 1 / height)`, as in the reference. Where `top` is not 0, that is not a whole row
-    before the bottom.
+    The last row is at `bottom · (1 - 1 / height)`, as in the reference. If `top` is not 0, the rows are therefore not
+    spaced by `(bottom - top) / height`.
     """
     assert trained is not None
     (frames, height, width), (_, rows, columns) = grid, trained
@@ -110,7 +111,7 @@ def resized(grid: Grid, trained: Grid | None) -> list[Float[np.ndarray, " _L"]]:
         covered = rows, round(rows / height * width)
     else:
         covered = round(columns / width * height), columns
-    top, left = (round((whole - part) / 2) for whole, part in zip((rows, columns), covered, strict=True))
+    top, left = (round((size - covered_size) / 2) for size, covered_size in zip((rows, columns), covered, strict=True))
     bottom, right = top + covered[0], left + covered[1]
     return [
         np.arange(frames, dtype=np.float64),
@@ -120,18 +121,18 @@ def resized(grid: Grid, trained: Grid | None) -> list[Float[np.ndarray, " _L"]]:
 
 
 def sinusoids(grid: Grid, width: int, scales: tuple[float, float, float]) -> Float32[Array, "L E"]:
-    """Embeddings of all positions of a grid, each divided by its scale: of the frame, the column and the row."""
-    axes = (0, width // 4), (2, 3 * width // 8), (1, 3 * width // 8)  # a quarter of the channels tells the frame
+    """Compute embeddings of all positions of a grid: of frame, column and row, each divided by its scale."""
+    axes = (0, width // 4), (2, 3 * width // 8), (1, 3 * width // 8)  # a quarter of the channels encodes the frame
     parts = []
     for axis, channels in axes:
         position = np.arange(grid[axis], dtype=np.float32) / np.float32(scales[axis])
         frequencies = 10000.0 ** -(np.arange(channels // 2) / (channels // 2))
         angles = position.astype(np.float64)[:, None] * frequencies
-        along = jnp.asarray(np.concatenate([np.sin(angles), np.cos(angles)], axis=1), jnp.float32)
-        others = tuple(other for other in range(3) if other != axis)
-        parts.append(jnp.broadcast_to(jnp.expand_dims(along, others), (*grid, channels)))
+        axis_embedding = jnp.asarray(np.concatenate([np.sin(angles), np.cos(angles)], axis=1), jnp.float32)
+        other_axes = tuple(other for other in range(3) if other != axis)
+        parts.append(jnp.broadcast_to(jnp.expand_dims(axis_embedding, other_axes), (*grid, channels)))
     return jnp.concatenate(parts, axis=-1).reshape(prod(grid), -1)
 
 
-def _of_sequence(video: Float[Array, "_L E"], text: Float[Array, "_S E"]) -> Float[Array, "1 L E"]:
+def _join_sequence(video: Float[Array, "_L E"], text: Float[Array, "_S E"]) -> Float[Array, "1 L E"]:
     return shard_tokens(jnp.concatenate([video, text])[None], ("batch", "length", None))

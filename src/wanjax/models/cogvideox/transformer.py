@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """CogVideoX's diffusion transformer, for text to video and for image to video.
 
-Patches of the latents and tokens of the prompt form one sequence, which attends to itself. The same weights serve both
-kinds of tokens; only the shifts, scales and gates, which come from the timestep, differ. The projected prompt and the
-positions are the same in every step, so a pipeline computes them once for a video: `context` and `positions`. A forward
-that is given none computes its own. The reference is diffusers' models/transformers/cogvideox_transformer_3d.py.
+Patches of the latents and tokens of the prompt form one sequence with self-attention. Both kinds of tokens share the
+weights; only the shifts, scales and gates, which come from the timestep, differ. The projected prompt and the positions
+are the same in every step, so a pipeline computes them once per video, with `context` and `positions`. A forward
+without them computes its own. The reference is diffusers' models/transformers/cogvideox_transformer_3d.py.
 """
 
 from math import prod
@@ -31,18 +31,19 @@ from wanjax.layers.placement import on_weights_mesh
 from wanjax.layers.rope import Rope, head_norm_and_rope
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache, scan_blocks, stack
 from wanjax.models.cogvideox.config import Grid, TransformerConfig
-from wanjax.models.cogvideox.positions import ADDED, Positions, rope_tables
+from wanjax.models.cogvideox.positions import POSITION_EMBEDDINGS, Positions, rope_tables
 from wanjax.sharding import shard_tokens
 
 Tokens = Float[Array, "B L E"]
-HEAD_EPS = 1e-6  # of the norms of q and k; the config's is that of the others
+HEAD_EPS = 1e-6  # of the norms of q and k; the other norms have the config's
 OFFSET = 2.0  # the only offset that checkpoints were trained with
 
 
 class Context(NamedTuple):
     """Encoded prompts in the transformer's width.
 
-    With `nag`, the numbers of `apply_nag`, the second half are negative prompts, and each video is seen with both.
+    With `nag`, the parameters of `apply_nag`, the second half of the batch are negative prompts, and each video is
+    computed with both prompts.
     """
 
     text: Float[Array, "B S E"]
@@ -50,7 +51,7 @@ class Context(NamedTuple):
 
 
 class JointAttention(nnx.Module):
-    """Attention of all tokens, of the video and the text, to all tokens."""
+    """Attention of all tokens of the video and the text to all tokens."""
 
     def __init__(self, config: TransformerConfig, attention: AttentionConfig, **kw):
         width = config.width
@@ -65,7 +66,7 @@ class JointAttention(nnx.Module):
 
     @jax.named_scope("self_attention")
     def __call__(self, x: Tokens, rope: Rope, text: Bool[Array, " L"], nag: Float32[Array, "3"] | None) -> Tokens:
-        """`text` marks the tokens of the text; with `nag` the others are guided away from those of the second half."""
+        """`text` marks the text tokens; `nag` guides the video's tokens away from the negative prompts."""
         q = split_heads(head_norm_and_rope(self.q(x), self.q_norm, rope), self.heads)  # [B L N D]
         k = split_heads(head_norm_and_rope(self.k(x), self.k_norm, rope), self.heads)
         # the values of v(x) as they are; on several TPUs, in the memory layout in which heads are sent
@@ -78,7 +79,7 @@ class JointAttention(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Joint attention and an MLP; the timestep modulates both, the video's tokens and the text's differently."""
+    """Joint attention and an MLP; the timestep modulates both, differently for video and text tokens."""
 
     def __init__(self, config: TransformerConfig, attention: AttentionConfig, **kw):
         width = config.width
@@ -98,8 +99,8 @@ class Block(nnx.Module):
         text: Bool[Array, " L"],
         nag: Float32[Array, "3"] | None = None,
     ) -> Tokens:
-        """`text` and `nag` are those of the attention."""
-        attn_mod, mlp_mod = by_kind(self.attn_mod(time)), by_kind(self.mlp_mod(time))
+        """`text` and `nag` are passed to the attention."""
+        attn_mod, mlp_mod = split_by_token_kind(self.attn_mod(time)), split_by_token_kind(self.mlp_mod(time))
         y = modulate(self.norm1(x), attn_mod.shift, attn_mod.scale, text).astype(self.dtype)
         x = gated_add(x, self.attn(y, rope, text, nag), attn_mod.gate, text)
         y = modulate(self.norm2(x), mlp_mod.shift, mlp_mod.scale, text).astype(self.dtype)
@@ -107,7 +108,7 @@ class Block(nnx.Module):
 
 
 class OffsetTimeEmbed(TimeEmbed):
-    """Embeds timesteps and adds the embedding of an offset, which is always the same."""
+    """Embed timesteps, and add the embedding of a constant offset."""
 
     def __init__(self, channels: int, width: int, offset_width: int, rngs: nnx.Rngs):
         super().__init__(channels, width, rngs)
@@ -119,11 +120,11 @@ class OffsetTimeEmbed(TimeEmbed):
 
 @readable
 class CogVideoXTransformer(nnx.Module):
-    """Predicts v of latents [B T H W C] at timesteps t in [0, 1000) for encoded prompts [B S E].
+    """Predict v of latents [B T H W C] at timesteps t in [0, 1000) for encoded prompts [B S E].
 
     v = transformer(latents, t, text)
 
-    For image to video the latents of the image follow those of the video along the channels.
+    For image to video, the channels are the video's latents and then the image's.
     """
 
     def __init__(
@@ -135,14 +136,14 @@ class CogVideoXTransformer(nnx.Module):
         param_dtype: DTypeLike,
         rngs: nnx.Rngs,
     ):
-        """`attention` is how tokens attend; AUTO chooses by platform and shape."""
+        """`attention` is the implementation of attention; AUTO chooses it by platform and shape."""
         kw: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         width, cells = config.width, config.patch_cells
         self.config = config
         self.dtype = dtype
         self.patch_embed = linear(cells * config.channels_in, width, (None, "embed"), **kw)
         self.text_embed = linear(config.text_width, width, ("text", "embed"), **kw)
-        self.added_positions = ADDED[config.added](config, **kw)
+        self.added_positions = POSITION_EMBEDDINGS[config.added](config, **kw)
         self.time_embed = (
             TimeEmbed(width, config.time_width, rngs)
             if config.offset_width is None
@@ -155,7 +156,7 @@ class CogVideoXTransformer(nnx.Module):
         self.proj_out = linear(width, cells * config.channels_out, ("embed", None), **kw)
 
     def context(self, text: Float[Array, "B S _E"]) -> Context:
-        """Encoded prompts [B S E] in the transformer's width."""
+        """Project encoded prompts [B S E] to the transformer's width."""
         return Context(self.text_embed(text.astype(self.dtype)))
 
     def grid(self, latents: Float[Array, "B T H W C"]) -> Grid:
@@ -179,14 +180,21 @@ class CogVideoXTransformer(nnx.Module):
         *,
         cache: BlockCache = EVERY_BLOCK,
     ) -> Float[Array, "B T H W _C"]:
-        """`context` are encoded prompts, or what the method `context` returns; `positions` come from theirs.
+        """Predict v.
 
-        Without `positions` they are those of the latents' grid and of the prompts. `cache` may keep tokens between
-        blocks. Raises WanjaxError for latents of other channels.
+        Args:
+            latents: Noisy latents.
+            t: Timesteps in [0, 1000).
+            context: Encoded prompts, or the result of the method `context`.
+            positions: The result of the method `positions`; computed from the latents and prompts by default.
+            cache: A step cache, which can keep tokens between blocks.
+
+        Raises:
+            WanjaxError: The latents have another number of channels.
         """
         config, grid, videos = self.config, self.grid(latents), len(latents)
         context, t = context if isinstance(context, tuple) else self.context(context), broadcast_timesteps(t, videos)
-        if context.nag is not None:  # text and video are one sequence, so each video has one with either prompt
+        if context.nag is not None:  # one sequence of the video with each of the two prompts
             latents, t = jnp.concatenate([latents, latents]), jnp.concatenate([t, t])
         positions = positions or self.positions(grid, context.text.shape[1])
         video = self.patch_embed(patchify(latents.astype(self.dtype), config.patch, config.channels_in))
@@ -202,7 +210,7 @@ class CogVideoXTransformer(nnx.Module):
         for part in cache.parts(self.config.layers):
             x = scan_blocks(self.blocks, run, cache.before(part, x), part=part)
         x = cache.after(x)
-        if context.nag is not None:  # the video's tokens are the same in both
+        if context.nag is not None:  # the video's tokens are equal in both sequences
             x, time = x[:videos], time[:videos]
 
         shift, scale = jnp.split(self.out_mod(time)[:, None], 2, axis=-1)
@@ -212,11 +220,11 @@ class CogVideoXTransformer(nnx.Module):
 
 
 def time_projection(config: TransformerConfig, rows: int, **kw: Any) -> nnx.Module:
-    """Projects the embedding of the timestep to rows of shifts, scales and gates, in float32."""
+    """Make a projection of the timestep's embedding to rows of shifts, scales and gates, in float32."""
     return linear(config.time_width, rows * config.width, (None, "mlp"), **{**kw, "dtype": jnp.float32})
 
 
-def by_kind(mod: Float32[Array, "B _E"]) -> Modulation:
-    """The modulation of the video's tokens, and of the text's after it."""
+def split_by_token_kind(mod: Float32[Array, "B _E"]) -> Modulation:
+    """Split a modulation into that of video tokens and, after it on the second axis, that of text tokens."""
     kinds = mod.reshape(len(mod), 2, 3, -1)
     return Modulation(*(kinds[:, :, row] for row in range(3)))

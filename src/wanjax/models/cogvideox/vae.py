@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CogVideoX's causal video autoencoder: 8 × 8 pixels of 4 frames to a latent cell, an odd first frame alone.
+"""CogVideoX's causal video autoencoder: a latent cell is 8 × 8 pixels of 4 frames; an odd first frame is alone.
 
 It streams. The first call receives the first chunk and `None`. Each later call receives a chunk and the cache that the
-call before returned: a pytree of the last frames that each causal layer saw. Chunks shape the numbers, because the
-norms average over the frames of a chunk: `VAEConfig.encode_lengths` and `decode_lengths` are the reference's. In a
-chunk of an odd number of frames the first one is alone; the others are halved or doubled in number by twos. The
-reference is diffusers' models/autoencoders/autoencoder_kl_cogvideox.py.
+previous call returned: a pytree of the last frames that each causal layer saw. The results depend on the chunks,
+because norms average over the frames of a chunk: `VAEConfig.encode_lengths` and `decode_lengths` are the reference's.
+If a chunk has an odd number of frames, its first frame is resampled only in space. The reference is diffusers'
+models/autoencoders/autoencoder_kl_cogvideox.py.
 """
 
 from collections.abc import Callable
@@ -24,12 +24,12 @@ from wanjax.layers.linear import linear
 from wanjax.layers.norms import GroupNorm
 from wanjax.models.cogvideox.vae_config import VAEConfig
 
-Norm = Callable[[int], nnx.Module]  # makes a norm of so many channels
+MakeNorm = Callable[[int], nnx.Module]  # makes a norm for a number of channels
 EPS = 1e-6
 
 
-def beside_first(change: Callable[[Chunk], Chunk], x: Chunk) -> Chunk:
-    """Changes the frames of a chunk without the first one if their number is odd."""
+def map_without_odd_frame(change: Callable[[Chunk], Chunk], x: Chunk) -> Chunk:
+    """Apply a function to the frames of a chunk, except to the first frame if their number is odd."""
     first, others = jnp.split(x, [x.shape[1] % 2], axis=1)
     return jnp.concatenate([first, change(others)], axis=1)
 
@@ -39,16 +39,16 @@ def halve(x: Float[Array, "B T H W C"]) -> Chunk:
     return x.reshape(len(x), x.shape[1] // 2, 2, *x.shape[2:]).mean(axis=2)
 
 
-def enlarge(z: Float[Array, "B T H W C"], like: Float[Array, "B _T _H _W _C"]) -> Chunk:
-    """Repeat cells up to the frames, height and width of `like`."""
+def repeat_to_shape(z: Float[Array, "B T H W C"], like: Float[Array, "B _T _H _W _C"]) -> Chunk:
+    """Repeat cells up to the number of frames, the height and the width of `like`."""
     odd, (frames, height, width) = z.shape[1] % 2, like.shape[1:4]
     if z.shape[1] > 1:
-        z = beside_first(lambda x: x.repeat((frames - odd) // x.shape[1], axis=1), z)
+        z = map_without_odd_frame(lambda x: x.repeat((frames - odd) // x.shape[1], axis=1), z)
     return z.repeat(height // z.shape[2], axis=2).repeat(width // z.shape[3], axis=3)
 
 
 class SpatialNorm(nnx.Module):
-    """A group norm that latents scale and shift, each cell of latents all that it decodes to (MoVQ, 2022)."""
+    """A group norm with a scale and a shift for each value from its latent cell (MoVQ, 2022)."""
 
     def __init__(self, channels: int, *, config: VAEConfig, **kw):
         self.norm = GroupNorm(channels, config.groups, EPS, **kw)
@@ -56,14 +56,14 @@ class SpatialNorm(nnx.Module):
         self.shift = linear(config.latent_channels, channels, CONV_AXES, **kw)
 
     def __call__(self, x: Chunk, z: Chunk) -> Chunk:
-        scale, shift = (enlarge(part(z).astype(jnp.float32), x) for part in (self.scale, self.shift))
+        scale, shift = (repeat_to_shape(project(z).astype(jnp.float32), x) for project in (self.scale, self.shift))
         return self.norm(x) * scale + shift
 
 
 class ResBlock(nnx.Module):
-    """Two causal convolutions, each after a norm and SiLU, around a shortcut; the decoder's norms see `latents`."""
+    """Two causal convolutions, each after a norm and SiLU, with a shortcut; the decoder's norms also get `latents`."""
 
-    def __init__(self, channels_in: int, channels_out: int, norm: Norm, **kw):
+    def __init__(self, channels_in: int, channels_out: int, norm: MakeNorm, **kw):
         self.norm1 = norm(channels_in)
         self.conv1 = RepeatingConv(channels_in, channels_out, **kw)
         self.norm2 = norm(channels_out)
@@ -79,18 +79,18 @@ class ResBlock(nnx.Module):
 
 
 class Downsample(nnx.Module):
-    """Halves, with `temporal`, the number of frames beside an odd first one; then height and width."""
+    """Halve height and width; if `temporal`, first halve the number of frames after an odd first one."""
 
     def __init__(self, channels: int, temporal: bool, **kw):
         self.conv = FrameConv(channels, channels, stride=2, padding=(0, 1), **kw)
         self.temporal = temporal
 
     def __call__(self, x: Chunk) -> Chunk:
-        return self.conv(beside_first(halve, x) if self.temporal else x)
+        return self.conv(map_without_odd_frame(halve, x) if self.temporal else x)
 
 
 class Upsample(nnx.Module):
-    """Doubles, with `temporal`, the number of frames beside an odd first one; then height and width."""
+    """Double height and width; if `temporal`, first double the number of frames after an odd first one."""
 
     def __init__(self, channels: int, temporal: bool, **kw):
         self.conv = FrameConv(channels, channels, **kw)
@@ -98,15 +98,15 @@ class Upsample(nnx.Module):
 
     def __call__(self, x: Chunk) -> Chunk:
         x = to_operand_dtype(x, self.conv.dtype)
-        x = beside_first(lambda others: others.repeat(2, axis=1), x) if self.temporal else x
+        x = map_without_odd_frame(lambda frames: frames.repeat(2, axis=1), x) if self.temporal else x
         return self.conv(x.repeat(2, axis=2).repeat(2, axis=3))
 
 
 class Level(nnx.Module):
-    """The residual blocks of one resolution, then the change to the next resolution if there is one."""
+    """The residual blocks of one resolution, then the resampling to the next resolution if there is one."""
 
-    def __init__(self, sizes: list[int], norm: Norm, resample: nnx.Module | None, **kw):
-        """`sizes` are the channels before the first block and after each."""
+    def __init__(self, sizes: list[int], norm: MakeNorm, resample: nnx.Module | None, **kw):
+        """`sizes` are the channels before the first block, and after each block."""
         self.res = nnx.List([ResBlock(a, b, norm, **kw) for a, b in pairwise(sizes)])
         self.resample = nnx.data(resample)
 
@@ -116,7 +116,7 @@ class Level(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """Pixels, through the levels, to the mean and log-variance of latents."""
+    """Encode pixels as the mean and log-variance of latents."""
 
     def __init__(self, config: VAEConfig, **kw):
         first, *_, last = sizes = config.channels
@@ -143,7 +143,7 @@ class Encoder(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Latents, through the levels, to pixels; the latents also scale and shift every norm."""
+    """Decode latents to pixels; the latents also scale and shift every norm."""
 
     def __init__(self, config: VAEConfig, **kw):
         first, *_, last = sizes = config.channels[::-1]
@@ -158,7 +158,7 @@ class Decoder(nnx.Module):
             ]
         )
         self.norm_out = norm(last)
-        kw |= {"dtype": jnp.float32}  # frames are not rounded before they are 8 bits
+        kw |= {"dtype": jnp.float32}  # avoid rounding frames before they become 8-bit
         self.conv_out = RepeatingConv(last, 3, **kw)
 
     def __call__(self, z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
@@ -181,15 +181,15 @@ class CogVideoXVAE(nnx.Module):
         self.decoder = Decoder(config, **kw)
 
     def encode_cells(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        """Encode a chunk of frames in [-1, 1] as the mean and then the log-variance of its latents, as channels.
+        """Encode a chunk of frames in [-1, 1]; the channels of the result are the mean and the log-variance of latents.
 
-        They are float32, and not scaled. A cell is one pixel.
+        They are float32 and not scaled. A cell is one pixel.
         """
         h, cache = self.encoder(x.astype(self.dtype), cache)
         return h.astype(jnp.float32), cache
 
     def decode_cells(self, z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        """Decode a chunk of a transformer's latents to frames, about [-1, 1], float32."""
+        """Decode a chunk of scaled latents to frames in about [-1, 1], float32."""
         z = z.astype(jnp.float32) / self.config.scaling_factor
         x, cache = self.decoder(z.astype(self.dtype), cache)
         return x.astype(jnp.float32), cache

@@ -5,16 +5,22 @@ from dataclasses import dataclass, replace
 
 from wanjax.layers.tiling import Tiling
 
-ENCODED, DECODED = 8, 2  # frames to encode, and latent frames to decode, of one chunk
+ENCODE_CHUNK, DECODE_CHUNK = 8, 2  # frames to encode, and latent frames to decode, in a chunk
 
 
 @dataclass(frozen=True)
 class VAEConfig:
-    """The sizes of a causal video autoencoder (CogVideoX, 2024), and the scale of its latents.
+    """Sizes of a causal video autoencoder (CogVideoX, 2024), and the scale of its latents.
 
-    `channels` are those of the levels, from pixels to latents. A norm takes `groups` groups of them. `sample_size` is
-    the height and width of the frames that its authors had in mind. Latents for a transformer are multiplied by
-    `scaling_factor`; those of a picture that it sees are divided by it with `invert_scale_latents`.
+    Attributes:
+        channels: Channels of the levels, from pixels to latents.
+        latent_channels: Channels of latents.
+        res_blocks: Residual blocks of an encoder level; a decoder level has one more.
+        groups: Groups of channels in a norm.
+        temporal_factor: Frames per latent frame.
+        sample_size: Height and width of the frames that it is meant for.
+        scaling_factor: The factor of latents for a transformer.
+        invert_scale_latents: True if the latents of an input picture are divided by `scaling_factor` instead.
     """
 
     channels: tuple[int, ...]
@@ -28,7 +34,7 @@ class VAEConfig:
 
     @property
     def patch(self) -> int:
-        """Pixels of a cell, in height and in width: the convolutions see pixels."""
+        """Pixels along the side of a cell: the convolutions work on pixels."""
         return 1
 
     @property
@@ -38,36 +44,36 @@ class VAEConfig:
 
     @property
     def posterior_scale(self) -> float:
-        """The factor of the mean of encoded frames, whose distribution `encode` returns."""
+        """The factor that scales the posterior of encoded frames."""
         return self.scaling_factor
 
     @property
     def picture_scale(self) -> float:
-        """The factor of the latents of a picture that a transformer sees; in 1.5 it is inverted, which that learned."""
+        """The factor of an input picture's latents. CogVideoX 1.5 was trained with the inverse."""
         return 1 / self.scaling_factor if self.invert_scale_latents else self.scaling_factor
 
     @property
     def temporal_levels(self) -> int:
-        """The number of changes of resolution that also halve or double the number of frames; the first ones do."""
+        """The number of levels, the first ones, that also change the number of frames."""
         return self.temporal_factor.bit_length() - 1
 
     @property
     def tiling(self) -> Tiling:
-        """Half of `sample_size`; tiles overlap by a sixth of their height and a fifth of their width."""
+        """Tiles of half of `sample_size`, which overlap by a sixth of their height and a fifth of their width."""
         (height, width), cell = (side // 2 // self.spatial_factor for side in self.sample_size), self.spatial_factor
         return Tiling((height * cell, width * cell), (height * 5 // 6 * cell, width * 4 // 5 * cell))
 
     def encode_lengths(self, frames: int) -> tuple[int, int]:
-        """Frames in the first chunk to encode of a clip, and in each later one."""
-        return _chunks(frames, ENCODED)
+        """Return the number of frames in the first chunk to encode and in each later chunk, for a clip of `frames`."""
+        return _chunk_lengths(frames, ENCODE_CHUNK)
 
     def decode_lengths(self, frames: int) -> tuple[int, int]:
-        """Latent frames in the first chunk to decode of a clip, and in each later one."""
-        return _chunks(frames, DECODED)
+        """Return the latent frames in the first chunk to decode and in each later chunk, for `frames` in all."""
+        return _chunk_lengths(frames, DECODE_CHUNK)
 
 
-def _chunks(frames: int, size: int) -> tuple[int, int]:
-    """The length of the first chunk, which takes the remainder too, and that of the later ones."""
+def _chunk_lengths(frames: int, size: int) -> tuple[int, int]:
+    """Return the length of the first chunk, which includes the remainder, and of later chunks."""
     return min(frames, size + frames % size), size
 
 

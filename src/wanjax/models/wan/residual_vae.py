@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wan 2.2's autoencoder of the 5B model: 16 × 16 pixels and 4 frames to a latent cell of 48 channels.
+"""Wan 2.2's autoencoder of the 5B model: a latent cell is 16 × 16 pixels of 4 frames and has 48 channels.
 
-It streams as Wan 2.1's and has the same blocks, but it works on cells of 2 × 2 pixels, and every level has a shortcut
-without weights where it changes the resolution: means on the way down, copies on the way up. The reference is
-diffusers' models/autoencoders/autoencoder_kl_wan.py with `is_residual`.
+It streams like Wan 2.1's and has the same blocks, but it works on cells of 2 × 2 pixels, and every level that changes
+the resolution has a shortcut without weights: means in the encoder, copies in the decoder. The reference is diffusers'
+models/autoencoders/autoencoder_kl_wan.py with `is_residual`.
 """
 
 from itertools import pairwise
@@ -20,9 +20,9 @@ Factors = tuple[int, int]  # of frames, and of height and width
 
 
 def fold_means(x: Float[Array, "B T H W C"], factors: Factors, channels: int) -> Chunk:
-    """Folds blocks of frames and cells into channels, then averages neighbouring channels down to `channels`.
+    """Fold groups of frames and cells into channels, then average neighbouring channels down to `channels`.
 
-    A first frame that comes alone makes a block with zeros before it.
+    A single first frame is padded with zeros before it.
     """
     ft, fs = factors
     x = jnp.pad(x, ((0, 0), (-x.shape[1] % ft, 0), (0, 0), (0, 0), (0, 0)))
@@ -33,7 +33,7 @@ def fold_means(x: Float[Array, "B T H W C"], factors: Factors, channels: int) ->
 
 
 def unfold_copies(x: Float[Array, "B T H W C"], factors: Factors, channels: int, *, first: bool) -> Chunk:
-    """Repeat channels and unfold them to blocks of frames and cells; keep only the last frame of the first block."""
+    """Repeat channels and unfold them into frames and cells; `first` drops all frames before the first real one."""
     ft, fs = factors
     batch, frames, height, width, channels_in = x.shape
     x = x.repeat(channels * ft * fs * fs // channels_in, axis=-1)
@@ -44,10 +44,10 @@ def unfold_copies(x: Float[Array, "B T H W C"], factors: Factors, channels: int,
 
 
 class DownLevel(Level):
-    """A level of the encoder and its shortcut."""
+    """A level of the encoder with its shortcut."""
 
     def __init__(self, channels_in: int, channels_out: int, res_blocks: int, temporal: bool | None, **kw):
-        """`temporal` is that of `Downsample`; None for a level that keeps its resolution."""
+        """`temporal` is passed to `Downsample`; None keeps the resolution."""
         down = None if temporal is None else Downsample(channels_out, temporal, **kw)
         super().__init__(channels_in, channels_out, res_blocks, down, **kw)
         self.factors = (1, 1) if temporal is None else (1 + temporal, 2)
@@ -58,7 +58,7 @@ class DownLevel(Level):
 
 
 class UpLevel(Level):
-    """A level of the decoder and its shortcut."""
+    """A level of the decoder with its shortcut."""
 
     def __init__(self, channels_in: int, channels_out: int, res_blocks: int, temporal: bool, **kw):
         up = Upsample(channels_out, channels_out, temporal, **kw)
@@ -83,7 +83,7 @@ class WanResidualVAE(WanVAE):
 
     @staticmethod
     def decoder_levels(config: VAEConfig, **kw) -> list[nnx.Module]:
-        *resized, last = pairwise(config.decoder_sizes)
+        *upsampled, last = pairwise(config.decoder_sizes)
         temporal = reversed(config.temporal_downsample)
-        levels = [UpLevel(a, b, config.res_blocks + 1, t, **kw) for (a, b), t in zip(resized, temporal, strict=True)]
+        levels = [UpLevel(a, b, config.res_blocks + 1, t, **kw) for (a, b), t in zip(upsampled, temporal, strict=True)]
         return [*levels, Level(*last, config.res_blocks + 1, None, **kw)]
