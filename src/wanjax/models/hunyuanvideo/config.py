@@ -9,12 +9,16 @@ from wanjax.layers.flops import attention_flops, linear_flops
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """The sizes of a dual-stream diffusion transformer (HunyuanVideo 1.5 Technical Report, 2025).
+    """Sizes of a dual-stream diffusion transformer (HunyuanVideo 1.5 Technical Report, 2025).
 
-    A latent cell is a token. `glyph_width` is the width of the features of quoted text, and `image_width` that of a
-    picture's. `rope_channels` are the channels of a head that RoPE rotates by frame, row and column. `meanflow` says
-    that the network is told the timestep to which a step goes. `target_size` is the side in pixels of the square whose
-    area its videos have.
+    A latent cell is a token.
+
+    Attributes:
+        glyph_width: The width of the features of quoted text.
+        image_width: The width of the features of a picture.
+        rope_channels: The channels of a head that RoPE rotates by frame, row and column.
+        meanflow: True if the network also takes the timestep at which a step ends.
+        target_size: The square root of the area of its videos, in pixels.
     """
 
     layers: int
@@ -61,22 +65,23 @@ SIZE_480P = TransformerConfig(
     meanflow=False,
     target_size=640,
 )
-"""Text to video and image to video at 480p, and the networks that were distilled from them for guidance."""
+"""Text to video and image to video at 480p, also of the networks with distilled guidance."""
 SIZE_720P = replace(SIZE_480P, target_size=960)
-"""The same networks at 720p."""
+"""The same networks for 720p."""
 FEW_STEPS_480P = replace(SIZE_480P, meanflow=True)
 """Image to video at 480p in eight or twelve steps."""
 
 
-def forward_flops(config: TransformerConfig, *, video: int, prompt: int, beside: int) -> Mapping[str, int]:
+def forward_flops(config: TransformerConfig, *, video: int, prompt: int, extra: int) -> Mapping[str, int]:
     """Count operations of one forward for one video and its text, by part of the transformer.
 
-    A multiplication and an addition are two operations. Only matrix products count, without what a compiler adds.
+    A multiplication and an addition are two operations. Only matrix products count, not operations that the compiler
+    adds.
 
-    `video`, `prompt` and `beside` are the numbers of tokens of the video, of the prompt, and of quoted text and a
-    picture together. The part of the text that is the same at every step is computed once, and is not counted.
+    `video` and `prompt` are the numbers of tokens of the video and of the prompt; `extra` is that of quoted text and a
+    picture together. Computations on the text that are the same in every step are not counted.
     """
-    width, tokens = config.width, video + prompt + beside
+    width, tokens = config.width, video + prompt + extra
     time = linear_flops(1, config.frequency_dim, width) + linear_flops(1, width, width)
     refiner = 4 * linear_flops(prompt, width, width) + attention_flops(prompt, prompt, width)
     refiner += 2 * linear_flops(prompt, width, config.refiner_mlp_dim) + linear_flops(1, width, 2 * width)

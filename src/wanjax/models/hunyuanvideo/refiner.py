@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The embeddings of HunyuanVideo 1.5's three kinds of text tokens: the prompt, quoted text, and a picture.
 
-The prompt's tokens pass through a small transformer, which the timestep and the prompt's mean gate (Ma et al., LI-DiT,
-2024, arXiv:2406.11831). The others are projected. The reference is diffusers'
+The prompt's tokens pass through a small transformer with gates from the timestep and the prompt's mean (Ma et al.,
+LI-DiT, 2024, arXiv:2406.11831). The other tokens are projected. The reference is diffusers'
 models/transformers/transformer_hunyuan_video15.py.
 """
 
@@ -25,7 +25,7 @@ from wanjax.models.hunyuanvideo.config import TransformerConfig
 
 TextTokens = Float[Array, "B S E"]
 Mask = Bool[Array, "B S"]
-PROJECTION_EPS = 1e-5  # of the norms in the projections; the blocks have another, the config's
+PROJECTION_EPS = 1e-5  # of the norms in projections; the blocks use the config's eps
 
 
 class Prompt(NamedTuple):
@@ -36,7 +36,7 @@ class Prompt(NamedTuple):
 
 
 class RefinerBlock(nnx.Module):
-    """Self-attention over the prompt's tokens, and an MLP; gates from the timestep and the prompt weigh both."""
+    """Self-attention over the prompt's tokens, and an MLP; both have gates from the timestep and the prompt."""
 
     def __init__(self, config: TransformerConfig, attention: AttentionConfig, **kw):
         width = config.width
@@ -58,14 +58,14 @@ class RefinerBlock(nnx.Module):
         return gated_add(x, self.mlp(self.norm2(x).astype(self.dtype)), mlp_gate)
 
     def attend(self, x: TextTokens, mask: Mask) -> TextTokens:
-        """Self-attention to the tokens in the mask."""
+        """Attend to the tokens in the mask."""
         q, k, v = (split_heads(project(x), self.heads) for project in (self.q, self.k, self.v))
         y = attention(q, k, v, key_mask=mask, implementation=self.attention)  # [B S N D]
         return self.out(join_heads(y))
 
 
 class Refiner(nnx.Module):
-    """Refines a prompt's tokens at a timestep."""
+    """Refine a prompt's tokens at a timestep."""
 
     def __init__(self, config: TransformerConfig, attention: AttentionConfig, **kw):
         width = config.width
@@ -80,9 +80,9 @@ class Refiner(nnx.Module):
         self.dtype = kw["dtype"]
 
     def prompt(self, text: Float[Array, "B S _E"], mask: Mask) -> Prompt:
-        """The part that is the same at every timestep: projections of the tokens, and of the mean of those in the mask.
+        """Compute the part that is the same at every timestep: projections of the tokens and of their masked mean.
 
-        The mean of no token is zero.
+        The mean is zero if no token is in the mask.
         """
         weight = mask[:, :, None].astype(jnp.float32)
         mean = jnp.sum(text.astype(jnp.float32) * weight, axis=1) / jnp.maximum(jnp.sum(weight, axis=1), 1.0)
@@ -94,13 +94,13 @@ class Refiner(nnx.Module):
 
 
 class GlyphEmbed(nnx.Module):
-    """Features of quoted text, which is to be seen in the video, in the transformer's width."""
+    """Project features of quoted text, which the video shows as writing, to the transformer's width."""
 
     def __init__(self, config: TransformerConfig, **kw):
-        inside = config.glyph_mlp_dim
+        hidden = config.glyph_mlp_dim
         self.norm = layer_norm(config.glyph_width, PROJECTION_EPS, affine=True, **kw)
-        self.mlp = MLP((config.glyph_width, inside, inside), ("text", "mlp", "embed"), gelu, **kw)
-        self.out = linear(inside, config.width, ("mlp", "embed"), **kw)
+        self.mlp = MLP((config.glyph_width, hidden, hidden), ("text", "mlp", "embed"), gelu, **kw)
+        self.out = linear(hidden, config.width, ("mlp", "embed"), **kw)
         self.dtype = kw["dtype"]
 
     def __call__(self, glyphs: Float[Array, "B S _E"]) -> TextTokens:
@@ -108,7 +108,7 @@ class GlyphEmbed(nnx.Module):
 
 
 class ImageEmbed(nnx.Module):
-    """Features of a picture, in the transformer's width."""
+    """Project features of a picture to the transformer's width."""
 
     def __init__(self, config: TransformerConfig, **kw):
         width_in, width = config.image_width, config.width

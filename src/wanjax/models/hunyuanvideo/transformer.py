@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """HunyuanVideo 1.5's diffusion transformer, for text to video and for a picture to video.
 
-Two streams, of the video and of its text, have weights of their own in each block and meet in joint attention. Text is
-the prompt, then quoted text and a picture if there are any. It has no positions, so its order does not matter: its real
-tokens come first, so that their number leaves its padding out. The reference, diffusers'
-models/transformers/transformer_hunyuan_video15.py, has another order; its video is the same.
+Two streams, of the video and of its text, have separate weights in each block and are joined in attention. The text
+stream has the prompt's tokens, then those of quoted text and of a picture if there are any. It has no positions, so its
+order does not matter: real tokens come first, and their number then separates them from padding. The reference,
+diffusers' models/transformers/transformer_hunyuan_video15.py, has another order and the same result.
 """
 
 from functools import partial
@@ -33,50 +33,53 @@ from wanjax.models.hunyuanvideo.config import TransformerConfig
 from wanjax.models.hunyuanvideo.refiner import GlyphEmbed, ImageEmbed, Prompt, Refiner, TextTokens
 from wanjax.sharding import shard_tokens
 
-DECAY = 0.95  # of radial attention, that of its authors for HunyuanVideo
+DECAY = 0.95  # of radial attention, as its authors set it for HunyuanVideo
 CELL = (1, 1, 1)  # a token is one latent cell
-PROMPT, GLYPHS, IMAGE = range(3)  # rows of the table of kinds of text tokens
+PROMPT, GLYPHS, IMAGE = range(3)  # rows of `kinds`, the embedding of the kinds of text tokens
 Tokens = Float[Array, "B L E"]
-EachText = Float[Array, "_B S E"]  # one for each video, or two
+TextStream = Float[Array, "_B S E"]  # one text for each video, or two with a negative prompt
 Time = Float32[Array, "B E"]
-Texts = Int32[Array, " B"]
+TextLengths = Int32[Array, " B"]
 
 
 class Context(NamedTuple):
-    """The text of a video, as far as it is the same in every step.
+    """The part of a video's text that is the same in every step.
 
-    `beside` are the finished tokens of quoted text and of a picture; none if there are neither. `mask` [B S + _S] marks
-    the real tokens among those of the prompt and those beside it. With `nag`, the numbers of `apply_nag`, the second
-    half are negative prompts, and each video meets both texts.
+    Attributes:
+        prompt: The prompt before it is refined.
+        extra_tokens: The embedded tokens of quoted text and of a picture; may be empty.
+        mask: [B S + _S] Marks the real tokens, of the prompt and then of `extra_tokens`.
+        nag: The parameters of `apply_nag`. With them, the second half of the batch are negative prompts, and each video
+            attends to both texts.
     """
 
     prompt: Prompt
-    beside: Float[Array, "B _S E"]
+    extra_tokens: Float[Array, "B _S E"]
     mask: Bool[Array, "B _S"]
     nag: Float32[Array, "3"] | None = None
 
     @property
-    def texts(self) -> "Texts":
+    def text_lengths(self) -> "TextLengths":
         """The number of real tokens of each example."""
         return self.mask.sum(axis=1, dtype=jnp.int32)
 
-    def each(self, x: Float[Array, "B ..."]) -> Float[Array, "_B ..."]:
-        """Return what each video has for each of its texts: twice where there are negative prompts."""
+    def repeat_per_text(self, x: Float[Array, "B ..."]) -> Float[Array, "_B ..."]:
+        """Repeat the values of videos for each of their texts: twice if there are negative prompts."""
         return x if self.nag is None else jnp.concatenate([x, x])
 
 
 class Streams(NamedTuple):
-    """The tokens of a video and of its text between two blocks; on several devices padding follows each.
+    """The tokens of a video and of its text between two blocks. On several devices each stream ends with padding.
 
-    Of the text, the real tokens come first.
+    The real tokens of the text come first.
     """
 
     video: Tokens
-    text: EachText
+    text: TextStream
 
 
 class JointAttention(nnx.Module):
-    """Attention over the tokens of both streams; video is rotated by position, and each stream has its projections."""
+    """Joint attention over both streams, which have separate projections. RoPE rotates only video tokens."""
 
     def __init__(self, config: TransformerConfig, attention: AttentionConfig, **kw):
         width = config.width
@@ -98,9 +101,9 @@ class JointAttention(nnx.Module):
 
     @jax.named_scope("joint_attention")
     def __call__(
-        self, x: Tokens, text: EachText, rope: Rope, context: Context, mask: Radial | None = None
-    ) -> tuple[Tokens, EachText]:
-        """Of the text, the context's number of tokens is real; video is guided away from negative prompts in it."""
+        self, x: Tokens, text: TextStream, rope: Rope, context: Context, mask: Radial | None = None
+    ) -> tuple[Tokens, TextStream]:
+        """Attend; `context` has the number of real text tokens, and the parameters for negative prompts."""
         q = apply_rotary(self.q_norm(split_heads(self.q(x), self.heads)), rope)  # [B L N D]
         k = apply_rotary(self.k_norm(split_heads(self.k(x), self.heads)), rope)
         v = split_heads(self.v(x), self.heads)
@@ -108,9 +111,13 @@ class JointAttention(nnx.Module):
         text_k = self.text_k_norm(split_heads(self.text_k(text), self.heads))
         text_v = split_heads(self.text_v(text), self.heads)
         pairs = (q, text_q), (k, text_k), (v, text_v)
-        both = (Pair(context.each(a.astype(self.dtype)), b.astype(self.dtype)) for a, b in pairs)
+        qkv_pairs = (Pair(context.repeat_per_text(a.astype(self.dtype)), b.astype(self.dtype)) for a, b in pairs)
         y = joint_attention(
-            *both, length=rope.length, text_lengths=context.texts, window=mask, implementation=self.attention
+            *qkv_pairs,
+            length=rope.length,
+            text_lengths=context.text_lengths,
+            window=mask,
+            implementation=self.attention,
         )
         y, text_y = map(join_heads, y)
         if context.nag is not None:
@@ -139,8 +146,8 @@ class Block(nnx.Module):
         self, streams: Streams, time: Time, rope: Rope, context: Context, mask: Radial | None = None
     ) -> Streams:
         x, text = streams
-        attn_mod, mlp_mod = rows_of(self.mod, time)
-        text_attn_mod, text_mlp_mod = rows_of(self.text_mod, context.each(time))
+        attn_mod, mlp_mod = block_modulations(self.mod, time)
+        text_attn_mod, text_mlp_mod = block_modulations(self.text_mod, context.repeat_per_text(time))
         y = modulate(self.norm1(x), attn_mod.shift, attn_mod.scale).astype(self.dtype)
         text_y = modulate(self.text_norm1(text), text_attn_mod.shift, text_attn_mod.scale).astype(self.dtype)
         y, text_y = self.attn(y, text_y, rope, context, mask)
@@ -155,12 +162,12 @@ class Block(nnx.Module):
 
 @readable
 class HunyuanVideoTransformer(nnx.Module):
-    """Predicts the velocity of latents at timesteps t in [0, 1000] for encoded texts.
+    """Predict the velocity of latents at timesteps t in [0, 1000] for encoded texts.
 
     velocity = transformer(latents, t, text, text_mask=mask)
 
-    `latents` [B T H W C] are those of the video and, after them along the channels, the condition: the latents of a
-    given frame and a mask, or zeros. `embed` and `head` are the forward before and after its blocks.
+    The channels of `latents` [B T H W C] are the video's latents, then the condition: the latents of an input frame and
+    a mask, or zeros. `embed` and `head` are the parts of the forward before and after the blocks.
     """
 
     def __init__(
@@ -172,7 +179,7 @@ class HunyuanVideoTransformer(nnx.Module):
         param_dtype: DTypeLike,
         rngs: nnx.Rngs,
     ):
-        """`attention` is how tokens attend; AUTO chooses by platform and shape."""
+        """`attention` is the implementation of attention; AUTO chooses it by platform and shape."""
         kw: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         width = config.width
         self.config = config
@@ -184,7 +191,7 @@ class HunyuanVideoTransformer(nnx.Module):
         self.refiner = Refiner(config, attention, **kw)
         self.glyph_embed = GlyphEmbed(config, **kw)
         self.image_embed = ImageEmbed(config, **kw)
-        zeros, kinds = nnx.initializers.zeros_init(), (3, width)  # rows that tell the kinds of text tokens apart
+        zeros, kinds = nnx.initializers.zeros_init(), (3, width)  # an embedding for each kind of text tokens
         self.kinds = param(zeros, kinds, (None, "embed"), dtype=jnp.float32, rngs=rngs)
         self.blocks = stack(lambda rngs: Block(config, attention, **{**kw, "rngs": rngs}), config.layers - 1, rngs)
         self.last_block = Block(config, attention, **kw)
@@ -199,24 +206,29 @@ class HunyuanVideoTransformer(nnx.Module):
         glyphs: tuple[Float[Array, "B _S _E"], Bool[Array, "B _S"]] | None = None,
         image: Float[Array, "B _S _E"] | None = None,
     ) -> Context:
-        """The text of a video in the transformer's width: features of the prompt and their mask, and what is beside.
+        """Embed the text of a video in the transformer's width.
 
-        Without a mask all of the prompt's tokens are real. `glyphs` are features of quoted text and their mask, and
-        `image` those of a picture. A video without one of them has fewer tokens, and the same answer as with all of
-        their tokens masked.
+        Leaving out `glyphs` or `image` gives the same result as masking all of their tokens, with fewer tokens.
+
+        Args:
+            text: Features of the prompt.
+            mask: Marks the prompt's real tokens; by default all are real.
+            glyphs: Features of quoted text, and their mask.
+            image: Features of a picture.
         """
         mask = jnp.ones(text.shape[:2], bool) if mask is None else mask
-        beside, masks = [jnp.zeros((len(text), 0, self.config.width), self.dtype)], [mask]
+        extra_tokens, masks = [jnp.zeros((len(text), 0, self.config.width), self.dtype)], [mask]
         if glyphs is not None:
-            beside.append(self._of_kind(self.glyph_embed(glyphs[0]), GLYPHS))
+            extra_tokens.append(self._add_kind(self.glyph_embed(glyphs[0]), GLYPHS))
             masks.append(glyphs[1])
         if image is not None:
-            beside.append(self._of_kind(self.image_embed(image), IMAGE))
+            extra_tokens.append(self._add_kind(self.image_embed(image), IMAGE))
             masks.append(jnp.ones(image.shape[:2], bool))
         prompt = self.refiner.prompt(text, mask)
-        return Context(prompt, jnp.concatenate(beside, axis=1), jnp.concatenate(masks, axis=1))
+        return Context(prompt, jnp.concatenate(extra_tokens, axis=1), jnp.concatenate(masks, axis=1))
 
-    def _of_kind(self, tokens: TextTokens, kind: int) -> TextTokens:
+    def _add_kind(self, tokens: TextTokens, kind: int) -> TextTokens:
+        """Add the embedding of a kind of text tokens."""
         return tokens + self.kinds[...][kind][None, None].astype(tokens.dtype)
 
     def grid(self, latents: Float[Array, "B T H W C"]) -> tuple[int, int, int]:
@@ -224,34 +236,36 @@ class HunyuanVideoTransformer(nnx.Module):
         return patch_grid(latents, CELL)
 
     def rope(self, grid: tuple[int, int, int]) -> Rope:
-        """Tables of RoPE for a grid of tokens."""
+        """Compute the tables of RoPE for a grid of tokens."""
         return rope_3d(grid, self.config.rope_channels, self.config.rope_theta)
 
     def mask(self, grid: tuple[int, int, int]) -> Radial | None:
-        """The mask of radial joint attention over a grid of tokens; None where all see all.
+        """Return the mask of radial joint attention over a grid of tokens, or None for dense attention.
 
-        As its authors have it for HunyuanVideo, the first frame is like the others.
+        The first frame is no attention sink, as its authors set it for HunyuanVideo.
         """
         return self.attention.mask(grid, decay=DECAY, sink=False)
 
     def time(self, t: Float[Array, "B"], t_next: Float[Array, "B"] | None = None) -> Time:
-        """The embedding of timesteps; a network of few steps needs also those to which the step goes."""
+        """Embed timesteps; a network with `meanflow` also needs the timesteps at which the step ends."""
         time = self.time_embed(t)
         if self.next_time_embed is None:
             return time
-        assert t_next is not None, "a network of few steps is told the next timestep"
+        assert t_next is not None, "a network with meanflow needs t_next"
         return time + self.next_time_embed(t_next)
 
     def embed(self, latents: Float[Array, "B T H W C"], t: Float[Array, "B"], context: Context) -> Streams:
-        """Both streams before the first block."""
-        prompt = self.refiner(context.prompt, context.each(t), context.mask[:, : context.prompt.tokens.shape[1]])
-        text = jnp.concatenate([self._of_kind(prompt, PROMPT), context.beside.astype(prompt.dtype)], axis=1)
-        text = real_first(text, context.mask)
+        """Compute both streams before the first block."""
+        prompt = self.refiner(
+            context.prompt, context.repeat_per_text(t), context.mask[:, : context.prompt.tokens.shape[1]]
+        )
+        text = jnp.concatenate([self._add_kind(prompt, PROMPT), context.extra_tokens.astype(prompt.dtype)], axis=1)
+        text = move_real_tokens_first(text, context.mask)
         x = self.patch_embed(patchify(latents.astype(self.dtype), CELL, self.config.channels_in))  # [B L E]
         return Streams(x, shard_tokens(text, ("batch", "length", None)))
 
     def head(self, x: Tokens, time: Time, grid: tuple[int, int, int]) -> Float[Array, "B T H W C"]:
-        """The velocity, from the video's tokens after the last block."""
+        """Compute the velocity from the video's tokens after the last block."""
         scale, shift = jnp.split(self.mod_out(jax.nn.silu(time))[:, None], 2, axis=-1)  # [B 1 E]
         x = self.proj_out(modulate(self.norm_out(x), shift, scale).astype(self.dtype))
         return unpatchify(x, grid, CELL)
@@ -269,11 +283,20 @@ class HunyuanVideoTransformer(nnx.Module):
         mask: Radial | None = None,
         cache: BlockCache = EVERY_BLOCK,
     ) -> Float[Array, "B T H W _C"]:
-        """`context` are encoded prompts, whose real tokens `text_mask` marks, or what the method `context` returns.
+        """Predict the velocity.
 
-        `rope` and `mask` come from the methods of these names: without them the tables are those of the latents' grid,
-        and all tokens see all; the first block does so under a mask too. `t_next` is that of `time`. `cache` may keep
-        both streams between blocks. Raises WanjaxError for latents of other channels.
+        Args:
+            latents: Noisy latents, with the condition.
+            t: Timesteps in [0, 1000].
+            context: Encoded prompts, or the result of the method `context`.
+            rope: The result of the method `rope`; computed from the latents' grid by default.
+            t_next: The timesteps at which the step ends, for a network with `meanflow`.
+            text_mask: Marks the real tokens of encoded prompts.
+            mask: The result of the method `mask`; dense attention by default. The first block is always dense.
+            cache: A step cache, which can keep both streams between blocks.
+
+        Raises:
+            WanjaxError: The latents have another number of channels.
         """
         context = context if isinstance(context, tuple) else self.context(context, text_mask)
         rope, t = rope or self.rope(self.grid(latents)), broadcast_timesteps(t, len(latents))
@@ -294,19 +317,19 @@ class HunyuanVideoTransformer(nnx.Module):
 
 
 def modulation(rows: int, width: int, **kw) -> Linear:
-    """The projection of the timestep to shifts, scales and gates; it computes in float32."""
+    """Make a projection of the timestep to shifts, scales and gates, which computes in float32."""
     return linear(width, rows * width, ("embed", "mlp"), **{**kw, "dtype": jnp.float32})
 
 
-def rows_of(mod: Linear, time: Time) -> tuple[Modulation, Modulation]:
-    """The modulations of a stream's attention and of its MLP."""
+def block_modulations(mod: Linear, time: Time) -> tuple[Modulation, Modulation]:
+    """Compute the modulations of a stream's attention and of its MLP."""
     return split_modulation(mod(jax.nn.silu(time)).reshape(len(time), 1, 6, -1))
 
 
-def real_first(text: Float[Array, "B S E"], mask: Bool[Array, "B S"]) -> Float[Array, "B S E"]:
-    """Return the text with the tokens in the mask before the others, in their order.
+def move_real_tokens_first(text: Float[Array, "B S E"], mask: Bool[Array, "B S"]) -> Float[Array, "B S E"]:
+    """Move the tokens in the mask before the others, without changing their order.
 
-    RoPE is applied before attention and text has no positions, so a video does not depend on the order of its text.
-    The tokens that take part are then the first ones, and a count of them is all that a kernel needs.
+    Text has no positions, so a video does not depend on the order of its text. With real tokens first, attention
+    kernels need only their number, not a mask.
     """
     return jnp.take_along_axis(text, jnp.argsort(~mask, axis=1, stable=True)[:, :, None], axis=1)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HunyuanVideo 1.5's causal video autoencoder: 16 × 16 pixels of 4 frames to a latent cell, the first frame alone.
+"""HunyuanVideo 1.5's causal video autoencoder: a latent cell is 16 × 16 pixels of 4 frames; the first frame is alone.
 
-It streams. The first call receives the first frame or latent frame, perhaps with others after it, and `None`. Each
-later call receives a chunk (a multiple of 4 frames to encode, latent frames to decode) and the cache that the call
-before returned: a pytree of the last frames that each convolution saw, and of the keys and values of all frames in the
-middle. The numbers are those of the whole clip at once, up to the config's `longest`. The reference is diffusers'
-models/autoencoders/autoencoder_kl_hunyuanvideo15.py.
+It streams. The first call receives the first frame or latent frame, optionally with later ones, and `None`. Each later
+call receives a chunk (a multiple of 4 frames to encode, latent frames to decode) and the cache that the previous call
+returned: a pytree of the last frames that each convolution saw, and of the attention's keys and values of all frames.
+The results equal those of the whole clip at once, up to the config's `longest` latent frames. The reference is
+diffusers' models/autoencoders/autoencoder_kl_hunyuanvideo15.py.
 """
 
 from itertools import pairwise
@@ -26,21 +26,21 @@ from wanjax.sharding import replicate
 
 
 class EdgeConv(RepeatingConv):
-    """A causal convolution, 3 × 3 × 3, whose padding repeats the outermost cells, and the first frame before it."""
+    """A causal 3 × 3 × 3 convolution; its padding repeats the cells at the edges, and the first frame."""
 
     def __call__(
         self, x: Float[Array, "B T H W C"], past: Float[Array, "B _T H W C"] | None
     ) -> tuple[Float[Array, "B T H W _C"], Float[Array, "B _T H W C"]]:
-        """The output of a chunk, and the frames to keep for the next."""
+        """Convolve a chunk; also return the frames to cache for the next chunk."""
         x = to_operand_dtype(x, self.dtype)
         past = self.initial_frames(x) if past is None else past
         y, next_past = super().__call__(x, past)
-        return y + self.beyond(jnp.concatenate([past, x], axis=1)).astype(y.dtype), next_past
+        return y + self.edge_products(jnp.concatenate([past, x], axis=1)).astype(y.dtype), next_past
 
-    def beyond(self, x: Float[Array, "B _T H W C"]) -> Float32[Array, "B T H W _C"]:
-        """The products with cells beyond the four edges, which count as zeros in the convolution itself.
+    def edge_products(self, x: Float[Array, "B _T H W C"]) -> Float32[Array, "B T H W _C"]:
+        """Compute the products with the padding beyond the four edges, which is zeros in the convolution itself.
 
-        Padding the frames would copy them and, where several devices share their width, move nearly all cells.
+        Padding the frames instead would copy them and, if their width is sharded, send nearly all cells.
         """
         kernel = self.kernel[...].astype(x.dtype)  # [frame row column C _C]
         top, bottom = (convolve_edge(x[:, :, i], kernel[:, i], "edge") for i in (0, -1))  # [B T W C], with the corners
@@ -57,9 +57,9 @@ class EdgeConv(RepeatingConv):
 def convolve_edge(
     x: Float[Array, "B _T L C"], kernel: Float[Array, "3 3 C _C"], padding: str
 ) -> Float32[Array, "B T L _C"]:
-    """A convolution over frames and the cells of one row or column; `padding` is that of its two ends. Float32.
+    """Convolve over frames and the cells of one row or column, in float32; `padding` is the mode for its two ends.
 
-    Every device computes it whole: it is small, and sharding it would send as much, in many small parts.
+    Every device computes all of it: it is small, and sharding it would send as much data in many small messages.
     """
     y = jax.lax.conv_general_dilated(
         jnp.pad(replicate(x), ((0, 0), (0, 0), (1, 1), (0, 0)), mode=padding),
@@ -73,7 +73,7 @@ def convolve_edge(
 
 
 class ResBlock(nnx.Module):
-    """Two causal convolutions, each after a norm and SiLU, beside the identity."""
+    """Two causal convolutions, each after a norm and SiLU, with an identity shortcut."""
 
     def __init__(self, channels: int, **kw):
         self.norm1 = ChannelNorm(channels, **kw)
@@ -89,10 +89,10 @@ class ResBlock(nnx.Module):
 
 
 class CausalAttention(nnx.Module):
-    """Single-head attention of the cells of each frame to those of the same and all earlier frames.
+    """Single-head attention of the cells of each frame to those of the same frame and of all earlier frames.
 
-    The cache holds keys and values with room for the longest video, and the number of frames seen, as an array with as
-    many axes as the others. Frames attend one after another, so that memory holds no product of all cells with all.
+    The cache holds keys and values, with room for the longest video, and the number of cached frames as an array of the
+    same rank. Frames attend one at a time, so that the logits of all pairs of cells are never in memory together.
     """
 
     def __init__(self, channels: int, longest: int, **kw):
@@ -109,23 +109,24 @@ class CausalAttention(nnx.Module):
         y = self.norm(x)
         q, k, v = (to_operand_dtype(project(y), self.dtype) for project in (self.q, self.k, self.v))
         if cache is None:
-            seen, keys, values = 0, k, v
-            room = ((0, 0), (0, self.longest - frames), (0, 0), (0, 0), (0, 0))
-            cache = (jnp.pad(k, room), jnp.pad(v, room), jnp.full((1,) * 5, frames, jnp.int32))
+            cached_frames, keys, values = 0, k, v
+            padding = ((0, 0), (0, self.longest - frames), (0, 0), (0, 0), (0, 0))
+            cache = (jnp.pad(k, padding), jnp.pad(v, padding), jnp.full((1,) * 5, frames, jnp.int32))
         else:
             keys, values, count = cache
-            seen = count.reshape(())
+            cached_frames = count.reshape(())
             keys, values = (
-                jax.lax.dynamic_update_slice_in_dim(past, new, seen, 1) for past, new in ((keys, k), (values, v))
+                jax.lax.dynamic_update_slice_in_dim(past, new, cached_frames, 1)
+                for past, new in ((keys, k), (values, v))
             )
             cache = (keys, values, count + frames)
         cells = height * width
         keys, values = (a.reshape(batch, -1, 1, channels) for a in (keys, values))
 
         def attend(frame: Array) -> Float[Array, "B L 1 C"]:
-            live = jnp.arange(keys.shape[1]) < (seen + frame + 1) * cells
-            live = jnp.broadcast_to(live, keys.shape[:2])
-            return attention(q[:, frame].reshape(batch, cells, 1, channels), keys, values, key_mask=live)
+            key_mask = jnp.arange(keys.shape[1]) < (cached_frames + frame + 1) * cells
+            key_mask = jnp.broadcast_to(key_mask, keys.shape[:2])
+            return attention(q[:, frame].reshape(batch, cells, 1, channels), keys, values, key_mask=key_mask)
 
         y = jnp.moveaxis(jax.lax.map(attend, jnp.arange(frames)), 0, 1)  # [B T H·W 1 C]
         return x + self.out(y.reshape(x.shape)), cache
@@ -148,7 +149,7 @@ class MidBlock(nnx.Module):
 
 
 def fold(x: Chunk, frames: int) -> Chunk:
-    """Folds blocks of `frames` × 2 × 2 cells into channels: frame, row, column, and the channel fastest."""
+    """Fold groups of `frames` × 2 × 2 cells into channels, in the order frame, row, column, channel."""
     batch, t, height, width, channels = x.shape
     x = x.reshape(batch, t // frames, frames, height // 2, 2, width // 2, 2, channels)
     x = jnp.transpose(x, (0, 1, 3, 5, 2, 4, 6, 7))  # [B T H W ft 2 2 C]
@@ -156,7 +157,7 @@ def fold(x: Chunk, frames: int) -> Chunk:
 
 
 def unfold(x: Chunk, frames: int) -> Chunk:
-    """The inverse of `fold`."""
+    """Invert `fold`."""
     batch, t, height, width, channels = x.shape
     x = x.reshape(batch, t, height, width, frames, 2, 2, channels // (4 * frames))
     x = jnp.transpose(x, (0, 1, 4, 2, 5, 3, 6, 7))  # [B T ft H 2 W 2 C]
@@ -164,12 +165,12 @@ def unfold(x: Chunk, frames: int) -> Chunk:
 
 
 def grouped_mean(x: Chunk, channels: int) -> Chunk:
-    """Average neighbouring channels, down to a number of channels."""
+    """Average neighbouring channels down to `channels`."""
     return x.reshape(*x.shape[:4], channels, -1).mean(axis=-1)
 
 
-def first_apart(resample, x: Chunk, y: Chunk, cache: Cache, temporal: bool) -> Chunk:
-    """Return `resample(x, y, frames)` with blocks of one frame for the video's first, and of two for the others."""
+def resample_first_alone(resample, x: Chunk, y: Chunk, cache: Cache, temporal: bool) -> Chunk:
+    """Call `resample(x, y, frames)` with groups of one frame for the video's first frame, and of two for the others."""
     if not temporal or cache is not None:
         return resample(x, y, 1 + temporal)
     first = resample(x[:, :1], y[:, :1], 1)
@@ -177,7 +178,7 @@ def first_apart(resample, x: Chunk, y: Chunk, cache: Cache, temporal: bool) -> C
 
 
 class Downsample(nnx.Module):
-    """Halves height and width and, if `temporal`, the number of frames after the first; means are the shortcut."""
+    """Halve height and width and, if `temporal`, the number of frames after the first; the shortcut is a mean."""
 
     def __init__(self, channels_in: int, channels_out: int, temporal: bool, **kw):
         self.conv = EdgeConv(channels_in, channels_out // (8 if temporal else 4), **kw)
@@ -186,17 +187,17 @@ class Downsample(nnx.Module):
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
         y, new_cache = self.conv(x, cache)
-        return first_apart(self.resample, x, y, cache, self.temporal), new_cache
+        return resample_first_alone(self.resample, x, y, cache, self.temporal), new_cache
 
     def resample(self, x: Chunk, y: Chunk, frames: int) -> Chunk:
-        """The folded convolution, which comes twice where a frame is alone, plus the shortcut."""
+        """Fold the convolution's result, repeat it for a single frame, and add the shortcut."""
         y = fold(y, frames)
         y = jnp.tile(y, self.channels // y.shape[-1])
         return y + grouped_mean(fold(x, frames), self.channels)
 
 
 class Upsample(nnx.Module):
-    """Doubles height and width and, if `temporal`, the number of frames after the first; copies are the shortcut."""
+    """Double height and width and, if `temporal`, the number of frames after the first; the shortcut repeats."""
 
     def __init__(self, channels_in: int, channels_out: int, temporal: bool, **kw):
         self.conv = EdgeConv(channels_in, channels_out * (8 if temporal else 4), **kw)
@@ -205,12 +206,12 @@ class Upsample(nnx.Module):
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
         y, new_cache = self.conv(x, cache)
-        return first_apart(self.resample, x, y, cache, self.temporal), new_cache
+        return resample_first_alone(self.resample, x, y, cache, self.temporal), new_cache
 
     def resample(self, x: Chunk, y: Chunk, frames: int) -> Chunk:
-        """The unfolded convolution, half of it where a frame is alone, plus the shortcut.
+        """Unfold the convolution's result, keep half of it for a single frame, and add the shortcut.
 
-        Channels are copied after they are unfolded in time too, and before they are unfolded in space alone.
+        The shortcut repeats channels after unfolding in time and space, but before unfolding in space only.
         """
         y = unfold(y, frames)[..., : self.channels]
         if self.temporal:
@@ -220,7 +221,7 @@ class Upsample(nnx.Module):
 
 
 class Level(nnx.Module):
-    """The residual blocks of one resolution, then the change to the next resolution if there is one."""
+    """The residual blocks of one resolution, then the resampling to the next resolution if there is one."""
 
     def __init__(self, channels: int, res_blocks: int, resample: nnx.Module | None, **kw):
         self.res = nnx.List([ResBlock(channels, **kw) for _ in range(res_blocks)])
@@ -235,7 +236,7 @@ class Level(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """Pixels, through the levels, to the mean and log-variance of latents."""
+    """Encode pixels as the mean and log-variance of latents."""
 
     def __init__(self, config: VAEConfig, **kw):
         first, *_, last = config.channels
@@ -262,7 +263,7 @@ class Encoder(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Latents, through the levels, to pixels."""
+    """Decode latents to pixels."""
 
     def __init__(self, config: VAEConfig, **kw):
         first, *_, last = sizes = config.channels[::-1]
@@ -277,7 +278,7 @@ class Decoder(nnx.Module):
             [Level(size, config.res_blocks + 1, up, **kw) for size, up in zip(sizes, ups, strict=True)]
         )
         self.norm_out = ChannelNorm(last, **kw)
-        kw |= {"dtype": jnp.float32}  # frames are not rounded before they are 8 bits
+        kw |= {"dtype": jnp.float32}  # avoid rounding frames before they become 8-bit
         self.conv_out = EdgeConv(last, 3, **kw)
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
@@ -301,13 +302,13 @@ class HunyuanVideoVAE(nnx.Module):
         self.decoder = Decoder(config, **kw)
 
     def encode_cells(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        """Encode frames, 4n + 1 if `cache` is None and 4n after, as scaled latents: the mode of the posterior."""
+        """Encode frames, 4n + 1 if `cache` is None and else 4n, as scaled latents: the mode of the posterior."""
         h, cache = self.encoder(x.astype(self.dtype), cache)
         mean, _ = jnp.split(h.astype(jnp.float32), 2, axis=-1)
         return mean * self.config.scale, cache
 
     def decode_cells(self, z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        """Decode any number of latent frames to frames in about [-1, 1], float32."""
+        """Decode latent frames, any number, to frames in about [-1, 1], float32."""
         h = (z.astype(jnp.float32) / self.config.scale).astype(self.dtype)
         x, cache = self.decoder(h, cache)
         return x.astype(jnp.float32), cache

@@ -8,12 +8,15 @@ from wanjax.layers.tiling import Tiling
 
 @dataclass(frozen=True)
 class VAEConfig:
-    """The sizes of a causal video autoencoder, and the scale of its latents.
+    """Sizes of a causal video autoencoder, and the scale of its latents.
 
-    `channels` are those of the encoder's levels; the decoder's are the same, backwards. The first levels, as many as
-    `spatial_factor` needs, halve height and width, and the last of these halve the number of frames too. `scale` makes
-    latents of the encoder's means. `longest` is the largest number of latent frames of a video: the middle's attention
-    keeps the keys and values of so many.
+    The first levels of the encoder halve height and width, as often as `spatial_factor` needs; the last of these levels
+    also halve the number of frames.
+
+    Attributes:
+        channels: Channels of the encoder's levels; the decoder has the same in reverse.
+        scale: The factor from the encoder's means to latents.
+        longest: The largest number of latent frames of a video; the attention's cache has room for as many.
     """
 
     channels: tuple[int, ...]
@@ -26,17 +29,17 @@ class VAEConfig:
 
     @property
     def patch(self) -> int:
-        """Pixels along a cell: the convolutions see pixels."""
+        """Pixels along the side of a cell: the convolutions work on pixels."""
         return 1
 
     @property
     def tiling(self) -> Tiling:
-        """The reference's tiles of frames that would not fit in memory."""
+        """The reference's tile size, for frames too large for memory."""
         return Tiling(256, 192)
 
     @property
     def halvings(self) -> tuple[int, int]:
-        """The number of levels that halve height and width, and of those that also halve the number of frames."""
+        """The number of levels that halve height and width, and the number that also halve the number of frames."""
         return self.spatial_factor.bit_length() - 1, self.temporal_factor.bit_length() - 1
 
     @property
@@ -45,11 +48,11 @@ class VAEConfig:
         return 1 + (self.longest - 1) * self.temporal_factor
 
     def encode_lengths(self, frames: int) -> tuple[int, int]:
-        """Frames in the first chunk to encode, and in each later one, for a clip of any number of frames."""
+        """Return the number of frames in the first chunk to encode and in each later chunk."""
         return 1, self.temporal_factor
 
     def decode_lengths(self, frames: int) -> tuple[int, int]:
-        """Latent frames in the first chunk to decode, and in each later one, for a clip of any number of them."""
+        """Return the number of latent frames in the first chunk to decode and in each later chunk."""
         return 1, 1
 
 

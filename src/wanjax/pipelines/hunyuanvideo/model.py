@@ -156,7 +156,7 @@ class HunyuanVideoModel(VideoModel[HunyuanVideoConditioning]):
             heads=config.heads,
             width=config.width,
             scores=config.layers * attention_flops(tokens, tokens, config.width),
-            flops=forward_flops(config, video=video, prompt=prompt, beside=beside),
+            flops=forward_flops(config, video=video, prompt=prompt, extra=beside),
         )
 
     def size_for(self, picture: tuple[int, int, int], settings: Settings) -> tuple[int, int]:
