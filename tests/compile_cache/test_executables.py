@@ -211,9 +211,9 @@ def test_changed_code_is_other_surroundings(monkeypatch, tmp_path):
     digests = []
     for text in ("1", "2", "1"):
         (tmp_path / "layer.py").write_text(text)
-        executables._code.cache_clear()
-        digests.append(executables._code())
-    executables._code.cache_clear()
+        executables._code_digest.cache_clear()
+        digests.append(executables._code_digest())
+    executables._code_digest.cache_clear()
     assert digests[0] == digests[2] != digests[1]
 
 

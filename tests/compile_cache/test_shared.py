@@ -48,7 +48,7 @@ def chosen(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     before = {name: getattr(jax.config, name) for name in SETTINGS}
     monkeypatch.setattr("jax._src.compilation_cache.get_file_cache", compilation_cache_of_jax)
-    monkeypatch.setattr(shared, "_shared", {})
+    monkeypatch.setattr(shared, "_shared_caches", {})
     monkeypatch.delenv(SHARED, raising=False)
     monkeypatch.delenv(TRUSTED, raising=False)
     jax.config.update("jax_compilation_cache_dir", None)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled programs between runs: JAX's cache, which workers may share, and executables that need no lowering."""
+"""Caches of compiled programs: JAX's cache, which workers can share, and executables that need no lowering."""

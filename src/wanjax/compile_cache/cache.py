@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache of compiled programs between runs."""
+"""JAX's cache of compiled programs between runs."""
 
 import hashlib
 import os
@@ -19,12 +19,12 @@ from wanjax.stores.paths import parse_path
 from wanjax.stores.user_folders import user_cache
 
 SHARED, TRUSTED = "WANJAX_COMPILE_CACHE", "WANJAX_TRUST_COMPILE_CACHE"
-"""Variables that name a shared cache of compiled programs, and that say it is trusted by being 1."""
+"""Environment variables: the folder of a shared compile cache, and 1 if that cache is trusted."""
 KEEP_ALL = {"jax_persistent_cache_min_compile_time_secs": 0.0, "jax_persistent_cache_min_entry_size_bytes": -1}
 
 
 class _ConfigContext:
-    """JAX settings that apply while any thread is in this context; the last one to leave restores the old ones."""
+    """JAX settings that apply while any thread is in this context; the last thread to leave restores the old ones."""
 
     def __init__(self, settings: Mapping[str, Any], on_change: Callable[[], Any] = lambda: None):
         self.settings, self.on_change = settings, on_change
@@ -58,21 +58,20 @@ without_cache = _ConfigContext({"jax_enable_compilation_cache": False}, compilat
 
 @contextmanager
 def compile_cache() -> Iterator[None]:
-    """Cache every program that is compiled in the block, even one that compiles quickly.
+    """Within the block, cache every compiled program, even one that compiles quickly.
 
-    With a shared cache, this thread takes the leases.
+    If the cache is shared, this thread acquires leases.
     """
     with _keep_all(), leasing():
         yield
 
 
 def set_cache_folder() -> None:
-    """Set JAX's compile cache to the shared folder or the user's cache folder, unless another is chosen already.
+    """Set JAX's compile cache to the shared folder or the user's cache folder, unless another one is set.
 
     JAX's key covers the traced program with its kernels, the versions of JAX and the compiler, the compiler's options
-    and flags, the devices and the shardings. Any change that matters therefore gives another key. The key may omit the
-    processor for which a CPU program was compiled, so each kind of processor has its own folder. Raises WanjaxError as
-    `use_shared` does.
+    and flags, the devices and the shardings. It may not cover the processor that a CPU program was compiled for, so
+    each kind of processor has its own folder. Raises WanjaxError as `use_shared` does.
     """
     use_shared()
     if compile_cache_folder() is None:
@@ -80,11 +79,15 @@ def set_cache_folder() -> None:
 
 
 def use_shared(name: str | None = None, *, trusted: bool = False, platform: str | None = None) -> None:
-    """Use a folder, here or in a store, as JAX's cache of programs for this platform; all workers may share it.
+    """Use a folder, local or in a store, as JAX's compile cache, which workers can share.
 
-    Without a `name` it is that of the environment, if there is one and no cache is chosen already. A `platform` other
-    than that of JAX's devices is that of devices that are described. Raises WanjaxError unless the place is there, and
-    is said to be trusted, here or in the environment.
+    Args:
+        name: The folder; by default that of the environment variable, unless another cache is set.
+        trusted: True if everybody who can write to the folder is trusted; the environment can say so too.
+        platform: The platform of absent devices that programs are compiled for; by default that of JAX's devices.
+
+    Raises:
+        WanjaxError: The folder is missing or not trusted.
     """
     if name is None and compile_cache_folder() is None:
         name = os.environ.get(SHARED)
@@ -102,13 +105,13 @@ def use_shared(name: str | None = None, *, trusted: bool = False, platform: str 
 
 
 def compile_cache_folder() -> str | None:
-    """Return the folder of compiled programs, if one is chosen."""
+    """Return the folder of JAX's compile cache, or None if none is set."""
     if (shared := current()) is not None:
         return str(shared.folder)
     return jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def processor() -> str:
-    """Return the machine's architecture, and a digest of its processor's instruction sets."""
+    """Return the machine's architecture with a digest of its processor's instruction sets."""
     features = " ".join(sorted(instructions())) or platform.processor()
     return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:8]}"

@@ -17,7 +17,7 @@ WAITING = "/wanjax/waited_for_compiler"
 
 
 class Compilation(NamedTuple):
-    """A program's name, the seconds, whether a cache had it, and why a stored executable was refused, if any."""
+    """A compilation or a cache hit: the program, the seconds, and why a stored executable was rejected, if one was."""
 
     name: str
     seconds: float
@@ -29,9 +29,9 @@ class Compilation(NamedTuple):
 def watch_compiler(
     end: Callable[[Compilation], None], begin: Callable[[], None] = lambda: None, *, this_thread: bool = False
 ) -> Iterator[None]:
-    """Call `begin` before and `end` after each program is compiled or read from a cache in the `with` block.
+    """Within the block, call `begin` before and `end` after each program is compiled or read from a cache.
 
-    With `this_thread` only what this thread compiles or waits for counts, else all that is compiled.
+    With `this_thread`, watch only programs that this thread compiles or waits for.
     """
     from jax import monitoring  # imported late, for commands that compute nothing
 
@@ -68,7 +68,7 @@ def watch_compiler(
 
 
 def report_loaded(name: str, since: float) -> None:
-    """Report a program that was read from a cache, starting at `since` by `perf_counter`."""
+    """Report a program that was read from a cache; `since` is the start by `perf_counter`."""
     from jax import monitoring
 
     monitoring.record_scalar(COMPILATION, 0.0)
@@ -77,7 +77,7 @@ def report_loaded(name: str, since: float) -> None:
 
 
 def report_refused(why: str) -> None:
-    """Report why a stored executable is not used; its program is compiled next."""
+    """Report why a stored executable is rejected; its program is compiled next."""
     from jax import monitoring
 
     monitoring.record_event(REFUSED, why=why)
@@ -85,7 +85,7 @@ def report_refused(why: str) -> None:
 
 @contextmanager
 def report_waiting(name: str) -> Iterator[None]:
-    """Report how long this thread waits, in the `with` block, for a program that another compiles."""
+    """Report the time of the block, in which this thread waits for a program that another thread compiles."""
     from jax import monitoring
 
     since = perf_counter()

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Executables that are stored between processes, so that a second run neither traces nor lowers nor compiles.
+"""Executables on disk, so that a second run neither traces nor lowers nor compiles.
 
-JAX's own cache is asked with the lowered program, which takes longer to make than it takes to run a short video. Here
-the key is what the program is made from: its function by name, the values and shapes that it is compiled for, the code
-of this package, the versions of what traces and compiles, the processor, and the flags.
+The key of JAX's own cache needs the lowered program, and lowering takes longer than running a short video. Here the key
+covers the inputs of the compilation: the function's name, the values and shapes it is compiled for, the code of this
+package, the versions of JAX and of the compiler, the processor, and the flags.
 
-A kept executable is machine code in a pickle, and whoever can write one can run anything. So it is read only from a
-folder that is the user's own and no one else's, after its digest, and where all that it names is expected in it. One
-that is of no use is compiled anew.
+A stored executable is machine code in a pickle, so anybody who can write one can run any code. It is therefore read
+only from a folder that belongs to the user and is closed to others, if its digest matches and its pickle contains only
+expected names. A program without a usable executable is compiled again.
 """
 
 import hashlib
@@ -35,12 +35,12 @@ from wanjax.compile_cache.cache import processor
 from wanjax.compile_cache.fingerprint import fingerprint
 from wanjax.stores.user_folders import user_cache
 
-MAX_TOTAL_BYTES = 2 << 30  # bytes of all that is kept; the least recently used goes first
+MAX_TOTAL_BYTES = 2 << 30  # of all executables; the least recently used are deleted first
 SUFFIX = ".executable"
-_NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # a flag of files that are opened
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # do not follow links when opening files
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NPROC")
 IRRELEVANT_SETTINGS = ("jax_compilation_cache", "jax_persistent_cache", "jax_enable_compilation_cache", "jax_log")
-"""Beginnings of the names of JAX's settings that change no program."""
+"""Prefixes of JAX settings that do not affect programs."""
 ALLOWED_NAMES = frozenset(
     {
         ("jax", "P"),
@@ -57,7 +57,7 @@ ALLOWED_NAMES = frozenset(
         ("jax._src.mesh", "AxisType"),
         ("jax._src.mesh", "Mesh"),
         ("jax._src.named_sharding", "_unpickle_named_sharding"),
-        # of a program of a mesh that takes the host's arrays alone
+        # for a program on a mesh whose arguments are all host arrays
         ("jax._src.sharding_impls", "_unpickle_gspmd_sharding"),
         ("jax._src.sharding_impls", "_unpickle_single_device_sharding"),
         ("jax._src.stages", "ArgInfo"),
@@ -71,7 +71,7 @@ ALLOWED_NAMES = frozenset(
         ("numpy._core.multiarray", "_reconstruct"),
     }
 )
-"""What JAX names in an executable and in its trees."""
+"""Modules and names that JAX's pickles of executables and their pytrees contain."""
 
 
 class UnusableExecutable(Exception):
@@ -79,18 +79,18 @@ class UnusableExecutable(Exception):
 
 
 class Executables:
-    """Executables in a folder, by key. The folder is made for its owner alone."""
+    """Executables in a folder, by key. Only the folder's owner has access to it."""
 
     def __init__(self, folder: Path):
         self.folder = folder
 
     def find(self, key: str, devices: Sequence[Any]) -> Callable[..., Any] | None:
-        """Return the executable of a key for these devices, or None; raise UnusableExecutable."""
+        """Load the executable of a key for these devices; return None if there is none. Raises UnusableExecutable."""
         file = self._file(key)
         try:
             self._check_folder()
-            body = _verified(key, _read(file))
-            payload, arguments, results = pickle.loads(body)  # checked: from here on it is this user's own
+            body = _verify(key, _read(file))
+            payload, arguments, results = pickle.loads(body)  # safe: it is verified, and written by this user
             executable = serialize_executable.deserialize_and_load(
                 payload, arguments, results, devices[0].client, execution_devices=devices
             )
@@ -98,14 +98,14 @@ class Executables:
             return None
         except UnusableExecutable:
             raise
-        except Exception as error:  # of the many parts that read it
+        except Exception as error:  # JAX raises many kinds
             raise UnusableExecutable(f"it cannot be read: {type(error).__name__}: {error}") from error
         with suppress(OSError):
             os.utime(file)
         return executable
 
     def store(self, key: str, compiled: Any) -> None:
-        """Keep an executable that was compiled, not read from a cache; do nothing where that fails."""
+        """Store an executable that was compiled, not read from a cache; do nothing if that fails."""
         try:
             body = pickle.dumps(serialize_executable.serialize(compiled))
             self.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -117,10 +117,10 @@ class Executables:
                 with open(os.open(partial_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _NO_LINK, 0o600), "wb") as file:
                     file.write(_digest(key, body) + body)
                 partial_path.replace(self._file(key))
-            finally:  # a full disk keeps no half
+            finally:  # leave no partial file on a full disk
                 with suppress(OSError):
                     partial_path.unlink()
-            self._make_room()
+            self._delete_old_files()
         except (OSError, UnusableExecutable, ValueError, NotImplementedError, TypeError, jax.errors.JaxRuntimeError):
             return
 
@@ -128,13 +128,13 @@ class Executables:
         return self.folder / f"{key}{SUFFIX}"
 
     def _check_folder(self) -> None:
-        """Raise UnusableExecutable unless the folder is one, this user's own, and closed to others."""
+        """Raise UnusableExecutable unless the folder belongs to this user and is closed to others."""
         status = os.lstat(self.folder)
         if not (stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077):
             raise UnusableExecutable(f"{self.folder} is open to others")
 
-    def _make_room(self) -> None:
-        """Delete the files that were used least recently, until the others are few enough."""
+    def _delete_old_files(self) -> None:
+        """Delete the least recently used files until the total is within MAX_TOTAL_BYTES."""
         files = sorted(((x.stat(), x) for x in self.folder.iterdir()), key=lambda entry: -entry[0].st_mtime)
         total = 0
         for entry, file in files:
@@ -144,7 +144,7 @@ class Executables:
 
 
 def user_executables() -> Executables | None:
-    """Return the store of this user's executables; None on systems whose files have no owners."""
+    """Return the store of this user's executables, or None on systems without owners of files."""
     return Executables(user_cache() / "executables" / processor()) if hasattr(os, "getuid") else None
 
 
@@ -159,18 +159,18 @@ def _digest(key: str, body: bytes) -> bytes:
     return hashlib.sha256(key.encode() + body).digest()
 
 
-def _verified(key: str, content: bytes) -> bytes:
-    """Return the pickle in a file; raise UnusableExecutable unless it is whole, has this key and names only NAMED."""
+def _verify(key: str, content: bytes) -> bytes:
+    """Return the pickle in a file; raise UnusableExecutable for a wrong digest or a name outside ALLOWED_NAMES."""
     size = hashlib.sha256().digest_size
     if content[:size] != _digest(key, content[size:]):
-        raise UnusableExecutable("its digest is not that of what it holds")
+        raise UnusableExecutable("its digest does not match its content")
     payload, *_ = _NameChecker(content[size:]).load()
     _NameChecker(payload).load()
     return content[size:]
 
 
 class _Placeholder:
-    """Stands for all that a pickle names, while it is read for its names."""
+    """A stand-in for every object that a pickle names, while its names are checked."""
 
     def __new__(cls, *_: Any, **__: Any) -> "_Placeholder":
         return super().__new__(cls)
@@ -180,22 +180,22 @@ class _Placeholder:
 
 
 class _NameChecker(pickle.Unpickler):
-    """Reads a pickle without importing; raises UnusableExecutable for a name that is not in NAMED."""
+    """Read a pickle without imports; raise UnusableExecutable for a name outside ALLOWED_NAMES."""
 
     def __init__(self, content: bytes):
         super().__init__(io.BytesIO(content))
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in ALLOWED_NAMES and not _is_tree(module, name):
-            raise UnusableExecutable(f"it names {module}.{name}")
+        if (module, name) not in ALLOWED_NAMES and not _is_pytree_class(module, name):
+            raise UnusableExecutable(f"it contains the name {module}.{name}")
         return _Placeholder
 
     def persistent_load(self, pid: Any) -> None:
-        """Return nothing in place of devices and machine code."""
+        """Skip devices and machine code."""
 
 
-def _is_tree(module: str, name: str) -> bool:
-    """Return whether a name is that of a class that holds arrays, of this package or of Flax's."""
+def _is_pytree_class(module: str, name: str) -> bool:
+    """Return True for a class that holds arrays, of this package or of Flax."""
     if module.partition(".")[0] not in ("wanjax", "flax"):
         return False
     class_ = getattr(sys.modules.get(module), name, None)
@@ -205,7 +205,7 @@ def _is_tree(module: str, name: str) -> bool:
 
 
 class CompileEnvironment(NamedTuple):
-    """All on which an executable depends beside its program."""
+    """Everything that an executable depends on, except its program."""
 
     code: str
     versions: tuple[str, ...]
@@ -221,12 +221,12 @@ def key_of(program: Any) -> str:
 
 
 def compile_environment() -> CompileEnvironment:
-    """Return the surroundings of this process."""
+    """Describe the environment in which this process compiles."""
     compiler = jax.devices()[0].client.platform_version
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
     settings = sorted((name, repr(value)) for name, value in jax.config.values.items())
     return CompileEnvironment(
-        _code(),
+        _code_digest(),
         (*_versions(), compiler),
         processor(),
         (os.cpu_count(), cores),
@@ -241,8 +241,8 @@ def _versions() -> tuple[str, ...]:
 
 
 @cache
-def _code() -> str:
-    """Return the digest of this package's code at the first call."""
+def _code_digest() -> str:
+    """Return a digest of this package's code, read at the first call."""
     root, digest = Path(__file__).parents[1], hashlib.sha256()
     for file in sorted(root.rglob("*.py")):
         content = file.read_bytes()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fingerprints of values, which are equal in every process where the values mean the same.
+"""Fingerprints of values that are equal in every process.
 
-It covers values of which a program is made: settings, definitions of networks, functions by their names, trees, shapes
-and shardings. What code does is not looked at: whoever keeps something by a fingerprint adds that of the code.
+They support the values that determine a program: settings, definitions of networks, functions by their names, pytrees,
+shapes and shardings. The code of functions is not covered: a key that depends on it must add a digest of the code.
 """
 
 import hashlib
@@ -19,18 +19,18 @@ from flax.nnx import GraphDef
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 VERSIONED_PACKAGES = {"wanjax", "flax", "jax", "jaxlib", "numpy", "ml_dtypes", "builtins", "functools"}
-"""Packages whose code is known by its version or its digest."""
+"""Packages whose code is determined by their version or by a digest."""
 
 
 class NoFingerprint(TypeError):
-    """A value that has no fingerprint, such as a closure, or code of other packages."""
+    """A value has no fingerprint, such as a closure or code of other packages."""
 
 
 def fingerprint(value: Any) -> str:
-    """Return the fingerprint of a value, in hexadecimal; raise NoFingerprint where it can have none."""
+    """Return the fingerprint of a value in hexadecimal; raise NoFingerprint if it has none."""
     texts: list[str] = []
     stack = [value]
-    while stack:  # a stack: values are nested deeply
+    while stack:  # no recursion, because values are deeply nested
         name, parts = _describe(stack.pop())
         texts.append(f"{len(name)} {len(parts)} {name}")
         stack.extend(parts)
@@ -42,7 +42,7 @@ def _describe(value: Any) -> tuple[str, tuple[Any, ...] | list[Any]]:
     """Return a value's kind as text, and the values that it contains."""
     if is_dataclass(value):
         return _name(type(value)), [getattr(value, name) for name in _fields(type(value))]
-    if isinstance(wrapped := getattr(value, "__wrapped__", None), FunctionType):  # by jax.jit
+    if isinstance(wrapped := getattr(value, "__wrapped__", None), FunctionType):  # a function in jax.jit
         return _name(type(value)), (wrapped,)
     raise NoFingerprint(f"a {type(value).__name__}")
 
@@ -85,7 +85,7 @@ def _(value: GraphDef) -> Any:
 
 @cache
 def _network_fingerprint(value: Any) -> str:
-    """Return the fingerprint of a network's definition, which several programs share."""
+    """Return the fingerprint of a network's definition; it is cached because programs share definitions."""
     return fingerprint((value.nodes, value.attributes, value.num_leaves))
 
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A compile cache that all workers share: the first to miss a program compiles it, the others wait and read it.
+"""A compile cache that workers share: the first worker to miss a program compiles it; the others wait and read it.
 
-An entry is one file or object under JAX's key, and appears when all of it is there. Whoever misses one takes its lease,
-which is created only where there is none: exclusively in a folder, and in a store by a write on the condition that no
-such object is there, which S3 and Google Cloud Storage promise. While its owner compiles, a thread changes the lease
-every few seconds. Others look whether it changes, by clocks of their own, so that no two clocks have to agree. One that
-changes no more is of a process that is gone: the next one, which has a number of its own, is created as the first was.
+An entry is one file or object named by JAX's key, and appears when it is complete. A process that misses an entry
+acquires its lease. Only one process can create a lease: in a folder by exclusive creation, in a store by a conditional
+write, which S3 and Google Cloud Storage offer. While the owner compiles, a thread renews the lease every few seconds.
+Other processes check for renewals by their own clocks, so clocks need not agree. If renewals stop, the owner is dead,
+and another process acquires the lease with the next number in the same way.
 
-A lease saves work and guards nothing. Two processes that compile the same program write the same entry.
+Leases only save work. If two processes compile the same program, both write the same entry.
 """
 
 import warnings
@@ -20,20 +20,20 @@ from time import monotonic
 from uuid import uuid4
 
 import jax
-from jax._src import compilation_cache  # which offers no other cache than folders
+from jax._src import compilation_cache  # JAX has no public interface for caches other than folders
 from jax._src.compilation_cache_interface import CacheInterface
 
 from wanjax.errors import WanjaxError, WanjaxWarning, reason
 from wanjax.stores.paths import AnyPath, Missing, RemotePath, read
 from wanjax.stores.writing import write_whole
 
-HEARTBEAT_INTERVAL = 5.0  # seconds between two changes of a lease
-LEASE_TIMEOUT = 30.0  # seconds without a change after which its owner is gone
-POLL_INTERVALS = 0.1, 2.0  # seconds between two looks of a process that waits, the first and the longest
+HEARTBEAT_INTERVAL = 5.0  # seconds between two renewals of a lease
+LEASE_TIMEOUT = 30.0  # seconds without a renewal after which the owner counts as dead
+POLL_INTERVALS = 0.1, 2.0  # first and longest seconds between two polls of a waiting process
 
 
 class Lease:
-    """The right to compile a program, by the key of its entry, as long as this process is alive."""
+    """The right to compile a program, named by the key of its entry, while this process is alive."""
 
     def __init__(self, folder: AnyPath, key: str):
         self.folder, self._key = folder, key
@@ -46,26 +46,26 @@ class Lease:
         return self.folder / f"{self._key}-lease-{self._number if number is None else number}"
 
     def acquire(self) -> bool:
-        """Take the lease if it is free, and return whether it was. Raises WanjaxError where it cannot be written."""
+        """Acquire the lease if it is free; return True if so. Raises WanjaxError if it cannot be written."""
         if not _create(self._file(), self._id.encode()):
             return False
         self._thread.start()
         return True
 
-    def wait(self, pause: float, seen: tuple[bytes, float]) -> tuple[bytes, float] | None:
-        """Wait a little; return the other's lease and the time of its last change, None if it was released."""
+    def wait(self, pause: float, last_seen: tuple[bytes, float]) -> tuple[bytes, float] | None:
+        """Wait, then return the other process's lease and the time of its last renewal, or None if it was released."""
         self._ended.wait(pause)
         if (content := read(self._file())) is None:
             return None
-        if content != seen[0]:
+        if content != last_seen[0]:
             return content, monotonic()
-        if monotonic() - seen[1] > LEASE_TIMEOUT:
+        if monotonic() - last_seen[1] > LEASE_TIMEOUT:
             self._number += 1
             return b"", monotonic()
-        return seen
+        return last_seen
 
     def release(self) -> None:
-        """Remove this lease, and earlier ones of processes that are gone."""
+        """Remove this lease, and earlier ones of dead processes."""
         self._ended.set()
         self._thread.join()
         for number in range(self._number + 1):
@@ -77,18 +77,18 @@ class Lease:
         for renewal in count(1):
             if self._ended.wait(HEARTBEAT_INTERVAL):
                 return
-            with suppress(WanjaxError, OSError):  # the next one may be written
+            with suppress(WanjaxError, OSError):  # a later renewal may succeed
                 _write(self._file(), f"{self._id} {renewal}".encode())
 
 
 class EntryExists(Exception):
-    """Raised when an entry exists while the cache is filled ahead of time, since absent devices cannot read it."""
+    """An entry exists already while the cache is filled ahead of time; without its devices it cannot be read."""
 
 
 class SharedCache(CacheInterface):
     """JAX's cache in a folder that workers share. The first failure gives a warning; programs are then compiled here.
 
-    `ahead_of_time` tells that it is filled for devices that are described: an entry that is there raises EntryExists.
+    With `ahead_of_time` the cache is filled for absent devices, and an existing entry raises EntryExists.
     """
 
     def __init__(self, folder: AnyPath, *, ahead_of_time: bool = False):
@@ -97,7 +97,7 @@ class SharedCache(CacheInterface):
         self._leases, self._reported = local(), False
 
     def get(self, key: str) -> bytes | None:
-        """Return an entry, or None for this thread to compile it."""
+        """Return an entry, or None if this thread must compile the program."""
         try:
             entry = self._read_or_lease(key)
             if entry is not None and self._ahead_of_time:
@@ -108,7 +108,7 @@ class SharedCache(CacheInterface):
             return None
 
     def put(self, key: str, value: bytes) -> None:
-        """Write an entry, unless it is there."""
+        """Write an entry."""
         try:
             _write(self.folder / f"{key}-cache", value)
         except (WanjaxError, OSError) as error:
@@ -116,7 +116,7 @@ class SharedCache(CacheInterface):
 
     @contextmanager
     def leasing(self) -> Iterator[None]:
-        """Take leases of programs that this thread misses in the block, and release them at its end."""
+        """Within the block, acquire leases of programs that this thread misses; release them at its end."""
         self._leases.held = held = []
         try:
             yield
@@ -127,16 +127,17 @@ class SharedCache(CacheInterface):
 
     def _read_or_lease(self, key: str) -> bytes | None:
         held, file = getattr(self._leases, "held", None), self.folder / f"{key}-cache"
-        if (entry := read(file)) is not None or held is None or jax.process_count() > 1:  # which compile together
+        # processes of one run compile a program together, so none of them may wait for a lease
+        if (entry := read(file)) is not None or held is None or jax.process_count() > 1:
             return entry
-        lease, pause, seen = Lease(self.folder, key), POLL_INTERVALS[0], (b"", monotonic())
+        lease, pause, last_seen = Lease(self.folder, key), POLL_INTERVALS[0], (b"", monotonic())
         while not lease.acquire():
-            state = lease.wait(pause, seen)
-            if (entry := read(file)) is not None or state is None:
+            lease_state = lease.wait(pause, last_seen)
+            if (entry := read(file)) is not None or lease_state is None:
                 return entry
-            pause, seen = min(1.5 * pause, POLL_INTERVALS[1]), state
+            pause, last_seen = min(1.5 * pause, POLL_INTERVALS[1]), lease_state
         held.append(lease)
-        return read(file)  # of one who gave the lease back between the two looks
+        return read(file)  # another process may have written it before this one acquired the lease
 
     def _warn_once(self, problem: str) -> None:
         if not self._reported:
@@ -146,9 +147,9 @@ class SharedCache(CacheInterface):
 
 
 def share(folder: AnyPath, *, ahead_of_time: bool = False) -> None:
-    """Use a folder, here or in a store, as JAX's cache of compiled programs from now on.
+    """Use a folder, local or in a store, as JAX's compile cache from now on.
 
-    Programs that are read from it run in this process. A folder that can only be read is enough.
+    Programs that are read from it run in this process. A read-only folder works too.
 
     Args:
         folder: The folder.
@@ -163,34 +164,34 @@ def share(folder: AnyPath, *, ahead_of_time: bool = False) -> None:
         except Missing:  # the bucket
             raise
         except WanjaxError:
-            folder.files(below=False)
+            folder.files(recursive=False)
     else:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise WanjaxError(f"the compile cache {folder} cannot be made: {reason(error)}") from error
-    shared, others = SharedCache(folder, ahead_of_time=ahead_of_time), compilation_cache.get_file_cache
-    name = str(folder) if isinstance(folder, Path) else f"{folder.scheme}/{folder.path}"  # to JAX it is always a path
-    _shared[name] = shared
-    compilation_cache.get_file_cache = lambda path: (shared, path) if path == name else others(path)
+            raise WanjaxError(f"the compile cache {folder} cannot be created: {reason(error)}") from error
+    shared, get_file_cache = SharedCache(folder, ahead_of_time=ahead_of_time), compilation_cache.get_file_cache
+    name = str(folder) if isinstance(folder, Path) else f"{folder.scheme}/{folder.path}"  # JAX expects a path
+    _shared_caches[name] = shared
+    compilation_cache.get_file_cache = lambda path: (shared, path) if path == name else get_file_cache(path)
     jax.config.update("jax_compilation_cache_dir", name)
     jax.config.update("jax_raise_persistent_cache_errors", ahead_of_time)
-    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # whose folders' names would count in the keys
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # their folders' names would be part of keys
     compilation_cache.reset_cache()
 
 
 def leasing() -> AbstractContextManager[None]:
-    """Return a context in which this thread takes leases of the programs that it compiles, if the cache is shared."""
+    """Within the context, this thread acquires leases of programs that it compiles, if the cache is shared."""
     shared = current()
     return shared.leasing() if shared else nullcontext()
 
 
 def current() -> SharedCache | None:
-    """Return the shared cache that JAX uses, None where it uses another or none."""
-    return _shared.get(jax.config.jax_compilation_cache_dir)  # pyright: ignore[reportAttributeAccessIssue]
+    """Return the shared cache that JAX uses, or None if it uses another or none."""
+    return _shared_caches.get(jax.config.jax_compilation_cache_dir)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-_shared: dict[str, SharedCache] = {}  # by the names that JAX has of their folders
+_shared_caches: dict[str, SharedCache] = {}  # by the folder's name in JAX's configuration
 
 
 def _write(file: AnyPath, content: bytes) -> None:
@@ -202,7 +203,7 @@ def _write(file: AnyPath, content: bytes) -> None:
 
 
 def _create(file: AnyPath, content: bytes) -> bool:
-    """Create a file, and return whether it is new; only one process can create it."""
+    """Create a file and return True, or return False if it exists; only one process can create it."""
     if isinstance(file, RemotePath):
         return file.create(content)
     try:

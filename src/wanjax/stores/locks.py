@@ -10,16 +10,16 @@ from wanjax.errors import WanjaxError
 
 
 class FileLock:
-    """A lock on a file, released when the process ends in any way. It is SQLite's lock, which every system has."""
+    """A lock on a file, released however the process ends. It uses SQLite's lock, which works on all systems."""
 
     def __init__(self, file: Path, user: str, option: str):
-        """Take the lock. Raises WanjaxError, which names the `user` and the `option` of its folder, if it is taken."""
+        """Acquire the lock; raise WanjaxError if it is taken, with the `user` and the folder's `option`."""
         try:
-            self._table = sqlite3.connect(file, timeout=0, isolation_level=None, check_same_thread=False)
+            self._connection = sqlite3.connect(file, timeout=0, isolation_level=None, check_same_thread=False)
         except sqlite3.Error as error:
             raise WanjaxError(f"{file} cannot be written: {error}") from error
         try:
-            self._table.execute("BEGIN EXCLUSIVE")
+            self._connection.execute("BEGIN EXCLUSIVE")
         except sqlite3.Error as error:
             self.close()
             if getattr(error, "sqlite_errorname", "") != "SQLITE_BUSY":
@@ -29,20 +29,20 @@ class FileLock:
 
     def close(self) -> None:
         """Release the lock."""
-        self._table.close()
+        self._connection.close()
 
 
 @contextmanager
 def locked(file: Path, user: str, option: str) -> Iterator[None]:
-    """Hold a lock while the block runs, and leave no file of it. Raises WanjaxError as `FileLock`."""
+    """Hold a lock within the block, and delete its file afterwards. Raises WanjaxError as `FileLock` does."""
     while True:
         lock = FileLock(file, user, option)
         if file.exists():
             break
-        lock.close()  # another process has removed the file in between, so that it locks nobody out
+        lock.close()  # another process deleted the file meanwhile, so this lock excludes nobody
     try:
         yield
     finally:
         with suppress(OSError):
-            file.unlink()  # while it is held, for the same reason
+            file.unlink()  # before the release, for the same reason
         lock.close()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paths of local files, and of objects in a store by a URL such as s3://BUCKET/NAME, through fsspec.
 
-An object appears in a store only when it is complete, and cannot be renamed. So files are written locally first, then
-uploaded: a single file in one upload; a folder with its marker file last, by which readers know that it is complete.
-The store's library finds its credentials in the environment and in the user's files; URLs contain none.
+An object appears in a store only when it is complete, and cannot be renamed. So files are written locally first and
+then uploaded: a single file in one upload; a folder with its marker file last, which tells readers that it is complete.
+The store's library reads credentials from the environment and from the user's files; URLs contain none.
 """
 
 import logging
@@ -48,15 +48,15 @@ class Missing(StoreError):
 
 @dataclass(frozen=True)
 class RemotePath:
-    """The path of an object in a store, or of a folder: a prefix of object names that ends before a slash.
+    """The path of an object in a store, or of a folder, which is a prefix of object names up to a slash.
 
-    It has the methods of `pathlib.Path` that this library needs. Methods raise StoreError if the store, its library or
-    the needed permission is missing.
+    It has the methods of `pathlib.Path` that this library needs. Methods raise StoreError if the store cannot be
+    reached, its library is missing, or a permission is denied.
     """
 
     scheme: str
     path: str
-    """The bucket, a slash, and the name in it."""
+    """The bucket, a slash, and the object's name in the bucket."""
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self.path}"
@@ -83,13 +83,13 @@ class RemotePath:
         return self._kind() == "file"
 
     def exists(self) -> bool:
-        """Return whether there is such an object, or a folder with objects."""
+        """Return True if there is such an object, or a folder with objects."""
         return self._kind() is not None
 
     def _kind(self) -> str | None:
-        """Return "file", "directory", or None if there is neither;
+        """Return "file", "directory", or None if neither exists.
 
-        fsspec also reports None for an unreachable store.
+        fsspec reports None for an unreachable store too.
         """
         try:
             return self._info()["type"]
@@ -104,20 +104,20 @@ class RemotePath:
         with self._store_errors("read"):
             return self._files.info(self.path)
 
-    def files(self, *, below: bool = True) -> dict[str, int]:
-        """Return the sizes of a folder's objects by name, with those in folders `below` it unless that is False.
+    def files(self, *, recursive: bool = True) -> dict[str, int]:
+        """Return the sizes of a folder's objects by name; with `recursive` also of those in its subfolders.
 
         Names that lead outside the folder are omitted.
         """
         with self._store_errors("read"):
-            objects = self._files.find(self.path, maxdepth=None if below else 1, detail=True)
-        start = f"{self.path}/"
-        sizes = {name.lstrip("/"): each["size"] for name, each in objects.items()}
-        names = {name[len(start) :]: size for name, size in sizes.items() if name.startswith(start)}
-        return {name: size for name, size in names.items() if _is_plain(name)}
+            objects = self._files.find(self.path, maxdepth=None if recursive else 1, detail=True)
+        prefix = f"{self.path}/"
+        size_by_path = {path.lstrip("/"): info["size"] for path, info in objects.items()}
+        size_by_name = {path[len(prefix) :]: size for path, size in size_by_path.items() if path.startswith(prefix)}
+        return {name: size for name, size in size_by_name.items() if _is_safe_name(name)}
 
     def read(self, max_bytes: int) -> bytes:
-        """Return an object's bytes; raise Missing where there is none, WanjaxError for one of more than `max_bytes`."""
+        """Return an object's bytes; raise Missing if it does not exist, WanjaxError if it has more than `max_bytes`."""
         with self._store_errors("read"):
             content = self._files.cat_file(self.path, start=0, end=max_bytes + 1)
         if len(content) > max_bytes:
@@ -125,12 +125,12 @@ class RemotePath:
         return content
 
     def read_part(self, start: int, end: int) -> bytes:
-        """Return the bytes of an object from `start` to `end`; raise Missing where there is none."""
+        """Return the bytes of an object from `start` to `end`; raise Missing if it does not exist."""
         with self._store_errors("read"):
             return self._files.cat_file(self.path, start=start, end=end)
 
     def write(self, content: bytes) -> None:
-        """Write an object, replacing one of this name."""
+        """Write an object, replacing an existing one."""
         with self._store_errors("written"):
             self._files.pipe_file(self.path, content)
 
@@ -154,31 +154,31 @@ class RemotePath:
             (self / name).remove()
 
     def upload(self, file: Path) -> None:
-        """Upload a file as this object, which appears when it is complete."""
+        """Upload a file as this object, which appears when the upload is complete."""
         with self._store_errors("written"):
             self._files.put_file(str(file), self.path)
 
     def upload_all(self, files: Mapping[str, Path], progress: OnProgress = lambda names: None) -> None:
-        """Upload files to a folder, by their names in it; `progress` receives the names of those that are done."""
-        for names in _groups(files):
+        """Upload files to a folder under the names of the mapping; `progress` receives the names of uploaded files."""
+        for names in _batches(files):
             with self._store_errors("written"):
                 self._files.put([str(files[name]) for name in names], [f"{self.path}/{name}" for name in names])
             progress(names)
 
     def download_all(self, names: Iterable[str], folder: Path, progress: OnProgress = lambda names: None) -> None:
-        """Download objects of a folder to a folder here; each file appears when it is complete."""
+        """Download objects of a folder to a local folder; each file appears when it is complete."""
         folder.mkdir(parents=True, exist_ok=True)
         with temp_dir(folder) as partial:
-            for batch in _groups(names):
+            for batch in _batches(names):
                 with self._store_errors("read"):
-                    self._files.get([f"{self.path}/{each}" for each in batch], [f"{partial}/{each}" for each in batch])
-                for each in batch:
-                    (folder / each).parent.mkdir(parents=True, exist_ok=True)
-                    (partial / each).replace(folder / each)
+                    self._files.get([f"{self.path}/{name}" for name in batch], [f"{partial}/{name}" for name in batch])
+                for name in batch:
+                    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                    (partial / name).replace(folder / name)
                 progress(batch)
 
     def check_writable(self) -> None:
-        """Raise WanjaxError unless an object can be written to this folder, and be removed."""
+        """Raise WanjaxError unless objects can be written to this folder and removed."""
         trial = f"{self.path}/.{uuid4().hex}.trial"
         with self._store_errors("written to"):
             self._files.pipe_file(trial, b"")
@@ -186,23 +186,23 @@ class RemotePath:
 
     @property
     def _files(self) -> Any:
-        import fsspec  # imported late: few runs have to do with a store
+        import fsspec  # imported late, because few runs use a store
 
         quiet(LIBRARIES[self.scheme])
         options = UPLOAD_OPTIONS.get(self.scheme, {})
-        return fsspec.filesystem(self.scheme, use_listings_cache=False, **options)  # other processes write there too
+        return fsspec.filesystem(self.scheme, use_listings_cache=False, **options)  # other processes write too
 
     @contextmanager
     def _store_errors(self, action: str) -> Iterator[None]:
-        """Turn the library's errors into StoreError; `action` is the participle of what failed."""
+        """Turn the library's errors into StoreError; `action` is what failed, as a participle such as "read"."""
         try:
             yield
         except WanjaxError:
             raise
         except Exception as error:
-            if isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS:  # here
+            if isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS:  # of a local disk
                 raise
-            message = f"{self} cannot be {action}, {_cause(error)}: give a bucket that answers, with keys for it"
+            message = f"{self} cannot be {action}, {_cause(error)}: check the bucket, and the credentials for it"
             raise (Missing if isinstance(error, FileNotFoundError) else StoreError)(message) from error
 
 
@@ -211,19 +211,19 @@ AnyPath = Path | RemotePath
 
 @cache
 def quiet(library: str) -> None:
-    """Keep a library from printing its log, whose errors it also raises, unless the process has log handlers."""
+    """Stop a library from printing its log, unless the process has log handlers; it also raises the errors in it."""
     logging.getLogger(library).addHandler(logging.NullHandler())
 
 
 def is_url(name: object) -> bool:
-    """Return whether a name is a URL of any kind."""
+    """Return True if a name is a URL of any kind."""
     return isinstance(name, RemotePath) or (isinstance(name, str) and URL.match(name) is not None)
 
 
 def base_name(text: str) -> str:
     """Return the last part of a path or URL.
 
-    Any other text, as the id of a model on the hub, is returned as it is.
+    Any other text, such as a model's id on the hub, is returned unchanged.
     """
     if URL.fullmatch(text):
         return text.rstrip("/").rpartition("/")[2]
@@ -234,7 +234,7 @@ def base_name(text: str) -> str:
 def parse_path(name: str | Path | RemotePath) -> AnyPath:
     """Parse a path, the URL of a store, or file:///PATH.
 
-    Raises WanjaxError for another URL, and where the library of a store is not installed.
+    Raises WanjaxError for another URL, or if the library of the store is not installed.
     """
     if isinstance(name, RemotePath):
         return name
@@ -248,12 +248,14 @@ def parse_path(name: str | Path | RemotePath) -> AnyPath:
             raise WanjaxError(f"{name} is not the URL of a local file: write file:///PATH with an absolute path")
         return Path(path)
     if scheme not in LIBRARIES:
-        schemes = ", ".join(f"{each}://" for each in (*LIBRARIES, LOCAL_SCHEME))
+        schemes = ", ".join(f"{scheme}://" for scheme in (*LIBRARIES, LOCAL_SCHEME))
         if WEB_ADDRESS.fullmatch(str(name)):
             raise WanjaxError(f"{name} is {download_advice(str(name))}, and {schemes} are stores")
         raise WanjaxError(f"{scheme}:// is not a supported store: use {schemes}")
     bucket, *parts = (path[:-1] if path.endswith("/") else path).split("/")
-    if not BUCKET.fullmatch(bucket) or not all(map(_is_plain, parts)):  # no keys in it, which would be shown
+    if not BUCKET.fullmatch(bucket) or not all(
+        map(_is_safe_name, parts)
+    ):  # the message omits the URL, which may contain keys
         raise WanjaxError(f"a URL of {scheme}:// is malformed: write {scheme}://BUCKET/NAME, without credentials")
     if not find_spec(LIBRARIES[scheme]):
         raise WanjaxError(f"{name} needs {LIBRARIES[scheme]}, which is missing: run pip install 'wanjax[cloud]'")
@@ -267,12 +269,12 @@ def full_name(name: str | Path | RemotePath) -> str:
 
 
 def download_advice(address: str) -> str:
-    """Return the advice for a web address that is given where a file is needed."""
+    """Return advice for a web address in place of a file."""
     return f"an address, and only files are read: `curl -LO {shlex.quote(address)}` gets one"
 
 
 def missing_file(path: str | Path, advice: str = "check its name") -> str:
-    """Return the message for a file that is missing, with what to do."""
+    """Return a message for a missing file, with advice."""
     if WEB_ADDRESS.fullmatch(str(path)):
         return f"{path} is {download_advice(str(path))}"
     path = Path(path)
@@ -290,17 +292,17 @@ def read(file: AnyPath) -> bytes | None:
 
 
 def names_in(folder: AnyPath) -> set[str]:
-    """Return the names of the files in a folder, empty if it does not exist; one request to a store."""
+    """Return the names of the files in a folder, with one request to a store; none if it does not exist."""
     if isinstance(folder, RemotePath):
-        return set(folder.files(below=False))
-    return {each.name for each in folder.iterdir() if each.is_file()} if folder.is_dir() else set()
+        return set(folder.files(recursive=False))
+    return {file.name for file in folder.iterdir() if file.is_file()} if folder.is_dir() else set()
 
 
 @contextmanager
 def publishing(target: RemotePath) -> Iterator[Path]:
-    """Yield a temporary file of the same name, and upload it when the block has written it.
+    """Yield a temporary file of the same name, and upload it after the block.
 
-    If the upload fails, the local file is kept and the WanjaxError names it, since it may have taken hours to make. An
+    If the upload fails, the local file is kept and the WanjaxError names it, because it may be the result of hours. An
     OSError in the block becomes a WriteError.
     """
     with write_errors(target), temp_dir() as folder:
@@ -329,21 +331,21 @@ def local_copy(file: AnyPath) -> Iterator[Path]:
             raise WanjaxError(str(error).replace(str(copy), str(file))) from error
 
 
-def _is_plain(name: str) -> bool:
-    """Return whether a name stays in its folder on every system and is printable."""
+def _is_safe_name(name: str) -> bool:
+    """Return True if a name is printable and stays in its folder on every system."""
     parts = name.split("/")
     return name.isprintable() and "\\" not in name and not {"", ".", ".."} & {*parts}
 
 
-def _groups(names: Iterable[str]) -> Iterator[list[str]]:
+def _batches(names: Iterable[str]) -> Iterator[list[str]]:
     all_names = list(names)
     return (all_names[start : start + PROGRESS_BATCH] for start in range(0, len(all_names), PROGRESS_BATCH))
 
 
 def _cause(error: Exception) -> str:
-    """Return why a store's library failed, in one line: its message, or that of its cause."""
+    """Return in one line why a store's library failed: its message, or that of its cause."""
     if isinstance(error, FileNotFoundError) and " " not in str(error):  # an address
         return "there is no such object or bucket"
-    message = next((text for each in causes(error) if (text := str(each).strip())), type(error).__name__)
+    message = next((text for cause in causes(error) if (text := str(cause).strip())), type(error).__name__)
     line = " ".join(message.partition("\n")[0].split()).rstrip(".")
     return line if len(line) <= MAX_MESSAGE_CHARS else f"{line[:MAX_MESSAGE_CHARS]}..."

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results that are cached between runs, in the user's cache folder, by everything that they depend on."""
+"""A cache of results between runs, in the user's cache folder; a key has everything that a result depends on."""
 
 import hashlib
 import json
@@ -13,23 +13,23 @@ from wanjax.stores.writing import write_whole
 
 
 class Results:
-    """Values by a kind and a key; values and keys are JSON."""
+    """Cached values by kind and key. Values and keys are JSON."""
 
     def get(self, kind: str, key: Mapping[str, Any]) -> Any:
-        """Return the value of this key, or None if there is no readable one."""
+        """Return the value of a key, or None if it is missing or unreadable."""
         with suppress(OSError, ValueError):
             return json.loads(self._file(kind, key).read_text(encoding="utf-8"))
         return None
 
     def put(self, kind: str, key: Mapping[str, Any], value: Any) -> None:
-        """Keep a value. Does nothing if the cache folder cannot be written."""
+        """Store a value; do nothing if the cache folder cannot be written."""
         file = self._file(kind, key)
         with suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
             write_whole(file, json.dumps(value).encode())
 
     def has(self, kind: str) -> bool:
-        """Return whether there is any value of a kind."""
+        """Return True if there is any value of a kind."""
         return any((user_cache() / kind).glob("*.json"))
 
     def _file(self, kind: str, key: Mapping[str, Any]) -> Path:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Temporary files and folders of this process, and the removal of those that dead processes left."""
+"""Temporary files and folders of this process, and the removal of leftovers of dead processes."""
 
 import os
 import re
@@ -15,15 +15,15 @@ from psutil import pid_exists
 
 from wanjax.signals import cleanup_on_exit
 
-HOST = re.sub(r"[^\w-]", "-", gethostname())[:40]  # whose processes can be looked up
+HOST = re.sub(r"[^\w-]", "-", gethostname())[:40]  # only this host's processes can be looked up
 LEFTOVER = re.compile(r"\.(?P<pid>\d{1,10})@(?P<host>[\w-]+)\.(?P<kind>partial|old)\.(?P<name>.+)", re.DOTALL)
 
 
 @contextmanager
 def temp_dir(within: Path | None = None) -> Iterator[Path]:
-    """Yield a new temporary folder, which is removed after the block, or when the process is terminated.
+    """Yield a new temporary folder, which is removed after the block or when the process is terminated.
 
-    It is in the system's temporary folder, or in `within`. `sibling_path` removes leftovers.
+    It is in `within`, or in the system's temporary folder. `sibling_path` removes leftovers.
     """
     partial_path = sibling_path((within or Path(tempfile.gettempdir())) / "wanjax-")
     directory = tempfile.TemporaryDirectory(prefix=partial_path.name, dir=partial_path.parent)
@@ -32,9 +32,9 @@ def temp_dir(within: Path | None = None) -> Iterator[Path]:
 
 
 def sibling_path(path: Path, kind: str = "partial") -> Path:
-    """Return a path beside `path` for this process: `partial` for an incomplete file, `old` for a replaced one.
+    """Return this process's path in the folder of `path`: `partial` for an incomplete file, `old` for a replaced one.
 
-    Removes leftovers of dead processes of this machine. An `old` file whose replacement is missing gets its name back.
+    Leftovers of dead processes of this machine are removed. An `old` file without a replacement gets its name back.
     """
     with suppress(OSError):
         for leftover in list(path.parent.glob(".*")):
@@ -43,12 +43,12 @@ def sibling_path(path: Path, kind: str = "partial") -> Path:
                 and match["host"] == HOST
                 and not pid_exists(int(match["pid"]))
             ):
-                with suppress(OSError):  # it may be another user's, or be gone by now
-                    _clear(leftover, match["kind"], leftover.with_name(match["name"]))
+                with suppress(OSError):  # it may be another user's, or already removed
+                    _remove_leftover(leftover, match["kind"], leftover.with_name(match["name"]))
     return path.with_name(f".{os.getpid()}@{HOST}.{kind}.{path.name}")
 
 
-def _clear(leftover: Path, kind: str, target: Path) -> None:
+def _remove_leftover(leftover: Path, kind: str, target: Path) -> None:
     if kind == "old" and not target.exists():
         leftover.rename(target)
     elif leftover.is_dir():

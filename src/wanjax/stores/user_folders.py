@@ -18,8 +18,8 @@ def home() -> Path | None:
 
 
 def lasting_cache() -> Path | None:
-    """Return this library's folder in the user's cache, or None for a user without a home folder."""
-    if cache_home := os.environ.get("XDG_CACHE_HOME"):  # empty is unset, as its specification says
+    """Return this library's folder in the user's cache, or None if the user has no home folder."""
+    if cache_home := os.environ.get("XDG_CACHE_HOME"):  # by its specification, empty means unset
         return Path(cache_home) / "wanjax"
     folder = home()
     return folder and folder / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "wanjax"

@@ -45,7 +45,7 @@ def write_whole(file: Path, content: bytes) -> None:
     A failed write leaves no file. Unlike `writing` it is safe for threads that write the same cache file, and it does
     not list the folder, which may hold thousands of files.
     """
-    partial_path = file.with_name(f".{uuid4().hex}.part")  # by its name, as temporary files are closed to others
+    partial_path = file.with_name(f".{uuid4().hex}.part")  # `tempfile` would remove the permissions of other users
     try:
         partial_path.write_bytes(content)
         partial_path.replace(file)
@@ -54,25 +54,25 @@ def write_whole(file: Path, content: bytes) -> None:
             partial_path.unlink()
 
 
-def check_room(folder: Path, least: int, item: object) -> None:
-    """Raise WanjaxError if a disk has less free space than an item needs at least."""
-    least = max(least, MIN_FREE_BYTES)
-    if (room := shutil.disk_usage(folder).free) < least:
-        message = f"{folder} has room for {in_bytes(room)} where {item} needs {in_bytes(least)} or more"
+def check_room(folder: Path, min_bytes: int, item: object) -> None:
+    """Raise WanjaxError if a disk has less free space than an item needs."""
+    min_bytes = max(min_bytes, MIN_FREE_BYTES)
+    if (free_bytes := shutil.disk_usage(folder).free) < min_bytes:
+        message = f"{folder} has room for {in_bytes(free_bytes)} where {item} needs {in_bytes(min_bytes)} or more"
         raise WanjaxError(message) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @contextmanager
 def folder_for_output(folder: AnyPath) -> Iterator[None]:
-    """Create a folder as `check_folder` does, and remove it if the block fails while it is empty."""
-    new = [] if isinstance(folder, RemotePath) else [each for each in (folder, *folder.parents) if not each.exists()]
+    """Create a folder as `check_folder` does; if the block fails, remove the folder again if it is empty."""
+    new_folders = [] if isinstance(folder, RemotePath) else [x for x in (folder, *folder.parents) if not x.exists()]
     check_folder(folder)
     try:
         yield
     except BaseException:
         with suppress(OSError):
-            for each in new:
-                each.rmdir()
+            for new_folder in new_folders:
+                new_folder.rmdir()
         raise
 
 
