@@ -27,7 +27,7 @@ def sinusoidal_embedding(t: Float[Array, " B"], channels: int, max_period: float
 
 
 class TimeEmbed(MLP):
-    """An MLP of sinusoidal embeddings of timesteps, all in float32: less precision shows in the videos."""
+    """An MLP of sinusoidal embeddings of timesteps, all in float32: lower precision changes videos visibly."""
 
     def __init__(self, channels: int, width: int, rngs: nnx.Rngs):
         """Create the MLP; `channels` are those of the sinusoidal embedding."""
@@ -40,6 +40,6 @@ class TimeEmbed(MLP):
 
 
 def token_embed(tokens: int, width: int, *, param_dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Embed:
-    """Create a token embedding in the dtype of its table: only rows that are looked up are cast, not all of it."""
+    """Create a token embedding in the dtype of its table, so that only the rows that are looked up are cast."""
     init = with_axes(nnx.initializers.normal(1.0), ("vocab", "embed"))
     return nnx.Embed(tokens, width, embedding_init=init, dtype=param_dtype, param_dtype=param_dtype, rngs=rngs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention heads: from the channels of tokens to an axis of their own, and back."""
+"""Attention heads: split the channels of tokens into an axis of heads, and join them."""
 
 from jaxtyping import Array, Float
 

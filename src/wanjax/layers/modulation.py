@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adaptive layer norm: shift, scale and gate from the timestep (Peebles and Xie, DiT, 2023), in float32.
 
-Tokens share one modulation, or there are two: then the mask `second` [L] marks the tokens that take the second one,
-such as clean tokens at timestep 0, or text tokens. Both results are computed and one is selected for each token, so
-that no array holds the shifts, scales and gates of all tokens.
+Tokens share one modulation, or there are two: the mask `second` [L] then marks the tokens with the second one, such as
+clean tokens at timestep 0, or text tokens. Both results are computed and one is selected for each token, so no array
+holds shifts, scales and gates of all tokens.
 """
 
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def gated_add(
 def _by_token(
     apply: Callable[..., Array], second: SecondMask, *values: Float32[Array, "B T E"]
 ) -> Float32[Array, "B _L E"]:
-    """Apply a function to the values of each token's own modulation, of the two if there are two."""
+    """Apply a function to the values of the modulation of each token."""
     if second is None:
         return apply(*values)
     first_result, second_result = (apply(*(value[:, t : t + 1] for value in values)) for t in (0, 1))

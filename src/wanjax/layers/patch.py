@@ -17,17 +17,17 @@ def patch_grid(x: Float[Array, "B T H W C"], patch: Size) -> Size:
 
 
 def patchify(x: Float[Array, "B T H W C"], patch: Size, channels: int | None = None) -> Float[Array, "B L E"]:
-    """Split a latent into patches, one for each token.
+    """Split latents into patches, one per token.
 
-    Tokens are in the order T, H, W; the values of a token too, with the channel fastest. On several devices tokens of
-    zeros follow, so that every device holds the same number. Raises WanjaxError unless x has that many `channels`
-    (None: any number), and sizes that the patch divides.
+    Tokens are in the order T, H, W, and so are the values of a token, with the channel fastest. On several devices zero
+    tokens are appended so that every device holds the same number. Raises WanjaxError if x has another number of
+    `channels` (None: any number), or sizes that are not multiples of the patch.
     """
     if channels not in (None, x.shape[-1]) or any(size % part for size, part in zip(x.shape[1:4], patch, strict=True)):
-        parts, wanted = "×".join(map(str, patch)), channels or x.shape[-1]
+        patch_text, expected_channels = "×".join(map(str, patch)), channels or x.shape[-1]
         raise WanjaxError(
-            f"{list(x.shape)} is no [B T H W {wanted}] of patches {parts}: channels come last, {wanted} of them, and "
-            f"frames, height and width are multiples of {', '.join(map(str, patch))}"
+            f"{list(x.shape)} is no [B T H W {expected_channels}] of patches {patch_text}: give "
+            f"{expected_channels} channels last, and frames, height, width in multiples of {', '.join(map(str, patch))}"
         )
     batch, frames, height, width, channels = x.shape
     pt, ph, pw = patch

@@ -32,7 +32,7 @@ class VisionConfig:
 
     @property
     def patches(self) -> int:
-        """The number of whole patches along an edge of an image."""
+        """The number of full patches along an edge of an image."""
         return self.image_size // self.patch
 
 

@@ -81,8 +81,8 @@ def attention(
         v: Values, one for each key.
         keys: The number of valid keys, the first ones; None: all.
         key_mask: True for valid keys. A query without a valid key gives zeros.
-        window: How many keys before and after its own position a query sees, (left, right): one number sets both, and
-            None removes the bound. Or a `Radial` mask.
+        window: The numbers of keys before and after its position that a query attends to, (left, right). One number
+            sets both; None is no bound. Or a `Radial` mask.
         scale: The factor of the logits, 1 / √D by default.
         bias: Added to the logits; float32, broadcasts to [B N L S].
         implementation: An `AttentionConfig`, or the text of one; its tiles and window apply if the call has none. A
@@ -98,7 +98,7 @@ def attention(
     mask, window, bias = (options.pop(name) for name in ("key_mask", "window", "bias"))
     keys = k.shape[1] if keys is None else keys
     if not 1 <= keys <= k.shape[1]:
-        raise WanjaxError(f"{keys} of {quantity(k.shape[1], 'key')} cannot take part: 1 to {k.shape[1]} can")
+        raise WanjaxError(f"keys must be from 1 to {k.shape[1]} for {quantity(k.shape[1], 'key')}, got {keys}")
     if keys < k.shape[1] and bias is not None and bias.shape[3] > 1:
         bias = bias[..., :keys]
     on_one_device = (_on_one_device, _add_keys_on_one_device, _gradient_on_one_device)
@@ -120,14 +120,14 @@ def attention_to_cache(
     length: int,
     implementation: str | AttentionConfig | None = None,
 ) -> tuple[Float[Array, "B L N D"], KVCache]:
-    """Return the attention of a chunk of tokens to itself and to a cache, and the chunk's keys and values.
+    """Compute the attention of a chunk of tokens to itself and to a cache; also return the chunk's keys and values.
 
     The first `length` tokens of the chunk are real. `kv_cache.insert` puts the returned keys and values into the cache.
     The other keywords and the errors are those of `attention`; a window or radial attention is not supported.
     """
     attn = AttentionConfig.of(implementation)
     if not attn.is_dense:
-        raise UnsupportedError("attention to cached keys sees all of them: give auto, or a name without a window")
+        raise UnsupportedError("attention to cached keys has no window and no sparse mask: use auto, or a name alone")
     options = _options(attn, q, k, v)
     return kv_cache.attention(
         partial(_on_one_device, name=attn.implementation, **options), q, k, v, cache, slot, length
@@ -145,9 +145,9 @@ def joint_attention(
     window: Any = None,
     implementation: str | AttentionConfig | None,
 ) -> Pair:
-    """Return the attention of a video and its text to the first `length` and `text_lengths` tokens of both.
+    """Compute the attention of a video and its text to the first `length` and `text_lengths` tokens of the two.
 
-    For `window`, text comes after the video. The other keywords and the errors are those of `attention`.
+    `window` applies to the sequence of the video and then the text. For the other keywords and errors see `attention`.
     """
     attn = _parse_dense(implementation)
     options = _options(attn, q.video, k.video, v.video, window=window)
@@ -170,14 +170,14 @@ def sparse_linear_attention(
 ) -> Float[Array, "B L N D"]:
     """Return sparse-linear self-attention of the first `keys` tokens, in the dtype of the operands.
 
-    The file `sparse_linear` defines it. Within `sharding.use` all devices compute together, each with some heads.
+    The module `sparse_linear` defines it. Within `sharding.use` the heads are sharded over all devices.
 
     Args:
         q: Queries.
         k: Keys.
         v: Values.
         projection: Weights of the linear part's projection.
-        sparse: The share of blocks to keep, and their sizes.
+        sparse: The fraction of blocks to keep, and their sizes.
         keys: The number of valid tokens, the first ones; None: all. Other tokens give zeros.
         implementation: A name in `SPARSE_LINEAR`; None is `tpu` if that supports the call, else `chunked`.
         config: The configuration of `tpu`.
@@ -214,7 +214,7 @@ def _parse_dense(implementation: str | AttentionConfig | None) -> AttentionConfi
     """Parse a config; raise UnsupportedError for sparse-linear attention, which needs weights."""
     attn = AttentionConfig.of(implementation)
     if attn.sparse:
-        raise UnsupportedError("sparse-linear attention has weights, which `sparse_linear_attention` takes")
+        raise UnsupportedError("sparse-linear attention has weights: call `sparse_linear_attention`")
     return attn
 
 
@@ -229,7 +229,7 @@ def _on_one_device(
     return_lse: bool = False,
     **options: Any,
 ) -> Any:
-    """Compute attention on the device that holds the operands; after the first `keys`, keys are padding."""
+    """Compute attention on the device that holds the operands; keys after the first `keys` are padding."""
     options |= {"return_lse": return_lse}
     implementation = _implementation_for(q, k, v, name, key_mask=key_mask, **options)
     per_example = isinstance(keys, Array)
@@ -246,7 +246,7 @@ def _on_one_device(
 def _add_keys_on_one_device(
     q, k, v, carry: Any, *, last: bool, key_mask, name: str | None, keys: Array | None = None, **options: Any
 ) -> Any:
-    """Add the attention to some of the keys to that of earlier keys, as `sharded.Kernels.part`."""
+    """Add the attention to some keys to the attention to earlier keys; see `sharded.Kernels.part`."""
     full_options = {"window": None, "bias": None, "return_lse": True, **options}
     implementation = _implementation_for(q, k, v, name, key_mask=key_mask, **full_options)
     is_tpu_admitted = name is not None or is_admitted("flash_tpu_carried")
@@ -264,7 +264,7 @@ def _add_keys_on_one_device(
 def _gradient_on_one_device(
     q, k, v, g, lse, delta, *, key_mask, name: str | None, keys: Array | None = None, **options: Any
 ) -> Any:
-    """Return the gradients of q, k and v where all queries see the same keys."""
+    """Compute the gradients of q, k and v if all queries attend to the same keys."""
     options |= {"window": None}
     implementation = _implementation_for(q, k, v, name, key_mask=key_mask, bias=None, **options, return_lse=True)
     return implementation.gradient(q, k, v, g, lse, delta, key_mask=key_mask, keys=keys, **options)
@@ -283,7 +283,7 @@ def choose(
     config: Any = None,
     return_lse: bool = False,
 ) -> Choice:
-    """Return the implementation that `attention` takes for these arguments, with the reasons.
+    """Return the implementation that `attention` uses for these arguments, with the reasons.
 
     The arguments and errors are those of `attention`; shapes suffice (`jax.ShapeDtypeStruct`). `return_lse` asks for
     the log-sum-exp of each query too, as ring attention does. The platform is that of `kernels.target.target`.
@@ -313,7 +313,7 @@ def _choose(q, k, v, name: str | None, **options: Any) -> Choice:
 
 
 def _rejection(name: str, window: Any) -> str | None:
-    """Return why an implementation that supports a call is not used: its kernel failed its trials on this chip."""
+    """Return a reason if an implementation's kernel failed its trials on this chip, else None."""
     kernel = f"{name}_radial" if isinstance(window, Radial) else name
     return None if is_admitted(kernel) else f"{kernel} was tried on this chip and failed"
 

@@ -115,14 +115,14 @@ def _wide_entry_jvp(axis: int, values: tuple, tangents: tuple) -> tuple[Array, A
 
 
 class BlockGrid(NamedTuple):
-    """Blocks of `block_q` queries, each of which sees at most `span` neighbouring keys, in blocks of `block_kv`.
+    """Blocks of `block_q` queries, which attend to at most `span` neighbouring keys in blocks of `block_kv`.
 
     Blocks tile these keys exactly: the first may be shorter, and no key is padding.
     """
 
     q_blocks: int
     block_q: int
-    left: int  # keys before a query that it may see
+    left: int  # visible keys before a query
     span: int
     keys: int
     block_kv: int
@@ -134,13 +134,13 @@ class BlockGrid(NamedTuple):
         return self.span - (self.kv_blocks - 1) * self.block_kv
 
     def key_starts(self, q_start: Array) -> tuple[Array, Array]:
-        """Return the first key of the first block, and of each other block, for the queries from `q_start` on."""
+        """Return the first keys of the blocks that queries from `q_start` on visit."""
         first = jnp.clip(q_start - self.left, 0, self.keys - self.span)
         return first, first + self.first_block_kv + self.block_kv * jnp.arange(self.kv_blocks - 1, dtype=q_start.dtype)
 
     @property
     def q_starts(self) -> Array:
-        """First query of each block."""
+        """Return the first query of each block."""
         return self.block_q * jnp.arange(self.q_blocks)
 
     def pad_queries(self, x: Array) -> Array:
@@ -165,7 +165,7 @@ def visible_keys(
     kv_start: Array,
     num_keys: int,
 ) -> Bool[Array, "_L _S"] | None:
-    """Return which keys from `kv_start` on the queries from `q_start` on see; None is all."""
+    """Return a mask of visible keys, for keys from `kv_start` and queries from `q_start` on; None is all visible."""
     valid = None if key_mask is None else slice_axis(key_mask, kv_start, num_keys)[None, :]
     if window is None:
         return valid
@@ -177,12 +177,12 @@ class BlockLists(NamedTuple):
     """The blocks of keys that some blocks of queries visit under a radial mask, a few at each step."""
 
     q_blocks: slice  # the blocks of queries
-    kv_blocks: Int32[np.ndarray, "_B _T _S"]  # for each of them the indices of blocks of keys, by step
+    kv_blocks: Int32[np.ndarray, "_B _T _S"]  # indices of blocks of keys, by block of queries and step
     counts: Int32[np.ndarray, " _B"]  # the length of each list; entries after that are padding
 
     @property
     def arrays(self) -> tuple[Array, Array, Array]:
-        """Each list, the position of each entry in its list, and the list's length; blocks of queries come first."""
+        """Return the lists, the position of each entry in its list, and the lengths, by block of queries."""
         slots = np.arange(self.kv_blocks[0].size, dtype=np.int32).reshape(self.kv_blocks[0].shape)
         return jnp.asarray(self.kv_blocks), jnp.broadcast_to(slots, self.kv_blocks.shape), jnp.asarray(self.counts)
 

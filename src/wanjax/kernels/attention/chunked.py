@@ -85,7 +85,7 @@ def gradient(
     config: Config | None,
     keys: Int32[Array, " B"] | None = None,
 ) -> tuple[Array, Array, Array]:
-    """Return the gradients of q, k and v; g, lse and delta are those of `gradient.from_result`.
+    """Return the gradients of q, k and v; for g, lse and delta see `gradient.from_result`.
 
     Of each example's keys those of `key_mask`, or the first `keys`, take part.
     """
@@ -221,7 +221,7 @@ def _radial(
     matmul: MatmulOptions,
     config: Config,
 ) -> tuple[Float32[Array, "L D"], Float32[Array, "L 1"]]:
-    """Compute one head under a radial mask: each block of queries visits the blocks that it sees, a few at a time."""
+    """Compute one head under a radial mask: each block of queries visits its visible blocks, a few at a time."""
     q_blocks, k_blocks, v_blocks = to_blocks(q, mask.block_q), to_blocks(k, mask.block_kv), to_blocks(v, mask.block_kv)
     valid = key_mask_blocks(key_mask, len(k), mask.block_kv)
 

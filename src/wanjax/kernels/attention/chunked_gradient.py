@@ -57,7 +57,7 @@ def gradient_by_blocks(
     scale: float,
     config: Config,
 ) -> tuple[Float[Array, "B L N D"], Float[Array, "B S K D"], Float[Array, "B S K D"]]:
-    """Return the gradients of q, k and v; the arguments are those of `gradient.from_result`."""
+    """Return the gradients of q, k and v; for the arguments see `gradient.from_result`."""
     batch, length, heads, head_dim = q.shape
     kv_heads, dtype = k.shape[2], q.dtype
     q, g, lse, delta = (x.reshape(batch, length, kv_heads, -1, *x.shape[3:]) for x in (q, g, lse, delta))
@@ -145,7 +145,7 @@ def _add_at(total: Array, start: Array, part: Array) -> Array:
 def _radial(
     queries: QueryBlock, k: Array, v: Array, key_mask: Array | None, mask: Radial, precision: str, config: Config
 ) -> Gradients:
-    """Return the same as `_blocks` under a radial mask, by the blocks of keys that each block of queries visits."""
+    """Compute the same as `_blocks` under a radial mask, by the blocks of keys that each block of queries visits."""
     length, keys, block_kv = len(queries.q), len(k), mask.block_kv
     query_blocks = QueryBlock(*(to_blocks(x, mask.block_q) for x in queries))
     k, v, valid = to_blocks(k, block_kv), to_blocks(v, block_kv), key_mask_blocks(key_mask, keys, block_kv)

@@ -35,10 +35,10 @@ class AttentionConfig:
     Attributes:
         implementation: A name in `IMPLEMENTATIONS`; None chooses by platform and shape.
         tiles: Tiles of flash_tpu; None takes its defaults.
-        window: How many tokens before and after itself a token sees; None: all.
-        radial: Use the mask of radial attention. There are then no tiles and no window.
-        decay: The decay of that mask; None is the model's own.
-        sparse: Options of sparse-linear attention; None: do not use it. There are then no tiles and no window.
+        window: The number of tokens before and after a token that it attends to; None: all.
+        radial: Use the mask of radial attention, which has no tiles and no window.
+        decay: The decay of the radial mask; None is the model's default.
+        sparse: Options of sparse-linear attention, which has no tiles and no window; None: do not use it.
     """
 
     implementation: str | None = None
@@ -67,7 +67,7 @@ class AttentionConfig:
             return cls(sparse=SparseLinear.parse(options))
         if name not in (_AUTO, *IMPLEMENTATIONS):
             names = ", ".join((_AUTO, *IMPLEMENTATIONS, _RADIAL, _SPARSE))
-            raise WanjaxError(f"no attention is named {name!r}: there are {names}")
+            raise WanjaxError(f"no attention is named {name!r}: choose {names}")
         entries = options.split(",") if options else []
         windows = [entry.removeprefix(_WINDOW) for entry in entries if entry.startswith(_WINDOW)]
         if len(windows) > 1 or not all(window.isascii() and window.isdigit() for window in windows):
@@ -99,7 +99,7 @@ class AttentionConfig:
 
     @property
     def is_dense(self) -> bool:
-        """Whether every token sees all others: no window, and no sparse mask."""
+        """Whether every token attends to all others: no window and no sparse mask."""
         return self.window is None and not self.is_sparse
 
     @property
@@ -109,13 +109,13 @@ class AttentionConfig:
         return implementation.supports_carry(self.config) and self.is_dense
 
     def dense_only(self) -> "AttentionConfig":
-        """Return the implementation alone, for tokens other than those of self-attention."""
+        """Return a config without window or sparse mask, for attention other than self-attention."""
         return AttentionConfig(self.implementation)
 
     def mask(self, grid: tuple[int, int, int], *, decay: float = DEFAULT_DECAY, sink: bool = True) -> Radial | None:
-        """Return the mask of self-attention over a grid of tokens; None where it is not radial.
+        """Return the mask of self-attention over a grid of tokens, or None if it is not radial.
 
-        `decay` is the model's own, and `sink` that of `Radial`.
+        `decay` is the model's default; for `sink` see `Radial`.
         """
         frames, height, width = grid
         return Radial(frames, height * width, self.decay or decay, sink) if self.radial else None

@@ -135,7 +135,7 @@ def kernel(
 
 
 def _add_keys(k_ref, v_ref, state: State, lse, delta, start, q_start, num_valid: Array | None, sizes: Sizes) -> None:
-    """Add a compute block of keys, of which only those before `num_valid` take part (None: all)."""
+    """Add the keys of a compute block before `num_valid`, or all of them if it is None."""
     exponent_scale = sizes.scale * math.log2(math.e)
     pending: list[tuple[slice, Any, Array, Array]] = []
     for kv_offset in range(0, sizes.block_kv_compute, STRIP):
@@ -167,7 +167,7 @@ def _accumulate(state: State, q_start: Array, queries: slice, keys: Any, weights
 def choose_config(
     queries: int, keys: int, head_dim: int, itemsize: int, vmem_bytes: int, *, interpret: bool = False
 ) -> Config | None:
-    """Return the tiles for these sizes; None for a chip whose VMEM is too small for one block of queries."""
+    """Return the tiles for these sizes, or None if the chip's VMEM is too small for one block of queries."""
     block_q, block_kv = (
         round_up(even_blocks(n, maximum)[1], LANES) for n, maximum in ((queries, MAX_BLOCK_Q), (keys, MAX_BLOCK_KV))
     )
@@ -193,7 +193,7 @@ def gradient(
     keys: int,
     config: Config,
 ) -> tuple[Float[Array, "B L N D"], Float[Array, "B S N D"], Float[Array, "B S N D"]]:
-    """Return the gradients of q, k and v; `g`, `lse` and `delta` are those of `gradient.from_result`.
+    """Return the gradients of q, k and v; for `g`, `lse` and `delta` see `gradient.from_result`.
 
     Of the first `keys` keys, the first `num_keys` of each example take part.
     """
@@ -210,7 +210,7 @@ def gradient(
 
 @partial(jax.jit, static_argnames=("scale", "keys", "config", "sum_dtype"), inline=True)  # is traced once
 def _call(q, k, v, g, lse, delta, num_keys, *, scale: float, keys: int, config: Config, sum_dtype: Any) -> tuple:
-    """Call the kernel over a grid of heads, blocks of keys and blocks of queries; `sum_dtype` is that of dk and dv."""
+    """Call the kernel over a grid of heads and blocks of keys and queries; `sum_dtype` is the dtype of dk and dv."""
     batch, queries, heads, head_dim = q.shape
     grid = (batch * heads, ceil_div(keys, config.block_kv), ceil_div(queries, config.block_q))
     lse, delta = (jnp.moveaxis(x, 1, 2).reshape(-1, 1, queries) for x in (math.log2(math.e) * finite_max(lse), delta))

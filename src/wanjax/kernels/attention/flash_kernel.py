@@ -36,7 +36,7 @@ from wanjax.kernels.attention.flash_tiles import (
 )
 from wanjax.kernels.attention.masks import divide_or_zero, finite_max
 
-SAFE, PROBED = 0, 1  # indices of a head's flags: it takes the safe path; its offset is set
+SAFE, PROBED = 0, 1  # indices of a head's flags: whether it uses the safe path, and whether its offset is set
 
 
 class Sizes(NamedTuple):
@@ -122,7 +122,7 @@ class BlockList(NamedTuple):
     end: Array
 
     def slices(self, q_strip: slice, kv_strip: slice) -> Iterator[tuple[slice, Array, Array]]:
-        """Yield each block, or part of one, that a strip of queries sees among the keys of `kv_strip`.
+        """Yield each block, or part of a block, of the keys in `kv_strip` that a strip of queries attends to.
 
         Yields:
             Its rows in the strip, the position of its first key, and whether it is a block and no padding.
@@ -246,7 +246,7 @@ def _kv_specs(
 
 
 def _nearest_visible_block(b, i, j, kv_lengths, sizes: Sizes):
-    """Return the block of keys to fetch in grid step j for block i of queries: j, or the nearest that a query sees."""
+    """Return the block of keys to fetch in grid step j for block i of queries: j, or the nearest visible block."""
     left, right = sizes.window
     first_block = (i * sizes.block_q - left) // sizes.block_kv
     last_key = jnp.minimum(kv_lengths[b], i * sizes.block_q + sizes.block_q + right) - 1
@@ -299,7 +299,7 @@ def _first_queries(ref: Any, num_queries: int, sizes: Sizes) -> Any:
 
 
 def _add_block(kv_length: Array, grid_index: tuple[Array, Array], q_ref, k_ref, v_ref, *refs, sizes: Sizes) -> None:
-    """Add the block of keys of a grid step; the references are those of `kernel`."""
+    """Add the block of keys of a grid step; for the references see `kernel`."""
     carry, refs = (PartialSums(q_ref, *refs[:3]), refs[3:]) if sizes.has_carry else (None, refs)
     num_results = 2 if not sizes.return_sums else 3 if sizes.has_carry else 4
     out, state = refs[:num_results], State(*refs[num_results:])
@@ -356,7 +356,7 @@ def sparse_kernel(
     *scratch,
     sizes: Sizes,
 ) -> None:
-    """Compute block-sparse attention: visit only listed blocks of keys. The grid is that of `kernel`.
+    """Compute block-sparse attention: visit only listed blocks of keys, on the same grid as `kernel`.
 
     In grid step (i, j) each group of queries visits at most `list_length` blocks of `step_kv` keys, which lie in the
     grid step's block of keys and whose first keys are in `block_start_ref` from `list_start` on. `list_length` differs
@@ -469,14 +469,14 @@ def _raise_offset_and_add(
 
 
 def _finish(o_ref, lse_ref, state: State) -> None:
-    """Divide the sum of weighted values by that of weights; write this and the log-sum-exp."""
+    """Divide the sum of weighted values by the sum of weights; write the result and the log-sum-exp."""
     weight_sum = state.weight_sum[...].sum(axis=0, keepdims=True)
     o_ref[...] = divide_or_zero(state.value_sum[...], weight_sum).astype(o_ref.dtype).T
     lse_ref[...] = jnp.where(weight_sum == 0, -jnp.inf, (state.offset[...] + jnp.log2(weight_sum)) * math.log(2))
 
 
 def _add_dense(k_ref, v_ref, state: State, is_last: Array, sizes: Sizes) -> None:
-    """Add a block of keys that every query sees: whole compute blocks, and in the last block the tail."""
+    """Add a block of keys that all queries attend to: full compute blocks, and the tail in the last block."""
     num_blocks, tail = _num_compute_blocks(is_last, sizes), sizes.keys % sizes.block_kv_compute
 
     def add_tail(add: Callable) -> None:
@@ -506,7 +506,7 @@ def _add_dense(k_ref, v_ref, state: State, is_last: Array, sizes: Sizes) -> None
 def _add_ragged(
     k_ref, v_ref, state: State, kv_length: Array, q_start: Array, kv_start: Array, sizes: Sizes, headroom: float
 ) -> None:
-    """Add the visible keys of a block: first the steps that every query sees whole, then masked ones."""
+    """Add the visible keys of a block: first the steps without a mask, then the masked steps."""
     step_kv = sizes.step_kv
 
     def clip_to_block(position: Array | int) -> Array:
@@ -563,7 +563,7 @@ def _strips(length: int, size: int) -> list[slice]:
 
 
 def _init_state(q_ref, state: State, q_start: Array, sizes: Sizes) -> None:
-    """Clear the state and write the queries, transposed and scaled; those past the last are undefined and become 0."""
+    """Clear the state and write the queries, transposed and scaled; undefined queries after the last become 0."""
     q = sizes.q_scale * q_ref[...].T.astype(jnp.float32)  # [D L]
     if sizes.queries % sizes.block_q:
         q = jnp.where(q_start + positions(slice(0, q.shape[1]), 1) < sizes.queries, q, 0.0)
@@ -594,7 +594,7 @@ def _read_keys(ref, start: Array | int | BlockList, kv_strip: slice, q_strip: sl
 
 
 def _q_strips(state: State, start: Array | int | BlockList) -> list[slice]:
-    """Return strips of queries, each of which sees the same keys."""
+    """Return strips of queries that attend to the same keys."""
     return _strips(state.q.shape[1], min(STRIP_Q, start.q_per_list) if isinstance(start, BlockList) else STRIP_Q)
 
 
@@ -679,7 +679,7 @@ def _add_keys(
             if v is None or (isinstance(start, BlockList) and q_strip.start % start.q_per_list == 0):
                 v = _read_keys(v_ref, start, kv_strip, q_strip)
                 if strip_mask is not None:
-                    v = jnp.where(strip_mask.valid(kv_strip), v, jnp.zeros_like(v))  # past the last key it is undefined
+                    v = jnp.where(strip_mask.valid(kv_strip), v, jnp.zeros_like(v))  # v is undefined after the last key
                 v = v.T
             s = _scores(k_ref, state, start, kv_strip, q_strip, strip_mask)
             p = _weights(s, state.offset[:, q_strip], start, kv_strip, q_strip, masked=strip_mask is not None)

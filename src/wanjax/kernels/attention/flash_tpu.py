@@ -96,7 +96,7 @@ def attention(
 
 
 def supports_carry(config: Config | None) -> bool:
-    """Return whether `attention_with_carry` takes these tiles: centered keys of two calls have different means."""
+    """Return True if `attention_with_carry` supports the tiles: not `center_keys`, since means differ by call."""
     return config is None or not config.center_keys
 
 
@@ -135,7 +135,7 @@ def attention_with_carry(
 def gradient(
     q, k, v, g, lse, delta, *, key_mask, window: Window | Radial | None, scale: float, config: Config | None, keys=None
 ) -> tuple[Array, Array, Array]:
-    """Return the gradients of q, k and v; the arguments are those of `chunked.gradient`."""
+    """Return the gradients of q, k and v; for the arguments see `chunked.gradient`."""
     options = {"window": window, "scale": scale, "config": config}
     return _gradient(q, k, v, g, lse, delta, (key_mask, keys), **options, keys=None)
 
@@ -247,7 +247,7 @@ def _list_scalars(
 def _center_keys(
     k: Float[Array, "B S K D"], key_mask: Bool[Array, "B S"] | None
 ) -> tuple[Array, Float32[Array, "B K D"]]:
-    """Subtract the mean of the keys that take part; return the keys and the mean."""
+    """Subtract the mean of the valid keys; return the keys and the mean."""
     k32 = k.astype(jnp.float32)
     valid = jnp.ones(k.shape[:2], bool) if key_mask is None else key_mask
     mean = divide_or_zero(

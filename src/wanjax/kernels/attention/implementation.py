@@ -20,8 +20,8 @@ class Implementation:
     Attributes:
         attention: The result, and with `return_lse` the log-sum-exp of each query too.
         unsupported: The reason why a call is not supported, or None. Shapes suffice.
-        gradient: The backward function of `gradient.from_result`, where all queries see the same keys.
-        counts_keys: Whether `attention` takes `keys`, the number of valid keys; if not, the caller slices the keys.
+        gradient: The backward function of `gradient.from_result`, if all queries attend to the same keys.
+        takes_num_keys: Whether `attention` takes `keys`, the number of valid keys; if not, the caller slices the keys.
         supports_carry: Whether `attention_with_carry` takes a config.
         attention_with_carry: Adds the attention to some keys to its return value for earlier keys; None if the caller
             has to merge softmaxes instead.

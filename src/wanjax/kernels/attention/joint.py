@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joint attention: the tokens of a video and those of its text as one sequence, in which all see all.
+"""Joint attention: the tokens of a video and of its text form one sequence with dense attention.
 
 The video's real tokens come first, in the order of its frames, and then those of the text, padding last. So the valid
 keys are the first of the sequence, as many as the example's text length says.

@@ -27,7 +27,7 @@ HEADS_AXIS = "tp"
 
 
 class KVCache(NamedTuple):
-    """Keys and values of the cache or of a chunk, heads side by side; those of stacked blocks have a leading axis.
+    """Keys and values of the cache or of a chunk, with heads concatenated; stacked blocks add a leading axis.
 
     With heads side by side, rows fill the tiles of a TPU's memory, whatever the number of heads.
     """

@@ -28,7 +28,7 @@ def valid_keys_first(
 
 
 def length_mask(lengths: Int[Array, " B"], keys: int) -> Bool[Array, "B S"]:
-    """Return a mask of each example's first keys, as many as its length."""
+    """Return a mask of the first `lengths` keys of each example."""
     return jnp.arange(keys)[None, :] < lengths[:, None]
 
 
@@ -43,5 +43,5 @@ def divide_or_zero(value_sum: Float[Array, "..."], weight_sum: Float[Array, "...
 
 
 def log_sum_exp(row_max: Float[Array, "..."], weight_sum: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return row_max + log(Σ exp(logits - row_max)), the sum given; -inf for a row without a valid key."""
+    """Return row_max + log(weight_sum); -inf for a row without a valid key. weight_sum is Σ exp(logits - row_max)."""
     return row_max + jnp.log(jnp.where(weight_sum == 0, 1.0, weight_sum))

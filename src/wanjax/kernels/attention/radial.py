@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Radial attention's mask: a query sees near frames whole, and of far ones a band around its own position.
+"""Radial attention's mask: a query attends to all of near frames, and to a band around its position in far frames.
 
 Follows Li et al., Radial Attention, 2025: radial_attn/attn_mask.py of its authors. All heads and steps share one mask
 of blocks, so that the blocks to visit are known when a program is compiled.
@@ -22,7 +22,7 @@ MAX_DECAY = 16.0
 
 @dataclass(frozen=True)
 class Radial:
-    """The mask of a video's tokens, in the order of its frames. Text tokens after them see all and are seen by all.
+    """The mask of a video's tokens, in the order of its frames. Text tokens after them attend to all, and all to them.
 
     A block of `block_q` queries by `block_kv` keys is visible if any block of the published mask in it is.
 
@@ -61,14 +61,14 @@ class Radial:
         return float(rows @ self.block_mask(tokens, tokens) @ columns) / tokens**2
 
     def token_mask(self, queries: int, keys: int) -> Bool[np.ndarray, "L S"]:
-        """Return the keys that each query sees, of a sequence with so many queries and keys."""
+        """Return the mask of a sequence with these numbers of queries and keys."""
         rows, columns = np.arange(queries) // self.block_q, np.arange(keys) // self.block_kv
         return self.block_mask(queries, keys)[rows[:, None], columns[None, :]]
 
 
 @cache
 def _cached_block_mask(mask: Radial, queries: int, keys: int) -> Bool[np.ndarray, "_L _S"]:
-    """Return `Radial.block_mask`. Queries after the last key are padding and see none."""
+    """Compute `Radial.block_mask`. Queries after the last key are padding and attend to no key."""
     first_text_block = mask.frames * mask.frame_tokens // MASK_BLOCK  # if there is text
     visible = np.zeros((ceil_div(queries, MASK_BLOCK), ceil_div(keys, MASK_BLOCK)), bool)
     published = published_mask(mask.frames, mask.frame_tokens, mask.decay, mask.sink)
@@ -108,7 +108,7 @@ def published_mask(frames: int, frame_tokens: int, decay: float, sink: bool) -> 
 
 
 def band_half_width(distance: int, frame_tokens: int, decay: float) -> int | None:
-    """Return how far a key's position in its frame may be from the query's in another, `distance` frames away.
+    """Return the largest distance of positions in two frames that are `distance` frames apart.
 
     None if the query sees no key of that frame.
     """
@@ -123,14 +123,14 @@ def band_half_width(distance: int, frame_tokens: int, decay: float) -> int | Non
 def _frame_pair_mask(
     q_start: int, kv_start: int, frame_tokens: int, frames: int, half_width: int
 ) -> Bool[np.ndarray, "_L _S"]:
-    """Return the blocks that are kept for one pair of frames; the first block is that of the frames' first tokens."""
+    """Return the blocks that are kept for a pair of frames; the first block has the frames' first tokens."""
     padding = kv_start % MASK_BLOCK
     # the first query of each block, from the frame's first token
     starts = np.arange(-(q_start % MASK_BLOCK), frame_tokens, MASK_BLOCK)[:, None]
     keys = np.arange(frame_tokens)[None, :]
     first_query = np.maximum(np.maximum(starts, 0), keys - half_width)
     end_query = np.minimum(np.minimum(starts + MASK_BLOCK, frame_tokens), keys + half_width + 1)
-    count = np.maximum(end_query - first_query, 0)  # queries of the block that see each key
+    count = np.maximum(end_query - first_query, 0)  # queries of the block that attend to each key
     count = np.pad(count, ((0, 0), (padding, -(padding + frame_tokens) % MASK_BLOCK)))
     count = count.reshape(len(starts), -1, MASK_BLOCK)
     num_queries = np.minimum(MASK_BLOCK, frames * frame_tokens - (q_start + starts))[..., None]

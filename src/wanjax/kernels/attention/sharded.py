@@ -84,7 +84,7 @@ def attention(
         kernels = kernels._replace(full=partial(kernels.full, window=window, bias=None))
         return _attend_ulysses_and_ring(kernels, partitioner, placement, q, k, v, keys, key_mask)[:, :length]
     k, v, key_mask = k[:, :keys], v[:, :keys], None if key_mask is None else key_mask[:, :keys]
-    if window is not None:  # it counts tokens: each device needs all of them, of some heads
+    if window is not None:  # a window needs all tokens on each device, so heads are sharded
         placement = Placement(placement.batch, None, ("sp", "tp"))
         q, k, v = (pad_to(x, 2, partitioner.size(placement.heads)) for x in (q[:, :length], k, v))
     kernel = partial(kernels.full, window=window)
@@ -100,7 +100,7 @@ def _replicates_keys(keys: int, queries: int, heads: int, partitioner: Partition
 def _attend_with_all_keys(
     kernel: Kernel, partitioner: Partitioner, placement: Placement, q, k, v, key_mask: Mask | None, bias
 ) -> Array:
-    """Compute attention with queries sharded by tokens or by heads, and all keys of these heads on each device."""
+    """Compute attention with queries sharded by tokens or by heads; each device has all keys of its heads."""
     spec, kv_spec, bias_spec = PartitionSpec(*placement), PartitionSpec(placement.batch, None, placement.heads), None
     if bias is not None:
         for axis, size in ((1, q.shape[2]), (2, q.shape[1])):
@@ -206,7 +206,7 @@ AttentionResult = tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]
 def _ring(
     attend_part: Kernel, q: Float[Array, "B L N D"], k: Array, v: Array, masks: dict[str, Any], *, ring_size: int
 ) -> AttentionResult:
-    """Compute attention to the keys and values of all devices of `sp`; those received last are not sent on.
+    """Compute attention to the keys and values of all devices of `sp`; the last ones received are not forwarded.
 
     `masks` are the kernel's options that select valid keys of this device. The ring is unrolled, so that the first keys
     may be sent while values are projected.
@@ -228,7 +228,7 @@ def _ring(
 def _ring_gradient(
     gradient: Kernel, q, k, v, g, lse, delta, masks: dict[str, Any], *, ring_size: int
 ) -> tuple[Array, Array, Array]:
-    """Return the gradients of q, k and v; those of k and v go around the ring with them, and one hop more."""
+    """Return the gradients of q, k and v. Those of k and v travel around the ring with k and v, plus one hop."""
 
     def add(dq: Array, shard: tuple, dkv_sums: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
         k, v, masks = shard

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse-linear attention: each block of queries attends to a few blocks of keys, and linearly to all.
+"""Sparse-linear attention: softmax attention to a few blocks of keys, plus linear attention to all keys.
 
 Follows Zhang et al., SLA: Beyond Sparsity in Diffusion Transformers via Fine-Tunable Sparse-Linear Attention, 2025,
 arXiv:2509.24006: turbodiffusion/SLA of its authors. For each head, the mean queries and the mean keys of blocks select
@@ -68,7 +68,7 @@ class SparseLinear:
         return ",".join(f"{name}={value}" for name, value, default in values if value != default)
 
     def top_k(self, keys: int) -> int:
-        """Return the number of blocks that each block of queries attends to, for so many keys."""
+        """Return the number of blocks that each block of queries attends to, for this number of keys."""
         return max(1, int(self.top * ceil_div(keys, self.block_kv)))
 
 
@@ -129,7 +129,7 @@ def choose_blocks(
 
 
 def block_means(x: Float[Array, "_B L D"], size: int) -> Float32[Array, "_B _L D"]:
-    """Return the mean of each block of `size` tokens, the last of which may have fewer."""
+    """Return the mean of each block of `size` tokens; the last block may have fewer."""
     length = x.shape[1]
     counts = np.minimum(size, length - np.arange(0, length, size)).astype(np.float32)
     return to_blocks(x, size).sum(axis=2, dtype=jnp.float32) / counts[None, :, None]

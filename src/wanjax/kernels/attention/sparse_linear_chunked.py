@@ -101,7 +101,7 @@ class KeyBlocks(NamedTuple):
         return k.reshape(*lists.shape[:2], -1, k.shape[-1]), v.reshape(*lists.shape[:2], -1, v.shape[-1])
 
     def valid(self, lists: Int32[Array, "_B C _S"]) -> Bool[Array, "_B C 1 S"]:
-        """Return which keys of each list are valid; those after the last key are padding."""
+        """Return which keys of each list are valid; keys after the last are padding."""
         block_kv = self.k.shape[2]
         positions = lists[..., None] * block_kv + jnp.arange(block_kv)[None, None, None]
         return (positions < self.keys).reshape(*lists.shape[:2], 1, -1)

@@ -47,7 +47,7 @@ class Sizes(NamedTuple):
 
     @property
     def tiles(self) -> int:
-        """Whole tiles of a list before its last one to four blocks, which may be partial."""
+        """Full tiles of a list; one to four blocks, which may be partial, follow them."""
         return (self.top_k - 1) // self.blocks_per_tile
 
     @property
@@ -122,7 +122,7 @@ def _block_sums(x: Float[Array, "L D"], size: int) -> Float32[Array, "_L D"]:
 
 
 def list_blocks(scores: Float32[Array, "_L _S"], sizes: Sizes, *, interpret: bool) -> Int32[Array, "_L _T"]:
-    """Return, for each row, the first keys of the blocks with the largest scores, ascending.
+    """Return for each row the first keys of the blocks with the largest scores, in ascending order.
 
     Among equal scores the first ones win. Entries after the first `sizes.top_k` are padding to whole lanes.
     """
@@ -167,7 +167,7 @@ def _list_blocks(scores_ref, out_ref, *, blocks: int, sizes: Sizes) -> None:
     for lane_start in range(0, out_ref.shape[1], LANES):
         rank = (iota((rows, LANES), 1) + lane_start).astype(jnp.float32)
         register = reduce(jnp.add, (jnp.where(x[:, -1:] <= rank, 1, 0) for x in count_registers))
-        lane = jnp.zeros((rows, LANES), jnp.int32)  # the first whose count exceeds the rank
+        lane = jnp.zeros((rows, LANES), jnp.int32)  # the first lane with a count above the rank
         for step in (64, 32, 16, 8, 4, 2, 1):
             lane = jnp.where(_take_lane(count_registers, register, lane + step - 1) <= rank, lane + step, lane)
         out_ref[:, lane_start : lane_start + LANES] = (register * LANES + lane) * sizes.block_kv
@@ -176,7 +176,7 @@ def _list_blocks(scores_ref, out_ref, *, blocks: int, sizes: Sizes) -> None:
 def _take_lane(
     registers: list[Array], register: Int32[Array, "L S"], lane: Int32[Array, "L S"]
 ) -> Float32[Array, "L S"]:
-    """Return, for each entry, the value at its lane of its register."""
+    """Look up the value of each entry at its register and lane."""
     entries = jnp.take_along_axis(registers[0], lane, axis=1)
     for index, x in enumerate(registers[1:], 1):
         entries = jnp.where(register == index, jnp.take_along_axis(x, lane, axis=1), entries)

@@ -29,7 +29,7 @@ LISTS_PER_STEP = (8, 4)  # in a grid step; more are better while all tiles are u
 
 @dataclass(frozen=True)
 class Config:
-    """`interpret` runs the kernels without a TPU, slowly, for tests; `lists` and `unroll` are those of `Sizes`."""
+    """`interpret` runs the kernels without a TPU, slowly, for tests. For `lists` and `unroll` see `Sizes`."""
 
     lists: int | None = None
     unroll: int | None = None

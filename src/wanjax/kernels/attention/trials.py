@@ -16,7 +16,7 @@ from wanjax.kernels.attention.flash_tiles import Config
 from wanjax.kernels.attention.radial import Radial
 
 HEAD_DIM = 128
-TOLERANCE = 1e-2  # for operands and weights in bfloat16, whose error is about 3e-3
+TOLERANCE = 1e-2  # bfloat16 operands and weights give an error of about 3e-3
 BLOCKS_MODULE = "wanjax.kernels.attention.blocks"
 FLASH_MODULES = (*(f"wanjax.kernels.attention.flash_{name}" for name in ("tpu", "kernel", "tiles")), BLOCKS_MODULE)
 WHOLE_BLOCKS, RAGGED = (256, 512), (300, 700)  # queries and keys
