@@ -90,7 +90,7 @@ def is_failure(error: BaseException) -> bool:
     return is_full(error) or any(
         getattr(cause, "sqlite_errorname", "").startswith(
             "SQLITE_IOERR"
-        )  # SQLite reports a full disk so when it creates files
+        )  # SQLite's error if the disk is full when it creates a file
         or isinstance(cause, NetworkError | ConnectionError | TimeoutError | socket.gaierror)
         or (isinstance(cause, OSError) and cause.errno in UNREACHABLE_ERRNOS)
         for cause in causes(error, contexts=True)

@@ -323,7 +323,8 @@ class Execute(Strategy):
         if executable is not None:
             report_loaded(program.name, start)
             return executable
-        executable = self._compile(self._start_ahead(key) or trace(), without_cache)  # JAX's cannot be saved
+        # without JAX's cache, because an executable that was read from it cannot be serialized
+        executable = self._compile(self._start_ahead(key) or trace(), without_cache)
         if self.options_of(program, site) == program.options_of(site):  # else the next process must warn too
             self.executables.store(name, executable)
         return executable

@@ -205,7 +205,9 @@ class Constraints:
     """The shardings to which a program constrains its arrays while it is traced."""
 
     def __init__(self) -> None:
-        self._arrays: dict[int, tuple[jax.Array, PartitionSpec]] = {}  # by id; the reference keeps the id unique
+        self._arrays: dict[
+            int, tuple[jax.Array, PartitionSpec]
+        ] = {}  # by `id`, which stays valid while the array is stored here
 
     def add(self, x: jax.Array, spec: PartitionSpec) -> None:
         self._arrays[id(x)] = x, spec
@@ -243,7 +245,7 @@ def constrain(x: jax.Array, axes: Axes) -> jax.Array:
 def num_shards(axes: Axes, shape: Sequence[int]) -> int:
     """Return the number of shards of an activation of this shape."""
     partitioner = current()
-    return prod(partitioner.size(taken) for taken in partitioner.activation(axes, shape))
+    return prod(partitioner.size(mesh_axes) for mesh_axes in partitioner.activation(axes, shape))
 
 
 def shard_tokens(x: jax.Array, axes: Axes) -> jax.Array:

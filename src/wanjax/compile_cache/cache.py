@@ -28,22 +28,22 @@ class _ConfigContext:
 
     def __init__(self, settings: Mapping[str, Any], on_change: Callable[[], Any] = lambda: None):
         self.settings, self.on_change = settings, on_change
-        self.lock, self.open, self.saved = Lock(), 0, {}
+        self.lock, self.num_threads, self.saved_settings = Lock(), 0, {}
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
         with self.lock:
-            if self.open == 0:
-                self.saved = {name: getattr(jax.config, name) for name in self.settings}
+            if self.num_threads == 0:
+                self.saved_settings = {name: getattr(jax.config, name) for name in self.settings}
                 self._set(self.settings)
-            self.open += 1
+            self.num_threads += 1
         try:
             yield
         finally:
             with self.lock:
-                self.open -= 1
-                if self.open == 0:
-                    self._set(self.saved)
+                self.num_threads -= 1
+                if self.num_threads == 0:
+                    self._set(self.saved_settings)
 
     def _set(self, settings: Mapping[str, Any]) -> None:
         for name, value in settings.items():

@@ -42,16 +42,16 @@ def watch_compiler(
             state.cached = False
             begin()
 
-    def on_event(event: str, **more: object) -> None:
+    def on_event(event: str, **details: object) -> None:
         if event == CACHE_HIT:
             state.cached = True
         elif event == REFUSED:
-            state.refused = str(more["why"])
+            state.refused = str(details["reason"])
 
-    def stop(event: str, duration_secs: float, **more: object) -> None:
+    def stop(event: str, duration_secs: float, **details: object) -> None:
         is_waiting = event == WAITING
         if (event == COMPILATION or is_waiting) and (get_ident() == thread if this_thread else not is_waiting):
-            name = str(more.get("fun_name", "")).removeprefix("jit(").removesuffix(")")
+            name = str(details.get("fun_name", "")).removeprefix("jit(").removesuffix(")")
             cached = not is_waiting and getattr(state, "cached", False)
             end(Compilation(name, duration_secs, cached, getattr(state, "refused", "")))
             state.refused = ""
@@ -76,11 +76,11 @@ def report_loaded(name: str, since: float) -> None:
     monitoring.record_event_duration_secs(COMPILATION, perf_counter() - since, fun_name=name)
 
 
-def report_refused(why: str) -> None:
+def report_refused(reason: str) -> None:
     """Report why a stored executable is rejected; its program is compiled next."""
     from jax import monitoring
 
-    monitoring.record_event(REFUSED, why=why)
+    monitoring.record_event(REFUSED, reason=reason)
 
 
 @contextmanager

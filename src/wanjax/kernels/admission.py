@@ -110,8 +110,8 @@ def kernel_verdicts(kind: str, kernels: str, is_needed: Callable[[str], bool] = 
         is_needed: Whether the kernel of a name is to be tried.
     """
     global _hung
-    chosen = [kernel for kernel in _load(kernels) if is_needed(kernel.name)]
-    keys, results = {kernel.name: _cache_key(kind, kernel) for kernel in chosen}, Results()
+    needed_kernels = [kernel for kernel in _load(kernels) if is_needed(kernel.name)]
+    keys, results = {kernel.name: _cache_key(kind, kernel) for kernel in needed_kernels}, Results()
     saved = {name: results.get(VERDICTS_KIND, key) for name, key in keys.items()}
     verdicts = {name: reason for name, reason in saved.items() if isinstance(reason, str)}
     for name, reason in _try_in_child(kernels, [] if _hung else [name for name in keys if name not in verdicts]):
@@ -129,8 +129,8 @@ def combine_verdicts(verdicts: dict[str, str]) -> dict[str, str]:
     rejected_anywhere = np.reshape(multihost_utils.process_allgather(rejected_here), (-1, len(rejected_here))).any(
         axis=0
     )
-    flagged = zip(verdicts.items(), np.atleast_1d(rejected_anywhere).tolist(), strict=True)
-    return {name: reason or (REJECTED_ELSEWHERE if rejected else "") for (name, reason), rejected in flagged}
+    flagged_verdicts = zip(verdicts.items(), np.atleast_1d(rejected_anywhere).tolist(), strict=True)
+    return {name: reason or (REJECTED_ELSEWHERE if rejected else "") for (name, reason), rejected in flagged_verdicts}
 
 
 def _try_in_child(kernels: str, names: list[str]) -> Iterator[tuple[str, str]]:
@@ -227,8 +227,8 @@ def rejection_reason(kernel: Kernel) -> str:
         for trial in kernel.trials():
             error_norm = _relative_l2(trial.run(interpret), trial.reference())
             if not error_norm <= trial.tolerance:  # also true of NaN
-                measured = f"{error_norm:.2g}, where {trial.tolerance:g} is the most"
-                return f"{trial.name} differs from the reference by {measured}"
+                error_text = f"{error_norm:.2g}, where {trial.tolerance:g} is the most"
+                return f"{trial.name} differs from the reference by {error_text}"
     except Exception as error:  # whatever a compiler raises
         first_line = (str(error).strip().splitlines() or [""])[0][:200]
         return f"it raises {type(error).__name__}: {first_line}"

@@ -81,12 +81,12 @@ def target(x: jax.Array | jax.ShapeDtypeStruct | None = None) -> Target:
 def _default_device(x: jax.Array | jax.ShapeDtypeStruct | None) -> Any:
     if isinstance(x, jax.Array) and not isinstance(x, Tracer):
         return next(iter(x.devices()))
-    configured = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-    if isinstance(configured, jax.Device):
-        return configured
-    if configured is None:
+    default_device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(default_device, jax.Device):
+        return default_device
+    if default_device is None:
         return local_devices()[0]
-    return jax.local_devices(backend=configured)[0]  # asking an array would run a program first
+    return jax.local_devices(backend=default_device)[0]  # asking an array would run a program first
 
 
 def _sharding(x: jax.Array | jax.ShapeDtypeStruct | None) -> object:

@@ -57,8 +57,8 @@ def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """
     if not multiplies_bfloat16(x):
         return _dot(x, kernel)
-    narrows = kernel.shape[0] > kernel.shape[1] and current().single_device
-    blocks = ceil(x.shape[-2] / TOKEN_BLOCK) if narrows and x.ndim > 1 else 1
+    is_narrowing = kernel.shape[0] > kernel.shape[1] and current().single_device
+    blocks = ceil(x.shape[-2] / TOKEN_BLOCK) if is_narrowing and x.ndim > 1 else 1
     parts = [_dot(part, kernel, jnp.float32).astype(x.dtype) for part in jnp.array_split(x, blocks, axis=-2)]
     return parts[0] if blocks == 1 else jnp.concatenate(parts, axis=-2)
 

@@ -18,18 +18,18 @@ class Tiling(NamedTuple):
 
     Attributes:
         size: Pixels of a tile: one number for height and width, or (height, width).
-        stride: Pixels from the start of a tile to that of the next, likewise; at most the size.
+        stride: Pixels from the start of a tile to the start of the next, likewise; at most the size.
     """
 
     size: Pixels | None = None
     stride: Pixels | None = None
 
     def completed(self, default: "Tiling", unit: int = 1) -> "Tiling":
-        """Return this tiling with the numbers of `default` in place of None.
+        """Fill in the numbers that are None from `default`.
 
         Args:
             default: The model's own tiling.
-            unit: Pixels that every number has to be a multiple of.
+            unit: Every number of pixels must be a multiple of this.
 
         Raises:
             WanjaxError: A number is not a multiple of `unit`, or a stride is larger than its size.
@@ -37,11 +37,11 @@ class Tiling(NamedTuple):
         full = Tiling(*(other if value is None else value for value, other in zip(self, default, strict=True)))
         for name, numbers in zip(self._fields, pairs := full.pairs(), strict=True):
             if len(numbers) != 2 or not all(type(n) is int and n > 0 and n % unit == 0 for n in numbers):
-                wanted = f"a multiple of {unit} pixels, or one for each of height and width"
-                raise WanjaxError(f"the {name} of tiles is {repr_short(getattr(full, name))}: give {wanted}")
+                advice = f"a multiple of {unit} pixels, or one for each of height and width"
+                raise WanjaxError(f"the {name} of tiles is {repr_short(getattr(full, name))}: give {advice}")
         if any(stride > side for side, stride in zip(*pairs, strict=True)):
-            gaps = f"tiles of {full.size} pixels, one every {full.stride}, leave gaps"
-            raise WanjaxError(f"{gaps}: give a stride of at most the size")
+            problem = f"tiles of {full.size} pixels, one every {full.stride}, leave gaps"
+            raise WanjaxError(f"{problem}: give a stride of at most the size")
         return full
 
     def pairs(self) -> tuple[tuple[int, ...], ...]:
@@ -69,9 +69,9 @@ class Tile(NamedTuple):
 
 
 def split_into_tiles(height: int, width: int, tiling: Tiling | None, cell_pixels: int) -> list[list[Tile]]:
-    """Return the tiles, by rows, of frames of height × width cells, each with `cell_pixels` pixels along a side.
+    """Split frames of height × width cells into rows of tiles; a cell has `cell_pixels` pixels along a side.
 
-    Frames that fit in one tile are one tile, as are all frames if `tiling` is None. `tiling` must be `completed`.
+    Frames that fit in one tile stay one tile, as do all frames if `tiling` is None. `tiling` must be `completed`.
     """
     single_tile = [[Tile(0, 0, height, width)]]
     if tiling is None:
@@ -89,10 +89,10 @@ def split_into_tiles(height: int, width: int, tiling: Tiling | None, cell_pixels
 
 
 def blend_tiles(rows: Sequence[Sequence[Frames]], tiling: Tiling | None, cell_pixels: int) -> Frames:
-    """Join decoded or encoded tiles, given by rows, into whole frames whose cells have `cell_pixels` pixels.
+    """Join rows of decoded or encoded tiles into full frames; a cell has `cell_pixels` pixels along a side.
 
-    As in the reference implementations, a tile is blended with its upper and then its left neighbour, both already
-    blended themselves, and is cropped to its stride.
+    As in the reference implementations, a tile is blended with its upper and then its left neighbour, which are already
+    blended, and is then cropped to its stride.
     """
     if len(rows) == len(rows[0]) == 1 or tiling is None:
         return rows[0][0]
@@ -107,16 +107,16 @@ def blend_tiles(rows: Sequence[Sequence[Frames]], tiling: Tiling | None, cell_pi
                 tile = _cross_fade(row[-1], tile, tile_width - stride_width, axis=3)
             row.append(tile)
         blended_rows.append(row)
-    cropped = ([tile[:, :, :stride_height, :stride_width] for tile in row] for row in blended_rows)
-    return jnp.concatenate([jnp.concatenate(row, axis=3) for row in cropped], axis=2)
+    cropped_rows = ([tile[:, :, :stride_height, :stride_width] for tile in row] for row in blended_rows)
+    return jnp.concatenate([jnp.concatenate(row, axis=3) for row in cropped_rows], axis=2)
 
 
-def _cross_fade(before: Frames, after: Frames, overlap: int, axis: int) -> Frames:
-    """Return `after`, whose first cells along `axis` are blended with the last cells of `before`."""
-    overlap = min(before.shape[axis], after.shape[axis], overlap)
-    shape = [1] * after.ndim
+def _cross_fade(neighbour: Frames, tile: Frames, overlap: int, axis: int) -> Frames:
+    """Blend the first cells of `tile` along `axis` with the last cells of its `neighbour`; return the whole tile."""
+    overlap = min(neighbour.shape[axis], tile.shape[axis], overlap)
+    shape = [1] * tile.ndim
     shape[axis] = overlap
-    weight = (jnp.arange(overlap, dtype=after.dtype) / overlap).reshape(shape)
-    tail = jnp.take(before, jnp.arange(before.shape[axis] - overlap, before.shape[axis]), axis=axis)
-    head, rest = jnp.split(after, [overlap], axis=axis)
+    weight = (jnp.arange(overlap, dtype=tile.dtype) / overlap).reshape(shape)
+    tail = jnp.take(neighbour, jnp.arange(neighbour.shape[axis] - overlap, neighbour.shape[axis]), axis=axis)
+    head, rest = jnp.split(tile, [overlap], axis=axis)
     return jnp.concatenate([tail * (1.0 - weight) + head * weight, rest], axis=axis)

@@ -28,7 +28,7 @@ def lasting_cache() -> Path | None:
 def user_cache() -> Path:
     """Return the folder for files that can be regenerated.
 
-    It is this library's folder in the user's cache. For a user without a home folder it is temporary, and removed when
+    It is this library's folder in the user's cache. If the user has no home folder, it is temporary and removed when
     the process exits.
     """
     return lasting_cache() or _process_cache()

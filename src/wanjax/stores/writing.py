@@ -45,7 +45,7 @@ def write_whole(file: Path, content: bytes) -> None:
     A failed write leaves no file. Unlike `writing` it is safe for threads that write the same cache file, and it does
     not list the folder, which may hold thousands of files.
     """
-    partial_path = file.with_name(f".{uuid4().hex}.part")  # `tempfile` would remove the permissions of other users
+    partial_path = file.with_name(f".{uuid4().hex}.part")  # `tempfile` would make it unreadable for other users
     try:
         partial_path.write_bytes(content)
         partial_path.replace(file)

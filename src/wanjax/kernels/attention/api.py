@@ -345,5 +345,7 @@ def _options(
     return {"key_mask": key_mask, "window": window, "scale": scale, "bias": bias, "config": config or attn.config}
 
 
-def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
-    return len(shape) == len(to) and all(size in (1, target) for size, target in zip(shape, to, strict=True))
+def _broadcasts(shape: tuple[int, ...], target_shape: tuple[int, ...]) -> bool:
+    return len(shape) == len(target_shape) and all(
+        size in (1, target_size) for size, target_size in zip(shape, target_shape, strict=True)
+    )

@@ -234,10 +234,10 @@ def _radial(
             visible = valid[kv_blocks] & (slots < count)[:, None]
             return merge(state, _softmax(q_block, k_part, v_part, visible.reshape(1, -1), None, matmul)), None
 
-        empty = PartialSoftmax(
+        initial_state = PartialSoftmax(
             *(jnp.full((len(q_block), n), fill) for n, fill in ((1, -jnp.inf), (1, 0.0), (v.shape[1], 0.0)))
         )
-        state, _ = jax.lax.scan(add, empty, (kv_blocks, slots))
+        state, _ = jax.lax.scan(add, initial_state, (kv_blocks, slots))
         return divide_or_zero(state.value_sum, state.weight_sum), log_sum_exp(state.row_max, state.weight_sum)
 
     results = [

@@ -172,8 +172,8 @@ def _radial(
         some_queries = QueryBlock(*(x[lists.q_blocks] for x in query_blocks))
         sums, dq = jax.lax.scan(scan_block, sums, (some_queries, *lists.arrays))
         dqs.append(dq)
-    blocked = Gradients(jnp.concatenate(dqs), *sums)
-    return Gradients(*(x.reshape(-1, x.shape[2])[:n] for x, n in zip(blocked, (length, keys, keys), strict=True)))
+    padded = Gradients(jnp.concatenate(dqs), *sums)
+    return Gradients(*(x.reshape(-1, x.shape[2])[:n] for x, n in zip(padded, (length, keys, keys), strict=True)))
 
 
 def _block_gradients(

@@ -545,10 +545,14 @@ def _add_ragged(
 
 
 def _num_compute_blocks(is_last: Array, sizes: Sizes) -> Array | int:
-    """Return the number of whole compute blocks in this block of keys."""
-    in_others = sizes.block_kv // sizes.block_kv_compute
-    in_last = ((sizes.keys - 1) % sizes.block_kv + 1) // sizes.block_kv_compute
-    return in_last if sizes.single_block or in_last == in_others else jnp.where(is_last, in_last, in_others)
+    """Return the number of full compute blocks in this block of keys."""
+    num_in_others = sizes.block_kv // sizes.block_kv_compute
+    num_in_last = ((sizes.keys - 1) % sizes.block_kv + 1) // sizes.block_kv_compute
+    return (
+        num_in_last
+        if sizes.single_block or num_in_last == num_in_others
+        else jnp.where(is_last, num_in_last, num_in_others)
+    )
 
 
 def _loop(start: Array | int, stop: Array | int, step: Callable[[Array], None]) -> None:

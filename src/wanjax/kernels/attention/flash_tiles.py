@@ -79,9 +79,9 @@ class Config:
     def vmem_bytes(self, head_dim: int, itemsize: int) -> int:
         """Return the bytes of VMEM of the kernel: the buffers of its input and output blocks, and scratch."""
         padded_head_dim = max(head_dim, LANES)  # rows of 64 occupy rows of 128
-        streamed = 2 * itemsize * padded_head_dim * (2 * self.block_q + self.buffers * self.block_kv)
+        streamed_bytes = 2 * itemsize * padded_head_dim * (2 * self.block_q + self.buffers * self.block_kv)
         scratch = self.block_q * (2 * padded_head_dim * itemsize + 2 * 4 * head_dim + 4 * self.safe_step_kv + 4 * 40)
-        return streamed + scratch
+        return streamed_bytes + scratch
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def _even_block(length: int, block: int, unit: int) -> int:
 
     It is that of the fewest blocks, unless more blocks save a tenth by less padding.
     """
-    fewest = ceil_div(length, block)
-    sizes = {count: round_up(ceil_div(length, count), unit) for count in range(fewest, ceil_div(length, unit) + 1)}
+    min_blocks = ceil_div(length, block)
+    sizes = {count: round_up(ceil_div(length, count), unit) for count in range(min_blocks, ceil_div(length, unit) + 1)}
     best = min(sizes, key=lambda count: (count * sizes[count], count))
-    return sizes[best if 1.1 * best * sizes[best] < fewest * sizes[fewest] else fewest]
+    return sizes[best if 1.1 * best * sizes[best] < min_blocks * sizes[min_blocks] else min_blocks]

@@ -55,9 +55,9 @@ def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -
     tiles = _resolve_config(config, window, (head_dim, q.shape[1], k.shape[1], q.dtype.name), ragged)
     needed = tiles.vmem_bytes(head_dim, q.dtype.itemsize) + COMPILER_VMEM_BYTES
     if needed > vmem_capacity:
-        remedy = "a chip with more" if vmem_capacity < COMPILER_VMEM_BYTES else "smaller ones"
+        advice = "a chip with more" if vmem_capacity < COMPILER_VMEM_BYTES else "smaller ones"
         return (
-            f"flash_tpu's tiles need {needed >> 20} MiB of VMEM, and the chip has {vmem_capacity >> 20}: take {remedy}"
+            f"flash_tpu's tiles need {needed >> 20} MiB of VMEM, and the chip has {vmem_capacity >> 20}: take {advice}"
         )
     return None
 

@@ -69,7 +69,7 @@ def attention(
 def _join(x: Pair, length: int) -> Float[Array, "B _L N D"]:
     """Join the first `length` tokens of a video and all of its text.
 
-    Heads are joined side by side: with an axis of heads, a TPU would copy them again.
+    Heads are concatenated in the channels: with an axis of heads, a TPU would copy the arrays again.
     """
     heads = x.video.shape[2]
     video, text = (stream.reshape(*stream.shape[:2], -1) for stream in x)

@@ -30,7 +30,7 @@ class Radial:
         frames: Latent frames.
         frame_tokens: Tokens of a frame.
         decay: How slowly the band narrows with the distance of frames: a larger one keeps more.
-        sink: Whether all queries see the first frame.
+        sink: Whether all queries attend to the first frame.
         block_q: Queries of a block.
         block_kv: Keys of a block.
     """
@@ -71,9 +71,9 @@ def _cached_block_mask(mask: Radial, queries: int, keys: int) -> Bool[np.ndarray
     """Compute `Radial.block_mask`. Queries after the last key are padding and attend to no key."""
     first_text_block = mask.frames * mask.frame_tokens // MASK_BLOCK  # if there is text
     visible = np.zeros((ceil_div(queries, MASK_BLOCK), ceil_div(keys, MASK_BLOCK)), bool)
-    published = published_mask(mask.frames, mask.frame_tokens, mask.decay, mask.sink)
-    published = published[: len(visible), : visible.shape[1]]
-    visible[: len(published), : published.shape[1]] = published
+    video_mask = published_mask(mask.frames, mask.frame_tokens, mask.decay, mask.sink)
+    video_mask = video_mask[: len(visible), : visible.shape[1]]
+    visible[: len(video_mask), : video_mask.shape[1]] = video_mask
     if keys > mask.frames * mask.frame_tokens:
         visible[first_text_block : ceil_div(keys, MASK_BLOCK)] = visible[:, first_text_block:] = True
     for axis, block in enumerate((mask.block_q, mask.block_kv)):
@@ -112,12 +112,12 @@ def band_half_width(distance: int, frame_tokens: int, decay: float) -> int | Non
 
     None if the query sees no key of that frame.
     """
-    halved = 2.0 ** (frame_tokens.bit_length() - distance.bit_length())
-    if halved < MASK_BLOCK and distance % int(MASK_BLOCK / halved):
+    width = 2.0 ** (frame_tokens.bit_length() - distance.bit_length())
+    if width < MASK_BLOCK and distance % int(MASK_BLOCK / width):
         return None
     if distance <= 1:
         return frame_tokens
-    return int(max(halved * decay, MASK_BLOCK))
+    return int(max(width * decay, MASK_BLOCK))
 
 
 def _frame_pair_mask(
@@ -158,9 +158,10 @@ def kernel_lists(
     A grid step has `q_blocks_per_step` neighbouring blocks of queries, each with its own list, and `block_kv` keys.
 
     Returns:
-        For each grid step, the start of its lists; for each, the length of its longest list; for each block of queries,
-        1 if it sees the keys after the last whole block; and all lists, of each block's first key counted from the
-        first key of the grid step. The lists of a grid step are interleaved, and shorter ones padded with `NO_BLOCK`.
+        Four arrays: the start of each grid step's lists; the length of its longest list; 1 for each block of queries
+        that attends to the keys after the last full block; and all lists. A list has the first key of each block,
+        relative to the first key of the grid step. The lists of a grid step are interleaved, and shorter lists are
+        padded with `NO_BLOCK`.
     """
     block_mask = mask.block_mask(queries, keys)
     num_whole, blocks_per_step = keys // mask.block_kv, block_kv // mask.block_kv
@@ -173,8 +174,8 @@ def kernel_lists(
     block_start = np.where(slots < counts[:, None], columns * mask.block_kv, NO_BLOCK).reshape(
         -1, q_blocks_per_step, len(slots)
     )
-    longest = counts.reshape(-1, q_blocks_per_step).max(axis=1)
-    list_start = q_blocks_per_step * (np.cumsum(longest) - longest)
-    entries = np.moveaxis(block_start, 1, 2)[slots < longest[:, None]].reshape(-1)
+    longest_lengths = counts.reshape(-1, q_blocks_per_step).max(axis=1)
+    list_start = q_blocks_per_step * (np.cumsum(longest_lengths) - longest_lengths)
+    entries = np.moveaxis(block_start, 1, 2)[slots < longest_lengths[:, None]].reshape(-1)
     entries = entries if len(entries) else np.full(q_blocks_per_step, NO_BLOCK)
-    return tuple(np.asarray(x, np.int32) for x in (list_start, longest, block_mask[:, -1], entries))  # type: ignore[return-value]
+    return tuple(np.asarray(x, np.int32) for x in (list_start, longest_lengths, block_mask[:, -1], entries))  # type: ignore[return-value]

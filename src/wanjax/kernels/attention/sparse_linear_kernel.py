@@ -159,9 +159,9 @@ def _list_blocks(scores_ref, out_ref, *, blocks: int, sizes: Sizes) -> None:
         """Return the number of marks up to each lane. It is exact: products of ones, summed in float32."""
         return matmul(selected.astype(jnp.bfloat16), upper_triangle)
 
-    larger, equal = (jnp.where(x, 1.0, 0.0) for x in (sortable > threshold, sortable == threshold))
-    wanted_equal = sizes.top_k - larger.sum(axis=1, keepdims=True)
-    counts = cumulative_count(jnp.maximum(larger, jnp.where(cumulative_count(equal) <= wanted_equal, equal, 0.0)))
+    is_larger, is_equal = (jnp.where(x, 1.0, 0.0) for x in (sortable > threshold, sortable == threshold))
+    num_equal = sizes.top_k - is_larger.sum(axis=1, keepdims=True)
+    counts = cumulative_count(jnp.maximum(is_larger, jnp.where(cumulative_count(is_equal) <= num_equal, is_equal, 0.0)))
     counts = jnp.where(is_block, counts, jnp.float32(jnp.inf))
     count_registers = [counts[:, lane_start : lane_start + LANES] for lane_start in range(0, padded_blocks, LANES)]
     for lane_start in range(0, out_ref.shape[1], LANES):
@@ -304,7 +304,7 @@ def _attend(
         out_of_range = jnp.max(jnp.where((weight_sum <= MAX_WEIGHT_SUM) | ~valid, 0, 1))  # NaN too
         return jnp.where((safe == 0) & (out_of_range == 1), 1, 2)
 
-    # one loop body for both attempts: its products fill the waits at its ends, and its code exists once
+    # one loop body for both attempts, so that its code exists once
     jax.lax.while_loop(lambda safe: safe < 2, attempt, jnp.int32(0))
 
 

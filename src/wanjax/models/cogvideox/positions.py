@@ -89,24 +89,24 @@ def rope_tables(config: TransformerConfig, grid: Grid, text: int) -> Rope:
     return rope_3d(grid, config.rope_channels, positions=positions, unrotated=text)
 
 
-def counted_positions(grid: Grid, trained: Grid | None) -> list[Float[np.ndarray, " _L"]]:
+def counted_positions(grid: Grid, trained_grid: Grid | None) -> list[Float[np.ndarray, " _L"]]:
     """Return the positions 0, 1, 2 ... along frames, height and width."""
     return [np.arange(size, dtype=np.float64) for size in grid]
 
 
-def zero_positions(grid: Grid, trained: Grid | None) -> list[Float[np.ndarray, " _L"]]:
+def zero_positions(grid: Grid, trained_grid: Grid | None) -> list[Float[np.ndarray, " _L"]]:
     """Return position 0 for all tokens, so that RoPE rotates none."""
     return [np.zeros(size) for size in grid]
 
 
-def resized_positions(grid: Grid, trained: Grid | None) -> list[Float[np.ndarray, " _L"]]:
+def resized_positions(grid: Grid, trained_grid: Grid | None) -> list[Float[np.ndarray, " _L"]]:
     """Return positions that fit the grid into the middle of the trained grid, with its aspect ratio.
 
     The last row is at `bottom · (1 - 1 / height)`, as in the reference. If `top` is not 0, the rows are therefore not
     spaced by `(bottom - top) / height`.
     """
-    assert trained is not None
-    (frames, height, width), (_, rows, columns) = grid, trained
+    assert trained_grid is not None
+    (frames, height, width), (_, rows, columns) = grid, trained_grid
     if height / width > rows / columns:
         covered = rows, round(rows / height * width)
     else:

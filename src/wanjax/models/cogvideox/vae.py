@@ -28,10 +28,10 @@ MakeNorm = Callable[[int], nnx.Module]  # makes a norm for a number of channels
 EPS = 1e-6
 
 
-def map_without_odd_frame(change: Callable[[Chunk], Chunk], x: Chunk) -> Chunk:
+def map_without_odd_frame(resample: Callable[[Chunk], Chunk], x: Chunk) -> Chunk:
     """Apply a function to the frames of a chunk, except to the first frame if their number is odd."""
     first, others = jnp.split(x, [x.shape[1] % 2], axis=1)
-    return jnp.concatenate([first, change(others)], axis=1)
+    return jnp.concatenate([first, resample(others)], axis=1)
 
 
 def halve(x: Float[Array, "B T H W C"]) -> Chunk:
@@ -68,8 +68,8 @@ class ResBlock(nnx.Module):
         self.conv1 = RepeatingConv(channels_in, channels_out, **kw)
         self.norm2 = norm(channels_out)
         self.conv2 = RepeatingConv(channels_out, channels_out, **kw)
-        same = channels_in == channels_out
-        self.shortcut = nnx.data(None if same else linear(channels_in, channels_out, CONV_AXES, **kw))
+        keeps_channels = channels_in == channels_out
+        self.shortcut = nnx.data(None if keeps_channels else linear(channels_in, channels_out, CONV_AXES, **kw))
 
     def __call__(self, x: Chunk, cache: Cache, *latents: Chunk) -> tuple[Chunk, Cache]:
         cache1, cache2 = cache or (None, None)

@@ -26,7 +26,7 @@ from wanjax.layers.norms import ChannelNorm, expand_to_rank
 from wanjax.models.wan.config import VAEConfig
 from wanjax.sharding import VIDEO, num_shards, replicate
 
-MAX_PAIRED_VALUES = 2**26  # of a frame at its largest level: up to this a TPU computes two latent frames together
+MAX_PAIRED_VALUES = 2**26  # up to this size of a frame's largest level, a TPU computes two latent frames together
 
 
 class ResBlock(nnx.Module):
@@ -37,8 +37,8 @@ class ResBlock(nnx.Module):
         self.conv1 = CausalConv(channels_in, channels_out, **kw)
         self.norm2 = ChannelNorm(channels_out, **kw)
         self.conv2 = CausalConv(channels_out, channels_out, **kw)
-        same = channels_in == channels_out
-        self.shortcut = nnx.data(None if same else linear(channels_in, channels_out, CONV_AXES, **kw))
+        keeps_channels = channels_in == channels_out
+        self.shortcut = nnx.data(None if keeps_channels else linear(channels_in, channels_out, CONV_AXES, **kw))
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
         cache1, cache2 = cache or (None, None)
