@@ -129,7 +129,7 @@ def test_each_equation_of_a_run_that_has_others_within_is_looked_into():
     lowerings = [one.instance.lowering for one in programs]
     names = {name for one in lowerings for name in within(jax.make_jaxpr(one.function)(*one.arguments).jaxpr)}
     assert "scan" in names
-    assert names <= {*live_bytes.CALLS, *live_bytes.LOOPS, "pallas_call"}
+    assert names <= {*live_bytes.CALL_PRIMITIVES, *live_bytes.LOOP_PRIMITIVES, "pallas_call"}
 
 
 def test_networks_that_are_freed_for_others_are_not_counted(tmp_path, machine):

@@ -24,6 +24,7 @@ from wanjax.pricing.chips import abstract_mesh, find_slice
 from wanjax.pricing.compile import Compiled, compile_program, compile_programs
 from wanjax.pricing.costs import price_compiled
 from wanjax.pricing.exporting import CompilerError, export
+from wanjax.pricing.pallas_kernels import KernelSeconds
 from wanjax.pricing.pricer import Pricer
 
 
@@ -124,7 +125,7 @@ def test_refused_options_are_left_out_and_put_the_price_in_doubt(results):
         "compiled without xla_no_such_option",
         "compiled without xla_tpu_scoped_vmem_limit_kib",
     ]
-    assert not Pricer().divide(results["kernel"], {"product.1": 1.0}).doubts
+    assert not Pricer().divide(results["kernel"], {"product.1": KernelSeconds(1.0, 1.0)}).doubts
 
 
 @needs_libtpu
