@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of admission, estimated for a TPU that is not here: what its compiler takes for the trials of each kernel.
+"""The time to compile the trials of each kernel for a TPU, measured with the TPU compiler and without the TPU.
 
-The trials run for less than a millisecond each on the chip; compiling them is what a first start waits for. The seconds
-are those of this machine's compiler, one trial after another, as a start would take them.
+Each trial runs for less than a millisecond on the chip, so the first start mostly waits for the compilation. The
+seconds are those of the compiler on this machine, one trial after another, as at a real start.
 
     python -m benchmarks.admission_cost [--chip v6e]
 """
@@ -22,7 +22,7 @@ from wanjax.pricing.lowering import Lowering
 
 
 def seconds_of(functions: Sequence[Callable[[], Any]], chip: str) -> float:
-    """Return the seconds of tracing and compiling functions in one process, with its start."""
+    """Return the seconds to trace and compile functions in one process, including the start of the process."""
     start = perf_counter()
     for result in compile_programs([(Lowering(function, ()), chip) for function in functions]):
         if isinstance(result, CompilerError):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speed compared with diffusers and transformers in torch: the same weights, inputs and CPU, in float32.
+"""Compare the speed with diffusers and transformers in torch: same weights, inputs and CPU, in float32.
 
 Text encoding, denoising steps, decoding, and gradients in training (Wan), at the widths of Wan 2.1 1.3B, CogVideoX-1.5
-5B or HunyuanVideo-1.5. Fewer layers are run, as all cost the same. benchmarks/rivals/ has the stages of each family.
+5B or HunyuanVideo-1.5. Only a few layers run, since all cost the same. benchmarks/rivals/ has each family's stages.
 
     python -m benchmarks.against_diffusers [--model FAMILY] [--json FILE] [--stage NAME ...] [--repeats 5]
 """
@@ -26,7 +26,7 @@ STAGES = list(dict.fromkeys(stage for stages in FAMILIES.values() for stage in s
 
 
 def processor() -> str:
-    """Return the processor's name, and which of the instructions for bfloat16 it has."""
+    """Return the processor's name, and the bfloat16 instructions that it supports."""
     text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     name = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
     own = sorted(set(re.findall(r"\b(?:amx_bf16|avx512_bf16|avx512f|avx2)\b", text)))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agreement of prices with published measurements: Wan 2.1 14B with JAX's splash attention.
+"""Compare prices with published measurements of Wan 2.1 14B with JAX's splash attention.
 
-The measurements are guided steps of a torchax port on v6e, 81 frames, prompts sharded over dp=2 and heads over tp. Its
-splash attention used exp2 in place of exp, which the port reports as a tenth faster; the rest of its step is less
-efficient than wanjax's. The two differences partly cancel. Prices should be within a fifth of the measurements.
+The measurements are guided steps of a torchax port on v6e with 81 frames, prompts sharded over dp=2 and heads over tp.
+Its splash attention uses exp2 in place of exp, which is reported to be 10 % faster. The rest of its step is less
+efficient than wanjax's. The two differences partly cancel. Prices should be within 20 % of the measurements.
 
     python -m benchmarks.agreement [--json FILE]
 """

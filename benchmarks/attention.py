@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention at the sizes of real models: speed and memory of every implementation that runs here, compared with torch.
+"""Compare the speed and memory of attention with torch, at real sizes, for every implementation that runs here.
 
     python -m benchmarks.attention [WORKLOAD ...] [--dtype float32] [--one-core] [--block-q N --block-kv N]
     python -m benchmarks.attention [WORKLOAD ...] --price v6e [--gradient]
 
-benchmarks.workloads names the workloads; `all` selects all of them. The reference is left out if its
-scores exceed 1 GB. With `--one-core` everything runs on one core and CPU time counts, which other users of the machine
-hardly change. With `--price` nothing runs: the TPU compiler's schedules are priced, together with those of JAX's splash
+benchmarks.workloads has the names of the workloads; `all` selects all of them. The reference is omitted if its scores
+exceed 1 GB. With `--one-core` everything runs on one core, and CPU time is measured, which other processes hardly
+change. With `--price` nothing runs: the TPU compiler's schedules are priced, and compared with those of JAX's splash
 attention (benchmarks/attention_prices.py).
 """
 

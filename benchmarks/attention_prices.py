@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention priced for a described TPU: ours, JAX's splash attention, and the plain formula compiled by XLA.
+"""Price attention on a TPU: wanjax's kernel, JAX's splash attention, and the plain formula compiled by XLA.
 
 Operands are [1 L N·D] in bfloat16, as projections write them, so a kernel's price includes its padding and transposes.
-Splash attention needs lengths of whole tiles. As its users do, they are padded with zero keys, which are not masked.
+Splash attention needs lengths that are multiples of its tiles. Shorter lengths are padded with zero keys without a
+mask, as users of splash attention do.
 """
 
 from collections.abc import Callable, Container, Mapping
@@ -169,7 +170,7 @@ def price_table(workload: Workload, chip: str) -> Table:
 
 
 def _rare(name: str, compiled: Compiled) -> Mapping[str, Container[int]]:
-    """Return the blocks of a kernel whose branch skips work that few inputs need."""
+    """Return the blocks of a kernel whose branch guards work that few inputs need."""
     return rare_work(compiled) if name in WITH_RARE_WORK else {}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile times and prices of an autoencoder's programs at each optimisation level of the TPU compiler.
+"""Measure compile times and prices of an autoencoder's programs at each optimisation level of the TPU compiler.
 
 wanjax compiles them at O1; the compiler's default is O2.
 

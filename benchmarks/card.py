@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a card can tell in nine minutes: the self-test, then attention, steps and decoding at real size, and torch's.
+"""Measure a GPU in nine minutes: the self-test, then attention, steps and decoding at real size, also with torch.
 
-Nothing is downloaded: weights are random. Each part runs in a process of its own, which frees the card's memory and
-may fail or run out of time without the others. Torch and diffusers are measured where torch sees the card.
+Nothing is downloaded: weights are random. Each part runs in its own process, which frees the card's memory at its end,
+and which may fail or time out without stopping the others. Torch and diffusers are measured if torch sees the card.
 
     python -m benchmarks.card [--out FOLDER] [--minutes 9]
 
-writes card-NAME.json, after each part, and prints the lines for docs/measured.md.
+It writes card-NAME.json after each part, and prints the table for docs/measured.md.
 """
 
 import argparse
@@ -35,11 +35,11 @@ LEAST = 20.0  # seconds in which a part is worth beginning
 
 @dataclass(frozen=True)
 class Figure:
-    """A measured time, or why there is none.
+    """A measured time, or the reason why there is none.
 
     Attributes:
-        what: What was timed, the same for both libraries.
-        library: "wanjax", with what it used, or "torch".
+        what: Name of what was timed, the same for both libraries.
+        library: "wanjax" with the implementation that it used, or "torch".
         seconds: The median of the timed runs.
         compiling: Seconds of compiling.
         note: Why there is no time, or what differs.
@@ -130,13 +130,13 @@ def programs(model: str, small: bool) -> Iterator[Figure]:
 
 
 def names_of(model: str, settings: Any) -> tuple[str, str]:
-    """Return the names of a model's step and decoding, which tell their sizes."""
+    """Return the names of a model's step and decoding, which include their sizes."""
     video = f"{settings.width}x{settings.height}, {settings.frames} frames"
     return f"a step with guidance, {model}, {video}", f"decoding, {model}, {video}"
 
 
 def measured(what: str, library: str, run: Callable[[], Any]) -> Figure:
-    """Return a measured time, or the first line of what was raised in its place."""
+    """Return a measured time, or the first line of the error."""
     try:
         timing = run().timing
     except Exception as error:  # of a compiler, or of a card that is full
@@ -208,7 +208,7 @@ def torch_decoding(outline: Any) -> Callable[[], Any]:
 
 
 def by_torch(what: str, run: Callable[[], Any]) -> Figure:
-    """Return the time of a function of torch, after one run that does not count."""
+    """Return the time of a torch function, after one run for warm-up."""
     import torch
 
     def once() -> None:
@@ -239,7 +239,7 @@ PARTS: dict[str, Part] = {
 
 
 def run_part(name: str, small: bool, seconds: float) -> Iterator[Figure]:
-    """Yield the figures of a part that runs in a process of its own, and what ended it where something did."""
+    """Run a part in its own process; yield its figures, and the reason if it failed or timed out."""
     if seconds < LEAST:
         yield Figure(name, "", note="left out: no time was left")
         return
@@ -266,7 +266,7 @@ def selftest(out: Path, seconds: float) -> dict[str, Any]:
 
 
 def lines(card: str, outcome: dict[str, Any], figures: Sequence[Figure]) -> list[str]:
-    """Return the lines for docs/measured.md: a table of what each library took."""
+    """Return the lines for docs/measured.md: a table of the times of each library."""
     checks = outcome.get("checks", [])
     wrong = [check["name"] for check in checks if check["outcome"] == "wrong"]
     said = f"{len(checks)} checks of `wanjax selftest`, wrong: {', '.join(wrong) or 'none'}"
@@ -282,7 +282,7 @@ def lines(card: str, outcome: dict[str, Any], figures: Sequence[Figure]) -> list
 
 
 def card_name() -> str:
-    """Return the kind of the first device, by a process of its own, which holds no memory of it."""
+    """Return the kind of the first device, found by a separate process so that this one uses no memory of it."""
     code = "import jax; print(jax.devices()[0].device_kind)"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split("\n")[
         -2
@@ -290,7 +290,7 @@ def card_name() -> str:
 
 
 def has_torch(small: bool) -> bool:
-    """Return whether torch and diffusers are here and see a card; small sizes are for any device."""
+    """Return whether torch and diffusers are installed and torch sees a card; with small sizes, any device will do."""
     if not all(map(find_spec, ("torch", "diffusers"))):
         return False
     code = "import torch; print(torch.cuda.is_available())"

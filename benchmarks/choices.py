@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Alternative forms of a computation on the CPU; the first is the one in use, docs/performance.md says why.
+"""Compare forms of a computation on the CPU. The first form is the one in use; docs/performance.md says why.
 
 python -m benchmarks.choices [conv] [dense] [casts] [--repeats 5]
 """

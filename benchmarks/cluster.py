@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`wanjax batch` with `nano` and a Ray cluster of this machine: its rate, its overhead, and what it survives.
+"""Measure `wanjax batch` with `nano` on a Ray cluster on this machine: rate, overhead, and recovery from kills.
 
     python -m benchmarks.cluster rate [--requests 200] [--repeats 3]
     python -m benchmarks.cluster overhead [--requests 200]
@@ -7,11 +7,11 @@
     python -m benchmarks.cluster chaos [--requests 200] [--workers-killed 10] [--drivers-killed 3] [--nodes-killed 2]
                                        [--hosts 1]
 
-`rate`: two nodes with a worker of one core each, beside one such worker, and beside one process with both cores, in
-turns; the first video and the loading before it do not count. `overhead`: workers that do nothing. `plan`: requests
-that are read, checked and named, nine of ten of which are there, and the memory of a driver of them. `chaos`: workers,
-drivers and nodes are killed with SIGKILL while a batch is made, and the driver is started again until it is done. With
-`--hosts 2` one worker has both nodes, and one of its processes is killed at a time.
+`rate` compares two nodes, each with a worker on one core, with one such worker and with one process on both cores.
+Loading and the first video do not count. `overhead` measures workers that do nothing. `plan` measures the time to read,
+check and name requests, of which nine in ten exist already, and the memory of their driver. `chaos` kills workers,
+drivers and nodes with SIGKILL during a batch, and restarts the driver until the batch is done. With `--hosts 2`, one
+worker has both nodes, and one of its processes is killed at a time.
 """
 
 import argparse
@@ -52,7 +52,7 @@ PATIENCE = 900.0  # seconds that a driver may take without a video
 
 @contextmanager
 def pinned(core: int | None) -> Iterator[None]:
-    """Keep what is started in the block to one core."""
+    """Pin processes that are started in the block to one core."""
     before = os.sched_getaffinity(0)
     if core is not None:
         os.sched_setaffinity(0, {sorted(before)[core % len(before)]})
@@ -63,7 +63,7 @@ def pinned(core: int | None) -> Iterator[None]:
 
 
 def patient(start: Callable[[], Any], tries: int = 5) -> Any:
-    """Start a node; Ray waits 30 seconds for one, which is too short where other work takes the processor."""
+    """Start a node with a longer timeout, since Ray's 30 seconds are too short on a busy machine."""
     for left in reversed(range(tries)):
         try:
             return start()
@@ -73,7 +73,7 @@ def patient(start: Callable[[], Any], tries: int = 5) -> Any:
 
 
 class LocalCluster:
-    """A Ray cluster of this machine, at its own address alone: a head without cores, and nodes of a core each."""
+    """A Ray cluster on this machine, only at a local address: a head without cores, and nodes with one core each."""
 
     def __init__(self) -> None:
         os.environ.update(LOCAL_ENVIRONMENT, JAX_PLATFORMS="cpu")
@@ -93,7 +93,7 @@ class LocalCluster:
         return self.cluster.address
 
     def add(self, core: int | None = None) -> None:
-        """Start a node, which is kept to one core if that is named."""
+        """Start a node, and pin it to a core if one is named."""
         with pinned(core):
             node_options: Any = {"num_cpus": 1, "node_ip_address": "127.0.0.1", "object_store_memory": STORE}
             self.nodes.append(patient(lambda: self.cluster.add_node(**node_options)))
@@ -108,7 +108,7 @@ class LocalCluster:
 
 @contextmanager
 def local_cluster(nodes: int, *, pin: bool = False) -> Iterator[LocalCluster]:
-    """Start a cluster of so many nodes, each kept to a core of its own with `pin`."""
+    """Start a cluster with a number of nodes; with `pin`, each is pinned to its own core."""
     with ExitStack() as stack:
         made = LocalCluster()
         stack.callback(made.close)
@@ -149,7 +149,7 @@ def rate(out: Path) -> tuple[float, float]:
 
 
 def compare_rates(requests: int, repeats: int) -> None:
-    """Print the rates of two workers, of one, and of one process with both cores."""
+    """Print the rates of two workers, of one worker, and of one process on both cores."""
     with tempfile.TemporaryDirectory() as name, local_cluster(2, pin=True) as cluster:
         folder = Path(name)
         file = write_requests(folder / "requests.jsonl", requests)
@@ -175,7 +175,7 @@ def compare_rates(requests: int, repeats: int) -> None:
 
 
 class Idle:
-    """A maker that makes nothing."""
+    """A maker that does no work."""
 
     models = ("nano",)
 
@@ -196,7 +196,7 @@ def idle(store: JobStore) -> Idle:
 
 
 def measure_overhead(requests: int) -> None:
-    """Print the seconds for a request of two workers and their driver when the work takes none."""
+    """Print the seconds per request of two workers and their driver, when making a video takes no time."""
     tasks = [Task(f"{i}.mp4", VideoRequest({"prompt": f"a circle {i}", "seed": i}, row=i)) for i in range(requests)]
     for way, together in (("batches as they come", 32), ("one at a time", 1)):
         with tempfile.TemporaryDirectory() as name:
@@ -217,7 +217,7 @@ def measure_overhead(requests: int) -> None:
 
 
 def measure_plan(requests: int) -> None:
-    """Print the seconds and the memory for requests that are read, checked and named, and mostly there."""
+    """Print the seconds and the memory to read, check and name requests, most of whose videos exist."""
     from wanjax.loading import load
 
     jax.config.update("jax_platforms", "cpu")  # as the driver's: else a libtpu that is installed counts, 94 MiB of it
@@ -245,7 +245,7 @@ def measure_plan(requests: int) -> None:
 
 
 def driver_memory(requests: int) -> float:
-    """Return the MiB of a driver that has planned requests, before the first video; Ray is in its process."""
+    """Return the MiB of a driver after it planned requests, before the first video, including Ray."""
     with tempfile.TemporaryDirectory() as name:
         out = Path(name) / "videos"
         process = driver(write_requests(Path(name) / "requests.jsonl", requests), out, "--workers", "2")
@@ -269,7 +269,7 @@ def actors(pid: int, title: str) -> list[psutil.Process]:
 
 
 def victims(kind: str, out: Path) -> list[psutil.Process]:
-    """Return the processes of a kind of a batch's: "worker", or the "leader" or a "follower" of workers of several."""
+    """Return a batch's processes of a kind: "worker", or "leader" or "follower" of workers with several processes."""
     if kind == "worker":
         return actors(os.getpid(), "Host")
     leaders = {int(entry["worker"].rpartition(":")[2]) for entry in read_manifest(out) if "worker" in entry}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion, verification and restoring of a checkpoint of a published one's size, compared with a plain copy.
+"""Measure converting, verifying and loading a checkpoint of real size, compared with a plain copy.
 
-Each part runs in its own process, reports its peak memory, and starts with a cold page cache. The copy and the
-conversion alternate, twice, and end once everything is on the disk; the faster run of each counts. Needs twice the
-checkpoint's disk (benchmarks/synthetic.py), and deletes it at the end.
+Each part runs in its own process, reports its peak memory, and starts with a cold page cache. Copy and conversion
+alternate twice, and each ends when all data is on the disk; the faster run counts. The benchmark needs disk space for
+two checkpoints (benchmarks/synthetic.py), and deletes them at the end.
 
     python -m benchmarks.convert [--model NAME] [--folder FOLDER] [--source FOLDER] [--json FILE]
 
@@ -107,7 +107,7 @@ PARTS: dict[str, Callable[[Path, Path], dict]] = {
 
 
 def function_of(part: str) -> Callable[[Path, Path], dict]:
-    """Return the function of a part: `restore the NAME` loads a network."""
+    """Return the function of a part, such as `restore the NAME`, which loads a network."""
     return PARTS[part] if part in PARTS else partial(load, part.removeprefix(RESTORE))
 
 

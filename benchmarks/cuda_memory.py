@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles a model's programs for an H100 that need not be there, and prints the memory of each.
+"""Compile a model's programs for an H100, which may be absent, and print the memory of each.
 
     JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 JAX_PLATFORMS=cpu python -m benchmarks.cuda_memory MODEL [--attention TEXT]
 
-It needs `jax-cuda13-plugin` and `jax-cuda13-pjrt` of JAX's version, installed without what they require, and NVIDIA's
-packages of CUDA 13 and cuDNN. The compiler's own assignment of buffers gives the bytes. The largest array that is not
-an argument is printed too: attention that kept all scores would show as L x L.
+It needs `jax-cuda13-plugin` and `jax-cuda13-pjrt` of JAX's version, installed without their dependencies, and NVIDIA's
+packages of CUDA 13 and cuDNN. The bytes are from the compiler's buffer assignment. The largest array that is not an
+argument is printed too: if attention stored all scores, it would be L x L.
 """
 
 import argparse

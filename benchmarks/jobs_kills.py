@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kills all that makes videos with `nano`, by SIGKILL and PostgreSQL by `-m immediate`, until they are made.
+"""Kill the processes that make videos with `nano` until all videos are made, and check that none is lost.
 
     python -m benchmarks.jobs_kills batch [--requests 60] [--drivers 10] [--workers 15] [--databases 0]
     python -m benchmarks.jobs_kills serve [--requests 60] [--drivers 10] [--workers 15] [--databases 10]
 
-`batch` is `wanjax batch --workers 2`, whose driver is started again; `serve` is `wanjax serve --workers 2`, to which
-the drivers are its fronts, and of whose videos some are deleted meanwhile. Both use PostgreSQL where it is to be
-killed, and else SQLite. Printed is what came of it, each of which is to be True; the files of a batch are compared
-with those of one without kills.
+Processes are killed with SIGKILL, and PostgreSQL with `-m immediate`. `batch` is `wanjax batch --workers 2`, whose
+driver is restarted after each kill. `serve` is `wanjax serve --workers 2`: here a driver is the server process, and
+some videos are deleted meanwhile. Both use PostgreSQL if databases are killed, otherwise SQLite. The benchmark prints its
+checks, all of which should be True. The files of a batch are compared with those of a batch without kills.
 
-`pytest -m slow tests/jobs/test_pool.py` kills 60 workers whose makers make no video.
+`pytest -m slow tests/jobs/test_pool.py` kills 60 workers whose makers do no work.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def workers_of(pid: int) -> list[psutil.Process]:
 
 
 class Kills:
-    """So many kills of each kind, in an order of chance, one after each few videos."""
+    """A number of kills of each kind in random order, one after every few videos."""
 
     def __init__(self, requests: int, drivers: int, workers: int, databases: int, postgres: Server | None):
         self.kinds = ["driver"] * drivers + ["worker"] * workers + ["database"] * databases
@@ -57,7 +57,7 @@ class Kills:
         self.done, self.since = 0, time.monotonic()
 
     def poll(self, done: int, process: "subprocess.Popen[str]") -> None:
-        """Kill what is next where as many videos were made as are to be between two kills."""
+        """Kill the next process if enough videos were made since the last kill."""
         assert time.monotonic() - self.since < PATIENCE, f"{done} of {self.requests} videos, and no more"
         if not self.kinds or done < self.done + self.wait:
             return
@@ -76,7 +76,7 @@ class Kills:
 
 
 def kill_batch(folder: Path, kills: Kills) -> dict[str, Any]:
-    """Make a batch by two workers meanwhile, and again without kills; return what came of it."""
+    """Make a batch with two workers during the kills, and again without kills; return the checks."""
     file, out, alone = write_requests(folder / "requests.jsonl", kills.requests), folder / "videos", folder / "alone"
     options = ("--workers", "2", "--retries", "5")
     process = driver(file, out, *options)
@@ -97,7 +97,7 @@ def kill_batch(folder: Path, kills: Kills) -> dict[str, Any]:
 
 
 def kill_server(folder: Path, kills: Kills) -> dict[str, Any]:
-    """Make a server's videos by two workers meanwhile, and delete some of them; return what came of it."""
+    """Make a server's videos with two workers during the kills, and delete some of them; return the checks."""
     options = (
         "--workers",
         "2",
@@ -137,7 +137,7 @@ def kill_server(folder: Path, kills: Kills) -> dict[str, Any]:
 
 
 def listed(client: httpx.Client) -> list[dict[str, Any]] | None:
-    """Return all videos of a server; None where its database is away."""
+    """Return all videos of a server, or None if its database does not answer."""
     found: list[dict[str, Any]] = []
     page: dict[str, Any] = {"has_more": True}
     while page["has_more"]:
@@ -151,7 +151,7 @@ def listed(client: httpx.Client) -> list[dict[str, Any]] | None:
 
 @contextmanager
 def database(kills: int) -> Iterator[Server | None]:
-    """Name a database in the environment, PostgreSQL's, where it is to be killed; yield its server."""
+    """If databases are killed, start PostgreSQL and name it in the environment; yield the server or None."""
     if not kills:
         yield None
         return

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store of jobs with a long queue: how long a page, the changes and a lease take.
+"""Measure the job store with a long queue: the time of a page, of the changes and of a lease.
 
     python -m benchmarks.jobs_store [--jobs 5000] [--database FILE|URL]
 
-Each is done 50 times; printed are the milliseconds of the median and of the slowest. The last line tells whether the
-bars are met on SQLite: a page of 20 of 5,000 jobs within 30 ms, and what changed last within 5 ms.
+Each operation runs 50 times. The table has the median and the maximum in milliseconds. The last line says whether
+SQLite meets the targets: 30 ms for a page of 20 of 5,000 jobs, and 5 ms for the latest changes.
 """
 
 import argparse
@@ -21,7 +21,7 @@ BARS = {"a page of 20": 30.0, "the last change": 5.0}  # milliseconds
 
 
 def measure(database: str, jobs: int) -> dict[str, list[float]]:
-    """Return the milliseconds of each operation of a store that is filled with so many jobs."""
+    """Return the milliseconds of each operation on a store with a number of jobs."""
     store = JobStore(database)
     start = time.perf_counter()
     store.add_all([NewJob(f"job{n}", {"settings": {"prompt": f"take {n}"}}, "nano", f"{n}.mp4") for n in range(jobs)])

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much the lists of neighbouring query blocks overlap in sparse-linear attention, on random weights.
+"""Measure how much the key lists of neighbouring query blocks overlap in sparse-linear attention, on random weights.
 
     python -m benchmarks.list_overlap [--model wan2.1-t2v-1.3b] [--size 832x480] [--frames 81] [--top .15 --top .1]
 
-The tokens of a video of this size are smooth fields of random latents, embedded by the first layer of a random model,
-with its norms and RoPE. A union of the lists of two or four neighbours is given in lists: 1 where they are equal. A
-kernel that computes a union for several query blocks at once computes as many times what each of them needs.
+The tokens are smooth random latents, embedded by the first layer of a random model with its norms and RoPE. The size of
+the union of two or four neighbouring lists is given relative to one list, so it is 1 if they are equal. A kernel that
+processes several query blocks with the union of their lists does this many times the necessary work.
 """
 
 import argparse

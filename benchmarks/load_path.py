@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of the library that loading a model enters, by a profile of its calls: how much a newcomer has to read.
+"""List the files of the library that loading a model runs, as a measure of how much code a newcomer has to read.
 
     python -m benchmarks.load_path --model nano
 
-The files on the way of a checkpoint, from its name to tensors that can be read, are counted by themselves. The others
-make settings, schedulers and the networks' shapes.
+Files that find and read a checkpoint, from its name to its tensors, are counted separately. The other files create
+settings, schedulers and the networks' shapes.
 """
 
 import argparse
@@ -23,7 +23,7 @@ WAY += ("pipelines/*/recognise.py",)
 
 
 def entered(call: Callable[[], object]) -> list[str]:
-    """Return the library's files of which a call runs a function, in the order in which it comes to them."""
+    """Return the library's files whose functions a call runs, in the order of first use."""
     files: dict[str, None] = {}
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:
@@ -40,7 +40,7 @@ def entered(call: Callable[[], object]) -> list[str]:
 
 
 def on_the_way(file: str) -> bool:
-    """Tell whether a file is one of those that find and read a checkpoint."""
+    """Return whether a file helps to find or read a checkpoint."""
     return any(fnmatch(file, pattern) for pattern in WAY)
 
 

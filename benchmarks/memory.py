@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peak memory of decoding a long clip compared with a short one, with a model's autoencoder (random weights).
+"""Compare the peak memory of decoding a long and a short clip, with a model's autoencoder and random weights.
 
 Each clip is decoded in its own process, chunk by chunk, and each chunk's frames are written at once.
 

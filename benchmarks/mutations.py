@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mutations: the code is changed in one place, and the tests that could see it are run. Do they?
+"""Mutation tests: change the code in one place, run the tests that could notice, and check that one fails.
 
-Each mutation is a mistake that an edit could make, and that a user would notice. The tests run on copies of the tree,
-never in it, and pass there before anything is changed. A mutation is caught where one of its tests fails or takes too
-long.
+Each mutation is a mistake that an edit could introduce and that a user would notice. The tests run on copies of the
+tree, where they must pass before the mutation. A mutation is caught if one of its tests fails or takes too long.
 
     python -m benchmarks.mutations [--only NAME ...] [--jobs 2] [--timeout SECONDS]
 """
@@ -30,10 +29,10 @@ NONE_FOUND = 5  # the exit status of pytest where it ran no test
 
 
 class Mutation(NamedTuple):
-    """A change of the code: in `file`, `old`, which is there exactly once, becomes `new`.
+    """A change of the code: `old`, which is in `file` exactly once, becomes `new`.
 
-    `breaks` says what a user would notice. `tests` are node ids, below tests/, that could see it. `survives` says why
-    none can, where that is so.
+    `breaks` says what a user would notice. `tests` has the node ids, below tests/, of tests that could notice.
+    `survives` says why no test can notice, if that is so.
     """
 
     name: str
@@ -469,7 +468,7 @@ MUTATIONS = (
 
 
 class Result(NamedTuple):
-    """What became of a mutation: whether a test saw it, which did, and in how many seconds."""
+    """The result of a mutation: whether a test caught it, which one, and in how many seconds."""
 
     mutation: Mutation
     caught: bool
@@ -478,7 +477,7 @@ class Result(NamedTuple):
 
 
 class Copy:
-    """A copy of the tree in a folder, in which tests import the package that is there."""
+    """A copy of the tree in a folder. Its tests import the package from the copy."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -522,12 +521,12 @@ class Copy:
 
     @staticmethod
     def _forget(file: Path) -> None:
-        """Remove what Python compiled of a file, since two changes within a second may have one time and size."""
+        """Remove the bytecode of a file, since two changes within a second may have the same time and size."""
         for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*"):
             compiled.unlink()
 
     def test(self, tests: Iterable[str], timeout: float | None) -> tuple[int, str]:
-        """Run tests; return pytest's exit status and what it printed. One that takes too long has the status 124."""
+        """Run tests; return pytest's exit status, or 124 after a timeout, and its output."""
         command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider"]
         paths = [f"tests/{test}" for test in tests]
         with subprocess.Popen(
@@ -548,7 +547,7 @@ class Copy:
 
 
 def run(mutations: Sequence[Mutation], jobs: int, timeout: float) -> list[Result]:
-    """Return what became of each mutation, and print it as it is known; exit where tests fail without any."""
+    """Return the result of each mutation, and print it when it is known; exit if tests fail without a mutation."""
     with TemporaryDirectory(prefix="wanjax-mutations-") as folder:
         copies: SimpleQueue[Copy] = SimpleQueue()
         for number in range(jobs):

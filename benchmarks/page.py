@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of `wanjax serve` with many videos, in a real Chromium: its first paint, scrolling, and weight.
+"""Measure the web page of `wanjax serve` with many videos in Chromium: first paint, scrolling and size.
 
     python -m benchmarks.page [--videos 1000] [--chromium /usr/bin/chromium]
 
-One video is made by `nano` and copied under other ids, in the database and in the folder. Then the page is opened: the
-seconds to the first paint and to its first pictures, and, while all videos are scrolled through, the longest task of
-the browser's main thread. It needs `playwright` and the extra `serve`.
+`nano` makes one video, which is copied under other ids in the database and in the folder. Then the page is opened. The
+benchmark measures the seconds to the first paint and to the first pictures, and the longest task of the browser's main
+thread while the page scrolls through all videos. It needs `playwright` and the extra `serve`.
 """
 
 import argparse
@@ -37,7 +37,7 @@ new PerformanceObserver((list) => list.getEntries().forEach(note))
 
 
 def copy_video(folder: Path, count: int) -> None:
-    """Copy the one finished video of a server's folder, until there are so many."""
+    """Copy the only finished video of a server's folder until there are `count` videos."""
     with sqlite3.connect(folder / "jobs.sqlite") as db:
         columns = [row[1] for row in db.execute("PRAGMA table_info(jobs)")]
         row = dict(zip(columns, db.execute("SELECT * FROM jobs WHERE status = 'completed'").fetchone(), strict=True))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prices of a step for prompts of several lengths, of a model that leaves out the padding of a prompt.
+"""Price a step with prompts of several lengths, for a model that removes the padding of prompts.
 
 python -m benchmarks.prompt_lengths [--model NAME] [--chip v6e-8] [--mesh dp=2,tp=4] [--tokens 128 1000]
 """

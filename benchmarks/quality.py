@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of step caches in quality: each beside the same video without one, over prompts and seeds.
+"""Measure the loss of quality by step caches, compared with the same videos without a cache.
 
     python -m benchmarks.quality --steps 50 --caches magcache teacache easycache deepcache guidance
 
-Prints for each cache how many times as fast denoising and the whole video are, as medians of the ratios to the run
-without a cache, made just before. Prints also the mean number of steps that are computed, PSNR and SSIM of the frames
-against the run without, and LPIPS where --lpips gives its weights. For `nano` the prompts are the combinations that its
-training never saw, and the table tells in how many videos colour, motion and shape are read right.
+For each cache, the table has the speedups of denoising and of the whole video: the median of the ratios to the run
+without a cache just before. It also has the mean number of computed steps, PSNR and SSIM of the frames against the run
+without a cache, and LPIPS if --lpips names its weights. For `nano`, the prompts are the combinations that training
+never saw, and the table has the number of videos with the right colour, motion and shape.
 """
 
 import argparse
@@ -56,7 +56,7 @@ class Compared:
     right: dict[str, list[bool]] = field(default_factory=lambda: {aspect: [] for aspect in ASPECTS})
 
     def told(self) -> dict[str, Any]:
-        """Return the medians of the ratios of time, and the means of all else."""
+        """Return the medians of the speedups, and the means of the other figures."""
         found = {name: float(np.median(getattr(self, name))) for name in ("denoise", "whole")}
         means = {name: getattr(self, name) for name in ("computed", "psnr", "ssim", "lpips")} | self.right
         return found | {name: float(np.mean(values)) for name, values in means.items() if values}
@@ -115,7 +115,7 @@ def compare(
     read: Callable[[Frames], Any] | None,
     weights: Path | None,
 ) -> dict[str, Compared]:
-    """Make each prompt and seed with every cache and without; the first video of each is made twice, to be warm.
+    """Make a video of each prompt and seed with and without every cache. The first of each is made twice, for warm-up.
 
     A prompt comes with the names that a reading of its video should tell.
     """
@@ -160,7 +160,7 @@ def table(found: dict[str, dict[str, float]]) -> str:
 
 
 def of_nano() -> tuple[list[tuple[str, dict[str, str]]], Callable[[Frames], Any]]:
-    """Return the prompts that nano's training never saw with what they ask for, and the reading of a video."""
+    """Return prompts that nano's training never saw with the names in them, and a function that reads a video."""
     sys.path.insert(0, str(NANO))
     from captions import plain_caption
     from clips import HELD_OUT

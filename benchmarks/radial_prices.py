@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Radial attention priced for a described TPU beside dense attention, for several sizes of blocks.
+"""Price radial attention on a TPU for several block sizes, compared with dense attention.
 
     python -m benchmarks.radial_prices [WORKLOAD] [--chip v6e] [--decay .2 --decay 1] [--block 512,128 ...]
 
-WORKLOAD is self-attention of benchmarks.workloads whose tokens are a video's, in the order of its frames, and those of
-HunyuanVideo's text after them.
+WORKLOAD is a self-attention of benchmarks.workloads. Its tokens are those of a video in the order of the frames, for
+HunyuanVideo followed by those of the text.
 """
 
 import argparse

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`wanjax generate` with a model of the real names, shapes and dtypes.
+"""Run `wanjax generate` with a model that has real names, shapes and dtypes, and random weights.
 
-The weights are random and the tokenizer is small. The run shows that the text encoder, the transformer and the
-autoencoder load, run and are freed within this machine's memory, and how much each needs. Writes the checkpoint
-(benchmarks/synthetic.py) and deletes it.
+The tokenizer is small. The run shows that the text encoder, the transformer and the autoencoder can be loaded, run and
+freed within this machine's memory, and how much each needs. The benchmark writes the checkpoint
+(benchmarks/synthetic.py) and deletes it at the end.
 
     python -m benchmarks.real_shapes [--model NAME] [--folder FOLDER] [-- OPTIONS OF wanjax generate ...]
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs of a model's video on a mesh, recorded."""
+"""Trace the programs of a model's video on a mesh."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`wanjax serve --workers` with `nano`, whose workers are killed while clients ask.
+"""Kill workers of `wanjax serve --workers` with `nano` while clients send requests.
 
     python -m benchmarks.replicas [--requests 200] [--clients 20] [--workers 2] [--every 20] [--database URL]
 
-Every few seconds a worker is killed with SIGKILL, by turns, but for the time in which a video is made that has but one
-try left: the server promises no more tries than that. Each client asks for a small video, looks at it until it is
-made, and fetches it; between, it lists videos. Printed are what became of the requests, and the seconds of the answers
-to GET: in the second after a kill, and otherwise. Without `--database` it is a file of SQLite. The last line tells
-whether the bar is met: every request that was taken has ended, and 99 of 100 answers came within 0.15 s.
+Every few seconds one of the workers is killed with SIGKILL, except while a video with only one attempt left is being
+made. Each client requests a small video, polls it until it is made, and fetches it; in between, it lists videos. The
+benchmark prints the outcomes of the requests and the response times of GET, both in the second after a kill and
+otherwise. The database is SQLite unless `--database` names one. The last line says whether the target is met: every
+accepted request has ended, and 99 % of the responses took at most 0.15 s.
 """
 
 import argparse
@@ -53,21 +53,21 @@ def processes(store: JobStore) -> list[int]:
 
 
 def most_attempts(store: JobStore) -> int:
-    """Return how often that video was begun, of those that have not ended, that was begun most often."""
+    """Return the largest number of attempts of any unfinished video."""
     jobs, _ = store.page(1000)
     return max((job.attempts for job in jobs if not job.is_over), default=0)
 
 
 @dataclass
 class Watch:
-    """What clients have seen: the outcomes of their requests, and when each GET was sent and how long it took."""
+    """The clients' results: the outcomes of their requests, and the start and the duration of each GET."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     gets: list[tuple[float, float]] = field(default_factory=list)
     failed: Counter[str] = field(default_factory=Counter)
 
     def get(self, client: httpx.Client, path: str) -> httpx.Response | None:
-        """Ask once; return None where no good answer came."""
+        """Send one GET; return None if it failed."""
         begun = time.monotonic()
         try:
             answer = client.get(path)
@@ -81,7 +81,7 @@ class Watch:
         return answer
 
     def one(self, address: str, number: int) -> None:
-        """Ask for a video, and follow it to its end."""
+        """Request a video, and poll it until it ends."""
         with httpx.Client(base_url=address, timeout=60) as client:
             body = SMALL | {"prompt": f"a red circle moving right, take {number}", "seed": number}
             body |= {"steps": random.Random(number).choice([2, 4, 8])}

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way of a second process to the first step on a TPU, part by part, with programs that the first one compiled.
+"""Measure the start of a second process on a TPU, part by part, with programs that a first process compiled.
 
 python -m benchmarks.second_start [--model wan2.1-t2v-14b] [--chip v6e-8] [--cache FOLDER]
 
-One process compiles every program of a video for a chip that need not be here, into an empty cache, as
-`wanjax warmup --chip` does. A second one goes the way of a run: it imports, traces the run, lowers each program to get
-its key, and reads and decompresses its executable. The table lacks the time to load an executable into a TPU, and to
-read the weights. The figures are this machine's.
+A first process compiles every program of a video for a chip, which may be absent, into an empty cache, as
+`wanjax warmup --chip` does. A second process starts as a run does: it imports the library, traces the run, lowers each
+program to get its key, and reads and decompresses its executable. The table does not include the time to load an
+executable into a TPU or to read the weights. All times are those of this machine.
 """
 
 import argparse

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`wanjax serve` with `nano`: how soon it answers, and whether it holds under load.
+"""Measure `wanjax serve` with `nano`: its start, and its behaviour under load.
 
     python -m benchmarks.serving start [--empty-cache]
     python -m benchmarks.serving load [--requests 200] [--clients 20]
 
-`start`: the seconds from starting the process to the first finished video, and those of the second beside the
-library's. `load`: clients ask for small videos at once; a part of the requests is bad, oversized, cancelled or
-removed. Every finished video is compared with the library's, frame by frame, and the server's memory is followed.
+`start` measures the seconds from the start of the process to the first finished video, and compares the second video
+with the library. `load` sends requests for small videos from many clients. Some of the requests are invalid, oversized,
+cancelled or removed. Every finished video is compared with the library's, frame by frame, and the server's memory is
+measured.
 """
 
 import argparse
@@ -144,7 +145,7 @@ COUNTS: Counter[str] = Counter()
 
 
 def asked(client: httpx.Client, number: int) -> dict[str, Any]:
-    """Ask for a small video until the queue takes it."""
+    """Request a small video until the queue accepts it."""
     body = {"prompt": PROMPTS[number % len(PROMPTS)], "seed": number, **SMALL}
     while (answer := client.post("/v1/videos", json=body)).status_code == 429:
         COUNTS["asked again because the queue was full"] += 1
@@ -154,7 +155,7 @@ def asked(client: httpx.Client, number: int) -> dict[str, Any]:
 
 
 def one(address: str, kind: str, number: int) -> tuple[str, str]:
-    """Send one request of a kind, and return the kind and what came of it."""
+    """Send one request of a kind, and return the kind and the outcome."""
     with httpx.Client(base_url=address, timeout=120) as client:
         if kind in ("bad", "oversized", "large"):
             return kind, str(refused(client, kind).status_code)
@@ -174,7 +175,7 @@ def one(address: str, kind: str, number: int) -> tuple[str, str]:
 
 
 def refused(client: httpx.Client, kind: str) -> httpx.Response:
-    """Send a request that has to be refused."""
+    """Send a request that the server has to reject."""
     if kind == "large":
         return client.post("/v1/videos", json={"prompt": "a circle", "size": "4096x4096", "frames": 81})
     if kind == "oversized":

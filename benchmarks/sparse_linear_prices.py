@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse-linear attention priced for a described TPU: its kernels and what is around them.
+"""Price sparse-linear attention on a TPU: its kernels, and the operations around them.
 
     python -m benchmarks.sparse_linear_prices [WORKLOAD] [--chip v6e] [--top .15 --top .1]
 
-WORKLOAD is self-attention of benchmarks.workloads. The last column is the added cost if all steps
-are repeated by the safe path.
+WORKLOAD is a self-attention of benchmarks.workloads. The last column is the additional cost if the safe path repeats
+all steps.
 """
 
 import argparse

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints with the names, shapes and dtypes of published ones, and random weights.
+"""Write checkpoints with the names, shapes and dtypes of published ones, and random weights.
 
-Wan 2.1 T2V 1.3B has UMT5-XXL in bfloat16 and the others in float32, about 18 GB. CogVideoX-1.5 5B has T5-XXL and all
-else in bfloat16, about 21 GB. HunyuanVideo-1.5 has Qwen2.5-VL's language model and all else in bfloat16, about 35 GB.
-The weights are in shards as on the hub. The tokenizers are small.
+Wan 2.1 T2V 1.3B has UMT5-XXL in bfloat16 and the other networks in float32, about 18 GB. CogVideoX-1.5 5B, with T5-XXL,
+is all in bfloat16, about 21 GB. HunyuanVideo-1.5, with the language model of Qwen2.5-VL, is all in bfloat16, about
+35 GB. The weights are in shards as on the hub. The tokenizers are small.
 """
 
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timing of functions, and comparison of functions that do the same, on a machine with other load."""
+"""Time functions, and compare the speed of equivalent functions, on a machine with other load."""
 
 import statistics
 import time
@@ -50,5 +50,5 @@ def time_rivals(
 
 
 def speed_ratio(ours: Timing, theirs: Timing) -> float:
-    """Return how many times as fast ours is: the median of theirs / ours over rounds timed back to back."""
+    """Return how many times as fast our function is: the median of theirs / ours over alternating runs."""
     return statistics.median(b / a for a, b in zip(ours.seconds, theirs.seconds, strict=True))

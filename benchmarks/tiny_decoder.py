@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny decoder for nano, trained here, and what it costs in quality beside nano's own.
+"""Train a tiny decoder for nano, and measure its loss of quality compared with nano's decoder.
 
     python -m benchmarks.tiny_decoder --steps 600 tae_nano.safetensors
 
-Trains a decoder of TAEHV's form on latents of nano's training clips, to make the frames that nano's own decoder makes
-of them, and writes it as TAEHV's files are. Prints then, for videos of prompts that nano's training never saw, the PSNR
-of its frames against those of nano's own decoder from the same latents, and the seconds of both.
+The tiny decoder has TAEHV's architecture. It is trained on latents of nano's training clips to reproduce the frames of
+nano's decoder, and is written in the format of TAEHV's files. Then, for prompts that nano's training never saw, the
+benchmark prints the PSNR of its frames against those of nano's decoder from the same latents, and the seconds of both.
 """
 
 import argparse

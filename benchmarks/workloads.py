@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workloads: attention of real models at real sizes, named once for tests, benchmarks and docs."""
+"""Attention workloads of real models at real sizes, with names for tests, benchmarks and docs."""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -36,7 +36,7 @@ class Workload(NamedTuple):
         return 4 * self.scores * self.head_dim
 
     def on(self, chips: int) -> "Workload":
-        """The share of one chip: some of the heads of self-attention, or some of the queries if keys are few."""
+        """Return the part of one chip: some of the heads of self-attention, or some of the queries if keys are few."""
         name = f"{self.name}_on_{chips}"
         if self.keys < self.queries:
             return self._replace(name=name, queries=-(-self.queries // chips))

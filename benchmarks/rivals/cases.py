@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stage in both libraries, its timing, and what the families' stages are made of."""
+"""A stage in both libraries, its timing, and helpers for the stages of the families."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
