@@ -6,8 +6,8 @@
 
 Processes are killed with SIGKILL, and PostgreSQL with `-m immediate`. `batch` is `wanjax batch --workers 2`, whose
 driver is restarted after each kill. `serve` is `wanjax serve --workers 2`: here a driver is the server process, and
-some videos are deleted meanwhile. Both use PostgreSQL if databases are killed, otherwise SQLite. The benchmark prints its
-checks, all of which should be True. The files of a batch are compared with those of a batch without kills.
+some videos are deleted meanwhile. Both use PostgreSQL if databases are killed, otherwise SQLite. The benchmark prints
+its checks, all of which should be True. The files of a batch are compared with those of a batch without kills.
 
 `pytest -m slow tests/jobs/test_pool.py` kills 60 workers whose makers do no work.
 """
