@@ -197,8 +197,8 @@ MUTATIONS = (
     Mutation(
         "cache-counter",
         "src/wanjax/pipelines/caching/rules.py",
-        "errors, count = errors + np.abs(1 - grown), count + 1",
-        "errors, count = errors + np.abs(1 - grown), count",
+        "errors, count = errors + np.abs(1 - growth), count + 1",
+        "errors, count = errors + np.abs(1 - growth), count",
         "MagCache reuses more steps in a row than its table allows, and videos lose detail",
         ("pipelines/test_cache_rules.py::test_magcache_skips_the_published_steps",),
     ),

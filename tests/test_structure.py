@@ -373,7 +373,7 @@ def test_docstrings_of_the_seam_name_every_argument():
         for node in public(modules[f"wanjax.pipelines.{name}"])
     ]
     inherited = {name.rpartition(".")[2] for name, node in bases if "." in name and documented(node)}
-    inherited |= {"picture_shapes", "attended_images", "velocity"}  # those of Wan's own classes
+    inherited |= {"picture_shapes", "images_to_encode", "velocity"}  # those of Wan's own classes
     for module, path in modules.items():
         for name, node in public(path):
             short = name.rpartition(".")[2]

@@ -26,9 +26,9 @@ from wanjax.figures import quantity
 from wanjax.kernels.attention import AUTO, AttentionConfig
 from wanjax.media.inputs import INPUTS
 from wanjax.media.metadata import CONFIG
-from wanjax.pipelines.caching.cache_tables import key_of, measured_file, tables_of
+from wanjax.pipelines.caching.cache_tables import checkpoint_key, measured_file, merge_tables
 from wanjax.pipelines.cogvideox import FAMILY as COGVIDEOX
-from wanjax.pipelines.distillation import TASK, Distillation, distilled_by, telling
+from wanjax.pipelines.distillation import TASK, Distillation, find_distillation, model_name_in
 from wanjax.pipelines.family import Family, Preset, family_of, named_sizes
 from wanjax.pipelines.hunyuanvideo import FAMILY as HUNYUANVIDEO
 from wanjax.pipelines.model import VideoModel, with_attention, with_scheduler
@@ -154,7 +154,7 @@ def few_steps(model: str, checkpoint: "Checkpoint") -> str | None:
     if (
         checkpoint.preset is None
         or not os.path.isfile(checkpoint.source.root)
-        or TASK.search(telling(checkpoint.source.known_as))
+        or TASK.search(model_name_in(checkpoint.source.known_as))
     ):
         return None
     settings, shape = checkpoint.settings, _shape(checkpoint.model)
@@ -205,8 +205,8 @@ def read_configs(model: str | Path, source: Source, preset: Preset | None, *, en
     if preset is None:
         settings = replace(settings, model=str(model))
     checkpoint = Checkpoint(family, preset, video_model, settings, preset and preset.distillation, source=source)
-    name = telling(source.known_as)
-    distillation = distilled_by(name, family.distillations)
+    name = model_name_in(source.known_as)
+    distillation = find_distillation(name, family.distillations)
     if distillation is None or checkpoint.distillation is not None:
         return checkpoint
     checkpoint = _with_sampler(checkpoint, distillation, name)
@@ -346,15 +346,15 @@ def _with_cache_tables(
     model: VideoModel, family: Family, preset: Preset | None, source: Source | None = None
 ) -> VideoModel:
     """Return the model with the checkpoint's tables for step caches, the user's own first."""
-    key = preset.name if preset else key_of(source) if source else ""
+    key = preset.name if preset else checkpoint_key(source) if source else ""
     published = (family.tables, preset.name) if preset else (None, None)
-    return replace(model, tables=tables_of([(measured_file(key), None), published]))
+    return replace(model, tables=merge_tables([(measured_file(key), None), published]))
 
 
 def tables_key(model: str | Path) -> str:
     """Return the name by which the tables measured of a checkpoint are kept."""
     source, preset = find_checkpoint(model)
-    return preset.name if preset else key_of(source)
+    return preset.name if preset else checkpoint_key(source)
 
 
 def check_complete(source: Source) -> None:
@@ -372,7 +372,7 @@ def attention_of(loras: Iterable[Lora]) -> AttentionConfig | None:
 
 def _with_sampler(outline: SomeOutline, distillation: Distillation, distilled_name: str) -> SomeOutline:
     """Return a model with the settings and the solver of the distillation that a name says."""
-    solver = distillation.solver(pictured=bool(outline.model.spec.needs))
+    solver = distillation.solver(needs_image=bool(outline.model.spec.needs))
     return replace(
         outline,
         settings=distillation.applied(outline.settings),
@@ -389,7 +389,9 @@ def with_distillation(outline: SomeOutline, loras: Sequence[Lora], note: Note | 
     is distilled already, nor where one of two experts has none.
     """
     distillations, experts = outline.family.distillations, NOISE_LEVELS[: len(outline.model.spec.denoisers)]
-    pairs = [(x, each) for x in loras if x.strength > 0 and (each := distilled_by(telling(x.file), distillations))]
+    pairs = [
+        (x, each) for x in loras if x.strength > 0 and (each := find_distillation(model_name_in(x.file), distillations))
+    ]
     if not pairs:
         return outline
     lora, distillation = pairs[0]
@@ -404,7 +406,7 @@ def with_distillation(outline: SomeOutline, loras: Sequence[Lora], note: Note | 
     elif not all(merged):
         sentence = f"{lora.label} is distilled, and the other expert has no such LoRA: {unchanged}"
     else:
-        outline = _with_sampler(outline, distillation, telling(lora.file))
+        outline = _with_sampler(outline, distillation, model_name_in(lora.file))
         sentence = distillation.sentence(lora.label, outline.settings, outline.model.scheduler)
         if several:
             sentence += f"; {' and '.join(x.label for x in several)} are merged together, which may be too much"

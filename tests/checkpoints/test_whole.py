@@ -221,7 +221,7 @@ def test_a_hub_out_of_reach_is_told_before_what_is_here_is_computed_with(publish
 @pytest.fixture
 def completed_by(monkeypatch):
     """Name the repository from which what a checkpoint lacks comes, in place of a published one."""
-    return lambda name: monkeypatch.setattr(wan_layouts, "fallback_of", lambda *_: SimpleNamespace(source=name))
+    return lambda name: monkeypatch.setattr(wan_layouts, "find_fallback", lambda *_: SimpleNamespace(source=name))
 
 
 @pytest.fixture
@@ -305,7 +305,7 @@ def test_an_expert_needs_the_other(whole, tmp_path, monkeypatch):
     with pytest.raises(WanjaxError, match=naming(f"{other.name} 0a1b2c.incomplete")):
         open_source(path)
     other.unlink()
-    monkeypatch.setattr(wan_layouts, "_published", lambda *shape, **more: presets()["wan2.1-t2v-14b"])
+    monkeypatch.setattr(wan_layouts, "_published_preset", lambda *shape, **more: presets()["wan2.1-t2v-14b"])
     with pytest.raises(WanjaxError, match=naming(f"{path.name} {other.name}")):
         open_source(path)
     plain = path.rename(tmp_path / "wan2.2_t2v_high.safetensors")

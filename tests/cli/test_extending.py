@@ -33,7 +33,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _with_a_key(monkeypatch, tmp_path):
-    monkeypatch.setenv(prompt_extension.KEY, SECRET)
+    monkeypatch.setenv(prompt_extension.KEY_VARIABLE, SECRET)
     monkeypatch.chdir(tmp_path)
 
 
@@ -129,14 +129,14 @@ HOSTILE = {
     ),
     "unknown model": (lambda *_: (404, b'{"error": "no such model"}'), "404 such model"),
     "broken": (lambda *_: (500, b"\xff" * 100_000), "500"),
-    "no JSON": (lambda *_: (200, b"<html>"), "form"),
-    "a list": (lambda *_: (200, b"[]"), "form"),
-    "no choice": (lambda *_: (200, b'{"choices": []}'), "form"),
-    "nested": (lambda *_: (200, b"[" * 200_000), "form"),
+    "no JSON": (lambda *_: (200, b"<html>"), "OpenAI chat completion"),
+    "a list": (lambda *_: (200, b"[]"), "OpenAI chat completion"),
+    "no choice": (lambda *_: (200, b'{"choices": []}'), "OpenAI chat completion"),
+    "nested": (lambda *_: (200, b"[" * 200_000), "OpenAI chat completion"),
     "a number": (lambda *_: (200, completion(7)), "empty"),
     "blanks": (lambda *_: (200, completion(" \n\x00\u200b")), "empty"),
     "half a letter": (lambda *_: (200, completion("\ud800")), "empty"),
-    "a refusal": (lambda *_: (200, completion(None, refusal="I will\nnot")), "refuses not"),
+    "a refusal": (lambda *_: (200, completion(None, refusal="I will\nnot")), "refused not"),
     "a book": (lambda *_: (200, completion("word " * 2000)), "9,999 4,000"),
     "megabytes": (lambda *_: (200, completion("w" * 2**21)), "1,048,576 bytes"),
     "the key": (lambda *_: (200, completion(f"a cat with {SECRET}")), "repeats key"),
@@ -145,7 +145,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_hostile_answers_are_one_sentence(kind, monkeypatch):
-    monkeypatch.setattr(prompt_extension, "PATIENCE", 0.5)
+    monkeypatch.setattr(prompt_extension, "TIMEOUT", 0.5)
     answer, told = HOSTILE[kind]
     start = time.monotonic()
     with chatting(answer) as chat, pytest.raises(WanjaxError, match=naming(told)) as error:
@@ -165,7 +165,7 @@ def test_thoughts_and_quotation_marks_are_no_part_of_a_prompt():
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda prompt: pickle.loads(pickle.dumps(prompt))])
 def test_an_extended_prompt_can_be_copied(copied):
-    made = copied(prompt_extension.Extended("A cat.", "a cat"))
+    made = copied(prompt_extension.ExtendedPrompt("A cat.", "a cat"))
     assert (made, made.original) == ("A cat.", "a cat")
     settings = copied(wanjax.load("nano").settings(prompt=made))
     assert (settings.prompt, settings.original_prompt) == ("A cat.", "a cat")
@@ -189,8 +189,8 @@ NOBODY = "http://127.0.0.1:9"
     ],
 )
 def test_an_address_is_one_and_holds_no_key_which_is_one_line(url, key, monkeypatch):
-    monkeypatch.setenv(prompt_extension.KEY, key)
-    with pytest.raises(WanjaxError, match=naming(prompt_extension.KEY)) as error:
+    monkeypatch.setenv(prompt_extension.KEY_VARIABLE, key)
+    with pytest.raises(WanjaxError, match=naming(prompt_extension.KEY_VARIABLE)) as error:
         wanjax.extend_prompt("a cat", url)
     assert "user:key" not in str(error.value)
     assert "secret" not in str(error.value)
@@ -198,7 +198,7 @@ def test_an_address_is_one_and_holds_no_key_which_is_one_line(url, key, monkeypa
 
 @pytest.mark.parametrize(
     ("options", "words", "status"),
-    [(("--extend-prompt", NOBODY), f"{NOBODY} asked", 1), (("--extend-model", "small"), "--extend-prompt", 2)],
+    [(("--extend-prompt", NOBODY), f"{NOBODY} request failed", 1), (("--extend-model", "small"), "--extend-prompt", 2)],
 )
 def test_options_that_extend_nothing(options, words, status):
     assert says(refused("a cat", *SMALL, *options, status=status), words)

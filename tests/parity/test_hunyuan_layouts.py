@@ -87,7 +87,7 @@ def taken_as(source):
 def published(model):
     defaults, video_model = MODELS[model].defaults, MODELS[model].model
     shift = video_model.spec.schedule_options(defaults)["shift"]
-    return video_model.pictured, shift, defaults.guidance_scale, video_model.transformer.target_size
+    return video_model.starts_from_image, shift, defaults.guidance_scale, video_model.transformer.target_size
 
 
 def refusal(path, call=open_source):
@@ -121,7 +121,7 @@ def test_it_has_the_same_parameters_and_makes_the_same_latents(pair):
     answers = []
     for each in pair:
         pipe = loading.load(each)
-        pictures = {"image": image} if pipe.model.pictured else {}
+        pictures = {"image": image} if pipe.model.starts_from_image else {}
         encoded = pipe.encode('a cat that says "hello"', "a dog", **pictures, **VIDEO)
         latents = pipe.denoise(encoded, **VIDEO)
         weights = [parameters(getattr(pipe, name)) for name in networks_of(open_source(each))]

@@ -27,7 +27,7 @@ from tests.parity.encoder_references import qwen_reference, siglip_reference
 from tests.parity.references import BAR, largest_error, psnr, randomise, relative_l2, t5_reference
 from tests.support.quick import quick
 from tests.support.toy_chat_tokenizer import save_chat_tokenizer
-from wanjax.pipelines.hunyuanvideo.conditioning import LENGTHS, size_of, sizes_like
+from wanjax.pipelines.hunyuanvideo.conditioning import LENGTHS, candidate_sizes, size_for_image
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
@@ -169,7 +169,7 @@ def picture(height: int, width: int) -> np.ndarray:
 
 def test_image_to_video(tmp_path):
     image = picture(*LANDSCAPE)
-    height, width = size_of(image.shape, SIDE, 16)
+    height, width = size_for_image(image.shape, SIDE, 16)
     noise = noise_for(height, width)
     theirs = expected(image_to_video(tmp_path), noise, prompt=QUOTED, image=Image.fromarray(image))
     assert theirs[1].shape[1:3] == (height, width)
@@ -180,7 +180,7 @@ def test_image_to_video(tmp_path):
 def test_few_steps(tmp_path, tall, wide):
     """A network that is told the next timestep, without guidance."""
     image = picture(tall, wide)
-    noise = noise_for(*size_of(image.shape, SIDE, 16))
+    noise = noise_for(*size_for_image(image.shape, SIDE, 16))
     theirs = expected(image_to_video(tmp_path, 1.0, use_meanflow=True), noise, image=Image.fromarray(image))
     compare(answer(tmp_path, noise, PROMPT, image), theirs)
 
@@ -191,8 +191,10 @@ def test_sizes_of_pictures(side):
     processor = HunyuanVideo15ImageProcessor()
     for height, width in [(9, 16), (16, 9), (1, 1), (720, 1283), (1000, 999), (999, 1000), (100, 1), (1, 100), (3, 4)]:
         theirs = processor.calculate_default_height_width(height, width, side)
-        assert size_of((height, width, 3), side, 16) == theirs, (height, width)
+        assert size_for_image((height, width, 3), side, 16) == theirs, (height, width)
     random = np.random.default_rng(side)
     for height, width in random.integers(200, 3000, (50, 2)).tolist():
-        assert size_of((height, width, 3), side, 16) == processor.calculate_default_height_width(height, width, side)
-    assert (max(sizes_like(side, 16))[0], LENGTHS[-1]) == (2 * side, 1000)
+        assert size_for_image((height, width, 3), side, 16) == processor.calculate_default_height_width(
+            height, width, side
+        )
+    assert (max(candidate_sizes(side, 16))[0], LENGTHS[-1]) == (2 * side, 1000)

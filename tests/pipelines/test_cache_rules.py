@@ -18,10 +18,10 @@ from wanjax.pipelines.caching.cache_tables import (
     Changes,
     Magnitudes,
     Tables,
-    key_of,
+    checkpoint_key,
     measured_file,
+    merge_tables,
     read_tables,
-    tables_of,
     to_json,
 )
 from wanjax.pipelines.caching.rules import (
@@ -253,23 +253,23 @@ def test_a_text_names_a_rule(text):
             "step cache 'magic' magcache teacache easycache deepcache guidance auto",
         ),
         ("", "step cache ''"),
-        ("none:1", "written like none"),
+        ("none:1", "read write like none"),
         ("deepcache:a", "deepcache:11,45,4 start end interval"),
         ("deepcache:1,2,3,4", "deepcache:11,45,4"),
         ("deepcache:5,5,2", "deepcache:5,5,2"),
-        ("deepcache:5,9,1", "keeps nothing to reuse"),
-        ("deepcache:-1,9,2", "keeps nothing to reuse"),
-        ("magcache:0", "threshold magcache:0.0 number 0"),
-        ("magcache:nan", "threshold magcache:nan number 0"),
+        ("deepcache:5,9,1", "never reuses a step"),
+        ("deepcache:-1,9,2", "never reuses a step"),
+        ("magcache:0", "threshold magcache:0.0 above 0"),
+        ("magcache:nan", "threshold magcache:nan above 0"),
         ("magcache:.1,0", "magcache:0.1,0 0 steps"),
-        ("magcache:.1,2,1", "magcache:0.1,2,1.0 1 whole steps"),
+        ("magcache:.1,2,1", "magcache:0.1,2,1.0 share 1 full"),
         ("magcache:.1,2.5", "magcache"),
         ("magcache,guidance", "step cache 'magcache,guidance'"),
-        ("teacache:inf", "threshold teacache:inf number 0"),
+        ("teacache:inf", "threshold teacache:inf above 0"),
         ("teacache:mode=fast", "mode 'fast' plain"),
-        ("teacache:.1,threshold=.2", "written like teacache threshold mode"),
-        ("teacache:mode=plain,.1", "written like teacache threshold mode"),
-        ("magcache:size=3", "written like magcache delta most whole"),
+        ("teacache:.1,threshold=.2", "read write like teacache threshold mode"),
+        ("teacache:mode=plain,.1", "read write like teacache threshold mode"),
+        ("magcache:size=3", "read write like magcache delta most whole"),
         ("easycache:-1", "easycache:-1.0,10 threshold 0"),
         ("guidance:1", "guidance:1"),
     ],
@@ -340,13 +340,15 @@ def test_tables_are_written_and_read(tmp_path):
     assert read_tables(tmp_path / "none.json") == NO_TABLES
     other = tmp_path / "other.json"
     other.write_text(json.dumps(to_json(replace(TABLES, magnitudes=None))))
-    assert tables_of([(None, None), (other, None), (file, None)]) == TABLES
-    file.write_text(json.dumps(to_json(every := replace(TABLES, pictured=TABLES.magnitudes, plain=TABLES.changes))))
+    assert merge_tables([(None, None), (other, None), (file, None)]) == TABLES
+    file.write_text(
+        json.dumps(to_json(every := replace(TABLES, image_magnitudes=TABLES.magnitudes, plain=TABLES.changes)))
+    )
     assert read_tables(file) == every
-    assert tables_of([(other, None), (file, None)]).pictured == every.pictured
+    assert merge_tables([(other, None), (file, None)]).image_magnitudes == every.image_magnitudes
     mine = tmp_path / "mine.json"
     mine.write_text(json.dumps(to_json(Tables(TABLES.magnitudes))))
-    assert tables_of([(mine, None), (file, None)]) == replace(every, pictured=None)
+    assert merge_tables([(mine, None), (file, None)]) == replace(every, image_magnitudes=None)
 
 
 def with_tables(**change):
@@ -359,14 +361,14 @@ BAD_TABLES = [
         (with_tables(**change), words)
         for change, words in [
             ({"prompt": [1.0]}, "table 1 ratio prompt 2 negative step"),
-            ({"prompt": [1.0, "a"]}, "holds what is not a number"),
-            ({"prompt": [1.0, float("nan")]}, "holds what is not a number"),
+            ({"prompt": [1.0, "a"]}, "entry that is not a finite number"),
+            ({"prompt": [1.0, float("nan")]}, "entry that is not a finite number"),
             ({"prompt": [1.0, -0.5]}, "table ratio -0.5 ratios 0"),
-            ({"delta": None}, "tables step caches"),
-            ({"negative": None}, "tables step caches"),
+            ({"delta": None}, "table step caches"),
+            ({"negative": None}, "table step caches"),
         ]
     ),
-    *((text, "tables step caches") for text in ("{", "[1]", '{"magcache": 3}')),
+    *((text, "table step caches") for text in ("{", "[1]", '{"magcache": 3}')),
 ]
 
 
@@ -402,14 +404,14 @@ def test_the_tables_of_a_folder_are_those_of_its_weights(tmp_path):
     folder = Path(presets()["nano"].source)
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
-    first = key_of(find_checkpoint(copy)[0])
+    first = checkpoint_key(find_checkpoint(copy)[0])
     assert first.startswith("copy-")
-    assert key_of(find_checkpoint(copy)[0]) == first
+    assert checkpoint_key(find_checkpoint(copy)[0]) == first
     weights = next((copy / "transformer").glob("*.safetensors"))
     weights.touch()
-    assert key_of(find_checkpoint(copy)[0]) == first
+    assert checkpoint_key(find_checkpoint(copy)[0]) == first
     weights.write_bytes(weights.read_bytes()[:-4] + b"\0\1\2\3")
-    assert key_of(find_checkpoint(copy)[0]) != first
+    assert checkpoint_key(find_checkpoint(copy)[0]) != first
 
 
 @pytest.mark.parametrize("cache", ["deepcache:2,39,7", "magcache", "guidance"])

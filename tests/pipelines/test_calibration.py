@@ -17,7 +17,7 @@ from tests.support.tiny import tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_
 from tests.support.words import naming, says
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.caching.cache_tables import Magnitudes, Tables
-from wanjax.pipelines.caching.calibration import Measured, measure, reused_steps, tables_from
+from wanjax.pipelines.caching.calibration import Measurements, measure, reused_steps, tables_from
 from wanjax.pipelines.caching.rules import TeaCache
 from wanjax.pipelines.phases import Phase
 
@@ -48,7 +48,7 @@ def test_ratios_are_those_of_the_residuals_that_magcache_keeps(model, tmp_path):
             tokens = norms[1] / norms[0]
             assert found.ratios[prompt, step] == pytest.approx(tokens.mean(), rel=1e-4)
     assert found.ratios[:, 0].tolist() == [1, 1]
-    assert found.ratios.shape == found.changed.shape == (2, SMALL["steps"])
+    assert found.ratios.shape == found.output_changes.shape == (2, SMALL["steps"])
     assert [phase[1:] for phase in found.phases] == [(0, (3.0,) * 4, 4, 0, 0)]
 
 
@@ -61,13 +61,16 @@ def test_tables_fit_what_was_measured():
         embedded = rng.uniform(0.02, 0.5, steps)
         changed = np.stack([np.polyval(truth, embedded)] * 2)
         ratios = rng.uniform(0.95, 1.0, (2, steps))
-        runs.append(Measured(ratios, changed, embedded, (Phase("transformer", 0, (3.0,) * steps, steps),)))
+        runs.append(Measurements(ratios, changed, embedded, (Phase("transformer", 0, (3.0,) * steps, steps),)))
     tables = tables_from(runs)
     assert error(np.array(tables.changes.polynomial), np.array(truth)) <= 1e-5
     assert error(np.array(tables.magnitudes.prompt), np.mean([run.ratios[0] for run in runs], axis=0)) <= 1e-5
     assert error(np.array(tables.magnitudes.negative), np.mean([run.ratios[1] for run in runs], axis=0)) <= 1e-5
     assert steps / 2 <= reused_steps(TeaCache(), tables, runs[0]) < 0.8 * steps
-    few = [Measured(run.ratios[:, :9], run.changed[:, :9], run.embedded[:9], run.phases) for run in runs]
+    few = [
+        Measurements(run.ratios[:, :9], run.output_changes[:, :9], run.embedding_changes[:9], run.phases)
+        for run in runs
+    ]
     with pytest.raises(WanjaxError, match=naming("9 steps model 10")):
         tables_from(few)
 

@@ -15,7 +15,7 @@ from wanjax.checkpoints.files import save_safetensors
 from wanjax.checkpoints.lora_source import Lora
 from wanjax.errors import WanjaxWarning
 from wanjax.media.metadata import read_metadata
-from wanjax.pipelines.distillation import distilled_by, telling
+from wanjax.pipelines.distillation import find_distillation, model_name_in
 from wanjax.pipelines.hunyuanvideo import FAMILY as HUNYUANVIDEO
 from wanjax.pipelines.wan import FAMILY as WAN
 from wanjax.registry import outline, presets, with_distillation
@@ -70,20 +70,20 @@ THREE = "consistency:timesteps=1000,757,522"
     ],
 )
 def test_names_tell_distilled_weights(name, told):
-    found = distilled_by(telling(f"/loras/{name}"), WAN.distillations)
+    found = find_distillation(model_name_in(f"/loras/{name}"), WAN.distillations)
     assert (found and (found.name, found.steps)) == told
 
 
 def test_long_numbers_in_names_take_no_time():
     """A name that begins with a hash or a time is read at once, whatever follows."""
-    assert telling(f"/loras/{'1' * 200}x.safetensors") == "1" * 200 + "x"
-    assert telling(f"/loras/a-style/{'1' * 200}.safetensors") == "a-style"
-    assert telling("/loras/a-style/transformer_2-models-00001-of-00002.safetensors") == "a-style"
+    assert model_name_in(f"/loras/{'1' * 200}x.safetensors") == "1" * 200 + "x"
+    assert model_name_in(f"/loras/a-style/{'1' * 200}.safetensors") == "a-style"
+    assert model_name_in("/loras/a-style/transformer_2-models-00001-of-00002.safetensors") == "a-style"
 
 
 @pytest.mark.parametrize("folder", ["loras", "checkpoint-500"])
 def test_a_folder_of_many_loras_tells_nothing(folder):
-    assert telling(f"/wan_i2v_4steps/{folder}/pytorch_lora_weights.safetensors") == "wan-i2v-4steps"
+    assert model_name_in(f"/wan_i2v_4steps/{folder}/pytorch_lora_weights.safetensors") == "wan-i2v-4steps"
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_folder_of_many_loras_tells_nothing(folder):
 )
 def test_names_tell_distilled_weights_of_hunyuanvideo(name):
     """Four steps of the shift 5, as LightX2V's configuration of that model has it."""
-    found = distilled_by(telling(name), HUNYUANVIDEO.distillations)
+    found = find_distillation(model_name_in(name), HUNYUANVIDEO.distillations)
     assert found is not None
     assert found.settings == {"steps": 4, "guidance_scale": 1.0, "flow_shift": 5.0}
 

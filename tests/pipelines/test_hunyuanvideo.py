@@ -26,7 +26,7 @@ from wanjax.pipelines.hunyuanvideo.conditioning import (
     LENGTHS,
     HunyuanVideoConditioning,
     Text,
-    lengths_of,
+    used_lengths,
 )
 from wanjax.registry import find_checkpoint, outline
 from wanjax.schedulers import one_step
@@ -115,12 +115,12 @@ def masked(tokens: int, glyphs: int, dtype: Any = bool) -> Text:
 def test_lengths_of_texts(tokens, length):
     for dtype in (bool, np.float32):
         text, other = masked(tokens, 0, dtype), masked(140, 1, dtype)
-        [found] = lengths_of([text], together=False)
-        alone = found.of(text)
+        [found] = used_lengths([text], together=False)
+        alone = found.cut(text)
         assert (alone.embeds.shape, alone.glyphs.shape) == ((1, length, 2), (1, 0, 3))
         assert (int(alone.mask.sum()), alone.mask.dtype) == (tokens, bool)
-        each = lengths_of([text, other], together=True)
-        both = [lengths.of(text) for lengths, text in zip(each, (text, other), strict=True)]
+        each = used_lengths([text, other], together=True)
+        both = [lengths.cut(text) for lengths, text in zip(each, (text, other), strict=True)]
         assert {text.embeds.shape for text in both} == {(1, max(length, 256), 2)}
         assert {text.glyph_mask.shape for text in both} == {(1, 256)}
     assert (LENGTHS[-1], GLYPH_LENGTHS) == (1000, (0, 256))

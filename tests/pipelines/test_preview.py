@@ -14,7 +14,7 @@ import wanjax
 from tests.support.commands import succeeded
 from tests.support.commands import wanjax as command
 from wanjax.media.video import read_metadata
-from wanjax.pipelines.previews.latent_preview import Colours, drawn_clip, fitted, strip
+from wanjax.pipelines.previews.latent_preview import Colours, fit_colours, strip, synthetic_clip
 from wanjax.pipelines.previews.previews import Previews, half_blocks
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples/nano"))
@@ -43,9 +43,9 @@ def mixed(frames):
 
 
 def test_a_linear_autoencoder_is_seen_as_it_is():
-    frames = drawn_clip(1 + 2 * TEMPORAL, SPATIAL)
+    frames = synthetic_clip(1 + 2 * TEMPORAL, SPATIAL)
     assert len(np.unique(frames)) > 100
-    pictures = fitted(mixed, SPATIAL, TEMPORAL).pictures(mixed(frames))
+    pictures = fit_colours(mixed, SPATIAL, TEMPORAL).pictures(mixed(frames))
     assert pictures.shape == (1, 3, frames.shape[1] // SPATIAL, frames.shape[2] // SPATIAL, 3)
     whole = frames.reshape(len(frames), *pictures.shape[2:3], SPATIAL, -1, SPATIAL, 3).mean((2, 4))
     np.testing.assert_allclose(pictures[0, 0], whole[0], atol=1)

@@ -99,7 +99,7 @@ def test_a_recorded_terminal(slow):
 
 def test_plain_lines_where_there_is_no_terminal(slow, monkeypatch):
     monkeypatch.setattr(SlowDenoiser, "seconds", SECONDS / 5)
-    monkeypatch.setattr(progress, "EVERY", 4 * SECONDS / 5)
+    monkeypatch.setattr(progress, "LINE_INTERVAL", 4 * SECONDS / 5)
     written = StringIO()
     encoded = slow.encode("a")
     with progress.on_console("denoise", Console(file=written, width=120)):
@@ -111,7 +111,7 @@ def test_plain_lines_where_there_is_no_terminal(slow, monkeypatch):
 
 
 def test_a_line_that_says_nothing_new_is_not_printed(monkeypatch):
-    monkeypatch.setattr(progress, "EVERY", 0.01)
+    monkeypatch.setattr(progress, "LINE_INTERVAL", 0.01)
     written = StringIO()
     with progress.on_console("plan", Console(file=written, width=120)) as stage:
         for done in range(3):
@@ -140,8 +140,8 @@ def test_compiling_is_told_and_not_in_the_pace():
             stage.count("step", done, 9)
         seconds = stage.compilations.seconds
     assert "step 1 of 9, compiling for" in recorder.text
-    assert stage.each is not None
-    assert stage.each < seconds / 4
+    assert stage.unit_seconds is not None
+    assert stage.unit_seconds < seconds / 4
 
 
 @pytest.fixture
@@ -154,16 +154,16 @@ def clock(monkeypatch) -> list[float]:
 def test_the_pace(clock):
     stage = Stage("denoise")
     stage.count("step", 0, 20)
-    assert stage.each is None
+    assert stage.unit_seconds is None
     for done, seconds in enumerate([100, 2, 2, 4, 4], 1):  # it begins with compiling
         clock[0] += seconds
         stage.count("step", done, 20)
-    assert stage.each == 3
+    assert stage.unit_seconds == 3
     assert str(stage) == "step 5 of 20, 45 s left, 3 s each"
     clock[0] += 2
-    assert stage.left == 15 * 3 - 2
+    assert stage.remaining_seconds == 15 * 3 - 2
     clock[0] += 30
-    assert stage.left == 14 * 3  # the present unit takes longer than any before
+    assert stage.remaining_seconds == 14 * 3  # the present unit takes longer than any before
     stage.count("chunk", 5, 20)  # another unit has a pace of its own
     assert str(stage) == "chunk 5 of 20"
 

@@ -10,7 +10,7 @@ from tests.support.published import hollow_file, transformer_keys, vae_keys
 from tests.support.words import says
 from wanjax.converters.wan import original
 from wanjax.models.wan.config import I2V_14B, I2V_A14B, T2V_1_3B, T2V_14B, TI2V_5B, VAE_2_1, VAE_2_2
-from wanjax.pipelines.distillation import telling
+from wanjax.pipelines.distillation import model_name_in
 from wanjax.pipelines.family import nearest
 from wanjax.pipelines.hunyuanvideo import FAMILY as HUNYUANVIDEO
 from wanjax.pipelines.hunyuanvideo import layouts as hunyuan_layouts
@@ -50,12 +50,12 @@ def test_names_tell_apart_presets_of_equal_shapes(pair):
             names = [source, f"/data/{rest}", f"/data/{owner}/snapshot/{rest}", f"/data/{rest.rpartition('/')[2]}"]
             for name in names:
                 if family is HUNYUANVIDEO:
-                    found = hunyuan_layouts._named(name.replace("/diffusion_pytorch_model.safetensors", ""))
+                    found = hunyuan_layouts._parse_model_name(name.replace("/diffusion_pytorch_model.safetensors", ""))
                     assert (
                         name.endswith("/diffusion_pytorch_model.safetensors")
                         or hunyuan_layouts.MODELS[str(found)] is right
                     )
-                elif telling(name) not in ("", "data"):
+                elif model_name_in(name) not in ("", "data"):
                     assert nearest(pair, name, family.distillations) is right, name
                     assert nearest(pair[::-1], name, family.distillations) is right, name
 

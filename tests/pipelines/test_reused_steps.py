@@ -33,7 +33,7 @@ from wanjax.errors import WanjaxError
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache
 from wanjax.pipelines import denoiser
 from wanjax.pipelines.caching.cache_tables import Magnitudes, Tables
-from wanjax.pipelines.caching.phase_cache import changes_of
+from wanjax.pipelines.caching.phase_cache import embedding_changes
 from wanjax.pipelines.caching.step_cache import (
     NO_CACHE,
     ForwardCache,
@@ -214,7 +214,7 @@ def test_teacache_reads_the_change_of_the_timesteps_embedding(pipe):
         for i in range(STEPS)
     ]
     for plain in (False, True):
-        found = changes_of(
+        found = embedding_changes(
             pipe.runtime, step.denoiser, SplitNetwork(step.graphdef, inputs.weights), schedule, segment, plain
         )
         embed = partial(step.denoiser.embed_timesteps, plain=plain)
@@ -227,9 +227,9 @@ def test_teacache_reads_the_change_of_the_timesteps_embedding(pipe):
 def test_teacache_reuses_while_less_than_the_threshold_has_added_up(pipe):
     """The polynomial here is the change itself."""
     _, step, inputs, schedule, _, segment = forwards(pipe)
-    changes = changes_of(pipe.runtime, step.denoiser, SplitNetwork(step.graphdef, inputs.weights), schedule, segment)[
-        1:
-    ]
+    changes = embedding_changes(
+        pipe.runtime, step.denoiser, SplitNetwork(step.graphdef, inputs.weights), schedule, segment
+    )[1:]
     taken, _ = run(pipe, f"teacache:{2.5 * np.mean(changes)}")
     total, reused = 0.0, [False]
     for change in changes[:-1]:
@@ -244,7 +244,7 @@ def test_a_first_picture_has_a_table_of_its_own(tmp_path):
     """Given to a model that needs none: its steps and its record's digest are those of the other table."""
     pipe = wanjax.load(tiny_residual_checkpoint(tmp_path), dtype="float32")
     even, leaping = (Magnitudes((1.0,) + (x,) * 5, (1.0,) + (x,) * 5, 0.1, 1, 0.2) for x in (0.99, 0.5))
-    pipe.model = replace(pipe.model, tables=Tables(even, pictured=leaping))
+    pipe.model = replace(pipe.model, tables=Tables(even, image_magnitudes=leaping))
     digests, picture = set(), np.zeros((32, 32, 3), np.uint8)
     for image, reused in ((None, [False, True] * 3), (picture, [False] * 6)):
         steps: list[bool] = []

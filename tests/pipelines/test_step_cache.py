@@ -26,7 +26,7 @@ from tests.support.tiny import (
 )
 from tests.support.words import says
 from wanjax.layers.stack import block_at
-from wanjax.pipelines.hunyuanvideo.programs import beside_condition
+from wanjax.pipelines.hunyuanvideo.programs import with_condition
 from wanjax.pipelines.observers import Step
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
@@ -48,7 +48,7 @@ def hunyuan_by_hand(pipe: Any, encoded: Any, settings: Any) -> np.ndarray:
     def begin(weights: Any, x: Any, t: Any, text: Any) -> Any:
         model = nnx.merge(graphdef, weights)
         context = model.context(text.embeds, text.mask, (text.glyphs, text.glyph_mask))
-        return model.embed(beside_condition(x, None), t, context), (model.time(t), model.rope(grid), context)
+        return model.embed(with_condition(x, None), t, context), (model.time(t), model.rope(grid), context)
 
     @partial(jax.jit, static_argnums=1)
     def block(weights: Any, index: int, streams: Any, others: Any) -> Any:

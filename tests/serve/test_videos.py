@@ -39,7 +39,7 @@ from wanjax.media.inputs import INPUTS
 from wanjax.media.pictures import read_clip
 from wanjax.media.video import read_metadata, write_video
 from wanjax.pipelines.run import Run
-from wanjax.pipelines.text.prompt_extension import Extended
+from wanjax.pipelines.text.prompt_extension import ExtendedPrompt
 from wanjax.pipelines.video_metadata import digest_of
 from wanjax.schedulers import UniPC
 from wanjax.serve import maker, uploads
@@ -689,7 +689,7 @@ def test_windows_and_an_extended_prompt_are_the_servers_too(start):
     refused = server.client.post("/v1/videos", json=SMALL | {"extend_prompt": "http://127.0.0.1:1/v1"})
     assert refused.status_code == 422
     assert not server.client.get("/v1/models").json()["data"][0]["extends_prompts"]
-    server.maker.extend = lambda text, picture: Extended(f"{text} moving", text)
+    server.maker.extend = lambda text, picture: ExtendedPrompt(f"{text} moving", text)
     made = server.finished(server.ask(windows=3, then=["a blue circle"])["id"])
     assert made["status"] == "completed", made["error"]
     assert float(made["seconds"]) == 13 / made["settings"]["fps"]

@@ -19,7 +19,7 @@ from wanjax.cli.options import check_file, is_given, is_typed
 from wanjax.errors import WanjaxError
 from wanjax.media.inputs import INPUTS
 from wanjax.pipelines.settings import read_seeds
-from wanjax.pipelines.text.prompt_extension import check_address
+from wanjax.pipelines.text.prompt_extension import check_url
 
 if TYPE_CHECKING:
     from wanjax.pipelines.request import VideoRequest
@@ -72,7 +72,7 @@ def check(ctx: click.Context, request: "VideoRequest | None") -> None:
     for text in values.get("lora", ()):
         _check_lora(text)
     if "extend_prompt" in values:
-        check_address(values["extend_prompt"])
+        check_url(values["extend_prompt"])
     if "out" in values and ctx.info_name in ONE_VIDEO and not any(name in values for name in SEVERAL):
         _check_suffix(values["out"])
     if ctx.info_name == "batch" or any(name in values for name in SEVERAL):

@@ -15,7 +15,7 @@ from wanjax.cli.report import Report
 from wanjax.cli.tables import print_table
 from wanjax.errors import WanjaxError
 from wanjax.figures import in_bytes, quantity
-from wanjax.pipelines.progress import EVERY
+from wanjax.pipelines.progress import LINE_INTERVAL
 from wanjax.registry import check_complete, find_checkpoint, kinds, read_configs, with_options
 from wanjax.stores.paths import parse_path
 
@@ -117,7 +117,7 @@ def _bar(report: Report) -> Iterator[Progress]:
 
     def note(at: str, done: int, total: int) -> None:
         nonlocal last
-        if done == total or perf_counter() - last > EVERY:
+        if done == total or perf_counter() - last > LINE_INTERVAL:
             last = perf_counter()
             report.note(f"{at}: {in_bytes(done)} of {in_bytes(total)}")
 

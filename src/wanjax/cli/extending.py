@@ -7,7 +7,7 @@ from wanjax.cli.parsed import CommandOptions, PipelineOptions
 from wanjax.cli.report import Report
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.request import VideoRequest
-from wanjax.pipelines.text.prompt_extension import Extended, cleaned, extend_prompt
+from wanjax.pipelines.text.prompt_extension import ExtendedPrompt, extend_prompt, one_line
 from wanjax.stores.paths import AnyPath, local_copy
 from wanjax.stores.writing import check_folder, writing
 
@@ -38,13 +38,13 @@ class Extender:
             raise WanjaxError("--extend-prompt is for one process: each of several would be answered another prompt")
         return cls(report, command.extend_prompt, command.extend_model, picture="image" in request.inputs)
 
-    def __call__(self, prompt: str) -> Extended:
+    def __call__(self, prompt: str) -> ExtendedPrompt:
         """Return an extended prompt."""
         extended_prompt = extend_prompt(prompt, self.url, model=self.model, picture=self.picture)
         self.report.note(f"the prompt is extended: {extended_prompt}")
         return extended_prompt
 
-    def all_of(self, prompts: list[str], folder: AnyPath) -> list[Extended]:
+    def all_of(self, prompts: list[str], folder: AnyPath) -> list[ExtendedPrompt]:
         """Return the extended prompts of a list; those that the folder keeps are not asked for again."""
         check_folder(folder)
         file, extended_prompts = folder / CACHE_FILE, []
@@ -57,7 +57,7 @@ class Extender:
                     saved[name] = self(prompt)
                     with writing(file) as partial_path:
                         partial_path.write_text(json.dumps(saved, indent=2, ensure_ascii=False), encoding="utf-8")
-                extended_prompts.append(Extended(saved[name], prompt))
+                extended_prompts.append(ExtendedPrompt(saved[name], prompt))
             self.report.count("prompt", len(prompts), len(prompts))
         return extended_prompts
 
@@ -81,4 +81,4 @@ def _read_cache(file: AnyPath) -> dict[str, str]:
     except (OSError, ValueError, RecursionError):
         return {}
     texts = content.items() if isinstance(content, dict) else ()
-    return {name: line for name, text in texts if isinstance(text, str) and (line := cleaned(text))}
+    return {name: line for name, text in texts if isinstance(text, str) and (line := one_line(text))}

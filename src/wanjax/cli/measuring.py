@@ -22,7 +22,7 @@ from wanjax.kernels.admitted import rejected_kernels
 from wanjax.kernels.compiler_options import save_set, saved_set
 from wanjax.pipelines import progress
 from wanjax.pipelines.caching.cache_tables import measured_file, to_json
-from wanjax.pipelines.caching.calibration import Measured, measure, reused_steps, tables_from
+from wanjax.pipelines.caching.calibration import Measurements, measure, reused_steps, tables_from
 from wanjax.pipelines.caching.rules import MagCache, TeaCache
 from wanjax.pipelines.request import VideoRequest
 from wanjax.selftest.checks import checks, timings
@@ -153,7 +153,7 @@ def suitable_prompts(model: str) -> list[str]:
     return [prompt for prompt in PROMPTS if domain is None or not domain.unknown(prompt)][:MAX_PROMPTS]
 
 
-def _measure_prompt(report: Report, pipe: Any, pictures: Any, settings: Any) -> Measured:
+def _measure_prompt(report: Report, pipe: Any, pictures: Any, settings: Any) -> Measurements:
     with report.stage("encode"):
         conditioning = pipe.encode_prompts(settings.prompt, settings.negative_prompt, follow=settings.follow)
         conditioning = conditioning._replace(**pipe.model.encode_inputs(pipe.runtime, pictures, settings))

@@ -63,8 +63,8 @@ class Row:
         self.compilations.join(stage.compilations)
         self.loading += stage.loading
         self.writing += stage.writing
-        if stage.each is not None:
-            self.units = f", {quantity(stage.total, stage.unit)}, {duration(stage.each)} each"
+        if stage.unit_seconds is not None:
+            self.units = f", {quantity(stage.total, stage.unit)}, {duration(stage.unit_seconds)} each"
         self.peaks = tuple(
             max(previous, now or 0) for previous, now in zip(self.peaks, (_host_peak(), _device_peak()), strict=True)
         )
@@ -78,7 +78,7 @@ class Row:
         seconds_of = {
             "loading weights": self.loading,
             "compiling": self.compilations.seconds,
-            "reading programs": self.compilations.reading,
+            "reading programs": self.compilations.cache_seconds,
             "writing": self.writing,
         }
         yield from ((f"{name}: {part}", seconds) for part, seconds in seconds_of.items() if seconds)

@@ -50,7 +50,7 @@ from wanjax.jobs.worker import WorkerThread
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.request import VideoRequest
 from wanjax.pipelines.settings import Settings
-from wanjax.pipelines.text.prompt_extension import check_address, extend_prompt
+from wanjax.pipelines.text.prompt_extension import check_url, extend_prompt
 from wanjax.serve.limits import Limits
 from wanjax.serve.maker import ServedMaker
 from wanjax.serve.variants import Variants
@@ -91,7 +91,7 @@ def serve(
 
     access = Access.read(listen.host, listen.token or os.environ.pop(TOKEN, None) or None, listen.origins)
     if served.extend_prompt is not None:
-        check_address(served.extend_prompt)
+        check_url(served.extend_prompt)
     if workers is not None:
         jax.config.update("jax_platforms", "cpu")  # the devices are the workers'
     else:

@@ -16,23 +16,23 @@ from wanjax.errors import WanjaxError, choice, repr_short
 from wanjax.layers.placement import bytes_by_device
 from wanjax.pipelines.memory import machine_memory
 
-SPARE = 0.25  # the share of a device's memory that is left for activations
-DECODER = "decoder"  # the component that decodes in place of the autoencoder, where there is one
+ACTIVATION_SHARE = 0.25  # the share of a device's memory that is reserved for activations
+DECODER = "decoder"  # the component that decodes instead of the autoencoder, if the model has one
 MakeRoom = Callable[[nnx.Module], None]
-Shapes = Callable[[], nnx.Module]  # of a network
+Shapes = Callable[[], nnx.Module]  # returns a network as shapes
 
 
 class Components:
     """Components by name. Each is loaded at first use and stays in memory until it is freed.
 
-    A loader receives `make_room`, and calls it with the network as shapes before its weights are read. `options` are
-    the options of loading that shape a video. `sizes` are the bytes of the networks' weights, as far as they
-    are known before anything is loaded. `source` is the checkpoint, if any, and `kinds` are its kinds of networks.
-    `shapes` return networks as shapes with shardings, for runs that are traced.
+    A loader receives `make_room`, and calls it with the network as shapes before it reads the weights. `options` are
+    the loading options that change the video. `sizes` are the bytes of the networks' weights that are known before
+    loading. `source` is the checkpoint, if any, and `kinds` are its kinds of networks. `shapes` return networks as
+    shapes with shardings, to trace runs.
 
-    `offload` decides which networks are freed without being asked: with True each one at the end of the stage that used
-    it, with False none, and with None as many as have to go where the next one would not fit in memory beside them. A
-    freed network is loaded again at its next use. One that was set by `override` stays.
+    `offload` decides which networks are freed automatically: True frees each network at the end of its stage, False
+    frees none, and None frees networks when the next one does not fit in memory. A freed network is loaded again at its
+    next use. A component that was set by `override` is never freed automatically.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Components:
         self._shapes = dict(shapes or {})
         self._fits = fits
         self._loaded: dict[str, Any] = {}
-        self._put: set[str] = set()
+        self._overridden: set[str] = set()
         self.options = dict(options or {})
         self.offload = offload
         self.sizes = dict(sizes or {})
@@ -57,30 +57,34 @@ class Components:
         self.kinds = tuple(kinds)
 
     def abstract(self, memory: int | None = None) -> "Components":
-        """Return the same components with networks as shapes: nothing is loaded, and freeing frees nothing.
+        """Return the same components with networks as shapes: nothing is loaded or freed.
 
-        `memory` is the memory of a device in bytes, which decides where a network has to go for another; None is enough
-        for all. Tokenizers and the like are shared.
+        `memory` is the memory of a device in bytes. It decides when a network must be freed for another; None means
+        that all fit. Tokenizers and the like are shared.
         """
         loaders = {name: partial(self._abstract, name) for name in self.names}
         components = Components(loaders, self.options, self.offload, self.sizes, self.source, self.kinds)
-        components._put = set(self._put)
-        limit = inf if memory is None else (1 - SPARE) * memory
+        components._overridden = set(self._overridden)
+        limit = inf if memory is None else (1 - ACTIVATION_SHARE) * memory
         components._fits = lambda network: sum(map(bytes_of, [*components.networks(), network])) <= limit
         return components
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Components":
-        """Return components with networks of their own, whose weights are shared, as are the loaders."""
+        """Copy the components: each copy has its own networks, but weights and loaders are shared."""
         components = copy.copy(self)
         components._loaded = {
             name: nnx.clone(x) if isinstance(x, nnx.Module) else copy.deepcopy(x, memo)
             for name, x in self._loaded.items()
         }
-        components._put, components.options, components.sizes = set(self._put), dict(self.options), dict(self.sizes)
+        components._overridden, components.options, components.sizes = (
+            set(self._overridden),
+            dict(self.options),
+            dict(self.sizes),
+        )
         return components
 
     def _abstract(self, name: str, make_room: MakeRoom) -> Any:
-        if name in self._shapes and name not in self._put:
+        if name in self._shapes and name not in self._overridden:
             network = self._shapes[name]()
             make_room(network)
             return network
@@ -98,7 +102,7 @@ class Components:
 
     @property
     def decoder(self) -> str:
-        """The name of the component that decodes: the autoencoder, or what takes its place."""
+        """The name of the component that decodes: `decoder` if there is one, else `vae`."""
         return DECODER if DECODER in self.names else "vae"
 
     @property
@@ -107,7 +111,7 @@ class Components:
         return tuple(dict.fromkeys((*self._loaders, *self._loaded)))
 
     def get(self, name: str) -> Any:
-        """Return a component; raise WanjaxError that names the others where there is none of this name."""
+        """Return a component, loading it if needed; raise WanjaxError for an unknown name."""
         if name not in self._loaded:
             if name not in self._loaders:
                 raise WanjaxError(f"the model has no component {name!r}: it has {', '.join(self._loaders)}")
@@ -119,56 +123,56 @@ class Components:
         return name in self._loaded
 
     def override(self, name: str, component: Any) -> None:
-        """Set a component in place of loading it."""
+        """Set a component, so that it is not loaded."""
         self._loaded[name] = component
-        self._put.add(name)
+        self._overridden.add(name)
 
     def free(self, *names: str) -> None:
-        """Drop the named components, or all if none is named, and so frees their memory.
+        """Drop the named components, or all if none is named, to free their memory.
 
-        Raises WanjaxError for a name that no component has.
+        Raises WanjaxError for an unknown name.
         """
         if unknown := [name for name in names if name not in (*self._loaders, *self._loaded)]:
-            raise WanjaxError(f"no component is named {repr_short(unknown[0])}: {choice(unknown[0], [*self._loaders])}")
+            raise WanjaxError(f"there is no component {repr_short(unknown[0])}: {choice(unknown[0], [*self._loaders])}")
         for name in names or tuple(self._loaded):
             self._loaded.pop(name, None)
-            self._put.discard(name)
+            self._overridden.discard(name)
 
     def make_room(self, network: nnx.Module) -> None:
-        """Free networks, the first loaded first, until this one, given as shapes, fits in memory beside the others."""
-        freeable = self._replaceable() if self.offload is None else []
+        """Free networks, the earliest loaded first, until a network, given as shapes, fits in memory."""
+        freeable = self._reloadable() if self.offload is None else []
         while freeable and not self._fits(network):
             self.free(freeable.pop(0))
 
-    def take_from(self, other: "Components", except_names: Sequence[str]) -> None:
-        """Take over what another pipeline of the same checkpoint has loaded, without the named components."""
-        loaded, put = dict(other._loaded), set(other._put)
+    def move_from(self, other: "Components", except_names: Sequence[str]) -> None:
+        """Move the loaded components of another pipeline of the same checkpoint here, except for the named ones."""
+        loaded, overridden = dict(other._loaded), set(other._overridden)
         other.free()
         self._loaded |= {name: x for name, x in loaded.items() if name not in except_names}
-        self._put |= put - set(except_names)
+        self._overridden |= overridden - set(except_names)
 
     def finish_stage(self, results: Any) -> Any:
-        """Return the results of a stage; if `offload` is True, waits for them and frees the networks."""
+        """Return the results of a stage; if `offload` is True, wait for them and free the networks."""
         if self.offload:
             jax.block_until_ready(results)
-            for name in self._replaceable():
+            for name in self._reloadable():
                 self.free(name)
         return results
 
     def swap_in(self, name: str, alternatives: tuple[str, ...]) -> tuple[Any, float]:
-        """Return a network that takes the place of `alternatives`, and the seconds that it took to load."""
+        """Load a network in place of its alternatives; return it and the seconds that loading took."""
         start = perf_counter()
         if self.offload:
-            for other in self._replaceable():
+            for other in self._reloadable():
                 if other in alternatives and other != name:
                     self.free(other)
         network = self.get(name)
         jax.block_until_ready(nnx.state(network))
         return network, perf_counter() - start
 
-    def _replaceable(self) -> list[str]:
-        """Return the names of the networks that can be loaded again, the first loaded first."""
-        return [name for name, x in self._loaded.items() if isinstance(x, nnx.Module) and name not in self._put]
+    def _reloadable(self) -> list[str]:
+        """Return the names of the networks that can be loaded again, the earliest loaded first."""
+        return [name for name, x in self._loaded.items() if isinstance(x, nnx.Module) and name not in self._overridden]
 
 
 def as_abstract(network: nnx.Module) -> nnx.Module:
@@ -185,14 +189,14 @@ def bytes_of(network: nnx.Module) -> int:
 
 
 def fits(network: nnx.Module) -> bool:
-    """Return whether the weights of a network (perhaps as shapes) fit into the free memory of its devices."""
-    return all(needed <= free_memory(device) for device, needed in bytes_by_device(network).items())
+    """Return whether a network's weights (or shapes) fit into the free memory of its devices."""
+    return all(needed_bytes <= free_memory(device) for device, needed_bytes in bytes_by_device(network).items())
 
 
 def free_memory(device: Any) -> float:
     """Return the bytes of a device's memory that are free for weights."""
     if stats := device.memory_stats():
-        return max(0, (1 - SPARE) * stats["bytes_limit"] - stats["bytes_in_use"])
-    total = machine_memory()  # of which a control group may allow less than is available
+        return max(0, (1 - ACTIVATION_SHARE) * stats["bytes_limit"] - stats["bytes_in_use"])
+    total = machine_memory()  # a control group may allow less than the machine has
     available = min(psutil.virtual_memory().available, total - psutil.Process().memory_info().rss)
-    return max(0, available - SPARE * total)
+    return max(0, available - ACTIVATION_SHARE * total)

@@ -14,7 +14,7 @@ from wanjax.checkpoints.unsupported import UnsupportedModels
 from wanjax.errors import WanjaxError
 from wanjax.figures import quantity
 from wanjax.media.metadata import CONFIG
-from wanjax.pipelines.distillation import Distillation, distilled_by, telling
+from wanjax.pipelines.distillation import Distillation, find_distillation, model_name_in
 from wanjax.pipelines.model import VideoModel
 from wanjax.pipelines.settings import Settings, SomeSettings
 from wanjax.schedulers import Scheduler, shift_of
@@ -114,8 +114,8 @@ def nearest(
     Its name decides: by a distillation, then by the presets' own words, then by the lines of their sizes. Where it does
     not, the flow `shift` of its scheduler does, and then the first preset is taken.
     """
-    name = telling(path)
-    distillation = distilled_by(name, distillations)
+    name = model_name_in(path)
+    distillation = find_distillation(name, distillations)
     lines = set(re.findall(r"\b(\d{3,4})p\b", name))
 
     def nearness(preset: Preset) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes of a mesh's axes, and the text that gives them.
+"""The sizes of a mesh's axes, and their text form.
 
-JAX is not imported here, so that the command line refuses a mistyped mesh at once.
+This module does not import JAX, so that the command line rejects a mistyped mesh at once.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ class MeshSizes(NamedTuple):
 
 
 class AutoMesh(NamedTuple):
-    """A mesh that is to be chosen, with a given `sp` unless it is None."""
+    """A mesh whose sizes are chosen automatically, except `sp` if it is given."""
 
     sp: int | None = None
 
@@ -31,14 +31,14 @@ class AutoMesh(NamedTuple):
 
 
 def parse_mesh(text: str) -> MeshSizes | AutoMesh:
-    """Read a mesh such as `dp=2,tp=4`, `auto` or `auto,sp=2`; raise WanjaxError for other text."""
+    """Parse a mesh such as `dp=2,tp=4`, `auto` or `auto,sp=2`; raise WanjaxError for other text."""
     first, *others = (entry.strip() for entry in text.split(","))
     auto = first == "auto"
     axes, sizes = AutoMesh._fields if auto else MeshSizes._fields, {}
     for entry in others if auto else [first, *others]:
         name, _, size = (word.strip() for word in entry.partition("="))
         if name not in axes or name in sizes or not (size.isascii() and size.isdigit() and int(size)):
-            forms = "dp=2,sp=1,tp=4, auto, or auto,sp=2, with 1 or more for an axis"
+            forms = "dp=2,sp=1,tp=4, auto, or auto,sp=2, with a size of at least 1 for each axis"
             raise WanjaxError(f"the mesh {text!r} cannot be read: write it as {forms}")
         sizes[name] = int(size)
     return AutoMesh(**sizes) if auto else MeshSizes(**sizes)

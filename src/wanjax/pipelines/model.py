@@ -558,7 +558,9 @@ class ModelSpec:
         Args:
             conditioning: The output of `encode`.
         """
-        return self.cache_tables if getattr(conditioning, "condition", None) is None else self.cache_tables.of_pictured
+        return (
+            self.cache_tables if getattr(conditioning, "condition", None) is None else self.cache_tables.for_image_input
+        )
 
     def cache_rule(self, settings: Settings) -> CacheRule:
         """Return the rule of the settings' step cache, complete; raise WanjaxError where the model cannot have it.

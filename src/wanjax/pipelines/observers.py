@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Observers of a run: progress, callbacks, saving, a wish to stop; and the monitor that tells them of each step."""
+"""Observers of a run: progress, callbacks, saving, stopping; and the monitor that notifies them of each step."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,32 +25,32 @@ from wanjax.pipelines.previews.latent_preview import LatentPreview
 from wanjax.pipelines.windows import Window
 from wanjax.schedulers.base import Numbers
 
-IN_FLIGHT = 2  # steps queued on the device: two keep it busy, more would hold memory
+IN_FLIGHT = 2  # steps queued on the device: two keep it busy, more would use memory
 
 
 @dataclass(frozen=True)
 class Step:
     """A denoising step.
 
-    The next step reuses the buffers of `state`, so `latents` [B C T H W], those after the step, are read before it.
-    `x0` [B C T H W] are the clean latents predicted in it. Both are the video's; what is denoised with it is in
-    `state.x` and `predicted`.
+    The next step reuses the buffers of `state`: read `latents` [B C T H W], the latents after this step, before it.
+    `x0` [B C T H W] are the clean latents that the step predicts. Both are the video's; other streams, such as sound,
+    are in `state.x` and `predicted`.
 
     Args:
-        index: Its number, from 0.
-        total: Steps of the pass.
-        timestep: The timestep from which it started.
-        state: All that the next step takes from it.
+        index: The number of the step, from 0.
+        total: The number of steps of the pass.
+        timestep: The timestep at the start of the step.
+        state: The input of the next step.
         predicted: The predicted clean latents, [B T H W C], or streams.
-        reuses: Whether the step reused what another kept, or might have where that is decided on the device.
-        latent_preview: Returns what makes previews, which is made at the first call; None where there are none.
+        reuses: Whether the step reuses cached values, or may if that is decided on the device.
+        latent_preview: Creates the preview map at the first call; None if there are no previews.
     """
 
     index: int
     total: int
     timestep: float
     state: State
-    predicted: Streams  # x0, [B T H W C] for each
+    predicted: Streams  # x0, [B T H W C] each
     reuses: bool = False
     latent_preview: Callable[[], LatentPreview] | None = None
 
@@ -59,13 +59,13 @@ class Step:
         """The latents after the step."""
         return self._latents
 
-    @cached_property  # once they are read, they stay
+    @cached_property  # kept once it is read
     def _latents(self) -> Float[Array, "B C T H W"]:
         return jnp.moveaxis(stream_of(self.state.x), -1, 1)
 
     @property
     def x0(self) -> Float[Array, "B C T H W"]:
-        """The clean latents predicted in the step."""
+        """The clean latents that the step predicts."""
         return self._x0
 
     @cached_property
@@ -73,7 +73,7 @@ class Step:
         return jnp.moveaxis(stream_of(self.predicted), -1, 1)
 
     def preview(self) -> UInt8[np.ndarray, "B T _H _W 3"]:
-        """Return small pictures of the predicted latents, one for each latent frame; waits for the device."""
+        """Return small images of the predicted latents, one for each latent frame. Waits for the device."""
         assert self.latent_preview is not None, "a step of `Pipeline.denoise` can be previewed"
         return self.latent_preview().pictures(self.x0)
 
@@ -82,13 +82,13 @@ readable(Step)
 
 
 class Switch(NamedTuple):
-    """A change of network.
+    """A change to another network.
 
     Args:
-        network: Name of the component that takes over.
-        index: The step before which it does, from 0.
-        total: Steps of the pass.
-        seconds: Time that it took to load.
+        network: The name of the new component.
+        index: The first step of the new network, from 0.
+        total: The number of steps of the pass.
+        seconds: The time that loading took.
     """
 
     network: str
@@ -98,14 +98,14 @@ class Switch(NamedTuple):
 
 
 class Cancelled(Exception):
-    """The exception for a callback that returned False.
+    """Raised when a callback returns False.
 
     Args:
-        step: The last step that was taken, from 0.
+        step: The last completed step, from 0.
     """
 
     def __init__(self, step: int):
-        super().__init__(step)  # which pickles, and so goes from one process to another
+        super().__init__(step)  # picklable, so that it can be raised in another process
         self.step = step
 
     def __str__(self) -> str:
@@ -113,18 +113,18 @@ class Cancelled(Exception):
 
 
 class Progress(NamedTuple):
-    """Where a chunk or a pass is in its video.
+    """The position of a chunk or a pass in its video.
 
     Args:
-        number: The pass, from 0.
-        passes: How many there are.
-        before: The steps of the whole video before it.
-        total: The steps of the whole video.
+        number: The number of the pass, from 0.
+        passes: The number of passes.
+        earlier_steps: The number of earlier steps of the whole video.
+        total: The number of steps of the whole video.
     """
 
     number: int
     passes: int
-    before: int
+    earlier_steps: int
     total: int
 
     @property
@@ -134,14 +134,14 @@ class Progress(NamedTuple):
 
 
 class Start(NamedTuple):
-    """The state before the first step of a pass, and everything on which the latents depend.
+    """The state before the first step of a pass, and everything that the latents depend on.
 
     Args:
         state: The state.
-        phases: Which network takes which steps.
+        phases: Which network runs which steps.
         facts: Values that can be JSON.
         arrays: Trees of arrays.
-        progress: Which pass it is.
+        progress: The position of the pass.
     """
 
     state: State
@@ -152,76 +152,76 @@ class Start(NamedTuple):
 
 
 class Observer:
-    """Looks on while a run is executed. Every method does nothing: a subclass has those that it needs."""
+    """Watches a run. All methods do nothing by default; a subclass overrides those that it needs."""
 
     def stage(self, name: str) -> AbstractContextManager[object]:
-        """Surround a stage.
+        """Return a context manager to run a stage in.
 
         Args:
-            name: Name of the stage.
+            name: The name of the stage.
         """
         return nullcontext()
 
     def count(self, unit: str, done: int, total: int) -> None:
-        """Receive how many units of a stage, such as steps, the device has done.
+        """Receive how many units of a stage, such as steps, the device has completed.
 
         Args:
-            unit: What is counted, such as steps.
-            done: Units that are done.
-            total: Units in all.
+            unit: The name of the unit, such as "step".
+            done: The number of completed units.
+            total: The number of all units.
         """
 
     def window(self, window: Window) -> None:
-        """Receive a window of a video of several, before it is made.
+        """Receive a window of a video before it is denoised.
 
         Args:
             window: The window.
         """
 
     def encoded(self, conditioning: Conditioning) -> None:
-        """Receive the output of the first stage.
+        """Receive the output of the encode stage.
 
         Args:
             conditioning: The output of `encode`.
         """
 
     def started(self, conditioning: Conditioning) -> None:
-        """Receive what is denoised: the output of the first stage, of videos that are made together.
+        """Receive the conditioning of all videos of a batch before they are denoised.
 
         Args:
             conditioning: The output of `encode`, of all videos.
         """
 
     def resumed(self, start: Start) -> tuple[State, int] | None:
-        """Return the state from which to go on, and the number of steps that were taken before it, if there is one.
+        """Return a saved state to continue from and its number of completed steps, or None to start from noise.
 
         Args:
-            start: The state before the first step, and all on which the latents depend.
+            start: The state before the first step, and everything that the latents depend on.
         """
 
     def switched(self, switch: Switch) -> None:
-        """Receive a change of network.
+        """Receive a change to another network.
 
         Args:
             switch: The change.
         """
 
     def stepped(self, step: Step) -> bool | None:
-        """Receive a step, which the device may not have finished; return False to end the run.
+        """Receive a step, which may still run on the device; return False to end the run.
 
         Args:
             step: The step.
         """
 
     def stopped(self, step: Step) -> None:
-        """Receive the last step of a run that ends after it, before its time.
+        """Receive the last step of a run that ends early.
 
         Args:
             step: The step.
         """
 
     def denoised(self, latents: AnyLatents, chunk: Chunk) -> None:
-        """Receive the latents of a chunk of videos that are made together, [B C T H W] or streams.
+        """Receive the latents of a chunk of all videos of a batch, [B C T H W] or streams.
 
         Args:
             latents: The latents of the chunk.
@@ -229,7 +229,7 @@ class Observer:
         """
 
     def decoded(self, extras: Mapping[str, Value]) -> None:
-        """Receive what was decoded beside the next chunk of a video, by name, such as the samples of sound.
+        """Receive what was decoded along with the next frames of a video, such as its sound's samples.
 
         Args:
             extras: Arrays by name.
@@ -237,23 +237,23 @@ class Observer:
 
 
 class Observers(tuple[Observer, ...]):
-    """Observers, each of which is told in its turn."""
+    """Observers, which are notified in their order."""
 
-    def tell(self, event: str, *arguments: object) -> list[Any]:
-        """Tell every observer of an event, a method of `Observer`; return what they answer.
+    def notify(self, event: str, *arguments: object) -> list[Any]:
+        """Call a method of every observer; return the results.
 
         Args:
-            event: Name of the method.
-            arguments: Arguments of the method.
+            event: The name of the method.
+            arguments: The arguments of the method.
         """
         return [getattr(observer, event)(*arguments) for observer in self]
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Surround a stage, for each observer.
+        """Run a stage in the contexts of all observers.
 
         Args:
-            name: Name of the stage.
+            name: The name of the stage.
         """
         with ExitStack() as stack:
             for observer in self:
@@ -262,18 +262,18 @@ class Observers(tuple[Observer, ...]):
 
 
 class Monitor:
-    """Tells observers of the steps of a chunk, and holds the host back so that few steps are queued on the device.
+    """Notifies observers of the steps of a chunk, and waits so that only few steps are queued on the device.
 
-    In its `with` block the observers are told of the last step where the run ends early. Raises WanjaxError that names
-    the first step whose latents are not finite, and Cancelled where an observer ends the run.
+    If the run ends early within its `with` block, the observers receive the last step. Raises WanjaxError if latents
+    are not finite, naming the first such step, and Cancelled if an observer ends the run.
 
     Args:
-        observers: They are told.
-        chunk: That which is denoised.
-        progress: Where it is in its video.
-        timesteps: Those of the schedule.
-        latent_preview: Returns what makes previews.
-        executes: False where a run is traced, of whose steps nobody is told.
+        observers: The observers.
+        chunk: The chunk that is denoised.
+        progress: The position of the pass in its video.
+        timesteps: The timesteps of the schedule.
+        latent_preview: Creates the preview map.
+        executes: False while a run is traced; then the observers receive no steps.
     """
 
     def __init__(
@@ -287,7 +287,7 @@ class Monitor:
     ):
         self.observers, self.chunk, self.timesteps = observers, chunk, timesteps
         self.latent_preview, self.executes = latent_preview, executes
-        self._before, self._total, self._steps = progress.before, progress.total, len(timesteps)
+        self._earlier_steps, self._total, self._steps = progress.earlier_steps, progress.total, len(timesteps)
         self._queue: deque[tuple[int, Any]] = deque()
         self._last: Step | None = None
 
@@ -296,51 +296,51 @@ class Monitor:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and self._last is not None and not _deleted(self._last.state):
-            self.observers.tell("stopped", self._last)
+            self.observers.notify("stopped", self._last)
 
     def begin(self, done: int) -> None:
-        """Count the steps that were taken before.
+        """Report the steps that were completed earlier.
 
         Args:
-            done: Steps that were taken.
+            done: The number of completed steps.
         """
         if self.executes and self.chunk.count == 1:
-            self.observers.tell("count", "step", self._before + done, self._total)
+            self.observers.notify("count", "step", self._earlier_steps + done, self._total)
         elif self.executes and self.chunk.number == 0:
-            self.observers.tell("count", "block", 0, self.chunk.count)
+            self.observers.notify("count", "block", 0, self.chunk.count)
 
     def switched(self, network: str, index: int, seconds: float) -> None:
-        """Tell of a network that takes over.
+        """Report a change to another network.
 
         Args:
-            network: Name of the component.
-            index: The step before which it takes over, from 0.
-            seconds: Time that it took to load.
+            network: The name of the new component.
+            index: The first step of the new network, from 0.
+            seconds: The time that loading took.
         """
-        self.observers.tell("switched", Switch(network, self._before + index, self._total, seconds))
+        self.observers.notify("switched", Switch(network, self._earlier_steps + index, self._total, seconds))
 
     def stepped(self, index: int, state: State, x0: Streams, finite: Bool[Value, ""], reuses: bool) -> None:
-        """Tell of a step, once at most `IN_FLIGHT` steps are queued.
+        """Report a step, once at most `IN_FLIGHT` steps are queued.
 
         Args:
             index: The number of the step, from 0.
-            state: The state after it.
+            state: The state after the step.
             x0: The predicted clean latents.
             finite: Whether the new latents are finite, on the device.
-            reuses: Whether the step may have reused what another kept.
+            reuses: Whether the step may have reused cached values.
         """
         if not self.executes:
             return
-        step_number = self._before + index
-        time = float(self.timesteps[index])
-        step = self._last = Step(step_number, self._total, time, state, x0, reuses, self.latent_preview)
+        step_number = self._earlier_steps + index
+        timestep = float(self.timesteps[index])
+        step = self._last = Step(step_number, self._total, timestep, state, x0, reuses, self.latent_preview)
         self._queue.append((step_number, finite))
         self._wait(IN_FLIGHT)
-        if any(answer is False for answer in self.observers.tell("stepped", step)):  # each is told
+        if any(result is False for result in self.observers.notify("stepped", step)):  # each is told
             raise Cancelled(step.index)
 
     def finish_phase(self) -> None:
-        """Wait for all steps of a network; what it kept for later steps is freed with it."""
+        """Wait for all steps of a network, and free the values that it cached for later steps."""
         self._wait(0)
         if self._last is not None:
             self._last = replace(self._last, state=replace(self._last.state, cached=()))
@@ -353,28 +353,28 @@ class Monitor:
             if not finite:
                 raise WanjaxError(f"the latents are not finite after step {index + 1} of {total}: use float32")
             if self.chunk.count == 1:
-                self.observers.tell("count", "step", index + 1, total)
+                self.observers.notify("count", "step", index + 1, total)
             elif (index + 1) % self._steps == 0:
-                self.observers.tell("count", "block", (index + 1) // self._steps, self.chunk.count)
+                self.observers.notify("count", "block", (index + 1) // self._steps, self.chunk.count)
 
 
 def _deleted(state: State) -> bool:
-    """Return whether a later step has taken the buffers of a state."""
+    """Return whether a later step has reused the buffers of a state."""
     return any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state))
 
 
 class ProgressObserver(Observer):
-    """Show stages on stderr.
+    """Shows stages on stderr.
 
     Args:
-        shown: True or False; None shows them on a terminal and in a notebook.
+        show: True or False; None shows them on a terminal and in a notebook.
     """
 
-    def __init__(self, shown: bool | None):
-        self.shown = shown
+    def __init__(self, show: bool | None):
+        self.show = show
 
     def stage(self, name: str) -> AbstractContextManager[object]:
-        return progress.stage(name, self.shown)
+        return progress.stage(name, self.show)
 
     def count(self, unit: str, done: int, total: int) -> None:
         progress.count(unit, done, total)
@@ -391,12 +391,12 @@ class CallbackObserver(Observer):
         self.callback = callback
 
     def stepped(self, step: Step) -> bool | None:
-        _ = step.latents, step.x0  # for a callback that keeps the step
+        _ = step.latents, step.x0  # so that they stay valid if the callback stores the step
         return self.callback(step)
 
 
 class SwitchObserver(Observer):
-    """Calls a function when another network takes over.
+    """Calls a function when the run changes to another network.
 
     Args:
         callback: Called with the change.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Phases: which network takes which steps of a video, and with what guidance scale."""
+"""Phases: runs of consecutive steps by one network, with their guidance scales."""
 
 import math
 from typing import NamedTuple
@@ -9,12 +9,12 @@ class Phase(NamedTuple):
     """Consecutive steps of one network.
 
     Args:
-        network: The component that takes them.
-        start: The first of them; steps are counted from 0.
-        scales: The guidance scale of each.
-        total: The steps of the whole video.
-        number: The phases before this one.
-        skipped: Steps that a video leaves out before the first, where it starts from a given one.
+        network: The component that runs them.
+        start: The first step, counted from 0.
+        scales: The guidance scale of each step.
+        total: The number of steps of the whole video.
+        number: The number of earlier phases.
+        skipped: The number of skipped first steps, if the video starts from an input video.
     """
 
     network: str
@@ -26,21 +26,21 @@ class Phase(NamedTuple):
 
     @property
     def steps(self) -> range:
-        """The steps, counted from the video's first."""
+        """The indices of the steps, counted from the video's first."""
         return range(self.start, self.start + len(self.scales))
 
     @property
     def guided(self) -> bool:
-        """True where some step also runs the negative prompt."""
+        """True if a step also runs the negative prompt."""
         return max(self.scales) > 1
 
 
 def dense_steps(total: int) -> int:
-    """Return the number of first steps that take all of self-attention where later ones take it sparsely.
+    """Return how many first steps use full self-attention where later ones use sparse attention.
 
-    The share is that of Radial Attention's authors, 12 of 50.
+    The share is 12 of 50, as in Radial Attention's code.
 
     Args:
-        total: Steps of the video.
+        total: The number of steps of the video.
     """
     return min(math.ceil(0.24 * total), total - 1)

@@ -56,7 +56,7 @@ from wanjax.pipelines.model import Conditioning, VideoModel, check_fits, min_ste
 from wanjax.pipelines.noise_inputs import INITIAL, NoiseInput, checked_noise_inputs
 from wanjax.pipelines.observers import CallbackObserver, Observer, ProgressObserver, Step, Switch, SwitchObserver
 from wanjax.pipelines.other_names import right_name, unknown_keyword
-from wanjax.pipelines.previews.latent_preview import LatentPreview, fitted
+from wanjax.pipelines.previews.latent_preview import LatentPreview, fit_colours
 from wanjax.pipelines.request import PreparedRequest, check_one_way
 from wanjax.pipelines.resume import ResumeObserver
 from wanjax.pipelines.run import Run
@@ -689,7 +689,7 @@ class Pipeline(metaclass=Named):
         """
         if self._latent_preview is None:
             loaded, config = self.components.has("vae"), self.model.vae
-            self._latent_preview = fitted(self.encode_video, config.spatial_factor, config.temporal_factor)
+            self._latent_preview = fit_colours(self.encode_video, config.spatial_factor, config.temporal_factor)
             if not loaded:
                 self.free("vae")
         return self._latent_preview
@@ -808,7 +808,7 @@ class Pipeline(metaclass=Named):
             digests: SHA-256 digests of pictures and clips in a store, by URL.
         """
         table, tables = self.model.spec.cache_rule(settings).table, self.model.tables
-        tables = tables.of_pictured if sources.get("image") is not None else tables
+        tables = tables.for_image_input if sources.get("image") is not None else tables
         return make_metadata(
             settings,
             sources,

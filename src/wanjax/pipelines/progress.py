@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The progress of a stage, counted when the device has done the work: a bar on a terminal, else plain lines.
+"""The progress of a stage, as the device completes its work: a bar on a terminal, otherwise plain lines.
 
-A stage of the command line holds the same stage of the pipeline; the outer one is then shown.
+A stage of the command line contains the same stage of the pipeline; only the outer one is shown.
 """
 
 import math
@@ -21,34 +21,34 @@ from wanjax.figures import duration, in_bytes
 if TYPE_CHECKING:
     from rich.console import Console
 
-EVERY = 10.0  # seconds between two plain lines
-UNLIKE = ("program",)  # units that take unlike times, so that the pace of some says nothing of the others
+LINE_INTERVAL = 10.0  # seconds between two plain lines
+UNPACED_UNITS = ("program",)  # units of very different duration, so that no pace can be measured
 
 
 @dataclass
 class Compilations:
-    """The programs that were compiled or loaded from the cache, and the seconds of either."""
+    """The number of programs that were compiled or loaded from the cache, and the seconds that either took."""
 
     compiled: int = 0
     cached: int = 0
     seconds: float = 0.0
-    reading: float = 0.0
+    cache_seconds: float = 0.0
 
     def add(self, compilation: Compilation) -> None:
         """Count one more."""
         if compilation.cached:
             self.cached += 1
-            self.reading += compilation.seconds
+            self.cache_seconds += compilation.seconds
         else:
             self.compiled += 1
             self.seconds += compilation.seconds
 
-    def join(self, others: "Compilations") -> None:
-        """Count others too."""
-        self.compiled += others.compiled
-        self.cached += others.cached
-        self.seconds += others.seconds
-        self.reading += others.reading
+    def join(self, other: "Compilations") -> None:
+        """Add the counts of another."""
+        self.compiled += other.compiled
+        self.cached += other.cached
+        self.seconds += other.seconds
+        self.cache_seconds += other.cache_seconds
 
     def __str__(self) -> str:
         if self.compiled:
@@ -57,9 +57,9 @@ class Compilations:
 
 
 class Stage:
-    """The state of one stage, and its row on a terminal: its name, a bar, the time, and what it is doing.
+    """The state of one stage and its row on a terminal: its name, a bar, the time and what it is doing.
 
-    `console` is where rich draws the row; nothing is drawn without one, or on one that is no terminal.
+    `console` is where rich draws the row; nothing is drawn if it is None or not a terminal.
     """
 
     def __init__(self, name: str, console: "Console | None" = None):
@@ -69,7 +69,7 @@ class Stage:
         self.name = name
         self.start = self.last = perf_counter()
         self.unit, self.done, self.total = "", 0, 0
-        self.each: float | None = None  # the seconds that a unit takes
+        self.unit_seconds: float | None = None  # the seconds that a unit takes
         self.compilations = Compilations()
         self.loading = self.writing = 0.0  # seconds in which weights were loaded, and results written
         self.row = Progress(
@@ -88,11 +88,11 @@ class Stage:
         self._loading: tuple[str, int, int] | None = None
         self._loading_since = self.start
         self._compiling: float | None = None
-        self._over = False
-        self._beside = ""
+        self._is_done = False
+        self._extra_text = ""
 
     def load(self, component: str, done: int, total: int) -> None:
-        """Tell that `done` of `total` bytes of a component are loaded."""
+        """Record that `done` of `total` bytes of a component are loaded."""
         if self._loading is None:
             self._loading_since = perf_counter()
         self._loading = (component, done, total) if done < total else None
@@ -100,34 +100,36 @@ class Stage:
             self.loading += perf_counter() - self._loading_since
         self._restart()
 
-    def count(self, unit: str, done: int, total: int, beside: str = "") -> None:
-        """Tell that the device has done `done` of `total` units, such as steps, and a text to show beside."""
+    def count(self, unit: str, done: int, total: int, extra_text: str = "") -> None:
+        """Record that the device has completed `done` of `total` units, such as steps, and a text to show with it."""
         if (unit, done) != (self.unit, self.done):
             self.last = perf_counter()
         if unit != self.unit:
-            self.unit, self.done, self.total, self.each = unit, done, total, None
+            self.unit, self.done, self.total, self.unit_seconds = unit, done, total, None
             self._restart()
-        self.done, self.total, self._beside = done, total, beside
+        self.done, self.total, self._extra_text = done, total, extra_text
         if self._loading is None:
             self.row.update(self._task.id, completed=done, total=total)
-            self.each = 1 / self._task.speed if self._task.speed and unit not in UNLIKE else self.each
+            self.unit_seconds = (
+                1 / self._task.speed if self._task.speed and unit not in UNPACED_UNITS else self.unit_seconds
+            )
 
     def end(self) -> None:
-        """Tell that the stage is complete."""
-        self._over = True
+        """Record that the stage is complete."""
+        self._is_done = True
 
     def _restart(self) -> None:
-        """Measure the pace from here on, apart from the time in which something else was done."""
+        """Restart the measurement of the pace, so that it excludes time spent on something else."""
         _, done, total = self._loading or (self.unit, self.done, self.total)
         self.row.reset(self._task.id, completed=done, total=total)
 
     @property
-    def left(self) -> float | None:
-        """The seconds until the last unit is done, as far as the pace tells."""
-        if self.each is None:
+    def remaining_seconds(self) -> float | None:
+        """The estimated seconds until the last unit is done, or None."""
+        if self.unit_seconds is None:
             return None
         units = self.total - self.done
-        return max(units * self.each - (perf_counter() - self.last), max(0, units - 1) * self.each)
+        return max(units * self.unit_seconds - (perf_counter() - self.last), max(0, units - 1) * self.unit_seconds)
 
     @property
     def elapsed(self) -> float:
@@ -138,7 +140,7 @@ class Stage:
         return str(timedelta(seconds=round(self.elapsed)))
 
     def __str__(self) -> str:
-        """What the stage is doing."""
+        """Describe what the stage is doing."""
         parts = []
         if self.unit:
             parts.append(f"{self.unit} {self.done} of {self.total}")
@@ -147,17 +149,17 @@ class Stage:
             parts.append(f"loading {component}, {in_bytes(done)} of {in_bytes(total)}")
         elif (since := self._compiling) is not None:
             parts.append(f"compiling for {duration(round(perf_counter() - since))}")
-        elif self.left is not None and self.done < self.total:
-            parts.append(f"{duration(round(self.left))} left")
-        if self.each is not None:
-            parts.append(f"{duration(self.each)} each")
-        if self._beside:
-            parts.append(self._beside)
-        return ", ".join(parts) or ("done" if self._over else "running")
+        elif self.remaining_seconds is not None and self.done < self.total:
+            parts.append(f"{duration(round(self.remaining_seconds))} left")
+        if self.unit_seconds is not None:
+            parts.append(f"{duration(self.unit_seconds)} each")
+        if self._extra_text:
+            parts.append(self._extra_text)
+        return ", ".join(parts) or ("done" if self._is_done else "running")
 
     @contextmanager
     def watching_compiler(self) -> Iterator[None]:
-        """Note when JAX compiles, and count the programs that it compiled or found in the cache."""
+        """Record when JAX compiles, and count the programs that it compiled or found in the cache."""
 
         def begin() -> None:
             self._compiling = perf_counter()
@@ -176,7 +178,7 @@ _current: ContextVar[Stage | None] = ContextVar("stage", default=None)
 
 @contextmanager
 def stage(name: str, progress: bool | None = None) -> Iterator[Stage]:
-    """Show a stage of a pipeline while it runs, unless it is a part of one that is shown already.
+    """Show a stage of a pipeline while it runs, unless it is inside a stage that is already shown.
 
     `progress` is True to show it, False to hide it, None to show it on a terminal and in a notebook.
     """
@@ -194,7 +196,7 @@ def on_console(name: str, console: "Console | None") -> Iterator[Stage]:
     token = _current.set(current)
     try:
         watching = current.watching_compiler() if "jax" in sys.modules else nullcontext()
-        with watching, _shown_on(console, current):
+        with watching, _showing(console, current):
             yield current
             current.end()
     finally:
@@ -202,75 +204,75 @@ def on_console(name: str, console: "Console | None") -> Iterator[Stage]:
 
 
 def count(unit: str, done: int, total: int) -> None:
-    """Tell the current stage, if there is one, that the device has done `done` of `total` units, such as steps."""
+    """Record in the current stage, if any, that the device has completed `done` of `total` units, such as steps."""
     if (current := _current.get()) is not None:
         current.count(unit, done, total)
 
 
 def loading(component: str, done: int, total: int) -> None:
-    """Tell the current stage, if there is one, that `done` of `total` bytes of a component are loaded."""
+    """Record in the current stage, if any, that `done` of `total` bytes of a component are loaded."""
     if (current := _current.get()) is not None:
         current.load(component, done, total)
 
 
 def timing_writes(frames: Iterable[Any]) -> Iterator[Any]:
-    """Yield frames to what writes them; the seconds until it asks for more count as the stage's writing."""
+    """Yield frames to a writer, and count the seconds until it requests the next as the stage's writing time."""
     for chunk in frames:
-        begun = perf_counter()
+        start = perf_counter()
         yield chunk
         if (current := _current.get()) is not None:
-            current.writing += perf_counter() - begun
+            current.writing += perf_counter() - start
 
 
 def _console(progress: bool | None) -> "Console | None":
-    """Return the console for stages of the library, or None where nothing is to be shown."""
+    """Return the console for the library's stages, or None if nothing is to be shown."""
     import jax  # imported late, for commands that compute nothing
 
-    usual = (sys.stderr is not None and sys.stderr.isatty()) or "ipykernel" in sys.modules
-    if not (usual if progress is None else progress) or jax.process_index() != 0:
+    is_interactive = (sys.stderr is not None and sys.stderr.isatty()) or "ipykernel" in sys.modules
+    if not (is_interactive if progress is None else progress) or jax.process_index() != 0:
         return None
     return console()
 
 
 def console(*, stderr: bool = True, quiet: bool = False) -> "Console":
-    """Return a console that prints lines as they are: names may hold what rich takes for markup.
+    """Return a console that prints lines unchanged: names may contain rich's markup.
 
-    A pipe has no colours and no bars, whatever variables such as FORCE_COLOR ask of rich.
+    A pipe gets no colours and no bars, even if variables such as FORCE_COLOR request them.
     """
     from rich.console import Console  # imported late for a quick --help
 
     stream = sys.stderr if stderr else sys.stdout
-    piped = stream is None or not stream.isatty()
-    plain: dict[str, Any] = {"highlight": False, "markup": False, "soft_wrap": True}
-    return Console(stderr=stderr, quiet=quiet, force_terminal=False if piped else None, **plain)
+    is_piped = stream is None or not stream.isatty()
+    line_options: dict[str, Any] = {"highlight": False, "markup": False, "soft_wrap": True}
+    return Console(stderr=stderr, quiet=quiet, force_terminal=False if is_piped else None, **line_options)
 
 
 @contextmanager
-def _shown_on(console: "Console | None", current: Stage) -> Iterator[None]:
+def _showing(console: "Console | None", current: Stage) -> Iterator[None]:
     if console is None or not current.row.disable:
         with current.row:
             yield
         return
-    with _lines(current, console):
+    with _print_lines(current, console):
         yield
     console.print(f"{current.name}: {current}, {duration(current.elapsed)} in all")
 
 
 @contextmanager
-def _lines(current: Stage, console: "Console") -> Iterator[None]:
-    """Print a plain line from time to time, where it differs from the one before."""
-    over = Event()
+def _print_lines(current: Stage, console: "Console") -> Iterator[None]:
+    """Print a plain line every few seconds if it differs from the previous one."""
+    finished = Event()
 
-    def tell() -> None:
-        before = ""
-        while not over.wait(EVERY):
-            if (line := f"{current.name}: {current}") != before:
-                console.print(before := line)
+    def print_lines() -> None:
+        last_line = ""
+        while not finished.wait(LINE_INTERVAL):
+            if (line := f"{current.name}: {current}") != last_line:
+                console.print(last_line := line)
 
-    thread = Thread(target=tell, daemon=True)
+    thread = Thread(target=print_lines, daemon=True)
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        finished.set()
         thread.join()

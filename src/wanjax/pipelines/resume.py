@@ -57,8 +57,8 @@ class ResumeObserver(Observer):
         if progress.passes > 1:
             self.file = self._of_window.with_stem(f"{self._of_window.stem}_pass_{progress.number + 1}")
         goes_on = self._finished or not progress.last
-        self._before, self._end = progress.before, progress.before + steps if goes_on else 0
-        self._steps = self._steps if progress.before else 0
+        self._before, self._end = progress.earlier_steps, progress.earlier_steps + steps if goes_on else 0
+        self._steps = self._steps if progress.earlier_steps else 0
         self.origin = digest(start.facts, start.arrays)
         try:
             file = SafetensorsFile(self.file)
@@ -77,8 +77,8 @@ class ResumeObserver(Observer):
         begins = steps in [phase.start for phase in start.phases]  # another network, which has kept nothing yet
         cached = tuple(_listed(arrays, f"kept.{i}") for i in range(int(file.metadata["forwards"])))
         if steps and self.resumed_at:
-            self.resumed_at(progress.before + steps, progress.total)
-        self._steps = progress.before + steps
+            self.resumed_at(progress.earlier_steps + steps, progress.total)
+        self._steps = progress.earlier_steps + steps
         self.saved(self._steps)
         state = jax.tree.unflatten(tree, [arrays[name] for name in named])
         return replace(state, cached=None if begins else cached), steps

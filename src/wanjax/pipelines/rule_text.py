@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of several settings that a text describes, such as a step cache or a rule of guidance."""
+"""Parsing of a text with several settings, such as a step cache or a guidance rule."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,10 +10,10 @@ from wanjax.errors import WanjaxError, choice, repr_short
 
 
 def parse_rule(described: Any, kinds: Mapping[str, type[Any]], what: str, *, named: bool = False) -> Any:
-    """Return the value that a text such as `NAME` or `NAME:1,2,c=3` describes; `kinds` are dataclasses by their names.
+    """Parse a text such as `NAME` or `NAME:1,2,c=3` into a dataclass; `kinds` are the dataclasses by their names.
 
-    Settings stand in their order, and after those by name; all by name where they are to be `named`. Raises
-    WanjaxError, which calls it `what`, for anything else.
+    Settings are given in their order, later ones by name; all by name if `named`. Raises WanjaxError for anything else;
+    `what` is the word for the value in its message.
     """
     name, _, listed = described.partition(":") if isinstance(described, str) else ("", "", "")
     if name not in kinds:
@@ -30,5 +30,5 @@ def parse_rule(described: Any, kinds: Mapping[str, type[Any]], what: str, *, nam
                 arguments.setdefault(key, (get_args(hints[key]) or (hints[key],))[0](value))
     if len(arguments) != len(values):
         written = f"{kinds[name]()}, which has {', '.join(fields)}" if fields else str(kinds[name]())
-        raise WanjaxError(f"the {what} {repr_short(described)} is not written like {written}")
+        raise WanjaxError(f"the {what} {repr_short(described)} cannot be read: write it like {written}")
     return kinds[name](**arguments)

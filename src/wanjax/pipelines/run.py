@@ -128,7 +128,7 @@ class Run:
             done: Units that are done.
             total: Units in all.
         """
-        self.observers.tell("count", unit, done, total)
+        self.observers.notify("count", unit, done, total)
 
     def encode(self) -> dict[str, Conditioning]:
         """Encode each prompt once, and the pictures, which all videos share; return the outputs by prompt."""
@@ -137,7 +137,7 @@ class Run:
             picture_fields = self._encode_pictures(self.pictures, self.requests[0].settings)
         conditioning = {prompt: text._replace(**picture_fields) for prompt, text in texts.items()}
         for one in conditioning.values():
-            self.observers.tell("encoded", one)
+            self.observers.notify("encoded", one)
         return conditioning
 
     def _encode_texts(self) -> dict[str, Conditioning]:
@@ -159,7 +159,7 @@ class Run:
         """Yield the frames of a video of windows, those of each once it is made; `texts` are encoded by the first."""
         strategy, before = self.runtime.strategy, None
         for window in windows_of(settings):
-            self.observers.tell("window", window)
+            self.observers.notify("window", window)
             window_settings = window.settings
             pictures = pictures_of(window, self.pictures, before, self.model.spec.continued_by)
             with self.stage("encode"), strategy.stage("encode"):
@@ -239,14 +239,14 @@ class Run:
             if runtime.components.decoder == "vae":
                 spec.check_length(1 + (sum(lengths) - 1) * spec.vae.temporal_factor, self.pipe.defaults.model)
             total = sum(chunk_count(length, spec.decode_lengths(length)) for length in lengths)
-            self.observers.tell("count", "chunk", 0, total)
+            self.observers.notify("count", "chunk", 0, total)
         chunks = self._decoded(
             self.model.decode(runtime, latent_chunks, seed=seed, dtype=dtype, tiling=tiling, video=video)
         )
         for done, chunk in enumerate(chunks if total is None else _one_ahead(chunks), 1):
             yield chunk
             if total is not None:
-                self.observers.tell("count", "chunk", done, total)
+                self.observers.notify("count", "chunk", done, total)
         if last:
             runtime.components.finish_stage(())
 
@@ -258,7 +258,7 @@ class Run:
             if chunk is None:
                 return
             if chunk.extras:
-                self.observers.tell("decoded", chunk.extras)
+                self.observers.notify("decoded", chunk.extras)
             yield chunk.frames
 
 

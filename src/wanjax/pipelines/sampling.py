@@ -135,7 +135,7 @@ def sample(
     steps = [len(spec.schedule(passes[0], conditioning).timesteps), *(later.strong_steps for later in passes[1:])]
     for pass_settings, count in zip(passes, steps, strict=True):
         check_rule(pass_settings.guidance_rule, pass_settings.guided, count)
-    observers.tell("started", conditioning)
+    observers.notify("started", conditioning)
     for number, pass_settings in enumerate(passes):
         progress = Progress(number, len(passes), sum(steps[:number]), sum(steps))
         latent_chunks = sample_pass(
@@ -195,7 +195,7 @@ def sample_pass(
         frames = None if chunk.count == 1 else len(chunk.frames)
         chunk_noise = given_noise(noise, spec, chunk, steps, number)
         chunk_progress = progress._replace(
-            before=progress.before + chunk.number * steps, total=chunk.count * progress.total
+            earlier_steps=progress.earlier_steps + chunk.number * steps, total=chunk.count * progress.total
         )
         init = Init(
             model.scheduler,
@@ -210,7 +210,7 @@ def sample_pass(
             state, drawn = runtime.call(begin, init, key_data, chunk_noise, schedule, pictures, np.int32(chunk.number))
             inputs, done = conditioning._replace(**drawn), 0
             if chunk.count == 1:
-                resumed = observers.tell("resumed", Start(state, phases, facts, arrays, chunk_progress))
+                resumed = observers.notify("resumed", Start(state, phases, facts, arrays, chunk_progress))
                 state, done = next(filter(None, reversed(resumed)), (state, 0))
             monitor = Monitor(
                 observers, chunk, chunk_progress, schedule.timesteps, latent_preview, runtime.strategy.executes
@@ -233,7 +233,7 @@ def sample_pass(
             static = model.denoiser, frames or spec.latent_shape(settings)[2]
             latents = runtime.call(finish, static, state.x, latents_of(inputs, spec))
         if progress.last:
-            observers.tell("denoised", latents, chunk)
+            observers.notify("denoised", latents, chunk)
         yield latents
 
 

@@ -27,7 +27,7 @@ from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.request import PreparedRequest, VideoRequest
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.settings import LOADED, Settings
-from wanjax.pipelines.text.prompt_extension import Extended
+from wanjax.pipelines.text.prompt_extension import ExtendedPrompt
 from wanjax.pipelines.tracing import needed_pictures, trace_programs
 from wanjax.pipelines.video_metadata import digest_of
 from wanjax.serve import model_info
@@ -64,7 +64,7 @@ class ServedMaker(VideoMaker):
         compiles: bool = True,
         preview: bool = False,
         note: Callable[[str], object] = lambda text: None,
-        extend: Callable[[str, bool], Extended] | None = None,
+        extend: Callable[[str, bool], ExtendedPrompt] | None = None,
     ):
         super().__init__(lambda: variants.model(None), folder, tiling=tiling, batch_guidance=batch_guidance)
         self.variants, self.preview, self.note, self.extend = variants, preview, note, extend
@@ -154,7 +154,7 @@ class ServedMaker(VideoMaker):
                 (folder / THUMBNAIL).upload(here / THUMBNAIL)
 
     @staticmethod
-    def _extend(request: VideoRequest, extend: Callable[[str, bool], Extended]) -> dict[str, str]:
+    def _extend(request: VideoRequest, extend: Callable[[str, bool], ExtendedPrompt]) -> dict[str, str]:
         """Return the settings of a request's prompts, extended, with what was asked for beside them."""
         texts = [request.settings["prompt"], *(request.settings.get("then") or "").splitlines()]
         prompt, *then = (extend(text, "image" in request.inputs) for text in texts)

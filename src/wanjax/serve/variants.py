@@ -110,7 +110,7 @@ class Variants(ServedModels):
             loras = [replace(lora, strength=strengths[key]) for key, lora in self.loras.items()]
             pipe = _by_name(self._load(self._place if name == self.first else name, loras))
         pipe.progress = False
-        pipe.components.take_from(held.components, () if weights == wanted else pipe.model.spec.denoisers)
+        pipe.components.move_from(held.components, () if weights == wanted else pipe.model.spec.denoisers)
         self._held = pipe, wanted
         return pipe
 

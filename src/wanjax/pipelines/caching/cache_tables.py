@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables that step caches need of a checkpoint: published ones, and those that `wanjax calibrate` measured."""
+"""The tables that step caches need for a checkpoint: published ones, and those measured by `wanjax calibrate`."""
 
 import hashlib
 import json
@@ -21,20 +21,20 @@ from wanjax.figures import quantity
 from wanjax.stores.user_folders import home, user_cache
 
 FILE = "caches.json"  # the published tables of a family
-KINDS = {
+NAMES_IN_FILE = {
     "magnitudes": "magcache",
     "changes": "teacache",
-    "pictured": "magcache_pictured",
+    "image_magnitudes": "magcache_pictured",
     "plain": "teacache_plain",
 }
-"""The entries of a file, by the fields of `Tables`."""
+"""The names of the tables in a file, by the fields of `Tables`."""
 
 
 class Magnitudes(NamedTuple):
-    """MagCache's table: how much larger the blocks' residual is in each step than in the step before it.
+    """MagCache's table: the ratio of the blocks' residual in each step to that in the step before.
 
-    `prompt` and `negative` have an entry for each step; the first is 1. `delta`, `most` and `whole` are the settings
-    in use where none are given. `turns` tells of each network, in their order, whether its steps may reuse at all.
+    `prompt` and `negative` have an entry for each step; the first is 1. `delta`, `most` and `whole` are the default
+    settings. `turns` has a flag for each network, in order: whether its steps may reuse at all.
     """
 
     prompt: tuple[float, ...]
@@ -46,9 +46,9 @@ class Magnitudes(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """TeaCache's polynomial, the highest degree first, from the change of the timestep's embedding to the output's.
+    """TeaCache's polynomial, highest degree first. It maps the change of the timestep's embedding to the output's.
 
-    The first `first` and the last `last` steps are whole. `threshold` is in use where none is given.
+    The first `first` and the last `last` steps are computed in full. `threshold` is the default.
     """
 
     polynomial: tuple[float, ...]
@@ -59,65 +59,76 @@ class Changes(NamedTuple):
 
 @dataclass(frozen=True)
 class Tables:
-    """The tables of a checkpoint; None for those that it lacks.
+    """The tables of a checkpoint; None for a missing one.
 
-    `pictured` takes the place of `magnitudes` where a model that needs no picture is given one. `plain` is for the
-    timestep's embedding before it is projected for the blocks, `changes` for what the blocks are given.
+    `image_magnitudes` replaces `magnitudes` if an optional input image is given. `plain` is for the timestep's
+    embedding before it is projected for the blocks, `changes` for the projected one.
     """
 
     magnitudes: Magnitudes | None = None
     changes: Changes | None = None
-    pictured: Magnitudes | None = None
+    image_magnitudes: Magnitudes | None = None
     plain: Changes | None = None
 
     @property
-    def of_pictured(self) -> "Tables":
-        """The tables for a video that begins with a given picture."""
-        return replace(self, magnitudes=self.pictured) if self.pictured else self
+    def for_image_input(self) -> "Tables":
+        """The tables for a video that begins with an input image."""
+        return replace(self, magnitudes=self.image_magnitudes) if self.image_magnitudes else self
 
 
 NO_TABLES = Tables()
 
 
 def read_tables(file: Path, name: str | None = None) -> Tables:
-    """Read the tables of a file, in which `name` selects a checkpoint's; a file that does not exist has none.
+    """Read the tables of a file, or no tables if it does not exist. `name` selects a checkpoint in a file of several.
 
-    Raises WanjaxError where the file is damaged or a table has a wrong length.
+    Raises WanjaxError if the file is damaged or a table has a wrong length.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        kinds = [content.get(kind, {}) for kind in KINDS.values()]
-        magcache, teacache, pictured, plain = kinds if name is None else [kind.get(name) for kind in kinds]
-        return Tables(_magnitudes(magcache), _changes(teacache), _magnitudes(pictured), _changes(plain))
+        entries = [content.get(table_name, {}) for table_name in NAMES_IN_FILE.values()]
+        magcache, teacache, magcache_pictured, plain = (
+            entries if name is None else [table_name.get(name) for table_name in entries]
+        )
+        return Tables(
+            _read_magnitudes(magcache),
+            _read_changes(teacache),
+            _read_magnitudes(magcache_pictured),
+            _read_changes(plain),
+        )
     except WanjaxError as error:
         raise WanjaxError(f"{file}: {error}") from error
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise WanjaxError(
-            f"{file} holds no tables of step caches ({reason(error)}): `wanjax calibrate` writes one"
+            f"{file} is not a table of step caches ({reason(error)}): write one with `wanjax calibrate`"
         ) from error
 
 
-def tables_of(places: Sequence[tuple[Path | None, str | None]]) -> Tables:
-    """Return each table from the first of the places that has it: files, and names in them as for `read_tables`."""
-    tables = [read_tables(file, name) for file, name in places if file is not None]
-    first: dict[str, Any] = {kind: next(filter(None, (getattr(x, kind) for x in tables)), None) for kind in KINDS}
-    first["pictured"] = next((x.pictured for x in tables if x.magnitudes), None)  # of one place with `magnitudes`
-    return Tables(**first)
+def merge_tables(locations: Sequence[tuple[Path | None, str | None]]) -> Tables:
+    """Return each table from the first location that has it: a file and a name in it, as for `read_tables`."""
+    tables = [read_tables(file, name) for file, name in locations if file is not None]
+    tables_by_field: dict[str, Any] = {
+        field: next(filter(None, (getattr(x, field) for x in tables)), None) for field in NAMES_IN_FILE
+    }
+    tables_by_field["image_magnitudes"] = next(
+        (x.image_magnitudes for x in tables if x.magnitudes), None
+    )  # from the same file as `magnitudes`
+    return Tables(**tables_by_field)
 
 
 def measured_file(key: str) -> Path:
-    """Return the file in which the tables measured of a checkpoint are kept, in the user's folder for data.
+    """Return the file of the tables measured for a checkpoint, in the user's data folder.
 
-    For a user without a home folder it is a temporary one.
+    A user without a home folder gets a temporary one.
     """
-    usual = (home() or user_cache()) / ("Library/Application Support" if sys.platform == "darwin" else ".local/share")
-    return Path(os.environ.get("XDG_DATA_HOME") or usual) / "wanjax" / "caches" / f"{key}.json"
+    default = (home() or user_cache()) / ("Library/Application Support" if sys.platform == "darwin" else ".local/share")
+    return Path(os.environ.get("XDG_DATA_HOME") or default) / "wanjax" / "caches" / f"{key}.json"
 
 
-def key_of(source: Source) -> str:
-    """Return a name for the tables of a checkpoint that is not a published one.
+def checkpoint_key(source: Source) -> str:
+    """Return a file name for the tables of an unpublished checkpoint.
 
-    It is another one when the files of the transformer change.
+    The name changes when the files of the transformer change.
     """
     if source.revision is not None:
         identity = [source.origin, source.revision]
@@ -131,17 +142,17 @@ def key_of(source: Source) -> str:
 
 
 def table_digest(tables: Tables, kind: str) -> str:
-    """Return a digest of the table of a kind, a field of `Tables`."""
+    """Return a digest of one table; `kind` is a field of `Tables`."""
     return hashlib.sha256(repr(getattr(tables, kind)).encode()).hexdigest()
 
 
 def to_json(tables: Tables) -> dict[str, Any]:
-    """Return tables as `read_tables` reads them."""
-    tables_by_kind = {kind: getattr(tables, field) for field, kind in KINDS.items()}
+    """Return tables as JSON that `read_tables` reads."""
+    tables_by_kind = {kind: getattr(tables, field) for field, kind in NAMES_IN_FILE.items()}
     return {kind: table._asdict() for kind, table in tables_by_kind.items() if table}
 
 
-def _magnitudes(json: Any) -> Magnitudes | None:
+def _read_magnitudes(json: Any) -> Magnitudes | None:
     if not json:
         return None
     prompt, negative = (_numbers(json[name]) for name in ("prompt", "negative"))
@@ -151,12 +162,12 @@ def _magnitudes(json: Any) -> Magnitudes | None:
             "give one for each step"
         )
     if min(*prompt, *negative) <= 0:
-        raise WanjaxError(f"the table has the ratio {min(*prompt, *negative)}: ratios are above 0")
+        raise WanjaxError(f"the table has the ratio {min(*prompt, *negative)}: ratios must be above 0")
     settings = float(json["delta"]), int(json["most"]), float(json["whole"])
     return Magnitudes(prompt, negative, *settings, tuple(map(bool, json.get("turns", (True, True)))))
 
 
-def _changes(json: Any) -> Changes | None:
+def _read_changes(json: Any) -> Changes | None:
     if not json:
         return None
     polynomial = _numbers(json["polynomial"])
@@ -165,5 +176,5 @@ def _changes(json: Any) -> Changes | None:
 
 def _numbers(json: Any) -> tuple[float, ...]:
     if not all(not isinstance(x, bool) and isinstance(x, Real) and math.isfinite(float(x)) for x in json):
-        raise WanjaxError("the table holds what is not a number: write finite numbers")
+        raise WanjaxError("the table has an entry that is not a finite number: write finite numbers")
     return tuple(map(float, json))

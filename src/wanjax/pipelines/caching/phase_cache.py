@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step cache for each phase of a video that is made, once its network is there."""
+"""Step caches for the phases of a run, built once the phase's network is loaded."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def time_changes(
 ) -> Float[Array, " steps"]:
     """Return the relative change of the timestep's embedding before each step, 0 before the first.
 
-    static: the denoiser, the network's definition, and whether the embedding is the one before it is projected.
+    static: the denoiser, the network's definition, and whether to read the embedding before its projection.
     """
     denoiser, graphdef, plain = static
     embedded = denoiser.embed_timesteps(nnx.merge(graphdef, weights), times, plain)
@@ -35,10 +35,10 @@ def time_changes(
     return jnp.concatenate([jnp.zeros(1, changes.dtype), changes])
 
 
-def changes_of(
+def embedding_changes(
     runtime: Runtime, denoiser: Denoiser, network: SplitNetwork, schedule: Schedule, phase: Phase, plain: bool = False
 ) -> list[float] | None:
-    """Return the changes of the timestep's embedding before each step of a phase; None where weights have none."""
+    """Return the timestep embedding's change before each step of a phase; None while a run is traced."""
     times = [denoiser.timesteps(one_step(schedule, step)) for step in phase.steps]
     stacked = jax.tree.map(lambda *of_steps: np.stack(of_steps), *times)
     changes = runtime.strategy.read(
@@ -56,13 +56,13 @@ def step_cache(
     schedule: Schedule,
     phase: Phase,
 ) -> StepCache:
-    """Return the cache of a phase; raise WanjaxError where every step that may would reuse, or none.
+    """Return the cache of a phase; raise WanjaxError if all steps that may reuse would, or none.
 
-    Where the weights' values decide, and there are none, a single step counts as reusing: the last that may.
+    TeaCache reads the weights. While a run is traced there are none; then only the last step that may reuse does.
     """
     if not isinstance(rule, TeaCache):
         return rule.cache(phase, (False,) * phase.start + rule.reused(phase, tables))
-    changes = changes_of(runtime, denoiser, network, schedule, phase, rule.table == PLAIN)
+    changes = embedding_changes(runtime, denoiser, network, schedule, phase, rule.table == PLAIN)
     reused = rule.reused(phase, tables, changes)
     if changes is None:
         last = max((step for step, may in enumerate(reused) if may), default=-1)

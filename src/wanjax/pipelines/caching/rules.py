@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of step caches: which steps of a video reuse what another kept, and the texts that name a rule.
+"""Rules of step caches: which steps of a video reuse cached values, and how a text names a rule.
 
-All but one know the steps on the host, before a step is compiled; EasyCache decides on the device.
+All rules but EasyCache decide on the host, before a step is compiled; EasyCache decides on the device.
 """
 
 import dataclasses
@@ -30,24 +30,24 @@ from wanjax.pipelines.caching.step_cache import (
 from wanjax.pipelines.phases import Phase
 from wanjax.pipelines.rule_text import parse_rule
 
-PLAIN = "plain"  # the mode of TeaCache that its authors take unless another is asked for, and its table
+PLAIN = "plain"  # TeaCache's mode without --use_ret_steps, its authors' default; also the name of its table
 
 
 @dataclass(frozen=True)
 class CacheRule(ABC):
-    """A rule for the steps that reuse what another kept. A network's first step never does."""
+    """A rule for which steps reuse cached values. The first step of a network never does."""
 
     name: ClassVar[str]
     counted: ClassVar[bool] = True
-    """True where the steps that reuse are known before weights are."""
+    """True if the reusing steps are known before the weights are loaded."""
     blocks: ClassVar[type[BlockCache]] = BlockCache
-    """What each forward keeps between its blocks, for a rule that treats each on its own."""
+    """What each forward caches between its blocks, for a rule that caches each forward separately."""
     decided_on_device: ClassVar[bool] = False
-    """True where a step decides on the device whether it reuses."""
+    """True if a step decides on the device whether it reuses."""
     forwards: ClassVar[int] = 0
-    """The number of forwards that a step under guidance still runs where it reuses."""
+    """The number of forwards that a reusing step with guidance still runs."""
     apart: ClassVar[bool] = False
-    """True where a step has to run its two prompts apart."""
+    """True if a step has to run its two prompts in separate forwards."""
 
     @property
     def table(self) -> str | None:
@@ -55,30 +55,30 @@ class CacheRule(ABC):
         return None
 
     def completed(self, tables: Tables) -> "CacheRule":
-        """Return the rule with the checkpoint's own settings where none are given."""
+        """Return the rule with the checkpoint's settings in place of those that are None."""
         return self
 
     @abstractmethod
     def reused(self, phase: Phase, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
-        """Tell of each step of a phase whether it reuses, or may where that is not `counted`."""
+        """Return for each step of a phase whether it reuses, or whether it may if the rule is not `counted`."""
 
     def cache(self, phase: Phase, reused: tuple[bool, ...]) -> StepCache:
-        """Return the cache of a phase, whose steps, counted from the video's first, reuse as told."""
+        """Return the cache of a phase. `reused` is counted from the video's first step."""
         return ForwardCache(self.blocks, reused=reused)
 
     def __str__(self) -> str:
-        texts, named = [], False
+        texts, needs_name = [], False
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            named = named or value is None or isinstance(value, str)  # and so are those after it
+            needs_name = needs_name or value is None or isinstance(value, str)  # later ones then need their names too
             if value is not None:
-                texts.append(f"{field.name}={value}" if named else str(value))
+                texts.append(f"{field.name}={value}" if needs_name else str(value))
         return ":".join(filter(None, [self.name, ",".join(texts)]))
 
 
 @dataclass(frozen=True)
 class NoRule(CacheRule):
-    """Every step is whole."""
+    """Compute every step in full."""
 
     name = "none"
 
@@ -91,7 +91,7 @@ class NoRule(CacheRule):
 
 @dataclass(frozen=True)
 class Auto(NoRule):
-    """Stands for the rule that is best for a model: MagCache where there is a table for it, else EasyCache."""
+    """The best rule for a model: MagCache if there is a table for it, else EasyCache."""
 
     name = "auto"
 
@@ -101,10 +101,10 @@ class Auto(NoRule):
 
 @dataclass(frozen=True)
 class DeepCache(CacheRule):
-    """Reuses the tokens before the last block: a step then runs the last block and the head alone.
+    """Reuse the tokens before the last block: such a step runs only the last block and the head.
 
-    Of the steps from `start` to before `end` every `interval`-th is whole; the others there reuse. Follows Ma et al.,
-    DeepCache, 2024, as HunyuanVideo 1.5's authors apply it to a transformer: hyvideo/commons/cache_helper.py.
+    From step `start` to before `end`, every `interval`-th step is computed in full and the others reuse. Follows Ma et
+    al., DeepCache, 2024, as HunyuanVideo 1.5's authors apply it to a transformer: hyvideo/commons/cache_helper.py.
     """
 
     name = "deepcache"
@@ -116,21 +116,22 @@ class DeepCache(CacheRule):
     def __post_init__(self) -> None:
         if not (0 <= self.start < self.end and self.interval > 1):
             raise WanjaxError(
-                f"{self} keeps nothing to reuse: give a start from 0 on, an end above it and an interval from 2 on"
+                f"{self} never reuses a step: give a start of at least 0, an end above it and an interval of at least 2"
             )
 
     def reused(self, phase: Phase, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
-        return _first_is_whole(
+        return _compute_first(
             [self.start <= i < self.end and (i - self.start) % self.interval != 0 for i in phase.steps]
         )
 
 
 @dataclass(frozen=True)
 class MagCache(CacheRule):
-    """Reuses what all blocks add to the tokens, while its magnitude is known to change little.
+    """Reuse the residual that all blocks add to the tokens, while its magnitude is expected to change little.
 
-    Follows Ma et al., MagCache, 2025: magcache_generate.py in MagCache4Wan2.1 and MagCache4Wan2.2. A step reuses if it
-    does for both prompts. At most `most` steps in a row reuse, and the share `whole` of a network's steps comes first.
+    Follows Ma et al., MagCache, 2025: magcache_generate.py in MagCache4Wan2.1 and MagCache4Wan2.2. A step reuses only
+    if both of its prompts may. At most `most` steps in a row reuse. The share `whole` of a network's steps, its first
+    ones, are computed in full.
     """
 
     name = "magcache"
@@ -141,11 +142,11 @@ class MagCache(CacheRule):
 
     def __post_init__(self) -> None:
         if self.delta is not None and not 0 < self.delta < math.inf:
-            raise WanjaxError(f"the threshold of {self} is not a number above 0: 0.06 is usual")
+            raise WanjaxError(f"the threshold of {self} must be above 0 and finite: 0.06 is usual")
         if self.most is not None and self.most < 1:
-            raise WanjaxError(f"{self} lets {self.most} steps in a row reuse: give a number from 1 on")
+            raise WanjaxError(f"{self} allows {self.most} reused steps in a row: give at least 1")
         if self.whole is not None and not 0 <= self.whole < 1:
-            raise WanjaxError(f"{self} has {self.whole:g} as the share of whole steps: give a number from 0 to below 1")
+            raise WanjaxError(f"{self} computes the share {self.whole:g} in full: give at least 0 and less than 1")
 
     @property
     def table(self) -> str:
@@ -153,8 +154,10 @@ class MagCache(CacheRule):
 
     def completed(self, tables: Tables) -> "CacheRule":
         assert tables.magnitudes is not None
-        usual = {name: getattr(tables.magnitudes, name) for name in ("delta", "most", "whole")}
-        return dataclasses.replace(self, **{k: v for k, v in usual.items() if getattr(self, k) is None})
+        defaults = {name: getattr(tables.magnitudes, name) for name in ("delta", "most", "whole")}
+        return dataclasses.replace(
+            self, **{name: value for name, value in defaults.items() if getattr(self, name) is None}
+        )
 
     def reused(self, phase: Phase, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
         table = tables.magnitudes
@@ -163,48 +166,50 @@ class MagCache(CacheRule):
         whole = table.whole if self.whole is None else self.whole
         if not table.turns[phase.number]:
             return (False,) * len(phase.steps)
-        lists = (table.prompt, table.negative) if phase.guided else (table.prompt,)
-        listed = np.stack([nearest(ratios, phase.skipped + phase.total) for ratios in lists])[:, phase.skipped :]
-        flags, (grown, errors, count) = [], NEW
+        ratio_lists = (table.prompt, table.negative) if phase.guided else (table.prompt,)
+        ratios = np.stack([nearest(table_ratios, phase.skipped + phase.total) for table_ratios in ratio_lists])[
+            :, phase.skipped :
+        ]
+        flags, (growth, errors, count) = [], RESET
         for step in range(len(phase.steps)):
-            if step == 0 or not _may(step, phase, whole, table):
+            if step == 0 or not _may_reuse(step, phase, whole, table):
                 flags.append(False)
                 continue
-            grown = grown * listed[:, phase.start + step]
-            errors, count = errors + np.abs(1 - grown), count + 1
+            growth = growth * ratios[:, phase.start + step]
+            errors, count = errors + np.abs(1 - growth), count + 1
             flags.append(bool((errors < delta).all()) and count <= most)
             if not flags[-1]:
-                grown, errors, count = NEW
-        return _first_is_whole(flags)
+                growth, errors, count = RESET
+        return _compute_first(flags)
 
 
-NEW = (1.0, 0.0, 0)  # growth, errors and count of a MagCache after a step that was computed
+RESET = (1.0, 0.0, 0)  # MagCache's growth, errors and count after a step that was computed in full
 
 
-def _may(step: int, phase: Phase, whole: float, table: Magnitudes) -> bool:
-    """Return whether a step of a phase may reuse, as MagCache's authors count: two forwards a step, the negative last.
+def _may_reuse(step: int, phase: Phase, whole: float, table: Magnitudes) -> bool:
+    """Return whether a step of a phase may reuse, counting as MagCache's authors do: two forwards a step.
 
-    They round the count of whole forwards down, but up for the second of two networks that both reuse.
+    They round the number of full forwards down, but up for the second of two networks that both reuse.
     """
-    forward, after = 2 * step, 2 * len(phase.steps) * whole
-    return forward > after if phase.number == 1 and table.turns[0] else forward >= int(after)
+    forward, full_forwards = 2 * step, 2 * len(phase.steps) * whole
+    return forward > full_forwards if phase.number == 1 and table.turns[0] else forward >= int(full_forwards)
 
 
 def nearest(ratios: Sequence[float], steps: int) -> Float[np.ndarray, " steps"]:
-    """Return a list of ratios read at the nearest indices for another number of steps."""
+    """Resample a list of ratios to another number of steps, by the nearest index."""
     if steps == 1:
         return np.array(ratios[-1:])
-    places = np.round(np.arange(steps) * ((len(ratios) - 1) / (steps - 1))).astype(int)
-    return np.array(ratios)[places]
+    indices = np.round(np.arange(steps) * ((len(ratios) - 1) / (steps - 1))).astype(int)
+    return np.array(ratios)[indices]
 
 
 @dataclass(frozen=True)
 class TeaCache(CacheRule):
-    """Reuses what all blocks add to the tokens, while the timestep's embedding has changed little.
+    """Reuse the residual that all blocks add to the tokens, while the timestep's embedding has changed little.
 
-    A polynomial turns its change into that of the output. Follows Liu et al., TeaCache, 2024: teacache_generate.py in
-    TeaCache4Wan2.1, with --use_ret_steps, and teacache_sample_video.py in TeaCache4CogVideoX1.5. The mode `plain` is
-    the former without --use_ret_steps: of the embedding before it is projected for the blocks.
+    A polynomial maps the embedding's change to the output's. Follows Liu et al., TeaCache, 2024: teacache_generate.py
+    in TeaCache4Wan2.1 with --use_ret_steps, and teacache_sample_video.py in TeaCache4CogVideoX1.5. The mode `plain` is
+    the former without --use_ret_steps: it reads the embedding before it is projected for the blocks.
     """
 
     name = "teacache"
@@ -215,37 +220,37 @@ class TeaCache(CacheRule):
 
     def __post_init__(self) -> None:
         if self.mode not in (None, PLAIN):
-            raise WanjaxError(f"TeaCache has no mode {repr_short(self.mode)}: give {PLAIN}, or none")
+            raise WanjaxError(f"TeaCache has no mode {repr_short(self.mode)}: give {PLAIN} or no mode")
         if self.threshold is not None and not 0 < self.threshold < math.inf:
-            raise WanjaxError(f"the threshold of {self} is not a number above 0: 0.1 is usual")
+            raise WanjaxError(f"the threshold of {self} must be above 0 and finite: 0.1 is usual")
 
     @property
     def table(self) -> str:
         return PLAIN if self.mode == PLAIN else "changes"
 
     def completed(self, tables: Tables) -> "CacheRule":
-        usual = getattr(tables, self.table).threshold
-        return self if self.threshold is not None else dataclasses.replace(self, threshold=usual)
+        default = getattr(tables, self.table).threshold
+        return self if self.threshold is not None else dataclasses.replace(self, threshold=default)
 
     def reused(self, phase: Phase, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
-        """`changes` are those of the embedding before each step; without them each step that may reuse does."""
+        """Without `changes`, the embedding's change before each step, every step that may reuse does."""
         table: Changes = getattr(tables, self.table)
         threshold = self.threshold or table.threshold
         flags, error = [], 0.0
         for step in range(len(phase.steps)):
-            may = step > 0 and table.first <= phase.start + step < phase.total - table.last
+            may_reuse = step > 0 and table.first <= phase.start + step < phase.total - table.last
             error = error + (0.0 if changes is None else float(np.polyval(table.polynomial, changes[step])))
-            flags.append(may and error < threshold)
+            flags.append(may_reuse and error < threshold)
             error = error if flags[-1] else 0.0
-        return _first_is_whole(flags)
+        return _compute_first(flags)
 
 
 @dataclass(frozen=True)
 class EasyCache(CacheRule):
-    """Reuses what a step added to its latents, while the output is expected to change by less than a threshold.
+    """Reuse the difference between a step's output and its latents, while the expected error is below a threshold.
 
     Follows Zhou et al., EasyCache, 2025: easycache_generate.py in EasyCache4Wan2.1. The first `first` steps and the
-    last are computed; the run with the prompt decides for both prompts.
+    last are computed in full. The prompt's forward decides for both prompts.
     """
 
     name = "easycache"
@@ -256,10 +261,10 @@ class EasyCache(CacheRule):
 
     def __post_init__(self) -> None:
         if not 0 < self.threshold < math.inf or self.first < 1:
-            raise WanjaxError(f"{self} has no threshold above 0 and first steps from 1 on: easycache:0.05,10 is usual")
+            raise WanjaxError(f"{self} needs a threshold above 0 and at least 1 first step: easycache:0.05,10 is usual")
 
     def reused(self, phase: Phase, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
-        return _first_is_whole([self.first <= i < phase.total - 1 for i in phase.steps])
+        return _compute_first([self.first <= i < phase.total - 1 for i in phase.steps])
 
     def cache(self, phase: Phase, reused: tuple[bool, ...]) -> StepCache:
         return OutputCache(reused=reused, threshold=self.threshold)
@@ -267,10 +272,10 @@ class EasyCache(CacheRule):
 
 @dataclass(frozen=True)
 class Guidance(CacheRule):
-    """Runs the negative prompt in every `interval`-th step alone, from a third of the steps to nine tenths.
+    """Run the negative prompt in every `interval`-th step only, from a third of the steps to nine tenths.
 
-    In between its output is the prompt's and their last difference. Follows Lv et al., FasterCache, 2024, as in
-    maxdiffusion's pipelines/wan/wan_pipeline_2_1.py.
+    In between, its output is the prompt's output plus their last difference. Follows Lv et al., FasterCache, 2024, as
+    in maxdiffusion's pipelines/wan/wan_pipeline_2_1.py.
     """
 
     name = "guidance"
@@ -280,11 +285,11 @@ class Guidance(CacheRule):
 
     def __post_init__(self) -> None:
         if self.interval < 2:
-            raise WanjaxError(f"{self} keeps nothing to reuse: give an interval from 2 on")
+            raise WanjaxError(f"{self} never reuses a step: give an interval of at least 2")
 
     def reused(self, phase: Phase, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
         start, end = int(phase.total / 3), int(phase.total * 0.9)
-        return _first_is_whole(
+        return _compute_first(
             [phase.guided and start <= i < end and (i - start) % self.interval != 0 for i in phase.steps]
         )
 
@@ -299,18 +304,18 @@ NONE = NoRule()
 
 
 def cache_rule(rule: Any) -> CacheRule:
-    """Return a rule, or the one that a text such as `magcache`, `deepcache:11,45,4` or `none` describes.
+    """Parse a text such as `magcache`, `deepcache:11,45,4` or `none`; return a rule as it is.
 
-    Settings stand in their order, and after those by name: `teacache:0.1,mode=plain`. Raises WanjaxError for anything
+    Settings are given in their order, later ones by name: `teacache:0.1,mode=plain`. Raises WanjaxError for anything
     else.
     """
     return rule if isinstance(rule, CacheRule) else parse_rule(rule, RULES, "step cache")
 
 
 def chosen_rule(rule: CacheRule, phases: Sequence[Phase], tables: Tables, model: str) -> CacheRule:
-    """Return a rule with all of its settings for a checkpoint; for `Auto` none where its rule would reuse nothing.
+    """Fill a rule's settings for a checkpoint; replace `Auto` by its best rule, or by none if that would reuse nothing.
 
-    Raises SettingError where the checkpoint lacks the table, or the rule would reuse nothing, or all.
+    Raises SettingError if the checkpoint lacks the rule's table, or if the rule would reuse no step, or all steps.
     """
     if rule == NONE:
         return rule
@@ -318,9 +323,9 @@ def chosen_rule(rule: CacheRule, phases: Sequence[Phase], tables: Tables, model:
         best = rule.completed(tables)
         return best if any(any(best.reused(phase, tables)) for phase in phases) else NONE
     if rule.table and getattr(tables, rule.table) is None:
-        without = f"give {rule.name} alone"
-        right = without if rule.table == PLAIN else f"`wanjax calibrate {model}` measures one"
-        raise SettingError(f"there is no table of {model} for {rule}: {right}", "cache")
+        default_mode = f"give {rule.name} without a mode"
+        advice = default_mode if rule.table == PLAIN else f"measure one with `wanjax calibrate {model}`"
+        raise SettingError(f"{model} has no table for {rule}: {advice}", "cache")
     if isinstance(rule, Guidance) and not any(phase.guided for phase in phases):
         raise SettingError(f"{rule} has no effect without guidance: set guidance_scale above 1", "cache")
     rule = rule.completed(tables)
@@ -329,7 +334,7 @@ def chosen_rule(rule: CacheRule, phases: Sequence[Phase], tables: Tables, model:
 
 
 def check_reused(rule: CacheRule, reused: Sequence[Sequence[bool]]) -> None:
-    """Raise SettingError where no step of any phase would reuse, or where all of half a phase would."""
+    """Raise SettingError if no step would reuse, or if all steps of at least half a phase would."""
     steps = sum(map(len, reused))
     if not any(map(any, reused)):
         message = f"the step cache {rule} reuses nothing in {quantity(steps, 'step')}: take more steps"
@@ -337,14 +342,14 @@ def check_reused(rule: CacheRule, reused: Sequence[Sequence[bool]]) -> None:
     if not rule.counted or rule.table is None:
         return
     for flags in map(list, reused):
-        if True in flags and all(left := flags[flags.index(True) :]) and len(left) >= max(2, len(flags) / 2):
+        if True in flags and all(remaining := flags[flags.index(True) :]) and len(remaining) >= max(2, len(flags) / 2):
             first = flags.index(True)
             message = f"{rule} reuses all steps after {first} of {len(flags)}: give a smaller threshold"
             raise SettingError(message, "cache")
 
 
 def check_apart(rule: CacheRule, together: bool) -> None:
-    """Raise WanjaxError for a guidance cache where a step runs both prompts together."""
+    """Raise WanjaxError for a guidance cache if a step runs both prompts in one forward."""
     if together and rule.apart:
         raise WanjaxError(
             "a guidance cache has no effect where dp or --batch-guidance runs both prompts together: give a "
@@ -352,6 +357,6 @@ def check_apart(rule: CacheRule, together: bool) -> None:
         )
 
 
-def _first_is_whole(reused: Sequence[bool]) -> tuple[bool, ...]:
-    """Return which steps of a phase reuse, without the first, for which nothing is kept."""
+def _compute_first(reused: Sequence[bool]) -> tuple[bool, ...]:
+    """Clear the first flag of a phase: its first step has nothing to reuse."""
     return (False, *reused[1:]) if reused else ()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step caches: a step keeps a part of its work, which later steps reuse in place of doing it again.
+"""Step caches: a step caches a part of its work, which later steps reuse instead of computing it again.
 
-A cache stands between the sampler and a transformer, whose forward it may give a `BlockCache`. It is what a step is
-compiled for; `rules` decide which steps reuse.
+A cache wraps the forwards of a step, and may give each a `BlockCache`. A step is compiled for its cache; the rules in
+`rules` decide which steps reuse.
 """
 
 from abc import ABC, abstractmethod
@@ -22,23 +22,23 @@ from wanjax.layers.stack import BlockCache, constrain_tokens
 from wanjax.sharding import replicate
 
 Latents = Any  # [B T H W C], or a mapping of streams
-Prediction = Any  # as latents, of one video or more, under one prompt or both
-Predict = Callable[..., Prediction]  # a forward, which may be given a `BlockCache` for its blocks
+Prediction = Any  # like latents, of one or more videos, for one prompt or both
+Predict = Callable[..., Prediction]  # a forward, which accepts a `BlockCache` for its blocks
 Cached = tuple[Any, ...]  # tuples of arrays
 Predictions = tuple[list[Prediction], Cached]  # of each forward, and what the next step may reuse
 
 
 @dataclass(frozen=True)
 class StepCache(ABC):
-    """What a step keeps, and how another reuses it: two programs without branches. A hashable value.
+    """What a step caches, and how another reuses it: two programs without branches. A hashable value.
 
-    `reused` tells which steps reuse. The programs do not depend on it, so neither does the value.
+    `reused` has a flag for each step that reuses. Comparisons ignore it, since the programs do not depend on it.
     """
 
     reused: tuple[bool, ...] = field(default=(), compare=False, kw_only=True)
 
     def reuses(self, step: int) -> bool:
-        """Return whether a step, counted from 0, may reuse what an earlier one kept."""
+        """Return whether a step, counted from 0, may reuse cached values."""
         return step < len(self.reused) and self.reused[step]
 
     def cached_for(self, step: int, cached: Cached | None) -> Cached | None:
@@ -49,12 +49,12 @@ class StepCache(ABC):
     def predictions(
         self, forwards: Sequence[Predict], x: Latents, cached: Cached | None
     ) -> tuple[list[Prediction], Cached]:
-        """Return the prediction of each forward of a step from x, in float32, and what the next step may reuse."""
+        """Return the float32 prediction of each forward of a step from x, and what the next step may reuse."""
 
 
 @dataclass(frozen=True)
 class ForwardCache(StepCache):
-    """A cache that treats each forward of a step on its own, by what it keeps between its blocks: here nothing."""
+    """A cache for each forward of a step separately, of type `blocks`. The default caches nothing."""
 
     blocks: type[BlockCache] = BlockCache
 
@@ -62,10 +62,10 @@ class ForwardCache(StepCache):
         self, forwards: Sequence[Predict], x: Latents, cached: Cached | None
     ) -> tuple[list[Prediction], Cached]:
         pairs = [self.run(*pair) for pair in zip(forwards, cached or (None,) * len(forwards), strict=True)]
-        return [in_float32(prediction) for prediction, _ in pairs], tuple(part for _, part in pairs)
+        return [in_float32(prediction) for prediction, _ in pairs], tuple(forward_cached for _, forward_cached in pairs)
 
     def run(self, predict: Predict, cached: Cached | None) -> tuple[Prediction, Cached]:
-        """Return a forward's prediction, and what the next may reuse; `cached` is None for a whole forward."""
+        """Return a forward's prediction and what the next step may reuse; `cached` is None to run all blocks."""
         blocks = self.blocks(cached)
         return predict(blocks), blocks.cached
 
@@ -78,7 +78,7 @@ NO_CACHE = ForwardCache()
 
 
 class LastBlockCache(BlockCache):
-    """Keeps the tokens before the last block; a forward that is given them runs the last block alone."""
+    """Cache the tokens before the last block; a forward that reuses them runs only the last block."""
 
     def parts(self, layers: int, *cuts: int) -> Sequence[range]:
         parts = super().parts(layers, *cuts, layers - 1)
@@ -94,9 +94,9 @@ class LastBlockCache(BlockCache):
 
 
 class ResidualCache(BlockCache):
-    """Keeps what all blocks add to the tokens that heads read; a forward that is given it runs no block.
+    """Cache the residual that all blocks add to the tokens that heads read; a forward that reuses it runs no block.
 
-    Of a tuple of streams of tokens heads read the first alone, which may be a tree: a video's and that of its sound.
+    With a tuple of token streams, heads read only the first. It may be a tree: the tokens of a video and of its sound.
     """
 
     def __init__(self, cached: tuple[Any, ...] | None = None):
@@ -114,92 +114,103 @@ class ResidualCache(BlockCache):
     def after(self, x: Any) -> Any:
         tokens, tree = jax.tree.flatten(x)
         if self.previous is None:
-            self.cached = constrain_tokens(
-                tuple(map(sub, tokens, self.first))
-            )  # those that are read, which are the first
+            # heads read the first arrays only
+            self.cached = constrain_tokens(tuple(map(sub, tokens, self.first)))
             return x
-        read = constrain_tokens(list(map(add, tokens, self.cached)))
-        return jax.tree.unflatten(tree, [*read, *tokens[len(read) :]])
+        head_tokens = constrain_tokens(list(map(add, tokens, self.cached)))
+        return jax.tree.unflatten(tree, [*head_tokens, *tokens[len(head_tokens) :]])
 
 
 class History(NamedTuple):
-    """The part of an `OutputCache` that all forwards share. Errors and changes are those of each video and stream."""
+    """The state that all forwards of an `OutputCache` share. Rates and errors are per video and stream."""
 
-    at: Latents  # the latents at the last step that was computed
-    before: Latents  # the latents at the last step
-    rate: Any  # [B], how much the output changed for each change of the latents, between computed steps
-    error: Any  # [B], the relative change of the output that is expected since the last computed step
-    count: Any  # the number of steps that reused
-    threshold: Any  # of the error; the host sets it for each step, below 0 for one that has to be computed
+    computed_latents: Latents  # the latents of the last computed step
+    last_latents: Latents  # the latents of the last step
+    rate: Any  # [B], the change of the output relative to that of the latents, between computed steps
+    error: Any  # [B], the expected relative change of the output since the last computed step
+    count: Any  # the number of reused steps
+    threshold: Any  # of the error; the host sets it for each step, negative to force a computed step
 
 
 @dataclass(frozen=True)
 class OutputCache(StepCache):
-    """Keeps the output of a step, and decides on the device, from the prompt's own output, whether to reuse it.
+    """Cache the output of a step, and decide on the device, from the prompt's output, whether to reuse it.
 
-    A step that reuses adds to its latents what the last computed step added, without running the network. Of videos
-    that are made together all reuse or none, and so do their streams. One program makes the first step, and another,
-    with a branch, all others.
+    A step that reuses adds the last computed step's difference between output and latents to its own latents; the
+    network does not run. All videos and streams of a batch reuse, or none. The first step is one program; the later
+    ones are another, with a branch.
     """
 
     threshold: float = field(default=0.0, compare=False)
 
     def cached_for(self, step: int, cached: Cached | None) -> Cached | None:
         threshold = np.float32(self.threshold if self.reuses(step) else -1)
-        return cached and (*cached[:-1], (*cached[-1][:-1], threshold))  # the last of a history
+        return cached and (*cached[:-1], (*cached[-1][:-1], threshold))  # the last field of History
 
     def predictions(
         self, forwards: Sequence[Predict], x: Latents, cached: Cached | None
     ) -> tuple[list[Prediction], Cached]:
-        def computed() -> list[Prediction]:
+        def compute_outputs() -> list[Prediction]:
             return replicate([in_float32(predict()) for predict in forwards])
 
-        streams, each = jax.tree.structure(x), jax.tree.map
+        stream_tree, tree_map = jax.tree.structure(x), jax.tree.map
         if cached is None:
-            outputs, none = computed(), each(lambda x: jnp.zeros(len(x)), x)
-            first = History(x, x, each(lambda none: none + jnp.inf, none), none, jnp.int32(0), jnp.float32(-1))
-            return outputs, _leaves(*outputs, tuple(first))
-        *parts, past = cached
-        old = [jax.tree.unflatten(streams, output) for output in parts]
-        past = jax.tree.unflatten(jax.tree.structure(History(x, x, x, x, 0, 0)), past)
+            outputs, zeros = compute_outputs(), tree_map(lambda x: jnp.zeros(len(x)), x)
+            first_history = History(
+                x, x, tree_map(lambda zero: zero + jnp.inf, zeros), zeros, jnp.int32(0), jnp.float32(-1)
+            )
+            return outputs, _flatten(*outputs, tuple(first_history))
+        *cached_outputs, history = cached
+        old_outputs = [jax.tree.unflatten(stream_tree, output) for output in cached_outputs]
+        history = jax.tree.unflatten(jax.tree.structure(History(x, x, x, x, 0, 0)), history)
 
-        def expect(x: Any, before: Any, rate: Any, error: Any, output: Any) -> Float[Array, "B"]:
-            return error + rate * mean_size(x - before) / mean_size(output[: len(x)])
+        def expected_error(x: Any, last_latents: Any, change_rate: Any, error: Any, output: Any) -> Float[Array, "B"]:
+            return error + change_rate * mean_size(x - last_latents) / mean_size(output[: len(x)])
 
-        expected = each(expect, x, past.before, past.rate, past.error, old[0])
-        reuse = reduce(jnp.logical_and, [jnp.all(one < past.threshold) for one in jax.tree.leaves(expected)])
+        expected_errors = tree_map(expected_error, x, history.last_latents, history.rate, history.error, old_outputs[0])
+        reuses = reduce(
+            jnp.logical_and, [jnp.all(errors < history.threshold) for errors in jax.tree.leaves(expected_errors)]
+        )
 
-        def moved(x: Any, at: Any, output: Any) -> Prediction:
-            return _like(x, output) + (output - _like(at, output))
+        def shift_output(x: Any, computed_latents: Any, output: Any) -> Prediction:
+            return _repeat_for(x, output) + (output - _repeat_for(computed_latents, output))
 
-        def again() -> tuple[list[Prediction], list[Prediction], History]:
-            outputs = [each(moved, x, past.at, output) for output in old]
-            return outputs, old, past._replace(before=x, error=expected, count=past.count + 1)
+        def reuse_outputs() -> tuple[list[Prediction], list[Prediction], History]:
+            outputs = [tree_map(shift_output, x, history.computed_latents, output) for output in old_outputs]
+            return (
+                outputs,
+                old_outputs,
+                history._replace(last_latents=x, error=expected_errors, count=history.count + 1),
+            )
 
-        def rate(x: Any, at: Any, new: Any, old: Any) -> Float[Array, "B"]:
-            return mean_size(new[: len(x)] - old[: len(x)]) / mean_size(x - at)
+        def change_rate(x: Any, computed_latents: Any, new_output: Any, old_outputs: Any) -> Float[Array, "B"]:
+            return mean_size(new_output[: len(x)] - old_outputs[: len(x)]) / mean_size(x - computed_latents)
 
-        def anew() -> tuple[list[Prediction], list[Prediction], History]:
-            new = computed()
-            rates, none = each(rate, x, past.at, new[0], old[0]), each(jnp.zeros_like, past.error)
-            return new, new, past._replace(at=x, before=x, rate=rates, error=none)
+        def compute_step() -> tuple[list[Prediction], list[Prediction], History]:
+            new_output = compute_outputs()
+            rates, zeros = (
+                tree_map(change_rate, x, history.computed_latents, new_output[0], old_outputs[0]),
+                tree_map(jnp.zeros_like, history.error),
+            )
+            return new_output, new_output, history._replace(computed_latents=x, last_latents=x, rate=rates, error=zeros)
 
-        predictions, outputs, past = jax.lax.cond(reuse, again, anew)
-        return list(predictions), _leaves(*outputs, tuple(past))
+        predictions, outputs, history = jax.lax.cond(reuses, reuse_outputs, compute_step)
+        return list(predictions), _flatten(*outputs, tuple(history))
 
 
 @dataclass(frozen=True)
 class GuidanceCache(StepCache):
-    """Keeps how the negative prompt's output differs from the prompt's, at low and at high frequencies.
+    """Cache the difference between the negative prompt's output and the prompt's, at low and at high frequencies.
 
-    A step that reuses it runs the prompt alone. Before `half` the low frequencies count more, and then the high ones.
+    A step that reuses it runs only the prompt. Before step `half`, low frequencies get the larger weight; later,
+    high frequencies do.
     """
 
     half: int = field(default=0, compare=False)
-    more: ClassVar[float] = 1.2
+    LARGER_WEIGHT: ClassVar[float] = 1.2
 
     def cached_for(self, step: int, cached: Cached | None) -> Cached | None:
-        weights = (self.more, 1.0) if step < self.half else (1.0, self.more)
+        weights = (self.LARGER_WEIGHT, 1.0) if step < self.half else (1.0, self.LARGER_WEIGHT)
         return cached and (cached[0], (np.array(weights, np.float32),)) if self.reuses(step) else None
 
     def predictions(
@@ -209,19 +220,22 @@ class GuidanceCache(StepCache):
             raise WanjaxError("a guidance cache needs both prompts, one after the other: give a mesh without dp")
         if cached is None:
             prompt, negative = (in_float32(predict()) for predict in forwards)
-            low = jax.tree.map(low_frequencies, change := replicate(jax.tree.map(sub, negative, prompt)))
-            return [prompt, negative], (*_leaves((low, jax.tree.map(sub, change, low))), (jnp.ones(2, jnp.float32),))
-        parts, (weights,) = cached
+            low = jax.tree.map(low_frequencies, difference := replicate(jax.tree.map(sub, negative, prompt)))
+            return [prompt, negative], (
+                *_flatten((low, jax.tree.map(sub, difference, low))),
+                (jnp.ones(2, jnp.float32),),
+            )
+        cached_bands, (weights,) = cached
         prompt = in_float32(forwards[0]())
-        low, high = jax.tree.unflatten(jax.tree.structure((prompt, prompt)), parts)
+        low, high = jax.tree.unflatten(jax.tree.structure((prompt, prompt)), cached_bands)
         negative = jax.tree.map(lambda x, low, high: x + weights[0] * low + weights[1] * high, prompt, low, high)
         return [prompt, negative], cached
 
 
 def low_frequencies(x: Float[Array, "_P ... C"]) -> Float[Array, "_P ... C"]:
-    """Return the part of the lowest quarter of the frequencies along height and of those along width.
+    """Keep the lowest quarter of the frequencies of x along its height and its width.
 
-    Of a stream [P L C] it is that along its only axis.
+    A stream [P L C] is filtered along its only axis, L.
     """
     for axis in (2, 3) if x.ndim == 5 else range(1, x.ndim - 1):
         length = x.shape[axis]
@@ -231,11 +245,11 @@ def low_frequencies(x: Float[Array, "_P ... C"]) -> Float[Array, "_P ... C"]:
 
 
 def _low_pass(length: int, count: int) -> Float[np.ndarray, "L L"]:
-    """Return the matrix that keeps the `count` lowest frequencies of a signal, 0 among them, and at least that."""
-    along = np.arange(length)
+    """Return the matrix that keeps the `count` lowest frequencies of a signal; it always keeps frequency 0."""
+    positions = np.arange(length)
     waves = 2 * np.pi * np.arange(1, max(count, 1)) / length
-    ripples = np.cos(waves[:, None, None] * (along[:, None] - along)).sum(axis=0)
-    return ((1 + 2 * ripples) / length).astype(np.float32)
+    kernel_sums = np.cos(waves[:, None, None] * (positions[:, None] - positions)).sum(axis=0)
+    return ((1 + 2 * kernel_sums) / length).astype(np.float32)
 
 
 def mean_size(x: Float[Array, "_P ... C"]) -> Float[Array, " _P"]:
@@ -243,11 +257,11 @@ def mean_size(x: Float[Array, "_P ... C"]) -> Float[Array, " _P"]:
     return jnp.abs(x).mean(axis=tuple(range(1, x.ndim)))
 
 
-def _leaves(*trees: Any) -> Cached:
-    """Return the arrays of each tree, which a file can keep."""
+def _flatten(*trees: Any) -> Cached:
+    """Flatten each tree to a tuple of arrays, as a file stores them."""
     return tuple(tuple(jax.tree.leaves(tree)) for tree in trees)
 
 
-def _like(x: Float[Array, "B ... C"], output: Float[Array, "_P ... C"]) -> Float[Array, "_P ... C"]:
-    """Return latents as often as an output has them: once for each prompt."""
-    return jnp.concatenate([x] * (len(output) // len(x)))
+def _repeat_for(latents: Float[Array, "B ... C"], output: Float[Array, "_P ... C"]) -> Float[Array, "_P ... C"]:
+    """Repeat latents to the batch size of an output: once per prompt."""
+    return jnp.concatenate([latents] * (len(output) // len(latents)))

@@ -6,19 +6,19 @@ from pathlib import Path
 from wanjax.pipelines.caching.cache_tables import FILE
 from wanjax.pipelines.cogvideox.model import CogVideoXModel
 from wanjax.pipelines.cogvideox.networks import NETWORKS
-from wanjax.pipelines.cogvideox.presets import PRESETS, settings_of
+from wanjax.pipelines.cogvideox.presets import PRESETS, default_settings
 from wanjax.pipelines.family import Family
 from wanjax.pipelines.text.tokenizer import Tokenizer
 
 TEXT_LENGTH = 226
-"""The number of tokens of a prompt that the published transformers read, padding included."""
+"""The number of tokens that the published transformers read of a prompt, including padding."""
 
 FAMILY = Family(
     name="CogVideoX",
     networks=NETWORKS,
     pipelines=("CogVideoXPipeline", "CogVideoXImageToVideoPipeline", "CogVideoXVideoToVideoPipeline"),
     read_model=CogVideoXModel.of,
-    settings=settings_of,
+    settings=default_settings,
     presets=PRESETS,
     tables=Path(__file__).parent / FILE,
     prompt=lambda model: {"tokenizer": (model.transformer.text_length,) * 2},

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The output of CogVideoX's first stage, and the latents that pictures become in it.
+"""The output of CogVideoX's encode stage, and how the latents of images and videos are sampled.
 
-The reference draws these latents from the autoencoder's posterior. Here the first stage keeps the posterior's mean and
-deviation, and each video draws from it with its own seed.
+The reference samples these latents from the autoencoder's posterior. Here the encode stage returns the posterior's mean
+and deviation, and each video samples from it with its own seed.
 """
 
 from typing import NamedTuple
@@ -14,12 +14,12 @@ from wanjax.pipelines.denoiser import Posterior
 
 
 class CogVideoXConditioning(NamedTuple):
-    """The output of `encode` for a prompt, the negative prompt and pictures; each array has a first axis of size 1.
+    """The output of `encode` for a prompt, the negative prompt, images and videos. Arrays have a first axis of size 1.
 
-    Videos that are made together have a prompt each on that axis. `image_latents` are those of the first frame, and
-    `video_latents` those of the video from which denoising starts. A deviation beside them makes them the mean of a
-    distribution, from which each video draws; without one they are used as they are. `video_shape` is what they were
-    encoded for, a `VideoShape`.
+    In a batch that axis has a prompt for each video. `image_latents` are those of the first frame, and `video_latents`
+    those of the video from which denoising starts. With a deviation they are the mean of a distribution from which each
+    video samples; without one they are used as they are. `video_shape` is the shape that they were encoded for, a
+    `VideoShape`.
     """
 
     prompt_embeds: Float[Array, "B S E"]

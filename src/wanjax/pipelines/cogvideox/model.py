@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportIncompatibleMethodOverride=true, reportIncompatibleVariableOverride=true
-"""A CogVideoX checkpoint: its shapes, its handling of pictures, and the frames that it denoises before the video."""
+"""A CogVideoX checkpoint: its shapes, its handling of images, and the padding frames that it denoises first."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,19 +33,19 @@ from wanjax.pipelines.validation import FieldShape
 from wanjax.schedulers import Scheduler, from_config
 from wanjax.schedulers.ddim import DDIM
 
-OFFICIAL_TEXT_LENGTH = 224  # tokens, of CogVideoX-1.5
+OFFICIAL_TEXT_LENGTH = 224  # in tokens, in CogVideoX-1.5's official code
 
 
 @dataclass(frozen=True, kw_only=True)
 class CogVideoXModel(VideoModel[CogVideoXConditioning]):
-    """A CogVideoX checkpoint as its family knows it.
+    """A CogVideoX checkpoint, by the configs of its networks.
 
-    A transformer of twice as many channels as the latents takes a picture; a patch of two frames is that of 1.5.
+    A transformer with twice as many channels as the latents takes an image; a patch of two frames marks version 1.5.
 
     Args:
-        text_encoder: Config of the text encoder; None where it was not read.
-        transformer: Config of the denoiser.
-        vae: Config of the autoencoder.
+        text_encoder: The text encoder's config; None if it was not read.
+        transformer: The denoiser's config.
+        vae: The autoencoder's config.
         scheduler: The checkpoint's scheduler.
     """
 
@@ -58,13 +58,14 @@ class CogVideoXModel(VideoModel[CogVideoXConditioning]):
 
     @classmethod
     def of(cls, source: Source, encoders: bool = False) -> "CogVideoXModel":
-        """Read the model from a checkpoint's configs, that of its text encoder if asked.
-
-        Raises WanjaxError where the configs contradict each other.
+        """Read a model from a checkpoint's configs.
 
         Args:
             source: The checkpoint.
-            encoders: Whether to read the configs of the encoders too.
+            encoders: Whether to read the config of the text encoder too.
+
+        Raises:
+            WanjaxError: The configs contradict each other.
         """
 
         def config(component: str) -> Any:
@@ -77,30 +78,31 @@ class CogVideoXModel(VideoModel[CogVideoXConditioning]):
             scheduler=from_config(source["scheduler"].config()),
         )
         channels, latents = model.transformer.channels_in, model.vae.latent_channels
-        pictured = source.index.get("_class_name") == "CogVideoXImageToVideoPipeline"
-        if channels != latents * (2 if pictured else 1) or model.transformer.channels_out != latents:
+        starts_from_image = source.index.get("_class_name") == "CogVideoXImageToVideoPipeline"
+        if channels != latents * (2 if starts_from_image else 1) or model.transformer.channels_out != latents:
             raise WanjaxError(
                 f"the checkpoint's configs contradict each other: a {source.index.get('_class_name')} whose VAE has "
-                f"{latents} channels cannot have a transformer from {channels} to {model.transformer.channels_out}"
+                f"{latents} channels cannot have a transformer with {channels} channels in and "
+                f"{model.transformer.channels_out} out"
             )
         return model
 
     @property
-    def pictured(self) -> bool:
-        """True for a model that continues a picture."""
+    def starts_from_image(self) -> bool:
+        """True for a model that starts from an image."""
         return self.transformer.channels_in > self.vae.latent_channels
 
     @cached_property
     def spec(self) -> ModelSpec:
         networks: dict[str, Any] = {"text_encoder": self.text_encoder, "transformer": self.transformer, "vae": self.vae}
         return ModelSpec(
-            task="image to video" if self.pictured else "text to video",
+            task="image to video" if self.starts_from_image else "text to video",
             size_multiple=self.grid,
             vae=self.vae,
             scheduler=self.scheduler,
             networks={name: config for name, config in networks.items() if config is not None},
             cache_tables=self.tables,
-            inputs=(IMAGE.needed,) if self.pictured else (VIDEO,),
+            inputs=(IMAGE.needed,) if self.starts_from_image else (VIDEO,),
             reference_variants=True,
             frame_multiple=self.transformer.patch[0],
             fixed_size=self.fixed_size,
@@ -117,52 +119,54 @@ class CogVideoXModel(VideoModel[CogVideoXConditioning]):
 
     @property
     def fixed_size(self) -> tuple[int, int] | None:
-        """The only (height, width) of a model with learned positions; None for others, which make any."""
+        """The only (height, width) of a model with learned positions; None for models that support any size."""
         if self.transformer.added != "learned" or self.transformer.trained_grid is None:
             return None
         _, rows, columns = self.transformer.trained_grid
         return rows * self.grid, columns * self.grid
 
     def cost(self, settings: Settings, conditioning: Any = None) -> Cost:
-        _, _, *cells = self.spec.noise_shape(settings)
+        _, _, *latent_size = self.spec.noise_shape(settings)
         config = replace(self.transformer, text_length=self.text_length(settings.follow))
-        video = prod(cells) // config.patch_cells
-        tokens = config.text_length + video
+        video_tokens = prod(latent_size) // config.patch_cells
+        tokens = config.text_length + video_tokens
         return Cost(
             tokens=tokens,
             layers=config.layers,
             heads=config.heads,
             width=config.width,
             scores=config.layers * attention_flops(tokens, tokens, config.width),
-            flops=forward_flops(config, video=video),
+            flops=forward_flops(config, video=video_tokens),
         )
 
     def text_length(self, follow: str) -> int:
-        """The tokens of a prompt that are read, padding included: of 1.5 the authors' code reads fewer.
+        """Return the number of tokens that are read of a prompt, with padding. Version 1.5's official code reads fewer.
 
         Args:
             follow: Which reference implementation to match, as in the settings.
         """
-        longest = self.transformer.text_length
-        shorter = follow == "official" and self.transformer.patch[0] > 1
-        return min(longest, OFFICIAL_TEXT_LENGTH) if shorter else longest
+        max_length = self.transformer.text_length
+        is_official_1_5 = follow == "official" and self.transformer.patch[0] > 1
+        return min(max_length, OFFICIAL_TEXT_LENGTH) if is_official_1_5 else max_length
 
     def tokenize(self, runtime: Runtime, prompts: Sequence[str], follow: str) -> tuple[TokenBatch, ...]:
         return (runtime.components.get("tokenizer").tokenize(prompts, self.text_length(follow)),)
 
     def encode_text(self, runtime: Runtime, settings: Settings) -> CogVideoXConditioning:
-        [both] = self.tokenize(runtime, [settings.prompt, settings.negative_prompt], settings.follow)
+        [batch] = self.tokenize(runtime, [settings.prompt, settings.negative_prompt], settings.follow)
         graphdef, weights = runtime.split("text_encoder")
-        return CogVideoXConditioning(*runtime.call(encode_prompts, graphdef, both.ids, weights))
+        return CogVideoXConditioning(*runtime.call(encode_prompts, graphdef, batch.ids, weights))
 
     def encode_inputs(
         self, runtime: Runtime, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
     ) -> Mapping[str, Any]:
         def posterior(frames: Iterable[np.ndarray], scale: float) -> Any:
-            """Return the mean and the deviation of the latents of frames in the video's size, scaled."""
-            fitted = [fit(frame, settings.size, settings.resize) for frame in frames]
+            """Return the scaled mean and deviation of the latents of frames, fitted to the video's size."""
+            fitted_frames = [fit(frame, settings.size, settings.resize) for frame in frames]
             return runtime.call(
-                split_posterior, scale, encode_frames(runtime.components.get("vae"), fitted, tiling, runtime.call)
+                split_posterior,
+                scale,
+                encode_frames(runtime.components.get("vae"), fitted_frames, tiling, runtime.call),
             )
 
         latents: dict[str, Any] = {}
@@ -177,9 +181,9 @@ class CogVideoXModel(VideoModel[CogVideoXConditioning]):
         text = FieldShape(
             (len(conditioning.prompt_embeds), self.text_length(settings.follow), self.transformer.text_width)
         )
-        _, channels, frames, *cells = self.spec.latent_shape(settings)
-        kind, count = ("image", 1) if self.pictured else ("video", frames)
-        shape = None, channels, count, *cells
+        _, channels, frames, *latent_size = self.spec.latent_shape(settings)
+        kind, count = ("image", 1) if self.starts_from_image else ("video", frames)
+        shape = None, channels, count, *latent_size
         latents = {f"{kind}_latents": FieldShape(shape, kind == "video"), f"{kind}_deviation": FieldShape(shape, True)}
         return {"prompt_embeds": text, "negative_prompt_embeds": text, **latents}
 

@@ -48,7 +48,7 @@ def _preset(
     licence: str = LICENCE,
     **settings: Any,
 ) -> Preset:
-    """Return the preset of a checkpoint by CogVideoX's authors, which the hub has under two names of theirs."""
+    """Return the preset of a checkpoint by CogVideoX's authors, which the hub has under two of their names."""
     return Preset(
         name=name,
         source=f"zai-org/{repository}",
@@ -71,17 +71,18 @@ PRESETS = (
 )
 
 
-def settings_of(source: Source, model: CogVideoXModel, preset: Preset | None) -> Settings:
-    """Return the default settings of a checkpoint: its preset's, if it has one.
+def default_settings(source: Source, model: CogVideoXModel, preset: Preset | None) -> Settings:
+    """Return the default settings of a checkpoint: those of its preset, if it has one.
 
-    Else they are those of the first preset with the same patch and pictures, overridden by generation_config.json.
+    Otherwise they are those of the first preset with the same patch and image input. generation_config.json overrides
+    them.
     """
     if preset is not None:
         return preset.defaults
-    like = (preset for preset in PRESETS if _kind(preset.model) == _kind(model))
-    return updated_by(source, next(like, PRESETS[0]).defaults)
+    similar = (preset for preset in PRESETS if _defaults_key(preset.model) == _defaults_key(model))
+    return updated_by(source, next(similar, PRESETS[0]).defaults)
 
 
-def _kind(model: Any) -> tuple[Any, ...]:
-    """Return what decides the default settings."""
-    return model.transformer.patch, model.pictured
+def _defaults_key(model: Any) -> tuple[Any, ...]:
+    """Return the properties that decide the default settings."""
+    return model.transformer.patch, model.starts_from_image

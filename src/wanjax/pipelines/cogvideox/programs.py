@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CogVideoX's own programs, beside those of all families, and its part of a denoising step."""
+"""CogVideoX's own programs, in addition to those of all families, and its part of a denoising step."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,8 +21,8 @@ class Shared(NamedTuple):
     """The inputs that the forwards for all prompts share.
 
     Args:
-        positions: RoPE's tables, or embeddings of positions.
-        image: Latents of the first frame, [B 1 H W C]; None without one.
+        positions: RoPE's tables, or position embeddings.
+        image: The latents of the first frame, [B 1 H W C]; None without one.
     """
 
     positions: Positions
@@ -31,7 +31,7 @@ class Shared(NamedTuple):
 
 @dataclass(frozen=True)
 class CogVideoXDenoiser(Denoiser):
-    """CogVideoX's transformer; predicts v of latents."""
+    """CogVideoX's transformer, which predicts v of latents."""
 
     def embed_timesteps(self, network: Any, times: Float[Array, "B"], plain: bool = False) -> Float[Array, "B _E"]:
         return network.time_embed(times)
@@ -52,14 +52,13 @@ class CogVideoXDenoiser(Denoiser):
 
 
 def first_frame(image: Float[Array, "_B 1 H W _C"], x: Latents) -> Float[Array, "B T H W _C"]:
-    """Return latents of an image followed by zeros, as many frames and videos as x has.
+    """Pad an image's latents with zeros to as many frames and videos as x has.
 
-    The frames that are denoised in front of the video count: the image is beside the first of them, as in the
-    reference.
+    x may start with padding frames before the video. The image stands at the first of them, as in the reference.
 
     Args:
-        image: Latents of the image.
-        x: Latents of the videos.
+        image: The latents of the image.
+        x: The latents of the videos.
     """
     images = jnp.concatenate([image] * (len(x) // len(image)))
     return jnp.pad(images, [(0, 0), (0, x.shape[1] - 1), (0, 0), (0, 0), (0, 0)])
@@ -69,11 +68,11 @@ def first_frame(image: Float[Array, "_B 1 H W _C"], x: Latents) -> Float[Array, 
 def encode_prompts(
     graphdef: Any, ids: Int[Array, "B S"], weights: Any
 ) -> tuple[Float[Array, "1 S E"], Float[Array, "1 S E"]]:
-    """Encode the prompt and the negative one. Padding is attended to like any token, as in the reference.
+    """Encode the prompt and the negative prompt. Padding is attended to like any token, as in the reference.
 
     Args:
         graphdef: The network's definition.
-        ids: Ids of the prompt's tokens and of the negative one's.
+        ids: The token ids of the prompt and of the negative prompt.
         weights: The network's weights.
     """
     embeds = nnx.merge(graphdef, weights)(ids)
@@ -89,15 +88,15 @@ def make_context(
     image: Float[Array, "B C 1 H W"] | None,
     nag: Float32[Array, "3"] | None = None,
 ) -> tuple[tuple[Context, ...], Shared]:
-    """Return each forward's prompts in the transformer's width, and what all share.
+    """Project each forward's prompts to the transformer's width, and return the inputs that all forwards share.
 
     Args:
         static: The network's definition, and how the prompts are grouped.
-        x: Latents of the videos.
+        x: The latents of the videos.
         weights: The network's weights.
-        prompts: Features of the prompts, and of the negative ones.
-        image: Latents of the first frame; None without one.
-        nag: Scale, tau and alpha of normalized attention guidance; None without it.
+        prompts: The features of the prompts and of the negative prompts.
+        image: The latents of the first frame; None without one.
+        nag: The scale, tau and alpha of normalized attention guidance; None without it.
     """
     graphdef, groups = static
     transformer = nnx.merge(graphdef, weights)

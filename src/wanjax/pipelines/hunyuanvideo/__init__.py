@@ -5,8 +5,8 @@ from wanjax.pipelines.family import Family
 from wanjax.pipelines.hunyuanvideo.layouts import LAYOUT
 from wanjax.pipelines.hunyuanvideo.model import IMAGE_TO_VIDEO, HunyuanVideoModel
 from wanjax.pipelines.hunyuanvideo.networks import NETWORKS
-from wanjax.pipelines.hunyuanvideo.presets import DISTILLATIONS, PRESETS, settings_of
-from wanjax.pipelines.hunyuanvideo.recognise import RELATIVES
+from wanjax.pipelines.hunyuanvideo.presets import DISTILLATIONS, PRESETS, default_settings
+from wanjax.pipelines.hunyuanvideo.recognise import UNSUPPORTED
 from wanjax.pipelines.hunyuanvideo.text import GLYPH_LENGTH, TEMPLATE_TOKENS, TEXT_LENGTH
 from wanjax.pipelines.image_processor import StretchingImageProcessor
 from wanjax.pipelines.text.byt5 import ByT5Tokenizer
@@ -17,7 +17,7 @@ FAMILY = Family(
     networks=NETWORKS,
     pipelines=("HunyuanVideo15Pipeline", IMAGE_TO_VIDEO),
     read_model=HunyuanVideoModel.of,
-    settings=settings_of,
+    settings=default_settings,
     presets=PRESETS,
     loaders={
         "tokenizer": lambda folder: Tokenizer.load(folder, length=TEMPLATE_TOKENS + TEXT_LENGTH),
@@ -25,7 +25,7 @@ FAMILY = Family(
         "feature_extractor": StretchingImageProcessor.load,
     },
     layouts=(LAYOUT,),
-    relatives=RELATIVES,
+    relatives=UNSUPPORTED,
     distillations=DISTILLATIONS,
     prompt=lambda model: {
         "tokenizer": (TEMPLATE_TOKENS + TEXT_LENGTH, TEMPLATE_TOKENS + model.prompt_tokens),

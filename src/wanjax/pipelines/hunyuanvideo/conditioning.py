@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The output of HunyuanVideo's first stage, the part of it that a step needs, and the sizes of videos of a picture."""
+"""The output of HunyuanVideo's encode stage, its reduction to what a step needs, and the sizes of image to video."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -12,18 +12,18 @@ from wanjax.media.pictures import Picture, PictureOfAnySize, fit
 from wanjax.pipelines.hunyuanvideo.text import GLYPH_LENGTH, TEXT_LENGTH
 
 LENGTHS = (128, 256, 512, TEXT_LENGTH)
-"""The numbers of a prompt's tokens for which steps are compiled."""
+"""The lengths in tokens that a prompt is padded to. Steps are compiled once for each."""
 GLYPH_LENGTHS = (0, GLYPH_LENGTH)
-LONGEST_RATIO = 4  # of the longer side to the shorter, in the reference's sizes
+MAX_ASPECT_RATIO = 4  # the highest ratio of the longer side to the shorter among the reference's sizes
 
 
 class HunyuanVideoConditioning(NamedTuple):
-    """The output of `encode` for a prompt, the negative prompt and a picture; each array has a first axis of size 1.
+    """The output of `encode` for a prompt, the negative prompt and an image. Each array has a first axis of size 1.
 
-    Videos that are made together have a prompt each on that axis, and share the picture. `prompt_embeds` are features
-    of the prompt, `prompt_embeds_2` of the text that it quotes; both are zeros outside their masks. `image_embeds` are
-    features of a picture, and `image_latents` the picture itself. `video_shape` is what they were encoded for, a
-    `VideoShape`.
+    In a batch the first axis has a prompt for each video, and all videos share the image. `prompt_embeds` are the
+    features of the prompt, `prompt_embeds_2` of the text that it quotes; both are zeros outside their masks.
+    `image_embeds` are the features of the image, and `image_latents` are its latents. `video_shape` is the shape that
+    they were encoded for, a `VideoShape`.
     """
 
     prompt_embeds: Float[Array, "B S E"]
@@ -45,7 +45,7 @@ class HunyuanVideoConditioning(NamedTuple):
 
 
 class Text(NamedTuple):
-    """A prompt for the transformer: features and mask, and those of quoted text, which may have no token."""
+    """A prompt for the transformer: its features and mask, and those of its quoted text, which may have no tokens."""
 
     embeds: Any  # [B S E]
     mask: Any  # [B S]
@@ -54,71 +54,78 @@ class Text(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """The numbers of a text's tokens that are read: of the prompt, and of what it quotes."""
+    """The numbers of tokens that are used of a prompt, and of the text that it quotes."""
 
     prompt: int
     glyphs: int
 
-    def of(self, text: Text) -> Text:
-        """Return a text without the padding behind these lengths."""
-        masks = _booleans(text.mask)[:, : self.prompt], _booleans(text.glyph_mask)[:, : self.glyphs]
+    def cut(self, text: Text) -> Text:
+        """Return a text cut to these lengths, without the padding after them."""
+        masks = _as_booleans(text.mask)[:, : self.prompt], _as_booleans(text.glyph_mask)[:, : self.glyphs]
         return Text(text.embeds[:, : self.prompt], masks[0], text.glyphs[:, : self.glyphs], masks[1])
 
 
-def lengths_of(texts: Sequence[Text], *, together: bool) -> tuple[Lengths, ...]:
-    """Return the lengths of texts without most of their padding, in `LENGTHS` and `GLYPH_LENGTHS`.
+def used_lengths(texts: Sequence[Text], *, together: bool) -> tuple[Lengths, ...]:
+    """Return the lengths of texts without most of their padding, from `LENGTHS` and `GLYPH_LENGTHS`.
 
-    A masked token changes nothing, so the lengths decide only which step is compiled. Texts that are read `together`
+    Masked tokens change nothing, so the lengths only decide which step is compiled. Texts that are encoded `together`
     get one length.
     """
-    lengths = [Lengths(_enough(text.mask, LENGTHS), _enough(text.glyph_mask, GLYPH_LENGTHS)) for text in texts]
+    lengths = [
+        Lengths(_covering_length(text.mask, LENGTHS), _covering_length(text.glyph_mask, GLYPH_LENGTHS))
+        for text in texts
+    ]
     if together:
         lengths = [Lengths(*map(max, zip(*lengths, strict=True)))] * len(texts)
     return tuple(lengths)
 
 
-def _enough(mask: Shaped[Array | np.ndarray, "B S"], lengths: Sequence[int]) -> int:
-    """Return the first of the lengths behind which a mask has no token, else the last; all of one that is traced."""
+def _covering_length(mask: Shaped[Array | np.ndarray, "B S"], lengths: Sequence[int]) -> int:
+    """Return the smallest length that covers all tokens of a mask, or the last one; a traced mask's full length."""
     if isinstance(mask, Tracer):
         return mask.shape[1]
-    needed = int(np.max(np.nonzero(_booleans(mask))[1], initial=-1)) + 1
+    needed = int(np.max(np.nonzero(_as_booleans(mask))[1], initial=-1)) + 1
     return next((length for length in lengths if length >= needed), lengths[-1])
 
 
-def _booleans(mask: Shaped[Array | np.ndarray, "B S"]) -> Bool[Array | np.ndarray, "B S"]:
-    """Return a mask, which may be one of numbers as in the reference's files, as booleans, on the host if possible."""
+def _as_booleans(mask: Shaped[Array | np.ndarray, "B S"]) -> Bool[Array | np.ndarray, "B S"]:
+    """Return a mask as booleans, on the host if possible. It may hold numbers, as in the reference's files."""
     return mask.astype(bool) if isinstance(mask, Tracer) else np.asarray(mask) != 0
 
 
-def size_of(picture: tuple[int, ...], side: int, grid: int) -> tuple[int, int]:
-    """Return the (height, width) of a video of a picture [H W 3]: the model's size with the nearest proportions.
+def size_for_image(picture: tuple[int, ...], side: int, grid: int) -> tuple[int, int]:
+    """Return the (height, width) of a video for an image [H W 3]: the model's size with the nearest aspect ratio.
 
-    Of two such sizes, the one that is nearer to a square. Follows the reference's
-    pipelines/hunyuan_video1_5/image_processor.py, which rounds the sizes' proportions to five digits.
+    If two sizes are near, it is the one nearer to a square. Follows the reference's
+    pipelines/hunyuan_video1_5/image_processor.py, which rounds the ratios of the sizes to five digits.
     """
     ratio = picture[0] / picture[1]
-    sizes = list(sizes_like(side, grid))
+    sizes = list(candidate_sizes(side, grid))
     gaps = [round(height / width, 5) - ratio for height, width in sizes]
-    nearer = [(abs(gap), index) for index, gap in enumerate(gaps) if (gap <= 0 if ratio >= 1 else gap >= 0)]
-    return sizes[min(nearer)[1]]
+    candidates = [(abs(gap), index) for index, gap in enumerate(gaps) if (gap <= 0 if ratio >= 1 else gap >= 0)]
+    return sizes[min(candidates)[1]]
 
 
-def sizes_like(side: int, grid: int) -> Iterator[tuple[int, int]]:
-    """Yield the sizes (height, width), in multiples of `grid`, whose areas are near that of a square of this side.
+def candidate_sizes(side: int, grid: int) -> Iterator[tuple[int, int]]:
+    """Yield the sizes (height, width), in multiples of `grid`, whose areas are close to that of a square of this side.
 
-    The widths of each height begin with the greatest of the next height, and end with its own greatest.
+    The widths of a height start at the largest width of the next height, and end at its own largest.
     """
     area = round((side / grid) ** 2)
     for height in range(area, 0, -1):
         for width in range(max(1, area // (height + 1)), area // height + 1):
-            if max(height, width) <= LONGEST_RATIO * min(height, width):
+            if max(height, width) <= MAX_ASPECT_RATIO * min(height, width):
                 yield height * grid, width * grid
 
 
-def fitted(picture: Picture, size: tuple[int, int], resize: str) -> PictureOfAnySize:
-    """Return the picture in a (height, width); a cropped one is first scaled to a size that is rounded down."""
+def fit_image(picture: Picture, size: tuple[int, int], resize: str) -> PictureOfAnySize:
+    """Fit an image to (height, width). For a crop, first scale it to a size that is rounded down."""
     if resize != "crop":
         return fit(picture, size, resize)
-    (height, width), (tall, wide, _) = size, picture.shape
-    scaled = (height, wide * height // tall) if wide * height >= tall * width else (tall * width // wide, width)
+    (height, width), (image_height, image_width, _) = size, picture.shape
+    scaled = (
+        (height, image_width * height // image_height)
+        if image_width * height >= image_height * width
+        else (image_height * width // image_width, width)
+    )
     return fit(fit(picture, scaled, "stretch"), size, "crop")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layout of HunyuanVideo 1.5's authors, and single files such as ComfyUI's.
 
-The authors' folder holds a transformer for each published model, and encoders that a user adds to it, as their
-checkpoints-download.md says. The scheduler's and the guider's configs are those of the same model in the layout of
-diffusers, from which missing components come too.
+The authors' folder holds a transformer for each published model. Users add the encoders themselves, as described in
+checkpoints-download.md of the official repository. The configs of the scheduler and the guider, and any missing
+components, are those of the same model in the layout of diffusers.
 """
 
 import json
@@ -32,15 +32,15 @@ from wanjax.pipelines.hunyuanvideo.text import GLYPH_LENGTH
 from wanjax.pipelines.text.byt5 import ByT5Tokenizer
 from wanjax.stores.temporary import temp_dir
 
-KIND = "HunyuanVideo_1_5_DiffusionTransformer"  # the class in the authors' config.json
+TRANSFORMER_CLASS = "HunyuanVideo_1_5_DiffusionTransformer"  # the class in the authors' config.json
 MODELS = {preset.name.partition("-")[2].replace("-", "_"): preset for preset in PRESETS}
 """The presets by the names of the authors' folders, such as `480p_t2v`."""
-LINES = re.compile(r"(?<!\d)(?:(\d{3,4})p|(480|720|1080))(?![a-z\d])")  # of a model's frames, in its name
+RESOLUTION = re.compile(r"(?<!\d)(?:(\d{3,4})p|(480|720|1080))(?![a-z\d])")  # the resolution in a model's name
 TASK = re.compile(r"(?<![a-z])(t2v|i2v|sr)(?![a-z])")
-FEW_STEPS = "480p_i2v_step_distilled"  # the only one that is told the next timestep
-NEXT_TIMESTEP = ("time_r_in.", "time_embed.timestep_embedder_r.")
-TRANSFORMERS = "transformer"
-PLACES = {  # of the other components in the authors' folder
+STEP_DISTILLED = "480p_i2v_step_distilled"  # the only model with an embedding of the next timestep
+NEXT_TIMESTEP_PREFIXES = ("time_r_in.", "time_embed.timestep_embedder_r.")
+TRANSFORMERS_FOLDER = "transformer"
+COMPONENT_FOLDERS = {  # the folders of the other components in the authors' folder
     "vae": "vae",
     "text_encoder": "text_encoder/llm",
     "tokenizer": "text_encoder/llm",
@@ -49,9 +49,9 @@ PLACES = {  # of the other components in the authors' folder
     "image_encoder": "vision_encoder/siglip/image_encoder",
     "feature_extractor": "vision_encoder/siglip/feature_extractor",
 }
-BYT5 = "text_encoder/byt5-small"  # its tokenizer; its weights are not used
+BYT5 = "text_encoder/byt5-small"  # the folder of its tokenizer; its weights are not used
 GLYPH_FILE, COLOURS, FONTS = "byt5_model.pt", "color_idx.json", "multilingual_10-lang_idx.json"
-MORE = ("tokenizer_config.json", "vocab.json", "merges.txt")  # beside tokenizer.json
+OPTIONAL_TOKENIZER_FILES = ("tokenizer_config.json", "vocab.json", "merges.txt")  # next to tokenizer.json
 CLASSES = {
     "guider": ("diffusers", "ClassifierFreeGuidance"),
     "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
@@ -69,31 +69,43 @@ IMAGE_CLASSES = {
 
 
 def open_folder(name: str | Path, folder: Path, revision: str | None = None) -> Source:
-    """Open a folder or hub repository in the authors' layout, or one of its transformers' folders.
+    """Open a folder or hub repository in the authors' layout, or the folder of one of its transformers.
 
-    Raise WanjaxError where it holds several transformers, or none that is supported.
+    Raises WanjaxError if it holds several transformers, or none that is supported.
     """
     folder = folder.absolute()
-    weights = folder if _is_transformer(folder) else _only_one(str(name), _transformers(folder))
-    root = weights.parents[1] if weights.parent.name == TRANSFORMERS else weights
-    model, transformer = _model(_model_name(weights), weights), (weights / "*").relative_to(root).as_posix()
-    index = _index(model)
-    patterns = [transformer, *(f"{PLACES[component]}/*" for component in classes_in(index) if component in PLACES)]
+    transformer_folder = (
+        folder if _is_transformer(folder) else _select_transformer(str(name), _transformer_folders(folder))
+    )
+    root = (
+        transformer_folder.parents[1] if transformer_folder.parent.name == TRANSFORMERS_FOLDER else transformer_folder
+    )
+    model, transformer_pattern = (
+        _find_preset(_model_name(transformer_folder), transformer_folder),
+        (transformer_folder / "*").relative_to(root).as_posix(),
+    )
+    index = _model_index(model)
+    patterns = [
+        transformer_pattern,
+        *(f"{COMPONENT_FOLDERS[component]}/*" for component in classes_in(index) if component in COMPONENT_FOLDERS),
+    ]
     storage = Storage(str(name), root, revision, patterns)
 
-    def place(component: str) -> Path | None:
+    def component_folder(component: str) -> Path | None:
         """Return the folder of a component other than the transformer; None where it is missing."""
-        if component not in PLACES:
+        if component not in COMPONENT_FOLDERS:
             return None
-        folder = storage.fetched([f"{PLACES[component]}/*"]) / PLACES[component]
+        folder = storage.fetched([f"{COMPONENT_FOLDERS[component]}/*"]) / COMPONENT_FOLDERS[component]
         return folder if folder.is_dir() else None
 
     @cache
     def find(component: str) -> RecognisedComponent | None:
         if component == "transformer":
-            storage.fetched([transformer])
-            return recognise.component(component, SafetensorsFolder(weights), read_json(weights / "config.json"))
-        folder = place(component)
+            storage.fetched([transformer_pattern])
+            return recognise.component(
+                component, SafetensorsFolder(transformer_folder), read_json(transformer_folder / "config.json")
+            )
+        folder = component_folder(component)
         if folder is None:
             return None
         match component:
@@ -111,9 +123,9 @@ def open_folder(name: str | Path, folder: Path, revision: str | None = None) -> 
 
     @cache
     def glyph_tokenizer() -> Path:
-        """Write a tokenizer_config.json of ByT5's tokenizer with Glyph-SDXL-v2's colours and fonts, which has none."""
+        """Write a tokenizer_config.json for ByT5's tokenizer with the colours and fonts of Glyph-SDXL-v2."""
         base = ByT5Tokenizer.load(storage.fetched([f"{BYT5}/*"]) / BYT5, length=GLYPH_LENGTH)
-        assets = root / PLACES["tokenizer_2"]
+        assets = root / COMPONENT_FOLDERS["tokenizer_2"]
         names = recognise.glyph_tokens(read_json(assets / COLOURS), read_json(assets / FONTS))
         folders = ExitStack()
         finalize(storage, folders.close)
@@ -121,61 +133,73 @@ def open_folder(name: str | Path, folder: Path, revision: str | None = None) -> 
         path.write_text(json.dumps(base.with_tokens(names).config), encoding="utf-8")
         return path
 
-    def files(component: str) -> Sequence[Path] | None:
-        folder = place(component)
+    def tokenizer_files(component: str) -> Sequence[Path] | None:
+        folder = component_folder(component)
         match component:
             case "tokenizer" if folder:
-                return [folder / "tokenizer.json", *(path for path in map(folder.joinpath, MORE) if path.is_file())]
+                return [
+                    folder / "tokenizer.json",
+                    *(path for path in map(folder.joinpath, OPTIONAL_TOKENIZER_FILES) if path.is_file()),
+                ]
             case "tokenizer_2" if folder:
                 return [glyph_tokenizer()]
             case "feature_extractor" if folder:
                 return [folder / "preprocessor_config.json"]
         return None
 
-    def held(component: str) -> bool:
+    def has_component(component: str) -> bool:
         if storage.hub_files:
-            return component == "transformer" or bool(names_in(PLACES[component], storage.hub_files))
+            return component == "transformer" or bool(names_in(COMPONENT_FOLDERS[component], storage.hub_files))
         if find(component) is not None:
             return True
-        if (folder := place(component)) is not None:
+        if (folder := component_folder(component)) is not None:
             check_small(folder)
         return folder is not None
 
-    return _source(storage, model, find, files=files, held=held)
+    return _source(storage, model, find, files=tokenizer_files, held=has_component)
 
 
 def open_file(path: Path) -> Source | None:
     """Open a file that holds the transformer, and may hold the autoencoder.
 
-    Return None for one that holds no component of HunyuanVideo 1.5. Raise WanjaxError where nothing tells which of the
-    published models it is.
+    Return None for a file without components of HunyuanVideo 1.5. Raises WanjaxError if neither the name nor the
+    tensors tell which published model it is.
     """
-    parts = recognise.parts(open_tensors(path))
-    if not parts:
+    readers = recognise.component_readers(open_tensors(path))
+    if not readers:
         return None
-    if "transformer" not in parts:
-        raise needs_transformer(path, parts, "HunyuanVideo")
-    few = any(key.startswith(NEXT_TIMESTEP) for key in parts["transformer"].specs)
-    named = _named(path.name) or _named(path.parent.name) or (FEW_STEPS if few else _named(f"{path.name}_t2v"))
-    entries = {"ideal_resolution": str(named).partition("_")[0]}
-    model = _model(named, path)
-    components = {name: recognise.component(name, part, entries) for name, part in parts.items()}
+    if "transformer" not in readers:
+        raise needs_transformer(path, readers, "HunyuanVideo")
+    has_next_timestep = any(key.startswith(NEXT_TIMESTEP_PREFIXES) for key in readers["transformer"].specs)
+    model_name = (
+        _parse_model_name(path.name)
+        or _parse_model_name(path.parent.name)
+        or (STEP_DISTILLED if has_next_timestep else _parse_model_name(f"{path.name}_t2v"))
+    )
+    entries = {"ideal_resolution": str(model_name).partition("_")[0]}
+    model = _find_preset(model_name, path)
+    components = {name: recognise.component(name, reader, entries) for name, reader in readers.items()}
     return _source(Storage(str(path), path), model, components.get)
 
 
-def _source(storage: Storage, model: Preset, find: Callable[[str], RecognisedComponent | None], **how: Any) -> Source:
-    """Return a checkpoint of a published model's networks, or of one that is derived from it.
+def _source(
+    storage: Storage, model: Preset, find: Callable[[str], RecognisedComponent | None], **options: Any
+) -> Source:
+    """Return a checkpoint of the networks of a published model, or of a model that is derived from it.
 
-    The tensors of most models have the same shapes. `how` are further arguments of `recognised`.
+    The tensors of most models have the same shapes. `options` are further arguments of `recognised_source`.
     """
-    settings, published, transformer = model.defaults, model.model, find("transformer")
+    settings, published_model, transformer = model.defaults, model.model, find("transformer")
     assert transformer is not None
-    assert isinstance(published, HunyuanVideoModel)
-    origin = fallback_repo = storage.name  # for a transformer of other shapes nothing is known
-    if read_config("the transformer's config.json", transformer.json, transformer_config) == published.transformer:
-        alike = [model, *(preset for preset in PRESETS if preset.model == published)]
-        origin, fallback_repo = model.source, next(x.source for x in alike if x.source.count("/") == 1)
-    scheduler = {"num_train_timesteps": 1000, "shift": published.spec.schedule_options(settings)["shift"]}
+    assert isinstance(published_model, HunyuanVideoModel)
+    origin = fallback_repo = storage.name  # nothing is known of a transformer with other shapes
+    if (
+        read_config("the transformer's config.json", transformer.json, transformer_config)
+        == published_model.transformer
+    ):
+        same_config = [model, *(preset for preset in PRESETS if preset.model == published_model)]
+        origin, fallback_repo = model.source, next(x.source for x in same_config if x.source.count("/") == 1)
+    scheduler = {"num_train_timesteps": 1000, "shift": published_model.spec.schedule_options(settings)["shift"]}
     configs = {
         "scheduler": {"_class_name": CLASSES["scheduler"][1], **scheduler},
         "guider": {"_class_name": CLASSES["guider"][1], "guidance_scale": settings.guidance_scale},
@@ -183,93 +207,98 @@ def _source(storage: Storage, model: Preset, find: Callable[[str], RecognisedCom
     known_as = storage.known_as
     return recognised_source(
         storage,
-        _index(model),
+        _model_index(model),
         find,
         configs=configs,
         origin=origin,
         known_as=known_as,
         fallback_repo=fallback_repo,
-        **how,
+        **options,
     )
 
 
 def _is_folder(folder: Path) -> bool:
-    """Return whether a folder has the authors' layout; the files that identify layouts are enough."""
-    return _is_transformer(folder) or bool(_transformers(folder))
+    """Return whether a folder has the authors' layout. The layout's marker files are enough."""
+    return _is_transformer(folder) or bool(_transformer_folders(folder))
 
 
 def _is_transformer(folder: Path) -> bool:
     config = folder / "config.json"
-    return config.is_file() and read_json(config).get("_class_name") == KIND
+    return config.is_file() and read_json(config).get("_class_name") == TRANSFORMER_CLASS
 
 
-def _transformers(root: Path) -> list[Path]:
+def _transformer_folders(root: Path) -> list[Path]:
     """Return the folders of the transformers in the authors' folder."""
-    return sorted(file.parent for file in root.glob(f"{TRANSFORMERS}/*/config.json") if _is_transformer(file.parent))
+    return sorted(
+        file.parent for file in root.glob(f"{TRANSFORMERS_FOLDER}/*/config.json") if _is_transformer(file.parent)
+    )
 
 
-def _only_one(name: str, folders: Sequence[Path]) -> Path:
-    """Return the only folder of a supported transformer, or of any; raise WanjaxError if there are several."""
+def _select_transformer(name: str, folders: Sequence[Path]) -> Path:
+    """Return the only folder with a supported transformer, or any folder; raise WanjaxError if there are several."""
     supported = [folder for folder in folders if _model_name(folder) in MODELS]
     if len(supported) > 1:
-        one = f"{name}/{TRANSFORMERS}/{supported[0].name}"
-        one += "" if Path(name).expanduser().exists() else "/diffusion_pytorch_model.safetensors"
-        listed = ", ".join(folder.name for folder in supported)
-        raise WanjaxError(f"{name} holds the transformers {listed}: name one of them, such as {one}")
+        example = f"{name}/{TRANSFORMERS_FOLDER}/{supported[0].name}"
+        example += "" if Path(name).expanduser().exists() else "/diffusion_pytorch_model.safetensors"
+        names = ", ".join(folder.name for folder in supported)
+        raise WanjaxError(f"{name} holds the transformers {names}: give the path of one of them, such as {example}")
     return [*supported, *folders][0]
 
 
-def _named(text: str) -> str | None:
-    """Return the model that the name of a file or folder tells, as the authors call it, such as `480p_t2v_distilled`.
+def _parse_model_name(text: str) -> str | None:
+    """Return the model that a file's or folder's name means, in the authors' spelling, such as `480p_t2v_distilled`.
 
-    Others put the task first, leave out the `p`, or have `cfg_distilled`. None for a name without lines or a task.
+    Others put the task first, leave out the `p`, or write `cfg_distilled`. Return None if the name has no resolution
+    or no task.
     """
     text = text.lower().replace("-", "_")
-    lines, task = LINES.search(text), TASK.search(text)
-    if lines is None or task is None:
+    resolution, task = RESOLUTION.search(text), TASK.search(text)
+    if resolution is None or task is None:
         return None
-    ends = [end for end in ("_step_distilled", "_distilled") if end in text][:1]
-    ends += [end for end in ("_sparse",) if end in text]
-    return f"{lines[1] or lines[2]}p_{task[1]}{''.join(ends)}"
+    suffixes = [suffix for suffix in ("_step_distilled", "_distilled") if suffix in text][:1]
+    suffixes += [suffix for suffix in ("_sparse",) if suffix in text]
+    return f"{resolution[1] or resolution[2]}p_{task[1]}{''.join(suffixes)}"
 
 
 def _model_name(folder: Path) -> str | None:
-    """Return the model that a transformer's folder is, by its name or, if that tells none, by its config.json.
+    """Return the name of a transformer's model from its folder's name or, if that is unclear, from its config.json.
 
-    Raises WanjaxError where the two contradict each other.
+    Raises WanjaxError if the two contradict each other.
     """
-    named, config = _named(folder.name), read_json(folder / "config.json")
-    parts = [str(config[entry]) for entry in ("ideal_resolution", "ideal_task") if config.get(entry)]
-    if named is None:
-        return "_".join(parts) + ("_step_distilled" if config.get("use_meanflow") else "") or None
-    if not set(parts) <= set(named.split("_")):
+    model_name, config = _parse_model_name(folder.name), read_json(folder / "config.json")
+    config_parts = [str(config[entry]) for entry in ("ideal_resolution", "ideal_task") if config.get(entry)]
+    if model_name is None:
+        return "_".join(config_parts) + ("_step_distilled" if config.get("use_meanflow") else "") or None
+    if not set(config_parts) <= set(model_name.split("_")):
         raise WanjaxError(
-            f"{folder} is named {named}, but its config.json says {' '.join(parts)}: one of the two is wrong"
+            f"{folder} is named {model_name}, but its config.json says {' '.join(config_parts)}: correct one of the two"
         )
-    return named
+    return model_name
 
 
-def _model(named: str | None, path: Path) -> Preset:
-    """Return the published model of this name; raise WanjaxError where it is unknown or not supported."""
-    names = ", ".join(MODELS)
-    if named is None:
-        raise WanjaxError(f"the name of {path} does not say which model it is: put one of {names} into it")
-    if named not in MODELS:
-        raise WanjaxError(f"{path} is {named}, which is not supported: give one of {names}")
-    return MODELS[named]
+def _find_preset(model_name: str | None, path: Path) -> Preset:
+    """Return the published model of this name; raise WanjaxError if it is unknown or not supported."""
+    known_names = ", ".join(MODELS)
+    if model_name is None:
+        raise WanjaxError(
+            f"the name of {path} does not say which model it is: rename it to contain one of {known_names}"
+        )
+    if model_name not in MODELS:
+        raise WanjaxError(f"{path} is {model_name}, which is not supported: give one of {known_names}")
+    return MODELS[model_name]
 
 
-def _index(model: Preset) -> dict[str, Any]:
+def _model_index(model: Preset) -> dict[str, Any]:
     """Return the model_index.json that diffusers would write."""
     assert isinstance(model.model, HunyuanVideoModel)
-    pictured = model.model.pictured
-    classes = CLASSES | (IMAGE_CLASSES if pictured else {})
-    kind = IMAGE_TO_VIDEO if pictured else "HunyuanVideo15Pipeline"
-    return model_index(kind, classes)
+    takes_image = model.model.starts_from_image
+    classes = CLASSES | (IMAGE_CLASSES if takes_image else {})
+    pipeline_class = IMAGE_TO_VIDEO if takes_image else "HunyuanVideo15Pipeline"
+    return model_index(pipeline_class, classes)
 
 
 LAYOUT = Layout(
-    markers=("config.json", f"{TRANSFORMERS}/*/config.json"),
+    markers=("config.json", f"{TRANSFORMERS_FOLDER}/*/config.json"),
     is_folder=_is_folder,
     open=open_folder,
     open_file=open_file,

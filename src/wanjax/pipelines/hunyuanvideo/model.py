@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportIncompatibleMethodOverride=true, reportIncompatibleVariableOverride=true
-"""A HunyuanVideo checkpoint: its shapes, and its handling of prompts, quoted text and pictures."""
+"""A HunyuanVideo checkpoint: its shapes, and its handling of prompts, quoted text and images."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ from wanjax.models.siglip import SiglipVisionConfig
 from wanjax.models.t5 import T5Config
 from wanjax.pipelines.denoiser import Denoiser, LatentArray, Preparation
 from wanjax.pipelines.frames import encode_clip
-from wanjax.pipelines.hunyuanvideo.conditioning import HunyuanVideoConditioning, fitted, lengths_of, size_of
+from wanjax.pipelines.hunyuanvideo.conditioning import HunyuanVideoConditioning, fit_image, size_for_image, used_lengths
 from wanjax.pipelines.hunyuanvideo.networks import NETWORKS
 from wanjax.pipelines.hunyuanvideo.programs import (
     HunyuanVideoDenoiser,
@@ -50,17 +50,17 @@ IMAGE_TO_VIDEO = "HunyuanVideo15ImageToVideoPipeline"
 
 @dataclass(frozen=True, kw_only=True)
 class HunyuanVideoModel(VideoModel[HunyuanVideoConditioning]):
-    """A HunyuanVideo checkpoint as its family knows it.
+    """A HunyuanVideo checkpoint, by the configs of its networks.
 
     Args:
-        text_encoder: Config of the language model; None where it was not read.
-        text_encoder_2: Config of the encoder of quoted text; None where it was not read.
-        image_encoder: Config of the vision tower; None where it was not read.
-        transformer: Config of the denoiser.
-        vae: Config of the autoencoder.
-        pictured: Whether it continues a picture, by the same transformer.
+        text_encoder: The language model's config; None if it was not read.
+        text_encoder_2: The config of the encoder of quoted text; None if it was not read.
+        image_encoder: The vision tower's config; None if it was not read.
+        transformer: The denoiser's config.
+        vae: The autoencoder's config.
+        starts_from_image: Whether the video starts from an image. The transformer is the same.
         scheduler: The checkpoint's scheduler.
-        prompt_tokens: Tokens of a prompt in plans; 256 hold about 180 words.
+        prompt_tokens: The number of tokens of a prompt in plans; 256 hold about 180 words.
     """
 
     conditioning_type = HunyuanVideoConditioning
@@ -70,39 +70,40 @@ class HunyuanVideoModel(VideoModel[HunyuanVideoConditioning]):
     image_encoder: SiglipVisionConfig | None = None
     transformer: TransformerConfig
     vae: VAEConfig
-    pictured: bool
+    starts_from_image: bool
     scheduler: Scheduler = field(default_factory=FlowEuler)
     prompt_tokens: int = 256
 
     @classmethod
     def of(cls, source: Source, encoders: bool = False) -> "HunyuanVideoModel":
-        """Read the model from a checkpoint's configs, those of its text and image encoders if asked.
-
-        Raises WanjaxError where the configs contradict each other.
+        """Read a model from a checkpoint's configs.
 
         Args:
             source: The checkpoint.
-            encoders: Whether to read the configs of the encoders too.
+            encoders: Whether to read the configs of the text and image encoders too.
+
+        Raises:
+            WanjaxError: The configs contradict each other.
         """
 
         def config(component: str, *, read: bool = True) -> Any:
             return network_in(source, component, NETWORKS).config if read else None
 
-        pictured = source.index.get("_class_name") == IMAGE_TO_VIDEO
+        starts_from_image = source.index.get("_class_name") == IMAGE_TO_VIDEO
         model = cls(
             text_encoder=config("text_encoder", read=encoders),
             text_encoder_2=config("text_encoder_2", read=encoders),
-            image_encoder=config("image_encoder", read=encoders and pictured),
+            image_encoder=config("image_encoder", read=encoders and starts_from_image),
             transformer=config("transformer"),
             vae=config("vae"),
-            pictured=pictured,
+            starts_from_image=starts_from_image,
             scheduler=from_config(source["scheduler"].config()),
         )
         channels, latents = model.transformer.channels_in, model.vae.latent_channels
         if (channels, model.transformer.channels_out) != (2 * latents + 1, latents):
             raise WanjaxError(
-                f"the checkpoint's configs contradict each other: with a VAE of {latents} channels the transformer has "
-                f"{2 * latents + 1} in and {latents} out, not {channels} and {model.transformer.channels_out}"
+                f"the checkpoint's configs contradict each other: for a VAE of {latents} channels the transformer "
+                f"needs {2 * latents + 1} in and {latents} out, not {channels} and {model.transformer.channels_out}"
             )
         return model
 
@@ -110,13 +111,13 @@ class HunyuanVideoModel(VideoModel[HunyuanVideoConditioning]):
     def spec(self) -> ModelSpec:
         names = ("text_encoder", "text_encoder_2", "image_encoder", "transformer", "vae")
         return ModelSpec(
-            task="image to video" if self.pictured else "text to video",
+            task="image to video" if self.starts_from_image else "text to video",
             size_multiple=self.vae.spatial_factor,
             vae=self.vae,
             scheduler=self.scheduler,
             networks={name: config for name in names if (config := getattr(self, name)) is not None},
             cache_tables=self.tables,
-            inputs=(IMAGE.needed,) if self.pictured else (),
+            inputs=(IMAGE.needed,) if self.starts_from_image else (),
             radial_attention=True,
             max_frames=self.vae.longest_video,
         )
@@ -127,76 +128,81 @@ class HunyuanVideoModel(VideoModel[HunyuanVideoConditioning]):
 
     @property
     def image_tokens(self) -> int:
-        """The number of a picture's tokens, for plans."""
-        return self.image_encoder.tokens if self.pictured and self.image_encoder is not None else 0
+        """The number of tokens of an image, for plans."""
+        return self.image_encoder.tokens if self.starts_from_image and self.image_encoder is not None else 0
 
     def picture_shapes(self, settings: Settings) -> Mapping[str, tuple[int | None, ...]]:
-        """Return the fields of `HunyuanVideoConditioning` that hold a picture, by their shapes; None is any size.
+        """Return the shapes of the image fields of `HunyuanVideoConditioning`, by field; None is any size.
 
         Args:
             settings: Settings of the video.
         """
-        if not self.pictured:
+        if not self.starts_from_image:
             return {}
-        _, channels, _, *cells = self.spec.latent_shape(settings)
-        return {"image_embeds": (1, None, self.transformer.image_width), "image_latents": (1, channels, 1, *cells)}
+        _, channels, _, *latent_size = self.spec.latent_shape(settings)
+        return {
+            "image_embeds": (1, None, self.transformer.image_width),
+            "image_latents": (1, channels, 1, *latent_size),
+        }
 
     def cost(self, settings: Settings, conditioning: HunyuanVideoConditioning | None = None) -> Cost:
-        config, (_, _, *cells) = self.transformer, self.spec.latent_shape(settings)
-        prompt, beside = self.prompt_tokens, self.image_tokens
+        config, (_, _, *latent_size) = self.transformer, self.spec.latent_shape(settings)
+        prompt, other_tokens = self.prompt_tokens, self.image_tokens
         if conditioning is not None:
-            [lengths] = lengths_of(conditioning.texts[:1], together=False)
-            seen = 0 if conditioning.image_embeds is None else conditioning.image_embeds.shape[1]
-            prompt, beside = lengths.prompt, lengths.glyphs + seen
-        video = prod(cells)
-        tokens = video + prompt + beside
+            [lengths] = used_lengths(conditioning.texts[:1], together=False)
+            image_tokens = 0 if conditioning.image_embeds is None else conditioning.image_embeds.shape[1]
+            prompt, other_tokens = lengths.prompt, lengths.glyphs + image_tokens
+        video_tokens = prod(latent_size)
+        tokens = video_tokens + prompt + other_tokens
         return Cost(
             tokens=tokens,
             layers=config.layers,
             heads=config.heads,
             width=config.width,
             scores=config.layers * attention_flops(tokens, tokens, config.width),
-            flops=forward_flops(config, video=video, prompt=prompt, extra=beside),
+            flops=forward_flops(config, video=video_tokens, prompt=prompt, extra=other_tokens),
         )
 
     def size_for(self, picture: tuple[int, int, int], settings: Settings) -> tuple[int, int]:
-        return size_of(picture, self.transformer.target_size, self.spec.size_multiple)
+        return size_for_image(picture, self.transformer.target_size, self.spec.size_multiple)
 
     def tokenize(self, runtime: Runtime, prompts: Sequence[str], follow: str) -> tuple[TokenBatch, ...]:
-        """Return the tokens of prompts, and those of what is quoted in them."""
+        """Return the tokens of prompts, and of the text that they quote."""
         chats, glyphs = runtime.components.get("tokenizer"), runtime.components.get("tokenizer_2")
         return tokenize_chats(chats, prompts), tokenize_glyphs(glyphs, prompts)
 
     def encode_text(self, runtime: Runtime, settings: Settings) -> HunyuanVideoConditioning:
-        chats, quoted = self.tokenize(runtime, [settings.prompt, settings.negative_prompt], settings.follow)
+        chats, glyph_tokens = self.tokenize(runtime, [settings.prompt, settings.negative_prompt], settings.follow)
         mask = chats.mask[:, TEMPLATE_TOKENS:]
         graphdef, weights = runtime.split("text_encoder")
-        embeds, glyphs = (
+        embeds, glyph_embeds = (
             runtime.call(encode_chats, graphdef, chats.ids, mask, weights),
-            self._glyphs(runtime, quoted, settings.dtype),
+            self._encode_glyphs(runtime, glyph_tokens, settings.dtype),
         )
-        fields: Any = ((embeds[i], mask[i : i + 1], glyphs[i], quoted.mask[i : i + 1]) for i in (0, 1))
-        return HunyuanVideoConditioning(*(x for text in fields for x in text))
+        fields_of_texts: Any = (
+            (embeds[i], mask[i : i + 1], glyph_embeds[i], glyph_tokens.mask[i : i + 1]) for i in (0, 1)
+        )
+        return HunyuanVideoConditioning(*(x for text in fields_of_texts for x in text))
 
-    def _glyphs(self, runtime: Runtime, quoted: TokenBatch, dtype: str) -> Sequence[Any]:
-        """Return features of both quoted texts; the encoder is not loaded for zeros, where nothing is quoted."""
-        if not quoted.mask.any():
-            shape = (1, *quoted.ids.shape[1:], self.transformer.glyph_width)
+    def _encode_glyphs(self, runtime: Runtime, glyph_tokens: TokenBatch, dtype: str) -> Sequence[Any]:
+        """Encode both quoted texts. If nothing is quoted, return zeros without loading the encoder."""
+        if not glyph_tokens.mask.any():
+            shape = (1, *glyph_tokens.ids.shape[1:], self.transformer.glyph_width)
             return [np.zeros(shape, jnp.dtype(dtype))] * 2
         graphdef, weights = runtime.split("text_encoder_2")
-        return runtime.call(encode_glyphs, graphdef, quoted.ids, quoted.mask, weights)
+        return runtime.call(encode_glyphs, graphdef, glyph_tokens.ids, glyph_tokens.mask, weights)
 
     def encode_inputs(
         self, runtime: Runtime, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
     ) -> Mapping[str, Any]:
         if (picture := pictures.picture("image")) is None:
             return {}
-        frame = fitted(picture, settings.size, settings.resize)
+        frame = fit_image(picture, settings.size, settings.resize)
         latents = encode_clip(runtime.components.get("vae"), frame[None], tiling, runtime.call)
         return {"image_embeds": self.encode_images(runtime, [frame]), "image_latents": latents}
 
     def encode_images(self, runtime: Runtime, images: Sequence[PictureOfAnySize]) -> Float[Value, "B S E"]:
-        """Return the features of images by the checkpoint's vision tower.
+        """Encode images with the checkpoint's vision tower.
 
         Args:
             runtime: Networks, devices and strategy.
@@ -224,6 +230,6 @@ class HunyuanVideoModel(VideoModel[HunyuanVideoConditioning]):
         purpose: Preparation,
     ) -> tuple[tuple[Any, ...], Any]:
         together = purpose.groups.batch > 1 or purpose.nag is not None
-        static = network.graphdef, purpose.groups, lengths_of(conditioning.texts, together=together)
+        static = network.graphdef, purpose.groups, used_lengths(conditioning.texts, together=together)
         arguments = conditioning.texts, conditioning.image_embeds, conditioning.image_latents, purpose.nag
         return runtime.call(make_context, static, x, network.weights, *arguments)

@@ -32,19 +32,19 @@ DEFAULTS = Settings(
     resize="crop",
     strength=0.8,
 )
-LARGE: dict[str, Any] = {"height": 720, "width": 1280}
-UNGUIDED: dict[str, Any] = {"guidance_scale": 1.0}
+HD: dict[str, Any] = {"height": 720, "width": 1280}
+NO_GUIDANCE: dict[str, Any] = {"guidance_scale": 1.0}
 STEP_DISTILLED = Distillation(name="its authors", words=r"step-distill", steps=12, flow_shift=7.0)
 LIGHTX2V = Distillation(
     name="LightX2V", words=r"lightx2v|distill-model|(?=.*(?:hunyuan|\bhy)).*\b[1-9]-?steps?\b", steps=4, flow_shift=5.0
 )
 DISTILLATIONS = (LIGHTX2V, STEP_DISTILLED)
-"""What names tell of few steps; the first is configs/hunyuan_video_15/hunyuan_video_t2v_480p_distill.json of LightX2V.
-"""
-GUIDER: dict[str, Any] = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0.0, "stop": 1.0}
-"""Entries of guider_config.json, and the only value of each that is implemented."""
+"""Distillations by the words in checkpoint names. The first follows LightX2V's
+configs/hunyuan_video_15/hunyuan_video_t2v_480p_distill.json."""
+GUIDER_OPTIONS: dict[str, Any] = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0.0, "stop": 1.0}
+"""Entries of guider_config.json, each with the only supported value."""
 PARAMETERS = 8_326_608_160
-PARAMETERS_OF_FEW_STEPS = 8_331_330_848
+STEP_DISTILLED_PARAMETERS = 8_331_330_848
 
 
 def _preset(
@@ -52,36 +52,36 @@ def _preset(
     about: str,
     transformer: TransformerConfig = SIZE_480P,
     *,
-    alone: bool = False,
+    single_file: bool = False,
     distillation: Distillation | None = None,
     **settings: Any,
 ) -> Preset:
     """Return the preset of a checkpoint in diffusers' layout, which the hub has under two names.
 
-    `name` is that of the repository without its beginning, such as `480p_t2v`. A transformer that is `alone` is a file
-    of its authors, which has the other components of the model that is the same but for its weights.
+    `name` is the repository's name without its beginning, such as `480p_t2v`. With `single_file` it is a transformer
+    file by the authors, whose other components come from the model that differs only in its weights.
     """
-    ours, owner = f"hunyuanvideo1.5-{name.replace('_', '-')}", "hunyuanvideo-community"
-    pictured = "i2v" in name
+    preset_name, owner = f"hunyuanvideo1.5-{name.replace('_', '-')}", "hunyuanvideo-community"
+    takes_image = "i2v" in name
     model = HunyuanVideoModel(
         text_encoder=QWEN2_5_VL_7B,
         text_encoder_2=GLYPH_BYT5,
-        image_encoder=SIGLIP_SO400M if pictured else None,
+        image_encoder=SIGLIP_SO400M if takes_image else None,
         transformer=transformer,
         vae=VAE_1_5,
-        pictured=pictured,
+        starts_from_image=takes_image,
     )
     file = f"tencent/HunyuanVideo-1.5/transformer/{name}/diffusion_pytorch_model.safetensors"
     return Preset(
-        name=ours,
-        source=file if alone else f"{owner}/HunyuanVideo-1.5-Diffusers-{name}",
+        name=preset_name,
+        source=file if single_file else f"{owner}/HunyuanVideo-1.5-Diffusers-{name}",
         about=about,
-        transformer_parameters=PARAMETERS_OF_FEW_STEPS if transformer.meanflow else PARAMETERS,
+        transformer_parameters=STEP_DISTILLED_PARAMETERS if transformer.meanflow else PARAMETERS,
         licence="Tencent Hunyuan Community licence",
         param_dtype="bfloat16",
-        defaults=replace(DEFAULTS, model=ours, **settings, **(distillation.settings if distillation else {})),
+        defaults=replace(DEFAULTS, model=preset_name, **settings, **(distillation.settings if distillation else {})),
         model=model,
-        aliases=() if alone else (f"{owner}/HunyuanVideo-1.5-{name}",),
+        aliases=() if single_file else (f"{owner}/HunyuanVideo-1.5-{name}",),
         distillation=distillation,
     )
 
@@ -89,27 +89,27 @@ def _preset(
 PRESETS = (
     _preset("480p_t2v", "text to video, 848 × 480"),
     _preset("480p_i2v", "image to video, 848 × 480"),
-    _preset("720p_t2v", "text to video, 1280 × 720", SIZE_720P, **LARGE, flow_shift=9.0),
-    _preset("720p_i2v", "image to video, 1280 × 720", SIZE_720P, **LARGE, flow_shift=7.0),
-    _preset("480p_t2v_distilled", "text to video, 848 × 480, without guidance", **UNGUIDED),
-    _preset("480p_i2v_distilled", "image to video, 848 × 480, without guidance", **UNGUIDED),
+    _preset("720p_t2v", "text to video, 1280 × 720", SIZE_720P, **HD, flow_shift=9.0),
+    _preset("720p_i2v", "image to video, 1280 × 720", SIZE_720P, **HD, flow_shift=7.0),
+    _preset("480p_t2v_distilled", "text to video, 848 × 480, without guidance", **NO_GUIDANCE),
+    _preset("480p_i2v_distilled", "image to video, 848 × 480, without guidance", **NO_GUIDANCE),
     _preset(
         "720p_t2v_distilled", "text to video, 1280 × 720, without guidance",
-        SIZE_720P, alone=True, **LARGE, **UNGUIDED, flow_shift=9.0,
+        SIZE_720P, single_file=True, **HD, **NO_GUIDANCE, flow_shift=9.0,
     ),
     _preset(
         "720p_i2v_distilled", "image to video, 1280 × 720, without guidance",
-        SIZE_720P, **LARGE, **UNGUIDED, flow_shift=7.0,
+        SIZE_720P, **HD, **NO_GUIDANCE, flow_shift=7.0,
     ),
     _preset(
         "720p_t2v_distilled_sparse",
         "text to video, 1280 × 720, without guidance, with whole attention in place of sparse",
-        SIZE_720P, alone=True, **LARGE, **UNGUIDED, flow_shift=9.0,
+        SIZE_720P, single_file=True, **HD, **NO_GUIDANCE, flow_shift=9.0,
     ),
     _preset(
         "720p_i2v_distilled_sparse",
         "image to video, 1280 × 720, without guidance, with whole attention in place of sparse",
-        SIZE_720P, alone=True, **LARGE, **UNGUIDED, flow_shift=7.0,
+        SIZE_720P, single_file=True, **HD, **NO_GUIDANCE, flow_shift=7.0,
     ),
     _preset(
         "480p_i2v_step_distilled", "image to video, 848 × 480, in 8 or 12 steps",
@@ -118,33 +118,33 @@ PRESETS = (
 )  # fmt: skip
 
 
-def settings_of(source: Source, model: HunyuanVideoModel, preset: Preset | None) -> Settings:
-    """Return the default settings of a checkpoint: its preset's, if it has one.
+def default_settings(source: Source, model: HunyuanVideoModel, preset: Preset | None) -> Settings:
+    """Return the default settings of a checkpoint: those of its preset, if it has one.
 
-    Else they are those of the first preset with the same resolution, pictures and number of steps, overridden by the
-    checkpoint's flow shift, its guidance scale and its generation_config.json.
+    Otherwise they are those of the first preset with the same resolution, image input and number of steps. The
+    checkpoint's flow shift, guidance scale and generation_config.json override them.
     """
     if preset is not None:
         return preset.defaults
-    like = (preset for preset in PRESETS if _kind(preset.model) == _kind(model))
-    return updated_by(source, next(like, PRESETS[0]).defaults, {"guidance_scale": _guidance_scale(source)})
+    similar = (preset for preset in PRESETS if _defaults_key(preset.model) == _defaults_key(model))
+    return updated_by(source, next(similar, PRESETS[0]).defaults, {"guidance_scale": _guidance_scale(source)})
 
 
 def _guidance_scale(source: Source) -> float | None:
-    """Return the guidance scale of a checkpoint's guider, and None where it has none.
+    """Return the guidance scale in the config of a checkpoint's guider, or None if it has none.
 
-    Raises WanjaxError for a guider with an option that is not implemented.
+    Raises WanjaxError if the guider has an unsupported option.
     """
     if "guider" not in source.components:
         return None
     guider = source["guider"].config()
-    for entry, offered in GUIDER.items():
-        if (value := guider.get(entry, offered)) != offered:
-            raise WanjaxError(f"the guider's {entry} {value!r} is not offered: {offered!r} is")
+    for entry, supported in GUIDER_OPTIONS.items():
+        if (value := guider.get(entry, supported)) != supported:
+            raise WanjaxError(f"the guider's {entry} {value!r} is not supported: set it to {supported!r}")
     return guider.get("guidance_scale") if guider.get("enabled", True) else 1.0
 
 
-def _kind(model: Any) -> tuple[Any, ...]:
-    """Return what decides the default settings."""
+def _defaults_key(model: Any) -> tuple[Any, ...]:
+    """Return the properties that decide the default settings."""
     transformer = model.transformer
-    return transformer.target_size, transformer.meanflow, model.pictured
+    return transformer.target_size, transformer.meanflow, model.starts_from_image

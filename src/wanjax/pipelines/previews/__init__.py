@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Previews: pictures of latents on their way."""
+"""Previews: images of partly denoised latents."""

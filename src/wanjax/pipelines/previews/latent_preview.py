@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Previews: small pictures of a video that is not finished, by a linear map from latents to colours.
+"""Previews: small images of an unfinished video, by a linear map from latents to colours.
 
-A pixel of a preview is a cell of the latents, and a picture a latent frame. The map is the least-squares fit of the
-colours of a drawn clip to its latents, so it needs nothing but the model's own autoencoder.
+A pixel of a preview is one position of the latents, and an image is one latent frame. The map is the least-squares fit
+from the latents of a synthetic clip to the clip's colours, so it needs only the model's own autoencoder.
 """
 
 from collections.abc import Callable
@@ -14,82 +14,82 @@ from PIL import Image
 
 Picture = UInt8[np.ndarray, "H W 3"]
 
-CELLS = 24  # the clip's height and width, in cells of the latents
-PATCHES = (1, 3, 6, 12)  # squares of one colour along a side, of several sizes
-SHIFT = 0.5  # cells that the clip's pictures move by, from one to the next
-MOST = 6  # pictures in a strip
-SIDE = 96  # pixels, at least, of a strip's height
+CLIP_SIZE = 24  # the height and width of the synthetic clip, in latent positions
+GRID_SIZES = (1, 3, 6, 12)  # numbers of squares along a side
+MOTION = 0.5  # latent positions that the clip moves by from frame to frame
+MAX_PICTURES = 6  # in a strip
+MIN_HEIGHT = 96  # of a strip, in pixels
 
 
 @runtime_checkable
 class LatentPreview(Protocol):
-    """A way to see latents."""
+    """A map from latents to images."""
 
     def pictures(self, latents: Float[Array | np.ndarray, "B C T H W"]) -> UInt8[np.ndarray, "B T _H _W 3"]:
-        """Return a picture of each latent frame of each video."""
+        """Return an image of each latent frame of each video."""
         ...
 
 
 class Colours(NamedTuple):
-    """The linear map from latents to colours in [0, 1]: one of the first latent frame, and one of the later ones.
+    """The linear maps from latents to colours in [0, 1]: one for the first latent frame, and one for later ones.
 
-    They differ because the first latent frame stands for one frame, and a later one for several.
+    They differ because the first latent frame encodes one frame, and a later one several.
     """
 
     weights: Float[np.ndarray, "2 _C 3"]
     bias: Float[np.ndarray, "2 3"]
 
     def pictures(self, latents: Float[Array | np.ndarray, "B C T H W"]) -> UInt8[np.ndarray, "B T H W 3"]:
-        """Return a small picture of each latent frame of each video."""
+        """Return a small image of each latent frame of each video."""
         x = np.moveaxis(np.asarray(latents, np.float32), 1, -1)
         parts = [
-            x[:, part] @ weights + bias
-            for part, weights, bias in zip((slice(1), slice(1, None)), self.weights, self.bias, strict=True)
+            x[:, frames] @ weights + bias
+            for frames, weights, bias in zip((slice(1), slice(1, None)), self.weights, self.bias, strict=True)
         ]
         return np.round(255 * np.clip(np.concatenate(parts, axis=1), 0, 1)).astype(np.uint8)
 
 
-def fitted(encode: Callable[[Any], Any], spatial: int, temporal: int) -> Colours:
-    """Return the colours of an autoencoder's latents.
+def fit_colours(encode: Callable[[Any], Any], spatial: int, temporal: int) -> Colours:
+    """Fit the linear map from an autoencoder's latents to colours.
 
-    `encode` returns the latents [1 C T H W] of frames. A cell has `spatial` × `spatial` pixels, and a later latent
-    frame stands for `temporal` frames.
+    `encode` returns the latents [1 C T H W] of frames. A position of the latents covers `spatial` × `spatial` pixels,
+    and a latent frame after the first covers `temporal` frames.
     """
-    clip = drawn_clip(1 + 2 * temporal, spatial)
+    clip = synthetic_clip(1 + 2 * temporal, spatial)
     latents = np.moveaxis(np.asarray(encode(clip), np.float32)[0], 0, -1)
     count, height, width, _ = latents.shape
-    seen = clip.reshape(len(clip), height, spatial, width, spatial, 3).mean((2, 4)) / 255
-    first, later = seen[:1], seen[1:].reshape(count - 1, temporal, height, width, 3).mean(1)
-    maps = [_least_squares(latents[:1], first), _least_squares(latents[1:], later)]
-    return Colours(np.stack([solution[:-1] for solution in maps]), np.stack([solution[-1] for solution in maps]))
+    targets = clip.reshape(len(clip), height, spatial, width, spatial, 3).mean((2, 4)) / 255
+    first_target, later_targets = targets[:1], targets[1:].reshape(count - 1, temporal, height, width, 3).mean(1)
+    solutions = [_least_squares(latents[:1], first_target), _least_squares(latents[1:], later_targets)]
+    return Colours(np.stack([weights[:-1] for weights in solutions]), np.stack([weights[-1] for weights in solutions]))
 
 
 def _least_squares(
     latents: Float[np.ndarray, "T H W _C"], colours: Float[np.ndarray, "T H W 3"]
 ) -> Float[np.ndarray, "_C 3"]:
-    """Return the weights that map latents to colours, and a last row that is added."""
+    """Return the weights that map latents to colours, with the bias as the last row."""
     x = latents.reshape(-1, latents.shape[-1])
     with_one = np.concatenate([x, np.ones_like(x[:, :1])], axis=1)
     return np.linalg.lstsq(with_one, colours.reshape(-1, 3), rcond=None)[0].astype(np.float32)
 
 
-def drawn_clip(frames: int, cell: int) -> UInt8[np.ndarray, "T H W 3"]:
-    """Return a clip of squares in random colours, of several sizes on top of each other, which move."""
-    random, side = np.random.default_rng(0), CELLS * cell
-    page = np.zeros((side, side, 3))
-    for patches in PATCHES:
-        colours, shown = random.random((patches, patches, 3)), random.random((patches, patches, 1)) < 0.5
-        square = (side // patches, side // patches, 1)
-        page = np.where(np.kron(shown, np.ones(square, bool)), np.kron(colours, np.ones(square)), page)
-    moved = [np.roll(page, round(frame * SHIFT * cell), axis=1) for frame in range(frames)]
-    return np.round(255 * np.stack(moved)).astype(np.uint8)
+def synthetic_clip(frames: int, cell: int) -> UInt8[np.ndarray, "T H W 3"]:
+    """Draw a clip of moving squares of several sizes in random colours."""
+    random, size = np.random.default_rng(0), CLIP_SIZE * cell
+    frame = np.zeros((size, size, 3))
+    for squares in GRID_SIZES:
+        colours, visible = random.random((squares, squares, 3)), random.random((squares, squares, 1)) < 0.5
+        square_size = (size // squares, size // squares, 1)
+        frame = np.where(np.kron(visible, np.ones(square_size, bool)), np.kron(colours, np.ones(square_size)), frame)
+    moved_frames = [np.roll(frame, round(index * MOTION * cell), axis=1) for index in range(frames)]
+    return np.round(255 * np.stack(moved_frames)).astype(np.uint8)
 
 
 def strip(videos: UInt8[np.ndarray, "B T H W 3"]) -> UInt8[np.ndarray, "_H _W 3"]:
-    """Return some pictures of each video side by side, enlarged, with a row for each video."""
+    """Return some images of each video side by side, enlarged, one row per video."""
     frames, height = videos.shape[1:3]
-    chosen = np.unique(np.linspace(0, frames - 1, min(frames, MOST)).round().astype(int))
-    page = np.concatenate([np.concatenate(list(video[chosen]), axis=1) for video in videos])
-    times = max(1, -(-SIDE // height))
-    size = times * page.shape[1], times * page.shape[0]
-    return np.asarray(Image.fromarray(page).resize(size, Image.Resampling.NEAREST))
+    indices = np.unique(np.linspace(0, frames - 1, min(frames, MAX_PICTURES)).round().astype(int))
+    rows = np.concatenate([np.concatenate(list(video[indices]), axis=1) for video in videos])
+    scale = max(1, -(-MIN_HEIGHT // height))
+    size = scale * rows.shape[1], scale * rows.shape[0]
+    return np.asarray(Image.fromarray(rows).resize(size, Image.Resampling.NEAREST))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A callback that shows at a few steps what a video will be: in a file, on a terminal, in a notebook."""
+"""A callback that shows previews of a video at a few steps: in a file, on a terminal or in a notebook."""
 
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,73 +19,73 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-LOOKS = 6  # steps that are shown
-COLUMNS = 96  # of a terminal, at most, that a preview takes
+PREVIEW_COUNT = 6  # the number of steps that are shown
+MAX_COLUMNS = 96  # the maximal width of a preview on a terminal
 
 
 class Previews:
-    """A callback for denoising that shows a strip of small pictures at a few steps.
+    """A callback for denoising that shows a strip of small images at a few steps.
 
-    Pictures are made beside the device's work, which does not wait for them. Several processes show them once. `shown`
-    counts the steps that had been taken at the last look, 0 before the first.
+    Previews are made in a thread, and the device does not wait for them. With several processes only the first shows
+    them. `shown` is the number of completed steps at the last preview, 0 before the first.
 
     Args:
-        file: A picture, here or in a store, which each look replaces; None writes none.
-        looks: The number of steps that are shown, the last one included.
+        file: An image, local or in a store, which each preview replaces; None writes none.
+        looks: The number of steps that are shown, including the last.
         on: The terminal or notebook; None is that of this process.
     """
 
-    def __init__(self, file: str | AnyPath | None = None, *, looks: int = LOOKS, on: "Console | None" = None):
+    def __init__(self, file: str | AnyPath | None = None, *, looks: int = PREVIEW_COUNT, on: "Console | None" = None):
         self.file = None if file is None else parse_path(file)
         self.looks = looks
         self.shown = 0
         self._console = console() if on is None else on
-        self._handle: Any = None  # a notebook's
+        self._handle: Any = None  # of the image in a notebook
         self._worker = ThreadPoolExecutor(1)
         self._last: Future[None] | None = None
 
     def __call__(self, step: Step) -> None:
-        """Show the step if it is one of those; raise what went wrong at the look before."""
-        looked = step.index * self.looks // step.total
-        if (step.index + 1) * self.looks // step.total > looked and jax.process_index() == 0:
+        """Show the step if it is one of the shown steps; raise the error of the previous preview, if any."""
+        earlier_previews = step.index * self.looks // step.total
+        if (step.index + 1) * self.looks // step.total > earlier_previews and jax.process_index() == 0:
             self.wait()
             assert step.latent_preview is not None
-            run = copy_context().run  # a notebook finds the cell that the picture belongs to in it
-            self._last = self._worker.submit(run, self._look, step, step.latent_preview())
+            run = copy_context().run  # a notebook reads the cell to display in from the context
+            self._last = self._worker.submit(run, self._show, step, step.latent_preview())
 
     def wait(self) -> None:
-        """Wait until the last look is shown."""
+        """Wait until the last preview is shown."""
         if self._last is not None:
             self._last.result()
 
-    def _look(self, step: Step, latent_preview: LatentPreview) -> None:
-        page = strip(latent_preview.pictures(step.x0))
+    def _show(self, step: Step, latent_preview: LatentPreview) -> None:
+        picture = strip(latent_preview.pictures(step.x0))
         title = f"preview after step {step.index + 1} of {step.total}"
         if self.file is not None:
-            with writing(self.file) as beside:
-                Image.fromarray(page).save(beside, format="PNG")
+            with writing(self.file) as temporary_file:
+                Image.fromarray(picture).save(temporary_file, format="PNG")
         if self._console.is_jupyter:
-            self._display(page)
+            self._display_in_notebook(picture)
         elif self._console.is_terminal and self._console.color_system in ("256", "truecolor"):
-            self._console.print(title, half_blocks(page, min(COLUMNS, self._console.width)), sep="\n")
+            self._console.print(title, half_blocks(picture, min(MAX_COLUMNS, self._console.width)), sep="\n")
         self.shown = step.index + 1
 
-    def _display(self, page: Picture) -> None:
-        """Show a picture in a notebook, in place of the one before."""
-        image = Image.fromarray(page)
+    def _display_in_notebook(self, picture: Picture) -> None:
+        """Show an image in a notebook, replacing the previous one."""
+        image = Image.fromarray(picture)
         if self._handle is None:
             self._handle = sys.modules["IPython"].display.display(image, display_id=True)  # a notebook has imported it
         else:
             self._handle.update(image)
 
 
-def half_blocks(page: Picture, columns: int) -> "Text":
-    """Return a picture as text: a character shows two pixels, one above the other, in its two colours."""
+def half_blocks(picture: Picture, columns: int) -> "Text":
+    """Return an image as text: a character shows two pixels, one above the other, in its two colours."""
     from rich.text import Text
 
-    height, width, _ = page.shape
+    height, width, _ = picture.shape
     rows = max(1, round(columns * height / width / 2))
-    pixels: Any = Image.fromarray(page).resize((columns, 2 * rows), Image.Resampling.BOX)
+    pixels: Any = Image.fromarray(picture).resize((columns, 2 * rows), Image.Resampling.BOX)
     text = Text()
     for row in range(rows):
         for column in range(columns):

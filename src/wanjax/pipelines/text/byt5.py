@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokenizer of ByT5: the bytes of a text, and whole names of tokens that a checkpoint adds.
+"""ByT5's tokenizer: each byte of a text is a token, and so is each added token of a checkpoint.
 
-Follows transformers' models/byt5/tokenization_byt5.py. There is no vocabulary to read: a folder's files name the added
-tokens alone.
+Follows transformers' models/byt5/tokenization_byt5.py. There is no vocabulary file: a folder's files only list the
+added tokens.
 """
 
 import re
@@ -13,31 +13,31 @@ from typing import Any
 
 from wanjax.checkpoints.sources import read_json
 from wanjax.errors import WanjaxError
-from wanjax.pipelines.text.tokenizer import TokenBatch, Truncation, batched
+from wanjax.pipelines.text.tokenizer import TokenBatch, Truncation, pad_batch
 
 PAD, END, UNKNOWN = 0, 1, 2
-NAMED = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}  # in the order of their ids
-FIRST_BYTE = len(NAMED)
+SPECIAL_TOKENS = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}  # in the order of their ids
+FIRST_BYTE = len(SPECIAL_TOKENS)
 BYTES = 256
 FIRST_ADDED = FIRST_BYTE + BYTES
 
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token that is found whole in a text: its id, and whether it takes the whitespace before and after it."""
+    """A token that is matched as a whole: its id, and whether it strips the whitespace before and after it."""
 
     id: int
-    before: bool = False
-    after: bool = False
+    strips_before: bool = False
+    strips_after: bool = False
 
 
 class ByT5Tokenizer:
-    """The tokenizer of a checkpoint: each byte of UTF-8 is a token, and so is each name among `added`."""
+    """A checkpoint's tokenizer: each UTF-8 byte is a token, and so is each name in `added`."""
 
     pad_id = PAD
 
     def __init__(self, added: Mapping[str, AddedToken], *, length: int):
-        """Take the added tokens by name, and the `length` in tokens to which texts are cut and padded."""
+        """Create a tokenizer from the added tokens by name; texts are cut and padded to `length` tokens."""
         self.added = dict(added)
         self.names = {token.id: name for name, token in added.items()}
         longest_first = sorted(filter(None, added), key=len, reverse=True)
@@ -48,99 +48,99 @@ class ByT5Tokenizer:
     def load(cls, folder: Path, *, length: int) -> "ByT5Tokenizer":
         """Read a `tokenizer` folder in the layout of transformers; texts get `length` tokens.
 
-        Raises WanjaxError where a file cannot be read, or an added token is one that has to stand apart as a word.
+        Raises WanjaxError if a file cannot be read, or if an added token must be a single word.
         """
         files = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
         config, specials, added = (read_json(folder / name, missing={}) for name in files)
         if "added_tokens_decoder" in config:
-            listed = {int(id): entry for id, entry in config["added_tokens_decoder"].items()}
+            entries_by_id = {int(id): entry for id, entry in config["added_tokens_decoder"].items()}
         else:
             config |= specials
-            listed = {id: {"content": name} for name, id in added.items()}
-        return cls(_added_tokens(config, listed), length=length)
+            entries_by_id = {id: {"content": name} for name, id in added.items()}
+        return cls(_added_tokens(config, entries_by_id), length=length)
 
     def with_tokens(self, names: Sequence[str]) -> "ByT5Tokenizer":
-        """Return the tokenizer with further added tokens, whose ids follow its own."""
-        first = self.vocab_size
-        new = [name for name in names if name not in self.added]
-        further = {name: AddedToken(first + i) for i, name in enumerate(new)}
-        return ByT5Tokenizer(self.added | further, length=self.text_length)
+        """Return the tokenizer with more added tokens, whose ids follow the existing ones."""
+        first_id = self.vocab_size
+        new_names = [name for name in names if name not in self.added]
+        new_tokens = {name: AddedToken(first_id + i) for i, name in enumerate(new_names)}
+        return ByT5Tokenizer(self.added | new_tokens, length=self.text_length)
 
     @property
     def config(self) -> dict[str, Any]:
-        """The tokenizer_config.json, from which `load` and transformers read the same tokenizer."""
-        listed = {
+        """The tokenizer_config.json for this tokenizer, which `load` and transformers can read."""
+        added_tokens = {
             str(token.id): {
-                "content": name, "lstrip": token.before, "normalized": False, "rstrip": token.after,
+                "content": name, "lstrip": token.strips_before, "normalized": False, "rstrip": token.strips_after,
                 "single_word": False, "special": True,
             }
             for name, token in sorted(self.added.items(), key=lambda entry: entry[1].id)
         }  # fmt: skip
-        named = {entry: self.names[id] for id, entry in enumerate(NAMED)}
+        special_tokens = {entry: self.names[id] for id, entry in enumerate(SPECIAL_TOKENS)}
         return {
-            "added_tokens_decoder": listed, "additional_special_tokens": [], "extra_ids": 0, **named,
+            "added_tokens_decoder": added_tokens, "additional_special_tokens": [], "extra_ids": 0, **special_tokens,
             "tokenizer_class": "ByT5Tokenizer",
         }  # fmt: skip
 
     @property
     def vocab_size(self) -> int:
-        """The number of ids; the text encoder's table of embeddings needs at least as many rows."""
+        """The number of ids. The text encoder's embedding table needs at least as many rows."""
         return max(FIRST_ADDED, *(id + 1 for id in self.names))
 
     def tokenize(self, texts: Sequence[str], length: int | None = None) -> TokenBatch:
-        """Return the texts' ids, cut and padded to `length` (`text_length` if None). Always keeps the end token."""
+        """Return the texts' ids, cut and padded to `length` (`text_length` if None). The end token is always kept."""
         length = self.text_length if length is None else length
-        return batched((self._row(text, length) for text in texts), length, PAD)
+        return pad_batch((self._tokenize_one(text, length) for text in texts), length, PAD)
 
-    def _row(self, text: str, length: int) -> tuple[list[int], Truncation | None]:
+    def _tokenize_one(self, text: str, length: int) -> tuple[list[int], Truncation | None]:
         """Return the ids of a text, cut to a length, and its truncation."""
-        whole = list(self._ids(text))
-        ids, cut = whole[: length - 1], whole[length - 1 :]
+        all_ids = list(self._token_ids(text))
+        ids, cut_ids = all_ids[: length - 1], all_ids[length - 1 :]
         if ids[-1:] != [END]:
             ids.append(END)
-        return ids, Truncation(len(whole) + 1, length, self._text(cut).strip()) if cut else None
+        return ids, Truncation(len(all_ids) + 1, length, self._decode(cut_ids).strip()) if cut_ids else None
 
-    def _ids(self, text: str) -> Iterator[int]:
+    def _token_ids(self, text: str) -> Iterator[int]:
         """Yield the ids of a text, without the end token."""
-        parts = self.pattern.split(text)  # texts and added tokens in turn
+        parts = self.pattern.split(text)  # texts and added tokens alternate
         for i, part in enumerate(parts):
             if i % 2:
                 yield self.added[part].id
                 continue
-            if i > 0 and self.added[parts[i - 1]].after:
+            if i > 0 and self.added[parts[i - 1]].strips_after:
                 part = part.lstrip()
-            if i + 1 < len(parts) and self.added[parts[i + 1]].before:
+            if i + 1 < len(parts) and self.added[parts[i + 1]].strips_before:
                 part = part.rstrip()
             yield from (byte + FIRST_BYTE for byte in part.encode("utf-8", "replace"))
 
-    def _text(self, ids: Sequence[int]) -> str:
+    def _decode(self, ids: Sequence[int]) -> str:
         parts = (
             bytes([id - FIRST_BYTE]) if FIRST_BYTE <= id < FIRST_ADDED else self.names[id].encode("utf-8") for id in ids
         )
         return b"".join(parts).decode("utf-8", "ignore")
 
 
-def _added_tokens(config: Mapping[str, Any], listed: Mapping[int, Mapping[str, Any]]) -> dict[str, AddedToken]:
-    """Return the added tokens by name: the named ones, those `listed` by id, and further ones after them."""
+def _added_tokens(config: Mapping[str, Any], entries_by_id: Mapping[int, Mapping[str, Any]]) -> dict[str, AddedToken]:
+    """Return the added tokens by name: the special tokens, those with given ids, and then further ones."""
     by_id: dict[int, tuple[str, AddedToken]] = {}
-    for id, (name, usual) in enumerate(NAMED.items()):
-        entry = config.get(name) or usual
-        # a name alone takes the whitespace around it, for compatibility with the first release
+    for id, (name, default) in enumerate(SPECIAL_TOKENS.items()):
+        entry = config.get(name) or default
+        # a plain name strips the whitespace around it, for compatibility with the first release
         entry = entry if isinstance(entry, Mapping) else {"content": entry, "lstrip": True, "rstrip": True}
         by_id[id] = _added_token(id, entry)
-    by_id |= {id: _added_token(id, entry) for id, entry in listed.items()}
-    added = dict(by_id.values())
+    by_id |= {id: _added_token(id, entry) for id, entry in entries_by_id.items()}
+    tokens = dict(by_id.values())
     sentinels = [f"<extra_id_{i}>" for i in range(config.get("extra_ids", 125))]
     for entry in config.get("extra_special_tokens", config.get("additional_special_tokens", sentinels)):
         entry = entry if isinstance(entry, Mapping) else {"content": entry}
-        name, token = _added_token(BYTES + len(added), entry)
-        added.setdefault(name, token)
-    return added
+        name, token = _added_token(BYTES + len(tokens), entry)
+        tokens.setdefault(name, token)
+    return tokens
 
 
 def _added_token(id: int, entry: Mapping[str, Any]) -> tuple[str, AddedToken]:
     if entry.get("single_word"):
         raise WanjaxError(
-            f"the tokenizer's token {entry['content']!r} has to stand apart as a word, which is not offered"
+            f"the tokenizer's token {entry['content']!r} must be a single word (single_word), which is not supported"
         )
     return entry["content"], AddedToken(id, bool(entry.get("lstrip")), bool(entry.get("rstrip")))

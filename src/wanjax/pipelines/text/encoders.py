@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kinds of text and image encoders that families share."""
+"""The text and image encoders that several families use."""
 
 from wanjax.checkpoints.network_kinds import NetworkKind
 from wanjax.converters import clip, qwen2_vl, siglip, t5
@@ -22,7 +22,7 @@ QWEN2_VL = NetworkKind(
     unused=qwen2_vl.qwen2_vl_unused,
 )
 CLIP_VISION = NetworkKind(
-    classes=("CLIPVisionModelWithProjection", "CLIPVisionModel"),  # the first is that of the published files
+    classes=("CLIPVisionModelWithProjection", "CLIPVisionModel"),  # published files have the first
     read=clip.clip_config,
     modules={CLIPVisionConfig: CLIPVision},
     rules=clip.clip_rules,

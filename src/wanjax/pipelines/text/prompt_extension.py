@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts that a language model extends, at any address that answers as OpenAI's chat completions do.
+"""Extension of prompts by a language model behind an API that is compatible with OpenAI's chat completions.
 
-Everything that is answered is a stranger's: it is bounded in time and size, and becomes one line of text or an error.
-The key comes from the environment and goes to the address alone.
+Answers are not trusted: their time and size are limited, and they become one line of text or an error. The key comes
+from the environment and is sent only to the API.
 """
 
 import json
@@ -19,12 +19,12 @@ from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from wanjax.errors import NetworkError, WanjaxError, repr_short
 
-KEY = "WANJAX_EXTEND_KEY"  # the variable with what the address wants to be shown
-MODEL = "default"  # servers of one model take any name
-PATIENCE = 60.0  # seconds for a whole answer
-LARGEST = 2**20  # bytes of an answer
-LONGEST = 4_000  # characters of an extended prompt
-THOUGHTS = re.compile(r"<think>.*?</think>", re.DOTALL)  # which some models write before their answer
+KEY_VARIABLE = "WANJAX_EXTEND_KEY"  # the environment variable with the API key
+DEFAULT_MODEL = "default"  # servers with one model accept any name
+TIMEOUT = 60.0  # seconds for a whole answer
+MAX_ANSWER_BYTES = 2**20  # bytes of an answer
+MAX_PROMPT_LENGTH = 4_000  # characters of an extended prompt
+REASONING = re.compile(r"<think>.*?</think>", re.DOTALL)  # reasoning that some models write before their answer
 FROM_TEXT = (
     "You prepare prompts for a model that makes a short video from a text. The user writes what the video should show. "
     "Describe the same scene so that one who has never seen it could film it: who or what is there and how it looks, "
@@ -41,49 +41,49 @@ FROM_PICTURE = (
 )
 
 
-class Extended(str):
-    """A prompt that was extended; `original` is what was asked for."""
+class ExtendedPrompt(str):
+    """An extended prompt; `original` is the user's prompt."""
 
     original: str
 
-    def __new__(cls, text: str, original: str = "") -> "Extended":
+    def __new__(cls, text: str, original: str = "") -> "ExtendedPrompt":
         extended = super().__new__(cls, text)
         extended.original = original
         return extended
 
 
 def as_settings(prompt: str) -> dict[str, str]:
-    """Return a prompt as settings: its text and, where it was extended, what was asked for."""
+    """Return a prompt as settings: its text and, if it was extended, the original."""
     original = getattr(prompt, "original", "")
     return {"prompt": str(prompt), **({"original_prompt": original} if original else {})}
 
 
-def extend_prompt(prompt: str, url: str, *, model: str | None = None, picture: bool = False) -> Extended:
-    """Return a prompt as a language model extends it.
+def extend_prompt(prompt: str, url: str, *, model: str | None = None, picture: bool = False) -> ExtendedPrompt:
+    """Extend a prompt with a language model.
 
-    The key of the address is WANJAX_EXTEND_KEY in the environment.
+    The API key, if any, is the environment variable WANJAX_EXTEND_KEY.
 
     Args:
         prompt: The prompt.
-        url: The address before `/chat/completions`, such as http://localhost:11434/v1.
-        model: A model's name there; None is `default`, for servers of one model, which take any.
-        picture: Whether the video begins from a picture.
+        url: The base URL, before `/chat/completions`, such as http://localhost:11434/v1.
+        model: The name of the model there; None is `default`, which servers with one model accept.
+        picture: Whether the video starts from an image.
     """
-    check_address(url)
-    key = os.environ.get(KEY, "")
+    check_url(url)
+    key = os.environ.get(KEY_VARIABLE, "")
     if not key.isascii() or not key.isprintable():
-        raise WanjaxError(f"{KEY} in the environment is no key: use printable letters of ASCII")
+        raise WanjaxError(f"the key in {KEY_VARIABLE} is not printable ASCII: set it to a valid key")
     messages = [
         {"role": "system", "content": FROM_PICTURE if picture else FROM_TEXT},
         {"role": "user", "content": str(prompt)},
     ]
-    body = {"model": model or MODEL, "messages": messages, "stream": False}
-    return Extended(_text_of(_asked(url, body, key), url, key), str(prompt))
+    body = {"model": model or DEFAULT_MODEL, "messages": messages, "stream": False}
+    return ExtendedPrompt(_prompt_in(_request(url, body, key), url, key), str(prompt))
 
 
-def check_address(url: str) -> None:
-    """Raise WanjaxError unless this is an address that can be asked, and that holds no key."""
-    right = f"give an address such as http://localhost:11434/v1, and a key in {KEY}"
+def check_url(url: str) -> None:
+    """Raise WanjaxError unless this is a valid base URL that contains no key."""
+    advice = f"give an address such as http://localhost:11434/v1, and a key in {KEY_VARIABLE}"
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
@@ -91,95 +91,95 @@ def check_address(url: str) -> None:
         valid = False
         parts = urlsplit("")
     if not valid or not url.isascii() or not url.isprintable() or " " in url:
-        raise WanjaxError(f"the address that extends prompts is given as {repr_short(url)}: {right}")
+        raise WanjaxError(f"the URL for extending prompts is {repr_short(url)}: {advice}")
     if parts.username or parts.password or parts.query or parts.fragment:
-        raise WanjaxError(f"the address that extends prompts holds more than an address: {right}")
+        raise WanjaxError(f"the URL for extending prompts contains a user, a query or a fragment: {advice}")
 
 
-def cleaned(text: str) -> str:
-    """Return a text as one line of printable characters, without a model's thoughts and quotation marks around it."""
-    line = " ".join("".join(c if c.isprintable() else " " for c in THOUGHTS.sub(" ", text)).split())
+def one_line(text: str) -> str:
+    """Return a text as one line of printable characters, without a model's reasoning and enclosing quotes."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in REASONING.sub(" ", text)).split())
     return line[1:-1].strip() if len(line) > 1 and line[0] == line[-1] == '"' and '"' not in line[1:-1] else line
 
 
 class NoRedirect(HTTPRedirectHandler):
-    """Follows no redirection, which would take a secret elsewhere."""
+    """Refuses redirects, which would send the key elsewhere."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
-def _asked(url: str, body: Mapping[str, Any], key: str) -> bytes:
-    """Return the bytes that are answered; raise WanjaxError where there are none in time.
+def _request(url: str, body: Mapping[str, Any], key: str) -> bytes:
+    """Send a request and return the answer's bytes; raise WanjaxError if there is none in time.
 
-    A thread asks, because a timeout of a socket bounds each of its reads and not their sum.
+    Runs in a thread, because a socket's timeout limits each read and not their sum.
     """
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-    request = Request(f"{url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers)
-    answers: list[bytes | BaseException] = []
+    http_request = Request(f"{url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers)
+    outcomes: list[bytes | BaseException] = []
 
-    def ask() -> None:
+    def send() -> None:
         try:
-            with build_opener(NoRedirect).open(request, timeout=PATIENCE) as answer:
-                answers.append(answer.read(LARGEST + 1))
+            with build_opener(NoRedirect).open(http_request, timeout=TIMEOUT) as answer:
+                outcomes.append(answer.read(MAX_ANSWER_BYTES + 1))
         except HTTPError as error:
             kind = NetworkError if error.code >= HTTPStatus.INTERNAL_SERVER_ERROR else WanjaxError
-            answers.append(kind(f"{url} extends no prompt: {_refusal(error, key)}"))
+            outcomes.append(kind(f"{url} did not extend the prompt: {_error_reason(error, key)}"))
         except (OSError, HTTPException, ValueError) as error:
-            answers.append(error)
+            outcomes.append(error)
 
-    thread = Thread(target=ask, name="wanjax-extending", daemon=True)
+    thread = Thread(target=send, name="wanjax-extending", daemon=True)
     thread.start()
-    thread.join(PATIENCE)
-    answer_or_error = answers[0] if answers else TimeoutError()
-    if isinstance(answer_or_error, WanjaxError):
-        raise answer_or_error
-    if isinstance(answer_or_error, BaseException):
-        why = getattr(answer_or_error, "reason", answer_or_error)
-        if isinstance(why, TimeoutError):
-            raise NetworkError(f"{url} extends no prompt: it does not answer within {PATIENCE:g} s")
-        told_why = getattr(why, "strerror", None) or type(why).__name__
-        raise NetworkError(f"{url} extends no prompt: it cannot be asked, {_short(told_why, key)}")
-    if len(answer_or_error) > LARGEST:
-        raise WanjaxError(f"{url} extends no prompt: it answers with more than {LARGEST:,} bytes")
-    return answer_or_error
+    thread.join(TIMEOUT)
+    outcome = outcomes[0] if outcomes else TimeoutError()
+    if isinstance(outcome, WanjaxError):
+        raise outcome
+    if isinstance(outcome, BaseException):
+        cause = getattr(outcome, "reason", outcome)
+        if isinstance(cause, TimeoutError):
+            raise NetworkError(f"{url} did not extend the prompt: it did not answer within {TIMEOUT:g} s")
+        cause_text = getattr(cause, "strerror", None) or type(cause).__name__
+        raise NetworkError(f"{url} did not extend the prompt: the request failed, {_safe_text(cause_text, key)}")
+    if len(outcome) > MAX_ANSWER_BYTES:
+        raise WanjaxError(f"{url} did not extend the prompt: its answer has more than {MAX_ANSWER_BYTES:,} bytes")
+    return outcome
 
 
-def _refusal(error: HTTPError, key: str) -> str:
-    """Return why an address refuses, from its status and its answer."""
+def _error_reason(error: HTTPError, key: str) -> str:
+    """Return the reason of an HTTP error, from its status and body."""
     if 300 <= error.code < 400:
-        return f"it redirects elsewhere ({error.code}), which is not followed"
-    why: Any = error.reason
+        return f"it redirects ({error.code}), and redirects are not followed"
+    message: Any = error.reason
     try:
         details = json.loads(error.read(10_000))["error"]
-        why = details if isinstance(details, str) else details["message"]
+        message = details if isinstance(details, str) else details["message"]
     except (ValueError, KeyError, TypeError, OSError, HTTPException, RecursionError):
         pass
-    return f"it answers {error.code}, {_short(why, key)}"
+    return f"it answered {error.code}, {_safe_text(message, key)}"
 
 
-def _text_of(answer: bytes, url: str, key: str) -> str:
-    """Return the extended prompt in an answer; raise WanjaxError where there is none that can be used."""
+def _prompt_in(answer: bytes, url: str, key: str) -> str:
+    """Return the extended prompt in an answer; raise WanjaxError if there is no usable one."""
     try:
         message = json.loads(answer)["choices"][0]["message"]
         text = message["content"]
         refusal = message.get("refusal")
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
-        raise WanjaxError(f"{url} extends no prompt: it answers with no chat completion of OpenAI's form") from error
+        raise WanjaxError(f"{url} did not extend the prompt: its answer is not an OpenAI chat completion") from error
     if isinstance(refusal, str) and refusal.strip() and not text:
-        raise WanjaxError(f"{url} extends no prompt: it refuses, {_short(refusal, key)}")
-    line = cleaned(text) if isinstance(text, str) else ""
+        raise WanjaxError(f"{url} did not extend the prompt: it refused, {_safe_text(refusal, key)}")
+    line = one_line(text) if isinstance(text, str) else ""
     if not line:
-        raise WanjaxError(f"{url} extends no prompt: its answer is empty")
-    if len(line) > LONGEST:
-        message = f"its answer has {len(line):,} characters where {LONGEST:,} are allowed at most"
-        raise WanjaxError(f"{url} extends no prompt: {message}")
+        raise WanjaxError(f"{url} did not extend the prompt: its answer is empty")
+    if len(line) > MAX_PROMPT_LENGTH:
+        message = f"its answer has {len(line):,} characters, and at most {MAX_PROMPT_LENGTH:,} are allowed"
+        raise WanjaxError(f"{url} did not extend the prompt: {message}")
     if key and key in line:
-        raise WanjaxError(f"{url} extends no prompt: its answer repeats the key")
+        raise WanjaxError(f"{url} did not extend the prompt: its answer repeats the key")
     return line
 
 
-def _short(text: Any, key: str) -> str:
-    """Return a stranger's text for a message, without the key and without characters that would steer a terminal."""
+def _safe_text(text: Any, key: str) -> str:
+    """Shorten an untrusted text for a message: without the key, and without control characters for a terminal."""
     short = str(text)[:10_000]
-    return cleaned(short.replace(key, "***") if key else short)[:300] or "without a reason"
+    return one_line(short.replace(key, "***") if key else short)[:300] or "without a reason"

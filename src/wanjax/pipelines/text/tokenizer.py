@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizing of prompts: cleaning, truncation and padding to a length."""
+"""Tokenization of prompts: cleaning, truncation and padding."""
 
 import html
 import json
@@ -19,25 +19,25 @@ from tokenizers.models import Unigram
 from wanjax.checkpoints.sources import read_json
 from wanjax.errors import WanjaxError, reason
 
-PATTERNS = (
+KNOWN_PATTERNS = (
     " {2,}",
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
-"""The regular expressions of T5 and of Qwen. A stranger's may take exponential time, and then end the process."""
-T5_EXTRA_TOKENS = 100  # of a SentencePiece model whose settings do not give their number
+"""The regular expressions of T5 and Qwen. Others are rejected, as they may take exponential time or crash."""
+T5_EXTRA_TOKENS = 100  # the default for a SentencePiece model whose settings do not say
 
 
 def clean_prompt(prompt: str) -> str:
-    """Return the prompt with mojibake repaired, HTML entities resolved and whitespace collapsed."""
+    """Repair mojibake, resolve HTML entities and collapse whitespace in a prompt."""
     text = html.unescape(html.unescape(ftfy.fix_text(prompt))).strip()  # twice: some entities are escaped twice
     return re.sub(r"\s+", " ", text).strip()
 
 
 @dataclass(frozen=True)
 class Truncation:
-    """The truncation of a prompt of `tokens` tokens to `length` tokens; `cut` is the text left out.
+    """The truncation of a prompt from `tokens` to `length` tokens; `cut` is the removed text.
 
-    `name` says what was cut, where it is not the whole prompt.
+    `name` says which text was cut.
     """
 
     tokens: int
@@ -52,30 +52,30 @@ class Truncation:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Prompts of one length: the ids, the mask that is True at real tokens, and the truncation of each prompt."""
+    """Tokenized prompts of one length: their ids, a mask that is True at real tokens, and their truncations."""
 
     ids: Int[np.ndarray, "B S"]
     mask: Bool[np.ndarray, "B S"]
     truncated: tuple[Truncation | None, ...]
 
 
-def batched(rows: Iterable[tuple[Sequence[int], Truncation | None]], length: int, pad: int) -> TokenBatch:
-    """Return the ids of each prompt, padded to one length, and its truncation."""
-    each = list(rows)
-    ids, mask = np.full((len(each), length), pad, np.int32), np.zeros((len(each), length), bool)
-    for row, (tokens, _) in enumerate(each):
+def pad_batch(rows: Iterable[tuple[Sequence[int], Truncation | None]], length: int, pad: int) -> TokenBatch:
+    """Pad the ids of prompts to one length, and collect the prompts' truncations."""
+    rows = list(rows)
+    ids, mask = np.full((len(rows), length), pad, np.int32), np.zeros((len(rows), length), bool)
+    for row, (tokens, _) in enumerate(rows):
         ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, True
-    return TokenBatch(ids, mask, tuple(cut for _, cut in each))
+    return TokenBatch(ids, mask, tuple(truncation for _, truncation in rows))
 
 
 class Tokenizer:
-    """The tokenizer of a checkpoint, read from the `tokenizer.json` or the `spiece.model` of its folder."""
+    """A checkpoint's tokenizer, read from the `tokenizer.json` or `spiece.model` in its folder."""
 
     def __init__(self, backend: tokenizers.Tokenizer, *, pad: str, length: int):
-        """Take the padding token `pad`, and the `length` in tokens to which prompts are cut and padded."""
+        """Create a tokenizer with the padding token `pad`; prompts are cut and padded to `length` tokens."""
         pad_id = backend.token_to_id(pad)
         if pad_id is None:
-            raise WanjaxError(f"the tokenizer has no token {pad!r}, which its settings name as the padding")
+            raise WanjaxError(f"the tokenizer has no token {pad!r}, but its settings use it for padding")
         backend.no_padding()  # the file may have its own padding
         self.backend = backend
         self.pad_id = pad_id
@@ -85,9 +85,9 @@ class Tokenizer:
     def load(cls, folder: Path, *, length: int) -> "Tokenizer":
         """Read a `tokenizer` folder in the layout of transformers.
 
-        Prompts get `length` tokens, or fewer where the tokenizer's settings have a lower limit.
+        Prompts get `length` tokens, or fewer if the tokenizer's settings have a lower limit.
 
-        Raises WanjaxError where both are missing or a file cannot be read.
+        Raises WanjaxError if both files are missing or one cannot be read.
         """
         files = ("special_tokens_map.json", "tokenizer_config.json")
         specials, config = (read_json(folder / name, missing={}) for name in files)
@@ -109,16 +109,18 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """The number of ids; the text encoder's table of embeddings needs at least as many rows."""
+        """The number of ids. The text encoder's embedding table needs at least as many rows."""
         return self.backend.get_vocab_size()
 
     def tokenize(self, prompts: Sequence[str], length: int | None = None) -> TokenBatch:
-        """Return the prompts' ids, cut and padded to `length` (`text_length` if None). Always keeps the end token."""
+        """Return the prompts' ids, cut and padded to `length` (`text_length` if None). The end token is always kept."""
         length = self.text_length if length is None else length
         self.backend.enable_truncation(length)
         encodings = [self.backend.encode(prompt) for prompt in prompts]
-        cut = [_truncation(prompt, encoding, length) for prompt, encoding in zip(prompts, encodings, strict=True)]
-        return batched(zip((encoding.ids for encoding in encodings), cut, strict=True), length, self.pad_id)
+        truncations = [
+            _truncation(prompt, encoding, length) for prompt, encoding in zip(prompts, encodings, strict=True)
+        ]
+        return pad_batch(zip((encoding.ids for encoding in encodings), truncations, strict=True), length, self.pad_id)
 
 
 def _truncation(prompt: str, encoding: tokenizers.Encoding, length: int) -> Truncation | None:
@@ -133,10 +135,10 @@ def _truncation(prompt: str, encoding: tokenizers.Encoding, length: int) -> Trun
 def _read_tokenizer(file: Path) -> tokenizers.Tokenizer:
     try:
         text = file.read_text(encoding="utf-8")
-        strange = [pattern for pattern in _patterns(json.loads(text)) if pattern not in PATTERNS]
-        if strange:
-            expression = repr(strange[0][:60])
-            raise WanjaxError(f"{file} splits text by {expression}, as no supported model does: give its own tokenizer")
+        unknown_patterns = [pattern for pattern in _patterns(json.loads(text)) if pattern not in KNOWN_PATTERNS]
+        if unknown_patterns:
+            pattern_text = repr(unknown_patterns[0][:60])
+            raise WanjaxError(f"{file} splits text by {pattern_text}, unlike any supported model: use the model's own")
         return tokenizers.Tokenizer.from_str(text)
     except WanjaxError:
         raise
@@ -145,7 +147,7 @@ def _read_tokenizer(file: Path) -> tokenizers.Tokenizer:
 
 
 def _patterns(json: Any) -> Iterator[str]:
-    """Yield the regular expressions of a tokenizer's JSON, but for what stands in its vocabulary."""
+    """Yield the regular expressions in a tokenizer's JSON, ignoring its vocabulary."""
     if isinstance(json, dict):
         for name, value in json.items():
             if name == "Regex":
@@ -161,36 +163,46 @@ END, SPACE = "</s>", "▁"
 
 
 def read_spiece(file: Path, extra: int) -> tokenizers.Tokenizer:
-    """Return the tokenizer of a SentencePiece model, with tokens <extra_id_0> to <extra_id_{extra - 1}> at the end.
+    """Read a SentencePiece model as a tokenizer, and append the tokens <extra_id_0> to <extra_id_{extra - 1}>.
 
-    Raises WanjaxError for a file that cannot be read, and for a model of another kind.
+    Raises WanjaxError if the file cannot be read or is not a T5 model.
     """
-    # imported late, because few checkpoints need it; the type checker does not see what protobuf makes
+    # imported late, because few checkpoints need it; the type checker does not see protobuf's generated classes
     from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec  # pyright: ignore
 
-    Piece = ModelProto.SentencePiece
-    more = [f"<extra_id_{i}>" for i in reversed(range(extra))]
+    SentencePiece = ModelProto.SentencePiece
+    extra_tokens = [f"<extra_id_{i}>" for i in reversed(range(extra))]
     try:
         model = ModelProto.FromString(file.read_bytes())
-        names, kinds = [piece.piece for piece in model.pieces], [piece.type for piece in model.pieces]
-        unknown = kinds.index(Piece.UNKNOWN) if Piece.UNKNOWN in kinds else None
-        vocabulary = [(piece.piece, piece.score) for piece in model.pieces] + [(name, 0.0) for name in more]
+        piece_names, piece_kinds = [piece.piece for piece in model.pieces], [piece.type for piece in model.pieces]
+        unknown = piece_kinds.index(SentencePiece.UNKNOWN) if SentencePiece.UNKNOWN in piece_kinds else None
+        vocabulary = [(piece.piece, piece.score) for piece in model.pieces] + [(name, 0.0) for name in extra_tokens]
         backend = tokenizers.Tokenizer(Unigram(vocabulary, unk_id=unknown, byte_fallback=False))
         characters = model.normalizer_spec.precompiled_charsmap
         normaliser = normalizers.Precompiled(characters) if characters else None
     except Exception as error:  # the libraries raise no narrower type
-        raise WanjaxError(f"{file} is not a readable SentencePiece model: get it again") from error
-    of_t5 = model.trainer_spec.model_type == TrainerSpec.UNIGRAM and END in names and Piece.BYTE not in kinds
-    if not of_t5 or unknown is None:
+        raise WanjaxError(f"{file} is not a readable SentencePiece model: download it again") from error
+    is_t5_model = (
+        model.trainer_spec.model_type == TrainerSpec.UNIGRAM
+        and END in piece_names
+        and SentencePiece.BYTE not in piece_kinds
+    )
+    if not is_t5_model or unknown is None:
         raise WanjaxError(
-            f"{file} is not a model of T5: one of the kind unigram, with pieces {END} and <unk> and none for bytes, is "
-            "needed, or a tokenizer.json"
+            f"{file} is not a T5 tokenizer: give a unigram model with the pieces {END} and <unk> and without byte "
+            "pieces, or a tokenizer.json"
         )
     if normaliser is not None:
         backend.normalizer = normaliser
-    words = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme="always", split=True)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), words])
-    backend.post_processor = processors.TemplateProcessing(single=f"$A {END}", special_tokens=[(END, names.index(END))])
-    specials = [name for name, kind in zip(names, kinds, strict=True) if kind in (Piece.UNKNOWN, Piece.CONTROL)] + more
-    backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in specials])
+    metaspace = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme="always", split=True)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), metaspace])
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"$A {END}", special_tokens=[(END, piece_names.index(END))]
+    )
+    special_tokens = [
+        name
+        for name, kind in zip(piece_names, piece_kinds, strict=True)
+        if kind in (SentencePiece.UNKNOWN, SentencePiece.CONTROL)
+    ] + extra_tokens
+    backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special_tokens])
     return backend

@@ -9,9 +9,9 @@ from wanjax.pipelines.image_processor import ImageProcessor
 from wanjax.pipelines.text.tokenizer import Tokenizer
 from wanjax.pipelines.wan.layouts import LAYOUT
 from wanjax.pipelines.wan.networks import NETWORKS
-from wanjax.pipelines.wan.presets import DISTILLATIONS, PRESETS, settings_of
+from wanjax.pipelines.wan.presets import DISTILLATIONS, PRESETS, default_settings
 from wanjax.pipelines.wan.programs import TEXT_LENGTH
-from wanjax.pipelines.wan.recognise import RELATIVES
+from wanjax.pipelines.wan.recognise import UNSUPPORTED
 from wanjax.pipelines.wan.tasks import CAUSAL_PIPELINES, model_of
 
 FAMILY = Family(
@@ -26,7 +26,7 @@ FAMILY = Family(
         *CAUSAL_PIPELINES,
     ),
     read_model=model_of,
-    settings=settings_of,
+    settings=default_settings,
     presets=PRESETS,
     tables=Path(__file__).parent / FILE,
     distillations=DISTILLATIONS,
@@ -35,6 +35,6 @@ FAMILY = Family(
         "image_processor": ImageProcessor.load,
     },
     layouts=(LAYOUT,),
-    relatives=RELATIVES,
+    relatives=UNSUPPORTED,
     prompt=lambda model: {"tokenizer": (TEXT_LENGTH, TEXT_LENGTH)},
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs of Wan's models that make a video chunk by chunk, beside those of all families."""
+"""The programs of Wan's models that denoise chunk by chunk, in addition to those of all families."""
 
 from typing import Any, NamedTuple
 
@@ -15,12 +15,12 @@ from wanjax.models.wan.transformer import Context
 
 
 class CausalInputs(NamedTuple):
-    """What a chunk of frames is given.
+    """The inputs of the forward for a chunk.
 
     Args:
-        time: Angles of its positions in time.
-        window: Keys and values of earlier chunks.
-        slot: Its place in the window.
+        time: The RoPE angles of its positions in time.
+        window: The keys and values of earlier chunks.
+        slot: Its slot in the window.
     """
 
     time: Angles
@@ -28,12 +28,12 @@ class CausalInputs(NamedTuple):
     slot: CacheSlot
 
 
-class Past(NamedTuple):
-    """What the chunks of a video share.
+class CausalMemory(NamedTuple):
+    """The state that the chunks of a video share.
 
     Args:
-        context: Keys and values of the prompt.
-        window: Keys and values of earlier chunks.
+        context: The keys and values of the prompt.
+        window: The keys and values of earlier chunks.
     """
 
     context: Context
@@ -48,22 +48,22 @@ def begin_past(
     text: Float[Array, "B S E"],
     negative: Float[Array, "B S E"] | None = None,
     nag: Float32[Array, "3"] | None = None,
-) -> Past:
+) -> CausalMemory:
     """Return the keys and values of encoded prompts, and an empty window.
 
     Args:
         graphdef: The network's definition.
-        x: Latents of a chunk, for their shape.
+        x: The latents of a chunk, for their shape.
         weights: The network's weights.
-        text: Features of the prompts.
-        negative: Features of the negative prompts, with `nag` alone.
-        nag: Scale, tau and alpha of normalized attention guidance; None without it.
+        text: The features of the prompts.
+        negative: The features of the negative prompts, only with `nag`.
+        nag: The scale, tau and alpha of normalized attention guidance; None without it.
     """
     transformer = nnx.merge(graphdef, weights)
     context = transformer.context(text)
     if nag is not None:
         context = context.with_nag(transformer.context(negative), nag)
-    return Past(context, transformer.window(x))
+    return CausalMemory(context, transformer.window(x))
 
 
 @program(matmul_options, donated=("window",), fast=fast_matmul_options)
@@ -76,16 +76,16 @@ def renew(
     time: Angles,
     slot: CacheSlot,
 ) -> KVCache:
-    """Return the window with the keys and values of a finished chunk, from a pass at timestep 0.
+    """Add the keys and values of a finished chunk to the window, by a forward at timestep 0.
 
     Args:
         graphdef: The network's definition.
-        window: The window before.
-        x: Latents of the finished chunk.
+        window: The window.
+        x: The latents of the finished chunk.
         weights: The network's weights.
-        context: Keys and values of the prompt.
-        time: Angles of the chunk's positions in time.
-        slot: Its place in the window.
+        context: The keys and values of the prompt.
+        time: The RoPE angles of the chunk's positions in time.
+        slot: The chunk's slot in the window.
     """
     t = jnp.zeros(len(x), jnp.float32)
     _, cache = nnx.merge(graphdef, weights)(x, t, context, time, window, slot)

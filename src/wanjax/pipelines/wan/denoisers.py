@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The traced part of Wan's models: one transformer, given the condition of a video in the way of each task."""
+"""The traced part of Wan's models: one transformer, with the condition applied as each task requires."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ class Shared(NamedTuple):
     condition: Any = None
 
 
-def as_latents(condition: Any) -> Any:
-    """Return an encoded condition [B C T H W] as the transformer is given it, [B T H W C] in float32.
+def channels_last(condition: Any) -> Any:
+    """Convert an encoded condition [B C T H W] to the transformer's layout, [B T H W C] in float32.
 
     Args:
         condition: The condition, or None.
@@ -38,12 +38,12 @@ def as_latents(condition: Any) -> Any:
     return None if condition is None else jnp.moveaxis(condition.astype(jnp.float32), 1, -1)
 
 
-def begun_by(first: Float[Array, "_B 1 H W C"] | None, x: Video) -> Video:
-    """Return latents whose first frame is a given one, if there is one.
+def replace_first_frame(first: Float[Array, "_B 1 H W C"] | None, x: Video) -> Video:
+    """Replace the first frame of latents.
 
     Args:
-        first: The first frame's latents; None leaves x.
-        x: Latents of the video.
+        first: The first frame's latents; None leaves x unchanged.
+        x: The latents of the video.
     """
     if first is None:
         return x
@@ -52,11 +52,11 @@ def begun_by(first: Float[Array, "_B 1 H W C"] | None, x: Video) -> Video:
 
 @dataclass(frozen=True)
 class WanDenoiser(Denoiser):
-    """Predicts the velocity of latents from the prompt alone; a subclass gives the transformer a condition too."""
+    """Predicts the velocity of latents from the prompt alone; subclasses add a condition."""
 
     def embed_timesteps(self, network: Any, times: Float[Array, "B"], plain: bool = False) -> Float[Array, "B _E"]:
-        embedded = network.time_embed(times)
-        return embedded if plain else network.time_proj(jax.nn.silu(embedded))
+        embedding = network.time_embed(times)
+        return embedding if plain else network.time_proj(jax.nn.silu(embedding))
 
     def predict(
         self,
@@ -75,75 +75,75 @@ class WanDenoiser(Denoiser):
         return self.velocity(network, x, t, prompt, shared.rope, condition, cache=blocks, **masks)
 
     def velocity(
-        self, network: Any, x: Video, t: Float[Array, "B"], prompt: Any, rope: Rope, condition: Any, **how: Any
+        self, network: Any, x: Video, t: Float[Array, "B"], prompt: Any, rope: Rope, condition: Any, **options: Any
     ) -> Velocity:
         """Return the velocity that the transformer predicts.
 
         Args:
             network: The network.
-            x: Latents of the videos.
-            t: Timestep of each.
-            prompt: Keys and values of the prompt.
+            x: The latents of the videos.
+            t: The timestep of each.
+            prompt: The keys and values of the prompt.
             rope: RoPE's tables.
             condition: The encoded condition; None without one.
-            how: Further keywords of the transformer's forward.
+            options: Further keyword arguments of the transformer's forward.
         """
-        return network(x, t, prompt, rope, **how)
+        return network(x, t, prompt, rope, **options)
 
 
 class FirstFrameDenoiser(WanDenoiser):
-    """The condition, if any, is the clean first latent frame, which replaces the noise."""
+    """Denoises with the clean first latent frame as the condition, if any. It replaces the noise."""
 
     def velocity(
-        self, network: Any, x: Video, t: Float[Array, "B"], prompt: Any, rope: Rope, condition: Any, **how: Any
+        self, network: Any, x: Video, t: Float[Array, "B"], prompt: Any, rope: Rope, condition: Any, **options: Any
     ) -> Velocity:
         clean_frames = 0 if condition is None else 1
-        return network(begun_by(condition, x), t, prompt, rope, clean_frames=clean_frames, **how)
+        return network(replace_first_frame(condition, x), t, prompt, rope, clean_frames=clean_frames, **options)
 
     def finalize(self, x: Video, conditioning: Mapping[str, Any]) -> Video:
-        return begun_by(as_latents(conditioning.get("condition")), x)
+        return replace_first_frame(channels_last(conditioning.get("condition")), x)
 
 
 class ConditionedDenoiser(WanDenoiser):
-    """The condition has the latents' shape, and joins their channels; without one these are zeros."""
+    """Denoises with a condition that is concatenated to the latents' channels; zeros if there is none."""
 
     def velocity(
-        self, network: Any, x: Video, t: Float[Array, "B"], prompt: Any, rope: Rope, condition: Any, **how: Any
+        self, network: Any, x: Video, t: Float[Array, "B"], prompt: Any, rope: Rope, condition: Any, **options: Any
     ) -> Velocity:
         if condition is None:
             condition = jnp.zeros((*x.shape[:-1], network.config.channels_in - x.shape[-1]), x.dtype)
-        return network(jnp.concatenate([x, condition], axis=-1), t, prompt, rope, **how)
+        return network(jnp.concatenate([x, condition], axis=-1), t, prompt, rope, **options)
 
 
 class FirstFrameConditionedDenoiser(ConditionedDenoiser):
-    """The same, where the first latent frame, the last channels of the condition, is kept free of noise too."""
+    """`ConditionedDenoiser` that also keeps the first latent frame clean. It is the condition's last channels."""
 
     def velocity(
-        self, network: Any, x: Video, t: Float[Array, "B"], prompt: Any, rope: Rope, condition: Any, **how: Any
+        self, network: Any, x: Video, t: Float[Array, "B"], prompt: Any, rope: Rope, condition: Any, **options: Any
     ) -> Velocity:
         clean_frames = 0 if condition is None else 1
-        x = begun_by(_first(condition, x), x)
-        return super().velocity(network, x, t, prompt, rope, condition, clean_frames=clean_frames, **how)
+        x = replace_first_frame(_first_frame_of(condition, x), x)
+        return super().velocity(network, x, t, prompt, rope, condition, clean_frames=clean_frames, **options)
 
     def finalize(self, x: Video, conditioning: Mapping[str, Any]) -> Video:
-        return begun_by(_first(as_latents(conditioning.get("condition")), x), x)
+        return replace_first_frame(_first_frame_of(channels_last(conditioning.get("condition")), x), x)
 
 
-def _first(condition: Any, x: Video) -> Any:
+def _first_frame_of(condition: Any, x: Video) -> Any:
     return None if condition is None else condition[:, :1, :, :, -x.shape[-1] :]
 
 
 class ControlDenoiser(WanDenoiser):
-    """The condition is a control clip, which layers of its own read."""
+    """Denoises with a control clip as the condition. The control layers read it."""
 
     def velocity(
-        self, network: Any, x: Video, t: Float[Array, "B"], prompt: Any, rope: Rope, condition: Any, **how: Any
+        self, network: Any, x: Video, t: Float[Array, "B"], prompt: Any, rope: Rope, condition: Any, **options: Any
     ) -> Velocity:
-        return network(x, t, prompt, rope, control=condition, **how)
+        return network(x, t, prompt, rope, control=condition, **options)
 
 
 class CausalDenoiser(WanDenoiser):
-    """Predicts a chunk of frames from the keys and values of those before it."""
+    """Predicts a chunk of frames from the keys and values of earlier chunks."""
 
     def predict(
         self,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layout of Wan's authors, and single files such as ComfyUI's.
 
-These lack a scheduler's config, which is that of the authors' code. Other missing components come from the diffusers
+These lack a scheduler config; it is taken from the authors' code. Other missing components come from the diffusers
 repository of the same model.
 """
 
@@ -23,17 +23,19 @@ from wanjax.converters.configs import read_config
 from wanjax.converters.wan.diffusers import transformer_config
 from wanjax.errors import WanjaxError
 from wanjax.models.wan.config import TransformerConfig
-from wanjax.pipelines.distillation import distilled_by, telling
+from wanjax.pipelines.distillation import find_distillation, model_name_in
 from wanjax.pipelines.family import Preset
 from wanjax.pipelines.wan import recognise
-from wanjax.pipelines.wan.presets import DISTILLATIONS, FUN, fallback_of, published
+from wanjax.pipelines.wan.presets import DISTILLATIONS, FUN, find_fallback, find_published
 from wanjax.pipelines.wan.tasks import CAUSAL_PIPELINES
 from wanjax.schedulers import UNIPC_SHIFT
 from wanjax.stores.paths import missing_file
 
-KIND = re.compile(r"(?:Vace)?Wan\w*")  # the class in a transformer's config.json, of the authors or of others
+TRANSFORMER_CLASS = re.compile(
+    r"(?:Vace)?Wan\w*"
+)  # the class in a transformer's config.json, of the authors or of others
 FOLDERS = {"transformer": "high_noise_model", "transformer_2": "low_noise_model"}
-SHARDS = "diffusion_pytorch_model.safetensors.index.json"
+SHARD_INDEX = "diffusion_pytorch_model.safetensors.index.json"
 TRANSFORMER_FILES = (
     *("config.json", "diffusion_pytorch_model*.safetensors", "diffusion_pytorch_model*.index.json"),
     *("block_*.safetensors", "non_block.safetensors"),  # of LightX2V, with an index
@@ -50,19 +52,21 @@ PATTERNS = (
     *(name for names in FILES.values() for name in names),
     f"{TOKENIZER}/*.json",
 )
-HIGH = {"high": "low", "High": "Low", "HIGH": "LOW"}  # in the names of two experts' files, that at high noise first
-OTHERS = HIGH | {low: high for high, low in HIGH.items()}
-EXPERT = re.compile(rf"(?<![A-Za-z0-9])({'|'.join(OTHERS)})(?=[Nn]oise|[^A-Za-z0-9])")
-PAIRS = {"Wan2.2-I2V-A14B-high-rCM4.0-merged.pt": "Wan2.2-I2V-A14B-low-rCM1.0-merged.pt"}  # as Wan.md of NVlabs/rcm
-PAIRS |= {low: high for high, low in PAIRS.items()}
-NOISE = re.compile(r"(high|low)[ _-]?noise", re.IGNORECASE)  # in the name of what is no model of its own
-DATE = re.compile(r"_\d{4,8}(?=\.\w+$)")  # at the end of a file's name: one of two experts may have been published anew
-FURTHER = {  # of models of a published shape that others trained, by their names: what else these take
+HIGH_TO_LOW = {"high": "low", "High": "Low", "HIGH": "LOW"}  # in the file names of the high-noise and low-noise experts
+OTHER_WORD = HIGH_TO_LOW | {low: high for high, low in HIGH_TO_LOW.items()}
+EXPERT_WORD = re.compile(rf"(?<![A-Za-z0-9])({'|'.join(OTHER_WORD)})(?=[Nn]oise|[^A-Za-z0-9])")
+EXPERT_PAIRS = {
+    "Wan2.2-I2V-A14B-high-rCM4.0-merged.pt": "Wan2.2-I2V-A14B-low-rCM1.0-merged.pt"
+}  # in Wan.md of NVlabs/rcm
+EXPERT_PAIRS |= {low: high for high, low in EXPERT_PAIRS.items()}
+NOISE_WORD = re.compile(r"(high|low)[ _-]?noise", re.IGNORECASE)  # marks a file that is not a model by itself
+DATE = re.compile(r"_\d{4,8}(?=\.\w+$)")  # a date at the end of a file name: one of two experts may be newer
+UNSUPPORTED_INPUTS = {  # the extra inputs of models by others, by model name
     r"\bati\b": "the trajectories of ATI",
     r"\bwan[\d-]*move\b": "the tracks of WanMove",
     r"\bphantom\b": "the reference pictures of Phantom",
 }
-ANIMATE = re.compile(r"\banimate-?2\b")  # which has the shape of image to video
+ANIMATE = re.compile(r"\banimate-?2\b")  # its shape is that of image to video
 CLASSES = {
     "scheduler": ("diffusers", "UniPCMultistepScheduler"),
     "text_encoder": ("transformers", "UMT5EncoderModel"),
@@ -76,16 +80,20 @@ IMAGE_CLASSES = {
 
 
 def open_folder(name: str | Path, root: Path, revision: str | None = None) -> Source:
-    """Open a folder or hub repository in the layout of Wan's authors; a component is downloaded when first needed."""
-    storage, folders, inside = Storage(str(name), root, revision, PATTERNS), _folders(root), _has_experts(root)
+    """Open a folder or hub repository in the layout of Wan's authors. Components are downloaded at first use."""
+    storage, folders, has_experts = (
+        Storage(str(name), root, revision, PATTERNS),
+        _transformer_folders(root),
+        _has_experts(root),
+    )
 
     @cache
     def find(component: str) -> RecognisedComponent | None:
         if component in FOLDERS:
             if (folder := folders.get(component)) is None:
                 return None
-            place = FOLDERS[component] if inside else ""
-            storage.fetched([f"{place}/{file}".lstrip("/") for file in TRANSFORMER_FILES])
+            folder_name = FOLDERS[component] if has_experts else ""
+            storage.fetched([f"{folder_name}/{file}".lstrip("/") for file in TRANSFORMER_FILES])
             config = read_json(folder / "config.json", missing={})
             return recognise.component("transformer", SafetensorsFolder(folder), config)
         storage.fetched(FILES.get(component, ()))
@@ -94,7 +102,7 @@ def open_folder(name: str | Path, root: Path, revision: str | None = None) -> So
                 return recognise.component(component, open_tensors(matches[0]))
         return None
 
-    def files(component: str) -> Sequence[Path] | None:
+    def tokenizer_files(component: str) -> Sequence[Path] | None:
         folder = root / TOKENIZER
         if component == "tokenizer":
             storage.fetched([f"{TOKENIZER}/*.json"])
@@ -102,13 +110,13 @@ def open_folder(name: str | Path, root: Path, revision: str | None = None) -> So
                 return sorted(path for path in folder.iterdir() if path.is_file())
         return None
 
-    def held(component: str) -> bool:
+    def has_component(component: str) -> bool:
         if not storage.hub_files:
-            if there := component == "tokenizer" and (root / TOKENIZER).is_dir():
+            if has_tokenizer := component == "tokenizer" and (root / TOKENIZER).is_dir():
                 check_small(root / TOKENIZER)
-            return there or find(component) is not None
+            return has_tokenizer or find(component) is not None
         if component in FOLDERS:
-            folder = FOLDERS[component] if inside else "."
+            folder = FOLDERS[component] if has_experts else "."
             check_names(f"{storage.name}/{folder}", names_in(folder, storage.hub_files))
             return True
         if component == "tokenizer":
@@ -116,123 +124,125 @@ def open_folder(name: str | Path, root: Path, revision: str | None = None) -> So
         names, patterns = names_in(".", storage.hub_files), FILES.get(component, ())
         return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
-    source = _source(storage, find, "transformer_2" in folders, storage.known_as, files=files, held=held)
+    source = _source(
+        storage, find, "transformer_2" in folders, storage.known_as, files=tokenizer_files, held=has_component
+    )
     if "transformer_2" not in folders:
-        _check_alone(source["transformer"].config(), root, _others(root))
+        _check_has_pair(source["transformer"].config(), root, _other_expert_paths(root))
     return source
 
 
 def open_file(path: Path) -> Source | None:
-    """Open a file that holds the transformer or several components, and the other expert's beside it.
+    """Open a file that holds the transformer or several components, and the file of the other expert, if any.
 
-    Return None for one without components of Wan. Raise WanjaxError where the other is missing, and the name tells that
-    this is an expert, or no published model has its shape alone.
+    Return None for a file without components of Wan. Raises WanjaxError if the other expert's file is missing, and the
+    name or the shape shows that it is needed.
     """
     reader, storage = open_tensors(path), Storage(str(path), path)
     if not (components := recognise.components(reader)):
         return None
     if "transformer" not in components:
         raise needs_transformer(path, components, "Wan")
-    components, known_as = _with_other(components, path), storage.known_as
-    if recognise.is_generator(reader) and distilled_by(telling(known_as), DISTILLATIONS) is None:
-        known_as = recognise.CAUSVID  # which publishes such
+    components, known_as = _with_other_expert(components, path), storage.known_as
+    if recognise.is_generator(reader) and find_distillation(model_name_in(known_as), DISTILLATIONS) is None:
+        known_as = recognise.CAUSVID_NAME  # publishes generators without EMA weights
     return _source(storage, components.get, "transformer_2" in components, known_as)
 
 
 def _source(
-    storage: Storage, find: Callable[[str], RecognisedComponent | None], experts: bool, known_as: str, **how: Any
+    storage: Storage, find: Callable[[str], RecognisedComponent | None], experts: bool, known_as: str, **options: Any
 ) -> Source:
-    """Return a checkpoint of Wan's networks; `how` are further arguments of `recognised`."""
-    name, recognised_transformer = telling(known_as), find("transformer")
-    if ANIMATE.search(name):
-        raise WanjaxError(f"{storage.name} is Wan Animate 2 by its name, and {recognise.READ} are read")
+    """Return a checkpoint of Wan's networks; `options` are further arguments of `recognised_source`."""
+    model_name, recognised_transformer = model_name_in(known_as), find("transformer")
+    if ANIMATE.search(model_name):
+        raise WanjaxError(f"{storage.name} is Wan Animate 2 by its name; supported models are {recognise.SUPPORTED}")
     if recognised_transformer is None:
         raise needs_transformer(storage.name, (), "Wan")
-    transformer, shape = recognised_transformer.json, _shape(recognised_transformer.json)
+    transformer, config = recognised_transformer.json, _config(recognised_transformer.json)
     notes = [
-        f"{storage.name} is taken as its shape is, and {what} are not offered"
-        for pattern, what in FURTHER.items()
-        if re.search(pattern, name)
+        f"{storage.name} is loaded as a model of its shape, and {inputs} are not supported"
+        for pattern, inputs in UNSUPPORTED_INPUTS.items()
+        if re.search(pattern, model_name)
     ]
-    if not experts and published(shape, True, name) and not published(shape, False, name):
-        notes.append(f"{storage.name} is one transformer where the model of its shape has two: it takes all steps")
-    preset, fallback_repo = _published(transformer, experts, known_as), fallback_of(shape, experts, known_as)
+    if not experts and find_published(config, True, model_name) and not find_published(config, False, model_name):
+        notes.append(f"{storage.name} has one transformer, but models of its shape have two: it runs all steps")
+    preset, fallback_repo = _published_preset(transformer, experts, known_as), find_fallback(config, experts, known_as)
     origin = preset.source if preset else storage.name
     return recognised_source(
         storage,
-        _index(transformer, experts, known_as),
+        _model_index(transformer, experts, known_as),
         find,
-        configs={"scheduler": _scheduler(transformer, experts)},
+        configs={"scheduler": _scheduler_config(transformer, experts)},
         origin=origin,
         known_as=known_as,
-        fallback_repo=fallback_repo.source
-        if fallback_repo
-        else origin,  # others publish a transformer alone, or in the authors' layout
+        # others publish a transformer alone, or in the authors' layout
+        fallback_repo=fallback_repo.source if fallback_repo else origin,
         notes=notes,
-        **how,
+        **options,
     )
 
 
 def _is_folder(folder: Path) -> bool:
-    """Return whether a folder has the authors' layout; the files that identify layouts are enough."""
+    """Return whether a folder has the authors' layout. The layout's marker files are enough."""
     return _is_transformer(folder / FOLDERS["transformer"] if _has_experts(folder) else folder)
 
 
 def other_expert(name: str) -> tuple[str, ...]:
-    """Return names of the file of the other of two experts, which differs in `high` or `low`; none for other files.
+    """Return possible names of the other expert's file: `high` and `low` swapped, or as in `PAIRS`.
 
-    Those of `PAIRS` differ otherwise.
+    Return none for other files.
     """
-    if name in PAIRS:
-        return (PAIRS[name],)
-    if Path(name).suffix not in SUFFIXES or not (split := _split(name)):
+    if name in EXPERT_PAIRS:
+        return (EXPERT_PAIRS[name],)
+    if Path(name).suffix not in SUFFIXES or not (parts := _split_expert_name(name)):
         return ()
-    before, expert, after = split
-    other = before + OTHERS[expert] + after
+    prefix, expert, suffix = parts
+    other = prefix + OTHER_WORD[expert] + suffix
     return tuple(dict.fromkeys((other, DATE.sub("", other))))
 
 
-def _split(name: str) -> tuple[str, str, str] | None:
-    """Return the parts of the name of one of two experts: what comes before `high` or `low`, that, and the rest."""
-    expert = EXPERT.search(name)
-    return (name[: expert.start()], expert[0], name[expert.end() :]) if expert else None
+def _split_expert_name(name: str) -> tuple[str, str, str] | None:
+    """Split the file name of an expert at `high` or `low` into three parts: before it, the word, after it."""
+    match = EXPERT_WORD.search(name)
+    return (name[: match.start()], match[0], name[match.end() :]) if match else None
 
 
 def _is_high(path: Path) -> bool:
-    """Return whether a file or folder is of the expert at high noise, by its name."""
-    expert = EXPERT.search(path.name)
-    return expert is not None and expert[0] in HIGH
+    """Return whether a file or folder is the high-noise expert, by its name."""
+    match = EXPERT_WORD.search(path.name)
+    return match is not None and match[0] in HIGH_TO_LOW
 
 
-def _others(path: Path) -> list[Path]:
-    """Return the files or folders beside one that may be the other of two experts: that of its name, if it is there.
+def _other_expert_paths(path: Path) -> list[Path]:
+    """Return neighbouring files or folders that may be the other expert.
 
-    Else they are those whose names begin so, and go on alike up to the end of one of the two, such as a date; or, where
-    there is none, those that go on at all after `noise`.
+    This is the one with the exactly matching name, if it exists. Otherwise it is all that start with the matching name
+    and whose rest is the same up to the end of one of the two, such as before a date. If there is none either, it is
+    all whose name matches up to `noise`.
     """
-    if not (split := _split(path.name)):
+    if not (parts := _split_expert_name(path.name)):
         return []
-    before, expert, after = split
-    begins, end = before + OTHERS[expert], after.removesuffix(path.suffix)
-    for name in (PAIRS.get(path.name), begins + after):
-        if name and os.path.lexists(exact := path.with_name(name)):
-            return [exact]
-    word = re.match(r"[ _-]?noise", after, re.IGNORECASE)
-    noise = word and begins + word[0]
-    alike, others = [], []
-    for beside in sorted(path.parent.glob(f"{glob.escape(begins)}*")):
-        if beside.suffix == path.suffix and beside.is_dir() == path.is_dir():
-            tail = beside.name.removeprefix(begins).removesuffix(beside.suffix)
-            alike += [beside] * (tail.startswith(end) or end.startswith(tail))
-            others += [beside] * bool(noise and beside.name.startswith(noise))
-    return alike or others
+    prefix, expert, suffix = parts
+    other_prefix, stem_end = prefix + OTHER_WORD[expert], suffix.removesuffix(path.suffix)
+    for name in (EXPERT_PAIRS.get(path.name), other_prefix + suffix):
+        if name and os.path.lexists(exact_path := path.with_name(name)):
+            return [exact_path]
+    noise_word = re.match(r"[ _-]?noise", suffix, re.IGNORECASE)
+    noise_prefix = noise_word and other_prefix + noise_word[0]
+    matching, same_noise = [], []
+    for neighbour in sorted(path.parent.glob(f"{glob.escape(other_prefix)}*")):
+        if neighbour.suffix == path.suffix and neighbour.is_dir() == path.is_dir():
+            neighbour_end = neighbour.name.removeprefix(other_prefix).removesuffix(neighbour.suffix)
+            matching += [neighbour] * (neighbour_end.startswith(stem_end) or stem_end.startswith(neighbour_end))
+            same_noise += [neighbour] * bool(noise_prefix and neighbour.name.startswith(noise_prefix))
+    return matching or same_noise
 
 
-def _with_other(components: dict[str, RecognisedComponent], path: Path) -> dict[str, RecognisedComponent]:
-    """Return the components of a file, and if it is an expert's those of the other's that holds a transformer."""
-    others = _others(path)
+def _with_other_expert(components: dict[str, RecognisedComponent], path: Path) -> dict[str, RecognisedComponent]:
+    """Add the components of the other expert's file to those of a file, if that holds a transformer."""
+    others = _other_expert_paths(path)
     if len(others) != 1:
-        _check_alone(components["transformer"].json, path, others)
+        _check_has_pair(components["transformer"].json, path, others)
         return components
     if not others[0].is_file():
         raise WanjaxError(missing_file(others[0]))
@@ -243,21 +253,21 @@ def _with_other(components: dict[str, RecognisedComponent], path: Path) -> dict[
     return low | high | {"transformer_2": low["transformer"]}
 
 
-def _check_alone(transformer: Mapping[str, Any], path: Path, others: Sequence[Path]) -> None:
-    """Raise WanjaxError for one of two experts of which no single other is there, by its name and its shape."""
-    if not (split := _split(path.name)) or not _published(transformer, experts=True):
+def _check_has_pair(transformer: Mapping[str, Any], path: Path, others: Sequence[Path]) -> None:
+    """Raise WanjaxError for an expert, by its name and shape, without exactly one other expert next to it."""
+    if not (parts := _split_expert_name(path.name)) or not _published_preset(transformer, experts=True):
         return
-    if NOISE.search(path.name) or not _published(transformer, experts=False):
-        right = split[0] + OTHERS[split[1]] + split[2]
-        there = f", and {' and '.join(x.name for x in others)} are, of which one may stay" if others else ""
-        raise WanjaxError(f"{path} is one of two experts: {right}, the other, is needed beside it{there}")
+    if NOISE_WORD.search(path.name) or not _published_preset(transformer, experts=False):
+        expected = parts[0] + OTHER_WORD[parts[1]] + parts[2]
+        advice = f"keep only one of {' and '.join(x.name for x in others)}" if others else "put it next to this one"
+        raise WanjaxError(f"{path} is one of two experts, and {expected}, the other, is missing: {advice}")
 
 
-def _folders(root: Path) -> dict[str, Path]:
-    """Return the folders of the transformers, that at high noise first: in the root, or itself and one beside it."""
+def _transformer_folders(root: Path) -> dict[str, Path]:
+    """Return the folders of the transformers, high noise first: inside the root, or the root and one next to it."""
     if _has_experts(root):
         return {name: root / folder for name, folder in FOLDERS.items()}
-    others = [other for other in _others(root) if other.is_dir() and _is_transformer(other)]
+    others = [other for other in _other_expert_paths(root) if other.is_dir() and _is_transformer(other)]
     if len(others) != 1:
         return {"transformer": root}
     high, low = (root, others[0]) if _is_high(root) else (others[0], root)
@@ -265,13 +275,14 @@ def _folders(root: Path) -> dict[str, Path]:
 
 
 def _is_transformer(folder: Path) -> bool:
-    """Return whether a folder is that of a transformer, by its config.json or, without one, by its index of shards."""
+    """Return whether a folder is a transformer's, by its config.json or, without one, by its index of shards."""
     if (config := folder / "config.json").is_file():
-        return KIND.fullmatch(str(read_json(config).get("_class_name"))) is not None
-    listed = read_json(folder / SHARDS, missing={}).get("weight_map")
-    telling = recognise.TELLING["transformer"]
-    return isinstance(listed, dict) and any(
-        prefix + name in listed for prefix in recognise.PREFIXES["transformer"] for name in telling
+        return TRANSFORMER_CLASS.fullmatch(str(read_json(config).get("_class_name"))) is not None
+    weight_map = read_json(folder / SHARD_INDEX, missing={}).get("weight_map")
+    return isinstance(weight_map, dict) and any(
+        prefix + name in weight_map
+        for prefix in recognise.PREFIXES["transformer"]
+        for name in recognise.IDENTIFYING_KEYS["transformer"]
     )
 
 
@@ -279,14 +290,14 @@ def _has_experts(folder: Path) -> bool:
     return (folder / FOLDERS["transformer"]).is_dir()
 
 
-def _index(transformer: Mapping[str, Any], experts: bool, known_as: str) -> dict[str, Any]:
+def _model_index(transformer: Mapping[str, Any], experts: bool, known_as: str) -> dict[str, Any]:
     """Return the model_index.json that diffusers would write."""
-    images = transformer["in_channels"] != transformer["out_channels"]
-    controlled = transformer["_class_name"] == "WanVACETransformer3DModel"
-    pipeline = "WanVACEPipeline" if controlled else "WanImageToVideoPipeline" if images else "WanPipeline"
+    takes_image = transformer["in_channels"] != transformer["out_channels"]
+    is_vace = transformer["_class_name"] == "WanVACETransformer3DModel"
+    pipeline = "WanVACEPipeline" if is_vace else "WanImageToVideoPipeline" if takes_image else "WanPipeline"
     if transformer["_class_name"] == "CausalWanTransformer3DModel":
         pipeline = CAUSAL_PIPELINES[0]
-    if _published(transformer, experts, known_as) in FUN:
+    if _published_preset(transformer, experts, known_as) in FUN:
         pipeline = "WanFunInpaintPipeline"
     classes = dict(CLASSES) | {"transformer": ("diffusers", transformer["_class_name"])}
     if experts:
@@ -295,37 +306,37 @@ def _index(transformer: Mapping[str, Any], experts: bool, known_as: str) -> dict
         classes |= IMAGE_CLASSES
     index = model_index(pipeline, classes)
     if experts:  # wan/configs/wan_{t2v,i2v}_A14B.py of the official code
-        index["boundary_ratio"] = 0.9 if images else 0.875
+        index["boundary_ratio"] = 0.9 if takes_image else 0.875
     if transformer["in_channels"] == 48:
         index["expand_timesteps"] = True
     return index
 
 
-def _scheduler(transformer: Mapping[str, Any], experts: bool) -> dict[str, Any]:
-    """Return the scheduler_config.json, with the default shift of the official code's command line."""
+def _scheduler_config(transformer: Mapping[str, Any], experts: bool) -> dict[str, Any]:
+    """Return the scheduler_config.json, with the default shift of the official command line."""
     if transformer["_class_name"] == "CausalWanTransformer3DModel":  # utils/wan_wrapper.py of guandeh17/Self-Forcing
         return {"_class_name": "SelfForcingFlowMatchScheduler", "shift": 5.0, "sigma_min": 0.0, "extra_one_step": True}
-    images = transformer["in_channels"] != transformer["out_channels"]
-    sixteen = transformer["pos_embed_seq_len"] or transformer["_class_name"] == "WanVACETransformer3DModel"
+    takes_image = transformer["in_channels"] != transformer["out_channels"]
+    has_large_shift = transformer["pos_embed_seq_len"] or transformer["_class_name"] == "WanVACETransformer3DModel"
     return {
         "_class_name": "UniPCMultistepScheduler",
-        UNIPC_SHIFT: 16.0 if sixteen else 12.0 if experts and not images else 5.0,
+        UNIPC_SHIFT: 16.0 if has_large_shift else 12.0 if experts and not takes_image else 5.0,
         "num_train_timesteps": 1000,
         "prediction_type": "flow_prediction",
         "use_flow_sigmas": True,
     }
 
 
-def _shape(transformer: Mapping[str, Any]) -> TransformerConfig:
+def _config(transformer: Mapping[str, Any]) -> TransformerConfig:
     return read_config("the transformer's config.json", transformer, transformer_config)
 
 
-def _published(transformer: Mapping[str, Any], experts: bool, known_as: str = "") -> Preset | None:
-    """Return the published model whose transformer has this config.json, that of the name if there are several.
+def _published_preset(transformer: Mapping[str, Any], experts: bool, known_as: str = "") -> Preset | None:
+    """Return the published model with this transformer config and name, or None.
 
-    None where there is none.
+    `known_as` selects one of several models with the same config.
     """
-    return published(_shape(transformer), experts, known_as)
+    return find_published(_config(transformer), experts, known_as)
 
 
 LAYOUT = Layout(

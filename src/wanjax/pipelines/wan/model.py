@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportIncompatibleMethodOverride=true, reportIncompatibleVariableOverride=true
-"""What all of Wan's models have in common: their networks, prompts, and two experts."""
+"""The common base of Wan's models: networks, prompts and two experts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,13 +36,13 @@ EXPERTS = ("transformer", "transformer_2")
 
 @dataclass(frozen=True, kw_only=True)
 class WanModel(VideoModel[WanConditioning]):
-    """A Wan checkpoint: the shapes of its networks. `tasks` has a class for what each kind of checkpoint makes.
+    """A Wan checkpoint, by the configs of its networks. The subclasses in `tasks` are one for each task.
 
     Args:
-        text_encoder: Config of the text encoder; None where it was not read.
-        transformer: Config of the denoiser.
-        image_encoder: Config of the vision tower; None where there is none, or it was not read.
-        experts: Whether a second transformer of the same shape takes the steps at low noise.
+        text_encoder: The text encoder's config; None if it was not read.
+        transformer: The denoiser's config.
+        image_encoder: The vision tower's config; None if there is none or it was not read.
+        experts: Whether a second transformer of the same shape runs the steps at low noise.
         scheduler: The checkpoint's scheduler.
     """
 
@@ -93,20 +93,20 @@ class WanModel(VideoModel[WanConditioning]):
 
     @property
     def chunk_frames(self) -> int:
-        """The latent frames of a chunk, of a model that makes a video chunk by chunk."""
+        """The number of latent frames in a chunk, for a model that denoises chunk by chunk, else 0."""
         return 0
 
     @property
     def image_tokens(self) -> int:
-        """The number of picture tokens in cross-attention's context, for plans."""
+        """The number of image tokens in cross-attention's context, for plans."""
         if isinstance(self.transformer, ImageTransformerConfig) and self.image_encoder is not None:
             return self.transformer.image_positions or self.image_encoder.tokens
         return 0
 
     def cost(self, settings: Settings, conditioning: WanConditioning | None = None) -> Cost:
-        seen = None if conditioning is None else conditioning.image_embeds
-        _, _, *cells = self.spec.latent_shape(settings)
-        config, tokens = self.transformer, prod(cells) // self.transformer.patch_cells
+        image_embeds = None if conditioning is None else conditioning.image_embeds
+        _, _, *latent_size = self.spec.latent_shape(settings)
+        config, tokens = self.transformer, prod(latent_size) // self.transformer.patch_cells
         return Cost(
             tokens=tokens,
             layers=config.layers,
@@ -114,7 +114,10 @@ class WanModel(VideoModel[WanConditioning]):
             width=config.width,
             scores=config.layers * attention_flops(tokens, tokens, config.width),
             flops=forward_flops(
-                config, tokens=tokens, text=TEXT_LENGTH, image=self.image_tokens if seen is None else seen.shape[1]
+                config,
+                tokens=tokens,
+                text=TEXT_LENGTH,
+                image=self.image_tokens if image_embeds is None else image_embeds.shape[1],
             ),
             ring=not config.sparse_linear,
         )
@@ -123,28 +126,28 @@ class WanModel(VideoModel[WanConditioning]):
         return super().tokenize(runtime, list(map(clean_prompt, prompts)), follow)
 
     def encode_text(self, runtime: Runtime, settings: Settings) -> WanConditioning:
-        [both] = self.tokenize(runtime, [settings.prompt, settings.negative_prompt], settings.follow)
+        [batch] = self.tokenize(runtime, [settings.prompt, settings.negative_prompt], settings.follow)
         graphdef, weights = runtime.split("text_encoder")
-        return WanConditioning(*runtime.call(encode_prompts, graphdef, both.ids, both.mask, weights))
+        return WanConditioning(*runtime.call(encode_prompts, graphdef, batch.ids, batch.mask, weights))
 
     def encode_clip(self, runtime: Runtime, frames: Any, tiling: Tiling | None) -> Float[Value, "1 C _T _H _W"]:
-        """Return the latents of frames in the video's size.
+        """Encode frames in the video's size to latents.
 
         Args:
             runtime: Networks, devices and strategy.
             frames: Frames in the video's size, [T H W 3].
-            tiling: Encode tile by tile, which saves memory.
+            tiling: The tiles to encode separately, which saves memory; None encodes whole frames.
         """
         return encode_clip(runtime.components.get("vae"), frames, tiling, runtime.call)
 
     def conditioning_shapes(self, conditioning: WanConditioning, settings: Settings) -> Mapping[str, FieldShape]:
         text = FieldShape((*conditioning.prompt_embeds.shape[:2], self.transformer.text_width))
-        pictures = self.picture_shapes(settings).items()
-        shapes = {name: FieldShape(shape, name in self.optional) for name, shape in pictures}
+        image_shapes = self.picture_shapes(settings).items()
+        shapes = {name: FieldShape(shape, name in self.optional) for name, shape in image_shapes}
         return {"prompt_embeds": text, "negative_prompt_embeds": text, **shapes}
 
     def picture_shapes(self, settings: Settings) -> Mapping[str, Shape]:
-        """Return the fields of `WanConditioning` that hold pictures, by their shapes for a video of these settings.
+        """Return the shapes of the image fields of `WanConditioning`, by field.
 
         Args:
             settings: Settings of the video.

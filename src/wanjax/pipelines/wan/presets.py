@@ -32,17 +32,17 @@ from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.wan.model import WanModel
 from wanjax.pipelines.wan.tasks import (
     THREE_STEPS,
-    AttendedImageToVideo,
-    AttendedInpainting,
     CausalTextToVideo,
     ControlledVideo,
     FirstAndLastFrameToVideo,
     FirstFrameInpainting,
     FirstFrameToVideo,
     ImageToVideo,
+    ImageToVideoWithEncoder,
     Inpainting,
+    InpaintingWithEncoder,
     TextToVideo,
-    converted,
+    as_class,
 )
 from wanjax.schedulers import RCM, Consistency, FlowEuler, Scheduler, shift_of
 
@@ -52,7 +52,10 @@ OFFICIAL_NEGATIVE_PROMPT = (
     "残缺的，多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，静止不动的画面，杂乱的背景，"
     "三条腿，背景人很多，倒着走"
 )
-SHAKING, CUTTING = "镜头晃动，", "镜头切换，"  # prefixes of negative prompts for models that animate pictures
+SHAKING, CUTTING = (
+    "镜头晃动，",
+    "镜头切换，",
+)  # "camera shake", "scene cut"
 DEFAULTS = Settings(
     model="",
     prompt="",
@@ -74,34 +77,38 @@ DEFAULTS = Settings(
 )
 T2V = TextToVideo(text_encoder=UMT5_XXL, transformer=T2V_14B, vae=VAE_2_1)
 T2V_SMALL = replace(T2V, transformer=T2V_1_3B)
-I2V = converted(AttendedImageToVideo, T2V, transformer=I2V_14B, image_encoder=CLIP_VIT_H)
-FLF2V = converted(FirstAndLastFrameToVideo, I2V, transformer=FLF2V_14B)
-VACE = converted(ControlledVideo, T2V, transformer=VACE_14B)
+I2V = as_class(ImageToVideoWithEncoder, T2V, transformer=I2V_14B, image_encoder=CLIP_VIT_H)
+FLF2V = as_class(FirstAndLastFrameToVideo, I2V, transformer=FLF2V_14B)
+VACE = as_class(ControlledVideo, T2V, transformer=VACE_14B)
 VACE_SMALL = replace(VACE, transformer=VACE_1_3B)
 T2V_EXPERTS = replace(T2V, experts=True)
-I2V_EXPERTS = converted(ImageToVideo, T2V_EXPERTS, transformer=I2V_A14B)
-TI2V = converted(FirstFrameToVideo, T2V, transformer=TI2V_5B, vae=VAE_2_2)
-OVERLAP = 5  # frames, two latent ones, by which a window of a controlled video goes on from another: our own choice
+I2V_EXPERTS = as_class(ImageToVideo, T2V_EXPERTS, transformer=I2V_A14B)
+TI2V = as_class(FirstFrameToVideo, T2V, transformer=TI2V_5B, vae=VAE_2_2)
+OVERLAP = 5  # frames (two latent frames) that consecutive windows of a controlled video share: our choice
 HD: dict[str, Any] = {"height": 720, "width": 1280}
 SD: dict[str, Any] = {"height": 480, "width": 832}
-BOTH: dict[str, Any] = HD | {"sizes": ((480, 832),)}
+HD_AND_SD: dict[str, Any] = HD | {"sizes": ((480, 832),)}
 
-# A number of steps counts only in the name of a video model. `Lightning` and `DMD` alone name subjects and styles too:
-# the former counts right after the version, as in `Wan2.2-Lightning`; the latter never.
-_OF_A_MODEL = r"(?=.*(?:\bwan|14b\b|\b5b\b|1-3b\b|[tif]2v))"
-_FEW_STEPS = (
+# A step count marks a distillation only in the name of a video model. `Lightning` and `DMD` are also names of subjects
+# and styles: `Lightning` counts only right after the version, as in `Wan2.2-Lightning`; `DMD` never does.
+_MODEL_NAME = r"(?=.*(?:\bwan|14b\b|\b5b\b|1-3b\b|[tif]2v))"
+_STEP_COUNT = (
     r"(?:\bwan-?2-?[12]-lightning(?:$|-(?:[tif]2v|ti2v|a?14b|high|low|lora|v\d)\b)"
     r"|\b(?:[1-9]|1\d|20)-?steps?\b)"
 )
 LIGHTX2V = Distillation(
     name="LightX2V",
-    words=rf"lightx2v|(?:step|cfg)-?distill|\bseko\b|^{_OF_A_MODEL}.*{_FEW_STEPS}",
+    words=rf"lightx2v|(?:step|cfg)-?distill|\bseko\b|^{_MODEL_NAME}.*{_STEP_COUNT}",
     steps=4,
     flow_shift=5.0,
     scheduler=FlowEuler(),
 )
 TURBO = Distillation(
-    name="TurboDiffusion", words=r"\bturbo(?:wan|diffusion)", steps=4, scheduler=RCM(), pictured=RCM(sigma_max=200.0)
+    name="TurboDiffusion",
+    words=r"\bturbo(?:wan|diffusion)",
+    steps=4,
+    scheduler=RCM(),
+    image_scheduler=RCM(sigma_max=200.0),
 )
 R_CM = replace(TURBO, name="rCM", words=r"\brcm(?:\b|\d)")
 TURBO_5B = Distillation(
@@ -120,18 +127,17 @@ CAUSVID = Distillation(
     scheduler=THREE_STEPS,
 )
 FASTWAN = replace(CAUSVID, name="FastWan", words=r"\bfastwan")
-RAPID = replace(LIGHTX2V, name="Rapid, a merge with LightX2V's LoRA", words=rf"^{_OF_A_MODEL}.*\brapid\b")
+RAPID = replace(LIGHTX2V, name="Rapid, a merge with LightX2V's LoRA", words=rf"^{_MODEL_NAME}.*\brapid\b")
 CAUSVID_LORA = Distillation(name="CausVid", words=r"caus-?vid", steps=4, flow_shift=8.0)
 ACCVIDEO = Distillation(name="AccVideo", words=r"\bacc-?vid(?:eo)?\b", steps=10)
 DISTILLATIONS = (RAPID, TURBO, R_CM, FASTWAN, TURBO_5B, SELF_FORCING, CAUSVID, CAUSVID_LORA, ACCVIDEO, LIGHTX2V)
-"""What names tell of few steps. Sources: configs/distill/ of ModelTC/LightX2V; rcm/inference/ of NVlabs/rcm and
-turbodiffusion/inference/ of thu-ml/TurboDiffusion; fastvideo/configs/ of hao-ai-lab/FastVideo;
-configs/wan_bidirectional_dmd_from_scratch.yaml of tianweiy/CausVid, and for LoRAs made of its causal model the examples
-that come with ComfyUI; README.md of aejion/AccVideo and of quanhaol/Wan2.2-TI2V-5B-Turbo, which is sampled as
-Self-Forcing."""
+"""Distillations by the words in checkpoint names. Sources: configs/distill/ of ModelTC/LightX2V; rcm/inference/ of
+NVlabs/rcm and turbodiffusion/inference/ of thu-ml/TurboDiffusion; fastvideo/configs/ of hao-ai-lab/FastVideo;
+configs/wan_bidirectional_dmd_from_scratch.yaml of tianweiy/CausVid, and ComfyUI's examples for LoRAs made of its causal
+model; README.md of aejion/AccVideo; README.md of quanhaol/Wan2.2-TI2V-5B-Turbo, which samples as Self-Forcing does."""
 
 
-def _preset(
+def _official_preset(
     name: str,
     source: str,
     about: str,
@@ -141,7 +147,7 @@ def _preset(
     sizes: tuple[tuple[int, int], ...] = (),
     **settings: Any,
 ) -> Preset:
-    """Return the preset of a checkpoint by Wan's authors; `settings` are those that differ from the defaults."""
+    """Return the preset of a checkpoint by Wan's authors; `settings` override the defaults."""
     return Preset(
         name=name,
         source=f"Wan-AI/{source}",
@@ -157,22 +163,22 @@ def _preset(
 
 
 PUBLISHED = (
-    _preset(
+    _official_preset(
         "wan2.1-t2v-1.3b",
         "Wan2.1-T2V-1.3B-Diffusers",
         "text to video, 480p",
         T2V_SMALL,
         1_418_996_800,
     ),
-    _preset(
+    _official_preset(
         "wan2.1-t2v-14b",
         "Wan2.1-T2V-14B-Diffusers",
         "text to video, 480p and 720p",
         T2V,
         14_288_491_584,
-        **BOTH,
+        **HD_AND_SD,
     ),
-    _preset(
+    _official_preset(
         "wan2.1-i2v-14b-480p",
         "Wan2.1-I2V-14B-480P-Diffusers",
         "image to video, 480p",
@@ -182,7 +188,7 @@ PUBLISHED = (
         steps=40,
         flow_shift=3.0,
     ),
-    _preset(
+    _official_preset(
         "wan2.1-i2v-14b-720p",
         "Wan2.1-I2V-14B-720P-Diffusers",
         "image to video, 720p",
@@ -193,7 +199,7 @@ PUBLISHED = (
         flow_shift=5.0,
         **HD,
     ),
-    _preset(
+    _official_preset(
         "wan2.1-flf2v-14b",
         "Wan2.1-FLF2V-14B-720P-diffusers",
         "first and last frame to video, 720p",
@@ -203,7 +209,7 @@ PUBLISHED = (
         flow_shift=16.0,
         **HD,
     ),
-    _preset(
+    _official_preset(
         "wan2.1-vace-1.3b",
         "Wan2.1-VACE-1.3B-diffusers",
         "video from a control clip, a mask and reference pictures, 480p",
@@ -212,7 +218,7 @@ PUBLISHED = (
         flow_shift=16.0,
         overlap=OVERLAP,
     ),
-    _preset(
+    _official_preset(
         "wan2.1-vace-14b",
         "Wan2.1-VACE-14B-diffusers",
         "video from a control clip, a mask and reference pictures, 480p and 720p",
@@ -220,22 +226,22 @@ PUBLISHED = (
         17_337_592_896,
         flow_shift=16.0,
         overlap=OVERLAP,
-        **BOTH,
+        **HD_AND_SD,
     ),
-    _preset(
+    _official_preset(
         "wan2.2-t2v-a14b",
         "Wan2.2-T2V-A14B-Diffusers",
         "text to video, 480p and 720p; two experts of as many parameters each",
         T2V_EXPERTS,
         14_288_491_584,
         steps=40,
-        guidance_scale=4.0,  # at high noise; the official pair, (3.0, 4.0), begins with the scale at low noise
+        guidance_scale=4.0,  # at high noise; the official pair, (3.0, 4.0), lists low noise first
         guidance_scale_2=3.0,
         boundary=0.875,
         flow_shift=12.0,
-        **BOTH,
+        **HD_AND_SD,
     ),
-    _preset(
+    _official_preset(
         "wan2.2-i2v-a14b",
         "Wan2.2-I2V-A14B-Diffusers",
         "image to video, 480p and 720p; two experts of as many parameters each",
@@ -246,9 +252,9 @@ PUBLISHED = (
         guidance_scale_2=3.5,
         boundary=0.9,
         aliases=("Wan-AI/Wan2.2-I2V-14B-Diffusers",),  # as some guides have it
-        **BOTH,
+        **HD_AND_SD,
     ),
-    _preset(
+    _official_preset(
         "wan2.2-ti2v-5b",
         "Wan2.2-TI2V-5B-Diffusers",
         "text and image to video, 704p",
@@ -262,14 +268,14 @@ PUBLISHED = (
 )
 
 
-def _fun(name: str, source: str, model: WanModel, parameters: int, **settings: Any) -> Preset:
-    """Return the preset of a checkpoint that Alibaba PAI trained to fill in what is between a first and a last frame.
+def _fun_preset(name: str, source: str, model: WanModel, parameters: int, **settings: Any) -> Preset:
+    """Return the preset of a Fun InP checkpoint by Alibaba PAI, which interpolates between a first and a last frame.
 
-    Settings follow examples/wan2.1_fun/ and examples/wan2.2_fun/ of aigc-apps/VideoX-Fun: Euler's method at the noise
-    levels of diffusers, and pictures that are stretched.
+    Settings follow examples/wan2.1_fun/ and examples/wan2.2_fun/ of aigc-apps/VideoX-Fun: Euler's method at diffusers'
+    noise levels, and stretched images.
     """
     overrides: dict[str, Any] = {"guidance_scale": 6.0, "sigmas": "diffusers", "resize": "stretch"}
-    preset = _preset(
+    preset = _official_preset(
         name,
         source,
         "text, or a first picture, or a first and a last one, to video, by Alibaba PAI",
@@ -281,26 +287,26 @@ def _fun(name: str, source: str, model: WanModel, parameters: int, **settings: A
 
 
 FUN = (
-    _fun(
+    _fun_preset(
         *("wan2.1-fun-1.3b-inp", "Wan2.1-Fun-1.3B-InP"),
-        converted(AttendedInpainting, I2V, transformer=INP_1_3B),
+        as_class(InpaintingWithEncoder, I2V, transformer=INP_1_3B),
         1_564_428_608,
     ),
-    _fun(
+    _fun_preset(
         *("wan2.1-fun-14b-inp", "Wan2.1-Fun-14B-InP"),
-        converted(AttendedInpainting, I2V),
+        as_class(InpaintingWithEncoder, I2V),
         16_394_878_784,
     ),
-    _fun(
+    _fun_preset(
         *("wan2.2-fun-a14b-inp", "Wan2.2-Fun-A14B-InP"),
-        converted(Inpainting, I2V_EXPERTS),
+        as_class(Inpainting, I2V_EXPERTS),
         14_288_901_184,
         guidance_scale_2=6.0,
         boundary=0.9,
     ),
-    _fun(
+    _fun_preset(
         *("wan2.2-fun-5b-inp", "Wan2.2-Fun-5B-InP"),
-        converted(FirstFrameInpainting, TI2V, transformer=INP_5B),
+        as_class(FirstFrameInpainting, TI2V, transformer=INP_5B),
         5_000_426_688,
         height=704,
         width=1280,
@@ -310,7 +316,7 @@ FUN = (
 )
 
 CAUSAL = replace(
-    _preset(
+    _official_preset(
         "wan2.1-t2v-1.3b-causal",
         "",
         "text to video, block by block as it plays, 480p; by Self-Forcing's authors",
@@ -329,50 +335,57 @@ CAUSAL = replace(
 )
 
 
-def _in_four_steps(name: str, authors: str, *loras: str, **settings: Any) -> Preset:
-    """Return a preset with a LoRA that needs 4 steps and no guidance.
+def _four_step_preset(name: str, authors: str, *loras: str, **settings: Any) -> Preset:
+    """Return a preset with a LoRA for 4 steps without guidance.
 
-    Euler's method has the noise levels 1, 0.75, 0.5, 0.25 shifted by 5, which are the timesteps 1000, 937.5, 833.3 and
-    625. Each of two experts takes two steps. Follows configs/distill/ and models/schedulers/wan/step_distill/ of
+    Euler's method runs at the noise levels 1, 0.75, 0.5, 0.25 with a shift of 5: the timesteps 1000, 937.5, 833.3 and
+    625. With two experts each runs two steps. Follows configs/distill/ and models/schedulers/wan/step_distill/ of
     ModelTC/LightX2V, and wan/configs/ and wan/utils/fm_solvers_euler.py of ModelTC/Wan2.2-Lightning.
     """
-    preset, few = named(name), f"{name}-4step"
+    preset, four_step_name = preset_named(name), f"{name}-4step"
     return replace(
         preset,
-        name=few,
+        name=four_step_name,
         about=f"{preset.about.partition(',')[0]} in 4 steps, with a LoRA by {authors}",
-        defaults=LIGHTX2V.applied(preset.defaults).updated({"model": few} | settings),
+        defaults=LIGHTX2V.applied(preset.defaults).updated({"model": four_step_name} | settings),
         loras=loras,
         scheduler=LIGHTX2V.scheduler,
         distillation=LIGHTX2V,
     )
 
 
-def named(name: str) -> Preset:
-    """Return the published checkpoint of this name."""
+def preset_named(name: str) -> Preset:
+    """Return the published preset of this name."""
     return next(preset for preset in PUBLISHED if preset.name == name)
 
 
-_X2V = "lightx2v/Wan2.1-Distill-Loras/wan2.1"
-_LIGHTNING, _RANK = "lightx2v/Wan2.2-Lightning/Wan2.2", "A14B-4steps-lora-rank64-Seko"
+_LIGHTX2V_LORAS = "lightx2v/Wan2.1-Distill-Loras/wan2.1"
+_LIGHTNING_LORAS, _LIGHTNING_RANK = "lightx2v/Wan2.2-Lightning/Wan2.2", "A14B-4steps-lora-rank64-Seko"
 _NOISES = ("high", "low")
 FOUR_STEPS = (
-    _in_four_steps("wan2.1-t2v-14b", "LightX2V", f"{_X2V}_t2v_14b_lora_rank64_lightx2v_4step.safetensors", **SD),
-    _in_four_steps("wan2.1-i2v-14b-480p", "LightX2V", f"{_X2V}_i2v_lora_rank64_lightx2v_4step.safetensors"),
-    _in_four_steps(
+    _four_step_preset(
+        "wan2.1-t2v-14b", "LightX2V", f"{_LIGHTX2V_LORAS}_t2v_14b_lora_rank64_lightx2v_4step.safetensors", **SD
+    ),
+    _four_step_preset(
+        "wan2.1-i2v-14b-480p", "LightX2V", f"{_LIGHTX2V_LORAS}_i2v_lora_rank64_lightx2v_4step.safetensors"
+    ),
+    _four_step_preset(
         "wan2.2-t2v-a14b",
         "Lightning",
-        *(f"{noise}={_LIGHTNING}-T2V-{_RANK}-V1.1/{noise}_noise_model.safetensors" for noise in _NOISES),
+        *(
+            f"{noise}={_LIGHTNING_LORAS}-T2V-{_LIGHTNING_RANK}-V1.1/{noise}_noise_model.safetensors"
+            for noise in _NOISES
+        ),
     ),
-    _in_four_steps(
+    _four_step_preset(
         "wan2.2-i2v-a14b",
         "Lightning",
-        *(f"{noise}={_LIGHTNING}-I2V-{_RANK}-V1/{noise}_noise_model.safetensors" for noise in _NOISES),
+        *(f"{noise}={_LIGHTNING_LORAS}-I2V-{_LIGHTNING_RANK}-V1/{noise}_noise_model.safetensors" for noise in _NOISES),
     ),
 )
 
 
-def _distilled(
+def _distilled_preset(
     name: str,
     kind: str,
     source: str,
@@ -381,15 +394,15 @@ def _distilled(
     scheduler: Scheduler | None = None,
     **settings: Any,
 ) -> Preset:
-    """Return a preset of the same shapes with weights of its own, for few steps of new noise and no guidance."""
-    preset, few = named(name), f"{name}-{kind}"
+    """Return a preset with distilled weights of the same shapes, for a few steps of fresh noise without guidance."""
+    preset, distilled_name = preset_named(name), f"{name}-{kind}"
     return replace(
         preset,
-        name=few,
+        name=distilled_name,
         source=source,
         about=f"{preset.about.partition(',')[0]} {about}",
         licence=settings.pop("licence", preset.licence),
-        defaults=distillation.applied(preset.defaults).updated({"model": few} | settings),
+        defaults=distillation.applied(preset.defaults).updated({"model": distilled_name} | settings),
         scheduler=scheduler or distillation.scheduler,
         aliases=(),
         sizes=(),
@@ -399,48 +412,52 @@ def _distilled(
 
 # Wan.md and rcm/inference/ of NVlabs/rcm; fastvideo/configs/pipelines/, pipelines/basic/wan/presets.py and
 # pipelines/stages/denoising.py of hao-ai-lab/FastVideo; configs/wan_bidirectional_dmd_from_scratch.yaml of
-# tianweiy/CausVid. FastWan's levels are of the shift 8 for all its models.
-_RCM, _CAUSVID = "worstcoder/rcm-Wan/rCM_Wan2.1_T2V", "tianweiy/CausVid/bidirectional_checkpoint2/model.pt"
-_RCM_I2V = "worstcoder/rcm-Wan/Wan2.2-I2V-A14B"  # the high expert with four times the change of weights, as in Wan.md
+# tianweiy/CausVid. All FastWan models have the noise levels of shift 8.
+_RCM_FILE, _CAUSVID_FILE = "worstcoder/rcm-Wan/rCM_Wan2.1_T2V", "tianweiy/CausVid/bidirectional_checkpoint2/model.pt"
+_RCM_I2V = "worstcoder/rcm-Wan/Wan2.2-I2V-A14B"  # its high-noise expert has 4 times the weight change, as in Wan.md
 DISTILLED = (
-    _distilled("wan2.1-t2v-1.3b", "rcm", f"{_RCM}_1.3B_480p.pt", "in 4 steps by rCM, 480p", R_CM, frames=77),
-    _distilled("wan2.1-t2v-14b", "rcm-480p", f"{_RCM}_14B_480p.pt", "in 4 steps by rCM, 480p", R_CM, frames=77, **SD),
-    _distilled(
-        *("wan2.1-t2v-14b", "rcm-720p", f"{_RCM}_14B_720p.pt", "in 4 steps by rCM, 720p"),
+    _distilled_preset(
+        "wan2.1-t2v-1.3b", "rcm", f"{_RCM_FILE}_1.3B_480p.pt", "in 4 steps by rCM, 480p", R_CM, frames=77
+    ),
+    _distilled_preset(
+        "wan2.1-t2v-14b", "rcm-480p", f"{_RCM_FILE}_14B_480p.pt", "in 4 steps by rCM, 480p", R_CM, frames=77, **SD
+    ),
+    _distilled_preset(
+        *("wan2.1-t2v-14b", "rcm-720p", f"{_RCM_FILE}_14B_720p.pt", "in 4 steps by rCM, 720p"),
         R_CM,
         RCM(sigma_max=120.0),
         frames=77,
     ),
-    _distilled(
-        *("wan2.1-t2v-1.3b", "causvid", _CAUSVID, "in 3 steps by CausVid, bidirectional", CAUSVID),
+    _distilled_preset(
+        *("wan2.1-t2v-1.3b", "causvid", _CAUSVID_FILE, "in 3 steps by CausVid, bidirectional", CAUSVID),
         licence="CC-BY-NC-4.0",
     ),
-    _distilled(
+    _distilled_preset(
         *("wan2.1-t2v-1.3b", "fastwan", "FastVideo/FastWan2.1-T2V-1.3B-Diffusers"),
         *("in 3 steps by FastWan, with whole attention in place of sparse", FASTWAN),
         height=448,
         frames=61,
     ),
-    _distilled(
+    _distilled_preset(
         *("wan2.2-i2v-a14b", "rcm", f"{_RCM_I2V}-high-rCM4.0-merged.pt", "in 4 steps by rCM, 720p", R_CM),
-        R_CM.solver(pictured=True),
+        R_CM.solver(needs_image=True),
         resize="stretch",
     ),
-    _distilled(
+    _distilled_preset(
         *("wan2.2-ti2v-5b", "fastwan", "FastVideo/FastWan2.2-TI2V-5B-FullAttn-Diffusers"),
         *("in 3 steps by FastWan, 704p", FASTWAN),
     ),
 )
 
 
-def _sparse_linear(name: str, base: str, file: str, **settings: Any) -> Preset:
-    """Return a preset by TurboDiffusion's authors: trained with sparse-linear attention, distilled to four steps.
+def _sparse_linear_preset(name: str, base: str, file: str, **settings: Any) -> Preset:
+    """Return a preset by TurboDiffusion's authors: trained with sparse-linear attention and distilled to four steps.
 
-    `file` is that of the transformer, or of the first of two, without its suffix, in a repository of nearly its name.
-    Follows turbodiffusion/inference/ of thu-ml/TurboDiffusion, whose README gives the best size of each, and 480p and
-    720p for all. Pictures are stretched to the size of the video, and the autoencoder computes in bfloat16.
+    `file` is the transformer's file, or that of the high-noise expert, without its suffix. The repository has almost
+    the same name. Follows turbodiffusion/inference/ of thu-ml/TurboDiffusion, whose README gives each model's best
+    size, and 480p and 720p for all. Images are stretched to the video's size, and the autoencoder runs in bfloat16.
     """
-    preset, repository = named(base), f"TurboDiffusion/{file.replace('-high', '')}"
+    preset, repository = preset_named(base), f"TurboDiffusion/{file.replace('-high', '')}"
     model: Any = preset.model
     config = replace(model.transformer, sparse_linear=SparseLinear())
     if model.spec.needs:
@@ -455,7 +472,7 @@ def _sparse_linear(name: str, base: str, file: str, **settings: Any) -> Preset:
         transformer_parameters=preset.transformer_parameters + config.layers * config.head_dim * (config.head_dim + 1),
         defaults=TURBO.applied(preset.defaults).updated(overrides | settings),
         model=replace(model, transformer=config),
-        scheduler=TURBO.solver(pictured=bool(model.spec.needs)),
+        scheduler=TURBO.solver(needs_image=bool(model.spec.needs)),
         distillation=TURBO,
         aliases=(repository,),
         sizes=((720, 1280),) if settings["height"] == 480 else ((480, 832),),
@@ -463,15 +480,15 @@ def _sparse_linear(name: str, base: str, file: str, **settings: Any) -> Preset:
 
 
 SPARSE_LINEAR = (
-    _sparse_linear("turbowan2.1-t2v-1.3b-480p", "wan2.1-t2v-1.3b", "TurboWan2.1-T2V-1.3B-480P", **SD),
-    _sparse_linear("turbowan2.1-t2v-14b-480p", "wan2.1-t2v-14b", "TurboWan2.1-T2V-14B-480P", **SD),
-    _sparse_linear("turbowan2.1-t2v-14b-720p", "wan2.1-t2v-14b", "TurboWan2.1-T2V-14B-720P", **HD),
-    _sparse_linear("turbowan2.2-i2v-a14b-720p", "wan2.2-i2v-a14b", "TurboWan2.2-I2V-A14B-high-720P", **HD),
+    _sparse_linear_preset("turbowan2.1-t2v-1.3b-480p", "wan2.1-t2v-1.3b", "TurboWan2.1-T2V-1.3B-480P", **SD),
+    _sparse_linear_preset("turbowan2.1-t2v-14b-480p", "wan2.1-t2v-14b", "TurboWan2.1-T2V-14B-480P", **SD),
+    _sparse_linear_preset("turbowan2.1-t2v-14b-720p", "wan2.1-t2v-14b", "TurboWan2.1-T2V-14B-720P", **HD),
+    _sparse_linear_preset("turbowan2.2-i2v-a14b-720p", "wan2.2-i2v-a14b", "TurboWan2.2-I2V-A14B-high-720P", **HD),
 )
 
 
-def _domain_of_nano() -> TrainingDomain:
-    """Return what the bundled model was trained on; its tokenizer has a token for each word in lower case."""
+def _nano_domain() -> TrainingDomain:
+    """Return the training domain of the bundled model. Its tokenizer has a token for each known lower-case word."""
     pieces = read_json(NANO / "tokenizer" / "tokenizer.json")["model"]["vocab"]
     words = {piece[1:] for piece, _ in pieces if piece.startswith("▁") and piece[1:].isalpha() and piece.islower()}
     return TrainingDomain(
@@ -491,7 +508,7 @@ PRESETS = (
         licence="Apache-2.0",
         param_dtype="float32",
         defaults=DEFAULTS.updated(read_json(NANO / "generation_config.json", missing={}) | {"model": "nano"}),
-        domain=_domain_of_nano(),
+        domain=_nano_domain(),
     ),
     *PUBLISHED,
     *FUN,
@@ -502,50 +519,50 @@ PRESETS = (
 )
 
 
-def published(
+def find_published(
     transformer: TransformerConfig, experts: bool, known_as: str, shift: float | None = None
 ) -> Preset | None:
-    """Return the published model of these shapes, that of the name or of the flow shift if there are several.
+    """Return the published model of these shapes, or None; name and flow shift select one of several."""
+    presets = (*PUBLISHED, *FUN, CAUSAL, *DISTILLED, *SPARSE_LINEAR)
+    same_shape = [preset for preset in presets if _transformer_config(preset) == (transformer, experts)]
+    return nearest(same_shape, known_as, DISTILLATIONS, shift)
 
-    None where there is none.
+
+def find_fallback(transformer: TransformerConfig, experts: bool, known_as: str) -> Preset | None:
+    """Return a model in the layout of diffusers whose other components fit a transformer, or None.
+
+    Prefers a model of the same shapes with full attention, selected by name if there are several. Otherwise it is the
+    first whose transformer has the same text, latent and image widths.
     """
-    every = (*PUBLISHED, *FUN, CAUSAL, *DISTILLED, *SPARSE_LINEAR)
-    alike = [preset for preset in every if _shapes(preset) == (transformer, experts)]
-    return nearest(alike, known_as, DISTILLATIONS, shift)
+    dense_config = replace(transformer, sparse_linear=None)
 
-
-def fallback_of(transformer: TransformerConfig, experts: bool, known_as: str) -> Preset | None:
-    """Return a model in the layout of diffusers that has what a transformer needs beside it.
-
-    It is that of the same shapes, of the name if there are several, with whole attention; or the first whose
-    transformer takes the same texts, latents and features of pictures. None where there is none.
-    """
-    whole = replace(transformer, sparse_linear=None)
-
-    def needs(config: Any) -> tuple[Any, ...]:
+    def input_widths(config: Any) -> tuple[Any, ...]:
         return config.text_width, config.channels_out, getattr(config, "image_width", None)
 
-    lending = [preset for preset in (*PUBLISHED, CAUSAL) if needs(_shapes(preset)[0]) == needs(whole)]
-    alike = [preset for preset in lending if _shapes(preset)[0] == whole]
-    same = [preset for preset in alike if _shapes(preset) == (whole, experts)]
-    return nearest(same or alike or lending[:1], known_as, DISTILLATIONS)
+    compatible = [
+        preset
+        for preset in (*PUBLISHED, CAUSAL)
+        if input_widths(_transformer_config(preset)[0]) == input_widths(dense_config)
+    ]
+    same_config = [preset for preset in compatible if _transformer_config(preset)[0] == dense_config]
+    same_experts = [preset for preset in same_config if _transformer_config(preset) == (dense_config, experts)]
+    return nearest(same_experts or same_config or compatible[:1], known_as, DISTILLATIONS)
 
 
-def _shapes(preset: Preset) -> tuple[Any, bool]:
+def _transformer_config(preset: Preset) -> tuple[Any, bool]:
     """Return the config of a preset's transformer, and whether it has two."""
     model: Any = preset.model
     return model.transformer, model.experts
 
 
-def settings_of(source: Source, model: WanModel, preset: Preset | None) -> Settings:
-    """Return the default settings of a checkpoint: its preset's, if it has one.
+def default_settings(source: Source, model: WanModel, preset: Preset | None) -> Settings:
+    """Return the default settings of a checkpoint: those of its preset, if it has one.
 
-    Else they are those of the published model of its shapes; or of the first with the same task and number of experts,
-    or of Wan 2.1 1.3B if there is none; overridden by the checkpoint's flow shift, what its distillation asks for and
-    its generation_config.json.
+    Otherwise they are those of the published model of its shapes, or of the first with the same task and number of
+    experts, or of Wan 2.1 1.3B. The checkpoint's flow shift, distillation and generation_config.json override them.
     """
     if preset is None:
-        settings = updated_by(source, _like(model, source), _distillation(model.scheduler))
+        settings = updated_by(source, _similar_settings(model, source), _distillation_settings(model.scheduler))
     else:
         settings = preset.defaults
     if not model.experts:
@@ -553,23 +570,23 @@ def settings_of(source: Source, model: WanModel, preset: Preset | None) -> Setti
     return replace(settings, boundary=source.index.get("boundary_ratio") or settings.boundary)
 
 
-def _distillation(scheduler: Scheduler) -> dict[str, Any]:
-    """Return the settings that a distilled model's scheduler asks for; none for another scheduler."""
+def _distillation_settings(scheduler: Scheduler) -> dict[str, Any]:
+    """Return the settings that a distilled model's scheduler implies; none for other schedulers."""
     if not isinstance(scheduler, Consistency):
         return {}
     return FASTWAN.settings if scheduler == THREE_STEPS else {"guidance_scale": 1.0, "steps": SELF_FORCING.steps}
 
 
-def _like(model: WanModel, source: Source) -> Settings:
-    """Return the settings of the published model of these shapes, or else of this task and number of experts."""
+def _similar_settings(model: WanModel, source: Source) -> Settings:
+    """Return the settings of the published model of these shapes, or of one with this task and number of experts."""
     kind, experts = type(model), model.experts
     shift = shift_of(source["scheduler"].config())
-    alike = published(model.transformer, experts, source.known_as, shift)
+    match = find_published(model.transformer, experts, source.known_as, shift)
     if (kind, experts) == (ImageToVideo, False):
-        experts = True  # merged from the two of the only published model that has this task
-    for preset in (*([alike] if alike else []), *PUBLISHED, *FUN, CAUSAL):
-        other = preset.model
-        assert isinstance(other, WanModel)
-        if (type(other), other.experts) == (kind, experts):
+        experts = True  # merged from the two experts of the only published model with this task
+    for preset in (*([match] if match else []), *PUBLISHED, *FUN, CAUSAL):
+        preset_model = preset.model
+        assert isinstance(preset_model, WanModel)
+        if (type(preset_model), preset_model.experts) == (kind, experts):
             return preset.defaults
     return DEFAULTS

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wan's own programs, beside those of all families."""
+"""Wan's own programs, in addition to those of all families."""
 
 from typing import Any
 
@@ -12,18 +12,18 @@ from wanjax.execution import program
 from wanjax.kernels.compiler_options import scan_options
 from wanjax.models.wan.config import ImageTransformerConfig
 from wanjax.pipelines.guidance import Groups, group
-from wanjax.pipelines.wan.denoisers import Shared, as_latents
+from wanjax.pipelines.wan.denoisers import Shared, channels_last
 
 TEXT_LENGTH = 512
-"""The number of tokens of a prompt that Wan reads, padding included."""
+"""The number of tokens that Wan reads of a prompt, including padding."""
 
 
 def encode_text(encoder: Any, ids: Int[Array, "B S"], mask: Bool[Array, "B S"]) -> Float[Array, "B S E"]:
-    """Return features of the real tokens and exact zeros after them, as Wan's transformer expects.
+    """Encode prompts; features after the last real token are exact zeros, as Wan's transformer expects.
 
     Args:
         encoder: The text encoder.
-        ids: Ids of the tokens.
+        ids: The ids of the tokens.
         mask: True at real tokens.
     """
     features = encoder(ids, mask)
@@ -34,11 +34,11 @@ def encode_text(encoder: Any, ids: Int[Array, "B S"], mask: Bool[Array, "B S"]) 
 def encode_prompts(
     graphdef: Any, ids: Int[Array, "B S"], mask: Bool[Array, "B S"], weights: Any
 ) -> tuple[Float[Array, "1 S E"], Float[Array, "1 S E"]]:
-    """Encode the prompt and the negative one, as `encode_text`.
+    """Encode the prompt and the negative prompt with `encode_text`.
 
     Args:
         graphdef: The network's definition.
-        ids: Ids of the prompt's tokens and of the negative one's.
+        ids: The token ids of the prompt and of the negative prompt.
         mask: True at real tokens.
         weights: The network's weights.
     """
@@ -48,7 +48,7 @@ def encode_prompts(
 
 @program(scan_options)
 def encode_images(graphdef: Any, images: Float[Array, "B H W 3"], weights: Any) -> Float[Array, "1 S E"]:
-    """Return features of normalised images, joined along the sequence.
+    """Encode normalised images, and join their features along the sequence.
 
     Args:
         graphdef: The network's definition.
@@ -61,18 +61,18 @@ def encode_images(graphdef: Any, images: Float[Array, "B H W 3"], weights: Any) 
 
 @program(scan_options)
 def resize(size: tuple[int, int], picture: Float[Array, "H W 3"]) -> Float[Array, "_H _W 3"]:
-    """Scale a picture bilinearly to a (height, width), without antialiasing, as in the reference.
+    """Resize an image bilinearly to (height, width) without antialiasing, as in the reference.
 
     Args:
         size: (height, width) in pixels.
-        picture: The picture.
+        picture: The image.
     """
     return jax.image.resize(picture, (*size, 3), "linear", antialias=False)
 
 
 @program(scan_options)
 def known_condition(static: None, latents: Float[Array, "1 C T H W"], mask: Any) -> Float[Array, "1 _C T H W"]:
-    """Return a mask of known frames [C T] and the latents of a clip, as channels.
+    """Concatenate a mask of known frames [C T] and the latents of a clip along the channels.
 
     Args:
         static: Nothing.
@@ -87,17 +87,17 @@ def known_condition(static: None, latents: Float[Array, "1 C T H W"], mask: Any)
 def control_condition(
     static: None, clips: tuple[Float[Array, "1 C _T H W"], ...], mask: Any
 ) -> Float[Array, "1 _C _T H W"]:
-    """Return the control clip: pixels that are kept, those that are made anew, the mask; after reference pictures.
+    """Build the control clip from unchanged pixels, changed pixels and the mask, with the reference images before it.
 
     Args:
         static: Nothing.
-        clips: Latents of the pixels that are kept, of those that are made anew, and of each reference picture.
-        mask: 1 where pixels are made anew.
+        clips: The latents of the unchanged pixels, of the changed pixels, and of each reference image.
+        mask: 1 at changed pixels.
     """
-    unchanged, repainted, *references = clips
-    condition = jnp.concatenate([unchanged, repainted, mask[None]], axis=1)
-    rest = [(0, 0), (0, condition.shape[1] - unchanged.shape[1]), (0, 0), (0, 0), (0, 0)]
-    return jnp.concatenate([*(jnp.pad(x, rest) for x in references), condition], axis=2)
+    unchanged, changed, *references = clips
+    condition = jnp.concatenate([unchanged, changed, mask[None]], axis=1)
+    padding = [(0, 0), (0, condition.shape[1] - unchanged.shape[1]), (0, 0), (0, 0), (0, 0)]
+    return jnp.concatenate([*(jnp.pad(x, padding) for x in references), condition], axis=2)
 
 
 @program(scan_options)
@@ -110,19 +110,19 @@ def make_context(
     features: Float[Array, "_B _S _E"] | None,
     nag: Float32[Array, "3"] | None = None,
 ) -> tuple[tuple[Any, ...], Shared]:
-    """Return keys and values for each forward, and what all share.
+    """Return the keys and values for each forward, and the inputs that all forwards share.
 
-    A transformer that reads the features of pictures reads zeros without them: attention to one token is attention to
-    any number of equal ones.
+    A transformer that expects image features gets one zero token if there are none: attention to one token equals
+    attention to any number of copies of it.
 
     Args:
         static: The network's definition, and how the prompts are grouped.
-        x: Latents of the videos.
+        x: The latents of the videos.
         weights: The network's weights.
-        prompts: Features of the prompts, and of the negative ones.
+        prompts: The features of the prompts and of the negative prompts.
         condition: The encoded condition; None without one.
-        features: Features of pictures; None without them.
-        nag: Scale, tau and alpha of normalized attention guidance; None without it.
+        features: The features of images; None without them.
+        nag: The scale, tau and alpha of normalized attention guidance; None without it.
     """
     graphdef, groups = static
     transformer = nnx.merge(graphdef, weights)
@@ -130,11 +130,13 @@ def make_context(
     def context(text: Float[Array, "B S E"]) -> Any:
         if not isinstance(transformer.config, ImageTransformerConfig):
             return transformer.context(text)
-        seen = jnp.zeros((1, 1, transformer.config.image_width), jnp.float32) if features is None else features
-        return transformer.context(text, jnp.broadcast_to(seen, (len(text), *seen.shape[1:])))
+        image_features = (
+            jnp.zeros((1, 1, transformer.config.image_width), jnp.float32) if features is None else features
+        )
+        return transformer.context(text, jnp.broadcast_to(image_features, (len(text), *image_features.shape[1:])))
 
     contexts = tuple(map(context, group(prompts, groups)))
     if nag is not None:
         negative = context(group((prompts[1], prompts[1]), groups)[0])
         contexts = (contexts[0].with_nag(negative, nag), *contexts[1:])
-    return contexts, Shared(transformer.rope(transformer.grid(x)), as_latents(condition))
+    return contexts, Shared(transformer.rope(transformer.grid(x)), channels_last(condition))

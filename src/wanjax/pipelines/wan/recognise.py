@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recognition of the components in a file by the names of its tensors, in the authors' or the diffusers layout.
 
-Files for ComfyUI prefix every name, and may hold several components.
+Files for ComfyUI prefix every name and may hold several components.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,15 +23,15 @@ from wanjax.converters.name_map import NameMap
 from wanjax.converters.wan import original
 from wanjax.errors import WanjaxError
 
-TELLING = {  # tensors that only this component has: the authors' name, and that of diffusers or transformers
+IDENTIFYING_KEYS = {  # tensors that only this component has: the authors' name, and that in diffusers or transformers
     "transformer": ("time_projection.1.weight", "condition_embedder.time_proj.weight"),
     "vae": ("encoder.conv1.weight", "encoder.conv_in.weight"),
     "text_encoder": ("token_embedding.weight", "shared.weight"),
     "image_encoder": ("visual.pos_embedding", "vision_model.embeddings.position_embedding.weight"),
 }
-# In files of guandeh17/Self-Forcing and its like; CausVid's models of whole videos have no mean.
-CAUSAL = "generator_ema."
-CAUSVID = "CausVid-bidirectional"  # what a run's generator without a mean is known as
+# The prefix in files of guandeh17/Self-Forcing and similar. CausVid's models of whole videos have no EMA.
+EMA_PREFIX = "generator_ema."
+CAUSVID_NAME = "CausVid-bidirectional"  # the model name of a generator without EMA weights
 DISTILLED_PREFIXES = tuple(
     f"{table}.model.{wrapper}" for table in GENERATORS for wrapper in ("_fsdp_wrapped_module.", "")
 )
@@ -41,8 +41,8 @@ PREFIXES = {
     "text_encoder": ("", "text_encoders.umt5xxl.transformer."),
     "image_encoder": ("",),
 }
-PATCH = (1, 2, 2)  # of all transformers of Wan; trainers that project patches keep flat kernels
-RELATIVES: UnsupportedModels = {  # by the names in their publishers' code, and in ComfyUI's and Kijai's files
+PATCH_SIZE = (1, 2, 2)  # of all Wan transformers; trainers whose patch embedding is a matrix need its kernel's shape
+UNSUPPORTED: UnsupportedModels = {  # tensor names in their publishers' code, and in ComfyUI's and Kijai's files
     "Wan Dancer": ("music_injector.", "music_projection.", "music_encoder.", "patch_embedding_global."),
     "Wan Fun Control with a camera": ("control_adapter.",),
     "Wan Fun Control": ("ref_conv.",),
@@ -57,91 +57,98 @@ RELATIVES: UnsupportedModels = {  # by the names in their publishers' code, and 
     "Uni3C": ("controlnet_patch_embedding.", "controlnet_blocks."),
     "the VACE part of a model alone": ("vace_patch_embedding.",),
 }
-CHANNELS = {20: "SCAIL", 32: "Wan Fun Control with a camera", 48: "Wan Fun Control", 52: "Wan Fun Control"}
-"""Relatives by the channels of their patches, for latents of Wan 2.1."""
-LATENTS, MASK = 16, 4  # channels of Wan 2.1's latents, and of a mask beside any
-READ = "Wan's text to video, image to video, first and last frame, Fun InP and VACE"
-TOKENIZERS = ("spiece_model",)  # stored with the weights of text encoders
+UNSUPPORTED_CHANNELS = {20: "SCAIL", 32: "Wan Fun Control with a camera", 48: "Wan Fun Control", 52: "Wan Fun Control"}
+"""Unsupported models by the input channels of their patch embedding, for the latents of Wan 2.1."""
+LATENT_CHANNELS, MASK_CHANNELS = 16, 4  # channels of Wan 2.1's latents, and of a mask
+SUPPORTED = "Wan's text to video, image to video, first and last frame, Fun InP and VACE"
+TOKENIZER_KEYS = ("spiece_model",)  # tokenizers that are stored with a text encoder's weights
 
 
 def components(reader: Reader) -> dict[str, RecognisedComponent]:
-    """Return the components that a file holds. Raises WanjaxError if one of them is incomplete or not Wan's."""
-    recognised = {name: component(name, part) for name, part in split_components(reader, TELLING, PREFIXES).items()}
-    if "transformer" in recognised and any(key.startswith(CAUSAL) for key in reader.specs):
+    """Return the components in a file. Raises WanjaxError if one of them is incomplete or not Wan's."""
+    recognised = {
+        name: component(name, component_reader)
+        for name, component_reader in split_components(reader, IDENTIFYING_KEYS, PREFIXES).items()
+    }
+    if "transformer" in recognised and any(key.startswith(EMA_PREFIX) for key in reader.specs):
         recognised["transformer"].json["_class_name"] = "CausalWanTransformer3DModel"
     return recognised
 
 
 def is_generator(reader: Reader) -> bool:
-    """Return whether a file is of a run that distils a model, and holds its generator and no mean of it."""
+    """Return whether a file is of a distillation run and holds its generator without EMA weights."""
     return any(key.startswith("generator.") for key in reader.specs) and not any(
-        key.startswith(CAUSAL) for key in reader.specs
+        key.startswith(EMA_PREFIX) for key in reader.specs
     )
 
 
 def component(name: str, reader: Reader, config: Mapping[str, Any] | None = None) -> RecognisedComponent:
     """Return a component from a reader that holds nothing else, in either layout.
 
-    config: the authors' config.json, if there is one. Raises WanjaxError if the tensors are not the component's.
+    config: the authors' config.json, if any. Raises WanjaxError if the tensors are not the component's.
     """
     reader = Dequantized(reader)
-    authors = has_authors_names(name, reader, TELLING[name], "Wan")
+    authors_names = has_authors_names(name, reader, IDENTIFYING_KEYS[name], "Wan")
     match name:
         case "transformer":
-            names, reader = original.TRANSFORMER, unflattened(reader, "patch_embedding.weight", PATCH)
-            _check_own(reader, names.ours if authors else names.theirs)
-            json = original.transformer_json(_theirs(reader, names, authors), config)
+            names, reader = original.TRANSFORMER, unflattened(reader, "patch_embedding.weight", PATCH_SIZE)
+            _check_supported(reader, names.ours if authors_names else names.theirs)
+            json = original.transformer_json(_authors_specs(reader, names, authors_names), config)
             _check_channels(reader, json["in_channels"], json["out_channels"])
         case "vae":
-            json, names = _vae(reader, authors)
+            json, names = _vae_config_and_names(reader, authors_names)
         case "text_encoder":
-            reader, names = Renamed(reader, lambda key: None if key in TOKENIZERS else key), original.TEXT_ENCODER
-            json = original.text_encoder_json(_theirs(reader, names, authors))
+            reader, names = Renamed(reader, lambda key: None if key in TOKENIZER_KEYS else key), original.TEXT_ENCODER
+            json = original.text_encoder_json(_authors_specs(reader, names, authors_names))
         case _:
-            reader, names = _vision(reader) if authors else reader, original.IMAGE_ENCODER
-            json = original.image_encoder_json(_theirs(reader, names, authors))
-    return RecognisedComponent(json, Renamed(reader, lambda key: names.ours(key) or key) if authors else reader)
+            reader, names = _vision_tower(reader) if authors_names else reader, original.IMAGE_ENCODER
+            json = original.image_encoder_json(_authors_specs(reader, names, authors_names))
+    return RecognisedComponent(json, Renamed(reader, lambda key: names.ours(key) or key) if authors_names else reader)
 
 
-def _check_own(reader: Reader, names: Callable[[str], str | None]) -> None:
-    """Raise WanjaxError where tensors that the transformer does not have are those of a relative of Wan's."""
-    if other := find_unsupported((key for key in reader.specs if names(key) is None), RELATIVES):
-        raise WanjaxError(f"{_place(reader)} has {other}, and {READ} are read")
+def _check_supported(reader: Reader, names: Callable[[str], str | None]) -> None:
+    """Raise WanjaxError if the transformer has foreign tensors, and they belong to an unsupported model."""
+    if other := find_unsupported((key for key in reader.specs if names(key) is None), UNSUPPORTED):
+        raise WanjaxError(f"{_path_text(reader)} has {other}; supported models are {SUPPORTED}")
 
 
 def _check_channels(reader: Reader, patches: int, latents: int) -> None:
-    """Raise WanjaxError unless patches have the channels of latents, or those of a condition with them too."""
-    alone, with_condition = latents, 2 * latents + MASK
-    if patches not in (alone, with_condition):
-        kind = f"it seems to be {CHANNELS[patches]}, and " if patches in CHANNELS and latents == LATENTS else ""
-        what = f"the patches of {_place(reader)} have {patches} channels, not {alone} or {with_condition}"
-        raise WanjaxError(f"{what}: {kind}{READ} are read")
+    """Raise WanjaxError unless a patch has the channels of the latents alone, or of latents with a condition."""
+    with_condition = 2 * latents + MASK_CHANNELS
+    if patches not in (latents, with_condition):
+        guess = (
+            f"it seems to be {UNSUPPORTED_CHANNELS[patches]}; "
+            if patches in UNSUPPORTED_CHANNELS and latents == LATENT_CHANNELS
+            else ""
+        )
+        problem = f"the patches of {_path_text(reader)} have {patches} channels, not {latents} or {with_condition}"
+        raise WanjaxError(f"{problem}: {guess}supported models are {SUPPORTED}")
 
 
-def _place(reader: Reader) -> str:
+def _path_text(reader: Reader) -> str:
     paths = getattr(reader, "paths", [])
     return str(paths[0]) if paths else "the transformer"
 
 
-def _theirs(reader: Reader, names: NameMap, authors: bool) -> dict[str, Any]:
+def _authors_specs(reader: Reader, names: NameMap, has_authors: bool) -> dict[str, Any]:
     """Return the specs of the tensors by the authors' names."""
-    return {key if authors else names.theirs(key) or key: spec for key, spec in reader.specs.items()}
+    return {key if has_authors else names.theirs(key) or key: spec for key, spec in reader.specs.items()}
 
 
-def _vae(reader: Reader, authors: bool) -> tuple[dict[str, Any], NameMap]:
-    """Return an autoencoder's config and its names.
+def _vae_config_and_names(reader: Reader, authors_names: bool) -> tuple[dict[str, Any], NameMap]:
+    """Return an autoencoder's config and name map.
 
-    The names depend on the config. For the diffusers layout they are those of the published autoencoders.
+    The names depend on the config. In the diffusers layout they are those of the published autoencoders.
     """
-    if authors:
+    if authors_names:
         json = original.vae_json(reader.specs)
         return json, original.vae_names(json)
-    nested = any(".downsampler." in key for key in reader.specs)
-    names = original.vae_names({"dim_mult": range(4), "num_res_blocks": 2, "is_residual": nested})
-    return original.vae_json(_theirs(reader, names, authors=False)), names
+    is_residual = any(".downsampler." in key for key in reader.specs)
+    names = original.vae_names({"dim_mult": range(4), "num_res_blocks": 2, "is_residual": is_residual})
+    return original.vae_json(_authors_specs(reader, names, has_authors=False)), names
 
 
-def _vision(reader: Reader) -> Reader:
-    """Return CLIP's vision tower, with its tensors in the shapes that transformers uses."""
-    seeing = Renamed(reader, lambda key: key if key.startswith("visual.") and key != "visual.head" else None)
-    return Unfused(flattened(seeing, ("visual.cls_embedding", "visual.pos_embedding")))
+def _vision_tower(reader: Reader) -> Reader:
+    """Return CLIP's vision tower, with tensor shapes as in transformers."""
+    vision_only = Renamed(reader, lambda key: key if key.startswith("visual.") and key != "visual.head" else None)
+    return Unfused(flattened(vision_only, ("visual.cls_embedding", "visual.pos_embedding")))

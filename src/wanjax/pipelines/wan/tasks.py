@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportIncompatibleMethodOverride=true, reportIncompatibleVariableOverride=true
-"""Wan's models by what they make: the pictures that each takes, and what becomes of them.
+"""Wan's models, one class for each task: the input images and clips of each, and how they are encoded.
 
-`model_of` reads the kind of a checkpoint from its configs.
+`model_of` reads the class of a checkpoint from its configs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ from wanjax.pipelines.model import Cost
 from wanjax.pipelines.runtime import Runtime, SplitNetwork
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.validation import Shape
-from wanjax.pipelines.wan.causal_programs import CausalInputs, Past, begin_past, renew
+from wanjax.pipelines.wan.causal_programs import CausalInputs, CausalMemory, begin_past, renew
 from wanjax.pipelines.wan.conditioning import GREY, WanConditioning, known_frames, mask_cells, on_white, unit
 from wanjax.pipelines.wan.denoisers import (
     CausalDenoiser,
@@ -57,11 +57,11 @@ CAUSAL_PIPELINES = (
     "WanCausalForcingPipeline",
 )
 THREE_STEPS = Consistency(timesteps=(1000.0, 757.0, 522.0))
-"""The scheduler of models distilled as FastWan, whose scheduler_config.json is that of the model before."""
+"""The scheduler of models distilled as FastWan is: their scheduler_config.json is still that of the base model."""
 
 
 class TextToVideo(WanModel):
-    """Text to video, from noise alone or from a given video with noise added up to the strength."""
+    """Text to video. Starts from noise, or from an input video with noise added (see `strength`)."""
 
     inputs = (VIDEO,)
     optional = ("video_latents",)
@@ -79,7 +79,7 @@ class TextToVideo(WanModel):
 
 
 class CausalTextToVideo(WanModel):
-    """Text to video, chunk by chunk, from noise alone: each from the keys and values of those before it."""
+    """Text to video, chunk by chunk, from noise alone. Each chunk attends to the keys and values of earlier chunks."""
 
     task = "text to video by blocks"
     radial = False
@@ -89,18 +89,18 @@ class CausalTextToVideo(WanModel):
         return CausalDenoiser()
 
     @property
-    def causal(self) -> CausalTransformerConfig:
+    def causal_config(self) -> CausalTransformerConfig:
         """The transformer's config."""
         assert isinstance(self.transformer, CausalTransformerConfig)
         return self.transformer
 
     @property
     def chunk_frames(self) -> int:
-        return self.causal.block_frames
+        return self.causal_config.block_frames
 
     def cost(self, settings: Settings, conditioning: WanConditioning | None = None) -> Cost:
-        """Return the work of one forward for a chunk that sees a full window."""
-        config, (_, _, _, *cells) = self.causal, self.spec.latent_shape(settings)
+        """Return the work of one forward of a chunk whose attention window is full."""
+        config, (_, _, _, *cells) = self.causal_config, self.spec.latent_shape(settings)
         tokens = prod((config.block_frames, *cells)) // config.patch_cells
         flops = dict(forward_flops(config, tokens=tokens, text=TEXT_LENGTH))
         scores = config.layers * attention_flops(tokens, config.slots * tokens, config.width)
@@ -118,18 +118,22 @@ class CausalTextToVideo(WanModel):
         _, nag, chunk, memory = purpose
         negative = () if nag is None else (conditioning.negative_prompt_embeds, nag)
         arguments = x, network.weights, conditioning.prompt_embeds, *negative
-        past: Past = memory if isinstance(memory, Past) else runtime.call(begin_past, network.graphdef, *arguments)
-        slot = slot_of(self.causal, chunk, prod(x.shape[1:4]) // self.causal.patch_cells)
-        return (past.context,), CausalInputs(angles_at(self.causal, chunk), past.window, slot)
+        causal_memory: CausalMemory = (
+            memory if isinstance(memory, CausalMemory) else runtime.call(begin_past, network.graphdef, *arguments)
+        )
+        slot = slot_of(self.causal_config, chunk, prod(x.shape[1:4]) // self.causal_config.patch_cells)
+        return (causal_memory.context,), CausalInputs(angles_at(self.causal_config, chunk), causal_memory.window, slot)
 
-    def update_memory(self, runtime: Runtime, network: SplitNetwork, inputs: ModelInputs, x: LatentArray) -> Past:
+    def update_memory(
+        self, runtime: Runtime, network: SplitNetwork, inputs: ModelInputs, x: LatentArray
+    ) -> CausalMemory:
         [context], (time, window, slot) = inputs.prompts, inputs.shared
-        renewed = runtime.call(renew, network.graphdef, window, x, network.weights, context, time, slot)
-        return Past(context, renewed)
+        updated = runtime.call(renew, network.graphdef, window, x, network.weights, context, time, slot)
+        return CausalMemory(context, updated)
 
 
 class FirstFrameToVideo(TextToVideo):
-    """Text and image to video; the condition, if any, is the clean first latent frame, which replaces the noise."""
+    """Text and image to video. The condition, if any, is the clean first latent frame, which replaces the noise."""
 
     task = "text and image to video"
     inputs = (IMAGE, VIDEO)
@@ -153,7 +157,7 @@ class FirstFrameToVideo(TextToVideo):
 
 
 class ImageToVideo(WanModel):
-    """Image to video; the condition is a mask of the known frames, and the latents of a clip with grey others."""
+    """Image to video. The condition is a mask of the known frames and the latents of a clip, grey where unknown."""
 
     task = "image to video"
     inputs = (IMAGE.needed, LAST_IMAGE)
@@ -178,37 +182,37 @@ class ImageToVideo(WanModel):
         return {"condition": runtime.call(known_condition, None, self.encode_clip(runtime, clip, tiling), mask)}
 
 
-class AttendedImageToVideo(ImageToVideo):
-    """Image to video, with cross-attention to the images' features by a vision tower.
+class ImageToVideoWithEncoder(ImageToVideo):
+    """Image to video with cross-attention to image features from a vision tower.
 
-    The tower sees the images as they were given, whatever the video's size, as in both references.
+    The tower gets the images in their original size, whatever the video's size, as in both references.
     """
 
     inputs = (IMAGE.needed,)
 
     @property
-    def attended(self) -> ImageTransformerConfig:
+    def image_config(self) -> ImageTransformerConfig:
         """The transformer's config."""
         assert isinstance(self.transformer, ImageTransformerConfig)
         return self.transformer
 
     def picture_shapes(self, settings: Settings) -> Mapping[str, Shape]:
-        features = (1, self.attended.image_positions, self.attended.image_width)
+        features = (1, self.image_config.image_positions, self.image_config.image_width)
         return {**super().picture_shapes(settings), "image_embeds": features}
 
     def encode_inputs(
         self, runtime: Runtime, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
     ) -> Mapping[str, Any]:
-        features = self.encode_images(runtime, self.attended_images(pictures, settings), follow=settings.follow)
-        if (width := features.shape[-1]) != self.attended.image_width:
+        features = self.encode_images(runtime, self.images_to_encode(pictures, settings), follow=settings.follow)
+        if (width := features.shape[-1]) != self.image_config.image_width:
             raise WanjaxError(
-                f"the checkpoint's configs contradict each other: its image encoder makes {width} features where its "
-                f"transformer takes {self.attended.image_width}"
+                f"the checkpoint's configs contradict each other: its image encoder makes {width} features, but its "
+                f"transformer takes {self.image_config.image_width}"
             )
         return {**super().encode_inputs(runtime, pictures, settings, tiling=tiling), "image_embeds": features}
 
-    def attended_images(self, pictures: Pictures, settings: Settings) -> list[PictureOfAnySize]:
-        """Return the pictures that the vision tower is shown.
+    def images_to_encode(self, pictures: Pictures, settings: Settings) -> list[PictureOfAnySize]:
+        """Return the images that the vision tower encodes.
 
         Args:
             pictures: The pictures and clips of the request.
@@ -219,9 +223,9 @@ class AttendedImageToVideo(ImageToVideo):
     def encode_images(
         self, runtime: Runtime, images: Sequence[PictureOfAnySize], *, follow: str
     ) -> Float[Value, "1 S E"]:
-        """Return the features of images, joined along the sequence, by the checkpoint's vision tower.
+        """Encode images with the checkpoint's vision tower, and join their features along the sequence.
 
-        The authors show it the whole of a picture, and diffusers the middle.
+        The official code scales the whole image to the tower's size; diffusers crops its centre.
 
         Args:
             runtime: Networks, devices and strategy.
@@ -229,21 +233,21 @@ class AttendedImageToVideo(ImageToVideo):
             follow: Which reference implementation to match, as in the settings.
         """
         graphdef, weights = runtime.split("image_encoder")
-        shown = runtime.components.get("image_processor")(images, whole=follow == "official")
-        return runtime.call(encode_images, graphdef, shown, weights)
+        pixel_values = runtime.components.get("image_processor")(images, whole=follow == "official")
+        return runtime.call(encode_images, graphdef, pixel_values, weights)
 
 
-class FirstAndLastFrameToVideo(AttendedImageToVideo):
-    """The same from two pictures, whose features have positions of their own."""
+class FirstAndLastFrameToVideo(ImageToVideoWithEncoder):
+    """First and last frame to video. The features of the two images have learned positions."""
 
     task = "first and last frame to video"
     inputs = (IMAGE.needed, LAST_IMAGE.needed)
 
 
 class Inpainting(ImageToVideo):
-    """Text to video, or from a first picture, or from a first and a last one (Wan Fun InP).
+    """Text to video, optionally from a first image or from a first and a last one (Wan Fun InP).
 
-    What is unknown is made as in image to video. Without pictures the condition is zeros, the latents too: nothing is
+    Unknown frames are handled as in image to video. Without images the whole condition is zeros, and nothing is
     encoded. Follows pipeline_wan_fun_inpaint.py and pipeline_wan2_2_fun_inpaint.py of aigc-apps/VideoX-Fun.
     """
 
@@ -257,15 +261,15 @@ class Inpainting(ImageToVideo):
         return super().encode_inputs(runtime, pictures, settings, tiling=tiling) if "image" in pictures else {}
 
 
-class AttendedInpainting(Inpainting, AttendedImageToVideo):
-    """The same with cross-attention to the first picture, in the video's size; its features are zeros without one."""
+class InpaintingWithEncoder(Inpainting, ImageToVideoWithEncoder):
+    """`Inpainting` with cross-attention to the first image, in the video's size. Without one its features are zeros."""
 
-    def attended_images(self, pictures: Pictures, settings: Settings) -> list[PictureOfAnySize]:
+    def images_to_encode(self, pictures: Pictures, settings: Settings) -> list[PictureOfAnySize]:
         return [fit(pictures["image"], settings.size, settings.resize)]
 
 
 class FirstFrameInpainting(Inpainting):
-    """The same with Wan 2.2's autoencoder, where the first latent frame is kept free of noise too."""
+    """`Inpainting` with Wan 2.2's autoencoder. The first latent frame is kept free of noise, too."""
 
     @property
     def denoiser(self) -> Denoiser:
@@ -273,10 +277,10 @@ class FirstFrameInpainting(Inpainting):
 
 
 class ControlledVideo(WanModel):
-    """Controlled video (VACE); the condition is a control clip, after one latent frame for each reference picture.
+    """Controlled video (VACE). The condition is a control clip, preceded by one latent frame per reference image.
 
-    Its channels are the latents of the pixels that the mask keeps, the latents of those that it replaces, and the
-    mask's own pixels. A missing clip is grey; a missing mask replaces everything.
+    Its channels are the latents of the pixels that the mask keeps, the latents of the pixels that it replaces, and the
+    mask itself. A missing clip is grey; a missing mask replaces everything.
     """
 
     task = "controlled video (VACE)"
@@ -301,54 +305,60 @@ class ControlledVideo(WanModel):
     ) -> Mapping[str, Any]:
         grey = np.full((*settings.size, 3), GREY, np.float32)
         clip = [grey] * settings.frames
-        if (frames_of_clip := pictures.clip("video")) is not None:
-            clip = [unit(frame, settings) for frame in frames_of_clip[: settings.frames]]
+        if (control_frames := pictures.clip("video")) is not None:
+            clip = [unit(frame, settings) for frame in control_frames[: settings.frames]]
         mask = np.broadcast_to(np.ones((), np.float32), (settings.frames, *settings.size))
-        anew = np.broadcast_to(np.ones((), bool), (*mask.shape, 1))
+        repaint_mask = np.broadcast_to(np.ones((), bool), (*mask.shape, 1))
         if (masks := pictures.clip("mask")) is not None:
             mask = np.stack([unit(frame, settings).mean(axis=-1) for frame in masks[: settings.frames]])
-            anew = (mask > 0.5)[..., None]
+            repaint_mask = (mask > 0.5)[..., None]
 
-        def part(here: bool, anew: np.ndarray, frame: np.ndarray) -> np.ndarray:
-            if anew.all() or not anew.any():  # most frames, whose pixels are taken as they are
-                return frame if anew.flat[0] == here else grey
-            return np.where(anew == here, frame, grey)
+        def masked_frame(repainting: bool, repaint_mask: np.ndarray, frame: np.ndarray) -> np.ndarray:
+            if repaint_mask.all() or not repaint_mask.any():  # most frames: no need to copy their pixels
+                return frame if repaint_mask.flat[0] == repainting else grey
+            return np.where(repaint_mask == repainting, frame, grey)
 
-        def latents(frames: list[np.ndarray]) -> Any:
-            same = all(frame is frames[0] for frame in frames)  # of which no copies are made
-            clip = np.broadcast_to(frames[0], (len(frames), *frames[0].shape)) if same else frames
+        def encode_frames(frames: list[np.ndarray]) -> Any:
+            all_same = all(frame is frames[0] for frame in frames)  # then no copies are needed
+            clip = np.broadcast_to(frames[0], (len(frames), *frames[0].shape)) if all_same else frames
             return self.encode_clip(runtime, clip, tiling)
 
-        def resized(picture: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-            """Return a picture of another size on the host; one of zeros where a run is traced."""
+        def resize_on_host(picture: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+            """Resize an image and return it on the host; return zeros while a run is traced."""
             return runtime.strategy.read(runtime.call(resize, size, picture), np.zeros((*size, 3), np.float32))
 
-        unchanged, repainted = (latents(list(map(partial(part, here), anew, clip))) for here in (False, True))
-        cells = mask_cells(mask, unchanged.shape[2], self.vae.spatial_factor)
-        pages = [on_white(picture, settings.size, resized) for picture in pictures.picture_list("references")]
-        references = [self.encode_clip(runtime, [page], tiling) for page in pages]
-        return {"condition": runtime.call(control_condition, None, (unchanged, repainted, *references), cells)}
+        unchanged, changed = (
+            encode_frames(list(map(partial(masked_frame, repainting), repaint_mask, clip)))
+            for repainting in (False, True)
+        )
+        mask_channels = mask_cells(mask, unchanged.shape[2], self.vae.spatial_factor)
+        padded_references = [
+            on_white(picture, settings.size, resize_on_host) for picture in pictures.picture_list("references")
+        ]
+        references = [self.encode_clip(runtime, [padded], tiling) for padded in padded_references]
+        return {"condition": runtime.call(control_condition, None, (unchanged, changed, *references), mask_channels)}
 
 
-def converted(kind: type[WanModel], model: WanModel, **changes: Any) -> WanModel:
-    """Return a model of another kind, with the networks of this one but for changes.
+def as_class(kind: type[WanModel], model: WanModel, **changes: Any) -> WanModel:
+    """Return a model of another class with the fields of this one.
 
     Args:
-        kind: The class of the other kind.
+        kind: The other class.
         model: The model.
-        changes: Fields with other values.
+        changes: Fields with new values.
     """
     return kind(**{field.name: getattr(model, field.name) for field in fields(model)} | changes)
 
 
 def model_of(source: Source, encoders: bool = False) -> WanModel:
-    """Read a model from a checkpoint's configs, those of its encoders if asked.
-
-    Raises WanjaxError where the configs contradict each other.
+    """Read a model from a checkpoint's configs.
 
     Args:
         source: The checkpoint.
         encoders: Whether to read the configs of the encoders too.
+
+    Raises:
+        WanjaxError: The configs contradict each other.
     """
 
     def config(component: str) -> Any:
@@ -358,46 +368,48 @@ def model_of(source: Source, encoders: bool = False) -> WanModel:
         return config(component) if encoders and component in source.components else None
 
     transformer, vae, kind = config("transformer"), config("vae"), source.index.get("_class_name")
-    experts = EXPERTS[1] in source.components
-    if experts and config(EXPERTS[1]) != transformer:
-        raise WanjaxError(f"the two transformers of {source.name} differ in their config.json: experts are alike")
-    return _kind_of(source.index, transformer, vae)(
+    has_experts = EXPERTS[1] in source.components
+    if has_experts and config(EXPERTS[1]) != transformer:
+        raise WanjaxError(
+            f"the two transformers of {source.name} differ in their config.json: both experts need the same config"
+        )
+    return _model_class(source.index, transformer, vae)(
         text_encoder=encoder("text_encoder"),
         transformer=transformer,
         vae=vae,
         image_encoder=encoder("image_encoder"),
-        experts=experts,
+        experts=has_experts,
         scheduler=THREE_STEPS if kind == "WanDMDPipeline" else from_config(source["scheduler"].config()),
     )
 
 
-def _kind_of(index: Mapping[str, Any], transformer: TransformerConfig, vae: VAEConfig) -> type[WanModel]:
-    """Return the kind of a checkpoint, from its model_index.json and its networks' configs.
+def _model_class(index: Mapping[str, Any], transformer: TransformerConfig, vae: VAEConfig) -> type[WanModel]:
+    """Return the class of a checkpoint, from its model_index.json and its networks' configs.
 
-    Raises WanjaxError where these contradict each other.
+    Raises WanjaxError if these contradict each other.
     """
-    channels, plain = transformer.channels_in, type(transformer) is TransformerConfig
-    alone = channels == vae.latent_channels
-    conditioned = channels == 2 * vae.latent_channels + vae.temporal_factor
-    residual = isinstance(vae, ResidualVAEConfig)
-    if index.get("expand_timesteps") and alone and plain:
+    channels, has_base_config = transformer.channels_in, type(transformer) is TransformerConfig
+    without_condition = channels == vae.latent_channels
+    with_condition = channels == 2 * vae.latent_channels + vae.temporal_factor
+    has_residual_vae = isinstance(vae, ResidualVAEConfig)
+    if index.get("expand_timesteps") and without_condition and has_base_config:
         return FirstFrameToVideo
-    if isinstance(transformer, CausalTransformerConfig) and alone:
+    if isinstance(transformer, CausalTransformerConfig) and without_condition:
         return CausalTextToVideo
     match index.get("_class_name"):
-        case "WanDMDPipeline" if alone and residual:
+        case "WanDMDPipeline" if without_condition and has_residual_vae:
             return FirstFrameToVideo
-        case "WanPipeline" | "WanDMDPipeline" if alone and plain:
+        case "WanPipeline" | "WanDMDPipeline" if without_condition and has_base_config:
             return TextToVideo
-        case "WanImageToVideoPipeline" if conditioned and plain:
+        case "WanImageToVideoPipeline" if with_condition and has_base_config:
             return ImageToVideo
-        case "WanImageToVideoPipeline" if conditioned and isinstance(transformer, ImageTransformerConfig):
-            return AttendedImageToVideo if transformer.image_positions is None else FirstAndLastFrameToVideo
-        case "WanFunInpaintPipeline" if conditioned and isinstance(transformer, ImageTransformerConfig):
-            return AttendedInpainting
-        case "WanFunInpaintPipeline" if conditioned and plain:
-            return FirstFrameInpainting if residual else Inpainting
-        case "WanVACEPipeline" if alone and isinstance(transformer, ControlTransformerConfig):
+        case "WanImageToVideoPipeline" if with_condition and isinstance(transformer, ImageTransformerConfig):
+            return ImageToVideoWithEncoder if transformer.image_positions is None else FirstAndLastFrameToVideo
+        case "WanFunInpaintPipeline" if with_condition and isinstance(transformer, ImageTransformerConfig):
+            return InpaintingWithEncoder
+        case "WanFunInpaintPipeline" if with_condition and has_base_config:
+            return FirstFrameInpainting if has_residual_vae else Inpainting
+        case "WanVACEPipeline" if without_condition and isinstance(transformer, ControlTransformerConfig):
             return ControlledVideo
         case name:
             raise WanjaxError(
