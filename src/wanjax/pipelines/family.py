@@ -23,10 +23,10 @@ from wanjax.schedulers import Scheduler, shift_of
 def named_sizes(
     model: VideoModel[Any], defaults: Settings, published: Sequence[tuple[int, int]] = ()
 ) -> dict[str, tuple[int, int]]:
-    """Return a model's sizes (height, width) by name, the default one first.
+    """Return a model's sizes (height, width) by name, the default size first.
 
-    The `published` ones and the default one have the names of their lines, such as 480p. `portrait` is the default one
-    on its side, and `square` has about its area, where the model makes these.
+    The default size and the `published` ones are named by their short side, such as 480p. `portrait` is the default
+    size rotated, and `square` has about the same area, if the model supports them.
     """
     height, width = defaults.size
     named = {lines(size): size for size in (defaults.size, *published)}
@@ -37,15 +37,15 @@ def named_sizes(
 
 
 def lines(size: tuple[int, int]) -> str:
-    """Return the name of a size (height, width) by its lines, such as 480p."""
+    """Return the name of a size (height, width) by its short side, such as 480p."""
     return f"{min(size)}p"
 
 
 @dataclass(frozen=True)
 class TrainingDomain:
-    """All that a small model was trained on, and can show: the words of its prompts, and one size and length.
+    """The limits of what a small model was trained on: the words of its prompts, one size and one length.
 
-    `about` describes its clips, and gives a prompt as an example.
+    `about` describes its clips, with an example prompt.
     """
 
     about: str
@@ -54,24 +54,24 @@ class TrainingDomain:
     frames: int
 
     def unknown(self, prompt: str) -> list[str]:
-        """Return the words of a prompt that the model does not know, each once."""
+        """Return the words of a prompt that the model does not know, without duplicates."""
         return [word for word in dict.fromkeys(re.findall(r"[^\W\d_]+", prompt.lower())) if word not in self.words]
 
     def unlike(self, settings: Settings) -> list[str]:
-        """Return what a video of these settings has that no clip of the training had."""
+        """Describe how a video of these settings differs from the training's clips in size and length."""
         differences = [] if settings.size == self.size else [f"{settings.width}x{settings.height}"]
         return differences if settings.frames == self.frames else [*differences, quantity(settings.frames, "frame")]
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A published checkpoint: its source, a description, its licence, and the settings that its authors publish.
+    """A published checkpoint: its source, description, licence and recommended settings.
 
-    `model` is None for a checkpoint in the package, whose folder is `source`. `loras` are merged into it. A
-    `scheduler` replaces the checkpoint's own. `domain` is None for a model that knows more than can be listed.
-    `aliases` are other names for the source. `sizes` are those, as (height, width), that the authors publish beside the
-    default one. `distillation` is that of its weights, or of its LoRAs. A checkpoint of the same shapes is this one
-    where its name holds all `words`, in lower case; `nearest` has the whole rule.
+    `model` is None for a checkpoint in the package, whose folder is `source`. `loras` are merged into it. `scheduler`
+    replaces the checkpoint's scheduler. `domain` is None for a model with open prompts. `aliases` are other names of
+    the source. `sizes` are the published sizes (height, width) besides the default one. `distillation` is that of the
+    weights or the LoRAs. A checkpoint of the same shapes is recognised as this one if its lower-case name contains all
+    `words`; `nearest` has the whole rule.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Preset:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The repositories that this preset is, without its LoRAs."""
+        """The repositories of this preset; none for a preset with LoRAs."""
         return () if self.loras else (self.source, *self.aliases)
 
     @property
@@ -109,10 +109,10 @@ class Preset:
 def nearest(
     presets: Sequence[Preset], path: str, distillations: Iterable[Distillation], shift: float | None = None
 ) -> Preset | None:
-    """Return the preset that a checkpoint is, of those whose networks have its shapes; None where there are none.
+    """Select the preset that a checkpoint is, among those with its shapes; None if there are none.
 
-    Its name decides: by a distillation, then by the presets' own words, then by the lines of their sizes. Where it does
-    not, the flow `shift` of its scheduler does, and then the first preset is taken.
+    The name decides: first a distillation, then the presets' `words`, then a resolution. Ties go to a preset with the
+    scheduler's flow `shift`, and then to the first preset.
     """
     name = model_name_in(path)
     distillation = find_distillation(name, distillations)
@@ -132,7 +132,7 @@ def nearest(
 
 
 def no_prompts(model: Any) -> Mapping[str, tuple[int, int]]:
-    """Return the lengths of the prompts of a family without tokenizers: none."""
+    """Return the prompt lengths of a family without tokenizers: none."""
     return {}
 
 
@@ -144,16 +144,15 @@ class Family:
         name: Its name.
         networks: The kinds of networks in its checkpoints.
         pipelines: Class names in model_index.json.
-        read_model: Reads a checkpoint's configs, and those of its text and image encoders if the second argument
-            is True.
+        read_model: Reads a checkpoint's configs, including those of its encoders if the second argument is True.
         settings: Returns the default settings of a checkpoint.
         presets: Its published models.
         loaders: Load tokenizers and image processors from their folders, by component.
         layouts: Layouts of its checkpoints other than that of diffusers.
-        relatives: Models like its own that are not read, for the message.
-        tables: File of published tables for step caches, by the presets' names.
-        distillations: Distilled weights that names of files tell, the most special first.
-        prompt: Returns, for plans, the length of a prompt and the number of its real tokens, by tokenizer.
+        relatives: Similar models that are not supported, for error messages.
+        tables: The file of published step cache tables, by preset.
+        distillations: Distillations that are recognised by file names, the most specific first.
+        prompt: Returns the padded length of a prompt and its number of real tokens by tokenizer, for plans.
     """
 
     name: str
@@ -179,7 +178,7 @@ class Family:
 
 
 def family_of(source: Source, families: Sequence[Family]) -> Family:
-    """Return the family of the pipeline that model_index.json names; raise WanjaxError where none has it."""
+    """Return the family of the pipeline in model_index.json; raise WanjaxError if no family has it."""
     kind = source.index.get("_class_name")
     for family in families:
         if kind in family.pipelines:
@@ -189,9 +188,9 @@ def family_of(source: Source, families: Sequence[Family]) -> Family:
 
 
 def updated_by(source: Source, settings: SomeSettings, more: Mapping[str, Any] | None = None) -> SomeSettings:
-    """Return settings with those that a checkpoint's files give: its scheduler's flow shift, and its own settings.
+    """Override settings by a checkpoint's files: the flow shift of its scheduler, and its generation_config.json.
 
-    `more` are others, which take the place of the former and not of the latter.
+    `more` overrides the flow shift, but not generation_config.json.
     """
     shift = {"flow_shift": shift_of(source["scheduler"].config())}
     return settings.updated(shift | dict(more or {}) | read_json(source.root / CONFIG, missing={}))

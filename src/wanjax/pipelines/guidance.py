@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guidance: how a step's prompts are grouped, scales that differ from step to step, and the rules of guidance.
+"""Guidance: how a step's prompts are grouped, scales that vary over the steps, and guidance rules.
 
-A rule is the one of all models, classifier-free guidance, or another that takes its place. Two of these join the
-predictions of a step in another way; the third leads attention away from the negative prompt, in the network.
+The default rule is classifier-free guidance. Two other rules combine the predictions of a step differently; the third
+guides attention away from the negative prompt inside the network.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ Latents = Float[Array, "B ... C"]  # of the video, [B T H W C], or of another st
 
 
 class Groups(NamedTuple):
-    """The number of forwards in a step, and for how many prompts of a video each is."""
+    """The number of forwards in a step, and the number of prompts per video in each."""
 
     forwards: int
     batch: int
@@ -41,7 +41,7 @@ def grouping(guided: bool, batched: bool, partitioner: Partitioner) -> Groups:
 
 
 def group(prompts: Sequence[Any], groups: Groups) -> tuple[Any, ...]:
-    """Join trees of arrays [B ...], those of the prompts and of the negative ones, into one tree for each forward."""
+    """Concatenate trees of arrays [B ...], of the prompts and the negative prompts, into one tree per forward."""
     if groups.batch == 1:
         return tuple(prompts[: groups.forwards])
     return (jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *prompts[: groups.batch]),)
@@ -59,9 +59,9 @@ def dynamic_scales(scale: float, timesteps: Float[np.ndarray, " steps"], steps: 
 
 @dataclass(frozen=True)
 class GuidanceRule:
-    """Classifier-free guidance, and what other rules have in common. A hashable value.
+    """Classifier-free guidance, and the base of other rules. A hashable value.
 
-    Programs depend on its type alone: the numbers of a rule are given to each step.
+    Programs depend only on the rule's type: its numbers are inputs of each step.
     """
 
     name: ClassVar[str] = "none"
@@ -70,16 +70,16 @@ class GuidanceRule:
 
     @property
     def keeps_average(self) -> bool:
-        """True for a rule that keeps an average from step to step."""
+        """True for a rule that carries an average from step to step."""
         return False
 
     @property
     def nag(self) -> Float32[np.ndarray, "3"] | None:
-        """The numbers by which attention is led away from the negative prompt, as `apply_nag` takes them, if it is."""
+        """The numbers for normalized attention guidance, as `apply_nag` takes them; None for other rules."""
         return None
 
     def values(self, step: int, scale: float) -> Any:
-        """Return what a step, counted from 0, is given of the rule and its guidance scale: arrays of the host."""
+        """Return a step's inputs from the rule and its guidance scale, as host arrays; steps count from 0."""
         return np.float32(scale)
 
     @classmethod
@@ -93,10 +93,10 @@ class GuidanceRule:
         clean: Callable[[Latents, Latents], Latents],
         average: Latents | None,
     ) -> tuple[Latents, Latents | None]:
-        """Return one prediction of those for the prompts and, after them, for the negative ones, and the new average.
+        """Combine the predictions for the prompts and the negative prompts; also return the new average.
 
-        Without guidance there are none for negative prompts. `clean` returns the clean latents that follow from a
-        prediction at x, a linear function of both.
+        Predictions for the prompts come first. Without guidance there are none for negative prompts. `clean` returns
+        the clean latents of a prediction at x; it is linear in both.
         """
         if len(predictions) == videos:
             return predictions, average
@@ -112,9 +112,9 @@ class GuidanceRule:
         clean: Callable[[Latents, Latents], Latents],
         average: Latents | None,
     ) -> tuple[Latents, Latents | None]:
-        """Return what `joined` does, from the predictions for the prompts and for the negative ones.
+        """Combine predictions like `joined`, given separately for the prompts and the negative prompts.
 
-        This rule extrapolates from the second through the first, in float32, because their difference is small.
+        This rule extrapolates from the negative prompt through the prompt, in float32: their difference is small.
         """
         return negative + values * (prompt - negative), average
 
@@ -125,9 +125,9 @@ class GuidanceRule:
 
 @dataclass(frozen=True)
 class ZeroStar(GuidanceRule):
-    """CFG-Zero*: the negative prompt's prediction is fitted to the prompt's, and the first predictions are zero.
+    """CFG-Zero*: scale the negative prompt's prediction to fit the prompt's, and zero the first predictions.
 
-    Follows Fan et al., CFG-Zero*, 2025, arXiv:2503.18886. The first `zero_steps` steps of a video leave it as it is.
+    Follows Fan et al., CFG-Zero*, 2025, arXiv:2503.18886. The first `zero_steps` steps leave the video unchanged.
     """
 
     name = "cfg-zero"
@@ -151,18 +151,18 @@ class ZeroStar(GuidanceRule):
         clean: Callable[[Latents, Latents], Latents],
         average: None,
     ) -> tuple[Latents, None]:
-        (scale, factor), eps = values, 1e-8  # the paper's
+        (scale, factor), eps = values, 1e-8  # as in the paper
         fitted = negative * (_dot(prompt, negative) / (_dot(negative, negative) + eps))
         return factor * (fitted + scale * (prompt - fitted)), None
 
 
 @dataclass(frozen=True)
 class Projected(GuidanceRule):
-    """APG: of the change that guidance makes, the part along the prompt's prediction counts `eta`, the rest in full.
+    """APG: scale the part of the guidance parallel to the prompt's prediction by `eta`; keep the rest in full.
 
-    Follows Sadat et al., Adaptive Projected Guidance, 2024, arXiv:2410.02416. The change is first averaged over the
-    steps by `momentum`, and then shortened to the length `norm`, if that is not 0. All of it is done on clean latents,
-    as in the paper, or on what the network predicts (`of=prediction`), as in diffusers.
+    Follows Sadat et al., Adaptive Projected Guidance, 2024, arXiv:2410.02416. The guidance is first averaged over the
+    steps with `momentum`, then clipped to the length `norm` unless that is 0. This happens on clean latents, as in the
+    paper, or on the network's predictions (`of=prediction`), as in diffusers.
     """
 
     name = "apg"
@@ -199,7 +199,7 @@ class Projected(GuidanceRule):
     ) -> tuple[Latents, Latents | None]:
         scale, eta, norm, momentum, on_clean = values
         direction_of = jnp.where(on_clean, clean(prompt, x), prompt)
-        slope = jnp.where(on_clean, clean(jnp.ones_like(x), jnp.zeros_like(x)), 1.0)  # of clean latents to predictions
+        slope = jnp.where(on_clean, clean(jnp.ones_like(x), jnp.zeros_like(x)), 1.0)  # of clean latents
         change = slope * (prompt - negative)
         if average is not None:
             average = change = change + momentum * average
@@ -212,7 +212,7 @@ class Projected(GuidanceRule):
 
 @dataclass(frozen=True)
 class NormalizedAttentionGuidance(GuidanceRule):
-    """NAG: attention to the prompt is led away from attention to the negative prompt, with any guidance scale.
+    """NAG: guide attention away from the negative prompt, at any guidance scale.
 
     Follows Chen et al., Normalized Attention Guidance, 2025, arXiv:2505.21179; see `layers.guided_attention`.
     """
@@ -241,7 +241,7 @@ CLASSIFIER_FREE = GuidanceRule()
 
 
 def _dot(a: Latents, b: Latents) -> Float32[Array, "B ..."]:
-    """Return the product of each video's two arrays, axis by axis: one long sum in float32 loses digits on CPUs."""
+    """Return the inner product of each video's two arrays, axis by axis: one long float32 sum is inexact on CPUs."""
     products = a * b
     for axis in range(products.ndim - 1, 0, -1):
         products = jax.lax.optimization_barrier(jnp.sum(products, axis, keepdims=True))
@@ -249,7 +249,7 @@ def _dot(a: Latents, b: Latents) -> Float32[Array, "B ..."]:
 
 
 def guidance_rule(rule: Any) -> GuidanceRule:
-    """Return a rule, or the one that a text such as `nag`, `apg:eta=0,norm=15` or `none` describes.
+    """Parse a text such as `nag`, `apg:eta=0,norm=15` or `none`; return a rule as it is.
 
     Raises WanjaxError for anything else.
     """
@@ -257,7 +257,7 @@ def guidance_rule(rule: Any) -> GuidanceRule:
 
 
 def check_rule(rule: GuidanceRule, guided: bool, steps: int) -> None:
-    """Raise SettingError for a rule that has no effect without guidance, or that leaves all steps out."""
+    """Raise SettingError for a rule that has no effect without guidance, or that zeroes all steps."""
     if rule.scaled and not guided:
         message = f"{rule} has no effect without guidance: set guidance_scale above 1"
         raise SettingError(message, "guidance_rule")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keywords of a pipeline's methods.
+"""The keyword arguments of a pipeline's methods.
 
-Editors read types without running code, so those of the settings stand as text in `typed_settings`, which is written
-from `Settings`.
+Editors read types without running code. `typed_settings` therefore spells out the settings' types; it is generated from
+`Settings`.
 """
 
 import inspect
@@ -31,7 +31,7 @@ ClipGiven = ClipSource | Sequence[Array] | Array
 
 
 class InputKeywords(SettingsKeywords, total=False):
-    """The settings, the pictures and clips, and the way in which these are brought to the video's size."""
+    """The settings, the images and clips, and how these are fitted to the video's size."""
 
     image: PictureGiven | None
     last_image: PictureGiven | None
@@ -52,7 +52,7 @@ class CallKeywords(InputKeywords, total=False):
 
 
 def knows_keywords(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Decorate a function: a keyword that it does not have, but other libraries do, give a WanjaxError."""
+    """Decorate a function so that an unknown keyword, such as another library's, raises a helpful WanjaxError."""
     parameters = inspect.signature(function).parameters
     names = [name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
 
@@ -67,7 +67,7 @@ def knows_keywords(function: Callable[Parameters, Result]) -> Callable[Parameter
 
 
 def spelled_out(keywords: type) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """Decorate a function whose `**` takes the keywords of a TypedDict: `help` shows each, with what it is for."""
+    """Decorate a function whose `**` takes the keywords of a TypedDict: `help` then lists each with its help."""
 
     def spell(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
         signature = inspect.signature(function)
@@ -85,7 +85,7 @@ def spelled_out(keywords: type) -> Callable[[Callable[Parameters, Result]], Call
 
 
 def _with_helps(doc: str | None, names: Iterable[str]) -> str | None:
-    """Return a docstring with the help of each keyword below that of `**` in its section of arguments."""
+    """Insert the help of each keyword into a docstring, below the entry of `**` in its arguments."""
     if not (entry := ARGUMENT.search(doc or "")):
         return doc
     helps = {"size": '(height, width), a text such as "832x480", width first, or a name in the pipeline\'s `sizes`.'}

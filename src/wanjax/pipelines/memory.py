@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory that weights need, and that there is: a network that cannot fit is refused before its weights are read."""
+"""The memory that weights and videos need, and what is available: what cannot fit is rejected before it is loaded."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,39 +18,39 @@ from wanjax.pricing.chips import KINDS
 from wanjax.sharding import local_devices, platform
 
 PROCESS = 230_000_000
-"""Bytes of a process that has imported JAX and the library, at the least."""
+"""The minimum bytes of a process that has imported JAX and the library."""
 MOST_A_PIXEL = 4096
-"""Bytes that a pixel of a frame may take at the most, in any model's programs."""
+"""The maximum bytes per pixel and frame, in any model's programs."""
 GROUPS = Path("/proc/self/cgroup")  # the control groups of this process, on Linux
 HIERARCHY = Path("/sys/fs/cgroup")
 
 
 def bytes_needed(network: nnx.Module) -> int:
-    """Return the bytes of a network's weights, which may be given as shapes, in the memory that holds most of them.
+    """Return the bytes of a network's weights (or shapes) on the device that holds most of them.
 
-    CPU devices share one memory.
+    CPU devices share one memory, so there it is the sum.
     """
     taken = bytes_by_device(network).values()
     return sum(taken) if platform() == "cpu" else max(taken)
 
 
 def check_video(settings: Settings, weights: int, tokens: int, devices: int) -> None:
-    """Raise WanjaxError where a step of a video needs more than a device's whole memory.
+    """Raise WanjaxError if a step of a video needs more than a device's whole memory.
 
-    `weights` are the bytes of the denoiser's weights on a device, and `tokens` those that so many devices share.
-    Nothing is refused where the memory is unknown.
+    `weights` are the bytes of the denoiser's weights on a device, and `tokens` the bytes of tokens that all devices
+    share. Nothing is rejected if the memory is unknown.
     """
     shared = tokens if local_devices()[0].platform == "cpu" else tokens // devices  # CPU devices share one memory
     check_held(settings, weights + shared)
 
 
 def check_held(settings: Settings, needed: int, stage: str | None = None) -> None:
-    """Raise WanjaxError where a video, or a stage of it, holds more than a device's whole memory.
+    """Raise WanjaxError if a video, or one of its stages, needs more than a device's whole memory.
 
     Args:
-        settings: Those of the video.
-        needed: Bytes that are held at the least.
-        stage: encode, denoise or decode.
+        settings: The settings of the video.
+        needed: The minimum bytes that are needed.
+        stage: encode, denoise or decode; None for the whole video.
     """
     device = local_devices()[0]
     if (there := total_memory(device)) is None or needed <= there:
@@ -66,23 +66,23 @@ def check_held(settings: Settings, needed: int, stage: str | None = None) -> Non
 
 
 def is_small(size: tuple[int, int], frames: int, weights: int) -> bool:
-    """Tell whether the programs of a video cannot be too large for this machine, without a look at them.
+    """Return whether a video certainly fits this machine, without a look at its compiled programs.
 
     Args:
         size: The (height, width) of the video.
-        frames: Those of the video.
-        weights: Bytes of the largest network.
+        frames: The number of frames.
+        weights: The bytes of the largest network.
     """
     device = local_devices()[0]
     if device.platform != "cpu" or (there := total_memory(device)) is None:
-        return True  # an accelerator's compiler refuses what it has no room for
+        return True  # an accelerator's compiler rejects programs that do not fit
     return PROCESS + weights + MOST_A_PIXEL * size[0] * size[1] * frames <= there
 
 
 def total_memory(device: Any) -> int | None:
-    """Return the bytes of a device's memory, of which a program may use all; None where they are unknown.
+    """Return the total bytes of a device's memory, or None if they are unknown.
 
-    The memory of a CPU is that of `machine_memory`, and the swap space.
+    For a CPU it is `machine_memory` plus the swap space.
     """
     if device.platform != "cpu":
         try:
@@ -98,7 +98,7 @@ def machine_memory() -> int:
 
 
 def _group_limits() -> Iterator[int]:
-    """Yield the limits of the process's control groups, of both versions of their interface."""
+    """Yield the memory limits of the process's control groups, for cgroup versions 1 and 2."""
     with suppress(OSError):
         for line in GROUPS.read_text().splitlines():
             _, controllers, path = line.split(":", 2)

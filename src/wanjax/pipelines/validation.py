@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the pictures and arrays that a pipeline's stages are given."""
+"""Checks of the inputs of a pipeline's stages: images, arrays and settings."""
 
 from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,14 +19,14 @@ Shape = tuple[int | None, ...]  # None for any size
 
 
 def check_prompt(prompt: Any) -> str:
-    """Return a prompt; raise SettingError for None, which elsewhere means a model's default."""
+    """Return a prompt; raise SettingError if it is None, which for other settings means the default."""
     if prompt is None:
         raise SettingError('prompt is None: give a text, or "" for a video from no prompt', "prompt")
     return prompt
 
 
 def on_host(pictures: Any) -> Any:
-    """Return pictures or a clip with JAX's arrays, also those in a list, as NumPy's, and anything else as it is.
+    """Convert JAX arrays to NumPy arrays, also inside lists; return anything else unchanged.
 
     Raises WanjaxError for an array that is being traced.
     """
@@ -37,14 +37,14 @@ def on_host(pictures: Any) -> Any:
 
 
 def check_noise(noise: Any, expected: tuple[int, ...], name: str = "noise") -> None:
-    """Raise WanjaxError unless noise is an array of floats of the right shape."""
+    """Raise WanjaxError unless noise is a float array of the expected shape."""
     _check_floats(f"the {name} is", noise, f"an array {list(expected)}")
     if noise.shape != expected:
         raise WanjaxError(f"the {name} has the shape {list(noise.shape)} where this video needs {list(expected)}")
 
 
 def check_latents(latents: Any, channels: int) -> None:
-    """Raise WanjaxError unless latents are an array of floats for one video of so many channels."""
+    """Raise WanjaxError unless latents are a float array for one video with this number of channels."""
     expected = f"one video's [1, {channels}, T, H, W]"
     _check_floats("the latents are", latents, expected)
     batch, count, *sides = latents.shape if latents.ndim == 5 else (0, 0, 0)
@@ -53,7 +53,7 @@ def check_latents(latents: Any, channels: int) -> None:
 
 
 def check_streams(latents: Any, others: Collection[str], model: str) -> None:
-    """Raise WanjaxError unless latents are a mapping of a model's streams, or an array where there is one."""
+    """Raise WanjaxError unless latents are a mapping with the model's streams, or one array if it has only one."""
     streams = sorted(latents) if isinstance(latents, Mapping) else []
     if streams != (expected := sorted(["video", *others]) if others else []):
         names, wanted = (" and ".join(names) or "one array" for names in (streams, expected))
@@ -61,17 +61,17 @@ def check_streams(latents: Any, others: Collection[str], model: str) -> None:
 
 
 def check_conditioning_type(conditioning: Any, kind: type) -> None:
-    """Raise WanjaxError unless this is what `encode` of the same kind of model returns."""
+    """Raise WanjaxError unless this is the output of `encode` of the same kind of model."""
     if not isinstance(conditioning, kind):
         raise WanjaxError(f"{repr_short(conditioning)} is given to denoise: give the {kind.__name__} of `encode`")
 
 
 class FieldShape(NamedTuple):
-    """The right shape of a field of `encode`'s output.
+    """The expected shape of a field of `encode`'s output.
 
     Args:
-        shape: None for an axis of any size.
-        optional: True for a field that may be None.
+        shape: The shape; None for an axis of any size.
+        optional: True if the field may be None.
     """
 
     shape: Shape
@@ -79,14 +79,14 @@ class FieldShape(NamedTuple):
 
 
 def check_conditioning(conditioning: Any, shapes: Mapping[str, FieldShape], model: str, purpose: str) -> None:
-    """Raise WanjaxError unless the fields of `encode`'s output are what a video needs.
+    """Raise WanjaxError unless the fields of `encode`'s output fit a video.
 
     Args:
-        conditioning: A named tuple. Its fields without a default are prompts', of which features [B S E] are floats and
-            masks [B S] anything; those with one hold pictures, and are None where they have no shape.
-        shapes: The right ones, by field.
+        conditioning: A named tuple. Fields without a default belong to prompts: features [B S E] must be floats, masks
+            [B S] may have any type. Fields with a default belong to images, and must be None unless `shapes` has them.
+        shapes: The expected shapes, by field.
         model: The model's name.
-        purpose: What the model makes.
+        purpose: The model's task.
     """
     for name, expected in shapes.items():
         array = getattr(conditioning, name)
@@ -119,7 +119,7 @@ def _fits(shape: tuple[int, ...], expected: Shape) -> bool:
 
 
 def check_frames(frames: Any) -> None:
-    """Raise WanjaxError unless frames are an array, or a list of arrays of one shape, in bytes or floats."""
+    """Raise WanjaxError unless frames are an array, or a list of arrays of one shape, of bytes or floats."""
     listed = isinstance(frames, Sequence) and not isinstance(frames, str | bytes)
     arrays: list[Any] = list(frames) if listed else [frames]
     rank = 3 if listed else 4
@@ -137,9 +137,9 @@ def check_frames(frames: Any) -> None:
 
 
 def check_tiling(tiling: Any, vae: Any, unit: int | None = None) -> Tiling | None:
-    """Return a tiling of an autoencoder's frames, complete, and None for whole frames.
+    """Complete a tiling for an autoencoder; return None for whole frames.
 
-    Raises WanjaxError for anything else, and for tiles that are not multiples of `unit` pixels, None for the latents'.
+    Raises WanjaxError for anything else, and for tiles that are not multiples of `unit` pixels (None: a latent pixel).
     """
     if not isinstance(tiling, Tiling | None):
         raise WanjaxError(f"the tiling is given as {repr_short(tiling)}: give wanjax.Tiling()")
@@ -147,7 +147,7 @@ def check_tiling(tiling: Any, vae: Any, unit: int | None = None) -> Tiling | Non
 
 
 def check_strength(settings: Settings, *, video: bool, starts_from_video: bool) -> None:
-    """Raise SettingError for a strength without a video, or for a model whose denoising does not start from one."""
+    """Raise SettingError for a strength without a video, or with a model that does not start from one."""
     strength = f"a strength of {settings.strength} is given"
     if not video:
         raise SettingError(
@@ -159,7 +159,7 @@ def check_strength(settings: Settings, *, video: bool, starts_from_video: bool) 
 
 
 def check_loaded(loaded: Settings, requested: Mapping[str, Any]) -> None:
-    """Raise WanjaxError if a model or a dtype that is asked for is not the one that was loaded."""
+    """Raise WanjaxError if the requested model or dtype differs from the loaded one."""
     if (model := requested.get("model")) not in (None, loaded.model):
         raise WanjaxError(f"this pipeline was loaded as {loaded.model}: wanjax.load({str(model)!r}) loads that model")
     for role in requested.keys() - {"model"}:
@@ -177,9 +177,9 @@ def _check_floats(what: str, x: Any, expected: str) -> None:
 
 
 def dtype_name(dtype: DTypeLike | None, role: str = "dtype") -> str | None:
-    """Return the name of a dtype, given by its name or as JAX's or NumPy's; None for None.
+    """Return the name of a dtype, given as a name or as a JAX or NumPy dtype; None for None.
 
-    Raises WanjaxError, which calls it by its role, for any other dtype than those of `DTYPES`.
+    Raises WanjaxError, with `role` as the dtype's name, for a dtype that is not in `DTYPES`.
     """
     if dtype is None:
         return None

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A long video of windows. Each is a video of the model's own length, which begins from the last frames of that before.
+"""Long videos of several windows. Each window has the model's usual length, and starts from the last frames before it.
 
     for each window:
-        encode the last frames of the window before, as its first picture or as the known part of a control clip
-        denoise and decode it, by its own prompt and seed
-        deliver the frames after those that it was given, the seam faded
+        encode the last frames of the window before, as its first image or as the known part of a control clip
+        denoise and decode it, with its own prompt and seed
+        return its new frames, with the seam faded
 
-Frames join the windows, and not latents: the autoencoders are causal, so a window's first latent frame is that of a
-picture. What an autoencoder loses is a faint jump of the whole frame at each seam, which `fade_seam` spreads.
+Windows are joined by frames, not by latents: the autoencoders are causal, and encode a window's first frame as a single
+image. The autoencoder's loss shows as a faint jump of the whole frame at each seam; `fade_seam` spreads it.
 """
 
 from dataclasses import replace
@@ -21,14 +21,14 @@ from wanjax.figures import quantity
 from wanjax.media.pictures import Clip, Pictures, fit
 from wanjax.pipelines.settings import SEED_BITS, Settings
 
-PICTURE, CONTROL = "image", "video"  # what a window is given of the one before
+PICTURE, CONTROL = "image", "video"  # the input that carries frames over from the window before
 GREY = 127  # the colour of unknown frames
-FADING = 4  # frames of a window in which what is left of the seam before it fades
-NO_MOTION = 16.0  # of 255: differences much larger than this are motion
+FADING = 4  # the number of frames over which the jump at a seam fades
+NO_MOTION = 16.0  # of 255: much larger differences are motion
 
 
 class Window(NamedTuple):
-    """A window: its number from 0, of how many, and its settings, as those of a video that it is alone."""
+    """A window: its number from 0, the number of windows, and its settings as a video of its own."""
 
     number: int
     count: int
@@ -40,7 +40,7 @@ class Window(NamedTuple):
 
 
 def windows_of(settings: Settings) -> list[Window]:
-    """Return the windows of a video, each with its prompt, and with a seed of its own so that no noise is repeated."""
+    """Return the windows of a video, each with its prompt and its own seed, so that no noise repeats."""
     window_settings = replace(settings, windows=1, then="")
     return [
         Window(
@@ -53,7 +53,7 @@ def windows_of(settings: Settings) -> list[Window]:
 
 
 def check_windows(settings: Settings, continued_by: str | None) -> None:
-    """Raise WanjaxError where a model makes no video of these windows; `continued_by` is `ModelSpec.continued_by`."""
+    """Raise WanjaxError if a model cannot make these windows; `continued_by` is `ModelSpec.continued_by`."""
     if (count := 1 + len(settings.then.splitlines())) > settings.windows:
         few = f"{quantity(count, 'prompt')} are given for {quantity(settings.windows, 'window')}"
         raise SettingError(f"{few}: give as many windows, or more", "windows")
@@ -71,7 +71,7 @@ def check_windows(settings: Settings, continued_by: str | None) -> None:
 
 
 def check_single_window(settings: Settings, what: str) -> None:
-    """Raise WanjaxError where a stage alone is asked for a video of windows, which go through all of them in turn."""
+    """Raise WanjaxError if a single stage is called with several windows; only a whole run handles them."""
     if settings.windows > 1:
         raise SettingError(
             f"{what} is for one window, and {settings.windows} are asked for: a video of windows is made as a whole",
@@ -80,9 +80,9 @@ def check_single_window(settings: Settings, what: str) -> None:
 
 
 def pictures_of(window: Window, pictures: Pictures, before: Clip | None, continued_by: str | None) -> Pictures:
-    """Return the pictures of a window, from those of the whole video and the last frames of the window before.
+    """Return the images and clips of a window, from those of the whole video and the last frames before the window.
 
-    A last picture is the last window's. Each window has its part of a control clip and its mask.
+    A last image belongs to the last window. Each window gets its part of the control clip and of its mask.
     """
     pictures = pictures if window.last else pictures.with_inputs(last_image=None)
     if before is None:
@@ -104,10 +104,9 @@ def pictures_of(window: Window, pictures: Pictures, before: Clip | None, continu
 
 
 def fade_seam(before: UInt8[np.ndarray, "_T H W 3"], frames: Clip) -> Clip:
-    """Return a window's new frames, among whose first the jump from the frame before them is spread.
+    """Spread the jump at a seam over the first new frames of a window.
 
-    Differences that are small beside `NO_MOTION` count whole, and those that are large not at all: motion leaves no
-    ghost.
+    Differences well below `NO_MOTION` are faded in full, and large ones not at all, so that motion leaves no ghosts.
     """
     difference = before[-1].astype(np.float32) - frames[0]
     difference *= np.exp(-np.square(difference / np.float32(NO_MOTION)))
