@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is compiled of denoising: the first state, a step, and the last latents.
+"""The compiled parts of denoising: the initial state, a step, and the final latents.
 
     for each step t of the schedule:
         p₊, p₋ = predict(x, t) under the prompt and under the negative prompt
@@ -10,8 +10,8 @@
 A family implements `Denoiser`; a step cache decides which of the network's blocks a prediction runs. `sampling` has the
 loop.
 
-x is an array, the video's latents, or a mapping of streams that are denoised together, by name: that of the video is
-`VIDEO`. The network sees all of them. Guidance and the scheduler treat each on its own.
+x is an array, the video's latents, or a mapping of streams that are denoised together, by name. The video's stream is
+`VIDEO`. The network sees all streams; guidance and the scheduler treat each separately.
 """
 
 from abc import ABC, abstractmethod
@@ -45,11 +45,11 @@ Tree = TypeVar("Tree")  # of arrays
 
 
 def stream_of(latents: Any, name: str = VIDEO) -> Any:
-    """Return one of several streams, of latents or of what belongs to each; an array alone is the video's.
+    """Return one of several streams of latents, or of values per stream; a single array is the video's.
 
     Args:
         latents: An array, or arrays by the names of streams.
-        name: Name of the stream.
+        name: The name of the stream.
     """
     return latents.get(name) if isinstance(latents, Mapping) else latents
 
@@ -60,7 +60,7 @@ def per_stream(function: Callable[..., tuple[object, ...]], x: object, *trees: o
     Args:
         function: Called with the parts of one stream.
         x: An array, or arrays by the names of streams.
-        trees: More of the kind of x, or values that all streams share.
+        trees: More trees with the streams of x, or values that all streams share.
     """
     tree = jax.tree.structure(x)
     results = [function(*parts) for parts in zip(*map(tree.flatten_up_to, (x, *trees)), strict=True)]
@@ -82,30 +82,30 @@ class Denoiser(ABC):
         blocks: BlockCache = EVERY_BLOCK,
         dense: bool | None = None,
     ) -> Any:
-        """Return the network's prediction [B T H W _C], that of each stream where there are several.
+        """Return the network's prediction [B T H W _C], by stream if there are several.
 
         Args:
             network: The network, merged.
             x: The latents [B T H W C], or streams.
-            t: A tree of timesteps [B], as `timesteps` returns it.
-            prompt: The context of the prompts, as `VideoModel.prepare` returns it.
+            t: A tree of timesteps [B], as returned by `timesteps`.
+            prompt: The context of the prompts, as returned by `VideoModel.prepare`.
             shared: The inputs that all prompts share.
-            blocks: Which of the network's blocks to run, and what to keep between them.
-            dense: False where self-attention is to be radial.
+            blocks: Decides which blocks of the network run, and what is cached between them.
+            dense: False for radial self-attention.
         """
 
     @abstractmethod
     def embed_timesteps(self, network: Any, times: Any, plain: bool = False) -> Float[Array, "B _E"]:
-        """Return the embedding of timesteps that the blocks are given.
+        """Return the embedding of timesteps, as the blocks receive it.
 
         Args:
             network: The network.
-            times: The output of `timesteps`, of several steps.
-            plain: Whether to return the embedding before it is projected for the blocks.
+            times: The output of `timesteps` for several steps.
+            plain: Whether to return the embedding before its projection for the blocks.
         """
 
     def timesteps(self, schedule: Schedule) -> object:
-        """Return the timestep of a schedule's only step, or a tree of all the timesteps that the network is told.
+        """Return the timestep of a one-step schedule, or a tree of all timesteps that the network needs.
 
         Args:
             schedule: A schedule of one step.
@@ -113,23 +113,23 @@ class Denoiser(ABC):
         return schedule.timesteps[0]
 
     def finalize(self, x: Streams, conditioning: Mapping[str, Value]) -> Streams:
-        """Return the latents of the video, from those of the last step.
+        """Return the final latents of the video, from those after the last step.
 
         Args:
-            x: Latents of the last step, [B T H W C] or streams.
-            conditioning: Encoded pictures by name.
+            x: The latents after the last step, [B T H W C] or streams.
+            conditioning: Encoded images by name.
         """
         return x
 
 
 class Preparation(NamedTuple):
-    """What a network is prepared for, before the steps that it takes.
+    """The inputs to a network's preparation, before the steps that it runs.
 
     Args:
-        groups: The forwards of a step, and the prompts of each.
-        nag: The numbers of normalised attention guidance, if it is wanted.
-        chunk: The number of the chunk, of a video that is made chunk by chunk.
-        memory: What `VideoModel.update_memory` returned after the chunk before.
+        groups: The number of forwards in a step, and of prompts in each.
+        nag: The numbers of normalized attention guidance; None without it.
+        chunk: The number of the chunk, for a video that is denoised chunk by chunk.
+        memory: The result of `VideoModel.update_memory` after the chunk before.
     """
 
     groups: Groups
@@ -139,17 +139,17 @@ class Preparation(NamedTuple):
 
 
 class StepProgram(NamedTuple):
-    """What a compiled step depends on, beside shapes.
+    """The static inputs that a step is compiled for, in addition to shapes.
 
-    A step that reuses what another kept is a program of its own.
+    A step that reuses cached values is a separate program.
 
     Args:
         denoiser: The traced part of the model.
         graphdef: The network's definition.
         scheduler: The solver.
         cache: The step cache.
-        guidance: The rule of guidance.
-        dense: Whether the step takes all of self-attention where others take it sparsely; None where none does.
+        guidance: The guidance rule.
+        dense: Whether the step uses full self-attention where others use sparse attention; None if none is sparse.
     """
 
     denoiser: Denoiser
@@ -163,13 +163,13 @@ class StepProgram(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ModelInputs:
-    """The inputs that no step changes.
+    """The inputs that are the same in every step.
 
     Args:
-        weights: Those of the network.
-        prompts: The context of each forward of a step; those of all videos precede the negative ones.
-        shared: What all prompts share.
-        batch: How many prompts each forward has.
+        weights: The network's weights.
+        prompts: The context of each forward of a step; the prompts of all videos precede the negative prompts.
+        shared: The inputs that all prompts share.
+        batch: The number of prompts in each forward.
     """
 
     weights: Any
@@ -181,13 +181,13 @@ class ModelInputs:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class State:
-    """The values that each step replaces.
+    """The values that each step updates.
 
     Args:
-        x: Latents, [B T H W C] or streams.
+        x: The latents, [B T H W C] or streams.
         solver: The scheduler's state.
-        cached: What each forward kept; None for a step that runs all blocks.
-        average: The moving average of a rule of guidance with momentum; None for others.
+        cached: The values that each forward cached; None for a step that runs all blocks.
+        average: The moving average of a guidance rule with momentum; None for other rules.
     """
 
     x: Any  # [B T H W C], or streams
@@ -197,17 +197,17 @@ class State:
 
     @property
     def videos(self) -> int:
-        """The number of videos that are made together."""
+        """The number of videos in the batch."""
         return jax.tree.leaves(self.x)[0].shape[0]
 
 
 class Posterior(NamedTuple):
-    """Encoded pictures that are a distribution, from which each video draws.
+    """The distribution of encoded images or videos, from which each video samples its latents.
 
     Args:
-        noise: The name of the noise, as a caller may give it.
-        number: That of its key among a seed's.
-        mean: The field of the conditioning that holds the mean, and receives what is drawn.
+        noise: The name of the noise, for callers that provide it.
+        number: The number of its key among a seed's keys.
+        mean: The field of the conditioning that holds the mean, and receives the sample.
         deviation: The field that holds the deviation.
     """
 
@@ -223,13 +223,13 @@ def draw_posteriors(
     key_data: KeyData,
     noises: Mapping[str, Array | np.ndarray],
 ) -> dict[str, Array]:
-    """Draw the latents of pictures for each seed; noise that is given takes the place of the seeds'.
+    """Sample the latents of images for each seed; provided noise replaces that of the seeds.
 
     Args:
-        posteriors: The pictures whose latents are random.
-        pictures: Encoded pictures by name.
-        key_data: Two words of each video's seed.
-        noises: Noise in place of the seeds', by name.
+        posteriors: The distributions to sample from.
+        pictures: Encoded images by name.
+        key_data: The two words of each video's seed.
+        noises: Provided noise, by name.
     """
     drawn = {}
     for posterior in posteriors:
@@ -243,26 +243,26 @@ def draw_posteriors(
 
 
 def pad_front(x: Latents, frames: int) -> Float[Array, "B ... C"]:
-    """Return latents of `frames` frames, the first of them repeated in front as often as is needed.
+    """Pad latents at the front to `frames` frames, by repeating the first frame.
 
     Args:
-        x: Latents [B T H W C].
-        frames: Frames of the result.
+        x: The latents [B T H W C].
+        frames: The number of frames of the result.
     """
     return jnp.concatenate([x[:, :1]] * (frames - x.shape[1]) + [x], axis=1)
 
 
 class Init(NamedTuple):
-    """How a chunk of latents begins.
+    """The static inputs for the initial state of a chunk.
 
     Args:
         scheduler: The solver.
-        shape: That of the whole video's noise, [B C T H W].
-        posteriors: Pictures that are drawn.
-        chunk_frames: The frames of a chunk; None for a video that is made as a whole.
-        keeps_average: True where the rule of guidance keeps an average.
+        shape: The shape of the whole video's noise, [B C T H W].
+        posteriors: The distributions to sample latents from.
+        chunk_frames: The number of frames in a chunk; None for a video that is denoised as a whole.
+        keeps_average: True if the guidance rule carries an average.
         stream_shapes: The shapes of further streams, [B C ...], by name.
-        stream_offset: The number of streams in the passes before this one, whose noise is other noise.
+        stream_offset: The number of streams in earlier passes. It gives this pass its own noise.
     """
 
     scheduler: Scheduler
@@ -275,12 +275,12 @@ class Init(NamedTuple):
 
 
 class GivenNoise(NamedTuple):
-    """Noise in place of the seeds'.
+    """Noise that replaces the seeds'.
 
     Args:
-        initial: Initial noise of this chunk, [B C T H W], by stream; None draws it.
-        step_noise: Noise of its steps, [steps B C T H W], by stream; None draws it.
-        pictures: Noise of pictures by name.
+        initial: The initial noise of this chunk, [B C T H W], by stream; None draws it.
+        step_noise: The noise of its steps, [steps B C T H W], by stream; None draws it.
+        pictures: The noise for sampled latents of images, by name.
     """
 
     initial: NoiseArrays | None = None  # [B C T H W]
@@ -297,14 +297,14 @@ def begin(
     pictures: Mapping[str, Array],
     number: Int[Array, ""],
 ) -> tuple[State, Mapping[str, Array]]:
-    """Return the state before the first step of a chunk, and the pictures that were drawn, by name.
+    """Return the state before the first step of a chunk, and the sampled latents of images by name.
 
     Args:
-        static: What the program is compiled for.
-        key_data: Two words of each video's seed.
-        noise_inputs: Noise in place of the seeds'.
-        schedule: Noise levels of the steps.
-        pictures: Encoded pictures by name.
+        static: The static inputs of the program.
+        key_data: The two words of each video's seed.
+        noise_inputs: Noise that replaces the seeds'.
+        schedule: The noise levels of the steps.
+        pictures: Encoded images by name.
         number: The number of the chunk, from 0.
     """
     drawn = draw_posteriors(static.posteriors, pictures, key_data, noise_inputs.pictures or {})
@@ -337,23 +337,23 @@ def begin(
 
 @program(random_options)
 def draw(shape: tuple[int, ...], key_data: KeyData) -> Float[Array, "B C T H W"]:
-    """Return the seeds' initial noise.
+    """Draw the seeds' initial noise.
 
     Args:
-        shape: Shape of one video's latents, [1 C T H W].
-        key_data: Two words of each video's seed.
+        shape: The shape of one video's latents, [1 C T H W].
+        key_data: The two words of each video's seed.
     """
     return drawn_noise(key_data, shape)
 
 
 @program(scan_options)
 def finish(static: tuple[Denoiser, int], x: Streams, pictures: Mapping[str, Array]) -> Streams:
-    """Return the video's latents [B _C _T H W] from those of the last step, and those of other streams [B C ...].
+    """Return the video's latents [B _C _T H W], and other streams [B C ...], from those after the last step.
 
     Args:
         static: The denoiser, and the number of frames.
-        x: Latents of the last step, [B T H W C] or streams.
-        pictures: Encoded pictures by name.
+        x: The latents after the last step, [B T H W C] or streams.
+        pictures: Encoded images by name.
     """
     denoiser, frames = static
     x = denoiser.finalize(x, pictures)
@@ -363,7 +363,7 @@ def finish(static: tuple[Denoiser, int], x: Streams, pictures: Mapping[str, Arra
 
 @program(scan_options)
 def join(axis: int, parts: tuple[Tree, ...]) -> Tree:
-    """Join trees of arrays along an axis.
+    """Concatenate trees of arrays along an axis.
 
     Args:
         axis: The axis.
@@ -376,13 +376,13 @@ def join(axis: int, parts: tuple[Tree, ...]) -> Tree:
 def take_step(
     static: StepProgram, state: State, inputs: ModelInputs, guidance: Array, schedule: Schedule
 ) -> tuple[State, Streams, Bool[Array, ""]]:
-    """Take the only step of a schedule; return also the predicted clean latents, and whether the new are finite.
+    """Take the only step of a schedule. Also return the predicted clean latents, and whether all latents are finite.
 
     Args:
-        static: What the program is compiled for.
-        state: The state before the step, whose buffers are reused.
-        inputs: What the network is given beside latents and timestep.
-        guidance: Values of the rule of guidance for this step, in most cases a scale.
+        static: The static inputs of the program.
+        state: The state before the step; its buffers are reused.
+        inputs: The network's inputs besides latents and timestep.
+        guidance: The guidance rule's values for this step, usually a scale.
         schedule: A schedule of one step.
     """
     denoiser, network = static.denoiser, nnx.merge(static.graphdef, inputs.weights)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A video that is asked for: the same fields from the command line, a table's rows and HTTP, read by one function.
+"""A request for a video. The command line, a table's rows and HTTP have the same fields, and one function parses them.
 
-The fields are the settings by name and those of `fields_beside`. A number's text means the number, as a form has texts
-alone. JAX is not imported here: a process that only hands requests out leaves the devices to others.
+The fields are the settings by name and those of `fields_beside`. Numbers may be given as texts, because forms only have
+texts. This module does not import JAX, so that a process that only forwards requests takes no devices.
 """
 
 import re
@@ -26,20 +26,20 @@ from wanjax.pipelines.settings import (
     sides,
 )
 
-OWN = ("prompt", "original_prompt", "seed")  # settings in which the videos of one run may differ
-RIVALS = {"size": ("height", "width"), "seconds": ("frames",)}  # two ways of giving one thing
+OWN = ("prompt", "original_prompt", "seed")  # settings that may differ between the videos of one run
+RIVALS = {"size": ("height", "width"), "seconds": ("frames",)}  # alternative fields for the same thing
 SAME_IMAGE = "input_reference"  # OpenAI's name of `image`
 MODEL, SCHEDULER = schema(Settings)["model"], Setting("scheduler", str)
 SECONDS = Setting("seconds", float, above=0, most=3600)
 STRENGTH = Setting("lora", float, least=-10, most=10)
 VALUES = {**schema(Settings), **{one.name: one for one in (SECONDS, SCHEDULER)}}
 PROMPTS = ("prompt", "original_prompt", "negative_prompt", "then")
-LONGEST_TEXT = 200  # characters of a stranger's text other than these
-WHOLE = re.compile(r"-?\d{1,20}\.0+")  # a whole number as a table of floats has it
+LONGEST_TEXT = 200  # the maximal length of untrusted texts other than prompts
+WHOLE = re.compile(r"-?\d{1,20}\.0+")  # a whole number in a table of floats
 
 
 def fields_beside() -> tuple[str, ...]:
-    """Return the fields of a request that are no settings of a video."""
+    """Return the fields of a request that are not settings of a video."""
     return ("size", SECONDS.name, *INPUTS, SAME_IMAGE, MODEL.name, SCHEDULER.name, STRENGTH.name, ALLOW_EMPTY.name)
 
 
@@ -50,16 +50,16 @@ def known_fields() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class VideoRequest:
-    """What somebody asks for. Nothing is filled in that was not given.
+    """A request for a video. Values that were not given are missing.
 
     Args:
-        settings: Those that are given, each of its setting's type; a cache and a guidance rule as their texts. A size
-            is given by `height` and `width`, or by its name as `size`; `seconds` may stand for `frames`.
-        inputs: Names of files by input, a list where the input may be several.
-        model: The model, None for the one that is loaded.
-        scheduler: The solver, None for the model's own.
-        lora: LoRAs' strengths by name, for those that differ from the usual ones.
-        row: The number of the row that asks for it, 0 where no table does.
+        settings: The given settings, each with its setting's type; a cache and a guidance rule as texts. A size is
+            `height` and `width`, or its name as `size`; `seconds` may replace `frames`.
+        inputs: File names by input; a list if the input accepts several.
+        model: The model; None is the loaded one.
+        scheduler: The solver; None is the model's.
+        lora: The strengths of LoRAs by name, if they differ from the default.
+        row: The number of the request's row in a table; 0 without a table.
     """
 
     settings: Mapping[str, Any]
@@ -81,22 +81,22 @@ class VideoRequest:
         longest: int | None = None,
         whole: bool = True,
     ) -> "VideoRequest":
-        """Read a request from fields; None is not given.
+        """Parse a request from fields; None means that a field is not given.
 
         Args:
-            fields: Values of Python, JSON or TOML, or their texts, by name.
-            row: The number of the row that they are from.
-            accepted: The names that may be given; None is those of `known_fields`.
-            values: The settings, which may be bounded more than elsewhere.
-            sizes: A model's sizes, (height, width) by name; None for any that some model may have.
-            longest: Characters of a stranger's prompt, whose texts are bounded; None for any number.
+            fields: Python, JSON or TOML values, or their texts, by name.
+            row: The number of the row that they come from.
+            accepted: The accepted names; None accepts those of `known_fields`.
+            values: The settings, possibly with tighter bounds.
+            sizes: A model's sizes, (height, width) by name; None accepts any size that some model may have.
+            longest: The maximal length of a prompt from an untrusted source; None does not limit texts.
             whole: False for a part of a request, such as a command's options, which needs no prompt.
 
         Returns:
             The request.
 
         Raises:
-            SettingError: A field is unknown or wrong; it has the field's name.
+            SettingError: A field is unknown or wrong; the error has the field's name.
         """
         fields = {name: value for name, value in fields.items() if value is not None}
         names = known_fields() if accepted is None else accepted
@@ -122,7 +122,7 @@ class VideoRequest:
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any]) -> "VideoRequest":
-        """Return the request of the video with this metadata, for any model; raise SettingError for a wrong value.
+        """Return the request in a video's metadata, for any model; raise SettingError for a wrong value.
 
         Args:
             metadata: The metadata of the video.
@@ -137,17 +137,17 @@ class VideoRequest:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The fields that parse to this request, but for its row."""
+        """The fields that parse to this request, without its row."""
         named = {MODEL.name: self.model, SCHEDULER.name: self.scheduler, STRENGTH.name: self.lora}
         return {**self.settings, **self.inputs, **{name: value for name, value in named.items() if value}}
 
     def to_json(self) -> dict[str, Any]:
-        """Return the request as JSON has it."""
+        """Return the request as JSON."""
         return {each.name: getattr(self, each.name) for each in dataclass_fields(self)}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "VideoRequest":
-        """Return the request of `to_json`, which may be of a version with other fields.
+        """Read the output of `to_json`, possibly from a version with other fields.
 
         Args:
             value: The JSON.
@@ -156,11 +156,11 @@ class VideoRequest:
 
     @property
     def shared(self) -> "VideoRequest":
-        """All in which the requests of one run have to agree."""
+        """The part of the request that all requests of one run must share."""
         return replace(self, settings={k: x for k, x in self.settings.items() if k not in OWN}, row=0)
 
     def updated(self, settings: Mapping[str, Any]) -> "VideoRequest":
-        """Return the request with these settings over its own.
+        """Return the request with some settings replaced.
 
         Args:
             settings: Values of settings by name.
@@ -168,10 +168,10 @@ class VideoRequest:
         return replace(self, settings={**self.settings, **settings})
 
     def under(self, options: "VideoRequest") -> "VideoRequest":
-        """Return the request with options where it says nothing itself, not even in another of the ways of `RIVALS`.
+        """Fill in options where the request gives no value itself, including by an alternative field in `RIVALS`.
 
         Args:
-            options: A request with what is to hold otherwise.
+            options: A request with the defaults.
         """
         stated = set(self.settings)
         for one, others in RIVALS.items():
@@ -187,11 +187,11 @@ class VideoRequest:
         )
 
     def timed(self, fps: int, unit: int) -> "VideoRequest":
-        """Return the request with the number of frames, `unit`·n + 1, that is nearest to its seconds.
+        """Replace seconds by the nearest number of frames, `unit`·n + 1.
 
         Args:
-            fps: Frames a second where the request has none.
-            unit: Frames of a latent one.
+            fps: The frame rate if the request has none.
+            unit: The number of frames in a latent frame.
         """
         settings = dict(self.settings)
         if (seconds := settings.pop(SECONDS.name, None)) is None:
@@ -200,7 +200,7 @@ class VideoRequest:
         return replace(self, settings={**settings, "frames": max(0, round((wanted - 1) / unit)) * unit + 1})
 
     def wrong(self, error: WanjaxError) -> WanjaxError:
-        """Return an error with the number of the row.
+        """Prefix an error with the number of the row.
 
         Args:
             error: The error.
@@ -210,11 +210,11 @@ class VideoRequest:
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """A request that a model can make, as a run takes it.
+    """A complete request, ready for a run.
 
     Args:
         settings: All settings of the video.
-        metadata: What the video's file will hold.
+        metadata: The metadata for the video's file.
     """
 
     settings: Settings
@@ -222,11 +222,11 @@ class PreparedRequest:
 
 
 def check_one_way(fields: Mapping[str, Any], dashes: str = "") -> None:
-    """Raise SettingError where a size is given beside a side, or seconds beside frames.
+    """Raise SettingError if both a size and a side are given, or both seconds and frames.
 
     Args:
-        fields: Values by name; None is not given.
-        dashes: What the names begin with at the door, "--" for options.
+        fields: Values by name; None means not given.
+        dashes: The prefix of the names in messages, "--" for options.
     """
     for one, others in RIVALS.items():
         if fields.get(one) is not None and any(fields.get(other) is not None for other in others):
@@ -235,14 +235,14 @@ def check_one_way(fields: Mapping[str, Any], dashes: str = "") -> None:
 
 
 def _check_prompt(prompt: Any, allow_empty: Any) -> None:
-    """Raise SettingError for an empty prompt of a request, unless it says that none is meant."""
+    """Raise SettingError for an empty or missing prompt, unless the request allows it."""
     if not (isinstance(prompt, str) and prompt.strip()) and ALLOW_EMPTY.parse(allow_empty or False) is not True:
         state = "empty" if isinstance(prompt, str) else "missing"
         raise SettingError(f"the prompt is {state}: say what the video shows, or set {ALLOW_EMPTY.name}", "prompt")
 
 
 def _value(setting: Setting, value: Any, longest: int | None) -> Any:
-    """Return a setting's value, as its text where it is neither a text nor a number."""
+    """Parse a setting's value; return it as a text if it is neither a text nor a number."""
     name = setting.name
     if isinstance(value, str) and "\0" in value:  # which no metadata and no name of a file holds
         raise SettingError(f"{name} is given as {repr_short(value)} with the character \\0: leave it out", name)
@@ -255,12 +255,12 @@ def _value(setting: Setting, value: Any, longest: int | None) -> Any:
 
 
 def _in_json(value: Any) -> bool | int | float | str:
-    """Return a setting's value as JSON has it: a cache and a guidance rule as their texts."""
+    """Return a setting's value as JSON: a cache and a guidance rule as their texts."""
     return value if isinstance(value, bool | int | float | str) else str(value)
 
 
 def _whole(value: Any) -> Any:
-    """Return 4 for 4.0, which a column of whole numbers with an empty cell holds; anything else as it is."""
+    """Convert 4.0 to 4, since a column of whole numbers with an empty cell holds floats; leave other values."""
     try:
         number = float(value) if isinstance(value, str) and WHOLE.fullmatch(value) else value
         return int(number) if isinstance(number, float) and number.is_integer() else value
@@ -269,7 +269,7 @@ def _whole(value: Any) -> Any:
 
 
 def _size(value: Any, names: Mapping[str, tuple[int, int]] | None) -> dict[str, Any]:
-    """Return the settings of a size: (height, width), a text such as 832x480, or one of the names."""
+    """Return the settings for a size: (height, width), a text such as 832x480, or one of the names."""
     if isinstance(value, tuple):
         return sides(value, {})
     if names is None and is_text(value):
@@ -282,12 +282,12 @@ def _size(value: Any, names: Mapping[str, tuple[int, int]] | None) -> dict[str, 
 
 
 def _both(one: Any, other: Any) -> Any:
-    """Return the files of an input that is given by two names."""
+    """Merge the files of an input that was given by two names."""
     return other if one is None else [one, other]
 
 
 def _files(name: str, value: Any) -> str | list[str]:
-    """Return the name of a file, or those of an input that may be several."""
+    """Check file names: one, or several if the input accepts them."""
     several = INPUTS[name].kind == "images"
     each = list(value) if several and isinstance(value, list | tuple) else [value]
     for one in each:
@@ -297,7 +297,7 @@ def _files(name: str, value: Any) -> str | list[str]:
 
 
 def _strengths(strengths: Any) -> dict[str, float]:
-    """Return LoRAs' strengths from {NAME: STRENGTH}, or from a text such as NAME:0.5,OTHER:1."""
+    """Parse LoRA strengths from {NAME: STRENGTH}, or from a text such as NAME:0.5,OTHER:1."""
     if isinstance(strengths, str):
         parts = [part.rpartition(":") for part in strengths.split(",") if part]
         strengths = {name: strength for name, _, strength in parts}

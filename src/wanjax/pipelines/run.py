@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run: encode, denoise and decode, for one video or many, whoever asked for them.
+"""A run: encode, denoise and decode, for one or many videos, from the command, the library or the server.
 
     for request, frames in Run(pipe, requests, pictures, observers=[ProgressObserver(None), ResumeObserver(file)]):
         write(request, frames)
 
-What is done with a program is the strategy's matter: a run that is executed makes videos, and one that is traced
-makes the same calls and nothing else. Observers see what happens beside it: progress, saving, previews, a wish to stop.
-A video that is made chunk by chunk is a run of several chunks, each from what is kept of those before; its frames come
-while it is made. So do those of a video of windows, each of which goes through the three stages.
+The strategy decides what happens to programs: an executed run makes videos, and a traced run only records the same
+calls. Observers handle everything else: progress, saving, previews, stopping. A video that is denoised chunk by chunk
+is a run of several chunks, each using the memory of earlier ones; its frames are yielded as they are ready. A video of
+several windows goes through the three stages once per window.
 """
 
 from collections import deque
@@ -57,16 +57,16 @@ class Loaded(Protocol):
 
 
 class Run:
-    """The making of videos that differ in prompt and seed alone.
+    """Makes videos that differ only in prompt and seed.
 
     Args:
         pipe: The pipeline.
         requests: The videos.
-        pictures: What they are made from beside their prompts.
-        noise: Random arrays in place of the seed's, for one video.
-        tiling: That of pictures and of frames.
-        batch_guidance: Runs both prompts in one forward; WanjaxError beside a step cache that needs them apart.
-        observers: They are told of what happens.
+        pictures: Their images and clips.
+        noise: Random arrays that replace the seed's, for one video.
+        tiling: The tiling for encoding and decoding.
+        batch_guidance: Whether both prompts run in one forward. Raises WanjaxError with a guidance cache.
+        observers: They are notified of every event.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Run:
             check_apart(request.settings.cache, batch_guidance)
 
     def __iter__(self) -> Iterator[tuple[PreparedRequest, Iterator[Frames | Clip]]]:
-        """Yield each request with an iterator over its video's frames, chunk by chunk, which has to be used up."""
+        """Yield each request with an iterator over its video's chunks of frames, which must be exhausted."""
         if not self.requests:
             return
         settings = self.requests[0].settings
@@ -113,25 +113,25 @@ class Run:
                 )
 
     def stage(self, name: str) -> AbstractContextManager[None]:
-        """Surround a stage, for each observer.
+        """Run a stage in the contexts of all observers.
 
         Args:
-            name: Name of the stage.
+            name: The name of the stage.
         """
         return self.observers.stage(name)
 
     def count(self, unit: str, done: int, total: int) -> None:
-        """Tell each observer how far a stage is.
+        """Report to all observers how far a stage is.
 
         Args:
-            unit: What is counted, such as steps.
-            done: Units that are done.
-            total: Units in all.
+            unit: The name of the unit, such as "step".
+            done: The number of completed units.
+            total: The number of all units.
         """
         self.observers.notify("count", unit, done, total)
 
     def encode(self) -> dict[str, Conditioning]:
-        """Encode each prompt once, and the pictures, which all videos share; return the outputs by prompt."""
+        """Encode each prompt once, and the shared images and clips; return the outputs by prompt."""
         with self.stage("encode"), self.runtime.strategy.stage("encode"):
             texts = self._encode_texts()
             picture_fields = self._encode_pictures(self.pictures, self.requests[0].settings)
@@ -141,7 +141,7 @@ class Run:
         return conditioning
 
     def _encode_texts(self) -> dict[str, Conditioning]:
-        """Encode each prompt once, without pictures; return the outputs by prompt."""
+        """Encode each prompt once, without images; return the outputs by prompt."""
         windows = [window for request in self.requests for window in windows_of(request.settings)]
         prompts = {window_settings.prompt: window_settings for _, _, window_settings in windows}
         texts = {
@@ -150,13 +150,13 @@ class Run:
         return self.runtime.components.finish_stage(texts)
 
     def _encode_pictures(self, pictures: Pictures, settings: Settings) -> Mapping[str, Field | None]:
-        """Encode pictures; return fields of the output of the first stage."""
+        """Encode images and clips; return fields of the encode stage's output."""
         picture_fields = self.model.encode_inputs(self.runtime, pictures, settings, tiling=self.tiling)
         picture_fields = with_shape(picture_fields, self.model.conditioning_type, pictures, settings)
         return self.runtime.components.finish_stage(picture_fields)
 
     def _windows(self, settings: Settings, texts: dict[str, Conditioning]) -> Iterator[Clip]:
-        """Yield the frames of a video of windows, those of each once it is made; `texts` are encoded by the first."""
+        """Yield the frames of each window of a video; the first window also encodes `texts`."""
         strategy, before = self.runtime.strategy, None
         for window in windows_of(settings):
             self.observers.notify("window", window)
@@ -179,7 +179,7 @@ class Run:
             before = frames[-window_settings.overlap :]
 
     def decode_stage(self, request: PreparedRequest) -> AbstractContextManager[None]:
-        """Surround the use of a video's frames by the stage of their decoding; windows have their stages in turn.
+        """Run the consumer of a video's frames in the decode stage; windows open their own stages.
 
         Args:
             request: The video.
@@ -187,11 +187,11 @@ class Run:
         return nullcontext() if request.settings.windows > 1 else self.stage("decode")
 
     def latents(self, conditioning: Conditioning, settings: Settings, seeds: Sequence[int]) -> Iterator[AnyLatents]:
-        """Yield the latents of videos that are made together, one for each seed: each chunk as soon as it is made.
+        """Yield the latents of a batch of videos, one per seed, each chunk as soon as it is denoised.
 
         Args:
             conditioning: The output of `encode`.
-            settings: Settings of the video.
+            settings: The settings of the video.
             seeds: The seed of each video.
         """
         return sample(
@@ -215,15 +215,15 @@ class Run:
         last: bool = True,
         seed: int | None = None,
     ) -> Iterator[Frames]:
-        """Yield the frames of each chunk of a video, so that only that one and the next are in memory.
+        """Yield the frames of each chunk of a video. Only that chunk and the next are in memory.
 
-        The device decodes the next one while the caller has a chunk. What is decoded beside the frames is told to the
-        observers (`Observer.decoded`). Raises WanjaxError where latents are not finite.
+        The device decodes the next chunk while the caller has the current one. Observers receive what is decoded along
+        with the frames (`Observer.decoded`). Raises WanjaxError if latents are not finite.
 
         Args:
-            latent_chunks: Latents of consecutive frames, [B C T H W] or streams.
-            dtype: Of the frames: uint8, or a float in [0, 1].
-            video: The place of the video in its batch.
+            latent_chunks: The latents of consecutive frames, [B C T H W] or streams.
+            dtype: The type of the frames: uint8, or a float type for [0, 1].
+            video: The index of the video in its batch.
             last: Whether it is the last of its batch to be decoded.
             seed: The seed; None is that of the first request.
         """
@@ -251,7 +251,7 @@ class Run:
             runtime.components.finish_stage(())
 
     def _decoded(self, chunks: Iterator[Decoded]) -> Iterator[Frames]:
-        """Yield the frames of chunks; observers receive the rest."""
+        """Yield the frames of chunks, and pass their other arrays to the observers."""
         while True:
             with self.runtime.strategy.stage("decode"):
                 chunk = next(chunks, None)
@@ -263,7 +263,7 @@ class Run:
 
 
 def _finite(latents: AnyLatents) -> AnyLatents:
-    """Return latents; raise WanjaxError where some are not finite."""
+    """Return latents; raise WanjaxError if any is not finite."""
     for x in jax.tree.leaves(latents):
         refuse_traced(x)
         parts = [shard.data for shard in x.addressable_shards] if isinstance(x, jax.Array) else [x]
@@ -273,7 +273,7 @@ def _finite(latents: AnyLatents) -> AnyLatents:
 
 
 def _one_ahead(chunks: Iterable[Frames]) -> Iterator[Frames]:
-    """Yield chunks, each once the next one is begun; the devices send each to the host as soon as it is made."""
+    """Yield each chunk once the next has started; its copy to the host starts as soon as it is decoded."""
     queue: deque[Frames] = deque()
     for chunk in chunks:
         if isinstance(chunk, jax.Array):
@@ -287,7 +287,7 @@ def _one_ahead(chunks: Iterable[Frames]) -> Iterator[Frames]:
 def batch_size(partitioner: Partitioner, guided: bool) -> int:
     """Return the number of videos to denoise at once: as many as the mesh's axis `dp` splits.
 
-    Elsewhere one after another takes less memory and, but for small models, no longer.
+    Without `dp`, denoising one video after another needs less memory and, except for small models, no more time.
 
     Args:
         partitioner: The mesh.
@@ -298,11 +298,11 @@ def batch_size(partitioner: Partitioner, guided: bool) -> int:
 
 
 def batches(requests: Sequence[PreparedRequest], size: int) -> Iterator[tuple[Sequence[PreparedRequest], int]]:
-    """Yield requests in batches of one size, each with the number of its own ones; the rest repeat the last one.
+    """Yield batches of equal size, each with the number of its requests; the last request is repeated to fill a batch.
 
     Args:
         requests: The videos.
-        size: Videos of a batch.
+        size: The number of videos in a batch.
     """
     for start in range(0, len(requests), size):
         batch = requests[start : start + size]
@@ -310,7 +310,7 @@ def batches(requests: Sequence[PreparedRequest], size: int) -> Iterator[tuple[Se
 
 
 def join_conditionings(conditioning: Sequence[Any], call: Call) -> Any:
-    """Join outputs of `encode_text` along their first axis: what is on the host there, the rest by a program.
+    """Concatenate outputs of `encode_text` along their first axis; host arrays stay on the host.
 
     Args:
         conditioning: The output of `encode_text` for each video.

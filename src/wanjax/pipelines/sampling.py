@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The denoising loop, and the latents of a video from it, chunk by chunk."""
+"""The denoising loop, which makes the latents of a video chunk by chunk."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -55,21 +55,21 @@ def denoise(
     done: int = 0,
     memory: object = None,
 ) -> tuple[State, object]:
-    """Take the steps of a chunk; return the last state, and what the next chunk reads of this one.
+    """Run the steps of a chunk; return the last state, and the memory for the next chunk.
 
     Args:
-        runtime: The networks, and the devices on which programs run.
-        model: The family's part.
-        conditioning: The output of `encode`, of videos that are made together.
-        schedule: The noise levels, arrays of the host.
-        phases: Which network takes which steps, and with what guidance scale.
+        runtime: Networks, devices and strategy.
+        model: The family's model.
+        conditioning: The output of `encode`, for all videos of the batch.
+        schedule: The noise levels, as host arrays.
+        phases: Which network runs which steps, with the guidance scales.
         state: The latents and the solver's state before the first step.
-        monitor: Is told of every step, and may end the loop.
-        guidance: The rule by which predictions for the prompt and the negative prompt become one.
+        monitor: Receives every step, and may end the loop.
+        guidance: The rule that combines the predictions for the prompt and the negative prompt.
         caches: Returns the step cache of a phase.
-        batch_guidance: Runs both prompts in one forward.
-        done: Steps that were taken before, by a run that was stopped.
-        memory: What this returned for the chunk before.
+        batch_guidance: Whether both prompts run in one forward.
+        done: The number of steps that an earlier, stopped run has completed.
+        memory: The memory that this function returned for the chunk before.
     """
     denoiser, chunk, total = model.denoiser, monitor.chunk, len(schedule.timesteps)
     with monitor:
@@ -114,20 +114,20 @@ def sample(
     observers: Observers,
     latent_preview: Callable[[], LatentPreview] | None = None,
 ) -> Iterator[AnyLatents]:
-    """Yield the latents of videos that are made together, one for each seed: each chunk as soon as it is made.
+    """Yield the latents of a batch of videos, one per seed, each chunk as soon as it is denoised.
 
-    Of several passes they are those of the last.
+    With several passes, they are the latents of the last.
 
     Args:
-        runtime: The networks, and the devices on which programs run.
-        model: The family's part.
+        runtime: Networks, devices and strategy.
+        model: The family's model.
         conditioning: The output of `encode`.
-        settings: Those of the videos.
+        settings: The settings of the videos.
         seeds: One for each video.
-        noise: Random arrays in place of the seeds'.
-        batch_guidance: Runs both prompts in one forward.
-        observers: They are told of what happens.
-        latent_preview: Returns what makes previews.
+        noise: Random arrays that replace the seeds'.
+        batch_guidance: Whether both prompts run in one forward.
+        observers: They are notified of every event.
+        latent_preview: Creates the preview map.
     """
     spec, passes = model.spec, model.spec.passes_of(settings)
     shapes = spec.noise_inputs(settings, model.leading_frames(conditioning, settings), len(seeds))
@@ -173,14 +173,14 @@ def sample_pass(
     caches: Caches | None = None,
     latent_preview: Callable[[], LatentPreview] | None = None,
 ) -> Iterator[AnyLatents]:
-    """Yield the latents of one pass, chunk by chunk, from what `sample` is given.
+    """Yield the latents of one pass, chunk by chunk.
 
     Args:
-        runtime, model, conditioning, seeds, batch_guidance, observers, latent_preview: Those of `sample`.
-        settings: Those of the pass.
-        progress: Which pass it is.
-        noise: That of all passes, checked.
-        caches: Returns the step cache of a phase; None is by the rule of the settings.
+        runtime, model, conditioning, seeds, batch_guidance, observers, latent_preview: As in `sample`.
+        settings: The settings of the pass.
+        progress: The position of the pass.
+        noise: The noise of all passes, checked.
+        caches: Returns the step cache of a phase; None uses the rule in the settings.
     """
     spec, key_data, rule, number = model.spec, seed_to_key_data(seeds), settings.guidance_rule, progress.number
     schedule, streams = spec.schedule(settings, conditioning), (VIDEO, *spec.latent_streams)
@@ -240,13 +240,13 @@ def sample_pass(
 def given_noise(
     arrays: Mapping[str, np.ndarray], spec: ModelSpec, chunk: Chunk, steps: int, number: int = 0
 ) -> GivenNoise:
-    """Return the part of the given noise that a chunk takes; of that of the steps, those that are taken.
+    """Select a chunk's part of the provided noise, and of the step noise that of the steps that run.
 
     Args:
         arrays: Noise by name, of all passes and chunks.
-        spec: The model's.
+        spec: The model's spec.
         chunk: The chunk.
-        steps: The steps that are taken, of all.
+        steps: The number of steps that run; they are the last ones.
         number: The number of the pass, from 0.
     """
     all_, frames = slice(None), slice(chunk.frames.start, chunk.frames.stop)
@@ -263,12 +263,12 @@ def given_noise(
 def facts_of(
     runtime: Runtime, model: VideoModel[Any], settings: Settings, seeds: Sequence[int], batch_guidance: bool
 ) -> dict[str, object]:
-    """Return everything but arrays on which the latents depend.
+    """Return everything except arrays that the latents depend on.
 
     Args:
         runtime: Networks, devices and strategy.
         model: The model.
-        settings: Settings of the pass.
+        settings: The settings of the pass.
         seeds: The seed of each video.
         batch_guidance: Whether both prompts run in one forward.
     """
