@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which hand-written kernels this process uses: all except those that `admission` rejected.
+"""The hand-written kernels that this process may use: all except those that `admission` rejected.
 
 This module is small because every program imports it. Without a TPU no kernel is tried, and none is rejected.
 """
@@ -24,7 +24,7 @@ TPU_KINDS = {
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 TRIED_WHEN_NEEDED = ("flash_tpu_gradient", "flash_tpu_radial", "sparse_linear_tpu", "splash")
-"""Kernels that few runs use: a run that uses none of them does not wait for their trials."""
+"""Kernels that few runs use; other runs do not wait for their trials."""
 COMMON = ""  # stands for all other kernels
 
 _rejected: dict[str, str] = {}
@@ -32,7 +32,7 @@ _tried: set[str] = set()
 
 
 def is_admitted(kernel: str) -> bool:
-    """Return whether a kernel may be used; try it now if it is one of those that are tried when they are needed."""
+    """Return True if a kernel may be used; first try it if it is in `TRIED_WHEN_NEEDED` and was not tried."""
     if kernel in TRIED_WHEN_NEEDED and kernel not in _tried:
         trial = Thread(target=admit_kernels, args=(kernel,))  # a program is being traced in this thread
         trial.start()
@@ -41,12 +41,12 @@ def is_admitted(kernel: str) -> bool:
 
 
 def rejected_kernels() -> dict[str, str]:
-    """Return the rejected kernels by name, and the reason for each."""
+    """Return the reasons for rejecting kernels, by name."""
     return dict(_rejected)
 
 
 def set_rejected(kernels: Mapping[str, str]) -> None:
-    """Reject these kernels, each for its reason, and admit all others."""
+    """Reject kernels, given by name with the reasons, and admit all others."""
     _rejected.clear()
     _rejected.update(sorted(kernels.items()))
 
@@ -67,10 +67,10 @@ def tpu_kind() -> str | None:
 
 
 def admit_kernels(*needed: str) -> None:
-    """Try TPU kernels if there is a TPU: each once in a process, best before it opens its devices.
+    """Try TPU kernels if there is a TPU, each once per process, preferably before the process opens its devices.
 
     Args:
-        *needed: Those of `TRIED_WHEN_NEEDED` to try too; all other kernels are tried at any rate.
+        *needed: Kernels of `TRIED_WHEN_NEEDED` to try. All other kernels are always tried.
     """
     untried = {COMMON, *needed} - _tried
     _tried.update(untried)

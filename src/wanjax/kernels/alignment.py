@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounding of sizes to whole tiles of a TPU's registers and memory."""
+"""Rounding of sizes to full tiles of a TPU's registers and memory."""
 
 from typing import Any
 

@@ -20,7 +20,7 @@ remat = partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_n
 
 
 def save_for_backward(x: Results) -> Results:
-    """Mark results to be saved for the backward pass: those that cost the most for their size."""
+    """Mark results to save for the backward pass; mark those with the highest cost for their size."""
     return checkpoint_name(x, _NAME)
 
 
@@ -36,7 +36,7 @@ def with_backward(forward: Callable[..., tuple[Any, Any]], backward: Callable[..
 
 
 def with_gradient(kernel_call: Callable, reference: Callable, *operands: jax.Array) -> jax.Array:
-    """Return `kernel_call(*operands)`, whose gradient is that of `reference(*operands)`."""
+    """Call `kernel_call(*operands)` with the gradient of `reference(*operands)`."""
 
     def forward(*operands: jax.Array) -> tuple[jax.Array, tuple]:
         return kernel_call(*operands), operands

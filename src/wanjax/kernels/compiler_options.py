@@ -17,7 +17,7 @@ from wanjax.sharding import platform
 from wanjax.stores.results import Results
 
 SAFE, FAST = SETS = ("safe", "fast")
-RESULT_KIND = "compiler"  # under which `Results` saves the better set
+RESULT_KIND = "compiler"  # the kind under which `Results` stores the faster set
 O1, O2 = 19, 29  # XLA's numbers for these optimization levels; O2 is its default
 KINDS_WITHOUT_SPARSE_CORES = ("TPU v5 lite", "TPU v5e")
 LARGE_VMEM_KINDS = ("TPU v6 lite", "TPU v6e")
@@ -68,7 +68,7 @@ def matmul_options(program_target: Target | None = None) -> dict[str, str]:
 
 
 def fast_matmul_options(program_target: Target | None = None) -> dict[str, str]:
-    """Return what the set `fast` adds to `matmul_options`.
+    """Return the options that the set `fast` adds to `matmul_options`.
 
     TPUs other than v5e offload collectives to their SparseCores, and on v6e one operation may take three quarters of
     the VMEM.
@@ -92,24 +92,24 @@ def conv_options(program_target: Target | None = None) -> dict[str, int]:
 
 
 def fast_conv_options(program_target: Target | None = None) -> dict[str, int]:
-    """Return what the set `fast` adds to `conv_options`: XLA's default level."""
+    """Return the option that the set `fast` adds to `conv_options`: XLA's default optimization level."""
     return {"optimization_level": O2} if (program_target or target()).platform == "tpu" else {}
 
 
 def check_set(name: str) -> None:
-    """Raise WanjaxError unless this is the name of a set of options."""
+    """Raise WanjaxError for an unknown name of a set of options."""
     if name not in SETS:
         raise WanjaxError(f"no set of compiler options is named {name!r}: there are {' and '.join(SETS)}")
 
 
 def saved_set() -> str:
-    """Return the name of the set that `save_set` saved for these devices and this compiler, else `safe`."""
+    """Return the set that `save_set` stored for these devices and this compiler, or `safe` if there is none."""
     compiler = Results().get(RESULT_KIND, _machine())
     return compiler if compiler in SETS else SAFE
 
 
 def save_set(compiler: str) -> None:
-    """Save the name of the set that is better on these devices."""
+    """Store the name of the set that is faster on these devices."""
     Results().put(RESULT_KIND, _machine(), compiler)
 
 

@@ -21,14 +21,14 @@ from wanjax.kernels.target import target
 from wanjax.sharding import current
 
 SUBLANES = 8  # frames that fill a tile; XLA then keeps height and width outermost, and a transpose is free
-BLOCK_BYTES = 2**20  # of a block in float32: more are no faster, and fewer make transfers too short
+BLOCK_BYTES = 2**20  # of a block in float32: larger ones are not faster; with smaller ones, transfers are too short
 MIN_SQUARE_SUM = 1e-24  # avoids a division by zero
 
 
 def normed_silu(
     x: Float[Array, "B T H W C"], gamma: Float[Array, " C"], dtype: DTypeLike, *, interpret: bool = False
 ) -> Float[Array, "B T H W C"]:
-    """Return SiLU of x, the channels of each pixel scaled to a root mean square of gamma, in this dtype.
+    """Normalise the channels of each pixel to a root mean square of gamma and apply SiLU; the result has this dtype.
 
     Float32 inside, rounded once. `interpret` runs the kernel without a TPU, slowly, for tests. On several devices the
     kernel is not used: XLA would copy its result to the layout of the next convolution's halo exchange.
@@ -47,7 +47,7 @@ def reference(x: Float[Array, "*B C"], gamma: Float[Array, " C"], dtype: DTypeLi
 
 
 def channel_norm(x: Float[Array, "*B C"], gamma: Float[Array, " C"], dtype: DTypeLike) -> Float[Array, "*B C"]:
-    """Scale the channels of each pixel to a root mean square of gamma; float32 inside."""
+    """Scale the channels of each pixel to a root mean square of gamma, in float32."""
     x32, gamma = x.astype(jnp.float32), gamma.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + gamma.shape)
     norm = jnp.sqrt(jnp.maximum(jnp.sum(x32 * x32, axis=-1, keepdims=True), MIN_SQUARE_SUM))
     return (x32 * (x.shape[-1] ** 0.5 / norm) * gamma).astype(dtype)

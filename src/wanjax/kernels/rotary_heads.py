@@ -23,7 +23,7 @@ from wanjax.kernels.autodiff import with_gradient
 from wanjax.kernels.target import target
 from wanjax.sharding import TILE, Partitioner, current
 
-MAX_BLOCK_TOKENS = 256  # more are no faster, and fewer make transfers too short
+MAX_BLOCK_TOKENS = 256  # more tokens are not faster; with fewer, transfers are too short
 
 
 def normed_rotary(
@@ -92,12 +92,12 @@ def pack_for_all_to_all(x: Float[Array, "B L E"]) -> Float[Array, "B L E"]:
 
 
 def _uses_kernel(x: Array, kernel: str) -> bool:
-    """Return whether a program for x's target uses this kernel."""
+    """Return True if a program for x's target uses this kernel."""
     return target(x).platform == "tpu" and is_admitted(kernel)
 
 
 def _sharding_of_heads(partitioner: Partitioner, x: Array, head_dim: int) -> tuple[Any, Any, Any, int]:
-    """Return the mesh axes of batch, tokens and heads, and the number of parts that an all-to-all sends (1: none)."""
+    """Return the mesh axes of batch, tokens and heads, and the number of parts of the all-to-all (1 without one)."""
     width, num_devices = x.shape[2], partitioner.size("tp")
     axes = partitioner.activation(("batch", "length", "heads"), (*x.shape[:2], width // head_dim))
     return *axes, num_devices if axes[2] is None and width % (LANES * num_devices) == 0 else 1
@@ -171,7 +171,7 @@ def call_by_head(
 def _pallas_call(
     kernel: Callable, x: Array, other_specs: Sequence[pl.BlockSpec], *, parts: int, interpret: bool, name: str
 ) -> Callable:
-    """Return the call of a kernel over rows of x and other operands that writes rows in parts."""
+    """Make the call of a kernel over rows of x and of other operands, which writes its rows in parts."""
     batch, length, width = x.shape
     block_tokens = _tokens_per_block(length)
     return pl.pallas_call(
@@ -210,7 +210,7 @@ def _head_normed_rotary_kernel(x_ref, scale_ref, bias_ref, cos_ref, sin_ref, out
     first_half = lane % head_dim < head_dim // 2
 
     def mean(x):
-        """Return the mean of each head in all of its lanes."""
+        """Compute the mean of each head, repeated in all of its lanes."""
         head_means = [
             jnp.sum(jnp.where(lane // head_dim == head, x, 0.0), axis=1, keepdims=True) for head in range(heads_per_row)
         ]

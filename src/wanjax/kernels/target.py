@@ -26,13 +26,13 @@ class Target(NamedTuple):
 
 
 def target_of(device: Any) -> Target:
-    """Return the target of a JAX device, which need not be present."""
+    """Return the target of a JAX device, which may be absent."""
     platform = str(device.platform)
     return Target(_PLATFORMS.get(platform, platform), device.device_kind)
 
 
 def multiplies_bfloat16(x: jax.Array) -> bool:
-    """Return whether an array is of bfloat16, on a CPU that multiplies bfloat16 (AMX, AVX-512 BF16).
+    """Return True for a bfloat16 array on a CPU with bfloat16 instructions (AMX, AVX-512 BF16).
 
     XLA leaves such a product to a library if its result is float32; else it casts the operands to float32 first. On
     other CPUs a float32 result is slower.
@@ -42,7 +42,7 @@ def multiplies_bfloat16(x: jax.Array) -> bool:
 
 @cache
 def instructions() -> frozenset[str]:
-    """Return the names of this processor's instruction sets, as Linux writes them; none on another system.
+    """Return the names of this processor's instruction sets as Linux lists them; none on other systems.
 
     Programs for CPUs are compiled for the processor that compiles them.
     """

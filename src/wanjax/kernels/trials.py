@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All hand-written kernels with the small shapes of their trials; those of attention are in `attention.trials`."""
+"""The small shapes at which hand-written kernels are tried; those of attention are in `attention.trials`."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -12,7 +12,7 @@ from wanjax.kernels.admission import Kernel, Trial
 from wanjax.kernels.attention import trials
 from wanjax.kernels.attention.trials import normal
 
-TOLERANCE = 6e-3  # of results that are rounded once to bfloat16
+TOLERANCE = 6e-3  # for results that are rounded once to bfloat16
 TOKENS = {"whole blocks": 512, "a ragged tail": 300}  # tokens
 
 

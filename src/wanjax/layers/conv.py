@@ -73,14 +73,14 @@ class CausalConv(nnx.Module):
         self.dtype = dtype
 
     def initial_frames(self, x: Float[Array, "B T H W C"]) -> Float[Array, "B _T H W C"]:
-        """Return the frames before the first chunk: zeros, the causal padding."""
+        """Return the frames before the first chunk: zeros as causal padding."""
         batch, _, height, width, channels = x.shape
         return to_operand_dtype(jnp.zeros((batch, self.kernel.shape[0] - 1, height, width, channels)), self.dtype)
 
     def __call__(
         self, x: Float[Array, "B T H W C"], previous_frames: Float[Array, "B _T H W C"] | None
     ) -> tuple[Float[Array, "B _T H W _C"], Float[Array, "B _T H W C"]]:
-        """Return the output of a chunk, and the frames to cache for the next."""
+        """Convolve a chunk; also return the frames to cache for the next chunk."""
         x = to_operand_dtype(x, self.dtype)
         x = constrain(
             jnp.concatenate([self.initial_frames(x) if previous_frames is None else previous_frames, x], axis=1), VIDEO
@@ -89,7 +89,7 @@ class CausalConv(nnx.Module):
         return constrain(y, VIDEO), x[:, x.shape[1] - (self.kernel.shape[0] - self.time_stride) :]
 
     def _conv_function(self, x: Float[Array, "B T H W C"]) -> Callable[..., Float32[Array, "B _T H W _C"]]:
-        """Return the fastest of three equal functions for the platform, and on TPUs for the number of output frames."""
+        """Choose the fastest of three equivalent functions, by platform and on TPUs by the number of output frames."""
         if target(x).platform != "tpu":
             return sum_of_taps
         frames = (x.shape[1] - self.kernel.shape[0]) // self.time_stride + 1

@@ -17,7 +17,7 @@ from wanjax.sharding import constrain, current, gather_weight
 
 Projection = TypeVar("Projection", bound=nnx.Module)
 default_kernel_init = nnx.initializers.lecun_normal()
-TOKEN_BLOCK = 1300  # tokens
+TOKEN_BLOCK = 1300  # tokens in a block
 
 
 class Linear(nnx.Linear):
@@ -36,7 +36,7 @@ class Linear(nnx.Linear):
 
 
 def _promote(operands: tuple, /, *, dtype: DTypeLike | None = None, inexact: bool = True) -> Any:
-    """Cast the operands of a projection to its dtype, then gather its kernel: a narrower dtype sends less."""
+    """Cast the operands of a projection to its dtype, then gather its kernel, so that a narrower dtype is sent."""
     inputs, kernel, bias = promote_dtype(operands, dtype=dtype, inexact=inexact)
     return inputs, gather_weight(kernel) if _are_tokens(inputs) else kernel, bias
 
@@ -50,7 +50,7 @@ def dot_general(x: jax.Array, kernel: jax.Array, dimensions: Any, **options: Any
 
 @jax.custom_vjp
 def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Compute the product on CPUs, where XLA multiplies a transposed view a quarter slower than a transposed copy.
+    """Compute the product on CPUs, where XLA is a quarter slower for a transposed view than for a transposed copy.
 
     On processors with bfloat16 instructions, a product of bfloat16 is computed with a float32 result and rounded. If it
     has more input than output channels, it is computed in blocks of tokens, which is faster in XLA's matmul library.
@@ -87,7 +87,7 @@ def _are_tokens(x: jax.Array) -> bool:
 
 
 def gather_kernels(*projections: Projection) -> Sequence[Projection]:
-    """Gather the kernels of projections before the first of them is used.
+    """Gather the kernels of several projections before any of them is used.
 
     During an all-gather a TPU does nothing else, unless its SparseCores gather. A later all-gather would compete for
     links with the all-to-all of heads, which should overlap the next projection.
@@ -117,7 +117,7 @@ def linear(
     param_dtype: DTypeLike,
     rngs: nnx.Rngs,
 ) -> Linear:
-    """Create a dense projection whose kernel [in, out] has the logical axes `axes`; its bias has the last of them."""
+    """Create a dense projection. Its kernel [in, out] has the logical axes `axes`, and its bias the last of them."""
     return Linear(
         features_in,
         features_out,

@@ -38,7 +38,7 @@ def modulate(
     second: SecondMask = None,
 ) -> Float32[Array, "B L E"]:
     """Return `x (1 + scale) + shift` in float32, the dtype of norms."""
-    return _by_token(lambda shift, scale: x * (1.0 + scale) + shift, second, shift, scale)
+    return _select_by_token(lambda shift, scale: x * (1.0 + scale) + shift, second, shift, scale)
 
 
 @jax.named_scope("modulation")
@@ -47,10 +47,10 @@ def gated_add(
 ) -> Float[Array, "B L E"]:
     """Return the residual sum `x + gate · y`, added in float32 and rounded once to x's dtype."""
     x32, y32 = x.astype(jnp.float32), y.astype(jnp.float32)
-    return _by_token(lambda gate: x32 + gate * y32, second, gate).astype(x.dtype)
+    return _select_by_token(lambda gate: x32 + gate * y32, second, gate).astype(x.dtype)
 
 
-def _by_token(
+def _select_by_token(
     apply: Callable[..., Array], second: SecondMask, *values: Float32[Array, "B T E"]
 ) -> Float32[Array, "B _L E"]:
     """Apply a function to the values of the modulation of each token."""

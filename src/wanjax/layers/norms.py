@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms, which compute in float32 whatever the dtype around them."""
+"""Norms that always compute in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,12 @@ from wanjax.layers.placement import param, with_axes
 
 
 def expand_to_rank(vector: Float[Array, " C"], ndim: int) -> Float[Array, "... C"]:
-    """Reshape a vector to `ndim` axes, all but the last of size 1: strict rank promotion broadcasts no vector."""
+    """Add leading axes to a vector up to `ndim` axes, because strict rank promotion does not broadcast vectors."""
     return vector.reshape((1,) * (ndim - 1) + vector.shape)
 
 
 class ChannelNorm(nnx.Module):
-    """Scales the channels of each pixel to a root mean square of `gamma`; for video autoencoders."""
+    """Scale the channels of each pixel to a root mean square of `gamma`; for video autoencoders."""
 
     def __init__(self, channels: int, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
         ones = nnx.initializers.ones_init()
@@ -29,12 +29,12 @@ class ChannelNorm(nnx.Module):
         return channel_norm(x, self.gamma[...], self.dtype)
 
     def silu(self, x: Float[Array, "B T H W C"]) -> Float[Array, "B T H W C"]:
-        """Return SiLU of the norm, in the dtype of a convolution's operand."""
+        """Apply the norm and SiLU; the result has the dtype of a convolution's operand."""
         return normed_silu(x, self.gamma[...], operand_dtype(x, self.dtype))
 
 
 class GroupNorm(nnx.Module):
-    """Normalises each group of channels over a whole chunk of frames; takes any float dtype, returns float32.
+    """Normalise each group of channels over all frames of a chunk, from any float dtype to float32.
 
     One pass sums values and their squares. Each channel is averaged over rows and frames first, then over columns:
     short sums keep their precision.
@@ -58,7 +58,7 @@ class GroupNorm(nnx.Module):
         return (x32 - mean) * factor + expand_to_rank(self.bias[...], x.ndim)
 
     def _mean(self, x: Float32[Array, "B T H W C"]) -> Float32[Array, "B 1 1 1 C"]:
-        """Return the mean of each group, repeated for each of its channels."""
+        """Compute the mean of each group, repeated for each of its channels."""
         mean = x.mean(axis=(1, 2)).mean(axis=1)  # [B C]
         mean = mean.reshape(len(x), self.groups, -1).mean(axis=2)
         return mean.repeat(x.shape[-1] // self.groups, axis=1)[:, None, None, None, :]

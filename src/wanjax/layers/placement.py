@@ -40,7 +40,7 @@ def _initialize_or_zeros(initializer: nnx.Initializer, key: jax.Array | None, *s
 
 
 class _NoKeys(nnx.Rngs):
-    """Random streams without keys: keys take long to trace."""
+    """A replacement for random streams without keys, because tracing keys takes long."""
 
     def params(self) -> None:
         """Return no key."""
@@ -52,7 +52,7 @@ def as_shapes(make: Callable[[nnx.Rngs], Module]) -> Module:
 
 
 def axes_of(weight: nnx.Variable) -> Axes | None:
-    """Return the logical names of a weight's axes; None for a weight without names."""
+    """Return the logical names of a weight's axes, or None if it has none."""
     return weight.get_metadata("axes", None)
 
 
@@ -74,7 +74,7 @@ def with_shardings(abstract: Module, partitioner: Partitioner) -> Module:
 
 
 def on_weights_mesh(call: Call) -> Call:
-    """Decorate a network's forward: outside `sharding.use`, it runs on the mesh that holds the weights.
+    """Decorate a network's forward, so that outside `sharding.use` it runs on the mesh of its weights.
 
     Kernels need to know which devices share their work. Weights are gathered on use, whatever their sharding.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stacks: transformer blocks of equal shape as one module whose weights have a leading axis, scanned over."""
+"""Stacks: equal transformer blocks as one module, which is scanned over the leading axis of its weights."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -127,11 +127,11 @@ class BlockCache:
         return f"{type(self).__name__}()"
 
     def parts(self, layers: int, *cuts: int) -> Sequence[range]:
-        """Return the ranges of blocks to run, which are split at each of `cuts`."""
+        """Return the ranges of blocks to run, split at `cuts`."""
         return [range(*ends) for ends in pairwise(sorted({0, *cuts, layers}))]
 
     def before(self, part: range, x: Carry) -> Carry:
-        """Return the input of a part, given the output `x` of the part before it."""
+        """Return the input of a part, given the output `x` of the previous part."""
         return x
 
     def after(self, x: Carry) -> Carry:

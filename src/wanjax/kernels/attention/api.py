@@ -294,12 +294,12 @@ def choose(
 
 
 def _implementation_for(q, k, v, name: str | None, **options: Any) -> Implementation:
-    """Return the implementation that `_choose` names."""
+    """Look up the implementation that `_choose` returns."""
     return IMPLEMENTATIONS[_choose(q, k, v, name, **options).name]
 
 
 def _choose(q, k, v, name: str | None, **options: Any) -> Choice:
-    """Return the choice for options in the form that implementations take."""
+    """Choose an implementation. The options have the form that implementations take."""
     preferred = PREFERRED.get(target(q).platform, FALLBACK)
     reasons = []
     for candidate in preferred if name is None else (Choice(name, "it was named"),):

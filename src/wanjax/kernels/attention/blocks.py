@@ -90,8 +90,8 @@ def from_rows(x: Float[Array, "_B L _D"], heads: int, size: int) -> Float[Array,
 def _entry_or_shared(index: Array, x: Array | None, axis: int | None) -> Array | None:
     if x is None or axis is None:
         return x
-    widens_all = x.dtype == jnp.bfloat16 and jax.__version_info__ < (0, 11)
-    return (_wide_entry if widens_all else _take_index)(x, index, axis)
+    casts_all_entries = x.dtype == jnp.bfloat16 and jax.__version_info__ < (0, 11)
+    return (_entry_in_float32 if casts_all_entries else _take_index)(x, index, axis)
 
 
 def _take_index(x: Array, index: Array, axis: int) -> Array:
@@ -99,7 +99,7 @@ def _take_index(x: Array, index: Array, axis: int) -> Array:
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _wide_entry(x: BFloat16[Array, "..."], index: Array, axis: int) -> Float32[Array, "..."]:
+def _entry_in_float32(x: BFloat16[Array, "..."], index: Array, axis: int) -> Float32[Array, "..."]:
     """Index x, and cast the entry to float32.
 
     Up to jax 0.10, XLA on CPUs would cast all entries to float32 before the loop. So this indexes integers: the bits of
@@ -109,9 +109,9 @@ def _wide_entry(x: BFloat16[Array, "..."], index: Array, axis: int) -> Float32[A
     return jax.lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32)
 
 
-@_wide_entry.defjvp
-def _wide_entry_jvp(axis: int, values: tuple, tangents: tuple) -> tuple[Array, Array]:
-    return _wide_entry(*values, axis), _take_index(tangents[0], values[1], axis).astype(jnp.float32)
+@_entry_in_float32.defjvp
+def _entry_in_float32_jvp(axis: int, values: tuple, tangents: tuple) -> tuple[Array, Array]:
+    return _entry_in_float32(*values, axis), _take_index(tangents[0], values[1], axis).astype(jnp.float32)
 
 
 class BlockGrid(NamedTuple):
@@ -169,8 +169,8 @@ def visible_keys(
     valid = None if key_mask is None else slice_axis(key_mask, kv_start, num_keys)[None, :]
     if window is None:
         return valid
-    in_reach = in_window(q_start + jnp.arange(num_queries), kv_start + jnp.arange(num_keys), window)
-    return in_reach if valid is None else in_reach & valid
+    in_window_mask = in_window(q_start + jnp.arange(num_queries), kv_start + jnp.arange(num_keys), window)
+    return in_window_mask if valid is None else in_window_mask & valid
 
 
 class BlockLists(NamedTuple):

@@ -118,10 +118,10 @@ def kernel(
             sizes,
         )
 
-    num_whole = jnp.clip(num_valid, 0, sizes.block_kv) // sizes.block_kv_compute
-    jax.lax.fori_loop(0, num_whole, lambda index, _: add_keys(index, False), None)
-    pl.when((num_valid > num_whole * sizes.block_kv_compute) & (num_whole < sizes.block_kv // sizes.block_kv_compute))(
-        lambda: add_keys(num_whole, True)
+    num_full = jnp.clip(num_valid, 0, sizes.block_kv) // sizes.block_kv_compute
+    jax.lax.fori_loop(0, num_full, lambda index, _: add_keys(index, False), None)
+    pl.when((num_valid > num_full * sizes.block_kv_compute) & (num_full < sizes.block_kv // sizes.block_kv_compute))(
+        lambda: add_keys(num_full, True)
     )
 
     @pl.when(i == pl.num_programs(2) - 1)

@@ -113,7 +113,7 @@ class Mask(NamedTuple):
 class BlockList(NamedTuple):
     """Blocks of `size` keys each, for each group of `q_per_list` queries: the position of their first keys.
 
-    A start at or after `end` is padding of the list, and no block.
+    A start at or after `end` is padding.
     """
 
     size: int
@@ -125,7 +125,7 @@ class BlockList(NamedTuple):
         """Yield each block, or part of a block, of the keys in `kv_strip` that a strip of queries attends to.
 
         Yields:
-            Its rows in the strip, the position of its first key, and whether it is a block and no padding.
+            Its rows in the strip, the position of its first key, and False if it is padding.
         """
         size = min(self.size, size_of(kv_strip))
         for offset in range(kv_strip.start, kv_strip.stop, size):
@@ -391,19 +391,19 @@ def sparse_kernel(
     def _():
         _init_offset_from_list(k_ref, state, blocks_from(0, 1), PROBE_KV, HEADROOM[q_ref.dtype.name])
 
-    _add_listed(k_ref, v_ref, state, blocks_from, list_length, sizes)
+    _add_listed_blocks(k_ref, v_ref, state, blocks_from, list_length, sizes)
 
     @pl.when((tail_block >= 0) & (tail_block < blocks_per_step) & (kv_length % sizes.step_kv > 0))
     def _():
-        no_block = tail_start + sizes.step_kv
-        starts = tuple((jnp.where(sees_tail_ref[i * len(groups) + g] == 1, tail_start, no_block),) for g in groups)
-        tail = BlockList(sizes.step_kv, sizes.q_per_list, starts, no_block)
+        tail_end = tail_start + sizes.step_kv
+        starts = tuple((jnp.where(sees_tail_ref[i * len(groups) + g] == 1, tail_start, tail_end),) for g in groups)
+        tail = BlockList(sizes.step_kv, sizes.q_per_list, starts, tail_end)
         _raise_offset_and_add(k_ref, v_ref, state, tail, sizes.step_kv, Mask(kv_length % sizes.step_kv))
 
     pl.when(j == kv_steps - 1)(lambda: _finish(o_ref, lse_ref, state))
 
 
-def _add_listed(
+def _add_listed_blocks(
     k_ref, v_ref, state: State, blocks_from: Callable[[Array, int], BlockList], list_length: Array, sizes: Sizes
 ) -> None:
     """Add the first `list_length` listed blocks of keys; `blocks_from(index, count)` returns some of the list."""
@@ -437,14 +437,14 @@ def _add_with_fallback(
     fast_path: Callable[[], None],
     safe_path: Callable[[], None],
     *,
-    from_zero: bool = False,
+    starts_empty: bool = False,
     already_saved: bool = False,
 ) -> None:
     """Add keys by the fast path; if a logit left the range of the offset, restore the sums and take the safe path.
 
-    `from_zero` says that there are no sums of earlier keys, `already_saved` that these need not be saved.
+    `starts_empty`: there are no sums of earlier keys. `already_saved`: these sums need not be saved again.
     """
-    if not (from_zero or already_saved):
+    if not (starts_empty or already_saved):
         _copy((state.weight_sum, state.value_sum), (state.saved_weight_sum, state.saved_value_sum))
 
     @pl.when(state.flags[SAFE] == 0)
@@ -454,8 +454,8 @@ def _add_with_fallback(
         @pl.when(jnp.max(jnp.where(state.weight_sum[...] <= MAX_WEIGHT_SUM, 0, 1)) == 1)  # NaN too
         def _():
             state.flags[SAFE] = 1
-            state.weight_sum[...] = jnp.zeros(state.weight_sum.shape) if from_zero else state.saved_weight_sum[...]
-            state.value_sum[...] = jnp.zeros(state.value_sum.shape) if from_zero else state.saved_value_sum[...]
+            state.weight_sum[...] = jnp.zeros(state.weight_sum.shape) if starts_empty else state.saved_weight_sum[...]
+            state.value_sum[...] = jnp.zeros(state.value_sum.shape) if starts_empty else state.saved_value_sum[...]
 
     pl.when(state.flags[SAFE] == 1)(safe_path)
 
@@ -499,7 +499,11 @@ def _add_dense(k_ref, v_ref, state: State, is_last: Array, sizes: Sizes) -> None
 
     single_block, has_carry = sizes.single_block, sizes.has_carry
     _add_with_fallback(
-        state, fast_path, safe_path, from_zero=single_block and not has_carry, already_saved=single_block and has_carry
+        state,
+        fast_path,
+        safe_path,
+        starts_empty=single_block and not has_carry,
+        already_saved=single_block and has_carry,
     )
 
 
@@ -687,7 +691,7 @@ def _add_keys(
                 v = v.T
             s = _scores(k_ref, state, start, kv_strip, q_strip, strip_mask)
             p = _weights(s, state.offset[:, q_strip], start, kv_strip, q_strip, masked=strip_mask is not None)
-            state.weight_sum[:, q_strip] += _by_sublanes(p).sum(axis=0)
+            state.weight_sum[:, q_strip] += _split_rows_by_sublanes(p).sum(axis=0)
             pending.append((v, q_strip, p.astype(v.dtype)))
             if len(pending) > depth:
                 _add_values(state, *pending.pop(0))
@@ -727,7 +731,7 @@ def _add_pipelined_safe(
     def score(index: Array | int, q_strip: slice) -> None:
         s = _scores(k_ref, state, index * step_kv, slice(0, step_kv), q_strip, None)
         state.scores[:, q_strip] = s
-        state.score_max[:, q_strip] = _by_sublanes(s).max(axis=0)
+        state.score_max[:, q_strip] = _split_rows_by_sublanes(s).max(axis=0)
 
     def step(index: Array) -> None:
         pending: list[tuple[Array, slice, Array]] = []
@@ -738,7 +742,7 @@ def _add_pipelined_safe(
             s = state.scores[:, q_strip]
             score(jnp.minimum(index + 1, end_step - 1), q_strip)
             p = jnp.exp2(s - state.offset[:, q_strip])
-            state.weight_sum[:, q_strip] += _by_sublanes(p).sum(axis=0)
+            state.weight_sum[:, q_strip] += _split_rows_by_sublanes(p).sum(axis=0)
             pending.append((v, q_strip, p.astype(v.dtype)))
             if len(pending) > 1:
                 _add_values(state, *pending.pop(0))
@@ -749,6 +753,6 @@ def _add_pipelined_safe(
     _loop(first_step, end_step, step)
 
 
-def _by_sublanes(x: Float32[Array, "S L"]) -> Float32[Array, "_S 8 L"]:
+def _split_rows_by_sublanes(x: Float32[Array, "S L"]) -> Float32[Array, "_S 8 L"]:
     """Group rows by the eight sublanes of a register: registers are added or compared whole."""
     return x.reshape(-1, 8, x.shape[1])

@@ -238,8 +238,8 @@ def _list_scalars(
     )
     first_block = np.arange(0, keys, block_kv) // mask.block_kv
     end_block = np.minimum(first_block + block_kv // mask.block_kv, keys // mask.block_kv)
-    last_whole = kv_lengths[:, None] // mask.block_kv
-    num_past_end = jnp.maximum(end_block[None] - jnp.maximum(last_whole, first_block[None]), 0)  # [B, steps]
+    end_of_full_blocks = kv_lengths[:, None] // mask.block_kv
+    num_past_end = jnp.maximum(end_block[None] - jnp.maximum(end_of_full_blocks, first_block[None]), 0)  # [B, steps]
     num_visited = jnp.maximum(list_length.reshape(1, -1, len(first_block)) - num_past_end[:, None], 0)
     return tuple(map(jnp.asarray, (list_start, num_visited.reshape(-1), sees_tail, block_start, kv_lengths)))
 

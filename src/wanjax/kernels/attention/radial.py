@@ -134,8 +134,8 @@ def _frame_pair_mask(
     count = np.pad(count, ((0, 0), (padding, -(padding + frame_tokens) % MASK_BLOCK)))
     count = count.reshape(len(starts), -1, MASK_BLOCK)
     num_queries = np.minimum(MASK_BLOCK, frames * frame_tokens - (q_start + starts))[..., None]
-    any_visible, well_covered = (count > 0).sum(axis=2), (3 * count > num_queries).sum(axis=2)
-    return 5 * well_covered > 3 * any_visible
+    any_visible, mostly_visible = (count > 0).sum(axis=2), (3 * count > num_queries).sum(axis=2)
+    return 5 * mostly_visible > 3 * any_visible
 
 
 def _block_sizes(tokens: int, block: int) -> Int[np.ndarray, " _L"]:
@@ -164,10 +164,10 @@ def kernel_lists(
         padded with `NO_BLOCK`.
     """
     block_mask = mask.block_mask(queries, keys)
-    num_whole, blocks_per_step = keys // mask.block_kv, block_kv // mask.block_kv
+    num_full_blocks, blocks_per_step = keys // mask.block_kv, block_kv // mask.block_kv
     block_mask = np.pad(block_mask, ((0, -len(block_mask) % q_blocks_per_step), (0, 0)))
     steps = ceil_div(keys, block_kv)
-    by_step = np.pad(block_mask[:, :num_whole], ((0, 0), (0, steps * blocks_per_step - num_whole)))
+    by_step = np.pad(block_mask[:, :num_full_blocks], ((0, 0), (0, steps * blocks_per_step - num_full_blocks)))
     by_step = np.moveaxis(by_step.reshape(-1, q_blocks_per_step, steps, blocks_per_step), 2, 1)
     columns, counts = column_lists(by_step.reshape(-1, blocks_per_step))  # of each q block in each grid step
     slots = np.arange(columns.shape[1])

@@ -133,7 +133,7 @@ def attend(
     dtype, state = q.dtype, key_state(k, v)
     key_blocks = KeyBlocks.split(_matmul_dtype(k), _matmul_dtype(v), sparse.block_kv, matmul_precision(dtype))
 
-    def attend_some(step: tuple[Array, Array]) -> Array:
+    def attend_blocks(step: tuple[Array, Array]) -> Array:
         q_blocks, lists = step
         k_lists, v_lists = key_blocks.gather(lists)
         weights, weight_sum = key_blocks.weights(q_blocks, k_lists, lists)
@@ -142,7 +142,7 @@ def attend(
 
     blocks_per_step = _blocks_per_step(selected, sparse, q)
     steps = _group(to_blocks(q, sparse.block_q), blocks_per_step), _group(selected, blocks_per_step)
-    return _ungroup(jax.lax.map(attend_some, steps), q.shape[1])
+    return _ungroup(jax.lax.map(attend_blocks, steps), q.shape[1])
 
 
 def gradient(
@@ -157,7 +157,7 @@ def gradient(
     key_blocks = KeyBlocks.split(_matmul_dtype(k), _matmul_dtype(v), sparse.block_kv, matmul_precision(q.dtype))
     head_index, scale = jnp.arange(len(q))[:, None, None], q.shape[2] ** -0.5
 
-    def add_some(sums: Any, step: Any) -> tuple[Any, Array]:
+    def add_blocks(sums: Any, step: Any) -> tuple[Any, Array]:
         q_blocks, g, lists = step
         k_lists, v_lists = key_blocks.gather(lists)
         weights, weight_sum = key_blocks.weights(q_blocks, k_lists, lists)
@@ -180,7 +180,7 @@ def gradient(
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (state, projection))
     totals = (jnp.zeros(x.shape, jnp.float32) for x in (key_blocks.k, key_blocks.v))
     (dk, dv, dstate, dprojection), dq = jax.lax.scan(
-        add_some, (*totals, *zeros), (*queries, _group(selected, blocks_per_step))
+        add_blocks, (*totals, *zeros), (*queries, _group(selected, blocks_per_step))
     )
     dk, dv = (
         sparse_part.reshape(*k.shape[:1], -1, k.shape[2])[:, : k.shape[1]] + linear_part.astype(jnp.float32)

@@ -166,7 +166,7 @@ class CogVideoXTransformer(nnx.Module):
     def positions(self, grid: Grid, text: int) -> Positions:
         """The positions of a grid of patches and of `text` tokens.
 
-        Raises WanjaxError for a size that a model with learned positions has not learned.
+        Raises WanjaxError for another height or width than that of a learned table.
         """
         return Positions(rope_tables(self.config, grid, text), self.added_positions(grid, text))
 
