@@ -149,7 +149,7 @@ def vae_config(json: Mapping[str, Any]) -> VAEConfig:
         scale=json["scaling_factor"],
         longest=VAE_1_5.longest,
     )
-    spatial, temporal = config.halvings
+    spatial, temporal = config.num_halving_levels
     factors = config.spatial_factor, config.temporal_factor
     if not (temporal <= spatial < len(config.channels) and factors == (2**spatial, 2**temporal)):
         raise WanjaxError(

@@ -82,13 +82,13 @@ class Level(nnx.Module):
         self.mix = conv(channels_in, frame_factor * channels_in, 1, bias=False, **kw)
         self.out = conv(channels_in, channels_out, bias=False, **kw)
 
-    def __call__(self, x: Frames, doubles: bool, memory: tuple[Any, ...]) -> tuple[Frames, tuple[Any, ...]]:
-        """`memory` has the last input frame of each block; `doubles` upsamples. Also return the memory after x."""
+    def __call__(self, x: Frames, upsamples: bool, memory: tuple[Any, ...]) -> tuple[Frames, tuple[Any, ...]]:
+        """`memory` has the last input frame of each block; `upsamples` doubles the size. Also return the next memory."""
         new_memory = []
         for block, last in zip(self.blocks, memory, strict=True):
             x, last = block(x, last)
             new_memory.append(last)
-        if doubles:
+        if upsamples:
             x = x.repeat(2, axis=2).repeat(2, axis=3)
         return self.out(_unfold_frames(self.mix(x), x.shape[-1])), tuple(new_memory)
 
@@ -109,9 +109,9 @@ class TinyDecoder(nnx.Module):
         )
         self.conv_out = conv(channels[-1], 3 * config.patch**2, **kw)
 
-    def __call__(self, latents: Frames, doublings: int) -> Float[Array, "B _T _H _W 3"]:
-        """Decode to pictures in [0, 1]; the first `doublings` levels double height and width."""
-        x, _ = self._cells(latents, doublings, None)
+    def __call__(self, latents: Frames, num_upsamplings: int) -> Float[Array, "B _T _H _W 3"]:
+        """Decode to pictures in [0, 1]; the first `num_upsamplings` levels double height and width."""
+        x, _ = self._cells(latents, num_upsamplings, None)
         return jnp.clip(_cells_to_pixels(x, self.config.patch), 0, 1)
 
     def decode_cells(self, latents: Frames, cache: Any) -> tuple[Frames, Any]:
@@ -123,12 +123,12 @@ class TinyDecoder(nnx.Module):
         x = space_to_depth(_cells_to_pixels(x, self.config.patch), self.config.patch)
         return 2 * (x if cache is not None else x[:, self.config.temporal_factor - 1 :]) - 1, memory
 
-    def _cells(self, latents: Frames, doublings: int, memory: Any) -> tuple[Frames, Any]:
+    def _cells(self, latents: Frames, num_upsamplings: int, memory: Any) -> tuple[Frames, Any]:
         """Decode to the colours of cells; also return the memory of the blocks for the next frames."""
         memory = memory or ((None,) * BLOCKS_PER_LEVEL,) * len(self.levels)
         x, new_memory = nnx.relu(self.conv_in(3 * jnp.tanh(latents / 3))), []
         for index, level in enumerate(self.levels):
-            x, level_memory = level(x, index < doublings, memory[index])
+            x, level_memory = level(x, index < num_upsamplings, memory[index])
             new_memory.append(level_memory)
         return self.conv_out(nnx.relu(x)), tuple(new_memory)
 
@@ -149,7 +149,7 @@ def _cells_to_pixels(x: Frames, patch: int) -> Float[Array, "B _T _H _W 3"]:
 
 def decode_pictures(network: TinyDecoder, latents: jax.Array, max_height: int) -> Float[Array, "B _T _H _W 3"]:
     """Decode latents [B C T H W] to pictures, upsampled as often as possible within `max_height` pixels."""
-    height, doublings = latents.shape[3] * network.config.patch, 0
-    while doublings < len(network.levels) and 2 * height <= max_height:
-        height, doublings = 2 * height, doublings + 1
-    return network(jnp.moveaxis(latents, 1, -1), doublings)
+    height, num_upsamplings = latents.shape[3] * network.config.patch, 0
+    while num_upsamplings < len(network.levels) and 2 * height <= max_height:
+        height, num_upsamplings = 2 * height, num_upsamplings + 1
+    return network(jnp.moveaxis(latents, 1, -1), num_upsamplings)

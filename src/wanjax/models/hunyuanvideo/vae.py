@@ -240,9 +240,9 @@ class Encoder(nnx.Module):
 
     def __init__(self, config: VAEConfig, **kw):
         first, *_, last = config.channels
-        halvings, temporal = config.halvings
+        spatial_levels, temporal = config.num_halving_levels
         downs = [
-            Downsample(a, b, level >= halvings - temporal, **kw) if level < halvings else None
+            Downsample(a, b, level >= spatial_levels - temporal, **kw) if level < spatial_levels else None
             for level, (a, b) in enumerate(pairwise((*config.channels, 0)))
         ]
         self.conv_in = EdgeConv(3, first, **kw)
@@ -267,9 +267,9 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: VAEConfig, **kw):
         first, *_, last = sizes = config.channels[::-1]
-        halvings, temporal = config.halvings
+        spatial_levels, temporal = config.num_halving_levels
         ups = [
-            Upsample(a, b, level < temporal, **kw) if level < halvings else None
+            Upsample(a, b, level < temporal, **kw) if level < spatial_levels else None
             for level, (a, b) in enumerate(pairwise((*sizes, 0)))
         ]
         self.conv_in = EdgeConv(config.latent_channels, first, **kw)

@@ -38,7 +38,7 @@ class VAEConfig:
         return Tiling(256, 192)
 
     @property
-    def halvings(self) -> tuple[int, int]:
+    def num_halving_levels(self) -> tuple[int, int]:
         """The number of levels that halve height and width, and the number that also halve the number of frames."""
         return self.spatial_factor.bit_length() - 1, self.temporal_factor.bit_length() - 1
 

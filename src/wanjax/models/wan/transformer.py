@@ -40,7 +40,7 @@ StackedArrays = TypeVar("StackedArrays")  # a pytree of arrays [layers B S E]
 Tokens = Float[Array, "B L E"]
 
 
-class Negative(NamedTuple):
+class NegativePrompt(NamedTuple):
     """Keys and values of a negative prompt for normalized attention guidance, and the parameters of `apply_nag`."""
 
     k: Float[Array, "... B S E"]
@@ -53,12 +53,12 @@ class Context(NamedTuple):
 
     k: Float[Array, "... B S E"]
     v: Float[Array, "... B S E"]
-    negative: Negative | None = None
+    negative: NegativePrompt | None = None
 
     def with_nag(self, negative: "Context", nag: Float32[Array, "3"]) -> "Context":
         """Add a negative prompt for normalized attention guidance, in all stacked blocks."""
         nag_per_block = jnp.broadcast_to(nag, (len(self.k), *nag.shape))
-        return self._replace(negative=Negative(negative.k, negative.v, nag_per_block))
+        return self._replace(negative=NegativePrompt(negative.k, negative.v, nag_per_block))
 
 
 class AttentionLayer(nnx.Module):
