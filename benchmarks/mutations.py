@@ -128,8 +128,8 @@ MUTATIONS = (
     Mutation(
         "tile-fade",
         "src/wanjax/layers/tiling.py",
-        "jnp.arange(overlap, dtype=after.dtype) / overlap",
-        "jnp.arange(overlap, dtype=after.dtype) * 0 + 1",
+        "jnp.arange(overlap, dtype=tile.dtype) / overlap",
+        "jnp.arange(overlap, dtype=tile.dtype) * 0 + 1",
         "seams between tiles are seen",
         ("parity/test_wan_vae.py::test_decode_tiled",),
     ),

@@ -83,7 +83,7 @@ class Level(nnx.Module):
         self.out = conv(channels_in, channels_out, bias=False, **kw)
 
     def __call__(self, x: Frames, upsamples: bool, memory: tuple[Any, ...]) -> tuple[Frames, tuple[Any, ...]]:
-        """`memory` has the last input frame of each block; `upsamples` doubles the size. Also return the next memory."""
+        """`memory` has the last input frame of each block; `upsamples` doubles the size. Return the next memory too."""
         new_memory = []
         for block, last in zip(self.blocks, memory, strict=True):
             x, last = block(x, last)
