@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Preprocessing of pictures for vision towers: scaling, cropping and normalising, with Pillow's filters."""
+"""Preprocessing of images for vision towers: scaling, cropping and normalising, with Pillow's filters."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from wanjax.checkpoints.sources import read_json
 from wanjax.errors import WanjaxError
 from wanjax.media.pictures import Picture, PictureOfAnySize
 
-# Entries of preprocessor_config.json, and the only value of each that is implemented.
+# Entries of preprocessor_config.json, each with the only supported value.
 STEPS = {"do_resize": True, "do_rescale": True, "do_normalize": True, "rescale_factor": 1 / 255}
 STEPS_TO_CROP = {**STEPS, "do_center_crop": True, "resample": 3}  # bicubic
 Colour = tuple[float, float, float]
@@ -23,10 +23,10 @@ Processor = TypeVar("Processor")
 
 @dataclass(frozen=True)
 class ImageProcessor:
-    """Scales the shorter edge to `edge` pixels, crops the middle to `crop`, subtracts `mean` and divides by `std`.
+    """Scales the shorter edge to `edge` pixels, crops the centre to `crop`, subtracts `mean` and divides by `std`.
 
-    Follows transformers' CLIPImageProcessor, with Pillow's bicubic filter. Where the `whole` picture is to be seen,
-    both edges are scaled to those of `crop`, as in wan/modules/clip.py of Wan-Video/Wan2.1.
+    Follows transformers' CLIPImageProcessor, with Pillow's bicubic filter. With `whole`, both edges are scaled to
+    `crop` instead, as in wan/modules/clip.py of Wan-Video/Wan2.1.
     """
 
     edge: int
@@ -38,7 +38,7 @@ class ImageProcessor:
     def load(cls, folder: Path) -> "ImageProcessor":
         """Read an `image_processor` folder in the layout of transformers.
 
-        Raises WanjaxError where preprocessor_config.json cannot be read, has an unsupported value or lacks an entry.
+        Raises WanjaxError if preprocessor_config.json cannot be read, lacks an entry or has an unsupported value.
         """
 
         def read(json: Mapping[str, Any]) -> ImageProcessor:
@@ -49,7 +49,7 @@ class ImageProcessor:
         return _load(folder, STEPS_TO_CROP, read)
 
     def __call__(self, pictures: Sequence[PictureOfAnySize], *, whole: bool = False) -> Float[np.ndarray, "B _H _W 3"]:
-        """Return the preprocessed pictures, which then have one size, as float32."""
+        """Preprocess images to one size, as float32."""
         fitted = [squeezed(x, self.crop) if whole else np.asarray(self._cropped(x), np.float32) for x in pictures]
         return np.stack([_normalised(pixels, self.mean, self.std) for pixels in fitted])
 
@@ -64,7 +64,7 @@ class ImageProcessor:
 
 @dataclass(frozen=True)
 class StretchingImageProcessor:
-    """Scales a picture to `size`, whatever its proportions, subtracts `mean` and divides by `std`.
+    """Scales an image to `size`, ignoring its aspect ratio, subtracts `mean` and divides by `std`.
 
     Follows transformers' SiglipImageProcessor, with one of Pillow's filters.
     """
@@ -76,7 +76,7 @@ class StretchingImageProcessor:
 
     @classmethod
     def load(cls, folder: Path) -> "StretchingImageProcessor":
-        """Read a `feature_extractor` folder in the layout of transformers; raise as `ImageProcessor.load` does."""
+        """Read a `feature_extractor` folder in the layout of transformers; raises as `ImageProcessor.load` does."""
 
         def read(json: Mapping[str, Any]) -> StretchingImageProcessor:
             size, resample = _height_and_width(json["size"]), Image.Resampling(json.get("resample", 3))
@@ -85,7 +85,7 @@ class StretchingImageProcessor:
         return _load(folder, STEPS, read)
 
     def __call__(self, pictures: Sequence[PictureOfAnySize]) -> Float[np.ndarray, "B _H _W 3"]:
-        """Return the preprocessed pictures, which then have one size, as float32."""
+        """Preprocess images to one size, as float32."""
         return np.stack([_normalised(self._stretched(picture), self.mean, self.std) for picture in pictures])
 
     def _stretched(self, picture: Picture) -> Float[np.ndarray, "_H _W 3"]:
@@ -94,14 +94,14 @@ class StretchingImageProcessor:
 
 
 def squeezed(picture: Picture, size: tuple[int, int]) -> Float[np.ndarray, "_H _W 3"]:
-    """Return the whole picture in a size (height, width), by cubic interpolation without smoothing.
+    """Resize a whole image to (height, width), by cubic interpolation without antialiasing.
 
-    A pixel is made of the four nearest along each axis, whatever the scale, as by torch's `interpolate`. It is not
-    clipped: where the picture changes at once it goes beyond 0 to 255.
+    Each pixel is interpolated from the nearest four along each axis, at any scale, as in torch's `interpolate`. Values
+    are not clipped: near sharp edges they exceed the range from 0 to 255.
     """
     resized: np.ndarray = picture
     for axis, length in enumerate(size):
-        step, half = np.float32(resized.shape[axis] / length), np.float32(0.5)  # places are rounded as in the reference
+        step, half = np.float32(resized.shape[axis] / length), np.float32(0.5)  # positions round as in the reference
         places = (np.arange(length, dtype=np.float32) + half) * step - half
         taps = np.floor(places).astype(int)[:, None] + np.arange(-1, 3)
         weights = _cubic(np.abs(places[:, None] - taps.astype(np.float32)))
@@ -111,13 +111,13 @@ def squeezed(picture: Picture, size: tuple[int, int]) -> Float[np.ndarray, "_H _
 
 
 def _cubic(x: Float[np.ndarray, "_L 4"]) -> Float[np.ndarray, "_L 4"]:
-    """Return the weights of pixels at distances of less than 2, by Keys' kernel with the slope -0.75 at 1."""
+    """Return the weights of pixels at distances below 2, by Keys' kernel with slope -0.75 at 1."""
     a = -0.75
     return np.where(x <= 1, ((a + 2) * x - (a + 3)) * x * x + 1, ((x - 5) * x + 8) * x * a - 4 * a)
 
 
 def _load(folder: Path, steps: Mapping[str, Any], read: Callable[[Mapping[str, Any]], Processor]) -> Processor:
-    """Return what `read` makes of a preprocessor_config.json that has these steps."""
+    """Check the steps in a preprocessor_config.json, and return the processor that `read` builds from it."""
     json = read_json(folder / "preprocessor_config.json")
     for entry, offered in steps.items():
         if (value := json.get(entry, offered)) != offered:

@@ -64,14 +64,14 @@ ConditioningT = TypeVar("ConditioningT", bound=Conditioning)  # a family's own
 
 @runtime_checkable
 class VAEConfig(Protocol):
-    """What shared code knows of an autoencoder.
+    """The part of an autoencoder's config that shared code uses.
 
     Args:
-        latent_channels: C of its latents.
-        spatial_factor: Pixels along height and width to a latent cell.
-        temporal_factor: Frames to a latent frame, after the first.
-        patch: Pixels along height and width of a cell, which its convolutions see.
-        tiling: The tiles of frames that are not decoded whole, where no others are asked for.
+        latent_channels: The number of channels of its latents.
+        spatial_factor: The number of pixels per latent position along height and width.
+        temporal_factor: The number of frames per latent frame, after the first.
+        patch: The number of pixels per patch along height and width, at the input of its convolutions.
+        tiling: The default tiling for frames that are not decoded whole.
     """
 
     @property
@@ -90,10 +90,10 @@ class VAEConfig(Protocol):
     def tiling(self) -> Tiling: ...
 
     def decode_lengths(self, frames: int) -> tuple[int, int]:
-        """Return the latent frames in the first chunk to decode, and in each later one, for a video of so many.
+        """Return the number of latent frames in the first decoded chunk of a video, and in each later one.
 
         Args:
-            frames: Latent frames of the video.
+            frames: The number of latent frames of the video.
         """
         ...
 
@@ -102,14 +102,13 @@ class Cost(NamedTuple):
     """The work of one forward of the denoiser for one prompt, for plans and profiles.
 
     Args:
-        tokens: Length of self-attention's sequence.
-        layers: Blocks of the network.
-        heads: Heads of attention.
-        width: Channels of a token.
-        scores: Operations of the two products of self-attention; a multiplication and an addition are two.
-        flops: Operations by part of the network.
-        ring: Whether self-attention is that of one sequence to itself, whose keys TPUs pass round where that is
-            fastest.
+        tokens: The length of self-attention's sequence.
+        layers: The number of blocks of the network.
+        heads: The number of attention heads.
+        width: The number of channels of a token.
+        scores: The operations of self-attention's two products; a multiply-add counts as two.
+        flops: The operations by part of the network.
+        ring: Whether self-attention is over a single sequence, so that TPUs can use ring attention if that is fastest.
     """
 
     tokens: int
@@ -125,8 +124,8 @@ class LatentStream(NamedTuple):
     """Latents [B C L] that are denoised together with a video's, such as those of its sound.
 
     Args:
-        channels: C.
-        per_second: L for each second of the video.
+        channels: The number of channels, C.
+        per_second: The length L per second of the video.
     """
 
     channels: int
@@ -134,14 +133,14 @@ class LatentStream(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """A denoising of a whole video. One after the first begins from the latents of that before it, with noise added.
+    """One denoising of a whole video. Later passes start from the latents of the pass before, with noise added.
 
     Args:
-        divisor: Height and width are those of the video divided by it.
-        steps: Those of the schedule; None is those of the settings.
-        strength: The share of them that is taken, from the level of noise that is added.
-        guidance_scale: That of all steps; None is that of the settings.
-        denoisers: The components among `ModelSpec.denoisers` that take its steps; none are all.
+        divisor: The video's height and width are divided by it.
+        steps: The number of steps of the schedule; None uses the settings.
+        strength: The share of the steps that run, starting from the level of the added noise.
+        guidance_scale: The guidance scale of all steps; None uses the settings.
+        denoisers: The components among `ModelSpec.denoisers` that run its steps; empty for all.
     """
 
     divisor: int = 1
@@ -155,9 +154,9 @@ class Chunk(NamedTuple):
     """A part of a video that is denoised at once.
 
     Args:
-        number: Its number, from 0.
-        count: The chunks of the video.
-        frames: Its latent frames.
+        number: The number of the chunk, from 0.
+        count: The number of chunks of the video.
+        frames: The latent frames of the chunk.
     """
 
     number: int
@@ -171,30 +170,30 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """What shared code knows of a checkpoint, as data.
+    """The description of a checkpoint for shared code, as data.
 
     Args:
-        task: The kind of videos that it makes, in words.
-        size_multiple: Height and width are multiples of so many pixels.
+        task: The task, in words.
+        size_multiple: Height and width must be multiples of this number of pixels.
         vae: The autoencoder's config.
         scheduler: The solver.
-        networks: The config of each network whose config was read, by component.
-        cache_tables: Those that step caches need.
-        denoisers: The components that denoise; each step uses one of them, and they have one shape.
-        inputs: What it can use beside the prompt.
-        reference_variants: True where the authors and diffusers differ, between whom `follow` chooses.
-        radial_attention: True where the denoiser's self-attention can be radial.
-        sparse_linear: True where its denoiser's config can have a projection for sparse-linear attention.
-        trained_attention: The attention that it was trained with.
-        frame_multiple: Latent frames are denoised in multiples of it; those in front are dropped.
-        chunk_frames: The latent frames of each chunk of a video that is made chunk by chunk; 0 for one made whole.
-        max_frames: The largest number of frames that the autoencoder can encode or decode.
-        fixed_size: The only (height, width) that it makes.
-        posteriors: Encoded pictures that are drawn from a distribution.
+        networks: The networks' configs that were read, by component.
+        cache_tables: The tables for step caches.
+        denoisers: The components that denoise, all of one shape; each step uses one of them.
+        inputs: The inputs besides the prompt.
+        reference_variants: True if the authors' code and diffusers differ; `follow` then selects one.
+        radial_attention: True if the denoiser's self-attention can be radial.
+        sparse_linear: True if the denoiser's config can have a projection for sparse-linear attention.
+        trained_attention: The attention that the model was trained with.
+        frame_multiple: Latent frames are padded at the front to a multiple of it; the padding is dropped at the end.
+        chunk_frames: The number of latent frames in a chunk of a causal model; 0 if a video is denoised as a whole.
+        max_frames: The maximal number of frames that the autoencoder can encode or decode.
+        fixed_size: The only supported (height, width); None if any size is supported.
+        posteriors: Encoded images or videos that are sampled from a distribution.
         latent_streams: The latents that are denoised with the video's, by name; none for a model with `chunk_frames`.
-        passes: How often a video is denoised, and at which sizes: once, for a model with `chunk_frames`.
-        text_length: The tokens of a prompt whose features are in `prompt_embeds`, where all prompts have as many.
-        config_entries: Entries of the denoiser's config.json on what `with_attention` added.
+        passes: The passes in which a video is denoised; one for a model with `chunk_frames`.
+        text_length: The number of tokens in `prompt_embeds`, if all prompts have the same.
+        config_entries: Entries of the denoiser's config.json for what `with_attention` added.
     """
 
     task: str
@@ -223,51 +222,51 @@ class ModelSpec:
 
     @property
     def takes(self) -> tuple[str, ...]:
-        """The names of the inputs that it can use."""
+        """The names of all inputs."""
         return tuple(one.name for one in self.inputs)
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The names of those without which it makes no video."""
+        """The names of the required inputs."""
         return tuple(one.name for one in self.inputs if one.required)
 
     @property
     def begins_from_video(self) -> bool:
-        """True where denoising begins from a given video; False where the video only guides it."""
+        """True if denoising starts from an input video; False if a video is only a control signal."""
         return any((one.name, one.page) == (VIDEO, "white") for one in self.inputs)
 
     @property
     def streams(self) -> bool:
-        """True where a video's frames are delivered while it is made, chunk by chunk."""
+        """True if the frames of a video are delivered chunk by chunk during denoising."""
         return self.chunk_frames > 0
 
     @property
     def experts(self) -> bool:
-        """True where two networks share the steps of a pass."""
+        """True if two networks share the steps of a pass."""
         return len(self.denoisers) > 1 and not any(one.denoisers for one in self.passes)
 
     @property
     def chunk_length(self) -> int:
-        """The frames that each chunk adds to a video that is made chunk by chunk; 0 for one that is made as a whole."""
+        """The number of frames that a chunk adds to a video; 0 if a video is denoised as a whole."""
         return self.chunk_frames * self.vae.temporal_factor
 
     @property
     def picture_beside_clip(self) -> str | None:
-        """How a first picture counts beside a clip, in words; None for a model that does not take both."""
+        """How a first image and a clip are combined, in words; None for a model that does not accept both."""
         if not {"image", "video"} <= set(self.takes):
             return None
         return "the picture is the first frame and decides the size, and the frames after it begin from the clip"
 
     @property
     def continued_by(self) -> str | None:
-        """What a window takes of the one before: a frame as `image`, frames in a masked `video`, or nothing."""
+        """The input that carries frames to the next window: `image`, a masked `video`, or None without windows."""
         if self.streams or set(self.needs) - {PICTURE}:
             return None
         return CONTROL if "mask" in self.takes else PICTURE if PICTURE in self.takes else None
 
     @property
     def tasks(self) -> list[str]:
-        """What the model can make a video from, and how, in words."""
+        """The inputs and modes that the model supports, in words."""
         offers = {
             "text": not self.needs,
             "a first picture": "image" in self.takes and "last_image" not in self.needs,
@@ -282,9 +281,9 @@ class ModelSpec:
         return [task for task, offered in offers.items() if offered]
 
     def implied(self, settings: Mapping[str, object]) -> Mapping[str, object]:
-        """Return given settings, and those that follow from them.
+        """Fill in settings that follow from the given ones.
 
-        Noise levels follow whom the rest follows; the second expert's guidance scale is that of the first.
+        `sigmas` defaults to `follow`; the second expert's guidance scale defaults to the first's.
 
         Args:
             settings: Values of settings by name.
@@ -299,7 +298,7 @@ class ModelSpec:
     # ---- checks
 
     def check_settings(self, settings: Settings) -> None:
-        """Raise WanjaxError where the model makes no video of these settings.
+        """Raise WanjaxError if the model does not support these settings.
 
         Args:
             settings: Settings of the video.
@@ -317,7 +316,7 @@ class ModelSpec:
             self._check_chunks(settings)
 
     def _check_chunks(self, settings: Settings) -> None:
-        """Raise WanjaxError unless a video is of whole chunks, and without guidance."""
+        """Raise WanjaxError unless a video consists of whole chunks and has no guidance."""
         chunk, factor = self.chunk_frames, self.vae.temporal_factor
         frames = self.latent_shape(settings)[2]
         if frames % chunk:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of denoising in a file, from which a run that was stopped continues to the same latents, bit for bit."""
+"""The saved state of denoising, from which a stopped run continues to bit-identical latents."""
 
 import hashlib
 import json
@@ -21,14 +21,14 @@ from wanjax.pipelines.observers import Observer, Start, Step
 from wanjax.pipelines.windows import Window
 from wanjax.sharding import Partitioner
 
-SHARE = 0.02  # the share of a run's time that writing the state may take
+SHARE = 0.02  # the share of a run's time that saving the state may take
 
 
 class ResumeObserver(Observer):
-    """Writes the state of denoising to a file from time to time, and goes on from there.
+    """Saves the state of denoising to a file from time to time, and resumes from it.
 
-    A file of another video is not read. `resumed_at` receives the steps taken before, if any, and those in all. `saved`
-    receives how many steps the file holds, and None as soon as one is done that it does not hold.
+    The file of another video is ignored. `resumed_at` receives the number of completed steps, if any, and the total.
+    `saved` receives the number of steps in the file, and None once a step is completed that the file does not have.
     """
 
     def __init__(
@@ -40,19 +40,19 @@ class ResumeObserver(Observer):
     ):
         self.file, self.partitioner, self.resumed_at, self.saved = Path(file), partitioner, resumed_at, saved
         self._of_all, self._of_window, self._finished = self.file, self.file, False
-        self._before, self._end = 0, 0  # the steps before this pass; the step after which it is saved in any case
+        self._before, self._end = 0, 0  # the steps before this pass; the step after which the state is always saved
         self.origin = ""
         self._last = perf_counter()
-        self._cost = self._duration = 0.0  # the seconds of a writing and of a step
-        self._steps = 0  # of the video, that the files hold
+        self._cost = self._duration = 0.0  # the seconds that saving and a step take
+        self._steps = 0  # the number of steps of the video that the files hold
 
     def window(self, window: Window) -> None:
-        """Take a file for each window, and keep those that are finished, from which the next ones go on."""
+        """Use one file per window. Files of finished windows are kept, since later windows depend on them."""
         self.file = self._of_window = self._of_all.with_stem(f"{self._of_all.stem}_{window.number + 1}")
         self._finished = True
 
     def resumed(self, start: Start) -> tuple[State, int] | None:
-        """Read the state of a pass from its file. Each of several passes has one, which is kept when it is finished."""
+        """Read the state of a pass from its file. With several passes, each has its own file, kept once finished."""
         progress, steps = start.progress, sum(len(phase.scales) for phase in start.phases)
         if progress.passes > 1:
             self.file = self._of_window.with_stem(f"{self._of_window.stem}_pass_{progress.number + 1}")
@@ -69,12 +69,12 @@ class ResumeObserver(Observer):
         arrays: dict[str, Array] = {}
         for name in file.specs:
             x, everywhere = file.read(name), self.partitioner.replicated
-            arrays[name] = jax.make_array_from_callback(x.shape, everywhere, x.__getitem__)  # nothing is compiled
+            arrays[name] = jax.make_array_from_callback(x.shape, everywhere, x.__getitem__)  # without a compilation
         named, tree = _named(start.state), jax.tree.structure(start.state)
         if named.keys() - arrays.keys():
             return None
         steps = int(file.metadata["steps"])
-        begins = steps in [phase.start for phase in start.phases]  # another network, which has kept nothing yet
+        begins = steps in [phase.start for phase in start.phases]  # another network, which has cached nothing yet
         cached = tuple(_listed(arrays, f"kept.{i}") for i in range(int(file.metadata["forwards"])))
         if steps and self.resumed_at:
             self.resumed_at(progress.earlier_steps + steps, progress.total)
@@ -84,17 +84,17 @@ class ResumeObserver(Observer):
         return replace(state, cached=None if begins else cached), steps
 
     def stepped(self, step: Step) -> None:
-        """Wait for a step, and write its state, where writing takes a small share of the time until its end."""
+        """Save the state of a step if saving takes only a small share of the run's time."""
         start = perf_counter()
         if step.index + 1 == self._end or start + self._duration - self._last >= self._cost / SHARE:
             jax.block_until_ready(step.state)
-            self._duration = perf_counter() - start  # too long, and mended by the next, if steps before it were queued
+            self._duration = perf_counter() - start  # too long if steps were queued; the next step corrects it
             self.stopped(step)
 
     def stopped(self, step: Step) -> None:
-        """Write the state after a step, in the first process alone, unless its latents are not finite.
+        """Save the state after a step, in the first process only, unless its latents are not finite.
 
-        Nothing is written where a step cache keeps a part in each of several processes.
+        Nothing is saved if a step cache is split over several processes.
         """
         if step.index + 1 == self._steps:
             return
@@ -109,7 +109,7 @@ class ResumeObserver(Observer):
         cached = step.state.cached or ()
         arrays = {f"kept.{i}.{j}": np.asarray(leaf) for i, part in enumerate(cached) for j, leaf in enumerate(part)}
         metadata = {"origin": self.origin, "steps": str(step.index + 1 - self._before), "forwards": str(len(cached))}
-        with suppress(OSError, WanjaxError):  # a full disk; what is lost is the way back, not the run
+        with suppress(OSError, WanjaxError):  # such as a full disk: then the run cannot be resumed, but goes on
             arrays |= {name: np.asarray(leaf) for name, leaf in _named(replace(step.state, cached=None)).items()}
             save_safetensors(self.file, arrays, metadata)
             self._steps = step.index + 1
@@ -119,7 +119,7 @@ class ResumeObserver(Observer):
 
 
 def digest(facts: Mapping[str, Any], arrays: Sequence[Array | np.ndarray]) -> str:
-    """Return a digest of facts, which JSON can hold, and of arrays."""
+    """Return a digest of facts, which must be valid JSON, and of arrays."""
     sha = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for array in arrays:
         sha.update(f"{array.dtype} {array.shape}".encode())

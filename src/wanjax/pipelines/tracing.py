@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trace of a run: the calls of its programs in order, with nothing loaded and nothing computed."""
+"""Traces of runs: the programs that a run calls, in order, without loading weights or computing anything."""
 
 from collections.abc import Sequence, Sized
 from dataclasses import replace
@@ -34,10 +34,10 @@ def trace_programs(
     batch_guidance: bool = False,
     room: int | None = None,
 ) -> Trace:
-    """Record the making of a video: encode, denoise and decode.
+    """Trace a run that makes a video: encode, denoise and decode.
 
-    The keywords are those of `Pipeline.videos`; `room` is that of `Components.abstract`. The most that is kept on a
-    device beside the arguments of each program is noted as `beside`.
+    The keywords are those of `Pipeline.videos`; `room` is the `memory` of `Components.abstract`. Each program's entry
+    has the bytes of the loaded networks that are not among its arguments.
     """
     trace, traced_pipe = _traced(pipe, room)
     for _, frames in Run(
@@ -49,7 +49,7 @@ def trace_programs(
 
 
 def _traced(pipe: Loaded, room: int | None = None) -> tuple[Trace, Loaded]:
-    """Return a trace, and the pipeline whose calls it notes."""
+    """Return a trace, and a pipeline whose calls it records."""
     components = pipe.runtime.components.abstract(room)
 
     @cache
@@ -73,14 +73,14 @@ def check_making(
     tiling: Tiling | None = None,
     batch_guidance: bool = False,
 ) -> None:
-    """Raise WanjaxError where the programs of a video hold more than this machine's memory, before any is compiled.
+    """Raise WanjaxError if the programs of a video need more than this machine's memory, before any is compiled.
 
-    Decoding is looked at first, for which nothing is downloaded. What has to be known of the other stages is
-    downloaded, where it is not here: the video needs it at any rate. The arguments are those of `trace_programs`.
+    Decoding is checked first, since that needs no download. The checks of the other stages download the configs that
+    they need; the video needs them in any case. The arguments are those of `trace_programs`.
     """
     if _is_small(pipe, settings.size, settings.frames):
         return
-    window_settings = replace(settings, windows=1, then="")  # windows are alike
+    window_settings = replace(settings, windows=1, then="")  # all windows need the same memory
     check_decoding(pipe, pipe.model.spec.latent_shape(window_settings), tiling=tiling)
     pictures = pictures or needed_pictures(pipe, window_settings)
     _check(
@@ -90,7 +90,7 @@ def check_making(
 
 
 def check_encoding(pipe: Loaded, settings: Settings, pictures: Pictures, *, tiling: Tiling | None = None) -> None:
-    """Raise WanjaxError where the encoding of pictures holds more than this machine's memory.
+    """Raise WanjaxError if encoding images and clips needs more than this machine's memory.
 
     The arguments are those of `trace_programs`.
     """
@@ -103,14 +103,14 @@ def check_encoding(pipe: Loaded, settings: Settings, pictures: Pictures, *, tili
 def check_denoising(
     pipe: Loaded, conditioning: Conditioning, settings: Settings, *, videos: int = 1, batch_guidance: bool = False
 ) -> None:
-    """Raise WanjaxError where the steps of a video hold more than this machine's memory.
+    """Raise WanjaxError if the steps of a video need more than this machine's memory.
 
     Args:
         pipe: The pipeline.
         conditioning: The output of `encode`.
-        settings: Those of the video.
-        videos: The number that is made together.
-        batch_guidance: That of `Pipeline.denoise`.
+        settings: The settings of the video.
+        videos: The number of videos in the batch.
+        batch_guidance: As in `Pipeline.denoise`.
     """
     if not _is_small(pipe, settings.size, settings.frames * videos):
         trace, traced_pipe = _traced(pipe, room=0)
@@ -121,12 +121,12 @@ def check_denoising(
 
 
 def check_decoding(pipe: Loaded, shape: Sequence[int], *, tiling: Tiling | None = None) -> None:
-    """Raise WanjaxError where decoding holds more than this machine's memory.
+    """Raise WanjaxError if decoding needs more than this machine's memory.
 
     Args:
         pipe: The pipeline.
-        shape: That of the video's latents, [1 C T H W].
-        tiling: That of `Pipeline.decode`.
+        shape: The shape of the video's latents, [1 C T H W].
+        tiling: As in `Pipeline.decode`.
     """
     vae = pipe.model.vae
     height, width = (vae.spatial_factor * cells for cells in shape[3:])
@@ -147,16 +147,16 @@ def check_decoding(pipe: Loaded, shape: Sequence[int], *, tiling: Tiling | None 
 
 
 def _is_small(pipe: Loaded, size: tuple[int, int], frames: int) -> bool:
-    """Return whether nothing is to be checked: where nothing is executed, and where all would fit at any rate."""
+    """Return whether no check is needed: nothing is executed, or the video certainly fits."""
     sizes = pipe.runtime.components.sizes
     return not (pipe.runtime.strategy.executes and sizes) or is_small(size, frames, max(sizes.values()))
 
 
 def peak_bytes(trace: Trace) -> tuple[int, str]:
-    """Return bytes that a traced run holds at the least at its peak, and the stage of that.
+    """Return the minimum bytes that a traced run needs at its peak, and the stage of the peak.
 
-    Those of a program, of what is kept beside it, and of the process. A run that was traced with a `room` of 0 keeps
-    no network that can be freed for another.
+    They are those of a program, the networks loaded besides it, and the process. A run that was traced with a `room` of
+    0 keeps no network that can be freed for another.
     """
     each = [(min_live_bytes(one.instance.lowering) + one.resident_bytes, one.stage) for one in trace.programs]
     held, stage = max(each, default=(0, ""))
@@ -168,14 +168,14 @@ def _check(settings: Settings, trace: Trace) -> None:
 
 
 def needed_pictures(pipe: Loaded, settings: Settings) -> Pictures:
-    """Return blank pictures and clips of the video's own size in place of those without which it cannot be made."""
+    """Return blank images and clips in the video's size for all inputs that the model requires."""
     page = np.zeros((*settings.size, 3), np.uint8)
     blank = {"image": page, "images": (page,), "clip": (clip := np.stack([page] * settings.frames)), "mask": clip}
     return Pictures(**{one.name: blank[one.kind] for one in pipe.model.spec.inputs if one.required})
 
 
 class NoTokenizer:
-    """A tokenizer for plans, which have none: a prompt is its length, and so many tokens of it are real."""
+    """A tokenizer for plans, which have none: each prompt has a given length and number of real tokens."""
 
     pad_id = 0
 
@@ -194,7 +194,7 @@ class NoTokenizer:
 
 
 class NoProcessor:
-    """An image processor for plans: pictures of the encoder's size."""
+    """An image processor for plans: it returns blank images of the encoder's size."""
 
     def __init__(self, size: int):
         self.size = size

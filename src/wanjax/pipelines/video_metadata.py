@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metadata of a video: everything that shaped it, as JSON."""
+"""The metadata of a video: all inputs and options that determine it, as JSON."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -38,10 +38,10 @@ def make_metadata(
     batch_guidance: bool = False,
     digests: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Return the settings, the scheduler, the devices and the version, and whichever else was given.
+    """Build a video's metadata: settings, scheduler, devices, version, and the optional values that were given.
 
-    `sources` are pictures, clips and noise by name; `loaded` are options of `wanjax.load`, with digests of the files
-    that were loaded. `digests` are those of what has no path here.
+    `sources` are images, clips and noise by name; `loaded` are options of `wanjax.load`, with digests of the loaded
+    files. `digests` are those of inputs without a local path.
     """
     metadata = settings.to_json() | {"scheduler": name_of(scheduler)} | dict(loaded)
     metadata |= {name: described(source) for name, source in sources.items() if source is not None}
@@ -57,7 +57,7 @@ def make_metadata(
 
 
 def paths_of(metadata: Mapping[str, Any], names: Iterable[str] | None = None) -> list[AnyPath]:
-    """Return the places that entries of metadata may be meant as, whether anything is there or not."""
+    """Return the paths that entries of metadata may name, whether they exist or not."""
     entries = [(name, metadata[name]) for name in (source_names() if names is None else names) if metadata.get(name)]
     each = [(name, one) for name, value in entries for one in (value if isinstance(value, list) else [value])]
     texts = [Lora.parse(text).file if name == "lora" else text for name, text in each if isinstance(text, str)]
@@ -67,13 +67,13 @@ def paths_of(metadata: Mapping[str, Any], names: Iterable[str] | None = None) ->
 
 
 def digests_of(places: Iterable[AnyPath]) -> dict[str, str]:
-    """Return the digests of files and folders by their paths, without those that are not here or cannot be read."""
+    """Return the digests of files and folders by path, without those that are missing or unreadable."""
     digests = {str(path): digest_of(path) for path in places if isinstance(path, Path)}
     return {path: digest for path, digest in digests.items() if digest is not None}
 
 
 def digest_of(path: Path) -> str | None:
-    """Return the digest of a file or folder as metadata has it; a LoRA's counts the config beside it."""
+    """Return the digest of a file or folder for metadata; for a LoRA it includes the config next to it."""
     digest, beside = content_digest(path), path.with_name(PEFT_CONFIG)
     if digest is None or not beside.is_file():
         return digest
@@ -81,18 +81,18 @@ def digest_of(path: Path) -> str | None:
 
 
 def devices_of(partitioner: Partitioner) -> str:
-    """Return the number and the kind of a model's devices."""
+    """Return the number and the kind of the devices of a mesh, such as "8 x TPU v5e"."""
     return f"{partitioner.mesh.size} x {partitioner.device.device_kind}"
 
 
 def nameable(source: Any, read: Any) -> Any:
-    """Return the path, or the list of paths, by which a source was given, or else what was read from it."""
+    """Return the path or paths of a source, if it was given so, or else the value that was read from it."""
     listed = isinstance(source, list | tuple) and all(isinstance(one, str | Path) for one in source)
     return source if listed or isinstance(source, str | Path) else read
 
 
 def described(source: Any) -> Any:
-    """Return a picture, clip or noise as JSON: a file by its full path or URL, an array by its shape and a digest."""
+    """Return an image, clip or noise as JSON: a file by its full path or URL, an array by shape and digest."""
     if isinstance(source, str | Path | RemotePath):
         return full_name(source)
     if isinstance(source, list | tuple):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Wan's first stage returns, and the arrays on the host that pictures become."""
+"""The output of Wan's encode stage, and the preparation of its images on the host."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -15,12 +15,13 @@ Resized = Callable[[np.ndarray, tuple[int, int]], np.ndarray]  # of a picture [H
 
 
 class WanConditioning(NamedTuple):
-    """The output of `encode` for a prompt, the negative prompt and pictures; each array has a first axis of size 1.
+    """The output of `encode` for a prompt, the negative prompt and images; each array has a first axis of size 1.
 
-    Videos that are made together have a prompt each on that axis, and share the pictures. `prompt_embeds` and
-    `negative_prompt_embeds` are zeros after their last tokens. `condition` joins the latents and has their shape except
-    for its channels and frames; `image_embeds` are features of images; `video_latents` are the video from which
-    denoising starts, before noise is added. `video_shape` is what they were encoded for, a `VideoShape`.
+    In a batch that axis has a prompt for each video, and all videos share the images. `prompt_embeds` and
+    `negative_prompt_embeds` are zeros after their last tokens. `condition` is concatenated to the latents' channels,
+    and has their shape except for channels and frames; `image_embeds` are features of images; `video_latents` are those
+    of the video from which denoising starts, without noise. `video_shape` is the shape that they were encoded for, a
+    `VideoShape`.
     """
 
     prompt_embeds: Float[Array, "B S E"]
@@ -32,15 +33,15 @@ class WanConditioning(NamedTuple):
 
 
 def unit(picture: Picture, settings: Settings) -> Float[np.ndarray, "_H _W 3"]:
-    """Return the picture in the video's size, in [0, 1]."""
+    """Fit an image to the video's size, in [0, 1]."""
     return fit(picture, settings.size, settings.resize).astype(np.float32) / np.float32(255)
 
 
 def known_frames(indices: Sequence[int], frames: int, factor: int) -> Float[np.ndarray, "C T"]:
-    """Return the mask of a video's known frames, 1 or 0, as channels of the latent frames.
+    """Return a 0/1 mask of a video's known frames, as channels of the latent frames.
 
-    A latent frame has one channel for each of its `factor` frames. The first latent frame has one frame, which fills
-    all its channels.
+    A latent frame has one channel for each of its `factor` frames. The first latent frame has only one frame, which
+    fills all its channels.
     """
     flags = np.zeros(frames, np.float32)
     flags[list(indices)] = 1
@@ -48,7 +49,7 @@ def known_frames(indices: Sequence[int], frames: int, factor: int) -> Float[np.n
 
 
 def mask_cells(mask: Float[np.ndarray, "T H W"], frames: int, factor: int) -> Float[np.ndarray, "C _T _H _W"]:
-    """Return a mask's pixels as `factor` × `factor` channels of latent cells, at `frames` of its frames.
+    """Rearrange a mask's pixels to `factor` × `factor` channels of the latents, at `frames` of its frames.
 
     The chosen frames are the middles of `frames` equal intervals, as in the reference.
     """
@@ -59,7 +60,7 @@ def mask_cells(mask: Float[np.ndarray, "T H W"], frames: int, factor: int) -> Fl
 
 
 def on_white(picture: Picture, size: tuple[int, int], resized: Resized) -> Float[np.ndarray, "_H _W 3"]:
-    """Return the whole picture, in [0, 1], in the middle of a white page of size (height, width)."""
+    """Fit a whole image, in [0, 1], onto the centre of a white canvas of size (height, width)."""
     height, width, _ = picture.shape
     scale = min(size[0] / height, size[1] / width)
     inner = int(height * scale), int(width * scale)
