@@ -329,4 +329,4 @@ def test_the_command_writes_its_files(tmp_path, monkeypatch, capsys):
     }
     with Image.open(sheet) as picture:
         assert picture.size == (9 * 66, 3 * 66)
-    assert "colour    100.0 %   bar 97 %" in capsys.readouterr().out
+    assert "colour    100.0 %   target 97 %" in capsys.readouterr().out

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captions of clips: one plain wording for evaluation, many wordings for training."""
+"""Captions of clips: one plain wording for evaluation, and many wordings for training."""
 
 from itertools import product
 
@@ -12,10 +12,10 @@ _NAMES = {
     "triangle": ("triangle",),
     "cross": ("cross", "cross", "cross", "plus sign"),
 }
-_TAUGHT = {"bar": ("bar",)}  # not in the model's vocabulary
+_TAUGHT_NAMES = {"bar": ("bar",)}  # not in the model's vocabulary
 
 # A travelling motion is a verb and a direction; each verb has two forms, "moving" and "moves".
-_TRAVEL = (
+_TRAVEL_VERBS = (
     ("moving", "moves"),
     ("moving", "moves"),
     ("going", "goes"),
@@ -23,13 +23,13 @@ _TRAVEL = (
     ("travelling", "travels"),
     ("drifting", "drifts"),
 )
-_WAYS = {
+_DIRECTIONS = {
     "left": ("left", "left", "to the left", "leftwards"),
     "right": ("right", "right", "to the right", "rightwards"),
     "up": ("up", "up", "upwards", "to the top"),
     "down": ("down", "down", "downwards", "to the bottom"),
 }
-_CHANGES = {
+_CHANGE_WORDINGS = {
     "grows": (
         ("growing", "grows"),
         ("growing", "grows"),
@@ -61,46 +61,49 @@ _BACKGROUNDS = {
 }
 
 
-def _deeds(motion: str) -> tuple[tuple[str, str], ...]:
+def _motion_wordings(motion: str) -> tuple[tuple[str, str], ...]:
     """Return the wordings of a motion, each in two forms: "moving left" and "moves left"."""
-    if motion in _CHANGES:
-        return _CHANGES[motion]
-    return tuple((f"{doing} {way}", f"{does} {way}") for (doing, does), way in product(_TRAVEL, _WAYS[motion]))
+    if motion in _CHANGE_WORDINGS:
+        return _CHANGE_WORDINGS[motion]
+    return tuple(
+        (f"{participle} {direction}", f"{verb} {direction}")
+        for (participle, verb), direction in product(_TRAVEL_VERBS, _DIRECTIONS[motion])
+    )
 
 
-_DEEDS = {motion: _deeds(motion) for motion in MOTIONS}
+_WORDINGS = {motion: _motion_wordings(motion) for motion in MOTIONS}
 
 
 def plain_caption(colour: str, shape: str, motion: str) -> str:
     """Return the wording used in evaluation, such as "a red circle moving right"."""
-    return f"{_article(colour)} {colour} {shape} {plain_deed(motion)}"
+    return f"{_article(colour)} {colour} {shape} {plain_motion(motion)}"
 
 
-def plain_deed(motion: str) -> str:
-    """Return the prompt that evaluation gives with a picture, such as "moving right"."""
-    return _DEEDS[motion][0][0]
+def plain_motion(motion: str) -> str:
+    """Return the wording of a motion that evaluation uses with a picture, such as "moving right"."""
+    return _WORDINGS[motion][0][0]
 
 
 def caption(spec: Spec, rng: np.random.Generator) -> str:
-    """Draw one of the many wordings of a clip. A third name the background; a few are capitalised."""
-    doing, does = _pick(rng, _DEEDS[spec.motion])
-    text = _sentence(_subject(spec, rng), doing, does, rng)
+    """Draw one of the many wordings of a clip. A third of them name the background, and a few are capitalised."""
+    participle, verb = _pick(rng, _WORDINGS[spec.motion])
+    text = _sentence(_subject(spec, rng), participle, verb, rng)
     if rng.random() < 0.35:
-        ground = _pick(rng, _BACKGROUNDS[spec.background])
-        text = f"on {ground}, {text}" if rng.random() < 0.2 else f"{text} on {ground}"
+        background = _pick(rng, _BACKGROUNDS[spec.background])
+        text = f"on {background}, {text}" if rng.random() < 0.2 else f"{text} on {background}"
     if rng.random() < 0.15:
         text += "."
-    return _pick(rng, (*[str] * 14, *[_capital] * 4, str.title, str.upper))(text)
+    return _pick(rng, (*[str] * 14, *[_capitalise] * 4, str.title, str.upper))(text)
 
 
-def deed(spec: Spec, rng: np.random.Generator) -> str:
-    """Draw a wording of the motion alone, such as "moving right", for a clip whose first frame is given."""
-    return _pick(rng, (str, str, _capital))(_pick(rng, _pick(rng, _DEEDS[spec.motion])))
+def motion_caption(spec: Spec, rng: np.random.Generator) -> str:
+    """Draw a wording of only the motion, such as "moving right", for a clip whose first frame is an input."""
+    return _pick(rng, (str, str, _capitalise))(_pick(rng, _pick(rng, _WORDINGS[spec.motion])))
 
 
 def _subject(spec: Spec, rng: np.random.Generator) -> str:
     """Draw a wording of the colour and the shape, with or without an article, sometimes with the initial size."""
-    name = _pick(rng, (_NAMES | _TAUGHT)[spec.shape])
+    name = _pick(rng, (_NAMES | _TAUGHT_NAMES)[spec.shape])
     article = _pick(rng, ("a", "a", "a", "the", ""))
     if rng.random() < 0.1:
         return f"{article} {name}, {spec.colour},".strip()
@@ -110,19 +113,21 @@ def _subject(spec: Spec, rng: np.random.Generator) -> str:
     return f"{_article(words) if article == 'a' else article} {words}".strip()
 
 
-def _sentence(subject: str, doing: str, does: str, rng: np.random.Generator) -> str:
-    """Draw a sentence from the subject and the motion; the plain wording is the most likely."""
-    forms = (f"{subject} {doing}", f"{subject} {doing}", f"{subject} {does}", f"{subject} that {does}")
-    if subject.endswith(","):  # "a circle, red, is moving" would break the phrase
+def _sentence(subject: str, participle: str, verb: str, rng: np.random.Generator) -> str:
+    """Draw a sentence from the subject and the motion. The plain wording is the most likely."""
+    forms = (f"{subject} {participle}", f"{subject} {participle}", f"{subject} {verb}", f"{subject} that {verb}")
+    if subject.endswith(","):  # other forms would give "a circle, red, is moving"
         return forms[0]
-    return _pick(rng, (*forms, f"{subject} is {doing}", f"{subject}, {doing}", f"a video of {subject} {doing}"))
+    return _pick(
+        rng, (*forms, f"{subject} is {participle}", f"{subject}, {participle}", f"a video of {subject} {participle}")
+    )
 
 
 def _article(words: str) -> str:
     return "an" if words[0] in "aeiou" else "a"
 
 
-def _capital(text: str) -> str:
+def _capitalise(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
@@ -135,5 +140,5 @@ def vocabulary() -> list[str]:
     phrases = [*COLOURS, *SHAPES, "a an the on is that video of"]
     for group in (_NAMES, _SIZES, _BACKGROUNDS):
         phrases += [phrase for options in group.values() for phrase in options]
-    phrases += [phrase for deeds in _DEEDS.values() for pair in deeds for phrase in pair]
+    phrases += [phrase for wordings in _WORDINGS.values() for pair in wordings for phrase in pair]
     return sorted({word for phrase in phrases for word in phrase.split()})

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The clips of the model in the box: one coloured shape on a plain background, drawn with antialiasing.
+"""Draw the clips of the bundled model: one coloured shape on a plain background, with antialiasing.
 
-A clip is described by its `Spec`. The shape's position, size and speed are random, within bounds that keep it inside
-the frame and its motion visible.
+A `Spec` describes a clip. The shape's position, size and speed are random, within bounds that keep it inside the frame
+and its motion visible.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ COLOURS = {
 """The sRGB values of each colour, from 0 to 1."""
 
 TAUGHT_COLOUR, TAUGHT_SHAPE = {"magenta": (0.90, 0.10, 0.60)}, "bar"
-"""A colour and a shape that the model in the box has never seen, which `teach.py` teaches it."""
+"""A colour and a shape that the bundled model has never seen, and that `teach.py` teaches it."""
 
 SHAPES = ("circle", "square", "triangle", "cross")
 MOTIONS = ("left", "right", "up", "down", "grows", "shrinks", "stays")
@@ -41,13 +41,13 @@ HELD_OUT = tuple(
     for (c, colour), (s, shape), (m, motion) in product(enumerate(COLOURS), enumerate(SHAPES), enumerate(MOTIONS))
     if (c + 2 * s + 3 * m) % 10 == 0
 )
-"""The tenth of the combinations that training never sees. Training sees every pair of their words in other clips."""
+"""The 10 % of the combinations that training never sees. It sees every pair of their words in other clips."""
 
 _TRAINED = tuple(sorted(set(COMBINATIONS) - set(HELD_OUT)))
 
 # Half the width, and the extents above and below the centre, of each shape of radius 1. The areas are nearly equal.
 _CIRCUMRADIUS = 1.36  # of the triangle
-_REACH = {
+_EXTENTS = {
     "circle": (1.0, 1.0, 1.0),
     "square": (0.89, 0.89, 0.89),
     "triangle": (_CIRCUMRADIUS * 0.75**0.5, _CIRCUMRADIUS, _CIRCUMRADIUS / 2),
@@ -57,7 +57,7 @@ _REACH = {
 _ARM = 0.36  # half the thickness of the cross's arms
 
 STRETCHES = {"bar": (1.0, 1.2, 1.4)}
-"""The stretches, of the width and not of the area, with which a shape is still the same; it is drawn with the first."""
+"""The widths, relative to the drawn one, with which a shape counts as the same. Its area does not change."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ class Track:
 def sample_specs(rng: np.random.Generator, n: int, held_out: bool = False) -> list[Spec]:
     """Draw `n` specs uniformly from the combinations of training, or from those held out."""
     combinations = HELD_OUT if held_out else _TRAINED
-    picked = rng.integers(len(combinations), size=n)
+    indices = rng.integers(len(combinations), size=n)
     backgrounds = rng.integers(len(BACKGROUNDS), size=n)
-    return [Spec(*combinations[i], BACKGROUNDS[j]) for i, j in zip(picked, backgrounds, strict=True)]
+    return [Spec(*combinations[i], BACKGROUNDS[j]) for i, j in zip(indices, backgrounds, strict=True)]
 
 
 def draw(specs: Sequence[Spec], frames: int, size: int, rng: np.random.Generator) -> Float[np.ndarray, "B T H W 3"]:
@@ -97,7 +97,7 @@ def draw(specs: Sequence[Spec], frames: int, size: int, rng: np.random.Generator
 
 
 def _track(spec: Spec, frames: int, size: int, rng: np.random.Generator) -> Track:
-    """Draw a steady motion. Sizes are fractions of the frame's, so a clip looks alike at any resolution."""
+    """Draw a steady motion. Sizes are fractions of the frame's size, so a clip looks the same at any resolution."""
     time = np.linspace(0.0, 1.0, frames) if frames > 1 else np.zeros(1)
     travel = np.zeros(2)
     if spec.motion in DIRECTIONS:
@@ -109,22 +109,22 @@ def _track(spec: Spec, frames: int, size: int, rng: np.random.Generator) -> Trac
         small = rng.uniform(0.095, 0.115)
         large = small * rng.uniform(2.0, 2.4)
         radius = small + (large - small) * (time if spec.motion == "grows" else 1.0 - time)
-    width, above, below = np.array(_REACH[spec.shape]) * radius.max()
-    least = np.array([width, above]) + np.maximum(-travel, 0.0) + 0.02
-    most = 0.98 - np.array([width, below]) - np.maximum(travel, 0.0)
-    start = rng.uniform(least, most)
+    width, above, below = np.array(_EXTENTS[spec.shape]) * radius.max()
+    lowest_start = np.array([width, above]) + np.maximum(-travel, 0.0) + 0.02
+    highest_start = 0.98 - np.array([width, below]) - np.maximum(travel, 0.0)
+    start = rng.uniform(lowest_start, highest_start)
     x, y = size * (start[:, None] + travel[:, None] * time)
     return Track(x, y, size * radius)
 
 
 def _background(name: str, size: int, rng: np.random.Generator) -> Float[np.ndarray, "H W 3"]:
-    """Draw a plain grey or a soft gradient between two muted colours, from 0 to 1; height or width may be 1."""
+    """Draw a plain grey or a soft gradient between two muted colours, from 0 to 1. Height or width may be 1."""
     if name in _GREYS:
         return np.full((1, 1, 3), rng.uniform(*_GREYS[name]))
     middle, half = rng.uniform(0.3, 0.7), rng.uniform(0.08, 0.18) * rng.choice([-1.0, 1.0])
-    ends = np.array([[middle - half], [middle + half]]) + rng.uniform(-0.05, 0.05, (2, 3))
+    end_colours = np.array([[middle - half], [middle + half]]) + rng.uniform(-0.05, 0.05, (2, 3))
     blend = (np.arange(size)[:, None] + 0.5) / size
-    ramp = ends[0] + blend * (ends[1] - ends[0])
+    ramp = end_colours[0] + blend * (end_colours[1] - end_colours[0])
     return ramp[:, None] if name == "vertical gradient" else ramp[None]
 
 
@@ -132,9 +132,9 @@ _GREYS = {"dark": (0.06, 0.20), "grey": (0.40, 0.58), "light": (0.80, 0.94)}
 
 
 def _paint(clip: Float[np.ndarray, "T H W 3"], spec: Spec, track: Track) -> None:
-    """Blends the shape over the clip in place, within the bounding box of its track."""
+    """Blend the shape over the clip in place, within the bounding box of its track."""
     size = clip.shape[1]
-    width, above, below = np.outer(_REACH[spec.shape], track.radius) + 1.0
+    width, above, below = np.outer(_EXTENTS[spec.shape], track.radius) + 1.0
     rows = slice(max(int((track.y - above).min()), 0), min(int((track.y + below).max()) + 1, size))
     columns = slice(max(int((track.x - width).min()), 0), min(int((track.x + width).max()) + 1, size))
     centres = np.arange(size) + 0.5  # of the pixels
@@ -151,11 +151,11 @@ def _paint(clip: Float[np.ndarray, "T H W 3"], spec: Spec, track: Track) -> None
 def distance(shape: str, x: np.ndarray, y: np.ndarray, radius: np.ndarray, stretch: float = 1.0) -> np.ndarray:
     """Return the signed distance in pixels from the shape's edge, negative inside; corners are mitred outside.
 
-    `stretch` makes a bar so much wider, and lower.
+    `stretch` multiplies the width of a bar, and divides its height.
     """
     x = np.abs(x)
     if shape == "bar":
-        width, height, _ = _REACH[shape]
+        width, height, _ = _EXTENTS[shape]
         return np.maximum(x - width * stretch * radius, np.abs(y) - height / stretch * radius)
     if shape == "circle":
         return np.hypot(x, y) - radius

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluation of the model in the box on every combination that training never saw.
+"""Evaluate the bundled model on every combination that training never saw.
 
-Prints the fraction of videos with the right colour, motion and shape, each failure, and the PSNR of unseen clips after
-the autoencoder. A reading of None counts as wrong. With `--pictures` the model receives the first frame of an unseen
-clip and a prompt that names only the motion.
+The script prints the fraction of videos with the right colour, motion and shape, each failure, and the PSNR of unseen
+clips after the autoencoder. A reading of None counts as wrong. With `--pictures`, the model receives the first frame of
+an unseen clip and a prompt that names only the motion.
 """
 
 import argparse
@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from captions import plain_caption, plain_deed
+from captions import plain_caption, plain_motion
 from clips import BACKGROUNDS, HELD_OUT, Spec, draw, sample_specs
 from jaxtyping import Float, UInt8
 from PIL import Image
 from reading import Reading, read
 
-BARS = {"colour": 0.97, "motion": 0.95, "shape": 0.90}
-PSNR_BAR = 32.0  # dB
-PICTURE_BARS = {"motion": 0.90}
-FIRST_FRAME_BAR = 25.0  # dB
+TARGETS = {"colour": 0.97, "motion": 0.95, "shape": 0.90}
+PSNR_TARGET = 32.0  # dB
+PICTURE_TARGETS = {"motion": 0.90}
+FIRST_FRAME_TARGET = 25.0  # dB
 SIZE, FRAMES = 64, 17
 
 Frames = UInt8[np.ndarray, "T H W 3"]
@@ -33,20 +33,22 @@ Clips = Float[np.ndarray, "B T H W 3"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """One generated video: its prompt, the names that are right, and the reading."""
+    """One generated video: its prompt, the expected names, and the reading."""
 
     prompt: str
     seed: int
-    asked: dict[str, str]
+    expected: dict[str, str]
     reading: Reading
     frames: Frames
 
-    def right(self, aspect: str) -> bool:
-        """Return True if `aspect` (colour, motion or shape) is as asked."""
-        return getattr(self.reading, aspect) == self.asked[aspect]
+    def is_right(self, aspect: str) -> bool:
+        """Return True if `aspect` (colour, motion or shape) is as expected."""
+        return getattr(self.reading, aspect) == self.expected[aspect]
 
     def __str__(self) -> str:
-        wrong = ", ".join(f"{aspect} {getattr(self.reading, aspect)}" for aspect in BARS if not self.right(aspect))
+        wrong = ", ".join(
+            f"{aspect} {getattr(self.reading, aspect)}" for aspect in TARGETS if not self.is_right(aspect)
+        )
         return f"{self.prompt}, seed {self.seed}: {wrong or 'right'}"
 
 
@@ -54,17 +56,17 @@ def evaluate(
     generate: Callable[[str, int], Frames],
     combinations: Iterable[tuple[str, str, str]],
     seeds: int,
-    tell: Callable[[Outcome], None] = lambda outcome: None,
+    on_outcome: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
-    """Generate each (colour, shape, motion) with the seeds 0, 1, ... and read it; `tell` receives each outcome."""
+    """Generate each (colour, shape, motion) with seeds from 0 and read it; `on_outcome` is called with each outcome."""
     outcomes = []
     for colour, shape, motion in combinations:
         prompt = plain_caption(colour, shape, motion)
         for seed in range(seeds):
             frames = generate(prompt, seed)
-            asked = {"colour": colour, "shape": shape, "motion": motion}
-            outcomes.append(Outcome(prompt, seed, asked, read(frames), frames))
-            tell(outcomes[-1])
+            expected = {"colour": colour, "shape": shape, "motion": motion}
+            outcomes.append(Outcome(prompt, seed, expected, read(frames), frames))
+            on_outcome(outcomes[-1])
     return outcomes
 
 
@@ -72,26 +74,26 @@ def evaluate_pictures(
     generate: Callable[[str, Frame, int], Frames],
     combinations: Iterable[tuple[str, str, str]],
     seeds: int,
-    tell: Callable[[Outcome], None] = lambda outcome: None,
+    on_outcome: Callable[[Outcome], None] = lambda outcome: None,
 ) -> tuple[list[Outcome], list[float]]:
-    """Evaluate from the first frames of drawn clips; also returns the PSNR of the videos' first frames, in dB."""
+    """Evaluate with the first frames of drawn clips as inputs; also return the PSNR of the first frames, in dB."""
     outcomes, psnr = [], []
     for number, (colour, shape, motion) in enumerate(combinations):
         for seed in range(seeds):
             rng = np.random.default_rng([2026, number, seed])
             clip = draw([Spec(colour, shape, motion, BACKGROUNDS[rng.integers(len(BACKGROUNDS))])], FRAMES, SIZE, rng)
             picture = np.round(127.5 * (clip[0, 0] + 1.0)).astype(np.uint8)
-            frames = generate(plain_deed(motion), picture, seed)
-            asked = {"colour": colour, "shape": shape, "motion": motion}
-            outcomes.append(Outcome(f"{colour} {shape}: {plain_deed(motion)}", seed, asked, read(frames), frames))
+            frames = generate(plain_motion(motion), picture, seed)
+            expected = {"colour": colour, "shape": shape, "motion": motion}
+            outcomes.append(Outcome(f"{colour} {shape}: {plain_motion(motion)}", seed, expected, read(frames), frames))
             psnr.append(10.0 * np.log10(255.0**2 / np.mean((frames[0].astype(np.float64) - picture) ** 2)))
-            tell(outcomes[-1])
+            on_outcome(outcomes[-1])
     return outcomes, psnr
 
 
 def accuracies(outcomes: Sequence[Outcome]) -> dict[str, float]:
     """Return the fraction of outcomes with the right colour, motion and shape."""
-    return {aspect: sum(outcome.right(aspect) for outcome in outcomes) / len(outcomes) for aspect in BARS}
+    return {aspect: sum(outcome.is_right(aspect) for outcome in outcomes) / len(outcomes) for aspect in TARGETS}
 
 
 def reconstruction_psnr(
@@ -132,26 +134,30 @@ def report(outcomes: Sequence[Outcome], psnr: float) -> dict:
         "failures": [
             {"prompt": outcome.prompt, "seed": outcome.seed, "reading": dataclasses.asdict(outcome.reading)}
             for outcome in outcomes
-            if not all(outcome.right(aspect) for aspect in BARS)
+            if not all(outcome.is_right(aspect) for aspect in TARGETS)
         ],
     }
 
 
-def table(found: dict) -> str:
-    """Formats the figures of a report and their bars."""
+def table(figures: dict) -> str:
+    """Format the figures of a report with their targets."""
     lines = [
-        f"{aspect:<8} {100 * found['accuracy'][aspect]:6.1f} %   bar {100 * bar:.0f} %" for aspect, bar in BARS.items()
+        f"{aspect:<8} {100 * figures['accuracy'][aspect]:6.1f} %   target {100 * target:.0f} %"
+        for aspect, target in TARGETS.items()
     ]
-    return "\n".join([*lines, f"{'VAE':<8} {found['psnr']:6.1f} dB  bar {PSNR_BAR:.0f} dB"])
+    return "\n".join([*lines, f"{'VAE':<8} {figures['psnr']:6.1f} dB  target {PSNR_TARGET:.0f} dB"])
 
 
 def picture_table(outcomes: Sequence[Outcome], psnr: Sequence[float]) -> str:
-    """Formats the figures of the videos that were made from pictures, and their bars."""
-    bars = {aspect: f"   bar {100 * bar:.0f} %" for aspect, bar in PICTURE_BARS.items()}
+    """Format the figures of the videos that were made from pictures, with their targets."""
+    targets = {aspect: f"   target {100 * target:.0f} %" for aspect, target in PICTURE_TARGETS.items()}
     lines = [
-        f"{aspect:<8} {100 * right:6.1f} %{bars.get(aspect, '')}" for aspect, right in accuracies(outcomes).items()
+        f"{aspect:<8} {100 * is_right:6.1f} %{targets.get(aspect, '')}"
+        for aspect, is_right in accuracies(outcomes).items()
     ]
-    first = f"{'first frame':<8} {np.mean(psnr):.1f} dB, the worst {min(psnr):.1f} dB  bar {FIRST_FRAME_BAR:.0f} dB"
+    first = (
+        f"{'first frame':<8} {np.mean(psnr):.1f} dB, the worst {min(psnr):.1f} dB  target {FIRST_FRAME_TARGET:.0f} dB"
+    )
     return "\n".join([*lines, first])
 
 
@@ -159,9 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="nano", help="a name or a folder (default: nano)")
     parser.add_argument("--seeds", type=int, default=4, help="videos per prompt (default: 4)")
-    parser.add_argument(
-        "--pictures", action="store_true", help="give the first frame, and a prompt of the motion alone"
-    )
+    parser.add_argument("--pictures", action="store_true", help="use the first frame and a prompt of only the motion")
     parser.add_argument("--limit", type=int, help="evaluate only the first LIMIT combinations")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures and the failures there")
     parser.add_argument("--sheet", type=Path, metavar="FILE.png", help="write a picture of the videos there")
@@ -174,27 +178,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     pipe = wanjax.load(options.model)
 
-    def generate(prompt: str, seed: int, **given: Frame) -> Frames:
-        return np.asarray(pipe(prompt, seed=seed, **given).frames)
+    def generate(prompt: str, seed: int, **inputs: Frame) -> Frames:
+        return np.asarray(pipe(prompt, seed=seed, **inputs).frames)
 
-    def tell(outcome: Outcome) -> None:
+    def on_outcome(outcome: Outcome) -> None:
         print(outcome, flush=True)
 
     combinations = HELD_OUT[: options.limit]
     if options.pictures:
         outcomes, psnr = evaluate_pictures(
-            lambda prompt, picture, seed: generate(prompt, seed, image=picture), combinations, options.seeds, tell
+            lambda prompt, picture, seed: generate(prompt, seed, image=picture), combinations, options.seeds, on_outcome
         )
         print(picture_table(outcomes, psnr))
     else:
-        outcomes = evaluate(generate, combinations, options.seeds, tell)
+        outcomes = evaluate(generate, combinations, options.seeds, on_outcome)
         encode = nnx.jit(lambda vae, x: vae.encode_cells(x, None)[0])  # a cell of this model is a pixel
         decode = nnx.jit(lambda vae, z: jnp.clip(vae.decode_cells(z, None)[0], -1, 1))
         psnr = [reconstruction_psnr(lambda x: encode(pipe.vae, x), lambda z: decode(pipe.vae, z))]
         print(table(report(outcomes, psnr[0])))
     if options.json:
-        found = report(outcomes, float(np.mean(psnr)))
-        options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        figures = report(outcomes, float(np.mean(psnr)))
+        options.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     if options.sheet:
         contact_sheet(outcomes).save(options.sheet)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The library's training loop on batches that are drawn as they are needed, with its progress printed."""
+"""The library's training loop, with batches that are drawn when they are needed, and with printed progress."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -17,8 +17,8 @@ SAVE_EVERY = 500
 PRINT_EVERY = 100
 
 
-class Drawn(Trainer):
-    """A training named `name`, which averages the weights; `loss(model, batch, key)` returns the loss and metrics."""
+class ClipTrainer(Trainer):
+    """A named training with an average of the weights. `loss(model, batch, key)` returns the loss and metrics."""
 
     def __init__(
         self,
@@ -36,16 +36,16 @@ class Drawn(Trainer):
             print(f"{name}: resumed at step {self.step}", flush=True)
 
     def train(self, last: int, draw_batch: Callable[[np.random.Generator], Any]) -> None:
-        """Train up to step `last`; do nothing if that is past."""
-        begun, begun_at = time.monotonic(), self.step
+        """Train up to step `last`; do nothing if that step is already done."""
+        start_time, start_step = time.monotonic(), self.step
 
-        def tell(step: int, metrics: Mapping[str, jax.Array]) -> None:
+        def report(step: int, metrics: Mapping[str, jax.Array]) -> None:
             if step % PRINT_EVERY == 0 or step == last:
                 values = "  ".join(f"{name} {float(value):.4f}" for name, value in metrics.items())
-                pace = (time.monotonic() - begun) / (step - begun_at)
+                pace = (time.monotonic() - start_time) / (step - start_step)
                 print(f"{self.name} {step}/{last}  {values}  {pace:.3f} s/step", flush=True)
 
-        self.run(last, lambda step, generator: draw_batch(generator), tell, SAVE_EVERY)
+        self.run(last, lambda step, generator: draw_batch(generator), report, SAVE_EVERY)
 
     def model(self) -> Any:
         """Return the model with the averaged weights."""

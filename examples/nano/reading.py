@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recognition of a clip's colour, shape and motion by classical vision; None for what cannot be recognised.
+"""Recognise a clip's colour, shape and motion with classical computer vision; None for what is not clear.
 
-The steps: fit a plain or linearly shaded background to each frame; take the pixels that differ from it as the shape;
-name its colour by the nearest of the palette; compare it with a template of each shape, of the same centre and area;
-fit straight lines to its centre and size over time. Nothing is learnt, and the prompt is not used.
+The steps are: fit a plain or linearly shaded background to each frame; take the pixels that differ from it as the
+shape; find the nearest colour of the palette; compare the shape with a template of each shape that has the same centre
+and area; fit straight lines to its centre and size over time. Nothing is learnt, and the prompt is not used.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,18 +15,18 @@ from jaxtyping import Float, UInt8
 from scipy import ndimage
 
 CONTRAST = 0.18  # a pixel further than this from the background, in RGB from 0 to 1, belongs to the shape
-LEAST_AREA, MOST_AREA = 0.004, 0.35  # fractions of the frame
-READABLE = 0.75  # fraction of the frames that must show one shape
+MIN_AREA, MAX_AREA = 0.004, 0.35  # fractions of the frame
+MIN_READABLE = 0.75  # fraction of the frames that must show one shape
 COLOUR_TOLERANCE = 0.25  # distance in RGB from 0 to 1
-LEAST_OVERLAP, LEAST_LEAD = 0.75, 0.03  # of the best template, and over the second best
-TRAVELS, STANDS = 0.20, 0.08  # displacement over the clip, as a fraction of the frame
-GROWS, KEEPS = 1.4, 1.2  # ratio of the sizes at the two ends
-UNSTEADY = 0.04  # root mean square distance from a straight track, as a fraction of the frame
+MIN_OVERLAP, MIN_LEAD = 0.75, 0.03  # of the best template, and over the second best
+MIN_TRAVEL, MAX_DRIFT = 0.20, 0.08  # displacement over the clip, as a fraction of the frame
+MIN_GROWTH, MAX_GROWTH_STILL = 1.4, 1.2  # ratio of the sizes at the two ends
+MAX_DEVIATION = 0.04  # root mean square distance from a straight track, as a fraction of the frame
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The recognised names, None for what cannot be recognised, and the measurements behind them."""
+    """The recognised names, or None for what is not clear, and the measurements behind them."""
 
     colour: str | None = None
     shape: str | None = None
@@ -56,7 +56,7 @@ def read(
 ) -> Reading:
     """Name the colour, the shape and the motion of the one shape in a clip."""
     video = np.asarray(frames, np.float32) / 255.0
-    blobs = _find(video)
+    blobs = _find_shape(video)
     if blobs is None:
         return Reading()
     motion, displacement, growth = _motion(blobs, video.shape[1:3])
@@ -76,8 +76,8 @@ def _background(video: Float[np.ndarray, "T H W 3"], rounds: int = 8) -> Float[n
     """Fit a plane a + b x + c y to each frame and channel, robustly, starting from the frame's rim."""
     frames, height, width, _ = video.shape
     y, x = np.meshgrid(np.linspace(-1, 1, height), np.linspace(-1, 1, width), indexing="ij")
-    everywhere = np.stack([np.ones_like(x), x, y], axis=-1).astype(np.float32)
-    basis = everywhere[::2, ::2].reshape(-1, 3)  # a quarter of the pixels is enough for three numbers
+    full_basis = np.stack([np.ones_like(x), x, y], axis=-1).astype(np.float32)
+    basis = full_basis[::2, ::2].reshape(-1, 3)  # a quarter of the pixels is enough for three numbers
     products = (basis[:, :, None] * basis[:, None, :]).reshape(-1, 9)
     pixels = video[:, ::2, ::2].reshape(frames, -1, 3)
     rim = (np.abs(basis).max(axis=1, where=[False, True, True], initial=0.0) > 0.85).astype(np.float32)
@@ -86,41 +86,41 @@ def _background(video: Float[np.ndarray, "T H W 3"], rounds: int = 8) -> Float[n
         moments = (weights @ products).reshape(frames, 3, 3) + 1e-4 * np.eye(3, dtype=np.float32)
         plane = np.linalg.solve(moments, basis.T @ (weights[:, :, None] * pixels))
         squared = np.sum((pixels - basis @ plane) ** 2, axis=-1)
-        weights = 1.0 / (1.0 + squared / 0.05**2) ** 2  # outliers, that is the shape, hardly count
-    return (everywhere.reshape(-1, 3) @ plane).reshape(video.shape)
+        weights = 1.0 / (1.0 + squared / 0.05**2) ** 2  # outliers, such as the shape, hardly count
+    return (full_basis.reshape(-1, 3) @ plane).reshape(video.shape)
 
 
-def _find(video: Float[np.ndarray, "T H W 3"]) -> _Blobs | None:
+def _find_shape(video: Float[np.ndarray, "T H W 3"]) -> _Blobs | None:
     """Find the shape in each frame; None if too few frames show exactly one."""
     background = _background(video)
-    smooth = ndimage.uniform_filter(video - background, (1, 3, 3, 1))  # removes single noisy pixels
+    smooth = ndimage.uniform_filter(video - background, (1, 3, 3, 1))  # suppresses noise in single pixels
     masks = np.linalg.norm(smooth, axis=-1) > CONTRAST
-    single = [_single(mask) for mask in masks]
-    seen = np.array([mask is not None for mask in single])
-    if seen.sum() < max(READABLE * len(video), 2):
+    regions = [_largest_region(mask) for mask in masks]
+    has_shape = np.array([mask is not None for mask in regions])
+    if has_shape.sum() < max(MIN_READABLE * len(video), 2):
         return None
-    masks = np.stack([mask for mask in single if mask is not None])
-    video, background = video[seen], background[seen]
+    masks = np.stack([mask for mask in regions if mask is not None])
+    video, background = video[has_shape], background[has_shape]
     rgb = np.stack([np.median(frame[_core(mask)], axis=0) for frame, mask in zip(video, masks, strict=True)])
     contrast = np.median(rgb, axis=0) - background
     cover = np.sum((video - background) * contrast, axis=-1) / np.maximum(np.sum(contrast**2, axis=-1), 1e-6)
-    near = np.stack([ndimage.binary_dilation(mask, iterations=3) for mask in masks])
-    cover = np.clip(cover, 0.0, 1.0) * near
+    surroundings = np.stack([ndimage.binary_dilation(mask, iterations=3) for mask in masks])
+    cover = np.clip(cover, 0.0, 1.0) * surroundings
     area = cover.sum(axis=(1, 2))
     height, width = video.shape[1:3]
     x = np.einsum("thw,w->t", cover, np.arange(width) + 0.5) / area
     y = np.einsum("thw,h->t", cover, np.arange(height) + 0.5) / area
-    return _Blobs(np.flatnonzero(seen) / (len(seen) - 1), cover, area, x, y, rgb)
+    return _Blobs(np.flatnonzero(has_shape) / (len(has_shape) - 1), cover, area, x, y, rgb)
 
 
-def _single(mask: np.ndarray) -> np.ndarray | None:
-    """Return the largest connected region, if it is most of the mask and of a plausible size."""
+def _largest_region(mask: np.ndarray) -> np.ndarray | None:
+    """Return the largest connected region if it is most of the mask and has a plausible size, else None."""
     labels, count = ndimage.label(mask)
     if count == 0:
         return None
     areas = np.bincount(labels.ravel())[1:]
     largest = areas.max()
-    if largest < 0.8 * areas.sum() or not LEAST_AREA < largest / mask.size < MOST_AREA:
+    if largest < 0.8 * areas.sum() or not MIN_AREA < largest / mask.size < MAX_AREA:
         return None
     return labels == 1 + int(areas.argmax())
 
@@ -132,11 +132,11 @@ def _core(mask: np.ndarray) -> np.ndarray:
 
 
 def _colour(rgb: Float[np.ndarray, "T 3"], colours: Mapping[str, tuple[float, float, float]]) -> str | None:
-    """Return the colour of the palette that is nearest, and near enough, in most frames."""
+    """Return the palette's colour that is nearest and within the tolerance in most frames, else None."""
     distances = np.linalg.norm(rgb[:, None] - np.array(list(colours.values())), axis=-1)
-    near = (distances.argmin(axis=1)[:, None] == np.arange(len(colours))) & (distances < COLOUR_TOLERANCE)
-    votes = near.mean(axis=0)
-    return list(colours)[int(votes.argmax())] if votes.max() >= READABLE else None
+    is_nearest = (distances.argmin(axis=1)[:, None] == np.arange(len(colours))) & (distances < COLOUR_TOLERANCE)
+    votes = is_nearest.mean(axis=0)
+    return list(colours)[int(votes.argmax())] if votes.max() >= MIN_READABLE else None
 
 
 def _unit_area(shape: str) -> float:
@@ -149,9 +149,9 @@ _AREAS = {shape: _unit_area(shape) for shape in (*SHAPES, TAUGHT_SHAPE)}
 
 
 def _overlaps(blobs: _Blobs, shapes: Sequence[str]) -> dict[str, float]:
-    """Return the intersection over union with a template of each shape, of equal centre and area, over all frames.
+    """Return the mean intersection over union with a template of each shape, of equal centre and area.
 
-    Of a shape that may be stretched it is that with the best template.
+    For a shape that may be stretched, the best template counts.
     """
     _, height, width = blobs.cover.shape
     x = (np.arange(width) + 0.5 - blobs.x[:, None])[:, None, :]
@@ -160,53 +160,53 @@ def _overlaps(blobs: _Blobs, shapes: Sequence[str]) -> dict[str, float]:
     def overlap(shape: str, stretch: float) -> float:
         radius = np.sqrt(blobs.area / _AREAS[shape])[:, None, None]
         template = np.clip(0.5 - distance(shape, x, y, radius, stretch), 0.0, 1.0)
-        both = np.minimum(template, blobs.cover).sum(axis=(1, 2))
-        either = np.maximum(template, blobs.cover).sum(axis=(1, 2))
-        return round(float(np.mean(both / either)), 3)
+        intersection = np.minimum(template, blobs.cover).sum(axis=(1, 2))
+        union = np.maximum(template, blobs.cover).sum(axis=(1, 2))
+        return round(float(np.mean(intersection / union)), 3)
 
     return {shape: max(overlap(shape, s) for s in STRETCHES.get(shape, (1.0,))) for shape in shapes}
 
 
 def _shape(overlaps: dict[str, float]) -> str | None:
-    """Return the shape whose template fits best, if it fits well and clearly better than the others."""
+    """Return the shape whose template fits best, if it fits well and clearly better than the others; else None."""
     best, second = sorted(overlaps, key=overlaps.__getitem__, reverse=True)[:2]
-    clear = overlaps[best] >= LEAST_OVERLAP and overlaps[best] - overlaps[second] >= LEAST_LEAD
-    return best if clear else None
+    is_clear = overlaps[best] >= MIN_OVERLAP and overlaps[best] - overlaps[second] >= MIN_LEAD
+    return best if is_clear else None
 
 
-def _line(index: np.ndarray, track: np.ndarray) -> tuple[float, float, float]:
-    """Fit a straight line to a track: returns its values at the clip's two ends, and the track's RMS distance."""
+def _fit_line(index: np.ndarray, track: np.ndarray) -> tuple[float, float, float]:
+    """Fit a straight line to a track; return its values at both ends of the clip, and the RMS deviation."""
     slope, start = np.polyfit(index, track, 1)
-    stray = np.sqrt(np.mean((track - start - slope * index) ** 2))
-    return float(start), float(start + slope), float(stray)
+    deviation = np.sqrt(np.mean((track - start - slope * index) ** 2))
+    return float(start), float(start + slope), float(deviation)
 
 
 def _motion(blobs: _Blobs, size: tuple[int, int]) -> tuple[str | None, tuple[float, float], float]:
     """Return the motion, the displacement of the centre and the ratio of the sizes, over the whole clip."""
     height, width = size
-    x0, x1, stray_x = _line(blobs.index, blobs.x / width)
-    y0, y1, stray_y = _line(blobs.index, blobs.y / height)
-    s0, s1, stray_s = _line(blobs.index, np.sqrt(blobs.area / (height * width)))
+    x0, x1, deviation_x = _fit_line(blobs.index, blobs.x / width)
+    y0, y1, deviation_y = _fit_line(blobs.index, blobs.y / height)
+    s0, s1, deviation_size = _fit_line(blobs.index, np.sqrt(blobs.area / (height * width)))
     dx, dy = x1 - x0, y1 - y0
     growth = max(s1, 1e-3) / max(s0, 1e-3)
     motion = None
-    if max(stray_x, stray_y, stray_s) < UNSTEADY:
+    if max(deviation_x, deviation_y, deviation_size) < MAX_DEVIATION:
         motion = _name_motion(dx, dy, growth)
     return motion, (round(dx, 3), round(dy, 3)), round(growth, 3)
 
 
 def _name_motion(dx: float, dy: float, growth: float) -> str | None:
-    """Return the motion that is clear, or None if none or several are."""
+    """Return the motion if exactly one is clear, else None."""
     travel, sideways = max(abs(dx), abs(dy)), min(abs(dx), abs(dy))
-    keeps = 1 / KEEPS < growth < KEEPS
-    if travel > TRAVELS and sideways < travel / 3 and keeps:
+    keeps_size = 1 / MAX_GROWTH_STILL < growth < MAX_GROWTH_STILL
+    if travel > MIN_TRAVEL and sideways < travel / 3 and keeps_size:
         if travel == abs(dx):
             return "right" if dx > 0 else "left"
         return "down" if dy > 0 else "up"
-    if travel > STANDS:
+    if travel > MAX_DRIFT:
         return None
-    if keeps:
+    if keeps_size:
         return "stays"
-    if growth > GROWS:
+    if growth > MIN_GROWTH:
         return "grows"
-    return "shrinks" if growth < 1 / GROWS else None
+    return "shrinks" if growth < 1 / MIN_GROWTH else None

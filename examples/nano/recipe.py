@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recipe of the model in the box: the configs of its components, in the diffusers layout, and their training."""
+"""The recipe of the bundled model: the configs of its components in the diffusers layout, and their training."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ VAE = {
     "attn_scales": [],
     "temperal_downsample": [False, True, True],
     "dropout": 0.0,
-    "latents_mean": [0.0] * 16,  # measured once the VAE is trained
+    "latents_mean": [0.0] * 16,  # replaced by measured values after the VAE's training
     "latents_std": [1.0] * 16,
 }
 
@@ -73,7 +73,7 @@ SCHEDULER = {
 
 MODEL_INDEX = {
     "_class_name": "WanPipeline",
-    "expand_timesteps": True,  # the first frame can be given: it has timestep 0
+    "expand_timesteps": True,  # the first frame may be an input, with timestep 0
     "text_encoder": ["transformers", "UMT5EncoderModel"],
     "tokenizer": ["transformers", "T5TokenizerFast"],
     "transformer": ["diffusers", "WanTransformer3DModel"],
@@ -95,12 +95,12 @@ class Phase:
 VAE_PHASES = (Phase(2500, 10, 1, 32), Phase(3300, 4, 5, 32), Phase(1400, 4, 9, 32))
 """Training of the whole VAE: images first, then crops of video."""
 DECODER_PHASES = (Phase(3000, 4, 9, 32), Phase(1200, 1, 17, 64))
-"""Further training of the decoder alone, at the end on whole clips."""
+"""Further training of only the decoder, at the end on whole clips."""
 
-CLIPS = 16384  # encoded once, for flow matching
+CLIPS = 16384  # encoded once before flow matching
 FLOW_BATCH = 32
 FLOW_STEPS = 14000
-PICTURE_STEPS = 5000  # with the first frame given for half of each batch
+PICTURE_STEPS = 5000  # with the first frame as an input for half of each batch
 
 DEFAULTS = {
     "negative_prompt": "",

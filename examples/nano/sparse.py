@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Teaches the model in the box sparse-linear attention: `python examples/nano/sparse.py`.
+"""Teach the bundled model sparse-linear attention: `python examples/nano/sparse.py`.
 
-Draws clips of what the model knows, and trains it on them as `wanjax train --attention sla:…` does, once for each
-share of the keys. The dense model is the teacher: what it predicts for a clip is the target. Then makes 32 videos, one
-of each colour and shape: with all keys, and with that share before and after the training. Reads them, and compares
-each with the one of all keys.
+The script draws clips of shapes that the model knows, and trains the model on them as `wanjax train --attention sla:…`
+does, once for each fraction of the keys. The dense model is the teacher: its prediction for a clip is the target. Then
+the script makes 32 videos, one of each colour and shape: with all keys, and with a fraction of the keys before and
+after the training. It reads the videos, and compares each with the video that uses all keys.
 """
 
 import json
@@ -25,12 +25,12 @@ from wanjax.kernels.attention import AttentionConfig, SparseLinear
 from wanjax.media.video import write_video
 from wanjax.training import LoraConfig, OptimizerConfig, TrainConfig, Training
 
-BLOCKS = {"block_q": 8, "block_kv": 4}  # of 80 tokens: 10 blocks of queries, 20 of keys
-ASKED = [
+BLOCKS = {"block_q": 8, "block_kv": 4}  # 80 tokens make 10 blocks of queries and 20 of keys
+COMBINATIONS = [
     (colour, shape, MOTIONS[i % len(MOTIONS)])
     for i, (shape, colour) in enumerate((shape, colour) for shape in SHAPES for colour in COLOURS)
 ]
-SEED = 300  # of the first video: with all keys the 32 are all right
+SEED = 300  # of the first video; with all keys, all 32 videos are right
 CONFIG = TrainConfig(
     batch_size=16,
     lora=LoraConfig(rank=64),
@@ -45,7 +45,7 @@ CONFIG = TrainConfig(
 
 
 def write_clips(folder: Path, count: int, seed: int) -> None:
-    """Write drawn clips that are not there, and a table of their captions; each teaches what the model makes of it."""
+    """Write the missing clips, and a table of their captions. The model's prediction is the target for each clip."""
     rng = np.random.default_rng([seed, 32])
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
@@ -58,55 +58,60 @@ def write_clips(folder: Path, count: int, seed: int) -> None:
 
 
 def videos_of(pipe: wanjax.Pipeline) -> list[np.ndarray]:
-    """Make a video of each of the 32."""
-    return [np.asarray(pipe(plain_caption(*asked), seed=SEED + i).frames) for i, asked in enumerate(ASKED)]
+    """Make a video of each of the 32 combinations."""
+    return [
+        np.asarray(pipe(plain_caption(*combination), seed=SEED + i).frames)
+        for i, combination in enumerate(COMBINATIONS)
+    ]
 
 
-def right(videos: Sequence[np.ndarray]) -> np.ndarray:
-    """Tell of each of the 32 whether its colour, shape and motion are read as they were asked for."""
+def check_videos(videos: Sequence[np.ndarray]) -> np.ndarray:
+    """Return for each of the 32 videos whether colour, shape and motion are right."""
     readings = [read(frames) for frames in videos]
-    return np.array([(x.colour, x.shape, x.motion) == asked for x, asked in zip(readings, ASKED, strict=True)])
+    return np.array(
+        [(x.colour, x.shape, x.motion) == combination for x, combination in zip(readings, COMBINATIONS, strict=True)]
+    )
 
 
-def psnr(videos: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> float:
+def psnr(videos: Sequence[np.ndarray], references: Sequence[np.ndarray]) -> float:
     """Return the mean of the videos' peak signal-to-noise ratios, in dB."""
-    squared = [np.mean((a.astype(np.float64) - b) ** 2) for a, b in zip(videos, others, strict=True)]
+    squared = [np.mean((a.astype(np.float64) - b) ** 2) for a, b in zip(videos, references, strict=True)]
     return float(np.mean(10 * np.log10(255.0**2 / np.maximum(squared, 1e-3))))
 
 
 def figures(videos: Sequence[np.ndarray], dense: Sequence[np.ndarray]) -> dict[str, float]:
-    """Return the count of videos that are right, and how near they are to those of all keys."""
-    return {"right": int(right(videos).sum()), "psnr": psnr(videos, dense)}
+    """Return the number of right videos, and their mean PSNR to the videos that use all keys."""
+    return {"right": int(check_videos(videos).sum()), "psnr": psnr(videos, dense)}
 
 
 @click.command()
-@click.option("--out", type=click.Path(path_type=Path), default="sparse", help="The folder of clips and trainings.")
-@click.option("--top", "tops", type=float, multiple=True, default=[0.25], help="A share of the keys; may be repeated.")
+@click.option("--out", type=click.Path(path_type=Path), default="sparse", help="Folder of the clips and the trainings.")
+@click.option("--top", "tops", type=float, multiple=True, default=[0.25], help="Fraction of the keys; may be repeated.")
 @click.option("--steps", default=1200, show_default=True)
 @click.option("--clips", default=512, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 def main(out: Path, tops: Sequence[float], steps: int, clips: int, seed: int) -> None:
-    """Teaches, then counts what is read right, and draws the videos."""
+    """Train with sparse-linear attention, count the right videos, and draw them."""
     note = lambda text: click.echo(text)  # noqa: E731
     write_clips(out / "clips", clips, seed)
     dense = videos_of(wanjax.load("nano"))
-    found: dict[str, dict[str, float]] = {"all keys": figures(dense, dense)}
+    figures_by_run: dict[str, dict[str, float]] = {"all keys": figures(dense, dense)}
     config = replace(CONFIG, steps=steps, seed=seed)
     for top in tops:
-        attention, folder, begun = (
+        attention, folder, start_time = (
             AttentionConfig(sparse=SparseLinear(top, **BLOCKS)),
             out / f"{top:g}",
             time.monotonic(),
         )
         pipe = wanjax.load("nano", attention=attention, note=note)
-        found[f"{top:g} untrained"] = figures(videos_of(pipe), dense)
+        figures_by_run[f"{top:g} untrained"] = figures(videos_of(pipe), dense)
         file = Training(pipe, out / "clips", folder, config, note=note).run()
         videos = videos_of(wanjax.load("nano", lora=str(file), note=note))
-        found[f"{top:g}"] = figures(videos, dense) | {"minutes": (time.monotonic() - begun) / 60}
+        figures_by_run[f"{top:g}"] = figures(videos, dense) | {"minutes": (time.monotonic() - start_time) / 60}
         sheet(videos).save(folder / "videos.png")
-        click.echo(json.dumps(found, indent=2))
+        click.echo(json.dumps(figures_by_run, indent=2))
     sheet(dense).save(out / "all_keys.png")
-    (out / "figures.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    (out / "figures.json").write_text(json.dumps(figures_by_run, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

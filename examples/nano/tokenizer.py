@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The small tokenizer: a unigram model in UMT5's form, in which every word of the captions is one token.
+"""The small tokenizer: a unigram model like UMT5's, in which every word of the captions is one token.
 
-It has only what transformers' T5Tokenizer rebuilds from a vocabulary (no normaliser, no byte fallback), so that both
-libraries read its folder alike. Without a normaliser the vocabulary holds each word in three cases. Other words are
-spelt in ASCII characters; characters beyond ASCII become <unk>.
+It has only what transformers' T5Tokenizer rebuilds from a vocabulary (no normaliser, no byte fallback), so both
+libraries read its folder in the same way. Without a normaliser, the vocabulary contains each word in three cases. Other
+words are split into ASCII characters, and other characters become <unk>.
 """
 
 import argparse
@@ -20,7 +20,7 @@ _SPACE = "▁"  # SentencePiece's mark for the start of a word
 
 
 def build() -> Tokenizer:
-    """Build the tokenizer, the same at every call."""
+    """Build the tokenizer. The result is the same at every call."""
     words = vocabulary()
     cased = [*words, *map(str.title, words), *map(str.upper, words)]
     whole = list(dict.fromkeys(_SPACE + word for word in cased))
@@ -29,7 +29,7 @@ def build() -> Tokenizer:
     pieces += [(piece, -math.log(len(whole))) for piece in whole]
     pieces += [(piece, -12.0) for piece in characters if piece not in whole]  # less likely than any whole word
     if len(pieces) > VOCABULARY_SIZE:
-        raise ValueError(f"the captions need {len(pieces)} tokens where the model has {VOCABULARY_SIZE}")
+        raise ValueError(f"the captions need {len(pieces)} tokens, but the model has {VOCABULARY_SIZE}")
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=2, byte_fallback=False))
     metaspace = {"replacement": _SPACE, "prepend_scheme": "always", "split": True}
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -44,7 +44,7 @@ def build() -> Tokenizer:
 
 
 def write(folder: Path) -> None:
-    """Write the `tokenizer` folder of a checkpoint in the form that transformers reads."""
+    """Write the `tokenizer` folder of a checkpoint in the format that transformers reads."""
     folder.mkdir(parents=True, exist_ok=True)
     build().save(str(folder / "tokenizer.json"))
     special = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}

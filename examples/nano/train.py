@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training of the model in the box from scratch: `python examples/nano/train.py --out DIR`.
+"""Train the bundled model from scratch: `python examples/nano/train.py --out DIR`.
 
-Trains the autoencoder, measures its latents, trains the transformer together with its text encoder, and writes a folder
-in the diffusers layout. After an interruption the same command resumes.
+The script trains the autoencoder, measures its latents, trains the transformer together with its text encoder, and
+writes a folder in the diffusers layout. After an interruption, the same command resumes the training.
 """
 
 import json
@@ -26,11 +26,13 @@ from wanjax.models.wan.vae import WanVAE
 
 
 @click.command()
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="The folder of the finished model.")
-@click.option("--work", type=click.Path(path_type=Path), default="nano_training", help="Checkpoints of the training.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the finished model.")
+@click.option(
+    "--work", type=click.Path(path_type=Path), default="nano_training", help="Folder of the training's checkpoints."
+)
 @click.option("--seed", default=0, show_default=True)
 def main(out: Path, work: Path, seed: int) -> None:
-    """Train what is not trained yet, and write the model."""
+    """Run the remaining training, and write the model."""
     settings = {"dtype": jnp.float32, "param_dtype": jnp.float32, "rngs": nnx.Rngs(seed)}
     vae = train_vae(WanVAE(wan.vae_config(recipe.VAE), **settings), work, seed)
     mean, std = latent_statistics(vae, seed)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training of the small diffusion transformer and its text encoder together, by flow matching on encoded clips.
+"""Train the small diffusion transformer and its text encoder together, by flow matching on encoded clips.
 
 Flow matching (Lipman et al., 2023; Liu et al., rectified flow, 2023): at noise level s, a clip x and noise e are mixed
-to (1 - s) x + s e, and the transformer predicts the velocity e - x. It first learns to make clips from a prompt alone,
-then also to continue from a picture: the picture's latents, those of the first frame, have no noise and timestep 0.
+to (1 - s) x + s e, and the transformer predicts the velocity e - x. First it learns to make clips from a prompt, then
+also to continue from a picture: the latents of the first frame are those of the picture, without noise and at timestep
+0.
 """
 
 from functools import partial
@@ -13,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from captions import caption, deed
+from captions import caption, motion_caption
 from clips import Spec, draw, sample_specs
 from flax import nnx
-from loop import Drawn
+from loop import ClipTrainer
 from recipe import CLIPS, FLOW_BATCH, FLOW_STEPS, FRAMES, PICTURE_STEPS, SIZE
 from tokenizer import MAX_LENGTH
 from tokenizer import build as build_tokenizer
@@ -30,12 +31,12 @@ from wanjax.training.optimizers import matrices
 PEAK_LEARNING_RATE = 2e-3
 WARM_UP = 200  # steps
 EMPTY_CAPTIONS = 0.1  # fraction of clips without a prompt, for guidance
-DEEDS_ALONE = 0.4  # fraction of clips with a picture whose caption names only the motion
+MOTION_ONLY = 0.4  # fraction of clips with a picture whose caption names only the motion
 NOISE_MEAN, NOISE_STD = 0.5, 1.0  # of the logit of the noise level
 
 
 class PromptedTransformer(nnx.Module):
-    """The two networks that are trained together."""
+    """The text encoder and the transformer, which are trained together."""
 
     def __init__(self, text_encoder: T5Encoder, transformer: WanTransformer):
         self.text_encoder = text_encoder
@@ -48,25 +49,27 @@ def text_loss(model: PromptedTransformer, batch: dict, key: jax.Array) -> tuple[
 
 
 def text_and_picture_loss(model: PromptedTransformer, batch: dict, key: jax.Array) -> tuple[jax.Array, dict]:
-    """Return the same error, with the first frame given for the second half of the batch."""
+    """Return the same error, with the first frame as an input for the second half of the batch."""
     half = FLOW_BATCH // 2
     text = velocity_error(model, {name: x[:half] for name, x in batch.items()}, key)
-    picture = velocity_error(model, {name: x[half:] for name, x in batch.items()}, jax.random.fold_in(key, 1), given=1)
+    picture = velocity_error(
+        model, {name: x[half:] for name, x in batch.items()}, jax.random.fold_in(key, 1), clean_frames=1
+    )
     return (text + picture) / 2, {"text": text, "picture": picture}
 
 
-def velocity_error(model: PromptedTransformer, batch: dict, key: jax.Array, given: int = 0) -> jax.Array:
-    """Return the error over all latent frames except the first `given`, which have no noise."""
+def velocity_error(model: PromptedTransformer, batch: dict, key: jax.Array, clean_frames: int = 0) -> jax.Array:
+    """Return the velocity's error over all latent frames except the first `clean_frames`, which have no noise."""
     level_key, noise_key = jax.random.split(key)
     x = batch["latents"]
     level = jax.nn.sigmoid(NOISE_MEAN + NOISE_STD * jax.random.normal(level_key, x.shape[:1]))
     s = level[:, None, None, None, None]
     noise = jax.random.normal(noise_key, x.shape)
-    noisy = ((1.0 - s) * x + s * noise).at[:, :given].set(x[:, :given])
+    noisy = ((1.0 - s) * x + s * noise).at[:, :clean_frames].set(x[:, :clean_frames])
     text = encode_text(model.text_encoder, batch["ids"], batch["mask"])
     context, rope = model.transformer.context(text), model.transformer.rope(model.transformer.grid(noisy))
-    velocity = model.transformer(noisy, 1000.0 * level, context, rope, clean_frames=given)
-    return jnp.mean((velocity - (noise - x))[:, given:] ** 2)
+    velocity = model.transformer(noisy, 1000.0 * level, context, rope, clean_frames=clean_frames)
+    return jnp.mean((velocity - (noise - x))[:, clean_frames:] ** 2)
 
 
 def train_flow(model: PromptedTransformer, vae: WanVAE, workdir: Path, seed: int) -> PromptedTransformer:
@@ -78,7 +81,7 @@ def train_flow(model: PromptedTransformer, vae: WanVAE, workdir: Path, seed: int
 
     def batch(rng: np.random.Generator, pictures: bool) -> dict:
         chosen = rng.integers(0, len(specs), FLOW_BATCH)
-        words = [words_of(specs[i], rng, pictures and n >= FLOW_BATCH // 2) for n, i in enumerate(chosen)]
+        words = [draw_caption(specs[i], rng, pictures and n >= FLOW_BATCH // 2) for n, i in enumerate(chosen)]
         tokens = tokenizer.encode_batch(words)
         return {
             "latents": latents[chosen],
@@ -87,23 +90,27 @@ def train_flow(model: PromptedTransformer, vae: WanVAE, workdir: Path, seed: int
         }
 
     start_as_identity(model.transformer)
-    flow = Drawn("flow", model, text_loss, muon(PEAK_LEARNING_RATE, FLOW_STEPS), workdir, seed, ema_decay=0.999)
-    flow.train(FLOW_STEPS, partial(batch, pictures=False))
+    text_trainer = ClipTrainer(
+        "flow", model, text_loss, muon(PEAK_LEARNING_RATE, FLOW_STEPS), workdir, seed, ema_decay=0.999
+    )
+    text_trainer.train(FLOW_STEPS, partial(batch, pictures=False))
     optimizer = muon(PEAK_LEARNING_RATE / 2, PICTURE_STEPS)
-    both = Drawn("pictures", flow.model(), text_and_picture_loss, optimizer, workdir, seed + 1, ema_decay=0.999)
-    both.train(PICTURE_STEPS, partial(batch, pictures=True))
-    return both.model()
+    picture_trainer = ClipTrainer(
+        "pictures", text_trainer.model(), text_and_picture_loss, optimizer, workdir, seed + 1, ema_decay=0.999
+    )
+    picture_trainer.train(PICTURE_STEPS, partial(batch, pictures=True))
+    return picture_trainer.model()
 
 
-def words_of(spec: Spec, rng: np.random.Generator, picture: bool) -> str:
-    """Draw a caption for training: sometimes none, and with a picture sometimes only the motion."""
+def draw_caption(spec: Spec, rng: np.random.Generator, picture: bool) -> str:
+    """Draw a caption for training: sometimes an empty one, and with a picture sometimes only the motion."""
     if rng.random() < EMPTY_CAPTIONS:
         return ""
-    return deed(spec, rng) if picture and rng.random() < DEEDS_ALONE else caption(spec, rng)
+    return motion_caption(spec, rng) if picture and rng.random() < MOTION_ONLY else caption(spec, rng)
 
 
 def muon(peak: float, steps: int) -> optax.GradientTransformation:
-    """Return Muon for the kernels and Adam for the rest: warm-up, constant rate, linear decay over the last 30 %."""
+    """Return Muon for kernels and Adam for the rest: warm-up, a constant rate, and linear decay in the last 30 %."""
     decay = steps * 3 // 10
     schedule = optax.join_schedules(
         [
@@ -123,7 +130,7 @@ def muon(peak: float, steps: int) -> optax.GradientTransformation:
 
 
 def encoded_clips(vae: WanVAE, workdir: Path, seed: int) -> tuple[list, np.ndarray]:
-    """Return specs and normalised latents [B T H W C] of the training clips, which a file keeps for the next start."""
+    """Return specs and normalised latents [B T H W C] of the training clips; the latents are cached in a file."""
     rng = np.random.default_rng([seed, 2])
     specs = sample_specs(rng, CLIPS)
     file = workdir / "latents.npy"
@@ -138,7 +145,7 @@ def encoded_clips(vae: WanVAE, workdir: Path, seed: int) -> tuple[list, np.ndarr
 
 
 def start_as_identity(transformer: WanTransformer) -> None:
-    """Initialises every block to the identity and the output to zero (adaLN-Zero, Peebles and Xie, 2023)."""
+    """Initialise every block to the identity and the output to zero (adaLN-Zero, Peebles and Xie, 2023)."""
     for linear in (transformer.time_proj, transformer.proj_out, transformer.blocks.cross_attn.out):
         linear.kernel[...] = jnp.zeros_like(linear.kernel[...])
     table = transformer.blocks.table[...]

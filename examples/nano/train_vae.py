@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training of the small video autoencoder on crops of drawn clips: reconstruction and a small KL divergence."""
+"""Train the small video autoencoder on crops of drawn clips, with a reconstruction loss and a small KL divergence."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from clips import draw, sample_specs
 from flax import nnx
-from loop import Drawn
+from loop import ClipTrainer
 from recipe import DECODER_PHASES, FRAMES, SIZE, VAE_PHASES, Phase
 
 from wanjax.layers.conv import CausalConv
@@ -20,7 +20,7 @@ ABSOLUTE_WEIGHT = 0.03
 KL_WEIGHT = 2e-5
 PEAK_LEARNING_RATE = 2e-3
 DECODER_LEARNING_RATE = 1e-3
-LOG_VARIANCE = -6.0  # of the latents at the start; with more noise the decoder is slow to learn anything
+LOG_VARIANCE = -6.0  # initial value for the latents; with more noise the decoder learns slowly
 
 
 def crops(phase: Phase, rng: np.random.Generator) -> np.ndarray:
@@ -34,7 +34,7 @@ def crops(phase: Phase, rng: np.random.Generator) -> np.ndarray:
 
 
 def posteriors(vae: WanVAE, video: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-    """Return mean and log-variance of the first frame's latents and, if there are more frames, of all others."""
+    """Return mean and log-variance of the latents of the first frame and, if there are more, of all other frames."""
     mean, log_variance, cache = vae.posterior(video[:, :1], None)
     if video.shape[1] == 1:
         return [(mean, log_variance)]
@@ -65,7 +65,7 @@ def loss(vae: WanVAE, video: jax.Array, key: jax.Array) -> tuple[jax.Array, dict
 
 
 def inflate(vae: WanVAE) -> None:
-    """Initialises the video autoencoder as an image autoencoder that is applied to every frame.
+    """Initialise the video autoencoder as an image autoencoder that is applied to every frame.
 
     Residual blocks are the identity, convolutions see only the current frame, temporal downsampling averages frames,
     temporal upsampling repeats them, and the latents have little noise. So colours and positions are learnt first.
@@ -108,7 +108,7 @@ def _train(
     steps = sum(phase.steps for phase in phases)
     schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, 100, steps, learning_rate / 100)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule, b2=0.99))
-    trainer = Drawn(name, vae, loss, optimizer, workdir, seed)
+    trainer = ClipTrainer(name, vae, loss, optimizer, workdir, seed)
     last = 0
     for phase in phases:
         last += phase.steps
