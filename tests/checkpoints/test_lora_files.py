@@ -306,7 +306,7 @@ def test_file_strength_and_expert_are_parsed(text, lora):
     assert Lora.parse(str(lora)) == lora
 
 
-@given(st.floats(allow_nan=False, allow_infinity=False), st.sampled_from([None, "high", "low"]))
+@given(st.floats(-10, 10), st.sampled_from([None, "high", "low"]))
 def test_a_written_lora_is_parsed_again(strength, expert):
     lora = Lora("a.safetensors", strength, expert)
     assert Lora.parse(str(lora)) == lora
@@ -314,7 +314,9 @@ def test_a_written_lora_is_parsed_again(strength, expert):
 
 ARGUMENTS = [
     *((Lora.parse, (text,), "file") for text in ("", ":0.8", "high=", "high=:1")),
-    *((Lora.parse, (f"a.safetensors:{number}",), "finite number") for number in ("nan", "inf")),
+    *((Lora.parse, (f"a.safetensors:{number}",), "-10 10") for number in ("nan", "inf", "1000", "-10.1")),
+    (Lora.parse, ("a.safetensors:abc",), "strength a.safetensors 'abc'"),
+    (Lora.parse, ("high=owner/name/a.safetensors:0,8",), "strength owner/name/a.safetensors '0,8'"),
     (Lora, ("a", 1.0, "middle"), "expert 'middle' high low"),
 ]
 

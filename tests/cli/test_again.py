@@ -26,7 +26,7 @@ from wanjax.media.video import read_metadata, write_video
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
 SMALL = ("--size", "32x16", "--frames", "5", "--steps", "2", "--dtype", "float32")
-ONE_FRAME = (*SMALL, "--frames", "1")
+ONE_FRAME = ("--size", "32x16", "--frames", "1", "--steps", "2", "--dtype", "float32")
 FRAMES = np.zeros((1, 16, 32, 3), np.uint8)
 EACH = """if True:  # runs commands, which `::` divides, and writes a null after the output of each
     import os, sys

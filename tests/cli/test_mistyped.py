@@ -28,6 +28,13 @@ def given(tmp_path, monkeypatch, standing_for) -> Arguments:
         (["genrate", "a red circle"], "wanjax generate"),
         (["warm-up", "--model", "nano", "--help"], "wanjax warmup"),
         (["version"], "wanjax --version"),
+        (["--verison"], "option '--verison' wanjax --version"),
+        (["--Version"], "option '--Version' wanjax --version"),
+        (["--hepl"], "option '--hepl' wanjax --help"),
+        (["--sead", "3"], "option '--sead' --seed"),
+        (["batch", "nope.jsonl"], "no file nope.jsonl: prompt on each line"),
+        (["a.csv", "--prompts", "nope.csv"], "no file nope.csv: prompt on each line"),
+        (["batch", "a red circle"], "no file one prompt wanjax generate 'a red circle'"),
         (["--dir", "d0", "decode"], "'decode' command wanjax decode"),
         (["paint", "--help"], "command 'paint' generate encode denoise decode plan"),
         (["price", "nano", "--chip", "v6e-8"], "--chip plan command 'price'"),
@@ -119,6 +126,53 @@ def test_a_prompt_may_begin_with_a_dash(given):
     for words in (("generate", "--seed", "1", "--", "-a cat"), ("--", "-a cat")):
         succeeded(wanjax(*words))
         assert given.pop("prompt") == "-a cat"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["cat", "-o", "a.mp4", "--out=b.mp4"], "--out a.mp4 b.mp4 once"),
+        (["cat", "--image", "a.png", "--image", "b.png"], "--image a.png b.png once"),
+        (["cat", "--num-inference-steps", "3", "--steps", "5"], "--steps 3 5 once"),
+        (["cat", "--offload", "--no-offload"], "--offload --no-offload one"),
+        (["plan", "nano", "--chip", "v6e-8", "--chip", "cpu"], "--chip v6e-8 cpu once"),
+        (["bench", "nano", "--no-keep", "--keep"], "--keep --no-keep one"),
+    ],
+)
+def test_an_option_of_one_value_is_given_once(given, arguments, told):
+    assert says(refused(*arguments), told)
+    assert not given
+
+
+def test_an_option_may_be_repeated_with_the_same_value_or_where_it_takes_several(given):
+    succeeded(wanjax("cat", "--steps", "3", "--num_inference_steps", "3", "--preview", "--preview"))
+    assert given["steps"] == 3
+    for name in ("a.safetensors", "b.safetensors"):
+        Path(name).write_bytes(b"")
+    succeeded(wanjax("cat", "--lora", "a.safetensors", "--lora", "b.safetensors"))
+    assert given["lora"] == ("a.safetensors", "b.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "places"),
+    [
+        (["batch", "a.csv", "--out"], "folder machine gs://BUCKET/NAME s3://BUCKET/NAME"),
+        (["cat", "--out"], "file machine gs://BUCKET/NAME s3://BUCKET/NAME"),
+        (["serve", "--dir"], "folder machine gs://BUCKET/NAME s3://BUCKET/NAME"),
+        (["convert", "nano"], "folder machine gs://BUCKET/NAME s3://BUCKET/NAME"),
+        (["cat", "--compile-cache"], "folder machine gs://BUCKET/NAME s3://BUCKET/NAME"),
+        (["batch", "a.csv", "--database"], "file machine postgresql://USER:PASSWORD@HOST/NAME"),
+        (["cat", "--dir"], "folder machine"),
+        (["train", "nano", "clips", "--out"], "folder machine"),
+        (["selftest", "--out"], "folder machine"),
+    ],
+)
+def test_a_web_address_for_what_is_written_is_answered_with_the_places_for_it(arguments, places):
+    said = refused(*arguments, "http://foo/x")
+    assert says(said, f"http://foo/x {places}")
+    assert "curl" not in said
+    assert ("s3://" in said) == ("s3://" in places)
+    assert list(Path().iterdir()) == []
 
 
 def test_help_is_shown_beside_words_that_are_too_many():

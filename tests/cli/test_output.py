@@ -56,7 +56,7 @@ def test_quiet(model, option):
 
 @pytest.mark.parametrize("option", ["-q", "--json"])
 def test_errors_are_all_that_is_told(model, option):
-    assert says(refused("a", "--model", model, *SMALL, option, "--frames", "6"), "6 frames 4n + 1")
+    assert says(refused("a", "--model", model, "--size", "32x16", option, "--frames", "6"), "6 frames 4n + 1")
 
 
 def test_how_to_go_on_is_told_even_so(model, failing_in):

@@ -13,6 +13,8 @@ from rich.console import Console
 import wanjax
 from tests.support.commands import succeeded
 from tests.support.commands import wanjax as command
+from tests.support.words import naming
+from wanjax.errors import WanjaxError
 from wanjax.media.video import read_metadata
 from wanjax.pipelines.previews.latent_preview import Colours, fit_colours, strip, synthetic_clip
 from wanjax.pipelines.previews.previews import Previews, half_blocks
@@ -40,6 +42,12 @@ def mixed(frames):
     cells = frames.reshape(count, height // SPATIAL, SPATIAL, width // SPATIAL, SPATIAL, 3).mean((2, 4)) / 255
     means = cells[1:].reshape(-1, TEMPORAL, *cells.shape[1:]).mean(1)
     return np.moveaxis(np.concatenate([cells[:1] @ first + 0.3, means @ later - 0.2]), -1, 0)[None]
+
+
+def test_a_decoder_that_is_not_there(pipe):
+    for call in (lambda: wanjax.load("nano", decoder="nope"), lambda: pipe.preview_with("nope")):
+        with pytest.raises(WanjaxError, match=naming("no file nope")):
+            call()
 
 
 def test_a_linear_autoencoder_is_seen_as_it_is():

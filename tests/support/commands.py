@@ -53,7 +53,7 @@ def refused(*arguments: str | Path, status: int = 2, begun: bool | None = None) 
     assert result.exit_code == status, (result.output, result.exception)
     assert result.stdout == ""
     assert begun is not False or not re.search(r"^encode\b", result.stderr, re.MULTILINE), result.stderr
-    sentences = re.findall(r"^wanjax: (.*)$", result.stderr, re.MULTILINE)
+    sentences = re.findall(r"^wanjax: (.*(?:\n  .*)*)$", result.stderr, re.MULTILINE)
     assert len(sentences) == 1, result.stderr
     rest = result.stderr.partition(sentences[0])[2].strip()
     assert rest == "" or rest.startswith(("what was complete is kept", "no video was complete"))

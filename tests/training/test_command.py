@@ -16,7 +16,8 @@ from wanjax.cli import main
 from wanjax.cli.training import size_of
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
-SMALL = ("--size", "32x32", "--frames", 5, "--one-size", "--steps", 2, "--lora-rank", 2)
+SHORT = ("--frames", 5, "--one-size", "--steps", 2)
+SMALL = ("--size", "32x32", *SHORT, "--lora-rank", 2)
 
 
 def run(*arguments, status=0):
@@ -48,15 +49,15 @@ def test_train_writes_a_lora_and_resumes(model, tmp_path):
 def test_mistakes_are_one_sentence(model, tmp_path):
     data = write_clips(tmp_path / "data", 1)
     for more, sentence in (
-        (("--lora-rank", 0), "--lora-rank is given as 0"),
-        (("--learning-rate", -1), "the learning rate -1.0 is not a number above 0"),
-        (("--learning-rate", 1e39), "the learning rate 1e+39 is not a number"),
+        (("--size", "32x32", "--lora-rank", 0), "--lora-rank is given as 0"),
+        (("--size", "32x32", "--learning-rate", -1), "the learning rate -1.0 is not a number above 0"),
+        (("--size", "32x32", "--learning-rate", 1e39), "the learning rate 1e+39 is not a number"),
         (("--size", "33x32"), "the width 33 is not a multiple"),
-        (("--width", 64), "--size is given beside --height or --width"),
-        (("--lora-target", "to_x"), "no layer named to_x"),
-        (("--batch-size", 3, "--grad-accum-steps", 2), "a batch of 3 cannot be split in 2"),
+        (("--size", "32x32", "--width", 64), "--size is given beside --height or --width"),
+        (("--size", "32x32", "--lora-target", "to_x"), "no layer named to_x"),
+        (("--size", "32x32", "--batch-size", 3, "--grad-accum-steps", 2), "a batch of 3 cannot be split in 2"),
     ):
-        refused = run("train", model, data, "--out", tmp_path / "out", *SMALL, *more, status=2)
+        refused = run("train", model, data, "--out", tmp_path / "out", *SHORT, *more, status=2)
         assert sentence in refused.stderr
     refused = run("train", model, tmp_path / "none", "--out", tmp_path / "out", *SMALL, status=2)
     assert "there is no folder or table" in refused.stderr

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from wanjax.errors import WanjaxError
 
 HIGH, LOW = "high", "low"  # a model's two experts
+MAX_STRENGTH = 10  # of a LoRA, in either direction; 1 is usual
 PEFT_PREFIX = "base_model.model."  # of the keys in PEFT's files, by which a renamed one is known
 EXPERTS = {  # wrappers of one of two experts
     **{"transformer_1.": HIGH, "transformer_2.": LOW, "lora_transformer_1_": HIGH, "lora_transformer_2_": LOW},

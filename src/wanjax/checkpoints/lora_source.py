@@ -4,7 +4,6 @@
 JAX is not imported here, so that a wrong name is reported quickly.
 """
 
-import math
 import os
 import re
 from dataclasses import dataclass, replace
@@ -13,8 +12,8 @@ from pathlib import Path
 
 from wanjax.checkpoints.files import SUFFIXES
 from wanjax.checkpoints.hub import locate_file
-from wanjax.checkpoints.lora_keys import HIGH, LOW
-from wanjax.errors import WanjaxError
+from wanjax.checkpoints.lora_keys import HIGH, LOW, MAX_STRENGTH
+from wanjax.errors import WanjaxError, repr_short
 
 PEFT_FILE, PEFT_CONFIG = "adapter_model", "adapter_config.json"  # PEFT stores it in a file of its own
 NOISE_LEVELS = (HIGH, LOW)  # the names of a model's two experts
@@ -29,8 +28,9 @@ class Lora:
     expert: str | None = None
 
     def __post_init__(self):
-        if not math.isfinite(self.strength):
-            raise WanjaxError(f"the strength {self.strength} of {self.file} is not a finite number: 1 is usual")
+        if not abs(self.strength) <= MAX_STRENGTH:  # nor is a NaN
+            bounds = f"from {-MAX_STRENGTH} to {MAX_STRENGTH}"
+            raise WanjaxError(f"the strength {self.strength:g} of {self.file} is not {bounds}: 1 is usual")
         if self.expert not in (None, *NOISE_LEVELS):
             raise WanjaxError(f"no expert is named {self.expert!r}: there are {' and '.join(NOISE_LEVELS)}")
 
@@ -66,14 +66,19 @@ class Lora:
 
     @classmethod
     def parse(cls, text: str) -> "Lora":
-        """Parse `FILE` or `FILE:STRENGTH`, optionally after `high=` or `low=`. Raises WanjaxError without a FILE."""
+        """Parse `FILE` or `FILE:STRENGTH`, optionally after `high=` or `low=`. Raises WanjaxError without a FILE, and
+        for a STRENGTH that is none."""
         expert, equals, rest = text.partition("=")
         if not equals or expert not in NOISE_LEVELS:
             expert, rest = None, text
         file, colon, number = rest.rpartition(":")
         try:
             strength = float(number) if colon else 1.0
-        except ValueError:  # the colon belongs to the file's name
+        except ValueError as error:
+            is_whole_name = os.path.exists(Path(rest).expanduser())  # then the colon belongs to it
+            if not is_whole_name and (Path(file).suffix in SUFFIXES or os.path.exists(Path(file).expanduser())):
+                message = f"the strength of the LoRA {file} is given as {repr_short(number)}"
+                raise WanjaxError(f"{message}: write a number behind the colon, as in {file}:0.8") from error
             file, strength = rest, 1.0
         file = file if colon else rest
         if not file:

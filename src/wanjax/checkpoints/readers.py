@@ -2,6 +2,7 @@
 """Opens files of tensors of either format, and reads a checkpoint as one of another layout."""
 
 import math
+import os
 from collections.abc import Callable, Collection, Sequence
 from itertools import dropwhile
 from pathlib import Path
@@ -14,11 +15,14 @@ from wanjax.checkpoints.torch_file import TorchFile
 from wanjax.converters.name_map import NameMap
 from wanjax.converters.transforms import Shape
 from wanjax.errors import WanjaxError
+from wanjax.stores.paths import missing_file
 
 
 def open_tensors(path: str | Path) -> MappedFile:
     """Open a file of tensors in the format of its suffix; raise WanjaxError if it cannot be read."""
     path = Path(path).expanduser()
+    if not os.path.exists(path):  # which raises nothing for names that are none
+        raise WanjaxError(missing_file(path))
     if path.suffix not in SUFFIXES:
         raise WanjaxError(f"{path} is no file of weights that can be read: one that ends in {' or '.join(SUFFIXES)} is")
     if path.suffix == GGUF_SUFFIX:

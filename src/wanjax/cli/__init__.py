@@ -509,12 +509,19 @@ def bench(report: Report, model: str, quick: bool, keep: bool, as_json: bool) ->
 
 
 @main.command()
-@click.option("--out", default=".", metavar="FOLDER", help="Where the two files go.", shell_complete=complete_files)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=".",
+    metavar="FOLDER",
+    help="Where the two files go.",
+    shell_complete=complete_files,
+)
 @click.option("--timings/--no-timings", "timed", default=True, help="Time real shapes after the checks.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON in place of the tables.")
 @options.telling
 @defaults.config
-def selftest(report: Report, out: str, timed: bool, as_json: bool) -> None:
+def selftest(report: Report, out: Path, timed: bool, as_json: bool) -> None:
     """Check that this machine computes what it should, in two minutes, without a network.
 
     The hand-written kernels, attention, the bundled model and a small random model of each family are compared with
@@ -524,7 +531,7 @@ def selftest(report: Report, out: str, timed: bool, as_json: bool) -> None:
     """
     from wanjax.cli import measuring
 
-    measuring.selftest(report, out=Path(out), timed=timed, as_json=as_json)
+    measuring.selftest(report, out=out, timed=timed, as_json=as_json)
 
 
 @main.command()

@@ -5,7 +5,9 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
+from copy import copy
 from difflib import get_close_matches
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -108,6 +110,9 @@ def check_prompt(ctx: click.Context, arguments: Sequence[str], implied: str) -> 
         raise click.UsageError(f"{option} is an option of `wanjax {command}`, and {fault}")
     if not word:
         return
+    if word.startswith("-"):
+        _check_group_option(group, group.commands[implied], ctx, word)
+        return
     again = f"`{shlex.join(['wanjax', implied, word])}` makes a video of this word"
     if word in group.commands:
         raise click.UsageError(f"{word!r} is a command, which precedes its options: `wanjax {word} ...`; {again}")
@@ -117,6 +122,15 @@ def check_prompt(ctx: click.Context, arguments: Sequence[str], implied: str) -> 
         raise click.UsageError(f"no command is named {word!r}: `wanjax {commands[near]}` is near; {again}")
     if {"--help", "-h"} & {*arguments}:
         raise click.UsageError(f"no command is named {word!r}: there are {', '.join(group.list_commands(ctx))}")
+
+
+def _check_group_option(group: click.Group, implied: click.Command, ctx: click.Context, word: str) -> None:
+    """Raise UsageError where a word with a dash is nearer to an option of the group than to one of the command."""
+    group_options = {name for parameter in group.get_params(ctx) for name in parameter.opts}
+    options = [*sorted(group_options), *visible_options(implied)]
+    for near in get_close_matches(word.lower(), options, n=1, cutoff=NEAR):
+        if near in group_options:
+            raise click.UsageError(f"no option is named {word!r}: `wanjax {near}` is near")
 
 
 def _prompt(command: click.Command, ctx: click.Context, arguments: Sequence[str]) -> str | None:
@@ -275,6 +289,8 @@ IN_STORES = (
     "database",
 )
 """Parameters whose values may be in a store."""
+WRITTEN = ("out", "folder", "target", "compile_cache", "database", "profile", "latent_cache")
+"""Parameters that name what is written."""
 NO_FILES = ("extend_prompt", "at", "token", "origins", "prompt", "prompt_option", "negative_prompt", "sample_prompts")
 
 
@@ -289,16 +305,22 @@ def check_words(command: click.Command, ctx: click.Context, arguments: Sequence[
     if any("\0" in word for word in arguments):
         raise click.UsageError("an option or the prompt holds the character \\0: leave it out")
     try:
-        values = command.make_parser(ctx).parse_args([*arguments])[0]
+        values = _all_values(command, ctx, arguments)
     except click.NoSuchOption as error:
         raise _no_option(command, ctx, arguments, error.option_name) from error
     for parameter in command.params:
         value = values.get(str(parameter.name))
+        if isinstance(parameter, click.Option) and isinstance(value, list):
+            _check_repeated(parameter, value)
         for one in value if isinstance(value, list) else [value]:
             if one == "" and _names_files(parameter):
                 option = parameter.opts[-1] if isinstance(parameter, click.Option) else parameter.human_readable_name
                 raise click.UsageError(f"{option} is given an empty name: give that of a file or folder")
             if isinstance(one, str) and WEB_ADDRESS.fullmatch(one) and parameter.name not in NO_FILES:
+                if parameter.name in WRITTEN:
+                    raise click.UsageError(
+                        f"{one} is a web address, where no files can be kept: give {_places(parameter)}"
+                    )
                 page = HUB.fullmatch(one)
                 right = f"a page of the hub: give its id, {page[1]}" if page else download_advice(one)
                 raise click.UsageError(f"{one} is {right}")
@@ -308,6 +330,36 @@ def check_words(command: click.Command, ctx: click.Context, arguments: Sequence[
                     raise click.UsageError(f"{option} {one} is a URL: give the name of a file or folder here")
                 if one.lower().startswith("memory:") and ctx.obj and ctx.obj.owns_process:
                     raise click.UsageError(f"{one} would be gone with this command: give a name here or s3://")
+
+
+def _places(parameter: click.Parameter) -> str:
+    """Return where the files can be that a parameter names for writing."""
+    if parameter.name == "database":
+        return "a file on this machine, or postgresql://USER:PASSWORD@HOST/NAME"
+    here = f"a {'folder' if parameter.metavar and 'FOLDER' in parameter.metavar else 'file'} on this machine"
+    return here if isinstance(parameter.type, click.Path) else f"{here}, gs://BUCKET/NAME or s3://BUCKET/NAME"
+
+
+def _all_values(command: click.Command, ctx: click.Context, arguments: Sequence[str]) -> dict[str, Any]:
+    """Return the texts of the arguments by parameter: of an option all that are given, where click keeps the last."""
+    parser = copy(command)
+    parser.params = [copy(parameter) for parameter in command.params]
+    for parameter in parser.params:
+        if isinstance(parameter, click.Option) and not parameter.count:
+            parameter.multiple = True
+    return parser.make_parser(ctx).parse_args([*arguments])[0]
+
+
+def _check_repeated(option: click.Option, values: Sequence[Any]) -> None:
+    """Raise UsageError where an option that takes one value is given several that differ."""
+    different = [*dict.fromkeys(values)]
+    if option.multiple or len(different) < 2:
+        return
+    name = option.opts[-1]
+    if option.is_bool_flag:
+        raise click.UsageError(f"{name} is given beside {option.secondary_opts[-1]}: give one of them")
+    texts = " and as ".join(shortened(str(value)) for value in different)
+    raise click.UsageError(f"{name} is given as {texts}: give it once")
 
 
 def _names_files(parameter: click.Parameter) -> bool:

@@ -31,6 +31,7 @@ OTHER_FILES = ("noise", "decoder", "preview_decoder")
 STAGES = ("denoise", "decode")  # commands that read what another left in --dir
 ONE_VIDEO = ("generate", "decode")  # commands whose --out is a video's name
 SEVERAL = ("prompts", "seeds", "count")  # but with these, which make it a folder
+LISTS = (".txt", ".csv", ".json", ".jsonl", ".ndjson", ".parquet")  # suffixes of files with prompts
 WORKERS = ("batch", "serve")  # commands that may start workers elsewhere
 
 
@@ -129,8 +130,10 @@ def _check_seeds(ctx: click.Context, seeds: str | None) -> None:
 
 
 def _check_prompts(file: str | None) -> None:
-    again = shlex.join(["wanjax", "generate", str(file)])
-    check_file(file, f"give a file with a prompt on each line; for one prompt use `{again}`")
+    advice = "give a file with a prompt on each line"
+    if Path(str(file)).suffix.lower() not in LISTS:  # else a file is meant
+        advice += f"; for one prompt use `{shlex.join(['wanjax', 'generate', str(file)])}`"
+    check_file(file, advice)
     if file is not None and os.path.isdir(file):
         raise WanjaxError(f"{file} is a folder: give a file with a prompt on each line")
 

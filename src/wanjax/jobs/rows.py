@@ -26,7 +26,7 @@ JSON_START = re.compile(
     r"""[\[{]\s*(?:["\[\]{}]|$)"""
 )  # the start of an array or an object on the first line of a file
 DELIMITERS = ",;\t"  # of CSV files; spreadsheets write semicolons in many countries
-MAX_LISTED = 20  # maximum number of errors in a message, and of row ranges for one error
+MAX_LISTED = 10  # maximum number of errors in a message, and of row ranges for one error
 
 
 def read_requests(file: str, row_errors: "RowErrors | None" = None) -> list[VideoRequest]:
@@ -86,15 +86,15 @@ class RowErrors:
         self.rows.setdefault(str(error), set()).add(row)
 
     def raise_if_any(self) -> None:
-        """Raise a WanjaxError with all errors, if there are any."""
+        """Raise a WanjaxError with the errors, if there are any: several stand on lines of their own."""
         if not self.rows:
             return
         total = len(set().union(*self.rows.values()))
         ordered = sorted(self.rows.items(), key=lambda item: min(item[1]))
         messages = [f"{_format_ranges(rows)}: {why}" if any(rows) else why for why, rows in ordered]
-        raise WanjaxError(
-            f"{total} rows are wrong: {_join_first(messages, '; ')}" if len(messages) > 1 else messages[0]
-        )
+        if len(messages) == 1:
+            raise WanjaxError(messages[0])
+        raise WanjaxError(_join_first([f"{total} rows are wrong:", *messages], "\n  ", MAX_LISTED + 1))
 
 
 def _format_ranges(rows: Collection[int]) -> str:
@@ -108,10 +108,10 @@ def _format_ranges(rows: Collection[int]) -> str:
     return f"row{'s' * (len(rows) > 1)} {_join_first([' to '.join(map(str, bounds)) for bounds in ranges], ', ')}"
 
 
-def _join_first(texts: Sequence[str], separator: str) -> str:
-    """Join the first MAX_LISTED texts, and say how many more there are."""
-    remainder = [f"and {len(texts) - MAX_LISTED} more"] if len(texts) > MAX_LISTED else []
-    return separator.join([*texts[:MAX_LISTED], *remainder])
+def _join_first(texts: Sequence[str], separator: str, count: int = MAX_LISTED) -> str:
+    """Join the first `count` texts, and say how many more there are."""
+    remainder = [f"and {len(texts) - count} more"] if len(texts) > count else []
+    return separator.join([*texts[:count], *remainder])
 
 
 def _read_rows(file: str) -> Iterator[tuple[int, Any]]:

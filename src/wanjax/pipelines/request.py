@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from dataclasses import fields as dataclass_fields
 from typing import Any
 
+from wanjax.checkpoints.lora_keys import MAX_STRENGTH
 from wanjax.errors import SettingError, WanjaxError, repr_short
 from wanjax.media.inputs import IMAGE, INPUTS
 from wanjax.pipelines.other_names import unknown_keyword
@@ -31,7 +32,7 @@ RIVALS = {"size": ("height", "width"), "seconds": ("frames",)}  # alternative fi
 SAME_IMAGE = "input_reference"  # OpenAI's name of `image`
 MODEL, SCHEDULER = schema(Settings)["model"], Setting("scheduler", str)
 SECONDS = Setting("seconds", float, above=0, most=3600)
-STRENGTH = Setting("lora", float, least=-10, most=10)
+STRENGTH = Setting("lora", float, least=-MAX_STRENGTH, most=MAX_STRENGTH)
 VALUES = {**schema(Settings), **{one.name: one for one in (SECONDS, SCHEDULER)}}
 PROMPTS = ("prompt", "original_prompt", "negative_prompt", "then")
 LONGEST_TEXT = 200  # the maximal length of untrusted texts other than prompts

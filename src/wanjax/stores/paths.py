@@ -250,7 +250,7 @@ def parse_path(name: str | Path | RemotePath) -> AnyPath:
     if scheme not in LIBRARIES:
         schemes = ", ".join(f"{scheme}://" for scheme in (*LIBRARIES, LOCAL_SCHEME))
         if WEB_ADDRESS.fullmatch(str(name)):
-            raise WanjaxError(f"{name} is {download_advice(str(name))}, and {schemes} are stores")
+            raise WanjaxError(f"{name} is {download_advice(str(name))}, and {schemes} can be read and written")
         raise WanjaxError(f"{scheme}:// is not a supported store: use {schemes}")
     bucket, *parts = (path[:-1] if path.endswith("/") else path).split("/")
     if not BUCKET.fullmatch(bucket) or not all(
