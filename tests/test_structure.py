@@ -197,9 +197,12 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
     cluster = {re.split(r"[\[<>=]", text)[0] for text in project["optional-dependencies"]["cluster"]}
     own = {module: distributions(path) for module, path in MODULES.items()}
     own["wanjax.training.step_metrics"].remove("tensorboard")  # which is used where it is installed
-    clustered = ("jobs.ray_cluster", "jobs.ray_workers", "jobs.ray_placement", "jobs.rows")
+    own["wanjax.jobs.rows"].remove("pyarrow")
+    assert project["optional-dependencies"]["parquet"] == ["pyarrow"]
+    assert project["optional-dependencies"]["cluster"][0] == "wanjax[parquet,serve]"
+    clustered = ("jobs.ray_cluster", "jobs.ray_workers", "jobs.ray_placement")
     asked = set().union(*(own.pop(f"wanjax.{name}") for name in clustered))
-    assert asked - declared == cluster - {"wanjax"}  # with the extra `serve`
+    assert asked - declared == cluster - {"wanjax"}  # with the extras `parquet` and `serve`
     own["wanjax.jobs.databases"].remove("psycopg")
     assert project["optional-dependencies"]["postgres"] == ["psycopg[binary]"]
     own["wanjax.checkpoints.gguf_file"].remove("gguf")

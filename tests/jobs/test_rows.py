@@ -2,6 +2,7 @@
 """Files of requests: each kind says the same, and what is wrong is told with its row."""
 
 import json
+import sys
 
 import pytest
 
@@ -179,6 +180,13 @@ def test_a_table_may_be_separated_by(delimiter, prompt, tmp_path):
     first, second = read_requests(str(tmp_path / "r.csv"))
     assert first.fields == {"prompt": "a cat, asleep; purring", "seed": 1, "steps": 4}
     assert second.fields == {"prompt": "b", "seed": 2}
+
+
+def test_parquet_without_its_library_names_the_extra(tmp_path, monkeypatch):
+    (tmp_path / "r.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(WanjaxError, match=naming("r.parquet pip install 'wanjax[parquet]'")):
+        read_requests(str(tmp_path / "r.parquet"))
 
 
 def test_a_column_of_whole_numbers_with_an_empty_cell(tmp_path):

@@ -175,9 +175,9 @@ def _read_csv(text: str) -> Iterator[dict[str, Any] | WanjaxError]:
 
 def _read_parquet(file: Path) -> Iterator[dict[str, Any]]:
     try:
-        from pyarrow.parquet import ParquetFile  # imported late, since only the extra `cluster` installs it
+        from pyarrow.parquet import ParquetFile  # imported late, since only the extra `parquet` installs it
     except ImportError as error:
-        raise WanjaxError(f"reading {file} needs pyarrow: run pip install 'wanjax[cluster]'") from error
+        raise WanjaxError(f"reading {file} needs pyarrow: run pip install 'wanjax[parquet]'") from error
     with ParquetFile(file) as table:
         for batch in table.iter_batches():
             for row in batch.to_pylist():
