@@ -99,6 +99,8 @@ MISTAKES = {
     "encode a --image encoded": "--image encoded folder picture",
     "batch encoded": "encoded folder file prompt line",
     "worker": "--database WANJAX_DATABASE",
+    "batch here.txt --database foo": "database foo .sqlite .db postgresql://USER:PASSWORD@HOST/NAME",
+    "serve --database foo": "database foo .sqlite .db postgresql://USER:PASSWORD@HOST/NAME",
     "worker --database here.txt": "--dir --out",
     "worker --database nodir/jobs.sqlite --out x": "nodir/jobs.sqlite --database",
     "worker --database here.txt --out x --extend-prompt http://a/v1": "--extend-prompt --dir",

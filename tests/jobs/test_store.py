@@ -605,6 +605,8 @@ WRONG_DATABASES = [  # with a password, its form in a URL, a server of PostgreSQ
     ("postgresql://user:{secret}@127.0.0.1:port/jobs", []),
     ("postgresql://user:{secret}@localhost/jobs?nonsense=1", []),
     ("{folder}/notes.txt", ["notes.txt"]),
+    ("{folder}/jobs", ["jobs", ".sqlite", ".db"]),
+    ("postgres:user:{secret}@{server}/jobs", ["that file", ".sqlite"]),
     ("{folder}/notes.txt/jobs.sqlite", ["notes.txt"]),
     ("{folder}/shared/jobs.sqlite", ["nfs4", "--database"]),
 ]

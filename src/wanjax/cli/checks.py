@@ -158,10 +158,12 @@ def _check_several(values: Mapping[str, Any]) -> None:
 def _check_workers(ctx: click.Context) -> None:
     """Raise WanjaxError for workers that there cannot be, and for options of theirs without them."""
     from wanjax.cli.parsed import WorkerOptions, fill  # imported late for a quick listing of models
-    from wanjax.jobs.databases import resolve_database
+    from wanjax.jobs.databases import check_name, resolve_database
     from wanjax.jobs.ray_cluster import check_cluster
 
     elsewhere, workers = fill(WorkerOptions, ctx), ctx.params["workers"]
+    if (database := resolve_database(elsewhere.database)) is not None:
+        check_name(database)
     serves = ctx.info_name == "serve"
     of_ray = {"--hosts": elsewhere.hosts > 1, "--resources": elsewhere.resources, "--dashboard": elsewhere.dashboard}
     for option in [option for option, value in of_ray.items() if value and elsewhere.ray is None]:

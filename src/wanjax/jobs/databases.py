@@ -24,6 +24,7 @@ from wanjax.stores.writing import check_folder
 
 ENV_VARIABLE = "WANJAX_DATABASE"  # keeps the password out of the command line
 POSTGRES_SCHEMES = ("postgresql://", "postgres://")
+SQLITE_SUFFIXES = (".sqlite", ".sqlite3", ".db")  # of a file that does not exist
 POSTGRES_EXAMPLE = "postgresql://USER:PASSWORD@HOST/NAME"
 CONNECT_TIMEOUT, LOCK_TIMEOUT, NETWORK_TIMEOUT = 4, 4, 10
 """Seconds to wait for a connection, for a lock, and for a network that does not answer."""
@@ -106,13 +107,31 @@ def open_database(url: str) -> "Database":
     Raises:
         WanjaxError: The URL is not one of PostgreSQL, or the file's folder cannot be used.
     """
+    check_name(url)
+    return Postgres(url) if url.startswith(POSTGRES_SCHEMES) else Sqlite(Path(url).expanduser().absolute())
+
+
+def check_name(url: str) -> None:
+    """Raise WanjaxError if a name is neither a URL of PostgreSQL, nor an existing file, nor one with SQLite's suffixes.
+
+    A mistyped URL would otherwise become a file.
+
+    Args:
+        url: The path of the file, or a URL.
+    """
     if url.startswith(POSTGRES_SCHEMES):
-        return Postgres(url)
+        return
     if "://" in url:
         raise WanjaxError(
             f"the database {public_url(url)} is neither a file nor PostgreSQL: give a path, or {POSTGRES_EXAMPLE}"
         )
-    return Sqlite(Path(url).expanduser().absolute())
+    file = Path(url).expanduser()
+    if file.suffix.lower() not in SQLITE_SUFFIXES and not os.path.exists(file):  # which raises nothing for any name
+        name = "that file" if "@" in url else str(file)  # a URL without its scheme may hold a password
+        raise WanjaxError(
+            f"the database {name} does not exist, and a new one ends in {' or '.join(SQLITE_SUFFIXES)}: "
+            f"give such a name, or {POSTGRES_EXAMPLE}"
+        )
 
 
 def check_exists(url: str) -> None:
