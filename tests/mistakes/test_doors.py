@@ -180,11 +180,13 @@ def test_a_checkpoint_of_each_family(checkpoint, door, mistake):
 
 
 def test_all_wrong_rows_are_told_at_once():
-    rows = [row for row in MISTAKES if "rows" not in row.elsewhere][:20]
-    Path("rows.jsonl").write_text("".join(json.dumps(as_json(request(row))) + "\n" for row in rows))
-    sentence = refused("batch", "rows.jsonl")
-    for row in rows:
-        assert told(sentence, row)
+    rows = [row for row in MISTAKES if "rows" not in row.elsewhere]
+    for start in range(0, 20, 10):  # which a message names
+        some = rows[start : start + 10]
+        Path("rows.jsonl").write_text("".join(json.dumps(as_json(request(row))) + "\n" for row in some))
+        sentence = refused("batch", "rows.jsonl")
+        for row in some:
+            assert told(sentence, row)
 
 
 def test_a_door_is_left_out_with_a_reason():

@@ -87,7 +87,7 @@ def plan(
     outline = replace(outline, settings=settings)
     if training.train:
         lora = None if training.full else LoraConfig(training.lora_rank)
-        how |= {"lora": lora, "optimized": OptimizerConfig(training.optimizer), "clips": training.batch_size}
+        how |= {"lora": lora, "optimizer_config": OptimizerConfig(training.optimizer), "clips": training.batch_size}
         price = partial(estimate_training, outline, chip, axes, **how)
     else:
         offload = options.offload if settings.windows > 1 else options.offload is not False
