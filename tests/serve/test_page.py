@@ -121,6 +121,12 @@ OVERFLOWING = """
 """
 
 
+IN_VIEW = """
+(selectors) => selectors.every((selector) => { const box = document.querySelector(selector)?.getBoundingClientRect();
+  return box && box.top >= 0 && box.bottom <= innerHeight; })
+"""
+
+
 def encoded(data):
     return base64.b64encode(data).decode()
 
@@ -334,6 +340,25 @@ def test_seeds_of_vary_are_used_once(opened, served, made):
     page.wait_for_selector("dialog[open] video")
     for one in new:
         served.delete(f"/v1/videos/{one['id']}")
+
+
+def test_what_is_under_way_is_led_to_where_the_page_is_scrolled(opened, served, made):
+    """Beside the form, which stays in view, what is under way is put above all that was made; its notes are shown."""
+    tab = opened(viewport={"width": 1280, "height": 500}, reduced_motion="reduce")
+    page = tab.goto()
+    page.add_style_tag(content=".cards { min-height: 3000px; }")  # a gallery of many videos
+    small(page)
+    page.fill("#prompt", "a green dog")
+    page.evaluate("scrollTo(0, 400)")
+    assert page.evaluate("scrollY") == 400
+    page.click("#make")
+    page.wait_for_function(IN_VIEW, arg=[".item:has(.prompt)", "#queue-title"])
+    page.screenshot(path="/tmp/h8shot.png")
+    card = completed(page, "a green dog")
+    card.query_selector(".open").click()
+    assert says(page.inner_text("dialog .about"), "nano does not know 'dog'")
+    [video] = [one for one in served.get("/v1/videos").json()["data"] if one["prompt"] == "a green dog"]
+    served.delete(f"/v1/videos/{video['id']}")
 
 
 @pytest.fixture

@@ -114,6 +114,17 @@ def test_each_window_is_told_with_previews_of_its_own(start, monkeypatch):
     assert {2, 4} <= set(previews)
 
 
+def test_notes_tell_what_may_not_be_meant(start):
+    server = start()
+    prompts = {"then": ["a blue mountain"], "windows": 2, "prompt": "a dog"}
+    notes = server.finished(server.ask(**prompts, guidance_scale=1, negative_prompt="grey")["id"])["notes"]
+    assert any(says(note, "nano 'dog', 'mountain' trained") for note in notes)
+    assert any(says(note, "nano 64x64 17 frames 32x32 5 frames") for note in notes)
+    assert any(says(note, "guidance negative prompt no effect") for note in notes)
+    plain = server.finished(server.ask(guidance_scale=1)["id"])["notes"]
+    assert not any(says(note, "guidance") for note in plain)  # where nobody asks for a negative prompt
+
+
 def test_forms_and_json_mean_the_same(start, pipe):
     server = start(work=False)
     data = {name: str(value) for name, value in SMALL.items()} | {"seed": "3", "negative_prompt": ""}

@@ -15,9 +15,10 @@ from wanjax.bench.suite import bench as run
 from wanjax.cli.parsed import PipelineOptions
 from wanjax.cli.processes import init_distributed
 from wanjax.cli.report import Report
-from wanjax.cli.stages import domain_of, loaded
+from wanjax.cli.stages import loaded
 from wanjax.cli.tables import print_table
 from wanjax.figures import digits, duration, mesh_text, quantity, scaled
+from wanjax.jobs.notes import domain_of
 from wanjax.kernels.admitted import rejected_kernels
 from wanjax.kernels.compiler_options import save_set, saved_set
 from wanjax.pipelines import progress

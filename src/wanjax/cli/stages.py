@@ -35,6 +35,7 @@ from wanjax.execution import EXECUTE, Instance
 from wanjax.figures import digits, duration, in_bytes, joined_by_and, quantity
 from wanjax.jobs.maker import write_frames
 from wanjax.jobs.multihost import PeerGroup, is_first
+from wanjax.jobs.notes import guidance_notes, prompt_notes, shape_notes, texts_of, truncation_notes
 from wanjax.kernels.compiler_options import saved_set
 from wanjax.loading import abstract_pipeline, load
 from wanjax.media import stage_files
@@ -44,7 +45,6 @@ from wanjax.media.metadata import DIGESTS, file_digests, load_settings, load_sta
 from wanjax.media.pictures import Pictures
 from wanjax.media.stage_files import LATENTS, VIDEO
 from wanjax.pipelines.denoiser import stream_of
-from wanjax.pipelines.family import TrainingDomain
 from wanjax.pipelines.guidance import CLASSIFIER_FREE
 from wanjax.pipelines.model import Chunk, check_fits, conditioning_from, with_scheduler
 from wanjax.pipelines.noise_inputs import checked_noise_inputs
@@ -440,7 +440,7 @@ class VideoCommand:
         )
         if not differing and (sentence := estimate(self.pipe, chosen, self.from_video)):
             self.report.note(sentence)
-        self._note(*(note for one in videos or [chosen] for note in _doubts(one)))
+        self._note(*(note for one in videos or [chosen] for note in (*guidance_notes(one), *shape_notes(one))))
         if self.original_metadata and (sentence := differences(self.original_metadata, self.record)):
             self.report.note(f"note: {sentence}")
         if self.noise is not None:
@@ -466,20 +466,10 @@ class VideoCommand:
     def tell_prompt(self, videos: Sequence[Settings] = ()) -> None:
         """Print notes on the prompt, or on those of several `videos`, which the model does not know or read whole."""
         chosen, videos = self.settings, videos or [self.settings]
-        prompts = list(dict.fromkeys(one.prompt for one in videos))
-        if not all(prompt.strip() for prompt in prompts):
-            self._note("the prompt is empty, so the video shows what the model likes")
-        if (domain := domain_of(chosen.model)) and (unknown := domain.unknown(" ".join(prompts))):
-            words = ", ".join(map(repr, unknown[:3])) + (" ..." if len(unknown) > 3 else "")
-            self._note(f"{chosen.model} does not know {words}: it was trained on {domain.about}")
-        texts = dict.fromkeys((name, text, one.follow) for one in videos for name, text in _texts_of(one))
-        self._note(
-            *(
-                str(truncation).replace("the prompt", f"the {name}", 1)
-                for name, text, follow in texts
-                for truncation in self.pipe.truncations(text, follow=follow)
-            )
-        )
+        prompts = list(dict.fromkeys(prompt for one in videos for prompt in one.prompts))
+        self._note(*prompt_notes(chosen.model, prompts))
+        texts = dict.fromkeys((name, text, one.follow) for one in videos for name, text in texts_of(one))
+        self._note(*(note for text in texts for note in truncation_notes(self.pipe, *text)))
 
     def _note(self, *notes: str) -> None:
         """Print notes, each once; of very many the first ones, and how many more there are."""
@@ -600,23 +590,6 @@ def _shown_parts(chosen: Settings) -> dict[str, str]:
     }
 
 
-def _doubts(chosen: Settings) -> Iterator[str]:
-    """Yield notes on settings of a video that may be unintended."""
-    if not (chosen.guided or chosen.guidance_rule.nag is not None):
-        yield "guidance is off, so the negative prompt has no effect"
-    if (domain := domain_of(chosen.model)) and (unlike := domain.unlike(chosen)):
-        yield (
-            f"{chosen.model} was trained on {domain.size[1]}x{domain.size[0]} and "
-            f"{quantity(domain.frames, 'frame')} alone: {' and '.join(unlike)} may show nothing but grey"
-        )
-
-
-def _texts_of(chosen: Settings) -> Iterator[tuple[str, str]]:
-    """Yield the texts that a model reads, each with its name."""
-    yield "prompt", chosen.prompt
-    yield "negative prompt", chosen.negative_prompt
-
-
 class Reporting(Observer):
     """Shows the progress of a run, and previews; stops it between two steps where that was asked."""
 
@@ -730,12 +703,6 @@ def _without_defaults(left: VideoRequest, options: PipelineOptions) -> VideoRequ
     settings = {k: x for k, x in left.settings.items() if not (k in brought and defaults.get(k) == x)}
     solver = None if left.scheduler == name_of(model.model.scheduler) else left.scheduler
     return replace(left, settings=settings, scheduler=solver)
-
-
-def domain_of(model: str) -> TrainingDomain | None:
-    """Return all that a model knows, for one whose knowledge can be listed."""
-    preset = registry.presets().get(model)
-    return preset and preset.domain
 
 
 def in_short(numbers: Sequence[int]) -> str:

@@ -17,6 +17,7 @@ from wanjax.errors import WanjaxError
 from wanjax.execution import EXECUTE
 from wanjax.figures import duration
 from wanjax.jobs.maker import JobProgress, VideoMaker, write_frames
+from wanjax.jobs.notes import video_notes
 from wanjax.jobs.store import Job
 from wanjax.jobs.worker import Failure, Interrupted, Lease, logger
 from wanjax.layers.tiling import Tiling
@@ -130,8 +131,7 @@ class ServedMaker(VideoMaker):
                 request = request.updated(extended)
             settings: Any = {name: value for name, value in request.settings.items() if value is not None}
             pictures, chosen = pipe.prepare(**paths_of(request.inputs, here), **settings)
-            texts = chosen.prompt, chosen.negative_prompt
-            lease.report(notes=[str(one) for text in texts for one in pipe.truncations(text, follow=chosen.follow)])
+            lease.report(notes=video_notes(pipe, chosen))
             if (shape := self._shape(request, chosen)) not in self._shapes:
                 with progress.stage("compile"):
                     traced = trace_programs(

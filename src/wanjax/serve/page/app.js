@@ -4,13 +4,14 @@
 import { ask, contentOf, fileOf, lastFrame } from "./api.js";
 import { Composer } from "./composer.js";
 import { emptyForm, inOnePart } from "./fields.js";
-import { Gallery, Queue, still } from "./gallery.js";
+import { Gallery, Queue, still, titleOf } from "./gallery.js";
 import { TEXTS, language as first, speak, text } from "./texts.js";
 import { Compare, Viewer } from "./viewer.js";
 import { UNDO_SECONDS, Videos } from "./videos.js";
 import { html, render, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 
 const VARIED = 4;
+const TYPED = "wanjax prompt";
 const MODEL_KEYS = ["prompt", "height", "width", "seed", "model", "original_prompt", "dtype", "vae_dtype"]; // set apart or by the server
 
 function Login({ enter, wrong }) {
@@ -45,7 +46,7 @@ function App() {
     let drawn = false;
     kept.current = new Videos((before, video) => {
       if (before && video && before.status !== video.status) {
-        if (video.status === "completed") announce(text("announce_made", { prompt: video.prompt }));
+        if (video.status === "completed") announce(text("announce_made", { prompt: titleOf(video) }));
         if (video.status === "failed") announce(video.cancelled ? text("cancelled") : text("announce_failed", { message: video.error?.message ?? "" }));
       }
       if (drawn) return; // once a frame, whatever number of events arrives
@@ -102,7 +103,8 @@ function App() {
   const begin = async () => {
     const { data } = await ask("v1/models");
     setModels(data);
-    setForm((form) => form ?? { ...emptyForm(data[0]), prompt: document.getElementById("prompt")?.value ?? "" });
+    const typed = document.getElementById("prompt")?.value || sessionStorage.getItem(TYPED) || "";
+    setForm((form) => form ?? { ...emptyForm(data[0]), prompt: typed });
     if (!videos.known.size) await videos.more();
     follow();
   };
@@ -112,6 +114,10 @@ function App() {
     addEventListener("pagehide", leave);
     return () => removeEventListener("pagehide", leave);
   }, []);
+
+  useEffect(() => {
+    if (form) sessionStorage.setItem(TYPED, form.prompt); // of this tab, for a reload
+  }, [form?.prompt]);
 
   const enter = async (value) => {
     try {

@@ -4,7 +4,7 @@
 import { ask } from "./api.js";
 import { estimatedStages, stagesOf, total } from "./estimate.js";
 import * as fields from "./fields.js";
-import { stateOf } from "./gallery.js";
+import { stateOf, still } from "./gallery.js";
 import { duration, text } from "./texts.js";
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 
@@ -20,6 +20,7 @@ function Icon({ name }) {
   return html`<svg class="icon" viewBox="0 0 24 24" aria-hidden="true"><path d=${ICONS[name]} /></svg>`;
 }
 
+const BESIDE = "(min-width: 62rem)"; // where the videos are beside the form, as in page.css
 const classes = (...names) => names.filter(Boolean).join(" ");
 
 // A sentence that belongs to a field, in place of its help.
@@ -238,6 +239,14 @@ export function Composer({ form, setForm, models, videos, announce, needToken, o
   const [asked, setAsked] = useState([]);
   const prompt = useRef(null);
   const root = useRef(null);
+  const next = useRef(null); // the id of the video that is led to once it is shown
+
+  useEffect(() => {
+    const item = next.current && document.querySelector(`.right [data-id="${next.current}"]`);
+    if (!item) return;
+    next.current = null;
+    if (matchMedia(BESIDE).matches) item.scrollIntoView({ block: "nearest", behavior: still() ? "auto" : "smooth" });
+  });
 
   const change = (more) => {
     setForm((form) => ({ ...form, ...more }));
@@ -310,6 +319,7 @@ export function Composer({ form, setForm, models, videos, announce, needToken, o
       setAsking(false);
       if (ids.length) {
         setAsked(ids);
+        [next.current] = ids;
         announce(text("announce_queued", { n: ids.length }));
       }
     }

@@ -11,6 +11,7 @@ export const still = () => matchMedia("(prefers-reduced-motion: reduce)").matche
 export const secondsOf = (video) => Object.values(video.stage_seconds).reduce((sum, one) => sum + one, 0);
 export const secondsShown = ({ settings }) => (lengthOf(settings) / settings.fps).toFixed(1);
 export const shapeOf = ({ settings }) => `${settings.width} / ${settings.height}`;
+export const titleOf = (video) => (video.prompt.trim() ? video.prompt : text("no_prompt"));
 export const isSmall = ({ settings }) => settings.width < 256;
 
 // Returns what sets a video apart from others of its prompt, in words.
@@ -32,6 +33,11 @@ export function stateOf(video) {
   return part + (text(`stage_${key}`, { done, total: all }) ?? stage);
 }
 
+// What the maker notes of a video, such as words that its model does not know.
+export function Notes({ of }) {
+  return of.notes.map((note) => html`<p class="state note" key=${note}>${note}</p>`);
+}
+
 export function Queue({ videos, wrong }) {
   const [, tick] = useState(0);
   const queue = videos.queue;
@@ -50,9 +56,10 @@ export function Queue({ videos, wrong }) {
       return html`<li key=${video.id} class=${`item ${video.status}`} data-id=${video.id}>
         ${video.preview > 0 && html`<img class="preview" src=${`${contentOf(video, "preview")}&after=${video.preview}`}
           alt=${text("preview", { step: video.preview })} />`}
-        <p class="prompt">${video.prompt}</p>
-        <p class="state">${[stateOf(video), ...video.notes].join("; ")}${time && html`<span class="left"> · ${time}</span>`}</p>
-        <progress max="100" value=${video.stage === "compile" ? (100 * video.stage_done) / (video.stage_total || 1) : video.progress} aria-label=${video.prompt}></progress>
+        <p class="prompt">${titleOf(video)}</p>
+        <p class="state">${stateOf(video)}${time && html`<span class="left"> · ${time}</span>`}</p>
+        <${Notes} of=${video} />
+        <progress max="100" value=${video.stage === "compile" ? (100 * video.stage_done) / (video.stage_total || 1) : video.progress} aria-label=${titleOf(video)}></progress>
         <button type="button" class="cancel" disabled=${video.cancelled} onClick=${() => videos.cancel(video).catch(wrong)}>${text("cancel")}</button>
       </li>`;
     })}</ul>
@@ -73,7 +80,7 @@ class Card extends Component {
     return html`<li class=${`card ${video.status}${selected ? " selected" : ""}`} data-id=${video.id}
         onMouseEnter=${play(true)} onMouseLeave=${play(false)} onFocusIn=${play(true)} onFocusOut=${play(false)}>
       <button type="button" class="open" aria-pressed=${selecting ? selected : null}
-          aria-label=${text(selecting ? "select_this" : "play", { prompt: video.prompt })} onClick=${press}>
+          aria-label=${text(selecting ? "select_this" : "play", { prompt: titleOf(video) })} onClick=${press}>
         <span class=${`frame${isSmall(video) ? " small" : ""}`} style=${{ aspectRatio: shapeOf(video) }}>
           ${!done ? html`<span class="failure">${text(video.cancelled ? "cancelled" : "failed")}</span>`
             : plays ? html`<video src=${contentOf(video)} poster=${contentOf(video, "thumbnail")} autoplay loop muted playsinline aria-hidden="true" />`
@@ -81,7 +88,7 @@ class Card extends Component {
           ${done && html`<span class="badge">${text("seconds", { n: secondsShown(video) })}</span>`}
           ${selecting && html`<span class="tick" aria-hidden="true">${selected ? "✓" : ""}</span>`}
         </span>
-        <span class="prompt">${video.prompt}</span>
+        <span class="prompt">${titleOf(video)}</span>
         ${marks && html`<span class="state marks">${marks}</span>`}
         <span class="state">${done && html`${text("seed_of", { seed: video.settings.seed })}<br />`}${stateOf(video)}</span>
       </button>

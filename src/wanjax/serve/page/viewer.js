@@ -3,7 +3,7 @@
 
 import { contentOf } from "./api.js";
 import { labelOf } from "./fields.js";
-import { isSmall, secondsShown, shapeOf, stateOf } from "./gallery.js";
+import { Notes, isSmall, secondsShown, shapeOf, stateOf, titleOf } from "./gallery.js";
 import { text } from "./texts.js";
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 
@@ -94,16 +94,17 @@ export function Viewer({ video, model, step, close, act, wrong, children }) {
     event.preventDefault();
   };
   const button = (name, more = {}) => html`<button type="button" class=${name} title=${text(`${name}_does`) ?? ""} onClick=${() => act(name, video)} ...${more}>${text(name)}</button>`;
-  return html`<${Dialog} name="viewer" label=${video.prompt} close=${close} onKeyDown=${pressed}>
+  return html`<${Dialog} name="viewer" label=${titleOf(video)} close=${close} onKeyDown=${pressed}>
     <button type="button" class="plain previous" aria-label=${text("previous")} title=${text("previous")} onClick=${() => step(-1)}>‹</button>
     <div class=${`frame${isSmall(video) ? " small" : ""}`} style=${{ "--shape": shapeOf(video) }}>
       ${done ? html`<video key=${video.id} ref=${player} src=${contentOf(video)} poster=${contentOf(video, "thumbnail")} controls loop muted autoplay playsinline
-        aria-label=${video.prompt} style=${{ aspectRatio: shapeOf(video) }} />` : html`<p class="failure">${stateOf(video)}</p>`}
+        aria-label=${titleOf(video)} style=${{ aspectRatio: shapeOf(video) }} />` : html`<p class="failure">${stateOf(video)}</p>`}
     </div>
     <button type="button" class="plain next" aria-label=${text("next")} title=${text("next")} onClick=${() => step(1)}>›</button>
     <div class="about">
-      <p class="prompt">${video.prompt}</p>
-      <p class="state">${[stateOf(video), ...video.notes].join("; ")}</p>
+      <p class="prompt">${titleOf(video)}</p>
+      <p class="state">${stateOf(video)}</p>
+      <${Notes} of=${video} />
       <div class="acts">
         ${button("again")}
         ${done && button("vary")}
@@ -165,8 +166,8 @@ export function Compare({ pair, close, children }) {
   const time = (seconds) => seconds.toFixed(1);
   return html`<${Dialog} name="viewer compared" label=${text("compare")} close=${close} onKeyDown=${pressed}>
     <div class="sides">${pair.map((video, index) => html`<figure key=${video.id} class=${isSmall(video) ? "small" : ""}>
-      <video ref=${players[index]} src=${contentOf(video)} muted autoplay playsinline aria-label=${`${"AB"[index]}: ${video.prompt}`} style=${{ aspectRatio: shapeOf(video) }} />
-      <figcaption><b>${"AB"[index]}</b> · ${text("seconds", { n: secondsShown(video) })} · ${video.prompt}
+      <video ref=${players[index]} src=${contentOf(video)} muted autoplay playsinline aria-label=${`${"AB"[index]}: ${titleOf(video)}`} style=${{ aspectRatio: shapeOf(video) }} />
+      <figcaption><b>${"AB"[index]}</b> · ${text("seconds", { n: secondsShown(video) })} · ${titleOf(video)}
         <table><tbody>${differ(video).map(([name, value]) => html`<tr key=${name}>
         <th scope="row">${name === "seed" ? text("seed") : labelOf(name)}</th><td>${String(value)}</td></tr>`)}</tbody></table></figcaption>
     </figure>`)}</div>
