@@ -223,9 +223,10 @@ class NormalizedAttentionGuidance(GuidanceRule):
     alpha: float = 0.25
 
     def __post_init__(self) -> None:
-        if not (1 < self.scale < math.inf and 0 < self.tau < math.inf and 0 < self.alpha <= 1):
+        if not (1 < self.scale <= MOST_SCALE and 0 < self.tau < math.inf and 0 < self.alpha <= 1):
             raise WanjaxError(
-                f"{self} is out of range: give a scale above 1, a tau above 0 and an alpha above 0, at most 1"
+                f"{self} is out of range: give a scale above 1, at most {MOST_SCALE}, a tau above 0 and an alpha "
+                "above 0, at most 1"
             )
 
     @property
@@ -234,6 +235,7 @@ class NormalizedAttentionGuidance(GuidanceRule):
 
 
 TINY = 1e-12
+MOST_SCALE = 100  # of NAG, far beyond use
 RULES: Mapping[str, type[GuidanceRule]] = {
     rule.name: rule for rule in (ZeroStar, Projected, NormalizedAttentionGuidance, GuidanceRule)
 }

@@ -274,6 +274,7 @@ class Monitor:
         timesteps: The timesteps of the schedule.
         latent_preview: Creates the preview map.
         executes: False while a run is traced; then the observers receive no steps.
+        dtype: The dtype in which the networks compute.
     """
 
     def __init__(
@@ -284,9 +285,10 @@ class Monitor:
         timesteps: Numbers,
         latent_preview: Callable[[], LatentPreview] | None,
         executes: bool,
+        dtype: str,
     ):
         self.observers, self.chunk, self.timesteps = observers, chunk, timesteps
-        self.latent_preview, self.executes = latent_preview, executes
+        self.latent_preview, self.executes, self.dtype = latent_preview, executes, dtype
         self._earlier_steps, self._total, self._steps = progress.earlier_steps, progress.total, len(timesteps)
         self._queue: deque[tuple[int, Any]] = deque()
         self._last: Step | None = None
@@ -351,11 +353,23 @@ class Monitor:
         while len(queue) > max_queued or (queue and queue[0][1].is_ready()):
             index, finite = queue.popleft()
             if not finite:
-                raise WanjaxError(f"the latents are not finite after step {index + 1} of {total}: use float32")
+                advice = not_finite_advice(self.dtype)
+                raise WanjaxError(f"the latents are not finite after step {index + 1} of {total}: {advice}")
             if self.chunk.count == 1:
                 self.observers.notify("count", "step", index + 1, total)
             elif (index + 1) % self._steps == 0:
                 self.observers.notify("count", "block", (index + 1) // self._steps, self.chunk.count)
+
+
+def not_finite_advice(dtype: str) -> str:
+    """Return what to do if latents are not finite.
+
+    Args:
+        dtype: The dtype in which the networks compute.
+    """
+    if dtype != "float32":
+        return "use float32"
+    return "use a lower guidance_scale, other weights or another attention, as the networks compute in float32 already"
 
 
 def _deleted(state: State) -> bool:

@@ -30,7 +30,7 @@ from wanjax.pipelines.denoiser import join, stream_of
 from wanjax.pipelines.frames import AnyLatents, Call, Decoded, Frames, chunk_count
 from wanjax.pipelines.model import Conditioning, Field, VideoModel
 from wanjax.pipelines.noise_inputs import NoiseInput
-from wanjax.pipelines.observers import Observer, Observers
+from wanjax.pipelines.observers import Observer, Observers, not_finite_advice
 from wanjax.pipelines.previews.latent_preview import LatentPreview
 from wanjax.pipelines.request import PreparedRequest
 from wanjax.pipelines.runtime import Runtime
@@ -231,7 +231,7 @@ class Run:
         if seed is None:
             seed = (self.requests[0].settings if self.requests else self.pipe.defaults).seed
         if runtime.strategy.executes:
-            finite = map(_finite, latent_chunks)
+            finite = (_finite(x, self.pipe.defaults.dtype) for x in latent_chunks)
             latent_chunks = list(finite) if isinstance(latent_chunks, Sequence) else finite
         tiling = self.tiling and self.tiling.completed(spec.vae.tiling, spec.vae.spatial_factor)
         if isinstance(latent_chunks, Sequence):
@@ -262,13 +262,14 @@ class Run:
             yield chunk.frames
 
 
-def _finite(latents: AnyLatents) -> AnyLatents:
-    """Return latents; raise WanjaxError if any is not finite."""
+def _finite(latents: AnyLatents, dtype: str) -> AnyLatents:
+    """Return latents; raise WanjaxError if any is not finite, with advice for the dtype of the networks."""
     for x in jax.tree.leaves(latents):
         refuse_traced(x)
         parts = [shard.data for shard in x.addressable_shards] if isinstance(x, jax.Array) else [x]
         if not all(np.isfinite(np.asarray(part)).all() for part in parts):
-            raise WanjaxError(f"the latents {list(x.shape)} are not finite: denoise again, with dtype float32")
+            advice = not_finite_advice(dtype)
+            raise WanjaxError(f"the latents {list(x.shape)} are not finite: denoise again, and {advice}")
     return latents
 
 

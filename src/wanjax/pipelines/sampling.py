@@ -213,7 +213,13 @@ def sample_pass(
                 resumed = observers.notify("resumed", Start(state, phases, facts, arrays, chunk_progress))
                 state, done = next(filter(None, reversed(resumed)), (state, 0))
             monitor = Monitor(
-                observers, chunk, chunk_progress, schedule.timesteps, latent_preview, runtime.strategy.executes
+                observers,
+                chunk,
+                chunk_progress,
+                schedule.timesteps,
+                latent_preview,
+                runtime.strategy.executes,
+                settings.dtype,
             )
             monitor.begin(done)
             state, memory = denoise(

@@ -27,6 +27,8 @@ LOADED = ("model", "dtype", "vae_dtype")  # settings that loading decides; a vid
 RESIZES = ("crop", "pad", "stretch")
 LONGEST_NUMBER = 40  # characters
 LARGEST_SIDE = 16_384  # pixels
+MOST_GUIDANCE = 100  # far beyond use
+MOST_SHIFT = 100  # far beyond use
 SEED_BITS = 64
 SEEDS = re.compile(r"\s*(\d{1,20})(?:\.\.(\d{1,20}))?\s*", re.ASCII)  # one, or from the first to the last
 PIXELS = re.compile(r"\s*(\d{1,6})\s*[x×*]\s*(\d{1,6})\s*", re.IGNORECASE)  # width and height
@@ -200,7 +202,7 @@ class Settings:
     height: int = setting("Height in pixels.", group="shape", metavar="N", most=LARGEST_SIDE)
     width: int = setting("Width in pixels.", group="shape", metavar="N", most=LARGEST_SIDE)
     frames: int = setting(
-        "Number of frames.", group="shape", metavar="4n+1", most=100_000, aliases=("num_frames", "frame_num")
+        "Number of frames.", group="shape", metavar="4n+1", most=100_000, aliases=("num_frames", "frame_num", "length")
     )
     windows: int = setting(
         "Make a longer video of N windows, each of so many frames and begun from the last frames of the one before. "
@@ -219,15 +221,16 @@ class Settings:
     steps: int = setting(
         "Denoising steps.",
         group="denoising", metavar="N", least=1, most=1_000_000, usual=50,
-        aliases=("num_inference_steps", "sample_steps"),
+        aliases=("num_inference_steps", "sample_steps", "num_steps"),
     )  # fmt: skip
     guidance_scale: float = setting(
         "How far to go from the negative prompt to the prompt; 1 is no guidance.",
-        group="denoising", metavar="X", least=0, usual=5, aliases=("cfg", "cfg_scale", "guide_scale"),
+        group="denoising", metavar="X", least=0, most=MOST_GUIDANCE, usual=5,
+        aliases=("cfg", "cfg_scale", "guide_scale"),
     )  # fmt: skip
     guidance_scale_2: float | None = setting(
         "The same for the second of two experts, which takes the steps of low noise; if missing, the first's.",
-        default=None, group="denoising", metavar="X", least=0, usual=3,
+        default=None, group="denoising", metavar="X", least=0, most=MOST_GUIDANCE, usual=3,
     )  # fmt: skip
     boundary: float | None = setting(
         "The noise level, from 1 to 0, at which the second expert takes over.",
@@ -248,7 +251,8 @@ class Settings:
     )  # fmt: skip
     flow_shift: float | None = setting(
         "Shift the steps to high noise, above 1.",
-        default=None, group="denoising", metavar="X", above=0, usual=5, aliases=("shift", "sample_shift"),
+        default=None, group="denoising", metavar="X", above=0, most=MOST_SHIFT, usual=5,
+        aliases=("shift", "sample_shift"),
     )  # fmt: skip
     follow: str = setting(
         "Which reference to match where the model's authors and diffusers differ.  [default: official]",
