@@ -44,6 +44,7 @@ ELSEWHERE = {
     "from_pretrained": "wanjax.load(MODEL) loads a model",
     "from_single_file": "wanjax.load(FILE) loads a model",
     "save_pretrained": "`wanjax convert MODEL FOLDER` writes a checkpoint",
+    "unet": "pipe.transformer is the network that denoises",
     "to": "JAX's devices are used, and wanjax.load(mesh=...) spreads a model over them",
     "device": "pipe.partitioner has the mesh of devices",
     "dtype": "pipe.defaults.dtype is the dtype",
@@ -79,14 +80,15 @@ def unknown_keyword(name: str, keywords: Iterable[str], *, of_call: Collection[s
         of_call: Those of a call for videos, where that is another function: the error says that it takes them.
     """
     names = list(keywords)
-    near = near_names(name, names, 1)
+    near = near_names(name, [*names, *of_call], 1)
     ours = RENAMED.get(name, name)
     if ours not in names and ours in of_call:
         right = f"pipe(prompt, {ours}=...) takes it"
     elif name in RENAMED:
         right = f"use {ours}"
     else:
-        right = OTHERWISE.get(name) or (f"use {near[0]}" if near else f"use {listed(names)}")
+        hint = near and (f"use {near[0]}" if near[0] in names else f"did you mean pipe(prompt, {near[0]}=...)?")
+        right = OTHERWISE.get(name) or hint or f"use {listed(names)}"
     return SettingError(f"{repr_short(name)} is not a keyword here: {right}", name[:40])
 
 

@@ -387,14 +387,14 @@ class Pipeline(metaclass=Named):
         needed = self._clip_frames(requested)
         if (clip := pictures.clip("video")) is not None and (count := len(clip)) < needed:
             if settings.get("frames") or needed > requested.frames:
-                raise WanjaxError(f"the video has {quantity(count, 'frame')} where {needed} are asked for: give fewer")
+                problem = f"the video has {quantity(count, 'frame')} where {needed} are needed"
+                raise SettingError(f"{problem}: give a longer one, or ask for fewer frames", "video")
             factor = self.model.vae.temporal_factor
             shape["frames"] = (count - 1) // factor * factor + 1
             if shape["frames"] == 1:
-                raise WanjaxError(
-                    f"of {quantity(count, 'frame')} in the video one picture would be made: give it as image, or "
-                    "ask for 1 frame"
-                )
+                problem = f"the video has {quantity(count, 'frame')} where {factor + 1} are the fewest"
+                advice = "give a longer one, or a picture as image, or ask for a video of 1 frame"
+                raise SettingError(f"{problem}: {advice}", "video")
         return shape
 
     @spelled_out(SettingsKeywords)
@@ -422,7 +422,7 @@ class Pipeline(metaclass=Named):
         defaults, fields = self.defaults.to_json(), schema(type(self.defaults))
         for name in sorted(settings.keys() - defaults.keys()):
             if name not in fields:
-                raise unknown_keyword(name, ("size", *defaults))
+                raise unknown_keyword(name, ("size", *defaults), of_call=CallKeywords.__annotations__)
             if settings[name] is not None:
                 raise no_setting(name, self.defaults.model, defaults)
         check_loaded(self.defaults, {name: settings.pop(name) for name in LOADED if name in settings})
@@ -869,7 +869,7 @@ class Pipeline(metaclass=Named):
 
         def __getattr__(self, name: str) -> Any:
             """Raise AttributeError, with what to use here in place of another library's name."""
-            if sentence := right_name(name):
+            if sentence := right_name(name) or _setting_of_call(name):
                 raise AttributeError(sentence)
             names = dir(self)
             if not (name.startswith("_") or name in names) and (near := near_names(name, names, 1)):
@@ -882,7 +882,8 @@ class Pipeline(metaclass=Named):
             if name not in attributes:
                 right = [one for one in near_names(name, attributes, 1) if not one.startswith("_")]
                 near = f"did you mean {right[0]}?" if right else "pipe.progress and pipe.scheduler can be set"
-                raise AttributeError(right_name(name) or f"a pipeline has no {name} to set: {near}")
+                sentence = right_name(name) or _setting_of_call(name)
+                raise AttributeError(sentence or f"a pipeline has no {name} to set: {near}")
             object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
@@ -902,6 +903,14 @@ class Pipeline(metaclass=Named):
         weights = jax.tree.leaves(nnx.state(component))
         dtypes = " and ".join(sorted({str(weight.dtype) for weight in weights}))
         return f"loaded, {sum(weight.nbytes for weight in weights) / 1e6:,.1f} MB in {dtypes}"
+
+
+def _setting_of_call(name: str) -> str | None:
+    """Return where to give a setting of a video, which is no attribute of a pipeline; None for any other name."""
+    if name not in schema(Settings):
+        return None
+    call = "pipe(prompt)" if name == "prompt" else f"pipe(prompt, {name}=...)"
+    return f"{name} is a setting of a video and not of a pipeline: {call} sets it, and pipe.defaults has the model's"
 
 
 def _is_several(prompt: object) -> bool:

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A hint names what is really near: a wrong one misleads more than none."""
+
+import pytest
+
+import wanjax
+from tests.support.types import unchecked
+from tests.support.words import says
+from wanjax.errors import SettingError, near_names
+from wanjax.pipelines.pipeline import Pipeline
+from wanjax.pipelines.request import known_fields
+
+NEAR = {
+    "stepz": "steps",
+    "step": "steps",
+    "stpes": "steps",
+    "promt": "prompt",
+    "hight": "height",
+    "imag": "image",
+    "img": "image",
+    "sed": "seed",
+    "flowshift": "flow_shift",
+    "guidance": "guidance_rule",
+    "reference": "references",
+    "negativ_prompt": "negative_prompt",
+}
+FAR = ("mesh", "n", "colour", "foo", "x", "se", "length", "")
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Pipeline:
+    return wanjax.load("nano")
+
+
+@pytest.mark.parametrize("name", NEAR)
+def test_a_near_name_is_told(name):
+    assert near_names(name, sorted(known_fields()), 1) == [NEAR[name]]
+
+
+@pytest.mark.parametrize("name", FAR)
+def test_a_far_name_is_not_told(name):
+    assert near_names(name, sorted(known_fields())) == []
+
+
+def sentence(call, **keywords) -> str:
+    with unchecked(), pytest.raises(SettingError) as caught:
+        call("a red circle", **keywords)
+    return str(caught.value)
+
+
+def test_a_call_names_its_own_keywords_too(pipe):
+    assert says(sentence(pipe, reference=[]), "'reference' pipe(prompt, references=...)")
+    assert says(sentence(pipe, callbak=print), "'callbak' pipe(prompt, callback=...)")
+    assert says(sentence(pipe, stepz=2), "'stepz' use steps")
+    for method in (pipe, pipe.encode):
+        assert "follow" not in sentence(method, foo=1)
+    assert says(sentence(pipe, length=5), "'length' frames")
+    assert says(sentence(pipe, num_steps=5), "'num_steps' steps")
+
+
+def test_an_attribute_that_is_another_library_s_or_a_setting_is_told_with_its_place(pipe):
+    with pytest.raises(AttributeError, match=r"pipe\.transformer"):
+        _ = pipe.unet
+    with pytest.raises(AttributeError, match=r"pipe\.transformer"):
+        pipe.unet = None
+    with pytest.raises(AttributeError, match=r"steps is a setting .* pipe\(prompt, steps=\.\.\.\)"):
+        _ = pipe.steps
+    with pytest.raises(AttributeError, match=r"steps is a setting .* pipe\(prompt, steps=\.\.\.\)"):
+        pipe.steps = 4
+    with pytest.raises(AttributeError, match=r"did you mean progress\?"):
+        pipe.progres = False
