@@ -21,6 +21,8 @@ FILE_NAME_ERRNOS = (
 )
 """Errors of the operating system that are caused by a file's name or its permissions."""
 MAX_LISTED_NAMES = 8  # in a message
+SHORTEST_HINT = 3  # letters at the start of a name that tell which one is meant
+NEAR = 0.72  # the least similarity, from 0 to 1, of a mistyped name and a hint: "mesh" and "frames" have 0.6
 UNREACHABLE_ERRNOS = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
 
 
@@ -127,8 +129,8 @@ def repr_short(value: object) -> str:
 def near_names(name: str, choices: Iterable[str], limit: int = 4) -> list[str]:
     """Return at most `limit` choices that start with a mistyped name; if there are none, those that resemble it."""
     names, word = list(choices), name[:40].lower()  # a client's name may be very long
-    prefixed = [name for name in names if word and name.lower().startswith(word)]
-    return prefixed[:limit] or get_close_matches(word, names, n=limit, cutoff=0.6)
+    prefixed = [name for name in names if len(word) >= SHORTEST_HINT and name.lower().startswith(word)]
+    return prefixed[:limit] or get_close_matches(word, names, n=limit, cutoff=NEAR)
 
 
 def unknown_model(name: str, names: Iterable[str]) -> str:

@@ -90,6 +90,13 @@ def test_a_video_is_written_as_it_was_answered():
     assert Path("cat.mp4").read_bytes() == VIDEO
 
 
+@pytest.mark.parametrize("end", ["/", "/v1", "/v1/"])
+def test_an_address_may_end_as_other_clients_take_it(end):
+    with answering(answers()) as url:
+        succeeded(wanjax("a cat", "--at", url + end, "--out", "cat.mp4"))
+    assert Path("cat.mp4").read_bytes() == VIDEO
+
+
 def test_each_window_is_told_as_it_is_made(monkeypatch):
     monkeypatch.setattr(remote, "EVERY", (0, 0))
     waiting = {"status": "queued", "window": 1, "settings": {"windows": 3}}

@@ -150,6 +150,9 @@ def test_mistakes(tmp_path, arguments, sentence):
         (("prompts.txt", "--ray", "local", "--resources", "gpu"), "'gpu' cpu=1,TPU=4"),
         (("prompts.txt", "--workers", 2, "--processes", "auto"), "--processes"),
         (("promt.csv",), "header 'promt' prompt"),
+        (("twice.csv",), "header 'prompt' twice"),
+        (("twice.jsonl",), "row 2 steps twice"),
+        (("twice.json",), "steps twice"),
         (("model.jsonl",), "row 1 'wan2.1-t2v-1.3b' nano --model"),
         (("prompts.txt", "--ray", "ray://10.0.0.1:10001"), "ray://10.0.0.1:10001 auto HOST:6379"),
     ],
@@ -159,6 +162,9 @@ def test_mistakes_of_a_batch(arguments, sentence):
     if "--ray" in arguments:
         pytest.importorskip("ray")
     Path("promt.csv").write_text("promt\na cat\n")
+    Path("twice.csv").write_text("prompt,steps,prompt\na cat,1,a dog\n")
+    Path("twice.jsonl").write_text('{"prompt": "a"}\n{"prompt": "a", "steps": 1, "steps": 2}\n')
+    Path("twice.json").write_text('[{"prompt": "a", "steps": 1, "steps": 2}]')
     Path("model.jsonl").write_text('{"prompt": "a", "model": "wan2.1-t2v-1.3b"}')
     assert says(refused("batch", *map(str, arguments)), sentence)
 

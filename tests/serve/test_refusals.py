@@ -17,8 +17,12 @@ from tests.serve.conftest import SMALL
 from tests.support.commands import refused
 from tests.support.words import says
 from wanjax.cli import serving
+from wanjax.errors import SettingError
+from wanjax.media.inputs import INPUTS
 from wanjax.pipelines.request import fields_beside
 from wanjax.serve.auth import COOKIE
+from wanjax.serve.limits import Limits
+from wanjax.serve.uploads import save_pictures
 
 TOKEN = "a-token-of-the-tests"
 
@@ -143,6 +147,41 @@ def test_bad_clips(start, data):
     assert not any(server.folder.glob("video_*"))
 
 
+PICTURE, FILM = base64.b64decode(blank(32).partition(",")[2]), CLIPS[-1]
+ANIMATION = base64.b64decode(animated(32).partition(",")[2])
+OF_ANOTHER_KIND = [  # a field, what is sent as it, fields beside, and what the sentence names
+    ("video", b"a text", {}, "video clip mp4 webm animation"),
+    ("video", PICTURE, {"frames": None}, "video 1 frame 5 image"),
+    ("video", ANIMATION, {"frames": None}, "video 3 frames 5 image"),
+    ("video", ANIMATION, {"frames": 9}, "video 3 frames 9"),
+    ("image", FILM, {}, "image picture video"),
+    ("image", ANIMATION, {}, "image animated video"),
+    ("image", b"a text", {}, "image picture PNG"),
+]
+
+
+def test_a_mask_that_is_neither_picture_nor_clip_is_named(tmp_path):
+    with pytest.raises(SettingError, match=r"mask is no clip: send a picture, a film .* animation") as caught:
+        save_pictures({"mask": [b"a text"]}, INPUTS, tmp_path, Limits(10**7))
+    assert caught.value.setting == "mask"
+
+
+def test_a_clip_is_not_called_for_where_a_model_takes_none(tmp_path):
+    with pytest.raises(SettingError) as caught:
+        save_pictures({"image": [FILM]}, INPUTS, tmp_path, Limits(10**7), takes_clips=False)
+    assert "video" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("field", "data", "more", "words"), OF_ANOTHER_KIND)
+def test_a_file_of_another_kind_than_its_field_is_named(start, field, data, more, words):
+    server = start(work=False)
+    sent = SMALL | more | {field: "data:;base64," + base64.b64encode(data).decode()}
+    error = server.client.post("/v1/videos", json=sent).json()["error"]
+    assert (error["param"], error["code"]) == (field, "invalid_request")
+    assert says(error["message"], words)
+    assert not server.jobs()
+
+
 def test_large_clips(start, machine):
     server = start(work=False)
     machine.reads_at_most(pixels=64 * 64, clip_factor=2)
@@ -160,6 +199,8 @@ def test_large_clips(start, machine):
         (400, "multipart/form-data", b"x"),
         (422, "multipart/form-data; boundary=b", b"--b\r\nnothing"),
         (422, "application/x-www-form-urlencoded", b"prompt=a&prompt=b"),  # a field that is given twice
+        (422, "application/json", b'{"prompt": "a", "prompt": "b"}'),
+        (422, "application/json", b'{"prompt": "a", "lora": {"x": 1, "x": 2}}'),
         (415, "application/x-www-form-urlencoded", b"{bad"),  # as curl -d sends JSON
         (415, "application/x-www-form-urlencoded", b' {"prompt": "a=b"}'),
         (415, "text/plain", b"a red circle"),
@@ -170,6 +211,36 @@ def test_bad_bodies(start, status, kind, body):
     server = start(work=False)
     server.refused(status, content=body, headers={"content-type": kind})
     assert not server.jobs()
+
+
+def test_a_field_of_json_that_is_given_twice_is_named(start):
+    body = b'{"prompt": "a", "steps": 2, "steps": 3}'
+    answer = start(work=False).client.post("/v1/videos", content=body, headers={"content-type": "application/json"})
+    assert answer.json()["error"]["param"] == "steps"
+    assert says(answer.json()["error"]["message"], "steps twice")
+
+
+@pytest.mark.parametrize("field", ["image", "video", "references[]", "mask"])
+def test_an_empty_file_is_refused(start, field):
+    server, name = start(work=False), field.removesuffix("[]")
+    data = {key: str(value) for key, value in SMALL.items()}
+    answer = server.client.post("/v1/videos", data=data, files={field: ("empty.png", b"")})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (422, name)
+    assert says(answer.json()["error"]["message"], f"{name} empty")
+    error = server.client.post("/v1/videos", json=SMALL | {"image": "data:image/png;base64,"}).json()["error"]
+    assert error["param"] == "image"
+    assert says(error["message"], "image empty")
+    assert not server.jobs()
+
+
+def test_a_file_field_that_nobody_touched_counts_as_none(start):
+    """A browser sends it without a name and without bytes."""
+    part = b'--b\r\nContent-Disposition: form-data; name="%s"%s\r\n\r\n%s\r\n'
+    fields = [part % (name.encode(), b"", str(value).encode()) for name, value in SMALL.items()]
+    body = b"".join([*fields, part % (b"image", b'; filename=""', b""), b"--b--\r\n"])
+    kind = {"content-type": "multipart/form-data; boundary=b"}
+    answer = start(work=False).client.post("/v1/videos", content=body, headers=kind)
+    assert (answer.status_code, answer.json()["pictures"]) == (200, [])
 
 
 def test_a_full_queue(start):
@@ -199,6 +270,50 @@ def test_a_full_queue(start):
 )
 def test_unknown_paths_and_methods(start, method, path, status):
     assert start(work=False).client.request(method, path).status_code == status
+
+
+PATHS = {  # those that there are not, and what the sentence names
+    "/v1/v1/videos": "/v1/v1/videos mean /v1/videos",
+    "/v1/v1/v1/models": "mean /v1/models",
+    "/v1/videos/": "/v1/videos/ mean /v1/videos",
+    "/videos/video_1/content": "mean /v1/videos/video_1/content",
+    "/v1/health": "mean /health",
+    "/v1/chat/completions": "/v1/chat/completions /v1/videos /v1/models /openapi.json",
+    "/page/nothing.js": "/page/nothing.js /v1/videos",
+    "/v1/models/nanoo": "'nanoo' nano",
+    "/v1/models/x": "'x' nano",
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_path_that_there_is_not_is_answered_with_those_that_there_are(start, path):
+    answer = start(work=False).client.get(path)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"], error["code"]) == (404, "invalid_request_error", "not_found")
+    assert says(error["message"], PATHS[path])
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "methods"),
+    [
+        ("PUT", "/v1/videos", {"GET", "HEAD", "POST"}),
+        ("POST", "/v1/videos/video_1", {"GET", "HEAD", "DELETE"}),
+        ("GET", "/v1/videos/video_1/cancel", {"POST"}),
+        ("POST", "/health", {"GET", "HEAD"}),
+        ("POST", "/page/app.js", {"GET", "HEAD"}),
+    ],
+)
+def test_a_method_that_a_path_does_not_take_is_answered_with_those_that_it_takes(start, method, path, methods):
+    answer = start(work=False).client.request(method, path)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"], error["code"]) == (405, "invalid_request_error", "not_allowed")
+    assert {*answer.headers["allow"].split(", ")} == methods
+    assert says(error["message"], " ".join([path, method, *sorted(methods)]))
+
+
+def test_a_model_is_shown_by_its_id(start):
+    client = start(work=False).client
+    assert client.get("/v1/models/nano").json() == client.get("/v1/models").json()["data"][0]
 
 
 @pytest.mark.parametrize(

@@ -484,12 +484,12 @@ class Server:
     """A `wanjax serve` at an address."""
 
     def __init__(self, url: str):
-        """Take an address such as http://localhost:8000; raise WanjaxError for one of another kind."""
+        """Take an address such as http://localhost:8000, also with /v1; raise WanjaxError for one of another kind."""
         url = f"http://{url}" if HOST_AND_PORT.fullmatch(url) else url
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise WanjaxError(f"--at is given as {repr_short(url)}: give an address such as http://localhost:8000")
-        self.url = url.rstrip("/")
+        self.url = url.rstrip("/").removesuffix("/v1").rstrip("/")  # as the clients of OpenAI's API take it
         self._opener = build_opener(NoRedirect)
 
     def model(self, name: str | None) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from wanjax.errors import WanjaxError, reason, repr_short
+from wanjax.errors import SettingError, WanjaxError, reason, repr_short
 from wanjax.media.text_files import decode_text, read_text, strip_text
 from wanjax.pipelines.other_names import unknown_keyword
-from wanjax.pipelines.request import STRENGTH, VideoRequest, known_fields
+from wanjax.pipelines.request import STRENGTH, VideoRequest, known_fields, unique_fields
 from wanjax.stores.paths import parse_path
 
 ROW_EXAMPLE = '{"prompt": "a red circle", "seed": 1}'
@@ -144,7 +144,9 @@ def _read_rows(file: str) -> Iterator[tuple[int, Any]]:
 def _parse_json(text: str, name: str, advice: str) -> Any:
     """Parse JSON; for invalid JSON, return a WanjaxError that says where it is wrong and what to write instead."""
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=unique_fields)
+    except SettingError as error:
+        return error
     except json.JSONDecodeError as error:
         context = text[max(0, error.pos - 20) : error.pos]
         where = f"after {context!r}" if context else "at its start"
@@ -163,7 +165,10 @@ def _read_csv(text: str) -> Iterator[dict[str, Any] | WanjaxError]:
 
     delimiter = max(DELIMITERS, key=count_known_columns)
     table = csv.DictReader(StringIO(text), strict=True, delimiter=delimiter)
-    for name in filter(None, map(str.strip, table.fieldnames or ())):
+    columns = list(filter(None, map(str.strip, table.fieldnames or ())))
+    for name in columns:
+        if columns.count(name) > 1:
+            raise WanjaxError(f"the header has the column {name!r} twice: keep one")
         if name not in (names := known_fields()):
             raise WanjaxError(f"the header has an unknown column {name!r}: {unknown_keyword(name, names)}")
     for row in table:

@@ -6,7 +6,7 @@ texts. This module does not import JAX, so that a process that only forwards req
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from dataclasses import fields as dataclass_fields
 from typing import Any
@@ -47,6 +47,29 @@ def fields_beside() -> tuple[str, ...]:
 def known_fields() -> tuple[str, ...]:
     """Return all fields of a request."""
     return tuple(dict.fromkeys((*schema(Settings), *fields_beside())))
+
+
+def given_twice(name: str) -> SettingError:
+    """Return the error for a field that stands twice in one request.
+
+    Args:
+        name: The field.
+    """
+    return SettingError(f"{name[:40]} is given twice: give it once", name[:40])
+
+
+def unique_fields(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON; raise SettingError where a name stands twice, of which a parser keeps the last alone.
+
+    Args:
+        pairs: Its names and values.
+    """
+    fields: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in fields:
+            raise given_twice(name)
+        fields[name] = value
+    return fields
 
 
 @dataclass(frozen=True)

@@ -20,15 +20,15 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
-from starlette.routing import Mount, Route
+from starlette.routing import Match, Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from wanjax.errors import SettingError, WanjaxError, repr_short
+from wanjax.errors import SettingError, WanjaxError, choice, repr_short
 from wanjax.jobs.databases import DatabaseError
 from wanjax.jobs.store import COMPLETED, QUEUED, Job, JobStore, NewJob, NotFound, QueueFull, Unavailable
 from wanjax.jobs.worker import LOADING, READY
 from wanjax.media.video import read_metadata
-from wanjax.pipelines.request import VideoRequest
+from wanjax.pipelines.request import VideoRequest, given_twice, unique_fields
 from wanjax.pipelines.settings import LOADED
 from wanjax.pipelines.video_metadata import VERSION
 from wanjax.serve import metrics, openapi, store_files, uploads
@@ -67,6 +67,8 @@ CONTENT: dict[str, tuple[str, str | None]] = {
 }
 UNSUPPORTED_ROUTES = ("/v1/videos/{id}/remix", "/v1/videos/edits", "/v1/videos/extensions", "/v1/videos/characters")
 """Requests of OpenAI's videos API that have no counterpart here."""
+PATHS = ("/v1/videos", "/v1/videos/ID", "/v1/videos/ID/content", "/v1/models", "/health")  # that most clients ask
+LEADING_VERSIONS = re.compile(r"^(?:/v1)+(?=/|$)")
 WORKER_SETTINGS = [name for name in LOADED if name != "model"]  # settings that whoever loads the model decides
 RESULTS = ("video", "thumbnail")  # of which there are whole ones alone
 
@@ -134,6 +136,7 @@ class Service:
             *(Route(path, self.not_offered, methods=["POST"]) for path in UNSUPPORTED_ROUTES),
             Route("/v1/events", self.events, methods=["GET"]),
             Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/models/{id}", self.show_model, methods=["GET"]),
             Route("/login", self.login, methods=["POST"]),
             Route("/openapi.json", self.show_document, methods=["GET"]),
             Route("/health", self.health, methods=["GET"]),
@@ -142,6 +145,8 @@ class Service:
             Mount("/page", StaticFiles(directory=str(PAGE))),
         ]
         handlers: dict[Any, Callable[..., Any]] = {
+            404: _no_path,
+            405: _no_method,
             HTTPException: lambda request, error: refusal(error.status_code, error.detail),
             WanjaxError: self._error_response,
             QueueFull: lambda request, error: refusal(429, str(error), "queue_full", retry_after="5"),
@@ -192,7 +197,10 @@ class Service:
         arriving = self.store.add(new, arriving=True)  # so that a server that is killed leaves no folder for ever
         try:
             with new_folder(self.folder / id) as folder_path:
-                saved = uploads.save_pictures(uploaded, uploads.inputs_of(pipe), folder_path, self.limits)
+                takes_clips = "video" in pipe.model.spec.takes
+                saved = uploads.save_pictures(
+                    uploaded, uploads.inputs_of(pipe), folder_path, self.limits, takes_clips=takes_clips
+                )
                 new = self._complete(new, replace(request, inputs=saved), paths_of(saved, folder_path))
             return self.store.add(new, limit=self.limits.queue)
         except BaseException:
@@ -320,6 +328,13 @@ class Service:
         """List the models, the served one first: all that a request may ask, and what the server was started with."""
         return JSONResponse({"object": "list", "data": self._models()})
 
+    async def show_model(self, request: Request) -> JSONResponse:
+        """Send what `models` lists of one model."""
+        id, models = request.path_params["id"], {model["id"]: model for model in self._models()}
+        if id not in models:
+            return refusal(404, f"no model is named {id[:40]!r} here: {choice(id, models)}", "not_found")
+        return JSONResponse(models[id])
+
     def _models(self) -> list[dict[str, Any]]:
         about = {"object": "model", "owned_by": "wanjax", "limits": self.limits.to_json()}
         return [about | self.limits.bound_card(model) for model in self.model_cards]
@@ -376,6 +391,29 @@ def _matcher(text: str) -> Callable[[Mapping[str, Any]], bool]:
     return matches
 
 
+def _no_path(request: Request, error: Exception) -> JSONResponse:
+    """Answer a request for a path that there is not, with the one that is meant where it is nearly right."""
+    path = request.scope["path"]
+    rest = LEADING_VERSIONS.sub("", path.rstrip("/"))
+    meant = [one for one in (f"/v1{rest}", rest) if _methods(request, one)]
+    right = f"did you mean {meant[0][:80]}?" if meant else f"use one of {', '.join(PATHS)}; /openapi.json lists all"
+    return refusal(404, f"there is no path {path[:80]!r} here: {right}", "not_found")
+
+
+def _no_method(request: Request, error: Exception) -> JSONResponse:
+    """Answer a request whose path is right and whose method is not."""
+    path = request.scope["path"]
+    methods = ", ".join(_methods(request, path) or ("GET", "HEAD"))  # the latter of the page's files
+    return refusal(405, f"{path[:80]} takes no {request.method[:20]}: use {methods}", "not_allowed", allow=methods)
+
+
+def _methods(request: Request, path: str) -> list[str]:
+    """Return the methods of the routes of a path."""
+    scope = {**request.scope, "path": path, "root_path": ""}
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    return sorted({x for route in routes if route.matches(scope)[0] != Match.NONE for x in route.methods or ()})
+
+
 def _unfinished(job: Job) -> JSONResponse:
     return refusal(409, f"the video is {job.status.replace('_', ' ')}: only a completed one has content")
 
@@ -408,7 +446,9 @@ async def _body(request: Request) -> tuple[dict[str, Any], dict[str, list[bytes]
     if kind != "application/json":
         raise HTTPException(415, f"a video is asked for by application/json, {' or '.join(FORMS)}")
     try:
-        fields = json.loads(await request.body(), parse_constant=_refuse_constant)
+        fields = json.loads(await request.body(), object_pairs_hook=unique_fields, parse_constant=_refuse_constant)
+    except SettingError:
+        raise
     except (ValueError, RecursionError) as error:
         raise HTTPException(400, f"the request is no JSON: {str(error)[:100]}") from error
     if not isinstance(fields, dict):
@@ -417,7 +457,10 @@ async def _body(request: Request) -> tuple[dict[str, Any], dict[str, list[bytes]
 
 
 async def _form(form: FormData) -> tuple[dict[str, Any], dict[str, list[bytes]]]:
-    """Return a form's fields and files; an empty field counts as one that is not given."""
+    """Return a form's fields and files; an empty field counts as one that is not given.
+
+    So does an empty file without a name, which a browser sends for a field that nobody touched.
+    """
     fields: dict[str, Any] = {}
     files: dict[str, list[bytes]] = {}
     for field, value in form.multi_items():
@@ -425,8 +468,10 @@ async def _form(form: FormData) -> tuple[dict[str, Any], dict[str, list[bytes]]]
         if isinstance(value, UploadFile):
             if data := await value.read():
                 files.setdefault(name, []).append(data)
+            elif value.filename:
+                raise uploads.empty_file(name)
         elif name in fields:
-            raise SettingError(f"{name[:40]} is given twice: give it once", name[:40])
+            raise given_twice(name)
         elif value != "" or name == "prompt":  # which may be empty
             fields[name] = value
     return fields, files

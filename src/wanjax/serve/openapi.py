@@ -10,7 +10,7 @@ from wanjax.serve.model_info import json_schema
 
 TEXT, NUMBER, INTEGER, FLAG = ({"type": kind} for kind in ("string", "number", "integer", "boolean"))
 NOT_OF_JSON_SCHEMA = ("several",)  # words of a setting that the page alone reads
-BROKEN = (400, 422, 429, 502, 503, 507)  # answers to a request for a video that none is made of
+BROKEN = (400, 413, 415, 422, 429, 502, 503, 507)  # answers to a request for a video that none is made of
 STATUSES = ("queued", "in_progress", "completed", "failed")
 
 
@@ -181,6 +181,10 @@ def _paths() -> dict[str, Any]:
         },
         "/v1/events": {"get": _operation("follow_all", "Stream the changes of all videos.", {"content": events}, 429)},
         "/v1/models": {"get": _operation("list_models", "List the models with all that they take.", _answer("Models"))},
+        "/v1/models/{id}": {
+            "parameters": [id],
+            "get": _operation("get_model", "Show a model.", _answer("Model"), 404),
+        },
         "/health": {"get": health | {"security": []}},
         "/metrics": {
             "get": _operation("get_metrics", "Count videos and answers, for Prometheus.",

@@ -15,11 +15,11 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from wanjax.errors import SettingError, WanjaxError
 from wanjax.media.inputs import IMAGE, INPUTS, InputSpec, check_inputs
-from wanjax.media.pictures import DECODE_LOCK, PictureOfAnySize, open_image, to_picture
+from wanjax.media.pictures import DECODE_LOCK, NoPicture, PictureOfAnySize, open_image, to_picture
 from wanjax.pipelines.other_names import unknown_keyword
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.request import MODEL, RIVALS, SAME_IMAGE, VALUES, VideoRequest, fields_beside
@@ -30,6 +30,7 @@ from wanjax.serve.model_info import request_settings, with_scheduler
 from wanjax.serve.variants import ServedModels
 
 FILMS = {b"ftyp": "mp4", b"\x1a\x45\xdf\xa3": "webm"}  # suffixes by what a file has near its start: mov and mkv too
+FILM_NAMES = ("mp4", "mov", "webm", "mkv")
 CLIP = "clip"  # the name of the file that is given as `video`, beside which the result has that name
 DATA_URL = re.compile(r"data:[\w/+.-]*;base64,(.*)", re.DOTALL)
 
@@ -79,9 +80,17 @@ def _decoded(name: str, value: Any) -> bytes:
         problem = f"{name} has no file: send one in a form, or a data: URL; no address is fetched"
         raise SettingError(problem, name)
     try:
-        return base64.b64decode(match[1], validate=True)
+        data = base64.b64decode(match[1], validate=True)
     except binascii.Error as error:
         raise SettingError(f"the data: URL of {name} is no base64: {error}", name) from error
+    if not data:
+        raise empty_file(name)
+    return data
+
+
+def empty_file(name: str) -> SettingError:
+    """Return the error for a file of no bytes."""
+    return SettingError(f"{name[:40]} is an empty file: send a complete copy of it", name[:40])
 
 
 def _check_pictures(pictures: Mapping[str, Sequence[bytes]], inputs: Mapping[str, InputSpec], limits: Limits) -> None:
@@ -94,12 +103,18 @@ def _check_pictures(pictures: Mapping[str, Sequence[bytes]], inputs: Mapping[str
 
 
 def save_pictures(
-    pictures: Mapping[str, Sequence[bytes]], inputs: Mapping[str, InputSpec], folder: Path, limits: Limits
+    pictures: Mapping[str, Sequence[bytes]],
+    inputs: Mapping[str, InputSpec],
+    folder: Path,
+    limits: Limits,
+    *,
+    takes_clips: bool = True,
 ) -> dict[str, Any]:
     """Write pictures as PNG files into a folder, and clips as they are; return their names by input.
 
-    Raises WanjaxError where one is none, or where all pictures are too large together by what their headers say. A clip
-    is decoded by whoever reads it, within the bounds of this process.
+    Raises WanjaxError where one is none, or where all pictures are too large together by what their headers say. That
+    for a clip which is given as a picture says where it belongs, if the model `takes_clips`. A clip is decoded by
+    whoever reads it, within the bounds of this process.
     """
     saved: dict[str, Any] = {}
     left = limits.picture
@@ -109,8 +124,8 @@ def save_pictures(
             stem = f"{name}_{number}" if several else CLIP if name == "video" else name
             kind = None if still else _film(data)
             if kind is None:
-                with _opened(data, name, left) as image:  # one at a time in this process
-                    left -= image.width * image.height
+                with _naming(inputs[name], data, takes_clips), open_image(BytesIO(data), name, pixels=left) as image:
+                    left -= image.width * image.height  # one at a time in this process
                     kind = str(image.format).lower()
                     if still:
                         kind, data = "png", _png(to_picture(image, name))
@@ -131,13 +146,20 @@ def _film(data: bytes) -> str | None:
 
 
 @contextmanager
-def _opened(data: bytes, name: str, pixels: int) -> Iterator[Image.Image]:
-    """Open a picture of one of the formats that a stranger may send; raise SettingError that names the field."""
+def _naming(spec: InputSpec, data: bytes, takes_clips: bool) -> Iterator[None]:
+    """Raise an error in opening a file as that of its field, and say which file the field takes."""
     try:
-        with open_image(BytesIO(data), name, pixels=pixels) as image:
-            yield image
+        yield
+    except NoPicture as error:
+        message = str(error)
+        if spec.kind in ("clip", "mask"):
+            picture = "a picture, " if spec.kind == "mask" else ""
+            message = f"{spec.name} is no clip: send {picture}a film ({', '.join(FILM_NAMES)}) or an animation"
+        elif takes_clips and (_film(data) or not isinstance(error.__cause__, UnidentifiedImageError)):  # an animation
+            message = f"{message}; send a clip as video"
+        raise SettingError(message, spec.name) from error
     except WanjaxError as error:
-        raise SettingError(str(error), name) from error
+        raise SettingError(str(error), spec.name) from error
 
 
 @contextmanager
