@@ -13,7 +13,11 @@ MAX_WORDS = 3  # that a note on unknown words names
 
 
 def domain_of(model: str) -> TrainingDomain | None:
-    """Return all that a model knows, for one whose knowledge can be listed."""
+    """Return all that a model knows, for one whose knowledge can be listed.
+
+    Args:
+        model: The name of the model.
+    """
     preset = registry.presets().get(model)
     return preset and preset.domain
 
@@ -21,7 +25,11 @@ def domain_of(model: str) -> TrainingDomain | None:
 def video_notes(pipe: Pipeline, settings: Settings) -> list[str]:
     """Return all notes on a video.
 
-    That guidance is off is one where the negative prompt is not the model's own.
+    A note on guidance that is off is among them only if the negative prompt differs from the model's own.
+
+    Args:
+        pipe: The pipeline that makes it.
+        settings: The settings of the video.
     """
     notes = [] if settings.negative_prompt == pipe.defaults.negative_prompt else [*guidance_notes(settings)]
     notes += [*shape_notes(settings), *prompt_notes(settings.model, settings.prompts)]
@@ -31,13 +39,21 @@ def video_notes(pipe: Pipeline, settings: Settings) -> list[str]:
 
 
 def guidance_notes(settings: Settings) -> Iterator[str]:
-    """Yield a note where the negative prompt is not used."""
+    """Yield a note if the negative prompt is not used.
+
+    Args:
+        settings: The settings of the video.
+    """
     if not (settings.guided or settings.guidance_rule.nag is not None):
         yield "guidance is off, so the negative prompt has no effect"
 
 
 def shape_notes(settings: Settings) -> Iterator[str]:
-    """Yield a note on a size or a length that a small model was not trained on."""
+    """Yield a note on a size or a length on which a small model was not trained.
+
+    Args:
+        settings: The settings of the video.
+    """
     if (domain := domain_of(settings.model)) and (differences := domain.unlike(settings)):
         yield (
             f"{settings.model} was trained on {domain.size[1]}x{domain.size[0]} and "
@@ -46,7 +62,12 @@ def shape_notes(settings: Settings) -> Iterator[str]:
 
 
 def prompt_notes(model: str, prompts: Sequence[str]) -> Iterator[str]:
-    """Yield notes on prompts that are empty, or have words that a small model does not know."""
+    """Yield notes on prompts that are empty, or have words that a small model does not know.
+
+    Args:
+        model: The name of the model.
+        prompts: The prompts.
+    """
     if not all(prompt.strip() for prompt in prompts):
         yield "the prompt is empty, so the video shows what the model likes"
     if (domain := domain_of(model)) and (unknown := domain.unknown(" ".join(prompts))):
@@ -55,11 +76,22 @@ def prompt_notes(model: str, prompts: Sequence[str]) -> Iterator[str]:
 
 
 def texts_of(settings: Settings) -> Iterator[tuple[str, str]]:
-    """Yield the texts that a model reads, each with its name."""
+    """Yield the texts that a model reads, each with its name.
+
+    Args:
+        settings: The settings of the video.
+    """
     yield "prompt", settings.prompt
     yield "negative prompt", settings.negative_prompt
 
 
 def truncation_notes(pipe: Pipeline, name: str, text: str, follow: str) -> list[str]:
-    """Return notes on the parts of a text that the tokenizers cut off; `name` is what it is called."""
+    """Return notes on the parts of a text that the tokenizers cut off.
+
+    Args:
+        pipe: The pipeline whose tokenizers are used.
+        name: The name of the text in the notes.
+        text: The text.
+        follow: The reference implementation to match.
+    """
     return [str(one).replace("the prompt", f"the {name}", 1) for one in pipe.truncations(text, follow=follow)]
