@@ -152,8 +152,8 @@ ANIMATION = base64.b64decode(animated(32).partition(",")[2])
 OF_ANOTHER_KIND = [  # a field, what is sent as it, fields beside, and what the sentence names
     ("video", b"a text", {}, "video clip mp4 webm animation"),
     ("video", PICTURE, {"frames": None}, "video 1 frame 5 image"),
-    ("video", ANIMATION, {"frames": None}, "video 3 frames 5 image"),
-    ("video", ANIMATION, {"frames": 9}, "video 3 frames 9"),
+    ("video", ANIMATION, {"frames": None}, "video frames 5 image"),
+    ("video", ANIMATION, {"frames": 9}, "video frames 9 fewer"),
     ("image", FILM, {}, "image picture video"),
     ("image", ANIMATION, {}, "image animated video"),
     ("image", b"a text", {}, "image picture PNG"),
