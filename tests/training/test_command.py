@@ -41,7 +41,7 @@ def test_train_writes_a_lora_and_resumes(model, tmp_path):
     again = run("train", model, data, "--out", tmp_path / "out", *SMALL)
     assert says(again.stderr, "before 2 of 2 steps")
     other = run("train", model, data, "--out", tmp_path / "out", *SMALL, "--seed", 1, status=2)
-    assert says(other.stderr, "seed 0 1")
+    assert says(other.stderr, "seed 0 1 another --out (--seed)")
     assert "goes on" not in other.stderr  # the same command would be refused again
     assert "Traceback" not in other.stderr
 

@@ -15,7 +15,7 @@ from click.core import ParameterSource
 
 from wanjax.cli import listing
 from wanjax.cli.names import TOKEN
-from wanjax.cli.options import check_file, is_given, is_typed
+from wanjax.cli.options import check_file, is_given, is_typed, option_of
 from wanjax.errors import WanjaxError
 from wanjax.media.inputs import INPUTS
 from wanjax.pipelines.settings import read_seeds
@@ -31,6 +31,8 @@ OTHER_FILES = ("noise", "decoder", "preview_decoder")
 STAGES = ("denoise", "decode")  # commands that read what another left in --dir
 ONE_VIDEO = ("generate", "decode")  # commands whose --out is a video's name
 SEVERAL = ("prompts", "seeds", "count")  # but with these, which make it a folder
+OF_LORA = ("rank", "alpha", "dropout", "targets", "lora_format", "lora_rank")  # parameters of training one
+OF_STEP = ("lora_rank", "full", "batch_size", "optimizer")  # parameters of a step of training that `plan` prices
 LISTS = (".txt", ".csv", ".json", ".jsonl", ".ndjson", ".parquet")  # suffixes of files with prompts
 WORKERS = ("batch", "serve")  # commands that may start workers elsewhere
 
@@ -78,6 +80,8 @@ def check(ctx: click.Context, request: "VideoRequest | None") -> None:
         _check_suffix(values["out"])
     if ctx.info_name == "batch" or any(name in values for name in SEVERAL):
         _check_several(values)
+    if "full" in ctx.params:
+        _check_training(ctx)
     if ctx.info_name == "convert":
         _check_conversion(values)
     if ctx.info_name in WORKERS:
@@ -116,8 +120,20 @@ def _check_conversion(values: Mapping[str, Any]) -> None:
         raise click.UsageError(f"the folder to write is missing: give `wanjax convert {source} FOLDER`")
     if values["check"] and "lora" in values:
         raise click.UsageError("--verify reads a checkpoint as it is, and --lora merges into a new one: leave one out")
+    if values["check"] and "dtypes" in values:
+        raise click.UsageError("--verify reads a checkpoint as it is, and --dtype is for a new one: leave one out")
     if values["check"] and target is not None:
         raise click.UsageError(f"--verify takes one folder, got {source} and {target}: leave out the second")
+
+
+def _check_training(ctx: click.Context) -> None:
+    """Raise UsageError for options of a LoRA beside --full, which trains none, and for those of a step without one."""
+    for name in OF_STEP if not ctx.params.get("train", True) else ():
+        if is_typed(name, ctx):
+            raise click.UsageError(f"{option_of(name)} is for a step of training: give --train too, or leave it out")
+    for name in OF_LORA if ctx.params["full"] else ():
+        if is_typed(name, ctx):
+            raise click.UsageError(f"{option_of(name)} is for a LoRA, and --full trains all weights: leave one out")
 
 
 def _check_seeds(ctx: click.Context, seeds: str | None) -> None:

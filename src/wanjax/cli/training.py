@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `train`: encodes the data, trains, and tells what was written."""
 
+from functools import partial
 from pathlib import Path
 
 import click
@@ -14,6 +15,7 @@ from wanjax.errors import WanjaxError, WriteError
 from wanjax.pipelines.request import VideoRequest, check_one_way
 from wanjax.training.adapters import LoraConfig
 from wanjax.training.config import TrainConfig
+from wanjax.training.loop import OtherTrainingError
 from wanjax.training.optimizers import OptimizerConfig
 from wanjax.training.train import Training
 
@@ -30,6 +32,10 @@ def train(report: Report, options: PipelineOptions, ctx: click.Context, *, data:
     with report.stage("train"):
         try:
             written = begun.run()
+        except OtherTrainingError as error:
+            report.resume_command = None
+            options = ", ".join(dict.fromkeys(filter(None, map(partial(_option, ctx), error.names))))
+            raise WanjaxError(f"{error} ({options})" if options else str(error)) from error
         except WanjaxError as error:
             if not isinstance(error, WriteError):  # a disk that is full may have room again
                 report.resume_command = None  # it would end in the same way
@@ -37,6 +43,13 @@ def train(report: Report, options: PipelineOptions, ctx: click.Context, *, data:
     report.resume_command = None
     report.table()
     report.print_result(written.absolute(), {"model": model, "steps": config.steps}, seconds=report.seconds)
+
+
+def _option(ctx: click.Context, name: str) -> str | None:
+    """Return the option of the command that gives a training's setting, such as --lora-rank for "lora.rank"."""
+    first, last = ("", *name.partition("[")[0].split("."))[-2:]
+    options = {parameter.name: parameter.opts[-1] for parameter in ctx.command.params}
+    return options.get(last) or options.get(first)
 
 
 def clips_of(config: TrainConfig) -> VideoRequest:

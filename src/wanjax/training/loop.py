@@ -7,7 +7,7 @@ sees the same as one that is left alone, and ends with the same bits.
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +34,18 @@ MAX_LISTED = 5  # entries that differ
 MAX_VALUE_CHARS, CONTEXT_CHARS = 60, 20  # characters of a value, and those before the first that differs
 Draw = Callable[[int, np.random.Generator], Any]
 After = Callable[[int, Mapping[str, jax.Array]], Any]
+
+
+class OtherTrainingError(WanjaxError):
+    """A folder holds a training with other settings.
+
+    Attributes:
+        names: The settings that differ, such as "lora.rank".
+    """
+
+    def __init__(self, message: str, names: Sequence[str]):
+        super().__init__(message)
+        self.names = names
 
 
 class NotFiniteError(WanjaxError):
@@ -136,9 +148,10 @@ class Trainer:
             changes = ", ".join(
                 _describe_difference(name, previous.get(name), current.get(name)) for name in differs[:MAX_LISTED]
             )
-            raise WanjaxError(
-                f"{self.folder} holds another training, whose {changes}{rest}: the same settings resume it, "
-                "more steps extend it, and what is left may be at another rate"
+            raise OtherTrainingError(
+                f"{self.folder} holds another training, whose {changes}{rest}: give another --out, or the settings "
+                "that it has; only more steps and another learning rate may differ",
+                differs,
             )
         if allowed or not file.is_file():
             with _write_errors(self.folder), writing(file) as beside:
