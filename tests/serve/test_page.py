@@ -360,6 +360,17 @@ def test_what_is_under_way_is_led_to_where_the_page_is_scrolled(opened, served, 
     served.delete(f"/v1/videos/{video['id']}")
 
 
+def test_a_prompt_outlives_a_reload_and_a_broken_picture_is_named_as_the_page_names_it(opened, served):
+    page = opened().goto()
+    page.fill("#prompt", "a green circle")
+    page.reload()
+    page.wait_for_selector("[name=shape]", state="attached")
+    until(lambda: page.input_value("#prompt") == "a green circle")
+    page.set_input_files("#file-image", {"name": "red.png", "mimeType": "image/png", "buffer": b"no picture"})
+    page.click("#make")
+    page.wait_for_selector(".wrong:has-text('First picture is not a picture')")
+
+
 @pytest.fixture
 def longer(served):
     """A video of twice the frames."""

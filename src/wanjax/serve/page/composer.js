@@ -313,7 +313,7 @@ export function Composer({ form, setForm, models, videos, announce, needToken, o
       const names = [...fields.fieldsOf(model).map((field) => field.name), ...Object.keys(model.pictures), "seed", "width", "height"];
       const own = names.find((name) => name === error.param || (error.param === "lora" && name.startsWith("lora ")));
       if (error.param === "prompt") prompt.current.focus();
-      if (own) focusField({ [own]: error.message });
+      if (own) focusField({ [own]: own in model.pictures ? error.message.replace(new RegExp(`^${own}\\b`), fields.inputLabel(own)) : error.message });
       else setMessage(error.message);
     } finally {
       setAsking(false);
