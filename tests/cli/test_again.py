@@ -371,11 +371,11 @@ def test_a_video_that_is_cut_short_is_told(name):
     """Where its settings are left, as in most of a film, they are shown; else the reason is not the wrong one."""
     write_video(name, FRAMES[: 1 if name.endswith(".png") else None], 8, {"prompt": "a", "model": "nano"})
     whole = Path(name).read_bytes()
-    assert "cut short" not in succeeded(wanjax("info", name)).output
+    assert "truncated" not in succeeded(wanjax("info", name)).output
     for length in (len(whole) * 9 // 10, len(whole) // 3, 60):
         Path(name).write_bytes(whole[:length])
         result = wanjax("info", name)
-        assert says(result.stderr, f"{name} cut short"), (length, result.output)
+        assert says(result.stderr, f"{name} truncated"), (length, result.output)
         assert result.exit_code == 2 or "nano" in result.stdout
 
 

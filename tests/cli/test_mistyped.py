@@ -32,6 +32,8 @@ def given(tmp_path, monkeypatch, standing_for) -> Arguments:
         (["--Version"], "option '--Version' wanjax --version"),
         (["--hepl"], "option '--hepl' wanjax --help"),
         (["--sead", "3"], "option '--sead' --seed"),
+        (["cat", "--steps", "0"], "--steps 0 1"),
+        (["cat", "--guidance_scale", "nan"], "--guidance-scale nan 5"),
         (["batch", "nope.jsonl"], "no file nope.jsonl: prompt on each line"),
         (["a.csv", "--prompts", "nope.csv"], "no file nope.csv: prompt on each line"),
         (["batch", "a red circle"], "no file one prompt wanjax generate 'a red circle'"),

@@ -18,7 +18,15 @@ import click
 from click.shell_completion import CompletionItem
 
 from wanjax.cli import defaults, options, scale_options, train_options
-from wanjax.cli.arguments import check_prompt, complete_commands, complete_files, complete_models, in_words, shortened
+from wanjax.cli.arguments import (
+    check_prompt,
+    complete_commands,
+    complete_files,
+    complete_models,
+    in_words,
+    shortened,
+    with_option,
+)
 from wanjax.cli.report import Report, handle_interrupts
 from wanjax.errors import DISK_FULL_ERRNOS, FILE_NAME_ERRNOS, WanjaxError, is_failure, is_out_of_memory
 from wanjax.pricing import libtpu
@@ -102,7 +110,7 @@ class Commands(click.Group):
         except click.ClickException as error:
             status, why = MISTAKE, in_words(error)
         except WanjaxError as error:
-            status, why = FAILURE if is_failure(error) else MISTAKE, str(error)
+            status, why = FAILURE if is_failure(error) else MISTAKE, with_option(error)
         except OSError as error:
             name = shortened(str(error.filename or ""))
             if error.errno in DISK_FULL_ERRNOS:

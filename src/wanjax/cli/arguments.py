@@ -13,6 +13,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from wanjax.cli.listing import listed_models
+from wanjax.errors import SettingError, WanjaxError
 from wanjax.pipelines.other_names import RENAMED
 from wanjax.stores.paths import WEB_ADDRESS, download_advice, is_url
 
@@ -258,6 +259,14 @@ def in_words(error: click.ClickException) -> str:
     if mistaken is None:
         return error.message if name in error.message else f"{name}: {error.message.removesuffix('.')}"
     return f"{name} is given as {mistaken[1]}: give {_right(parameter.type)}"
+
+
+def with_option(error: WanjaxError) -> str:
+    """Return the sentence of an error, which names a setting that is given by its option, as click's errors do."""
+    sentence = str(error)
+    if not isinstance(error, SettingError) or not sentence.startswith(f"{error.setting} is given as "):
+        return sentence
+    return f"--{error.setting.replace('_', '-')}{sentence.removeprefix(error.setting)}"
 
 
 VALUE = re.compile(r"(.+?) is not (?:a valid|in the range|one of) ")  # of click's sentences

@@ -96,7 +96,7 @@ def show_record(file: str, as_json: bool) -> None:
 
     record = find_metadata(file)
     if isinstance(path := parse_path(file), Path) and path.is_file() and is_cut_short(path):
-        click.echo(f"note: {file} is cut short: it has its settings, and not all of its frames", err=True)
+        click.echo(f"note: {file} is truncated: it has its settings, but not all of its frames", err=True)
     if as_json:
         click.echo(json.dumps(record, indent=2))
         return

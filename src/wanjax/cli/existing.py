@@ -60,9 +60,8 @@ class Existing:
         compared = [*expected, *self.metadata] if names is None else names
         for name in compared:
             if name not in NOT_COMPARED and (self.metadata.get(name) or None) != (expected.get(name) or None):
-                self.refuse(
-                    f"with {'other contents of files' if name == 'digests' else 'another ' + name.replace('_', ' ')}"
-                )
+                words = "contents of files" if name == "digests" else name.replace("_", " ")
+                self.refuse(f"with {'' if words.endswith('s') else 'a '}different {words}")
 
     def refuse(self, why: str) -> NoReturn:
         """Raise WanjaxError with the reason why the file is not what is requested."""

@@ -34,8 +34,8 @@ def train(report: Report, options: PipelineOptions, ctx: click.Context, *, data:
             written = begun.run()
         except OtherTrainingError as error:
             report.resume_command = None
-            options = ", ".join(dict.fromkeys(filter(None, map(partial(_option, ctx), error.names))))
-            raise WanjaxError(f"{error} ({options})" if options else str(error)) from error
+            option_names = ", ".join(dict.fromkeys(filter(None, map(partial(_option, ctx), error.names))))
+            raise WanjaxError(f"{error} ({option_names})" if option_names else str(error)) from error
         except WanjaxError as error:
             if not isinstance(error, WriteError):  # a disk that is full may have room again
                 report.resume_command = None  # it would end in the same way
