@@ -233,3 +233,13 @@ def test_loading_is_shown_with_the_stage_that_loads(pipe, monkeypatch):
     pipe.free()
     pipe("a", steps=1, **SMALL)
     assert set(loaded) == {("encode", "text_encoder"), ("denoise", "transformer"), ("decode", "vae")}
+
+
+def test_a_sample_s_steps_are_not_those_of_its_training():
+    with progress.on_console("train", None) as stage:
+        units = []
+        for work in ("", "sample", ""):
+            with progress.naming(work):
+                progress.count("step", 1, 20)
+            units.append(stage.unit)
+    assert units == ["step", "sample step", "step"]

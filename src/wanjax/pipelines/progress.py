@@ -174,6 +174,7 @@ class Stage:
 
 
 _current: ContextVar[Stage | None] = ContextVar("stage", default=None)
+_work: ContextVar[str] = ContextVar("work", default="")
 
 
 @contextmanager
@@ -206,7 +207,17 @@ def on_console(name: str, console: "Console | None") -> Iterator[Stage]:
 def count(unit: str, done: int, total: int) -> None:
     """Record in the current stage, if any, that the device has completed `done` of `total` units, such as steps."""
     if (current := _current.get()) is not None:
-        current.count(unit, done, total)
+        current.count(f"{_work.get()} {unit}".strip(), done, total)
+
+
+@contextmanager
+def naming(work: str) -> Iterator[None]:
+    """Name the units of the current stage after a work within it, as in "sample step 1 of 20"."""
+    token = _work.set(work)
+    try:
+        yield
+    finally:
+        _work.reset(token)
 
 
 def loading(component: str, done: int, total: int) -> None:

@@ -23,6 +23,7 @@ from wanjax.figures import digits, quantity
 from wanjax.kernels.compiler_options import matmul_options
 from wanjax.media.metadata import DIGESTS
 from wanjax.media.video import try_output, write_video
+from wanjax.pipelines import progress
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.seeds import key_of, seed_to_key_data
 from wanjax.stores.locks import locked
@@ -356,8 +357,9 @@ class Training:
         pipe.components.override(self.name, self._plain())
         for index, prompt in enumerate(self.config.sample_prompts):
             x, settings = self._sampled(piece, prompt)
-            latents = pipe.denoise(x, seed=index, **settings)
-            frames = np.asarray(pipe.decode(latents))
+            with progress.naming("sample"):
+                latents = pipe.denoise(x, seed=index, **settings)
+                frames = np.asarray(pipe.decode(latents))
             file = self.folder / SAMPLES / f"{step:06}-{index}.mp4"
             write_video(file, frames, self.settings.fps, {"prompt": prompt, "step": step, "seed": index})
         pipe.free()
