@@ -573,6 +573,8 @@ class Pipeline(metaclass=Named):
         check_conditioning_type(conditioning, self.model.conditioning_type)
         settings = {name: value for name, value in settings.items() if value is not None}
         for name in sorted(settings.keys() & {"prompt", "negative_prompt"}):
+            if settings[name] in ("", getattr(self.defaults, name)):
+                continue  # as in all settings of a video that has none of its own
             raise SettingError(f"{name} has no effect on encoded prompts: give it to `encode`", name)
         latents = [x for x in conditioning if x is not None and x.ndim == 5]
         if (shape := encoded_shape(conditioning)) is not None:
