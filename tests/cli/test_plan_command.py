@@ -173,7 +173,7 @@ def test_a_trace_counts_what_the_formula_does():
     assert context.attention + context.products == 2 * (2 * TEXT_LENGTH * (embedding + keys))  # of both prompts
     assert step.attention + step.products == 2 * sum(formula.values())
     assert step.convolutions == context.convolutions == 0
-    assert step.alive > 0
+    assert step.live_bytes > 0
 
 
 def test_the_pace_of_a_video_made_by_blocks():
@@ -196,7 +196,7 @@ def test_the_pace_of_a_video_made_by_blocks():
 def test_each_program_is_told_when_it_is_begun_and_once_its_price_is_known():
     told = []
     model = outline("nano")
-    estimate.estimate(model, "h200", tell=lambda *known: told.append(known))
+    estimate.estimate(model, "h200", on_progress=lambda *known: told.append(known))
     names = [run.name for run in programs(pipeline(model.model, model.settings), model.settings)]
     assert told[::2] == [([name], number, len(names)) for number, name in enumerate(names)]
     assert told[1::2] == [([], number + 1, len(names)) for number in range(len(names))]

@@ -179,5 +179,5 @@ def test_the_ring_sends_keys_and_values_round_once():
 
 @pytest.mark.parametrize(("axes", "keys"), [((1, 1, 1), 0), ((1, 1, 1), 6)])
 def test_keys_that_are_not_there(axes, keys):
-    with pytest.raises(WanjaxError, match=f"{keys} of 5 keys"):
+    with pytest.raises(WanjaxError, match=f"from 1 to 5 for 5 keys, got {keys}"):
         attention(*operands(1, 5, 5, 1, 1, 4), keys=keys)

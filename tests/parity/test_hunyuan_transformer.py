@@ -173,7 +173,7 @@ def test_the_next_timestep_of_a_network_of_few_steps():
     close(answer, velocity(reference, given))
     other = given | {"timestep_r": torch.tensor([600.0, 90.0])}
     assert relative_l2(our_velocity(model, other), answer) > 1e-2
-    with pytest.raises(AssertionError, match="is told the next timestep"):
+    with pytest.raises(AssertionError, match="needs t_next"):
         our_velocity(model, inputs("picture"))
 
 

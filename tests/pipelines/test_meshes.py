@@ -256,7 +256,7 @@ def test_what_is_asked_of_both_is_the_same_for_both(described, without_weights, 
 @pytest.mark.parametrize("full", [False, True])
 def test_a_plan_of_training_prices_the_mesh_of_a_training(described, without_weights, mesh_of_plan, full):
     """A clip has one prompt, so that no chips repeat the work of others."""
-    how = {"lora": None if full else LoraConfig(), "optimized": OptimizerConfig()}
+    how = {"lora": None if full else LoraConfig(), "optimizer_config": OptimizerConfig()}
     plan = mesh_of_plan(training_estimate.estimate_training, LARGE, "v6e-8", **how)
     video = {"guidance_scale": 1.0}
     run = mesh_of_run(described["v6e-8"], LARGE.settings.model, video=video, param_dtype="float32" if full else None)

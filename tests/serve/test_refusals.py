@@ -247,7 +247,7 @@ def test_a_full_queue(start):
     server = start(work=False, queue=2)
     for _ in range(2):
         server.ask()
-    assert "2 videos in the queue" in server.refused(429, json=SMALL)
+    assert "the queue has 2 videos" in server.refused(429, json=SMALL)
     assert server.client.post("/v1/videos", json=SMALL).headers["retry-after"] == "5"
 
 

@@ -467,10 +467,10 @@ def test_a_large_clip_keeps_its_place_in_the_queue(start, tmp_path, monkeypatch)
     """It arrives while another request is taken, which stays before it when the server starts anew."""
     server, save = start(work=False), uploads.save_pictures
 
-    def slow(pictures, *how):
+    def slow(pictures, *how, **options):
         if pictures:
             server.ask(seed=1)
-        return save(pictures, *how)
+        return save(pictures, *how, **options)
 
     monkeypatch.setattr(uploads, "save_pictures", slow)
     server.ask(seed=2, video=url(film(tmp_path / "a.mp4", 9).read_bytes()))

@@ -103,7 +103,7 @@ def test_a_batch_beside_a_server_on_one_database(start, pipe, tmp_path, request,
         server.ask(steps=200)
         work(store, maker, until_empty=True)
         assert {job.output for job in batch.poll()} == {path.name for path in out.glob("*.mp4")}
-        assert batch.done == 2
+        assert batch.done_count == 2
         assert len(server.jobs()) == 2
 
 
@@ -239,7 +239,7 @@ def test_a_database_that_does_not_answer_is_told_without_its_password(tmp_path, 
     if given == "environment":
         monkeypatch.setenv(ENV_VARIABLE, url)
     said = refused_command("serve", "--port", "0", *(["--database", url] if given == "option" else []))
-    assert says(said, "postgresql://me@127.0.0.1:1/jobs reach")
+    assert says(said, "postgresql://me@127.0.0.1:1/jobs connection refused")
     assert "a-secret" not in said
 
 
