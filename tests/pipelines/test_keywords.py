@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import get_type_hints
 
 import pytest
@@ -72,8 +73,9 @@ def test_every_setting_is_a_typed_keyword():
 
 def printed(code: str):
     """Run code in a process of its own, without the tests' checks of annotations; return its output, read as JSON."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    run = subprocess.run([sys.executable, "-c", SHOWN + code], env=environment, capture_output=True, text=True)
+    with TemporaryDirectory() as cache:  # jedi completes nothing after a damaged entry of the user's cache
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": cache}
+        run = subprocess.run([sys.executable, "-c", SHOWN + code], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
 
