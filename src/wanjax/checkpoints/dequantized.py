@@ -104,9 +104,9 @@ class Dequantized(View):
         self._parts = _found(keys)
         self._formats: dict[str, LayerFormat] = {}  # of weights whose format is named beside them
         surplus, weights = set[str](), keys | self._parts.keys()
-        for layer, text in formats_in_metadata(getattr(reader, "metadata", {})).items():
+        for layer, value in formats_in_metadata(getattr(reader, "metadata", {})).items():
             if (weight := f"{layer}.weight") in weights:
-                self._formats[weight] = parse_format(text, f"the file's entry for {layer}", self._stored_dtype(weight))
+                self._formats[weight] = parse_format(value, f"the file's entry for {layer}", self._stored_dtype(weight))
         for key in keys:
             module, last = _split(key)
             weight = f"{module}weight"

@@ -155,6 +155,11 @@ class TensorLocation(NamedTuple):
     strides: tuple[int, ...]
 
 
+def row_by_row(spec: Spec, start: int) -> TensorLocation:
+    """Return the location of a tensor whose numbers lie row by row, from this byte of the file on."""
+    return TensorLocation(spec, start, tuple(math.prod(spec.shape[axis + 1 :]) for axis in range(len(spec.shape))))
+
+
 class MappedFile(ABC):
     """A file of tensors, each mapped when it is read.
 
@@ -211,8 +216,7 @@ class SafetensorsFile(MappedFile):
         start = self.path.stat().st_size - sum(spec.nbytes for spec in specs.values())
         places = {}
         for key, spec in specs.items():
-            strides = tuple(math.prod(spec.shape[axis + 1 :]) for axis in range(len(spec.shape)))
-            places[key] = TensorLocation(spec, start, strides)
+            places[key] = row_by_row(spec, start)
             start += spec.nbytes
         return places
 

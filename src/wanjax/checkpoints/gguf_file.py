@@ -15,30 +15,21 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
-from wanjax.checkpoints.files import MAX_RANK, CorruptError, MappedFile, Spec, TensorLocation
+from wanjax.checkpoints.files import DTYPES, MAX_RANK, CorruptError, MappedFile, Spec, TensorLocation, row_by_row
 from wanjax.errors import WanjaxError
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 ALIGNMENT, ALIGNMENT_FIELD = 32, "general.alignment"
 SHAPE_FIELD = "comfy.gguf.orig_shape."
 STRING, ARRAY = 8, 9
-NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+STRUCT_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """The types of fields, as `struct` spells them."""
 MAX_NAME = 1 << 16  # bytes
 MAX_NESTING = 4  # arrays in arrays
-PLAIN = {
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F64": np.dtype(np.float64),
-    "I8": np.dtype(np.int8),
-    "I16": np.dtype(np.int16),
-    "I32": np.dtype(np.int32),
-    "I64": np.dtype(np.int64),
-}
+PLAIN = {name: DTYPES[name] for name in ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")}
+"""The types that are stored as they are, by the names that safetensors has for them too."""
 
 
 class Field(NamedTuple):
@@ -59,6 +50,19 @@ class GgufFile(MappedFile):
             not installed.
     """
 
+    def __init__(self, path: Any):
+        super().__init__(path)
+        quantised = sorted({kind for kind in self._types.values() if kind not in PLAIN})
+        for kind in quantised:
+            if not _is_dequantised(kind):
+                raise WanjaxError(
+                    f"{self.path} has tensors of GGUF's type {kind}, which the package gguf does not read"
+                )
+        self.specs: Mapping[str, Spec] = {
+            name: Spec(shape, PLAIN.get(self._types[name], np.dtype(np.float32)))
+            for name, shape in self._shapes.items()
+        }
+
     def _locate_tensors(self) -> dict[str, TensorLocation]:
         header = _Header(np.memmap(self.path, np.uint8, "r") if self.path.stat().st_size else np.empty(0, np.uint8))
         if header.take(4) != MAGIC:
@@ -72,7 +76,7 @@ class GgufFile(MappedFile):
             self.fields[name] = Field(kind, header.position)
             header.skip(kind)
         self._header = header
-        described = [_described(header) for _ in range(tensors)]
+        entries = [_tensor_entry(header) for _ in range(tensors)]
         alignment = self.value(ALIGNMENT_FIELD, ALIGNMENT)
         if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
             raise CorruptError(f"{ALIGNMENT_FIELD} is {alignment!r}")
@@ -80,25 +84,12 @@ class GgufFile(MappedFile):
         self._types: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         locations = {}
-        for name, shape, kind, offset in described:
+        for name, shape, kind, offset in entries:
             if name in locations:
                 raise CorruptError(f"it has two tensors of the name {name!r}")
             self._types[name], locations[name] = kind, _location(name, shape, kind, data + offset, header.size)
             self._shapes[name] = self._published_shape(name, shape)
         return locations
-
-    def __init__(self, path: Any):
-        super().__init__(path)
-        quantised = sorted({kind for kind in self._types.values() if kind not in PLAIN})
-        for kind in quantised:
-            if not _is_dequantised(kind):
-                raise WanjaxError(
-                    f"{self.path} has tensors of GGUF's type {kind}, which the package gguf does not read"
-                )
-        self.specs: Mapping[str, Spec] = {
-            name: Spec(shape, PLAIN.get(self._types[name], np.dtype(np.float32)))
-            for name, shape in self._shapes.items()
-        }
 
     def read(self, key: str) -> np.ndarray:
         """Return a tensor: plain numbers as a view of the file's pages, others dequantised to float32."""
@@ -149,10 +140,12 @@ class _Header:
         if kind == STRING:
             return self.text(self.size)
         if kind != ARRAY:
-            return self.number(_spelling(kind))
+            return self.number(_struct_code(kind))
         of, count = self._array(nesting)
-        if of in NUMBERS:
-            return list(struct.unpack(f"<{count}{NUMBERS[of]}", self.take(count * struct.calcsize(f"<{NUMBERS[of]}"))))
+        if of in STRUCT_CODES:
+            return list(
+                struct.unpack(f"<{count}{STRUCT_CODES[of]}", self.take(count * struct.calcsize(f"<{STRUCT_CODES[of]}")))
+            )
         return [self.value(of, nesting + 1) for _ in range(count)]
 
     def skip(self, kind: int, nesting: int = 0) -> None:
@@ -160,11 +153,11 @@ class _Header:
         if kind == STRING:
             self._move(self.number("Q"))
         elif kind != ARRAY:
-            self._move(struct.calcsize(f"<{_spelling(kind)}"))
+            self._move(struct.calcsize(f"<{_struct_code(kind)}"))
         else:
             of, count = self._array(nesting)
-            if of in NUMBERS:
-                self._move(count * struct.calcsize(f"<{NUMBERS[of]}"))
+            if of in STRUCT_CODES:
+                self._move(count * struct.calcsize(f"<{STRUCT_CODES[of]}"))
             else:
                 for _ in range(count):
                     self.skip(of, nesting + 1)
@@ -183,13 +176,13 @@ class _Header:
         self.position += count
 
 
-def _spelling(kind: int) -> str:
-    if kind not in NUMBERS:
+def _struct_code(kind: int) -> str:
+    if kind not in STRUCT_CODES:
         raise CorruptError(f"it has a field of the unknown type {kind}")
-    return NUMBERS[kind]
+    return STRUCT_CODES[kind]
 
 
-def _described(header: _Header) -> tuple[str, tuple[int, ...], str, int]:
+def _tensor_entry(header: _Header) -> tuple[str, tuple[int, ...], str, int]:
     """Return the name, the shape, the type and the offset of the next tensor of a header."""
     name, rank = header.text(), header.number("I")
     if rank > MAX_RANK:
@@ -209,8 +202,7 @@ def _location(name: str, shape: tuple[int, ...], kind: str, start: int, size: in
         spec = Spec((math.prod(shape[:-1]), shape[-1] // block * nbytes), np.dtype(np.uint8))
     if start + spec.nbytes > size:
         raise CorruptError(f"it ends at byte {size}, before the end of {name!r}")
-    strides = tuple(math.prod(spec.shape[axis + 1 :]) for axis in range(len(spec.shape)))
-    return TensorLocation(spec, start, strides)
+    return row_by_row(spec, start)
 
 
 @cache

@@ -35,7 +35,7 @@ METADATA = "_quantization_metadata"  # of a file, in place of a tensor for each 
 DEFAULT_GROUP = 256
 TILE_ROWS, TILE_COLUMNS, ROWS_APART = 128, 4, 32
 FLOAT4 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
-READ = "float8_e4m3fn, float8_e5m2, int8_tensorwise, mxfp8 and nvfp4"
+SUPPORTED = "float8_e4m3fn, float8_e5m2, int8_tensorwise, mxfp8 and nvfp4"
 
 
 class LayerFormat(NamedTuple):
@@ -66,11 +66,11 @@ class LayerFormat(NamedTuple):
         return TILE_ROWS * math.ceil(rows / TILE_ROWS), TILE_COLUMNS * math.ceil(blocks / TILE_COLUMNS)
 
 
-def parse_format(text: bytes | str, key: str, dtype: np.dtype) -> LayerFormat:
-    """Parse a layer's JSON.
+def parse_format(layer: Any, key: str, dtype: np.dtype) -> LayerFormat:
+    """Parse what is said of a layer.
 
     Args:
-        text: The JSON.
+        layer: The JSON as bytes, or its value.
         key: What it is called in an error.
         dtype: That of the stored weight.
 
@@ -78,7 +78,7 @@ def parse_format(text: bytes | str, key: str, dtype: np.dtype) -> LayerFormat:
         WanjaxError: It is no JSON object with a format, or names a format that is not read or has another dtype.
     """
     try:
-        layer = json.loads(text)
+        layer = json.loads(layer) if isinstance(layer, bytes) else layer
         name = str(layer["format"])
         entries = {entry: layer[entry] for entry in sorted(layer) if layer[entry] and entry not in IGNORED_ENTRIES}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -87,12 +87,12 @@ def parse_format(text: bytes | str, key: str, dtype: np.dtype) -> LayerFormat:
     if layer_format is None or dtype not in (layer_format.dtype, np.dtype(np.uint8)):
         unknown = next((f" with {repr_short(entry)}" for entry in entries if entry not in ROTATION_ENTRIES), "")
         problem = f"{repr_short(name)}{unknown or _rotation(entries)}, and the weight is {dtype}"
-        raise WanjaxError(f"{key} says {problem}: of the formats of 8 bits and fewer, {READ} are read")
+        raise WanjaxError(f"{key} says {problem}: of the formats of 8 bits and fewer, {SUPPORTED} are read")
     return layer_format
 
 
-def formats_in_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return the JSON of each layer that a file's metadata describe, by the layer's name.
+def formats_in_metadata(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Return what a file's metadata say of each layer, by the layer's name.
 
     Raises:
         WanjaxError: They are not in ComfyUI's form.
@@ -100,8 +100,7 @@ def formats_in_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
     if METADATA not in metadata:
         return {}
     try:
-        layers = json.loads(metadata[METADATA])["layers"]
-        return {str(name): json.dumps(layer) for name, layer in layers.items()}
+        return dict(json.loads(metadata[METADATA])["layers"].items())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise WanjaxError(f"{METADATA} of the file is no JSON object with layers: get the file again") from error
 

@@ -401,7 +401,7 @@ def _no_path(request: Request, error: Exception) -> JSONResponse:
 
 
 def _no_method(request: Request, error: Exception) -> JSONResponse:
-    """Answer a request whose path is right and whose method is not."""
+    """Answer a request with a method that its path does not take."""
     path = request.scope["path"]
     methods = ", ".join(_methods(request, path) or ("GET", "HEAD"))  # the latter of the page's files
     return refusal(405, f"{path[:80]} takes no {request.method[:20]}: use {methods}", "not_allowed", allow=methods)
