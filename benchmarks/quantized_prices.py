@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Price the projections of one Wan 14B block on a TPU: in bfloat16 by XLA, and with weights and tokens of 8 bits.
+
+    python -m benchmarks.quantized_prices [--chip v6e] [--rows 18900] [--format int8]
+
+Norms, modulations, GELU, residual sums and the rotation of queries and keys by position count, as they are part of the
+kernels. The column "each alone" has them as
+operations of XLA between products that each round their own tokens. "Fused", as the blocks compute, rounds tokens
+once for queries, keys and values, and has the rest in the kernels. Weights are whole, as after they are gathered.
+"""
+
+import argparse
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.attention_prices import smallest
+from wanjax.kernels.quantized_matmul import (
+    FORMATS,
+    GatedSum,
+    HeadsNorm,
+    Modulation,
+    QuantizedWeight,
+    quantize_tokens,
+    quantized_heads,
+    quantized_matmul,
+    quantized_mlp,
+)
+from wanjax.kernels.quantized_matmul.operands import gated, modulated_norm, normed_heads
+from wanjax.pricing.chips import abstract_mesh, find_slice
+from wanjax.pricing.lowering import replicated
+from wanjax.pricing.pricer import Pricer
+
+WIDTH, MLP_WIDTH, HEAD_DIM, ROTATION = 5120, 13824, 128, 256
+DTYPE = jnp.dtype("bfloat16")
+EPS = 1e-6
+ROWS = 18_900  # of 75,600 tokens at 720p on four of eight chips, which halve the prompts of guidance
+VMEM = {"v6e": {"xla_tpu_scoped_vmem_limit_kib": str(64 << 10)}}  # as `compiler_options` has it
+CHIPS = ("v5e", "v6e", "v7x")
+FORMS = ("bfloat16", "each alone", "fused")
+
+
+class Part(NamedTuple):
+    """Some projections of a block.
+
+    Attributes:
+        sizes: The input and output channels of each weight.
+        run: A function of a form, x, weights, a modulation, a sum and a norm of heads; it returns the results.
+        normed: Whether a modulated norm precedes them.
+        adds: Whether a gated sum follows.
+        heads: Whether the norm of queries follows: `normed`, or `rotated` with their rotation.
+    """
+
+    sizes: tuple[tuple[int, int], ...]
+    run: Callable[..., Any]
+    normed: bool = False
+    adds: bool = False
+    heads: Literal["normed", "rotated"] | None = None
+
+
+class Form(NamedTuple):
+    """How products are computed.
+
+    Attributes:
+        name: One of FORMS.
+        format: The format of 8 bits.
+    """
+
+    name: str
+    format: Any
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of a quantized product."""
+        return {"activations": self.format, "dtype": DTYPE}
+
+    def product(self, x: jax.Array, weight: Any, *, gelu: bool = False) -> jax.Array:
+        """Return a product that rounds its own tokens, or one in bfloat16."""
+        if self.name == "bfloat16":
+            y = jnp.matmul(x, weight[0]) + weight[1][None, None]
+        else:
+            y = quantized_matmul(x, *weight, rotation=ROTATION, **self.options)
+        return jax.nn.gelu(y, approximate=True) if gelu else y
+
+
+def joint(form: Form, x: jax.Array, weights: Any, modulation: Modulation, _: None, norm: HeadsNorm) -> list[jax.Array]:
+    """Queries, keys and values."""
+    if form.name == "fused":
+        options: dict[str, Any] = {"rotation": ROTATION, **form.options}
+        rows: Any = quantize_tokens(x, weights[0][0], **options, modulation=modulation)
+        q, k = (quantized_heads(rows, *weight, norm=norm, norm_eps=EPS, **options) for weight in weights[:2])
+        return [q, k, quantized_matmul(rows, *weights[2], **options)]
+    normed = modulated_norm(x, modulation, EPS).astype(DTYPE)
+    q, k, v = (form.product(normed, weight) for weight in weights)
+    return [normed_heads(q, norm, EPS), normed_heads(k, norm, EPS), v]
+
+
+def single(
+    form: Form,
+    x: jax.Array,
+    weights: Any,
+    modulation: Modulation | None,
+    added: GatedSum | None,
+    norm: HeadsNorm | None,
+) -> jax.Array:
+    """One projection."""
+    if form.name == "fused":
+        options: dict[str, Any] = {"rotation": ROTATION, **form.options, "modulation": modulation}
+        if norm is not None:
+            return quantized_heads(x, *weights[0], norm=norm, norm_eps=EPS, **options)
+        return quantized_matmul(x, *weights[0], gated_sum=added, **options)
+    x = x if modulation is None else modulated_norm(x, modulation, EPS).astype(DTYPE)
+    y = form.product(x, weights[0])
+    y = y if norm is None else normed_heads(y, norm, EPS)
+    return y if added is None else gated(y, added)
+
+
+def mlp(form: Form, x: jax.Array, weights: Any, modulation: Modulation, added: GatedSum, _: None) -> jax.Array:
+    """The MLP."""
+    if form.name == "fused":
+        parts = {"modulation": modulation, "gated_sum": added}
+        return quantized_mlp(x, *weights, rotations=(ROTATION, ROTATION), **form.options, **parts)
+    normed = modulated_norm(x, modulation, EPS).astype(DTYPE)
+    return gated(form.product(form.product(normed, weights[0], gelu=True), weights[1]), added)
+
+
+SQUARE = (WIDTH, WIDTH)
+PARTS = {
+    "q, k, v": Part((SQUARE,) * 3, joint, normed=True, heads="rotated"),
+    "o": Part((SQUARE,), single, adds=True),
+    "q to the text": Part((SQUARE,), single, normed=True, heads="normed"),
+    "o from the text": Part((SQUARE,), single, adds=True),
+    "MLP": Part(((WIDTH, MLP_WIDTH), (MLP_WIDTH, WIDTH)), mlp, normed=True, adds=True),
+}
+
+
+def program(part: Part, form: Form, rows: int) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
+    """Return a function of a part, and the shapes of its arguments."""
+    shape = jax.ShapeDtypeStruct
+    values = DTYPE if form.name == "bfloat16" else FORMATS[form.format]
+    arguments: list[Any] = [shape((1, rows, part.sizes[0][0]), DTYPE)]
+    arguments.append(
+        [
+            ((shape(size, values), shape(size[1:], jnp.float32)), shape(size[1:], DTYPE))
+            if form.name != "bfloat16"
+            else (shape(size, values), shape(size[1:], DTYPE))
+            for size in part.sizes
+        ]
+    )
+    vector = shape((1, 1, WIDTH), jnp.float32)
+    arguments.append(Modulation(vector, vector) if part.normed else None)  # pyright: ignore[reportArgumentType]
+    added: Any = shape((1, rows, part.sizes[-1][1]), DTYPE), vector
+    arguments.append(GatedSum(*added) if part.adds else None)
+    table = (shape((rows, HEAD_DIM // 2), jnp.float32),) * 2
+    norm: Any = shape((WIDTH,), jnp.float32), *(table if part.heads == "rotated" else ())
+    arguments.append(HeadsNorm(*norm) if part.heads else None)
+    leaves, tree = jax.tree.flatten(arguments)
+
+    def run(*arrays: jax.Array) -> Any:
+        x, weights, modulation, added, norm = jax.tree.unflatten(tree, arrays)
+        if form.name != "bfloat16":
+            weights = [(QuantizedWeight(*weight), bias) for weight, bias in weights]
+        return part.run(form, x, weights, modulation, added, norm)
+
+    return run, leaves
+
+
+def price_table(chip: str, rows: int, form: str) -> Table:
+    """Compile and price all parts in all forms."""
+    target = find_slice(smallest(chip))
+    mesh = abstract_mesh(target)
+    names = [(part, name) for part in PARTS for name in FORMS]
+    programs = []
+    for part, name in names:
+        run, shapes = program(PARTS[part], Form(name, form), rows)
+        programs.append(replicated(run, mesh, shapes)._replace(compiler_options=VMEM.get(chip)))
+    prices = dict(zip(names, Pricer().price_all(target, programs), strict=True))
+    doubts = {doubt for price in prices.values() for doubt in price.doubts}
+    assert not doubts, doubts
+    title = f"{rows:,} tokens on one {chip}, priced in ms: bfloat16 by XLA, and {form}"
+    table = Table("", *FORMS, "bfloat16 / fused", title=title)
+    totals = dict.fromkeys(FORMS, 0.0)
+    for part in PARTS:
+        seconds = [prices[part, name].seconds or float("nan") for name in FORMS]
+        for name, each in zip(FORMS, seconds, strict=True):
+            totals[name] += each
+        table.add_row(part, *(f"{1e3 * each:.3f}" for each in seconds), f"{seconds[0] / seconds[2]:.2f}")
+    ratio = totals["bfloat16"] / totals["fused"]
+    table.add_row("a block", *(f"{1e3 * totals[name]:.3f}" for name in FORMS), f"{ratio:.2f}")
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--chip", choices=CHIPS, default="v6e")
+    parser.add_argument("--rows", type=int, default=ROWS)
+    parser.add_argument("--format", choices=sorted(FORMATS), default="int8")
+    options = parser.parse_args()
+    Console(width=120).print(price_table(options.chip, options.rows, options.format))
+
+
+if __name__ == "__main__":
+    main()

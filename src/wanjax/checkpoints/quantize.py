@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Round kernels to 8 bits while they are read. The host does this on all cores, without compiling a program.
+
+The rounding is that of `kernels.quantized_matmul.quantize_weight`. Rows are rounded in pieces of a fixed size. The
+result therefore depends only on the kernel: loading and converting give the same numbers, bit for bit.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+from wanjax.checkpoints.arrays import make_array
+from wanjax.checkpoints.files import Spec
+from wanjax.checkpoints.to_devices import to_device, workers
+from wanjax.kernels.hadamard import regular_hadamard
+from wanjax.kernels.quantized_matmul.formats import FORMATS, LARGEST, SMALLEST_ABSMAX
+from wanjax.layers.quantized import QuantizedLinear, quantized_layers
+
+PIECE_ROWS = 128
+
+
+class RoundedKernel(NamedTuple):
+    """A kernel that was rounded to 8 bits, with its scales.
+
+    Attributes:
+        values: The numbers [I O].
+        scale: The scale [O] of each output channel, in float32.
+    """
+
+    values: np.ndarray
+    scale: np.ndarray
+
+
+class QuantizedKernel(NamedTuple):
+    """A quantized projection, and the names of the two parameters that its kernel fills.
+
+    Attributes:
+        layer: The projection.
+        values: The name of the parameter that holds the numbers.
+        scale: The name of the parameter that holds the scale.
+    """
+
+    layer: QuantizedLinear
+    values: str
+    scale: str
+
+    @property
+    def specs(self) -> dict[str, Spec]:
+        """The shapes and dtypes of the numbers and the scale, by parameter name."""
+        pairs = ((self.values, self.layer.values), (self.scale, self.layer.scale))
+        arrays = ((name, variable.get_value()) for name, variable in pairs)
+        return {name: Spec(tuple(x.shape), np.dtype(x.dtype)) for name, x in arrays}
+
+
+def quantized_kernels(module: nnx.Module) -> dict[str, QuantizedKernel]:
+    """Return the kernels of a module's quantized projections, by the names of the kernels before quantization."""
+    return {
+        f"{path}.kernel": QuantizedKernel(layer, f"{path}.values", f"{path}.scale")
+        for path, layer in quantized_layers(module).items()
+    }
+
+
+def as_floats(parameters: Mapping[str, Any], kernels: Mapping[str, QuantizedKernel]) -> dict[str, Any]:
+    """Return the parameters that the module has before quantization: each kernel replaces its numbers and its scale."""
+    targets = dict(parameters)
+    for name, kernel in kernels.items():
+        del targets[kernel.scale]
+        targets[name] = jax.ShapeDtypeStruct(targets.pop(kernel.values).shape, np.float32)
+    return targets
+
+
+def to_device_quantized(
+    tensors: Sequence[AbstractContextManager[np.ndarray]], kernel: QuantizedKernel, *, stacked: bool
+) -> dict[str, jax.Array]:
+    """Read and round a kernel. Return the numbers and the scale, with the shardings of the abstract projection.
+
+    Host memory holds the tensor that is being read and one tensor of 8 bits. Each process rounds whole tensors.
+
+    Args:
+        tensors: The tensors of the blocks of a stack, or a single tensor. A tensor is read when its context is entered.
+        kernel: The kernel to fill.
+        stacked: Whether the tensors are blocks of a stack.
+    """
+    scales: list[np.ndarray] = []
+
+    @contextmanager
+    def rounded(tensor: AbstractContextManager[np.ndarray]) -> Iterator[np.ndarray]:
+        with tensor as x:
+            values, scale = quantize(x, kernel.layer)
+        scales.append(scale)
+        yield values
+
+    values = to_device([*map(rounded, tensors)], kernel.layer.values.get_value(), stacked=stacked)
+    scale = np.stack(scales) if stacked else scales[0]
+    shards = make_array(lambda part, dtype: scale[part].astype(dtype), kernel.layer.scale.get_value())
+    return {kernel.values: values, kernel.scale: shards}
+
+
+def quantize(kernel: np.ndarray, layer: QuantizedLinear) -> RoundedKernel:
+    """Round a kernel to the format of a quantized projection.
+
+    Args:
+        kernel: The kernel [I O], in any float dtype and any memory layout.
+        layer: The quantized projection; it has the format and the rotation.
+    """
+    rows = kernel.T  # [O I], as most checkpoints store it
+    values, scale = np.empty(rows.shape, FORMATS[layer.format]), np.empty(len(rows), np.float32)
+    row_ranges = [slice(start, start + PIECE_ROWS) for start in range(0, len(rows), PIECE_ROWS)]
+
+    def quantize_rows(row_range: slice) -> None:
+        x = rows[row_range].astype(np.float32)
+        if layer.rotation:
+            x = (x.reshape(-1, layer.rotation) @ regular_hadamard(layer.rotation)).reshape(x.shape)
+        format_max = np.float32(LARGEST[layer.format])
+        scale[row_range] = np.maximum(np.abs(x).max(axis=1), np.float32(SMALLEST_ABSMAX)) / format_max
+        # The scale of a row with an infinity or a NaN is not finite: its numbers do not matter
+        with np.errstate(invalid="ignore"):
+            x /= scale[row_range, None]
+            np.clip(x, -format_max, format_max, out=x)
+            values[row_range] = np.rint(x) if layer.format == "int8" else x
+
+    list(workers().map(quantize_rows, row_ranges))
+    return RoundedKernel(values.T, scale)

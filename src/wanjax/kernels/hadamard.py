@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The regular Hadamard matrix by which ConvRot (arXiv:2512.03673) rotates groups of channels before it rounds them."""
+
+from functools import cache
+
+import numpy as np
+
+ROTATION_GROUP_SIZES = (256, 64, 16)  # possible numbers of channels that are rotated together, the best first
+
+
+@cache
+def regular_hadamard(size: int) -> np.ndarray:
+    """Return the regular Hadamard matrix in float32. The size must be a power of 4. The matrix is a Kronecker power of
+    the matrix of size 4.
+
+    The matrix is orthonormal and symmetric, so it is its own inverse. The numbers of the matrix are ±1 / sqrt(size).
+    Every floating dtype represents them exactly.
+    """
+    hadamard_4 = (np.ones((4, 4)) - 2 * np.eye(4)[::-1]) / 2
+    return (hadamard_4 if size == 4 else np.kron(regular_hadamard(size // 4), hadamard_4)).astype(np.float32)
+
+
+def rotation_group(features: int) -> int:
+    """Return how many channels to rotate together, for this number of input channels. Return 0 if no size of a group
+    divides the number."""
+    return next((group for group in ROTATION_GROUP_SIZES if features % group == 0), 0)

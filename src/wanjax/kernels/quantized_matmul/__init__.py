@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matrix products with weights of 8 bits. The inputs may also have 8 bits."""
+
+from wanjax.kernels.hadamard import rotation_group
+from wanjax.kernels.quantized_matmul.api import quantize_tokens, quantized_heads, quantized_matmul, quantized_mlp
+from wanjax.kernels.quantized_matmul.formats import FORMATS, QuantizedRows, QuantizedWeight, quantize_weight
+from wanjax.kernels.quantized_matmul.operands import GatedSum, HeadsNorm, Modulation
+from wanjax.kernels.quantized_matmul.tpu import PRODUCTS_SCOPE
+
+__all__ = [
+    "FORMATS",
+    "PRODUCTS_SCOPE",
+    "GatedSum",
+    "HeadsNorm",
+    "Modulation",
+    "QuantizedRows",
+    "QuantizedWeight",
+    "quantize_tokens",
+    "quantize_weight",
+    "quantized_heads",
+    "quantized_matmul",
+    "quantized_mlp",
+    "rotation_group",
+]

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public functions of quantized products. The functions check the arguments, and call an implementation that
+supports the arguments."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from wanjax.errors import UnsupportedError, WanjaxError
+from wanjax.kernels.admitted import is_admitted
+from wanjax.kernels.autodiff import with_backward
+from wanjax.kernels.quantized_matmul import tpu, xla
+from wanjax.kernels.quantized_matmul.formats import FORMATS, Format, QuantizedRows, QuantizedWeight, check_rotation
+from wanjax.kernels.quantized_matmul.operands import GatedSum, HeadsNorm, Modulation, normed_heads
+from wanjax.kernels.rotary_heads import parts_for_all_to_all
+from wanjax.kernels.target import target
+
+KERNEL = "quantized_matmul"  # the name of the kernel in `admitted.is_admitted`
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def quantized_matmul(
+    x: Float[Array, "*B E"] | QuantizedRows,
+    weight: QuantizedWeight,
+    bias: Float[Array, " _E"] | None,
+    *,
+    rotation: int,
+    activations: Format | None,
+    dtype: DTypeLike,
+    modulation: Modulation | None = None,
+    eps: float = 1e-6,
+    gelu: bool = False,
+    gated_sum: GatedSum | None = None,
+) -> Float[Array, "*B _E"]:
+    """Return the product of x and a weight of 8 bits, plus the bias, rounded once to `dtype`.
+
+    With `activations=None` the product has gradients of x and of the bias, and the weight is frozen. With rounded
+    inputs the product has no gradient.
+
+    Args:
+        x: The inputs [... I], which are cast to `dtype`; or inputs that `quantize_tokens` has rounded for several
+            products.
+        weight: The weight [I O], from `quantize_weight` or from a file.
+        bias: The bias [O], or None.
+        rotation: How many input channels of the weight were rotated together; 0 for none.
+        activations: The format to which each row of x is rounded, after the row is rotated. The format must be that of
+            the weight. None does not round inputs.
+        dtype: The dtype of the result. If inputs are not rounded, it is also the dtype of the operands.
+        modulation: A layer norm of x and its modulation, which come first.
+        eps: The epsilon of the layer norm.
+        gelu: Whether to apply GELU, by its tanh formula.
+        gated_sum: A gated sum with a residual, which comes last. The result then has the residual's dtype.
+
+    Raises:
+        WanjaxError: The shapes or dtypes of the operands do not fit each other.
+        UnsupportedError: The formats of inputs and weight differ, or the gradient of rounded inputs is taken.
+    """
+    dtype = jnp.dtype(dtype)
+    _check(x, weight, bias, rotation, activations, dtype)
+    options: dict[str, Any] = {
+        "rotation": rotation,
+        "activations": activations,
+        "dtype": dtype,
+        "eps": eps,
+        "gelu": gelu,
+    }
+    parts = {"modulation": modulation, "gated_sum": gated_sum}
+    if activations is None:
+        return xla.quantized_matmul(x, weight, bias, **options, **parts)
+    module = tpu if uses_kernel(x, weight, rotation, dtype) else xla
+    return _without_gradient(partial(module.quantized_matmul, **options), x, weight, bias, **parts)
+
+
+def quantized_heads(
+    x: Float[Array, "B L E"] | QuantizedRows,
+    weight: QuantizedWeight,
+    bias: Float[Array, " _E"] | None,
+    norm: HeadsNorm,
+    *,
+    norm_eps: float,
+    rotation: int,
+    activations: Format | None,
+    dtype: DTypeLike,
+    modulation: Modulation | None = None,
+    eps: float = 1e-6,
+) -> Float[Array, "B L _E"]:
+    """Return queries or keys: a product, its norm over all channels, and the rotation of its heads by position.
+
+    On TPUs one kernel computes all three, so that queries and keys go to memory once. The result is rounded to `dtype`
+    before the norm, and again at the end.
+
+    Args:
+        x: The inputs [B L I], as in `quantized_matmul`.
+        weight: The weight [I O].
+        bias: The bias [O], or None.
+        norm: The norm and the rotation.
+        norm_eps: The epsilon of `norm`.
+        rotation: How many input channels of the weight were rotated together; 0 for none.
+        activations: The format of the rows of x, or None.
+        dtype: As in `quantized_matmul`.
+        modulation: A layer norm of x and its modulation, which come first.
+        eps: The epsilon of the layer norm of x.
+
+    Raises:
+        WanjaxError: The shapes or dtypes of the operands do not fit each other.
+        UnsupportedError: The formats of inputs and weight differ, or the gradient of rounded inputs is taken.
+    """
+    dtype = jnp.dtype(dtype)
+    _check(x, weight, bias, rotation, activations, dtype)
+    options: dict[str, Any] = {"rotation": rotation, "activations": activations, "dtype": dtype, "eps": eps}
+    if activations is not None and uses_kernel(x, weight, rotation, dtype) and tpu.fuses_norm(weight, norm, dtype):
+        parts = 1 if norm.cos is None else parts_for_all_to_all((*_shape(x)[:2], weight.values.shape[1]))
+        run = partial(tpu.quantized_heads, norm_eps=norm_eps, parts=parts, **options)
+        return _without_gradient(run, x, weight, bias, norm, modulation=modulation)
+    return normed_heads(quantized_matmul(x, weight, bias, modulation=modulation, **options), norm, norm_eps)
+
+
+def quantize_tokens(
+    x: Float[Array, "*B E"],
+    weight: QuantizedWeight,
+    *,
+    rotation: int,
+    activations: Format,
+    dtype: DTypeLike,
+    modulation: Modulation | None = None,
+    eps: float = 1e-6,
+) -> QuantizedRows:
+    """Round tokens once for several products, such as those of queries, keys and values.
+
+    Args:
+        x: The inputs [... I].
+        weight: One of the weights by which the tokens will be multiplied.
+        rotation: How many input channels of the weights were rotated together; 0 for none.
+        activations: The format of the weights.
+        dtype: The dtype to which x is cast before its rotation.
+        modulation: A layer norm of x and its modulation, which come first.
+        eps: The epsilon of the layer norm.
+
+    Raises:
+        WanjaxError: The shapes or dtypes of the operands do not fit each other.
+        UnsupportedError: The formats of inputs and weight differ, or the gradient is taken.
+    """
+    dtype = jnp.dtype(dtype)
+    _check(x, weight, None, rotation, activations, dtype)
+    options: dict[str, Any] = {"rotation": rotation, "form": activations, "dtype": dtype, "eps": eps}
+    module = tpu if uses_kernel(x, weight, rotation, dtype) else xla
+    return _without_gradient(partial(module.quantize, **options), x, modulation=modulation)
+
+
+def quantized_mlp(
+    x: Float[Array, "*B E"] | QuantizedRows,
+    up: tuple[QuantizedWeight, Float[Array, " F"] | None],
+    down: tuple[QuantizedWeight, Float[Array, " _E"] | None],
+    *,
+    rotations: tuple[int, int],
+    activations: Format | None,
+    dtype: DTypeLike,
+    modulation: Modulation | None = None,
+    eps: float = 1e-6,
+    gated_sum: GatedSum | None = None,
+) -> Float[Array, "*B _E"]:
+    """Return a product, GELU, and a second product.
+
+    On TPUs the first product rounds its results, so that they go to memory and back in 8 bits. Then each of several
+    parts of a row has its own scale.
+
+    Args:
+        x: The inputs [... I].
+        up: The first weight [I F] and its bias [F], or None.
+        down: The second weight [F O] and its bias [O], or None.
+        rotations: For each weight, how many input channels were rotated together.
+        activations: The format of the rows of both products, or None.
+        dtype: As in `quantized_matmul`.
+        modulation: A layer norm of x and its modulation, which come first.
+        eps: The epsilon of the layer norm.
+        gated_sum: A gated sum with a residual, which comes last.
+
+    Raises:
+        WanjaxError: The shapes or dtypes of the operands do not fit each other.
+        UnsupportedError: The formats of inputs and weight differ, or the gradient of rounded inputs is taken.
+    """
+    dtype = jnp.dtype(dtype)
+    _check(x, *up, rotations[0], activations, dtype)
+    shared = {"activations": activations, "dtype": dtype, "eps": eps}
+    if (
+        activations is not None
+        and uses_kernel(x, up[0], rotations[0], dtype)
+        and tpu.fuses_mlp(up[0], down[0], rotations[1], dtype)
+    ):
+        run = partial(tpu.quantized_mlp, rotations=rotations, **shared)
+        return _without_gradient(run, x, up, down, modulation=modulation, gated_sum=gated_sum)
+    hidden = quantized_matmul(x, *up, rotation=rotations[0], modulation=modulation, gelu=True, **shared)
+    return quantized_matmul(hidden, *down, rotation=rotations[1], gated_sum=gated_sum, **shared)
+
+
+def uses_kernel(x: Any, weight: QuantizedWeight, rotation: int, dtype: jnp.dtype) -> bool:
+    """Return True if the TPU kernel computes a product with these rounded inputs."""
+    values = x.values if isinstance(x, QuantizedRows) else x
+    is_tpu = target(values).platform == "tpu"
+    return is_tpu and tpu.unsupported(x, weight, rotation, dtype) is None and is_admitted(KERNEL)
+
+
+def _shape(x: Array | QuantizedRows) -> tuple[int, ...]:
+    return (x.values if isinstance(x, QuantizedRows) else x).shape
+
+
+def _without_gradient(run: Callable[..., Any], *operands: Any, **parts: Any) -> Any:
+    """Return `run(*operands, **parts)`. Taking the gradient raises UnsupportedError."""
+
+    def forward(operands: tuple, parts: dict[str, Any]) -> tuple[Any, None]:
+        return run(*operands, **parts), None
+
+    def backward(residuals: None, g: Any) -> tuple:
+        raise UnsupportedError("a product with rounded inputs has no gradient: train with activations=None")
+
+    return with_backward(forward, backward, operands, parts)
+
+
+def _check(
+    x: Array | QuantizedRows,
+    weight: QuantizedWeight,
+    bias: Array | None,
+    rotation: int,
+    activations: Format | None,
+    dtype: jnp.dtype,
+) -> None:
+    """Raise WanjaxError if the operands do not fit each other, and UnsupportedError if a format is not supported."""
+    values, scale = weight
+    x, row_dtype = (x.values, x.values.dtype) if isinstance(x, QuantizedRows) else (x, None)
+    channels = values.shape[-1:]
+    if x.ndim < 1 or values.ndim != 2 or x.shape[-1] != len(values):
+        shapes = f"{list(x.shape)} and a weight {list(values.shape)}"
+        raise WanjaxError(f"a product of x {shapes}: give [... I] and [I O]")
+    if scale.shape not in (channels, (1,)) or (bias is not None and bias.shape != channels):
+        shapes = f"{list(scale.shape)}" + ("" if bias is None else f" and a bias {list(bias.shape)}")
+        raise WanjaxError(f"a scale {shapes} for {channels[0]} output channels: give a number for each, or one scale")
+    check_rotation(len(values), rotation)
+    names = {format_dtype: name for name, format_dtype in FORMATS.items()}
+    if values.dtype not in names or dtype.name not in DTYPES:
+        formats = " or ".join(str(format_dtype) for format_dtype in names)
+        raise WanjaxError(
+            f"a product in {dtype.name} with a weight in {values.dtype}: give one of {', '.join(DTYPES)}, and {formats}"
+        )
+    if row_dtype is not None and (activations is None or row_dtype != values.dtype):
+        problem = f"rows in {row_dtype} and a weight in {values.dtype}, with activations={activations}"
+        raise UnsupportedError(f"{problem}: give rows in the weight's format, and its name")
+    if activations not in (None, names[values.dtype]):
+        raise UnsupportedError(
+            f"inputs in {activations} for a weight in {names[values.dtype]}: give the weight's format, or None"
+        )

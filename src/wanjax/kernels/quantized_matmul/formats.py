@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Represent weights and tokens by numbers of 8 bits. A weight has a scale for each output channel, and a token has its
+own scale.
+
+Before a row is rounded, each group of its input channels may be rotated by a regular Hadamard matrix (ConvRot,
+arXiv:2512.03673). The rotation spreads a channel with large numbers over its group. Without the rotation, such a
+channel would make the rounding of the whole row coarse. The rotation is orthonormal: a rotated input times a rotated
+weight equals the original input times the original weight.
+"""
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32
+
+from wanjax.errors import WanjaxError
+from wanjax.kernels.hadamard import regular_hadamard
+
+Format = Literal["int8", "fp8"]
+FORMATS: dict[str, jnp.dtype] = {"int8": jnp.dtype(jnp.int8), "fp8": jnp.dtype(jnp.float8_e4m3fn)}
+"""The dtype of the numbers of each format."""
+# The largest number of each format; with -128, the range of int8 would be uneven
+LARGEST = {"int8": 127.0, "fp8": 448.0}
+SMALLEST_ABSMAX = 1e-30  # a lower bound of a row's maximum, so that the scale of a row of zeros is not zero
+
+
+class QuantizedWeight(NamedTuple):
+    """A weight of 8 bits, which represents `values · scale`. The input channels of the weight may be rotated.
+
+    Attributes:
+        values: Numbers [I O] of input and output channels, int8 or float8_e4m3fn.
+        scale: Factors [O] in float32, one for each output channel, or [1] for all of them.
+    """
+
+    values: jax.Array
+    scale: jax.Array
+
+
+class QuantizedRows(NamedTuple):
+    """Rows of 8 bits, which represent `values · scale`.
+
+    Attributes:
+        values: Numbers [... I], int8 or float8_e4m3fn.
+        scale: Factors [... 1] in float32, one for each row.
+    """
+
+    values: jax.Array
+    scale: jax.Array
+
+
+def quantize_weight(kernel: Float[Array, "E _E"], *, format: Format, rotation: int) -> QuantizedWeight:
+    """Round a weight to 8 bits. The largest number of each output channel determines the channel's scale.
+
+    Args:
+        kernel: The weight [I O] of input and output channels. The computation is in float32.
+        format: `int8`, or `fp8` for float8_e4m3fn.
+        rotation: How many input channels are rotated together; 0 for none.
+
+    Raises:
+        WanjaxError: The rotation does not divide the input channels.
+    """
+    columns = rotate(kernel.astype(jnp.float32).T, rotation, jnp.float32)
+    values, scale = quantize_rows(columns, format)
+    return QuantizedWeight(values.T, scale[:, 0])
+
+
+def quantize_rows(x: Float32[Array, "*B E"], format: Format) -> QuantizedRows:
+    """Round rows to 8 bits. The largest number of each row determines the row's scale. Halves are rounded to even."""
+    scale = jnp.maximum(jnp.abs(x).max(axis=-1, keepdims=True), SMALLEST_ABSMAX) / LARGEST[format]
+    values = jnp.clip(x / scale, -LARGEST[format], LARGEST[format])
+    return QuantizedRows((jnp.round(values) if format == "int8" else values).astype(FORMATS[format]), scale)
+
+
+def rotate(x: Float[Array, "*B E"], rotation: int, dtype: DTypeLike) -> Float32[Array, "*B E"]:
+    """Rotate each group of `rotation` channels. With 0, do nothing.
+
+    Args:
+        x: The input; its last axis has the channels.
+        rotation: The size of a group, a power of 4.
+        dtype: The dtype of the operands. Sums are in float32.
+
+    Raises:
+        WanjaxError: The rotation does not divide the channels.
+    """
+    if not rotation:
+        return x.astype(jnp.float32)
+    check_rotation(x.shape[-1], rotation)
+    groups = x.astype(dtype).reshape(*x.shape[:-1], -1, rotation)
+    matrix = jnp.asarray(regular_hadamard(rotation), dtype)
+    precision = "highest" if dtype == jnp.float32 else None
+    y = jnp.matmul(groups, matrix, precision=precision, preferred_element_type=jnp.float32)
+    return y.reshape(x.shape)
+
+
+def as_row(vector: Float[Array, " E"], ndim: int) -> Float32[Array, "... E"]:
+    """Add leading axes to a vector of channels, so that it has `ndim` axes, in float32."""
+    return vector.astype(jnp.float32).reshape((1,) * (ndim - 1) + vector.shape)
+
+
+def check_rotation(features: int, rotation: int) -> None:
+    """Raise WanjaxError unless `rotation` is 0 or a power of 4 that divides the number of input channels."""
+    is_power = rotation in (4**power for power in range(1, 7))
+    if rotation and not (is_power and features % rotation == 0):
+        raise WanjaxError(
+            f"a rotation of {rotation} channels where there are {features}: give a power of 4 that divides them, or 0"
+        )

@@ -1,0 +1,434 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TPU kernels of quantized products: one kernel for a product of 8-bit numbers with the operations around it, and one
+kernel that only rounds rows.
+
+A grid step of the product has the whole depth of a row tile and of a column tile in VMEM, so it needs no accumulator. A
+row tile stays in VMEM while its column tiles run. Before the first column tile, the rows are normed, rotated and
+rounded into scratch memory, unless they already have 8 bits. After each product, while its sums are still in registers,
+the kernel applies scales, bias and the epilogue. The epilogue is GELU, a gated sum, or GELU and the rounding of the
+next product's rows. Or it is the norm of whole rows of the result, and the rotation of their heads: then the rows of
+the result stay in VMEM too, and the kernel finishes them after the last column tile.
+"""
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Float32
+
+from wanjax.kernels.alignment import LANES, ceil_div
+from wanjax.kernels.hadamard import regular_hadamard
+from wanjax.kernels.quantized_matmul.formats import FORMATS, LARGEST, SMALLEST_ABSMAX, Format, QuantizedRows
+from wanjax.kernels.quantized_matmul.tiles import (
+    CHUNK,
+    COMPILER_VMEM_BYTES,
+    NORMED_STRIP,
+    ROUNDING_STRIP_ROWS,
+    ROUNDING_TILE_ROWS,
+    Tiles,
+    pass_vmem_bytes,
+    product_columns,
+)
+
+# Factors in the tanh of GELU: sqrt(2 / π), and 0.044715 times this
+GELU_LINEAR, GELU_CUBIC = 0.7978845608028654, 0.035677408136300125
+
+Refs = Mapping[str, Any]
+
+
+class Rounding(NamedTuple):
+    """How rows are converted to numbers of 8 bits.
+
+    Attributes:
+        format: The format.
+        rotation: How many channels are rotated together; 0 for none.
+        eps: The epsilon of a layer norm with modulation; None for no norm.
+    """
+
+    format: Format
+    rotation: int
+    eps: float | None = None
+
+
+class Epilogue(NamedTuple):
+    """The operations that follow the product and its bias in the kernel.
+
+    Attributes:
+        gelu: The dtype in which GELU is computed; None for no GELU.
+        rounding: How the result is rounded for the next product; None for a result in floats.
+        norm_eps: The epsilon of an RMS norm of whole rows of the result; None for no norm.
+        norms_heads: Whether the norm is of each head of 128 channels instead.
+        parts: Into how many groups of heads normed rows are written, each of which is contiguous.
+    """
+
+    gelu: DTypeLike | None = None
+    rounding: Rounding | None = None
+    norm_eps: float | None = None
+    norms_heads: bool = False
+    parts: int = 1
+
+
+def matmul(
+    operands: Mapping[str, Array],
+    *,
+    rounding: Rounding | None,
+    epilogue: Epilogue,
+    tiles: Tiles,
+    dtype: jnp.dtype,
+    result_dtype: jnp.dtype,
+    vmem_bytes: int,
+    interpret: bool,
+) -> tuple[Array, ...]:
+    """Call the kernel of the product. Return the result, or, if the result is rounded, its values and scales. Normed
+    rows have their groups of heads on a leading axis.
+
+    Args:
+        operands: `x` [B L I] with `shift` and `factor` [B T I] of T modulations, or `values` [B L I] with `row_scale`
+            [B L G] for G equal parts of a row; `weight` [I O], `scale` and `bias` [1 O]; for a sum `gate` [B T O] and
+            `residual` [B L O]; for two modulations `second` [L 1] and for two gates `second_gate` [L 1], which are 1
+            for the tokens with the second and 0 for the others; for a norm of the result `norm_scale` [1 O], and for
+            the rotation of its heads `cos` and `sin` [L P].
+        rounding: How x is rounded; None for rows of 8 bits.
+        epilogue: The operations after the product.
+        tiles: Tile sizes.
+        dtype: The dtype to which x is rounded before its rotation.
+        result_dtype: The dtype of a result in floats.
+        vmem_bytes: The limit of VMEM.
+        interpret: Whether to run the kernel without a TPU, slowly, for tests.
+    """
+    weight = operands["weight"]
+    (batch, length, depth), columns = operands["values" if rounding is None else "x"].shape, weight.shape[1]
+    operands = dict(operands) | _matrix(rounding or epilogue.rounding, dtype)
+    input_row, result_tile = (None, tiles.rows, depth), (None, tiles.rows, tiles.columns)
+    output_vector, num_gates = (1, tiles.columns), operands["gate"].shape[1] if "gate" in operands else 1
+    vectors = (None, operands["shift"].shape[1] if "shift" in operands else 1, depth)
+    rows_only, columns_only = (lambda b, i, j: (b, i, 0)), (lambda b, i, j: (0, j))
+    specs: dict[str, pl.BlockSpec] = {
+        "x": pl.BlockSpec(input_row, rows_only),
+        "values": pl.BlockSpec(input_row, rows_only),
+        "shift": pl.BlockSpec(vectors, lambda b, i, j: (b, 0, 0)),
+        "factor": pl.BlockSpec(vectors, lambda b, i, j: (b, 0, 0)),
+        "second": pl.BlockSpec((tiles.rows, 1), lambda b, i, j: (i, 0)),
+        "second_gate": pl.BlockSpec((tiles.rows, 1), lambda b, i, j: (i, 0)),
+        "matrix": pl.BlockSpec((CHUNK, CHUNK), lambda b, i, j: (0, 0)),
+        "weight": pl.BlockSpec((depth, tiles.columns), columns_only),
+        "scale": pl.BlockSpec(output_vector, columns_only),
+        "bias": pl.BlockSpec(output_vector, columns_only),
+        "gate": pl.BlockSpec((None, num_gates, tiles.columns), lambda b, i, j: (b, 0, j)),
+        "residual": pl.BlockSpec(result_tile, lambda b, i, j: (b, i, j)),
+        "norm_scale": pl.BlockSpec((1, columns), lambda b, i, j: (0, 0)),
+    }
+    for name in ("cos", "sin"):
+        if name in operands:
+            specs[name] = pl.BlockSpec((tiles.rows, operands[name].shape[1]), lambda b, i, j: (i, 0))
+    if rounding is None:
+        specs["row_scale"] = pl.BlockSpec((None, tiles.rows, operands["row_scale"].shape[2]), rows_only)
+    y_dtype = result_dtype if epilogue.rounding is None else FORMATS[epilogue.rounding.format]
+    results = {"y": (specs["residual"], jax.ShapeDtypeStruct((batch, length, columns), y_dtype))}
+    if epilogue.norm_eps is not None:
+        width = columns // epilogue.parts
+        whole_rows = pl.BlockSpec((epilogue.parts, None, tiles.rows, width), lambda b, i, j: (0, b, i, 0))
+        results["y"] = whole_rows, jax.ShapeDtypeStruct((epilogue.parts, batch, length, width), y_dtype)
+    scratch: dict[str, Any] = {}
+    if rounding is not None:
+        scratch["values"] = pltpu.VMEM((tiles.rows, depth), FORMATS[rounding.format])
+        scratch["row_scale"] = pltpu.VMEM((tiles.rows, 1), jnp.float32)
+        scratch["rotated"] = pltpu.VMEM((tiles.prepared, depth), jnp.float32)
+    if epilogue.rounding is not None:
+        groups = columns // tiles.columns
+        scale_spec = pl.BlockSpec((None, tiles.rows, groups), rows_only)
+        results["y_scale"] = scale_spec, jax.ShapeDtypeStruct((batch, length, groups), jnp.float32)
+        scratch["rotated_y"] = pltpu.VMEM((tiles.strip, tiles.columns), jnp.float32)
+    names = (*operands, *results, *scratch)
+    options = {"rounding": rounding, "epilogue": epilogue, "strip": tiles.strip, "dtype": dtype}
+    y = pl.pallas_call(
+        partial(_matmul_kernel, names=names, **options),
+        grid=(batch, ceil_div(length, tiles.rows), ceil_div(columns, tiles.columns)),
+        in_specs=[specs[name] for name in operands],
+        out_specs=[spec for spec, _ in results.values()],
+        out_shape=[shape for _, shape in results.values()],
+        scratch_shapes=list(scratch.values()),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=vmem_bytes
+        ),
+        interpret=interpret,
+        name="quantized_matmul",
+    )(*operands.values())
+    return tuple(y)
+
+
+def quantize(operands: Mapping[str, Array], *, rounding: Rounding, dtype: jnp.dtype, interpret: bool) -> QuantizedRows:
+    """Call the kernel that rounds rows, in one pass over memory.
+
+    Args:
+        operands: `x` [B L I]; if the rounding has a norm, `shift` and `factor` [B T I] of T modulations; for two of
+            them `second` [L 1], as in `matmul`.
+        rounding: How x is rounded.
+        dtype: The dtype to which x is rounded before its rotation.
+        interpret: Whether to run the kernel without a TPU, slowly, for tests.
+    """
+    x = operands["x"]
+    batch, length, depth = x.shape
+    operands = dict(operands) | _matrix(rounding, dtype)
+    row = pl.BlockSpec((None, ROUNDING_TILE_ROWS, depth), lambda b, i: (b, i, 0))
+    num_modulations = operands["shift"].shape[1] if "shift" in operands else 1
+    vectors = pl.BlockSpec((None, num_modulations, depth), lambda b, i: (b, 0, 0))
+    second = pl.BlockSpec((ROUNDING_TILE_ROWS, 1), lambda b, i: (i, 0))
+    matrix = pl.BlockSpec((CHUNK, CHUNK), lambda b, i: (0, 0))
+    specs = {"x": row, "shift": vectors, "factor": vectors, "second": second, "matrix": matrix}
+    names = (*operands, "values", "row_scale", "rotated")
+    values, scale = pl.pallas_call(
+        partial(_quantize_kernel, names=names, rounding=rounding, dtype=dtype),
+        grid=(batch, ceil_div(length, ROUNDING_TILE_ROWS)),
+        in_specs=[specs[name] for name in operands],
+        out_specs=[row, pl.BlockSpec((None, ROUNDING_TILE_ROWS, 1), lambda b, i: (b, i, 0))],
+        out_shape=[
+            jax.ShapeDtypeStruct(x.shape, FORMATS[rounding.format]),
+            jax.ShapeDtypeStruct((batch, length, 1), jnp.float32),
+        ],
+        scratch_shapes=[pltpu.VMEM((ROUNDING_STRIP_ROWS, depth), jnp.float32)],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel"),
+            vmem_limit_bytes=pass_vmem_bytes(depth, x.dtype.itemsize) + COMPILER_VMEM_BYTES,
+        ),
+        interpret=interpret,
+        name="quantize_rows",
+    )(*operands.values())
+    return QuantizedRows(values, scale)
+
+
+def _matrix(rounding: Rounding | None, dtype: DTypeLike) -> dict[str, Array]:
+    """Return the rotation matrix as an operand. The matrix rotates as many channels as one product of the matrix unit
+    can."""
+    if rounding is None or not rounding.rotation:
+        return {}
+    groups = CHUNK // rounding.rotation
+    return {"matrix": jnp.asarray(np.kron(np.eye(groups), regular_hadamard(rounding.rotation)), dtype)}
+
+
+def _matmul_kernel(
+    *refs: Any,
+    names: tuple[str, ...],
+    rounding: Rounding | None,
+    epilogue: Epilogue,
+    strip: int,
+    dtype: jnp.dtype,
+) -> None:
+    ref, column_tile = dict(zip(names, refs, strict=True)), pl.program_id(2)
+    if rounding is not None:
+
+        @pl.when(column_tile == 0)
+        def _() -> None:
+            _quantize_strips(ref, rounding, dtype)
+
+    def multiply_strip(i: Any, _: None) -> None:
+        rows = _strip(i, strip)
+        if epilogue.rounding is not None:
+            _round_products(ref, rows, column_tile, epilogue.gelu, epilogue.rounding, dtype)
+            return
+        y = _product(ref, rows, slice(None), epilogue.gelu)
+        if epilogue.norm_eps is not None:
+            _write_columns(ref["y"], rows, column_tile, y.astype(ref["y"].dtype))
+            return
+        if "gate" in ref:
+            gate = _by_token(ref, "gate", slice(None), _second(ref, "second_gate", rows, y.shape[1]))
+            y = ref["residual"][rows, :].astype(jnp.float32) + gate * y.astype(jnp.float32)
+        ref["y"][rows, :] = y.astype(ref["y"].dtype)
+
+    jax.lax.fori_loop(0, ref["values"].shape[0] // strip, multiply_strip, None)
+    norm_eps = epilogue.norm_eps
+    if norm_eps is not None:
+
+        @pl.when(column_tile == pl.num_programs(2) - 1)
+        def _() -> None:
+            _norm_rows(ref, norm_eps, epilogue.norms_heads)
+
+
+def _write_columns(y_ref: Any, rows: Any, column_tile: Any, y: Float[Array, "_L _E"]) -> None:
+    """Write a strip of a column tile into rows whose groups of heads are apart."""
+    width, columns = y_ref.shape[2], y.shape[1]
+    size = math.gcd(width, columns)  # columns that lie in one group
+    for offset in range(0, columns, size):
+        start = column_tile * columns + offset
+        part, start = (0, start) if len(y_ref) == 1 else (start // width, start % width)
+        y_ref[part, rows, pl.ds(pl.multiple_of(start, size), size)] = y[:, offset : offset + size]
+
+
+def _norm_rows(ref: Refs, eps: float, heads: bool) -> None:
+    """Divide whole rows of the result, or their heads, by the root mean square and scale their channels. Then rotate
+    the heads, if there are tables of cosines and sines."""
+    parts, tile_rows, width = ref["y"].shape
+    strip = math.gcd(tile_rows, NORMED_STRIP)
+
+    def norm_strip(i: Any, _: None) -> None:
+        rows = _strip(i, strip)
+        row_inverse = None if heads else _inverse_rms(_row_squares(ref["y"], rows), parts * width, eps)
+        tables = ()
+        if "cos" in ref:
+            cos, sin = ref["cos"][rows, :], ref["sin"][rows, :]
+            tables = jnp.concatenate([cos, cos], axis=1), jnp.concatenate([-sin, sin], axis=1)
+        for part in range(parts):
+            for start in range(0, width, LANES):
+                lanes, channels = slice(start, start + LANES), slice(part * width + start, part * width + start + LANES)
+                y = ref["y"][part, rows, lanes].astype(jnp.float32)
+                inverse = _inverse_rms(y * y, LANES, eps) if row_inverse is None else row_inverse
+                y = y * inverse * ref["norm_scale"][:, channels]
+                if tables:
+                    cos, sin = tables
+                    y = y * cos + pltpu.roll(y, LANES // 2, 1) * sin
+                ref["y"][part, rows, lanes] = y.astype(ref["y"].dtype)
+
+    jax.lax.fori_loop(0, tile_rows // strip, norm_strip, None)
+
+
+def _row_squares(y_ref: Any, rows: Any) -> Float32[Array, "_L _P"]:
+    """Return the sums of squares of rows, separately in each of 128 lanes."""
+    squares = jnp.zeros((rows.size, LANES), jnp.float32)
+    for part in range(len(y_ref)):
+        for start in range(0, y_ref.shape[2], LANES):
+            y = y_ref[part, rows, start : start + LANES].astype(jnp.float32)
+            squares = squares + y * y
+    return squares
+
+
+def _inverse_rms(squares: Float32[Array, "_L _P"], channels: int, eps: float) -> Float32[Array, "_L _P"]:
+    """Return 1 / root mean square of each row, in all lanes."""
+    mean = squares.sum(axis=1, keepdims=True) / channels
+    return jnp.broadcast_to(jax.lax.rsqrt(mean + eps), squares.shape)
+
+
+def _product(ref: Refs, rows: Any, columns: slice, gelu: DTypeLike | None) -> Float[Array, "_L _E"]:
+    """Return some rows and columns of the product, after adding the bias. If a dtype for GELU is given, apply GELU in
+    it."""
+    depth, groups = ref["weight"].shape[0], ref["row_scale"].shape[1]
+    sum_dtype = jnp.int32 if ref["weight"].dtype == jnp.int8 else jnp.float32
+    y: Any = None
+    for group in range(groups):
+        part = slice(group * depth // groups, (group + 1) * depth // groups)
+        sums = _dot(ref["values"][rows, part], ref["weight"][part, columns], sum_dtype).astype(jnp.float32)
+        sums = sums * ref["row_scale"][rows, group : group + 1]
+        y = sums if y is None else y + sums
+    y = y * ref["scale"][:, columns] + ref["bias"][:, columns]
+    return y if gelu is None else _gelu(y.astype(gelu))
+
+
+def _round_products(
+    ref: Refs, rows: Any, column_tile: Any, gelu: DTypeLike | None, rounding: Rounding, dtype: jnp.dtype
+) -> None:
+    """Rotate and round a strip of the product, with a scale for each row of the column tile."""
+    columns = ref["rotated_y"].shape[1]
+    width = product_columns(columns)
+
+    def chunk_of(y: Float[Array, "_L _E"], offset: int) -> Float32[Array, "_L _D"]:
+        chunk = y[:, offset : offset + CHUNK]
+        return _dot(chunk, ref["matrix"][...], jnp.float32) if rounding.rotation else chunk.astype(jnp.float32)
+
+    absmax = None
+    for start in range(0, columns, width):
+        y = _product(ref, rows, slice(start, start + width), gelu).astype(dtype)
+        for offset in range(0, width, CHUNK):
+            chunk = chunk_of(y, offset)
+            ref["rotated_y"][:, start + offset : start + offset + CHUNK] = chunk
+            absmax = _raise_absmax(absmax, chunk)
+    scale = _round_strip(ref["rotated_y"], ref["y"], rows, absmax, rounding.format)
+    group = jax.lax.broadcasted_iota(jnp.int32, (rows.size, ref["y_scale"].shape[1]), 1)
+    ref["y_scale"][rows, :] = jnp.where(group == column_tile, scale, ref["y_scale"][rows, :])
+
+
+def _quantize_kernel(*refs: Any, names: tuple[str, ...], rounding: Rounding, dtype: jnp.dtype) -> None:
+    _quantize_strips(dict(zip(names, refs, strict=True)), rounding, dtype)
+
+
+def _quantize_strips(ref: Refs, rounding: Rounding, dtype: jnp.dtype) -> None:
+    """Norm, rotate and round the rows of x, strip by strip."""
+    strip, depth = ref["rotated"].shape
+
+    def quantize_strip(i: Any, _: None) -> None:
+        rows = _strip(i, strip)
+        statistics = None if rounding.eps is None else _statistics(ref["x"], rows, rounding.eps)
+        absmax, second = None, _second(ref, "second", rows, CHUNK)
+        for start in range(0, depth, CHUNK):
+            channels = slice(start, start + CHUNK)
+            y = ref["x"][rows, channels]
+            if statistics is not None:
+                mean, inverse_deviation = statistics
+                normed = (y.astype(jnp.float32) - mean) * inverse_deviation
+                shift, factor = (_by_token(ref, name, channels, second) for name in ("shift", "factor"))
+                y = normed * factor + shift
+            y = y.astype(dtype)
+            y = _dot(y, ref["matrix"][...], jnp.float32) if rounding.rotation else y.astype(jnp.float32)
+            ref["rotated"][:, channels] = y
+            absmax = _raise_absmax(absmax, y)
+        ref["row_scale"][rows, :] = _round_strip(ref["rotated"], ref["values"], rows, absmax, rounding.format)
+
+    jax.lax.fori_loop(0, ref["x"].shape[0] // strip, quantize_strip, None)
+
+
+def _second(ref: Refs, name: str, rows: Any, columns: int) -> Bool[Array, "_L _E"] | None:
+    """Return the mask of the tokens with the second of two vectors, or None if there is one vector."""
+    return None if name not in ref else jnp.broadcast_to(ref[name][rows, :], (rows.size, columns)) > 0
+
+
+def _by_token(
+    ref: Refs, name: str, columns: slice, second: Bool[Array, "_L _E"] | None
+) -> Float32[Array, "_L _E"] | Float32[Array, "1 _E"]:
+    """Return the vector of each token, or the only vector of all tokens."""
+    if second is None:
+        return ref[name][:, columns]
+    return jnp.where(second, ref[name][1:2, columns], ref[name][0:1, columns])
+
+
+def _statistics(x_ref: Any, rows: Any, eps: float) -> tuple[Array, Array]:
+    """Return the mean of each row, and the inverse of its standard deviation."""
+    depth = x_ref.shape[1]
+    total = squares = jnp.zeros((rows.size, LANES), jnp.float32)
+    for start in range(0, depth, LANES):
+        x = x_ref[rows, start : start + LANES].astype(jnp.float32)
+        total, squares = total + x, squares + x * x
+    mean = total.sum(axis=1, keepdims=True) / depth
+    variance = jnp.maximum(squares.sum(axis=1, keepdims=True) / depth - mean * mean, 0.0)
+    return mean, jax.lax.rsqrt(variance + eps)
+
+
+def _raise_absmax(absmax: Array | None, y: Float32[Array, "_L _D"]) -> Float32[Array, "_L _P"]:
+    """Update the largest absolute number of each row, separately in each of 128 lanes."""
+    for start in range(0, y.shape[1], LANES):
+        lanes = jnp.abs(y[:, start : start + LANES])
+        absmax = lanes if absmax is None else jnp.maximum(absmax, lanes)
+    assert absmax is not None
+    return absmax
+
+
+def _round_strip(source: Any, target: Any, rows: Any, absmax: Array | None, form: Format) -> Float32[Array, "_L 1"]:
+    """Round a strip to 8 bits by the largest absolute numbers of its rows. Return the scales of the rows."""
+    assert absmax is not None
+    absmax = jnp.maximum(absmax.max(axis=1, keepdims=True), SMALLEST_ABSMAX)
+    inverse_scale = jnp.broadcast_to(LARGEST[form] / absmax, (rows.size, CHUNK))
+    for start in range(0, source.shape[1], CHUNK):
+        channels = slice(start, start + CHUNK)
+        y = source[:, channels] * inverse_scale
+        if form == "int8":
+            y = jnp.round(y).astype(jnp.int32)  # a direct cast from float32 to int8 is slower
+        target[rows, channels] = y.astype(target.dtype)
+    return absmax * (1 / LARGEST[form])
+
+
+def _strip(i: Any, size: int) -> Any:
+    return pl.ds(pl.multiple_of(i * size, size), size)
+
+
+def _dot(x: Array, y: Array, sum_dtype: DTypeLike) -> Array:
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jax.lax.dot_general(x, y, (((1,), (0,)), ((), ())), precision=precision, preferred_element_type=sum_dtype)
+
+
+def _gelu(y: Float[Array, "_L _E"]) -> Float[Array, "_L _E"]:
+    """Compute GELU by its tanh formula."""
+    return y * (0.5 + 0.5 * jnp.tanh(y * (GELU_LINEAR + GELU_CUBIC * (y * y))))

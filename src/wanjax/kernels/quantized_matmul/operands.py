@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operations that may come before and after a quantized product in a transformer block, computed in plain JAX."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32
+
+from wanjax.kernels.quantized_matmul.formats import as_row
+from wanjax.kernels.rotary_heads import apply_rotary, normed_rotary
+
+
+class Modulation(NamedTuple):
+    """A layer norm of x without weights, then `x (1 + scale) + shift`, both in float32.
+
+    Attributes:
+        shift: [B T I] for T modulations, 1 or 2.
+        scale: [B T I].
+        second: [L], which marks the tokens with the second of two modulations.
+    """
+
+    shift: jax.Array
+    scale: jax.Array
+    second: jax.Array | None = None
+
+
+class GatedSum(NamedTuple):
+    """The sum `residual + gate · y` of a product y, in float32, rounded once to the residual's dtype.
+
+    Attributes:
+        residual: [B L O].
+        gate: [B T O] for T gates, 1 or 2, in float32.
+        second: [L], which marks the tokens with the second of two gates.
+    """
+
+    residual: jax.Array
+    gate: jax.Array
+    second: jax.Array | None = None
+
+
+class HeadsNorm(NamedTuple):
+    """An RMS norm of a product and a rotation of its heads by position, both in float32.
+
+    Attributes:
+        scale: [O] of a norm of all channels together, or [D] of a norm of each head.
+        cos: [L P], the cosines of the angles of a head's 2 P channels; None for no rotation.
+        sin: [L P], the sines; None for no rotation.
+    """
+
+    scale: jax.Array
+    cos: jax.Array | None = None
+    sin: jax.Array | None = None
+
+
+def modulated_norm(x: Float[Array, "B L E"], modulation: Modulation, eps: float) -> Float32[Array, "B L E"]:
+    """Return the modulated layer norm of x, in float32. The variance is the mean of the squares minus the squared
+    mean."""
+    x32 = x.astype(jnp.float32)
+    mean = x32.mean(axis=-1, keepdims=True)
+    variance = jnp.maximum((x32 * x32).mean(axis=-1, keepdims=True) - mean * mean, 0.0)
+    normed = (x32 - mean) * jax.lax.rsqrt(variance + eps)
+    shift, scale = (_by_token(vectors, modulation.second) for vectors in modulation[:2])
+    return normed * (1.0 + scale) + shift
+
+
+def _by_token(vectors: Float[Array, "B T E"], second: Bool[Array, " L"] | None) -> Float32[Array, "B _L E"]:
+    """Return the vector of each token, or the only vector of all tokens."""
+    vectors = vectors.astype(jnp.float32)
+    return vectors if second is None else jnp.where(second[None, :, None], vectors[:, 1:], vectors[:, :1])
+
+
+def normed_heads(y: Float[Array, "B L E"], norm: HeadsNorm, eps: float) -> Float[Array, "B L E"]:
+    """Divide rows, or heads, by their root mean square, scale their channels, and rotate heads. Round once to y's
+    dtype."""
+    y32, size = y.astype(jnp.float32), len(norm.scale)
+    if size < y.shape[-1]:
+        heads = y32.reshape(*y.shape[:2], -1, size)
+        heads = heads * jax.lax.rsqrt((heads * heads).mean(axis=-1, keepdims=True) + eps)
+        heads = heads * as_row(norm.scale, heads.ndim)
+        if norm.cos is not None and norm.sin is not None:
+            heads = apply_rotary(heads, norm.cos, norm.sin)
+        return heads.astype(y.dtype).reshape(y.shape)
+    inverse_rms = jax.lax.rsqrt((y32 * y32).mean(axis=-1, keepdims=True) + eps)
+    if norm.cos is None or norm.sin is None:
+        return (y32 * inverse_rms * as_row(norm.scale, y.ndim)).astype(y.dtype)
+    return normed_rotary(y, inverse_rms, norm.scale, norm.cos, norm.sin)
+
+
+def gated(y: Float[Array, "B L E"], gated_sum: GatedSum) -> Float[Array, "B L E"]:
+    """Return `residual + gate · y`."""
+    gate = _by_token(gated_sum.gate, gated_sum.second)
+    total = gated_sum.residual.astype(jnp.float32) + gate * y.astype(jnp.float32)
+    return total.astype(gated_sum.residual.dtype)
+
+
+def prepare(
+    x: Float[Array, "*B E"], modulation: Modulation | None, eps: float, dtype: jnp.dtype
+) -> Float[Array, "*B E"]:
+    """Apply the norm to x if there is one, and return the result in `dtype`."""
+    return (x if modulation is None else modulated_norm(x, modulation, eps)).astype(dtype)
+
+
+def finish(
+    y: Float32[Array, "*B E"],
+    bias: Float[Array, " E"] | None,
+    gelu: bool,
+    gated_sum: GatedSum | None,
+    dtype: jnp.dtype,
+) -> Float[Array, "*B E"]:
+    """Add the bias to a product, apply GELU, and round the result to `dtype`. The result of a gated sum has the
+    residual's dtype."""
+    y = y if bias is None else y + as_row(bias, y.ndim)
+    y = jax.nn.gelu(y, approximate=True) if gelu else y
+    return y.astype(dtype) if gated_sum is None else gated(y, gated_sum)

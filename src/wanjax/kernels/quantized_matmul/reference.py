@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The quantized product by its formula, in float32. The reference is the specification of the other implementations."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from wanjax.kernels.quantized_matmul.formats import Format, QuantizedWeight, quantize_rows, rotate
+from wanjax.kernels.quantized_matmul.operands import GatedSum, HeadsNorm, Modulation, finish, normed_heads, prepare
+
+
+def quantized_matmul(
+    x: Float[Array, "*B E"],
+    weight: QuantizedWeight,
+    bias: Float[Array, " _E"] | None,
+    *,
+    rotation: int,
+    activations: Format | None,
+    dtype: jnp.dtype,
+    modulation: Modulation | None = None,
+    eps: float = 0.0,
+    gelu: bool = False,
+    gated_sum: GatedSum | None = None,
+) -> Float[Array, "*B _E"]:
+    """Return x · weight + bias. With `activations`, the rotated rows of x are first rounded to 8 bits.
+
+    The computation is in float32, except that x is cast to `dtype` after its norm. The result is rounded once, to
+    `dtype` or to the dtype of the gated sum.
+    """
+    rows = rotate(prepare(x, modulation, eps, dtype), rotation, jnp.float32)
+    if activations is not None:
+        values, scale = quantize_rows(rows, activations)
+        rows = values.astype(jnp.float32) * scale
+    kernel = weight.values.astype(jnp.float32) * weight.scale[None]
+    y = jnp.matmul(rows, kernel, precision="highest")
+    return finish(y, bias, gelu, gated_sum, dtype)
+
+
+def quantized_heads(
+    x: Float[Array, "B L E"],
+    weight: QuantizedWeight,
+    bias: Float[Array, " _E"] | None,
+    norm: HeadsNorm,
+    *,
+    norm_eps: float,
+    rotation: int,
+    activations: Format | None,
+    dtype: jnp.dtype,
+    modulation: Modulation | None = None,
+    eps: float = 0.0,
+) -> Float[Array, "B L _E"]:
+    """Return x · weight + bias, normed over all channels, with rotated heads.
+
+    The product is rounded to `dtype` before the norm, and the result again at the end.
+    """
+    options = {"rotation": rotation, "activations": activations, "modulation": modulation, "eps": eps}
+    return normed_heads(quantized_matmul(x, weight, bias, dtype=dtype, **options), norm, norm_eps)

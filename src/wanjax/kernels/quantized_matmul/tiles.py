@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tile sizes of the kernels of quantized products. The defaults are the fastest ones by the compiler's estimates in
+docs/quantized_matmul.md."""
+
+from dataclasses import dataclass
+from functools import cache, partial
+
+from wanjax.errors import WanjaxError
+from wanjax.kernels.alignment import LANES, ceil_div, round_up
+
+CHUNK = 256  # channels that one product rotates: the size of a tile of the matrix unit
+ROW_TILE = 32  # rows of 8-bit numbers in a tile of memory
+COMPILER_VMEM_BYTES = 20 << 20  # VMEM for the compiler, which spills the sums of a strip to it
+MAX_ROWS, MIN_COLUMNS, MAX_COLUMNS = 2304, 512, 1536  # the most rows of a grid step; more rows are not faster
+# Rows of one product; with more rows, GELU or a deep product would spill the sums
+MAX_STRIP, MAX_SPILLED_STRIP = 704, 352
+MAX_PREPARED_STRIP, MIN_PREPARED_STRIP = 192, 96  # rows that are rotated and rounded together
+MAX_ROUNDED_COLUMNS = 4608  # the most columns of a column tile whose rows have one scale; more columns are not faster
+ROUNDING_TILE_ROWS, ROUNDING_STRIP_ROWS = (
+    256,
+    128,
+)  # rows of a grid step of the kernel that only rounds, and rows that it rounds together
+NORMED_STRIP = 192  # the most rows of the result that are normed together
+# The most input channels for which the product rounds its rows; with more, row tiles would be too small
+MAX_DEPTH = 8192
+# Overheads: of a strip and of a row tile, in rows; of a column tile
+STRIP_OVERHEAD, STEP_OVERHEAD, COLUMN_OVERHEAD = 16, 16, 128
+# Overhead of an additional scale of a row, in columns: the next product computes the parts of a row one after another
+SCALE_OVERHEAD = 96
+ROWS_PER_FETCH = 700  # the number of rows whose products take as long as fetching the weights
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tile sizes of a product.
+
+    Attributes:
+        rows: Rows of a grid step, whole strips of `strip` and of `prepared`.
+        columns: Output channels of a grid step.
+        strip: Rows of one product.
+        prepared: Rows that are normed, rotated and rounded together.
+    """
+
+    rows: int
+    columns: int
+    strip: int
+    prepared: int
+
+    def __post_init__(self):
+        for name, size in (("strip", self.strip), ("prepared", self.prepared)):
+            if size < 1 or size % ROW_TILE or self.rows % size:
+                raise WanjaxError(f"{name}={size}: give a multiple of {ROW_TILE} that divides rows={self.rows}")
+        if self.columns < 1 or self.columns % LANES:
+            raise WanjaxError(f"columns={self.columns}: give a multiple of {LANES}")
+
+
+@dataclass(frozen=True)
+class Product:
+    """The sizes of a product and the operations around it. The tiles depend on them.
+
+    Attributes:
+        rows: The number of rows.
+        depth: The number of input channels.
+        columns: The number of output channels.
+        itemsize: Bytes of a number of x and of the result, if they are floats.
+        rounds: Whether x is rounded in the kernel.
+        adds: Whether the result is added to a residual.
+        gelu: Whether GELU is applied.
+        rounds_result: Whether the result is rounded for the next product.
+        norms_result: Whether whole rows of the result are normed.
+    """
+
+    rows: int
+    depth: int
+    columns: int
+    itemsize: int
+    rounds: bool = False
+    adds: bool = False
+    gelu: bool = False
+    rounds_result: bool = False
+    norms_result: bool = False
+
+    def vmem_bytes(self, tiles: Tiles) -> int:
+        """Return the bytes of VMEM that the kernel needs: two buffers of each block, and scratch memory."""
+        scales = 3 * 4 * LANES  # numbers of a row, each of which occupies a row of lanes
+        row_bytes = self.depth * (2 * self.itemsize + 1 if self.rounds else 2) + scales
+        result_bytes = 2 if self.rounds_result else (2 + 2 * self.adds) * self.itemsize
+        result_columns = self.columns if self.norms_result else tiles.columns
+        row_bytes += 2 * 2 * 4 * LANES if self.norms_result else 0  # cosines and sines
+        scratch = 4 * (tiles.prepared * self.depth * self.rounds + tiles.strip * tiles.columns * self.rounds_result)
+        return tiles.rows * (row_bytes + result_bytes * result_columns) + 2 * self.depth * tiles.columns + scratch
+
+
+@cache
+def default_tiles(product: Product, vmem_bytes: int) -> Tiles | None:
+    """Return the cheapest tiles of a product that fit in VMEM. Return None if even small tiles do not fit."""
+    tiles = [
+        Tiles(rows, columns, strip, _prepared_strip(rows))
+        for columns in _column_sizes(product)
+        for rows, strip in _row_sizes(product)
+    ]
+    limit = vmem_bytes - COMPILER_VMEM_BYTES
+    return min((x for x in tiles if product.vmem_bytes(x) <= limit), key=partial(_cost, product), default=None)
+
+
+def pass_vmem_bytes(depth: int, itemsize: int) -> int:
+    """Return the bytes of VMEM of the kernel that only rounds rows. A row has `depth` numbers of `itemsize` bytes."""
+    return depth * (2 * ROUNDING_TILE_ROWS * (itemsize + 1) + 4 * ROUNDING_STRIP_ROWS)
+
+
+def product_columns(columns: int) -> int:
+    """Return the columns of one product, for a column tile whose result is rounded. The columns are whole chunks, and
+    divide the column tile."""
+    return max(size for size in range(CHUNK, MAX_COLUMNS + 1, CHUNK) if columns % size == 0)
+
+
+def _cost(product: Product, tiles: Tiles) -> float:
+    """Return the cost of a product, relative to other products of the same depth. The formula is fitted to the
+    compiler's estimates for v6e."""
+    row_steps, column_steps = ceil_div(product.rows, tiles.rows), ceil_div(product.columns, tiles.columns)
+    overhead = COLUMN_OVERHEAD / tiles.columns
+    if product.rounds_result:
+        overhead = COLUMN_OVERHEAD / product_columns(tiles.columns) + SCALE_OVERHEAD / tiles.columns
+    rows = row_steps * (tiles.rows * (1 + STRIP_OVERHEAD / tiles.strip) + STEP_OVERHEAD)
+    columns = column_steps * tiles.columns * (1 + overhead)
+    return max(rows, ROWS_PER_FETCH * row_steps) * columns
+
+
+def _column_sizes(product: Product) -> set[int]:
+    """Return the sizes of equal column tiles. If the result is rounded, column tiles consist of whole chunks. If its
+    rows are normed, whole column tiles fill them."""
+    columns = product.columns
+    if product.rounds_result:
+        sizes = {size for size in range(CHUNK, MAX_ROUNDED_COLUMNS + 1, CHUNK) if columns % size == 0}
+        return {size for size in sizes if product_columns(size) >= min(MIN_COLUMNS, columns)} or sizes
+    if product.norms_result:
+        sizes = {size for size in range(LANES, MAX_COLUMNS + 1, LANES) if columns % size == 0}
+        return {size for size in sizes if size >= min(MIN_COLUMNS, columns)} or sizes
+    counts = range(ceil_div(columns, MAX_COLUMNS), ceil_div(columns, MIN_COLUMNS) + 1)
+    return {round_up(ceil_div(columns, count), LANES) for count in counts}
+
+
+def _row_sizes(product: Product) -> set[tuple[int, int]]:
+    """Return the sizes of equal row tiles and of their strips."""
+    spills = product.gelu or product.rounds_result or product.depth > MAX_DEPTH
+    max_strip, least = MAX_SPILLED_STRIP if spills else MAX_STRIP, ceil_div(product.rows, MAX_ROWS)
+    sizes = set()
+    for count in range(least, min(16 * least, ceil_div(product.rows, ROW_TILE)) + 1):
+        rows = ceil_div(product.rows, count)
+        strips = ceil_div(rows, max_strip)
+        strip = round_up(ceil_div(rows, strips), ROW_TILE)
+        sizes.add((strips * strip, strip))
+    return sizes
+
+
+def _prepared_strip(rows: int) -> int:
+    """Return the largest strip of at most MAX_PREPARED_STRIP rows that divides a row tile."""
+    return max(size for size in range(ROW_TILE, MAX_PREPARED_STRIP + 1, ROW_TILE) if rows % size == 0)

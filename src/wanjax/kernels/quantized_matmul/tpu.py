@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantized products on TPUs, by the kernels in `kernel`. Each of several devices computes its own rows."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Float32
+
+from wanjax.kernels.alignment import LANES
+from wanjax.kernels.quantized_matmul import kernel
+from wanjax.kernels.quantized_matmul.formats import Format, QuantizedRows, QuantizedWeight
+from wanjax.kernels.quantized_matmul.kernel import Epilogue, Rounding
+from wanjax.kernels.quantized_matmul.operands import GatedSum, HeadsNorm, Modulation
+from wanjax.kernels.quantized_matmul.tiles import (
+    CHUNK,
+    COMPILER_VMEM_BYTES,
+    MAX_DEPTH,
+    MIN_PREPARED_STRIP,
+    ROW_TILE,
+    Product,
+    Tiles,
+    default_tiles,
+    pass_vmem_bytes,
+)
+from wanjax.kernels.rotary_heads import concatenate_parts
+from wanjax.kernels.target import multiplies_float8, vmem_bytes
+from wanjax.sharding import current_partitioner
+
+DTYPES = ("float32", "bfloat16")
+PRODUCTS_SCOPE = "quantized_products"
+INTERPRETED_VMEM_BYTES = 128 << 20
+BFLOAT16_VECTORS = 6  # the first generation of TPUs with bfloat16 in its vector unit
+INPUTS = ("x", "shift", "factor", "second")  # the operands that are only needed to round rows
+Operands = dict[str, Any]
+
+
+def unsupported(x: Any, weight: QuantizedWeight, rotation: int, dtype: jnp.dtype) -> str | None:
+    """Return the reason why the kernels do not support a product, or None. In place of arrays, shapes suffice."""
+    capacity, shape = vmem_bytes(), (x.values if isinstance(x, QuantizedRows) else x).shape
+    depth, columns = weight.values.shape
+    if capacity is None:
+        return "the kernels of quantized products run on TPUs"
+    if len(shape) != 3 or shape[1] < ROW_TILE:
+        return f"the kernels of quantized products take [B L I] with L from {ROW_TILE} on, not {list(shape)}"
+    if depth % CHUNK or columns % LANES or (rotation and CHUNK % rotation):
+        return f"the kernels of quantized products do not support {depth} to {columns} channels, rotated by {rotation}"
+    if dtype.name not in DTYPES:
+        return f"the kernels of quantized products do not compute in {dtype.name}"
+    partitioner = current_partitioner()
+    if not partitioner.is_single_device and partitioner.rules.weights and not partitioner.rules.gather_weights:
+        return "the kernels of quantized products do not take sharded weights"
+    if weight.values.dtype != jnp.int8 and not multiplies_float8():
+        return "this TPU multiplies 8-bit floats no faster than bfloat16"
+    smallest = Product(ROW_TILE, depth, columns, dtype.itemsize)
+    if default_tiles(smallest, capacity) is None or pass_vmem_bytes(depth, 4) + COMPILER_VMEM_BYTES > capacity:
+        return f"the kernels of quantized products do not hold {depth} channels in {capacity >> 20} MiB of VMEM"
+    return None
+
+
+def fuses_mlp(up: QuantizedWeight, down: QuantizedWeight, rotation: int, dtype: jnp.dtype) -> bool:
+    """Return True if the first product of an MLP can round its results for the second."""
+    depth, columns = up.values.shape
+    first = Product(ROW_TILE, depth, columns, dtype.itemsize, gelu=True, rounds_result=True)
+    second = Product(ROW_TILE, columns, down.values.shape[1], dtype.itemsize, adds=True)
+    can_round = columns % CHUNK == 0 and not (rotation and CHUNK % rotation) and down.values.shape[1] % LANES == 0
+    return can_round and all(default_tiles(each, vmem_bytes() or 0) is not None for each in (first, second))
+
+
+def fuses_norm(weight: QuantizedWeight, norm: HeadsNorm, dtype: jnp.dtype) -> bool:
+    """Return True if the kernel can norm whole rows of a product in VMEM, and rotate their heads of 128 channels."""
+    depth, columns = weight.values.shape
+    product = Product(ROW_TILE, depth, columns, dtype.itemsize, rounds=True, norms_result=True)
+    rotates = norm.cos is None or 2 * norm.cos.shape[1] == LANES
+    return rotates and len(norm.scale) in (LANES, columns) and default_tiles(product, vmem_bytes() or 0) is not None
+
+
+def quantized_matmul(
+    x: Float[Array, "B L E"] | QuantizedRows,
+    weight: QuantizedWeight,
+    bias: Float[Array, " _E"] | None,
+    *,
+    rotation: int,
+    activations: Format,
+    dtype: jnp.dtype,
+    modulation: Modulation | None = None,
+    eps: float = 0.0,
+    gelu: bool = False,
+    gated_sum: GatedSum | None = None,
+    tiles: Tiles | None = None,
+    interpret: bool = False,
+) -> Float[Array, "B L _E"]:
+    """Compute the same as the reference. Rows may also have several scales."""
+    operands = _input_operands(x, modulation) | _weight_operands(weight, bias)
+    operands |= _sum_operands(gated_sum)
+    rounding = Rounding(activations, rotation, None if modulation is None else eps)
+    run = partial(_multiply, rounding=rounding, gelu=gelu, dtype=dtype, tiles=tiles, interpret=interpret)
+    return _on_each_device(run, operands)
+
+
+def quantized_heads(
+    x: Float[Array, "B L E"] | QuantizedRows,
+    weight: QuantizedWeight,
+    bias: Float[Array, " _E"] | None,
+    norm: HeadsNorm,
+    *,
+    norm_eps: float,
+    rotation: int,
+    activations: Format,
+    dtype: jnp.dtype,
+    modulation: Modulation | None = None,
+    eps: float = 0.0,
+    parts: int = 1,
+    tiles: Tiles | None = None,
+    interpret: bool = False,
+) -> Float[Array, "B L _E"]:
+    """Compute a product, then the norm of whole rows and the rotation of their heads, while the rows are in VMEM. The
+    kernel writes `parts` groups of heads, each of which is contiguous."""
+    operands = _input_operands(x, modulation) | _weight_operands(weight, bias)
+    size, columns = len(norm.scale), weight.values.shape[1]
+    operands |= {"norm_scale": jnp.tile(norm.scale.astype(jnp.float32), columns // size)[None]}
+    operands |= {} if norm.cos is None else {"cos": norm.cos, "sin": norm.sin}
+    rounding = Rounding(activations, rotation, None if modulation is None else eps)
+    epilogue = Epilogue(norm_eps=norm_eps, norms_heads=size < columns, parts=parts)
+
+    def run(operands: Operands) -> Array:
+        product = replace(_sizes(operands, dtype), norms_result=True)
+        operands, own_tiles = _round_in_own_kernel(operands, product, rounding, dtype, tiles, interpret)
+        return concatenate_parts(_call(operands, rounding, epilogue, product, own_tiles, dtype, dtype, interpret)[0])
+
+    return _on_each_device(run, operands)
+
+
+def quantize(
+    x: Float[Array, "B L E"],
+    *,
+    rotation: int,
+    form: Format,
+    dtype: jnp.dtype,
+    modulation: Modulation | None = None,
+    eps: float = 0.0,
+    interpret: bool = False,
+) -> QuantizedRows:
+    """Apply the norm and the rotation to the rows of x, and round them."""
+    rounding = Rounding(form, rotation, None if modulation is None else eps)
+
+    def run(operands: Operands) -> QuantizedRows:
+        return kernel.quantize(operands, rounding=rounding, dtype=dtype, interpret=interpret)
+
+    return _on_each_device(run, _input_operands(x, modulation))
+
+
+def quantized_mlp(
+    x: Float[Array, "B L E"] | QuantizedRows,
+    up: tuple[QuantizedWeight, Array | None],
+    down: tuple[QuantizedWeight, Array | None],
+    *,
+    rotations: tuple[int, int],
+    activations: Format,
+    dtype: jnp.dtype,
+    modulation: Modulation | None = None,
+    eps: float = 0.0,
+    gated_sum: GatedSum | None = None,
+    tiles: Tiles | None = None,
+    interpret: bool = False,
+) -> Float[Array, "B L _E"]:
+    """Compute a product, GELU and a second product. The first product applies GELU and rounds its results before it
+    writes them. So each row has several scales, one for each column tile of the first product.
+    """
+    operands = _input_operands(x, modulation) | _weight_operands(*up)
+    operands |= {f"down_{name}": value for name, value in _weight_operands(*down).items()}
+    operands |= _sum_operands(gated_sum)
+    rounding = Rounding(activations, rotations[0], None if modulation is None else eps)
+
+    def run(operands: Operands) -> Array:
+        last = {name.removeprefix("down_"): operands[name] for name in operands if name.startswith("down_")}
+        last |= {name: operands[name] for name in ("residual", "gate", "second_gate") if name in operands}
+        first = {name: operands[name] for name in operands if name not in last and not name.startswith("down_")}
+        first |= {name: operands[name] for name in ("weight", "scale", "bias")}
+        options = {"dtype": dtype, "tiles": tiles, "interpret": interpret}
+        rounded = _multiply_and_round(first, rounding, Rounding(activations, rotations[1]), **options)
+        return _multiply(last | rounded, rounding=rounding, gelu=False, **options)
+
+    return _on_each_device(run, operands)
+
+
+def _multiply(
+    operands: Operands, *, rounding: Rounding, gelu: bool, dtype: jnp.dtype, tiles: Tiles | None, interpret: bool
+) -> Array:
+    """Compute a product. If necessary, round its rows first by a separate kernel."""
+    result_dtype = operands["residual"].dtype if "residual" in operands else dtype
+    product = _sizes(operands, result_dtype)
+    product = replace(product, adds="residual" in operands, gelu=gelu)
+    operands, tiles = _round_in_own_kernel(operands, product, rounding, dtype, tiles, interpret)
+    epilogue = Epilogue(gelu=jnp.float32 if gelu else None)
+    return _call(operands, rounding, epilogue, product, tiles, dtype, result_dtype, interpret)[0]
+
+
+def _multiply_and_round(
+    operands: Operands,
+    rounding: Rounding,
+    rounding_of_result: Rounding,
+    *,
+    dtype: jnp.dtype,
+    tiles: Tiles | None,
+    interpret: bool,
+) -> Operands:
+    """Compute a product with GELU. Return the values and scales of the result as operands of the next product."""
+    product = replace(_sizes(operands, dtype), gelu=True, rounds_result=True)
+    operands, tiles = _round_in_own_kernel(operands, product, rounding, dtype, tiles, interpret)
+    in_bfloat16 = dtype == jnp.bfloat16 and (interpret or pltpu.get_tpu_info().generation >= BFLOAT16_VECTORS)
+    epilogue = Epilogue(gelu=jnp.bfloat16 if in_bfloat16 else jnp.float32, rounding=rounding_of_result)
+    values, scale = _call(operands, rounding, epilogue, product, tiles, dtype, dtype, interpret)
+    return {"values": values, "row_scale": scale}
+
+
+def _sizes(operands: Operands, result_dtype: jnp.dtype) -> Product:
+    """Return the sizes of a product. If the rows are floats, the product rounds them."""
+    x = operands.get("x")
+    rows = operands["values"].shape[1] if x is None else x.shape[1]
+    itemsize = max(result_dtype.itemsize, 0 if x is None else x.dtype.itemsize)
+    depth, columns = operands["weight"].shape
+    return Product(rows, depth, columns, itemsize, rounds=x is not None)
+
+
+def _round_in_own_kernel(
+    operands: Operands, product: Product, rounding: Rounding, dtype: jnp.dtype, tiles: Tiles | None, interpret: bool
+) -> tuple[Operands, Tiles]:
+    """If the product's tiles are too small to round the rows, round them by a separate kernel. Return the operands and
+    the tiles."""
+    capacity = _capacity(interpret)
+    if tiles is None and product.rounds:
+        tiles = default_tiles(product, capacity) if product.depth <= MAX_DEPTH else None
+        if tiles is None or (tiles.prepared < MIN_PREPARED_STRIP and tiles.rows < product.rows):
+            inputs = {name: operands[name] for name in INPUTS if name in operands}
+            rows = kernel.quantize(inputs, rounding=rounding, dtype=dtype, interpret=interpret)
+            rounded = {"values": rows.values, "row_scale": rows.scale}
+            operands = {name: value for name, value in operands.items() if name not in INPUTS} | rounded
+            tiles = None
+    tiles = tiles or default_tiles(replace(product, rounds="x" in operands), capacity)
+    assert tiles is not None, product
+    return operands, tiles
+
+
+def _call(
+    operands: Operands,
+    rounding: Rounding,
+    epilogue: Epilogue,
+    product: Product,
+    tiles: Tiles,
+    dtype: jnp.dtype,
+    result_dtype: jnp.dtype,
+    interpret: bool,
+) -> tuple[Array, ...]:
+    rounds = "x" in operands
+    limit = replace(product, rounds=rounds).vmem_bytes(tiles) + COMPILER_VMEM_BYTES
+    return kernel.matmul(
+        operands,
+        rounding=rounding if rounds else None,
+        epilogue=epilogue,
+        tiles=tiles,
+        dtype=dtype,
+        result_dtype=result_dtype,
+        vmem_bytes=limit,
+        interpret=interpret,
+    )
+
+
+def _capacity(interpret: bool) -> int:
+    return INTERPRETED_VMEM_BYTES if interpret else vmem_bytes() or 0
+
+
+def _input_operands(x: Array | QuantizedRows, modulation: Modulation | None) -> Operands:
+    if isinstance(x, QuantizedRows):
+        return {"values": x.values, "row_scale": x.scale}
+    if modulation is None:
+        return {"x": x}
+    shift, scale = (vectors.astype(jnp.float32) for vectors in modulation[:2])
+    operands = {"x": x, "shift": shift, "factor": 1.0 + scale}
+    return operands if modulation.second is None else operands | {"second": _column(modulation.second)}
+
+
+def _sum_operands(gated_sum: GatedSum | None) -> Operands:
+    if gated_sum is None:
+        return {}
+    operands = {"residual": gated_sum.residual, "gate": gated_sum.gate.astype(jnp.float32)}
+    return operands if gated_sum.second is None else operands | {"second_gate": _column(gated_sum.second)}
+
+
+def _column(mask: Bool[Array, " L"]) -> Float32[Array, "L 1"]:
+    return mask.astype(jnp.float32)[:, None]
+
+
+def _weight_operands(weight: QuantizedWeight, bias: Array | None) -> Operands:
+    columns = weight.values.shape[1:]
+    bias = jnp.zeros(columns, jnp.float32) if bias is None else bias.astype(jnp.float32)
+    return {"weight": weight.values, "scale": jnp.broadcast_to(weight.scale, columns)[None], "bias": bias[None]}
+
+
+def _on_each_device(run: Any, operands: Operands) -> Any:
+    """On each device, run a function of the operands on the device's own rows, in the named scope of products."""
+    partitioner = current_partitioner()
+    shape = operands["x" if "x" in operands else "values"].shape
+    batch, length, _ = partitioner.activation_spec(("batch", "length", None), shape)
+    tokens, vectors = PartitionSpec(batch, length), PartitionSpec(batch)
+    by_name = {name: tokens for name in ("x", "values", "row_scale", "residual")}
+    by_name |= {name: vectors for name in ("shift", "factor", "gate")}
+    by_name |= {name: PartitionSpec(length) for name in ("cos", "sin", "second", "second_gate")}
+    specs = {name: by_name.get(name, PartitionSpec()) for name in operands}
+    with jax.named_scope(PRODUCTS_SCOPE):
+        return partitioner.shard_map(run, (specs,), tokens)(operands)

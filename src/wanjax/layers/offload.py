@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Offload: which weights of a model leave the memory of its device, and when.
+
+JAX is not imported, so that `--help` is quick.
+"""
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from wanjax.errors import WanjaxError, repr_short
+
+DEFAULT_BLOCKS = 2  # one computes while the next one is copied to the device
+MAX_BLOCKS = 8  # programs contain the code of each block that is on the device
+
+
+@dataclass(frozen=True)
+class Offload:
+    """A way to offload weights.
+
+    Attributes:
+        frees_stages: True if each network is freed at the end of its stage.
+        frees_for_room: True if networks are freed when the next one does not fit in memory.
+        blocks: The number of transformer blocks of a network that are on the device at a time, while all blocks stay in
+            the host's memory; 0 keeps them on the device.
+    """
+
+    frees_stages: bool = False
+    frees_for_room: bool = False
+    blocks: int = 0
+
+    def __str__(self) -> str:
+        """The offload as `of` reads it."""
+        if self.blocks:
+            return "blocks" if self.blocks == DEFAULT_BLOCKS else f"blocks:{self.blocks}"
+        return next((name for name, offload in OFFLOADS.items() if offload == self), "auto")
+
+    @classmethod
+    def of(cls, value: Any) -> "Offload":
+        """Parse an offload; raise WanjaxError for an unknown one.
+
+        Args:
+            value: "none", "stages", "blocks", "blocks:N" or an offload. None frees networks only for room.
+        """
+        if value is None:
+            return AUTO_OFFLOAD
+        if isinstance(value, cls):
+            return value
+        name, colon, number = value.partition(":") if isinstance(value, str) else ("", "", "")
+        if name == "blocks" and colon and re.fullmatch(f"[1-{MAX_BLOCKS}]", number):
+            return cls(frees_for_room=True, blocks=int(number))
+        if colon or name not in OFFLOADS:
+            raise WanjaxError(
+                f"offload must be {', '.join(OFFLOADS)} or blocks:N, with N blocks on the device at a time, 1 to "
+                f"{MAX_BLOCKS}, got {repr_short(value)}"
+            )
+        return OFFLOADS[name]
+
+    def overridden_by(self, offload: "Offload | None") -> "Offload":
+        """Return another offload, or this one for None.
+
+        An offload of blocks leaves open when networks are freed, so this one decides that.
+        """
+        if offload is None:
+            return self
+        return replace(self, blocks=offload.blocks) if offload.blocks else offload
+
+    def check_devices(self, devices: int) -> None:
+        """Raise WanjaxError if blocks are offloaded on a mesh of several devices."""
+        if self.blocks and devices > 1:
+            raise WanjaxError(
+                f"offload is {self}, which needs a mesh of one device, got {devices} devices: leave the mesh out, or "
+                "leave offload out, because several devices share the weights"
+            )
+
+
+AUTO_OFFLOAD = Offload(frees_for_room=True)
+STAGES = Offload(frees_stages=True)
+OFFLOADS = {
+    "none": Offload(),
+    "stages": STAGES,
+    "blocks": Offload(frees_for_room=True, blocks=DEFAULT_BLOCKS),
+}
+"""The offloads that have a name of their own; the default is `AUTO_OFFLOAD`."""

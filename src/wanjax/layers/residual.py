@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Projections of a transformer block, with the norm before them and the residual sum after them.
+
+A dense projection, and one with weights alone in 8 bits, is one of three operations. A projection that rounds its
+tokens to 8 bits is a kernel that contains the other two.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32
+
+from wanjax.kernels.quantized_matmul import GatedSum, HeadsNorm, QuantizedRows
+from wanjax.kernels.quantized_matmul import Modulation as NormModulation
+from wanjax.layers.heads import join_heads, split_heads
+from wanjax.layers.modulation import SecondMask, gated_add, modulate
+from wanjax.layers.norms import expand_to_rank
+from wanjax.layers.quantized import QuantizedLinear
+from wanjax.layers.rope import Rope, apply_rotary, norm_and_rope
+
+Tokens = Float[Array, "B L E"]
+Vectors = Float[Array, "*B _E"]  # tokens, or one vector for each video
+Inputs = Vectors | QuantizedRows
+Input = TypeVar("Input")
+
+
+class NormedTokens(NamedTuple):
+    """Tokens, and the norm that is applied to them before a projection.
+
+    Attributes:
+        x: The tokens before the norm.
+        norm: The layer norm.
+        dtype: The dtype of the normed tokens.
+        shift: The shift of the modulation, [B T E]; None for a norm without a modulation.
+        scale: The scale of the modulation, [B T E]; None for a norm without a modulation.
+        second: The mask of the tokens with the second of two modulations.
+    """
+
+    x: Tokens
+    norm: nnx.LayerNorm
+    dtype: DTypeLike
+    shift: Float32[Array, "B T E"] | None = None
+    scale: Float32[Array, "B T E"] | None = None
+    second: SecondMask = None
+
+    def compute(self) -> Tokens:
+        """Compute the normed tokens."""
+        y = self.norm(self.x)
+        if self.shift is not None and self.scale is not None:
+            y = modulate(y, self.shift, self.scale, self.second)
+        return y.astype(self.dtype)
+
+    def kernel_input(self) -> tuple[Tokens, dict[str, Any]]:
+        """Return tokens, and the options with which a kernel norms them."""
+        ones = jnp.ones((len(self.x), 1, self.x.shape[-1]), jnp.float32)
+        second = None if self.scale is None else self.second
+        factor = ones if self.scale is None else 1.0 + self.scale
+        shift = jnp.zeros_like(ones) if self.shift is None else self.shift
+        if self.norm.bias is not None:
+            shift = shift + factor * expand_to_rank(self.norm.bias[...], 3)
+        if self.norm.scale is not None:
+            factor = factor * expand_to_rank(self.norm.scale[...], 3)
+        return self.x, {"modulation": NormModulation(shift, factor - 1.0, second), "eps": self.norm.epsilon}
+
+
+class Residual(NamedTuple):
+    """The tokens to which a sub-layer adds its result.
+
+    Attributes:
+        x: The tokens.
+        gate: The factor of the result, [B T E]; None for 1.
+        second: The mask of the tokens with the second of two gates.
+    """
+
+    x: Tokens
+    gate: Float32[Array, "B T E"] | None = None
+    second: SecondMask = None
+
+    def add(self, y: Tokens) -> Tokens:
+        """Return `x + gate · y`."""
+        if self.gate is None:
+            return self.x + y.astype(self.x.dtype)
+        return gated_add(self.x, y, self.gate, self.second)
+
+    def kernel_sum(self) -> GatedSum:
+        """Return the sum as a kernel takes it."""
+        if self.gate is None:
+            return GatedSum(self.x, jnp.ones((len(self.x), 1, self.x.shape[-1]), jnp.float32))
+        return GatedSum(self.x, self.gate, self.second)
+
+
+def compute_norm(inputs: Input | NormedTokens) -> Input | Tokens:
+    """Return the tokens that a dense projection takes."""
+    return inputs.compute() if isinstance(inputs, NormedTokens) else inputs
+
+
+def shared_input(inputs: Vectors | NormedTokens, *projections: nnx.Module) -> Vectors | QuantizedRows:
+    """Return the common input of several projections, which is normed once and, if they all round tokens, rounded once.
+
+    Args:
+        inputs: The tokens.
+        projections: The projections, which have the same input channels.
+    """
+    if not rounds_tokens(*projections):
+        return compute_norm(inputs)
+    first: Any = projections[0]
+    return run_fused(first.round_tokens, inputs, None)
+
+
+def project(projection: nnx.Module, inputs: Vectors | NormedTokens, add_to: Residual | None = None) -> Vectors:
+    """Compute a projection, with the norm of its input and the residual sum.
+
+    Args:
+        projection: The projection.
+        inputs: The tokens.
+        add_to: The tokens to which the result is added; None returns the result itself.
+    """
+    layer: Any = projection
+    if rounds_tokens(projection):
+        return run_fused(layer, inputs, add_to)
+    y = layer(compute_norm(inputs))
+    return y if add_to is None else add_to.add(y)
+
+
+def project_heads(
+    projection: nnx.Module, inputs: Inputs | NormedTokens, norm: nnx.RMSNorm, rope: Rope | None = None
+) -> Tokens:
+    """Compute queries or keys: a projection, its norm, and the rotation by position.
+
+    Args:
+        projection: The projection.
+        inputs: The tokens, or the tokens from `shared_input`.
+        norm: The norm, which is over all heads together or over each head.
+        rope: The tables of RoPE; None for no rotation.
+    """
+    layer: Any = projection
+    assert norm.scale is not None
+    if rounds_tokens(projection):
+        tables = () if rope is None else (rope.cos, rope.sin)
+        heads_norm = HeadsNorm(norm.scale[...], *tables)
+        return run_fused(partial(layer.heads, norm=heads_norm, norm_eps=norm.epsilon), inputs, None)
+    y = layer(compute_norm(inputs))
+    if norm.scale.shape[-1] == y.shape[-1]:
+        return norm(y) if rope is None else norm_and_rope(y, norm, rope)
+    heads = norm(split_heads(y, y.shape[-1] // norm.scale.shape[-1]))
+    return join_heads(heads if rope is None else apply_rotary(heads, rope))
+
+
+def run_fused(kernel: Callable[..., Any], inputs: Inputs | NormedTokens, add_to: Residual | None) -> Any:
+    """Run a kernel that can norm its input and add its result to the residual.
+
+    Args:
+        kernel: A function of tokens, with the options `modulation`, `eps` and `gated_sum` of `quantized_matmul`.
+        inputs: The tokens.
+        add_to: The tokens to which the result is added; None for no sum.
+    """
+    x, norm = inputs.kernel_input() if isinstance(inputs, NormedTokens) else (inputs, {})
+    if add_to is None:
+        return kernel(x, **norm)
+    return kernel(x, **norm, gated_sum=add_to.kernel_sum())
+
+
+def rounds_tokens(*projections: nnx.Module) -> bool:
+    """Return True if all projections round their tokens to 8 bits, in the same way."""
+    ways = {
+        (layer.activations, layer.rotation) if isinstance(layer, QuantizedLinear) else (None, 0)
+        for layer in projections
+    }
+    return len(ways) == 1 and ways.pop()[0] is not None

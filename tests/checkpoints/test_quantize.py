@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights rounded to 8 bits: as they are read, and in a converted checkpoint, which are the same bit for bit."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import wanjax
+from tests.support.conversion import checksums
+from tests.support.devices import on_eight_devices
+from tests.support.tiny import tiny_checkpoint, tiny_control_checkpoint, tiny_experts_checkpoint
+from tests.support.words import naming
+from wanjax import WanjaxError
+from wanjax.checkpoints import stream
+from wanjax.checkpoints.convert import ToDiffusers, ToWanjax
+from wanjax.checkpoints.files import save_safetensors
+from wanjax.checkpoints.manifest import verify
+from wanjax.checkpoints.modules import parameters
+from wanjax.checkpoints.network_kinds import network
+from wanjax.checkpoints.quantize import quantize
+from wanjax.kernels.quantized_matmul import quantize_weight
+from wanjax.layers.linear import linear
+from wanjax.layers.placement import as_shapes
+from wanjax.layers.precision import PRECISIONS
+from wanjax.layers.quantized import QuantizedLinear, quantized_layers
+from wanjax.pipelines.wan.networks import NETWORKS
+from wanjax.registry import open_source, presets
+
+QUANTIZING = [precision for precision in PRECISIONS.values() if precision.quantizes]
+
+
+def layer_of(precision, features_in, features_out):
+    """Return an abstract quantized projection."""
+    kw = {"dtype": jnp.float32, "param_dtype": jnp.float32}
+    return QuantizedLinear(
+        as_shapes(lambda rngs: linear(features_in, features_out, ("embed", "mlp"), **kw, rngs=rngs)), precision
+    )
+
+
+@pytest.mark.parametrize("precision", QUANTIZING, ids=str)
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_weights_are_rounded_on_the_host_as_by_the_kernel(precision, dtype):
+    layer = layer_of(precision, 256, 300)
+    kernel = np.random.default_rng(0).normal(size=(300, 256)).astype(dtype).T
+    kernel[:, 7] = 0  # a channel of zeros
+    values, scale = quantize(kernel, layer)
+    wanted = quantize_weight(jnp.asarray(kernel), format=layer.format, rotation=layer.rotation)
+    np.testing.assert_allclose(scale, wanted.scale, rtol=1e-6)
+    differing = np.float32(values) != np.float32(wanted.values)  # the last bit of a sum or of a scale decides ties
+    assert (values.dtype, values.shape, differing.mean() < 3e-3) == (wanted.values.dtype, (256, 300), True)
+    assert np.all(np.float32(values[:, 7]) == 0)
+    assert np.isfinite(scale).all()
+
+
+def test_a_number_that_is_not_finite_is_not_hidden():
+    """It makes the scale so, as a kernel of floats would have it."""
+    kernel = np.zeros((192, 80), np.float32)
+    kernel[5, 6] = np.nan
+    assert np.isnan(quantize(kernel, layer_of(PRECISIONS["int8"], 192, 80)).scale).nonzero()[0].tolist() == [6]
+
+
+def weights_of(pipe, name="transformer"):
+    return {key: np.asarray(x) for key, x in parameters(getattr(pipe, name)).items()}
+
+
+def assert_equal(weights, wanted):
+    assert weights.keys() == wanted.keys()
+    for name, x in weights.items():
+        assert (x.dtype, x.shape, x.tobytes()) == (wanted[name].dtype, wanted[name].shape, wanted[name].tobytes()), name
+
+
+def convert(source, target, precision):
+    assert ToWanjax(open_source(source), target, NETWORKS, precision=PRECISIONS[precision]).run()
+    return target
+
+
+@pytest.mark.parametrize(
+    ("make", "precision"),
+    [(tiny_checkpoint, "int8"), (tiny_control_checkpoint, "int8-weights"), (tiny_experts_checkpoint, "int8")],
+)
+def test_a_converted_checkpoint_has_the_weights_that_loading_rounds(make, precision, tmp_path):
+    source = make(tmp_path / "source")
+    converted = convert(source, tmp_path / "converted", precision)
+    here, there = wanjax.load(source, precision=precision), wanjax.load(converted)
+    assert here.defaults.precision == there.defaults.precision == precision
+    for name in here.model.spec.denoisers:
+        layers = quantized_layers(getattr(there, name))
+        assert {layer.values[...].dtype for layer in layers.values()} == {jnp.dtype(jnp.int8)}
+        assert_equal(weights_of(there, name), weights_of(here, name))
+    assert_equal(weights_of(there, "text_encoder"), weights_of(here, "text_encoder"))
+    manifest = verify(open_source(converted))
+    assert manifest["request"]["precision"] == precision
+    assert manifest["networks"]["transformer"]["blocks.self_attn.q.values"].startswith("int8 [2, 24, 24] ")
+
+
+def test_a_chosen_dtype_is_that_of_the_other_weights(tmp_path):
+    source = tiny_checkpoint(tmp_path / "source")
+    dtypes = dict.fromkeys(["transformer"], "bfloat16")
+    conversion = ToWanjax(
+        open_source(source), tmp_path / "converted", NETWORKS, dtypes=dtypes, precision=PRECISIONS["int8"]
+    )
+    conversion.run()
+    here = wanjax.load(source, precision="int8", param_dtype="bfloat16")
+    assert_equal(weights_of(wanjax.load(tmp_path / "converted", param_dtype="bfloat16")), weights_of(here))
+    words = checksums(tmp_path / "converted")["transformer"]
+    assert {words[f"blocks.self_attn.q.{leaf}"].split()[0] for leaf in ("values", "scale")} == {"int8", "float32"}
+    assert words["patch_embed.kernel"].startswith("bfloat16")
+
+
+def test_nano_takes_a_byte_for_each_number_of_its_blocks(tmp_path):
+    conversion = ToWanjax(
+        open_source(presets()["nano"].source), tmp_path / "nano", NETWORKS, precision=PRECISIONS["int8"]
+    )
+    conversion.run()
+    (transformer,) = (converted for converted in conversion.networks if converted.name == "transformer")
+    assert (transformer.parameters, transformer.bytes_read) == (2_380_032, 9_520_128)
+    folder = tmp_path / "nano" / "transformer" / "weights"
+    on_disk = sum(file.stat().st_size for file in folder.rglob("c/**/*") if file.is_file())
+    described = network(conversion.source, "transformer", NETWORKS)
+    assert transformer.bytes_written == described.weight_bytes("float32", PRECISIONS["int8"])
+    assert transformer.bytes_written == 3_657_728 == pytest.approx(on_disk, rel=0.01)
+
+
+def test_a_conversion_resumes_in_the_middle_of_a_kernel(tmp_path, monkeypatch):
+    """What is missing of a kernel, its values or its scale, is rounded again."""
+    source = tiny_checkpoint(tmp_path / "source")
+    whole = convert(source, tmp_path / "whole", "int8")
+    rounded = []
+
+    def stop(kernel, layer):
+        rounded.append(kernel)
+        if len(rounded) == 6:
+            raise KeyboardInterrupt
+        return quantize(kernel, layer)
+
+    monkeypatch.setattr(stream, "quantize", stop)
+    conversion = ToWanjax(open_source(source), tmp_path / "again", NETWORKS, precision=PRECISIONS["int8"])
+    with pytest.raises(KeyboardInterrupt):
+        conversion.run()
+    monkeypatch.undo()
+    scales = sorted(conversion.partial.rglob("*.scale/c/**/*"))
+    (first, *_) = (path for path in scales if path.is_file())
+    first.unlink()
+    assert checksums(convert(source, tmp_path / "again", "int8")) == checksums(whole)
+
+
+def test_another_precision_needs_another_folder(tmp_path):
+    source = tiny_checkpoint(tmp_path / "source")
+    convert(source, tmp_path / "there", "int8")
+    assert not ToWanjax(open_source(source), tmp_path / "there", NETWORKS, precision=PRECISIONS["int8"]).run()
+    with pytest.raises(WanjaxError, match="there"):
+        convert(source, tmp_path / "there", "int8-weights")
+
+
+def test_weights_of_8_bits_are_used_as_they_are_or_not_at_all(tmp_path):
+    converted = convert(tiny_checkpoint(tmp_path / "source"), tmp_path / "converted", "int8")
+    lora = tmp_path / "style.safetensors"
+    save_safetensors(lora, {"diffusion_model.blocks.0.self_attn.q.diff": np.zeros((24, 24), np.float32)})
+    for options, words in (
+        ({"precision": "int8-weights"}, "int8-weights int8"),
+        ({"precision": "none"}, "none int8"),
+        ({"lora": str(lora)}, "int8 LoRA"),
+    ):
+        with pytest.raises(WanjaxError, match=naming(words)):
+            wanjax.load(converted, **options)
+    with pytest.raises(WanjaxError, match=naming("int8 diffusers")):
+        ToDiffusers(open_source(converted), tmp_path / "back", NETWORKS)
+    manifest = json.loads((converted / "wanjax.json").read_text())
+    manifest["request"]["precision"] = "int3"
+    (converted / "wanjax.json").write_text(json.dumps(manifest))
+    with pytest.raises(WanjaxError, match="int3"):
+        wanjax.load(converted)
+
+
+def test_a_lora_is_merged_before_weights_are_rounded(tmp_path):
+    source, lora = tiny_checkpoint(tmp_path / "source"), tmp_path / "style.safetensors"
+    change = np.random.default_rng(0).normal(size=(24, 24)).astype(np.float32)
+    save_safetensors(lora, {"diffusion_model.blocks.1.self_attn.q.diff": change})
+    merged, plain = (wanjax.load(source, lora=some, dtype="float32") for some in (str(lora), ()))
+    rounded = wanjax.load(source, lora=str(lora), precision="int8-weights", dtype="float32")
+    kernel, before = (np.asarray(pipe.transformer.blocks.self_attn.q.kernel[...]) for pipe in (merged, plain))
+    assert np.linalg.norm(kernel[1] - before[1]) == pytest.approx(np.linalg.norm(change), rel=1e-3)
+    layer = rounded.transformer.blocks.self_attn.q
+    for block in (0, 1):
+        values, scale = quantize(kernel[block], layer)
+        np.testing.assert_array_equal(layer.values[...][block], values)
+        np.testing.assert_array_equal(layer.scale[...][block], scale)
+    converted = tmp_path / "converted"
+    ToWanjax(registry_source(source, lora), converted, NETWORKS, precision=PRECISIONS["int8-weights"]).run()
+    assert_equal(weights_of(wanjax.load(converted, dtype="float32")), weights_of(rounded))
+
+
+def registry_source(source, lora):
+    from wanjax.checkpoints.lora_source import Lora
+    from wanjax.checkpoints.weight_changes import with_loras
+
+    return with_loras(open_source(source), [Lora.parse(str(lora))], NETWORKS)
+
+
+def on_devices(source: Path, converted: Path) -> None:
+    """Compare both ways on four devices with one, and the shares of each device."""
+    alone = weights_of(wanjax.load(source, precision="int8", mesh=wanjax.make_mesh(devices=jax.devices()[:1])))
+    for rules in ("fsdp", "tp"):
+        mesh = wanjax.make_mesh(1, 2, 2, devices=jax.devices()[:4])
+        kernel = wanjax.load(source, mesh=mesh, rules=rules).transformer.blocks.mlp.up.kernel[...]
+        shard = kernel.sharding.shard_shape(kernel.shape)
+        assert shard != kernel.shape
+        for pipe in (
+            wanjax.load(source, precision="int8", mesh=mesh, rules=rules),
+            wanjax.load(converted, mesh=mesh, rules=rules),
+        ):
+            assert_equal(weights_of(pipe), alone)
+            values = pipe.transformer.blocks.mlp.up.values[...]
+            assert values.dtype == jnp.int8
+            assert values.sharding.shard_shape(values.shape) == shard
+
+
+def test_each_device_holds_its_part_of_the_same_weights(tmp_path):
+    source = tiny_checkpoint(tmp_path / "source")
+    converted = convert(source, tmp_path / "converted", "int8")
+    code = "import sys; from tests.checkpoints.test_quantize import on_devices; on_devices(*sys.argv[1:])"
+    on_eight_devices(code, source, converted)

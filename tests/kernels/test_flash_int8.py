@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""flash_tpu with q kᵀ in int8, by Pallas' interpreter: compared with its rule, and with exact attention, in float64."""
+
+from collections.abc import Iterator
+from functools import partial
+from importlib.util import find_spec
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.int8_attention_error import CASES
+from benchmarks.int8_attention_error import operands as operands_of_case
+from tests.support.attention import exact, operands, run, runs_of
+from tests.support.compare import error
+from tests.support.plan_programs import attend_int8
+from tests.support.words import naming
+from wanjax import registry
+from wanjax.errors import UnsupportedError, WanjaxError
+from wanjax.kernels import admitted
+from wanjax.kernels.attention import AttentionConfig, attention, choose, flash_int8, flash_int8_kernel, flash_tpu
+from wanjax.kernels.attention.flash_tiles import Int8Config, default_config
+from wanjax.pipelines.model import with_attention
+from wanjax.pricing.chips import abstract_mesh, find_slice
+from wanjax.pricing.compile import Compiled, compile_programs
+from wanjax.sharding import SHARDING_RULES, Partitioner, make_mesh, use_partitioner
+
+INT8 = AttentionConfig.parse("flash_tpu:qk=int8")
+TILES = flash_tpu.Config(256, 512, 256, interpret=True)
+SMALL = flash_tpu.Config(128, 64, 32, interpret=True)
+RULE_BOUND = 1.2e-2  # of the kernel's distance from its rule: exponents of two and weights are bfloat16
+EXACT_BOUND = 0.02  # where logits have a standard deviation of 1
+flash = partial(run, "flash_tpu")
+
+
+def rule(q, k, v, scale=None):
+    """Return the attention of rounded q and k, and its log-sum-exps, in float64."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    q *= q.shape[3] ** -0.5 if scale is None else scale
+    mean = k.mean(axis=1, keepdims=True)
+    centered = k - mean
+    k_scale = np.maximum(np.abs(centered).max(axis=(1, 3), keepdims=True) / 127, 1e-30)
+    rounded_k = np.round(centered / k_scale)
+    group = q.shape[2] // k.shape[2]
+    k_scale, rounded_k, mean = (np.repeat(x, group, axis=2) for x in (k_scale, rounded_k, mean))
+    score_scale = np.abs(q).max(axis=3, keepdims=True) * k_scale / 127 * np.log2(np.e)
+    score_scale = upper_bfloat16(score_scale) / np.log2(np.e)
+    rounded_q = np.round(q * k_scale / score_scale)
+    logits = np.einsum("BLND,BSND->BNLS", rounded_q, rounded_k) * np.moveaxis(score_scale, 2, 1)
+    top = logits.max(axis=3, keepdims=True)
+    weights = np.exp(logits - top)
+    out = np.einsum("BNLS,BSND->BLND", weights / weights.sum(axis=3, keepdims=True), np.repeat(v, group, axis=2))
+    lse = np.moveaxis((top + np.log(weights.sum(axis=3, keepdims=True)))[..., 0], 1, 2)
+    return out, lse + np.einsum("BLND,BSND->BLN", q, mean)
+
+
+def upper_bfloat16(x):
+    """Return the smallest bfloat16 numbers that are not below positive numbers."""
+    bits = np.maximum(np.float32(x), np.float32(1e-30)).view(np.int32)
+    return np.float64(((bits + 0xFFFF) & -0x10000).view(np.float32))
+
+
+@pytest.fixture
+def lifts() -> Iterator[list[int]]:
+    """How often the running kernel raises an offset, which only its safe path does."""
+    with runs_of("_raise_offset_to", flash_int8_kernel) as calls:
+        yield calls
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "heads", "kv_heads", "tiles"),
+    [
+        (200, 150, 2, 2, SMALL),  # ragged in both
+        (128, 64, 2, 2, flash_tpu.Config(128, 64, 64, interpret=True)),  # one whole block
+        (1, 1, 1, 1, SMALL),
+        (600, 70, 4, 2, flash_tpu.Config(512, 64, 64, interpret=True)),  # a last block of few queries, shared keys
+        (300, 700, 2, 1, TILES),
+    ],
+)
+def test_the_rule(queries, keys, heads, kv_heads, tiles):
+    q, k, v = operands(2, queries, keys, heads, kv_heads, 128, "bfloat16")
+    out, lse = jax.jit(partial(flash_int8.attention, scale=0.1, tiles=tiles, keys=keys))(q, k, v)
+    wanted_out, wanted_lse = rule(q, k, v, scale=0.1)
+    assert out.dtype == jnp.bfloat16
+    assert error(out, wanted_out) <= RULE_BOUND
+    np.testing.assert_allclose(lse, wanted_lse, atol=RULE_BOUND)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_its_error(name):
+    """It is as docs/attention.md says, less one case: a large part comes from the rule, and little from the kernel."""
+    q, k, v = operands_of_case(256, 1024, **CASES[name])
+    out = flash(q, k, v, config=Int8Config(TILES))
+    bound = {"logits of std 1": EXACT_BOUND, "logits of std 6": 0.05}.get(name, 0.04)
+    assert error(out, exact(q, k, v)) <= bound
+    assert error(out, rule(q, k, v)[0]) <= 2 * RULE_BOUND
+
+
+def test_keys_are_centered():
+    """A mean in all keys changes nothing but the rounding of the keys to bfloat16."""
+    q, k, v = operands(1, 100, 200, 1, 1, 128, "bfloat16")
+    shifted = (k.astype(jnp.float32) + 16 * jnp.sign(k[:, :1]).astype(jnp.float32)).astype(jnp.bfloat16)
+    assert error(flash(q, shifted, v, config=Int8Config(TILES)), exact(q, shifted, v)) <= EXACT_BOUND
+
+
+@pytest.mark.parametrize(("loud", "is_safe"), [(0.0, False), (40.0, False), (4000.0, True)])
+@pytest.mark.parametrize("tiles", [SMALL, TILES], ids=["blocks", "one block"])
+def test_logits_that_rise(lifts, loud, is_safe, tiles):
+    """A block whose weights exceed the range of the first offset is computed again by the safe path."""
+    q, k, v = operands(1, 300, 400, 2, 2, 128, "bfloat16")
+    direction = jnp.sign(q[:, :1, :1])
+    q = jnp.abs(q) * direction  # every query has large logits with the loud keys
+    if loud:
+        k = k.at[:, 300:306].set(jnp.bfloat16(loud / 128) * direction)
+    out = flash(q, k, v, scale=1.0 if is_safe else 0.1, config=Int8Config(tiles))
+    jax.effects_barrier()
+    assert bool(lifts) == is_safe
+    assert error(out, rule(q, k, v, scale=1.0 if is_safe else 0.1)[0]) <= 2 * RULE_BOUND
+
+
+@pytest.mark.parametrize(("scale", "is_safe"), [(0.1, False), (0.3, True)])
+def test_first_logits_far_below_the_others(lifts, scale, is_safe):
+    """The offset is negative. Beyond 32 powers of two, the safe path keeps the error of the exponents small."""
+    q, k, v = operands(1, 130, 600, 1, 1, 128, "bfloat16")
+    q = jnp.abs(q)
+    k = k.at[:, :300].set(-jnp.abs(k[:, :300]))
+    out, lse = jax.jit(partial(flash_int8.attention, scale=scale, tiles=TILES, keys=600))(q, k, v)
+    jax.effects_barrier()
+    wanted_out, wanted_lse = rule(q, k, v, scale=scale)
+    assert bool(lifts) == is_safe
+    assert error(out, wanted_out) <= (1 if is_safe else 3) * RULE_BOUND
+    np.testing.assert_allclose(lse, wanted_lse, atol=0.1)
+
+
+def test_all_numbers_zero():
+    q, k, v = operands(1, 40, 50, 1, 1, 128, "bfloat16")
+    out = flash(jnp.zeros_like(q), jnp.ones_like(k), v, config=Int8Config(SMALL))
+    assert error(out, np.broadcast_to(np.float64(v).mean(axis=1, keepdims=True), q.shape)) <= 3e-3
+
+
+def test_keys_that_do_not_take_part():
+    """They do not set the mean or the scale either."""
+    q, k, v = operands(1, 100, 200, 2, 2, 128, "bfloat16")
+    k = k.at[:, 150:].set(100)
+    out = attention(q, k, v, keys=150, implementation="flash_tpu", config=Int8Config(SMALL))
+    alone = attention(q, k[:, :150], v[:, :150], implementation="flash_tpu", config=Int8Config(SMALL))
+    np.testing.assert_array_equal(out, alone)
+
+
+@pytest.mark.parametrize("mesh", [(1, 4, 1), (1, 1, 4), (2, 2, 1)])
+def test_on_several_devices(mesh):
+    """Turns of a ring are merged by their log-sum-exps, for their keys have different means."""
+    q, k, v = operands(2, 256, 256, 4, 4, 128, "bfloat16")
+    devices = jax.devices()[: int(np.prod(mesh))]
+    with use_partitioner(Partitioner(make_mesh(*mesh, devices=devices), SHARDING_RULES["fsdp"])):
+        out = flash(q, k, v, config=Int8Config(SMALL))
+    assert error(out, exact(q, k, v)) <= EXACT_BOUND
+
+
+@pytest.mark.parametrize(
+    ("text", "config"),
+    [
+        ("flash_tpu:qk=int8", Int8Config()),
+        ("flash_tpu:block_q=1024,qk=int8", Int8Config(flash_tpu.Config(1024, 2048, 2048))),
+    ],
+)
+def test_its_text(text, config):
+    attn = AttentionConfig.parse(text)
+    assert (attn.config, attn.qk, str(attn)) == (config, "int8", text)
+    assert AttentionConfig.parse(str(attn)) == attn
+    assert not attn.supports_ring
+    assert attn.is_dense
+    assert attn.dense_only() == AttentionConfig("flash_tpu")  # cross-attention is exact
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("flash_tpu:qk=int4", "qk=int4 qk=int8"),
+        ("flash_tpu:qk=", "qk= qk=int8"),
+        ("chunked:qk=int8", "chunked no qk flash_tpu"),
+        ("auto:qk=int8", "auto no qk flash_tpu"),
+        ("flash_tpu:qk=int8,window=9", "qk=int8 window=9"),
+        ("flash_tpu:qk=int8,block_kv=48", "block_kv_compute=48 32 qk=int8"),
+    ],
+)
+def test_text_that_is_refused(text, words):
+    with pytest.raises(WanjaxError, match=naming(words)):
+        AttentionConfig.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "options", "words"),
+    [
+        (64, "bfloat16", {}, "qk=int8 128 64 flash_tpu"),
+        (128, "float32", {}, "qk=int8 bfloat16 float32 flash_tpu"),
+        (128, "bfloat16", {"key_mask": jnp.ones((1, 8), bool)}, "qk=int8 mask flash_tpu"),
+        (128, "bfloat16", {"window": 3}, "qk=int8 window flash_tpu"),
+        (128, "bfloat16", {"bias": jnp.ones((1, 1, 8, 8))}, "takes no bias"),
+    ],
+)
+def test_what_its_bound_does_not_hold_for(size, dtype, options, words):
+    q, k, v = operands(1, 8, 8, 2, 2, size, dtype)
+    with pytest.raises(UnsupportedError, match=naming(words)):
+        attention(q, k, v, implementation="flash_tpu", config=Int8Config(SMALL), **options)
+
+
+def test_it_has_no_gradient():
+    q, k, v = operands(1, 8, 8, 1, 1, 128, "bfloat16")
+    loss = lambda q: attention(q, k, v, implementation="flash_tpu", config=Int8Config(SMALL)).sum()  # noqa: E731
+    with pytest.raises(UnsupportedError, match=naming("qk=int8 no gradient")):
+        jax.grad(loss)(q)
+
+
+def test_one_number_of_keys_for_all_examples():
+    q, k, v = operands(2, 8, 8, 1, 1, 128, "bfloat16")
+    options = {"key_mask": None, "window": None, "scale": 0.3, "bias": None, "config": Int8Config(SMALL)}
+    with pytest.raises(UnsupportedError, match=naming("qk=int8 number each example")):
+        flash_tpu.attention(q, k, v, **options, keys=jnp.asarray([5, 8], jnp.int32))
+
+
+@pytest.mark.parametrize("name", ["hunyuanvideo1.5-480p-t2v", "cogvideox-2b"])
+def test_models_without_it(name):
+    model = registry.presets()[name].model
+    assert model is not None
+    with pytest.raises(UnsupportedError, match=naming(f"{name} qk=int8")):
+        with_attention(model, INT8, name)
+
+
+def test_a_chip_that_failed_its_trials(monkeypatch):
+    shapes = [jax.ShapeDtypeStruct((1, 4096, 2, 128), jnp.bfloat16)] * 3
+    for module in (flash_tpu, flash_int8):
+        monkeypatch.setattr(module, "vmem_bytes", lambda: 128 << 20)
+    for is_fast, words in ((False, "no faster"), (True, "flash_tpu_int8 failed")):
+        monkeypatch.setattr(flash_int8, "multiplies_int8", lambda is_fast=is_fast: is_fast)
+        monkeypatch.setattr(admitted, "_rejected", {"flash_tpu_int8": "differs"})
+        with pytest.raises(UnsupportedError, match=naming(words)):
+            choose(*shapes, implementation=INT8)
+    monkeypatch.setattr(admitted, "_rejected", {})
+    assert choose(*shapes, implementation=INT8).name == "flash_tpu"
+
+
+@pytest.mark.parametrize("keys", [1, 512, 1056, 32_760, 75_600, 400_000])
+def test_default_tiles(keys):
+    Int8Config(default_config(128 << 20, 128, keys, keys, "bfloat16", unit_kv=32))
+
+
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
+def test_it_compiles():
+    programs = [(attend_int8(abstract_mesh(find_slice("v6e-1")), length=length), "v6e-1") for length in (700, 2600)]
+    for compiled in compile_programs(programs):
+        assert isinstance(compiled, Compiled), compiled
+        assert "flash_attention_int8" in compiled.module

@@ -1,0 +1,398 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The TPU kernels of quantized products, interpreted, against their formula in float64, and compiled for TPUs."""
+
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
+
+from tests.support.attention import normal
+from tests.support.compare import error
+from tests.support.quantized import formula, outliers, rotated, rounded
+from tests.support.quick import quick
+from tests.support.small_wan import partitioner
+from wanjax.errors import UnsupportedError, WanjaxError
+from wanjax.kernels.alignment import ceil_div
+from wanjax.kernels.quantized_matmul import (
+    GatedSum,
+    HeadsNorm,
+    Modulation,
+    QuantizedRows,
+    QuantizedWeight,
+    api,
+    quantize_tokens,
+    quantize_weight,
+    quantized_heads,
+    quantized_matmul,
+    quantized_mlp,
+    reference,
+    tpu,
+    xla,
+)
+from wanjax.kernels.quantized_matmul.tiles import COMPILER_VMEM_BYTES, Product, Tiles, default_tiles
+from wanjax.pricing.chips import abstract_mesh, find_slice
+from wanjax.pricing.compile import compile_program
+from wanjax.pricing.lowering import Lowering
+from wanjax.pricing.pallas_kernels import kernel_calls
+from wanjax.sharding import SHARDING_RULES, Partitioner, use_partitioner
+
+SMALL = Tiles(64, 256, 32, 32)  # two strips, and tiles that divide no size below
+NARROW = Tiles(64, 128, 32, 32)
+EPS = 1e-6
+BOUND = {"float32": 1e-6, "bfloat16": 3e-3}  # of a product of rows that are rounded already
+ROUNDED = {"float32": 5e-4, "bfloat16": 3e-3}  # float32 sums may round a number between two steps the other way
+
+
+def weight_and_bias(form: Any = "int8", rotation=64, depth=512, columns=384, seed=0):
+    kernel = normal(seed, depth, columns) / depth**0.5
+    return quantize_weight(kernel, format=form, rotation=rotation), normal(seed + 1, columns)
+
+
+def gelu(y):
+    return y * 0.5 * (1 + np.tanh(np.sqrt(2 / np.pi) * (y + 0.044715 * y**3)))
+
+
+def by_token(vectors, second):
+    """Return the vector of each token, in float64."""
+    vectors = np.asarray(vectors, np.float64)
+    return vectors if second is None else np.where(np.asarray(second)[None, :, None], vectors[:, 1:], vectors[:, :1])
+
+
+def normed(x, modulation):
+    """Return the modulated layer norm in float64."""
+    shift, scale = (by_token(vectors, modulation.second) for vectors in modulation[:2])
+    x = np.asarray(x, np.float64)
+    y = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + EPS)
+    return y * (1 + scale) + shift
+
+
+def run(x, weight, bias, form="int8", rotation=64, dtype="float32", call=tpu.quantized_matmul, **options: Any):
+    options = {"rotation": rotation, "activations": form, "dtype": jnp.dtype(dtype), "interpret": True} | options
+    arrays = {name: options.pop(name) for name in ("modulation", "gated_sum") if name in options}
+    return jax.jit(partial(call, **options))(x, weight, bias, **arrays)
+
+
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("length", [100, 20])
+def test_rows_that_are_rounded_already(length, dtype, form):
+    """Tiles of 64 rows and 256 columns divide neither, and 20 rows are fewer than a tile."""
+    x = outliers(0, 2, length, 512)
+    rows = QuantizedRows(*jax.jit(partial(xla.quantize, rotation=64, form=form, dtype=jnp.dtype(dtype)))(x))
+    weight, bias = weight_and_bias(form)
+    y = run(rows, weight, bias, form, dtype=dtype, tiles=SMALL)
+    values = np.asarray(rows.values, np.float64) * np.asarray(rows.scale, np.float64)
+    assert (y.dtype, y.shape) == (dtype, (2, length, 384))
+    assert error(y.astype(jnp.float32), formula(values, weight, bias, 0, None)) <= BOUND[dtype]
+
+
+CASES = [
+    (form, rotation, dtype)
+    for form in ("int8", "fp8")
+    for rotation in (0, 16, 256)
+    for dtype in ("float32", "bfloat16")
+]
+
+
+@pytest.mark.parametrize(("form", "rotation", "dtype"), quick([CASES[1], CASES[4], CASES[9]], CASES))
+def test_rows_that_the_product_rounds(form, rotation, dtype):
+    x, (weight, bias) = outliers(0, 2, 100, 512, dtype=dtype), weight_and_bias(form, rotation)
+    y = run(x, weight, bias, form, rotation, dtype, tiles=SMALL)
+    assert error(y.astype(jnp.float32), formula(x, weight, bias, rotation, form)) <= ROUNDED[dtype]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("apart", "count"), [(False, 1), (True, 1), (False, 2), (True, 2)])
+def test_a_norm_before_and_a_sum_after(apart, count, dtype, monkeypatch):
+    """Each example has its own modulations and gates. `apart` rounds rows in a pass of their own."""
+    monkeypatch.setattr(tpu, "MAX_DEPTH", 256 if apart else 8192)
+    x, (weight, bias) = 2 + outliers(0, 2, 70, 512, dtype=dtype), weight_and_bias()
+    second = None if count == 1 else jnp.arange(70) % 45 > 40  # in the middle of a strip, and at its end
+    modulation = Modulation(0.3 * normal(3, 2, count, 512), 0.3 * normal(4, 2, count, 512), second)
+    gated_sum = GatedSum(normal(5, 2, 70, 384, dtype=dtype), normal(6, 2, count, 384), second)
+    tiles: Any = {} if apart else {"tiles": SMALL}
+    y = run(x, weight, bias, dtype=dtype, modulation=modulation, eps=EPS, gated_sum=gated_sum, **tiles)
+    product = formula(normed(x, modulation).astype(dtype), weight, bias, 64, "int8")
+    wanted = np.asarray(gated_sum.residual, np.float64) + by_token(gated_sum.gate, second) * product
+    assert y.dtype == dtype
+    assert error(y.astype(jnp.float32), wanted) <= ROUNDED[dtype]
+    ours = jax.jit(partial(quantized_matmul, rotation=64, activations="int8", dtype=dtype, eps=EPS))(
+        x, weight, bias, modulation=modulation, gated_sum=gated_sum
+    )
+    assert error(ours.astype(jnp.float32), wanted) <= ROUNDED[dtype]
+
+
+def heads_norm(length, channels, rotates=True):
+    angles = normal(9, length, 64)
+    return HeadsNorm(normal(8, channels), *((jnp.cos(angles), jnp.sin(angles)) if rotates else ()))
+
+
+def normed_heads(y, norm):
+    """Return the RMS norm of whole rows, or of each head, and the rotation of heads, in float64."""
+    scale, *tables = (np.asarray(each, np.float64) for each in norm if each is not None)
+    groups = y.reshape(*y.shape[:2], -1, len(scale))
+    y = (groups / np.sqrt((groups * groups).mean(-1, keepdims=True) + EPS) * scale).reshape(y.shape)
+    if not tables:
+        return y
+    cos, sin = (table[None, :, None] for table in tables)
+    a, b = np.split(y.reshape(*y.shape[:2], -1, 128), 2, axis=-1)
+    return np.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(y.shape)
+
+
+@pytest.mark.parametrize(("form", "dtype"), [("int8", "float32"), ("int8", "bfloat16"), ("fp8", "float32")])
+@pytest.mark.parametrize(("rotates", "parts"), [(False, 1), (True, 1), (True, 2), (True, 4)])
+@pytest.mark.parametrize("channels", [512, 128])
+def test_queries_are_normed_and_rotated(channels, rotates, parts, form, dtype):
+    """The norm is of all heads or of each. The column tiles of 256 lie in one group of heads, or contain two."""
+    x, (weight, bias) = outliers(0, 2, 100, 512, dtype=dtype), weight_and_bias(form, columns=512)
+    norm = heads_norm(100, channels, rotates)
+    wanted = normed_heads(formula(x, weight, bias, 64, form), norm)
+    kernel = partial(tpu.quantized_heads, parts=parts, tiles=SMALL, interpret=True)
+    for call in (kernel, quantized_heads, reference.quantized_heads):
+        options = {"norm_eps": EPS, "rotation": 64, "activations": form, "dtype": jnp.dtype(dtype)}
+        y = jax.jit(partial(call, **options))(x, weight, bias, norm)
+        assert (y.dtype, y.shape) == (dtype, (2, 100, 512))
+        assert error(y.astype(jnp.float32), wanted) <= 2 * ROUNDED[dtype]  # bfloat16 is rounded twice
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_norm_before_and_a_norm_after(apart, monkeypatch):
+    """Rows of any root mean square: the third row is a thousandth of the others, and the fourth is the bias."""
+    monkeypatch.setattr(tpu, "MAX_DEPTH", 256 if apart else 8192)
+    x, (weight, bias) = 2 + outliers(0, 2, 70, 512), weight_and_bias(columns=512)
+    x = x.at[:, 2].multiply(1e-3).at[:, 3].set(0.0)
+    modulation = Modulation(jnp.zeros((2, 1, 512)), 0.3 * normal(4, 2, 1, 512))
+    norm, tiles = heads_norm(70, 512), {} if apart else {"tiles": SMALL}
+    wanted = normed_heads(formula(normed(x, modulation), weight, bias, 64, "int8"), norm)
+    options = {"norm_eps": EPS, "rotation": 64, "activations": "int8", "dtype": jnp.dtype("float32"), "eps": EPS}
+    kernel = partial(tpu.quantized_heads, parts=2, interpret=True, **tiles)
+    for call in (kernel, quantized_heads):
+        y = jax.jit(partial(call, **options))(x, weight, bias, norm, modulation=modulation)
+        assert error(y, wanted) <= ROUNDED["float32"]
+
+
+def test_without_rounding_the_norm_has_gradients():
+    x, (weight, bias), norm = normal(0, 1, 40, 512), weight_and_bias(columns=512), heads_norm(40, 512)
+    options = {"norm_eps": EPS, "rotation": 64, "dtype": "float32"}
+
+    def loss(x, activations=None):
+        return jnp.sum(
+            normal(5, 1, 40, 512) * quantized_heads(x, weight, bias, norm, activations=activations, **options)
+        )
+
+    direction, size = normal(6, 1, 40, 512), 1e-2
+    slope = (loss(x + size * direction) - loss(x - size * direction)) / (2 * size)
+    np.testing.assert_allclose(jnp.vdot(jax.grad(loss)(x), direction), slope, rtol=1e-2)
+    with pytest.raises(UnsupportedError, match="activations=None"):
+        jax.grad(partial(loss, activations="int8"))(x)
+
+
+def test_gelu_and_no_bias():
+    x, (weight, _) = normal(0, 1, 100, 512, dtype="bfloat16"), weight_and_bias()
+    wanted = gelu(formula(x, weight, None, 64, "int8"))
+    for call, options in ((tpu.quantized_matmul, {"tiles": SMALL, "interpret": True}), (quantized_matmul, {})):
+        product = partial(call, rotation=64, activations="int8", dtype=jnp.dtype("bfloat16"), gelu=True, **options)
+        assert error(jax.jit(product)(x, weight, None).astype(jnp.float32), wanted) <= 3e-3
+
+
+def test_the_residual_keeps_its_dtype():
+    x, (weight, bias) = normal(0, 1, 40, 512, dtype="bfloat16"), weight_and_bias()
+    gated_sum = GatedSum(normal(5, 1, 40, 384), normal(6, 1, 1, 384))
+    wanted = np.asarray(gated_sum.residual, np.float64) + np.asarray(gated_sum.gate, np.float64) * formula(
+        x, weight, bias, 64, "int8"
+    )
+    for y in (
+        run(x, weight, bias, dtype="bfloat16", gated_sum=gated_sum, tiles=SMALL),
+        quantized_matmul(x, weight, bias, rotation=64, activations="int8", dtype="bfloat16", gated_sum=gated_sum),
+    ):
+        assert y.dtype == "float32"
+        assert error(y, wanted) <= ROUNDED["float32"]
+
+
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+@pytest.mark.parametrize("rotation", [0, 64])
+def test_rounding_in_a_pass(rotation, form):
+    """In float32, few of whose numbers lie between two steps."""
+    x = outliers(0, 2, 300, 512)
+    options = {"rotation": rotation, "form": form, "dtype": jnp.dtype("float32")}
+    values, scale = jax.jit(partial(tpu.quantize, **options, interpret=True))(x)
+    others, other_scale = jax.jit(partial(xla.quantize, **options))(x)
+    np.testing.assert_allclose(scale, other_scale, rtol=1e-6)
+    wanted = rounded(rotated(np.asarray(x, np.float64), rotation), form)
+    for numbers in (values, others):
+        assert error(np.asarray(numbers, np.float64) * np.asarray(scale, np.float64), wanted) <= ROUNDED["float32"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_mlp_rounds_between_its_products(dtype):
+    """A row has a scale for each column tile, of which there are three."""
+    x, up, down = normal(0, 2, 70, 512, dtype=dtype), weight_and_bias(columns=768), weight_and_bias(depth=768, seed=2)
+    second = jnp.arange(70) >= 50
+    gated_sum = GatedSum(normal(5, 2, 70, 384, dtype=dtype), normal(6, 2, 2, 384), second)
+    options = {"rotations": (64, 64), "activations": "int8", "dtype": jnp.dtype(dtype)}
+    y = jax.jit(partial(tpu.quantized_mlp, **options, tiles=SMALL, interpret=True))(x, up, down, gated_sum=gated_sum)
+    hidden = gelu(formula(x, *up, 64, "int8"))
+    parts = [rounded(rotated(part, 64), "int8") for part in np.split(hidden, 3, axis=-1)]
+    product = formula(np.concatenate(parts, axis=-1), *down, 0, None)
+    wanted = np.asarray(gated_sum.residual, np.float64) + by_token(gated_sum.gate, second) * product
+    assert y.dtype == dtype
+    assert error(y.astype(jnp.float32), wanted) <= {"float32": 1e-3, "bfloat16": 1e-2}[dtype]
+    ours = jax.jit(partial(quantized_mlp, **options))(x, up, down, gated_sum=gated_sum)
+    assert error(ours.astype(jnp.float32), wanted) <= 2e-2  # a scale for each row
+
+
+def test_tokens_that_are_rounded_once():
+    x, (weight, bias) = normal(0, 2, 40, 512), weight_and_bias()
+    options: dict[str, Any] = {"rotation": 64, "activations": "int8", "dtype": "float32"}
+    modulation = Modulation(*(0.3 * normal(seed, 2, 1, 512) for seed in (3, 4)))
+    rows = quantize_tokens(x, weight, **options, modulation=modulation, eps=EPS)
+    once = quantized_matmul(rows, weight, bias, **options)
+    np.testing.assert_array_equal(once, quantized_matmul(x, weight, bias, **options, modulation=modulation, eps=EPS))
+    with pytest.raises(UnsupportedError, match="activations=None"):
+        jax.grad(lambda x: quantize_tokens(x, weight, **options).scale.sum())(x)
+    with pytest.raises(UnsupportedError, match="format"):
+        quantized_matmul(rows, weight, bias, rotation=64, activations=None, dtype="float32")
+
+
+@pytest.mark.parametrize("axes", [(2, 1, 4), (1, 4, 2)])
+def test_each_of_eight_devices_computes_its_rows(axes):
+    x, up = normal(0, 2, 512, 512), weight_and_bias()
+    second = jnp.arange(512) >= 500
+    gated_sum = GatedSum(normal(5, 2, 512, 384), normal(6, 2, 2, 384), second)
+    modulation = Modulation(0.3 * normal(3, 2, 2, 512), 0.3 * normal(4, 2, 2, 512), second)
+    options: dict[str, Any] = {"modulation": modulation, "eps": EPS, "gated_sum": gated_sum}
+    alone = run(x, *up, **options)
+    with use_partitioner(partitioner(axes, "fsdp")):
+        shared = run(x, *up, **options)
+        assert len(shared.sharding.device_set) == 8
+    assert error(shared, np.asarray(alone, np.float64)) <= 1e-6
+    norm = heads_norm(512, 384)
+
+    def heads(parts):
+        return run(x, *up, call=partial(tpu.quantized_heads, norm=norm, norm_eps=EPS, parts=parts, tiles=NARROW))
+
+    alone = heads(1)
+    with use_partitioner(partitioner(axes, "fsdp")):
+        for parts in (1, 3):
+            shared = heads(parts)
+            assert len(shared.sharding.device_set) == 8
+            assert error(shared, np.asarray(alone, np.float64)) <= 1e-6
+
+
+TPU = {"v6e": AbstractDevice("TPU v6 lite", 1, "tpu"), "v7x": AbstractDevice("TPU7x", 1, "tpu")}
+
+
+def choice(chip, form="int8", rotation=256, shape=(1, 512, 512), columns=384, dtype="bfloat16"):
+    """Return the reason against the kernel for a product on a chip."""
+    values: Any = jax.ShapeDtypeStruct((shape[-1], columns), {"int8": "int8", "fp8": "float8_e4m3fn"}[form])
+    scale: Any = jax.ShapeDtypeStruct((columns,), "float32")
+    weight = QuantizedWeight(values, scale)
+    x: Any = jax.ShapeDtypeStruct(shape, dtype)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("chips",), abstract_device=TPU[chip])):
+        reason: Any = tpu.unsupported(x, weight, rotation, jnp.dtype(dtype))
+        assert api.uses_kernel(x, weight, rotation, jnp.dtype(dtype)) == (reason is None)
+    return reason
+
+
+def test_the_choice_of_the_kernel():
+    assert choice("v6e") is choice("v7x", "fp8") is choice("v6e", shape=(2, 18900, 13824), columns=5120) is None
+    assert "faster" in choice("v6e", "fp8")
+    assert "L from 32" in choice("v6e", shape=(1, 1, 512))
+    assert "L from 32" in choice("v6e", shape=(512, 512))
+    assert "channels" in choice("v6e", rotation=64, shape=(1, 512, 384))
+    assert "channels" in choice("v6e", columns=100)
+    assert "channels" in choice("v6e", rotation=1024, shape=(1, 512, 1024))
+    assert "float16" in choice("v6e", dtype="float16")
+    assert "VMEM" in choice("v6e", shape=(1, 512, 256 * 1024), columns=1280)
+    with use_partitioner(partitioner((1, 2, 4), "tp")):
+        assert "sharded weights" in choice("v6e")
+
+
+def test_elsewhere_xla_computes_it():
+    weight, _ = weight_and_bias()
+    assert "TPUs" in str(tpu.unsupported(normal(0, 1, 64, 512), weight, 64, jnp.dtype("float32")))
+    assert not api.uses_kernel(normal(0, 1, 64, 512), weight, 64, jnp.dtype("float32"))
+
+
+@pytest.mark.parametrize("vmem", [128, 64])
+@pytest.mark.parametrize("rows", [1, 100, 512, 18_900, 75_600])
+@pytest.mark.parametrize(("depth", "columns"), [(5120, 5120), (5120, 13824), (13824, 5120), (1536, 8960), (3072, 3072)])
+def test_default_tiles(depth, columns, rows, vmem):
+    changes_of_products = (
+        {"rounds": depth <= 8192, "adds": True},
+        {"gelu": True, "rounds_result": True},
+        {"rounds": depth <= 8192, "norms_result": True},
+        {},
+    )
+    for changes in changes_of_products:
+        product = Product(rows, depth, columns, 2, **changes)
+        tiles = default_tiles(product, vmem << 20)
+        assert tiles is not None
+        assert product.vmem_bytes(tiles) + COMPILER_VMEM_BYTES <= vmem << 20
+        assert tiles.rows * ceil_div(rows, tiles.rows) <= 1.03 * rows + 32
+        assert tiles.columns * ceil_div(columns, tiles.columns) <= 1.1 * columns
+        assert columns % tiles.columns == 0 or not {"rounds_result", "norms_result"} & changes.keys()
+
+
+def test_the_tiles_of_the_prices():
+    sizes = {"square": (5120, 5120), "up": (5120, 13824), "down": (13824, 5120)}
+    tiles = {name: default_tiles(Product(18_900, *size, 2, adds=True), 128 << 20) for name, size in sizes.items()}
+    assert tiles["square"] == Tiles(2112, 1280, 704, 192)
+    assert tiles["down"] == Tiles(1056, 1280, 352, 96)
+
+
+@pytest.mark.parametrize("sizes", [(64, 256, 48, 32), (64, 100, 32, 32), (96, 256, 64, 32), (64, 256, 32, 0)])
+def test_tiles_that_do_not_divide(sizes):
+    with pytest.raises(WanjaxError, match="multiple"):
+        Tiles(*sizes)
+
+
+OTHERS = [("v5e-1", "int8"), ("v7x-8", "int8"), ("v7x-8", "fp8")]
+
+
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
+@pytest.mark.parametrize(
+    ("chip", "form"), [("v6e-1", "int8"), *(pytest.param(*x, marks=pytest.mark.slow) for x in OTHERS)]
+)
+def test_a_chip_s_compiler_takes_them(chip, form):
+    """A block's products: one that takes tokens rounded before, one with a sum, and an MLP with its norm."""
+    target = find_slice(chip)
+    mesh = abstract_mesh(target, {"dp": 1, "sp": 1, "tp": target.devices})
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def shape(*sizes, dtype="bfloat16") -> Any:
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=whole)
+
+    def weight(depth, columns):
+        values = shape(depth, columns, dtype={"int8": "int8", "fp8": "float8_e4m3fn"}[form])
+        return QuantizedWeight(values, shape(columns, dtype="float32"))
+
+    def block(x, square, up, down, modulation, gate, second, norm, head_scale):
+        options: Any = {"activations": form, "dtype": "bfloat16"}
+        rows = quantize_tokens(x, square, rotation=256, **options, modulation=modulation)
+        q = quantized_heads(rows, square, None, norm, norm_eps=EPS, rotation=256, **options)
+        y = quantized_heads(q, square, None, HeadsNorm(head_scale), norm_eps=EPS, rotation=256, **options)
+        x = quantized_matmul(y, square, None, rotation=256, **options, gated_sum=GatedSum(x, gate, second))
+        mlp = partial(quantized_mlp, rotations=(256, 256), **options, modulation=modulation)
+        return mlp(x, (up, None), (down, None), gated_sum=GatedSum(x, gate, second))
+
+    def sharded(*operands):
+        with use_partitioner(Partitioner(mesh, SHARDING_RULES["fsdp"])):
+            return block(*operands)
+
+    vectors, second = shape(1, 2, 512, dtype="float32"), shape(1000, dtype="bool")
+    shapes = shape(1, 1000, 512), weight(512, 512), weight(512, 1024), weight(1024, 512)
+    head_scale = shape(128, dtype="float32")
+    norm = HeadsNorm(shape(512, dtype="float32"), *2 * [shape(1000, 64, dtype="float32")])
+    compiled = compile_program(
+        Lowering(sharded, (*shapes, Modulation(vectors, vectors, second), vectors, second, norm, head_scale)), chip
+    )
+    calls = kernel_calls(compiled).values()
+    assert sorted(call.kernel for call in calls) == ["quantize_rows", *5 * ["quantized_matmul"]]
+    numbers = shapes[1].values.dtype.name  # by which prices tell kernels apart
+    assert all(numbers in dict(call.operands) for call in calls if call.kernel == "quantized_matmul")

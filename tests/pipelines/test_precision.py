@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Precisions: how far videos are from those of floats, what is loaded and recorded, and what is refused."""
+
+from fnmatch import fnmatchcase
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import wanjax
+from tests.support import tiny
+from tests.support.compare import error
+from tests.support.quick import quick
+from wanjax.layers.linear import Linear
+from wanjax.layers.placement import as_shapes
+from wanjax.layers.precision import PRECISIONS
+from wanjax.layers.quantized import QuantizedLinear, quantize_layers
+from wanjax.registry import FAMILIES
+
+TRANSFORMERS = {
+    (type(config), getattr(config, "sparse_linear", None) is not None): (kind, config)
+    for family in FAMILIES
+    for preset in family.presets
+    if preset.model
+    for config in preset.model.spec.networks.values()
+    if (kind := family.network_of(config).kind).full_precision is not None
+}
+MODELS = {
+    "wan": tiny.tiny_checkpoint,
+    "wan-vace": tiny.tiny_control_checkpoint,
+    "wan-experts": tiny.tiny_experts_checkpoint,
+    "wan-causal": tiny.tiny_causal_checkpoint,
+    "wan-sparse": tiny.tiny_sparse_linear_checkpoint,
+    "cogvideox": tiny.tiny_cogvideox_checkpoint,
+    "hunyuanvideo": tiny.tiny_hunyuan_checkpoint,
+}
+BOUNDS = {"int8-weights": 0.01, "int8": 0.03, "fp8-weights": 0.05, "fp8": 0.05}
+SMALL = {"size": (32, 48), "frames": 5, "steps": 2}
+
+
+def linears(network):
+    modules = nnx.iter_modules(network)
+    return {".".join(map(str, path)): x for path, x in modules if isinstance(x, Linear | QuantizedLinear)}
+
+
+def shapes_of(kind, config):
+    kw = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
+    return as_shapes(lambda rngs: kind.modules[type(config)](config, **kw, rngs=rngs))
+
+
+@pytest.mark.parametrize(
+    "key", TRANSFORMERS, ids=lambda key: f"{key[0].__module__.split('.')[2]}-{key[0].__name__}-{key[1]}"
+)
+def test_most_weights_of_every_transformer_are_quantized(key):
+    """What computes in float32 keeps its precision, and so do the first and the last projection."""
+    kind, config = TRANSFORMERS[key]
+    layers = linears(quantize_layers(shapes_of(kind, config), PRECISIONS["int8"], kind.full_precision))
+    whole = {path for path, layer in layers.items() if isinstance(layer, Linear)}
+    assert {"patch_embed", "proj_out"} <= whole
+    for path in layers.keys() - whole:
+        assert (layers[path].dtype, layers[path].rotation) == (jnp.bfloat16, 256), path
+    blocks = {path for path in layers if path.split(".")[0].endswith(("blocks", "block"))}
+    assert blocks & whole == {path for path in blocks if path.endswith(("mod", "proj_l"))} < blocks
+
+
+def test_every_row_of_a_table_stands_for_a_layer():
+    for family in FAMILIES:
+        for kind in family.networks:
+            configs = [config for of_kind, config in TRANSFORMERS.values() if of_kind is kind]
+            paths = {path for config in configs for path in linears(shapes_of(kind, config))}
+            for pattern in kind.full_precision or ():
+                assert any(fnmatchcase(path, pattern) for path in paths), (family.name, pattern)
+
+
+def first_latents(pipe, conditioning):
+    """Return the latents after the first step."""
+    latents = []
+    pipe.denoise(conditioning, callback=lambda step: latents.append(np.asarray(step.latents)), **SMALL)
+    return latents[0]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folders = {}
+
+    def folder(model):
+        if model not in folders:
+            folders[model] = MODELS[model](tmp_path_factory.mktemp(model))
+        return folders[model]
+
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("model", "precision"),
+    quick(
+        [("wan", "int8"), ("cogvideox", "int8-weights"), ("hunyuanvideo", "int8")],
+        [(m, p) for m in MODELS for p in BOUNDS],
+    ),
+)
+def test_first_latents_are_close_to_those_of_floats(checkpoint, model, precision):
+    floats, rounded = (wanjax.load(checkpoint(model), dtype="float32", precision=name) for name in (None, precision))
+    conditioning = floats.encode("a red circle", **{k: v for k, v in SMALL.items() if k != "steps"})
+    far = error(first_latents(rounded, conditioning), first_latents(floats, conditioning))
+    assert 1e-5 < far <= BOUNDS[precision]
+    assert rounded.defaults.precision == precision

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server's precision: of the model that it was started with, in what it tells and in its videos."""
+
+import wanjax
+from tests.support.served import SMALL
+from tests.support.words import says
+from wanjax.media.video import read_metadata
+from wanjax.serve.variants import Variants
+
+
+def test_a_server_has_one_precision(start, tmp_path):
+    server = start(of=Variants(wanjax.load("nano", precision="int8")))
+    (model,) = server.client.get("/v1/models").json()["data"]
+    assert model["started_with"]["precision"] == "int8"
+    assert "precision" not in model["settings"]
+    for precision in ("int8", "none", "int4"):
+        assert says(server.refused(422, json=SMALL | {"precision": precision}), "precision started leave out")
+    video = server.finished(server.ask(steps=1)["id"])
+    assert (video["status"], video["settings"]["precision"]) == ("completed", "int8")
+    (tmp_path / "a.mp4").write_bytes(server.content(video["id"]))
+    assert read_metadata(tmp_path / "a.mp4")["precision"] == "int8"
