@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The numbers of torch's generator; and latents from the seed alone against diffusers with this generator, float32."""
+
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from diffusers import (
+    AutoencoderKLWan,
+    CogVideoXVideoToVideoPipeline,
+    FlowMatchLCMScheduler,
+    WanImageToVideoPipeline,
+    WanPipeline,
+    WanTransformer3DModel,
+    WanVACEPipeline,
+    WanVACETransformer3DModel,
+    WanVideoToVideoPipeline,
+)
+from PIL import Image
+from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+import wanjax
+from tests.parity import cogvideox_references, hunyuan_references
+from tests.parity.references import BAR, emphasise_mlps, randomise, relative_l2, small_parts
+from wanjax.pipelines.torch_noise import TorchGenerator
+from wanjax.schedulers import name_of
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
+
+PROMPT, NEGATIVE, SEED = "a red circle moving right", "a blue cat", 2**40 + 11
+RANDOM = np.random.default_rng(0)
+PICTURES = RANDOM.integers(0, 256, (9, 32, 48, 3), dtype=np.uint8)
+SIZES: dict[str, Any] = {
+    "num_attention_heads": 3, "attention_head_dim": 32, "in_channels": 4, "out_channels": 4, "text_dim": 48,
+    "freq_dim": 64, "ffn_dim": 160, "num_layers": 2,
+}  # fmt: skip
+WAN: dict[str, Any] = {"size": (32, 48), "frames": 9, "steps": 4, "guidance_scale": 4.0, "flow_shift": 3.0}
+COGVIDEOX: dict[str, Any] = {"size": (32, 48), "steps": 6, "guidance_scale": 6.0}
+
+
+DTYPES = [(torch.float32, np.float32), (torch.bfloat16, ml_dtypes.bfloat16), (torch.float16, np.float16)]
+ROUNDING = 5e-7  # how far the logarithms and cosines of NumPy and torch may be apart, in float32
+
+
+def compare(answer: np.ndarray, expected: torch.Tensor) -> None:
+    """Compare numbers. In 16 bits they are equal, but for a few next to the middle between two values."""
+    ours, theirs = answer.astype(np.float32), expected.float().numpy()
+    difference = np.abs(ours - theirs)
+    print(f"numbers {difference.max():.1e}")
+    if answer.dtype == np.float32:
+        assert difference.max() <= ROUNDING
+    else:
+        assert (difference > 0).mean() <= 1e-4 or (difference > 0).sum() <= 1
+        assert (difference <= float(ml_dtypes.finfo(answer.dtype).eps) * np.abs(theirs)).all()
+
+
+@pytest.mark.parametrize(("theirs", "ours"), DTYPES, ids=["float32", "bfloat16", "float16"])
+def test_numbers(theirs, ours):
+    """Two draws each of 40 shapes and seeds, also of fewer than sixteen numbers."""
+    random = np.random.default_rng(0)
+    shapes = [(count,) for count in (1, 2, 3, 7, 15, 16, 17, 31, 32, 33)]
+    shapes += [(1, 4, *random.integers(1, 12, 3).tolist()) for _ in range(20)]
+    shapes += [(1, 16, *random.integers(1, 40, 3).tolist()) for _ in range(10)]
+    seeds = [0, 42, 2**31 + 5, 2**32 - 1, 2**40 + 7, *random.integers(0, 2**63, 35).tolist()]
+    for shape, seed in zip(shapes, seeds, strict=True):
+        generator, reference = TorchGenerator(seed), torch.Generator().manual_seed(seed)
+        for _ in range(2):
+            compare(generator.normal(shape, ours), torch.randn(shape, generator=reference, dtype=theirs))
+
+
+@pytest.mark.parametrize(("theirs", "ours"), DTYPES, ids=["float32", "bfloat16", "float16"])
+def test_small_arrays_between_large_ones(theirs, ours):
+    """A small array of an odd number keeps the other number of its last pair for the next small array."""
+    generator, reference = TorchGenerator(7), torch.Generator().manual_seed(7)
+    for count in (5, 17, 3, 16, 1, 40, 4, 15):
+        compare(generator.normal((count,), ours), torch.randn(count, generator=reference, dtype=theirs))
+
+
+def images(pictures: np.ndarray) -> list[Image.Image]:
+    return [Image.fromarray(picture) for picture in pictures]
+
+
+@torch.no_grad()
+def expected(pipe: Any, generator: Any, **given: Any) -> np.ndarray:
+    """Return diffusers' latents after the last step."""
+    latents: list[Any] = []
+    step = pipe.scheduler.step
+
+    @wraps(step)  # a pipeline reads its signature
+    def recorded(*args: Any, **options: Any) -> Any:
+        result = step(*args, **options)
+        latents.append(result[0])
+        return result
+
+    pipe.scheduler.step = recorded
+    pipe.set_progress_bar_config(disable=True)
+    pipe(**{"prompt": PROMPT, "negative_prompt": NEGATIVE, "generator": generator, "output_type": "latent"} | given)
+    return latents[-1].numpy()
+
+
+def reference_settings(size: tuple[int, int], steps: int, guidance_scale: float, **others: Any) -> dict[str, Any]:
+    frames = {"num_frames": others["frames"]} if "frames" in others else {}
+    height, width = size
+    return {"height": height, "width": width, "num_inference_steps": steps, "guidance_scale": guidance_scale, **frames}
+
+
+def answer(
+    folder: Path, *, pictures: dict[str, Any] | None = None, resize: str = "stretch", **settings: Any
+) -> np.ndarray:
+    """Return our latents after the last step, with the frames that are dropped at the end."""
+    pipe = wanjax.load(folder)
+    settings = {"seed": SEED, "rng": "torch", "follow": "diffusers"} | settings
+    encoded = pipe.encode(PROMPT, NEGATIVE, **pictures or {}, resize=resize, **settings)
+    latents: list[np.ndarray] = []
+    pipe.denoise(encoded, callback=lambda step: latents.append(np.asarray(step.latents)), **settings)
+    return latents[-1]
+
+
+def check(ours: np.ndarray, theirs: np.ndarray) -> None:
+    error = relative_l2(ours, theirs)
+    print(f"latents {error:.1e}")
+    assert error <= BAR
+
+
+def generator(seed: int = SEED) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def transformer(seed: int = 1, **sizes: Any) -> WanTransformer3DModel:
+    torch.manual_seed(seed)
+    network = WanTransformer3DModel(**SIZES | sizes).eval()
+    randomise(network, seed)
+    emphasise_mlps(network)
+    return network
+
+
+def clip() -> dict[str, Any]:
+    """Return Wan 2.1's vision tower and its processor."""
+    torch.manual_seed(0)
+    config = CLIPVisionConfig(
+        hidden_size=40, intermediate_size=80, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=7,
+        hidden_act="gelu",
+    )  # fmt: skip
+    processor = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
+    return {"image_encoder": CLIPVisionModelWithProjection(config).eval(), "image_processor": processor}
+
+
+def experts(**sizes: Any) -> dict[str, Any]:
+    return {"transformer": transformer(**sizes), "transformer_2": transformer(2, **sizes)}
+
+
+def vae_of_5b() -> AutoencoderKLWan:
+    torch.manual_seed(0)
+    network = AutoencoderKLWan(
+        base_dim=8, z_dim=4, num_res_blocks=1, latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.5, 0.7, 2.0, 1.0],
+        is_residual=True, patch_size=2, in_channels=12, out_channels=12, scale_factor_spatial=16,
+    ).eval()  # fmt: skip
+    randomise(network, 1)
+    return network
+
+
+WAN_TASKS = {
+    "2.1 text": lambda: (WanPipeline, {"transformer": transformer()}, {}),
+    "2.1 picture": lambda: (
+        WanImageToVideoPipeline,
+        {"transformer": transformer(in_channels=12, image_dim=40, added_kv_proj_dim=96), **clip()},
+        {"image": PICTURES[0]},
+    ),
+    "2.2 text": lambda: (WanPipeline, {**experts(), "boundary_ratio": 0.875}, {}),
+    "2.2 picture": lambda: (
+        WanImageToVideoPipeline,
+        {**experts(in_channels=12), "boundary_ratio": 0.9},
+        {"image": PICTURES[0]},
+    ),
+    "2.2 5B text": lambda: (
+        WanPipeline,
+        {"transformer": transformer(), "vae": vae_of_5b(), "expand_timesteps": True},
+        {},
+    ),
+    "2.2 5B picture": lambda: (
+        WanImageToVideoPipeline,
+        {"transformer": transformer(), "vae": vae_of_5b(), "expand_timesteps": True},
+        {"image": PICTURES[0]},
+    ),
+    "2.1 clip": lambda: (WanVideoToVideoPipeline, {"transformer": transformer()}, {"video": PICTURES}),
+}
+
+
+@pytest.mark.parametrize("task", WAN_TASKS)
+def test_wan(tmp_path, task):
+    kind, networks, pictures = WAN_TASKS[task]()
+    parts, size = small_parts(tmp_path / "tokenizer") | networks, (32, 64) if "5B" in task else (32, 48)
+    if kind is WanVideoToVideoPipeline or "5B" in task:  # the published checkpoint is the text pipeline's
+        WanPipeline(**parts).save_pretrained(tmp_path / "checkpoint")
+        reference = kind.from_pretrained(tmp_path / "checkpoint")
+    else:
+        reference = kind(**parts)
+        reference.save_pretrained(tmp_path / "checkpoint")
+    settings = WAN | {"size": size} | ({"strength": 0.6} if "video" in pictures else {})
+    given: dict[str, Any] = {name: images(x) if name == "video" else Image.fromarray(x) for name, x in pictures.items()}
+    given |= reference_settings(**settings)
+    if "video" in pictures:
+        del given["num_frames"]
+        given["strength"] = settings["strength"]
+    theirs = expected(reference, generator(), **given)
+    check(answer(tmp_path / "checkpoint", pictures=pictures, **settings), theirs)
+
+
+def test_control(tmp_path):
+    """The noise of a video with two reference pictures has two frames more."""
+    torch.manual_seed(0)
+    network = WanVACETransformer3DModel(**SIZES, vace_layers=[0], vace_in_channels=2 * 4 + 64).eval()
+    randomise(network, 1)
+    reference = WanVACEPipeline(transformer=network, **small_parts(tmp_path / "tokenizer"))
+    reference.save_pretrained(tmp_path / "checkpoint")
+    given = {"video": images(PICTURES), "reference_images": images(PICTURES[1::-1])}
+    theirs = expected(reference, generator(), **given, **reference_settings(**WAN))
+    pictures = {"video": PICTURES, "references": [*PICTURES[:2]]}
+    check(answer(tmp_path / "checkpoint", pictures=pictures, **WAN), theirs)
+
+
+def test_steps_that_add_noise(tmp_path):
+    """WanPipeline gives its scheduler no generator, so the reference draws all noise from the generator of torch."""
+    parts = small_parts(tmp_path / "tokenizer") | {"scheduler": FlowMatchLCMScheduler(shift=3.0)}
+    reference = WanPipeline(transformer=transformer(), **parts)
+    reference.save_pretrained(tmp_path / "checkpoint")
+    assert name_of(wanjax.load(tmp_path / "checkpoint").scheduler) == "consistency"
+    settings = WAN | {"guidance_scale": 1.0}
+    torch.manual_seed(SEED)
+    theirs = expected(reference, None, **reference_settings(**settings))
+    check(answer(tmp_path / "checkpoint", **settings), theirs)
+
+
+def test_several_videos(tmp_path):
+    """In diffusers, each video of a prompt has a generator of its own."""
+    reference = WanPipeline(transformer=transformer(), **small_parts(tmp_path / "tokenizer"))
+    reference.save_pretrained(tmp_path / "checkpoint")
+    generators = [generator(seed) for seed in (3, 4)]
+    theirs = expected(reference, generators, num_videos_per_prompt=2, **reference_settings(**WAN))
+    for seed, latents in zip((3, 4), theirs, strict=True):
+        check(answer(tmp_path / "checkpoint", seed=seed, **WAN), latents[None])
+
+
+@pytest.mark.parametrize(
+    ("name", "solver", "frames", "pictures"),
+    [
+        ("cogvideox1.5-5b", "ddim", 13, {}),
+        ("cogvideox1.5-5b", "dpm", 9, {}),  # with a frame that is dropped at the end
+        ("cogvideox-2b", "dpm", 9, {}),
+        ("cogvideox1.5-5b-i2v", "ddim", 9, {"image": PICTURES[0]}),
+        ("cogvideox1.5-5b-i2v", "dpm", 9, {"image": PICTURES[0]}),
+        ("cogvideox-5b-i2v", "dpm", 9, {"image": PICTURES[0]}),
+        ("cogvideox-2b", "dpm", 9, {"video": PICTURES}),
+        ("cogvideox-2b", "ddim", 9, {"video": PICTURES}),
+    ],
+)
+def test_cogvideox(tmp_path, name, solver, frames, pictures):
+    """The latents of a picture or a clip are drawn first, and frames precede channels in the noise of a video."""
+    reference = cogvideox_references.reference(name, solver, tmp_path)
+    settings = COGVIDEOX | {"frames": frames}
+    given: dict[str, Any] = {"max_sequence_length": 12, **reference_settings(**settings)}
+    if "video" in pictures:
+        reference = CogVideoXVideoToVideoPipeline(**reference.components)
+        del given["num_frames"]
+        given |= {"video": images(PICTURES), "strength": 0.6}
+        settings |= {"strength": 0.6}
+    elif pictures:
+        given["image"] = Image.fromarray(PICTURES[0])
+    theirs = expected(reference, generator(), **given).swapaxes(1, 2)
+    check(answer(tmp_path / "checkpoint", pictures=pictures, **settings), theirs)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 8])
+def test_numbers_of_steps(tmp_path, steps):
+    """The reference draws once in its first step and in a last step that ends without noise, and else twice."""
+    reference = cogvideox_references.reference("cogvideox-2b", "dpm", tmp_path)
+    settings = COGVIDEOX | {"frames": 9, "steps": steps}
+    theirs = expected(reference, generator(), max_sequence_length=12, **reference_settings(**settings)).swapaxes(1, 2)
+    check(answer(tmp_path / "checkpoint", **settings), theirs)
+
+
+@pytest.mark.parametrize("image", [None, PICTURES[0]], ids=["text", "picture"])
+def test_hunyuanvideo(tmp_path, image):
+    reference = (hunyuan_references.text_to_video if image is None else hunyuan_references.image_to_video)(tmp_path)
+    settings: dict[str, Any] = {"steps": 3, "frames": 5, "size": (48, 64)}
+    given: dict[str, Any] = {"num_frames": 5, "num_inference_steps": 3}
+    given |= {"height": 48, "width": 64} if image is None else {"image": Image.fromarray(image)}
+    theirs = expected(reference, generator(), **given)
+    if image is not None:
+        settings["size"] = tuple(16 * cells for cells in theirs.shape[3:])
+    pictures = {} if image is None else {"image": image}
+    check(answer(tmp_path / "checkpoint", pictures=pictures, resize="crop", **settings), theirs)

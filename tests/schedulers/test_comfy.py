@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ComfyUI's schedule "simple" and the solvers along it, against its rule in float64."""
+
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support.words import naming
+from wanjax.errors import WanjaxError
+from wanjax.schedulers import RCM, Consistency, FlowDPM, FlowEuler, UniPC, one_step
+
+TOLERANCE = 1e-6
+SHAPE = (2, 3, 4, 5, 4)
+FLOWS = [FlowEuler(), Consistency(), FlowDPM(), UniPC()]
+# Steps, and the numbers of their entries, counted from the end of the table.
+ENTRIES = {
+    4: [1, 251, 501, 751],
+    6: [1, 167, 334, 501, 667, 834],
+    20: list(range(1, 1000, 50)),
+    15: [1, 67, 134, 201, 267, 334, 401, 467, 534, 601, 667, 734, 801, 867, 934],
+}
+
+
+def rule(steps, shift):
+    """Return the noise levels by the rule, with the last level, which is 0."""
+    table = [shift * (t / 1000) / (1 + (shift - 1) * (t / 1000)) for t in range(1, 1001)]
+    return np.array([table[-(1 + int(k * (1000 / steps)))] for k in range(steps)] + [0.0])
+
+
+@pytest.mark.parametrize("shift", [1.0, 5.0, 8.0])
+@pytest.mark.parametrize("steps", ENTRIES)
+def test_levels_are_entries_of_the_table(steps, shift):
+    schedule = FlowEuler().schedule(steps, shift=shift, sigmas="comfy")
+    even = schedule.sigmas / (shift - (shift - 1) * np.float64(schedule.sigmas))  # the shift, undone
+    np.testing.assert_allclose(even[:-1], [(1001 - entry) / 1000 for entry in ENTRIES[steps]], rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("steps", [1, 3, 7, 19, 38, 50, 76, 174, 999, 1000])
+def test_levels_follow_the_rule(steps):
+    for shift in (1.0, 5.0, 12.0):
+        schedule = FlowEuler().schedule(steps, shift=shift, sigmas="comfy")
+        np.testing.assert_allclose(schedule.sigmas, rule(steps, shift), rtol=TOLERANCE)
+        np.testing.assert_allclose(schedule.timesteps, 1000 * rule(steps, shift)[:-1], rtol=TOLERANCE)
+    middle = FlowEuler().schedule(38, shift=1.0, sigmas="comfy").sigmas[19]
+    assert middle == np.float32(0.501)  # 1000 / 38 is rounded before it is multiplied by 19
+
+
+def test_every_flow_has_these_levels():
+    for solver in FLOWS:
+        schedule = solver.schedule(20, shift=5.0, sigmas="comfy")
+        np.testing.assert_allclose(schedule.timesteps, 1000 * rule(20, 5.0)[:-1], rtol=TOLERANCE)
+        np.testing.assert_allclose(schedule.sigmas[1:], rule(20, 5.0)[1:], rtol=TOLERANCE)
+        later = solver.schedule(20, shift=5.0, sigmas="comfy", skip=8)
+        np.testing.assert_array_equal(later.sigmas, schedule.sigmas[8:])
+        np.testing.assert_array_equal(later.timesteps, schedule.timesteps[8:])
+    firsts = {solver: solver.schedule(20, shift=5.0, sigmas="comfy").sigmas[0] for solver in FLOWS}
+    assert firsts == {solver: np.float32(1 - 1e-6) if solver == UniPC() else 1 for solver in FLOWS}
+
+
+@pytest.mark.parametrize("solver", [RCM(), Consistency(timesteps=(1000.0, 757.0, 522.0))])
+def test_levels_of_a_distillation_are_not_replaced(solver):
+    with pytest.raises(WanjaxError, match=naming("comfy official")):
+        solver.schedule(4, shift=5.0, sigmas="comfy")
+
+
+def field(x, sigma):
+    """The velocity that a network predicts."""
+    return np.sin(x) + sigma
+
+
+def solved(solver, steps, shift, first, noise):
+    """Return all samples of a run, in float32."""
+    schedule = solver.schedule(steps, shift=shift, sigmas="comfy")
+    x = solver.start(schedule, jnp.asarray(first, jnp.float32))
+    keys = jax.random.split(jax.random.key(0), SHAPE[0])
+    state, samples = solver.init(schedule, x, keys, jnp.asarray(noise, jnp.float32)), []
+    for index in range(steps):
+        velocity = field(np.asarray(x, np.float64), schedule.timesteps[index] / 1000)
+        x, state = jax.jit(solver.step)(one_step(schedule, index), 0, jnp.asarray(velocity, jnp.float32), x, state)
+        samples.append(np.asarray(x))
+    return samples
+
+
+@pytest.mark.parametrize(("steps", "shift"), [(4, 5.0), (20, 8.0), (6, 5.0)])
+@pytest.mark.parametrize("name", ["euler", "lcm"])
+def test_steps_follow_the_rule(name, steps, shift):
+    random = np.random.default_rng(steps)
+    x, noise = random.standard_normal(SHAPE), random.standard_normal((steps, *SHAPE))
+    samples = solved(FlowEuler() if name == "euler" else Consistency(), steps, shift, x, noise)
+    levels = rule(steps, shift)
+    for index, (level, to) in enumerate(pairwise(levels)):
+        clean = x - level * field(x, level)
+        euler, lcm = x + (x - clean) / level * (to - level), (1 - to) * clean + to * noise[index]
+        x = euler if name == "euler" else lcm
+        np.testing.assert_allclose(samples[index], x, atol=3 * TOLERANCE * max(1, np.abs(x).max()))
+
+
+def test_solvers_of_higher_order_come_near_to_the_solution():
+    """Along the rule's levels, both come nearer to it than Euler's method does."""
+    first = np.random.default_rng(0).standard_normal(SHAPE)
+    solution = first
+    for level, to in pairwise(np.linspace(1, 0, 4001)):
+        solution = solution + (to - level) * field(solution, level)
+    errors = {
+        solver: np.abs(solved(solver, 20, 5.0, first, np.zeros((20, *SHAPE)))[-1] - solution).max()
+        for solver in (FlowEuler(), FlowDPM(), UniPC())
+    }
+    assert max(errors[FlowDPM()], errors[UniPC()]) < errors[FlowEuler()] / 2
