@@ -1,0 +1,385 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options from a workflow of ComfyUI: `--from`, `--models`, `--inputs` and `--print-command`.
+
+Only `find_workflow` reads files, and the modules that it needs are imported when a command has such an option.
+"""
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+from click.core import ParameterSource
+
+from wanjax.errors import WanjaxError
+from wanjax.media.inputs import INPUT_SPECS
+
+if TYPE_CHECKING:
+    from wanjax.workflows.files import Located
+    from wanjax.workflows.graph import Graph
+    from wanjax.workflows.request import Workflow
+
+RAW = "wanjax.raw"  # key of the `meta` of a command's context: the options as they are on the command line
+WORKFLOW = "wanjax.workflow"  # key of the `meta` of a command's context: what comes from a workflow
+SUFFIXES = (".json", ".mp4", ".mov", ".mkv", ".webm", ".png", ".apng", ".webp")
+OWN_JSON = "generation_config.json"
+FILE_OPTIONS = ("--from", "--models", "--inputs")  # options that a printed command does not need
+PRINT_COMMAND = "--print-command"
+
+
+class WorkflowOptions(NamedTuple):
+    """What a command takes from a workflow.
+
+    Args:
+        file: The file with the workflow.
+        values: Values by the names of parameters.
+        missing: For parameters without a value, the sentence that says so.
+        downloads: Names on the hub of files to download, by parameter.
+        notes: Sentences for the user: where each file is, and what differs.
+    """
+
+    file: str
+    values: Mapping[str, Any]
+    missing: Mapping[str, str]
+    downloads: Mapping[str, Sequence[str]]
+    notes: Sequence[str]
+
+
+def parse_raw(command: click.Command, ctx: click.Context, arguments: Sequence[str]) -> None:
+    """Keep the options of a command line before their callbacks run, because `--from` depends on others.
+
+    Args:
+        command: The command.
+        ctx: Its context.
+        arguments: Its arguments.
+    """
+    try:
+        options, _, _ = command.make_parser(ctx).parse_args(list(arguments))
+    except click.ClickException:  # the command itself will report it
+        options = {}
+    ctx.meta[RAW] = (list(arguments), options)
+
+
+def find_workflow(file: str, *, may_be_prompts: bool = False) -> "Graph | None":
+    """Return the graph of the workflow in a file, or None if it has none.
+
+    Args:
+        file: The file of --from.
+        may_be_prompts: Whether JSON that is too large for a workflow is the prompts of a batch.
+
+    Raises:
+        WanjaxError: The workflow is damaged or too large.
+    """
+    path = Path(file).expanduser()
+    if path.suffix.lower() not in SUFFIXES or path.name == OWN_JSON or not path.is_file():
+        return None
+    from wanjax.workflows import reading  # imported late for a quick --help
+
+    try:
+        return reading.find_workflow(path)
+    except reading.UnreadJsonError:
+        if may_be_prompts and path.suffix.lower() == ".json":
+            return None
+        raise
+
+
+def options_of(ctx: click.Context, file: str, graph: "Graph", command: str | None = None) -> WorkflowOptions:
+    """Read a workflow's request as options of a command.
+
+    Args:
+        ctx: The command's context.
+        file: The file with the workflow.
+        graph: The workflow's graph.
+        command: The command's name, if it is not that of the context.
+    """
+    from wanjax.workflows.files import Folders, find_file  # imported late for a quick --help
+    from wanjax.workflows.reading import measure
+    from wanjax.workflows.request import read_workflow
+
+    folders = Folders(_folder(ctx, "models"), _folder(ctx, "inputs"))
+
+    def measured(picture: Any) -> Any:
+        path = find_file(picture, folders)
+        return path and measure(path)
+
+    try:
+        workflow = read_workflow(graph, measured)
+    except WanjaxError as error:
+        raise WanjaxError(f"{file}: {error}") from error
+    reader = _OptionReader(workflow, folders, downloads_nothing=(command or ctx.info_name) == "plan")
+    reader.read()
+    return WorkflowOptions(file, reader.values, reader.missing, reader.downloads, [*reader.places, *workflow.notes])
+
+
+def _folder(ctx: click.Context, name: str) -> Path | None:
+    """Return the folder of an option. Raises WanjaxError if it does not exist."""
+    text = ctx.meta[RAW][1].get(name)
+    if not isinstance(text, str):
+        return None
+    if not (folder := Path(text).expanduser()).is_dir():
+        raise WanjaxError(f"--{name} {folder} does not exist or is no folder: give an existing folder")
+    return folder
+
+
+class _OptionReader:
+    """Turns the request of a workflow into values of options, and finds its files."""
+
+    def __init__(self, workflow: "Workflow", folders: Any, *, downloads_nothing: bool):
+        self.workflow, self.folders, self.downloads_nothing = workflow, folders, downloads_nothing
+        self.values: dict[str, Any] = {}
+        self.missing: dict[str, str] = {}
+        self.downloads: dict[str, list[str]] = {}
+        self.places: list[str] = []
+
+    def read(self) -> None:
+        from wanjax.workflows.request import Missing
+
+        for name, value in {**self.workflow.settings, "scheduler": self.workflow.scheduler}.items():
+            if isinstance(value, Missing):
+                self.missing[name] = value.sentence
+            else:
+                self.values[name] = value
+        if self.workflow.is_tiled:
+            self.values["tile"] = True
+        self._read_model()
+        self._read_loras()
+        self._read_inputs()
+        self._note_other_files()
+
+    def _locate(self, parameter: str, file: Any) -> "Located | None":
+        """Find a file of weights. If it is missing, keep the sentence for its parameter."""
+        from wanjax.workflows.files import locate
+
+        try:
+            located = locate(file, self.folders, self.workflow.addresses)
+        except WanjaxError as error:
+            self.missing.setdefault(parameter, str(error))
+            return None
+        from wanjax.workflows.evaluate import base_name
+
+        self.places.append(f"{base_name(file.name)}: {located.place}")
+        if located.to_download:
+            self.downloads.setdefault(parameter, []).append(located.name)
+        return located
+
+    def _read_model(self) -> None:
+        from wanjax.registry import companion_files
+        from wanjax.workflows.files import check_pair
+
+        located = [self._locate("model", file) for file in self.workflow.files]
+        names = [each.name for each in located if each is not None]
+        if len(names) == len(located) == 2:
+            try:
+                check_pair(names[0], names[1], companion_files)
+            except WanjaxError as error:
+                self.missing["model"] = str(error)
+        is_local = not self.downloads.get("model") and "model" not in self.missing
+        if self.downloads_nothing and self.workflow.model and not (is_local and Path(names[0]).is_file()):
+            self.values["model"] = self.workflow.model  # described without its files
+            self.missing.pop("model", None)
+        elif self.downloads_nothing and (hub_names := self.downloads.get("model")):
+            self.missing["model"] = f"a plan does not download {hub_names[0]}: give --models FOLDER, or --model"
+        elif "model" not in self.missing:
+            self.values["model"] = names[0]
+
+    def _read_loras(self) -> None:
+        from wanjax.checkpoints.lora_source import Lora
+
+        loras = []
+        for use in self.workflow.loras:
+            if (located := self._locate("lora", use.file)) is not None:
+                loras.append(str(Lora(located.name, use.strength, use.expert)))
+        if self.downloads_nothing and self.missing.pop("lora", None):
+            self.places.append("a LoRA that is not found is left out, because it does not change the price")
+        if loras:
+            self.values["lora"] = loras
+
+    def _read_inputs(self) -> None:
+        from wanjax.workflows.evaluate import base_name
+        from wanjax.workflows.files import find_file
+        from wanjax.workflows.request import Missing
+
+        for name, value in self.workflow.inputs.items():
+            if isinstance(value, Missing):
+                self.missing[name] = value.sentence
+                continue
+            paths = []
+            for file in value if isinstance(value, list) else [value]:
+                path = find_file(file, self.folders)
+                if path is None:
+                    where = self.folders.inputs or "a folder given by --inputs"
+                    self.missing[name] = (
+                        f"{file.node} loads {base_name(file.name)}, which is not in {where}: "
+                        f"give {INPUT_SPECS[name].option} FILE, or --inputs FOLDER"
+                    )
+                else:
+                    paths.append(str(path))
+                    self.places.append(f"{base_name(file.name)}: {path}")
+            if name not in self.missing:
+                self.values[name] = paths if isinstance(value, list) else paths[0]
+        if self.downloads_nothing:  # a picture that is left out has the size of the video
+            for name in self.workflow.inputs:
+                self.missing.pop(name, None)
+
+    def _note_other_files(self) -> None:
+        from wanjax.workflows.evaluate import base_name
+
+        if names := [base_name(file.name) for file in self.workflow.other_files]:
+            self.places.append(f"{', '.join(names)}: not read, those of the model's own repository are used")
+
+
+def check_missing(ctx: click.Context, replaced_by: Mapping[str, Sequence[str]]) -> None:
+    """Raise the sentence of a value that neither the workflow nor the command line has.
+
+    Args:
+        ctx: The command's context.
+        replaced_by: For a parameter, those that it replaces.
+    """
+    options: WorkflowOptions | None = ctx.meta.get(WORKFLOW)
+    if options is None:
+        return
+
+    def is_on_command_line(name: str) -> bool:
+        return ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+    names = {parameter.name for parameter in ctx.command.params}
+    for name, sentence in options.missing.items():
+        replacing = [other for other, replaced in replaced_by.items() if name in replaced]
+        if name in names and not any(map(is_on_command_line, (name, *replacing))):
+            raise WanjaxError(f"{options.file}: {sentence}")
+
+
+def report_workflow(ctx: click.Context) -> None:
+    """Print where each file of a workflow is and what differs.
+
+    Args:
+        ctx: The command's context.
+    """
+    options: WorkflowOptions | None = ctx.meta.get(WORKFLOW)
+    for note in options.notes if options else ():
+        ctx.obj.note(note)
+
+
+def confirm_downloads(ctx: click.Context) -> None:
+    """Ask the user before the files that a workflow names are downloaded.
+
+    Without a terminal, nobody can be asked, and nothing is downloaded.
+
+    Args:
+        ctx: The command's context.
+
+    Raises:
+        WanjaxError: The user refuses, or cannot be asked.
+    """
+    options: WorkflowOptions | None = ctx.meta.get(WORKFLOW)
+    if options is None or ctx.params.get("at") is not None:
+        return
+    names = [
+        name
+        for parameter, hub_names in options.downloads.items()
+        if ctx.get_parameter_source(parameter) is ParameterSource.DEFAULT_MAP
+        for name in hub_names
+    ]
+    if not names:
+        return
+    from wanjax.workflows.files import describe_download  # imported late for a quick --help
+
+    described = describe_download(names)
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise WanjaxError(
+            f"{options.file} needs {described}: give --models FOLDER where they are, or run the command that "
+            f"{PRINT_COMMAND} prints, which downloads them"
+        )
+    if not click.confirm(f"Download {described}?", err=True):
+        raise WanjaxError("nothing is downloaded: give --models FOLDER, or --model")
+
+
+def command_text(ctx: click.Context) -> str:
+    """Return the command that does the same without the files of the options --from, --models and --inputs.
+
+    Args:
+        ctx: The command's context.
+    """
+    workflow: WorkflowOptions | None = ctx.meta.get(WORKFLOW)
+    prompt: str | None = None
+    words = ["wanjax", str(ctx.info_name)]
+    if ctx.info_name == "batch" and workflow is not None and ctx.params.get("prompts") is None:
+        _check_options_of_generate(ctx)
+        words, prompt = ["wanjax", "generate"], workflow.values["prompt"]
+    for parameter in ctx.command.params:
+        name = str(parameter.name)
+        if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT_MAP or name not in ctx.params:
+            continue
+        value = (ctx.default_map or {}).get(name)
+        if value is None or ctx.params[name] is None or value is False:  # False: a flag that is not set
+            continue
+        if name == "prompt" and isinstance(parameter, click.Argument):
+            prompt = str(value)
+            continue
+        option = next((opt for opt in parameter.opts if opt.startswith("--")), f"--{name.replace('_', '-')}")
+        for item in value if isinstance(value, list | tuple) else [value]:
+            words += (
+                [option] if item is True else [f"{option}={item}"] if str(item).startswith("-") else [option, str(item)]
+            )
+    words += _own_words(ctx)
+    if prompt is not None:
+        words += [prompt] if prompt.strip() and not prompt.startswith("-") else [f"--prompt={prompt}"]
+        words += [] if prompt.strip() else ["--allow-empty-prompt"]
+    return shlex.join(words)
+
+
+def _check_options_of_generate(ctx: click.Context) -> None:
+    """Raise UsageError for an option of `batch` that `generate` lacks, or that means something else there."""
+    assert ctx.parent is not None
+    group = ctx.parent.command
+    assert isinstance(group, click.Group)
+    shared_names = {parameter.name for parameter in group.commands["generate"].params} - {"out"}
+    for parameter in ctx.command.params:
+        is_option = isinstance(parameter, click.Option) and parameter.expose_value
+        if is_option and parameter.name in ctx.meta[RAW][1] and parameter.name not in shared_names:
+            raise click.UsageError(
+                f"{PRINT_COMMAND} prints a command of `wanjax generate`, and {parameter.opts[-1]} is only for "
+                "`wanjax batch`: leave it out"
+            )
+
+
+def _own_words(ctx: click.Context) -> list[str]:
+    """Return the words of a command line without the options that `command_text` replaces."""
+    words, skips = [], False
+    for word in ctx.meta[RAW][0]:
+        name = word.partition("=")[0]
+        if skips:
+            skips = False
+        elif name in FILE_OPTIONS:
+            skips = "=" not in word
+        elif word != PRINT_COMMAND and not _is_workflow_argument(ctx, word):
+            words.append(word)
+    return words
+
+
+def _is_workflow_argument(ctx: click.Context, word: str) -> bool:
+    """Tell whether a word is the file of a workflow that stands for the prompts of a batch."""
+    options: WorkflowOptions | None = ctx.meta.get(WORKFLOW)
+    return options is not None and word == options.file and ctx.info_name == "batch"
+
+
+def _folder_option(name: str, help_text: str) -> Any:
+    return click.option(name, metavar="FOLDER", expose_value=False, help=help_text)
+
+
+models = _folder_option(
+    "--models",
+    "With --from: where the files of a workflow of ComfyUI are, its folder `models`. You are asked before other files "
+    "are downloaded.",
+)
+inputs = _folder_option(
+    "--inputs", "With --from: where the pictures and clips of a workflow of ComfyUI are, its folder `input`."
+)
+print_command = click.option(
+    PRINT_COMMAND,
+    "print_command",
+    is_flag=True,
+    help="Print the command that does the same as --from, and stop.",
+)

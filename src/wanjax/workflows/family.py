@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ComfyUI calls the files and nodes of one family of models."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from wanjax.workflows.node_types import NodeType
+
+
+class WorkflowFamily(NamedTuple):
+    """The files and nodes of a family in ComfyUI.
+
+    Args:
+        title: The family's name in sentences.
+        files: Patterns of names of files, each with the published model that such a file holds. The first match wins.
+        other_files: Patterns of names of files with related models that are not here, each with the model's name.
+        other_nodes: Types of nodes of related models that are not here, each with the model's name.
+        default_shift: The shift if no node sets one.
+        node_types: The widgets of its nodes.
+        functions: The functions that describe its nodes.
+    """
+
+    title: str
+    files: tuple[tuple[str, str], ...]
+    other_files: tuple[tuple[str, str], ...]
+    other_nodes: Mapping[str, str]
+    default_shift: float
+    node_types: Mapping[str, NodeType]
+    functions: Mapping[str, Callable[[Any], Any]]

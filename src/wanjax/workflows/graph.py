@@ -1,0 +1,406 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parse a ComfyUI workflow into one small graph.
+
+A workflow has one of two forms. The editor's form has nodes with slots, links between them, and subgraphs. The form of
+the API maps ids to types and inputs. Both become a `Graph`. Links through subgraphs, reroutes, primitives and bypassed
+nodes are resolved, so that each input has a value or the output of a node that computes something.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from wanjax.errors import WanjaxError
+from wanjax.workflows.node_types import CONTROL_WORDS, SEED_WIDGETS, NodeType
+
+MAX_NODES = 20_000  # of a graph with all its subgraphs
+MAX_LINKS = 100  # links that are followed from an input to the node that computes its value
+MAX_DEPTH = 32  # of subgraphs in subgraphs
+MAX_USES = 16 * 2**20  # characters of JSON of all uses of subgraphs
+MAX_SHOWN = 80  # characters of a text of a workflow in a message
+INPUT_NODE, OUTPUT_NODE = -10, -20  # the ids at the two ends of a subgraph
+MUTED, BYPASSED = (2, 4)  # modes of a node in the editor
+ANY_TYPE = "*"
+NOTES = ("Note", "MarkdownNote")
+REROUTES = ("Reroute", "Reroute (rgthree)")
+
+
+def shown(text: str) -> str:
+    """Return a workflow's text for a message: printable, and of bounded length.
+
+    Args:
+        text: The text.
+    """
+    short = text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in short)
+
+
+class Output(NamedTuple):
+    """An output of a node: the node's id, and the number of the slot."""
+
+    node: str
+    slot: int
+
+
+class Address(NamedTuple):
+    """A file of weights: where it can be downloaded, and the folder of ComfyUI to which it belongs."""
+
+    url: str
+    folder: str
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node: its id, its type, and its inputs by name.
+
+    An input is a JSON value, or the output of another node. An input that comes from a muted node is missing.
+    """
+
+    id: str
+    type: str
+    inputs: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    def __str__(self) -> str:
+        return f"node {shown(self.id)} ({shown(self.type)})"
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A workflow's nodes by id, and the addresses of files that it names, by file name."""
+
+    nodes: Mapping[str, Node]
+    addresses: Mapping[str, Address] = field(default_factory=dict)
+
+
+def parse_graph(workflow: Any, node_types: Mapping[str, NodeType]) -> Graph:
+    """Parse a workflow of either form.
+
+    Args:
+        workflow: The JSON of the workflow.
+        node_types: The widgets of nodes by type.
+
+    Raises:
+        WanjaxError: The JSON is not a workflow, or it is broken, has a cycle or has too many nodes.
+    """
+    try:
+        return _parse(workflow, node_types)
+    except WanjaxError:  # some errors of wanjax are also of Python's classes below
+        raise
+    except (*(AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError),) as error:
+        raise WanjaxError(
+            f"the workflow is damaged, at {type(error).__name__} {shown(str(error))}: save it again in ComfyUI"
+        ) from error
+
+
+def is_workflow(value: Any) -> bool:
+    """Tell whether JSON has one of the two forms of a workflow.
+
+    Args:
+        value: The JSON.
+    """
+    if not isinstance(value, Mapping):
+        return False
+    if isinstance(value.get("nodes"), list) and isinstance(value.get("links"), list):
+        return True
+    nodes = value.get("prompt") if isinstance(value.get("prompt"), Mapping) else value
+    return isinstance(nodes, Mapping) and any(
+        isinstance(node, Mapping) and "class_type" in node for node in nodes.values()
+    )
+
+
+def _parse(workflow: Any, node_types: Mapping[str, NodeType]) -> Graph:
+    if not is_workflow(workflow):
+        raise WanjaxError("the file holds no workflow: save it in ComfyUI, as a workflow or for the API")
+    if isinstance(workflow.get("nodes"), list):
+        return _Editor(workflow, node_types).graph()
+    nodes = workflow["prompt"] if isinstance(workflow.get("prompt"), Mapping) else workflow
+    if len(nodes) > MAX_NODES:
+        raise _too_many()
+    return Graph({str(key): _api_node(str(key), node) for key, node in nodes.items() if isinstance(node, Mapping)})
+
+
+def _too_many() -> WanjaxError:
+    return WanjaxError(
+        f"the workflow has more than {MAX_NODES:,} nodes, or too much in its subgraphs: save only the part that makes "
+        "the video"
+    )
+
+
+def _api_node(key: str, node: Mapping[str, Any]) -> Node:
+    inputs = node.get("inputs") or {}
+    if not isinstance(inputs, Mapping):
+        raise TypeError(f"the inputs of node {key}, which are no object")
+    return Node(key, str(node["class_type"]), {str(name): _api_input(value) for name, value in inputs.items()})
+
+
+def _api_input(value: Any) -> Any:
+    """Return the output of a node for a pair of an id and a slot, and other values unchanged."""
+    if isinstance(value, list) and len(value) == 2 and isinstance(value[0], str | int) and type(value[1]) is int:
+        return Output(str(value[0]), value[1])
+    return value
+
+
+class _Missing:
+    """The value of an input that comes from a muted node or an open end."""
+
+
+MISSING = _Missing()
+
+
+class _Scope:
+    """The nodes and links of the workflow, or of one use of a subgraph."""
+
+    def __init__(self, graph: Mapping[str, Any], prefix: str, parent: "_Scope | None", user: Mapping[str, Any] | None):
+        self.prefix, self.parent, self.user = prefix, parent, user
+        self.nodes = {str(node["id"]): _checked_node(node) for node in _mappings(graph["nodes"])}
+        self.inputs = _mappings(graph.get("inputs"), "name")
+        self.links: dict[Any, tuple[str, int, str, int]] = dict(map(_read_link, graph.get("links") or ()))
+        self.children: dict[str, _Scope] = {}
+
+    @cached_property
+    def by_target(self) -> dict[tuple[str, int], Any]:
+        """The id of the link at each slot of the subgraph's outputs."""
+        return {(target, slot): key for key, (_, _, target, slot) in self.links.items()}
+
+    @cached_property
+    def setters(self) -> dict[str, Mapping[str, Any]]:
+        """The nodes that give a link a name, by that name."""
+        return {str(_widgets(node)[0]): node for node in self.nodes.values() if node["type"] == "SetNode"}
+
+    @property
+    def depth(self) -> int:
+        return 0 if self.parent is None else self.parent.depth + 1
+
+
+def _mappings(values: Any, *names: str) -> list[Mapping[str, Any]]:
+    """Check that a value is a list of JSON objects with these names, and return it. Null is an empty list."""
+    values = [] if values is None else values
+    if not isinstance(values, list) or not all(isinstance(value, Mapping) for value in values):
+        raise TypeError("a list of objects, which is something else")
+    if any(name not in value for value in values for name in names):
+        raise TypeError(f"an object without {' and '.join(names)}")
+    return values
+
+
+def _checked_node(node: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Check the parts of a node that are read, and return the node with them."""
+    properties = node.get("properties")
+    return {
+        "id": node["id"],
+        "type": str(node["type"]),
+        "mode": node.get("mode", 0),
+        "inputs": _mappings(node.get("inputs"), "name"),
+        "outputs": _mappings(node.get("outputs")),
+        "widgets_values": node.get("widgets_values"),
+        "models": _mappings(properties.get("models"), "name") if isinstance(properties, Mapping) else [],
+    }
+
+
+def _read_link(link: Any) -> tuple[Any, tuple[str, int, str, int]]:
+    if isinstance(link, Mapping):
+        key, *ends = (link[name] for name in ("id", "origin_id", "origin_slot", "target_id", "target_slot"))
+    else:
+        key, *ends = link[:5]
+    origin, origin_slot, target, target_slot = ends
+    return key, (str(origin), int(origin_slot), str(target), int(target_slot))
+
+
+class _Editor:
+    """The editor's form of a workflow."""
+
+    def __init__(self, workflow: Mapping[str, Any], node_types: Mapping[str, NodeType]):
+        self.node_types = node_types
+        definitions = workflow.get("definitions")
+        subgraphs = definitions.get("subgraphs") if isinstance(definitions, Mapping) else None
+        self.subgraphs = {str(subgraph["id"]): subgraph for subgraph in _mappings(subgraphs)}
+        self.lengths = {name: len(json.dumps(subgraph)) for name, subgraph in self.subgraphs.items()}
+        self.node_count, self.used_length = len(workflow["nodes"]), 0
+        if self.node_count > MAX_NODES:
+            raise _too_many()
+        self.root = self._open(workflow, "", None, None)
+
+    def _open(
+        self, graph: Mapping[str, Any], prefix: str, parent: _Scope | None, user: Mapping[str, Any] | None
+    ) -> _Scope:
+        """Open the workflow or a use of a subgraph, and all subgraphs in it."""
+        scopes = [root := _Scope(graph, prefix, parent, user)]
+        for scope in scopes:  # the list grows while it is read
+            for key, node in scope.nodes.items():
+                if (subgraph := self.subgraphs.get(name := str(node["type"]))) is not None:
+                    self._check_use(scope, name)
+                    scope.children[key] = _Scope(subgraph, f"{scope.prefix}{key}:", scope, node)
+                    scopes.append(scope.children[key])
+        return root
+
+    def _check_use(self, scope: _Scope, name: str) -> None:
+        """Count a use of a subgraph before it is opened. Raises WanjaxError for one in itself, and for too many."""
+        outer: _Scope | None = scope
+        while outer is not None and outer.user is not None:
+            if outer.user["type"] == name:
+                raise WanjaxError(f"the subgraph {shown(name)} has itself inside: take it out in ComfyUI")
+            outer = outer.parent
+        if scope.depth == MAX_DEPTH:
+            raise WanjaxError(
+                f"the workflow has subgraphs in each other to a depth of more than {MAX_DEPTH}: unpack some"
+            )
+        self.node_count += len(self.subgraphs[name]["nodes"])
+        self.used_length += self.lengths[name]
+        if self.node_count > MAX_NODES or self.used_length > MAX_USES:
+            raise _too_many()
+
+    def scopes(self) -> Iterator[_Scope]:
+        """Yield the workflow, and each use of a subgraph."""
+        waiting = [self.root]
+        while waiting:
+            yield (scope := waiting.pop())
+            waiting += scope.children.values()
+
+    def graph(self) -> Graph:
+        """Resolve all links."""
+        nodes = {}
+        addresses: dict[str, Address] = {}
+        for scope in self.scopes():
+            for key, node in scope.nodes.items():
+                for model in node["models"]:
+                    if isinstance(url := model.get("url"), str) and url:
+                        addresses.setdefault(str(model["name"]), Address(url, str(model.get("directory") or "")))
+                if key in scope.children or node["type"] in NOTES or not self._is_active(scope, node):
+                    continue
+                name = scope.prefix + key
+                nodes[name] = Node(name, str(node["type"]), self._inputs(scope, node))
+        return Graph(nodes, addresses)
+
+    def _is_active(self, scope: _Scope, node: Mapping[str, Any]) -> bool:
+        """Tell whether neither the node nor a subgraph around it is muted or bypassed."""
+        if node["mode"] in (MUTED, BYPASSED):
+            return False
+        return scope.parent is None or scope.user is None or self._is_active(scope.parent, scope.user)
+
+    def _inputs(self, scope: _Scope, node: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the inputs of a node: values of its widgets, replaced by what is linked to them."""
+        inputs = named_widgets(node, self.node_types)
+        for slot in node["inputs"]:
+            value = self._input(scope, slot, MAX_LINKS)
+            if value is not MISSING:
+                inputs[str(slot["name"])] = value
+        return inputs
+
+    def _input(self, scope: _Scope, slot: Mapping[str, Any], steps: int) -> Any:
+        """Resolve a slot: the output of a node, a value, or `MISSING`."""
+        link = slot.get("link")
+        return MISSING if link is None or link not in scope.links else self._link(scope, link, steps)
+
+    def _link(self, scope: _Scope, link: Any, steps: int) -> Any:
+        """Resolve a link. `steps` is the number of links that may still be followed."""
+        if steps == 0:
+            raise WanjaxError("the links of the workflow form a circle: cut one of them in ComfyUI")
+        origin, slot, _, _ = scope.links[link]
+        if origin == str(INPUT_NODE):
+            return self._subgraph_input(scope, slot, steps - 1)
+        return self._output(scope, scope.nodes[origin], slot, steps - 1)
+
+    def _subgraph_input(self, scope: _Scope, number: int, steps: int) -> Any:
+        """Resolve an input of a subgraph, in the graph that uses the subgraph."""
+        if scope.parent is None or scope.user is None:
+            return MISSING
+        definition = scope.inputs[number]
+        for slot in scope.user["inputs"]:
+            if slot["name"] == definition["name"]:
+                if slot.get("link") is not None:
+                    return self._input(scope.parent, slot, steps)
+                break
+        return self._promoted(scope).get(str(definition["name"]), MISSING)
+
+    def _promoted(self, scope: _Scope) -> dict[str, Any]:
+        """Return the values that a use of a subgraph has for the widgets of its nodes, by the names of its inputs."""
+        assert scope.user is not None
+        values = scope.user.get("widgets_values")
+        if isinstance(values, Mapping):
+            return dict(values)
+        names = [str(entry["name"]) for entry in scope.inputs if self._is_widget(scope, entry, 0)]
+        return dict(zip(names, values, strict=True)) if isinstance(values, list) and len(values) == len(names) else {}
+
+    def _is_widget(self, scope: _Scope, definition: Mapping[str, Any], depth: int) -> bool:
+        """Tell whether an input of a subgraph leads to a widget."""
+        for link in definition.get("linkIds") or ():
+            if link not in scope.links:
+                continue
+            _, _, target, number = scope.links[link]
+            if target == str(OUTPUT_NODE) or target not in scope.nodes:
+                continue
+            slot = scope.nodes[target]["inputs"][number]
+            if slot.get("widget"):
+                return True
+            if (child := scope.children.get(target)) is not None and depth < MAX_DEPTH:
+                inner = [entry for entry in child.inputs if entry["name"] == slot["name"]]
+                return any(self._is_widget(child, entry, depth + 1) for entry in inner)
+        return False
+
+    def _output(self, scope: _Scope, node: Mapping[str, Any], number: int, steps: int) -> Any:
+        """Resolve an output of a node: itself, or what the node passes on."""
+        key, kind = str(node["id"]), str(node["type"])
+        if node["mode"] == MUTED:
+            return MISSING
+        if node["mode"] == BYPASSED:
+            slot = _bypass(node, number)
+            return MISSING if slot is None else self._input(scope, slot, steps)
+        if (child := scope.children.get(key)) is not None:
+            link = child.by_target.get((str(OUTPUT_NODE), number))
+            return MISSING if link is None else self._link(child, link, steps)
+        if kind in REROUTES:
+            return self._input(scope, node["inputs"][0], steps)
+        if kind == "GetNode" and (setter := scope.setters.get(str(_widgets(node)[0]))) is not None:
+            return self._input(scope, setter["inputs"][0], steps)
+        if kind == "PrimitiveNode":
+            return _widgets(node)[0]
+        return Output(scope.prefix + key, number)
+
+
+def _bypass(node: Mapping[str, Any], number: int) -> Mapping[str, Any] | None:
+    """Return the input that a bypassed node passes on as an output: of the same type, and at the same slot if it can
+    be."""
+    slots, output_type = node["inputs"], str(node["outputs"][number].get("type"))
+
+    def fits(slot: Mapping[str, Any]) -> bool:
+        slot_type = str(slot.get("type"))
+        return ANY_TYPE in (slot_type, output_type) or output_type in slot_type.split(",")
+
+    same_slot = [slots[number]] if number < len(slots) else []
+    return next((slot for slot in (*same_slot, *slots) if fits(slot)), None)
+
+
+def _widgets(node: Mapping[str, Any]) -> Sequence[Any]:
+    values = node.get("widgets_values")
+    return values if isinstance(values, list) else list(values.values()) if isinstance(values, Mapping) else ()
+
+
+def named_widgets(node: Mapping[str, Any], node_types: Mapping[str, NodeType]) -> dict[str, Any]:
+    """Return the values of a node's widgets by name.
+
+    The editor saves a list, whose order is that of the node's definition. `node_types` has the order. For other nodes,
+    the inputs that are widgets have it, if all are saved.
+
+    Args:
+        node: The node in the editor's form.
+        node_types: The widgets of nodes by type.
+    """
+    values = node.get("widgets_values")
+    if isinstance(values, Mapping):
+        return {str(name): value for name, value in values.items()}
+    if not isinstance(values, list):
+        return {}
+    if (node_type := node_types.get(str(node["type"]))) is not None:
+        names = node_type.widget_names(values)
+    else:
+        names = tuple(str(slot["name"]) for slot in node["inputs"] if slot.get("widget"))
+    named: dict[str, Any] = {}
+    rest = list(values)
+    for name in names:
+        if not rest:
+            break
+        named[name] = rest.pop(0)
+        if name in SEED_WIDGETS and rest and rest[0] in CONTROL_WORDS:
+            rest.pop(0)
+    return named if node_type is not None or not rest else {}

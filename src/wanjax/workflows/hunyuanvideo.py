@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ComfyUI calls the files and nodes of HunyuanVideo 1.5."""
+
+from wanjax.workflows.evaluate import condition, empty_latents
+from wanjax.workflows.family import WorkflowFamily
+from wanjax.workflows.node_types import shaped
+
+NAME = r"hunyuan[ _-]?video[ _-]?1[._]?5"
+FAMILY = WorkflowFamily(
+    title="HunyuanVideo 1.5",
+    files=tuple(
+        (rf"{NAME}.*{size}.*{task}(?!.*sr)", f"hunyuanvideo1.5-{size}-{task}")
+        for size in ("480p", "720p")
+        for task in ("t2v", "i2v")
+    ),
+    other_files=(
+        (r"1080p_sr|sr_distilled", "the super-resolution of HunyuanVideo 1.5"),
+        (r"hunyuan[ _-]?video(?!.?1[._]?5)", "HunyuanVideo 1.0"),
+    ),
+    other_nodes={"HunyuanVideo15SuperResolution": "the super-resolution of HunyuanVideo 1.5"},
+    default_shift=7.0,
+    node_types={
+        "EmptyHunyuanLatentVideo": shaped(),
+        "EmptyHunyuanVideo15Latent": shaped(),
+        "HunyuanVideo15ImageToVideo": shaped(),
+    },
+    functions={
+        "EmptyHunyuanLatentVideo": empty_latents,  # which other families use too
+        "EmptyHunyuanVideo15Latent": empty_latents,
+        "HunyuanVideo15ImageToVideo": condition({"start_image": "image"}, "start_image"),
+    },
+)

@@ -1,0 +1,439 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turn the graph of a workflow into the settings of a video."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from wanjax.errors import WanjaxError
+from wanjax.figures import pluralize
+from wanjax.media.inputs import INPUT_SPECS
+from wanjax.workflows.evaluate import MediaSize, Reader, base_name
+from wanjax.workflows.families import (
+    FUNCTIONS,
+    OTHER_NODES,
+    OTHER_OUTPUTS,
+    PICTURE_OUTPUTS,
+    READABLE,
+    SERVICES,
+    VIDEO_OUTPUTS,
+    ancestors,
+    by_id,
+    default_shift,
+    model_of,
+    other_model_of,
+)
+from wanjax.workflows.graph import Address, Graph, Node, Output, shown
+from wanjax.workflows.values import File, Film, Latents, Pictures, Sampled, Steps, Unknown
+
+HIGH, LOW = "high", "low"  # the experts of a model
+SOLVERS = {"uni_pc": "unipc", "uni_pc_bh2": "unipc", "euler": "euler", "dpmpp_2m": "dpm++", "lcm": "consistency"}
+"""ComfyUI's solvers, each with wanjax's nearest."""
+SAME_SOLVERS = ("euler",)  # the videos of these are the same in both
+FRAMES_PER_LATENT = 4  # of all models here
+SCHEDULES = ("simple",)
+COMFY_RNG = "torch"  # the value of --rng with the noise that ComfyUI draws from a seed
+COMFY_SIGMAS = "comfy"  # the value of --sigmas with the noise levels of this schedule
+LOADERS = ("unet_name", "ckpt_name")  # the inputs with the files of denoisers
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A value that a workflow does not give, with the sentence that says so, and what to give instead."""
+
+    sentence: str
+
+    def __call__(self) -> Any:
+        """Raise the sentence as an error."""
+        raise WanjaxError(self.sentence)
+
+
+@dataclass(frozen=True)
+class LoraUse:
+    """A LoRA of a workflow: its file, its strength, and the expert that it changes (None for all)."""
+
+    file: File
+    strength: float
+    expert: str | None = None
+
+
+@dataclass(frozen=True)
+class Workflow:
+    """The request that a workflow makes.
+
+    Args:
+        model: The published model, by the names of its files; None if they do not tell it.
+        files: The files of the denoisers: one, or the experts at high and low noise.
+        loras: The LoRAs.
+        settings: Settings of the video by name. A value may be `Missing`.
+        scheduler: The solver, or `Missing`.
+        inputs: Pictures and clips by input. A value is a list of files, or `Missing`.
+        other_files: Files that wanjax takes from the model's own repository instead.
+        is_tiled: Whether frames are decoded in tiles.
+        notes: Sentences on what differs.
+        addresses: Addresses of files by name.
+    """
+
+    model: str | None
+    files: tuple[File, ...]
+    loras: tuple[LoraUse, ...]
+    settings: Mapping[str, Any]
+    scheduler: Any
+    inputs: Mapping[str, Any]
+    other_files: tuple[File, ...] = ()
+    is_tiled: bool = False
+    notes: tuple[str, ...] = ()
+    addresses: Mapping[str, Address] = field(default_factory=dict)
+
+
+def read_workflow(graph: Graph, measure: Callable[[File], MediaSize | None] = lambda file: None) -> Workflow:
+    """Read the request for the video that a workflow makes.
+
+    Args:
+        graph: The workflow's graph.
+        measure: Returns the size of a picture or clip, or None if the file is missing.
+
+    Raises:
+        WanjaxError: The workflow makes no video, or has a node that wanjax cannot replace. The sentence names the node,
+            and says what is left of the workflow without it.
+    """
+    outputs = [node for node in by_id(graph) if node.type in VIDEO_OUTPUTS]
+    outputs = outputs or [node for node in by_id(graph) if node.type in PICTURE_OUTPUTS and _is_video(graph, node)]
+    if not outputs:
+        raise WanjaxError(_without_video(graph))
+    errors: list[WanjaxError] = []
+    for output in outputs:
+        try:
+            workflow = _read_output(graph, output, measure)
+        except RecursionError:
+            errors.append(WanjaxError(f"the workflow has too many nodes in a row before {output}: make it shorter"))
+        except WanjaxError as error:
+            errors.append(error)
+        else:
+            others = [str(other) for other in outputs if other is not output]
+            note = f"{output} is read, and not {', '.join(others[:4])}"
+            return _with_notes(workflow, [note] if others else [])
+    raise errors[0]
+
+
+def _with_notes(workflow: Workflow, notes: Sequence[str]) -> Workflow:
+    return Workflow(**{**vars(workflow), "notes": (*workflow.notes, *notes)})
+
+
+def _is_video(graph: Graph, output: Node) -> bool:
+    """Tell whether an output of pictures is at the end of a graph that gives a video its shape."""
+    return any("length" in node.inputs and node.type in FUNCTIONS for node in ancestors(graph, output))
+
+
+def _without_video(graph: Graph) -> str:
+    """Say what a workflow without a video makes."""
+    nodes = by_id(graph)
+    if service := _service(nodes):
+        return service
+    for pattern, product in OTHER_OUTPUTS:
+        for node in nodes:
+            if re.search(pattern, node.type):
+                return f"the workflow makes {product}, by {node}, and no video: {READABLE}"
+    return f"the workflow has no node that saves a video, such as SaveVideo: {READABLE}"
+
+
+def _service(nodes: Sequence[Node]) -> str | None:
+    """Say that one of these nodes calls a service, or return None."""
+    for node in nodes:
+        if SERVICES.search(node.type):
+            return f"{node} calls a paid service, which wanjax does not: {READABLE}, on your own devices"
+    return None
+
+
+def _read_output(graph: Graph, output: Node, measure: Callable[[File], MediaSize | None]) -> Workflow:
+    nodes = ancestors(graph, output)
+    if service := _service(nodes):
+        raise WanjaxError(service)
+    reader = Reader(graph, FUNCTIONS, measure)
+    blocked = _other_model(nodes)
+    try:
+        film = reader.output(Output(output.id, 0))
+        workflow = None if blocked else _workflow(reader, film)
+    except WanjaxError as error:
+        if blocked is None and not reader.problems:
+            raise
+        workflow, failure = None, error
+    else:
+        failure = None
+    if blocked is None and not reader.problems and workflow is not None:
+        return workflow
+    if blocked is not None:
+        node, reason = blocked
+    elif reader.problems:
+        node, reason = reader.problems[0].node, reader.problems[0].reason
+    else:
+        raise failure or WanjaxError(_without_video(graph))
+    raise WanjaxError(f"{node} {reason}: {_rest(graph, node, nodes, workflow)}")
+
+
+def _other_model(nodes: Sequence[Node]) -> tuple[Node, str] | None:
+    """Return the first node of a model that is not here, and why."""
+    for node in nodes:
+        if (model := OTHER_NODES.get(node.type)) is not None:
+            return node, f"belongs to {model}, which wanjax does not have yet"
+    for node in nodes:
+        for name in LOADERS:
+            file = node.inputs.get(name)
+            if (
+                isinstance(file, str)
+                and model_of(base_name(file)) is None
+                and (model := other_model_of(base_name(file)))
+            ):
+                return node, f"loads {shown(base_name(file))}, which is {model}, and wanjax does not have it yet"
+    return None
+
+
+def _rest(graph: Graph, without: Node, nodes: Sequence[Node], workflow: Workflow | None) -> str:
+    """Say what is left of a workflow without a node."""
+    models = [
+        shown(base_name(value))
+        for node in nodes
+        if node is not without
+        for name, value in node.inputs.items()
+        if name in LOADERS and isinstance(value, str)
+    ]
+    if workflow is not None:
+        size = f"{workflow.settings.get('width')}x{workflow.settings.get('height')}"
+        parts = [size, pluralize(workflow.settings["frames"], "frame")] if _is_whole(workflow.settings) else []
+        parts += [pluralize(workflow.settings["steps"], "step")] if isinstance(workflow.settings["steps"], int) else []
+        name = workflow.model or shown(base_name(workflow.files[0].name))
+        return f"without it the workflow is a video of {name}" + "".join(f", {part}" for part in parts)
+    samplers = [node for node in nodes if "Sampler" in node.type and node is not without and "Select" not in node.type]
+    left = [*dict.fromkeys(models)][:2] + [str(node) for node in samplers[:1]]
+    return (
+        f"without it {' and '.join(left)} are left"
+        if len(left) > 1
+        else f"without it {(left or ['nothing'])[0]} is left"
+    )
+
+
+def _is_whole(settings: Mapping[str, Any]) -> bool:
+    return all(isinstance(settings.get(name), int) for name in ("width", "height", "frames"))
+
+
+def _workflow(reader: Reader, film: Any) -> Workflow:
+    """Describe the request for a film."""
+    film = reader.require(film, Film)
+    pictures = film and film.pictures
+    if film is None or pictures is None or pictures.latents is None:
+        node = film.node if film else None
+        raise WanjaxError(f"{node or 'the output'} saves pictures that no model of the workflow makes: {READABLE}")
+    stages = _stages(pictures.latents)
+    first, last = stages[0], stages[-1]
+    files = tuple(dict.fromkeys(stage.guider.model.file for stage in stages))
+    model = model_of(base_name(files[0].name))
+    notes = [note for stage in stages for note in stage.guider.model.notes]
+    settings = _text_settings(stages, notes)
+    settings |= _shape_settings(first.latents, film, notes)
+    settings |= _step_settings(stages, notes)
+    settings |= _shift_settings(stages, model)
+    for stage in stages:
+        settings |= stage.guider.model.settings
+    settings["seed"] = _value(first.noise.seed, "--seed")
+    settings["rng"] = COMFY_RNG
+    inputs = _inputs(first, notes)
+    return Workflow(
+        model=model,
+        files=files,
+        loras=_loras(stages),
+        settings={name: value for name, value in settings.items() if value is not None},
+        scheduler=_solver(last, notes),
+        inputs=inputs,
+        other_files=_other_files(first, pictures),
+        is_tiled=pictures.is_tiled,
+        notes=tuple(dict.fromkeys(notes)),
+        addresses=reader.graph.addresses,
+    )
+
+
+def _stages(latents: Any) -> list[Sampled]:
+    """Return the nodes that sample, in the order of their steps. Raises WanjaxError for a chain that wanjax cannot
+    run."""
+    stages: list[Sampled] = []
+    while isinstance(latents, Sampled):
+        stages.insert(0, latents)
+        latents = latents.latents
+    if not stages:
+        raise WanjaxError(f"{latents.node} makes latents that no node samples: {READABLE}")
+    if len(stages) > 2:
+        raise WanjaxError(
+            f"{stages[2].node} samples a third time, and a model has two experts at most: without it "
+            f"{stages[0].node} and {stages[1].node} are left"
+        )
+    for stage in stages:
+        _check_stage(stage)
+    if len(stages) == 2:
+        _check_experts(*stages)
+    return stages
+
+
+def _check_stage(stage: Sampled) -> None:
+    """Raise WanjaxError for a number that a node's widget lacks."""
+    for value in (stage.steps.count, stage.steps.start, stage.steps.end, stage.steps.denoise):
+        if isinstance(value, Unknown):
+            raise WanjaxError(f"{value.node} {value.reason}: the steps of {stage.node} are unknown without it")
+
+
+def _check_experts(high: Sampled, low: Sampled) -> None:
+    """Raise WanjaxError unless two nodes sample one after the other as the two experts of a model do."""
+    problem = None
+    if high.guider.model.file.name == low.guider.model.file.name:
+        problem = f"samples again with the same model, {shown(base_name(low.guider.model.file.name))}"
+    elif (high.steps.count, high.steps.schedule) != (low.steps.count, low.steps.schedule):
+        problem = f"has another schedule than {high.node}"
+    elif _end(high.steps) != low.steps.start or (high.is_finished and high.node.type == "KSamplerAdvanced"):
+        problem = f"does not begin where {high.node} ends"
+    elif low.noise.seed is not None:
+        problem = f"adds noise to what {high.node} has made"
+    elif high.sampler != low.sampler:
+        problem = f"has another solver than {high.node}"
+    elif high.guider.model.shift != low.guider.model.shift:
+        problem = f"has another shift than {high.node}"
+    elif high.guider.model.settings != low.guider.model.settings:
+        problem = f"has another guidance rule than {high.node}"
+    if problem:
+        raise WanjaxError(f"{low.node} {problem}, which wanjax cannot do: without it {high.node} is left")
+
+
+def _end(steps: Steps) -> int:
+    return steps.count if steps.end is None else min(steps.end, steps.count)
+
+
+def _value(value: Any, option: str) -> Any:
+    """Return a value, or what to say about one that is not known."""
+    return Missing(f"{value.node} {value.reason}: give {option}") if isinstance(value, Unknown) else value
+
+
+def _text_settings(stages: Sequence[Sampled], notes: list[str]) -> dict[str, Any]:
+    """Return the prompts."""
+    first, last = stages[0].guider, stages[-1].guider
+    prompt = _value(first.positive.text, "a prompt")
+    if prompt is None:
+        raise WanjaxError(f"{first.positive.node} removes the prompt: {READABLE}")
+    negative = first.negative and first.negative.text
+    if (last.positive.text, last.negative and last.negative.text) != (first.positive.text, negative):
+        raise WanjaxError(
+            f"{stages[-1].node} has another prompt than {stages[0].node}, which wanjax cannot do: without it "
+            f"{stages[0].node} is left"
+        )
+    if negative is None and any(stage.guider.scale != 1 for stage in stages):
+        notes.append("the negative prompt is empty here, and zeros in the workflow")
+    return {"prompt": prompt, "negative_prompt": _value(negative or "", "--negative-prompt")}
+
+
+def _shape_settings(latents: Any, film: Film, notes: list[str]) -> dict[str, Any]:
+    """Return the size, the number of frames and the rate."""
+    assert isinstance(latents, Latents)
+    shape = latents.shape
+    if isinstance(shape.count, int) and shape.count != 1:
+        notes.append(f"{latents.node} makes {shape.count} videos at once: give --count for several")
+    settings = {
+        "width": _value(shape.width, "--width"),
+        "height": _value(shape.height, "--height"),
+        "frames": _value(shape.frames, "--frames"),
+    }
+    if isinstance(shape.frames, int) and (shape.frames - 1) % FRAMES_PER_LATENT:
+        settings["frames"] = max(1, (shape.frames - 1) // FRAMES_PER_LATENT * FRAMES_PER_LATENT + 1)
+        notes.append(f"{latents.node} asks for {shape.frames} frames, and gets {settings['frames']} in ComfyUI")
+    if isinstance(film.fps, Unknown):
+        notes.append(
+            f"{film.fps.node} {film.fps.reason}: the frames per second are the model's own, unless --fps is given"
+        )
+    elif film.fps is not None:
+        settings["fps"] = max(1, round(film.fps))
+        if settings["fps"] != film.fps:
+            notes.append(f"{film.node} has {film.fps:g} frames per second, and a file here has a whole number")
+    return settings
+
+
+def _step_settings(stages: Sequence[Sampled], notes: list[str]) -> dict[str, Any]:
+    """Return the steps, the guidance scales, and where the second expert takes over."""
+    first, last = stages[0], stages[-1]
+    steps = first.steps
+    if first.steps.start or _end(last.steps) < last.steps.count:
+        raise WanjaxError(
+            f"{last.node if first.steps.start == 0 else first.node} runs only the steps from {first.steps.start} to "
+            f"{_end(last.steps)} of {steps.count}, which wanjax cannot do: without it nothing is left"
+        )
+    if steps.denoise != 1:
+        raise WanjaxError(
+            f"{first.node} denoises only by {steps.denoise:g}, and has no video to start from: set it to 1"
+        )
+    if first.noise.seed is None:
+        raise WanjaxError(f"{first.node} starts without noise, which wanjax cannot do: without it nothing is left")
+    settings: dict[str, Any] = {"steps": steps.count, "guidance_scale": _value(first.guider.scale, "--guidance-scale")}
+    if len(stages) == 2:
+        settings["guidance_scale_2"] = _value(last.guider.scale, "--guidance-scale-2")
+        settings["boundary_step"] = _end(first.steps)
+    if isinstance(steps.schedule, Unknown) or steps.schedule not in SCHEDULES:
+        name = steps.schedule.node if isinstance(steps.schedule, Unknown) else shown(steps.schedule)
+        notes.append(f"{first.node} has the schedule {name}: the noise levels here are those of the schedule simple")
+    return settings | {"sigmas": COMFY_SIGMAS}
+
+
+def _shift_settings(stages: Sequence[Sampled], model: str | None) -> dict[str, Any]:
+    """Return the shift. Where noise levels have a model of their own, it is that model's shift which counts."""
+    schedule = stages[0].steps.model
+    shift = schedule.shift if schedule is not None else stages[0].guider.model.shift
+    return {"flow_shift": default_shift(model or "") if shift is None else _value(shift, "--flow-shift")}
+
+
+def _solver(stage: Sampled, notes: list[str]) -> Any:
+    name = stage.sampler.name
+    if isinstance(name, Unknown) or name not in SOLVERS:
+        name = name.node if isinstance(name, Unknown) else shown(name)
+        return Missing(f"{stage.node} has the solver {name}: give --scheduler euler, unipc or dpm++ in its place")
+    if name == "lcm":
+        notes.append(f"{stage.node} has the solver lcm: its steps are the same, and its later noise differs")
+    elif name not in SAME_SOLVERS:
+        notes.append(f"{stage.node} has the solver {name}: {SOLVERS[name]} here is close, and not the same")
+    return SOLVERS[name]
+
+
+def _loras(stages: Sequence[Sampled]) -> tuple[LoraUse, ...]:
+    """Return the LoRAs. Those that both experts have are given once."""
+    per_stage = [[(file.name, strength) for file, strength in stage.guider.model.loras] for stage in stages]
+    if len(stages) == 1 or per_stage[0] == per_stage[1]:
+        return tuple(LoraUse(file, strength) for file, strength in stages[0].guider.model.loras)
+    return tuple(
+        LoraUse(file, strength, expert)
+        for expert, stage in zip((HIGH, LOW), stages, strict=True)
+        for file, strength in stage.guider.model.loras
+    )
+
+
+def _inputs(stage: Sampled, notes: list[str]) -> dict[str, Any]:
+    """Return the files of pictures and clips by input, or what to say about those that nodes compose."""
+    assert isinstance(stage.latents, Latents)
+    values = {**stage.guider.positive.inputs, **stage.latents.inputs}
+    frames = stage.latents.shape.frames
+    for value in values.values():
+        if isinstance(value, Pictures) and value.file is not None and value.frames not in (None, 1, frames):
+            count = "another number of" if isinstance(value.frames, Unknown) else f"{value.frames:,}"
+            notes.append(f"{value.node} gives {count} frames of a clip, and here it is read to the video's length")
+    return {name: _input(name, value) for name, value in values.items() if name in INPUT_SPECS}
+
+
+def _input(name: str, value: Any) -> Any:
+    if isinstance(value, Pictures) and value.file is not None:
+        return [value.file] if INPUT_SPECS[name].kind == "images" else value.file
+    node = value.node if isinstance(value, Unknown | Pictures) else None
+    return Missing(
+        f"{node or 'a node'} composes {INPUT_SPECS[name].noun} when it runs, which wanjax does not: "
+        f"save the result in ComfyUI, and give it by {INPUT_SPECS[name].option} FILE"
+    )
+
+
+def _other_files(stage: Sampled, pictures: Pictures) -> tuple[File, ...]:
+    """Return the encoders and the VAE that a workflow loads."""
+    encoder = stage.guider.positive.encoder
+    vision = stage.guider.positive.inputs.get("vision")
+    files = [*(encoder.files if encoder else ()), vision and vision.file, pictures.decoder and pictures.decoder.file]
+    checkpoint = stage.guider.model.file.name  # a file with several networks is read as a whole
+    return tuple(file for file in files if file and file.name != checkpoint)

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the outputs of a workflow's nodes are: descriptions of models, conditions, latents, pictures and videos."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from wanjax.workflows.graph import Node
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """The output of a node that wanjax does not know, or whose value needs a file that is missing.
+
+    Args:
+        node: The node.
+        reason: Why there is no value, as the end of a sentence that begins with the node.
+    """
+
+    node: Node
+    reason: str = "is not known to wanjax"
+
+
+class AnyLatents:
+    """Latents before or after sampling."""
+
+
+@dataclass(frozen=True)
+class File:
+    """A file that a node loads.
+
+    Args:
+        name: Its name in the workflow, which may have folders.
+        kind: The folder of ComfyUI in which it is, such as "loras".
+        node: The node.
+    """
+
+    name: str
+    kind: str
+    node: Node
+
+
+@dataclass(frozen=True)
+class Model:
+    """A denoiser with its LoRAs, each with its strength, and the settings that nodes attach to it."""
+
+    file: File
+    loras: tuple[tuple[File, float], ...] = ()
+    shift: Any = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Text encoders, which only their files describe."""
+
+    files: tuple[File, ...]
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A VAE."""
+
+    file: File | None
+
+
+@dataclass(frozen=True)
+class Vision:
+    """A vision encoder, or the features of a picture from it."""
+
+    file: File | None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of a video. A number may be `Unknown`."""
+
+    width: Any
+    height: Any
+    frames: Any
+    count: Any = 1
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """A picture or a clip.
+
+    Args:
+        file: The file, or None for pictures that nodes compose or make.
+        node: The node that loads or composes them.
+        width: The width after all resizing, None for that of the file.
+        height: The height after all resizing, None for that of the file.
+        frames: The number of frames, None for all of the file.
+        latents: The latents from which pictures are decoded, or None.
+        is_tiled: Whether they are decoded in tiles.
+        decoder: The decoder of the latents.
+    """
+
+    file: File | None
+    node: Node
+    width: Any = None
+    height: Any = None
+    frames: Any = None
+    latents: AnyLatents | None = None
+    is_tiled: bool = False
+    decoder: Decoder | None = None
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What a prompt and pictures say about a video.
+
+    Args:
+        text: The prompt; None if a node has replaced it by zeros.
+        encoder: The text encoder.
+        node: The node that made the condition.
+        inputs: Pictures and clips by the names of wanjax's inputs.
+    """
+
+    text: Any
+    encoder: Encoder | None
+    node: Node
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Latents(AnyLatents):
+    """Latents before sampling: of zeros in a shape, with the inputs that a node has put into them.
+
+    Args:
+        shape: The shape of the video.
+        node: The node that made them.
+        inputs: Pictures by the names of wanjax's inputs, for models that take them in their latents.
+    """
+
+    shape: Shape
+    node: Node
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Noise levels: the schedule's name, the number of steps of the whole schedule, and the part that is run."""
+
+    schedule: Any
+    count: Any
+    start: Any = 0
+    end: Any = None
+    denoise: Any = 1.0
+    model: Model | None = None
+
+
+@dataclass(frozen=True)
+class Guider:
+    """A model with conditions and a guidance scale."""
+
+    model: Model
+    positive: Condition
+    negative: Condition | None
+    scale: Any
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The noise at the start. The seed is None where no noise is added."""
+
+    seed: Any
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """A solver, by ComfyUI's name."""
+
+    name: Any
+
+
+@dataclass(frozen=True)
+class Sampled(AnyLatents):
+    """Latents that a node has sampled from others."""
+
+    node: Node
+    guider: Guider
+    steps: Steps
+    sampler: Sampler
+    noise: Noise
+    latents: AnyLatents
+    is_finished: bool = True
+
+
+@dataclass(frozen=True)
+class Film:
+    """A video: its pictures and frames per second, or the file from which it is loaded."""
+
+    pictures: Pictures
+    fps: Any
+    node: Node

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--from` with a workflow of ComfyUI: `generate`, `plan`, `batch`, `info`, and the command that does the same."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from tests.support.commands import files, succeeded, wanjax
+from tests.support.workflows import TEMPLATES, api_form, graph_of, template, with_switch
+from wanjax.cli import workflow_options
+from wanjax.media.video import read_metadata
+
+T2V, I2V, SMALL = "video_wan2_2_14B_t2v", "video_wan2_2_14B_i2v", "text_to_video_wan"
+NANO = ("--model", "nano", "--frames", "5", "--steps", "1", "--size", "32x32", "--scheduler", "euler")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch) -> Path:
+    """The folder of the command."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def models(here) -> Path:
+    """Return a folder with empty files of the names that the templates have."""
+    names = [f"diffusion_models/wan2.2_t2v_{expert}_noise_14B_fp8_scaled.safetensors" for expert in ("high", "low")]
+    names += [f"loras/wan2.2_t2v_lightx2v_4steps_lora_v1.1_{expert}_noise.safetensors" for expert in ("high", "low")]
+    for name in names:
+        path = here / "models" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    return here / "models"
+
+
+def path_of(name: str) -> Path:
+    return TEMPLATES / f"{name}.json"
+
+
+def saved(workflow: dict[str, Any], name: str = "w.json") -> str:
+    Path(name).write_text(json.dumps(workflow), encoding="utf-8")
+    return name
+
+
+def small_workflow() -> dict[str, Any]:
+    """Return a workflow in the API's form, with few steps."""
+    nodes = api_form(graph_of(template(SMALL)))
+    nodes["3"]["inputs"] |= {"steps": 2, "cfg": 1, "sampler_name": "euler"}
+    return nodes
+
+
+def options_in(command: str) -> dict[str, Any]:
+    """Return the options of a command, and its prompt under "prompt"."""
+    words = shlex.split(command)
+    assert words[:2] == ["wanjax", "generate"]
+    options: dict[str, Any] = {}
+    rest = words[2:]
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            options["prompt"] = word
+        elif "=" in word or word == "--tile":
+            name, _, value = word.partition("=")
+            options[name] = value
+        elif word in options:
+            options[word] = [options[word], rest.pop(0)]
+        else:
+            options[word] = rest.pop(0)
+    return options
+
+
+def test_the_printed_command_has_the_request(models):
+    result = succeeded(wanjax("generate", "--from", path_of(T2V), "--models", models, "--print-command"))
+    options = options_in(result.stdout)
+    assert options["prompt"].startswith("Beautiful young European woman")
+    assert options.pop("--negative-prompt")
+    assert {name: value for name, value in options.items() if name.startswith("--")} == {
+        "--model": str(models / "diffusion_models/wan2.2_t2v_high_noise_14B_fp8_scaled.safetensors"),
+        "--width": "640",
+        "--height": "640",
+        "--frames": "81",
+        "--fps": "16",
+        "--steps": "20",
+        "--guidance-scale": "3.5",
+        "--guidance-scale-2": "3.5",
+        "--boundary-step": "10",
+        "--flow-shift": "5.0",
+        "--sigmas": "comfy",
+        "--rng": "torch",
+        "--seed": "923510416338945",
+        "--scheduler": "euler",
+    }
+    assert f"wan2.2_t2v_low_noise_14B_fp8_scaled.safetensors: {models}" in result.stderr
+
+
+def test_the_printed_command_prints_itself(models):
+    """The command without --from is the same command."""
+    first = succeeded(wanjax("generate", "--from", path_of(T2V), "--models", models, "--print-command", "--steps", "7"))
+    words = shlex.split(first.stdout)
+    again = succeeded(wanjax(*words[1:], "--print-command"))
+    assert options_in(again.stdout) == options_in(first.stdout)
+    assert options_in(first.stdout)["--steps"] == "7"
+
+
+def test_loras_of_experts_are_given_to_each(models):
+    file = saved(with_switch(T2V))
+    options = options_in(succeeded(wanjax("generate", "--from", file, "--models", models, "--print-command")).stdout)
+    loras = [f"{models}/loras/wan2.2_t2v_lightx2v_4steps_lora_v1.1_{expert}_noise" for expert in ("high", "low")]
+    assert options["--lora"] == [f"high={loras[0]}.safetensors", f"low={loras[1]}.safetensors"]
+    assert (options["--steps"], options["--boundary-step"]) == ("4", "2")
+
+
+def test_a_file_that_is_not_in_the_folder_is_named_on_the_hub():
+    result = succeeded(wanjax("generate", "--from", path_of(T2V), "--print-command"))
+    hub_name = "Comfy-Org/Wan_2.2_ComfyUI_Repackaged/split_files/diffusion_models/wan2.2_t2v_high_noise_14B"
+    assert options_in(result.stdout)["--model"] == f"{hub_name}_fp8_scaled.safetensors"
+    assert "on the hub" in result.stderr
+
+
+def test_nothing_is_downloaded_without_a_question(monkeypatch):
+    monkeypatch.setattr("wanjax.workflows.files.hub_files", lambda *names: [])
+    monkeypatch.setattr("wanjax.workflows.files._licence", lambda name: "apache-2.0")
+    result = wanjax("generate", "--from", path_of(SMALL))
+    assert result.exit_code == 2
+    assert "wan2.1_t2v_1.3B_fp16.safetensors of Comfy-Org/" in result.stderr
+    assert "licence apache-2.0" in result.stderr
+    assert "--models FOLDER" in result.stderr
+
+
+@pytest.mark.parametrize("answer", [False, True])
+def test_a_terminal_is_asked(monkeypatch, answer):
+    asked = []
+    monkeypatch.setattr("wanjax.workflows.files.hub_files", lambda *names: [])
+    monkeypatch.setattr("wanjax.workflows.files._licence", lambda name: "apache-2.0")
+    monkeypatch.setattr(workflow_options.sys, "stdin", Terminal())
+    monkeypatch.setattr(workflow_options.sys, "stderr", Terminal())
+    monkeypatch.setattr(workflow_options.click, "confirm", lambda text, err: asked.append(text) or answer)
+    from wanjax.cli import main
+
+    context = main.commands["generate"].make_context("generate", ["--from", str(path_of(SMALL))], obj=Report())
+    with context:
+        if answer:
+            workflow_options.confirm_downloads(context)
+        else:
+            with pytest.raises(workflow_options.WanjaxError, match="nothing is downloaded"):
+                workflow_options.confirm_downloads(context)
+    assert "licence apache-2.0" in asked[0]
+
+
+class Terminal:
+    def isatty(self) -> bool:
+        return True
+
+
+class Report:
+    def note(self, text: str) -> None: ...
+
+
+def test_a_missing_picture_is_one_sentence_and_may_be_given():
+    result = wanjax("generate", "--from", path_of(I2V))
+    assert result.exit_code == 2
+    assert "video_wan2_2_14B_i2v_input_image.jpg" in result.stderr
+    assert "give --image FILE, or --inputs FOLDER" in result.stderr
+    Image.new("RGB", (32, 32)).save("a.png")
+    command = succeeded(wanjax("generate", "--from", path_of(I2V), "--image", "a.png", "--print-command")).stdout
+    assert options_in(command)["--image"] == "a.png"
+    Path("in").mkdir()
+    Image.new("RGB", (32, 32)).save("in/video_wan2_2_14B_i2v_input_image.jpg")
+    command = succeeded(wanjax("generate", "--from", path_of(I2V), "--inputs", "in", "--print-command")).stdout
+    assert options_in(command)["--image"] == "in/video_wan2_2_14B_i2v_input_image.jpg"
+
+
+def test_a_composed_picture_is_one_sentence_and_may_be_given():
+    name = "video_wan_vace_outpainting"
+    result = wanjax("generate", "--from", path_of(name))
+    assert result.exit_code == 2
+    assert "ImagePadForOutpaint) composes" in result.stderr
+    Image.new("RGB", (32, 32)).save("a.png")
+    Path("clip").mkdir()
+    Image.new("RGB", (32, 32)).save("clip/1.png")
+    arguments = ("--video", "clip", "--mask", "a.png", "--print-command")
+    assert options_in(succeeded(wanjax("generate", "--from", path_of(name), *arguments)).stdout)["--mask"] == "a.png"
+
+
+def test_a_size_that_is_missing_may_be_given():
+    nodes = small_workflow()
+    nodes["C"] = {"class_type": "LoadVideo", "inputs": {"file": "clip.mp4"}}
+    nodes["G"] = {"class_type": "GetVideoComponents", "inputs": {"video": ["C", 0]}}
+    nodes["S"] = {"class_type": "GetImageSize", "inputs": {"image": ["G", 0]}}
+    nodes["40"]["inputs"] |= {"width": ["S", 0], "height": ["S", 1]}
+    file = saved(nodes)
+    arguments = ("generate", "--from", file, "--model", "nano", "--print-command")
+    assert "loads clip.mp4" in wanjax(*arguments).stderr
+    options = options_in(succeeded(wanjax(*arguments, "--size", "64x32")).stdout)
+    assert options["--size"] == "64x32"
+    assert "--width" not in options
+
+
+def test_a_workflow_that_cannot_be_done_is_one_sentence_in_every_command():
+    file = path_of("video_wan_animate2")
+    for arguments in (("generate", "--from", file), ("plan", "--from", file), ("info", file), ("batch", file)):
+        result = wanjax(*arguments)
+        assert result.exit_code == 2, arguments
+        assert "WanAnimate2ToVideo) belongs to Wan Animate 2" in result.stderr
+        assert result.stderr.count("\n") == 1
+
+
+def test_a_video_is_made_from_a_workflow():
+    file = saved(small_workflow())
+    result = succeeded(wanjax("generate", "--from", file, *NANO, "--out", "a.mp4", "--dir", "d"))
+    record = read_metadata("a.mp4")
+    assert record["prompt"] == json.loads(Path(file).read_text())["6"]["inputs"]["text"]
+    shown = {
+        name: record[name]
+        for name in ("seed", "rng", "sigmas", "flow_shift", "guidance_scale", "fps", "steps", "scheduler")
+    }
+    assert shown == {
+        "seed": 82628696717253,
+        "rng": "torch",
+        "sigmas": "comfy",
+        "flow_shift": 8.0,
+        "guidance_scale": 1.0,
+        "fps": 16,
+        "steps": 1,
+        "scheduler": "euler",
+    }
+    assert "not read" in result.stderr
+
+
+def test_a_batch_is_made_from_a_workflow():
+    file = saved(small_workflow())
+    succeeded(wanjax("batch", file, *NANO, "--out", "one", "--count", "2"))
+    assert len([name for name in files("one") if name.endswith(".mp4")]) == 2
+    Path("prompts.txt").write_text("a red circle\na blue circle\n")
+    succeeded(wanjax("batch", "prompts.txt", "--from", file, *NANO, "--out", "two"))
+    names = [name for name in files("two") if name.endswith(".mp4")]
+    assert [read_metadata(f"two/{name}")["sigmas"] for name in names] == ["comfy", "comfy"]
+    assert {read_metadata(f"two/{name}")["prompt"] for name in names} == {"a red circle", "a blue circle"}
+    assert "give one of them" in wanjax("batch", file, "--from", file).stderr
+
+
+def test_a_batch_of_a_workflow_prints_a_command_with_its_prompt():
+    file = saved(small_workflow())
+    result = succeeded(wanjax("batch", file, "--model", "nano", "--count", "2", "--print-command"))
+    options = options_in(result.stdout)
+    assert options["prompt"] == json.loads(Path(file).read_text())["6"]["inputs"]["text"]
+    assert (options["--count"], options["--steps"], options["--sigmas"]) == ("2", "2", "comfy")
+    assert succeeded(wanjax(*shlex.split(result.stdout)[1:], "--print-command")).stdout
+    assert "--out is only for" in wanjax("batch", file, "--model", "nano", "--out", "x", "--print-command").stderr
+
+
+def test_prompts_in_json_may_be_larger_than_a_workflow(monkeypatch):
+    monkeypatch.setattr("wanjax.workflows.reading.MAX_BYTES", 100)
+    Path("prompts.json").write_text(json.dumps([{"prompt": "a red circle"}, {"prompt": "b" * 100}]))
+    assert workflow_options.find_workflow("prompts.json", may_be_prompts=True) is None
+    succeeded(wanjax("batch", "prompts.json", *NANO, "--out", "one"))
+    assert len([name for name in files("one") if name.endswith(".mp4")]) == 2
+    assert "more than the 100" in wanjax("generate", "--from", "prompts.json").stderr
+    Path("deep.json").write_text("[" * 90)
+    monkeypatch.setattr("wanjax.workflows.reading.json.loads", raise_recursion_error)
+    assert workflow_options.find_workflow("deep.json", may_be_prompts=True) is None
+    assert "nested too deep" in wanjax("generate", "--from", "deep.json").stderr
+
+
+def raise_recursion_error(text: str) -> None:
+    raise RecursionError
+
+
+def test_a_plan_downloads_nothing():
+    renamed = json.loads(json.dumps(template(SMALL)).replace("wan2.1_t2v_1.3B_fp16", "unfamiliar"))
+    result = wanjax("plan", "--from", saved(renamed))
+    assert result.exit_code == 2
+    assert "a plan does not download Comfy-Org/" in result.stderr
+
+
+def test_info_shows_the_request(models):
+    result = succeeded(wanjax("info", path_of(T2V), "--models", models))
+    lines = {line.split("  ")[0]: line for line in result.output.splitlines()}
+    assert "640x640" in lines["size"]
+    assert "3.5 and 3.5" in lines["guidance"]
+    assert f"note: wan2.2_t2v_low_noise_14B_fp8_scaled.safetensors: {models}" in result.output
+    values = json.loads(succeeded(wanjax("info", path_of(T2V), "--json")).stdout)
+    assert (values["steps"], values["boundary_step"], values["width"]) == (20, 10, 640)
+
+
+def test_plan_describes_the_model_without_its_files():
+    result = succeeded(wanjax("plan", "--from", path_of(I2V), "--print-command"))
+    words = shlex.split(result.stdout)
+    assert words[words.index("--model") + 1] == "wan2.2-i2v-a14b"
+    assert words[words.index("--width") + 1] == "640"
+    assert "--image" not in words
+
+
+@pytest.mark.slow
+def test_plan_says_what_the_template_takes_on_one_card():
+    result = succeeded(wanjax("plan", "--from", path_of(T2V), "--chip", "h100"))
+    assert "wan2.2-t2v-a14b, 640x640, 81 frames, 20 steps, bfloat16, on h100" in " ".join(result.stdout.split())
+    assert "the whole run: " in result.stdout
+
+
+def test_only_generate_reads_a_video_of_wanjax(tmp_path):
+    succeeded(wanjax("generate", "a", *NANO, "--out", "a.mp4", "--dir", "d"))
+    for command in (("plan", "--from", "a.mp4"), ("batch", "p.txt", "--from", "a.mp4")):
+        result = wanjax(*command)
+        assert result.exit_code == 2
+        assert "holds no workflow of ComfyUI" in result.stderr
+
+
+def test_a_missing_folder_is_one_sentence():
+    result = wanjax("generate", "--from", path_of(SMALL), "--models", "nowhere")
+    assert result.exit_code == 2
+    assert "--models nowhere does not exist" in result.stderr
+
+
+def test_options_of_the_machine_may_come_from_a_config():
+    Path("c.toml").write_text('dtype = "float32"\nsteps = 3\n')
+    file = saved(small_workflow())
+    options = options_in(
+        succeeded(wanjax("generate", "--config", "c.toml", "--from", file, "--print-command", "--model", "nano")).stdout
+    )
+    assert (options["--dtype"], options["--steps"]) == ("float32", "2")

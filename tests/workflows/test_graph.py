@@ -1,0 +1,444 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Links through subgraphs, reroutes and bypassed nodes, and workflows that are damaged or hostile."""
+
+import json
+import random
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.workflows import api_form, graph_of, nodes_of, request_of, template
+from wanjax.errors import WanjaxError
+from wanjax.workflows import arithmetic
+from wanjax.workflows.graph import MAX_NODES, Output
+from wanjax.workflows.request import Missing
+
+T2V = "text_to_video_wan"
+
+
+def editor_node(number: int, kind: str, widgets: Any = (), inputs: Any = (), outputs: Any = (), **more: Any) -> dict:
+    """Return a node of the editor: inputs and outputs as (name, type, link)."""
+    return {
+        "id": number,
+        "type": kind,
+        "mode": 0,
+        "widgets_values": list(widgets),
+        "inputs": [{"name": name, "type": kind, "link": link} for name, kind, link in inputs],
+        "outputs": [{"name": name, "type": kind, "links": []} for name, kind in outputs],
+        **more,
+    }
+
+
+def model_chain(*middle: dict, links: list[list[Any]]) -> dict[str, Any]:
+    """Return a graph from a loader, number 1, through nodes to a shift, number 9."""
+    loader = editor_node(1, "UNETLoader", ["a.safetensors", "default"], outputs=[("MODEL", "MODEL")])
+    shift = editor_node(9, "ModelSamplingSD3", [8], [("model", "MODEL", links[-1][0])], [("MODEL", "MODEL")])
+    return {"nodes": [loader, *middle, shift], "links": links}
+
+
+def test_a_bypassed_node_passes_on_its_input():
+    middle = editor_node(2, "LoraLoaderModelOnly", ["x", 1], [("model", "MODEL", 10)], [("MODEL", "MODEL")], mode=4)
+    graph = graph_of(model_chain(middle, links=[[10, 1, 0, 2, 0, "MODEL"], [11, 2, 0, 9, 0, "MODEL"]]))
+    assert graph.nodes["9"].inputs == {"shift": 8, "model": Output("1", 0)}
+    assert "2" not in graph.nodes
+
+
+def test_a_bypassed_node_passes_on_the_input_of_its_output():
+    inputs = [("clip", "CLIP", None), ("model", "MODEL", 10)]
+    middle = editor_node(2, "LoraLoader", ["x", 1, 1], inputs, [("MODEL", "MODEL"), ("CLIP", "CLIP")], mode=4)
+    graph = graph_of(model_chain(middle, links=[[10, 1, 0, 2, 1, "MODEL"], [11, 2, 0, 9, 0, "MODEL"]]))
+    assert graph.nodes["9"].inputs["model"] == Output("1", 0)
+
+
+def test_a_muted_node_passes_on_nothing():
+    middle = editor_node(2, "LoraLoaderModelOnly", ["x", 1], [("model", "MODEL", 10)], [("MODEL", "MODEL")], mode=2)
+    graph = graph_of(model_chain(middle, links=[[10, 1, 0, 2, 0, "MODEL"], [11, 2, 0, 9, 0, "MODEL"]]))
+    assert "model" not in graph.nodes["9"].inputs
+
+
+def test_reroutes_and_named_links_are_followed():
+    first = editor_node(2, "Reroute", [], [("", "*", 10)], [("", "*")])
+    setter = editor_node(3, "SetNode", ["model"], [("MODEL", "MODEL", 11)], [("*", "*")])
+    getter = editor_node(4, "GetNode", ["model"], [], [("MODEL", "MODEL")])
+    links = [[10, 1, 0, 2, 0, "*"], [11, 2, 0, 3, 0, "MODEL"], [12, 4, 0, 9, 0, "MODEL"]]
+    assert graph_of(model_chain(first, setter, getter, links=links)).nodes["9"].inputs["model"] == Output("1", 0)
+
+
+def test_a_primitive_is_a_value_and_wins_over_a_widget():
+    primitive = editor_node(2, "PrimitiveNode", [3.5, "fixed"], [], [("FLOAT", "FLOAT")])
+    shift = editor_node(9, "ModelSamplingSD3", [8], [("shift", "FLOAT", 10)], [("MODEL", "MODEL")])
+    graph = graph_of({"nodes": [primitive, shift], "links": [[10, 2, 0, 9, 0, "FLOAT"]]})
+    assert graph.nodes["9"].inputs["shift"] == 3.5
+
+
+def subgraph(values: list[Any], link: int | None = None) -> dict[str, Any]:
+    """Return a graph that uses a subgraph of a shift, whose widget is promoted."""
+    inner = editor_node(5, "ModelSamplingSD3", [8], [("shift", "FLOAT", 1)], [("MODEL", "MODEL")])
+    inner["inputs"][0]["widget"] = {"name": "shift"}
+    definition = {
+        "id": "sub",
+        "nodes": [inner],
+        "inputs": [{"name": "shift", "type": "FLOAT", "linkIds": [1]}],
+        "links": [
+            {"id": 1, "origin_id": -10, "origin_slot": 0, "target_id": 5, "target_slot": 0, "type": "FLOAT"},
+            {"id": 2, "origin_id": 5, "origin_slot": 0, "target_id": -20, "target_slot": 0, "type": "MODEL"},
+        ],
+    }
+    primitive = editor_node(1, "PrimitiveFloat", [3], [], [("FLOAT", "FLOAT")])
+    use = editor_node(2, "sub", values, [("shift", "FLOAT", link)], [("MODEL", "MODEL")])
+    end = editor_node(3, "LoraLoaderModelOnly", ["x", 1], [("model", "MODEL", 11)], [("MODEL", "MODEL")])
+    links = [[10, 1, 0, 2, 0, "FLOAT"], [11, 2, 0, 3, 0, "MODEL"]]
+    return {"nodes": [primitive, use, end], "links": links, "definitions": {"subgraphs": [definition]}}
+
+
+@pytest.mark.parametrize(
+    ("values", "link", "expected"), [([], None, 8), ([5], None, 5), ([5], 10, Output("1", 0)), ([5, 6], None, 8)]
+)
+def test_a_promoted_widget_has_the_value_of_its_use(values, link, expected):
+    graph = graph_of(subgraph(values, link))
+    assert graph.nodes["2:5"].inputs["shift"] == expected
+    assert graph.nodes["3"].inputs["model"] == Output("2:5", 0)
+
+
+def test_a_subgraph_in_itself_is_one_sentence():
+    workflow = subgraph([])
+    workflow["definitions"]["subgraphs"][0]["nodes"].append(editor_node(6, "sub"))
+    with pytest.raises(WanjaxError, match="the subgraph sub has itself inside"):
+        graph_of(workflow)
+
+
+def test_large_subgraphs_are_not_read_before_they_are_counted():
+    nodes, links = [editor_node(k, "X") for k in range(10_000)], [[k, 1, 0, 2, 0, "*"] for k in range(200_000)]
+    for many in ({"nodes": nodes, "links": []}, {"nodes": nodes[:1], "links": links}):
+        definition = {"id": "s", "inputs": [], **many}
+        uses = [editor_node(k, "s") for k in range(1000)]
+        started = time.process_time()
+        with pytest.raises(WanjaxError, match=f"more than {MAX_NODES:,} nodes, or too much"):
+            graph_of({"nodes": uses, "links": [], "definitions": {"subgraphs": [definition]}})
+        assert time.process_time() - started < 5
+
+
+def test_a_link_without_end_is_one_sentence():
+    workflow = model_chain(links=[[10, 1, float("inf"), 9, 0, "MODEL"]])
+    with pytest.raises(WanjaxError, match="is damaged, at OverflowError"):
+        graph_of(workflow)
+
+
+def test_an_address_without_a_url_is_none():
+    models = [{"name": "a"}, {"name": "a", "url": "https://b"}, {"name": "c", "url": 3}]
+    node = editor_node(1, "UNETLoader", properties={"models": models})
+    assert graph_of({"nodes": [node], "links": []}).addresses.keys() == {"a"}
+
+
+def test_a_text_of_a_workflow_is_printable_and_short_in_a_message():
+    nodes = edited(T2V, n48__model=["P", 0])
+    nodes["P"] = {"class_type": "\x1b[2J" + "a" * 10_000, "inputs": {"model": ["37", 0]}}
+    assert sentence(nodes).startswith(f"node P (\ufffd[2J{'a' * 75}…) is not known")
+    message = sentence(edited(T2V, n37__unet_name="ltx\x1b\n.safetensors"))
+    assert "loads ltx\ufffd\ufffd.safetensors" in message
+
+
+def test_subgraphs_that_double_are_bounded():
+    levels = [
+        {"id": f"s{i}", "nodes": [editor_node(k, f"s{i + 1}") for k in (1, 2)], "inputs": [], "links": []}
+        for i in range(30)
+    ]
+    workflow = {"nodes": [editor_node(1, "s0")], "links": [], "definitions": {"subgraphs": levels}}
+    started = time.process_time()
+    with pytest.raises(WanjaxError, match=f"more than {MAX_NODES:,} nodes"):
+        graph_of(workflow)
+    assert time.process_time() - started < 3
+
+
+def test_a_circle_of_reroutes_is_one_sentence():
+    nodes = [editor_node(k, "Reroute", [], [("", "*", 10 + k)], [("", "*")]) for k in (2, 3)]
+    links = [[12, 3, 0, 2, 0, "*"], [13, 2, 0, 3, 0, "*"], [14, 3, 0, 9, 0, "MODEL"]]
+    with pytest.raises(WanjaxError, match="form a circle"):
+        graph_of(model_chain(*nodes, links=links))
+
+
+def edited(name: str, **changes: Any) -> dict[str, Any]:
+    """Return a template in the API's form with some inputs changed, as NODE__INPUT=value."""
+    nodes = api_form(graph_of(template(name)))
+    for key, value in changes.items():
+        node, _, name = key.removeprefix("n").partition("__")
+        nodes[node]["inputs"][name] = value
+    return nodes
+
+
+def sentence(workflow: dict[str, Any]) -> str:
+    with pytest.raises(WanjaxError) as error:
+        request_of(workflow)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_circle_of_nodes_is_one_sentence():
+    assert "form a circle" in sentence(edited(T2V, n48__model=["48", 0]))
+
+
+def test_a_link_to_nothing_is_one_sentence():
+    assert "lacks" in sentence(edited(T2V, n48__model=["77", 0]))
+
+
+def test_a_long_chain_is_one_sentence():
+    nodes = edited(T2V, n48__model=["L0", 0])
+    for k in range(5000):
+        nodes[f"L{k}"] = {"class_type": "LoraLoaderModelOnly", "inputs": {"model": [f"L{k + 1}", 0], "lora_name": "x"}}
+    nodes["L5000"] = nodes["37"]
+    assert "too many nodes in a row" in sentence(nodes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"n3__steps": "many"}, "has 'many' as its steps, which is not a number"),
+        ({"n3__steps": None}, "which is not a number"),
+        ({"n3__steps": ["48", 0]}, "has something else as its steps"),
+        ({"n3__steps": float("nan")}, "has nan as its steps"),
+        ({"n3__denoise": 0.5}, "denoises only by 0.5"),
+        ({"n37__unet_name": ""}, "names no file"),
+        ({"n37__unet_name": 7}, "names no file"),
+        ({"n3__latent_image": 1}, "has nothing linked to latent_image"),
+        ({"n3__model": None}, "has nothing linked to model"),
+    ],
+)
+def test_a_wrong_value_is_one_sentence(changes, words):
+    assert words in sentence(edited(T2V, **changes))
+
+
+def test_an_unknown_patch_of_a_model_is_named_with_what_is_left():
+    nodes = edited(T2V, n48__model=["P", 0])
+    nodes["P"] = {"class_type": "SomethingNew", "inputs": {"model": ["37", 0]}}
+    assert sentence(nodes) == (
+        "node P (SomethingNew) is not known to wanjax: without it the workflow is a video of wan2.1-t2v-1.3b, 832x480, "
+        "33 frames, 30 steps"
+    )
+
+
+def test_an_unknown_node_beside_the_path_does_not_matter():
+    nodes = edited(T2V)
+    nodes["P"] = {"class_type": "SomethingNew", "inputs": {"model": ["37", 0]}}
+    assert request_of(nodes) == request_of(edited(T2V))
+
+
+ENTRIES = [{"type": "Header"}, {"on": True, "lora": "a.safetensors", "strength": 0.5}, {"on": False, "lora": "b"}]
+
+
+def test_a_loader_of_several_loras_is_read_in_both_forms():
+    inputs = [("model", "MODEL", 10), ("clip", "CLIP", None)]
+    kind = "Power Lora Loader (rgthree)"
+    middle = editor_node(2, kind, [{}, *ENTRIES, ""], inputs, [("MODEL", "MODEL"), ("CLIP", "CLIP")])
+    graph = graph_of(model_chain(middle, links=[[10, 1, 0, 2, 0, "MODEL"], [11, 2, 0, 9, 0, "MODEL"]]))
+    nodes = edited(T2V, n48__model=["2", 0])
+    for loader in (graph.nodes["2"].inputs, {"lora_1": ENTRIES[1], "lora_2": ENTRIES[2]}):
+        nodes["2"] = {"class_type": kind, "inputs": {**loader, "model": ["37", 0]}}
+        assert [(use.file.name, use.strength) for use in request_of(nodes).loras] == [("a.safetensors", 0.5)]
+
+
+@pytest.mark.parametrize("strength", [float("nan"), float("inf"), "1", True])
+def test_a_strength_is_a_number(strength):
+    nodes = edited(T2V, n48__model=["2", 0])
+    entry = {"on": True, "lora": "a.safetensors", "strength": strength}
+    nodes["2"] = {"class_type": "Power Lora Loader (rgthree)", "inputs": {"lora_1": entry, "model": ["37", 0]}}
+    assert f"has {strength!r} as a strength" in sentence(nodes)
+
+
+def two_samplers(**second: Any) -> dict[str, Any]:
+    """Return a workflow whose experts SamplerCustom runs one after the other, the second with changed inputs."""
+    nodes = edited("video_wan2_2_14B_t2v")
+    models = {name: node for name, node in nodes.items() if node["class_type"] == "KSamplerAdvanced"}
+    (low_id, low), (high_id, high) = sorted(models.items(), key=lambda item: item[1]["inputs"]["add_noise"])
+    assert (high["inputs"]["add_noise"], low["inputs"]["add_noise"]) == ("enable", "disable")
+    nodes["B"] = {"class_type": "BasicScheduler", "inputs": {"scheduler": "simple", "steps": 4, "denoise": 1}}
+    nodes["S"] = {"class_type": "SplitSigmas", "inputs": {"sigmas": ["B", 0], "step": 2}}
+    nodes["K"] = {"class_type": "KSamplerSelect", "inputs": {"sampler_name": "euler"}}
+    for number, (key, node) in enumerate([(high_id, high), (low_id, low)]):
+        names = ("model", "positive", "negative", "latent_image", "noise_seed")
+        inputs = {name: node["inputs"][name] for name in names} | {"cfg": 1, "add_noise": number == 0}
+        inputs |= {"sigmas": ["S", number], "sampler": ["K", 0], **(second if number else {})}
+        nodes[key] = {"class_type": "SamplerCustom", "inputs": inputs}
+    nodes["Z"] = {"class_type": "CFGZeroStar", "inputs": {"model": low["inputs"]["model"]}}
+    return nodes
+
+
+def test_experts_may_be_sampled_by_other_nodes():
+    assert request_of(two_samplers()).settings["boundary_step"] == 2
+    assert "adds noise to what node" in sentence(two_samplers(add_noise=True))
+
+
+def test_a_guidance_rule_of_one_expert_is_one_sentence():
+    assert "has another guidance rule than node" in sentence(two_samplers(model=["Z", 0]))
+
+
+def test_the_noise_of_lcm_is_a_note():
+    notes = request_of(edited(T2V, n3__sampler_name="lcm")).notes
+    assert any("its later noise differs" in note for note in notes)
+
+
+def clip(kind: str, **inputs: Any) -> dict[str, Any]:
+    """Return a workflow whose clip goes through a node, or is loaded by it."""
+    nodes = api_form(graph_of(template("video_wan_vace_14B_v2v")))
+    nodes["C"] = {"class_type": "VHS_LoadVideo", "inputs": {"video": "a.mp4"}}
+    nodes["N"] = {"class_type": kind, "inputs": {"video": "a.mp4", "image": ["C", 0], **inputs}}
+    nodes["49"]["inputs"]["control_video"] = ["N", 0]
+    return nodes
+
+
+def test_changes_of_a_clip_are_told():
+    assert "changes a clip to 12 frames per second" in sentence(clip("VHS_LoadVideo", force_rate=12))
+    notes = request_of(clip("ImageFromBatch", length=7)).notes
+    assert any("gives 7 frames of a clip" in note for note in notes)
+    assert request_of(clip("VHS_LoadVideo", force_rate=0)).inputs["video"].name == "a.mp4"
+
+
+def test_a_side_of_zero_follows_from_the_other():
+    nodes = clip("ImageScale", width=0, height=64)
+    nodes["G"] = {"class_type": "GetImageSize", "inputs": {"image": ["N", 0]}}
+    nodes["49"]["inputs"] |= {"width": ["G", 0], "height": ["G", 1]}
+    settings = request_of(nodes).settings
+    assert "resizes by proportion" in settings["width"].sentence
+    assert settings["height"] == 64
+
+
+def test_a_checkpoint_with_several_networks_is_one_file():
+    nodes = edited(T2V, n6__clip=["37", 1], n7__clip=["37", 1], n8__vae=["37", 2])
+    nodes["37"] = {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": "wan2.2-t2v-high-aio.safetensors"}}
+    workflow = request_of(nodes)
+    assert [file.name for file in workflow.files] == ["wan2.2-t2v-high-aio.safetensors"]
+    assert workflow.other_files == ()
+
+
+def test_a_mask_from_a_file_is_an_input():
+    nodes = api_form(graph_of(template("video_wan_vace_14B_v2v")))
+    nodes["M"] = {"class_type": "LoadImage", "inputs": {"image": "mask.png"}}
+    nodes["T"] = {"class_type": "ImageToMask", "inputs": {"image": ["M", 0], "channel": "red"}}
+    nodes["49"]["inputs"]["control_masks"] = ["T", 0]
+    assert request_of(nodes).inputs["mask"].name == "mask.png"
+
+
+def test_a_solver_that_is_not_here_is_a_missing_value():
+    workflow = request_of(edited(T2V, n3__sampler_name="res_multistep"))
+    assert isinstance(workflow.scheduler, Missing)
+    assert "res_multistep" in workflow.scheduler.sentence
+
+
+def test_frames_are_those_that_comfyui_makes():
+    workflow = request_of(edited(T2V, n40__length=80))
+    assert workflow.settings["frames"] == 77
+    assert any("asks for 80 frames" in note for note in workflow.notes)
+    assert request_of(edited(T2V, n40__length=0)).settings["frames"] == 1
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("floor(a * b) + 1", 81),
+        ("max(4, (int(a) // 16) * 16)", 16),
+        ("a % b if b > 0 else 0", 1),
+        ("(a % 4 == 1) and ((b - 1) % 4 == 0)", False),
+        ("a & ~1", 16),
+        ("4 * ceil((a - b) / 4) + 1", 13),
+        ("round(2.5) + abs(-a)", 18),
+        ("2 ** 10", 1024),
+        ("round(5, -3000000)", 0),
+        ("round(2.345, 1)", 2.3),
+    ],
+)
+def test_expressions_are_computed(expression, value):
+    assert arithmetic.compute(expression, {"a": 16, "b": 5}) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "__import__('os').system('true')",
+        "a.real",
+        "[a][0]",
+        "(lambda: 1)()",
+        "f'{a}'",
+        "open('x')",
+        "9 ** 9 ** 9 ** 9",
+        "1 / 0",
+        "1 << 99999999",
+        "9" * 400,
+        "-" * 200 + "1",
+        "a +",
+        "",
+        "'a' * 999999999",
+        "max()",
+        "b",
+        "a" * 600,
+    ],
+)
+def test_other_expressions_have_no_value(expression):
+    started = time.process_time()
+    with pytest.raises(WanjaxError):
+        arithmetic.compute(expression, {"a": 16})
+    assert time.process_time() - started < 0.5
+
+
+@given(st.text("ab0123.+-*/%&|~()<>=, ifelsndormaxincgt'\"[]{}_:", max_size=60))
+@settings(max_examples=300, deadline=None)
+def test_any_expression_has_a_number_or_a_sentence(expression):
+    try:
+        value = arithmetic.compute(expression, {"a": 3, "b": 0.5})
+    except WanjaxError:
+        return
+    assert isinstance(value, int | float)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.sampled_from(["nodes", "links", "definitions", "prompt", "1"]), JSON, max_size=4))
+@settings(max_examples=200, deadline=None)
+def test_any_json_is_a_request_or_a_sentence(value):
+    with pytest.raises(WanjaxError):
+        request_of(value)
+
+
+NAMES = [T2V, "video_wan2_2_14B_t2v", "video_wan_vace_flf2v", "video_hunyuan_video_1.5_720p_i2v"]
+
+
+@given(st.sampled_from(NAMES), st.booleans(), st.integers(0, 2**32), JSON)
+@settings(max_examples=300, deadline=None)
+def test_a_changed_workflow_is_a_request_or_a_sentence(name, editor, seed, value):
+    """Change a random part of a workflow: a value, a link, a mode or a type."""
+    randomness = random.Random(seed)
+    workflow = template(name) if editor else api_form(graph_of(template(name)))
+    parts: list[Any] = [workflow]
+    spots = []
+    for part in parts:  # the list grows while it is read
+        for key in part.keys() if isinstance(part, dict) else range(len(part)):
+            spots.append((part, key))
+            if isinstance(part[key], dict | list):
+                parts.append(part[key])
+    for part, key in randomness.sample(spots, 3):
+        part[key] = randomness.choice([value, None, 4, -1, "x", [], randomness.choice(spots)[1]])
+    assert "\n" not in sentence_or_nothing(json.loads(json.dumps(workflow)))
+
+
+def sentence_or_nothing(workflow: Any) -> str:
+    """Return the error of a workflow, or an empty text."""
+    try:
+        request_of(workflow)
+    except WanjaxError as error:
+        return str(error)
+    return ""
+
+
+def test_all_modes_of_all_nodes_are_a_request_or_a_sentence():
+    for mode in (2, 4):
+        for name in NAMES:
+            for position in range(len(nodes_of(template(name)))):
+                workflow = template(name)
+                nodes_of(workflow)[position]["mode"] = mode
+                assert "\n" not in sentence_or_nothing(workflow)

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The requests of ComfyUI's own templates, and a sentence for each template that is no request."""
+
+import json
+import time
+
+import pytest
+
+from tests.support.workflows import api_form, graph_of, nodes_of, request_of, template, template_names, with_switch
+from wanjax.errors import WanjaxError
+from wanjax.workflows.request import Missing, read_workflow
+
+CAUSVID = "Wan21_CausVid_14B_T2V_lora_rank32.safetensors"
+VACE = "wan2.1_vace_14B_fp16.safetensors"
+# template: model, files, LoRAs, solver, steps, guidance, shift, width, height, frames, frames per second
+ROWS = {
+    "text_to_video_wan": (
+        "wan2.1-t2v-1.3b",
+        ["wan2.1_t2v_1.3B_fp16.safetensors"],
+        [],
+        *("unipc", 30, (6.0,), 8.0, 832, 480, 33, 16),
+    ),
+    "image_to_video_wan": (
+        "wan2.1-i2v-14b-480p",
+        ["wan2.1_i2v_480p_14B_fp16.safetensors"],
+        [],
+        *("unipc", 20, (6.0,), 8.0, 512, 512, 33, 16),
+    ),
+    "wan2.1_flf2v_720_f16": (
+        "wan2.1-flf2v-14b",
+        ["wan2.1_flf2v_720p_14B_fp16.safetensors"],
+        [],
+        *("unipc", 20, (3.0,), 8.0, 720, 1280, 33, 16),
+    ),
+    "video_wan2_2_14B_t2v": (
+        "wan2.2-t2v-a14b",
+        [f"wan2.2_t2v_{expert}_noise_14B_fp8_scaled.safetensors" for expert in ("high", "low")],
+        [],
+        *("euler", 20, (3.5, 3.5), 5.0, 640, 640, 81, 16),
+    ),
+    "video_wan2_2_14B_i2v": (
+        "wan2.2-i2v-a14b",
+        [f"wan2.2_i2v_{expert}_noise_14B_fp8_scaled.safetensors" for expert in ("high", "low")],
+        [],
+        *("euler", 20, (3.5, 3.5), 5.0, 640, 640, 81, 16),
+    ),
+    "video_wan2_2_14B_flf2v": (
+        "wan2.2-i2v-a14b",
+        [f"wan2.2_i2v_{expert}_noise_14B_fp8_scaled.safetensors" for expert in ("high", "low")],
+        [],
+        *("euler", 20, (4.0, 4.0), 8.0, 640, 640, 81, 16),
+    ),
+    "video_wan2_2_5B_ti2v": (
+        "wan2.2-ti2v-5b",
+        ["wan2.2_ti2v_5B_fp16.safetensors"],
+        [],
+        *("unipc", 20, (5.0,), 8.0, 1280, 704, 121, 24),
+    ),
+    "video_wan_vace_14B_t2v": (
+        "wan2.1-vace-14b",
+        [VACE],
+        [(CAUSVID, 0.7, None)],
+        *("unipc", 4, (1.0,), 8.0, 1280, 720, 81, 16),
+    ),
+    "video_wan_vace_14B_v2v": (
+        "wan2.1-vace-14b",
+        [VACE],
+        [(CAUSVID, 0.3, None)],
+        *("unipc", 4, (1.0,), 8.0, 720, 720, 81, 16),
+    ),
+    "video_wan_vace_14B_ref2v": (
+        "wan2.1-vace-14b",
+        [VACE],
+        [(CAUSVID, 0.3, None)],
+        *("unipc", 4, (1.0,), 8.0, 768, 768, 81, 16),
+    ),
+    "video_wan_vace_inpainting": (
+        "wan2.1-vace-14b",
+        [VACE],
+        [(CAUSVID, 0.3, None)],
+        *("unipc", 6, (1.0,), 5.0, 720, 720, 81, None),  # the rate is that of a clip
+    ),
+    "video_wan_vace_outpainting": (
+        "wan2.1-vace-14b",
+        [VACE],
+        [(CAUSVID, 0.4, None)],
+        *("unipc", 3, (1.0,), 8.0, 960, 960, 81, 16),
+    ),
+    "video_wan_vace_flf2v": ("wan2.1-vace-14b", [VACE], [], *("unipc", 20, (6.0,), 8.0, 512, 512, 81, 16)),
+    "video_hunyuan_video_1.5_720p_t2v": (
+        "hunyuanvideo1.5-720p-t2v",
+        ["hunyuanvideo1.5_720p_t2v_fp16.safetensors"],
+        [],
+        *("euler", 20, (6.0,), 7.0, 1280, 720, 121, 24),
+    ),
+    "video_hunyuan_video_1.5_720p_i2v": (
+        "hunyuanvideo1.5-720p-i2v",
+        ["hunyuanvideo1.5_720p_i2v_fp16.safetensors"],
+        [],
+        *("euler", 20, (6.0,), 7.0, 1280, 720, 121, 24),
+    ),
+}
+SWITCHED = {  # template: LoRAs, steps, guidance
+    "video_wan2_2_14B_t2v": (
+        [(f"wan2.2_t2v_lightx2v_4steps_lora_v1.1_{expert}_noise.safetensors", 1, expert) for expert in ("high", "low")],
+        *(4, (1.0, 1.0)),
+    ),
+    "video_wan2_2_14B_i2v": (
+        [(f"wan2.2_i2v_lightx2v_4steps_lora_v1_{expert}_noise.safetensors", 1, expert) for expert in ("high", "low")],
+        *(4, (1.0, 1.0)),
+    ),
+    "video_wan_vace_inpainting": ([], 20, (6.0,)),
+    "video_wan_vace_flf2v": (
+        [("lightx2v_I2V_14B_480p_cfg_step_distill_rank64_bf16.safetensors", 0.8, None)],
+        *(6, (1.0,)),
+    ),
+}
+INPUTS = {
+    "image_to_video_wan": ["image"],
+    "wan2.1_flf2v_720_f16": ["image", "last_image"],
+    "video_wan2_2_14B_i2v": ["image"],
+    "video_wan2_2_14B_flf2v": ["image", "last_image"],
+    "video_wan_vace_14B_v2v": ["video", "references"],
+    "video_wan_vace_14B_ref2v": ["references"],
+    "video_hunyuan_video_1.5_720p_i2v": ["image"],
+}
+COMPOSED = {  # inputs that nodes compose when they run
+    "video_wan_vace_inpainting": {"video": "ImageCompositeMasked", "mask": "GrowMask"},
+    "video_wan_vace_outpainting": {"video": "ImagePadForOutpaint", "mask": "ImageToMask"},
+    "video_wan_vace_flf2v": {"video": "BatchImagesNode", "mask": "ImageToMask"},
+}
+SENTENCES = {  # template: words of its sentence
+    "3d_hunyuan3d-v2.1": "makes 3D models",
+    "api_bytedance_text_to_video": "ByteDanceTextToVideoNode) calls a paid service",
+    "api_wan_text_to_video": "WanTextToVideoApi) calls a paid service",
+    "api_wan3_0_i2v": "Wan3ImageToVideoApi) calls a paid service",
+    "api_kling2_6_t2v": "calls a paid service",
+    "api_ltx2_5_t2v": "LtxApi25TextToVideo) calls a paid service",
+    "api_openai_gpt_image_2_t2i": "calls a paid service",
+    "api_elevenlabs_voice_isolation": "calls a paid service",
+    "api_topaz_video_enhance": "calls a paid service",
+    "api_vidu_q3_text_to_video": "calls a paid service",
+    "audio_ace_step1_5_xl_base": "makes sound",
+    "audio_stable_audio_example": "makes sound",
+    "basic_datatype_conversion": "makes text",
+    "flux_schnell": "makes pictures",
+    "hidream_i1_dev": "makes pictures",
+    "hunyuan_video_text_to_video": "is HunyuanVideo 1.0",
+    "image_chrono_edit_14B": "is ChronoEdit",
+    "image_qwen_image": "makes pictures",
+    "image_z_image_turbo": "makes pictures",
+    "ltxv_text_to_video": "LTXVConditioning) belongs to LTX",
+    "sdxl_simple_example": "makes pictures",
+    "txt_to_image_to_video": "belongs to Stable Video Diffusion",
+    "utility_video_frame_interpolation": "FrameInterpolate) is not known to wanjax",
+    "utility_birefnet_remove_background": "makes pictures",
+    "video_causal_forcing_i2v": "a causal model",
+    "video_humo": "WanHuMoImageToVideo) belongs to HuMo",
+    "video_kandinsky5_t2v": "belongs to Kandinsky 5",
+    "video_ltx2_5_t2v": "belongs to LTX",
+    "video_minimax_h3_t2v": "is MiniMax",
+    "video_wan2.1_alpha_t2v_14B": "JoinImageWithAlpha) is not known to wanjax: without it the workflow is a video of "
+    "wan2.1-t2v-14b, 832x480, 33 frames, 20 steps",
+    "video_wan2.1_fun_camera_v1.1_14B": "belongs to Wan Fun Control with a camera",
+    "video_wan21_scail2_character_replacement": "belongs to SCAIL",
+    "video_wan2_1_infinitetalk": "belongs to InfiniteTalk",
+    "video_wan2_2_14B_fun_control": "belongs to Wan Fun Control",
+    "video_wan2_2_14B_s2v": "belongs to Wan S2V",
+    "video_wan_animate2": "belongs to Wan Animate 2, which wanjax does not have yet: without it "
+    "wan_animate_2_int8_convrot.safetensors",
+    "video_wan_animate2_distilled": "belongs to Wan Animate 2, which wanjax does not have yet",
+    "video_wan_ati": "belongs to Wan ATI",
+    "video_wan_dancer": "belongs to Wan Dancer",
+    "video_wanmove_480p": "belongs to WanMove",
+    "wan2.1_fun_control": "belongs to Wan Fun Control",
+    "wan2.1_fun_inp": "UNetTemporalAttentionMultiply) is not known to wanjax",
+}
+MORE_READABLE = {"video_wan2_2_14B_fun_inpaint", "video_wan2_2_5B_fun_inpaint"}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_request_of_a_template(name):
+    workflow, settings = request_of(template(name)), request_of(template(name)).settings
+    model, files, loras, solver, steps, guidance, shift, width, height, frames, fps = ROWS[name]
+    assert workflow.model == model
+    assert [file.name for file in workflow.files] == files
+    assert [(use.file.name, use.strength, use.expert) for use in workflow.loras] == loras
+    assert workflow.scheduler == solver
+    scales = [settings.get(name) for name in ("guidance_scale", "guidance_scale_2")]
+    assert tuple(scale for scale in scales if scale is not None) == guidance
+    assert (settings["steps"], settings["flow_shift"]) == (steps, shift)
+    assert (settings["width"], settings["height"], settings["frames"], settings.get("fps")) == (
+        *(width, height, frames),
+        fps,
+    )
+    assert settings["prompt"]
+    inputs = workflow.inputs
+    assert [key for key, value in inputs.items() if not isinstance(value, Missing)] == INPUTS.get(
+        name, ["references"] if name == "video_wan_vace_inpainting" else []
+    )
+    composed = {key: value.sentence for key, value in inputs.items() if isinstance(value, Missing)}
+    assert composed.keys() == COMPOSED.get(name, {}).keys()
+    assert all(COMPOSED[name][key] in sentence for key, sentence in composed.items())
+
+
+@pytest.mark.parametrize("name", SWITCHED)
+def test_the_switch_of_a_template(name):
+    workflow = request_of(with_switch(name))
+    loras, steps, guidance = SWITCHED[name]
+    assert [(use.file.name, use.strength, use.expert) for use in workflow.loras] == loras
+    settings = workflow.settings
+    scales = [settings.get(name) for name in ("guidance_scale", "guidance_scale_2")]
+    assert (settings["steps"], tuple(scale for scale in scales if scale is not None)) == (steps, guidance)
+
+
+@pytest.mark.parametrize("name", ["video_hunyuan_video_1.5_720p_t2v", "video_hunyuan_video_1.5_720p_i2v"])
+def test_the_second_half_of_hunyuanvideo_is_one_sentence_beside_the_first(name):
+    workflow = template(name)
+    for node in nodes_of(workflow):
+        node["mode"] = 0
+    read = request_of(workflow)
+    assert read.model == ROWS[name][0]  # the first half is still read
+    assert any("is read, and not node" in note for note in read.notes)
+
+
+@pytest.mark.parametrize("switched", [False, True])
+def test_the_experts_change_at_a_step_of_the_schedule(switched):
+    name = "video_wan2_2_14B_t2v"
+    settings = request_of(with_switch(name) if switched else template(name)).settings
+    assert (settings["boundary_step"], settings["sigmas"]) == (2 if switched else 10, "comfy")
+
+
+@pytest.mark.parametrize("name", [*ROWS, "video_wan_animate2", "video_ltx2_5_i2v"])
+def test_both_forms_are_one_request(name):
+    graph = graph_of(template(name))
+    again = graph_of(json.loads(json.dumps(api_form(graph))))
+    if name in ROWS:
+        first, second = read_workflow(graph), read_workflow(again)
+        assert first.addresses
+        assert {**vars(first), "addresses": {}} == vars(second)
+    else:
+        sentences = []
+        for each_graph in (graph, again):
+            with pytest.raises(WanjaxError) as error:
+                read_workflow(each_graph)
+            sentences.append(str(error.value))
+        assert sentences[0] == sentences[1]
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_the_sentence_of_a_template(name):
+    with pytest.raises(WanjaxError) as error:
+        request_of(template(name))
+    assert SENTENCES[name] in str(error.value)
+
+
+def test_each_other_template_is_one_sentence():
+    names = template_names()
+    assert len(names) > 600
+    for name in names:
+        started, sentence = time.process_time(), None
+        workflow = template(name)
+        try:
+            request_of(workflow)
+        except WanjaxError as error:
+            sentence = str(error)
+        assert (sentence is None) == (name in ROWS or name in MORE_READABLE), name
+        assert sentence is None or ("\n" not in sentence and 20 < len(sentence) < 500), name
+        assert time.process_time() - started < 0.5, name
