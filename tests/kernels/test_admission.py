@@ -47,11 +47,11 @@ def pretended(monkeypatch, tmp_path):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # of the child
     monkeypatch.setattr(admitted, "_rejected", {})
     monkeypatch.setattr(admission, "KERNEL_SECONDS", 2.0)
-    kept = dict(api.PREFERRED)
+    kept = dict(api.PREFERRED_CHOICES)
 
     def pretend(name):
         monkeypatch.setattr(admitted, "_tried", set())
-        monkeypatch.setattr(admission, "_hung", False)
+        monkeypatch.setattr(admission, "_has_hung_kernel", False)
         monkeypatch.setattr(admitted, "tpu_kind", lambda: "v6e")
         monkeypatch.setattr(admission, "KERNELS", f"tests.support.trial_kernels:{name.upper()}")
         broken = replace(
@@ -60,7 +60,7 @@ def pretended(monkeypatch, tmp_path):
             unsupported=lambda *arrays, **options: None,
         )
         monkeypatch.setitem(IMPLEMENTATIONS, "flash_tpu", broken)
-        monkeypatch.setitem(api.PREFERRED, "cpu", (*kept["tpu"][:1], *api.FALLBACK))
+        monkeypatch.setitem(api.PREFERRED_CHOICES, "cpu", (*kept["tpu"][:1], *api.FALLBACK_CHOICES))
 
     yield pretend
     EXECUTE.forget()
@@ -82,7 +82,7 @@ def expected():
         ("wrong", ["flash_tpu"], "flash_tpu a small shape differs"),
         ("raising", ["flash_tpu"], "flash_tpu raises ValueError Mosaic"),
         ("dying", ["flash_tpu"], "flash_tpu ended process"),
-        ("hanging", ["flash_tpu", "heads_joined"], "flash_tpu did not come back"),
+        ("hanging", ["flash_tpu", "heads_joined"], "flash_tpu did not return"),
     ],
 )
 def test_a_kernel_that_fails_is_not_used(fault, refused, words, pretended, expected):
@@ -110,7 +110,7 @@ def test_a_kernel_that_is_right_is_used(pretended):
 
 def test_a_kernel_that_few_runs_use_is_tried_when_one_does(pretended, monkeypatch):
     pretended("right")
-    trial = admission._load("tests.support.trial_kernels:WRONG")[1]
+    trial = admission._load_kernels("tests.support.trial_kernels:WRONG")[1]
     kernels = [trial, *(trial._replace(name=name) for name in admitted.TRIED_WHEN_NEEDED)]
     monkeypatch.setattr(trial_kernels, "MANY", kernels, raising=False)
     monkeypatch.setattr(admission, "KERNELS", "tests.support.trial_kernels:MANY")
@@ -145,7 +145,7 @@ def test_a_verdict_is_kept_until_what_it_depends_on_changes(pretended, monkeypat
     pretended("wrong")
     assert admission.kernel_verdicts("v6e", admission.KERNELS)["flash_tpu"]
     with monkeypatch.context() as patch:
-        patch.setattr(admission, "_Child", None)  # none is started
+        patch.setattr(admission, "_TrialProcess", None)  # none is started
         assert admission.kernel_verdicts("v6e", admission.KERNELS)["flash_tpu"]
     pretended("right")  # other code behind the same module, by the name of another version
     tried = []
@@ -180,7 +180,7 @@ def test_of_two_processes_both_take_the_worst_verdict(monkeypatch):
 def test_a_program_is_compiled_anew_where_a_kernel_is_refused(monkeypatch):
     monkeypatch.setattr(admitted, "_rejected", {})
     pipe = wanjax.load("nano")
-    [instance, *_] = [program.instance for program in trace_programs(pipe, pipe.settings(**SETTINGS)).programs]
+    [instance, *_] = [program.traced_program for program in trace_programs(pipe, pipe.settings(**SETTINGS)).programs]
     before = EXECUTE.key_of(instance)
     admitted.set_rejected({"flash_tpu": "a reason"})
     assert EXECUTE.key_of(instance) != before

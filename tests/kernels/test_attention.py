@@ -274,7 +274,7 @@ def wrong(**changes):
         (wrong(bias=jnp.ones((1, 4, 5, 7), jnp.bfloat16)), "float32"),
         (wrong(window=(1, -1)), "window (1, -1)"),
         # one that is named never falls back
-        (wrong(implementation="reference", config=SMALL_BLOCKS[0]), "reference nothing configure"),
+        (wrong(implementation="reference", config=SMALL_BLOCKS[0]), "reference no configuration belongs"),
         (wrong(implementation="chunked", config=object()), "chunked configured"),
         (wrong(config=object()), "chunked configured"),
         (wrong(implementation="fastest"), "attention 'fastest' auto reference chunked"),

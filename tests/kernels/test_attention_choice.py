@@ -71,7 +71,7 @@ def test_a_kernel_that_is_named_is_taken_or_refused(device, size, implementation
 def test_cards_and_tpus_prefer_their_own():
     for kind in ("NVIDIA H200", "NVIDIA A10G", "NVIDIA RTX A6000", "NVIDIA GeForce RTX 3090", "NVIDIA L40S"):
         with jax.sharding.use_abstract_mesh(mesh(AbstractDevice(kind, None, "gpu"))):
-            assert choose(*shapes()) == ("cudnn", "it is NVIDIA's own")
+            assert choose(*shapes()) == ("cudnn", "it is NVIDIA's own implementation")
     with jax.sharding.use_abstract_mesh(mesh(TPU)):
         assert choose(*shapes()).name == choose(*shapes(), return_lse=True).name == "flash_tpu"
 
@@ -105,7 +105,7 @@ def test_other_cards_do_not():
         ({"dtype": "float32"}, "takes bfloat16 and float16, not float32"),
         ({"size": 60}, "a multiple of 8 up to 128, not 60"),
         ({"size": 256}, "a multiple of 8 up to 128, not 256"),
-        ({"window": (3, 4)}, r"no window to both sides such as \(3, 4\)"),
+        ({"window": (3, 4)}, r"two-sided window such as \(3, 4\)"),
         ({"bias": jnp.zeros((1, 1, 96, 96))}, "would round a bias"),
         ({"return_lse": True}, "log-sum-exp in the operands' dtype"),
         ({"config": chunked.Config(8, 8, batched=True)}, "Config belongs to another implementation"),

@@ -8,8 +8,8 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
 from wanjax.kernels.compiler_options import (
-    SETS,
-    check_set,
+    OPTION_SETS,
+    check_option_set,
     conv_options,
     fast_conv_options,
     fast_matmul_options,
@@ -68,10 +68,10 @@ def test_a_single_chip_without_a_mesh_is_asked_for_its_options():
 
 @pytest.mark.parametrize("name", ["quick", "", "Safe"])
 def test_unknown_sets_are_refused(name):
-    for known in SETS:
-        check_set(known)
+    for known in OPTION_SETS:
+        check_option_set(known)
     with pytest.raises(WanjaxError, match=naming(f"{name!r} safe fast")):
-        check_set(name)
+        check_option_set(name)
 
 
 def test_only_tpus_are_asked_to_spare_effort():

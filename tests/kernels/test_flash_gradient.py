@@ -32,7 +32,7 @@ def gradients(q, k, v, g, config, scale=0.3, keys=None, live=None):
         options = {"key_mask": mask, "window": None, "scale": scale, "bias": None, "config": None}
         out, lse = reference.attention(q, k, v, **options, return_lse=True)
         delta = (g.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
-        return flash_gradient.gradient(q, k, v, g, lse, delta, live, scale=scale, keys=keys, config=config)
+        return flash_gradient.gradient(q, k, v, g, lse, delta, live, scale=scale, max_keys=keys, config=config)
 
     return run(q, k, v, g, live, mask), exact_gradients(q, k, v, g, scale=scale, key_mask=mask)[:3]
 

@@ -165,7 +165,7 @@ def test_windows(window):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_logits_that_rise(lifts, monkeypatch, loud, is_safe, dtype):
     """Later keys whose logits exceed the range of the first offset are computed again, and are as exact."""
-    monkeypatch.setattr(flash_tiles, "SAFE_KV", 16)  # two safe steps in a compute block
+    monkeypatch.setattr(flash_tiles, "RUNNING_MAX_STEP_KV", 16)  # two safe steps in a compute block
     q, k, v = map(np.array, operands(1, 40, 200, 2, 1, 64, dtype))
     direction = np.sign(q[:, :1, :1])
     k[:, 90:96] = loud / 64 * direction

@@ -12,9 +12,16 @@ from tests.support.attention import BOUND, exact, normal
 from tests.support.compare import error
 from tests.support.devices import on_meshes
 from wanjax.kernels.attention import Pair, flash_tpu, joint, joint_attention
-from wanjax.kernels.attention.api import _on_one_device
+from wanjax.kernels.attention.api import _attend_on_one_device
 from wanjax.kernels.attention.radial import Radial
-from wanjax.sharding import ONE_DEVICE, RULES, Partitioner, make_mesh, shard_tokens, use
+from wanjax.sharding import (
+    ONE_DEVICE_PARTITIONER,
+    SHARDING_RULES,
+    Partitioner,
+    make_mesh,
+    shard_tokens,
+    use_partitioner,
+)
 
 FRAMES, FRAME, TEXT = 7, 100, 40  # the video ends within a block of 128, in which text begins
 VIDEO = FRAMES * FRAME
@@ -41,9 +48,9 @@ def whole(q, k, v, window=None, texts=TEXTS):
 
 def run(q, k, v, window=None, texts=TEXTS, partitioner=None, name="chunked", config=None):
     def attend(q, k, v, texts):
-        with use(partitioner or ONE_DEVICE):
+        with use_partitioner(partitioner or ONE_DEVICE_PARTITIONER):
             q, k, v = (Pair(*(shard_tokens(x, ("batch", "length", None, None)) for x in pair)) for pair in (q, k, v))
-            kernel = partial(_on_one_device, name=name, key_mask=None, scale=q.video.shape[3] ** -0.5)
+            kernel = partial(_attend_on_one_device, name=name, key_mask=None, scale=q.video.shape[3] ** -0.5)
             kernel = partial(kernel, bias=None, config=config)
             return joint.attention(kernel, q, k, v, length=VIDEO, text_lengths=texts, window=window)
 
@@ -88,7 +95,7 @@ def test_padding_may_hold_anything_finite():
 @cache
 def gradients(name, window):
     config = TILES if name == "flash_tpu" else None
-    kernel = partial(_on_one_device, name=name, key_mask=None, scale=0.2, bias=None, config=config)
+    kernel = partial(_attend_on_one_device, name=name, key_mask=None, scale=0.2, bias=None, config=config)
 
     def loss(operands, texts):
         out = joint.attention(kernel, *operands, length=VIDEO, text_lengths=texts, window=window)
@@ -115,7 +122,7 @@ def test_several_devices(axes, rules, window):
     if axes[0] > 1:
         q, k, v = (jax.tree.map(lambda x: np.resize(x, (axes[0], *x.shape[1:])), pair) for pair in (q, k, v))
     texts = np.resize(TEXTS, len(q.video))
-    out = run(q, k, v, window, texts, Partitioner(make_mesh(*axes), RULES[rules]))
+    out = run(q, k, v, window, texts, Partitioner(make_mesh(*axes), SHARDING_RULES[rules]))
     assert error(out, whole(q, k, v, window, texts)) <= BOUND["float32"]
 
 

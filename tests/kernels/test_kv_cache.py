@@ -10,7 +10,7 @@ import pytest
 from tests.support.attention import BOUND, exact, operands
 from tests.support.compare import error
 from wanjax.kernels.attention.api import attention_to_cache
-from wanjax.kernels.attention.kv_cache import CacheSlot, KVCache, empty_cache, insert
+from wanjax.kernels.attention.kv_cache import CacheSlot, KVCache, empty_cache, insert_chunk
 
 BLOCK, SLOTS = 40, 3
 
@@ -29,5 +29,5 @@ def test_a_block_sees_itself_and_the_live_rows(name):
         seen = slice(max(0, block + 1 - SLOTS) * BLOCK, (block + 1) * BLOCK)
         assert error(out, exact(q[:, own], k[:, seen], v[:, seen])) <= BOUND["float32"]
         assert (kept.k == k[:, own].reshape(2, BLOCK, -1)).all()
-        window = insert(window, kept, slot)
+        window = insert_chunk(window, kept, slot)
     assert run._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue]

@@ -37,8 +37,21 @@ from wanjax.kernels.attention import (
     sparse_linear_kernel,
     sparse_linear_tpu,
 )
+from wanjax.kernels.attention.flash_tiles import Int8Config
 from wanjax.kernels.attention.radial import Radial
-from wanjax.sharding import RULES, Partitioner, make_mesh, use
+from wanjax.kernels.quantized_matmul import (
+    GatedSum,
+    HeadsNorm,
+    Modulation,
+    QuantizedRows,
+    quantize_weight,
+    quantized_mlp,
+)
+from wanjax.kernels.quantized_matmul import reference as quantized_reference
+from wanjax.kernels.quantized_matmul import tiles as tiles_of_products
+from wanjax.kernels.quantized_matmul import tpu as quantized_tpu
+from wanjax.kernels.quantized_matmul import xla as quantized_xla
+from wanjax.sharding import SHARDING_RULES, Partitioner, make_mesh, use_partitioner
 
 SOURCE = Path(wanjax.__file__).parent
 WIDE_TILES = flash_tpu.Config(512, 64, 64, interpret=True)
@@ -110,7 +123,7 @@ def gradients(q, k, v, config, num_keys=None) -> tuple[tuple, tuple]:
         options = {"key_mask": mask, "window": None, "scale": 0.3, "bias": None, "config": None}
         out, lse = reference.attention(q, k, v, **options, return_lse=True)
         delta = (g.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=-1)
-        return flash_gradient.gradient(q, k, v, g, lse, delta, num_keys, scale=0.3, keys=keys, config=config)
+        return flash_gradient.gradient(q, k, v, g, lse, delta, num_keys, scale=0.3, max_keys=keys, config=config)
 
     return run(q, k, v, g, num_keys, mask), exact_gradients(q, k, v, g, scale=0.3, key_mask=mask)[:3]
 
@@ -130,7 +143,7 @@ def sparse(q, k, v, top: float, keys: int, config) -> tuple[tuple, tuple]:
 def lists(rows: int, blocks: int, top_k: int) -> tuple[tuple, tuple]:
     """List the best blocks of scores with many ties."""
     scores = np.random.default_rng(2).choice(np.asarray([-2.5, -0.0, 0.0, 3.0], np.float32), (rows, blocks))
-    sizes = sparse_linear_kernel.Sizes(1, 1, 1, 128, 64, top_k, 4, 1)
+    sizes = sparse_linear_kernel.KernelSizes(1, 1, 1, 128, 64, top_k, 4, 1)
     out = jax.jit(partial(sparse_linear_kernel.list_blocks, sizes=sizes, interpret=True))(scores)
     best = np.sort(np.argsort(-scores, axis=1, kind="stable")[:, :top_k], axis=1)
     return (out[:, :top_k],), (np.float64(64 * best),)
@@ -166,9 +179,61 @@ def silu(height: int, width: int) -> tuple[tuple, tuple]:
     return (out,), (np.float64(normed_silu.reference(x, gamma, "float32")),)
 
 
+def quantized(length: int, result: str, form: Any = "int8") -> tuple[tuple, tuple]:
+    """Multiply rows of two examples by tiles that do not divide them, in each way that a block has."""
+    options: Any = {"activations": form, "dtype": jnp.dtype("float32")}
+    (x, residual), gate = (normal(seed, 2, length, 256) for seed in (0, 1)), normal(2, 2, 1, 256)
+    up, down = (
+        (quantize_weight(normal(seed, *sizes) / 16, format=form, rotation=64), normal(seed + 1, sizes[1]))
+        for seed, sizes in ((3, (256, 512)), (5, (512, 256)))
+    )
+    modulation, gated_sum = Modulation(normal(7, 2, 1, 256), normal(8, 2, 1, 256)), GatedSum(residual, gate)
+    normed = {"modulation": modulation, "eps": 1e-6}
+    tiles = {"tiles": tiles_of_products.Tiles(64, 256, 32, 32), "interpret": True}
+    if result == "rows":
+        rows = jax.jit(
+            partial(quantized_tpu.quantize, rotation=64, form=form, dtype=options["dtype"], interpret=True, eps=1e-6)
+        )
+        values, scale = rows(x, modulation=modulation)
+        wanted = quantized_xla.quantize(x, rotation=64, form=form, dtype=options["dtype"], **normed)
+        pairs = [(values.astype(jnp.float32) * scale, wanted.values.astype(jnp.float32) * wanted.scale)]
+    elif result == "sum":
+        product = partial(quantized_tpu.quantized_matmul, rotation=64, **options, **tiles)
+        wanted = partial(quantized_xla.quantized_matmul, rotation=64, **options)
+        with_norm = jax.jit(partial(product, gelu=True, eps=1e-6))(x, *up, modulation=modulation)
+        with_sum = jax.jit(product)(
+            QuantizedRows(*quantized_xla.quantize(with_norm, rotation=64, form=form, dtype=options["dtype"])),
+            *down,
+            gated_sum=gated_sum,
+        )
+        pairs = [
+            (with_norm, wanted(x, *up, gelu=True, **normed)),
+            (with_sum, wanted(with_norm, *down, gated_sum=gated_sum)),
+        ]
+    elif result == "heads":
+        angles = normal(9, length, 64)
+        norm = HeadsNorm(normal(10, 512), jnp.cos(angles), jnp.sin(angles))
+        heads = partial(quantized_tpu.quantized_heads, rotation=64, norm_eps=1e-6, parts=2, **options, **tiles)
+        wanted = partial(quantized_reference.quantized_heads, rotation=64, norm_eps=1e-6, **options, **normed)
+        pairs = [
+            (jax.jit(partial(heads, eps=1e-6))(x, *up, norm, modulation=modulation), wanted(x, *up, norm)),
+        ]
+    else:
+        mlp = partial(quantized_tpu.quantized_mlp, rotations=(64, 64), **options, **tiles, eps=1e-6)
+        pairs = [
+            (
+                jax.jit(mlp)(x, up, down, modulation=modulation, gated_sum=gated_sum),
+                quantized_mlp(x, up, down, rotations=(64, 64), **options, **normed, gated_sum=gated_sum),
+            )
+        ]
+    return tuple(got for got, _ in pairs), tuple(np.float64(wanted) for _, wanted in pairs)
+
+
 def flash_cases() -> Iterator[tuple[str, Case]]:
-    def case(results: Callable, *arguments, bound: float = BOUND["float32"], **options) -> Case:
-        return Case({"flash_attention"}, partial(results, *arguments, **options), bound)
+    def case(
+        results: Callable, *arguments, bound: float = BOUND["float32"], names: str = "flash_attention", **options
+    ) -> Case:
+        return Case({names}, partial(results, *arguments, **options), bound)
 
     small = operands(1, 200, 150, 2, 2, 64)
     pair = operands(2, 200, 150, 2, 1, 64)
@@ -184,6 +249,15 @@ def flash_cases() -> Iterator[tuple[str, Case]]:
     yield "a key mask", case(dense, *pair, key_mask=mask)
     yield "a window", case(dense, *operands(1, 300, 300, 2, 2, 64), window=(200, 150))
     yield "a window, the safe path", case(dense, *out_of_range(*operands(1, 300, 300, 2, 2, 64), 100), window=(90, 90))
+    int8 = partial(case, dense, bound=0.03, names="flash_attention_int8")
+    of_128, int8_tiles = operands(1, 200, 150, 2, 1, 128, "bfloat16"), Int8Config(SMALL_TILES)
+    yield "q kᵀ in int8, one whole block", int8(*operands(1, 128, 64, 2, 2, 128, "bfloat16"), config=int8_tiles)
+    yield "q kᵀ in int8, ragged blocks", int8(*of_128, config=int8_tiles)
+    yield "q kᵀ in int8, the safe path", int8(*out_of_range(*of_128, 70), config=int8_tiles)
+    yield (
+        "q kᵀ in int8, a last block of few queries",
+        int8(*out_of_range(*operands(1, 600, 70, 2, 1, 128, "bfloat16"), 50), config=Int8Config(WIDE_TILES)),
+    )
     yield "carried sums", case(carried, *small, ends=(64, 128, 150))
     yield "carried sums of blocks", case(carried, *small, ends=(80, 150))
     yield "carried sums, the safe path", case(carried, *out_of_range(*small, 70), ends=(64, 128, 150))
@@ -236,6 +310,11 @@ def other_cases() -> Iterator[tuple[str, Case]]:
         yield f"heads apart and joined of {length}", of("heads_apart heads_joined", moved_heads, length, bound=0.0)
     for size, count in ((64, 1), (128, 2)):
         yield f"norm and rotary by heads of {size}", of("head_normed_rotary", head_rotary, 300, size, count)
+    yield "rows in 8 bits", of("quantize_rows", quantized, 600, "rows", bound=1e-3)
+    yield "products in 8 bits", of("quantized_matmul", quantized, 100, "sum", bound=1e-3)
+    yield "products of 8-bit floats", of("quantized_matmul", quantized, 100, "sum", "fp8", bound=5e-3)
+    yield "normed heads of a product in 8 bits", of("quantized_matmul", quantized, 100, "heads", bound=1e-3)
+    yield "an MLP in 8 bits", of("quantized_matmul", quantized, 100, "mlp", bound=1e-2)
     yield "norm and SiLU", of("normed_silu", silu, 3, 4)
     yield "norm and SiLU, a ragged block", of("normed_silu", silu, 3, 5, bound=2 * BOUND["float32"])
 
@@ -245,6 +324,9 @@ QUICK = (  # of each kernel and each branch
     "ragged blocks",
     "the safe path",
     "a last block of few queries",
+    "q kᵀ in int8, ragged blocks",
+    "q kᵀ in int8, the safe path",
+    "q kᵀ in int8, a last block of few queries",
     "a window",
     "carried sums",
     "carried sums, the safe path of blocks",
@@ -255,6 +337,10 @@ QUICK = (  # of each kernel and each branch
     "norm and rotary by heads of 64",
     "heads apart and joined of 300",
     "norm and SiLU, a ragged block",
+    "rows in 8 bits",
+    "products in 8 bits",
+    "normed heads of a product in 8 bits",
+    "an MLP in 8 bits",
 )
 
 
@@ -286,7 +372,7 @@ def test_a_ring_without_races():
     g = normal(5, *q.shape)
 
     def loss(q, k, v):
-        with use(Partitioner(make_mesh(1, 4, 1, devices=jax.devices()[:4]), RULES["fsdp"])):
+        with use_partitioner(Partitioner(make_mesh(1, 4, 1, devices=jax.devices()[:4]), SHARDING_RULES["fsdp"])):
             return jnp.sum(g * attention(q, k, v, implementation="flash_tpu", config=SMALL_TILES, scale=0.3))
 
     with detect_races() as report:

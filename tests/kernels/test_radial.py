@@ -17,7 +17,7 @@ from tests.support.words import naming
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import AttentionConfig, attention, chunked, flash_tpu, reference
 from wanjax.kernels.attention.radial import MASK_BLOCK, NO_BLOCK, Radial, band_half_width, kernel_lists, published_mask
-from wanjax.sharding import RULES, Partitioner, make_mesh, use
+from wanjax.sharding import SHARDING_RULES, Partitioner, make_mesh, use_partitioner
 
 SMALL, SHORT = (14, 140), (12, 100)  # frames, and tokens of each
 GRAINS = ((128, 128), (256, 128), (128, 256), (512, 128))
@@ -215,7 +215,7 @@ MESHES = [(1, 1, 8), (2, 1, 4), (2, 2, 2), (8, 1, 1)]
 def test_several_devices(dp, sp, tp):
     mask = Radial(7, 100, 0.2, True, 128, 128)
     q, k, v = operands(dp, 700, 700, 4, 4, 16)
-    with use(Partitioner(make_mesh(dp, sp, tp), RULES["fsdp"])):
+    with use_partitioner(Partitioner(make_mesh(dp, sp, tp), SHARDING_RULES["fsdp"])):
         out = run("chunked", q, k, v, mask)
     assert error(out, masked(q, k, v, mask)) <= BOUND["float32"]
 

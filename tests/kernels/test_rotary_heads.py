@@ -13,7 +13,7 @@ from tests.support.quick import quick
 from tests.support.small_wan import partitioner
 from wanjax.kernels import rotary_heads
 from wanjax.kernels.autodiff import with_gradient
-from wanjax.sharding import use
+from wanjax.sharding import use_partitioner
 
 
 def operands(batch, length, count, dtype):
@@ -99,7 +99,7 @@ SHARED = [(*mesh, count) for mesh in MESHES for count in (8, 6)]
 @pytest.mark.parametrize(("axes", "rules", "count"), quick([SHARED[0], SHARED[1], SHARED[3], SHARED[4]], SHARED))
 def test_norm_of_each_head_on_eight_devices(axes, rules, count):
     given = operands_by_head(2, 16, count, 64, jnp.float32)
-    with use(partitioner(axes, rules)):
+    with use_partitioner(partitioner(axes, rules)):
         out = jax.jit(by_head)(*given)
     right = jax.jit(reference_by_head)(*given)
     assert error(out, np.asarray(right, np.float64)) <= 1e-6

@@ -17,14 +17,14 @@ from tests.support.devices import MESHES, SPREADING
 from tests.support.quick import quick
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import attention
-from wanjax.sharding import ONE_DEVICE, RULES, Partitioner, constrain, make_mesh, use
+from wanjax.sharding import ONE_DEVICE_PARTITIONER, SHARDING_RULES, Partitioner, constrain, make_mesh, use_partitioner
 
 BOUND = 1e-6  # the error of float32 attention, as on one device
 TOKENS = ("batch", "length", "heads", "head_dim")
 
 
 def partitioner(axes, rules="fsdp"):
-    return Partitioner(make_mesh(*axes), RULES[rules])
+    return Partitioner(make_mesh(*axes), SHARDING_RULES[rules])
 
 
 def compiled(partitioner, q, k, v, **options):
@@ -32,7 +32,7 @@ def compiled(partitioner, q, k, v, **options):
     static = {key: options.pop(key) for key in ("window", "scale", "keys") if key in options}
 
     def run(q, k, v, options):
-        with use(partitioner or ONE_DEVICE):
+        with use_partitioner(partitioner or ONE_DEVICE_PARTITIONER):
             q = constrain(q, TOKENS)
             return constrain(attention(q, k, v, implementation="reference", **static, **options), TOKENS)
 
@@ -61,7 +61,7 @@ def test_self_attention(axes, rules, heads):
 def test_the_ring_of_a_kernel_that_goes_on(length, center):
     """The kernel for TPUs adds each shard's keys to the sums of the others, unless a mean of its own leaves each."""
     q, k, v = operands(2, length, length, 2, 2, 64)
-    with use(partitioner((2, 4, 1))):
+    with use_partitioner(partitioner((2, 4, 1))):
         config = replace(SMALL_TILES, center_keys=center)
         out = jax.jit(partial(attention, implementation="flash_tpu", config=config))(q, k, v)
     assert error(out, exact(q, k, v)) <= BOUND
@@ -88,7 +88,7 @@ def test_gradients(name, axes):
     config = SMALL_TILES if name == "flash_tpu" else None
 
     def loss(q, k, v):
-        with use(partitioner(axes)):
+        with use_partitioner(partitioner(axes)):
             q = constrain(q, TOKENS)
             return jnp.sum(g * constrain(attention(q, k, v, implementation=name, config=config, scale=0.3), TOKENS))
 
@@ -114,11 +114,11 @@ def test_the_gradient_of_a_ring(name, size, mask):
         options["key_mask"] = jnp.asarray(valid)
     else:
         valid = None
-    ring = Partitioner(make_mesh(1, size, 1, devices=jax.devices()[:size]), RULES["fsdp"])
+    ring = Partitioner(make_mesh(1, size, 1, devices=jax.devices()[:size]), SHARDING_RULES["fsdp"])
     config = SMALL_TILES if name == "flash_tpu" else None
 
     def loss(q, k, v):
-        with use(ring):
+        with use_partitioner(ring):
             q = constrain(q, TOKENS)
             out = attention(q, k, v, implementation=name, config=config, scale=0.3, **options)
             return jnp.sum(g * constrain(out, TOKENS)), out

@@ -36,7 +36,7 @@ from wanjax.pricing.compile import compile_program
 from wanjax.pricing.lowering import replicated
 from wanjax.pricing.pallas_kernels import kernel_calls
 from wanjax.registry import presets
-from wanjax.sharding import RULES, Partitioner, make_mesh, use
+from wanjax.sharding import SHARDING_RULES, Partitioner, make_mesh, use_partitioner
 
 BOUND = {"float32": 2e-6, "bfloat16": 3e-3}
 SMALL = SparseLinear(0.3, 32, 16)
@@ -167,7 +167,7 @@ def test_several_devices(axes, rules, heads):
     q, k, v = operands(2, 99, 99, heads, heads, 16)
     given, g = (q, k, v, projection(16)), normal(9, *q.shape)
     alone = [run(None, *given, SMALL), *gradients(None, given, g, SMALL)]
-    with use(Partitioner(make_mesh(*axes), RULES[rules])):
+    with use_partitioner(Partitioner(make_mesh(*axes), SHARDING_RULES[rules])):
         together = [run(None, *given, SMALL), *gradients(None, given, g, SMALL)]
     for ours, right in zip(together, alone, strict=True):
         assert error(ours, np.asarray(right, np.float64)) <= BOUND["float32"]
@@ -322,7 +322,7 @@ def test_lists_of_scores_with_ties(kept):
     random = np.random.default_rng(2)
     scores = random.choice(values, (140, 300))
     scores[7], scores[8] = 1.0, random.normal(size=300)
-    sizes = sparse_linear_kernel.Sizes(1, 1, 1, 128, 64, kept, 4, 1)
+    sizes = sparse_linear_kernel.KernelSizes(1, 1, 1, 128, 64, kept, 4, 1)
     found = jax.jit(partial(sparse_linear_kernel.list_blocks, sizes=sizes, interpret=True))(scores)
     wanted = np.sort(np.argsort(-scores, axis=1, kind="stable")[:, :kept], axis=1)
     assert (np.asarray(found)[:, :kept] == 64 * wanted).all()

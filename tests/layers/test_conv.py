@@ -23,7 +23,7 @@ from wanjax.layers import conv
 from wanjax.layers.conv import CausalConv, FrameConv, convolve_clip, stacked_taps, sum_of_taps
 from wanjax.models.wan.residual_vae import WanResidualVAE
 from wanjax.models.wan.vae import WanVAE
-from wanjax.sharding import ONE_DEVICE, VIDEO, constrain, use
+from wanjax.sharding import ONE_DEVICE_PARTITIONER, VIDEO_AXES, constrain, use_partitioner
 
 FORMS = (convolve_clip, sum_of_taps, stacked_taps)
 V6E = Target("tpu", "TPU v6 lite")
@@ -67,9 +67,9 @@ def test_frames_smaller_than_the_kernel_on_eight_devices(form, size):
 
     def run(partitioner):
         def call(x, kernels):
-            with use(partitioner or ONE_DEVICE):
-                first, second = (form(constrain(x, VIDEO), kernel, 1) for kernel in kernels)
-                return constrain(first + second, VIDEO)
+            with use_partitioner(partitioner or ONE_DEVICE_PARTITIONER):
+                first, second = (form(constrain(x, VIDEO_AXES), kernel, 1) for kernel in kernels)
+                return constrain(first + second, VIDEO_AXES)
 
         return jax.jit(call)(x, kernels)
 

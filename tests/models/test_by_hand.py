@@ -16,7 +16,7 @@ from tests.support.quick import quick
 from wanjax.errors import WanjaxError
 from wanjax.layers.placement import on_weights_mesh
 from wanjax.models.wan.causal import angles_at, slot_of
-from wanjax.sharding import ONE_DEVICE, current
+from wanjax.sharding import ONE_DEVICE_PARTITIONER, current_partitioner
 
 TEXT, MASK = jax.ShapeDtypeStruct((1, 7, 16), jnp.float32), jax.ShapeDtypeStruct((1, 7), bool)
 CHATS = jax.ShapeDtypeStruct((1, 7, 24), jnp.float32)
@@ -146,17 +146,17 @@ class Told(nnx.Module):
 
     @on_weights_mesh
     def __call__(self) -> Any:
-        return current()
+        return current_partitioner()
 
 
 def test_a_forward_runs_on_the_mesh_of_its_weights():
     mesh = wanjax.make_mesh(sp=2, tp=4)
     spread_out = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, ("sp", "tp")))
     assert Told(spread_out)().mesh == mesh
-    assert current() is ONE_DEVICE
-    assert Told(jax.sharding.SingleDeviceSharding(jax.devices()[0]))() is ONE_DEVICE
+    assert current_partitioner() is ONE_DEVICE_PARTITIONER
+    assert Told(jax.sharding.SingleDeviceSharding(jax.devices()[0]))() is ONE_DEVICE_PARTITIONER
     assert (
-        nnx.jit(lambda told: told().single_device and 1)(Told(spread_out)) == 1
+        nnx.jit(lambda told: told().is_single_device and 1)(Told(spread_out)) == 1
     )  # arrays that are traced tell no mesh
 
 

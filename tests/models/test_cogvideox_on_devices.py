@@ -15,7 +15,7 @@ from tests.support.devices import on_meshes
 from tests.support.small_wan import network, partitioner
 from wanjax.models.cogvideox.config import T2V_1_5_5B, T2V_2B
 from wanjax.models.cogvideox.transformer import CogVideoXTransformer
-from wanjax.sharding import use
+from wanjax.sharding import use_partitioner
 
 TEXT, LATENTS = 7, {"1.5": (4, 6, 10), "2b": (2, 6, 10)}  # 30 tokens of video and 7 of text: no axis divides 37
 SMALL = {"layers": 2, "head_dim": 16, "channels_in": 4, "channels_out": 4, "text_width": 8, "time_width": 12}
@@ -37,13 +37,13 @@ def predicted(name, axes=None, rules="fsdp", length=TEXT):
     latents, text = (jnp.asarray(random.normal(size=s), jnp.float32) for s in ((2, *LATENTS[name], 4), (2, TEXT, 8)))
 
     def run(weights, latents, t, text):
-        with use(devices):
+        with use_partitioner(devices):
             model = nnx.merge(graphdef, weights)
             context = model.context(text)
             return model(latents, t, context, model.positions(model.grid(latents), context.text.shape[1]))
 
     prediction = jax.jit(run)(weights, latents, jnp.array([999.0, 137.0]), text[:, :length])
-    assert devices.single_device or len(prediction.sharding.device_set) == 8
+    assert devices.is_single_device or len(prediction.sharding.device_set) == 8
     return np.asarray(prediction)
 
 

@@ -17,7 +17,7 @@ from wanjax.layers.placement import as_shapes, axes_of
 from wanjax.models.qwen2_vl import QWEN2_5_VL_7B, Qwen2VLEncoder
 from wanjax.models.siglip import SIGLIP_SO400M, SiglipVision
 from wanjax.models.t5 import GLYPH_BYT5, T5Encoder
-from wanjax.sharding import use
+from wanjax.sharding import use_partitioner
 
 BOUND = 1e-5
 QWEN = replace(QWEN2_5_VL_7B, vocab_size=80, width=112, layers=2, mlp_dim=96)  # 28 heads, 4 of keys
@@ -41,11 +41,11 @@ def encoded(name, axes=None, rules="fsdp"):
     graphdef, weights = nnx.split(network(make, devices))
 
     def run(weights, *arguments):
-        with use(devices):
+        with use_partitioner(devices):
             return nnx.merge(graphdef, weights)(*arguments)
 
     features = jax.jit(run)(weights, *map(jnp.asarray, arguments))
-    assert devices.single_device or len(features.sharding.device_set) == 8
+    assert devices.is_single_device or len(features.sharding.device_set) == 8
     return np.asarray(features)[MASK if name == "byt5" else ...]
 
 

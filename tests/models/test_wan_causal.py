@@ -21,7 +21,7 @@ from wanjax.kernels.attention.kv_cache import update_cache
 from wanjax.models.wan.causal import WanCausalTransformer, angles_at, slot_of
 from wanjax.models.wan.config import CausalTransformerConfig
 from wanjax.models.wan.transformer import WanTransformer
-from wanjax.sharding import one_device, use
+from wanjax.sharding import one_device_partitioner, use_partitioner
 
 BLOCKS, FRAMES, ROWS, COLUMNS = 6, 2, 3, 5
 TOKENS = FRAMES * ROWS * COLUMNS
@@ -33,7 +33,7 @@ WINDOWS = {"whole": (12, 0), "rolling": (6, 0), "with a sink": (8, 4)}  # latent
 def model(name, heads=2, axes=None, rules="fsdp"):
     """Return a network of random weights, of which every part matters."""
     window, sink = WINDOWS[name]
-    config = CausalTransformerConfig(**asdict(transformer_config(heads)), block_frames=FRAMES, window=window, sink=sink)
+    config = CausalTransformerConfig(**asdict(transformer_config(heads)), chunk_frames=FRAMES, window=window, sink=sink)
     made = network(
         partial(WanCausalTransformer, config, attention=AttentionConfig("reference")), partitioner(axes, rules)
     )
@@ -51,18 +51,18 @@ def given():
 
 def by_blocks(model, latents, text, devices=None):
     """Return the velocity of the latents, block by block, and the window after each block."""
-    devices = devices or one_device()
+    devices = devices or one_device_partitioner()
     graphdef, weights = nnx.split(model)
 
     @jax.jit
     def begin(weights, latents, text):
-        with use(devices):
+        with use_partitioner(devices):
             made = nnx.merge(graphdef, weights)
             return made.context(text), made.window(latents)
 
     @partial(jax.jit, donate_argnums=5)
     def run(weights, latents, t, context, time, window, slot):
-        with use(devices):
+        with use_partitioner(devices):
             velocity, kept = nnx.merge(graphdef, weights)(latents, t, context, time, window, slot)
             return velocity, update_cache(window, kept, slot)
 

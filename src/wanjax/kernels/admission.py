@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Admission: compare each hand-written kernel with its reference on the user's own chip before it is used.
+"""Compare each hand-written kernel with its reference on the user's own chip, before the kernel is used.
 
-The kernels and their small shapes are listed in `trials` modules, beside the kernels. Trials run in a child process,
-because a kernel that hangs takes its process with it; the child opens one chip before this process opens any. A verdict
-is saved for the kind of chip, the versions of jax, jaxlib and libtpu, and the code of the kernel.
+Modules named `trials`, beside the kernels, list the kernels and the small shapes to try. Trials run in a child process,
+because a kernel that hangs also blocks its process. The child must open its chip before this process opens any chip.
+The verdict on a kernel is saved. The verdict stays valid for the same kind of chip, the same versions of jax, jaxlib
+and libtpu, and the same code of the kernel.
 """
 
 import hashlib
@@ -26,35 +27,35 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from wanjax.errors import WanjaxWarning
-from wanjax.stores.results import Results
+from wanjax.stores.results import ResultCache
 
 KERNELS = "wanjax.kernels.trials:KERNELS"
-START_SECONDS = 120.0  # timeout for the child to open its chip
-KERNEL_SECONDS = 30.0  # timeout for all trials of a kernel
-ONE_CHIP = {
+START_SECONDS = 120.0  # seconds in which the child must open its chip
+KERNEL_SECONDS = 30.0  # seconds in which all trials of a kernel must end
+ONE_CHIP_ENVIRONMENT = {
     "TPU_VISIBLE_CHIPS": "0",
     "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1",
     "TPU_PROCESS_BOUNDS": "1,1,1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
 }
-READY = "ready"
+READY_LINE = "ready"
 REJECTED_ELSEWHERE = "it was refused in another process of this run"
-HUNG = "it did not come back"
-NOT_TRIED = "it was not tried after that"
-VERDICTS_KIND = "kernels"  # the kind under which `Results` saves verdicts
+HUNG_REASON = "it did not return"
+NOT_TRIED_REASON = "it was not tried, because a kernel before it did not return"
+VERDICTS_KIND = "kernels"  # the kind under which `ResultCache` saves verdicts
 
-_hung = False  # whether a kernel did not come back in this process
+_has_hung_kernel = False  # whether a kernel did not return in this process
 
 
 class Trial(NamedTuple):
-    """A kernel at one small shape.
+    """A test of a kernel at one small shape.
 
     Attributes:
         name: What the shape tests, such as "a ragged tail".
         run: Runs the kernel and returns a tree of arrays; its argument is `interpret`.
-        reference: Computes the same in float32, in plain JAX.
-        bound: The largest distance between the two, in relative L2.
+        reference: Computes the same result in float32, in plain JAX.
+        bound: The largest allowed distance between the two results, in relative L2.
     """
 
     name: str
@@ -67,9 +68,9 @@ class Kernel(NamedTuple):
     """A kernel with its trials.
 
     Attributes:
-        name: Its name in `admitted.is_admitted`.
-        modules: The modules whose code its verdict depends on.
-        trials: Returns its trials.
+        name: The name of the kernel in `admitted.is_admitted`.
+        modules: The modules whose code determines the verdict on the kernel.
+        trials: Returns the kernel's trials.
     """
 
     name: str
@@ -78,7 +79,7 @@ class Kernel(NamedTuple):
 
 
 def admit(kind: str, is_needed: Callable[[str], bool]) -> dict[str, str]:
-    """Return the kernels that fail on a kind of chip, with reasons; warn once if there are any.
+    """Return the kernels that fail on a kind of chip, with the reasons. If there are such kernels, warn once.
 
     Args:
         kind: The kind of the chip.
@@ -91,8 +92,8 @@ def admit(kind: str, is_needed: Callable[[str], bool]) -> dict[str, str]:
     if rejected:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected.items())
         warnings.warn(
-            f"kernels that fail on this {kind} (jax {jax.__version__}, libtpu {_version('libtpu')}) are not used, and "
-            f"slower ones are ({reasons}): please report this line as an issue of wanjax",
+            f"kernels that fail on this {kind} (jax {jax.__version__}, libtpu {_version('libtpu')}) are not "
+            f"used; slower code replaces them ({reasons}): please report this line as an issue of wanjax",
             WanjaxWarning,
             stacklevel=2,
         )
@@ -100,31 +101,35 @@ def admit(kind: str, is_needed: Callable[[str], bool]) -> dict[str, str]:
 
 
 def kernel_verdicts(kind: str, kernels: str, is_needed: Callable[[str], bool] = lambda name: True) -> dict[str, str]:
-    """Return the verdict on each kernel: the reason for rejecting it, or "". Reuse saved verdicts, and save new ones.
+    """Return the verdict on each kernel: the reason for rejecting it, or "" if it may be used. Saved verdicts are
+    reused, and new ones are saved.
 
-    Kernels after one that hung are not tried: they are rejected in this process, and no verdict is saved.
+    If a kernel hangs, the kernels after it are not tried. The kernels that are not tried are rejected only in this
+    process, and no verdict on them is saved.
 
     Args:
         kind: The kind of the chip.
         kernels: MODULE:NAME of a sequence of `Kernel`.
         is_needed: Whether the kernel of a name is to be tried.
     """
-    global _hung
-    needed_kernels = [kernel for kernel in _load(kernels) if is_needed(kernel.name)]
-    keys, results = {kernel.name: _cache_key(kind, kernel) for kernel in needed_kernels}, Results()
+    global _has_hung_kernel
+    needed_kernels = [kernel for kernel in _load_kernels(kernels) if is_needed(kernel.name)]
+    keys, results = {kernel.name: _cache_key(kind, kernel) for kernel in needed_kernels}, ResultCache()
     saved = {name: results.get(VERDICTS_KIND, key) for name, key in keys.items()}
     verdicts = {name: reason for name, reason in saved.items() if isinstance(reason, str)}
-    for name, reason in _try_in_child(kernels, [] if _hung else [name for name in keys if name not in verdicts]):
+    for name, reason in _try_in_child(
+        kernels, [] if _has_hung_kernel else [name for name in keys if name not in verdicts]
+    ):
         verdicts[name] = reason
         results.put(VERDICTS_KIND, keys[name], reason)
-        if reason.startswith(HUNG):
-            _hung = True
+        if reason.startswith(HUNG_REASON):
+            _has_hung_kernel = True
             break
-    return {name: verdicts.get(name, NOT_TRIED) for name in keys}
+    return {name: verdicts.get(name, NOT_TRIED_REASON) for name in keys}
 
 
 def combine_verdicts(verdicts: dict[str, str]) -> dict[str, str]:
-    """Combine the verdicts of all processes of a run: a kernel that one process rejects is rejected by all."""
+    """Combine the verdicts of all processes of a run. If one process rejects a kernel, all processes reject it."""
     rejected_here = np.array([bool(reason) for reason in verdicts.values()], np.int32)
     rejected_anywhere = np.reshape(multihost_utils.process_allgather(rejected_here), (-1, len(rejected_here))).any(
         axis=0
@@ -134,11 +139,11 @@ def combine_verdicts(verdicts: dict[str, str]) -> dict[str, str]:
 
 
 def _try_in_child(kernels: str, names: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield the verdicts of a child process; start another one if a kernel ended it."""
+    """Yield the verdicts of a child process. If a kernel ends the child process, start another one."""
     while names:
-        child = _Child(kernels, names)
+        child = _TrialProcess(kernels, names)
         try:
-            if child.line(START_SECONDS) != READY:
+            if child.line(START_SECONDS) != READY_LINE:
                 yield from _try_in_this_process(kernels, names)
                 return
             while names:
@@ -153,18 +158,18 @@ def _try_in_child(kernels: str, names: list[str]) -> Iterator[tuple[str, str]]:
 
 def _verdict(line: str | None) -> str:
     if line is None:
-        return f"{HUNG} within {KERNEL_SECONDS:g} s"
+        return f"{HUNG_REASON} within {KERNEL_SECONDS:g} s"
     return json.loads(line)["reason"] if line else "it ended its process"
 
 
-class _Child:
+class _TrialProcess:
     """A process that tries kernels on one chip, and writes a line for each."""
 
     def __init__(self, kernels: str, names: list[str]) -> None:
         code = "from wanjax.kernels.admission import try_kernels; try_kernels()"
         self._process = subprocess.Popen(
             [sys.executable, "-c", code, kernels, *names],
-            env=os.environ | ONE_CHIP,
+            env=os.environ | ONE_CHIP_ENVIRONMENT,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -181,7 +186,7 @@ class _Child:
         self._lines.put("")
 
     def line(self, seconds: float) -> str | None:
-        """Return its next line, "" at its end, or None after a timeout."""
+        """Return the next line of the process, "" at the end of its output, or None after a timeout."""
         try:
             return self._lines.get(timeout=seconds)
         except queue.Empty:
@@ -195,8 +200,9 @@ class _Child:
 
 
 def _try_in_this_process(kernels: str, names: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield verdicts of trials in this process, which has opened the devices already, so that a child cannot."""
-    by_name = {kernel.name: kernel for kernel in _load(kernels)}
+    """Try kernels in this process and yield the verdicts. A child cannot do this if this process has already opened the
+    devices."""
+    by_name = {kernel.name: kernel for kernel in _load_kernels(kernels)}
     for name in names:
         reasons: queue.Queue[str] = queue.Queue()
         threading.Thread(target=_put_reason, args=(by_name[name], reasons), daemon=True).start()
@@ -211,25 +217,26 @@ def _put_reason(kernel: Kernel, reasons: queue.Queue[str]) -> None:
 
 
 def try_kernels() -> None:
-    """Try the kernels named on the command line and write a line for each. This is the child's main function."""
+    """Try the kernels named on the command line and write a line for each. This function is the main function of the
+    child process."""
     kernels, *names = sys.argv[1:]
-    by_name = {kernel.name: kernel for kernel in _load(kernels)}
+    by_name = {kernel.name: kernel for kernel in _load_kernels(kernels)}
     jax.local_devices()
-    print(READY, flush=True)
+    print(READY_LINE, flush=True)
     for name in names:
         print(json.dumps({"reason": rejection_reason(by_name[name])}), flush=True)
 
 
 def rejection_reason(kernel: Kernel) -> str:
-    """Return the reason for rejecting a kernel, or "" for none."""
+    """Run a kernel's trials. Return the reason for rejecting the kernel, or "" if all trials pass."""
     interpret = jax.default_backend() == "cpu"
     try:
         for trial in kernel.trials():
             error_norm = _relative_l2(trial.run(interpret), trial.reference())
-            if not error_norm <= trial.tolerance:  # also true of NaN
+            if not error_norm <= trial.tolerance:  # also true if the distance is NaN
                 error_text = f"{error_norm:.2g}, where {trial.tolerance:g} is the most"
                 return f"{trial.name} differs from the reference by {error_text}"
-    except Exception as error:  # whatever a compiler raises
+    except Exception as error:  # a compiler may raise any error
         first_line = (str(error).strip().splitlines() or [""])[0][:200]
         return f"it raises {type(error).__name__}: {first_line}"
     return ""
@@ -241,16 +248,16 @@ def _relative_l2(values: Any, expected: Any) -> float:
     for x, y in zip(jax.tree.leaves(values), jax.tree.leaves(expected), strict=True):
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
         distances.append(float(np.linalg.norm(x - y) / max(float(np.linalg.norm(y)), 1e-30)))
-    return float(np.max(distances))  # NaN if one is
+    return float(np.max(distances))  # the maximum is NaN if one error is NaN
 
 
-def _load(kernels: str) -> tuple[Kernel, ...]:
+def _load_kernels(kernels: str) -> tuple[Kernel, ...]:
     module, _, name = kernels.partition(":")
     return tuple(vars(import_module(module))[name])
 
 
 def _cache_key(kind: str, kernel: Kernel) -> dict[str, str]:
-    """Return everything that a kernel's verdict depends on."""
+    """Return the facts that determine a kernel's verdict."""
     digest = hashlib.sha256()
     for module in (*kernel.modules, __name__):
         spec = find_spec(module)

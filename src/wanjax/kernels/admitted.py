@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hand-written kernels that this process may use: all except those that `admission` rejected.
 
-This module is small because every program imports it. Without a TPU no kernel is tried, and none is rejected.
+This module is small because every program imports it. Without a TPU, no kernel is tried and no kernel is rejected.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from threading import Thread
 
 import jax
 
-GOOGLE_VENDOR_ID = "0x1ae0"  # a vendor on the PCI bus
+GOOGLE_VENDOR_ID = "0x1ae0"  # Google's vendor id on the PCI bus
 TPU_KINDS = {
     "0x0027": "v3",
     "0x005e": "v4",
@@ -20,21 +20,25 @@ TPU_KINDS = {
     "0x006f": "v6e",
     "0x0076": "v7x",
 }
-"""Kinds of TPU by their device on the PCI bus."""
+"""Kinds of TPU by their device id on the PCI bus."""
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 
-TRIED_WHEN_NEEDED = ("flash_tpu_gradient", "flash_tpu_radial", "sparse_linear_tpu", "splash")
-"""Kernels that few runs use; other runs do not wait for their trials."""
-COMMON = ""  # stands for all other kernels
+TRIED_WHEN_NEEDED = (
+    *("flash_tpu_gradient", "flash_tpu_int8", "flash_tpu_radial"),
+    *("quantized_matmul", "sparse_linear_tpu", "splash"),
+)
+"""Kernels that few runs use. Other runs need not wait for the trials of these kernels."""
+ALL_OTHER_KERNELS = ""  # the name that stands for all other kernels
 
 _rejected: dict[str, str] = {}
 _tried: set[str] = set()
 
 
 def is_admitted(kernel: str) -> bool:
-    """Return True if a kernel may be used; first try it if it is in `TRIED_WHEN_NEEDED` and was not tried."""
+    """Return True if a kernel may be used. If the kernel is in `TRIED_WHEN_NEEDED` and was not tried yet, try it
+    first."""
     if kernel in TRIED_WHEN_NEEDED and kernel not in _tried:
-        trial = Thread(target=admit_kernels, args=(kernel,))  # a program is being traced in this thread
+        trial = Thread(target=admit_kernels, args=(kernel,))  # this thread is tracing a program
         trial.start()
         trial.join()
     return kernel not in _rejected
@@ -46,7 +50,7 @@ def rejected_kernels() -> dict[str, str]:
 
 
 def set_rejected(kernels: Mapping[str, str]) -> None:
-    """Reject kernels, given by name with the reasons, and admit all others."""
+    """Reject the kernels in `reasons`, and admit all other kernels."""
     _rejected.clear()
     _rejected.update(sorted(kernels.items()))
 
@@ -67,17 +71,18 @@ def tpu_kind() -> str | None:
 
 
 def admit_kernels(*needed: str) -> None:
-    """Try TPU kernels if there is a TPU, each once per process, preferably before the process opens its devices.
+    """If there is a TPU, try each TPU kernel once per process. Call this before the process opens its devices, if
+    possible.
 
     Args:
         *needed: Kernels of `TRIED_WHEN_NEEDED` to try. All other kernels are always tried.
     """
-    untried = {COMMON, *needed} - _tried
+    untried = {ALL_OTHER_KERNELS, *needed} - _tried
     _tried.update(untried)
     if untried and (kind := tpu_kind()) is not None:
-        from wanjax.kernels import admission  # a late import: without a TPU, starting takes no longer
+        from wanjax.kernels import admission  # imported late, so that the start without a TPU takes no longer
 
         def is_needed(kernel: str) -> bool:
-            return kernel in untried or (COMMON in untried and kernel not in TRIED_WHEN_NEEDED)
+            return kernel in untried or (ALL_OTHER_KERNELS in untried and kernel not in TRIED_WHEN_NEEDED)
 
         set_rejected(_rejected | admission.admit(kind, is_needed))

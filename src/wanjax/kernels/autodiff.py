@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rematerialization, and functions with a custom gradient.
 
-A kernel without its own gradient takes that of its reference in plain JAX.
+A kernel without its own gradient uses the gradient of its reference in plain JAX.
 """
 
 from collections.abc import Callable
@@ -20,15 +20,15 @@ remat = partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_n
 
 
 def save_for_backward(x: Results) -> Results:
-    """Mark results to save for the backward pass; mark those with the highest cost for their size."""
+    """Mark results that are saved for the backward pass. Mark those that cost the most to compute for their size."""
     return checkpoint_name(x, _NAME)
 
 
 def with_backward(forward: Callable[..., tuple[Any, Any]], backward: Callable[..., tuple], *operands: Any) -> Any:
     """Return the result of `forward(*operands)` with a custom gradient.
 
-    `forward` returns its result and the residuals. `backward(residuals, g)`, of the result's gradient, returns those of
-    the operands, None for an operand without one.
+    `forward` returns its result and the residuals. `backward(residuals, g)` takes the gradient of the result, and
+    returns the gradients of the operands. An operand without a gradient has None.
     """
     run = jax.custom_vjp(lambda *operands: forward(*operands)[0])
     run.defvjp(forward, backward)
@@ -36,7 +36,7 @@ def with_backward(forward: Callable[..., tuple[Any, Any]], backward: Callable[..
 
 
 def with_gradient(kernel_call: Callable, reference: Callable, *operands: jax.Array) -> jax.Array:
-    """Call `kernel_call(*operands)` with the gradient of `reference(*operands)`."""
+    """Return `kernel_call(*operands)`, but with the gradient of `reference(*operands)`."""
 
     def forward(*operands: jax.Array) -> tuple[jax.Array, tuple]:
         return kernel_call(*operands), operands

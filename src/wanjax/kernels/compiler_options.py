@@ -1,24 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""XLA options for each kind of program, as `jax.jit` takes them in `compiler_options`, and their named sets.
+"""XLA options for each kind of program, and named sets of options. The options are for the argument `compiler_options`
+of `jax.jit`.
 
-The set `safe` has options that are in wide use. The set `fast` adds options that the compiler's schedule prices better
-but that have not been run on a chip here; it compiles an autoencoder for longer. docs/performance.md has both prices.
-The sets differ only on TPUs.
+The set `safe` has options that are in wide use. The set `fast` adds options that are faster by the compiler's own
+estimate, but that were not run on a chip yet. With `fast`, an autoencoder takes longer to compile. docs/performance.md
+has the estimates for both sets. The sets differ only on TPUs.
 
-Functions that return options take the target of the program, or None for the current one, since XLA for one platform
-rejects the options of another. `save_set` and `saved_set` remember which set is better on this machine.
+XLA for one platform rejects options of another platform. So the functions that return options take the target of the
+program as an argument. None is the current target. `save_option_set` and `saved_option_set` remember which set is
+better on this machine.
 """
 
 import jax
 
 from wanjax.errors import WanjaxError
 from wanjax.kernels.target import Target, target
-from wanjax.sharding import platform
-from wanjax.stores.results import Results
+from wanjax.sharding import device_platform
+from wanjax.stores.results import ResultCache
 
-SAFE, FAST = SETS = ("safe", "fast")
-RESULT_KIND = "compiler"  # the kind under which `Results` stores the faster set
-O1, O2 = 19, 29  # XLA's numbers for these optimization levels; O2 is its default
+SAFE_SET, FAST_SET = OPTION_SETS = ("safe", "fast")
+FASTER_SET_KIND = "compiler"  # the kind under which `ResultCache` stores the faster set
+XLA_LEVEL_O1, XLA_LEVEL_O2 = 19, 29  # XLA's numbers for its optimization levels; O2 is the default
 KINDS_WITHOUT_SPARSE_CORES = ("TPU v5 lite", "TPU v5e")
 LARGE_VMEM_KINDS = ("TPU v6 lite", "TPU v6e")
 SPARSE_CORE_OPTIONS = {
@@ -26,16 +28,16 @@ SPARSE_CORE_OPTIONS = {
     "xla_tpu_enable_sparse_core_collective_offload_dense_all_to_all": "true",
     "xla_tpu_use_tc_device_shape_on_sc": "true",
 }
-VMEM_LIMIT_OPTION = "xla_tpu_scoped_vmem_limit_kib"  # for one operation
+VMEM_LIMIT_OPTION = "xla_tpu_scoped_vmem_limit_kib"  # VMEM that one operation may use
 SAFE_VMEM_KIB, FAST_VMEM_KIB = 64 << 10, 96 << 10  # of v6e's 128 MiB
 
 
 def scan_options(program_target: Target | None = None) -> dict[str, str]:
     """Return the options of a program that scans over the blocks of a network.
 
-    On CPUs, XLA would cast the half-precision weights of all blocks to float32 before the loop, which takes three times
-    their memory; without that pass it casts one block at a time. On TPUs, all-to-alls and all-gathers become
-    asynchronous, so that they overlap other work.
+    On CPUs, XLA would cast the half-precision weights of all blocks to float32 before the loop, which needs three times
+    as much memory. An option switches that pass off, so that XLA casts one block at a time. On TPUs, all-to-alls and
+    all-gathers become asynchronous, so that they overlap other work.
     """
     options = {
         "cpu": {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"},
@@ -45,7 +47,7 @@ def scan_options(program_target: Target | None = None) -> dict[str, str]:
 
 
 def random_options(program_target: Target | None = None) -> dict[str, str]:
-    """Return the options of a program that draws random numbers, once for a video.
+    """Return the options of a program that draws random numbers. Such a program runs once for a video.
 
     On CPUs, XLA's default level takes four times as long to compile the generator, and makes nothing faster.
     """
@@ -82,40 +84,50 @@ def fast_matmul_options(program_target: Target | None = None) -> dict[str, str]:
     return options | ({VMEM_LIMIT_OPTION: str(FAST_VMEM_KIB)} if program_target.kind in LARGE_VMEM_KINDS else {})
 
 
+def offload_options(program_target: Target | None = None) -> dict[str, bool]:
+    """Return the options of a program whose blocks are copied from the host's memory.
+
+    By default XLA starts such a copy on a card just before its result is needed, and on TPUs as early as it can.
+    """
+    is_card = (program_target or target()).platform == "gpu"
+    return {"xla_gpu_enable_latency_hiding_scheduler": True} if is_card else {}
+
+
 def conv_options(program_target: Target | None = None) -> dict[str, int]:
     """Return the options of a program that spends its time in convolutions.
 
     For TPUs, XLA's default level searches for the best tiles of each convolution. The search takes four fifths of the
     compile time and saves a quarter of the run time (docs/performance.md), so it is left to the set `fast`.
     """
-    return {"optimization_level": O1} if (program_target or target()).platform == "tpu" else {}
+    return {"optimization_level": XLA_LEVEL_O1} if (program_target or target()).platform == "tpu" else {}
 
 
 def fast_conv_options(program_target: Target | None = None) -> dict[str, int]:
     """Return the option that the set `fast` adds to `conv_options`: XLA's default optimization level."""
-    return {"optimization_level": O2} if (program_target or target()).platform == "tpu" else {}
+    return {"optimization_level": XLA_LEVEL_O2} if (program_target or target()).platform == "tpu" else {}
 
 
-def check_set(name: str) -> None:
-    """Raise WanjaxError for an unknown name of a set of options."""
-    if name not in SETS:
-        raise WanjaxError(f"no set of compiler options is named {name!r}: there are {' and '.join(SETS)}")
+def check_option_set(name: str) -> None:
+    """Raise WanjaxError unless a set of options has this name."""
+    if name not in OPTION_SETS:
+        raise WanjaxError(f"no set of compiler options is named {name!r}: there are {' and '.join(OPTION_SETS)}")
 
 
-def saved_set() -> str:
-    """Return the set that `save_set` stored for these devices and this compiler, or `safe` if there is none."""
-    compiler = Results().get(RESULT_KIND, _machine())
-    return compiler if compiler in SETS else SAFE
+def saved_option_set() -> str:
+    """Return the name of the set that `save_option_set` stored for these devices and this compiler, or `safe` if none
+    is stored."""
+    compiler = ResultCache().get(FASTER_SET_KIND, _machine_key())
+    return compiler if compiler in OPTION_SETS else SAFE_SET
 
 
-def save_set(compiler: str) -> None:
+def save_option_set(compiler: str) -> None:
     """Store the name of the set that is faster on these devices."""
-    Results().put(RESULT_KIND, _machine(), compiler)
+    ResultCache().put(FASTER_SET_KIND, _machine_key(), compiler)
 
 
-def _machine() -> dict[str, str]:
+def _machine_key() -> dict[str, str]:
     """Return the number and the kind of the devices, and the versions of their compiler and of JAX."""
-    platform()  # raises a WanjaxError if there are no devices
+    device_platform()  # raises a WanjaxError if there are no devices
     devices = jax.devices()
     kind = f"{len(devices)} x {devices[0].device_kind}"
     return {"devices": kind, "platform": devices[0].client.platform_version, "jax": jax.__version__}

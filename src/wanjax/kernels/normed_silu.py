@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SiLU of a channel norm, for video autoencoders: a TPU kernel with one pass over memory.
+"""A TPU kernel that computes SiLU of a channel norm, for video autoencoders, in one pass over memory.
 
 XLA sums the squares of a pixel's channels in one pass, copies the sums to lay pixels along the lanes and back, and
 scales in a second pass. The kernel reads each value once.
@@ -18,23 +18,27 @@ from wanjax.kernels.admitted import is_admitted
 from wanjax.kernels.alignment import LANES, ceil_div, round_up
 from wanjax.kernels.autodiff import with_gradient
 from wanjax.kernels.target import target
-from wanjax.sharding import current
+from wanjax.sharding import current_partitioner
 
-SUBLANES = 8  # frames that fill a tile; XLA then keeps height and width outermost, and a transpose is free
-BLOCK_BYTES = 2**20  # of a block in float32: larger ones are not faster; with smaller ones, transfers are too short
+# Numbers of frames that fill a tile; for these, XLA keeps height and width outermost, so that a transpose is free
+NUM_SUBLANES = 8
+# Bytes of a block in float32: larger blocks are not faster, and with smaller blocks, transfers are too short
+BLOCK_BYTES = 2**20
 MIN_SQUARE_SUM = 1e-24  # avoids a division by zero
 
 
 def normed_silu(
     x: Float[Array, "B T H W C"], gamma: Float[Array, " C"], dtype: DTypeLike, *, interpret: bool = False
 ) -> Float[Array, "B T H W C"]:
-    """Normalise the channels of each pixel to a root mean square of gamma and apply SiLU; the result has this dtype.
+    """Normalise the channels of each pixel to a root mean square of gamma, and apply SiLU. The result has the given
+    dtype.
 
-    Float32 inside, rounded once. `interpret` runs the kernel without a TPU, slowly, for tests. On several devices the
-    kernel is not used: XLA would copy its result to the layout of the next convolution's halo exchange.
+    The computation is in float32, and the result is rounded once. `interpret` runs the kernel without a TPU, slowly,
+    for tests. On several devices the kernel is not used: XLA would copy its result to the layout of the next
+    convolution's halo exchange.
     """
     uses_kernel = target(x).platform == "tpu" and is_admitted("normed_silu")
-    is_supported = uses_kernel and x.shape[1] % SUBLANES == 0 and current().single_device
+    is_supported = uses_kernel and x.shape[1] % NUM_SUBLANES == 0 and current_partitioner().is_single_device
     if not interpret and not is_supported:
         return reference(x, gamma, dtype)
     run = partial(call, dtype=jnp.dtype(dtype), interpret=interpret)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TPU kernels for heads between a projection and attention, each with one pass over memory.
+"""TPU kernels that process heads between a projection and attention, each in one pass over memory.
 
-To join the halves of a head, XLA lays tokens along the lanes, and copies queries and keys there and back. To split the
-width of a token into parts for other devices, it copies twice. These kernels read rows of all heads as a projection
-wrote them, swap the halves of a head by a rotation of lanes, and write each part contiguously.
+To join the halves of a head, XLA copies queries and keys to a layout with tokens along the lanes, and back. To split
+the width of a token into parts for other devices, XLA copies twice. The kernels here read rows of all heads in the
+layout of the projection, swap the halves of a head by a rotation of lanes, and write each part contiguously.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,9 +21,9 @@ from wanjax.kernels.admitted import is_admitted
 from wanjax.kernels.alignment import LANES, ceil_div, round_up
 from wanjax.kernels.autodiff import with_gradient
 from wanjax.kernels.target import target
-from wanjax.sharding import TILE, Partitioner, current
+from wanjax.sharding import TILE_ROWS, Partitioner, current_partitioner
 
-MAX_BLOCK_TOKENS = 256  # more tokens are not faster; with fewer, transfers are too short
+MAX_BLOCK_TOKENS = 256  # tokens of a block: more tokens are not faster, and with fewer tokens, transfers are too short
 
 
 def normed_rotary(
@@ -37,13 +37,13 @@ def normed_rotary(
 ) -> Float[Array, "B L E"]:
     """Compute x · inverse · scale, then rotate channels p and p + P of each head of 2 P channels by the p-th angle.
 
-    Float32 inside, rounded once to x's dtype. On several devices each computes its own tokens, and its own heads if
-    heads are sharded. `interpret` runs the kernel without a TPU, slowly, for tests.
+    The computation is in float32, and the result is rounded once to x's dtype. Each of several devices computes its own
+    tokens, and only its own heads if heads are sharded. `interpret` runs the kernel without a TPU, slowly, for tests.
     """
     if not interpret and (not _uses_kernel(x, "normed_rotary") or 2 * cos.shape[1] != LANES):
         return reference(x, inverse_rms, scale, cos, sin)
-    partitioner = current()
-    batch, length, heads, parts = _sharding_of_heads(partitioner, x, LANES)
+    partitioner = current_partitioner()
+    batch, length, heads, parts = _sharding_of_heads(partitioner, x.shape, LANES)
     tokens = PartitionSpec(batch, length)
     specs = (PartitionSpec(batch, length, heads), tokens, PartitionSpec(heads), *2 * (PartitionSpec(length),))
     sharded_call = partial(with_gradient, partial(call, parts=parts, interpret=interpret), reference)
@@ -60,13 +60,13 @@ def head_normed_rotary(
     eps: float,
     interpret: bool = False,
 ) -> Float[Array, "B L E"]:
-    """Compute the layer norm of each head of x by itself, then rotate as `normed_rotary` does.
+    """Compute the layer norm of each head of x separately. Then rotate as `normed_rotary` does.
 
-    The kernel supports heads of 128 channels, and smaller ones of which several fill 128 lanes.
+    The kernel supports heads of 128 channels, and smaller heads if several of them fill 128 lanes.
     """
-    partitioner, head_dim = current(), len(scale)
-    batch, length, heads, parts = _sharding_of_heads(partitioner, x, head_dim)
-    local_width = x.shape[2] // partitioner.size(heads)
+    partitioner, head_dim = current_partitioner(), len(scale)
+    batch, length, heads, parts = _sharding_of_heads(partitioner, x.shape, head_dim)
+    local_width = x.shape[2] // partitioner.axis_size(heads)
     reference_fn = partial(reference_by_head, eps=eps)
     if not (interpret or _uses_kernel(x, "head_normed_rotary")) or LANES % head_dim or local_width % LANES:
         return reference_fn(x, scale, bias, cos, sin)
@@ -79,11 +79,11 @@ def head_normed_rotary(
 
 
 def pack_for_all_to_all(x: Float[Array, "B L E"]) -> Float[Array, "B L E"]:
-    """Return x with its heads ordered in memory by destination device, if an all-to-all will send them."""
-    partitioner = current()
+    """If an all-to-all will send the heads of x, order the heads in memory by destination device."""
+    partitioner = current_partitioner()
     if not _uses_kernel(x, "heads_apart") or x.shape[2] % LANES:
         return x
-    batch, length, heads, parts = _sharding_of_heads(partitioner, x, LANES)
+    batch, length, heads, parts = _sharding_of_heads(partitioner, x.shape, LANES)
     if parts == 1:
         return x
     sharded_call = partial(with_gradient, partial(pack, parts=parts, interpret=False), _identity)
@@ -91,15 +91,21 @@ def pack_for_all_to_all(x: Float[Array, "B L E"]) -> Float[Array, "B L E"]:
     return partitioner.shard_map(sharded_call, (spec,), spec)(x)
 
 
+def parts_for_all_to_all(shape: Sequence[int]) -> int:
+    """Return into how many contiguous groups an all-to-all splits the heads [B L E] of 128 channels; 1 for none."""
+    return _sharding_of_heads(current_partitioner(), shape, LANES)[3]
+
+
 def _uses_kernel(x: Array, kernel: str) -> bool:
-    """Return True if a program for x's target uses this kernel."""
+    """Return True if a program for the target of x uses this kernel."""
     return target(x).platform == "tpu" and is_admitted(kernel)
 
 
-def _sharding_of_heads(partitioner: Partitioner, x: Array, head_dim: int) -> tuple[Any, Any, Any, int]:
-    """Return the mesh axes of batch, tokens and heads, and the number of parts of the all-to-all (1 without one)."""
-    width, num_devices = x.shape[2], partitioner.size("tp")
-    axes = partitioner.activation(("batch", "length", "heads"), (*x.shape[:2], width // head_dim))
+def _sharding_of_heads(partitioner: Partitioner, shape: Sequence[int], head_dim: int) -> tuple[Any, Any, Any, int]:
+    """Return the mesh axes of batch, tokens and heads, and the number of parts of the all-to-all. Without an
+    all-to-all, there is 1 part."""
+    width, num_devices = shape[2], partitioner.axis_size("tp")
+    axes = partitioner.activation_spec(("batch", "length", "heads"), (*shape[:2], width // head_dim))
     return *axes, num_devices if axes[2] is None and width % (LANES * num_devices) == 0 else 1
 
 
@@ -144,7 +150,8 @@ def apply_rotary(
 def call(
     x: Array, inverse_rms: Array, scale: Array, cos: Array, sin: Array, *, parts: int, interpret: bool
 ) -> Float[Array, "B L E"]:
-    """Call the kernel of `normed_rotary`. It writes `parts` groups of heads, each contiguous, for an all-to-all."""
+    """Call the kernel of `normed_rotary`. The kernel writes `parts` groups of heads for an all-to-all. Each group is
+    contiguous."""
     block_tokens = _tokens_per_block(x.shape[1])
     other_specs = [
         pl.BlockSpec((None, block_tokens, 1), lambda b, i: (b, i, 0)),
@@ -154,7 +161,7 @@ def call(
     kernel_call = _pallas_call(
         _normed_rotary_kernel, x, other_specs, parts=parts, interpret=interpret, name="normed_rotary"
     )
-    return _concatenate(kernel_call(x, inverse_rms, scale[None], cos, sin))
+    return concatenate_parts(kernel_call(x, inverse_rms, scale[None], cos, sin))
 
 
 def call_by_head(
@@ -165,13 +172,13 @@ def call_by_head(
     kernel = partial(_head_normed_rotary_kernel, head_dim=len(scale), eps=eps)
     kernel_call = _pallas_call(kernel, x, other_specs, parts=parts, interpret=interpret, name="head_normed_rotary")
     scale, bias = (jnp.tile(vector, LANES // len(vector))[None] for vector in (scale, bias))
-    return _concatenate(kernel_call(x, scale, bias, cos, sin))
+    return concatenate_parts(kernel_call(x, scale, bias, cos, sin))
 
 
 def _pallas_call(
     kernel: Callable, x: Array, other_specs: Sequence[pl.BlockSpec], *, parts: int, interpret: bool, name: str
 ) -> Callable:
-    """Make the call of a kernel over rows of x and of other operands, which writes its rows in parts."""
+    """Build the call of a kernel. The kernel reads rows of x and of other operands, and writes the rows in parts."""
     batch, length, width = x.shape
     block_tokens = _tokens_per_block(length)
     return pl.pallas_call(
@@ -186,7 +193,7 @@ def _pallas_call(
     )
 
 
-def _concatenate(parts: Float[Array, "_N B L E"]) -> Float[Array, "B L _E"]:
+def concatenate_parts(parts: Float[Array, "_N B L E"]) -> Float[Array, "B L _E"]:
     """Join parts along the width. The compiler removes this if the parts are then split again."""
     return jnp.moveaxis(parts, 0, 2).reshape(*parts.shape[1:3], -1)
 
@@ -207,7 +214,7 @@ def _head_normed_rotary_kernel(x_ref, scale_ref, bias_ref, cos_ref, sin_ref, out
     cos = jnp.concatenate(2 * heads_per_row * [cos_ref[...]], axis=1)
     sin = jnp.concatenate(heads_per_row * [-sin_ref[...], sin_ref[...]], axis=1)
     lane = jax.lax.broadcasted_iota(jnp.int32, cos.shape, 1)
-    first_half = lane % head_dim < head_dim // 2
+    is_first_half = lane % head_dim < head_dim // 2
 
     def mean(x):
         """Compute the mean of each head, repeated in all of its lanes."""
@@ -222,13 +229,13 @@ def _head_normed_rotary_kernel(x_ref, scale_ref, bias_ref, cos_ref, sin_ref, out
         x = x_ref[:, pl.ds(start, LANES)].astype(jnp.float32)
         x = x - mean(x)
         x = x * jax.lax.rsqrt(mean(x * x) + eps) * scale_ref[...] + bias_ref[...]
-        partner = jnp.where(first_half, pltpu.roll(x, LANES - head_dim // 2, 1), pltpu.roll(x, head_dim // 2, 1))
+        partner = jnp.where(is_first_half, pltpu.roll(x, LANES - head_dim // 2, 1), pltpu.roll(x, head_dim // 2, 1))
         part, offset = divmod(start, out_ref.shape[2])
         out_ref[part, :, pl.ds(offset, LANES)] = (x * cos + partner * sin).astype(out_ref.dtype)
 
 
 def _identity(x: Array) -> Array:
-    """`pack_for_all_to_all` in plain JAX: the values do not change."""
+    """`pack_for_all_to_all` in plain JAX. The function returns x, because packing does not change values."""
     return x
 
 
@@ -240,15 +247,15 @@ def pack(x: Float[Array, "B L E"], *, parts: int, interpret: bool = False) -> Fl
         for part in range(parts):
             out_ref[part] = x_ref[:, pl.ds(part * width // parts, width // parts)]
 
-    return _concatenate(_pallas_call(kernel, x, [], parts=parts, interpret=interpret, name="heads_apart")(x))
+    return concatenate_parts(_pallas_call(kernel, x, [], parts=parts, interpret=interpret, name="heads_apart")(x))
 
 
 def join_parts(parts: Float[Array, "_N B L E"], *, interpret: bool = False) -> Float[Array, "B L _E"]:
-    """Join the parts of each token's width after an all-to-all; `interpret` is for tests."""
+    """After an all-to-all, join the parts of each token's width. `interpret` is for tests."""
     count, _, _, width = parts.shape
     if not interpret and (not _uses_kernel(parts, "heads_joined") or width % LANES):
-        return _concatenate(parts)
-    return with_gradient(partial(join, parts=count, interpret=interpret), _concatenate, parts)
+        return concatenate_parts(parts)
+    return with_gradient(partial(join, parts=count, interpret=interpret), concatenate_parts, parts)
 
 
 def join(x: Float[Array, "_N B L E"], *, parts: int, interpret: bool) -> Float[Array, "B L _E"]:
@@ -274,7 +281,7 @@ def join(x: Float[Array, "_N B L E"], *, parts: int, interpret: bool) -> Float[A
 
 def _tokens_per_block(length: int) -> int:
     """Return the number of tokens in a block."""
-    return min(MAX_BLOCK_TOKENS, round_up(length, TILE))
+    return min(MAX_BLOCK_TOKENS, round_up(length, TILE_ROWS))
 
 
 def _vector_spec(width: int) -> pl.BlockSpec:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device that a program is compiled for, as far as it is known while the program is traced."""
+"""Determine the device for which a program is compiled, while the program is being traced."""
 
 import re
 from contextlib import suppress
@@ -15,11 +15,11 @@ from jax.typing import DTypeLike
 from wanjax.sharding import local_devices
 
 _PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
-_MULTIPLY_BFLOAT16 = {"amx_bf16", "avx512_bf16"}  # as Linux names them
+_MULTIPLY_BFLOAT16 = {"amx_bf16", "avx512_bf16"}  # instruction sets, by the names that Linux uses
 
 
 class Target(NamedTuple):
-    """A platform (`cpu`, `gpu` or `tpu`) and the kind of device as JAX names it, such as `TPU v6 lite`."""
+    """A platform (`cpu`, `gpu` or `tpu`), and JAX's name of the kind of device, such as `TPU v6 lite`."""
 
     platform: str
     kind: str
@@ -34,15 +34,15 @@ def target_of(device: Any) -> Target:
 def multiplies_bfloat16(x: jax.Array) -> bool:
     """Return True for a bfloat16 array on a CPU with bfloat16 instructions (AMX, AVX-512 BF16).
 
-    XLA leaves such a product to a library if its result is float32; else it casts the operands to float32 first. On
-    other CPUs a float32 result is slower.
+    On these CPUs, XLA calls a library for a product of bfloat16 if the result is float32. Otherwise XLA first casts the
+    operands to float32. On other CPUs, a float32 result is slower.
     """
     return x.dtype == "bfloat16" and target(x).platform == "cpu" and not _MULTIPLY_BFLOAT16.isdisjoint(instructions())
 
 
 @cache
 def instructions() -> frozenset[str]:
-    """Return the names of this processor's instruction sets as Linux lists them; none on other systems.
+    """Return the names of this processor's instruction sets that Linux lists. On other systems there are none.
 
     Programs for CPUs are compiled for the processor that compiles them.
     """
@@ -53,21 +53,20 @@ def instructions() -> frozenset[str]:
 
 
 def operand_dtype(x: jax.Array, dtype: DTypeLike) -> DTypeLike:
-    """Return the dtype for a product's operands: on TPUs bfloat16, unless `jax.default_matmul_precision` is set.
-
-    The matrix units round float32 to bfloat16 in any case.
+    """Return the dtype for the operands of a product. On TPUs the dtype is bfloat16, unless
+    `jax.default_matmul_precision` is set, because the matrix units round float32 to bfloat16 anyway.
     """
-    rounded = target(x).platform == "tpu" and jax.default_matmul_precision.value is None
-    return jnp.bfloat16 if rounded else dtype
+    rounds_to_bfloat16 = target(x).platform == "tpu" and jax.default_matmul_precision.value is None
+    return jnp.bfloat16 if rounds_to_bfloat16 else dtype
 
 
 def target(x: jax.Array | jax.ShapeDtypeStruct | None = None) -> Target:
     """Return the target of an array, or of the program that is being traced.
 
-    It follows from the array's sharding, else from the mesh that `jax.set_mesh` set, else it is JAX's default device. A
-    mesh may have devices that are only described (`jax.experimental.topologies`), so that a program that a CPU compiles
-    ahead of time knows that it is for TPUs. `jax.lax.platform_dependent` would decide at lowering, but it traces all
-    branches and cannot report which one was taken.
+    The target follows from the array's sharding. Without a sharding, it follows from the mesh that `jax.set_mesh` set.
+    Without a mesh, it is JAX's default device. A mesh may have absent devices (`jax.experimental.topologies`), so a
+    program that a CPU compiles ahead of time for TPUs has a TPU as its target. `jax.lax.platform_dependent` is no
+    alternative: it decides at lowering, traces all branches, and cannot report which branch was taken.
     """
     meshes = (getattr(_sharding(x), "mesh", None), jax.sharding.get_abstract_mesh())
     for device in (getattr(mesh, "abstract_device", None) for mesh in meshes):
@@ -86,10 +85,41 @@ def _default_device(x: jax.Array | jax.ShapeDtypeStruct | None) -> Any:
         return default_device
     if default_device is None:
         return local_devices()[0]
-    return jax.local_devices(backend=default_device)[0]  # asking an array would run a program first
+    # An array on this platform would also show the device, but creating an array runs a program
+    return jax.local_devices(backend=default_device)[0]
 
 
 def _sharding(x: jax.Array | jax.ShapeDtypeStruct | None) -> object:
     if x is None:
         return None
     return x.sharding if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x).sharding
+
+
+def vmem_bytes() -> int | None:
+    """Return the bytes of VMEM of a core of the target TPU. Return None if the target is not a TPU."""
+    from jax.experimental.pallas import tpu as pltpu  # imported late, because not every program has a kernel
+
+    try:
+        return pltpu.get_tpu_info().vmem_capacity_bytes
+    except ValueError:
+        return None
+
+
+def multiplies_float8() -> bool:
+    """Return True if the target is a TPU that multiplies 8-bit floats faster than bfloat16."""
+    return _multiplies_faster("fp8")
+
+
+def multiplies_int8() -> bool:
+    """Return True if the target is a TPU that multiplies 8-bit integers faster than bfloat16."""
+    return _multiplies_faster("int8")
+
+
+def _multiplies_faster(dtype: str) -> bool:
+    from jax.experimental.pallas import tpu as pltpu
+
+    try:
+        info = pltpu.get_tpu_info()
+    except ValueError:
+        return False
+    return getattr(info, f"{dtype}_ops_per_second") > info.bf16_ops_per_second

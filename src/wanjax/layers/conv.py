@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Convolutions of causal video autoencoders, streamed over time.
 
-A causal layer takes a chunk of frames and the cached last frames of the chunk before. It returns its output and the
-frames to cache for the next chunk. The cache is None before the first chunk.
+A causal layer takes a chunk of frames and the cached last frames of the chunk before. The layer returns its output and
+the frames to cache for the next chunk. The cache is None before the first chunk.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,15 +14,15 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
-from wanjax.kernels.normed_silu import SUBLANES
+from wanjax.kernels.normed_silu import NUM_SUBLANES
 from wanjax.kernels.target import operand_dtype, target
 from wanjax.layers.linear import default_kernel_init
 from wanjax.layers.norms import expand_to_rank
 from wanjax.layers.placement import param
-from wanjax.sharding import VIDEO, constrain, replicate
+from wanjax.sharding import VIDEO_AXES, constrain, replicate
 
 CONV_AXES = ("conv_in", "conv_out")
-Chunk = Float[Array, "B _T _H _W _C"]  # inputs and outputs differ in size
+Chunk = Float[Array, "B _T _H _W _C"]  # the input or the output, which may differ in size
 Cache = Any  # a pytree of cached frames; None before the first chunk
 
 
@@ -40,7 +40,7 @@ class FrameConv(nnx.Module):
         param_dtype: DTypeLike,
         rngs: nnx.Rngs,
     ):
-        """`padding` is (before, after), the same for height and width."""
+        """Create the layer. `padding` is (before, after); it is the same for height and width."""
         self.kernel, self.bias = _weights((3, 3, channels_in, channels_out), param_dtype, rngs)
         self.stride = stride
         self.padding = padding
@@ -80,20 +80,22 @@ class CausalConv(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T H W C"], previous_frames: Float[Array, "B _T H W C"] | None
     ) -> tuple[Float[Array, "B _T H W _C"], Float[Array, "B _T H W C"]]:
-        """Convolve a chunk; also return the frames to cache for the next chunk."""
+        """Convolve a chunk. Also return the frames to cache for the next chunk."""
         x = to_operand_dtype(x, self.dtype)
         x = constrain(
-            jnp.concatenate([self.initial_frames(x) if previous_frames is None else previous_frames, x], axis=1), VIDEO
+            jnp.concatenate([self.initial_frames(x) if previous_frames is None else previous_frames, x], axis=1),
+            VIDEO_AXES,
         )
         y = _add_bias(self._conv_function(x)(x, self.kernel[...], self.time_stride), self.bias[...], self.dtype)
-        return constrain(y, VIDEO), x[:, x.shape[1] - (self.kernel.shape[0] - self.time_stride) :]
+        return constrain(y, VIDEO_AXES), x[:, x.shape[1] - (self.kernel.shape[0] - self.time_stride) :]
 
     def _conv_function(self, x: Float[Array, "B T H W C"]) -> Callable[..., Float32[Array, "B _T H W _C"]]:
-        """Choose the fastest of three equivalent functions, by platform and on TPUs by the number of output frames."""
+        """Choose the fastest of three equivalent functions. The choice depends on the platform, and on TPUs also on the
+        number of output frames."""
         if target(x).platform != "tpu":
             return sum_of_taps
         frames = (x.shape[1] - self.kernel.shape[0]) // self.time_stride + 1
-        return convolve_clip if frames % SUBLANES else stacked_taps
+        return convolve_clip if frames % NUM_SUBLANES else stacked_taps
 
 
 class RepeatingConv(CausalConv):
@@ -105,7 +107,7 @@ class RepeatingConv(CausalConv):
 
 
 def run_layers(layers: Sequence[Any], x: Chunk, cache: Cache, *arguments: Any) -> tuple[Chunk, Cache]:
-    """Apply layers to a chunk in turn, each with its own cache; all take the same further `arguments`."""
+    """Apply layers to a chunk one after another. Each layer has its own cache, and all get the same `arguments`."""
     caches = list(cache or [None] * len(layers))
     for index, layer in enumerate(layers):
         x, caches[index] = layer(x, caches[index], *arguments)
@@ -137,7 +139,7 @@ def sum_of_taps(
 ) -> Float32[Array, "B _T H W _C"]:
     """Compute `convolve_clip` as a sum of 2-D convolutions, one for each tap in time, with frames in the batch.
 
-    On CPUs, XLA runs this two to six times as fast (docs/performance.md).
+    On CPUs, XLA runs this two to six times as fast as a 3-D convolution (docs/performance.md).
     """
     taps, kernel_size = kernel.shape[:2]
     y = jnp.zeros((), jnp.float32)
@@ -152,8 +154,8 @@ def stacked_taps(
 ) -> Float32[Array, "B _T H W _C"]:
     """Compute `convolve_clip` as one 2-D convolution of frames, with the taps in time concatenated in the channels.
 
-    On TPUs, where a multiple of eight frames fills tiles, XLA then keeps one layout from layer to layer; for a 3-D
-    convolution it folds a part of the width into the batch, with copies before and after.
+    This function is for TPUs and a multiple of eight frames, which fills tiles. Then XLA keeps one layout from layer to
+    layer. For a 3-D convolution, XLA would fold a part of the width into the batch, with copies before and after.
     """
     taps, kernel_size = kernel.shape[:2]
     end = x.shape[1] - taps + 1
@@ -181,8 +183,9 @@ def _convolve_frames(
 def _operand(kernel: Float[Array, "... C _C"], x: Float[Array, "... C"]) -> Float[Array, "... C _C"]:
     """Cast the kernel to the dtype of x, and replicate it.
 
-    Otherwise XLA may shard the kernel's 3 rows over devices that share 2 rows of pixels, or so with columns. It then
-    sums the products of all devices, replicated ones among them: the sum is a multiple of the right one.
+    Otherwise XLA may shard the 3 rows of the kernel over devices that share 2 rows of pixels; the same can happen with
+    columns. XLA would then sum the products of all devices, including replicated ones, so that the sum would be a
+    multiple of the correct sum.
     """
     return replicate(kernel.astype(x.dtype))
 

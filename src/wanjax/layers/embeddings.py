@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Float32
 from wanjax.layers.mlp import MLP
 from wanjax.layers.placement import with_axes
 
-Timesteps = Float[Array, " B"] | Float[Array, ""] | float | int  # of each video, or of all of them
+# The timestep of each video, or a single one for all videos
+Timesteps = Float[Array, " B"] | Float[Array, ""] | float | int
 
 
 def broadcast_timesteps(t: Timesteps, videos: int) -> Float[Array, " B"]:
@@ -30,7 +31,7 @@ class TimeEmbed(MLP):
     """An MLP of sinusoidal embeddings of timesteps, all in float32: lower precision changes videos visibly."""
 
     def __init__(self, channels: int, width: int, rngs: nnx.Rngs):
-        """Create the MLP; `channels` are those of the sinusoidal embedding."""
+        """Create the MLP. `channels` is the number of channels of the sinusoidal embedding."""
         features, axes = (channels, width, width), (None, "mlp", "embed")
         super().__init__(features, axes, jax.nn.silu, dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs)
         self.channels = channels
@@ -40,6 +41,7 @@ class TimeEmbed(MLP):
 
 
 def token_embed(tokens: int, width: int, *, param_dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Embed:
-    """Create a token embedding in the dtype of its table, so that only the rows that are looked up are cast."""
+    """Create a token embedding that computes in the dtype of its table. So a cast to another dtype only concerns the
+    rows that are looked up."""
     init = with_axes(nnx.initializers.normal(1.0), ("vocab", "embed"))
     return nnx.Embed(tokens, width, embedding_init=init, dtype=param_dtype, param_dtype=param_dtype, rngs=rngs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operation counts of layers; a multiplication and an addition are two operations."""
+"""Count the operations of layers. A multiplication and an addition are two operations."""
 
 
 def linear_flops(rows: int, width_in: int, width_out: int) -> int:
@@ -7,5 +7,5 @@ def linear_flops(rows: int, width_in: int, width_out: int) -> int:
 
 
 def attention_flops(queries: int, keys: int, width: int) -> int:
-    """Return the operations of q kᵀ and of the weights times v, over all heads."""
+    """Count the operations of the two products of attention, q kᵀ and the weights times v, over all heads."""
     return 4 * queries * keys * width

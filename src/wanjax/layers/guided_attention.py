@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention guided away from a negative prompt (Chen et al., Normalized Attention Guidance, 2025, arXiv:2505.21179).
 
-It applies to the result of attention, before the output projection. The reference is attention_flux_nag.py of
-ChenDarYen/Normalized-Attention-Guidance, with the paper's norm, L1.
+The guidance is applied to the result of attention, before the output projection. The reference is attention_flux_nag.py
+of ChenDarYen/Normalized-Attention-Guidance, with the paper's norm, L1.
 """
 
 import jax
@@ -20,8 +20,8 @@ def apply_nag(y: Tokens, negative: Tokens, parameters: Float32[Array, "3"]) -> T
     Args:
         y: The attention to the prompt.
         negative: The attention to the negative prompt.
-        parameters: `scale`, of the extrapolation from `negative` to y; `tau`, the largest ratio of the result's norm to
-            that of y; and `alpha`, the weight of the result in its blend with y.
+        parameters: `scale` is the scale of the extrapolation from `negative` to y. `tau` is the largest ratio of the
+            result's norm to the norm of y. `alpha` is the weight of the result when it is blended with y.
     """
     scale, tau, alpha = parameters
     positive32, negative32 = y.astype(jnp.float32), negative.astype(jnp.float32)

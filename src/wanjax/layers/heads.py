@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention heads: split the channels of tokens into an axis of heads, and join them."""
+"""Split the channels of tokens into an axis of attention heads, and join heads into channels."""
 
 from jaxtyping import Array, Float
 

@@ -3,7 +3,7 @@
 
 from collections.abc import Sequence
 from math import ceil
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,18 +13,33 @@ from jax.typing import DTypeLike
 
 from wanjax.kernels.target import multiplies_bfloat16, target
 from wanjax.layers.placement import Axes, with_axes
-from wanjax.sharding import constrain, current, gather_weight
+from wanjax.sharding import constrain, current_partitioner, gather_weight
 
 Projection = TypeVar("Projection", bound=nnx.Module)
 default_kernel_init = nnx.initializers.lecun_normal()
-TOKEN_BLOCK = 1300  # tokens in a block
+TOKEN_BLOCK = 1300  # the number of tokens in a block
 
 
-class Linear(nnx.Linear):
-    """A dense projection. For tokens [B L E] on several devices it gathers its weights and shards its result.
+class Gathered:
+    """A projection that gathers its weight before use, if the rules require it.
 
+    Attributes:
+        weight_name: The name of the parameter that is gathered.
+    """
+
+    weight_name: ClassVar[str]
+
+    def sent_weight(self) -> jax.Array:
+        """Return the weight in the dtype in which it is sent between devices."""
+        raise NotImplementedError
+
+
+class Linear(Gathered, nnx.Linear):
+    """A dense projection. If tokens [B L E] lie on several devices, it gathers its weights and shards its result.
     `axis` is the logical axis of the result's channels.
     """
+
+    weight_name = "kernel"
 
     def __init__(self, *sizes: int, axis: str | None, **kw):
         super().__init__(*sizes, **kw, promote_dtype=_promote, dot_general=dot_general)
@@ -32,17 +47,21 @@ class Linear(nnx.Linear):
 
     def __call__(self, inputs: jax.Array, out_sharding: None = None) -> jax.Array:
         y = super().__call__(inputs, out_sharding)
-        return constrain(y, ("batch", "length", self.axis)) if _are_tokens(y) else y
+        return constrain(y, ("batch", "length", self.axis)) if are_tokens(y) else y
+
+    def sent_weight(self) -> jax.Array:
+        """Return the kernel in the compute dtype, which may be narrower."""
+        return self.kernel[...].astype(self.dtype)
 
 
 def _promote(operands: tuple, /, *, dtype: DTypeLike | None = None, inexact: bool = True) -> Any:
     """Cast the operands of a projection to its dtype, then gather its kernel, so that a narrower dtype is sent."""
     inputs, kernel, bias = promote_dtype(operands, dtype=dtype, inexact=inexact)
-    return inputs, gather_weight(kernel) if _are_tokens(inputs) else kernel, bias
+    return inputs, gather_weight(kernel) if are_tokens(inputs) else kernel, bias
 
 
 def dot_general(x: jax.Array, kernel: jax.Array, dimensions: Any, **options: Any) -> jax.Array:
-    """Compute the matrix product of a projection, [... I] by [I O]; on CPUs with a faster custom gradient."""
+    """Compute the matrix product of a projection, [... I] by [I O]. On CPUs, it has a faster custom gradient."""
     if target(x).platform == "cpu":
         return _product(x, kernel)
     return jax.lax.dot_general(x, kernel, dimensions, **options)
@@ -50,14 +69,15 @@ def dot_general(x: jax.Array, kernel: jax.Array, dimensions: Any, **options: Any
 
 @jax.custom_vjp
 def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Compute the product on CPUs, where XLA is a quarter slower for a transposed view than for a transposed copy.
+    """Compute the product on CPUs. On CPUs, XLA is a quarter slower for a transposed view than for a transposed copy.
 
-    On processors with bfloat16 instructions, a product of bfloat16 is computed with a float32 result and rounded. If it
-    has more input than output channels, it is computed in blocks of tokens, which is faster in XLA's matmul library.
+    On processors with bfloat16 instructions, a product of bfloat16 is computed with a float32 result and rounded. If
+    the projection has more input than output channels, the product is computed in blocks of tokens, which is faster in
+    XLA's matmul library.
     """
     if not multiplies_bfloat16(x):
         return _dot(x, kernel)
-    is_narrowing = kernel.shape[0] > kernel.shape[1] and current().single_device
+    is_narrowing = kernel.shape[0] > kernel.shape[1] and current_partitioner().is_single_device
     blocks = ceil(x.shape[-2] / TOKEN_BLOCK) if is_narrowing and x.ndim > 1 else 1
     parts = [_dot(part, kernel, jnp.float32).astype(x.dtype) for part in jnp.array_split(x, blocks, axis=-2)]
     return parts[0] if blocks == 1 else jnp.concatenate(parts, axis=-2)
@@ -82,27 +102,32 @@ def _backward(residuals: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax
 _product.defvjp(_forward, _backward)
 
 
-def _are_tokens(x: jax.Array) -> bool:
+def are_tokens(x: jax.Array) -> bool:
+    """Return whether x has tokens [B L E], not one vector for each video."""
     return x.ndim == 3 and x.shape[1] > 1
 
 
 def gather_kernels(*projections: Projection) -> Sequence[Projection]:
-    """Gather the kernels of several projections before any of them is used.
+    """Gather the weights of several projections before any of them is used.
 
-    During an all-gather a TPU does nothing else, unless its SparseCores gather. A later all-gather would compete for
-    links with the all-to-all of heads, which should overlap the next projection.
+    During an all-gather, a TPU does nothing else, unless its SparseCores gather. If the all-gather came later, it would
+    compete for links with the all-to-all of heads, and that should overlap with the next projection.
     """
-    partitioner, dense = current(), [projection for projection in projections if isinstance(projection, Linear)]
-    if partitioner.single_device or not partitioner.rules.gathered or len(dense) < len(projections):
+    partitioner, gathered = (
+        current_partitioner(),
+        [projection for projection in projections if isinstance(projection, Gathered)],
+    )
+    if partitioner.is_single_device or not partitioner.rules.gather_weights or len(gathered) < len(projections):
         return projections
-    kernels = [gather_weight(projection.kernel[...].astype(projection.dtype)) for projection in dense]
-    return list(map(_with_kernel, projections, jax.lax.optimization_barrier(kernels)))
+    weights = jax.lax.optimization_barrier([gather_weight(projection.sent_weight()) for projection in gathered])
+    names = [projection.weight_name for projection in gathered]
+    return list(map(_with_weight, projections, names, weights))
 
 
-def _with_kernel(projection: Projection, kernel: jax.Array) -> Projection:
+def _with_weight(projection: Projection, name: str, weight: jax.Array) -> Projection:
     graphdef, state = nnx.split(projection)
     weights: Any = state
-    weights["kernel"] = weights["kernel"].replace(kernel)
+    weights[name] = weights[name].replace(weight)
     return nnx.merge(graphdef, state)
 
 
@@ -117,7 +142,7 @@ def linear(
     param_dtype: DTypeLike,
     rngs: nnx.Rngs,
 ) -> Linear:
-    """Create a dense projection. Its kernel [in, out] has the logical axes `axes`, and its bias the last of them."""
+    """Create a dense projection. `axes` has the logical axes of its kernel [in, out]. The bias has the second one."""
     return Linear(
         features_in,
         features_out,

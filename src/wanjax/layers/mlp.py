@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 from flax import nnx
@@ -10,7 +11,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from wanjax.kernels.autodiff import save_for_backward
-from wanjax.layers.linear import Axes, default_kernel_init, linear
+from wanjax.kernels.quantized_matmul import quantized_mlp
+from wanjax.layers.linear import Axes, are_tokens, default_kernel_init, linear
+from wanjax.layers.quantized import QuantizedLinear
+from wanjax.layers.residual import NormedTokens, Residual, compute_norm, rounds_tokens, run_fused
+from wanjax.sharding import constrain
 
 gelu = partial(jax.nn.gelu, approximate=False)
 gelu_tanh = partial(jax.nn.gelu, approximate=True)
@@ -29,15 +34,31 @@ class MLP(nnx.Module):
         param_dtype: DTypeLike,
         rngs: nnx.Rngs,
     ):
-        """Create the MLP; `features` and their logical `axes` are those of input, hidden layer and output."""
+        """Create the MLP. `features` and `axes` have the widths and the logical axes of the input, the hidden layer and
+        the output."""
         width_in, hidden, width_out = features
         self.up = linear(width_in, hidden, axes[:2], dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.down = linear(hidden, width_out, axes[1:], dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.activation = activation
 
     @jax.named_scope("mlp")
-    def __call__(self, x: Float[Array, "*B E"]) -> Float[Array, "*B _E"]:
-        return save_for_backward(self.down(self.activation(self.up(x))))
+    def __call__(
+        self, inputs: Float[Array, "*B E"] | NormedTokens, add_to: Residual | None = None
+    ) -> Float[Array, "*B _E"]:
+        """Compute the MLP, with the norm of its input and, if there are tokens `add_to`, their sum."""
+        if self.activation is gelu_tanh and rounds_tokens(self.up) and rounds_tokens(self.down):
+            return run_fused(self._quantized, inputs, add_to)
+        y = save_for_backward(self.down(self.activation(self.up(compute_norm(inputs)))))
+        return y if add_to is None else add_to.add(y)
+
+    def _quantized(self, x: Float[Array, "*B E"], **fused: Any) -> Float[Array, "*B _E"]:
+        """Compute both projections by one call, which rounds the hidden layer while it is near."""
+        up, down, gathers = self.up, self.down, are_tokens(x)
+        assert isinstance(up, QuantizedLinear)
+        assert isinstance(down, QuantizedLinear)
+        options = up.options | {"rotations": (up.rotation, down.rotation)}
+        y = quantized_mlp(x, up.operands(gathers), down.operands(gathers), **options, **fused)
+        return constrain(y, ("batch", "length", down.axis)) if gathers else y
 
 
 class GatedMLP(nnx.Module):
@@ -52,7 +73,8 @@ class GatedMLP(nnx.Module):
         inits: tuple[nnx.Initializer, nnx.Initializer] = (default_kernel_init, default_kernel_init),
         **kw,
     ):
-        """Create the MLP; `inits` initialize the kernels of `gate` and `up`, and that of `down`."""
+        """Create the MLP. The first of `inits` initializes the kernels of `gate` and `up`, and the second the kernel of
+        `down`."""
         up_init, down_init = inits
         self.gate = linear(width, hidden, ("embed", "mlp"), bias=False, kernel_init=up_init, **kw)
         self.up = linear(width, hidden, ("embed", "mlp"), bias=False, kernel_init=up_init, **kw)

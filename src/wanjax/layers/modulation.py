@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adaptive layer norm: shift, scale and gate from the timestep (Peebles and Xie, DiT, 2023), in float32.
+"""Adaptive layer norm (Peebles and Xie, DiT, 2023): shift, scale and gate are computed from the timestep, in float32.
 
-Tokens share one modulation, or there are two: the mask `second` [L] then marks the tokens with the second one, such as
-clean tokens at timestep 0, or text tokens. Both results are computed and one is selected for each token, so no array
-holds shifts, scales and gates of all tokens.
+All tokens share one modulation, or there are two modulations. Then the mask `second` [L] marks the tokens that use the
+second modulation, such as clean tokens at timestep 0, or text tokens. Both results are computed, and one of them is
+selected for each token. So no array has a shift, scale and gate for every token.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class Modulation(NamedTuple):
 
 
 def split_modulation(mod: Float32[Array, "B T 6 E"]) -> tuple[Modulation, Modulation]:
-    """Split a block's modulation into that of its self-attention and that of its MLP."""
+    """Split the modulation of a block into the modulation of its self-attention and the modulation of its MLP."""
     rows = [mod[:, :, row] for row in range(6)]
     return Modulation(*rows[:3]), Modulation(*rows[3:])
 
@@ -45,7 +45,7 @@ def modulate(
 def gated_add(
     x: Float[Array, "B L E"], y: Float[Array, "B L E"], gate: Float32[Array, "B _T E"], second: SecondMask = None
 ) -> Float[Array, "B L E"]:
-    """Return the residual sum `x + gate · y`, added in float32 and rounded once to x's dtype."""
+    """Return the residual sum `x + gate · y`. The sum is computed in float32 and rounded once to x's dtype."""
     x32, y32 = x.astype(jnp.float32), y.astype(jnp.float32)
     return _select_by_token(lambda gate: x32 + gate * y32, second, gate).astype(x.dtype)
 
@@ -53,7 +53,7 @@ def gated_add(
 def _select_by_token(
     apply: Callable[..., Array], second: SecondMask, *values: Float32[Array, "B T E"]
 ) -> Float32[Array, "B _L E"]:
-    """Apply a function to the values of the modulation of each token."""
+    """Apply a function to the modulation that each token uses."""
     if second is None:
         return apply(*values)
     first_result, second_result = (apply(*(value[:, t : t + 1] for value in values)) for t in (0, 1))

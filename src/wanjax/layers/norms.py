@@ -18,7 +18,7 @@ def expand_to_rank(vector: Float[Array, " C"], ndim: int) -> Float[Array, "... C
 
 
 class ChannelNorm(nnx.Module):
-    """Scale the channels of each pixel to a root mean square of `gamma`; for video autoencoders."""
+    """Scale the channels of each pixel to a root mean square of `gamma`. Video autoencoders use this norm."""
 
     def __init__(self, channels: int, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
         ones = nnx.initializers.ones_init()
@@ -29,7 +29,7 @@ class ChannelNorm(nnx.Module):
         return channel_norm(x, self.gamma[...], self.dtype)
 
     def silu(self, x: Float[Array, "B T H W C"]) -> Float[Array, "B T H W C"]:
-        """Apply the norm and SiLU; the result has the dtype of a convolution's operand."""
+        """Apply the norm and SiLU. The result has the dtype of a convolution's operand."""
         return normed_silu(x, self.gamma[...], operand_dtype(x, self.dtype))
 
 
@@ -43,7 +43,7 @@ class GroupNorm(nnx.Module):
     def __init__(
         self, channels: int, groups: int, eps: float, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs
     ):
-        del dtype, param_dtype  # the few weights stay in float32
+        del dtype, param_dtype  # the weights stay in float32, because they are few
         ones, zeros = nnx.initializers.ones_init(), nnx.initializers.zeros_init()
         self.scale = param(ones, (channels,), ("conv_in",), dtype=jnp.float32, rngs=rngs)
         self.bias = param(zeros, (channels,), ("conv_in",), dtype=jnp.float32, rngs=rngs)
@@ -53,7 +53,7 @@ class GroupNorm(nnx.Module):
     def __call__(self, x: Float[Array, "B T H W C"]) -> Float32[Array, "B T H W C"]:
         x32 = x.astype(jnp.float32)
         mean, square = self._mean(x32), self._mean(x32 * x32)
-        variance = jnp.maximum(square - mean * mean, 0.0)  # for equal values, rounding could make it negative
+        variance = jnp.maximum(square - mean * mean, 0.0)  # rounding could make the variance of equal values negative
         factor = jax.lax.rsqrt(variance + self.eps) * expand_to_rank(self.scale[...], x.ndim)
         return (x32 - mean) * factor + expand_to_rank(self.bias[...], x.ndim)
 
@@ -67,11 +67,11 @@ class GroupNorm(nnx.Module):
 def layer_norm(
     features: int, eps: float, *, affine: bool, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs
 ) -> nnx.LayerNorm:
-    """Create a layer norm over the last axis; it takes any float dtype and returns float32.
+    """Create a layer norm over the last axis. The norm takes any float dtype and returns float32.
 
-    One pass sums values and their squares; centred squares would need a second pass.
+    One pass sums values and their squares. Squares of centred values would need a second pass.
     """
-    del dtype, param_dtype  # the few weights stay in float32
+    del dtype, param_dtype  # the weights stay in float32, because they are few
     return nnx.LayerNorm(
         features,
         epsilon=eps,
@@ -89,8 +89,8 @@ def layer_norm(
 def rms_norm(
     features: int, eps: float, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs, axis: str = "heads"
 ) -> nnx.RMSNorm:
-    """Create a root-mean-square norm over the last axis; it takes any float dtype and returns float32."""
-    del dtype, param_dtype  # the few weights stay in float32
+    """Create a root-mean-square norm over the last axis. The norm takes any float dtype and returns float32."""
+    del dtype, param_dtype  # the weights stay in float32, because they are few
     return nnx.RMSNorm(
         features,
         epsilon=eps,

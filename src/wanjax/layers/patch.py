@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches: videos to sequences of tokens and back, and blocks of pixels to channels and back."""
+"""Convert videos to sequences of patches and back, and blocks of pixels to channels and back."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -20,8 +20,8 @@ def patchify(x: Float[Array, "B T H W C"], patch: Size, channels: int | None = N
     """Split latents into patches, one per token.
 
     Tokens are in the order T, H, W, and so are the values of a token, with the channel fastest. On several devices zero
-    tokens are appended so that every device holds the same number. Raises WanjaxError if x has another number of
-    `channels` (None: any number), or sizes that are not multiples of the patch.
+    tokens are appended so that every device holds the same number. Raises WanjaxError if x does not have `channels`
+    channels, or its sizes are not multiples of the patch. With None, any number of channels is accepted.
     """
     if channels not in (None, x.shape[-1]) or any(size % part for size, part in zip(x.shape[1:4], patch, strict=True)):
         patch_text, expected_channels = "×".join(map(str, patch)), channels or x.shape[-1]

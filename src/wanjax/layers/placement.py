@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logical axes of weights: each weight carries their names, and rules map the names to a sharding.
+"""Logical axes of weights. Each weight has names for its axes, and rules map the names to a sharding.
 
-The names are this library's own metadata. With Flax's sharding metadata, Flax would place weights at once, on whatever
-mesh is set while a module is built.
+The names are this library's own metadata. Flax's own sharding metadata is not used: with it, Flax would place weights
+already while a module is built, on the mesh that is set at that time.
 """
 
 import math
@@ -16,7 +16,15 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from wanjax.sharding import ONE_DEVICE, RULES, Partitioner, current, use
+from wanjax.sharding import (
+    ONE_DEVICE_PARTITIONER,
+    SHARDING_RULES,
+    Partitioner,
+    current_partitioner,
+    is_in_host_memory,
+    is_offloadable,
+    use_partitioner,
+)
 
 Module = TypeVar("Module", bound=nnx.Module)
 Call = TypeVar("Call", bound=Callable[..., Any])
@@ -24,7 +32,8 @@ Axes = tuple[str | None, ...]
 
 
 def with_axes(initializer: nnx.Initializer, axes: Axes) -> nnx.Initializer:
-    """Return the initializer of a weight whose axes have these logical names; without a key it returns zeros."""
+    """Return the initializer of a weight whose axes have these logical names. Without a key, the initializer returns
+    zeros."""
     return nnx.with_metadata(partial(_initialize_or_zeros, initializer), axes=axes)
 
 
@@ -40,14 +49,14 @@ def _initialize_or_zeros(initializer: nnx.Initializer, key: jax.Array | None, *s
 
 
 class _NoKeys(nnx.Rngs):
-    """A replacement for random streams without keys, because tracing keys takes long."""
+    """A replacement for random streams. The replacement gives no keys, because tracing keys takes long."""
 
     def params(self) -> None:
-        """Return no key."""
+        """Return None in place of a key."""
 
 
 def as_shapes(make: Callable[[nnx.Rngs], Module]) -> Module:
-    """Return the module that `make(rngs)` builds, as shapes and dtypes without values."""
+    """Return the module that `make(rngs)` builds, with shapes and dtypes in place of weights."""
     return nnx.eval_shape(lambda: make(_NoKeys()))
 
 
@@ -57,7 +66,7 @@ def axes_of(weight: nnx.Variable) -> Axes | None:
 
 
 def with_shardings(abstract: Module, partitioner: Partitioner) -> Module:
-    """Return an abstract module (`as_shapes`) with the sharding of each weight by its logical axes.
+    """Add shardings to an abstract module from `as_shapes`. The logical axes of a weight determine its sharding.
 
     A weight without names is replicated.
     """
@@ -66,7 +75,9 @@ def with_shardings(abstract: Module, partitioner: Partitioner) -> Module:
     def with_sharding(weight: nnx.Variable) -> nnx.Variable:
         x = weight.get_value()
         axes = axes_of(weight) or (None,) * len(x.shape)
-        return weight.replace(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=partitioner.weight(axes, x.shape)))
+        return weight.replace(
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=partitioner.weight_sharding(axes, x.shape))
+        )
 
     return nnx.merge(
         graphdef, nnx.from_flat_state([(path, with_sharding(leaf)) for path, leaf in nnx.to_flat_state(state)])
@@ -74,18 +85,20 @@ def with_shardings(abstract: Module, partitioner: Partitioner) -> Module:
 
 
 def on_weights_mesh(call: Call) -> Call:
-    """Decorate a network's forward, so that outside `sharding.use` it runs on the mesh of its weights.
+    """Decorate a network's forward, so that outside `sharding.use_partitioner` it runs on the mesh of its weights.
 
-    Kernels need to know which devices share their work. Weights are gathered on use, whatever their sharding.
+    Kernels need to know which devices share their work. Weights are gathered when they are used, for every sharding.
     """
 
     @wraps(call)
     def run(network: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-        if current() is not ONE_DEVICE:
+        if current_partitioner() is not ONE_DEVICE_PARTITIONER:
             return call(network, *args, **kwargs)
         sharding = getattr(jax.tree.leaves(nnx.state(network))[0], "sharding", None)
         mesh = getattr(sharding, "mesh", None)
-        with use(Partitioner(mesh, RULES["fsdp"]) if isinstance(mesh, Mesh) else ONE_DEVICE):
+        with use_partitioner(
+            Partitioner(mesh, SHARDING_RULES["fsdp"]) if isinstance(mesh, Mesh) else ONE_DEVICE_PARTITIONER
+        ):
             return call(network, *args, **kwargs)
 
     return run  # pyright: ignore[reportReturnType]
@@ -94,12 +107,38 @@ def on_weights_mesh(call: Call) -> Call:
 def bytes_by_device(network: nnx.Module) -> dict[Any, int]:
     """Return the bytes of a network's weights on each of this process's devices.
 
-    The network may be abstract, with shapes for weights; a weight without a sharding counts for JAX's default device.
+    The network may be abstract, with shapes in place of weights. A weight without a sharding counts for JAX's default
+    device. Weights in the host's memory count only for CPUs, which share this memory.
     """
     bytes_of: dict[Any, int] = {}
     for x in jax.tree.leaves(nnx.state(network)):
         sharding = x.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         shard_bytes = math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for device in sharding.addressable_devices:
-            bytes_of[device] = bytes_of.get(device, 0) + shard_bytes
+            if device.platform == "cpu" or not is_in_host_memory(x):
+                bytes_of[device] = bytes_of.get(device, 0) + shard_bytes
     return bytes_of
+
+
+def host_bytes(network: nnx.Module) -> int:
+    """Return the bytes of a network's weights, or shapes, that stay in the host's memory for a device."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(nnx.state(network)) if is_in_host_memory(x))
+
+
+def offloaded_bytes(network: nnx.Module, blocks: int) -> tuple[int, int]:
+    """Return the bytes of a network's weights on one device and in the host's memory, if its blocks were offloaded.
+
+    Args:
+        network: The network, or its shapes.
+        blocks: The number of blocks that are on the device at a time.
+    """
+    on_device = on_host = 0
+    for _, weight in nnx.to_flat_state(nnx.state(network)):
+        x = weight.get_value()
+        weight_bytes = x.size * x.dtype.itemsize
+        if is_offloadable(axes_of(weight) or ()):
+            on_host += weight_bytes
+            on_device += weight_bytes * min(blocks, x.shape[0]) // x.shape[0]
+        else:
+            on_device += weight_bytes
+    return on_device, on_host

@@ -26,7 +26,7 @@ class Rope:
     The first `length` tokens are real. On several devices zeros follow, as in `patchify`.
     """
 
-    cos: Any  # an array; JAX's tree functions may put other values in its place
+    cos: Any  # an array, but JAX's tree functions may put other values in this field
     sin: Any
     length: int = field(metadata={"static": True})
 
@@ -41,7 +41,8 @@ class Angles(NamedTuple):
 def angles(positions: Sequence[float] | np.ndarray, channels: int, theta: float = 10000.0) -> Angles:
     """Return the angles of `channels` channels at positions along one axis.
 
-    Angles are computed in float64: in float32 those of late positions have a larger error than bfloat16 activations.
+    Angles are computed in float64. In float32, the angles of late positions would have a larger error than bfloat16
+    activations have.
     """
     frequencies = theta ** (-np.arange(0, channels, 2, dtype=np.float64) / channels)
     angles = np.asarray(positions, np.float64)[:, None] * frequencies
@@ -72,9 +73,10 @@ def rope_3d(
 
 
 def rope_from_angles(axis_angles: Sequence[Angles], *, unrotated: int = 0) -> Rope:
-    """Return the tables for tokens in the order T, H, W from the angles along each, followed by `unrotated` tokens.
+    """Compute the tables for tokens in the order T, H, W from the angles along each axis. The tables end with
+    `unrotated` tokens.
 
-    So a program has only the angles as constants or arguments, and not the tables.
+    A program that calls this function has only the angles as constants or arguments, not the larger tables.
     """
     grid = tuple(len(angles.cos) for angles in axis_angles)
 
@@ -105,7 +107,7 @@ def norm_and_rope(x: Float[Array, "B L E"], norm: nnx.RMSNorm, rope: Rope) -> Fl
 
 @jax.named_scope("rope")
 def head_norm_and_rope(x: Float[Array, "B L E"], norm: nnx.LayerNorm, rope: Rope) -> Float[Array, "B L E"]:
-    """Normalise each head of x by itself, then rotate as `norm_and_rope` does. The norm has the channels of a head."""
+    """Normalise each head of x separately, then rotate as `norm_and_rope` does. The norm has the channels of a head."""
     assert norm.scale is not None
     assert norm.bias is not None
     return head_normed_rotary(x, norm.scale[...], norm.bias[...], rope.cos, rope.sin, eps=norm.epsilon)
@@ -113,7 +115,7 @@ def head_norm_and_rope(x: Float[Array, "B L E"], norm: nnx.LayerNorm, rope: Rope
 
 @jax.named_scope("rope")
 def apply_rotary(x: Float[Array, "B L N D"], rope: Rope | Angles) -> Float[Array, "B L N D"]:
-    """Rotate heads as `norm_and_rope` does; float32 inside."""
+    """Rotate heads as `norm_and_rope` does. The computation is in float32."""
     return rotary_heads.apply_rotary(x.astype(jnp.float32), jnp.asarray(rope.cos), jnp.asarray(rope.sin)).astype(
         x.dtype
     )

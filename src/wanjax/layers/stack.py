@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stacks: equal transformer blocks as one module, which is scanned over the leading axis of its weights."""
+"""Stacks of equal transformer blocks. A stack is one module, and a scan runs over the leading axis of its weights.
+
+The weights of a stack may be in the host's memory. Each block is then copied to the device while the blocks before it
+compute, so that the device holds few of them at a time (`Partitioner.blocks`).
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,17 +15,19 @@ import jax.numpy as jnp
 from flax import nnx
 
 from wanjax.kernels.autodiff import remat
+from wanjax.layers.offload import DEFAULT_BLOCKS
 from wanjax.layers.placement import axes_of
-from wanjax.sharding import constrain
+from wanjax.sharding import constrain, current_partitioner
 
 Module = TypeVar("Module", bound=nnx.Module)
 Blocks = TypeVar("Blocks")  # a stacked module, or a tree of stacked modules and arrays
 Carry = TypeVar("Carry")  # an array, or a tuple of arrays
 Result = TypeVar("Result")
+Weights = TypeVar("Weights")  # a tree of arrays
 
 TOKENS = ("batch", "length", "embed")
 
-checkpointed = partial(remat, prevent_cse=False)  # a scan leaves nothing for CSE to undo
+checkpointed = partial(remat, prevent_cse=False)  # in a scan, XLA's CSE cannot undo the rematerialization
 
 
 def stack(make_block: Callable[[nnx.Rngs], Module], layers: int, rngs: nnx.Rngs) -> Module:
@@ -42,7 +48,18 @@ def stack(make_block: Callable[[nnx.Rngs], Module], layers: int, rngs: nnx.Rngs)
 def block_at(blocks: Blocks, index: int | slice) -> Blocks:
     """Return the block at an index of stacked blocks, or the stack at a slice."""
     graphdef, weights = nnx.split(blocks)
-    return nnx.merge(graphdef, jax.tree.map(lambda w: w[index], weights))
+    weights = jax.tree.map(lambda w: w[index], weights)
+    return nnx.merge(graphdef, weights if isinstance(index, slice) else to_device(weights))
+
+
+def is_on_host(x: Any) -> bool:
+    """Return whether an array, which may be traced, is in the host's memory."""
+    return jax.typeof(x).memory_space == jax.memory.Space.Host
+
+
+def to_device(tree: Weights) -> Weights:
+    """Copy the arrays of a tree that are in the host's memory to the device."""
+    return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x, tree)
 
 
 def group_blocks(blocks: Blocks, groups: int) -> Blocks:
@@ -56,15 +73,16 @@ def scan_blocks(
 ) -> Carry:
     """Run `x = apply(block, x, *entries)` over stacked blocks; x is [B L E].
 
-    The backward pass computes each block again from its input, except the results of attention and of MLPs. That takes
-    less memory than saving all activations, and on CPUs less time.
+    The backward pass computes each block again from its input, except the results of attention and of MLPs. Computing
+    blocks again takes less memory than saving all activations, and on CPUs less time. Blocks in the host's memory have
+    no backward pass.
 
     Args:
         blocks: Stacked blocks, or a tuple of stacks of equal length.
         apply: Called for each block with the block, x and its entries of `per_block`.
         x: The tokens, or a tuple of arrays.
         per_block: Trees of arrays with a leading axis as long as the stack.
-        part: The blocks to run; None: all. A part is run without a copy of its weights.
+        part: The blocks to run; None runs all blocks. Running a part does not copy its weights.
     """
     graphdef, weights = nnx.split(blocks)
     stacked = weights, per_block
@@ -76,21 +94,66 @@ def scan_blocks(
         return constrain_tokens(apply(nnx.merge(graphdef, block_weights), x, *entries)), None
 
     def run_at(x: Carry, index: jax.Array) -> tuple[Carry, None]:
-        return run(x, jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, index, keepdims=False), stacked))
+        return run(x, entries_at(stacked, index))
 
-    if part == all_blocks:
+    on_host = any(map(is_on_host, jax.tree.leaves(weights)))
+    if part == all_blocks and not on_host:
         return jax.lax.scan(checkpointed(run), constrain_tokens(x), stacked)[0]
     if len(part) == 1:
         return constrain_tokens(
             apply(block_at(blocks, part.start), constrain_tokens(x), *block_at(per_block, part.start))
         )
+    if on_host:
+        return _scan_from_host(run, constrain_tokens(x), weights, per_block, part)
     return jax.lax.scan(checkpointed(run_at), constrain_tokens(x), jnp.arange(part.start, part.stop))[0]
+
+
+def entries_at(stacked: Weights, index: int | jax.Array) -> Weights:
+    """Return the entries of stacked arrays at an index, which may be traced."""
+    return jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, index, keepdims=False), stacked)
+
+
+def _scan_from_host(
+    run: Callable[[Carry, tuple[Any, tuple]], tuple[Carry, Any]], x: Carry, weights: Any, per_block: tuple, part: range
+) -> Carry:
+    """Scan over blocks in the host's memory, and copy the blocks ahead to the device while one computes.
+
+    An iteration runs as many blocks as the device holds, so that each copy goes to the memory of the block that has
+    just computed. With one block in an iteration, the copy to its memory could not start before it has computed.
+
+    Args:
+        run: Runs a block; it is called with x, and the weights and the entries of the block.
+        x: The tokens.
+        weights: The stacked weights, some of them in the host's memory.
+        per_block: As in `scan_blocks`.
+        part: The blocks to run.
+    """
+    blocks = min(current_partitioner().num_device_blocks or DEFAULT_BLOCKS, len(part))
+
+    def fetch(index: Any) -> Any:
+        return to_device(entries_at(weights, index))
+
+    def run_blocks(count: int, x: Carry, coming: Sequence[Any], start: Any) -> tuple[Carry, Sequence[Any]]:
+        for index in (start + i for i in range(count)):
+            now, *coming = (*coming, fetch(jnp.minimum(index + blocks - 1, part.stop - 1)))
+            x, _ = run(x, (now, entries_at(per_block, index)))
+        return x, coming
+
+    def step(carry: tuple[Carry, tuple], start: jax.Array) -> tuple[tuple[Carry, tuple], None]:
+        x, coming = run_blocks(blocks, *carry, start)
+        return (x, tuple(coming)), None
+
+    coming = tuple(fetch(part.start + i) for i in range(blocks - 1))
+    rest = len(part) % blocks
+    starts = jnp.arange(part.start, part.stop - rest, blocks)
+    x, coming = jax.lax.scan(step, (x, coming), starts)[0]
+    return run_blocks(rest, x, coming, part.stop - rest)[0]
 
 
 def scan_with_results(
     blocks: Any, apply: Callable[..., tuple[Carry, Result]], x: Carry, *per_block: Any
 ) -> tuple[Carry, Result]:
-    """Run `x, result = apply(block, x, *entries)` over stacked blocks; return x and all results, stacked.
+    """Run `x, result = apply(block, x, *entries)` over stacked blocks. Return x and the stacked results.
 
     The arguments are those of `scan_blocks`. Blocks are not rematerialized in a backward pass.
     """
@@ -98,21 +161,22 @@ def scan_with_results(
 
     def step(x: Carry, layer: tuple[Any, tuple]) -> tuple[Carry, Result]:
         block_weights, entries = layer
-        x, result = apply(nnx.merge(graphdef, block_weights), x, *entries)
+        x, result = apply(nnx.merge(graphdef, to_device(block_weights)), x, *entries)
         return constrain_tokens(x), result
 
     return jax.lax.scan(step, constrain_tokens(x), (weights, per_block))
 
 
 def constrain_tokens(x: Carry) -> Carry:
-    """Shard tokens [B L E], or a tree of them, as they are between blocks."""
+    """Shard tokens [B L E], or a tree of tokens, in the way in which they are sharded between blocks."""
     return jax.tree.map(lambda tokens: constrain(tokens, TOKENS), x)
 
 
 class BlockCache:
     """A hook into the blocks of a forward pass, for step caches. This base class caches nothing.
 
-    `previous` are the values that the step before cached, and `cached` those of this step. A model runs its blocks as
+    `previous` has the values that the previous step cached, and `cached` the values of this step. A model runs its
+    blocks as
 
         for part in cache.parts(layers):
             x = scan_blocks(blocks, apply, cache.before(part, x), part=part)
@@ -145,4 +209,4 @@ EVERY_BLOCK = BlockCache()
 def map_blocks(blocks: Module, apply: Callable[[Module], Result]) -> Result:
     """Return `apply(block)` of each stacked block, stacked along a leading axis."""
     graphdef, weights = nnx.split(blocks)
-    return jax.lax.map(lambda block_weights: apply(nnx.merge(graphdef, block_weights)), weights)
+    return jax.lax.map(lambda block_weights: apply(nnx.merge(graphdef, to_device(block_weights))), weights)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiling: large frames pass through a network in overlapping tiles, whose overlaps are cross-faded."""
+"""Tiling: a network processes large frames in overlapping tiles. The overlaps are cross-faded."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,16 +9,17 @@ from jaxtyping import Array, Float
 
 from wanjax.errors import WanjaxError, repr_short
 
-Frames = Float[Array, "B _T _H _W _C"]  # inputs and outputs differ in size
-Pixels = int | tuple[int, int]  # one number for height and width, or one for each
+Frames = Float[Array, "B _T _H _W _C"]  # the input or the output, which may differ in size
+Pixels = int | tuple[int, int]  # one number for both height and width, or a pair of numbers
 
 
 class Tiling(NamedTuple):
-    """Overlapping tiles in which an autoencoder processes large frames. None is the model's own number.
+    """The overlapping tiles in which an autoencoder processes large frames. None stands for the model's own number.
 
     Attributes:
         size: Pixels of a tile: one number for height and width, or (height, width).
-        stride: Pixels from the start of a tile to the start of the next, likewise; at most the size.
+        stride: Pixels from the start of a tile to the start of the next one, in the same form as `size`. The stride is
+            at most the size.
     """
 
     size: Pixels | None = None
@@ -45,7 +46,7 @@ class Tiling(NamedTuple):
         return full
 
     def pairs(self) -> tuple[tuple[int, ...], ...]:
-        """Return the size and the stride, each as (height, width); neither may be None."""
+        """Return the size and the stride, each as (height, width). Size and stride must be set."""
         return tuple(side if isinstance(side, tuple) else (side, side) for side in self if side is not None)
 
     def cells(self, cell_pixels: int) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -60,7 +61,8 @@ class Tiling(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The position and size of a tile in cells; tiles at the right and lower edge may be smaller than the others."""
+    """The position and size of a tile in cells. Tiles at the right and lower edges may be smaller than the other
+    tiles."""
 
     top: int
     left: int
@@ -69,9 +71,10 @@ class Tile(NamedTuple):
 
 
 def split_into_tiles(height: int, width: int, tiling: Tiling | None, cell_pixels: int) -> list[list[Tile]]:
-    """Split frames of height × width cells into rows of tiles; a cell has `cell_pixels` pixels along a side.
+    """Split frames of height × width cells into rows of tiles. A cell has `cell_pixels` pixels along a side.
 
-    Frames that fit in one tile stay one tile, as do all frames if `tiling` is None. `tiling` must be `completed`.
+    If frames fit in one tile, or `tiling` is None, there is a single tile. The numbers of `tiling` must be complete, as
+    `completed` returns them.
     """
     single_tile = [[Tile(0, 0, height, width)]]
     if tiling is None:
@@ -89,10 +92,10 @@ def split_into_tiles(height: int, width: int, tiling: Tiling | None, cell_pixels
 
 
 def blend_tiles(rows: Sequence[Sequence[Frames]], tiling: Tiling | None, cell_pixels: int) -> Frames:
-    """Join rows of decoded or encoded tiles into full frames; a cell has `cell_pixels` pixels along a side.
+    """Join rows of decoded or encoded tiles into full frames. A cell has `cell_pixels` pixels along a side.
 
-    As in the reference implementations, a tile is blended with its upper and then its left neighbour, which are already
-    blended, and is then cropped to its stride.
+    As in the reference implementations, a tile is blended with its upper neighbour and then with its left neighbour.
+    Both neighbours are already blended. Then the tile is cropped to its stride.
     """
     if len(rows) == len(rows[0]) == 1 or tiling is None:
         return rows[0][0]
@@ -112,7 +115,7 @@ def blend_tiles(rows: Sequence[Sequence[Frames]], tiling: Tiling | None, cell_pi
 
 
 def _cross_fade(neighbour: Frames, tile: Frames, overlap: int, axis: int) -> Frames:
-    """Blend the first cells of `tile` along `axis` with the last cells of its `neighbour`; return the whole tile."""
+    """Blend the first cells of `tile` along `axis` with the last cells of its `neighbour`. Return the whole tile."""
     overlap = min(neighbour.shape[axis], tile.shape[axis], overlap)
     shape = [1] * tile.ndim
     shape[axis] = overlap

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vision transformers: the config and the pre-norm block that the vision towers of CLIP and SigLIP share.
+"""The parts of vision transformers that the vision towers of CLIP and SigLIP share: the config and the pre-norm block.
 
 The architecture is that of Dosovitskiy et al. 2020, arXiv:2010.11929.
 """
@@ -20,7 +20,7 @@ from wanjax.layers.norms import layer_norm
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """Config of a vision tower; `layers` counts the blocks that run."""
+    """Config of a vision tower. `layers` is the number of blocks that run."""
 
     layers: int
     heads: int

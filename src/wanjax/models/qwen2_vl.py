@@ -25,12 +25,13 @@ from wanjax.layers.norms import rms_norm
 from wanjax.layers.rope import Angles, angles, apply_rotary
 from wanjax.layers.stack import scan_blocks, stack
 
-CAUSAL = (None, 0)  # the attention window: all earlier keys, no later ones
+CAUSAL = (None, 0)  # the attention window: all earlier keys and no later keys
 
 
 @dataclass(frozen=True)
 class Qwen2VLConfig:
-    """Sizes of the language model. `layers` is the number of blocks that run, without the last ones."""
+    """Sizes of the language model. `layers` is the number of blocks that run. The last blocks of the published model
+    are left out."""
 
     vocab_size: int
     width: int
@@ -74,7 +75,7 @@ class SelfAttention(nnx.Module):
 
 
 class Qwen2VLBlock(nnx.Module):
-    """Self-attention and a gated MLP, each after a norm and added to a float32 residual."""
+    """Self-attention and a gated MLP. Each follows a norm, and its result is added to a float32 residual."""
 
     def __init__(self, config: Qwen2VLConfig, **kw):
         self.norm1 = rms_norm(config.width, config.eps, axis="embed", **kw)
@@ -91,8 +92,8 @@ class Qwen2VLBlock(nnx.Module):
 class Qwen2VLEncoder(nnx.Module):
     """Encode tokens [B S], padded at their end, as features [B S E].
 
-    No key mask is needed: causal attention sees no later tokens, so padding affects only the features of padding, which
-    are finite and meaningless.
+    No key mask is needed. Causal attention sees no later tokens, so padding affects only the features of padding. These
+    features are finite but meaningless.
     """
 
     def __init__(self, config: Qwen2VLConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
@@ -105,6 +106,7 @@ class Qwen2VLEncoder(nnx.Module):
     def __call__(self, tokens: Int[Array, "B S"]) -> Float[Array, "B S E"]:
         """Compute features in the compute dtype."""
         angles = text_angles(tokens.shape[1], self.config)
-        x = self.embed(tokens).astype(jnp.float32)  # a few channels are too large for lower precision
+        # A few channels have numbers that are too large for a lower precision
+        x = self.embed(tokens).astype(jnp.float32)
         x = scan_blocks(self.blocks, lambda block, x: block(x, angles), x)
         return x.astype(self.dtype)

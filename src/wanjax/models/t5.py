@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The encoder of T5 v1.1 and UMT5, which encodes prompts for a video model.
 
-Pre-norm blocks of self-attention and a gated MLP, without biases. Positions enter only as a learned bias on the
-attention logits, by the bucketed distance from query to key. The logits are not scaled; the initialisers compensate for
-that. Follows Raffel et al. 2020 (arXiv:1910.10683), Shazeer 2020 (arXiv:2002.05202) for the gated MLP, and Chung et al.
-2023 (arXiv:2304.09151) for UMT5, where every layer has its own table of position biases.
+The encoder has pre-norm blocks of self-attention and a gated MLP, without biases. Positions enter only by a learned
+bias on the attention logits. The bias depends on the bucket of the distance from query to key. The logits are not
+scaled; the initialisers compensate for this. Follows Raffel et al. 2020 (arXiv:1910.10683), Shazeer 2020
+(arXiv:2002.05202) for the gated MLP, and Chung et al. 2023 (arXiv:2304.09151) for UMT5, where every layer has its own
+table of position biases.
 """
 
 import math
@@ -59,7 +60,7 @@ UMT5_XXL = T5Config(
 )
 T5_XXL = replace(UMT5_XXL, vocab_size=32128, shared_bias=True)
 GLYPH_BYT5 = T5Config(
-    vocab_size=1510,  # bytes, and names of colours and fonts
+    vocab_size=1510,  # vocabulary sizes: bytes, and names of colours and fonts
     width=1472,
     heads=6,
     head_dim=64,
@@ -75,8 +76,8 @@ GLYPH_BYT5 = T5Config(
 def distance_buckets(distance: Int[np.ndarray, "..."], buckets: int, max_distance: int) -> Int[np.ndarray, "..."]:
     """Return the bucket of each distance, which is the key's position minus the query's.
 
-    Half of the buckets are for keys after the query. In each half, the first buckets hold one distance each; the others
-    grow geometrically up to `max_distance`, and the last one holds all larger distances.
+    Half of the buckets are for keys after the query. In each half, each of the first buckets has one distance. The next
+    buckets grow geometrically up to `max_distance`, and the last bucket has all larger distances.
     """
     half = buckets // 2
     exact = half // 2
@@ -126,7 +127,7 @@ class SelfAttention(nnx.Module):
 
 
 class T5Block(nnx.Module):
-    """Self-attention and a gated MLP, each after a norm and added to a float32 residual."""
+    """Self-attention and a gated MLP. Each follows a norm, and its result is added to a float32 residual."""
 
     def __init__(self, config: T5Config, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
         dtypes = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
@@ -164,12 +165,11 @@ class T5Encoder(nnx.Module):
     def __call__(
         self, tokens: Int[Array, "B S"], mask: Bool[Array, "B S"] | Int[Array, "B S"] | None = None
     ) -> Float[Array, "B S E"]:
-        """Compute features in the compute dtype. `mask` is True for real tokens; no token attends to the others.
-
-        Features at masked positions are meaningless.
+        """Compute features in the compute dtype. `mask` is True for real tokens. Tokens attend only to real tokens. The
+        features of other tokens are meaningless.
         """
         mask = None if mask is None else mask.astype(bool)
         bias = None if self.position_bias is None else self.position_bias(tokens.shape[1])
-        x = self.embed(tokens).astype(jnp.float32)  # the residual is too large for lower precision
+        x = self.embed(tokens).astype(jnp.float32)  # the residual has numbers that are too large for a lower precision
         x = scan_blocks(self.blocks, lambda block, x: block(x, mask, bias), x)
         return self.norm(x).astype(self.dtype)

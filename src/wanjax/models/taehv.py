@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small, fast decoder of latents: TAEHV by Ollin Boer Bohan (2025), taehv.py of madebyollin/taehv.
 
-Its latents are those of the denoiser, without rescaling. The reference increases the number of frames at two of its
-levels. Previews decode one picture per latent frame: the last of the frames that the reference decodes. The reference
-has options for that, and for skipping the upsampling of later levels.
+The decoder takes the latents of the denoiser, without rescaling. The reference increases the number of frames at two of
+its levels. Previews decode one picture per latent frame: the last one of the frames that the reference decodes. The
+reference also has an option for this, and an option to skip the upsampling of later levels.
 """
 
 from itertools import pairwise
@@ -30,7 +30,7 @@ class TinyDecoderConfig(NamedTuple):
 
     Attributes:
         latent_channels: Channels of the latents.
-        channels: Input channels of each level, then output channels of the last.
+        channels: Input channels of each level, then output channels of the last level.
         patch: Pixels along the side of a cell.
         frame_factors: The number of frames that each level outputs per input frame.
     """
@@ -66,7 +66,8 @@ class MemoryBlock(nnx.Module):
         self.convs = nnx.List([conv(2 * channels, channels, **kw), *(conv(channels, channels, **kw) for _ in range(2))])
 
     def __call__(self, x: Frames, last: Frames | None) -> tuple[Frames, Frames]:
-        """`last` is the last input frame of the previous chunk; None is zeros. Also return the last frame of x."""
+        """Apply the block, and also return the last frame of x. `last` is the last input frame of the previous chunk;
+        None stands for zeros."""
         previous = jnp.concatenate([jnp.zeros_like(x[:, :1]) if last is None else last, x[:, :-1]], axis=1)
         y = jnp.concatenate([x, previous], axis=-1)
         for layer in self.convs[:-1]:
@@ -83,7 +84,8 @@ class Level(nnx.Module):
         self.out = conv(channels_in, channels_out, bias=False, **kw)
 
     def __call__(self, x: Frames, upsamples: bool, memory: tuple[Any, ...]) -> tuple[Frames, tuple[Any, ...]]:
-        """`memory` has the last input frame of each block; `upsamples` doubles the size. Return the next memory too."""
+        """Apply the level, and also return its new memory. `memory` has the last input frame of each block. `upsamples`
+        doubles height and width."""
         new_memory = []
         for block, last in zip(self.blocks, memory, strict=True):
             x, last = block(x, last)
@@ -110,21 +112,20 @@ class TinyDecoder(nnx.Module):
         self.conv_out = conv(channels[-1], 3 * config.patch**2, **kw)
 
     def __call__(self, latents: Frames, num_upsamplings: int) -> Float[Array, "B _T _H _W 3"]:
-        """Decode to pictures in [0, 1]; the first `num_upsamplings` levels double height and width."""
+        """Decode to pictures in [0, 1]. The first `num_upsamplings` levels double height and width."""
         x, _ = self._cells(latents, num_upsamplings, None)
         return jnp.clip(_cells_to_pixels(x, self.config.patch), 0, 1)
 
     def decode_cells(self, latents: Frames, cache: Any) -> tuple[Frames, Any]:
-        """Decode latent frames to cells of pixels in about [-1, 1]; `cache` is None for the first chunk of a video.
-
-        Of the frames decoded from the first latent frame, only the last belongs to the video.
+        """Decode latent frames to cells of pixels in about [-1, 1]. `cache` is None for the first chunk of a video. The
+        first latent frame is decoded to several frames, of which only the last one belongs to the video.
         """
         x, memory = self._cells(latents.astype(jnp.float32), len(self.levels), cache)
         x = space_to_depth(_cells_to_pixels(x, self.config.patch), self.config.patch)
         return 2 * (x if cache is not None else x[:, self.config.temporal_factor - 1 :]) - 1, memory
 
     def _cells(self, latents: Frames, num_upsamplings: int, memory: Any) -> tuple[Frames, Any]:
-        """Decode to the colours of cells; also return the memory of the blocks for the next frames."""
+        """Decode to the colours of cells. Also return the memory of the blocks for the next frames."""
         memory = memory or ((None,) * BLOCKS_PER_LEVEL,) * len(self.levels)
         x, new_memory = nnx.relu(self.conv_in(3 * jnp.tanh(latents / 3))), []
         for index, level in enumerate(self.levels):

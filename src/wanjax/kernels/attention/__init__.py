@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention: one function with several implementations."""
+"""Attention as one function with several implementations."""
 
 from wanjax.kernels.attention.api import (
-    Choice,
+    ImplementationChoice,
     attention,
     attention_to_cache,
     choose,
@@ -18,7 +18,7 @@ __all__ = [
     "AUTO",
     "IMPLEMENTATIONS",
     "AttentionConfig",
-    "Choice",
+    "ImplementationChoice",
     "Pair",
     "Projection",
     "Radial",

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from wanjax.errors import UnsupportedError, WanjaxError
-from wanjax.figures import quantity
+from wanjax.figures import pluralize
 from wanjax.kernels.admitted import is_admitted
 from wanjax.kernels.attention import (
     joint,
@@ -27,30 +27,30 @@ from wanjax.kernels.attention.masks import Window, length_mask
 from wanjax.kernels.attention.radial import Radial
 from wanjax.kernels.attention.sparse_linear import Projection, SparseLinear
 from wanjax.kernels.target import target
-from wanjax.sharding import current
+from wanjax.sharding import current_partitioner
 
-DTYPES = ("float32", "bfloat16", "float16")
+SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 
 
-class Choice(NamedTuple):
+class ImplementationChoice(NamedTuple):
     """An implementation, and the reason for choosing it."""
 
     name: str
     reason: str
 
 
-# By platform, if none is named: the first that supports the call.
-FALLBACK = (Choice("chunked", "its memory does not grow with the number of scores"),)
-PREFERRED: dict[str, tuple[Choice, ...]] = {
-    "gpu": (Choice("cudnn", "it is NVIDIA's own"), *FALLBACK),
+# For each platform: if the user names no implementation, the first one that supports the call is used.
+FALLBACK_CHOICES = (ImplementationChoice("chunked", "its memory does not grow with queries times keys"),)
+PREFERRED_CHOICES: dict[str, tuple[ImplementationChoice, ...]] = {
+    "gpu": (ImplementationChoice("cudnn", "it is NVIDIA's own implementation"), *FALLBACK_CHOICES),
     "tpu": (
-        Choice("flash_tpu", "by the compiler's schedules it is the fastest"),
-        Choice("splash", "it is JAX's own"),
-        *FALLBACK,
+        ImplementationChoice("flash_tpu", "it is the fastest by the compiler's estimates"),
+        ImplementationChoice("splash", "it is JAX's own implementation"),
+        *FALLBACK_CHOICES,
     ),
 }
 
-SPARSE_LINEAR = {
+SPARSE_LINEAR_IMPLEMENTATIONS = {
     "reference": sparse_linear.attention,
     "chunked": sparse_linear_chunked.attention,
     "tpu": sparse_linear_tpu.attention,
@@ -73,40 +73,43 @@ def attention(
 ) -> Float[Array, "B L N D"]:
     """Return softmax(scale · q kᵀ + bias) v in the dtype of the operands; softmax and sums are in float32.
 
-    Within `sharding.use` all devices compute together.
+    Within `sharding.use_partitioner` all devices compute together.
 
     Args:
         q: Queries.
-        k: Keys. They may have fewer heads than q: each is then shared by N / K consecutive heads of q.
+        k: Keys. k may have fewer heads than q. Then N / K consecutive heads of q share a head of k.
         v: Values, one for each key.
-        keys: The number of valid keys, the first ones; None: all.
+        keys: The number of valid keys. The valid keys come first. None means that all keys are valid.
         key_mask: True for valid keys. A query without a valid key gives zeros.
-        window: The numbers of keys before and after its position that a query attends to, (left, right). One number
-            sets both; None is no bound. Or a `Radial` mask.
+        window: (left, right): a query attends to at most this many keys before and after its own position. One number
+            sets both sides; None in place of a number means no bound. A `Radial` mask is also possible.
         scale: The factor of the logits, 1 / √D by default.
         bias: Added to the logits; float32, broadcasts to [B N L S].
-        implementation: An `AttentionConfig`, or the text of one; its tiles and window apply if the call has none. A
-            named implementation never falls back. None chooses by platform and shape; `choose` returns the choice.
-        config: The configuration of the implementation, of its own type.
+        implementation: An `AttentionConfig`, or its text. The tiles and the window in it apply if the call has no
+            `config` and no `window`. If the config names an implementation, no other implementation is used in its
+            place. None chooses an implementation by platform and shape; `choose` returns this choice.
+        config: The configuration of the implementation. Each implementation has its own type.
 
     Raises:
         WanjaxError: Operands do not fit each other.
         UnsupportedError: The implementation does not support the call.
     """
     attn = _parse_dense(implementation)
-    options = _options(attn, q, k, v, key_mask, window, scale, bias, config)
+    options = _checked_options(attn, q, k, v, key_mask, window, scale, bias, config)
     mask, window, bias = (options.pop(name) for name in ("key_mask", "window", "bias"))
     keys = k.shape[1] if keys is None else keys
     if not 1 <= keys <= k.shape[1]:
-        raise WanjaxError(f"keys must be from 1 to {k.shape[1]} for {quantity(k.shape[1], 'key')}, got {keys}")
+        raise WanjaxError(f"keys must be from 1 to {k.shape[1]} for {pluralize(k.shape[1], 'key')}, got {keys}")
     if keys < k.shape[1] and bias is not None and bias.shape[3] > 1:
         bias = bias[..., :keys]
-    on_one_device = (_on_one_device, _add_keys_on_one_device, _gradient_on_one_device)
-    kernels = sharded.Kernels(*(partial(function, name=attn.implementation, **options) for function in on_one_device))
+    on_one_device = (_attend_on_one_device, _add_keys_on_one_device, _gradient_on_one_device)
+    kernels = sharded.AttentionKernels(
+        *(partial(function, name=attn.implementation, **options) for function in on_one_device)
+    )
     masks = {"keys": keys, "key_mask": mask, "window": window, "bias": bias}
-    if current().single_device:
+    if current_partitioner().is_single_device:
         return kernels.full(q, k, v, **masks)
-    return sharded.attention(kernels, current(), q, k, v, **masks)
+    return sharded.attention(kernels, current_partitioner(), q, k, v, **masks)
 
 
 @jax.named_scope("attention")
@@ -120,17 +123,18 @@ def attention_to_cache(
     length: int,
     implementation: str | AttentionConfig | None = None,
 ) -> tuple[Float[Array, "B L N D"], KVCache]:
-    """Compute the attention of a chunk of tokens to itself and to a cache; also return the chunk's keys and values.
+    """Compute the attention of a chunk of tokens to itself and to a cache. Also return the chunk's keys and values.
 
-    The first `length` tokens of the chunk are real. `kv_cache.insert` puts the returned keys and values into the cache.
+    The first `length` tokens of the chunk are real. `kv_cache.insert_chunk` puts the returned keys and values
+    into the cache.
     The other keywords and the errors are those of `attention`; a window or radial attention is not supported.
     """
     attn = AttentionConfig.of(implementation)
     if not attn.is_dense:
         raise UnsupportedError("attention to cached keys has no window and no sparse mask: use auto, or a name alone")
-    options = _options(attn, q, k, v)
+    options = _checked_options(attn, q, k, v)
     return kv_cache.attention(
-        partial(_on_one_device, name=attn.implementation, **options), q, k, v, cache, slot, length
+        partial(_attend_on_one_device, name=attn.implementation, **options), q, k, v, cache, slot, length
     )
 
 
@@ -145,14 +149,16 @@ def joint_attention(
     window: Any = None,
     implementation: str | AttentionConfig | None,
 ) -> Pair:
-    """Compute the attention of a video and its text to the first `length` and `text_lengths` tokens of the two.
+    """Compute the joint attention of a video and its text. Valid are the first `length` tokens of the video and the
+    first `text_lengths` tokens of the text.
 
-    `window` applies to the sequence of the video and then the text. For the other keywords and errors see `attention`.
+    `window` applies to the sequence in which the text follows the video. The other keywords and the errors are those of
+    `attention`.
     """
     attn = _parse_dense(implementation)
-    options = _options(attn, q.video, k.video, v.video, window=window)
+    options = _checked_options(attn, q.video, k.video, v.video, window=window)
     window = options.pop("window")
-    kernel = partial(_on_one_device, name=attn.implementation, **options)
+    kernel = partial(_attend_on_one_device, name=attn.implementation, **options)
     return joint.attention(kernel, q, k, v, length=length, text_lengths=text_lengths, window=window)
 
 
@@ -170,7 +176,8 @@ def sparse_linear_attention(
 ) -> Float[Array, "B L N D"]:
     """Return sparse-linear self-attention of the first `keys` tokens, in the dtype of the operands.
 
-    The module `sparse_linear` defines it. Within `sharding.use` the heads are sharded over all devices.
+    The module `sparse_linear` has the definition. Within `sharding.use_partitioner` the heads are sharded over all
+    devices.
 
     Args:
         q: Queries.
@@ -178,8 +185,10 @@ def sparse_linear_attention(
         v: Values.
         projection: Weights of the linear part's projection.
         sparse: The fraction of blocks to keep, and their sizes.
-        keys: The number of valid tokens, the first ones; None: all. Other tokens give zeros.
-        implementation: A name in `SPARSE_LINEAR`; None is `tpu` if that supports the call, else `chunked`.
+        keys: The number of valid tokens. The valid tokens come first; None means all. The results of other tokens are
+            zeros.
+        implementation: A name in `SPARSE_LINEAR_IMPLEMENTATIONS`. None chooses `tpu` if it supports the call, else
+            `chunked`.
         config: The configuration of `tpu`.
 
     Raises:
@@ -188,37 +197,40 @@ def sparse_linear_attention(
     """
     if q.shape != k.shape:
         raise WanjaxError(f"sparse-linear attention of {list(q.shape)} to {list(k.shape)}: give equal shapes")
-    _options(AttentionConfig(), q, k, v)
+    _checked_options(AttentionConfig(), q, k, v)
     head_dim, keys = q.shape[3], q.shape[1] if keys is None else keys
     if projection.kernel.shape != (head_dim, head_dim) or projection.bias.shape != (head_dim,):
         raise WanjaxError(
             f"a projection {list(projection.kernel.shape)} of heads of {head_dim}: give [{head_dim}, {head_dim}]"
         )
     if not 1 <= keys <= q.shape[1]:
-        raise WanjaxError(f"{keys} of {quantity(q.shape[1], 'token')} cannot take part: 1 to {q.shape[1]} can")
+        raise WanjaxError(f"{keys} of {pluralize(q.shape[1], 'token')} cannot take part: 1 to {q.shape[1]} can")
     reason = sparse_linear_tpu.unsupported(q, sparse, keys, config)
     if implementation == "tpu" and reason is not None:
         raise UnsupportedError(reason)
     is_tpu_admitted = is_admitted("sparse_linear_tpu")
     name = implementation or ("tpu" if reason is None and is_tpu_admitted else "chunked")
-    if name not in SPARSE_LINEAR:
-        raise WanjaxError(f"no sparse-linear attention is named {name!r}: there are {', '.join(SPARSE_LINEAR)}")
+    if name not in SPARSE_LINEAR_IMPLEMENTATIONS:
+        raise WanjaxError(
+            f"no sparse-linear attention is named {name!r}: there are {', '.join(SPARSE_LINEAR_IMPLEMENTATIONS)}"
+        )
     if implementation not in (None, "tpu") and config is not None:
-        raise UnsupportedError(f"the {name} sparse-linear attention has no config: that of tpu can be chosen")
+        raise UnsupportedError(f"the {name} sparse-linear attention has no config: only tpu has one")
     options = {"sparse": sparse, "keys": keys} | ({"config": config} if name == "tpu" else {})
-    kernel = partial(SPARSE_LINEAR[name], **options)
-    return sharded.attention_by_heads(kernel, current(), q, k, v, projection)
+    kernel = partial(SPARSE_LINEAR_IMPLEMENTATIONS[name], **options)
+    return sharded.attention_by_heads(kernel, current_partitioner(), q, k, v, projection)
 
 
 def _parse_dense(implementation: str | AttentionConfig | None) -> AttentionConfig:
-    """Parse a config; raise UnsupportedError for sparse-linear attention, which needs weights."""
+    """Parse a config. Raises UnsupportedError for sparse-linear attention, because this function has no weights for
+    it."""
     attn = AttentionConfig.of(implementation)
     if attn.sparse:
         raise UnsupportedError("sparse-linear attention has weights: call `sparse_linear_attention`")
     return attn
 
 
-def _on_one_device(
+def _attend_on_one_device(
     q,
     k,
     v,
@@ -229,12 +241,13 @@ def _on_one_device(
     return_lse: bool = False,
     **options: Any,
 ) -> Any:
-    """Compute attention on the device that holds the operands; keys after the first `keys` are padding."""
+    """Compute attention on the device that holds the operands. Only the first `keys` keys are valid; the following ones
+    are padding."""
     options |= {"return_lse": return_lse}
     implementation = _implementation_for(q, k, v, name, key_mask=key_mask, **options)
     per_example = isinstance(keys, Array)
     if keys is not None and (per_example or keys < k.shape[1]):
-        if implementation.takes_num_keys and key_mask is None:  # a slice would be a copy
+        if implementation.takes_num_keys and key_mask is None:  # a slice of the keys would be a copy
             options |= {"keys": keys}
         elif per_example:
             key_mask = length_mask(keys, k.shape[1]) if key_mask is None else key_mask & length_mask(keys, k.shape[1])
@@ -246,9 +259,9 @@ def _on_one_device(
 def _add_keys_on_one_device(
     q, k, v, carry: Any, *, last: bool, key_mask, name: str | None, keys: Array | None = None, **options: Any
 ) -> Any:
-    """Add the attention to some keys to the attention to earlier keys; see `sharded.Kernels.part`."""
-    full_options = {"window": None, "bias": None, "return_lse": True, **options}
-    implementation = _implementation_for(q, k, v, name, key_mask=key_mask, **full_options)
+    """Continue an attention over some keys with more keys; see `sharded.AttentionKernels.part`."""
+    all_options = {"window": None, "bias": None, "return_lse": True, **options}
+    implementation = _implementation_for(q, k, v, name, key_mask=key_mask, **all_options)
     is_tpu_admitted = name is not None or is_admitted("flash_tpu_carried")
     if (
         is_tpu_admitted
@@ -256,15 +269,15 @@ def _add_keys_on_one_device(
         and implementation.supports_carry(options["config"])
     ):
         return implementation.attention_with_carry(q, k, v, carry, last=last, key_mask=key_mask, keys=keys, **options)
-    result = _on_one_device(q, k, v, key_mask=key_mask, name=name, keys=keys, **full_options)
-    result = result if carry is None else sharded.merge(carry, result)
+    result = _attend_on_one_device(q, k, v, key_mask=key_mask, name=name, keys=keys, **all_options)
+    result = result if carry is None else sharded.merge_by_log_sum_exp(carry, result)
     return (result[0].astype(q.dtype), result[1]) if last else result
 
 
 def _gradient_on_one_device(
     q, k, v, g, lse, delta, *, key_mask, name: str | None, keys: Array | None = None, **options: Any
 ) -> Any:
-    """Compute the gradients of q, k and v if all queries attend to the same keys."""
+    """Compute the gradients of q, k and v, for attention in which all queries attend to the same keys."""
     options |= {"window": None}
     implementation = _implementation_for(q, k, v, name, key_mask=key_mask, bias=None, **options, return_lse=True)
     return implementation.gradient(q, k, v, g, lse, delta, key_mask=key_mask, keys=keys, **options)
@@ -282,56 +295,58 @@ def choose(
     implementation: str | AttentionConfig | None = None,
     config: Any = None,
     return_lse: bool = False,
-) -> Choice:
-    """Return the implementation that `attention` uses for these arguments, with the reasons.
+) -> ImplementationChoice:
+    """Return the implementation that `attention` uses for these arguments, and the reason for the choice.
 
-    The arguments and errors are those of `attention`; shapes suffice (`jax.ShapeDtypeStruct`). `return_lse` asks for
-    the log-sum-exp of each query too, as ring attention does. The platform is that of `kernels.target.target`.
+    The arguments and errors are those of `attention`. In place of arrays, shapes (`jax.ShapeDtypeStruct`) suffice.
+    `return_lse` says that the caller also needs the log-sum-exp of each query, as ring attention does.
+    `kernels.target.target` gives the platform.
     """
     attn = AttentionConfig.of(implementation)
-    options = _options(attn, q, k, v, key_mask, window, scale, bias, config)
-    return _choose(q, k, v, attn.implementation, **options, return_lse=return_lse)
+    options = _checked_options(attn, q, k, v, key_mask, window, scale, bias, config)
+    return _first_supported(q, k, v, attn.implementation, **options, return_lse=return_lse)
 
 
 def _implementation_for(q, k, v, name: str | None, **options: Any) -> Implementation:
-    """Look up the implementation that `_choose` returns."""
-    return IMPLEMENTATIONS[_choose(q, k, v, name, **options).name]
+    """Look up the implementation that `_first_supported` returns."""
+    return IMPLEMENTATIONS[_first_supported(q, k, v, name, **options).name]
 
 
-def _choose(q, k, v, name: str | None, **options: Any) -> Choice:
-    """Choose an implementation. The options have the form that implementations take."""
-    preferred = PREFERRED.get(target(q).platform, FALLBACK)
+def _first_supported(q, k, v, name: str | None, **options: Any) -> ImplementationChoice:
+    """Choose an implementation. The options have the form that the functions of `Implementation` take."""
+    preferred = PREFERRED_CHOICES.get(target(q).platform, FALLBACK_CHOICES)
     reasons = []
-    for candidate in preferred if name is None else (Choice(name, "it was named"),):
+    for candidate in preferred if name is None else (ImplementationChoice(name, "it was named"),):
         reason = IMPLEMENTATIONS[candidate.name].unsupported(q, k, v, **options)
         if reason is None and name is None:
-            reason = _rejection(candidate.name, options["window"])
+            reason = _rejection_reason(candidate.name, options["window"])
         if reason is None:
-            return Choice(candidate.name, "; ".join([candidate.reason, *reasons]))
+            return ImplementationChoice(candidate.name, "; ".join([candidate.reason, *reasons]))
         reasons.append(reason)
     raise UnsupportedError("; ".join(reasons))
 
 
-def _rejection(name: str, window: Any) -> str | None:
-    """Return a reason if an implementation's kernel failed its trials on this chip, else None."""
+def _rejection_reason(name: str, window: Any) -> str | None:
+    """If an implementation's kernel failed its trials on this chip, return the reason, else None."""
     kernel = f"{name}_radial" if isinstance(window, Radial) else name
     return None if is_admitted(kernel) else f"{kernel} was tried on this chip and failed"
 
 
-def _options(
+def _checked_options(
     attn: AttentionConfig, q, k, v, key_mask=None, window=None, scale=None, bias=None, config=None
 ) -> dict[str, Any]:
-    """Return the options in the form that implementations take; raise WanjaxError for operands that do not fit."""
+    """Return the options in the form that the functions of `Implementation` take. Raises WanjaxError if the operands do
+    not fit each other."""
     if not (q.ndim == k.ndim == 4 and k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]):
         shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
-        raise WanjaxError(f"attention of q, k, v shaped {shapes}: give [B L N D] and twice [B S K D]")
+        raise WanjaxError(f"attention of q, k, v shaped {shapes}: give q [B L N D], k [B S K D] and v [B S K D]")
     if 0 in q.shape + k.shape:
         raise WanjaxError(f"attention of q {list(q.shape)} to k {list(k.shape)}: each size must be at least 1")
     if q.shape[2] % k.shape[2]:
         raise WanjaxError(f"{q.shape[2]} heads cannot be shared among {k.shape[2]} of k and v: give a divisor")
-    if not q.dtype == k.dtype == v.dtype or q.dtype.name not in DTYPES:
+    if not q.dtype == k.dtype == v.dtype or q.dtype.name not in SUPPORTED_DTYPES:
         dtypes = ", ".join(str(x.dtype) for x in (q, k, v))
-        raise WanjaxError(f"attention of q, k, v in {dtypes}: give one of {', '.join(DTYPES)} for all")
+        raise WanjaxError(f"attention of q, k, v in {dtypes}: give one of {', '.join(SUPPORTED_DTYPES)} for all")
     if key_mask is not None and (key_mask.shape != (k.shape[0], k.shape[1]) or key_mask.dtype != bool):
         raise WanjaxError(f"a key mask {key_mask.dtype}{list(key_mask.shape)}: give bool{[k.shape[0], k.shape[1]]}")
     score_shape = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
@@ -340,7 +355,7 @@ def _options(
     window = attn.window if window is None else window
     window = (window, window) if isinstance(window, int) else window
     if isinstance(window, tuple) and any(side is not None and side < 0 for side in window):
-        raise WanjaxError(f"the window {window} has a side below zero: give zero, a count of keys, or None")
+        raise WanjaxError(f"the window {window} has a negative number: give 0, a number of keys, or None")
     scale = q.shape[3] ** -0.5 if scale is None else scale
     return {"key_mask": key_mask, "window": window, "scale": scale, "bias": bias, "config": config or attn.config}
 

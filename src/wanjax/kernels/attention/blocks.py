@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts of heads, loops over them, and the blocks of queries and keys of each head."""
+"""Helpers of the implementations: layouts of heads, loops over heads, and blocks of queries and keys."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,13 +21,13 @@ from wanjax.sharding import pad_to
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of blocks; blocks are as even as the lengths allow.
+    """Maximum sizes of blocks. All blocks of a sequence have about the same size.
 
     Attributes:
         block_q: The most queries of a block.
         block_kv: The most keys of a block.
-        batched: Compute all heads of all examples at once, as suits an accelerator; or one after another, so that a
-            CPU's cache holds the scores of a block.
+        batched: True computes all heads of all examples at once, which suits an accelerator. False computes them one
+            after another, so that the scores of a block fit in a CPU's cache.
     """
 
     block_q: int
@@ -40,9 +40,8 @@ class Config:
 
 
 def map_axis(f: Callable, axes: Sequence[int | None], *, batched: bool) -> Callable:
-    """Map f over one axis of each argument, by vmap or in a loop.
-
-    An argument whose axis is None or has size 1 is broadcast.
+    """Map f over one axis of each argument, by vmap or in a loop. An argument is broadcast if its axis is None or has
+    size 1.
     """
 
     def mapped(*arguments: Array | None) -> tuple[Array, ...]:
@@ -58,7 +57,7 @@ def map_axis(f: Callable, axes: Sequence[int | None], *, batched: bool) -> Calla
         if batched:
             return jax.vmap(f, in_axes)(*xs)
         return jax.lax.map(
-            lambda index: f(*map(partial(_entry_or_shared, index), xs, in_axes)), jnp.arange(sizes.pop())
+            lambda index: f(*map(partial(_index_if_batched, index), xs, in_axes)), jnp.arange(sizes.pop())
         )
 
     return mapped
@@ -70,14 +69,13 @@ def heads_to_batch(x: Float[Array, "B L N D"]) -> Float[Array, "_B L D"]:
 
 
 def batch_to_heads(x: Float[Array, "_B L D"], heads: int) -> Float[Array, "B L N D"]:
-    """Invert `heads_to_batch`, for so many heads of an example."""
+    """Invert `heads_to_batch`. `heads` is the number of heads of an example."""
     return jnp.moveaxis(x.reshape(-1, heads, *x.shape[1:]), 1, 2)
 
 
 def to_rows(x: Float[Array, "B L N D"]) -> Float[Array, "_B L _D"]:
-    """Reshape x for a TPU kernel: heads of whole lanes stay side by side, as projections write them.
-
-    Others are merged into the first axis, as by `heads_to_batch`.
+    """Reshape x for a TPU kernel. If heads fill whole lanes, they stay side by side, as projections write them. Other
+    heads are merged into the first axis, as `heads_to_batch` does.
     """
     return x.reshape(*x.shape[:2], -1) if x.shape[3] % LANES == 0 else heads_to_batch(x)
 
@@ -87,7 +85,7 @@ def from_rows(x: Float[Array, "_B L _D"], heads: int, size: int) -> Float[Array,
     return x.reshape(*x.shape[:2], heads, size) if size % LANES == 0 else batch_to_heads(x, heads)
 
 
-def _entry_or_shared(index: Array, x: Array | None, axis: int | None) -> Array | None:
+def _index_if_batched(index: Array, x: Array | None, axis: int | None) -> Array | None:
     if x is None or axis is None:
         return x
     casts_all_entries = x.dtype == jnp.bfloat16 and jax.__version_info__ < (0, 11)
@@ -102,8 +100,8 @@ def _take_index(x: Array, index: Array, axis: int) -> Array:
 def _entry_in_float32(x: BFloat16[Array, "..."], index: Array, axis: int) -> Float32[Array, "..."]:
     """Index x, and cast the entry to float32.
 
-    Up to jax 0.10, XLA on CPUs would cast all entries to float32 before the loop. So this indexes integers: the bits of
-    a bfloat16 are the upper half of the float32 of the same value.
+    Up to jax 0.10, XLA on CPUs would cast all entries to float32 before the loop. To avoid this, the function indexes
+    integers: the bits of a bfloat16 are the upper half of the bits of the same value in float32.
     """
     bits = _take_index(jax.lax.bitcast_convert_type(x, jnp.uint16), index, axis)
     return jax.lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32)
@@ -115,14 +113,13 @@ def _entry_in_float32_jvp(axis: int, values: tuple, tangents: tuple) -> tuple[Ar
 
 
 class BlockGrid(NamedTuple):
-    """Blocks of `block_q` queries, which attend to at most `span` neighbouring keys in blocks of `block_kv`.
-
-    Blocks tile these keys exactly: the first may be shorter, and no key is padding.
+    """Blocks of `block_q` queries. A block of queries attends to at most `span` neighbouring keys, in blocks of
+    `block_kv`. The blocks cover these keys exactly: the first block may be shorter, and no key is padding.
     """
 
     q_blocks: int
     block_q: int
-    left: int  # visible keys before a query
+    left: int  # the most visible keys before a query
     span: int
     keys: int
     block_kv: int
@@ -130,11 +127,11 @@ class BlockGrid(NamedTuple):
 
     @property
     def first_block_kv(self) -> int:
-        """Keys of the first block."""
+        """The number of keys in the first block."""
         return self.span - (self.kv_blocks - 1) * self.block_kv
 
     def key_starts(self, q_start: Array) -> tuple[Array, Array]:
-        """Return the first keys of the blocks that queries from `q_start` on visit."""
+        """Return the first key of each block that the block of queries from `q_start` on visits."""
         first = jnp.clip(q_start - self.left, 0, self.keys - self.span)
         return first, first + self.first_block_kv + self.block_kv * jnp.arange(self.kv_blocks - 1, dtype=q_start.dtype)
 
@@ -144,12 +141,12 @@ class BlockGrid(NamedTuple):
         return self.block_q * jnp.arange(self.q_blocks)
 
     def pad_queries(self, x: Array) -> Array:
-        """Pad the queries of x with zeros to whole blocks."""
+        """Pad the queries of x with zeros, so that they form whole blocks."""
         return pad_to(x, 0, self.q_blocks * self.block_q)
 
 
 def block_grid(queries: int, keys: int, window: Window | None, config: Config) -> BlockGrid:
-    """Return the blocks of so many queries and keys, as even as the lengths allow."""
+    """Return blocks of about the same size for these numbers of queries and keys."""
     q_blocks, block_q = even_blocks(queries, config.block_q)
     left, right = (keys if side is None else side for side in window or (None, None))
     span = min(keys, block_q + left + right)
@@ -165,7 +162,8 @@ def visible_keys(
     kv_start: Array,
     num_keys: int,
 ) -> Bool[Array, "_L _S"] | None:
-    """Return a mask of visible keys, for keys from `kv_start` and queries from `q_start` on; None is all visible."""
+    """Return a mask of the visible keys, for the queries from `q_start` on and the keys from `kv_start` on. None means
+    that all keys are visible."""
     valid = None if key_mask is None else slice_axis(key_mask, kv_start, num_keys)[None, :]
     if window is None:
         return valid
@@ -174,23 +172,25 @@ def visible_keys(
 
 
 class BlockLists(NamedTuple):
-    """The blocks of keys that some blocks of queries visit under a radial mask, a few at each step."""
+    """The blocks of keys that some blocks of queries visit under a radial mask, a few blocks in each step."""
 
-    q_blocks: slice  # the blocks of queries
-    kv_blocks: Int32[np.ndarray, "_B _T _S"]  # indices of blocks of keys, by block of queries and step
-    counts: Int32[np.ndarray, " _B"]  # the length of each list; entries after that are padding
+    q_blocks: slice  # indices of the blocks of queries
+    kv_blocks: Int32[np.ndarray, "_B _T _S"]  # for each block of queries and each step, the indices of blocks of keys
+    counts: Int32[np.ndarray, " _B"]  # the length of each list; later entries are padding
 
     @property
     def arrays(self) -> tuple[Array, Array, Array]:
-        """Return the lists, the position of each entry in its list, and the lengths, by block of queries."""
+        """Return for each block of queries its list, the position of each entry in the list, and the length of the
+        list."""
         slots = np.arange(self.kv_blocks[0].size, dtype=np.int32).reshape(self.kv_blocks[0].shape)
         return jnp.asarray(self.kv_blocks), jnp.broadcast_to(slots, self.kv_blocks.shape), jnp.asarray(self.counts)
 
 
 def block_lists(mask: Radial, queries: int, keys: int, block_kv: int) -> list[BlockLists]:
-    """Return the lists of all blocks of queries, with up to `block_kv` keys a step.
+    """List the blocks of keys that each block of queries sees. A step computes up to `block_kv` keys.
 
-    Lists of one `BlockLists` are padded to the longest, so blocks with text, which see all keys, have their own.
+    The lists of one `BlockLists` are padded to the longest list. Blocks with text see all keys, so they have a separate
+    `BlockLists`.
     """
     block_mask, first_text_block = mask.block_mask(queries, keys), mask.frames * mask.frame_tokens // mask.block_q
     all_lists = []
@@ -204,29 +204,38 @@ def block_lists(mask: Radial, queries: int, keys: int, block_kv: int) -> list[Bl
 
 
 def to_blocks(x: Float[Array, "*B L D"], size: int) -> Float[Array, "*B _L S D"]:
-    """Split x into blocks of `size` tokens; the last is padded with zeros."""
+    """Split x into blocks of `size` tokens. The last block is padded with zeros."""
     return pad_to(x, x.ndim - 2, size).reshape(*x.shape[:-2], -1, size, x.shape[-1])
 
 
 def key_mask_blocks(key_mask: Bool[Array, " S"] | None, keys: int, size: int) -> Bool[Array, "_B _S"]:
-    """Split a key mask (None: all keys) into blocks of `size` keys; padding is False."""
+    """Split a key mask into blocks of `size` keys. Padding is False. A mask of None means all keys."""
     valid = jnp.ones(keys, bool) if key_mask is None else key_mask
     return pad_to(valid, 0, size).reshape(-1, size)
 
 
+def mean_logits(q: Float[Array, "B L N D"], key_mean: Float32[Array, "B K D"], scale: float) -> Float32[Array, "B L N"]:
+    """Return the logits of the mean key, which centring subtracts from all logits of a query."""
+    (batch, queries, heads, head_dim), kv_heads = q.shape, key_mean.shape[1]
+    grouped_q = q.astype(jnp.float32).reshape(batch, queries, kv_heads, heads // kv_heads, head_dim)
+    logits = jnp.einsum("BLKND,BKD->BLKN", grouped_q, key_mean, precision="highest")
+    return scale * logits.reshape(batch, queries, heads)
+
+
 def even_blocks(length: int, max_size: int) -> tuple[int, int]:
-    """Return the fewest blocks of at most `max_size` that cover a length, and their even size."""
+    """Divide a length into as few blocks of at most `max_size` as possible. Return the number of blocks and their
+    size."""
     count = ceil_div(length, max_size)
     return count, ceil_div(length, count)
 
 
 def slice_axis(x: Array, start: Array, size: int, axis: int = 0) -> Array:
-    """Slice `size` entries from `start` along an axis; an axis of size 1 broadcasts and stays."""
+    """Slice `size` entries from `start` along an axis. An axis of size 1 is not sliced, because it broadcasts."""
     return x if x.shape[axis] == 1 else jax.lax.dynamic_slice_in_dim(x, start, size, axis)
 
 
 def matmul_precision(dtype: DTypeLike) -> str:
-    """Return the precision of matrix products for operands of this dtype: one pass is exact for bfloat16."""
+    """Return the precision of matrix products for operands of this dtype. For bfloat16 a single pass is exact."""
     return "highest" if dtype == jnp.float32 else "default"
 
 

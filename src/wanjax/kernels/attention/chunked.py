@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention by blocks of queries and keys, on any platform, with memory that does not grow with their product.
+"""Attention by blocks of queries and keys, on any platform. The memory of this implementation does not grow with
+queries times keys.
 
-The softmax over all keys is merged from those of the blocks (Milakov and Gimelshein, Online normalizer calculation for
-softmax, 2018; Rabe and Staats, Self-attention does not need O(n²) memory, 2021). Blocks of keys tile S exactly: the
-first may be shorter, and no key is padding.
+The softmax over all keys is computed from the softmaxes over the blocks (Milakov and Gimelshein, Online normalizer
+calculation for softmax, 2018; Rabe and Staats, Self-attention does not need O(n²) memory, 2021). The blocks cover the S
+keys exactly: the first block may be shorter, and no key is padding.
 """
 
 from functools import partial
@@ -33,7 +34,8 @@ from wanjax.kernels.target import multiplies_bfloat16, target
 
 
 def default_config(platform: str, head_dim: int) -> Config:
-    """Return the fastest sizes of benchmarks/attention.py for CPUs; elsewhere, blocks that fill a matrix unit."""
+    """Return the default sizes: for CPUs the fastest ones of benchmarks/attention.py, elsewhere blocks that fill a
+    matrix unit."""
     if platform == "cpu":
         return Config(1024, 512 if head_dim <= 64 else 1024, batched=False)
     return Config(256, 1024, batched=True)
@@ -60,7 +62,7 @@ def attention(
     config: Config | None,
     return_lse: bool = False,
 ) -> Float[Array, "B L N D"] | tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]:
-    """Compute what the reference does, block by block; the gradient computes the scores of a block again."""
+    """Compute the same as the reference, block by block. The gradient computes the scores of each block again."""
     config = config or default_config(target(q).platform, q.shape[3])
     forward = partial(_forward, window=window, scale=scale, config=config)
     if bias is not None:
@@ -87,7 +89,7 @@ def gradient(
 ) -> tuple[Array, Array, Array]:
     """Return the gradients of q, k and v; for g, lse and delta see `gradient.from_result`.
 
-    Of each example's keys those of `key_mask`, or the first `keys`, take part.
+    Valid are the keys of `key_mask`, or the first `keys` keys of each example.
     """
     if keys is not None:
         key_mask = length_mask(keys, k.shape[1])
@@ -112,8 +114,10 @@ def _forward(
     q = q.reshape(batch, length, *groups, head_dim)
     if bias is not None:
         bias = bias.reshape(bias.shape[0], *(groups if bias.shape[1] == heads else (1, 1)), *bias.shape[2:])
-    # over examples, then heads of k, then the heads of q that share one: the axes of q, k, v, key_mask, bias
-    one_head = partial(_head, window=window, scale=scale, dtype=q.dtype, config=config)
+    # Map over examples, then over heads of k, then over the heads of q that share a head of k.
+    # The axes are those of q, k, v, key_mask and bias.
+
+    one_head = partial(_attend_one_head, window=window, scale=scale, dtype=q.dtype, config=config)
     for axes in ((1, None, None, None, 0), (1, 1, 1, None, 0), (0, 0, 0, 0, 0)):
         one_head = map_axis(one_head, axes, batched=config.batched)
     out, lse = (x.reshape(batch, heads, length, -1) for x in one_head(q, k, v, key_mask, bias))
@@ -121,7 +125,8 @@ def _forward(
 
 
 class MatmulOptions(NamedTuple):
-    """The precision of matrix products, and the scale of logits; None if the queries are scaled already."""
+    """The precision of matrix products, and the scale of the logits, which is None if the queries are already
+    scaled."""
 
     precision: str
     scale: float | None
@@ -131,14 +136,15 @@ class MatmulOptions(NamedTuple):
 
 
 class PartialSoftmax(NamedTuple):
-    """Softmax over some keys: the row maximum and, relative to it, the sums of weights and of weighted values."""
+    """An unfinished softmax over some keys: for each query the maximum logit, and relative to it the sums of the
+    weights and of the weighted values."""
 
     row_max: Float32[Array, "L 1"]
     weight_sum: Float32[Array, "L 1"]
     value_sum: Float32[Array, "L D"]
 
 
-def merge(a: PartialSoftmax, b: PartialSoftmax) -> PartialSoftmax:
+def merge_partial_softmax(a: PartialSoftmax, b: PartialSoftmax) -> PartialSoftmax:
     """Merge the softmaxes over two sets of keys."""
     row_max = jnp.maximum(a.row_max, b.row_max)
     scale_a, scale_b = (jnp.exp(x.row_max - finite_max(row_max)) for x in (a, b))
@@ -147,7 +153,7 @@ def merge(a: PartialSoftmax, b: PartialSoftmax) -> PartialSoftmax:
     )
 
 
-def _head(
+def _attend_one_head(
     q: Float[Array, "L D"],
     k: Float[Array, "S D"],
     v: Float[Array, "S D"],
@@ -159,16 +165,16 @@ def _head(
     dtype: DTypeLike,
     config: Config,
 ) -> tuple[Float[Array, "L D"], Float32[Array, "L 1"]]:
-    """Compute one head of one example, and its log-sum-exps. Queries are padded to whole blocks.
+    """Compute the attention of one head of one example, and its log-sum-exps. Queries are padded to whole blocks.
 
-    Operands are float32, or bfloat16 where the processor multiplies that; logits and sums are always float32.
+    Operands are float32, or bfloat16 if the processor can multiply bfloat16. Logits and sums are always float32.
     """
     matmul, length = MatmulOptions(matmul_precision(dtype), scale if multiplies_bfloat16(q) else None), len(q)
     if matmul.scale is None:
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
         q = scale * q
     if isinstance(window, Radial):
-        out, lse = _radial(q, k, v, key_mask, window, matmul, config)
+        out, lse = _attend_radial_head(q, k, v, key_mask, window, matmul, config)
         return out.astype(dtype), lse
     grid = block_grid(length, len(k), window, config)
     padded_q = grid.pad_queries(q)
@@ -197,10 +203,10 @@ def _head(
 
         first_start, later_starts = grid.key_starts(q_start)
         state = block_softmax(first_start, grid.first_block_kv)
-        if len(later_starts):  # `jax.disable_jit` refuses a scan of no steps
+        if len(later_starts):  # under `jax.disable_jit`, a scan of zero steps is an error
             state, _ = jax.lax.scan(
                 lambda state, kv_start: (
-                    merge(state, block_softmax(kv_start, grid.block_kv)),
+                    merge_partial_softmax(state, block_softmax(kv_start, grid.block_kv)),
                     None,
                 ),
                 state,
@@ -212,7 +218,7 @@ def _head(
     return out.reshape(-1, v.shape[1])[:length].astype(dtype), lse.reshape(-1, 1)[:length]
 
 
-def _radial(
+def _attend_radial_head(
     q: Float[Array, "L D"],
     k: Float[Array, "S D"],
     v: Float[Array, "S D"],
@@ -221,7 +227,8 @@ def _radial(
     matmul: MatmulOptions,
     config: Config,
 ) -> tuple[Float32[Array, "L D"], Float32[Array, "L 1"]]:
-    """Compute one head under a radial mask: each block of queries visits its visible blocks, a few at a time."""
+    """Compute the attention of one head under a radial mask. Each block of queries visits its visible blocks of keys, a
+    few at a time."""
     q_blocks, k_blocks, v_blocks = to_blocks(q, mask.block_q), to_blocks(k, mask.block_kv), to_blocks(v, mask.block_kv)
     valid = key_mask_blocks(key_mask, len(k), mask.block_kv)
 
@@ -232,7 +239,9 @@ def _radial(
             kv_blocks, slots = step
             k_part, v_part = (blocks[kv_blocks].reshape(-1, blocks.shape[2]) for blocks in (k_blocks, v_blocks))
             visible = valid[kv_blocks] & (slots < count)[:, None]
-            return merge(state, _softmax(q_block, k_part, v_part, visible.reshape(1, -1), None, matmul)), None
+            return merge_partial_softmax(
+                state, _softmax(q_block, k_part, v_part, visible.reshape(1, -1), None, matmul)
+            ), None
 
         initial_state = PartialSoftmax(
             *(jnp.full((len(q_block), n), fill) for n, fill in ((1, -jnp.inf), (1, 0.0), (v.shape[1], 0.0)))

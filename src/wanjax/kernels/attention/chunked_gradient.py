@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradient of attention by blocks of queries and keys, on any platform.
 
-Scores are laid out keys × queries, so that only one of the five matrix products transposes them.
+The scores have the shape keys × queries, so that only one of the five matrix products has to transpose them.
 """
 
 from functools import partial
@@ -57,21 +57,21 @@ def gradient_by_blocks(
     scale: float,
     config: Config,
 ) -> tuple[Float[Array, "B L N D"], Float[Array, "B S K D"], Float[Array, "B S K D"]]:
-    """Return the gradients of q, k and v; for the arguments see `gradient.from_result`."""
+    """Return the gradients of q, k and v. `gradient.from_result` explains the arguments."""
     batch, length, heads, head_dim = q.shape
     kv_heads, dtype = k.shape[2], q.dtype
     q, g, lse, delta = (x.reshape(batch, length, kv_heads, -1, *x.shape[3:]) for x in (q, g, lse, delta))
-    # over examples, then heads of k, then the heads of q that share one
-    one_head = partial(_head, window=window, scale=scale, dtype=dtype, config=config)
+    # map over examples, then over heads of k, then over the heads of q that share a head of k
+    one_head = partial(_one_head_gradients, window=window, scale=scale, dtype=dtype, config=config)
     for axes in ((1, None, None, 1, 1, 1, None), (1, 1, 1, 1, 1, 1, None), (0,) * 7):
         one_head = map_axis(one_head, axes, batched=config.batched)
-    dq, dk, dv = one_head(q, k, v, g, lse, delta, key_mask)  # [B K G L D], and twice [B K G S D]
+    dq, dk, dv = one_head(q, k, v, g, lse, delta, key_mask)  # dq [B K G L D], dk [B K G S D], dv [B K G S D]
     dq = jnp.moveaxis(dq.reshape(batch, heads, length, head_dim), 1, 2).astype(dtype)
     dk, dv = (jnp.moveaxis(x.sum(axis=2), 1, 2).astype(dtype) for x in (dk, dv))
     return dq, dk, dv
 
 
-def _head(
+def _one_head_gradients(
     q: Float[Array, "L D"],
     k: Float[Array, "S D"],
     v: Float[Array, "S D"],
@@ -85,17 +85,18 @@ def _head(
     dtype: DTypeLike,
     config: Config,
 ) -> Gradients:
-    """Compute the gradients of one head of one example. Padded queries have a gradient of zero and add nothing."""
+    """Compute the gradients of one head of one example. Padded queries add nothing, because the gradients of their
+    results are zero."""
     q, k, v, g = (x.astype(jnp.float32) for x in (q, k, v, g))
     queries = QueryBlock(scale * q, g, finite_max(lse)[:, None], delta[:, None])
     if isinstance(window, Radial):
-        gradients = _radial(queries, k, v, key_mask, window, matmul_precision(dtype), config)
+        gradients = _radial_gradients(queries, k, v, key_mask, window, matmul_precision(dtype), config)
     else:
-        gradients = _blocks(queries, k, v, key_mask, window, matmul_precision(dtype), config)
+        gradients = _dense_gradients(queries, k, v, key_mask, window, matmul_precision(dtype), config)
     return gradients._replace(q=scale * gradients.q)
 
 
-def _blocks(
+def _dense_gradients(
     queries: QueryBlock,
     k: Array,
     v: Array,
@@ -142,10 +143,11 @@ def _add_at(total: Array, start: Array, part: Array) -> Array:
     return jax.lax.dynamic_update_slice_in_dim(total, slice_axis(total, start, len(part)) + part, start, 0)
 
 
-def _radial(
+def _radial_gradients(
     queries: QueryBlock, k: Array, v: Array, key_mask: Array | None, mask: Radial, precision: str, config: Config
 ) -> Gradients:
-    """Compute the same as `_blocks` under a radial mask, by the blocks of keys that each block of queries visits."""
+    """Compute the same as `_dense_gradients` under a radial mask: each block of queries visits only its visible blocks
+    of keys."""
     length, keys, block_kv = len(queries.q), len(k), mask.block_kv
     query_blocks = QueryBlock(*(to_blocks(x, mask.block_q) for x in queries))
     k, v, valid = to_blocks(k, block_kv), to_blocks(v, block_kv), key_mask_blocks(key_mask, keys, block_kv)
@@ -183,7 +185,7 @@ def _block_gradients(
     visible: Bool[Array, "_L S"] | None,
     precision: str,
 ) -> Gradients:
-    """Return what a block of scaled queries and a block of keys add to the gradients of q, k and v."""
+    """Return the contribution of a block of scaled queries and a block of keys to the gradients of q, k and v."""
     matmul = partial(jnp.matmul, precision=precision)
     logits = matmul(k, query_block.q.T)  # [S L]
     if visible is not None:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention of a model as a value, read once from the text of a command or of the library."""
+"""The user's choice of attention for a model, parsed once from the text of a command or of a library call."""
 
 import math
 from dataclasses import dataclass
 
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, repr_short
 from wanjax.kernels.attention import chunked, cudnn, flash_tpu, reference, splash
-from wanjax.kernels.attention.flash_tiles import Config, Tiles
+from wanjax.kernels.attention.flash_tiles import Config, Int8Config, Tiles
 from wanjax.kernels.attention.implementation import Implementation
 from wanjax.kernels.attention.radial import DEFAULT_DECAY, MAX_DECAY, Radial
 from wanjax.kernels.attention.sparse_linear import SparseLinear
@@ -25,7 +25,7 @@ IMPLEMENTATIONS = {
     ),
     "splash": Implementation(splash.attention, splash.unsupported, chunked.gradient, takes_num_keys=True),
 }
-_AUTO, _RADIAL, _SPARSE, _WINDOW = "auto", "radial", "sla", "window="
+_AUTO_NAME, _RADIAL_NAME, _SPARSE_NAME, _WINDOW_PREFIX = "auto", "radial", "sla", "window="
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class AttentionConfig:
 
     Attributes:
         implementation: A name in `IMPLEMENTATIONS`; None chooses by platform and shape.
-        tiles: Tiles of flash_tpu; None takes its defaults.
-        window: The number of tokens before and after a token that it attends to; None: all.
-        radial: Use the mask of radial attention, which has no tiles and no window.
+        tiles: Tiles of flash_tpu; None takes the defaults.
+        window: A token attends to this number of tokens before and after it; None means all tokens.
+        radial: Whether to use the mask of radial attention, which has no tiles and no window.
         decay: The decay of the radial mask; None is the model's default.
-        sparse: Options of sparse-linear attention, which has no tiles and no window; None: do not use it.
+        sparse: Options of sparse-linear attention, which has no tiles and no window; None does not use it.
     """
 
     implementation: str | None = None
@@ -50,47 +50,60 @@ class AttentionConfig:
 
     @classmethod
     def of(cls, value: "str | AttentionConfig | None") -> "AttentionConfig":
-        """Return a config, parsed if it is text; None chooses the implementation."""
-        return value if isinstance(value, AttentionConfig) else cls.parse(value or _AUTO)
+        """Return a config. Text is parsed. None gives a config that lets `attention` choose the implementation."""
+        if not isinstance(value, AttentionConfig | str | None):
+            names = ", ".join((_AUTO_NAME, *IMPLEMENTATIONS, _RADIAL_NAME, _SPARSE_NAME))
+            raise WanjaxError(
+                f"attention must be a name or an AttentionConfig, got {repr_short(value)}: choose {names}"
+            )
+        return value if isinstance(value, AttentionConfig) else cls.parse(value or _AUTO_NAME)
 
     @classmethod
     def parse(cls, text: str) -> "AttentionConfig":
         """Parse text such as `chunked`, `flash_tpu:block_q=1024`, `auto:window=4096`, `radial:0.2` or `sla:top=0.1`.
 
         Raises:
-            WanjaxError: The implementation is unknown, it has no such tiles, or a decay or a share is out of range.
+            WanjaxError: The implementation is unknown or does not have these tiles, or a number is out of range.
         """
         name, _, options = text.partition(":")
-        if name == _RADIAL:
+        if name == _RADIAL_NAME:
             return cls(radial=True, decay=_parse_decay(options) if options else None)
-        if name == _SPARSE:
+        if name == _SPARSE_NAME:
             return cls(sparse=SparseLinear.parse(options))
-        if name not in (_AUTO, *IMPLEMENTATIONS):
-            names = ", ".join((_AUTO, *IMPLEMENTATIONS, _RADIAL, _SPARSE))
+        if name not in (_AUTO_NAME, *IMPLEMENTATIONS):
+            names = ", ".join((_AUTO_NAME, *IMPLEMENTATIONS, _RADIAL_NAME, _SPARSE_NAME))
             raise WanjaxError(f"no attention is named {name!r}: choose {names}")
         entries = options.split(",") if options else []
-        windows = [entry.removeprefix(_WINDOW) for entry in entries if entry.startswith(_WINDOW)]
+        windows = [entry.removeprefix(_WINDOW_PREFIX) for entry in entries if entry.startswith(_WINDOW_PREFIX)]
         if len(windows) > 1 or not all(window.isascii() and window.isdigit() for window in windows):
             raise WanjaxError(f"the window in {text!r} is not a number of tokens, such as window=4096")
-        tiles = ",".join(entry for entry in entries if not entry.startswith(_WINDOW))
+        tiles = ",".join(entry for entry in entries if not entry.startswith(_WINDOW_PREFIX))
         if tiles and name != "flash_tpu":
-            raise WanjaxError(f"{name} has no tiles to choose: those of flash_tpu can be chosen")
-        implementation = None if name == _AUTO else name
-        return cls(implementation, Tiles.parse(tiles) if tiles else None, int(windows[0]) if windows else None)
+            raise WanjaxError(f"{name} has no tiles and no qk: only flash_tpu has them")
+        implementation = None if name == _AUTO_NAME else name
+        attn = cls(implementation, Tiles.parse(tiles) if tiles else None, int(windows[0]) if windows else None)
+        if attn.qk and attn.window is not None:
+            raise WanjaxError(f"qk={attn.qk} with window={attn.window}: give one of the two")
+        return attn
 
     def __str__(self) -> str:
         """Return the text that `parse` reads."""
-        name = _RADIAL if self.radial else _SPARSE if self.sparse else self.implementation or _AUTO
+        name = _RADIAL_NAME if self.radial else _SPARSE_NAME if self.sparse else self.implementation or _AUTO_NAME
         options = [str(self.tiles)] if self.tiles else []
-        options += [] if self.window is None else [f"{_WINDOW}{self.window}"]
+        options += [] if self.window is None else [f"{_WINDOW_PREFIX}{self.window}"]
         options += [] if self.decay is None else [str(self.decay).removesuffix(".0")]
         options += [str(self.sparse)] if self.sparse else []
         return ":".join([name, *filter(None, [",".join(options)])])
 
     @property
-    def config(self) -> Config | None:
-        """The tiles as a `flash_tpu.Config`; None leaves them to the implementation."""
+    def config(self) -> Config | Int8Config | None:
+        """The tiles as a configuration of flash_tpu. None means that the implementation chooses."""
         return None if self.tiles is None else self.tiles.config()
+
+    @property
+    def qk(self) -> str | None:
+        """The dtype of the product of queries and keys, if it is not that of the operands."""
+        return None if self.tiles is None else self.tiles.qk
 
     @property
     def is_sparse(self) -> bool:
@@ -99,23 +112,24 @@ class AttentionConfig:
 
     @property
     def is_dense(self) -> bool:
-        """Whether every token attends to all others: no window and no sparse mask."""
+        """Whether every token attends to all tokens, so that there is no window and no sparse mask."""
         return self.window is None and not self.is_sparse
 
     @property
     def supports_ring(self) -> bool:
-        """Whether the kernel can add keys of other TPUs to its sums, as ring attention does."""
+        """Whether the kernel can add the keys of other TPUs to its sums. Ring attention needs this."""
         implementation = IMPLEMENTATIONS[self.implementation or "flash_tpu"]
         return implementation.supports_carry(self.config) and self.is_dense
 
     def dense_only(self) -> "AttentionConfig":
-        """Return a config without window or sparse mask, for attention other than self-attention."""
+        """Return the config without window and without sparse mask. Attention other than self-attention uses this
+        config."""
         return AttentionConfig(self.implementation)
 
     def mask(self, grid: tuple[int, int, int], *, decay: float = DEFAULT_DECAY, sink: bool = True) -> Radial | None:
         """Return the mask of self-attention over a grid of tokens, or None if it is not radial.
 
-        `decay` is the model's default; for `sink` see `Radial`.
+        `decay` is the model's default decay. `Radial` explains `sink`.
         """
         frames, height, width = grid
         return Radial(frames, height * width, self.decay or decay, sink) if self.radial else None
@@ -125,9 +139,10 @@ AUTO = AttentionConfig()
 
 
 def _parse_decay(text: str) -> float:
-    """Read the decay of radial attention; raise WanjaxError for another text, and for one that is out of range."""
+    """Parse the decay of radial attention. Raises WanjaxError if the text is malformed or the number is out of
+    range."""
     if "=" in text:
-        raise WanjaxError(f"radial attention has no window and no tiles to choose, such as {text!r}: give radial:0.2")
+        raise WanjaxError(f"radial attention accepts neither a window nor tiles, got {text!r}: give radial:0.2")
     try:
         decay = float(text)
     except ValueError:

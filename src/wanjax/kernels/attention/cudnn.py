@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention by NVIDIA's cuDNN, through `jax.nn.dot_product_attention`, on GPUs from Ampere on.
 
-A mask of cuDNN's is a whole score matrix. Attention does not depend on the order of keys, so the keys that take part
-are moved to the front instead, and cuDNN receives their number.
+In cuDNN, a mask is a whole score matrix. To avoid this matrix, the valid keys are moved to the front, and cuDNN
+receives their number. The keys may be moved because attention does not depend on their order.
 """
 
 import re
@@ -14,11 +14,12 @@ from jaxtyping import Array, Bool, Float, Float32
 
 from wanjax.kernels.attention.masks import Window, valid_keys_first
 from wanjax.kernels.target import target
-from wanjax.sharding import current
+from wanjax.sharding import current_partitioner
 
 MAX_HEAD_DIM = 128
 BEFORE_AMPERE = re.compile(r"Tesla|Quadro|TITAN|GTX|RTX 20\d\d|\bT\d+\b")
-"""NVIDIA's names of cards of a compute capability below 8.0; no later card has one of these words."""
+"""Words in NVIDIA's names of cards whose compute capability is below 8.0. No later card has one of these words in its
+name."""
 
 
 def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -> str | None:
@@ -33,13 +34,13 @@ def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -
     if q.shape[3] % 8 or q.shape[3] > MAX_HEAD_DIM:
         return f"cudnn takes heads of a multiple of 8 up to {MAX_HEAD_DIM}, not {q.shape[3]}"
     if window is not None:
-        return f"cudnn has no window to both sides such as {window}"
+        return f"cudnn cannot compute a two-sided window such as {window}"
     if bias is not None:
         return "cudnn would round a bias to the operands' dtype"
     if return_lse:
-        return "cudnn gives its log-sum-exp in the operands' dtype, which merges parts too coarsely"
+        return "cudnn returns the log-sum-exp in the operands' dtype, which is too coarse to merge parts"
     if config is not None:
-        return f"cudnn has nothing to configure: {type(config).__name__} belongs to another implementation"
+        return f"cudnn has no configuration: {type(config).__name__} belongs to another implementation"
     return None
 
 
@@ -55,7 +56,7 @@ def attention(
     config: None,
     return_lse: bool = False,
 ) -> Float[Array, "B L N D"]:
-    """Compute what the reference does."""
+    """Compute the same as the reference."""
     num_keys = None
     if key_mask is not None:
         num_keys, (k, v) = valid_keys_first(key_mask, k, v)
@@ -67,9 +68,9 @@ def attention(
                 q, k, v, scale=scale, key_value_seq_lengths=lengths, implementation="cudnn"
             )
 
-    partitioner = current()
-    if partitioner.single_device and isinstance(partitioner.mesh, AbstractMesh) and partitioner.device is not None:
-        # where no device is present, JAX lowers cuDNN's call only if all axes of the mesh are manual
+    partitioner = current_partitioner()
+    if partitioner.is_single_device and isinstance(partitioner.mesh, AbstractMesh) and partitioner.device is not None:
+        # if no device is present, JAX lowers cuDNN's call only if all axes of the mesh are manual
         specs = PartitionSpec()
         call = jax.shard_map(call, mesh=partitioner.mesh, in_specs=specs, out_specs=specs, check_vma=False)
     out = call(q, k, v, lengths)

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Pallas kernel of flash_tpu, and its call: a block of queries against a block of keys.
 
-Scores are laid out keys × queries: the offsets and sums of many queries are one row of registers, and the second
-product takes the weights without a transpose. The fast path subtracts an offset in place of the running maximum; the
-safe path raises the offset to the maximum first. A compute block of `block_kv_compute` keys is unrolled whole, so that
-the matrix unit waits only at its two ends.
+The scores have the shape keys × queries. So one row of registers holds the offsets or sums of many queries, and the
+second product takes the weights without a transpose. The fast path subtracts a fixed offset in place of the running
+maximum. The safe path first raises the offset to the maximum. A compute block of `block_kv_compute` keys is completely
+unrolled, so that the matrix unit waits only at the start and the end of the block.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +23,12 @@ from wanjax.kernels.alignment import LANES, ceil_div, round_up
 from wanjax.kernels.attention.blocks import matmul_precision
 from wanjax.kernels.attention.flash_tiles import (
     COMPILER_VMEM_BYTES,
-    HEADROOM,
     MAX_WEIGHT_SUM,
+    OFFSET_MARGIN,
     PIPELINE_DEPTH,
     PROBE_KV,
     REGISTER_ROWS,
-    SAFE_Q,
+    RUNNING_MAX_STEP_Q,
     STRIP_KV,
     STRIP_Q,
     TILE_Q,
@@ -36,10 +36,10 @@ from wanjax.kernels.attention.flash_tiles import (
 )
 from wanjax.kernels.attention.masks import divide_or_zero, finite_max
 
-SAFE, PROBED = 0, 1  # indices of a head's flags: whether it uses the safe path, and whether its offset is set
+RUNNING_MAX_FLAG, OFFSET_SET_FLAG = 0, 1  # indices of a head's flags: the head uses the safe path; its offset is set
 
 
-class Sizes(NamedTuple):
+class KernelSizes(NamedTuple):
     """Static arguments of the kernel."""
 
     queries: int
@@ -48,36 +48,53 @@ class Sizes(NamedTuple):
     block_q: int
     block_kv: int
     block_kv_compute: int  # unrolled keys, a compute block
-    step_kv: int  # keys of a safe step, of a masked one, or of a listed block; divides block_kv_compute
+    step_kv: int  # keys of a safe step, of a masked step, or of a listed block; divides block_kv_compute
     q_per_list: int  # consecutive queries that share a list of blocks
-    ragged: bool  # a key count or a window hides some keys from some queries
+    ragged: bool  # True if a number of keys or a window hides some keys from some queries
     window: tuple[int, int]  # keys before and after a query's own position
-    q_scale: float  # softmax scale · log2 e: logits are exponents of two
-    has_carry: bool = False  # start from the sums of earlier keys
-    return_sums: bool = False  # return the sums, for later keys to be added
+    q_scale: float  # softmax scale · log2 e, because logits are exponents of two
+    has_carry: bool = False  # whether to start from the sums of earlier keys
+    return_sums: bool = False  # whether to return the sums, so that later keys can be added
 
     @property
-    def single_block(self) -> bool:
+    def is_single_block(self) -> bool:
         """Return whether all keys are in one block."""
         return self.keys <= self.block_kv and not self.ragged
 
 
-class State(NamedTuple):
-    """References to the state of one block of queries, which is updated by each block of keys."""
+class SoftmaxRefs(NamedTuple):
+    """References to the state of one block of queries. Each block of keys updates the state."""
 
     q: jax.Ref  # [D L], times q_scale; for bfloat16 [2·D L]: the second half is the rounding error of the first
     offset: jax.Ref  # [1 L]
     weight_sum: jax.Ref  # [8 L], the sum of weights in eight parts
     value_sum: jax.Ref  # [D L], the sum of weighted values
-    saved_weight_sum: jax.Ref  # both sums before this block of keys, to restore
+    saved_weight_sum: jax.Ref  # copies of both sums from before this block of keys, to restore them
     saved_value_sum: jax.Ref
-    scores: jax.Ref  # [S L], of the next safe step
-    score_max: jax.Ref  # [8 L], their maximum in eight parts
+    scores: jax.Ref  # [S L], the scores of the next safe step
+    score_max: jax.Ref  # [8 L], the maximum of these scores in eight parts
     flags: jax.Ref
 
 
+@runtime_checkable
+class RestorableSums(Protocol):
+    """The fields of a state that are saved before a block of keys, and restored if a logit left the range."""
+
+    @property
+    def weight_sum(self) -> jax.Ref: ...
+    @property
+    def value_sum(self) -> jax.Ref: ...
+    @property
+    def saved_weight_sum(self) -> jax.Ref: ...
+    @property
+    def saved_value_sum(self) -> jax.Ref: ...
+    @property
+    def flags(self) -> jax.Ref: ...
+
+
 class PartialSums(NamedTuple):
-    """Softmax sums of all queries after some of the keys, the first fields of `State`: the carry to a next call."""
+    """The softmax sums of all queries after some of the keys: the first fields of `SoftmaxRefs`. A call passes them to
+    the next call as its carry."""
 
     q: Any
     offset: Any
@@ -85,10 +102,9 @@ class PartialSums(NamedTuple):
     value_sum: Any
 
 
-class Mask(NamedTuple):
-    """The keys of a step that take part: the first `num_valid`, and of these the ones within the window.
-
-    `relative_start` is the position of the step's first key minus that of query 0.
+class StepMask(NamedTuple):
+    """The visible keys of a step: those of the first `num_valid` keys that are within the window. `relative_start` is
+    the position of the step's first key minus the position of query 0.
     """
 
     num_valid: Array | int
@@ -96,7 +112,7 @@ class Mask(NamedTuple):
     relative_start: Array | int = 0
 
     def all_valid(self, kv_strip: slice) -> bool:
-        """Return whether all these keys are known to be valid at trace time."""
+        """Return whether it is known at trace time that all these keys are valid."""
         return isinstance(self.num_valid, int) and kv_strip.stop <= self.num_valid
 
     def valid(self, kv_strip: slice) -> Bool[Array, "S 1"]:
@@ -111,9 +127,8 @@ class Mask(NamedTuple):
 
 
 class BlockList(NamedTuple):
-    """Blocks of `size` keys each, for each group of `q_per_list` queries: the position of their first keys.
-
-    A start at or after `end` is padding.
+    """Lists of blocks of `size` keys, with a list for each group of `q_per_list` queries. An entry is the position of a
+    block's first key. An entry at or after `end` is padding.
     """
 
     size: int
@@ -122,10 +137,11 @@ class BlockList(NamedTuple):
     end: Array
 
     def slices(self, q_strip: slice, kv_strip: slice) -> Iterator[tuple[slice, Array, Array]]:
-        """Yield each block, or part of a block, of the keys in `kv_strip` that a strip of queries attends to.
+        """Yield the blocks, or parts of blocks, in `kv_strip` to which a strip of queries attends.
 
         Yields:
-            Its rows in the strip, the position of its first key, and False if it is padding.
+            The rows of the block in the strip, the position of the block's first key, and False if the block is
+                padding.
         """
         size = min(self.size, size_of(kv_strip))
         for offset in range(kv_strip.start, kv_strip.stop, size):
@@ -147,33 +163,34 @@ def positions(x: slice, axis: int) -> Array:
     return x.start + jax.lax.broadcasted_iota(jnp.int32, (1,) * axis + (size_of(x),) + (1,) * (1 - axis), axis)
 
 
-@partial(jax.jit, static_argnames=("sizes", "kv_heads", "head_dim", "config"), inline=True)  # is traced once
+# So that it is traced only once
+@partial(jax.jit, static_argnames=("sizes", "kv_heads", "head_dim", "config"), inline=True)
 def call(
     scalars: tuple,
     operands: tuple,
     carry: PartialSums | None,
     *,
-    sizes: Sizes,
+    sizes: KernelSizes,
     kv_heads: int,
     head_dim: int,
     config: Config,
 ) -> Any:
-    """Call the kernel over a grid of examples, their heads, blocks of queries and blocks of keys.
+    """Call the kernel on a grid of examples, heads, blocks of queries and blocks of keys.
 
-    `operands` are q, k and v: [B L N·D] and [B S K·D], or [B·N L D] and [B·K S D]. `scalars` are the number of valid
-    keys of each example, or the lists of `sparse_kernel`. New sums overwrite those of the carry.
+    `operands` are q, k and v: [B L N·D] and [B S K·D], or [B·N L D] and [B·K S D]. `scalars` has the number of valid
+    keys of each example, or the lists of `sparse_kernel`. The new sums overwrite the sums of the carry.
     """
     is_sparse, (q, k, v) = len(scalars) > 1, operands
     block_q, queries = sizes.block_q, sizes.queries
-    heads_per_row = q.shape[2] // head_dim  # 1 if heads are on the first axis
+    heads_per_row = q.shape[2] // head_dim  # 1 if the heads are on the first axis
     heads = q.shape[0] * heads_per_row  # of all examples
-    split_q = q.dtype == jnp.bfloat16  # q times q_scale as a sum of two: one bfloat16 would lose three digits
+    split_q = q.dtype == jnp.bfloat16  # q times q_scale as a sum of two bfloat16: a single one would lose three digits
     if (
         split_q and 2 * head_dim <= LANES
-    ):  # two copies of k fill a row, for both halves of q; the kernel itself doubles wider rows
+    ):  # two copies of k fill a row, one for each half of q; for wider rows, the kernel makes the copies
         k = jnp.concatenate([k, k], axis=2)
 
-    q_index_map = _row_index_map(sizes.heads, heads_per_row)
+    q_index_map = row_index_map(sizes.heads, heads_per_row)
     q_spec = pl.BlockSpec((None, block_q, head_dim), lambda b, h, i, j, *_: q_index_map(b, h, i))
     sum_shapes = PartialSums(
         (head_dim * (1 + split_q), q.dtype), (1, jnp.float32), (8, jnp.float32), (head_dim, jnp.float32)
@@ -218,23 +235,23 @@ def call(
     return results if not new_sums else PartialSums(carry.q, *results) if carry else PartialSums(*results)
 
 
-def _row_index_map(heads: int, heads_per_row: int) -> Callable[..., tuple]:
-    """Return the index map of a head's rows: heads are side by side in a row, or on the first axis."""
+def row_index_map(heads: int, heads_per_row: int) -> Callable[..., tuple]:
+    """Return the index map of a head's rows. The heads are side by side in a row, or on the first axis."""
     return (lambda b, h, i: (b * heads + h, i, 0)) if heads_per_row == 1 else (lambda b, h, i: (b, i, h))
 
 
 def _kv_specs(
-    row_width: int, sizes: Sizes, heads_per_kv: int, heads_per_row: int, head_dim: int, buffers: int
+    row_width: int, sizes: KernelSizes, heads_per_kv: int, heads_per_row: int, head_dim: int, buffers: int
 ) -> tuple[pl.BlockSpec, pl.BlockSpec]:
     """Return the block specs of keys, whose rows have `row_width` channels, and of values.
 
     `heads_per_kv` heads of q share a head of keys.
     """
 
-    row_index_map = _row_index_map(sizes.heads // heads_per_kv, heads_per_row)
+    kv_row_index_map = row_index_map(sizes.heads // heads_per_kv, heads_per_row)
 
     def index_map(b, h, i, j, kv_lengths, *_):
-        return row_index_map(
+        return kv_row_index_map(
             b,
             h if heads_per_kv == 1 else h // heads_per_kv,
             _nearest_visible_block(b, i, j, kv_lengths, sizes) if sizes.ragged else j,
@@ -245,7 +262,7 @@ def _kv_specs(
     return spec((None, sizes.block_kv, k_width)), spec((None, sizes.block_kv, head_dim))
 
 
-def _nearest_visible_block(b, i, j, kv_lengths, sizes: Sizes):
+def _nearest_visible_block(b, i, j, kv_lengths, sizes: KernelSizes):
     """Return the block of keys to fetch in grid step j for block i of queries: j, or the nearest visible block."""
     left, right = sizes.window
     first_block = (i * sizes.block_q - left) // sizes.block_kv
@@ -253,8 +270,8 @@ def _nearest_visible_block(b, i, j, kv_lengths, sizes: Sizes):
     return jnp.clip(j, jnp.maximum(first_block, 0), jnp.maximum(last_key // sizes.block_kv, 0))
 
 
-def _scratch_shapes(sizes: Sizes, q_rows: int, head_dim: int, dtype: jnp.dtype) -> list[Any]:
-    """Return the scratch memory of the kernel's `State`, in the order of its fields."""
+def _scratch_shapes(sizes: KernelSizes, q_rows: int, head_dim: int, dtype: jnp.dtype) -> list[Any]:
+    """Return the scratch memory of the kernel's `SoftmaxRefs`, in the order of its fields."""
     queries = sizes.block_q
     return [
         pltpu.VMEM((q_rows, queries), dtype),
@@ -269,14 +286,30 @@ def _scratch_shapes(sizes: Sizes, q_rows: int, head_dim: int, dtype: jnp.dtype) 
     ]
 
 
-def kernel(kv_lengths_ref, q_ref, k_ref, v_ref, *refs, sizes: Sizes) -> None:
-    """Compute dense attention; the grid runs over examples, heads, blocks of queries and blocks of keys.
+def kernel(kv_lengths_ref, q_ref, k_ref, v_ref, *refs, sizes: KernelSizes) -> None:
+    """Compute dense attention. The grid has examples, heads, blocks of queries and blocks of keys.
 
-    `refs` are, in order: with `has_carry` the sums of the carry, whose q is `q_ref`; the result and its log-sum-exp, or
-    with `return_sums` the new sums, q among them only without a carry; the scratch of `State`.
+    `refs` has, in this order: with `has_carry`, the sums of the carry, of which `q_ref` is the q; then the result and
+    its log-sum-exp, or with `return_sums` the new sums, which include q only if there is no carry; then the scratch
+    memory of `SoftmaxRefs`.
     """
     example, i, j = (pl.program_id(axis) for axis in (0, 2, 3))
     add_block = partial(_add_block, kv_lengths_ref[example], (i, j), sizes=sizes)
+    add_to_queries(add_block, i, q_ref, k_ref, v_ref, refs, sizes)
+
+
+def add_to_queries(add_block: Callable, i: Array, q_ref, k_ref, v_ref, refs: Sequence[Any], sizes: KernelSizes) -> None:
+    """Call a function with references to block `i` of the queries; the last block may have fewer queries.
+
+    Args:
+        add_block: The function, which takes the other arguments but `i` and `sizes`.
+        i: The index of the block of queries.
+        q_ref: The queries.
+        k_ref: A block of keys.
+        v_ref: A block of values.
+        refs: References with an axis of queries, and flags with one axis.
+        sizes: The sizes.
+    """
     last_block = ceil_div(sizes.queries, sizes.block_q) - 1
     remaining = round_up(sizes.queries - last_block * sizes.block_q, TILE_Q)
     if remaining >= sizes.block_q:
@@ -289,55 +322,57 @@ def kernel(kv_lengths_ref, q_ref, k_ref, v_ref, *refs, sizes: Sizes) -> None:
 
     @pl.when(i == last_block)
     def _():
-        first_refs = (ref if ref.shape == (2,) else _first_queries(ref, remaining, sizes) for ref in refs)
+        first_refs = (ref if len(ref.shape) == 1 else _first_queries(ref, remaining, sizes) for ref in refs)
         add_block(_first_queries(q_ref, remaining, sizes), k_ref, v_ref, *first_refs)
 
 
-def _first_queries(ref: Any, num_queries: int, sizes: Sizes) -> Any:
-    """Return the first queries of a reference, along whichever axis has them."""
+def _first_queries(ref: Any, num_queries: int, sizes: KernelSizes) -> Any:
+    """Return the first queries of a reference, along the axis that has the queries."""
     return ref.at[:, :num_queries] if ref.shape[1] == sizes.block_q else ref.at[:num_queries]
 
 
-def _add_block(kv_length: Array, grid_index: tuple[Array, Array], q_ref, k_ref, v_ref, *refs, sizes: Sizes) -> None:
-    """Add the block of keys of a grid step; for the references see `kernel`."""
+def _add_block(
+    kv_length: Array, grid_index: tuple[Array, Array], q_ref, k_ref, v_ref, *refs, sizes: KernelSizes
+) -> None:
+    """Add the block of keys of a grid step. `kernel` explains the references."""
     carry, refs = (PartialSums(q_ref, *refs[:3]), refs[3:]) if sizes.has_carry else (None, refs)
     num_results = 2 if not sizes.return_sums else 3 if sizes.has_carry else 4
-    out, state = refs[:num_results], State(*refs[num_results:])
+    out, state = refs[:num_results], SoftmaxRefs(*refs[num_results:])
     i, j = grid_index
     q_start, kv_start = i * sizes.block_q, j * sizes.block_kv
     is_last = j == ceil_div(sizes.keys, sizes.block_kv) - 1
-    headroom = HEADROOM[k_ref.dtype.name]
+    offset_margin = OFFSET_MARGIN[k_ref.dtype.name]
 
     @pl.when((i == 0) & (j == 0))
     def _():
-        state.flags[SAFE] = 0
+        state.flags[RUNNING_MAX_FLAG] = 0
 
     @pl.when(j == 0)
     def _():
         if carry is None:
             _init_state(q_ref, state, q_start, sizes)
         else:
-            _copy(carry, state[: len(carry)])
-            state.flags[PROBED] = 0
+            _copy_refs(carry, state[: len(carry)])
+            state.flags[OFFSET_SET_FLAG] = 0
         if carry is None and not sizes.ragged:
-            _init_offset(k_ref, state, min(PROBE_KV, sizes.keys), headroom)
+            _init_offset(k_ref, state, min(PROBE_KV, sizes.keys), offset_margin)
 
-    if carry is not None and sizes.single_block:
+    if carry is not None and sizes.is_single_block:
         state = state._replace(saved_weight_sum=carry.weight_sum, saved_value_sum=carry.value_sum)
     if sizes.ragged:
-        _add_ragged(k_ref, v_ref, state, kv_length, q_start, kv_start, sizes, headroom)
+        _add_ragged(k_ref, v_ref, state, kv_length, q_start, kv_start, sizes, offset_margin)
     else:
         _add_dense(k_ref, v_ref, state, is_last, sizes)
 
     @pl.when(is_last)
     def _():
         if sizes.return_sums:
-            _copy(state[len(PartialSums._fields) - num_results : len(PartialSums._fields)], out)
+            _copy_refs(state[len(PartialSums._fields) - num_results : len(PartialSums._fields)], out)
         else:
-            _finish(out[0], out[1], state)
+            _write_results(out[0], out[1], state)
 
 
-def _copy(sources: Sequence[Any], targets: Sequence[Any]) -> None:
+def _copy_refs(sources: Sequence[Any], targets: Sequence[Any]) -> None:
     for source, target in zip(sources, targets, strict=True):
         target[...] = source[...]
 
@@ -354,15 +389,16 @@ def sparse_kernel(
     o_ref,
     lse_ref,
     *scratch,
-    sizes: Sizes,
+    sizes: KernelSizes,
 ) -> None:
-    """Compute block-sparse attention: visit only listed blocks of keys, on the same grid as `kernel`.
+    """Compute block-sparse attention, which visits only listed blocks of keys. The grid is that of `kernel`.
 
-    In grid step (i, j) each group of queries visits at most `list_length` blocks of `step_kv` keys, which lie in the
-    grid step's block of keys and whose first keys are in `block_start_ref` from `list_start` on. `list_length` differs
-    by example. Groups whose `sees_tail_ref` is 1 also see the keys after the last whole block, up to `kv_length`.
+    In grid step (i, j), each group of queries visits at most `list_length` blocks of `step_kv` keys. These blocks lie
+    in the grid step's block of keys. `block_start_ref` has their first keys, from `list_start` on. `list_length` may
+    differ between examples. If a group's `sees_tail_ref` is 1, the group also sees the keys after the last whole block,
+    up to `kv_length`.
     """
-    state, groups = State(*scratch), range(sizes.block_q // sizes.q_per_list)
+    state, groups = SoftmaxRefs(*scratch), range(sizes.block_q // sizes.q_per_list)
     example, i, j = (pl.program_id(axis) for axis in (0, 2, 3))
     kv_steps = pl.num_programs(3)
     grid_step = i * kv_steps + j
@@ -373,7 +409,7 @@ def sparse_kernel(
 
     @pl.when((i == 0) & (j == 0))
     def _():
-        state.flags[SAFE] = 0
+        state.flags[RUNNING_MAX_FLAG] = 0
 
     @pl.when(j == 0)
     def _():
@@ -389,7 +425,7 @@ def sparse_kernel(
 
     @pl.when(list_length > 0)
     def _():
-        _init_offset_from_list(k_ref, state, blocks_from(0, 1), PROBE_KV, HEADROOM[q_ref.dtype.name])
+        _init_offset_from_list(k_ref, state, blocks_from(0, 1), PROBE_KV, OFFSET_MARGIN[q_ref.dtype.name])
 
     _add_listed_blocks(k_ref, v_ref, state, blocks_from, list_length, sizes)
 
@@ -398,117 +434,132 @@ def sparse_kernel(
         tail_end = tail_start + sizes.step_kv
         starts = tuple((jnp.where(sees_tail_ref[i * len(groups) + g] == 1, tail_start, tail_end),) for g in groups)
         tail = BlockList(sizes.step_kv, sizes.q_per_list, starts, tail_end)
-        _raise_offset_and_add(k_ref, v_ref, state, tail, sizes.step_kv, Mask(kv_length % sizes.step_kv))
+        _raise_offset_and_add(k_ref, v_ref, state, tail, sizes.step_kv, StepMask(kv_length % sizes.step_kv))
 
-    pl.when(j == kv_steps - 1)(lambda: _finish(o_ref, lse_ref, state))
+    pl.when(j == kv_steps - 1)(lambda: _write_results(o_ref, lse_ref, state))
 
 
 def _add_listed_blocks(
-    k_ref, v_ref, state: State, blocks_from: Callable[[Array, int], BlockList], list_length: Array, sizes: Sizes
+    k_ref,
+    v_ref,
+    state: SoftmaxRefs,
+    blocks_from: Callable[[Array, int], BlockList],
+    list_length: Array,
+    sizes: KernelSizes,
 ) -> None:
-    """Add the first `list_length` listed blocks of keys; `blocks_from(index, count)` returns some of the list."""
+    """Add the first `list_length` listed blocks of keys. `blocks_from(index, count)` returns a part of the list."""
 
-    def fast_path() -> None:
+    def add_with_fixed_offset() -> None:
         def add(index: Array, count: int) -> None:
             _add_keys(k_ref, v_ref, state, blocks_from(index, count), count * sizes.step_kv)
 
         _loop_in_chunks(0, list_length, sizes.block_kv_compute // sizes.step_kv, add)
 
-    def safe_path() -> None:
-        _loop(
+    def add_with_running_max() -> None:
+        loop(
             0,
             list_length,
             lambda index: _raise_offset_and_add(k_ref, v_ref, state, blocks_from(index, 1), sizes.step_kv),
         )
 
-    _add_with_fallback(state, fast_path, safe_path)
+    add_with_fallback(state, add_with_fixed_offset, add_with_running_max)
 
 
 def _loop_in_chunks(begin: Array | int, end: Array | int, max_count: int, add: Callable[[Array, int], None]) -> None:
-    """Call `add(index, count)` until `end`, with `max_count` at a time first and ever fewer for the remainder."""
+    """Call `add(index, count)` until `end` is reached. `count` is `max_count` at first, and becomes smaller for the
+    remainder."""
     for count in sorted({max(1, max_count // 4**n) for n in range(max_count)}, reverse=True):
         steps = (end - begin) // count
-        _loop(0, steps, lambda index, begin=begin, count=count: add(begin + index * count, count))
+        loop(0, steps, lambda index, begin=begin, count=count: add(begin + index * count, count))
         begin = begin + steps * count
 
 
-def _add_with_fallback(
-    state: State,
-    fast_path: Callable[[], None],
-    safe_path: Callable[[], None],
+def add_with_fallback(
+    state: RestorableSums,
+    add_with_fixed_offset: Callable[[], None],
+    add_with_running_max: Callable[[], None],
     *,
     starts_empty: bool = False,
-    already_saved: bool = False,
+    is_saved: bool = False,
+    max_weight_sum: float = MAX_WEIGHT_SUM,
 ) -> None:
-    """Add keys by the fast path; if a logit left the range of the offset, restore the sums and take the safe path.
+    """Add keys by the fast path. If a logit left the range of the offset, restore the sums and take the safe path.
 
-    `starts_empty`: there are no sums of earlier keys. `already_saved`: these sums need not be saved again.
+    `starts_empty` says that there are no sums of earlier keys. `is_saved` says that the sums of earlier keys are
+    saved already. A sum of weights above `max_weight_sum` means that a logit left the range.
     """
-    if not (starts_empty or already_saved):
-        _copy((state.weight_sum, state.value_sum), (state.saved_weight_sum, state.saved_value_sum))
+    if not (starts_empty or is_saved):
+        _copy_refs((state.weight_sum, state.value_sum), (state.saved_weight_sum, state.saved_value_sum))
 
-    @pl.when(state.flags[SAFE] == 0)
+    @pl.when(state.flags[RUNNING_MAX_FLAG] == 0)
     def _():
-        fast_path()
+        add_with_fixed_offset()
 
-        @pl.when(jnp.max(jnp.where(state.weight_sum[...] <= MAX_WEIGHT_SUM, 0, 1)) == 1)  # NaN too
+        @pl.when(jnp.max(jnp.where(state.weight_sum[...] <= max_weight_sum, 0, 1)) == 1)  # NaN too
         def _():
-            state.flags[SAFE] = 1
+            state.flags[RUNNING_MAX_FLAG] = 1
             state.weight_sum[...] = jnp.zeros(state.weight_sum.shape) if starts_empty else state.saved_weight_sum[...]
             state.value_sum[...] = jnp.zeros(state.value_sum.shape) if starts_empty else state.saved_value_sum[...]
 
-    pl.when(state.flags[SAFE] == 1)(safe_path)
+    pl.when(state.flags[RUNNING_MAX_FLAG] == 1)(add_with_running_max)
 
 
 def _raise_offset_and_add(
-    k_ref, v_ref, state: State, start: Array | int | BlockList, count: int, mask: Mask | None = None
+    k_ref, v_ref, state: SoftmaxRefs, start: Array | int | BlockList, count: int, mask: StepMask | None = None
 ) -> None:
     """Raise the offset to the maximum of these keys, then add them."""
     _raise_offset(k_ref, state, start, count, mask)
     _add_keys(k_ref, v_ref, state, start, count, mask)
 
 
-def _finish(o_ref, lse_ref, state: State) -> None:
-    """Divide the sum of weighted values by the sum of weights; write the result and the log-sum-exp."""
+def _write_results(o_ref, lse_ref, state: SoftmaxRefs) -> None:
+    """Divide the sum of weighted values by the sum of weights. Write the result and the log-sum-exp."""
     weight_sum = state.weight_sum[...].sum(axis=0, keepdims=True)
     o_ref[...] = divide_or_zero(state.value_sum[...], weight_sum).astype(o_ref.dtype).T
     lse_ref[...] = jnp.where(weight_sum == 0, -jnp.inf, (state.offset[...] + jnp.log2(weight_sum)) * math.log(2))
 
 
-def _add_dense(k_ref, v_ref, state: State, is_last: Array, sizes: Sizes) -> None:
-    """Add a block of keys that all queries attend to: full compute blocks, and the tail in the last block."""
-    num_blocks, tail = _num_compute_blocks(is_last, sizes), sizes.keys % sizes.block_kv_compute
+def _add_dense(k_ref, v_ref, state: SoftmaxRefs, is_last: Array, sizes: KernelSizes) -> None:
+    """Add a block of keys to which all queries attend: full compute blocks, and in the last block also the tail."""
+    num_blocks, tail = num_compute_blocks(is_last, sizes), sizes.keys % sizes.block_kv_compute
 
     def add_tail(add: Callable) -> None:
         if tail:
             pl.when(is_last)(lambda: add(k_ref, v_ref, state, num_blocks * sizes.block_kv_compute, tail))
 
-    def fast_path() -> None:
-        _loop(
+    def add_with_fixed_offset() -> None:
+        loop(
             0,
             num_blocks,
             lambda index: _add_keys(k_ref, v_ref, state, index * sizes.block_kv_compute, sizes.block_kv_compute),
         )
         add_tail(_add_keys)
 
-    def safe_path() -> None:
-        _add_pipelined_safe(
+    def add_with_running_max() -> None:
+        _add_with_running_max(
             k_ref, v_ref, state, 0, num_blocks * (sizes.block_kv_compute // sizes.step_kv), sizes.step_kv
         )
         add_tail(_raise_offset_and_add)
 
-    single_block, has_carry = sizes.single_block, sizes.has_carry
-    _add_with_fallback(
+    is_single_block, has_carry = sizes.is_single_block, sizes.has_carry
+    add_with_fallback(
         state,
-        fast_path,
-        safe_path,
-        starts_empty=single_block and not has_carry,
-        already_saved=single_block and has_carry,
+        add_with_fixed_offset,
+        add_with_running_max,
+        starts_empty=is_single_block and not has_carry,
+        is_saved=is_single_block and has_carry,
     )
 
 
 def _add_ragged(
-    k_ref, v_ref, state: State, kv_length: Array, q_start: Array, kv_start: Array, sizes: Sizes, headroom: float
+    k_ref,
+    v_ref,
+    state: SoftmaxRefs,
+    kv_length: Array,
+    q_start: Array,
+    kv_start: Array,
+    sizes: KernelSizes,
+    offset_margin: float,
 ) -> None:
     """Add the visible keys of a block: first the steps without a mask, then the masked steps."""
     step_kv = sizes.step_kv
@@ -525,7 +576,7 @@ def _add_ragged(
     begin = ceil_div(all_visible[0], step_kv)
     end = jnp.maximum(begin, all_visible[1] // step_kv)
 
-    def fast_path() -> None:
+    def add_with_fixed_offset() -> None:
         def add(index: Array, count: int) -> None:
             _add_keys(k_ref, v_ref, state, index * step_kv, count * step_kv)
 
@@ -533,45 +584,48 @@ def _add_ragged(
 
     @pl.when(end > begin)
     def _():
-        @pl.when(state.flags[PROBED] == 0)
+        @pl.when(state.flags[OFFSET_SET_FLAG] == 0)
         def _():
-            _raise_offset(k_ref, state, begin * step_kv, min(PROBE_KV, step_kv), headroom=headroom)
-            state.flags[PROBED] = 1
+            _raise_offset(k_ref, state, begin * step_kv, min(PROBE_KV, step_kv), offset_margin=offset_margin)
+            state.flags[OFFSET_SET_FLAG] = 1
 
-        _add_with_fallback(state, fast_path, lambda: _add_pipelined_safe(k_ref, v_ref, state, begin, end, step_kv))
+        add_with_fallback(
+            state, add_with_fixed_offset, lambda: _add_with_running_max(k_ref, v_ref, state, begin, end, step_kv)
+        )
 
     def add_masked(index: Array) -> None:
         start = (index + jnp.where(index >= begin, end - begin, 0)) * step_kv
-        mask = Mask(kv_length - kv_start - start, sizes.window, kv_start + start - q_start)
+        mask = StepMask(kv_length - kv_start - start, sizes.window, kv_start + start - q_start)
         _raise_offset_and_add(k_ref, v_ref, state, start, step_kv, mask)
 
-    _loop(some_visible[0] // step_kv, ceil_div(some_visible[1], step_kv) - (end - begin), add_masked)
+    loop(some_visible[0] // step_kv, ceil_div(some_visible[1], step_kv) - (end - begin), add_masked)
 
 
-def _num_compute_blocks(is_last: Array, sizes: Sizes) -> Array | int:
+def num_compute_blocks(is_last: Array, sizes: KernelSizes) -> Array | int:
     """Return the number of full compute blocks in this block of keys."""
     num_in_others = sizes.block_kv // sizes.block_kv_compute
     num_in_last = ((sizes.keys - 1) % sizes.block_kv + 1) // sizes.block_kv_compute
     return (
         num_in_last
-        if sizes.single_block or num_in_last == num_in_others
+        if sizes.is_single_block or num_in_last == num_in_others
         else jnp.where(is_last, num_in_last, num_in_others)
     )
 
 
-def _loop(start: Array | int, stop: Array | int, step: Callable[[Array], None]) -> None:
+def loop(start: Array | int, stop: Array | int, step: Callable[[Array], None]) -> None:
     def body(index: Array, carry: None) -> None:
         step(index)
 
     jax.lax.fori_loop(start, stop, body, None)
 
 
-def _strips(length: int, size: int) -> list[slice]:
+def strips(length: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
-def _init_state(q_ref, state: State, q_start: Array, sizes: Sizes) -> None:
-    """Clear the state and write the queries, transposed and scaled; undefined queries after the last become 0."""
+def _init_state(q_ref, state: SoftmaxRefs, q_start: Array, sizes: KernelSizes) -> None:
+    """Clear the state, and write the transposed and scaled queries. The memory after the last query is undefined, so 0
+    is written there."""
     q = sizes.q_scale * q_ref[...].T.astype(jnp.float32)  # [D L]
     if sizes.queries % sizes.block_q:
         q = jnp.where(q_start + positions(slice(0, q.shape[1]), 1) < sizes.queries, q, 0.0)
@@ -583,17 +637,18 @@ def _init_state(q_ref, state: State, q_start: Array, sizes: Sizes) -> None:
     state.offset[...] = jnp.full(state.offset.shape, -jnp.inf)
     state.weight_sum[...] = jnp.zeros(state.weight_sum.shape)
     state.value_sum[...] = jnp.zeros(state.value_sum.shape)
-    state.flags[PROBED] = 0
+    state.flags[OFFSET_SET_FLAG] = 0
 
 
-def _strips_and_mask(num_keys: int, mask: Mask | None) -> tuple[list[slice], Mask | None]:
-    """Return strips of keys in whole registers, and the mask of the last one if keys end within a register."""
+def _strips_and_mask(num_keys: int, mask: StepMask | None) -> tuple[list[slice], StepMask | None]:
+    """Return strips of keys in whole registers. If the keys end within a register, also return the mask of the last
+    strip."""
     padded_keys = round_up(num_keys, REGISTER_ROWS)
-    return _strips(padded_keys, STRIP_KV), Mask(num_keys) if mask is None and padded_keys > num_keys else mask
+    return strips(padded_keys, STRIP_KV), StepMask(num_keys) if mask is None and padded_keys > num_keys else mask
 
 
 def _read_keys(ref, start: Array | int | BlockList, kv_strip: slice, q_strip: slice) -> Array:
-    """Read the rows `kv_strip` of the keys from `start` on, or of the listed blocks of a strip of queries."""
+    """Read the rows `kv_strip` of the keys that begin at `start`, or of the listed blocks of a strip of queries."""
     if not isinstance(start, BlockList):
         return ref[pl.ds(start + kv_strip.start, size_of(kv_strip)), :]
     slices, alignment = start.slices(q_strip, kv_strip), math.gcd(start.size, size_of(kv_strip))
@@ -601,15 +656,15 @@ def _read_keys(ref, start: Array | int | BlockList, kv_strip: slice, q_strip: sl
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
-def _q_strips(state: State, start: Array | int | BlockList) -> list[slice]:
-    """Return strips of queries that attend to the same keys."""
-    return _strips(state.q.shape[1], min(STRIP_Q, start.q_per_list) if isinstance(start, BlockList) else STRIP_Q)
+def _q_strips(state: SoftmaxRefs, start: Array | int | BlockList) -> list[slice]:
+    """Return strips of queries. All queries of a strip attend to the same keys."""
+    return strips(state.q.shape[1], min(STRIP_Q, start.q_per_list) if isinstance(start, BlockList) else STRIP_Q)
 
 
 def _scores(
-    k_ref, state: State, start: Array | int | BlockList, kv_strip: slice, q_strip: slice, mask: Mask | None
+    k_ref, state: SoftmaxRefs, start: Array | int | BlockList, kv_strip: slice, q_strip: slice, mask: StepMask | None
 ) -> Float32[Array, "S L"]:
-    """Scores of a strip of keys and a strip of queries, as exponents of two; -inf for masked keys."""
+    """Return the scores of a strip of keys and a strip of queries, as exponents of two. Masked keys have -inf."""
     k = _read_keys(k_ref, start, kv_strip, q_strip)
     if k.shape[1] < state.q.shape[0]:
         k = jnp.concatenate([k, k], axis=1)
@@ -619,35 +674,40 @@ def _scores(
 
 def _raise_offset(
     k_ref,
-    state: State,
+    state: SoftmaxRefs,
     start: Array | int | BlockList,
     num_keys: int,
-    mask: Mask | None = None,
+    mask: StepMask | None = None,
     *,
-    headroom: float = 0.0,
+    offset_margin: float = 0.0,
 ) -> None:
-    """Raise the offset to the maximum of these keys, if that is higher, and rescale the sums."""
+    """If the maximum of these keys is above the offset, raise the offset to it and rescale the sums."""
     kv_strips, mask = _strips_and_mask(num_keys, mask)
     for q_strip in _q_strips(state, start):
-        _raise_offset_to(state, q_strip, _max_scores(k_ref, state, start, kv_strips, q_strip, mask) + headroom)
+        _raise_offset_to(state, q_strip, _max_scores(k_ref, state, start, kv_strips, q_strip, mask) + offset_margin)
 
 
-def _init_offset_from_list(k_ref, state: State, start: BlockList, num_keys: int, headroom: float) -> None:
-    """Set the offsets that are still -inf from the first keys of the list."""
+def _init_offset_from_list(k_ref, state: SoftmaxRefs, start: BlockList, num_keys: int, offset_margin: float) -> None:
+    """Set each offset that is still -inf, from the first keys of the list."""
     for q_strip in _q_strips(state, start):
-        max_score = _max_scores(k_ref, state, start, [slice(0, num_keys)], q_strip, None) + headroom
+        max_score = _max_scores(k_ref, state, start, [slice(0, num_keys)], q_strip, None) + offset_margin
         state.offset[:, q_strip] = jnp.where(state.offset[:, q_strip] == -jnp.inf, max_score, state.offset[:, q_strip])
 
 
-def _init_offset(k_ref, state: State, num_keys: int, headroom: float) -> None:
+def _init_offset(k_ref, state: SoftmaxRefs, num_keys: int, offset_margin: float) -> None:
     """Set the offset from the first keys."""
     kv_strips, mask = _strips_and_mask(num_keys, None)
-    for q_strip in _strips(state.q.shape[1], STRIP_Q):
-        state.offset[:, q_strip] = _max_scores(k_ref, state, 0, kv_strips, q_strip, mask) + headroom
+    for q_strip in strips(state.q.shape[1], STRIP_Q):
+        state.offset[:, q_strip] = _max_scores(k_ref, state, 0, kv_strips, q_strip, mask) + offset_margin
 
 
 def _max_scores(
-    k_ref, state: State, start: Array | int | BlockList, kv_strips: list[slice], q_strip: slice, mask: Mask | None
+    k_ref,
+    state: SoftmaxRefs,
+    start: Array | int | BlockList,
+    kv_strips: list[slice],
+    q_strip: slice,
+    mask: StepMask | None,
 ) -> Array:
     maxima = []
     for kv_strip in kv_strips:
@@ -659,7 +719,7 @@ def _max_scores(
     return reduce(jnp.maximum, maxima)
 
 
-def _raise_offset_to(state: State, q_strip: slice, max_score: Float32[Array, "1 L"]) -> None:
+def _raise_offset_to(state: SoftmaxRefs, q_strip: slice, max_score: Float32[Array, "1 L"]) -> None:
     old_offset = state.offset[:, q_strip]
     new_offset = jnp.maximum(old_offset, max_score)
     correction = jnp.exp2(old_offset - finite_max(new_offset))
@@ -669,17 +729,18 @@ def _raise_offset_to(state: State, q_strip: slice, max_score: Float32[Array, "1 
 
 
 def _add_keys(
-    k_ref, v_ref, state: State, start: Array | int | BlockList, num_keys: int, mask: Mask | None = None
+    k_ref, v_ref, state: SoftmaxRefs, start: Array | int | BlockList, num_keys: int, mask: StepMask | None = None
 ) -> None:
     """Add the weights and weighted values of these keys, with the offset unchanged.
 
-    The compiler's schedule depends on the order of these steps; docs/attention.md has the cost of others.
+    The compiler's schedule depends on the order of these steps. docs/attention.md has the cost of other orders.
     """
     kv_strips, mask = _strips_and_mask(num_keys, mask)
     pending: list[tuple[Array, slice, Array]] = []
     q_strips = _q_strips(state, start)
     is_list = isinstance(start, BlockList)
-    depth = PIPELINE_DEPTH * STRIP_Q // size_of(q_strips[0]) if is_list else PIPELINE_DEPTH  # as many queries in flight
+    # The number of queries that are processed at the same time
+    depth = PIPELINE_DEPTH * STRIP_Q // size_of(q_strips[0]) if is_list else PIPELINE_DEPTH
     for kv_strip in kv_strips:
         strip_mask = None if mask is None or mask.all_valid(kv_strip) else mask
         v = None
@@ -687,11 +748,12 @@ def _add_keys(
             if v is None or (isinstance(start, BlockList) and q_strip.start % start.q_per_list == 0):
                 v = _read_keys(v_ref, start, kv_strip, q_strip)
                 if strip_mask is not None:
-                    v = jnp.where(strip_mask.valid(kv_strip), v, jnp.zeros_like(v))  # v is undefined after the last key
+                    # The memory of v after the last key is undefined
+                    v = jnp.where(strip_mask.valid(kv_strip), v, jnp.zeros_like(v))
                 v = v.T
             s = _scores(k_ref, state, start, kv_strip, q_strip, strip_mask)
             p = _weights(s, state.offset[:, q_strip], start, kv_strip, q_strip, masked=strip_mask is not None)
-            state.weight_sum[:, q_strip] += _split_rows_by_sublanes(p).sum(axis=0)
+            state.weight_sum[:, q_strip] += split_rows_by_sublanes(p).sum(axis=0)
             pending.append((v, q_strip, p.astype(v.dtype)))
             if len(pending) > depth:
                 _add_values(state, *pending.pop(0))
@@ -702,7 +764,7 @@ def _add_keys(
 def _weights(
     s: Array, offset: Array, start: Array | int | BlockList, kv_strip: slice, q_strip: slice, masked: bool
 ) -> Array:
-    """Return the weights of scores, zeros for the padding of a list."""
+    """Return the weights that belong to scores. Padding of a list has weight zero."""
     offset = finite_max(offset) if masked else offset
     if not isinstance(start, BlockList):
         return jnp.exp2(s - offset)
@@ -713,25 +775,25 @@ def _weights(
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
-def _add_values(state: State, v: Array, q_strip: slice, p: Array) -> None:
+def _add_values(state: SoftmaxRefs, v: Array, q_strip: slice, p: Array) -> None:
     state.value_sum[:, q_strip] += jnp.dot(
         v, p, preferred_element_type=jnp.float32, precision=matmul_precision(v.dtype)
     )
 
 
-def _add_pipelined_safe(
-    k_ref, v_ref, state: State, first_step: Array | int, end_step: Array | int, step_kv: int
+def _add_with_running_max(
+    k_ref, v_ref, state: SoftmaxRefs, first_step: Array | int, end_step: Array | int, step_kv: int
 ) -> None:
-    """Add steps of `step_kv` keys; before each, raise the offset to their maximum.
+    """Add steps of `step_kv` keys. Before each step, raise the offset to the maximum of its keys.
 
     Each step computes the scores of the next one, so that the matrix unit does not wait for the maximum.
     """
-    q_strips = _strips(state.q.shape[1], SAFE_Q)
+    q_strips = strips(state.q.shape[1], RUNNING_MAX_STEP_Q)
 
     def score(index: Array | int, q_strip: slice) -> None:
         s = _scores(k_ref, state, index * step_kv, slice(0, step_kv), q_strip, None)
         state.scores[:, q_strip] = s
-        state.score_max[:, q_strip] = _split_rows_by_sublanes(s).max(axis=0)
+        state.score_max[:, q_strip] = split_rows_by_sublanes(s).max(axis=0)
 
     def step(index: Array) -> None:
         pending: list[tuple[Array, slice, Array]] = []
@@ -742,7 +804,7 @@ def _add_pipelined_safe(
             s = state.scores[:, q_strip]
             score(jnp.minimum(index + 1, end_step - 1), q_strip)
             p = jnp.exp2(s - state.offset[:, q_strip])
-            state.weight_sum[:, q_strip] += _split_rows_by_sublanes(p).sum(axis=0)
+            state.weight_sum[:, q_strip] += split_rows_by_sublanes(p).sum(axis=0)
             pending.append((v, q_strip, p.astype(v.dtype)))
             if len(pending) > 1:
                 _add_values(state, *pending.pop(0))
@@ -750,9 +812,9 @@ def _add_pipelined_safe(
 
     for q_strip in q_strips:
         score(first_step, q_strip)
-    _loop(first_step, end_step, step)
+    loop(first_step, end_step, step)
 
 
-def _split_rows_by_sublanes(x: Float32[Array, "S L"]) -> Float32[Array, "_S 8 L"]:
-    """Group rows by the eight sublanes of a register: registers are added or compared whole."""
+def split_rows_by_sublanes(x: Float32[Array, "S L"]) -> Float32[Array, "_S 8 L"]:
+    """Group rows by the eight sublanes of a register, because the vector unit adds or compares whole registers."""
     return x.reshape(-1, 8, x.shape[1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tile sizes of flash_tpu, and the defaults, which docs/attention.md prices best."""
+"""Tile sizes of flash_tpu. The defaults are the fastest ones by the compiler's estimates in docs/attention.md."""
 
 from dataclasses import dataclass, replace
 
@@ -10,25 +10,35 @@ from wanjax.kernels.alignment import LANES, ceil_div, round_up
 from wanjax.kernels.attention.radial import Radial
 
 TILE_Q = 256  # queries of a tile of the matrix unit
-STRIP_Q, STRIP_KV = 2 * TILE_Q, 256  # queries and keys of one step: a tile for each of the two matrix units of a core
-PIPELINE_DEPTH = 2  # strips scored before the first one's values are added: the matrix unit does not wait for softmax
-MAX_MASKED_KV = 512  # most keys of a masked step
-SAFE_KV, SAFE_Q = 1024, 256  # most keys and queries of a step of the safe path, which takes the maximum first
+STRIP_Q, STRIP_KV = 2 * TILE_Q, 256  # queries and keys of one step: one tile for each of the two matrix units of a core
+# Number of strips whose scores are computed before values are added, so that the matrix unit does not wait for softmax
+PIPELINE_DEPTH = 2
+MAX_MASKED_KV = 512  # the most keys of a masked step
+RUNNING_MAX_STEP_KV, RUNNING_MAX_STEP_Q = (
+    1024,
+    256,
+)  # the most keys and queries of a step of the safe path, which computes the maximum first
 COMPILER_VMEM_BYTES = 32 << 20  # VMEM that is left to the compiler
 REGISTER_ROWS = 16  # rows of keys in a register
-PROBE_KV = 32  # keys whose maximum sets a row's offset
-HEADROOM = {"bfloat16": 60.0, "float32": 0.0}  # of the offset above that maximum; in float32 it would cost digits
+INT8_REGISTER_ROWS = 32
+PROBE_KV = 32  # the number of first keys whose maximum sets a row's offset
+# Distance of the offset above this maximum; in float32 a distance would cost digits
+OFFSET_MARGIN = {"bfloat16": 60.0, "float32": 0.0}
+UNBOUNDED_SIDE = 1 << 30  # a side of a window without a bound
 MAX_WEIGHT_SUM = 2.0**64  # a row's sum of weights above this means that a logit left the range of the offset
 
 TILE_NAMES = ("block_q", "block_kv", "block_kv_compute")
 CENTER_KEYS = "center_keys"
-DEFAULT_TILE = 2048  # queries and keys, where neither is set
+QK_PREFIX = "qk="
+INT8_NAME = "int8"
+DEFAULT_TILE_TOKENS = 2048  # queries and keys, if neither is set
 MAX_BLOCK_Q = 2048
-SHORT_KV, MAX_BLOCK_Q_FOR_SHORT_KV = 512, 10_240  # few keys: setup and write-back of a block of queries count
-MAX_COMPUTE_KV = {"bfloat16": 8192, "float32": 1024}  # unrolled keys: with more, compiling takes minutes
-Q_BLOCKS_PER_STEP = 4  # mask blocks of queries in a grid step: the products of one fill the waits of another
+# For few keys, because the setup and write-back of a block of queries then take much of the time
+SHORT_KV, MAX_BLOCK_Q_FOR_SHORT_KV = 512, 10_240
+MAX_COMPUTE_KV = {"bfloat16": 8192, "float32": 1024}  # unrolled keys; with more, compiling takes minutes
+Q_BLOCKS_PER_STEP = 4  # mask blocks of queries in a grid step: while one block waits, the products of another run
 SPARSE_COMPUTE_KV = {"bfloat16": 4096, "float32": 512}  # unrolled keys of listed blocks
-MAX_TAIL_KV = 2048  # keys after the last whole compute block, unrolled too
+MAX_TAIL_KV = 2048  # the most keys after the last whole compute block, which are unrolled too
 LOOP_OVERHEAD_KV = 120  # cost of entering and leaving a compute block, in keys
 
 
@@ -40,9 +50,10 @@ class Config:
         block_q: Queries of a grid step.
         block_kv: Keys of a grid step.
         block_kv_compute: Unrolled keys of the fast path, a compute block; divides `block_kv`.
-        center_keys: Subtract the mean of the keys. It shifts all logits of a row equally and changes no weight.
+        center_keys: Whether to subtract the mean of the keys. This shifts all logits of a row by the same number, and
+            so changes no weight.
         interpret: Run the kernel without a TPU, slowly, for tests.
-        buffers: 2 to prefetch the next block of keys; 1 saves that VMEM.
+        buffers: With 2, the next block of keys is prefetched. With 1, less VMEM is needed.
     """
 
     block_q: int
@@ -65,11 +76,11 @@ class Config:
     @property
     def safe_step_kv(self) -> int:
         """Keys of one step of the safe path, which computes the maximum before each step."""
-        return self._even_step(SAFE_KV)
+        return self._even_step(RUNNING_MAX_STEP_KV)
 
     @property
     def masked_step_kv(self) -> int:
-        """Keys of one masked step, and of a step of the safe path where some keys are masked."""
+        """Keys of one masked step, and of a step of the safe path if some keys are masked."""
         return self._even_step(MAX_MASKED_KV)
 
     def _even_step(self, max_keys: int) -> int:
@@ -85,66 +96,113 @@ class Config:
 
 
 @dataclass(frozen=True)
+class Int8Config:
+    """The configuration of flash_tpu with q kᵀ in int8: its tiles, or None for the default ones.
+
+    Keys are always centered.
+    """
+
+    tiles: Config | None = None
+
+    def __post_init__(self):
+        if self.tiles is not None and self.tiles.block_kv_compute % INT8_REGISTER_ROWS:
+            raise WanjaxError(
+                f"block_kv_compute={self.tiles.block_kv_compute}: give a multiple of {INT8_REGISTER_ROWS} for qk=int8"
+            )
+
+    @property
+    def interpret(self) -> bool:
+        """Whether the kernel runs without a TPU."""
+        return self.tiles is not None and self.tiles.interpret
+
+
+@dataclass(frozen=True)
 class Tiles:
-    """Tile sizes as the user gives them: one that is None follows from the others."""
+    """Tile sizes as the user gives them. A size that is None is derived from the other sizes.
+
+    `qk` is the dtype of the product of queries and keys, `int8`; None is that of the operands.
+    """
 
     block_q: int | None = None
     block_kv: int | None = None
     block_kv_compute: int | None = None
     center_keys: bool = False
+    qk: str | None = None
 
     def __post_init__(self):
         self.config()
 
     @classmethod
     def parse(cls, text: str) -> "Tiles":
-        """Read text such as `block_q=2048,block_kv=4096,block_kv_compute=2048`, perhaps with `center_keys`.
+        """Read text such as `block_q=2048,block_kv=4096`, perhaps with `center_keys` or `qk=int8`.
 
         Raises WanjaxError for other text, and for tiles that are not possible.
         """
         sizes: dict[str, int] = {}
         entries = text.split(",")
         for entry in entries:
-            if entry == CENTER_KEYS:
+            if entry in (CENTER_KEYS, QK_PREFIX + INT8_NAME):
                 continue
+            if entry.startswith(QK_PREFIX):
+                raise WanjaxError(f"{entry}: give {QK_PREFIX}{INT8_NAME}, or leave it out for the dtype of q and k")
             name, _, size = entry.partition("=")
             if name not in TILE_NAMES or name in sizes or not (size.isascii() and size.isdigit()):
                 raise WanjaxError(
-                    f"the tiles {text!r} are not such as block_q=2048,block_kv=4096,block_kv_compute=2048"
+                    f"the tiles {text!r} cannot be read: write tiles such as "
+                    "block_q=2048,block_kv=4096,block_kv_compute=2048"
                 )
             sizes[name] = int(size)
-        return cls(**sizes, center_keys=CENTER_KEYS in entries)
+        return cls(
+            **sizes, center_keys=CENTER_KEYS in entries, qk=INT8_NAME if QK_PREFIX + INT8_NAME in entries else None
+        )
 
     def __str__(self) -> str:
         sizes = [f"{name}={size}" for name in TILE_NAMES if (size := getattr(self, name)) is not None]
-        return ",".join([*sizes, CENTER_KEYS] if self.center_keys else sizes)
+        flags = [CENTER_KEYS] * self.center_keys + [f"{QK_PREFIX}{self.qk}"] * (self.qk is not None)
+        return ",".join([*sizes, *flags])
 
-    def config(self) -> Config:
+    def config(self) -> Config | Int8Config:
         """Return all sizes: `block_q` is 2,048 if left out, and either size of keys is the other one, or 2,048.
 
-        Raises WanjaxError for tiles that are not possible.
+        With `qk` and no size, the default tiles for the shape are used. Raises WanjaxError for tiles that are not
+        possible.
         """
-        keys = _first_set(self.block_kv, self.block_kv_compute, DEFAULT_TILE)
-        return Config(
-            _first_set(self.block_q, DEFAULT_TILE), keys, _first_set(self.block_kv_compute, keys), self.center_keys
+        if self.qk is not None and all(getattr(self, name) is None for name in TILE_NAMES):
+            return Int8Config()
+        keys = _first_set(self.block_kv, self.block_kv_compute, DEFAULT_TILE_TOKENS)
+        config = Config(
+            _first_set(self.block_q, DEFAULT_TILE_TOKENS),
+            keys,
+            _first_set(self.block_kv_compute, keys),
+            self.center_keys,
         )
+        return config if self.qk is None else Int8Config(config)
 
 
 def _first_set(*sizes: int | None) -> int:
     return next(size for size in sizes if size is not None)
 
 
-def default_config(vmem_bytes: int, head_dim: int, queries: int, keys: int, dtype: str, ragged: bool = False) -> Config:
-    """Return the tiles that docs/attention.md prices best: large even compute blocks, and as many keys as VMEM holds.
+def default_config(
+    vmem_bytes: int,
+    head_dim: int,
+    queries: int,
+    keys: int,
+    dtype: str,
+    ragged: bool = False,
+    unit_kv: int = REGISTER_ROWS,
+) -> Config:
+    """Return the tiles that are the fastest by docs/attention.md: large compute blocks of equal size, and as many keys
+    as fit in VMEM.
 
-    With `ragged`, a key count or a window, compute blocks consist of whole masked steps.
+    `ragged` says that there is a number of keys or a window. Then compute blocks consist of whole masked steps.
     """
     max_compute_kv, default_block_q = (
         MAX_COMPUTE_KV[dtype],
         min(MAX_BLOCK_Q, round_up(queries, STRIP_Q if queries > STRIP_Q else LANES)),
     )
     compute_kv = (
-        _choose_compute_kv(keys, max_compute_kv)
+        _choose_compute_kv(keys, max_compute_kv, unit_kv)
         if not ragged or keys <= MAX_MASKED_KV
         else min(max_compute_kv, round_up(keys, MAX_MASKED_KV))
     )
@@ -157,18 +215,20 @@ def default_config(vmem_bytes: int, head_dim: int, queries: int, keys: int, dtyp
     return Config(default_block_q, compute_kv, compute_kv)
 
 
-def _choose_compute_kv(keys: int, max_compute_kv: int) -> int:
-    """Return the cheapest size of a compute block: whole safe steps fill it, and it leaves no long tail to compile."""
+def _choose_compute_kv(keys: int, max_compute_kv: int, unit_kv: int) -> int:
+    """Return the cheapest size of a compute block that consists of whole safe steps and leaves no long tail to
+    compile."""
     if keys <= min(max_compute_kv, MAX_TAIL_KV):
-        return max(PROBE_KV, round_up(keys, REGISTER_ROWS))
+        return max(PROBE_KV, round_up(keys, unit_kv))
     max_compute_kv = min(max_compute_kv, keys)
-    steps = range(SAFE_KV // 2, SAFE_KV + 1, STRIP_KV)
+    steps = range(RUNNING_MAX_STEP_KV // 2, RUNNING_MAX_STEP_KV + 1, STRIP_KV)
     sizes = {size for step in steps for size in range(step, max_compute_kv + 1, step) if 2 * size > max_compute_kv}
-    return min(sizes, key=lambda size: (keys % size > MAX_TAIL_KV, _cost(keys, size)))
+    return min(sizes, key=lambda size: (keys % size > MAX_TAIL_KV, _relative_cost(keys, size)))
 
 
-def _cost(keys: int, compute_kv: int) -> int:
-    """Return three times the cost of all keys: twice for scores, once for values in whole strips, and loop overhead."""
+def _relative_cost(keys: int, compute_kv: int) -> int:
+    """Return three times the cost of all keys: two thirds for the scores, one third for the values in whole strips, and
+    the overhead of the loop."""
     count, tail = divmod(keys, compute_kv)
     compute_cost, tail_cost = (
         2 * size + round_up(size, STRIP_KV) + 3 * LOOP_OVERHEAD_KV for size in (compute_kv, tail)
@@ -177,10 +237,10 @@ def _cost(keys: int, compute_kv: int) -> int:
 
 
 def sparse_config(mask: Radial, config: Config | None, vmem_bytes: int, head_dim: int, keys: int, dtype: str) -> Config:
-    """Return tiles in whole blocks of a mask: a few of its blocks of queries, and as many keys as VMEM holds.
+    """Return tiles that consist of whole blocks of a mask: a few blocks of queries, and as many keys as fit in VMEM.
 
-    Holding all keys of a head comes before prefetching them: a block of few queries computes with its visible keys in
-    less time than fetching all keys again takes.
+    It is more important that all keys of a head fit in VMEM than that keys are prefetched: for a block of few queries,
+    computing with the visible keys takes less time than fetching all keys again.
     """
     if config is not None:
         compute_kv = round_up(config.block_kv_compute, mask.block_kv)
@@ -198,9 +258,8 @@ def sparse_config(mask: Radial, config: Config | None, vmem_bytes: int, head_dim
 
 
 def _even_block(length: int, block: int, unit: int) -> int:
-    """Return the size of even blocks of at most `block` that cover a length, rounded up to whole units.
-
-    It is that of the fewest blocks, unless more blocks save a tenth by less padding.
+    """Return the size of equal blocks of at most `block` that cover a length, rounded up to whole units. There are as
+    few blocks as possible, unless more blocks save a tenth of the padded length.
     """
     min_blocks = ceil_div(length, block)
     sizes = {count: round_up(ceil_div(length, count), unit) for count in range(min_blocks, ceil_div(length, unit) + 1)}

@@ -3,11 +3,11 @@
 
 Scores are laid out keys × queries, exponents are in base 2, and sums in float32 (Milakov and Gimelshein, Online
 normalizer calculation for softmax, 2018; Dao et al., FlashAttention, 2022). Softmax does not change when an offset is
-subtracted from the logits of a row, and floating point leaves a range for it: any offset up to 60 powers of two from
-the row's maximum gives the same result. So a row's offset comes from its first keys. The other keys need no maximum and
-no rescaling, and no block waits for another. If a later logit leaves the range, the row's sum of weights shows it. Then
-the kernel restores the state from before the block of keys and repeats the block by the safe path, which first raises
-the offset to the block's maximum; the later blocks of that head take the safe path at once. No key is padding.
+subtracted from all logits of a row. In floating point, any offset within 60 powers of two of the row's maximum gives
+the same result. So the first keys of a row determine its offset. The other keys need no maximum and no rescaling, and
+no block waits for another block. If a later logit leaves this range, the row's sum of weights shows it. Then the kernel
+restores the state from before the block of keys, and repeats the block by the safe path, which first raises the offset
+to the block's maximum. The later blocks of this head take the safe path at once. Keys are not padded.
 """
 
 import math
@@ -16,39 +16,54 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from wanjax.errors import UnsupportedError
 from wanjax.kernels.admitted import is_admitted
-from wanjax.kernels.attention import chunked, flash_gradient
-from wanjax.kernels.attention.blocks import from_rows, to_rows
-from wanjax.kernels.attention.flash_kernel import PartialSums, Sizes, call
-from wanjax.kernels.attention.flash_tiles import COMPILER_VMEM_BYTES, Config, default_config, sparse_config
+from wanjax.kernels.attention import chunked, flash_gradient, flash_int8
+from wanjax.kernels.attention.blocks import from_rows, mean_logits, to_rows
+from wanjax.kernels.attention.flash_kernel import KernelSizes, PartialSums, call
+from wanjax.kernels.attention.flash_tiles import (
+    COMPILER_VMEM_BYTES,
+    INT8_REGISTER_ROWS,
+    REGISTER_ROWS,
+    UNBOUNDED_SIDE,
+    Config,
+    Int8Config,
+    default_config,
+    sparse_config,
+)
 from wanjax.kernels.attention.gradient import from_result
 from wanjax.kernels.attention.masks import Window, divide_or_zero, length_mask, valid_keys_first
 from wanjax.kernels.attention.radial import Radial, kernel_lists
+from wanjax.kernels.target import vmem_bytes
 from wanjax.sharding import pad_to
 
 HEAD_DIMS = (64, 128)
 DTYPES = ("float32", "bfloat16")
-UNBOUNDED = 1 << 30  # a side of a window without a bound
 
 
 def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -> str | None:
     """Return the reason why this call is not supported, or None."""
     head_dim, vmem_capacity = q.shape[3], vmem_bytes()
-    if config is not None and not isinstance(config, Config):
+    if config is not None and not isinstance(config, Config | Int8Config):
         return f"flash_tpu is configured by a flash_tpu.Config, which {type(config).__name__} is not"
     if vmem_capacity is None and not (config and config.interpret):
         return "flash_tpu runs on TPUs, and elsewhere only by Config(interpret=True)"
     if head_dim not in HEAD_DIMS:
-        return f"flash_tpu has no head size of {head_dim}: {' and '.join(map(str, HEAD_DIMS))} are supported"
+        return (
+            f"flash_tpu does not support a head size of {head_dim}: {' and '.join(map(str, HEAD_DIMS))} are supported"
+        )
     if q.dtype.name not in DTYPES:
         return f"flash_tpu does not run in {q.dtype.name}: {' and '.join(DTYPES)} are supported"
     if bias is not None:
-        return "flash_tpu takes no bias: a key mask or a window is supported"
+        return "flash_tpu takes no bias: it supports a key mask or a window"
     if key_mask is not None and window is not None:
         return "flash_tpu takes a key mask or a window, not both"
+    if isinstance(config, Int8Config):
+        reason = flash_int8.unsupported(q, key_mask=key_mask, window=window, interpret=config.interpret)
+        if reason is not None:
+            return reason
     if vmem_capacity is None:
         return None
     ragged = key_mask is not None or window is not None
@@ -62,14 +77,6 @@ def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -
     return None
 
 
-def vmem_bytes() -> int | None:
-    """Return the bytes of VMEM of a core of the target TPU; None if the target is no TPU."""
-    try:
-        return pltpu.get_tpu_info().vmem_capacity_bytes
-    except ValueError:
-        return None
-
-
 def attention(
     q: Float[Array, "B L N D"],
     k: Float[Array, "B S K D"],
@@ -79,14 +86,15 @@ def attention(
     window: Window | Radial | None,
     scale: float,
     bias: None,
-    config: Config | None,
+    config: Config | Int8Config | None,
     return_lse: bool = False,
     keys: int | Int32[Array, " B"] | None = None,
 ) -> Float[Array, "B L N D"] | tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]:
-    """Compute what the reference does; the gradient computes the scores again, as `chunked` does.
+    """Compute the same as the reference. The gradient computes the scores again, as in `chunked`.
 
-    Only the first `keys` keys take part (None: all): one number, or one for each example. Give either `keys` or
-    `key_mask`. Under a radial mask, numbers for each example are at least that of the video's tokens.
+    Only the first `keys` keys are valid; None means all. `keys` is one number, or one number for each example. Give
+    either `keys` or `key_mask`. Under a radial mask, a number for an example must be at least the number of the video's
+    tokens.
     """
     per_example = isinstance(keys, Array)
     options = {"window": window, "scale": scale, "config": config, "keys": None if per_example else keys}
@@ -95,9 +103,9 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def supports_carry(config: Config | None) -> bool:
-    """Return True if `attention_with_carry` supports the tiles: not `center_keys`, since means differ by call."""
-    return config is None or not config.center_keys
+def supports_carry(config: Config | Int8Config | None) -> bool:
+    """Return True if `attention_with_carry` supports the config: not with centered keys, since means differ by call."""
+    return config is None or not (isinstance(config, Int8Config) or config.center_keys)
 
 
 def attention_with_carry(
@@ -117,33 +125,49 @@ def attention_with_carry(
     Args:
         q: The queries.
         k: The keys to add.
-        v: Their values.
-        carry: The return value for the earlier keys; None at first.
+        v: The values of these keys.
+        carry: The return value of the call for the earlier keys; None in the first call.
         last: Whether these are the last keys.
-        key_mask: As in `attention`, likewise the other arguments.
+        key_mask: As in `attention`, like the arguments that are not described here.
         scale: The factor of the logits.
         config: Tiles that `supports_carry` accepts.
         keys: The number of valid keys of each example.
 
     Returns:
-        The sums; for the last keys, the result and its log-sum-exp.
+        The updated sums or, if `last`, the attention's output and its log-sum-exp.
     """
     options = {"window": None, "scale": scale, "config": config, "keys": None}
     return _attention(q, k, v, (key_mask, keys), **options, carry=carry, return_sums=not last)
 
 
 def gradient(
-    q, k, v, g, lse, delta, *, key_mask, window: Window | Radial | None, scale: float, config: Config | None, keys=None
+    q,
+    k,
+    v,
+    g,
+    lse,
+    delta,
+    *,
+    key_mask,
+    window: Window | Radial | None,
+    scale: float,
+    config: Config | Int8Config | None,
+    keys=None,
 ) -> tuple[Array, Array, Array]:
-    """Return the gradients of q, k and v; for the arguments see `chunked.gradient`."""
+    """Return the gradients of q, k and v. The arguments are those of `chunked.gradient`."""
     options = {"window": window, "scale": scale, "config": config}
     return _gradient(q, k, v, g, lse, delta, (key_mask, keys), **options, keys=None)
 
 
-def _gradient(q, k, v, g, lse, delta, masks, *, window, scale: float, config: Config | None, keys: int | None):
-    """Return the gradients of q, k and v: by the kernel if all queries see the same first keys, else by `chunked`."""
+def _gradient(
+    q, k, v, g, lse, delta, masks, *, window, scale: float, config: Config | Int8Config | None, keys: int | None
+):
+    """Return the gradients of q, k and v. The kernel computes them if all queries see the same first keys, else
+    `chunked` does."""
     (key_mask, num_keys), (batch, queries, heads, head_dim) = masks, q.shape
     keys = k.shape[1] if keys is None else keys
+    if isinstance(config, Int8Config):
+        raise UnsupportedError("qk=int8 has no gradient: train with --attention auto")
     interpret, gradient_config = config is not None and config.interpret, None
     if key_mask is None and window is None and k.shape[2] == heads and is_admitted("flash_tpu_gradient"):
         vmem_capacity = 2 * COMPILER_VMEM_BYTES if interpret else vmem_bytes() or 0
@@ -152,7 +176,9 @@ def _gradient(q, k, v, g, lse, delta, masks, *, window, scale: float, config: Co
         )
     if gradient_config is not None:
         num_keys = jnp.full((batch,), keys, jnp.int32) if num_keys is None else num_keys
-        return flash_gradient.gradient(q, k, v, g, lse, delta, num_keys, scale=scale, keys=keys, config=gradient_config)
+        return flash_gradient.gradient(
+            q, k, v, g, lse, delta, num_keys, scale=scale, max_keys=keys, config=gradient_config
+        )
     options = {"key_mask": key_mask, "window": window, "scale": scale, "config": None, "keys": num_keys}
     dq, dk, dv = chunked.gradient(q, k[:, :keys], v[:, :keys], g, lse, delta, **options)
     return dq, pad_to(dk, 1, k.shape[1]), pad_to(dv, 1, k.shape[1])
@@ -164,6 +190,11 @@ def _attention(
     (key_mask, kv_lengths), (batch, queries, heads, head_dim) = masks, q.shape
     kv_heads, per_example = k.shape[2], kv_lengths is not None
     keys = k.shape[1] if keys is None else keys
+    if isinstance(config, Int8Config):
+        if per_example:
+            raise UnsupportedError("qk=int8 takes no number of keys for each example: use --attention auto")
+        tiles = _resolve_config(config, None, (head_dim, queries, keys, q.dtype.name), False)
+        return flash_int8.attention(q, k, v, scale=scale, tiles=tiles, keys=keys)
     kv_lengths = kv_lengths if per_example else jnp.full((batch,), keys, jnp.int32)
     radial = window if isinstance(window, Radial) else None
     ragged = radial is None and (key_mask is not None or per_example or window is not None)
@@ -174,7 +205,7 @@ def _attention(
     if key_mask is not None:
         kv_lengths, (k, v) = valid_keys_first(key_mask, k, v)  # the kernel skips blocks of masked keys
     scalars = (kv_lengths,) if radial is None else _list_scalars(radial, queries, keys, config, kv_lengths)
-    sizes = Sizes(
+    sizes = KernelSizes(
         queries=queries,
         keys=keys,
         heads=heads,
@@ -204,25 +235,27 @@ def _attention(
     out = from_rows(out, heads, head_dim)
     lse = jnp.moveaxis(lse.reshape(batch, heads, queries), 1, 2)
     if key_mean is not None:
-        grouped_q = q.astype(jnp.float32).reshape(batch, queries, kv_heads, -1, head_dim)
-        lse += scale * jnp.einsum("BLKND,BKD->BLKN", grouped_q, key_mean, precision="highest").reshape(lse.shape)
+        lse += mean_logits(q, key_mean, scale)
     return out, lse
 
 
 def _window_sides(window: Window | Radial | None) -> tuple[int, int]:
     sides = (None, None) if window is None or isinstance(window, Radial) else window
-    left, right = (UNBOUNDED if side is None else min(side, UNBOUNDED) for side in sides)
+    left, right = (UNBOUNDED_SIDE if side is None else min(side, UNBOUNDED_SIDE) for side in sides)
     return left, right
 
 
 def _resolve_config(
-    config: Config | None, window: Window | Radial | None, shape: tuple[int, int, int, str], ragged: bool
+    config: Config | Int8Config | None, window: Window | Radial | None, shape: tuple[int, int, int, str], ragged: bool
 ) -> Config:
-    """Return the given tiles, or the default ones for a `shape` of (head_dim, queries, keys, dtype)."""
+    """Return the tiles of the caller, or the default tiles for a `shape` of (head_dim, queries, keys, dtype)."""
     vmem_capacity, (head_dim, queries, keys, dtype) = vmem_bytes() or 0, shape
+    unit_kv = REGISTER_ROWS
+    if isinstance(config, Int8Config):
+        config, unit_kv = config.tiles, INT8_REGISTER_ROWS
     if isinstance(window, Radial):
         return sparse_config(window, config, vmem_capacity, head_dim, keys, dtype)
-    return config or default_config(vmem_capacity, head_dim, queries, keys, dtype, ragged)
+    return config or default_config(vmem_capacity, head_dim, queries, keys, dtype, ragged, unit_kv)
 
 
 def _list_scalars(
@@ -230,7 +263,8 @@ def _list_scalars(
 ) -> tuple[Array, ...]:
     """Return the scalars of `sparse_kernel`: `radial.kernel_lists` without the blocks after `kv_lengths`.
 
-    The last blocks of each list may be cut: a block of text is seen by all queries, or, if these are padding, by none.
+    The last blocks of each list may be cut, because either all queries see a block of text, or no query sees it if it
+    is padding.
     """
     block_kv = config.block_kv
     list_start, list_length, sees_tail, block_start = kernel_lists(
@@ -247,7 +281,7 @@ def _list_scalars(
 def _center_keys(
     k: Float[Array, "B S K D"], key_mask: Bool[Array, "B S"] | None
 ) -> tuple[Array, Float32[Array, "B K D"]]:
-    """Subtract the mean of the valid keys; return the keys and the mean."""
+    """Subtract the mean of the valid keys from the keys. Return the keys and the mean."""
     k32 = k.astype(jnp.float32)
     valid = jnp.ones(k.shape[:2], bool) if key_mask is None else key_mask
     mean = divide_or_zero(

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient of attention from its result and its log-sum-exps (Dao et al., FlashAttention, 2022, algorithm 4).
+"""Compute the gradient of attention from its result and its log-sum-exps (Dao et al., FlashAttention, 2022, algorithm
+4).
 
 The weights of a block follow from its scores and the log-sum-exps, and the gradient of the softmax needs one more sum
-for each query, delta = Σ result · gradient. So only operands and results of the forward pass are saved, and a
-rematerialized transformer block whose attention results are saved need not compute attention again.
+for each query, delta = Σ result · gradient. So the forward pass saves only operands and results. If the results of
+attention are saved, a rematerialized transformer block need not compute attention again.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from jaxtyping import Array, Float, Float32
 from wanjax.kernels.autodiff import save_for_backward, with_backward
 
 Result = tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]
-Backward = Callable[..., tuple[Array, Array, Array]]  # (q, k, v, g, lse, delta, masks) to (dq, dk, dv)
+Backward = Callable[..., tuple[Array, Array, Array]]  # from (q, k, v, g, lse, delta, masks) to (dq, dk, dv)
 
 
 def from_result(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An implementation of attention on one device, as a value."""
+"""The description of an implementation of attention on one device."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def no_carry(config: Any) -> bool:
-    """Return False: no config supports a carry."""
+    """Return False, because no config of the implementation supports a carry."""
     return False
 
 
@@ -18,13 +18,15 @@ class Implementation:
     All functions take q, k, v as [B L N D] and [B S K D], and the options of `api.attention` by their names.
 
     Attributes:
-        attention: The result, and with `return_lse` the log-sum-exp of each query too.
-        unsupported: The reason why a call is not supported, or None. Shapes suffice.
-        gradient: The backward function of `gradient.from_result`, if all queries attend to the same keys.
-        takes_num_keys: Whether `attention` takes `keys`, the number of valid keys; if not, the caller slices the keys.
+        attention: Returns the result, and with `return_lse` also the log-sum-exp of each query.
+        unsupported: Returns the reason why a call is not supported, or None. In place of arrays, shapes suffice.
+        gradient: The backward function for `gradient.from_result`. The function is used if all queries attend to the
+            same keys.
+        takes_num_keys: Whether `attention` takes `keys`, the number of valid keys. If `attention` does not take it, the
+            caller slices the keys.
         supports_carry: Whether `attention_with_carry` takes a config.
-        attention_with_carry: Adds the attention to some keys to its return value for earlier keys; None if the caller
-            has to merge softmaxes instead.
+        attention_with_carry: Continues the attention to earlier keys with more keys. If the function is None, the
+            caller merges the softmaxes instead.
     """
 
     attention: Callable[..., Any]

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Joint attention: the tokens of a video and of its text form one sequence with dense attention.
 
-The video's real tokens come first, in the order of its frames, and then those of the text, padding last. So the valid
-keys are the first of the sequence, as many as the example's text length says.
+The video's real tokens come first, in the order of its frames. Then come the tokens of the text, and padding comes
+last. So the valid keys are the first keys of the sequence. The number of valid keys depends on the length of the
+example's text.
 
-On several devices each exchanges its tokens of both streams for heads, and joins them then. Over `sp` queries stay and
-the keys of all devices are gathered; with a window, which needs queries in their order, queries are exchanged too.
+On several devices, each device exchanges its tokens of video and text for heads, and then joins video and text. Over
+`sp`, queries stay on their devices, and the keys of all devices are gathered. A window needs the queries in their
+order, so with a window queries are exchanged too.
 """
 
 from collections.abc import Callable
@@ -16,8 +18,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32
 
-from wanjax.kernels.attention.sharded import Placement, heads_to_tokens, tokens_to_heads
-from wanjax.sharding import current, pad_to
+from wanjax.kernels.attention.sharded import QueryPlacement, heads_to_tokens, tokens_to_heads
+from wanjax.sharding import current_partitioner, pad_to
 
 
 class Pair(NamedTuple):
@@ -37,24 +39,29 @@ def attention(
     text_lengths: Int32[Array, " B"],
     window: Any,
 ) -> Pair:
-    """Return the attention of both streams to the first `length` video tokens and `text_lengths` text tokens.
+    """Return the attention of video and text to the first `length` video tokens and the first `text_lengths` text
+    tokens.
 
-    `kernel(q, k, v, keys=..., window=...)` is attention on one device to the first `keys` keys of each example.
+    `kernel(q, k, v, keys=..., window=...)` computes attention to the first `keys` keys of each example on one device.
     """
-    partitioner = current()
-    placement = Placement.of(q.video, partitioner)
+    partitioner = current_partitioner()
+    placement = QueryPlacement.of(q.video, partitioner)
     axes = (placement.tokens,) if isinstance(placement.tokens, str) else placement.tokens or ()
     gather_axes = tuple(axis for axis in axes if axis == "sp" and window is None)
     exchange_axes = tuple(axis for axis in axes if axis not in gather_axes)
 
     def attend(q: Pair, k: Pair, v: Pair, text_lengths: Array) -> Pair:
-        heads, num_devices, video_queries = q.video.shape[2], partitioner.size(exchange_axes), length
+        heads, num_devices, video_queries = q.video.shape[2], partitioner.axis_size(exchange_axes), length
         q, k, v = jax.tree.map(lambda x: tokens_to_heads(x, num_devices, exchange_axes), (q, k, v))
         if gather_axes:
             video_queries = q.video.shape[1]
             k, v = jax.tree.map(lambda x: jax.lax.all_gather(x, gather_axes, axis=1, tiled=True), (k, v))
         out = kernel(
-            _join(q, video_queries), _join(k, length), _join(v, length), keys=length + text_lengths, window=window
+            _concatenate_video_and_text(q, video_queries),
+            _concatenate_video_and_text(k, length),
+            _concatenate_video_and_text(v, length),
+            keys=length + text_lengths,
+            window=window,
         )
         video = pad_to(out[:, :video_queries], 1, q.video.shape[1])  # later queries are padding
         out = Pair(video, out[:, video_queries:])
@@ -66,7 +73,7 @@ def attention(
     )
 
 
-def _join(x: Pair, length: int) -> Float[Array, "B _L N D"]:
+def _concatenate_video_and_text(x: Pair, length: int) -> Float[Array, "B _L N D"]:
     """Join the first `length` tokens of a video and all of its text.
 
     Heads are concatenated in the channels: with an axis of heads, a TPU would copy the arrays again.

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of a chunk of tokens to itself and to the cached keys and values of earlier chunks.
 
-The cache has a fixed number of rows, one for each token. A new chunk is written at a row, and the first chunks are then
-valid; softmax does not depend on their order, so a full cache is a ring buffer. There is a branch for each number of
-chunks: a kernel compiled for that number of keys is faster than one with a mask.
+The cache has a fixed number of rows, one for each token. A new chunk is written at a row. Then the rows of some number
+of chunks, from the first row on, are valid. Softmax does not depend on the order of keys, so a full cache is used as a
+ring buffer. The program has a branch for each number of valid chunks, because a kernel that is compiled for a fixed
+number of keys is faster than a kernel with a mask.
 
-On several devices, heads are sharded over `tp` whatever the rules, and each device holds all rows of its heads. Queries
-are exchanged for heads as in self-attention, and only the new chunk's keys are sent. The queries of a head are sharded
-over `sp`, where the cache is replicated.
+On several devices, heads are always sharded over `tp`, and each device has all rows of its heads. Queries are exchanged
+for heads as in self-attention, and only the keys of the new chunk are sent. Over `sp`, the queries of a head are
+sharded, and the cache is replicated.
 """
 
 from collections.abc import Callable
@@ -20,16 +21,16 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from wanjax.kernels.attention.sharded import Placement, heads_to_tokens, tokens_to_heads
-from wanjax.sharding import constrain_to, current, pad_to
+from wanjax.kernels.attention.sharded import QueryPlacement, heads_to_tokens, tokens_to_heads
+from wanjax.sharding import constrain_to, current_partitioner, pad_to
 
 HEADS_AXIS = "tp"
 
 
 class KVCache(NamedTuple):
-    """Keys and values of the cache or of a chunk, with heads concatenated; stacked blocks add a leading axis.
+    """Keys and values of the cache or of a chunk, with concatenated heads. Stacked blocks add a leading axis.
 
-    With heads side by side, rows fill the tiles of a TPU's memory, whatever the number of heads.
+    Because the heads are side by side, rows fill the tiles of a TPU's memory for any number of heads.
     """
 
     k: Any  # Float[Array, "... B S E"]
@@ -37,21 +38,21 @@ class KVCache(NamedTuple):
 
 
 class CacheSlot(NamedTuple):
-    """The row at which a chunk is written, and the number of chunks that are then valid."""
+    """The row at which a chunk is written, and the number of chunks that are valid after that."""
 
     row: Any  # Int32[Array, ""]
     chunks: Any
 
 
 def empty_cache(layers: int, batch: int, rows: int, heads: int, head_dim: int, dtype: DTypeLike) -> KVCache:
-    """Return empty caches for stacked blocks, sharded as `attention` takes them."""
-    num_devices = current().size(HEADS_AXIS)
+    """Return empty caches for stacked blocks, with the sharding that `attention` expects."""
+    num_devices = current_partitioner().axis_size(HEADS_AXIS)
     shape = layers, batch, rows, (heads + -heads % num_devices) * head_dim
     return _shard_cache(KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)))
 
 
-def insert(cache: KVCache, chunk: KVCache, slot: CacheSlot) -> KVCache:
-    """Return the cache [... B S E] with the keys and values of a chunk at its row."""
+def insert_chunk(cache: KVCache, chunk: KVCache, slot: CacheSlot) -> KVCache:
+    """Return the cache [... B S E] after writing the keys and values of a chunk at the chunk's row."""
 
     def write(x: Array, new: Array) -> Array:
         start = [0] * x.ndim
@@ -62,13 +63,14 @@ def insert(cache: KVCache, chunk: KVCache, slot: CacheSlot) -> KVCache:
 
 
 def update_cache(cache: KVCache, chunk: KVCache, slot: CacheSlot) -> KVCache:
-    """Return the caches [layers B S E] with the keys and values of a chunk at its row, sharded as before."""
-    return _shard_cache(insert(cache, chunk, slot))
+    """Return the caches [layers B S E] after writing the keys and values of a chunk at the chunk's row. The sharding
+    does not change."""
+    return _shard_cache(insert_chunk(cache, chunk, slot))
 
 
 def _shard_cache(cache: KVCache) -> KVCache:
     """Shard caches [layers B S E] by heads."""
-    batch = current().activation(("batch",), cache.k.shape[1:2])[0]
+    batch = current_partitioner().activation_spec(("batch",), cache.k.shape[1:2])[0]
     return jax.tree.map(lambda x: constrain_to(x, PartitionSpec(None, batch, None, HEADS_AXIS)), cache)
 
 
@@ -83,20 +85,20 @@ def attention(
 ) -> tuple[Float[Array, "B L N D"], KVCache]:
     """Return the attention of a chunk's first `length` tokens, and its keys and values for the cache.
 
-    `kernel(q, k, v, keys=...)` is attention on one device to the first `keys` keys.
+    `kernel(q, k, v, keys=...)` computes attention to the first `keys` keys on one device.
     """
-    queries, partitioner = q.shape[1], current()
-    q, k, v = (pad_to(x, 1, partitioner.size(("sp", "tp"))) for x in (q, k, v))
-    placement = Placement.of(q, partitioner)
-    num_devices = partitioner.size(HEADS_AXIS) if placement.heads is None else 1
+    queries, partitioner = q.shape[1], current_partitioner()
+    q, k, v = (pad_to(x, 1, partitioner.axis_size(("sp", "tp"))) for x in (q, k, v))
+    placement = QueryPlacement.of(q, partitioner)
+    num_devices = partitioner.axis_size(HEADS_AXIS) if placement.heads is None else 1
 
     def attend(q, k, v, cache: KVCache, slot: CacheSlot) -> tuple[Array, KVCache]:
         heads = q.shape[2]
         q, k, v = (tokens_to_heads(x, num_devices) for x in (q, k, v))
-        if partitioner.size("sp") > 1:
+        if partitioner.axis_size("sp") > 1:
             k, v = (jax.lax.all_gather(x, "sp", axis=1, tiled=True) for x in (k, v))
         chunk = KVCache(*(x.reshape(*x.shape[:2], -1)[:, :length] for x in (k, v)))
-        out = _attend_to_chunks(kernel, q, insert(cache, chunk, slot), slot, length)
+        out = _attend_to_chunks(kernel, q, insert_chunk(cache, chunk, slot), slot, length)
         return heads_to_tokens(out, heads, num_devices), chunk
 
     tokens_spec, cache_spec = PartitionSpec(*placement), PartitionSpec(placement.batch, None, HEADS_AXIS)
@@ -109,18 +111,18 @@ def attention(
 def _attend_to_chunks(
     kernel: Callable[..., Array], q: Float[Array, "B L N D"], cache: KVCache, slot: CacheSlot, length: int
 ) -> Float[Array, "B L N D"]:
-    """Return the attention to the valid chunks. The branch of a full cache, the slowest, comes first.
+    """Return the attention to the valid chunks. The branch for a full cache, which is the slowest, comes first.
 
-    Operands and results of branches have heads side by side: with an axis of heads, each branch would copy them to
-    other tiles of a TPU's memory.
+    The operands and results of branches have heads side by side. If heads had their own axis, each branch would copy
+    the arrays to other tiles of a TPU's memory.
     """
-    capacity, heads = cache.k.shape[1] // length, q.shape[2]
+    max_chunks, heads = cache.k.shape[1] // length, q.shape[2]
 
     def attend(chunks: int, *flat: Array) -> Array:
         split = (x.reshape(*x.shape[:2], heads, -1) for x in flat)
         out = kernel(*split, keys=chunks * length)
         return out.reshape(*out.shape[:2], -1)
 
-    branches = [partial(attend, chunks) for chunks in range(capacity, 0, -1)]
+    branches = [partial(attend, chunks) for chunks in range(max_chunks, 0, -1)]
     flat = q.reshape(*q.shape[:2], -1)
-    return jax.lax.switch(capacity - slot.chunks, branches, flat, *cache).reshape(q.shape)
+    return jax.lax.switch(max_chunks - slot.chunks, branches, flat, *cache).reshape(q.shape)

@@ -8,7 +8,8 @@ Window = tuple[int | None, int | None]
 
 
 def in_window(queries: Int[Array, " L"], keys: Int[Array, " S"], window: Window) -> Bool[Array, "L S"]:
-    """Return which keys are at most `left` before a query's position and at most `right` after it; None is no bound."""
+    """Return a mask of the keys that are at most `left` before and at most `right` after a query's position. None means
+    no bound."""
     left, right = window
     distance = keys[None, :] - queries[:, None]
     visible = jnp.ones(distance.shape, bool)
@@ -22,7 +23,8 @@ def in_window(queries: Int[Array, " L"], keys: Int[Array, " S"], window: Window)
 def valid_keys_first(
     key_mask: Bool[Array, "B S"], *arrays: Float[Array, "B S K D"]
 ) -> tuple[Int32[Array, " B"], list[Float[Array, "B S K D"]]]:
-    """Return the number of valid keys, and the arrays with these keys first: softmax does not depend on the order."""
+    """Move the valid keys to the front. Return the number of valid keys and the arrays. Softmax does not depend on the
+    order of keys."""
     order = jnp.argsort(~key_mask, axis=1, stable=True)[:, :, None, None]
     return key_mask.sum(axis=1, dtype=jnp.int32), [jnp.take_along_axis(x, order, axis=1) for x in arrays]
 
@@ -33,7 +35,8 @@ def length_mask(lengths: Int[Array, " B"], keys: int) -> Bool[Array, "B S"]:
 
 
 def finite_max(row_max: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return the row maximum, or 0 for the -inf of a row without a valid key: logits minus it are never NaN."""
+    """Return the row maximum. For a row without a valid key, return 0 in place of -inf, so that logits minus the
+    maximum are never NaN."""
     return jnp.where(row_max == -jnp.inf, 0.0, row_max)
 
 
@@ -43,5 +46,6 @@ def divide_or_zero(value_sum: Float[Array, "..."], weight_sum: Float[Array, "...
 
 
 def log_sum_exp(row_max: Float[Array, "..."], weight_sum: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return row_max + log(weight_sum); -inf for a row without a valid key. weight_sum is Σ exp(logits - row_max)."""
+    """Return row_max + log(weight_sum), where weight_sum is Σ exp(logits - row_max). A row without a valid key gives
+    -inf."""
     return row_max + jnp.log(jnp.where(weight_sum == 0, 1.0, weight_sum))

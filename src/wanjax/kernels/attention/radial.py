@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Radial attention's mask: a query attends to all of near frames, and to a band around its position in far frames.
+"""The mask of radial attention: a query attends to all tokens of near frames, and in far frames to a band around its
+own position.
 
 Follows Li et al., Radial Attention, 2025: radial_attn/attn_mask.py of its authors. All heads and steps share one mask
-of blocks, so that the blocks to visit are known when a program is compiled.
+of blocks, so that the visible blocks are known when a program is compiled.
 """
 
 from dataclasses import dataclass
@@ -15,21 +16,22 @@ from wanjax.errors import WanjaxError
 from wanjax.kernels.alignment import ceil_div
 
 NO_BLOCK = 1 << 30  # padding of a list of blocks, in place of a first key
-MASK_BLOCK = 128  # tokens along each side of a block of the published mask; also a band's smallest half width
-DEFAULT_DECAY = 0.2  # the smallest that the authors use
+MASK_BLOCK = 128  # tokens along each side of a block of the published mask, and the smallest half width of a band
+DEFAULT_DECAY = 0.2  # the smallest decay that the authors use
 MAX_DECAY = 16.0
 
 
 @dataclass(frozen=True)
 class Radial:
-    """The mask of a video's tokens, in the order of its frames. Text tokens after them attend to all, and all to them.
+    """The mask of a video's tokens, which are in the order of the frames. Text tokens follow them: text tokens attend
+    to all tokens, and all tokens attend to text tokens.
 
-    A block of `block_q` queries by `block_kv` keys is visible if any block of the published mask in it is.
+    A block of `block_q` queries and `block_kv` keys is visible if it contains a visible block of the published mask.
 
     Attributes:
         frames: Latent frames.
         frame_tokens: Tokens of a frame.
-        decay: How slowly the band narrows with the distance of frames: a larger one keeps more.
+        decay: How slowly the band narrows with the distance of frames. A larger decay keeps more keys.
         sink: Whether all queries attend to the first frame.
         block_q: Queries of a block.
         block_kv: Keys of a block.
@@ -45,18 +47,19 @@ class Radial:
     def __post_init__(self):
         if self.frames < 1 or self.frame_tokens < 1 or not 0 < self.decay <= MAX_DECAY:
             raise WanjaxError(
-                f"a radial mask of {self.frames} frames of {self.frame_tokens} tokens at decay {self.decay}: give "
-                f"at least one of both, and a decay above 0, at most {MAX_DECAY:g}"
+                f"a radial mask needs at least 1 frame, at least 1 token in each, and a decay above 0 and at most "
+                f"{MAX_DECAY:g}, got {self.frames} frames, {self.frame_tokens} tokens and decay {self.decay}: change "
+                "what is out of range"
             )
         if any(size < MASK_BLOCK or size % MASK_BLOCK for size in (self.block_q, self.block_kv)):
             raise WanjaxError(f"blocks of {self.block_q} by {self.block_kv} tokens: give multiples of {MASK_BLOCK}")
 
     def block_mask(self, queries: int, keys: int) -> Bool[np.ndarray, "_L _S"]:
-        """Return the visible blocks of a sequence with so many queries and keys, text included."""
+        """Return the visible blocks of a sequence. The numbers of queries and keys include the text."""
         return _cached_block_mask(self, queries, keys)
 
     def density(self, tokens: int) -> float:
-        """Return the share of all scores that are computed, for a sequence of so many tokens."""
+        """Return which share of all scores is computed, for a sequence with this number of tokens."""
         rows, columns = (_block_sizes(tokens, block).astype(np.float64) for block in (self.block_q, self.block_kv))
         return float(rows @ self.block_mask(tokens, tokens) @ columns) / tokens**2
 
@@ -86,9 +89,9 @@ def _cached_block_mask(mask: Radial, queries: int, keys: int) -> Bool[np.ndarray
 def published_mask(frames: int, frame_tokens: int, decay: float, sink: bool) -> Bool[np.ndarray, "_L _S"]:
     """Return the blocks of 128 by 128 video tokens that the published rule keeps.
 
-    The rule takes each pair of frames by itself. Of a block's columns, some hold scores of the pair's band; the block
-    is kept if in more than three fifths of these the band covers over a third of the rows. Partial blocks at the end of
-    a frame and of the video count too; the authors' code cuts some of them off.
+    The rule considers each pair of frames separately. Look at the columns of a block that have scores of the pair's
+    band. The block is kept if, in more than three fifths of these columns, the band covers more than a third of the
+    rows. Partial blocks at the end of a frame and of the video are included. The authors' code leaves some of them out.
     """
     blocks = ceil_div(frames * frame_tokens, MASK_BLOCK)
     mask = np.zeros((blocks, blocks), bool)
@@ -110,7 +113,7 @@ def published_mask(frames: int, frame_tokens: int, decay: float, sink: bool) -> 
 def band_half_width(distance: int, frame_tokens: int, decay: float) -> int | None:
     """Return the largest distance of positions in two frames that are `distance` frames apart.
 
-    None if the query sees no key of that frame.
+    Return None if the query sees no key of the other frame.
     """
     width = 2.0 ** (frame_tokens.bit_length() - distance.bit_length())
     if width < MASK_BLOCK and distance % int(MASK_BLOCK / width):
@@ -123,14 +126,14 @@ def band_half_width(distance: int, frame_tokens: int, decay: float) -> int | Non
 def _frame_pair_mask(
     q_start: int, kv_start: int, frame_tokens: int, frames: int, half_width: int
 ) -> Bool[np.ndarray, "_L _S"]:
-    """Return the blocks that are kept for a pair of frames; the first block has the frames' first tokens."""
+    """Return the blocks that are kept for a pair of frames. The first block has the first tokens of the frames."""
     padding = kv_start % MASK_BLOCK
-    # the first query of each block, from the frame's first token
+    # the first query of each block, counted from the frame's first token
     starts = np.arange(-(q_start % MASK_BLOCK), frame_tokens, MASK_BLOCK)[:, None]
     keys = np.arange(frame_tokens)[None, :]
     first_query = np.maximum(np.maximum(starts, 0), keys - half_width)
     end_query = np.minimum(np.minimum(starts + MASK_BLOCK, frame_tokens), keys + half_width + 1)
-    count = np.maximum(end_query - first_query, 0)  # queries of the block that attend to each key
+    count = np.maximum(end_query - first_query, 0)  # for each key, the number of the block's queries that attend to it
     count = np.pad(count, ((0, 0), (padding, -(padding + frame_tokens) % MASK_BLOCK)))
     count = count.reshape(len(starts), -1, MASK_BLOCK)
     num_queries = np.minimum(MASK_BLOCK, frames * frame_tokens - (q_start + starts))[..., None]
@@ -169,7 +172,8 @@ def kernel_lists(
     steps = ceil_div(keys, block_kv)
     by_step = np.pad(block_mask[:, :num_full_blocks], ((0, 0), (0, steps * blocks_per_step - num_full_blocks)))
     by_step = np.moveaxis(by_step.reshape(-1, q_blocks_per_step, steps, blocks_per_step), 2, 1)
-    columns, counts = column_lists(by_step.reshape(-1, blocks_per_step))  # of each q block in each grid step
+    # The length of the list of each block of queries in each grid step
+    columns, counts = column_lists(by_step.reshape(-1, blocks_per_step))
     slots = np.arange(columns.shape[1])
     block_start = np.where(slots < counts[:, None], columns * mask.block_kv, NO_BLOCK).reshape(
         -1, q_blocks_per_step, len(slots)

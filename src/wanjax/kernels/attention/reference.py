@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention by its formula, with the whole score matrix in float32: the specification of all other kernels."""
+"""Attention by its formula, with the whole score matrix in float32. The reference is the specification of all other
+kernels."""
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +24,10 @@ def attention(
     config: None,
     return_lse: bool = False,
 ) -> Float[Array, "B L N D"] | tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]:
-    """Return softmax(scale · q kᵀ + bias) v over the keys that take part, or zeros for a query without keys.
+    """Return softmax(scale · q kᵀ + bias) v over the valid keys. A query without valid keys gives zeros.
 
-    Float32 inside, rounded once to the operands' dtype. With `return_lse` also returns log Σ exp of each query's
-    logits, -inf for a query without keys.
+    The computation is in float32, and the result is rounded once to the operands' dtype. With `return_lse`, also return
+    log Σ exp of each query's logits, which is -inf for a query without valid keys.
     """
     heads_per_kv = q.shape[2] // k.shape[2]
     dtype = q.dtype
@@ -53,23 +54,26 @@ def attention(
 
 
 def _weighted_sum(weights: Float32[Array, "B N L S"], v: Float32[Array, "B S N D"]) -> Float32[Array, "B L N D"]:
-    """Sum the weighted values block by block: one float32 sum over thousands of keys would lose a digit."""
+    """Sum the weighted values block by block, because a single float32 sum over thousands of keys would lose a
+    digit."""
     blocks = v.shape[1] // KV_BLOCK
     in_blocks = blocks * KV_BLOCK
-    out = _product(weights[..., in_blocks:], v[:, in_blocks:])
+    out = _weighted_sum_of_block(weights[..., in_blocks:], v[:, in_blocks:])
     if blocks:
         weight_blocks = jnp.moveaxis(weights[..., :in_blocks].reshape(*weights.shape[:3], blocks, KV_BLOCK), 3, 0)
         value_blocks = jnp.moveaxis(v[:, :in_blocks].reshape(len(v), blocks, KV_BLOCK, *v.shape[2:]), 1, 0)
-        out += jax.vmap(_product)(weight_blocks, value_blocks).sum(axis=0)
+        out += jax.vmap(_weighted_sum_of_block)(weight_blocks, value_blocks).sum(axis=0)
     return out
 
 
-def _product(weights: Float32[Array, "B N L S"], v: Float32[Array, "B S N D"]) -> Float32[Array, "B L N D"]:
+def _weighted_sum_of_block(
+    weights: Float32[Array, "B N L S"], v: Float32[Array, "B S N D"]
+) -> Float32[Array, "B L N D"]:
     return jnp.einsum("BNLS,BSND->BLND", weights, v, precision="highest")
 
 
 def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -> str | None:
     """Return the reason why this call is not supported, or None."""
     if config is not None:
-        return f"reference has nothing to configure: {type(config).__name__} belongs to another implementation"
+        return f"reference has no configuration: {type(config).__name__} belongs to another implementation"
     return None

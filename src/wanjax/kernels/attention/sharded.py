@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention on several devices, around any kernel that runs on one.
-
-Operands are [B L N D], with batches on `dp`. If keys are few compared with queries, each device holds all keys and
-computes the attention of its own queries to them. Otherwise an all-to-all over `tp` exchanges tokens for heads (Jacobs
-et al., DeepSpeed Ulysses, 2023), unless heads are sharded there already; over `sp`, keys and values pass around a ring
-while queries stay (Liu et al., Ring Attention, 2023). A kernel that can start from the sums of other keys does so; else
-the softmaxes of the shards are merged by their log-sum-exps. Lengths and heads that do not divide are padded. A padded
-key never takes part: it is sliced off on a device that holds all keys, and masked elsewhere.
+"""Compute attention on several devices, by any kernel that runs on one device. Operands are [B L N D], with the batch
+sharded over `dp`. If there are few keys compared with queries, each device has all keys, and computes the attention of
+its own queries to them. Otherwise an all-to-all over `tp` exchanges tokens for heads (Jacobs et al., DeepSpeed Ulysses,
+2023), unless heads are sharded there already; over `sp`, keys and values pass around a ring while queries stay (Liu et
+al., Ring Attention, 2023). If a kernel can start from the sums of earlier keys, it does. Otherwise the softmaxes of the
+shards are merged by their log-sum-exps. Lengths and numbers of heads that are not divisible are padded. A padded key is
+never used: if a device has all keys, it slices the padding off, else it masks the padding.
 """
 
 from collections.abc import Callable
@@ -24,29 +23,31 @@ from wanjax.kernels.attention.radial import Radial
 from wanjax.kernels.rotary_heads import join_parts
 from wanjax.sharding import Partitioner, pad_to
 
-Kernel = Callable[
+AttentionFunction = Callable[
     ..., Any
-]  # attention on one device: (q, k, v, *, key_mask, window, bias, return_lse); or its gradient
+]  # attention on one device, with the arguments (q, k, v, *, key_mask, window, bias, return_lse); or the gradient
 Mask = Bool[Array, "B S"]
 Axes = str | tuple[str, ...] | None
 
 
-class Kernels(NamedTuple):
-    """Functions of one device.
+class AttentionKernels(NamedTuple):
+    """Functions that compute attention on one device.
 
     Attributes:
-        full: Attention to all keys.
-        part: Attention to some of the keys, `part(q, k, v, carry, last=...)`: adds them to `carry`, its return value
-            for earlier keys (None at first). For the last keys it returns the result and its log-sum-exps.
-        gradient: The backward function of `gradient.from_result`, for keys that all queries see.
+        full: Computes attention to all keys.
+        part: `part(q, k, v, carry, last=...)` computes attention to some of the keys. `carry` is the return value of
+            the call for earlier keys, None in the first call. The call for the last keys returns the result and its
+            log-sum-exps.
+        gradient: The backward function for `gradient.from_result`. The function requires that all queries see the same
+            keys.
     """
 
-    full: Kernel
-    part: Kernel
-    gradient: Kernel
+    full: AttentionFunction
+    part: AttentionFunction
+    gradient: AttentionFunction
 
 
-class Placement(NamedTuple):
+class QueryPlacement(NamedTuple):
     """The mesh axes of the batch, tokens and heads of the queries."""
 
     batch: Any
@@ -54,12 +55,12 @@ class Placement(NamedTuple):
     heads: Any
 
     @classmethod
-    def of(cls, q: Float[Array, "B L N D"], partitioner: Partitioner) -> "Placement":
-        return cls(*partitioner.activation(("batch", "length", "heads"), q.shape[:3]))
+    def of(cls, q: Float[Array, "B L N D"], partitioner: Partitioner) -> "QueryPlacement":
+        return cls(*partitioner.activation_spec(("batch", "length", "heads"), q.shape[:3]))
 
 
 def attention(
-    kernels: Kernels,
+    kernels: AttentionKernels,
     partitioner: Partitioner,
     q: Float[Array, "B L N D"],
     k: Float[Array, "B S K D"],
@@ -70,37 +71,38 @@ def attention(
     window: Any,
     bias: Float32[Array, "..."] | None,
 ) -> Float[Array, "B L N D"]:
-    """Compute what `kernels.full` does on one device, for the first `keys` keys.
+    """Compute on all devices what `kernels.full` computes on one device, for the first `keys` keys.
 
     The operands are those of `api.attention`.
     """
     length, heads = q.shape[1:3]
     if k.shape[2] < heads:
         k, v = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (k, v))
-    q = pad_to(q, 1, partitioner.size(("sp", "tp")))
-    placement = Placement.of(q, partitioner)
-    by_heads = window is None or (isinstance(window, Radial) and partitioner.size("sp") == 1)
+    q = pad_to(q, 1, partitioner.axis_size(("sp", "tp")))
+    placement = QueryPlacement.of(q, partitioner)
+    by_heads = window is None or (isinstance(window, Radial) and partitioner.axis_size("sp") == 1)
     if by_heads and bias is None and not _replicates_keys(keys, length, heads, partitioner, placement):
         kernels = kernels._replace(full=partial(kernels.full, window=window, bias=None))
         return _attend_ulysses_and_ring(kernels, partitioner, placement, q, k, v, keys, key_mask)[:, :length]
     k, v, key_mask = k[:, :keys], v[:, :keys], None if key_mask is None else key_mask[:, :keys]
     if window is not None:  # a window needs all tokens on each device, so heads are sharded
-        placement = Placement(placement.batch, None, ("sp", "tp"))
-        q, k, v = (pad_to(x, 2, partitioner.size(placement.heads)) for x in (q[:, :length], k, v))
+        placement = QueryPlacement(placement.batch, None, ("sp", "tp"))
+        q, k, v = (pad_to(x, 2, partitioner.axis_size(placement.heads)) for x in (q[:, :length], k, v))
     kernel = partial(kernels.full, window=window)
     return _attend_with_all_keys(kernel, partitioner, placement, q, k, v, key_mask, bias)[:, :length, :heads]
 
 
-def _replicates_keys(keys: int, queries: int, heads: int, partitioner: Partitioner, placement: Placement) -> bool:
-    """Return whether replicating keys and values sends the least, or if heads are too few for an all-to-all."""
-    shards = partitioner.size(placement.tokens)
-    return keys * (shards - 1) <= queries or (placement.heads is None and heads < partitioner.size("tp"))
+def _replicates_keys(keys: int, queries: int, heads: int, partitioner: Partitioner, placement: QueryPlacement) -> bool:
+    """Return whether keys and values should be replicated, because this sends the least data or there are too few heads
+    for an all-to-all."""
+    shards = partitioner.axis_size(placement.tokens)
+    return keys * (shards - 1) <= queries or (placement.heads is None and heads < partitioner.axis_size("tp"))
 
 
 def _attend_with_all_keys(
-    kernel: Kernel, partitioner: Partitioner, placement: Placement, q, k, v, key_mask: Mask | None, bias
+    kernel: AttentionFunction, partitioner: Partitioner, placement: QueryPlacement, q, k, v, key_mask: Mask | None, bias
 ) -> Array:
-    """Compute attention with queries sharded by tokens or by heads; each device has all keys of its heads."""
+    """Compute attention with queries that are sharded by tokens or by heads. Each device has all keys of its heads."""
     spec, kv_spec, bias_spec = PartitionSpec(*placement), PartitionSpec(placement.batch, None, placement.heads), None
     if bias is not None:
         for axis, size in ((1, q.shape[2]), (2, q.shape[1])):
@@ -116,15 +118,22 @@ def _attend_with_all_keys(
 
 
 def _attend_ulysses_and_ring(
-    kernels: Kernels, partitioner: Partitioner, placement: Placement, q, k, v, keys: int, key_mask: Mask | None
+    kernels: AttentionKernels,
+    partitioner: Partitioner,
+    placement: QueryPlacement,
+    q,
+    k,
+    v,
+    keys: int,
+    key_mask: Mask | None,
 ) -> Array:
     """Compute attention with heads on `tp`, and keys and values around the ring of `sp`."""
     spec = PartitionSpec(*placement)
-    k, v = (pad_to(x, 1, partitioner.size(("sp", "tp"))) for x in (k, v))
-    ring_size, is_padded = partitioner.size("sp"), k.shape[1] > keys
+    k, v = (pad_to(x, 1, partitioner.axis_size(("sp", "tp"))) for x in (k, v))
+    ring_size, is_padded = partitioner.axis_size("sp"), k.shape[1] > keys
     if key_mask is not None:
         key_mask = pad_to(key_mask[:, :keys], 1, k.shape[1])
-    ulysses_size = partitioner.size("tp") if placement.heads is None else 1
+    ulysses_size = partitioner.axis_size("tp") if placement.heads is None else 1
 
     def attend(q, k, v, key_mask):
         heads = q.shape[2]
@@ -133,7 +142,8 @@ def _attend_ulysses_and_ring(
             out = kernels.full(q, k, v, key_mask=key_mask, keys=keys)
         else:
             masks = {"key_mask": key_mask}
-            if key_mask is None and is_padded:  # with a count a kernel need not reorder keys
+            # With a number of valid keys in place of a mask, a kernel need not reorder keys
+            if key_mask is None and is_padded:
                 local_keys = jnp.clip(keys - jax.lax.axis_index("sp") * k.shape[1], 0, k.shape[1])
                 masks["keys"] = jnp.full((k.shape[0],), local_keys, jnp.int32)
             forward_and_backward = (
@@ -148,7 +158,7 @@ def _attend_ulysses_and_ring(
 
 
 def attention_by_heads(
-    kernel: Kernel,
+    kernel: AttentionFunction,
     partitioner: Partitioner,
     q: Float[Array, "B L N D"],
     k: Float[Array, "B L N D"],
@@ -157,13 +167,13 @@ def attention_by_heads(
 ) -> Float[Array, "B L N D"]:
     """Compute `kernel(q, k, v, weights)` with some heads and all their tokens on each device.
 
-    All mesh axes of tokens take part in the exchange. `weights` are the same for all heads. Tokens and heads are padded
-    to multiples of the devices.
+    All mesh axes of tokens take part in the exchange. `weights` is the same for all heads. Tokens and heads are padded
+    to multiples of the number of devices.
     """
     length = q.shape[1]
-    q, k, v = (pad_to(x, 1, partitioner.size(("sp", "tp"))) for x in (q, k, v))
-    placement = Placement.of(q, partitioner)
-    num_devices = partitioner.size(placement.tokens)
+    q, k, v = (pad_to(x, 1, partitioner.axis_size(("sp", "tp"))) for x in (q, k, v))
+    placement = QueryPlacement.of(q, partitioner)
+    num_devices = partitioner.axis_size(placement.tokens)
 
     def attend(q, k, v, weights):
         heads = q.shape[2]
@@ -175,9 +185,8 @@ def attention_by_heads(
 
 
 def tokens_to_heads(x: Float[Array, "B L N D"], num_devices: int, axes: Axes = "tp") -> Float[Array, "B _L _N D"]:
-    """Exchange some tokens of all heads for all tokens of some heads, padded to a multiple of the devices.
-
-    Data for and from each device is contiguous in memory.
+    """Exchange some tokens of all heads for all tokens of some heads. The number of heads is padded to a multiple of
+    the number of devices. The data that is sent to, or received from, a device is contiguous in memory.
     """
     if num_devices == 1:
         return x
@@ -191,7 +200,7 @@ def tokens_to_heads(x: Float[Array, "B L N D"], num_devices: int, axes: Axes = "
 def heads_to_tokens(
     x: Float[Array, "B L N D"], heads: int, num_devices: int, axes: Axes = "tp"
 ) -> Float[Array, "B _L _N D"]:
-    """Invert `tokens_to_heads`, for so many heads."""
+    """Invert `tokens_to_heads`. `heads` is the number of heads without padding."""
     if num_devices == 1:
         return x
     batch, length, local_heads, head_dim = x.shape
@@ -204,31 +213,39 @@ AttentionResult = tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]
 
 
 def _ring(
-    attend_part: Kernel, q: Float[Array, "B L N D"], k: Array, v: Array, masks: dict[str, Any], *, ring_size: int
+    attend_part: AttentionFunction,
+    q: Float[Array, "B L N D"],
+    k: Array,
+    v: Array,
+    masks: dict[str, Any],
+    *,
+    ring_size: int,
 ) -> AttentionResult:
-    """Compute attention to the keys and values of all devices of `sp`; the last ones received are not forwarded.
+    """Compute attention to the keys and values of all devices of `sp`. The last keys and values that a device receives
+    are not forwarded.
 
-    `masks` are the kernel's options that select valid keys of this device. The ring is unrolled, so that the first keys
-    may be sent while values are projected.
+    `masks` has the kernel's options that select the valid keys of this device. The ring is unrolled, so that the first
+    keys can be sent while values are still being projected.
     """
 
     def attend_shard(carry: Any, shard: tuple, *, last: bool) -> Any:
         *keys_and_values, masks = shard
         return attend_part(q, *(x.reshape(k.shape) for x in keys_and_values), carry, **masks, last=last)
 
-    # send heads side by side, as projections write them: with an axis of heads, a TPU would copy them first
+    # heads are sent side by side, as projections write them; a TPU would copy arrays with an axis of heads first
     carry, shard = None, (*(x.reshape(*x.shape[:2], -1) for x in (k, v)), masks)
     for _ in range(ring_size - 1):
-        # overlaps the attention to this shard
+        # sending overlaps with the attention to this shard
         next_shard = jax.lax.ppermute(shard, "sp", _ring_permutation(ring_size))
         carry, shard = attend_shard(carry, shard, last=False), next_shard
     return attend_shard(carry, shard, last=True)
 
 
 def _ring_gradient(
-    gradient: Kernel, q, k, v, g, lse, delta, masks: dict[str, Any], *, ring_size: int
+    gradient: AttentionFunction, q, k, v, g, lse, delta, masks: dict[str, Any], *, ring_size: int
 ) -> tuple[Array, Array, Array]:
-    """Return the gradients of q, k and v. Those of k and v travel around the ring with k and v, plus one hop."""
+    """Return the gradients of q, k and v. The gradients of k and v travel around the ring together with k and v, and
+    need one more hop."""
 
     def add(dq: Array, shard: tuple, dkv_sums: tuple[Array, Array]) -> tuple[Array, tuple[Array, Array]]:
         k, v, masks = shard
@@ -254,8 +271,8 @@ def _ring_permutation(ring_size: int) -> list[tuple[int, int]]:
     return [(i, (i + 1) % ring_size) for i in range(ring_size)]
 
 
-def merge(a: AttentionResult, b: AttentionResult) -> AttentionResult:
-    """Merge attention to two sets of keys by its log-sum-exps, in float32."""
+def merge_by_log_sum_exp(a: AttentionResult, b: AttentionResult) -> AttentionResult:
+    """Merge the attention to two sets of keys by the log-sum-exps, in float32."""
     lse_max = jnp.maximum(a[1], b[1])
     (x, weight_x), (y, weight_y) = (
         (out.astype(jnp.float32), jnp.exp(lse - finite_max(lse_max))) for out, lse in (a, b)

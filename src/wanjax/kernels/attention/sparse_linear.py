@@ -3,8 +3,9 @@
 
 Follows Zhang et al., SLA: Beyond Sparsity in Diffusion Transformers via Fine-Tunable Sparse-Linear Attention, 2025,
 arXiv:2509.24006: turbodiffusion/SLA of its authors. For each head, the mean queries and the mean keys of blocks select
-the blocks. The result of linear attention, whose features are softmaxes over the channels of a head, goes through a
-learned projection and is added. This file has the definition, and the reference implementation.
+the blocks. The features of linear attention are softmaxes over the channels of a head. The result of linear attention
+goes through a learned projection, and is added to the result of the sparse part. This file has the definition and the
+reference implementation.
 """
 
 from dataclasses import dataclass, fields
@@ -29,10 +30,10 @@ class SparseLinear:
     """The options of sparse-linear attention.
 
     Attributes:
-        top: The share of the blocks of keys that each block of queries attends to, at least one block. The default is
-            that of the authors' commands; for quality they recommend 0.15.
+        top: Each block of queries attends to this share of the blocks of keys, and to at least one block. The default
+            is the value in the authors' commands. For better quality, the authors recommend 0.15.
         block_q: Queries of a block. The last block of a sequence may be shorter.
-        block_kv: Keys of a block, likewise.
+        block_kv: Keys of a block. The last block may be shorter.
     """
 
     top: float = 0.1
@@ -48,7 +49,8 @@ class SparseLinear:
 
     @classmethod
     def parse(cls, text: str) -> "SparseLinear":
-        """Read text such as `top=0.1` or `top=0.25,block_q=8,block_kv=4`; raise WanjaxError for other text."""
+        """Parse text such as `top=0.1` or `top=0.25,block_q=8,block_kv=4`. Raises WanjaxError if the text is
+        malformed."""
         types, options = {field.name: type(field.default) for field in fields(cls)}, {}
         for item in text.split(",") if text else []:
             name, _, value = item.partition("=")
@@ -68,19 +70,19 @@ class SparseLinear:
         return ",".join(f"{name}={value}" for name, value, default in values if value != default)
 
     def top_k(self, keys: int) -> int:
-        """Return the number of blocks that each block of queries attends to, for this number of keys."""
+        """Return to how many blocks of keys each block of queries attends, if there are this many keys."""
         return max(1, int(self.top * ceil_div(keys, self.block_kv)))
 
 
 class Projection(NamedTuple):
-    """The linear projection of the linear part's result, shared by all heads of a layer."""
+    """The learned projection of the linear part's result. All heads of a layer share it."""
 
     kernel: Float[Array, "D D"]
     bias: Float[Array, " D"]
 
 
-class KeyState(NamedTuple):
-    """The state of linear attention for each head: Σ φ(k)ᵀ v and Σ φ(k) over its keys."""
+class LinearAttentionState(NamedTuple):
+    """The state of linear attention for each head: the sums Σ φ(k)ᵀ v and Σ φ(k) over the keys."""
 
     values: Float32[Array, "_B D D"]
     weights: Float32[Array, "_B D"]
@@ -95,10 +97,10 @@ def attention(
     sparse: SparseLinear,
     keys: int,
 ) -> Float[Array, "B L N D"]:
-    """Return the sum of the sparse and the linear part for the first `keys` tokens, and zeros for others.
+    """Return the sum of the sparse and the linear part for the first `keys` tokens, and zeros for later tokens.
 
-    This is the reference. Float32 inside, rounded once to the operands' dtype. The sparse part, with logits scaled by
-    1 / √D, is dense attention in which other blocks are masked.
+    This function is the reference. The reference computes in float32, and rounds once to the operands' dtype. The
+    sparse part is dense attention, with logits scaled by 1 / √D, in which the blocks that are not selected are masked.
     """
     length, heads, dtype = *q.shape[1:3], q.dtype
     q, k, v = (x[:, :keys] for x in (q, k, v))
@@ -110,17 +112,17 @@ def attention(
     float32_operands = (x.astype(jnp.float32) for x in (q, k, v))
     options: dict[str, Any] = {"key_mask": None, "window": None, "scale": q.shape[3] ** -0.5, "config": None}
     out: Any = reference.attention(*float32_operands, bias=bias, **options)
-    out += batch_to_heads(linear_attention(merged_q, key_state(merged_k, merged_v), projection), heads)
+    out += batch_to_heads(linear_attention(merged_q, linear_attention_state(merged_k, merged_v), projection), heads)
     return pad_to(out, 1, length).astype(dtype)
 
 
 def choose_blocks(
     q: Float[Array, "_B L D"], k: Float[Array, "_B L D"], sparse: SparseLinear
 ) -> Int32[Array, "_B _L _S"]:
-    """Return the indices of the blocks of keys that each block of queries attends to, ascending.
+    """Return, for each block of queries, the indices of the selected blocks of keys in ascending order.
 
-    The largest products of block means win, and the first among equals. The mean of all keys is subtracted from the
-    mean keys. Means are rounded to the operands' dtype.
+    The blocks with the largest products of block means are selected; if products are equal, the first block is. The
+    mean of all keys is subtracted from the block means of the keys. Means are rounded to the operands' dtype.
     """
     centered_means = block_means(k, sparse.block_kv) - k.mean(axis=1, keepdims=True, dtype=jnp.float32)
     means = [x.astype(q.dtype) for x in (block_means(q, sparse.block_q), centered_means)]
@@ -135,14 +137,16 @@ def block_means(x: Float[Array, "_B L D"], size: int) -> Float32[Array, "_B _L D
     return to_blocks(x, size).sum(axis=2, dtype=jnp.float32) / counts[None, :, None]
 
 
-def key_state(k: Float[Array, "_B L D"], v: Float[Array, "_B L D"]) -> KeyState:
+def linear_attention_state(k: Float[Array, "_B L D"], v: Float[Array, "_B L D"]) -> LinearAttentionState:
     """Return the state of linear attention after these keys and values, in float32."""
     features = jax.nn.softmax(k.astype(jnp.float32), axis=2)
     values = jnp.einsum("BLD,BLE->BDE", features, v.astype(jnp.float32), precision="highest")
-    return KeyState(values, features.sum(axis=1))
+    return LinearAttentionState(values, features.sum(axis=1))
 
 
-def linear_attention(q: Float[Array, "_B L D"], state: KeyState, projection: Projection) -> Float32[Array, "_B L D"]:
+def linear_attention(
+    q: Float[Array, "_B L D"], state: LinearAttentionState, projection: Projection
+) -> Float32[Array, "_B L D"]:
     """Return the projected linear attention of queries to the keys of a state, in float32."""
     features = jax.nn.softmax(q.astype(jnp.float32), axis=2)
     weight = SUM_EPSILON + jnp.einsum("BLD,BD->BL", features, state.weights, precision="highest")

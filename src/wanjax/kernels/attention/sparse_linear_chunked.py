@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sparse-linear attention on any platform, a few blocks of queries at a time, and its gradient.
 
-Each block of queries gathers its selected keys, so that one softmax has them all: memory grows with the number of
-selected keys, and not with the number of scores. The selection has no gradient. The backward pass computes the weights
-again, and saves nothing of the forward pass but the selection.
+Each block of queries gathers all its selected keys and computes one softmax over them. So memory grows with the number
+of selected keys, not with queries times keys. The selection has no gradient. The forward pass saves only the selection,
+and the backward pass computes the weights again.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,19 +16,19 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from wanjax.kernels.attention.blocks import batch_to_heads, even_blocks, heads_to_batch, matmul_precision, to_blocks
 from wanjax.kernels.attention.sparse_linear import (
-    KeyState,
+    LinearAttentionState,
     Projection,
     SparseLinear,
     choose_blocks,
-    key_state,
     linear_attention,
+    linear_attention_state,
 )
 from wanjax.kernels.autodiff import save_for_backward, with_backward
 from wanjax.kernels.target import multiplies_bfloat16, target
 from wanjax.sharding import pad_to
 
-SCORE_BYTES = 128 << 20  # bytes of scores in memory
-SCORE_BYTES_ON_CPU = 4 << 20  # fits in a cache
+SCORE_BYTES = 128 << 20  # the most bytes of scores in memory
+SCORE_BYTES_ON_CPU = 4 << 20  # on CPUs, so that the scores fit in a cache
 
 Forward = Callable[..., tuple[Float[Array, "B L N D"], Int32[Array, "_B _L _S"]]]
 
@@ -42,7 +42,7 @@ def attention(
     sparse: SparseLinear,
     keys: int,
 ) -> Float[Array, "B L N D"]:
-    """Compute what the reference does, by blocks, with a gradient by blocks."""
+    """Compute the same as the reference, block by block. The gradient is also computed block by block."""
     return with_gradient(partial(_forward, sparse=sparse, keys=keys), q, k, v, projection, sparse=sparse, keys=keys)
 
 
@@ -51,8 +51,8 @@ def with_gradient(
 ) -> Float[Array, "B L N D"]:
     """Return the result of `forward(q, k, v, projection)`, with the gradient of this file.
 
-    `forward` returns its result and, for the gradient, the selected blocks: those of `sparse_linear.choose_blocks` for
-    the heads of all examples.
+    `forward` returns its result and the selected blocks, which the gradient needs. The blocks have the form that
+    `sparse_linear.choose_blocks` returns, for the heads of all examples.
     """
 
     def fwd(q: Array, k: Array, v: Array, projection: Projection) -> tuple[Array, tuple]:
@@ -79,7 +79,7 @@ def _flatten_heads(keys: int, *arrays: Float[Array, "B L N D"]) -> list[Float[Ar
 
 
 def _unflatten_heads(x: Float[Array, "_B _L D"], shape: tuple[int, ...]) -> Float[Array, "B L N D"]:
-    """Invert `_flatten_heads`, to the shape before it; tokens after the first `keys` are zeros."""
+    """Invert `_flatten_heads`, and restore the original shape. Tokens after the first `keys` are zeros."""
     return pad_to(batch_to_heads(x, shape[2]), 1, shape[1])
 
 
@@ -101,7 +101,7 @@ class KeyBlocks(NamedTuple):
         return k.reshape(*lists.shape[:2], -1, k.shape[-1]), v.reshape(*lists.shape[:2], -1, v.shape[-1])
 
     def valid(self, lists: Int32[Array, "_B C _S"]) -> Bool[Array, "_B C 1 S"]:
-        """Return which keys of each list are valid; keys after the last are padding."""
+        """Return which keys of each list are valid. Keys after the end of the sequence are padding."""
         block_kv = self.k.shape[2]
         positions = lists[..., None] * block_kv + jnp.arange(block_kv)[None, None, None]
         return (positions < self.keys).reshape(*lists.shape[:2], 1, -1)
@@ -128,9 +128,10 @@ def attend(
     selected: Int32[Array, "_B _L _S"],
     sparse: SparseLinear,
 ) -> Float[Array, "_B L D"]:
-    """Return the sum of both parts, given q, k and v of the heads of all examples and the selected blocks."""
+    """Return the sum of the sparse and the linear part, from q, k and v of the heads of all examples and the selected
+    blocks."""
     q, k, v = heads
-    dtype, state = q.dtype, key_state(k, v)
+    dtype, state = q.dtype, linear_attention_state(k, v)
     key_blocks = KeyBlocks.split(_matmul_dtype(k), _matmul_dtype(v), sparse.block_kv, matmul_precision(dtype))
 
     def attend_blocks(step: tuple[Array, Array]) -> Array:
@@ -141,8 +142,11 @@ def attend(
         return (out + _linear_attention(q_blocks, state, projection)).astype(dtype)
 
     blocks_per_step = _blocks_per_step(selected, sparse, q)
-    steps = _group(to_blocks(q, sparse.block_q), blocks_per_step), _group(selected, blocks_per_step)
-    return _ungroup(jax.lax.map(attend_blocks, steps), q.shape[1])
+    steps = (
+        _group_into_steps(to_blocks(q, sparse.block_q), blocks_per_step),
+        _group_into_steps(selected, blocks_per_step),
+    )
+    return _join_steps(jax.lax.map(attend_blocks, steps), q.shape[1])
 
 
 def gradient(
@@ -153,7 +157,7 @@ def gradient(
 ) -> tuple[Float32[Array, "_B L D"], Float32[Array, "_B L D"], Float32[Array, "_B L D"], Projection]:
     """Return the gradients of q, k, v and the projection. `heads` are q, k, v and the gradient of the result."""
     q, k, v, g = heads
-    state, state_vjp = jax.vjp(key_state, k, v)
+    state, state_vjp = jax.vjp(linear_attention_state, k, v)
     key_blocks = KeyBlocks.split(_matmul_dtype(k), _matmul_dtype(v), sparse.block_kv, matmul_precision(q.dtype))
     head_index, scale = jnp.arange(len(q))[:, None, None], q.shape[2] ** -0.5
 
@@ -176,27 +180,27 @@ def gradient(
         return (dk, dv, *jax.tree.map(jnp.add, sums[2:], tuple(linear_gradients))), dq
 
     blocks_per_step = _blocks_per_step(selected, sparse, q)
-    queries = (_group(to_blocks(x, sparse.block_q), blocks_per_step) for x in (q, g))
+    queries = (_group_into_steps(to_blocks(x, sparse.block_q), blocks_per_step) for x in (q, g))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (state, projection))
     totals = (jnp.zeros(x.shape, jnp.float32) for x in (key_blocks.k, key_blocks.v))
     (dk, dv, dstate, dprojection), dq = jax.lax.scan(
-        add_blocks, (*totals, *zeros), (*queries, _group(selected, blocks_per_step))
+        add_blocks, (*totals, *zeros), (*queries, _group_into_steps(selected, blocks_per_step))
     )
     dk, dv = (
         sparse_part.reshape(*k.shape[:1], -1, k.shape[2])[:, : k.shape[1]] + linear_part.astype(jnp.float32)
         for sparse_part, linear_part in zip((dk, dv), state_vjp(dstate), strict=True)
     )
-    return _ungroup(dq, q.shape[1]), dk, dv, dprojection
+    return _join_steps(dq, q.shape[1]), dk, dv, dprojection
 
 
 def _linear_attention(
-    q: Float[Array, "_B C L D"], state: KeyState, projection: Projection
+    q: Float[Array, "_B C L D"], state: LinearAttentionState, projection: Projection
 ) -> Float32[Array, "_B C L D"]:
     return linear_attention(q.reshape(len(q), -1, q.shape[3]), state, projection).reshape(q.shape)
 
 
 def _matmul_dtype(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Cast to the dtype in which matrix products are fast: float32 on CPUs that do not multiply bfloat16."""
+    """Cast to the dtype in which matrix products are fast. On CPUs that cannot multiply bfloat16, this is float32."""
     return x.astype(jnp.float32) if target(x).platform == "cpu" and not multiplies_bfloat16(x) else x
 
 
@@ -207,11 +211,11 @@ def _blocks_per_step(selected: Int32[Array, "_B _L _S"], sparse: SparseLinear, q
     return even_blocks(selected.shape[1], max(1, byte_budget // bytes_per_block))[1]
 
 
-def _group(x: Array, group_size: int) -> Array:
-    """Split rows [_B _L ...] into groups of `group_size` on a new first axis; the last is padded with zeros."""
+def _group_into_steps(x: Array, group_size: int) -> Array:
+    """Split rows [_B _L ...] into groups of `group_size` on a new first axis. The last group is padded with zeros."""
     return jnp.moveaxis(pad_to(x, 1, group_size).reshape(len(x), -1, group_size, *x.shape[2:]), 1, 0)
 
 
-def _ungroup(x: Float[Array, "_L _B C S D"], length: int) -> Float[Array, "_B L D"]:
-    """Invert `_group` and `to_blocks`."""
+def _join_steps(x: Float[Array, "_L _B C S D"], length: int) -> Float[Array, "_B L D"]:
+    """Invert `_group_into_steps` and `to_blocks`."""
     return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, x.shape[4])[:, :length]

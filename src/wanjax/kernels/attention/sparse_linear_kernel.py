@@ -3,7 +3,7 @@
 
 `prepare` reads q, k and v once: it computes the sums of blocks, and the state of linear attention. `list_blocks` makes
 lists of the selected blocks from the scores of blocks. `attend` computes both parts of attention. A grid step has a few
-blocks of queries, each with its own list, since their products fill the waits of one another.
+blocks of queries, each with its own list, so that the products of one block run while another block waits.
 """
 
 import math
@@ -19,20 +19,21 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from wanjax.kernels.alignment import LANES, ceil_div, round_up
 from wanjax.kernels.attention.blocks import iota, matmul
-from wanjax.kernels.attention.flash_tiles import HEADROOM, MAX_WEIGHT_SUM
+from wanjax.kernels.attention.flash_tiles import MAX_WEIGHT_SUM, OFFSET_MARGIN
 
-TILE_KV = 256  # keys of a step, which fill a matrix unit
-PIPELINE_DEPTH = 2  # steps whose weights are computed before the first one's values: the matrix unit does not wait
-TOKENS_PER_STEP = 2048  # in a grid step of `prepare`
-LISTS_PER_STEP = 128  # in a grid step of `list_blocks`
+TILE_KV = 256  # keys of a step; they fill a matrix unit
+# Number of steps whose weights are computed before values are added, so that the matrix unit does not wait
+PIPELINE_DEPTH = 2
+TOKENS_PER_STEP = 2048  # the most tokens in a grid step of `prepare`
+LISTS_PER_STEP = 128  # rows in a grid step of `list_blocks`
 SCORE_BITS = 32
 
 
-class Sizes(NamedTuple):
+class KernelSizes(NamedTuple):
     """Static arguments of the kernels."""
 
     queries: int
-    tokens: int  # valid ones; those after them are padding
+    tokens: int  # valid tokens; later tokens are padding
     heads: int  # of one example
     block_q: int
     block_kv: int
@@ -47,7 +48,7 @@ class Sizes(NamedTuple):
 
     @property
     def tiles(self) -> int:
-        """Full tiles of a list; one to four blocks, which may be partial, follow them."""
+        """The number of full tiles of a list. One to four blocks, which may be partial, follow the tiles."""
         return (self.top_k - 1) // self.blocks_per_tile
 
     @property
@@ -57,7 +58,7 @@ class Sizes(NamedTuple):
 
 
 def prepare(
-    q: Float[Array, "B L E"], k: Float[Array, "B L E"], v: Float[Array, "B L E"], sizes: Sizes, *, interpret: bool
+    q: Float[Array, "B L E"], k: Float[Array, "B L E"], v: Float[Array, "B L E"], sizes: KernelSizes, *, interpret: bool
 ) -> tuple[Float32[Array, "_B _L D"], Float32[Array, "_B _S D"], Float32[Array, "_B D _D"]]:
     """Return the sums over each block of q and of k, and Σ φ(k)ᵀ [v, 1], for the heads of all examples."""
     head_dim = q.shape[2] // sizes.heads
@@ -90,8 +91,8 @@ def prepare(
     )(q, k, v)
 
 
-def _prepare(q_ref, k_ref, v_ref, q_sums_ref, k_sums_ref, state_ref, *, sizes: Sizes) -> None:
-    """Compute the results of `prepare`; the grid runs over examples, heads and tokens."""
+def _prepare(q_ref, k_ref, v_ref, q_sums_ref, k_sums_ref, state_ref, *, sizes: KernelSizes) -> None:
+    """Compute the results of `prepare`. The grid has examples, heads and blocks of tokens."""
     i, block_tokens = pl.program_id(2), q_ref.shape[0]
     num_valid = sizes.tokens - i * block_tokens
 
@@ -101,7 +102,7 @@ def _prepare(q_ref, k_ref, v_ref, q_sums_ref, k_sums_ref, state_ref, *, sizes: S
             valid = iota((block_tokens, 1), 0) < num_valid
             q, k, v = (jnp.where(valid, x, jnp.zeros_like(x)) for x in (q, k, v))
         q_sums_ref[...], k_sums_ref[...] = _block_sums(q, sizes.block_q), _block_sums(k, sizes.block_kv)
-        x = k.T.astype(jnp.float32)  # channels on the first axis: softmax adds whole registers
+        x = k.T.astype(jnp.float32)  # channels are on the first axis, so that softmax adds whole registers
         weights = jnp.exp(x - x.max(axis=0, keepdims=True))
         weights = (weights * (1.0 / weights.sum(axis=0, keepdims=True))).astype(k.dtype)
         if ragged:
@@ -121,10 +122,11 @@ def _block_sums(x: Float[Array, "L D"], size: int) -> Float32[Array, "_L D"]:
     return matmul(jnp.where(iota(shape, 0) == iota(shape, 1) // size, 1.0, 0.0).astype(x.dtype), x)
 
 
-def list_blocks(scores: Float32[Array, "_L _S"], sizes: Sizes, *, interpret: bool) -> Int32[Array, "_L _T"]:
+def list_blocks(scores: Float32[Array, "_L _S"], sizes: KernelSizes, *, interpret: bool) -> Int32[Array, "_L _T"]:
     """Return for each row the first keys of the blocks with the largest scores, in ascending order.
 
-    Among equal scores the first ones win. Entries after the first `sizes.top_k` are padding to whole lanes.
+    Among equal scores, the first ones are selected. The entries after the first `sizes.top_k` only pad the row to whole
+    lanes.
     """
     rows, blocks = scores.shape
     padded_blocks, padded_top_k = round_up(blocks, LANES), round_up(sizes.top_k, LANES)
@@ -140,8 +142,9 @@ def list_blocks(scores: Float32[Array, "_L _S"], sizes: Sizes, *, interpret: boo
     )(scores)
 
 
-def _list_blocks(scores_ref, out_ref, *, blocks: int, sizes: Sizes) -> None:
-    """Find the lowest selected score bit by bit, count the selected blocks up to each, and search these counts."""
+def _list_blocks(scores_ref, out_ref, *, blocks: int, sizes: KernelSizes) -> None:
+    """Find the lowest selected score bit by bit. Then count the selected blocks up to each position, and search these
+    counts."""
     scores = scores_ref[...]
     rows, padded_blocks = scores.shape
     is_block = iota(scores.shape, 1) < blocks
@@ -156,7 +159,7 @@ def _list_blocks(scores_ref, out_ref, *, blocks: int, sizes: Sizes) -> None:
     upper_triangle = jnp.where(iota(square, 0) <= iota(square, 1), 1.0, 0.0).astype(jnp.bfloat16)
 
     def cumulative_count(selected: Array) -> Array:
-        """Return the number of marks up to each lane. It is exact: products of ones, summed in float32."""
+        """Return the number of marks up to each lane. The number is exact, because it is a float32 sum of ones."""
         return matmul(selected.astype(jnp.bfloat16), upper_triangle)
 
     is_larger, is_equal = (jnp.where(x, 1.0, 0.0) for x in (sortable > threshold, sortable == threshold))
@@ -190,7 +193,7 @@ def attend(
     v: Float[Array, "B L E"],
     state: Float[Array, "_B _D _E"],
     bias: Float32[Array, "1 D"],
-    sizes: Sizes,
+    sizes: KernelSizes,
     *,
     buffers: int,
     vmem_bytes: int,
@@ -199,15 +202,15 @@ def attend(
     """Return the sum of both parts of attention. All keys of a head are in VMEM.
 
     Args:
-        first_keys: The first keys of the listed blocks: for each head, grid step and list.
+        first_keys: The first keys of the listed blocks, for each head, grid step and list.
         q: Queries.
         k: Keys.
         v: Values.
-        state: For each head [D 2D]: projected values of linear attention beside its weights, which are repeated. In
-            bfloat16 [2D 2D]: the rounding error of the first half follows it.
+        state: For each head [D 2D]: the projected values of linear attention, and beside them its weights, which are
+            repeated. In bfloat16 [2D 2D]: the second half is the rounding error of the first half.
         bias: The bias of the projection.
         sizes: Static arguments.
-        buffers: 2 to prefetch the keys of the next head, else 1.
+        buffers: 2 to prefetch the keys of the next head, or 1.
         vmem_bytes: The limit of VMEM.
         interpret: Run the kernel without a TPU.
     """
@@ -247,7 +250,7 @@ def attend(
 
 
 class StepRefs(NamedTuple):
-    """References of a grid step; the last three are scratch, with a row for each query."""
+    """References of a grid step. The last three refer to scratch memory with a row for each query."""
 
     first_keys: jax.Ref
     q: jax.Ref
@@ -255,14 +258,14 @@ class StepRefs(NamedTuple):
     v: jax.Ref
     value_sum: jax.Ref  # [L D], the sum of weighted values
     weight_sum: jax.Ref  # [L 128], the sum of weights in 128 parts
-    offset: jax.Ref  # [L 128], the same in all lanes
+    offset: jax.Ref  # [L 128], the offset, which is the same in all lanes
 
 
 class TileSlice(NamedTuple):
     """A few consecutive blocks of one list."""
 
-    rows: slice  # the list's queries
-    index: int  # of the list
+    rows: slice  # the queries of the list
+    index: int  # the index of the list
     first_slot: Array | int  # position of the first block in the list
     count: int  # blocks
     ends_list: bool
@@ -280,9 +283,9 @@ def _attend(
     weight_sum_ref,
     offset_ref,
     *,
-    sizes: Sizes,
+    sizes: KernelSizes,
 ) -> None:
-    """Compute the result of `attend`; the grid runs over examples, heads and blocks of queries.
+    """Compute the result of `attend`. The grid has examples, heads and blocks of queries.
 
     A row's offset comes from the first block of its list, without a maximum, as in `flash_tpu`. If a row's sum of
     weights shows that a logit left the range, the grid step is repeated with the maximum of all logits as the offset.
@@ -293,7 +296,7 @@ def _attend(
     def attempt(safe: Array) -> Array:
         pl.when(safe == 1)(lambda: _set_offsets_to_max(step, sizes))
         for tile in _tile_slices(sizes, 0, 1):
-            probe = _mean_scores(step, tile, sizes) + HEADROOM[q_ref.dtype.name]
+            probe = _mean_scores(step, tile, sizes) + OFFSET_MARGIN[q_ref.dtype.name]
             offset_ref[tile.rows, :] = jnp.where(safe == 1, offset_ref[tile.rows, :], probe)
         value_sum_ref[...] = jnp.zeros(value_sum_ref.shape)
         weight_sum_ref[...] = jnp.zeros(weight_sum_ref.shape)
@@ -304,12 +307,13 @@ def _attend(
         out_of_range = jnp.max(jnp.where((weight_sum <= MAX_WEIGHT_SUM) | ~valid, 0, 1))  # NaN too
         return jnp.where((safe == 0) & (out_of_range == 1), 1, 2)
 
-    # one loop body for both attempts, so that its code exists once
+    # one loop body for both attempts, so that the compiled code exists only once
     jax.lax.while_loop(lambda safe: safe < 2, attempt, jnp.int32(0))
 
 
-def _mean_scores(step: StepRefs, tile: TileSlice, sizes: Sizes) -> Float32[Array, "L _S"]:
-    """Return the mean score of a block in all lanes, as a product with its mean key: no reduction along lanes."""
+def _mean_scores(step: StepRefs, tile: TileSlice, sizes: KernelSizes) -> Float32[Array, "L _S"]:
+    """Return the mean score of a block in all lanes. The mean score is a product with the block's mean key, which needs
+    no reduction along lanes."""
     k = _read(step.k, step, tile, sizes).astype(jnp.float32)
     if tile.ends_list:
         k = jnp.where(_valid_keys(step, tile, (len(k), 1), sizes), k, 0.0)
@@ -318,7 +322,7 @@ def _mean_scores(step: StepRefs, tile: TileSlice, sizes: Sizes) -> Float32[Array
 
 
 def _linear_attention(q: Float[Array, "L D"], state: Float[Array, "_D _E"]) -> Float32[Array, "L D"]:
-    """Compute linear attention. Features are not normalized: the factor cancels between values and weights."""
+    """Compute linear attention. Features are not normalized, because the factor cancels between values and weights."""
     q32 = q.astype(jnp.float32)
     features = jnp.exp(q32 - q32.max(axis=1, keepdims=True)).astype(q.dtype)
     if len(state) > features.shape[1]:
@@ -327,7 +331,7 @@ def _linear_attention(q: Float[Array, "L D"], state: Float[Array, "_D _E"]) -> F
     return values_and_weights[:, : q.shape[1]] / values_and_weights[:, q.shape[1] :]
 
 
-def _add_keys(step: StepRefs, sizes: Sizes) -> None:
+def _add_keys(step: StepRefs, sizes: KernelSizes) -> None:
     """Add the weights and weighted values of all listed keys, with the offset unchanged."""
     pending: list[tuple[slice, Array, Array]] = []
 
@@ -350,7 +354,7 @@ def _add_keys(step: StepRefs, sizes: Sizes) -> None:
     _for_each_tile(sizes, add, add_values)
 
 
-def _set_offsets_to_max(step: StepRefs, sizes: Sizes) -> None:
+def _set_offsets_to_max(step: StepRefs, sizes: KernelSizes) -> None:
     """Set the offset of each row to the maximum of its logits."""
     step.offset[...] = jnp.full(step.offset.shape, -jnp.inf)
 
@@ -362,8 +366,9 @@ def _set_offsets_to_max(step: StepRefs, sizes: Sizes) -> None:
     step.offset[...] = jnp.broadcast_to(step.offset[...].max(axis=1, keepdims=True), step.offset.shape)
 
 
-def _for_each_tile(sizes: Sizes, visit: Callable[[TileSlice], None], finish: Callable[[], None]) -> None:
-    """Call `visit` for all slices of all lists, and `finish` at the end of each loop body and of the lists."""
+def _for_each_tile(sizes: KernelSizes, visit: Callable[[TileSlice], None], finish: Callable[[], None]) -> None:
+    """Call `visit` for all slices of all lists. Call `finish` at the end of each loop body and at the end of the
+    lists."""
     tiles, blocks_per_tile, loops = sizes.tiles, sizes.blocks_per_tile, sizes.tiles // sizes.unroll
     loops = loops if loops > 1 else 0
 
@@ -384,15 +389,15 @@ def _for_each_tile(sizes: Sizes, visit: Callable[[TileSlice], None], finish: Cal
     finish()
 
 
-def _tile_slices(sizes: Sizes, first_slot: Array | int, count: int) -> Iterator[TileSlice]:
+def _tile_slices(sizes: KernelSizes, first_slot: Array | int, count: int) -> Iterator[TileSlice]:
     """Yield the slice of `count` blocks from `first_slot` on, of each list."""
     ends_list = isinstance(first_slot, int) and first_slot + count == sizes.top_k
     for index in range(sizes.lists):
         yield TileSlice(slice(index * sizes.block_q, (index + 1) * sizes.block_q), index, first_slot, count, ends_list)
 
 
-def _scores(step: StepRefs, tile: TileSlice, sizes: Sizes) -> Float32[Array, "L S"]:
-    """Return scores as exponents of two; -inf for keys that are padding."""
+def _scores(step: StepRefs, tile: TileSlice, sizes: KernelSizes) -> Float32[Array, "L S"]:
+    """Return scores as exponents of two. Keys that are padding have -inf."""
     scores = _scores_of(step.q[tile.rows, :], _read(step.k, step, tile, sizes))
     if tile.ends_list and sizes.tokens % sizes.block_kv:
         scores = jnp.where(_valid_keys(step, tile, (1, scores.shape[1]), sizes), scores, -jnp.inf)
@@ -400,11 +405,12 @@ def _scores(step: StepRefs, tile: TileSlice, sizes: Sizes) -> Float32[Array, "L 
 
 
 def _scores_of(q: Float[Array, "L D"], k: Float[Array, "S D"]) -> Float32[Array, "L S"]:
-    """Return scores as exponents of two, scaled after the product: scaled queries would be rounded."""
+    """Return scores as exponents of two. Scores are scaled after the product, because scaled queries would be
+    rounded."""
     return matmul(q, k, transposed=True) * (q.shape[1] ** -0.5 * math.log2(math.e))
 
 
-def _read(ref: jax.Ref, step: StepRefs, tile: TileSlice, sizes: Sizes) -> Float[Array, "S D"]:
+def _read(ref: jax.Ref, step: StepRefs, tile: TileSlice, sizes: KernelSizes) -> Float[Array, "S D"]:
     """Read the keys, or values, of a slice."""
     starts = (
         pl.multiple_of(step.first_keys[tile.index, tile.first_slot + n], sizes.block_kv) for n in range(tile.count)
@@ -412,8 +418,8 @@ def _read(ref: jax.Ref, step: StepRefs, tile: TileSlice, sizes: Sizes) -> Float[
     return jnp.concatenate([ref[pl.ds(start, sizes.block_kv), :] for start in starts])
 
 
-def _valid_keys(step: StepRefs, tile: TileSlice, shape: tuple[int, int], sizes: Sizes) -> Array:
-    """Return which keys of a list's last slice are valid; only its last block can be partial."""
+def _valid_keys(step: StepRefs, tile: TileSlice, shape: tuple[int, int], sizes: KernelSizes) -> Array:
+    """Return which keys of a list's last slice are valid. Only the last block can be partial."""
     earlier_keys = (tile.count - 1) * sizes.block_kv
     return (
         iota(shape, shape.index(max(shape)))
@@ -426,6 +432,6 @@ def _split_by_lanes(x: Float32[Array, "L S"]) -> list[Array]:
 
 
 def _reduce_registers(parts: list[Array], reduce_pair: Callable[[Array, Array], Array]) -> list[Array]:
-    """Reduce the parts that are whole registers to one; a narrower last part stays."""
+    """Reduce all parts that are whole registers to one register. A narrower last part is kept separately."""
     full_registers = [x for x in parts if x.shape[1] == LANES]
     return [*([reduce(reduce_pair, full_registers)] if full_registers else []), *parts[len(full_registers) :]]

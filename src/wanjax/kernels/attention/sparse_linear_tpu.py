@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse-linear attention on TPUs, by the kernels of `sparse_linear_kernel`; its gradient is that of `chunked`.
+"""Sparse-linear attention on TPUs, by the kernels of `sparse_linear_kernel`. The gradient is that of
+`sparse_linear_chunked`.
 
-XLA computes the small products between the kernels: those of block means, and the projection of the linear state.
+XLA computes the small products between the kernels: the products of block means, and the projection of the linear
+state.
 """
 
 from dataclasses import dataclass
@@ -14,22 +16,23 @@ from jaxtyping import Array, Float, Float32
 
 from wanjax.kernels.alignment import ceil_div
 from wanjax.kernels.attention.blocks import matmul_precision
-from wanjax.kernels.attention.flash_tpu import vmem_bytes
 from wanjax.kernels.attention.sparse_linear import SUM_EPSILON, Projection, SparseLinear
 from wanjax.kernels.attention.sparse_linear_chunked import with_gradient
-from wanjax.kernels.attention.sparse_linear_kernel import TILE_KV, Sizes, attend, list_blocks, prepare
+from wanjax.kernels.attention.sparse_linear_kernel import TILE_KV, KernelSizes, attend, list_blocks, prepare
+from wanjax.kernels.target import vmem_bytes
 
 HEAD_DIM = 128
 BLOCK_Q = 128
 DTYPES = ("float32", "bfloat16")
-OTHER_VMEM_BYTES = 16 << 20  # besides a head's keys and values: the compiler's, and small arrays
-MAX_UNROLLED_TILES = 192  # of all lists of a grid step; with more, compiling takes minutes
-LISTS_PER_STEP = (8, 4)  # in a grid step; more are better while all tiles are unrolled
+OTHER_VMEM_BYTES = 16 << 20  # VMEM for the compiler and for small arrays, besides a head's keys and values
+MAX_UNROLLED_TILES = 192  # unrolled tiles of all lists of a grid step; with more, compiling takes minutes
+LISTS_PER_STEP = (8, 4)  # lists in a grid step; more lists are faster while all tiles are unrolled
 
 
 @dataclass(frozen=True)
 class Config:
-    """`interpret` runs the kernels without a TPU, slowly, for tests. For `lists` and `unroll` see `Sizes`."""
+    """Options of the kernels. `interpret` runs them without a TPU, slowly, for tests. `KernelSizes` explains `lists`
+    and `unroll`."""
 
     lists: int | None = None
     unroll: int | None = None
@@ -42,9 +45,9 @@ def unsupported(q: Array, sparse: SparseLinear, keys: int, config: Config | None
     if vmem_capacity is None and not (config and config.interpret):
         return "the kernel of sparse-linear attention runs on TPUs, and elsewhere only by Config(interpret=True)"
     if q.shape[3] != HEAD_DIM or q.dtype.name not in DTYPES:
-        return f"the kernel of sparse-linear attention has no heads of {q.shape[3]} in {q.dtype.name}"
+        return f"the kernel of sparse-linear attention does not support heads of {q.shape[3]} in {q.dtype.name}"
     if sparse.block_q != BLOCK_Q or TILE_KV % sparse.block_kv or sparse.block_kv % 16:
-        return f"the kernel of sparse-linear attention has no blocks of {sparse.block_q} by {sparse.block_kv}"
+        return f"the kernel of sparse-linear attention does not support blocks of {sparse.block_q} by {sparse.block_kv}"
     if vmem_capacity is not None and _vmem_needed(q, keys, 1) > vmem_capacity:
         return (
             f"a head's keys need {_vmem_needed(q, keys, 1) >> 20} MiB of VMEM, and the chip has {vmem_capacity >> 20}"
@@ -62,7 +65,7 @@ def attention(
     keys: int,
     config: Config | None = None,
 ) -> Float[Array, "B L N D"]:
-    """Compute what the reference does."""
+    """Compute the same as the reference."""
     forward = partial(_forward, sparse=sparse, keys=keys, config=config or Config())
     return with_gradient(forward, q, k, v, projection, sparse=sparse, keys=keys)
 
@@ -85,13 +88,13 @@ def _forward(
 
 
 def _vmem_needed(q: Array, keys: int, buffers: int) -> int:
-    """Return the bytes of VMEM with this many buffers of a head's keys and values."""
+    """Return the bytes of VMEM that the kernel needs with this many buffers of a head's keys and values."""
     return 2 * buffers * keys * q.shape[3] * q.dtype.itemsize + OTHER_VMEM_BYTES
 
 
-def _sizes(q: Array, sparse: SparseLinear, keys: int, config: Config) -> Sizes:
+def _sizes(q: Array, sparse: SparseLinear, keys: int, config: Config) -> KernelSizes:
     top_k = sparse.top_k(keys)
-    sizes = Sizes(q.shape[1], keys, q.shape[2], sparse.block_q, sparse.block_kv, top_k, lists=1, unroll=1)
+    sizes = KernelSizes(q.shape[1], keys, q.shape[2], sparse.block_q, sparse.block_kv, top_k, lists=1, unroll=1)
     tiles_per_list = sizes.tiles + 1
     lists = config.lists or next(
         (count for count in LISTS_PER_STEP if count * tiles_per_list <= MAX_UNROLLED_TILES), LISTS_PER_STEP[-1]
@@ -102,7 +105,7 @@ def _sizes(q: Array, sparse: SparseLinear, keys: int, config: Config) -> Sizes:
 
 
 def _scores(
-    q_sums: Float32[Array, "_B _L D"], k_sums: Float32[Array, "_B _S D"], dtype: DTypeLike, sizes: Sizes
+    q_sums: Float32[Array, "_B _L D"], k_sums: Float32[Array, "_B _S D"], dtype: DTypeLike, sizes: KernelSizes
 ) -> Float32[Array, "_B _L _S"]:
     """Return the scores of blocks from the sums over each block, with a row for each list of the grid."""
     q_blocks, kv_blocks = ceil_div(sizes.queries, sizes.rows) * sizes.lists, ceil_div(sizes.tokens, sizes.block_kv)
@@ -118,8 +121,9 @@ def _scores(
     return jnp.einsum("BLD,BSD->BLS", *means, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _block_sizes(blocks: int, size: int, sizes: Sizes) -> Float32[np.ndarray, "1 _L 1"]:
-    """Return the number of tokens in each block; 1 for an empty block, to divide its sum of 0."""
+def _block_sizes(blocks: int, size: int, sizes: KernelSizes) -> Float32[np.ndarray, "1 _L 1"]:
+    """Return the number of tokens in each block. An empty block gets 1, because its sum of 0 is divided by this
+    number."""
     counts = np.clip(sizes.tokens - size * np.arange(blocks), 1, size)
     return counts.astype(np.float32)[None, :, None]
 
@@ -127,7 +131,8 @@ def _block_sizes(blocks: int, size: int, sizes: Sizes) -> Float32[np.ndarray, "1
 def _project_state(
     state: Float32[Array, "_B D _D"], projection: Projection, dtype: DTypeLike
 ) -> Float[Array, "_B _E _D"]:
-    """Return the state of linear attention with projected values; in bfloat16 as a sum of two, one above the other."""
+    """Return the state of linear attention with projected values. In bfloat16 the state is a sum of two arrays, one
+    above the other."""
     values, weights = jnp.split(state, 2, axis=2)
     values = jnp.matmul(values, projection.kernel.astype(jnp.float32)[None], precision="highest")
     values_and_weights = jnp.concatenate([values, weights + SUM_EPSILON], axis=2)

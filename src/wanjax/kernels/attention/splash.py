@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention on TPUs by JAX's own splash kernel, forward and gradient, where `flash_tpu` is not admitted."""
+"""Attention and its gradient on TPUs by JAX's own splash kernel. The splash kernel is used if `flash_tpu` is not
+admitted."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from wanjax.kernels.target import target
 from wanjax.sharding import pad_to
 
 HEAD_DIMS = (64, 128)
-BLOCK_Q, BLOCK_KV, BLOCK_KV_COMPUTE = 1024, 2048, 512  # fit the VMEM of every TPU from v5e on
+BLOCK_Q, BLOCK_KV, BLOCK_KV_COMPUTE = 1024, 2048, 512  # blocks of this size fit in the VMEM of every TPU from v5e on
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,13 @@ class Config:
 def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -> str | None:
     """Return the reason why this call is not supported, or None."""
     if config is not None and not isinstance(config, Config):
-        return f"splash has no tiles to choose: {type(config).__name__} belongs to another implementation"
+        return f"splash has no tiles: {type(config).__name__} belongs to another implementation"
     if target(q).platform != "tpu" and not (config and config.interpret):
         return "splash runs on TPUs, and elsewhere only by splash.Config(interpret=True)"
     if q.shape[3] not in HEAD_DIMS or q.dtype.name != "bfloat16":
-        return f"splash has no heads of {q.shape[3]} in {q.dtype.name}: 64 and 128 in bfloat16 are supported"
+        return f"splash does not support heads of {q.shape[3]} in {q.dtype.name}: it supports 64 and 128 in bfloat16"
     if window is not None or bias is not None:
-        return "splash takes no window, radial mask or bias here: a key mask is supported"
+        return "splash takes no window, radial mask or bias here: it supports a key mask"
     return "splash returns no log-sum-exp that has a gradient" if return_lse else None
 
 
@@ -50,7 +51,7 @@ def attention(
     return_lse: bool = False,
     keys: int | Int32[Array, " B"] | None = None,
 ) -> Float[Array, "B L N D"]:
-    """Compute what the reference does; the gradient is by splash's own kernels."""
+    """Compute the same as the reference. Splash's own kernels compute the gradient."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_kernel
 
     (batch, queries, heads, _), num_keys = q.shape, k.shape[1]
@@ -68,7 +69,7 @@ def attention(
     def attend(q: Array, k: Array, v: Array, valid: Array) -> Array:
         q = (q.astype(jnp.float32) * scale).astype(q.dtype)
         k, v = (jnp.repeat(x, heads_per_kv, axis=1) for x in (k, v))
-        kv_segments = jnp.where(pad_to(valid, 0, block_kv), 0, 1)  # queries do not see keys of another segment
+        kv_segments = jnp.where(pad_to(valid, 0, block_kv), 0, 1)  # a query sees only keys of its own segment
         segments = splash_kernel.SegmentIds(q=jnp.zeros(padded_lengths[0], jnp.int32), kv=kv_segments)
         padded = (pad_to(jnp.moveaxis(x, 1, 0), 1, size) for x, size in ((q, block_q), (k, block_kv), (v, block_kv)))
         out = jnp.moveaxis(kernel(*padded, segment_ids=segments)[:, :queries], 0, 1)
@@ -78,7 +79,7 @@ def attention(
 
 
 def _kernel(heads: int, padded_lengths: tuple[int, int], tiles: tuple[int, int, int], *, interpret: bool) -> Any:
-    """Return the kernel for one example's heads [N L D], whose lengths are whole blocks."""
+    """Return the kernel for the heads of one example, [N L D]. L must be a multiple of the block size."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
     block_q, block_kv, block_kv_compute = tiles

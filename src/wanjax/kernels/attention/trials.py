@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trials of attention's kernels on small shapes, which `admission` runs before their first use."""
+"""Trials of the attention kernels on small shapes. `admission` runs them before a kernel is first used."""
 
 import math
 from collections.abc import Iterator
@@ -12,19 +12,20 @@ import numpy as np
 
 from wanjax.kernels.admission import Kernel, Trial
 from wanjax.kernels.attention import chunked, flash_tpu, reference, sparse_linear, sparse_linear_tpu, splash
-from wanjax.kernels.attention.flash_tiles import Config
+from wanjax.kernels.attention.flash_tiles import Config, Int8Config
 from wanjax.kernels.attention.radial import Radial
 
 HEAD_DIM = 128
 TOLERANCE = 1e-2  # bfloat16 operands and weights give an error of about 3e-3
+INT8_TOLERANCE = 3e-2  # q and k in int8 give an error of about 1.3e-2
 BLOCKS_MODULE = "wanjax.kernels.attention.blocks"
 FLASH_MODULES = (*(f"wanjax.kernels.attention.flash_{name}" for name in ("tpu", "kernel", "tiles")), BLOCKS_MODULE)
-WHOLE_BLOCKS, RAGGED = (256, 512), (300, 700)  # queries and keys
-MASKS: dict[str, Any] = {"key_mask": None, "window": None, "bias": None}
+WHOLE_BLOCK_SIZES, RAGGED_SIZES = (256, 512), (300, 700)  # queries and keys
+NO_MASKS: dict[str, Any] = {"key_mask": None, "window": None, "bias": None}
 
 
 def normal(seed: int, *shape: int, dtype: str = "bfloat16") -> jax.Array:
-    """Return an operand of a trial: normal random numbers, the same for a seed on every machine."""
+    """Return an operand of a trial: normal random numbers. The same seed gives the same numbers on every machine."""
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(np.float32)).astype(dtype)
 
 
@@ -33,49 +34,63 @@ def _operands(queries: int, keys: int, size: int = HEAD_DIM) -> list[jax.Array]:
 
 
 def _operands_out_of_range(queries: int, keys: int) -> list[jax.Array]:
-    """Return operands with a late key whose logits leave the range of the offset, which forces the safe path."""
+    """Return operands in which a late key has logits outside of the range of the offset. This forces the safe path."""
     q, k, v = _operands(queries, keys)
     return [q, k.at[:, -40].set(jnp.sign(q[:, 5]) * jnp.bfloat16(40)), v]
 
 
 def _reference_in_float32(operands: list[jax.Array], window: Radial | None = None) -> jax.Array:
     """Return the result of the reference in float32."""
-    masks = MASKS | {"window": window}
+    masks = NO_MASKS | {"window": window}
     out: Any = reference.attention(
-        *(x.astype(jnp.float32) for x in operands), **masks, scale=_scale(operands), config=None
+        *(x.astype(jnp.float32) for x in operands), **masks, scale=_softmax_scale(operands), config=None
     )
     return out
 
 
-def _scale(operands: list[jax.Array]) -> float:
+def _softmax_scale(operands: list[jax.Array]) -> float:
     return operands[0].shape[3] ** -0.5
 
 
-def _tiles(interpret: bool) -> Config:
+def _trial_tiles(interpret: bool) -> Config:
     return Config(256, 512, 256, interpret=interpret)
 
 
-def _flash(operands: list[jax.Array], interpret: bool, window: Radial | None = None) -> jax.Array:
-    config = None if window and not interpret else _tiles(interpret)
-    options = MASKS | {"window": window, "scale": _scale(operands), "config": config}
+def _run_flash(operands: list[jax.Array], interpret: bool, window: Radial | None = None) -> jax.Array:
+    config = None if window and not interpret else _trial_tiles(interpret)
+    options = NO_MASKS | {"window": window, "scale": _softmax_scale(operands), "config": config}
     return jax.jit(partial(flash_tpu.attention, **options))(*operands)
 
 
 def _flash_trials() -> Iterator[Trial]:
     cases = {
-        "a whole compute block": _operands(*WHOLE_BLOCKS),
-        "a ragged tail": _operands(*RAGGED),
-        "the safe path": _operands_out_of_range(*RAGGED),
+        "a whole compute block": _operands(*WHOLE_BLOCK_SIZES),
+        "a ragged tail": _operands(*RAGGED_SIZES),
+        "the safe path": _operands_out_of_range(*RAGGED_SIZES),
     }
     for name, operands in cases.items():
-        yield Trial(name, partial(_flash, operands), partial(_reference_in_float32, operands), TOLERANCE)
+        yield Trial(name, partial(_run_flash, operands), partial(_reference_in_float32, operands), TOLERANCE)
+
+
+def _int8_trials() -> Iterator[Trial]:
+    def run(operands: list[jax.Array], interpret: bool) -> jax.Array:
+        options = NO_MASKS | {"scale": _softmax_scale(operands), "config": Int8Config(_trial_tiles(interpret))}
+        return jax.jit(partial(flash_tpu.attention, **options))(*operands)
+
+    cases = {
+        "a whole compute block": _operands(*WHOLE_BLOCK_SIZES),
+        "a ragged tail": _operands(*RAGGED_SIZES),
+        "the safe path": _operands_out_of_range(*RAGGED_SIZES),
+    }
+    for name, operands in cases.items():
+        yield Trial(name, partial(run, operands), partial(_reference_in_float32, operands), INT8_TOLERANCE)
 
 
 def _radial_trials() -> Iterator[Trial]:
     mask, operands = Radial(3, 300, 0.2), _operands(900, 900)
     yield Trial(
         "a radial mask",
-        partial(_flash, operands, window=mask),
+        partial(_run_flash, operands, window=mask),
         partial(_reference_in_float32, operands, mask),
         TOLERANCE,
     )
@@ -83,7 +98,7 @@ def _radial_trials() -> Iterator[Trial]:
 
 def _carry_trials() -> Iterator[Trial]:
     def run(operands: list[jax.Array], interpret: bool) -> jax.Array:
-        options = {"key_mask": None, "scale": _scale(operands), "config": _tiles(interpret)}
+        options = {"key_mask": None, "scale": _softmax_scale(operands), "config": _trial_tiles(interpret)}
 
         @jax.jit
         def two_calls(q, k, v):
@@ -99,19 +114,19 @@ def _carry_trials() -> Iterator[Trial]:
         return two_calls(*operands)
 
     for name, operands in {
-        "carried sums": _operands(*RAGGED),
-        "carried sums, the safe path": _operands_out_of_range(*RAGGED),
+        "carried sums": _operands(*RAGGED_SIZES),
+        "carried sums, the safe path": _operands_out_of_range(*RAGGED_SIZES),
     }.items():
         yield Trial(name, partial(run, operands), partial(_reference_in_float32, operands), TOLERANCE)
 
 
-def _gradient(attend: Any, operands: list[jax.Array]) -> Any:
+def _run_gradient(attend: Any, operands: list[jax.Array]) -> Any:
     g = normal(7, *operands[0].shape)
     return jax.jit(lambda q, k, v: jax.vjp(attend, q, k, v)[1](g))(*operands)
 
 
 def _reference_gradient(operands: list[jax.Array]) -> Any:
-    options = MASKS | {"scale": _scale(operands), "config": None}
+    options = NO_MASKS | {"scale": _softmax_scale(operands), "config": None}
     g = normal(7, *operands[0].shape).astype(jnp.float32)
     float32_operands = [x.astype(jnp.float32) for x in operands]
     return jax.jit(lambda q, k, v: jax.vjp(partial(chunked.attention, **options), q, k, v)[1](g))(*float32_operands)
@@ -119,10 +134,10 @@ def _reference_gradient(operands: list[jax.Array]) -> Any:
 
 def _gradient_trials() -> Iterator[Trial]:
     def run(operands: list[jax.Array], interpret: bool) -> Any:
-        options = MASKS | {"scale": _scale(operands), "config": _tiles(interpret)}
-        return _gradient(partial(flash_tpu.attention, **options), operands)
+        options = NO_MASKS | {"scale": _softmax_scale(operands), "config": _trial_tiles(interpret)}
+        return _run_gradient(partial(flash_tpu.attention, **options), operands)
 
-    operands = _operands(*RAGGED)
+    operands = _operands(*RAGGED_SIZES)
     yield Trial(
         "the gradient, a ragged tail", partial(run, operands), partial(_reference_gradient, operands), TOLERANCE
     )
@@ -130,17 +145,17 @@ def _gradient_trials() -> Iterator[Trial]:
 
 def _splash_trials() -> Iterator[Trial]:
     def attend(operands: list[jax.Array], interpret: bool) -> Any:
-        options = MASKS | {"scale": _scale(operands), "config": splash.Config(interpret)}
+        options = NO_MASKS | {"scale": _softmax_scale(operands), "config": splash.Config(interpret)}
         return partial(splash.attention, **options)
 
-    for name, sizes in {"a whole block": WHOLE_BLOCKS, "a ragged tail": RAGGED}.items():
+    for name, sizes in {"a whole block": WHOLE_BLOCK_SIZES, "a ragged tail": RAGGED_SIZES}.items():
         operands = _operands(*sizes)
 
         def run(interpret: bool, operands: list[jax.Array] = operands) -> Any:
             return jax.jit(attend(operands, interpret))(*operands)
 
         def run_gradient(interpret: bool, operands: list[jax.Array] = operands) -> Any:
-            return _gradient(attend(operands, interpret), operands)
+            return _run_gradient(attend(operands, interpret), operands)
 
         yield Trial(name, run, partial(_reference_in_float32, operands), TOLERANCE)
     yield Trial("the gradient, a ragged tail", run_gradient, partial(_reference_gradient, operands), TOLERANCE)
@@ -168,6 +183,11 @@ def _sparse_trials() -> Iterator[Trial]:
 
 KERNELS = (
     Kernel("flash_tpu", (*FLASH_MODULES, __name__), _flash_trials),
+    Kernel(
+        "flash_tpu_int8",
+        (*FLASH_MODULES, *(f"wanjax.kernels.attention.flash_int8{name}" for name in ("", "_kernel")), __name__),
+        _int8_trials,
+    ),
     Kernel("flash_tpu_radial", (*FLASH_MODULES, "wanjax.kernels.attention.radial", __name__), _radial_trials),
     Kernel("flash_tpu_carried", (*FLASH_MODULES, __name__), _carry_trials),
     Kernel(

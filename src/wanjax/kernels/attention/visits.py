@@ -1,29 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Typical values of the numbers that steer TPU kernels, for their prices: other branches guard rare cases only."""
+"""Typical values of the scalars that decide which branches of TPU kernels run. `plan` prices the kernels with these
+values, because the other branches are for rare cases."""
 
 from math import ceil
 
 Operands = tuple[tuple[str, tuple[int, ...]], ...]
-SPARSE_FLASH = "flash_blocks"
-SPARSE_LINEAR = "sparse_linear"  # its lists have a static length
+SPARSE_FLASH_KERNEL = "flash_blocks"
+SPARSE_LINEAR_KERNEL = "sparse_linear"  # the lists of this kernel have a static length
+KERNELS_WITHOUT_SCALARS = (SPARSE_LINEAR_KERNEL, "flash_attention_int8")  # without scalars that steer them
 KEYS_OPERAND = {"flash_attention": 2, "flash_gradient": 5}  # index of k among a kernel's operands
-DEVIATIONS = range(-28, 29, 7)  # of list lengths from their mean, to average over remainders of unrolled loops
+# Deviations of list lengths from their mean, to average over the remainders of unrolled loops
+LIST_LENGTH_DEVIATIONS = range(-28, 29, 7)
 
 
-def visits(kernel: str, operands: Operands) -> list[int | None] | None:
-    """Return values of the scalars that steer a kernel, over which its price is averaged; None for an unknown kernel.
+def typical_branch_scalars(kernel: str, operands: Operands) -> list[int | None] | None:
+    """Return values of the scalars that decide which branches of a kernel run. The price is averaged over them. Return
+    None for an unknown kernel.
 
-    They assume that a mask keeps all keys, and that lists of blocks are about as long as the average one.
+    The values assume that a mask keeps all keys, and that all lists of blocks have about the average length.
 
     Args:
         kernel: The kernel's name.
         operands: The dtype and the shape of each operand.
     """
-    if kernel == SPARSE_FLASH:
+    if kernel == SPARSE_FLASH_KERNEL:
         (_, (grid_steps,)), _, (_, (groups,)), (_, (entries,)), *_ = operands
-        mean = entries / (grid_steps * ceil(groups / grid_steps))  # a grid step holds all keys
-        return [max(0, round(mean) + deviation) for deviation in DEVIATIONS]
-    if kernel == SPARSE_LINEAR:
+        mean = entries / (grid_steps * ceil(groups / grid_steps))  # a grid step has all keys
+        return [max(0, round(mean) + deviation) for deviation in LIST_LENGTH_DEVIATIONS]
+    if kernel in KERNELS_WITHOUT_SCALARS:
         return [None]
     if kernel in KEYS_OPERAND:
         _, (_, keys, _) = operands[KEYS_OPERAND[kernel]]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CogVideoX's networks."""
+"""The networks of CogVideoX."""

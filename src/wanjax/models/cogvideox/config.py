@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Config of CogVideoX's diffusion transformer, and those of the published checkpoints."""
+"""The config class of CogVideoX's diffusion transformer, and the configs of the published checkpoints."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,12 +18,13 @@ class TransformerConfig:
     A model encodes positions by RoPE, by embeddings that are added to the tokens, or by both.
 
     Attributes:
-        rotary: The positions for RoPE: `counted` is 0, 1, 2 and so on, `resized` scales a grid of any size to that of
-            the training videos, and None is no RoPE.
-        added: The embeddings that are added to the tokens: `sinusoids`, a `learned` table, or None.
+        rotary: The positions for RoPE. `counted` means 0, 1, 2 and so on. `resized` scales a grid of any size to the
+            grid of the training videos. None means no RoPE.
+        added: The position embeddings that are added to the tokens: `sinusoids`, a `learned` table, or None.
         trained_grid: The grid of the training videos; None if neither kind of positions needs it.
-        position_scales: The divisors of sinusoids' positions, for frames, height and width.
-        offset_width: The width of the offset's embedding, which is added to the timestep's; None without an offset.
+        position_scales: The numbers by which the positions of sinusoids are divided, for frames, height and width.
+        offset_width: The width of the embedding of a constant offset, which is added to the timestep's embedding. None
+            if there is no offset.
     """
 
     layers: int
@@ -85,15 +86,15 @@ I2V_5B = replace(T2V_5B, channels_in=32, added="learned")
 T2V_2B = replace(T2V_5B, layers=30, heads=30, rotary=None, added="sinusoids", trained_grid=None)
 
 
-def forward_flops(config: TransformerConfig, *, video: int) -> Mapping[str, int]:
+def forward_flops(config: TransformerConfig, *, video_tokens: int) -> Mapping[str, int]:
     """Count operations of one forward for one video and its prompt, by part of the transformer.
 
     A multiplication and an addition are two operations. Only matrix products of real tokens count, not padding or
     operations that the compiler adds.
 
-    `video` is the number of the video's tokens.
+    `video_tokens` is the number of the video's tokens.
     """
-    width, tokens, time = config.width, video + config.text_length, config.time_width
+    width, tokens, time = config.width, video_tokens + config.text_length, config.time_width
     embedding = linear_flops(1, width, time) + linear_flops(1, time, time)
     if config.offset_width is not None:
         embedding += 2 * linear_flops(1, config.offset_width, config.offset_width)
@@ -101,6 +102,6 @@ def forward_flops(config: TransformerConfig, *, video: int) -> Mapping[str, int]
         "attention": config.layers * (4 * linear_flops(tokens, width, width) + attention_flops(tokens, tokens, width)),
         "mlp": config.layers * 2 * linear_flops(tokens, width, config.mlp_dim),
         "modulation": config.layers * linear_flops(1, time, 12 * width) + linear_flops(1, time, 2 * width),
-        "embeddings": linear_flops(video, config.patch_cells * config.channels_in, width) + embedding,
-        "output": linear_flops(video, width, config.patch_cells * config.channels_out),
+        "embeddings": linear_flops(video_tokens, config.patch_cells * config.channels_in, width) + embedding,
+        "output": linear_flops(video_tokens, width, config.patch_cells * config.channels_out),
     }

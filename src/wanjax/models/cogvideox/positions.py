@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Positions of CogVideoX's tokens: the tables of RoPE, and embeddings that are added to the tokens.
+"""Encode the positions of CogVideoX's tokens, by the tables of RoPE and by embeddings that are added to the tokens.
 
-The joint sequence is the video's tokens in the order T, H, W, then the prompt's, which RoPE does not rotate. The
-reference is diffusers' models/embeddings.py (get_3d_rotary_pos_embed, get_3d_sincos_pos_embed, CogVideoXPatchEmbed) and
-pipelines/cogvideo/pipeline_cogvideox.py (get_resize_crop_region_for_grid).
+The joint sequence has the video's tokens in the order T, H, W, then the prompt's tokens. RoPE does not rotate the
+prompt's tokens. The reference is diffusers' models/embeddings.py (get_3d_rotary_pos_embed, get_3d_sincos_pos_embed,
+CogVideoXPatchEmbed) and pipelines/cogvideo/pipeline_cogvideox.py (get_resize_crop_region_for_grid).
 """
 
 from math import prod
@@ -22,7 +22,8 @@ from wanjax.sharding import shard_tokens
 
 
 class Positions(NamedTuple):
-    """The positions of a joint sequence: RoPE's tables, and the embeddings to add to the tokens, if any."""
+    """The positions of a joint sequence: the tables of RoPE, and the embeddings to add to the tokens, which may be
+    None."""
 
     rope: Rope
     added: Float[Array, "1 L E"] | None
@@ -57,14 +58,13 @@ class LearnedTable(Sinusoids):
         super().__init__(config)
         assert config.trained_grid is not None
         zeros, rows = nnx.initializers.zeros_init(), config.text_length + prod(config.trained_grid)
-        shape = (rows, config.width)  # text first, as in checkpoints
+        shape = (rows, config.width)  # the text's rows come first, as in checkpoints
         self.table = param(zeros, shape, (None, "embed"), dtype=kw["param_dtype"], rngs=kw["rngs"])
         self.trained_grid = config.trained_grid
 
     def __call__(self, grid: Grid, text: int) -> Float[Array, "1 L E"]:
-        """Return the learned embeddings; for another number of frames those of `Sinusoids`, as in the reference.
-
-        Raises WanjaxError for another height or width.
+        """Return the learned embeddings. For a number of frames other than that of the training videos, return the
+        embeddings of `Sinusoids`, as in the reference. Raises WanjaxError for a different height or width.
         """
         if grid[1:] != self.trained_grid[1:]:
             (_, rows, columns), (_, *size) = self.trained_grid, grid
@@ -121,7 +121,8 @@ def resized_positions(grid: Grid, trained_grid: Grid | None) -> list[Float[np.nd
 
 
 def sinusoids(grid: Grid, width: int, scales: tuple[float, float, float]) -> Float32[Array, "L E"]:
-    """Compute embeddings of all positions of a grid: of frame, column and row, each divided by its scale."""
+    """Compute the embeddings of all positions of a grid from the frame, the column and the row. Each is divided by its
+    scale."""
     axes = (0, width // 4), (2, 3 * width // 8), (1, 3 * width // 8)  # a quarter of the channels encodes the frame
     parts = []
     for axis, channels in axes:

@@ -2,9 +2,9 @@
 """CogVideoX's diffusion transformer, for text to video and for image to video.
 
 Patches of the latents and tokens of the prompt form one sequence with self-attention. Both kinds of tokens share the
-weights; only the shifts, scales and gates, which come from the timestep, differ. The projected prompt and the positions
-are the same in every step, so a pipeline computes them once per video, with `context` and `positions`. A forward
-without them computes its own. The reference is diffusers' models/transformers/cogvideox_transformer_3d.py.
+weights, but have different shifts, scales and gates, which are computed from the timestep. The projected prompt and the
+positions are the same in every step, so a pipeline computes them once per video, with `context` and `positions`. A
+forward without them computes its own. The reference is diffusers' models/transformers/cogvideox_transformer_3d.py.
 """
 
 from math import prod
@@ -16,7 +16,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32
 
-from wanjax.dims import readable
+from wanjax.dims import readable_signature
 from wanjax.kernels.attention import AUTO, AttentionConfig, attention
 from wanjax.kernels.rotary_heads import pack_for_all_to_all
 from wanjax.layers.embeddings import TimeEmbed, Timesteps, broadcast_timesteps
@@ -24,26 +24,26 @@ from wanjax.layers.guided_attention import apply_nag
 from wanjax.layers.heads import join_heads, split_heads
 from wanjax.layers.linear import linear
 from wanjax.layers.mlp import MLP, gelu_tanh
-from wanjax.layers.modulation import Modulation, gated_add, modulate
+from wanjax.layers.modulation import Modulation, modulate
 from wanjax.layers.norms import layer_norm
 from wanjax.layers.patch import patch_grid, patchify, unpatchify
 from wanjax.layers.placement import on_weights_mesh
+from wanjax.layers.residual import NormedTokens, Residual, Tokens, project, shared_input
 from wanjax.layers.rope import Rope, head_norm_and_rope
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache, scan_blocks, stack
 from wanjax.models.cogvideox.config import Grid, TransformerConfig
 from wanjax.models.cogvideox.positions import POSITION_EMBEDDINGS, Positions, rope_tables
 from wanjax.sharding import shard_tokens
 
-Tokens = Float[Array, "B L E"]
-HEAD_EPS = 1e-6  # of the norms of q and k; the other norms have the config's
+HEAD_EPS = 1e-6  # epsilon of the norms of q and k; the other norms use the config's epsilon
 OFFSET = 2.0  # the only offset that checkpoints were trained with
 
 
 class Context(NamedTuple):
     """Encoded prompts in the transformer's width.
 
-    With `nag`, the parameters of `apply_nag`, the second half of the batch are negative prompts, and each video is
-    computed with both prompts.
+    `nag` has the parameters of `apply_nag`. With `nag`, the second half of the batch is negative prompts, and each
+    video is computed with both prompts.
     """
 
     text: Float[Array, "B S E"]
@@ -65,21 +65,34 @@ class JointAttention(nnx.Module):
         self.attention = attention
 
     @jax.named_scope("self_attention")
-    def __call__(self, x: Tokens, rope: Rope, text: Bool[Array, " L"], nag: Float32[Array, "3"] | None) -> Tokens:
-        """`text` marks the text tokens; `nag` guides the video's tokens away from the negative prompts."""
+    def __call__(
+        self,
+        inputs: Tokens | NormedTokens,
+        rope: Rope,
+        text: Bool[Array, " L"],
+        nag: Float32[Array, "3"] | None,
+        *,
+        add_to: Residual | None = None,
+    ) -> Tokens:
+        """Return the output, or its sum with the tokens `add_to`.
+
+        Attend. `text` marks the text tokens. `nag` guides the video's tokens away from the negative prompts.
+        """
+        x: Any = shared_input(inputs, self.q, self.k, self.v)
         q = split_heads(head_norm_and_rope(self.q(x), self.q_norm, rope), self.heads)  # [B L N D]
         k = split_heads(head_norm_and_rope(self.k(x), self.k_norm, rope), self.heads)
-        # the values of v(x) as they are; on several TPUs, in the memory layout in which heads are sent
+        # the values do not change; on several TPUs, they get the memory layout in which heads are sent
         v = split_heads(pack_for_all_to_all(self.v(x)), self.heads)
         y = join_heads(attention(q, k, v, keys=rope.length, implementation=self.attention))
         if nag is not None:
             prompt, negative = jnp.split(y, 2)
             y = jnp.where(text[:, None], y, jnp.tile(apply_nag(prompt, negative, nag), (2, 1, 1)))
-        return self.out(y)
+        return project(self.out, y, add_to)
 
 
 class Block(nnx.Module):
-    """Joint attention and an MLP; the timestep modulates both, differently for video and text tokens."""
+    """Joint attention and an MLP. The timestep modulates both, with different modulations for video tokens and text
+    tokens."""
 
     def __init__(self, config: TransformerConfig, attention: AttentionConfig, **kw):
         width = config.width
@@ -101,10 +114,10 @@ class Block(nnx.Module):
     ) -> Tokens:
         """`text` and `nag` are passed to the attention."""
         attn_mod, mlp_mod = split_by_token_kind(self.attn_mod(time)), split_by_token_kind(self.mlp_mod(time))
-        y = modulate(self.norm1(x), attn_mod.shift, attn_mod.scale, text).astype(self.dtype)
-        x = gated_add(x, self.attn(y, rope, text, nag), attn_mod.gate, text)
-        y = modulate(self.norm2(x), mlp_mod.shift, mlp_mod.scale, text).astype(self.dtype)
-        return gated_add(x, self.mlp(y), mlp_mod.gate, text)
+        y = NormedTokens(x, self.norm1, self.dtype, attn_mod.shift, attn_mod.scale, text)
+        x = self.attn(y, rope, text, nag, add_to=Residual(x, attn_mod.gate, text))
+        y = NormedTokens(x, self.norm2, self.dtype, mlp_mod.shift, mlp_mod.scale, text)
+        return self.mlp(y, Residual(x, mlp_mod.gate, text))
 
 
 class OffsetTimeEmbed(TimeEmbed):
@@ -118,7 +131,7 @@ class OffsetTimeEmbed(TimeEmbed):
         return super().__call__(t) + self.offset(jnp.full((1,), OFFSET, jnp.float32))
 
 
-@readable
+@readable_signature
 class CogVideoXTransformer(nnx.Module):
     """Predict v of latents [B T H W C] at timesteps t in [0, 1000) for encoded prompts [B S E].
 
@@ -166,7 +179,7 @@ class CogVideoXTransformer(nnx.Module):
     def positions(self, grid: Grid, text: int) -> Positions:
         """The positions of a grid of patches and of `text` tokens.
 
-        Raises WanjaxError for another height or width than that of a learned table.
+        Raises WanjaxError if the height or width differs from that of a learned table.
         """
         return Positions(rope_tables(self.config, grid, text), self.added_positions(grid, text))
 
@@ -225,6 +238,7 @@ def time_projection(config: TransformerConfig, rows: int, **kw: Any) -> nnx.Modu
 
 
 def split_by_token_kind(mod: Float32[Array, "B _E"]) -> Modulation:
-    """Split a modulation into that of video tokens and, after it on the second axis, that of text tokens."""
+    """Split a modulation into two modulations, stacked on the second axis: first that of video tokens, then that of
+    text tokens."""
     kinds = mod.reshape(len(mod), 2, 3, -1)
     return Modulation(*(kinds[:, :, row] for row in range(3)))

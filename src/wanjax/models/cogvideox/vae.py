@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CogVideoX's causal video autoencoder: a latent cell is 8 × 8 pixels of 4 frames; an odd first frame is alone.
+"""CogVideoX's causal video autoencoder. A latent cell is 8 × 8 pixels of 4 frames. If the number of frames is odd, the
+first frame has cells of its own.
 
 It streams. The first call receives the first chunk and `None`. Each later call receives a chunk and the cache that the
 previous call returned: a pytree of the last frames that each causal layer saw. The results depend on the chunks,
@@ -24,7 +25,7 @@ from wanjax.layers.linear import linear
 from wanjax.layers.norms import GroupNorm
 from wanjax.models.cogvideox.vae_config import VAEConfig
 
-MakeNorm = Callable[[int], nnx.Module]  # makes a norm for a number of channels
+MakeNorm = Callable[[int], nnx.Module]  # a function that makes a norm for a number of channels
 EPS = 1e-6
 
 
@@ -61,7 +62,8 @@ class SpatialNorm(nnx.Module):
 
 
 class ResBlock(nnx.Module):
-    """Two causal convolutions, each after a norm and SiLU, with a shortcut; the decoder's norms also get `latents`."""
+    """Two causal convolutions, each after a norm and SiLU, with a shortcut. The norms of the decoder also get
+    `latents`."""
 
     def __init__(self, channels_in: int, channels_out: int, norm: MakeNorm, **kw):
         self.norm1 = norm(channels_in)
@@ -79,7 +81,7 @@ class ResBlock(nnx.Module):
 
 
 class Downsample(nnx.Module):
-    """Halve height and width; if `temporal`, first halve the number of frames after an odd first one."""
+    """Halve height and width. If `temporal`, first halve the number of frames; an odd first frame is kept as it is."""
 
     def __init__(self, channels: int, temporal: bool, **kw):
         self.conv = FrameConv(channels, channels, stride=2, padding=(0, 1), **kw)
@@ -90,7 +92,7 @@ class Downsample(nnx.Module):
 
 
 class Upsample(nnx.Module):
-    """Double height and width; if `temporal`, first double the number of frames after an odd first one."""
+    """Double height and width. If `temporal`, first double the number of frames, except for an odd first frame."""
 
     def __init__(self, channels: int, temporal: bool, **kw):
         self.conv = FrameConv(channels, channels, **kw)
@@ -181,9 +183,10 @@ class CogVideoXVAE(nnx.Module):
         self.decoder = Decoder(config, **kw)
 
     def encode_cells(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        """Encode a chunk of frames in [-1, 1]; the channels of the result are the mean and the log-variance of latents.
+        """Encode a chunk of frames in [-1, 1]. The channels of the result are the mean and the log-variance of the
+        latents.
 
-        They are float32 and not scaled. A cell is one pixel.
+        The mean and the log-variance are float32 and not scaled. A cell is one pixel.
         """
         h, cache = self.encoder(x.astype(self.dtype), cache)
         return h.astype(jnp.float32), cache

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Config of CogVideoX's autoencoder, and those of the published checkpoints."""
+"""The config class of CogVideoX's autoencoder, and the configs of the published checkpoints."""
 
 from dataclasses import dataclass, replace
 
@@ -18,8 +18,8 @@ class VAEConfig:
         res_blocks: Residual blocks of an encoder level; a decoder level has one more.
         groups: Groups of channels in a norm.
         temporal_factor: Frames per latent frame.
-        sample_size: Height and width of the frames that it is meant for.
-        scaling_factor: The factor of latents for a transformer.
+        sample_size: Height and width of the frames for which the autoencoder is meant.
+        scaling_factor: The factor by which latents are multiplied for the transformer.
         invert_scale_latents: True if the latents of an input picture are divided by `scaling_factor` instead.
     """
 
@@ -60,8 +60,8 @@ class VAEConfig:
     @property
     def tiling(self) -> Tiling:
         """Tiles of half of `sample_size`, which overlap by a sixth of their height and a fifth of their width."""
-        (height, width), cell = (side // 2 // self.spatial_factor for side in self.sample_size), self.spatial_factor
-        return Tiling((height * cell, width * cell), (height * 5 // 6 * cell, width * 4 // 5 * cell))
+        (height, width), factor = (side // 2 // self.spatial_factor for side in self.sample_size), self.spatial_factor
+        return Tiling((height * factor, width * factor), (height * 5 // 6 * factor, width * 4 // 5 * factor))
 
     def encode_lengths(self, frames: int) -> tuple[int, int]:
         """Return the number of frames in the first chunk to encode and in each later chunk, for a clip of `frames`."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HunyuanVideo's networks, from version 1.5 on."""
+"""The networks of HunyuanVideo 1.5."""

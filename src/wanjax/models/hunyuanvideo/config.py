@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configs of HunyuanVideo 1.5's diffusion transformer, and those of the published checkpoints."""
+"""The config class of HunyuanVideo 1.5's diffusion transformer, and the configs of the published checkpoints."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ class TransformerConfig:
         image_width: The width of the features of a picture.
         rope_channels: The channels of a head that RoPE rotates by frame, row and column.
         meanflow: True if the network also takes the timestep at which a step ends.
-        target_size: The square root of the area of its videos, in pixels.
+        target_size: The square root of the area of the model's videos, in pixels.
     """
 
     layers: int
@@ -65,23 +65,24 @@ SIZE_480P = TransformerConfig(
     meanflow=False,
     target_size=640,
 )
-"""Text to video and image to video at 480p, also of the networks with distilled guidance."""
+"""The config of the networks for text to video and image to video at 480p, also of those with distilled guidance."""
 SIZE_720P = replace(SIZE_480P, target_size=960)
-"""The same networks for 720p."""
+"""The config of the same networks for 720p."""
 FEW_STEPS_480P = replace(SIZE_480P, meanflow=True)
-"""Image to video at 480p in eight or twelve steps."""
+"""The config of the network for image to video at 480p in eight or twelve steps."""
 
 
-def forward_flops(config: TransformerConfig, *, video: int, prompt: int, extra: int) -> Mapping[str, int]:
+def forward_flops(config: TransformerConfig, *, video_tokens: int, prompt: int, extra: int) -> Mapping[str, int]:
     """Count operations of one forward for one video and its text, by part of the transformer.
 
     A multiplication and an addition are two operations. Only matrix products count, not operations that the compiler
     adds.
 
-    `video` and `prompt` are the numbers of tokens of the video and of the prompt; `extra` is that of quoted text and a
-    picture together. Computations on the text that are the same in every step are not counted.
+    `video_tokens` and `prompt` are the numbers of tokens of the video and of the prompt; `extra` is the number of
+    tokens of quoted text and a picture together. Computations on the text that are the same in every step are not
+    counted.
     """
-    width, tokens = config.width, video + prompt + extra
+    width, tokens = config.width, video_tokens + prompt + extra
     time = linear_flops(1, config.frequency_dim, width) + linear_flops(1, width, width)
     refiner = 4 * linear_flops(prompt, width, width) + attention_flops(prompt, prompt, width)
     refiner += 2 * linear_flops(prompt, width, config.refiner_mlp_dim) + linear_flops(1, width, 2 * width)
@@ -90,6 +91,6 @@ def forward_flops(config: TransformerConfig, *, video: int, prompt: int, extra: 
         "mlp": config.layers * 2 * linear_flops(tokens, width, config.mlp_dim),
         "modulation": config.layers * 2 * linear_flops(1, width, 6 * width) + linear_flops(1, width, 2 * width),
         "refiner": config.refiner_layers * refiner + time,
-        "embeddings": linear_flops(video, config.channels_in, width) + (2 if config.meanflow else 1) * time,
-        "output": linear_flops(video, width, config.channels_out),
+        "embeddings": linear_flops(video_tokens, config.channels_in, width) + (2 if config.meanflow else 1) * time,
+        "output": linear_flops(video_tokens, width, config.channels_out),
     }

@@ -2,8 +2,8 @@
 """The embeddings of HunyuanVideo 1.5's three kinds of text tokens: the prompt, quoted text, and a picture.
 
 The prompt's tokens pass through a small transformer with gates from the timestep and the prompt's mean (Ma et al.,
-LI-DiT, 2024, arXiv:2406.11831). The other tokens are projected. The reference is diffusers'
-models/transformers/transformer_hunyuan_video15.py.
+LI-DiT, 2024, arXiv:2406.11831). The tokens of quoted text and of a picture are only projected. The reference is
+diffusers' models/transformers/transformer_hunyuan_video15.py.
 """
 
 from typing import NamedTuple
@@ -25,18 +25,19 @@ from wanjax.models.hunyuanvideo.config import TransformerConfig
 
 TextTokens = Float[Array, "B S E"]
 Mask = Bool[Array, "B S"]
-PROJECTION_EPS = 1e-5  # of the norms in projections; the blocks use the config's eps
+PROJECTION_EPS = 1e-5  # epsilon of the norms in projections; the blocks use the config's epsilon
 
 
 class Prompt(NamedTuple):
-    """A prompt before it is refined: its projected tokens, and the embedding of their mean."""
+    """A prompt before it is refined: the projected tokens, and the embedding of their mean."""
 
     tokens: TextTokens
     mean: Float32[Array, "B E"]
 
 
 class RefinerBlock(nnx.Module):
-    """Self-attention over the prompt's tokens, and an MLP; both have gates from the timestep and the prompt."""
+    """Self-attention over the prompt's tokens, and an MLP. The attention and the MLP have gates that are computed from
+    the timestep and the prompt."""
 
     def __init__(self, config: TransformerConfig, attention: AttentionConfig, **kw):
         width = config.width
@@ -58,7 +59,7 @@ class RefinerBlock(nnx.Module):
         return gated_add(x, self.mlp(self.norm2(x).astype(self.dtype)), mlp_gate)
 
     def attend(self, x: TextTokens, mask: Mask) -> TextTokens:
-        """Attend to the tokens in the mask."""
+        """Compute attention to the tokens in the mask."""
         q, k, v = (split_heads(project(x), self.heads) for project in (self.q, self.k, self.v))
         y = attention(q, k, v, key_mask=mask, implementation=self.attention)  # [B S N D]
         return self.out(join_heads(y))
@@ -80,7 +81,8 @@ class Refiner(nnx.Module):
         self.dtype = kw["dtype"]
 
     def prompt(self, text: Float[Array, "B S _E"], mask: Mask) -> Prompt:
-        """Compute the part that is the same at every timestep: projections of the tokens and of their masked mean.
+        """Compute the part of the refiner that is the same at every timestep: projections of the tokens and of their
+        masked mean.
 
         The mean is zero if no token is in the mask.
         """

@@ -2,9 +2,10 @@
 """HunyuanVideo 1.5's diffusion transformer, for text to video and for a picture to video.
 
 Two streams, of the video and of its text, have separate weights in each block and are joined in attention. The text
-stream has the prompt's tokens, then those of quoted text and of a picture if there are any. It has no positions, so its
-order does not matter: real tokens come first, and their number then separates them from padding. The reference,
-diffusers' models/transformers/transformer_hunyuan_video15.py, has another order and the same result.
+stream has the prompt's tokens, then those of quoted text and of a picture if there are any. The text stream has no
+positions, so the order of its tokens does not matter. Real tokens come first, so that their number separates them from
+padding. The reference, diffusers' models/transformers/transformer_hunyuan_video15.py, has a different order but the
+same result.
 """
 
 from functools import partial
@@ -16,27 +17,27 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from wanjax.dims import readable
+from wanjax.dims import readable_signature
 from wanjax.kernels.attention import AUTO, AttentionConfig, Pair, Radial, joint_attention
 from wanjax.layers.embeddings import TimeEmbed, Timesteps, broadcast_timesteps
 from wanjax.layers.guided_attention import apply_nag
 from wanjax.layers.heads import join_heads, split_heads
 from wanjax.layers.linear import Linear, linear
 from wanjax.layers.mlp import MLP, gelu_tanh
-from wanjax.layers.modulation import Modulation, gated_add, modulate, split_modulation
+from wanjax.layers.modulation import Modulation, modulate, split_modulation
 from wanjax.layers.norms import layer_norm, rms_norm
 from wanjax.layers.patch import patch_grid, patchify, unpatchify
 from wanjax.layers.placement import on_weights_mesh, param
-from wanjax.layers.rope import Rope, apply_rotary, rope_3d
+from wanjax.layers.residual import NormedTokens, Residual, Tokens, project, project_heads, shared_input
+from wanjax.layers.rope import Rope, rope_3d
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache, scan_blocks, stack
 from wanjax.models.hunyuanvideo.config import TransformerConfig
 from wanjax.models.hunyuanvideo.refiner import GlyphEmbed, ImageEmbed, Prompt, Refiner, TextTokens
 from wanjax.sharding import shard_tokens
 
-DECAY = 0.95  # of radial attention, as its authors set it for HunyuanVideo
+DECAY = 0.95  # the decay of radial attention that its authors use for HunyuanVideo
 CELL = (1, 1, 1)  # a token is one latent cell
-PROMPT, GLYPHS, IMAGE = range(3)  # rows of `kinds`, the embedding of the kinds of text tokens
-Tokens = Float[Array, "B L E"]
+PROMPT, GLYPHS, IMAGE = range(3)  # rows of `kinds`, which has an embedding for each kind of text tokens
 TextStream = Float[Array, "_B S E"]  # one text for each video, or two with a negative prompt
 Time = Float32[Array, "B E"]
 TextLengths = Int32[Array, " B"]
@@ -49,8 +50,8 @@ class Context(NamedTuple):
         prompt: The prompt before it is refined.
         extra_tokens: The embedded tokens of quoted text and of a picture; may be empty.
         mask: [B S + _S] Marks the real tokens, of the prompt and then of `extra_tokens`.
-        nag: The parameters of `apply_nag`. With them, the second half of the batch are negative prompts, and each video
-            attends to both texts.
+        nag: The parameters of `apply_nag`. With these parameters, the second half of the batch is negative prompts, and
+            each video attends to both texts.
     """
 
     prompt: Prompt
@@ -101,14 +102,26 @@ class JointAttention(nnx.Module):
 
     @jax.named_scope("joint_attention")
     def __call__(
-        self, x: Tokens, text: TextStream, rope: Rope, context: Context, mask: Radial | None = None
+        self,
+        inputs: Tokens | NormedTokens,
+        text_inputs: TextStream | NormedTokens,
+        rope: Rope,
+        context: Context,
+        mask: Radial | None = None,
+        *,
+        add_to: tuple[Residual | None, Residual | None] = (None, None),
     ) -> tuple[Tokens, TextStream]:
-        """Attend; `context` has the number of real text tokens, and the parameters for negative prompts."""
-        q = apply_rotary(self.q_norm(split_heads(self.q(x), self.heads)), rope)  # [B L N D]
-        k = apply_rotary(self.k_norm(split_heads(self.k(x), self.heads)), rope)
+        """Return the outputs of both streams, or their sums with the tokens `add_to`.
+
+        `context` has the number of real text tokens, and the parameters for negative prompts.
+        """
+        x: Any = shared_input(inputs, self.q, self.k, self.v)
+        text: Any = shared_input(text_inputs, self.text_q, self.text_k, self.text_v)
+        q = split_heads(project_heads(self.q, x, self.q_norm, rope), self.heads)  # [B L N D]
+        k = split_heads(project_heads(self.k, x, self.k_norm, rope), self.heads)
         v = split_heads(self.v(x), self.heads)
-        text_q = self.text_q_norm(split_heads(self.text_q(text), self.heads))  # [B S N D]
-        text_k = self.text_k_norm(split_heads(self.text_k(text), self.heads))
+        text_q = split_heads(project_heads(self.text_q, text, self.text_q_norm), self.heads)  # [B S N D]
+        text_k = split_heads(project_heads(self.text_k, text, self.text_k_norm), self.heads)
         text_v = split_heads(self.text_v(text), self.heads)
         pairs = (q, text_q), (k, text_k), (v, text_v)
         qkv_pairs = (Pair(context.repeat_per_text(a.astype(self.dtype)), b.astype(self.dtype)) for a, b in pairs)
@@ -123,11 +136,11 @@ class JointAttention(nnx.Module):
         if context.nag is not None:
             prompt, negative = jnp.split(y, 2)
             y = apply_nag(prompt, negative, context.nag)
-        return self.out(y), self.text_out(text_y)
+        return project(self.out, y, add_to[0]), project(self.text_out, text_y, add_to[1])
 
 
 class Block(nnx.Module):
-    """Joint attention and an MLP for each of the two streams; the timestep modulates both."""
+    """Joint attention, and an MLP for each of the two streams. The timestep modulates both."""
 
     def __init__(self, config: TransformerConfig, attention: AttentionConfig, **kw):
         width, mlp = config.width, (config.width, config.mlp_dim, config.width)
@@ -148,19 +161,16 @@ class Block(nnx.Module):
         x, text = streams
         attn_mod, mlp_mod = block_modulations(self.mod, time)
         text_attn_mod, text_mlp_mod = block_modulations(self.text_mod, context.repeat_per_text(time))
-        y = modulate(self.norm1(x), attn_mod.shift, attn_mod.scale).astype(self.dtype)
-        text_y = modulate(self.text_norm1(text), text_attn_mod.shift, text_attn_mod.scale).astype(self.dtype)
-        y, text_y = self.attn(y, text_y, rope, context, mask)
-        x = gated_add(x, y, attn_mod.gate)
-        text = gated_add(text, text_y, text_attn_mod.gate)
-        y = modulate(self.norm2(x), mlp_mod.shift, mlp_mod.scale).astype(self.dtype)
-        text_y = modulate(self.text_norm2(text), text_mlp_mod.shift, text_mlp_mod.scale).astype(self.dtype)
-        return Streams(
-            gated_add(x, self.mlp(y), mlp_mod.gate), gated_add(text, self.text_mlp(text_y), text_mlp_mod.gate)
-        )
+        y = NormedTokens(x, self.norm1, self.dtype, attn_mod.shift, attn_mod.scale)
+        text_y = NormedTokens(text, self.text_norm1, self.dtype, text_attn_mod.shift, text_attn_mod.scale)
+        residuals = Residual(x, attn_mod.gate), Residual(text, text_attn_mod.gate)
+        x, text = self.attn(y, text_y, rope, context, mask, add_to=residuals)
+        y = NormedTokens(x, self.norm2, self.dtype, mlp_mod.shift, mlp_mod.scale)
+        text_y = NormedTokens(text, self.text_norm2, self.dtype, text_mlp_mod.shift, text_mlp_mod.scale)
+        return Streams(self.mlp(y, Residual(x, mlp_mod.gate)), self.text_mlp(text_y, Residual(text, text_mlp_mod.gate)))
 
 
-@readable
+@readable_signature
 class HunyuanVideoTransformer(nnx.Module):
     """Predict the velocity of latents at timesteps t in [0, 1000] for encoded texts.
 
@@ -208,7 +218,8 @@ class HunyuanVideoTransformer(nnx.Module):
     ) -> Context:
         """Embed the text of a video in the transformer's width.
 
-        Leaving out `glyphs` or `image` gives the same result as masking all of their tokens, with fewer tokens.
+        If `glyphs` or `image` is left out, the result is the same as with all its tokens masked, but there are fewer
+        tokens.
 
         Args:
             text: Features of the prompt.
@@ -242,12 +253,12 @@ class HunyuanVideoTransformer(nnx.Module):
     def mask(self, grid: tuple[int, int, int]) -> Radial | None:
         """Return the mask of radial joint attention over a grid of tokens, or None for dense attention.
 
-        The first frame is no attention sink, as its authors set it for HunyuanVideo.
+        The first frame is not an attention sink: this is what the authors of radial attention use for HunyuanVideo.
         """
         return self.attention.mask(grid, decay=DECAY, sink=False)
 
     def time(self, t: Float[Array, "B"], t_next: Float[Array, "B"] | None = None) -> Time:
-        """Embed timesteps; a network with `meanflow` also needs the timesteps at which the step ends."""
+        """Embed timesteps. A network with `meanflow` also needs the timesteps at which the step ends."""
         time = self.time_embed(t)
         if self.next_time_embed is None:
             return time
@@ -327,7 +338,7 @@ def block_modulations(mod: Linear, time: Time) -> tuple[Modulation, Modulation]:
 
 
 def move_real_tokens_first(text: Float[Array, "B S E"], mask: Bool[Array, "B S"]) -> Float[Array, "B S E"]:
-    """Move the tokens in the mask before the others, without changing their order.
+    """Move the tokens in the mask before all other tokens. The order within both groups does not change.
 
     Text has no positions, so a video does not depend on the order of its text. With real tokens first, attention
     kernels need only their number, not a mask.

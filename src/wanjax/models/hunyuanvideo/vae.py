@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HunyuanVideo 1.5's causal video autoencoder: a latent cell is 16 × 16 pixels of 4 frames; the first frame is alone.
+"""HunyuanVideo 1.5's causal video autoencoder. A latent cell is 16 × 16 pixels of 4 frames. The first frame has cells
+of its own.
 
 It streams. The first call receives the first frame or latent frame, optionally with later ones, and `None`. Each later
 call receives a chunk (a multiple of 4 frames to encode, latent frames to decode) and the cache that the previous call
@@ -26,7 +27,7 @@ from wanjax.sharding import replicate
 
 
 class EdgeConv(RepeatingConv):
-    """A causal 3 × 3 × 3 convolution; its padding repeats the cells at the edges, and the first frame."""
+    """A causal 3 × 3 × 3 convolution. The padding repeats the cells at the edges, and the first frame."""
 
     def __call__(
         self, x: Float[Array, "B T H W C"], past: Float[Array, "B _T H W C"] | None
@@ -38,9 +39,8 @@ class EdgeConv(RepeatingConv):
         return y + self.edge_products(jnp.concatenate([past, x], axis=1)).astype(y.dtype), next_past
 
     def edge_products(self, x: Float[Array, "B _T H W C"]) -> Float32[Array, "B T H W _C"]:
-        """Compute the products with the padding beyond the four edges, which is zeros in the convolution itself.
-
-        Padding the frames instead would copy them and, if their width is sharded, send nearly all cells.
+        """Compute the products with the padding beyond the four edges. The convolution itself pads with zeros there.
+        Padding the frames instead would copy them, and if their width is sharded, it would send nearly all cells.
         """
         kernel = self.kernel[...].astype(x.dtype)  # [frame row column C _C]
         top, bottom = (convolve_edge(x[:, :, i], kernel[:, i], "edge") for i in (0, -1))  # [B T W C], with the corners
@@ -59,7 +59,8 @@ def convolve_edge(
 ) -> Float32[Array, "B T L _C"]:
     """Convolve over frames and the cells of one row or column, in float32; `padding` is the mode for its two ends.
 
-    Every device computes all of it: it is small, and sharding it would send as much data in many small messages.
+    Every device computes the whole convolution. The convolution is small, and sharding it would send as much data in
+    many small messages.
     """
     y = jax.lax.conv_general_dilated(
         jnp.pad(replicate(x), ((0, 0), (0, 0), (1, 1), (0, 0)), mode=padding),
@@ -89,7 +90,7 @@ class ResBlock(nnx.Module):
 
 
 class CausalAttention(nnx.Module):
-    """Single-head attention of the cells of each frame to those of the same frame and of all earlier frames.
+    """Single-head attention of the cells of each frame to the cells of the same frame and of all earlier frames.
 
     The cache holds keys and values, with room for the longest video, and the number of cached frames as an array of the
     same rank. Frames attend one at a time, so that the logits of all pairs of cells are never in memory together.
@@ -170,7 +171,8 @@ def grouped_mean(x: Chunk, channels: int) -> Chunk:
 
 
 def resample_first_alone(resample, x: Chunk, y: Chunk, cache: Cache, temporal: bool) -> Chunk:
-    """Call `resample(x, y, frames)` with groups of one frame for the video's first frame, and of two for the others."""
+    """Call `resample(x, y, frames)`. The video's first frame is a group by itself, and later frames form groups of
+    two."""
     if not temporal or cache is not None:
         return resample(x, y, 1 + temporal)
     first = resample(x[:, :1], y[:, :1], 1)
@@ -178,7 +180,8 @@ def resample_first_alone(resample, x: Chunk, y: Chunk, cache: Cache, temporal: b
 
 
 class Downsample(nnx.Module):
-    """Halve height and width and, if `temporal`, the number of frames after the first; the shortcut is a mean."""
+    """Halve height and width. If `temporal`, also halve the number of frames after the first. The shortcut is a
+    mean."""
 
     def __init__(self, channels_in: int, channels_out: int, temporal: bool, **kw):
         self.conv = EdgeConv(channels_in, channels_out // (8 if temporal else 4), **kw)
@@ -197,7 +200,8 @@ class Downsample(nnx.Module):
 
 
 class Upsample(nnx.Module):
-    """Double height and width and, if `temporal`, the number of frames after the first; the shortcut repeats."""
+    """Double height and width. If `temporal`, also double the number of frames after the first. The shortcut repeats
+    cells."""
 
     def __init__(self, channels_in: int, channels_out: int, temporal: bool, **kw):
         self.conv = EdgeConv(channels_in, channels_out * (8 if temporal else 4), **kw)

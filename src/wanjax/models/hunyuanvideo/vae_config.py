@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config of HunyuanVideo 1.5's autoencoder, and that of the published one."""
+"""The config class of HunyuanVideo 1.5's autoencoder, and the config of the published autoencoder."""
 
 from dataclasses import dataclass
 
@@ -10,13 +10,13 @@ from wanjax.layers.tiling import Tiling
 class VAEConfig:
     """Sizes of a causal video autoencoder, and the scale of its latents.
 
-    The first levels of the encoder halve height and width, as often as `spatial_factor` needs; the last of these levels
-    also halve the number of frames.
+    The first levels of the encoder halve height and width, as often as `spatial_factor` requires. The last ones of
+    these levels also halve the number of frames.
 
     Attributes:
-        channels: Channels of the encoder's levels; the decoder has the same in reverse.
+        channels: Channels of the encoder's levels. The decoder's levels have the same channels in reverse order.
         scale: The factor from the encoder's means to latents.
-        longest: The largest number of latent frames of a video; the attention's cache has room for as many.
+        longest: The largest number of latent frames of a video. The cache of the attention has room for this number.
     """
 
     channels: tuple[int, ...]

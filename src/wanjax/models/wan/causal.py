@@ -2,19 +2,20 @@
 """Wan's diffusion transformer that makes a video chunk by chunk (Huang et al., Self Forcing, 2025, arXiv:2506.08009).
 
 A chunk of latent frames is denoised like a whole video, except that self-attention also sees cached keys and values of
-earlier chunks. They come from one more forward over the finished chunk, at timestep 0. Positions in time continue from
-chunk to chunk, so cached keys do not change. The reference is wan/modules/causal_model.py of guandeh17/Self-Forcing,
-which shifts its window; here a new chunk overwrites the oldest one.
+earlier chunks. These keys and values are computed by one more forward over the finished chunk, at timestep 0. Positions
+in time continue from chunk to chunk, so cached keys do not change. The reference is wan/modules/causal_model.py of
+guandeh17/Self-Forcing, which shifts its window. Here, a new chunk overwrites the oldest chunk instead.
 """
 
 from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from wanjax.dims import readable
+from wanjax.dims import readable_signature
 from wanjax.kernels.attention import attention_to_cache
 from wanjax.kernels.attention.kv_cache import CacheSlot, KVCache, empty_cache
 from wanjax.kernels.rotary_heads import pack_for_all_to_all
@@ -23,14 +24,14 @@ from wanjax.layers.heads import join_heads, split_heads
 from wanjax.layers.modulation import modulate
 from wanjax.layers.patch import patchify, unpatchify
 from wanjax.layers.placement import on_weights_mesh
-from wanjax.layers.rope import Angles, Rope, angles, norm_and_rope, rope_from_angles
+from wanjax.layers.residual import NormedTokens, Residual, Tokens, project, project_heads, shared_input
+from wanjax.layers.rope import Angles, Rope, angles, rope_from_angles
 from wanjax.layers.stack import scan_with_results
 from wanjax.models.wan.config import CausalTransformerConfig
 from wanjax.models.wan.transformer import (
     AttentionLayer,
     Block,
     Context,
-    Tokens,
     WanTransformer,
 )
 
@@ -39,15 +40,24 @@ class CausalSelfAttention(AttentionLayer):
     """Attention of every token of a chunk to the chunk and to cached keys, with q and k rotated by position."""
 
     @jax.named_scope("self_attention")
-    def __call__(self, x: Tokens, rope: Rope, window: KVCache, slot: CacheSlot) -> tuple[Tokens, KVCache]:
-        """Return the output, and the keys and values of the chunk."""
-        q = split_heads(norm_and_rope(self.q(x), self.q_norm, rope), self.heads)  # [B L N D]
-        k = split_heads(norm_and_rope(self.k(x), self.k_norm, rope), self.heads)
+    def __call__(
+        self,
+        inputs: Tokens | NormedTokens,
+        rope: Rope,
+        window: KVCache,
+        slot: CacheSlot,
+        *,
+        add_to: Residual | None = None,
+    ) -> tuple[Tokens, KVCache]:
+        """Return the output, or its sum with the tokens `add_to`; and the keys and values of the chunk."""
+        x: Any = shared_input(inputs, self.q, self.k, self.v)
+        q = split_heads(project_heads(self.q, x, self.q_norm, rope), self.heads)  # [B L N D]
+        k = split_heads(project_heads(self.k, x, self.k_norm, rope), self.heads)
         v = split_heads(pack_for_all_to_all(self.v(x)), self.heads)
         q, k = q.astype(self.dtype), k.astype(self.dtype)
         options = {"length": rope.length, "implementation": self.attention}
         out, chunk = attention_to_cache(q, k, v, window, slot, **options)
-        return self.out(join_heads(out)), chunk
+        return project(self.out, join_heads(out), add_to), chunk
 
 
 class CausalBlock(Block):
@@ -56,7 +66,7 @@ class CausalBlock(Block):
     self_attention = CausalSelfAttention
 
 
-@readable
+@readable_signature
 class WanCausalTransformer(WanTransformer):
     """Predict the velocity of a chunk of latents [B T H W C] at timesteps t in [0, 1000] for encoded prompts [B S E].
 
@@ -92,7 +102,7 @@ class WanCausalTransformer(WanTransformer):
         window: KVCache | None = None,
         slot: CacheSlot | None = None,
     ) -> tuple[Float[Array, "B T H W _C"], KVCache]:
-        """Predict the velocity; also return the keys and values of the chunk.
+        """Predict the velocity. Also return the keys and values of the chunk.
 
         Args:
             latents: Noisy latents of a chunk.
@@ -125,7 +135,7 @@ class WanCausalTransformer(WanTransformer):
 
 def angles_at(config: CausalTransformerConfig, block: int) -> Angles:
     """Return the angles in time of the frames of a chunk; `block` is its index."""
-    frames = config.block_frames // config.patch[0]
+    frames = config.chunk_frames // config.patch[0]
     return angles(range(block * frames, (block + 1) * frames), config.rope_channels[0])
 
 

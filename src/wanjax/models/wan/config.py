@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configs of Wan's networks, and those of the published checkpoints."""
+"""The config classes of Wan's networks, and the configs of the published checkpoints."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -14,7 +14,7 @@ from wanjax.layers.tiling import Tiling
 class TransformerConfig:
     """Sizes of a diffusion transformer (Wan: Open and Advanced Large-Scale Video Generative Models, 2025).
 
-    `sparse_linear` configures the sparse-linear attention, with its projection, that self-attention was trained with.
+    `sparse_linear` is set if the network was trained with sparse-linear self-attention, which has a projection.
     """
 
     layers: int
@@ -45,7 +45,7 @@ class TransformerConfig:
         return self.head_dim - 2 * spatial, spatial, spatial
 
     def attention(self, requested: AttentionConfig) -> AttentionConfig:
-        """Resolve the attention to use: AUTO becomes the kind that the network was trained with."""
+        """Resolve the attention to use: AUTO becomes the kind with which the network was trained."""
         return AttentionConfig(sparse=self.sparse_linear) if self.sparse_linear and requested == AUTO else requested
 
 
@@ -79,24 +79,24 @@ class ControlTransformerConfig(TransformerConfig):
 
 @dataclass(frozen=True)
 class CausalTransformerConfig(TransformerConfig):
-    """Sizes of a transformer that makes a video chunk by chunk; a chunk attends to itself and to earlier chunks.
+    """Sizes of a transformer that makes a video chunk by chunk. A chunk attends to itself and to earlier chunks.
 
-    A chunk has `block_frames` latent frames. It attends to at most `window` latent frames, including its own: the first
-    `sink` frames of the video, and the latest ones. `window` and `sink` are multiples of `block_frames`.
+    A chunk has `chunk_frames` latent frames. A chunk attends to at most `window` latent frames, including its own: the
+    first `sink` frames of the video, and the latest ones. `window` and `sink` are multiples of `chunk_frames`.
     """
 
-    block_frames: int
+    chunk_frames: int
     window: int
     sink: int = field(metadata={"least": 0})
 
     @property
     def slots(self) -> int:
         """The number of chunks in the window."""
-        return self.window // self.block_frames
+        return self.window // self.chunk_frames
 
     def slot(self, block: int) -> int:
-        """Return the window slot of a chunk: an unused one, or that of the oldest chunk after the sink."""
-        sink_slots = self.sink // self.block_frames
+        """Return the slot of the window for a chunk: an unused slot, or the slot of the oldest chunk after the sink."""
+        sink_slots = self.sink // self.chunk_frames
         return block if block < self.slots else sink_slots + (block - sink_slots) % (self.slots - sink_slots)
 
 
@@ -153,12 +153,14 @@ class VAEConfig:
         return 1, self.temporal_factor * _later_chunk_length(later_latent_frames)
 
     def decode_lengths(self, frames: int) -> tuple[int, int]:
-        """Return the latent frames in the first chunk to decode and in each later chunk, for `frames` in all."""
+        """Return the number of latent frames in the first chunk to decode and in each later chunk, for a total of
+        `frames`."""
         return 1, _later_chunk_length(frames - 1)
 
 
 def _later_chunk_length(count: int) -> int:
-    """Choose the latent frames of later chunks, which have `count` in all. Two, or eight frames, fill a TPU's tiles."""
+    """Choose the number of latent frames in each later chunk, for a total of `count`. Two latent frames, which are
+    eight frames, fill a TPU's tiles."""
     return 2 if count % 2 == 0 else 1
 
 
@@ -187,7 +189,7 @@ I2V_14B = ImageTransformerConfig(**vars(I2V_A14B), image_width=1280, image_posit
 FLF2V_14B = replace(I2V_14B, image_positions=514)
 INP_1_3B = replace(I2V_14B, layers=30, heads=12, mlp_dim=8960)
 INP_5B = replace(TI2V_5B, channels_in=100)
-CAUSAL_1_3B = CausalTransformerConfig(**vars(T2V_1_3B), block_frames=3, window=21, sink=0)
+CAUSAL_1_3B = CausalTransformerConfig(**vars(T2V_1_3B), chunk_frames=3, window=21, sink=0)
 VACE_14B = ControlTransformerConfig(**vars(T2V_14B), control_channels=96, control_stride=5)
 VACE_1_3B = ControlTransformerConfig(**vars(T2V_1_3B), control_channels=96, control_stride=2)
 
@@ -254,7 +256,7 @@ def forward_flops(config: TransformerConfig, *, tokens: int, text: int, image: i
     )
     flops["output"] = linear_flops(tokens, width, cells * config.channels_out)
     if isinstance(config, ControlTransformerConfig):
-        hint = linear_flops(tokens, width, width)  # the projection of the sum takes as many
+        hint = linear_flops(tokens, width, width)  # the projection of the sum takes the same number of operations
         flops["control"] = config.control_blocks * (sum(block_flops.values()) + hint)
         flops["embeddings"] += linear_flops(tokens, cells * config.control_channels, width) + hint
     return flops

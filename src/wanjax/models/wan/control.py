@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wan's diffusion transformer with a control clip (Jiang et al., VACE, 2025, arXiv:2503.07598).
 
-A second, shorter stream of blocks runs in parallel to the text-to-video transformer's. Its input is the sum of the
-control clip and the noisy latents, and every few blocks it adds a hint to the latents. The reference is diffusers'
-models/transformers/transformer_wan_vace.py, which computes all hints before the first block; here each hint is computed
-just before its use, so memory holds one at a time.
+A second, shorter stream of blocks runs in parallel to the text-to-video transformer's. The input of this stream is the
+sum of the control clip and the noisy latents. Every few blocks, the stream adds a hint to the latents. The reference is
+diffusers' models/transformers/transformer_wan_vace.py, which computes all hints before the first block. Here each hint
+is computed just before its use, so that memory holds one hint at a time.
 """
 
 from typing import NamedTuple
@@ -14,20 +14,20 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Float32
 
-from wanjax.dims import readable
+from wanjax.dims import readable_signature
 from wanjax.kernels.attention import AUTO, AttentionConfig
 from wanjax.layers.embeddings import Timesteps, broadcast_timesteps
 from wanjax.layers.linear import linear
 from wanjax.layers.modulation import modulate
 from wanjax.layers.patch import patchify, unpatchify
 from wanjax.layers.placement import on_weights_mesh
+from wanjax.layers.residual import Tokens
 from wanjax.layers.rope import Rope
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache, block_at, group_blocks, map_blocks, scan_blocks, stack
 from wanjax.models.wan.config import ControlTransformerConfig
 from wanjax.models.wan.transformer import (
     Block,
     Context,
-    Tokens,
     WanTransformer,
     shard_stacked,
 )
@@ -54,7 +54,7 @@ class ControlBlock(Block):
         self.hint = linear(config.width, config.width, ("mlp", "embed"), **kw)
 
 
-@readable
+@readable_signature
 class WanControlTransformer(WanTransformer):
     """Predict the velocity of latents at timesteps t in [0, 1000] for encoded prompts [B S E] and a control clip.
 
@@ -123,7 +123,7 @@ class WanControlTransformer(WanTransformer):
             control_context: Context,
             contexts: Context,
         ) -> tuple[Tokens, Tokens]:
-            """Run a control block, the block that its hint is added to, and the blocks up to the next hint."""
+            """Run a control block, the block of the latents that gets its hint, and the blocks up to the next hint."""
             (control_block, group), (x, control) = blocks, streams
             control = run(control_block, control, control_context)
             x = run(block_at(group, 0), x, block_at(contexts, 0)) + control_block.hint(control)

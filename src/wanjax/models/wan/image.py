@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wan 2.1's diffusion transformer for image to video, and for first and last frame to video.
 
-It differs from the text-to-video transformer in two ways. The latents have extra channels for the condition: a mask and
-the latents of the input frames. Cross-attention also attends to CLIP features of the image, with a separate softmax.
-The reference is diffusers' models/transformers/transformer_wan.py.
+This transformer differs from the text-to-video transformer in two ways. The latents have extra channels for the
+condition: a mask and the latents of the input frames. Cross-attention also attends to CLIP features of the image, with
+a separate softmax. The reference is diffusers' models/transformers/transformer_wan.py.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float, Float32
 
-from wanjax.dims import readable
+from wanjax.dims import readable_signature
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import AUTO, AttentionConfig, Radial
 from wanjax.layers.embeddings import Timesteps
@@ -21,6 +21,7 @@ from wanjax.layers.linear import linear
 from wanjax.layers.mlp import MLP, gelu
 from wanjax.layers.norms import layer_norm, rms_norm
 from wanjax.layers.placement import on_weights_mesh, param
+from wanjax.layers.residual import NormedTokens, Residual, Tokens, project, project_heads
 from wanjax.layers.rope import Rope
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache, map_blocks
 from wanjax.models.wan.config import ImageTransformerConfig
@@ -28,17 +29,16 @@ from wanjax.models.wan.transformer import (
     Block,
     Context,
     CrossAttention,
-    Tokens,
     WanTransformer,
     shard_keys,
     shard_stacked,
 )
 
-ImageTokens = Float[Array, "B _S E"]  # 257 for an image, 514 for a first and a last one
+ImageTokens = Float[Array, "B _S E"]  # 257 tokens for one image, 514 for a first and a last image
 
 
 class ImageContext(NamedTuple):
-    """Keys and values of the prompt, and those of the image."""
+    """Keys and values of the prompt, and keys and values of the image."""
 
     text: Context
     image: Context
@@ -63,10 +63,14 @@ class ImageCrossAttention(CrossAttention):
         return Context(k, shard_keys(self.image_v(image).astype(self.dtype), self.heads))
 
     @jax.named_scope("cross_attention")
-    def __call__(self, x: Tokens, context: ImageContext) -> Tokens:
-        q = split_heads(self.q_norm(self.q(x)), self.heads)  # [B L N D]
+    def __call__(
+        self, inputs: Tokens | NormedTokens, context: ImageContext, *, add_to: Residual | None = None
+    ) -> Tokens:
+        """Return the output, or its sum with the tokens `add_to`."""
+        q = split_heads(project_heads(self.q, inputs, self.q_norm), self.heads)  # [B L N D]
         image_k, image_v = (split_heads(keys, self.heads) for keys in context.image[:2])  # [B S N D]
-        return self.out(self.attend_to_prompt(q, context.text) + self.attend(q, image_k, image_v))
+        y = self.attend_to_prompt(q, context.text) + self.attend(q, image_k, image_v)
+        return project(self.out, y, add_to)
 
 
 class ImageBlock(Block):
@@ -79,9 +83,10 @@ class ImageEmbed(nnx.Module):
     """Project features of images to the transformer's width; learned positions distinguish the first and last image."""
 
     def __init__(self, config: ImageTransformerConfig, **kw):
-        width_in, width, eps = config.image_width, config.width, 1e-5  # unlike the blocks' eps, which is the config's
+        # Differs from the epsilon of the blocks, which is in the config
+        width_in, width, eps = config.image_width, config.width, 1e-5
         positions, options = config.image_positions, {"dtype": kw["param_dtype"], "rngs": kw["rngs"]}
-        zeros = nnx.initializers.zeros_init()  # before training, as in the reference
+        zeros = nnx.initializers.zeros_init()  # the initial value, as in the reference
         self.positions = nnx.data(
             None if positions is None else param(zeros, (positions, width_in), (None, None), **options)
         )
@@ -98,7 +103,7 @@ class ImageEmbed(nnx.Module):
         return self.norm2(x).astype(self.dtype)
 
 
-@readable
+@readable_signature
 class WanImageTransformer(WanTransformer):
     """Predict the velocity of latents at timesteps t in [0, 1000] for encoded prompts and images [B S E].
 
@@ -135,7 +140,7 @@ class WanImageTransformer(WanTransformer):
         mask: Radial | None = None,
         cache: BlockCache = EVERY_BLOCK,
     ) -> Float[Array, "B T H W _C"]:
-        """Predict the velocity as `WanTransformer` does; encoded prompts need the features of the `image`."""
+        """Predict the velocity as `WanTransformer` does. If `context` has encoded prompts, `image` is needed too."""
         if not isinstance(context, tuple):
             if image is None:
                 raise WanjaxError("encoded prompts need the features of an image: pass image=FEATURES, [B S E]")

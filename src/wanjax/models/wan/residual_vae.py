@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wan 2.2's autoencoder of the 5B model: a latent cell is 16 × 16 pixels of 4 frames and has 48 channels.
+"""The autoencoder of Wan 2.2's 5B model. A latent cell is 16 × 16 pixels of 4 frames, and has 48 channels.
 
-It streams like Wan 2.1's and has the same blocks, but it works on cells of 2 × 2 pixels, and every level that changes
-the resolution has a shortcut without weights: means in the encoder, copies in the decoder. The reference is diffusers'
-models/autoencoders/autoencoder_kl_wan.py with `is_residual`.
+This autoencoder streams like Wan 2.1's and has the same blocks, with two differences. Its convolutions work on cells of
+2 × 2 pixels. Every level that changes the resolution has a shortcut without weights, which computes means in the
+encoder and copies in the decoder. The reference is diffusers' models/autoencoders/autoencoder_kl_wan.py with
+`is_residual`.
 """
 
 from itertools import pairwise
@@ -16,7 +17,7 @@ from wanjax.layers.conv import Cache, Chunk
 from wanjax.models.wan.config import VAEConfig
 from wanjax.models.wan.vae import Downsample, Level, Upsample, WanVAE
 
-Factors = tuple[int, int]  # of frames, and of height and width
+Factors = tuple[int, int]  # factors of frames, and of height and width
 
 
 def fold_means(x: Float[Array, "B T H W C"], factors: Factors, channels: int) -> Chunk:
@@ -33,7 +34,7 @@ def fold_means(x: Float[Array, "B T H W C"], factors: Factors, channels: int) ->
 
 
 def unfold_copies(x: Float[Array, "B T H W C"], factors: Factors, channels: int, *, first: bool) -> Chunk:
-    """Repeat channels and unfold them into frames and cells; `first` drops all frames before the first real one."""
+    """Repeat channels and unfold them into frames and cells. `first` drops all frames before the first real frame."""
     ft, fs = factors
     batch, frames, height, width, channels_in = x.shape
     x = x.repeat(channels * ft * fs * fs // channels_in, axis=-1)

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
-from wanjax.dims import readable
+from wanjax.dims import readable_signature
 from wanjax.kernels.attention import AUTO, AttentionConfig, Projection, Radial, attention, sparse_linear_attention
 from wanjax.kernels.rotary_heads import pack_for_all_to_all
 from wanjax.layers.embeddings import TimeEmbed, Timesteps, broadcast_timesteps
@@ -26,18 +26,17 @@ from wanjax.layers.guided_attention import apply_nag
 from wanjax.layers.heads import join_heads, split_heads
 from wanjax.layers.linear import gather_kernels, linear
 from wanjax.layers.mlp import MLP, gelu_tanh
-from wanjax.layers.modulation import SecondMask, gated_add, modulate, split_modulation
+from wanjax.layers.modulation import SecondMask, modulate, split_modulation
 from wanjax.layers.norms import layer_norm, rms_norm
 from wanjax.layers.patch import patch_grid, patchify, unpatchify
 from wanjax.layers.placement import on_weights_mesh, param
-from wanjax.layers.rope import Rope, norm_and_rope, rope_3d
+from wanjax.layers.residual import NormedTokens, Residual, Tokens, project, project_heads, shared_input
+from wanjax.layers.rope import Rope, rope_3d
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache, map_blocks, scan_blocks, stack
 from wanjax.models.wan.config import TransformerConfig
-from wanjax.sharding import constrain, constrain_to, current, shard_tokens
+from wanjax.sharding import constrain, constrain_to, current_partitioner, shard_tokens
 
 StackedArrays = TypeVar("StackedArrays")  # a pytree of arrays [layers B S E]
-
-Tokens = Float[Array, "B L E"]
 
 
 class NegativePrompt(NamedTuple):
@@ -49,7 +48,7 @@ class NegativePrompt(NamedTuple):
 
 
 class Context(NamedTuple):
-    """Keys and values of cross-attention, with heads concatenated; those of stacked blocks have a leading axis."""
+    """Keys and values of cross-attention, with concatenated heads. For stacked blocks they have a leading axis."""
 
     k: Float[Array, "... B S E"]
     v: Float[Array, "... B S E"]
@@ -83,7 +82,7 @@ class AttentionLayer(nnx.Module):
         keys: int | None = None,
         mask: Radial | None = None,
     ) -> Float[Array, "B L E"]:
-        """Compute attention in the compute dtype and join its heads; only the first `keys` keys are used."""
+        """Compute attention in the compute dtype and join its heads. Only the first `keys` keys are used."""
         q, k = q.astype(self.dtype), k.astype(self.dtype)  # norms return float32
         return join_heads(attention(q, k, v, keys=keys, window=mask, implementation=self.attention))
 
@@ -115,15 +114,26 @@ class SelfAttention(AttentionLayer):
         return join_heads(sparse_linear_attention(q, k, v, projection, self.attention.sparse, keys=keys))
 
     @jax.named_scope("self_attention")
-    def __call__(self, x: Tokens, rope: Rope, mask: Radial | None = None) -> tuple[Tokens, None]:
-        """Return the output and None, because only causal networks cache keys and values."""
+    def __call__(
+        self,
+        inputs: Tokens | NormedTokens,
+        rope: Rope,
+        mask: Radial | None = None,
+        *,
+        add_to: Residual | None = None,
+    ) -> tuple[Tokens, None]:
+        """Return the output and None, because only causal networks cache keys and values.
+
+        With `add_to`, the output is its sum with these tokens.
+        """
+        x: Any = shared_input(inputs, self.q, self.k, self.v)
         to_q, to_k, to_v = gather_kernels(self.q, self.k, self.v)
         # norm and RoPE are one call because TPUs run them as one kernel; separately, each would copy q and k
-        q = split_heads(norm_and_rope(to_q(x), self.q_norm, rope), self.heads)  # [B L N D]
-        k = split_heads(norm_and_rope(to_k(x), self.k_norm, rope), self.heads)
-        # the values of v(x) as they are; on several TPUs, in the memory layout in which heads are sent
+        q = split_heads(project_heads(to_q, x, self.q_norm, rope), self.heads)  # [B L N D]
+        k = split_heads(project_heads(to_k, x, self.k_norm, rope), self.heads)
+        # the values do not change; on several TPUs, they get the memory layout in which heads are sent
         v = split_heads(pack_for_all_to_all(to_v(x)), self.heads)
-        return self.out(self.attend(q, k, v, rope.length, mask)), None
+        return project(self.out, self.attend(q, k, v, rope.length, mask), add_to), None
 
 
 class CrossAttention(AttentionLayer):
@@ -138,9 +148,10 @@ class CrossAttention(AttentionLayer):
         return Context(k, shard_keys(self.v(text).astype(self.dtype), self.heads))
 
     @jax.named_scope("cross_attention")
-    def __call__(self, x: Tokens, context: Context) -> Tokens:
-        q = split_heads(self.q_norm(self.q(x)), self.heads)  # [B L N D]
-        return self.out(self.attend_to_prompt(q, context))
+    def __call__(self, inputs: Tokens | NormedTokens, context: Context, *, add_to: Residual | None = None) -> Tokens:
+        """Return the output, or its sum with the tokens `add_to`."""
+        q = split_heads(project_heads(self.q, inputs, self.q_norm), self.heads)  # [B L N D]
+        return project(self.out, self.attend_to_prompt(q, context), add_to)
 
     def attend_to_prompt(self, q: Float[Array, "B L N D"], context: Context) -> Tokens:
         """Attend to the prompt, with normalized attention guidance if there is a negative prompt."""
@@ -153,7 +164,8 @@ class CrossAttention(AttentionLayer):
 
 
 class Block(nnx.Module):
-    """Self-attention, cross-attention to the prompt, and an MLP; the timestep modulates self-attention and MLP."""
+    """Self-attention, cross-attention to the prompt, and an MLP. The timestep modulates the self-attention and the
+    MLP."""
 
     self_attention: ClassVar[Any] = SelfAttention
     cross_attention: ClassVar[Any] = CrossAttention
@@ -174,15 +186,14 @@ class Block(nnx.Module):
     ) -> tuple[Tokens, Any]:
         """Return the output, and the keys and values of a causal network for its KV cache."""
         self_mod, mlp_mod = split_modulation(mod + self.table[...][None, None])
-        y = modulate(self.norm1(x), self_mod.shift, self_mod.scale, clean).astype(self.dtype)
-        y, chunk = self.self_attn(y, *attention_args)
-        x = gated_add(x, y, self_mod.gate, clean)
-        x = x + self.cross_attn(self.norm2(x).astype(self.dtype), context).astype(x.dtype)
-        y = modulate(self.norm3(x), mlp_mod.shift, mlp_mod.scale, clean).astype(self.dtype)
-        return gated_add(x, self.mlp(y), mlp_mod.gate, clean), chunk
+        y = NormedTokens(x, self.norm1, self.dtype, self_mod.shift, self_mod.scale, clean)
+        x, chunk = self.self_attn(y, *attention_args, add_to=Residual(x, self_mod.gate, clean))
+        x = self.cross_attn(NormedTokens(x, self.norm2, self.dtype), context, add_to=Residual(x))
+        y = NormedTokens(x, self.norm3, self.dtype, mlp_mod.shift, mlp_mod.scale, clean)
+        return self.mlp(y, Residual(x, mlp_mod.gate, clean)), chunk
 
 
-@readable
+@readable_signature
 class WanTransformer(nnx.Module):
     """Predict the velocity of latents [B T H W C] at timesteps t in [0, 1000] for encoded prompts [B S E].
 
@@ -200,7 +211,8 @@ class WanTransformer(nnx.Module):
         param_dtype: DTypeLike,
         rngs: nnx.Rngs,
     ):
-        """`attention` is the kind of attention; AUTO is that of the training, chosen by platform and shape."""
+        """Create the network. `attention` is the kind of attention. AUTO is the kind with which the network was
+        trained, in the implementation that suits platform and shape."""
         kw: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         width, cells, attention = config.width, config.patch_cells, config.attention(attention)
         self.config = config
@@ -265,7 +277,7 @@ class WanTransformer(nnx.Module):
         timesteps = t[:, None] if clean is None else jnp.stack([t, jnp.zeros_like(t)], axis=1)
         x = self.patch_embed(patchify(latents.astype(self.dtype), config.patch, config.channels_in))  # [B L E]
         time = self.time_embed(timesteps.reshape(-1))
-        time = time.reshape(*timesteps.shape, config.width)  # [B 1 E], or [B 2 E] of two timesteps
+        time = time.reshape(*timesteps.shape, config.width)  # [B 1 E], or [B 2 E] for two timesteps
         mod = self.time_proj(jax.nn.silu(time)).reshape(*timesteps.shape, 6, config.width)
         mod = constrain(mod, ("batch", None, None, None))  # blocks slice its rows
 
@@ -283,15 +295,18 @@ class WanTransformer(nnx.Module):
 
 
 def shard_keys(x: Float[Array, "B S E"], heads: int) -> Float[Array, "B S E"]:
-    """Place keys or values on the devices whose queries use them: replicated, or sharded by heads."""
+    """Place keys or values on the devices whose queries use them. Keys and values are replicated or sharded by
+    heads."""
     return join_heads(constrain(split_heads(x, heads), ("batch", None, "heads", None)))
 
 
 def shard_stacked(keys: StackedArrays, heads: int) -> StackedArrays:
-    """Place keys and values of all blocks [layers B S E] as `shard_keys` places those of one block."""
+    """Place keys and values of all blocks [layers B S E] in the way in which `shard_keys` places those of one block."""
 
     def shard(x: Float[Array, "_B B S E"]) -> Float[Array, "_B B S E"]:
-        return constrain_to(x, current().activation((None, "batch", None, "heads"), (*x.shape[:3], heads)))
+        return constrain_to(
+            x, current_partitioner().activation_spec((None, "batch", None, "heads"), (*x.shape[:3], heads))
+        )
 
     return jax.tree.map(shard, keys)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wan 2.1's causal video autoencoder: a latent cell is 8 × 8 pixels of 4 frames; the first frame is alone.
+"""Wan 2.1's causal video autoencoder. A latent cell is 8 × 8 pixels of 4 frames. The first frame has cells of its own.
 
 It streams. The first call receives one frame and `None`. Each later call receives a chunk (a multiple of 4 frames to
 encode, latent frames to decode) and the cache that the previous call returned: a pytree of the last frames that each
@@ -24,7 +24,7 @@ from wanjax.layers.conv import CONV_AXES, Cache, CausalConv, Chunk, FrameConv, r
 from wanjax.layers.linear import linear
 from wanjax.layers.norms import ChannelNorm, expand_to_rank
 from wanjax.models.wan.config import VAEConfig
-from wanjax.sharding import VIDEO, num_shards, replicate
+from wanjax.sharding import VIDEO_AXES, num_shards, replicate
 
 MAX_PAIRED_VALUES = 2**26  # up to this size of a frame's largest level, a TPU computes two latent frames together
 
@@ -57,7 +57,7 @@ class FrameAttention(nnx.Module):
 
     def __call__(self, x: Chunk) -> Chunk:
         batch, frames, height, width, channels = x.shape
-        # cells and tokens are sharded differently; without this the compiler would gather both, with a warning
+        # cells and tokens are sharded differently; without this line the compiler would gather both, with a warning
         gathered = replicate(x)
         qkv = self.qkv(self.norm(gathered)).reshape(batch * frames, height * width, 1, 3 * channels)
         y = attention(*jnp.split(qkv, 3, axis=-1))  # [B·T H·W 1 C]
@@ -81,7 +81,7 @@ class MidBlock(nnx.Module):
 
 
 class Downsample(nnx.Module):
-    """Halve height and width; if `temporal`, then also halve the number of frames after the first."""
+    """Halve height and width. If `temporal`, then also halve the number of frames after the first frame."""
 
     def __init__(self, channels: int, temporal: bool, **kw):
         self.conv = FrameConv(channels, channels, stride=2, padding=(0, 1), **kw)
@@ -97,7 +97,7 @@ class Downsample(nnx.Module):
 
 
 class Upsample(nnx.Module):
-    """Double height and width; if `temporal`, first double the number of frames after the first."""
+    """Double height and width. If `temporal`, first double the number of frames after the first frame."""
 
     def __init__(self, channels_in: int, channels_out: int, temporal: bool, **kw):
         self.time_conv = nnx.data(CausalConv(channels_in, 2 * channels_in, (3, 1), **kw) if temporal else None)
@@ -142,7 +142,7 @@ class Level(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """Encode cells of pixels as the mean and log-variance of latents."""
+    """Encode pixels, folded into patches, to the mean and log-variance of the latents."""
 
     def __init__(self, config: VAEConfig, levels: list[nnx.Module], **kw):
         first, *_, last = config.encoder_sizes
@@ -215,7 +215,8 @@ class WanVAE(nnx.Module):
         ]
 
     def posterior(self, x: Chunk, cache: Cache) -> tuple[Chunk, Chunk, Cache]:
-        """Compute the mean and log-variance of the latents of a chunk of cells: float32, not normalised."""
+        """Compute the mean and log-variance of the latents of a chunk of cells. The mean and the log-variance are
+        float32 and not normalised."""
         h, cache = self.encoder(x.astype(self.dtype), cache)
         mean, log_variance = jnp.split(self.quant(h).astype(jnp.float32), 2, axis=-1)
         return mean, jnp.clip(log_variance, -30.0, 20.0), cache
@@ -223,8 +224,8 @@ class WanVAE(nnx.Module):
     def encode_cells(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
         """Encode cells of frames as normalised latents, the mode of the posterior.
 
-        The first chunk, where `cache` is None, has one frame; later ones have a multiple of 4. The number of frames
-        that are encoded at a time depends on the device.
+        The first chunk, for which `cache` is None, has one frame. Later chunks have a multiple of 4 frames. The number
+        of frames that are encoded at a time depends on the device.
         """
         mean, std = self._latent_statistics()
 
@@ -255,13 +256,18 @@ class WanVAE(nnx.Module):
 
 
 def latent_frames_at_once(x: Chunk, upsampling: int, channels: int) -> int:
-    """Return how many latent frames to compute at once: on a TPU with enough memory two, since 8 frames fill its tiles.
+    """Return how many latent frames to compute at once. On a TPU with enough memory there are two, because 8 frames
+    fill its tiles.
 
     A frame's largest level has `upsampling` times the height and the width of x, and this number of channels.
     """
     batch, _, height, width, _ = x.shape
     level = (batch, 1, upsampling * height, upsampling * width, channels)
-    return 2 if target(x).platform == "tpu" and math.prod(level) <= MAX_PAIRED_VALUES * num_shards(VIDEO, level) else 1
+    return (
+        2
+        if target(x).platform == "tpu" and math.prod(level) <= MAX_PAIRED_VALUES * num_shards(VIDEO_AXES, level)
+        else 1
+    )
 
 
 def process_in_parts(
