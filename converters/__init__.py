@@ -1,2 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts Hugging Face checkpoints to wanjax modules and back: rules, and one total table a family."""
+"""Convert Hugging Face checkpoints to wanjax modules and back.
+
+Each model family has a table with a rule for every tensor."""

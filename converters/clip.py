@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The conversion table of CLIP's vision tower: config and names in Hugging Face's files."""
+"""Conversion rules for CLIP's vision tower: the config and tensor names in Hugging Face's files."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from wanjax.converters.vision_encoder import block_rules, either_way, vision_sizes, with_prefix
+from wanjax.converters.vision_encoder import block_rules, vision_sizes, with_and_without_prefix, with_optional_prefix
 from wanjax.converters.weight_rules import Rule, layer, norm, patches
 from wanjax.models.clip import CLIPVisionConfig
 
 
 def clip_config(json: Mapping[str, Any]) -> CLIPVisionConfig:
-    """Read the config of the vision tower from a config.json of `CLIPVisionModelWithProjection` or `CLIPVisionModel`.
+    """Read a config.json of `CLIPVisionModelWithProjection` or `CLIPVisionModel`. The result leaves out the last block.
 
-    The last block is left out.
-
-    Raises WanjaxError for another model or activation, KeyError if a size is missing.
+    Raises WanjaxError for another model or activation, and KeyError if a size is missing.
     """
     sizes = vision_sizes(json, model="clip_vision_model", activation="gelu")
     return CLIPVisionConfig(**sizes | {"layers": sizes["layers"] - 1})
@@ -22,7 +20,7 @@ def clip_config(json: Mapping[str, Any]) -> CLIPVisionConfig:
 
 def clip_rules(config: CLIPVisionConfig) -> list[Rule]:
     """Return the rules for every parameter of `CLIPVision`."""
-    return with_prefix(
+    return with_optional_prefix(
         [
             Rule("embeddings.class_embedding", "class_token"),
             Rule("embeddings.position_embedding.weight", "positions"),
@@ -34,6 +32,8 @@ def clip_rules(config: CLIPVisionConfig) -> list[Rule]:
 
 
 def clip_unused(config: CLIPVisionConfig) -> list[str]:
-    """Return patterns of the unused keys: the last block, all layers after it, and the position indices."""
-    tower = either_way([f"encoder.layers.{config.layers}.*", "post_layernorm.*", "embeddings.position_ids"])
-    return [*tower, "visual_projection.weight"]
+    """Return patterns of unused keys: the last block, all layers after it, and the position indices."""
+    patterns = with_and_without_prefix(
+        [f"encoder.layers.{config.layers}.*", "post_layernorm.*", "embeddings.position_ids"]
+    )
+    return [*patterns, "visual_projection.weight"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading of configs: entries of a config.json, and sizes from the shapes of tensors where there is none."""
+"""Read configs from the entries of a config.json, or from the shapes of tensors if there is no config.json."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -7,17 +7,20 @@ from dataclasses import fields
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from wanjax.converters.weight_rules import Described
+from wanjax.converters.weight_rules import ArraySpec
 from wanjax.errors import WanjaxError, repr_short
 
-Specs = Mapping[str, Described]
-LARGEST, LONGEST = 2**24, 32  # of a size, and of a list of sizes
-STATISTICS = 1024  # numbers of a list, one for each channel
-Read = TypeVar("Read")
+Specs = Mapping[str, ArraySpec]
+MAX_SIZE, MAX_SIZES = 2**24, 32  # the largest size, and the length of the longest list of sizes
+MAX_STATISTICS = 1024  # the length of the longest list that has a number for each channel
+Config = TypeVar("Config")
 
 
 class Entries(Mapping[str, Any]):
-    """The entries of a config.json; it records which are read, to be checked."""
+    """The entries of a config.json.
+
+    `read` collects the entries that were read, so that `read_config` can check them.
+    """
 
     def __init__(self, json: Mapping[str, Any]):
         self.json, self.read = json, dict[str, Any]()
@@ -33,11 +36,16 @@ class Entries(Mapping[str, Any]):
         return len(self.json)
 
 
-def read_config(file: str, json: Mapping[str, Any], read: Callable[[Mapping[str, Any]], Read]) -> Read:
-    """Return the config, a dataclass, that a function reads from the entries of a config.json.
+def read_config(file: str, json: Mapping[str, Any], read: Callable[[Mapping[str, Any]], Config]) -> Config:
+    """Build a config from the entries of a config.json and check its fields.
 
-    Raises WanjaxError that names the file, the entry and its value where one is missing, of another type or out of
-    bounds.
+    Args:
+        file: The file's name, for messages.
+        json: The entries of the file.
+        read: The function that builds the config, a dataclass, from the entries.
+
+    Raises:
+        WanjaxError: An entry is missing, has a wrong type, or is out of bounds.
     """
     entries = Entries(json)
     try:
@@ -46,97 +54,109 @@ def read_config(file: str, json: Mapping[str, Any], read: Callable[[Mapping[str,
         raise
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
         if isinstance(error, KeyError) and error.args and error.args[0] not in json:
-            raise WanjaxError(f"{file} has no {error.args[0]}, which a published one has") from error
+            raise WanjaxError(f"{file} has no {error.args[0]}: give a published config.json") from error
         wrong = [key for key, value in entries.read.items() if not _is_size(value)]
         missing = [key for key, value in entries.read.items() if value is None]
         if not (names := [*wrong, *missing, *list(entries.read)[-1:]]):
-            raise WanjaxError(f"{file} is no config of a network: give a published one") from error
-        raise _misfit(file, names[0], json[names[0]], "a size, or a list of sizes") from error
+            raise WanjaxError(f"{file} is not a network's config: give a published config.json") from error
+        raise _invalid_entry(file, names[0], json[names[0]], "a size, or a list of sizes") from error
     hints = get_type_hints(type(config))
-    for each in fields(config):  # pyright: ignore[reportArgumentType]
-        value = getattr(config, each.name)
-        if right := _unlike(value, hints[each.name], each.metadata.get("least", 1)):
-            same = [key for key, entry in entries.read.items() if entry == value or _is_list_of(entry, value)]
-            raise _misfit(file, [*same, each.name][0], value, right)
+    for config_field in fields(config):  # pyright: ignore[reportArgumentType]
+        value = getattr(config, config_field.name)
+        if expected := _expected_kind(value, hints[config_field.name], config_field.metadata.get("least", 1)):
+            keys = [key for key, entry in entries.read.items() if entry == value or _is_list_of(entry, value)]
+            raise _invalid_entry(file, [*keys, config_field.name][0], value, expected)
     return config
 
 
 def _is_list_of(entry: Any, value: Any) -> bool:
-    """Return whether a tuple was made of an entry."""
+    """Return whether `value` is a tuple of the same items as the list or string `entry`."""
     return isinstance(value, tuple) and isinstance(entry, list | str) and tuple(entry) == value
 
 
-def _misfit(file: str, name: str, value: Any, right: str) -> WanjaxError:
-    return WanjaxError(f"{file} has {name} {repr_short(value)}: give {right}")
+def _invalid_entry(file: str, name: str, value: Any, expected: str) -> WanjaxError:
+    return WanjaxError(f"{file} has {name} {repr_short(value)}: give {expected}")
 
 
 def _is_size(value: Any) -> bool:
-    """Return whether a value may be an entry that a network is made of: a number, truth, or a short list of these."""
+    """Return whether a config may hold a value: a number in bounds, a boolean, a list of these, a mapping or None."""
     if isinstance(value, list | tuple):
-        return len(value) <= STATISTICS and all(map(_is_size, value))
+        return len(value) <= MAX_STATISTICS and all(map(_is_size, value))
     if isinstance(value, Mapping) or value is None:
         return True
-    return isinstance(value, int | float) and 0 <= value <= LARGEST
+    return isinstance(value, int | float) and 0 <= value <= MAX_SIZE
 
 
-def _unlike(value: Any, hint: Any, least: int) -> str:
-    """Return the kind of value that a field needs if a value is not of it, else an empty text."""
-    kinds = get_args(hint)
+def _expected_kind(value: Any, hint: Any, least: int) -> str:
+    """Return a description of the values that a field accepts, or an empty string if `value` is valid."""
+    type_arguments = get_args(hint)
     if isinstance(hint, UnionType) or get_origin(hint) is Union:
-        wrong = [_unlike(value, kind, least) for kind in kinds]
-        return "" if "" in wrong else " or ".join(filter(None, wrong))
+        problems = [_expected_kind(value, kind, least) for kind in type_arguments]
+        return "" if "" in problems else " or ".join(filter(None, problems))
     if hint is type(None):
         return "" if value is None else "null"
     if get_origin(hint) is tuple:
-        each = kinds[:1] * len(value) if kinds[1:] == (...,) and isinstance(value, tuple) else kinds
-        most = STATISTICS if float in kinds else LONGEST
-        fits = isinstance(value, tuple) and len(value) == len(each) and len(value) <= most
-        wrong = [_unlike(x, kind, least) for x, kind in zip(value, each, strict=True)] if fits else [""]
-        return "" if fits and not any(wrong) else f"a list of {max(wrong) or f'{len(each)} sizes, or {most} at most'}"
+        item_types = (
+            type_arguments[:1] * len(value)
+            if type_arguments[1:] == (...,) and isinstance(value, tuple)
+            else type_arguments
+        )
+        max_length = MAX_STATISTICS if float in type_arguments else MAX_SIZES
+        is_valid = isinstance(value, tuple) and len(value) == len(item_types) and len(value) <= max_length
+        problems = (
+            [_expected_kind(x, kind, least) for x, kind in zip(value, item_types, strict=True)] if is_valid else [""]
+        )
+        return (
+            ""
+            if is_valid and not any(problems)
+            else f"a list of {max(problems) or f'{len(item_types)} sizes, and of at most {max_length}'}"
+        )
     if hint is int:
-        fits = type(value) is int and least <= value <= LARGEST
-        return "" if fits else f"a whole number from {least} to {LARGEST}"
+        is_valid = type(value) is int and least <= value <= MAX_SIZE
+        return "" if is_valid else f"a whole number from {least} to {MAX_SIZE}"
     if hint is float:
-        fits = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
-        return "" if fits else "a finite number"
+        is_valid = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
+        return "" if is_valid else "a finite number"
     if isinstance(hint, type) and hint in (bool, str):
-        return "" if isinstance(value, hint) else ("true or false" if hint is bool else "a text")
+        return "" if isinstance(value, hint) else ("true or false" if hint is bool else "a string")
     return ""
 
 
 def check_kind(component: str, json: Mapping[str, Any], kind: Mapping[str, tuple]) -> None:
-    """Raise WanjaxError if an entry of a component's config.json selects an architecture that is not supported.
+    """Raise WanjaxError if an entry of a component's config.json selects an unsupported architecture.
 
-    `kind` has the supported values of each entry; the first is that of a missing one.
+    `kind` lists the supported values of each entry. A missing entry has the first supported value.
     """
-    for entry, offered in kind.items():
-        if (value := json.get(entry, offered[0])) not in offered:
-            right = " or ".join(map(repr, offered))
+    for entry, supported in kind.items():
+        if (value := json.get(entry, supported[0])) not in supported:
+            choices = " or ".join(map(repr, supported))
             raise WanjaxError(
-                f"the {component}'s config.json has {entry} {repr_short(value)} where {right} is supported"
+                f"the {component}'s config.json has {entry} {repr_short(value)}, which is not supported: use {choices}"
             )
         if isinstance(json, Entries):
-            json.read.pop(entry, None)  # it is right
+            json.read.pop(entry, None)  # a later error cannot be about this valid entry
 
 
-def check_entries(component: str, json: Mapping[str, Any], right: Mapping[str, Any]) -> None:
-    """Raise WanjaxError unless a component's config.json has these entries, with these values."""
-    for entry, value in right.items():
+def check_entries(component: str, json: Mapping[str, Any], required: Mapping[str, Any]) -> None:
+    """Raise WanjaxError unless a component's config.json has the `required` values."""
+    for entry, value in required.items():
         if (actual := json.get(entry)) != value:
-            raise WanjaxError(f"the {component}'s config.json has {entry} {actual!r} where {value!r} is supported")
+            raise WanjaxError(
+                f"the {component}'s config.json has {entry} {actual!r}, which is not supported: use {value!r}"
+            )
 
 
 def shape_of(specs: Specs, key: str, rank: int) -> tuple[int, ...]:
-    """Return the shape of a tensor that determines a size. Raises WanjaxError unless it is there with this rank."""
+    """Return the shape of a tensor; raise WanjaxError if the tensor is missing or has another rank."""
     if key not in specs:
         raise WanjaxError(f"the checkpoint lacks {key}, which determines a size of the network: give a complete file")
     shape = specs[key].shape
     if len(shape) != rank or 0 in shape:
-        raise WanjaxError(f"{key} has the shape {list(shape)} instead of {rank} axes: get the file again")
+        raise WanjaxError(f"{key} has the shape {list(shape)}, expected {rank} axes: get the file again")
     return shape
 
 
-def count_of(keys: Iterable[str], modules: str) -> int:
-    """Return one more than the highest index that follows `modules` in the keys, or 0 if there is none."""
+def count_modules(keys: Iterable[str], modules: str) -> int:
+    """Count the modules of a list: one more than the highest index after `modules` in the keys; 0 if no key has one."""
     index = re.compile(re.escape(modules) + r"\.([0-9]{1,4})\.")
     return max((int(match[1]) for key in keys if (match := index.match(key))), default=-1) + 1

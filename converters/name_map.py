@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Maps between the names of a model's authors and ours, which are those of diffusers and transformers."""
+"""Map tensor names between the layout of a model's authors and the layout of diffusers and transformers."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,51 +13,53 @@ Table = list[tuple[re.Pattern, str]]
 
 @dataclass(frozen=True)
 class NameMap:
-    """Pairs (theirs, ours) of names of the same module or tensor; `{i}` stands for an index, the same in both.
+    """Pairs of names for the same module or tensor in two layouts.
 
-    The names of a module's own tensors, such as `.weight`, are the same in both layouts. Where several pairs have one
-    name of ours, the first is theirs, and the others are only read. `exchanged` are our modules whose tensors' rows
-    come in two halves, of which their first is our second.
+    Args:
+        pairs: Pairs (authors' name, diffusers' name); `{i}` stands for an index, the same in both. A module's tensors,
+            such as `.weight`, have the same names in both layouts. If several pairs have the same diffusers' name,
+            the first is written and all are read.
+        swapped: Modules, by diffusers' names, whose tensors have two halves of rows in the opposite order.
     """
 
     pairs: Sequence[tuple[str, str]]
-    exchanged: Sequence[str] = ()
+    swapped: Sequence[str] = ()
 
-    def ours(self, theirs: str) -> str | None:
-        """Return our name of their tensor or module; None if it has none."""
-        return next(_translations(theirs, self._to_ours), None)
+    def to_diffusers(self, name: str) -> str | None:
+        """Translate the authors' name of a tensor or module to diffusers' name; return None if there is none."""
+        return next(_translations(name, self._to_diffusers_table), None)
 
-    def theirs(self, ours: str) -> str | None:
-        """Return their name of our tensor or module; None if it has none."""
-        return next(self.all_theirs(ours), None)
+    def to_authors(self, name: str) -> str | None:
+        """Translate diffusers' name of a tensor or module to the authors' name; return None if there is none."""
+        return next(self.all_author_names(name), None)
 
-    def all_theirs(self, ours: str) -> Iterator[str]:
-        """Yield every name that they have for our tensor or module."""
-        return _translations(ours, self._to_theirs)
+    def all_author_names(self, name: str) -> Iterator[str]:
+        """Yield every name that the authors' files may use for a tensor or module with this name in diffusers."""
+        return _translations(name, self._to_authors_table)
 
-    def exchanges(self, ours: str) -> bool:
-        """Return whether the halves of our tensor are exchanged in theirs."""
-        return ours.rpartition(".")[0] in self.exchanged
-
-    @cached_property
-    def _to_ours(self) -> Table:
-        return _table(self.pairs)
+    def swaps_halves(self, name: str) -> bool:
+        """Return whether the authors' layout swaps the two halves of a tensor; `name` is diffusers' name."""
+        return name.rpartition(".")[0] in self.swapped
 
     @cached_property
-    def _to_theirs(self) -> Table:
-        return _table((ours, theirs) for theirs, ours in self.pairs)
+    def _to_diffusers_table(self) -> Table:
+        return _compile_table(self.pairs)
+
+    @cached_property
+    def _to_authors_table(self) -> Table:
+        return _compile_table((diffusers, authors) for authors, diffusers in self.pairs)
 
 
-def _table(pairs: Iterable[tuple[str, str]]) -> Table:
-    return [(re.compile(_expression(name) + r"(?P<leaf>(\..*)?)"), new) for name, new in pairs]
+def _compile_table(pairs: Iterable[tuple[str, str]]) -> Table:
+    return [(re.compile(_pattern(name) + r"(?P<leaf>(\..*)?)"), replacement) for name, replacement in pairs]
 
 
-def _expression(name: str) -> str:
-    """Return a regular expression for a name with distinct placeholders."""
+def _pattern(name: str) -> str:
+    """Return a regular expression that matches a name; each placeholder becomes a group."""
     return PLACEHOLDER.sub(r"(?P<\1>[0-9]{1,4})", name.replace(".", r"\."))
 
 
 def _translations(name: str, table: Table) -> Iterator[str]:
-    for pattern, new in table:
+    for pattern, replacement in table:
         if match := pattern.fullmatch(name):
-            yield PLACEHOLDER.sub(lambda placeholder, match=match: match[placeholder[1]], new) + match["leaf"]
+            yield PLACEHOLDER.sub(lambda placeholder, match=match: match[placeholder[1]], replacement) + match["leaf"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The conversion table of the language model of Qwen2.5-VL: config and names in Hugging Face's files."""
+"""Conversion rules for the language model of Qwen2.5-VL: the config and tensor names in Hugging Face's files."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,15 +9,15 @@ from wanjax.converters.configs import check_entries, check_kind
 from wanjax.converters.weight_rules import Rule, linear, norm
 from wanjax.models.qwen2_vl import Qwen2VLConfig
 
-PREFIX = "model."  # some files have it
-SKIPPED = 2  # blocks after those whose output is the features
-THETA = 1e6  # of files that do not name it
+PREFIX = "model."  # some files have this prefix in every key
+SKIPPED_BLOCKS = 2  # the features are the output of the block before these
+DEFAULT_THETA = 1e6  # the value for a config.json without rope_theta
 
 
 def qwen2_vl_config(json: Mapping[str, Any]) -> Qwen2VLConfig:
-    """Read the encoder's config from a config.json of `Qwen2_5_VLTextModel`; the last two blocks are left out.
+    """Read the encoder's config from a config.json of `Qwen2_5_VLTextModel`. The result leaves out the last two blocks.
 
-    Raises WanjaxError for another model, activation, attention or rotary embedding, KeyError if a size is missing.
+    Raises WanjaxError for another model, activation, attention or rotary embedding, and KeyError if a size is missing.
     """
     rope = json.get("rope_parameters") or json.get("rope_scaling") or {}
     check_entries("text encoder", json, {"model_type": "qwen2_5_vl_text", "hidden_act": "silu"})
@@ -27,11 +27,11 @@ def qwen2_vl_config(json: Mapping[str, Any]) -> Qwen2VLConfig:
     return Qwen2VLConfig(
         vocab_size=json["vocab_size"],
         width=json["hidden_size"],
-        layers=json["num_hidden_layers"] - SKIPPED,
+        layers=json["num_hidden_layers"] - SKIPPED_BLOCKS,
         heads=json["num_attention_heads"],
         kv_heads=json["num_key_value_heads"],
         mlp_dim=json["intermediate_size"],
-        theta=float(rope.get("rope_theta") or json.get("rope_theta") or THETA),
+        theta=float(rope.get("rope_theta") or json.get("rope_theta") or DEFAULT_THETA),
         eps=json["rms_norm_eps"],
     )
 
@@ -55,6 +55,6 @@ def qwen2_vl_rules(config: Qwen2VLConfig) -> list[Rule]:
 
 
 def qwen2_vl_unused(config: Qwen2VLConfig) -> list[str]:
-    """Return patterns of the unused keys: the last blocks and the last norm."""
-    blocks = (f"layers.{config.layers + i}.*" for i in range(SKIPPED))
+    """Return patterns of unused keys: the last blocks and the final norm."""
+    blocks = (f"layers.{config.layers + i}.*" for i in range(SKIPPED_BLOCKS))
     return [prefix + key for key in (*blocks, "norm.weight") for prefix in ("", PREFIX)]

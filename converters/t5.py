@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The conversion table of T5 v1.1 and UMT5 encoders: config and names in Hugging Face's files."""
+"""Conversion rules for T5 v1.1 and UMT5 encoders: the config and tensor names in Hugging Face's files."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from wanjax.models.t5 import T5Config
 def t5_config(json: Mapping[str, Any]) -> T5Config:
     """Read the encoder's config from a config.json of `T5EncoderModel` or `UMT5EncoderModel`.
 
-    Raises WanjaxError for another model or MLP, KeyError if a size is missing.
+    Raises WanjaxError for another model or MLP, and KeyError if a size is missing.
     """
     kind = json.get("model_type")
     if kind not in ("t5", "umt5"):
@@ -28,7 +28,7 @@ def t5_config(json: Mapping[str, Any]) -> T5Config:
         mlp_dim=json["d_ff"],
         layers=json["num_layers"],
         buckets=json["relative_attention_num_buckets"],
-        max_distance=json.get("relative_attention_max_distance", 128),  # older files lack the entry
+        max_distance=json.get("relative_attention_max_distance", 128),  # older files do not have this entry
         eps=json["layer_norm_epsilon"],
         shared_bias=kind == "t5",
     )
@@ -37,11 +37,17 @@ def t5_config(json: Mapping[str, Any]) -> T5Config:
 def t5_json(
     kind: tuple[str, str], *, embedding: Shape, bias: Shape, query: Shape, mlp: Shape, layers: int
 ) -> dict[str, Any]:
-    """Return the config.json of an encoder with these shapes, with published values where they do not determine it.
+    """Build the config.json of an encoder from shapes of its tensors. Other entries have the published values.
 
-    kind: the model's type, and its class in transformers.
+    Args:
+        kind: The model's type, and the name of its class in the library transformers.
+        embedding: Shape of the token embedding.
+        bias: Shape of the table of relative position biases.
+        query: Shape of a query projection.
+        mlp: Shape of the MLP's first projection.
+        layers: The number of blocks.
     """
-    (vocab_size, width), (buckets, heads) = embedding, bias
+    (vocab_size, width), (num_buckets, heads) = embedding, bias
     return {
         "architectures": [kind[1]],
         "d_ff": mlp[0],
@@ -53,13 +59,13 @@ def t5_json(
         "num_heads": heads,
         "num_layers": layers,
         "relative_attention_max_distance": 128,
-        "relative_attention_num_buckets": buckets,
+        "relative_attention_num_buckets": num_buckets,
         "vocab_size": vocab_size,
     }
 
 
 def t5_rules(config: T5Config) -> list[Rule]:
-    """Return the rules for every parameter of `T5Encoder`; files may store the tied embedding twice."""
+    """Return the rules for every parameter of `T5Encoder`; the tied embedding may be stored under two names."""
     attention, mlp = "encoder.block.{i}.layer.0", "encoder.block.{i}.layer.1"
     bias = "SelfAttention.relative_attention_bias.weight"
     return [

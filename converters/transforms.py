@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rearrangements of a tensor's values, from a checkpoint's order of axes to ours, each with an exact inverse."""
+"""Rearrange a tensor's values from a checkpoint's order to wanjax's order, and exactly back."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Transform:
-    """An exact rearrangement of a tensor's values, from the checkpoint's order to ours (`forward`) and back."""
+    """An exact rearrangement of a tensor's values: `forward` from the checkpoint's order to wanjax's, and `inverse`."""
 
     name: str
     forward: Callable
     inverse: Callable
 
     def __rshift__(self, after: "Transform") -> "Transform":
-        """Return this transform followed by `after`."""
+        """Return a transform that applies this one and then `after`."""
         return Transform(
             f"{self.name} >> {after.name}",
             lambda x: after.forward(self.forward(x)),
@@ -27,34 +27,37 @@ class Transform:
         )
 
     def shape(self, source: Shape) -> Shape | None:
-        """Return the shape that a source shape becomes; None if the transform does not apply to it."""
+        """Return the shape after the transform; None if the transform does not apply to the source shape."""
         return _shape_through(self.forward, source)
 
     def source_shape(self, target: Shape) -> Shape | None:
-        """Return the shape that becomes `target`; None if there is none."""
+        """Return the source shape that the transform turns into `target`; None if no shape does."""
         return _shape_through(self.inverse, target)
 
 
 @lru_cache(maxsize=4096)
 def _shape_through(rearrange: Callable, shape: Shape) -> Shape | None:
     try:
-        return rearrange(np.broadcast_to(np.int8(0), shape)).shape  # all strides are 0: nothing is copied
+        return rearrange(np.broadcast_to(np.int8(0), shape)).shape  # all strides are 0, so this takes no memory
     except (ValueError, IndexError):
         return None
 
 
-def _swap_pairs(x, groups: int, inner: tuple[int, int]):
-    """Split the rows into axes [groups, a, b], where (a, b) is `inner`, one of them -1; exchange a and b."""
-    rows = x.reshape(groups, *inner, *x.shape[1:])
-    return rows.swapaxes(1, 2).reshape(x.shape)
+def _swap_inner_axes(x, groups: int, axis_sizes: tuple[int, int]):
+    """Split the rows into axes [groups, a, b] with (a, b) = `axis_sizes`, one of which is -1, and swap a and b."""
+    split_rows = x.reshape(groups, *axis_sizes, *x.shape[1:])
+    return split_rows.swapaxes(1, 2).reshape(x.shape)
 
 
 def rope_halves(heads: int) -> Transform:
-    """Reorders a q or k weight, bias or norm [N*D, ...]: in each head pairs (0,1),(2,3).. become (0,D/2),(1,D/2+1).."""
+    """Move each head's channel pairs (0,1),(2,3)..
+
+    to (0,D/2),(1,D/2+1).. in a q or k weight, bias or norm [N*D, ...].
+    """
     return Transform(
         f"rope_halves({heads})",
-        lambda x: _swap_pairs(x, heads, (-1, 2)),
-        lambda x: _swap_pairs(x, heads, (2, -1)),
+        lambda x: _swap_inner_axes(x, heads, (-1, 2)),
+        lambda x: _swap_inner_axes(x, heads, (2, -1)),
     )
 
 
@@ -68,9 +71,9 @@ def squeeze(*axes: int) -> Transform:
 
 
 def patches(patch: tuple[int, ...]) -> Transform:
-    """Make a matrix [prod(patch) * C, E] of the weight [E, C, *patch] of a convolution whose stride is its kernel.
+    """Reshape the weight [E, C, *patch] of a patch-embedding convolution to a matrix [prod(patch) * C, E].
 
-    The rows are ordered as our patches are flattened: offsets in the patch first, channel last.
+    The rows have the order of wanjax's flattened patches: offsets in the patch first, channel last.
     """
     rank = len(patch)
 
@@ -87,11 +90,11 @@ def patches(patch: tuple[int, ...]) -> Transform:
 
 
 def channels_last(cells: int) -> Transform:
-    """Reorders the rows [C * cells, ...] of flattened patches to [cells * C, ...]."""
+    """Reorder the rows [C * cells, ...] of flattened patches to [cells * C, ...]."""
     return Transform(
         f"channels_last({cells})",
-        lambda x: _swap_pairs(x, 1, (-1, cells)),
-        lambda x: _swap_pairs(x, 1, (cells, -1)),
+        lambda x: _swap_inner_axes(x, 1, (-1, cells)),
+        lambda x: _swap_inner_axes(x, 1, (cells, -1)),
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts that the conversion tables of CLIP's and SigLIP's vision towers share: sizes, and the names of a block."""
+"""Shared conversion rules for the vision towers of CLIP and SigLIP: sizes, and the tensors of a block."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -8,13 +8,13 @@ from typing import Any
 from wanjax.converters.configs import check_entries
 from wanjax.converters.weight_rules import Rule, linear, norm
 
-PREFIX = "vision_model."  # newer files lack it
+PREFIX = "vision_model."  # newer files do not have this prefix
 
 
 def vision_sizes(json: Mapping[str, Any], *, model: str, activation: str) -> dict[str, Any]:
     """Read the sizes of a `VisionConfig` from the config.json of a vision tower.
 
-    Raises WanjaxError for another model or activation, KeyError if a size is missing.
+    Raises WanjaxError for another model or activation, and KeyError if a size is missing.
     """
     check_entries("image encoder", json, {"model_type": model, "hidden_act": activation})
     return {
@@ -43,11 +43,11 @@ def block_rules() -> list[Rule]:
     ]
 
 
-def with_prefix(rules: Sequence[Rule]) -> list[Rule]:
-    """Return rules that read names with the prefix, or without it."""
+def with_optional_prefix(rules: Sequence[Rule]) -> list[Rule]:
+    """Return rules that match names with or without the prefix."""
     return [replace(rule, source=PREFIX + rule.source, aliases=(rule.source,)) for rule in rules]
 
 
-def either_way(patterns: Sequence[str]) -> list[str]:
-    """Return patterns of keys with the prefix and without it."""
+def with_and_without_prefix(patterns: Sequence[str]) -> list[str]:
+    """Return patterns that match keys with and without the prefix."""
     return [prefix + pattern for pattern in patterns for prefix in (PREFIX, "")]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of rules that map the tensors of a Hugging Face checkpoint to the parameters of a module, and back.
+"""Rules that map the tensors of a Hugging Face checkpoint to the parameters of a module, and back.
 
-A table is total: every parameter is filled from the checkpoint and every tensor of the checkpoint is used, or `assign`
-raises one error that lists every fault. All names that a family's table needs can be imported from here.
+A list of rules is total: it fills every parameter and uses every tensor of the checkpoint. Otherwise `assign` raises
+one error with all problems. A family's converter imports everything from this module.
 """
 
 import re
@@ -57,11 +57,17 @@ PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 @dataclass(frozen=True)
 class Rule:
-    """A line of a table: the tensors named `source` become the parameters named `target`.
+    """The name of a checkpoint's tensors and the name of the parameter that these tensors fill.
 
-    A placeholder such as `{i}` stands for an index. A placeholder in both names has the same value in both; one in
-    `source` alone runs along the leading axis of the target, which stacks equal blocks. `aliases` are other names under
-    which files store the same tensor (tied weights): the first one found is read, the others are ignored.
+    A placeholder such as `{i}` stands for an index. If both names have the placeholder, it has the same value in both.
+    If only `source` has it, the tensors are stacked along the leading axis of the target.
+
+    Args:
+        source: The name of the tensors.
+        target: The name of the parameter.
+        transform: The rearrangement of the values.
+        aliases: Other names under which files store the same tensor (tied weights). The first existing name is read,
+            and all other names are ignored.
     """
 
     source: str
@@ -71,13 +77,13 @@ class Rule:
 
 
 def layer(source: str, target: str, weight: Transform, *, bias: bool = True, rows: Transform = IDENTITY) -> list[Rule]:
-    """Return a layer's rules: `weight` to `kernel`, rearranged, and `bias` if it has one, rearranged by `rows`."""
+    """Return a layer's rules: `weight` transforms the weight, which becomes `kernel`; `rows` transforms the bias."""
     rules = [Rule(f"{source}.weight", f"{target}.kernel", weight)]
     return rules + [Rule(f"{source}.bias", f"{target}.bias", rows)] * bias
 
 
 def linear(source: str, target: str, *, bias: bool = True, rows: Transform = IDENTITY) -> list[Rule]:
-    """Return a dense layer's rules, [out, in] -> kernel [in, out]; `rows` rearranges the outputs of both."""
+    """Return a dense layer's rules, [out, in] -> kernel [in, out]; `rows` rearranges the outputs of weight and bias."""
     return layer(source, target, rows >> TRANSPOSE, bias=bias, rows=rows)
 
 
@@ -87,22 +93,22 @@ def conv(source: str, target: str, *, bias: bool = True) -> list[Rule]:
 
 
 def pointwise(source: str, target: str, axes: tuple[int, ...] = (2, 3, 4)) -> list[Rule]:
-    """Return the rules that read a convolution with a kernel of size 1, on `axes`, as a dense layer."""
+    """Return the rules that turn a convolution, whose kernel has size 1 along `axes`, into a dense layer."""
     return layer(source, target, squeeze(*axes) >> TRANSPOSE)
 
 
 def embedder(source: str, target: str) -> list[Rule]:
-    """Return the rules of two dense layers that diffusers calls `linear_1` and `linear_2`."""
+    """Return the rules of two dense layers, `linear_1` and `linear_2` in diffusers."""
     return [*linear(f"{source}.linear_1", f"{target}.up"), *linear(f"{source}.linear_2", f"{target}.down")]
 
 
 def feed_forward(source: str, target: str) -> list[Rule]:
-    """Return the rules of an MLP as diffusers names its two layers, `net.0.proj` and `net.2`."""
+    """Return the rules of an MLP, `net.0.proj` and `net.2` in diffusers."""
     return [*linear(f"{source}.net.0.proj", f"{target}.up"), *linear(f"{source}.net.2", f"{target}.down")]
 
 
 def projections(source: str, target: str, rows: Transform = IDENTITY) -> list[Rule]:
-    """Return the rules of the four projections of attention in diffusers; `rows` rearranges the outputs of q and k."""
+    """Return the rules of attention's four projections in diffusers; `rows` rearranges the outputs of q and k."""
     return [
         *linear(f"{source}.to_q", f"{target}.q", rows=rows),
         *linear(f"{source}.to_k", f"{target}.k", rows=rows),
@@ -112,21 +118,26 @@ def projections(source: str, target: str, rows: Transform = IDENTITY) -> list[Ru
 
 
 def norm(source: str, target: str, *, bias: bool = False, rows: Transform = IDENTITY) -> list[Rule]:
-    """Return a normalisation's rules, `weight` -> `scale`, and `bias` if it has one."""
+    """Return the rules of a norm, `weight` -> `scale`, and `bias` if it has one."""
     rules = [Rule(f"{source}.weight", f"{target}.scale", rows)]
     return rules + [Rule(f"{source}.bias", f"{target}.bias", rows)] * bias
 
 
 def gamma(source: str, target: str, axes: tuple[int, ...] = (1, 2, 3)) -> Rule:
-    """Return the rule of a normalisation whose `gamma` has `axes` of size 1."""
+    """Return the rule of a norm; remove the `axes` of size 1 from its `gamma`."""
     return Rule(f"{source}.gamma", f"{target}.gamma", squeeze(*axes))
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """The tensors that fill one parameter: one for each index of its stacked axis, or a single one.
+    """The tensors that fill one parameter: a tensor for each index of its stacked axis, or a single tensor.
 
-    `sources` are the tensors' names in the files, which may be aliases; `names` are their names in the rule.
+    Args:
+        target: The parameter's name.
+        sources: The tensors' names in the files, which may be aliases.
+        names: The tensors' names according to the rule.
+        transform: The rearrangement of the values.
+        stacked: Whether the tensors are stacked along the parameter's first axis.
     """
 
     target: str
@@ -137,8 +148,8 @@ class Assignment:
 
 
 @runtime_checkable
-class Described(Protocol):
-    """An object with a shape and a dtype: a `Spec`, an array, a `jax.ShapeDtypeStruct`."""
+class ArraySpec(Protocol):
+    """Any object with a shape and a dtype: a `Spec`, an array, a `jax.ShapeDtypeStruct`."""
 
     @property
     def shape(self) -> Shape: ...
@@ -149,45 +160,55 @@ class Described(Protocol):
 
 def assign(
     rules: Iterable[Rule],
-    sources: Mapping[str, Described],
-    targets: Mapping[str, Described],
+    sources: Mapping[str, ArraySpec],
+    targets: Mapping[str, ArraySpec],
     *,
     ignore: Iterable[str] = (),
 ) -> list[Assignment]:
-    """Return the tensors that fill each of the targets, by the rules.
+    """Find the tensors that fill each parameter in `targets`.
 
-    ignore: patterns with `*` for the names of superfluous tensors.
-    Raises WanjaxError that lists every tensor that is missing, left over, used twice or of the wrong shape or dtype,
-    and every parameter that no rule fills, or more than one.
+    Args:
+        rules: The rules.
+        sources: Shapes and dtypes of the checkpoint's tensors.
+        targets: Shapes and dtypes of the parameters.
+        ignore: Patterns with `*` for the names of unused tensors.
+
+    Raises:
+        WanjaxError: A tensor is missing, unused, used twice or of the wrong shape or dtype, or a parameter is not
+            filled by exactly one rule. The message lists all problems.
     """
     rules, ignore = list(rules), list(ignore)
     assignments: list[Assignment] = []
-    missing, unfit, orphans = [], [], []
-    surplus = {key for key in sources if any(fnmatchcase(key, pattern) for pattern in ignore)}
+    missing, mismatched, unmatched = [], [], []
+    ignored = {key for key in sources if any(fnmatchcase(key, pattern) for pattern in ignore)}
     for path, target in targets.items():
         candidates = rules_for(path, rules)
         if len(candidates) != 1:
-            orphans.append(path)
+            unmatched.append(path)
             continue
-        assignment, aliases = expanded(*candidates[0], path, target.shape, sources)
+        assignment, aliases = expand_rule(*candidates[0], path, target.shape, sources)
         assignments.append(assignment)
-        surplus |= aliases
+        ignored |= aliases
         for key in assignment.sources:
             if key not in sources:
                 missing.append(key)
-            elif wrong := _misfit(sources[key], target, assignment):
-                unfit.append(f"{key} ({wrong})")
+            elif problem := _mismatch(sources[key], target, assignment):
+                mismatched.append(f"{key} ({problem})")
     uses = Counter(key for assignment in assignments for key in assignment.sources)
-    faults = {
+    problems = {
         "missing": missing,
-        "left over": [key for key in sources if key not in uses and key not in surplus],
-        "unfit": unfit,
+        "unused": [key for key in sources if key not in uses and key not in ignored],
+        "of the wrong shape or dtype": mismatched,
         "used twice": [key for key, count in uses.items() if count > 1],
-        "parameters not filled by exactly one rule": orphans,
+        "parameters not filled by exactly one rule": unmatched,
     }
-    if any(faults.values()):
-        listed = "; ".join(f"{fault}: {', '.join(_folded(names))}" for fault, names in faults.items() if names)
-        raise WanjaxError(f"the checkpoint does not fit the model, every tensor must fill one parameter; {listed}")
+    if any(problems.values()):
+        problem_text = "; ".join(
+            f"{problem}: {', '.join(_fold_indices(names))}" for problem, names in problems.items() if names
+        )
+        raise WanjaxError(
+            f"the checkpoint does not fit the model: every tensor must fill one parameter; {problem_text}"
+        )
     return assignments
 
 
@@ -202,45 +223,45 @@ def _regex(pattern: str) -> re.Pattern:
     return re.compile(PLACEHOLDER.sub(r"(?P<\1>[0-9]+)", pattern.replace(".", r"\.")))
 
 
-def expanded(
+def expand_rule(
     rule: Rule, indices: dict[str, str], target: str, shape: Shape, sources: Iterable[str]
 ) -> tuple[Assignment, set[str]]:
-    """Return the tensors with which a rule fills the target, and the surplus aliases."""
+    """Return the tensors that fill the target by this rule, and the aliases to ignore."""
     stacked = set(PLACEHOLDER.findall(rule.source)) - set(indices)
     if len(stacked) > 1:
         raise ValueError(f"{rule.source} -> {rule.target}: only one placeholder can be stacked, not {sorted(stacked)}")
-    keys, primary, surplus = [], [], set()
+    keys, rule_names, ignored = [], [], set()
     for i in range(shape[0]) if stacked else [0]:
         values = indices | dict.fromkeys(stacked, str(i))
         names = [PLACEHOLDER.sub(lambda match: values[match[1]], name) for name in (rule.source, *rule.aliases)]  # noqa: B023
-        primary.append(names[0])
+        rule_names.append(names[0])
         keys.append(next((name for name in names if name in sources), names[0]))
-        surplus |= set(names) - {keys[-1]}
-    return Assignment(target, tuple(keys), tuple(primary), rule.transform, bool(stacked)), surplus
+        ignored |= set(names) - {keys[-1]}
+    return Assignment(target, tuple(keys), tuple(rule_names), rule.transform, bool(stacked)), ignored
 
 
-def _misfit(source: Described, target: Described, assignment: Assignment) -> str:
-    """Says how the source does not fit the target; empty if it does."""
+def _mismatch(source: ArraySpec, target: ArraySpec, assignment: Assignment) -> str:
+    """Describe how the source differs from what the target needs; return an empty string if the source fits."""
     shape = tuple(target.shape)[assignment.stacked :]
     transform = assignment.transform
     if transform.shape(tuple(source.shape)) != shape:
         return f"{list(source.shape)} instead of {list(transform.source_shape(shape) or shape)}"
-    floating = [jnp.issubdtype(described.dtype, jnp.floating) for described in (source, target)]
+    floating = [jnp.issubdtype(array.dtype, jnp.floating) for array in (source, target)]
     if not all(floating) and source.dtype != target.dtype:
         return f"{source.dtype} instead of {target.dtype}"
     return ""
 
 
-def _folded(names: Iterable[str]) -> list[str]:
+def _fold_indices(names: Iterable[str]) -> list[str]:
     """Join names that differ only in their first index: `blocks.{0-3}.norm`."""
     groups = defaultdict(list)
     for name in names:
-        before, index, after = (*re.split(r"(?<=\.)([0-9]{1,9})(?=\.)", name, maxsplit=1), "", "")[:3]
-        groups[before, after].append(index)
-    return [before + _ranges(indices) + after for (before, after), indices in groups.items()]
+        prefix, index, suffix = (*re.split(r"(?<=\.)([0-9]{1,9})(?=\.)", name, maxsplit=1), "", "")[:3]
+        groups[prefix, suffix].append(index)
+    return [prefix + _format_ranges(indices) + suffix for (prefix, suffix), indices in groups.items()]
 
 
-def _ranges(indices: list[str]) -> str:
+def _format_ranges(indices: list[str]) -> str:
     if len(indices) == 1:
         return indices[0]
     runs: list[list[int]] = []
@@ -249,4 +270,4 @@ def _ranges(indices: list[str]) -> str:
             runs[-1][1] = i
         else:
             runs.append([i, i])
-    return "{" + ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) + "}"
+    return "{" + ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs) + "}"

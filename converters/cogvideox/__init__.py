@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion tables of CogVideoX."""
+"""Conversion rules for CogVideoX."""

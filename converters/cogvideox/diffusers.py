@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The conversion table of CogVideoX's transformer in the layout of diffusers: names and shapes, and config.json."""
+"""Conversion rules for CogVideoX's transformer in the layout of diffusers: tensors and config.json."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,8 +23,8 @@ from wanjax.converters.weight_rules import (
 from wanjax.errors import WanjaxError
 from wanjax.models.cogvideox.config import TransformerConfig
 
-# Entries of config.json that select the architecture, and their supported values; the first is that of a missing entry.
-KIND = {
+# Entries of config.json that select the architecture, and their supported values; the first is the default.
+SUPPORTED_ENTRIES = {
     "_class_name": ("CogVideoXTransformer3DModel",),
     "activation_fn": ("gelu-approximate",),
     "attention_bias": (True,),
@@ -37,7 +37,7 @@ KIND = {
     "use_learned_positional_embeddings": (False, True),
     "use_rotary_positional_embeddings": (False, True),
 }
-FIRST_GENERATION = {"patch_bias": (True,), "ofs_embed_dim": (None,)}  # with patches of one frame
+FIRST_GENERATION = {"patch_bias": (True,), "ofs_embed_dim": (None,)}  # each patch covers one frame
 SECOND_GENERATION = {"use_learned_positional_embeddings": (False,), "use_rotary_positional_embeddings": (True,)}
 
 
@@ -46,7 +46,7 @@ def transformer_config(json: Mapping[str, Any]) -> TransformerConfig:
 
     Raises KeyError if a size is missing, WanjaxError if the architecture is not supported.
     """
-    check_kind("transformer", json, KIND)
+    check_kind("transformer", json, SUPPORTED_ENTRIES)
     frames = json.get("patch_size_t")
     check_kind("transformer", json, SECOND_GENERATION if frames else FIRST_GENERATION)
     size = json["patch_size"]
@@ -69,14 +69,15 @@ def transformer_config(json: Mapping[str, Any]) -> TransformerConfig:
 
 
 def _positions(json: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of the config that say how tokens know their positions."""
+    """Read the positional embeddings from config.json; return the config's fields for them."""
     rotary, learned = (json.get(f"use_{kind}_positional_embeddings", False) for kind in ("rotary", "learned"))
     if json.get("patch_size_t"):
         return {"rotary": "counted", "added": None, "trained_grid": None}
     if not rotary:
         if learned:
             raise WanjaxError(
-                "the transformer's config.json has learned positions without rotary ones: no such model is known"
+                "the transformer's config.json has learned positions without rotary ones, which is not supported: "
+                "give a published config.json"
             )
         return {"rotary": None, "added": "sinusoids", "trained_grid": None}
     frames = (json["sample_frames"] - 1) // json.get("temporal_compression_ratio", 4) + 1
@@ -87,9 +88,11 @@ def _positions(json: Mapping[str, Any]) -> dict[str, Any]:
 def transformer_rules(config: TransformerConfig) -> list[Rule]:
     """Return the rules for every parameter of the transformer."""
     patch, cells = config.patch, config.patch_cells
-    embed = patches(patch[1:]) if patch[0] == 1 else TRANSPOSE >> channels_last(cells)  # a convolution, or linear
+    patch_transform = (
+        patches(patch[1:]) if patch[0] == 1 else TRANSPOSE >> channels_last(cells)
+    )  # the first generation has a convolution, the second a dense layer
     return [
-        *layer("patch_embed.proj", "patch_embed", embed),
+        *layer("patch_embed.proj", "patch_embed", patch_transform),
         *linear("patch_embed.text_proj", "text_embed"),
         *[Rule("patch_embed.pos_embedding", "added_positions.table", squeeze(0))] * (config.added == "learned"),
         *embedder("time_embedding", "time_embed"),
@@ -114,7 +117,7 @@ def _block(source: str, target: str, config: TransformerConfig) -> list[Rule]:
 
 
 def _attention(source: str, target: str, heads: Transform, head: Transform) -> list[Rule]:
-    """Return the rules of attention; `heads` rearranges the channels of all heads that RoPE rotates, `head` of one."""
+    """Return the rules of attention. For RoPE, `heads` reorders q and k, and `head` reorders their norms."""
     return [
         *projections(source, target, heads),
         *norm(f"{source}.norm_q", f"{target}.q_norm", bias=True, rows=head),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The conversion table of CogVideoX's autoencoder: names and shapes of its weights, and config.json."""
+"""Conversion rules for CogVideoX's autoencoder: tensors and config.json."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -10,8 +10,8 @@ from wanjax.converters.weight_rules import Rule, conv, norm, pointwise
 from wanjax.errors import WanjaxError
 from wanjax.models.cogvideox.vae_config import VAEConfig
 
-# Entries of config.json that select the architecture, and their supported values; the first is that of a missing entry.
-KIND = {
+# Entries of config.json that select the architecture, and their supported values; the first is the default.
+SUPPORTED_ENTRIES = {
     "_class_name": ("AutoencoderKLCogVideoX",),
     "in_channels": (3,),
     "out_channels": (3,),
@@ -23,7 +23,7 @@ KIND = {
     "use_quant_conv": (False,),
     "use_post_quant_conv": (False,),
 }
-SAMPLE_SIZE = 480, 720  # (height, width) of a config that lacks it, such as the first of CogVideoX-2b
+SAMPLE_SIZE = 480, 720  # (height, width) for a config.json without a size, such as the first version of CogVideoX-2b's
 
 
 def vae_config(json: Mapping[str, Any]) -> VAEConfig:
@@ -31,7 +31,7 @@ def vae_config(json: Mapping[str, Any]) -> VAEConfig:
 
     Raises KeyError if a size is missing, WanjaxError if the architecture is not supported.
     """
-    check_kind("VAE", json, KIND)
+    check_kind("VAE", json, SUPPORTED_ENTRIES)
     channels, factor = tuple(json["block_out_channels"]), int(json["temporal_compression_ratio"])
     config = VAEConfig(
         channels=channels,
@@ -48,7 +48,7 @@ def vae_config(json: Mapping[str, Any]) -> VAEConfig:
     if factor != 2**config.temporal_levels or config.temporal_levels >= len(channels):
         raise WanjaxError(
             f"the VAE's config.json has temporal_compression_ratio {factor}: give a power of two up to "
-            f"{config.spatial_factor}, one halving for each change of resolution"
+            f"{config.spatial_factor}"
         )
     return config
 
@@ -56,12 +56,12 @@ def vae_config(json: Mapping[str, Any]) -> VAEConfig:
 def vae_rules(config: VAEConfig) -> list[Rule]:
     """Return the rules for every parameter of the autoencoder."""
     return [
-        *_ends("encoder"),
+        *_shared_rules("encoder"),
         *norm("encoder.norm_out", "encoder.norm_out", bias=True),
         *_res_blocks("encoder.mid_block", "encoder.mid", _plain_norm),
         *_res_blocks("encoder.down_blocks.{i}", "encoder.levels.{i}", _plain_norm),
         *conv("encoder.down_blocks.{i}.downsamplers.0.conv", "encoder.levels.{i}.resample.conv"),
-        *_ends("decoder"),
+        *_shared_rules("decoder"),
         *_spatial_norm("decoder.norm_out", "decoder.norm_out"),
         *_res_blocks("decoder.mid_block", "decoder.mid", _spatial_norm),
         *_res_blocks("decoder.up_blocks.{i}", "decoder.levels.{i}", _spatial_norm),
@@ -69,22 +69,22 @@ def vae_rules(config: VAEConfig) -> list[Rule]:
     ]
 
 
-def _ends(half: str) -> list[Rule]:
+def _shared_rules(prefix: str) -> list[Rule]:
     return [
-        *conv(f"{half}.conv_in.conv", f"{half}.conv_in"),
-        *conv(f"{half}.conv_out.conv", f"{half}.conv_out"),
+        *conv(f"{prefix}.conv_in.conv", f"{prefix}.conv_in"),
+        *conv(f"{prefix}.conv_out.conv", f"{prefix}.conv_out"),
     ]
 
 
 def _res_blocks(source: str, target: str, norms: Callable[[str, str], list[Rule]]) -> list[Rule]:
-    """Return the rules of a level's residual blocks; `norms` returns the rules of one norm."""
-    theirs, ours = f"{source}.resnets.{{j}}", f"{target}.res.{{j}}"
+    """Return the rules of a level's residual blocks; `norms` builds the rules of one norm."""
+    source_block, target_block = f"{source}.resnets.{{j}}", f"{target}.res.{{j}}"
     return [
-        *norms(f"{theirs}.norm1", f"{ours}.norm1"),
-        *conv(f"{theirs}.conv1.conv", f"{ours}.conv1"),
-        *norms(f"{theirs}.norm2", f"{ours}.norm2"),
-        *conv(f"{theirs}.conv2.conv", f"{ours}.conv2"),
-        *pointwise(f"{theirs}.conv_shortcut", f"{ours}.shortcut"),
+        *norms(f"{source_block}.norm1", f"{target_block}.norm1"),
+        *conv(f"{source_block}.conv1.conv", f"{target_block}.conv1"),
+        *norms(f"{source_block}.norm2", f"{target_block}.norm2"),
+        *conv(f"{source_block}.conv2.conv", f"{target_block}.conv2"),
+        *pointwise(f"{source_block}.conv_shortcut", f"{target_block}.shortcut"),
     ]
 
 

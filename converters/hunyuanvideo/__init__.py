@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion tables of HunyuanVideo."""
+"""Conversion rules for HunyuanVideo."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The conversion tables of HunyuanVideo 1.5's networks in the diffusers layout: names, shapes, and config.json."""
+"""Conversion rules for HunyuanVideo 1.5's networks in the layout of diffusers: tensors and config.json."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,21 +23,21 @@ from wanjax.errors import WanjaxError
 from wanjax.models.hunyuanvideo.config import TransformerConfig
 from wanjax.models.hunyuanvideo.vae_config import VAE_1_5, VAEConfig
 
-# Entries of config.json that select the architecture, and their supported values; the first is that of a missing entry.
-TRANSFORMER_KIND = {
+# Entries of config.json that select the architecture, and their supported values; the first is the default.
+TRANSFORMER_ENTRIES = {
     "_class_name": ("HunyuanVideo15Transformer3DModel",),
     "patch_size": (1,),
     "patch_size_t": (1,),
     "qk_norm": ("rms_norm",),
 }
-VAE_KIND = {
+VAE_ENTRIES = {
     "_class_name": ("AutoencoderKLHunyuanVideo15",),
     "in_channels": (3,),
     "out_channels": (3,),
     "downsample_match_channel": (True,),
     "upsample_match_channel": (True,),
 }
-REFINER_MLP_RATIO = 4  # the entries of config.json do not include these
+REFINER_MLP_RATIO = 4  # config.json has neither this size nor the next ones
 GLYPH_MLP_DIM = 2048
 FREQUENCY_DIM = 256
 EPS = 1e-6
@@ -48,7 +48,7 @@ def transformer_config(json: Mapping[str, Any]) -> TransformerConfig:
 
     Raises KeyError if a size is missing, WanjaxError if one contradicts another or the architecture is not supported.
     """
-    check_kind("transformer", json, TRANSFORMER_KIND)
+    check_kind("transformer", json, TRANSFORMER_ENTRIES)
     width = json["num_attention_heads"] * json["attention_head_dim"]
     config = TransformerConfig(
         layers=json["num_layers"],
@@ -101,45 +101,45 @@ def transformer_rules(config: TransformerConfig) -> list[Rule]:
 
 
 def _refiner(source: str, target: str) -> list[Rule]:
-    block, ours = f"{source}.token_refiner.refiner_blocks.{{i}}", f"{target}.blocks"
+    source_block, target_block = f"{source}.token_refiner.refiner_blocks.{{i}}", f"{target}.blocks"
     return [
         *embedder(f"{source}.time_text_embed.timestep_embedder", f"{target}.time_embed"),
         *embedder(f"{source}.time_text_embed.text_embedder", f"{target}.mean_embed"),
         *linear(f"{source}.proj_in", f"{target}.tokens"),
-        *norm(f"{block}.norm1", f"{ours}.norm1", bias=True),
-        *projections(f"{block}.attn", ours),
-        *norm(f"{block}.norm2", f"{ours}.norm2", bias=True),
-        *feed_forward(f"{block}.ff", f"{ours}.mlp"),
-        *linear(f"{block}.norm_out.linear", f"{ours}.gates"),
+        *norm(f"{source_block}.norm1", f"{target_block}.norm1", bias=True),
+        *projections(f"{source_block}.attn", target_block),
+        *norm(f"{source_block}.norm2", f"{target_block}.norm2", bias=True),
+        *feed_forward(f"{source_block}.ff", f"{target_block}.mlp"),
+        *linear(f"{source_block}.norm_out.linear", f"{target_block}.gates"),
     ]
 
 
 def _block(source: str, target: str, config: TransformerConfig) -> list[Rule]:
-    """Return the rules of a block; the channels of text's q and k are reordered with the video's, which RoPE rotates.
+    """Return the rules of a block.
 
-    Each head has the same norm.
+    RoPE reorders the channels of q and k, for text as for video. All heads share a norm.
     """
-    order, one = rope_halves(config.heads), rope_halves(1)
+    all_heads, one_head = rope_halves(config.heads), rope_halves(1)
     return [
         *linear(f"{source}.norm1.linear", f"{target}.mod"),
         *linear(f"{source}.norm1_context.linear", f"{target}.text_mod"),
-        *projections(f"{source}.attn", f"{target}.attn", order),
-        *linear(f"{source}.attn.add_q_proj", f"{target}.attn.text_q", rows=order),
-        *linear(f"{source}.attn.add_k_proj", f"{target}.attn.text_k", rows=order),
+        *projections(f"{source}.attn", f"{target}.attn", all_heads),
+        *linear(f"{source}.attn.add_q_proj", f"{target}.attn.text_q", rows=all_heads),
+        *linear(f"{source}.attn.add_k_proj", f"{target}.attn.text_k", rows=all_heads),
         *linear(f"{source}.attn.add_v_proj", f"{target}.attn.text_v"),
         *linear(f"{source}.attn.to_add_out", f"{target}.attn.text_out"),
-        *norm(f"{source}.attn.norm_q", f"{target}.attn.q_norm", rows=one),
-        *norm(f"{source}.attn.norm_k", f"{target}.attn.k_norm", rows=one),
-        *norm(f"{source}.attn.norm_added_q", f"{target}.attn.text_q_norm", rows=one),
-        *norm(f"{source}.attn.norm_added_k", f"{target}.attn.text_k_norm", rows=one),
+        *norm(f"{source}.attn.norm_q", f"{target}.attn.q_norm", rows=one_head),
+        *norm(f"{source}.attn.norm_k", f"{target}.attn.k_norm", rows=one_head),
+        *norm(f"{source}.attn.norm_added_q", f"{target}.attn.text_q_norm", rows=one_head),
+        *norm(f"{source}.attn.norm_added_k", f"{target}.attn.text_k_norm", rows=one_head),
         *feed_forward(f"{source}.ff", f"{target}.mlp"),
         *feed_forward(f"{source}.ff_context", f"{target}.text_mlp"),
     ]
 
 
 def vae_config(json: Mapping[str, Any]) -> VAEConfig:
-    """Read an autoencoder's config from `vae/config.json`. Raises the errors of `transformer_config`."""
-    check_kind("VAE", json, VAE_KIND)
+    """Read an autoencoder's config from `vae/config.json`. Raises the same errors as `transformer_config`."""
+    check_kind("VAE", json, VAE_ENTRIES)
     config = VAEConfig(
         channels=tuple(json["block_out_channels"]),
         res_blocks=json["layers_per_block"],
@@ -162,26 +162,26 @@ def vae_config(json: Mapping[str, Any]) -> VAEConfig:
 def vae_rules(config: VAEConfig) -> list[Rule]:
     """Return the rules for every parameter of the autoencoder."""
     return [
-        *_half("encoder", "down_blocks", "downsamplers"),
-        *_half("decoder", "up_blocks", "upsamplers"),
+        *_vae_coder("encoder", "down_blocks", "downsamplers"),
+        *_vae_coder("decoder", "up_blocks", "upsamplers"),
     ]
 
 
-def _half(half: str, levels: str, resamplers: str) -> list[Rule]:
-    source, target = f"{half}.mid_block.attentions.0", f"{half}.mid.attention"
+def _vae_coder(coder: str, levels: str, resamplers: str) -> list[Rule]:
+    source, target = f"{coder}.mid_block.attentions.0", f"{coder}.mid.attention"
     return [
-        *conv(f"{half}.conv_in.conv", f"{half}.conv_in"),
-        *_res_block(f"{half}.{levels}.{{i}}.resnets.{{j}}", f"{half}.levels.{{i}}.res.{{j}}"),
-        *conv(f"{half}.{levels}.{{i}}.{resamplers}.0.conv.conv", f"{half}.levels.{{i}}.resample.conv"),
-        *_res_block(f"{half}.mid_block.resnets.0", f"{half}.mid.res1"),
+        *conv(f"{coder}.conv_in.conv", f"{coder}.conv_in"),
+        *_res_block(f"{coder}.{levels}.{{i}}.resnets.{{j}}", f"{coder}.levels.{{i}}.res.{{j}}"),
+        *conv(f"{coder}.{levels}.{{i}}.{resamplers}.0.conv.conv", f"{coder}.levels.{{i}}.resample.conv"),
+        *_res_block(f"{coder}.mid_block.resnets.0", f"{coder}.mid.res1"),
         gamma(f"{source}.norm", f"{target}.norm"),
         *pointwise(f"{source}.to_q", f"{target}.q"),
         *pointwise(f"{source}.to_k", f"{target}.k"),
         *pointwise(f"{source}.to_v", f"{target}.v"),
         *pointwise(f"{source}.proj_out", f"{target}.out"),
-        *_res_block(f"{half}.mid_block.resnets.1", f"{half}.mid.res2"),
-        gamma(f"{half}.norm_out", f"{half}.norm_out"),
-        *conv(f"{half}.conv_out.conv", f"{half}.conv_out"),
+        *_res_block(f"{coder}.mid_block.resnets.1", f"{coder}.mid.res2"),
+        gamma(f"{coder}.norm_out", f"{coder}.norm_out"),
+        *conv(f"{coder}.conv_out.conv", f"{coder}.conv_out"),
     ]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The conversion tables of Wan's networks in the diffusers layout: names and shapes of the weights, and config.json."""
+"""Conversion rules for Wan's networks in the layout of diffusers: tensors and config.json."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -36,15 +36,15 @@ from wanjax.models.wan.config import (
     VAEConfig,
 )
 
-# Entries of config.json that select the architecture, and their supported values; the first is that of a missing entry.
-TRANSFORMER_KIND = {
+# Entries of config.json that select the architecture, and their supported values; the first is the default.
+TRANSFORMER_ENTRIES = {
     "_class_name": ("WanTransformer3DModel", "WanVACETransformer3DModel", "CausalWanTransformer3DModel"),
     "cross_attn_norm": (True,),
     "qk_norm": ("rms_norm_across_heads",),
 }
 PUBLISHED_WIDTHS = {config.width for config in (T2V_1_3B, TI2V_5B, T2V_14B)}
-HEAD_DIM = T2V_14B.head_dim  # of every published transformer
-VAE_KIND = {
+HEAD_DIM = T2V_14B.head_dim  # the head size of every published transformer
+VAE_ENTRIES = {
     "_class_name": ("AutoencoderKLWan",),
     "is_residual": (False, True),
     "attn_scales": ([], ()),
@@ -54,11 +54,11 @@ VAE_KIND = {
 def transformer_config(json: Mapping[str, Any]) -> TransformerConfig:
     """Read a transformer's config from `transformer/config.json` of a diffusers folder.
 
-    Its type says what the transformer sees in addition to the prompt: nothing, an image, or a control clip. Raises
-    KeyError if a size is missing, WanjaxError if one contradicts another or the architecture is not supported.
+    The config's type depends on the model's inputs: only a prompt, or also an image or a control clip. Raises KeyError
+    if a size is missing, and WanjaxError if sizes contradict each other or the architecture is not supported.
     """
-    check_kind("transformer", json, TRANSFORMER_KIND)
-    plain = TransformerConfig(
+    check_kind("transformer", json, TRANSFORMER_ENTRIES)
+    base_config = TransformerConfig(
         layers=json["num_layers"],
         heads=json["num_attention_heads"],
         head_dim=json["attention_head_dim"],
@@ -71,25 +71,35 @@ def transformer_config(json: Mapping[str, Any]) -> TransformerConfig:
         eps=json["eps"],
         sparse_linear=_sparse_linear(json),
     )
-    if plain.width in PUBLISHED_WIDTHS and plain.head_dim != HEAD_DIM:  # which the shapes of tensors would not show
-        heads, right = f"{plain.heads} heads of {plain.head_dim}", f"{plain.width // HEAD_DIM} of {HEAD_DIM}"
-        raise WanjaxError(f"the transformer's config.json has {heads} where Wan's of width {plain.width} have {right}")
-    image_width, controlled = json.get("image_dim"), "vace_layers" in json
-    if controlled or json.get("_class_name") == "CausalWanTransformer3DModel":
+    if (
+        base_config.width in PUBLISHED_WIDTHS and base_config.head_dim != HEAD_DIM
+    ):  # the shapes of tensors do not show the number of heads
+        heads, expected_heads = (
+            f"{base_config.heads} heads of {base_config.head_dim}",
+            f"{base_config.width // HEAD_DIM} of {HEAD_DIM}",
+        )
+        raise WanjaxError(
+            f"the transformer's config.json has {heads}, but Wan's transformers of width "
+            f"{base_config.width} have {expected_heads}: give a published config.json"
+        )
+    image_width, is_controlled = json.get("image_dim"), "vace_layers" in json
+    if is_controlled or json.get("_class_name") == "CausalWanTransformer3DModel":
         check_kind("transformer", json, {"sparse_linear": (False,)})
-    if image_width is None or controlled:
+    if image_width is None or is_controlled:
         check_kind(
             "transformer", json, {"image_dim": (None,), "added_kv_proj_dim": (None,), "pos_embed_seq_len": (None,)}
         )
         if json.get("_class_name") == "CausalWanTransformer3DModel":
-            return _causal_config(plain, json)
-        return _control_config(plain, json) if controlled else plain
-    check_kind("transformer", json, {"added_kv_proj_dim": (plain.width,)})
-    return ImageTransformerConfig(**vars(plain), image_width=image_width, image_positions=json.get("pos_embed_seq_len"))
+            return _causal_config(base_config, json)
+        return _control_config(base_config, json) if is_controlled else base_config
+    check_kind("transformer", json, {"added_kv_proj_dim": (base_config.width,)})
+    return ImageTransformerConfig(
+        **vars(base_config), image_width=image_width, image_positions=json.get("pos_embed_seq_len")
+    )
 
 
 def _sparse_linear(json: Mapping[str, Any]) -> SparseLinear | None:
-    """Read the sparse-linear attention that a transformer was trained with: its text, or true for the authors' own."""
+    """Read the sparse-linear attention of a transformer: a string, or true for the default."""
     text = json.get("sparse_linear", False)
     if isinstance(text, str):
         return SparseLinear.parse(text)
@@ -98,35 +108,45 @@ def _sparse_linear(json: Mapping[str, Any]) -> SparseLinear | None:
 
 
 def sparse_linear_entry(sparse: SparseLinear | None) -> dict[str, Any]:
-    """Return the entry of config.json on sparse-linear attention; none for a transformer without it."""
+    """Return the entry of config.json for sparse-linear attention; empty for a transformer with dense attention."""
     return {"sparse_linear": str(sparse) or True} if sparse else {}
 
 
-def _control_config(plain: TransformerConfig, json: Mapping[str, Any]) -> ControlTransformerConfig:
+def _control_config(base_config: TransformerConfig, json: Mapping[str, Any]) -> ControlTransformerConfig:
     layers, channels = json.get("vace_layers"), json.get("vace_in_channels")
     if not layers or channels is None:
-        raise WanjaxError("the transformer's config.json has no vace_layers or no vace_in_channels, which VACE needs")
-    stride = plain.layers // len(layers)
-    if not stride or list(layers) != list(range(0, plain.layers, stride)) or plain.layers % stride:
-        right = f"evenly spaced layers from 0 that divide {plain.layers}"
-        raise WanjaxError(f"the transformer's config.json has vace_layers {list(layers)} where {right} are supported")
-    return ControlTransformerConfig(**vars(plain), control_channels=channels, control_stride=stride)
-
-
-def _causal_config(plain: TransformerConfig, json: Mapping[str, Any]) -> CausalTransformerConfig:
-    """Read the blocks and the window; an attention to all frames sees as many as the authors keep."""
-    block, local, sink = json.get("num_frames_per_block", 3), json.get("local_attn_size", -1), json.get("sink_size", 0)
-    window = json.get("sliding_window_num_frames", 21) if local == -1 else local
-    if block < 1 or window % block or sink % block or not 0 <= sink < window:
         raise WanjaxError(
-            f"the transformer's config.json has blocks of {block} frames in a window of {window}, of which {sink} "
-            "stay: multiples of the block are supported, such as 3, 21 and 0"
+            "the transformer's config.json lacks vace_layers or vace_in_channels: give VACE's published file"
         )
-    return CausalTransformerConfig(**vars(plain), block_frames=block, window=window, sink=sink)
+    stride = base_config.layers // len(layers)
+    if not stride or list(layers) != list(range(0, base_config.layers, stride)) or base_config.layers % stride:
+        supported = f"evenly spaced layers from 0, at a distance that divides {base_config.layers}"
+        raise WanjaxError(f"the transformer's config.json has vace_layers {list(layers)}: give {supported}")
+    return ControlTransformerConfig(**vars(base_config), control_channels=channels, control_stride=stride)
+
+
+def _causal_config(base_config: TransformerConfig, json: Mapping[str, Any]) -> CausalTransformerConfig:
+    """Read the frames per chunk and the attention window.
+
+    If attention is unlimited, the authors' cache size is the window.
+    """
+    block, local_frames, sink_frames = (
+        json.get("num_frames_per_block", 3),
+        json.get("local_attn_size", -1),
+        json.get("sink_size", 0),
+    )
+    window = json.get("sliding_window_num_frames", 21) if local_frames == -1 else local_frames
+    if block < 1 or window % block or sink_frames % block or not 0 <= sink_frames < window:
+        raise WanjaxError(
+            f"the transformer's config.json has blocks of {block} frames, a window of {window} and "
+            f"{sink_frames} sink frames: "
+            "give a window and a sink that are multiples of the block, such as 3, 21 and 0"
+        )
+    return CausalTransformerConfig(**vars(base_config), chunk_frames=block, window=window, sink=sink_frames)
 
 
 def transformer_rules(config: TransformerConfig) -> list[Rule]:
-    """Return the rules for every parameter of the transformer; the config's type selects the variant."""
+    """Return the rules for every parameter of the transformer; the config's type selects them."""
     rules = _plain_rules(config)
     match config:
         case ImageTransformerConfig():
@@ -137,15 +157,15 @@ def transformer_rules(config: TransformerConfig) -> list[Rule]:
 
 
 def transformer_unused(config: TransformerConfig) -> list[str]:
-    """Return patterns of the unused keys: the gates of video sparse attention (2505.13389), where all keys are seen.
+    """Return patterns of unused keys: the gates of video sparse attention (2505.13389), which wanjax computes densely.
 
-    The names are those of fastvideo/models/dits/wanvideo.py of hao-ai-lab/FastVideo.
+    The names are from fastvideo/models/dits/wanvideo.py of hao-ai-lab/FastVideo.
     """
     return ["blocks.*.to_gate_compress.*"]
 
 
 def _control_rules(config: ControlTransformerConfig) -> list[Rule]:
-    """Return the rules for the additional parameters of a transformer that follows a control clip."""
+    """Return the rules for the parameters that a control clip adds to a transformer."""
     return [
         *layer("vace_patch_embedding", "control_embed", patches(config.patch)),
         *linear("vace_blocks.0.proj_in", "control_in"),
@@ -155,7 +175,7 @@ def _control_rules(config: ControlTransformerConfig) -> list[Rule]:
 
 
 def _image_rules(config: ImageTransformerConfig) -> list[Rule]:
-    """Return the rules for the additional parameters of a transformer that sees an image."""
+    """Return the rules for the parameters that an image adds to a transformer."""
     embed = "condition_embedder.image_embedder"
     return [
         *norm(f"{embed}.norm1", "image_embed.norm1", bias=True),
@@ -192,7 +212,7 @@ def _block(source: str, target: str, config: TransformerConfig) -> list[Rule]:
 
 
 def _attention(source: str, target: str, order: Transform) -> list[Rule]:
-    """Return the rules of an attention layer; `order` rearranges the channels that RoPE rotates."""
+    """Return the rules of an attention layer; `order` reorders the channels for RoPE."""
     return [
         *projections(source, target, order),
         *norm(f"{source}.norm_q", f"{target}.q_norm", rows=order),
@@ -201,17 +221,17 @@ def _attention(source: str, target: str, order: Transform) -> list[Rule]:
 
 
 def vae_config(json: Mapping[str, Any]) -> VAEConfig:
-    """Read an autoencoder's config from `vae/config.json`. Raises the errors of `transformer_config`."""
-    check_kind("VAE", json, VAE_KIND)
+    """Read an autoencoder's config from `vae/config.json`. Raises the same errors as `transformer_config`."""
+    check_kind("VAE", json, VAE_ENTRIES)
     patch = json.get("patch_size") or 1
     for entry in ("in_channels", "out_channels"):
         if json.get(entry, 3) != 3 * patch**2:
             raise WanjaxError(
-                f"the VAE's config.json has {entry} {json.get(entry, 3)} instead of {3 * patch**2}: three colours "
-                f"of each of {patch} × {patch} pixels, by its patch_size"
+                f"the VAE's config.json has {entry} {json.get(entry, 3)}: with patch_size {patch} it must be "
+                f"{3 * patch**2}, three colours of {patch} × {patch} pixels"
             )
-    shape = ResidualVAEConfig if json.get("is_residual") else VAEConfig
-    return shape(
+    config_type = ResidualVAEConfig if json.get("is_residual") else VAEConfig
+    return config_type(
         width=json["base_dim"],
         decoder_width=json.get("decoder_base_dim") or json["base_dim"],
         patch=patch,
@@ -225,34 +245,34 @@ def vae_config(json: Mapping[str, Any]) -> VAEConfig:
 
 
 def vae_rules(config: VAEConfig) -> list[Rule]:
-    """Return the rules for every parameter of the autoencoder; the config's type selects the variant."""
+    """Return the rules for every parameter of the autoencoder; the config's type selects them."""
     levels = _residual_levels() if isinstance(config, ResidualVAEConfig) else _levels(config)
     return [
         *pointwise("quant_conv", "quant"),
         *pointwise("post_quant_conv", "post_quant"),
-        *_ends("encoder"),
-        *_ends("decoder"),
+        *_shared_rules("encoder"),
+        *_shared_rules("decoder"),
         *_res_block("decoder.up_blocks.{i}.resnets.{j}", "decoder.levels.{i}.res.{j}"),
         *levels,
     ]
 
 
-def _ends(half: str) -> list[Rule]:
-    """Return the rules that encoder and decoder share: the first and last convolutions, and the middle."""
+def _shared_rules(coder: str) -> list[Rule]:
+    """Return the rules that encoder and decoder share: the first and last convolutions, and the middle block."""
     return [
-        *conv(f"{half}.conv_in", f"{half}.conv_in"),
-        *_res_block(f"{half}.mid_block.resnets.0", f"{half}.mid.res1"),
-        gamma(f"{half}.mid_block.attentions.0.norm", f"{half}.mid.attention.norm", axes=(1, 2)),
-        *pointwise(f"{half}.mid_block.attentions.0.to_qkv", f"{half}.mid.attention.qkv", axes=(2, 3)),
-        *pointwise(f"{half}.mid_block.attentions.0.proj", f"{half}.mid.attention.out", axes=(2, 3)),
-        *_res_block(f"{half}.mid_block.resnets.1", f"{half}.mid.res2"),
-        gamma(f"{half}.norm_out", f"{half}.norm_out"),
-        *conv(f"{half}.conv_out", f"{half}.conv_out"),
+        *conv(f"{coder}.conv_in", f"{coder}.conv_in"),
+        *_res_block(f"{coder}.mid_block.resnets.0", f"{coder}.mid.res1"),
+        gamma(f"{coder}.mid_block.attentions.0.norm", f"{coder}.mid.attention.norm", axes=(1, 2)),
+        *pointwise(f"{coder}.mid_block.attentions.0.to_qkv", f"{coder}.mid.attention.qkv", axes=(2, 3)),
+        *pointwise(f"{coder}.mid_block.attentions.0.proj", f"{coder}.mid.attention.out", axes=(2, 3)),
+        *_res_block(f"{coder}.mid_block.resnets.1", f"{coder}.mid.res2"),
+        gamma(f"{coder}.norm_out", f"{coder}.norm_out"),
+        *conv(f"{coder}.conv_out", f"{coder}.conv_out"),
     ]
 
 
 def _levels(config: VAEConfig) -> list[Rule]:
-    """Return the rules of Wan 2.1's levels. Its files number the encoder's blocks and downsamplers in one list."""
+    """Return the rules of Wan 2.1's levels; its files number the encoder's blocks and downsamplers in one list."""
     rules = _resample("decoder.up_blocks.{i}.upsamplers.0", "decoder.levels.{i}.resample")
     for level in range(len(config.multipliers)):
         first = level * (config.res_blocks + 1)

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wan in its authors' layout, which ComfyUI uses too: names of tensors, and configs inferred from names and shapes.
+"""Wan in its authors' layout, which ComfyUI also uses: tensor names, and configs inferred from names and shapes.
 
-The tables are total in both directions: each tensor of the authors' layout has one name in the diffusers layout, and
-the reverse. So a reader of one layout reads the other. Sources: wan/modules/{model,vace_model,vae,t5,clip}.py of the
-official Wan 2.1 and 2.2 for the authors' names, diffusers' scripts/convert_wan_to_diffusers.py for those of diffusers,
-and turbodiffusion/SLA/core.py of thu-ml/TurboDiffusion for the projection of sparse-linear attention.
+The tables are total in both directions, so either layout can be read as the other. Sources:
+wan/modules/{model,vace_model,vae,t5,clip}.py of the official Wan 2.1 and 2.2 for the authors' names, diffusers'
+scripts/convert_wan_to_diffusers.py for diffusers' names, and turbodiffusion/SLA/core.py of thu-ml/TurboDiffusion for
+the projection of sparse-linear attention.
 """
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from wanjax.converters.configs import Specs, count_of, shape_of
+from wanjax.converters.configs import Specs, count_modules, shape_of
 from wanjax.converters.name_map import NameMap
 from wanjax.converters.t5 import t5_json
 from wanjax.converters.wan.diffusers import HEAD_DIM
@@ -19,19 +19,30 @@ from wanjax.errors import WanjaxError, repr_short
 from wanjax.models.wan.config import VAE_2_1, VAE_2_2
 
 Pairs = list[tuple[str, str]]
-CLIP_HEAD_DIM = 80  # in CLIP's ViT-H, Wan's image encoder
-SPARSE_LINEAR = "blocks.0.self_attn.attn_op.local_attn.proj_l.weight"  # of models trained with sparse-linear attention
-STATISTICS = {config.latent_channels: config for config in (VAE_2_1, VAE_2_2)}  # files lack the latents' mean and std
+CLIP_HEAD_DIM = 80  # the head size of CLIP's ViT-H, Wan's image encoder
+SPARSE_LINEAR = "blocks.0.self_attn.attn_op.local_attn.proj_l.weight"  # models with sparse-linear attention have it
+STATISTICS = {
+    config.latent_channels: config for config in (VAE_2_1, VAE_2_2)
+}  # the published mean and std of latents, which the authors' files lack
 
 
 def _block(block: str) -> Pairs:
-    """Return the names of a transformer block. The norms before cross-attention and before the MLP swap numbers."""
+    """Return the names of a transformer block.
+
+    The norm before the MLP is norm2 for the authors and norm3 for diffusers.
+    """
     attention = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "norm_q": "norm_q", "norm_k": "norm_k"}
     image = {"k_img": "add_k_proj", "v_img": "add_v_proj", "norm_k_img": "norm_added_k"}
     return [
-        *((f"{block}.self_attn.{theirs}", f"{block}.attn1.{ours}") for theirs, ours in attention.items()),
+        *(
+            (f"{block}.self_attn.{author_name}", f"{block}.attn1.{diffusers_name}")
+            for author_name, diffusers_name in attention.items()
+        ),
         (f"{block}.self_attn.attn_op.local_attn.proj_l", f"{block}.attn1.proj_l"),
-        *((f"{block}.cross_attn.{theirs}", f"{block}.attn2.{ours}") for theirs, ours in (attention | image).items()),
+        *(
+            (f"{block}.cross_attn.{author_name}", f"{block}.attn2.{diffusers_name}")
+            for author_name, diffusers_name in (attention | image).items()
+        ),
         (f"{block}.norm3", f"{block}.norm2"),
         (f"{block}.ffn.0", f"{block}.ffn.net.0.proj"),
         (f"{block}.ffn.2", f"{block}.ffn.net.2"),
@@ -97,104 +108,118 @@ IMAGE_ENCODER = NameMap(
         ("visual.post_norm", "vision_model.post_layernorm"),
     ]
 )
-"""Names after `Unfused`. CLIP's text encoder and the projection after the last norm are left out."""
+"""The names after `Unfused` splits q, k and v. wanjax uses neither CLIP's text encoder nor its final projection."""
 
 
-def _res_block(theirs: str, ours: str) -> Pairs:
-    inside = (("residual.0", "norm1"), ("residual.2", "conv1"), ("residual.3", "norm2"), ("residual.6", "conv2"))
+def _res_block(author_name: str, diffusers_name: str) -> Pairs:
+    layers = (("residual.0", "norm1"), ("residual.2", "conv1"), ("residual.3", "norm2"), ("residual.6", "conv2"))
     return [
-        *((f"{theirs}.{a}", f"{ours}.{b}") for a, b in inside),
-        (f"{theirs}.shortcut", f"{ours}.conv_shortcut"),
+        *((f"{author_name}.{author_layer}", f"{diffusers_name}.{layer}") for author_layer, layer in layers),
+        (f"{author_name}.shortcut", f"{diffusers_name}.conv_shortcut"),
     ]
 
 
-def _resample(theirs: str, ours: str) -> Pairs:
-    return [(f"{theirs}.resample.1", f"{ours}.resample.1"), (f"{theirs}.time_conv", f"{ours}.time_conv")]
+def _resample(author_name: str, diffusers_name: str) -> Pairs:
+    return [
+        (f"{author_name}.resample.1", f"{diffusers_name}.resample.1"),
+        (f"{author_name}.time_conv", f"{diffusers_name}.time_conv"),
+    ]
 
 
 def vae_names(config: Mapping[str, Any]) -> NameMap:
-    """Return the names of the autoencoder that a config.json in the diffusers layout describes."""
+    """Return the names of the autoencoder with this config.json in the layout of diffusers."""
     levels, blocks = len(config["dim_mult"]), config["num_res_blocks"]
-    inside = _nested if config["is_residual"] else _flat
+    level_pairs = _nested_levels if config["is_residual"] else _flat_levels
     return NameMap(
         [
-            *(pair for half in ("encoder", "decoder") for pair in _ends(half)),
-            *inside(levels, blocks),
+            *(pair for coder in ("encoder", "decoder") for pair in _shared_names(coder)),
+            *level_pairs(levels, blocks),
             ("conv1", "quant_conv"),
             ("conv2", "post_quant_conv"),
         ]
     )
 
 
-def _ends(half: str) -> Pairs:
+def _shared_names(coder: str) -> Pairs:
     return [
-        (f"{half}.conv1", f"{half}.conv_in"),
-        *_res_block(f"{half}.middle.0", f"{half}.mid_block.resnets.0"),
-        (f"{half}.middle.1", f"{half}.mid_block.attentions.0"),
-        *_res_block(f"{half}.middle.2", f"{half}.mid_block.resnets.1"),
-        (f"{half}.head.0", f"{half}.norm_out"),
-        (f"{half}.head.2", f"{half}.conv_out"),
+        (f"{coder}.conv1", f"{coder}.conv_in"),
+        *_res_block(f"{coder}.middle.0", f"{coder}.mid_block.resnets.0"),
+        (f"{coder}.middle.1", f"{coder}.mid_block.attentions.0"),
+        *_res_block(f"{coder}.middle.2", f"{coder}.mid_block.resnets.1"),
+        (f"{coder}.head.0", f"{coder}.norm_out"),
+        (f"{coder}.head.2", f"{coder}.conv_out"),
     ]
 
 
-def _flat(levels: int, blocks: int) -> Pairs:
-    """Return the names of Wan 2.1's levels. The authors number blocks and resamplers in one list.
+def _flat_levels(levels: int, blocks: int) -> Pairs:
+    """Return the names of Wan 2.1's levels.
 
-    diffusers does so in the encoder, but numbers the decoder's by level.
+    The authors number blocks and resamplers in one list. diffusers uses such a list in the encoder, but numbers the
+    decoder's blocks and resamplers by level.
     """
     pairs: Pairs = []
     for i in range(levels * (blocks + 1) - 1):
-        theirs, ours = f"encoder.downsamples.{i}", f"encoder.down_blocks.{i}"
-        pairs += _resample(theirs, ours) if i % (blocks + 1) == blocks else _res_block(theirs, ours)
+        author_name, diffusers_name = f"encoder.downsamples.{i}", f"encoder.down_blocks.{i}"
+        pairs += (
+            _resample(author_name, diffusers_name)
+            if i % (blocks + 1) == blocks
+            else _res_block(author_name, diffusers_name)
+        )
     for level in range(levels):
-        first, ours = level * (blocks + 2), f"decoder.up_blocks.{level}"
+        first, diffusers_name = level * (blocks + 2), f"decoder.up_blocks.{level}"
         for j in range(blocks + 1):
-            pairs += _res_block(f"decoder.upsamples.{first + j}", f"{ours}.resnets.{j}")
-        pairs += _resample(f"decoder.upsamples.{first + blocks + 1}", f"{ours}.upsamplers.0")
+            pairs += _res_block(f"decoder.upsamples.{first + j}", f"{diffusers_name}.resnets.{j}")
+        pairs += _resample(f"decoder.upsamples.{first + blocks + 1}", f"{diffusers_name}.upsamplers.0")
     return pairs
 
 
-def _nested(levels: int, blocks: int) -> Pairs:
-    """Return the names of Wan 2.2's levels, which number blocks and resamplers in one list per level."""
+def _nested_levels(levels: int, blocks: int) -> Pairs:
+    """Return the names of Wan 2.2's levels. Each level numbers its blocks and resampler in one list."""
     pairs: Pairs = []
     for level in range(levels):
-        sides = (
+        coders = (
             (f"encoder.downsamples.{level}.downsamples", f"encoder.down_blocks.{level}", "downsampler", blocks),
             (f"decoder.upsamples.{level}.upsamples", f"decoder.up_blocks.{level}", "upsampler", blocks + 1),
         )
-        for theirs, ours, resampler, count in sides:
+        for author_name, diffusers_name, resampler, count in coders:
             for j in range(count):
-                pairs += _res_block(f"{theirs}.{j}", f"{ours}.resnets.{j}")
-            pairs += _resample(f"{theirs}.{count}", f"{ours}.{resampler}")
+                pairs += _res_block(f"{author_name}.{j}", f"{diffusers_name}.resnets.{j}")
+            pairs += _resample(f"{author_name}.{count}", f"{diffusers_name}.{resampler}")
     return pairs
 
 
 def transformer_json(specs: Specs, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return diffusers' config.json for a transformer with these tensors, by the authors' names.
+    """Infer diffusers' config.json of a transformer from the shapes of its tensors.
 
-    config: the authors' config.json or that of diffusers, if there is one, for the values that shapes do not determine.
-    Raises WanjaxError if a tensor that determines a size is missing.
+    Args:
+        specs: Shapes and dtypes by the authors' names.
+        config: The config.json of the authors or of diffusers, for values that shapes do not determine.
+
+    Raises:
+        WanjaxError: A tensor that determines a size is missing.
     """
     config = config or {}
     width, channels_in, *patch = shape_of(specs, "patch_embedding.weight", 5)
-    layers = count_of(specs, "blocks")
-    vace = count_of(specs, "vace_blocks")
-    images = "img_emb.proj.1.weight" in specs
+    layers = count_modules(specs, "blocks")
+    num_vace_blocks = count_modules(specs, "vace_blocks")
+    has_image_encoder = "img_emb.proj.1.weight" in specs
     heads = config.get("num_heads", config.get("num_attention_heads", max(width // HEAD_DIM, 1)))
     if type(heads) is not int or heads < 1 or width % heads:
         raise WanjaxError(f"the transformer's config.json has num_heads {heads!r}: give a divisor of {width}")
-    listed = config.get("vace_layers") or list(range(0, layers, max(layers // max(vace, 1), 1)))
-    if not isinstance(listed, list):
-        raise WanjaxError(f"the transformer's config.json has vace_layers {repr_short(listed)}: give a list of layers")
+    vace_layers = config.get("vace_layers") or list(range(0, layers, max(layers // max(num_vace_blocks, 1), 1)))
+    if not isinstance(vace_layers, list):
+        raise WanjaxError(
+            f"the transformer's config.json has vace_layers {repr_short(vace_layers)}: give a list of layers"
+        )
     json: dict[str, Any] = {
-        "_class_name": "WanVACETransformer3DModel" if vace else "WanTransformer3DModel",
-        "added_kv_proj_dim": width if images else None,
+        "_class_name": "WanVACETransformer3DModel" if num_vace_blocks else "WanTransformer3DModel",
+        "added_kv_proj_dim": width if has_image_encoder else None,
         "attention_head_dim": width // heads,
         "cross_attn_norm": True,
         "eps": config.get("eps", 1e-6),
         "ffn_dim": shape_of(specs, "blocks.0.ffn.0.weight", 2)[0],
         "freq_dim": shape_of(specs, "time_embedding.0.weight", 2)[1],
-        "image_dim": shape_of(specs, "img_emb.proj.1.weight", 2)[1] if images else None,
+        "image_dim": shape_of(specs, "img_emb.proj.1.weight", 2)[1] if has_image_encoder else None,
         "in_channels": channels_in,
         "num_attention_heads": heads,
         "num_layers": layers,
@@ -207,87 +232,87 @@ def transformer_json(specs: Specs, config: Mapping[str, Any] | None = None) -> d
     }
     if SPARSE_LINEAR in specs:
         json["sparse_linear"] = True
-    if vace:
-        json["vace_layers"] = listed
+    if num_vace_blocks:
+        json["vace_layers"] = vace_layers
         json["vace_in_channels"] = shape_of(specs, "vace_patch_embedding.weight", 5)[1]
     return json
 
 
 def vae_json(specs: Specs) -> dict[str, Any]:
-    """Return diffusers' config.json for an autoencoder. Raises the errors of `transformer_json`."""
-    base, channels = shape_of(specs, "encoder.conv1.weight", 5)[:2]
-    latents = shape_of(specs, "conv2.weight", 5)[0]
-    if latents not in STATISTICS:
+    """Infer diffusers' config.json of an autoencoder. Raises the same errors as `transformer_json`."""
+    base_width, channels = shape_of(specs, "encoder.conv1.weight", 5)[:2]
+    latent_channels = shape_of(specs, "conv2.weight", 5)[0]
+    if latent_channels not in STATISTICS:
         supported = " or ".join(map(str, STATISTICS))
         raise WanjaxError(
-            f"the autoencoder has {latents} latent channels where the statistics of {supported} are known"
+            f"the autoencoder has {latent_channels} latent channels: the mean and std are known only for {supported}"
         )
-    nested = any(key.startswith("encoder.downsamples.0.downsamples.") for key in specs)
-    json = _nested_json(specs, channels) if nested else _flat_json(specs)
-    mean, std = STATISTICS[latents].latents_mean, STATISTICS[latents].latents_std
+    is_residual = any(key.startswith("encoder.downsamples.0.downsamples.") for key in specs)
+    json = _nested_json(specs, channels) if is_residual else _flat_json(specs)
+    mean, std = STATISTICS[latent_channels].latents_mean, STATISTICS[latent_channels].latents_std
     return json | {
         "_class_name": "AutoencoderKLWan",
         "attn_scales": [],
-        "base_dim": base,
-        "dim_mult": [width // base for width in json["dim_mult"]],
+        "base_dim": base_width,
+        "dim_mult": [width // base_width for width in json["dim_mult"]],
         "dropout": 0.0,
-        "is_residual": nested,
+        "is_residual": is_residual,
         "latents_mean": list(mean),
         "latents_std": list(std),
-        "z_dim": latents,
+        "z_dim": latent_channels,
     }
 
 
 def _flat_json(specs: Specs) -> dict[str, Any]:
-    """Read the levels of Wan 2.1's autoencoder: all but the last end with a resampler, after blocks of one width."""
-    count = count_of(specs, "encoder.downsamples")
-    ends = [i for i in range(count) if f"encoder.downsamples.{i}.resample.1.weight" in specs]
-    blocks = ends[0] if ends else count
-    widths = [shape_of(specs, f"encoder.downsamples.{i - 1}.residual.6.weight", 5)[0] for i in (*ends, count)]
+    """Infer the levels of Wan 2.1's autoencoder. All levels but the last end in a resampler."""
+    count = count_modules(specs, "encoder.downsamples")
+    resamplers = [i for i in range(count) if f"encoder.downsamples.{i}.resample.1.weight" in specs]
+    blocks = resamplers[0] if resamplers else count
+    widths = [shape_of(specs, f"encoder.downsamples.{i - 1}.residual.6.weight", 5)[0] for i in (*resamplers, count)]
     return {
         "dim_mult": widths,
         "num_res_blocks": blocks,
-        "temperal_downsample": [f"encoder.downsamples.{i}.time_conv.weight" in specs for i in ends],
+        "temperal_downsample": [f"encoder.downsamples.{i}.time_conv.weight" in specs for i in resamplers],
     }
 
 
 def _nested_json(specs: Specs, channels: int) -> dict[str, Any]:
-    """Read the levels of Wan 2.2's autoencoder."""
-    levels = count_of(specs, "encoder.downsamples")
+    """Infer the levels of Wan 2.2's autoencoder."""
+    levels = count_modules(specs, "encoder.downsamples")
     prefix = "encoder.downsamples.{}.downsamples"
-    blocks = count_of(specs, prefix.format(levels - 1))
-    last = [f"{prefix.format(level)}.{blocks - 1}.residual.6.weight" for level in range(levels)]
-    times = [f"{prefix.format(level)}.{blocks}.time_conv.weight" for level in range(levels - 1)]
+    blocks = count_modules(specs, prefix.format(levels - 1))
+    width_keys = [f"{prefix.format(level)}.{blocks - 1}.residual.6.weight" for level in range(levels)]
+    time_conv_keys = [f"{prefix.format(level)}.{blocks}.time_conv.weight" for level in range(levels - 1)]
     patch = round((channels / 3) ** 0.5)
     return {
         "decoder_base_dim": shape_of(specs, "decoder.head.0.gamma", 4)[0],
-        "dim_mult": [shape_of(specs, key, 5)[0] for key in last],
+        "dim_mult": [shape_of(specs, key, 5)[0] for key in width_keys],
         "in_channels": channels,
         "num_res_blocks": blocks,
         "out_channels": shape_of(specs, "decoder.head.2.weight", 5)[0],
         "patch_size": patch,
         "scale_factor_spatial": patch * 2 ** (levels - 1),
-        "scale_factor_temporal": 2 ** sum(time in specs for time in times),
-        "temperal_downsample": [time in specs for time in times],
+        "scale_factor_temporal": 2 ** sum(key in specs for key in time_conv_keys),
+        "temperal_downsample": [key in specs for key in time_conv_keys],
     }
 
 
 def text_encoder_json(specs: Specs) -> dict[str, Any]:
-    """Return the config.json of a UMT5 encoder with these tensors. Raises the errors of `transformer_json`."""
+    """Infer the config.json of a UMT5 encoder. Raises the same errors as `transformer_json`."""
     return t5_json(
         ("umt5", "UMT5EncoderModel"),
         embedding=shape_of(specs, "token_embedding.weight", 2),
         bias=shape_of(specs, "blocks.0.pos_embedding.embedding.weight", 2),
         query=shape_of(specs, "blocks.0.attn.q.weight", 2),
         mlp=shape_of(specs, "blocks.0.ffn.fc1.weight", 2),
-        layers=count_of(specs, "blocks"),
+        layers=count_modules(specs, "blocks"),
     )
 
 
 def image_encoder_json(specs: Specs) -> dict[str, Any]:
-    """Return the config.json of a CLIP vision tower with these tensors; its positions must have no batch axis.
+    """Infer the config.json of a CLIP vision tower.
 
-    Raises the errors of `transformer_json`.
+    Its positions must have no batch axis. Raises the same errors as `transformer_json`.
     """
     width, _, patch, _ = shape_of(specs, "visual.patch_embedding.weight", 4)
     tokens = shape_of(specs, "visual.pos_embedding", 2)[0]
@@ -300,6 +325,6 @@ def image_encoder_json(specs: Specs) -> dict[str, Any]:
         "layer_norm_eps": 1e-5,
         "model_type": "clip_vision_model",
         "num_attention_heads": width // CLIP_HEAD_DIM,
-        "num_hidden_layers": count_of(specs, "visual.transformer"),
+        "num_hidden_layers": count_modules(specs, "visual.transformer"),
         "patch_size": patch,
     }

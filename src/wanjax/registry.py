@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The families of models, and the checkpoint that a name, a hub id, a folder or a file means."""
+"""The registered families of models, and the lookup of checkpoints by name, hub id, folder or file."""
 
 import os
 import warnings
@@ -19,30 +19,30 @@ from wanjax.checkpoints.lora_source import NOISE_LEVELS, Lora
 from wanjax.checkpoints.network_kinds import NetworkKind
 from wanjax.checkpoints.readers import open_tensors
 from wanjax.checkpoints.sources import Source, folder_of, open_diffusers, read_json
-from wanjax.checkpoints.unsupported import without_transformer
+from wanjax.checkpoints.unsupported import describe_without_transformer
 from wanjax.checkpoints.weight_changes import Note, with_loras, with_zeros
-from wanjax.errors import WanjaxError, WanjaxWarning, unknown_model
-from wanjax.figures import quantity
+from wanjax.errors import WanjaxError, WanjaxWarning, repr_short, unknown_model
+from wanjax.figures import pluralize
 from wanjax.kernels.attention import AUTO, AttentionConfig
-from wanjax.media.inputs import INPUTS
+from wanjax.media.inputs import INPUT_SPECS
 from wanjax.media.metadata import CONFIG
 from wanjax.pipelines.caching.cache_tables import checkpoint_key, measured_file, merge_tables
 from wanjax.pipelines.cogvideox import FAMILY as COGVIDEOX
 from wanjax.pipelines.distillation import TASK, Distillation, find_distillation, model_name_in
-from wanjax.pipelines.family import Family, Preset, family_of, named_sizes
+from wanjax.pipelines.family import UNSTATED_LICENCE, Family, Preset, family_of, named_sizes
 from wanjax.pipelines.hunyuanvideo import FAMILY as HUNYUANVIDEO
 from wanjax.pipelines.model import VideoModel, with_attention, with_scheduler
-from wanjax.pipelines.settings import Settings, schema, sides
+from wanjax.pipelines.settings import Settings, parse_size, schema
 from wanjax.pipelines.wan import FAMILY as WAN
 from wanjax.schedulers import Scheduler
-from wanjax.stores.paths import RemotePath, is_url, parse_path
+from wanjax.stores.paths import RemotePath, is_url, missing_file, parse_path
 
 FAMILIES = [
     WAN,
     COGVIDEOX,
     HUNYUANVIDEO,
 ]
-FREE = "Apache-2.0"
+FREE_LICENCE = "Apache-2.0"
 SomeOutline = TypeVar("SomeOutline", bound="Outline")
 Loras = str | Path | Lora | Sequence[str | Path | Lora]
 
@@ -54,17 +54,27 @@ def register(family: Family) -> None:
         family: The family.
 
     Raises:
-        WanjaxError: A name of its presets or pipelines is known, or that of an input means another kind or a setting.
+        WanjaxError: One of its presets or pipelines has a registered name, or an input has the name of a setting or of
+            an input of another kind.
     """
-    taken = {*presets(), *(name for other in FAMILIES for name in other.pipelines)}
-    if clashing := [name for name in (*(p.name for p in family.presets), *family.pipelines) if name in taken]:
-        raise WanjaxError(f"the family {family.name} brings {clashing[0]}, which is known already")
-    inputs = [one for preset in family.presets if preset.model for one in preset.model.spec.inputs]
-    for one in inputs:
-        if one.name in schema(Settings) or INPUTS.get(one.name, one).kind != one.kind:
-            raise WanjaxError(f"the family {family.name} brings the input {one.name}, which is known as another thing")
-    for one in inputs:
-        INPUTS.setdefault(one.name, one._replace(required=False))
+    if not isinstance(family, Family):
+        advice = (
+            "wanjax.load loads a model by its name" if isinstance(family, str) else "docs/families.md describes one"
+        )
+        raise WanjaxError(f"register takes a Family, got {repr_short(family)}: {advice}")
+    registered = {*presets(), *(name for other in FAMILIES for name in other.pipelines)}
+    if clashing_names := [
+        name for name in (*(preset.name for preset in family.presets), *family.pipelines) if name in registered
+    ]:
+        raise WanjaxError(f"the family {family.name} has the name {clashing_names[0]}, which is registered already")
+    inputs = [spec for preset in family.presets if preset.model for spec in preset.model.spec.inputs]
+    for spec in inputs:
+        if spec.name in schema(Settings) or INPUT_SPECS.get(spec.name, spec).kind != spec.kind:
+            raise WanjaxError(
+                f"the family {family.name} has an input {spec.name}, already the name of another setting or input"
+            )
+    for spec in inputs:
+        INPUT_SPECS.setdefault(spec.name, spec._replace(required=False))
     FAMILIES.append(family)
 
 
@@ -74,20 +84,27 @@ def presets() -> dict[str, Preset]:
 
 
 def kinds() -> list[NetworkKind]:
-    """Return the kinds of networks of all families, each once."""
+    """Return the kinds of networks of all families, without duplicates."""
     return list(dict.fromkeys(kind for family in FAMILIES for kind in family.networks))
 
 
 def layouts() -> list[Layout]:
-    """Return the layouts of all families' checkpoints other than that of diffusers."""
+    """Return the checkpoint layouts of all families, besides diffusers' layout."""
     return [layout for family in FAMILIES for layout in family.layouts]
 
 
 @dataclass(frozen=True)
 class Outline:
-    """A model without its weights: its family, its preset if it is a published one, its `VideoModel` and settings.
+    """A model without its weights.
 
-    `distillation` is that of its weights, and `distilled_name` the name that told it; "" where no name was needed.
+    Args:
+        family: Its family.
+        preset: The model's preset; None if the model is not published.
+        model: Its `VideoModel`.
+        settings: Its default settings.
+        distillation: How the model's weights were distilled, or None.
+        distilled_name: The file name from which the distillation was recognised; "" if the preset says that the model
+            is distilled.
     """
 
     family: Family
@@ -99,20 +116,23 @@ class Outline:
 
     @property
     def sizes(self) -> Sequence[tuple[int, int]]:
-        """The (height, width) of the sizes that it was published for; none of a model that is not known."""
+        """The sizes (height, width) of the published model; empty without a preset."""
         return self.preset.sizes if self.preset else ()
 
     @property
     def param_dtype(self) -> str | None:
-        """The dtype in which weights are kept; None for the dtype in which each network is stored."""
+        """The dtype of the weights in memory; None keeps the dtype in which each network is stored."""
         return self.preset.param_dtype if self.preset else None
 
 
 @dataclass(frozen=True)
 class Checkpoint(Outline):
-    """A model with its source, and the choices of its loading.
+    """A model with the source of its weights.
 
-    `attention` is the one that was chosen, or that the first LoRA with one was trained with.
+    Args:
+        source: The source from which the weights are read.
+        loras: LoRAs to merge.
+        attention: The requested attention, or the attention that a LoRA was trained with.
     """
 
     source: Source = field(kw_only=True)
@@ -121,130 +141,146 @@ class Checkpoint(Outline):
 
 
 def open_for_loading(model: str | Path, revision: str | None, note: Note | None) -> Checkpoint:
-    """Open a checkpoint for loading: check its files and the disk's room, and note a licence before a download.
+    """Open a checkpoint for loading. Check its files and the free disk space, and report its licence before a download.
 
     Raises:
-        WanjaxError: The disk has no room for the download, or a file is missing or cut off.
+        WanjaxError: The disk has no room for the download, or a file is missing or truncated.
     """
     preset = find_preset(str(model))
-    opened = check_file(preset.source, revision=revision) if preset else 0  # a single file is downloaded to be examined
-    if opened:
+    file_bytes = check_file(preset.source, revision=revision) if preset else 0  # a single file is downloaded as a whole
+    if file_bytes:
         _notify_of_licence(preset, note)
     checkpoint = inspect_checkpoint(model, revision)
-    awaited = checkpoint.source.storage.check_room()
-    if awaited and not opened:
+    download_bytes = checkpoint.source.storage.check_room()
+    if download_bytes and not file_bytes:
         _notify_of_licence(checkpoint.preset, note)
     check_complete(checkpoint.source)
-    if preset is None and (sentence := few_steps(str(model), checkpoint)) and (note or checkpoint.distillation is None):
+    if (
+        preset is None
+        and (sentence := describe_distillation(str(model), checkpoint))
+        and (note or checkpoint.distillation is None)
+    ):
         _notify(sentence, note, 5)
     for sentence in checkpoint.source.notes:
         _notify(sentence, note, 5)
     return checkpoint
 
 
-def _notify(sentence: str, note: Note | None, level: int) -> None:
-    """Pass a sentence to `note`; without one, warn where `load` was called, so many calls away."""
-    note(sentence) if note else warnings.warn(sentence, WanjaxWarning, stacklevel=level)
+def _notify(sentence: str, note: Note | None, stack_level: int) -> None:
+    """Pass a sentence to `note`.
+
+    Without a `note`, warn; the warning points to the caller of `load`, `stack_level` frames up.
+    """
+    note(sentence) if note else warnings.warn(sentence, WanjaxWarning, stacklevel=stack_level)
 
 
-def few_steps(model: str, checkpoint: "Checkpoint") -> str | None:
-    """Return a sentence on a model that is distilled by its name, or on a file whose name does not say."""
+def describe_distillation(model: str, checkpoint: "Checkpoint") -> str | None:
+    """Describe a model's distillation, or say that it is unknown for a file; return None for other models."""
     if checkpoint.distillation is not None:
-        return checkpoint.distillation.sentence(model, checkpoint.settings, checkpoint.model.scheduler)
+        return checkpoint.distillation.note(model, checkpoint.settings, checkpoint.model.scheduler)
     if (
         checkpoint.preset is None
         or not os.path.isfile(checkpoint.source.root)
-        or TASK.search(model_name_in(checkpoint.source.known_as))
+        or TASK.search(model_name_in(checkpoint.source.name_hint))
     ):
         return None
-    settings, shape = checkpoint.settings, _shape(checkpoint.model)
-    few = (x.model for x in checkpoint.family.presets if x.distillation and x.model)
-    if shape not in map(_shape, few):
+    settings, denoiser_config = checkpoint.settings, _denoiser_config(checkpoint.model)
+    distilled_models = (preset.model for preset in checkpoint.family.presets if preset.distillation and preset.model)
+    if denoiser_config not in map(_denoiser_config, distilled_models):
         return None
     return (
-        f"the name of {model} does not tell whether it is distilled: it takes {quantity(settings.steps, 'step')} with "
-        f"guidance {settings.guidance_scale:g}; for one of few steps give their number, and a guidance scale of 1"
+        f"the name of {model} does not show whether it is distilled: using {pluralize(settings.steps, 'step')} and "
+        f"guidance {settings.guidance_scale:g}; for a distilled model set its steps, and a guidance scale of 1"
     )
 
 
-def _shape(model: VideoModel) -> tuple[Any, ...]:
-    """Return the names and the config of a model's denoisers, which their tensors determine."""
+def _denoiser_config(model: VideoModel) -> tuple[Any, ...]:
+    """Return the names and the config of a model's denoisers."""
     return model.spec.denoisers, model.spec.networks[model.spec.denoisers[0]]
 
 
 def _notify_of_licence(preset: Preset | None, note: Note | None) -> None:
-    if preset and preset.licence != FREE:
+    if preset and preset.licence == UNSTATED_LICENCE:
+        repositories = ", ".join("/".join(Lora.parse(lora).file.split("/")[:2]) for lora in preset.loras)
+        _notify(f"the LoRA of {preset.name} has no licence in its repository, {repositories}", note, 6)
+    elif preset and preset.licence != FREE_LICENCE:
         repository = "/".join(preset.source.split("/")[:2])
         sentence = (
-            f"the weights of {preset.name} are under the {preset.licence}, whose text {repository} on the hub has"
+            f"the weights of {preset.name} have the licence {preset.licence}: its text is in {repository} on the hub"
         )
         _notify(sentence, note, 6)
 
 
-def inspect_checkpoint(model: str | Path, revision: str | None = None, *, encoders: bool = False) -> Checkpoint:
+def inspect_checkpoint(
+    model: str | Path, revision: str | None = None, *, reads_encoder_configs: bool = False
+) -> Checkpoint:
     """Find a checkpoint and read its configs.
 
     Args:
-        model: A known name, or any that `open_source` accepts.
+        model: A preset's name, or any name that `open_source` accepts.
         revision: The revision on the hub; None is the newest.
-        encoders: Whether to read the configs of text and image encoders too, which may download a file.
+        reads_encoder_configs: Whether to also read the configs of text and image encoders, which may download a file.
 
     Raises:
         WanjaxError: No checkpoint is found, or its configs contradict each other.
     """
-    return read_configs(model, *find_checkpoint(model, revision), encoders=encoders)
+    return read_configs(model, *find_checkpoint(model, revision), reads_encoder_configs=reads_encoder_configs)
 
 
-def read_configs(model: str | Path, source: Source, preset: Preset | None, *, encoders: bool = False) -> Checkpoint:
+def read_configs(
+    model: str | Path, source: Source, preset: Preset | None, *, reads_encoder_configs: bool = False
+) -> Checkpoint:
     """Read the configs of a source from `find_checkpoint`, as `inspect_checkpoint` does."""
     family = family_of(source, FAMILIES)
     video_model = _with_cache_tables(
-        _with_scheduler(family.read_model(source, encoders), preset), family, preset, source
+        _with_scheduler(family.read_model(source, reads_encoder_configs), preset), family, preset, source
     )
-    settings = family.settings(source, video_model, preset)
+    settings = replace(family.settings(source, video_model, preset), precision=source.precision)
     if preset is None:
         settings = replace(settings, model=str(model))
     checkpoint = Checkpoint(family, preset, video_model, settings, preset and preset.distillation, source=source)
-    name = model_name_in(source.known_as)
+    name = model_name_in(source.name_hint)
     distillation = find_distillation(name, family.distillations)
     if distillation is None or checkpoint.distillation is not None:
         return checkpoint
-    checkpoint = _with_sampler(checkpoint, distillation, name)
-    if source.manifest is not None:  # whose own settings may be those of the weights before a LoRA was merged
+    checkpoint = _apply_distillation(checkpoint, distillation, name)
+    if source.manifest is not None:  # a checkpoint's stored settings may be older than a LoRA merged into it
         return checkpoint
     return replace(checkpoint, settings=checkpoint.settings.updated(read_json(source.root / CONFIG, missing={})))
 
 
 def find_checkpoint(model: str | Path, revision: str | None = None) -> tuple[Source, Preset | None]:
-    """Return the source of a checkpoint, and its preset where it is a published one.
+    """Find the source of a checkpoint, and its preset (None if there is none).
 
-    `model` is a known name, or any name that `open_source` accepts. Raises WanjaxError where no checkpoint is found.
+    `model` is a preset's name, or any name that `open_source` accepts. Raises WanjaxError if no checkpoint is found.
     """
     preset = find_preset(str(model))
     if preset is None and not os.path.exists(model) and "/" not in str(model):
         raise WanjaxError(unknown_model(str(model), presets()))
     source = open_source(preset.source if preset else model, revision)
-    if preset is None and (preset := find_preset(source.origin)):  # a converted checkpoint of a published one
+    if preset is None and (preset := find_preset(source.origin)):  # a converted copy of a published checkpoint
         preset = replace(preset, defaults=replace(preset.defaults, model=str(model)))
     return source, preset
 
 
 def open_source(name: str | Path, revision: str | None = None) -> Source:
-    """Open the checkpoint of this name: a folder, a file, a Hugging Face repository, or OWNER/NAME/FILE on the hub.
+    """Open a checkpoint: a folder, a file, a Hugging Face repository, or OWNER/NAME/FILE on the hub.
 
-    Its layout is that of diffusers or of a family; in a store, that of `wanjax convert`. Raises WanjaxError where no
-    checkpoint is found, or its layout is unknown.
+    The layout is diffusers' or a family's. In a store the layout must be the one that `wanjax convert` writes. Raises
+    WanjaxError if no checkpoint is found, or if its layout is unknown.
     """
     path = parse_path(name)
     if isinstance(path, RemotePath):
         return open_stored(path, revision)
     name = path if is_url(name) else name
     if revision is not None and os.path.exists(path):
-        raise WanjaxError(f"{path} is not on the hub: it has no revision {revision}")
+        raise WanjaxError(f"{path} is a local path and has no revision {revision}: give a hub id, or no revision")
     if os.path.isfile(path):
         return _open_file(path)
     if path.suffix in SUFFIXES and HUB_FILE.fullmatch(str(name)):
         return _open_file(locate_file(name, companions=companion_files(path.name), revision=revision))
+    if path.suffix in SUFFIXES and not os.path.exists(path):
+        raise WanjaxError(missing_file(path, "give an existing file, or OWNER/NAME/FILE of the hub"))
     if os.path.isfile(path / MANIFEST):
         return open_converted(name, path)
     folder, commit = folder_of(name, revision, [marker for layout in layouts() for marker in layout.markers])
@@ -260,57 +296,65 @@ def _open_file(path: Path) -> Source:
         if (source := layout.open_file(path)) is not None:
             return source
     relatives = {name: tensors for family in FAMILIES for name, tensors in family.relatives.items()}
-    raise WanjaxError(f"{path} {without_transformer(open_tensors(path).specs, relatives)}")
+    raise WanjaxError(f"{path} {describe_without_transformer(open_tensors(path).specs, relatives)}")
 
 
 def companion_files(name: str) -> list[str]:
-    """Return the names of files that belong to a checkpoint's file of this name, such as the other of two experts."""
-    return [other for layout in layouts() for other in layout.beside(name)]
+    """List possible names of further files that belong to a checkpoint's file, such as the other expert's file."""
+    return [other for layout in layouts() for other in layout.companion_files(name)]
 
 
 def find_preset(name: str) -> Preset | None:
-    """Return the preset of this name, or the one that is this repository, whose owner may be left out."""
+    """Return the preset with this name or hub id; the owner in the id is optional."""
     by_name = presets()
-    bare = "/" not in name and not os.path.exists(name)
+    has_no_owner = "/" not in name and not os.path.exists(name)
     for preset in by_name.values():
-        if name in preset.sources or (bare and name in preset.bare_names):
+        if name in preset.sources or (has_no_owner and name in preset.repository_names):
             return preset
     return by_name.get(name)
 
 
 def outline(model: str) -> Outline:
-    """Return a model without its weights; download nothing for a preset."""
+    """Describe a model without its weights; this downloads nothing for a preset."""
     preset = find_preset(model)
     if preset is not None and preset.model is not None:
         family = family_with(preset)
         video_model = _with_cache_tables(_with_scheduler(preset.model, preset), family, preset)
         return Outline(family, preset, video_model, preset.defaults, preset.distillation)
-    return inspect_checkpoint(model, encoders=True)
+    return inspect_checkpoint(model, reads_encoder_configs=True)
 
 
-def size_of(model: str, settings: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the (height, width) that settings mean for a model, of which `size` may be a name."""
+def find_size(model: str, settings: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the (height, width) of a model's video with these settings.
+
+    The setting `size` may be a name such as 720p.
+    """
     model_outline = outline(model)
-    return with_size(model_outline.model, model_outline.settings, model_outline.sizes, settings).size
+    return resolve_size(model_outline.model, model_outline.settings, model_outline.sizes, settings).size
 
 
 def describe(model: str) -> dict[str, Any]:
-    """Return what a model takes, makes and needs, as JSON; download as `outline`.
+    """Describe a model as JSON: its inputs, sizes, memory and defaults. The call downloads no more than `outline` does.
 
-    `parameters` are those of the transformer, or of each of two. `networks` are the bytes of each network's weights as
-    they are kept on devices, and `memory` is their sum. `tasks` tells what a video can be made from, in words. `takes`
-    names the pictures and clips that the model can use,
-    and `needs` those without which it makes no video. `about`, `source`, `ids` and `licence` are known of published
-    checkpoints alone; `ids` are the repositories on the hub by which the model is known too.
+    `parameters` is the number of parameters of the transformer, or of each of two transformers. `networks` has the
+    bytes of each network's weights on devices, and `memory` is their sum. `full_precision` describes the projections
+    that are never quantized; it is None for a model that cannot be quantized. `tasks` describes in words the inputs
+    from which a video can be made. `takes` names the pictures and clips that the model can use. `needs` names the
+    required pictures and clips. Only published checkpoints have `about`, `source`, `ids` and `licence`; `ids` are
+    further repositories on the hub with the same model.
     """
     model_outline = outline(model)
     preset, video_model, defaults = model_outline.preset, model_outline.model, model_outline.settings
-    nets = {name: model_outline.family.network_of(config) for name, config in video_model.spec.networks.items()}
-    item = {"bfloat16": 2, "float32": 4}[preset.param_dtype if preset else defaults.dtype]
-    networks = {name: (4 if network.float32 else item) * network.parameters for name, network in nets.items()}
+    network_infos = {
+        name: model_outline.family.network_of(config) for name, config in video_model.spec.networks.items()
+    }
+    item_bytes = {"bfloat16": 2, "float32": 4}[preset.param_dtype if preset else defaults.dtype]
+    networks = {
+        name: (4 if network.float32 else item_bytes) * network.parameters for name, network in network_infos.items()
+    }
     card: dict[str, Any] = {}
     if preset:
-        ids = [] if preset.shipped else list(preset.sources)
+        ids = [] if preset.bundled else list(preset.sources)
         card = {"about": preset.about, "source": preset.source, "ids": ids, "licence": preset.licence}
     sizes = named_sizes(video_model, defaults, model_outline.sizes)
     return {
@@ -318,25 +362,26 @@ def describe(model: str) -> dict[str, Any]:
         **card,
         "task": video_model.spec.task,
         "tasks": video_model.spec.tasks,
-        "takes": list(video_model.spec.takes),
-        "needs": list(video_model.spec.needs),
+        "takes": list(video_model.spec.input_names),
+        "needs": list(video_model.spec.required_inputs),
         "sizes": {name: f"{width}x{height}" for name, (height, width) in sizes.items()},
         "grid": video_model.spec.size_multiple,
         "frames_step": video_model.vae.temporal_factor,
-        "parameters": nets["transformer"].parameters,
+        "parameters": network_infos["transformer"].parameters,
         "memory": sum(networks.values()),
         "networks": networks,
-        "defaults": {k: v for k, v in defaults.to_json().items() if k not in ("model", "prompt")},
+        "full_precision": model_outline.family.full_precision(video_model),
+        "defaults": {name: value for name, value in defaults.to_json().items() if name not in ("model", "prompt")},
     }
 
 
 def family_with(preset: Preset) -> Family:
-    """Return the family that has this preset."""
+    """Return the family of a preset."""
     return next(family for family in FAMILIES if preset in family.presets)
 
 
 def _with_scheduler(model: VideoModel, preset: Preset | None) -> VideoModel:
-    """Return the model with the preset's own scheduler, if it has one."""
+    """Return the model with the preset's scheduler, if it has one."""
     if preset is None or preset.scheduler is None:
         return model
     return replace(model, scheduler=preset.scheduler)
@@ -345,76 +390,88 @@ def _with_scheduler(model: VideoModel, preset: Preset | None) -> VideoModel:
 def _with_cache_tables(
     model: VideoModel, family: Family, preset: Preset | None, source: Source | None = None
 ) -> VideoModel:
-    """Return the model with the checkpoint's tables for step caches, the user's own first."""
+    """Return the model with the tables for its step caches.
+
+    Tables that the user measured replace the checkpoint's tables.
+    """
     key = preset.name if preset else checkpoint_key(source) if source else ""
     published = (family.tables, preset.name) if preset else (None, None)
     return replace(model, tables=merge_tables([(measured_file(key), None), published]))
 
 
 def tables_key(model: str | Path) -> str:
-    """Return the name by which the tables measured of a checkpoint are kept."""
+    """Return the key under which measured step-cache tables of a checkpoint are saved."""
     source, preset = find_checkpoint(model)
     return preset.name if preset else checkpoint_key(source)
 
 
 def check_complete(source: Source) -> None:
-    """Raise WanjaxError if a listed file of a network or tokenizer is missing or cut off."""
-    listed, loaded = source.components, {name for family in FAMILIES for name in family.loaders}
+    """Raise WanjaxError if a file of a network or tokenizer is missing or truncated."""
+    components, loader_names = source.components, {name for family in FAMILIES for name in family.loaders}
     classes = {word for kind in kinds() for word in kind.classes}
-    networks = [name for name, component in listed.items() if component.kind in classes]
-    source.check(networks, [name for name in listed if name in loaded])
+    networks = [name for name, component in components.items() if component.kind in classes]
+    source.check(networks, [name for name in components if name in loader_names])
 
 
-def attention_of(loras: Iterable[Lora]) -> AttentionConfig | None:
-    """Return the attention of the first merged LoRA that was trained with one; None if none was."""
+def first_lora_attention(loras: Iterable[Lora]) -> AttentionConfig | None:
+    """Return the attention of the first merged LoRA that was trained with sparse attention, or None."""
     return next(filter(None, (trained_attention(lora.path) for lora in loras if lora.strength)), None)
 
 
-def _with_sampler(outline: SomeOutline, distillation: Distillation, distilled_name: str) -> SomeOutline:
-    """Return a model with the settings and the solver of the distillation that a name says."""
-    solver = distillation.solver(needs_image=bool(outline.model.spec.needs))
+def _apply_distillation(outline: SomeOutline, distillation: Distillation, distilled_name: str) -> SomeOutline:
+    """Return a model with the settings and the solver of a distillation, which its name tells."""
+    solver = distillation.solver(needs_image=bool(outline.model.spec.required_inputs))
     return replace(
         outline,
-        settings=distillation.applied(outline.settings),
+        settings=distillation.apply_to(outline.settings),
         model=replace(outline.model, scheduler=solver) if solver else outline.model,
         distillation=distillation,
         distilled_name=distilled_name,
     )
 
 
-def with_distillation(outline: SomeOutline, loras: Sequence[Lora], note: Note | None) -> SomeOutline:
-    """Return a model with the settings and the solver of distilled LoRAs, by their names.
+def apply_distilled_loras(outline: SomeOutline, loras: Sequence[Lora], note: Note | None) -> SomeOutline:
+    """Return a model with the settings and the solver of its distilled LoRAs. Names identify distilled LoRAs.
 
-    `note` receives a sentence on them, or why they do not go together; None warns. They have no effect on a model that
-    is distilled already, nor where one of two experts has none.
+    A LoRA that is distilled only for no guidance complements one for few steps, whose settings count. `note` is called
+    with a sentence about the new settings, or about why the settings do not change; None issues a warning. The settings
+    do not change if the model is already distilled, or if only one of two experts has a distilled LoRA.
     """
     distillations, experts = outline.family.distillations, NOISE_LEVELS[: len(outline.model.spec.denoisers)]
-    pairs = [
-        (x, each) for x in loras if x.strength > 0 and (each := find_distillation(model_name_in(x.file), distillations))
+    distilled_loras = [
+        (lora, candidate)
+        for lora in loras
+        if lora.strength > 0 and (candidate := find_distillation(model_name_in(lora.file), distillations))
     ]
-    if not pairs:
+    if not distilled_loras:
         return outline
-    lora, distillation = pairs[0]
-    merged = [[x for x, _ in pairs if len(experts) == 1 or x.expert in (None, expert)] for expert in experts]
-    several = next((some for some in merged if len(some) > 1), [])
+    distilled_loras = [pair for pair in distilled_loras if pair[1].steps] or distilled_loras
+    lora, distillation = distilled_loras[0]
+    loras_by_expert = [
+        [lora for lora, _ in distilled_loras if len(experts) == 1 or lora.expert in (None, expert)]
+        for expert in experts
+    ]
+    repeated = next((group for group in loras_by_expert if len(group) > 1), [])
     settings = outline.settings
-    unchanged = (
-        f"the {quantity(settings.steps, 'step')} and the guidance {settings.guidance_scale:g} of {settings.model} stay"
+    unchanged_text = (
+        f"{settings.model} keeps {pluralize(settings.steps, 'step')} and guidance {settings.guidance_scale:g}"
     )
     if outline.distillation is not None:
-        sentence = f"{lora.label} is distilled, and {settings.model} is already: {unchanged}"
-    elif not all(merged):
-        sentence = f"{lora.label} is distilled, and the other expert has no such LoRA: {unchanged}"
+        sentence = f"{lora.label} is distilled, but so is {settings.model} itself: {unchanged_text}"
+    elif not all(loras_by_expert):
+        sentence = f"{lora.label} is distilled, but the other expert has no distilled LoRA: {unchanged_text}"
     else:
-        outline = _with_sampler(outline, distillation, model_name_in(lora.file))
-        sentence = distillation.sentence(lora.label, outline.settings, outline.model.scheduler)
-        if several:
-            sentence += f"; {' and '.join(x.label for x in several)} are merged together, which may be too much"
+        outline = _apply_distillation(outline, distillation, model_name_in(lora.file))
+        sentence = distillation.note(lora.label, outline.settings, outline.model.scheduler)
+        if repeated:
+            sentence += (
+                f"; {' and '.join(lora.label for lora in repeated)} are merged together, which may be too strong"
+            )
     _notify(sentence, note, 6)
     return outline
 
 
-def with_options(
+def apply_options(
     checkpoint: Checkpoint,
     loras: tuple[Lora, ...],
     note: Note | None,
@@ -422,55 +479,69 @@ def with_options(
     attention: AttentionConfig | None = None,
     scheduler: str | Scheduler | None = None,
 ) -> Checkpoint:
-    """Return a checkpoint with LoRAs merged in, the preset's own and others, and with an attention and a scheduler.
+    """Apply the options of `load` to a checkpoint.
 
-    Distilled LoRAs bring their settings (`with_distillation`). A projection of sparse-linear attention that neither the
-    checkpoint nor a LoRA holds begins with zeros, of which a warning tells.
+    Args:
+        checkpoint: The checkpoint.
+        loras: LoRAs to merge after the LoRAs of the preset. Distilled LoRAs change the settings
+            (`apply_distilled_loras`).
+        note: Called with sentences for the user; None issues warnings.
+        attention: The attention; None is the attention that a LoRA was trained with, or the default. If neither the
+            checkpoint nor a LoRA has the projection of sparse-linear attention, it is initialised with zeros, with a
+            warning.
+        scheduler: The scheduler; None is the checkpoint's scheduler.
 
     Raises:
         WanjaxError: The scheduler is of another kind than the checkpoint's.
     """
-    checkpoint = with_distillation(checkpoint, loras, note)
-    learned, model = attention_of(loras), checkpoint.settings.model
-    attention = attention or learned
+    checkpoint = apply_distilled_loras(checkpoint, loras, note)
+    lora_attention, model = first_lora_attention(loras), checkpoint.settings.model
+    attention = attention or lora_attention
     video_model = with_attention(checkpoint.model, attention or AUTO, model)
     if video_model != checkpoint.model:
-        entries = {name: video_model.spec.config_entries for name in video_model.spec.denoisers}
-        checkpoint = replace(checkpoint, source=with_zeros(checkpoint.source, entries, checkpoint.family.networks))
-        if learned is None:
-            sentence = f"{model} was not trained with {attention}, whose projection begins with zeros"
-            warnings.warn(sentence, WanjaxWarning, stacklevel=4)  # past `load` and its decorator
+        config_entries = {name: video_model.spec.config_entries for name in video_model.spec.denoisers}
+        checkpoint = replace(
+            checkpoint, source=with_zeros(checkpoint.source, config_entries, checkpoint.family.networks)
+        )
+        if lora_attention is None:
+            sentence = f"{model} was not trained with {attention}: its projection is initialised with zeros"
+            warnings.warn(sentence, WanjaxWarning, stacklevel=4)  # the warning points to the caller of `load`
     if scheduler is not None:
         video_model = with_scheduler(video_model, scheduler)
-    merged = [*(Lora.parse(lora) for lora in (checkpoint.preset.loras if checkpoint.preset else ())), *loras]
-    source = with_loras(checkpoint.source, merged, checkpoint.family.networks, note) if merged else checkpoint.source
+    all_loras = [*(Lora.parse(lora) for lora in (checkpoint.preset.loras if checkpoint.preset else ())), *loras]
+    source = (
+        with_loras(checkpoint.source, all_loras, checkpoint.family.networks, note) if all_loras else checkpoint.source
+    )
     return replace(checkpoint, model=video_model, source=source, loras=loras, attention=attention)
 
 
-def with_size(
+def resolve_size(
     model: VideoModel, defaults: Settings, published: Sequence[tuple[int, int]], settings: Mapping[str, Any]
 ) -> Settings:
-    """Return the defaults with other settings, of which `size` may be the name of one of the model's sizes."""
+    """Return the defaults updated with `settings`. The setting `size` may be the name of one of the model's sizes."""
     if settings.get("size") is not None:
-        settings = {**settings, **sides(settings["size"], named_sizes(model, defaults, published))}
+        settings = {**settings, **parse_size(settings["size"], named_sizes(model, defaults, published))}
     return defaults.updated(settings)
 
 
 def models_that_fit(memory: int) -> list[str]:
-    """Return the names of at most three published models, of different sizes, whose largest networks fit in memory.
+    """Return the names of up to three published models of different sizes whose largest networks fit in memory.
 
-    `memory` is in bytes. Of models of about one size, to a tenth of a billion, the first is named.
+    `memory` is in bytes. Models count as the same size if they have equally many parameters, rounded to a tenth of a
+    billion. Only the first model of each size is returned.
     """
     by_size: dict[tuple[int, int], str] = {}
     for preset in presets().values():
-        if (largest := _largest(preset)) <= memory:
+        if (largest := _largest_network_bytes(preset)) <= memory:
             by_size.setdefault((round(largest, -8), round(preset.transformer_parameters, -8)), preset.name)
     return [by_size[size] for size in sorted(by_size)[-3:]]
 
 
-def _largest(preset: Preset) -> int:
-    """Return the bytes of the weights of a published model's largest network: a transformer, or a text encoder."""
+def _largest_network_bytes(preset: Preset) -> int:
+    """Return the bytes of the weights of a published model's largest network, a transformer or a text encoder."""
     networks = preset.model.spec.networks if preset.model else {}
-    encoders = [family_with(preset).network_of(x) for name, x in networks.items() if name.startswith("text_encoder")]
+    encoders = [
+        family_with(preset).network_of(config) for name, config in networks.items() if name.startswith("text_encoder")
+    ]
     counts = [preset.transformer_parameters, *(encoder.parameters for encoder in encoders)]
     return jnp.dtype(preset.param_dtype).itemsize * max(counts)

@@ -40,13 +40,13 @@ STACKED = ("blocks.q.kernel", "blocks.q.bias")
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Write the tensors, each in several chunks."""
-    monkeypatch.setattr(store, "CHUNK", 1 << 10)
+    monkeypatch.setattr(store, "MAX_CHUNK_BYTES", 1 << 10)
     specs = {name: Spec(x.shape, x.dtype) for name, x in TENSORS.items()}
     chunks = {name: chunk_shape(spec, name in STACKED) for name, spec in specs.items()}
     arrays = Arrays.create(tmp_path / "w", specs, chunks)
     with Writer() as writer:
         for name, x in TENSORS.items():
-            for piece in arrays[name].pieces():
+            for piece in arrays[name].chunk_slices():
                 writer.write(arrays[name], piece, np.asarray(x[piece]))
     return tmp_path / "w"
 
@@ -67,7 +67,7 @@ def fault(read, *args):
 def test_chunks_cover_an_array_and_are_small(shape, dtype, stacked):
     spec = Spec(shape, np.dtype(dtype))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store, "CHUNK", 256)
+        patch.setattr(store, "MAX_CHUNK_BYTES", 256)
         chunk = chunk_shape(spec, stacked and bool(shape))
     assert len(chunk) == len(shape)
     assert all(1 <= size <= whole for size, whole in zip(chunk, shape, strict=True))
@@ -90,7 +90,7 @@ def test_what_is_written_is_read(folder):
     np.testing.assert_array_equal(arrays["blocks.q.kernel"][3], TENSORS["blocks.q.kernel"][3])
     part = arrays["blocks.q.kernel"].read((slice(1, 5), slice(3, 9), slice(None)), np.dtype(ml_dtypes.bfloat16))
     np.testing.assert_array_equal(part, TENSORS["blocks.q.kernel"][1:5, 3:9].astype(ml_dtypes.bfloat16))
-    assert len(list(arrays["blocks.q.kernel"].pieces())) > 6
+    assert len(list(arrays["blocks.q.kernel"].chunk_slices())) > 6
     assert {path for path in folder.rglob("*") if path.is_file()} == arrays.files()
 
 
@@ -113,8 +113,8 @@ def test_orbax_reads_what_we_write(folder):
 
 def test_on_one_cpu_an_array_takes_no_memory_beyond_itself(folder, monkeypatch):
     buffers = []
-    aligned = store.aligned
-    monkeypatch.setattr(store, "aligned", lambda *args: buffers.append(aligned(*args)) or buffers[-1])
+    aligned = store.aligned_empty
+    monkeypatch.setattr(store, "aligned_empty", lambda *args: buffers.append(aligned(*args)) or buffers[-1])
     [weights] = Arrays(folder).restore({"blocks.q.kernel": jax.ShapeDtypeStruct((6, 16, 24), jnp.bfloat16)}).values()
     assert len(buffers) == 1
     assert weights.unsafe_buffer_pointer() == buffers[0].ctypes.data
@@ -140,7 +140,7 @@ def test_a_chunk_that_is_truncated_or_missing_is_found(folder, size):
     chunk(folder).unlink() if size is None else os.truncate(chunk(folder), size)
     array = StoredArray(folder / "blocks.q.kernel")
     assert says(fault(array.read), "blocks.q.kernel damaged")
-    assert not all(array.has(piece) for piece in array.pieces())
+    assert not all(array.is_written(piece) for piece in array.chunk_slices())
 
 
 def test_a_digest_knows_values_shape_and_dtype(folder):

@@ -72,7 +72,7 @@ def whole(harm: Callable[[Path], None]) -> Callable[[Path], None]:
         (truncated, "diffusion_pytorch_model.safetensors incomplete metadata"),
         (corrupt, "model.safetensors header"),
         (whole(without_a_shard), "diffusion_pytorch_model-00002-of-00002.safetensors"),
-        (whole(with_other_keys), "missing proj_out.bias left over extra.weight more.bias unfit"),
+        (whole(with_other_keys), "missing proj_out.bias unused extra.weight more.bias wrong shape dtype"),
         (with_another_shape, "proj_out.bias [3] [16]"),
         (with_another_dtype, "proj_out.bias int32 float32"),
     ],
@@ -107,7 +107,7 @@ def test_a_disk_without_room_is_told_before_anything_is_written(source, tmp_path
 def test_a_disk_that_fills_is_told_and_the_next_run_goes_on(source, converted, tmp_path):
     with no_file_above(7000):
         message = refused(source, tmp_path / "new", status=1)
-    assert says(message, f"{tmp_path / 'new'} File too large kept")
+    assert says(message, f"{tmp_path / 'new'} File too large resumes")
     assert os.listdir(tmp_path) == [".new.partial"]
     assert list((tmp_path / ".new.partial").rglob("c/*"))
     wanjax_command(source, tmp_path / "new")
@@ -166,7 +166,7 @@ from wanjax.checkpoints import arrays as store
 from wanjax.registry import open_source
 from wanjax.pipelines.wan.networks import NETWORKS
 
-store.CHUNK = 1 << 12
+store.MAX_CHUNK_BYTES = 1 << 12
 os.fsync = lambda descriptor: None  # which waits for a disk that does not lose its power here
 source, target, moments = open_source(sys.argv[1]), Path(sys.argv[2]), random.Random(0)
 # tensorstore cannot be open in a fork
@@ -195,11 +195,12 @@ for moment in range(int(sys.argv[4])):
     pid, events = begun()
     events.read(moments.randrange(count))
     os.kill(pid, signal.SIGKILL)
-    assert os.WTERMSIG(ended(pid)) == signal.SIGKILL
-    assert not target.exists()
-    pid, events = begun()
-    events.read()
-    assert ended(pid) == 0
+    if (status := ended(pid)) != 0:  # 0: it ended just before it was killed
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        assert not target.exists()
+        pid, events = begun()
+        events.read()
+        assert ended(pid) == 0
     target.rename(target.with_name(f"run{moment}"))
 """
 

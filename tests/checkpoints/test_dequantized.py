@@ -14,7 +14,7 @@ from tests.support.tiny import tiny_checkpoint
 from tests.support.words import says
 from wanjax.checkpoints import modules
 from wanjax.checkpoints.convert import ToWanjax
-from wanjax.checkpoints.dequantized import Dequantized
+from wanjax.checkpoints.dequantized import DequantizedReader
 from wanjax.checkpoints.files import Tensors, load_safetensors, save_safetensors
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.wan.networks import NETWORKS
@@ -103,7 +103,7 @@ def test_every_spelling_and_shape(shape, layout, spelling):
     x = weight(shape)
     tensors, filled = eight_bits("a.b", x, layout, spelling)
     bias = np.ones(shape[0], np.float32)
-    reader = Dequantized(Tensors(tensors | {"a.b.bias": bias}))
+    reader = DequantizedReader(Tensors(tensors | {"a.b.bias": bias}))
     assert set(reader.specs) == {"a.b.weight", "a.b.bias"}
     assert reader.specs["a.b.weight"] == (shape, np.dtype(np.float32))
     assert near(reader.read("a.b.weight"), x, filled)
@@ -115,7 +115,7 @@ def test_a_kernel_has_a_scale_for_each_row():
     filled = np.abs(x).max((1, 2, 3, 4), keepdims=True) / 448
     for shape in ((8,), (8, 1), (8, 1, 1, 1, 1)):
         tensors = {"p.weight": (x / filled).astype(ml_dtypes.float8_e4m3fn), "p.weight_scale": filled.reshape(shape)}
-        assert near(Dequantized(Tensors(tensors)).read("p.weight"), x, filled)
+        assert near(DequantizedReader(Tensors(tensors)).read("p.weight"), x, filled)
 
 
 def words_of(**told):
@@ -141,7 +141,7 @@ def test_what_stands_beside_a_scale_is_left_out(beside, stored):
     tensors = tensors | beside
     if stored is np.uint8 and "a.comfy_quant" in beside:  # then the format is told there alone
         tensors["a.weight"] = tensors["a.weight"].view(np.uint8)
-    reader = Dequantized(Tensors(tensors))
+    reader = DequantizedReader(Tensors(tensors))
     assert list(reader.specs) == ["a.weight"]
     assert near(reader.read("a.weight"), x, filled)
 
@@ -156,7 +156,7 @@ def test_integers(shape, layout):
     bias, norm = np.ones(shape[0], np.float32), np.ones(5, np.float32)
     whole = np.clip(np.round(x / filled), -128, 127).astype(np.int8)
     assert np.abs(whole.astype(int)).max() >= 127
-    reader = Dequantized(Tensors({"a.int8_weight": whole, "a.scale": scale, "a.bias": bias, "norm.scale": norm}))
+    reader = DequantizedReader(Tensors({"a.int8_weight": whole, "a.scale": scale, "a.bias": bias, "norm.scale": norm}))
     assert set(reader.specs) == {"a.weight", "a.bias", "norm.scale"}
     assert reader.specs["a.weight"] == (shape, np.dtype(ml_dtypes.bfloat16))
     found = reader.read("a.weight")
@@ -176,7 +176,9 @@ def test_integers_in_place_of_the_weight_itself(name, layout, dtype):
     spread = spread if scale.shape[1:] != (12,) else np.repeat(scale.astype(np.float32), 32, 1)
     whole = np.random.default_rng(0).integers(-128, 128, x.shape).astype(np.int8)
     beside = {"scaled_fp8": np.zeros(2, ml_dtypes.float8_e4m3fn)} if name == "scale_weight" else {}
-    reader = Dequantized(Tensors({"a.weight": whole, f"a.{name}": scale, "a.bias": np.ones(192, np.float32)} | beside))
+    reader = DequantizedReader(
+        Tensors({"a.weight": whole, f"a.{name}": scale, "a.bias": np.ones(192, np.float32)} | beside)
+    )
     assert reader.specs == {"a.weight": ((192, 384), np.float32), "a.bias": ((192,), np.float32)}
     np.testing.assert_array_equal(reader.read("a.weight"), whole * spread)
 
@@ -194,13 +196,13 @@ def test_floats_and_integers_by_other_names(shape, names, layout):
     numbers, name = (f"a.{name}" for name in names)
     others = {"a.bias": np.ones(3, np.float32), "a.input_scale": np.ones((), np.float32)}
     others |= {"a.output_scale": np.ones((), np.float32)}
-    reader = Dequantized(Tensors({numbers: (x / filled).astype(ml_dtypes.float8_e4m3fn), name: scale} | others))
+    reader = DequantizedReader(Tensors({numbers: (x / filled).astype(ml_dtypes.float8_e4m3fn), name: scale} | others))
     assert list(reader.specs) == ["a.weight", "a.bias"]
     assert reader.specs["a.weight"] == (shape, np.dtype(np.float32))
     assert near(reader.read("a.weight"), x, filled)
     scale, filled = np.asarray(scale * np.float32(3.5)), filled * np.float32(3.5)  # 128 steps in place of 448
     whole = np.clip(np.round(x / filled), -128, 127).astype(np.int8)
-    found = Dequantized(Tensors({numbers: whole, name: scale})).read("a.weight")
+    found = DequantizedReader(Tensors({numbers: whole, name: scale})).read("a.weight")
     np.testing.assert_array_equal(found, whole * filled)
     assert (np.abs(found - x) <= 1.01 * filled).all()
 
@@ -216,7 +218,7 @@ def test_integers_with_a_zero_of_their_own(shape, layout):
     spread = layout_of(zero, x.shape)
     whole = np.clip(np.round(x / (filled * 16)) + spread, -128, 127).astype(np.int8)
     tensors = {"a._weight_qdata": whole, "a._weight_scale": scale * 16, "a._weight_zero_point": zero}
-    reader = Dequantized(Tensors(tensors))
+    reader = DequantizedReader(Tensors(tensors))
     assert list(reader.specs) == ["a.weight"]
     np.testing.assert_array_equal(reader.read("a.weight"), (whole - spread.astype(np.float32)) * (filled * 16))
 
@@ -232,7 +234,7 @@ def test_integers_of_which_127_is_the_scale(shape):
     largest = np.abs(x).max(1)
     whole = np.round(x / largest[:, None] * 127).astype(np.int8)
     tensors = {"a.weight": whole, "a.SCB": largest, "a.weight_format": np.zeros((), np.uint8)}
-    reader = Dequantized(Tensors(tensors))
+    reader = DequantizedReader(Tensors(tensors))
     assert list(reader.specs) == ["a.weight"]
     assert (np.abs(reader.read("a.weight") - x) <= largest[:, None] / 127).all()
 
@@ -304,7 +306,7 @@ REFUSED = [  # tensors, and what the sentence about them names
 @pytest.mark.parametrize(("tensors", "words"), REFUSED, ids=[words for _, words in REFUSED])
 def test_anything_else_is_one_sentence(tensors, words):
     with pytest.raises(WanjaxError) as caught:
-        Dequantized(Tensors({key: x for key, x in tensors.items() if x is not None})).read("a.weight")
+        DequantizedReader(Tensors({key: x for key, x in tensors.items() if x is not None})).read("a.weight")
     assert says(str(caught.value), words)
     assert "\n" not in str(caught.value)
 
@@ -403,7 +405,7 @@ def test_rotated_integers(shape, group, layout, in_metadata):
         reader.metadata = {
             "_quantization_metadata": json.dumps({"format_version": "1.0", "layers": {"model.a": entries}})
         }
-    dequantized = Dequantized(reader)
+    dequantized = DequantizedReader(reader)
     assert dequantized.specs == {"model.a.weight": (shape, np.dtype(np.float32))}
     found = dequantized.read("model.a.weight")
     np.testing.assert_allclose(found, exact, rtol=2**-9, atol=1e-6 * np.abs(exact).max())
@@ -417,7 +419,7 @@ def test_integers_that_were_not_rotated():
     scale, filled = per_row(x)
     whole = np.clip(np.round(x / filled / 3.5), -128, 127).astype(np.int8)
     tensors = {"a.weight": whole, "a.weight_scale": scale, "a.comfy_quant": words_of(format="int8_tensorwise")}
-    reader = Dequantized(Tensors(tensors))
+    reader = DequantizedReader(Tensors(tensors))
     np.testing.assert_array_equal(reader.read("a.weight"), whole * scale)
 
 
@@ -450,7 +452,7 @@ def test_layers_that_contradict_their_format(tensors, entries, words):
     named = tensors | {"a.comfy_quant": words_of(**entries)}
     present = {key: x for key, x in named.items() if x is not None}
     with pytest.raises(WanjaxError) as caught:
-        Dequantized(Tensors(present)).read("a.weight")
+        DequantizedReader(Tensors(present)).read("a.weight")
     assert says(str(caught.value), words)
     assert "\n" not in str(caught.value)
 
@@ -460,7 +462,7 @@ def test_broken_formats_in_the_metadata_are_one_sentence():
     for text in ("{", "[]", '{"layers": 3}', '{"layers": {"a": 3}}'):
         reader.metadata = {"_quantization_metadata": text}
         with pytest.raises(WanjaxError, match=r"get the file again$"):
-            Dequantized(reader)
+            DequantizedReader(reader)
 
 
 @pytest.mark.parametrize("shape", [(96, 512), (320, 768), (128, 64)])
@@ -489,7 +491,7 @@ def test_formats_as_comfy_kitchen_writes_them(kind, shape):
         tensors = {"": numbers, "_scale": params.block_scale.view(torch.uint8), "_scale_2": params.scale}
         expected = plain.dequantize_nvfp4(numbers, params.scale, params.block_scale, torch.float32)
     stored = {f"a.weight{name}": x.numpy() for name, x in tensors.items()}
-    reader = Dequantized(Tensors(stored | {"a.comfy_quant": words_of(**entries)}))
+    reader = DequantizedReader(Tensors(stored | {"a.comfy_quant": words_of(**entries)}))
     assert reader.specs == {"a.weight": (shape, np.dtype(np.float32))}
     largest = float(expected.abs().max())
     np.testing.assert_allclose(reader.read("a.weight"), expected.numpy(), rtol=1e-6, atol=1e-6 * largest)

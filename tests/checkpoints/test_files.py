@@ -29,8 +29,8 @@ from wanjax.checkpoints.files import (
 )
 from wanjax.checkpoints.readers import open_tensors
 from wanjax.errors import WanjaxError
-from wanjax.stores.temporary import HOST
-from wanjax.stores.writing import check_folder, writing
+from wanjax.stores.temporary import HOST_NAME
+from wanjax.stores.writing import atomic_write, check_folder
 
 TENSORS = {
     "a.weight": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -210,7 +210,7 @@ def test_a_full_disk_leaves_the_old_file_and_no_other(tmp_path):
 
 def test_an_interrupt_leaves_nothing_half_written(tmp_path):
     def interrupted():
-        with writing(tmp_path / "x.mp4") as beside:
+        with atomic_write(tmp_path / "x.mp4") as beside:
             beside.write_bytes(b"half")
             assert beside.suffix == ".mp4"
             raise KeyboardInterrupt
@@ -348,7 +348,7 @@ def test_what_a_process_left_that_is_gone_is_removed(tmp_path):
     """Neither what runs, nor what is another machine's, nor what has another name."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    gone, here = f".{ended.pid}@{HOST}", f".{os.getpid()}@{HOST}"
+    gone, here = f".{ended.pid}@{HOST_NAME}", f".{os.getpid()}@{HOST_NAME}"
     left = [f"{gone}.partial.a.mp4", f"{gone}.old.b"]
     kept = [
         f"{here}.partial.c.mp4",
@@ -362,6 +362,6 @@ def test_what_a_process_left_that_is_gone_is_removed(tmp_path):
         (tmp_path / name).write_text("x")
     (tmp_path / f"{gone}.partial.frames").mkdir()
     (tmp_path / f"{gone}.old.lost").mkdir()  # its process was killed before the new folder had its name
-    with writing(tmp_path / "f.json") as beside:
+    with atomic_write(tmp_path / "f.json") as beside:
         beside.write_text("{}")
     assert sorted(os.listdir(tmp_path)) == sorted([*kept, "f.json", "lost"])

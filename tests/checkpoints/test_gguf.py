@@ -167,7 +167,7 @@ def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch):
     gguf_file._library.cache_clear()
     monkeypatch.setitem(sys.modules, "gguf", None)
     try:
-        with pytest.raises(WanjaxError, match=r"pip install 'wanjax\[gguf\]'"):
+        with pytest.raises(WanjaxError, match=r"pip install '\.\[gguf\]'"):
             GgufFile(path)
     finally:
         gguf_file._library.cache_clear()

@@ -99,6 +99,23 @@ print(locate("{ID}"))
     assert os.listdir(tmp_path) == ["here"]
 
 
+def test_a_relative_name_of_the_users_cache_makes_no_folder_here(server, tmp_path):
+    (tmp_path / "here").mkdir()
+    environment = {name: value for name, value in os.environ.items() if name != "HF_HOME"}
+    environment |= {"HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0", "HOME": str(tmp_path), "XDG_CACHE_HOME": "cache"}
+    made = subprocess.run(
+        [sys.executable, "-c", f"from wanjax.checkpoints.hub import locate; print(locate({ID!r}))"],
+        cwd=tmp_path / "here",
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert made.returncode == 0, made.stderr
+    assert Path(made.stdout.strip()).is_relative_to(tmp_path / ".cache" / "huggingface")
+    assert os.listdir(tmp_path / "here") == []
+
+
 LONG = "x" * 300
 UNKNOWN = ("nowhere", "./no/where", "/no/where", "a/b/c", "", "a b/c", "ä/b", ".")
 NO_FILES = ("a.safetensors", "/a/b/c.safetensors", f"{ID}/../../x", "", f"{ID}/a*.safetensors", LONG)
@@ -106,7 +123,7 @@ NAMES = [  # of what is not there, the call that is given one, and what the sent
     *((open_source, name, "no") for name in UNKNOWN),
     *((wanjax.load, name, name) for name in (LONG, f"{LONG}.gguf", f"{LONG}.safetensors", f"a/b/c/{LONG}")),
     *((hub.locate_file, name, "OWNER/NAME/FILE") for name in NO_FILES),
-    (lambda name: Lora(name).named().path, LONG, "OWNER/NAME/FILE"),
+    (lambda name: Lora(name).resolve_folder().path, LONG, "OWNER/NAME/FILE"),
     (open_source, "owner/typo", "owner/typo http:// public check spelling `hf auth login`"),
     (lambda name: open_source(name, revision="v9"), ID, f"{ID} revision v9"),
     (hub.locate_file, f"{ID}/lora.safetensors", "owner/video lora.safetensors"),
@@ -175,7 +192,7 @@ def test_a_single_file_of_the_hub_or_of_the_disk(server, tmp_path):
 @pytest.mark.usefixtures("online")
 def test_a_lora_of_the_hub_is_asked_for_once(server):
     server.files["style.safetensors"] = b"L" * 100
-    lora = Lora(f"{ID}/style.safetensors").named()
+    lora = Lora(f"{ID}/style.safetensors").resolve_folder()
     found = lora.path
     server.status = 500
     assert lora.path == found

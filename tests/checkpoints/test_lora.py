@@ -31,7 +31,7 @@ from wanjax.converters.wan.diffusers import transformer_rules
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.wan.networks import NETWORKS
 from wanjax.registry import open_source, outline, presets
-from wanjax.schedulers import FlowEuler
+from wanjax.schedulers import FlowEuler, name_of
 
 Q = "blocks.1.self_attn.q"
 KEY = "blocks.1.attn1.to_q.weight"
@@ -68,7 +68,7 @@ def change(file):
 def q_of(pipe):
     """Return the q of the network's second block, as diffusers stores it."""
     weights = {path: np.asarray(x) for path, x in modules.parameters(pipe.transformer).items()}
-    return modules.Exported(weights, transformer_rules(pipe.model.transformer)).read(KEY)
+    return modules.ExportedTensors(weights, transformer_rules(pipe.model.transformer)).read(KEY)
 
 
 def test_a_lora_is_merged_when_the_transformer_is_loaded(checkpoint, file):
@@ -123,8 +123,8 @@ def test_a_conversion_merges_a_lora(checkpoint, file, tmp_path, dtype):
         weights = [modules.parameters(each.transformer) for each in (pipe, loaded)]
         jax.tree.map(np.testing.assert_array_equal, *weights)
     assert json.loads((tmp_path / "merged/wanjax.json").read_text())["request"]["loras"] == ["style.safetensors:0.5"]
-    assert "already there" in run("convert", plain, tmp_path / "merged", "--lora", lora)
-    assert "as it was written" in run("convert", tmp_path / "merged", "--verify")
+    assert "already exists" in run("convert", plain, tmp_path / "merged", "--lora", lora)
+    assert "/merged match: 200 arrays and 7 other files" in run("convert", tmp_path / "merged", "--verify")
 
 
 def test_a_conversion_finds_its_source_once(checkpoint, file, tmp_path, monkeypatch):
@@ -144,8 +144,8 @@ def merged(checkpoint, file, tmp_path_factory):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("CHECKPOINT MERGED --lora FILE:2", "asked"),
-        ("CHECKPOINT MERGED", "asked"),
+        ("CHECKPOINT MERGED --lora FILE:2", "already other contents"),
+        ("CHECKPOINT MERGED", "already other contents"),
         ("CHECKPOINT MERGED --lora nowhere.safetensors", "no file nowhere.safetensors"),
         ("MERGED --verify --lora FILE", "--lora new"),
     ],
@@ -268,7 +268,7 @@ def test_a_broken_record_is_named(lora, checkpoint, file, tmp_path):
     assert says(result.output, "generation_config.json lora")
 
 
-FEW_STEPS = [name for name in presets() if name.endswith("-4step")]
+FEW_STEPS = [name for name, preset in presets().items() if preset.loras and "lightx2v/" in preset.loras[0]]
 
 
 @pytest.mark.parametrize("name", FEW_STEPS)
@@ -293,7 +293,39 @@ def test_few_step_presets_have_the_settings_of_their_authors(name):
         assert [lora.expert for lora in loras] == ["high", "low"]
         assert chosen.guidance_scale_2 == 1.0
         assert list(np.asarray(schedule.timesteps) >= 1000 * chosen.boundary) == [True, True, False, False]
-    assert preset.source == presets()[name.removesuffix("-4step")].source
+    assert preset.source == presets()[name.removesuffix("-4step").removesuffix("-lightx2v")].source
+
+
+@pytest.mark.parametrize(
+    ("name", "base", "few_step_file", "solver", "video"),
+    [
+        *[("wan2.1-t2v-14b", "Wan2.1-T2V-14B", "generator_lora_lightx2v", "euler", (480, 832, 81, 16))],
+        *[("wan2.2-ti2v-5b", "Wan2.2-TI2V-5B", "adapter_model", "unipc", (704, 1280, 125, 24))],
+    ],
+)
+def test_longlive_plug_has_two_loras_at_its_authors_strengths(name, base, few_step_file, solver, video):
+    """Follow the model cards (few-step : CFG = 1 : 0.5), inference_config.json, and configs/ of LongLive-Plug."""
+    preset = presets()[f"{name}-longlive-plug"]
+    few, guidance = map(Lora.parse, preset.loras)
+    repository = f"Efficient-Large-Model/LongLive-Plug-{base}"
+    assert (few.file, few.strength) == (f"{repository}-few-step/{few_step_file}.safetensors", 1)
+    assert (guidance.file, guidance.strength) == (f"{repository}-cfg/adapter_model.safetensors", 0.5)
+    chosen = preset.defaults
+    assert (chosen.steps, chosen.guidance_scale, chosen.flow_shift) == (4, 1.0, 5.0)
+    assert (chosen.height, chosen.width, chosen.frames, chosen.fps) == video
+    assert name_of(outline(preset.name).model.scheduler) == solver
+    assert (preset.source, preset.licence) == (presets()[name].source, "Apache-2.0")
+    chosen.check(spatial=32 if "5b" in name else 16, temporal=4)
+
+
+def test_four_steps_of_vace_are_those_of_comfyuis_examples():
+    """Follow video_wan_vace_14B_v2v and _ref2v: CausVid's LoRA at 0.3, 4 steps of UniPC, guidance 1, shift 8."""
+    preset = presets()["wan2.1-vace-14b-causvid"]
+    [lora] = map(Lora.parse, preset.loras)
+    assert (lora.file.rpartition("/")[2], lora.strength) == ("Wan21_CausVid_14B_T2V_lora_rank32.safetensors", 0.3)
+    chosen = preset.defaults
+    assert (chosen.steps, chosen.guidance_scale, chosen.flow_shift, chosen.frames) == (4, 1.0, 8.0, 81)
+    assert name_of(outline(preset.name).model.scheduler) == "unipc"
 
 
 def test_a_preset_with_a_lora_is_not_converted_without_it(checkpoint, tmp_path):
@@ -301,7 +333,7 @@ def test_a_preset_with_a_lora_is_not_converted_without_it(checkpoint, tmp_path):
     with registered(presets=(preset,)):
         result = CliRunner().invoke(main, ["convert", "small-4step", str(tmp_path / "out")])
     assert result.exit_code == 2
-    assert says(result.output, "LoRA merged convert")
+    assert says(result.output, "LoRA merge convert")
 
 
 def test_a_preset_with_a_lora_and_a_scheduler_of_its_own(checkpoint, file):

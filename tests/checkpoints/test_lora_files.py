@@ -13,7 +13,7 @@ from tests.support.harm import unchecked
 from tests.support.words import naming, says
 from wanjax.checkpoints import lora_scales
 from wanjax.checkpoints.files import Spec, Tensors, save_safetensors
-from wanjax.checkpoints.lora import LoraFile, Merged
+from wanjax.checkpoints.lora import LoraFile, MergedLoraReader
 from wanjax.checkpoints.lora_scales import PEFT_METADATA
 from wanjax.checkpoints.lora_source import PEFT_CONFIG, Lora
 from wanjax.converters.wan.original import TRANSFORMER
@@ -70,7 +70,7 @@ def refusal(write, tensors, **options):
 def test_factors_with_alpha_are_added_in_float32(dtype, opened):
     pair = {key: value.astype(dtype) for key, value in PAIR.items()}
     base = checkpoint(dtype)
-    merged = Merged(base, [(opened(pair | {f"{Q}.alpha": np.array(3, dtype)}), 0.5)])
+    merged = MergedLoraReader(base, [(opened(pair | {f"{Q}.alpha": np.array(3, dtype)}), 0.5)])
     down, up = (pair[f"{Q}.lora_{side}.weight"].astype(np.float64) for side in ("down", "up"))
     key = "blocks.0.attn1.to_q.weight"
     wanted = base.read(key).astype(np.float64) + 0.5 * 3 / 2 * up @ down
@@ -92,7 +92,7 @@ def test_differences_of_weights_biases_and_modulations_are_added(opened):
         "diffusion_model.head.diff_m": "scale_shift_table",
     }
     tensors = {key: random(i, *SHAPES[target]) for i, (key, target) in enumerate(changes.items())}
-    merged = Merged(BASE, [(opened(tensors), -2.0)])
+    merged = MergedLoraReader(BASE, [(opened(tensors), -2.0)])
     for key, target in changes.items():
         np.testing.assert_allclose(merged.read(target), BASE.read(target) - 2 * tensors[key], rtol=1e-6)
 
@@ -101,7 +101,7 @@ def test_differences_of_weights_biases_and_modulations_are_added(opened):
 def test_factors_of_a_convolution(up_shape, opened):
     down, up = random(1, 2, 3, 1, 2, 2), random(2, *up_shape)
     names = ("patch_embedding.lora_A.weight", "patch_embedding.lora_B.weight")
-    merged = Merged(BASE, [(opened(dict(zip(names, (down, up), strict=True))), 1.0)])
+    merged = MergedLoraReader(BASE, [(opened(dict(zip(names, (down, up), strict=True))), 1.0)])
     wanted = BASE.read("patch_embedding.weight") + np.einsum("or,rcthw->octhw", up.reshape(4, 2), down)
     np.testing.assert_allclose(merged.read("patch_embedding.weight"), wanted, rtol=1e-5)
 
@@ -121,7 +121,7 @@ NAMES = {
 def test_every_way_to_name_a_module(down, opened):
     up = down.replace("lora_A", "lora_B").replace("down", "up")
     file = opened({down: DOWN, up: UP})
-    assert (file.matches.matched, file.matches.unmatched) == (1, ())
+    assert (file.matches.num_matched, file.matches.unmatched) == (1, ())
     np.testing.assert_allclose(file.change("blocks.0.attn1.to_q.weight", 1.0, ZEROS), UP @ DOWN, rtol=1e-6)
 
 
@@ -133,7 +133,7 @@ def test_q_k_and_v_as_one_module(tmp_path):
     tensors = {"attn.to_qkv.lora_down.weight": DOWN, "attn.to_qkv.lora_up.weight": up, "attn.add_qkv.diff": diff}
     save_safetensors(tmp_path / "fused.safetensors", tensors | {"attn.norm_qkv.diff": np.ones(18, np.float32)})
     file = LoraFile(tmp_path / "fused.safetensors", specs, TRANSFORMER)
-    assert (file.matches.matched, file.matches.unmatched) == (2, ("attn.norm_qkv.weight",))
+    assert (file.matches.num_matched, file.matches.unmatched) == (2, ("attn.norm_qkv.weight",))
     for i, x in enumerate("qkv"):
         rows = slice(6 * i, 6 * i + 6)
         np.testing.assert_allclose(file.change(f"attn.to_{x}.weight", 2.0, ZEROS), 2 * up[rows] @ DOWN, rtol=1e-6)
@@ -149,7 +149,7 @@ def test_q_k_and_v_as_one_module_of_other_rows(rows, sizes, tmp_path):
 
 
 def test_a_strength_of_0_changes_nothing(opened):
-    merged = Merged(BASE, [(opened(PAIR), 0.0), (opened(PAIR, name="other.safetensors"), -0.0)])
+    merged = MergedLoraReader(BASE, [(opened(PAIR), 0.0), (opened(PAIR, name="other.safetensors"), -0.0)])
     assert list(merged.specs) == list(SHAPES)
     for key in SHAPES:
         assert merged.read(key) is BASE.read(key)
@@ -159,7 +159,7 @@ def test_a_strength_of_0_changes_nothing(opened):
 def test_several_are_added_up_and_the_checkpoint_stays_as_it_is(opened):
     before = BASE.read("blocks.0.attn1.to_q.weight").copy()
     files = [(opened(PAIR), 1.0), (opened(PAIR, name="b.safetensors"), 2.0)]
-    merged = Merged(BASE, files).read("blocks.0.attn1.to_q.weight")
+    merged = MergedLoraReader(BASE, files).read("blocks.0.attn1.to_q.weight")
     np.testing.assert_allclose(merged, before + 3 * UP @ DOWN, rtol=1e-5)
     np.testing.assert_array_equal(BASE.read("blocks.0.attn1.to_q.weight"), before)
 
@@ -222,7 +222,7 @@ def test_unmatched_tensors_are_reported(opened):
         "lora_te_text_model.lora_up.weight": UP,
     }
     told = str(opened(PAIR | extra).matches)
-    assert says(told, "1 2 merged model left lora_te_text_model.weight")
+    assert says(told, "1 2 merged model skipped lora_te_text_model.weight")
     assert str(opened(PAIR).matches).endswith("lora.safetensors: 1 of 1 change merged")
     patch = {"diffusion_model.patch_embedding.diff": np.ones((4, 36, 1, 2, 2), np.float32)}
     told = str(opened(PAIR | patch).matches)
@@ -230,15 +230,15 @@ def test_unmatched_tensors_are_reported(opened):
 
 
 def test_half_of_a_file_s_changes_are_enough(opened):
-    assert opened(PAIR | {"double_blocks.0.diff": DOWN}).matches.matched == 1
+    assert opened(PAIR | {"double_blocks.0.diff": DOWN}).matches.num_matched == 1
 
 
 FOREIGN = {f"double_blocks.{i}.diff": DOWN for i in range(9)}
 TENSORS = [  # of files that cannot be merged, and what the sentence about each names
     ({}, "0 of 0 changes merged"),
-    ({"double_blocks.0.diff": DOWN}, "left double_blocks.0.weight"),
-    ({f"{Q}.weight": random(0, 6, 4)}, f"left {Q}.weight"),
-    ({f"{Q}.alpha": np.float32(1)}, f"left {Q}.alpha"),
+    ({"double_blocks.0.diff": DOWN}, "skipped double_blocks.0.weight"),
+    ({f"{Q}.weight": random(0, 6, 4)}, f"skipped {Q}.weight"),
+    ({f"{Q}.alpha": np.float32(1)}, f"skipped {Q}.alpha"),
     ({f"{Q}.lora_up.weight": UP}, f"{Q}.lora_up.weight"),
     ({f"{Q}.lora_down.weight": DOWN}, f"{Q}.lora_down.weight"),
     (PAIR | {f"{Q}.lora_A.weight": DOWN}, f"{Q}.lora_down.weight {Q}.lora_A.weight keep"),
@@ -336,7 +336,7 @@ def test_numbers_that_are_not_finite_are_refused_by_name(bad, key, dtype, opened
     damaged.flat[-1] = bad
 
     def merged():
-        together = Merged(BASE, [(opened(tensors | {key: damaged}), 0.5)])
+        together = MergedLoraReader(BASE, [(opened(tensors | {key: damaged}), 0.5)])
         return [together.read(name) for name in together.specs]
 
     with pytest.raises(WanjaxError, match=naming(f"lora.safetensors {key} finite")):

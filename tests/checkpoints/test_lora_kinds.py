@@ -9,10 +9,10 @@ import pytest
 
 from tests.support.harm import unchecked
 from tests.support.words import naming, says
-from wanjax.checkpoints.dequantized import Dequantized
+from wanjax.checkpoints.dequantized import DequantizedReader
 from wanjax.checkpoints.files import Spec, Tensors, save_safetensors
-from wanjax.checkpoints.lora import LoraFile, Merged
-from wanjax.checkpoints.lora_keys import part_of
+from wanjax.checkpoints.lora import LoraFile, MergedLoraReader
+from wanjax.checkpoints.lora_keys import parse_key
 from wanjax.checkpoints.lora_scales import PEFT_METADATA
 from wanjax.converters.name_map import NameMap
 from wanjax.errors import WanjaxError
@@ -50,7 +50,7 @@ def opened(tmp_path):
 
 
 def merged(file, strength=1.0):
-    reader = Merged(Tensors(BASE), [(file, strength)])
+    reader = MergedLoraReader(Tensors(BASE), [(file, strength)])
     return {key: reader.read(key) for key in reader.specs}
 
 
@@ -125,7 +125,7 @@ def test_a_change_is_that_of_its_formula(module, kind, opened):
     rows, columns, *kernel = SHAPES[f"{name}.weight"]
     tensors, change = write(rows, columns, tuple(kernel), core=bool(core), **options)
     file = opened({f"{name}.{key}": x for key, x in tensors.items()} | {f"{name}.alpha": np.float32(1.5)})
-    assert (file.matches.matched, file.matches.doubtful) == (1, False)
+    assert (file.matches.num_matched, file.matches.is_partial) == (1, False)
     assert_near(merged(file, -0.7)[f"{name}.weight"], BASE[f"{name}.weight"] - 0.7 * 1.5 / RANK * change)
 
 
@@ -197,7 +197,7 @@ def test_a_base_of_8_bits_is_changed_at_its_full_values(kind, dtype, opened):
     """The norms of DoRA are those of the weight times its rows' scales, not of the stored numbers."""
     numbers = np.random.default_rng(7).integers(-127, 128, (12, 20)).astype(dtype)
     scale = np.linspace(0.01, 0.2, 12, dtype=np.float32)[:, None]
-    base = Dequantized(Tensors({"linear.weight": numbers, "linear.weight_scale": scale}))
+    base = DequantizedReader(Tensors({"linear.weight": numbers, "linear.weight_scale": scale}))
     weight = numbers.astype(np.float64) * scale
     if kind == "DoRA":
         tensors, change = lora(12, 20)
@@ -208,7 +208,7 @@ def test_a_base_of_8_bits_is_changed_at_its_full_values(kind, dtype, opened):
         tensors, change = lokr(12, 20)
         wanted = weight + change
     file = opened({f"linear.{role}": x for role, x in tensors.items()})
-    merged = Merged(base, [(file, 0.6)])
+    merged = MergedLoraReader(base, [(file, 0.6)])
     assert merged.specs.keys() == {"linear.weight"}
     assert_near(merged.read("linear.weight"), weight + 0.6 * (wanted - weight))
 
@@ -218,7 +218,7 @@ def test_a_row_of_zeros_stays_zeros(opened):
     tensors["lora_up.weight"][:] = 0
     file = opened({f"linear.{role}": x for role, x in (tensors | {"dora_scale": np.ones((12, 1), np.float32)}).items()})
     base = BASE | {"linear.weight": np.zeros((12, 20), np.float32)}
-    assert not Merged(Tensors(base), [(file, 1.0)]).read("linear.weight").any()
+    assert not MergedLoraReader(Tensors(base), [(file, 1.0)]).read("linear.weight").any()
 
 
 def test_the_changes_of_several_files_do_not_depend_on_their_order(opened):
@@ -227,9 +227,9 @@ def test_the_changes_of_several_files_do_not_depend_on_their_order(opened):
     dora = opened(tensors | {"linear.dora_scale": np.ones((12, 1), np.float32)})
     plain = opened(tensors)
     files = [(dora, 0.5), (plain, 2.0)]
-    one, other = (Merged(Tensors(BASE), each).read("linear.weight") for each in (files, files[::-1]))
+    one, other = (MergedLoraReader(Tensors(BASE), each).read("linear.weight") for each in (files, files[::-1]))
     np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
-    apart = sum(Merged(Tensors(BASE), [each]).read("linear.weight") - BASE["linear.weight"] for each in files)
+    apart = sum(MergedLoraReader(Tensors(BASE), [each]).read("linear.weight") - BASE["linear.weight"] for each in files)
     np.testing.assert_allclose(one, BASE["linear.weight"] + apart, rtol=1e-5, atol=1e-5)
 
 
@@ -250,7 +250,7 @@ def test_the_changes_of_several_files_do_not_depend_on_their_order(opened):
 def test_a_difference_is_one_of_any_tensor(key, changed, opened):
     difference = random(9, *SHAPES[changed])
     file = opened({key: difference, f"{key.rpartition('.')[0]}.alpha": np.float32(8)})
-    assert (file.matches.matched, file.matches.doubtful) == (1, False)  # the alpha beside it counts for nothing
+    assert (file.matches.num_matched, file.matches.is_partial) == (1, False)  # the alpha beside it counts for nothing
     assert_near(merged(file, 0.5)[changed], BASE[changed] + 0.5 * difference)
 
 
@@ -260,7 +260,7 @@ def test_peft_s_whole_tensors_take_the_place_of_the_network_s(opened):
     tensors = {f"base_model.model.linear.{role}": random(9, *SHAPES[key]) for role, key in values.items()}
     tensors["base_model.model.table"] = random(9, *SHAPES["table"])
     file = opened(tensors)
-    assert (file.matches.matched, file.matches.doubtful) == (3, False)
+    assert (file.matches.num_matched, file.matches.is_partial) == (3, False)
     found = merged(file, 0.25)
     for key in ("linear.bias", "linear.weight", "table"):
         assert_near(found[key], 0.75 * BASE[key] + 0.25 * random(9, *SHAPES[key]))
@@ -344,9 +344,9 @@ def test_a_module_of_a_wrapper_s_name_is_known(tmp_path):
 
 def test_a_key_of_endless_wrappers_takes_little_memory():
     """Each wrapper that is taken off leaves a copy of the rest, so a long chain would take gigabytes."""
-    part = part_of("model." * 100_000 + "linear.lora_A.weight", {"linear"})
+    part = parse_key("model." * 100_000 + "linear.lora_A.weight", {"linear"})
     assert part is not None
     assert part.module not in {"linear"}
-    usual = part_of("base_model.model.model.diffusion_model.linear.lora_A.weight", {"linear"})
+    usual = parse_key("base_model.model.model.diffusion_model.linear.lora_A.weight", {"linear"})
     assert usual is not None
     assert usual.module == "linear"

@@ -20,13 +20,16 @@ from tests.support.words import naming, says
 from wanjax import loading, registry
 from wanjax.checkpoints.sources import open_diffusers
 from wanjax.cli import stages
-from wanjax.cli.stages import least_seconds
+from wanjax.cli.stages import estimate_note, least_seconds
 from wanjax.errors import WanjaxError
-from wanjax.layers.placement import with_shardings
+from wanjax.figures import format_duration
+from wanjax.layers.placement import offloaded_bytes, with_shardings
+from wanjax.layers.precision import PRECISIONS
 from wanjax.pipelines import memory
 from wanjax.pipelines.tracing import peak_bytes, trace_programs
+from wanjax.pricing import roofline
 from wanjax.pricing.chips import V6E
-from wanjax.sharding import RULES, Partitioner, make_mesh
+from wanjax.sharding import SHARDING_RULES, Partitioner, make_mesh
 
 GB = 1_000_000_000
 
@@ -75,14 +78,14 @@ def test_a_model_of_the_hub_is_refused_before_its_weights_are_downloaded(
 def test_all_stages_of_a_model_of_the_hub_are_looked_at_before_any_is_computed(published, tiny, machine):
     """Decoding alone would fit, but not beside the networks of the other stages, which stay."""
     how = {"size": (64, 64), "frames": 1, "steps": 2}
-    pipe = wanjax.load(tiny, offload=True)
-    needed, _ = peak_bytes(trace_programs(pipe, pipe.settings(**how), room=0))
+    pipe = wanjax.load(tiny, offload="stages")
+    needed, _ = peak_bytes(trace_programs(pipe, pipe.settings(**how), memory=0))
 
     machine.has_memory(needed)
     with pytest.raises(AssertionError, match="executed"):
-        wanjax.load(ID, offload=True).under(Idle())("a", **how)
+        wanjax.load(ID, offload="stages").with_strategy(Idle())("a", **how)
     with pytest.raises(WanjaxError, match=naming("64x64 memory")):
-        wanjax.load(ID, offload=False).under(Idle())("a", **how)
+        wanjax.load(ID, offload="none").with_strategy(Idle())("a", **how)
 
 
 def test_the_exact_dtype_is_known_when_a_network_is_loaded(tiny, machine):
@@ -93,7 +96,7 @@ def test_the_exact_dtype_is_known_when_a_network_is_loaded(tiny, machine):
     with pytest.raises(WanjaxError, match=naming("float32 machine bfloat16")):
         _ = pipe.transformer
     assert wanjax.load(tiny, param_dtype="bfloat16").transformer is not None
-    with pytest.raises(WanjaxError, match=naming("fit bfloat16")):
+    with pytest.raises(WanjaxError, match=naming("float32 memory bfloat16")):
         wanjax.load(tiny, param_dtype="float32")
     machine.has_memory(exact)
     assert pipe.transformer is not None
@@ -146,11 +149,11 @@ def test_a_mesh_divides_the_weights(monkeypatch):
     network = found.family.network_of(found.model.spec.networks["transformer"]).abstract(
         dtype=jnp.bfloat16, param_dtype=jnp.bfloat16
     )
-    spread = with_shardings(network, Partitioner(make_mesh(1, 1, 8), RULES["fsdp"]))
+    spread = with_shardings(network, Partitioner(make_mesh(1, 1, 8), SHARDING_RULES["fsdp"]))
     alone = memory.bytes_needed(network)
     assert alone == pytest.approx(28.6 * GB, rel=0.01)
     assert memory.bytes_needed(spread) >= alone
-    monkeypatch.setattr(memory, "platform", lambda: "tpu")
+    monkeypatch.setattr(memory, "device_platform", lambda: "tpu")
     assert memory.bytes_needed(spread) == pytest.approx(alone / 8, rel=0.01)
     chip = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite", memory_stats=lambda: {"bytes_limit": 16 * GB})
     monkeypatch.setattr(memory.jax, "local_devices", lambda: [chip])
@@ -160,10 +163,65 @@ def test_a_mesh_divides_the_weights(monkeypatch):
         loading.check_memory("it", "transformer", network)
 
 
+ROUND, OFFLOAD = "--precision int8-weights", "--offload blocks"
+
+
+@pytest.mark.parametrize(
+    ("size", "host", "remedies"),
+    [
+        (15.5 * GB, 64 * GB, {ROUND, OFFLOAD}),
+        (15.5 * GB, 20 * GB, {ROUND}),
+        (8 * GB, 64 * GB, {OFFLOAD}),
+        (8 * GB, 20 * GB, {ROUND, OFFLOAD, "both"}),
+        (8 * GB, 10 * GB, set()),
+        (0.5 * GB, 64 * GB, set()),
+    ],
+)
+def test_remedies_are_those_that_make_a_network_fit(size, host, remedies, monkeypatch):
+    """The 14B has 28.6 GB in bfloat16 and 15 GB with weights of 8 bits; two of its forty blocks have 1.4 and 0.7."""
+    found = registry.outline("wan2.1-t2v-14b")
+    info = found.family.network_of(found.model.spec.networks["transformer"])
+    kinds = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
+    network = info.abstract(**kinds)
+    chip = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite", memory_stats=lambda: {"bytes_limit": int(size)})
+    monkeypatch.setattr(memory.jax, "local_devices", lambda: [chip])
+    monkeypatch.setattr(memory, "machine_memory", lambda: int(host))
+    monkeypatch.setattr(memory, "bytes_by_device", lambda network: {"chip": offloaded_bytes(network, 40)[0]})
+    monkeypatch.setattr(memory, "device_platform", lambda: "tpu")
+    with pytest.raises(WanjaxError) as caught:
+        loading.check_memory(
+            "it", "transformer", network, lambda: info.abstract(precision=PRECISIONS["int8-weights"], **kinds)
+        )
+    text = str(caught.value)
+    assert {remedy for remedy in (ROUND, OFFLOAD) if remedy in text} == remedies - {"both"}
+    assert (f"{ROUND} {OFFLOAD}" in text) == ("both" in remedies)
+    assert says(text, "mesh sp tp")
+    with pytest.raises(WanjaxError) as caught:  # a network without such weights, as a text encoder
+        loading.check_memory("it", "text_encoder", network)
+    assert ROUND not in str(caught.value)
+
+
+def test_loading_proposes_a_precision_where_a_model_then_fits(machine, tmp_path, monkeypatch):
+    known = registry.outline("wan2.1-t2v-14b")
+    classes = {name: ["", ""] for name in known.model.spec.networks}
+    (tmp_path / "model_index.json").write_text(json.dumps(classes))
+    found = registry.Checkpoint(**vars(known), source=open_diffusers("wan2.1-t2v-14b", tmp_path))
+    monkeypatch.setattr(registry, "inspect_checkpoint", lambda *_: found)
+    machine.has_memory(20 * GB)
+    with pytest.raises(WanjaxError, match=ROUND):
+        wanjax.load("wan2.1-t2v-14b")
+    wanjax.load("wan2.1-t2v-14b", precision="int8-weights")
+    machine.has_memory(14 * GB)
+    for precision in (None, "int8-weights"):
+        with pytest.raises(WanjaxError) as caught:
+            wanjax.load("wan2.1-t2v-14b", precision=precision)
+        assert ROUND not in str(caught.value)
+
+
 def test_the_machine_a_machine(monkeypatch, tmp_path):
     cpu = jax.devices()[0]
-    monkeypatch.setattr(memory, "GROUPS", tmp_path / "groups")
-    monkeypatch.setattr(memory, "HIERARCHY", tmp_path)
+    monkeypatch.setattr(memory, "CGROUPS_FILE", tmp_path / "groups")
+    monkeypatch.setattr(memory, "CGROUPS_ROOT", tmp_path)
     swap = SimpleNamespace(total=0)
     monkeypatch.setattr(memory.psutil, "swap_memory", lambda: swap)
     whole = memory.total_memory(cpu)
@@ -191,7 +249,7 @@ def test_what_it_will_take_is_told(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     given = ("a", "--model", tiny, "--size", "32x32", "--frames", "5", "--steps", "1", "--dtype", "float32")
     assert "weights" not in succeeded(command(*given)).stderr  # of less than a gigabyte
-    monkeypatch.setattr(stages, "LARGE", 0)
+    monkeypatch.setattr(stages, "LARGE_BYTES", 0)
     said = succeeded(command(*given)).stderr
     assert re.search(r"the weights of its (transformer|text_encoder) take about \d+\.\d kB of memory\n", said)
     assert "at least" not in said  # a CPU's peak is not known
@@ -201,6 +259,10 @@ def test_what_it_will_take_is_told(tiny, tmp_path, monkeypatch):
     assert least_seconds(pipe, settings, 4, "TPU v6 lite") == pytest.approx(4 * 2 * flops / V6E.flops)
     assert least_seconds(pipe, pipe.settings(guidance_scale=1.0), 4, "TPU v6e") == pytest.approx(4 * flops / V6E.flops)
     assert least_seconds(pipe, settings, 4, "cpu") is None
+    assert "denoising" not in str(estimate_note(pipe, settings, False))
+    monkeypatch.setattr(stages, "LONG_RUN_SECONDS", 0.0)
+    about = format_duration(4 * 2 * flops / roofline.cpu_machine().flops)
+    assert says(str(estimate_note(pipe, settings, False)), f"denoising about {about} 40 GFLOP/s core")
     spread = wanjax.load(tiny, mesh="dp=2,sp=2,tp=2")
     assert least_seconds(spread, settings, 4, "TPU v6e") == pytest.approx(flops / V6E.flops)
     near = wanjax.load(tiny, attention="chunked:window=4")

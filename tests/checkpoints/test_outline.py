@@ -9,8 +9,8 @@ from tests.support.tiny import tiny_checkpoint
 from wanjax.checkpoints.convert import ToWanjax
 from wanjax.loading import abstract_pipeline
 from wanjax.pipelines.wan.networks import NETWORKS
-from wanjax.registry import describe, open_source, outline, presets, size_of
-from wanjax.sharding import RULES, Partitioner, make_mesh
+from wanjax.registry import describe, find_size, open_source, outline, presets
+from wanjax.sharding import SHARDING_RULES, Partitioner, make_mesh
 
 PRESET = presets()["wan2.2-t2v-a14b"]
 
@@ -25,9 +25,11 @@ def converted(tmp_path_factory) -> str:
 
 @pytest.mark.parametrize("size", ["480p", "720p"])
 def test_the_sizes_by_name_are_those_of_the_published_model(converted, size):
-    wanted = size_of(PRESET.name, {"size": size})
-    assert size_of(converted, {"size": size}) == wanted
-    planned = abstract_pipeline(outline(converted), Partitioner(make_mesh(devices=jax.devices()[:1]), RULES["fsdp"]))
+    wanted = find_size(PRESET.name, {"size": size})
+    assert find_size(converted, {"size": size}) == wanted
+    planned = abstract_pipeline(
+        outline(converted), Partitioner(make_mesh(devices=jax.devices()[:1]), SHARDING_RULES["fsdp"])
+    )
     assert planned.settings(size=size).size == wanted
     assert wanjax.load(converted).settings(size=size).size == wanted
 

@@ -38,9 +38,9 @@ def theirs(name):
     """Return the shapes of a network's tensors by the authors' names, some of which are of q, k and v together."""
     names, found = network(name).kind.lora_names or NameMap([]), {}
     for key, shape in ours(name).items():
-        together = names.theirs(re.sub(r"\.to_[qkv]\.", ".to_qkv.", key))
-        if names.theirs(key) or not together:
-            found[names.theirs(key) or key] = shape
+        together = names.to_authors(re.sub(r"\.to_[qkv]\.", ".to_qkv.", key))
+        if names.to_authors(key) or not together:
+            found[names.to_authors(key) or key] = shape
         else:
             found[together] = (3 * shape[0], *shape[1:])
     return found
@@ -95,7 +95,7 @@ def distilled(name, *, modulation, head=True):
 def test_a_distilled_lora_of_all_weights_is_merged_whole(name, count, modulation, tmp_path):
     """ModelTC/LightX2V lora_loader.py; Kijai/WanVideo_comfy, whose extractions have `blocks.N.modulation.diff`."""
     matches = opened(tmp_path, name, distilled(name, modulation=modulation))
-    assert (matches.matched, matches.unmatched) == (count, ())
+    assert (matches.num_matched, matches.unmatched) == (count, ())
 
 
 def test_the_published_size_is_that_of_these_names(tmp_path):
@@ -105,19 +105,50 @@ def test_the_published_size_is_that_of_these_names(tmp_path):
     assert (tmp_path / "lora.safetensors").stat().st_size == PUBLISHED_BYTES
 
 
+@pytest.mark.parametrize(("dtype", "size"), [("F16", 630_695_648), ("BF16", 630_697_104)])
+def test_the_published_size_of_kijais_extractions_is_that_of_these_names(dtype, size, tmp_path):
+    """Wan_2_2_I2V_A14B_{HIGH,LOW}_lightx2v_4step_lora_260412_rank_64_fp16, and HIGH of v1030 in bfloat16.
+
+    All weights change but the modulation and the first convolution's.
+    """
+    model = "wan2.2-i2v-a14b"
+    tensors = dict(sorted(distilled(model, modulation=None).items()))
+    del tensors["diffusion_model.patch_embedding.diff"]
+    matches = opened(tmp_path, model, tensors, dict.fromkeys(tensors, dtype))
+    assert (matches.num_matched, matches.unmatched) == (1095 - 42, ())
+    assert (tmp_path / "lora.safetensors").stat().st_size == size
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix", "rank", "dtype", "size"),
+    [
+        (T2V, "", 128, "BF16", 1_226_922_392),
+        (T2V, "base_model.model.", 128, "F32", 2_453_769_728),
+        ("wan2.2-ti2v-5b", "base_model.model.", 128, "F32", 1_289_824_400),
+        ("wan2.2-ti2v-5b", "base_model.model.", 64, "F32", 644_949_288),
+    ],
+)
+def test_longlive_plug_changes_the_matrices_of_all_blocks(name, prefix, rank, dtype, size, tmp_path):
+    """The published files have these tensors, and metadata of less than 400 bytes; another prefix adds thousands."""
+    tensors = factors(blocks(name), prefix=prefix, rank=rank)
+    matches = opened(tmp_path, name, tensors, dict.fromkeys(tensors, dtype))
+    assert (matches.num_matched, matches.unmatched) == ({T2V: 400}.get(name, 300), ())
+    assert 0 < size - (tmp_path / "lora.safetensors").stat().st_size < 400
+
+
 @pytest.mark.parametrize("name", [T2V, EXPERTS, "wan2.2-i2v-a14b"])
 def test_lightning_s_alphas_are_whole_numbers(name, tmp_path):
     tensors = factors(blocks(name), DOWN, UP, prefix="diffusion_model.", rank=64, alpha=True)
     dtypes = {key: "I64" for key in tensors if key.endswith(".alpha")}
     matches = opened(tmp_path, name, tensors, dtypes=dtypes)
-    assert (matches.matched, matches.unmatched) == (400, ())
+    assert (matches.num_matched, matches.unmatched) == (400, ())
 
 
 def test_a_bias_of_one_layer_alone(tmp_path):
     """AccVideo's has `time_projection.1.diff_b` beside its products."""
     tensors = factors(blocks(T2V), DOWN, UP, prefix="diffusion_model.", rank=64)
     matches = opened(tmp_path, T2V, tensors | {"diffusion_model.time_projection.1.diff_b": (30720,)})
-    assert (matches.matched, matches.unmatched) == (401, ())
+    assert (matches.num_matched, matches.unmatched) == (401, ())
 
 
 @pytest.mark.parametrize(
@@ -126,7 +157,7 @@ def test_a_bias_of_one_layer_alone(tmp_path):
 )
 def test_a_lora_of_a_relative_is_merged_where_it_fits(of, on, matched, total, tmp_path):
     matches = opened(tmp_path, on, distilled(of, modulation="diff_m"))
-    assert (matches.matched, matches.matched + len(matches.unmatched)) == (matched, total)
+    assert (matches.num_matched, matches.num_matched + len(matches.unmatched)) == (matched, total)
 
 
 @pytest.mark.parametrize(("of", "on"), [(T2V, SMALL), (SMALL, T2V)])
@@ -165,14 +196,14 @@ SPELLINGS = {
 def test_every_spelling_is_read_whole(spelling, tmp_path):
     prefix, down, up, alpha, under = SPELLINGS[spelling]
     matches = opened(tmp_path, SMALL, factors(blocks(SMALL), down, up, prefix=prefix, alpha=alpha, under=under))
-    assert (matches.matched, matches.unmatched) == (300, ())
+    assert (matches.num_matched, matches.unmatched) == (300, ())
 
 
 def test_the_text_encoder_s_part_is_left_out_by_name(tmp_path):
     text = {"encoder_block_0_layer_0_SelfAttention_q": (4096, 4096)}
     tensors = factors(blocks(SMALL), DOWN, UP, prefix="lora_unet_", alpha=True, under=True)
     matches = opened(tmp_path, SMALL, tensors | factors(text, DOWN, UP, prefix="lora_te_", alpha=True))
-    assert (matches.matched, len(matches.unmatched)) == (300, 1)
+    assert (matches.num_matched, len(matches.unmatched)) == (300, 1)
 
 
 PROJECTIONS = r"blocks\.\d+\.(?:attn[12]\.(?:to_[qkv]|to_out\.0)|ffn\.net\.(?:0\.proj|2))"
@@ -190,7 +221,7 @@ PROJECTIONS = r"blocks\.\d+\.(?:attn[12]\.(?:to_[qkv]|to_out\.0)|ffn\.net\.(?:0\
 )
 def test_wan_s_modules_by_the_names_of_diffusers(prefix, under, tmp_path):
     matches = opened(tmp_path, SMALL, factors(linear(ours(SMALL), PROJECTIONS), prefix=prefix, under=under))
-    assert (matches.matched, matches.unmatched) == (300, ())
+    assert (matches.num_matched, matches.unmatched) == (300, ())
 
 
 RENAMED = [  # musubi-tuner's convert_hunyuan_video_1_5_lora_to_comfy.py
@@ -236,7 +267,12 @@ HUNYUAN = {
     "diffusers by kohya": (
         756,
         lambda: factors(
-            linear(ours(VIDEO), r"transformer_blocks\..*"), DOWN, UP, prefix="lora_unet_", under=True, alpha=True
+            linear(ours(VIDEO), r"transformer_blocks\..*"),
+            DOWN,
+            UP,
+            prefix="lora_unet_",
+            under=True,
+            alpha=True,
         ),
     ),
 }
@@ -246,7 +282,7 @@ HUNYUAN = {
 def test_hunyuanvideo_s_are_read_whole(spelling, tmp_path):
     count, tensors = HUNYUAN[spelling]
     matches = opened(tmp_path, VIDEO, tensors())
-    assert (matches.matched, matches.unmatched) == (count, ())
+    assert (matches.num_matched, matches.unmatched) == (count, ())
 
 
 COGVIDEOX = {
@@ -264,7 +300,7 @@ def test_cogvideox_s_are_read_whole(name, spelling, tmp_path):
     prefix, down, up, under = COGVIDEOX[spelling]
     modules = linear(ours(name), r"transformer_blocks\.\d+\.attn1\.(?:to_[qkv]|to_out\.0)")
     matches = opened(tmp_path, name, factors(modules, down, up, prefix=prefix, under=under, rank=64))
-    assert (matches.matched, matches.unmatched) == (len(modules), ())
+    assert (matches.num_matched, matches.unmatched) == (len(modules), ())
     assert len(modules) == 4 * {"cogvideox-2b": 30}.get(name, 42)
 
 
@@ -280,4 +316,4 @@ def test_a_lokr_or_loha_by_musubi_tuner_and_ai_toolkit_is_read_whole(kind, tmp_p
             each = {"LoKr": lokr, "LoHa": loha}[kind] | {"alpha": ()}
             tensors |= {f"{key}.{role}": shape for role, shape in each.items()}
         matches = opened(tmp_path, SMALL, tensors)
-        assert (matches.matched, matches.unmatched) == (300, ())
+        assert (matches.num_matched, matches.unmatched) == (300, ())

@@ -37,7 +37,7 @@ COMFY = "model.diffusion_model."
 
 def authors(config):
     """Return the names and shapes of a transformer by its authors' names."""
-    return {original.TRANSFORMER.theirs(key): shape for key, shape in transformer_keys(config).items()}
+    return {original.TRANSFORMER.to_authors(key): shape for key, shape in transformer_keys(config).items()}
 
 
 def file(path, config, also=None, without=(), vae=VAE_2_1):
@@ -283,7 +283,7 @@ ALONE = {  # by the name of a file: its tensors, and words of the refusal
         {"audio_proj.proj1.weight": (512, 46080), "blocks.0.norm_x.weight": (5120,)},
         "InfiniteTalk",
     ),
-    "Wan2_1-VACE_module_14B": ({k: v for k, v in authors(VACE_14B).items() if k.startswith("vace")}, "VACE alone"),
+    "Wan2_1-VACE_module_14B": ({k: v for k, v in authors(VACE_14B).items() if k.startswith("vace")}, "only VACE part"),
     "Uni3C_controlnet": ({"controlnet_patch_embedding.weight": (5120, 20, 1, 2, 2)}, "Uni3C"),
     "hunyuan_video_720_fp8": (
         {"double_blocks.0.img_attn_qkv.weight": (9216, 3072), "txt_in.individual_token_refiner.a.weight": (3072,)},
@@ -305,8 +305,8 @@ ALONE = {  # by the name of a file: its tensors, and words of the refusal
     "qwen_2.5_vl_7b": ({"model.layers.0.self_attn.q_proj.weight": (3584, 3584)}, "language alone"),
     "lightx2v_lora": ({"diffusion_model.blocks.0.self_attn.q.lora_down.weight": (64, 5120)}, "LoRA --lora"),
     "lokr": ({"lora_unet_blocks_0_self_attn_q.lokr_w1": (8, 8)}, "LoRA --lora"),
-    "wan_2.1_vae": (vae_keys(VAE_2_1), "vae alone transformer"),
-    "umt5_xxl_fp16": (text_encoder_keys(UMT5_XXL), "text_encoder alone transformer"),
+    "wan_2.1_vae": (vae_keys(VAE_2_1), "vae only transformer"),
+    "umt5_xxl_fp16": (text_encoder_keys(UMT5_XXL), "text_encoder only transformer"),
     "else": ({"weight": (2, 2)}, "transformer"),
 }
 

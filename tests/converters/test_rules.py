@@ -17,7 +17,7 @@ from tests.support.compilations import compilations
 from tests.support.devices import most_held, nbytes_on_each, on_eight_devices
 from tests.support.words import says
 from wanjax.checkpoints import modules, to_devices
-from wanjax.checkpoints.files import SafetensorsFile, Tensors, aligned
+from wanjax.checkpoints.files import SafetensorsFile, Tensors, aligned_empty
 from wanjax.converters import weight_rules
 from wanjax.converters.weight_rules import (
     CONV,
@@ -225,7 +225,7 @@ def test_rearranging_in_pieces_equals_a_plain_copy(shape, dtypes, axes):
     x = np.linspace(-3, 3, np.prod(shape)).astype(dtypes[0]).reshape(shape).transpose(axes)
     out = np.zeros(x.shape, dtypes[1])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(to_devices, "PIECE", 1 << 12)
+        patch.setattr(to_devices, "COPY_BYTES", 1 << 12)
         to_devices.rearrange(x, out)
     assert out.tobytes() == np.ascontiguousarray(x.astype(dtypes[1])).tobytes()
 
@@ -256,7 +256,7 @@ def test_every_fault_is_listed_at_once_and_nothing_is_read():
     )
     message = faults(source)
     assert "missing: blocks.{0-1}.attn.to_q.weight, scale_shift_table;" in message
-    assert says(message, "left over blocks.{3,5-7}.extra lone")
+    assert says(message, "unused blocks.{3,5-7}.extra lone")
     assert says(message, "levels.1.conv.bias [4] [3]")
     assert says(message, "patch_embedding.weight int8 float32")
     assert "\n" not in message
@@ -268,8 +268,8 @@ TWICE = [*RULES[:-1], Rule("levels.0.conv.bias", "table")]
 NOT_FILLED = "parameters filled one rule table"
 FAULTS = [  # tensors beside those of the checkpoint, the rules, and what the sentence names
     ({"blocks.2.attn.to_q.weight": np.zeros((6, 8), np.float32)}, RULES, "blocks.2.attn.to_q.weight [6, 8] [8, 6]"),
-    ({"blocks.0.norm_added_q.weight": np.zeros(8, np.float32)}, RULES, "left over blocks.0.norm_added_q.weight"),
-    (dict.fromkeys(ENDLESS, np.zeros(1, np.float32)), RULES, " ".join(["left over", *ENDLESS])),
+    ({"blocks.0.norm_added_q.weight": np.zeros(8, np.float32)}, RULES, "unused blocks.0.norm_added_q.weight"),
+    (dict.fromkeys(ENDLESS, np.zeros(1, np.float32)), RULES, " ".join(["unused", *ENDLESS])),
     ({}, TWICE, "twice levels.0.conv.bias"),
     ({}, RULES[:-1], NOT_FILLED),
     ({}, [*RULES, Rule("other", "table")], NOT_FILLED),
@@ -305,11 +305,11 @@ def test_weights_on_one_cpu_are_the_hosts_own_buffer():
     buffers = []
 
     def remembered(shape, dtype):
-        buffers.append(aligned(shape, dtype))
+        buffers.append(aligned_empty(shape, dtype))
         return buffers[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(to_devices, "aligned", remembered)
+        patch.setattr(to_devices, "aligned_empty", remembered)
         model = modules.load(abstract(), RULES, checkpoint())
     places = [buffer.ctypes.data for buffer in buffers]
     assert model.blocks.q.kernel.get_value().unsafe_buffer_pointer() in places
@@ -354,7 +354,9 @@ def load_onto_a_mesh(way):
     targets = modules.parameters(meshed)
     host_shapes, held, source = [], [], checkpoint()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(to_devices, "aligned", lambda shape, dtype: host_shapes.append(shape) or aligned(shape, dtype))
+        patch.setattr(
+            to_devices, "aligned_empty", lambda shape, dtype: host_shapes.append(shape) or aligned_empty(shape, dtype)
+        )
         patch.setattr(to_devices, "_fits_host", lambda target: way == "assembled")
         model = modules.load(meshed, RULES, source, progress=lambda *_: held.append(most_held()))
         with compilations() as compiled:

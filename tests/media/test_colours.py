@@ -9,7 +9,7 @@ from PIL import Image
 
 from tests.support.films import gap
 from tests.support.profiles import ADOBE, P3, SRGB, by_littlecms, profile
-from wanjax.media.inputs import CONTROL_VIDEO, INPUTS, MASK
+from wanjax.media.inputs import CONTROL_VIDEO, INPUT_SPECS, MASK
 from wanjax.media.pictures import read_clip, read_picture, read_pictures
 from wanjax.serve.limits import Limits
 from wanjax.serve.uploads import save_pictures
@@ -39,10 +39,12 @@ def test_a_picture_is_in_srgb_at_every_door(tmp_path, name, suffix):
     if name in ("P3", "Adobe"):
         assert gap(right, stored) > 15
     saved = {
-        field: save_pictures({field: [data]}, INPUTS, tmp_path, Limits(10**7))[field]
+        field: save_pictures({field: [data]}, INPUT_SPECS, tmp_path, Limits(10**7))[field]
         for field in ("image", "references", "video", "mask")
     }
-    read = read_pictures({"image": file, "references": [file], "video": tmp_path / "clip"}, INPUTS.values(), **MANY)
+    read = read_pictures(
+        {"image": file, "references": [file], "video": tmp_path / "clip"}, INPUT_SPECS.values(), **MANY
+    )
     doors = [
         *(read["image"], read["references"][0], read["video"][0]),
         *(read_picture(Image.open(BytesIO(data))), read_clip([Image.open(BytesIO(data))], **MANY)[0]),

@@ -2,6 +2,7 @@
 """Films and animations: whole ones with every frame, at its time; cut ones and ones with a hole refused."""
 
 import math
+import re
 import subprocess
 import sys
 from fractions import Fraction
@@ -19,7 +20,7 @@ from tests.support.words import naming
 from wanjax.errors import WanjaxError
 from wanjax.media.damage import MIN_HOLE_BYTES, ZeroRuns, holed_frame
 from wanjax.media.films import read_video_file
-from wanjax.media.inputs import INPUTS
+from wanjax.media.inputs import INPUT_SPECS
 from wanjax.media.pictures import read_clip
 from wanjax.serve.limits import Limits
 from wanjax.serve.uploads import save_pictures
@@ -55,7 +56,7 @@ def test_a_damaged_film_is_refused_with_its_frame(tmp_path, name, kind):
     if name.endswith(("mp4", "mov", "webm", "mkv", *ANIMATIONS)):
 
         def request():
-            saved = save_pictures({"video": [damaged.read_bytes()]}, INPUTS, tmp_path, Limits(10**7))
+            saved = save_pictures({"video": [damaged.read_bytes()]}, INPUT_SPECS, tmp_path, Limits(10**7))
             read_clip(tmp_path / saved["video"], **MANY)
 
         doors.append(request)
@@ -63,6 +64,32 @@ def test_a_damaged_film_is_refused_with_its_frame(tmp_path, name, kind):
         with pytest.raises(WanjaxError) as caught:
             door()
         assert breaks(str(caught.value), name, kind)
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "words"),
+    [
+        ("plain.mp4", 0.5, "plain.mp4 truncated ffmpeg complete copy"),
+        ("fast.mp4", 0.001, "fast.mp4 truncated complete copy"),
+        ("vp9.webm", 0.005, "vp9.webm truncated complete copy"),
+    ],
+)
+def test_a_film_without_its_end_is_told_to_be_truncated(tmp_path, name, share, words):
+    """Of these, not even one frame can be decoded."""
+    whole = film(tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(whole[: max(64, int(share * len(whole)))])
+    with pytest.raises(WanjaxError, match=naming(words)) as caught:
+        read_clip(tmp_path / name, **MANY)
+    assert not re.search("Conversion failed|Error opening|Terminating|frame=|Errno", str(caught.value))
+
+
+def test_a_file_of_another_kind_is_no_video(tmp_path):
+    (tmp_path / "text.mp4").write_text("a cat\n" * 100)
+    with pytest.raises(WanjaxError, match=naming("text.mp4 damaged kind ffmpeg")):
+        read_clip(tmp_path / "text.mp4", **MANY)
+    command("-f", "lavfi", "-i", "sine=d=1", tmp_path / "sound.mp4")
+    with pytest.raises(WanjaxError, match=naming("sound.mp4 no video stream")):
+        read_clip(tmp_path / "sound.mp4", **MANY)
 
 
 def command(*arguments: str | Path) -> None:
@@ -169,13 +196,13 @@ def test_a_film_is_held_once_while_it_is_read(tmp_path):
 
 
 def test_a_film_of_as_many_pixels_as_are_read_is_read_whole(tmp_path, machine):
-    machine.reads_at_most(pixels=96 * 128, clip_factor=len(FRAMES))
-    assert len(list(read_video_file(film(tmp_path / "fast.mp4"), 100, 25, values=False))) == len(FRAMES)
+    machine.reads_at_most(max_pixels=96 * 128, clip_factor=len(FRAMES))
+    assert len(list(read_video_file(film(tmp_path / "fast.mp4"), 100, 25, is_non_colour=False))) == len(FRAMES)
 
 
 def test_a_film_of_too_many_pixels_is_refused_before_a_frame_is_read(tmp_path, machine):
-    machine.reads_at_most(pixels=96 * 128, clip_factor=len(FRAMES) - 1)
-    frames = read_video_file(film(tmp_path / "fast.mp4"), 100, 25, values=False)
+    machine.reads_at_most(max_pixels=96 * 128, clip_factor=len(FRAMES) - 1)
+    frames = read_video_file(film(tmp_path / "fast.mp4"), 100, 25, is_non_colour=False)
     with pytest.raises(WanjaxError, match=naming("128x96 294,912")):
         next(frames)
 
@@ -207,7 +234,7 @@ def test_wide_primaries_of_a_standard_range(tmp_path, primaries):
     wide = f"zscale=t=linear,format=gbrpf32le,zscale=p={primaries},zscale=t=bt709:m=bt2020nc:r=tv,format=yuv444p12le"
     ffmpeg("-vf", f"format=gbrp,{given},{wide}", "-c:v", "ffv1", tmp_path / "a.mkv", frames=pale)
     assert gap(read_clip(tmp_path / "a.mkv", **MANY), pale) <= 3
-    assert gap(read_clip(tmp_path / "a.mkv", **MANY, page="black"), pale) > 10
+    assert gap(read_clip(tmp_path / "a.mkv", **MANY, background="black"), pale) > 10
 
 
 def test_the_default_picture_of_an_animation_is_no_frame_of_it(tmp_path):

@@ -20,9 +20,9 @@ from tests.support.quick import quick
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
 from wanjax.media import video as io
-from wanjax.media.bounds import BOUNDS
-from wanjax.media.inputs import INPUTS
-from wanjax.media.pictures import Pictures, fit, read_clip, read_picture, read_pictures, size_within
+from wanjax.media.bounds import MEDIA_LIMITS
+from wanjax.media.inputs import INPUT_SPECS
+from wanjax.media.pictures import Pictures, fit_to_size, read_clip, read_picture, read_pictures, size_for_area
 from wanjax.pipelines.wan.conditioning import known_frames, mask_cells, on_white
 
 ORIENTATION = 0x0112
@@ -193,12 +193,12 @@ def test_a_film_names_no_other_file(tmp_path, name):
 @pytest.mark.parametrize("suffix", [".gif", ".webp", ".mp4"])
 def test_a_clip_whose_frames_are_large_together(tmp_path, machine, suffix):
     path = io.write_video(tmp_path / f"a{suffix}", CLIP, 10)
-    machine.reads_at_most(pixels=16 * 16)
+    machine.reads_at_most(max_pixels=16 * 16)
     assert len(read_clip(path, **MANY)) == len(CLIP)
-    machine.reads_at_most(pixels=16 * 16, clip_factor=5)
+    machine.reads_at_most(max_pixels=16 * 16, clip_factor=5)
     with pytest.raises(WanjaxError, match=naming(f"a{suffix} pixels 1,280")):
         read_clip(path, **MANY)
-    machine.reads_at_most(pixels=16 * 15)  # too few for one frame, and enough for all of them
+    machine.reads_at_most(max_pixels=16 * 15)  # too few for one frame, and enough for all of them
     with pytest.raises(WanjaxError, match=naming(f"a{suffix} pixels")):
         read_clip(path, **MANY)
 
@@ -296,7 +296,7 @@ def test_clips_in_memory():
 def test_pictures_together(tmp_path):
     path = saved(tmp_path / "mask.png", Image.new("L", (16, 16), 255))
     given = {"image": PICTURE, "video": CLIP, "mask": path, "references": [PICTURE, path]}
-    read = read_pictures(given, INPUTS.values(), **MANY)
+    read = read_pictures(given, INPUT_SPECS.values(), **MANY)
     assert list(read) == ["image", "video", "mask", "references"]
     assert read["mask"].shape == CLIP.shape
     np.testing.assert_array_equal(read.first, PICTURE)
@@ -373,7 +373,7 @@ def test_files_that_are_none(tmp_path, read, name, write, words):
 
 
 def test_bounds_are_not_those_of_other_users_of_pillow(tmp_path):
-    assert BOUNDS.pixels < Image.MAX_IMAGE_PIXELS
+    assert MEDIA_LIMITS.max_pixels < Image.MAX_IMAGE_PIXELS
     (tmp_path / "a.jpg").write_bytes(many_passes(40))
     assert read_picture(tmp_path / "a.jpg").shape == (64, 64, 3)
 
@@ -381,10 +381,11 @@ def test_bounds_are_not_those_of_other_users_of_pillow(tmp_path):
 ARRAYS = [
     *(
         (partial(read_picture, array), "pictures uint8 [H, W, 3]")
-        for array in (PICTURE.astype(np.float32), PICTURE[..., :2], PICTURE[None], PICTURE[:0])
+        for array in (PICTURE.astype(np.float64), PICTURE[..., :2], PICTURE[None], PICTURE[:0])
     ),
-    (partial(read_pictures, {"video": CLIP, "mask": CLIP[:3]}, INPUTS.values(), **MANY), "mask 3 frames video 10"),
-    (partial(read_pictures, {"mask": CLIP}, INPUTS.values(), **MANY), "mask video"),
+    (partial(read_picture, PICTURE.astype(np.float32)), "float32 [0, 1] 255 astype uint8"),
+    (partial(read_pictures, {"video": CLIP, "mask": CLIP[:3]}, INPUT_SPECS.values(), **MANY), "mask 3 frames video 10"),
+    (partial(read_pictures, {"mask": CLIP}, INPUT_SPECS.values(), **MANY), "mask video"),
 ]
 
 
@@ -399,7 +400,7 @@ def test_arrays_that_are_none(read, words):
 )
 def test_a_video_takes_the_proportions_of_a_picture(height, width, area, grid):
     """Follow the reference's documentation, except for pictures so long that a side would become 0."""
-    size = size_within((height, width, 3), area, grid)
+    size = size_for_area((height, width, 3), area, grid)
     ratio = height / width
     exact = [round(np.sqrt(area * r)) // grid * grid for r in (ratio, 1 / ratio)]
     assert size == tuple(max(side, grid) for side in exact)
@@ -409,10 +410,10 @@ def test_a_video_takes_the_proportions_of_a_picture(height, width, area, grid):
 
 
 def test_sizes_of_usual_pictures():
-    assert size_within((480, 832), 480 * 832, 16) == (480, 832)
-    assert size_within((1080, 1920), 720 * 1280, 16) == (720, 1280)
-    assert size_within((1920, 1080), 720 * 1280, 16) == (1280, 720)
-    assert size_within((3000, 3000), 480 * 832, 16) == (624, 624)
+    assert size_for_area((480, 832), 480 * 832, 16) == (480, 832)
+    assert size_for_area((1080, 1920), 720 * 1280, 16) == (720, 1280)
+    assert size_for_area((1920, 1080), 720 * 1280, 16) == (1280, 720)
+    assert size_for_area((3000, 3000), 480 * 832, 16) == (624, 624)
 
 
 def halves(height: int, width: int) -> np.ndarray:
@@ -424,11 +425,11 @@ def halves(height: int, width: int) -> np.ndarray:
 
 def test_fit():
     wide = halves(20, 80)
-    np.testing.assert_array_equal(fit(wide, (20, 80), "crop"), wide)
-    assert fit(wide, (40, 40), "stretch")[20, [0, -1]].tolist() == [list(RED), list(BLUE)]
-    cropped = fit(wide, (40, 40), "crop")
+    np.testing.assert_array_equal(fit_to_size(wide, (20, 80), "crop"), wide)
+    assert fit_to_size(wide, (40, 40), "stretch")[20, [0, -1]].tolist() == [list(RED), list(BLUE)]
+    cropped = fit_to_size(wide, (40, 40), "crop")
     assert cropped[20, [0, 10, 29, -1]].tolist() == [list(RED), list(RED), list(BLUE), list(BLUE)]
-    padded = fit(wide, (40, 40), "pad")
+    padded = fit_to_size(wide, (40, 40), "pad")
     assert padded[[0, -1], 20].tolist() == [[0] * 3] * 2
     assert padded[20, [0, -1]].tolist() == [list(RED), list(BLUE)]
 
@@ -437,7 +438,7 @@ def test_fit():
 @example(32, 47, "crop")  # 48 / 47 is rounded so that 47 times it is less than 48
 def test_whatever_its_size_a_picture_fits(height, width, resize):
     """It fills the frame, unless bars are asked for: no edge is black."""
-    fitted = fit(np.full((height, width, 3), 255, np.uint8), (32, 48), resize)
+    fitted = fit_to_size(np.full((height, width, 3), 255, np.uint8), (32, 48), resize)
     assert fitted.shape == (32, 48, 3)
     assert resize == "pad" or fitted.min() == 255
 

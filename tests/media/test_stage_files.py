@@ -44,8 +44,8 @@ def test_stage_files_return_what_they_were_given(tmp_path, dtype, made):
     read = stage_files.load_latents(tmp_path, settings)
     assert read.dtype == dtype
     np.testing.assert_array_equal(read, latents)
-    assert SafetensorsFile(tmp_path / stage_files.LATENTS).specs["latents"].shape == (1, 4, 3, 2, 2)
-    assert leftovers(tmp_path) == [stage_files.CONFIG, stage_files.EMBEDDINGS, stage_files.LATENTS]
+    assert SafetensorsFile(tmp_path / stage_files.LATENTS_FILE).specs["latents"].shape == (1, 4, 3, 2, 2)
+    assert leftovers(tmp_path) == [stage_files.CONFIG, stage_files.EMBEDDINGS_FILE, stage_files.LATENTS_FILE]
 
 
 def test_settings_that_do_not_shape_a_stage_do_not_part_its_files(tmp_path):
@@ -65,13 +65,13 @@ def test_files_of_the_scripts_before(tmp_path):
     rounded = texts(dtype=ml_dtypes.bfloat16)
     tensors = {name: x.astype(np.float32) for name, x in rounded.items()}
     info = {"dtype_info": json.dumps(dict.fromkeys(tensors, "bfloat16"))}
-    save_safetensors(tmp_path / stage_files.EMBEDDINGS, tensors, info)
+    save_safetensors(tmp_path / stage_files.EMBEDDINGS_FILE, tensors, info)
     for name, x in stage_files.load_conditioning(tmp_path, settings).items():
         assert x.dtype == ml_dtypes.bfloat16
         np.testing.assert_array_equal(x, rounded[name])
     latents = np.ones((1, 4, 3, 2, 2), np.float32)
     save_safetensors(
-        tmp_path / stage_files.LATENTS, {"latents": latents}, {"dtype_info": '{"latents": "torch.float32"}'}
+        tmp_path / stage_files.LATENTS_FILE, {"latents": latents}, {"dtype_info": '{"latents": "torch.float32"}'}
     )
     assert stage_files.load_latents(tmp_path, settings).dtype == np.float32
 
@@ -119,7 +119,7 @@ def nothing(folder):
     """Leave the folder empty."""
 
 
-EMBEDDINGS = stage_files.EMBEDDINGS
+EMBEDDINGS = stage_files.EMBEDDINGS_FILE
 WRONG = [  # what is in the folder, what reads it, and what the sentence names
     (nothing, load_settings, "generation_config.json encode"),
     (written(stage_files.CONFIG, text="{"), load_settings, "read Expecting"),
@@ -131,7 +131,7 @@ WRONG = [  # what is in the folder, what reads it, and what the sentence names
     (written(EMBEDDINGS, {"x": np.zeros((1, 3))}, {"settings": "{"}), load_encoded(), "'settings' metadata"),
     (written(EMBEDDINGS, {"x": np.zeros((1, 3))}, {"dtype_info": "3"}), load_encoded(), "'dtype_info' metadata"),
     *(
-        (written(stage_files.LATENTS, {"latents": latents}), load_latents(), words)
+        (written(stage_files.LATENTS_FILE, {"latents": latents}), load_latents(), words)
         for latents, words in (
             (LATENTS.astype(np.int32), "'latents' int32 floats 5 axes"),
             (LATENTS[..., 0], "float32 [1, 4, 3, 2] floats 5 axes"),

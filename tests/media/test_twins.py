@@ -14,7 +14,7 @@ from tests.support.films import gap
 from tests.support.quick import quick
 from tests.support.words import naming
 from wanjax.errors import WanjaxError, WanjaxWarning
-from wanjax.media.inputs import CONTROL_VIDEO, IMAGE, INPUTS, LAST_IMAGE, MASK, REFERENCES, VIDEO
+from wanjax.media.inputs import CONTROL_VIDEO, IMAGE, INPUT_SPECS, LAST_IMAGE, MASK, REFERENCES, VIDEO
 from wanjax.media.pictures import read_clip, read_picture, read_pictures
 from wanjax.serve.limits import Limits
 from wanjax.serve.uploads import save_pictures
@@ -172,7 +172,7 @@ def test_pixels_that_are_not_square(tmp_path, aspect, size):
 def test_pixels_so_long_that_a_frame_is_large_are_refused(tmp_path, machine, aspect):
     ffmpeg("-vf", f"setsar={aspect}", "-c:v", "libx264", tmp_path / "a.mp4")
     assert sorted(read_clip(tmp_path / "a.mp4", frames=1, fps=8).shape)[-1] >= 48 * 16
-    machine.reads_at_most(pixels=64 * 48)
+    machine.reads_at_most(max_pixels=64 * 48)
     with pytest.raises(WanjaxError, match=naming("a.mp4 3,072")):
         read_clip(tmp_path / "a.mp4", frames=1, fps=8)
 
@@ -207,7 +207,7 @@ def test_a_film_with_transparent_parts(tmp_path, name, codec, pixels):
     options = ["-auto-alt-ref", "0"] if codec == "libvpx" else []
     ffmpeg("-c:v", codec, *options, "-pix_fmt", pixels, tmp_path / name, frames=rgba)
     for page, right in (("white", 255), ("black", 0)):
-        found = read_clip(tmp_path / name, **MANY, page=page)
+        found = read_clip(tmp_path / name, **MANY, background=page)
         assert gap(found[:, :, :24], CLIP[:, :, :24] * 0 + 90) <= 3
         assert gap(found[:, :, 40:], CLIP[:, :, 40:] * 0 + right) <= 3
 
@@ -245,7 +245,7 @@ def through_every_door(data: bytes, folder: Path) -> dict[str, np.ndarray]:
     (folder / "a.bin").write_bytes(data)
     read = {"file": read_picture(folder / "a.bin"), "Pillow": read_picture(Image.open(BytesIO(data)))}
     for field in ("image", "references", "mask", "video"):
-        saved = save_pictures({field: [data]}, INPUTS, folder, Limits(10**7))[field]
+        saved = save_pictures({field: [data]}, INPUT_SPECS, folder, Limits(10**7))[field]
         [name] = saved if isinstance(saved, list) else [saved]
         read[field] = read_clip(folder / name, **MANY)[0]
     return read
@@ -267,10 +267,10 @@ def test_an_animation_is_called_one_at_every_door(tmp_path, format):
     (tmp_path / "a.bin").write_bytes(data)
     doors = [lambda: read_picture(tmp_path / "a.bin"), lambda: read_picture(Image.open(BytesIO(data)))]
     for field in ("image", "last_image", "references"):
-        doors.append(lambda field=field: save_pictures({field: [data]}, INPUTS, tmp_path, Limits(10**7)))
+        doors.append(lambda field=field: save_pictures({field: [data]}, INPUT_SPECS, tmp_path, Limits(10**7)))
     for door in doors:
         with pytest.raises(WanjaxError, match="animated"):
             door()
     for field in ("video", "mask"):
-        saved = save_pictures({field: [data]}, INPUTS, tmp_path, Limits(10**7))[field]
+        saved = save_pictures({field: [data]}, INPUT_SPECS, tmp_path, Limits(10**7))[field]
         assert len(read_clip(tmp_path / saved, **MANY)) == 3

@@ -17,8 +17,8 @@ from tests.support.stores import GOOGLES, failing, forget, objects, running_gcs
 from tests.support.words import says
 from wanjax.errors import WanjaxError
 from wanjax.media.metadata import find_metadata
-from wanjax.media.video import Video, read_metadata, try_output, write_video
-from wanjax.stores.paths import RemotePath, names_in, parse_path
+from wanjax.media.video import Video, read_metadata, write_trial_video, write_video
+from wanjax.stores.paths import RemotePath, file_names_in, parse_path
 from wanjax.stores.temporary import temp_dir
 
 RECORD = {"prompt": "a red circle", "seed": 1}
@@ -48,7 +48,7 @@ def refused(call, *given) -> str:
 @pytest.mark.parametrize("name", ["a.mp4", "a.gif", "a.webp", "a.png"])
 def test_a_video_in_a_store_is_the_file_that_it_would_be_here(tmp_path, name):
     frames = clip(1 if name == "a.png" else 5)
-    try_output(f"memory://videos/new/{name}", len(frames), (32, 32), 8, RECORD)
+    write_trial_video(f"memory://videos/new/{name}", len(frames), (32, 32), 8, RECORD)
     assert objects() == {}
     made = write_video(f"memory://videos/new/{name}", frames, 8, RECORD)
     here = write_video(tmp_path / name, frames, 8, RECORD)
@@ -75,7 +75,7 @@ NAMES = {
     "memory://videos/a.avi": ".avi .mp4",
     "file://a.mp4": "file://a.mp4 file:///PATH",
     "ftp://videos/a.mp4": "ftp:// s3:// gs:// file://",
-    "gs://videos/a.mp4": "gcsfs pip install 'wanjax[cloud]'",
+    "gs://videos/a.mp4": "gcsfs pip install '.[cloud]'",
 }
 
 
@@ -83,18 +83,18 @@ NAMES = {
 def test_what_is_no_name_in_a_store_is_told(monkeypatch, name, words):
     if name.startswith("gs:"):  # as if its library were not installed
         monkeypatch.setattr("wanjax.stores.paths.find_spec", lambda name: None)
-    said = refused(try_output, name, 5, (32, 32), 8, RECORD)
+    said = refused(write_trial_video, name, 5, (32, 32), 8, RECORD)
     assert says(said, words), said
     assert "a-secret" not in said
 
 
 FAILING = {  # the call of a store that fails, with what, ours that meets it, and what its sentence names
     "takes nothing": (
-        *("pipe_file", DENIED, lambda: try_output(NEW, 5, (32, 32), 8, RECORD)),
+        *("pipe_file", DENIED, lambda: write_trial_video(NEW, 5, (32, 32), 8, RECORD)),
         "memory://videos Access Denied",
     ),
     "a long message": (
-        *("cat_file", RuntimeError("no\n" + "so " * 1000), lambda: RemotePath("memory", "videos/a").read(10)),
+        *("cat_file", RuntimeError("no\n" + "so " * 1000), lambda: RemotePath("memory", "videos/a").read_object(10)),
         "memory://videos/a read, no:",
     ),
 }
@@ -173,8 +173,8 @@ def test_names_in_a_folder(tmp_path):
         RemotePath("memory", f"videos/{name}").write(b"0")
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"0")
-    assert names_in(parse_path("memory://videos")) == names_in(tmp_path) == {"a.mp4", "b.mp4"}
-    assert names_in(parse_path("memory://videos/none")) == names_in(tmp_path / "none") == set()
+    assert file_names_in(parse_path("memory://videos")) == file_names_in(tmp_path) == {"a.mp4", "b.mp4"}
+    assert file_names_in(parse_path("memory://videos/none")) == file_names_in(tmp_path / "none") == set()
 
 
 @pytest.mark.parametrize("name", ["../evil", "a/../../evil", "a/./b", "a\\b", "a\nb"])
@@ -192,7 +192,7 @@ def test_what_google_s_store_has_is_what_was_sent(tmp_path):
         folder.check_writable()
         for content in (b"", b"a\r", bytes(range(256)) * 2**13):
             (folder / "a").write(content)
-            assert (folder / "a").read(2**22) == content
+            assert (folder / "a").read_object(2**22) == content
         assert (folder / "a").read_part(65, 68) == b"ABC"
         assert ((folder / "a").size(), (folder / "a").is_file(), folder.is_file()) == (2**21, True, False)
         (tmp_path / "b").write_bytes(b"b")
@@ -201,12 +201,12 @@ def test_what_google_s_store_has_is_what_was_sent(tmp_path):
         assert says(refused((folder / "d").write, b"1\n--==0=="), f"{folder}/d")
         folder.remove_all()
         assert not folder.exists()
-        assert says(refused(parse_path("gs://no-such-bucket/a").read, 9), "gs://no-such-bucket/a")
+        assert says(refused(parse_path("gs://no-such-bucket/a").read_object, 9), "gs://no-such-bucket/a")
 
 
 def test_an_object_is_created_by_one_alone():
     lease = RemotePath("memory", "cache/lease")
     assert lease.create(b"1")
     assert not lease.create(b"2")
-    assert lease.read(10) == b"1"
-    assert says(refused(lease.read, 0), "memory://cache/lease 0")
+    assert lease.read_object(10) == b"1"
+    assert says(refused(lease.read_object, 0), "memory://cache/lease 0")

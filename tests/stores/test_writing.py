@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files appear under their names when all of them is there, and what was there before stays until then."""
 
+from pathlib import Path
+
 import pytest
 
-from wanjax.stores.writing import writing
+from wanjax.errors import WanjaxError
+from wanjax.stores import user_folders
+from wanjax.stores.writing import atomic_write, check_folder
 
 
 def test_what_fails_half_way_leaves_the_file_before(tmp_path):
@@ -11,7 +15,7 @@ def test_what_fails_half_way_leaves_the_file_before(tmp_path):
     file.write_bytes(b"before")
 
     def stopped() -> None:
-        with writing(file) as beside:
+        with atomic_write(file) as beside:
             beside.write_bytes(b"half")
             raise RuntimeError("stopped")
 
@@ -22,9 +26,30 @@ def test_what_fails_half_way_leaves_the_file_before(tmp_path):
 
 def test_a_file_appears_when_all_of_it_is_there(tmp_path):
     file = tmp_path / "video.mp4"
-    with writing(file) as beside:
+    with atomic_write(file) as beside:
         assert beside.suffix == ".mp4"  # by which its writer chooses a format
         beside.write_bytes(b"half")
         assert not file.exists()
         beside.write_bytes(b"whole")
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("video.mp4", b"whole")]
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [("/nowhere-of-wanjax", ""), ("/nowhere-of-wanjax/b", ", the first one of /nowhere-of-wanjax/b")],
+)
+def test_a_missing_first_folder_is_named_once(folder, name):
+    with pytest.raises(WanjaxError) as caught:
+        check_folder(Path(folder))
+    assert str(caught.value) == (
+        f"there is no folder /nowhere-of-wanjax{name}: check the path, or create /nowhere-of-wanjax first"
+    )
+
+
+def test_a_home_that_does_not_exist_is_none(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert user_folders.home() == tmp_path
+    monkeypatch.setenv("HOME", str(tmp_path / "nope"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert user_folders.home() is None
+    assert user_folders.lasting_cache() is None

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays in the layout of Orbax: written chunk by chunk, and restored onto any sharding.
+"""Orbax checkpoints that are written chunk by chunk and restored onto any sharding.
 
-An Orbax checkpoint is a folder with an array in the format zarr 3 for each leaf of a tree, and a file that describes
-the tree. Orbax itself saves only arrays that are whole in memory. This module writes the same files a chunk at a time
-with tensorstore, the library that Orbax uses, so that a stack of blocks is never whole in memory. Each chunk is a file
-of a few megabytes that appears complete or not at all, so that an interrupted run can resume. It ends with a checksum
-of its bytes (crc32c), which every reader tests. Restoring reads only the shards of this process's devices.
+An Orbax checkpoint is a folder with a zarr 3 array for each leaf of a tree, and a file that describes the tree. Orbax
+needs each array in memory to save it. This module writes the same files one chunk at a time with tensorstore, the
+library that Orbax uses, so that a stack of blocks is never in memory as a whole. Each chunk is a file of a few
+megabytes that appears only when it is complete, so an interrupted run can resume. A chunk's file ends with a checksum
+(crc32c) that every reader verifies. Restoring reads only the shards of this process's devices.
 
 Format: https://orbax.readthedocs.io and https://zarr-specs.readthedocs.io/en/latest/v3/core
 """
@@ -26,99 +26,102 @@ import jax
 import numpy as np
 import tensorstore as ts
 
-from wanjax.checkpoints.files import Spec, aligned
+from wanjax.checkpoints.files import Spec, aligned_empty
 from wanjax.errors import WanjaxError
 
-CHUNK = 16 << 20  # bytes in one file, at most
-LARGEST_CHUNK = 1 << 30  # bytes that are read as one
-CHECKSUM = 4  # bytes at the end of a file
-TREE, COMMITTED = "_METADATA", "_CHECKPOINT_METADATA"  # Orbax's own names
-ARRAY = "zarr.json"  # zarr's, of what describes an array
+MAX_CHUNK_BYTES = 16 << 20  # the largest chunk to write
+MAX_READ_CHUNK_BYTES = 1 << 30  # the largest chunk to read
+CHECKSUM_BYTES = 4  # the checksum at the end of a chunk's file
+TREE, COMMITTED = "_METADATA", "_CHECKPOINT_METADATA"  # Orbax's file names for the tree and the checkpoint
+ARRAY = "zarr.json"  # zarr's file with an array's metadata
 CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
-# Chunks of zeros are written, and missing chunks are faults.
+# Write chunks of zeros too, so that a missing chunk is an error.
 STRICT = {"store_data_equal_to_fill_value": True, "fill_missing_data_reads": False}
 NAME = re.compile(r"\w+(\.\w+)*", re.ASCII)
-AT_ONCE = 4  # chunks in memory that are being read or written
+MAX_PENDING = 4  # the number of chunks that are in memory to be read or written
 
-Piece = tuple[slice, ...]
+ChunkSlice = tuple[slice, ...]
 Fetch = Callable[[Iterable[Path]], object]
-"""Downloads files of a folder before they are read, if the folder mirrors one in a store."""
+"""A function that downloads files before they are read, for a folder that mirrors a folder in a store."""
 
 
-def size_here(file: Path) -> int | None:
-    """Return the bytes of a file, None where there is none."""
+def local_size(file: Path) -> int | None:
+    """Return the size of a file in bytes, or None if the file is missing."""
     return file.stat().st_size if file.is_file() else None
 
 
 class StoredArray:
-    """An array in a folder. Raises WanjaxError that names the folder if it is missing or damaged."""
+    """A zarr array in a folder. Raises WanjaxError if it is missing or damaged."""
 
     def __init__(self, path: Path, metadata: Mapping[str, Any] | None = None, fetch: Fetch = lambda files: None):
-        """Open the array, or create it with this `metadata` if there is none."""
+        """Open the array, or create it with this `metadata` if it does not exist."""
         self.path, self._fetch = path, fetch
-        # Files are not synchronised one by one: `synchronise` does it for all when they are written.
+        # Files are not flushed one by one: `fsync_files` flushes all of them at the end.
         files = {"driver": "file", "path": f"{path}/", "file_io_sync": False}
         spec = {"driver": "zarr3", "kvstore": files, "open": True} | STRICT
         if metadata is not None:
             spec |= {"create": True, "metadata": metadata}
-        with _one_sentence(f"{path} is no array that can be read", writes=metadata is not None):
+        with _tensorstore_errors(f"{path} is not a readable array", writes=metadata is not None):
             self._array = ts.open(spec).result()
         self.spec = Spec(tuple(self._array.shape), self._array.dtype.numpy_dtype)
         self.shape, self.dtype = self.spec
-        self.chunk = tuple(int(size or 0) for size in self._array.chunk_layout.write_chunk.shape or ())
-        if prod(self.chunk) * self.dtype.itemsize > LARGEST_CHUNK:
-            raise WanjaxError(f"{path} claims chunks of {list(self.chunk)} {self.dtype}: `convert` writes smaller ones")
+        self.chunk_sizes = tuple(int(size or 0) for size in self._array.chunk_layout.write_chunk.shape or ())
+        if prod(self.chunk_sizes) * self.dtype.itemsize > MAX_READ_CHUNK_BYTES:
+            raise WanjaxError(
+                f"{path} claims chunks of {list(self.chunk_sizes)} {self.dtype}: `convert` writes smaller ones"
+            )
 
     def __len__(self) -> int:
         return self.shape[0]
 
-    def pieces(self, part: Sequence[slice] = ()) -> Iterator[Piece]:
-        """Yield the ranges of all chunks, or of those that overlap `part`."""
-        whole, ranges = [slice(0, size) for size in self.spec.shape[len(part) :]], []
-        for size, step, some in zip(self.spec.shape, self.chunk, (*part, *whole), strict=True):
-            start, stop, _ = some.indices(size)
+    def chunk_slices(self, selection: Sequence[slice] = ()) -> Iterator[ChunkSlice]:
+        """Yield the index ranges of all chunks, or of the chunks that overlap `selection`."""
+        remaining, ranges = [slice(0, size) for size in self.spec.shape[len(selection) :]], []
+        for size, step, axis_slice in zip(self.spec.shape, self.chunk_sizes, (*selection, *remaining), strict=True):
+            start, stop, _ = axis_slice.indices(size)
             ranges.append(range(start - start % step, stop, step))
         for starts in product(*ranges):
             yield tuple(
                 slice(start, min(start + step, size))
-                for start, step, size in zip(starts, self.chunk, self.spec.shape, strict=True)
+                for start, step, size in zip(starts, self.chunk_sizes, self.spec.shape, strict=True)
             )
 
-    def file(self, piece: Piece) -> Path:
-        """Return a chunk's file."""
-        cells = (str(part.start // step) for part, step in zip(piece, self.chunk, strict=True))
-        return self.path.joinpath("c", *cells)
+    def chunk_file(self, chunk: ChunkSlice) -> Path:
+        """Return the path of a chunk's file."""
+        indices = (str(axis_slice.start // step) for axis_slice, step in zip(chunk, self.chunk_sizes, strict=True))
+        return self.path.joinpath("c", *indices)
 
-    def has(self, piece: Piece) -> bool:
-        """Return True if a chunk has been written; its file appears when it is complete."""
-        file = self.file(piece)
-        return file.is_file() and file.stat().st_size == self._size
+    def is_written(self, chunk: ChunkSlice) -> bool:
+        """Return whether a chunk is written; its file appears only when it is complete."""
+        file = self.chunk_file(chunk)
+        return file.is_file() and file.stat().st_size == self._file_bytes
 
     @property
-    def _size(self) -> int:
-        """The bytes of each chunk's file."""
-        return prod(self.chunk) * self.spec.dtype.itemsize + CHECKSUM
+    def _file_bytes(self) -> int:
+        """The size of each chunk's file in bytes."""
+        return prod(self.chunk_sizes) * self.spec.dtype.itemsize + CHECKSUM_BYTES
 
-    def check_sizes(self, size_of: Callable[[Path], int | None] = size_here) -> None:
+    def check_sizes(self, size_of: Callable[[Path], int | None] = local_size) -> None:
         """Raise WanjaxError for the first file that is missing or has the wrong size."""
-        for file in map(self.file, self.pieces()):
+        for file in map(self.chunk_file, self.chunk_slices()):
             if (size := size_of(file)) is None:
-                raise WanjaxError(f"there is no {file}, of {self._size:,} bytes: `wanjax convert` writes it again")
-            if size != self._size:
-                right = f"{size:,} bytes where {self._size:,} are expected"
-                raise WanjaxError(f"{file} has {right}: `wanjax convert` writes it again")
+                raise WanjaxError(f"{file} is missing: run `wanjax convert` again")
+            if size != self._file_bytes:
+                raise WanjaxError(
+                    f"{file} has {size:,} bytes, expected {self._file_bytes:,}: run `wanjax convert` again"
+                )
 
-    def begin(self, piece: Piece, values: np.ndarray | np.generic) -> ts.WriteFutures:
-        """Start to write a chunk; `values` must not change until the write is done."""
-        return self._array[piece].write(values)
+    def start_write(self, chunk: ChunkSlice, values: np.ndarray | np.generic) -> ts.WriteFutures:
+        """Start writing a chunk; `values` must not change until the write is done."""
+        return self._array[chunk].write(values)
 
-    def read(self, part: Sequence[slice] = (), dtype: np.dtype | None = None) -> np.ndarray:
-        """Read a part of the array, by default all, cast to `dtype`, into memory that JAX on the CPU can take."""
-        self._fetch(map(self.file, self.pieces(part)))
-        with _one_sentence(f"{self.path} is damaged"):
-            source = ts.cast(self._array, dtype or self.spec.dtype)[tuple(part)]
+    def read(self, selection: Sequence[slice] = (), dtype: np.dtype | None = None) -> np.ndarray:
+        """Read a part of the array, or all of it, and cast it to `dtype`. The memory is aligned for JAX on a CPU."""
+        self._fetch(map(self.chunk_file, self.chunk_slices(selection)))
+        with _tensorstore_errors(f"{self.path} is damaged"):
+            source = ts.cast(self._array, dtype or self.spec.dtype)[tuple(selection)]
             source = source[ts.d[:].translate_to[0]] if source.ndim else source
-            values = aligned(source.shape, source.dtype.numpy_dtype)
+            values = aligned_empty(source.shape, source.dtype.numpy_dtype)
             ts.array(values).write(source).result()
         return values
 
@@ -127,37 +130,40 @@ class StoredArray:
         return self.read() if index is ... else self.read([slice(index, index + 1)])[0]
 
     def digest(self, progress: Callable[[int], object] = lambda nbytes: None) -> str:
-        """Return a checksum of the shape, the dtype and the chunks' checksums; read and tests each chunk."""
-        digest = hashlib.sha256(f"{self.spec.shape} {self.spec.dtype} {self.chunk}".encode())
-        reading: deque = deque()
+        """Return a digest of the shape, the dtype and the chunks' checksums, after reading and verifying each chunk."""
+        digest = hashlib.sha256(f"{self.spec.shape} {self.spec.dtype} {self.chunk_sizes}".encode())
+        pending: deque = deque()
 
-        def test() -> None:
-            piece, values = reading.popleft()
-            with _one_sentence(f"{self.path} is damaged"):
+        def verify_next() -> None:
+            chunk, values = pending.popleft()
+            with _tensorstore_errors(f"{self.path} is damaged"):
                 values.result()
-            with self.file(piece).open("rb") as file:
-                file.seek(-CHECKSUM, os.SEEK_END)
+            with self.chunk_file(chunk).open("rb") as file:
+                file.seek(-CHECKSUM_BYTES, os.SEEK_END)
                 digest.update(file.read())
-            progress(_nbytes(piece, self.spec.dtype))
+            progress(_chunk_bytes(chunk, self.spec.dtype))
 
-        for piece in self.pieces():
-            reading.append((piece, self._array[piece].read()))
-            if len(reading) == AT_ONCE:
-                test()
-        while reading:
-            test()
+        for chunk in self.chunk_slices():
+            pending.append((chunk, self._array[chunk].read()))
+            if len(pending) == MAX_PENDING:
+                verify_next()
+        while pending:
+            verify_next()
         return digest.hexdigest()[:16]
 
     def files(self) -> set[Path]:
         """Return the files of the folder when everything is written."""
-        return {self.path / ARRAY, *map(self.file, self.pieces())}
+        return {self.path / ARRAY, *map(self.chunk_file, self.chunk_slices())}
 
 
 class Writer:
-    """Writes chunks in the background, a few at a time; raises OSError for one at the next chunk or at the end."""
+    """Write chunks in the background, a few at a time.
+
+    After a failed write, a later write or the end raises OSError.
+    """
 
     def __init__(self):
-        self._begun: deque[ts.WriteFutures] = deque()
+        self._pending: deque[ts.WriteFutures] = deque()
 
     def __enter__(self) -> "Writer":
         return self
@@ -165,21 +171,21 @@ class Writer:
     def __exit__(self, *error: object) -> None:
         self._wait(0)
 
-    def write(self, array: StoredArray, piece: Piece, values: np.ndarray | np.generic) -> None:
-        self._wait(AT_ONCE - 1)
-        self._begun.append(array.begin(piece, values))
+    def write(self, array: StoredArray, chunk: ChunkSlice, values: np.ndarray | np.generic) -> None:
+        self._wait(MAX_PENDING - 1)
+        self._pending.append(array.start_write(chunk, values))
 
     def _wait(self, count: int) -> None:
         """Wait until at most `count` chunks are being written."""
-        while len(self._begun) > count:
+        while len(self._pending) > count:
             try:
-                self._begun.popleft().result()
+                self._pending.popleft().result()
             except ValueError as error:
-                raise (_of_the_system(error) or OSError(reason(error))) from error
+                raise (_system_error(error) or OSError(reason(error))) from error
 
 
 class Arrays:
-    """The arrays of an Orbax checkpoint by their dotted names. Raises WanjaxError if it cannot be read."""
+    """The arrays of an Orbax checkpoint by dotted names. Raises WanjaxError if the checkpoint cannot be read."""
 
     def __init__(self, path: Path, fetch: Fetch = lambda files: None):
         self.path = path
@@ -188,16 +194,16 @@ class Arrays:
             leaves = json.loads((path / TREE).read_bytes())["tree_metadata"].values()
             names = [".".join(str(key["key"]) for key in leaf["key_metadata"]) for leaf in leaves]
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise WanjaxError(f"{path / TREE} cannot be read: `wanjax convert` writes a whole checkpoint") from error
-        if strange := [name for name in names if not NAME.fullmatch(name)]:
-            raise WanjaxError(f"{path / TREE} names {strange[0]!r}, which is not the name of an array")
+            raise WanjaxError(f"{path / TREE} cannot be read: run `wanjax convert` again") from error
+        if invalid := [name for name in names if not NAME.fullmatch(name)]:
+            raise WanjaxError(f"{path / TREE} names {invalid[0]!r}, which is not the name of an array")
         fetch(path / name / ARRAY for name in names)
         self._arrays = {name: StoredArray(path / name, fetch=fetch) for name in names}
         self.specs = {name: array.spec for name, array in self._arrays.items()}
 
     @classmethod
     def create(cls, path: Path, specs: Mapping[str, Spec], chunks: Mapping[str, Sequence[int]]) -> "Arrays":
-        """Create arrays with chunks of these shapes; keep the chunks that are already written."""
+        """Create arrays with chunks of these shapes; chunks that are already written stay."""
         path.mkdir(parents=True, exist_ok=True)
         for name, spec in specs.items():
             metadata = {
@@ -231,11 +237,11 @@ class Arrays:
     def restore(
         self, targets: Mapping[str, Any], progress: Callable[[int], object] = lambda nbytes: None
     ) -> dict[str, jax.Array]:
-        """Read the arrays that `targets` names, each in its target's dtype and sharding.
+        """Read the arrays in `targets`, each with its target's dtype and sharding.
 
         Args:
-            targets: By name, such as `jax.ShapeDtypeStruct`; without a sharding an array goes to one device.
-            progress: Receives the bytes of each array that is read.
+            targets: An object such as `jax.ShapeDtypeStruct` by name. An array without a sharding goes to one device.
+            progress: Called with the bytes of each array that is read.
         """
         restored = {}
         for name, target in targets.items():
@@ -243,7 +249,7 @@ class Arrays:
             progress(self.specs[name].nbytes)
         return restored
 
-    def check_sizes(self, size_of: Callable[[Path], int | None] = size_here) -> None:
+    def check_sizes(self, size_of: Callable[[Path], int | None] = local_size) -> None:
         """Raise WanjaxError for the first file that is missing or has the wrong size."""
         for array in self._arrays.values():
             array.check_sizes(size_of)
@@ -253,37 +259,45 @@ class Arrays:
         return {self.path / TREE, self.path / COMMITTED}.union(*(array.files() for array in self._arrays.values()))
 
 
-def make_array(read: Callable[[Piece, np.dtype], np.ndarray], target: Any) -> jax.Array:
-    """Make an array with its target's sharding; read each of `shard_slices` once, and compile nothing."""
-    values = {str(part): read(part, target.dtype) for part, _ in shard_slices(target)}
+def make_array(read: Callable[[ChunkSlice, np.dtype], np.ndarray], target: Any) -> jax.Array:
+    """Build an array with the sharding of `target`.
+
+    JAX compiles nothing. `read` is called once for each slice of `shard_slices`.
+    """
+    values = {str(shard): read(shard, target.dtype) for shard, _ in shard_slices(target)}
     if (sharding := getattr(target, "sharding", None)) is None:
         return jax.device_put(*values.values())
-    return jax.make_array_from_callback(target.shape, sharding, lambda part: values[str(part)])
+    return jax.make_array_from_callback(target.shape, sharding, lambda shard: values[str(shard)])
 
 
-def shard_slices(target: Any) -> list[tuple[Piece, tuple[int, ...]]]:
+def shard_slices(target: Any) -> list[tuple[ChunkSlice, tuple[int, ...]]]:
     """Return the distinct slices of an array that this process's devices hold, with their shapes."""
     shape, sharding = tuple(target.shape), getattr(target, "sharding", None)
     if sharding is None:
         return [((slice(None),) * len(shape), shape)]
     slices = sharding.addressable_devices_indices_map(shape).values()
-    return [(part, sharding.shard_shape(shape)) for part in {str(part): part for part in slices}.values()]
+    return [(shard, sharding.shard_shape(shape)) for shard in {str(shard): shard for shard in slices}.values()]
 
 
 def chunk_shape(spec: Spec, stacked: bool) -> tuple[int, ...]:
-    """Return a chunk's sizes: as many blocks of a stack as fit, then the longest axes halved until it fits."""
-    chunk = list(spec.shape)
+    """Choose a chunk's shape: as many blocks of a stack as fit.
+
+    If one block does not fit, halve its longest axis until it does.
+    """
+    chunk_sizes = list(spec.shape)
     if stacked:
-        fitting = max(1, CHUNK * spec.shape[0] // spec.nbytes)
-        chunk[0] = next(n for n in range(min(fitting, spec.shape[0]), 0, -1) if spec.shape[0] % n == 0)
-    while prod(chunk) * spec.dtype.itemsize > CHUNK:
-        longest = chunk.index(max(chunk))
-        chunk[longest] = ceil(chunk[longest] / 2)
-    return tuple(chunk)
+        max_blocks = max(1, MAX_CHUNK_BYTES * spec.shape[0] // spec.nbytes)
+        chunk_sizes[0] = next(
+            blocks for blocks in range(min(max_blocks, spec.shape[0]), 0, -1) if spec.shape[0] % blocks == 0
+        )
+    while prod(chunk_sizes) * spec.dtype.itemsize > MAX_CHUNK_BYTES:
+        longest = chunk_sizes.index(max(chunk_sizes))
+        chunk_sizes[longest] = ceil(chunk_sizes[longest] / 2)
+    return tuple(chunk_sizes)
 
 
-def synchronise(files: set[Path]) -> None:
-    """Wait until the files are on the disk."""
+def fsync_files(files: set[Path]) -> None:
+    """Flush files to the disk."""
     for file in files:
         descriptor = os.open(file, os.O_RDONLY)
         try:
@@ -293,39 +307,43 @@ def synchronise(files: set[Path]) -> None:
 
 
 def _leaf(name: str, spec: Spec) -> dict[str, Any]:
-    """Return Orbax's description of an array in its tree."""
+    """Return Orbax's metadata of an array in its tree."""
     return {
-        "key_metadata": [{"key": key, "key_type": 2} for key in name.split(".")],  # 2: a key of a dictionary
+        "key_metadata": [{"key": key, "key_type": 2} for key in name.split(".")],  # 2 means a key of a dictionary
         "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False, "write_shape": list(spec.shape)},
     }
 
 
-def _nbytes(piece: Piece, dtype: np.dtype) -> int:
-    return prod(part.stop - part.start for part in piece) * dtype.itemsize
+def _chunk_bytes(chunk: ChunkSlice, dtype: np.dtype) -> int:
+    return prod(axis_slice.stop - axis_slice.start for axis_slice in chunk) * dtype.itemsize
 
 
 @contextmanager
-def _one_sentence(problem: str, *, writes: bool = False) -> Iterator[None]:
-    """Raise tensorstore's errors, of several lines, in one sentence; those of a disk, where it `writes`, as OSError."""
+def _tensorstore_errors(problem: str, *, writes: bool = False) -> Iterator[None]:
+    """Turn tensorstore's errors, which have several lines, into WanjaxError.
+
+    With `writes`, errors of the disk become OSError.
+    """
     try:
         yield
     except (ValueError, OSError, NotImplementedError) as error:
-        if writes and (failure := _of_the_system(error)) is not None:
+        if writes and (failure := _system_error(error)) is not None:
             raise failure from error
-        raise WanjaxError(f"{problem} ({reason(error)}): `wanjax convert` writes it again") from error
+        raise WanjaxError(f"{problem} ({reason(error)}): run `wanjax convert` again") from error
 
 
-def _of_the_system(error: Exception) -> OSError | None:
-    """Return the system's error that one of tensorstore's names, None where it names none."""
+def _system_error(error: Exception) -> OSError | None:
+    """Return the operating system's error that a tensorstore error contains, or None."""
     code = re.search(r"os_error_code='(\d+)'", str(error))
     return OSError(int(code[1]), os.strerror(int(code[1]))) if code else None
 
 
 def reason(error: Exception) -> str:
-    """Return an error's cause, in the system's words if it has any."""
+    """Return the cause of an error, in the operating system's words if the error contains them."""
     text = str(error)
-    if failure := _of_the_system(error):
+    if failure := _system_error(error):
         return str(failure.strerror)
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return text.partition("\n")[0].partition(" [")[0].partition(": ")[2]  # without the kind of error and the trace
+    # The message stands between the kind of the error and the trace.
+    return text.partition("\n")[0].partition(" [")[0].partition(": ")[2]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of a checkpoint to one that loads directly onto any mesh, and back to the layout of diffusers.
+"""Convert a checkpoint to wanjax's format, which loads directly onto any mesh, and back to the layout of diffusers.
 
-A wanjax checkpoint has the layout of diffusers, except that the weights of each network are an Orbax checkpoint in its
-folder `weights`. `wanjax.json` beside them records their origin and a digest of everything. The conversion writes
-tensor by tensor to a hidden folder beside the target, verifies it there, and renames it at the end. A conversion that
-was stopped resumes from the last chunk.
+A wanjax checkpoint has the layout of diffusers, but the weights of each network are an Orbax checkpoint in its folder
+`weights`. `wanjax.json` names the origin of the weights and has the digests of all files. A conversion writes tensor by
+tensor to a hidden folder beside the target, verifies this folder, and renames it at the end. A conversion that was
+stopped resumes from the last chunk.
 """
 
 import errno
@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from wanjax.checkpoints import modules
-from wanjax.checkpoints.arrays import Arrays, chunk_shape, synchronise
-from wanjax.checkpoints.converted import FORMAT, KNOWN_AS, MANIFEST, SHARE, UNUSED, WEIGHTS
+from wanjax.checkpoints.arrays import Arrays, chunk_shape, fsync_files
+from wanjax.checkpoints.converted import DIGEST_LENGTH, FORMAT, KNOWN_AS, MANIFEST, PRECISION, UNUSED, WEIGHTS
 from wanjax.checkpoints.files import (
     Reader,
     SafetensorsFile,
@@ -34,41 +34,50 @@ from wanjax.checkpoints.files import (
     content_digest,
     main_dtype,
     save_index,
-    shards,
+    split_into_shards,
     write_safetensors,
 )
 from wanjax.checkpoints.hub import INDEX, cached_checksum, is_damaged
 from wanjax.checkpoints.manifest import (
-    OWN,
+    OWN_DIGEST,
     REQUEST,
     Progress,
     array_digests,
-    counting,
     digest,
     files_beside,
     files_in,
     own_digest,
+    report_stage,
 )
 from wanjax.checkpoints.network_kinds import Kinds, Network, network
-from wanjax.checkpoints.readers import View
+from wanjax.checkpoints.quantize import QuantizedKernel, as_floats, quantized_kernels
+from wanjax.checkpoints.readers import ReaderView
 from wanjax.checkpoints.sources import Source, Weights, read_json
-from wanjax.checkpoints.stream import stored, stream
+from wanjax.checkpoints.stream import stored_specs, stream
 from wanjax.converters import weight_rules
 from wanjax.errors import WanjaxError
-from wanjax.figures import in_bytes
+from wanjax.figures import format_bytes
+from wanjax.layers.precision import FLOATS, Precision
 from wanjax.stores.paths import AnyPath, RemotePath, local_copy, parse_path
 from wanjax.stores.user_folders import user_cache
-from wanjax.stores.writing import writing
+from wanjax.stores.writing import atomic_write
 
 NOT_NETWORKS = re.compile(r"Tokenizer|Scheduler|Processor|Extractor|Guidance")
-CONFIG_FILES = {"Scheduler": "scheduler_config.json", "Guidance": "guider_config.json"}  # by words of class names
-BESIDE = ("*.json", "README.md", "LICENSE*", "NOTICE*")
+CONFIG_FILES = {"Scheduler": "scheduler_config.json", "Guidance": "guider_config.json"}  # by a part of the class name
+COPIED_FILES = ("*.json", "README.md", "LICENSE*", "NOTICE*")
 LICENCE = re.compile(r"^license:\s*(\S+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class ConvertedNetwork:
-    """A network to convert: the tensors to read, the tensors to write, and the unused tensors to keep unchanged."""
+    """A network to convert.
+
+    Args:
+        name: The component.
+        read: The tensors to read.
+        written: The tensors to write.
+        unused: The tensors that the network does not use, which are copied unchanged.
+    """
 
     name: str
     read: Mapping[str, Spec]
@@ -77,7 +86,7 @@ class ConvertedNetwork:
 
     @property
     def parameters(self) -> int:
-        return sum(prod(spec.shape) for spec in self.written.values())
+        return sum(prod(spec.shape) for spec in self.read.values())
 
     @property
     def bytes_read(self) -> int:
@@ -89,26 +98,33 @@ class ConvertedNetwork:
 
     @property
     def dtype(self) -> str | None:
-        """The dtype of most of the written bytes; None where nothing is written."""
+        """The dtype of most of the written bytes; None if nothing is written."""
         return main_dtype(self.written.values())
 
 
 class Conversion(ABC):
-    """A conversion of one checkpoint to another, planned from the files' headers alone.
+    """A conversion of a checkpoint, planned from the headers of its files.
 
-    `kinds` are the kinds of networks that can be converted. Raises WanjaxError if the source is incomplete, or its
-    weights do not fit its configs.
+    Args:
+        source: The checkpoint.
+        target: The folder to write, also in a store.
+        kinds: The kinds of networks that can be converted.
+
+    Raises:
+        WanjaxError: The source is incomplete, or its weights do not fit its configs.
     """
 
     def __init__(self, source: Source, target: str | AnyPath, kinds: Kinds):
         self.source = source
         self.kinds = kinds
         self.target = parse_path(target).absolute()
-        self.partial = _partial(self.target)
-        self._opened: dict[str, Weights] = {}
+        self.partial = _partial_folder(self.target)
+        self._weights_by_name: dict[str, Weights] = {}
         self._readers: dict[str, Reader] = {}
         self.networks = [
-            self._plan_network(name) for name, each in source.components.items() if self._is_network(each.kind)
+            self._plan_network(name)
+            for name, component in source.components.items()
+            if self._is_network(component.kind)
         ]
 
     @property
@@ -116,37 +132,49 @@ class Conversion(ABC):
         return sum(entry.bytes_written for entry in self.networks)
 
     @property
-    def bytes_there(self) -> int:
-        """The bytes that an earlier run of the same conversion has written."""
-        return sum(path.stat().st_size for path in self.partial.rglob("*") if path.is_file()) if self._resumes() else 0
+    def bytes_done(self) -> int:
+        """The bytes of weights that earlier runs of the same conversion wrote."""
+        return sum(path.stat().st_size for path in self._written_files()) if self._resumes() else 0
+
+    def has_saved_work(self) -> bool:
+        """Whether another run would resume from weights that this run or an earlier one wrote."""
+        return any(self._written_files())
+
+    def _written_files(self) -> Iterator[Path]:
+        return (path for entry in self.networks for path in (self.partial / entry.name).rglob("*") if path.is_file())
 
     def run(
-        self, progress: Progress = lambda at, done, total: None, begun: Callable[[], object] = lambda: None
+        self, progress: Progress = lambda at, done, total: None, on_begin: Callable[[], object] = lambda: None
     ) -> bool:
-        """Write the target, or the missing part of it; return False if the same target is already complete.
+        """Write the target, or its missing part. After an error the next run resumes from the written part.
 
-        `progress(at, done, total)` receives the bytes. `begun()` is called once there is a part from which another run
-        goes on. Raises WanjaxError if the target is something else, or cannot be
-        written. The target then does not exist, or is not whole in a store, and the next run resumes from the written
-        part.
+        Args:
+            progress: Called with a stage, the bytes done and the total bytes.
+            on_begin: Called when another run of the same request can resume.
+
+        Returns:
+            False if the target is already complete.
+
+        Raises:
+            WanjaxError: The target exists with other contents, or cannot be written.
         """
-        self.source.storage.gather(progress)
         if self.target.exists():
             if self._is_complete():
                 return False
             if isinstance(self.target, Path) or not self._has_same_request(self.target / REQUEST):
-                raise WanjaxError(f"{self.target} is there already and is not what was asked for: name a new folder")
+                raise WanjaxError(f"{self.target} already exists with other contents: name a new folder")
         if isinstance(self.target, RemotePath):
             self.target.check_writable()
-        with _writing(self.target, self.partial):
+        self.source.storage.fetch_all(progress)
+        with _write_errors(self.target, self.partial):
             self._begin()
-            begun()
+            on_begin()
             self._check_download(progress)
             for entry in self.networks:
                 (self.partial / entry.name).mkdir(exist_ok=True)
-            self._write(counting(progress, "converting", self.bytes_written))
+            self._write(report_stage(progress, "converting", self.bytes_written))
             self._copy_files()
-            self._finish(counting(progress, "verifying", self.bytes_written))
+            self._finish(report_stage(progress, "verifying", self.bytes_written))
             if isinstance(self.target, RemotePath):
                 self._publish(self.target, progress)
             else:
@@ -155,40 +183,43 @@ class Conversion(ABC):
         return True
 
     def _publish(self, target: RemotePath, progress: Progress) -> None:
-        """Upload the complete folder to a store; the file that marks it as complete goes last.
+        """Upload the complete folder to a store; the file that marks it as complete is uploaded last.
 
-        The store has the request meanwhile, so that another run of the same conversion skips uploaded weights.
+        During the upload the store has the request's file, so that another run of the same conversion skips uploaded
+        weights.
         """
         files = {path.relative_to(self.partial).as_posix(): path for path in files_in(self.partial)}
-        sizes, there = {name: path.stat().st_size for name, path in files.items()}, target.files()
+        sizes, remote_sizes = {name: path.stat().st_size for name, path in files.items()}, target.files()
         last = MANIFEST if MANIFEST in files else INDEX
-        report = counting(progress, "uploading", sum(sizes.values()))
+        report = report_stage(progress, "uploading", sum(sizes.values()))
         target.upload_all({REQUEST: files.pop(REQUEST)})
-        whole = {name: files.pop(name) for name in (last,)}
-        uploaded_before = {name for name in files if WEIGHTS in Path(name).parts and there.get(name) == sizes[name]}
+        final_files = {name: files.pop(name) for name in (last,)}
+        uploaded_before = {
+            name for name in files if WEIGHTS in Path(name).parts and remote_sizes.get(name) == sizes[name]
+        }
         report(sum(sizes[name] for name in (REQUEST, *uploaded_before)))
         target.upload_all(
             {name: path for name, path in files.items() if name not in uploaded_before},
             lambda names: report(sum(sizes[name] for name in names)),
         )
         uploaded = target.files()
-        if unlike := [name for name in files if uploaded.get(name) != sizes[name]]:
-            raise WanjaxError(f"{target / unlike[0]} is not what was written: run it again")
-        target.upload_all(whole, lambda names: report(sizes[last]))
+        if mismatched := [name for name in files if uploaded.get(name) != sizes[name]]:
+            raise WanjaxError(f"{target / mismatched[0]} was changed after it was written: run the conversion again")
+        target.upload_all(final_files, lambda names: report(sizes[last]))
         (target / REQUEST).remove()
         shutil.rmtree(self.partial)
 
     def _is_network(self, name: str) -> bool:
-        """Return whether a class in model_index.json is that of a network."""
+        """Return whether a class name in model_index.json is a network's."""
         return any(name in kind.classes for kind in self.kinds) or not NOT_NETWORKS.search(name)
 
     @abstractmethod
     def _plan_network(self, name: str) -> ConvertedNetwork:
-        """Return the tensors to read and to write for a component."""
+        """Plan which tensors of a component to read and to write."""
 
     @abstractmethod
     def _request(self) -> dict[str, Any]:
-        """Return everything on which the target's contents depend."""
+        """Return all options and digests that determine the target's contents."""
 
     @abstractmethod
     def _is_complete(self) -> bool:
@@ -202,68 +233,70 @@ class Conversion(ABC):
     def _finish(self, progress: Callable[[int], object]) -> None:
         """Verify the written files, and flush them to the disk."""
 
-    def _written(
+    def _write_file(
         self, name: str, file: str, specs: Mapping[str, Spec], reader: Reader, progress: Callable[[int], object]
     ) -> None:
-        """Write tensors to a file of a component; a file that exists is complete."""
+        """Write tensors to a component's file, unless the file exists: an existing file is complete."""
         path = self.partial / name / file
         if path.exists():
             progress(sum(spec.nbytes for spec in specs.values()))
         else:
-            write_safetensors(path, _Counting(reader, progress), specs, {"format": "pt"})
+            write_safetensors(path, _ProgressReader(reader, progress), specs, {"format": "pt"})
 
     def _compare(
         self, name: str, file: str, specs: Mapping[str, Spec], reader: Reader, progress: Callable[[int], object]
     ) -> None:
-        """Raise WanjaxError unless the file of a component holds these tensors."""
+        """Raise WanjaxError unless a component's file holds these tensors."""
         written = SafetensorsFile(self.partial / name / file)
         for key, spec in specs.items():
             if written.specs.get(key) != spec or written.read(key).tobytes() != reader.read(key).tobytes():
                 written.path.unlink()
-                raise WanjaxError(f"{key!r} in {written.path} is not what was written: run it again")
+                raise WanjaxError(
+                    f"{key!r} in {written.path} was changed after it was written: run the conversion again"
+                )
             progress(spec.nbytes)
 
     def _weights(self, name: str) -> Weights:
-        """Return a component's tensors; read their headers once."""
-        if name not in self._opened:
-            self._opened[name] = self.source[name].weights()
-        return self._opened[name]
+        """Return a component's tensors; the headers of their files are read only once."""
+        if name not in self._weights_by_name:
+            self._weights_by_name[name] = self.source[name].weights()
+        return self._weights_by_name[name]
 
     def _tensors(self, entry: Network, name: str) -> tuple[Reader, Reader]:
-        """Return a component's tensors with their published names: as they are stored, and with LoRAs merged in."""
+        """Return a component's tensors by published names, without and with the LoRAs merged."""
         component = self.source[name]
-        stored = component.original((self.source.base or self.source)[name].tensors(entry.rules))
-        return stored, component.original(component.tensors(entry.rules)) if self.source.loras else stored
+        stored_specs = component.original((self.source.base or self.source)[name].tensors(entry.rules))
+        return stored_specs, component.original(component.tensors(entry.rules)) if self.source.loras else stored_specs
 
     def _paths(self) -> Iterator[tuple[str, Path]]:
-        """Yield the files of the weights with the names of their networks, then LoRA files with the LoRAs."""
+        """Yield (network's name, file of its weights) for each file, then (LoRA's name, its file) for each LoRA."""
         for entry in self.networks:
             yield from ((entry.name, path) for path in self._weights(entry.name).paths)
-        yield from zip(self._loras, (lora.path for lora in self.source.loras), strict=True)
+        yield from zip(self._lora_names, (lora.path for lora in self.source.loras), strict=True)
 
     @property
-    def _loras(self) -> list[str]:
-        """The LoRAs' names, each with its strength and expert."""
+    def _lora_names(self) -> list[str]:
+        """The names of the LoRAs, with strengths and experts."""
         return [str(replace(lora, file=lora.path.name)) for lora in self.source.loras]
 
     def _fingerprint(self) -> str:
-        """Return a digest that changes when the files of the source do, or the LoRAs."""
-        digest_ = hashlib.sha256()
+        """Return a digest of the files of the source and of the LoRAs."""
+        fingerprint = hashlib.sha256()
         for name, path in self._paths():
-            digest_.update(f"{name} {path.name} {content_digest(path)}\n".encode())
-        return digest_.hexdigest()[:SHARE]
+            fingerprint.update(f"{name} {path.name} {content_digest(path)}\n".encode())
+        return fingerprint.hexdigest()[:DIGEST_LENGTH]
 
-    def _merged(self) -> dict[str, Any]:
-        """Return the entry of a request on LoRAs; none if there are none."""
-        return {"loras": self._loras} if self.source.loras else {}
+    def _lora_entry(self) -> dict[str, Any]:
+        """Return the request's entry for LoRAs; empty without LoRAs."""
+        return {"loras": self._lora_names} if self.source.loras else {}
 
     def _check_download(self, progress: Progress) -> None:
-        """Compare the weights' files with their checksums, where the hub's cache knows them."""
-        named = [path for _, path in self._paths() if cached_checksum(path)]
-        report = counting(progress, "checking", sum(path.stat().st_size for path in named))
-        for path in named:
+        """Compare the files of weights with their checksums, if the hub's cache has checksums."""
+        checksummed = [path for _, path in self._paths() if cached_checksum(path)]
+        report = report_stage(progress, "checking", sum(path.stat().st_size for path in checksummed))
+        for path in checksummed:
             if is_damaged(path):
-                raise WanjaxError(f"{path.resolve()} is damaged: delete it, and it is downloaded again")
+                raise WanjaxError(f"{path.resolve()} is damaged: delete it to download it again")
             report(path.stat().st_size)
 
     def _resumes(self) -> bool:
@@ -278,24 +311,26 @@ class Conversion(ABC):
             return False
 
     def _begin(self) -> None:
-        """Make the folder, emptied unless the same conversion began in it; raise OSError if the disk is too full."""
-        missing, resumes = self.bytes_written - self.bytes_there, self._resumes()
+        """Create the folder, empty unless the same conversion started in it; raise OSError if the disk is full."""
+        missing, resumes = self.bytes_written - self.bytes_done, self._resumes()
         if not resumes:
             shutil.rmtree(self.partial, ignore_errors=True)
             self.partial.mkdir(parents=True)
         try:
-            if (free := shutil.disk_usage(self.partial).free) < missing:
-                raise OSError(errno.ENOSPC, f"{in_bytes(free)} are free where {in_bytes(missing)} are needed")
+            if (free_bytes := shutil.disk_usage(self.partial).free) < missing:
+                raise OSError(
+                    errno.ENOSPC, f"{format_bytes(missing)} are needed, and {format_bytes(free_bytes)} are free"
+                )
             if not resumes:
                 _save_json(self.partial / REQUEST, self._request())
         except (OSError, WanjaxError):
-            if not resumes:  # nothing is there from which another run goes on
+            if not resumes:  # this run began the folder, so there is nothing to keep
                 shutil.rmtree(self.partial, ignore_errors=True)
             raise
 
     def _copy_files(self) -> None:
-        """Copy the files beside the weights; write configs that the source lacks in the form of diffusers."""
-        for pattern in BESIDE:
+        """Copy the files other than weights, and write diffusers' configs that the source lacks."""
+        for pattern in COPIED_FILES:
             for path in self.source.root.glob(pattern):
                 if path.name not in (MANIFEST, INDEX) and path.is_file():
                     shutil.copyfile(path, self.partial / path.name)
@@ -313,8 +348,15 @@ class Conversion(ABC):
 class ToWanjax(Conversion):
     """A conversion from any layout to a wanjax checkpoint.
 
-    `dtypes` are new dtypes by component; the other components keep theirs. `origin` is the name under which the weights
-    were published. `known_as` is a name that tells more of them, such as that of a file that is distilled.
+    Args:
+        source: The checkpoint.
+        target: The folder to write, also in a store.
+        kinds: The kinds of networks that can be converted.
+        dtypes: New dtypes by component. Other components keep their dtypes.
+        origin: The name under which the weights were published. None means the source's name.
+        licence: The licence of the weights, if the source names none.
+        name_hint: A name that identifies the weights better than `origin`, such as a distilled model's file name.
+        precision: The precision in which transformers are stored.
     """
 
     def __init__(
@@ -326,16 +368,18 @@ class ToWanjax(Conversion):
         dtypes: Mapping[str, str] | None = None,
         origin: str | None = None,
         licence: str | None = None,
-        known_as: str = "",
+        name_hint: str = "",
+        precision: Precision = FLOATS,
     ):
         if source.manifest is not None:
-            raise WanjaxError(f"{source.name} is a wanjax checkpoint already: `--to diffusers` writes it back")
+            raise WanjaxError(f"{source.name} is already a wanjax checkpoint: `--to diffusers` converts it back")
         self.dtypes, self.origin, self.licence = dtypes or {}, origin or source.origin, licence
-        self.known_as = known_as
+        self.name_hint, self.precision = name_hint, precision
         if unknown := self.dtypes.keys() - source.components.keys():
-            listed = ", ".join(source.components)
-            raise WanjaxError(f"{source.name} has no {sorted(unknown)[0]} to store in another dtype, but {listed}")
+            names = ", ".join(source.components)
+            raise WanjaxError(f"{source.name} has no component {sorted(unknown)[0]} for a dtype: it has {names}")
         self._assignments: dict[str, list[weight_rules.Assignment]] = {}
+        self._kernels: dict[str, dict[str, QuantizedKernel]] = {}
         super().__init__(source, target, kinds)
 
     def _plan_network(self, name: str) -> ConvertedNetwork:
@@ -343,11 +387,15 @@ class ToWanjax(Conversion):
         stored_tensors, self._readers[name] = self._tensors(entry, name)
         specs = stored_tensors.specs
         abstract_dtype = jnp.dtype(dtype or "float32")
-        targets = modules.parameters(entry.abstract(dtype=abstract_dtype, param_dtype=abstract_dtype))
+        abstract = entry.abstract(dtype=abstract_dtype, param_dtype=abstract_dtype, precision=self.precision)
+        self._kernels[name] = kernels = quantized_kernels(abstract)
+        targets = as_floats(modules.parameters(abstract), kernels)
         self._assignments[name] = assignments = weight_rules.assign(entry.rules, specs, targets, ignore=entry.unused)
-        read = {key: specs[key] for each in assignments for key in each.sources}
-        unused = {key: spec for key, spec in specs.items() if any(fnmatchcase(key, x) for x in entry.unused)}
-        return ConvertedNetwork(name, read, stored(assignments, specs, targets, dtype), unused)
+        read = {key: specs[key] for assignment in assignments for key in assignment.sources}
+        unused = {
+            key: spec for key, spec in specs.items() if any(fnmatchcase(key, pattern) for pattern in entry.unused)
+        }
+        return ConvertedNetwork(name, read, stored_specs(assignments, specs, targets, dtype, kernels), unused)
 
     def _request(self) -> dict[str, Any]:
         return {
@@ -355,8 +403,9 @@ class ToWanjax(Conversion):
             "revision": self.source.revision,
             "dtypes": dict(self.dtypes),
             "fingerprint": self._fingerprint(),
-            **({KNOWN_AS: self.known_as} if self.known_as else {}),
-            **self._merged(),
+            **({KNOWN_AS: self.name_hint} if self.name_hint else {}),
+            **({PRECISION: self.precision.name} if self.precision.quantizes else {}),
+            **self._lora_entry(),
         }
 
     def _is_complete(self) -> bool:
@@ -368,22 +417,26 @@ class ToWanjax(Conversion):
     def _write(self, progress: Callable[[int], object]) -> None:
         for entry in self.networks:
             assignments = self._assignments[entry.name]
-            stacks = {each.target for each in assignments if each.stacked}
+            stacks = {assignment.target for assignment in assignments if assignment.stacked}
+            kernels = self._kernels[entry.name]
+            stacks |= {kernels[name].values for name in stacks & kernels.keys()}
             chunks = {name: chunk_shape(spec, name in stacks) for name, spec in entry.written.items()}
+            for kernel in kernels.values():  # a chunk of scales belongs to the blocks of a chunk of values
+                chunks[kernel.scale] = (*chunks[kernel.values][:-2], entry.written[kernel.scale].shape[-1])
             arrays = Arrays.create(self.partial / entry.name / WEIGHTS, entry.written, chunks)
-            stream(assignments, self._readers[entry.name], arrays, progress)
+            stream(assignments, self._readers[entry.name], arrays, kernels, progress)
             if entry.unused:
-                self._written(entry.name, UNUSED, entry.unused, self._readers[entry.name], progress)
+                self._write_file(entry.name, UNUSED, entry.unused, self._readers[entry.name], progress)
 
     def _finish(self, progress: Callable[[int], object]) -> None:
         checksums = {}
         for entry in self.networks:
             arrays = Arrays(self.partial / entry.name / WEIGHTS)
             assert arrays.specs == entry.written
-            for stray in set(files_in(arrays.path)) - arrays.files():  # left by a chunk that was not completed
-                stray.unlink()
-            synchronise(arrays.files())
-            checksums[entry.name] = self._verified(arrays, progress)
+            for leftover in set(files_in(arrays.path)) - arrays.files():  # an interrupted write left these files
+                leftover.unlink()
+            fsync_files(arrays.files())
+            checksums[entry.name] = self._verified_digests(arrays, progress)
             if entry.unused:
                 self._compare(entry.name, UNUSED, entry.unused, self._readers[entry.name], progress)
         manifest = {
@@ -396,10 +449,13 @@ class ToWanjax(Conversion):
             },
             "files": {str(path.relative_to(self.partial)): digest(path) for path in files_beside(self.partial)},
         }
-        _save_json(self.partial / MANIFEST, manifest | {OWN: own_digest(manifest)})
+        _save_json(self.partial / MANIFEST, manifest | {OWN_DIGEST: own_digest(manifest)})
 
-    def _verified(self, arrays: Arrays, progress: Callable[[int], object]) -> dict[str, str]:
-        """Return a network's entry of the manifest; remove damaged weights, which the next run writes again."""
+    def _verified_digests(self, arrays: Arrays, progress: Callable[[int], object]) -> dict[str, str]:
+        """Verify a network's arrays and return their digests.
+
+        Delete damaged weights, so that a later run writes them again.
+        """
         try:
             return array_digests(arrays, progress)
         except WanjaxError:
@@ -407,68 +463,69 @@ class ToWanjax(Conversion):
             raise
 
     def _licence(self) -> str | None:
-        """Return the licence of the weights; None where it is unknown."""
+        """Return the licence of the weights, or None if it is unknown."""
         readme = self.source.root / "README.md"
         match = LICENCE.search(readme.read_text(encoding="utf-8", errors="replace")) if readme.is_file() else None
         return match[1] if match else self.licence
 
 
 class ToDiffusers(Conversion):
-    """A conversion from a wanjax checkpoint to the layout of diffusers. Each tensor keeps its stored dtype."""
+    """A conversion from a wanjax checkpoint to the layout of diffusers; tensors keep their stored dtypes."""
 
     def __init__(self, source: Source, target: str | AnyPath, kinds: Kinds):
         if (source.base or source).manifest is None:
-            why = "has that of diffusers already" if (source.root / INDEX).is_file() else "is no such checkpoint"
-            way = "`convert` without it makes one of wanjax"
-            raise WanjaxError(f"--to diffusers writes a checkpoint of wanjax back, and {source.name} {why}: {way}")
+            layout = "is already in that layout" if (source.root / INDEX).is_file() else "is not one"
+            advice = "`convert` without the option writes a wanjax checkpoint"
+            raise WanjaxError(f"--to diffusers converts a wanjax checkpoint, and {source.name} {layout}: {advice}")
+        source.check_floats("a checkpoint in the layout of diffusers")
         super().__init__(source, target, kinds)
 
     def _plan_network(self, name: str) -> ConvertedNetwork:
         stored_tensors, merged = self._tensors(network(self.source, name, self.kinds), name)
-        self._readers[name] = _AsStored(merged, stored_tensors)
+        self._readers[name] = _CastToStored(merged, stored_tensors)
         return ConvertedNetwork(name, self._weights(name).specs, stored_tensors.specs)
 
     def _request(self) -> dict[str, Any]:
-        return {"to": "diffusers", "fingerprint": self._fingerprint(), **self._merged()}
+        return {"to": "diffusers", "fingerprint": self._fingerprint(), **self._lora_entry()}
 
     def _is_complete(self) -> bool:
         return False
 
     def _shards(self, entry: ConvertedNetwork) -> tuple[str, dict[str, dict[str, Spec]]]:
-        """Return the stem of the component's file names, and the tensors of each file."""
+        """Return the stem of a component's file names, and the tensors of each file."""
         library = self.source.index[entry.name][0]
         stem = "model" if library == "transformers" else "diffusion_pytorch_model"
-        files = shards(self._readers[entry.name], stem)
+        files = split_into_shards(self._readers[entry.name], stem)
         return stem, {name: {key: entry.written[key] for key in keys} for name, keys in files.items()}
 
     def _write(self, progress: Callable[[int], object]) -> None:
         for entry in self.networks:
             reader, (stem, files) = self._readers[entry.name], self._shards(entry)
             for name, specs in files.items():
-                self._written(entry.name, name, specs, reader, progress)
+                self._write_file(entry.name, name, specs, reader, progress)
             if len(files) > 1:
                 save_index(self.partial / entry.name, stem, files, entry.bytes_written)
 
     def _finish(self, progress: Callable[[int], object]) -> None:
-        """Compare the written tensors with those of the source."""
+        """Compare the written tensors with the source's tensors."""
         for entry in self.networks:
             reader, (_, files) = self._readers[entry.name], self._shards(entry)
             for name, specs in files.items():
                 self._compare(entry.name, name, specs, reader, progress)
 
 
-class _AsStored(View):
-    """A reader's tensors in the dtypes of another's."""
+class _CastToStored(ReaderView):
+    """A reader's tensors, cast to the dtypes of another reader."""
 
-    def __init__(self, reader: Reader, stored: Reader):
+    def __init__(self, reader: Reader, stored_specs: Reader):
         super().__init__(reader)
-        self.specs = stored.specs
+        self.specs = stored_specs.specs
 
     def read(self, key: str) -> np.ndarray:
         return self._reader.read(key).astype(self.specs[key].dtype, copy=False)
 
 
-class _Counting(View):
+class _ProgressReader(ReaderView):
     """A reader that reports the bytes that it reads."""
 
     def __init__(self, reader: Reader, progress: Callable[[int], object]):
@@ -481,28 +538,32 @@ class _Counting(View):
 
 
 def _aliases(assignments: Iterable[weight_rules.Assignment]) -> dict[str, str]:
-    """Return the source's names of tensors that a rule calls by another name."""
-    pairs = ((ours, theirs) for each in assignments for ours, theirs in zip(each.names, each.sources, strict=True))
-    return {ours: theirs for ours, theirs in pairs if ours != theirs}
+    """Return the source's names of tensors that differ from the rules' names."""
+    pairs = (
+        (rule_name, source_name)
+        for assignment in assignments
+        for rule_name, source_name in zip(assignment.names, assignment.sources, strict=True)
+    )
+    return {rule_name: source_name for rule_name, source_name in pairs if rule_name != source_name}
 
 
 def _save_json(path: Path, value: Any) -> None:
-    with writing(path) as partial_path:
+    with atomic_write(path) as partial_path:
         partial_path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _partial(target: AnyPath) -> Path:
-    """Return the folder in which a target is made until it is complete: beside it, or in the user's cache."""
+def _partial_folder(target: AnyPath) -> Path:
+    """Return the folder for an incomplete target: beside the target, or for a target in a store in the user's cache."""
     if isinstance(target, RemotePath):
-        return user_cache() / "conversions" / hashlib.sha256(str(target).encode()).hexdigest()[:SHARE]
+        return user_cache() / "conversions" / hashlib.sha256(str(target).encode()).hexdigest()[:DIGEST_LENGTH]
     return target.with_name(f".{target.name}.partial")
 
 
 @contextmanager
-def _writing(target: AnyPath, partial: Path) -> Iterator[None]:
+def _write_errors(target: AnyPath, partial: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        why = error.strerror or error
-        then = "what is complete is kept for the next run" if partial.exists() else "name a folder that can"
-        raise WanjaxError(f"{target} cannot be written, {why}: {then}") from error
+        cause = error.strerror or error
+        advice = "the next run resumes from what is written" if partial.exists() else "name a writable folder"
+        raise WanjaxError(f"{target} cannot be written ({cause}): {advice}") from error

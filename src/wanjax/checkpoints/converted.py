@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints from `wanjax convert`: the layout of diffusers, but with weights as Orbax checkpoints.
+"""Open checkpoints that `wanjax convert` wrote: diffusers' layout, but with weights as Orbax checkpoints.
 
-`wanjax.json` has a checkpoint's origin and contents. From a store, only the parts that are read are downloaded.
+`wanjax.json` has a checkpoint's origin and contents. Of a checkpoint in a store, only the needed parts are downloaded.
 """
 
 import hashlib
@@ -15,61 +15,67 @@ from typing import Any
 import jax
 
 from wanjax.checkpoints.arrays import Arrays
-from wanjax.checkpoints.files import HEADER_LIMIT, Reader, SafetensorsFile, adding
+from wanjax.checkpoints.files import HEADER_LIMIT, Reader, SafetensorsFile, progress_counter
 from wanjax.checkpoints.hub import COMPONENT_FILES, HubFile
-from wanjax.checkpoints.readers import Combined, Renamed
+from wanjax.checkpoints.readers import CombinedReader, RenamedReader
 from wanjax.checkpoints.sources import (
     Source,
     Storage,
-    check_small,
+    check_small_files,
     classes_in,
     in_folder,
     read_index,
     read_json,
 )
 from wanjax.errors import WanjaxError
-from wanjax.figures import in_bytes
-from wanjax.stores.paths import Missing, RemotePath
+from wanjax.figures import format_bytes
+from wanjax.layers.precision import FLOATS, Precision
+from wanjax.stores.paths import MissingObjectError, RemotePath
 from wanjax.stores.user_folders import user_cache
-from wanjax.stores.writing import check_folder, writing
+from wanjax.stores.writing import atomic_write, check_folder
 
 MANIFEST = "wanjax.json"
 FORMAT = 1
-WEIGHTS = "weights"  # in a component's folder
-SHARE = 16  # digits of a SHA-256
-KNOWN_AS = "known_as"  # in a request of a manifest: a name that tells more of the weights
+WEIGHTS = "weights"  # the folder of the Orbax checkpoint, in a component's folder
+DIGEST_LENGTH = 16  # the number of hexadecimal digits that are kept of a SHA-256
+KNOWN_AS = "known_as"  # an entry of the manifest's request: a name that identifies the weights better than their origin
+PRECISION = "precision"  # an entry of the manifest's request; missing for weights in floats
 UNUSED = "unused.safetensors"  # tensors of the original checkpoint that the network does not use
 
 
 def open_converted(name: str | Path, folder: Path) -> Source:
     """Open a folder that `wanjax convert` wrote."""
-    return _opened(Storage(str(name), folder), _read_manifest(folder))
+    return _make_source(Storage(str(name), folder), _read_manifest(folder))
 
 
 def open_stored(remote: RemotePath, revision: str | None = None) -> Source:
-    """Open a checkpoint that `wanjax convert` wrote to a store. A file is downloaded when it is first needed.
+    """Open a checkpoint that `wanjax convert` wrote to a store; download each file when it is first needed.
 
-    What is downloaded stays in the user's cache, in a folder of its own for each manifest, so that another checkpoint
-    of the same name is not mixed with it. A process downloads the chunks of arrays that its devices hold, no others.
+    Downloaded files stay in the user's cache, in a folder for each manifest, so that checkpoints of the same name are
+    not mixed. A process downloads only the chunks of arrays that its devices hold.
     """
     try:
-        manifest = (remote / MANIFEST).read(HEADER_LIMIT)
-    except Missing as error:
-        message = f"{remote} is no whole checkpoint that `wanjax convert` wrote, and no other is read from a store"
+        manifest = (remote / MANIFEST).read_object(HEADER_LIMIT)
+    except MissingObjectError as error:
+        message = f"{remote} is not a complete checkpoint of `wanjax convert`, the only kind that is read from a store"
         raise WanjaxError(f"{message} ({error})") from error
     digest = hashlib.sha256(manifest).hexdigest()
-    if revision not in (None, digest[:SHARE]):
-        raise WanjaxError(f"{remote} has the revision {digest[:SHARE]}, and is not the {revision} that it was")
-    root = user_cache() / "checkpoints" / hashlib.sha256(f"{remote} {digest}".encode()).hexdigest()[:SHARE]
+    if revision not in (None, digest[:DIGEST_LENGTH]):
+        raise WanjaxError(
+            f"{remote} has the revision {digest[:DIGEST_LENGTH]}, not {revision}: give that revision, or none"
+        )
+    root = user_cache() / "checkpoints" / hashlib.sha256(f"{remote} {digest}".encode()).hexdigest()[:DIGEST_LENGTH]
     check_folder(root)
-    with writing(root / MANIFEST) as partial_path:
+    with atomic_write(root / MANIFEST) as partial_path:
         partial_path.write_bytes(manifest)
     manifest = _read_manifest(root)
-    storage = _Stored(str(remote), root, digest[:SHARE], remote=remote, sizes=remote.files(), digests=manifest["files"])
-    above = {name for name in storage.sizes if "/" not in name}
-    storage.bring(root / name for name in above - {MANIFEST})
-    source = _opened(storage, manifest)
-    storage.check(above)
+    storage = _RemoteStorage(
+        str(remote), root, digest[:DIGEST_LENGTH], remote=remote, sizes=remote.files(), digests=manifest["files"]
+    )
+    top_level = {name for name in storage.sizes if "/" not in name}
+    storage.fetch_files(root / name for name in top_level - {MANIFEST})
+    source = _make_source(storage, manifest)
+    storage.check(top_level)
     return source
 
 
@@ -77,57 +83,70 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     """Read `wanjax.json`; raise WanjaxError unless `wanjax convert` wrote it."""
     manifest = read_json(folder / MANIFEST)
     if (version := manifest.get("format")) != FORMAT:
-        raise WanjaxError(f"{folder / MANIFEST} has the format {version!r} where this wanjax reads {FORMAT}")
+        raise WanjaxError(
+            f"{folder / MANIFEST} has the format {version!r}, but this wanjax reads {FORMAT}: convert it again"
+        )
     networks, names = manifest.get("networks"), manifest.get("names", {})
     tables = [manifest.get("files")]
     for parts in (networks, names):
         tables += parts.values() if isinstance(parts, dict) else [None]
-    if not all(map(_is_of_texts, tables)) or not isinstance(manifest.get("request"), dict):
-        raise WanjaxError(f"{folder / MANIFEST} is not what `wanjax convert` wrote: convert it again")
+    if not all(map(_is_string_table, tables)) or not isinstance(manifest.get("request"), dict):
+        raise WanjaxError(f"{folder / MANIFEST} was changed after `wanjax convert` wrote it: convert it again")
     return manifest
 
 
-def _is_of_texts(table: object) -> bool:
+def _is_string_table(table: object) -> bool:
     return isinstance(table, dict) and all(isinstance(text, str) for text in table.values())
 
 
-def _opened(storage: Storage, manifest: Mapping[str, Any]) -> Source:
+def _make_source(storage: Storage, manifest: Mapping[str, Any]) -> Source:
     index, request = read_index(storage.name, storage.root), manifest["request"]
     origin = str(request.get("source", storage.name))
 
     def arrays(component: str) -> Arrays:
-        return Arrays(storage.folder(component) / WEIGHTS, storage.bring)
+        return Arrays(storage.folder(component) / WEIGHTS, storage.fetch_files)
 
     def original(component: str, tensors: Reader) -> Reader:
         names, unused = manifest.get("names", {}).get(component, {}), storage.folder(component) / UNUSED
-        storage.bring([unused])
-        used = Renamed(tensors, lambda key: names.get(key, key))
-        return Combined(used, SafetensorsFile(unused)) if unused.exists() else used
+        storage.fetch_files([unused])
+        renamed_tensors = RenamedReader(tensors, lambda key: names.get(key, key))
+        return CombinedReader(renamed_tensors, SafetensorsFile(unused)) if unused.exists() else renamed_tensors
 
-    def check(networks: Iterable[str], others: Iterable[str]) -> None:
-        there = {path.parent.name for path in storage.root.glob(f"*/{WEIGHTS}")}
-        for component in sorted(there | manifest["networks"].keys()):
+    def check(networks: Iterable[str], other_components: Iterable[str]) -> None:
+        present = {path.parent.name for path in storage.root.glob(f"*/{WEIGHTS}")}
+        for component in sorted(present | manifest["networks"].keys()):
             arrays(component).check_sizes(storage.size_of)
-        for component in others:
-            check_small(storage.folder(component))
+        for component in other_components:
+            check_small_files(storage.folder(component))
 
     components = {
         name: replace(in_folder(storage, name, kind), weights=partial(arrays, name), original=partial(original, name))
         for name, kind in classes_in(index).items()
     }
-    known_as = str(request.get(KNOWN_AS) or storage.known_as)
-    return Source(storage, index, components, check, origin, known_as, fallback_repo=origin, manifest=manifest)
+    name_hint = str(request.get(KNOWN_AS) or storage.name_hint)
+    precision = Precision.of(request.get(PRECISION, FLOATS.name)).name
+    return Source(
+        storage,
+        index,
+        components,
+        check,
+        origin,
+        name_hint,
+        fallback_repo=origin,
+        manifest=manifest,
+        precision=precision,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Stored(Storage):
+class _RemoteStorage(Storage):
     """The files of a checkpoint in a store.
 
     Attributes:
-        root: A folder with those that have been downloaded.
+        root: The folder of downloaded files.
         remote: The checkpoint's folder in the store.
-        sizes: The bytes of its files by their names in it.
-        digests: Those of the files that are not weights, as `wanjax.json` tells them.
+        sizes: The sizes of the checkpoint's files in bytes, by their paths in this folder.
+        digests: The digests that `wanjax.json` has of all files except weights.
     """
 
     remote: RemotePath
@@ -136,18 +155,20 @@ class _Stored(Storage):
 
     @cached_property
     def hub_files(self) -> Sequence[HubFile]:
-        return []  # of the hub
+        return []  # a converted checkpoint does not come from the hub
 
     def folder(self, component: str, files: Sequence[str] = COMPONENT_FILES) -> Path:
         names = {name for name in self.sizes if name.startswith(f"{component}/")}
-        small = {name for name in names if not name.startswith(f"{component}/{WEIGHTS}/")} - {f"{component}/{UNUSED}"}
-        self.bring(self.root / name for name in small)
-        self.check(small)
+        small_files = {name for name in names if not name.startswith(f"{component}/{WEIGHTS}/")} - {
+            f"{component}/{UNUSED}"
+        }
+        self.fetch_files(self.root / name for name in small_files)
+        self.check(small_files)
         if names:
             (self.root / component).mkdir(exist_ok=True)
         return super().folder(component, ())
 
-    def bring(self, files: Iterable[Path]) -> None:
+    def fetch_files(self, files: Iterable[Path]) -> None:
         names = (file.relative_to(self.root).as_posix() for file in files)
         if missing := [name for name in names if name in self.sizes and not (self.root / name).exists()]:
             self.remote.download_all(missing, self.root)
@@ -155,28 +176,30 @@ class _Stored(Storage):
     def check(self, names: Iterable[str]) -> None:
         """Raise WanjaxError unless the files have the digests of the manifest."""
         for name in sorted(self.digests.keys() & names):
-            if hashlib.sha256((self.root / name).read_bytes()).hexdigest()[:SHARE] != self.digests[name]:
+            if hashlib.sha256((self.root / name).read_bytes()).hexdigest()[:DIGEST_LENGTH] != self.digests[name]:
                 (self.root / name).unlink()
-                raise WanjaxError(f"{self.remote / name} is not what was written: convert it again")
+                raise WanjaxError(f"{self.remote / name} was changed after it was written: convert it again")
 
-    def is_at_hand(self, file: str) -> bool:
+    def is_available(self, file: str) -> bool:
         return file in self.sizes
 
     def size_of(self, path: Path) -> int | None:
         return self.sizes.get(path.relative_to(self.root).as_posix())
 
     def check_room(self) -> int:
-        """Raise WanjaxError where the disk has no room for the rest; none of it is awaited before it can be checked.
+        """Raise WanjaxError if the disk has no room for the missing files; return 0, the bytes to download at once.
 
-        A process of several downloads a part that is not known yet.
+        With several processes, check nothing: each process downloads only a part of the files.
         """
         missing = sum(size for name, size in self.sizes.items() if not (self.root / name).exists())
-        if jax.process_count() == 1 and missing > (free := shutil.disk_usage(self.root).free):
-            message = f"{self.name} needs {in_bytes(missing)} more where {self.root} has {in_bytes(free)} free"
+        if jax.process_count() == 1 and missing > (free_bytes := shutil.disk_usage(self.root).free):
+            message = (
+                f"{self.name} needs {format_bytes(missing)} more, and {self.root} has {format_bytes(free_bytes)} free"
+            )
             raise WanjaxError(f"{message}: make room, or set XDG_CACHE_HOME to a folder on a larger disk")
         return 0
 
-    def gather(self, progress: Callable[[str, int, int], object], *, anew: bool = False) -> None:
-        names = [name for name in self.sizes if anew or not (self.root / name).exists()]
-        count = adding(partial(progress, "downloading"), sum(self.sizes[name] for name in names))
+    def fetch_all(self, progress: Callable[[str, int, int], object], *, force: bool = False) -> None:
+        names = [name for name in self.sizes if force or not (self.root / name).exists()]
+        count = progress_counter(partial(progress, "downloading"), sum(self.sizes[name] for name in names))
         self.remote.download_all(names, self.root, lambda done: count(sum(self.sizes[name] for name in done)))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads and writes safetensors: one file, or a component's folder with its shards and their index.
+"""Read and write safetensors: one file, or a component's folder with shards and their index.
 
-A file is eight bytes that give the length of a JSON header, the header, and the tensors' bytes end to end
-(https://huggingface.co/docs/safetensors, format section). The format's library reads the header, and checks every
-offset in it against the file. Tensors are mapped here, one at a time: the library copies them, and knows no 8-bit
-floats in NumPy. They are written here too, since the library wants all of them in memory at once.
+A file has eight bytes with the length of a JSON header, the header, and the tensors' bytes without gaps
+(https://huggingface.co/docs/safetensors, format section). The safetensors library reads the header and checks its
+offsets. This module maps tensors into memory one at a time, because the library copies tensors and does not support
+NumPy's 8-bit floats. This module also writes tensors, because the library needs all of them in memory.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 
 from wanjax.errors import WanjaxError, reason
 from wanjax.stores.paths import missing_file
-from wanjax.stores.writing import writing
+from wanjax.stores.writing import atomic_write
 
 DTYPES = {
     "BOOL": np.dtype(np.bool_),
@@ -50,16 +50,16 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 WEIGHT_NAMES = ("diffusion_pytorch_model", "model")
 TORCH_SUFFIXES = (".pth", ".pt", ".ckpt", ".bin")
 GGUF_SUFFIX = ".gguf"
-SUFFIXES = (".safetensors", *TORCH_SUFFIXES, GGUF_SUFFIX)  # of files of weights
+SUFFIXES = (".safetensors", *TORCH_SUFFIXES, GGUF_SUFFIX)  # the suffixes of files of weights
 SHARD_NAME = re.compile(r"(?P<stem>\w+)-(?P<number>\d{1,6})-of-(?P<count>\d{1,6})\.safetensors", re.ASCII)
-HEADER_LIMIT = 100_000_000  # bytes, as in the safetensors library
+HEADER_LIMIT = 100_000_000  # bytes; the safetensors library has the same limit
 MAX_RANK = 32
 CACHE_LINE = 64  # bytes
-CHECKED = 1 << 18  # values that are looked at together
-SHARD = 5e9  # bytes of a file, as in published checkpoints
-FOLDER_FILES = 10_000  # of which a digest is taken
-WHOLE = 64 * 2**20  # bytes; of a larger file, a digest is taken of the header and of some blocks
-HEADER, BLOCKS, BLOCK = 2**20, 64, 2**16
+FINITE_CHECK_VALUES = 1 << 18  # the number of values that are checked together
+SHARD_BYTES = 5e9  # the size of a shard in published checkpoints
+MAX_DIGEST_FILES = 10_000  # the most files of a folder that are digested
+MAX_FULL_DIGEST = 64 * 2**20  # bytes; larger files are digested by their header and some blocks
+HEADER_BYTES, NUM_BLOCKS, BLOCK_BYTES = 2**20, 64, 2**16
 
 
 class Spec(NamedTuple):
@@ -86,15 +86,15 @@ class Reader(Protocol):
 
 
 def main_dtype(specs: Iterable[Spec]) -> str | None:
-    """Return the dtype of most of the bytes of tensors; None where there are none."""
+    """Return the dtype of most of the tensors' bytes; None without tensors."""
     counts: Counter[str] = Counter()
     for spec in specs:
         counts[spec.dtype.name] += spec.nbytes
     return max(counts, key=lambda dtype: counts[dtype], default=None)
 
 
-def adding(progress: Callable[[int, int], object] | None, total: int) -> Callable[[int], None]:
-    """Return a function that adds up the bytes it receives, and report their sum and the total."""
+def progress_counter(progress: Callable[[int, int], object] | None, total: int) -> Callable[[int], None]:
+    """Return a function that adds its argument, a number of bytes, to a sum, and reports the sum and the total."""
     done = 0
 
     def add(nbytes: int) -> None:
@@ -107,23 +107,24 @@ def adding(progress: Callable[[int, int], object] | None, total: int) -> Callabl
 
 
 def content_digest(path: Path) -> str | None:
-    """Return the SHA-256 of a file's contents; of a folder, that of the names and the digests of all its files.
+    """Return the SHA-256 of a file's contents, or of the names and digests of a folder's files.
 
-    A file of more than 64 MiB is known by its size, its first MiB, where weights have their header, and blocks from
-    end to end. None where there is neither, or it cannot be read, or the folder has more files than a clip or a model.
+    For a file of more than 64 MiB, the digest covers its size, its first MiB, which holds the header of weights, and
+    blocks spread over the file. Returns None if the path cannot be read, or the folder has more than `MAX_DIGEST_FILES`
+    files.
     """
     try:
-        if os.path.isfile(path):  # which raises nothing for names that are none
+        if os.path.isfile(path):  # `isfile` returns False for invalid names
             return _file_digest(path)
         if not os.path.isdir(path):
             return None
-        files = sorted(islice((each for each in path.rglob("*") if each.is_file()), FOLDER_FILES + 1))
+        files = sorted(islice((file for file in path.rglob("*") if file.is_file()), MAX_DIGEST_FILES + 1))
         digest = hashlib.sha256()
         for file in files:
             digest.update(f"{file.relative_to(path).as_posix()!r} {_file_digest(file)}\n".encode())
     except OSError:
         return None
-    return digest.hexdigest() if len(files) <= FOLDER_FILES else None
+    return digest.hexdigest() if len(files) <= MAX_DIGEST_FILES else None
 
 
 def _file_digest(path: Path) -> str:
@@ -131,15 +132,15 @@ def _file_digest(path: Path) -> str:
     return _read_digest(path.absolute(), status.st_size, (status.st_mtime_ns, status.st_ctime_ns))
 
 
-@lru_cache(maxsize=2 * FOLDER_FILES)
+@lru_cache(maxsize=2 * MAX_DIGEST_FILES)
 def _read_digest(path: Path, size: int, changed: tuple[int, int]) -> str:
-    with path.open("rb") as opened:
-        if size <= WHOLE:
-            return hashlib.file_digest(opened, "sha256").hexdigest()
+    with path.open("rb") as stream:
+        if size <= MAX_FULL_DIGEST:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
         digest = hashlib.sha256(str(size).encode())
-        for number in range(BLOCKS):
-            opened.seek((size - BLOCK) * number // (BLOCKS - 1))
-            digest.update(opened.read(BLOCK if number else HEADER))
+        for number in range(NUM_BLOCKS):
+            stream.seek((size - BLOCK_BYTES) * number // (NUM_BLOCKS - 1))
+            digest.update(stream.read(BLOCK_BYTES if number else HEADER_BYTES))
         return digest.hexdigest()
 
 
@@ -156,18 +157,18 @@ class TensorLocation(NamedTuple):
 
 
 def row_by_row(spec: Spec, start: int) -> TensorLocation:
-    """Return the location of a tensor whose numbers lie row by row, from this byte of the file on."""
+    """Return the location of a tensor whose numbers lie row by row and start at the byte `start` of the file."""
     return TensorLocation(spec, start, tuple(math.prod(spec.shape[axis + 1 :]) for axis in range(len(spec.shape))))
 
 
 class MappedFile(ABC):
-    """A file of tensors, each mapped when it is read.
+    """A file of tensors, each memory-mapped when it is read.
 
-    Raises WanjaxError that names the file if it is missing, truncated or corrupt.
+    Raises WanjaxError if the file is missing, truncated or corrupt.
     """
 
-    needed = "a complete copy of the file"
-    """What to do about a file that cannot be read."""
+    valid_file_text = "a complete copy of the file"
+    """What the error for an unreadable file asks for."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -177,62 +178,69 @@ class MappedFile(ABC):
                 raise WanjaxError(missing_file(self.path))
             self._locations = self._locate_tensors()
         except (OSError, CorruptError) as error:
-            raise unreadable(self.path, error, self.needed) from error
+            raise unreadable(self.path, error, self.valid_file_text) from error
         self.specs = {key: location.spec for key, location in self._locations.items()}
 
     @abstractmethod
     def _locate_tensors(self) -> dict[str, TensorLocation]:
-        """Return where each tensor lies; raise OSError or CorruptError where the file cannot be read."""
+        """Return the location of each tensor; raise OSError or CorruptError if the file cannot be read."""
 
     @property
     def paths(self) -> Sequence[Path]:
-        """The file itself, as the one that holds the tensors."""
+        """The paths of the files with tensors: this file alone."""
         return [self.path]
 
     def read(self, key: str) -> np.ndarray:
-        """Return a read-only view of the tensor's pages in the file, which are unmapped with it."""
+        """Return a read-only view of the tensor in the mapped file. Freeing the view unmaps the file."""
         (shape, dtype), start, strides = self._locations[key]
         if 0 in shape:  # an empty range cannot be mapped
             return np.empty(shape, dtype)
         elements = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
         try:
             flat = np.memmap(self.path, dtype, "r", start, (elements,))
-        except (OSError, ValueError) as error:  # ValueError: the file is now shorter than the range
-            raise unreadable(self.path, error, self.needed) from error
+        except (OSError, ValueError) as error:  # a file that became shorter raises ValueError
+            raise unreadable(self.path, error, self.valid_file_text) from error
         return np.ndarray(shape, dtype, flat, strides=[stride * dtype.itemsize for stride in strides])
 
 
 class SafetensorsFile(MappedFile):
-    """A safetensors file: checks its header, and reads a tensor when asked for it."""
+    """A safetensors file, whose header is checked when it is opened."""
 
     def _locate_tensors(self) -> dict[str, TensorLocation]:
         try:
             with safe_open(self.path, framework="numpy") as file:
                 self.metadata = file.metadata() or {}
-                specs = {key: _spec(key, file.get_slice(key)) for key in file.offset_keys()}  # end to end
-        except SafetensorError as error:  # it may quote what cannot be printed, or a line's end
+                specs = {
+                    key: _spec(key, file.get_slice(key)) for key in file.offset_keys()
+                }  # `offset_keys` sorts by offset
+        except SafetensorError as error:  # the message may contain unprintable characters or newlines
             message = repr(str(error).removeprefix("Error while deserializing header: "))[1:-1]
-            raise CorruptError(f"it is no whole safetensors file ({message})") from error
+            raise CorruptError(f"it is not a complete safetensors file ({message})") from error
         start = self.path.stat().st_size - sum(spec.nbytes for spec in specs.values())
-        places = {}
+        locations = {}
         for key, spec in specs.items():
-            places[key] = row_by_row(spec, start)
+            locations[key] = row_by_row(spec, start)
             start += spec.nbytes
-        return places
+        return locations
 
 
 def check_names(folder: str, names: Collection[str]) -> None:
-    """Raise WanjaxError unless a component's folder has weights of the plain variant, by the names of its files.
+    """Raise WanjaxError unless the file names of a component's folder include complete weights.
 
-    They are one file, or an index and each of the shards whose number their names tell.
+    Complete weights are one file, or an index and all shards. Variants such as fp16 do not count.
     """
     for stem in WEIGHT_NAMES:
         if (index := f"{stem}.safetensors.index.json") in names:
-            shards = [match for name in names if (match := SHARD_NAME.fullmatch(name)) and match["stem"] == stem]
-            there, count = {int(shard["number"]) for shard in shards}, int(shards[0]["count"]) if shards else 0
-            if not shards:
+            split_into_shards = [
+                match for name in names if (match := SHARD_NAME.fullmatch(name)) and match["stem"] == stem
+            ]
+            present_numbers, count = (
+                {int(shard["number"]) for shard in split_into_shards},
+                int(split_into_shards[0]["count"]) if split_into_shards else 0,
+            )
+            if not split_into_shards:
                 raise WanjaxError(f"{folder} lacks the shards that {index} lists")
-            if missing := sorted(set(range(1, count + 1)) - there):
+            if missing := sorted(set(range(1, count + 1)) - present_numbers):
                 name = f"{stem}-{missing[0]:05}-of-{count:05}.safetensors"
                 raise WanjaxError(f"{folder} lacks {name}, which {index} lists")
             return
@@ -241,10 +249,10 @@ def check_names(folder: str, names: Collection[str]) -> None:
 
 
 class SafetensorsFolder:
-    """The weights of a component's folder such as `transformer/`: one file, or shards and the index that lists them.
+    """The weights in a component's folder such as `transformer/`: one file, or shards with an index.
 
-    The plain variant alone is read, not `model.fp16.safetensors` and the like. Raises WanjaxError that names the file
-    if one is missing, truncated, corrupt, or at odds with the index.
+    Variants such as `model.fp16.safetensors` are not read. Raises WanjaxError if a file is missing, truncated or
+    corrupt, or contradicts the index.
     """
 
     def __init__(self, path: str | Path):
@@ -253,7 +261,7 @@ class SafetensorsFolder:
             raise WanjaxError(f"there is no folder {self.path}")
         indexes = [self.path / f"{name}.safetensors.index.json" for name in WEIGHT_NAMES]
         singles = [self.path / f"{name}.safetensors" for name in WEIGHT_NAMES]
-        if index := next(filter(os.path.lexists, indexes), None):  # a link whose file is gone is named too
+        if index := next(filter(os.path.lexists, indexes), None):  # a broken link is reported as missing
             self._files = _open_shards(index)
         elif single := next(filter(os.path.lexists, singles), None):
             file = SafetensorsFile(single)
@@ -268,19 +276,19 @@ class SafetensorsFolder:
         return sorted({file.path for file in self._files.values()})
 
     def read(self, key: str) -> np.ndarray:
-        """Return a read-only view of the tensor's pages in the file, which are unmapped with it."""
+        """Return a read-only view of the tensor in its mapped file. Freeing the view unmaps the file."""
         return self._files[key].read(key)
 
 
 def _no_weights(folder: str | Path, names: Iterable[str]) -> WanjaxError:
-    wanted = " or ".join(f"{stem}.safetensors" for stem in WEIGHT_NAMES)
+    expected = " or ".join(f"{stem}.safetensors" for stem in WEIGHT_NAMES)
     others = sorted(name for name in names if name.endswith((".safetensors", ".bin", ".pth")))
-    holds = f"it holds {', '.join(others)}" if others else "it holds no weights"
-    return WanjaxError(f"{folder} should hold {wanted}, whole or as shards with an index, but {holds}")
+    content = f"it holds {', '.join(others)}" if others else "it holds no weights"
+    return WanjaxError(f"{folder} must have {expected}, or shards with an index, but {content}")
 
 
-def aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """Return an uninitialised array at a multiple of 64 bytes, which JAX on the CPU takes over without a copy."""
+def aligned_empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """Return an uninitialised array aligned to 64 bytes, which JAX on a CPU uses without a copy."""
     nbytes = math.prod(shape) * dtype.itemsize
     raw = np.empty(nbytes + CACHE_LINE, np.uint8)
     start = -raw.ctypes.data % CACHE_LINE
@@ -288,7 +296,7 @@ def aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 
 def load_safetensors(path: str | Path) -> dict[str, np.ndarray]:
-    """Return all tensors of one file, read-only and mapped to it; raise WanjaxError if it cannot be read."""
+    """Return all tensors of a file as read-only memory maps; raise WanjaxError if the file cannot be read."""
     file = SafetensorsFile(path)
     return {key: file.read(key) for key in file.specs}
 
@@ -307,9 +315,9 @@ class Tensors:
 def save_safetensors(
     path: str | Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write the tensors to one file, which appears under its name only when it is complete.
+    """Write tensors to a file, which appears under its name only when it is complete.
 
-    Raises WanjaxError if it cannot be written.
+    Raises WanjaxError if the file cannot be written.
     """
     write_safetensors(Path(path), Tensors(tensors), tensors.keys(), metadata)
 
@@ -317,9 +325,9 @@ def save_safetensors(
 def write_safetensors(
     path: Path, reader: Reader, keys: Iterable[str], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write the reader's tensors with these keys as `save_safetensors` does, and read each when its turn comes."""
+    """Write the tensors with these keys to a file, as `save_safetensors` does, but read them one at a time."""
     specs = {key: reader.specs[key] for key in keys}
-    # Wide dtypes come first, as in the format's library: every tensor begins at a multiple of its item size.
+    # Wide dtypes first, as in the safetensors library, so that every tensor is aligned to its item size.
     keys = sorted(specs, key=lambda key: (-specs[key].dtype.itemsize, key))
     header: dict = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -327,10 +335,10 @@ def write_safetensors(
         begin, end = end, end + specs[key].nbytes
         name = DTYPE_NAMES[specs[key].dtype]
         header[key] = {"dtype": name, "shape": list(specs[key].shape), "data_offsets": [begin, end]}
-    conditioning = json.dumps(header, separators=(",", ":")).encode()
-    conditioning += b" " * (-len(conditioning) % 8)
-    with writing(path) as partial_path, partial_path.open("wb") as file:
-        file.write(len(conditioning).to_bytes(8, "little") + conditioning)
+    header_bytes = json.dumps(header, separators=(",", ":")).encode()
+    header_bytes += b" " * (-len(header_bytes) % 8)
+    with atomic_write(path) as partial_path, partial_path.open("wb") as file:
+        file.write(len(header_bytes).to_bytes(8, "little") + header_bytes)
         for key in keys:
             values = np.ascontiguousarray(reader.read(key))
             check_finite(values, key, path)
@@ -341,17 +349,22 @@ def write_safetensors(
 
 def check_finite(values: np.ndarray, name: str, path: Path) -> None:
     """Raise WanjaxError if one of the values to write is infinite or NaN."""
-    narrow = values.dtype.itemsize < 4
-    values = values.reshape(-1) if values.dtype.kind in "fV" else values[:0]  # ml_dtypes' floats are of the second kind
-    for start in range(0, len(values), CHECKED):  # in a core's cache
-        some = values[start : start + CHECKED]
-        if not np.isfinite(some.astype(np.float32) if narrow else some).all():  # NumPy's own way takes four times that
-            raise WanjaxError(f"{path} is not written, as {name!r} is not finite: give whole weights, or a wider dtype")
+    is_narrow = values.dtype.itemsize < 4
+    # NumPy gives floats of ml_dtypes the kind "V".
+    values = values.reshape(-1) if values.dtype.kind in "fV" else values[:0]
+    for start in range(0, len(values), FINITE_CHECK_VALUES):  # a part that fits into a core's cache
+        values_slice = values[start : start + FINITE_CHECK_VALUES]
+        if not np.isfinite(
+            values_slice.astype(np.float32) if is_narrow else values_slice
+        ).all():  # on narrow floats this is four times as fast as NumPy's isfinite
+            raise WanjaxError(
+                f"{path} is not written, since {name!r} is not finite: give valid weights, or a wider dtype"
+            )
 
 
-def shards(reader: Reader, stem: str, limit: int | float = SHARD) -> dict[str, list[str]]:
-    """Split a component's keys among files of at most `limit` bytes, or of one tensor; return each file's keys."""
-    from huggingface_hub import split_state_dict_into_shards_factory  # here: few commands write a component
+def split_into_shards(reader: Reader, stem: str, limit: int | float = SHARD_BYTES) -> dict[str, list[str]]:
+    """Split a component's keys into files of at most `limit` bytes, or of one tensor; return the keys of each file."""
+    from huggingface_hub import split_state_dict_into_shards_factory  # imported late: few commands write a component
 
     return split_state_dict_into_shards_factory(
         dict(reader.specs),
@@ -362,22 +375,22 @@ def shards(reader: Reader, stem: str, limit: int | float = SHARD) -> dict[str, l
 
 
 def save_index(folder: Path, stem: str, files: Mapping[str, Iterable[str]], nbytes: int) -> None:
-    """Write the index of a component's shards, which gives each tensor's file."""
+    """Write the index of a component's shards, which maps each tensor to its file."""
     weight_map = {key: file for file, keys in files.items() for key in keys}
     index = {"metadata": {"total_size": nbytes}, "weight_map": weight_map}
-    with writing(folder / f"{stem}.safetensors.index.json") as partial_path:
+    with atomic_write(folder / f"{stem}.safetensors.index.json") as partial_path:
         partial_path.write_text(json.dumps(index, indent=2) + "\n")
 
 
-def unreadable(path: Path, error: Exception, needed: str = MappedFile.needed) -> WanjaxError:
-    """Return the error for an unreadable file, with its cause and advice."""
-    return WanjaxError(f"{path} cannot be read, {reason(error)}: {needed} is needed")
+def unreadable(path: Path, error: Exception, valid_file_text: str = MappedFile.valid_file_text) -> WanjaxError:
+    """Build the error for an unreadable file, with its cause and advice."""
+    return WanjaxError(f"{path} cannot be read ({reason(error)}): give {valid_file_text}")
 
 
 def _parse_json(text: bytes) -> dict:
-    """Parse a JSON object in which no name is given twice."""
+    """Parse a JSON object; duplicate names are an error."""
     try:
-        parsed = json.loads(text.decode(), object_pairs_hook=_once)
+        parsed = json.loads(text.decode(), object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
         raise CorruptError("its JSON is malformed") from error
     if not isinstance(parsed, dict):
@@ -385,15 +398,15 @@ def _parse_json(text: bytes) -> dict:
     return parsed
 
 
-def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    if twice := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:
-        raise CorruptError(f"its JSON gives {twice[0]!r} twice")
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    if duplicates := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:
+        raise CorruptError(f"its JSON gives {duplicates[0]!r} twice")
     return dict(pairs)
 
 
-def _spec(key: str, described: Any) -> Spec:
-    """Return the shape and the dtype of a tensor as the header describes it."""
-    shape, name = described.get_shape(), described.get_dtype()
+def _spec(key: str, entry: Any) -> Spec:
+    """Return the shape and dtype of a tensor in the header."""
+    shape, name = entry.get_shape(), entry.get_dtype()
     if name not in DTYPES:
         raise CorruptError(f"{key!r} has the dtype {name!r}, which is not one of {', '.join(DTYPES)}")
     if not key.isprintable() or len(shape) > MAX_RANK or math.prod(max(size, 1) for size in shape) >= 2**60:
@@ -402,7 +415,7 @@ def _spec(key: str, described: Any) -> Spec:
 
 
 def _open_shards(index: Path) -> dict[str, SafetensorsFile]:
-    """Return the file of each key, as the index says and the files confirm."""
+    """Open the shards of an index; return the file of each key, after comparing the index with the files."""
     try:
         if index.stat().st_size > HEADER_LIMIT:
             raise CorruptError(f"it has more than {HEADER_LIMIT} bytes")
@@ -420,18 +433,20 @@ def _open_shards(index: Path) -> dict[str, SafetensorsFile]:
                 raise WanjaxError(f"{key!r} is in two shards, {files[key].path} and {shard.path}")
             files[key] = shard
     for key in sorted(files.keys() | weight_map.keys()):
-        listed, actual = weight_map.get(key), files[key].path.name if key in files else None
-        if listed != actual:
-            raise WanjaxError(f"{index} places {key!r} in {listed or 'no file'}, but it is in {actual or 'none'}")
+        expected, actual = weight_map.get(key), files[key].path.name if key in files else None
+        if expected != actual:
+            raise WanjaxError(
+                f"{index} says that {key!r} is in {expected or 'no file'}, but it is in {actual or 'none'}"
+            )
     return files
 
 
 def _checked_weight_map(weight_map: object) -> dict[str, str]:
-    """The index's file of each key, every one a plain name in the index's own folder."""
+    """Return the `weight_map` of an index; raise CorruptError if it names a file outside the index's folder."""
     if not isinstance(weight_map, dict):
         raise CorruptError("it has no weight_map")
     for name in weight_map.values():
-        plain = isinstance(name, str) and name.isprintable() and not set(name) & set("/\\:")
-        if not plain or not name.endswith(".safetensors"):
+        is_plain = isinstance(name, str) and name.isprintable() and not set(name) & set("/\\:")
+        if not is_plain or not name.endswith(".safetensors"):
             raise CorruptError(f"it names {name!r}, which is not a safetensors file in the same folder")
     return weight_map

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads GGUF files of networks, as llama.cpp and ComfyUI-GGUF write them, and dequantises each tensor as it is read.
+"""Read GGUF files of networks, as llama.cpp and ComfyUI-GGUF write them; dequantise each tensor while reading it.
 
-A file has a header of fields and of tensors, each with its dimensions in reverse order, its type and its offset, and
-then the tensors' bytes (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). The header is read here: it comes
-from a stranger, and the package `gguf` makes an array for each of the 256,000 tokens that a text encoder's file holds.
-Numbers are dequantised by that package (`pip install 'wanjax[gguf]'`).
+A GGUF file has a header and then the tensors' bytes. The header lists fields and tensors. For a tensor it has the
+dimensions in reverse order, the type and the offset (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 
-ComfyUI-GGUF stores a tensor whose rows are no whole number of blocks as rows of 256, with its shape in a field.
+This module reads the header, because the header may come from a stranger. Also, the package `gguf` would make an array
+for each of the 256,000 tokens that the file of a text encoder holds. That package dequantises the numbers
+(the extra `gguf`).
+
+A row must consist of whole blocks. For other tensors, ComfyUI-GGUF stores rows of 256 values, and the original shape
+in a field of the header.
 """
 
 import math
@@ -18,36 +21,36 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from wanjax.checkpoints.files import DTYPES, MAX_RANK, CorruptError, MappedFile, Spec, TensorLocation, row_by_row
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, install_extra
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 ALIGNMENT, ALIGNMENT_FIELD = 32, "general.alignment"
 SHAPE_FIELD = "comfy.gguf.orig_shape."
 STRING, ARRAY = 8, 9
 STRUCT_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""The types of fields, as `struct` spells them."""
+"""The letters of `struct` for the types of fields."""
 MAX_NAME = 1 << 16  # bytes
-MAX_NESTING = 4  # arrays in arrays
+MAX_NESTING = 4  # the depth of arrays within arrays
 PLAIN = {name: DTYPES[name] for name in ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")}
-"""The types that are stored as they are, by the names that safetensors has for them too."""
+"""The types without quantisation. GGUF and safetensors have the same names for them."""
 
 
 class Field(NamedTuple):
-    """A field of the header, whose value is parsed when it is asked for."""
+    """A field of the header: its type, and the position of its value, which is parsed on demand."""
 
     kind: int
     start: int
 
 
 class GgufFile(MappedFile):
-    """A GGUF file: checks its header, and dequantises a tensor when asked for it.
+    """A GGUF file, whose header is checked when it is opened. Reading a tensor dequantises it.
 
     Attributes:
         fields: The header's fields by their names.
 
     Raises:
-        WanjaxError: The file is missing, truncated or corrupt, has a type that cannot be read, or the package `gguf` is
-            not installed.
+        WanjaxError: The file is missing, truncated or corrupt, or has a type that the package `gguf` cannot dequantise.
+            Another reason is that `gguf` is not installed.
     """
 
     def __init__(self, path: Any):
@@ -56,7 +59,8 @@ class GgufFile(MappedFile):
         for kind in quantised:
             if not _is_dequantised(kind):
                 raise WanjaxError(
-                    f"{self.path} has tensors of GGUF's type {kind}, which the package gguf does not read"
+                    f"{self.path} has tensors of the type {kind}, which the package gguf cannot dequantise: "
+                    "get the file in another type"
                 )
         self.specs: Mapping[str, Spec] = {
             name: Spec(shape, PLAIN.get(self._types[name], np.dtype(np.float32)))
@@ -66,17 +70,17 @@ class GgufFile(MappedFile):
     def _locate_tensors(self) -> dict[str, TensorLocation]:
         header = _Header(np.memmap(self.path, np.uint8, "r") if self.path.stat().st_size else np.empty(0, np.uint8))
         if header.take(4) != MAGIC:
-            raise CorruptError("it does not begin as a GGUF file")
+            raise CorruptError("it does not begin with the letters GGUF")
         if (version := header.number("I")) not in VERSIONS:
-            raise CorruptError(f"it is of version {version} of GGUF, and 2 and 3 are read")
-        tensors, fields = header.number("Q"), header.number("Q")
+            raise CorruptError(f"it has GGUF's version {version}, but only 2 and 3 are supported")
+        num_tensors, num_fields = header.number("Q"), header.number("Q")
         self.fields: dict[str, Field] = {}
-        for _ in range(fields):
+        for _ in range(num_fields):
             name, kind = header.text(), header.number("I")
             self.fields[name] = Field(kind, header.position)
             header.skip(kind)
         self._header = header
-        entries = [_tensor_entry(header) for _ in range(tensors)]
+        entries = [_tensor_entry(header) for _ in range(num_tensors)]
         alignment = self.value(ALIGNMENT_FIELD, ALIGNMENT)
         if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
             raise CorruptError(f"{ALIGNMENT_FIELD} is {alignment!r}")
@@ -86,37 +90,40 @@ class GgufFile(MappedFile):
         locations = {}
         for name, shape, kind, offset in entries:
             if name in locations:
-                raise CorruptError(f"it has two tensors of the name {name!r}")
+                raise CorruptError(f"it has two tensors named {name!r}")
             self._types[name], locations[name] = kind, _location(name, shape, kind, data + offset, header.size)
             self._shapes[name] = self._published_shape(name, shape)
         return locations
 
     def read(self, key: str) -> np.ndarray:
-        """Return a tensor: plain numbers as a view of the file's pages, others dequantised to float32."""
+        """Return a tensor: a view of the mapped file if its type is in `PLAIN`, otherwise dequantised float32."""
         raw = super().read(key)
         if (kind := self._types[key]) not in PLAIN:
             raw = dequantise(raw, kind)
         return raw.reshape(self._shapes[key])
 
     def value(self, name: str, default: Any = None) -> Any:
-        """Return the value of a field: a number, a string or a list; `default` where there is none."""
+        """Return the value of a field: a number, a string or a list. Returns `default` if there is no such field."""
         if (field := self.fields.get(name)) is None:
             return default
         return _Header(self._header.data, field.start).value(field.kind)
 
-    def _published_shape(self, name: str, stored: tuple[int, ...]) -> tuple[int, ...]:
+    def _published_shape(self, name: str, stored_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape that a tensor had before it was stored in rows of 256."""
         shape = self.value(SHAPE_FIELD + name)
         if shape is None:
-            return stored
-        whole = isinstance(shape, list) and len(shape) <= MAX_RANK and all(type(n) is int and n >= 0 for n in shape)
-        if not whole or math.prod(shape) != math.prod(stored):
-            raise CorruptError(f"{SHAPE_FIELD}{name} is {shape!r} of a tensor {list(stored)}")
+            return stored_shape
+        is_shape = isinstance(shape, list) and len(shape) <= MAX_RANK and all(type(n) is int and n >= 0 for n in shape)
+        if not is_shape or math.prod(shape) != math.prod(stored_shape):
+            raise CorruptError(f"{SHAPE_FIELD}{name} is {shape!r}, but the tensor is stored as {list(stored_shape)}")
         return tuple(shape)
 
 
 class _Header:
-    """A position in a header, which moves as values are taken; raises CorruptError at the end of the file."""
+    """A header, and the position of the next value.
+
+    Reading a value moves the position, and raises CorruptError past the end of the file.
+    """
 
     def __init__(self, data: np.ndarray, position: int = 0):
         self.data, self.position, self.size = data, position, len(data)
@@ -136,7 +143,7 @@ class _Header:
         return self.take(length).decode(errors="replace")
 
     def value(self, kind: int, nesting: int = 0) -> Any:
-        """Return a value of one of the format's types, and move behind it."""
+        """Read a value of this type at the position."""
         if kind == STRING:
             return self.text(self.size)
         if kind != ARRAY:
@@ -149,7 +156,7 @@ class _Header:
         return [self.value(of, nesting + 1) for _ in range(count)]
 
     def skip(self, kind: int, nesting: int = 0) -> None:
-        """Move behind a value without keeping it."""
+        """Skip a value of this type at the position."""
         if kind == STRING:
             self._move(self.number("Q"))
         elif kind != ARRAY:
@@ -164,9 +171,9 @@ class _Header:
 
     def _array(self, nesting: int) -> tuple[int, int]:
         if nesting == MAX_NESTING:
-            raise CorruptError("it has arrays in arrays beyond reason")
+            raise CorruptError("it has arrays nested {MAX_NESTING} deep or more")
         of, count = self.number("I"), self.number("Q")
-        if count > self.size - self.position:  # a value takes a byte at the least
+        if count > self.size - self.position:  # each value takes at least one byte
             raise CorruptError("it ends within its header")
         return of, count
 
@@ -183,7 +190,7 @@ def _struct_code(kind: int) -> str:
 
 
 def _tensor_entry(header: _Header) -> tuple[str, tuple[int, ...], str, int]:
-    """Return the name, the shape, the type and the offset of the next tensor of a header."""
+    """Read the name, the shape, the type and the offset of the next tensor in a header."""
     name, rank = header.text(), header.number("I")
     if rank > MAX_RANK:
         raise CorruptError(f"{name!r} has {rank} dimensions")
@@ -192,7 +199,7 @@ def _tensor_entry(header: _Header) -> tuple[str, tuple[int, ...], str, int]:
 
 
 def _location(name: str, shape: tuple[int, ...], kind: str, start: int, size: int) -> TensorLocation:
-    """Return where a tensor's numbers lie, those of blocks as bytes [rows, bytes of a row]."""
+    """Return the location of a tensor's numbers. A quantised tensor has bytes [rows, bytes of a row]."""
     if kind in PLAIN:
         spec = Spec(shape, PLAIN[kind])
     else:
@@ -210,7 +217,7 @@ def _library() -> Any:
     try:
         import gguf  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise WanjaxError("a GGUF file is read with the package gguf: pip install 'wanjax[gguf]'") from error
+        raise WanjaxError(f"a GGUF file needs the package gguf: {install_extra('gguf')}") from error
     return gguf
 
 
@@ -223,14 +230,14 @@ def _type_name(number: int, name: str) -> str:
 
 
 def _block_size(kind: str) -> tuple[int, int]:
-    """Return how many numbers a block has, and its bytes."""
+    """Return the number of values in a block, and the number of its bytes."""
     gguf = _library()
     return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
 
 
 @cache
 def _is_dequantised(kind: str) -> bool:
-    """Return whether the package reads a type, by a block of zeros."""
+    """Return whether the package can dequantise a type; try a block of zeros."""
     try:
         dequantise(np.zeros((1, _block_size(kind)[1]), np.uint8), kind)
     except NotImplementedError:
@@ -239,11 +246,11 @@ def _is_dequantised(kind: str) -> bool:
 
 
 def dequantise(raw: np.ndarray, kind: str) -> np.ndarray:
-    """Return the numbers of blocks as float32.
+    """Dequantise blocks to float32.
 
     Args:
         raw: The blocks' bytes, uint8 [rows, bytes of a row].
-        kind: Their type, as the package `gguf` names it.
+        kind: The type of the blocks, as the package `gguf` names it.
     """
     gguf = _library()
     with np.errstate(all="ignore"):  # a damaged block may hold any number

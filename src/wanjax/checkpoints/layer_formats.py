@@ -1,51 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The formats of a layer's weight that ComfyUI names in JSON beside it.
+"""The formats of a layer's weight that ComfyUI's files describe in JSON.
 
-The JSON is a tensor `comfy_quant` in the layer, or an entry of the file's `_quantization_metadata`. The formats, as
-Comfy-Org's comfy-kitchen 0.2.40 writes them:
+The JSON is a tensor `comfy_quant` in the layer, or an entry of the file's `_quantization_metadata`. Comfy-Org's
+comfy-kitchen 0.2.40 writes these formats:
 
-- `float8_e4m3fn`, `float8_e5m2`: numbers times a scale, whose shape tells what it is for.
-- `int8_tensorwise`: 8-bit integers times a scale for the tensor or for each row. With `convrot` each group of a row was
-  rotated before it was rounded (ConvRot, arXiv:2512.03673), by a regular Hadamard matrix that is its own inverse.
+- `float8_e4m3fn`, `float8_e5m2`: 8-bit floats times a scale for the tensor, each row or each block. The shape of the
+  scale shows which.
+- `int8_tensorwise`: 8-bit integers times a scale for the tensor or for each row. With `convrot`, each group of a row is
+  rotated before rounding (ConvRot, arXiv:2512.03673), by a regular Hadamard matrix that is its own inverse.
 - `mxfp8`: float8_e4m3fn, with a scale 2^(e - 127) for every 32 numbers of a row.
-- `nvfp4`: two float4_e2m1fn a byte, the first in the upper half, with a float8_e4m3fn scale for every 16 numbers of a
-  row, times one scale of the tensor.
+- `nvfp4`: two float4_e2m1fn in a byte, the first in the upper half. Each number is multiplied by a float8_e4m3fn scale
+for
+  16 numbers of a row, and by one scale for the tensor.
 
-The scales of the last two lie in the order of NVIDIA's tensor cores: tiles of 128 rows and 4 columns, in which rows
-that are 32 apart are neighbours.
+The scales of `mxfp8` and `nvfp4` lie in the order of NVIDIA's tensor cores: tiles of 128 rows and 4 columns, in which
+rows that are 32 apart are neighbours.
 """
 
 import json
 import math
 import re
 from collections.abc import Mapping
-from functools import cache
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from wanjax.errors import WanjaxError, repr_short
+from wanjax.kernels.hadamard import regular_hadamard
 
-FLOAT8 = re.compile(r"(float8_e4m3fn|float8_e5m2)(?:_(?:tensor|row|block)\w*)?")  # the shape tells what a scale is for
+# The suffix is redundant: the scale's shape shows what each of its numbers scales.
+FLOAT8 = re.compile(r"(float8_e4m3fn|float8_e5m2)(?:_(?:tensor|row|block)\w*)?")
 INT8, MXFP8, NVFP4 = "int8_tensorwise", "mxfp8", "nvfp4"
 IGNORED_ENTRIES = {"format", "full_precision_matrix_mult", "group_size", "block_size", "per_row", "orig_dtype"}
 ROTATION_ENTRIES = {"convrot", "convrot_groupsize"}
-METADATA = "_quantization_metadata"  # of a file, in place of a tensor for each layer
+METADATA = "_quantization_metadata"  # an entry of a file's metadata that replaces the layers' tensors
 DEFAULT_GROUP = 256
 TILE_ROWS, TILE_COLUMNS, ROWS_APART = 128, 4, 32
 FLOAT4 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
-SUPPORTED = "float8_e4m3fn, float8_e5m2, int8_tensorwise, mxfp8 and nvfp4"
+SUPPORTED = "float8_e4m3fn, float8_e5m2, int8_tensorwise, mxfp8 or nvfp4"
 
 
 class LayerFormat(NamedTuple):
     """The format of a layer's weight.
 
     Attributes:
-        name: As ComfyUI spells it.
-        dtype: That of a number.
-        rotated_group: How many numbers of a row were rotated together; 0 for none.
-        scale_block: How many numbers of a row have a scale in the tensor cores' order; 0 where the shape tells.
+        name: ComfyUI's name of the format.
+        dtype: The dtype of a stored number.
+        rotated_group: The number of values of a row that are rotated together; 0 without rotation.
+        scale_block: The number of values of a row that share a scale, if scales are in the tensor cores' order; 0 if
+            the shape of the scales determines it.
         packed: Whether a byte holds two numbers.
     """
 
@@ -55,83 +59,79 @@ class LayerFormat(NamedTuple):
     scale_block: int = 0
     packed: bool = False
 
-    def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the weight's shape from that of the stored tensor."""
-        return (*stored[:-1], 2 * stored[-1]) if self.packed and stored else stored
+    def shape(self, stored_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the weight, given the shape of the stored tensor."""
+        return (*stored_shape[:-1], 2 * stored_shape[-1]) if self.packed and stored_shape else stored_shape
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Return the shape of the scales of a weight [rows, columns], with the padding of their tiles."""
+        """Return the shape of the scales of a weight [rows, columns], which are padded to whole tiles."""
         rows, columns = shape
         blocks = math.ceil(columns / self.scale_block)
         return TILE_ROWS * math.ceil(rows / TILE_ROWS), TILE_COLUMNS * math.ceil(blocks / TILE_COLUMNS)
 
 
 def parse_format(layer: Any, key: str, dtype: np.dtype) -> LayerFormat:
-    """Parse what is said of a layer.
+    """Parse the JSON that describes a layer's format.
 
     Args:
-        layer: The JSON as bytes, or its value.
-        key: What it is called in an error.
-        dtype: That of the stored weight.
+        layer: The JSON as bytes, or its parsed value.
+        key: The name of the JSON for errors.
+        dtype: The dtype of the stored weight.
 
     Raises:
-        WanjaxError: It is no JSON object with a format, or names a format that is not read or has another dtype.
+        WanjaxError: The JSON is not an object with a format, the format is not supported, or it has another dtype.
     """
     try:
         layer = json.loads(layer) if isinstance(layer, bytes) else layer
         name = str(layer["format"])
         entries = {entry: layer[entry] for entry in sorted(layer) if layer[entry] and entry not in IGNORED_ENTRIES}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise WanjaxError(f"{key} is no JSON object with a format of the weight: get the file again") from error
+        raise WanjaxError(f"{key} is not a JSON object with the weight's format: get the file again") from error
     layer_format = _named_format(name, entries)
     if layer_format is None or dtype not in (layer_format.dtype, np.dtype(np.uint8)):
         unknown = next((f" with {repr_short(entry)}" for entry in entries if entry not in ROTATION_ENTRIES), "")
-        problem = f"{repr_short(name)}{unknown or _rotation(entries)}, and the weight is {dtype}"
-        raise WanjaxError(f"{key} says {problem}: of the formats of 8 bits and fewer, {SUPPORTED} are read")
+        problem = f"{repr_short(name)}{unknown or _rotation(entries)}, which is not supported for a weight of {dtype}"
+        raise WanjaxError(f"{key} has the format {problem}: give floats or one of {SUPPORTED}")
     return layer_format
 
 
 def formats_in_metadata(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Return what a file's metadata say of each layer, by the layer's name.
+    """Return the JSON values of the layers' formats in a file's metadata, by layer; empty without this entry.
 
     Raises:
-        WanjaxError: They are not in ComfyUI's form.
+        WanjaxError: The entry is not in ComfyUI's form.
     """
     if METADATA not in metadata:
         return {}
     try:
         return dict(json.loads(metadata[METADATA])["layers"].items())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise WanjaxError(f"{METADATA} of the file is no JSON object with layers: get the file again") from error
+        raise WanjaxError(f"the file's {METADATA} is not a JSON object with layers: get the file again") from error
 
 
 def rotate(x: np.ndarray, group: int) -> np.ndarray:
-    """Rotate each group of numbers of the rows of float32 [rows, columns]; twice is once back."""
+    """Rotate each group of `group` numbers in the rows of float32 [rows, columns].
+
+    A second rotation undoes the first.
+    """
     return (x.reshape(-1, group) @ regular_hadamard(group)).reshape(x.shape)
 
 
-@cache
-def regular_hadamard(size: int) -> np.ndarray:
-    """Return the regular Hadamard matrix of a power of 4, orthonormal and symmetric: a Kronecker power of one of 4."""
-    four = (np.ones((4, 4)) - 2 * np.eye(4)[::-1]) / 2
-    return (four if size == 4 else np.kron(regular_hadamard(size // 4), four)).astype(np.float32)
-
-
 def unpack_float4(x: np.ndarray) -> np.ndarray:
-    """Return the two float4_e2m1fn of each byte as float32, that of the upper half first."""
+    """Return the two float4_e2m1fn of each byte as float32; the upper half comes first."""
     return FLOAT4[np.stack([x >> 4, x & 15], axis=-1)].reshape(*x.shape[:-1], -1)
 
 
 def untile(scales: np.ndarray, rows: int, columns: int) -> np.ndarray:
-    """Return scales [rows, columns] from the order of the tensor cores, without the padding of the tiles."""
+    """Reorder scales from the order of the tensor cores to [rows, columns], without the padding of the tiles."""
     tile = (TILE_ROWS // ROWS_APART, ROWS_APART, TILE_COLUMNS)
     down, across = math.ceil(rows / TILE_ROWS), math.ceil(columns / TILE_COLUMNS)
-    tiles = scales.reshape(down, across, tile[1], tile[0], tile[2])  # 32 rows, then those 32, 64 and 96 further down
+    tiles = scales.reshape(down, across, tile[1], tile[0], tile[2])  # a tile's axes: row mod 32, row // 32, column
     return tiles.transpose(0, 3, 2, 1, 4).reshape(down * TILE_ROWS, across * TILE_COLUMNS)[:rows, :columns]
 
 
 def _named_format(name: str, entries: Mapping[str, Any]) -> LayerFormat | None:
-    """Return the format of a name and of the entries beside it; None for one that is not read."""
+    """Return the format with this name and these other entries; None if wanjax does not support it."""
     match = FLOAT8.fullmatch(name)
     if match and not entries:
         return LayerFormat(name, np.dtype(getattr(ml_dtypes, match[1])))

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA and its relatives: changes of a network's weights, merged while the weights are read.
+"""Merge LoRA and its relatives into a network's weights while they are read.
 
-A file names the changed modules in the layout of diffusers or of the authors, or with underscores for dots, and may
-have q, k and v as one module; `lora_keys` reads its keys. All variants become changes of the tensors of one checkpoint,
-by the formulas of `lora_products` and with the scales of `lora_scales`. `Merged` is that checkpoint with the changes
-added in float32, in the layout of its files, so the conversion that follows needs no special case.
+A file names the changed modules as diffusers or the authors do, or with underscores for dots, and may fuse q, k and v;
+`lora_keys` parses its keys. All variants become changes of single tensors, by the formulas of `lora_products` and with
+the scales of `lora_scales`. `Merged` reads the checkpoint and adds the changes in float32. `Merged` keeps the names and
+shapes of the checkpoint, so the later conversion needs no special case.
 
-A merged weight is W + strength · (changed - W), where changed is W + scale · product (LoRA, LoHa, LoKr), that with the
-norms of DoRA, W + difference, or the file's own tensor (PEFT's `bias` and `modules_to_save`). So a strength of 0 is W,
-the changes of several files are added, and their order does not matter.
+A merged weight is W + strength · (changed - W). For LoRA, LoHa and LoKr, `changed` is W + scale · product. For DoRA,
+this sum gets DoRA's norms. For differences, `changed` is W + difference. For PEFT's `bias` and `modules_to_save`, it is
+the tensor in the file. A strength of 0 therefore gives W, and the order of several files does not matter.
 """
 
 import json
@@ -21,73 +21,80 @@ from typing import NamedTuple
 import numpy as np
 
 from wanjax.checkpoints.files import Reader, Spec
-from wanjax.checkpoints.lora_changes import Change, changes_in, duplicate_error
+from wanjax.checkpoints.lora_changes import LoraChange, duplicate_error, parse_changes
 from wanjax.checkpoints.lora_products import magnitude_axis, set_norms
-from wanjax.checkpoints.readers import View, open_tensors
+from wanjax.checkpoints.readers import ReaderView, open_tensors
 from wanjax.converters.name_map import NameMap
 from wanjax.converters.transforms import Shape
 from wanjax.errors import WanjaxError
-from wanjax.figures import quantity
+from wanjax.figures import pluralize
 from wanjax.kernels.attention import AttentionConfig
 
-ONE_OF_THREE = re.compile(r"((?:.*_)?)[qkv]((?:_.*)?)")  # the names of a query's, a key's or a value's projection
-OWN = "wanjax"  # the entry of a file's metadata that a training here writes: JSON
-ENOUGH = 0.5  # fraction of a file's changes that must fit; with fewer the file is for another model
+QKV_NAME = re.compile(r"((?:.*_)?)[qkv]((?:_.*)?)")  # the name of a query, key or value projection
+WANJAX_METADATA = "wanjax"  # the metadata entry that wanjax's training writes, as JSON
+MIN_MATCHED = 0.5  # if a smaller fraction of a file's changes fits, the file is for another model
 
 
 class Matches(NamedTuple):
-    """The outcome of a merge: how many changes of the file fit the network, and the names of the others.
+    """How many changes of a file fit the network.
 
-    `idle` are patterns of alphas and ranks that are in the file and decided nothing.
+    Args:
+        file: The file.
+        num_matched: The number of LoRA changes that match a weight of the network.
+        unmatched: The names of the changes that do not fit.
+        unused_patterns: Patterns of alphas and ranks in the file that matched no module.
     """
 
     file: str
-    matched: int
+    num_matched: int
     unmatched: tuple[str, ...]
-    idle: tuple[str, ...] = ()
+    unused_patterns: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        total = self.matched + len(self.unmatched)
-        summary = f"{self.file}: {self.matched} of {quantity(total, 'change')} merged"
+        total = self.num_matched + len(self.unmatched)
+        summary = f"{self.file}: {self.num_matched} of {pluralize(total, 'change')} merged"
         if self.unmatched:
-            summary += f"; the rest has no place in the model and was left out: {_first(self.unmatched)}"
-        return f"{summary}; no module is of {_first(self.idle)}" if self.idle else summary
+            summary += f"; the others do not fit the model and were skipped: {_first_names(self.unmatched)}"
+        return f"{summary}; no module matches {_first_names(self.unused_patterns)}" if self.unused_patterns else summary
 
     @property
-    def doubtful(self) -> bool:
+    def is_partial(self) -> bool:
         """Whether parts of the file have no effect."""
-        return bool(self.unmatched or self.idle)
+        return bool(self.unmatched or self.unused_patterns)
 
 
-def _first(names: Sequence[str]) -> str:
+def _first_names(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (" and so on" if len(names) > 3 else "")
 
 
-class Target(NamedTuple):
-    """A tensor of the network that a tensor of a file is, or is a part of.
+class LoraTarget(NamedTuple):
+    """The tensor of the network that a tensor of a file changes, and the part of the file's tensor that belongs to it.
 
-    The file's tensor has as many equal parts, one below the other, as `of` says; `parts` are this one's, in order.
+    Args:
+        key: The network's tensor.
+        parts: The indices of the row blocks of the file's tensor that belong to `key`, in order.
+        of: The number of equal row blocks in the file's tensor.
     """
 
     key: str
     parts: tuple[int, ...] = (0,)
     of: int = 1
 
-    def fused(self, shape: Shape) -> Shape:
-        """Return the shape of the file's tensor, given that of the network's."""
+    def file_shape(self, shape: Shape) -> Shape:
+        """Return the shape of the file's tensor, given the shape of the network's tensor."""
         return (shape[0] // len(self.parts) * self.of, *shape[1:]) if self.of > 1 else shape
 
-    def part(self, x: np.ndarray) -> np.ndarray:
-        """Return the network's part of the file's tensor."""
-        return np.concatenate([np.split(x, self.of)[part] for part in self.parts]) if self.of > 1 else x
+    def select(self, x: np.ndarray) -> np.ndarray:
+        """Return the rows of the file's tensor that belong to the network's tensor."""
+        return np.concatenate([np.split(x, self.of)[select] for select in self.parts]) if self.of > 1 else x
 
 
 def trained_attention(path: Path) -> AttentionConfig | None:
-    """Return the attention with which a LoRA was trained, from its metadata, or None.
+    """Return the attention that a LoRA was trained with, from its metadata, or None.
 
-    Raises WanjaxError where the file cannot be read, or tells what is no attention.
+    Raises WanjaxError if the file cannot be read, or if the entry is not a valid attention.
     """
-    text = open_tensors(path).metadata.get(OWN, "{}")
+    text = open_tensors(path).metadata.get(WANJAX_METADATA, "{}")
     try:
         entries = json.loads(text)
     except (ValueError, RecursionError):
@@ -98,82 +105,89 @@ def trained_attention(path: Path) -> AttentionConfig | None:
     try:
         return AttentionConfig.parse(str(attention))
     except WanjaxError as error:
-        raise WanjaxError(f"the metadata of {path} tell no attention: {error}") from error
+        raise WanjaxError(f"the metadata of {path} have an invalid attention: {error}") from error
 
 
 class LoraFile:
-    """The changes in a file, by the tensors of one network that they change.
+    """The changes in a LoRA file, by the tensors of one network that they change.
 
-    specs: the network's tensors by their names in diffusers; names: the translation to and from the authors' names;
-    expert: which of two the network is, where the file tells them apart. Raises WanjaxError if the file cannot be read,
-    is incomplete, holds changes of another kind, or too few of its changes fit the network.
+    Args:
+        path: The file.
+        specs: Shapes and dtypes of the network's tensors, by diffusers' names.
+        names: The translation between diffusers' and the authors' names.
+        expert: "high" or "low" if the file distinguishes two experts, else None.
+
+    Raises:
+        WanjaxError: The file cannot be read or is incomplete, has changes of an unsupported kind, or too few of its
+            changes fit the network.
     """
 
     def __init__(self, path: Path, specs: Mapping[str, Spec], names: NameMap, expert: str | None = None):
         self._reader = open_tensors(path)
-        self._changes: dict[str, tuple[Change, Target]] = {}
+        self._changes: dict[str, tuple[LoraChange, LoraTarget]] = {}
         targets_by_name, matched = _targets(specs, names), 0
-        changes, unmatched, idle = changes_in(self._reader, targets_by_name, expert)
+        changes, unmatched, unused_patterns = parse_changes(self._reader, targets_by_name, expert)
         for name, change in changes.items():
             targets, shape = targets_by_name.get(name, []), self._shape(change)
-            right = {target.fused(specs[target.key].shape) for target in targets}
+            expected_shapes = {target.file_shape(specs[target.key].shape) for target in targets}
             if not targets:
                 unmatched.append(name)
-            elif len(right) != 1 or not _fits(shape, *right):
-                unmatched.append(f"{name} of shape {list(shape)}, not {' or '.join(map(str, map(list, right)))}")
+            elif len(expected_shapes) != 1 or not _fits(shape, *expected_shapes):
+                unmatched.append(
+                    f"{name} of shape {list(shape)}, not {' or '.join(map(str, map(list, expected_shapes)))}"
+                )
             else:
                 if change.magnitude is not None:
-                    self._check_norms(name, change, next(iter(right)), targets[0])
+                    self._check_norms(name, change, next(iter(expected_shapes)), targets[0])
                 for target in targets:
-                    if (first := self._changes.setdefault(target.key, (change, target))) != (change, target):
-                        raise duplicate_error(path, first[0].key, change.key)
+                    if (earlier_change := self._changes.setdefault(target.key, (change, target))) != (change, target):
+                        raise duplicate_error(path, earlier_change[0].key, change.key)
                 matched += 1
         file = f"{path} ({expert} noise)" if expert else str(path)
-        self.matches = Matches(file, matched, tuple(unmatched), tuple(idle))
-        if matched < max(1, ENOUGH * (matched + len(unmatched))):
+        self.matches = Matches(file, matched, tuple(unmatched), tuple(unused_patterns))
+        if matched < max(1, MIN_MATCHED * (matched + len(unmatched))):
             raise WanjaxError(f"{self.matches}: give a LoRA for this model")
 
     def __contains__(self, target: str) -> bool:
         return target in self._changes
 
     def change(self, target: str, strength: float, base: np.ndarray) -> np.ndarray:
-        """Return the float32 array to add to a tensor; raise WanjaxError if it is not finite.
+        """Return the float32 array to add to a tensor with values `base`.
 
-        base: the tensor, in float32.
+        Raises WanjaxError if the array is not finite.
         """
         change, target_slice = self._changes[target]
-        relative = change.magnitude is not None or change.replaces
-        factors = {role: self._finite(key) for role, key in change.factors.items()}
+        needs_base = change.magnitude is not None or change.replaces
+        factors = {role: self._read_finite(key) for role, key in change.factors.items()}
         with np.errstate(over="ignore", invalid="ignore"):
-            next(iter(factors.values()))[...] *= np.float32(change.scale * (1.0 if relative else strength))
-            x = target_slice.part(change.formula.product(factors).reshape(target_slice.fused(base.shape)))
+            next(iter(factors.values()))[...] *= np.float32(change.scale * (1.0 if needs_base else strength))
+            delta = target_slice.select(change.formula.product(factors).reshape(target_slice.file_shape(base.shape)))
             if change.magnitude is not None:
-                x += base
-                self._set_norms(x, change, target_slice)
-            if relative:
-                x -= base
-                x *= np.float32(strength)
-            if not np.isfinite(x.sum()) and not np.isfinite(x).all():
-                problem = (
-                    f"{self._reader.path} makes of {', '.join(change.factors.values())} numbers that are not finite"
-                )
-                raise WanjaxError(f"{problem}, at the scale {change.scale:g}: give a smaller strength or another file")
-        return x
+                delta += base
+                self._set_norms(delta, change, target_slice)
+            if needs_base:
+                delta -= base
+                delta *= np.float32(strength)
+            if not np.isfinite(delta.sum()) and not np.isfinite(delta).all():
+                keys = ", ".join(change.factors.values())
+                problem = f"{self._reader.path}: the product of {keys} is not finite at the scale {change.scale:g}"
+                raise WanjaxError(f"{problem}: give a smaller strength or another file")
+        return delta
 
-    def _set_norms(self, x: np.ndarray, change: Change, target_slice: Target) -> None:
-        """Give the changed weight, in place, the norms of DoRA."""
-        norms, shape = self._finite(str(change.magnitude)).ravel(), target_slice.fused(x.shape)
+    def _set_norms(self, x: np.ndarray, change: LoraChange, target_slice: LoraTarget) -> None:
+        """Scale the changed weight in place to DoRA's norms."""
+        norms, shape = self._read_finite(str(change.magnitude)).ravel(), target_slice.file_shape(x.shape)
         if self._norms_axis(change, shape) == 0:
-            set_norms(x, target_slice.part(norms), 0)
+            set_norms(x, target_slice.select(norms), 0)
         else:
             set_norms(x, norms, 1)
 
-    def _norms_axis(self, change: Change, shape: Shape) -> int | None:
+    def _norms_axis(self, change: LoraChange, shape: Shape) -> int | None:
         magnitude = self._reader.specs[str(change.magnitude)].shape
-        return magnitude_axis(magnitude, shape, of_rows=change.of_rows)
+        return magnitude_axis(magnitude, shape, is_row_norm=change.is_row_norm)
 
-    def _check_norms(self, name: str, change: Change, shape: Shape, target_slice: Target) -> None:
-        """Raise WanjaxError where DoRA's norms do not fit a weight, or are of the columns of several."""
+    def _check_norms(self, name: str, change: LoraChange, shape: Shape, target_slice: LoraTarget) -> None:
+        """Raise WanjaxError if DoRA's norms do not fit a weight, or are column norms of fused weights."""
         axis = self._norms_axis(change, shape)
         problem = f"{self._reader.path} holds {change.magnitude}"
         if axis is None:
@@ -181,33 +195,39 @@ class LoraFile:
             problem += f", not a norm for each row of {name}, {list(shape)}"
             raise WanjaxError(f"{problem}: give a LoRA for this model")
         if axis == 1 and target_slice.of > len(target_slice.parts):
-            raise WanjaxError(f"{problem}, norms of the columns of q, k and v in one: give a file with each of them")
+            raise WanjaxError(
+                f"{problem}, norms of the columns of fused q, k and v: give a file with separate q, k and v"
+            )
 
-    def _finite(self, key: str) -> np.ndarray:
-        """Return a tensor of the file in float32; raise WanjaxError if any of its numbers is not finite."""
+    def _read_finite(self, key: str) -> np.ndarray:
+        """Return a tensor of the file in float32; raise WanjaxError if the tensor is not finite."""
         x, path = self._reader.read(key).astype(np.float32), self._reader.path
         if not np.isfinite(x).all():
-            raise WanjaxError(f"{path} holds {key} with numbers that are not finite: the file is damaged, get it again")
+            raise WanjaxError(f"{path} holds {key} with values that are not finite: the file is damaged, get it again")
         return x
 
-    def _shape(self, change: Change) -> Shape:
+    def _shape(self, change: LoraChange) -> Shape:
         """Return the shape of a change; empty if the factors do not fit each other."""
         return change.formula.shape({role: self._reader.specs[key].shape for role, key in change.factors.items()})
 
 
-class Merged(View):
-    """A checkpoint with the changes added; a tensor without changes of non-zero strength is returned unchanged."""
+class MergedLoraReader(ReaderView):
+    """A reader that adds the changes of LoRA files to a checkpoint's tensors.
+
+    A change with a strength of 0 has no effect.
+    """
 
     def __init__(self, reader: Reader, files: Sequence[tuple[LoraFile, float]]):
         super().__init__(reader)
         self._files = [(file, strength) for file, strength in files if strength != 0]
-        wide = np.dtype(np.float32)
+        float32 = np.dtype(np.float32)
         self.specs = {
-            key: Spec(shape, wide if self._changing(key) else dtype) for key, (shape, dtype) in reader.specs.items()
+            key: Spec(shape, float32 if self._files_changing(key) else dtype)
+            for key, (shape, dtype) in reader.specs.items()
         }
 
     def read(self, key: str) -> np.ndarray:
-        x, files = self._reader.read(key), self._changing(key)
+        x, files = self._reader.read(key), self._files_changing(key)
         if not files:
             return x
         base = x.astype(np.float32)
@@ -218,41 +238,46 @@ class Merged(View):
         total += base
         return total
 
-    def _changing(self, key: str) -> list[tuple[LoraFile, float]]:
+    def _files_changing(self, key: str) -> list[tuple[LoraFile, float]]:
         """Return the files that change a tensor, with their strengths."""
         return [(file, strength) for file, strength in self._files if key in file]
 
 
-def _fits(shape: Shape, right: Shape) -> bool:
-    """Return whether a change is of the right shape, or of that of a convolution's kernel with flat rows."""
-    return bool(shape) and shape in (right, (right[0], math.prod(right[1:])))
+def _fits(shape: Shape, expected: Shape) -> bool:
+    """Return whether a change has the right shape, or is a convolution's kernel with flattened rows."""
+    return bool(shape) and shape in (expected, (expected[0], math.prod(expected[1:])))
 
 
-def _targets(specs: Mapping[str, Spec], names: NameMap) -> dict[str, list[Target]]:
+def _targets(specs: Mapping[str, Spec], names: NameMap) -> dict[str, list[LoraTarget]]:
     """Map every name that a file may use for a tensor, or for fused q, k and v, to tensors of the network."""
-    targets: dict[str, list[Target]] = {}
+    targets: dict[str, list[LoraTarget]] = {}
     for key in specs:
-        places = [(key, Target(key))]
-        if fused := _fused(key, specs):
-            places.append((fused[0], Target(key, (fused[1],), 3)))
-        for ours, target in places:
-            theirs = Target(key, (1, 0), 2) if names.exchanges(ours) else target
-            for name, target_slice in ((ours, target), *((name, theirs) for name in names.all_theirs(ours))):
+        named_targets = [(key, LoraTarget(key))]
+        if file_shape := _fused_name(key, specs):
+            named_targets.append((file_shape[0], LoraTarget(key, (file_shape[1],), 3)))
+        for diffusers_name, target in named_targets:
+            author_target = LoraTarget(key, (1, 0), 2) if names.swaps_halves(diffusers_name) else target
+            for name, named_target in (
+                (diffusers_name, target),
+                *((name, author_target) for name in names.all_author_names(diffusers_name)),
+            ):
                 module, dot, leaf = name.rpartition(".")
-                underscored = (f"{module.replace('.', '_')}{dot}{leaf}", name.replace(".", "_"))
-                for spelling in dict.fromkeys((name, *underscored)):
-                    targets.setdefault(spelling, []).append(target_slice)
+                underscore_names = (f"{module.replace('.', '_')}{dot}{leaf}", name.replace(".", "_"))
+                for variant in dict.fromkeys((name, *underscore_names)):
+                    targets.setdefault(variant, []).append(named_target)
     return targets
 
 
-def _fused(key: str, specs: Mapping[str, Spec]) -> tuple[str, int] | None:
-    """Return the name of a tensor of q, k and v together, and this one's place in it; None for other tensors.
+def _fused_name(key: str, specs: Mapping[str, Spec]) -> tuple[str, int] | None:
+    """Return the name of the fused tensor of q, k and v, and the index of the given tensor in it.
 
-    `attn.to_q`, `attn.to_k` and `attn.to_v` together are `attn.to_qkv`.
+    Returns None for a tensor that is not q, k or v.
+
+    For example, `attn.to_q`, `attn.to_k` and `attn.to_v` fuse to `attn.to_qkv`.
     """
     module, _, leaf = key.rpartition(".")
-    where, dot, last = module.rpartition(".")
-    if not (match := ONE_OF_THREE.fullmatch(last)):
+    parent, dot, module_name = module.rpartition(".")
+    if not (match := QKV_NAME.fullmatch(module_name)):
         return None
-    fused, *parts = (f"{where}{dot}{match[1]}{x}{match[2]}.{leaf}" for x in ("qkv", *"qkv"))
-    return (fused, parts.index(key)) if all(name in specs for name in parts) else None
+    file_shape, *parts = (f"{parent}{dot}{match[1]}{x}{match[2]}.{leaf}" for x in ("qkv", *"qkv"))
+    return (file_shape, parts.index(key)) if all(name in specs for name in parts) else None

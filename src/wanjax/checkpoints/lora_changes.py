@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The changes that a LoRA file makes, by the names of the tensors that they change."""
+"""Parse the changes in a LoRA file, by the names of the tensors that they change."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
@@ -8,119 +8,148 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from wanjax.checkpoints.files import MappedFile
-from wanjax.checkpoints.lora_keys import HIGH, LOW, OF_ROWS, Part, check_kind, expert_of, experts_of, part_of, unwrapped
+from wanjax.checkpoints.lora_keys import (
+    HIGH,
+    LOW,
+    ROW_MAGNITUDE,
+    ParsedKey,
+    check_supported,
+    file_experts,
+    key_expert,
+    parse_key,
+    strip_wrappers,
+)
 from wanjax.checkpoints.lora_products import DIFF, FORMULAS, Formula
 from wanjax.checkpoints.lora_scales import Scales
 from wanjax.errors import WanjaxError
 
 WEIGHT = ".weight"
 ALPHA = ("alpha", WEIGHT)
-Module = dict[tuple[str, str], Part]  # what a file holds of a module, by role and the end of the changed tensor's name
+Module = dict[
+    tuple[str, str], ParsedKey
+]  # the keys of a module's tensors in a file, by (role, suffix of the changed tensor)
 
 
-class Change(NamedTuple):
-    """The change of a tensor: a formula of tensors of the file, by their roles, times `scale`.
+class LoraChange(NamedTuple):
+    """A change of a tensor.
 
-    `magnitude` is the tensor of DoRA's norms, which are `of_rows`, or are those of columns by its shape. Where it
-    `replaces`, it is the tensor in place of a change.
+    Args:
+        formula: The formula of the change.
+        factors: The file's tensors by their roles in the formula.
+        scale: The factor of the change.
+        magnitude: The tensor of DoRA's norms, or None.
+        is_row_norm: Whether DoRA's norms are norms of rows. If False, the shape of `magnitude` decides between rows and
+            columns.
+        replaces: Whether the result replaces the tensor. If False, the result is added to the tensor.
     """
 
     formula: Formula
     factors: Mapping[str, str]
     scale: float = 1.0
     magnitude: str | None = None
-    of_rows: bool = False
+    is_row_norm: bool = False
     replaces: bool = False
 
     @property
     def key(self) -> str:
-        """The key of its first factor, by which messages name it."""
+        """The key of the first factor, for messages."""
         return next(iter(self.factors.values()))
 
 
 def duplicate_error(path: object, *keys: str) -> WanjaxError:
-    """Return the error for two keys of a file that change the same tensor."""
-    return WanjaxError(f"{path} holds both {' and '.join(keys)}, for the same weights: keep one of them")
+    """Build the error for two keys of a file that change the same tensor."""
+    return WanjaxError(f"{path} holds both {' and '.join(keys)}, which change the same weights: keep one of them")
 
 
-def changes_in(
+def parse_changes(
     reader: MappedFile, tensors: Mapping[str, Any], expert: str | None
-) -> tuple[dict[str, Change], list[str], list[str]]:
-    """Return the changes by the names of the changed tensors, in the network's names where they are known.
+) -> tuple[dict[str, LoraChange], list[str], list[str]]:
+    """Parse a file's changes.
 
-    Returns also the keys of no change, and the patterns of alphas and ranks that fit no module.
+    Args:
+        reader: The file.
+        tensors: The names that the file may use for the network's tensors.
+        expert: The network's expert, or None.
+
+    Returns:
+        The changes by the names of the changed tensors, the keys that belong to no change, and the patterns of alphas
+        and ranks that match no module.
     """
     names = tensors.keys() | {name.rpartition(".")[0] for name in tensors} - {""}
-    scales, changes = Scales(reader), dict[str, Change]()
-    parts, others = _parts(reader, names, expert)
-    unknown: list[str] = []
-    for name, module in parts.items():
-        for tensor, change in _of_module(reader, name, module, scales, tensors):
+    scales, changes = Scales(reader), dict[str, LoraChange]()
+    modules, keys_without_role = _group_by_module(reader, names, expert)
+    unused_keys: list[str] = []
+    for name, module in modules.items():
+        for tensor, change in _module_changes(reader, name, module, scales, tensors):
             if changes.setdefault(tensor, change) is not change:
                 raise duplicate_error(reader.path, changes[tensor].key, change.key)
         if module.keys() == {ALPHA}:
-            unknown.append(module[ALPHA].key)
-    for key in others:
-        name = unwrapped(key, names)
-        if scales.of_values and name in tensors and name not in changes:
-            changes[name] = Change(DIFF, {"diff": key}, replaces=True)
+            unused_keys.append(module[ALPHA].key)
+    for key in keys_without_role:
+        name = strip_wrappers(key, names)
+        if scales.has_replacements and name in tensors and name not in changes:
+            changes[name] = LoraChange(DIFF, {"diff": key}, replaces=True)
         else:
-            unknown.append(key)
-    return changes, unknown, scales.idle
+            unused_keys.append(key)
+    return changes, unused_keys, scales.unused_patterns
 
 
-def _of_module(
+def _module_changes(
     reader: MappedFile, name: str, module: Module, scales: Scales, tensors: Mapping[str, Any]
-) -> Iterator[tuple[str, Change]]:
-    """Yield the changes of a module's tensors, by the tensors' names."""
-    weight = {role: part.key for (role, leaf), part in module.items() if leaf == WEIGHT}
-    magnitudes = [weight[role] for role in (OF_ROWS, "magnitude") if role in weight]
+) -> Iterator[tuple[str, LoraChange]]:
+    """Yield (tensor's name, change) for each change of a module."""
+    keys_by_role = {role: part.key for (role, leaf), part in module.items() if leaf == WEIGHT}
+    magnitudes = [keys_by_role[role] for role in (ROW_MAGNITUDE, "magnitude") if role in keys_by_role]
     if len(magnitudes) > 1:
         raise duplicate_error(reader.path, *magnitudes)
     magnitude, scale = next(iter(magnitudes), None), 1.0
     for formula in FORMULAS:
-        factors = {role: weight[role] for role in formula.roles if role in weight}
+        factors = {role: keys_by_role[role] for role in formula.roles if role in keys_by_role}
         if not factors:
             continue
-        first = next(iter(factors.values()))
+        first_key = next(iter(factors.values()))
         if not formula.is_complete(factors.keys()):
             problem = f"{reader.path} holds {' and '.join(factors.values())}"
-            raise WanjaxError(f"{problem}, which do not make a {formula.name} of one module: give a complete file")
+            raise WanjaxError(f"{problem}, which are not a complete {formula.name}: give a complete file")
         if formula is DIFF:
-            yield next(filter(tensors.__contains__, (name + WEIGHT, name)), name + WEIGHT), Change(DIFF, factors)
+            yield next(filter(tensors.__contains__, (name + WEIGHT, name)), name + WEIGHT), LoraChange(DIFF, factors)
             continue
         rank = formula.rank({role: reader.specs[key].shape for role, key in factors.items()})
-        peft = next(part.peft for part in module.values() if part.key == first)
+        peft_name = next(part.peft for part in module.values() if part.key == first_key)
         if diagonal := factors.get("diagonal"):
             scale = scales.adaptive_scale(diagonal)
         else:
-            scale = scales.scale(peft, rank, weight.get("alpha"))
+            scale = scales.scale(peft_name, rank, keys_by_role.get("alpha"))
         if magnitude is None:
-            scales.check_plain(first)
-        yield name + WEIGHT, Change(formula, factors, scale, magnitude, of_rows=OF_ROWS in weight)
+            scales.check_no_dora(first_key)
+        yield name + WEIGHT, LoraChange(formula, factors, scale, magnitude, is_row_norm=ROW_MAGNITUDE in keys_by_role)
         magnitude = None
     if magnitude is not None:
-        raise WanjaxError(f"{reader.path} holds {magnitude} without the factors that it belongs to")
+        raise WanjaxError(f"{reader.path} holds {magnitude} without its factors: give a complete file")
     for (role, leaf), part in module.items():
         if role == "scaled diff":
-            yield name + leaf, Change(DIFF, {"diff": part.key}, scale)
+            yield name + leaf, LoraChange(DIFF, {"diff": part.key}, scale)
         elif role == "value" or (role == "diff" and leaf != WEIGHT):
-            yield name + leaf, Change(DIFF, {"diff": part.key}, replaces=role == "value")
+            yield name + leaf, LoraChange(DIFF, {"diff": part.key}, replaces=role == "value")
 
 
-def _parts(reader: MappedFile, names: Collection[str], expert: str | None) -> tuple[dict[str, Module], list[str]]:
-    """Return the parts of the file's changes of an expert by module and role, and the keys of no role."""
+def _group_by_module(
+    reader: MappedFile, names: Collection[str], expert: str | None
+) -> tuple[dict[str, Module], list[str]]:
+    """Group an expert's tensors by module and role; also return the keys without a role."""
     modules: defaultdict[str, Module] = defaultdict(dict)
-    path, unknown, experts = reader.path, [], experts_of(reader.specs)
+    path, unknown, experts = reader.path, [], file_experts(reader.specs)
     if experts and expert is None:
-        key = next(filter(expert_of, reader.specs))
-        raise WanjaxError(f"{path} holds {key}, of one of two experts, which this model has not: give a LoRA for it")
+        key = next(filter(key_expert, reader.specs))
+        raise WanjaxError(
+            f"{path} holds {key}, for one of two experts, but this model has one network: give a LoRA for this model"
+        )
     for key, spec in reader.specs.items():
-        check_kind(key, path)
-        part = part_of(key, names)
+        check_supported(key, path)
+        part = parse_key(key, names)
         if (part is None or part.role != "alpha") and not jnp.issubdtype(spec.dtype, jnp.floating):
             raise WanjaxError(f"{path} holds {key} as {spec.dtype}, not a floating dtype: get a file of floats")
-        if expert and (expert_of(key) or (HIGH if LOW in experts else expert)) != expert:
+        if expert and (key_expert(key) or (HIGH if LOW in experts else expert)) != expert:
             continue
         if part is None:
             unknown.append(key)

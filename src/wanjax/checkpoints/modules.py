@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules filled from a checkpoint by a table of rules, and written as one."""
+"""Fill modules with a checkpoint's weights by rules, and write the weights of modules to a checkpoint."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,10 +11,11 @@ import numpy as np
 from flax import nnx
 
 from wanjax.checkpoints.arrays import Arrays
-from wanjax.checkpoints.files import Reader, Spec, adding, write_safetensors
-from wanjax.checkpoints.to_devices import on_devices
+from wanjax.checkpoints.files import Reader, Spec, progress_counter, write_safetensors
+from wanjax.checkpoints.quantize import as_floats, quantized_kernels, to_device_quantized
+from wanjax.checkpoints.to_devices import to_device
 from wanjax.converters.transforms import Transform
-from wanjax.converters.weight_rules import Assignment, Rule, assign, expanded, rules_for
+from wanjax.converters.weight_rules import Rule, assign, expand_rule, rules_for
 
 Module = TypeVar("Module", bound=nnx.Module)
 
@@ -27,47 +28,64 @@ def load(
     ignore: Iterable[str] = (),
     progress: Callable[[int, int], object] | None = None,
 ) -> Module:
-    """Return the module with the checkpoint's weights, each in the abstract module's dtype and sharding.
+    """Load a module's weights from a checkpoint.
 
-    abstract: from `nnx.eval_shape`, or `nnx.merge(*nnx.get_abstract_model(..., mesh))`, which has shardings; progress:
-    called after each tensor with the checkpoint's bytes read so far and in all.
-    One tensor, or one stack of at most `to_devices.SMALL_STACK` bytes, is in host memory at a time, beside the weights
-    themselves where the devices are CPUs; each process reads only its devices' shards. Raises WanjaxError as `assign`
-    does.
+    Host memory holds one tensor at a time, or one stack if it has at most `to_devices.SMALL_STACK` bytes or stays in
+    host memory. On CPUs host memory also holds the loaded weights. Each process reads only the shards of its own
+    devices.
+
+    Args:
+        abstract: The abstract module with dtypes and shardings, from `nnx.eval_shape` or
+            `nnx.merge(*nnx.get_abstract_model(..., mesh))`.
+        rules: The rules that say which tensors fill which parameters of the module.
+        reader: The checkpoint's tensors.
+        ignore: Patterns with `*` for the names of unused tensors.
+        progress: Called after each tensor with the number of bytes that were read until now and the total number.
+
+    Raises:
+        WanjaxError: The checkpoint does not fit the module; `assign` lists the cases.
     """
-    targets = parameters(abstract)
+    kernels = quantized_kernels(abstract)
+    targets = as_floats(parameters(abstract), kernels)
     specs = reader.specs
     assignments = assign(rules, specs, targets, ignore=ignore)
-    count = adding(progress, sum(specs[key].nbytes for each in assignments for key in each.sources))
+    count = progress_counter(
+        progress, sum(specs[key].nbytes for assignment in assignments for key in assignment.sources)
+    )
 
     @contextmanager
     def reading(key: str, transform: Transform) -> Iterator[np.ndarray]:
-        """Yield the rearranged tensor, and report its bytes once it has been used."""
+        """Yield the rearranged tensor, and report its bytes when the caller has used the tensor."""
         yield transform.forward(reader.read(key))
         count(specs[key].nbytes)
 
-    def weights(each: Assignment) -> jax.Array:
-        tensors = [reading(key, each.transform) for key in each.sources]  # each is read when it is entered
-        return on_devices(tensors, targets[each.target], stacked=each.stacked)
-
-    return _filled(abstract, {each.target: weights(each) for each in assignments})
+    weights: dict[str, jax.Array] = {}
+    for assignment in assignments:
+        # A tensor is read when its context is entered
+        tensors = [reading(key, assignment.transform) for key in assignment.sources]
+        if (kernel := kernels.get(assignment.target)) is None:
+            weights[assignment.target] = to_device(tensors, targets[assignment.target], stacked=assignment.stacked)
+        else:
+            weights |= to_device_quantized(tensors, kernel, stacked=assignment.stacked)
+    return _with_weights(abstract, weights)
 
 
 def restore(abstract: Module, arrays: Arrays, *, progress: Callable[[int, int], object] | None = None) -> Module:
-    """Return the module with weights that `wanjax convert` stored; otherwise as `load`."""
+    """Fill a module with the arrays that `wanjax convert` stored; the counterpart of `load` for a wanjax checkpoint."""
     targets = parameters(abstract)
     assign([Rule(name, name) for name in targets], arrays.specs, targets)
-    return _filled(abstract, arrays.restore(targets, adding(progress, arrays.nbytes)))
+    return _with_weights(abstract, arrays.restore(targets, progress_counter(progress, arrays.nbytes)))
 
 
-def _filled(abstract: Module, weights: Mapping[str, jax.Array]) -> Module:
+def _with_weights(abstract: Module, weights: Mapping[str, jax.Array]) -> Module:
     graphdef, state = nnx.split(abstract)
     filled = [(path, variable.replace(weights[_dotted(path)])) for path, variable in nnx.to_flat_state(state)]
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
 
 def parameters(module: nnx.Module) -> dict[str, Any]:
-    """Return the module's arrays by dotted path, as shapes and dtypes if it is abstract: targets for `assign`."""
+    """Return the module's arrays by dotted path. For an abstract module, return shapes and dtypes in place of
+    arrays."""
     return {_dotted(path): variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(module))}
 
 
@@ -75,35 +93,39 @@ def _dotted(path: Iterable) -> str:
     return ".".join(map(str, path))
 
 
-class Exported:
-    """A module's weights as a `Reader` of the table's source tensors, with their names, shapes and order of axes.
+class ExportedTensors:
+    """A reader that presents a module's weights as the tensors from which rules would fill it: exactly undoes `load`.
 
-    weights: arrays, or objects with a shape and a dtype that return an array for an index, such as `StoredArray`.
-    It inverts `load` bit for bit.
+    Args:
+        weights: Arrays by parameter name. Other objects with a shape, a dtype and indexing, such as `StoredArray`, also
+            work.
+        rules: The rules.
     """
 
     def __init__(self, weights: Mapping[str, Any], rules: Iterable[Rule]):
-        self._weights, self._places, self.specs = weights, {}, dict[str, Spec]()
+        self._weights, self._locations, self.specs = weights, {}, dict[str, Spec]()
         rules = list(rules)
         for target, values in weights.items():
             ((rule, indices),) = rules_for(target, rules)
-            assignment, _ = expanded(rule, indices, target, values.shape, ())
+            assignment, _ = expand_rule(rule, indices, target, values.shape, ())
             shape = tuple(values.shape)[assignment.stacked :]
             spec = Spec(assignment.transform.source_shape(shape) or shape, np.dtype(values.dtype))
             self.specs |= dict.fromkeys(assignment.sources, spec)
             for i, key in enumerate(assignment.sources):
-                self._places[key] = (target, i if assignment.stacked else ..., assignment.transform)
+                self._locations[key] = (target, i if assignment.stacked else ..., assignment.transform)
 
     def read(self, key: str) -> np.ndarray:
-        target, index, transform = self._places[key]
+        target, index, transform = self._locations[key]
         return transform.inverse(self._weights[target][index])
 
 
 def export(model: nnx.Module, rules: Iterable[Rule], path: Path, *, metadata: Mapping[str, str] | None = None) -> None:
-    """Write the module's weights as one safetensors file of the table's source tensors.
+    """Write a module's weights to a safetensors file, with the names and shapes of the tensors from which rules fill
+    it.
 
-    It inverts `load`, bit for bit when the dtypes are the same. Raises WanjaxError if the file cannot be written.
+    `load` reads the same weights from this file, bit for bit if the dtypes are the same. Raises WanjaxError if the file
+    cannot be written.
     """
     weights = {target: np.asarray(value) for target, value in parameters(model).items()}
-    exported = Exported(weights, rules)
+    exported = ExportedTensors(weights, rules)
     write_safetensors(path, exported, exported.specs, metadata)

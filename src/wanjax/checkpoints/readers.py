@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens files of tensors of either format, and reads a checkpoint as one of another layout."""
+"""Open files of tensors, and present a checkpoint in another layout by readers that wrap its reader."""
 
 import math
 import os
@@ -19,19 +19,19 @@ from wanjax.stores.paths import missing_file
 
 
 def open_tensors(path: str | Path) -> MappedFile:
-    """Open a file of tensors in the format of its suffix; raise WanjaxError if it cannot be read."""
+    """Open a file of tensors in the format that its suffix names. Raises WanjaxError if the file cannot be read."""
     path = Path(path).expanduser()
-    if not os.path.exists(path):  # which raises nothing for names that are none
+    if not os.path.exists(path):  # os.path raises no error for an invalid name
         raise WanjaxError(missing_file(path))
     if path.suffix not in SUFFIXES:
-        raise WanjaxError(f"{path} is no file of weights that can be read: one that ends in {' or '.join(SUFFIXES)} is")
+        raise WanjaxError(f"{path} is not a file of weights: give one that ends in {' or '.join(SUFFIXES)}")
     if path.suffix == GGUF_SUFFIX:
         return GgufFile(path)
     return TorchFile(path) if path.suffix in TORCH_SUFFIXES else SafetensorsFile(path)
 
 
-class View:
-    """A reader of another reader's tensors, unchanged; the base class of readers that change them."""
+class ReaderView:
+    """A reader that wraps another reader; the base class of readers that change tensors."""
 
     def __init__(self, reader: Reader):
         self._reader = reader
@@ -39,15 +39,15 @@ class View:
 
     @property
     def paths(self) -> Sequence[Path]:
-        """The files that hold the tensors; none if they are not in files."""
+        """The files with the tensors; empty if the tensors are not in files."""
         return getattr(self._reader, "paths", [])
 
     def read(self, key: str) -> np.ndarray:
         return self._reader.read(key)
 
 
-class Renamed(View):
-    """A checkpoint by other names: `rename` returns each one, None for a tensor that is left out."""
+class RenamedReader(ReaderView):
+    """A reader that renames tensors. `rename` returns the new name of a tensor, or None to leave the tensor out."""
 
     def __init__(self, reader: Reader, rename: Callable[[str], str | None]):
         super().__init__(reader)
@@ -64,8 +64,8 @@ class Renamed(View):
         return self._reader.read(self._keys[key])
 
 
-class Combined:
-    """Several checkpoints, which have no tensor in common, as one."""
+class CombinedReader:
+    """One reader for the tensors of several readers; no two of them may have a tensor of the same name."""
 
     def __init__(self, *readers: Reader):
         self._readers = {key: reader for reader in readers for key in reader.specs}
@@ -75,8 +75,8 @@ class Combined:
         return self._readers[key].read(key)
 
 
-class Exchanged(View):
-    """A checkpoint with the two halves of the rows of some modules' tensors exchanged, as `names` says."""
+class SwappedHalvesReader(ReaderView):
+    """A reader that swaps the first and the second half of the rows of the tensors for which `names` says it."""
 
     def __init__(self, reader: Reader, names: NameMap):
         super().__init__(reader)
@@ -84,11 +84,11 @@ class Exchanged(View):
 
     def read(self, key: str) -> np.ndarray:
         x = self._reader.read(key)
-        return np.concatenate(np.split(x, 2)[::-1]) if self._names.exchanges(key) else x
+        return np.concatenate(np.split(x, 2)[::-1]) if self._names.swaps_halves(key) else x
 
 
-class Reshaped(View):
-    """A checkpoint in which tensors have the shapes that `reshape` returns, given their names and shapes."""
+class ReshapedReader(ReaderView):
+    """A reader that reshapes tensors. `reshape` takes a tensor's name and shape, and returns the new shape."""
 
     def __init__(self, reader: Reader, reshape: Callable[[str, Shape], Shape]):
         super().__init__(reader)
@@ -98,50 +98,50 @@ class Reshaped(View):
         return self._reader.read(key).reshape(self.specs[key].shape)
 
 
-def flattened(reader: Reader, names: Collection[str]) -> Reshaped:
-    """Return a checkpoint without the leading axes of size 1 of the named tensors."""
+def squeeze_leading(reader: Reader, names: Collection[str]) -> ReshapedReader:
+    """Remove the leading axes of size 1 of the named tensors."""
 
     def reshape(key: str, shape: Shape) -> Shape:
         return tuple(dropwhile(lambda size: size == 1, shape)) if key in names else shape
 
-    return Reshaped(reader, reshape)
+    return ReshapedReader(reader, reshape)
 
 
-def unflattened(reader: Reader, name: str, patch: Shape) -> Reshaped:
-    """Return a checkpoint in which the kernel of a projection of patches [out, in · patch] is [out, in, *patch]."""
+def unflatten_patches(reader: Reader, name: str, patch: Shape) -> ReshapedReader:
+    """Reshape a patch projection's weight from [out, in · patch] to [out, in, *patch]."""
 
     def reshape(key: str, shape: Shape) -> Shape:
         if key != name or len(shape) != 2 or shape[1] % math.prod(patch):
             return shape
         return (shape[0], shape[1] // math.prod(patch), *patch)
 
-    return Reshaped(reader, reshape)
+    return ReshapedReader(reader, reshape)
 
 
-class Unfused(View):
-    """A checkpoint with each module of a name such as `to_qkv` split by rows into `to_q`, `to_k` and `to_v`."""
+class UnfusedReader(ReaderView):
+    """A reader that splits a fused tensor such as `to_qkv.weight` by rows into those of `to_q`, `to_k` and `to_v`."""
 
     def __init__(self, reader: Reader, names: Sequence[str] = ("to_qkv",)):
         super().__init__(reader)
         self._parts: dict[str, tuple[str, int | None]] = {}
         for key in reader.specs:
             module, _, leaf = key.rpartition(".")
-            before, dot, name = module.rpartition(".")
+            parent, dot, name = module.rpartition(".")
             if name in names:
-                parts = (f"{before}{dot}{name.replace('qkv', x)}.{leaf}" for x in "qkv")
-                self._parts |= {part: (key, i) for i, part in enumerate(parts)}
+                parts = (f"{parent}{dot}{name.replace('qkv', x)}.{leaf}" for x in "qkv")
+                self._parts |= {index: (key, i) for i, index in enumerate(parts)}
             else:
                 self._parts[key] = (key, None)
-        self.specs = {key: self._spec(*place) for key, place in self._parts.items()}
+        self.specs = {key: self._spec(*location) for key, location in self._parts.items()}
 
-    def _spec(self, whole: str, part: int | None) -> Spec:
-        shape, dtype = self._reader.specs[whole]
-        return Spec((shape[0] // 3, *shape[1:]) if shape and part is not None else shape, dtype)
+    def _spec(self, fused_key: str, index: int | None) -> Spec:
+        shape, dtype = self._reader.specs[fused_key]
+        return Spec((shape[0] // 3, *shape[1:]) if shape and index is not None else shape, dtype)
 
     def read(self, key: str) -> np.ndarray:
-        whole, part = self._parts[key]
-        x = self._reader.read(whole)
-        if part is None:
+        fused_key, index = self._parts[key]
+        x = self._reader.read(fused_key)
+        if index is None:
             return x
         rows = len(x) // 3
-        return x[part * rows : (part + 1) * rows]
+        return x[index * rows : (index + 1) * rows]

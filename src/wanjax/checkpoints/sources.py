@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of any layout as values, and the layout of diffusers.
+"""Describe checkpoints of all layouts, and open checkpoints in the layout of diffusers.
 
-A `Source` describes a checkpoint and has its components by the names of diffusers. A `Component` has functions that
-read its config and its weights. To merge a LoRA, add zeros or use trained weights, replace components of the source.
+A `Source` describes a checkpoint, and holds its components by diffusers' names. A `Component` has functions that read
+the component's config and weights. To merge a LoRA, to add zeros or to use trained weights, make a copy of the source
+in which some components are replaced.
 """
 
 import json
@@ -16,8 +17,8 @@ from typing import Any, Protocol, TypeVar
 from flax import nnx
 
 from wanjax.checkpoints import modules
-from wanjax.checkpoints.arrays import Arrays, size_here
-from wanjax.checkpoints.dequantized import Dequantized
+from wanjax.checkpoints.arrays import Arrays, local_size
+from wanjax.checkpoints.dequantized import DequantizedReader
 from wanjax.checkpoints.files import SUFFIXES, Reader, SafetensorsFolder, check_names
 from wanjax.checkpoints.hub import (
     COMPONENT_FILES,
@@ -32,33 +33,34 @@ from wanjax.checkpoints.hub import (
 from wanjax.checkpoints.lora_source import Lora
 from wanjax.converters.weight_rules import Rule
 from wanjax.errors import WanjaxError, no_checkpoint, reason, repr_short
+from wanjax.layers.precision import FLOATS
 from wanjax.stores.paths import missing_file
 
 CONFIGS = ("config.json", "scheduler_config.json", "guider_config.json")
-LARGE = {*SUFFIXES, ".msgpack", ".h5", ".onnx"}  # suffixes of weights, some of which others read
+WEIGHT_SUFFIXES = {*SUFFIXES, ".msgpack", ".h5", ".onnx"}  # wanjax cannot read all of these
 Module = TypeVar("Module", bound=nnx.Module)
-Change = Callable[[Reader], Reader]
-"""A change of a network's tensors by their names in diffusers: merges LoRAs, or adds zeros for missing weights."""
+ReaderTransform = Callable[[Reader], Reader]
+"""A function that changes a network's tensors, for example merges LoRAs. The tensors have diffusers' names."""
 
 
 class Weights(Reader, Protocol):
-    """A component's tensors."""
+    """A reader of a component's tensors."""
 
     @property
     def paths(self) -> Sequence[Path]:
-        """The files of the tensors, whose digests show changes."""
+        """The files with the tensors."""
         ...
 
 
 @dataclass(frozen=True)
 class Storage:
-    """The files of a checkpoint: on this machine, or in a repository on the hub, from where they are downloaded.
+    """The files of a checkpoint, which are local or in a repository on the hub.
 
     Attributes:
-        name: The hub id, or the folder or file, as the user gave it.
-        root: The folder of the files beside the components, or the one file.
-        revision: The commit of the repository on the hub; None for what is on this machine.
-        patterns: Patterns of the components' files, by their names in the repository.
+        name: The hub id, folder or file, as the user wrote it.
+        root: The folder with the components' folders, or the single file.
+        revision: The commit of the repository on the hub; None for local files.
+        patterns: Patterns for the names of the components' files in the repository.
     """
 
     name: str
@@ -67,64 +69,67 @@ class Storage:
     patterns: Sequence[str] = ()
 
     @property
-    def known_as(self) -> str:
-        """The name from which the model may be guessed: the repository, or the whole path of the folder or file."""
+    def name_hint(self) -> str:
+        """The repository, or the absolute path of the folder or file. The name of the model is guessed from this."""
         return str(self.root.absolute()) if self.revision is None else self.name
 
     @cached_property
     def hub_files(self) -> Sequence[HubFile]:
-        """The components' files on the hub; none of a local folder, or where the hub cannot be asked."""
+        """The components' files on the hub; empty for a local folder, or if the hub is unreachable."""
         return [] if self.revision is None else hub_files(self.name, self.patterns, revision=self.revision)
 
-    def fetched(self, patterns: Sequence[str]) -> Path:
-        """Download the files that match, and return the root."""
+    def download(self, patterns: Sequence[str]) -> Path:
+        """Download the files that match the patterns, and return the root."""
         if self.revision is not None and patterns:
             download(self.name, patterns, revision=self.revision)
         return self.root
 
     def folder(self, component: str, files: Sequence[str] = COMPONENT_FILES) -> Path:
-        """Return a component's folder, with at least these files."""
+        """Return a component's folder, after downloading these files if they are missing."""
         if not component.isidentifier():
-            raise WanjaxError(f"{self.root} lists a component {component!r}, which is not the name of a folder in it")
-        self.fetched([INDEX, *(f"{component}/{name}" for name in files)] if files else ())
+            raise WanjaxError(f"{self.root} lists a component {component!r}, which is not a valid folder name")
+        self.download([INDEX, *(f"{component}/{name}" for name in files)] if files else ())
         if not (folder := self.root / component).is_dir():
             raise WanjaxError(f"{self.name} has no folder {component}: give a checkpoint in the diffusers layout")
         return folder
 
-    def bring(self, files: Iterable[Path]) -> None:
-        """Download files that are not here; skip those that the store lacks."""
+    def fetch_files(self, files: Iterable[Path]) -> None:
+        """Download missing files to this machine; ignore files that the store does not have."""
 
     def size_of(self, path: Path) -> int | None:
-        """Return the bytes of a file of the checkpoint, None where there is none."""
-        return size_here(path)
+        """Return the size of a file of the checkpoint in bytes, or None if the file is missing."""
+        return local_size(path)
 
-    def is_at_hand(self, file: str) -> bool:
-        """Tell whether a file can be read without a large download."""
+    def is_available(self, file: str) -> bool:
+        """Return whether a file can be read without a large download."""
         return self.revision is None and (self.root / file).is_file()
 
     def check_room(self) -> int:
-        """Return the bytes that are still to be downloaded; raise WanjaxError where the disk has no room for them."""
+        """Return the number of bytes to download. Raises WanjaxError if the disk has no room for them."""
         return check_room(self.name, self.hub_files) if self.hub_files else 0
 
-    def gather(self, progress: Callable[[str, int, int], object], *, anew: bool = False) -> None:
-        """Download all files of a store that are not here, or with `anew` all of them."""
-        del progress, anew  # all files are here, or come whole when they are needed
+    def fetch_all(self, progress: Callable[[str, int, int], object], *, force: bool = False) -> None:
+        """Download all missing files from a store. With `force`, download the existing files again too."""
+        del progress, force  # nothing to do: files are local, or are downloaded when they are needed
 
 
 @dataclass(frozen=True, eq=False)
 class Component:
-    """A network, tokenizer or scheduler of a checkpoint. Its functions raise WanjaxError where files are damaged.
+    """A network, tokenizer or scheduler of a checkpoint. The functions of a component raise WanjaxError for a damaged
+    file.
 
     Attributes:
-        kind: Its class in model_index.json.
-        config: Returns its config.json, or a config made from its tensors.
-        weights: Opens its tensors by their names in diffusers or transformers; in `Arrays` they have this library's.
-        files: Returns its files other than weights, which are in one folder.
-        is_present: Whether the checkpoint has it; else it comes from the fallback repository. Raises WanjaxError where
-            the checkpoint has only a part of it.
-        at_hand: Whether its config can be read without a download.
-        original: Returns its tensors with their published names, unused ones included.
-        changes: Applied to its tensors, in this order, before they fill a network.
+        kind: The component's class in model_index.json.
+        config: Returns the component's config.json, or a config that is inferred from its tensors.
+        weights: Opens the tensors, with diffusers' or transformers' names. If the result is `Arrays`, the names are
+            wanjax's.
+        files: Returns the component's files other than weights; these files are in one folder.
+        is_present: Returns whether the checkpoint has the component. A missing component is loaded from the fallback
+            repository. Raises WanjaxError if the checkpoint has only a part of the component.
+        is_config_available: Whether the config can be read without a download.
+        original: Takes the tensors with diffusers' names, and returns all published tensors with their published names.
+            The result includes tensors that the network does not use.
+        changes: Functions that change the tensors, in this order, before the tensors fill a network.
     """
 
     kind: str
@@ -132,15 +137,16 @@ class Component:
     weights: Callable[[], Weights]
     files: Callable[[], Sequence[Path]]
     is_present: Callable[[], bool] = lambda: True
-    at_hand: bool = False
-    original: Change = lambda tensors: tensors
-    changes: tuple[Change, ...] = ()
+    is_config_available: bool = False
+    original: ReaderTransform = lambda tensors: tensors
+    changes: tuple[ReaderTransform, ...] = ()
 
     def tensors(self, rules: Iterable[Rule]) -> Reader:
-        """Return its changed tensors with the names and shapes of diffusers, to which `rules` apply."""
+        """Return the component's tensors after all changes. The tensors have the names and shapes that `rules`
+        expect."""
         reader: Reader = self.weights()
         if isinstance(reader, Arrays):
-            reader = modules.Exported({name: reader[name] for name in reader.specs}, rules)
+            reader = modules.ExportedTensors({name: reader[name] for name in reader.specs}, rules)
         for change in self.changes:
             reader = change(reader)
         return reader
@@ -153,7 +159,7 @@ class Component:
         ignore: Iterable[str] = (),
         progress: Callable[[int, int], object] | None = None,
     ) -> Module:
-        """Fill a network with its weights, as `modules.load`; `rules` take the names of diffusers."""
+        """Fill a network with the component's weights, as `modules.load` does. `rules` apply to diffusers' names."""
         if not self.changes and isinstance(arrays := self.weights(), Arrays):
             return modules.restore(abstract, arrays, progress=progress)
         rules = list(rules)
@@ -162,23 +168,26 @@ class Component:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A checkpoint: its components and facts about it.
+    """A checkpoint: its files, its components, and facts about them.
 
     Attributes:
-        storage: Its files.
+        storage: The files of the checkpoint.
         index: `model_index.json`: the pipeline's class, and each component's library and class.
-        components: By name, those that the index lists and that are not null.
-        check: Raises WanjaxError where a file is missing or cut off; reads headers only. Its arguments are names of
-            networks and of components without weights, such as tokenizers. For files not yet downloaded, it checks
-            only that the hub lists them.
-        origin: The repository in which the weights were published; the checkpoint's name where that is unknown.
-        known_as: The name from which the model may be guessed.
-        fallback_repo: The diffusers repository of the components that the checkpoint lacks.
-        notes: Sentences for the user who loads it, such as on an input that is not offered.
-        manifest: `wanjax.json` of an unchanged checkpoint from `wanjax convert`; else None.
-        loras: The LoRAs that are merged in.
-        base: The same checkpoint without LoRAs; None where none are merged in.
-        extended: Whether networks have weights that the checkpoint does not hold.
+        components: Components by name. Components that are null in the index are left out.
+        check: Raises WanjaxError if a file is missing or truncated. The function reads only headers. The arguments of
+            the function are the names of networks, and the names of components without weights such as tokenizers. For
+            a file that is not downloaded yet, the function checks only that the hub lists the file.
+        origin: The repository in which the weights were published, or the checkpoint's name if the repository is
+            unknown.
+        name_hint: A name or path from which the name of the model is guessed.
+        fallback_repo: The diffusers repository from which missing components are loaded.
+        notes: Sentences that the user sees when the checkpoint is loaded, for example about an unsupported input.
+        manifest: The `wanjax.json` of a checkpoint from `wanjax convert` that was not changed; None for other
+            checkpoints.
+        loras: The LoRAs that are merged into the weights.
+        base: The same checkpoint without LoRAs; None if no LoRAs are merged.
+        is_extended: Whether zeros replace weights that the checkpoint lacks.
+        precision: The precision in which the weights are stored.
     """
 
     storage: Storage
@@ -186,121 +195,138 @@ class Source:
     components: Mapping[str, Component]
     check: Callable[[Iterable[str], Iterable[str]], None]
     origin: str
-    known_as: str
+    name_hint: str
     fallback_repo: str
     notes: Sequence[str] = ()
     manifest: Mapping[str, Any] | None = None
     loras: Sequence[Lora] = ()
     base: "Source | None" = None
-    extended: bool = False
+    is_extended: bool = False
+    precision: str = FLOATS.name
 
     @property
     def name(self) -> str:
-        """The hub id, or the folder or file, as the user gave it."""
+        """The hub id, folder or file, as the user wrote it."""
         return self.storage.name
 
     @property
     def root(self) -> Path:
-        """The folder of the files beside the components, or the one file."""
+        """The folder with the components' folders, or the single file."""
         return self.storage.root
 
     @property
     def revision(self) -> str | None:
-        """The commit of the repository on the hub; None for what is on this machine."""
+        """The commit of the repository on the hub; None for local files."""
         return self.storage.revision
 
     @property
     def missing_components(self) -> list[str]:
-        """Components that the checkpoint lacks, which are loaded from `fallback_repo`."""
+        """Names of the components that the checkpoint lacks; they are loaded from `fallback_repo`."""
         return [name for name, component in self.components.items() if not component.is_present()]
 
     def __getitem__(self, component: str) -> Component:
         if component not in self.components:
-            listed = ", ".join(self.components)
-            raise WanjaxError(f"{self.name} lists no {component} in its model_index.json, which has {listed}")
+            names = ", ".join(self.components)
+            raise WanjaxError(f"{self.name} lists no {component} in its model_index.json, which has {names}")
         return self.components[component]
 
-    def changed(self, components: Mapping[str, Component], **facts: Any) -> "Source":
-        """Return the checkpoint with these components and other fields replaced."""
+    def check_floats(self, use: str) -> None:
+        """Raise WanjaxError if the weights are stored with 8 bits.
+
+        Args:
+            use: What needs float weights, such as "a LoRA"; the message contains it.
+        """
+        if self.precision != FLOATS.name:
+            raise WanjaxError(
+                f"{self.name} has weights of 8 bits ({self.precision}), but {use} needs float weights: give the "
+                "checkpoint from which it was converted"
+            )
+
+    def with_components(self, components: Mapping[str, Component], **facts: Any) -> "Source":
+        """Return a copy in which these components and these other fields are replaced."""
         return replace(self, components={**self.components, **components}, manifest=None, **facts)
 
 
 def open_diffusers(name: str | Path, folder: Path, revision: str | None = None) -> Source:
-    """Open a folder or hub repository in the layout of diffusers. A component is downloaded when it is first needed."""
+    """Open a folder or hub repository in the layout of diffusers. A component is downloaded when it is first used."""
     index = read_index(name, folder)
     patterns = [f"{component}/{file}" for component in classes_in(index) for file in COMPONENT_FILES]
     storage = Storage(str(name), folder, revision, patterns)
     components = {component: in_folder(storage, component, kind) for component, kind in classes_in(index).items()}
     check = partial(_check_folders, storage)
-    return Source(storage, index, components, check, str(name), storage.known_as, str(name))
+    return Source(storage, index, components, check, str(name), storage.name_hint, str(name))
 
 
 def in_folder(storage: Storage, component: str, kind: str) -> Component:
-    """Return a component that has a folder of its own, as in the layout of diffusers."""
+    """Describe a component in the layout of diffusers, where each component has its own folder."""
 
     def config() -> dict[str, Any]:
-        there = any((storage.root / component / name).is_file() for name in CONFIGS)  # they come with the index
-        folder = storage.folder(component, files=() if there else ("*.json",))
+        has_config = any(
+            (storage.root / component / name).is_file() for name in CONFIGS
+        )  # the configs were downloaded together with the index
+        folder = storage.folder(component, files=() if has_config else ("*.json",))
         names = [folder / name for name in CONFIGS]
         return read_json(next((path for path in names if path.is_file()), names[0]))
 
     return Component(
         kind,
         config,
-        weights=lambda: Dequantized(SafetensorsFolder(storage.folder(component))),
+        weights=lambda: DequantizedReader(SafetensorsFolder(storage.folder(component))),
         files=lambda: _small_files(storage.folder(component)),
-        at_hand=component.isidentifier() and storage.is_at_hand(f"{component}/config.json"),
+        is_config_available=component.isidentifier() and storage.is_available(f"{component}/config.json"),
     )
 
 
-def _check_folders(storage: Storage, networks: Iterable[str], others: Iterable[str]) -> None:
-    """Check the folders of components in the layout of diffusers, as `Source.check`."""
-    awaited = {PurePosixPath(file.name).parts[0] for file in storage.hub_files if file.to_download}
+def _check_folders(storage: Storage, networks: Iterable[str], other_components: Iterable[str]) -> None:
+    """Check the folders of components in the layout of diffusers, as `Source.check` does."""
+    incomplete = {PurePosixPath(file.name).parts[0] for file in storage.hub_files if file.to_download}
 
-    def folder(component: str) -> Path:
-        """Return a folder of which all files are here.
+    def complete_folder(component: str) -> Path:
+        """Return a component's folder with all its files.
 
-        Where the hub cannot be reached, the client's cache has to have the whole folder. A link to a missing file is
-        reported by its reader.
+        If the hub is unreachable, all files must be in the local cache of the hub's client. This function ignores
+        broken links, because the code that reads the file reports them.
         """
-        gone = any(not path.exists() for path in (storage.root / component).glob("*"))
-        return storage.folder(component, () if storage.hub_files or gone else COMPONENT_FILES)
+        has_broken_link = any(not path.exists() for path in (storage.root / component).glob("*"))
+        return storage.folder(component, () if storage.hub_files or has_broken_link else COMPONENT_FILES)
 
     for component in networks:
         if storage.hub_files:
             check_names(f"{storage.name}/{component}", names_in(component, storage.hub_files))
-        if component not in awaited:
-            Dequantized(SafetensorsFolder(folder(component)))  # which refuses formats that are not read
-    for component in others:
-        if component not in awaited:
-            check_small(folder(component))
+        if component not in incomplete:
+            DequantizedReader(
+                SafetensorsFolder(complete_folder(component))
+            )  # raises WanjaxError for an unsupported format
+    for component in other_components:
+        if component not in incomplete:
+            check_small_files(complete_folder(component))
 
 
 def folder_of(name: str | Path, revision: str | None = None, markers: Sequence[str] = ()) -> tuple[Path, str | None]:
-    """Return a checkpoint's folder, with its configs and the small files `markers`, and its commit if it is on the hub.
+    """Return a checkpoint's folder and its commit on the hub; the commit of a local folder is None.
 
-    Raises WanjaxError where there is no such checkpoint.
+    The configs and the files that match `markers` are downloaded. Raises WanjaxError if the checkpoint is missing.
     """
     folder = locate(name, revision=revision, markers=[*(f"*/{config}" for config in CONFIGS), *markers])
     return folder, None if os.path.exists(Path(name).expanduser()) else folder.name
 
 
 def read_index(name: object, folder: Path) -> dict[str, Any]:
-    """Read the model_index.json of a checkpoint; raise WanjaxError, with the checkpoint's name, where there is none."""
+    """Read the model_index.json of a checkpoint. Raises WanjaxError if it is missing; `name` stands in the message."""
     if not (folder / INDEX).is_file():
         kind = read_json(folder / "config.json", missing={}).get("_class_name")
-        raise WanjaxError(no_checkpoint(name, f", and its config.json is of a {repr_short(kind)}" if kind else ""))
+        raise WanjaxError(no_checkpoint(name, f", and its config.json describes a {repr_short(kind)}" if kind else ""))
     return read_json(folder / INDEX)
 
 
 def classes_in(index: Mapping[str, Any]) -> dict[str, str]:
-    """Return the class of each component that a model_index.json lists, without those that are null."""
+    """Return the class of each component in a model_index.json. Components that are null are left out."""
     entries = {name: value for name, value in index.items() if isinstance(value, list) and len(value) == 2}
     return {name: str(kind) for name, (library, kind) in entries.items() if library is not None and kind is not None}
 
 
 def read_json(path: Path, missing: dict | None = None) -> dict[str, Any]:
-    """Read a JSON object from a file; return `missing`, unless it is None, where the file does not exist."""
+    """Read a JSON object from a file. If the file does not exist, return `missing`; with None, raise WanjaxError."""
     if missing is not None and not path.exists():
         return missing
     try:
@@ -314,18 +340,18 @@ def read_json(path: Path, missing: dict | None = None) -> dict[str, Any]:
     return value
 
 
-def check_small(folder: Path) -> None:
-    """Raise WanjaxError where a component's folder holds no files, or one that is empty or a link to nothing."""
+def check_small_files(folder: Path) -> None:
+    """Raise WanjaxError if a component's folder is empty, or contains an empty file or a broken link."""
     files = _small_files(folder)
-    if lost := [path for path in files if not path.exists()]:
-        raise WanjaxError(missing_file(lost[0]))
-    void = [path for path in files if path.suffix in (".json", ".model") and not path.stat().st_size]
-    if void or not files:
-        problem = f"{void[0]} is empty" if void else f"{folder} holds no files"
+    if missing := [path for path in files if not path.exists()]:
+        raise WanjaxError(missing_file(missing[0]))
+    empty = [path for path in files if path.suffix in (".json", ".model") and not path.stat().st_size]
+    if empty or not files:
+        problem = f"{empty[0]} is empty" if empty else f"{folder} holds no files"
         raise WanjaxError(f"{problem}: give a complete copy of the checkpoint")
 
 
 def _small_files(folder: Path) -> list[Path]:
-    """Return a component's files other than weights and their index."""
+    """List the files of a component's folder, without weights and the index of weights."""
     files = [path for path in sorted(folder.iterdir()) if not path.is_dir()]
-    return [path for path in files if path.suffix not in LARGE and not path.name.endswith(".index.json")]
+    return [path for path in files if path.suffix not in WEIGHT_SUFFIXES and not path.name.endswith(".index.json")]

@@ -1,29 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams weights from a checkpoint to stored arrays, with one tensor and a few chunks in memory."""
+"""Copy weights from a checkpoint to stored arrays. Memory holds one tensor or stack and a few chunks at a time."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from itertools import groupby
+from math import prod
 
 import jax.numpy as jnp
 import numpy as np
 
-from wanjax.checkpoints.arrays import Arrays, Piece, StoredArray, Writer
+from wanjax.checkpoints.arrays import Arrays, ChunkSlice, StoredArray, Writer
 from wanjax.checkpoints.files import Reader, Spec, check_finite
+from wanjax.checkpoints.quantize import QuantizedKernel, quantize
 from wanjax.checkpoints.to_devices import rearrange
-from wanjax.converters.weight_rules import Assignment, Described
+from wanjax.converters.weight_rules import ArraySpec, Assignment
 
 
-def stored(
+def stored_specs(
     assignments: Sequence[Assignment],
     sources: Mapping[str, Spec],
-    targets: Mapping[str, Described],
+    targets: Mapping[str, ArraySpec],
     dtype: str | None,
+    kernels: Mapping[str, QuantizedKernel],
 ) -> dict[str, Spec]:
-    """Return the `Spec` of each array to store: in its tensors' dtype, or in `dtype`.
+    """Return the shape and dtype of each array to store.
 
-    targets: the parameters of a model that was made with `dtype`. Those that it keeps in another dtype all the same,
-    such as norms, are stored in their tensors' dtype.
+    Args:
+        assignments: The tensors of each array.
+        sources: Shapes and dtypes of the tensors.
+        targets: The parameters of a model that was built with `dtype`. Some parameters have another dtype in the model,
+            for example norms. Such parameters are stored in the dtype of their tensors.
+        dtype: The dtype of the stored arrays; None keeps the dtype of the tensors.
+        kernels: The kernels that are rounded to 8 bits, by parameter name.
     """
 
     def spec(assignment: Assignment) -> Spec:
@@ -32,47 +40,87 @@ def stored(
         casts = dtype is not None and target.dtype == jnp.dtype(dtype) and jnp.issubdtype(source_dtype, jnp.floating)
         return Spec(tuple(target.shape), np.dtype(target.dtype if casts else source_dtype))
 
-    return {assignment.target: spec(assignment) for assignment in assignments}
+    specs: dict[str, Spec] = {}
+    for assignment in assignments:
+        if (kernel := kernels.get(assignment.target)) is None:
+            specs[assignment.target] = spec(assignment)
+        else:
+            specs |= kernel.specs
+    return specs
 
 
 def stream(
-    assignments: Sequence[Assignment], reader: Reader, arrays: Arrays, progress: Callable[[int], object]
+    assignments: Sequence[Assignment],
+    reader: Reader,
+    arrays: Arrays,
+    kernels: Mapping[str, QuantizedKernel],
+    progress: Callable[[int], object],
 ) -> None:
-    """Write the chunks of the arrays that are not yet written; `progress` receives the bytes of each group of chunks.
+    """Write the chunks of arrays that are not written yet.
 
-    Raises OSError if they cannot be written.
+    Args:
+        assignments: The tensors of each parameter.
+        reader: The tensors.
+        arrays: The arrays to write.
+        kernels: The kernels that are rounded to 8 bits, by parameter name.
+        progress: Called after each group of chunks with the number of its bytes.
+
+    Raises:
+        OSError: The chunks cannot be written.
     """
     with Writer() as writer:
         for assignment in assignments:
-            array = arrays[assignment.target]
-            blocks = (lambda piece: piece[0]) if assignment.stacked else (lambda piece: None)
-            for rows, pieces in groupby(array.pieces(), key=blocks):
-                _write_chunks(assignment, array, rows, list(pieces), reader, writer)
-                progress(array.spec.nbytes if rows is None else array.spec.nbytes // len(array) * _length(rows))
+            kernel = kernels.get(assignment.target)
+            array = arrays[assignment.target if kernel is None else kernel.values]
+            block_range = (lambda chunk: chunk[0]) if assignment.stacked else (lambda chunk: None)
+            for block_slice, chunks in groupby(array.chunk_slices(), key=block_range):
+                written = {assignment.target: list(chunks)}
+                if kernel is not None:
+                    scale = arrays[kernel.scale].chunk_slices([] if block_slice is None else [block_slice])
+                    written = {kernel.values: written[assignment.target], kernel.scale: list(scale)}
+                _write_chunks(assignment, kernel, block_slice, arrays, written, reader, writer)
+                progress(sum(_chunk_bytes(arrays[name], chunk) for name in written for chunk in written[name]))
 
 
 def _write_chunks(
     assignment: Assignment,
-    array: StoredArray,
-    rows: slice | None,
-    pieces: Sequence[Piece],
+    kernel: QuantizedKernel | None,
+    block_slice: slice | None,
+    arrays: Arrays,
+    chunks: Mapping[str, Sequence[ChunkSlice]],
     reader: Reader,
     writer: Writer,
 ) -> None:
-    """Write the chunks of the same blocks (`rows`) of a stack, or all chunks of an array that is not a stack."""
-    missing = [piece for piece in pieces if not array.has(piece)]
-    if not missing:
+    """Write the chunks of a range of blocks in a stack. If the range is None, write all chunks of an array that is no
+    stack.
+
+    `chunks` has the chunks of one array, or the chunks of the numbers and the scale of a rounded kernel.
+    """
+    missing = {
+        name: [chunk for chunk in chunk_list if not arrays[name].is_written(chunk)]
+        for name, chunk_list in chunks.items()
+    }
+    if not any(missing.values()):
         return
-    keys = assignment.sources if rows is None else assignment.sources[rows]
+    keys = assignment.sources if block_slice is None else assignment.sources[block_slice]
     tensors = [assignment.transform.forward(reader.read(key)) for key in keys]
-    for piece in missing:
-        values = np.empty([_length(part) for part in piece], array.dtype)
-        parts, inner = (values[None], piece) if rows is None else (values, piece[1:])
-        for tensor, part in zip(tensors, parts, strict=True):
-            rearrange(tensor[inner], part)
-        check_finite(values, assignment.target, array.path)
-        writer.write(array, piece, values)
+    parts: dict[str, Sequence[np.ndarray]] = {assignment.target: tensors}
+    if kernel is not None:
+        rounded = [quantize(tensor, kernel.layer) for tensor in tensors]
+        parts = {kernel.values: [x.values for x in rounded], kernel.scale: [x.scale for x in rounded]}
+    for name, blocks in parts.items():
+        for chunk in missing[name]:
+            values = np.empty([_slice_length(axis_slice) for axis_slice in chunk], arrays[name].dtype)
+            block_values, inner_slice = (values[None], chunk) if block_slice is None else (values, chunk[1:])
+            for block, out in zip(blocks, block_values, strict=True):
+                rearrange(block[inner_slice], out)
+            check_finite(values, name, arrays[name].path)
+            writer.write(arrays[name], chunk, values)
 
 
-def _length(part: slice) -> int:
+def _chunk_bytes(array: StoredArray, chunk: ChunkSlice) -> int:
+    return prod(map(_slice_length, chunk)) * array.dtype.itemsize
+
+
+def _slice_length(part: slice) -> int:
     return part.stop - part.start

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts a checkpoint's tensors on devices: one at a time, cast and rearranged on all cores, and without a compilation.
+"""Move a checkpoint's tensors to devices one at a time. All cores cast and rearrange them, without compilation.
 
-Large stacks for accelerators are the exception. Two programs fill them block by block, to spare the host's memory.
+Large stacks on accelerators are the exception: two compiled programs fill such a stack block by block, which saves host
+memory.
 """
 
 import os
@@ -17,61 +18,72 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from wanjax.checkpoints.arrays import make_array, shard_slices
-from wanjax.checkpoints.files import CACHE_LINE, aligned
+from wanjax.checkpoints.files import CACHE_LINE, aligned_empty
 from wanjax.converters.transforms import Shape
+from wanjax.sharding import is_in_host_memory
 
-PIECE = 1 << 20  # bytes that one core copies at a time
-SMALL_STACK = 64 << 20  # bytes; the largest tensor of a model that strains a host's memory has more
-CHUNK = 512  # bytes that one core writes in a row when it copies rows to columns
+COPY_BYTES = 1 << 20  # bytes that one core copies at a time
+SMALL_STACK = 64 << 20  # bytes; larger stacks for accelerators are not assembled in host memory
+TRANSPOSE_BYTES = 512  # bytes that one core writes consecutively when it transposes
 
 
-def on_devices(tensors: Sequence[AbstractContextManager[np.ndarray]], target: Any, *, stacked: bool) -> jax.Array:
-    """Return one parameter on the devices of its target's sharding, in its target's dtype.
+def to_device(tensors: Sequence[AbstractContextManager[np.ndarray]], target: Any, *, stacked: bool) -> jax.Array:
+    """Create a parameter with its target's sharding and dtype.
 
-    Its tensors, which may be views of files, are the blocks of a stack, or a single one. Each is read once, when its
-    context is entered. Only a large stack for accelerators needs programs.
+    Args:
+        tensors: The tensors of the blocks of a stack, or a single tensor. A tensor may be a view of a file. Each tensor
+            is read once, when its context is entered.
+        target: The parameter's shape, dtype and sharding.
+        stacked: Whether the tensors are blocks of a stack.
     """
     if stacked:
-        return (_assembled if _fits_host(target) else _block_by_block)(tensors, target)
+        return (_assemble_on_host if _fits_host(target) else _fill_by_block)(tensors, target)
     with tensors[0] as x:
-        return _put(x, target)
+        return _to_device(x, target)
 
 
 def _fits_host(target: Any) -> bool:
-    """Return whether a stack can be put together in host memory, from which it goes to its devices without a program.
+    """Return whether a stack can be assembled in host memory.
 
-    A CPU takes over the host's own buffers. An accelerator copies them, and a large stack beside them is too much.
+    On a CPU, JAX uses the host's buffer itself, so the stack may be large. For an accelerator JAX copies the buffer, so
+    the stack must be small, or stay in host memory.
     """
     sharding = getattr(target, "sharding", None)
+    if sharding is not None and is_in_host_memory(target):
+        return True
     devices = sharding.device_set if sharding else jax.devices()[:1]
     return all(device.platform == "cpu" for device in devices) or target.size * target.dtype.itemsize <= SMALL_STACK
 
 
-def _assembled(blocks: Sequence[AbstractContextManager[np.ndarray]], target: Any) -> jax.Array:
-    """Return a stack whose shards on this process's devices are put together in host memory."""
-    shards = {str(part): (part, aligned(shape, target.dtype)) for part, shape in shard_slices(target)}
-    for i, block in enumerate(blocks):
+def _assemble_on_host(blocks: Sequence[AbstractContextManager[np.ndarray]], target: Any) -> jax.Array:
+    """Create a stack by assembling the shards of this process's devices in host memory."""
+    shards = {str(shard): (shard, aligned_empty(shape, target.dtype)) for shard, shape in shard_slices(target)}
+    for index, block in enumerate(blocks):
         with block as x:
-            for (along, *within), values in shards.values():
-                if i in (here := range(len(blocks))[along]):
-                    rearrange(x[tuple(within)], values[here.index(i), ...])
-    return make_array(lambda part, _: shards[str(part)][1], target).block_until_ready()  # else many would wait there
+            for (block_range, *inner_slices), values in shards.values():
+                if index in (shard_blocks := range(len(blocks))[block_range]):
+                    rearrange(x[tuple(inner_slices)], values[shard_blocks.index(index), ...])
+    return make_array(
+        lambda shard, _: shards[str(shard)][1], target
+    ).block_until_ready()  # otherwise many buffers would exist at the same time
 
 
-def _block_by_block(blocks: Sequence[AbstractContextManager[np.ndarray]], target: Any) -> jax.Array:
-    """Return a stack that is updated in place on its devices, so that host memory holds one block at a time."""
+def _fill_by_block(blocks: Sequence[AbstractContextManager[np.ndarray]], target: Any) -> jax.Array:
+    """Create a stack on its devices and write one block after another into it, so that host memory holds one block."""
     sharding = getattr(target, "sharding", None)
     stack = _zeros(tuple(target.shape), target.dtype, sharding)()
-    shape = jax.ShapeDtypeStruct(target.shape[1:], target.dtype, sharding=_block_sharding(sharding))
-    for i, block in enumerate(blocks):
+    block_target = jax.ShapeDtypeStruct(target.shape[1:], target.dtype, sharding=_block_sharding(sharding))
+    for index, block in enumerate(blocks):
         with block as x:
-            stack = _set_block(stack, _put(x, shape), i).block_until_ready()  # else many would wait there
+            stack = _set_block(
+                stack, _to_device(x, block_target), index
+            ).block_until_ready()  # otherwise many buffers would exist at the same time
     return stack
 
 
 @cache
 def _zeros(shape: Shape, dtype: np.dtype, sharding: Sharding | None) -> Callable[[], jax.Array]:
-    """Return a program that many stacks share, which makes an empty one."""
+    """Return the compiled program that creates zeros; stacks of the same shape share it."""
     return jax.jit(partial(jnp.zeros, shape, dtype), out_shardings=sharding)
 
 
@@ -81,38 +93,38 @@ def _set_block(stack: jax.Array, block: jax.Array, i: int | jax.Array) -> jax.Ar
 
 
 def _block_sharding(sharding: Sharding | None) -> Sharding | None:
-    """Return the sharding of one block, given its stack's."""
+    """Derive the sharding of one block from the sharding of its stack."""
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
     return sharding
 
 
-def _put(x: np.ndarray, target: Any) -> jax.Array:
-    """Put a tensor, which may be a view of a file, on the devices; each process reads its own shards."""
-    return make_array(partial(_part, x), target)
+def _to_device(x: np.ndarray, target: Any) -> jax.Array:
+    """Move a tensor to its devices. If the tensor is a view of a file, each process reads only its own shards."""
+    return make_array(partial(_copy_slice, x), target)
 
 
-def _part(x: np.ndarray, part: Sequence[slice], dtype: np.dtype) -> np.ndarray:
-    """Return a part of a tensor in this dtype, in memory of its own."""
-    shard = x[tuple(part)]
-    values = aligned(shard.shape, dtype)
+def _copy_slice(x: np.ndarray, slices: Sequence[slice], dtype: np.dtype) -> np.ndarray:
+    """Return a copy of a slice of a tensor, cast to a dtype."""
+    shard = x[tuple(slices)]
+    values = aligned_empty(shard.shape, dtype)
     rearrange(shard, values)
     return values
 
 
 def rearrange(x: np.ndarray, out: np.ndarray) -> None:
-    """Copy `x`, a view with its axes in any order, to `out` and cast it; large ones on all cores."""
-    if x.nbytes < PIECE:
-        np.copyto(out, x, casting="unsafe")  # `assign` has checked that both are floating or equal
+    """Copy `x` to `out` and cast it. The axes of `x` may lie in memory in any order. All cores copy a large array."""
+    if x.nbytes < COPY_BYTES:
+        np.copyto(out, x, casting="unsafe")  # `assign` has checked the dtypes
         return
     order = sorted(range(x.ndim), key=lambda axis: -x.strides[axis])
-    x, out = x.transpose(order), out.transpose(order)  # the source in its order in memory
+    x, out = x.transpose(order), out.transpose(order)  # reads the source in its order in memory
     if order == sorted(order):
-        step, copy = max(1, PIECE * len(x) // x.nbytes), _copy
+        step, copy = max(1, COPY_BYTES * len(x) // x.nbytes), _copy
     else:
-        step, copy = CHUNK // out.itemsize, _copy_through_cache
+        step, copy = TRANSPOSE_BYTES // out.itemsize, _copy_through_cache
     pieces = [slice(start, start + step) for start in range(0, len(x), step)]
-    list(_workers().map(lambda piece: copy(x[piece], out[piece]), pieces))
+    list(workers().map(lambda piece: copy(x[piece], out[piece]), pieces))
 
 
 def _copy(x: np.ndarray, out: np.ndarray) -> None:
@@ -120,18 +132,18 @@ def _copy(x: np.ndarray, out: np.ndarray) -> None:
 
 
 def _copy_through_cache(x: np.ndarray, out: np.ndarray) -> None:
-    """Copy rows to columns, two to four times as fast as NumPy, which casts while it strides through memory.
+    """Transpose and cast two to four times as fast as NumPy, because NumPy casts with strided access.
 
-    The rows are first cast into a buffer, in order. The buffer's rows are a cache line longer than needed, since the
-    elements of a column, at a distance of a power of two, would compete for the same few cache lines.
+    The rows are first cast, in their order in memory, to a buffer. The buffer's rows are padded by a cache line.
+    Without padding, elements of a column whose distance is a power of two would compete for the same few cache lines.
     """
     row = x[0].size
     padded = np.empty((len(x), row + CACHE_LINE // out.itemsize), out.dtype)[:, :row].reshape(x.shape)
     np.copyto(padded, x, casting="unsafe")
-    bits = np.dtype(f"u{out.itemsize}")  # NumPy moves these faster than bfloat16
+    bits = np.dtype(f"u{out.itemsize}")  # NumPy copies unsigned integers faster than bfloat16
     np.copyto(out.view(bits), padded.view(bits))
 
 
 @cache
-def _workers() -> ThreadPoolExecutor:
+def workers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="wanjax-load")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads files by `torch.save` without torch, and without running the pickle in them.
+"""Read files that `torch.save` wrote, without torch and without executing the pickle in the file.
 
 Since torch 1.6 such a file is a zip archive of uncompressed records: `NAME/data.pkl`, a pickle that describes a table
-of tensors, and `NAME/data/0`, `NAME/data/1` ..., their storages. A pickle is a program that may call anything. Here its
-names and calls become inert descriptions, of which `_place` accepts those of tensors. Each tensor is mapped to the file
-when it is read (https://pytorch.org/docs/stable/notes/serialization.html).
+of tensors, and `NAME/data/0`, `NAME/data/1` ..., their storages. A pickle is a program that may call anything. Here the
+names and calls in the pickle become inert descriptions, and `_locate` accepts only descriptions of tensors. Each tensor
+is memory-mapped when it is read (https://pytorch.org/docs/stable/notes/serialization.html).
 """
 
 import io
@@ -35,20 +35,21 @@ STORAGES = {
     "BoolStorage": np.dtype(np.bool_),
     "UntypedStorage": np.dtype(np.uint8),
 }
-LATER_DTYPES = {  # dtypes without a storage class
+UNTYPED_DTYPES = {  # dtypes without a storage class
     "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
     "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
     "uint16": np.dtype(np.uint16),
     "uint32": np.dtype(np.uint32),
     "uint64": np.dtype(np.uint64),
 }
-GENERATORS = ("generator_ema", "generator")  # tables of the model that generates, in a run that distils it
-LIBRARIES = ("torchao", "optimum.quanto", "bitsandbytes")  # whose quantised tensors are objects of their own
-PICKLE_LIMIT = 1 << 22  # bytes; a thousand tensors take about 120,000
-OPERATIONS_LIMIT = 250_000  # a thousand tensors take 30,000 to 50,000, of 2.5 bytes and more each
-# The operations that tables of tensors are made of, for pickles of protocol 2 and later.
-TEXTS = {"BINUNICODE", "SHORT_BINUNICODE"}
-OPERATIONS = TEXTS | {
+GENERATORS = ("generator_ema", "generator")  # the keys of the student model's weights in a file of a distillation run
+# Libraries that store quantized tensors as objects of their own classes
+QUANTIZER_MODULES = ("torchao", "optimum.quanto", "bitsandbytes")
+MAX_PICKLE_BYTES = 1 << 22  # bytes; a thousand tensors take about 120,000
+MAX_OPERATIONS = 250_000  # a thousand tensors take 30,000 to 50,000 operations of at least 2.5 bytes
+# The opcodes that a pickled table of tensors needs, in protocol 2 and later.
+STRING_OPCODES = {"BINUNICODE", "SHORT_BINUNICODE"}
+ALLOWED_OPCODES = STRING_OPCODES | {
     *("PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE"),
     *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
     *("EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_LIST", "APPEND", "APPENDS"),
@@ -58,71 +59,72 @@ OPERATIONS = TEXTS | {
 LOCAL_HEADER = struct.Struct("<4s22xHH")  # a zip record's signature, and the lengths of its name and extra field
 
 
-class Call(NamedTuple):
-    """A call that the pickle asks for; it is not made."""
+class PickledCall(NamedTuple):
+    """A call in the pickle, which is not executed."""
 
     function: object
     arguments: object
 
 
-class Name(NamedTuple):
-    """A class or function that the pickle names; it is not imported."""
+class PickledName(NamedTuple):
+    """A class or function in the pickle, which is not imported."""
 
     module: str
     name: str
 
-    def __call__(self, *arguments: object) -> "Call | Table":
-        return Table() if self == ORDERED_TABLE and not arguments else Call(self, arguments)
+    def __call__(self, *arguments: object) -> "PickledCall | PickledTable":
+        return PickledTable() if self == ORDERED_TABLE and not arguments else PickledCall(self, arguments)
 
 
-ORDERED_TABLE = Name("collections", "OrderedDict")
+ORDERED_TABLE = PickledName("collections", "OrderedDict")
 
 
-class Table(dict):
-    """An ordered table whose attributes, which say nothing of its tensors, are dropped."""
+class PickledTable(dict):
+    """An `OrderedDict` in the pickle; its attributes are ignored."""
 
     def __setstate__(self, state: object) -> None:
         pass
 
 
-class Storage(NamedTuple):
-    """The pickle's description of a record with values."""
+class TorchStorage(NamedTuple):
+    """A storage in the pickle: a reference to the record with the values."""
 
     identity: object
 
 
 class TorchFile(MappedFile):
-    """A file by `torch.save`; reads a tensor when asked for it.
+    """A reader of a file that `torch.save` wrote.
 
-    A training run's checkpoint is read as the table that it calls `state_dict`; one that is distilled from another
-    model, as the table `generator_ema` or `generator`, whose name is then the first part of each tensor's name.
+    The file may be the checkpoint of a training run; then only its table `state_dict` is read. In the checkpoint of a
+    distillation run, only the table `generator_ema` or else `generator` is read. The name of this table becomes the
+    first part of each tensor's name.
 
-    Raises WanjaxError that names the file if it is missing, truncated, corrupt, written before torch 1.6, or not a
-    table of tensors.
+    Raises WanjaxError if the file is missing, truncated, corrupt, written before torch 1.6, or not a table of tensors.
     """
 
-    needed = "a complete file of tensors by `torch.save`"
+    valid_file_text = "a complete file of tensors that `torch.save` wrote"
 
     def _locate_tensors(self) -> dict[str, TensorLocation]:
         try:
-            with _Bounded(self.path) as file, zipfile.ZipFile(file) as archive:
+            with _BoundedReader(self.path) as file, zipfile.ZipFile(file) as archive:
                 return _locations(_Archive(archive, file))
         except zipfile.BadZipFile as error:
-            why = f"it is not a zip archive ({error}), which `torch.save` writes since torch 1.6"
-            raise CorruptError(why) from error
+            problem = f"it is not a zip archive ({error}), which `torch.save` writes since torch 1.6"
+            raise CorruptError(problem) from error
         except (ValueError, NotImplementedError, RuntimeError, EOFError, struct.error) as error:
-            raise CorruptError(str(error)) from error  # as zipfile raises them
+            raise CorruptError(str(error)) from error  # zipfile raises these
 
 
-class _Bounded:
-    """A file for `zipfile` that refuses to read more at once than a table of contents may take."""
+class _BoundedReader:
+    """A file for `zipfile` that refuses to read more than `HEADER_LIMIT` bytes at once, in case the archive is
+    corrupt."""
 
     def __init__(self, path: Path):
         self._file = path.open("rb")
         self.size = os.fstat(self._file.fileno()).st_size
         self.seek, self.tell, self.close = self._file.seek, self._file.tell, self._file.close
 
-    def __enter__(self) -> "_Bounded":
+    def __enter__(self) -> "_BoundedReader":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -132,8 +134,8 @@ class _Bounded:
         return True
 
     def read(self, count: int = -1) -> bytes:
-        left = max(self.size - self.tell(), 0)
-        count = left if count < 0 else min(count, left)
+        remaining = max(self.size - self.tell(), 0)
+        count = remaining if count < 0 else min(count, remaining)
         if count > HEADER_LIMIT:
             raise CorruptError(f"its table of contents has {count} bytes")
         return self._file.read(count)
@@ -142,21 +144,21 @@ class _Bounded:
 class _Archive:
     """The records of the zip archive, by their names without the leading `NAME/`."""
 
-    def __init__(self, archive: zipfile.ZipFile, file: _Bounded):
+    def __init__(self, archive: zipfile.ZipFile, file: _BoundedReader):
         self._archive, self._file = archive, file
         pickles = [name for name in archive.namelist() if name.endswith("/data.pkl") and name.count("/") == 1]
         if len(pickles) != 1:
-            raise CorruptError(f"it holds {len(pickles) or 'no'} data.pkl where it should hold one")
+            raise CorruptError(f"it holds {len(pickles) or 'no'} data.pkl, expected one")
         self._root = pickles[0].removesuffix("data.pkl")
 
     def record(self, name: str) -> tuple[int, int]:
-        """Return a record's first byte and its size; raise CorruptError unless the file holds it whole."""
+        """Return a record's offset and size. Raises CorruptError unless the file contains the whole record."""
         try:
             info = self._archive.getinfo(self._root + name)
         except KeyError:
             raise CorruptError(f"it lacks the record {name!r}") from None
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size or info.flag_bits & 1:
-            raise CorruptError(f"its record {name!r} is compressed or encrypted, which `torch.save` does not do")
+            raise CorruptError(f"its record {name!r} is compressed or encrypted, but `torch.save` does neither")
         self._file.seek(info.header_offset)
         signature, name_length, extra_length = LOCAL_HEADER.unpack(self._file.read(LOCAL_HEADER.size))
         start = info.header_offset + LOCAL_HEADER.size + name_length + extra_length
@@ -174,24 +176,25 @@ class _Archive:
 
 
 def _locations(archive: _Archive) -> dict[str, TensorLocation]:
-    """Return where each tensor of the archive's table lies, checked against its records."""
+    """Return the location of each tensor of the archive, after checking that the record of the tensor is complete."""
     if archive.has("byteorder") and (order := archive.read("byteorder")) != b"little":
-        raise CorruptError(f"its byte order is {order[:16]!r}, and only b'little' is read")
-    if archive.record("data.pkl")[1] > PICKLE_LIMIT:
-        raise CorruptError(f"its pickle has more than {PICKLE_LIMIT} bytes")
+        raise CorruptError(f"its byte order is {order[:16]!r}, but only b'little' is supported")
+    if archive.record("data.pkl")[1] > MAX_PICKLE_BYTES:
+        raise CorruptError(f"its pickle has more than {MAX_PICKLE_BYTES} bytes")
     data = archive.read("data.pkl")
-    if library := next((name for name in LIBRARIES if f"{name}.".encode() in data), None):
-        raise CorruptError(f"it holds objects of {library} in place of tensors, which its safetensors have")
+    if library := next((name for name in QUANTIZER_MODULES if f"{name}.".encode() in data), None):
+        raise CorruptError(f"it holds objects of {library} instead of tensors: give its safetensors")
     table = describe(data)
     if isinstance(table, dict):
-        table = _trained(table)
+        table = _select_weights(table)
     if not isinstance(table, dict) or not all(isinstance(key, str) and key.isprintable() for key in table):
         raise CorruptError("it is not a table of tensors by name")
-    return {key: _place(key, value, archive) for key, value in table.items()}
+    return {key: _locate(key, value, archive) for key, value in table.items()}
 
 
-def _trained(table: dict) -> dict:
-    """Return the tensors of a training run's checkpoint, the averaged ones first; other tables as they are."""
+def _select_weights(table: dict) -> dict:
+    """Select the weights in the checkpoint of a training run, preferring averaged weights. Other tables stay
+    unchanged."""
     if isinstance(inner := table.get("state_dict"), dict):
         return inner
     for name in GENERATORS:
@@ -200,33 +203,38 @@ def _trained(table: dict) -> dict:
     return table
 
 
-def _place(key: str, value: object, archive: _Archive) -> TensorLocation:
-    """Return where a tensor lies; raise CorruptError if `value` is no tensor, or one outside of its storage."""
+def _locate(key: str, value: object, archive: _Archive) -> TensorLocation:
+    """Return a tensor's location. Raises CorruptError if `value` is not a tensor, or lies outside of its storage."""
     match value:
-        case Call(Name("torch._utils", "_rebuild_parameter"), (inner, *_)):
-            return _place(key, inner, archive)
-        case Call(Name("torch._utils", "_rebuild_tensor_v2"), (Storage(identity), offset, shape, strides, *_)):
-            later = None
-        case Call(Name("torch._utils", "_rebuild_tensor_v3"), (Storage(identity), offset, shape, strides, _, _, later)):
+        case PickledCall(PickledName("torch._utils", "_rebuild_parameter"), (inner, *_)):
+            return _locate(key, inner, archive)
+        case PickledCall(
+            PickledName("torch._utils", "_rebuild_tensor_v2"), (TorchStorage(identity), offset, shape, strides, *_)
+        ):
+            untyped_dtype = None
+        case PickledCall(
+            PickledName("torch._utils", "_rebuild_tensor_v3"),
+            (TorchStorage(identity), offset, shape, strides, _, _, untyped_dtype),
+        ):
             pass
-        case Call(Name(module, name), _):
-            raise CorruptError(f"{key!r} asks for a call of {module}.{name}, which is not made")
+        case PickledCall(PickledName(module, name), _):
+            raise CorruptError(f"{key!r} needs a call of {module}.{name}, which wanjax does not execute")
         case _:
             raise CorruptError(f"{key!r} is not a tensor")
     match identity:
-        case ("storage", Name("torch" | "torch.storage", kind), str(record), _, _) if kind in STORAGES:
+        case ("storage", PickledName("torch" | "torch.storage", kind), str(record), _, _) if kind in STORAGES:
             dtype = STORAGES[kind]
         case _:
             raise CorruptError(f"{key!r} lies in a storage of an unknown kind")
-    if later is not None:
-        if not isinstance(later, Name) or later.name not in LATER_DTYPES:
+    if untyped_dtype is not None:
+        if not isinstance(untyped_dtype, PickledName) or untyped_dtype.name not in UNTYPED_DTYPES:
             raise CorruptError(f"{key!r} has an unknown dtype")
-        dtype = LATER_DTYPES[later.name]
+        dtype = UNTYPED_DTYPES[untyped_dtype.name]
     if not (_are_counts(shape) and _are_counts(strides) and len(shape) == len(strides) and _are_counts((offset,))):
         raise CorruptError(f"{key!r} has a malformed shape")
     start, nbytes = archive.record(f"data/{record}")
-    last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-    if 0 not in shape and (last + 1) * dtype.itemsize > nbytes:
+    last_element = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    if 0 not in shape and (last_element + 1) * dtype.itemsize > nbytes:
         raise CorruptError(f"{key!r} of shape {list(shape)} lies outside of its storage of {nbytes} bytes")
     if math.prod(shape) * dtype.itemsize > nbytes:
         raise CorruptError(f"{key!r} of shape {list(shape)} repeats its storage of {nbytes} bytes")
@@ -237,61 +245,62 @@ def _are_counts(numbers: object) -> bool:
     return (
         isinstance(numbers, tuple)
         and len(numbers) <= MAX_RANK
-        and all(type(n) is int and 0 <= n < 2**60 for n in numbers)
+        and all(type(number) is int and 0 <= number < 2**60 for number in numbers)
     )
 
 
 class _Unpickler(pickle.Unpickler):
-    """Builds numbers, texts, tuples, lists, tables and this module's inert stand-ins; imports nothing of the file."""
+    """An unpickler that imports nothing. The unpickler builds only plain values, `Name`, `Call`, `Table` and
+    `Storage`."""
 
-    def find_class(self, module: str, name: str) -> Name:
+    def find_class(self, module: str, name: str) -> PickledName:
         if not (module.isprintable() and name.isprintable()):
-            raise pickle.UnpicklingError("a name that cannot be printed")
-        return Name(module, name)
+            raise pickle.UnpicklingError("the pickle has a name that cannot be printed")
+        return PickledName(module, name)
 
-    def persistent_load(self, pid: object) -> Storage:
-        return Storage(pid)
+    def persistent_load(self, pid: object) -> TorchStorage:
+        return TorchStorage(pid)
 
 
 def describe(data: bytes) -> Any:
-    """Parse a pickle, with a `Name` in place of each import and a `Call` in place of each call.
+    """Parse a pickle without executing it: an import becomes a `Name`, and a call becomes a `Call`.
 
-    Raises ValueError where it is malformed, or has an operation or a key that no table of tensors needs.
+    Raises ValueError if the pickle is malformed, or has an opcode or key that a table of tensors does not need.
     """
-    _check(data)
+    _check_pickle(data)
     try:
         return _Unpickler(io.BytesIO(data)).load()
-    except Exception as error:  # malformed pickles raise errors of many kinds
+    except Exception as error:  # a malformed pickle can raise any kind of error
         raise ValueError("its pickle is malformed") from error
 
 
-def _check(data: bytes) -> None:
-    """Raise ValueError for a pickle that costs `pickle.Unpickler` more memory or time than its length.
+def _check_pickle(data: bytes) -> None:
+    """Raise ValueError for a pickle that could cost `pickle.Unpickler` excessive memory or time.
 
-    Refused are more operations than tensors take, and operations outside of `OPERATIONS`; memo entries out of order,
-    since the unpickler allocates its memo up to any index; and keys other than texts, since hashing nested tuples can
-    take exponential time.
+    The function refuses more operations than tensors need, and opcodes outside of `ALLOWED_OPCODES`. The function
+    refuses memo entries out of order, because the unpickler allocates its memo up to any index. The function refuses
+    keys other than strings, because hashing nested tuples can take exponential time.
     """
-    stack: list[str] = []  # the operation that made each value
+    stack: list[str] = []  # the opcode that created each value
     memo: list[str] = []
-    marks: list[int] = []  # heights of the stack
+    marks: list[int] = []  # the height of the stack at each open mark
     for count, (opcode, argument, position) in enumerate(pickletools.genops(data)):
         if opcode.name == "STOP":
             break
-        if count >= OPERATIONS_LIMIT or count > max(position or 0, 10_000) / 2.25:
-            raise ValueError(f"its pickle has {count} operations in {position} bytes, more than tensors take")
-        if opcode.name not in OPERATIONS:
+        if count >= MAX_OPERATIONS or count > max(position or 0, 10_000) / 2.25:
+            raise ValueError(f"its pickle has {count} operations in {position} bytes, more than tensors need")
+        if opcode.name not in ALLOWED_OPCODES:
             raise ValueError(f"its pickle has the operation {opcode.name}, which no table of tensors needs")
         try:
-            _follow(opcode, argument, stack, memo, marks)
+            _simulate(opcode, argument, stack, memo, marks)
         except IndexError:
             raise ValueError(f"its pickle is malformed at byte {position}") from None
     if len(stack) != 1:
         raise ValueError("its pickle is malformed at its end")
 
 
-def _follow(opcode: Any, argument: Any, stack: list[str], memo: list[str], marks: list[int]) -> None:
-    """Apply one operation to the stack; raise IndexError for one that `_check` has to refuse."""
+def _simulate(opcode: Any, argument: Any, stack: list[str], memo: list[str], marks: list[int]) -> None:
+    """Apply one operation to the simulated stack. Raises IndexError if `_check_pickle` must refuse the operation."""
     name, operands = opcode.name, opcode.stack_before
     if name == "MARK":
         marks.append(len(stack))
@@ -307,6 +316,6 @@ def _follow(opcode: Any, argument: Any, stack: list[str], memo: list[str], marks
         first = marks.pop() - operands.index(pickletools.markobject) if to_mark else len(stack) - len(operands)
         if first < (marks[-1] if marks else 0):
             raise IndexError
-        if name in ("SETITEM", "SETITEMS") and not TEXTS.issuperset(stack[first + 1 :: 2]):
+        if name in ("SETITEM", "SETITEMS") and not STRING_OPCODES.issuperset(stack[first + 1 :: 2]):
             raise IndexError
         stack[first:] = [name] * len(opcode.stack_after)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that this library does not read, recognised by their tensors, so that a refusal can name them.
+"""Recognise unsupported models by their tensors, so that an error message can name them.
 
-Most are relatives of models that are read: these with further networks inside. Each family has a table of its own.
+Most unsupported models are variants of supported models with additional networks. Each family of models has its own
+table.
 """
 
 import re
@@ -9,42 +10,44 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 UnsupportedModels = Mapping[str, tuple[str, ...]]
-"""The beginnings of names, or of their parts after a dot, that each model has. What is more special comes first."""
-OTHERS: UnsupportedModels = {
+"""For each model, prefixes that identify it: a tensor's name contains the prefix at its start or after a dot. A more
+specific model comes before a more general one."""
+OTHER_MODELS: UnsupportedModels = {
     "LTX-2": ("audio_patchify_proj.", "audio_proj_in.", "audio_adaln_single."),
     "LTX-Video": ("patchify_proj.", "adaln_single.", "caption_projection."),
     "a language model alone": ("layers.0.self_attn.q_proj.", "blk.0.attn_q."),
     "a text encoder alone": ("encoder.block.0.layer.0.SelfAttention.", "text_model.encoder."),
     "an autoencoder alone": ("decoder.conv_in.", "decoder.up.", "decoder.up_blocks."),
 }
-CHANGE = re.compile(r"\.lora[._]|^lora_|\.hada_w|\.lokr_w|\.diff(?:_[bm])?$")  # in the names of a LoRA's tensors
+# Matches names of tensors in LoRA files
+LORA_KEY = re.compile(r"\.lora[._]|^lora_|\.hada_w|\.lokr_w|\.diff(?:_[bm])?$")
 
 
 class UnsupportedModel(NamedTuple):
-    """An unsupported model, and the pattern of its tensors, such as `control_adapter.*`."""
+    """An unsupported model, and the pattern of tensor names by which it was recognised, such as `control_adapter.*`."""
 
     name: str
     tensors: str
 
     def __str__(self) -> str:
-        return f"{self.tensors}, of no model here: it seems to be {self.name}"
+        return f"{self.tensors}, which no supported model has: it seems to be {self.name}"
 
 
 def find_unsupported(names: Iterable[str], relatives: UnsupportedModels) -> UnsupportedModel | None:
     """Return the unsupported model that has tensors of these names, or None."""
     names = list(names)
-    for name, beginnings in relatives.items():
-        for beginning in beginnings:
-            if any(re.search(rf"(?:^|\.){re.escape(beginning)}", key) for key in names):
-                return UnsupportedModel(name, f"{beginning}*")
+    for name, prefixes in relatives.items():
+        for prefix in prefixes:
+            if any(re.search(rf"(?:^|\.){re.escape(prefix)}", key) for key in names):
+                return UnsupportedModel(name, f"{prefix}*")
     return None
 
 
-def without_transformer(names: Iterable[str], relatives: UnsupportedModels) -> str:
-    """Return the end of a sentence on a file without a known transformer: what it holds, and advice."""
+def describe_without_transformer(names: Iterable[str], relatives: UnsupportedModels) -> str:
+    """Say what a file without a known transformer holds, and give advice: the end of an error message."""
     names = list(names)
-    if any(map(CHANGE.search, names)):
-        return "is a LoRA: name the model that it changes, and give the file beside it, with --lora"
-    if other := find_unsupported(names, {**relatives, **OTHERS}):
-        return f"holds {other}"
-    return "holds no transformer that is known: give a file or folder that has one"
+    if any(map(LORA_KEY.search, names)):
+        return "is a LoRA: give the model that it changes, and the file with --lora"
+    if model := find_unsupported(names, {**relatives, **OTHER_MODELS}):
+        return f"holds {model}"
+    return "holds no known transformer: give a file or folder with one"

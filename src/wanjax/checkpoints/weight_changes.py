@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints whose networks are changed while they are read: LoRAs merged in, or zeros for weights that they lack."""
+"""Change a checkpoint's networks while they are read: merge LoRAs, or add zeros for missing weights."""
 
 import warnings
 from collections import defaultdict
@@ -11,85 +11,96 @@ from typing import Any
 import numpy as np
 
 from wanjax.checkpoints.files import Reader, Tensors
-from wanjax.checkpoints.lora import LoraFile, Merged
-from wanjax.checkpoints.lora_keys import experts_of
+from wanjax.checkpoints.lora import LoraFile, MergedLoraReader
+from wanjax.checkpoints.lora_keys import file_experts
 from wanjax.checkpoints.lora_source import Lora
 from wanjax.checkpoints.network_kinds import Kinds, network, read_network
-from wanjax.checkpoints.readers import Combined, open_tensors
+from wanjax.checkpoints.readers import CombinedReader, open_tensors
 from wanjax.checkpoints.sources import CONFIGS, Component, Source
 from wanjax.converters.name_map import NameMap
 from wanjax.errors import WanjaxError
 
-PREFIXES = {"transformer": "high", "transformer_2": "low"}  # prefixes of a LoRA for one of two transformers
+EXPERTS = {"transformer": "high", "transformer_2": "low"}  # the name of the expert by the name of its component
 Note = Callable[[str], Any]
 
 
 def with_loras(source: Source, loras: Sequence[Lora], kinds: Kinds, note: Note | None = None) -> Source:
-    """Return a checkpoint with LoRAs merged into its transformers.
+    """Merge LoRAs into a checkpoint's transformers.
 
-    A file that tells two experts apart changes each by its own half.
+    A file may have separate tensors for two experts. Then each expert is changed by its own tensors.
 
     Args:
         source: The checkpoint.
-        loras: The LoRAs, whose changes are added.
+        loras: The LoRAs. If several LoRAs change a weight, their changes are summed.
         kinds: The kinds of networks that the transformers may be.
-        note: Receives a sentence on what was merged from each file; None warns of what was not.
+        note: Called with a summary of each file. If None, a file whose changes fit only in part causes a warning.
 
     Raises:
-        WanjaxError: A file cannot be found or read, too little of it fits the transformer, or the checkpoint lacks the
-            expert that it is for.
+        WanjaxError: A LoRA file cannot be read, or fits the transformer too little, or is for an expert that the
+            checkpoint lacks.
     """
-    present = [name for name in PREFIXES if name in source.components]
+    if loras:
+        source.check_floats("a LoRA")
+    transformers = [name for name in EXPERTS if name in source.components]
     files: defaultdict[str, list[tuple[LoraFile, float]]] = defaultdict(list)
     for lora in loras:
-        chosen = [name for name in present if len(present) == 1 or lora.expert in (None, PREFIXES[name])]
-        if lora.expert and len(present) == 1:
+        targets = [name for name in transformers if len(transformers) == 1 or lora.expert in (None, EXPERTS[name])]
+        if lora.expert and len(transformers) == 1:
             expert = f"{lora.expert}="
-            raise WanjaxError(f"{lora} is for one of two experts, which {source.name} has not: leave {expert} out")
-        experts = experts_of(open_tensors(lora.path).specs) if len(present) > 1 else set()
+            raise WanjaxError(f"{lora} is for one of two experts, but {source.name} has one: leave {expert} out")
+        experts = file_experts(open_tensors(lora.path).specs) if len(transformers) > 1 else set()
         if experts:
-            chosen = [name for name in chosen if PREFIXES[name] in experts]
-            if not chosen:
-                other = " and ".join(experts)
-                raise WanjaxError(f"{lora} is for one expert, and the file changes the other, {other}: write {other}=")
-        for name in chosen:
-            entry, expert = network(source, name, kinds), PREFIXES[name] if experts else None
-            file = LoraFile(lora.path, entry.specs, entry.kind.lora_names or NameMap([]), expert)
+            targets = [name for name in targets if EXPERTS[name] in experts]
+            if not targets:
+                expert_names = " and ".join(experts)
+                raise WanjaxError(
+                    f"{lora} is for one expert, but the file changes the other expert: write {expert_names}="
+                )
+        for name in targets:
+            network_info, expert = network(source, name, kinds), EXPERTS[name] if experts else None
+            file = LoraFile(lora.path, network_info.specs, network_info.kind.lora_names or NameMap([]), expert)
             files[name].append((file, lora.strength))
             if note:
                 note(str(file.matches))
-            elif file.matches.doubtful:
+            elif file.matches.is_partial:
                 warnings.warn(str(file.matches), stacklevel=2)
 
-    def merged(component: Component, files: Sequence[tuple[LoraFile, float]]) -> Component:
-        return replace(component, changes=(*component.changes, partial(Merged, files=files)))
+    def with_changes(component: Component, files: Sequence[tuple[LoraFile, float]]) -> Component:
+        return replace(component, changes=(*component.changes, partial(MergedLoraReader, files=files)))
 
-    changed = {name: merged(source[name], each) for name, each in files.items()}
-    return source.changed(changed, loras=tuple(loras), base=source.base or source)
+    changed_components = {name: with_changes(source[name], lora_files) for name, lora_files in files.items()}
+    return source.with_components(changed_components, loras=tuple(loras), base=source.base or source)
 
 
 def with_zeros(source: Source, entries: Mapping[str, Mapping[str, Any]], kinds: Kinds) -> Source:
-    """Return a checkpoint with zeros for weights that its networks lack, for a training to change.
+    """Add zeros in place of weights that a checkpoint's networks lack, so that these weights can be trained.
 
     Args:
         source: The checkpoint.
-        entries: The entries of each network's config.json that call for these weights.
+        entries: For each network, the entries of config.json that give the network the additional weights.
         kinds: The kinds of networks that these may be.
     """
 
-    def extended(name: str, component: Component) -> Component:
+    source.check_floats("an added weight")
+
+    def with_missing(name: str, component: Component) -> Component:
         def config() -> dict[str, Any]:
             return component.config() | dict(entries[name])
 
-        def change(tensors: Reader) -> Reader:
-            held, specs = network(source, name, kinds).specs, read_network(component.kind, config(), kinds).specs
-            return Combined(tensors, Tensors({key: np.zeros(*spec) for key, spec in specs.items() if key not in held}))
+        def add_zeros(tensors: Reader) -> Reader:
+            existing_specs, specs = (
+                network(source, name, kinds).specs,
+                read_network(component.kind, config(), kinds).specs,
+            )
+            return CombinedReader(
+                tensors, Tensors({key: np.zeros(*spec) for key, spec in specs.items() if key not in existing_specs})
+            )
 
         return replace(
             component,
             config=config,
             files=lambda: [path for path in component.files() if path.name not in CONFIGS],
-            changes=(*component.changes, change),
+            changes=(*component.changes, add_zeros),
         )
 
-    return source.changed({name: extended(name, source[name]) for name in entries}, extended=True)
+    return source.with_components({name: with_missing(name, source[name]) for name in entries}, is_extended=True)

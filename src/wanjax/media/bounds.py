@@ -1,29 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
 """Limits on the size of the pictures and clips that this process reads with Pillow or ffmpeg."""
 
+import math
 from dataclasses import dataclass
 
 
 @dataclass
-class Bounds:
-    """Limits that are checked before a file is decoded, since a small file may expand to gigabytes.
+class MediaLimits:
+    """Limits that are checked before a file is decoded, because a small file may expand to gigabytes.
 
     Args:
-        pixels: The most pixels of one picture or frame.
-        clip_factor: All frames of a clip together may have this many times `pixels`.
-        side: The largest width or height in pixels.
-        frames: The most frames of an animation.
+        max_pixels: The most pixels of one picture or frame.
+        clip_factor: All frames of a clip together may have this many times `max_pixels`.
+        max_side: The largest width or height in pixels.
+        max_animation_frames: The most frames of an animation.
     """
 
-    pixels: int = 60_000_000
+    max_pixels: int = 60_000_000
     clip_factor: int = 16
-    side: int = 32_768
-    frames: int = 4_000
+    max_side: int = 32_768
+    max_animation_frames: int = 4_000
 
     @property
-    def clip_pixels(self) -> int:
+    def max_clip_pixels(self) -> int:
         """The most pixels that all frames of a clip may have together."""
-        return self.clip_factor * self.pixels
+        return self.clip_factor * self.max_pixels
 
 
-BOUNDS = Bounds()  # `wanjax generate --max-picture` raises its `pixels`
+def largest_size(width: int, height: int, pixels: int) -> str:
+    """Format the largest size of these proportions, WIDTHxHEIGHT, that has at most `pixels` pixels and an allowed side.
+
+    Args:
+        width: The width of a picture in pixels.
+        height: Its height.
+        pixels: The most pixels.
+    """
+    ratio = min(1.0, math.sqrt(pixels / (width * height)), MEDIA_LIMITS.max_side / max(width, height))
+    return f"{max(1, int(width * ratio))}x{max(1, int(height * ratio))}"
+
+
+MEDIA_LIMITS = MediaLimits()  # `wanjax generate --max-picture` changes `max_pixels` in this object

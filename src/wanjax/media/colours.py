@@ -7,7 +7,7 @@ from io import BytesIO
 from PIL import Image, ImageCms
 
 MAX_PROFILE_BYTES = 2**22
-PILLOW_MODES = {"RGB": "RGB", "GRAY": "L", "CMYK": "CMYK"}  # by the colour space of a profile
+PILLOW_MODES = {"RGB": "RGB", "GRAY": "L", "CMYK": "CMYK"}  # modes of images by the colour space of a profile
 GREY_MODES = ("1", "L", "LA", "La", *("I;16", "I;16L", "I;16B", "I;16N", "I", "F"))
 PROFILE_ERRORS = (ImageCms.PyCMSError, OSError, ValueError, TypeError, MemoryError)  # raised for broken profiles
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Detect incomplete copies: holes (long runs of zero bytes in compressed data) and truncated files.
 
-Decoders of arithmetic codes accept such zeros and return a wrong picture without an error. No encoder writes runs as
-long.
+Decoders of arithmetic codes accept such zeros, and return a wrong picture without an error. No encoder writes such long
+runs.
 """
 
 from bisect import bisect_right
@@ -14,13 +14,16 @@ import numpy as np
 from wanjax.media.webp import lossy_frames
 
 MIN_HOLE_BYTES = 256  # shorter runs of zeros are normal: VP8 writes some for large uniform areas
-PIXELS_PER_ZERO = 10_000  # an encoder may write a run of one zero byte per this many pixels of a frame
+PIXELS_PER_ZERO_BYTE = 10_000  # an encoder may write a run of one zero byte per this many pixels of a frame
 TS_PACKET_SIZES = (188, 192, 204)  # bytes of an MPEG-TS packet: plain, with a timestamp, with a checksum
-OGG_MAX_PAGE = 2**16  # bytes
-OGG_HEADER = 27  # bytes of a page's header before its segment table
-EBML, SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"  # IDs of a WebM's header and of the element with all data
-UNKNOWN_LENGTH = 2**56 - 1  # of a WebM element that was still being written
-START_CODE = 1  # the byte after 00 00 in a start code
+OGG_MAX_PAGE_BYTES = 2**16  # bytes
+OGG_HEADER_BYTES = 27  # bytes of a page's header before its segment table
+EBML_ID, SEGMENT_ID = (
+    b"\x1a\x45\xdf\xa3",
+    b"\x18\x53\x80\x67",
+)  # IDs of a WebM's header and of the element with all data
+UNKNOWN_LENGTH = 2**56 - 1  # size of a WebM element whose writer has not finished
+START_CODE_BYTE = 1  # the byte after 00 00 in a start code
 
 
 class ZeroRuns:
@@ -31,9 +34,9 @@ class ZeroRuns:
     """
 
     def __init__(self, pixels: int):
-        self._min_run = max(MIN_HOLE_BYTES, pixels // PIXELS_PER_ZERO)
-        self._runs: list[tuple[int, int, int]] = []  # begin, end, and the byte after it
-        self._size, self._tail_begin = 0, 0  # bytes so far, and where the zeros at their end begin
+        self._min_run = max(MIN_HOLE_BYTES, pixels // PIXELS_PER_ZERO_BYTE)
+        self._runs: list[tuple[int, int, int]] = []  # the begin and the end of each run, and the byte after it
+        self._size, self._tail_begin = 0, 0  # the number of bytes until now, and the start of the zeros at their end
 
     def feed(self, piece: bytes | memoryview) -> None:
         """Scan the next piece."""
@@ -61,7 +64,7 @@ class ZeroRuns:
                 packet_begin = ends[index - 1] if index else 0
                 if packet_begin >= end:
                     break
-                padding = begin > packet_begin and (end >= ends[index] or next_byte == START_CODE)
+                padding = begin > packet_begin and (end >= ends[index] or next_byte == START_CODE_BYTE)
                 if min(end, ends[index]) - max(begin, packet_begin) >= self._min_run and not padding:
                     packets.add(index)
         return packets
@@ -70,7 +73,7 @@ class ZeroRuns:
 def holed_frame(data: bytes, image_format: str, pixels: int, blobs: Sequence[bytes]) -> int | None:
     """Return the index of the first frame of a WebP or AVIF whose data have a hole, or None.
 
-    Lossless WebP is not checked, since it may hold many zeros.
+    Lossless WebP is not checked, because it may contain many zeros.
 
     Args:
         data: The contents of the file.
@@ -103,7 +106,7 @@ def _avif_frames(data: bytes) -> Iterator[tuple[int, int, int]]:
     def read_uint(offset: int) -> int:
         return int.from_bytes(data[offset : offset + 4])
 
-    sizes, offsets = data.find(b"stsz"), data.find(b"stco")  # boxes with the frames' sizes and offsets
+    sizes, offsets = data.find(b"stsz"), data.find(b"stco")  # the boxes with the sizes and offsets of frames
     if min(sizes, offsets) >= 0 and read_uint(offsets + 8) == 1 and read_uint(sizes + 8) == 0:  # one contiguous chunk
         begin, total = read_uint(offsets + 12), min(read_uint(sizes + 12), (len(data) - sizes) // 4)
         for index in range(total):
@@ -127,22 +130,24 @@ def _boxes(data: bytes) -> Iterator[tuple[bytes, int, int]]:
 
 
 def ends_mid_packet(file: Path, container: str) -> bool:
-    """Return whether an MPEG-TS or Ogg file ends inside a packet or page; ffmpeg reports it for other containers."""
+    """Return whether an MPEG-TS or Ogg file ends inside a packet or page. For other containers, ffmpeg reports this."""
     size = file.stat().st_size
     if container == "mpegts":
         return all(size % packet for packet in TS_PACKET_SIZES)
     if container != "ogg":
         return False
     with file.open("rb") as stream:
-        stream.seek(max(0, size - 2 * OGG_MAX_PAGE))
+        stream.seek(max(0, size - 2 * OGG_MAX_PAGE_BYTES))
         data = stream.read()
     page = data.rfind(b"OggS")
     segment_sizes = (
-        data[page + OGG_HEADER : page + OGG_HEADER + data[page + OGG_HEADER - 1]]
-        if 0 <= page <= len(data) - OGG_HEADER
+        data[page + OGG_HEADER_BYTES : page + OGG_HEADER_BYTES + data[page + OGG_HEADER_BYTES - 1]]
+        if 0 <= page <= len(data) - OGG_HEADER_BYTES
         else b""
     )
-    return page < 0 or len(data) < page + OGG_HEADER + len(segment_sizes) + sum(segment_sizes) or not segment_sizes
+    return (
+        page < 0 or len(data) < page + OGG_HEADER_BYTES + len(segment_sizes) + sum(segment_sizes) or not segment_sizes
+    )
 
 
 def is_cut_short(file: Path) -> bool:
@@ -166,10 +171,10 @@ def is_cut_short(file: Path) -> bool:
             return False
         if head.startswith(b"RIFF"):
             return 8 + int.from_bytes(head[4:8], "little") > size
-        if (segment := head.find(SEGMENT)) >= 0 and head.startswith(EBML):
+        if (segment := head.find(SEGMENT_ID)) >= 0 and head.startswith(EBML_ID):
             length = int.from_bytes(head[segment + 4 : segment + 12]) - (
                 1 << 56
-            )  # 8 bytes; their top bit marks the width
+            )  # the size has 8 bytes; the top bit marks this width
             return segment + 12 + length > size and 0 <= length < UNKNOWN_LENGTH
         stream.seek(max(0, size - 64))
         tail = stream.read()

@@ -15,18 +15,30 @@ from wanjax.errors import DISK_FULL_ERRNOS, WanjaxError
 from wanjax.signals import cleanup_on_exit
 
 DEMUXERS = "mov,matroska,avi,flv,asf,mpeg,mpegts,mpegvideo,m4v,h264,hevc,av1,obu,ivf,ogg,mxf,nut,yuv4mpegpipe,gif,apng"
-"""The formats that are read. Others, such as playlists, could make ffmpeg read other files and URLs."""
+"""The formats that ffmpeg may read. Other formats, such as playlists, could make ffmpeg read other files and URLs."""
 DISK_ERRORS = (*DISK_FULL_ERRNOS, errno.EROFS, errno.EACCES, errno.EMFILE, errno.EIO)
 """Errors that ffmpeg reports with the operating system's text."""
 
+GENERAL_MESSAGE = re.compile(
+    r"Conversion failed!|Error (opening|while|marking|submitting|sending)|Task finished|Terminating thread|\s*$|"
+    r"Nothing was written|Could not open encoder|Cannot determine format|\s*Last message repeated|(frame|size)="
+)
+"""Messages of ffmpeg that only follow from another message. The other message says why ffmpeg failed."""
 ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}  # ffmpeg's own decoders of these formats drop transparency
-HDR_TRANSFERS = ("smpte2084", "arib-std-b67")  # PQ and HLG
-WHITE, PEAK = 203, 1000  # cd/m² of diffuse white (BT.2408), and of the brightest light that tone mapping preserves
-KNEE = 0.8  # fraction of diffuse white, in linear light, from which tones are compressed
-WIDE_PRIMARIES = ("bt2020", "smpte431", "smpte432")  # BT.2020 and P3
-SDR_TRANSFERS = ("bt709", "smpte170m", "iec61966-2-1", "bt2020-10", "bt2020-12", "linear")  # that zscale supports
+HDR_TRANSFERS = ("smpte2084", "arib-std-b67")  # transfer functions PQ and HLG
+HDR_WHITE, HDR_PEAK = (
+    203,
+    1000,
+)  # cd/m² of diffuse white (BT.2408), and of the brightest light that tone mapping preserves
+HDR_KNEE = 0.8  # fraction of diffuse white, in linear light, from which tones are compressed
+WIDE_PRIMARIES = ("bt2020", "smpte431", "smpte432")  # primaries BT.2020 and P3
+# Primaries that zscale supports
+SDR_TRANSFERS = ("bt709", "smpte170m", "iec61966-2-1", "bt2020-10", "bt2020-12", "linear")
 FLOAT_FORMAT = "format=gbrpf32le|gbrapf32le"
 DEINTERLACE = "bwdif=mode=send_frame:parity=auto:deint=all"
+NO_VIDEO = "it has no video stream"
+METADATA_ENTRY = re.compile(r"^([^=\\\n;]+)=((?:[^\\\n]|\\.)*)", re.MULTILINE | re.DOTALL)
+"""A name and a value as ffmpeg writes metadata; a backslash stands before =, ;, #, \\ and the end of a line."""
 READ_BYTES = 2**20  # bytes of output that are read at a time
 
 
@@ -43,7 +55,7 @@ class VideoStream(NamedTuple):
         codec: ffmpeg's name of the codec.
         container: ffmpeg's name of the file's format.
         decoder: Arguments that choose the decoder; empty for ffmpeg's default.
-        deinterlace: The filter that deinterlaces it; empty for a progressive video.
+        deinterlace: The filter that deinterlaces the video; empty for a progressive video.
         colours: The part of ffmpeg's description that names matrix, primaries and transfer.
         pixels: Pixels of a frame.
         min_fps: The least of the frame rates that ffmpeg prints; 0 if it prints none.
@@ -60,37 +72,41 @@ class VideoStream(NamedTuple):
     min_fps: float
     duration: float | None
 
-    def colour_filters(self, values: bool) -> list[str]:
-        """Return filters that convert colours to BT.709; empty if the stream has its primaries.
+    def colour_filters(self, is_non_colour: bool) -> list[str]:
+        """Return filters that convert colours to BT.709. If the stream already has the primaries of BT.709, there are
+        no filters.
 
-        High dynamic range (PQ, HLG): the diffuse white of BT.2408 becomes white, tones up to `KNEE` of it stay as they
-        are, and brighter ones are compressed. Standard dynamic range with wide primaries is converted in linear light.
+        In high dynamic range (PQ, HLG), the diffuse white of BT.2408 becomes white. Tones up to the fraction `HDR_KNEE`
+        of diffuse white do not change, and brighter tones are compressed. Standard dynamic range with wide primaries is
+        converted in linear light.
 
         Args:
-            values: Whether pixels are values, such as a mask, whose primaries are not converted.
+            is_non_colour: Whether pixels are values, such as a mask, whose primaries are not converted.
         """
         match = re.search(r"\b([\w-]+)/([\w-]+)/([\w-]+)[,)]", self.colours)
-        single = re.search(r"[(,] ?(bt2020nc|bt2020)[,)]", self.colours)  # printed once if all three are equal
+        # Ffmpeg prints one name if all three are equal
+        single = re.search(r"[(,] ?(bt2020nc|bt2020)[,)]", self.colours)
         matrix, primaries, transfer = match.groups() if match else (single[1],) * 3 if single else ("",) * 3
         if transfer in HDR_TRANSFERS:
             unknown = [
                 option for option, name in (("min=bt2020nc", matrix), ("pin=bt2020", primaries)) if name == "unknown"
             ]
-            linear = ":".join(["t=linear", f"npl={WHITE}", *unknown])
-            tonemap = f"tonemap=mobius:param={KNEE}:peak={PEAK / WHITE:.3f}:desat=0"
+            linear = ":".join(["t=linear", f"npl={HDR_WHITE}", *unknown])
+            tonemap = f"tonemap=mobius:param={HDR_KNEE}:peak={HDR_PEAK / HDR_WHITE:.3f}:desat=0"
             return [f"zscale={linear}", FLOAT_FORMAT, "zscale=p=bt709", tonemap, "zscale=t=bt709"]
-        if values or primaries not in WIDE_PRIMARIES:
+        if is_non_colour or primaries not in WIDE_PRIMARIES:
             return []
-        assumed = "bt2020nc" if primaries == "bt2020" else "bt709"
-        unknown = [f"min={assumed}"] if matrix in ("unknown", "bt2020") else []
+        assumed_matrix = "bt2020nc" if primaries == "bt2020" else "bt709"
+        unknown = [f"min={assumed_matrix}"] if matrix in ("unknown", "bt2020") else []
         transfer_in = transfer if transfer in SDR_TRANSFERS else "bt709"
         linear = ":".join(["t=linear", f"tin={transfer_in}", *unknown])
         return [f"zscale={linear}", FLOAT_FORMAT, "zscale=p=bt709", f"zscale=t={transfer_in}"]
 
 
 def probe(source: str | Path) -> VideoStream:
-    """Describe a file's video stream from ffmpeg's messages; raise OSError if the file is unreadable or has none."""
-    result = run(["-loglevel", "info", *input_arguments(source), "-f", "ffmetadata", "pipe:1"])
+    """Describe a file's video stream from ffmpeg's messages. Raises OSError if the file is unreadable or has no video
+    stream."""
+    result = run_with_messages(["-loglevel", "info", *input_arguments(source), "-f", "ffmetadata", "pipe:1"])
     if result.error:
         raise result.error
     duration = re.search(r"^  Duration: (\d+):(\d+):([\d.]+)", result.messages, re.MULTILINE)
@@ -114,7 +130,14 @@ def probe(source: str | Path) -> VideoStream:
                 min_fps=min(map(float, re.findall(r", ([\d.]+) (?:fps|tbr)\b", video[3])), default=0),
                 duration=seconds,
             )
-    raise OSError("it has no video stream")
+    raise OSError(NO_VIDEO)
+
+
+def container_tags(source: str | Path) -> dict[str, str]:
+    """Return the metadata of a video file by lower-case names. Raises OSError if the file is unreadable."""
+    text = run_ffmpeg([*input_arguments(source), "-f", "ffmetadata", "pipe:1"]).decode(errors="replace")
+    entries = reversed(METADATA_ENTRY.findall(text))  # the first of a name is the file's, others are those of streams
+    return {name.lower(): re.sub(r"\\(.)", r"\1", value, flags=re.DOTALL) for name, value in entries}
 
 
 class FfmpegResult(NamedTuple):
@@ -126,18 +149,20 @@ class FfmpegResult(NamedTuple):
 
 
 def run_ffmpeg(arguments: list[str], pieces: Iterable[bytes] = ()) -> bytes:
-    """Write the pieces to ffmpeg's input and return its output; raise OSError with its last message if it fails."""
-    result = run(["-loglevel", "error", *arguments], pieces)
+    """Write the pieces to ffmpeg's input, and return its output. If ffmpeg fails, raise OSError with its last
+    message."""
+    result = run_with_messages(["-loglevel", "error", *arguments], pieces)
     if result.error:
         raise result.error
     return result.output
 
 
-def run(
+def run_with_messages(
     arguments: list[str], pieces: Iterable[bytes] = (), consume: Callable[[bytes], object] | None = None
 ) -> FfmpegResult:
-    """Write the pieces to ffmpeg's input; pass its output to `consume` piece by piece, or return all of it."""
-    command = [_ffmpeg(), "-hide_banner", *arguments]
+    """Write the pieces to ffmpeg's input. Pass ffmpeg's output to `consume` piece by piece, or return the whole
+    output."""
+    command = [_ffmpeg_path(), "-hide_banner", *arguments]
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as log:
         # In its own session it does not receive Ctrl-C; the `finally` below stops it.
         output = subprocess.PIPE if consume else out
@@ -164,25 +189,33 @@ def run(
         log.seek(0)
         messages = log.read().decode(errors="replace")
         out.seek(0)
-        return FfmpegResult(b"" if process.returncode else out.read(), messages, _error(process.returncode, messages))
+        return FfmpegResult(
+            b"" if process.returncode else out.read(), messages, _ffmpeg_error(process.returncode, messages)
+        )
 
 
-def _error(status: int, messages: str) -> OSError | None:
-    """Return the error of ffmpeg's last message, without the names of its module and level.
+def _ffmpeg_error(status: int, messages: str) -> OSError | None:
+    """Return the error of ffmpeg's last message that says why it failed.
 
     If the disk is full from the first byte on, only the exit status shows it: 256 minus the system's error number.
     """
     if not status:
         return None
     lines = messages.strip().splitlines()
-    last = re.sub(r"^(\[[^]]*\] )+", "", lines[-1]) if lines else ""
+    last = _without_prefix(lines[-1]) if lines else ""
     status_number = next((number for number in DISK_FULL_ERRNOS if status == 256 - number), None)
     if number := next((number for number in DISK_ERRORS if last.endswith(os.strerror(number))), status_number):
         return OSError(number, os.strerror(number))
-    return OSError(f"ffmpeg failed with {last!r}" if last else f"ffmpeg failed with exit status {status}")
+    line = next((text for text in map(_without_prefix, reversed(lines)) if not GENERAL_MESSAGE.match(text)), last)
+    return OSError(f"ffmpeg failed with {line!r}" if line else f"ffmpeg failed with exit status {status}")
 
 
-def _ffmpeg() -> str:
+def _without_prefix(line: str) -> str:
+    """Return a line of ffmpeg's log without the names of its module and level."""
+    return re.sub(r"^(\[[^]]*\] )+", "", line)
+
+
+def _ffmpeg_path() -> str:
     import imageio_ffmpeg  # imported late: only video files need it
 
     try:

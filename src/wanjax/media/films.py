@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the frames of a video file with ffmpeg, and refuse a damaged file, whose broken parts ffmpeg would skip.
+"""Read the frames of a video file with ffmpeg, and refuse damaged files. Without this check, ffmpeg would skip the
+broken parts.
 
-The file is decoded up to `CHECKED_SECONDS` after the last frame that is used. It counts as damaged if ffmpeg reports
-an error, or if a frame's data hold a longer run of zeros than its codec writes, as a hole in the file does.
+The file is decoded up to `CHECKED_SECONDS` after the last frame that is used. The file counts as damaged if ffmpeg
+reports an error, or if the data of a frame has a longer run of zeros than its codec ever writes. Such a run comes from
+a hole in the file.
 """
 
 import math
@@ -17,30 +19,31 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import UInt8
 
-from wanjax.errors import WanjaxError
-from wanjax.media.bounds import BOUNDS
-from wanjax.media.damage import ZeroRuns, ends_mid_packet
-from wanjax.media.ffmpeg import VideoStream, input_arguments, probe, run
+from wanjax.errors import WanjaxError, reason
+from wanjax.media.bounds import MEDIA_LIMITS
+from wanjax.media.damage import ZeroRuns, ends_mid_packet, is_cut_short
+from wanjax.media.ffmpeg import NO_VIDEO, VideoStream, input_arguments, probe, run_with_messages
 from wanjax.stores.paths import missing_file
 from wanjax.stores.temporary import temp_dir
 
 CHECKED_SECONDS = 10  # seconds after the last used frame that are checked for damage
 CHECKED_FACTOR = 4  # the check for damage decodes at most this many times the pixels that a clip may have
 TICKS_PER_SECOND = 90_000  # the resolution in which times are compared
-ROUNDING = 0.0011  # seconds by which a container may round the time of a frame
-TOLERANCE = 0.0001  # seconds before its time from which a frame counts as shown
+TIME_ROUNDING = 0.0011  # seconds by which a container may round the time of a frame
+TIME_TOLERANCE = 0.0001  # a frame counts as shown from this many seconds before its time
 DENSE_CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "mpeg4", "mpeg1video", "mpeg2video", "flv1", "wmv1", "wmv2")
-"""Codecs that write no long runs of zeros. Others, such as raw frames and JPEG, write them for black areas."""
+"""Codecs that never write long runs of zeros. Other codecs, such as raw frames and JPEG, write such runs for black
+areas."""
 DAMAGE_MESSAGES = re.compile(
     r"File ended prematurely|invalid as first byte of an EBML|partial file|CRC mismatch|exceeds containing|"
     r"corrupt input packet|corrupt decoded frame|Error during demuxing|Error submitting packet|Decoding error"
 )
 """Messages of ffmpeg about damage, even if it exits with 0. Other messages are common for intact files."""
-PAM = re.compile(rb"P7\nWIDTH (\d+)\nHEIGHT (\d+)\nDEPTH ([34])\nMAXVAL 255\nTUPLTYPE \w+\nENDHDR\n")
+PAM_HEADER = re.compile(rb"P7\nWIDTH (\d+)\nHEIGHT (\d+)\nDEPTH ([34])\nMAXVAL 255\nTUPLTYPE \w+\nENDHDR\n")
 PAM_HEADER_LINES = 7
-LOG_LEVEL = "repeat+level+warning"
-CORRUPT = re.compile("corrupt decoded frame|slice CRC mismatch")  # ffmpeg's messages about one frame
-DECODED = "decoder -> "  # in ffmpeg's log of each decoded frame
+FFMPEG_LOG_LEVEL = "repeat+level+warning"
+CORRUPT_FRAME = re.compile("corrupt decoded frame|slice CRC mismatch")  # matches ffmpeg's messages about a single frame
+DECODED_FRAME_LOG = "decoder -> "  # matches a line of ffmpeg's log about a decoded frame
 FRAMECRC_LINE = re.compile(r"0, +-?\d+, +(-?\d+), +\d+, +(\d+), 0x\w+(?:, F=0x(\w+))?")
 NO_TIME, DAMAGED_FLAG = -(2**63), 2  # values in a line of `framecrc`
 TIMES_ONLY = ("-c:v", "wrapped_avframe")  # decode frames and write only their times
@@ -48,7 +51,7 @@ TIMES_ONLY = ("-c:v", "wrapped_avframe")  # decode frames and write only their t
 Frame = UInt8[np.ndarray, "H W C"]
 
 
-def read_video_file(source: str | Path, frames: int, fps: int | float, *, values: bool) -> Generator[Frame]:
+def read_video_file(source: str | Path, frames: int, fps: int | float, *, is_non_colour: bool) -> Generator[Frame]:
     """Yield frames in RGB or RGBA: the frame at each time k/fps, up to the last frame.
 
     A file with a lower frame rate keeps its own. Frames are rotated as the file says, and have square pixels.
@@ -57,7 +60,7 @@ def read_video_file(source: str | Path, frames: int, fps: int | float, *, values
         source: The path of the file.
         frames: The most frames that are read.
         fps: Frames a second.
-        values: Whether pixels are values, such as a mask, whose primaries are not converted to sRGB.
+        is_non_colour: Whether pixels are values, such as a mask, whose primaries are not converted to sRGB.
 
     Raises:
         WanjaxError: The file cannot be read, is too large, or is damaged; the message has the frame.
@@ -67,45 +70,67 @@ def read_video_file(source: str | Path, frames: int, fps: int | float, *, values
     with temp_dir() as folder:
         try:
             stream = probe(source)
-            max_frames = max(1, CHECKED_FACTOR * BOUNDS.clip_pixels // max(1, stream.pixels))
-            decoded, times, rate = _decode(source, stream, frames, fps, max_frames, values, folder)
+            max_frames = max(1, CHECKED_FACTOR * MEDIA_LIMITS.max_clip_pixels // max(1, stream.pixels))
+            decoded, times, rate = _decode(source, stream, frames, fps, max_frames, is_non_colour, folder)
         except OSError as error:
-            raise WanjaxError(f"{source} cannot be read as a video: {error}") from error
+            raise WanjaxError(unreadable_message(source, reason(error))) from error
         visible_frames, complete = 0 if not times else frames, 0 < len(times) < max_frames
         if complete:  # all frames of the file were decoded
             last_seconds, frame_seconds = times[-1] - times[0], max(1 / fps, 1 / rate)
             rounded_end = round(last_seconds * rate) / rate
-            last_seconds = rounded_end if abs(last_seconds - rounded_end) < ROUNDING else last_seconds
+            last_seconds = rounded_end if abs(last_seconds - rounded_end) < TIME_ROUNDING else last_seconds
             visible_frames = (
-                math.floor((last_seconds + (TOLERANCE if rate > fps else frame_seconds / 2)) / frame_seconds) + 1
+                math.floor((last_seconds + (TIME_TOLERANCE if rate > fps else frame_seconds / 2)) / frame_seconds) + 1
             )
         count = min(visible_frames, frames)
-        yield from islice(_frames(decoded, source, count if complete else 1), count)
+        yield from islice(_read_pam_frames(decoded, source, count if complete else 1), count)
 
 
-def _frames(decoded: Path, source: str | Path, count: int) -> Generator[Frame]:
-    """Yield the frames of a file of PAM images, which holds `count` or more.
+def unreadable_message(source: str | Path, problem: str) -> str:
+    """Format the message that a file cannot be read as a video, with the reason and advice."""
+    if is_cut_short(Path(source)):
+        return f"{source} cannot be read as a video, because it is truncated ({problem}): give a complete copy"
+    if problem == NO_VIDEO:
+        return f"{source} cannot be read as a video, because {problem}: give another file"
+    return (
+        f"{source} cannot be read as a video, because it is damaged or of another kind ({problem}): give a "
+        "complete copy"
+    )
+
+
+def _read_pam_frames(decoded: Path, source: str | Path, count: int) -> Generator[Frame]:
+    """Yield the frames of a file of PAM images. The file has at least `count` images.
 
     Raises WanjaxError before it reads a frame that is too large, or more pixels than a clip may have.
     """
     clip_pixels = 0
     with decoded.open("rb") as file:
-        while header := PAM.match(b"".join(islice(file, PAM_HEADER_LINES))):
+        while header := PAM_HEADER.match(b"".join(islice(file, PAM_HEADER_LINES))):
             width, height, channels = map(int, header.groups())
             clip_pixels += width * height
             count = max(0, count - 1)
-            allowed = width * height <= BOUNDS.pixels and clip_pixels + count * width * height <= BOUNDS.clip_pixels
-            data = file.read(width * height * channels) if allowed else b""
+            is_allowed = (
+                width * height <= MEDIA_LIMITS.max_pixels
+                and clip_pixels + count * width * height <= MEDIA_LIMITS.max_clip_pixels
+            )
+            data = file.read(width * height * channels) if is_allowed else b""
             if len(data) < width * height * channels:
-                bounds = f"{BOUNDS.pixels:,}, and {BOUNDS.clip_pixels:,} in all frames,"
-                raise WanjaxError(f"{source} has frames of {width}x{height} pixels where {bounds} are allowed at most")
+                problem = f"{source} has frames of {width}x{height} pixels"
+                limits = f"{MEDIA_LIMITS.max_pixels:,}, and {MEDIA_LIMITS.max_clip_pixels:,} in all frames"
+                raise WanjaxError(f"{problem}, and the limit is {limits}: give a shorter or smaller clip")
             yield np.frombuffer(data, np.uint8).reshape(height, width, channels)
 
 
 def _decode(
-    source: str | Path, stream: VideoStream, frames: int, fps: int | float, max_frames: int, values: bool, folder: Path
+    source: str | Path,
+    stream: VideoStream,
+    frames: int,
+    fps: int | float,
+    max_frames: int,
+    is_non_colour: bool,
+    folder: Path,
 ) -> tuple[Path, list[float], float]:
-    """Write frames, and one or two more than needed, as PAM images into a folder.
+    """Decode the needed frames, and one or two more, into a file of PAM images in a folder.
 
     Returns:
         The file of PAM images, the times of all decoded frames, and the frame rate.
@@ -116,27 +141,33 @@ def _decode(
     """
     # Pixels become square by scaling their longer side up to a bound: the caller refuses a frame above the limits.
     width, height = (
-        rf"if(gt({ratio}\,1)\,min(trunc({side}*{ratio}+0.5)\,trunc({BOUNDS.pixels}/{other})+2)\,{side})"
+        rf"if(gt({ratio}\,1)\,min(trunc({side}*{ratio}+0.5)\,trunc({MEDIA_LIMITS.max_pixels}/{other})+2)\,{side})"
         for side, other, ratio in (("iw", "ih", "sar"), ("ih", "iw", "1/sar"))
     )
     square_pixels = f"scale=w={width}:h={height}:flags=bicubic+accurate_rnd+full_chroma_int"
-    # Times that are multiples of the frame time but for rounding are snapped to them, so that all containers agree. A
-    # frame is shown from its time on, or from half a frame earlier if all frames are taken. The last one is repeated,
-    # since some containers do not say for how long it is shown.
-    elapsed, rounded = "(PTS-STARTPTS)*TB", r"round((PTS-STARTPTS)*TB*FR)/FR"
-    frame_time = rf"if(lt(abs({elapsed}-{rounded})\,{ROUNDING})\,{rounded}\,{elapsed})"
-    rate_filters = [
+    # Times that differ from multiples of the frame time only by rounding are set to multiples, so that all containers
+    # agree. A frame is shown from its time on, or from half a frame earlier if all frames are taken. The last frame is
+    # repeated, because some containers do not say how long it is shown.
+    elapsed_expr, rounded_expr = "(PTS-STARTPTS)*TB", r"round((PTS-STARTPTS)*TB*FR)/FR"
+    frame_time = rf"if(lt(abs({elapsed_expr}-{rounded_expr})\,{TIME_ROUNDING})\,{rounded_expr}\,{elapsed_expr})"
+    frame_rate_filters = [
         f"settb=1/{TICKS_PER_SECOND}",
-        rf"setpts=({frame_time}-if(gt(FR\,{fps})\,{TOLERANCE}\,0.5/FR))/TB",
+        rf"setpts=({frame_time}-if(gt(FR\,{fps})\,{TIME_TOLERANCE}\,0.5/FR))/TB",
         "tpad=stop=2:stop_mode=clone",
         rf"fps=min(source_fps\,{fps}):round=up",
     ]
     decoded, times, first_time = folder / "decoded", folder / "times", folder / "first"
-    filters = [*stream.deinterlace, *rate_filters, *stream.colour_filters(values), square_pixels, "format=rgb24|rgba"]
+    filters = [
+        *stream.deinterlace,
+        *frame_rate_filters,
+        *stream.colour_filters(is_non_colour),
+        square_pixels,
+        "format=rgb24|rgba",
+    ]
     seconds = f"{frames / min(fps, stream.min_fps or fps) + CHECKED_SECONDS:.3f}"
     input_options = [
         "-max_pixels",
-        str(2 * BOUNDS.pixels + 2**20),
+        str(2 * MEDIA_LIMITS.max_pixels + 2**20),
         *stream.decoder,
         *input_arguments(source),
     ]  # a decoder counts padding
@@ -149,15 +180,15 @@ def _decode(
             "-frames:v",
             str(frames),
             "-fs",
-            str(4 * BOUNDS.clip_pixels),
+            str(4 * MEDIA_LIMITS.max_clip_pixels),
         ),
         *("-f", "image2pipe", "-c:v", "pam", str(decoded)),
     ]
     time_base_arguments = ["-map", stream.stream, "-frames:v", "1", *TIMES_ONLY, "-f", "framecrc", str(first_time)]
-    result = run(
+    result = run_with_messages(
         [
             "-loglevel",
-            LOG_LEVEL,
+            FFMPEG_LOG_LEVEL,
             "-xerror",
             *input_options,
             *pictures,
@@ -165,20 +196,20 @@ def _decode(
             *time_base_arguments,
         ]
     )
-    if result.error and result.error.errno:  # the disk failed
+    if result.error and result.error.errno:  # raised if the disk failed
         raise result.error
-    packets = _packets(source, stream, seconds, folder)
+    packets = _list_packets(source, stream, seconds, folder)
     is_suspect = (
         bool(result.error)
         or ends_mid_packet(Path(source), stream.container)
         or DAMAGE_MESSAGES.search(result.messages) is not None
     )
-    if is_suspect or any(packet.damaged for packet in packets):
-        if damage := _damage(source, stream, input_options, seconds, max_frames, packets, folder):
+    if is_suspect or any(packet.is_damaged for packet in packets):
+        if damage := _describe_damage(source, stream, input_options, seconds, max_frames, packets, folder):
             raise WanjaxError(damage)
         if result.error:
             raise result.error
-    return decoded, _times(times), float(1 / _time_base(first_time))
+    return decoded, _read_frame_times(times), float(1 / _time_base(first_time))
 
 
 def _times_arguments(stream: VideoStream, seconds: str, max_frames: int, file: Path) -> list[str]:
@@ -206,10 +237,10 @@ class FramecrcEntry(NamedTuple):
 
     time: float | None
     size: int
-    damaged: bool
+    is_damaged: bool
 
 
-def _entries(file: Path) -> list[FramecrcEntry]:
+def _parse_framecrc(file: Path) -> list[FramecrcEntry]:
     """Parse a file in ffmpeg's `framecrc` format."""
     time_base = _time_base(file)
     entries: list[FramecrcEntry] = []
@@ -222,9 +253,9 @@ def _entries(file: Path) -> list[FramecrcEntry]:
     return entries
 
 
-def _times(file: Path) -> list[float]:
+def _read_frame_times(file: Path) -> list[float]:
     """Return the times in a `framecrc` file in ascending order."""
-    return sorted(entry.time for entry in _entries(file) if entry.time is not None)
+    return sorted(entry.time for entry in _parse_framecrc(file) if entry.time is not None)
 
 
 def _time_base(file: Path) -> Fraction:
@@ -237,11 +268,11 @@ def _time_base(file: Path) -> Fraction:
     )
 
 
-def _packets(source: str | Path, stream: VideoStream, seconds: str, folder: Path) -> list[FramecrcEntry]:
+def _list_packets(source: str | Path, stream: VideoStream, seconds: str, folder: Path) -> list[FramecrcEntry]:
     """Return the packets of a stream in the order of the file, without decoding them."""
     file, zero_runs = folder / "packets", ZeroRuns(stream.pixels)
     copy_arguments = ["-map", stream.stream, "-t", seconds, "-c", "copy", "-copyinkf"]
-    run(
+    run_with_messages(
         [
             "-loglevel",
             "error",
@@ -257,13 +288,13 @@ def _packets(source: str | Path, stream: VideoStream, seconds: str, folder: Path
         ],
         consume=zero_runs.feed if stream.codec in DENSE_CODECS else lambda piece: None,
     )
-    entries = _entries(file)
+    entries = _parse_framecrc(file)
     ends = list(accumulate(entry.size for entry in entries))
     holes = zero_runs.holed_packets(ends)
-    return [entry._replace(damaged=entry.damaged or index in holes) for index, entry in enumerate(entries)]
+    return [entry._replace(is_damaged=entry.is_damaged or index in holes) for index, entry in enumerate(entries)]
 
 
-def _damage(
+def _describe_damage(
     source: str | Path,
     stream: VideoStream,
     input_options: Sequence[str],
@@ -272,13 +303,13 @@ def _damage(
     packets: Sequence[FramecrcEntry],
     folder: Path,
 ) -> str | None:
-    """Return a message that names the frame at which a file breaks; None if all of it can be decoded.
+    """Return a message that names the frame at which a file breaks. Return None if the whole file can be decoded.
 
     Raises OSError if not even the first frame can be decoded.
     """
     file = folder / "second_times"
     # One thread, so that ffmpeg's messages about a frame come before the line with the frame's time.
-    result = run(
+    result = run_with_messages(
         [
             "-loglevel",
             "repeat+level+info",
@@ -289,7 +320,7 @@ def _damage(
             *_times_arguments(stream, seconds, max_frames, file),
         ]
     )
-    times = _times(file)
+    times = _read_frame_times(file)
     truncated = (
         0 < len(times) < max_frames
         and times[-1] + 1 < float(seconds)
@@ -299,15 +330,19 @@ def _damage(
         result.error
         or truncated
         or DAMAGE_MESSAGES.search(result.messages)
-        or any(packet.damaged for packet in packets)
+        or any(packet.is_damaged for packet in packets)
     ):
         return None
     if not times:
         raise result.error or OSError("no frame of it can be decoded")
-    corrupt = CORRUPT.search(result.messages)
-    good_frames = [result.messages.count(DECODED, 0, corrupt.start())] if corrupt else []  # frames before each fault
+    corrupt = CORRUPT_FRAME.search(result.messages)
+    good_frames = (
+        [result.messages.count(DECODED_FRAME_LOG, 0, corrupt.start())] if corrupt else []
+    )  # frames before each fault
     good_frames += [len(times) - 1] if truncated else []
-    good_frames += [_frames_before(times, packet.time, index) for index, packet in enumerate(packets) if packet.damaged]
+    good_frames += [
+        _frames_before(times, packet.time, index) for index, packet in enumerate(packets) if packet.is_damaged
+    ]
     frames = min(good_frames, default=_first_gap(times, packets, stream.duration))
     position = f"{times[min(frames, len(times) - 1)]:.1f}" + (f" of {stream.duration:.1f}" if stream.duration else "")
     return (
@@ -318,7 +353,7 @@ def _damage(
 
 def _frames_before(times: Sequence[float], time: float | None, index: int) -> int:
     """Return the number of frames before a packet with this time and index in the file."""
-    return index if time is None else bisect_left(times, time - ROUNDING)
+    return index if time is None else bisect_left(times, time - TIME_ROUNDING)
 
 
 def _first_gap(times: Sequence[float], packets: Sequence[FramecrcEntry], duration: float | None) -> int:
@@ -328,7 +363,8 @@ def _first_gap(times: Sequence[float], packets: Sequence[FramecrcEntry], duratio
         for packet in packets
         if packet.time is not None
         and (
-            (index := bisect_left(times, packet.time - ROUNDING)) == len(times) or times[index] > packet.time + ROUNDING
+            (index := bisect_left(times, packet.time - TIME_ROUNDING)) == len(times)
+            or times[index] > packet.time + TIME_ROUNDING
         )
     ]
     intervals = np.diff(times)

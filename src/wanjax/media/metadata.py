@@ -1,23 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the metadata of a video, all settings that shaped it, from any file that holds them."""
+"""Read the metadata of a video, which has all settings that shaped the video, from any file that contains it."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from wanjax.checkpoints.files import SafetensorsFile
 from wanjax.errors import WanjaxError, reason
-from wanjax.media.video import FRAME, read_metadata, why_without_settings
+from wanjax.figures import pluralize
+from wanjax.media.video import FRAME_FILE, VIDEO_ENCODERS, read_metadata, why_without_settings
 from wanjax.stores.paths import AnyPath, local_copy, missing_file, parse_path
 
 CONFIG = "generation_config.json"
-EMBEDDINGS = "stage1_embeddings.safetensors"
-LATENTS = "stage2_latents.safetensors"
-MADE_BY = {EMBEDDINGS: "wanjax encode PROMPT", LATENTS: "wanjax denoise"}
+EMBEDDINGS_FILE = "stage1_embeddings.safetensors"
+LATENTS_FILE = "stage2_latents.safetensors"
+STAGE_COMMANDS = {EMBEDDINGS_FILE: "wanjax encode PROMPT", LATENTS_FILE: "wanjax denoise"}
 """The command that writes each stage's file."""
-DIGESTS = "digests"  # the entry of metadata that maps the path of each input to the digest of its contents
-TABLE = "cache"  # the key in `DIGESTS` of the table that a step cache used
+DIGESTS_KEY = "digests"  # the entry of metadata that maps the path of each input to the digest of its contents
+CACHE_TABLE_KEY = "cache"  # the key in `DIGESTS_KEY` of the table that a step cache used
 LEGACY_NAMES = {"model_id": "model", "num_inference_steps": "steps", "num_frames": "frames"}
 """Names of settings in a generation_config.json that predates wanjax, and today's names."""
 
@@ -32,27 +34,51 @@ def find_metadata(path: str | AnyPath) -> dict[str, Any]:
         with local_copy(file) as copy:
             return find_metadata(copy)
     if file.is_dir():
-        file = next((file / name for name in (CONFIG, FRAME.format(0)) if (file / name).is_file()), file)
+        file = next((file / name for name in (CONFIG, FRAME_FILE.format(0)) if (file / name).is_file()), file)
     if not file.exists():
         raise WanjaxError(missing_file(file))
+    if not (file.is_file() or file.is_dir()):  # refused, because a device may have no end
+        raise WanjaxError(f"{file} is neither a file nor a folder: give a video, a picture or a stage's file")
+    if file.is_dir():
+        raise WanjaxError(_folder_without_settings(file))
     metadata: Any = None
     if file.suffix.lower() == ".safetensors":
         metadata = json_entry(SafetensorsFile(file), "settings")
     elif file.suffix.lower() == ".json":
         metadata = _read_json(file)
-    elif file.is_file():
+    else:
         metadata = read_metadata(file)
     if not isinstance(metadata, dict) or not isinstance(metadata.get("prompt"), str):
-        raise WanjaxError(f"{file} holds no settings of a video: {why_without_settings(file)}")
+        is_json = file.suffix.lower() == ".json"
+        problem = "it is neither wanjax's metadata nor a workflow of ComfyUI" if is_json else why_without_settings(file)
+        raise WanjaxError(f"{file} holds no settings of a video: {problem}")
     return _rename_legacy(metadata)
 
 
+def _folder_without_settings(folder: Path) -> str:
+    """Format the message that a folder contains neither a stage's files nor the frames of a video, with advice."""
+    try:
+        names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    except OSError as error:
+        return f"the folder {folder} cannot be read, {reason(error)}: change its permissions, or give a video"
+    suffixes = (*VIDEO_ENCODERS, ".gif", ".webp")
+    videos = [name for name in names if Path(name).suffix.lower() in suffixes]
+    if not videos:
+        return f"the folder {folder} holds no video: give a video, a folder of its frames, or a stage's folder"
+    video = os.path.join(folder, videos[0])  # "./-a.mp4" in ".", because "-a.mp4" would be taken for an option
+    advice = f"give one of them, such as {video}" if len(videos) > 1 else f"give {video}"
+    return f"{folder} is a folder that holds {pluralize(len(videos), 'video')}: {advice}"
+
+
 def load_settings(folder: Path) -> dict[str, Any]:
-    """Return the settings in generation_config.json; raise WanjaxError if the file is missing or no JSON object."""
+    """Return the settings in generation_config.json. Raises WanjaxError if the file is missing or not a JSON object."""
     file = folder / CONFIG
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
+        if not folder.exists():
+            advice = f"run `wanjax encode PROMPT --dir {folder}` first, or give the folder of another video"
+            raise WanjaxError(f"there is no folder {folder}: {advice}") from error
         raise WanjaxError(f"{folder} holds no {CONFIG}, which `wanjax encode` writes: run it first") from error
     except (OSError, ValueError) as error:
         raise WanjaxError(f"{file} cannot be read, {reason(error)}: run `wanjax encode` again") from error
@@ -62,7 +88,7 @@ def load_settings(folder: Path) -> dict[str, Any]:
 
 
 def load_stage_settings(folder: Path) -> dict[str, Any]:
-    """Return the settings that an earlier stage wrote; raise WanjaxError for a video of several windows."""
+    """Return the settings that an earlier stage wrote. Raises WanjaxError for a video of several windows."""
     settings = load_settings(folder)
     if settings.get("windows", 1) != 1:
         message = f"{folder} has a video of {settings['windows']} windows, whose stages cannot run separately"
@@ -71,9 +97,9 @@ def load_stage_settings(folder: Path) -> dict[str, Any]:
 
 
 def stage_file(folder: Path, name: str) -> Path:
-    """Return the path of a stage's file in a folder; raise WanjaxError if it is missing."""
+    """Return the path of a stage's file in a folder. Raises WanjaxError if the file is missing."""
     if not (folder / name).is_file():
-        raise WanjaxError(f"{folder} holds no {name}: run `{MADE_BY[name]} --dir {folder}` first")
+        raise WanjaxError(f"{folder} holds no {name}: run `{STAGE_COMMANDS[name]} --dir {folder}` first")
     return folder / name
 
 
@@ -83,13 +109,13 @@ def _rename_legacy(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def file_digests(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the digests in a video's metadata by path; empty if the metadata have none."""
-    digests = metadata.get(DIGESTS)
+    """Return the digests in a video's metadata by path. The result is empty if the metadata has no digests."""
+    digests = metadata.get(DIGESTS_KEY)
     return dict(digests) if isinstance(digests, Mapping) else {}
 
 
 def json_entry(file: SafetensorsFile, name: str) -> dict[str, Any]:
-    """Parse the JSON object under a name of a file's metadata; empty if the name is missing.
+    """Parse the JSON object under a name of a file's metadata. If the name is missing, return an empty object.
 
     Raises WanjaxError if the entry is not a JSON object.
     """
@@ -102,8 +128,11 @@ def json_entry(file: SafetensorsFile, name: str) -> dict[str, Any]:
 
 
 def _read_json(file: Path) -> Any:
-    """Return the contents of a JSON file, or None if it cannot be read."""
+    """Return the contents of a JSON file. Raises WanjaxError if the file cannot be read as JSON."""
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
+        text = file.read_text(encoding="utf-8-sig")
+        return json.loads(text) if text.strip() else None
+    except (OSError, ValueError, RecursionError) as error:
+        raise WanjaxError(
+            f"{file} holds no settings of a video: it is not valid JSON, {reason(error)}; get a complete copy"
+        ) from error

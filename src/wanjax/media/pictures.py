@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the pictures and clips that a video is made from, derive the video's size from them, and resize them to it.
+"""Read the pictures and clips from which a video is made, derive the video's size from them, and resize them to this
+size.
 
-A picture is read as a viewer shows it: rotated as its EXIF says, in RGB, and with a page behind transparent pixels.
-The page is white for pictures that are seen, and black for masks and control clips, whose background is black.
+A picture is read as a viewer shows it: rotated according to its EXIF data, in RGB, and with a background behind
+transparent pixels. The background is white for visible pictures, and black for masks and control clips.
 """
 
 import math
@@ -24,34 +25,36 @@ from jaxtyping import Float, Shaped, UInt8
 from PIL import Image, ImageOps, ImageSequence, UnidentifiedImageError
 
 from wanjax.errors import WanjaxError, WanjaxWarning, reason, repr_short
-from wanjax.media.bounds import BOUNDS
+from wanjax.media.bounds import MEDIA_LIMITS, largest_size
 from wanjax.media.colours import Conversion, srgb_conversion
 from wanjax.media.damage import holed_frame
 from wanjax.media.films import read_video_file
 from wanjax.media.inputs import InputSpec
-from wanjax.media.video import BROKEN, read_metadata
+from wanjax.media.video import DECODE_ERRORS, read_metadata
 from wanjax.stores.paths import missing_file
 
 Picture = UInt8[np.ndarray, "H W 3"]
-PictureOfAnySize = UInt8[np.ndarray, "_H _W 3"]  # in a list whose pictures differ in size
+PictureOfAnySize = UInt8[np.ndarray, "_H _W 3"]  # the height and width in a list whose pictures differ in size
 Clip = UInt8[np.ndarray, "T H W 3"]
 GreyOfAnySize = Float[np.ndarray, "_H _W"]
-Page = Literal["white", "black"]
+Background = Literal["white", "black"]
 PictureSource = str | Path | Image.Image | Shaped[np.ndarray, "..."]
 ClipSource = str | Path | Sequence[PictureSource] | Shaped[np.ndarray, "..."]
 LANCZOS = Image.Resampling.LANCZOS
-READER_VERSION = 2  # raise it when files are decoded to other pixels: cached latents are then encoded again
-GIF_TICK = 10  # a GIF's times are multiples of this many milliseconds
+READER_VERSION = 2  # increase this when the decoded pixels of files change, so that cached latents are encoded again
+GIF_TICK_MS = 10  # a GIF's times are multiples of this many milliseconds
 # In milliseconds: a frame of at most MIN_DURATION, or without a duration, lasts DEFAULT_DURATION, as in browsers.
-MIN_DURATION, DEFAULT_DURATION = 10, 100
-DAMAGED = "{} breaks at frame {}, where it is damaged or ends too early: give a complete copy"
-ANIMATED = ("GIF", "WEBP", "PNG", "AVIF", "TIFF")  # not MPO, a JPEG with thumbnails as further frames
+MIN_DURATION_MS, DEFAULT_DURATION_MS = 10, 100
+DAMAGED_MESSAGE = "{} breaks at frame {}, where it is damaged or ends too early: give a complete copy"
+# MPO is missing, because it is a JPEG whose further frames are thumbnails
+ANIMATED_FORMATS = ("GIF", "WEBP", "PNG", "AVIF", "TIFF")
 CHECKED_FOR_HOLES = ("WEBP", "AVIF")
-FORMATS = (*ANIMATED, "JPEG", "BMP", "PPM")
-"""The formats that are read. Pillow would pass some others to external programs, such as PostScript to Ghostscript."""
-JPEG_MARKER = re.compile(rb"\xff([\xc0-\xcf\xd9-\xfe])")  # of segments with a length
+PICTURE_FORMATS = (*ANIMATED_FORMATS, "JPEG", "BMP", "PPM")
+"""The formats that are read. Pillow would pass some other formats to external programs, such as PostScript to
+Ghostscript."""
+JPEG_MARKER = re.compile(rb"\xff([\xc0-\xcf\xd9-\xfe])")  # markers of segments that have a length
 START_OF_SCAN, END_OF_IMAGE = 0xDA, 0xD9
-MAX_SCANS = 50  # of a progressive JPEG: each is a pass over all pixels; about 10 are usual
+MAX_SCANS = 50  # the most scans of a progressive JPEG; each scan is a pass over all pixels, and about 10 are usual
 MODE_CONVERSIONS = {
     **dict.fromkeys(("1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "LAB", "HSV"), ("RGB",)),
     **dict.fromkeys(("LA", "PA", "RGBA", "RGBa"), ("RGBA",)),
@@ -59,13 +62,14 @@ MODE_CONVERSIONS = {
 }
 """The modes through which Pillow converts each 8-bit mode to RGB, or to RGBA if it has transparency."""
 WHITE_VALUES = {**dict.fromkeys(("I;16", "I;16L", "I;16B", "I;16N"), (65535,)), "I": (255, 65535), "F": (1, 255, 65535)}
-"""The possible values of white in the deep grey modes; the least that is not exceeded in a picture or clip is used."""
-OVERSHOOT = 0.05  # the fraction of white by which a filter may exceed white or black
+"""The possible values of white in the deep grey modes. The smallest value that no pixel of a picture or clip exceeds is
+used."""
+WHITE_OVERSHOOT = 0.05  # the fraction of white by which a filter may exceed white or black
 STRIP_ROWS = 256  # rows of a picture that are converted at a time
-DECODE_LOCK = RLock()  # Pillow's limit on pixels is global, so one picture at a time is decoded
+DECODE_LOCK = RLock()  # Pillow's limit on pixels is global, so only one picture is decoded at a time
 
 
-class DeepPicture(NamedTuple):
+class HighBitDepthPicture(NamedTuple):
     """A grey picture of more than 8 bits, its possible values of white, and a conversion of its 8-bit form to sRGB."""
 
     values: GreyOfAnySize
@@ -74,9 +78,8 @@ class DeepPicture(NamedTuple):
 
 
 class Pictures(Mapping[str, Any]):
-    """The RGB pictures and clips that a video is made from, by the names of their inputs.
-
-    Inputs that are None or empty are left out.
+    """The RGB pictures and clips from which a video is made, by the names of their inputs. Inputs that are None or
+    empty are left out.
     """
 
     def __init__(self, **arrays: Any):
@@ -104,17 +107,17 @@ class Pictures(Mapping[str, Any]):
         return tuple(self.get(name, ()))
 
     def with_inputs(self, **arrays: Any) -> "Pictures":
-        """Return a copy with these inputs replaced; None removes one."""
+        """Return a copy in which these inputs are replaced. None removes an input."""
         return Pictures(**{**self, **arrays})
 
     @property
     def first(self) -> Picture | None:
-        """The picture whose aspect ratio the video has by default, or None."""
+        """The picture that gives the video its default aspect ratio, or None."""
         clip = self.clip("video")
         return self.picture("image") if "image" in self or clip is None else clip[0]
 
 
-class NoPicture(WanjaxError):
+class NotAPictureError(WanjaxError):
     """The file is not a single picture, but may be a clip."""
 
 
@@ -141,36 +144,36 @@ def read_pictures(
             video differ in length.
     """
     arrays: dict[str, Any] = {}
-    for name, kind, _, _, page, _ in specs:
+    for name, kind, _, _, background, _ in specs:
         source: Any = sources.get(name)
         if source is None:
             continue
         if kind == "image":
-            arrays[name] = _read_picture(source, page, specs)
+            arrays[name] = _read_picture(source, background, specs)
         elif kind != "images":
-            arrays[name] = read_clip(source, frames, fps, page=page)
+            arrays[name] = read_clip(source, frames, fps, background=background)
         elif isinstance(source, str | bytes) or not isinstance(source, Iterable):
             raise WanjaxError(f"{name} must be a list of pictures, got {repr_short(source)}")
         else:
-            arrays[name] = tuple(_read_picture(entry, page, specs) for entry in source)
+            arrays[name] = tuple(_read_picture(entry, background, specs) for entry in source)
         if kind == "mask":
             arrays[name] = _match_clip(arrays[name], arrays.get("video"))
     return Pictures(**arrays)
 
 
-def _read_picture(source: Any, page: Page, specs: Iterable[InputSpec]) -> Picture | DeepPicture:
-    """Read a picture; if the file is a clip and the model takes one, the error names the right option."""
+def _read_picture(source: Any, background: Background, specs: Iterable[InputSpec]) -> Picture | HighBitDepthPicture:
+    """Read a picture. If the file is a clip and the model takes a clip, the error names the right option."""
     try:
-        return read_picture(source, page)
-    except NoPicture as error:
-        is_film = (guess_type(str(source))[0] or "").startswith("video/")
-        if is_film and any(spec.kind == "clip" for spec in specs):
-            raise WanjaxError(f"{error}; give a clip as video (--video)") from error
+        return read_picture(source, background)
+    except NotAPictureError as error:
+        is_video = (guess_type(str(source))[0] or "").startswith("video/")
+        if is_video and any(spec.kind == "clip" for spec in specs):
+            raise WanjaxError(f"{error}; give a clip as the input video") from error
         raise
 
 
 def _match_clip(mask: UInt8[np.ndarray, "_T _H _W 3"], clip: Clip | None) -> UInt8[np.ndarray, "_T _H _W 3"]:
-    """Return a mask with as many frames as its clip; raise WanjaxError if there is no clip, or the lengths differ."""
+    """Return a mask with as many frames as its clip. Raises WanjaxError if there is no clip, or the lengths differ."""
     if clip is None:
         raise WanjaxError("a mask needs a video: give the video whose white areas are regenerated")
     if len(mask) == 1:
@@ -182,26 +185,28 @@ def _match_clip(mask: UInt8[np.ndarray, "_T _H _W 3"], clip: Clip | None) -> UIn
     return mask
 
 
-def read_picture(source: PictureSource, page: Page = "white") -> Picture:
+def read_picture(source: PictureSource, background: Background = "white") -> Picture:
     """Read a picture from a file or from memory; raise WanjaxError as `read_pictures` does."""
-    [picture] = _to_8_bits([_read(source, page)], str(source) if isinstance(source, str | Path) else "the picture")
+    [picture] = _to_8_bits(
+        [_read_unscaled(source, background)], str(source) if isinstance(source, str | Path) else "the picture"
+    )
     return picture
 
 
-def _read(source: PictureSource, page: Page) -> Picture | DeepPicture:
-    """Read a picture; a deep grey one is not yet scaled to 8 bits."""
+def _read_unscaled(source: PictureSource, background: Background) -> Picture | HighBitDepthPicture:
+    """Read a picture. A deep grey picture is not scaled to 8 bits yet."""
     if isinstance(source, np.ndarray):
         return _check_array(source, 3)
     if isinstance(source, Image.Image):
-        with _wrap_errors("the picture", BOUNDS.pixels):
+        with _wrap_errors("the picture", MEDIA_LIMITS.max_pixels):
             _check_single(source, "the picture")
-            return _render(source.copy(), page)
+            return _render(source.copy(), background)
     if not isinstance(source, str | Path):
         expected = "the path of a file, a PIL image or an array uint8 [H, W, 3]"
         raise WanjaxError(f"{repr_short(source)} is not a picture: give {expected}")
     with open_image(source, str(source)) as image:
         _check_single(image, str(source))
-        return _render(image, page)
+        return _render(image, background)
 
 
 def to_picture(image: Image.Image, name: str) -> Picture:
@@ -213,14 +218,14 @@ def to_picture(image: Image.Image, name: str) -> Picture:
 
 def _check_single(image: Image.Image, name: str) -> None:
     if _is_animated(image):
-        raise NoPicture(f"{name} is animated: give a picture with one frame")
+        raise NotAPictureError(f"{name} is animated: give a picture with one frame")
 
 
 def _is_animated(image: Image.Image) -> bool:
-    return image.format in ANIMATED and getattr(image, "is_animated", False)
+    return image.format in ANIMATED_FORMATS and getattr(image, "is_animated", False)
 
 
-def read_clip(source: ClipSource, frames: int, fps: int | float, page: Page = "white") -> Clip:
+def read_clip(source: ClipSource, frames: int, fps: int | float, background: Background = "white") -> Clip:
     """Read a clip from a file, from a folder of pictures in the order of their names, or from memory.
 
     Numbers in names are sorted by value. `frames`, `fps` and errors are those of `read_pictures`.
@@ -231,7 +236,7 @@ def read_clip(source: ClipSource, frames: int, fps: int | float, page: Page = "w
         expected = "the path of a file or folder, a list of pictures or an array uint8 [T, H, W, 3]"
         raise WanjaxError(f"{repr_short(source)} is not a clip: give {expected}")
     name = source if isinstance(source, str | Path) else "the clip"
-    with closing(_pictures(source, frames, fps, page)) as sequence:
+    with closing(_iterate_pictures(source, frames, fps, background)) as sequence:
         pictures = _to_8_bits(list(islice(sequence, frames)), str(name))
     if not pictures:
         raise WanjaxError(f"{name} holds no pictures: give at least one")
@@ -239,24 +244,29 @@ def read_clip(source: ClipSource, frames: int, fps: int | float, page: Page = "w
         raise WanjaxError(f"{name} holds pictures of different sizes: give pictures of one size")
     clip = np.empty((len(pictures), *pictures[0].shape), np.uint8)
     for index in reversed(range(len(clip))):
-        clip[index] = pictures.pop()  # frees each picture once it is copied: together they may take gigabytes
+        # Frees each picture after copying it, because all pictures together may take gigabytes
+        clip[index] = pictures.pop()
     return clip
 
 
-def _pictures(
-    source: str | Path | Sequence[PictureSource], frames: int, fps: int | float, page: Page
-) -> Generator[Picture | DeepPicture]:
+def _iterate_pictures(
+    source: str | Path | Sequence[PictureSource], frames: int, fps: int | float, background: Background
+) -> Generator[Picture | HighBitDepthPicture]:
     """Iterate over a clip's pictures: at least the first `frames`, at most `fps` a second."""
     if not isinstance(source, str | Path):
-        return (_read(picture, page) for picture in source)
+        return (_read_unscaled(picture, background) for picture in source)
     if Path(source).is_dir():
-        return (_read(path, page) for path in _list_pictures(Path(source)))
-    return _animation(source, fps, page) if _is_picture(source) else _video_file(source, frames, fps, page)
+        return (_read_unscaled(path, background) for path in _list_pictures(Path(source)))
+    return (
+        _read_animation(source, fps, background)
+        if _is_picture(source)
+        else _read_video_file(source, frames, fps, background)
+    )
 
 
 def is_picture_name(path: Path) -> bool:
     """Return whether a file's suffix is that of a picture or an animation."""
-    return Image.registered_extensions().get(path.suffix.lower()) in (*FORMATS, "MPO")
+    return Image.registered_extensions().get(path.suffix.lower()) in (*PICTURE_FORMATS, "MPO")
 
 
 def natural_sort(paths: Iterable[Path]) -> list[Path]:
@@ -274,7 +284,7 @@ def natural_sort(paths: Iterable[Path]) -> list[Path]:
 
 
 def _list_pictures(folder: Path) -> list[Path]:
-    """List the pictures in a folder in order; warn if it holds other files."""
+    """List the pictures in a folder in order. Warn if there are other files."""
     try:
         files = list(folder.iterdir())
     except OSError as error:
@@ -293,73 +303,83 @@ def _is_picture(source: str | Path) -> bool:
     if is_picture_name(Path(source)) or not os.path.isfile(source):
         return is_picture_name(Path(source))
     try:
-        with _pixel_limit(BOUNDS.pixels), Image.open(source, formats=FORMATS):
+        with _pixel_limit(MEDIA_LIMITS.max_pixels), Image.open(source, formats=PICTURE_FORMATS):
             return True
     except Image.DecompressionBombError:
         return True
-    except BROKEN:
+    except DECODE_ERRORS:
         return False
 
 
-def _animation(source: str | Path, fps: int | float, page: Page) -> Generator[Picture | DeepPicture]:
+def _read_animation(
+    source: str | Path, fps: int | float, background: Background
+) -> Generator[Picture | HighBitDepthPicture]:
     """Yield the pictures of an animation that Pillow reads; a single picture is a clip of one frame."""
     with open_image(source, str(source)) as image:
-        if image.format not in ANIMATED:
-            yield _render(image, page)
+        if image.format not in ANIMATED_FORMATS:
+            yield _render(image, background)
             return
         num_skipped = int(
             image.format == "PNG" and bool(image.info.get("default_image"))
-        )  # a fallback image, not a frame
+        )  # this image is a fallback, not a frame
         durations = []
-        for frame_count, frame in enumerate(_frames(image, str(source)), 1):
-            _check_size(image, str(source), BOUNDS.pixels)
-            if frame_count > BOUNDS.frames or frame_count * image.width * image.height > BOUNDS.clip_pixels:
+        for frame_count, frame in enumerate(_decode_frames(image, str(source)), 1):
+            _check_size(image, str(source), MEDIA_LIMITS.max_pixels)
+            if (
+                frame_count > MEDIA_LIMITS.max_animation_frames
+                or frame_count * image.width * image.height > MEDIA_LIMITS.max_clip_pixels
+            ):
                 raise WanjaxError(
-                    f"{source} has at least {frame_count} frames of {image.width}x{image.height} pixels: the limit is "
-                    f"{BOUNDS.frames:,} frames and {BOUNDS.clip_pixels:,} pixels in all"
+                    f"{source} has at least {frame_count} frames of {image.width}x{image.height} pixels, and the "
+                    f"limit is {MEDIA_LIMITS.max_animation_frames:,} frames and "
+                    f"{MEDIA_LIMITS.max_clip_pixels:,} in all: use fewer or smaller ones"
                 )
             durations.append(frame.info.get("duration"))
-        frame_durations, tick = _durations(durations[num_skipped:], _saved_fps(source), timeless=image.format == "TIFF")
+        frame_durations, tick = _frame_durations(
+            durations[num_skipped:], _saved_fps(source), ignores_times=image.format == "TIFF"
+        )
         tick = tick or 1000 / fps
-        tolerance = GIF_TICK / 2 + 1 if image.format == "GIF" else 1
-        frames = (_render(frame, page) for frame in islice(_frames(image, str(source)), num_skipped, None))
+        tolerance = GIF_TICK_MS / 2 + 1 if image.format == "GIF" else 1
+        frames = (_render(frame, background) for frame in islice(_decode_frames(image, str(source)), num_skipped, None))
         timed = zip(frames, (duration or tick for duration in frame_durations), strict=True)
         yield from _resample(timed, sum(duration or tick for duration in frame_durations), tick, 1000 / fps, tolerance)
 
 
-def _frames(image: Image.Image, name: str) -> Iterator[Image.Image]:
+def _decode_frames(image: Image.Image, name: str) -> Iterator[Image.Image]:
     """Yield the decoded frames of an animation; raise WanjaxError with the number of the first broken frame."""
     frames = ImageSequence.Iterator(image)
     for number in count(1):
         try:
             frame = next(frames)
-            frame.load()  # some formats have the duration only after it
+            frame.load()  # some formats give the duration only after the frame is decoded
         except StopIteration:
             return
         except Image.DecompressionBombError:
             raise
-        except BROKEN as error:
+        except DECODE_ERRORS as error:
             if number == 1:
                 raise
-            raise WanjaxError(DAMAGED.format(name, number)) from error
+            raise WanjaxError(DAMAGED_MESSAGE.format(name, number)) from error
         yield frame
 
 
-def _durations(
-    durations: Sequence[float | None], fps: float | None, *, timeless: bool
+def _frame_durations(
+    durations: Sequence[float | None], fps: float | None, *, ignores_times: bool
 ) -> tuple[list[float | None], float | None]:
-    """Return the milliseconds of each frame and of one tick; None where the file has no times.
+    """Return the milliseconds of each frame and of one tick. Frames without times have None.
 
-    Missing durations and those of at most 10 ms become 100 ms, as in browsers, unless the file's own metadata have
+    Missing durations, and durations of at most 10 ms, become 100 ms, as in browsers, unless the file's own metadata has
     such a frame rate.
     """
-    positive = [duration for duration in durations if duration]
-    if positive and fps is not None and 1000 / fps < min(positive) + GIF_TICK:
+    known_durations = [duration for duration in durations if duration]
+    if known_durations and fps is not None and 1000 / fps < min(known_durations) + GIF_TICK_MS:
         return list(durations), 1000 / fps
-    if timeless and not positive:
+    if ignores_times and not known_durations:
         return list(durations), None
-    corrected = [duration if duration and duration > MIN_DURATION else DEFAULT_DURATION for duration in durations]
-    return list(corrected), _tick(corrected)
+    corrected_durations = [
+        duration if duration and duration > MIN_DURATION_MS else DEFAULT_DURATION_MS for duration in durations
+    ]
+    return list(corrected_durations), _estimate_tick(corrected_durations)
 
 
 def _saved_fps(source: str | Path) -> float | None:
@@ -369,26 +389,27 @@ def _saved_fps(source: str | Path) -> float | None:
         return fps if isinstance(fps, int | float) and fps > 0 else None
 
 
-def _tick(durations: Sequence[float]) -> float:
+def _estimate_tick(durations: Sequence[float]) -> float:
     """Return the milliseconds of one frame as they were before the encoder merged equal frames into longer ones.
 
-    The shortest frames, which differ only by rounding, last one tick, and the others whole multiples of it.
+    The shortest frames, which differ only by rounding, last one tick. The other frames last whole multiples of a tick.
     """
-    longest = min(durations) + GIF_TICK
-    shortest = fmean(duration for duration in durations if duration <= longest)
-    return sum(durations) / sum(max(1, round(duration / shortest)) for duration in durations)
+    longest_duration = min(durations) + GIF_TICK_MS
+    shortest_duration = fmean(duration for duration in durations if duration <= longest_duration)
+    return sum(durations) / sum(max(1, round(duration / shortest_duration)) for duration in durations)
 
 
 def _resample(
-    timed_pictures: Iterable[tuple[Picture | DeepPicture, float]],
+    timed_pictures: Iterable[tuple[Picture | HighBitDepthPicture, float]],
     length: float,
     tick: float,
     step: float,
     tolerance: float,
-) -> Iterator[Picture | DeepPicture]:
+) -> Iterator[Picture | HighBitDepthPicture]:
     """Yield the picture that is shown at each multiple of `step`, or of `tick` if that is longer, up to the last tick.
 
-    Times are rounded, so a picture counts as shown a little before its time: half a tick before if none is skipped.
+    Times are rounded, so a picture counts as shown a little before its time. If no picture is skipped, this is half a
+    tick.
 
     Args:
         timed_pictures: Pictures with their durations in milliseconds.
@@ -397,26 +418,29 @@ def _resample(
         step: The distance between the yielded pictures.
         tolerance: By how much a time may be rounded.
     """
-    step, earlier = (step, min(tolerance, tick / 2)) if step > tick else (tick, tick / 2)
+    step, lead_ms = (step, min(tolerance, tick / 2)) if step > tick else (tick, tick / 2)
     end, index = 0.0, 0
     for picture, duration in timed_pictures:
         end += duration
-        while index * step + earlier < end and index * step < length - tick + earlier:
+        while index * step + lead_ms < end and index * step < length - tick + lead_ms:
             yield picture
             index += 1
 
 
-def _video_file(source: str | Path, frames: int, fps: int | float, page: Page) -> Generator[Picture]:
-    """Yield the pictures of a video file that ffmpeg reads, with the page behind transparent pixels."""
-    with closing(read_video_file(source, frames, fps, values=page == "black")) as video_frames:
+def _read_video_file(source: str | Path, frames: int, fps: int | float, background: Background) -> Generator[Picture]:
+    """Yield the pictures of a video file that ffmpeg reads, with the background behind transparent pixels."""
+    with closing(read_video_file(source, frames, fps, is_non_colour=background == "black")) as video_frames:
         for frame in video_frames:
-            yield frame if frame.shape[-1] == 3 else _flatten(Image.fromarray(frame), page)
+            yield frame if frame.shape[-1] == 3 else _flatten(Image.fromarray(frame), background)
 
 
 def _check_array(array: np.ndarray, rank: int) -> np.ndarray:
     if array.dtype != np.uint8 or array.ndim != rank or array.shape[-1] != 3 or 0 in array.shape:
         expected = f"uint8 [{'T, ' * (rank - 3)}H, W, 3]"
-        raise WanjaxError(f"pictures must be {expected}, got {array.dtype} {list(array.shape)}")
+        problem = f"pictures must be {expected}, got {array.dtype} {list(array.shape)}"
+        if array.dtype.kind == "f":
+            problem += ': turn values in [0, 1] into bytes with (255 * x).round().astype("uint8")'
+        raise WanjaxError(problem)
     return array
 
 
@@ -426,7 +450,7 @@ def _pixel_limit(pixels: int) -> Iterator[None]:
     with DECODE_LOCK, warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
         limit = Image.MAX_IMAGE_PIXELS
-        Image.MAX_IMAGE_PIXELS = max(1, pixels // 2)  # Pillow refuses more than twice its limit
+        Image.MAX_IMAGE_PIXELS = max(1, pixels // 2)  # Pillow refuses only pictures with more than twice the limit
         try:
             yield
         finally:
@@ -434,9 +458,12 @@ def _pixel_limit(pixels: int) -> Iterator[None]:
 
 
 def _check_size(image: Image.Image, name: str, max_pixels: int) -> None:
-    if image.width * image.height > max_pixels or max(image.size) > BOUNDS.side:
-        limits = f"{max_pixels:,} pixels, and {BOUNDS.side:,} in a row or column"
-        raise WanjaxError(f"{name} has {image.width}x{image.height} pixels: the limit is {limits}")
+    if image.width * image.height > max_pixels or max(image.size) > MEDIA_LIMITS.max_side:
+        limits_text = f"{max_pixels:,} pixels, and {MEDIA_LIMITS.max_side:,} in a row or column"
+        raise WanjaxError(
+            f"{name} has {image.width}x{image.height} pixels, and the limit is {limits_text}: scale it down to "
+            f"{largest_size(image.width, image.height, max_pixels)}"
+        )
 
 
 def _count_scans(data: bytes) -> int:
@@ -454,20 +481,20 @@ def open_image(source: str | Path | BytesIO, name: str, *, pixels: int | None = 
 
     Args:
         source: A path, or the contents of a file.
-        name: Its name in messages.
-        pixels: The most pixels; None is the limit of `BOUNDS`.
+        name: The name of the picture in messages.
+        pixels: The most pixels; None is the limit of `MEDIA_LIMITS`.
 
     Raises:
         WanjaxError: The picture is missing, too large or damaged, or the file is not a picture.
     """
-    max_pixels = BOUNDS.pixels if pixels is None else pixels
+    max_pixels = MEDIA_LIMITS.max_pixels if pixels is None else pixels
     if not isinstance(source, BytesIO) and not os.path.isfile(source):
         raise WanjaxError(f"{name} is a folder: give a picture" if os.path.isdir(source) else missing_file(source))
     with ExitStack() as stack:
-        with _wrap_errors(name, max_pixels, opening=True):
+        with _wrap_errors(name, max_pixels, is_opening=True):
             # Pillow memory-maps a file opened by name, and then decodes a rotated TIFF wrongly.
             file = source if isinstance(source, BytesIO) else stack.enter_context(open(source, "rb"))
-            image = stack.enter_context(Image.open(file, formats=FORMATS))
+            image = stack.enter_context(Image.open(file, formats=PICTURE_FORMATS))
         _check_size(image, name, max_pixels)
         if image.format in ("JPEG", "MPO"):
             data = source.getvalue() if isinstance(source, BytesIO) else Path(source).read_bytes()
@@ -484,52 +511,54 @@ def _check_holes(image: Image.Image, source: str | Path | BytesIO, name: str) ->
         data = source.getvalue() if isinstance(source, BytesIO) else Path(source).read_bytes()
         blobs = [blob for key in ("exif", "xmp", "icc_profile") if isinstance(blob := image.info.get(key), bytes)]
         if (frame := holed_frame(data, image.format, image.width * image.height, blobs)) is not None:
-            raise WanjaxError(DAMAGED.format(name, frame + 1))
+            raise WanjaxError(DAMAGED_MESSAGE.format(name, frame + 1))
 
 
 @contextmanager
-def _wrap_errors(name: str, max_pixels: int, *, opening: bool = False) -> Iterator[None]:
-    """Turn Pillow's errors in decoding, or in `opening`, into WanjaxError."""
+def _wrap_errors(name: str, max_pixels: int, *, is_opening: bool = False) -> Iterator[None]:
+    """Turn Pillow's errors in decoding, or in `is_opening`, into WanjaxError."""
     try:
         with _pixel_limit(
-            2 * max_pixels if opening else max_pixels
+            2 * max_pixels if is_opening else max_pixels
         ):  # so that `_check_size` can report a size slightly too large
             yield
     except WanjaxError:
         raise
     except Image.DecompressionBombError as error:
         pixels = int("".join(re.findall(r"\d+", str(error))[:1]))  # the message has the number
-        raise WanjaxError(f"{name} has {pixels:,} pixels: the limit is {max_pixels:,}") from error
+        raise WanjaxError(f"{name} has {pixels:,} pixels, and the limit is {max_pixels:,}: scale it down") from error
     except UnidentifiedImageError as error:
         if os.path.isfile(name) and not os.path.getsize(name):
             raise WanjaxError(f"{name} is empty: give a complete copy of the picture") from error
-        raise NoPicture(f"{name} is not a picture: give one of {', '.join(FORMATS)}") from error
-    except (*BROKEN, MemoryError) as error:
-        problem = "cannot be read as a picture" if opening else "is damaged before its end"
+        raise NotAPictureError(f"{name} is not a picture: give one of {', '.join(PICTURE_FORMATS)}") from error
+    except (*DECODE_ERRORS, MemoryError) as error:
+        problem = "cannot be read as a picture" if is_opening else "is damaged before its end"
         raise WanjaxError(f"{name} {problem}: {error}") from error
 
 
-def _render(image: Image.Image, page: Page) -> Picture | DeepPicture:
-    """Return the picture as a viewer shows it on a page; rotates the image in place."""
+def _render(image: Image.Image, background: Background) -> Picture | HighBitDepthPicture:
+    """Return the picture as a viewer shows it on this background; rotates the image in place."""
     ImageOps.exif_transpose(image, in_place=True)
-    to_srgb = srgb_conversion(image) if page == "white" else None  # masks and control clips hold values, not colours
+    to_srgb = (
+        srgb_conversion(image) if background == "white" else None
+    )  # masks and control clips hold values, not colours
     if image.mode in WHITE_VALUES:
         whites = (
             (65535,) if image.mode == "I" and image.format == "PPM" else WHITE_VALUES[image.mode]
         )  # a PGM of 16 bits
         grey = np.asarray(image).astype(np.float32)
         if (hidden := image.info.get("transparency")) is not None:  # one value is transparent
-            grey[grey == hidden] = whites[0] if page == "white" else 0
-        return DeepPicture(grey, whites, to_srgb)
+            grey[grey == hidden] = whites[0] if background == "white" else 0
+        return HighBitDepthPicture(grey, whites, to_srgb)
     pixels = np.empty((image.height, image.width, 3), np.uint8)
     for top in range(0, image.height, STRIP_ROWS):  # in strips, so that the copies stay small
         rows = pixels[top : top + STRIP_ROWS]
-        rows[:] = _flatten(image.crop((0, top, image.width, top + len(rows))), page, to_srgb)
+        rows[:] = _flatten(image.crop((0, top, image.width, top + len(rows))), background, to_srgb)
     return pixels
 
 
-def _flatten(image: Image.Image, page: Page, to_srgb: Conversion | None = None) -> Picture:
-    """Convert an 8-bit image to RGB on a page of this colour."""
+def _flatten(image: Image.Image, background: Background, to_srgb: Conversion | None = None) -> Picture:
+    """Convert an 8-bit image to RGB on this background."""
     has_transparent_colour = "transparency" in image.info and image.mode in ("1", "L", "P", "RGB")
     if to_srgb is not None and image.mode == "CMYK":
         return np.asarray(to_srgb(image))
@@ -538,31 +567,31 @@ def _flatten(image: Image.Image, page: Page, to_srgb: Conversion | None = None) 
     if to_srgb is not None:
         image = to_srgb(image)
     if image.mode == "RGBA":
-        image = Image.alpha_composite(Image.new("RGBA", image.size, page), image)
+        image = Image.alpha_composite(Image.new("RGBA", image.size, background), image)
     return np.asarray(image.convert("RGB"))
 
 
-def _to_8_bits(pictures: Sequence[PictureOfAnySize | DeepPicture], name: str) -> list[PictureOfAnySize]:
+def _to_8_bits(pictures: Sequence[PictureOfAnySize | HighBitDepthPicture], name: str) -> list[PictureOfAnySize]:
     """Scale the pictures of one source to 8 bits a channel; raise WanjaxError for values outside of every range."""
     values: dict[tuple[int, ...], list[GreyOfAnySize]] = {}
     for picture in pictures:
-        if isinstance(picture, DeepPicture):
+        if isinstance(picture, HighBitDepthPicture):
             values.setdefault(picture.whites, []).append(picture.values)
-    white_values = {whites: _find_white(whites, values[whites], name) for whites in values}
-    return [_scale_grey(x, white_values[x.whites]) if isinstance(x, DeepPicture) else x for x in pictures]
+    white_by_range = {whites: _find_white(whites, values[whites], name) for whites in values}
+    return [_scale_grey(x, white_by_range[x.whites]) if isinstance(x, HighBitDepthPicture) else x for x in pictures]
 
 
 def _find_white(whites: tuple[int, ...], values: Sequence[GreyOfAnySize], name: str) -> int:
     """Return the least value of white that no picture exceeds; NaN exceeds every value."""
     low, high = float(np.min([x.min() for x in values])), float(np.max([x.max() for x in values]))
-    white = next((white for white in whites if high <= (1 + OVERSHOOT) * white), 0)
-    if white and low >= -OVERSHOOT * white:
+    white = next((white for white in whites if high <= (1 + WHITE_OVERSHOOT) * white), 0)
+    if white and low >= -WHITE_OVERSHOOT * white:
         return white
-    ranges = " or ".join(f"0 to {white}" for white in whites)
-    raise WanjaxError(f"{name} has values from {low:g} to {high:g}: black to white must be {ranges}")
+    ranges_text = " or ".join(f"0 to {white}" for white in whites)
+    raise WanjaxError(f"{name} has values from {low:g} to {high:g}: black to white must be {ranges_text}")
 
 
-def _scale_grey(picture: DeepPicture, white: int) -> PictureOfAnySize:
+def _scale_grey(picture: HighBitDepthPicture, white: int) -> PictureOfAnySize:
     grey = (picture.values * np.float32(255 / white) + np.float32(0.5)).clip(0, 255).astype(np.uint8)
     if picture.to_srgb is not None:
         with DECODE_LOCK:  # a transform may run in one thread at a time
@@ -570,7 +599,7 @@ def _scale_grey(picture: DeepPicture, white: int) -> PictureOfAnySize:
     return np.repeat(grey[..., None], 3, axis=-1)
 
 
-def size_within(shape: tuple[int, ...], area: int, grid: int) -> tuple[int, int]:
+def size_for_area(shape: tuple[int, ...], area: int, grid: int) -> tuple[int, int]:
     """Return the (height, width) of a video with about the aspect ratio of a picture of shape [H W 3].
 
     Both sides of the exact rectangle of `area` pixels are rounded down to multiples of `grid`, as in the reference.
@@ -580,7 +609,13 @@ def size_within(shape: tuple[int, ...], area: int, grid: int) -> tuple[int, int]
     return height, width
 
 
-def fit(picture: Picture, size: tuple[int, int], resize: str) -> UInt8[np.ndarray, "_H _W 3"]:
+def kept_share(shape: tuple[int, ...], size: tuple[int, int]) -> float:
+    """Return the share of a picture of shape [H W 3] that remains if it is scaled and cropped to a (height, width)."""
+    ratio = shape[0] * size[1] / (shape[1] * size[0])
+    return min(ratio, 1 / ratio)
+
+
+def fit_to_size(picture: Picture, size: tuple[int, int], resize: str) -> UInt8[np.ndarray, "_H _W 3"]:
     """Resize a picture to a (height, width): by cropping, by adding black bars (`pad`), or by `stretch`."""
     height, width = size
     if picture.shape[:2] == size:

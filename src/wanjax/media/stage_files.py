@@ -15,21 +15,29 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from wanjax.checkpoints.files import SafetensorsFile, save_safetensors
-from wanjax.errors import WanjaxError
-from wanjax.media.inputs import INPUTS
-from wanjax.media.metadata import CONFIG, DIGESTS, EMBEDDINGS, LATENTS, MADE_BY, json_entry, stage_file
-from wanjax.stores.writing import writing
+from wanjax.errors import WanjaxError, reason
+from wanjax.media.inputs import INPUT_SPECS
+from wanjax.media.metadata import (
+    CONFIG,
+    DIGESTS_KEY,
+    EMBEDDINGS_FILE,
+    LATENTS_FILE,
+    STAGE_COMMANDS,
+    json_entry,
+    stage_file,
+)
+from wanjax.stores.writing import atomic_write
 
-STATE = "stage2_state.safetensors"
+STATE_FILE = "stage2_state.safetensors"
 """The state of an interrupted denoising."""
-PREVIEW = "preview.png"
-VIDEO = "output_video.mp4"
+PREVIEW_FILE = "preview.png"
+VIDEO_FILE = "output_video.mp4"
 PICTURE_SETTINGS = ("height", "width", "frames", "resize", "follow")
 """Settings that shape the conditioning from pictures, beside the pictures."""
-VIDEO_STREAM = "video"  # its latents are the tensor "latents"
-STREAM_SUFFIX = "_latents"  # of the tensors of other streams
-VIDEO_SHAPE = "video_shape"
-"""The tensor with the frames, height, width and references that pictures were encoded for."""
+VIDEO_STREAM = "video"  # the latents of this stream are the tensor "latents"
+STREAM_SUFFIX = "_latents"  # suffix of the names of other streams' tensors
+VIDEO_SHAPE_TENSOR = "video_shape"
+"""The tensor with the numbers of frames, height, width and references for which pictures were encoded."""
 ENVIRONMENT_SETTINGS = {
     "devices",
     "mesh",
@@ -42,15 +50,15 @@ ENVIRONMENT_SETTINGS = {
     "version",
 }
 """Entries of metadata that differ between machines and change a video only by rounding."""
-MAX_INT = 2**31
-FLOATS = {"floats": jnp.floating}
-FLOATS_AND_MASKS = FLOATS | {"integers": jnp.integer, "booleans": jnp.bool_}
+MAX_VIDEO_DIMENSION = 2**31
+FLOAT_KINDS = {"floats": jnp.floating}
+FLOAT_AND_MASK_KINDS = FLOAT_KINDS | {"integers": jnp.integer, "booleans": jnp.bool_}
 
 
 def save_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     """Write generation_config.json, from which the later stages take their default settings."""
     text = json.dumps(dict(settings), indent=2, ensure_ascii=False) + "\n"
-    with writing(folder / CONFIG) as partial_file:
+    with atomic_write(folder / CONFIG) as partial_file:
         # surrogates stand for bytes of a path that are not UTF-8; they become JSON's escapes
         partial_file.write_text(text, encoding="utf-8", errors="backslashreplace")
 
@@ -60,22 +68,22 @@ def save_conditioning(
 ) -> None:
     """Write the conditioning, the output of the first stage, with the settings that shaped it.
 
-    These are the prompts, and the pictures and the video's size if there are pictures or a tensor has the five axes of
-    a video. The tensor `VIDEO_SHAPE` is not written, since the settings have its values.
+    The settings are the prompts. If there are pictures, or a tensor has the five axes of a video, they also include the
+    pictures and the video's size. The tensor `VIDEO_SHAPE_TENSOR` is not written, because the settings have its values.
 
     Args:
         folder: The video's folder.
         tensors: Tensors by name, each with a first axis of size 1.
         settings: All settings of the video.
     """
-    tensors = {name: x for name, x in tensors.items() if name != VIDEO_SHAPE}
-    depends_on_size = any(settings.get(name) for name in INPUTS) or any(x.ndim == 5 for x in tensors.values())
-    setting_names = ("prompt", "negative_prompt", *((*PICTURE_SETTINGS, *INPUTS) if depends_on_size else ()))
+    tensors = {name: x for name, x in tensors.items() if name != VIDEO_SHAPE_TENSOR}
+    depends_on_size = any(settings.get(name) for name in INPUT_SPECS) or any(x.ndim == 5 for x in tensors.values())
+    setting_names = ("prompt", "negative_prompt", *((*PICTURE_SETTINGS, *INPUT_SPECS) if depends_on_size else ()))
     used_settings = {name: settings[name] for name in setting_names if name in settings}
-    paths = [path for name in INPUTS for path in np.ravel(used_settings.get(name) or [])]
-    if digests := {path: x for path, x in settings.get(DIGESTS, {}).items() if path in paths}:
-        used_settings[DIGESTS] = digests
-    _save_stage(folder / EMBEDDINGS, tensors, used_settings)
+    paths = [path for name in INPUT_SPECS for path in np.ravel(used_settings.get(name) or [])]
+    if digests := {path: x for path, x in settings.get(DIGESTS_KEY, {}).items() if path in paths}:
+        used_settings[DIGESTS_KEY] = digests
+    _save_stage(folder / EMBEDDINGS_FILE, tensors, used_settings)
 
 
 def load_conditioning(folder: Path, settings: Mapping[str, Any]) -> dict[str, Shaped[Array, "1 ..."]]:
@@ -84,20 +92,20 @@ def load_conditioning(folder: Path, settings: Mapping[str, Any]) -> dict[str, Sh
     The caller checks names and ranks. Raises WanjaxError if the file is missing or broken, or was made with other
     prompts or pictures than those of `settings`, the output of `metadata.load_settings`.
     """
-    file = _open_stage(folder, EMBEDDINGS, settings)
-    return {name: _read(file, name, FLOATS_AND_MASKS) for name in file.specs}
+    file = _open_stage(folder, EMBEDDINGS_FILE, settings)
+    return {name: _read(file, name, FLOAT_AND_MASK_KINDS) for name in file.specs}
 
 
 def load_video_shape(folder: Path) -> dict[str, Int[np.ndarray, "1 4"]]:
-    """Return the tensor `VIDEO_SHAPE` of a folder's conditioning by its name.
+    """Return the tensor `VIDEO_SHAPE_TENSOR` of a folder's conditioning by its name.
 
     Empty if only prompts were encoded, or if another program wrote the file.
     """
-    settings = json_entry(SafetensorsFile(folder / EMBEDDINGS), "settings")
+    settings = json_entry(_open_file(folder, EMBEDDINGS_FILE), "settings")
     shape = [settings.get(name) for name in ("frames", "height", "width")]
-    if not all(isinstance(n, int) and 0 < n < MAX_INT for n in shape):
+    if not all(isinstance(n, int) and 0 < n < MAX_VIDEO_DIMENSION for n in shape):
         return {}
-    return {VIDEO_SHAPE: np.array([[*shape, np.size(settings.get("references") or [])]], np.int32)}
+    return {VIDEO_SHAPE_TENSOR: np.array([[*shape, np.size(settings.get("references") or [])]], np.int32)}
 
 
 def save_latents(folder: Path, latents: Any, settings: Mapping[str, Any]) -> None:
@@ -105,7 +113,7 @@ def save_latents(folder: Path, latents: Any, settings: Mapping[str, Any]) -> Non
     saved_settings = {name: value for name, value in settings.items() if name != "fps"}
     streams = dict(latents) if isinstance(latents, Mapping) else {VIDEO_STREAM: latents}
     tensors = {"latents": streams.pop(VIDEO_STREAM), **{f"{name}{STREAM_SUFFIX}": x for name, x in streams.items()}}
-    _save_stage(folder / LATENTS, tensors, saved_settings)
+    _save_stage(folder / LATENTS_FILE, tensors, saved_settings)
 
 
 def load_latents(folder: Path, settings: Mapping[str, Any]) -> Any:
@@ -114,11 +122,11 @@ def load_latents(folder: Path, settings: Mapping[str, Any]) -> Any:
     Raises WanjaxError if they are missing, broken, not finite or of another rank, or if they were made with other
     settings than `settings`, the output of `metadata.load_settings`.
     """
-    file = _open_stage(folder, LATENTS, settings)
-    streams = {VIDEO_STREAM: _read(file, "latents", FLOATS, rank=5)}
+    file = _open_stage(folder, LATENTS_FILE, settings)
+    streams = {VIDEO_STREAM: _read(file, "latents", FLOAT_KINDS, rank=5)}
     for name in file.specs:
         if name.endswith(STREAM_SUFFIX):
-            streams[name.removesuffix(STREAM_SUFFIX)] = _read(file, name, FLOATS)
+            streams[name.removesuffix(STREAM_SUFFIX)] = _read(file, name, FLOAT_KINDS)
     if not all(jnp.isfinite(x).all() for x in streams.values()):
         raise WanjaxError(f"{file.path} holds latents that are not finite: run `wanjax denoise` again")
     return streams if len(streams) > 1 else streams[VIDEO_STREAM]
@@ -127,11 +135,11 @@ def load_latents(folder: Path, settings: Mapping[str, Any]) -> Any:
 def load_noise(path: str | Path, names: Sequence[str] = ("noise",)) -> dict[str, Float[Array, "..."]]:
     """Return the tensors of these names in a safetensors file.
 
-    The first is the initial noise and required; WanjaxError is raised if it is missing. The others are optional.
+    The first is the initial noise and required; WanjaxError is raised if it is missing. The other tensors are optional.
     """
     file = SafetensorsFile(path)
     optional_names = [name for name in names[1:] if name in file.specs]
-    return {name: _read(file, name, FLOATS, first=None) for name in (names[0], *optional_names)}
+    return {name: _read(file, name, FLOAT_KINDS, first=None) for name in (names[0], *optional_names)}
 
 
 def _save_stage(
@@ -140,14 +148,25 @@ def _save_stage(
     save_safetensors(path, {name: np.asarray(x) for name, x in tensors.items()}, {"settings": json.dumps(settings)})
 
 
+def _open_file(folder: Path, name: str) -> SafetensorsFile:
+    """Open a stage's file; raise WanjaxError if it is missing or damaged."""
+    path = stage_file(folder, name)
+    try:
+        return SafetensorsFile(path)
+    except WanjaxError as error:
+        cause = reason(error.__cause__) if isinstance(error.__cause__, Exception) else error
+        advice = f"run `{STAGE_COMMANDS[name]} --dir {folder} --force` again"
+        raise WanjaxError(f"{path} cannot be read ({cause}): {advice}, or give a complete copy") from error
+
+
 def _open_stage(folder: Path, name: str, settings: Mapping[str, Any]) -> SafetensorsFile:
     """Open a stage's file; raise WanjaxError if it is missing or was made with other settings than `settings`."""
-    file, command = SafetensorsFile(stage_file(folder, name)), MADE_BY[name]
+    file, command = _open_file(folder, name), STAGE_COMMANDS[name]
     file_settings = json_entry(file, "settings")
-    unused_inputs = [key for key in INPUTS if file_settings and key not in file_settings]
+    unused_inputs = [key for key in INPUT_SPECS if file_settings and key not in file_settings]
     for key, value in (file_settings | dict.fromkeys(unused_inputs)).items():
-        is_compared = key in settings or (key in INPUTS and value is not None)
-        if key == DIGESTS:
+        is_compared = key in settings or (key in INPUT_SPECS and value is not None)
+        if key == DIGESTS_KEY:
             _check_digests(value, settings.get(key), f"{name} and {CONFIG} in {folder}", f"{command} --dir {folder}")
         elif is_compared and (settings.get(key) or None) != (value or None) and key not in ENVIRONMENT_SETTINGS:
             raise WanjaxError(

@@ -27,7 +27,8 @@ def decode_text(data: bytes, errors: str = "strict") -> str:
         text = data.decode("utf-16") if is_utf16 else data.decode("utf-8-sig", errors)
     except UnicodeDecodeError as error:
         raise ValueError(f"{reason(error)}: save it as text in UTF-8") from error
-    if control := CONTROL_CHARACTERS.search(text):  # UTF-16 without a mark, UTF-32, or an older Japanese encoding
+    # The file is UTF-16 without a mark, UTF-32, or in an older Japanese encoding
+    if control := CONTROL_CHARACTERS.search(text):
         raise ValueError(f"it has the character {control[0]!r}, which is not text: save it as text in UTF-8")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 

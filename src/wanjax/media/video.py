@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write videos, and read back the settings that they were made with.
+"""Write videos with their settings, and read the settings back.
 
-A video's file has its settings as JSON in its metadata. It appears under its name only when it is complete.
+A video's file has its settings as JSON in its metadata. The file appears under its name only when it is complete.
 """
 
 import json
@@ -24,45 +24,52 @@ import numpy as np
 from jaxtyping import Shaped, UInt8
 from PIL import Image, PngImagePlugin
 
-from wanjax.dims import readable
-from wanjax.errors import WanjaxError, repr_short, write_errors
-from wanjax.figures import quantity
+from wanjax.dims import readable_signature
+from wanjax.errors import WanjaxError, repr_short, wrap_write_errors
+from wanjax.figures import pluralize
 from wanjax.media.damage import is_cut_short
-from wanjax.media.ffmpeg import input_arguments, run_ffmpeg
+from wanjax.media.ffmpeg import container_tags, run_ffmpeg
 from wanjax.media.webp import restore_duration
 from wanjax.signals import cleanup_on_exit
 from wanjax.stores.paths import AnyPath, RemotePath, local_copy, missing_file, parse_path
 from wanjax.stores.temporary import sibling_path, temp_dir
-from wanjax.stores.writing import check_folder, check_room, writing
+from wanjax.stores.writing import atomic_write, check_folder, check_free_space
 
-FRAME = "frame_{:05d}.png"
-FRAME_NAME = re.compile(r"frame_\d{5,}\.png")
-PLAYER_WIDTH = 256  # a notebook enlarges smaller videos by a whole factor up to this many pixels
-H264 = ("-c:v", "libx264", "-crf", "17")
-FILMS = {
-    ".mp4": (*H264, "-movflags", "+faststart"),
-    ".mov": (*H264, "-movflags", "+faststart+use_metadata_tags"),  # QuickTime's own metadata hold at most 64 KiB
+FRAME_FILE = "frame_{:05d}.png"
+FRAME_FILE_PATTERN = re.compile(r"frame_\d{5,}\.png")
+PLAYER_WIDTH = 256  # smaller videos are enlarged in a notebook, by a whole factor, to at most this many pixels
+H264_ARGUMENTS = ("-c:v", "libx264", "-crf", "17")
+VIDEO_ENCODERS = {
+    ".mp4": (*H264_ARGUMENTS, "-movflags", "+faststart"),
+    ".mov": (
+        *H264_ARGUMENTS,
+        "-movflags",
+        "+faststart+use_metadata_tags",
+    ),  # QuickTime's own metadata has at most 64 KiB
     ".webm": ("-c:v", "libvpx-vp9", "-crf", "20", "-b:v", "0", "-row-mt", "1", "-cpu-used", "4"),
 }
 """ffmpeg's arguments for the encoder and container of each suffix."""
-ONE_FRAME = "{} is a picture, a video of one frame: give .mp4, .webm, .mov, .gif, .webp or a folder of PNG for more"
+MAX_NAME_BYTES = 255  # of a file's name, in the file systems of all common systems
+ONE_FRAME_MESSAGE = (
+    "{} is a picture, a video of one frame: give .mp4, .webm, .mov, .gif, .webp or a folder of PNG for more"
+)
 EXIF_DESCRIPTION = 0x010E  # the EXIF tag ImageDescription
 # Pillow raises these for broken files.
-BROKEN = (OSError, ValueError, SyntaxError, EOFError, IndexError, RuntimeError, Image.DecompressionBombError)
+DECODE_ERRORS = (OSError, ValueError, SyntaxError, EOFError, IndexError, RuntimeError, Image.DecompressionBombError)
 
 Frame = UInt8[np.ndarray, "H W 3"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Video:
-    """A video and the settings that it was made with.
+    """A video, and the settings with which it was made.
 
-    It is a sequence of its frames: `len(video)`, `video[0]`, `for frame in video`. In a notebook it plays.
+    A `Video` is a sequence of its frames: `len(video)`, `video[0]`, `for frame in video`. In a notebook it plays.
 
     Args:
         frames: RGB frames, uint8 [T H W 3].
         fps: Frames a second.
-        settings: Its metadata, which can be written as JSON.
+        settings: The metadata of the video, which can be written as JSON.
     """
 
     frames: UInt8[np.ndarray, "T H W 3"]
@@ -94,17 +101,17 @@ class Video:
         count, height, width, _ = self.frames.shape
         parts = [repr(self.settings["prompt"])] if self.settings.get("prompt") else []
         parts += [f"seed {self.settings['seed']}"] if "seed" in self.settings else []
-        return ", ".join([f"Video: {quantity(count, 'frame')} of {width}x{height} at {self.fps} a second", *parts])
+        return ", ".join([f"Video: {pluralize(count, 'frame')} of {width}x{height} at {self.fps} a second", *parts])
 
     def _repr_html_(self) -> str:
         """Return an HTML element that embeds the video and plays it in a notebook."""
-        return _player(self)
+        return _player_html(self)
 
 
-readable(Video)
+readable_signature(Video)
 
 
-def _player(video: Video) -> str:
+def _player_html(video: Video) -> str:
     """Return HTML with the video as MP4, or as GIF if MP4 cannot be written; small videos are enlarged."""
     _, height, width, _ = video.frames.shape
     zoom = max(1, PLAYER_WIDTH // width)
@@ -146,10 +153,15 @@ def write_video(
     Raises:
         WanjaxError: The suffix is unknown, the frames are invalid, or the file cannot be written.
     """
-    target = check_output(path)
+    target = prepare_output_path(path)
     chunks = (frames,) if isinstance(frames, np.ndarray) else frames
-    WRITERS[_suffix(path)](target, _single_frames(chunks), fps, json.dumps(dict(metadata or {})))
+    VIDEO_WRITERS[_suffix(path)](target, _single_frames(chunks), fps, json.dumps(dict(metadata or {})))
     return target
+
+
+def max_name_bytes() -> int:
+    """Return the most bytes of a file's name that leave room for the name of its temporary file."""
+    return MAX_NAME_BYTES - len(os.fsencode(sibling_path(Path("a")).name)) + 1
 
 
 def check_suffix(path: str | AnyPath) -> str:
@@ -159,13 +171,18 @@ def check_suffix(path: str | AnyPath) -> str:
     suffix = _suffix(path)
     if str(path) == "-":
         raise WanjaxError("a video cannot be written to standard output (-): give the name of a file, or ./-")
-    if suffix not in WRITERS:
-        suffixes = ", ".join(filter(None, WRITERS))
+    if not isinstance(name := parse_path(path), RemotePath):
+        size, max_size = len(os.fsencode(name.name)), max_name_bytes()
+        if size > max_size:  # also that of the temporary file
+            short = f"{name.name[:40]}..."
+            raise WanjaxError(f"the name {short} has {size} bytes: give one of at most {max_size}")
+    if suffix not in VIDEO_WRITERS:
+        suffixes = ", ".join(filter(None, VIDEO_WRITERS))
         raise WanjaxError(f"{path} ends in {suffix}: give {suffixes}, or no suffix for a folder of PNG")
     return suffix
 
 
-def check_output(path: str | AnyPath, frames: int = 1) -> AnyPath:
+def prepare_output_path(path: str | AnyPath, frames: int = 1) -> AnyPath:
     """Return the absolute path of a video to be written, and create its folder; a store is not contacted.
 
     Raises WanjaxError if the suffix is unknown, the folder is not writable, a folder of PNG holds other files or would
@@ -173,7 +190,7 @@ def check_output(path: str | AnyPath, frames: int = 1) -> AnyPath:
     """
     suffix, target = check_suffix(path), parse_path(path).absolute()
     if suffix == ".png" and frames != 1:
-        raise WanjaxError(ONE_FRAME.format(path))
+        raise WanjaxError(ONE_FRAME_MESSAGE.format(path))
     if isinstance(target, RemotePath):
         if not suffix or not target.parent.path:
             raise WanjaxError(
@@ -184,13 +201,13 @@ def check_output(path: str | AnyPath, frames: int = 1) -> AnyPath:
         raise WanjaxError(f"{path} is a folder: end the name with a slash for a folder of PNG, or name a file")
     if not suffix and os.path.exists(target):
         names = sorted(os.listdir(target)) if target.is_dir() else [target.name]
-        if others := [name for name in names if not FRAME_NAME.fullmatch(name)]:
+        if others := [name for name in names if not FRAME_FILE_PATTERN.fullmatch(name)]:
             raise WanjaxError(f"{path} holds {others[0]}, which is not a frame: give a new or empty folder")
     check_folder(target.parent)
     return target
 
 
-def try_output(
+def write_trial_video(
     path: str | AnyPath, frames: int, size: Sequence[int], fps: int | float, metadata: Mapping[str, Any]
 ) -> None:
     """Write a trial video of one frame and remove it; raise WanjaxError if it or its settings cannot be written.
@@ -200,31 +217,31 @@ def try_output(
     Args:
         path: The path of the video.
         frames: The number of frames of the video.
-        size: Its (height, width).
+        size: The (height, width) of the video.
         fps: Frames a second.
-        metadata: Its settings.
+        metadata: The settings of the video.
     """
-    target = check_output(path, frames)
+    target = prepare_output_path(path, frames)
     local_folder = (
         Path(gettempdir()) if isinstance(target, RemotePath) else target.parent
-    )  # for a store it is first written here
+    )  # a video for a store is first written on this machine
     folder = sibling_path(local_folder / "trial")
-    trial, settings = folder / target.name, json.dumps(dict(metadata))
+    trial_file, settings = folder / target.name, json.dumps(dict(metadata))
     try:
-        with write_errors(path):
+        with wrap_write_errors(path):
             folder.mkdir()
             with cleanup_on_exit(partial(shutil.rmtree, folder)):
-                WRITERS[_suffix(path)](trial, iter([np.zeros((*size, 3), np.uint8)]), fps, settings)
+                VIDEO_WRITERS[_suffix(path)](trial_file, iter([np.zeros((*size, 3), np.uint8)]), fps, settings)
                 trial_bytes = sum(file.stat().st_size for file in folder.rglob("*"))
-                if read_metadata(trial) != json.loads(settings):
-                    raise WanjaxError(f"{path} cannot keep the settings: give another format")
+                if read_metadata(trial_file) != json.loads(settings):
+                    raise WanjaxError(f"{path} cannot store the settings: give another format")
             if isinstance(target, RemotePath):
                 target.parent.check_writable()
     except WanjaxError as error:
-        raise WanjaxError(str(error).replace(str(trial), str(path))) from error
+        raise WanjaxError(str(error).replace(str(trial_file), str(path))) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    check_room(
+    check_free_space(
         local_folder, trial_bytes + int((frames - 1) * math.prod(size) * MIN_BYTES_PER_PIXEL[_suffix(path)]), path
     )
 
@@ -234,15 +251,15 @@ def read_metadata(path: str | AnyPath) -> dict[str, Any]:
     if not isinstance(path := parse_path(path), Path):
         with local_copy(path) as file:
             return read_metadata(file)
-    file = path / FRAME.format(0) if path.is_dir() else path
+    file = path / FRAME_FILE.format(0) if path.is_dir() else path
     if not file.is_file():
         raise WanjaxError(missing_file(file))
-    read_comment = _ffmpeg_comment if file.suffix.lower() in FILMS else _image_comment
+    read_comment = _container_comment if file.suffix.lower() in VIDEO_ENCODERS else _image_comment
     try:
         settings = json.loads(read_comment(file))
     except WanjaxError:  # ffmpeg is missing
         raise
-    except BROKEN:  # not JSON, or not a picture or video
+    except DECODE_ERRORS:  # raised if the metadata is not JSON, or the file is neither a picture nor a video
         settings = None
     if not isinstance(settings, dict):
         raise WanjaxError(f"{file} holds no settings: {why_without_settings(file)}")
@@ -288,25 +305,23 @@ def _write_encoded(path: AnyPath, frames: Iterator[Frame], fps: int | float, com
     # Convert by the matrix and tag it: players guess BT.601 or BT.709 for untagged videos.
     tags = "colorspace=bt709:color_primaries=bt709:color_trc=bt709:range=tv"
     colours = ["-vf", f"scale=out_color_matrix=bt709:out_range=tv,format=yuv420p,setparams={tags}"]
-    with writing(path) as partial_file, _ffmetadata(comment) as metadata_arguments:
+    with atomic_write(path) as partial_file, _ffmetadata(comment) as metadata_arguments:
         pieces = (frame.tobytes() for frame in chain([first], frames))
-        run_ffmpeg([*source, *metadata_arguments, *FILMS[suffix], *colours, "-y", str(partial_file)], pieces)
+        run_ffmpeg([*source, *metadata_arguments, *VIDEO_ENCODERS[suffix], *colours, "-y", str(partial_file)], pieces)
 
 
 @contextmanager
 def _ffmetadata(comment: str) -> Iterator[list[str]]:
-    """Write a comment to a file, since an argument has at most 128 KiB, and yield ffmpeg's arguments that read it."""
+    """Write a comment to a file, and yield ffmpeg's arguments that read the file. A file is used because an argument
+    has at most 128 KiB."""
     with temp_dir() as folder:
         escaped = re.sub(r"([=;#\\\n])", r"\\\1", comment)
         (folder / "comment.txt").write_bytes(f";FFMETADATA1\ncomment={escaped}\n".encode())
         yield ["-f", "ffmetadata", "-i", str(folder / "comment.txt"), "-map", "0:v", "-map_metadata", "1"]
 
 
-def _ffmpeg_comment(path: Path) -> str:
-    """Return the comment of a video file, without ffmpeg's escaping backslashes."""
-    lines = run_ffmpeg([*input_arguments(path), "-f", "ffmetadata", "pipe:1"]).decode()
-    match = re.search(r"^comment=((?:[^\\\n]|\\.)*)", lines, re.MULTILINE | re.DOTALL | re.IGNORECASE)
-    return re.sub(r"\\(.)", r"\1", match[1], flags=re.DOTALL) if match else ""
+def _container_comment(path: Path) -> str:
+    return container_tags(path).get("comment", "")
 
 
 def _write_gif(path: AnyPath, frames: Iterator[Frame], fps: int | float, comment: str) -> None:
@@ -327,7 +342,7 @@ def _write_animation(path: AnyPath, frames: Iterator[Frame], fps: int | float, u
     first, *rest = [Image.fromarray(frame) for frame in frames]
     end_times = [round(1000 * i / fps / unit) * unit for i in range(len(rest) + 2)]
     durations = [b - a for a, b in pairwise(end_times)]
-    with writing(path) as partial_file:
+    with atomic_write(path) as partial_file:
         first.save(partial_file, save_all=True, append_images=rest, duration=durations, loop=0, **options)
         if rest and path.suffix.lower() == ".webp":
             restore_duration(partial_file, first.size, end_times[-1])
@@ -337,8 +352,8 @@ def _write_picture(path: AnyPath, frames: Iterator[Frame], fps: int | float, com
     del fps  # for a picture it is only in the settings
     first, *rest = frames
     if rest:
-        raise WanjaxError(ONE_FRAME.format(path))
-    with writing(path) as partial_file:
+        raise WanjaxError(ONE_FRAME_MESSAGE.format(path))
+    with atomic_write(path) as partial_file:
         Image.fromarray(first).save(partial_file, pnginfo=_png_text(comment))
 
 
@@ -354,11 +369,11 @@ def _write_pngs(path: AnyPath, frames: Iterator[Frame], fps: int | float, commen
     text = _png_text(comment)
     partial_folder, replaced_folder = (sibling_path(path, kind) for kind in ("partial", "old"))
     try:
-        with write_errors(path):
+        with wrap_write_errors(path):
             partial_folder.mkdir()
             with cleanup_on_exit(partial(shutil.rmtree, partial_folder)):
                 for index, frame in enumerate(frames):
-                    Image.fromarray(frame).save(partial_folder / FRAME.format(index), pnginfo=text)
+                    Image.fromarray(frame).save(partial_folder / FRAME_FILE.format(index), pnginfo=text)
             if path.exists():
                 path.rename(replaced_folder)
             partial_folder.rename(path)
@@ -371,10 +386,10 @@ def _write_pngs(path: AnyPath, frames: Iterator[Frame], fps: int | float, commen
                 replaced_folder.rename(path)
 
 
-MIN_BYTES_PER_PIXEL = {**dict.fromkeys(FILMS, 0.01), ".gif": 0.05, ".webp": 0.02, ".png": 0.1, "": 0.1}
+MIN_BYTES_PER_PIXEL = {**dict.fromkeys(VIDEO_ENCODERS, 0.01), ".gif": 0.05, ".webp": 0.02, ".png": 0.1, "": 0.1}
 """A lower bound on a video's bytes per pixel, except for a nearly uniform one."""
-WRITERS: dict[str, Callable[[AnyPath, Iterator[Frame], float, str], None]] = {
-    **dict.fromkeys(FILMS, _write_encoded),
+VIDEO_WRITERS: dict[str, Callable[[AnyPath, Iterator[Frame], float, str], None]] = {
+    **dict.fromkeys(VIDEO_ENCODERS, _write_encoded),
     ".gif": _write_gif,
     ".webp": _write_webp,
     ".png": _write_picture,

@@ -4,9 +4,9 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-ANIMATED, HAS_EXIF = 0x02, 0x08  # flags of the chunk VP8X
-FIRST_CHUNK = 12  # offset of the first chunk, after RIFF, the size and WEBP
-FRAME_HEADER = 16  # bytes of ANMF before its chunks: position, size and duration of the frame
+ANIMATION_FLAG, EXIF_FLAG = 0x02, 0x08  # flags of the chunk VP8X
+FIRST_CHUNK_OFFSET = 12  # offset of the first chunk, after RIFF, the size and WEBP
+FRAME_HEADER_BYTES = 16  # bytes of ANMF before its chunks: position, size and duration of the frame
 
 
 def restore_duration(path: Path, size: tuple[int, int], milliseconds: int) -> None:
@@ -16,7 +16,7 @@ def restore_duration(path: Path, size: tuple[int, int], milliseconds: int) -> No
 
     Args:
         path: The file.
-        size: Its (width, height).
+        size: The (width, height) of the picture.
         milliseconds: The duration of the frame.
     """
     data = path.read_bytes()
@@ -25,14 +25,14 @@ def restore_duration(path: Path, size: tuple[int, int], milliseconds: int) -> No
     if picture == b"ANMF":
         return
     sides = b"".join((side - 1).to_bytes(3, "little") for side in size)
-    flags = ANIMATED | (HAS_EXIF if b"EXIF" in chunks else 0)
+    flags = ANIMATION_FLAG | (EXIF_FLAG if b"EXIF" in chunks else 0)
     frame = bytes(6) + sides + milliseconds.to_bytes(3, "little") + b"\0" + _chunk(picture, chunks[picture])
     parts = {b"VP8X": flags.to_bytes(4, "little") + sides, b"ANIM": bytes(6), b"ANMF": frame}
     parts |= {b"EXIF": chunks[b"EXIF"]} if b"EXIF" in chunks else {}
     path.write_bytes(_chunk(b"RIFF", b"WEBP" + b"".join(_chunk(name, data) for name, data in parts.items())))
 
 
-def chunks_in(data: bytes, begin: int = FIRST_CHUNK, end: int | None = None) -> Iterator[tuple[bytes, int, int]]:
+def chunks_in(data: bytes, begin: int = FIRST_CHUNK_OFFSET, end: int | None = None) -> Iterator[tuple[bytes, int, int]]:
     """Yield the name, begin and end of the data of each chunk between two offsets."""
     end = len(data) if end is None else end
     while begin + 8 <= end:
@@ -48,7 +48,7 @@ def lossy_frames(data: bytes) -> Iterator[tuple[int, int, int]]:
         if name == b"ANMF":
             yield from (
                 (index, first, last)
-                for frame_part, first, last in chunks_in(data, begin + FRAME_HEADER, end)
+                for frame_part, first, last in chunks_in(data, begin + FRAME_HEADER_BYTES, end)
                 if frame_part == b"VP8 "
             )
             index += 1

@@ -10,10 +10,13 @@ from wanjax.errors import WanjaxError
 
 
 class FileLock:
-    """A lock on a file, released however the process ends. It uses SQLite's lock, which works on all systems."""
+    """A lock on a file, released however the process ends. The lock is SQLite's, which works on all systems."""
 
     def __init__(self, file: Path, user: str, option: str):
-        """Acquire the lock; raise WanjaxError if it is taken, with the `user` and the folder's `option`."""
+        """Acquire the lock.
+
+        If another process has it, raise WanjaxError, whose message contains `user` and `option`.
+        """
         try:
             self._connection = sqlite3.connect(file, timeout=0, isolation_level=None, check_same_thread=False)
         except sqlite3.Error as error:
@@ -34,15 +37,15 @@ class FileLock:
 
 @contextmanager
 def locked(file: Path, user: str, option: str) -> Iterator[None]:
-    """Hold a lock within the block, and delete its file afterwards. Raises WanjaxError as `FileLock` does."""
+    """Hold a lock within the block, and delete its file afterwards. Raises the errors of `FileLock`."""
     while True:
         lock = FileLock(file, user, option)
         if file.exists():
             break
-        lock.close()  # another process deleted the file meanwhile, so this lock excludes nobody
+        lock.close()  # another process has deleted the file, so this lock would exclude nobody
     try:
         yield
     finally:
         with suppress(OSError):
-            file.unlink()  # before the release, for the same reason
+            file.unlink()  # delete before the release, so that no process locks a deleted file
         lock.close()

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paths of local files, and of objects in a store by a URL such as s3://BUCKET/NAME, through fsspec.
+"""Paths of local files, and of objects in a store. A URL such as s3://BUCKET/NAME names an object; fsspec reads it.
 
-An object appears in a store only when it is complete, and cannot be renamed. So files are written locally first and
-then uploaded: a single file in one upload; a folder with its marker file last, which tells readers that it is complete.
-The store's library reads credentials from the environment and from the user's files; URLs contain none.
+An object appears in a store only when it is complete, and cannot be renamed. Files are therefore written locally first
+and then uploaded. A single file takes one upload. Of a folder, the marker file is uploaded last; it tells readers that
+the folder is complete. The store's library reads credentials from the environment and from the user's files. URLs never
+contain credentials.
 """
 
 import logging
@@ -21,20 +22,22 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from wanjax.errors import DISK_FULL_ERRNOS, WanjaxError, causes, write_errors
+from wanjax.errors import DISK_FULL_ERRNOS, WanjaxError, causes, install_extra, wrap_write_errors
 from wanjax.stores.temporary import temp_dir
 
-LIBRARIES = {"s3": "s3fs", "gs": "gcsfs", "memory": "fsspec"}
-"""Supported URL schemes, and the library that fsspec needs for each."""
+STORE_LIBRARIES = {"s3": "s3fs", "gs": "gcsfs", "memory": "fsspec"}
+"""The supported URL schemes, each with the library that fsspec needs for it."""
 UPLOAD_OPTIONS = {"gs": {"consistency": "md5"}}
-"""Options that make a library verify its uploads; gcsfs would otherwise cut a file at its own end marker."""
-WEB_ADDRESS = re.compile(r"(https?|ftp)://\S+", re.IGNORECASE)
+"""Options that make a library verify its uploads. Without them, gcsfs truncates a file that contains the library's end
+marker.
+"""
+WEB_ADDRESS_PATTERN = re.compile(r"(https?|ftp)://\S+", re.IGNORECASE)
 LOCAL_SCHEME = "file"  # the scheme of this machine's files
-URL = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]+)://(?P<path>.*)", re.IGNORECASE | re.DOTALL)
-BUCKET = re.compile(r"[\w.-]+", re.ASCII)
-PROGRESS_BATCH = 64  # files between two reports of progress
-MAX_OBJECT_BYTES = 2 << 30  # bytes of an object that is read as a whole
-MAX_MESSAGE_CHARS = 200  # characters of a library's message
+URL_PATTERN = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]+)://(?P<path>.*)", re.IGNORECASE | re.DOTALL)
+BUCKET_PATTERN = re.compile(r"[\w.-]+", re.ASCII)
+PROGRESS_BATCH = 64  # the number of files between two reports of progress
+MAX_OBJECT_BYTES = 2 << 30  # the maximum size, in bytes, of an object that is read as a whole
+MAX_MESSAGE_CHARS = 200  # the maximum length of a library's message
 OnProgress = Callable[[list[str]], object]
 
 
@@ -42,7 +45,7 @@ class StoreError(WanjaxError):
     """The store cannot be reached, or rejects an operation."""
 
 
-class Missing(StoreError):
+class MissingObjectError(StoreError):
     """The object or folder is not in the store."""
 
 
@@ -50,7 +53,7 @@ class Missing(StoreError):
 class RemotePath:
     """The path of an object in a store, or of a folder, which is a prefix of object names up to a slash.
 
-    It has the methods of `pathlib.Path` that this library needs. Methods raise StoreError if the store cannot be
+    The class has the methods of `pathlib.Path` that wanjax needs. Methods raise StoreError if the store cannot be
     reached, its library is missing, or a permission is denied.
     """
 
@@ -80,65 +83,73 @@ class RemotePath:
         return self
 
     def is_file(self) -> bool:
-        return self._kind() == "file"
+        return self._object_type() == "file"
 
     def exists(self) -> bool:
         """Return True if there is such an object, or a folder with objects."""
-        return self._kind() is not None
+        return self._object_type() is not None
 
-    def _kind(self) -> str | None:
-        """Return "file", "directory", or None if neither exists.
+    def _object_type(self) -> str | None:
+        """Return "file" or "directory"; return None if neither exists.
 
-        fsspec reports None for an unreachable store too.
+        fsspec also reports None for an unreachable store.
         """
         try:
             return self._info()["type"]
-        except Missing:
+        except MissingObjectError:
             return None
 
     def size(self) -> int:
-        """Return an object's size in bytes; raise Missing if it does not exist."""
+        """Return an object's size in bytes; raise MissingObjectError if it does not exist."""
         return self._info()["size"]
 
     def _info(self) -> dict[str, Any]:
         with self._store_errors("read"):
-            return self._files.info(self.path)
+            return self._filesystem.info(self.path)
 
     def files(self, *, recursive: bool = True) -> dict[str, int]:
-        """Return the sizes of a folder's objects by name; with `recursive` also of those in its subfolders.
+        """Return the sizes of a folder's objects by name; with `recursive`, include the objects in its subfolders.
 
         Names that lead outside the folder are omitted.
         """
         with self._store_errors("read"):
-            objects = self._files.find(self.path, maxdepth=None if recursive else 1, detail=True)
+            objects = self._filesystem.find(self.path, maxdepth=None if recursive else 1, detail=True)
         prefix = f"{self.path}/"
         size_by_path = {path.lstrip("/"): info["size"] for path, info in objects.items()}
         size_by_name = {path[len(prefix) :]: size for path, size in size_by_path.items() if path.startswith(prefix)}
         return {name: size for name, size in size_by_name.items() if _is_safe_name(name)}
 
-    def read(self, max_bytes: int) -> bytes:
-        """Return an object's bytes; raise Missing if it does not exist, WanjaxError if it has more than `max_bytes`."""
+    def read_object(self, max_bytes: int) -> bytes:
+        """Return an object's bytes.
+
+        Raises:
+            MissingObjectError: The object does not exist.
+            WanjaxError: The object has more than `max_bytes`.
+        """
         with self._store_errors("read"):
-            content = self._files.cat_file(self.path, start=0, end=max_bytes + 1)
+            content = self._filesystem.cat_file(self.path, start=0, end=max_bytes + 1)
         if len(content) > max_bytes:
             raise WanjaxError(f"{self} has more than {max_bytes:,} bytes: check that it is the right file")
         return content
 
     def read_part(self, start: int, end: int) -> bytes:
-        """Return the bytes of an object from `start` to `end`; raise Missing if it does not exist."""
+        """Return the bytes of an object from `start` to `end`; raise MissingObjectError if it does not exist."""
         with self._store_errors("read"):
-            return self._files.cat_file(self.path, start=start, end=end)
+            return self._filesystem.cat_file(self.path, start=start, end=end)
 
     def write(self, content: bytes) -> None:
         """Write an object, replacing an existing one."""
         with self._store_errors("written"):
-            self._files.pipe_file(self.path, content)
+            self._filesystem.pipe_file(self.path, content)
 
     def create(self, content: bytes) -> bool:
-        """Create an object and return True, or return False if it exists; atomic across processes."""
+        """Create an object and return True. Return False if it already exists.
+
+        Of several processes, only one creates the object.
+        """
         with self._store_errors("written"):
             try:
-                self._files.pipe_file(self.path, content, mode="create")
+                self._filesystem.pipe_file(self.path, content, mode="create")
             except FileExistsError:
                 return False
         return True
@@ -146,7 +157,7 @@ class RemotePath:
     def remove(self) -> None:
         """Remove an object."""
         with self._store_errors("removed"):
-            self._files.rm_file(self.path)
+            self._filesystem.rm_file(self.path)
 
     def remove_all(self) -> None:
         """Remove the objects of a folder."""
@@ -154,15 +165,15 @@ class RemotePath:
             (self / name).remove()
 
     def upload(self, file: Path) -> None:
-        """Upload a file as this object, which appears when the upload is complete."""
+        """Upload a file as this object. The object appears when the upload is complete."""
         with self._store_errors("written"):
-            self._files.put_file(str(file), self.path)
+            self._filesystem.put_file(str(file), self.path)
 
     def upload_all(self, files: Mapping[str, Path], progress: OnProgress = lambda names: None) -> None:
         """Upload files to a folder under the names of the mapping; `progress` receives the names of uploaded files."""
         for names in _batches(files):
             with self._store_errors("written"):
-                self._files.put([str(files[name]) for name in names], [f"{self.path}/{name}" for name in names])
+                self._filesystem.put([str(files[name]) for name in names], [f"{self.path}/{name}" for name in names])
             progress(names)
 
     def download_all(self, names: Iterable[str], folder: Path, progress: OnProgress = lambda names: None) -> None:
@@ -171,7 +182,9 @@ class RemotePath:
         with temp_dir(folder) as partial:
             for batch in _batches(names):
                 with self._store_errors("read"):
-                    self._files.get([f"{self.path}/{name}" for name in batch], [f"{partial}/{name}" for name in batch])
+                    self._filesystem.get(
+                        [f"{self.path}/{name}" for name in batch], [f"{partial}/{name}" for name in batch]
+                    )
                 for name in batch:
                     (folder / name).parent.mkdir(parents=True, exist_ok=True)
                     (partial / name).replace(folder / name)
@@ -181,20 +194,20 @@ class RemotePath:
         """Raise WanjaxError unless objects can be written to this folder and removed."""
         trial = f"{self.path}/.{uuid4().hex}.trial"
         with self._store_errors("written to"):
-            self._files.pipe_file(trial, b"")
-            self._files.rm_file(trial)
+            self._filesystem.pipe_file(trial, b"")
+            self._filesystem.rm_file(trial)
 
     @property
-    def _files(self) -> Any:
-        import fsspec  # imported late, because few runs use a store
+    def _filesystem(self) -> Any:
+        import fsspec  # imported late, because few runs need fsspec
 
-        quiet(LIBRARIES[self.scheme])
+        silence_logs(STORE_LIBRARIES[self.scheme])
         options = UPLOAD_OPTIONS.get(self.scheme, {})
         return fsspec.filesystem(self.scheme, use_listings_cache=False, **options)  # other processes write too
 
     @contextmanager
     def _store_errors(self, action: str) -> Iterator[None]:
-        """Turn the library's errors into StoreError; `action` is what failed, as a participle such as "read"."""
+        """Convert the library's errors to StoreError; `action` says what failed, as a participle such as "read"."""
         try:
             yield
         except WanjaxError:
@@ -202,22 +215,27 @@ class RemotePath:
         except Exception as error:
             if isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS:  # of a local disk
                 raise
-            message = f"{self} cannot be {action}, {_cause(error)}: check the bucket, and the credentials for it"
-            raise (Missing if isinstance(error, FileNotFoundError) else StoreError)(message) from error
+            message = (
+                f"{self} cannot be {action}, {_one_line_cause(error)}: check the bucket, and the credentials for it"
+            )
+            raise (MissingObjectError if isinstance(error, FileNotFoundError) else StoreError)(message) from error
 
 
 AnyPath = Path | RemotePath
 
 
 @cache
-def quiet(library: str) -> None:
-    """Stop a library from printing its log, unless the process has log handlers; it also raises the errors in it."""
+def silence_logs(library: str) -> None:
+    """Stop a library from printing its log, unless the process has log handlers.
+
+    The library raises the same errors anyway.
+    """
     logging.getLogger(library).addHandler(logging.NullHandler())
 
 
 def is_url(name: object) -> bool:
     """Return True if a name is a URL of any kind."""
-    return isinstance(name, RemotePath) or (isinstance(name, str) and URL.match(name) is not None)
+    return isinstance(name, RemotePath) or (isinstance(name, str) and URL_PATTERN.match(name) is not None)
 
 
 def base_name(text: str) -> str:
@@ -225,7 +243,7 @@ def base_name(text: str) -> str:
 
     Any other text, such as a model's id on the hub, is returned unchanged.
     """
-    if URL.fullmatch(text):
+    if URL_PATTERN.fullmatch(text):
         return text.rstrip("/").rpartition("/")[2]
     path = Path(text).expanduser()
     return path.absolute().name if path.is_absolute() or os.path.exists(path) else text
@@ -240,25 +258,25 @@ def parse_path(name: str | Path | RemotePath) -> AnyPath:
         return name
     if not is_url(name):
         return Path(name).expanduser()
-    match = URL.fullmatch(str(name))
+    match = URL_PATTERN.fullmatch(str(name))
     assert match is not None
     scheme, path = match["scheme"].lower(), match["path"]
     if scheme == LOCAL_SCHEME:
         if not path.startswith("/"):
             raise WanjaxError(f"{name} is not the URL of a local file: write file:///PATH with an absolute path")
         return Path(path)
-    if scheme not in LIBRARIES:
-        schemes = ", ".join(f"{scheme}://" for scheme in (*LIBRARIES, LOCAL_SCHEME))
-        if WEB_ADDRESS.fullmatch(str(name)):
+    if scheme not in STORE_LIBRARIES:
+        schemes = ", ".join(f"{scheme}://" for scheme in (*STORE_LIBRARIES, LOCAL_SCHEME))
+        if WEB_ADDRESS_PATTERN.fullmatch(str(name)):
             raise WanjaxError(f"{name} is {download_advice(str(name))}, and {schemes} can be read and written")
         raise WanjaxError(f"{scheme}:// is not a supported store: use {schemes}")
     bucket, *parts = (path[:-1] if path.endswith("/") else path).split("/")
-    if not BUCKET.fullmatch(bucket) or not all(
+    if not BUCKET_PATTERN.fullmatch(bucket) or not all(
         map(_is_safe_name, parts)
-    ):  # the message omits the URL, which may contain keys
+    ):  # the error message leaves out the URL, because it may contain keys
         raise WanjaxError(f"a URL of {scheme}:// is malformed: write {scheme}://BUCKET/NAME, without credentials")
-    if not find_spec(LIBRARIES[scheme]):
-        raise WanjaxError(f"{name} needs {LIBRARIES[scheme]}, which is missing: run pip install 'wanjax[cloud]'")
+    if not find_spec(STORE_LIBRARIES[scheme]):
+        raise WanjaxError(f"{name} needs {STORE_LIBRARIES[scheme]}, which is missing: {install_extra('cloud')}")
     return RemotePath(scheme, "/".join((bucket, *parts)))
 
 
@@ -269,13 +287,13 @@ def full_name(name: str | Path | RemotePath) -> str:
 
 
 def download_advice(address: str) -> str:
-    """Return advice for a web address in place of a file."""
+    """Return advice for a web address that is given as a file."""
     return f"an address, and only files are read: `curl -LO {shlex.quote(address)}` gets one"
 
 
 def missing_file(path: str | Path, advice: str = "check its name") -> str:
     """Return a message for a missing file, with advice."""
-    if WEB_ADDRESS.fullmatch(str(path)):
+    if WEB_ADDRESS_PATTERN.fullmatch(str(path)):
         return f"{path} is {download_advice(str(path))}"
     path = Path(path)
     if os.path.islink(path):
@@ -286,28 +304,28 @@ def missing_file(path: str | Path, advice: str = "check its name") -> str:
 def read(file: AnyPath) -> bytes | None:
     """Return the bytes of a file, or None if it does not exist; raise WanjaxError for an object that is too large."""
     try:
-        return file.read(MAX_OBJECT_BYTES) if isinstance(file, RemotePath) else file.read_bytes()
-    except (FileNotFoundError, Missing):
+        return file.read_object(MAX_OBJECT_BYTES) if isinstance(file, RemotePath) else file.read_bytes()
+    except (FileNotFoundError, MissingObjectError):
         return None
 
 
-def names_in(folder: AnyPath) -> set[str]:
-    """Return the names of the files in a folder, with one request to a store; none if it does not exist."""
+def file_names_in(folder: AnyPath) -> set[str]:
+    """Return the names of the files in a folder, with one request to a store. A missing folder has no files."""
     if isinstance(folder, RemotePath):
         return set(folder.files(recursive=False))
     return {file.name for file in folder.iterdir() if file.is_file()} if folder.is_dir() else set()
 
 
 @contextmanager
-def publishing(target: RemotePath) -> Iterator[Path]:
+def upload_after_writing(target: RemotePath) -> Iterator[Path]:
     """Yield a temporary file of the same name, and upload it after the block.
 
-    If the upload fails, the local file is kept and the WanjaxError names it, because it may be the result of hours. An
-    OSError in the block becomes a WriteError.
+    If the upload fails, the local file is kept and the WanjaxError names it, because the file may be the result of
+    hours. An OSError in the block becomes a WriteError.
     """
-    with write_errors(target), temp_dir() as folder:
+    with wrap_write_errors(target), temp_dir() as folder:
         yield (file := folder / target.name)
-        saved = Path(tempfile.mkdtemp(prefix="wanjax-")) / target.name  # a folder that no other process removes
+        saved = Path(tempfile.mkdtemp(prefix="wanjax-")) / target.name  # no other process removes this folder
         file.replace(saved)
     try:
         target.upload(saved)
@@ -342,8 +360,8 @@ def _batches(names: Iterable[str]) -> Iterator[list[str]]:
     return (all_names[start : start + PROGRESS_BATCH] for start in range(0, len(all_names), PROGRESS_BATCH))
 
 
-def _cause(error: Exception) -> str:
-    """Return in one line why a store's library failed: its message, or that of its cause."""
+def _one_line_cause(error: Exception) -> str:
+    """Return in one line why a store's library failed: the error's message, or the message of its cause."""
     if isinstance(error, FileNotFoundError) and " " not in str(error):  # an address
         return "there is no such object or bucket"
     message = next((text for cause in causes(error) if (text := str(cause).strip())), type(error).__name__)

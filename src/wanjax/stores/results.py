@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache of results between runs, in the user's cache folder; a key has everything that a result depends on."""
+"""A cache of results for later runs, in the user's cache folder.
+
+A key contains everything that determines the result.
+"""
 
 import hashlib
 import json
@@ -9,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from wanjax.stores.user_folders import user_cache
-from wanjax.stores.writing import write_whole
+from wanjax.stores.writing import write_atomically
 
 
-class Results:
+class ResultCache:
     """Cached values by kind and key. Values and keys are JSON."""
 
     def get(self, kind: str, key: Mapping[str, Any]) -> Any:
@@ -26,10 +29,10 @@ class Results:
         file = self._file(kind, key)
         with suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(file, json.dumps(value).encode())
+            write_atomically(file, json.dumps(value).encode())
 
     def has(self, kind: str) -> bool:
-        """Return True if there is any value of a kind."""
+        """Tell whether there is any value of a kind."""
         return any((user_cache() / kind).glob("*.json"))
 
     def _file(self, kind: str, key: Mapping[str, Any]) -> Path:

@@ -15,15 +15,15 @@ from psutil import pid_exists
 
 from wanjax.signals import cleanup_on_exit
 
-HOST = re.sub(r"[^\w-]", "-", gethostname())[:40]  # only this host's processes can be looked up
-LEFTOVER = re.compile(r"\.(?P<pid>\d{1,10})@(?P<host>[\w-]+)\.(?P<kind>partial|old)\.(?P<name>.+)", re.DOTALL)
+HOST_NAME = re.sub(r"[^\w-]", "-", gethostname())[:40]  # only processes of this host can be looked up
+LEFTOVER_PATTERN = re.compile(r"\.(?P<pid>\d{1,10})@(?P<host>[\w-]+)\.(?P<kind>partial|old)\.(?P<name>.+)", re.DOTALL)
 
 
 @contextmanager
 def temp_dir(within: Path | None = None) -> Iterator[Path]:
     """Yield a new temporary folder, which is removed after the block or when the process is terminated.
 
-    It is in `within`, or in the system's temporary folder. `sibling_path` removes leftovers.
+    The folder is in `within`, or in the system's temporary folder. `sibling_path` removes leftovers of dead processes.
     """
     partial_path = sibling_path((within or Path(tempfile.gettempdir())) / "wanjax-")
     directory = tempfile.TemporaryDirectory(prefix=partial_path.name, dir=partial_path.parent)
@@ -32,20 +32,20 @@ def temp_dir(within: Path | None = None) -> Iterator[Path]:
 
 
 def sibling_path(path: Path, kind: str = "partial") -> Path:
-    """Return this process's path in the folder of `path`: `partial` for an incomplete file, `old` for a replaced one.
+    """Return this process's path beside `path`: `partial` for an incomplete file, or `old` for a replaced file.
 
-    Leftovers of dead processes of this machine are removed. An `old` file without a replacement gets its name back.
+    Leftovers of dead processes of this machine are removed. If an `old` file was never replaced, it gets its name back.
     """
     with suppress(OSError):
         for leftover in list(path.parent.glob(".*")):
             if (
-                (match := LEFTOVER.fullmatch(leftover.name))
-                and match["host"] == HOST
+                (match := LEFTOVER_PATTERN.fullmatch(leftover.name))
+                and match["host"] == HOST_NAME
                 and not pid_exists(int(match["pid"]))
             ):
-                with suppress(OSError):  # it may be another user's, or already removed
+                with suppress(OSError):  # the file may belong to another user, or may be gone already
                     _remove_leftover(leftover, match["kind"], leftover.with_name(match["name"]))
-    return path.with_name(f".{os.getpid()}@{HOST}.{kind}.{path.name}")
+    return path.with_name(f".{os.getpid()}@{HOST_NAME}.{kind}.{path.name}")
 
 
 def _remove_leftover(leftover: Path, kind: str, target: Path) -> None:

@@ -10,17 +10,28 @@ from pathlib import Path
 
 
 def home() -> Path | None:
-    """Return the user's home folder, or None if neither the environment nor the system defines one."""
+    """Return the user's home folder. Return None if it does not exist, or if neither the environment nor the system
+    defines one."""
     try:
-        return Path.home()
+        folder = Path.home()
     except RuntimeError:
         return None
+    return folder if folder.is_dir() else None
+
+
+def xdg_folder(variable: str) -> Path | None:
+    """Return the folder that a variable such as XDG_CACHE_HOME names, or None if it is unset, empty or relative.
+
+    The XDG Base Directory Specification says to ignore a relative path.
+    """
+    folder = os.environ.get(variable, "")
+    return Path(folder) if os.path.isabs(folder) else None
 
 
 def lasting_cache() -> Path | None:
     """Return this library's folder in the user's cache, or None if the user has no home folder."""
-    if cache_home := os.environ.get("XDG_CACHE_HOME"):  # by its specification, empty means unset
-        return Path(cache_home) / "wanjax"
+    if (cache_home := xdg_folder("XDG_CACHE_HOME")) is not None:
+        return cache_home / "wanjax"
     folder = home()
     return folder and folder / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "wanjax"
 
@@ -28,8 +39,8 @@ def lasting_cache() -> Path | None:
 def user_cache() -> Path:
     """Return the folder for files that can be regenerated.
 
-    It is this library's folder in the user's cache. If the user has no home folder, it is temporary and removed when
-    the process exits.
+    The folder is wanjax's folder in the user's cache. If the user has no home folder, it is a temporary folder that is
+    removed when the process exits.
     """
     return lasting_cache() or _process_cache()
 

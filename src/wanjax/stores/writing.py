@@ -10,28 +10,28 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
-from wanjax.errors import WanjaxError, reason, write_errors
-from wanjax.figures import in_bytes
+from wanjax.errors import WanjaxError, reason, wrap_write_errors
+from wanjax.figures import format_bytes
 from wanjax.signals import cleanup_on_exit
-from wanjax.stores.paths import AnyPath, RemotePath, publishing
+from wanjax.stores.paths import AnyPath, RemotePath, upload_after_writing
 from wanjax.stores.temporary import sibling_path
 
-MIN_FREE_BYTES = 2**16  # for the smallest video and its temporary files
+MIN_FREE_BYTES = 2**16  # the space for the smallest video and its temporary files
 
 
 @contextmanager
-def writing(path: AnyPath) -> Iterator[Path]:
+def atomic_write(path: AnyPath) -> Iterator[Path]:
     """Yield a temporary file with the suffix of `path`, which replaces `path` if the block succeeds.
 
-    For an object of a store the file is uploaded instead. An OSError in the block becomes a WriteError.
+    If `path` is an object of a store, the file is uploaded instead. An OSError in the block becomes a WriteError.
     """
     if isinstance(path, RemotePath):
-        with publishing(path) as file:
+        with upload_after_writing(path) as file:
             yield file
         return
     partial_path = sibling_path(path)
     try:
-        with cleanup_on_exit(partial_path.unlink), write_errors(path):
+        with cleanup_on_exit(partial_path.unlink), wrap_write_errors(path):
             yield partial_path
             partial_path.replace(path)
     finally:
@@ -39,13 +39,13 @@ def writing(path: AnyPath) -> Iterator[Path]:
             partial_path.unlink()
 
 
-def write_whole(file: Path, content: bytes) -> None:
+def write_atomically(file: Path, content: bytes) -> None:
     """Write a file atomically, with the permissions of the process's umask.
 
-    A failed write leaves no file. Unlike `writing` it is safe for threads that write the same cache file, and it does
-    not list the folder, which may hold thousands of files.
+    A failed write leaves no file. Unlike `atomic_write`, this function is safe for threads that write the same cache
+    file, and does not list the folder, which may hold thousands of files.
     """
-    partial_path = file.with_name(f".{uuid4().hex}.part")  # `tempfile` would make it unreadable for other users
+    partial_path = file.with_name(f".{uuid4().hex}.part")  # `tempfile` would make the file unreadable for other users
     try:
         partial_path.write_bytes(content)
         partial_path.replace(file)
@@ -54,17 +54,19 @@ def write_whole(file: Path, content: bytes) -> None:
             partial_path.unlink()
 
 
-def check_room(folder: Path, min_bytes: int, item: object) -> None:
+def check_free_space(folder: Path, min_bytes: int, item: object) -> None:
     """Raise WanjaxError if a disk has less free space than an item needs."""
     min_bytes = max(min_bytes, MIN_FREE_BYTES)
     if (free_bytes := shutil.disk_usage(folder).free) < min_bytes:
-        message = f"{folder} has room for {in_bytes(free_bytes)} where {item} needs {in_bytes(min_bytes)} or more"
+        message = (
+            f"{folder} has room for {format_bytes(free_bytes)} where {item} needs {format_bytes(min_bytes)} or more"
+        )
         raise WanjaxError(message) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @contextmanager
-def folder_for_output(folder: AnyPath) -> Iterator[None]:
-    """Create a folder as `check_folder` does; if the block fails, remove the folder again if it is empty."""
+def created_output_folder(folder: AnyPath) -> Iterator[None]:
+    """Create a folder as `check_folder` does. If the block fails and the folder is empty, remove it."""
     new_folders = [] if isinstance(folder, RemotePath) else [x for x in (folder, *folder.parents) if not x.exists()]
     check_folder(folder)
     try:
@@ -76,11 +78,23 @@ def folder_for_output(folder: AnyPath) -> Iterator[None]:
         raise
 
 
+def missing_first_folder(folder: Path) -> Path | None:
+    """Return the first folder of a path, below the root, if it is missing; None if it exists."""
+    top = Path(*folder.absolute().parts[:2])
+    return None if os.path.lexists(top) else top
+
+
 def check_folder(folder: AnyPath) -> None:
-    """Create the folder if needed; raise WanjaxError if files cannot be written to it."""
+    """Create a folder if it is missing; raise WanjaxError if files cannot be written to it.
+
+    Missing folders above it are created too, but not the first folder of an absolute path: that is a mistyped one.
+    """
     if isinstance(folder, RemotePath):
         folder.check_writable()
         return
+    if (top := missing_first_folder(folder)) is not None:
+        of_path = "" if top == folder.absolute() else f", the first one of {folder}"
+        raise WanjaxError(f"there is no folder {top}{of_path}: check the path, or create {top} first")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
