@@ -92,7 +92,7 @@ def written_by(kind: str, config: Config) -> Keys:
 
 def authors(keys: Keys, prefix: str = "", *, flat: bool = False) -> Keys:
     """Return a transformer of Wan by its authors' names; with `flat`, patches are projected by a linear layer."""
-    renamed = {prefix + str(original.TRANSFORMER.theirs(name)): shape for name, shape in keys.items()}
+    renamed = {prefix + str(original.TRANSFORMER.to_authors(name)): shape for name, shape in keys.items()}
     if flat:
         width, channels, *_ = renamed[f"{prefix}patch_embedding.weight"]
         renamed[f"{prefix}patch_embedding.weight"] = (width, 4 * channels)
@@ -235,12 +235,12 @@ def hunyuan_authors_transformer(name: str) -> Keys:
     return {key: x.shape for key, x in hunyuan_authors.authors_transformer(tensors).items()}
 
 
-def _lora(config: wan.TransformerConfig, *, whole: bool) -> tuple[Keys, dict[str, str]]:
-    """Return the tensors of LightX2V's LoRA of rank 64, and their dtypes.
+def _lora(config: wan.TransformerConfig, *, whole: bool, rank: int = 64) -> tuple[Keys, dict[str, str]]:
+    """Return the tensors of LightX2V's LoRA, and their dtypes.
 
     A `whole` one changes every tensor: by its difference where it is no matrix. Others hold alphas.
     """
-    keys, dtypes, rank = Keys(), dict[str, str](), 64
+    keys, dtypes = Keys(), dict[str, str]()
     for name, shape in authors(transformer_keys(config)).items():
         module, _, leaf = name.rpartition(".")
         module = f"diffusion_model.{module}"
@@ -354,6 +354,44 @@ def _lightx2v(files: Path) -> None:
         hollow_file(files / f"wan2.1_{name}_lora_rank64_lightx2v_4step.safetensors", _lora(config, whole=True)[0])
 
 
+def _lightx2v_experts(files: Path) -> None:
+    for noise in ("high", "low"):
+        name = f"wan2.2_t2v_A14b_{noise}_noise_lora_rank64_lightx2v_4step_1217"
+        hollow_file(files / f"{name}.safetensors", _lora(wan.T2V_14B, whole=True)[0])
+
+
+def _lightx2v_models(files: Path) -> None:
+    for noise in ("high", "low"):
+        name = f"wan2.2_i2v_A14b_{noise}_noise_lightx2v_4step_720p_260412"
+        hollow_file(files / f"{name}.safetensors", authors(transformer_keys(wan.I2V_A14B)))
+
+
+def _kijai(files: Path) -> None:
+    file = files / "Wan21_CausVid_14B_T2V_lora_rank32.safetensors"
+    hollow_file(file, _lora(wan.T2V_14B, whole=True, rank=32)[0])
+
+
+PLUGS = {  # repository: the file, its network, prefix, rank and dtype
+    "Wan2.1-T2V-14B-few-step": ("generator_lora_lightx2v", wan.T2V_14B, "", 128, "BF16"),
+    "Wan2.1-T2V-14B-cfg": ("adapter_model", wan.T2V_14B, "base_model.model.", 128, "F32"),
+    "Wan2.2-TI2V-5B-few-step": ("adapter_model", wan.TI2V_5B, "base_model.model.", 128, "F32"),
+    "Wan2.2-TI2V-5B-cfg": ("adapter_model", wan.TI2V_5B, "base_model.model.", 64, "F32"),
+}
+
+
+def _plug(files: Path, name: str) -> None:
+    """Write a LoRA of LongLive-Plug: the authors' names, bare or with PEFT's prefix; alpha is the rank."""
+    stem, config, prefix, rank, dtype = PLUGS[name]
+    keys = Keys()
+    for key, shape in authors(transformer_keys(config)).items():
+        if LORA_PAIRS.fullmatch(key):
+            module = prefix + key.removesuffix(".weight")
+            keys |= {f"{module}.lora_A.weight": (rank, shape[1]), f"{module}.lora_B.weight": (shape[0], rank)}
+    hollow_file(files / f"{stem}.safetensors", keys, dtype)
+    if stem == "adapter_model":
+        write_json(files / "adapter_config.json", {"peft_type": "LORA", "r": rank, "lora_alpha": rank})
+
+
 REPOSITORIES: dict[str, Callable[[Path], None]] = {
     f"{WAN}/Wan2.1-T2V-1.3B-Diffusers": lambda files: _wan(
         files, _T2V, configs.WAN_1_3B, transformer_keys(wan.T2V_1_3B), embedded=True
@@ -401,6 +439,10 @@ REPOSITORIES: dict[str, Callable[[Path], None]] = {
         scheduler=configs.SELF_FORCING,
     ),
     "lightx2v/Wan2.1-Distill-Loras": _lightx2v,
+    "lightx2v/Wan2.2-Distill-Loras": _lightx2v_experts,
+    "lightx2v/Wan2.2-Distill-Models": _lightx2v_models,
+    "Kijai/WanVideo_comfy": _kijai,
+    **{f"Efficient-Large-Model/LongLive-Plug-{name}": lambda files, name=name: _plug(files, name) for name in PLUGS},
     "lightx2v/Wan2.2-Lightning": lambda files: (
         _lightning(files / "Wan2.2-T2V-A14B-4steps-lora-rank64-Seko-V1.1", wan.T2V_14B),
         _lightning(files / "Wan2.2-I2V-A14B-4steps-lora-rank64-Seko-V1", wan.I2V_A14B),
@@ -504,9 +546,11 @@ def _authors_files(folder: Path, model: str, entries: Config, config: wan.Transf
             hollow_files(folder / name, authors(transformer_keys(config)), "F32", shards=shards)
     residual = "5B" in model
     names = original.vae_names({"dim_mult": range(4), "num_res_blocks": 2, "is_residual": residual})
-    vae = {str(names.theirs(name)): shape for name, shape in vae_keys(wan.VAE_2_2 if residual else wan.VAE_2_1).items()}
+    vae = {
+        str(names.to_authors(name)): shape for name, shape in vae_keys(wan.VAE_2_2 if residual else wan.VAE_2_1).items()
+    }
     write_torch(folder / f"Wan2.{2 if residual else 1}_VAE.pth", vae, torch.float32)
-    text = {original.TEXT_ENCODER.theirs(name): shape for name, shape in text_encoder_keys(t5.UMT5_XXL).items()}
+    text = {original.TEXT_ENCODER.to_authors(name): shape for name, shape in text_encoder_keys(t5.UMT5_XXL).items()}
     write_torch(folder / "models_t5_umt5-xxl-enc-bf16.pth", {str(name): x for name, x in text.items()}, torch.bfloat16)
     if isinstance(config, wan.ImageTransformerConfig):
         file = folder / "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth"

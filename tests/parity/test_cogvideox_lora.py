@@ -111,9 +111,9 @@ def test_every_dialect_is_merged_as_diffusers_merges_it(write, config, tmp_path)
     base = StateDict(reference(config))
     file = lora.LoraFile(path, base.specs, NameMap([]))
     assert not file.matches.unmatched
-    ours, theirs = lora.Merged(base, [(file, STRENGTH)]), StateDict(fused(config, path, write))
+    ours, theirs = lora.MergedLoraReader(base, [(file, STRENGTH)]), StateDict(fused(config, path, write))
     changed = [key for key, weights in theirs.tensors.items() if not np.array_equal(weights, base.read(key))]
-    assert len(changed) == file.matches.matched == 2 * len(ATTENTION) + (8 + 6) * (write is file_of_all_modules)
+    assert len(changed) == file.matches.num_matched == 2 * len(ATTENTION) + (8 + 6) * (write is file_of_all_modules)
     for key, weights in theirs.tensors.items():
         assert np.abs(ours.read(key) - weights).max() <= 1e-6 * np.abs(weights).max(), key
 

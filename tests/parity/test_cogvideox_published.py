@@ -68,11 +68,17 @@ def test_presets(preset):
     ("json", "said"),
     [
         (FIRST | {"_class_name": "CogView3PlusTransformer2DModel"}, "_class_name 'CogView3PlusTransformer2DModel'"),
-        (FIRST | {"patch_bias": False}, "patch_bias False where True"),
-        (FIRST | {"ofs_embed_dim": 512}, "ofs_embed_dim 512 where None"),
-        (SECOND | {"patch_size_t": 4}, "patch_size_t 4 where None or 2"),
-        (SECOND | {"use_rotary_positional_embeddings": False}, "use_rotary_positional_embeddings False where True"),
-        (SECOND | {"use_learned_positional_embeddings": True}, "use_learned_positional_embeddings True where False"),
+        (FIRST | {"patch_bias": False}, "patch_bias False, which is not supported: use True"),
+        (FIRST | {"ofs_embed_dim": 512}, "ofs_embed_dim 512, which is not supported: use None"),
+        (SECOND | {"patch_size_t": 4}, "patch_size_t 4, which is not supported: use None or 2"),
+        (
+            SECOND | {"use_rotary_positional_embeddings": False},
+            "use_rotary_positional_embeddings False, which is not supported: use True",
+        ),
+        (
+            SECOND | {"use_learned_positional_embeddings": True},
+            "use_learned_positional_embeddings True, which is not supported: use False",
+        ),
         (
             FIRST | {"use_rotary_positional_embeddings": False, "use_learned_positional_embeddings": True},
             "learned positions without rotary ones",

@@ -147,14 +147,14 @@ def test_drawn_noise_is_normal_and_new_in_each_step_and_sample():
     drawn, step = [], jax.jit(scheduler.step)
     for index in range(3):
         x, state = step(schedule, index, nothing, nothing, state)
-        drawn.append(np.asarray(x / schedule.weights[index][3]).reshape(2, -1))
+        drawn.append(np.asarray(x / schedule.coefficients[index][3]).reshape(2, -1))
     np.testing.assert_allclose(np.std(drawn, axis=-1), 1, atol=0.03)
     np.testing.assert_allclose(np.mean(drawn, axis=-1), 0, atol=0.05)
     between = np.corrcoef(np.concatenate(drawn))
     np.testing.assert_allclose(between, np.eye(6), atol=0.06)
     again = scheduler.init(schedule, nothing, jax.random.split(jax.random.key(1), 2))
     x, _ = step(schedule, 0, nothing, nothing, again)
-    np.testing.assert_array_equal(np.asarray(x / schedule.weights[0][3]).reshape(2, -1), drawn[0])
+    np.testing.assert_array_equal(np.asarray(x / schedule.coefficients[0][3]).reshape(2, -1), drawn[0])
 
 
 def configured(of, **entries):

@@ -100,8 +100,8 @@ def test_every_step_is_that_of_diffusers(steps, shift):
 def test_steps_are_left_out_and_too_many_refused():
     whole, later = (FlowDPM().schedule(20, shift=5.0, skip=skip) for skip in (0, 12))
     np.testing.assert_array_equal(later.sigmas, whole.sigmas[12:])
-    np.testing.assert_array_equal(later.weights[1:], whole.weights[13:])
-    assert later.weights[0, 2] == 0
+    np.testing.assert_array_equal(later.coefficients[1:], whole.coefficients[13:])
+    assert later.coefficients[0, 2] == 0
     with pytest.raises(WanjaxError, match=naming("1,000,000 steps 100")):
         FlowDPM().schedule(1_000_000, shift=100.0)
     assert Flow(FlowDPM(), 5.0).schedule(1).sigmas.tolist() == [1, 0]

@@ -33,7 +33,7 @@ def predictions(step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def joined(rule: GuidanceRule, step: int, average: Any = None, clean: Any = lambda p, x: p) -> tuple[np.ndarray, Any]:
     prompt, negative, x = predictions(step)
     both = jnp.concatenate([prompt.numpy(), negative.numpy()])
-    join = jax.jit(lambda both, values, x, average: rule.joined(both, len(x), values, x, clean, average))
+    join = jax.jit(lambda both, values, x, average: rule.combine(both, len(x), values, x, clean, average))
     made, average = join(both, rule.values(step, SCALE), jnp.asarray(x.numpy()), average)
     return np.asarray(made), average
 
@@ -69,7 +69,7 @@ def projected(eta: float, norm: float, momentum: float, prompt: Any, negative: A
 )
 def test_apg_is_that_of_its_paper_on_clean_latents(scheduler, given, eta, norm, momentum):
     rule = guidance_rule(f"apg:eta={eta},norm={norm},momentum={momentum}")
-    assert rule.keeps_average == (momentum != 0)
+    assert rule.has_average == (momentum != 0)
     schedule = scheduler.schedule(STEPS, **given)
     average, past = jnp.zeros(SHAPE) if momentum else None, torch.zeros(SHAPE, dtype=torch.float64)
     for step in range(STEPS):
@@ -105,7 +105,7 @@ def test_apg_of_predictions_is_that_of_diffusers(eta, norm, momentum):
 @pytest.mark.parametrize("text", ["cfg-zero", "apg", "nag"])
 def test_without_a_negative_prompt_a_prediction_stays(text):
     rule, prompt = guidance_rule(text), jnp.asarray(predictions(0)[0].numpy())
-    made, _ = rule.joined(prompt, len(prompt), jnp.asarray(rule.values(0, 1.0)), prompt, lambda p, x: p, None)
+    made, _ = rule.combine(prompt, len(prompt), jnp.asarray(rule.values(0, 1.0)), prompt, lambda p, x: p, None)
     np.testing.assert_array_equal(made, prompt)
 
 

@@ -17,7 +17,7 @@ from tests.support.quick import quick
 from tests.support.tiny import HUNYUAN_TRANSFORMER
 from tests.support.words import says
 from wanjax.checkpoints import lora, lora_scales
-from wanjax.checkpoints.modules import Exported, parameters
+from wanjax.checkpoints.modules import ExportedTensors, parameters
 from wanjax.converters.hunyuanvideo.diffusers import transformer_config, transformer_rules
 from wanjax.converters.hunyuanvideo.original import LORA
 from wanjax.errors import WanjaxError
@@ -204,8 +204,8 @@ def test_every_dialect_is_merged_as_diffusers_merges_its_own(write, tmp_path):
     theirs = fused(tmp_path / "diffusers.safetensors", STRENGTH * (1 if write in PLAIN else ALPHA / RANK))
     base, file = opened(tmp_path / "lora.safetensors")
     assert not file.matches.unmatched
-    assert file.matches.matched == sum(".alpha" not in key for key in load_file(tmp_path / "lora.safetensors")) / 2
-    ours = lora.Merged(base, [(file, STRENGTH)])
+    assert file.matches.num_matched == sum(".alpha" not in key for key in load_file(tmp_path / "lora.safetensors")) / 2
+    ours = lora.MergedLoraReader(base, [(file, STRENGTH)])
     changed = [key for key, x in theirs.tensors.items() if not np.array_equal(x, base.read(key))]
     assert len(changed) == len(names)
     worst = max(np.abs(ours.read(key) - x).max() / np.abs(x).max() for key, x in theirs.tensors.items())
@@ -225,8 +225,8 @@ def test_a_file_that_diffusers_saved_with_an_alpha(tmp_path):
     theirs.fuse_lora(lora_scale=STRENGTH)
     theirs.unload_lora()
     base, file = opened(path)
-    assert (file.matches.matched, file.matches.unmatched) == (len(modules()), ())
-    ours = lora.Merged(base, [(file, STRENGTH)])
+    assert (file.matches.num_matched, file.matches.unmatched) == (len(modules()), ())
+    ours = lora.MergedLoraReader(base, [(file, STRENGTH)])
     for key, x in StateDict(theirs).tensors.items():
         assert np.abs(ours.read(key) - x).max() <= 1e-6 * np.abs(x).max(), key
 
@@ -247,7 +247,7 @@ def test_differences_of_fused_and_exchanged_tensors(tmp_path):
     tensors["final_layer.linear.diff_b"] = changes["proj_out.bias"]
     save_file(tensors, tmp_path / "diff.safetensors")
     base, file = opened(tmp_path / "diff.safetensors")
-    ours = lora.Merged(base, [(file, 2.0)])
+    ours = lora.MergedLoraReader(base, [(file, 2.0)])
     for key, x in base.tensors.items():
         np.testing.assert_allclose(ours.read(key), x + 2 * changes[key].numpy() if key in keys else x, rtol=1e-6)
 
@@ -269,7 +269,7 @@ def test_a_loaded_model_has_the_merged_weights(layout, tmp_path):
     config = transformer_config(module.config)
     merged = fused(tmp_path / "diffusers.safetensors", STRENGTH * ALPHA / RANK)
     weights = {path: np.asarray(x) for path, x in parameters(pipe.transformer).items()}
-    found = Exported(weights, transformer_rules(config))
+    found = ExportedTensors(weights, transformer_rules(config))
     for key, x in merged.tensors.items():
         assert np.abs(found.read(key) - x).max() <= 1e-6 * np.abs(x).max(), key
 

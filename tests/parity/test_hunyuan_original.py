@@ -77,7 +77,7 @@ def originally(ours: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
             name = key
         if key.startswith("norm_out."):
             x = np.concatenate([x[len(x) // 2 :], x[: len(x) // 2]])
-        theirs[original.TRANSFORMER.theirs(name)] = x
+        theirs[original.TRANSFORMER.to_authors(name)] = x
     assert None not in theirs
     return theirs
 
@@ -101,7 +101,7 @@ def test_a_transformer_has_the_same_tensors_by_its_authors_names(transformer):
     component = recognise.component("transformer", Tensors(theirs), AUTHORS)
     same(component.weights, state(transformer))
     assert tables.transformer_config(component.json) == tables.transformer_config(transformer.config)
-    assert all(original.TRANSFORMER.theirs(str(original.TRANSFORMER.ours(key))) == key for key in theirs)
+    assert all(original.TRANSFORMER.to_authors(str(original.TRANSFORMER.to_diffusers(key))) == key for key in theirs)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_the_published_transformers(sizes, given, config):
     with torch.device("meta"):
         keys = HunyuanVideo15Transformer3DModel(**sizes).state_dict()
     ours = {key: tuple(x.shape) for key, x in keys.items() if "token_refiner" not in key or ".attn." not in key}
-    specs = {original.TRANSFORMER.theirs(key): Spec(shape, np.dtype(np.float32)) for key, shape in ours.items()}
+    specs = {original.TRANSFORMER.to_authors(key): Spec(shape, np.dtype(np.float32)) for key, shape in ours.items()}
     assert None not in specs
     assert tables.transformer_config(original.transformer_json(specs, given)) == config
 
@@ -123,7 +123,7 @@ def test_the_published_transformers(sizes, given, config):
 def test_an_autoencoder_has_the_same_tensors_by_its_authors_names():
     sizes = {"block_out_channels": (8, 16, 32), "spatial_compression_ratio": 4, "temporal_compression_ratio": 2}
     reference = AutoencoderKLHunyuanVideo15(**sizes, latent_channels=4).requires_grad_(False)
-    theirs = {str(original.VAE.theirs(key)): x for key, x in state(reference).items()}
+    theirs = {str(original.VAE.to_authors(key)): x for key, x in state(reference).items()}
     component = recognise.component("vae", Tensors(theirs), {"scaling_factor": 0.5})
     same(component.weights, state(reference))
     assert tables.vae_config(component.json) == replace(tables.vae_config(reference.config), scale=0.5)
@@ -132,11 +132,11 @@ def test_an_autoencoder_has_the_same_tensors_by_its_authors_names():
 def test_the_published_autoencoder():
     with torch.device("meta"):
         keys = AutoencoderKLHunyuanVideo15().state_dict()
-    specs = {original.VAE.theirs(key): Spec(tuple(x.shape), np.dtype(np.float32)) for key, x in keys.items()}
+    specs = {original.VAE.to_authors(key): Spec(tuple(x.shape), np.dtype(np.float32)) for key, x in keys.items()}
     assert None not in specs
     assert len(specs) == len(keys)
     assert specs.keys() >= VAE_NAMES
-    assert all(original.VAE.theirs(str(original.VAE.ours(key))) == key for key in specs)
+    assert all(original.VAE.to_authors(str(original.VAE.to_diffusers(key))) == key for key in specs)
     assert tables.vae_config(original.vae_json(specs)) == VAE_1_5
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """HunyuanVideo's pipelines against diffusers': checkpoints that diffusers wrote, the same prompts, pictures, noise."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,99 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from diffusers import (
-    AutoencoderKLHunyuanVideo15,
-    ClassifierFreeGuidance,
-    FlowMatchEulerDiscreteScheduler,
-    HunyuanVideo15ImageToVideoPipeline,
-    HunyuanVideo15Pipeline,
-    HunyuanVideo15Transformer3DModel,
-)
+from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15ImageProcessor
 from PIL import Image
-from transformers import AutoTokenizer, SiglipImageProcessor
-from transformers import ByT5Tokenizer as ReferenceByT5
 
 import wanjax
-from tests.parity.encoder_references import qwen_reference, siglip_reference
-from tests.parity.references import BAR, largest_error, psnr, randomise, relative_l2, t5_reference
+from tests.parity.hunyuan_references import CHANNELS, SIDE, image_to_video, text_to_video
+from tests.parity.references import BAR, largest_error, psnr, relative_l2
 from tests.support.quick import quick
-from tests.support.toy_chat_tokenizer import save_chat_tokenizer
 from wanjax.pipelines.hunyuanvideo.conditioning import LENGTHS, candidate_sizes, size_for_image
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
 PROMPT, NEGATIVE, QUOTED = "a cat plays the piano", "a blue dog", 'a sign that says "hello" and “你好”'
-HEIGHT, WIDTH, FRAMES, STEPS, GUIDANCE, SHIFT, CHANNELS = 48, 64, 5, 3, 6.0, 5.0, 4
-SIDE = 64  # of a square, whose pixels a video from a picture has about
+HEIGHT, WIDTH, FRAMES, STEPS = 48, 64, 5, 3
 LANDSCAPE, PORTRAIT = (52, 77), (60, 33)  # the former's video is of HEIGHT × WIDTH
-TRANSFORMER = {
-    "in_channels": 2 * CHANNELS + 1, "out_channels": CHANNELS, "num_attention_heads": 2, "attention_head_dim": 32,
-    "num_layers": 3, "num_refiner_layers": 2, "mlp_ratio": 2.0, "text_embed_dim": 96, "text_embed_2_dim": 64,
-    "image_embed_dim": 216, "rope_axes_dim": (8, 12, 12), "target_size": SIDE,
-}  # fmt: skip
-
-
-@torch.no_grad()
-def transformer(**sizes: Any) -> HunyuanVideo15Transformer3DModel:
-    """Return a transformer whose timestep, gates and types of tokens matter as much as its tokens."""
-    torch.manual_seed(0)
-    network = HunyuanVideo15Transformer3DModel(**TRANSFORMER | sizes).eval()
-    randomise(network, 1)
-    for name, weight in network.named_parameters():
-        if weight.ndim == 2 and (".norm" in name or "norm_out" in name or "context_embedder_2" in name):
-            weight.mul_(3)
-        elif weight.ndim == 2 and ("timestep_embedder" in name or "to_q" in name):
-            weight.mul_(2)
-    return network
-
-
-def autoencoder() -> AutoencoderKLHunyuanVideo15:
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"block_out_channels": (8, 16, 16, 32, 32), "layers_per_block": 1}
-    network = AutoencoderKLHunyuanVideo15(latent_channels=CHANNELS, scaling_factor=1.3, **sizes).eval()
-    randomise(network, 2)
-    return network
-
-
-def components(folder: Path, guidance: float, **sizes: Any) -> dict[str, Any]:
-    glyphs = ReferenceByT5()
-    glyphs.add_tokens(["<color-0>", "<cn-font-1>"], special_tokens=True)
-    return {
-        "text_encoder": qwen_reference(vocab_size=400),
-        "tokenizer": AutoTokenizer.from_pretrained(save_chat_tokenizer(folder)),
-        "text_encoder_2": t5_reference("t5", vocab_size=400),
-        "tokenizer_2": glyphs,
-        "transformer": transformer(**sizes),
-        "vae": autoencoder(),
-        "scheduler": FlowMatchEulerDiscreteScheduler(shift=SHIFT),
-        "guider": ClassifierFreeGuidance(guidance_scale=guidance),
-    }
-
-
-def saved(pipe: Any, folder: Path) -> Any:
-    """Return the pipeline, whose checkpoint it writes to the folder with the tokenizer as it was published.
-
-    It computes fewer masked tokens than it is used to, which changes nothing.
-    """
-    pipe.set_progress_bar_config(disable=True)
-    pipe.tokenizer_max_length, pipe.vision_num_semantic_tokens = 300, 7
-    pipe.save_pretrained(folder / "checkpoint")
-    shutil.rmtree(folder / "checkpoint/tokenizer")
-    save_chat_tokenizer(folder / "checkpoint/tokenizer")
-    return pipe
-
-
-def text_to_video(folder: Path, guidance: float = GUIDANCE) -> Any:
-    return saved(HunyuanVideo15Pipeline(**components(folder / "toy", guidance)), folder)
-
-
-def image_to_video(folder: Path, guidance: float = GUIDANCE, **sizes: Any) -> Any:
-    images = {
-        "image_encoder": siglip_reference(),
-        "feature_extractor": SiglipImageProcessor(size={"height": 45, "width": 45}),
-    }
-    return saved(HunyuanVideo15ImageToVideoPipeline(**components(folder / "toy", guidance, **sizes), **images), folder)
 
 
 def noise_for(height: int, width: int) -> torch.Tensor:

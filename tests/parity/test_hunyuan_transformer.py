@@ -32,7 +32,14 @@ from wanjax.models.hunyuanvideo.config import FEW_STEPS_480P, SIZE_480P, SIZE_72
 from wanjax.models.hunyuanvideo.refiner import Prompt
 from wanjax.models.hunyuanvideo.transformer import Context, HunyuanVideoTransformer, Streams
 from wanjax.pipelines.caching.step_cache import LastBlockCache
-from wanjax.sharding import ONE_DEVICE, RULES, Partitioner, make_mesh, one_device, use
+from wanjax.sharding import (
+    ONE_DEVICE_PARTITIONER,
+    SHARDING_RULES,
+    Partitioner,
+    make_mesh,
+    one_device_partitioner,
+    use_partitioner,
+)
 
 BAR = 1e-5
 SIZES = {
@@ -63,7 +70,9 @@ def loaded(reference, dtype=jnp.float32, partitioner=None) -> HunyuanVideoTransf
     kw = {"dtype": dtype, "param_dtype": dtype}
     abstract = as_shapes(lambda rngs: HunyuanVideoTransformer(config, **kw, rngs=rngs))
     return modules.load(
-        with_shardings(abstract, partitioner or one_device()), tables.transformer_rules(config), StateDict(reference)
+        with_shardings(abstract, partitioner or one_device_partitioner()),
+        tables.transformer_rules(config),
+        StateDict(reference),
     )
 
 
@@ -119,7 +128,7 @@ def our_velocity(model, given, *, dropped: bool = True, partitioner=None) -> jax
 
 @partial(jax.jit, static_argnums=(0, 1))
 def predicted(partitioner, graphdef, weights, latents, t, text, mask, glyphs, image, t_next):
-    with use(partitioner or ONE_DEVICE):
+    with use_partitioner(partitioner or ONE_DEVICE_PARTITIONER):
         model = nnx.merge(graphdef, weights)
         context = model.context(text, mask, glyphs, image)
         return model(latents, t, context, model.rope(model.grid(latents)), t_next)
@@ -263,7 +272,7 @@ def test_eight_devices(models, axes, rules):
     """70 tokens of video and 23 of text, which no axis divides, and three heads."""
     reference, _ = models
     given = inputs("both") | {"hidden_states": normal(0, 2, 9, 2, 5, 7)}
-    partitioner = Partitioner(make_mesh(*axes), RULES[rules])
+    partitioner = Partitioner(make_mesh(*axes), SHARDING_RULES[rules])
     answer = our_velocity(loaded(reference, partitioner=partitioner), given, partitioner=partitioner)
     assert len(answer.sharding.device_set) == 8
     close(answer, velocity(reference, given))

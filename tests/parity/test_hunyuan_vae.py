@@ -25,7 +25,7 @@ from wanjax.layers.tiling import Tiling
 from wanjax.models.hunyuanvideo.vae import HunyuanVideoVAE
 from wanjax.models.hunyuanvideo.vae_config import VAE_1_5
 from wanjax.pipelines.frames import decode_latents, encode_frames
-from wanjax.sharding import RULES, Partitioner, make_mesh, one_device
+from wanjax.sharding import SHARDING_RULES, Partitioner, make_mesh, one_device_partitioner
 
 BAR = 1e-5
 SIZES = {"latent_channels": 4, "block_out_channels": (8, 16, 16, 32, 32), "layers_per_block": 1, "scaling_factor": 1.3}
@@ -54,7 +54,9 @@ def loaded(reference, dtype=jnp.float32, partitioner=None) -> HunyuanVideoVAE:
     kw = {"dtype": dtype, "param_dtype": dtype}
     abstract = as_shapes(lambda rngs: HunyuanVideoVAE(config, **kw, rngs=rngs))
     return modules.load(
-        with_shardings(abstract, partitioner or one_device()), tables.vae_rules(config), StateDict(reference)
+        with_shardings(abstract, partitioner or one_device_partitioner()),
+        tables.vae_rules(config),
+        StateDict(reference),
     )
 
 
@@ -227,7 +229,7 @@ def test_no_array_holds_all_products_of_cells(vae):
 def test_eight_devices(reference, axes, rules):
     """Frames of 2 × 8 latent cells are divided by width, those of 4 × 6 by both."""
     size = (32, 128) if axes[2] == 8 else (64, 96)
-    partitioner = Partitioner(make_mesh(*axes), RULES[rules])
+    partitioner = Partitioner(make_mesh(*axes), SHARDING_RULES[rules])
     split = loaded(reference, partitioner=partitioner)
     expected = np.clip(reference_frames(reference, latents(5, size)), -1, 1)
     close(decode(split, latents(5, size), partitioner=partitioner), expected)

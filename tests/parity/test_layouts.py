@@ -86,7 +86,7 @@ def on_the_hub(monkeypatch):
 def theirs(folder, component):
     """Return a component's tensors by the authors' names."""
     weights = SafetensorsFolder(folder / component)
-    return {NAMES[component].theirs(key): weights.read(key) for key in weights.specs}
+    return {NAMES[component].to_authors(key): weights.read(key) for key in weights.specs}
 
 
 def save_pth(path, tensors):
@@ -198,7 +198,7 @@ def test_a_distilled_causal_transformer(wrapper, diffusers, tmp_path):
     assert_same_weights(source["transformer"].weights(), SafetensorsFolder(diffusers / "transformer"))
     config = network(source, "transformer", NETWORKS).config
     assert isinstance(config, CausalTransformerConfig)
-    assert (config.block_frames, config.window, config.sink) == (3, 21, 0)
+    assert (config.chunk_frames, config.window, config.sink) == (3, 21, 0)
     assert ToWanjax(source, tmp_path / "converted", NETWORKS).run()
     pipe = loading.load(tmp_path / "converted")
     assert pipe.scheduler == Consistency()
@@ -392,7 +392,7 @@ class Shapes:
 
     def __init__(self, config):
         shapes = transformer_keys(config).items()
-        self.specs = {original.TRANSFORMER.theirs(key): Spec(shape, np.dtype(np.float32)) for key, shape in shapes}
+        self.specs = {original.TRANSFORMER.to_authors(key): Spec(shape, np.dtype(np.float32)) for key, shape in shapes}
 
     def read(self, key):
         raise AssertionError(f"{key} is read, where its shape is enough")
@@ -469,7 +469,7 @@ def test_an_image_encoder_by_the_authors_is_that_of_transformers(tmp_path):
     reference = {
         "vision_model." + key.removeprefix("vision_model."): x for key, x in reference.items() if "ids" not in key
     }
-    tensors = {original.IMAGE_ENCODER.theirs(key): value for key, value in reference.items()}
+    tensors = {original.IMAGE_ENCODER.to_authors(key): value for key, value in reference.items()}
     for i in range(3):
         for leaf in ("weight", "bias"):
             parts = [tensors.pop(f"visual.transformer.{i}.attn.to_{x}.{leaf}") for x in "qkv"]
@@ -497,7 +497,7 @@ def test_a_gguf_file_is_the_same_transformer(prefix, diffusers, lent, tmp_path):
         quantised = x.ndim == 2 and x.shape[1] % 32 == 0 and "blocks." in key
         raw = quants.quantize(x, Kind.Q8_0) if quantised else x
         tensors[prefix + key] = (raw, Kind.Q8_0) if quantised else x
-        expected[NAMES["transformer"].ours(key)] = quants.dequantize(raw, Kind.Q8_0) if quantised else x
+        expected[NAMES["transformer"].to_diffusers(key)] = quants.dequantize(raw, Kind.Q8_0) if quantised else x
     assert any(isinstance(x, tuple) for x in tensors.values())
     source = open_source(write_gguf(tmp_path / "wan-Q8_0.gguf", tensors))
     weights = source["transformer"].weights()

@@ -65,7 +65,7 @@ def authors_keys(network: str) -> Keys:
         return {name: x.shape for name, x in hunyuan_authors.authors_transformer(tensors).items()}
     if network == "HUNYUAN_VAE":
         return {hunyuan_authors.renamed(name, hunyuan_authors.VAE_RENAMES): shape for name, shape in keys.items()}
-    return {str(names_of(network).theirs(name)): shape for name, shape in keys.items()}
+    return {str(names_of(network).to_authors(name)): shape for name, shape in keys.items()}
 
 
 def names_of(network: str) -> NameMap:
@@ -243,7 +243,7 @@ def test_the_page_of_models_says_what_each_was_checked_against():
         for name in re.findall("`(.+?)`", names):
             assert name not in rows, name
             rows[name] = [cell.strip() for cell in cells.split("|")]
-    models = [name for name, preset in presets().items() if not preset.shipped]
+    models = [name for name, preset in presets().items() if not preset.bundled]
     assert rows == {name: checked(outline(name).model.spec.networks) for name in models}
     assert f"{len(FILES)} files" in section
     assert f"{len(CONFIGS)} configs" in section

@@ -145,7 +145,7 @@ def merged(*files):
     base = StateDict(reference())
     specs = base.specs
     opened = [(lora.LoraFile(Path(path), specs, original.TRANSFORMER), strength) for path, strength in files]
-    return lora.Merged(base, opened), [file.matches for file, _ in opened]
+    return lora.MergedLoraReader(base, opened), [file.matches for file, _ in opened]
 
 
 def fused(*files):
@@ -218,8 +218,8 @@ def test_files_by_peft_are_merged_as_peft_does(options, tmp_path):
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(i))
     module.save_pretrained(tmp_path)
-    ours, (matches,) = merged((Lora(str(tmp_path)).named().file, 1.0))
-    assert not matches.doubtful
+    ours, (matches,) = merged((Lora(str(tmp_path)).resolve_folder().file, 1.0))
+    assert not matches.is_partial
     assert_equal(ours, StateDict(module.merge_and_unload()))
 
 
@@ -260,8 +260,8 @@ MERGED = {
 @pytest.mark.parametrize("kind", MERGED)
 def test_adapters_of_other_kinds_are_merged_as_peft_does(kind, tmp_path):
     module = adapter(MERGED[kind](r=RANK, target_modules=TARGETS), tmp_path)
-    ours, (matches,) = merged((Lora(str(tmp_path)).named().file, 1.0))
-    assert not matches.doubtful
+    ours, (matches,) = merged((Lora(str(tmp_path)).resolve_folder().file, 1.0))
+    assert not matches.is_partial
     base, changed = StateDict(reference()), 0
     for key, weights in StateDict(module.merge_and_unload()).tensors.items():
         assert np.abs(ours.read(key) - weights).max() <= 1e-6 * np.abs(weights).max(), key
@@ -284,4 +284,4 @@ def test_adapters_of_other_formulas_are_refused_by_name(kind, tmp_path):
     config, name = REFUSED[kind]
     adapter(config(), tmp_path)
     with pytest.raises(WanjaxError, match=naming(f"adapter_config.json {name}")):
-        merged((Lora(str(tmp_path)).named().file, 1.0))
+        merged((Lora(str(tmp_path)).resolve_folder().file, 1.0))

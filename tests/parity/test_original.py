@@ -55,10 +55,10 @@ def built(kind, sizes):
 
 def originally(names, specs):
     """Return the tensors by their original names; check that the renaming is invertible."""
-    renamed = {key: names.theirs(key) for key in specs}
+    renamed = {key: names.to_authors(key) for key in specs}
     assert None not in renamed.values()
     assert len(set(renamed.values())) == len(renamed)
-    assert all(names.ours(theirs) == key for key, theirs in renamed.items())
+    assert all(names.to_diffusers(theirs) == key for key, theirs in renamed.items())
     return {theirs: specs[key] for key, theirs in renamed.items()}
 
 
@@ -187,4 +187,4 @@ def test_what_tells_no_config_is_named(read, given, words):
 
 def test_names_of_other_models_have_no_translation():
     for name in ("double_blocks.0.img_attn.qkv.weight", "blocks.0.attn1.to_q.weight", "blocks.x.self_attn.q.weight"):
-        assert original.TRANSFORMER.ours(name) is None
+        assert original.TRANSFORMER.to_diffusers(name) is None

@@ -146,10 +146,10 @@ def test_the_last_blocks_and_the_last_norm_are_left_out_on_purpose(models):
     assert model.blocks.norm1.scale.get_value().shape[0] == model.config.layers
     rules = QWEN2_VL.rules(model.config)
     specs = {key: jax.ShapeDtypeStruct(tuple(w.shape), jnp.float32) for key, w in reference.state_dict().items()}
-    with pytest.raises(WanjaxError, match=naming("left over layers.{4-5}.self_attn.q_proj.weight norm.weight")):
+    with pytest.raises(WanjaxError, match=naming("unused layers.{4-5}.self_attn.q_proj.weight norm.weight")):
         assign(rules, specs, modules.parameters(model))
     assign(rules, specs, modules.parameters(model), ignore=qwen2_vl_unused(model.config))
-    with pytest.raises(WanjaxError, match=naming("left over layers.6.strange")):
+    with pytest.raises(WanjaxError, match=naming("unused layers.6.strange")):
         assign(
             rules,
             specs | {"layers.6.strange": specs["norm.weight"]},

@@ -20,19 +20,21 @@ from wanjax.converters.weight_rules import assign
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.family import Family
 from wanjax.registry import (
+    apply_options,
     find_checkpoint,
     inspect_checkpoint,
     open_for_loading,
     open_source,
     outline,
     presets,
-    with_options,
 )
 
-MODELS = [name for name, preset in presets().items() if not preset.shipped]
+MODELS = [name for name, preset in presets().items() if not preset.bundled]
 CLIP, AUTHORS_CLIP, SIGLIP = (520, 501), (519, 501), (448, 437)  # tensors, and those that are used
+LORA_CHANGES = {"Wan2.2-Lightning": 400}  # weights that a LoRA of a repository changes; another one changes all
+LORA_CHANGES |= {f"LongLive-Plug-{name}": 300 if "5B" in name else 400 for name in published.PLUGS}
 QUICK = ["wan2.1-i2v-14b-480p", "wan2.2-t2v-a14b-4step", "wan2.1-t2v-1.3b-causvid", "cogvideox-2b"]
-QUICK += ["hunyuanvideo1.5-480p-i2v"]
+QUICK += ["hunyuanvideo1.5-480p-i2v", "wan2.1-t2v-14b-longlive-plug", "wan2.2-i2v-a14b-lightx2v"]
 
 
 @pytest.fixture(scope="session")
@@ -79,11 +81,11 @@ def test_its_repository_is_opened_and_matched(hub, model):
         published.fill(hub, opened.fallback_repo)
     assert found is preset
     notes: list[str] = []
-    checkpoint = with_options(open_for_loading(model, None, notes.append), (), notes.append)
+    checkpoint = apply_options(open_for_loading(model, None, notes.append), (), notes.append)
     assert checkpoint.preset is preset
     told = outline(model)
     assert checkpoint.settings == told.settings
-    assert inspect_checkpoint(model, encoders=True).model == told.model
+    assert inspect_checkpoint(model, reads_encoder_configs=True).model == told.model
     counts = matched(checkpoint.source, checkpoint.family)
     assert counts.keys() == told.model.spec.networks.keys() | set(told.model.spec.denoisers)
     assert counts.get("image_encoder") in (None, CLIP, AUTHORS_CLIP, SIGLIP)
@@ -92,13 +94,14 @@ def test_its_repository_is_opened_and_matched(hub, model):
     for lora in map(Lora.parse, preset.loras):
         changed = network(opened, "transformer", checkpoint.family.networks)
         matches = LoraFile(lora.path, changed.specs, changed.kind.lora_names or NameMap([])).matches
-        assert (matches.unmatched, matches.matched) == ((), {"2.1": len(changed.specs), "2.2": 400}[model[3:6]])
+        num_changed = LORA_CHANGES.get(lora.file.split("/")[1], 1303 if "i2v" in model else 1095)
+        assert (matches.unmatched, matches.num_matched) == ((), num_changed)
 
 
 @pytest.mark.parametrize("name", quick(["Wan2.1-FLF2V-14B-720P"], published.AUTHORS_FOLDERS))
 def test_the_folder_of_its_authors_is_opened_and_matched(tmp_path, name):
     """It holds everything but the entries of CLIP's preprocessor, which come from the same model's repository."""
-    found = inspect_checkpoint(published.authors_folder(tmp_path / name), encoders=True)
+    found = inspect_checkpoint(published.authors_folder(tmp_path / name), reads_encoder_configs=True)
     assert found.source.missing_components == [x for x in ("image_processor",) if x in found.source.components]
     assert found.source.fallback_repo.casefold() == f"Wan-AI/{name}-Diffusers".casefold()
     counts = matched(found.source, found.family)
@@ -111,7 +114,7 @@ def test_the_folder_of_its_authors_is_opened_and_matched(tmp_path, name):
 
 def test_the_folder_of_hunyuanvideos_authors_is_opened_and_matched(tmp_path):
     """Beside the transformer: all of Qwen2.5-VL, Glyph-SDXL-v2's checkpoint, SigLIP."""
-    found = inspect_checkpoint(published.hunyuan_authors_folder(tmp_path, "480p_i2v"), encoders=True)
+    found = inspect_checkpoint(published.hunyuan_authors_folder(tmp_path, "480p_i2v"), reads_encoder_configs=True)
     assert found.source.missing_components == []
     assert matched(found.source, found.family) == {
         "text_encoder": (338, 313),

@@ -134,7 +134,7 @@ def test_previews_are_made_with_it(tmp_path, monkeypatch):
     channels = pipe.model.spec.latent_shape(pipe.defaults)[1]
     tensors = layers(channels, 1, (1, 2, 2))
     torch.save(OrderedDict(tensors), tmp_path / "tae.pth")
-    monkeypatch.setattr(tiny_decoder, "TALLEST", 32)
+    monkeypatch.setattr(tiny_decoder, "MAX_PREVIEW_HEIGHT", 32)
     pipe.preview_with(tmp_path / "tae.pth")
     seen = []
     pipe.denoise(pipe.encode("a"), steps=1, callback=lambda step: seen.append((step.preview(), np.asarray(step.x0))))
@@ -207,7 +207,7 @@ def test_the_command_line_decodes_with_it(tmp_path, monkeypatch):
     assert with_it != without
     other = layers(16, 1, (1, 2, 2))
     torch.save(OrderedDict(other | {"decoder.22.bias": other["decoder.22.bias"] + 1}), "tae.pth")
-    assert says(refused("--from", "one", "--out", "four"), "decoder tae.pth others")
+    assert says(refused("--from", "one", "--out", "four"), "decoder tae.pth contents changed --decoder")
     torch.save(OrderedDict(other), "tae.safetensors")
     assert says(refused("a red circle", "--decoder", "tae.safetensors"), "tae.safetensors")
 

@@ -278,7 +278,7 @@ def test_a_file_with_flipped_or_missing_bytes_is_read_or_refused(saved, tmp_path
             assert "\n" not in str(error)  # noqa: PT017
 
 
-@pytest.mark.parametrize(("limit", "words"), [("HEADER_LIMIT", "table of contents"), ("PICKLE_LIMIT", "pickle 50")])
+@pytest.mark.parametrize(("limit", "words"), [("HEADER_LIMIT", "table of contents"), ("MAX_PICKLE_BYTES", "pickle 50")])
 def test_a_large_table_of_contents_is_refused(saved, monkeypatch, limit, words):
     monkeypatch.setattr(torch_file, limit, 50)
     assert says(refusal(saved), words)

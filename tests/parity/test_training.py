@@ -31,11 +31,11 @@ from tests.support.tiny import (
     tiny_image_checkpoint,
 )
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
-from wanjax.checkpoints.modules import Exported, parameters
+from wanjax.checkpoints.modules import ExportedTensors, parameters
 from wanjax.checkpoints.network_kinds import network_of
-from wanjax.training.adapters import LoraConfig, LoraLinear, adapt, factors_of, is_factor
+from wanjax.training.adapters import LoraConfig, LoraLinear, adapt, export_factors, is_factor
 from wanjax.training.loop import Trainer, all_parameters
-from wanjax.training.objective import Batch, error
+from wanjax.training.objective import Batch, denoising_error
 from wanjax.training.optimizers import OptimizerConfig, make_optimizer
 from wanjax.training.saving import save_lora
 
@@ -172,7 +172,7 @@ def our_batch(case):
 
 def our_loss(case):
     def loss(network, batch, key):
-        value = error(case.pipe, network, *batch, key)
+        value = denoising_error(case.pipe, network, *batch, key)
         return value, {}
 
     return loss
@@ -239,7 +239,7 @@ def test_a_lora_step_is_torch_s(case, tmp_path):
     network, chosen = adapted(case, rules)
     model = case.reference
     model.add_adapter(peft.LoraConfig(r=4, lora_alpha=6, target_modules=list(LORA.targets), init_lora_weights=False))
-    begun = {_their_name(name): x for name, x in factors_of(network, rules, chosen).items()}
+    begun = {_their_name(name): x for name, x in export_factors(network, rules, chosen).items()}
     with torch.no_grad():
         for name, x in model.named_parameters():
             x.requires_grad_("lora_" in name)
@@ -248,9 +248,9 @@ def test_a_lora_step_is_torch_s(case, tmp_path):
     loss, gradients, weights = their_training(case, model)
     value, found = gradients_of(network, is_factor, our_loss(case), our_data(case))
     assert abs(value - loss) <= 1e-6 * max(1, abs(loss))
-    ours = {_their_name(name): x for name, x in factors_of(found, rules, chosen).items()}
+    ours = {_their_name(name): x for name, x in export_factors(found, rules, chosen).items()}
     assert_near(ours, gradients, 1e-5, f"gradients of {type(case).__name__}")
-    after = factors_of(trained(case, network, is_factor, tmp_path), rules, chosen)
+    after = export_factors(trained(case, network, is_factor, tmp_path), rules, chosen)
     worst = assert_near({_their_name(k): x for k, x in after.items()}, weights, 1e-5, "weights")
     assert worst <= 1e-4
     model.delete_adapters("default")
@@ -262,7 +262,7 @@ def test_the_file_is_read_by_diffusers(case, tmp_path):
     known = network_of(case.pipe.model.spec.networks[case.component], case.pipe.components.kinds)
     network, chosen = adapted(case, known.rules, size=1.0)
     file = tmp_path / "lora.safetensors"
-    save_lora(file, factors_of(network, known.rules, chosen), LORA, known)
+    save_lora(file, export_factors(network, known.rules, chosen), LORA, known)
     model = type(case.reference).from_pretrained(case.folder / case.component)
     plain = float(their_loss(case, model).detach())
     pipeline = CogVideoXPipeline if isinstance(case, CogVideoX) else WanPipeline
@@ -311,5 +311,5 @@ def test_a_full_step_is_torch_s(case, tmp_path):
 
 
 def _exported(network, rules, like):
-    exported = Exported({name: np.asarray(x) for name, x in parameters(network).items()}, rules)
+    exported = ExportedTensors({name: np.asarray(x) for name, x in parameters(network).items()}, rules)
     return {key: np.asarray(exported.read(key)) for key in exported.specs if key in like}

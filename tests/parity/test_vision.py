@@ -92,7 +92,7 @@ def test_the_whole_of_a_picture(size):
     pixels = torch.from_numpy(picture).permute(2, 0, 1)[None].float().div(255).sub(0.5).div(0.5)
     exact = torch.nn.functional.interpolate(pixels, (224, 224), mode="bicubic", align_corners=False).mul(0.5).add(0.5)
     exact = (exact[0].permute(1, 2, 0).numpy() - np.float32(ours.mean)) / np.float32(ours.std)
-    (answer,) = ours([picture], whole=True)
+    (answer,) = ours([picture], stretch=True)
     assert answer.dtype == np.float32
     np.testing.assert_allclose(answer, exact, atol=1e-4)
     assert size == (224, 224) or np.abs(answer - ours([picture])[0]).max() > 0.1

@@ -32,12 +32,12 @@ from wanjax.pipelines.caching.rules import (
     MagCache,
     TeaCache,
     cache_rule,
-    check_apart,
+    check_separate_forwards,
     chosen_rule,
 )
 from wanjax.pipelines.phases import Phase
 from wanjax.registry import FAMILIES, find_checkpoint, outline, presets
-from wanjax.sharding import one_device
+from wanjax.sharding import one_device_partitioner
 
 PUBLISHED = {name: outline(name).model.tables for name in presets()}
 MAGNITUDES = [name for name, tables in PUBLISHED.items() if tables.magnitudes]
@@ -253,7 +253,7 @@ def test_a_text_names_a_rule(text):
             "step cache 'magic' magcache teacache easycache deepcache guidance auto",
         ),
         ("", "step cache ''"),
-        ("none:1", "read write like none"),
+        ("none:1", "malformed write like none"),
         ("deepcache:a", "deepcache:11,45,4 start end interval"),
         ("deepcache:1,2,3,4", "deepcache:11,45,4"),
         ("deepcache:5,5,2", "deepcache:5,5,2"),
@@ -267,9 +267,9 @@ def test_a_text_names_a_rule(text):
         ("magcache,guidance", "step cache 'magcache,guidance'"),
         ("teacache:inf", "threshold teacache:inf above 0"),
         ("teacache:mode=fast", "mode 'fast' plain"),
-        ("teacache:.1,threshold=.2", "read write like teacache threshold mode"),
-        ("teacache:mode=plain,.1", "read write like teacache threshold mode"),
-        ("magcache:size=3", "read write like magcache delta most whole"),
+        ("teacache:.1,threshold=.2", "malformed write like teacache threshold mode"),
+        ("teacache:mode=plain,.1", "malformed write like teacache threshold mode"),
+        ("magcache:size=3", "malformed write like magcache delta most whole"),
         ("easycache:-1", "easycache:-1.0,10 threshold 0"),
         ("guidance:1", "guidance:1"),
     ],
@@ -326,8 +326,8 @@ def test_a_rule_that_a_model_cannot_have_is_refused(text, given, told):
 
 
 def test_a_guidance_cache_needs_the_prompts_apart():
-    check_apart(Guidance(5), False)
-    check_apart(MagCache(), True)
+    check_separate_forwards(Guidance(5), False)
+    check_separate_forwards(MagCache(), True)
 
 
 TABLES = Tables(Magnitudes((1.0, 0.9), (1.0, 0.8), 0.1, 2, 0.2), Changes((1.0, 0.0), 0.1))
@@ -400,6 +400,13 @@ def test_the_users_tables_come_first(tmp_path, monkeypatch):
     assert found == replace(PUBLISHED["wan2.1-t2v-1.3b"], magnitudes=TABLES.magnitudes)
 
 
+@pytest.mark.parametrize("name", ["", "data"])
+def test_an_empty_or_relative_name_of_the_users_data_folder_is_none(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_DATA_HOME", name)
+    assert measured_file("nano").is_relative_to(tmp_path)
+
+
 def test_the_tables_of_a_folder_are_those_of_its_weights(tmp_path):
     folder = Path(presets()["nano"].source)
     copy = tmp_path / "copy"
@@ -423,7 +430,7 @@ def test_a_plan_counts_the_second_experts_first_step(cache):
     first, second = spec.phases(spec.schedule(settings), settings)
     assert first.start == 0 < len(first.steps) == second.start
     assert len(first.steps) + len(second.steps) == settings.steps
-    found = times(abstract_pipeline(replace(model, settings=settings), one_device()), settings)
+    found = times(abstract_pipeline(replace(model, settings=settings), one_device_partitioner()), settings)
     assert found["step"] + found["reusing_step"] == settings.steps
     if cache.startswith("deepcache"):
         by_number = {i for i in range(2, 39) if (i - 2) % 7}
@@ -434,5 +441,5 @@ def test_a_plan_counts_the_second_experts_first_step(cache):
 def test_a_plan_counts_all_steps_but_one_as_whole_where_weights_decide():
     model = outline("wan2.1-t2v-14b")
     settings = replace(model.settings, cache="teacache")
-    found = times(abstract_pipeline(replace(model, settings=settings), one_device()), settings)
+    found = times(abstract_pipeline(replace(model, settings=settings), one_device_partitioner()), settings)
     assert (found["step"], found["reusing_step"]) == (49, 1)  # so that a warm-up compiles both

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Distilled weights that a name tells: a LoRA's, or a whole model's, bring their publisher's steps and solver."""
 
+import re
 import warnings
 from pathlib import Path
 
@@ -18,11 +19,12 @@ from wanjax.media.metadata import read_metadata
 from wanjax.pipelines.distillation import find_distillation, model_name_in
 from wanjax.pipelines.hunyuanvideo import FAMILY as HUNYUANVIDEO
 from wanjax.pipelines.wan import FAMILY as WAN
-from wanjax.registry import outline, presets, with_distillation
+from wanjax.registry import apply_distilled_loras, outline, presets
 from wanjax.schedulers import name_of, parse
 
 FEW = "wan_lightx2v_4step.safetensors"
 SEKO = "lightx2v/Wan2.2-Lightning/Wan2.2-T2V-A14B-4steps-lora-rank64-Seko-V1.1"
+PLUG = "Efficient-Large-Model/LongLive-Plug"
 THREE = "consistency:timesteps=1000,757,522"
 
 
@@ -34,6 +36,18 @@ THREE = "consistency:timesteps=1000,757,522"
         ("lightx2v_T2V_14B_cfg_step_distill_v2_lora_rank64_bf16.safetensors", ("LightX2V", 4)),
         ("wan2.2_t2v_lightx2v_4steps_lora_v1.1_high_noise.safetensors", ("LightX2V", 4)),
         ("wan2.2_i2v_A14b_low_noise_lora_rank64_lightx2v_4step_1022.safetensors", ("LightX2V", 4)),
+        ("wan2.2_t2v_A14b_high_noise_lora_rank64_lightx2v_4step_1217.safetensors", ("LightX2V", 4)),
+        ("wan2.2_i2v_A14b_low_noise_lightx2v_4step_720p_260412.safetensors", ("LightX2V", 4)),
+        ("wan2.2_i2v_A14b_high_noise_lora_rank64_lightx2v_4step_720p_260412.safetensors", ("LightX2V", 4)),
+        ("Wan_2_2_I2V_A14B_LOW_lightx2v_4step_lora_260412_rank_64_fp16.safetensors", ("LightX2V", 4)),
+        ("Wan_2_2_I2V_A14B_HIGH_lightx2v_4step_lora_260412_rank_256_fp16.safetensors", ("LightX2V", 4)),
+        ("LongLive-Plug-Wan2.1-T2V-14B-few-step.safetensors", ("LongLive-Plug", 4)),
+        (f"{PLUG}-Wan2.1-T2V-14B-few-step/generator_lora_lightx2v.safetensors", ("LightX2V", 4)),
+        (f"{PLUG}-Wan2.2-TI2V-5B-few-step/adapter_model.safetensors", ("LongLive-Plug", 4)),
+        (f"{PLUG}-Wan2.2-TI2V-5B-few-step/generator_lora.pt", ("LongLive-Plug", 4)),
+        (f"{PLUG}-Wan2.1-T2V-14B-cfg/adapter_model.safetensors", ("LongLive-Plug, guidance alone", None)),
+        ("LongLive-Plug-Wan2.2-TI2V-5B-cfg.safetensors", ("LongLive-Plug, guidance alone", None)),
+        ("LongLive-2.0-5B", None),
         ("Wan_2_2_I2V_A14B_HIGH_lightx2v_MoE_distill_lora_rank_64_bf16.safetensors", ("LightX2V", 4)),
         ("Wan2.2-Lightning_T2V-A14B-4steps-lora_HIGH_fp16.safetensors", ("LightX2V", 4)),
         (f"{SEKO}/high_noise_model.safetensors", ("LightX2V", 4)),
@@ -99,18 +113,20 @@ def test_names_tell_distilled_weights_of_hunyuanvideo(name):
 def applied(model, *loras):
     """Return a model with distilled LoRAs, and the sentence that is told; neither is read."""
     told = []
-    found = with_distillation(outline(model), [Lora.parse(text) for text in loras], told.append)
+    found = apply_distilled_loras(outline(model), [Lora.parse(text) for text in loras], told.append)
     return found, told
 
 
-@pytest.mark.parametrize("name", [name for name in presets() if name.endswith("-4step")])
+@pytest.mark.parametrize("name", [name for name, preset in presets().items() if preset.loras])
 def test_a_lora_asks_for_what_the_preset_that_has_it_does(name):
+    """Of the preset's own are the size and the number of frames."""
     preset = presets()[name]
-    found, [told] = applied(name.removesuffix("-4step"), *preset.loras)
-    same = {"model": name, "height": preset.defaults.height, "width": preset.defaults.width}
+    found, [told] = applied(re.sub("-(?:4step|lightx2v|longlive-plug|causvid)$", "", name), *preset.loras)
+    same = {key: getattr(preset.defaults, key) for key in ("model", "height", "width", "frames")}
     assert found.settings.updated(same) == preset.defaults
-    assert found.model.scheduler == preset.scheduler
-    assert says(told, "distilled 4 steps guidance 1 shift 5 euler")
+    assert found.model.scheduler == outline(name).model.scheduler
+    assert says(told, f"distilled 4 steps guidance 1 shift {preset.defaults.flow_shift:g}")
+    assert not says(told, "together")
 
 
 @pytest.mark.parametrize(
@@ -123,6 +139,9 @@ def test_a_lora_asks_for_what_the_preset_that_has_it_does(name):
         ("wan2.1-t2v-14b", "Wan_2_1_T2V_14B_480p_rCM_lora_average_rank_83_bf16.safetensors", 4, 5.0, "rcm"),
         ("wan2.2-i2v-a14b", "Wan_2_1_T2V_14B_480p_rCM_lora_average_rank_83.safetensors", 4, 5.0, "rcm:sigma_max=200"),
         ("wan2.1-i2v-14b-480p", "lightx2v_I2V_14B_480p_cfg_step_distill_rank64_bf16.safetensors", 4, 5.0, "euler"),
+        ("wan2.2-ti2v-5b", f"{PLUG}-Wan2.2-TI2V-5B-few-step/adapter_model.safetensors", 4, 5.0, "unipc"),
+        ("wan2.1-t2v-14b", "LongLive-Plug-Wan2.1-T2V-14B-few-step.safetensors", 4, 5.0, "euler"),
+        ("wan2.1-t2v-14b", "LongLive-Plug-Wan2.1-T2V-14B-cfg.safetensors", 50, 5.0, "unipc"),
         ("wan2.2-ti2v-5b", "Wan22_TI2V_5B_Turbo_lora_rank_64_fp16.safetensors", 4, 5.0, "consistency"),
         ("hunyuanvideo1.5-480p-t2v", "HunyuanVideo-1.5_T2V_480p_lightx2v_4step_lora.safetensors", 4, 5.0, "euler"),
     ],
@@ -148,6 +167,43 @@ def test_a_pair_of_loras_counts_once_and_half_a_pair_does_not():
         assert says(told, f"{half} expert 40 steps")
 
 
+@pytest.mark.parametrize(
+    ("model", "names", "noises"),
+    [
+        ("wan2.2-t2v-a14b", "wan2.2_t2v_A14b_{}_noise_lora_rank64_lightx2v_4step_1217", ("high", "low")),
+        ("wan2.2-i2v-a14b", "wan2.2_i2v_A14b_{}_noise_lora_rank64_lightx2v_4step_720p_260412", ("high", "low")),
+        ("wan2.2-i2v-a14b", "Wan_2_2_I2V_A14B_{}_lightx2v_4step_lora_260412_rank_64_fp16", ("HIGH", "LOW")),
+        ("wan2.2-i2v-a14b", "Wan_2_2_I2V_A14B_{}_lightx2v_4step_lora_260412_rank_256_fp16", ("HIGH", "LOW")),
+    ],
+)
+def test_the_newer_pairs_of_lightx2v_run_two_steps_each(model, names, noises):
+    """As configs/distill/wan22 of LightX2V does: boundary_step_index 2, and steps at 1000, 937.5, 833.3 and 625."""
+    found, [told] = applied(model, *(f"{noise.lower()}={names.format(noise)}.safetensors" for noise in noises))
+    assert says(told, "distilled 4 steps guidance 1 shift 5 euler")
+    assert "together" not in told
+    schedule = found.model.spec.schedule(found.settings)
+    np.testing.assert_allclose(schedule.timesteps, [1000, 937.5, 2500 / 3, 625], rtol=1e-6)
+    phases = found.model.spec.phases(schedule, found.settings)
+    assert [phase.scales for phase in phases] == [(1.0, 1.0), (1.0, 1.0)]
+
+
+def test_a_lora_of_guidance_leaves_the_steps_to_another_in_either_order():
+    few = "LongLive-Plug-Wan2.1-T2V-14B-few-step.safetensors"
+    guidance = "LongLive-Plug-Wan2.1-T2V-14B-cfg.safetensors:0.5"
+    for loras in ((few, guidance), (guidance, few)):
+        found, [told] = applied("wan2.1-t2v-14b", *loras)
+        assert (found.settings.steps, found.settings.guidance_scale, name_of(found.model.scheduler)) == (
+            4,
+            1.0,
+            "euler",
+        )
+        assert says(told, f"{few} distilled 4 steps guidance 1 shift 5")
+        assert "together" not in told
+    found, [told] = applied("wan2.1-t2v-14b", guidance)
+    assert (found.settings.steps, found.settings.guidance_scale) == (50, 1.0)
+    assert "50 steps" not in told
+
+
 def test_several_loras_and_a_model_that_is_distilled_already_are_told():
     other = "Wan21_AccVid_T2V_14B_lora_rank32_fp16.safetensors"
     found, [told] = applied("wan2.1-t2v-14b", FEW, other)
@@ -156,7 +212,7 @@ def test_several_loras_and_a_model_that_is_distilled_already_are_told():
     for model in ("wan2.1-t2v-14b-4step", "wan2.1-t2v-14b-rcm-480p"):
         found, [told] = applied(model, other)
         assert found == outline(model)
-        assert says(told, f"{other} {model} already 4 steps")
+        assert says(told, f"{other} {model} itself keeps 4 steps")
 
 
 @pytest.mark.parametrize("lora", [f"{FEW}:0", f"{FEW}:-0.5", "lightning_bolt.safetensors"])

@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from tests.support.small_wan import network, pipeline, transformer_config
+from tests.support.words import naming
+from wanjax.errors import WanjaxError
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.pipelines.components import Components, MakeRoom
 from wanjax.pipelines.model import phases_of
@@ -33,6 +35,12 @@ T2V, I2V = (presets()[name].defaults for name in ("wan2.2-t2v-a14b", "wan2.2-i2v
         (replace(T2V, boundary=None), [("transformer", 0, (4.0,) * 40)]),
         (replace(T2V, boundary=1.0), [("transformer_2", 0, (3.0,) * 40)]),
         (replace(T2V, boundary=0.0), [("transformer", 0, (4.0,) * 40)]),
+        (replace(T2V, boundary_step=2), [("transformer", 0, (4.0,) * 2), ("transformer_2", 2, (3.0,) * 38)]),
+        (replace(T2V, boundary_step=40), [("transformer", 0, (4.0,) * 40)]),
+        (
+            replace(T2V, boundary=None, boundary_step=39),
+            [("transformer", 0, (4.0,) * 39), ("transformer_2", 39, (3.0,))],
+        ),
     ],
 )
 def test_segments(settings, right):
@@ -48,6 +56,24 @@ def test_every_step_is_taken_once_by_the_right_expert(steps, shift, boundary):
     for each in taken:
         high = timesteps[each.start : each.start + len(each.scales)] >= 1000 * boundary
         assert high.all() if each.network == "transformer" else not high.any()
+
+
+@pytest.mark.parametrize(("skipped", "high"), [(0, 10), (4, 6), (10, 0), (15, 0)])
+def test_a_boundary_step_counts_skipped_steps(skipped, high):
+    """As of a run without an input video, whose first steps a run from a clip leaves out."""
+    settings = replace(T2V, steps=20, boundary_step=10)
+    timesteps = UniPC().schedule(20, shift=5.0, skip=skipped).timesteps
+    taken = {phase.network: len(phase.scales) for phase in phases_of(EXPERTS, np.asarray(timesteps), settings)}
+    assert (taken.get("transformer", 0), taken["transformer_2"]) == (high, 20 - skipped - high)
+
+
+def test_more_steps_of_the_first_expert_than_there_are_are_refused():
+    pipe = pipeline(4, None)
+    pipe.model = replace(pipe.model, experts=True)
+    pipe.defaults = replace(pipe.defaults, boundary=0.9, boundary_step=0, guidance_scale_2=1.0)
+    assert pipe.settings(steps=4, boundary_step=4).boundary_step == 4
+    with pytest.raises(WanjaxError, match=naming("boundary_step 5 4 steps")):
+        pipe.settings(steps=4, boundary_step=5)
 
 
 def alive() -> int:

@@ -10,11 +10,18 @@ from PIL import Image
 
 import wanjax as library
 from tests.support.commands import refused, succeeded, wanjax
-from tests.support.tiny import tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_image_checkpoint
-from tests.support.words import says
+from tests.support.tiny import (
+    tiny_checkpoint,
+    tiny_cogvideox_checkpoint,
+    tiny_experts_checkpoint,
+    tiny_hunyuan_checkpoint,
+    tiny_image_checkpoint,
+)
+from tests.support.words import naming, says
+from wanjax.errors import WanjaxError
 from wanjax.media.metadata import load_settings
 from wanjax.media.video import read_metadata
-from wanjax.pipelines.settings import WAYS
+from wanjax.pipelines.settings import REFERENCE_IMPLEMENTATIONS
 from wanjax.pipelines.tracing import trace_programs
 from wanjax.schedulers import DDIM, DPM
 
@@ -41,6 +48,16 @@ def newer(tmp_path_factory):
     return str(tiny_cogvideox_checkpoint(tmp_path_factory.mktemp("newer"), **like))
 
 
+@pytest.fixture(scope="module")
+def hunyuan(tmp_path_factory):
+    return str(tiny_hunyuan_checkpoint(tmp_path_factory.mktemp("hunyuan")))
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    return str(tiny_experts_checkpoint(tmp_path_factory.mktemp("experts")))
+
+
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -56,7 +73,7 @@ def test_no_noise_is_left(solver, spacing):
         assert (schedule.alphas[-1], schedule.sigmas[-1]) == (1, 0)
         noise = schedule.sigmas[0]
         for index in range(steps):
-            kept, *_, drawn = schedule.weights[index] if solver is DPM else (*schedule.weights[index], 0.0)
+            kept, *_, drawn = schedule.coefficients[index] if solver is DPM else (*schedule.coefficients[index], 0.0)
             noise = np.hypot(kept * noise, drawn)
             assert abs(noise - schedule.sigmas[index + 1]) <= 1e-3, (steps, index)
 
@@ -64,7 +81,7 @@ def test_no_noise_is_left(solver, spacing):
 def test_levels_are_one_where_steps_divide_a_thousand():
     for solver in (DDIM(), DPM(), DDIM(snr_shift=3.0)):
         for steps in range(1, 101):
-            ours, theirs = (solver.schedule(steps, follow=way) for way in WAYS)
+            ours, theirs = (solver.schedule(steps, follow=way) for way in REFERENCE_IMPLEMENTATIONS)
             same = all(np.array_equal(*pair) for pair in zip(ours, theirs, strict=True))
             assert same == (1000 % steps == 0), steps
 
@@ -76,7 +93,7 @@ def test_text_and_last_step(newer):
         settings = pipe.settings(prompt="a", steps=24, follow=way)
         assert pipe.encode("a", follow=way).prompt_embeds.shape[1] == length
         encoder = trace_programs(pipe, settings).programs[0]
-        assert (2, length) in [x.shape for x in jax.tree.leaves(encoder.instance.shapes)]
+        assert (2, length) in [x.shape for x in jax.tree.leaves(encoder.traced_program.shapes)]
         levels.append(pipe.model.spec.schedule(settings).sigmas[-1])
     assert levels[0] == 0 < levels[1]
     assert pipe.settings().follow == "official"
@@ -88,7 +105,8 @@ def test_the_view_of_a_picture(image):
     wide = np.full((32, 96, 3), 40, np.uint8)
     wide[:, :24] = 250
     seen = {
-        way: np.asarray(pipe.encode("a", image=wide, frames=1, size=(32, 32), follow=way).image_embeds) for way in WAYS
+        way: np.asarray(pipe.encode("a", image=wide, frames=1, size=(32, 32), follow=way).image_embeds)
+        for way in REFERENCE_IMPLEMENTATIONS
     }
     middle = np.asarray(
         pipe.encode("a", image=wide[:, 32:64], frames=1, size=(32, 32), follow="diffusers").image_embeds
@@ -104,6 +122,15 @@ def test_noise_levels_follow_unless_they_are_given(wan):
     assert (pipe.settings(sigmas="diffusers").follow, pipe.settings().sigmas) == ("official", "official")
 
 
+def test_models_without_two_references_have_the_levels_of_comfy_too(hunyuan, newer):
+    pipe = library.load(hunyuan)
+    assert (pipe.settings().sigmas, pipe.settings(sigmas="comfy").sigmas) == ("official", "comfy")
+    with pytest.raises(WanjaxError, match=naming("diffusers sigmas official comfy")):
+        pipe.settings(sigmas="diffusers")
+    with pytest.raises(WanjaxError, match="sigmas"):
+        library.load(newer).settings(sigmas="comfy")
+
+
 def made(*arguments: str) -> dict:
     succeeded(wanjax(*arguments, "--out", "made.mp4", "--force"))
     return read_metadata("made.mp4")
@@ -115,6 +142,31 @@ def test_a_video_is_made_again_in_its_way_unless_another_is_typed(wan):
     assert made("--from", "made.mp4") == then
     changed = made("--from", "made.mp4", "--follow", "official")
     assert (changed["follow"], changed["sigmas"]) == ("official", "official")
+
+
+def test_settings_of_comfy_reach_the_steps(experts):
+    pipe = library.load(experts, dtype="float32", scheduler="euler")
+    encoded, given = pipe.encode("a"), {"size": (32, 32), "frames": 1, "steps": 4, "seed": 1, "guidance_scale": 1.0}
+    latents = {
+        name: np.asarray(pipe.denoise(encoded, flow_shift=5.0, **given, **settings))
+        for name, settings in {
+            "official": {},
+            "comfy": {"sigmas": "comfy"},
+            "one step": {"sigmas": "comfy", "boundary_step": 1},
+            "as by the boundary": {"sigmas": "comfy", "boundary_step": 2},
+        }.items()
+    }
+    np.testing.assert_allclose(latents["comfy"], latents["official"], atol=1e-5)  # four steps divide a thousand
+    np.testing.assert_array_equal(latents["as by the boundary"], latents["comfy"])  # levels 1, 0.9375, 0.833, 0.625
+    assert np.abs(latents["one step"] - latents["comfy"]).max() > 1e-2
+
+
+def test_settings_of_comfy_are_kept_and_made_again(experts):
+    given = ("a", "--model", experts, *SMALL, "--sigmas", "comfy", "--boundary-step", "2")
+    then = made(*given)
+    assert (then["sigmas"], then["boundary_step"]) == ("comfy", 2)
+    assert made("--from", "made.mp4") == then
+    assert made("--from", "made.mp4", "--boundary", "0.9")["boundary_step"] == 0
 
 
 def test_stages(newer, image):

@@ -21,7 +21,7 @@ from tests.support.tiny import (
 from tests.support.words import naming, says
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.cli import main
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, WanjaxWarning
 from wanjax.media import stage_files
 from wanjax.media import video as video_files
 from wanjax.media.metadata import load_settings
@@ -55,7 +55,7 @@ def _in_a_folder_with_pictures(tmp_path, monkeypatch):
 
 
 def embeddings(folder: str = "stage_outputs") -> dict[str, np.ndarray]:
-    return load_safetensors(Path(folder) / stage_files.EMBEDDINGS)
+    return load_safetensors(Path(folder) / stage_files.EMBEDDINGS_FILE)
 
 
 def test_three_stages_are_one_run(models):
@@ -72,7 +72,11 @@ def test_three_stages_are_one_run(models):
     }
     succeeded(run("denoise", "--dir", "three"))
     succeeded(run("decode", "--dir", "three", "--out", "three/frames"))
-    for name in (stage_files.EMBEDDINGS, stage_files.LATENTS, *(f"frames/{frame}" for frame in files("one/frames"))):
+    for name in (
+        stage_files.EMBEDDINGS_FILE,
+        stage_files.LATENTS_FILE,
+        *(f"frames/{frame}" for frame in files("one/frames")),
+    ):
         assert (Path("one") / name).read_bytes() == (Path("three") / name).read_bytes()
     settings = load_settings(Path("one"))
     image = str(Path("../wide.png").absolute())
@@ -91,6 +95,16 @@ def test_a_given_size_overrides_the_picture_s(models):
         assert load_settings(Path("stage_outputs"))["resize"] == resize
     assert {condition.shape for condition in conditions} == {(1, 8, 2, 2, 4)}
     assert not any(np.array_equal(conditions[i], conditions[i - 1]) for i in range(3))
+
+
+def test_a_size_that_cuts_off_much_of_a_picture_is_noted():
+    """The grid of nano is 16 pixels, so that 2:1 becomes 80x32."""
+    pipe = wanjax.load("nano")
+    picture = np.zeros((32, 64, 3), np.uint8)
+    with pytest.warns(WanjaxWarning, match=naming("80x32 20% of the 64x32 picture is cut off")):
+        assert pipe.prepare(image=picture)[1].size == (32, 80)
+    for keywords in ({"size": "64x32"}, {"resize": "pad"}, {"size": "80x32"}):  # a given size is a choice
+        pipe.prepare(image=picture, **keywords)
 
 
 def test_a_size_by_its_lines_has_the_picture_s_proportions(models):
@@ -119,7 +133,7 @@ def test_control(models):
     said = succeeded(run("a", *given, *references, "--dir", "stage_outputs", "--out", "a.mp4")).stderr
     assert "32x32, 5 frames" in said
     assert embeddings()["condition"].shape == (1, 72, 2 + 2, 4, 4)
-    latents = load_safetensors(Path("stage_outputs") / stage_files.LATENTS)["latents"]
+    latents = load_safetensors(Path("stage_outputs") / stage_files.LATENTS_FILE)["latents"]
     assert latents.shape == (1, 4, 2, 4, 4)
     noise = np.zeros((1, 4, 2 + 2, 4, 4), np.float32)
     save_safetensors("noise.safetensors", {"noise": noise})
@@ -158,7 +172,7 @@ def test_the_library_takes_the_size_from_what_was_encoded(models):
         (
             "control",
             "--video ../clip.gif --strength 0.5",
-            "guided video noise",
+            "strength 0.5 noise video control signal",
         ),
         ("control", "--video ../clip.gif --strength 0.8", "strength 0.8"),  # the default
         ("control", "--strength 0.5", "strength 0.5 video"),
@@ -209,15 +223,20 @@ def change(file: Path, **entries) -> None:
         ),
         ("text", "model_index.json", {"_class_name": "WanImageToVideoPipeline"}, "configs contradict each other"),
         ("text", "transformer/config.json", {"in_channels": 12}, "TransformerConfig 12"),
-        ("image", "transformer/config.json", {"added_kv_proj_dim": 8}, "added_kv_proj_dim 8 where 24 is"),
-        ("image", "transformer/config.json", {"image_dim": None}, "added_kv_proj_dim 24 where None is"),
+        ("image", "transformer/config.json", {"added_kv_proj_dim": 8}, "added_kv_proj_dim 8 not supported: use 24"),
+        ("image", "transformer/config.json", {"image_dim": None}, "added_kv_proj_dim 24 not supported: use None"),
         (
             "image",
             "transformer/config.json",
             {"image_dim": 20},
             "image 16 transformer 20",
         ),
-        ("image", "image_encoder/config.json", {"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu' where 'gelu' is"),
+        (
+            "image",
+            "image_encoder/config.json",
+            {"hidden_act": "quick_gelu"},
+            "hidden_act 'quick_gelu' not supported: use 'gelu'",
+        ),
         ("image", "image_processor/preprocessor_config.json", {"resample": 2}, "resample 2 3"),
         (
             "control",

@@ -58,7 +58,7 @@ def load(tmp_path_factory) -> Callable[..., Any]:
 
 
 def encoded(pipe: Any, negative: str = "a dog") -> Any:
-    given = {"image": np.full((32, 32, 3), 99, np.uint8)} if pipe.model.spec.needs else {}
+    given = {"image": np.full((32, 32, 3), 99, np.uint8)} if pipe.model.spec.required_inputs else {}
     return pipe.encode("a red circle", negative, **given, **SMALL)
 
 

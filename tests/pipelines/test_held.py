@@ -24,7 +24,7 @@ from tests.support.tiny import (
 from tests.support.words import naming, says
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling
-from wanjax.pipelines.tracing import check_making, peak_bytes, trace_programs
+from wanjax.pipelines.tracing import check_run_memory, peak_bytes, trace_programs
 from wanjax.pricing import live_bytes
 from wanjax.pricing.live_bytes import min_live_bytes
 from wanjax.pricing.lowering import Lowering
@@ -72,7 +72,9 @@ def test_what_a_video_holds_is_at_most_the_process_s_peak_and_at_least_half(case
     name, height, width, frames = case
     model_name = model(name, tmp_path)
     pipe = wanjax.load(model_name)
-    told, stage = peak_bytes(trace_programs(pipe, pipe.settings(size=(height, width), frames=frames, steps=2), room=0))
+    told, stage = peak_bytes(
+        trace_programs(pipe, pipe.settings(size=(height, width), frames=frames, steps=2), memory=0)
+    )
     for _ in range(2):  # the second finds its programs compiled
         made = subprocess.run(
             [sys.executable, "-c", CHILD, model_name, *map(str, case[1:])], capture_output=True, text=True, check=True
@@ -88,7 +90,7 @@ def test_what_a_video_holds_is_at_most_the_process_s_peak_and_at_least_half(case
 def test_what_a_program_holds_is_at_most_what_its_compiler_takes(size, tmp_path):
     pipe = wanjax.load(model("text", tmp_path))
     programs = trace_programs(pipe, pipe.settings(size=(size, size), frames=5, steps=2)).programs
-    [lowering] = [one.instance.lowering for one in programs if one.name == "decode_chunk"][1:]
+    [lowering] = [one.traced_program.lowering for one in programs if one.name == "decode_chunk"][1:]
     compiled = jax.jit(lowering.function, donate_argnums=lowering.donate).lower(*lowering.arguments).compile()
     took = compiled.memory_analysis()
     given = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(lowering.arguments))
@@ -126,7 +128,7 @@ def test_each_equation_of_a_run_that_has_others_within_is_looked_into():
 
     pipe = wanjax.load("nano")
     programs = trace_programs(pipe, pipe.settings(size=(64, 64), frames=5, steps=2)).programs
-    lowerings = [one.instance.lowering for one in programs]
+    lowerings = [one.traced_program.lowering for one in programs]
     names = {name for one in lowerings for name in within(jax.make_jaxpr(one.function)(*one.arguments).jaxpr)}
     assert "scan" in names
     assert names <= {*live_bytes.CALL_PRIMITIVES, *live_bytes.LOOP_PRIMITIVES, "pallas_call"}
@@ -135,11 +137,11 @@ def test_each_equation_of_a_run_that_has_others_within_is_looked_into():
 def test_networks_that_are_freed_for_others_are_not_counted(tmp_path, machine):
     """Without `offload` they are freed where the next one would not fit, so that the video can be made."""
     folder = model("text", tmp_path)
-    pipe = wanjax.load(folder, offload=True)
+    pipe = wanjax.load(folder, offload="stages")
     settings = pipe.settings(size=(64, 64), frames=1, steps=2)
-    needed, _ = peak_bytes(trace_programs(pipe, settings, room=0))
+    needed, _ = peak_bytes(trace_programs(pipe, settings, memory=0))
     machine.has_memory(needed)
-    check_making(wanjax.load(folder), settings)
+    check_run_memory(wanjax.load(folder), settings)
 
 
 @pytest.mark.parametrize("name", quick(["text"], ["nano", *MAKE]))
@@ -147,7 +149,7 @@ def test_a_video_that_is_too_large_is_refused_before_anything_is_compiled(name, 
     pipe = wanjax.load(model(name, tmp_path))
     pipe.progress = False
     encoded = pipe.encode("a") if name == "text" else None
-    pipe = pipe.under(Idle())
+    pipe = pipe.with_strategy(Idle())
     machine.has_memory(4_000_000_000)
     with pytest.raises(WanjaxError, match=naming("9600x9600 memory")):
         pipe("a", size=(9600, 9600))
@@ -170,7 +172,7 @@ def test_a_picture_that_is_too_large_to_be_encoded_is_refused_before_anything_is
     Image.new("RGB", (64, 64), (200, 30, 30)).save(tmp_path / "a.png")
     asked = {"size": (2880, 2880), "frames": 5, "image": tmp_path / "a.png"}
     command = ("encode", "a", "--model", "nano", "--size", "2880x2880", "--frames", "5", "--dir", tmp_path / "d")
-    pipe = wanjax.load("nano").under(Idle())
+    pipe = wanjax.load("nano").with_strategy(Idle())
     pipe.progress = False
     machine.has_memory(1_500_000_000)
     with pytest.raises(WanjaxError, match=naming("2880x2880 memory encode")):

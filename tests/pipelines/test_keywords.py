@@ -15,9 +15,9 @@ import pytest
 
 import wanjax
 from tests.support import typed_settings
-from wanjax.media.inputs import INPUTS
+from wanjax.media.inputs import INPUT_SPECS
 from wanjax.pipelines.keywords import InputKeywords
-from wanjax.pipelines.other_names import ELSEWHERE, OTHERWISE, RENAMED
+from wanjax.pipelines.other_names import ATTRIBUTE_ADVICE, KEYWORD_ADVICE, RENAMED
 from wanjax.pipelines.settings import Settings, schema
 from wanjax.pipelines.typed_settings import SettingsKeywords
 
@@ -26,6 +26,7 @@ ELSEWHERE_GIVEN = {
     "model",
     "dtype",
     "vae_dtype",
+    "precision",
     "prompt",
     "negative_prompt",
     "original_prompt",
@@ -67,8 +68,8 @@ def test_every_setting_is_a_typed_keyword():
     typed = get_type_hints(InputKeywords)
     assert typed["size"] == tuple[int, int] | str | None
     assert typed["steps"] == int | None
-    assert typed.keys() == (schema(Settings).keys() - ELSEWHERE_GIVEN) | {*INPUTS, "size"}
-    assert typed.keys() - get_type_hints(SettingsKeywords).keys() == {*INPUTS, "resize"}
+    assert typed.keys() == (schema(Settings).keys() - ELSEWHERE_GIVEN) | {*INPUT_SPECS, "size"}
+    assert typed.keys() - get_type_hints(SettingsKeywords).keys() == {*INPUT_SPECS, "resize"}
 
 
 def printed(code: str):
@@ -153,7 +154,7 @@ def test_an_error_inside_an_attribute_is_not_hidden(pipe, monkeypatch):
 def test_names_of_other_libraries_are_not_ours(pipe):
     """A name that is right here is not told to be wrong; the right names in the table exist."""
     ours = set(get_type_hints(InputKeywords)) | set(pipe.defaults.to_json())
-    assert not ours & {*RENAMED, *OTHERWISE}
-    assert not set(ELSEWHERE) & (set(dir(pipe)) | set(dir(wanjax)))
+    assert not ours & {*RENAMED, *KEYWORD_ADVICE}
+    assert not set(ATTRIBUTE_ADVICE) & (set(dir(pipe)) | set(dir(wanjax)))
     parameters = {*inspect.signature(wanjax.load).parameters, *inspect.signature(pipe).parameters}
     assert set(RENAMED.values()) <= ours | parameters

@@ -33,7 +33,7 @@ def nano():
 def test_prompts_and_seeds_give_the_videos_of_single_calls(nano):
     single = [nano(prompt, seed=seed, **SMALL) for prompt in PROMPTS for seed in (3, 4)]
     counting = Counting()
-    videos = nano.under(counting)(PROMPTS, seeds=[3, 4], **SMALL)
+    videos = nano.with_strategy(counting)(PROMPTS, seeds=[3, 4], **SMALL)
     assert sum(count for call, count in counting.calls.items() if call.stage == "encode") == len(PROMPTS)
     for ours, reference in zip(videos, single, strict=True):
         np.testing.assert_array_equal(ours.frames, reference.frames)

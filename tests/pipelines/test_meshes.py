@@ -15,15 +15,16 @@ from wanjax.checkpoints.sources import open_diffusers
 from wanjax.cli import main
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import AUTO, AttentionConfig
+from wanjax.layers.offload import Offload
 from wanjax.pipelines.mesh_sizes import MeshSizes
-from wanjax.pipelines.meshes import StepCost, choose_mesh, has_room, meshes, step_cost
+from wanjax.pipelines.meshes import StepCost, choose_mesh, meshes, step_cost, weights_fit
 from wanjax.plan import estimate, training_estimate
 from wanjax.pricing.chips import GIB, SLICES, V5E, Slice, topology_devices
 from wanjax.pricing.compile import ENVIRONMENT
 from wanjax.pricing.pricer import Price
 from wanjax.pricing.roofline import H100, cpu_machine
 from wanjax.registry import Checkpoint, outline, presets
-from wanjax.sharding import RULES, substitute_devices
+from wanjax.sharding import SHARDING_RULES, substitute_devices
 from wanjax.training.adapters import LoraConfig
 from wanjax.training.optimizers import OptimizerConfig
 
@@ -36,7 +37,12 @@ SEVERAL = [place for place in SLICES.values() if place.devices > 1]
 def cost_of(model=LARGE, *, size=None, attention=AUTO, rules="fsdp", offload=None, **settings) -> StepCost:
     shape = {} if size is None else {"height": size[0], "width": size[1]}
     video = model.settings.updated(shape | settings)
-    how = {"attention": attention, "rules": RULES[rules], "offload": offload, "param_dtype": model.param_dtype}
+    how = {
+        "attention": attention,
+        "rules": SHARDING_RULES[rules],
+        "offload": Offload.of(offload),
+        "param_dtype": model.param_dtype,
+    }
     return step_cost(model.family, model.model, video, **how)
 
 
@@ -88,12 +94,12 @@ def test_the_prompts_stay_together_where_their_weights_would_not_fit_twice():
     assert chosen(SLICES["v5e-4"], cost_of()) == (1, 4, 1)
     assert chosen(SLICES["v6e-4"], cost_of()) == (2, 2, 1)
     assert chosen(SLICES["v6e-4"], cost_of(EXPERTS)) == (2, 2, 1)
-    assert chosen(SLICES["v6e-4"], cost_of(EXPERTS, offload=False)) == (1, 4, 1)
+    assert chosen(SLICES["v6e-4"], cost_of(EXPERTS, offload="none")) == (1, 4, 1)
 
 
 def test_where_the_weights_fit_on_no_mesh_they_are_divided_most():
     cost = cost_of()
-    assert not any(has_room(cost, mesh, 2 * GIB) for mesh in meshes(cost, 4))
+    assert not any(weights_fit(cost, mesh, 2 * GIB) for mesh in meshes(cost, 4))
     assert choose_mesh(cost, 4, 2 * GIB, V5E) == (1, 4, 1)
 
 
@@ -105,15 +111,15 @@ def test_rules_say_which_axes_divide_the_weights():
     assert chosen(place, cost_of(rules="tp")).tp > 1
     whole = cost_of(rules="replicated")
     assert whole.weight_shards(MeshSizes(2, 1, 4)) == 1
-    assert has_room(whole, MeshSizes(1, 8, 1), place.memory)
-    assert not has_room(cost_of(EXPERTS, rules="replicated", offload=False), MeshSizes(1, 8, 1), place.memory)
+    assert weights_fit(whole, MeshSizes(1, 8, 1), place.memory)
+    assert not weights_fit(cost_of(EXPERTS, rules="replicated", offload="none"), MeshSizes(1, 8, 1), place.memory)
 
 
 def test_weights_are_counted_in_their_dtype():
     assert cost_of().weights == cost_of(EXPERTS).weights == BF16  # one of two experts
     wide = step_cost(LARGE.family, LARGE.model, LARGE.settings, param_dtype="float32")
     assert wide.weights == wide.network == 2 * BF16
-    assert cost_of(EXPERTS, offload=False).weights > 2 * BF16
+    assert cost_of(EXPERTS, offload="none").weights > 2 * BF16
 
 
 @pytest.mark.parametrize(
@@ -218,7 +224,7 @@ def test_a_plan_prices_the_mesh_of_a_run(described, without_weights, mesh_of_pla
     for model in presets():
         for place in SEVERAL:
             run = mesh_of_run(described[place.name], model)
-            plan = mesh_of_plan(estimate.estimate, outline(model), place.name)
+            plan = mesh_of_plan(estimate.estimate_video, outline(model), place.name)
             if run != plan:
                 differ[model, place.name] = run, plan
     assert not differ
@@ -246,11 +252,16 @@ def test_the_command_tells_the_mesh_of_a_run(described, without_weights, monkeyp
 @pytest.mark.parametrize(("model", "chip"), [("wan2.1-t2v-14b", "v5e-4"), ("wan2.2-t2v-a14b", "v6e-4")])
 @pytest.mark.parametrize(
     "given",
-    [{"attention": AttentionConfig.of("chunked")}, {"rules": "tp"}, {"rules": "replicated"}, {"offload": False}],
+    [
+        {"attention": AttentionConfig.of("chunked")},
+        {"rules": "tp"},
+        {"rules": "replicated"},
+        {"offload": Offload.of("none")},
+    ],
 )
 def test_what_is_asked_of_both_is_the_same_for_both(described, without_weights, mesh_of_plan, model, chip, given):
     run = mesh_of_run(described[chip], model, **given)
-    assert mesh_of_plan(estimate.estimate, outline(model), chip, **given) == run
+    assert mesh_of_plan(estimate.estimate_video, outline(model), chip, **given) == run
 
 
 @pytest.mark.parametrize("full", [False, True])

@@ -4,8 +4,10 @@
 Those in a request, which other doors take too, are in tests/mistakes.
 """
 
+import inspect
 import io
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from PIL import Image
 import wanjax
 from tests.support.types import unchecked
 from tests.support.words import naming, says
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, user_stack_level
 
 LATENTS = np.zeros((1, 16, 5, 8, 8), np.float32)  # of nano
 CLIP = np.zeros((5, 64, 64, 3), np.uint8)
@@ -45,7 +47,9 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"noise": [0.0]}, "noise [0.0] [1, 16, 5, 8, 8]"),
     ({"noise": LATENTS[0]}, "noise [16, 5, 8, 8] video [1, 16, 5, 8, 8]"),
     ({"noise": LATENTS.astype(int)}, "noise int64 floats"),
-    ({"callback": 3}, "callback 3 function"),
+    ({"callback": 3}, "callback 3 function Step"),
+    ({"callback": lambda: None}, "callback function Step () one argument"),
+    ({"callback": lambda step, latents: None}, "callback function Step (step, latents) one argument"),
     ({"references": (frame for frame in CLIP)}, "nano reference"),  # a generator is read, and then of no use
 ]
 LATENTS_OF_NO_VIDEO = [
@@ -91,6 +95,10 @@ METHODS: list[tuple[str, tuple, dict[str, Any], str]] = [
     ("prepare", (), {"prompt": NO_TEXT}, r"prompt 'caf\udce9' text UTF-8"),
     ("encode", ("a",), {"negative_prompt": NO_TEXT}, r"negative_prompt 'caf\udce9' text UTF-8"),
     ("videos", ([],), {}, "prompts []"),
+    ("videos", (3,), {}, "prompts list 3 pipe(prompt)"),
+    ("__call__", (), {}, 'prompt missing pipe("a'),
+    ("truncations", (3,), {}, "prompt text 3"),
+    *((name, (3,), {}, "settings wanjax.Settings 3 pipe.settings()") for name in ("draws", "noise", "check_memory")),
     ("videos", (["a", "b"],), {"noise": LATENTS}, "noise 2 videos"),
     ("free", ("transformers",), {}, "'transformers' transformer"),
     ("__getattr__", ("image_encoder",), {}, "'image_encoder' transformer"),
@@ -98,14 +106,31 @@ METHODS: list[tuple[str, tuple, dict[str, Any], str]] = [
 ]
 LOADS: list[tuple[Any, dict[str, Any], str]] = [
     (None, {}, "model None 'nano'"),
-    ("nano", {"offload": "yes"}, "offload 'yes' True"),
-    ("nano", {"lora": 5}, "LoRA 5 'style.safetensors:0.8'"),
+    ("nano", {"offload": "yes"}, "offload none stages blocks:N 'yes'"),
+    ("nano", {"attention": 3}, "attention 3 auto chunked"),
+    ("nano", {"lora": 5}, "lora 5 'style.safetensors:0.8'"),
     ("nano", {"lora": Path("no.safetensors")}, "no.safetensors"),
     ("nano", {"mesh": 8}, "mesh 8 wanjax.make_mesh"),
     ("nano", {"torch_dtype": "bfloat16"}, "'torch_dtype' dtype"),
     ("nano", {"num_frames": 9}, "'num_frames' pipe(prompt, frames="),
     ("nano", {"height": 9}, "'height' pipe(prompt, height="),
 ]
+PUBLIC: list[tuple[Any, tuple, dict[str, Any], str]] = [
+    (wanjax.make_mesh, (), {"xp": 2}, "axis 'xp' dp sp tp"),
+    (wanjax.make_mesh, (), {"devices": 3}, "devices list 3 jax.devices()"),
+    (wanjax.register, ("nano",), {}, "Family 'nano' wanjax.load"),
+    (wanjax.Previews, (3,), {}, "previews path 3 preview.png"),
+    (wanjax.Previews, (), {"looks": 0}, "looks 0 1 6"),
+    (wanjax.extend_prompt, ("a", 3), {}, "URL 3 http://localhost:11434/v1"),
+    (wanjax.price, (np.sin,), {"mesh": 3}, "mesh axes 3 'tp'"),
+    (wanjax.price, (np.sin,), {"donate": 3}, "donate list 3 [0]"),
+    (wanjax.price, (np.sin,), {"options": 3}, "options 3 dict"),
+]
+
+
+@pytest.mark.parametrize(("function", "arguments", "keywords", "words"), PUBLIC)
+def test_a_public_function(function, arguments, keywords, words):
+    assert says(refused(function, *arguments, **keywords), words)
 
 
 @pytest.fixture(scope="module")
@@ -211,3 +236,64 @@ def test_prompts_have_no_effect_after_their_encoding(name):
 def test_a_video_for_the_mesh_has_known_settings():
     with pytest.raises(WanjaxError, match=naming("'stepz' steps")):
         wanjax.load("nano", video={"stepz": 3})
+
+
+def test_a_function_of_other_parameters_is_refused_before_anything_is_made():
+    """Each of a pipeline's functions; one that takes what it is called with, and more by default, is fine."""
+    pipe: Any = wanjax.load("nano")
+    load: Any = wanjax.load
+    conditioning = pipe.encode("a")
+    wrong: list[tuple[Any, str]] = [
+        (lambda: pipe.denoise(conditioning, callback=lambda: None), "callback Step one argument"),
+        (lambda: pipe.denoise(conditioning, switched=lambda: None), "switched Switch one argument"),
+        (lambda: pipe.denoise(conditioning, continued=lambda done: None), "continued (done) 2 arguments"),
+        (lambda: pipe.decode(LATENTS, callback=lambda done: None), "callback chunks (done) 2 arguments"),
+        (lambda: pipe.videos(["a"], skip=lambda: True), "skip metadata () one argument"),
+        (lambda: load("nano", progress=lambda x: None), "progress bytes (x) 3 arguments"),
+        (lambda: load("nano", note=lambda: None), "note sentence () one argument"),
+    ]
+    for call, words in wrong:
+        with pytest.raises(WanjaxError, match=naming(words)):
+            call()
+    with unchecked(), pytest.raises(WanjaxError, match=naming("note 'a' sentence")):
+        load("nano", note="a")
+    assert not pipe.components.has("transformer")
+    seen: list[int] = []
+    pipe.denoise(conditioning, steps=1, callback=lambda step, more=1: seen.append(step.index))
+    assert seen == [0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("nano",), "price function 'nano' `wanjax plan nano`"),
+        ((3,), "price function 3 `wanjax plan MODEL`"),
+        ((lambda x: x, "float32"), "price shape 'float32' jax.ShapeDtypeStruct"),
+    ],
+)
+def test_a_price_is_that_of_a_function(arguments, words):
+    with unchecked(), pytest.raises(WanjaxError, match=naming(words)):
+        wanjax.price(*arguments)
+
+
+def test_a_pipeline_is_no_function_of_arrays():
+    with pytest.raises(WanjaxError, match=naming("price function Pipeline `wanjax plan MODEL`")):
+        wanjax.price(wanjax.load("nano"))
+
+
+def test_a_warning_points_to_the_line_of_the_user():
+    """Through any number of functions of the library."""
+    code = (
+        "def inner():\n    warnings.warn('x', stacklevel=level())\n"
+        "def middle():\n    inner()\ndef outer():\n    middle()\n"
+    )
+    library: dict[str, Any] = {
+        "__name__": "wanjax.fake",
+        "warnings": warnings,
+        "level": inspect.unwrap(user_stack_level),
+    }
+    exec(compile(code, "library.py", "exec"), library)
+    for call in (library["inner"], library["middle"], library["outer"]):
+        with pytest.warns(UserWarning, match="x") as caught:
+            call()
+        assert caught[0].filename == __file__

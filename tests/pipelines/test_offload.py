@@ -12,6 +12,9 @@ from flax import nnx
 
 import wanjax
 from tests.support.tiny import tiny_checkpoint, tiny_experts_checkpoint, tiny_image_checkpoint
+from tests.support.words import naming
+from wanjax.errors import WanjaxError, WanjaxWarning
+from wanjax.layers.offload import Offload
 from wanjax.layers.placement import bytes_by_device
 from wanjax.pipelines import components, memory
 from wanjax.pipelines.components import Components
@@ -49,17 +52,17 @@ def held(monkeypatch):
 
 
 def test_each_network_is_freed_at_the_end_of_its_stage(model, held):
-    pipe = wanjax.load(model, offload=True)
+    pipe = wanjax.load(model, offload="stages")
     video = pipe("a", **SMALL)
     assert loaded(pipe) == []
     assert held == {"text_encoder": ["text_encoder"], "transformer": ["transformer"], "vae": ["vae"]}
-    pipe.components.offload = False
+    pipe.components.offload = Offload.of("none")
     np.testing.assert_array_equal(pipe("a", **SMALL).frames, video.frames)
     assert loaded(pipe) == ["text_encoder", "transformer", "vae"]
 
 
 def test_videos_that_are_made_together_are_decoded_by_one_autoencoder(model, monkeypatch):
-    pipe, reads = wanjax.load(model, offload=True, mesh=wanjax.make_mesh(dp=2, devices=jax.devices()[:2])), []
+    pipe, reads = wanjax.load(model, offload="stages", mesh=wanjax.make_mesh(dp=2, devices=jax.devices()[:2])), []
     load = pipe.components._loaders["vae"]
     monkeypatch.setitem(pipe.components._loaders, "vae", lambda make_room: reads.append("vae") or load(make_room))
     assert len(list(pipe.videos(["a"], seeds=[1, 2], **SMALL))) == 2
@@ -68,14 +71,14 @@ def test_videos_that_are_made_together_are_decoded_by_one_autoencoder(model, mon
 
 
 def test_the_text_encoder_is_freed_before_pictures_are_encoded(tmp_path, held):
-    pipe = wanjax.load(tiny_image_checkpoint(tmp_path), offload=True)
+    pipe = wanjax.load(tiny_image_checkpoint(tmp_path), offload="stages")
     pipe.encode("a", image=np.zeros((32, 32, 3), np.uint8))
     assert "text_encoder" not in held["image_encoder"] + held["vae"]
     assert loaded(pipe) == []
 
 
 def test_one_expert_is_freed_before_the_other_is_read(tmp_path, held):
-    pipe = wanjax.load(tiny_experts_checkpoint(tmp_path), offload=True)
+    pipe = wanjax.load(tiny_experts_checkpoint(tmp_path), offload="stages")
     pipe.denoise(pipe.encode("a"), **SMALL)
     assert held["transformer_2"] == ["transformer_2"]
 
@@ -109,14 +112,14 @@ def test_only_as_many_networks_are_freed_as_have_to_go(machine):
     parts.override("x", network(1))
     parts.get("all")
     assert held() == "x"
-    parts.offload = False
+    parts.offload = Offload.of("none")
     for name in "abc":
         parts.get(name)
     assert held() == "abcx"
 
 
 def test_a_network_that_was_set_stays(model):
-    pipe = wanjax.load(model, offload=True)
+    pipe = wanjax.load(model, offload="stages")
     mine = pipe.text_encoder
     pipe.components.override("text_encoder", mine)
     pipe.encode("a")
@@ -151,6 +154,21 @@ def test_the_memory_that_is_free_for_weights(monkeypatch):
         assert components.free_memory(SimpleNamespace(memory_stats=lambda: None)) == right
     stats = {"bytes_limit": 1000, "bytes_in_use": 100}
     assert components.free_memory(SimpleNamespace(memory_stats=lambda: stats)) == 650
+
+
+def test_a_video_that_other_programs_leave_no_memory_for_is_noted(monkeypatch):
+    """It fits the machine, and a refusal would be wrong: the other programs may end."""
+    settings = wanjax.load("nano").settings()
+    machine = SimpleNamespace(total=1000, available=300)
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: machine)
+    monkeypatch.setattr(memory.psutil, "swap_memory", lambda: SimpleNamespace(total=0, free=0))
+    monkeypatch.setattr(memory, "_group_limits", lambda: iter(()))
+    monkeypatch.setattr(memory, "process_memory", lambda: 50)
+    memory.check_memory(settings, 350, "denoise")
+    with pytest.warns(WanjaxWarning, match=naming("needs at least 351 denoise 350 smaller size")):
+        memory.check_memory(settings, 351, "denoise")
+    with pytest.raises(WanjaxError, match=naming("needs at least this machine has smaller size")):
+        memory.check_memory(settings, 1001)
 
 
 def test_a_pipeline_describes_itself():

@@ -79,7 +79,7 @@ def slow(pipe, monkeypatch):
 def test_a_recorded_terminal(slow):
     """No line is ahead of the device, and from half of the steps on the time left is right within 25 %."""
     encoded, recorder = slow.encode("a"), Recorder()
-    with progress.on_console("denoise", Console(file=recorder, force_terminal=True, width=120)):
+    with progress.stage_on_console("denoise", Console(file=recorder, force_terminal=True, width=120)):
         jax.block_until_ready(slow.denoise(encoded, steps=STEPS, **SMALL))
     assert len(ENDS) == STEPS
     counts, lefts = [], 0
@@ -102,7 +102,7 @@ def test_plain_lines_where_there_is_no_terminal(slow, monkeypatch):
     monkeypatch.setattr(progress, "LINE_INTERVAL", 4 * SECONDS / 5)
     written = StringIO()
     encoded = slow.encode("a")
-    with progress.on_console("denoise", Console(file=written, width=120)):
+    with progress.stage_on_console("denoise", Console(file=written, width=120)):
         jax.block_until_ready(slow.denoise(encoded, steps=STEPS, **SMALL))
     lines = written.getvalue().splitlines()
     assert len(lines) >= STEPS / 8
@@ -113,7 +113,7 @@ def test_plain_lines_where_there_is_no_terminal(slow, monkeypatch):
 def test_a_line_that_says_nothing_new_is_not_printed(monkeypatch):
     monkeypatch.setattr(progress, "LINE_INTERVAL", 0.01)
     written = StringIO()
-    with progress.on_console("plan", Console(file=written, width=120)) as stage:
+    with progress.stage_on_console("plan", Console(file=written, width=120)) as stage:
         for done in range(3):
             stage.count("program", done, 8)
             time.sleep(0.1)
@@ -125,7 +125,7 @@ def test_a_line_that_says_nothing_new_is_not_printed(monkeypatch):
 
 def test_compiling_is_told_and_not_in_the_pace():
     recorder = Recorder()
-    with progress.on_console("denoise", Console(file=recorder, force_terminal=True, width=120)) as stage:
+    with progress.stage_on_console("denoise", Console(file=recorder, force_terminal=True, width=120)) as stage:
         stage.count("step", 0, 9)
         for done in range(1, 5):
             if done == 2:
@@ -168,6 +168,22 @@ def test_the_pace(clock):
     assert str(stage) == "chunk 5 of 20"
 
 
+def test_steps_that_are_noticed_together_have_no_pace(clock):
+    """The host saw the first steps late, because it compiled the next program."""
+    stage = Stage("denoise")
+    stage.count("step", 0, 5)
+    clock[0] += 9
+    stage.count("step", 1, 5)
+    clock[0] += 44e-6
+    stage.count("step", 2, 5)
+    assert stage.unit_seconds is None
+    assert str(stage) == "step 2 of 5"
+    for done in (3, 4):
+        clock[0] += 2
+        stage.count("step", done, 5)
+    assert stage.unit_seconds == 2
+
+
 def test_a_stage_that_continues(clock):
     """The steps that an earlier run took have no pace."""
     stage = Stage("denoise")
@@ -189,7 +205,7 @@ def test_a_stage_that_continues(clock):
 def test_a_narrow_terminal(clock):
     """The words stay whole, beside a short bar."""
     recorder = Recorder()
-    with progress.on_console("denoise", Console(file=recorder, force_terminal=True, width=60)) as stage:
+    with progress.stage_on_console("denoise", Console(file=recorder, force_terminal=True, width=60)) as stage:
         for done in (0, 1, 2):
             clock[0] += 1.5
             stage.count("step", done, 20)
@@ -236,10 +252,10 @@ def test_loading_is_shown_with_the_stage_that_loads(pipe, monkeypatch):
 
 
 def test_a_sample_s_steps_are_not_those_of_its_training():
-    with progress.on_console("train", None) as stage:
+    with progress.stage_on_console("train", None) as stage:
         units = []
         for work in ("", "sample", ""):
-            with progress.naming(work):
+            with progress.unit_prefix(work):
                 progress.count("step", 1, 20)
             units.append(stage.unit)
     assert units == ["step", "sample step", "step"]

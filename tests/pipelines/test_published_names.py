@@ -11,10 +11,10 @@ from tests.support.words import says
 from wanjax.converters.wan import original
 from wanjax.models.wan.config import I2V_14B, I2V_A14B, T2V_1_3B, T2V_14B, TI2V_5B, VAE_2_1, VAE_2_2
 from wanjax.pipelines.distillation import model_name_in
-from wanjax.pipelines.family import nearest
+from wanjax.pipelines.family import best_match
 from wanjax.pipelines.hunyuanvideo import FAMILY as HUNYUANVIDEO
 from wanjax.pipelines.hunyuanvideo import layouts as hunyuan_layouts
-from wanjax.registry import FAMILIES, few_steps, inspect_checkpoint, presets
+from wanjax.registry import FAMILIES, describe_distillation, inspect_checkpoint, presets
 from wanjax.schedulers import name_of
 
 HD, SD = (720, 1280), (480, 832)
@@ -56,14 +56,14 @@ def test_names_tell_apart_presets_of_equal_shapes(pair):
                         or hunyuan_layouts.MODELS[str(found)] is right
                     )
                 elif model_name_in(name) not in ("", "data"):
-                    assert nearest(pair, name, family.distillations) is right, name
-                    assert nearest(pair[::-1], name, family.distillations) is right, name
+                    assert best_match(pair, name, family.distillations) is right, name
+                    assert best_match(pair[::-1], name, family.distillations) is right, name
 
 
 def tensors(config):
     """Return the names and shapes of a transformer, by its authors' names, and its autoencoder's by its key."""
     vae = VAE_2_2 if config is TI2V_5B else VAE_2_1
-    return {original.TRANSFORMER.theirs(key): x for key, x in transformer_keys(config).items()}, vae_keys(vae)
+    return {original.TRANSFORMER.to_authors(key): x for key, x in transformer_keys(config).items()}, vae_keys(vae)
 
 
 def authors_folder(folder, config):
@@ -129,7 +129,7 @@ def test_a_single_file_is_known_by_its_name(config, name, preset, tmp_path):
     assert found.preset.name == preset
     assert found.settings.size == found.preset.defaults.size
     if name.count("/") or "_t2v_" in name or "2V-" in name:  # one like those of published files
-        assert few_steps(name, found) is None or found.distillation is not None
+        assert describe_distillation(name, found) is None or found.distillation is not None
 
 
 @pytest.mark.parametrize(
@@ -149,13 +149,14 @@ def test_a_distilled_file_is_sampled_as_its_publisher_does(config, name, base, s
     assert (found.preset.name, found.settings.size) == (base, presets()[base].defaults.size)
     assert (found.settings.steps, found.settings.guidance_scale) == (steps, 1.0)
     assert (found.settings.flow_shift, name_of(found.model.scheduler)) == (shift, solver)
-    assert says(few_steps(name, found) or "", f"{name} distilled {steps} steps")
+    assert says(describe_distillation(name, found) or "", f"{name} distilled {steps} steps")
 
 
 @pytest.mark.parametrize(
     ("names", "preset", "solver"),
     [
-        ("wan2.2_i2v_A14b_{}_noise_lightx2v_4step.safetensors", "wan2.2-i2v-a14b", "euler"),
+        ("wan2.2_i2v_A14b_{}_noise_lightx2v_4step.safetensors", "wan2.2-i2v-a14b-lightx2v", "euler"),
+        ("wan2.2_i2v_A14b_{}_noise_lightx2v_4step_720p_260412.safetensors", "wan2.2-i2v-a14b-lightx2v", "euler"),
         ("Wan2.2-I2V-A14B-{}-rCM-merged.safetensors", "wan2.2-i2v-a14b-rcm", "rcm:sigma_max=200"),
     ],
 )
@@ -187,7 +188,7 @@ def test_the_generator_of_a_run_is_causvids(tmp_path):
 def test_a_name_that_tells_nothing_is_told(name, told, tmp_path):
     found = inspect_checkpoint(single_file(tmp_path / name, T2V_14B))
     assert found.distillation is None
-    sentence = few_steps(name, found)
+    sentence = describe_distillation(name, found)
     assert says(sentence or "", f"{name} distilled 50 steps guidance 5") if told else sentence is None
 
 

@@ -17,7 +17,7 @@ from wanjax.checkpoints.files import content_digest, save_safetensors
 from wanjax.checkpoints.lora_source import Lora
 from wanjax.layers.tiling import Tiling
 from wanjax.media.video import read_metadata
-from wanjax.pipelines.video_metadata import described
+from wanjax.pipelines.video_metadata import source_to_json
 from wanjax.schedulers import UniPC
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
@@ -52,7 +52,7 @@ def test_choices_of_loading_and_of_the_call(model, tmp_path):
     pipe.scheduler = UniPC(order=1)
     noise = np.random.default_rng(0).normal(size=(1, 4, 2, 4, 4)).astype(np.float32)
     video = pipe("a", noise=noise, tiling=Tiling(64, 48), batch_guidance=True, **SMALL | {"guidance_scale": 3.0})
-    digest = described(noise)
+    digest = source_to_json(noise)
     assert digest.startswith("float32 [1, 4, 2, 4, 4], sha256 ")
     assert extras(video) == PLAIN | {
         "mesh": "dp=2,sp=1,tp=1",
@@ -77,14 +77,14 @@ def test_pictures_and_clips(tmp_path, monkeypatch):
     clip = np.stack([picture] * 5)
     video = pipe("a", video=clip, mask="red.png", references=["red.png"], **SMALL)
     found = extras(video)
-    assert found["video"] == described(clip) != described(clip + 1)
+    assert found["video"] == source_to_json(clip) != source_to_json(clip + 1)
     assert found["mask"] == str(tmp_path / "red.png")
     assert found["references"] == [str(tmp_path / "red.png")]
     digest = hashlib.sha256((tmp_path / "red.png").read_bytes()).hexdigest()
     assert video.settings["digests"][str(tmp_path / "red.png")] == digest
     video = pipe("a", video=[Image.fromarray(frame) for frame in clip], references=iter([picture]), **SMALL)
     assert extras(video)["video"] == found["video"]
-    assert extras(video)["references"] == [described(picture)]
+    assert extras(video)["references"] == [source_to_json(picture)]
 
 
 def test_loras_are_recorded_by_their_full_paths(model, tmp_path, monkeypatch):

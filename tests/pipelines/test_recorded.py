@@ -163,11 +163,11 @@ def compared(loaded):
         pictures, settings = pipe.prepare(**own)
         made = trace_programs(pipe, settings, pictures, **told)
         for noted in made.programs:
-            counting.compile(noted.instance)
+            counting.compile(noted.traced_program)
         before = compiled(strategy=counting)
         counting.calls.clear()
         prompt = own.pop("prompt")
-        pipe.under(counting)(prompt, **own, **told)
+        pipe.with_strategy(counting)(prompt, **own, **told)
         return Compared(
             made,
             recorded_calls(made),
@@ -195,7 +195,7 @@ def test_a_recorded_run_makes_the_calls_of_an_executed_one(compared, kind, mesh)
         assert not differences(executed, recorded)
     if "cache" in KINDS[kind][1]:
         assert steps(recorded)[True] > 0
-    keys = {EXECUTE.key_of(noted.instance) for noted in found.record.programs}
+    keys = {EXECUTE.key_of(noted.traced_program) for noted in found.record.programs}
     assert len(set(map(fingerprint, keys))) == len(keys)  # by which executables are kept between processes
 
 
@@ -232,7 +232,7 @@ def test_an_outline_records_what_its_checkpoint_does(folder, kind, mesh):
     Prompts have the length of the small tokenizers.
     """
     model, given = KINDS[kind]
-    pipe, found = wanjax.load(folder(model), mesh=mesh), inspect_checkpoint(folder(model), encoders=True)
+    pipe, found = wanjax.load(folder(model), mesh=mesh), inspect_checkpoint(folder(model), reads_encoder_configs=True)
     family = replace(found.family, prompt=lambda video_model: {"tokenizer": (tiny.TEXT_LENGTH,) * 2})
     outline = replace(found, family=family, settings=pipe.defaults)
     planned = abstract_pipeline(outline, pipe.partitioner, param_dtype=pipe.defaults.dtype)

@@ -15,7 +15,7 @@ import wanjax
 from wanjax.cli import main, many
 from wanjax.cli.parsed import request_of
 from wanjax.jobs.maker import VideoMaker
-from wanjax.jobs.rows import read_requests
+from wanjax.jobs.rows import read_requests, shared_by_all
 from wanjax.pipelines.request import VideoRequest
 from wanjax.serve import uploads
 from wanjax.serve.limits import Limits
@@ -35,6 +35,7 @@ FIELDS = st.fixed_dictionaries(
         "cache": st.sampled_from(["none", "magcache:0.06,2,0.2", "easycache"]),
         "guidance_rule": st.sampled_from(["none", "nag:scale=11", "cfg-zero"]),
         "follow": st.sampled_from(["official", "diffusers"]),
+        "rng": st.sampled_from(["jax", "torch"]),
         "scheduler": st.sampled_from(["euler", "dpm++"]),
     },
 )
@@ -50,7 +51,7 @@ def served(nano):
     """Read the fields of a request to a server of nano; the model that it names is that."""
 
     def read(fields):
-        request, files = uploads.read(fields, {}, ServedModels({"nano": nano}, {}), Limits.of(nano.defaults))
+        request, files = uploads.read_request(fields, {}, ServedModels({"nano": nano}, {}), Limits.of(nano.defaults))
         assert (request.model, files) == ("nano", {})
         return replace(request, model=None)
 
@@ -79,7 +80,7 @@ def from_toml(folder, fields):
         command = main.commands["batch"].make_context("batch", arguments, parent=group)
     options = request_of(command)
     [request] = many.requests_of(options, command.params["prompts"])
-    return replace(request.under(many.shared_by_all(options)), row=0)
+    return replace(request.with_defaults(shared_by_all(options)), row=0)
 
 
 def _toml(value):
@@ -126,6 +127,6 @@ def test_seconds_are_the_nearest_frames_for_rows_and_for_a_server(nano, served, 
 
 
 def test_a_request_of_seconds_or_sides_is_not_mixed_with_the_options():
-    options = VideoRequest.parse({"size": "480p", "frames": 9, "scheduler": "euler", "image": "a.png"}, whole=False)
+    options = VideoRequest.parse({"size": "480p", "frames": 9, "scheduler": "euler", "image": "a.png"}, complete=False)
     asked_for = VideoRequest.parse({"prompt": "a", "seconds": 2, "width": 64, "image": "b.png"})
-    assert asked_for.under(options) == replace(asked_for, scheduler="euler")
+    assert asked_for.with_defaults(options) == replace(asked_for, scheduler="euler")

@@ -27,7 +27,7 @@ from wanjax.pipelines.resume import ResumeObserver
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.wan.conditioning import WanConditioning
 from wanjax.schedulers import UniPC
-from wanjax.sharding import one_device
+from wanjax.sharding import one_device_partitioner
 
 GIVEN = {"size": (12, 12), "frames": 5, "steps": 6, "seed": 3}
 
@@ -136,7 +136,7 @@ def test_ctrl_c_between_two_saves_keeps_the_last_step(tmp_path, monkeypatch, aft
     pipe, file = pipeline(experts=True), tmp_path / "state"
     whole, _, _ = run(pipe)
     keeping, observer = ResumeObserver(file, pipe.partitioner), Interrupting(after)
-    keeping._cost = 1e9  # no step is saved for its own sake
+    keeping._save_seconds = 1e9  # no step is saved for its own sake
     swap_in = pipe.components.swap_in
 
     def loading(name, others):
@@ -200,12 +200,12 @@ def now(monkeypatch) -> list[float]:
 def test_writing_takes_a_small_share_of_the_time(tmp_path, monkeypatch, now):
     """A state that takes a second to write is written once in fifty seconds."""
     writes = []
-    keeping = ResumeObserver(tmp_path / "state", one_device())
+    keeping = ResumeObserver(tmp_path / "state", one_device_partitioner())
 
     def save(step):
         writes.append(now[0])
         now[0] += 1
-        keeping._last, keeping._cost = now[0], 1.0
+        keeping._last_saved, keeping._save_seconds = now[0], 1.0
 
     monkeypatch.setattr(keeping, "stopped", save)
     x = jnp.zeros((1, 1, 1, 1, 1))
@@ -228,7 +228,7 @@ def test_each_step_that_takes_long_is_kept_at_once(tmp_path, monkeypatch, now, s
         now[0] += 1
 
     monkeypatch.setattr("wanjax.pipelines.resume.save_safetensors", save)
-    keeping = ResumeObserver(tmp_path / "state", one_device(), saved=held.append)
+    keeping = ResumeObserver(tmp_path / "state", one_device_partitioner(), on_save=held.append)
     for index in range(6):
         wait(index - 1)  # while more than two are queued
         x = jnp.full((1, 1, 1, 1, 1), index + 1.0)
@@ -255,15 +255,15 @@ def test_the_command_continues(tmp_path, sent):
 
     stopped = start(left)
     deadline = time.monotonic() + 300
-    while not (left / stage_files.STATE).exists() and stopped.poll() is None and time.monotonic() < deadline:
+    while not (left / stage_files.STATE_FILE).exists() and stopped.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     stopped.send_signal(sent)
     _, said = stopped.communicate(timeout=300)
     assert stopped.returncode == (130 if sent == signal.SIGINT else -signal.SIGKILL), said
-    assert (left / stage_files.STATE).exists()
+    assert (left / stage_files.STATE_FILE).exists()
     continued = succeeded(wanjax("denoise", "--dir", left))
     assert f" of {steps} steps" in continued.stderr
-    assert not (left / stage_files.STATE).exists()
+    assert not (left / stage_files.STATE_FILE).exists()
     succeeded(wanjax(*command[3:], "--steps", steps, "--dir", str(whole)))
     made = [stage_files.load_latents(folder, load_settings(folder)) for folder in (left, whole)]
     np.testing.assert_array_equal(*map(np.asarray, made))

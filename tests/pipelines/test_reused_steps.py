@@ -217,7 +217,7 @@ def test_teacache_reads_the_change_of_the_timesteps_embedding(pipe):
         found = embedding_changes(
             pipe.runtime, step.denoiser, SplitNetwork(step.graphdef, inputs.weights), schedule, segment, plain
         )
-        embed = partial(step.denoiser.embed_timesteps, plain=plain)
+        embed = partial(step.denoiser.embed_timesteps, unprojected=plain)
         embedded = [np.asarray(jax.jit(embed)(network, t), np.float64) for t in times]
         expected = [abs(b - a).mean() / abs(a).mean() for a, b in pairwise(embedded)]
         assert found[0] == 0
@@ -306,7 +306,7 @@ def test_a_guidance_cache_estimates_the_negative_prompt():
     """
     rng = np.random.default_rng(0)
     prompt, negative, later = (rng.standard_normal((1, 2, 9, 14, 3), np.float32) for _ in range(3))
-    cache = GuidanceCache(reused=(False, True, True), half=2)
+    cache = GuidanceCache(reused=(False, True, True), half_step=2)
     given = [lambda x=x: jnp.asarray(x) for x in (prompt, negative)]
     both, kept = cache.predictions(given, jnp.asarray(prompt), None)
     np.testing.assert_array_equal(both[1], negative)
@@ -338,7 +338,7 @@ def denoised(folder, **keywords):
 
 NOT_WORTH_IT = {  # by what the sentence names
     "cache dp": partial(settled, mesh="dp=2,sp=2,tp=2", cache="guidance:2"),
-    "cache batch-guidance": partial(denoised, cache="guidance:2", batch_guidance=True),
+    "cache batched guidance": partial(denoised, cache="guidance:2", batch_guidance=True),
     "guidance:2 without guidance": partial(settled, cache="guidance:2", guidance_scale=1.0),
     "step cache deepcache:11,45,4 8 steps": partial(settled, cache="deepcache", steps=8),
 }
@@ -397,7 +397,7 @@ def test_without_a_cache_the_program_is_that_of_before(pipe):
         found = [step.denoiser.predict(network, x, t, prompt, inputs.shared) for prompt in inputs.prompts]
         predictions = jnp.concatenate([prediction.astype(jnp.float32) for prediction in found])
         clean = partial(step.scheduler.x0, schedule, 0)
-        guided, _ = GuidanceRule.joined(predictions, videos, scale, state.x, clean, None)
+        guided, _ = GuidanceRule.combine(predictions, videos, scale, state.x, clean, None)
         prediction = replicate(guided)
         x0 = replicate(step.scheduler.x0(schedule, 0, prediction, state.x))
         x, solver = replicate(step.scheduler.step(schedule, 0, prediction, state.x, state.solver))

@@ -65,7 +65,7 @@ def test_other_dtypes_are_refused(model, pipe, dtype):
     for option in ("dtype", "vae_dtype", "param_dtype"):
         with pytest.raises(WanjaxError, match=naming(f"{option} bfloat16 float32")):
             wanjax.load(model, **{option: dtype})
-    with pytest.raises(WanjaxError, match=r"^the dtype \S+ is not offered"):
+    with pytest.raises(WanjaxError, match=r"^the dtype \S+ is not supported"):
         pipe("a", dtype=dtype, **SMALL)
 
 

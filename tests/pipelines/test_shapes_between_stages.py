@@ -104,7 +104,7 @@ def test_the_commands_refuse_another_shape(control, tmp_path, monkeypatch):
     references = ("--reference", "picture.png", "--reference", "picture.png")
     given = ("encode", "a", "--model", control, "--size", "32x32", "--frames", "5", "--dir", "made")
     succeeded(run(*given, *references))
-    file = Path("made") / stage_files.EMBEDDINGS
+    file = Path("made") / stage_files.EMBEDDINGS_FILE
     assert "video_shape" not in load_safetensors(file)  # the file's settings hold it
     for other in (("--frames", "9"), ("--frames", "13"), ("--size", "48x32"), ("--height", "48")):
         assert says(refused("denoise", "--dir", "made", *other), "32x32 5 frames 2 references encode")
@@ -113,10 +113,10 @@ def test_the_commands_refuse_another_shape(control, tmp_path, monkeypatch):
     (kept / "generation_config.json").write_text(json.dumps({**config, "references": None}))
     assert says(refused("denoise", "--dir", "without"), "references encode")
     succeeded(run("denoise", "--dir", "made", "--steps", "1"))
-    latents = load_safetensors(Path("made") / stage_files.LATENTS)["latents"]
+    latents = load_safetensors(Path("made") / stage_files.LATENTS_FILE)["latents"]
     assert latents.shape == (1, 4, 2, 4, 4)
     metadata = {"settings": json.dumps(load_settings(Path("made")))}
-    save_safetensors(Path("made") / stage_files.LATENTS, {"latents": latents[:, :, :1]}, metadata)
+    save_safetensors(Path("made") / stage_files.LATENTS_FILE, {"latents": latents[:, :, :1]}, metadata)
     assert says(refused("decode", "--dir", "made"), "[1, 4, 1, 4, 4] 32x32 5 frames [1, 4, 2, 4, 4] denoise")
 
 

@@ -164,8 +164,8 @@ def test_a_callback_stops_a_stream():
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"frames": 17}, "17 frames 9 latent blocks 2 15 19"),
-        ({"frames": 1}, "1 frames latent blocks 2 3"),
+        ({"frames": 17}, "17 frames 9 latent chunks 2 15 19"),
+        ({"frames": 1}, "1 frames latent chunks 2 3"),
         ({"guidance_scale": 3.0}, "guidance 1"),
         ({"cache": "easycache"}, "steps step cache easycache"),
     ],
@@ -176,21 +176,23 @@ def test_settings_that_cannot_be_are_refused(given, told):
 
 
 REFUSED = {
-    "keep": ("state", "makes videos block by block, and a file to continue from needs them made as a whole"),
-    "strength": (0.5, "a strength of 0.5 is given without a video to begin from"),
+    "keep": ("state", "makes videos chunk by chunk, which a file to continue from does not support"),
+    "strength": (0.5, "a strength of 0.5 needs an input video"),
     "guidance_scale": (3.0, "distilled without guidance"),
-    "guidance_scale_2": (3.0, "guidance_scale_2 is no setting of"),
-    "boundary": (0.5, "boundary is no setting of"),
-    "dynamic_guidance": (True, "dynamic_guidance is no setting of"),
+    "guidance_scale_2": (3.0, "has no setting guidance_scale_2"),
+    "boundary": (0.5, "has no setting boundary"),
+    "boundary_step": (2, "has no setting boundary_step"),
+    "dynamic_guidance": (True, "has no setting dynamic_guidance"),
     "cache": ("easycache", "too few steps for a step cache"),
-    "windows": (2, "makes no windows"),
-    "then": ("b", "makes no windows"),
+    "windows": (2, "cannot continue a video in several windows"),
+    "then": ("b", "cannot continue a video in several windows"),
     "guidance_rule": ("apg", "no effect without guidance"),
 }
 OBEYED = {
     "noise": draws(),
     "seeds": [9],
     "seed": 9,
+    "rng": "torch",
     "size": (12, 28),
     "height": 24,
     "width": 28,
@@ -260,7 +262,7 @@ def test_a_callback_sees_the_steps_of_all_blocks_and_stops_denoising():
     ],
 )
 def test_a_model_that_makes_a_video_as_a_whole_streams_none(asked):
-    with pytest.raises(WanjaxError, match="nano makes a video as a whole and has no blocks to stream"):
+    with pytest.raises(WanjaxError, match="nano makes a video as a whole, so there are no chunks to stream"):
         asked(wanjax.load("nano"))
 
 
@@ -271,13 +273,13 @@ def checkpoint(tmp_path_factory):
 
 def test_a_checkpoint_streams_from_a_prompt(checkpoint):
     pipe = wanjax.load(checkpoint)
-    assert pipe.model.spec.streams
+    assert pipe.model.spec.is_chunked
     assert pipe.defaults.steps == 4
     assert (pipe.defaults.flow_shift, pipe.defaults.guidance_scale) == (5.0, 1.0)
     clips = list(pipe.stream("a red circle", seed=5, batch_guidance=True))
     assert [len(clip) for clip in clips] == [5, 8, 8, 8]
     np.testing.assert_array_equal(np.concatenate(clips), pipe("a red circle", seed=5).frames)
-    with pytest.raises(WanjaxError, match=naming("text video blocks")):
+    with pytest.raises(WanjaxError, match=naming("text video chunks")):
         pipe.stream("a red circle", video=np.zeros((29, 32, 32, 3), np.uint8))
 
 

@@ -22,7 +22,7 @@ from tests.support.tiny import (
 )
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
-from wanjax.pipelines.settings import length_of
+from wanjax.pipelines.settings import total_frames
 from wanjax.pipelines.windows import FADING, fade_seam
 from wanjax.registry import presets
 
@@ -74,7 +74,7 @@ def test_the_last_prompt_holds_on():
 @pytest.mark.parametrize("control", quick([True], [False, True]))
 def test_a_controlled_window_keeps_the_frames_that_it_is_given(controlled, control):
     """Its part of a control clip follows them."""
-    clip = RANDOM.integers(0, 256, (length_of(9, 2, 5), 32, 32, 3), dtype=np.uint8)
+    clip = RANDOM.integers(0, 256, (total_frames(9, 2, 5), 32, 32, 3), dtype=np.uint8)
     shape = SMALL | {"frames": 9}
     given = {"video": clip} if control else {}
     video = controlled("a cat", windows=2, overlap=5, seed=3, **given, **shape)
@@ -162,7 +162,7 @@ def test_what_is_not_for_several_windows_is_refused(request, of, call, words):
 
 def test_presets_have_an_overlap_that_their_models_take():
     for preset in filter(lambda preset: preset.model, presets().values()):
-        if preset.model.spec.continued_by:
+        if preset.model.spec.continuation_input:
             preset.model.spec.check_settings(preset.defaults.updated({"windows": 2}))
 
 
@@ -180,7 +180,7 @@ def test_a_command_goes_on_from_the_windows_that_are_kept(pictured, tmp_path, mo
     assert "wanjax generate" not in told  # it is done
     more = ("--from", "stages", "--windows", "3", "--then", "a cat", "--then", "a dog", "--dir", "stages")
     told = succeeded(run("generate", *more, "--out", "three")).stderr
-    assert told.count("taken before: 2 of 2 steps") == 2
+    assert told.count("resumed after 2 of 2 steps") == 2
     two, three = frames_of(Path("two")), frames_of(Path("three"))
     np.testing.assert_array_equal(two, three[: len(two)])
     assert len(three) == 13

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The choice of a scheduler: by name or as a value, in place of a model's own."""
 
+import re
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -80,6 +83,8 @@ REFUSED = [  # what chooses a scheduler, its arguments, and what the sentence na
             ("rcm:sigma_max=nan", "sigma_max rCM nan"),
         ]
     ),
+    *((parse, (name,), f"'{name}' {ours}") for name, ours in (("lcm", "consistency"), ("uni_pc", "unipc"))),
+    (parse, ("dpmpp_2m",), "'dpmpp_2m' dpm++"),
     (resolve, (Ancestral(), UniPC()), "v model velocity unipc"),
     (resolve, (Ancestral(prediction="velocity"), UniPC()), "shift sigmas unipc"),
     (lambda name: wanjax.load("nano", scheduler=name), ("heun",), "scheduler 'heun'"),
@@ -90,6 +95,24 @@ REFUSED = [  # what chooses a scheduler, its arguments, and what the sentence na
 def test_a_scheduler_that_there_is_not(choose, arguments, words):
     with pytest.raises(WanjaxError, match=naming(words)):
         choose(*arguments)
+
+
+def test_only_schedulers_that_fit_the_model_are_suggested():
+    mistakes: list[tuple[Any, Any]] = [
+        (UniPC(), 5),
+        (UniPC(), "dpm:x"),
+        (DDIM(), 5),
+        (DDIM(), "unipcc"),
+        (DDIM(), "lcm"),
+    ]
+    for own, wrong in mistakes:
+        with pytest.raises(WanjaxError) as error, unchecked():
+            resolve(wrong, own)
+        advice = re.split(r"did you mean |give |, or with options ", str(error.value).rstrip("?"))[1]
+        names = advice.split(", ")
+        assert names
+        for name in names:
+            resolve(name, own)
 
 
 def test_a_pipeline_takes_another_scheduler_and_keeps_it():

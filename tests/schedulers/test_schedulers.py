@@ -23,6 +23,8 @@ EXACT = [
     unipc(12.0, "diffusers", order=1),
     flow_euler(5.0, "official"),
     flow_euler(5.0, "diffusers"),
+    unipc(8.0, "comfy"),
+    flow_euler(5.0, "comfy"),
 ]
 """Those whose last step ends on the predicted clean sample exactly."""
 EVERY = [*EXACT, Flow(FlowDPM(), 5.0)]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The components of a pipeline: networks, tokenizers and the like, each loaded at first use, and freed for others."""
+"""The components of a pipeline: networks, tokenizers and similar objects. A component is loaded at its first use, and
+freed when another one needs the memory."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -9,41 +10,42 @@ from time import perf_counter
 from typing import Any
 
 import jax
-import psutil
 from flax import nnx
 
-from wanjax.errors import WanjaxError, choice, repr_short
-from wanjax.layers.placement import bytes_by_device
-from wanjax.pipelines.memory import machine_memory
+from wanjax.errors import WanjaxError, repr_short, suggest_choice
+from wanjax.layers.offload import AUTO_OFFLOAD, Offload
+from wanjax.layers.placement import bytes_by_device, host_bytes
+from wanjax.pipelines.memory import available_memory, machine_memory
+from wanjax.sharding import is_in_host_memory
 
 ACTIVATION_SHARE = 0.25  # the share of a device's memory that is reserved for activations
-DECODER = "decoder"  # the component that decodes instead of the autoencoder, if the model has one
+DECODER = "decoder"  # the component that replaces the autoencoder in the decode stage, if the model has one
 MakeRoom = Callable[[nnx.Module], None]
-Shapes = Callable[[], nnx.Module]  # returns a network as shapes
+BuildAbstract = Callable[[], nnx.Module]  # a function that returns a network as shapes
 
 
 class Components:
     """Components by name. Each is loaded at first use and stays in memory until it is freed.
 
-    A loader receives `make_room`, and calls it with the network as shapes before it reads the weights. `options` are
-    the loading options that change the video. `sizes` are the bytes of the networks' weights that are known before
-    loading. `source` is the checkpoint, if any, and `kinds` are its kinds of networks. `shapes` return networks as
-    shapes with shardings, to trace runs.
+    A loader receives the function `make_room`, and calls it with the network as shapes before it reads the weights.
+    `options` are the loading options that change the video. `sizes` are the known bytes of the networks' weights.
+    `source` is the checkpoint, if there is one, and `kinds` are its kinds of networks. The functions in `shapes` return
+    networks as shapes with shardings, so that a run can be traced.
 
-    `offload` decides which networks are freed automatically: True frees each network at the end of its stage, False
-    frees none, and None frees networks when the next one does not fit in memory. A freed network is loaded again at its
-    next use. A component that was set by `override` is never freed automatically.
+    `offload` decides which networks are freed automatically: none, each network at the end of its stage, or networks
+    that leave no memory for the next one. A freed network is loaded again at its next use. A component that was set by
+    `override` is never freed automatically.
     """
 
     def __init__(
         self,
         loaders: Mapping[str, Callable[[MakeRoom], Any]],
         options: Mapping[str, Any] | None = None,
-        offload: bool | None = None,
+        offload: Offload = AUTO_OFFLOAD,
         sizes: Mapping[str, int] | None = None,
         source: Any = None,
         kinds: Sequence[Any] = (),
-        shapes: Mapping[str, Shapes] | None = None,
+        shapes: Mapping[str, BuildAbstract] | None = None,
     ):
         self._loaders = dict(loaders)
         self._shapes = dict(shapes or {})
@@ -57,10 +59,10 @@ class Components:
         self.kinds = tuple(kinds)
 
     def abstract(self, memory: int | None = None) -> "Components":
-        """Return the same components with networks as shapes: nothing is loaded or freed.
+        """Return the same components with shapes in place of networks: nothing is loaded or freed.
 
-        `memory` is the memory of a device in bytes. It decides when a network must be freed for another; None means
-        that all fit. Tokenizers and the like are shared.
+        `memory` is the memory of a device in bytes. This size decides when a network must be freed for another network.
+        None means that all networks fit. Tokenizers and the like are shared.
         """
         loaders = {name: partial(self._abstract, name) for name in self.names}
         components = Components(loaders, self.options, self.offload, self.sizes, self.source, self.kinds)
@@ -73,8 +75,8 @@ class Components:
         """Copy the components: each copy has its own networks, but weights and loaders are shared."""
         components = copy.copy(self)
         components._loaded = {
-            name: nnx.clone(x) if isinstance(x, nnx.Module) else copy.deepcopy(x, memo)
-            for name, x in self._loaded.items()
+            name: nnx.clone(component) if isinstance(component, nnx.Module) else copy.deepcopy(component, memo)
+            for name, component in self._loaded.items()
         }
         components._overridden, components.options, components.sizes = (
             set(self._overridden),
@@ -93,12 +95,12 @@ class Components:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The options as JSON, for metadata."""
-        return {name: x if isinstance(x, list | dict) else str(x) for name, x in self.options.items()}
+        """The options in the form of JSON, for the metadata of videos."""
+        return {name: value if isinstance(value, list | dict) else str(value) for name, value in self.options.items()}
 
     def networks(self) -> list[nnx.Module]:
-        """Return the networks that are loaded."""
-        return [x for x in self._loaded.values() if isinstance(x, nnx.Module)]
+        """Return the loaded networks."""
+        return [component for component in self._loaded.values() if isinstance(component, nnx.Module)]
 
     @property
     def decoder(self) -> str:
@@ -111,7 +113,7 @@ class Components:
         return tuple(dict.fromkeys((*self._loaders, *self._loaded)))
 
     def get(self, name: str) -> Any:
-        """Return a component, loading it if needed; raise WanjaxError for an unknown name."""
+        """Return a component, and load it if needed. Raises WanjaxError for an unknown name."""
         if name not in self._loaded:
             if name not in self._loaders:
                 raise WanjaxError(f"the model has no component {name!r}: it has {', '.join(self._loaders)}")
@@ -123,46 +125,49 @@ class Components:
         return name in self._loaded
 
     def override(self, name: str, component: Any) -> None:
-        """Set a component, so that it is not loaded."""
+        """Replace a component of the checkpoint by another object."""
         self._loaded[name] = component
         self._overridden.add(name)
 
     def free(self, *names: str) -> None:
-        """Drop the named components, or all if none is named, to free their memory.
+        """Drop the named components, or all components if no name is given, to free their memory.
 
         Raises WanjaxError for an unknown name.
         """
         if unknown := [name for name in names if name not in (*self._loaders, *self._loaded)]:
-            raise WanjaxError(f"there is no component {repr_short(unknown[0])}: {choice(unknown[0], [*self._loaders])}")
+            raise WanjaxError(
+                f"there is no component {repr_short(unknown[0])}: {suggest_choice(unknown[0], [*self._loaders])}"
+            )
         for name in names or tuple(self._loaded):
             self._loaded.pop(name, None)
             self._overridden.discard(name)
 
     def make_room(self, network: nnx.Module) -> None:
-        """Free networks, the earliest loaded first, until a network, given as shapes, fits in memory."""
-        freeable = self._reloadable() if self.offload is None else []
+        """Free networks until another network fits in memory. The network that was loaded first is freed first. The
+        other network is given as shapes."""
+        freeable = self._reloadable() if self.offload.frees_for_room else []
         while freeable and not self._fits(network):
             self.free(freeable.pop(0))
 
     def move_from(self, other: "Components", except_names: Sequence[str]) -> None:
-        """Move the loaded components of another pipeline of the same checkpoint here, except for the named ones."""
+        """Take the loaded components from another pipeline of the same checkpoint, except for the named components."""
         loaded, overridden = dict(other._loaded), set(other._overridden)
         other.free()
-        self._loaded |= {name: x for name, x in loaded.items() if name not in except_names}
+        self._loaded |= {name: component for name, component in loaded.items() if name not in except_names}
         self._overridden |= overridden - set(except_names)
 
     def finish_stage(self, results: Any) -> Any:
-        """Return the results of a stage; if `offload` is True, wait for them and free the networks."""
-        if self.offload:
+        """Return the results of a stage. If stages are offloaded, wait for the results and free the networks."""
+        if self.offload.frees_stages:
             jax.block_until_ready(results)
             for name in self._reloadable():
                 self.free(name)
         return results
 
     def swap_in(self, name: str, alternatives: tuple[str, ...]) -> tuple[Any, float]:
-        """Load a network in place of its alternatives; return it and the seconds that loading took."""
+        """Load a network in place of its alternatives. Return the network and the seconds that loading took."""
         start = perf_counter()
-        if self.offload:
+        if self.offload.frees_stages:
             for other in self._reloadable():
                 if other in alternatives and other != name:
                     self.free(other)
@@ -171,32 +176,40 @@ class Components:
         return network, perf_counter() - start
 
     def _reloadable(self) -> list[str]:
-        """Return the names of the networks that can be loaded again, the earliest loaded first."""
-        return [name for name, x in self._loaded.items() if isinstance(x, nnx.Module) and name not in self._overridden]
+        """Return the names of the networks that can be loaded again, in the order in which they were loaded."""
+        return [
+            name
+            for name, component in self._loaded.items()
+            if isinstance(component, nnx.Module) and name not in self._overridden
+        ]
 
 
 def as_abstract(network: nnx.Module) -> nnx.Module:
-    """Return a network as shapes with shardings."""
+    """Replace the weights of a network by shapes with shardings."""
     graphdef, state = nnx.split(network)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     return nnx.merge(graphdef, shapes)
 
 
 def bytes_of(network: nnx.Module) -> int:
-    """Return the bytes of a network's weights on one device."""
-    leaves = jax.tree.leaves(nnx.state(network))
+    """Return the bytes of a network's weights on one device, without those in the host's memory."""
+    leaves = [x for x in jax.tree.leaves(nnx.state(network)) if not is_in_host_memory(x)]
     return sum(prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
 def fits(network: nnx.Module) -> bool:
-    """Return whether a network's weights (or shapes) fit into the free memory of its devices."""
-    return all(needed_bytes <= free_memory(device) for device, needed_bytes in bytes_by_device(network).items())
+    """Return whether a network's weights (or shapes) fit into the free memory of its devices and of the host."""
+    fits_devices = all(needed <= free_memory(device) for device, needed in bytes_by_device(network).items())
+    return fits_devices and host_bytes(network) <= free_host_memory()
 
 
 def free_memory(device: Any) -> float:
     """Return the bytes of a device's memory that are free for weights."""
     if stats := device.memory_stats():
         return max(0, (1 - ACTIVATION_SHARE) * stats["bytes_limit"] - stats["bytes_in_use"])
-    total = machine_memory()  # a control group may allow less than the machine has
-    available = min(psutil.virtual_memory().available, total - psutil.Process().memory_info().rss)
-    return max(0, available - ACTIVATION_SHARE * total)
+    return free_host_memory()
+
+
+def free_host_memory() -> float:
+    """Return the bytes of this machine's memory that are free for weights."""
+    return max(0, available_memory() - ACTIVATION_SHARE * machine_memory())

@@ -26,26 +26,28 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from wanjax.execution import Value, program
+from wanjax.execution import ArrayOrShape, program
 from wanjax.kernels.compiler_options import fast_matmul_options, matmul_options, random_options, scan_options
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache
 from wanjax.pipelines.caching.step_cache import NO_CACHE, Cached, StepCache
 from wanjax.pipelines.guidance import Groups, GuidanceRule, Latents
 from wanjax.pipelines.noise_inputs import VIDEO
-from wanjax.pipelines.seeds import KeyData, drawn_noise, key_numbers, noise_of_frames, solver_keys
+from wanjax.pipelines.seeds import KeyData, draw_noise, key_numbers, noise_of_frames, solver_keys
 from wanjax.schedulers import Scheduler
 from wanjax.schedulers.base import Schedule
 from wanjax.sharding import replicate
 
-LatentArray = Float[Value, "B T H W C"]  # latents between two programs
-Streams = Float[Value, "B ..."] | Mapping[str, Float[Value, "B ..."]]  # latents, or what is like them
-Noise = Float[Value | np.ndarray, "..."]
-NoiseArrays = Noise | Mapping[str, Noise | None]  # by stream
-Tree = TypeVar("Tree")  # of arrays
+LatentArray = Float[ArrayOrShape, "B T H W C"]  # latents, as a program's argument or result
+Streams = (
+    Float[ArrayOrShape, "B ..."] | Mapping[str, Float[ArrayOrShape, "B ..."]]
+)  # latents, or arrays of the same shapes
+Noise = Float[ArrayOrShape | np.ndarray, "..."]
+NoiseArrays = Noise | Mapping[str, Noise | None]  # one array, or arrays by the names of streams
+Tree = TypeVar("Tree")  # a tree of arrays
 
 
-def stream_of(latents: Any, name: str = VIDEO) -> Any:
-    """Return one of several streams of latents, or of values per stream; a single array is the video's.
+def select_stream(latents: Any, name: str = VIDEO) -> Any:
+    """Return the latents, or other values, of one stream. A single array belongs to the video's stream.
 
     Args:
         latents: An array, or arrays by the names of streams.
@@ -55,21 +57,21 @@ def stream_of(latents: Any, name: str = VIDEO) -> Any:
 
 
 def per_stream(function: Callable[..., tuple[object, ...]], x: object, *trees: object) -> tuple[Any, ...]:
-    """Call a function for each stream of x, with its part of `trees`; return each of its results by stream.
+    """Call a function for each stream of x and the same stream of `trees`; return each of its results by stream.
 
     Args:
-        function: Called with the parts of one stream.
+        function: Called with the arrays of one stream.
         x: An array, or arrays by the names of streams.
         trees: More trees with the streams of x, or values that all streams share.
     """
     tree = jax.tree.structure(x)
-    results = [function(*parts) for parts in zip(*map(tree.flatten_up_to, (x, *trees)), strict=True)]
+    results = [function(*arguments) for arguments in zip(*map(tree.flatten_up_to, (x, *trees)), strict=True)]
     return tuple(map(tree.unflatten, zip(*results, strict=True)))
 
 
 @dataclass(frozen=True)
 class Denoiser(ABC):
-    """A family's part of a compiled step: methods that are traced. A hashable value."""
+    """The methods of a family that are traced into a compiled step. A hashable value."""
 
     @abstractmethod
     def predict(
@@ -95,13 +97,13 @@ class Denoiser(ABC):
         """
 
     @abstractmethod
-    def embed_timesteps(self, network: Any, times: Any, plain: bool = False) -> Float[Array, "B _E"]:
+    def embed_timesteps(self, network: Any, times: Any, unprojected: bool = False) -> Float[Array, "B _E"]:
         """Return the embedding of timesteps, as the blocks receive it.
 
         Args:
             network: The network.
             times: The output of `timesteps` for several steps.
-            plain: Whether to return the embedding before its projection for the blocks.
+            unprojected: Whether to return the embedding before its projection for the blocks.
         """
 
     def timesteps(self, schedule: Schedule) -> object:
@@ -112,7 +114,7 @@ class Denoiser(ABC):
         """
         return schedule.timesteps[0]
 
-    def finalize(self, x: Streams, conditioning: Mapping[str, Value]) -> Streams:
+    def finalize(self, x: Streams, conditioning: Mapping[str, ArrayOrShape]) -> Streams:
         """Return the final latents of the video, from those after the last step.
 
         Args:
@@ -123,13 +125,13 @@ class Denoiser(ABC):
 
 
 class Preparation(NamedTuple):
-    """The inputs to a network's preparation, before the steps that it runs.
+    """The inputs of `VideoModel.prepare`, which runs once before the steps of a network.
 
     Args:
         groups: The number of forwards in a step, and of prompts in each.
         nag: The numbers of normalized attention guidance; None without it.
-        chunk: The number of the chunk, for a video that is denoised chunk by chunk.
-        memory: The result of `VideoModel.update_memory` after the chunk before.
+        chunk: The number of the chunk, if the video is denoised chunk by chunk.
+        memory: The result of `VideoModel.update_memory` after the previous chunk.
     """
 
     groups: Groups
@@ -139,7 +141,7 @@ class Preparation(NamedTuple):
 
 
 class StepProgram(NamedTuple):
-    """The static inputs that a step is compiled for, in addition to shapes.
+    """The static inputs of a step. Each value is compiled separately.
 
     A step that reuses cached values is a separate program.
 
@@ -149,7 +151,8 @@ class StepProgram(NamedTuple):
         scheduler: The solver.
         cache: The step cache.
         guidance: The guidance rule.
-        dense: Whether the step uses full self-attention where others use sparse attention; None if none is sparse.
+        dense: Whether the step uses full self-attention in a model whose other steps use sparse attention. None if no
+            step is sparse.
     """
 
     denoiser: Denoiser
@@ -205,16 +208,21 @@ class Posterior(NamedTuple):
     """The distribution of encoded images or videos, from which each video samples its latents.
 
     Args:
-        noise: The name of the noise, for callers that provide it.
-        number: The number of its key among a seed's keys.
-        mean: The field of the conditioning that holds the mean, and receives the sample.
-        deviation: The field that holds the deviation.
+        noise_name: The name under which callers can provide the noise.
+        key_number: The number of the noise's key among a seed's keys.
+        mean_name: The conditioning field with the mean. The sample replaces it.
+        std_name: The conditioning field with the standard deviation.
     """
 
-    noise: str
-    number: int
-    mean: str
-    deviation: str
+    noise_name: str
+    key_number: int
+    mean_name: str
+    std_name: str
+
+    @property
+    def input_name(self) -> str:
+        """The name of the picture or clip."""
+        return self.mean_name.partition("_")[0]
 
 
 def draw_posteriors(
@@ -223,7 +231,7 @@ def draw_posteriors(
     key_data: KeyData,
     noises: Mapping[str, Array | np.ndarray],
 ) -> dict[str, Array]:
-    """Sample the latents of images for each seed; provided noise replaces that of the seeds.
+    """Sample the latents of images for each seed, from its own noise or from provided noise.
 
     Args:
         posteriors: The distributions to sample from.
@@ -231,15 +239,17 @@ def draw_posteriors(
         key_data: The two words of each video's seed.
         noises: Provided noise, by name.
     """
-    drawn = {}
+    samples = {}
     for posterior in posteriors:
-        if (deviation := pictures.get(posterior.deviation)) is not None:
-            shape = (len(key_data), *deviation.shape[1:])
+        if (std := pictures.get(posterior.std_name)) is not None:
+            shape = (len(key_data), *std.shape[1:])
             noise = (
-                noises[posterior.noise] if posterior.noise in noises else drawn_noise(key_data, shape, posterior.number)
+                noises[posterior.noise_name]
+                if posterior.noise_name in noises
+                else draw_noise(key_data, shape, posterior.key_number)
             )
-            drawn[posterior.mean] = pictures[posterior.mean] + deviation * noise.astype(jnp.float32)
-    return drawn
+            samples[posterior.mean_name] = pictures[posterior.mean_name] + std * noise.astype(jnp.float32)
+    return samples
 
 
 def pad_front(x: Latents, frames: int) -> Float[Array, "B ... C"]:
@@ -252,7 +262,7 @@ def pad_front(x: Latents, frames: int) -> Float[Array, "B ... C"]:
     return jnp.concatenate([x[:, :1]] * (frames - x.shape[1]) + [x], axis=1)
 
 
-class Init(NamedTuple):
+class InitStatic(NamedTuple):
     """The static inputs for the initial state of a chunk.
 
     Args:
@@ -260,26 +270,26 @@ class Init(NamedTuple):
         shape: The shape of the whole video's noise, [B C T H W].
         posteriors: The distributions to sample latents from.
         chunk_frames: The number of frames in a chunk; None for a video that is denoised as a whole.
-        keeps_average: True if the guidance rule carries an average.
+        has_average: True if the guidance rule carries an average.
         stream_shapes: The shapes of further streams, [B C ...], by name.
-        stream_offset: The number of streams in earlier passes. It gives this pass its own noise.
+        stream_offset: The number of streams in earlier passes. The offset gives this pass its own noise.
     """
 
     scheduler: Scheduler
     shape: tuple[int, ...]
     posteriors: tuple[Posterior, ...] = ()
     chunk_frames: int | None = None
-    keeps_average: bool = False
+    has_average: bool = False
     stream_shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
     stream_offset: int = 0
 
 
-class GivenNoise(NamedTuple):
-    """Noise that replaces the seeds'.
+class NoiseOverrides(NamedTuple):
+    """Provided noise that is used instead of the seeds' noise.
 
     Args:
-        initial: The initial noise of this chunk, [B C T H W], by stream; None draws it.
-        step_noise: The noise of its steps, [steps B C T H W], by stream; None draws it.
+        initial: The initial noise of this chunk, [B C T H W], by stream; None draws it from the seeds.
+        step_noise: The noise of its steps, [steps B C T H W], by stream; None draws it from the seeds.
         pictures: The noise for sampled latents of images, by name.
     """
 
@@ -290,49 +300,51 @@ class GivenNoise(NamedTuple):
 
 @program(random_options)
 def begin(
-    static: Init,
+    static: InitStatic,
     key_data: KeyData,
-    noise_inputs: GivenNoise,
+    noise_inputs: NoiseOverrides,
     schedule: Schedule,
     pictures: Mapping[str, Array],
     number: Int[Array, ""],
 ) -> tuple[State, Mapping[str, Array]]:
-    """Return the state before the first step of a chunk, and the sampled latents of images by name.
+    """Compute the state before the first step of a chunk, and sample the latents of images, by name.
 
     Args:
         static: The static inputs of the program.
         key_data: The two words of each video's seed.
-        noise_inputs: Noise that replaces the seeds'.
+        noise_inputs: Provided noise that is used instead of the seeds' noise.
         schedule: The noise levels of the steps.
         pictures: Encoded images by name.
         number: The number of the chunk, from 0.
     """
-    drawn = draw_posteriors(static.posteriors, pictures, key_data, noise_inputs.pictures or {})
+    image_latents = draw_posteriors(static.posteriors, pictures, key_data, noise_inputs.pictures or {})
     shapes = {VIDEO: static.shape, **dict(static.stream_shapes)}
 
     def begin_stream(name: str) -> tuple[Latents, object, Latents | None]:
         """Return the latents of a stream, the solver's state and the average."""
-        noise_number, steps_number = key_numbers(static.stream_offset + [*shapes].index(name))
-        if (initial := stream_of(noise_inputs.initial, name)) is not None:
+        noise_fold, steps_fold = key_numbers(static.stream_offset + [*shapes].index(name))
+        if (initial := select_stream(noise_inputs.initial, name)) is not None:
             noise = initial.astype(jnp.float32)
         elif static.chunk_frames is None:
-            noise = drawn_noise(key_data, shapes[name], noise_number)
+            noise = draw_noise(key_data, shapes[name], noise_fold)
         else:
             noise = noise_of_frames(key_data, shapes[name], number * static.chunk_frames, static.chunk_frames)
-        noise = jnp.moveaxis(jax.lax.optimization_barrier(noise), 1, -1)  # the same whatever it is multiplied by
-        if (latents := {**pictures, **drawn}.get(f"{name}_latents")) is None:
+        noise = jnp.moveaxis(
+            jax.lax.optimization_barrier(noise), 1, -1
+        )  # keep XLA from fusing the noise into what follows, which would change its rounding
+        if (latents := {**pictures, **image_latents}.get(f"{name}_latents")) is None:
             x = static.scheduler.start(schedule, noise)
-        else:  # a video with noise added
-            clean = pad_front(jnp.moveaxis(latents.astype(jnp.float32), 1, -1), noise.shape[1])
-            x = static.scheduler.add_noise(schedule, clean, noise)
-        keys = solver_keys(key_data, 0 if static.chunk_frames is None else number, steps_number)
-        step_noise = stream_of(noise_inputs.step_noise, name)
-        of_steps = () if step_noise is None else (jnp.moveaxis(step_noise, 2, -1),)
-        average = jnp.zeros_like(x) if static.keeps_average else None
-        return x, static.scheduler.init(schedule, x, keys, *of_steps), average
+        else:  # start from a video with added noise
+            clean_latents = pad_front(jnp.moveaxis(latents.astype(jnp.float32), 1, -1), noise.shape[1])
+            x = static.scheduler.add_noise(schedule, clean_latents, noise)
+        keys = solver_keys(key_data, 0 if static.chunk_frames is None else number, steps_fold)
+        step_noise = select_stream(noise_inputs.step_noise, name)
+        step_noise_args = () if step_noise is None else (jnp.moveaxis(step_noise, 2, -1),)
+        average = jnp.zeros_like(x) if static.has_average else None
+        return x, static.scheduler.init(schedule, x, keys, *step_noise_args), average
 
     x, solver, average = per_stream(begin_stream, {name: name for name in shapes} if static.stream_shapes else VIDEO)
-    return State(x, solver, average=average), drawn
+    return State(x, solver, average=average), image_latents
 
 
 @program(random_options)
@@ -343,12 +355,12 @@ def draw(shape: tuple[int, ...], key_data: KeyData) -> Float[Array, "B C T H W"]
         shape: The shape of one video's latents, [1 C T H W].
         key_data: The two words of each video's seed.
     """
-    return drawn_noise(key_data, shape)
+    return draw_noise(key_data, shape)
 
 
 @program(scan_options)
 def finish(static: tuple[Denoiser, int], x: Streams, pictures: Mapping[str, Array]) -> Streams:
-    """Return the video's latents [B _C _T H W], and other streams [B C ...], from those after the last step.
+    """Convert the latents after the last step to the final ones: the video's [B _C _T H W], other streams' [B C ...].
 
     Args:
         static: The denoiser, and the number of frames.
@@ -357,26 +369,26 @@ def finish(static: tuple[Denoiser, int], x: Streams, pictures: Mapping[str, Arra
     """
     denoiser, frames = static
     x = denoiser.finalize(x, pictures)
-    video = stream_of(x)[:, -frames:]
+    video = select_stream(x)[:, -frames:]
     return jax.tree.map(lambda x: jnp.moveaxis(x, -1, 1), {**x, VIDEO: video} if isinstance(x, Mapping) else video)
 
 
 @program(scan_options)
 def join(axis: int, parts: tuple[Tree, ...]) -> Tree:
-    """Concatenate trees of arrays along an axis.
+    """Concatenate the arrays of trees along an axis.
 
     Args:
         axis: The axis.
-        parts: Trees of one structure.
+        parts: Trees of the same structure.
     """
     return jax.tree.map(lambda *arrays: jnp.concatenate(arrays, axis=axis), *parts)
 
 
-@program(matmul_options, donated=("state",), fast=fast_matmul_options)
+@program(matmul_options, donated=("state",), fast_options=fast_matmul_options)
 def take_step(
     static: StepProgram, state: State, inputs: ModelInputs, guidance: Array, schedule: Schedule
 ) -> tuple[State, Streams, Bool[Array, ""]]:
-    """Take the only step of a schedule. Also return the predicted clean latents, and whether all latents are finite.
+    """Take one step. Also return the predicted clean latents, and whether all latents are finite.
 
     Args:
         static: The static inputs of the program.
@@ -388,10 +400,10 @@ def take_step(
     denoiser, network = static.denoiser, nnx.merge(static.graphdef, inputs.weights)
     videos, scheduler = state.videos, static.scheduler
 
-    def repeated(x: Latents) -> Float[Array, "_P ... C"]:
+    def repeat(x: Latents) -> Float[Array, "_P ... C"]:
         return jnp.broadcast_to(x, (inputs.batch // videos, *x.shape)).reshape(-1, *x.shape[1:])
 
-    x = jax.tree.map(repeated, state.x)
+    x = jax.tree.map(repeat, state.x)
     t = jax.tree.map(lambda time: jnp.full((inputs.batch,), time), denoiser.timesteps(schedule))
     predict = partial(denoiser.predict, network, x, t, dense=static.dense)
     forwards = [partial(predict, prompt, inputs.shared) for prompt in inputs.prompts]
@@ -401,8 +413,7 @@ def take_step(
     def step(
         x: Latents, solver: object, average: Latents | None, prediction: Float[Array, "_P ... C"]
     ) -> tuple[object, ...]:
-        joined = static.guidance.joined(prediction, videos, guidance, x, clean, average)
-        prediction, average = replicate(joined)
+        prediction, average = replicate(static.guidance.combine(prediction, videos, guidance, x, clean, average))
         x0 = replicate(clean(prediction, x))
         x, solver = replicate(scheduler.step(schedule, 0, prediction, x, solver))
         return x, solver, average, x0, jnp.isfinite(x).all()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distilled weights: how they are sampled, and how the name of a file or repository identifies them.
+"""Settings for sampling with distilled weights, and how the name of a file or repository identifies such weights.
 
-Weights of one shape may be trained for different resolutions, or for few steps without guidance. Only the name tells
-them apart, not the tensors. Each family has a table of `Distillation`: its presets take their settings from it, and
-files are recognised by it.
+Weights of one shape may be trained for different resolutions, or for few steps without guidance. The tensors do not
+show the difference, only the name does. Each family has a table of `Distillation`. The presets of the family take
+settings from the table, and files are recognised by it.
 """
 
 import re
@@ -13,30 +13,33 @@ from pathlib import PurePath
 from typing import Any
 
 from wanjax.checkpoints.files import SUFFIXES
-from wanjax.figures import quantity
+from wanjax.figures import pluralize
 from wanjax.pipelines.settings import Settings, SomeSettings
 from wanjax.schedulers import Scheduler, name_of
 
-CACHE_PATH = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/[^/]+")  # the repository in a path of the hub's cache
+# Matches the repository in a path of the hub's cache
+CACHE_PATH = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/[^/]+")
 GENERIC_NAME = re.compile(
     r"(?:(?:high|low|noise|models?|diffusion|pytorch|loras?|weights|adapter|transformer|dit|checkpoints?|default|"
-    r"original|bf16|fp16|fp8|\d+|of|v\d+)-?)*+"  # possessive: avoids exponential backtracking on long numbers
+    r"original|generator|bf16|fp16|fp8|\d+|of|v\d+)-?)*+"  # possessive: avoids exponential backtracking on long numbers
 )
-"""File and folder names that do not identify a model; the name of the folder above then does."""
-TASK = re.compile(r"[tif]2v|\d+b\b|vace")  # a task or a size in the normalised name of a published model
+"""Names of files and folders that do not identify a model. In this case the name of the folder above identifies the
+model."""
+TASK = re.compile(r"[tif]2v|\d+b\b|vace")  # a task or a parameter count in the normalised name of a model
 STEPS = re.compile(r"\b([1-9]|1\d|20)-?steps?\b")
 NOT_NEGATED = "".join(rf"(?<!\b{word}-)" for word in ("for", "not", "no", "without"))
-"""Lookbehinds before the words of a distillation: weights made *for* distilled weights are not distilled."""
+"""Lookbehinds before the words of a distillation. The lookbehinds exclude names such as "for distilled weights",
+because such files are not distilled themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Distillation:
-    """How a publisher samples its distilled weights: settings that replace the model's.
+    """The settings with which a publisher samples its distilled weights. These settings replace the model's settings.
 
     Attributes:
-        name: The name in messages.
-        words: A regular expression that matches normalised names (see `normalized_name`).
-        steps: The number of steps.
+        name: The publisher or method, for messages.
+        name_pattern: A regular expression that matches normalised names (see `normalized_name`).
+        steps: The number of steps; None keeps the model's, for weights that are distilled only for no guidance.
         flow_shift: The flow shift; None keeps the model's.
         scheduler: The solver; None keeps the model's.
         image_scheduler: The solver for a model that needs an image; None is `scheduler`.
@@ -44,8 +47,8 @@ class Distillation:
     """
 
     name: str
-    words: str
-    steps: int
+    name_pattern: str
+    steps: int | None = None
     flow_shift: float | None = None
     scheduler: Scheduler | None = None
     image_scheduler: Scheduler | None = None
@@ -53,12 +56,12 @@ class Distillation:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings that it overrides, by name."""
+        """The overridden settings by name."""
         settings = {"steps": self.steps, "guidance_scale": self.guidance_scale, "flow_shift": self.flow_shift}
         return {name: value for name, value in settings.items() if value is not None}
 
-    def applied(self, settings: SomeSettings) -> SomeSettings:
-        """Override a model's settings, as far as the model has them."""
+    def apply_to(self, settings: SomeSettings) -> SomeSettings:
+        """Override settings of a model. Settings that the model does not have are ignored."""
         names = settings.to_json()
         both_experts = {"guidance_scale_2": self.guidance_scale} if settings.boundary is not None else {}
         return settings.updated(
@@ -66,14 +69,14 @@ class Distillation:
         )
 
     def solver(self, *, needs_image: bool) -> Scheduler | None:
-        """Return the solver for a model that needs an image or not; None for the model's own."""
+        """Return the solver, depending on whether the model needs an image. Return None for the model's own solver."""
         return self.image_scheduler if self.image_scheduler and needs_image else self.scheduler
 
-    def sentence(self, name: str, settings: Settings, solver: Scheduler) -> str:
-        """Return a note that the model or LoRA `name` is distilled, with the settings and the solver in use."""
+    def note(self, name: str, settings: Settings, solver: Scheduler) -> str:
+        """Tell the user that the model or LoRA `name` is distilled, and which settings and solver are in use."""
         values = settings.to_json()
         texts = {
-            "steps": quantity(settings.steps, "step"),
+            "steps": pluralize(settings.steps, "step"),
             "guidance_scale": f"guidance {settings.guidance_scale:g}",
             "flow_shift": f"shift {values.get('flow_shift', 0):g}",
         }
@@ -93,7 +96,7 @@ def normalized_name(name: str) -> str:
 
 
 def model_name_in(path: str) -> str:
-    """Return the part of a path or hub name that identifies the model, normalised: the last meaningful part.
+    """Return the last part of a path or hub name that identifies the model, normalised.
 
     For `I2V-14B-720P/diffusion_pytorch_model.safetensors` it is `i2v-14b-720p`.
     """
@@ -102,9 +105,10 @@ def model_name_in(path: str) -> str:
 
 
 def find_distillation(name: str, distillations: Iterable[Distillation]) -> Distillation | None:
-    """Return the distillation that a normalised name means, with the number of steps in it; None if none matches."""
+    """Find the distillation that matches a normalised name; a number of steps in the name replaces its `steps`."""
     distillation = next(
-        (candidate for candidate in distillations if re.search(f"{NOT_NEGATED}(?:{candidate.words})", name)), None
+        (candidate for candidate in distillations if re.search(f"{NOT_NEGATED}(?:{candidate.name_pattern})", name)),
+        None,
     )
     steps = STEPS.search(name)
-    return replace(distillation, steps=int(steps[1])) if distillation and steps else distillation
+    return replace(distillation, steps=int(steps[1])) if distillation and distillation.steps and steps else distillation

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A family of models as one value, and its published checkpoints."""
+"""Describe a family of models by one value, and its published checkpoints by presets."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,8 +11,9 @@ from wanjax.checkpoints.layout import Layout
 from wanjax.checkpoints.network_kinds import Config, Network, NetworkKind, network_of
 from wanjax.checkpoints.sources import Source, read_json
 from wanjax.checkpoints.unsupported import UnsupportedModels
-from wanjax.errors import WanjaxError
-from wanjax.figures import quantity
+from wanjax.errors import SettingError, WanjaxError
+from wanjax.figures import pluralize
+from wanjax.layers.precision import FLOATS
 from wanjax.media.metadata import CONFIG
 from wanjax.pipelines.distillation import Distillation, find_distillation, model_name_in
 from wanjax.pipelines.model import VideoModel
@@ -23,27 +24,27 @@ from wanjax.schedulers import Scheduler, shift_of
 def named_sizes(
     model: VideoModel[Any], defaults: Settings, published: Sequence[tuple[int, int]] = ()
 ) -> dict[str, tuple[int, int]]:
-    """Return a model's sizes (height, width) by name, the default size first.
+    """Name a model's sizes (height, width), the default size first.
 
-    The default size and the `published` ones are named by their short side, such as 480p. `portrait` is the default
-    size rotated, and `square` has about the same area, if the model supports them.
+    The default size and the `published` sizes are named by their short side, such as 480p. `portrait` is the rotated
+    default size, and `square` has about the same area; each is left out if the model does not support it.
     """
     height, width = defaults.size
-    named = {lines(size): size for size in (defaults.size, *published)}
+    named = {resolution_name(size): size for size in (defaults.size, *published)}
     portrait, square = (model.size_for((high, height, 3), defaults) for high in (width, height))
     if portrait[0] > portrait[1]:
         named["portrait"] = portrait
     return named | ({"square": square} if square[0] == square[1] else {})
 
 
-def lines(size: tuple[int, int]) -> str:
+def resolution_name(size: tuple[int, int]) -> str:
     """Return the name of a size (height, width) by its short side, such as 480p."""
     return f"{min(size)}p"
 
 
 @dataclass(frozen=True)
 class TrainingDomain:
-    """The limits of what a small model was trained on: the words of its prompts, one size and one length.
+    """The training data of a small model: the words of its prompts, and the size and the length of all its clips.
 
     `about` describes its clips, with an example prompt.
     """
@@ -53,25 +54,28 @@ class TrainingDomain:
     size: tuple[int, int]
     frames: int
 
-    def unknown(self, prompt: str) -> list[str]:
-        """Return the words of a prompt that the model does not know, without duplicates."""
+    def unknown_words(self, prompt: str) -> list[str]:
+        """List the words of a prompt that are not in the training data, without duplicates."""
         return [word for word in dict.fromkeys(re.findall(r"[^\W\d_]+", prompt.lower())) if word not in self.words]
 
-    def unlike(self, settings: Settings) -> list[str]:
-        """Describe how a video of these settings differs from the training's clips in size and length."""
-        differences = [] if settings.size == self.size else [f"{settings.width}x{settings.height}"]
-        return differences if settings.frames == self.frames else [*differences, quantity(settings.frames, "frame")]
+    def differences(self, settings: Settings) -> list[str]:
+        """List the size and the number of frames of a video, if they differ from those of the training clips."""
+        size = [] if settings.size == self.size else [f"{settings.width}x{settings.height}"]
+        return size if settings.frames == self.frames else [*size, pluralize(settings.frames, "frame")]
+
+
+UNSTATED_LICENCE = "not stated"  # of a preset whose LoRA has no licence where it is published
 
 
 @dataclass(frozen=True)
 class Preset:
     """A published checkpoint: its source, description, licence and recommended settings.
 
-    `model` is None for a checkpoint in the package, whose folder is `source`. `loras` are merged into it. `scheduler`
-    replaces the checkpoint's scheduler. `domain` is None for a model with open prompts. `aliases` are other names of
-    the source. `sizes` are the published sizes (height, width) besides the default one. `distillation` is that of the
-    weights or the LoRAs. A checkpoint of the same shapes is recognised as this one if its lower-case name contains all
-    `words`; `nearest` has the whole rule.
+    `model` is None for a checkpoint in the package; its folder is `source`. `loras` are merged into the weights.
+    `scheduler` replaces the checkpoint's scheduler. `domain` is None for a model that accepts any prompt. `aliases` are
+    other names of the source. `sizes` are the published sizes (height, width) besides the default one. `distillation`
+    describes distilled weights or LoRAs. Another checkpoint of the same shapes is recognised as this one if its
+    lower-case name contains all `words`; `best_match` has the whole rule.
     """
 
     name: str
@@ -92,43 +96,43 @@ class Preset:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The repositories of this preset; none for a preset with LoRAs."""
+        """The repositories of this preset. A preset with LoRAs has no repositories."""
         return () if self.loras else (self.source, *self.aliases)
 
     @property
-    def bare_names(self) -> list[str]:
-        """The names of these repositories without their owners; none for a file."""
+    def repository_names(self) -> list[str]:
+        """The names of the repositories without their owners. A file has no such names."""
         return [source.rpartition("/")[2] for source in self.sources if source.count("/") == 1]
 
     @property
-    def shipped(self) -> bool:
-        """True for a checkpoint in the package."""
+    def bundled(self) -> bool:
+        """True if the checkpoint is part of the package."""
         return Path(self.source).is_dir()
 
 
-def nearest(
+def best_match(
     presets: Sequence[Preset], path: str, distillations: Iterable[Distillation], shift: float | None = None
 ) -> Preset | None:
-    """Select the preset that a checkpoint is, among those with its shapes; None if there are none.
+    """Select the preset that fits a checkpoint best, among presets with the same shapes. Return None if there are none.
 
-    The name decides: first a distillation, then the presets' `words`, then a resolution. Ties go to a preset with the
-    scheduler's flow `shift`, and then to the first preset.
+    The name decides: first a distillation, then the presets' `words`, then a resolution. If several presets fit equally
+    well, a preset with the scheduler's flow `shift` is preferred, and then the first preset.
     """
     name = model_name_in(path)
     distillation = find_distillation(name, distillations)
-    lines = set(re.findall(r"\b(\d{3,4})p\b", name))
+    line_counts = set(re.findall(r"\b(\d{3,4})p\b", name))
 
-    def nearness(preset: Preset) -> tuple[int, ...]:
+    def match_score(preset: Preset) -> tuple[int, ...]:
         publisher = preset.distillation and preset.distillation.name
         words = [bool(re.search(rf"\b{word}\b", name)) for word in preset.words]
         return (
             2 if publisher == (distillation and distillation.name) else 1 if publisher is None else 0,
             len(words) if all(words) else -1,
-            str(min(preset.defaults.size)) in lines,
+            str(min(preset.defaults.size)) in line_counts,
             preset.defaults.flow_shift == shift,
         )
 
-    return max(presets, key=nearness, default=None)
+    return max(presets, key=match_score, default=None)
 
 
 def no_prompts(model: Any) -> Mapping[str, tuple[int, int]]:
@@ -141,14 +145,14 @@ class Family:
     """A family of models.
 
     Args:
-        name: Its name.
-        networks: The kinds of networks in its checkpoints.
+        name: The name of the family.
+        networks: The kinds of networks in the family's checkpoints.
         pipelines: Class names in model_index.json.
         read_model: Reads a checkpoint's configs, including those of its encoders if the second argument is True.
         settings: Returns the default settings of a checkpoint.
-        presets: Its published models.
+        presets: The published models of the family.
         loaders: Load tokenizers and image processors from their folders, by component.
-        layouts: Layouts of its checkpoints other than that of diffusers.
+        layouts: Layouts of the family's checkpoints, without the layout of diffusers.
         relatives: Similar models that are not supported, for error messages.
         tables: The file of published step cache tables, by preset.
         distillations: Distillations that are recognised by file names, the most specific first.
@@ -176,19 +180,43 @@ class Family:
         """
         return network_of(config, self.networks)
 
+    def full_precision(self, model: VideoModel[Any]) -> list[str] | None:
+        """Describe the projections of a model that are never quantized. Return None if the whole model is never
+        quantized.
+
+        Args:
+            model: A model of the family.
+        """
+        return self.network_of(model.spec.networks[model.spec.denoisers[0]]).full_precision
+
+    def check_precision(self, model: VideoModel[Any], settings: Settings) -> None:
+        """Raise SettingError if the model does not offer the precision of its settings.
+
+        Args:
+            model: A model of the family.
+            settings: Its settings.
+        """
+        if settings.precision != FLOATS.name and self.full_precision(model) is None:
+            raise SettingError(
+                f"precision is given as {settings.precision}, which {settings.model} does not offer: leave it out",
+                "precision",
+            )
+
 
 def family_of(source: Source, families: Sequence[Family]) -> Family:
-    """Return the family of the pipeline in model_index.json; raise WanjaxError if no family has it."""
+    """Find the family of the pipeline in model_index.json; raise WanjaxError if no family supports it."""
     kind = source.index.get("_class_name")
     for family in families:
         if kind in family.pipelines:
             return family
     names = " or ".join(name for family in families for name in family.pipelines)
-    raise WanjaxError(f"{source.name} holds a {kind}: give a checkpoint of a {names}")
+    raise WanjaxError(f"{source.name} is a checkpoint of a {kind}, which is not supported: use one of a {names}")
 
 
-def updated_by(source: Source, settings: SomeSettings, more: Mapping[str, Any] | None = None) -> SomeSettings:
-    """Override settings by a checkpoint's files: the flow shift of its scheduler, and its generation_config.json.
+def with_checkpoint_settings(
+    source: Source, settings: SomeSettings, more: Mapping[str, Any] | None = None
+) -> SomeSettings:
+    """Override settings with those in a checkpoint: its scheduler's flow shift, and its generation_config.json.
 
     `more` overrides the flow shift, but not generation_config.json.
     """

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frames to latents and back, chunk by chunk, tile by tile if asked.
-
-The autoencoder's cache makes the chunks of a clip the same as the whole. Each tile has a cache of its own.
+"""Encode frames to latents, and decode latents to frames, chunk by chunk and optionally tile by tile. The autoencoder
+has a cache, so that a clip in chunks gives the same result as the whole clip at once. Each tile has its own cache.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,26 +13,27 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped, UInt8
 
-from wanjax.execution import Program, Value, program
+from wanjax.execution import ArrayOrShape, Program, program
 from wanjax.kernels.compiler_options import conv_options, fast_conv_options, scan_options
 from wanjax.layers.conv import Chunk
 from wanjax.layers.patch import depth_to_space, space_to_depth
 from wanjax.layers.tiling import Tile, Tiling, blend_tiles, split_into_tiles
-from wanjax.sharding import VIDEO, aligned_to, constrain, replicate
+from wanjax.sharding import VIDEO_AXES, align_shardings, constrain, replicate
 
-GivenLatents = Float[Value | np.ndarray, "B C T H W"]
-AnyLatents = GivenLatents | Mapping[str, Float[Value | np.ndarray, "B ..."]]  # of the video, or streams by name
-GivenFrames = Shaped[Array | np.ndarray, "T H W 3"] | Sequence[Shaped[np.ndarray, "_H _W 3"]]
-Frames = UInt8[Value, "_T _H _W 3"] | Float[Value, "_T _H _W 3"]
-Call = Callable[..., Any]  # of a program with its arguments, as `Pipeline.call`
+LatentsInput = Float[ArrayOrShape | np.ndarray, "B C T H W"]
+# The latents of the video, or streams by name
+AnyLatents = LatentsInput | Mapping[str, Float[ArrayOrShape | np.ndarray, "B ..."]]
+FramesInput = Shaped[Array | np.ndarray, "T H W 3"] | Sequence[Shaped[np.ndarray, "_H _W 3"]]
+Frames = UInt8[ArrayOrShape, "_T _H _W 3"] | Float[ArrayOrShape, "_T _H _W 3"]
+Call = Callable[..., Any]  # calls a program with arguments, like `Runtime.call`
 
 
 class Decoded(NamedTuple):
     """A chunk of a video.
 
     Args:
-        frames: [T H W 3].
-        extras: What was decoded with them, by name, such as the samples of sound.
+        frames: The frames [T H W 3].
+        extras: Other decoded arrays by name, such as the samples of sound.
     """
 
     frames: Frames
@@ -41,7 +41,7 @@ class Decoded(NamedTuple):
 
 
 class DecodeStatic(NamedTuple):
-    """What decodes: the network, the frames' dtype and the width of a cell of pixels."""
+    """The static inputs for decoding: the network's definition, the frames' dtype and the width of a cell in pixels."""
 
     graphdef: Any
     dtype: Any
@@ -49,7 +49,7 @@ class DecodeStatic(NamedTuple):
 
 
 class LatentTile(NamedTuple):
-    """A part of latents: its frames from `start` until `stop`, and its tile."""
+    """A part of the latents: the frames from `start` to `stop` (exclusive), within one tile."""
 
     start: int
     stop: int
@@ -57,7 +57,10 @@ class LatentTile(NamedTuple):
 
 
 class JoinStatic(NamedTuple):
-    """The tiles that are joined, the width of their cells, and the frames' dtype; None leaves cells as they are."""
+    """The static inputs for joining tiles: the tiling, the width of a cell in pixels, and the dtype of frames.
+
+    If the dtype is None, the cells are not converted to frames.
+    """
 
     tiling: Tiling
     pixels: int
@@ -68,7 +71,7 @@ class JoinStatic(NamedTuple):
 def cut(
     parts: tuple[LatentTile, ...], latents: Float[Array, "_B C T H W"], video: Int[Array, ""]
 ) -> tuple[Float[Array, "1 _T _H _W C"], ...]:
-    """Cut parts out of the latents of a video of the batch, so that one program decodes videos of any length."""
+    """Cut the latents of one video of the batch into parts. Parts of equal shape share a decoding program."""
     x = jnp.moveaxis(jax.lax.dynamic_slice_in_dim(latents, video, 1), 1, -1)
 
     def cut_tile(part: LatentTile) -> Float[Array, "1 _T _H _W C"]:
@@ -78,46 +81,46 @@ def cut(
     return tuple(map(cut_tile, parts))
 
 
-@program(conv_options, donated=("cache",), fast=fast_conv_options)
+@program(conv_options, donated=("cache",), fast_options=fast_conv_options)
 def decode_chunk(static: DecodeStatic, z: Chunk, cache: Any, weights: Any) -> tuple[Frames, Any]:
-    """Decode a chunk of latents to frames of the final dtype; return the cache too."""
+    """Decode a chunk of latents to frames of the final dtype. Also return the new cache."""
     x, cache = _decode(static, z, cache, weights)
-    return _finished(x, static.dtype, static.patch), cache
+    return _to_frames(x, static.dtype, static.patch), cache
 
 
-@program(conv_options, donated=("cache",), fast=fast_conv_options)
+@program(conv_options, donated=("cache",), fast_options=fast_conv_options)
 def decode_tile(static: DecodeStatic, z: Chunk, cache: Any, weights: Any) -> tuple[Chunk, Any]:
-    """Decode a tile of latents to cells of pixels, about [-1, 1]; return the cache too."""
+    """Decode a tile of latents to cells of pixels in about [-1, 1]. Also return the new cache."""
     return _decode(static, z, cache, weights)
 
 
-@program(conv_options, fast=fast_conv_options)
+@program(conv_options, fast_options=fast_conv_options)
 def encode_chunk(graphdef: Any, x: Chunk, cache: Any, weights: Any) -> tuple[Chunk, Any]:
-    """Encode a chunk of cells of pixels in [-1, 1] to latents; return the cache too."""
+    """Encode a chunk of cells of pixels in [-1, 1] to latents. Also return the new cache."""
     vae = nnx.merge(graphdef, weights)
     cells = vae.config.spatial_factor // vae.config.patch
-    with aligned_to(x.shape[2] // cells, x.shape[3] // cells):
-        z, cache = vae.encode_cells(constrain(x, VIDEO), cache)
-        return constrain(z, VIDEO), _constrained(cache)
+    with align_shardings(x.shape[2] // cells, x.shape[3] // cells):
+        z, cache = vae.encode_cells(constrain(x, VIDEO_AXES), cache)
+        return constrain(z, VIDEO_AXES), _constrain_cache(cache)
 
 
 @program(scan_options)
 def join_tiles(static: JoinStatic, rows: Sequence[Sequence[Chunk]]) -> Frames | Chunk:
-    """Join the tiles of a chunk; those of pixels to frames of the final dtype."""
+    """Blend the tiles of a chunk; convert cells of pixels to frames if there is a dtype for them."""
     x = blend_tiles(rows, static.tiling, static.pixels)
-    return x if static.dtype is None else _finished(x, static.dtype, static.pixels)
+    return x if static.dtype is None else _to_frames(x, static.dtype, static.pixels)
 
 
 @program(scan_options)
 def from_frames(patch: int, frames: Shaped[Array, "T H W 3"]) -> Chunk:
-    """Convert frames, bytes or floats in [0, 1], to cells of pixels in [-1, 1]."""
+    """Convert frames (bytes, or floats in [0, 1]) to cells of pixels in [-1, 1]."""
     x = frames.astype(jnp.float32) / 255.0 if frames.dtype == jnp.uint8 else frames.astype(jnp.float32)
     return space_to_depth(x[None] * 2.0 - 1.0, patch)
 
 
 @program(scan_options)
 def join_chunks(static: None, chunks: tuple[Chunk, ...]) -> Float[Array, "B C T H W"]:
-    """Join the latents of a clip's chunks."""
+    """Concatenate the latents of a clip's chunks."""
     return jnp.moveaxis(jnp.concatenate(chunks, axis=1), -1, 1)
 
 
@@ -125,35 +128,36 @@ def join_chunks(static: None, chunks: tuple[Chunk, ...]) -> Float[Array, "B C T 
 def split_posterior(
     scale: float, moments: Float[Array, "1 _C T H W"]
 ) -> tuple[Float[Array, "1 C T H W"], Float[Array, "1 C T H W"]]:
-    """Return the mean and the deviation of encoded frames, multiplied by a factor.
+    """Split encoded frames into mean and standard deviation, and scale both.
 
-    The log-variance is kept within the reference's limits, beyond which its deviation may be infinite.
+    The log-variance is clipped as in the reference, so that the deviation stays finite.
     """
     mean, log_variance = jnp.split(moments, 2, axis=1)
     return scale * mean, scale * jnp.exp(0.5 * jnp.clip(log_variance, -30.0, 20.0))
 
 
 def _decode(static: DecodeStatic, z: Chunk, cache: Any, weights: Any) -> tuple[Chunk, Any]:
-    with aligned_to(*z.shape[2:4]):
-        x, cache = nnx.merge(static.graphdef, weights).decode_cells(constrain(z, VIDEO), cache)
-        return constrain(x, VIDEO), _constrained(cache)
+    with align_shardings(*z.shape[2:4]):
+        x, cache = nnx.merge(static.graphdef, weights).decode_cells(constrain(z, VIDEO_AXES), cache)
+        return constrain(x, VIDEO_AXES), _constrain_cache(cache)
 
 
-def _constrained(cache: Any) -> Any:
-    """Constrains the cache to the sharding of frames."""
-    return jax.tree.map(lambda x: constrain(x, VIDEO), cache)
+def _constrain_cache(cache: Any) -> Any:
+    """Constrain the arrays of a cache to the sharding of frames."""
+    return jax.tree.map(lambda x: constrain(x, VIDEO_AXES), cache)
 
 
-def _finished(x: Chunk, dtype: Any, patch: int) -> Frames:
+def _to_frames(x: Chunk, dtype: Any, patch: int) -> Frames:
     """Convert cells in [-1, 1] to bytes or floats in [0, 1], replicated so that every process can read them."""
     frames = jnp.clip(depth_to_space(x, patch) * 0.5 + 0.5, 0.0, 1.0)
     frames = jnp.round(frames * 255.0).astype(dtype) if dtype == jnp.uint8 else frames.astype(dtype)
-    return replicate(constrain(frames, VIDEO)[0])  # gathered after the rounding, because bytes are less to send
+    # Devices gather frames after rounding, because bytes take less bandwidth than floats
+    return replicate(constrain(frames, VIDEO_AXES)[0])
 
 
 def decode_latents(
     vae: Any,
-    latent_chunks: Iterable[GivenLatents],
+    latent_chunks: Iterable[LatentsInput],
     chunk_lengths: tuple[int, int],
     dtype: DTypeLike,
     tiling: Tiling | None,
@@ -162,34 +166,37 @@ def decode_latents(
 ) -> Iterator[Frames]:
     """Decode the latents of a video lazily; yield the frames of each chunk.
 
-    `chunk_lengths` are the latent frames of the first chunk and of each later one. Every array after the first holds
-    whole chunks. `video` is the index of the video in the batch. The tiling has all of its sizes.
+    `chunk_lengths` are the numbers of latent frames in the first chunk and in each later one. Every array of
+    `latent_chunks` after the first consists of complete chunks. `video` is the index of the video in the batch. All
+    sizes of the tiling must be set.
     """
-    config, (first, rest), dtype = vae.config, chunk_lengths, jnp.dtype(dtype)
+    config, (first_length, later_length), dtype = vae.config, chunk_lengths, jnp.dtype(dtype)
     graphdef, weights = nnx.split(vae)
     caches: dict[Tile, Any] = {}
 
     static = DecodeStatic(graphdef, dtype, config.patch)
 
-    def decode(program: Program, tile: Tile, z: Float[Value, "1 _T _H _W _C"]) -> Any:
+    def decode(program: Program, tile: Tile, z: Float[ArrayOrShape, "1 _T _H _W _C"]) -> Any:
         frames, caches[tile] = call(program, static, z, caches.get(tile), weights)
         return frames
 
     for latent_chunk in latent_chunks:
         rows = split_into_tiles(latent_chunk.shape[3], latent_chunk.shape[4], tiling, config.spatial_factor)
-        chunks = list(spans(latent_chunk.shape[2], (rest if caches else first, rest)))
+        chunks = list(spans(latent_chunk.shape[2], (later_length if caches else first_length, later_length)))
         parts = tuple(LatentTile(span.start, span.stop, tile) for span in chunks for row in rows for tile in row)
-        left = iter(call(cut, parts, latent_chunk, np.int32(video)))
+        tile_latents = iter(call(cut, parts, latent_chunk, np.int32(video)))
         for _ in chunks:
             if tiling is None:  # one program from latents to frames
-                yield decode(decode_chunk, rows[0][0], next(left))
+                yield decode(decode_chunk, rows[0][0], next(tile_latents))
             else:
-                tiles = [[decode(decode_tile, tile, next(left)) for tile in row] for row in rows]
+                tiles = [[decode(decode_tile, tile, next(tile_latents)) for tile in row] for row in rows]
                 yield call(join_tiles, JoinStatic(tiling, config.patch, dtype), tiles)
 
 
-def encode_frames(vae: Any, frames: GivenFrames, tiling: Tiling | None, call: Call) -> Float[Value, "1 C _T _H _W"]:
-    """Return the latents of frames that are uint8 or floats in [0, 1]."""
+def encode_frames(
+    vae: Any, frames: FramesInput, tiling: Tiling | None, call: Call
+) -> Float[ArrayOrShape, "1 C _T _H _W"]:
+    """Encode frames, which are uint8 or floats in [0, 1], to latents."""
     config = vae.config
     tiling = tiling and tiling.completed(config.tiling, config.spatial_factor // config.patch)
     graphdef, weights = nnx.split(vae)
@@ -197,36 +204,39 @@ def encode_frames(vae: Any, frames: GivenFrames, tiling: Tiling | None, call: Ca
     height, width, _ = frames[0].shape
 
     def encode(tile: Tile, chunk: Shaped[np.ndarray, "T H W 3"]) -> Any:
-        top, left, tall, wide = (config.patch * n for n in tile)
-        x = call(from_frames, config.patch, chunk[:, top : top + tall, left : left + wide])
+        top, left, tile_height, tile_width = (config.patch * cells for cells in tile)
+        x = call(from_frames, config.patch, chunk[:, top : top + tile_height, left : left + tile_width])
         latents, caches[tile] = call(encode_chunk, graphdef, x, caches.get(tile), weights)
         return latents
 
-    # a tile has as many cells as `tiling` has pixels
+    # the sizes of `tiling` count cells here, not pixels
     rows, chunks = split_into_tiles(height // config.patch, width // config.patch, tiling, 1), []
     for span in spans(len(frames), config.encode_lengths(len(frames))):
         chunk = np.asarray(frames[span.start : span.stop])
         tiles = [[encode(tile, chunk) for tile in row] for row in rows]
-        join = JoinStatic(tiling, config.spatial_factor // config.patch) if tiling else None
-        chunks.append(tiles[0][0] if join is None else call(join_tiles, join, tiles))
+        static = JoinStatic(tiling, config.spatial_factor // config.patch) if tiling else None
+        chunks.append(tiles[0][0] if static is None else call(join_tiles, static, tiles))
     return call(join_chunks, None, tuple(chunks))
 
 
-def encode_clip(vae: Any, frames: GivenFrames, tiling: Tiling | None, call: Call) -> Float[Value, "1 C _T _H _W"]:
-    """Return the latents on which a network is trained; of an autoencoder with a posterior, its scaled mean."""
+def encode_clip(
+    vae: Any, frames: FramesInput, tiling: Tiling | None, call: Call
+) -> Float[ArrayOrShape, "1 C _T _H _W"]:
+    """Encode frames to the latents for training. If the autoencoder has a posterior, the latents are the scaled mean of
+    the posterior."""
     moments = encode_frames(vae, frames, tiling, call)
     scale = getattr(vae.config, "posterior_scale", None)
     return moments if scale is None else call(split_posterior, scale, moments)[0]
 
 
 def chunk_count(count: int, chunk_lengths: tuple[int, int]) -> int:
-    """Return the number of chunks of `count` frames, as `spans` divides them."""
+    """Return into how many chunks `spans` divides `count` frames."""
     return len(list(spans(count, chunk_lengths)))
 
 
 def spans(count: int, chunk_lengths: tuple[int, int]) -> Iterator[range]:
-    """Yield the frames of each chunk of `count` frames: the first has `at_once[0]`, the others `at_once[1]`."""
-    first, rest = chunk_lengths
-    yield range(min(first, count))
-    for start in range(first, count, rest):
-        yield range(start, min(start + rest, count))
+    """Yield the frames of each chunk of `count` frames, by the lengths of the first chunk and of later ones."""
+    first_length, later_length = chunk_lengths
+    yield range(min(first_length, count))
+    for start in range(first_length, count, later_length):
+        yield range(start, min(start + later_length, count))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Guidance: how a step's prompts are grouped, scales that vary over the steps, and guidance rules.
 
-The default rule is classifier-free guidance. Two other rules combine the predictions of a step differently; the third
-guides attention away from the negative prompt inside the network.
+The default rule is classifier-free guidance. Two other rules combine the predictions of a step differently. A third
+rule guides attention away from the negative prompt inside the network.
 """
 
 import dataclasses
@@ -17,31 +17,31 @@ import numpy as np
 from jaxtyping import Array, Float, Float32
 
 from wanjax.errors import SettingError, WanjaxError, repr_short
-from wanjax.figures import quantity
+from wanjax.figures import pluralize
 from wanjax.pipelines.rule_text import parse_rule
 from wanjax.sharding import Partitioner
 
-Latents = Float[Array, "B ... C"]  # of the video, [B T H W C], or of another stream, such as [B L C]
+Latents = Float[Array, "B ... C"]  # an array of the video, [B T H W C], or of another stream, such as [B L C]
 
 
 class Groups(NamedTuple):
-    """The number of forwards in a step, and the number of prompts per video in each."""
+    """The number of forwards in a step, and the number of prompts for each video in a forward."""
 
     forwards: int
     batch: int
 
 
 def grouping(guided: bool, batched: bool, partitioner: Partitioner) -> Groups:
-    """Return how a step's prompts are grouped.
+    """Decide how a step's prompts are grouped into forwards.
 
-    A video's two prompts are in one batch if `batched`, or if the mesh's axis `dp` splits them.
+    Both prompts of a video are in one batch if `batched` is True, or if the mesh's axis `dp` separates them.
     """
     prompts = 2 if guided else 1
-    return Groups(1, prompts) if batched or partitioner.size("dp") > 1 else Groups(prompts, 1)
+    return Groups(1, prompts) if batched or partitioner.axis_size("dp") > 1 else Groups(prompts, 1)
 
 
 def group(prompts: Sequence[Any], groups: Groups) -> tuple[Any, ...]:
-    """Concatenate trees of arrays [B ...], of the prompts and the negative prompts, into one tree per forward."""
+    """Concatenate the trees of the prompts and of the negative prompts, arrays [B ...], into one tree per forward."""
     if groups.batch == 1:
         return tuple(prompts[: groups.forwards])
     return (jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *prompts[: groups.batch]),)
@@ -50,8 +50,9 @@ def group(prompts: Sequence[Any], groups: Groups) -> tuple[Any, ...]:
 def dynamic_scales(scale: float, timesteps: Float[np.ndarray, " steps"], steps: int) -> list[float]:
     """Return the guidance scale of each step along a cosine, from 1 to `1 + scale`.
 
-    Follows diffusers' `use_dynamic_cfg` (pipelines/cogvideo/pipeline_cogvideox.py), which compares timesteps, up to a
-    thousand, with the number of steps: before the last `2 · steps` timesteps the scale swings between its bounds.
+    Follows diffusers' `use_dynamic_cfg` (pipelines/cogvideo/pipeline_cogvideox.py), which compares timesteps, which are
+    up to a thousand, with the number of steps. Before the last `2 · steps` timesteps, the scale therefore swings
+    between its bounds.
     """
     progress = ((steps - float(t)) / steps for t in timesteps)
     return [1 + scale * (1 - math.cos(math.pi * fraction**5)) / 2 for fraction in progress]
@@ -61,62 +62,63 @@ def dynamic_scales(scale: float, timesteps: Float[np.ndarray, " steps"], steps: 
 class GuidanceRule:
     """Classifier-free guidance, and the base of other rules. A hashable value.
 
-    Programs depend only on the rule's type: its numbers are inputs of each step.
+    Programs depend only on the type of the rule, because the numbers of the rule are inputs of each step.
     """
 
     name: ClassVar[str] = "none"
-    scaled: ClassVar[bool] = False
+    needs_scale: ClassVar[bool] = False
     """True for a rule that needs a guidance scale above 1."""
 
     @property
-    def keeps_average(self) -> bool:
+    def has_average(self) -> bool:
         """True for a rule that carries an average from step to step."""
         return False
 
     @property
     def nag(self) -> Float32[np.ndarray, "3"] | None:
-        """The numbers for normalized attention guidance, as `apply_nag` takes them; None for other rules."""
+        """The parameters of normalized attention guidance, as `apply_nag` expects them; None for other rules."""
         return None
 
     def values(self, step: int, scale: float) -> Any:
-        """Return a step's inputs from the rule and its guidance scale, as host arrays; steps count from 0."""
+        """Return the rule's inputs for a step (from 0) with this guidance scale, as host arrays."""
         return np.float32(scale)
 
     @classmethod
     @jax.named_scope("guidance")
-    def joined(
+    def combine(
         cls,
         predictions: Float[Array, "P ... C"],
         videos: int,
         values: Any,
         x: Latents,
-        clean: Callable[[Latents, Latents], Latents],
-        average: Latents | None,
+        predict_x0: Callable[[Latents, Latents], Latents],
+        moving_average: Latents | None,
     ) -> tuple[Latents, Latents | None]:
-        """Combine the predictions for the prompts and the negative prompts; also return the new average.
+        """Combine the predictions for the prompts and the negative prompts. Also return the new average.
 
-        Predictions for the prompts come first. Without guidance there are none for negative prompts. `clean` returns
-        the clean latents of a prediction at x; it is linear in both.
+        Predictions for the prompts come first. Without guidance there are none for negative prompts. The function
+        `predict_x0` converts a prediction at x to clean latents; it is linear in both.
         """
         if len(predictions) == videos:
-            return predictions, average
-        return cls.guided(predictions[:videos], predictions[videos:], values, x, clean, average)
+            return predictions, moving_average
+        return cls.guide(predictions[:videos], predictions[videos:], values, x, predict_x0, moving_average)
 
     @classmethod
-    def guided(
+    def guide(
         cls,
         prompt: Latents,
         negative: Latents,
         values: Any,
         x: Latents,
-        clean: Callable[[Latents, Latents], Latents],
-        average: Latents | None,
+        predict_x0: Callable[[Latents, Latents], Latents],
+        moving_average: Latents | None,
     ) -> tuple[Latents, Latents | None]:
-        """Combine predictions like `joined`, given separately for the prompts and the negative prompts.
+        """Combine predictions like `combine`. The predictions for the negative prompts are a separate argument.
 
-        This rule extrapolates from the negative prompt through the prompt, in float32: their difference is small.
+        This rule extrapolates from the negative prompt's prediction through the prompt's prediction. The computation is
+        in float32, because the difference of the two predictions is small.
         """
-        return negative + values * (prompt - negative), average
+        return negative + values * (prompt - negative), moving_average
 
     def __str__(self) -> str:
         values = [f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self)]
@@ -131,34 +133,35 @@ class ZeroStar(GuidanceRule):
     """
 
     name = "cfg-zero"
-    scaled = True
+    needs_scale = True
     zero_steps: int = 1
 
     def __post_init__(self) -> None:
         if self.zero_steps < 0:
-            raise WanjaxError(f"{self} has fewer than no zero steps: 1 is usual")
+            raise WanjaxError(f"{self} has a negative number of zero steps: 1 is usual")
 
     def values(self, step: int, scale: float) -> Any:
         return np.array([scale, 0 if step < self.zero_steps else 1], np.float32)
 
     @classmethod
-    def guided(
+    def guide(
         cls,
         prompt: Latents,
         negative: Latents,
         values: Float32[Array, "2"],
         x: Latents,
-        clean: Callable[[Latents, Latents], Latents],
-        average: None,
+        predict_x0: Callable[[Latents, Latents], Latents],
+        moving_average: None,
     ) -> tuple[Latents, None]:
-        (scale, factor), eps = values, 1e-8  # as in the paper
+        (scale, factor), eps = values, 1e-8  # epsilon, as in the paper
         fitted = negative * (_dot(prompt, negative) / (_dot(negative, negative) + eps))
         return factor * (fitted + scale * (prompt - fitted)), None
 
 
 @dataclass(frozen=True)
-class Projected(GuidanceRule):
-    """APG: scale the part of the guidance parallel to the prompt's prediction by `eta`; keep the rest in full.
+class ProjectedGuidance(GuidanceRule):
+    """APG: multiply the part of the guidance that is parallel to the prompt's prediction by `eta`, and keep the
+    orthogonal part.
 
     Follows Sadat et al., Adaptive Projected Guidance, 2024, arXiv:2410.02416. The guidance is first averaged over the
     steps with `momentum`, then clipped to the length `norm` unless that is 0. This happens on clean latents, as in the
@@ -166,7 +169,7 @@ class Projected(GuidanceRule):
     """
 
     name = "apg"
-    scaled = True
+    needs_scale = True
     eta: float = 0.0
     norm: float = 0.0
     momentum: float = -0.5
@@ -175,39 +178,39 @@ class Projected(GuidanceRule):
     def __post_init__(self) -> None:
         if not (math.isfinite(self.eta) and 0 <= self.norm < math.inf and -1 < self.momentum < 1):
             raise WanjaxError(
-                f"{self} is out of range: give a finite eta, a norm from 0 on and a momentum between -1 and 1"
+                f"{self} is out of range: give a finite eta, a norm of at least 0 and a momentum between -1 and 1"
             )
         if self.of not in ("clean", "prediction"):
-            raise WanjaxError(f"{self} projects {repr_short(self.of)}: give of=clean or of=prediction")
+            raise WanjaxError(f"{self} cannot project {repr_short(self.of)}: use of=clean or of=prediction")
 
     @property
-    def keeps_average(self) -> bool:
+    def has_average(self) -> bool:
         return self.momentum != 0
 
     def values(self, step: int, scale: float) -> Any:
         return np.array([scale, self.eta, self.norm, self.momentum, self.of == "clean"], np.float32)
 
     @classmethod
-    def guided(
+    def guide(
         cls,
         prompt: Latents,
         negative: Latents,
         values: Float32[Array, "5"],
         x: Latents,
-        clean: Callable[[Latents, Latents], Latents],
-        average: Latents | None,
+        predict_x0: Callable[[Latents, Latents], Latents],
+        moving_average: Latents | None,
     ) -> tuple[Latents, Latents | None]:
         scale, eta, norm, momentum, on_clean = values
-        direction_of = jnp.where(on_clean, clean(prompt, x), prompt)
-        slope = jnp.where(on_clean, clean(jnp.ones_like(x), jnp.zeros_like(x)), 1.0)  # of clean latents
-        change = slope * (prompt - negative)
-        if average is not None:
-            average = change = change + momentum * average
-        length = jnp.sqrt(_dot(change, change))
-        change = change * jnp.where(norm > 0, jnp.minimum(1.0, norm / jnp.maximum(length, TINY)), 1.0)
-        direction = direction_of / jnp.maximum(jnp.sqrt(_dot(direction_of, direction_of)), TINY)
-        change = change + (eta - 1) * _dot(change, direction) * direction
-        return prompt + (scale - 1) * change / slope, average
+        reference = jnp.where(on_clean, predict_x0(prompt, x), prompt)
+        slope = jnp.where(on_clean, predict_x0(jnp.ones_like(x), jnp.zeros_like(x)), 1.0)  # d clean / d prediction
+        update = slope * (prompt - negative)
+        if moving_average is not None:
+            moving_average = update = update + momentum * moving_average
+        length = jnp.sqrt(_dot(update, update))
+        update = update * jnp.where(norm > 0, jnp.minimum(1.0, norm / jnp.maximum(length, EPSILON)), 1.0)
+        direction = reference / jnp.maximum(jnp.sqrt(_dot(reference, reference)), EPSILON)
+        update = update + (eta - 1) * _dot(update, direction) * direction
+        return prompt + (scale - 1) * update / slope, moving_average
 
 
 @dataclass(frozen=True)
@@ -223,10 +226,10 @@ class NormalizedAttentionGuidance(GuidanceRule):
     alpha: float = 0.25
 
     def __post_init__(self) -> None:
-        if not (1 < self.scale <= MOST_SCALE and 0 < self.tau < math.inf and 0 < self.alpha <= 1):
+        if not (1 < self.scale <= MAX_NAG_SCALE and 0 < self.tau < math.inf and 0 < self.alpha <= 1):
             raise WanjaxError(
-                f"{self} is out of range: give a scale above 1, at most {MOST_SCALE}, a tau above 0 and an alpha "
-                "above 0, at most 1"
+                f"{self} is out of range: give a scale above 1 and at most {MAX_NAG_SCALE}, a tau above 0, and an "
+                "alpha above 0 and at most 1"
             )
 
     @property
@@ -234,16 +237,17 @@ class NormalizedAttentionGuidance(GuidanceRule):
         return np.array([self.scale, self.tau, self.alpha], np.float32)
 
 
-TINY = 1e-12
-MOST_SCALE = 100  # of NAG, far beyond use
+EPSILON = 1e-12
+MAX_NAG_SCALE = 100  # an upper bound, far above all useful scales
 RULES: Mapping[str, type[GuidanceRule]] = {
-    rule.name: rule for rule in (ZeroStar, Projected, NormalizedAttentionGuidance, GuidanceRule)
+    rule.name: rule for rule in (ZeroStar, ProjectedGuidance, NormalizedAttentionGuidance, GuidanceRule)
 }
 CLASSIFIER_FREE = GuidanceRule()
 
 
 def _dot(a: Latents, b: Latents) -> Float32[Array, "B ..."]:
-    """Return the inner product of each video's two arrays, axis by axis: one long float32 sum is inexact on CPUs."""
+    """Compute the inner product of two arrays for each video. The sum runs axis by axis, because one long float32 sum
+    is inexact on CPUs."""
     products = a * b
     for axis in range(products.ndim - 1, 0, -1):
         products = jax.lax.optimization_barrier(jnp.sum(products, axis, keepdims=True))
@@ -251,18 +255,18 @@ def _dot(a: Latents, b: Latents) -> Float32[Array, "B ..."]:
 
 
 def guidance_rule(rule: Any) -> GuidanceRule:
-    """Parse a text such as `nag`, `apg:eta=0,norm=15` or `none`; return a rule as it is.
+    """Parse a text such as `nag`, `apg:eta=0,norm=15` or `none`. A `GuidanceRule` is returned unchanged.
 
-    Raises WanjaxError for anything else.
+    Raises WanjaxError for other values.
     """
-    return rule if isinstance(rule, GuidanceRule) else parse_rule(rule, RULES, "guidance rule", named=True)
+    return rule if isinstance(rule, GuidanceRule) else parse_rule(rule, RULES, "guidance rule", keyword_only=True)
 
 
 def check_rule(rule: GuidanceRule, guided: bool, steps: int) -> None:
     """Raise SettingError for a rule that has no effect without guidance, or that zeroes all steps."""
-    if rule.scaled and not guided:
+    if rule.needs_scale and not guided:
         message = f"{rule} has no effect without guidance: set guidance_scale above 1"
         raise SettingError(message, "guidance_rule")
     if isinstance(rule, ZeroStar) and rule.zero_steps >= steps:
-        message = f"{rule} leaves all of {quantity(steps, 'step')} out: give fewer zero steps"
+        message = f"{rule} zeroes all of {pluralize(steps, 'step')}: use fewer zero steps"
         raise SettingError(message, "guidance_rule")

@@ -15,17 +15,17 @@ from wanjax.errors import WanjaxError
 from wanjax.media.pictures import Picture, PictureOfAnySize
 
 # Entries of preprocessor_config.json, each with the only supported value.
-STEPS = {"do_resize": True, "do_rescale": True, "do_normalize": True, "rescale_factor": 1 / 255}
-STEPS_TO_CROP = {**STEPS, "do_center_crop": True, "resample": 3}  # bicubic
+REQUIRED_ENTRIES = {"do_resize": True, "do_rescale": True, "do_normalize": True, "rescale_factor": 1 / 255}
+REQUIRED_ENTRIES_WITH_CROP = {**REQUIRED_ENTRIES, "do_center_crop": True, "resample": 3}  # 3 means bicubic
 Colour = tuple[float, float, float]
 Processor = TypeVar("Processor")
 
 
 @dataclass(frozen=True)
 class ImageProcessor:
-    """Scales the shorter edge to `edge` pixels, crops the centre to `crop`, subtracts `mean` and divides by `std`.
+    """Scale the shorter edge to `edge` pixels, crop the centre to `crop`, subtract `mean` and divide by `std`.
 
-    Follows transformers' CLIPImageProcessor, with Pillow's bicubic filter. With `whole`, both edges are scaled to
+    Follows transformers' CLIPImageProcessor, with Pillow's bicubic filter. With `stretch`, both edges are scaled to
     `crop` instead, as in wan/modules/clip.py of Wan-Video/Wan2.1.
     """
 
@@ -46,14 +46,19 @@ class ImageProcessor:
             edge = size["shortest_edge"] if isinstance(size, Mapping) else size
             return cls(edge, _height_and_width(crop), tuple(json["image_mean"]), tuple(json["image_std"]))
 
-        return _load(folder, STEPS_TO_CROP, read)
+        return _load(folder, REQUIRED_ENTRIES_WITH_CROP, read)
 
-    def __call__(self, pictures: Sequence[PictureOfAnySize], *, whole: bool = False) -> Float[np.ndarray, "B _H _W 3"]:
+    def __call__(
+        self, pictures: Sequence[PictureOfAnySize], *, stretch: bool = False
+    ) -> Float[np.ndarray, "B _H _W 3"]:
         """Preprocess images to one size, as float32."""
-        fitted = [squeezed(x, self.crop) if whole else np.asarray(self._cropped(x), np.float32) for x in pictures]
-        return np.stack([_normalised(pixels, self.mean, self.std) for pixels in fitted])
+        resized = [
+            stretch_bicubic(picture, self.crop) if stretch else np.asarray(self._resize_and_crop(picture), np.float32)
+            for picture in pictures
+        ]
+        return np.stack([_normalise(pixels, self.mean, self.std) for pixels in resized])
 
-    def _cropped(self, picture: Picture) -> Image.Image:
+    def _resize_and_crop(self, picture: Picture) -> Image.Image:
         image = Image.fromarray(picture)
         short = min(image.size)
         width, height = (int(self.edge * side / short) for side in image.size)
@@ -64,7 +69,7 @@ class ImageProcessor:
 
 @dataclass(frozen=True)
 class StretchingImageProcessor:
-    """Scales an image to `size`, ignoring its aspect ratio, subtracts `mean` and divides by `std`.
+    """Scale an image to `size`, ignoring its aspect ratio, subtract `mean` and divide by `std`.
 
     Follows transformers' SiglipImageProcessor, with one of Pillow's filters.
     """
@@ -76,63 +81,66 @@ class StretchingImageProcessor:
 
     @classmethod
     def load(cls, folder: Path) -> "StretchingImageProcessor":
-        """Read a `feature_extractor` folder in the layout of transformers; raises as `ImageProcessor.load` does."""
+        """Read a `feature_extractor` folder in transformers' layout. Raises the errors of `ImageProcessor.load`."""
 
         def read(json: Mapping[str, Any]) -> StretchingImageProcessor:
             size, resample = _height_and_width(json["size"]), Image.Resampling(json.get("resample", 3))
             return cls(size, resample, tuple(json["image_mean"]), tuple(json["image_std"]))
 
-        return _load(folder, STEPS, read)
+        return _load(folder, REQUIRED_ENTRIES, read)
 
     def __call__(self, pictures: Sequence[PictureOfAnySize]) -> Float[np.ndarray, "B _H _W 3"]:
         """Preprocess images to one size, as float32."""
-        return np.stack([_normalised(self._stretched(picture), self.mean, self.std) for picture in pictures])
+        return np.stack([_normalise(self._resize(picture), self.mean, self.std) for picture in pictures])
 
-    def _stretched(self, picture: Picture) -> Float[np.ndarray, "_H _W 3"]:
+    def _resize(self, picture: Picture) -> Float[np.ndarray, "_H _W 3"]:
         height, width = self.size
         return np.asarray(Image.fromarray(picture).resize((width, height), self.resample), np.float32)
 
 
-def squeezed(picture: Picture, size: tuple[int, int]) -> Float[np.ndarray, "_H _W 3"]:
-    """Resize a whole image to (height, width), by cubic interpolation without antialiasing.
+def stretch_bicubic(picture: Picture, size: tuple[int, int]) -> Float[np.ndarray, "_H _W 3"]:
+    """Resize an image to (height, width), ignoring its aspect ratio, by cubic interpolation without antialiasing.
 
     Each pixel is interpolated from the nearest four along each axis, at any scale, as in torch's `interpolate`. Values
     are not clipped: near sharp edges they exceed the range from 0 to 255.
     """
     resized: np.ndarray = picture
     for axis, length in enumerate(size):
-        step, half = np.float32(resized.shape[axis] / length), np.float32(0.5)  # positions round as in the reference
-        places = (np.arange(length, dtype=np.float32) + half) * step - half
-        taps = np.floor(places).astype(int)[:, None] + np.arange(-1, 3)
-        weights = _cubic(np.abs(places[:, None] - taps.astype(np.float32)))
-        near = resized.take(taps.clip(0, resized.shape[axis] - 1), axis).astype(np.float32)
-        resized = (near * np.expand_dims(weights, [0, 3] if axis else [2, 3])).sum(axis + 1)
+        step, half = (
+            np.float32(resized.shape[axis] / length),
+            np.float32(0.5),
+        )  # float32, so that positions are rounded as in the reference
+        positions = (np.arange(length, dtype=np.float32) + half) * step - half
+        taps = np.floor(positions).astype(int)[:, None] + np.arange(-1, 3)
+        weights = _cubic(np.abs(positions[:, None] - taps.astype(np.float32)))
+        neighbours = resized.take(taps.clip(0, resized.shape[axis] - 1), axis).astype(np.float32)
+        resized = (neighbours * np.expand_dims(weights, [0, 3] if axis else [2, 3])).sum(axis + 1)
     return resized
 
 
 def _cubic(x: Float[np.ndarray, "_L 4"]) -> Float[np.ndarray, "_L 4"]:
-    """Return the weights of pixels at distances below 2, by Keys' kernel with slope -0.75 at 1."""
+    """Compute interpolation weights for pixels at distances below 2, by Keys' cubic kernel with a = -0.75."""
     a = -0.75
     return np.where(x <= 1, ((a + 2) * x - (a + 3)) * x * x + 1, ((x - 5) * x + 8) * x * a - 4 * a)
 
 
-def _load(folder: Path, steps: Mapping[str, Any], read: Callable[[Mapping[str, Any]], Processor]) -> Processor:
-    """Check the steps in a preprocessor_config.json, and return the processor that `read` builds from it."""
+def _load(folder: Path, required: Mapping[str, Any], read: Callable[[Mapping[str, Any]], Processor]) -> Processor:
+    """Check the entries of a preprocessor_config.json, and build the processor with `read`."""
     json = read_json(folder / "preprocessor_config.json")
-    for entry, offered in steps.items():
-        if (value := json.get(entry, offered)) != offered:
-            raise WanjaxError(f"the image processor's {entry} {value!r} is not offered: {offered!r} is")
+    for entry, supported in required.items():
+        if (value := json.get(entry, supported)) != supported:
+            raise WanjaxError(f"the image processor's {entry} must be {supported!r}, got {value!r}")
     try:
         return read(json)
     except KeyError as missing:
         raise WanjaxError(f"{folder}'s preprocessor_config.json has no {missing.args[0]}") from None
     except ValueError as error:
-        raise WanjaxError(f"{folder}'s preprocessor_config.json has an entry that is not offered: {error}") from None
+        raise WanjaxError(f"{folder}'s preprocessor_config.json has an unsupported entry: {error}") from None
 
 
 def _height_and_width(size: Any) -> tuple[int, int]:
     return (size["height"], size["width"]) if isinstance(size, Mapping) else (size, size)
 
 
-def _normalised(pixels: Float[np.ndarray, "_H _W 3"], mean: Colour, std: Colour) -> Float[np.ndarray, "_H _W 3"]:
+def _normalise(pixels: Float[np.ndarray, "_H _W 3"], mean: Colour, std: Colour) -> Float[np.ndarray, "_H _W 3"]:
     return (pixels / np.float32(255) - np.array(mean, np.float32)) / np.array(std, np.float32)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The keyword arguments of a pipeline's methods.
 
-Editors read types without running code. `typed_settings` therefore spells out the settings' types; it is generated from
-`Settings`.
+Editors read types without running code. The module `typed_settings` therefore lists the types of all settings; it is
+generated from `Settings`.
 """
 
 import inspect
@@ -15,7 +15,7 @@ from typing import ParamSpec, TypeVar, get_type_hints
 from jax import Array
 
 from wanjax.layers.tiling import Tiling
-from wanjax.media.inputs import INPUTS
+from wanjax.media.inputs import INPUT_SPECS
 from wanjax.media.pictures import ClipSource, PictureSource
 from wanjax.pipelines.noise_inputs import NoiseInput
 from wanjax.pipelines.observers import Step
@@ -25,24 +25,24 @@ from wanjax.pipelines.typed_settings import SettingsKeywords
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
-ARGUMENT = re.compile(r" {4}\*\*\w+:.*\n(?: {8}.*\n)*")  # of a docstring
-PictureGiven = PictureSource | Array
-ClipGiven = ClipSource | Sequence[Array] | Array
+KEYWORDS_ENTRY = re.compile(r" {4}\*\*\w+:.*\n(?: {8}.*\n)*")  # the entry of `**` in a docstring's "Args:"
+PictureInput = PictureSource | Array
+ClipInput = ClipSource | Sequence[Array] | Array
 
 
 class InputKeywords(SettingsKeywords, total=False):
-    """The settings, the images and clips, and how these are fitted to the video's size."""
+    """Settings, images and clips, and how images and clips are resized."""
 
-    image: PictureGiven | None
-    last_image: PictureGiven | None
-    video: ClipGiven | None
-    mask: ClipGiven | None
-    references: Iterable[PictureGiven] | None
+    image: PictureInput | None
+    last_image: PictureInput | None
+    video: ClipInput | None
+    mask: ClipInput | None
+    references: Iterable[PictureInput] | None
     resize: str | None
 
 
 class CallKeywords(InputKeywords, total=False):
-    """The keywords of a call for videos."""
+    """The keyword arguments of a call that makes videos."""
 
     negative_prompt: str | None
     noise: NoiseInput | None
@@ -51,8 +51,8 @@ class CallKeywords(InputKeywords, total=False):
     batch_guidance: bool
 
 
-def knows_keywords(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Decorate a function so that an unknown keyword, such as another library's, raises a helpful WanjaxError."""
+def check_keywords(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Decorate a function so that an unknown keyword raises a WanjaxError that suggests the right one."""
     parameters = inspect.signature(function).parameters
     names = [name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
 
@@ -66,34 +66,38 @@ def knows_keywords(function: Callable[Parameters, Result]) -> Callable[Parameter
     return run
 
 
-def spelled_out(keywords: type) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """Decorate a function whose `**` takes the keywords of a TypedDict: `help` then lists each with its help."""
+def document_keywords(keywords: type) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+    """Decorate a function with `**` keywords of a TypedDict, so that `help` lists each keyword with its description."""
 
-    def spell(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
         signature = inspect.signature(function)
-        named = {p.name: p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD}
-        spelled = [
+        explicit = {p.name: p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD}
+        keyword_parameters = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
             for name, hint in get_type_hints(keywords).items()
-            if name not in named
+            if name not in explicit
         ]
-        function.__signature__ = signature.replace(parameters=[*named.values(), *spelled])  # pyright: ignore[reportFunctionMemberAccess]
-        function.__doc__ = _with_helps(inspect.getdoc(function), [parameter.name for parameter in spelled])
+        function.__signature__ = signature.replace(parameters=[*explicit.values(), *keyword_parameters])  # pyright: ignore[reportFunctionMemberAccess]
+        function.__doc__ = _add_descriptions(
+            inspect.getdoc(function), [parameter.name for parameter in keyword_parameters]
+        )
         return function
 
-    return spell
+    return decorate
 
 
-def _with_helps(doc: str | None, names: Iterable[str]) -> str | None:
-    """Insert the help of each keyword into a docstring, below the entry of `**` in its arguments."""
-    if not (entry := ARGUMENT.search(doc or "")):
+def _add_descriptions(doc: str | None, names: Iterable[str]) -> str | None:
+    """Insert a description of each keyword into a docstring, below the entry of the `**` argument."""
+    if not (entry := KEYWORDS_ENTRY.search(doc or "")):
         return doc
-    helps = {"size": '(height, width), a text such as "832x480", width first, or a name in the pipeline\'s `sizes`.'}
-    helps |= {name: setting.help.partition("  [")[0] for name, setting in schema(Settings).items()}
-    helps |= {name: spec.help for name, spec in INPUTS.items()}
+    descriptions = {
+        "size": '(height, width), a text such as "832x480", width first, or a name in the pipeline\'s `sizes`.'
+    }
+    descriptions |= {name: setting.help.partition("  [")[0] for name, setting in schema(Settings).items()}
+    descriptions |= {name: spec.help for name, spec in INPUT_SPECS.items()}
     lines = [
-        fill(f"{name}: {helps[name]}", 110, initial_indent=" " * 4, subsequent_indent=" " * 8)
+        fill(f"{name}: {descriptions[name]}", 110, initial_indent=" " * 4, subsequent_indent=" " * 8)
         for name in names
-        if name in helps
+        if name in descriptions
     ]
     return entry.string[: entry.end()] + "\n".join([*lines, ""]) + entry.string[entry.end() :]

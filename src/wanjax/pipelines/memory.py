@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory that weights and videos need, and what is available: what cannot fit is rejected before it is loaded."""
+"""Checks of the memory that weights and videos need, so that a run that cannot fit is rejected before it loads."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -10,63 +11,71 @@ import jax
 import psutil
 from flax import nnx
 
-from wanjax.errors import WanjaxError
-from wanjax.figures import in_bytes, quantity
+from wanjax.errors import WanjaxError, WanjaxWarning, user_stack_level
+from wanjax.figures import format_bytes, pluralize
 from wanjax.layers.placement import bytes_by_device
 from wanjax.pipelines.settings import Settings
 from wanjax.pricing.chips import KINDS
-from wanjax.sharding import local_devices, platform
+from wanjax.sharding import device_platform, local_devices
 
-PROCESS = 230_000_000
-"""The minimum bytes of a process that has imported JAX and the library."""
-MOST_A_PIXEL = 4096
-"""The maximum bytes per pixel and frame, in any model's programs."""
-GROUPS = Path("/proc/self/cgroup")  # the control groups of this process, on Linux
-HIERARCHY = Path("/sys/fs/cgroup")
+MIN_PROCESS_BYTES = 230_000_000
+"""The least memory, in bytes, that a process uses once it has imported JAX and wanjax."""
+MAX_BYTES_PER_PIXEL = 4096
+"""An upper bound on the memory of any model's programs, in bytes per pixel and frame."""
+CGROUPS_FILE = Path("/proc/self/cgroup")  # lists the control groups of this process, on Linux
+CGROUPS_ROOT = Path("/sys/fs/cgroup")
 
 
 def bytes_needed(network: nnx.Module) -> int:
-    """Return the bytes of a network's weights (or shapes) on the device that holds most of them.
+    """Compute the most bytes of a network's weights that any one device holds. Shapes may stand in for weights.
 
-    CPU devices share one memory, so there it is the sum.
+    On CPUs, whose devices share one memory, return the sum over the devices.
     """
-    taken = bytes_by_device(network).values()
-    return sum(taken) if platform() == "cpu" else max(taken)
+    device_bytes = bytes_by_device(network).values()
+    return sum(device_bytes) if device_platform() == "cpu" else max(device_bytes, default=0)
 
 
 def check_video(settings: Settings, weights: int, tokens: int, devices: int) -> None:
-    """Raise WanjaxError if a step of a video needs more than a device's whole memory.
+    """Raise WanjaxError if a denoising step of a video needs more than the total memory of a device.
 
-    `weights` are the bytes of the denoiser's weights on a device, and `tokens` the bytes of tokens that all devices
-    share. Nothing is rejected if the memory is unknown.
+    `weights` are the bytes of the denoiser's weights on a device. `tokens` are the bytes of the tokens on all `devices`
+    together. Nothing is rejected if the memory is unknown.
     """
-    shared = tokens if local_devices()[0].platform == "cpu" else tokens // devices  # CPU devices share one memory
-    check_held(settings, weights + shared)
+    is_cpu = local_devices()[0].platform == "cpu"
+    check_memory(settings, weights + (tokens if is_cpu else tokens // devices))  # CPU devices share one memory
 
 
-def check_held(settings: Settings, needed: int, stage: str | None = None) -> None:
-    """Raise WanjaxError if a video, or one of its stages, needs more than a device's whole memory.
+def check_memory(settings: Settings, needed: int, stage: str | None = None) -> None:
+    """Raise WanjaxError if a video, or one of its stages, needs more than the total memory of a device.
 
     Args:
         settings: The settings of the video.
-        needed: The minimum bytes that are needed.
+        needed: The minimum number of bytes that the video needs.
         stage: encode, denoise or decode; None for the whole video.
+
+    Warns:
+        WanjaxWarning: Other programs of this machine leave less memory than a video on its CPU needs.
     """
     device = local_devices()[0]
-    if (there := total_memory(device)) is None or needed <= there:
+    if (total := total_memory(device)) is None:
         return
-    where = "this machine" if device.platform == "cpu" else f"each {device.device_kind}"
-    tiles = ", or decode in tiles (--tile)" if stage == "decode" else ""
-    raise WanjaxError(
-        f"a video of {settings.width}x{settings.height} and {quantity(settings.frames, 'frame')} needs "
-        f"{in_bytes(needed)} of "
-        f"memory at the least{f' to {stage}' if stage else ''} where {where} has {in_bytes(there)}: use a smaller size "
-        f"or fewer frames{tiles}"
+    is_cpu = device.platform == "cpu"
+    tiles = ", or decode in tiles" if stage == "decode" else ""
+    need = (
+        f"a video of {settings.width}x{settings.height} and {pluralize(settings.frames, 'frame')} needs at least "
+        f"{format_bytes(needed)} of memory{f' to {stage}' if stage else ''}"
     )
+    advice = f"use a smaller size or fewer frames{tiles}"
+    if needed > total:
+        owner = "this machine" if is_cpu else f"each {device.device_kind}"
+        raise WanjaxError(f"{need}, and {owner} has {format_bytes(total)}: {advice}")
+    if is_cpu and needed > (free := process_memory() + available_memory() + psutil.swap_memory().free):
+        message = f"{need}, and other programs leave {format_bytes(free)}, so the system may end it: {advice}"
+        warnings.warn(message, WanjaxWarning, stacklevel=user_stack_level())
 
 
-def is_small(size: tuple[int, int], frames: int, weights: int) -> bool:
-    """Return whether a video certainly fits this machine, without a look at its compiled programs.
+def surely_fits(size: tuple[int, int], frames: int, weights: int) -> bool:
+    """Tell whether a video certainly fits into this machine's memory, without compiling its programs.
 
     Args:
         size: The (height, width) of the video.
@@ -74,9 +83,9 @@ def is_small(size: tuple[int, int], frames: int, weights: int) -> bool:
         weights: The bytes of the largest network.
     """
     device = local_devices()[0]
-    if device.platform != "cpu" or (there := total_memory(device)) is None:
+    if device.platform != "cpu" or (total := total_memory(device)) is None:
         return True  # an accelerator's compiler rejects programs that do not fit
-    return PROCESS + weights + MOST_A_PIXEL * size[0] * size[1] * frames <= there
+    return MIN_PROCESS_BYTES + weights + MAX_BYTES_PER_PIXEL * size[0] * size[1] * frames <= total
 
 
 def total_memory(device: Any) -> int | None:
@@ -87,25 +96,37 @@ def total_memory(device: Any) -> int | None:
     if device.platform != "cpu":
         try:
             return (device.memory_stats() or {}).get("bytes_limit")
-        except jax.errors.JaxRuntimeError:  # of a device that is described
+        except jax.errors.JaxRuntimeError:  # a device description of a plan, not a real device
             return chip.hbm if (chip := KINDS.get(device.device_kind)) else None
     return machine_memory() + psutil.swap_memory().total
 
 
 def machine_memory() -> int:
-    """Return the bytes of memory that this process may use: the machine's, or what its control groups allow."""
+    """Return the bytes that this process may use: the machine's memory, or the limit of its control groups."""
     return min([psutil.virtual_memory().total, *_group_limits()])
+
+
+def process_memory() -> int:
+    """Return the bytes of memory that this process has taken."""
+    return psutil.Process().memory_info().rss
+
+
+def available_memory() -> int:
+    """Return the bytes of memory that this process may still take: what the machine and the control groups leave."""
+    return max(0, min(psutil.virtual_memory().available, machine_memory() - process_memory()))
 
 
 def _group_limits() -> Iterator[int]:
     """Yield the memory limits of the process's control groups, for cgroup versions 1 and 2."""
     with suppress(OSError):
-        for line in GROUPS.read_text().splitlines():
+        for line in CGROUPS_FILE.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers and "memory" not in controllers.split(","):
                 continue
-            root, file = (HIERARCHY / "memory", "memory.limit_in_bytes") if controllers else (HIERARCHY, "memory.max")
+            root, file = (
+                (CGROUPS_ROOT / "memory", "memory.limit_in_bytes") if controllers else (CGROUPS_ROOT, "memory.max")
+            )
             parts = Path(path.lstrip("/")).parts
             for depth in range(len(parts) + 1):
-                with suppress(OSError, ValueError):  # a group without a limit, whose file is missing or says "max"
+                with suppress(OSError, ValueError):  # without a limit, the file is missing or contains "max"
                     yield int(root.joinpath(*parts[:depth], file).read_text())

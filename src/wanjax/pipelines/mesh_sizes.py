@@ -7,7 +7,7 @@ This module does not import JAX, so that the command line rejects a mistyped mes
 from typing import NamedTuple
 
 from wanjax.errors import WanjaxError
-from wanjax.figures import mesh_text
+from wanjax.figures import format_mesh
 
 
 class MeshSizes(NamedTuple):
@@ -18,11 +18,11 @@ class MeshSizes(NamedTuple):
     tp: int = 1
 
     def __str__(self) -> str:
-        return mesh_text(self._asdict())
+        return format_mesh(self._asdict())
 
 
 class AutoMesh(NamedTuple):
-    """A mesh whose sizes are chosen automatically, except `sp` if it is given."""
+    """A request for a mesh whose sizes are chosen automatically. If `sp` is set, only `dp` and `tp` are chosen."""
 
     sp: int | None = None
 

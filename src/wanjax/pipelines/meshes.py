@@ -1,65 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of a mesh: one function, by which a run, a plan, a bench and a training have the same one.
+"""The automatic choice of a mesh. Runs, plans, benchmarks and trainings all use it.
 
-`choose_mesh` takes the fastest mesh on which the weights fit, by a model that is cheap enough to try on every mesh. The
-model counts, for each device, the operations of its heads, tokens and prompts, the bytes of its weights' all-gather,
-and the bytes of the tokens that attention exchanges, but for keys that go round a ring beside its work. It assumes the
-same share of the peak on all meshes, so only the order of its results is meaningful. Nothing is compiled; a plan then
-compiles for the chosen mesh and prices it.
+`choose_mesh` selects the fastest mesh on which the weights fit. It tries all meshes, and estimates the time of a step
+on each with a cheap model. For each device the model counts the operations on its heads, tokens and prompts, the bytes
+of the all-gather of weights, and the bytes of tokens that attention exchanges. The model counts no time for keys that
+ring attention sends while it computes. The model assumes the same utilization on all meshes. The estimated seconds can
+therefore compare meshes, but do not predict the time of a step. Nothing is compiled here. A plan compiles its programs
+for the chosen mesh afterwards.
 """
 
 from collections.abc import Iterator, Sequence
 from math import ceil, prod
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-
 from wanjax.errors import WanjaxError
-from wanjax.figures import quantity
+from wanjax.figures import pluralize
 from wanjax.kernels.attention import AUTO, AttentionConfig
+from wanjax.layers.offload import AUTO_OFFLOAD, Offload
+from wanjax.layers.precision import Precision
 from wanjax.pipelines.family import Family
 from wanjax.pipelines.memory import total_memory
 from wanjax.pipelines.mesh_sizes import MeshSizes
-from wanjax.pipelines.model import Cost, VideoModel
+from wanjax.pipelines.model import ForwardCost, VideoModel
 from wanjax.pipelines.settings import Settings
 from wanjax.pricing.chips import Card, Chip
 from wanjax.pricing.roofline import Machine, device_model
-from wanjax.sharding import RULES, Rules
+from wanjax.sharding import SHARDING_RULES, ShardingRules
 
-ATTENTION, PRODUCTS = 0.5, 0.75  # shares of the peak
-BYTES = 2  # a bfloat16 number
-MERGED = 6  # times a device's share of the tokens: what joining the outputs of two turns reads and writes, in float32
-TURNED = 15  # times the same, on a TPU: it transposes the queries anew at each turn, by the prices of v6e-16
-RING_TOKENS = 6500  # of a TPU, from which on it attends for longer than it sends keys and values to the next
-TOKENS_PER_DEVICE = 32  # with fewer tokens on a device, communication costs more than it saves
+ATTENTION_UTILIZATION, MATMUL_UTILIZATION = 0.5, 0.75  # fractions of the peak
+BFLOAT16_BYTES = 2
+MERGE_PASSES = 6
+"""How often ring attention reads or writes a device's tokens to merge the float32 outputs of two turns."""
+TPU_MERGE_PASSES = 15
+"""`MERGE_PASSES` for a TPU, which also transposes the queries at each turn. The value comes from plans for v6e-16."""
+RING_TOKENS_PER_TPU = 6500
+"""With at least this many tokens per TPU, attention takes longer than sending the keys and values to the next TPU."""
+MIN_TOKENS_PER_DEVICE = 32  # with fewer tokens on a device, communication costs more than it saves
 
 
 class StepCost(NamedTuple):
-    """What a step of denoising costs.
+    """The work and the weights of a denoising step.
 
     Attributes:
         forward: The work for one prompt.
-        guided: True where a step takes two prompts, which a mesh may separate.
-        network: Bytes of the weights of the network that takes the step.
-        weights: Bytes of all weights that are in memory meanwhile.
-        ring: True where TPUs may pass keys round beside the work of self-attention.
-        rules: Those that say which mesh axes divide the weights, and whether the weights are gathered.
+        guided: True if a step has two prompts, which the axis `dp` can separate.
+        network: The bytes of the weights of the network that runs the step.
+        weights: The bytes of all weights in memory during the step.
+        ring: True if TPUs can use ring attention, which sends keys while it computes.
+        rules: The sharding rules, which decide how weights are sharded and whether they are gathered.
     """
 
-    forward: Cost
+    forward: ForwardCost
     guided: bool
     network: int
     weights: int
     ring: bool = False
-    rules: Rules = RULES["fsdp"]
+    rules: ShardingRules = SHARDING_RULES["fsdp"]
 
     def weight_shards(self, mesh: MeshSizes) -> int:
-        """Return the number of devices that divide the weights.
+        """Return the number of shards of the weights.
 
         Args:
-            mesh: Sizes of `dp`, `sp` and `tp`.
+            mesh: The sizes of `dp`, `sp` and `tp`.
         """
-        axes = {axis for taken in self.rules.weights.values() for axis in taken}
+        axes = {axis for mesh_axes in self.rules.weights.values() for axis in mesh_axes}
         return prod(size for axis, size in mesh._asdict().items() if axis in axes)
 
 
@@ -69,154 +73,160 @@ def step_cost(
     settings: Settings,
     *,
     attention: AttentionConfig = AUTO,
-    rules: Rules = RULES["fsdp"],
+    rules: ShardingRules = SHARDING_RULES["fsdp"],
     param_dtype: str | None = None,
-    offload: bool | None = None,
+    offload: Offload = AUTO_OFFLOAD,
 ) -> StepCost:
-    """Return what a step of a video costs. Of two experts only one has to be in memory.
+    """Estimate the work and the weights of a denoising step.
 
     Args:
-        family: That of the model, which knows its networks.
+        family: The family of the model.
         model: The model.
-        settings: Those of the video.
-        attention: The attention that is asked for; AUTO is the one that the model was trained with.
-        rules: The rules of sharding.
-        param_dtype: The dtype in which weights are kept; None counts them in bfloat16.
-        offload: False keeps the weights of all networks in memory.
+        settings: The settings of the video.
+        attention: The requested attention; AUTO is the attention that the model was trained with.
+        rules: The sharding rules.
+        param_dtype: The dtype of the weights in memory; None means bfloat16.
+        offload: As in `load`. If networks are freed, only one expert has to be in memory.
     """
-    size = jnp.dtype(param_dtype or "bfloat16").itemsize
+    precision = Precision.of(settings.precision)
 
     def bytes_of(name: str) -> int:
-        network = family.network_of(model.spec.networks[name])
-        return network.parameters * (4 if network.float32 else size)
+        return family.network_of(model.spec.networks[name]).weight_bytes(param_dtype or "bfloat16", precision)
 
     forward = model.cost(settings)
     largest = max(map(bytes_of, model.spec.denoisers))
-    held = sum(map(bytes_of, model.spec.networks)) if offload is False else largest
+    frees_networks = offload.frees_stages or offload.frees_for_room
+    resident = largest if frees_networks else sum(map(bytes_of, model.spec.networks))
     ring = forward.ring and model.spec.attention(attention).supports_ring
-    return StepCost(forward, settings.split, largest, held, ring, rules)
+    return StepCost(forward, settings.split, largest, resident, ring, rules)
 
 
 def auto_mesh(cost: StepCost, devices: Sequence[Any], sp: int | None = None) -> MeshSizes:
-    """Return the mesh that "auto" is on these devices.
+    """Choose the mesh for "auto" on these devices.
 
     Args:
-        cost: What a step costs.
-        devices: Devices of this process, or described ones.
-        sp: The size of `sp`, if it is given.
+        cost: The cost of a step.
+        devices: The devices of this process, or device descriptions.
+        sp: The size of `sp`; None chooses `sp` too.
     """
-    first = devices[0]
-    chip = device_model(first.device_kind)
+    device = devices[0]
+    chip = device_model(device.device_kind)
     if isinstance(chip, Chip):
         return choose_mesh(cost, len(devices), chip.hbm, chip, sp=sp)
-    memory = None if first.platform == "cpu" else total_memory(first)  # CPU devices share one memory
+    memory = None if device.platform == "cpu" else total_memory(device)  # CPU devices share one memory
     return choose_mesh(cost, len(devices), memory, chip, sp=sp)
 
 
 def choose_mesh(
     cost: StepCost, devices: int, memory: int | None, chip: Card | Chip | Machine, *, sp: int | None = None
 ) -> MeshSizes:
-    """Choose the mesh with which a step is fastest, among those on which the weights fit.
+    """Choose the mesh with the fastest step, among the meshes on which the weights fit.
 
-    Where they fit on none, those are considered that divide them most. The mesh has fewer devices than there are if a
-    video has too few tokens for all of them.
+    If the weights fit on no mesh, choose among the meshes with the most weight shards. The mesh does not use all
+    devices if the video has too few tokens for them.
 
     Args:
-        cost: What a step costs.
-        devices: Their number.
-        memory: Bytes of each device; None where they are unknown, which rules out no mesh.
-        chip: What each device is: its speed and its links.
-        sp: The size of `sp`, if it is given.
+        cost: The cost of a step.
+        devices: The number of devices.
+        memory: The bytes of memory of each device; None if unknown, so that the weights fit on every mesh.
+        chip: The speed and the links of each device.
+        sp: The size of `sp`; None chooses `sp` too.
 
     Raises:
         WanjaxError: The devices cannot be divided by `sp`.
     """
     if sp is not None and devices % sp:
-        raise WanjaxError(f"{quantity(devices, 'device')} cannot be divided by sp={sp}: use a divisor of {devices}")
+        raise WanjaxError(f"{pluralize(devices, 'device')} cannot be divided by sp={sp}: use a divisor of {devices}")
     candidates = list(meshes(cost, devices, sp))
-    most = max(cost.weight_shards(mesh) for mesh in candidates)
-    fitting = [mesh for mesh in candidates if has_room(cost, mesh, memory)]
-    closest = [mesh for mesh in candidates if cost.weight_shards(mesh) == most]
-    return min(fitting or closest, key=lambda mesh: step_seconds(cost, mesh, chip))
+    max_shards = max(cost.weight_shards(mesh) for mesh in candidates)
+    with_room = [mesh for mesh in candidates if weights_fit(cost, mesh, memory)]
+    most_sharded = [mesh for mesh in candidates if cost.weight_shards(mesh) == max_shards]
+    return min(with_room or most_sharded, key=lambda mesh: step_seconds(cost, mesh, chip))
 
 
 def meshes(cost: StepCost, devices: int, sp: int | None = None) -> Iterator[MeshSizes]:
-    """Yield every mesh of so many devices; under guidance also those with its two prompts on `dp`.
+    """Yield all meshes of the devices; with guidance also the meshes whose axis `dp` separates the two prompts.
 
-    `sp` and `tp` have no more devices together than leave each of them some tokens.
+    The product of `sp` and `tp` is limited, so that each device gets at least `MIN_TOKENS_PER_DEVICE` tokens.
 
     Args:
-        cost: What a step costs.
-        devices: Their number.
-        sp: The size of `sp`, if it is given.
+        cost: The cost of a step.
+        devices: The number of devices.
+        sp: The size of `sp`; None yields all sizes.
     """
-    least = sp or 1
-    for dp in (1, 2) if cost.guided and devices % (2 * least) == 0 else (1,):
-        rest = devices // dp
-        most = max(least, min(rest, cost.forward.tokens // TOKENS_PER_DEVICE))
-        parts = max(n for n in range(least, most + 1, least) if rest % n == 0)
+    min_shards = sp or 1
+    for dp in (1, 2) if cost.guided and devices % (2 * min_shards) == 0 else (1,):
+        devices_per_prompt = devices // dp
+        max_shards = max(min_shards, min(devices_per_prompt, cost.forward.tokens // MIN_TOKENS_PER_DEVICE))
+        shards = max(n for n in range(min_shards, max_shards + 1, min_shards) if devices_per_prompt % n == 0)
         yield from (
-            MeshSizes(dp, parts // tp, tp)
-            for tp in range(1, parts + 1)
-            if parts % tp == 0 and sp in (None, parts // tp)
+            MeshSizes(dp, shards // tp, tp)
+            for tp in range(1, shards + 1)
+            if shards % tp == 0 and sp in (None, shards // tp)
         )
 
 
-def has_room(cost: StepCost, mesh: MeshSizes, memory: int | None) -> bool:
-    """Tell whether the weights, as far as the mesh divides them, leave a fifth of a device's memory.
+def weights_fit(cost: StepCost, mesh: MeshSizes, memory: int | None) -> bool:
+    """Tell whether the sharded weights leave a fifth of a device's memory free.
 
-    Weights that are whole on each device may leave less: a plan tells whether it is enough.
+    Replicated weights may use all of a device's memory. A plan later checks whether activations fit too.
 
     Args:
-        cost: What a step costs.
-        mesh: Sizes of `dp`, `sp` and `tp`.
-        memory: Bytes of each device; None where they are unknown, which is taken for enough.
+        cost: The cost of a step.
+        mesh: The sizes of `dp`, `sp` and `tp`.
+        memory: The bytes of memory of each device; None if unknown: the weights are then assumed to fit.
     """
-    most = 0.8 if cost.rules.weights else 1.0
-    return memory is None or cost.weights / cost.weight_shards(mesh) < most * memory
+    max_share = 0.8 if cost.rules.weights else 1.0
+    return memory is None or cost.weights / cost.weight_shards(mesh) < max_share * memory
 
 
 def step_seconds(cost: StepCost, mesh: MeshSizes, chip: Card | Chip | Machine) -> float:
-    """Return the seconds of one step, by the model.
+    """Estimate the seconds of one step.
 
     Args:
-        cost: What a step costs.
-        mesh: Sizes of `dp`, `sp` and `tp`.
-        chip: What each device is: its speed and its links.
+        cost: The cost of a step.
+        mesh: The sizes of `dp`, `sp` and `tp`.
+        chip: The speed and the links of each device.
     """
     work, (dp, sp, tp) = cost.forward, mesh
-    parts, forwards = sp * tp, (2 if cost.guided else 1) / dp
-    others = sum(work.flops.values()) - work.scores
-    padding = ceil(work.heads / tp) * tp / work.heads  # for heads that do not divide evenly
-    compute = (work.scores * padding / ATTENTION + others / PRODUCTS) / parts / chip.flops
-    gathered = cost.network * (parts - 1) / parts if cost.rules.gathered else 0
-    share = BYTES * work.layers * work.tokens / parts * work.width  # a device's share of one of q, k, v, output
-    traded = 4 * share * padding * _traded(tp, chip)
-    passed = 2 * share * (sp - 1)
-    merged = (TURNED if chip.torus else MERGED) * share * (sp - 1) / chip.bandwidth
+    shards, forwards = sp * tp, (2 if cost.guided else 1) / dp
+    matmul_flops = sum(work.flops.values()) - work.scores
+    padding = ceil(work.heads / tp) * tp / work.heads  # heads are padded if `tp` does not divide their number
+    flops = work.scores * padding / ATTENTION_UTILIZATION + matmul_flops / MATMUL_UTILIZATION
+    compute_seconds = flops / shards / chip.flops
+    weight_bytes = cost.network * (shards - 1) / shards if cost.rules.gather_weights else 0
+    token_bytes = BFLOAT16_BYTES * work.layers * work.tokens / shards * work.width  # of q, k, v or output
+    all_to_all_bytes = 4 * token_bytes * padding * _all_to_all_share(tp, chip)
+    ring_bytes = 2 * token_bytes * (sp - 1)
+    merge_passes = TPU_MERGE_PASSES if chip.torus else MERGE_PASSES
+    merge_seconds = merge_passes * token_bytes * (sp - 1) / chip.bandwidth
     if cost.ring and chip.torus and tp == 1:
-        passed, merged = 0 if hides_ring(work.tokens, sp) else passed, 0
-    sent = gathered / _rate(parts, chip) + traded / _rate(tp, chip) + passed / _rate(sp, chip)
-    return forwards * (compute + sent + merged)
+        ring_bytes, merge_seconds = 0 if hides_ring(work.tokens, sp) else ring_bytes, 0
+    link_seconds = (
+        weight_bytes / _bandwidth(shards, chip)
+        + all_to_all_bytes / _bandwidth(tp, chip)
+        + ring_bytes / _bandwidth(sp, chip)
+    )
+    return forwards * (compute_seconds + link_seconds + merge_seconds)
 
 
-def _traded(devices: int, chip: Card | Chip | Machine) -> float:
-    """Return how many times its own share each link carries where all devices exchange theirs by heads."""
+def _all_to_all_share(devices: int, chip: Card | Chip | Machine) -> float:
+    """Return the bytes on each link during an all-to-all, relative to the bytes of one device."""
     if devices == 1:
         return 0.0
     return devices / 4 if chip.torus else (devices - 1) / devices
 
 
-def _rate(devices: int, chip: Card | Chip | Machine) -> float:
-    """Return the bytes a second that a device sends to others of a group; a ring of a torus has two directions."""
+def _bandwidth(devices: int, chip: Card | Chip | Machine) -> float:
+    """Return the bytes per second that a device sends in a collective. On a torus a ring sends in both directions."""
     return chip.link * (2 if chip.torus and devices > 2 else 1)
 
 
 def hides_ring(tokens: int, devices: int) -> bool:
-    """Tell whether TPUs that pass the keys of a sequence round attend for longer than they send.
+    """Tell whether ring attention on TPUs hides the sending of keys and values behind its computation.
 
     Args:
-        tokens: Tokens of the sequence.
-        devices: Devices that pass its keys round.
+        tokens: The number of tokens of the sequence.
+        devices: The number of devices in the ring.
     """
-    return tokens >= RING_TOKENS * devices
+    return tokens >= RING_TOKENS_PER_TPU * devices

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seam between the library and a family of models: data in a `ModelSpec`, and the methods of a `VideoModel`.
+"""The interface between the library and a family of models: `ModelSpec` for data, and `VideoModel` for methods.
 
-A family writes a `VideoModel`, whose methods run on the host, and a `denoiser.Denoiser`, whose methods are traced. All
-that follows from data alone is in `ModelSpec`, and no family overrides it.
+A family implements a `VideoModel`, whose methods run on the host, and a `denoiser.Denoiser`, whose methods are traced.
+`ModelSpec` has the methods that need only data. No family overrides them.
 """
 
 import inspect
@@ -19,23 +19,24 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from wanjax.checkpoints.network_kinds import Config
-from wanjax.errors import UnsupportedError, WanjaxError, WanjaxWarning
-from wanjax.execution import Value
-from wanjax.figures import quantity
+from wanjax.errors import SettingError, UnsupportedError, WanjaxError, WanjaxWarning
+from wanjax.execution import ArrayOrShape
+from wanjax.figures import pluralize
 from wanjax.kernels.attention import AUTO, AttentionConfig
 from wanjax.layers.tiling import Tiling
 from wanjax.media.inputs import InputSpec
-from wanjax.media.pictures import Pictures, size_within
+from wanjax.media.pictures import Pictures, size_for_area
 from wanjax.pipelines.caching.cache_tables import NO_TABLES, Tables
 from wanjax.pipelines.caching.rules import NONE, CacheRule, chosen_rule
-from wanjax.pipelines.denoiser import Denoiser, ModelInputs, Posterior, Preparation, pad_front, stream_of
+from wanjax.pipelines.denoiser import Denoiser, ModelInputs, Posterior, Preparation, pad_front, select_stream
 from wanjax.pipelines.frames import AnyLatents, Decoded, decode_latents
 from wanjax.pipelines.guidance import CLASSIFIER_FREE, check_rule, dynamic_scales
 from wanjax.pipelines.noise_inputs import INITIAL, STEP_NOISE, VIDEO, noise_name
 from wanjax.pipelines.phases import Phase
 from wanjax.pipelines.runtime import Runtime, SplitNetwork
-from wanjax.pipelines.settings import Settings
+from wanjax.pipelines.settings import SIGMA_SCHEDULES, Settings
 from wanjax.pipelines.text.tokenizer import TokenBatch, Truncation
+from wanjax.pipelines.torch_noise import NoiseLayout
 from wanjax.pipelines.validation import FieldShape, check_conditioning
 from wanjax.pipelines.video_shape import encoded_shape
 from wanjax.pipelines.windows import CONTROL, PICTURE, check_windows
@@ -43,14 +44,14 @@ from wanjax.schedulers import Scheduler, resolve
 from wanjax.schedulers.base import TRAIN_STEPS, Schedule
 
 Shape = tuple[int, ...]
-Field = Value | np.ndarray  # of the output of `encode`
+Field = ArrayOrShape | np.ndarray  # the value of a field in `encode`'s output
 ConditioningSelf = TypeVar("ConditioningSelf")
-OLD_TEXT_LENGTH = 226  # the length of prompts in files of the scripts before wanjax, a mistake
+OLD_TEXT_LENGTH = 226  # the wrong prompt length in files of the scripts that preceded wanjax
 
 
 @runtime_checkable
 class Conditioning(Protocol):
-    """The output of `encode`: a family's own NamedTuple of arrays, each with a first axis of size 1, or None."""
+    """The output of `encode`: a NamedTuple that a family defines. Each field is None or an array [1 ...]."""
 
     def __iter__(self) -> Iterator[Field | None]: ...
 
@@ -59,7 +60,7 @@ class Conditioning(Protocol):
     def _replace(self: ConditioningSelf, **fields: Any) -> ConditioningSelf: ...
 
 
-ConditioningT = TypeVar("ConditioningT", bound=Conditioning)  # a family's own
+ConditioningT = TypeVar("ConditioningT", bound=Conditioning)  # the type that a family defines
 
 
 @runtime_checkable
@@ -70,8 +71,8 @@ class VAEConfig(Protocol):
         latent_channels: The number of channels of its latents.
         spatial_factor: The number of pixels per latent position along height and width.
         temporal_factor: The number of frames per latent frame, after the first.
-        patch: The number of pixels per patch along height and width, at the input of its convolutions.
-        tiling: The default tiling for frames that are not decoded whole.
+        patch: The number of pixels per patch along height and width; the encoder's convolutions read patches.
+        tiling: The default tiling, for frames that are decoded in tiles.
     """
 
     @property
@@ -98,7 +99,7 @@ class VAEConfig(Protocol):
         ...
 
 
-class Cost(NamedTuple):
+class ForwardCost(NamedTuple):
     """The work of one forward of the denoiser for one prompt, for plans and profiles.
 
     Args:
@@ -121,11 +122,11 @@ class Cost(NamedTuple):
 
 
 class LatentStream(NamedTuple):
-    """Latents [B C L] that are denoised together with a video's, such as those of its sound.
+    """Latents [B C L] that are denoised together with a video's, such as the latents of its sound.
 
     Args:
         channels: The number of channels, C.
-        per_second: The length L per second of the video.
+        per_second: The length L for each second of the video.
     """
 
     channels: int
@@ -133,10 +134,10 @@ class LatentStream(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """One denoising of a whole video. Later passes start from the latents of the pass before, with noise added.
+    """One denoising of a video. Later passes start from the latents of the previous pass, with added noise.
 
     Args:
-        divisor: The video's height and width are divided by it.
+        divisor: The height and width of the video are divided by this number in the pass.
         steps: The number of steps of the schedule; None uses the settings.
         strength: The share of the steps that run, starting from the level of the added noise.
         guidance_scale: The guidance scale of all steps; None uses the settings.
@@ -151,7 +152,7 @@ class Pass(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A part of a video that is denoised at once.
+    """The frames of a video that are denoised together.
 
     Args:
         number: The number of the chunk, from 0.
@@ -170,7 +171,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """The description of a checkpoint for shared code, as data.
+    """The data that shared code needs to know about a checkpoint.
 
     Args:
         task: The task, in words.
@@ -179,21 +180,24 @@ class ModelSpec:
         scheduler: The solver.
         networks: The networks' configs that were read, by component.
         cache_tables: The tables for step caches.
-        denoisers: The components that denoise, all of one shape; each step uses one of them.
+        denoisers: The names of the denoising networks, which all have the same shapes. Each step uses one network.
         inputs: The inputs besides the prompt.
-        reference_variants: True if the authors' code and diffusers differ; `follow` then selects one.
+        reference_variants: True if the authors' code and diffusers differ; the setting `follow` then selects one.
         radial_attention: True if the denoiser's self-attention can be radial.
-        sparse_linear: True if the denoiser's config can have a projection for sparse-linear attention.
+        sparse_linear: True if the denoiser supports the extra projection of sparse-linear attention.
+        int8_attention: True if the product of self-attention's queries and keys can be in int8: heads of 128, all keys.
         trained_attention: The attention that the model was trained with.
-        frame_multiple: Latent frames are padded at the front to a multiple of it; the padding is dropped at the end.
+        frame_multiple: Latent frames are padded at the front to a multiple of this number, and cut at the end.
         chunk_frames: The number of latent frames in a chunk of a causal model; 0 if a video is denoised as a whole.
-        max_frames: The maximal number of frames that the autoencoder can encode or decode.
+        max_frames: The maximum number of frames that the autoencoder can encode or decode.
         fixed_size: The only supported (height, width); None if any size is supported.
-        posteriors: Encoded images or videos that are sampled from a distribution.
-        latent_streams: The latents that are denoised with the video's, by name; none for a model with `chunk_frames`.
-        passes: The passes in which a video is denoised; one for a model with `chunk_frames`.
-        text_length: The number of tokens in `prompt_embeds`, if all prompts have the same.
-        config_entries: Entries of the denoiser's config.json for what `with_attention` added.
+        posteriors: The encoded images or videos whose latents are sampled from the autoencoder's posterior.
+        noise_layout: How the reference draws noise, for the setting `rng`.
+        latent_streams: Latents other than the video's, such as a sound's, that are denoised with it, by name; none with
+            `chunk_frames`.
+        passes: The passes in which a video is denoised; a single pass with `chunk_frames`.
+        text_length: The number of tokens in `prompt_embeds`, if it is the same for all prompts.
+        config_entries: The entries that `with_attention` adds to the denoiser's config.json.
     """
 
     task: str
@@ -207,91 +211,96 @@ class ModelSpec:
     reference_variants: bool = False
     radial_attention: bool = False
     sparse_linear: bool = False
+    int8_attention: bool = False
     trained_attention: AttentionConfig = AUTO
     frame_multiple: int = 1
     chunk_frames: int = 0
     max_frames: int | None = None
     fixed_size: tuple[int, int] | None = None
     posteriors: tuple[Posterior, ...] = ()
+    noise_layout: NoiseLayout = field(default_factory=NoiseLayout)
     latent_streams: Mapping[str, LatentStream] = field(default_factory=dict[str, LatentStream])
     passes: tuple[Pass, ...] = (Pass(),)
     text_length: int | None = None
     config_entries: Mapping[str, object] = field(default_factory=dict[str, object])
 
-    # ---- what can be made
+    # ---- inputs and tasks
 
     @property
-    def takes(self) -> tuple[str, ...]:
+    def input_names(self) -> tuple[str, ...]:
         """The names of all inputs."""
-        return tuple(one.name for one in self.inputs)
+        return tuple(spec.name for spec in self.inputs)
 
     @property
-    def needs(self) -> tuple[str, ...]:
+    def required_inputs(self) -> tuple[str, ...]:
         """The names of the required inputs."""
-        return tuple(one.name for one in self.inputs if one.required)
+        return tuple(spec.name for spec in self.inputs if spec.required)
 
     @property
-    def begins_from_video(self) -> bool:
+    def starts_from_video(self) -> bool:
         """True if denoising starts from an input video; False if a video is only a control signal."""
-        return any((one.name, one.page) == (VIDEO, "white") for one in self.inputs)
+        return any((spec.name, spec.background) == (VIDEO, "white") for spec in self.inputs)
 
     @property
-    def streams(self) -> bool:
-        """True if the frames of a video are delivered chunk by chunk during denoising."""
+    def is_chunked(self) -> bool:
+        """True if a video is denoised chunk by chunk, so that frames are available before its end."""
         return self.chunk_frames > 0
 
     @property
-    def experts(self) -> bool:
+    def has_experts(self) -> bool:
         """True if two networks share the steps of a pass."""
-        return len(self.denoisers) > 1 and not any(one.denoisers for one in self.passes)
+        return len(self.denoisers) > 1 and not any(one_pass.denoisers for one_pass in self.passes)
 
     @property
     def chunk_length(self) -> int:
-        """The number of frames that a chunk adds to a video; 0 if a video is denoised as a whole."""
+        """The number of frames (not latent frames) in a chunk after the first; 0 if a video is denoised as a whole."""
         return self.chunk_frames * self.vae.temporal_factor
 
     @property
-    def picture_beside_clip(self) -> str | None:
-        """How a first image and a clip are combined, in words; None for a model that does not accept both."""
-        if not {"image", "video"} <= set(self.takes):
+    def image_with_video(self) -> str | None:
+        """How the model combines a first image and a clip, as text; None if it does not accept both together."""
+        if not {"image", "video"} <= set(self.input_names):
             return None
-        return "the picture is the first frame and decides the size, and the frames after it begin from the clip"
+        return "the picture is the first frame and sets the size, and the later frames start from the clip"
 
     @property
-    def continued_by(self) -> str | None:
-        """The input that carries frames to the next window: `image`, a masked `video`, or None without windows."""
-        if self.streams or set(self.needs) - {PICTURE}:
+    def continuation_input(self) -> str | None:
+        """The input through which the next window gets the last frames: `image` or `video`.
+
+        None if windows are not supported.
+        """
+        if self.is_chunked or set(self.required_inputs) - {PICTURE}:
             return None
-        return CONTROL if "mask" in self.takes else PICTURE if PICTURE in self.takes else None
+        return CONTROL if "mask" in self.input_names else PICTURE if PICTURE in self.input_names else None
 
     @property
     def tasks(self) -> list[str]:
-        """The inputs and modes that the model supports, in words."""
-        offers = {
-            "text": not self.needs,
-            "a first picture": "image" in self.takes and "last_image" not in self.needs,
-            "a first and a last picture": "last_image" in self.takes,
-            "a clip": self.begins_from_video,
-            "a control clip": "video" in self.takes and not self.begins_from_video,
-            "a mask": "mask" in self.takes,
-            "reference pictures": "references" in self.takes,
-            "a stream, chunk by chunk": self.streams,
-            "long videos, in windows": self.continued_by is not None,
+        """Short texts, each about an input or a mode that the model supports."""
+        is_supported = {
+            "text": not self.required_inputs,
+            "a first picture": "image" in self.input_names and "last_image" not in self.required_inputs,
+            "a first and a last picture": "last_image" in self.input_names,
+            "a clip": self.starts_from_video,
+            "a control clip": "video" in self.input_names and not self.starts_from_video,
+            "a mask": "mask" in self.input_names,
+            "reference pictures": "references" in self.input_names,
+            "a stream, chunk by chunk": self.is_chunked,
+            "long videos, in windows": self.continuation_input is not None,
         }
-        return [task for task, offered in offers.items() if offered]
+        return [task for task, supported in is_supported.items() if supported]
 
-    def implied(self, settings: Mapping[str, object]) -> Mapping[str, object]:
-        """Fill in settings that follow from the given ones.
+    def complete_settings(self, settings: Mapping[str, object]) -> Mapping[str, object]:
+        """Add settings whose defaults depend on other settings.
 
-        `sigmas` defaults to `follow`; the second expert's guidance scale defaults to the first's.
+        `sigmas` defaults to the value of `follow`. The second expert's guidance scale defaults to the first expert's.
 
         Args:
-            settings: Values of settings by name.
+            settings: The values of settings by name.
         """
         complete = {**settings}
         if self.reference_variants and "sigmas" in self._schedule_parameters and settings.get("sigmas") is None:
             complete["sigmas"] = settings.get("follow")
-        if self.experts and settings.get("guidance_scale_2") is None:
+        if self.has_experts and settings.get("guidance_scale_2") is None:
             complete["guidance_scale_2"] = settings.get("guidance_scale")
         return complete
 
@@ -301,29 +310,49 @@ class ModelSpec:
         """Raise WanjaxError if the model does not support these settings.
 
         Args:
-            settings: Settings of the video.
+            settings: The settings of the video.
         """
         settings.check(spatial=self.size_multiple, temporal=self.vae.temporal_factor)
         self.check_length(settings.frames, settings.model)
-        check_windows(settings, self.continued_by)
+        self._check_steps(settings)
+        check_windows(settings, self.continuation_input)
         check_rule(settings.guidance_rule, settings.guided, settings.steps)
         if self.fixed_size and settings.size != self.fixed_size:
             raise WanjaxError(
-                f"{settings.model} has learned positions for {self.fixed_size[1]}x{self.fixed_size[0]} alone: "
-                f"{settings.width}x{settings.height} cannot be made with it"
+                f"{settings.model} only supports {self.fixed_size[1]}x{self.fixed_size[0]}, for which it has learned "
+                f"positions, got {settings.width}x{settings.height}: leave the size out"
             )
-        if self.streams:
+        if self.is_chunked:
             self._check_chunks(settings)
 
+    def _check_steps(self, settings: Settings) -> None:
+        """Raise SettingError for noise levels that the model does not have, and for more steps of the first expert than
+        there are.
+        """
+        if settings.sigmas is not None and settings.sigmas not in self.sigma_schedules:
+            choices = " or ".join(self.sigma_schedules)
+            raise SettingError(
+                f"{settings.model} has no noise levels of its own for {settings.sigmas}: "
+                + (f"use sigmas {choices}" if choices else "leave sigmas out"),
+                "sigmas",
+            )
+        if (settings.boundary_step or 0) > settings.steps:
+            raise SettingError(
+                f"the second expert cannot take over after step {settings.boundary_step} of "
+                f"{pluralize(settings.steps, 'step')}: give a boundary_step of at most {settings.steps}",
+                "boundary_step",
+            )
+
     def _check_chunks(self, settings: Settings) -> None:
-        """Raise WanjaxError unless a video consists of whole chunks and has no guidance."""
+        """Raise WanjaxError if the frames do not fill whole chunks, or if the guidance scale is not 1."""
         chunk, factor = self.chunk_frames, self.vae.temporal_factor
         frames = self.latent_shape(settings)[2]
         if frames % chunk:
-            legal = [(n * chunk - 1) * factor + 1 for n in (frames // chunk, frames // chunk + 1) if n]
+            lengths = [(n * chunk - 1) * factor + 1 for n in (frames // chunk, frames // chunk + 1) if n]
             raise WanjaxError(
-                f"{quantity(settings.frames, 'frame')} are {quantity(frames, 'latent frame')}, and "
-                f"{settings.model} makes blocks of {chunk}: {' or '.join(map(str, legal))} frames can be made"
+                f"{settings.model} makes videos in chunks of {pluralize(chunk, 'latent frame')}, got "
+                f"{pluralize(settings.frames, 'frame')} ({pluralize(frames, 'latent frame')}): use "
+                f"{' or '.join(map(str, lengths))} frames"
             )
         if settings.guided:
             raise WanjaxError(
@@ -334,53 +363,58 @@ class ModelSpec:
         """Raise WanjaxError for more frames than the autoencoder can encode or decode in one video.
 
         Args:
-            frames: Frames of the video.
-            model: Name of the model, for the message.
+            frames: The number of frames of the video.
+            model: The name of the model, for the message.
         """
         if self.max_frames is not None and frames > self.max_frames:
-            raise WanjaxError(f"{frames} frames are too many for {model}: ask for at most {self.max_frames}")
+            raise WanjaxError(f"{frames} frames are too many for {model}: use at most {self.max_frames}")
 
     def check_pictures(self, pictures: Pictures, settings: Settings) -> None:
-        """Raise WanjaxError where pictures that the model takes make no video of these settings.
+        """Raise WanjaxError if the images of a request do not fit each other or the settings.
 
         Args:
-            pictures: The pictures and clips of the request.
-            settings: Settings of the video.
+            pictures: The images and clips of the request.
+            settings: The settings of the video.
         """
         if "last_image" in pictures and "image" not in pictures:
-            raise WanjaxError(f"a last image is given without a first: {settings.model} takes both, or the first alone")
+            raise WanjaxError(f"there is a last image without a first: {settings.model} needs both, or only the first")
         if "last_image" in pictures and settings.frames == 1:
-            raise WanjaxError("a video of 1 frame has no last image beside the first: ask for 5 frames or more")
+            raise WanjaxError("a video of 1 frame cannot have a first and a last image: use 5 frames or more")
 
-    def check_whole(self, model: str, purpose: str) -> None:
-        """Raise WanjaxError where a video is made chunk by chunk.
-
-        Args:
-            model: Name of the model, for the message.
-            purpose: What needs a video that is made as a whole, for the message.
-        """
-        if self.streams:
-            raise WanjaxError(f"{model} makes videos block by block, and {purpose} needs them made as a whole")
-
-    def check_trainable(self, model: str) -> None:
-        """Raise WanjaxError for a model that training has no loss for.
+    def check_not_chunked(self, model: str, feature: str) -> None:
+        """Raise WanjaxError if a video is denoised chunk by chunk.
 
         Args:
-            model: Name of the model, for the message.
+            model: The name of the model, for the message.
+            feature: The feature that does not support chunks, for the message.
         """
-        self.check_whole(model, "training")
+        if self.is_chunked:
+            raise WanjaxError(
+                f"{model} makes videos chunk by chunk, which {feature} does not support: use another model"
+            )
+
+    def check_trainable(self, settings: Settings) -> None:
+        """Raise WanjaxError if training does not support the model.
+
+        Args:
+            settings: The settings of the model.
+        """
+        model = settings.model
+        self.check_not_chunked(model, "training")
         if self.latent_streams:
-            others = " and ".join(self.latent_streams)
-            raise WanjaxError(f"{model} denoises {others} with the video: only models of a video alone can be trained")
+            streams = " and ".join(self.latent_streams)
+            raise WanjaxError(
+                f"{model} makes {streams} too, which training does not support: use a model of video only"
+            )
 
-    def check_streams(self, model: str) -> None:
-        """Raise WanjaxError where a video is made as a whole.
+    def check_chunked(self, model: str) -> None:
+        """Raise WanjaxError unless a video is denoised chunk by chunk.
 
         Args:
-            model: Name of the model, for the message.
+            model: The name of the model, for the message.
         """
-        if not self.streams:
-            raise WanjaxError(f"{model} makes a video as a whole and has no blocks to stream: pipe(prompt) makes it")
+        if not self.is_chunked:
+            raise WanjaxError(f"{model} makes a video as a whole, so there are no chunks to stream: use pipe(prompt)")
 
     # ---- shapes
 
@@ -388,95 +422,102 @@ class ModelSpec:
         """Return the shape [1 C T H W] of a video's latents.
 
         Args:
-            settings: Settings of the video.
+            settings: The settings of the video.
         """
         frames = (settings.frames - 1) // self.vae.temporal_factor + 1
         height, width = (pixels // self.vae.spatial_factor for pixels in settings.size)
         return 1, self.vae.latent_channels, frames, height, width
 
     def stream_shapes(self, settings: Settings) -> dict[str, Shape]:
-        """Return the shapes [1 C L] of the latents that are denoised with the video's, by name.
+        """Return the shapes [1 C L] of the other latents that are denoised with the video's latents, by name.
 
         Args:
-            settings: Settings of the video.
+            settings: The settings of the video.
         """
         seconds = settings.frames / settings.fps
-        return {name: (1, one.channels, round(seconds * one.per_second)) for name, one in self.latent_streams.items()}
+        return {
+            name: (1, stream.channels, round(seconds * stream.per_second))
+            for name, stream in self.latent_streams.items()
+        }
 
     def denoised_frames(self, frames: int) -> int:
-        """Return the latent frames that are denoised for so many, some of which are dropped at the end.
+        """Round a number of latent frames up to a multiple of `frame_multiple`.
+
+        The added frames are dropped at the end.
 
         Args:
-            frames: Latent frames of the video.
+            frames: The number of latent frames of the video.
         """
         return frames + -frames % self.frame_multiple
 
     def noise_shape(self, settings: Settings, references: int = 0) -> Shape:
-        """Return the shape [1 C T H W] of the initial noise, with all frames that are dropped before the video's.
+        """Return the shape [1 C T H W] of the initial noise.
+
+        The noise includes frames that are dropped after denoising.
 
         Args:
-            settings: Settings of the video.
-            references: Latent frames of reference pictures.
+            settings: The settings of the video.
+            references: The number of latent frames of reference images.
         """
         batch, channels, frames, height, width = self.latent_shape(settings)
         return batch, channels, references + self.denoised_frames(frames), height, width
 
     def noise_shapes(self, settings: Settings, references: int = 0, videos: int = 1) -> dict[str, Shape]:
-        """Return the shapes of the initial noise of videos made together, in a pass of these settings, by stream.
+        """Return the shapes of the initial noise of a batch of videos in one pass, by stream.
 
         Args:
-            settings: Settings of the pass.
-            references: Latent frames of reference pictures.
-            videos: Videos made together.
+            settings: The settings of the pass.
+            references: The number of latent frames of reference images.
+            videos: The number of videos in the batch.
         """
         shapes = {VIDEO: self.noise_shape(settings, references), **self.stream_shapes(settings)}
         return {name: (videos, *shape[1:]) for name, shape in shapes.items()}
 
     def noise_inputs(self, settings: Settings, references: int = 0, videos: int = 1) -> Mapping[str, Shape]:
-        """Return the shapes of the random arrays that can be given for videos made together, by name; of all passes.
+        """Return the shapes of all noise that a caller can provide for a batch of videos, by name.
 
-        `step_noise` has a row for each step of the settings; those that a given video skips are not used.
+        `step_noise` has a row for each step of the settings. If denoising starts from an input video, the rows of the
+        skipped steps are not used.
 
         Args:
-            settings: Settings of the video.
-            references: Latent frames of reference pictures.
-            videos: Videos made together.
+            settings: The settings of the video.
+            references: The number of latent frames of reference images.
+            videos: The number of videos in the batch.
         """
         _, channels, frames, *cells = self.latent_shape(settings)
         shapes = {}
-        for number, one in enumerate(self.passes_of(settings)):
-            for name, shape in self.noise_shapes(one, references, videos).items():
+        for number, pass_settings in enumerate(self.passes_of(settings)):
+            for name, shape in self.noise_shapes(pass_settings, references, videos).items():
                 shapes[noise_name(name, INITIAL, number)] = shape
-                shapes |= (
-                    {noise_name(name, STEP_NOISE, number): (one.steps, *shape)} if self.scheduler.stochastic else {}
-                )
-        for one in self.posteriors:
-            kind = one.mean.partition("_")[0]
-            if kind in self.takes:
-                shapes[one.noise] = (videos, channels, 1 if kind == "image" else frames, *cells)
+                if self.scheduler.stochastic:
+                    shapes[noise_name(name, STEP_NOISE, number)] = (pass_settings.steps, *shape)
+        for posterior in self.posteriors:
+            if posterior.input_name in self.input_names:
+                count = 1 if posterior.input_name == "image" else frames
+                shapes[posterior.noise_name] = (videos, channels, count, *cells)
         return shapes
 
     def to_training_latents(self, latents: Float[Array, "B C T H W"]) -> Float[Array, "B _T H W C"]:
-        """Return the latents of encoded videos [B C T H W] as the network is trained to make them.
+        """Convert the latents of encoded videos to the layout and length that the network is trained on.
 
         Args:
-            latents: Latents of encoded videos, normalised.
+            latents: The normalised latents of encoded videos.
         """
         return pad_front(jnp.moveaxis(latents, 1, -1), self.denoised_frames(latents.shape[2]))
 
     def decode_lengths(self, frames: int) -> tuple[int, int]:
-        """Latent frames in the first chunk to decode, and in each later one, for a video of so many.
+        """Return the number of latent frames in the first decoded chunk of a video, and in each later one.
 
         Args:
-            frames: Latent frames of the video.
+            frames: The number of latent frames of the video.
         """
-        return (self.chunk_frames, self.chunk_frames) if self.streams else self.vae.decode_lengths(frames)
+        return (self.chunk_frames, self.chunk_frames) if self.is_chunked else self.vae.decode_lengths(frames)
 
     def chunks(self, frames: int) -> list[Chunk]:
-        """Return the chunks of a video of so many latent frames; most models make a video as a whole.
+        """Divide the latent frames of a video into chunks. Most models have a single chunk.
 
         Args:
-            frames: Latent frames of the video.
+            frames: The number of latent frames of the video.
         """
         size = self.chunk_frames or frames
         count = frames // size
@@ -485,21 +526,26 @@ class ModelSpec:
     # ---- steps
 
     def passes_of(self, settings: Settings) -> list[Settings]:
-        """Return the settings of each pass. A later one takes few steps, and has no step cache.
+        """Derive the settings of each pass from the settings of the video.
+
+        Later passes have few steps and no step cache.
 
         Args:
-            settings: Settings of the video.
+            settings: The settings of the video.
         """
-        return [self._pass_of(number, one, settings) for number, one in enumerate(self.passes)]
+        return [self._pass_settings(number, one_pass, settings) for number, one_pass in enumerate(self.passes)]
 
-    def _pass_of(self, number: int, one: Pass, settings: Settings) -> Settings:
-        changes: dict[str, object] = {"height": settings.height // one.divisor, "width": settings.width // one.divisor}
-        changes |= {"steps": one.steps or settings.steps} | ({"cache": NONE} if number else {})
-        if one.strength is not None:
-            changes["strength"] = one.strength
-        if one.guidance_scale is not None:
-            changes |= {"guidance_scale": one.guidance_scale, "guidance_scale_2": None, "dynamic_guidance": False}
-            if settings.guidance_rule.scaled and one.guidance_scale <= 1:
+    def _pass_settings(self, number: int, one_pass: Pass, settings: Settings) -> Settings:
+        changes: dict[str, object] = {
+            "height": settings.height // one_pass.divisor,
+            "width": settings.width // one_pass.divisor,
+        }
+        changes |= {"steps": one_pass.steps or settings.steps} | ({"cache": NONE} if number else {})
+        if one_pass.strength is not None:
+            changes["strength"] = one_pass.strength
+        if one_pass.guidance_scale is not None:
+            changes |= {"guidance_scale": one_pass.guidance_scale, "guidance_scale_2": None, "dynamic_guidance": False}
+            if settings.guidance_rule.needs_scale and one_pass.guidance_scale <= 1:
                 changes["guidance_rule"] = CLASSIFIER_FREE
         return replace(settings, **changes)
 
@@ -507,11 +553,18 @@ class ModelSpec:
     def _schedule_parameters(self) -> set[str]:
         return set(inspect.signature(self.scheduler.schedule).parameters)
 
+    @property
+    def sigma_schedules(self) -> tuple[str, ...]:
+        """The values of the setting `sigmas` that differ for this model; empty if the model has no such setting."""
+        if "sigmas" not in self._schedule_parameters:
+            return ()
+        return tuple(name for name in SIGMA_SCHEDULES if self.reference_variants or name != "diffusers")
+
     def schedule_options(self, settings: Settings) -> Mapping[str, float | str]:
-        """Return the settings that decide the noise levels, as keywords of the scheduler's `schedule`.
+        """Return the settings that determine the noise levels, as keyword arguments of the scheduler's `schedule`.
 
         Args:
-            settings: Settings of the video.
+            settings: The settings of the video.
         """
         options = {"shift": settings.flow_shift, "sigmas": settings.sigmas, "follow": settings.follow}
         return {
@@ -519,40 +572,42 @@ class ModelSpec:
         }
 
     def schedule(self, settings: Settings, conditioning: Conditioning | None = None) -> Schedule:
-        """Return the noise levels of the steps, arrays of the host; a given video, if encoded, skips the noisiest.
+        """Compute the noise levels of the steps, on the host.
+
+        A video that starts from an input video skips the first steps.
 
         Args:
-            settings: Settings of the pass.
-            conditioning: The output of `encode`, whose video, if there is one, decides where to start; None starts from
+            settings: The settings of the pass.
+            conditioning: The output of `encode`, which may contain an input video. With None, denoising starts from
                 noise.
         """
         starts_from_video = getattr(conditioning, "video_latents", None) is not None
-        skip = settings.steps - settings.strong_steps if starts_from_video else 0
-        return self.scheduler.schedule(settings.steps, skip=skip, **self.schedule_options(settings))
+        skipped = settings.steps - settings.steps_with_strength if starts_from_video else 0
+        return self.scheduler.schedule(settings.steps, skip=skipped, **self.schedule_options(settings))
 
     def phases(self, schedule: Schedule, settings: Settings, number: int = 0) -> tuple[Phase, ...]:
-        """Return the steps of each network, and their guidance scales.
+        """Divide the steps into phases, one for each network, with their guidance scales.
 
         Args:
-            schedule: Noise levels of the steps.
-            settings: Settings of the video.
+            schedule: The noise levels of the steps.
+            settings: The settings of the video.
             number: The number of the pass, from 0.
         """
         return phases_of(self.passes[number].denoisers or self.denoisers, np.asarray(schedule.timesteps), settings)
 
     def noise_range(self, network: str, settings: Settings) -> tuple[float, float]:
-        """Return the noise levels, from 0 to 1, between which a network denoises.
+        """Return the lowest and highest noise level (0 to 1) at which a network denoises.
 
         Args:
-            network: Name of the component.
-            settings: Settings of the video.
+            network: The name of the component.
+            settings: The settings of the video.
         """
-        if not self.experts or settings.boundary is None:
+        if not self.has_experts or settings.boundary is None:
             return 0.0, 1.0
         return (settings.boundary, 1.0) if network == self.denoisers[0] else (0.0, settings.boundary)
 
     def tables_for(self, conditioning: Conditioning) -> Tables:
-        """Return the tables of step caches for a video from this output of `encode`.
+        """Return the step cache tables for a video with this conditioning.
 
         Args:
             conditioning: The output of `encode`.
@@ -562,53 +617,58 @@ class ModelSpec:
         )
 
     def cache_rule(self, settings: Settings) -> CacheRule:
-        """Return the rule of the settings' step cache, complete; raise WanjaxError where the model cannot have it.
+        """Complete the rule of the settings' step cache; raise WanjaxError if the model does not support it.
 
         Args:
-            settings: Settings of the video.
+            settings: The settings of the video.
         """
-        if self.streams:
+        if self.is_chunked:
             if settings.cache != NONE:
-                raise WanjaxError(f"{settings.model} takes too few steps for a step cache: leave {settings.cache} out")
+                raise WanjaxError(f"{settings.model} has too few steps for a step cache: leave {settings.cache} out")
             return NONE
-        first = self.passes_of(settings)[0]
-        return chosen_rule(settings.cache, self.phases(self.schedule(first), first), self.cache_tables, settings.model)
+        first_pass = self.passes_of(settings)[0]
+        return chosen_rule(
+            settings.cache, self.phases(self.schedule(first_pass), first_pass), self.cache_tables, settings.model
+        )
 
-    def reused(self, settings: Settings) -> tuple[bool, ...]:
-        """Tell of each step of the first pass whether it reuses what another kept, or may where that is not known.
+    def reused_steps(self, settings: Settings) -> tuple[bool, ...]:
+        """Return a boolean for each step of the first pass: whether the step reuses, or may reuse, cached values.
 
         Args:
-            settings: Settings of the video.
+            settings: The settings of the video.
         """
-        first = self.passes_of(settings)[0]
-        rule, phases = self.cache_rule(settings), self.phases(self.schedule(first), first)
+        first_pass = self.passes_of(settings)[0]
+        rule, phases = self.cache_rule(settings), self.phases(self.schedule(first_pass), first_pass)
         return tuple(reuses for phase in phases for reuses in rule.reused(phase, self.cache_tables))
 
     def attention(self, requested: AttentionConfig) -> AttentionConfig:
-        """Return the attention of the denoiser where this one is asked for; AUTO is that which it was trained with.
+        """Resolve the requested attention: AUTO becomes the attention that the model was trained with.
 
         Args:
-            requested: The attention that is asked for.
+            requested: The requested attention.
         """
         return self.trained_attention if requested == AUTO else requested
 
 
 @dataclass(frozen=True, kw_only=True)
 class VideoModel(ABC, Generic[ConditioningT]):
-    """A checkpoint as its family knows it, without weights: a method that computes is given a `Runtime`.
+    """The methods of a model. Holds the checkpoint's configs, but not its weights.
 
-    A family writes the abstract methods, and the others where it differs.
+    Methods that compute receive a `Runtime`.
+
+    A family implements the abstract methods, and overrides other methods if it differs.
 
     Args:
-        vae: Config of the autoencoder.
+        vae: The config of the autoencoder.
         scheduler: The checkpoint's scheduler.
         tables: The checkpoint's tables for step caches.
     """
 
     conditioning_type: ClassVar[type[Any]]
-    """The type that `encode` returns, a NamedTuple; its fields are the tensors of the first stage's file.
+    """The type that `encode` returns, a NamedTuple. Its fields are the tensors in the file of the encode stage.
 
-    One that holds pictures has a field `video_shape`, None by default, which a run fills (`pipelines/video_shape`).
+    A type with fields for images also has the field `video_shape`, whose default is None. A run sets it
+    (`pipelines/video_shape`).
     """
 
     vae: VAEConfig
@@ -617,7 +677,7 @@ class VideoModel(ABC, Generic[ConditioningT]):
 
     @cached_property
     def spec(self) -> ModelSpec:
-        """What shared code knows of the model, as data. A family writes it."""
+        """The description of the model for shared code. A family defines it."""
         raise NotImplementedError
 
     @property
@@ -627,82 +687,85 @@ class VideoModel(ABC, Generic[ConditioningT]):
 
     @abstractmethod
     def encode_text(self, runtime: Runtime, settings: Settings) -> ConditioningT:
-        """Encode the prompt and the negative prompt of a video's settings, with the text encoders alone.
+        """Encode the prompt and the negative prompt in the settings, with text encoders only.
 
         Args:
-            runtime: Networks, devices and strategy.
-            settings: Settings of the video.
+            runtime: The networks, devices and strategy.
+            settings: The settings of the video.
         """
 
     def encode_inputs(
         self, runtime: Runtime, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
     ) -> Mapping[str, Field | None]:
-        """Encode the pictures of a video without the text encoders; return fields of `conditioning_type`.
+        """Encode the images and clips of a request, without text encoders; return fields of `conditioning_type`.
 
         Args:
-            runtime: Networks, devices and strategy.
-            pictures: The pictures and clips of the request.
-            settings: Settings of the video.
-            tiling: Encode tile by tile, which saves memory.
+            runtime: The networks, devices and strategy.
+            pictures: The images and clips of the request.
+            settings: The settings of the video.
+            tiling: The tiles in which to encode, which saves memory; None encodes whole frames.
         """
         return {}
 
     @abstractmethod
     def conditioning_shapes(self, conditioning: ConditioningT, settings: Settings) -> Mapping[str, FieldShape]:
-        """Return the right shapes of the fields of `encode`'s output, for a video of these settings.
+        """Return the expected shapes of conditioning fields, for a video of these settings.
 
-        Of fields without a default, which are the prompts', those that are left out are not checked; of the others,
-        which hold pictures, those have to be None.
+        Fields for prompts have no default; if the result lacks such a field, its shape is not checked. Fields for
+        images have a default; if the result lacks such a field, its value must be None.
 
         Args:
-            conditioning: That output, for the sizes that may be any and have to agree.
-            settings: Those of the video.
+            conditioning: The conditioning. Some sizes are free but must agree between fields; they are read from it.
+            settings: The settings of the video.
         """
 
     @abstractmethod
     def prepare(
-        self, runtime: Runtime, network: SplitNetwork, conditioning: ConditioningT, x: Any, purpose: Preparation
+        self, runtime: Runtime, network: SplitNetwork, conditioning: ConditioningT, x: Any, preparation: Preparation
     ) -> tuple[tuple[object, ...], object]:
-        """Compute what no step of a network changes; return the context of each forward, and what all share.
+        """Compute what all steps of a network share: the context of each forward, and inputs for all forwards.
 
         Args:
             runtime: Calls programs.
             network: The network of the phase.
-            conditioning: The output of `encode`, of videos that are made together.
-            x: The latents, for their shape.
-            purpose: What the steps are to do.
+            conditioning: The output of `encode`, for a batch of videos.
+            x: The latents; only their shape is used.
+            preparation: Why the inputs are computed: it has the number of forwards and further options.
         """
 
     def update_memory(self, runtime: Runtime, network: SplitNetwork, inputs: ModelInputs, x: Any) -> object:
-        """Return what the next chunk reads of this one, which is finished; buffers of `inputs` may be reused.
+        """Compute the memory of a finished chunk for the next chunk, such as keys and values.
+
+        May reuse buffers of `inputs`.
 
         Args:
-            runtime: Networks, devices and strategy.
-            network: Definition and weights of the denoiser.
-            inputs: What the steps of the chunk were given.
-            x: Latents of the finished chunk.
+            runtime: The networks, devices and strategy.
+            network: The definition and weights of the denoiser.
+            inputs: The inputs of the chunk's steps.
+            x: The latents of the finished chunk.
         """
         return None
 
     @abstractmethod
-    def cost(self, settings: Settings, conditioning: ConditioningT | None = None) -> Cost:
-        """Return the work of one forward of the denoiser, for this output of `encode` where there is one.
+    def cost(self, settings: Settings, conditioning: ConditioningT | None = None) -> ForwardCost:
+        """Count the work of one forward of the denoiser.
 
         Args:
-            settings: Settings of the video.
-            conditioning: The output of `encode`; None counts the prompt as plans do.
+            settings: The settings of the video.
+            conditioning: The output of `encode`; None assumes the prompt length of plans.
         """
 
     def refine(self, runtime: Runtime, conditioning: ConditioningT, latents: AnyLatents) -> ConditioningT:
-        """Return the conditioning of the next pass, from that of this one and its latents, [B C T H W] or streams.
+        """Compute the conditioning of the next pass from the conditioning and the latents of a finished pass.
 
-        The next pass begins from its fields `video_latents` and, of other streams, `NAME_latents`, in the shapes of
-        that pass. By default these are the latents as they are, for passes of one size.
+        The next pass starts from the field `video_latents` and, for another stream, from `NAME_latents`. The shapes of
+        these fields are the shapes of the next pass. By default the latents are passed on unchanged, because both
+        passes have the same size.
 
         Args:
-            runtime: Networks, devices and strategy.
+            runtime: The networks, devices and strategy.
             conditioning: The conditioning of the finished pass.
-            latents: Its latents, [B C T H W] or streams.
+            latents: The latents of the finished pass, [B C T H W] or streams.
         """
         streams = latents if isinstance(latents, Mapping) else {VIDEO: latents}
         return conditioning._replace(**{f"{name}_latents": x for name, x in streams.items()})
@@ -717,84 +780,91 @@ class VideoModel(ABC, Generic[ConditioningT]):
         tiling: Tiling | None = None,
         video: int = 0,
     ) -> Iterator[Decoded]:
-        """Decode a video, each chunk as it is asked for; by default the video's latents alone, by the autoencoder.
+        """Decode a video lazily, chunk by chunk. By default the autoencoder decodes the video's stream.
 
         Args:
             runtime: Calls programs.
-            latent_chunks: Latents of consecutive frames, [B C T H W] or streams: a list of one, or an iterator.
-            seed: That of noise that a decoder takes.
-            dtype: That of the frames.
-            tiling: The tiles, with all of their sizes; None for whole frames.
-            video: The place of the video in the batch of the pieces.
+            latent_chunks: The latents of consecutive frames, [B C T H W] or streams. An iterator if the model denoises
+                chunk by chunk, else a list of one item.
+            seed: The seed for a decoder that adds noise.
+            dtype: The dtype of the frames.
+            tiling: The tiling with all sizes set; None decodes whole frames.
+            video: The index of the video in the batch.
 
         Returns:
-            Chunks of as many latent frames as `ModelSpec.decode_lengths` says.
+            Decoded chunks. `ModelSpec.decode_lengths` gives the number of latent frames of each chunk.
         """
-        first_chunks: Any = latent_chunks  # a list, but where a video comes in chunks
-        at_once = self.spec.decode_lengths(self.spec.chunk_frames or stream_of(first_chunks[0]).shape[2])
+        latent_list: Any = latent_chunks  # indexed only if the latents are a list
+        chunk_lengths = self.spec.decode_lengths(self.spec.chunk_frames or select_stream(latent_list[0]).shape[2])
         decoder = runtime.components.get(runtime.components.decoder)
-        return map(
-            Decoded, decode_latents(decoder, map(stream_of, latent_chunks), at_once, dtype, tiling, runtime.call, video)
-        )
+        video_chunks = map(select_stream, latent_chunks)
+        return map(Decoded, decode_latents(decoder, video_chunks, chunk_lengths, dtype, tiling, runtime.call, video))
 
-    def tokenize(self, runtime: Runtime, prompts: Sequence[str], follow: str) -> tuple[TokenBatch, ...]:
-        """Return the tokens of prompts, for each text encoder.
+    def tokenize(self, runtime: Runtime, prompts: Sequence[str], reference_impl: str) -> tuple[TokenBatch, ...]:
+        """Tokenize prompts for each text encoder.
 
         Args:
-            runtime: Networks, devices and strategy.
+            runtime: The networks, devices and strategy.
             prompts: The texts to tokenize.
-            follow: Which reference implementation to match, as in the settings.
+            reference_impl: Which reference implementation to match, as in the settings.
         """
         return (runtime.components.get("tokenizer").tokenize(prompts),)
 
     def leading_frames(self, conditioning: ConditioningT, settings: Settings) -> int:
-        """Return the number of reference latent frames, which are denoised before the video's and then dropped.
+        """Return the number of latent frames for reference images.
+
+        The reference frames precede the video's latent frames and are dropped later.
 
         Args:
             conditioning: The output of `encode`.
-            settings: Settings of the video.
+            settings: The settings of the video.
         """
         return 0
 
     def size_for(self, picture: tuple[int, int, int], settings: Settings) -> tuple[int, int]:
-        """Return the size of a video of a picture [H W 3], where none is given.
+        """Choose the size of a video for an image, if the user gives no size.
 
         Args:
-            picture: Its shape, [H W 3].
-            settings: Settings of the video, but for its size.
+            picture: The shape of the image, [H W 3].
+            settings: The settings of the video; their size only limits the area.
         """
-        return self.spec.fixed_size or size_within(picture, settings.height * settings.width, self.spec.size_multiple)
+        return self.spec.fixed_size or size_for_area(picture, settings.height * settings.width, self.spec.size_multiple)
 
 
 def phases_of(
     denoisers: Sequence[str], timesteps: Float[np.ndarray, " steps"], settings: Settings
 ) -> tuple[Phase, ...]:
-    """Return the phases of a video: one, or that of each expert, the second below the noise level `boundary`.
+    """Divide the steps into phases, one for each expert.
+
+    The second expert runs the steps below the noise level `boundary`, or the steps after the first `boundary_step`.
 
     Args:
-        denoisers: Names of the networks, the one of high noise first.
-        timesteps: Timesteps of the schedule, falling.
-        settings: Settings of the video.
+        denoisers: The names of the networks, with the network for high noise first.
+        timesteps: The timesteps of the schedule, in descending order.
+        settings: The settings of the video.
     """
-    total, skipped, first = len(timesteps), settings.steps - len(timesteps), settings.guidance_scale
+    total, skipped, scale = len(timesteps), settings.steps - len(timesteps), settings.guidance_scale
     if settings.dynamic_guidance and settings.guided:
-        return (Phase(denoisers[0], 0, tuple(dynamic_scales(first, timesteps, settings.steps)), total, 0, skipped),)
-    if settings.boundary is None or len(denoisers) == 1:
-        return (Phase(denoisers[0], 0, (first,) * total, total, 0, skipped),)
-    high_noise_steps = int(np.sum(timesteps >= settings.boundary * TRAIN_STEPS))
-    scale_2 = first if settings.guidance_scale_2 is None else settings.guidance_scale_2
+        return (Phase(denoisers[0], 0, tuple(dynamic_scales(scale, timesteps, settings.steps)), total, 0, skipped),)
+    if len(denoisers) > 1 and settings.boundary_step:
+        high_noise_steps = max(0, settings.boundary_step - skipped)
+    elif len(denoisers) > 1 and settings.boundary is not None:
+        high_noise_steps = int(np.sum(timesteps >= settings.boundary * TRAIN_STEPS))
+    else:
+        return (Phase(denoisers[0], 0, (scale,) * total, total, 0, skipped),)
+    scale_2 = scale if settings.guidance_scale_2 is None else settings.guidance_scale_2
     expert_steps = [
-        (denoisers[0], 0, (first,) * high_noise_steps),
+        (denoisers[0], 0, (scale,) * high_noise_steps),
         (denoisers[1], high_noise_steps, (scale_2,) * (total - high_noise_steps)),
     ]
     return tuple(
         Phase(name, start, scales, total, number, skipped)
-        for number, (name, start, scales) in enumerate(one for one in expert_steps if one[2])
+        for number, (name, start, scales) in enumerate(phase for phase in expert_steps if phase[2])
     )
 
 
 def with_scheduler(model: VideoModel[Any], scheduler: str | Scheduler) -> VideoModel[Any]:
-    """Return the model with another scheduler; raise WanjaxError where it does not fit the model.
+    """Return the model with another scheduler; raise WanjaxError if the model does not support it.
 
     Args:
         model: The model.
@@ -804,108 +874,110 @@ def with_scheduler(model: VideoModel[Any], scheduler: str | Scheduler) -> VideoM
 
 
 def min_step_bytes(model: VideoModel[Any], settings: Settings) -> int:
-    """Return bytes that a step holds at once, whatever its kernels are, beside the weights.
+    """Return a lower bound, for any kernel, of the bytes that a step needs in addition to the weights.
 
-    They are those of the tokens of a layer, their queries, keys and values, which every attention is given whole. 0 for
-    a video that is made by chunks.
+    The bound counts the tokens of one layer and their queries, keys and values. The result is 0 for a video that is
+    denoised chunk by chunk.
 
     Args:
         model: The model.
-        settings: Settings of the video.
+        settings: The settings of the video.
     """
-    if model.spec.streams:
+    if model.spec.is_chunked:
         return 0
     work = model.cost(settings)
     return 4 * work.tokens * work.width * jnp.dtype(settings.dtype).itemsize
 
 
-def truncations(model: VideoModel[Any], runtime: Runtime, prompt: str, follow: str) -> Sequence[Truncation]:
-    """Return the parts of a prompt that the model does not read, if any.
+def truncations(model: VideoModel[Any], runtime: Runtime, prompt: str, reference_impl: str) -> Sequence[Truncation]:
+    """List the parts that each text encoder's tokenizer cuts off from a prompt that is too long.
 
     Args:
         model: The model.
-        runtime: Networks, devices and strategy.
+        runtime: The networks, devices and strategy.
         prompt: The text.
-        follow: Which reference implementation to match, as in the settings.
+        reference_impl: Which reference implementation to match, as in the settings.
     """
-    return tuple(cut for batch in model.tokenize(runtime, [prompt], follow) for cut in batch.truncated if cut)
+    batches = model.tokenize(runtime, [prompt], reference_impl)
+    return tuple(truncation for batch in batches for truncation in batch.truncated if truncation)
 
 
-def check_fits(model: VideoModel[ConditioningT], conditioning: ConditioningT, settings: Settings) -> None:
-    """Raise WanjaxError unless this output of `encode` was made for a video of these settings.
+def check_compatible(model: VideoModel[ConditioningT], conditioning: ConditioningT, settings: Settings) -> None:
+    """Raise WanjaxError unless this output of `encode` belongs to a video with these settings.
 
     Args:
         model: The model.
         conditioning: The output of `encode`.
-        settings: Settings of the video.
+        settings: The settings of the video.
     """
     if (encoded_for := encoded_shape(conditioning)) is not None:
         encoded_for.check(settings)
     shapes = model.conditioning_shapes(conditioning, settings)
     check_conditioning(conditioning, shapes, settings.model, model.spec.task)
     if (reference_frames := model.leading_frames(conditioning, settings)) < 0:
-        raise WanjaxError(f"the condition is {-reference_frames} latent frames shorter than the video: encode it again")
+        raise WanjaxError(f"the condition is {-reference_frames} latent frames shorter than the video: encode again")
     if encoded_for is not None and reference_frames != encoded_for.references:
         raise WanjaxError(
-            f"what was encoded for {encoded_for} holds {reference_frames} references: encode the pictures again"
+            f"the encoded pictures are for {encoded_for}, but hold {reference_frames} references: encode the pictures "
+            "again"
         )
 
 
 def conditioning_from(model: VideoModel[ConditioningT], tensors: Mapping[str, Array]) -> ConditioningT:
-    """Restore the output of `encode` from its tensors by name; raise WanjaxError where one is missing.
+    """Restore the output of `encode` from its tensors by name; raise WanjaxError if one is missing.
 
-    Warns of prompts from the scripts before wanjax, which had cut them to a length that the model was not trained on.
+    Warns about prompts that older scripts (before wanjax) encoded with a length that the model was not trained on.
 
     Args:
         model: The model.
-        tensors: The tensors of a stage's file, by name.
+        tensors: The tensors in the file of the encode stage, by name.
     """
     conditioning_type, text_length = model.conditioning_type, model.spec.text_length
     optional = conditioning_type._field_defaults.keys()
     if missing := [name for name in conditioning_type._fields if name not in tensors and name not in optional]:
-        tensor_names = ", ".join(tensors) or "none at all"
-        raise WanjaxError(
-            f"there is no tensor {missing[0]!r} among the encoded prompts, only {tensor_names}: encode again"
-        )
+        tensor_names = ", ".join(tensors) or "no tensors"
+        raise WanjaxError(f"the encoded prompts have no tensor {missing[0]!r}, only {tensor_names}: encode again")
     conditioning = conditioning_type(**{name: x for name, x in tensors.items() if name in conditioning_type._fields})
     if text_length is not None and conditioning.prompt_embeds.shape[1] == OLD_TEXT_LENGTH != text_length:
-        message = f"the prompt has {OLD_TEXT_LENGTH} tokens where the model reads {text_length}: the video will differ"
+        message = f"the prompt has {OLD_TEXT_LENGTH} tokens, and the model needs {text_length}: the video will differ"
         warnings.warn(message, WanjaxWarning, stacklevel=2)
     return conditioning
 
 
 def latents_of(conditioning: Conditioning, spec: ModelSpec | None = None) -> dict[str, Any]:
-    """Return the encoded pictures that are latents [B C T H W], by name, and the clean latents of further streams.
+    """Return the conditioning fields that hold latents: encoded images [B C T H W], and other streams.
 
     Args:
         conditioning: The output of `encode`.
-        spec: The model's, whose further streams count too; None for the pictures alone.
+        spec: The spec of the model, which names its other streams; None returns only the latents of images.
     """
     streams = {f"{name}_latents" for name in (spec.latent_streams if spec else ())}
-    reference_frames = {name: x for name, x in conditioning._asdict().items() if x is not None}
-    return {name: x for name, x in reference_frames.items() if len(x.shape) == 5 or name in streams}
+    arrays = {name: x for name, x in conditioning._asdict().items() if x is not None}
+    return {name: x for name, x in arrays.items() if len(x.shape) == 5 or name in streams}
 
 
 def with_attention(model: VideoModel[Any], attention: AttentionConfig, name: str) -> VideoModel[Any]:
-    """Return the model whose denoiser can attend so: with a projection for sparse-linear attention.
+    """Prepare a model for the requested attention. Sparse-linear attention may add a projection to its config.
 
-    Raises UnsupportedError for radial or sparse-linear attention where the denoiser can have none, and for any other
-    than sparse-linear attention where it was trained with that.
+    Raises UnsupportedError if the denoiser does not support the requested radial or sparse-linear attention or
+    products in int8, or if it was trained with sparse-linear attention and another attention is requested.
 
     Args:
         model: The model.
-        attention: The attention that is asked for.
-        name: Name of the model, for the message.
+        attention: The requested attention.
+        name: The name of the model, for the message.
     """
     if attention.radial and not model.spec.radial_attention:
-        raise UnsupportedError(f"{name} has no radial attention: use --attention auto")
+        raise UnsupportedError(f"{name} does not support radial attention: use --attention auto")
+    if attention.qk and not model.spec.int8_attention:
+        raise UnsupportedError(f"{name} does not support attention with qk={attention.qk}: use --attention auto")
     trained = model.spec.trained_attention.sparse
     if attention.sparse and not trained:
         if not model.spec.sparse_linear:
-            raise UnsupportedError(f"{name} can have no sparse-linear attention: use --attention auto")
+            raise UnsupportedError(f"{name} does not support sparse-linear attention: use --attention auto")
         config: Any = model.spec.networks[model.spec.denoisers[0]]
         return replace(model, **{model.spec.denoisers[0]: replace(config, sparse_linear=attention.sparse)})
     if trained and not model.spec.attention(attention).sparse:
-        message = f"{name} was trained with sparse-linear attention, and {attention} is another"
+        message = f"{name} was trained with sparse-linear attention and does not support {attention}"
         raise UnsupportedError(f"{message}: use --attention auto or sla:top=0.15")
     return model

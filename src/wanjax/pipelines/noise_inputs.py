@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The random arrays that a video takes, by name: given by the caller, or else drawn from the seed by a program.
+"""The names of a video's noise arrays, and checks of arrays that a caller provides.
 
-`noise` is the initial noise, and `step_noise` the noise that the steps of a stochastic solver add; those of another
-stream of latents than the video's begin with its name, and those of a second pass end with `_2`. A family may have
-others.
+Programs draw the remaining noise from the seed.
+
+`noise` is the initial noise, and `step_noise` is the noise that the steps of a stochastic solver add. Names for another
+stream of latents start with the name of the stream, and names for a second pass end with `_2`. A family may define
+further names.
 """
 
 from collections.abc import Mapping
@@ -13,32 +15,31 @@ import numpy as np
 from jaxtyping import Float
 
 from wanjax.errors import WanjaxError, repr_short
-from wanjax.pipelines.frames import GivenLatents
+from wanjax.pipelines.frames import LatentsInput
 from wanjax.pipelines.validation import check_noise
 
 INITIAL, STEP_NOISE = "noise", "step_noise"
-VIDEO = "video"  # the name of the video's latents among those that are denoised together
-NoiseInput = GivenLatents | Mapping[str, Any]
+VIDEO = "video"  # the name of the video's stream of latents
+NoiseInput = LatentsInput | Mapping[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 def noise_name(stream: str, kind: str, number: int = 0) -> str:
-    """Return the name of a stream's noise, of the kind `INITIAL` or `STEP_NOISE`, in the pass of this number."""
+    """Name the noise of a stream. `kind` is `INITIAL` or `STEP_NOISE`, and `number` is the number of the pass."""
     return (kind if stream == VIDEO else f"{stream}_{kind}") + (f"_{number + 1}" if number else "")
 
 
-def checked_noise_inputs(draws: NoiseInput | None, expected: Shapes) -> dict[str, Float[np.ndarray, "..."]]:
-    """Return the given arrays by name, on the host; an array alone is the initial noise.
+def checked_noise_inputs(noise: NoiseInput | None, expected: Shapes) -> dict[str, Float[np.ndarray, "..."]]:
+    """Check the noise that a caller provides, and return it by name, on the host. A single array is the initial noise.
 
-    Raises WanjaxError for a name that the video does not use, and unless each is an array of floats of its right shape.
+    Raises WanjaxError for a name that the video does not use, and for an array that is not of floats or has another
+    shape.
     """
-    if draws is None:
+    if noise is None:
         return {}
-    arrays = draws if isinstance(draws, Mapping) else {INITIAL: draws}
+    arrays = noise if isinstance(noise, Mapping) else {INITIAL: noise}
     for name, array in arrays.items():
         if name not in expected:
-            raise WanjaxError(
-                f"there is noise named {repr_short(name)} where this video uses {' and '.join(expected)} alone"
-            )
+            raise WanjaxError(f"this video uses no noise named {repr_short(name)}: give {' or '.join(expected)}")
         check_noise(array, expected[name], name)
     return {name: np.asarray(array) for name, array in arrays.items()}

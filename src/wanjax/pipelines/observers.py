@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Observers of a run: progress, callbacks, saving, stopping; and the monitor that notifies them of each step."""
+"""Observers of a run, such as progress and callbacks, and the monitor that notifies them of each step."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,28 +13,28 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, UInt8
 
-from wanjax.dims import readable
+from wanjax.dims import readable_signature
 from wanjax.errors import WanjaxError
-from wanjax.execution import Value
+from wanjax.execution import ArrayOrShape
 from wanjax.pipelines import progress
-from wanjax.pipelines.denoiser import State, Streams, stream_of
+from wanjax.pipelines.denoiser import State, Streams, select_stream
 from wanjax.pipelines.frames import AnyLatents
 from wanjax.pipelines.model import Chunk, Conditioning
 from wanjax.pipelines.phases import Phase
 from wanjax.pipelines.previews.latent_preview import LatentPreview
 from wanjax.pipelines.windows import Window
-from wanjax.schedulers.base import Numbers
+from wanjax.schedulers.base import AnyArray
 
-IN_FLIGHT = 2  # steps queued on the device: two keep it busy, more would use memory
+IN_FLIGHT = 2  # the maximum number of steps queued on the device: two keep it busy, and more would use more memory
 
 
 @dataclass(frozen=True)
 class Step:
     """A denoising step.
 
-    The next step reuses the buffers of `state`: read `latents` [B C T H W], the latents after this step, before it.
-    `x0` [B C T H W] are the clean latents that the step predicts. Both are the video's; other streams, such as sound,
-    are in `state.x` and `predicted`.
+    `latents` [B C T H W] are the latents after the step. Read them before the next step, which reuses the buffers of
+    `state`. `x0` [B C T H W] are the predicted clean latents. `latents` and `x0` are the video's stream; other streams,
+    such as sound, are in `state.x` and `predicted`.
 
     Args:
         index: The number of the step, from 0.
@@ -42,7 +42,8 @@ class Step:
         timestep: The timestep at the start of the step.
         state: The input of the next step.
         predicted: The predicted clean latents, [B T H W C], or streams.
-        reuses: Whether the step reuses cached values, or may if that is decided on the device.
+        reuses: Whether the step reuses cached values. The value is also True if the device decides this and the host
+            does not know the decision.
         latent_preview: Creates the preview map at the first call; None if there are no previews.
     """
 
@@ -50,7 +51,7 @@ class Step:
     total: int
     timestep: float
     state: State
-    predicted: Streams  # x0, [B T H W C] each
+    predicted: Streams  # the clean latents of each stream, [B T H W C]
     reuses: bool = False
     latent_preview: Callable[[], LatentPreview] | None = None
 
@@ -59,9 +60,9 @@ class Step:
         """The latents after the step."""
         return self._latents
 
-    @cached_property  # kept once it is read
+    @cached_property  # cached, so that latents that were read once stay valid after the next step
     def _latents(self) -> Float[Array, "B C T H W"]:
-        return jnp.moveaxis(stream_of(self.state.x), -1, 1)
+        return jnp.moveaxis(select_stream(self.state.x), -1, 1)
 
     @property
     def x0(self) -> Float[Array, "B C T H W"]:
@@ -70,15 +71,15 @@ class Step:
 
     @cached_property
     def _x0(self) -> Float[Array, "B C T H W"]:
-        return jnp.moveaxis(stream_of(self.predicted), -1, 1)
+        return jnp.moveaxis(select_stream(self.predicted), -1, 1)
 
     def preview(self) -> UInt8[np.ndarray, "B T _H _W 3"]:
-        """Return small images of the predicted latents, one for each latent frame. Waits for the device."""
-        assert self.latent_preview is not None, "a step of `Pipeline.denoise` can be previewed"
+        """Make small images of the predicted latents, one for each latent frame. The call waits for the device."""
+        assert self.latent_preview is not None, "only steps of `Pipeline.denoise` have previews"
         return self.latent_preview().pictures(self.x0)
 
 
-readable(Step)
+readable_signature(Step)
 
 
 class Switch(NamedTuple):
@@ -105,7 +106,7 @@ class Cancelled(Exception):
     """
 
     def __init__(self, step: int):
-        super().__init__(step)  # picklable, so that it can be raised in another process
+        super().__init__(step)  # pickling lets another process raise the error
         self.step = step
 
     def __str__(self) -> str:
@@ -118,7 +119,7 @@ class Progress(NamedTuple):
     Args:
         number: The number of the pass, from 0.
         passes: The number of passes.
-        earlier_steps: The number of earlier steps of the whole video.
+        earlier_steps: The number of steps of the video before this pass or chunk.
         total: The number of steps of the whole video.
     """
 
@@ -134,13 +135,13 @@ class Progress(NamedTuple):
 
 
 class Start(NamedTuple):
-    """The state before the first step of a pass, and everything that the latents depend on.
+    """The state before the first step of a pass, and everything else that determines the pass's latents.
 
     Args:
         state: The state.
         phases: Which network runs which steps.
-        facts: Values that can be JSON.
-        arrays: Trees of arrays.
+        facts: The values that can be written as JSON.
+        arrays: The values that are trees of arrays.
         progress: The position of the pass.
     """
 
@@ -163,7 +164,7 @@ class Observer:
         return nullcontext()
 
     def count(self, unit: str, done: int, total: int) -> None:
-        """Receive how many units of a stage, such as steps, the device has completed.
+        """Receive the progress of a stage: how many units, such as steps, the device has completed.
 
         Args:
             unit: The name of the unit, such as "step".
@@ -186,17 +187,17 @@ class Observer:
         """
 
     def started(self, conditioning: Conditioning) -> None:
-        """Receive the conditioning of all videos of a batch before they are denoised.
+        """Receive the conditioning of a batch of videos before they are denoised.
 
         Args:
             conditioning: The output of `encode`, of all videos.
         """
 
     def resumed(self, start: Start) -> tuple[State, int] | None:
-        """Return a saved state to continue from and its number of completed steps, or None to start from noise.
+        """Return a saved state and its number of completed steps, to continue from; return None to start from noise.
 
         Args:
-            start: The state before the first step, and everything that the latents depend on.
+            start: The state before the first step, and everything else that determines the latents.
         """
 
     def switched(self, switch: Switch) -> None:
@@ -207,7 +208,7 @@ class Observer:
         """
 
     def stepped(self, step: Step) -> bool | None:
-        """Receive a step, which may still run on the device; return False to end the run.
+        """Receive a step; return False to end the run. The device may not have completed the step yet.
 
         Args:
             step: The step.
@@ -221,15 +222,15 @@ class Observer:
         """
 
     def denoised(self, latents: AnyLatents, chunk: Chunk) -> None:
-        """Receive the latents of a chunk of all videos of a batch, [B C T H W] or streams.
+        """Receive the latents of one chunk, for a batch of videos: [B C T H W] or streams.
 
         Args:
             latents: The latents of the chunk.
             chunk: The chunk.
         """
 
-    def decoded(self, extras: Mapping[str, Value]) -> None:
-        """Receive what was decoded along with the next frames of a video, such as its sound's samples.
+    def decoded(self, extras: Mapping[str, ArrayOrShape]) -> None:
+        """Receive arrays other than frames, such as sound samples, that were decoded together with the next frames.
 
         Args:
             extras: Arrays by name.
@@ -237,7 +238,7 @@ class Observer:
 
 
 class Observers(tuple[Observer, ...]):
-    """Observers, which are notified in their order."""
+    """A list of observers that acts as one: each event goes to all of them, in order."""
 
     def notify(self, event: str, *arguments: object) -> list[Any]:
         """Call a method of every observer; return the results.
@@ -262,10 +263,10 @@ class Observers(tuple[Observer, ...]):
 
 
 class Monitor:
-    """Notifies observers of the steps of a chunk, and waits so that only few steps are queued on the device.
+    """Notify observers of the steps of a chunk, and wait so that few steps are queued on the device.
 
-    If the run ends early within its `with` block, the observers receive the last step. Raises WanjaxError if latents
-    are not finite, naming the first such step, and Cancelled if an observer ends the run.
+    If the run ends early within the `with` block, the observers receive the last step. Raises WanjaxError if latents
+    are not finite, with the number of the step, and Cancelled if an observer ends the run.
 
     Args:
         observers: The observers.
@@ -282,7 +283,7 @@ class Monitor:
         observers: Observers,
         chunk: Chunk,
         progress: Progress,
-        timesteps: Numbers,
+        timesteps: AnyArray,
         latent_preview: Callable[[], LatentPreview] | None,
         executes: bool,
         dtype: str,
@@ -301,7 +302,7 @@ class Monitor:
             self.observers.notify("stopped", self._last)
 
     def begin(self, done: int) -> None:
-        """Report the steps that were completed earlier.
+        """Report how many steps an earlier, stopped run completed.
 
         Args:
             done: The number of completed steps.
@@ -321,8 +322,8 @@ class Monitor:
         """
         self.observers.notify("switched", Switch(network, self._earlier_steps + index, self._total, seconds))
 
-    def stepped(self, index: int, state: State, x0: Streams, finite: Bool[Value, ""], reuses: bool) -> None:
-        """Report a step, once at most `IN_FLIGHT` steps are queued.
+    def stepped(self, index: int, state: State, x0: Streams, finite: Bool[ArrayOrShape, ""], reuses: bool) -> None:
+        """Report a step, after waiting until at most `IN_FLIGHT` steps are queued.
 
         Args:
             index: The number of the step, from 0.
@@ -338,11 +339,11 @@ class Monitor:
         step = self._last = Step(step_number, self._total, timestep, state, x0, reuses, self.latent_preview)
         self._queue.append((step_number, finite))
         self._wait(IN_FLIGHT)
-        if any(result is False for result in self.observers.notify("stepped", step)):  # each is told
+        if any(result is False for result in self.observers.notify("stepped", step)):  # notifies all
             raise Cancelled(step.index)
 
     def finish_phase(self) -> None:
-        """Wait for all steps of a network, and free the values that it cached for later steps."""
+        """Wait for all steps of the current network, and free the values that it cached for its next steps."""
         self._wait(0)
         if self._last is not None:
             self._last = replace(self._last, state=replace(self._last.state, cached=()))
@@ -362,26 +363,26 @@ class Monitor:
 
 
 def not_finite_advice(dtype: str) -> str:
-    """Return what to do if latents are not finite.
+    """Choose the advice for the user if latents are not finite.
 
     Args:
         dtype: The dtype in which the networks compute.
     """
     if dtype != "float32":
         return "use float32"
-    return "use a lower guidance_scale, other weights or another attention, as the networks compute in float32 already"
+    return "use a lower guidance_scale, other weights or another attention (the networks already use float32)"
 
 
 def _deleted(state: State) -> bool:
-    """Return whether a later step has reused the buffers of a state."""
+    """Return True if a later step has reused, and so deleted, the buffers of a state."""
     return any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state))
 
 
 class ProgressObserver(Observer):
-    """Shows stages on stderr.
+    """Show the progress of stages on stderr.
 
     Args:
-        show: True or False; None shows them on a terminal and in a notebook.
+        show: True or False; None shows it on a terminal and in a notebook.
     """
 
     def __init__(self, show: bool | None):
@@ -395,22 +396,22 @@ class ProgressObserver(Observer):
 
 
 class CallbackObserver(Observer):
-    """Calls a function after every step, which may return False to end the run.
+    """Call a function after every step.
 
     Args:
-        callback: Called with each step; False ends the run.
+        callback: Called with each step; it returns False to end the run.
     """
 
     def __init__(self, callback: Callable[[Step], bool | None]):
         self.callback = callback
 
     def stepped(self, step: Step) -> bool | None:
-        _ = step.latents, step.x0  # so that they stay valid if the callback stores the step
+        _ = step.latents, step.x0  # read now, so that the latents stay valid if the callback stores the step
         return self.callback(step)
 
 
 class SwitchObserver(Observer):
-    """Calls a function when the run changes to another network.
+    """Call a function when the run changes to another network.
 
     Args:
         callback: Called with the change.

@@ -1,59 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of other libraries: what to give here in their place.
+"""Names that other libraries use, and the names to use in wanjax instead.
 
-JAX is not imported, so that a mistake is told at once, and by a process that needs no device.
+This module does not import JAX, so that an error appears at once, even in a process without devices.
 """
 
 from collections.abc import Collection, Iterable
 
-from wanjax.errors import SettingError, listed, near_names, repr_short
-from wanjax.pipelines.settings import Settings, schema
+from wanjax.errors import SettingError, comma_list, near_names, repr_short
+from wanjax.pipelines.settings import LOAD_SETTINGS, Settings, schema
 
 RENAMED = {alias: name for name, setting in schema(Settings).items() for alias in setting.aliases} | {
     "latents": "noise",
     "reference_images": "references",
     "callback_on_step_end": "callback",
 }
-"""Keywords of diffusers, of models' authors and of ComfyUI that have another name here."""
-OTHERWISE = {
-    "generator": "seed=42 takes its place",
+"""Keywords of diffusers, ComfyUI and models' own code, each with its name in wanjax."""
+KEYWORD_ADVICE = {
+    "generator": "use seed=42, and rng='torch' for the numbers of torch.Generator().manual_seed(42)",
     "output_type": "a video's frames are uint8, video.to_pil() gives images, and pipe.decode(latents, dtype) floats",
     "return_dict": "a call returns a Video",
-    "num_videos_per_prompt": "a call with another seed makes another video",
-    "prompt_embeds": "pipe.denoise(encoded) takes what pipe.encode(prompt) returns",
-    "negative_prompt_embeds": "pipe.denoise(encoded) takes what pipe.encode(prompt) returns",
-    "image_embeds": "pipe.denoise(encoded) takes what pipe.encode(prompt, image=...) returns",
-    "max_sequence_length": "it is the model's own",
-    "attention_kwargs": "wanjax.load(attention=..., lora=...) takes their place",
+    "num_videos_per_prompt": "use seeds=[1, 2, 3] to make several videos",
+    "prompt_embeds": "pass the output of pipe.encode(prompt) to pipe.denoise",
+    "negative_prompt_embeds": "pass the output of pipe.encode(prompt) to pipe.denoise",
+    "image_embeds": "pass the output of pipe.encode(prompt, image=...) to pipe.denoise",
+    "max_sequence_length": "the model determines it",
+    "attention_kwargs": "use wanjax.load(attention=..., lora=...) instead",
     "callback_on_step_end_tensor_inputs": "callback receives a Step with its latents and x0",
     "sampler": "pipe.scheduler sets the solver",
     "sampler_name": "pipe.scheduler sets the solver",
     "sample_solver": "pipe.scheduler sets the solver",
     "scheduler": "pipe.scheduler sets the solver",
-    "device": "JAX's devices are used, and wanjax.load(mesh=...) spreads a model over them",
-    "device_map": "wanjax.load(mesh=...) spreads a model over devices",
-    "variant": "a checkpoint has one variant, and wanjax.load(param_dtype=...) says in which dtype it is kept",
-    "cache_dir": "the environment variable HF_HOME says where downloads are kept",
-    "token": "`hf auth login` or the environment variable HF_TOKEN says who you are",
-    "local_files_only": "the environment variable HF_HUB_OFFLINE=1 keeps from downloading",
+    "device": "JAX selects the devices, and wanjax.load(mesh=...) shards a model over them",
+    "device_map": "wanjax.load(mesh=...) shards a model over devices",
+    "variant": "a checkpoint has one variant, and wanjax.load(param_dtype=...) sets the dtype of its weights",
+    "cache_dir": "the environment variable HF_HOME sets the folder for downloads",
+    "token": "run `hf auth login` or set the environment variable HF_TOKEN",
+    "local_files_only": "the environment variable HF_HUB_OFFLINE=1 prevents downloads",
     "low_cpu_mem_usage": "a checkpoint is always read one tensor at a time",
-    "use_safetensors": "safetensors are used where there are any",
+    "seconds": "use frames, of which fps make a second",
+    "duration": "use frames, of which fps make a second",
+    "use_safetensors": "safetensors files are always preferred",
 }
-"""Keywords of diffusers that have nothing of the kind here, and a sentence on what to give here."""
-ELSEWHERE = {
+"""Keywords of diffusers without an equivalent keyword in wanjax, each with advice."""
+LOAD_ADVICE = "it is fixed when a model is loaded, so give it to wanjax.load or to the command"
+LOAD_KEYWORDS = (*LOAD_SETTINGS, "attention", "compiler", "mesh", "offload", "param_dtype", "rules")
+"""Keywords of `wanjax.load` that a user may give to a call or to a server by mistake."""
+ATTRIBUTE_ADVICE = {
     "from_pretrained": "wanjax.load(MODEL) loads a model",
     "from_single_file": "wanjax.load(FILE) loads a model",
     "save_pretrained": "`wanjax convert MODEL FOLDER` writes a checkpoint",
     "unet": "pipe.transformer is the network that denoises",
-    "to": "JAX's devices are used, and wanjax.load(mesh=...) spreads a model over them",
+    "to": "JAX selects the devices, and wanjax.load(mesh=...) shards a model over them",
     "device": "pipe.partitioner has the mesh of devices",
     "dtype": "pipe.defaults.dtype is the dtype",
-    "enable_model_cpu_offload": "wanjax.load(MODEL, offload=True) frees each network after its stage",
-    "enable_sequential_cpu_offload": "wanjax.load(MODEL, offload=True) frees each network after its stage",
+    "enable_model_cpu_offload": "wanjax.load(MODEL, offload='stages') frees each network after its stage",
+    "enable_sequential_cpu_offload": "wanjax.load(MODEL, offload='blocks') keeps the blocks in the host's memory",
     "enable_vae_tiling": "pipe(prompt, tiling=wanjax.Tiling()) decodes tile by tile",
     "enable_vae_slicing": "pipe(prompt, tiling=wanjax.Tiling()) decodes tile by tile",
-    "enable_attention_slicing": "attention never holds all its scores",
-    "enable_xformers_memory_efficient_attention": "attention never holds all its scores",
+    "enable_attention_slicing": "attention is always memory-efficient",
+    "enable_xformers_memory_efficient_attention": "attention is always memory-efficient",
     "set_progress_bar_config": "pipe.progress = False hides the progress, and True shows it without a terminal",
     "progress_bar": "pipe.progress = False hides the progress, and True shows it without a terminal",
     "load_lora_weights": "wanjax.load(MODEL, lora='FILE:STRENGTH') merges a LoRA",
@@ -68,31 +73,41 @@ ELSEWHERE = {
     "load_video": "pipe(prompt, video='NAME.mp4') reads a clip",
     "DiffusionPipeline": "wanjax.load(MODEL) loads a model",
 }
-"""Functions, classes and attributes of diffusers, and a sentence on what to give here."""
+"""Functions, classes and attributes of diffusers, each with advice on what to use in wanjax."""
 
 
-def unknown_keyword(name: str, keywords: Iterable[str], *, of_call: Collection[str] = ()) -> SettingError:
-    """Return the error for a keyword that a function does not have, with the right name, or a near one, or all.
+def unknown_keyword(
+    name: str, keywords: Iterable[str], *, of_call: Collection[str] = (), kind: str = "keyword"
+) -> SettingError:
+    """Create the error for an unknown keyword of a function.
+
+    The error gives the right name, a similar name, or all names.
 
     Args:
         name: The keyword.
-        keywords: Those that there are.
-        of_call: Those of a call for videos, where that is another function: the error says that it takes them.
+        keywords: The function's keywords.
+        of_call: The keywords of `pipe(prompt)`, if the function is not `pipe` itself. If the keyword is one of them,
+            the error says so.
+        kind: What the name is where it stands, such as the column of a table.
     """
     names = list(keywords)
-    near = near_names(name, [*names, *of_call], 1)
-    ours = RENAMED.get(name, name)
-    if ours not in names and ours in of_call:
-        right = f"pipe(prompt, {ours}=...) takes it"
+    similar = near_names(name, [*names, *of_call], 1)
+    our_name = RENAMED.get(name, name)
+    if our_name not in names and our_name in of_call:
+        advice = f"give it to pipe(prompt, {our_name}=...)"
     elif name in RENAMED:
-        right = f"use {ours}"
+        advice = f"use {our_name}"
     else:
-        hint = near and (f"use {near[0]}" if near[0] in names else f"did you mean pipe(prompt, {near[0]}=...)?")
-        right = OTHERWISE.get(name) or hint or f"use {listed(names)}"
-    return SettingError(f"{repr_short(name)} is not a keyword here: {right}", name[:40])
+        hint = similar and (
+            f"use {similar[0]}" if similar[0] in names else f"did you mean pipe(prompt, {similar[0]}=...)?"
+        )
+        advice = (
+            KEYWORD_ADVICE.get(name) or (LOAD_ADVICE if name in LOAD_KEYWORDS else hint) or f"use {comma_list(names)}"
+        )
+    return SettingError(f"{repr_short(name)} is not a {kind} here: {advice}", name[:40])
 
 
-def right_name(name: str) -> str | None:
-    """Return a sentence on a name that only other libraries have; None for any other name."""
-    advice = ELSEWHERE.get("DiffusionPipeline" if name.endswith("Pipeline") else name)
+def advice_for(name: str) -> str | None:
+    """Describe what to use instead of a name of another library; return None for a name that is not in the tables."""
+    advice = ATTRIBUTE_ADVICE.get("DiffusionPipeline" if name.endswith("Pipeline") else name)
     return advice and f"there is no `{name}` here: {advice}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Phases: runs of consecutive steps by one network, with their guidance scales."""
+"""Phases: the consecutive steps of one network, with their guidance scales."""
 
 import math
 from typing import NamedTuple
@@ -10,11 +10,12 @@ class Phase(NamedTuple):
 
     Args:
         network: The component that runs them.
-        start: The first step, counted from 0.
+        start: The index of the first step, from 0.
         scales: The guidance scale of each step.
         total: The number of steps of the whole video.
         number: The number of earlier phases.
-        skipped: The number of skipped first steps, if the video starts from an input video.
+        skipped: The number of steps at the start of the schedule that are skipped because the video starts from an
+            input video.
     """
 
     network: str
@@ -31,14 +32,14 @@ class Phase(NamedTuple):
 
     @property
     def guided(self) -> bool:
-        """True if a step also runs the negative prompt."""
+        """True if at least one step also runs the negative prompt."""
         return max(self.scales) > 1
 
 
 def dense_steps(total: int) -> int:
-    """Return how many first steps use full self-attention where later ones use sparse attention.
+    """Count the steps with full self-attention, which come before the steps with sparse attention.
 
-    The share is 12 of 50, as in Radial Attention's code.
+    The fraction is 12 of 50 steps, as in Radial Attention's code.
 
     Args:
         total: The number of steps of the video.

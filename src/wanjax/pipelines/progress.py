@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The progress of a stage, as the device completes its work: a bar on a terminal, otherwise plain lines.
+"""The progress of a stage: a bar on a terminal, otherwise plain lines.
 
-A stage of the command line contains the same stage of the pipeline; only the outer one is shown.
+The progress counts work that the device has completed.
+
+A stage of the command line contains the same stage of the pipeline; only the command line's stage is shown.
 """
 
 import math
@@ -16,18 +18,20 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from wanjax.compile_cache.compilations import Compilation, watch_compiler
-from wanjax.figures import duration, in_bytes
+from wanjax.figures import format_bytes, format_duration
+from wanjax.signals import discard_output
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 LINE_INTERVAL = 10.0  # seconds between two plain lines
-UNPACED_UNITS = ("program",)  # units of very different duration, so that no pace can be measured
+MIN_UNIT_SECONDS = 1e-3  # units this close were only noticed together, such as after a compilation
+UNPACED_UNITS = ("program",)  # units whose durations differ too much to estimate the remaining time
 
 
 @dataclass
 class Compilations:
-    """The number of programs that were compiled or loaded from the cache, and the seconds that either took."""
+    """The number of compiled programs, the number of programs loaded from the cache, and the seconds of both."""
 
     compiled: int = 0
     cached: int = 0
@@ -35,7 +39,7 @@ class Compilations:
     cache_seconds: float = 0.0
 
     def add(self, compilation: Compilation) -> None:
-        """Count one more."""
+        """Add one compilation."""
         if compilation.cached:
             self.cached += 1
             self.cache_seconds += compilation.seconds
@@ -44,7 +48,7 @@ class Compilations:
             self.seconds += compilation.seconds
 
     def join(self, other: "Compilations") -> None:
-        """Add the counts of another."""
+        """Add the counts of another `Compilations`."""
         self.compiled += other.compiled
         self.cached += other.cached
         self.seconds += other.seconds
@@ -52,14 +56,14 @@ class Compilations:
 
     def __str__(self) -> str:
         if self.compiled:
-            return duration(self.seconds)
+            return format_duration(self.seconds)
         return "cached" if self.cached else "nothing"
 
 
 class Stage:
-    """The state of one stage and its row on a terminal: its name, a bar, the time and what it is doing.
+    """The state of one stage, and its row on a terminal: the name, a bar, the time and the current activity.
 
-    `console` is where rich draws the row; nothing is drawn if it is None or not a terminal.
+    Rich draws the row on `console`. Nothing is drawn if `console` is None or not a terminal.
     """
 
     def __init__(self, name: str, console: "Console | None" = None):
@@ -69,9 +73,9 @@ class Stage:
         self.name = name
         self.start = self.last = perf_counter()
         self.unit, self.done, self.total = "", 0, 0
-        self.unit_seconds: float | None = None  # the seconds that a unit takes
+        self.unit_seconds: float | None = None  # the duration of a unit
         self.compilations = Compilations()
-        self.loading = self.writing = 0.0  # seconds in which weights were loaded, and results written
+        self.loading_seconds = self.writing_seconds = 0.0  # spent on loading weights, and on writing results
         self.row = Progress(
             TextColumn("{task.description:7}"),
             BarColumn(None, table_column=Column(ratio=1)),
@@ -80,35 +84,39 @@ class Stage:
             console=console,
             expand=True,
             disable=console is None or not console.is_terminal or console.is_jupyter,
-            speed_estimate_period=math.inf,  # a unit may take minutes
+            speed_estimate_period=math.inf,  # redraw also within a unit, which may take minutes
             get_time=perf_counter,
         )
         self.row.add_task(name, total=None, stage=self)
         (self._task,) = self.row.tasks
-        self._loading: tuple[str, int, int] | None = None
+        self._loading_progress: tuple[str, int, int] | None = None
         self._loading_since = self.start
-        self._compiling: float | None = None
-        self._is_done = False
+        self._compiling_since: float | None = None
+        self._has_ended = False
         self._extra_text = ""
 
     def load(self, component: str, done: int, total: int) -> None:
         """Record that `done` of `total` bytes of a component are loaded."""
-        if self._loading is None:
+        if self._loading_progress is None:
             self._loading_since = perf_counter()
-        self._loading = (component, done, total) if done < total else None
-        if self._loading is None:
-            self.loading += perf_counter() - self._loading_since
+        self._loading_progress = (component, done, total) if done < total else None
+        if self._loading_progress is None:
+            self.loading_seconds += perf_counter() - self._loading_since
         self._restart()
 
     def count(self, unit: str, done: int, total: int, extra_text: str = "") -> None:
-        """Record that the device has completed `done` of `total` units, such as steps, and a text to show with it."""
+        """Record that the device has completed `done` of `total` units, such as steps, and a text to show after it."""
+        now = perf_counter()
+        noticed_together = unit == self.unit and done > self.done and now - self.last < MIN_UNIT_SECONDS
         if (unit, done) != (self.unit, self.done):
-            self.last = perf_counter()
+            self.last = now
         if unit != self.unit:
             self.unit, self.done, self.total, self.unit_seconds = unit, done, total, None
             self._restart()
         self.done, self.total, self._extra_text = done, total, extra_text
-        if self._loading is None:
+        if noticed_together:
+            self._restart()
+        if self._loading_progress is None:
             self.row.update(self._task.id, completed=done, total=total)
             self.unit_seconds = (
                 1 / self._task.speed if self._task.speed and unit not in UNPACED_UNITS else self.unit_seconds
@@ -116,11 +124,11 @@ class Stage:
 
     def end(self) -> None:
         """Record that the stage is complete."""
-        self._is_done = True
+        self._has_ended = True
 
     def _restart(self) -> None:
-        """Restart the measurement of the pace, so that it excludes time spent on something else."""
-        _, done, total = self._loading or (self.unit, self.done, self.total)
+        """Restart the measurement of the speed, so that it excludes time spent on other work."""
+        _, done, total = self._loading_progress or (self.unit, self.done, self.total)
         self.row.reset(self._task.id, completed=done, total=total)
 
     @property
@@ -140,33 +148,33 @@ class Stage:
         return str(timedelta(seconds=round(self.elapsed)))
 
     def __str__(self) -> str:
-        """Describe what the stage is doing."""
+        """Describe the current activity of the stage."""
         parts = []
         if self.unit:
             parts.append(f"{self.unit} {self.done} of {self.total}")
-        if self._loading:
-            component, done, total = self._loading
-            parts.append(f"loading {component}, {in_bytes(done)} of {in_bytes(total)}")
-        elif (since := self._compiling) is not None:
-            parts.append(f"compiling for {duration(round(perf_counter() - since))}")
+        if self._loading_progress:
+            component, done, total = self._loading_progress
+            parts.append(f"loading {component}, {format_bytes(done)} of {format_bytes(total)}")
+        elif (since := self._compiling_since) is not None:
+            parts.append(f"compiling for {format_duration(round(perf_counter() - since))}")
         elif self.remaining_seconds is not None and self.done < self.total:
-            parts.append(f"{duration(round(self.remaining_seconds))} left")
+            parts.append(f"{format_duration(round(self.remaining_seconds))} left")
         if self.unit_seconds is not None:
-            parts.append(f"{duration(self.unit_seconds)} each")
+            parts.append(f"{format_duration(self.unit_seconds)} each")
         if self._extra_text:
             parts.append(self._extra_text)
-        return ", ".join(parts) or ("done" if self._is_done else "running")
+        return ", ".join(parts) or ("done" if self._has_ended else "running")
 
     @contextmanager
     def watching_compiler(self) -> Iterator[None]:
         """Record when JAX compiles, and count the programs that it compiled or found in the cache."""
 
         def begin() -> None:
-            self._compiling = perf_counter()
+            self._compiling_since = perf_counter()
 
         def end(compilation: Compilation) -> None:
             self.compilations.add(compilation)
-            self._compiling = None
+            self._compiling_since = None
             self._restart()
 
         with watch_compiler(end, begin, this_thread=True):
@@ -174,30 +182,30 @@ class Stage:
 
 
 _current: ContextVar[Stage | None] = ContextVar("stage", default=None)
-_work: ContextVar[str] = ContextVar("work", default="")
+_unit_prefix: ContextVar[str] = ContextVar("unit_prefix", default="")
 
 
 @contextmanager
 def stage(name: str, progress: bool | None = None) -> Iterator[Stage]:
-    """Show a stage of a pipeline while it runs, unless it is inside a stage that is already shown.
+    """Show a stage of a pipeline while it runs. A stage inside another shown stage is not shown.
 
-    `progress` is True to show it, False to hide it, None to show it on a terminal and in a notebook.
+    `progress` is True to show it and False to hide it. None shows it on a terminal and in a notebook.
     """
-    if (outer := _current.get()) is not None:
-        yield outer
+    if (outer_stage := _current.get()) is not None:
+        yield outer_stage
         return
-    with on_console(name, _console(progress)) as current:
+    with stage_on_console(name, _console(progress)) as current:
         yield current
 
 
 @contextmanager
-def on_console(name: str, console: "Console | None") -> Iterator[Stage]:
-    """Show a stage on a console while it runs; None hides it."""
+def stage_on_console(name: str, console: "Console | None") -> Iterator[Stage]:
+    """Show a stage on a console while it runs. Without a console, the stage is hidden."""
     current = Stage(name, console)
     token = _current.set(current)
     try:
-        watching = current.watching_compiler() if "jax" in sys.modules else nullcontext()
-        with watching, _showing(console, current):
+        compiler_watch = current.watching_compiler() if "jax" in sys.modules else nullcontext()
+        with compiler_watch, _draw_or_print(console, current):
             yield current
             current.end()
     finally:
@@ -207,17 +215,17 @@ def on_console(name: str, console: "Console | None") -> Iterator[Stage]:
 def count(unit: str, done: int, total: int) -> None:
     """Record in the current stage, if any, that the device has completed `done` of `total` units, such as steps."""
     if (current := _current.get()) is not None:
-        current.count(f"{_work.get()} {unit}".strip(), done, total)
+        current.count(f"{_unit_prefix.get()} {unit}".strip(), done, total)
 
 
 @contextmanager
-def naming(work: str) -> Iterator[None]:
-    """Name the units of the current stage after a work within it, as in "sample step 1 of 20"."""
-    token = _work.set(work)
+def unit_prefix(prefix: str) -> Iterator[None]:
+    """Within the block, prefix the names of the current stage's units: `sample` shows "sample step 1 of 20"."""
+    token = _unit_prefix.set(prefix)
     try:
         yield
     finally:
-        _work.reset(token)
+        _unit_prefix.reset(token)
 
 
 def loading(component: str, done: int, total: int) -> None:
@@ -227,17 +235,17 @@ def loading(component: str, done: int, total: int) -> None:
 
 
 def timing_writes(frames: Iterable[Any]) -> Iterator[Any]:
-    """Yield frames to a writer, and count the seconds until it requests the next as the stage's writing time."""
+    """Yield frames to a writer. The time until it requests the next frames counts as the stage's writing time."""
     for chunk in frames:
         start = perf_counter()
         yield chunk
         if (current := _current.get()) is not None:
-            current.writing += perf_counter() - start
+            current.writing_seconds += perf_counter() - start
 
 
 def _console(progress: bool | None) -> "Console | None":
-    """Return the console for the library's stages, or None if nothing is to be shown."""
-    import jax  # imported late, for commands that compute nothing
+    """Return the console for the library's stages, or None to show nothing."""
+    import jax  # imported late, because some commands do not need JAX
 
     is_interactive = (sys.stderr is not None and sys.stderr.isatty()) or "ipykernel" in sys.modules
     if not (is_interactive if progress is None else progress) or jax.process_index() != 0:
@@ -246,27 +254,35 @@ def _console(progress: bool | None) -> "Console | None":
 
 
 def console(*, stderr: bool = True, quiet: bool = False) -> "Console":
-    """Return a console that prints lines unchanged: names may contain rich's markup.
+    """Create a console that prints lines unchanged, because names may look like rich's markup.
 
-    A pipe gets no colours and no bars, even if variables such as FORCE_COLOR request them.
+    Piped output has no colours and no bars, even if variables such as FORCE_COLOR request them.
     """
     from rich.console import Console  # imported late for a quick --help
+
+    class ProgressConsole(Console):
+        """The console of progress: a run continues when the reader of its progress has ended, as `| head -1` does."""
+
+        def on_broken_pipe(self) -> None:
+            self.quiet = True
+            discard_output(sys.stderr)
 
     stream = sys.stderr if stderr else sys.stdout
     is_piped = stream is None or not stream.isatty()
     line_options: dict[str, Any] = {"highlight": False, "markup": False, "soft_wrap": True}
-    return Console(stderr=stderr, quiet=quiet, force_terminal=False if is_piped else None, **line_options)
+    console_type = ProgressConsole if stderr else Console
+    return console_type(stderr=stderr, quiet=quiet, force_terminal=False if is_piped else None, **line_options)
 
 
 @contextmanager
-def _showing(console: "Console | None", current: Stage) -> Iterator[None]:
+def _draw_or_print(console: "Console | None", current: Stage) -> Iterator[None]:
     if console is None or not current.row.disable:
         with current.row:
             yield
         return
     with _print_lines(current, console):
         yield
-    console.print(f"{current.name}: {current}, {duration(current.elapsed)} in all")
+    console.print(f"{current.name}: {current}, {format_duration(current.elapsed)} in all")
 
 
 @contextmanager

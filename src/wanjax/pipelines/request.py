@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request for a video. The command line, a table's rows and HTTP have the same fields, and one function parses them.
+"""A request for a video.
 
-The fields are the settings by name and those of `fields_beside`. Numbers may be given as texts, because forms only have
-texts. This module does not import JAX, so that a process that only forwards requests takes no devices.
+The command line, the rows of a table and HTTP requests have the same fields, and one function parses them. The fields
+are the settings and the names of `other_fields`. Numbers may be texts, because web forms send only texts. This module
+does not import JAX, so that a process that only forwards requests occupies no devices.
 """
 
 import re
@@ -13,44 +14,58 @@ from typing import Any
 
 from wanjax.checkpoints.lora_keys import MAX_STRENGTH
 from wanjax.errors import SettingError, WanjaxError, repr_short
-from wanjax.media.inputs import IMAGE, INPUTS
+from wanjax.media.inputs import IMAGE, INPUT_SPECS
 from wanjax.pipelines.other_names import unknown_keyword
 from wanjax.pipelines.settings import (
     ALLOW_EMPTY,
-    LOADED,
+    LOAD_SETTINGS,
     Setting,
     Settings,
     is_text,
-    pixels,
+    parse_pixels,
+    parse_size,
     read_size,
     schema,
-    sides,
 )
 
-OWN = ("prompt", "original_prompt", "seed")  # settings that may differ between the videos of one run
-RIVALS = {"size": ("height", "width"), "seconds": ("frames",)}  # alternative fields for the same thing
-SAME_IMAGE = "input_reference"  # OpenAI's name of `image`
+PER_VIDEO = ("prompt", "original_prompt", "seed")  # settings that may differ between the videos of one run
+ALTERNATIVES = {"size": ("height", "width"), "seconds": ("frames",)}  # fields that exclude each other
+ROW = "row"  # what the number of a request's row counts, unless its file is of another kind
+OPENAI_IMAGE = "input_reference"  # the name that OpenAI's API has for `image`
 MODEL, SCHEDULER = schema(Settings)["model"], Setting("scheduler", str)
-SECONDS = Setting("seconds", float, above=0, most=3600)
-STRENGTH = Setting("lora", float, least=-MAX_STRENGTH, most=MAX_STRENGTH)
-VALUES = {**schema(Settings), **{one.name: one for one in (SECONDS, SCHEDULER)}}
-PROMPTS = ("prompt", "original_prompt", "negative_prompt", "then")
-LONGEST_TEXT = 200  # the maximal length of untrusted texts other than prompts
-WHOLE = re.compile(r"-?\d{1,20}\.0+")  # a whole number in a table of floats
+SECONDS = Setting("seconds", float, exclusive_minimum=0, maximum=3600)
+LORA_STRENGTH = Setting("lora", float, minimum=-MAX_STRENGTH, maximum=MAX_STRENGTH)
+FIELD_SETTINGS = {**schema(Settings), **{setting.name: setting for setting in (SECONDS, SCHEDULER)}}
+PROMPT_FIELDS = ("prompt", "original_prompt", "negative_prompt", "then")
+MAX_TEXT_LENGTH = 200  # the maximum length of untrusted texts other than prompts
+WHOLE_FLOAT = re.compile(r"-?\d{1,20}\.0+")  # a whole number in a table of floats
 
 
-def fields_beside() -> tuple[str, ...]:
+def other_fields() -> tuple[str, ...]:
     """Return the fields of a request that are not settings of a video."""
-    return ("size", SECONDS.name, *INPUTS, SAME_IMAGE, MODEL.name, SCHEDULER.name, STRENGTH.name, ALLOW_EMPTY.name)
+    inputs = (*INPUT_SPECS, OPENAI_IMAGE)
+    return ("size", SECONDS.name, *inputs, MODEL.name, SCHEDULER.name, LORA_STRENGTH.name, ALLOW_EMPTY.name)
 
 
-def known_fields() -> tuple[str, ...]:
-    """Return all fields of a request."""
-    return tuple(dict.fromkeys((*schema(Settings), *fields_beside())))
+def field_names() -> tuple[str, ...]:
+    """List the names of all fields of a request."""
+    return tuple(dict.fromkeys((*schema(Settings), *other_fields())))
 
 
-def given_twice(name: str) -> SettingError:
-    """Return the error for a field that stands twice in one request.
+def row_text(unit: str, numbers: str, count: int = 1) -> str:
+    """Name rows of a table by their numbers, such as "line 2" or "rows 2, 5 below the header".
+
+    Args:
+        unit: What the numbers count, in the singular.
+        numbers: The numbers as text.
+        count: How many rows these are.
+    """
+    noun, space, rest = unit.partition(" ")
+    return f"{noun}{'s' * (count > 1)} {numbers}{space}{rest}"
+
+
+def duplicate_field(name: str) -> SettingError:
+    """Create the error for a field that occurs twice in one request.
 
     Args:
         name: The field.
@@ -59,31 +74,32 @@ def given_twice(name: str) -> SettingError:
 
 
 def unique_fields(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON; raise SettingError where a name stands twice, of which a parser keeps the last alone.
+    """Build the dict of a JSON object; raise SettingError for a duplicate name, which `json` ignores by default.
 
     Args:
-        pairs: Its names and values.
+        pairs: The names and values of the object.
     """
     fields: dict[str, Any] = {}
     for name, value in pairs:
         if name in fields:
-            raise given_twice(name)
+            raise duplicate_field(name)
         fields[name] = value
     return fields
 
 
 @dataclass(frozen=True)
 class VideoRequest:
-    """A request for a video. Values that were not given are missing.
+    """A request for a video, with the values that the user gave.
 
     Args:
-        settings: The given settings, each with its setting's type; a cache and a guidance rule as texts. A size is
-            `height` and `width`, or its name as `size`; `seconds` may replace `frames`.
-        inputs: File names by input; a list if the input accepts several.
-        model: The model; None is the loaded one.
-        scheduler: The solver; None is the model's.
-        lora: The strengths of LoRAs by name, if they differ from the default.
+        settings: The settings that the user gave, each with its setting's type; a cache and a guidance rule are texts.
+            A size is stored as `height` and `width`, or as its name in `size`. `seconds` may replace `frames`.
+        inputs: File names by input; an input that accepts several files has a list.
+        model: The model; None for the loaded one.
+        scheduler: The solver; None uses the model's default.
+        lora: The strengths of LoRAs by name, if they differ from the defaults.
         row: The number of the request's row in a table; 0 without a table.
+        row_unit: What `row` counts: lines, rows or items.
     """
 
     settings: Mapping[str, Any]
@@ -92,6 +108,7 @@ class VideoRequest:
     scheduler: str | None = None
     lora: Mapping[str, float] = field(default_factory=dict)
     row: int = 0
+    row_unit: str = field(default=ROW, compare=False)
 
     @classmethod
     def parse(
@@ -99,22 +116,24 @@ class VideoRequest:
         fields: Mapping[str, Any],
         *,
         row: int = 0,
-        accepted: Collection[str] | None = None,
-        values: Mapping[str, Setting] = VALUES,
+        row_unit: str = ROW,
+        accepted_names: Collection[str] | None = None,
+        field_settings: Mapping[str, Setting] = FIELD_SETTINGS,
         sizes: Mapping[str, tuple[int, int]] | None = None,
-        longest: int | None = None,
-        whole: bool = True,
+        max_prompt_length: int | None = None,
+        complete: bool = True,
     ) -> "VideoRequest":
-        """Parse a request from fields; None means that a field is not given.
+        """Parse a request from fields.
 
         Args:
-            fields: Python, JSON or TOML values, or their texts, by name.
-            row: The number of the row that they come from.
-            accepted: The accepted names; None accepts those of `known_fields`.
-            values: The settings, possibly with tighter bounds.
-            sizes: A model's sizes, (height, width) by name; None accepts any size that some model may have.
-            longest: The maximal length of a prompt from an untrusted source; None does not limit texts.
-            whole: False for a part of a request, such as a command's options, which needs no prompt.
+            fields: Python, JSON or TOML values, or their texts, by name. A value of None counts as missing.
+            row: The number of the table's row that holds the fields.
+            row_unit: What `row` counts.
+            accepted_names: The names of accepted fields; None accepts the names of `field_names`.
+            field_settings: The type and bounds of each field. The bounds may be tighter than the bounds of `Settings`.
+            sizes: The model's sizes, (height, width) by name; None accepts the sizes of all models.
+            max_prompt_length: The maximum length of a prompt from an untrusted source; None sets no limit on texts.
+            complete: Whether a prompt is required. Pass False for an incomplete request, such as a command's options.
 
         Returns:
             The request.
@@ -123,113 +142,132 @@ class VideoRequest:
             SettingError: A field is unknown or wrong; the error has the field's name.
         """
         fields = {name: value for name, value in fields.items() if value is not None}
-        names = known_fields() if accepted is None else accepted
-        if unknown := [name for name in fields if name not in names]:
-            raise unknown_keyword(unknown[0], names)
-        check_one_way(fields)
+        names = field_names() if accepted_names is None else accepted_names
+        if unknown_names := [name for name in fields if name not in names]:
+            raise unknown_keyword(unknown_names[0], names, kind="field")
+        check_alternatives(fields)
         allow_empty = fields.pop(ALLOW_EMPTY.name, None)
         if allow_empty is not None:
             fields.setdefault("prompt", "")
-        if SAME_IMAGE in fields:
-            fields[IMAGE.name] = _both(fields.get(IMAGE.name), fields.pop(SAME_IMAGE))
-        named = {
-            x.name: _value(values[x.name], fields.pop(x.name), longest) for x in (MODEL, SCHEDULER) if x.name in fields
+        if OPENAI_IMAGE in fields:
+            fields[IMAGE.name] = _merge_files(fields.get(IMAGE.name), fields.pop(OPENAI_IMAGE))
+        model_fields = {
+            setting.name: _parse_value(field_settings[setting.name], fields.pop(setting.name), max_prompt_length)
+            for setting in (MODEL, SCHEDULER)
+            if setting.name in fields
         }
-        lora = _strengths(fields.pop(STRENGTH.name, {}))
-        inputs = {name: _files(name, fields.pop(name)) for name in INPUTS if name in fields}
+        lora = _parse_lora_strengths(fields.pop(LORA_STRENGTH.name, {}))
+        inputs = {name: _parse_files(name, fields.pop(name)) for name in INPUT_SPECS if name in fields}
         settings: dict[str, Any] = {}
         for name, value in fields.items():
-            settings |= _size(value, sizes) if name == "size" else {name: _value(values[name], value, longest)}
-        if whole:
+            if name == "size":
+                settings |= _parse_size(value, sizes)
+            else:
+                settings[name] = _parse_value(field_settings[name], value, max_prompt_length)
+        if complete:
             _check_prompt(settings.get("prompt"), allow_empty)
-        return cls(settings, inputs, lora=lora, row=row, **named)
+        return cls(settings, inputs, lora=lora, row=row, row_unit=row_unit, **model_fields)
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any]) -> "VideoRequest":
-        """Return the request in a video's metadata, for any model; raise SettingError for a wrong value.
+        """Rebuild a request from a video's metadata, without the model; raise SettingError for a wrong value.
 
         Args:
             metadata: The metadata of the video.
         """
         values = {name: value for name, value in metadata.items() if value is not None}
-        settings = [one for name, one in schema(Settings).items() if name in values and name not in LOADED]
+        settings = {
+            name: _to_json(setting.read(values[name]))
+            for name, setting in schema(Settings).items()
+            if name in values and name not in LOAD_SETTINGS
+        }
         return cls(
-            {one.name: _in_json(one.read(values[one.name])) for one in settings},
-            {name: _files(name, values[name]) for name in INPUTS if values.get(name)},
+            settings,
+            {name: _parse_files(name, values[name]) for name in INPUT_SPECS if values.get(name)},
             scheduler=SCHEDULER.read(values[SCHEDULER.name]) if SCHEDULER.name in values else None,
         )
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The fields that parse to this request, without its row."""
-        named = {MODEL.name: self.model, SCHEDULER.name: self.scheduler, STRENGTH.name: self.lora}
-        return {**self.settings, **self.inputs, **{name: value for name, value in named.items() if value}}
+        """The fields from which `parse` makes this request. `row` is not a field."""
+        model_fields = {MODEL.name: self.model, SCHEDULER.name: self.scheduler, LORA_STRENGTH.name: self.lora}
+        return {**self.settings, **self.inputs, **{name: value for name, value in model_fields.items() if value}}
 
     def to_json(self) -> dict[str, Any]:
-        """Return the request as JSON."""
-        return {each.name: getattr(self, each.name) for each in dataclass_fields(self)}
+        """Convert the request to JSON."""
+        return {x.name: getattr(self, x.name) for x in dataclass_fields(self)}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "VideoRequest":
-        """Read the output of `to_json`, possibly from a version with other fields.
+        """Read the output of `to_json`, possibly from a version of wanjax with other fields.
 
         Args:
             value: The JSON.
         """
-        return cls(**{each.name: value[each.name] for each in dataclass_fields(cls) if each.name in value})
+        return cls(**{x.name: value[x.name] for x in dataclass_fields(cls) if x.name in value})
 
     @property
     def shared(self) -> "VideoRequest":
-        """The part of the request that all requests of one run must share."""
-        return replace(self, settings={k: x for k, x in self.settings.items() if k not in OWN}, row=0)
+        """The part of the request that must be equal in all requests of one run."""
+        return replace(
+            self, settings={k: x for k, x in self.settings.items() if k not in PER_VIDEO}, row=0, row_unit=ROW
+        )
 
     def updated(self, settings: Mapping[str, Any]) -> "VideoRequest":
-        """Return the request with some settings replaced.
+        """Return a copy with some settings replaced.
 
         Args:
             settings: Values of settings by name.
         """
         return replace(self, settings={**self.settings, **settings})
 
-    def under(self, options: "VideoRequest") -> "VideoRequest":
-        """Fill in options where the request gives no value itself, including by an alternative field in `RIVALS`.
+    def with_defaults(self, defaults: "VideoRequest") -> "VideoRequest":
+        """Fill in defaults for the fields that the request does not set, directly or by a field in `ALTERNATIVES`.
 
         Args:
-            options: A request with the defaults.
+            defaults: A request with the defaults.
         """
-        stated = set(self.settings)
-        for one, others in RIVALS.items():
-            stated |= {*others} if one in stated else {one} if stated & {*others} else set()
-        settings = {name: value for name, value in options.settings.items() if name not in stated}
+        present_names = set(self.settings)
+        for name, alternatives in ALTERNATIVES.items():
+            if name in present_names:
+                present_names.update(alternatives)
+            elif present_names & {*alternatives}:
+                present_names.add(name)
+        settings = {name: value for name, value in defaults.settings.items() if name not in present_names}
         return replace(
             self,
             settings={**settings, **self.settings},
-            inputs={**options.inputs, **self.inputs},
-            model=self.model or options.model,
-            scheduler=self.scheduler or options.scheduler,
-            lora={**options.lora, **self.lora},
+            inputs={**defaults.inputs, **self.inputs},
+            model=self.model or defaults.model,
+            scheduler=self.scheduler or defaults.scheduler,
+            lora={**defaults.lora, **self.lora},
         )
 
-    def timed(self, fps: int, unit: int) -> "VideoRequest":
-        """Replace seconds by the nearest number of frames, `unit`·n + 1.
+    def seconds_to_frames(self, fps: int, unit: int) -> "VideoRequest":
+        """Convert `seconds` to the nearest valid number of frames, `unit`·n + 1.
 
         Args:
-            fps: The frame rate if the request has none.
-            unit: The number of frames in a latent frame.
+            fps: The frame rate if the request sets none.
+            unit: The number of frames per latent frame.
         """
         settings = dict(self.settings)
         if (seconds := settings.pop(SECONDS.name, None)) is None:
             return self
-        wanted = seconds * settings.get("fps", fps)
-        return replace(self, settings={**settings, "frames": max(0, round((wanted - 1) / unit)) * unit + 1})
+        frames = seconds * settings.get("fps", fps)
+        return replace(self, settings={**settings, "frames": max(0, round((frames - 1) / unit)) * unit + 1})
 
-    def wrong(self, error: WanjaxError) -> WanjaxError:
-        """Prefix an error with the number of the row.
+    @property
+    def position(self) -> str:
+        """Where the request is in its table, such as "line 2"; empty without a table."""
+        return row_text(self.row_unit, str(self.row)) if self.row else ""
+
+    def add_row_number(self, error: WanjaxError) -> WanjaxError:
+        """Put the number of the request's row in front of an error's message.
 
         Args:
             error: The error.
         """
-        return WanjaxError(f"row {self.row}: {error}") if self.row else error
+        return WanjaxError(f"{self.position}: {error}") if self.row else error
 
 
 @dataclass(frozen=True)
@@ -245,86 +283,87 @@ class PreparedRequest:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
-def check_one_way(fields: Mapping[str, Any], dashes: str = "") -> None:
-    """Raise SettingError if both a size and a side are given, or both seconds and frames.
+def check_alternatives(fields: Mapping[str, Any], name_prefix: str = "") -> None:
+    """Raise SettingError if a request sets both `size` and a side, or both `seconds` and `frames`.
 
     Args:
-        fields: Values by name; None means not given.
-        dashes: The prefix of the names in messages, "--" for options.
+        fields: Values by name; None counts as missing.
+        name_prefix: The prefix of the names in messages, "--" for options.
     """
-    for one, others in RIVALS.items():
-        if fields.get(one) is not None and any(fields.get(other) is not None for other in others):
-            alternatives = " or ".join(f"{dashes}{other}" for other in others)
-            raise SettingError(f"{dashes}{one} is given beside {alternatives}: one way is enough", one)
+    for name, alternatives in ALTERNATIVES.items():
+        if fields.get(name) is not None and any(fields.get(other) is not None for other in alternatives):
+            others = " or ".join(f"{name_prefix}{other}" for other in alternatives)
+            raise SettingError(f"{name_prefix}{name} cannot be combined with {others}: give only one of them", name)
 
 
 def _check_prompt(prompt: Any, allow_empty: Any) -> None:
     """Raise SettingError for an empty or missing prompt, unless the request allows it."""
-    if not (isinstance(prompt, str) and prompt.strip()) and ALLOW_EMPTY.parse(allow_empty or False) is not True:
+    allows_empty = allow_empty is not None and ALLOW_EMPTY.parse(allow_empty)
+    if not (isinstance(prompt, str) and prompt.strip()) and not allows_empty:
         state = "empty" if isinstance(prompt, str) else "missing"
-        raise SettingError(f"the prompt is {state}: say what the video shows, or set {ALLOW_EMPTY.name}", "prompt")
+        raise SettingError(f"the prompt is {state}: describe the video, or set {ALLOW_EMPTY.name}", "prompt")
 
 
-def _value(setting: Setting, value: Any, longest: int | None) -> Any:
-    """Parse a setting's value; return it as a text if it is neither a text nor a number."""
+def _parse_value(setting: Setting, value: Any, max_prompt_length: int | None) -> Any:
+    """Parse the value of a setting into JSON."""
     name = setting.name
-    if isinstance(value, str) and "\0" in value:  # which no metadata and no name of a file holds
-        raise SettingError(f"{name} is given as {repr_short(value)} with the character \\0: leave it out", name)
-    parsed = setting.parse(_whole(value) if setting.kind is int else value)
-    most = longest if longest is None or name in PROMPTS else LONGEST_TEXT
-    if most is not None and isinstance(parsed, str) and len(parsed) > most:
-        message = f"the {name.replace('_', ' ')} has {len(parsed)} characters where {most} are allowed at most"
+    if isinstance(value, str) and "\0" in value:  # neither metadata nor file names can hold the character \0
+        raise SettingError(f"{name} contains the character \\0, got {repr_short(value)}: remove it", name)
+    parsed_value = setting.parse(_whole_to_int(value) if setting.kind is int else value)
+    limit = max_prompt_length if max_prompt_length is None or name in PROMPT_FIELDS else MAX_TEXT_LENGTH
+    if limit is not None and isinstance(parsed_value, str) and len(parsed_value) > limit:
+        message = f"the {name.replace('_', ' ')} has {len(parsed_value)} characters: at most {limit} are allowed"
         raise SettingError(message, name)
-    return _in_json(parsed)
+    return _to_json(parsed_value)
 
 
-def _in_json(value: Any) -> bool | int | float | str:
-    """Return a setting's value as JSON: a cache and a guidance rule as their texts."""
+def _to_json(value: Any) -> bool | int | float | str:
+    """Convert a setting's value to JSON: a cache and a guidance rule become texts."""
     return value if isinstance(value, bool | int | float | str) else str(value)
 
 
-def _whole(value: Any) -> Any:
-    """Convert 4.0 to 4, since a column of whole numbers with an empty cell holds floats; leave other values."""
+def _whole_to_int(value: Any) -> Any:
+    """Convert 4.0 to 4, because a column of integers with an empty cell holds floats; return other values unchanged."""
     try:
-        number = float(value) if isinstance(value, str) and WHOLE.fullmatch(value) else value
+        number = float(value) if isinstance(value, str) and WHOLE_FLOAT.fullmatch(value) else value
         return int(number) if isinstance(number, float) and number.is_integer() else value
     except OverflowError:
         return value
 
 
-def _size(value: Any, names: Mapping[str, tuple[int, int]] | None) -> dict[str, Any]:
-    """Return the settings for a size: (height, width), a text such as 832x480, or one of the names."""
+def _parse_size(value: Any, sizes: Mapping[str, tuple[int, int]] | None) -> dict[str, Any]:
+    """Convert a size to settings: (height, width), a text such as 832x480, or a name in `sizes`."""
     if isinstance(value, tuple):
-        return sides(value, {})
-    if names is None and is_text(value):
-        return {"size": size} if isinstance(size := read_size(value), str) else sides(size, {})
-    if names is not None and is_text(value) and (value in names or pixels(value)):
-        return {"size": value} if value in names else sides(value, {})
-    height, width = next(iter((names or {}).values()), (480, 832))
-    right = f"a text such as '{width}x{height}', or {', '.join(names or ('480p',))}"
-    raise SettingError(f"size is given as {repr_short(value)}: give {right}", "size")
+        return parse_size(value, {})
+    if sizes is None and is_text(value):
+        return {"size": size} if isinstance(size := read_size(value), str) else parse_size(size, {})
+    if sizes is not None and is_text(value) and (value in sizes or parse_pixels(value)):
+        return {"size": value} if value in sizes else parse_size(value, {})
+    height, width = next(iter((sizes or {}).values()), (480, 832))
+    forms = f"a text such as '{width}x{height}', or {', '.join(sizes or ('480p',))}"
+    raise SettingError(f"size must be {forms}, got {repr_short(value)}", "size")
 
 
-def _both(one: Any, other: Any) -> Any:
-    """Merge the files of an input that was given by two names."""
-    return other if one is None else [one, other]
+def _merge_files(files: Any, more_files: Any) -> Any:
+    """Merge the files that a request gives under both names of one input."""
+    return more_files if files is None else [files, more_files]
 
 
-def _files(name: str, value: Any) -> str | list[str]:
-    """Check file names: one, or several if the input accepts them."""
-    several = INPUTS[name].kind == "images"
-    each = list(value) if several and isinstance(value, list | tuple) else [value]
-    for one in each:
-        if not isinstance(one, str) or not one or "\0" in one:  # a name may hold bytes that are no text
-            raise SettingError(f"{name} is given as {repr_short(one)} where the name of a file is needed", name)
-    return each if several else each[0]
+def _parse_files(name: str, value: Any) -> str | list[str]:
+    """Check the file names of an input: a list if the input accepts several, else one name."""
+    accepts_several = INPUT_SPECS[name].kind == "images"
+    files = list(value) if accepts_several and isinstance(value, list | tuple) else [value]
+    for file in files:
+        if not isinstance(file, str) or not file or "\0" in file:  # other bytes that are not UTF-8 are allowed
+            raise SettingError(f"{name} must be a file name, got {repr_short(file)}", name)
+    return files if accepts_several else files[0]
 
 
-def _strengths(strengths: Any) -> dict[str, float]:
+def _parse_lora_strengths(strengths: Any) -> dict[str, float]:
     """Parse LoRA strengths from {NAME: STRENGTH}, or from a text such as NAME:0.5,OTHER:1."""
     if isinstance(strengths, str):
         parts = [part.rpartition(":") for part in strengths.split(",") if part]
         strengths = {name: strength for name, _, strength in parts}
     if not isinstance(strengths, Mapping):
-        raise SettingError(f"lora is given as {repr_short(strengths)} where a text such as NAME:0.5 is needed", "lora")
-    return {name.strip(): STRENGTH.parse(value) for name, value in strengths.items()}
+        raise SettingError(f"lora must be a text such as NAME:0.5, got {repr_short(strengths)}", "lora")
+    return {name.strip(): LORA_STRENGTH.parse(value) for name, value in strengths.items()}

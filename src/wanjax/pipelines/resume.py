@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The saved state of denoising, from which a stopped run continues to bit-identical latents."""
+"""The saved state of denoising. A run that resumes from it computes the same latents, bit for bit."""
 
 import hashlib
 import json
@@ -21,14 +21,18 @@ from wanjax.pipelines.observers import Observer, Start, Step
 from wanjax.pipelines.windows import Window
 from wanjax.sharding import Partitioner
 
-SHARE = 0.02  # the share of a run's time that saving the state may take
+MAX_SAVING_SHARE = 0.02  # the largest share of a run's time that saving may take
 
 
 class ResumeObserver(Observer):
-    """Saves the state of denoising to a file from time to time, and resumes from it.
+    """An observer that saves the state of denoising to a file from time to time, and resumes from it.
 
-    The file of another video is ignored. `resumed_at` receives the number of completed steps, if any, and the total.
-    `saved` receives the number of steps in the file, and None once a step is completed that the file does not have.
+    Args:
+        file: The file. A file of another video is ignored.
+        partitioner: The mesh.
+        resumed_at: A function that is called with the number of completed steps and of all steps when a run resumes.
+        on_save: A function that is called when the saved state changes. It gets the number of steps in the file after
+            the file is written, and gets None once a later step is completed.
     """
 
     def __init__(
@@ -36,29 +40,34 @@ class ResumeObserver(Observer):
         file: str | Path,
         partitioner: Partitioner,
         resumed_at: Callable[[int, int], Any] | None = None,
-        saved: Callable[[int | None], Any] = lambda steps: None,
+        on_save: Callable[[int | None], Any] = lambda steps: None,
     ):
-        self.file, self.partitioner, self.resumed_at, self.saved = Path(file), partitioner, resumed_at, saved
-        self._of_all, self._of_window, self._finished = self.file, self.file, False
-        self._before, self._end = 0, 0  # the steps before this pass; the step after which the state is always saved
-        self.origin = ""
-        self._last = perf_counter()
-        self._cost = self._duration = 0.0  # the seconds that saving and a step take
-        self._steps = 0  # the number of steps of the video that the files hold
+        self.file, self.partitioner, self.resumed_at, self.on_save = Path(file), partitioner, resumed_at, on_save
+        self._video_file, self._window_file, self._has_windows = self.file, self.file, False
+        self._earlier_steps = 0  # the number of steps in earlier passes
+        self._always_saved_step = 0  # the state after this step is always saved
+        self.origin = ""  # a digest of everything that determines the latents
+        self._last_saved = perf_counter()
+        self._save_seconds = self._wait_seconds = 0.0  # the last save's time, and its wait for the device
+        self._saved_steps = 0  # the number of steps in the files
 
     def window(self, window: Window) -> None:
-        """Use one file per window. Files of finished windows are kept, since later windows depend on them."""
-        self.file = self._of_window = self._of_all.with_stem(f"{self._of_all.stem}_{window.number + 1}")
-        self._finished = True
+        """Use one file per window. Files of finished windows are kept, because later windows depend on them."""
+        self.file = self._window_file = self._video_file.with_stem(f"{self._video_file.stem}_{window.number + 1}")
+        self._has_windows = True
 
     def resumed(self, start: Start) -> tuple[State, int] | None:
-        """Read the state of a pass from its file. With several passes, each has its own file, kept once finished."""
+        """Read the state of a pass from its file.
+
+        Each pass has its own file, which stays after the pass is finished.
+        """
         progress, steps = start.progress, sum(len(phase.scales) for phase in start.phases)
         if progress.passes > 1:
-            self.file = self._of_window.with_stem(f"{self._of_window.stem}_pass_{progress.number + 1}")
-        goes_on = self._finished or not progress.last
-        self._before, self._end = progress.earlier_steps, progress.earlier_steps + steps if goes_on else 0
-        self._steps = self._steps if progress.earlier_steps else 0
+            self.file = self._window_file.with_stem(f"{self._window_file.stem}_pass_{progress.number + 1}")
+        saves_end = self._has_windows or not progress.last
+        self._earlier_steps = progress.earlier_steps
+        self._always_saved_step = progress.earlier_steps + steps if saves_end else 0
+        self._saved_steps = self._saved_steps if progress.earlier_steps else 0
         self.origin = digest(start.facts, start.arrays)
         try:
             file = SafetensorsFile(self.file)
@@ -68,58 +77,60 @@ class ResumeObserver(Observer):
             return None
         arrays: dict[str, Array] = {}
         for name in file.specs:
-            x, everywhere = file.read(name), self.partitioner.replicated
-            arrays[name] = jax.make_array_from_callback(x.shape, everywhere, x.__getitem__)  # without a compilation
-        named, tree = _named(start.state), jax.tree.structure(start.state)
-        if named.keys() - arrays.keys():
+            x, replicated = file.read(name), self.partitioner.replicated
+            arrays[name] = jax.make_array_from_callback(x.shape, replicated, x.__getitem__)  # compiles no program
+        state_arrays, tree = _arrays_by_name(start.state), jax.tree.structure(start.state)
+        if state_arrays.keys() - arrays.keys():
             return None
         steps = int(file.metadata["steps"])
-        begins = steps in [phase.start for phase in start.phases]  # another network, which has cached nothing yet
-        cached = tuple(_listed(arrays, f"kept.{i}") for i in range(int(file.metadata["forwards"])))
+        starts_phase = steps in [phase.start for phase in start.phases]  # the phase's network has cached nothing yet
+        cached = tuple(_numbered_arrays(arrays, f"kept.{i}") for i in range(int(file.metadata["forwards"])))
         if steps and self.resumed_at:
             self.resumed_at(progress.earlier_steps + steps, progress.total)
-        self._steps = progress.earlier_steps + steps
-        self.saved(self._steps)
-        state = jax.tree.unflatten(tree, [arrays[name] for name in named])
-        return replace(state, cached=None if begins else cached), steps
+        self._saved_steps = progress.earlier_steps + steps
+        self.on_save(self._saved_steps)
+        state = jax.tree.unflatten(tree, [arrays[name] for name in state_arrays])
+        return replace(state, cached=None if starts_phase else cached), steps
 
     def stepped(self, step: Step) -> None:
         """Save the state of a step if saving takes only a small share of the run's time."""
         start = perf_counter()
-        if step.index + 1 == self._end or start + self._duration - self._last >= self._cost / SHARE:
+        interval = self._save_seconds / MAX_SAVING_SHARE
+        if step.index + 1 == self._always_saved_step or start + self._wait_seconds - self._last_saved >= interval:
             jax.block_until_ready(step.state)
-            self._duration = perf_counter() - start  # too long if steps were queued; the next step corrects it
+            self._wait_seconds = perf_counter() - start  # too long if several steps were queued
             self.stopped(step)
 
     def stopped(self, step: Step) -> None:
-        """Save the state after a step, in the first process only, unless its latents are not finite.
+        """Save the state after a step, in the first process only.
 
-        Nothing is saved if a step cache is split over several processes.
+        A state is not saved if its latents are not finite, or if its step cache is sharded over several processes.
         """
-        if step.index + 1 == self._steps:
+        if step.index + 1 == self._saved_steps:
             return
         jax.block_until_ready(step.state)
-        self.saved(None)
-        whole = all(leaf.is_fully_addressable or leaf.is_fully_replicated for leaf in jax.tree.leaves(step.state))
-        if jax.process_index() != 0 or not whole:
+        self.on_save(None)
+        is_readable = all(x.is_fully_addressable or x.is_fully_replicated for x in jax.tree.leaves(step.state))
+        if jax.process_index() != 0 or not is_readable:
             return
         if not all(np.isfinite(x).all() for x in jax.tree.leaves(step.state.x)):
             return
         start = perf_counter()
         cached = step.state.cached or ()
-        arrays = {f"kept.{i}.{j}": np.asarray(leaf) for i, part in enumerate(cached) for j, leaf in enumerate(part)}
-        metadata = {"origin": self.origin, "steps": str(step.index + 1 - self._before), "forwards": str(len(cached))}
-        with suppress(OSError, WanjaxError):  # such as a full disk: then the run cannot be resumed, but goes on
-            arrays |= {name: np.asarray(leaf) for name, leaf in _named(replace(step.state, cached=None)).items()}
+        arrays = {f"kept.{i}.{j}": np.asarray(x) for i, values in enumerate(cached) for j, x in enumerate(values)}
+        steps = str(step.index + 1 - self._earlier_steps)
+        metadata = {"origin": self.origin, "steps": steps, "forwards": str(len(cached))}
+        with suppress(OSError, WanjaxError):  # for example, the disk is full: the run continues, but cannot be resumed
+            arrays |= {name: np.asarray(x) for name, x in _arrays_by_name(replace(step.state, cached=None)).items()}
             save_safetensors(self.file, arrays, metadata)
-            self._steps = step.index + 1
-            self.saved(self._steps)
-        self._last = perf_counter()
-        self._cost = self._last - start
+            self._saved_steps = step.index + 1
+            self.on_save(self._saved_steps)
+        self._last_saved = perf_counter()
+        self._save_seconds = self._last_saved - start
 
 
 def digest(facts: Mapping[str, Any], arrays: Sequence[Array | np.ndarray]) -> str:
-    """Return a digest of facts, which must be valid JSON, and of arrays."""
+    """Compute one digest of facts and arrays. The facts must be valid JSON."""
     sha = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for array in arrays:
         sha.update(f"{array.dtype} {array.shape}".encode())
@@ -127,12 +138,12 @@ def digest(facts: Mapping[str, Any], arrays: Sequence[Array | np.ndarray]) -> st
     return sha.hexdigest()
 
 
-def _named(state: State) -> dict[str, Any]:
+def _arrays_by_name(state: State) -> dict[str, Any]:
     """Return the arrays of a state by their names in a file."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(state)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
-def _listed(arrays: Mapping[str, Array], part: str) -> tuple[Array, ...]:
-    """Return the arrays named `part.0`, `part.1` and so on."""
-    return tuple(arrays[f"{part}.{i}"] for i in range(sum(name.startswith(f"{part}.") for name in arrays)))
+def _numbered_arrays(arrays: Mapping[str, Array], prefix: str) -> tuple[Array, ...]:
+    """Return the arrays named `prefix.0`, `prefix.1` and so on."""
+    return tuple(arrays[f"{prefix}.{i}"] for i in range(sum(name.startswith(f"{prefix}.") for name in arrays)))

@@ -1,34 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parsing of a text with several settings, such as a step cache or a guidance rule."""
+"""Parsing of texts that hold several values, such as a step cache or a guidance rule."""
 
 import dataclasses
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, get_args, get_type_hints
 
-from wanjax.errors import WanjaxError, choice, repr_short
+from wanjax.errors import WanjaxError, repr_short, suggest_choice
 
 
-def parse_rule(described: Any, kinds: Mapping[str, type[Any]], what: str, *, named: bool = False) -> Any:
-    """Parse a text such as `NAME` or `NAME:1,2,c=3` into a dataclass; `kinds` are the dataclasses by their names.
+def parse_rule(text: Any, rules: Mapping[str, type[Any]], what: str, *, keyword_only: bool = False) -> Any:
+    """Parse a text such as `NAME` or `NAME:1,2,c=3` into a dataclass.
 
-    Settings are given in their order, later ones by name; all by name if `named`. Raises WanjaxError for anything else;
-    `what` is the word for the value in its message.
+    Args:
+        text: The text. After the colon it has values in the order of the fields; the last values may have names.
+        rules: The dataclasses by name.
+        what: What error messages call the value, such as "guidance rule".
+        keyword_only: Whether all fields must have names.
+
+    Raises:
+        WanjaxError: The text is malformed, or no dataclass has its name.
     """
-    name, _, listed = described.partition(":") if isinstance(described, str) else ("", "", "")
-    if name not in kinds:
-        raise WanjaxError(f"there is no {what} {repr_short(described)}: {choice(name, kinds)}")
-    fields, values = [field.name for field in dataclasses.fields(kinds[name])], listed.split(",") if listed else []
-    hints, arguments = get_type_hints(kinds[name]), {}
-    for place, text in enumerate(values):
-        key, equals, value = text.partition("=")
+    name, _, value_list = text.partition(":") if isinstance(text, str) else ("", "", "")
+    if name not in rules:
+        raise WanjaxError(f"there is no {what} {repr_short(text)}: {suggest_choice(name, rules)}")
+    rule = rules[name]
+    fields, items = [field.name for field in dataclasses.fields(rule)], value_list.split(",") if value_list else []
+    hints, arguments = get_type_hints(rule), {}
+    for index, item in enumerate(items):
+        key, equals, value = item.partition("=")
         if not equals:
-            in_order = not named and place < len(fields) and len(arguments) == place
-            key, value = fields[place] if in_order else "", text
+            is_positional = not keyword_only and index < len(fields) and len(arguments) == index
+            key, value = fields[index] if is_positional else "", item
         with suppress(ValueError):
             if key in fields:
                 arguments.setdefault(key, (get_args(hints[key]) or (hints[key],))[0](value))
-    if len(arguments) != len(values):
-        written = f"{kinds[name]()}, which has {', '.join(fields)}" if fields else str(kinds[name]())
-        raise WanjaxError(f"the {what} {repr_short(described)} cannot be read: write it like {written}")
-    return kinds[name](**arguments)
+    if len(arguments) != len(items):
+        example = f"{rule()}, with the fields {', '.join(fields)}" if fields else str(rule())
+        raise WanjaxError(f"the {what} {repr_short(text)} is malformed: write it like {example}")
+    return rule(**arguments)

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run: encode, denoise and decode, for one or many videos, from the command, the library or the server.
+"""A run makes one or many videos: it encodes, denoises and decodes them.
+
+The command line, the library and the server all use this module.
 
     for request, frames in Run(pipe, requests, pictures, observers=[ProgressObserver(None), ResumeObserver(file)]):
         write(request, frames)
 
-The strategy decides what happens to programs: an executed run makes videos, and a traced run only records the same
-calls. Observers handle everything else: progress, saving, previews, stopping. A video that is denoised chunk by chunk
-is a run of several chunks, each using the memory of earlier ones; its frames are yielded as they are ready. A video of
-several windows goes through the three stages once per window.
+The strategy decides what happens to programs. An executed run makes videos. A traced run makes the same calls, and only
+records them. Observers handle everything else: progress, saving, previews, stopping. A causal model denoises a video
+chunk by chunk, with a memory of earlier chunks, and the run yields the frames of each chunk as soon as they are ready.
+A video of several windows goes through the three stages once per window.
 """
 
 from collections import deque
@@ -21,12 +23,12 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from wanjax.errors import WanjaxError
-from wanjax.execution import Strategy, refuse_traced
+from wanjax.execution import Strategy, reject_tracer
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Clip, Pictures
-from wanjax.pipelines.caching.rules import check_apart
+from wanjax.pipelines.caching.rules import check_separate_forwards
 from wanjax.pipelines.components import Components
-from wanjax.pipelines.denoiser import join, stream_of
+from wanjax.pipelines.denoiser import join, select_stream
 from wanjax.pipelines.frames import AnyLatents, Call, Decoded, Frames, chunk_count
 from wanjax.pipelines.model import Conditioning, Field, VideoModel
 from wanjax.pipelines.noise_inputs import NoiseInput
@@ -36,14 +38,14 @@ from wanjax.pipelines.request import PreparedRequest
 from wanjax.pipelines.runtime import Runtime
 from wanjax.pipelines.sampling import sample
 from wanjax.pipelines.settings import Settings
-from wanjax.pipelines.video_shape import with_shape
-from wanjax.pipelines.windows import fade_seam, pictures_of, windows_of
+from wanjax.pipelines.video_shape import add_shape
+from wanjax.pipelines.windows import fade_seam, window_pictures, windows_of
 from wanjax.sharding import Partitioner
 
 
 @runtime_checkable
-class Loaded(Protocol):
-    """A loaded checkpoint, as a run needs it: a `Pipeline`, whose module imports this one."""
+class LoadedPipeline(Protocol):
+    """The part of `Pipeline` that a run needs. This module cannot import `Pipeline`, which imports this module."""
 
     @property
     def runtime(self) -> Runtime: ...
@@ -53,25 +55,25 @@ class Loaded(Protocol):
 
     def latent_preview(self) -> LatentPreview: ...
 
-    def under(self, strategy: Strategy, components: Components | None = None) -> "Loaded": ...
+    def with_strategy(self, strategy: Strategy, components: Components | None = None) -> "LoadedPipeline": ...
 
 
 class Run:
-    """Makes videos that differ only in prompt and seed.
+    """A run, which makes videos that differ only in prompt and seed.
 
     Args:
         pipe: The pipeline.
-        requests: The videos.
-        pictures: Their images and clips.
-        noise: Random arrays that replace the seed's, for one video.
+        requests: The requests for the videos.
+        pictures: The images and clips of the videos.
+        noise: Random arrays to use instead of the seed's, for one video.
         tiling: The tiling for encoding and decoding.
         batch_guidance: Whether both prompts run in one forward. Raises WanjaxError with a guidance cache.
-        observers: They are notified of every event.
+        observers: The observers, which are notified of every event.
     """
 
     def __init__(
         self,
-        pipe: Loaded,
+        pipe: LoadedPipeline,
         requests: Sequence[PreparedRequest],
         pictures: Pictures | None = None,
         *,
@@ -84,17 +86,17 @@ class Run:
         self.runtime, self.model, self.observers = pipe.runtime, pipe.model, Observers(observers)
         self.noise, self.tiling, self.batch_guidance = noise, tiling, batch_guidance
         for request in requests:
-            check_apart(request.settings.cache, batch_guidance)
+            check_separate_forwards(request.settings.cache, batch_guidance)
 
     def __iter__(self) -> Iterator[tuple[PreparedRequest, Iterator[Frames | Clip]]]:
-        """Yield each request with an iterator over its video's chunks of frames, which must be exhausted."""
+        """Yield each request with an iterator over its video's frames in chunks, which the caller must exhaust."""
         if not self.requests:
             return
         settings = self.requests[0].settings
         if settings.windows > 1:
-            texts: dict[str, Conditioning] = {}
+            text_conditioning: dict[str, Conditioning] = {}
             for request in self.requests:
-                yield request, self._windows(request.settings, texts)
+                yield request, self._window_frames(request.settings, text_conditioning)
             return
         conditioning = self.encode()
         size = batch_size(self.runtime.partitioner, settings.guided) if len(self.requests) > 1 else 1
@@ -103,14 +105,12 @@ class Run:
             latent_chunks: Iterable[AnyLatents] = self.latents(
                 inputs, settings, [request.settings.seed for request in batch]
             )
-            if count > 1 or not self.model.spec.streams:
+            if count > 1 or not self.model.spec.is_chunked:
                 with self.stage("denoise"):
                     latent_chunks = list(latent_chunks)
             for video, request in enumerate(batch[:count]):
-                yield (
-                    request,
-                    self.frames(latent_chunks, video=video, last=video + 1 == count, seed=request.settings.seed),
-                )
+                is_last = video + 1 == count
+                yield request, self.frames(latent_chunks, video=video, last=is_last, seed=request.settings.seed)
 
     def stage(self, name: str) -> AbstractContextManager[None]:
         """Run a stage in the contexts of all observers.
@@ -120,8 +120,8 @@ class Run:
         """
         return self.observers.stage(name)
 
-    def count(self, unit: str, done: int, total: int) -> None:
-        """Report to all observers how far a stage is.
+    def report_progress(self, unit: str, done: int, total: int) -> None:
+        """Report the progress of a stage to all observers.
 
         Args:
             unit: The name of the unit, such as "step".
@@ -131,40 +131,40 @@ class Run:
         self.observers.notify("count", unit, done, total)
 
     def encode(self) -> dict[str, Conditioning]:
-        """Encode each prompt once, and the shared images and clips; return the outputs by prompt."""
+        """Encode each prompt once, and the shared images and clips; return the conditioning of each prompt."""
         with self.stage("encode"), self.runtime.strategy.stage("encode"):
-            texts = self._encode_texts()
+            text_conditioning = self._encode_texts()
             picture_fields = self._encode_pictures(self.pictures, self.requests[0].settings)
-        conditioning = {prompt: text._replace(**picture_fields) for prompt, text in texts.items()}
-        for one in conditioning.values():
-            self.observers.notify("encoded", one)
+        conditioning = {prompt: text._replace(**picture_fields) for prompt, text in text_conditioning.items()}
+        for prompt_conditioning in conditioning.values():
+            self.observers.notify("encoded", prompt_conditioning)
         return conditioning
 
     def _encode_texts(self) -> dict[str, Conditioning]:
-        """Encode each prompt once, without images; return the outputs by prompt."""
+        """Encode each prompt once, without images; return the conditioning of each prompt."""
         windows = [window for request in self.requests for window in windows_of(request.settings)]
         prompts = {window_settings.prompt: window_settings for _, _, window_settings in windows}
-        texts = {
+        text_conditioning = {
             prompt: self.model.encode_text(self.runtime, window_settings) for prompt, window_settings in prompts.items()
         }
-        return self.runtime.components.finish_stage(texts)
+        return self.runtime.components.finish_stage(text_conditioning)
 
     def _encode_pictures(self, pictures: Pictures, settings: Settings) -> Mapping[str, Field | None]:
-        """Encode images and clips; return fields of the encode stage's output."""
+        """Encode images and clips; return the fields of the conditioning that belong to them."""
         picture_fields = self.model.encode_inputs(self.runtime, pictures, settings, tiling=self.tiling)
-        picture_fields = with_shape(picture_fields, self.model.conditioning_type, pictures, settings)
+        picture_fields = add_shape(picture_fields, self.model.conditioning_type, pictures, settings)
         return self.runtime.components.finish_stage(picture_fields)
 
-    def _windows(self, settings: Settings, texts: dict[str, Conditioning]) -> Iterator[Clip]:
-        """Yield the frames of each window of a video; the first window also encodes `texts`."""
-        strategy, before = self.runtime.strategy, None
+    def _window_frames(self, settings: Settings, text_conditioning: dict[str, Conditioning]) -> Iterator[Clip]:
+        """Yield the new frames of each window of a video. The first window encodes the prompts of all windows."""
+        strategy, previous_frames = self.runtime.strategy, None
         for window in windows_of(settings):
             self.observers.notify("window", window)
             window_settings = window.settings
-            pictures = pictures_of(window, self.pictures, before, self.model.spec.continued_by)
+            pictures = window_pictures(window, self.pictures, previous_frames, self.model.spec.continuation_input)
             with self.stage("encode"), strategy.stage("encode"):
-                texts.update({} if texts else self._encode_texts())
-                conditioning = texts[window_settings.prompt]._replace(
+                text_conditioning.update({} if text_conditioning else self._encode_texts())
+                conditioning = text_conditioning[window_settings.prompt]._replace(
                     **self._encode_pictures(pictures, window_settings)
                 )
             with self.stage("denoise"):
@@ -173,16 +173,19 @@ class Run:
                 chunks = self.frames(latent_chunks, seed=window_settings.seed)
                 chunks = [strategy.read(x, np.zeros(x.shape, np.uint8)) for x in chunks]
             frames = np.concatenate(chunks)
-            if before is not None:
-                frames = np.concatenate([before, fade_seam(before, frames[len(before) :])])
-            yield frames[0 if before is None else len(before) :]
-            before = frames[-window_settings.overlap :]
+            if previous_frames is not None:
+                new_frames = fade_seam(previous_frames, frames[len(previous_frames) :])
+                frames = np.concatenate([previous_frames, new_frames])
+            yield frames[0 if previous_frames is None else len(previous_frames) :]
+            previous_frames = frames[-window_settings.overlap :]
 
     def decode_stage(self, request: PreparedRequest) -> AbstractContextManager[None]:
-        """Run the consumer of a video's frames in the decode stage; windows open their own stages.
+        """Return the context manager of the decode stage, in which the caller uses a video's frames.
+
+        For a video of several windows it does nothing, because each window opens its own stages.
 
         Args:
-            request: The video.
+            request: The request for the video.
         """
         return nullcontext() if request.settings.windows > 1 else self.stage("decode")
 
@@ -215,43 +218,46 @@ class Run:
         last: bool = True,
         seed: int | None = None,
     ) -> Iterator[Frames]:
-        """Yield the frames of each chunk of a video. Only that chunk and the next are in memory.
+        """Yield the frames of each chunk of a video. Only the yielded chunk and the next chunk are in memory.
 
-        The device decodes the next chunk while the caller has the current one. Observers receive what is decoded along
-        with the frames (`Observer.decoded`). Raises WanjaxError if latents are not finite.
+        The device decodes the next chunk while the caller uses the current one. Observers receive the decoded arrays
+        that are not frames, such as sound (`Observer.decoded`).
 
         Args:
             latent_chunks: The latents of consecutive frames, [B C T H W] or streams.
             dtype: The type of the frames: uint8, or a float type for [0, 1].
             video: The index of the video in its batch.
-            last: Whether it is the last of its batch to be decoded.
-            seed: The seed; None is that of the first request.
+            last: Whether this is the last video of the batch to be decoded.
+            seed: The seed of noise that the decoder adds; None is the seed of the first request.
+
+        Raises:
+            WanjaxError: Latents are not finite.
         """
         runtime, spec, total = self.runtime, self.model.spec, None
         if seed is None:
             seed = (self.requests[0].settings if self.requests else self.pipe.defaults).seed
         if runtime.strategy.executes:
-            finite = (_finite(x, self.pipe.defaults.dtype) for x in latent_chunks)
-            latent_chunks = list(finite) if isinstance(latent_chunks, Sequence) else finite
+            checked_chunks = (_check_finite(x, self.pipe.defaults.dtype) for x in latent_chunks)
+            latent_chunks = list(checked_chunks) if isinstance(latent_chunks, Sequence) else checked_chunks
         tiling = self.tiling and self.tiling.completed(spec.vae.tiling, spec.vae.spatial_factor)
         if isinstance(latent_chunks, Sequence):
-            lengths = [stream_of(x).shape[2] for x in latent_chunks]
+            lengths = [select_stream(x).shape[2] for x in latent_chunks]
             if runtime.components.decoder == "vae":
                 spec.check_length(1 + (sum(lengths) - 1) * spec.vae.temporal_factor, self.pipe.defaults.model)
             total = sum(chunk_count(length, spec.decode_lengths(length)) for length in lengths)
             self.observers.notify("count", "chunk", 0, total)
-        chunks = self._decoded(
+        chunks = self._chunk_frames(
             self.model.decode(runtime, latent_chunks, seed=seed, dtype=dtype, tiling=tiling, video=video)
         )
-        for done, chunk in enumerate(chunks if total is None else _one_ahead(chunks), 1):
+        for done, chunk in enumerate(chunks if total is None else _prefetch(chunks), 1):
             yield chunk
             if total is not None:
                 self.observers.notify("count", "chunk", done, total)
         if last:
             runtime.components.finish_stage(())
 
-    def _decoded(self, chunks: Iterator[Decoded]) -> Iterator[Frames]:
-        """Yield the frames of chunks, and pass their other arrays to the observers."""
+    def _chunk_frames(self, chunks: Iterator[Decoded]) -> Iterator[Frames]:
+        """Yield the frames of decoded chunks, and pass the other decoded arrays to the observers."""
         while True:
             with self.runtime.strategy.stage("decode"):
                 chunk = next(chunks, None)
@@ -262,19 +268,19 @@ class Run:
             yield chunk.frames
 
 
-def _finite(latents: AnyLatents, dtype: str) -> AnyLatents:
-    """Return latents; raise WanjaxError if any is not finite, with advice for the dtype of the networks."""
+def _check_finite(latents: AnyLatents, dtype: str) -> AnyLatents:
+    """Return latents unchanged; raise WanjaxError with advice for the networks' dtype if a value is not finite."""
     for x in jax.tree.leaves(latents):
-        refuse_traced(x)
-        parts = [shard.data for shard in x.addressable_shards] if isinstance(x, jax.Array) else [x]
-        if not all(np.isfinite(np.asarray(part)).all() for part in parts):
+        reject_tracer(x)
+        shards = [shard.data for shard in x.addressable_shards] if isinstance(x, jax.Array) else [x]
+        if not all(np.isfinite(np.asarray(shard)).all() for shard in shards):
             advice = not_finite_advice(dtype)
             raise WanjaxError(f"the latents {list(x.shape)} are not finite: denoise again, and {advice}")
     return latents
 
 
-def _one_ahead(chunks: Iterable[Frames]) -> Iterator[Frames]:
-    """Yield each chunk once the next has started; its copy to the host starts as soon as it is decoded."""
+def _prefetch(chunks: Iterable[Frames]) -> Iterator[Frames]:
+    """Yield each chunk after the next chunk has started to decode. Copies to the host start at once."""
     queue: deque[Frames] = deque()
     for chunk in chunks:
         if isinstance(chunk, jax.Array):
@@ -286,23 +292,25 @@ def _one_ahead(chunks: Iterable[Frames]) -> Iterator[Frames]:
 
 
 def batch_size(partitioner: Partitioner, guided: bool) -> int:
-    """Return the number of videos to denoise at once: as many as the mesh's axis `dp` splits.
+    """Return the number of videos to denoise at once, which the mesh's axis `dp` determines.
 
-    Without `dp`, denoising one video after another needs less memory and, except for small models, no more time.
+    Without `dp` it is one video, because larger batches need more memory and only save time for small models.
 
     Args:
         partitioner: The mesh.
         guided: Whether each step also runs the negative prompt.
     """
-    dp = partitioner.size("dp")
+    dp = partitioner.axis_size("dp")
     return max(1, dp // 2) if guided else dp
 
 
 def batches(requests: Sequence[PreparedRequest], size: int) -> Iterator[tuple[Sequence[PreparedRequest], int]]:
-    """Yield batches of equal size, each with the number of its requests; the last request is repeated to fill a batch.
+    """Yield batches of equal size, each with its number of real requests.
+
+    Copies of the last request fill the last batch.
 
     Args:
-        requests: The videos.
+        requests: The requests for the videos.
         size: The number of videos in a batch.
     """
     for start in range(0, len(requests), size):
@@ -311,19 +319,22 @@ def batches(requests: Sequence[PreparedRequest], size: int) -> Iterator[tuple[Se
 
 
 def join_conditionings(conditioning: Sequence[Any], call: Call) -> Any:
-    """Concatenate outputs of `encode_text` along their first axis; host arrays stay on the host.
+    """Concatenate the conditioning of several videos along the first axis; host arrays stay on the host.
 
     Args:
-        conditioning: The output of `encode_text` for each video.
-        call: Calls a program.
+        conditioning: The conditioning of each video.
+        call: A function that calls a program.
     """
     if len(conditioning) == 1:
         return conditioning[0]
-    columns = list(zip(*(jax.tree.leaves(one) for one in conditioning), strict=True))
-    on_host = [all(isinstance(x, np.ndarray) for x in column) for column in columns]
-    parts = tuple(zip(*(column for column, host in zip(columns, on_host, strict=True) if not host), strict=True))
-    concatenated = iter(call(join, 0, parts)) if parts else iter(())
+    fields = list(zip(*(jax.tree.leaves(x) for x in conditioning), strict=True))  # the arrays of all videos, by field
+    on_host = [all(isinstance(x, np.ndarray) for x in arrays) for arrays in fields]
+    device_arrays = tuple(
+        zip(*(arrays for arrays, is_host in zip(fields, on_host, strict=True) if not is_host), strict=True)
+    )
+    concatenated = iter(call(join, 0, device_arrays)) if device_arrays else iter(())
     leaves = [
-        np.concatenate(column) if host else next(concatenated) for column, host in zip(columns, on_host, strict=True)
+        np.concatenate(arrays) if is_host else next(concatenated)
+        for arrays, is_host in zip(fields, on_host, strict=True)
     ]
     return jax.tree.unflatten(jax.tree.structure(conditioning[0]), leaves)

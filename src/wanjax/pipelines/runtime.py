@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runtime: loaded networks, the devices on which programs run, and what is done with a program."""
+"""The runtime: the loaded networks, the devices, and the strategy that runs programs."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
@@ -7,18 +7,18 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
-from wanjax.execution import EXECUTE, Program, Site, Strategy
-from wanjax.kernels.compiler_options import SAFE
+from wanjax.execution import EXECUTE, CompileContext, Program, Strategy
+from wanjax.kernels.compiler_options import SAFE_SET
 from wanjax.pipelines.components import Components
 from wanjax.sharding import Partitioner
 
 
 class SplitNetwork(NamedTuple):
-    """A network as a program is given it.
+    """A network as two arguments of a program.
 
     Args:
-        graphdef: Its definition, a static value.
-        weights: Its arrays.
+        graphdef: The definition of the network, a static value.
+        weights: The arrays of the network.
     """
 
     graphdef: nnx.GraphDef[Any]
@@ -27,18 +27,18 @@ class SplitNetwork(NamedTuple):
 
 @dataclass(frozen=True)
 class Runtime:
-    """All that a model needs in order to compute. A model is given one, and never a pipeline.
+    """Everything that a model's methods need to run programs. Models receive a runtime instead of a pipeline.
 
     Args:
         components: The networks and tokenizers, each loaded at first use.
-        partitioner: The mesh, and the rules by which arrays are sharded over it.
-        compiler: The set of compiler options.
-        strategy: Executes programs, traces them, or inlines them into the caller's.
+        partitioner: The mesh and its sharding rules.
+        compiler: The name of a set of compiler options.
+        strategy: Executes programs, traces them, or inlines them into the caller's program.
     """
 
     components: Components
     partitioner: Partitioner
-    compiler: str = SAFE
+    compiler: str = SAFE_SET
     strategy: Strategy = EXECUTE
 
     def call(self, program: Program, static: Hashable, *arguments: object) -> Any:
@@ -46,24 +46,24 @@ class Runtime:
 
         Args:
             program: The program.
-            static: A hashable value; a new one compiles anew.
+            static: A hashable value that the program is compiled for.
             arguments: Trees of arrays.
         """
-        return self.strategy.call(program, Site(self.partitioner, self.compiler), static, *arguments)
+        return self.strategy.call(program, CompileContext(self.partitioner, self.compiler), static, *arguments)
 
     def split(self, name: str) -> SplitNetwork:
-        """Return the definition and the weights of a network, which is loaded if it is not.
+        """Split a network into its definition and its weights; load it first if necessary.
 
         Args:
-            name: Name of the component.
+            name: The name of the component.
         """
         return SplitNetwork(*nnx.split(self.components.get(name)))
 
-    def under(self, strategy: Strategy, components: Components | None = None) -> "Runtime":
-        """Return the runtime with another strategy, and with other components if given.
+    def with_strategy(self, strategy: Strategy, components: Components | None = None) -> "Runtime":
+        """Return a copy with another strategy.
 
         Args:
-            strategy: What to do with programs.
-            components: The networks; None keeps those of before.
+            strategy: Executes, traces or inlines programs.
+            components: Other components; None keeps the components of this runtime.
         """
         return replace(self, strategy=strategy, components=components or self.components)

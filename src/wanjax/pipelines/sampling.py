@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The denoising loop, which makes the latents of a video chunk by chunk."""
+"""The denoising loop. The loop makes the latents of a video chunk by chunk."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,9 +13,9 @@ from wanjax.pipelines.caching.phase_cache import step_cache
 from wanjax.pipelines.caching.step_cache import StepCache
 from wanjax.pipelines.denoiser import (
     Denoiser,
-    GivenNoise,
-    Init,
+    InitStatic,
     ModelInputs,
+    NoiseOverrides,
     Preparation,
     State,
     StepProgram,
@@ -32,12 +32,14 @@ from wanjax.pipelines.phases import Phase, dense_steps
 from wanjax.pipelines.previews.latent_preview import LatentPreview
 from wanjax.pipelines.runtime import Runtime, SplitNetwork
 from wanjax.pipelines.seeds import seed_to_key_data
-from wanjax.pipelines.settings import Settings
+from wanjax.pipelines.settings import TORCH, Settings
+from wanjax.pipelines.torch_noise import StepNoise, TorchNoise
 from wanjax.pipelines.video_metadata import VERSION
 from wanjax.schedulers import one_step
 from wanjax.schedulers.base import Schedule
+from wanjax.schedulers.noise import with_next_noise
 
-Caches = Callable[[Runtime, Denoiser, SplitNetwork, Schedule, Phase], StepCache]  # the last arguments of `step_cache`
+StepCacheFactory = Callable[[Runtime, Denoiser, SplitNetwork, Schedule, Phase], StepCache]
 
 
 def denoise(
@@ -50,56 +52,76 @@ def denoise(
     monitor: Monitor,
     *,
     guidance: GuidanceRule = CLASSIFIER_FREE,
-    caches: Caches,
+    make_cache: StepCacheFactory,
     batch_guidance: bool = False,
-    done: int = 0,
+    completed_steps: int = 0,
     memory: object = None,
+    step_noise: StepNoise | None = None,
 ) -> tuple[State, object]:
-    """Run the steps of a chunk; return the last state, and the memory for the next chunk.
+    """Run the steps of a chunk; return the final state, and the memory for the next chunk.
 
     Args:
         runtime: Networks, devices and strategy.
         model: The family's model.
         conditioning: The output of `encode`, for all videos of the batch.
         schedule: The noise levels, as host arrays.
-        phases: Which network runs which steps, with the guidance scales.
+        phases: The phases of the schedule. Each has a network and the guidance scales of its steps.
         state: The latents and the solver's state before the first step.
-        monitor: Receives every step, and may end the loop.
+        monitor: An object that is notified of every step, and may stop the loop.
         guidance: The rule that combines the predictions for the prompt and the negative prompt.
-        caches: Returns the step cache of a phase.
+        make_cache: A function that creates the step cache of a phase.
         batch_guidance: Whether both prompts run in one forward.
-        done: The number of steps that an earlier, stopped run has completed.
-        memory: The memory that this function returned for the chunk before.
+        completed_steps: The number of steps that an earlier, stopped run has completed.
+        memory: The memory that this function returned for the previous chunk.
+        step_noise: Draws the noise of the steps on the host; None draws it on the device, if the solver needs noise.
     """
     denoiser, chunk, total = model.denoiser, monitor.chunk, len(schedule.timesteps)
     with monitor:
         for phase in phases:
-            if not (remaining_steps := phase.steps[max(0, done - phase.start) :]):
+            if not (remaining_steps := phase.steps[max(0, completed_steps - phase.start) :]):
                 continue
             module, load_seconds = runtime.components.swap_in(phase.network, model.spec.denoisers)
-            if phase.start > done:
+            if phase.start > completed_steps:
                 monitor.switched(phase.network, phase.start, load_seconds)
-            sparse = model.spec.radial_attention and module.attention.radial
+            has_sparse_steps = model.spec.radial_attention and module.attention.radial
             network = SplitNetwork(*nnx.split(module))
             groups = grouping(phase.guided, batch_guidance, runtime.partitioner)
-            purpose = Preparation(groups, guidance.nag, chunk.number, memory)
-            contexts = model.prepare(runtime, network, conditioning, state.x, purpose)
+            preparation = Preparation(groups, guidance.nag, chunk.number, memory)
+            contexts = model.prepare(runtime, network, conditioning, state.x, preparation)
             inputs = ModelInputs(network.weights, *contexts, groups.batch * state.videos)
-            cache = caches(runtime, denoiser, network, schedule, phase)
+            cache = make_cache(runtime, denoiser, network, schedule, phase)
             for index in remaining_steps:
                 reuses = cache.reuses(index)
-                dense = index < dense_steps(total) and not reuses if sparse else None
-                step = StepProgram(denoiser, network.graphdef, model.scheduler, cache, type(guidance), dense)
+                is_dense = index < dense_steps(total) and not reuses if has_sparse_steps else None
+                step = StepProgram(denoiser, network.graphdef, model.scheduler, cache, type(guidance), is_dense)
                 state = replace(state, cached=cache.cached_for(index, state.cached))
+                if step_noise is not None:
+                    state = with_noise(state, step_noise.draw(index))
                 values = guidance.values(index, phase.scales[index - phase.start])
-                state, x0, finite = runtime.call(take_step, step, state, inputs, values, one_step(schedule, index))
-                monitor.stepped(index, state, x0, finite, reuses)
+                state, x0, is_finite = runtime.call(take_step, step, state, inputs, values, one_step(schedule, index))
+                monitor.stepped(index, state, x0, is_finite, reuses)
             monitor.finish_phase()
             state = replace(state, cached=None)
             if not chunk.last:
                 memory = model.update_memory(runtime, network, inputs, state.x)
-            del module, network, purpose, contexts, inputs  # the weights are freed before the next network is loaded
+            del module, network, preparation, contexts, inputs  # free the weights before the next network is loaded
+    if step_noise is not None:
+        step_noise.skip_to(total)
     return state, memory
+
+
+def with_noise(state: State, noise: Mapping[str, np.ndarray]) -> State:
+    """Provide the noise of the next step.
+
+    Args:
+        state: The state before the step.
+        noise: The noise of each stream, channels last.
+    """
+    if not isinstance(state.x, Mapping):
+        return replace(state, solver=with_next_noise(state.solver, noise[VIDEO]))
+    solvers: Any = state.solver
+    updated = {name: with_next_noise(solvers[name], array) for name, array in noise.items()}
+    return replace(state, solver={**solvers, **updated})
 
 
 def sample(
@@ -116,25 +138,35 @@ def sample(
 ) -> Iterator[AnyLatents]:
     """Yield the latents of a batch of videos, one per seed, each chunk as soon as it is denoised.
 
-    With several passes, they are the latents of the last.
+    If the model has several passes, only the latents of the last pass are yielded.
 
     Args:
         runtime: Networks, devices and strategy.
         model: The family's model.
         conditioning: The output of `encode`.
         settings: The settings of the videos.
-        seeds: One for each video.
-        noise: Random arrays that replace the seeds'.
+        seeds: The seed of each video.
+        noise: Random arrays that replace the seeds' noise.
         batch_guidance: Whether both prompts run in one forward.
-        observers: They are notified of every event.
-        latent_preview: Creates the preview map.
+        observers: The observers, which are notified of every event.
+        latent_preview: A function that creates the preview map.
     """
     spec, passes = model.spec, model.spec.passes_of(settings)
     shapes = spec.noise_inputs(settings, model.leading_frames(conditioning, settings), len(seeds))
     arrays = checked_noise_inputs(noise, shapes)
-    steps = [len(spec.schedule(passes[0], conditioning).timesteps), *(later.strong_steps for later in passes[1:])]
-    for pass_settings, count in zip(passes, steps, strict=True):
-        check_rule(pass_settings.guidance_rule, pass_settings.guided, count)
+    torch_noise = None
+    if settings.rng == TORCH:
+        torch_noise = TorchNoise(seeds, spec.noise_layout, settings.dtype, executes=runtime.strategy.executes)
+        for posterior in spec.posteriors:
+            if (std := getattr(conditioning, posterior.std_name)) is not None and posterior.noise_name not in arrays:
+                shape = (len(seeds), *std.shape[1:])
+                arrays[posterior.noise_name] = torch_noise.draw_posterior(shape, settings.vae_dtype)
+    steps = [
+        len(spec.schedule(passes[0], conditioning).timesteps),
+        *(later_pass.steps_with_strength for later_pass in passes[1:]),
+    ]
+    for pass_settings, step_count in zip(passes, steps, strict=True):
+        check_rule(pass_settings.guidance_rule, pass_settings.guided, step_count)
     observers.notify("started", conditioning)
     for number, pass_settings in enumerate(passes):
         progress = Progress(number, len(passes), sum(steps[:number]), sum(steps))
@@ -146,6 +178,7 @@ def sample(
             seeds,
             progress,
             noise=arrays,
+            torch_noise=torch_noise,
             batch_guidance=batch_guidance,
             observers=observers,
             latent_preview=latent_preview,
@@ -168,9 +201,10 @@ def sample_pass(
     progress: Progress,
     *,
     noise: Mapping[str, np.ndarray],
+    torch_noise: TorchNoise | None = None,
     batch_guidance: bool = False,
     observers: Observers,
-    caches: Caches | None = None,
+    make_cache: StepCacheFactory | None = None,
     latent_preview: Callable[[], LatentPreview] | None = None,
 ) -> Iterator[AnyLatents]:
     """Yield the latents of one pass, chunk by chunk.
@@ -178,40 +212,46 @@ def sample_pass(
     Args:
         runtime, model, conditioning, seeds, batch_guidance, observers, latent_preview: As in `sample`.
         settings: The settings of the pass.
-        progress: The position of the pass.
-        noise: The noise of all passes, checked.
-        caches: Returns the step cache of a phase; None uses the rule in the settings.
+        progress: The number of the pass, and the number of steps before it.
+        noise: The noise of all passes, with checked shapes.
+        torch_noise: Draws the noise that `noise` lacks; None draws it on the device.
+        make_cache: A function that creates the step cache of a phase; None uses the rule in the settings.
     """
     spec, key_data, rule, number = model.spec, seed_to_key_data(seeds), settings.guidance_rule, progress.number
     schedule, streams = spec.schedule(settings, conditioning), (VIDEO, *spec.latent_streams)
     shapes = spec.noise_shapes(settings, model.leading_frames(conditioning, settings), len(seeds))
     steps = len(schedule.timesteps)
     phases, pictures, memory = spec.phases(schedule, settings, number), latents_of(conditioning, spec), None
-    caches = caches or partial(step_cache, spec.cache_rule(settings), spec.tables_for(conditioning))
-    facts = facts_of(runtime, model, settings, seeds, batch_guidance) | {"pass": number}
+    make_cache = make_cache or partial(step_cache, spec.cache_rule(settings), spec.tables_for(conditioning))
+    facts = origin_facts(runtime, model, settings, seeds, batch_guidance) | {"pass": number}
     arrays = [*(x for x in conditioning if x is not None), *noise.values()]
     stream_shapes = tuple((name, shapes[name]) for name in spec.latent_streams)
+    if torch_noise is not None:
+        names = {noise_name(name, INITIAL, number): name for name in streams}
+        noise = {**{key: torch_noise.draw(shapes[name]) for key, name in names.items() if key not in noise}, **noise}
     for chunk in spec.chunks(shapes[VIDEO][2]):
         frames = None if chunk.count == 1 else len(chunk.frames)
-        chunk_noise = given_noise(noise, spec, chunk, steps, number)
+        chunk_noise = noise_for_chunk(noise, spec, chunk, steps, number)
         chunk_progress = progress._replace(
             earlier_steps=progress.earlier_steps + chunk.number * steps, total=chunk.count * progress.total
         )
-        init = Init(
+        init = InitStatic(
             model.scheduler,
             shapes[VIDEO],
             spec.posteriors,
             frames,
-            rule.keeps_average,
+            rule.has_average,
             stream_shapes,
             number * len(streams),
         )
         with runtime.strategy.stage("denoise"):
-            state, drawn = runtime.call(begin, init, key_data, chunk_noise, schedule, pictures, np.int32(chunk.number))
-            inputs, done = conditioning._replace(**drawn), 0
+            state, sampled_fields = runtime.call(
+                begin, init, key_data, chunk_noise, schedule, pictures, np.int32(chunk.number)
+            )
+            inputs, completed_steps = conditioning._replace(**sampled_fields), 0
             if chunk.count == 1:
                 resumed = observers.notify("resumed", Start(state, phases, facts, arrays, chunk_progress))
-                state, done = next(filter(None, reversed(resumed)), (state, 0))
+                state, completed_steps = next(filter(None, reversed(resumed)), (state, 0))
             monitor = Monitor(
                 observers,
                 chunk,
@@ -221,7 +261,8 @@ def sample_pass(
                 runtime.strategy.executes,
                 settings.dtype,
             )
-            monitor.begin(done)
+            monitor.begin(completed_steps)
+            step_noise = torch_noise and steps_of(torch_noise, spec, schedule, shapes, chunk, noise, number)
             state, memory = denoise(
                 runtime,
                 model,
@@ -231,10 +272,11 @@ def sample_pass(
                 state,
                 monitor,
                 guidance=rule,
-                caches=caches,
+                make_cache=make_cache,
                 batch_guidance=batch_guidance,
-                done=done,
+                completed_steps=completed_steps,
                 memory=memory,
+                step_noise=step_noise,
             )
             static = model.denoiser, frames or spec.latent_shape(settings)[2]
             latents = runtime.call(finish, static, state.x, latents_of(inputs, spec))
@@ -243,33 +285,68 @@ def sample_pass(
         yield latents
 
 
-def given_noise(
+def noise_for_chunk(
     arrays: Mapping[str, np.ndarray], spec: ModelSpec, chunk: Chunk, steps: int, number: int = 0
-) -> GivenNoise:
-    """Select a chunk's part of the provided noise, and of the step noise that of the steps that run.
+) -> NoiseOverrides:
+    """Select the noise of a chunk and of the steps that run.
 
     Args:
-        arrays: Noise by name, of all passes and chunks.
+        arrays: The caller's noise by name, for all passes and chunks.
         spec: The model's spec.
         chunk: The chunk.
-        steps: The number of steps that run; they are the last ones.
+        steps: The number of steps that run, which are the last steps of the schedule.
         number: The number of the pass, from 0.
     """
-    all_, frames = slice(None), slice(chunk.frames.start, chunk.frames.stop)
+    full_axis, frames = slice(None), slice(chunk.frames.start, chunk.frames.stop)
 
     def by_stream(kind: str, *steps: slice) -> dict[str, np.ndarray | None]:
         noise = {name: arrays.get(noise_name(name, kind, number)) for name in (VIDEO, *spec.latent_streams)}
-        parts = {name: (*steps, all_, all_, frames) if name == VIDEO else (*steps,) for name in noise}
-        return {name: x if x is None else x[parts[name]] for name, x in noise.items()}
+        indices = {name: (*steps, full_axis, full_axis, frames) if name == VIDEO else (*steps,) for name in noise}
+        return {name: x if x is None else x[indices[name]] for name, x in noise.items()}
 
-    pictures = {posterior.noise: arrays[posterior.noise] for posterior in spec.posteriors if posterior.noise in arrays}
-    return GivenNoise(by_stream(INITIAL), by_stream(STEP_NOISE, slice(-steps, None)), pictures or None)
+    pictures = {
+        posterior.noise_name: arrays[posterior.noise_name]
+        for posterior in spec.posteriors
+        if posterior.noise_name in arrays
+    }
+    return NoiseOverrides(by_stream(INITIAL), by_stream(STEP_NOISE, slice(-steps, None)), pictures or None)
 
 
-def facts_of(
+def steps_of(
+    torch_noise: TorchNoise,
+    spec: ModelSpec,
+    schedule: Schedule,
+    shapes: Mapping[str, tuple[int, ...]],
+    chunk: Chunk,
+    provided: Mapping[str, np.ndarray],
+    number: int,
+) -> StepNoise | None:
+    """Return the noise of a chunk's steps that a caller did not provide; None if there is none.
+
+    Args:
+        torch_noise: Draws the noise.
+        spec: The model's spec.
+        schedule: The noise levels of the steps.
+        shapes: The shapes of the whole video's noise, by stream.
+        chunk: The chunk.
+        provided: The provided noise by name.
+        number: The number of the pass, from 0.
+    """
+    batch, channels, _, *cells = shapes[VIDEO]
+    chunk_shapes = {**shapes, VIDEO: (batch, channels, len(chunk.frames), *cells)}
+    missing = {
+        name: shape for name, shape in chunk_shapes.items() if noise_name(name, STEP_NOISE, number) not in provided
+    }
+    if not (spec.scheduler.stochastic and missing):
+        return None
+    draws = [spec.scheduler.noise_draws(schedule, index) for index in range(len(schedule.timesteps))]
+    return StepNoise(torch_noise, draws, missing)
+
+
+def origin_facts(
     runtime: Runtime, model: VideoModel[Any], settings: Settings, seeds: Sequence[int], batch_guidance: bool
 ) -> dict[str, object]:
-    """Return everything except arrays that the latents depend on.
+    """Collect everything that determines the latents, except arrays. A saved state of the same video has equal facts.
 
     Args:
         runtime: Networks, devices and strategy.

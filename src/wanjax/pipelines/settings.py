@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of a video, each described once.
+"""The settings of a video, defined once.
 
-The command's options, TOML files, the server's fields, records that are read back and the keywords of the library all
-come from the fields of `Settings`. JAX is not imported here, so that `--help` is quick.
+The fields of `Settings` define the command's options, the keys of TOML files, the server's fields, the entries of a
+video's metadata and the library's keywords. This module does not import JAX, so that `--help` is quick.
 """
 
 import dataclasses
@@ -16,45 +16,55 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args
 
 from wanjax.errors import SettingError, WanjaxError, near_names, repr_short
-from wanjax.figures import quantity
+from wanjax.figures import pluralize
+from wanjax.layers.precision import FLOATS, PRECISIONS
 
 if TYPE_CHECKING:
     from wanjax.pipelines.caching.rules import CacheRule
     from wanjax.pipelines.guidance import GuidanceRule
 
 DTYPES = ("bfloat16", "float32")
-LOADED = ("model", "dtype", "vae_dtype")  # settings that loading decides; a video cannot change them
-RESIZES = ("crop", "pad", "stretch")
-LONGEST_NUMBER = 40  # characters
-LARGEST_SIDE = 16_384  # pixels
-MOST_GUIDANCE = 100  # far beyond use
-MOST_SHIFT = 100  # far beyond use
+LOAD_SETTINGS = (
+    "model",
+    "dtype",
+    "vae_dtype",
+    "precision",
+)  # settings that are fixed when a model is loaded; a video cannot change them
+RESIZE_MODES = ("crop", "pad", "stretch")
+MAX_NUMBER_LENGTH = 40  # characters
+MAX_SIDE = 16_384  # pixels
+MAX_GUIDANCE_SCALE = 100  # far above useful values
+MAX_FLOW_SHIFT = 100  # far above useful values
 SEED_BITS = 64
-SEEDS = re.compile(r"\s*(\d{1,20})(?:\.\.(\d{1,20}))?\s*", re.ASCII)  # one, or from the first to the last
-PIXELS = re.compile(r"\s*(\d{1,6})\s*[x×*]\s*(\d{1,6})\s*", re.IGNORECASE)  # width and height
+SEED_RANGE = re.compile(r"\s*(\d{1,20})(?:\.\.(\d{1,20}))?\s*", re.ASCII)  # a seed, or the first and the last seed
+WIDTH_BY_HEIGHT = re.compile(r"\s*(\d{1,6})\s*[x×*]\s*(\d{1,6})\s*", re.IGNORECASE)  # in pixels
 SIZE_NAME = re.compile(r"\d{1,6}p|portrait|square")
-WAYS = ("official", "diffusers")
-DRAW = -1  # in place of a seed: draw one
-MOST_VIDEOS = 100_000  # of one call or command
-KINDS = {str: "a text in UTF-8", bool: "true or false", int: "a whole number", float: "a finite number"}
+REFERENCE_IMPLEMENTATIONS = ("official", "diffusers")
+SIGMA_SCHEDULES = (*REFERENCE_IMPLEMENTATIONS, "comfy")
+RNGS = ("jax", TORCH := "torch")  # generators of noise
+RANDOM_SEED = -1  # a seed of -1 means: draw a seed at random
+MAX_VIDEOS = 100_000  # the maximum number of videos of one call or command
+TYPE_NAMES = {str: "a text in UTF-8", bool: "true or false", int: "a whole number", float: "a finite number"}
 SomeSettings = TypeVar("SomeSettings", bound="Settings")
 
 
 class Setting(NamedTuple):
-    """A setting: its type, its help, and the values that it may have.
+    """A setting: its type, help text and allowed values.
 
     Args:
-        name: Its name in Python, in TOML files and in requests.
+        name: The name in Python, in TOML files and in requests.
         kind: The type of its values.
-        help: What it does, in a sentence, for the command, the page and `help`.
-        group: The section of the command's help that shows it. None leaves the option out.
-        metavar: What stands for a value in the command's help.
-        least, above, most: The bounds of a number: from, above and at most.
-        choices: The values that it may have, if they are few.
-        usual: A value that a message gives as an example.
-        several: Whether a command takes it more than once.
-        aliases: Its names in other libraries.
-        convert: Returns the value for a text, where that is neither a text nor a number, or for several texts.
+        help: The help text, for the command, the web page and Python's `help`.
+        group: The section of the command's help that lists it; None if the command has no such option.
+        metavar: The placeholder for a value in the command's help.
+        minimum: The lower bound of a number.
+        exclusive_minimum: A lower bound that is not allowed itself.
+        maximum: The upper bound of a number.
+        choices: The allowed values; empty if all values within the bounds are allowed.
+        example: A value that error messages give as an example.
+        multiple: True if a command accepts the option more than once.
+        aliases: The names of this setting in other libraries.
+        convert: A function that parses a text, or several texts, into the value; None for plain texts and numbers.
     """
 
     name: str
@@ -62,28 +72,33 @@ class Setting(NamedTuple):
     help: str = ""
     group: str | None = None
     metavar: str = ""
-    least: float = -math.inf
-    above: float = -math.inf
-    most: float = math.inf
+    minimum: float = -math.inf
+    exclusive_minimum: float = -math.inf
+    maximum: float = math.inf
     choices: tuple[str, ...] = ()
-    usual: Any = None
-    several: bool = False
+    example: Any = None
+    multiple: bool = False
     aliases: tuple[str, ...] = ()
     convert: Callable[[Any], Any] | None = None
 
     @property
-    def allowed(self) -> str:
-        """The values that it may have, in words."""
+    def allowed_values(self) -> str:
+        """The allowed values, in words, for an error message."""
         if self.choices:
             return " or ".join(self.choices)
-        bounds = [f"above {self.above:.15g}"] * (self.above > -math.inf)
-        bounds += [f"from {self.least:.15g} on"] * (self.least > -math.inf)
-        bounds += [f"at most {self.most:.15g}"] * (self.most < math.inf)
-        usual = "" if self.usual is None else f", such as {self.usual}"
-        return " ".join([KINDS[self.kind], *filter(None, [" and ".join(bounds)])]) + usual
+        minimum, maximum = f"{self.minimum:.15g}", f"{self.maximum:.15g}"
+        has_minimum, has_maximum = self.minimum > -math.inf, self.maximum < math.inf
+        if self.exclusive_minimum > -math.inf:
+            bounds = f" above {self.exclusive_minimum:.15g}" + (f" and at most {maximum}" if has_maximum else "")
+        elif has_minimum:
+            bounds = f" from {minimum} to {maximum}" if has_maximum else f" of at least {minimum}"
+        else:
+            bounds = f" of at most {maximum}" if has_maximum else ""
+        example = "" if self.example is None else f", such as {self.example}"
+        return f"{TYPE_NAMES[self.kind]}{bounds}{example}"
 
     def read(self, value: Any) -> Any:
-        """Return a value of Python, NumPy, JSON or TOML as the setting's own type.
+        """Convert a value from Python, NumPy, JSON or TOML to the setting's type.
 
         Raises SettingError for a value of another type or out of range.
         """
@@ -92,20 +107,20 @@ class Setting(NamedTuple):
                 return self.convert(value)
             except WanjaxError as error:
                 raise SettingError(str(error), self.name) from error
-        typed = self._typed(value)
-        within = typed in self.choices if self.choices else typed is not None
-        if isinstance(typed, int | float):
-            within = self.least <= typed <= self.most and self.above < typed < math.inf
-        if not within:
-            raise SettingError(f"{self.name} is given as {repr_short(value)}: give {self.allowed}", self.name)
-        return typed
+        converted = self._convert(value)
+        is_allowed = converted in self.choices if self.choices else converted is not None
+        if isinstance(converted, int | float):
+            is_allowed = self.minimum <= converted <= self.maximum and self.exclusive_minimum < converted < math.inf
+        if not is_allowed:
+            raise SettingError(f"{self.name} must be {self.allowed_values}, got {repr_short(value)}", self.name)
+        return converted
 
     def parse(self, text: Any) -> Any:
-        """Return the value in a text, such as a form's, as the setting's own type; other values as `read` does.
+        """Parse a text, such as a form's field, as the setting's type; convert other values as `read` does.
 
         Raises SettingError for a value of another type or out of range.
         """
-        if not isinstance(text, str) or self.kind is str or len(text) > LONGEST_NUMBER:
+        if not isinstance(text, str) or self.kind is str or len(text) > MAX_NUMBER_LENGTH:
             return self.read(text)
         if self.kind is bool:
             return self.read({"true": True, "1": True, "false": False, "0": False}.get(text.strip().lower(), text))
@@ -113,75 +128,83 @@ class Setting(NamedTuple):
             value = self.kind(text)
         except ValueError:
             value = text
-        return self.read(value)
+        is_number = not isinstance(value, float) or math.isfinite(value)
+        return self.read(value if is_number else text)  # a message quotes the text, such as 1e400
 
-    def _typed(self, value: Any) -> Any:
-        """Return a value as the setting's type; None for a value of another type."""
+    def _convert(self, value: Any) -> Any:
+        """Convert a value to the setting's type; return None for a value of another type."""
         if self.kind is bool:
             return bool(value) if isinstance(value, bool) or str(getattr(value, "dtype", "")) == "bool" else None
         if self.kind is int:
-            return whole(value)
+            return to_int(value)
         if self.kind is float:
             return float(value) if not isinstance(value, bool) and isinstance(value, Real) else None
-        return str(value) if is_text(value) else None  # not of a subclass, such as that of `extend_prompt`
+        return str(value) if is_text(value) else None  # a plain str, not a subclass such as `ExtendedPrompt`
 
 
 ALLOW_EMPTY = Setting("allow_empty_prompt", bool)
-"""The field of a request that makes an empty prompt no mistake: most of them are a variable that was not set."""
+"""The field of a request that permits an empty prompt. By default an empty prompt is an error, because it is usually a
+mistake, such as a shell variable that is not set."""
 
 
-def setting(help: str = "", *, default: Any = dataclasses.MISSING, **more: Any) -> Any:
-    """Return a field of settings: its help, its default if every model has the same, and other fields of `Setting`."""
-    return field(default=default, metadata={"help": help, **more})
+def setting(help: str = "", *, default: Any = dataclasses.MISSING, **attributes: Any) -> Any:
+    """Define a field of the dataclass `Settings`.
+
+    Args:
+        help: The help text.
+        default: The default of all models. Without it, each model sets its own default.
+        attributes: Other fields of `Setting`.
+    """
+    return field(default=default, metadata={"help": help, **attributes})
 
 
-def _cache(value: Any) -> "CacheRule":
+def _parse_cache_rule(value: Any) -> "CacheRule":
     from wanjax.pipelines.caching.rules import cache_rule  # imported late for a quick --help
 
     return cache_rule(value)
 
 
 def read_lines(value: Any) -> str:
-    """Return a text or a list of texts as the lines of one text; raise WanjaxError for other values."""
+    """Join a list of texts to one text, one line each; leave a text as it is; raise WanjaxError for other values."""
     texts = value if isinstance(value, list | tuple) else [value]
     if not all(map(is_text, texts)):
-        raise WanjaxError(f"later prompts are given as {repr_short(value)}: give a text, or a list of texts")
+        raise WanjaxError(f"the prompts of later windows must be a text or a list of texts, got {repr_short(value)}")
     lines = texts[0].splitlines() if len(texts) == 1 else [" ".join(text.splitlines()) for text in texts]
     return "\n".join(line.strip() for line in lines if line.strip())
 
 
-def _rule(value: Any) -> "GuidanceRule":
+def _parse_guidance_rule(value: Any) -> "GuidanceRule":
     from wanjax.pipelines.guidance import guidance_rule  # imported late for a quick --help
 
     return guidance_rule(value)
 
 
 def read_seed(value: Any) -> int:
-    """Return a seed, or DRAW for "random" and -1; raise WanjaxError for other values."""
-    number = DRAW if isinstance(value, str) and value == "random" else whole(value)
-    if number is None or not (number == DRAW or 0 <= number < 2**SEED_BITS):
+    """Check a seed; return RANDOM_SEED for "random" and -1; raise WanjaxError for other values."""
+    number = RANDOM_SEED if isinstance(value, str) and value == "random" else to_int(value)
+    if number is None or not (number == RANDOM_SEED or 0 <= number < 2**SEED_BITS):
         raise WanjaxError(
-            f"the seed is given as {repr_short(value)}: give a whole number from 0 to 2^{SEED_BITS} - 1, or random, "
-            "which draws one"
+            f"the seed must be a whole number from 0 to 2^{SEED_BITS} - 1, or random or -1 to draw one, "
+            f"got {repr_short(value)}"
         )
     return number
 
 
 def read_seeds(text: str) -> list[int]:
-    """Return the seeds of a list such as "1,5,8..11"; raise WanjaxError for another, and for too many of them."""
-    ranges = [_range(part, text) for part in text.split(",")]
-    if (total := sum(each.stop - each.start for each in ranges)) > MOST_VIDEOS:
-        raise WanjaxError(f"the seeds {text[:80]} are {total:,} where {MOST_VIDEOS:,} are the most")
-    return [read_seed(seed) for seed in dict.fromkeys(seed for some in ranges for seed in some)]
+    """Parse a list of seeds such as "1,5,8..11"; raise WanjaxError if it is malformed or too long."""
+    ranges = [_parse_seed_range(part, text) for part in text.split(",")]
+    if (total := sum(each_range.stop - each_range.start for each_range in ranges)) > MAX_VIDEOS:
+        raise WanjaxError(f"{text[:80]} lists {total:,} seeds: give at most {MAX_VIDEOS:,} seeds")
+    return [read_seed(seed) for seed in dict.fromkeys(seed for each_range in ranges for seed in each_range)]
 
 
-def _range(part: str, text: str) -> range:
-    """Return the seeds of a part of a list; raise WanjaxError where it is none."""
-    if (bounds := SEEDS.fullmatch(part)) is None:
-        raise WanjaxError(f"the seeds {text[:80]!r} are no list of whole numbers such as 1,5,8..11")
-    first, last = int(bounds[1]), int(bounds[2] or bounds[1])
+def _parse_seed_range(part: str, text: str) -> range:
+    """Parse one item of a list of seeds: a seed, or a range of seeds. Raise WanjaxError if it is malformed."""
+    if (match := SEED_RANGE.fullmatch(part)) is None:
+        raise WanjaxError(f"seeds must be a list of whole numbers and ranges such as 1,5,8..11, got {text[:80]!r}")
+    first, last = int(match[1]), int(match[2] or match[1])
     if last < first:
-        raise WanjaxError(f"the seeds {part.strip()} end before they begin: {last}..{first} are in order")
+        raise WanjaxError(f"the range of seeds {part.strip()} runs backwards: give {last}..{first}")
     return range(first, last + 1)
 
 
@@ -189,108 +212,131 @@ def _range(part: str, text: str) -> range:
 class Settings:
     """The settings of a video.
 
-    The defaults are those that a model's authors recommend; None stands for a setting that a model does not have.
+    The defaults are the values that the model's authors recommend. A setting that a model does not have is None.
     `size` is (height, width) in pixels.
     """
 
     model: str = setting(aliases=("pretrained_model_name_or_path",))
     prompt: str
-    original_prompt: str = setting("The prompts that a language model extended, one in a line.", default="")
+    original_prompt: str = setting("The prompts before a language model extended them, one per line.", default="")
     negative_prompt: str = setting(
         "What the video should not show.", group="text", metavar="TEXT", aliases=("negative", "n_prompt")
     )
-    height: int = setting("Height in pixels.", group="shape", metavar="N", most=LARGEST_SIDE)
-    width: int = setting("Width in pixels.", group="shape", metavar="N", most=LARGEST_SIDE)
+    height: int = setting("Height in pixels.", group="shape", metavar="N", maximum=MAX_SIDE)
+    width: int = setting("Width in pixels.", group="shape", metavar="N", maximum=MAX_SIDE)
     frames: int = setting(
-        "Number of frames.", group="shape", metavar="4n+1", most=100_000, aliases=("num_frames", "frame_num", "length")
+        "Number of frames.",
+        group="shape",
+        metavar="4n+1",
+        maximum=100_000,
+        aliases=("num_frames", "frame_num", "length"),
     )
     windows: int = setting(
-        "Make a longer video of N windows, each of so many frames and begun from the last frames of the one before. "
-        "For models that take a first picture or a control clip. Window n has the seed of the first plus n - 1.",
-        default=1, group="windows", metavar="N", least=1, most=1000,
+        "Make a longer video of N windows, each of the given number of frames. A window starts from the last frames of "
+        "the previous one, so the model must take a first image or a control clip. Window n uses the seed plus n - 1.",
+        default=1, group="windows", metavar="N", minimum=1, maximum=1000,
     )  # fmt: skip
     overlap: int = setting(
-        "Frames that a window takes over from the one before: 1 as its first picture, more for a control clip.",
-        default=1, group="windows", metavar="N", least=1,
+        "Number of frames that a window shares with the previous one: 1 as its first image, more in a control clip.",
+        default=1, group="windows", metavar="N", minimum=1,
     )  # fmt: skip
     then: str = setting(
-        "What the next window shows, if not the same. Give it again for later windows, or a line for each.",
-        default="", convert=read_lines, several=True, group="windows", metavar="TEXT",
+        "Prompt of the next window; by default the prompt stays the same. Repeat the option for later windows, or give "
+        "one line per window.",
+        default="", convert=read_lines, multiple=True, group="windows", metavar="TEXT",
     )  # fmt: skip
-    fps: int = setting("Frames a second.", group="denoising", metavar="N", least=1, aliases=("frame_rate",))
+    fps: int = setting("Frames per second.", group="denoising", metavar="N", minimum=1, aliases=("frame_rate",))
     steps: int = setting(
-        "Denoising steps.",
-        group="denoising", metavar="N", least=1, most=1_000_000, usual=50,
+        "Number of denoising steps.",
+        group="denoising", metavar="N", minimum=1, maximum=1_000_000,
         aliases=("num_inference_steps", "sample_steps", "num_steps"),
     )  # fmt: skip
     guidance_scale: float = setting(
-        "How far to go from the negative prompt to the prompt; 1 is no guidance.",
-        group="denoising", metavar="X", least=0, most=MOST_GUIDANCE, usual=5,
+        "Strength of classifier-free guidance, away from the negative prompt and towards the prompt; 1 turns it off.",
+        group="denoising", metavar="X", minimum=0, maximum=MAX_GUIDANCE_SCALE, example=5,
         aliases=("cfg", "cfg_scale", "guide_scale"),
     )  # fmt: skip
     guidance_scale_2: float | None = setting(
-        "The same for the second of two experts, which takes the steps of low noise; if missing, the first's.",
-        default=None, group="denoising", metavar="X", least=0, most=MOST_GUIDANCE, usual=3,
+        "Guidance scale of the second expert, which runs the steps at low noise.  [default: the first expert's]",
+        default=None, group="denoising", metavar="X", minimum=0, maximum=MAX_GUIDANCE_SCALE, example=3,
     )  # fmt: skip
     boundary: float | None = setting(
-        "The noise level, from 1 to 0, at which the second expert takes over.",
-        default=None, group="denoising", metavar="X", least=0, most=1, usual=0.875, aliases=("boundary_ratio",),
+        "Noise level at which the second expert takes over; noise levels fall from 1 to 0.",
+        default=None, group="denoising", metavar="X", minimum=0, maximum=1, example=0.875, aliases=("boundary_ratio",),
+    )  # fmt: skip
+    boundary_step: int | None = setting(
+        "Number of steps that the first expert takes, whatever the noise level, in place of --boundary; 0 leaves the "
+        "choice to it.",
+        default=None, group="denoising", metavar="N", minimum=0, maximum=1_000_000, example=2,
+        aliases=("boundary_step_index",),
     )  # fmt: skip
     strength: float = setting(
-        "How far to go away from the clip that the video begins from: the share of the steps that are taken.",
-        group="denoising", metavar="X", above=0, most=1, usual=0.8, aliases=("denoise",),
+        "How much to change the input video that the new video starts from: the fraction of the steps that run.",
+        group="denoising", metavar="X", exclusive_minimum=0, maximum=1, example=0.8, aliases=("denoise",),
     )  # fmt: skip
     dynamic_guidance: bool | None = setting(
-        "Let the guidance scale follow a cosine over the steps, for models that support it.",
+        "Vary the guidance scale over the steps along a cosine, for models that support it.",
         default=None, group="denoising", aliases=("use_dynamic_cfg",),
     )  # fmt: skip
     guidance_rule: "GuidanceRule" = setting(  # noqa: RUF009
-        "Guide by another rule: cfg-zero, apg, or nag, which uses the negative prompt even at a guidance scale of 1. "
-        "Settings follow a colon, as in nag:scale=11; none is the default.",
-        default="none", convert=_rule, group="denoising", metavar="NAME",
+        "Rule that replaces classifier-free guidance: cfg-zero, apg, or nag, which uses the negative prompt even at a "
+        "guidance scale of 1. Parameters follow a colon, as in nag:scale=11.  [default: none]",
+        default="none", convert=_parse_guidance_rule, group="denoising", metavar="NAME",
     )  # fmt: skip
     flow_shift: float | None = setting(
-        "Shift the steps to high noise, above 1.",
-        default=None, group="denoising", metavar="X", above=0, most=MOST_SHIFT, usual=5,
+        "Shift of the noise schedule; above 1, more steps run at high noise.",
+        default=None, group="denoising", metavar="X", exclusive_minimum=0, maximum=MAX_FLOW_SHIFT, example=5,
         aliases=("shift", "sample_shift"),
     )  # fmt: skip
     follow: str = setting(
-        "Which reference to match where the model's authors and diffusers differ.  [default: official]",
-        default="official", group="denoising", choices=WAYS,
+        "Implementation to match where the model's authors (official) and diffusers differ.  [default: official]",
+        default="official", group="denoising", choices=REFERENCE_IMPLEMENTATIONS,
     )  # fmt: skip
     sigmas: str | None = setting(
-        "The same for the noise levels alone.  [default: the way that is followed]",
-        default=None, group="denoising", choices=WAYS,
+        "Implementation to match in the noise levels only; comfy is ComfyUI's schedule simple.  [default: the value of "
+        "--follow]",
+        default=None, group="denoising", choices=SIGMA_SCHEDULES,
     )  # fmt: skip
     cache: "CacheRule" = setting(  # noqa: RUF009
-        "Reuse values of earlier steps in some steps, which is faster and changes the video: magcache, teacache, "
-        "easycache, deepcache or guidance. Settings follow a colon, as in magcache:0.06,2,0.2 or "
-        "teacache:0.1,mode=plain; auto is the best for the model, none the default.",
-        default="none", convert=_cache, group="denoising", metavar="NAME",
+        "Reuse results of earlier steps, which is faster and changes the video: magcache, teacache, easycache, "
+        "deepcache or guidance. Parameters follow a colon, as in magcache:0.06,2,0.2 or teacache:0.1,mode=plain; auto "
+        "selects the best cache for the model.  [default: none]",
+        default="none", convert=_parse_cache_rule, group="denoising", metavar="NAME",
     )  # fmt: skip
     seed: int = setting(
-        "Seed of the noise; random or -1 draws one, which the metadata keeps.  [default: 42]",
-        convert=read_seed, group="denoising", metavar="N", usual=42,
+        "Seed of the noise; random or -1 draws one and stores it in the metadata.  [default: 42]",
+        convert=read_seed, group="denoising", metavar="N", example=42,
+    )  # fmt: skip
+    rng: str = setting(
+        "Generator of the noise. torch draws the numbers of torch's generator on a CPU, as ComfyUI does, and diffusers "
+        "with generator=torch.Generator().manual_seed(N). The numbers of a generator on a card cannot be repeated.  "
+        "[default: jax]",
+        default="jax", group="denoising", choices=RNGS,
     )  # fmt: skip
     dtype: str = setting(
-        "What the networks compute in, bfloat16 or float32.  [default: float32 on a CPU, else as the weights are kept]",
+        "Data type in which the networks compute.  [default: float32 on a CPU, otherwise the type of the weights]",
         group="compute", choices=DTYPES, metavar="DTYPE", aliases=("torch_dtype",),
     )  # fmt: skip
     vae_dtype: str = setting(
-        "What the autoencoder computes in; bfloat16 is faster and needs less memory.",
+        "Data type in which the autoencoder computes; bfloat16 is faster and needs less memory.",
         default="float32", group="compute", choices=DTYPES, metavar="DTYPE",
     )  # fmt: skip
+    precision: str = setting(
+        "Round the transformer's weights to 8 bits. int8 and fp8 also round the inputs of matrix products; "
+        "int8-weights and fp8-weights do not.  [default: none, or as the checkpoint is stored]",
+        default=FLOATS.name, group="compute", choices=tuple(PRECISIONS), metavar="NAME",
+    )  # fmt: skip
     resize: str = setting(
-        "How to bring pictures of other proportions to the video's size.", group="pictures", choices=RESIZES
+        "How to fit pictures of other proportions to the video's size.", group="pictures", choices=RESIZE_MODES
     )
 
     def __post_init__(self) -> None:
-        """Read each value as its setting's type; raise WanjaxError for one that is of another or out of range."""
-        if original := getattr(self.prompt, "original", ""):  # of `extend_prompt`
-            object.__setattr__(self, "original_prompt", original)
-        for name, field_setting in schema(type(self)).items():
+        """Convert each value to its setting's type; raise WanjaxError for a value of another type or out of range."""
+        if original_prompt := getattr(self.prompt, "original", ""):  # of `extend_prompt`
+            object.__setattr__(self, "original_prompt", original_prompt)
+        for name, one_setting in schema(type(self)).items():
             if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, field_setting.read(value))
+                object.__setattr__(self, name, one_setting.read(value))
 
     @property
     def size(self) -> tuple[int, int]:
@@ -298,8 +344,8 @@ class Settings:
 
     @property
     def length(self) -> int:
-        """The frames of the whole video, of all its windows."""
-        return length_of(self.frames, self.windows, self.overlap)
+        """The number of frames of the whole video, with all windows."""
+        return total_frames(self.frames, self.windows, self.overlap)
 
     @property
     def prompts(self) -> list[str]:
@@ -309,127 +355,144 @@ class Settings:
 
     @property
     def guidance_scales(self) -> tuple[float, ...]:
-        """The guidance scales that occur in a video's steps."""
+        """The guidance scale of each expert."""
         return tuple(scale for scale in (self.guidance_scale, self.guidance_scale_2) if scale is not None)
 
     @property
     def guided(self) -> bool:
-        """True where some step also runs the negative prompt."""
+        """True if at least one step also runs the negative prompt."""
         return max(self.guidance_scales) > 1
 
     @property
     def split(self) -> bool:
-        """True where it helps that a mesh splits the two prompts of a step."""
-        return self.guided and not self.cache.apart
+        """True if a mesh may run the two prompts of a step on different devices."""
+        return self.guided and not self.cache.needs_separate_forwards
 
     def to_json(self) -> dict[str, Any]:
-        """Return the settings that the model has, as JSON."""
+        """Convert the settings to JSON, without the settings that the model does not have."""
         values = {name: getattr(self, name) for name in schema(type(self))}
         return {k: v if isinstance(v, int | float | str) else str(v) for k, v in values.items() if v is not None}
 
     def updated(self: SomeSettings, values: Mapping[str, Any]) -> SomeSettings:
-        """Return these settings with the given values; ignore unknown names and values that are None.
-
-        Raises WanjaxError for a value of another type or out of range.
+        """Return a copy with some settings replaced. Unknown names and values that are None are ignored.
 
         Args:
             values: Values by name.
+
+        Raises:
+            WanjaxError: A value has another type or is out of range.
         """
         names = schema(type(self))
         return dataclasses.replace(self, **{k: v for k, v in values.items() if k in names and v is not None})
 
     def check(self, *, spatial: int, temporal: int) -> None:
-        """Raise WanjaxError unless sizes and the number of frames fit a model.
+        """Raise WanjaxError unless the size and the number of frames fit a model.
 
         Args:
-            spatial: Pixels that each side has to be a multiple of.
-            temporal: Frames are this many times n, plus 1.
+            spatial: Height and width must be multiples of this number of pixels.
+            temporal: The number of frames must be `temporal`·n + 1.
         """
         check_shape(self.height, self.width, self.frames, spatial=spatial, temporal=temporal)
 
     @property
-    def strong_steps(self) -> int:
-        """The number of steps that a given video takes; raises WanjaxError where it is 0."""
+    def steps_with_strength(self) -> int:
+        """The number of steps that run when the video starts from an input video; raises WanjaxError if it is 0."""
         if not (steps := int(self.steps * self.strength)):
-            least = math.ceil(1000 / self.steps) / 1000
+            min_strength = math.ceil(1000 / self.steps) / 1000
             raise WanjaxError(
-                f"a strength of {self.strength} takes none of {quantity(self.steps, 'step')}: {least} takes one"
+                f"a strength of {self.strength} leaves none of {pluralize(self.steps, 'step')}: give at least "
+                f"{min_strength}"
             )
         return steps
 
 
-def length_of(frames: int, windows: int = 1, overlap: int = 1) -> int:
-    """Return the frames of a whole video; each window after the first adds its frames after the overlap."""
+def total_frames(frames: int, windows: int = 1, overlap: int = 1) -> int:
+    """Count the frames of a whole video. Each window after the first adds its frames minus the overlap."""
     return frames + (windows - 1) * (frames - overlap)
 
 
 @cache
-def schema(kind: type[Settings]) -> Mapping[str, Setting]:
-    """Return the settings that a class has, by name, in their order."""
-    return {x.name: Setting(x.name, _kind(x.type), **x.metadata) for x in dataclasses.fields(kind)}
+def schema(settings_type: type[Settings]) -> Mapping[str, Setting]:
+    """Return the settings that a class defines, by name, in the order of their definition."""
+    return {x.name: Setting(x.name, _value_type(x.type), **x.metadata) for x in dataclasses.fields(settings_type)}
 
 
-def _kind(annotation: Any) -> type:
-    """Return the type of a field's values, `str` for one that a text names."""
+def _value_type(annotation: Any) -> type:
+    """Return the type of a field's values.
+
+    For a step cache or a guidance rule it is `str`, because users give it as text.
+    """
     kind = next(iter(get_args(annotation)), annotation)
-    return kind if kind in KINDS else str
+    return kind if kind in TYPE_NAMES else str
 
 
 def check_shape(height: int, width: int, frames: int, *, spatial: int, temporal: int) -> None:
     """Raise SettingError unless height and width are multiples of `spatial`, and frames are `temporal`·n + 1."""
     for name, pixels in (("height", height), ("width", width)):
         if pixels <= 0 or pixels % spatial:
-            legal = _neighbours(pixels, spatial, 0)
-            raise SettingError(f"the {name} {pixels} is not a multiple of {spatial} above 0: give {legal}", name)
+            valid = _nearest_valid(pixels, spatial, 0)
+            raise SettingError(f"the {name} must be a multiple of {spatial} above 0, got {pixels}: give {valid}", name)
     if frames <= 0 or (frames - 1) % temporal:
-        legal = _neighbours(frames, temporal, 1)
-        raise SettingError(f"{frames} frames are not of the form {temporal}n + 1: give {legal}", "frames")
+        valid = _nearest_valid(frames, temporal, 1)
+        raise SettingError(f"the number of frames must be {temporal}n + 1, got {frames}: give {valid}", "frames")
 
 
-def sides(size: Any, sizes: Mapping[str, tuple[int, int]]) -> dict[str, int]:
-    """Return the height and width of a size: (height, width), WIDTHxHEIGHT, or the name of one of a model's `sizes`.
+def parse_size(size: Any, sizes: Mapping[str, tuple[int, int]]) -> dict[str, int]:
+    """Convert a size to the settings `height` and `width`.
 
-    Raises WanjaxError for any other value.
+    Args:
+        size: (height, width), a text WIDTHxHEIGHT, or a name in `sizes`.
+        sizes: The model's sizes, (height, width) by name.
+
+    Raises:
+        WanjaxError: The size has none of these forms.
     """
-    pair = (pixels(size) or sizes.get(size)) if isinstance(size, str) else size
+    pair = (parse_pixels(size) or sizes.get(size)) if isinstance(size, str) else size
     if pair is None:
-        named = ", ".join(sizes)
         height, width = next(iter(sizes.values()), (480, 832))
         raise SettingError(
-            f"{repr_short(size)} is no size of the model: give {named}, or pixels such as {width}x{height}", "size"
+            f"the model has no size {repr_short(size)}: give {', '.join(sizes)}, or pixels such as {width}x{height}",
+            "size",
         )
     if isinstance(pair, tuple | list) and len(pair) == 2:
-        height, width = (whole(n) for n in pair)
+        height, width = (to_int(side) for side in pair)
         if height is not None and width is not None:
             return {"height": height, "width": width}
-    raise WanjaxError(f"size is given as {repr_short(size)}: give (height, width), such as (480, 832)")
+    raise WanjaxError(f"size must be (height, width), such as (480, 832), got {repr_short(size)}")
 
 
-def pixels(text: str) -> tuple[int, int] | None:
-    """Return the height and width of a size such as 832x480, width first; None for another text."""
-    match = PIXELS.fullmatch(text)
+def parse_pixels(text: str) -> tuple[int, int] | None:
+    """Parse a size such as 832x480, width first, to (height, width); return None for any other text."""
+    match = WIDTH_BY_HEIGHT.fullmatch(text)
     return (int(match[2]), int(match[1])) if match else None
 
 
 def read_size(text: str) -> tuple[int, int] | str:
-    """Return the height and width of a size such as 832x480, or the name of a size as it is; raise SettingError."""
-    if (size := pixels(text)) is None and not SIZE_NAME.fullmatch(text):
-        names = "or a name that the model has, such as square"
-        message = f"size is given as {repr_short(text)}: give WIDTHxHEIGHT, such as 832x480, {names}"
-        raise SettingError(message, "size")
+    """Parse a size such as 832x480 to (height, width). Return the name of a size unchanged.
+
+    Raise SettingError otherwise.
+    """
+    if (size := parse_pixels(text)) is None and not SIZE_NAME.fullmatch(text):
+        forms = "WIDTHxHEIGHT, such as 832x480, or the name of a size, such as square"
+        raise SettingError(f"size must be {forms}, got {repr_short(text)}", "size")
     return size or text
 
 
-def no_setting(name: str, model: str | None, settings: Iterable[str]) -> WanjaxError:
-    """Return the error for a setting that a model does not have; `settings` are the names of those that it has."""
-    near = [f"did you mean {one}?" for one in near_names(name, settings, 1)] or [
-        "leave it out, or choose a model that has it"
-    ]
-    return WanjaxError(f"{name} is no setting of {model}: {near[0]}")
+def missing_setting(name: str, model: str | None, settings: Iterable[str]) -> WanjaxError:
+    """Create the error for a setting that a model does not have.
+
+    Args:
+        name: The setting.
+        model: The model.
+        settings: The names of the model's settings.
+    """
+    similar = near_names(name, settings, 1)
+    advice = f"did you mean {similar[0]}?" if similar else "leave it out, or choose a model that has it"
+    return WanjaxError(f"{model} has no setting {name}: {advice}")
 
 
-def whole(value: Any) -> int | None:
-    """Return a whole number of Python or NumPy as an int, and None for any other value."""
+def to_int(value: Any) -> int | None:
+    """Convert an integer of Python or NumPy to an int; return None for any other value."""
     try:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -437,7 +500,7 @@ def whole(value: Any) -> int | None:
 
 
 def is_text(text: Any) -> bool:
-    """Return whether a value is a text in UTF-8; a command line may hold bytes that are not."""
+    """Return True if a value is a text that UTF-8 can encode; a command line may hold other bytes."""
     if not isinstance(text, str):
         return False
     try:
@@ -447,7 +510,7 @@ def is_text(text: Any) -> bool:
     return True
 
 
-def _neighbours(value: int, unit: int, offset: int) -> str:
-    """Return the nearest legal values of an illegal one, as text."""
-    below = (value - offset) // unit * unit + offset
-    return f"{below} or {below + unit}" if below > 0 else f"{unit if offset == 0 else offset}"
+def _nearest_valid(value: int, unit: int, offset: int) -> str:
+    """Name the valid values that are nearest to an invalid value."""
+    lower = (value - offset) // unit * unit + offset
+    return f"{lower} or {lower + unit}" if lower > 0 else f"{unit if offset == 0 else offset}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny decoders from files of TAEHV: in place of a model's own decoder, or for previews."""
+"""Tiny decoders from TAEHV files. A tiny decoder replaces a model's own decoder, or makes previews."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,58 +25,77 @@ from wanjax.sharding import Partitioner
 
 @dataclass(frozen=True)
 class DecoderFile:
-    """A .pth or .safetensors file with a decoder of TAEHV, of whose tensors the shapes have been read.
+    """A .pth or .safetensors file with a TAEHV decoder, and the decoder's config.
 
-    A decoder computes in float32 and keeps its weights so, as the models' own do.
+    A tiny decoder stores its weights and computes in float32, like the models' own decoders.
     """
 
     file: Path
     config: TinyDecoderConfig
 
     @classmethod
-    def of(cls, file: str | Path, channels: int) -> "DecoderFile":
-        """Read the sizes of a decoder of latents with this number of channels; raise WanjaxError for another file."""
-        opened = open_tensors(file)
-        specs = {name: spec for name, spec in opened.specs.items() if name.startswith("decoder.")}
+    def read(cls, file: str | Path, channels: int) -> "DecoderFile":
+        """Read the config of a decoder from the shapes in its file.
+
+        Args:
+            file: The file.
+            channels: The number of channels of the model's latents.
+
+        Raises:
+            WanjaxError: The file has no decoder for such latents.
+        """
+        tensors_file = open_tensors(file)
+        specs = {name: spec for name, spec in tensors_file.specs.items() if name.startswith("decoder.")}
         try:
             config = taehv.config_of(specs)
             if config.latent_channels != channels:
                 raise WanjaxError(
-                    f"it decodes latents of {config.latent_channels} channels, and the model's have {channels}"
+                    f"it decodes latents of {config.latent_channels} channels, but the model's have {channels}"
                 )
         except WanjaxError as error:
             raise WanjaxError(f"{file} is no tiny decoder for this model: {error}") from error
         return cls(Path(file).expanduser(), config)
 
     @classmethod
-    def in_place_of(cls, vae: Any, file: str | Path) -> "DecoderFile":
-        """Read the sizes of a decoder that can take the place of a VAE's, by its config; raise WanjaxError else."""
-        decoder = cls.of(file, vae.latent_channels)
-        for name, what in (("spatial_factor", "pixels of a side"), ("temporal_factor", "frames")):
-            factor, right = getattr(decoder.config, name), getattr(vae, name)
-            if factor != right:
-                mismatch = f"it makes {factor} {what} of a latent cell, and the model's own makes {right}"
+    def replacing(cls, vae: Any, file: str | Path) -> "DecoderFile":
+        """Read the config of a decoder that replaces the decoder of an autoencoder.
+
+        Args:
+            vae: The config of the autoencoder.
+            file: The file.
+
+        Raises:
+            WanjaxError: The decoder and the autoencoder differ in the size of their frames.
+        """
+        decoder = cls.read(file, vae.latent_channels)
+        for name, unit in (("spatial_factor", "pixels per side"), ("temporal_factor", "frames")):
+            factor, vae_factor = getattr(decoder.config, name), getattr(vae, name)
+            if factor != vae_factor:
+                mismatch = f"it decodes a latent cell to {factor} {unit}, but the model's own decoder to {vae_factor}"
                 raise WanjaxError(f"{file} is no tiny decoder for this model: {mismatch}")
         return decoder
 
     def shapes(self, partitioner: Partitioner) -> TinyDecoder:
-        """Return the decoder as shapes with shardings."""
+        """Return the decoder with shapes and shardings in place of arrays."""
         return with_shardings(_shapes(self.config), partitioner)
 
     def load(self, partitioner: Partitioner) -> TinyDecoder:
-        """Return the decoder; raise WanjaxError for tensors that are missing, left over or of another shape."""
-        return self._loaded(self.shapes(partitioner), lambda tensors: tensors)
+        """Load the decoder; raise WanjaxError if a tensor is missing, unknown or of another shape."""
+        return self._load(self.shapes(partitioner), lambda tensors: tensors)
 
-    def for_previews(self) -> TinyDecoder:
-        """Return the decoder on JAX's default device, with one frame for each latent frame; raise as `load`."""
-        last = self.config._replace(frame_factors=(1,) * len(self.config.frame_factors))
-        return self._loaded(_shapes(last), taehv.last_frames)
+    def load_for_previews(self) -> TinyDecoder:
+        """Load the decoder for previews, with one frame per latent frame, onto JAX's default device.
 
-    def _loaded(self, shapes: TinyDecoder, cut: Callable[[Any], Any]) -> TinyDecoder:
-        opened = open_tensors(self.file)
-        names = [name for name in opened.specs if name.startswith("decoder.")]
+        Raises the errors of `load`.
+        """
+        config = self.config._replace(frame_factors=(1,) * len(self.config.frame_factors))
+        return self._load(_shapes(config), taehv.last_frames)
+
+    def _load(self, shapes: TinyDecoder, select: Callable[[Any], Any]) -> TinyDecoder:
+        tensors_file = open_tensors(self.file)
+        names = [name for name in tensors_file.specs if name.startswith("decoder.")]
         try:
-            tensors = Tensors(cut({name: opened.read(name) for name in names}))
+            tensors = Tensors(select({name: tensors_file.read(name) for name in names}))
             return modules.load(shapes, taehv.rules(), tensors)
         except WanjaxError as error:
             raise WanjaxError(f"{self.file} is no tiny decoder for this model: {error}") from error
@@ -87,11 +106,11 @@ def _shapes(config: TinyDecoderConfig) -> TinyDecoder:
     return as_shapes(lambda rngs: make(rngs=rngs))
 
 
-TALLEST = 256  # pixels of a picture's height, which decide how many levels double it
+MAX_PREVIEW_HEIGHT = 256  # in pixels: fewer levels of the decoder double the size if the preview would be larger
 
 
-class TinyPictures:
-    """Pictures of latents by a tiny decoder, computed on JAX's default device."""
+class TinyDecoderPreview:
+    """Previews of latents by a tiny decoder, computed on JAX's default device."""
 
     def __init__(self, network: TinyDecoder):
         self.network = network
@@ -99,19 +118,24 @@ class TinyPictures:
 
         @jax.jit
         def decode(weights: Any, latents: jax.Array) -> jax.Array:
-            return decode_pictures(nnx.merge(graphdef, weights), latents, TALLEST)
+            return decode_pictures(nnx.merge(graphdef, weights), latents, MAX_PREVIEW_HEIGHT)
 
         self._decode = decode
 
     def pictures(self, latents: Float[Array | np.ndarray, "B C T H W"]) -> UInt8[np.ndarray, "B T _H _W 3"]:
-        """Return a picture of each latent frame of each video."""
+        """Decode one picture for each latent frame of each video."""
         pictures = self._decode(self._weights, jnp.asarray(np.asarray(latents), jnp.float32))
         return np.round(255 * np.asarray(pictures)).astype(np.uint8)
 
 
-def read_tiny_decoder(file: str | Path, channels: int) -> TinyPictures:
-    """Read a decoder of TAEHV from a .pth or .safetensors file, for latents with this number of channels.
+def read_tiny_decoder(file: str | Path, channels: int) -> TinyDecoderPreview:
+    """Load a TAEHV decoder for previews.
 
-    Raises WanjaxError if it is not one, or if it is that of other latents.
+    Args:
+        file: A .pth or .safetensors file.
+        channels: The number of channels of the latents.
+
+    Raises:
+        WanjaxError: The file has no decoder for such latents.
     """
-    return TinyPictures(DecoderFile.of(file, channels).for_previews())
+    return TinyDecoderPreview(DecoderFile.read(file, channels).load_for_previews())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces of runs: the programs that a run calls, in order, without loading weights or computing anything."""
+"""Traces of runs: the programs that a run calls, in order. Tracing loads no weights and computes nothing."""
 
 from collections.abc import Sequence, Sized
 from dataclasses import replace
@@ -15,31 +15,40 @@ from wanjax.execution import Trace
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines.components import bytes_of
-from wanjax.pipelines.memory import PROCESS, check_held, is_small
+from wanjax.pipelines.memory import MIN_PROCESS_BYTES, check_memory, surely_fits
 from wanjax.pipelines.model import Conditioning
 from wanjax.pipelines.noise_inputs import VIDEO
 from wanjax.pipelines.request import PreparedRequest
-from wanjax.pipelines.run import Loaded, Run
+from wanjax.pipelines.run import LoadedPipeline, Run
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.tokenizer import TokenBatch
 from wanjax.pricing.live_bytes import min_live_bytes
 
 
 def trace_programs(
-    pipe: Loaded,
+    pipe: LoadedPipeline,
     settings: Settings,
     pictures: Pictures | None = None,
     *,
     tiling: Tiling | None = None,
     batch_guidance: bool = False,
-    room: int | None = None,
+    memory: int | None = None,
 ) -> Trace:
     """Trace a run that makes a video: encode, denoise and decode.
 
-    The keywords are those of `Pipeline.videos`; `room` is the `memory` of `Components.abstract`. Each program's entry
-    has the bytes of the loaded networks that are not among its arguments.
+    Args:
+        pipe: The pipeline.
+        settings: The settings of the video.
+        pictures: The images and clips of the video.
+        tiling: The tiling for encoding and decoding.
+        batch_guidance: Whether both prompts run in one forward.
+        memory: The memory of a device in bytes, as in `Components.abstract`. None means that memory never runs out.
+
+    Returns:
+        The trace. The entry of a program also counts the bytes of loaded networks that are not arguments of the
+        program.
     """
-    trace, traced_pipe = _traced(pipe, room)
+    trace, traced_pipe = _traced(pipe, memory)
     for _, frames in Run(
         traced_pipe, [PreparedRequest(settings)], pictures, tiling=tiling, batch_guidance=batch_guidance
     ):
@@ -48,60 +57,65 @@ def trace_programs(
     return trace
 
 
-def _traced(pipe: Loaded, room: int | None = None) -> tuple[Trace, Loaded]:
-    """Return a trace, and a pipeline whose calls it records."""
-    components = pipe.runtime.components.abstract(room)
+def _traced(pipe: LoadedPipeline, memory: int | None = None) -> tuple[Trace, LoadedPipeline]:
+    """Return an empty trace, and a pipeline that records its calls in the trace."""
+    components = pipe.runtime.components.abstract(memory)
 
     @cache
     def weight_bytes(network: nnx.Module) -> tuple[int, int]:
         return id(jax.tree.leaves(network)[0]), bytes_of(network)
 
     def resident_bytes(arguments: object) -> int:
-        """Return the bytes of the networks that are loaded but not among the arguments of a call."""
-        passed = {id(x) for x in jax.tree.leaves(arguments)}
-        return sum(size for weight, size in map(weight_bytes, components.networks()) if weight not in passed)
+        """Count the bytes of the loaded networks that are not arguments of a call."""
+        argument_ids = {id(x) for x in jax.tree.leaves(arguments)}
+        return sum(size for weight, size in map(weight_bytes, components.networks()) if weight not in argument_ids)
 
     trace = Trace(resident_bytes)
-    return trace, pipe.under(trace, components)
+    return trace, pipe.with_strategy(trace, components)
 
 
-def check_making(
-    pipe: Loaded,
+def check_run_memory(
+    pipe: LoadedPipeline,
     settings: Settings,
     pictures: Pictures | None = None,
     *,
     tiling: Tiling | None = None,
     batch_guidance: bool = False,
 ) -> None:
-    """Raise WanjaxError if the programs of a video need more than this machine's memory, before any is compiled.
+    """Before compiling anything, raise WanjaxError if the programs of a video need more than this machine's memory.
 
-    Decoding is checked first, since that needs no download. The checks of the other stages download the configs that
-    they need; the video needs them in any case. The arguments are those of `trace_programs`.
+    Decoding is checked first, because its check downloads nothing. The other checks may download configs, which the run
+    needs anyway. The arguments are those of `trace_programs`.
     """
     if _is_small(pipe, settings.size, settings.frames):
         return
     window_settings = replace(settings, windows=1, then="")  # all windows need the same memory
-    check_decoding(pipe, pipe.model.spec.latent_shape(window_settings), tiling=tiling)
+    check_decode_memory(pipe, pipe.model.spec.latent_shape(window_settings), tiling=tiling)
     pictures = pictures or needed_pictures(pipe, window_settings)
-    _check(
-        window_settings,
-        trace_programs(pipe, window_settings, pictures, tiling=tiling, batch_guidance=batch_guidance, room=0),
-    )
+    trace = trace_programs(pipe, window_settings, pictures, tiling=tiling, batch_guidance=batch_guidance, memory=0)
+    _check_peak(window_settings, trace)
 
 
-def check_encoding(pipe: Loaded, settings: Settings, pictures: Pictures, *, tiling: Tiling | None = None) -> None:
+def check_encode_memory(
+    pipe: LoadedPipeline, settings: Settings, pictures: Pictures, *, tiling: Tiling | None = None
+) -> None:
     """Raise WanjaxError if encoding images and clips needs more than this machine's memory.
 
     The arguments are those of `trace_programs`.
     """
     if pictures and not _is_small(pipe, settings.size, settings.frames):
-        trace, traced_pipe = _traced(pipe, room=0)
+        trace, traced_pipe = _traced(pipe, memory=0)
         Run(traced_pipe, [PreparedRequest(settings)], pictures, tiling=tiling).encode()
-        _check(settings, trace)
+        _check_peak(settings, trace)
 
 
-def check_denoising(
-    pipe: Loaded, conditioning: Conditioning, settings: Settings, *, videos: int = 1, batch_guidance: bool = False
+def check_denoise_memory(
+    pipe: LoadedPipeline,
+    conditioning: Conditioning,
+    settings: Settings,
+    *,
+    videos: int = 1,
+    batch_guidance: bool = False,
 ) -> None:
     """Raise WanjaxError if the steps of a video need more than this machine's memory.
 
@@ -113,14 +127,14 @@ def check_denoising(
         batch_guidance: As in `Pipeline.denoise`.
     """
     if not _is_small(pipe, settings.size, settings.frames * videos):
-        trace, traced_pipe = _traced(pipe, room=0)
+        trace, traced_pipe = _traced(pipe, memory=0)
         run = Run(traced_pipe, [PreparedRequest(settings)], batch_guidance=batch_guidance)
         for _ in run.latents(conditioning, settings, [0] * videos):
             pass
-        _check(settings, trace)
+        _check_peak(settings, trace)
 
 
-def check_decoding(pipe: Loaded, shape: Sequence[int], *, tiling: Tiling | None = None) -> None:
+def check_decode_memory(pipe: LoadedPipeline, shape: Sequence[int], *, tiling: Tiling | None = None) -> None:
     """Raise WanjaxError if decoding needs more than this machine's memory.
 
     Args:
@@ -135,47 +149,53 @@ def check_decoding(pipe: Loaded, shape: Sequence[int], *, tiling: Tiling | None 
         return
     spec, settings = pipe.model.spec, replace(pipe.defaults, height=height, width=width, frames=frames)
 
-    def shaped(shape: Sequence[int]) -> jax.ShapeDtypeStruct:
+    def abstract(shape: Sequence[int]) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(tuple(shape), jnp.float32, sharding=pipe.runtime.partitioner.replicated)
 
-    trace, traced_pipe = _traced(pipe, room=0)
-    latents = shaped(shape if not spec.chunk_frames else (*shape[:2], spec.chunk_frames, *shape[3:]))
-    others = {name: shaped(one) for name, one in spec.stream_shapes(settings).items()}
-    for _ in Run(traced_pipe, [], tiling=tiling).frames([{VIDEO: latents, **others} if others else latents]):
+    trace, traced_pipe = _traced(pipe, memory=0)
+    latents = abstract(shape if not spec.chunk_frames else (*shape[:2], spec.chunk_frames, *shape[3:]))
+    streams = {name: abstract(stream_shape) for name, stream_shape in spec.stream_shapes(settings).items()}
+    for _ in Run(traced_pipe, [], tiling=tiling).frames([{VIDEO: latents, **streams} if streams else latents]):
         pass
-    _check(settings, trace)
+    _check_peak(settings, trace)
 
 
-def _is_small(pipe: Loaded, size: tuple[int, int], frames: int) -> bool:
-    """Return whether no check is needed: nothing is executed, or the video certainly fits."""
+def _is_small(pipe: LoadedPipeline, size: tuple[int, int], frames: int) -> bool:
+    """Return True if no check is needed: the video certainly fits, or the run is only traced."""
     sizes = pipe.runtime.components.sizes
-    return not (pipe.runtime.strategy.executes and sizes) or is_small(size, frames, max(sizes.values()))
+    return not (pipe.runtime.strategy.executes and sizes) or surely_fits(size, frames, max(sizes.values()))
 
 
 def peak_bytes(trace: Trace) -> tuple[int, str]:
-    """Return the minimum bytes that a traced run needs at its peak, and the stage of the peak.
+    """Return a lower bound of a traced run's peak bytes, and the stage of that peak.
 
-    They are those of a program, the networks loaded besides it, and the process. A run that was traced with a `room` of
-    0 keeps no network that can be freed for another.
+    The bytes are the sum for a program, the other loaded networks, and the process. A run that was traced with a
+    `memory` of 0 frees every network as soon as it needs another network.
     """
-    each = [(min_live_bytes(one.instance.lowering) + one.resident_bytes, one.stage) for one in trace.programs]
-    held, stage = max(each, default=(0, ""))
-    return held + PROCESS, stage
+    program_bytes = [
+        (min_live_bytes(entry.traced_program.lowering) + entry.resident_bytes, entry.stage) for entry in trace.programs
+    ]
+    peak, stage = max(program_bytes, default=(0, ""))
+    return peak + MIN_PROCESS_BYTES, stage
 
 
-def _check(settings: Settings, trace: Trace) -> None:
-    check_held(settings, *peak_bytes(trace))
+def _check_peak(settings: Settings, trace: Trace) -> None:
+    check_memory(settings, *peak_bytes(trace))
 
 
-def needed_pictures(pipe: Loaded, settings: Settings) -> Pictures:
-    """Return blank images and clips in the video's size for all inputs that the model requires."""
-    page = np.zeros((*settings.size, 3), np.uint8)
-    blank = {"image": page, "images": (page,), "clip": (clip := np.stack([page] * settings.frames)), "mask": clip}
-    return Pictures(**{one.name: blank[one.kind] for one in pipe.model.spec.inputs if one.required})
+def needed_pictures(pipe: LoadedPipeline, settings: Settings) -> Pictures:
+    """Create blank images and clips in the video's size for all inputs that the model requires."""
+    image = np.zeros((*settings.size, 3), np.uint8)
+    clip = np.stack([image] * settings.frames)
+    blank = {"image": image, "images": (image,), "clip": clip, "mask": clip}
+    return Pictures(**{spec.name: blank[spec.kind] for spec in pipe.model.spec.inputs if spec.required})
 
 
-class NoTokenizer:
-    """A tokenizer for plans, which have none: each prompt has a given length and number of real tokens."""
+class PlaceholderTokenizer:
+    """A tokenizer for plans, which load no tokenizer.
+
+    Every prompt gets the same length and number of real tokens.
+    """
 
     pad_id = 0
 
@@ -183,21 +203,21 @@ class NoTokenizer:
         self.length, self.tokens, self.backend = length, tokens, self
 
     def tokenize(self, texts: Sequence[str], length: int | None = None) -> TokenBatch:
-        """Return tokens 0 for each text."""
+        """Return a row of zeros as the tokens of each text."""
         shape = len(texts), length or self.length
         mask = np.broadcast_to(np.arange(shape[1]) < self.tokens, shape)
         return TokenBatch(np.zeros(shape, np.int32), mask, (None,) * len(texts))
 
     def encode(self, text: str) -> Any:
-        """Return no tokens, as the tokenizer's backend."""
+        """Return an encoding without tokens, as a placeholder for the encoding of the tokenizer's backend."""
         return type("Encoding", (), {"ids": ()})
 
 
-class NoProcessor:
-    """An image processor for plans: it returns blank images of the encoder's size."""
+class PlaceholderImageProcessor:
+    """An image processor for plans, which returns blank images of the encoder's size."""
 
     def __init__(self, size: int):
         self.size = size
 
-    def __call__(self, images: Sized, **how: object) -> np.ndarray:
+    def __call__(self, images: Sized, **options: object) -> np.ndarray:
         return np.zeros((len(images), self.size, self.size, 3), np.float32)

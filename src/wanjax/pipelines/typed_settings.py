@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of a call as typed keywords, written from `Settings` by `python -m tests.support.typed_settings`."""
+"""The settings of a call as typed keywords. `python -m tests.support.typed_settings` writes this file."""
 
 from collections.abc import Sequence
 from typing import TypedDict
@@ -9,7 +9,7 @@ from wanjax.pipelines.guidance import GuidanceRule
 
 
 class SettingsKeywords(TypedDict, total=False):
-    """The settings that a call may give; None is the model's default. `size` is (height, width) or a name."""
+    """The settings of a call. None is the model's default. `size` is (height, width), a text or a name."""
 
     size: tuple[int, int] | str | None
     height: int | None
@@ -23,6 +23,7 @@ class SettingsKeywords(TypedDict, total=False):
     guidance_scale: float | None
     guidance_scale_2: float | None
     boundary: float | None
+    boundary_step: int | None
     strength: float | None
     dynamic_guidance: bool | None
     guidance_rule: GuidanceRule | str | None
@@ -31,3 +32,4 @@ class SettingsKeywords(TypedDict, total=False):
     sigmas: str | None
     cache: CacheRule | str | None
     seed: int | str | None
+    rng: str | None

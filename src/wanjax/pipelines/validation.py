@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of the inputs of a pipeline's stages: images, arrays and settings."""
 
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from inspect import signature
 from typing import Any, NamedTuple
 
 import jax
@@ -10,19 +11,66 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from wanjax.errors import SettingError, WanjaxError, repr_short
-from wanjax.execution import refuse_traced
+from wanjax.execution import reject_tracer
+from wanjax.layers.precision import Precision
 from wanjax.layers.tiling import Tiling
-from wanjax.media.stage_files import VIDEO_SHAPE
+from wanjax.media.stage_files import VIDEO_SHAPE_TENSOR
 from wanjax.pipelines.settings import DTYPES, Settings
 
 Shape = tuple[int | None, ...]  # None for any size
 
 
 def check_prompt(prompt: Any) -> str:
-    """Return a prompt; raise SettingError if it is None, which for other settings means the default."""
+    """Return a prompt; raise SettingError if it is None. For other settings, None means the default."""
     if prompt is None:
-        raise SettingError('prompt is None: give a text, or "" for a video from no prompt', "prompt")
+        raise SettingError('prompt must be a text, got None: give "" for a video without a prompt', "prompt")
     return prompt
+
+
+def check_prompt_list(prompts: Any) -> Iterable[Any]:
+    """Return a list of prompts; raise WanjaxError for one prompt, and for a value of another type."""
+    if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):  # a text is a sequence of letters
+        raise WanjaxError(f"prompts must be a list, got {repr_short(prompts)}: call pipe(prompt) for one prompt")
+    return prompts
+
+
+def check_text(prompt: Any) -> str:
+    """Return a prompt; raise WanjaxError if it is not a text."""
+    if not isinstance(prompt, str):
+        raise WanjaxError(f"the prompt must be a text, got {repr_short(prompt)}: give one, such as 'a red circle'")
+    return prompt
+
+
+def check_settings_type(settings: Any) -> None:
+    """Raise WanjaxError unless a value is `Settings`."""
+    if not isinstance(settings, Settings):
+        raise WanjaxError(
+            f"settings must be a wanjax.Settings, got {repr_short(settings)}: pipe.settings() returns one"
+        )
+
+
+def check_function(function: Any, name: str, *arguments: str) -> None:
+    """Raise WanjaxError unless a value is None or a function that takes these arguments.
+
+    Args:
+        function: The value.
+        name: The name of the keyword whose value it is.
+        arguments: Words for each argument of the function, such as "a Step".
+    """
+    if function is None:
+        return
+    takes = f"{name} must be a function that takes {' and '.join(arguments)}"
+    if not callable(function):
+        raise WanjaxError(f"{takes}, got {repr_short(function)}")
+    try:
+        parameters = signature(function)
+    except (TypeError, ValueError):  # a function written in C has no signature
+        return
+    try:
+        parameters.bind(*arguments)
+    except TypeError as error:
+        count = "one argument" if len(arguments) == 1 else f"{len(arguments)} arguments"
+        raise WanjaxError(f"{takes}, got one with the parameters {parameters}: write it with {count}") from error
 
 
 def on_host(pictures: Any) -> Any:
@@ -31,39 +79,41 @@ def on_host(pictures: Any) -> Any:
     Raises WanjaxError for an array that is being traced.
     """
     if isinstance(pictures, jax.Array):
-        refuse_traced(pictures)
+        reject_tracer(pictures)
         return np.asarray(pictures)
     return [on_host(x) for x in pictures] if isinstance(pictures, list | tuple | Generator) else pictures
 
 
 def check_noise(noise: Any, expected: tuple[int, ...], name: str = "noise") -> None:
     """Raise WanjaxError unless noise is a float array of the expected shape."""
-    _check_floats(f"the {name} is", noise, f"an array {list(expected)}")
+    _check_floats(f"the {name}", noise, f"an array {list(expected)}")
     if noise.shape != expected:
-        raise WanjaxError(f"the {name} has the shape {list(noise.shape)} where this video needs {list(expected)}")
+        raise WanjaxError(f"the {name} of this video must have the shape {list(expected)}, got {list(noise.shape)}")
 
 
 def check_latents(latents: Any, channels: int) -> None:
     """Raise WanjaxError unless latents are a float array for one video with this number of channels."""
-    expected = f"one video's [1, {channels}, T, H, W]"
-    _check_floats("the latents are", latents, expected)
+    expected = f"[1, {channels}, T, H, W]"
+    _check_floats("the latents", latents, f"an array {expected}")
     batch, count, *sides = latents.shape if latents.ndim == 5 else (0, 0, 0)
     if (batch, count) != (1, channels) or 0 in sides:
-        raise WanjaxError(f"the latents have the shape {list(latents.shape)}: give {expected}")
+        raise WanjaxError(f"the latents of one video must have the shape {expected}, got {list(latents.shape)}")
 
 
-def check_streams(latents: Any, others: Collection[str], model: str) -> None:
+def check_streams(latents: Any, extra_streams: Collection[str], model: str) -> None:
     """Raise WanjaxError unless latents are a mapping with the model's streams, or one array if it has only one."""
     streams = sorted(latents) if isinstance(latents, Mapping) else []
-    if streams != (expected := sorted(["video", *others]) if others else []):
-        names, wanted = (" and ".join(names) or "one array" for names in (streams, expected))
-        raise WanjaxError(f"the latents are {names}, and those of {model} are {wanted}: give what denoise returns")
+    if streams != (expected := sorted(["video", *extra_streams]) if extra_streams else []):
+        actual_streams, model_streams = (" and ".join(names) or "one array" for names in (streams, expected))
+        raise WanjaxError(
+            f"the latents of {model} must be {model_streams}, got {actual_streams}: give the output of denoise"
+        )
 
 
 def check_conditioning_type(conditioning: Any, kind: type) -> None:
-    """Raise WanjaxError unless this is the output of `encode` of the same kind of model."""
+    """Raise WanjaxError unless a value is the output of `encode` of the same kind of model."""
     if not isinstance(conditioning, kind):
-        raise WanjaxError(f"{repr_short(conditioning)} is given to denoise: give the {kind.__name__} of `encode`")
+        raise WanjaxError(f"denoise needs the {kind.__name__} of `encode`, got {repr_short(conditioning)}")
 
 
 class FieldShape(NamedTuple):
@@ -78,108 +128,125 @@ class FieldShape(NamedTuple):
     optional: bool = False
 
 
-def check_conditioning(conditioning: Any, shapes: Mapping[str, FieldShape], model: str, purpose: str) -> None:
+def check_conditioning(conditioning: Any, shapes: Mapping[str, FieldShape], model: str, task: str) -> None:
     """Raise WanjaxError unless the fields of `encode`'s output fit a video.
 
     Args:
-        conditioning: A named tuple. Fields without a default belong to prompts: features [B S E] must be floats, masks
-            [B S] may have any type. Fields with a default belong to images, and must be None unless `shapes` has them.
+        conditioning: A named tuple. Fields without a default belong to prompts: features [B S E] must be floats, and
+            masks [B S] may have any type. Fields with a default belong to images. Each must be None unless `shapes` has
+            its name.
         shapes: The expected shapes, by field.
         model: The model's name.
-        purpose: The model's task.
+        task: The model's task.
     """
     for name, expected in shapes.items():
         array = getattr(conditioning, name)
         if array is None and not expected.optional:
-            raise WanjaxError(f"there is no {name}, which {purpose} needs: encode the pictures with the prompt")
-        features = len(expected.shape) > 2 and name not in conditioning._field_defaults
-        if array is None or (_fits(array.shape, expected.shape) and not (features and not _is_floats(array))):
+            raise WanjaxError(f"{name} is missing, which {task} needs: encode the pictures with the prompt")
+        is_features = len(expected.shape) > 2 and name not in conditioning._field_defaults
+        if array is None or (
+            _shape_matches(array.shape, expected.shape) and not (is_features and not _is_floats(array))
+        ):
             continue
-        wanted = ", ".join("any" if n is None else str(n) for n in expected.shape)
+        expected_shape = ", ".join("any" if n is None else str(n) for n in expected.shape)
         if name in conditioning._field_defaults:
             raise WanjaxError(
-                f"the {name} has the shape {list(array.shape)} where this video needs [{wanted}]: encode again, with "
-                "the size and the frames of the video"
+                f"the {name} of this video must have the shape [{expected_shape}], got {list(array.shape)}: encode "
+                "again, with the size and the frames of the video"
             )
+        kind = "floats " * is_features
         raise WanjaxError(
-            f"the {name} are {array.dtype} {list(array.shape)} where {model} has {'floats ' * features}[{wanted}]: "
-            "they were made with another model"
+            f"the {name} of {model} must be {kind}[{expected_shape}], got {array.dtype} {list(array.shape)}: "
+            "encode the prompt with this model"
         )
     for name in conditioning._field_defaults:
-        if getattr(conditioning, name) is not None and name not in (*shapes, VIDEO_SHAPE):
-            raise WanjaxError(f"{name} is given, which {purpose} has no use for: encode the prompt alone")
+        if getattr(conditioning, name) is not None and name not in (*shapes, VIDEO_SHAPE_TENSOR):
+            raise WanjaxError(f"{name} is set, but {task} does not use it: encode the prompt alone")
 
 
 def _is_floats(array: Any) -> bool:
     return jnp.issubdtype(array.dtype, jnp.floating)
 
 
-def _fits(shape: tuple[int, ...], expected: Shape) -> bool:
+def _shape_matches(shape: tuple[int, ...], expected: Shape) -> bool:
     return len(shape) == len(expected) and all(b in (a, None) for a, b in zip(shape, expected, strict=True))
 
 
 def check_frames(frames: Any) -> None:
-    """Raise WanjaxError unless frames are an array, or a list of arrays of one shape, of bytes or floats."""
-    listed = isinstance(frames, Sequence) and not isinstance(frames, str | bytes)
-    arrays: list[Any] = list(frames) if listed else [frames]
-    rank = 3 if listed else 4
+    """Raise WanjaxError unless frames are an array, or a list of arrays of one shape, in uint8 or floats."""
+    is_list = isinstance(frames, Sequence) and not isinstance(frames, str | bytes)
+    arrays: list[Any] = list(frames) if is_list else [frames]
+    rank = 3 if is_list else 4
     expected = "uint8 [T, H, W, 3], or floats from 0 to 1"
     if not arrays or not all(isinstance(x, np.ndarray | jax.Array) for x in arrays):
-        raise WanjaxError(f"{repr_short(frames)} is given as frames: give {expected}")
+        raise WanjaxError(f"frames must be {expected}, got {repr_short(frames)}")
     for array in arrays:
-        refuse_traced(array)
+        reject_tracer(array)
     first = arrays[0]
-    bytes_or_floats = first.dtype == jnp.uint8 or jnp.issubdtype(first.dtype, jnp.floating)
-    if first.ndim != rank or first.shape[-1] != 3 or not bytes_or_floats:
-        raise WanjaxError(f"{first.dtype} {list(first.shape)} is given as frames: give {expected}")
+    is_bytes_or_floats = first.dtype == jnp.uint8 or jnp.issubdtype(first.dtype, jnp.floating)
+    if first.ndim != rank or first.shape[-1] != 3 or not is_bytes_or_floats:
+        raise WanjaxError(f"frames must be {expected}, got {first.dtype} {list(first.shape)}")
     if any(x.shape != first.shape for x in arrays):
-        raise WanjaxError("the frames have different sizes: all frames of a video have the same size")
+        raise WanjaxError("all frames of a video must have the same size, got different sizes")
 
 
 def check_tiling(tiling: Any, vae: Any, unit: int | None = None) -> Tiling | None:
-    """Complete a tiling for an autoencoder; return None for whole frames.
+    """Fill in the defaults of a tiling for an autoencoder; return None for no tiling.
 
-    Raises WanjaxError for anything else, and for tiles that are not multiples of `unit` pixels (None: a latent pixel).
+    Raises WanjaxError for another type, and for tiles that are not multiples of `unit` pixels. If `unit` is None, it is
+    the size of a latent cell.
     """
     if not isinstance(tiling, Tiling | None):
-        raise WanjaxError(f"the tiling is given as {repr_short(tiling)}: give wanjax.Tiling()")
+        raise WanjaxError(f"tiling must be a wanjax.Tiling() or None, got {repr_short(tiling)}")
     return tiling and tiling.completed(vae.tiling, unit or vae.spatial_factor)
 
 
 def check_strength(settings: Settings, *, video: bool, starts_from_video: bool) -> None:
-    """Raise SettingError for a strength without a video, or with a model that does not start from one."""
-    strength = f"a strength of {settings.strength} is given"
+    """Raise SettingError for a strength without an input video, or for a model that always starts from noise."""
     if not video:
         raise SettingError(
-            f"{strength} without a video to begin from: give video (--video) too, or no strength", "strength"
+            f"a strength of {settings.strength} needs an input video: give a video too, or no strength",
+            "strength",
         )
     if not starts_from_video:
-        why = f"{settings.model} is only guided by a video, it begins from noise: leave it out"
-        raise SettingError(f"{strength} and {why}", "strength")
+        raise SettingError(
+            f"a strength of {settings.strength} has no effect on {settings.model}, which starts from noise and uses "
+            "the video as a control signal: leave the strength out",
+            "strength",
+        )
 
 
 def check_loaded(loaded: Settings, requested: Mapping[str, Any]) -> None:
-    """Raise WanjaxError if the requested model or dtype differs from the loaded one."""
+    """Raise WanjaxError if the requested model, dtype or precision differs from the loaded one."""
     if (model := requested.get("model")) not in (None, loaded.model):
         raise WanjaxError(f"this pipeline was loaded as {loaded.model}: wanjax.load({str(model)!r}) loads that model")
-    for role in requested.keys() - {"model"}:
+    if (precision := requested.get("precision")) not in (None, loaded.precision):
+        precision = Precision.of(precision)
+        other = f"wanjax.load({loaded.model!r}, precision={str(precision)!r})"
+        raise WanjaxError(f"this pipeline was loaded with the precision {loaded.precision}: {other} loads one with it")
+    for role in requested.keys() - {"model", "precision"}:
         name, loaded_name = dtype_name(requested[role], role), getattr(loaded, role)
         if name not in (None, loaded_name):
-            other = f"wanjax.load({loaded.model!r}, {role}={name!r})"
-            raise WanjaxError(f"this pipeline was loaded in {loaded_name}: {other} loads one in {name}")
+            load_call = f"wanjax.load({loaded.model!r}, {role}={name!r})"
+            raise WanjaxError(f"this pipeline was loaded in {loaded_name}: {load_call} loads one in {name}")
 
 
-def _check_floats(what: str, x: Any, expected: str) -> None:
+def _check_floats(subject: str, x: Any, expected: str) -> None:
     if not isinstance(x, np.ndarray | jax.Array):
-        raise WanjaxError(f"{what} given as {repr_short(x)}: give {expected}")
+        raise WanjaxError(f"{subject} must be {expected}, got {repr_short(x)}")
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise WanjaxError(f"{what} {x.dtype}: give floats")
+        raise WanjaxError(f"{subject} must be floats, got {x.dtype}")
 
 
 def dtype_name(dtype: DTypeLike | None, role: str = "dtype") -> str | None:
-    """Return the name of a dtype, given as a name or as a JAX or NumPy dtype; None for None.
+    """Return the name of a dtype; return None for None.
 
-    Raises WanjaxError, with `role` as the dtype's name, for a dtype that is not in `DTYPES`.
+    Args:
+        dtype: A name, or a dtype of JAX or NumPy.
+        role: The name of the argument, for the error.
+
+    Raises:
+        WanjaxError: The dtype is not in `DTYPES`.
     """
     if dtype is None:
         return None
@@ -188,5 +255,5 @@ def dtype_name(dtype: DTypeLike | None, role: str = "dtype") -> str | None:
     except (TypeError, ValueError):
         name = str(dtype)
     if name not in DTYPES:
-        raise WanjaxError(f"the {role} {name} is not offered: {' and '.join(DTYPES)} are")
+        raise WanjaxError(f"the {role} {name} is not supported: use {' or '.join(DTYPES)}")
     return name

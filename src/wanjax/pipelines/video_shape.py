@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shape of the video that pictures were encoded for, which goes with them from `encode` to `denoise`.
+"""The shape of the video for which pictures are encoded. `encode` passes the shape to `denoise` along with the latents.
 
-Latents alone do not tell it: five latent frames of a control clip may be two references and three of the video.
+The latents' shape is not enough: five latent frames may be two reference pictures and three frames of a control clip.
 """
 
 from collections.abc import Mapping
@@ -10,16 +10,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from wanjax.errors import WanjaxError
-from wanjax.figures import quantity
+from wanjax.figures import pluralize
 from wanjax.media.pictures import Pictures
-from wanjax.media.stage_files import VIDEO_SHAPE
+from wanjax.media.stage_files import VIDEO_SHAPE_TENSOR
 from wanjax.pipelines.settings import Settings
 
 
 class VideoShape(NamedTuple):
     """The shape of a video in frames and pixels, and the number of its reference pictures.
 
-    A family's conditioning holds it in the field `VIDEO_SHAPE`, as integers [1 4]; None where no picture was encoded.
+    The conditioning of a family stores it in the field `VIDEO_SHAPE_TENSOR` as integers [1 4], or None without
+    pictures.
     """
 
     frames: int
@@ -28,46 +29,50 @@ class VideoShape(NamedTuple):
     references: int = 0
 
     def __str__(self) -> str:
-        references = f" and {quantity(self.references, 'reference')}" if self.references else ""
-        return f"{self.width}x{self.height}, {quantity(self.frames, 'frame')}{references}"
+        references = f" and {pluralize(self.references, 'reference')}" if self.references else ""
+        return f"{self.width}x{self.height}, {pluralize(self.frames, 'frame')}{references}"
 
     def check(self, settings: Settings) -> None:
-        """Raise WanjaxError unless a video of these settings has this size and these frames."""
+        """Raise WanjaxError if the settings have another size or number of frames."""
         shape = VideoShape(settings.frames, *settings.size)
         if self[:3] != shape[:3]:
             raise WanjaxError(
-                f"the pictures were encoded for {self}, and {shape} are to be denoised: encode them again for these, "
-                "or leave the size and the frames out"
+                f"the pictures were encoded for {self}, but the video is {shape}: encode them again, or do not set the "
+                "size and the frames"
             )
 
 
-def with_shape(fields: Mapping[str, Any], kind: type[Any], pictures: Pictures, settings: Settings) -> Mapping[str, Any]:
-    """Return encoded pictures with the shape that they were encoded for.
+def add_shape(
+    fields: Mapping[str, Any], conditioning_type: type[Any], pictures: Pictures, settings: Settings
+) -> Mapping[str, Any]:
+    """Add the video's shape to the fields of encoded pictures.
 
     Args:
-        fields: The fields of `kind` that pictures became.
-        kind: The type of a family's conditioning.
-        pictures: What was encoded.
-        settings: Those of the video.
+        fields: The fields of the conditioning that belong to pictures.
+        conditioning_type: The type of the family's conditioning.
+        pictures: The pictures.
+        settings: The settings of the video.
     """
-    if not fields or VIDEO_SHAPE not in kind._fields:
+    if not fields or VIDEO_SHAPE_TENSOR not in conditioning_type._fields:
         return fields
     shape = VideoShape(settings.frames, *settings.size, len(pictures.picture_list("references")))
-    return {**fields, VIDEO_SHAPE: np.array([shape], np.int32)}
+    return {**fields, VIDEO_SHAPE_TENSOR: np.array([shape], np.int32)}
 
 
 def encoded_shape(conditioning: Any) -> VideoShape | None:
-    """Return the shape that pictures were encoded for; None where it is unknown.
+    """Return the shape of the video for which pictures were encoded; None if it is unknown.
 
     Raises:
-        WanjaxError: The field holds anything but one shape.
+        WanjaxError: The field does not hold exactly one shape.
     """
-    field = getattr(conditioning, VIDEO_SHAPE, None)
+    field = getattr(conditioning, VIDEO_SHAPE_TENSOR, None)
     if field is None:
         return None
     rows = np.asarray(field)
-    well_formed = rows.ndim == 2 and rows.shape[1] == len(VideoShape._fields) and np.issubdtype(rows.dtype, np.integer)
-    if not (well_formed and len(rows) and (rows == rows[0]).all() and (rows[0][:3] > 0).all() and rows[0][3] >= 0):
-        right = f"one row of {', '.join(VideoShape._fields)}"
-        raise WanjaxError(f"{VIDEO_SHAPE} is {rows.dtype} {list(rows.shape)}, not {right}: encode the pictures again")
+    is_table = rows.ndim == 2 and rows.shape[1] == len(VideoShape._fields) and np.issubdtype(rows.dtype, np.integer)
+    if not (is_table and len(rows) and (rows == rows[0]).all() and (rows[0][:3] > 0).all() and rows[0][3] >= 0):
+        expected = f"one row of {', '.join(VideoShape._fields)}"
+        raise WanjaxError(
+            f"{VIDEO_SHAPE_TENSOR} must be {expected}, got {rows.dtype} {list(rows.shape)}: encode the pictures again"
+        )
     return VideoShape(*map(int, rows[0]))

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long videos of several windows. Each window has the model's usual length, and starts from the last frames before it.
+"""Long videos of several windows.
+
+Each window has the model's usual length, and starts from the last frames of the previous window.
 
     for each window:
-        encode the last frames of the window before, as its first image or as the known part of a control clip
+        encode the last frames of the previous window, as its first image or as the known part of a control clip
         denoise and decode it, with its own prompt and seed
-        return its new frames, with the seam faded
+        yield its new frames, with the seam faded
 
-Windows are joined by frames, not by latents: the autoencoders are causal, and encode a window's first frame as a single
-image. The autoencoder's loss shows as a faint jump of the whole frame at each seam; `fade_seam` spreads it.
+Windows share frames, not latents: the autoencoders are causal, and encode the first frame of a window as a single
+image. The autoencoder's loss shows as a faint jump of the whole frame at each seam. `fade_seam` spreads the jump over
+several frames.
 """
 
 from dataclasses import replace
@@ -17,18 +20,18 @@ import numpy as np
 from jaxtyping import UInt8
 
 from wanjax.errors import SettingError
-from wanjax.figures import quantity
-from wanjax.media.pictures import Clip, Pictures, fit
+from wanjax.figures import pluralize
+from wanjax.media.pictures import Clip, Pictures, fit_to_size
 from wanjax.pipelines.settings import SEED_BITS, Settings
 
-PICTURE, CONTROL = "image", "video"  # the input that carries frames over from the window before
+PICTURE, CONTROL = "image", "video"  # the input that receives the last frames of the previous window
 GREY = 127  # the colour of unknown frames
 FADING = 4  # the number of frames over which the jump at a seam fades
-NO_MOTION = 16.0  # of 255: much larger differences are motion
+MAX_JUMP = 16.0  # in pixel values from 0 to 255; much larger differences are motion, which is not faded
 
 
 class Window(NamedTuple):
-    """A window: its number from 0, the number of windows, and its settings as a video of its own."""
+    """A window: its number from 0, the number of windows, and the settings for the window as a video of its own."""
 
     number: int
     count: int
@@ -40,7 +43,7 @@ class Window(NamedTuple):
 
 
 def windows_of(settings: Settings) -> list[Window]:
-    """Return the windows of a video, each with its prompt and its own seed, so that no noise repeats."""
+    """Return the windows of a video. Each window has its own prompt and its own seed, so that no noise repeats."""
     window_settings = replace(settings, windows=1, then="")
     return [
         Window(
@@ -52,64 +55,73 @@ def windows_of(settings: Settings) -> list[Window]:
     ]
 
 
-def check_windows(settings: Settings, continued_by: str | None) -> None:
-    """Raise WanjaxError if a model cannot make these windows; `continued_by` is `ModelSpec.continued_by`."""
+def check_windows(settings: Settings, continuation_input: str | None) -> None:
+    """Raise WanjaxError if a model cannot make these windows, given its `ModelSpec.continuation_input`."""
     if (count := 1 + len(settings.then.splitlines())) > settings.windows:
-        few = f"{quantity(count, 'prompt')} are given for {quantity(settings.windows, 'window')}"
-        raise SettingError(f"{few}: give as many windows, or more", "windows")
+        problem = f"{pluralize(count, 'prompt')} are given for {pluralize(settings.windows, 'window')}"
+        raise SettingError(f"{problem}: give at least {count} windows", "windows")
     if settings.windows == 1:
         return
-    if continued_by is None:
-        why = f"{settings.model} makes no windows that go on from each other"
-        raise SettingError(f"{why}: a model that takes a first picture alone, or a control clip, does", "windows")
-    if settings.overlap > 1 and continued_by == PICTURE:
-        why = f"{settings.model} goes on from one picture, and an overlap of {settings.overlap} frames is given"
-        raise SettingError(f"{why}: give 1", "overlap")
+    if continuation_input is None:
+        problem = f"{settings.model} cannot continue a video in several windows"
+        raise SettingError(f"{problem}: choose a model that takes a first picture or a control clip", "windows")
+    if settings.overlap > 1 and continuation_input == PICTURE:
+        problem = f"{settings.model} continues from one picture, got an overlap of {settings.overlap} frames"
+        raise SettingError(f"{problem}: give an overlap of 1", "overlap")
     if settings.overlap >= settings.frames:
-        why = f"windows of {quantity(settings.frames, 'frame')} that overlap by {settings.overlap}"
-        raise SettingError(f"{why} add nothing: give more frames, or a smaller overlap", "overlap")
+        problem = f"windows of {pluralize(settings.frames, 'frame')} with an overlap of {settings.overlap}"
+        raise SettingError(f"{problem} add no frames: give more frames, or a smaller overlap", "overlap")
 
 
 def check_single_window(settings: Settings, what: str) -> None:
-    """Raise WanjaxError if a single stage is called with several windows; only a whole run handles them."""
+    """Raise WanjaxError if a single stage is called with several windows. Only a whole run supports several windows."""
     if settings.windows > 1:
         raise SettingError(
-            f"{what} is for one window, and {settings.windows} are asked for: a video of windows is made as a whole",
+            f"{what} supports one window, got {settings.windows}: make a video of several windows by pipe(prompt)",
             "windows",
         )
 
 
-def pictures_of(window: Window, pictures: Pictures, before: Clip | None, continued_by: str | None) -> Pictures:
-    """Return the images and clips of a window, from those of the whole video and the last frames before the window.
+def window_pictures(
+    window: Window, pictures: Pictures, previous_frames: Clip | None, continuation_input: str | None
+) -> Pictures:
+    """Select the images and clips of a window, and add the last frames of the previous window.
 
     A last image belongs to the last window. Each window gets its part of the control clip and of its mask.
+
+    Args:
+        window: The window.
+        pictures: The images and clips of the whole video.
+        previous_frames: The last frames of the previous window; None for the first window.
+        continuation_input: The input that receives these frames, `ModelSpec.continuation_input`.
     """
     pictures = pictures if window.last else pictures.with_inputs(last_image=None)
-    if before is None:
+    if previous_frames is None:
         return pictures
-    if continued_by == PICTURE:
-        return pictures.with_inputs(image=before[-1], video=None)
-    settings, overlap = window.settings, len(before)
+    if continuation_input == PICTURE:
+        return pictures.with_inputs(image=previous_frames[-1], video=None)
+    settings, overlap = window.settings, len(previous_frames)
     start = window.number * (settings.frames - overlap)
 
-    def part(clip: Clip | None, fill: int) -> np.ndarray:
+    def window_clip(clip: Clip | None, fill: int) -> np.ndarray:
         if clip is None:
             return np.full((settings.frames, *settings.size, 3), fill, np.uint8)
-        span = clip[start : start + settings.frames]
-        return np.stack([fit(frame, settings.size, settings.resize) for frame in span])
+        frames = clip[start : start + settings.frames]
+        return np.stack([fit_to_size(frame, settings.size, settings.resize) for frame in frames])
 
-    clip, mask = part(pictures.clip("video"), GREY), part(pictures.clip("mask"), 255)
-    clip[:overlap], mask[:overlap] = before, 0
+    clip, mask = window_clip(pictures.clip("video"), GREY), window_clip(pictures.clip("mask"), 255)
+    clip[:overlap], mask[:overlap] = previous_frames, 0
     return pictures.with_inputs(video=clip, mask=mask)
 
 
-def fade_seam(before: UInt8[np.ndarray, "_T H W 3"], frames: Clip) -> Clip:
+def fade_seam(previous_frames: UInt8[np.ndarray, "_T H W 3"], frames: Clip) -> Clip:
     """Spread the jump at a seam over the first new frames of a window.
 
-    Differences well below `NO_MOTION` are faded in full, and large ones not at all, so that motion leaves no ghosts.
+    Differences well below `MAX_JUMP` are faded completely. Large differences are not faded, so that motion leaves no
+    ghosts.
     """
-    difference = before[-1].astype(np.float32) - frames[0]
-    difference *= np.exp(-np.square(difference / np.float32(NO_MOTION)))
+    difference = previous_frames[-1].astype(np.float32) - frames[0]
+    difference *= np.exp(-np.square(difference / np.float32(MAX_JUMP)))
     frames = frames.copy()
     for number, frame in enumerate(frames[:FADING], 1):
         weight = np.float32(1 - number / (FADING + 1))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedulers: look one up by name, read one from a scheduler_config.json, or replace that of a checkpoint."""
+"""Look up a scheduler by name, read one from a scheduler_config.json, or replace a checkpoint's scheduler."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from wanjax.errors import WanjaxError, near_names, repr_short
 from wanjax.schedulers.base import TRAIN_STEPS, Scheduler, check_flow, one_step
 from wanjax.schedulers.consistency import RCM, Consistency, RCMEuler
 from wanjax.schedulers.ddim import DDIM
-from wanjax.schedulers.diffusion import BETAS, Diffusion
+from wanjax.schedulers.diffusion import FIRST_AND_LAST_BETA, Diffusion
 from wanjax.schedulers.dpm import DPM
 from wanjax.schedulers.flow_dpm import FlowDPM
 from wanjax.schedulers.flow_euler import FlowEuler
@@ -47,10 +47,12 @@ SCHEDULERS: Mapping[str, Scheduler] = {
     "rcm": RCM(),
     "rcm-ode": RCMEuler(),
 }
-UNIPC_SHIFT = "flow_shift"  # UniPC's entry for the flow shift; the configs of other flows call it `shift`
+UNIPC_SHIFT = "flow_shift"  # the name of the flow shift in UniPC's config; other flows' configs call it `shift`
+_OTHER_NAMES = {"lcm": "consistency", "uni_pc": "unipc", "dpmpp_2m": "dpm++"}
+"""Names that ComfyUI gives to these solvers or to similar ones, for the advice in a message."""
 _OPTION_EXAMPLES = "unipc:order=1", "consistency:timesteps=1000,757,522", "rcm:sigma_max=200"
 
-# For each entry of a config: the reference's default, and the values that are implemented here.
+# For each entry of a config: the reference's default, and the values that wanjax supports.
 _COMMON_ENTRIES = {
     "num_train_timesteps": (TRAIN_STEPS, [TRAIN_STEPS]),
     "use_dynamic_shifting": (False, [False, None]),
@@ -63,7 +65,7 @@ _UNIPC_ENTRIES = _COMMON_ENTRIES | {
     "prediction_type": ("epsilon", ["flow_prediction"]),
     "use_flow_sigmas": (False, [True]),
     "predict_x0": (True, [True]),
-    "solver_type": ("bh2", ["bh2", "midpoint", "heun", "logrho"]),  # the reference treats all four as the first
+    "solver_type": ("bh2", ["bh2", "midpoint", "heun", "logrho"]),  # the reference treats all four values as "bh2"
     "lower_order_final": (True, [True]),
     "final_sigmas_type": ("zero", ["zero"]),
     "thresholding": (False, [False, None]),
@@ -72,8 +74,8 @@ _UNIPC_ENTRIES = _COMMON_ENTRIES | {
 }
 _DIFFUSION_ENTRIES = {
     "num_train_timesteps": (TRAIN_STEPS, [TRAIN_STEPS]),
-    "beta_start": (BETAS[0], BETAS[:1]),
-    "beta_end": (BETAS[1], BETAS[1:]),
+    "beta_start": (FIRST_AND_LAST_BETA[0], FIRST_AND_LAST_BETA[:1]),
+    "beta_end": (FIRST_AND_LAST_BETA[1], FIRST_AND_LAST_BETA[1:]),
     "beta_schedule": ("scaled_linear", ["scaled_linear"]),
     "trained_betas": (None, [None]),
     "prediction_type": ("epsilon", ["v_prediction"]),
@@ -94,12 +96,15 @@ _SELF_FORCING_ENTRIES = {
 
 
 def _read_diffusion(kind: type[Diffusion], config: Mapping[str, Any]) -> Diffusion:
-    """Read a diffusion scheduler. Entries without an effect in the reference, such as clip_sample, are not checked."""
+    """Read the config of a diffusion scheduler.
+
+    Entries that the reference ignores, such as clip_sample, are not checked.
+    """
     return kind(snr_shift=config.get("snr_shift_scale", 3.0), spacing=config.get("timestep_spacing", "leading"))
 
 
 class _Reader(NamedTuple):
-    """How to read one class of config: the constructor, the entries to check, and the entry of the flow shift."""
+    """How to read one class of config: the constructor, the entries to check, and the flow shift's entry."""
 
     make: Callable[[Mapping[str, Any]], Scheduler]
     entries: Mapping[str, tuple[Any, Sequence[Any]]]
@@ -121,7 +126,7 @@ _READERS = {
 
 
 def from_config(config: Mapping[str, Any]) -> Scheduler:
-    """Make the scheduler that a scheduler_config.json describes.
+    """Create the scheduler that a scheduler_config.json describes.
 
     Raises WanjaxError for an unknown class, and for an entry with an unsupported value.
     """
@@ -141,12 +146,14 @@ def from_config(config: Mapping[str, Any]) -> Scheduler:
 
 
 def shift_of(config: Mapping[str, Any]) -> Any:
-    """Return the flow shift in a scheduler_config.json, or None if it has none."""
+    """Return the flow shift in a scheduler_config.json; return None if the file has no flow shift."""
     return config.get(UNIPC_SHIFT, config.get("shift"))
 
 
-def parse(text: object) -> Scheduler:
+def parse(text: object, usable_names: Collection[str] = tuple(SCHEDULERS)) -> Scheduler:
     """Parse a scheduler's name with an optional option, such as `unipc` or `unipc:order=1`.
+
+    An error suggests only `usable_names`.
 
     Raises WanjaxError for an unknown name or option, and for an invalid value.
     """
@@ -159,15 +166,17 @@ def parse(text: object) -> Scheduler:
         else None
     )
     if scheduler is None or (colon and value is None):
-        similar, examples = near_names(name, SCHEDULERS, 1), ", ".join(_OPTION_EXAMPLES)
-        choices = f"give {', '.join(SCHEDULERS)}, or with options {examples}"
+        similar = [_OTHER_NAMES[name]] if _OTHER_NAMES.get(name) in usable_names else near_names(name, usable_names, 1)
+        examples = [example for example in _OPTION_EXAMPLES if example.partition(":")[0] in usable_names]
+        with_options = f", or with options {', '.join(examples)}" if examples else ""
+        choices = f"give {', '.join(usable_names)}{with_options}"
         advice = f"did you mean {similar[0]}?" if similar and not colon else choices
         raise WanjaxError(f"no scheduler is named {repr_short(text)}: {advice}")
     return replace(scheduler, **{field: value}) if colon else scheduler
 
 
 def name_of(scheduler: Scheduler) -> str:
-    """Return the text that `parse` reads as this scheduler; the `repr` if its option alone cannot express it.
+    """Return the text that `parse` reads as this scheduler. If no text can express the scheduler, return its `repr`.
 
     Values that come from the checkpoint are not part of the text.
     """
@@ -196,28 +205,44 @@ def _format_option(value: int | float | tuple[float, ...]) -> str:
     return ",".join(str(int(number)) if number == int(number) else repr(number) for number in numbers)
 
 
+def _schedule_options(scheduler: Scheduler) -> set[str]:
+    """Return the names of the options of a scheduler's schedule."""
+    return set(inspect.signature(scheduler.schedule).parameters)
+
+
+def _usable_with(original: Scheduler) -> list[str]:
+    """Return the names of the schedulers that can replace a checkpoint's own."""
+    options = _schedule_options(original)
+    return [
+        name
+        for name, scheduler in SCHEDULERS.items()
+        if scheduler.prediction == original.prediction and _schedule_options(scheduler) == options
+    ]
+
+
 def resolve(scheduler: str | Scheduler, original: Scheduler) -> Scheduler:
-    """Return a scheduler to sample a model with, in place of its checkpoint's.
+    """Return the scheduler that replaces a checkpoint's scheduler.
 
     Args:
-        scheduler: The new scheduler, or its name. A named one takes over `checkpoint_fields` from `original`.
+        scheduler: The new scheduler, or its name. A scheduler given by name takes over `checkpoint_fields` from
+            `original`.
         original: The checkpoint's scheduler.
 
     Raises:
         WanjaxError: The two expect different predictions, or their schedules have different options.
     """
-    new = scheduler if isinstance(scheduler, Scheduler) else parse(scheduler)
+    new = scheduler if isinstance(scheduler, Scheduler) else parse(scheduler, _usable_with(original))
     if new.prediction != original.prediction:
-        mismatch = f"{new.prediction}, but the model predicts {original.prediction}"
-        raise WanjaxError(f"the scheduler {name_of(new)} expects {mismatch}: choose one like {name_of(original)}")
+        mismatch = f"the model predicts {original.prediction}, and {name_of(new)} is for models that predict"
+        raise WanjaxError(f"{mismatch} {new.prediction}: give {', '.join(_usable_with(original))}")
     if new is not scheduler:
         shared_fields = set(new.checkpoint_fields) & set(original.checkpoint_fields)
         new = replace(new, **{field: getattr(original, field) for field in shared_fields})
-    options, expected_options = (set(inspect.signature(value.schedule).parameters) for value in (new, original))
+    options, expected_options = map(_schedule_options, (new, original))
     if options != expected_options:
         difference = ", ".join(sorted(options ^ expected_options))
         raise WanjaxError(
             f"the schedule of {name_of(new)} has other options ({difference}) than the model's: "
-            f"choose one like {name_of(original)}"
+            f"give {', '.join(_usable_with(original))}"
         )
     return new

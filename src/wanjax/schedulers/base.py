@@ -3,9 +3,9 @@
 
 A noisy sample is x = α x0 + σ noise. A scheduler is a value without arrays:
 
-    schedule = scheduler.schedule(steps, ...)                # the numbers that depend on the step, as arrays
-    state = scheduler.init(schedule, x, keys)                # the solver's memory
-    x, state = scheduler.step(schedule, i, prediction, x, state)
+    schedule = scheduler.schedule(steps, ...)                # all numbers that depend on the step, as arrays state =
+    scheduler.init(schedule, x, keys)                # the solver's memory x, state = scheduler.step(schedule, i,
+    prediction, x, state)
 
 Each scheduler has its own options of `schedule`, such as the `shift` of a flow. Steps are identified by index, never
 by timestep, because two timesteps may be equal. One compiled step, called with `one_step(schedule, index)`, serves
@@ -23,28 +23,29 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Key
 
 from wanjax.errors import WanjaxError
-from wanjax.figures import quantity
+from wanjax.figures import pluralize
 
 TRAIN_STEPS = 1000  # a flow's timestep is σ · 1000
 Prediction = Literal["velocity", "v", "epsilon", "x0"]
-Reference = Literal["official", "diffusers"]  # whose schedule to match: "official" is that of the models' authors
-Numbers = np.ndarray | Array  # a NumPy array until it is passed to a program
+Reference = Literal["official", "diffusers"]  # the code to match: the authors' or diffusers'
+SigmaSchedule = Literal["official", "diffusers", "comfy"]  # the noise levels of flows; comfy: ComfyUI's "simple"
+AnyArray = np.ndarray | Array  # a NumPy array until it is passed to a program
 Index = int | Int[Array, ""]
 Sample = Float[Array, "..."]
 
 
 class Schedule(NamedTuple):
-    """The numbers of the steps: the network's timesteps, the noise levels in falling order, and the solver's weights.
+    """The numbers for the steps: the network's timesteps, the noise levels in falling order, and the solver's weights.
 
     There is one more noise level than steps: the last step ends at the last level. `weights` multiply the terms that a
-    step sums; they are None for a solver that needs only the levels. Training has one step, which starts and ends at
-    the same level, with one level per sample.
+    step adds up; they are None for a solver that needs only the levels. A schedule for training has a single step,
+    which starts and ends at the same level, and one level per sample.
     """
 
-    timesteps: Float32[Numbers, " steps *B"]
-    sigmas: Float32[Numbers, " steps+1 *B"]
-    alphas: Float32[Numbers, " steps+1 *B"]
-    weights: Float32[Numbers, "steps terms"] | Any = None
+    timesteps: Float32[AnyArray, " steps *B"]
+    sigmas: Float32[AnyArray, " steps+1 *B"]
+    alphas: Float32[AnyArray, " steps+1 *B"]
+    coefficients: Float32[AnyArray, "steps terms"] | Any = None
 
 
 @dataclass(frozen=True)
@@ -59,37 +60,49 @@ class Scheduler(ABC):
     stochastic: ClassVar[bool] = False
     """True for a solver whose steps draw noise."""
     checkpoint_fields: ClassVar[tuple[str, ...]] = ()
-    """Fields set by the checkpoint's training; another solver for that checkpoint takes over their values."""
+    """Fields that a checkpoint's training determines. A new solver for the checkpoint takes over their values."""
     option: ClassVar[str] = ""
-    """The field that can follow the solver's name, as in `unipc:order=1`."""
+    """The field that may follow the solver's name in a text, as in `unipc:order=1`."""
 
     @abstractmethod
     def schedule(self, steps: int, *, skip: int = 0, **options: Any) -> Schedule:
-        """Return NumPy arrays for `steps` steps, without the first `skip` of them.
+        """Compute the schedule of `steps` steps, without its first `skip` steps, as NumPy arrays.
 
         Raises WanjaxError if no step remains or an option has an invalid value.
         """
 
     @abstractmethod
     def levels(self, fractions: Float[Array, "B"]) -> Schedule:
-        """Return the noise levels for training at fractions of their range; 0 is no noise, 1 is only noise."""
+        """Return the noise levels for training at fractions of the range of levels: 0 is no noise, 1 is pure noise."""
 
     def init(
         self, schedule: Schedule, x: Sample, keys: Key[Array, " B"], noise: Float[Array, "..."] | None = None
     ) -> Any:
-        """Return the state before the first step, a pytree of arrays. The default is an empty state.
+        """Create the state before the first step, a pytree of arrays. By default the state is empty.
 
         Args:
             schedule: The schedule of the run.
             x: The initial noise.
-            keys: One random key per sample. A stochastic solver keeps their data in the state.
-            noise: [steps, shape of x] The noise for every step, used instead of drawing it.
+            keys: One random key per sample. A stochastic solver keeps the data of the keys in the state.
+            noise: [steps, shape of x] The noise for every step; None draws the noise.
         """
         return ()
 
     @abstractmethod
     def step(self, schedule: Schedule, index: Index, prediction: Sample, x: Sample, state: Any) -> tuple[Sample, Any]:
-        """Move x from noise level `index` to `index + 1`, using the prediction at x; return it with the next state."""
+        """Move x from noise level `index` to `index + 1` by the network's prediction at x.
+
+        Return the new x and the new state.
+        """
+
+    def noise_draws(self, schedule: Schedule, index: int) -> int:
+        """Count the arrays of noise that the reference draws in a step. The step uses the last of them.
+
+        Args:
+            schedule: The schedule of the run.
+            index: The index of the step.
+        """
+        return 1 if self.stochastic else 0
 
     def x0(self, schedule: Schedule, index: Index, prediction: Sample, x: Sample) -> Sample:
         """Compute the clean sample from the network's prediction at x."""
@@ -105,19 +118,20 @@ class Scheduler(ABC):
                 return prediction
 
     def start(self, schedule: Schedule, noise: Sample) -> Sample:
-        """Return the sample at the first noise level, made from noise alone."""
+        """Create the sample at the first noise level from noise alone."""
         return noise
 
     def add_noise(self, schedule: Schedule, x0: Sample, noise: Sample) -> Sample:
         """Add noise to a clean sample, up to the first noise level of the schedule.
 
-        Both products are rounded before they are summed, so the result does not depend on how the compiler fuses them.
+        Both products are rounded before they are added. The result therefore does not depend on how the compiler fuses
+        the operations.
         """
         products = jnp.stack([schedule.alphas[0] * x0, schedule.sigmas[0] * noise])
         return jax.lax.optimization_barrier(products).sum(0)
 
     def target(self, alphas: Sample, sigmas: Sample, x0: Sample, noise: Sample) -> Sample:
-        """Return what the network is trained to predict at α x0 + σ noise."""
+        """Compute the target that the network is trained to predict at α x0 + σ noise."""
         match self.prediction:
             case "velocity":
                 return noise - x0
@@ -134,7 +148,7 @@ class Flow(Scheduler):
     """The noise levels of rectified flows, where α = 1 - σ; subclasses are their solvers."""
 
     def schedule(self, steps: int, *, shift: float, sigmas: str = "official", skip: int = 0) -> Schedule:
-        """Return noise levels and timesteps; raise WanjaxError for an invalid shift or sigmas."""
+        """Compute noise levels and timesteps; raise WanjaxError for an invalid shift or sigmas."""
         check_steps(steps, skip)
         check_flow(shift, sigmas)
         timesteps, levels = self._levels(steps, shift, sigmas)
@@ -146,14 +160,20 @@ class Flow(Scheduler):
         sigmas = jnp.stack([fractions, fractions])
         return Schedule(sigmas[:1] * TRAIN_STEPS, sigmas, 1.0 - sigmas)
 
-    def _levels(self, steps: int, shift: float, sigmas: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return timesteps and noise levels, without the last level, which is 0. The default spaces them evenly."""
-        levels = even_levels(steps, shift, sigmas).astype(np.float32)
+    def _levels(self, steps: int, shift: float, sigma_schedule: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return timesteps and noise levels, without the last level, which is 0.
+
+        By default the levels are evenly spaced, or levels of ComfyUI's table.
+        """
+        all_levels = (
+            table_levels(steps, shift) if sigma_schedule == "comfy" else even_levels(steps, shift, sigma_schedule)
+        )
+        levels = all_levels.astype(np.float32)
         return levels * TRAIN_STEPS, levels
 
 
 def one_step(schedule: Schedule, index: int) -> Schedule:
-    """Slice one step from a schedule. Its shapes are the same for any number of steps."""
+    """Slice one step from a schedule. The shapes of the result do not depend on the number of steps."""
     steps = len(schedule.timesteps)
     return jax.tree.map(lambda x: x[index : index + 1 + len(x) - steps], schedule)
 
@@ -163,13 +183,13 @@ def shift_sigmas(sigmas: np.ndarray, shift: float) -> np.ndarray:
     return shift * sigmas / (1 + (shift - 1) * sigmas)
 
 
-def even_levels(steps: int, shift: float, sigmas: str) -> np.ndarray:
-    """Return evenly spaced, shifted noise levels in falling order, without the last, which is 0.
+def even_levels(steps: int, shift: float, sigma_schedule: str) -> np.ndarray:
+    """Return evenly spaced, shifted noise levels in falling order, without the last level, which is 0.
 
-    The official levels fall evenly from 1 before the shift. diffusers shifts twice: first the two ends of the range,
-    then every level between them.
+    Before the shift, the official levels fall evenly from 1. diffusers shifts twice: it first shifts both ends of the
+    range, and then shifts every level between these ends.
     """
-    if sigmas == "official":
+    if sigma_schedule == "official":
         levels = np.linspace(1, 0, steps + 1)[:-1].astype(np.float32)
     else:
         high, low = shift_sigmas(np.array([1, 1 / TRAIN_STEPS], np.float32), shift)
@@ -177,21 +197,32 @@ def even_levels(steps: int, shift: float, sigmas: str) -> np.ndarray:
     return shift_sigmas(levels, shift)
 
 
+def table_levels(steps: int, shift: float) -> np.ndarray:
+    """Return the noise levels of ComfyUI's schedule "simple" in falling order, without the last level, which is 0.
+
+    The levels are entries of the table of the thousand shifted levels 1/1000 ... 1, counted from its end. The entries
+    are as far apart as the number of steps allows, rounded down.
+    """
+    table = shift_sigmas(np.arange(1, TRAIN_STEPS + 1) / TRAIN_STEPS, shift)
+    spacing = TRAIN_STEPS / steps  # rounded to a float first, as in ComfyUI: of 38 steps, step 19 takes entry -500
+    return np.array([table[-1 - int(step * spacing)] for step in range(steps)])
+
+
 def check_steps(steps: int, skip: int) -> None:
     """Raise WanjaxError unless at least one step remains after the first `skip`."""
     if steps < 1:
-        raise WanjaxError(f"at least 1 step is needed, got {quantity(steps, 'step')}")
+        raise WanjaxError(f"at least 1 step is needed, got {pluralize(steps, 'step')}")
     if not 0 <= skip < steps:
-        raise WanjaxError(f"cannot skip {skip} of {quantity(steps, 'step')}: give a number from 0 to {steps - 1}")
+        raise WanjaxError(f"cannot skip {skip} of {pluralize(steps, 'step')}: give a number from 0 to {steps - 1}")
 
 
 def check_flow(shift: object, sigmas: object) -> None:
     """Raise WanjaxError for an invalid shift or an unknown choice of sigmas.
 
-    A shift of 1 changes nothing; a higher one moves steps to higher noise levels.
+    A shift of 1 changes nothing. A shift above 1 moves steps to higher noise levels.
     """
     check_shift("flow shift", shift, "3 to 12")
-    check_choice("sigmas", sigmas, Reference)
+    check_choice("sigmas", sigmas, SigmaSchedule)
 
 
 def check_shift(name: str, shift: object, usual_values: str) -> None:
@@ -201,6 +232,6 @@ def check_shift(name: str, shift: object, usual_values: str) -> None:
 
 
 def check_choice(name: str, value: object, choices: Any) -> None:
-    """Raise WanjaxError for a value that is not one of a `Literal` type's."""
+    """Raise WanjaxError for a value that is not among the values of a `Literal` type."""
     if value not in get_args(choices):
         raise WanjaxError(f"unknown {name} {value!r}: give {' or '.join(get_args(choices))}")

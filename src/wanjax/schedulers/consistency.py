@@ -3,9 +3,9 @@
 
     x0 = x - σ v,    x' = (1 - σ') x0 + σ' noise
 
-Follows multistep consistency sampling (Song et al., "Consistency Models", 2303.01469) as in the samplers of distilled
-video models. A network that was distilled at a few timesteps works best at those. A schedule of fewer steps uses the
-first of them; a schedule of more steps interpolates between them evenly.
+Follows multistep consistency sampling (Song et al., "Consistency Models", 2303.01469), in the form that distilled video
+models use. A network that was distilled at a few timesteps works best at these timesteps. A schedule with fewer steps
+uses the first of them. A schedule with more steps interpolates evenly between them.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Key
 from wanjax.errors import SettingError, WanjaxError
 from wanjax.schedulers.base import TRAIN_STEPS, Flow, Index, Sample, Schedule, shift_sigmas
 from wanjax.schedulers.flow_euler import FlowEuler
-from wanjax.schedulers.noise import DrawnNoise, ProvidedNoise, next_noise, noise_source
+from wanjax.schedulers.noise import NoiseSource, next_noise, noise_source
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,20 @@ class MultistepConsistency(Flow):
 
     def init(
         self, schedule: Schedule, x: Sample, keys: Key[Array, " B"], noise: Float[Array, "..."] | None = None
-    ) -> DrawnNoise | ProvidedNoise:
-        """Return the source of noise: `noise` [steps, shape of x] if provided, else random draws from `keys`.
+    ) -> NoiseSource:
+        """Return the source of the steps' noise: `noise` [steps, shape of x] if provided, else draws from `keys`.
 
         Raises WanjaxError for noise of another shape.
         """
         return noise_source(schedule, x, keys, noise)
 
+    def noise_draws(self, schedule: Schedule, index: int) -> int:
+        """Count one array for each step but the last, as the sampler of Self-Forcing's authors draws them."""
+        return int(index + 1 < len(schedule.timesteps))
+
     def step(
-        self, schedule: Schedule, index: Index, prediction: Sample, x: Sample, state: DrawnNoise | ProvidedNoise
-    ) -> tuple[Sample, DrawnNoise | ProvidedNoise]:
+        self, schedule: Schedule, index: Index, prediction: Sample, x: Sample, state: NoiseSource
+    ) -> tuple[Sample, NoiseSource]:
         """Move x to the next noise level with new noise; the last step returns the clean sample."""
         noise, state = next_noise(state, x)
         x0 = self.x0(schedule, index, prediction, x)
@@ -47,14 +51,14 @@ class MultistepConsistency(Flow):
 
 @dataclass(frozen=True)
 class Consistency(MultistepConsistency):
-    """The solver for models distilled at certain `timesteps`, such as 1000, 757, 522. If empty, they are spaced evenly.
+    """The solver for models distilled at certain `timesteps`, such as 1000, 757, 522.
 
-    Evenly spaced timesteps are shifted: four steps are 1000, 750, 500, 250 before the shift. Follows
-    pipeline/causal_inference.py and utils/scheduler.py of guandeh17/Self-Forcing, and diffusers'
+    If `timesteps` is empty, the timesteps are evenly spaced and then shifted: before the shift, four steps are 1000,
+    750, 500, 250. Follows pipeline/causal_inference.py and utils/scheduler.py of guandeh17/Self-Forcing, and diffusers'
     schedulers/scheduling_flow_match_lcm.py.
 
-    Explicit `timesteps` are passed to the network without a shift. The noise level of each is the nearest of the
-    thousand shifted levels of training. Follows causvid/models/wan/bidirectional_inference.py of tianweiy/CausVid, and
+    Explicit `timesteps` are passed to the network without a shift. Each timestep has the nearest of the thousand
+    shifted noise levels of training. Follows causvid/models/wan/bidirectional_inference.py of tianweiy/CausVid, and
     fastvideo/pipelines/stages/denoising.py of hao-ai-lab/FastVideo.
     """
 
@@ -69,10 +73,10 @@ class Consistency(MultistepConsistency):
                 "give decreasing ones, such as 1000, 757, 522"
             )
 
-    def _levels(self, steps: int, shift: float, sigmas: str) -> tuple[np.ndarray, np.ndarray]:
+    def _levels(self, steps: int, shift: float, sigma_schedule: str) -> tuple[np.ndarray, np.ndarray]:
         if not self.timesteps:
-            return super()._levels(steps, shift, sigmas)
-        _check_official(sigmas)
+            return super()._levels(steps, shift, sigma_schedule)
+        _check_official(sigma_schedule)
         timesteps = _points_along(self.timesteps, steps)
         training_sigmas = shift_sigmas(np.arange(TRAIN_STEPS, 0, -1) / TRAIN_STEPS, shift)
         nearest_indices = np.abs(training_sigmas * TRAIN_STEPS - timesteps[:, None]).argmin(1)
@@ -81,18 +85,20 @@ class Consistency(MultistepConsistency):
 
 @dataclass(frozen=True)
 class RCMLevels(Flow):
-    """Noise levels of rCM (Zheng et al., "Large Scale Diffusion Distillation via Score-Regularized Continuous-Time
-    Consistency", 2510.08431). A level is an angle θ, at which x is cos θ x0 + sin θ noise.
+    """Noise levels of rCM (Zheng et al., 2510.08431).
+
+    Zheng et al.: "Large Scale Diffusion Distillation via Score-Regularized Continuous-Time Consistency". A level is an
+    angle θ, at which x is cos θ x0 + sin θ noise.
 
     Divided by cos θ + sin θ, x lies on the flow's path at σ = sin θ / (cos θ + sin θ). The first angle is the arc
     tangent of `sigma_max`: 80, or 200 for image to video. The initial noise is multiplied by the first σ, which is
-    below 1. The shift has no effect. Follows rcm/inference/wan2pt1_t2v_rcm_infer.py of NVlabs/rcm, which rounds
+    below 1. The flow shift has no effect. Follows rcm/inference/wan2pt1_t2v_rcm_infer.py of NVlabs/rcm, which rounds
     timesteps to bfloat16.
     """
 
     sigma_max: float = 80.0
     option: ClassVar[str] = "sigma_max"
-    angles: ClassVar[tuple[float, ...]] = (1.5, 1.4, 1.0)  # after the first
+    angles: ClassVar[tuple[float, ...]] = (1.5, 1.4, 1.0)  # the angles after the first
 
     def __post_init__(self):
         min_sigma_max = float(np.ceil(np.tan(self.angles[0])))
@@ -105,8 +111,8 @@ class RCMLevels(Flow):
         """Scale the noise to the first level."""
         return schedule.sigmas[0] * noise
 
-    def _levels(self, steps: int, shift: float, sigmas: str) -> tuple[np.ndarray, np.ndarray]:
-        _check_official(sigmas)
+    def _levels(self, steps: int, shift: float, sigma_schedule: str) -> tuple[np.ndarray, np.ndarray]:
+        _check_official(sigma_schedule)
         angles = _points_along((np.arctan(self.sigma_max), *self.angles), steps)
         levels = np.sin(angles) / (np.cos(angles) + np.sin(angles))
         return levels * TRAIN_STEPS, levels
@@ -119,7 +125,9 @@ class RCM(MultistepConsistency, RCMLevels):
 
 @dataclass(frozen=True)
 class RCMEuler(FlowEuler, RCMLevels):
-    """Euler's method at rCM's levels, x' = x - (σ - σ') v. It adds no noise: sharper videos, but less robust.
+    """Euler's method at rCM's levels, x' = x - (σ - σ') v.
+
+    The solver adds no noise, which gives sharper videos but is less robust.
 
     Follows turbodiffusion/inference/wan2.2_i2v_infer.py of thu-ml/TurboDiffusion, which uses it for image to video.
     """
@@ -127,14 +135,17 @@ class RCMEuler(FlowEuler, RCMLevels):
     sigma_max: float = 200.0
 
 
-def _check_official(sigmas: str) -> None:
-    """Raise SettingError unless the noise levels are the official ones."""
-    if sigmas != "official":
-        raise SettingError(f"distilled models have no noise levels of {sigmas}: use sigmas official", "sigmas")
+def _check_official(sigma_schedule: str) -> None:
+    """Raise SettingError unless the official noise levels are requested."""
+    if sigma_schedule != "official":
+        raise SettingError(f"distilled models have no noise levels of {sigma_schedule}: use sigmas official", "sigmas")
 
 
 def _points_along(points: Sequence[float], steps: int) -> np.ndarray:
-    """Return the first `steps` points; if there are fewer points, interpolate evenly along them and down to 0."""
+    """Return the first `steps` points.
+
+    If `steps` exceeds their number, interpolate evenly along the points and down to 0.
+    """
     if steps <= len(points):
         return np.array(points[:steps], np.float64)
     return np.interp(np.arange(steps) * len(points) / steps, np.arange(len(points) + 1), [*points, 0.0])

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Noise levels of diffusion models trained with a thousand discrete timesteps, where α² + σ² = 1.
 
-The levels are those of Rombach et al., "High-Resolution Image Synthesis with Latent Diffusion Models", 2112.10752, with
-more noise at all levels as in Esser et al., 2403.03206, and pure noise at the last one as in Lin et al., "Common
-Diffusion Noise Schedules and Sample Steps are Flawed", 2305.08891. The reference is diffusers'
-schedulers/scheduling_ddim_cogvideox.py, which scheduling_dpm_cogvideox.py repeats.
+The levels are Rombach et al.'s, "High-Resolution Image Synthesis with Latent Diffusion Models", 2112.10752, with more
+noise at all levels as in Esser et al., 2403.03206, and pure noise at the last level as in Lin et al., "Common Diffusion
+Noise Schedules and Sample Steps are Flawed", 2305.08891. The reference is diffusers'
+schedulers/scheduling_ddim_cogvideox.py; scheduling_dpm_cogvideox.py has the same levels.
 """
 
 from abc import abstractmethod
@@ -27,12 +27,12 @@ from wanjax.schedulers.base import (
     check_steps,
 )
 
-BETAS = 0.00085, 0.012  # the first and the last
+FIRST_AND_LAST_BETA = 0.00085, 0.012  # β at the first and at the last training timestep
 Spacing = Literal["trailing", "linspace", "leading"]
 
 
 class Levels(NamedTuple):
-    """The values of α² at which a step starts and ends, and at which the previous step started, if there is one."""
+    """The values of α² at a step's start, at its end, and at the previous step's start (None for the first step)."""
 
     start: np.float64
     end: np.float64
@@ -44,8 +44,9 @@ class Diffusion(Scheduler):
     """Noise levels of a discrete diffusion model; subclasses are solvers.
 
     `snr_shift` divides the ratio of signal to noise, α² / σ², at every level. `spacing` chooses the timesteps:
-    `trailing` from the last one down, `linspace` evenly from the last to the first, `leading` from the first up. Both
-    come from the checkpoint, so they are not part of a scheduler's name.
+    `trailing` counts down from the last timestep, `linspace` spaces them evenly from the last to the first, and
+    `leading` counts up from the first. The checkpoint determines both fields, so they are not part of a scheduler's
+    name.
     """
 
     prediction: Prediction = "v"
@@ -60,8 +61,9 @@ class Diffusion(Scheduler):
     def schedule(self, steps: int, *, follow: str = "official", skip: int = 0) -> Schedule:
         """Return levels and weights; raise WanjaxError for more steps than timesteps.
 
-        A step ends at the level of the next timestep, and the last step ends without noise. With `follow="diffusers"`
-        a step ends 1000 // steps timesteps below its own, so some noise remains if steps does not divide 1000.
+        A step ends at the level of the next timestep, and the last step ends without noise. With `follow="diffusers"`,
+        a step ends 1000 // steps timesteps below its start. Some noise then remains at the end if `steps` does not
+        divide 1000.
         """
         check_steps(steps, skip)
         check_choice("way", follow, Reference)
@@ -77,11 +79,11 @@ class Diffusion(Scheduler):
             timesteps=timesteps.astype(np.float32),
             sigmas=np.sqrt(1 - squares).astype(np.float32),
             alphas=np.sqrt(squares).astype(np.float32),
-            weights=np.array([self._weights(level) for level in levels], np.float32),
+            coefficients=np.array([self._step_coefficients(level) for level in levels], np.float32),
         )
 
     def levels(self, fractions: Float[Array, "B"]) -> Schedule:
-        """Return the levels of integer timesteps, each of which covers an equal part of the range."""
+        """Return the levels of integer timesteps. Each timestep covers an equal part of the range of fractions."""
         timesteps = jnp.minimum((fractions * TRAIN_STEPS).astype(jnp.int32), TRAIN_STEPS - 1)
         alpha_bars = noise_levels(self.snr_shift)
         alphas, sigmas = (jnp.asarray(np.sqrt(x), jnp.float32)[timesteps] for x in (alpha_bars, 1 - alpha_bars))
@@ -89,13 +91,13 @@ class Diffusion(Scheduler):
         return Schedule(times, jnp.stack([sigmas, sigmas]), jnp.stack([alphas, alphas]))
 
     @abstractmethod
-    def _weights(self, levels: Levels) -> tuple[float, ...]:
+    def _step_coefficients(self, levels: Levels) -> tuple[float, ...]:
         """Return the weights of a step."""
 
 
 def noise_levels(snr_shift: float) -> Float[np.ndarray, " steps"]:
-    """Return α² at each training timestep, in float64; it is 0 at the last one."""
-    betas = np.linspace(BETAS[0] ** 0.5, BETAS[1] ** 0.5, TRAIN_STEPS) ** 2
+    """Return α² at each training timestep, in float64. At the last timestep it is 0."""
+    betas = np.linspace(FIRST_AND_LAST_BETA[0] ** 0.5, FIRST_AND_LAST_BETA[1] ** 0.5, TRAIN_STEPS) ** 2
     alpha_bars = np.cumprod(1 - betas)
     alphas = np.sqrt(alpha_bars / (snr_shift + (1 - snr_shift) * alpha_bars))
     return ((alphas - alphas[-1]) * (alphas[0] / (alphas[0] - alphas[-1]))) ** 2
@@ -105,7 +107,7 @@ def _spaced_timesteps(steps: int, spacing: Spacing) -> Int[np.ndarray, " steps"]
     """Return the timesteps of a schedule in falling order."""
     match spacing:
         case "trailing":
-            # for some numbers of steps the reference's rounding appends timestep -1, which is dropped here
+            # for some numbers of steps the reference's rounding appends timestep -1; it is dropped here
             timesteps = np.round(np.arange(TRAIN_STEPS, 0, -TRAIN_STEPS / steps))[:steps] - 1
         case "linspace":
             timesteps = np.linspace(0, TRAIN_STEPS - 1, steps).round()[::-1]

@@ -6,10 +6,11 @@ form of diffusers' schedulers/scheduling_dpm_cogvideox.py. A step advances λ = 
 
     x' = σ'/σ e^-h x + α' (1 - e^-2h) D + σ' √(1 - e^-2h) noise,    D = x0 + (x0 - previous x0) / 2r
 
-r is the previous step's h divided by this step's. The first step has no previous x0, and the last step, which ends
-without noise, does not use it. λ is infinite at pure noise and at no noise; e^-h is then 0.
+r is the previous step's h divided by this step's h. The first step has no previous x0. The last step, which ends
+without noise, does not use the previous x0. λ is infinite at pure noise and at no noise; e^-h is then 0.
 
-The reference draws noise twice in a second-order step and uses the second draw; here a step draws once.
+In a second-order step, the reference draws noise twice and uses the second draw; wanjax draws once, unless it repeats
+the numbers of the reference.
 """
 
 from dataclasses import dataclass
@@ -21,19 +22,19 @@ from jaxtyping import Array, Float, Key
 
 from wanjax.schedulers.base import Index, Sample, Schedule
 from wanjax.schedulers.diffusion import Diffusion, Levels
-from wanjax.schedulers.noise import DrawnNoise, ProvidedNoise, next_noise, noise_source
+from wanjax.schedulers.noise import NoiseSource, next_noise, noise_source
 
 
 class DPMState(NamedTuple):
     """The clean sample predicted by the previous step, and the source of the next step's noise."""
 
     x0: Sample
-    source: DrawnNoise | ProvidedNoise
+    source: NoiseSource
 
 
 @dataclass(frozen=True)
 class DPM(Diffusion):
-    """SDE-DPM-Solver++(2M). A step has four weights: of x, of x0, of the previous x0 and of the noise."""
+    """SDE-DPM-Solver++(2M). A step has four weights: for x, for x0, for the previous x0 and for the noise."""
 
     stochastic: ClassVar[bool] = True
 
@@ -46,17 +47,22 @@ class DPM(Diffusion):
         """
         return DPMState(jnp.zeros_like(x), noise_source(schedule, x, keys, noise))
 
+    def noise_draws(self, schedule: Schedule, index: int) -> int:
+        """Count one array for the first step and for a last step that ends without noise, and two for other steps."""
+        ends_clean = index + 1 == len(schedule.timesteps) and schedule.sigmas[-1] == 0
+        return 1 if index == 0 or ends_clean else 2
+
     def step(
         self, schedule: Schedule, index: Index, prediction: Sample, x: Sample, state: DPMState
     ) -> tuple[Sample, DPMState]:
         """Move x to the level at which the step ends."""
-        weights = schedule.weights[index]
+        coefficients = schedule.coefficients[index]
         x0 = self.x0(schedule, index, prediction, x)
         noise, source = next_noise(state.source, x)
-        x = weights[0] * x + (weights[1] * x0 + weights[2] * state.x0) + weights[3] * noise
+        x = coefficients[0] * x + (coefficients[1] * x0 + coefficients[2] * state.x0) + coefficients[3] * noise
         return x, DPMState(x0, source)
 
-    def _weights(self, levels: Levels) -> tuple[float, ...]:
+    def _step_coefficients(self, levels: Levels) -> tuple[float, ...]:
         is_last_step = levels.end == 1
         previous_start = levels.previous_start
         with np.errstate(divide="ignore"):

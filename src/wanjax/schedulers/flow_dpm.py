@@ -35,12 +35,14 @@ class FlowDPM(ExponentialIntegrator):
     ) -> tuple[Sample, Sample]:
         """Move x to the next noise level; the state is the predicted clean sample."""
         m = self.x0(schedule, index, prediction, x)
-        return evaluate_expansion(schedule.weights[index], x, m, state), m
+        return evaluate_expansion(schedule.coefficients[index], x, m, state), m
 
-    def _levels(self, steps: int, shift: float, sigmas: str) -> tuple[np.ndarray, np.ndarray]:
-        highest = 1.0 if sigmas == "official" else 1 - 1 / TRAIN_STEPS
+    def _levels(self, steps: int, shift: float, sigma_schedule: str) -> tuple[np.ndarray, np.ndarray]:
+        if sigma_schedule == "comfy":
+            return super()._levels(steps, shift, sigma_schedule)
+        highest = 1.0 if sigma_schedule == "official" else 1 - 1 / TRAIN_STEPS
         levels = shift_sigmas(np.linspace(highest, 0, steps + 1)[:-1], shift)
         return np.trunc(levels * TRAIN_STEPS), levels
 
-    def _weights(self, s: np.ndarray, i: int) -> Sequence[float]:
+    def _step_coefficients(self, s: np.ndarray, i: int) -> Sequence[float]:
         return self._predictor_weights(s, i)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Noise for the steps of a stochastic solver: drawn from one key per sample, or provided for every step."""
+"""Noise for the steps of a stochastic solver: drawn from one key per sample, or provided for every step or one."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,20 @@ class ProvidedNoise(NamedTuple):
     next_step: Int32[Array, ""]
 
 
+class NextNoise(NamedTuple):
+    """Noise provided for the next step only, and the source of the noise of the steps after it."""
+
+    noise: Float[Array, "..."]
+    later: DrawnNoise
+
+
+NoiseSource = DrawnNoise | ProvidedNoise | NextNoise
+Tree = TypeVar("Tree")
+
+
 def noise_source(
     schedule: Schedule, x: Sample, keys: Key[Array, " B"], noise: Float[Array, "..."] | None
-) -> DrawnNoise | ProvidedNoise:
+) -> NoiseSource:
     """Return the source of the first step's noise: `noise` [steps, shape of x] if provided, else the keys.
 
     Raises WanjaxError for noise of another shape.
@@ -38,11 +49,27 @@ def noise_source(
     return ProvidedNoise(noise.astype(x.dtype), jnp.int32(0))
 
 
-def next_noise(source: DrawnNoise | ProvidedNoise, x: Sample) -> tuple[Sample, DrawnNoise | ProvidedNoise]:
+def with_next_noise(state: Tree, noise: Any) -> Tree:
+    """Provide the noise of the next step to a solver that would draw it.
+
+    Args:
+        state: The solver's state.
+        noise: The noise [shape of x].
+    """
+
+    def is_drawn(leaf: object) -> bool:
+        return isinstance(leaf, DrawnNoise)
+
+    return jax.tree.map(lambda leaf: NextNoise(noise, leaf) if is_drawn(leaf) else leaf, state, is_leaf=is_drawn)
+
+
+def next_noise(source: NoiseSource, x: Sample) -> tuple[Sample, NoiseSource]:
     """Return the noise for one step, and the source for the next step."""
     match source:
         case ProvidedNoise(noise, next_step):
             return jax.lax.dynamic_index_in_dim(noise, next_step, keepdims=False), ProvidedNoise(noise, next_step + 1)
+        case NextNoise(noise, later):
+            return noise.astype(x.dtype), later
         case DrawnNoise(key_data):
             keys = jax.vmap(jax.random.split)(jax.random.wrap_key_data(key_data, impl="threefry2x32"))
             noise = jax.vmap(lambda key: jax.random.normal(key, x.shape[1:], x.dtype))(keys[:, 0])

@@ -2,14 +2,14 @@
 """UniPC: a predictor, and a corrector that uses each network prediction a second time.
 
 Follows Zhao et al., "UniPC: A Unified Predictor-Corrector Framework for Fast Sampling of Diffusion Models", 2302.04867,
-with B(h) = e^-h - 1, on predictions m of the clean sample. In λ = log((1 - σ) / σ) both move from one noise level to
-the next by the same expansion, linear in the sample and the predictions:
+with B(h) = e^-h - 1, on predictions m of the clean sample. With λ = log((1 - σ) / σ), the predictor and the corrector
+both move from one noise level to the next by the same expansion, which is linear in the sample and the predictions:
 
     x' = w0 x + w1 m + Σ wk (mk - m)
 
-x and m belong to the level at which the step starts. The predictor has one mk, the prediction before m. The corrector
-repeats the previous step and also uses the prediction at the level where that step ended. The weights depend only on
-the order and the noise levels, so they are part of the schedule.
+x and m belong to the level at which the step starts. The predictor has one mk: the prediction before m. The corrector
+repeats the previous step, and has one more mk: the prediction at the level where the previous step ended. The weights
+depend only on the order and the noise levels, so they are part of the schedule.
 """
 
 from abc import abstractmethod
@@ -22,12 +22,12 @@ import numpy as np
 from jaxtyping import Array, Float, Key
 
 from wanjax.errors import WanjaxError
-from wanjax.figures import quantity
-from wanjax.schedulers.base import TRAIN_STEPS, Flow, Index, Numbers, Sample, Schedule, shift_sigmas
+from wanjax.figures import pluralize
+from wanjax.schedulers.base import TRAIN_STEPS, AnyArray, Flow, Index, Sample, Schedule, shift_sigmas
 
 
 class UniPCState(NamedTuple):
-    """The last corrected sample, and the predictions at its noise level and at the previous one."""
+    """The last corrected sample, the prediction at its noise level, and the prediction at the previous noise level."""
 
     sample: Sample
     m: Sample
@@ -36,7 +36,7 @@ class UniPCState(NamedTuple):
 
 @dataclass(frozen=True)
 class ExponentialIntegrator(Flow):
-    """A solver of order 1 or 2 based on the expansion; raises WanjaxError for other orders."""
+    """A solver of order 1 or 2 that uses UniPC's expansion; raises WanjaxError for other orders."""
 
     order: int = 2
     option: ClassVar[str] = "order"
@@ -53,15 +53,17 @@ class ExponentialIntegrator(Flow):
         Raises WanjaxError for an invalid shift or sigmas, or if two levels are equal in float32.
         """
         schedule = super().schedule(steps, shift=shift, sigmas=sigmas, skip=skip)
-        s = np.asarray(schedule.sigmas, np.float64)  # from float32, as in the references: it matters near pure noise
+        s = np.asarray(schedule.sigmas, np.float64)  # from float32, as in the references
         if (s[0] == 1 and not self.starts_at_pure_noise) or (np.diff(s) >= 0).any():
             raise WanjaxError(
-                f"{quantity(steps, 'step')} at a flow shift of {shift} have equal noise levels: use fewer steps"
+                f"{pluralize(steps, 'step')} at a flow shift of {shift} have equal noise levels: use fewer steps"
             )
-        return schedule._replace(weights=np.array([self._weights(s, i) for i in range(len(s) - 1)], np.float32))
+        return schedule._replace(
+            coefficients=np.array([self._step_coefficients(s, i) for i in range(len(s) - 1)], np.float32)
+        )
 
     @abstractmethod
-    def _weights(self, s: np.ndarray, i: int) -> Sequence[float]:
+    def _step_coefficients(self, s: np.ndarray, i: int) -> Sequence[float]:
         """Return the weights of the step that starts at level i of the levels s."""
 
     def _predictor_weights(self, s: np.ndarray, i: int) -> Sequence[float]:
@@ -76,44 +78,58 @@ class ExponentialIntegrator(Flow):
 
 @dataclass(frozen=True)
 class UniPC(ExponentialIntegrator):
-    """UniPC of order 1 or 2. A step has the corrector's four weights and the predictor's three."""
+    """UniPC of order 1 or 2. A step has four weights for the corrector and three for the predictor."""
 
     def init(
         self, schedule: Schedule, x: Sample, keys: Key[Array, " B"], noise: Float[Array, "..."] | None = None
     ) -> UniPCState:
-        """Return the state before the first step, which has no corrector: its corrected sample is the noise."""
+        """Create the state before the first step.
+
+        The first step has no corrector, so its corrected sample is the noise.
+        """
         return UniPCState(jnp.copy(x), jnp.zeros_like(x), jnp.zeros_like(x))
 
     def step(
         self, schedule: Schedule, index: Index, prediction: Sample, x: Sample, state: UniPCState
     ) -> tuple[Sample, UniPCState]:
         """Correct x with the prediction at x, then predict the next sample."""
-        weights, m = schedule.weights[index], self.x0(schedule, index, prediction, x)
-        sample = evaluate_expansion(weights[:4], state.sample, state.m, state.previous_m, m)
-        x = evaluate_expansion(weights[4:], sample, m, state.m)
+        coefficients, m = schedule.coefficients[index], self.x0(schedule, index, prediction, x)
+        sample = evaluate_expansion(coefficients[:4], state.sample, state.m, state.previous_m, m)
+        x = evaluate_expansion(coefficients[4:], sample, m, state.m)
         return x, UniPCState(sample, m, state.m)
 
-    def _levels(self, steps: int, shift: float, sigmas: str) -> tuple[np.ndarray, np.ndarray]:
-        if sigmas == "official":
+    def _levels(self, steps: int, shift: float, sigma_schedule: str) -> tuple[np.ndarray, np.ndarray]:
+        if sigma_schedule == "official":
             highest = float(np.float32(0.999))  # float32 as in the official code; some timesteps depend on the rounding
             levels = shift_sigmas(np.linspace(highest, 0, steps + 1)[:-1], shift)
+        elif sigma_schedule == "comfy":
+            timesteps, levels = super()._levels(steps, shift, sigma_schedule)
+            return timesteps, np.minimum(levels, 1 - 1e-6)  # at pure noise λ would be infinite
         else:
             levels = shift_sigmas(np.linspace(1, 1 / TRAIN_STEPS, steps + 1)[:-1], shift)
             levels[0] -= 1e-6  # at pure noise λ would be infinite
         return np.trunc(levels * TRAIN_STEPS), levels
 
-    def _weights(self, s: np.ndarray, i: int) -> Sequence[float]:
+    def _step_coefficients(self, s: np.ndarray, i: int) -> Sequence[float]:
         return *_corrector_weights(s, i, min(self.order, i)), *self._predictor_weights(s, i)
 
 
-def evaluate_expansion(weights: Float[Numbers, " terms"], x: Sample, m: Sample, *others: Sample) -> Sample:
-    """Evaluate the expansion, `others` being mk; sum the small terms first, so that float32 keeps them."""
-    terms = [weight * (mk - m) for weight, mk in zip(weights[2:], others, strict=True)]
-    return weights[0] * x + weights[1] * m + sum(terms[1:], terms[0])
+def evaluate_expansion(
+    coefficients: Float[AnyArray, " terms"], x: Sample, m: Sample, *other_predictions: Sample
+) -> Sample:
+    """Evaluate the expansion, where `other_predictions` are the mk.
+
+    Add the small terms first, so that float32 does not lose them.
+    """
+    terms = [coefficient * (mk - m) for coefficient, mk in zip(coefficients[2:], other_predictions, strict=True)]
+    return coefficients[0] * x + coefficients[1] * m + sum(terms[1:], terms[0])
 
 
 def _corrector_weights(s: np.ndarray, i: int, order: int) -> Sequence[float]:
-    """Return the corrector's weights from level i - 1 to i; there is no step to the first level."""
+    """Return the corrector's weights from level i - 1 to i.
+
+    For i = 0 they leave x unchanged, because no step ends at the first level.
+    """
     if order == 0:
         return 1, 0, 0, 0
     h = _lambda(s[i]) - _lambda(s[i - 1])
@@ -121,7 +137,7 @@ def _corrector_weights(s: np.ndarray, i: int, order: int) -> Sequence[float]:
     gain = (1 - s[i]) * -b
     if order == 1:
         return s[i] / s[i - 1], gain, 0.0, 0.5 * gain
-    # The weights ρ of the two differences satisfy ρ1 + ρ2 = c1 and r ρ1 + ρ2 = c2, the conditions of second order.
+    # The weights ρ of the two differences satisfy the conditions of second order: ρ1 + ρ2 = c1 and r ρ1 + ρ2 = c2.
     r = (_lambda(s[i - 2]) - _lambda(s[i - 1])) / h
     phi = b / -h - 1
     c1, c2 = phi / b, 2 * (phi / -h - 0.5) / b
@@ -130,5 +146,5 @@ def _corrector_weights(s: np.ndarray, i: int, order: int) -> Sequence[float]:
 
 
 def _lambda(sigma: float) -> float:
-    with np.errstate(divide="ignore"):  # minus infinity at pure noise
+    with np.errstate(divide="ignore"):  # λ is minus infinity at pure noise
         return np.log(1 - sigma) - np.log(sigma)

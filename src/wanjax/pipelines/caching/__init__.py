@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step caches: rules, tables, what is kept, and how a checkpoint is calibrated."""
+"""Step caches: rules, tables, the caches themselves, and the calibration of a checkpoint."""

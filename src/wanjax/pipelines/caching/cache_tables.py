@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables that step caches need for a checkpoint: published ones, and those measured by `wanjax calibrate`."""
+"""Read the tables that step caches need for a checkpoint. Tables are published, or `wanjax calibrate` has measured
+them."""
 
 import hashlib
 import json
 import math
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from wanjax.checkpoints.files import content_digest
 from wanjax.checkpoints.sources import Source
 from wanjax.errors import WanjaxError, reason
-from wanjax.figures import quantity
-from wanjax.stores.user_folders import home, user_cache
+from wanjax.figures import pluralize
+from wanjax.stores.user_folders import home, user_cache, xdg_folder
 
 FILE = "caches.json"  # the published tables of a family
 NAMES_IN_FILE = {
@@ -31,10 +31,11 @@ NAMES_IN_FILE = {
 
 
 class Magnitudes(NamedTuple):
-    """MagCache's table: the ratio of the blocks' residual in each step to that in the step before.
+    """MagCache's table: for each step, the ratio of the blocks' residual to the residual in the previous step.
 
     `prompt` and `negative` have an entry for each step; the first is 1. `delta`, `most` and `whole` are the default
-    settings. `turns` has a flag for each network, in order: whether its steps may reuse at all.
+    settings. `turns` has a flag for each network, in order, which says whether the steps of the network may reuse
+    cached values.
     """
 
     prompt: tuple[float, ...]
@@ -46,7 +47,8 @@ class Magnitudes(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """TeaCache's polynomial, highest degree first. It maps the change of the timestep's embedding to the output's.
+    """TeaCache's polynomial, highest degree first. The polynomial maps the change of the timestep's embedding to the
+    change of the output.
 
     The first `first` and the last `last` steps are computed in full. `threshold` is the default.
     """
@@ -105,24 +107,25 @@ def read_tables(file: Path, name: str | None = None) -> Tables:
 
 
 def merge_tables(locations: Sequence[tuple[Path | None, str | None]]) -> Tables:
-    """Return each table from the first location that has it: a file and a name in it, as for `read_tables`."""
+    """Read each table from the first location that has the table. A location is a file and a name in the file, as in
+    `read_tables`."""
     tables = [read_tables(file, name) for file, name in locations if file is not None]
     tables_by_field: dict[str, Any] = {
         field: next(filter(None, (getattr(x, field) for x in tables)), None) for field in NAMES_IN_FILE
     }
     tables_by_field["image_magnitudes"] = next(
         (x.image_magnitudes for x in tables if x.magnitudes), None
-    )  # from the same file as `magnitudes`
+    )  # read from the same file as `magnitudes`
     return Tables(**tables_by_field)
 
 
 def measured_file(key: str) -> Path:
     """Return the file of the tables measured for a checkpoint, in the user's data folder.
 
-    A user without a home folder gets a temporary one.
+    If the user has no home folder, the file is in a temporary folder.
     """
     default = (home() or user_cache()) / ("Library/Application Support" if sys.platform == "darwin" else ".local/share")
-    return Path(os.environ.get("XDG_DATA_HOME") or default) / "wanjax" / "caches" / f"{key}.json"
+    return (xdg_folder("XDG_DATA_HOME") or default) / "wanjax" / "caches" / f"{key}.json"
 
 
 def checkpoint_key(source: Source) -> str:
@@ -158,7 +161,7 @@ def _read_magnitudes(json: Any) -> Magnitudes | None:
     prompt, negative = (_numbers(json[name]) for name in ("prompt", "negative"))
     if len(prompt) != len(negative) or len(prompt) < 2:
         raise WanjaxError(
-            f"the table has {quantity(len(prompt), 'ratio')} for the prompt and {len(negative)} for the negative one: "
+            f"the table has {pluralize(len(prompt), 'ratio')} for the prompt and {len(negative)} for the negative one: "
             "give one for each step"
         )
     if min(*prompt, *negative) <= 0:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurement of the tables that step caches need for a checkpoint, in runs that compute every step in full."""
+"""Measure the tables that step caches need for a checkpoint, in runs that compute every step in full."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from numpy.polynomial import Polynomial
 
 from wanjax.errors import WanjaxError
-from wanjax.figures import quantity
+from wanjax.figures import pluralize
 from wanjax.pipelines.caching.cache_tables import Changes, Magnitudes, Tables
 from wanjax.pipelines.caching.phase_cache import embedding_changes
 from wanjax.pipelines.caching.rules import CacheRule, TeaCache
@@ -25,7 +25,7 @@ from wanjax.pipelines.caching.step_cache import (
     in_float32,
     mean_size,
 )
-from wanjax.pipelines.denoiser import stream_of
+from wanjax.pipelines.denoiser import select_stream
 from wanjax.pipelines.model import VideoModel
 from wanjax.pipelines.observers import Observer, Observers, Progress, Step
 from wanjax.pipelines.phases import Phase
@@ -33,17 +33,16 @@ from wanjax.pipelines.runtime import Runtime
 from wanjax.pipelines.sampling import sample_pass
 from wanjax.pipelines.settings import Settings
 
-DELTA, MOST, WHOLE = 0.12, 2, 0.2  # MagCache's settings for a checkpoint without published ones
-DEGREE = 4  # of TeaCache's polynomial, as in its authors' code
-MIN_STEPS = 2 * (DEGREE + 1)  # steps: two for each coefficient of the polynomial
-REUSED_SHARE = 0.5  # the share of steps that reuse at TeaCache's measured threshold
+DELTA, MOST, WHOLE = 0.12, 2, 0.2  # MagCache's settings for a checkpoint that has no published settings
+DEGREE = 4  # the degree of TeaCache's polynomial, as in the code of its authors
+MIN_STEPS = 2 * (DEGREE + 1)  # the least number of steps: two for each coefficient of the polynomial
+REUSED_SHARE = 0.5  # TeaCache's threshold is chosen so that this share of steps reuses
 
 
 @dataclass(frozen=True)
 class MeasuringCache(ForwardCache):
-    """Compute every step in full, and measure its change from the step before, for each prompt of a forward.
-
-    With several streams, the residual is that of all tokens and the output that of the video.
+    """Compute every step in full. For each prompt of a forward, measure the change since the previous step. With
+    several streams, the residual covers all tokens, and the output is that of the video.
     """
 
     def cached_for(self, step: int, cached: Cached | None) -> Cached | None:
@@ -51,7 +50,7 @@ class MeasuringCache(ForwardCache):
 
     def run(self, predict: Predict, cached: Cached | None) -> tuple[Prediction, Cached]:
         prediction, residuals = ForwardCache(ResidualCache).run(predict, None)
-        output = stream_of(in_float32(prediction))
+        output = select_stream(in_float32(prediction))
         if cached is None:
             ones = jnp.ones(len(output))
             return prediction, (*residuals, output, ones, 0 * ones)
@@ -87,14 +86,15 @@ class Recorder(Observer):
         self.ratios: list[np.ndarray] = []
 
     def cache(self, *arguments: Any) -> MeasuringCache:
-        """Return the cache that measures a phase; `arguments` are the last six of `step_cache`."""
+        """Return the cache that measures a phase. `arguments` are the last six arguments of `step_cache`."""
         self.phases.append(arguments[-1])
         self.embedding_changes += embedding_changes(*arguments) or []
         return MeasuringCache()
 
     def stepped(self, step: Step) -> None:
         rows = [np.concatenate([np.asarray(part[index]) for part in step.state.cached or ()]) for index in (-2, -1)]
-        self.ratios.append(np.resize(np.stack(rows, axis=1), (2, 2)))  # without guidance, the prompt's values twice
+        # Without guidance, use the prompt's values for both prompts
+        self.ratios.append(np.resize(np.stack(rows, axis=1), (2, 2)))
 
 
 def measure(runtime: Runtime, model: VideoModel[Any], conditioning: Any, settings: Settings) -> Measurements:
@@ -102,17 +102,18 @@ def measure(runtime: Runtime, model: VideoModel[Any], conditioning: Any, setting
     recorder = Recorder()
     first = model.spec.passes_of(settings)[0]  # only the first of several passes has a step cache
     progress = Progress(0, 1, 0, first.steps)
-    options: dict[str, Any] = {"noise": {}, "observers": Observers([recorder]), "caches": recorder.cache}
+    options: dict[str, Any] = {"noise": {}, "observers": Observers([recorder]), "make_cache": recorder.cache}
     deque(sample_pass(runtime, model, conditioning, first, [settings.seed], progress, **options), maxlen=0)
     ratios, output_changes = np.moveaxis(np.array(recorder.ratios, np.float64), 0, -1).swapaxes(0, 1)
     return Measurements(ratios, output_changes, np.array(recorder.embedding_changes), tuple(recorder.phases))
 
 
 def tables_from(runs: Sequence[Measurements]) -> Tables:
-    """Build tables from runs of equal settings; at their default settings about half of the steps reuse."""
+    """Build tables from runs with equal settings. With the default settings of these tables, about half of the steps
+    reuse."""
     steps = runs[0].ratios.shape[1]
     if steps < MIN_STEPS:
-        raise WanjaxError(f"{quantity(steps, 'step')} are too few to measure a model: give at least {MIN_STEPS}")
+        raise WanjaxError(f"{pluralize(steps, 'step')} are too few to measure a model: give at least {MIN_STEPS}")
     ratios = np.mean([run.ratios for run in runs], axis=0).round(5)
     magnitudes = Magnitudes(tuple(ratios[0].tolist()), tuple(ratios[1].tolist()), DELTA, MOST, WHOLE)
     phase_starts = {phase.start for phase in runs[0].phases}
@@ -127,7 +128,8 @@ def tables_from(runs: Sequence[Measurements]) -> Tables:
 
 
 def _threshold(changes: Changes, run: Measurements) -> float:
-    """Return TeaCache's smallest threshold, of two digits, at which half of the steps of a run reuse."""
+    """Return the smallest threshold of TeaCache, with two digits, at which half of the steps of a run reuse cached
+    values."""
     for tenths in range(-30, 11):  # from 0.001 to 10
         threshold = float(f"{10 ** (tenths / 10):.2g}")
         if reused_steps(TeaCache(threshold), Tables(changes=changes), run) >= REUSED_SHARE * run.ratios.shape[1]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step caches for the phases of a run, built once the phase's network is loaded."""
+"""Build the step cache of each phase of a run, after the network of the phase is loaded."""
 
 from typing import Any
 
@@ -29,20 +29,25 @@ def time_changes(
 
     static: the denoiser, the network's definition, and whether to read the embedding before its projection.
     """
-    denoiser, graphdef, plain = static
-    embedded = denoiser.embed_timesteps(nnx.merge(graphdef, weights), times, plain)
+    denoiser, graphdef, unprojected = static
+    embedded = denoiser.embed_timesteps(nnx.merge(graphdef, weights), times, unprojected)
     changes = jnp.abs(jnp.diff(embedded, axis=0)).mean(axis=1) / jnp.abs(embedded[:-1]).mean(axis=1)
     return jnp.concatenate([jnp.zeros(1, changes.dtype), changes])
 
 
 def embedding_changes(
-    runtime: Runtime, denoiser: Denoiser, network: SplitNetwork, schedule: Schedule, phase: Phase, plain: bool = False
+    runtime: Runtime,
+    denoiser: Denoiser,
+    network: SplitNetwork,
+    schedule: Schedule,
+    phase: Phase,
+    unprojected: bool = False,
 ) -> list[float] | None:
-    """Return the timestep embedding's change before each step of a phase; None while a run is traced."""
+    """Return the change of the timestep's embedding before each step of a phase. Return None while a run is traced."""
     times = [denoiser.timesteps(one_step(schedule, step)) for step in phase.steps]
     stacked = jax.tree.map(lambda *of_steps: np.stack(of_steps), *times)
     changes = runtime.strategy.read(
-        runtime.call(time_changes, (denoiser, network.graphdef, plain), network.weights, stacked), None
+        runtime.call(time_changes, (denoiser, network.graphdef, unprojected), network.weights, stacked), None
     )
     return None if changes is None else changes.tolist()
 
@@ -56,13 +61,15 @@ def step_cache(
     schedule: Schedule,
     phase: Phase,
 ) -> StepCache:
-    """Return the cache of a phase; raise WanjaxError if all steps that may reuse would, or none.
+    """Return the cache of a phase. Raises WanjaxError if no step would reuse cached values, or all steps that may reuse
+    them would.
 
-    TeaCache reads the weights. While a run is traced there are none; then only the last step that may reuse does.
+    TeaCache reads the weights. While a run is traced, there are no weights; then only the last step that may reuse
+    cached values reuses them.
     """
     if not isinstance(rule, TeaCache):
         return rule.cache(phase, (False,) * phase.start + rule.reused(phase, tables))
-    changes = embedding_changes(runtime, denoiser, network, schedule, phase, rule.table == PLAIN)
+    changes = embedding_changes(runtime, denoiser, network, schedule, phase, rule.table_name == PLAIN)
     reused = rule.reused(phase, tables, changes)
     if changes is None:
         last = max((step for step, may in enumerate(reused) if may), default=-1)

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Float
 
 from wanjax.errors import SettingError, WanjaxError, repr_short
-from wanjax.figures import quantity
+from wanjax.figures import pluralize
 from wanjax.layers.stack import BlockCache
 from wanjax.pipelines.caching.cache_tables import Changes, Magnitudes, Tables
 from wanjax.pipelines.caching.step_cache import (
@@ -35,22 +35,22 @@ PLAIN = "plain"  # TeaCache's mode without --use_ret_steps, its authors' default
 
 @dataclass(frozen=True)
 class CacheRule(ABC):
-    """A rule for which steps reuse cached values. The first step of a network never does."""
+    """A rule that decides which steps reuse cached values. The first step of a network never reuses them."""
 
     name: ClassVar[str]
-    counted: ClassVar[bool] = True
+    is_known_before_run: ClassVar[bool] = True
     """True if the reusing steps are known before the weights are loaded."""
     blocks: ClassVar[type[BlockCache]] = BlockCache
     """What each forward caches between its blocks, for a rule that caches each forward separately."""
     decided_on_device: ClassVar[bool] = False
     """True if a step decides on the device whether it reuses."""
-    forwards: ClassVar[int] = 0
+    num_forwards: ClassVar[int] = 0
     """The number of forwards that a reusing step with guidance still runs."""
-    apart: ClassVar[bool] = False
+    needs_separate_forwards: ClassVar[bool] = False
     """True if a step has to run its two prompts in separate forwards."""
 
     @property
-    def table(self) -> str | None:
+    def table_name(self) -> str | None:
         """The field of `Tables` that the rule reads."""
         return None
 
@@ -60,17 +60,19 @@ class CacheRule(ABC):
 
     @abstractmethod
     def reused(self, phase: Phase, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
-        """Return for each step of a phase whether it reuses, or whether it may if the rule is not `counted`."""
+        """Return for each step of a phase whether it reuses cached values. If the rule is not `is_known_before_run`,
+        return whether it may reuse them."""
 
     def cache(self, phase: Phase, reused: tuple[bool, ...]) -> StepCache:
-        """Return the cache of a phase. `reused` is counted from the video's first step."""
+        """Return the cache of a phase. The first entry of `reused` belongs to the video's first step."""
         return ForwardCache(self.blocks, reused=reused)
 
     def __str__(self) -> str:
         texts, needs_name = [], False
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            needs_name = needs_name or value is None or isinstance(value, str)  # later ones then need their names too
+            # After a missing setting, later settings are written with their names
+            needs_name = needs_name or value is None or isinstance(value, str)
             if value is not None:
                 texts.append(f"{field.name}={value}" if needs_name else str(value))
         return ":".join(filter(None, [self.name, ",".join(texts)]))
@@ -90,7 +92,7 @@ class NoRule(CacheRule):
 
 
 @dataclass(frozen=True)
-class Auto(NoRule):
+class AutoRule(NoRule):
     """The best rule for a model: MagCache if there is a table for it, else EasyCache."""
 
     name = "auto"
@@ -101,10 +103,11 @@ class Auto(NoRule):
 
 @dataclass(frozen=True)
 class DeepCache(CacheRule):
-    """Reuse the tokens before the last block: such a step runs only the last block and the head.
+    """Cache the tokens before the last block. A step that reuses them runs only the last block and the head.
 
-    From step `start` to before `end`, every `interval`-th step is computed in full and the others reuse. Follows Ma et
-    al., DeepCache, 2024, as HunyuanVideo 1.5's authors apply it to a transformer: hyvideo/commons/cache_helper.py.
+    From step `start` until before step `end`, every `interval`-th step is computed in full, and the steps between
+    reuse. Follows Ma et al., DeepCache, 2024, and, for transformers, the file
+    hyvideo/commons/cache_helper.py of HunyuanVideo 1.5.
     """
 
     name = "deepcache"
@@ -130,8 +133,8 @@ class MagCache(CacheRule):
     """Reuse the residual that all blocks add to the tokens, while its magnitude is expected to change little.
 
     Follows Ma et al., MagCache, 2025: magcache_generate.py in MagCache4Wan2.1 and MagCache4Wan2.2. A step reuses only
-    if both of its prompts may. At most `most` steps in a row reuse. The share `whole` of a network's steps, its first
-    ones, are computed in full.
+    if the rule allows it for both prompts. At most `most` steps in a row reuse. The first steps of a network, which
+    make up the share `whole` of its steps, are computed in full.
     """
 
     name = "magcache"
@@ -149,7 +152,7 @@ class MagCache(CacheRule):
             raise WanjaxError(f"{self} computes the share {self.whole:g} in full: give at least 0 and less than 1")
 
     @property
-    def table(self) -> str:
+    def table_name(self) -> str:
         return "magnitudes"
 
     def completed(self, tables: Tables) -> "CacheRule":
@@ -163,7 +166,7 @@ class MagCache(CacheRule):
         table = tables.magnitudes
         assert table is not None
         delta, most = self.delta or table.delta, self.most or table.most
-        whole = table.whole if self.whole is None else self.whole
+        uncached_share = table.whole if self.whole is None else self.whole
         if not table.turns[phase.number]:
             return (False,) * len(phase.steps)
         ratio_lists = (table.prompt, table.negative) if phase.guided else (table.prompt,)
@@ -172,7 +175,7 @@ class MagCache(CacheRule):
         ]
         flags, (growth, errors, count) = [], RESET
         for step in range(len(phase.steps)):
-            if step == 0 or not _may_reuse(step, phase, whole, table):
+            if step == 0 or not _may_reuse(step, phase, uncached_share, table):
                 flags.append(False)
                 continue
             growth = growth * ratios[:, phase.start + step]
@@ -183,15 +186,16 @@ class MagCache(CacheRule):
         return _compute_first(flags)
 
 
-RESET = (1.0, 0.0, 0)  # MagCache's growth, errors and count after a step that was computed in full
+RESET = (1.0, 0.0, 0)  # the initial growth, errors and count of MagCache, also after each step that is computed in full
 
 
-def _may_reuse(step: int, phase: Phase, whole: float, table: Magnitudes) -> bool:
+def _may_reuse(step: int, phase: Phase, uncached_share: float, table: Magnitudes) -> bool:
     """Return whether a step of a phase may reuse, counting as MagCache's authors do: two forwards a step.
 
-    They round the number of full forwards down, but up for the second of two networks that both reuse.
+    MagCache's authors round the number of full forwards down, but for the second of two networks that both reuse, they
+    round it up.
     """
-    forward, full_forwards = 2 * step, 2 * len(phase.steps) * whole
+    forward, full_forwards = 2 * step, 2 * len(phase.steps) * uncached_share
     return forward > full_forwards if phase.number == 1 and table.turns[0] else forward >= int(full_forwards)
 
 
@@ -207,14 +211,15 @@ def nearest(ratios: Sequence[float], steps: int) -> Float[np.ndarray, " steps"]:
 class TeaCache(CacheRule):
     """Reuse the residual that all blocks add to the tokens, while the timestep's embedding has changed little.
 
-    A polynomial maps the embedding's change to the output's. Follows Liu et al., TeaCache, 2024: teacache_generate.py
-    in TeaCache4Wan2.1 with --use_ret_steps, and teacache_sample_video.py in TeaCache4CogVideoX1.5. The mode `plain` is
-    the former without --use_ret_steps: it reads the embedding before it is projected for the blocks.
+    A polynomial maps the change of the embedding to the change of the output. Follows Liu et al., TeaCache, 2024:
+    teacache_generate.py in TeaCache4Wan2.1 with --use_ret_steps, and teacache_sample_video.py in TeaCache4CogVideoX1.5.
+    The mode `plain` follows teacache_generate.py without --use_ret_steps: it uses the embedding before its projection
+    for the blocks.
     """
 
     name = "teacache"
     blocks = ResidualCache
-    counted = False
+    is_known_before_run = False
     threshold: float | None = None
     mode: str | None = None
 
@@ -225,16 +230,17 @@ class TeaCache(CacheRule):
             raise WanjaxError(f"the threshold of {self} must be above 0 and finite: 0.1 is usual")
 
     @property
-    def table(self) -> str:
+    def table_name(self) -> str:
         return PLAIN if self.mode == PLAIN else "changes"
 
     def completed(self, tables: Tables) -> "CacheRule":
-        default = getattr(tables, self.table).threshold
+        default = getattr(tables, self.table_name).threshold
         return self if self.threshold is not None else dataclasses.replace(self, threshold=default)
 
     def reused(self, phase: Phase, tables: Tables, changes: Sequence[float] | None = None) -> tuple[bool, ...]:
-        """Without `changes`, the embedding's change before each step, every step that may reuse does."""
-        table: Changes = getattr(tables, self.table)
+        """`changes` has the change of the embedding before each step. Without `changes`, every step that may reuse
+        reuses."""
+        table: Changes = getattr(tables, self.table_name)
         threshold = self.threshold or table.threshold
         flags, error = [], 0.0
         for step in range(len(phase.steps)):
@@ -254,7 +260,7 @@ class EasyCache(CacheRule):
     """
 
     name = "easycache"
-    counted = False
+    is_known_before_run = False
     decided_on_device = True
     threshold: float = 0.05
     first: int = 10
@@ -272,15 +278,14 @@ class EasyCache(CacheRule):
 
 @dataclass(frozen=True)
 class Guidance(CacheRule):
-    """Run the negative prompt in every `interval`-th step only, from a third of the steps to nine tenths.
-
-    In between, its output is the prompt's output plus their last difference. Follows Lv et al., FasterCache, 2024, as
-    in maxdiffusion's pipelines/wan/wan_pipeline_2_1.py.
+    """From a third of the steps to nine tenths, run the negative prompt only in every `interval`-th step. In the steps
+    between, the negative prompt's output is the prompt's output plus the last difference of the two outputs. Follows Lv
+    et al., FasterCache, 2024, as in maxdiffusion's pipelines/wan/wan_pipeline_2_1.py.
     """
 
     name = "guidance"
-    forwards = 1
-    apart = True
+    num_forwards = 1
+    needs_separate_forwards = True
     interval: int = 5
 
     def __post_init__(self) -> None:
@@ -294,37 +299,38 @@ class Guidance(CacheRule):
         )
 
     def cache(self, phase: Phase, reused: tuple[bool, ...]) -> StepCache:
-        return GuidanceCache(reused=reused, half=phase.total // 2) if phase.guided else NO_CACHE
+        return GuidanceCache(reused=reused, half_step=phase.total // 2) if phase.guided else NO_CACHE
 
 
 RULES: Mapping[str, type[CacheRule]] = {
-    rule.name: rule for rule in (MagCache, TeaCache, EasyCache, DeepCache, Guidance, NoRule, Auto)
+    rule.name: rule for rule in (MagCache, TeaCache, EasyCache, DeepCache, Guidance, NoRule, AutoRule)
 }
 NONE = NoRule()
 
 
 def cache_rule(rule: Any) -> CacheRule:
-    """Parse a text such as `magcache`, `deepcache:11,45,4` or `none`; return a rule as it is.
+    """Parse a text such as `magcache`, `deepcache:11,45,4` or `none`. A rule is returned unchanged.
 
-    Settings are given in their order, later ones by name: `teacache:0.1,mode=plain`. Raises WanjaxError for anything
-    else.
+    Settings stand in their order. Some of the last settings may be given by name: `teacache:0.1,mode=plain`. Raises
+    WanjaxError for anything else.
     """
     return rule if isinstance(rule, CacheRule) else parse_rule(rule, RULES, "step cache")
 
 
 def chosen_rule(rule: CacheRule, phases: Sequence[Phase], tables: Tables, model: str) -> CacheRule:
-    """Fill a rule's settings for a checkpoint; replace `Auto` by its best rule, or by none if that would reuse nothing.
+    """Fill in a rule's settings for a checkpoint. Replace `AutoRule` by the best rule for the model, or by no rule if
+    no step would reuse.
 
     Raises SettingError if the checkpoint lacks the rule's table, or if the rule would reuse no step, or all steps.
     """
     if rule == NONE:
         return rule
-    if isinstance(rule, Auto):
+    if isinstance(rule, AutoRule):
         best = rule.completed(tables)
         return best if any(any(best.reused(phase, tables)) for phase in phases) else NONE
-    if rule.table and getattr(tables, rule.table) is None:
+    if rule.table_name and getattr(tables, rule.table_name) is None:
         default_mode = f"give {rule.name} without a mode"
-        advice = default_mode if rule.table == PLAIN else f"measure one with `wanjax calibrate {model}`"
+        advice = default_mode if rule.table_name == PLAIN else f"measure one with `wanjax calibrate {model}`"
         raise SettingError(f"{model} has no table for {rule}: {advice}", "cache")
     if isinstance(rule, Guidance) and not any(phase.guided for phase in phases):
         raise SettingError(f"{rule} has no effect without guidance: set guidance_scale above 1", "cache")
@@ -334,12 +340,12 @@ def chosen_rule(rule: CacheRule, phases: Sequence[Phase], tables: Tables, model:
 
 
 def check_reused(rule: CacheRule, reused: Sequence[Sequence[bool]]) -> None:
-    """Raise SettingError if no step would reuse, or if all steps of at least half a phase would."""
+    """Raise SettingError if no step would reuse, or if all steps after a step in the first half of a phase would."""
     steps = sum(map(len, reused))
     if not any(map(any, reused)):
-        message = f"the step cache {rule} reuses nothing in {quantity(steps, 'step')}: take more steps"
+        message = f"the step cache {rule} reuses nothing in {pluralize(steps, 'step')}: take more steps"
         raise SettingError(message, "cache")
-    if not rule.counted or rule.table is None:
+    if not rule.is_known_before_run or rule.table_name is None:
         return
     for flags in map(list, reused):
         if True in flags and all(remaining := flags[flags.index(True) :]) and len(remaining) >= max(2, len(flags) / 2):
@@ -348,15 +354,15 @@ def check_reused(rule: CacheRule, reused: Sequence[Sequence[bool]]) -> None:
             raise SettingError(message, "cache")
 
 
-def check_apart(rule: CacheRule, together: bool) -> None:
+def check_separate_forwards(rule: CacheRule, batched: bool) -> None:
     """Raise WanjaxError for a guidance cache if a step runs both prompts in one forward."""
-    if together and rule.apart:
+    if batched and rule.needs_separate_forwards:
         raise WanjaxError(
-            "a guidance cache has no effect where dp or --batch-guidance runs both prompts together: give a "
+            "a guidance cache has no effect where dp or batched guidance runs both prompts together: give a "
             "mesh without dp, such as tp=8"
         )
 
 
 def _compute_first(reused: Sequence[bool]) -> tuple[bool, ...]:
-    """Clear the first flag of a phase: its first step has nothing to reuse."""
+    """Clear the flag of a phase's first step, because the first step has nothing to reuse."""
     return (False, *reused[1:]) if reused else ()

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step caches: a step caches a part of its work, which later steps reuse instead of computing it again.
-
-A cache wraps the forwards of a step, and may give each a `BlockCache`. A step is compiled for its cache; the rules in
+"""Step caches: a step stores a part of its results, and later steps reuse it instead of computing it again. A cache
+wraps the forwards of a step, and may give each forward a `BlockCache`. A step is compiled for its cache. The rules in
 `rules` decide which steps reuse.
 """
 
@@ -25,14 +24,17 @@ Latents = Any  # [B T H W C], or a mapping of streams
 Prediction = Any  # like latents, of one or more videos, for one prompt or both
 Predict = Callable[..., Prediction]  # a forward, which accepts a `BlockCache` for its blocks
 Cached = tuple[Any, ...]  # tuples of arrays
-Predictions = tuple[list[Prediction], Cached]  # of each forward, and what the next step may reuse
+# The prediction of each forward, and the values that the next step may reuse
+Predictions = tuple[list[Prediction], Cached]
 
 
 @dataclass(frozen=True)
 class StepCache(ABC):
-    """What a step caches, and how another reuses it: two programs without branches. A hashable value.
+    """Says what a step caches, and how another step reuses it. A step that computes in full and a step that reuses are
+    two programs, without branches. A `StepCache` is hashable.
 
-    `reused` has a flag for each step that reuses. Comparisons ignore it, since the programs do not depend on it.
+    `reused` has a flag for each step, which says whether the step reuses. Comparisons ignore `reused`, because the
+    programs do not depend on it.
     """
 
     reused: tuple[bool, ...] = field(default=(), compare=False, kw_only=True)
@@ -49,7 +51,8 @@ class StepCache(ABC):
     def predictions(
         self, forwards: Sequence[Predict], x: Latents, cached: Cached | None
     ) -> tuple[list[Prediction], Cached]:
-        """Return the float32 prediction of each forward of a step from x, and what the next step may reuse."""
+        """Return the float32 prediction of each forward of a step from x, and the values that the next step may
+        reuse."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,8 @@ class ForwardCache(StepCache):
         return [in_float32(prediction) for prediction, _ in pairs], tuple(forward_cached for _, forward_cached in pairs)
 
     def run(self, predict: Predict, cached: Cached | None) -> tuple[Prediction, Cached]:
-        """Return a forward's prediction and what the next step may reuse; `cached` is None to run all blocks."""
+        """Return a forward's prediction, and the values that the next step may reuse. If `cached` is None, all blocks
+        run."""
         blocks = self.blocks(cached)
         return predict(blocks), blocks.cached
 
@@ -78,7 +82,7 @@ NO_CACHE = ForwardCache()
 
 
 class LastBlockCache(BlockCache):
-    """Cache the tokens before the last block; a forward that reuses them runs only the last block."""
+    """Cache the tokens before the last block. A forward that reuses them runs only the last block."""
 
     def parts(self, layers: int, *cuts: int) -> Sequence[range]:
         parts = super().parts(layers, *cuts, layers - 1)
@@ -94,9 +98,11 @@ class LastBlockCache(BlockCache):
 
 
 class ResidualCache(BlockCache):
-    """Cache the residual that all blocks add to the tokens that heads read; a forward that reuses it runs no block.
+    """Cache the residual that all blocks add to the tokens that the head reads. A forward that reuses the residual runs
+    no block.
 
-    With a tuple of token streams, heads read only the first. It may be a tree: the tokens of a video and of its sound.
+    If the tokens are a tuple of streams, the head reads only the first entry. This entry may be a tree, such as the
+    tokens of a video and of its sound.
     """
 
     def __init__(self, cached: tuple[Any, ...] | None = None):
@@ -108,14 +114,14 @@ class ResidualCache(BlockCache):
 
     def before(self, part: range, x: Any) -> Any:
         if part.start == 0:
-            self.first = jax.tree.leaves(x[0] if isinstance(x, tuple) else x)
+            self.block_input = jax.tree.leaves(x[0] if isinstance(x, tuple) else x)
         return x
 
     def after(self, x: Any) -> Any:
         tokens, tree = jax.tree.flatten(x)
         if self.previous is None:
-            # heads read the first arrays only
-            self.cached = constrain_tokens(tuple(map(sub, tokens, self.first)))
+            # the head reads only the first entry
+            self.cached = constrain_tokens(tuple(map(sub, tokens, self.block_input)))
             return x
         head_tokens = constrain_tokens(list(map(add, tokens, self.cached)))
         return jax.tree.unflatten(tree, [*head_tokens, *tokens[len(head_tokens) :]])
@@ -126,26 +132,27 @@ class History(NamedTuple):
 
     computed_latents: Latents  # the latents of the last computed step
     last_latents: Latents  # the latents of the last step
-    rate: Any  # [B], the change of the output relative to that of the latents, between computed steps
+    rate: Any  # [B], the change of the output divided by the change of the latents, between computed steps
     error: Any  # [B], the expected relative change of the output since the last computed step
     count: Any  # the number of reused steps
-    threshold: Any  # of the error; the host sets it for each step, negative to force a computed step
+    # The threshold of the error; the host sets it for each step, and a negative one forces the step to be computed
+    threshold: Any
 
 
 @dataclass(frozen=True)
 class OutputCache(StepCache):
-    """Cache the output of a step, and decide on the device, from the prompt's output, whether to reuse it.
+    """Cache the output of a step. The device decides from the prompt's output whether to reuse it.
 
-    A step that reuses adds the last computed step's difference between output and latents to its own latents; the
-    network does not run. All videos and streams of a batch reuse, or none. The first step is one program; the later
-    ones are another, with a branch.
+    A step that reuses does not run the network. The step adds the difference between output and latents of the last
+    computed step to its own latents. Either all videos and streams of a batch reuse, or none of them. The first step is
+    one program. The later steps are another program, which has a branch.
     """
 
     threshold: float = field(default=0.0, compare=False)
 
     def cached_for(self, step: int, cached: Cached | None) -> Cached | None:
         threshold = np.float32(self.threshold if self.reuses(step) else -1)
-        return cached and (*cached[:-1], (*cached[-1][:-1], threshold))  # the last field of History
+        return cached and (*cached[:-1], (*cached[-1][:-1], threshold))  # the last field of `History`
 
     def predictions(
         self, forwards: Sequence[Predict], x: Latents, cached: Cached | None
@@ -202,15 +209,15 @@ class OutputCache(StepCache):
 class GuidanceCache(StepCache):
     """Cache the difference between the negative prompt's output and the prompt's, at low and at high frequencies.
 
-    A step that reuses it runs only the prompt. Before step `half`, low frequencies get the larger weight; later,
-    high frequencies do.
+    A step that reuses it runs only the prompt. Before step `half_step`, the low frequencies have the larger weight.
+    From then on, the high frequencies have it.
     """
 
-    half: int = field(default=0, compare=False)
+    half_step: int = field(default=0, compare=False)
     LARGER_WEIGHT: ClassVar[float] = 1.2
 
     def cached_for(self, step: int, cached: Cached | None) -> Cached | None:
-        weights = (self.LARGER_WEIGHT, 1.0) if step < self.half else (1.0, self.LARGER_WEIGHT)
+        weights = (self.LARGER_WEIGHT, 1.0) if step < self.half_step else (1.0, self.LARGER_WEIGHT)
         return cached and (cached[0], (np.array(weights, np.float32),)) if self.reuses(step) else None
 
     def predictions(

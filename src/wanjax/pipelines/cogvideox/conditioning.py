@@ -16,10 +16,10 @@ from wanjax.pipelines.denoiser import Posterior
 class CogVideoXConditioning(NamedTuple):
     """The output of `encode` for a prompt, the negative prompt, images and videos. Arrays have a first axis of size 1.
 
-    In a batch that axis has a prompt for each video. `image_latents` are those of the first frame, and `video_latents`
-    those of the video from which denoising starts. With a deviation they are the mean of a distribution from which each
-    video samples; without one they are used as they are. `video_shape` is the shape that they were encoded for, a
-    `VideoShape`.
+    In a batch that axis has a prompt for each video. `image_latents` has the latents of the first frame.
+    `video_latents` has the latents of the video from which denoising starts. If there is a deviation, these latents are
+    the mean of a distribution from which each video samples. Otherwise the latents are used unchanged. `video_shape` is
+    a `VideoShape`, the shape for which the latents were encoded.
     """
 
     prompt_embeds: Float[Array, "B S E"]

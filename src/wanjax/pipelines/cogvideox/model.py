@@ -16,7 +16,7 @@ from wanjax.errors import WanjaxError
 from wanjax.layers.flops import attention_flops
 from wanjax.layers.tiling import Tiling
 from wanjax.media.inputs import IMAGE, VIDEO
-from wanjax.media.pictures import Pictures, fit
+from wanjax.media.pictures import Pictures, fit_to_size
 from wanjax.models.cogvideox.config import TransformerConfig, forward_flops
 from wanjax.models.cogvideox.vae_config import VAEConfig
 from wanjax.models.t5 import T5Config
@@ -25,15 +25,16 @@ from wanjax.pipelines.cogvideox.networks import NETWORKS
 from wanjax.pipelines.cogvideox.programs import CogVideoXDenoiser, encode_prompts, make_context
 from wanjax.pipelines.denoiser import Denoiser, LatentArray, Preparation
 from wanjax.pipelines.frames import encode_frames, split_posterior
-from wanjax.pipelines.model import Cost, ModelSpec, VideoModel
+from wanjax.pipelines.model import ForwardCost, ModelSpec, VideoModel
 from wanjax.pipelines.runtime import Runtime, SplitNetwork
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.tokenizer import TokenBatch
+from wanjax.pipelines.torch_noise import NoiseLayout
 from wanjax.pipelines.validation import FieldShape
 from wanjax.schedulers import Scheduler, from_config
 from wanjax.schedulers.ddim import DDIM
 
-OFFICIAL_TEXT_LENGTH = 224  # in tokens, in CogVideoX-1.5's official code
+OFFICIAL_TEXT_LENGTH = 224  # tokens of a prompt in CogVideoX-1.5's official code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,12 +78,15 @@ class CogVideoXModel(VideoModel[CogVideoXConditioning]):
             vae=config("vae"),
             scheduler=from_config(source["scheduler"].config()),
         )
-        channels, latents = model.transformer.channels_in, model.vae.latent_channels
+        channels, latent_channels = model.transformer.channels_in, model.vae.latent_channels
         starts_from_image = source.index.get("_class_name") == "CogVideoXImageToVideoPipeline"
-        if channels != latents * (2 if starts_from_image else 1) or model.transformer.channels_out != latents:
+        if (
+            channels != latent_channels * (2 if starts_from_image else 1)
+            or model.transformer.channels_out != latent_channels
+        ):
             raise WanjaxError(
                 f"the checkpoint's configs contradict each other: a {source.index.get('_class_name')} whose VAE has "
-                f"{latents} channels cannot have a transformer with {channels} channels in and "
+                f"{latent_channels} channels cannot have a transformer with {channels} channels in and "
                 f"{model.transformer.channels_out} out"
             )
         return model
@@ -107,6 +111,7 @@ class CogVideoXModel(VideoModel[CogVideoXConditioning]):
             frame_multiple=self.transformer.patch[0],
             fixed_size=self.fixed_size,
             posteriors=POSTERIORS,
+            noise_layout=NoiseLayout(frames_first=True, rounded=True),
         )
 
     @property
@@ -125,32 +130,32 @@ class CogVideoXModel(VideoModel[CogVideoXConditioning]):
         _, rows, columns = self.transformer.trained_grid
         return rows * self.grid, columns * self.grid
 
-    def cost(self, settings: Settings, conditioning: Any = None) -> Cost:
+    def cost(self, settings: Settings, conditioning: Any = None) -> ForwardCost:
         _, _, *latent_size = self.spec.noise_shape(settings)
         config = replace(self.transformer, text_length=self.text_length(settings.follow))
         video_tokens = prod(latent_size) // config.patch_cells
         tokens = config.text_length + video_tokens
-        return Cost(
+        return ForwardCost(
             tokens=tokens,
             layers=config.layers,
             heads=config.heads,
             width=config.width,
             scores=config.layers * attention_flops(tokens, tokens, config.width),
-            flops=forward_flops(config, video=video_tokens),
+            flops=forward_flops(config, video_tokens=video_tokens),
         )
 
-    def text_length(self, follow: str) -> int:
+    def text_length(self, reference_impl: str) -> int:
         """Return the number of tokens that are read of a prompt, with padding. Version 1.5's official code reads fewer.
 
         Args:
-            follow: Which reference implementation to match, as in the settings.
+            reference_impl: Which reference implementation to match, as in the settings.
         """
         max_length = self.transformer.text_length
-        is_official_1_5 = follow == "official" and self.transformer.patch[0] > 1
+        is_official_1_5 = reference_impl == "official" and self.transformer.patch[0] > 1
         return min(max_length, OFFICIAL_TEXT_LENGTH) if is_official_1_5 else max_length
 
-    def tokenize(self, runtime: Runtime, prompts: Sequence[str], follow: str) -> tuple[TokenBatch, ...]:
-        return (runtime.components.get("tokenizer").tokenize(prompts, self.text_length(follow)),)
+    def tokenize(self, runtime: Runtime, prompts: Sequence[str], reference_impl: str) -> tuple[TokenBatch, ...]:
+        return (runtime.components.get("tokenizer").tokenize(prompts, self.text_length(reference_impl)),)
 
     def encode_text(self, runtime: Runtime, settings: Settings) -> CogVideoXConditioning:
         [batch] = self.tokenize(runtime, [settings.prompt, settings.negative_prompt], settings.follow)
@@ -162,7 +167,7 @@ class CogVideoXModel(VideoModel[CogVideoXConditioning]):
     ) -> Mapping[str, Any]:
         def posterior(frames: Iterable[np.ndarray], scale: float) -> Any:
             """Return the scaled mean and deviation of the latents of frames, fitted to the video's size."""
-            fitted_frames = [fit(frame, settings.size, settings.resize) for frame in frames]
+            fitted_frames = [fit_to_size(frame, settings.size, settings.resize) for frame in frames]
             return runtime.call(
                 split_posterior,
                 scale,
@@ -193,7 +198,7 @@ class CogVideoXModel(VideoModel[CogVideoXConditioning]):
         network: SplitNetwork,
         conditioning: CogVideoXConditioning,
         x: LatentArray,
-        purpose: Preparation,
+        preparation: Preparation,
     ) -> tuple[tuple[Any, ...], Any]:
-        arguments = x, network.weights, conditioning[:2], conditioning.image_latents, purpose.nag
-        return runtime.call(make_context, (network.graphdef, purpose.groups), *arguments)
+        arguments = x, network.weights, conditioning[:2], conditioning.image_latents, preparation.nag
+        return runtime.call(make_context, (network.graphdef, preparation.groups), *arguments)

@@ -9,6 +9,15 @@ from wanjax.models.cogvideox.vae import CogVideoXVAE
 from wanjax.models.cogvideox.vae_config import VAEConfig
 from wanjax.pipelines.text.encoders import T5
 
+FULL_PRECISION = {
+    "patch_embed": "the first projection",
+    "proj_out": "the last projection",
+    "time_embed.*": "the embedding of the timestep",
+    "*_mod": "the modulation by the timestep",
+    "text_embed": "the projection of the text",
+}
+"""The projections of CogVideoX's transformer that no precision quantizes."""
+
 NETWORKS = (
     T5,
     NetworkKind(
@@ -16,6 +25,7 @@ NETWORKS = (
         read=diffusers.transformer_config,
         modules={TransformerConfig: CogVideoXTransformer},
         rules=diffusers.transformer_rules,
+        full_precision=FULL_PRECISION,
     ),
     NetworkKind(
         classes=("AutoencoderKLCogVideoX",),

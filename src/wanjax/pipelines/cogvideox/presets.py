@@ -9,7 +9,7 @@ from wanjax.models.cogvideox.config import I2V_1_5_5B, I2V_5B, T2V_1_5_5B, T2V_2
 from wanjax.models.cogvideox.vae_config import VAE_1_5, VAE_2B, VAE_5B
 from wanjax.models.t5 import T5_XXL
 from wanjax.pipelines.cogvideox.model import CogVideoXModel
-from wanjax.pipelines.family import Preset, updated_by
+from wanjax.pipelines.family import Preset, with_checkpoint_settings
 from wanjax.pipelines.settings import Settings
 from wanjax.schedulers.ddim import DDIM
 
@@ -74,13 +74,13 @@ PRESETS = (
 def default_settings(source: Source, model: CogVideoXModel, preset: Preset | None) -> Settings:
     """Return the default settings of a checkpoint: those of its preset, if it has one.
 
-    Otherwise they are those of the first preset with the same patch and image input. generation_config.json overrides
-    them.
+    Without a preset, they are the settings of the first preset with the same patch and image input.
+    generation_config.json overrides the settings.
     """
     if preset is not None:
         return preset.defaults
     similar = (preset for preset in PRESETS if _defaults_key(preset.model) == _defaults_key(model))
-    return updated_by(source, next(similar, PRESETS[0]).defaults)
+    return with_checkpoint_settings(source, next(similar, PRESETS[0]).defaults)
 
 
 def _defaults_key(model: Any) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ class Shared(NamedTuple):
 
     Args:
         positions: RoPE's tables, or position embeddings.
-        image: The latents of the first frame, [B 1 H W C]; None without one.
+        image: The latents of the first frame, [B 1 H W C]; None if the video has no given first frame.
     """
 
     positions: Positions
@@ -33,7 +33,9 @@ class Shared(NamedTuple):
 class CogVideoXDenoiser(Denoiser):
     """CogVideoX's transformer, which predicts v of latents."""
 
-    def embed_timesteps(self, network: Any, times: Float[Array, "B"], plain: bool = False) -> Float[Array, "B _E"]:
+    def embed_timesteps(
+        self, network: Any, times: Float[Array, "B"], unprojected: bool = False
+    ) -> Float[Array, "B _E"]:
         return network.time_embed(times)
 
     def predict(
@@ -95,7 +97,7 @@ def make_context(
         x: The latents of the videos.
         weights: The network's weights.
         prompts: The features of the prompts and of the negative prompts.
-        image: The latents of the first frame; None without one.
+        image: The latents of the first frame; None if the video has no given first frame.
         nag: The scale, tau and alpha of normalized attention guidance; None without it.
     """
     graphdef, groups = static

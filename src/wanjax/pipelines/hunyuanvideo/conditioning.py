@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The output of HunyuanVideo's encode stage, its reduction to what a step needs, and the sizes of image to video."""
+"""The output of HunyuanVideo's encode stage, the removal of its padding, and the video sizes for image to video."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -8,22 +8,22 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from wanjax.media.pictures import Picture, PictureOfAnySize, fit
+from wanjax.media.pictures import Picture, PictureOfAnySize, fit_to_size
 from wanjax.pipelines.hunyuanvideo.text import GLYPH_LENGTH, TEXT_LENGTH
 
 LENGTHS = (128, 256, 512, TEXT_LENGTH)
 """The lengths in tokens that a prompt is padded to. Steps are compiled once for each."""
 GLYPH_LENGTHS = (0, GLYPH_LENGTH)
-MAX_ASPECT_RATIO = 4  # the highest ratio of the longer side to the shorter among the reference's sizes
+MAX_ASPECT_RATIO = 4  # the largest ratio of the longer side to the shorter side
 
 
 class HunyuanVideoConditioning(NamedTuple):
     """The output of `encode` for a prompt, the negative prompt and an image. Each array has a first axis of size 1.
 
     In a batch the first axis has a prompt for each video, and all videos share the image. `prompt_embeds` are the
-    features of the prompt, `prompt_embeds_2` of the text that it quotes; both are zeros outside their masks.
-    `image_embeds` are the features of the image, and `image_latents` are its latents. `video_shape` is the shape that
-    they were encoded for, a `VideoShape`.
+    features of the prompt. `prompt_embeds_2` are the features of the quoted text in the prompt. Both arrays are zero
+    outside their masks. `image_embeds` are the features of the image, and `image_latents` are its latents.
+    `video_shape` is the `VideoShape` of the video for which the image was encoded.
     """
 
     prompt_embeds: Float[Array, "B S E"]
@@ -45,7 +45,10 @@ class HunyuanVideoConditioning(NamedTuple):
 
 
 class Text(NamedTuple):
-    """A prompt for the transformer: its features and mask, and those of its quoted text, which may have no tokens."""
+    """A prompt for the transformer: features and a mask of the prompt, and features and a mask of its quoted text.
+
+    The quoted text may have no tokens.
+    """
 
     embeds: Any  # [B S E]
     mask: Any  # [B S]
@@ -54,34 +57,37 @@ class Text(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """The numbers of tokens that are used of a prompt, and of the text that it quotes."""
+    """The number of tokens to use of a prompt, and the number of tokens to use of its quoted text."""
 
     prompt: int
     glyphs: int
 
     def cut(self, text: Text) -> Text:
-        """Return a text cut to these lengths, without the padding after them."""
+        """Cut the features and masks of a prompt to these lengths, which removes padding."""
         masks = _as_booleans(text.mask)[:, : self.prompt], _as_booleans(text.glyph_mask)[:, : self.glyphs]
         return Text(text.embeds[:, : self.prompt], masks[0], text.glyphs[:, : self.glyphs], masks[1])
 
 
-def used_lengths(texts: Sequence[Text], *, together: bool) -> tuple[Lengths, ...]:
-    """Return the lengths of texts without most of their padding, from `LENGTHS` and `GLYPH_LENGTHS`.
+def used_lengths(texts: Sequence[Text], *, batched: bool) -> tuple[Lengths, ...]:
+    """Choose short lengths from `LENGTHS` and `GLYPH_LENGTHS` that still hold all tokens of each prompt.
 
-    Masked tokens change nothing, so the lengths only decide which step is compiled. Texts that are encoded `together`
-    get one length.
+    The transformer ignores masked tokens, so the lengths do not change the video. The lengths decide which programs are
+    compiled. With `batched`, all prompts get the same lengths.
     """
     lengths = [
         Lengths(_covering_length(text.mask, LENGTHS), _covering_length(text.glyph_mask, GLYPH_LENGTHS))
         for text in texts
     ]
-    if together:
+    if batched:
         lengths = [Lengths(*map(max, zip(*lengths, strict=True)))] * len(texts)
     return tuple(lengths)
 
 
 def _covering_length(mask: Shaped[Array | np.ndarray, "B S"], lengths: Sequence[int]) -> int:
-    """Return the smallest length that covers all tokens of a mask, or the last one; a traced mask's full length."""
+    """Choose the smallest length that covers all True entries of a mask, or the last length if none does.
+
+    A traced mask has no known entries, so its full length is returned.
+    """
     if isinstance(mask, Tracer):
         return mask.shape[1]
     needed = int(np.max(np.nonzero(_as_booleans(mask))[1], initial=-1)) + 1
@@ -89,14 +95,14 @@ def _covering_length(mask: Shaped[Array | np.ndarray, "B S"], lengths: Sequence[
 
 
 def _as_booleans(mask: Shaped[Array | np.ndarray, "B S"]) -> Bool[Array | np.ndarray, "B S"]:
-    """Return a mask as booleans, on the host if possible. It may hold numbers, as in the reference's files."""
+    """Convert a mask to booleans, on the host unless it is traced. The reference's files store masks as numbers."""
     return mask.astype(bool) if isinstance(mask, Tracer) else np.asarray(mask) != 0
 
 
 def size_for_image(picture: tuple[int, ...], side: int, grid: int) -> tuple[int, int]:
-    """Return the (height, width) of a video for an image [H W 3]: the model's size with the nearest aspect ratio.
+    """Choose the (height, width) of a video for an image [H W 3]: the model's size with the nearest aspect ratio.
 
-    If two sizes are near, it is the one nearer to a square. Follows the reference's
+    Only sizes that are at least as close to a square as the image are considered. Follows the reference's
     pipelines/hunyuan_video1_5/image_processor.py, which rounds the ratios of the sizes to five digits.
     """
     ratio = picture[0] / picture[1]
@@ -107,9 +113,10 @@ def size_for_image(picture: tuple[int, ...], side: int, grid: int) -> tuple[int,
 
 
 def candidate_sizes(side: int, grid: int) -> Iterator[tuple[int, int]]:
-    """Yield the sizes (height, width), in multiples of `grid`, whose areas are close to that of a square of this side.
+    """Yield sizes (height, width), in multiples of `grid`, with nearly the area of a square whose sides are `side`.
 
-    The widths of a height start at the largest width of the next height, and end at its own largest.
+    For each height, the widths run from the largest width of the next greater height to the largest width of this
+    height.
     """
     area = round((side / grid) ** 2)
     for height in range(area, 0, -1):
@@ -119,13 +126,13 @@ def candidate_sizes(side: int, grid: int) -> Iterator[tuple[int, int]]:
 
 
 def fit_image(picture: Picture, size: tuple[int, int], resize: str) -> PictureOfAnySize:
-    """Fit an image to (height, width). For a crop, first scale it to a size that is rounded down."""
+    """Fit an image to (height, width). A crop first scales the image to a size that is rounded down to whole pixels."""
     if resize != "crop":
-        return fit(picture, size, resize)
+        return fit_to_size(picture, size, resize)
     (height, width), (image_height, image_width, _) = size, picture.shape
-    scaled = (
+    enlarged_size = (
         (height, image_width * height // image_height)
         if image_width * height >= image_height * width
         else (image_height * width // image_width, width)
     )
-    return fit(fit(picture, scaled, "stretch"), size, "crop")
+    return fit_to_size(fit_to_size(picture, enlarged_size, "stretch"), size, "crop")

@@ -2,8 +2,8 @@
 """The layout of HunyuanVideo 1.5's authors, and single files such as ComfyUI's.
 
 The authors' folder holds a transformer for each published model. Users add the encoders themselves, as described in
-checkpoints-download.md of the official repository. The configs of the scheduler and the guider, and any missing
-components, are those of the same model in the layout of diffusers.
+checkpoints-download.md of the official repository. The configs of the scheduler and the guider come from the diffusers
+repository of the same model. Missing components come from it too.
 """
 
 import json
@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 from weakref import finalize
 
-from wanjax.checkpoints.dequantized import Dequantized
+from wanjax.checkpoints.dequantized import DequantizedReader
 from wanjax.checkpoints.files import SafetensorsFolder
 from wanjax.checkpoints.hub import names_in
-from wanjax.checkpoints.layout import Layout, RecognisedComponent, model_index, needs_transformer, recognised_source
+from wanjax.checkpoints.layout import Layout, RecognisedComponent, make_source, model_index, needs_transformer
 from wanjax.checkpoints.readers import open_tensors
-from wanjax.checkpoints.sources import Source, Storage, check_small, classes_in, read_json
+from wanjax.checkpoints.sources import Source, Storage, check_small_files, classes_in, read_json
 from wanjax.converters.configs import read_config
 from wanjax.converters.hunyuanvideo.diffusers import transformer_config
 from wanjax.errors import WanjaxError
@@ -35,12 +35,12 @@ from wanjax.stores.temporary import temp_dir
 TRANSFORMER_CLASS = "HunyuanVideo_1_5_DiffusionTransformer"  # the class in the authors' config.json
 MODELS = {preset.name.partition("-")[2].replace("-", "_"): preset for preset in PRESETS}
 """The presets by the names of the authors' folders, such as `480p_t2v`."""
-RESOLUTION = re.compile(r"(?<!\d)(?:(\d{3,4})p|(480|720|1080))(?![a-z\d])")  # the resolution in a model's name
+RESOLUTION = re.compile(r"(?<!\d)(?:(\d{3,4})p|(480|720|1080))(?![a-z\d])")  # the resolution in the name of a model
 TASK = re.compile(r"(?<![a-z])(t2v|i2v|sr)(?![a-z])")
-STEP_DISTILLED = "480p_i2v_step_distilled"  # the only model with an embedding of the next timestep
+STEP_DISTILLED = "480p_i2v_step_distilled"  # the only model that embeds the next timestep
 NEXT_TIMESTEP_PREFIXES = ("time_r_in.", "time_embed.timestep_embedder_r.")
 TRANSFORMERS_FOLDER = "transformer"
-COMPONENT_FOLDERS = {  # the folders of the other components in the authors' folder
+COMPONENT_FOLDERS = {  # the folder of each other component
     "vae": "vae",
     "text_encoder": "text_encoder/llm",
     "tokenizer": "text_encoder/llm",
@@ -49,9 +49,9 @@ COMPONENT_FOLDERS = {  # the folders of the other components in the authors' fol
     "image_encoder": "vision_encoder/siglip/image_encoder",
     "feature_extractor": "vision_encoder/siglip/feature_extractor",
 }
-BYT5 = "text_encoder/byt5-small"  # the folder of its tokenizer; its weights are not used
+BYT5 = "text_encoder/byt5-small"  # the folder of ByT5's tokenizer; ByT5's own weights are not used
 GLYPH_FILE, COLOURS, FONTS = "byt5_model.pt", "color_idx.json", "multilingual_10-lang_idx.json"
-OPTIONAL_TOKENIZER_FILES = ("tokenizer_config.json", "vocab.json", "merges.txt")  # next to tokenizer.json
+OPTIONAL_TOKENIZER_FILES = ("tokenizer_config.json", "vocab.json", "merges.txt")  # files beside tokenizer.json
 CLASSES = {
     "guider": ("diffusers", "ClassifierFreeGuidance"),
     "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
@@ -92,16 +92,16 @@ def open_folder(name: str | Path, folder: Path, revision: str | None = None) -> 
     storage = Storage(str(name), root, revision, patterns)
 
     def component_folder(component: str) -> Path | None:
-        """Return the folder of a component other than the transformer; None where it is missing."""
+        """Find the folder of a component other than the transformer; return None if it is missing."""
         if component not in COMPONENT_FOLDERS:
             return None
-        folder = storage.fetched([f"{COMPONENT_FOLDERS[component]}/*"]) / COMPONENT_FOLDERS[component]
+        folder = storage.download([f"{COMPONENT_FOLDERS[component]}/*"]) / COMPONENT_FOLDERS[component]
         return folder if folder.is_dir() else None
 
     @cache
     def find(component: str) -> RecognisedComponent | None:
         if component == "transformer":
-            storage.fetched([transformer_pattern])
+            storage.download([transformer_pattern])
             return recognise.component(
                 component, SafetensorsFolder(transformer_folder), read_json(transformer_folder / "config.json")
             )
@@ -117,14 +117,16 @@ def open_folder(name: str | Path, folder: Path, revision: str | None = None) -> 
             case "text_encoder_2":
                 return recognise.glyph_encoder(open_tensors(folder / GLYPH_FILE))
             case "image_encoder":
-                return RecognisedComponent(read_json(folder / "config.json"), Dequantized(SafetensorsFolder(folder)))
+                return RecognisedComponent(
+                    read_json(folder / "config.json"), DequantizedReader(SafetensorsFolder(folder))
+                )
             case _:
                 return None
 
     @cache
     def glyph_tokenizer() -> Path:
         """Write a tokenizer_config.json for ByT5's tokenizer with the colours and fonts of Glyph-SDXL-v2."""
-        base = ByT5Tokenizer.load(storage.fetched([f"{BYT5}/*"]) / BYT5, length=GLYPH_LENGTH)
+        base = ByT5Tokenizer.load(storage.download([f"{BYT5}/*"]) / BYT5, length=GLYPH_LENGTH)
         assets = root / COMPONENT_FOLDERS["tokenizer_2"]
         names = recognise.glyph_tokens(read_json(assets / COLOURS), read_json(assets / FONTS))
         folders = ExitStack()
@@ -153,10 +155,10 @@ def open_folder(name: str | Path, folder: Path, revision: str | None = None) -> 
         if find(component) is not None:
             return True
         if (folder := component_folder(component)) is not None:
-            check_small(folder)
+            check_small_files(folder)
         return folder is not None
 
-    return _source(storage, model, find, files=tokenizer_files, held=has_component)
+    return _source(storage, model, find, files=tokenizer_files, has_component=has_component)
 
 
 def open_file(path: Path) -> Source | None:
@@ -187,12 +189,13 @@ def _source(
 ) -> Source:
     """Return a checkpoint of the networks of a published model, or of a model that is derived from it.
 
-    The tensors of most models have the same shapes. `options` are further arguments of `recognised_source`.
+    The tensors of most models have the same shapes, so the shapes do not identify the model. `options` are further
+    arguments of `make_source`.
     """
     settings, published_model, transformer = model.defaults, model.model, find("transformer")
     assert transformer is not None
     assert isinstance(published_model, HunyuanVideoModel)
-    origin = fallback_repo = storage.name  # nothing is known of a transformer with other shapes
+    origin = fallback_repo = storage.name  # the name says nothing about a transformer with other shapes
     if (
         read_config("the transformer's config.json", transformer.json, transformer_config)
         == published_model.transformer
@@ -204,21 +207,21 @@ def _source(
         "scheduler": {"_class_name": CLASSES["scheduler"][1], **scheduler},
         "guider": {"_class_name": CLASSES["guider"][1], "guidance_scale": settings.guidance_scale},
     }
-    known_as = storage.known_as
-    return recognised_source(
+    name_hint = storage.name_hint
+    return make_source(
         storage,
         _model_index(model),
         find,
         configs=configs,
         origin=origin,
-        known_as=known_as,
+        name_hint=name_hint,
         fallback_repo=fallback_repo,
         **options,
     )
 
 
 def _is_folder(folder: Path) -> bool:
-    """Return whether a folder has the authors' layout. The layout's marker files are enough."""
+    """Tell whether a folder has the authors' layout. Only its config files must be present."""
     return _is_transformer(folder) or bool(_transformer_folders(folder))
 
 
@@ -228,14 +231,17 @@ def _is_transformer(folder: Path) -> bool:
 
 
 def _transformer_folders(root: Path) -> list[Path]:
-    """Return the folders of the transformers in the authors' folder."""
+    """List the folders of transformers inside the authors' folder."""
     return sorted(
         file.parent for file in root.glob(f"{TRANSFORMERS_FOLDER}/*/config.json") if _is_transformer(file.parent)
     )
 
 
 def _select_transformer(name: str, folders: Sequence[Path]) -> Path:
-    """Return the only folder with a supported transformer, or any folder; raise WanjaxError if there are several."""
+    """Return the only folder with a supported transformer; raise WanjaxError if there are several.
+
+    If no transformer is supported, return the first folder; a later check rejects it.
+    """
     supported = [folder for folder in folders if _model_name(folder) in MODELS]
     if len(supported) > 1:
         example = f"{name}/{TRANSFORMERS_FOLDER}/{supported[0].name}"
@@ -246,10 +252,10 @@ def _select_transformer(name: str, folders: Sequence[Path]) -> Path:
 
 
 def _parse_model_name(text: str) -> str | None:
-    """Return the model that a file's or folder's name means, in the authors' spelling, such as `480p_t2v_distilled`.
+    """Parse a file or folder name into the authors' name of a published model, such as `480p_t2v_distilled`.
 
-    Others put the task first, leave out the `p`, or write `cfg_distilled`. Return None if the name has no resolution
-    or no task.
+    Other people put the task first, leave out the `p`, or write `cfg_distilled`. Return None if the name has no
+    resolution or no task.
     """
     text = text.lower().replace("-", "_")
     resolution, task = RESOLUTION.search(text), TASK.search(text)
@@ -261,7 +267,7 @@ def _parse_model_name(text: str) -> str | None:
 
 
 def _model_name(folder: Path) -> str | None:
-    """Return the name of a transformer's model from its folder's name or, if that is unclear, from its config.json.
+    """Find the name of a transformer's model in its folder's name or, if that is unclear, in its config.json.
 
     Raises WanjaxError if the two contradict each other.
     """
@@ -289,7 +295,7 @@ def _find_preset(model_name: str | None, path: Path) -> Preset:
 
 
 def _model_index(model: Preset) -> dict[str, Any]:
-    """Return the model_index.json that diffusers would write."""
+    """Build the model_index.json that diffusers would write."""
     assert isinstance(model.model, HunyuanVideoModel)
     takes_image = model.model.starts_from_image
     classes = CLASSES | (IMAGE_CLASSES if takes_image else {})

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from wanjax.checkpoints.network_kinds import network as network_in
 from wanjax.checkpoints.sources import Source
 from wanjax.errors import WanjaxError
-from wanjax.execution import Value
+from wanjax.execution import ArrayOrShape
 from wanjax.layers.flops import attention_flops
 from wanjax.layers.tiling import Tiling
 from wanjax.media.inputs import IMAGE
@@ -37,10 +37,11 @@ from wanjax.pipelines.hunyuanvideo.programs import (
     make_context,
 )
 from wanjax.pipelines.hunyuanvideo.text import TEMPLATE_TOKENS, tokenize_chats, tokenize_glyphs
-from wanjax.pipelines.model import Cost, ModelSpec, VideoModel
+from wanjax.pipelines.model import ForwardCost, ModelSpec, VideoModel
 from wanjax.pipelines.runtime import Runtime, SplitNetwork
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.tokenizer import TokenBatch
+from wanjax.pipelines.torch_noise import NoiseLayout
 from wanjax.pipelines.validation import FieldShape
 from wanjax.schedulers import Scheduler, from_config
 from wanjax.schedulers.flow_euler import FlowEuler
@@ -58,7 +59,7 @@ class HunyuanVideoModel(VideoModel[HunyuanVideoConditioning]):
         image_encoder: The vision tower's config; None if it was not read.
         transformer: The denoiser's config.
         vae: The autoencoder's config.
-        starts_from_image: Whether the video starts from an image. The transformer is the same.
+        starts_from_image: Whether the video starts from an image. The transformer's config does not depend on it.
         scheduler: The checkpoint's scheduler.
         prompt_tokens: The number of tokens of a prompt in plans; 256 hold about 180 words.
     """
@@ -99,11 +100,12 @@ class HunyuanVideoModel(VideoModel[HunyuanVideoConditioning]):
             starts_from_image=starts_from_image,
             scheduler=from_config(source["scheduler"].config()),
         )
-        channels, latents = model.transformer.channels_in, model.vae.latent_channels
-        if (channels, model.transformer.channels_out) != (2 * latents + 1, latents):
+        channels, latent_channels = model.transformer.channels_in, model.vae.latent_channels
+        if (channels, model.transformer.channels_out) != (2 * latent_channels + 1, latent_channels):
             raise WanjaxError(
-                f"the checkpoint's configs contradict each other: for a VAE of {latents} channels the transformer "
-                f"needs {2 * latents + 1} in and {latents} out, not {channels} and {model.transformer.channels_out}"
+                f"the checkpoint's configs contradict each other: for a VAE of {latent_channels} channels the "
+                f"transformer needs {2 * latent_channels + 1} in and {latent_channels} out, not {channels} and "
+                f"{model.transformer.channels_out}"
             )
         return model
 
@@ -120,6 +122,7 @@ class HunyuanVideoModel(VideoModel[HunyuanVideoConditioning]):
             inputs=(IMAGE.needed,) if self.starts_from_image else (),
             radial_attention=True,
             max_frames=self.vae.longest_video,
+            noise_layout=NoiseLayout(rounded=True),
         )
 
     @property
@@ -145,29 +148,29 @@ class HunyuanVideoModel(VideoModel[HunyuanVideoConditioning]):
             "image_latents": (1, channels, 1, *latent_size),
         }
 
-    def cost(self, settings: Settings, conditioning: HunyuanVideoConditioning | None = None) -> Cost:
+    def cost(self, settings: Settings, conditioning: HunyuanVideoConditioning | None = None) -> ForwardCost:
         config, (_, _, *latent_size) = self.transformer, self.spec.latent_shape(settings)
         prompt, other_tokens = self.prompt_tokens, self.image_tokens
         if conditioning is not None:
-            [lengths] = used_lengths(conditioning.texts[:1], together=False)
+            [lengths] = used_lengths(conditioning.texts[:1], batched=False)
             image_tokens = 0 if conditioning.image_embeds is None else conditioning.image_embeds.shape[1]
             prompt, other_tokens = lengths.prompt, lengths.glyphs + image_tokens
         video_tokens = prod(latent_size)
         tokens = video_tokens + prompt + other_tokens
-        return Cost(
+        return ForwardCost(
             tokens=tokens,
             layers=config.layers,
             heads=config.heads,
             width=config.width,
             scores=config.layers * attention_flops(tokens, tokens, config.width),
-            flops=forward_flops(config, video=video_tokens, prompt=prompt, extra=other_tokens),
+            flops=forward_flops(config, video_tokens=video_tokens, prompt=prompt, extra=other_tokens),
         )
 
     def size_for(self, picture: tuple[int, int, int], settings: Settings) -> tuple[int, int]:
         return size_for_image(picture, self.transformer.target_size, self.spec.size_multiple)
 
-    def tokenize(self, runtime: Runtime, prompts: Sequence[str], follow: str) -> tuple[TokenBatch, ...]:
-        """Return the tokens of prompts, and of the text that they quote."""
+    def tokenize(self, runtime: Runtime, prompts: Sequence[str], reference_impl: str) -> tuple[TokenBatch, ...]:
+        """Tokenize prompts and their quoted text."""
         chats, glyphs = runtime.components.get("tokenizer"), runtime.components.get("tokenizer_2")
         return tokenize_chats(chats, prompts), tokenize_glyphs(glyphs, prompts)
 
@@ -201,7 +204,7 @@ class HunyuanVideoModel(VideoModel[HunyuanVideoConditioning]):
         latents = encode_clip(runtime.components.get("vae"), frame[None], tiling, runtime.call)
         return {"image_embeds": self.encode_images(runtime, [frame]), "image_latents": latents}
 
-    def encode_images(self, runtime: Runtime, images: Sequence[PictureOfAnySize]) -> Float[Value, "B S E"]:
+    def encode_images(self, runtime: Runtime, images: Sequence[PictureOfAnySize]) -> Float[ArrayOrShape, "B S E"]:
         """Encode images with the checkpoint's vision tower.
 
         Args:
@@ -227,9 +230,9 @@ class HunyuanVideoModel(VideoModel[HunyuanVideoConditioning]):
         network: SplitNetwork,
         conditioning: HunyuanVideoConditioning,
         x: LatentArray,
-        purpose: Preparation,
+        preparation: Preparation,
     ) -> tuple[tuple[Any, ...], Any]:
-        together = purpose.groups.batch > 1 or purpose.nag is not None
-        static = network.graphdef, purpose.groups, used_lengths(conditioning.texts, together=together)
-        arguments = conditioning.texts, conditioning.image_embeds, conditioning.image_latents, purpose.nag
+        batched = preparation.groups.batch > 1 or preparation.nag is not None
+        static = network.graphdef, preparation.groups, used_lengths(conditioning.texts, batched=batched)
+        arguments = conditioning.texts, conditioning.image_embeds, conditioning.image_latents, preparation.nag
         return runtime.call(make_context, static, x, network.weights, *arguments)

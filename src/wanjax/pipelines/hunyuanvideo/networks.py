@@ -10,6 +10,18 @@ from wanjax.models.hunyuanvideo.vae import HunyuanVideoVAE
 from wanjax.models.hunyuanvideo.vae_config import VAEConfig
 from wanjax.pipelines.text.encoders import QWEN2_VL, SIGLIP_VISION, T5
 
+FULL_PRECISION = {
+    "patch_embed": "the first projection",
+    "proj_out": "the last projection",
+    "*time_embed.*": "the embeddings of timesteps",
+    "*mod": "the modulation by the timestep",
+    "mod_out": "the modulation of the last projection",
+    "refiner.*": "the refiner of the prompt",
+    "glyph_embed.*": "the projection of quoted text",
+    "image_embed.*": "the projection of the image",
+}
+"""The projections of HunyuanVideo's transformer that are never quantized."""
+
 NETWORKS = (
     QWEN2_VL,
     T5,
@@ -20,6 +32,7 @@ NETWORKS = (
         modules={TransformerConfig: HunyuanVideoTransformer},
         rules=diffusers.transformer_rules,
         lora_names=LORA,
+        full_precision=FULL_PRECISION,
     ),
     NetworkKind(
         classes=("AutoencoderKLHunyuanVideo15",),

@@ -12,7 +12,7 @@ from wanjax.models.qwen2_vl import QWEN2_5_VL_7B
 from wanjax.models.siglip import SIGLIP_SO400M
 from wanjax.models.t5 import GLYPH_BYT5
 from wanjax.pipelines.distillation import Distillation
-from wanjax.pipelines.family import Preset, updated_by
+from wanjax.pipelines.family import Preset, with_checkpoint_settings
 from wanjax.pipelines.hunyuanvideo.model import HunyuanVideoModel
 from wanjax.pipelines.settings import Settings
 
@@ -27,6 +27,7 @@ DEFAULTS = Settings(
     steps=50,
     guidance_scale=6.0,
     flow_shift=5.0,
+    sigmas="official",
     seed=42,
     dtype="bfloat16",
     resize="crop",
@@ -34,13 +35,17 @@ DEFAULTS = Settings(
 )
 HD: dict[str, Any] = {"height": 720, "width": 1280}
 NO_GUIDANCE: dict[str, Any] = {"guidance_scale": 1.0}
-STEP_DISTILLED = Distillation(name="its authors", words=r"step-distill", steps=12, flow_shift=7.0)
+STEP_DISTILLED = Distillation(name="its authors", name_pattern=r"step-distill", steps=12, flow_shift=7.0)
 LIGHTX2V = Distillation(
-    name="LightX2V", words=r"lightx2v|distill-model|(?=.*(?:hunyuan|\bhy)).*\b[1-9]-?steps?\b", steps=4, flow_shift=5.0
+    name="LightX2V",
+    name_pattern=r"lightx2v|distill-model|(?=.*(?:hunyuan|\bhy)).*\b[1-9]-?steps?\b",
+    steps=4,
+    flow_shift=5.0,
 )
 DISTILLATIONS = (LIGHTX2V, STEP_DISTILLED)
-"""Distillations by the words in checkpoint names. The first follows LightX2V's
-configs/hunyuan_video_15/hunyuan_video_t2v_480p_distill.json."""
+"""Distillations, keyed by the word that marks them in a checkpoint's name. The first follows LightX2V's
+configs/hunyuan_video_15/hunyuan_video_t2v_480p_distill.json.
+"""
 GUIDER_OPTIONS: dict[str, Any] = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0.0, "stop": 1.0}
 """Entries of guider_config.json, each with the only supported value."""
 PARAMETERS = 8_326_608_160
@@ -56,10 +61,11 @@ def _preset(
     distillation: Distillation | None = None,
     **settings: Any,
 ) -> Preset:
-    """Return the preset of a checkpoint in diffusers' layout, which the hub has under two names.
+    """Create the preset of a checkpoint in diffusers' layout. The hub has the same checkpoint under two names.
 
-    `name` is the repository's name without its beginning, such as `480p_t2v`. With `single_file` it is a transformer
-    file by the authors, whose other components come from the model that differs only in its weights.
+    `name` is the end of the repository's name, such as `480p_t2v`. With `single_file`, the checkpoint is a transformer
+    file by the authors. The checkpoint's other components come from another model, which differs only in the
+    transformer's weights.
     """
     preset_name, owner = f"hunyuanvideo1.5-{name.replace('_', '-')}", "hunyuanvideo-community"
     takes_image = "i2v" in name
@@ -103,12 +109,12 @@ PRESETS = (
     ),
     _preset(
         "720p_t2v_distilled_sparse",
-        "text to video, 1280 × 720, without guidance, with whole attention in place of sparse",
+        "text to video, 1280 × 720, without guidance, with full attention instead of sparse",
         SIZE_720P, single_file=True, **HD, **NO_GUIDANCE, flow_shift=9.0,
     ),
     _preset(
         "720p_i2v_distilled_sparse",
-        "image to video, 1280 × 720, without guidance, with whole attention in place of sparse",
+        "image to video, 1280 × 720, without guidance, with full attention instead of sparse",
         SIZE_720P, single_file=True, **HD, **NO_GUIDANCE, flow_shift=7.0,
     ),
     _preset(
@@ -119,19 +125,21 @@ PRESETS = (
 
 
 def default_settings(source: Source, model: HunyuanVideoModel, preset: Preset | None) -> Settings:
-    """Return the default settings of a checkpoint: those of its preset, if it has one.
+    """Choose the default settings of a checkpoint: the settings of its preset, if it has one.
 
-    Otherwise they are those of the first preset with the same resolution, image input and number of steps. The
-    checkpoint's flow shift, guidance scale and generation_config.json override them.
+    If the checkpoint has no preset, use the settings of the first preset with the same resolution, image input and
+    number of steps. The checkpoint's flow shift, guidance scale and generation_config.json override them.
     """
     if preset is not None:
         return preset.defaults
     similar = (preset for preset in PRESETS if _defaults_key(preset.model) == _defaults_key(model))
-    return updated_by(source, next(similar, PRESETS[0]).defaults, {"guidance_scale": _guidance_scale(source)})
+    return with_checkpoint_settings(
+        source, next(similar, PRESETS[0]).defaults, {"guidance_scale": _guidance_scale(source)}
+    )
 
 
 def _guidance_scale(source: Source) -> float | None:
-    """Return the guidance scale in the config of a checkpoint's guider, or None if it has none.
+    """Read the guidance scale from the config of a checkpoint's guider; return None if the config has none.
 
     Raises WanjaxError if the guider has an unsupported option.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HunyuanVideo's own programs, in addition to those of all families, and its part of a denoising step."""
+"""The programs that only HunyuanVideo uses, and its part of a denoising step."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from wanjax.pipelines.hunyuanvideo.text import TEMPLATE_TOKENS
 from wanjax.schedulers.base import TRAIN_STEPS
 
 Features = Float[Array, "B S E"]
-FeaturePair = tuple[Float[Array, "1 S E"], Float[Array, "1 S E"]]  # of the prompt and of the negative prompt
+FeaturePair = tuple[Float[Array, "1 S E"], Float[Array, "1 S E"]]  # for the prompt and for the negative prompt
 
 
 class Shared(NamedTuple):
@@ -50,7 +50,7 @@ class HunyuanVideoDenoiser(Denoiser):
         return (*current, schedule.sigmas[1] * TRAIN_STEPS) if self.meanflow else current
 
     def embed_timesteps(
-        self, network: Any, times: tuple[Float[Array, "B"], ...], plain: bool = False
+        self, network: Any, times: tuple[Float[Array, "B"], ...], unprojected: bool = False
     ) -> Float[Array, "B _E"]:
         return network.time(*times)
 
@@ -71,7 +71,7 @@ class HunyuanVideoDenoiser(Denoiser):
 
 
 def with_condition(x: Latents, image: Float[Array, "_B 1 H W C"] | None) -> Float[Array, "B T H W _C"]:
-    """Concatenate latents, an image's latents as the first frame, and its mask, along the channels; or zeros.
+    """Concatenate latents, an image's latents as the first frame, and a mask of that frame, along the channels.
 
     Args:
         x: The latents of the videos.
@@ -87,7 +87,7 @@ def with_condition(x: Latents, image: Float[Array, "_B 1 H W C"] | None) -> Floa
 
 @program(scan_options)
 def encode_chats(graphdef: Any, ids: Int[Array, "B _S"], mask: Bool[Array, "B S"], weights: Any) -> FeaturePair:
-    """Encode the chats of both prompts; return the features after the template, zeros outside the mask.
+    """Encode the chats of both prompts; return the features after the template, with zeros outside the mask.
 
     Args:
         graphdef: The network's definition.
@@ -100,7 +100,7 @@ def encode_chats(graphdef: Any, ids: Int[Array, "B _S"], mask: Bool[Array, "B S"
 
 @program(scan_options)
 def encode_glyphs(graphdef: Any, ids: Int[Array, "B S"], mask: Bool[Array, "B S"], weights: Any) -> FeaturePair:
-    """Encode the texts that both prompts quote; return the features of their bytes, zeros outside the mask.
+    """Encode the quoted texts of both prompts; return the features of their bytes, with zeros outside the mask.
 
     Args:
         graphdef: The network's definition.
@@ -138,7 +138,7 @@ def make_context(
     image_latents: Float[Array, "_B C 1 H W"] | None,
     nag: Float32[Array, "3"] | None = None,
 ) -> tuple[tuple[Context, ...], Shared]:
-    """Return the context of each forward, with an image's features, and the inputs that all forwards share.
+    """Compute the context of each forward, with an image's features, and the inputs that all forwards share.
 
     Args:
         static: The network's definition, how the prompts are grouped, and the lengths of both texts.

@@ -2,14 +2,15 @@
 """Recognition of HunyuanVideo 1.5's components by the names of their tensors.
 
 A file holds the transformer or the VAE, in the layout of the authors, of diffusers or of ComfyUI. The text encoders are
-the ones that the authors download: the full Qwen2.5-VL, and Glyph-SDXL-v2's ByT5. Sources: checkpoints-download.md and
-hyvideo/models/text_encoders/ of the official code, and diffusers' scripts/convert_hunyuan_video1_5_to_diffusers.py.
+the checkpoints that the authors' code downloads: the full Qwen2.5-VL, and Glyph-SDXL-v2's ByT5. Sources:
+checkpoints-download.md and hyvideo/models/text_encoders/ of the official code, and diffusers'
+scripts/convert_hunyuan_video1_5_to_diffusers.py.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from wanjax.checkpoints.dequantized import Dequantized
+from wanjax.checkpoints.dequantized import DequantizedReader
 from wanjax.checkpoints.files import Reader
 from wanjax.checkpoints.layout import (
     TRANSFORMER_PREFIXES,
@@ -18,12 +19,12 @@ from wanjax.checkpoints.layout import (
     has_authors_names,
     split_components,
 )
-from wanjax.checkpoints.readers import Exchanged, Renamed, Unfused
+from wanjax.checkpoints.readers import RenamedReader, SwappedHalvesReader, UnfusedReader
 from wanjax.checkpoints.unsupported import UnsupportedModels
 from wanjax.converters.hunyuanvideo import original
 from wanjax.errors import WanjaxError, repr_short
 
-IDENTIFYING_KEYS = {  # tensors that only this component has: the authors' name, and that in diffusers
+IDENTIFYING_KEYS = {  # a tensor that only this component has: the authors' name, and the name in diffusers
     "transformer": ("byt5_in.fc1.weight", "context_embedder_2.linear_1.weight"),
     "vae": ("encoder.down.0.block.0.conv1.conv.weight", "encoder.down_blocks.0.resnets.0.conv1.conv.weight"),
 }
@@ -31,37 +32,39 @@ PREFIXES = {"transformer": TRANSFORMER_PREFIXES, "vae": VAE_PREFIXES}
 FULL_MODEL_TYPE, TEXT_MODEL_TYPE = (
     "qwen2_5_vl",
     "qwen2_5_vl_text",
-)  # the model_type of Qwen2.5-VL, and that of its language model
+)  # the model_type of Qwen2.5-VL, and the model_type of its language model
 UNSUPPORTED: UnsupportedModels = {
     "FramePack": ("clean_x_embedder.",),
     "the first HunyuanVideo": ("txt_in.individual_token_refiner.", "context_embedder.token_refiner."),
 }
 NON_TEXT_PREFIXES = ("visual.", "model.visual.", "lm_head.")
-TEXT_TOWER = "module.text_tower.encoder."  # in Glyph-SDXL-v2's checkpoint
+TEXT_TOWER = "module.text_tower.encoder."  # the prefix of the encoder's tensors in Glyph-SDXL-v2's checkpoint
 
 
 def component_readers(reader: Reader) -> dict[str, Reader]:
-    """Return a reader for each component in a file, with the prefix of its tensor names removed."""
+    """Create a reader for each component in a file; the reader removes the prefix of the component's tensor names."""
     return split_components(reader, IDENTIFYING_KEYS, PREFIXES)
 
 
 def component(name: str, reader: Reader, config: Mapping[str, Any] | None = None) -> RecognisedComponent:
-    """Return the transformer or the VAE from a reader that holds nothing else, in either layout.
+    """Return the transformer or the VAE of a reader that holds only that component, in either layout.
 
     config: the authors' config.json, if any. Raises WanjaxError if the tensors are not the component's.
     """
-    reader, names = Dequantized(reader), original.TRANSFORMER if name == "transformer" else original.VAE
+    reader, names = DequantizedReader(reader), original.TRANSFORMER if name == "transformer" else original.VAE
     authors_names = has_authors_names(name, reader, IDENTIFYING_KEYS[name], "HunyuanVideo 1.5")
-    specs = reader.specs if authors_names else {names.theirs(key) or key: spec for key, spec in reader.specs.items()}
+    specs = (
+        reader.specs if authors_names else {names.to_authors(key) or key: spec for key, spec in reader.specs.items()}
+    )
     json = original.transformer_json(specs, config) if name == "transformer" else original.vae_json(specs, config)
     if not authors_names:
         return RecognisedComponent(json, reader)
-    renamed = Renamed(reader, lambda key: names.ours(key) or key)
-    return RecognisedComponent(json, Exchanged(Unfused(renamed, original.FUSED), names))
+    renamed = RenamedReader(reader, lambda key: names.to_diffusers(key) or key)
+    return RecognisedComponent(json, SwappedHalvesReader(UnfusedReader(renamed, original.FUSED_NAMES), names))
 
 
 def language_model(reader: Reader, json: Mapping[str, Any]) -> RecognisedComponent:
-    """Return the language model of a full Qwen2.5-VL checkpoint; `json` is its config.json."""
+    """Return the language model inside a full Qwen2.5-VL checkpoint; `json` is the checkpoint's config.json."""
     text_config = json.get("text_config", json)
     if not isinstance(text_config, Mapping):
         raise WanjaxError(f"the text encoder's config.json has text_config {repr_short(text_config)}: write an object")
@@ -69,7 +72,7 @@ def language_model(reader: Reader, json: Mapping[str, Any]) -> RecognisedCompone
     text_json.pop("vision_config", None)
     if json.get("model_type") == FULL_MODEL_TYPE:
         text_json["model_type"] = TEXT_MODEL_TYPE
-    return RecognisedComponent(text_json, Renamed(Dequantized(reader), _text_name))
+    return RecognisedComponent(text_json, RenamedReader(DequantizedReader(reader), _text_name))
 
 
 def _text_name(key: str) -> str | None:
@@ -77,7 +80,7 @@ def _text_name(key: str) -> str | None:
 
 
 def glyph_encoder(reader: Reader) -> RecognisedComponent:
-    """Return the text encoder in Glyph-SDXL-v2's byt5_model.pt, without the file's other tensors.
+    """Return the text encoder inside Glyph-SDXL-v2's byt5_model.pt; the file's other tensors are dropped.
 
     Raises WanjaxError if a tensor that determines a size is missing.
     """
@@ -87,9 +90,9 @@ def glyph_encoder(reader: Reader) -> RecognisedComponent:
         if not key.startswith(prefix):
             return None
         name = key.removeprefix(prefix)
-        return original.EMBEDDING if name == "embed_tokens.weight" else f"encoder.{name}"
+        return original.GLYPH_EMBEDDING if name == "embed_tokens.weight" else f"encoder.{name}"
 
-    weights = Renamed(Dequantized(reader), rename)
+    weights = RenamedReader(DequantizedReader(reader), rename)
     return RecognisedComponent(original.glyph_encoder_json(weights.specs), weights)
 
 

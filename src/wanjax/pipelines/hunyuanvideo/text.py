@@ -14,11 +14,11 @@ import numpy as np
 from wanjax.pipelines.text.tokenizer import TokenBatch, Truncation
 
 TEMPLATE_TOKENS = 108
-"""The number of tokens before the prompt. Their features are dropped."""
+"""The number of chat tokens before the prompt. The transformer does not get their features."""
 TEXT_LENGTH = 1000
-"""The number of tokens that the transformer reads of a prompt, including padding and the end of the chat."""
+"""The number of prompt tokens that the transformer reads, including padding and the end of the chat."""
 GLYPH_LENGTH = 256
-"""The number of bytes that the transformer reads of quoted text, including padding and the end token."""
+"""The number of quoted-text bytes that the transformer reads, including padding and the end token."""
 SYSTEM = (" " * 9).join(  # the model was trained with these runs of spaces
     (
         "You are a helpful assistant. Describe the video by detailing the following aspects:",
@@ -31,30 +31,33 @@ SYSTEM = (" " * 9).join(  # the model was trained with these runs of spaces
 )
 START = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n"
 END = "<|im_end|>\n<|im_start|>assistant\n"
-AnyTokenizer = Any  # a tokenizer of a checkpoint, or its stand-in in a plan
+AnyTokenizer = Any  # a checkpoint's tokenizer, or a placeholder in a plan
 QUOTED = re.compile(r'"([^"\n]*)"|“([^”\n]*)”')
 
 
 def chat(prompt: str) -> str:
-    """Return a chat in which the user gives the prompt and the assistant is to answer."""
+    """Format a prompt as a chat: the user's message is the prompt, and the assistant's answer comes next."""
     return START + (_valid_unicode(prompt) or " ") + END
 
 
 def glyph_text(prompt: str) -> str | None:
-    """Return the texts in quotation marks, which the video is to show, each once and in order; None if none."""
+    """List the texts in quotation marks, which the video should show, each once and in order.
+
+    Return None if the prompt quotes nothing.
+    """
     texts = dict.fromkeys(straight or curly for straight, curly in QUOTED.findall(_valid_unicode(prompt)))
     return "".join(f'Text "{text}". ' for text in texts) if texts else None
 
 
 def tokenize_chats(tokenizer: AnyTokenizer, prompts: Sequence[str]) -> TokenBatch:
-    """Tokenize each prompt's chat. Truncations are those of the prompt alone."""
+    """Tokenize each prompt's chat. A reported truncation concerns only the prompt, not the rest of the chat."""
     batch = tokenizer.tokenize([chat(prompt) for prompt in prompts], TEMPLATE_TOKENS + TEXT_LENGTH)
     end_tokens = len(tokenizer.backend.encode(END).ids)
     return replace(batch, truncated=tuple(_prompt_truncation(truncation, end_tokens) for truncation in batch.truncated))
 
 
 def tokenize_glyphs(tokenizer: AnyTokenizer, prompts: Sequence[str]) -> TokenBatch:
-    """Tokenize each prompt's quoted texts. A prompt that quotes nothing has no real token."""
+    """Tokenize each prompt's quoted texts. For a prompt that quotes nothing, all tokens are padding."""
     texts = [glyph_text(prompt) for prompt in prompts]
     batch = tokenizer.tokenize([text or "" for text in texts], GLYPH_LENGTH)
     mask = batch.mask & np.array([text is not None for text in texts])[:, None]
@@ -63,12 +66,12 @@ def tokenize_glyphs(tokenizer: AnyTokenizer, prompts: Sequence[str]) -> TokenBat
 
 
 def _valid_unicode(prompt: str) -> str:
-    """Replace lone surrogates, which UTF-8 cannot encode, in a prompt."""
+    """Replace the lone surrogates in a prompt, which UTF-8 cannot encode."""
     return prompt.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _prompt_truncation(truncation: Truncation | None, end_tokens: int) -> Truncation | None:
-    """Convert a chat's truncation to the prompt's; the chat's last `end_tokens` tokens are not the prompt's."""
+    """Convert a chat's truncation to its prompt's truncation. The prompt ends `end_tokens` tokens before the chat."""
     end_text = END.strip()
     if truncation is None or end_text.endswith(truncation.cut):
         return None

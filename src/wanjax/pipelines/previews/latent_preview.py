@@ -15,15 +15,15 @@ from PIL import Image
 Picture = UInt8[np.ndarray, "H W 3"]
 
 CLIP_SIZE = 24  # the height and width of the synthetic clip, in latent positions
-GRID_SIZES = (1, 3, 6, 12)  # numbers of squares along a side
-MOTION = 0.5  # latent positions that the clip moves by from frame to frame
-MAX_PICTURES = 6  # in a strip
-MIN_HEIGHT = 96  # of a strip, in pixels
+GRID_SIZES = (1, 3, 6, 12)  # the numbers of squares along a side of the clip, one number for each size of squares
+MOTION = 0.5  # how far the clip moves from frame to frame, in latent positions
+MAX_PICTURES = 6  # the maximum number of images in a strip
+MIN_HEIGHT = 96  # the minimum height of a strip, in pixels
 
 
 @runtime_checkable
 class LatentPreview(Protocol):
-    """A map from latents to images."""
+    """A maker of preview images from latents."""
 
     def pictures(self, latents: Float[Array | np.ndarray, "B C T H W"]) -> UInt8[np.ndarray, "B T _H _W 3"]:
         """Return an image of each latent frame of each video."""
@@ -31,9 +31,9 @@ class LatentPreview(Protocol):
 
 
 class Colours(NamedTuple):
-    """The linear maps from latents to colours in [0, 1]: one for the first latent frame, and one for later ones.
+    """Two linear maps from latents to colours in [0, 1]: for the first latent frame, and for later frames.
 
-    They differ because the first latent frame encodes one frame, and a later one several.
+    The maps differ because the first latent frame encodes one frame, and each later latent frame encodes several.
     """
 
     weights: Float[np.ndarray, "2 _C 3"]
@@ -86,7 +86,7 @@ def synthetic_clip(frames: int, cell: int) -> UInt8[np.ndarray, "T H W 3"]:
 
 
 def strip(videos: UInt8[np.ndarray, "B T H W 3"]) -> UInt8[np.ndarray, "_H _W 3"]:
-    """Return some images of each video side by side, enlarged, one row per video."""
+    """Arrange at most `MAX_PICTURES` images of each video side by side, enlarged, with one row per video."""
     frames, height = videos.shape[1:3]
     indices = np.unique(np.linspace(0, frames - 1, min(frames, MAX_PICTURES)).round().astype(int))
     rows = np.concatenate([np.concatenate(list(video[indices]), axis=1) for video in videos])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ByT5's tokenizer: each byte of a text is a token, and so is each added token of a checkpoint.
+"""ByT5's tokenizer: each byte of a text is a token. A checkpoint may add further tokens.
 
 Follows transformers' models/byt5/tokenization_byt5.py. There is no vocabulary file: a folder's files only list the
 added tokens.
@@ -16,7 +16,7 @@ from wanjax.errors import WanjaxError
 from wanjax.pipelines.text.tokenizer import TokenBatch, Truncation, pad_batch
 
 PAD, END, UNKNOWN = 0, 1, 2
-SPECIAL_TOKENS = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}  # in the order of their ids
+SPECIAL_TOKENS = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}  # in the order of the ids
 FIRST_BYTE = len(SPECIAL_TOKENS)
 BYTES = 256
 FIRST_ADDED = FIRST_BYTE + BYTES
@@ -24,7 +24,7 @@ FIRST_ADDED = FIRST_BYTE + BYTES
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token that is matched as a whole: its id, and whether it strips the whitespace before and after it."""
+    """A token for a whole text, with its id. The token may also match the whitespace before and after the text."""
 
     id: int
     strips_before: bool = False
@@ -32,7 +32,7 @@ class AddedToken:
 
 
 class ByT5Tokenizer:
-    """A checkpoint's tokenizer: each UTF-8 byte is a token, and so is each name in `added`."""
+    """A checkpoint's tokenizer: each UTF-8 byte is a token, and each name in `added` is a token."""
 
     pad_id = PAD
 
@@ -60,7 +60,10 @@ class ByT5Tokenizer:
         return cls(_added_tokens(config, entries_by_id), length=length)
 
     def with_tokens(self, names: Sequence[str]) -> "ByT5Tokenizer":
-        """Return the tokenizer with more added tokens, whose ids follow the existing ones."""
+        """Return a copy of the tokenizer with more added tokens.
+
+        The ids of the added tokens follow the existing ids.
+        """
         first_id = self.vocab_size
         new_names = [name for name in names if name not in self.added]
         new_tokens = {name: AddedToken(first_id + i) for i, name in enumerate(new_names)}
@@ -121,7 +124,7 @@ class ByT5Tokenizer:
 
 
 def _added_tokens(config: Mapping[str, Any], entries_by_id: Mapping[int, Mapping[str, Any]]) -> dict[str, AddedToken]:
-    """Return the added tokens by name: the special tokens, those with given ids, and then further ones."""
+    """Return the added tokens by name: the special tokens, the tokens with explicit ids, and then the other tokens."""
     by_id: dict[int, tuple[str, AddedToken]] = {}
     for id, (name, default) in enumerate(SPECIAL_TOKENS.items()):
         entry = config.get(name) or default

@@ -22,7 +22,7 @@ QWEN2_VL = NetworkKind(
     unused=qwen2_vl.qwen2_vl_unused,
 )
 CLIP_VISION = NetworkKind(
-    classes=("CLIPVisionModelWithProjection", "CLIPVisionModel"),  # published files have the first
+    classes=("CLIPVisionModelWithProjection", "CLIPVisionModel"),  # published files use the first prefix
     read=clip.clip_config,
     modules={CLIPVisionConfig: CLIPVision},
     rules=clip.clip_rules,

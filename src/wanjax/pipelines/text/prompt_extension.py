@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Extension of prompts by a language model behind an API that is compatible with OpenAI's chat completions.
 
-Answers are not trusted: their time and size are limited, and they become one line of text or an error. The key comes
-from the environment and is sent only to the API.
+Answers are not trusted: their time and size are limited, and an answer becomes one line of text or an error. The API
+key comes from the environment and is sent only to the API.
 """
 
 import json
@@ -21,10 +21,10 @@ from wanjax.errors import NetworkError, WanjaxError, repr_short
 
 KEY_VARIABLE = "WANJAX_EXTEND_KEY"  # the environment variable with the API key
 DEFAULT_MODEL = "default"  # servers with one model accept any name
-TIMEOUT = 60.0  # seconds for a whole answer
-MAX_ANSWER_BYTES = 2**20  # bytes of an answer
-MAX_PROMPT_LENGTH = 4_000  # characters of an extended prompt
-REASONING = re.compile(r"<think>.*?</think>", re.DOTALL)  # reasoning that some models write before their answer
+TIMEOUT = 60.0  # the time limit of a whole answer, in seconds
+MAX_ANSWER_BYTES = 2**20  # the maximum size of an answer, in bytes
+MAX_PROMPT_LENGTH = 4_000  # the maximum length of an extended prompt, in characters
+REASONING = re.compile(r"<think>.*?</think>", re.DOTALL)  # the reasoning that some models write before their answer
 FROM_TEXT = (
     "You prepare prompts for a model that makes a short video from a text. The user writes what the video should show. "
     "Describe the same scene so that one who has never seen it could film it: who or what is there and how it looks, "
@@ -66,7 +66,7 @@ def extend_prompt(prompt: str, url: str, *, model: str | None = None, picture: b
     Args:
         prompt: The prompt.
         url: The base URL, before `/chat/completions`, such as http://localhost:11434/v1.
-        model: The name of the model there; None is `default`, which servers with one model accept.
+        model: The name of the model at that API; None sends `default`, which servers with one model accept.
         picture: Whether the video starts from an image.
     """
     check_url(url)
@@ -81,9 +81,11 @@ def extend_prompt(prompt: str, url: str, *, model: str | None = None, picture: b
     return ExtendedPrompt(_prompt_in(_request(url, body, key), url, key), str(prompt))
 
 
-def check_url(url: str) -> None:
+def check_url(url: Any) -> None:
     """Raise WanjaxError unless this is a valid base URL that contains no key."""
     advice = f"give an address such as http://localhost:11434/v1, and a key in {KEY_VARIABLE}"
+    if not isinstance(url, str):
+        raise WanjaxError(f"the URL for extending prompts is {repr_short(url)}: {advice}")
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
@@ -103,7 +105,7 @@ def one_line(text: str) -> str:
 
 
 class NoRedirect(HTTPRedirectHandler):
-    """Refuses redirects, which would send the key elsewhere."""
+    """A handler that refuses redirects, because a redirect would send the API key to another server."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -112,7 +114,7 @@ class NoRedirect(HTTPRedirectHandler):
 def _request(url: str, body: Mapping[str, Any], key: str) -> bytes:
     """Send a request and return the answer's bytes; raise WanjaxError if there is none in time.
 
-    Runs in a thread, because a socket's timeout limits each read and not their sum.
+    The request runs in a thread, because a socket's timeout limits each read but not the whole answer.
     """
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     http_request = Request(f"{url.rstrip('/')}/chat/completions", json.dumps(body).encode(), headers)
@@ -137,9 +139,15 @@ def _request(url: str, body: Mapping[str, Any], key: str) -> bytes:
     if isinstance(outcome, BaseException):
         cause = getattr(outcome, "reason", outcome)
         if isinstance(cause, TimeoutError):
-            raise NetworkError(f"{url} did not extend the prompt: it did not answer within {TIMEOUT:g} s")
+            raise NetworkError(
+                f"{url} did not extend the prompt: it did not answer within {TIMEOUT:g} s: run again, or "
+                "give another address"
+            )
         cause_text = getattr(cause, "strerror", None) or type(cause).__name__
-        raise NetworkError(f"{url} did not extend the prompt: the request failed, {_safe_text(cause_text, key)}")
+        raise NetworkError(
+            f"{url} did not extend the prompt: the request failed, {_safe_text(cause_text, key)}: start a server of a "
+            "language model there, or give another address"
+        )
     if len(outcome) > MAX_ANSWER_BYTES:
         raise WanjaxError(f"{url} did not extend the prompt: its answer has more than {MAX_ANSWER_BYTES:,} bytes")
     return outcome
@@ -159,7 +167,7 @@ def _error_reason(error: HTTPError, key: str) -> str:
 
 
 def _prompt_in(answer: bytes, url: str, key: str) -> str:
-    """Return the extended prompt in an answer; raise WanjaxError if there is no usable one."""
+    """Extract the extended prompt from an answer; raise WanjaxError if the answer has no usable prompt."""
     try:
         message = json.loads(answer)["choices"][0]["message"]
         text = message["content"]

@@ -23,13 +23,15 @@ KNOWN_PATTERNS = (
     " {2,}",
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
-"""The regular expressions of T5 and Qwen. Others are rejected, as they may take exponential time or crash."""
-T5_EXTRA_TOKENS = 100  # the default for a SentencePiece model whose settings do not say
+"""The regular expressions of T5 and Qwen. Other expressions are rejected, because they may take exponential time or
+crash.
+"""
+T5_EXTRA_TOKENS = 100  # the default number of extra tokens, if the settings of a SentencePiece model do not give it
 
 
 def clean_prompt(prompt: str) -> str:
     """Repair mojibake, resolve HTML entities and collapse whitespace in a prompt."""
-    text = html.unescape(html.unescape(ftfy.fix_text(prompt))).strip()  # twice: some entities are escaped twice
+    text = html.unescape(html.unescape(ftfy.fix_text(prompt))).strip()  # some entities are escaped twice
     return re.sub(r"\s+", " ", text).strip()
 
 
@@ -75,8 +77,8 @@ class Tokenizer:
         """Create a tokenizer with the padding token `pad`; prompts are cut and padded to `length` tokens."""
         pad_id = backend.token_to_id(pad)
         if pad_id is None:
-            raise WanjaxError(f"the tokenizer has no token {pad!r}, but its settings use it for padding")
-        backend.no_padding()  # the file may have its own padding
+            raise WanjaxError(f"the tokenizer has no token {pad!r}, but the tokenizer's settings use it for padding")
+        backend.no_padding()  # the file may set other padding
         self.backend = backend
         self.pad_id = pad_id
         self.text_length = length
@@ -126,7 +128,7 @@ class Tokenizer:
 def _truncation(prompt: str, encoding: tokenizers.Encoding, length: int) -> Truncation | None:
     if not encoding.overflowing:
         return None
-    specials = sum(encoding.special_tokens_mask)  # each overflowing part repeats these
+    specials = sum(encoding.special_tokens_mask)  # each overflowing part repeats the special tokens
     tokens = len(encoding.ids) + sum(len(part.ids) - specials for part in encoding.overflowing)
     start, _ = encoding.overflowing[0].offsets[0]
     return Truncation(tokens, length, prompt[start:].strip())
@@ -142,7 +144,7 @@ def _read_tokenizer(file: Path) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_str(text)
     except WanjaxError:
         raise
-    except Exception as error:  # the library raises no narrower type
+    except Exception as error:  # the library raises no narrower exception type
         raise WanjaxError(f"{file} is not a readable tokenizer: {reason(error)}") from error
 
 
@@ -180,7 +182,7 @@ def read_spiece(file: Path, extra: int) -> tokenizers.Tokenizer:
         backend = tokenizers.Tokenizer(Unigram(vocabulary, unk_id=unknown, byte_fallback=False))
         characters = model.normalizer_spec.precompiled_charsmap
         normaliser = normalizers.Precompiled(characters) if characters else None
-    except Exception as error:  # the libraries raise no narrower type
+    except Exception as error:  # the libraries raise no narrower exception type
         raise WanjaxError(f"{file} is not a readable SentencePiece model: download it again") from error
     is_t5_model = (
         model.trainer_spec.model_type == TrainerSpec.UNIGRAM

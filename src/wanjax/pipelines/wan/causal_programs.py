@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs of Wan's models that denoise chunk by chunk, in addition to those of all families."""
+"""The extra programs of Wan's models that denoise chunk by chunk."""
 
 from typing import Any, NamedTuple
 
@@ -18,9 +18,9 @@ class CausalInputs(NamedTuple):
     """The inputs of the forward for a chunk.
 
     Args:
-        time: The RoPE angles of its positions in time.
+        time: The RoPE angles of the chunk's positions in time.
         window: The keys and values of earlier chunks.
-        slot: Its slot in the window.
+        slot: The chunk's slot in the window.
     """
 
     time: Angles
@@ -29,7 +29,7 @@ class CausalInputs(NamedTuple):
 
 
 class CausalMemory(NamedTuple):
-    """The state that the chunks of a video share.
+    """The state that one chunk of a video passes to the next.
 
     Args:
         context: The keys and values of the prompt.
@@ -53,7 +53,7 @@ def begin_past(
 
     Args:
         graphdef: The network's definition.
-        x: The latents of a chunk, for their shape.
+        x: The latents of a chunk; only their shape is used.
         weights: The network's weights.
         text: The features of the prompts.
         negative: The features of the negative prompts, only with `nag`.
@@ -66,7 +66,7 @@ def begin_past(
     return CausalMemory(context, transformer.window(x))
 
 
-@program(matmul_options, donated=("window",), fast=fast_matmul_options)
+@program(matmul_options, donated=("window",), fast_options=fast_matmul_options)
 def renew(
     graphdef: Any,
     window: KVCache,

@@ -7,21 +7,21 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from wanjax.media.pictures import Picture, fit
+from wanjax.media.pictures import Picture, fit_to_size
 from wanjax.pipelines.settings import Settings
 
-GREY = np.float32(0.5)  # 0 for pixels in [-1, 1]: the colour of unknown frames
-Resized = Callable[[np.ndarray, tuple[int, int]], np.ndarray]  # of a picture [H W 3] and a (height, width)
+GREY = np.float32(0.5)  # the colour of unknown frames: 0, for pixels in [-1, 1]
+Resized = Callable[[np.ndarray, tuple[int, int]], np.ndarray]  # takes a picture [H W 3] and a (height, width)
 
 
 class WanConditioning(NamedTuple):
     """The output of `encode` for a prompt, the negative prompt and images; each array has a first axis of size 1.
 
-    In a batch that axis has a prompt for each video, and all videos share the images. `prompt_embeds` and
-    `negative_prompt_embeds` are zeros after their last tokens. `condition` is concatenated to the latents' channels,
-    and has their shape except for channels and frames; `image_embeds` are features of images; `video_latents` are those
-    of the video from which denoising starts, without noise. `video_shape` is the shape that they were encoded for, a
-    `VideoShape`.
+    In a batch the first axis has a prompt for each video, and all videos share the images. `prompt_embeds` and
+    `negative_prompt_embeds` are zeros after their last tokens. `condition` is concatenated to the channels of the
+    video's latents; only its numbers of channels and frames may differ from theirs. `image_embeds` are features of
+    images. `video_latents` are the clean latents of the video from which denoising starts. `video_shape` is the
+    `VideoShape` of the video for which the images were encoded.
     """
 
     prompt_embeds: Float[Array, "B S E"]
@@ -32,13 +32,13 @@ class WanConditioning(NamedTuple):
     video_shape: Int[Array | np.ndarray, "_B 4"] | None = None
 
 
-def unit(picture: Picture, settings: Settings) -> Float[np.ndarray, "_H _W 3"]:
+def unit_range(picture: Picture, settings: Settings) -> Float[np.ndarray, "_H _W 3"]:
     """Fit an image to the video's size, in [0, 1]."""
-    return fit(picture, settings.size, settings.resize).astype(np.float32) / np.float32(255)
+    return fit_to_size(picture, settings.size, settings.resize).astype(np.float32) / np.float32(255)
 
 
 def known_frames(indices: Sequence[int], frames: int, factor: int) -> Float[np.ndarray, "C T"]:
-    """Return a 0/1 mask of a video's known frames, as channels of the latent frames.
+    """Build the mask of a video's known frames (1) and unknown frames (0), as channels of the latent frames.
 
     A latent frame has one channel for each of its `factor` frames. The first latent frame has only one frame, which
     fills all its channels.
@@ -49,9 +49,10 @@ def known_frames(indices: Sequence[int], frames: int, factor: int) -> Float[np.n
 
 
 def mask_cells(mask: Float[np.ndarray, "T H W"], frames: int, factor: int) -> Float[np.ndarray, "C _T _H _W"]:
-    """Rearrange a mask's pixels to `factor` × `factor` channels of the latents, at `frames` of its frames.
+    """Rearrange a mask: each `factor` × `factor` cell of pixels becomes the channels of one latent position.
 
-    The chosen frames are the middles of `frames` equal intervals, as in the reference.
+    The mask's frames are divided into `frames` equal intervals, and only the middle frame of each is used, as in the
+    reference.
     """
     count, height, width = mask.shape
     picked = [(2 * i + 1) * count // (2 * frames) for i in range(frames)]
@@ -60,12 +61,12 @@ def mask_cells(mask: Float[np.ndarray, "T H W"], frames: int, factor: int) -> Fl
 
 
 def on_white(picture: Picture, size: tuple[int, int], resized: Resized) -> Float[np.ndarray, "_H _W 3"]:
-    """Fit a whole image, in [0, 1], onto the centre of a white canvas of size (height, width)."""
+    """Scale a whole image, in [0, 1], to fit the centre of a white canvas of size (height, width)."""
     height, width, _ = picture.shape
     scale = min(size[0] / height, size[1] / width)
-    inner = int(height * scale), int(width * scale)
-    scaled = resized(picture.astype(np.float32) / np.float32(255), inner)
-    top, left = ((outer - within) // 2 for outer, within in zip(size, inner, strict=True))
-    page = np.ones((*size, 3), np.float32)
-    page[top : top + inner[0], left : left + inner[1]] = scaled
-    return page
+    inner_size = int(height * scale), int(width * scale)
+    resized_picture = resized(picture.astype(np.float32) / np.float32(255), inner_size)
+    top, left = ((outer - within) // 2 for outer, within in zip(size, inner_size, strict=True))
+    background = np.ones((*size, 3), np.float32)
+    background[top : top + inner_size[0], left : left + inner_size[1]] = resized_picture
+    return background

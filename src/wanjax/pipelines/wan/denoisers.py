@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The traced part of Wan's models: one transformer, with the condition applied as each task requires."""
+"""The functions of Wan's models that JAX traces: one transformer, and the inputs of each task that guide it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from wanjax.layers.stack import EVERY_BLOCK, BlockCache
 from wanjax.pipelines.denoiser import Denoiser
 
 Video = Float[Array, "B T H W C"]
-Velocity = Float[Array, "B T H W _C"]  # for the latents' channels, without those of a condition
+Velocity = Float[Array, "B T H W _C"]  # applies to the channels of the latents, not to the channels of a condition
 
 
 class Shared(NamedTuple):
@@ -52,11 +52,13 @@ def replace_first_frame(first: Float[Array, "_B 1 H W C"] | None, x: Video) -> V
 
 @dataclass(frozen=True)
 class WanDenoiser(Denoiser):
-    """Predicts the velocity of latents from the prompt alone; subclasses add a condition."""
+    """A denoiser whose only condition is the prompt. The denoiser predicts the velocity. Subclasses add a condition."""
 
-    def embed_timesteps(self, network: Any, times: Float[Array, "B"], plain: bool = False) -> Float[Array, "B _E"]:
+    def embed_timesteps(
+        self, network: Any, times: Float[Array, "B"], unprojected: bool = False
+    ) -> Float[Array, "B _E"]:
         embedding = network.time_embed(times)
-        return embedding if plain else network.time_proj(jax.nn.silu(embedding))
+        return embedding if unprojected else network.time_proj(jax.nn.silu(embedding))
 
     def predict(
         self,
@@ -82,7 +84,7 @@ class WanDenoiser(Denoiser):
         Args:
             network: The network.
             x: The latents of the videos.
-            t: The timestep of each.
+            t: The timestep of each video.
             prompt: The keys and values of the prompt.
             rope: RoPE's tables.
             condition: The encoded condition; None without one.
@@ -92,7 +94,7 @@ class WanDenoiser(Denoiser):
 
 
 class FirstFrameDenoiser(WanDenoiser):
-    """Denoises with the clean first latent frame as the condition, if any. It replaces the noise."""
+    """A denoiser whose condition, if any, is the clean first latent frame. This frame replaces the noise."""
 
     def velocity(
         self, network: Any, x: Video, t: Float[Array, "B"], prompt: Any, rope: Rope, condition: Any, **options: Any
@@ -105,7 +107,7 @@ class FirstFrameDenoiser(WanDenoiser):
 
 
 class ConditionedDenoiser(WanDenoiser):
-    """Denoises with a condition that is concatenated to the latents' channels; zeros if there is none."""
+    """A denoiser that concatenates a condition to the channels of the latents. Without a condition it uses zeros."""
 
     def velocity(
         self, network: Any, x: Video, t: Float[Array, "B"], prompt: Any, rope: Rope, condition: Any, **options: Any
@@ -116,7 +118,10 @@ class ConditionedDenoiser(WanDenoiser):
 
 
 class FirstFrameConditionedDenoiser(ConditionedDenoiser):
-    """`ConditionedDenoiser` that also keeps the first latent frame clean. It is the condition's last channels."""
+    """A `ConditionedDenoiser` that also keeps the first latent frame clean.
+
+    The condition's last channels hold this frame.
+    """
 
     def velocity(
         self, network: Any, x: Video, t: Float[Array, "B"], prompt: Any, rope: Rope, condition: Any, **options: Any
@@ -134,7 +139,7 @@ def _first_frame_of(condition: Any, x: Video) -> Any:
 
 
 class ControlDenoiser(WanDenoiser):
-    """Denoises with a control clip as the condition. The control layers read it."""
+    """A denoiser whose condition is a control clip, which the control layers read."""
 
     def velocity(
         self, network: Any, x: Video, t: Float[Array, "B"], prompt: Any, rope: Rope, condition: Any, **options: Any
@@ -143,7 +148,7 @@ class ControlDenoiser(WanDenoiser):
 
 
 class CausalDenoiser(WanDenoiser):
-    """Predicts a chunk of frames from the keys and values of earlier chunks."""
+    """A denoiser of chunks, which attends to the keys and values of earlier chunks."""
 
     def predict(
         self,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layout of Wan's authors, and single files such as ComfyUI's.
 
-These lack a scheduler config; it is taken from the authors' code. Other missing components come from the diffusers
-repository of the same model.
+Neither has a scheduler config, so its values come from the authors' code. Other missing components come from the
+diffusers repository of the same model.
 """
 
 import glob
@@ -16,9 +16,9 @@ from typing import Any
 
 from wanjax.checkpoints.files import SUFFIXES, SafetensorsFolder, check_names
 from wanjax.checkpoints.hub import names_in
-from wanjax.checkpoints.layout import Layout, RecognisedComponent, model_index, needs_transformer, recognised_source
+from wanjax.checkpoints.layout import Layout, RecognisedComponent, make_source, model_index, needs_transformer
 from wanjax.checkpoints.readers import open_tensors
-from wanjax.checkpoints.sources import Source, Storage, check_small, read_json
+from wanjax.checkpoints.sources import Source, Storage, check_small_files, read_json
 from wanjax.converters.configs import read_config
 from wanjax.converters.wan.diffusers import transformer_config
 from wanjax.errors import WanjaxError
@@ -31,14 +31,12 @@ from wanjax.pipelines.wan.tasks import CAUSAL_PIPELINES
 from wanjax.schedulers import UNIPC_SHIFT
 from wanjax.stores.paths import missing_file
 
-TRANSFORMER_CLASS = re.compile(
-    r"(?:Vace)?Wan\w*"
-)  # the class in a transformer's config.json, of the authors or of others
+TRANSFORMER_CLASS = re.compile(r"(?:Vace)?Wan\w*")  # in a transformer's config.json
 FOLDERS = {"transformer": "high_noise_model", "transformer_2": "low_noise_model"}
 SHARD_INDEX = "diffusion_pytorch_model.safetensors.index.json"
 TRANSFORMER_FILES = (
     *("config.json", "diffusion_pytorch_model*.safetensors", "diffusion_pytorch_model*.index.json"),
-    *("block_*.safetensors", "non_block.safetensors"),  # of LightX2V, with an index
+    *("block_*.safetensors", "non_block.safetensors"),  # the shards of LightX2V, which have an index
 )
 TOKENIZER = "google/umt5-xxl"
 FILES = {
@@ -57,16 +55,16 @@ OTHER_WORD = HIGH_TO_LOW | {low: high for high, low in HIGH_TO_LOW.items()}
 EXPERT_WORD = re.compile(rf"(?<![A-Za-z0-9])({'|'.join(OTHER_WORD)})(?=[Nn]oise|[^A-Za-z0-9])")
 EXPERT_PAIRS = {
     "Wan2.2-I2V-A14B-high-rCM4.0-merged.pt": "Wan2.2-I2V-A14B-low-rCM1.0-merged.pt"
-}  # in Wan.md of NVlabs/rcm
+}  # the two files that Wan.md of NVlabs/rcm names
 EXPERT_PAIRS |= {low: high for high, low in EXPERT_PAIRS.items()}
 NOISE_WORD = re.compile(r"(high|low)[ _-]?noise", re.IGNORECASE)  # marks a file that is not a model by itself
-DATE = re.compile(r"_\d{4,8}(?=\.\w+$)")  # a date at the end of a file name: one of two experts may be newer
-UNSUPPORTED_INPUTS = {  # the extra inputs of models by others, by model name
+DATE = re.compile(r"_\d{4,8}(?=\.\w+$)")  # a date at the end of a file name; the two experts may have different dates
+UNSUPPORTED_INPUTS = {  # the extra inputs of models that other people derived from Wan, by model name
     r"\bati\b": "the trajectories of ATI",
     r"\bwan[\d-]*move\b": "the tracks of WanMove",
     r"\bphantom\b": "the reference pictures of Phantom",
 }
-ANIMATE = re.compile(r"\banimate-?2\b")  # its shape is that of image to video
+ANIMATE = re.compile(r"\banimate-?2\b")  # Animate's tensors have the same shapes as an image-to-video model's
 CLASSES = {
     "scheduler": ("diffusers", "UniPCMultistepScheduler"),
     "text_encoder": ("transformers", "UMT5EncoderModel"),
@@ -93,10 +91,10 @@ def open_folder(name: str | Path, root: Path, revision: str | None = None) -> So
             if (folder := folders.get(component)) is None:
                 return None
             folder_name = FOLDERS[component] if has_experts else ""
-            storage.fetched([f"{folder_name}/{file}".lstrip("/") for file in TRANSFORMER_FILES])
+            storage.download([f"{folder_name}/{file}".lstrip("/") for file in TRANSFORMER_FILES])
             config = read_json(folder / "config.json", missing={})
             return recognise.component("transformer", SafetensorsFolder(folder), config)
-        storage.fetched(FILES.get(component, ()))
+        storage.download(FILES.get(component, ()))
         for pattern in FILES.get(component, ()):
             if matches := sorted(path for path in root.iterdir() if fnmatchcase(path.name, pattern)):
                 return recognise.component(component, open_tensors(matches[0]))
@@ -105,7 +103,7 @@ def open_folder(name: str | Path, root: Path, revision: str | None = None) -> So
     def tokenizer_files(component: str) -> Sequence[Path] | None:
         folder = root / TOKENIZER
         if component == "tokenizer":
-            storage.fetched([f"{TOKENIZER}/*.json"])
+            storage.download([f"{TOKENIZER}/*.json"])
             if folder.is_dir():
                 return sorted(path for path in folder.iterdir() if path.is_file())
         return None
@@ -113,7 +111,7 @@ def open_folder(name: str | Path, root: Path, revision: str | None = None) -> So
     def has_component(component: str) -> bool:
         if not storage.hub_files:
             if has_tokenizer := component == "tokenizer" and (root / TOKENIZER).is_dir():
-                check_small(root / TOKENIZER)
+                check_small_files(root / TOKENIZER)
             return has_tokenizer or find(component) is not None
         if component in FOLDERS:
             folder = FOLDERS[component] if has_experts else "."
@@ -125,7 +123,7 @@ def open_folder(name: str | Path, root: Path, revision: str | None = None) -> So
         return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
     source = _source(
-        storage, find, "transformer_2" in folders, storage.known_as, files=tokenizer_files, held=has_component
+        storage, find, "transformer_2" in folders, storage.name_hint, files=tokenizer_files, has_component=has_component
     )
     if "transformer_2" not in folders:
         _check_has_pair(source["transformer"].config(), root, _other_expert_paths(root))
@@ -133,27 +131,27 @@ def open_folder(name: str | Path, root: Path, revision: str | None = None) -> So
 
 
 def open_file(path: Path) -> Source | None:
-    """Open a file that holds the transformer or several components, and the file of the other expert, if any.
+    """Open a file with the transformer or several components, and the file of the other expert, if there is one.
 
-    Return None for a file without components of Wan. Raises WanjaxError if the other expert's file is missing, and the
-    name or the shape shows that it is needed.
+    Return None for a file without components of Wan. Raises WanjaxError if the name or the shapes show that there are
+    two experts, and the other expert's file is missing.
     """
     reader, storage = open_tensors(path), Storage(str(path), path)
     if not (components := recognise.components(reader)):
         return None
     if "transformer" not in components:
         raise needs_transformer(path, components, "Wan")
-    components, known_as = _with_other_expert(components, path), storage.known_as
-    if recognise.is_generator(reader) and find_distillation(model_name_in(known_as), DISTILLATIONS) is None:
-        known_as = recognise.CAUSVID_NAME  # publishes generators without EMA weights
-    return _source(storage, components.get, "transformer_2" in components, known_as)
+    components, name_hint = _with_other_expert(components, path), storage.name_hint
+    if recognise.is_generator(reader) and find_distillation(model_name_in(name_hint), DISTILLATIONS) is None:
+        name_hint = recognise.CAUSVID_NAME  # CausVid publishes generators without EMA weights
+    return _source(storage, components.get, "transformer_2" in components, name_hint)
 
 
 def _source(
-    storage: Storage, find: Callable[[str], RecognisedComponent | None], experts: bool, known_as: str, **options: Any
+    storage: Storage, find: Callable[[str], RecognisedComponent | None], experts: bool, name_hint: str, **options: Any
 ) -> Source:
-    """Return a checkpoint of Wan's networks; `options` are further arguments of `recognised_source`."""
-    model_name, recognised_transformer = model_name_in(known_as), find("transformer")
+    """Return a checkpoint of Wan's networks; `options` are further arguments of `make_source`."""
+    model_name, recognised_transformer = model_name_in(name_hint), find("transformer")
     if ANIMATE.search(model_name):
         raise WanjaxError(f"{storage.name} is Wan Animate 2 by its name; supported models are {recognise.SUPPORTED}")
     if recognised_transformer is None:
@@ -166,16 +164,19 @@ def _source(
     ]
     if not experts and find_published(config, True, model_name) and not find_published(config, False, model_name):
         notes.append(f"{storage.name} has one transformer, but models of its shape have two: it runs all steps")
-    preset, fallback_repo = _published_preset(transformer, experts, known_as), find_fallback(config, experts, known_as)
+    preset, fallback_repo = (
+        _published_preset(transformer, experts, name_hint),
+        find_fallback(config, experts, name_hint),
+    )
     origin = preset.source if preset else storage.name
-    return recognised_source(
+    return make_source(
         storage,
-        _model_index(transformer, experts, known_as),
+        _model_index(transformer, experts, name_hint),
         find,
         configs={"scheduler": _scheduler_config(transformer, experts)},
         origin=origin,
-        known_as=known_as,
-        # others publish a transformer alone, or in the authors' layout
+        name_hint=name_hint,
+        # other people publish a transformer alone, or in the authors' layout
         fallback_repo=fallback_repo.source if fallback_repo else origin,
         notes=notes,
         **options,
@@ -183,14 +184,14 @@ def _source(
 
 
 def _is_folder(folder: Path) -> bool:
-    """Return whether a folder has the authors' layout. The layout's marker files are enough."""
+    """Tell whether a folder has the authors' layout. Only its config or index files must be present."""
     return _is_transformer(folder / FOLDERS["transformer"] if _has_experts(folder) else folder)
 
 
 def other_expert(name: str) -> tuple[str, ...]:
-    """Return possible names of the other expert's file: `high` and `low` swapped, or as in `PAIRS`.
+    """List possible names of the other expert's file: `high` and `low` are swapped, or `EXPERT_PAIRS` has the name.
 
-    Return none for other files.
+    The list is empty for a file that is not an expert.
     """
     if name in EXPERT_PAIRS:
         return (EXPERT_PAIRS[name],)
@@ -202,23 +203,24 @@ def other_expert(name: str) -> tuple[str, ...]:
 
 
 def _split_expert_name(name: str) -> tuple[str, str, str] | None:
-    """Split the file name of an expert at `high` or `low` into three parts: before it, the word, after it."""
+    """Split the file name of an expert into the part before `high` or `low`, that word, and the part after it."""
     match = EXPERT_WORD.search(name)
     return (name[: match.start()], match[0], name[match.end() :]) if match else None
 
 
 def _is_high(path: Path) -> bool:
-    """Return whether a file or folder is the high-noise expert, by its name."""
+    """Tell by its name whether a file or folder is the high-noise expert."""
     match = EXPERT_WORD.search(path.name)
     return match is not None and match[0] in HIGH_TO_LOW
 
 
 def _other_expert_paths(path: Path) -> list[Path]:
-    """Return neighbouring files or folders that may be the other expert.
+    """List neighbouring files or folders that may be the other expert.
 
-    This is the one with the exactly matching name, if it exists. Otherwise it is all that start with the matching name
-    and whose rest is the same up to the end of one of the two, such as before a date. If there is none either, it is
-    all whose name matches up to `noise`.
+    A neighbour whose name is exactly this one's name with `high` and `low` swapped is the only result. If there is no
+    such neighbour, the result has all neighbours whose name extends the swapped name or is extended by it, for example
+    with a date. If there are none of these either, the result has all neighbours whose name equals the swapped name up
+    to the word `noise`.
     """
     if not (parts := _split_expert_name(path.name)):
         return []
@@ -239,7 +241,7 @@ def _other_expert_paths(path: Path) -> list[Path]:
 
 
 def _with_other_expert(components: dict[str, RecognisedComponent], path: Path) -> dict[str, RecognisedComponent]:
-    """Add the components of the other expert's file to those of a file, if that holds a transformer."""
+    """Add the components of the other expert's file to the components of a file that holds a transformer."""
     others = _other_expert_paths(path)
     if len(others) != 1:
         _check_has_pair(components["transformer"].json, path, others)
@@ -254,7 +256,7 @@ def _with_other_expert(components: dict[str, RecognisedComponent], path: Path) -
 
 
 def _check_has_pair(transformer: Mapping[str, Any], path: Path, others: Sequence[Path]) -> None:
-    """Raise WanjaxError for an expert, by its name and shape, without exactly one other expert next to it."""
+    """Raise WanjaxError if the name and shapes show an expert, but there is not exactly one other expert beside it."""
     if not (parts := _split_expert_name(path.name)) or not _published_preset(transformer, experts=True):
         return
     if NOISE_WORD.search(path.name) or not _published_preset(transformer, experts=False):
@@ -264,7 +266,7 @@ def _check_has_pair(transformer: Mapping[str, Any], path: Path, others: Sequence
 
 
 def _transformer_folders(root: Path) -> dict[str, Path]:
-    """Return the folders of the transformers, high noise first: inside the root, or the root and one next to it."""
+    """List the transformers' folders, high noise first: both inside the root, or the root and a folder next to it."""
     if _has_experts(root):
         return {name: root / folder for name, folder in FOLDERS.items()}
     others = [other for other in _other_expert_paths(root) if other.is_dir() and _is_transformer(other)]
@@ -275,7 +277,7 @@ def _transformer_folders(root: Path) -> dict[str, Path]:
 
 
 def _is_transformer(folder: Path) -> bool:
-    """Return whether a folder is a transformer's, by its config.json or, without one, by its index of shards."""
+    """Tell whether a folder holds a transformer, by its config.json or, if that is missing, by its index of shards."""
     if (config := folder / "config.json").is_file():
         return TRANSFORMER_CLASS.fullmatch(str(read_json(config).get("_class_name"))) is not None
     weight_map = read_json(folder / SHARD_INDEX, missing={}).get("weight_map")
@@ -290,14 +292,14 @@ def _has_experts(folder: Path) -> bool:
     return (folder / FOLDERS["transformer"]).is_dir()
 
 
-def _model_index(transformer: Mapping[str, Any], experts: bool, known_as: str) -> dict[str, Any]:
-    """Return the model_index.json that diffusers would write."""
+def _model_index(transformer: Mapping[str, Any], experts: bool, name_hint: str) -> dict[str, Any]:
+    """Build the model_index.json that diffusers would write."""
     takes_image = transformer["in_channels"] != transformer["out_channels"]
     is_vace = transformer["_class_name"] == "WanVACETransformer3DModel"
     pipeline = "WanVACEPipeline" if is_vace else "WanImageToVideoPipeline" if takes_image else "WanPipeline"
     if transformer["_class_name"] == "CausalWanTransformer3DModel":
         pipeline = CAUSAL_PIPELINES[0]
-    if _published_preset(transformer, experts, known_as) in FUN:
+    if _published_preset(transformer, experts, name_hint) in FUN:
         pipeline = "WanFunInpaintPipeline"
     classes = dict(CLASSES) | {"transformer": ("diffusers", transformer["_class_name"])}
     if experts:
@@ -313,7 +315,7 @@ def _model_index(transformer: Mapping[str, Any], experts: bool, known_as: str) -
 
 
 def _scheduler_config(transformer: Mapping[str, Any], experts: bool) -> dict[str, Any]:
-    """Return the scheduler_config.json, with the default shift of the official command line."""
+    """Build the scheduler_config.json, with the default shift of the official command line."""
     if transformer["_class_name"] == "CausalWanTransformer3DModel":  # utils/wan_wrapper.py of guandeh17/Self-Forcing
         return {"_class_name": "SelfForcingFlowMatchScheduler", "shift": 5.0, "sigma_min": 0.0, "extra_one_step": True}
     takes_image = transformer["in_channels"] != transformer["out_channels"]
@@ -331,12 +333,12 @@ def _config(transformer: Mapping[str, Any]) -> TransformerConfig:
     return read_config("the transformer's config.json", transformer, transformer_config)
 
 
-def _published_preset(transformer: Mapping[str, Any], experts: bool, known_as: str = "") -> Preset | None:
-    """Return the published model with this transformer config and name, or None.
+def _published_preset(transformer: Mapping[str, Any], experts: bool, name_hint: str = "") -> Preset | None:
+    """Find the published model with this transformer config; return None if there is none.
 
-    `known_as` selects one of several models with the same config.
+    `name_hint`, a name, selects one of several models with the same config.
     """
-    return find_published(_config(transformer), experts, known_as)
+    return find_published(_config(transformer), experts, name_hint)
 
 
 LAYOUT = Layout(
@@ -344,5 +346,5 @@ LAYOUT = Layout(
     is_folder=_is_folder,
     open=open_folder,
     open_file=open_file,
-    beside=other_expert,
+    companion_files=other_expert,
 )

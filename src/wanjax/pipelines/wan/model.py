@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 from jaxtyping import Float
 
 from wanjax.converters.wan.diffusers import sparse_linear_entry
-from wanjax.execution import Value
+from wanjax.execution import ArrayOrShape
 from wanjax.kernels.attention import AUTO
+from wanjax.kernels.attention.flash_int8 import HEAD_DIM as INT8_HEAD_DIM
 from wanjax.layers.flops import attention_flops
 from wanjax.layers.tiling import Tiling
 from wanjax.media.inputs import InputSpec
@@ -21,10 +22,11 @@ from wanjax.models.t5 import T5Config
 from wanjax.models.wan.config import ImageTransformerConfig, TransformerConfig, forward_flops
 from wanjax.pipelines.denoiser import Denoiser, LatentArray, Preparation
 from wanjax.pipelines.frames import encode_clip
-from wanjax.pipelines.model import Cost, ModelSpec, VideoModel
+from wanjax.pipelines.model import ForwardCost, ModelSpec, VideoModel
 from wanjax.pipelines.runtime import Runtime, SplitNetwork
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.tokenizer import TokenBatch, clean_prompt
+from wanjax.pipelines.torch_noise import NoiseLayout
 from wanjax.pipelines.validation import FieldShape, Shape
 from wanjax.pipelines.wan.conditioning import WanConditioning
 from wanjax.pipelines.wan.denoisers import WanDenoiser
@@ -36,12 +38,12 @@ EXPERTS = ("transformer", "transformer_2")
 
 @dataclass(frozen=True, kw_only=True)
 class WanModel(VideoModel[WanConditioning]):
-    """A Wan checkpoint, by the configs of its networks. The subclasses in `tasks` are one for each task.
+    """A Wan checkpoint, by the configs of its networks. The module `tasks` has one subclass for each task.
 
     Args:
         text_encoder: The text encoder's config; None if it was not read.
         transformer: The denoiser's config.
-        image_encoder: The vision tower's config; None if there is none or it was not read.
+        image_encoder: The vision tower's config; None if the model has no vision tower or the config was not read.
         experts: Whether a second transformer of the same shape runs the steps at low noise.
         scheduler: The checkpoint's scheduler.
     """
@@ -81,8 +83,10 @@ class WanModel(VideoModel[WanConditioning]):
             reference_variants=True,
             radial_attention=self.radial and not config.sparse_linear,
             sparse_linear=self.radial and not config.sparse_linear,
+            int8_attention=config.head_dim == INT8_HEAD_DIM,
             trained_attention=config.attention(AUTO),
             chunk_frames=self.chunk_frames,
+            noise_layout=NoiseLayout(frames_first=self.chunk_frames > 0),
             text_length=TEXT_LENGTH,
             config_entries=sparse_linear_entry(config.sparse_linear),
         )
@@ -103,11 +107,11 @@ class WanModel(VideoModel[WanConditioning]):
             return self.transformer.image_positions or self.image_encoder.tokens
         return 0
 
-    def cost(self, settings: Settings, conditioning: WanConditioning | None = None) -> Cost:
+    def cost(self, settings: Settings, conditioning: WanConditioning | None = None) -> ForwardCost:
         image_embeds = None if conditioning is None else conditioning.image_embeds
         _, _, *latent_size = self.spec.latent_shape(settings)
         config, tokens = self.transformer, prod(latent_size) // self.transformer.patch_cells
-        return Cost(
+        return ForwardCost(
             tokens=tokens,
             layers=config.layers,
             heads=config.heads,
@@ -122,15 +126,15 @@ class WanModel(VideoModel[WanConditioning]):
             ring=not config.sparse_linear,
         )
 
-    def tokenize(self, runtime: Runtime, prompts: Sequence[str], follow: str) -> tuple[TokenBatch, ...]:
-        return super().tokenize(runtime, list(map(clean_prompt, prompts)), follow)
+    def tokenize(self, runtime: Runtime, prompts: Sequence[str], reference_impl: str) -> tuple[TokenBatch, ...]:
+        return super().tokenize(runtime, list(map(clean_prompt, prompts)), reference_impl)
 
     def encode_text(self, runtime: Runtime, settings: Settings) -> WanConditioning:
         [batch] = self.tokenize(runtime, [settings.prompt, settings.negative_prompt], settings.follow)
         graphdef, weights = runtime.split("text_encoder")
         return WanConditioning(*runtime.call(encode_prompts, graphdef, batch.ids, batch.mask, weights))
 
-    def encode_clip(self, runtime: Runtime, frames: Any, tiling: Tiling | None) -> Float[Value, "1 C _T _H _W"]:
+    def encode_clip(self, runtime: Runtime, frames: Any, tiling: Tiling | None) -> Float[ArrayOrShape, "1 C _T _H _W"]:
         """Encode frames in the video's size to latents.
 
         Args:
@@ -160,7 +164,7 @@ class WanModel(VideoModel[WanConditioning]):
         network: SplitNetwork,
         conditioning: WanConditioning,
         x: LatentArray,
-        purpose: Preparation,
+        preparation: Preparation,
     ) -> tuple[tuple[Any, ...], Any]:
-        arguments = conditioning[:2], conditioning.condition, conditioning.image_embeds, purpose.nag
-        return runtime.call(make_context, (network.graphdef, purpose.groups), x, network.weights, *arguments)
+        arguments = conditioning[:2], conditioning.condition, conditioning.image_embeds, preparation.nag
+        return runtime.call(make_context, (network.graphdef, preparation.groups), x, network.weights, *arguments)

@@ -20,6 +20,19 @@ from wanjax.models.wan.transformer import WanTransformer
 from wanjax.models.wan.vae import WanVAE
 from wanjax.pipelines.text.encoders import CLIP_VISION, T5
 
+FULL_PRECISION = {
+    "patch_embed": "the first projection",
+    "proj_out": "the last projection",
+    "time_embed.*": "the embedding of the timestep",
+    "time_proj": "the modulation by the timestep",
+    "text_embed.*": "the projection of the text",
+    "image_embed.*": "the projection of the image",
+    "control_embed": "the first projection of a control clip",
+    "control_in": "the projection of a control clip",
+    "*.proj_l": "the projection of linear attention",
+}
+"""The projections of Wan's transformers that are never quantized."""
+
 NETWORKS = (
     T5,
     CLIP_VISION,
@@ -35,6 +48,7 @@ NETWORKS = (
         rules=diffusers.transformer_rules,
         unused=diffusers.transformer_unused,
         lora_names=AUTHORS_NAMES,
+        full_precision=FULL_PRECISION,
     ),
     NetworkKind(
         classes=("AutoencoderKLWan",),

@@ -27,7 +27,7 @@ from wanjax.models.wan.config import (
     TransformerConfig,
 )
 from wanjax.pipelines.distillation import Distillation
-from wanjax.pipelines.family import Preset, TrainingDomain, nearest, updated_by
+from wanjax.pipelines.family import UNSTATED_LICENCE, Preset, TrainingDomain, best_match, with_checkpoint_settings
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.wan.model import WanModel
 from wanjax.pipelines.wan.tasks import (
@@ -55,7 +55,7 @@ OFFICIAL_NEGATIVE_PROMPT = (
 SHAKING, CUTTING = (
     "镜头晃动，",
     "镜头切换，",
-)  # "camera shake", "scene cut"
+)  # the Chinese for "camera shake" and "scene cut"
 DEFAULTS = Settings(
     model="",
     prompt="",
@@ -68,6 +68,7 @@ DEFAULTS = Settings(
     guidance_scale=5.0,
     guidance_scale_2=None,
     boundary=None,
+    boundary_step=None,
     flow_shift=5.0,
     sigmas="official",
     seed=42,
@@ -84,13 +85,14 @@ VACE_SMALL = replace(VACE, transformer=VACE_1_3B)
 T2V_EXPERTS = replace(T2V, experts=True)
 I2V_EXPERTS = as_class(ImageToVideo, T2V_EXPERTS, transformer=I2V_A14B)
 TI2V = as_class(FirstFrameToVideo, T2V, transformer=TI2V_5B, vae=VAE_2_2)
-OVERLAP = 5  # frames (two latent frames) that consecutive windows of a controlled video share: our choice
+OVERLAP = 5  # our choice: consecutive windows of a controlled video share 5 frames (two latent frames)
 HD: dict[str, Any] = {"height": 720, "width": 1280}
 SD: dict[str, Any] = {"height": 480, "width": 832}
 HD_AND_SD: dict[str, Any] = HD | {"sizes": ((480, 832),)}
 
-# A step count marks a distillation only in the name of a video model. `Lightning` and `DMD` are also names of subjects
-# and styles: `Lightning` counts only right after the version, as in `Wan2.2-Lightning`; `DMD` never does.
+# A step count in a name marks a distillation only if the name is a video model's. `Lightning` and `DMD` can also name a
+# subject or a style of a LoRA. `Lightning` therefore marks a distillation only right after the version, as in
+# `Wan2.2-Lightning`. `DMD` never marks one.
 _MODEL_NAME = r"(?=.*(?:\bwan|14b\b|\b5b\b|1-3b\b|[tif]2v))"
 _STEP_COUNT = (
     r"(?:\bwan-?2-?[12]-lightning(?:$|-(?:[tif]2v|ti2v|a?14b|high|low|lora|v\d)\b)"
@@ -98,43 +100,61 @@ _STEP_COUNT = (
 )
 LIGHTX2V = Distillation(
     name="LightX2V",
-    words=rf"lightx2v|(?:step|cfg)-?distill|\bseko\b|^{_MODEL_NAME}.*{_STEP_COUNT}",
+    name_pattern=rf"lightx2v|(?:step|cfg)-?distill|\bseko\b|^{_MODEL_NAME}.*{_STEP_COUNT}",
     steps=4,
     flow_shift=5.0,
     scheduler=FlowEuler(),
 )
 TURBO = Distillation(
     name="TurboDiffusion",
-    words=r"\bturbo(?:wan|diffusion)",
+    name_pattern=r"\bturbo(?:wan|diffusion)",
     steps=4,
     scheduler=RCM(),
     image_scheduler=RCM(sigma_max=200.0),
 )
-R_CM = replace(TURBO, name="rCM", words=r"\brcm(?:\b|\d)")
+R_CM = replace(TURBO, name="rCM", name_pattern=r"\brcm(?:\b|\d)")
 TURBO_5B = Distillation(
     name="Wan2.2-TI2V-5B-Turbo",
-    words=r"\b5b\b.*\bturbo\b|\bturbo\b.*\b5b\b",
+    name_pattern=r"\b5b\b.*\bturbo\b|\bturbo\b.*\b5b\b",
     steps=4,
     flow_shift=5.0,
     scheduler=Consistency(),
 )
-SELF_FORCING = replace(TURBO_5B, name="Self-Forcing", words=r"self-?forcing")
+SELF_FORCING = replace(TURBO_5B, name="Self-Forcing", name_pattern=r"self-?forcing")
 CAUSVID = Distillation(
     name="CausVid, bidirectional",
-    words=r"caus-?vid.*bidirect|\bbidirectional-checkpoint",
+    name_pattern=r"caus-?vid.*bidirect|\bbidirectional-checkpoint",
     steps=3,
     flow_shift=8.0,
     scheduler=THREE_STEPS,
 )
-FASTWAN = replace(CAUSVID, name="FastWan", words=r"\bfastwan")
-RAPID = replace(LIGHTX2V, name="Rapid, a merge with LightX2V's LoRA", words=rf"^{_MODEL_NAME}.*\brapid\b")
-CAUSVID_LORA = Distillation(name="CausVid", words=r"caus-?vid", steps=4, flow_shift=8.0)
-ACCVIDEO = Distillation(name="AccVideo", words=r"\bacc-?vid(?:eo)?\b", steps=10)
-DISTILLATIONS = (RAPID, TURBO, R_CM, FASTWAN, TURBO_5B, SELF_FORCING, CAUSVID, CAUSVID_LORA, ACCVIDEO, LIGHTX2V)
-"""Distillations by the words in checkpoint names. Sources: configs/distill/ of ModelTC/LightX2V; rcm/inference/ of
-NVlabs/rcm and turbodiffusion/inference/ of thu-ml/TurboDiffusion; fastvideo/configs/ of hao-ai-lab/FastVideo;
-configs/wan_bidirectional_dmd_from_scratch.yaml of tianweiy/CausVid, and ComfyUI's examples for LoRAs made of its causal
-model; README.md of aejion/AccVideo; README.md of quanhaol/Wan2.2-TI2V-5B-Turbo, which samples as Self-Forcing does."""
+FASTWAN = replace(CAUSVID, name="FastWan", name_pattern=r"\bfastwan")
+LONGLIVE_PLUG = Distillation(
+    name="LongLive-Plug",
+    name_pattern=r"longlive-?plug.*\b14b\b.*few-?step",
+    steps=4,
+    flow_shift=5.0,
+    scheduler=FlowEuler(),
+)
+LONGLIVE_PLUG_5B = replace(LONGLIVE_PLUG, name_pattern=r"longlive-?plug.*\b5b\b.*few-?step", scheduler=None)
+LONGLIVE_PLUG_GUIDANCE = Distillation(
+    name="LongLive-Plug, guidance alone", name_pattern=r"longlive-?plug.*\bcfg\b", flow_shift=5.0
+)
+RAPID = replace(LIGHTX2V, name="Rapid, a merge with LightX2V's LoRA", name_pattern=rf"^{_MODEL_NAME}.*\brapid\b")
+CAUSVID_LORA = Distillation(name="CausVid", name_pattern=r"caus-?vid", steps=4, flow_shift=8.0)
+ACCVIDEO = Distillation(name="AccVideo", name_pattern=r"\bacc-?vid(?:eo)?\b", steps=10)
+DISTILLATIONS = (
+    *(LONGLIVE_PLUG, LONGLIVE_PLUG_5B, LONGLIVE_PLUG_GUIDANCE),
+    *(RAPID, TURBO, R_CM, FASTWAN, TURBO_5B, SELF_FORCING, CAUSVID, CAUSVID_LORA, ACCVIDEO, LIGHTX2V),
+)
+"""Distillations, which words in a checkpoint's name identify. Sources: configs/distill/ of ModelTC/LightX2V;
+inference_config.json of Efficient-Large-Model/LongLive-Plug-Wan2.1-T2V-14B-few-step, and inference.py and configs/ of
+LongLive-Plug in NVlabs/LongLive;
+rcm/inference/ of NVlabs/rcm and turbodiffusion/inference/ of thu-ml/TurboDiffusion; fastvideo/configs/ of
+hao-ai-lab/FastVideo; configs/wan_bidirectional_dmd_from_scratch.yaml of tianweiy/CausVid, and ComfyUI's examples for
+LoRAs made of its causal model; README.md of aejion/AccVideo; README.md of quanhaol/Wan2.2-TI2V-5B-Turbo, which samples
+as Self-Forcing does.
+"""
 
 
 def _official_preset(
@@ -147,7 +167,7 @@ def _official_preset(
     sizes: tuple[tuple[int, int], ...] = (),
     **settings: Any,
 ) -> Preset:
-    """Return the preset of a checkpoint by Wan's authors; `settings` override the defaults."""
+    """Create the preset of a checkpoint by Wan's authors; `settings` override the defaults."""
     return Preset(
         name=name,
         source=f"Wan-AI/{source}",
@@ -235,9 +255,10 @@ PUBLISHED = (
         T2V_EXPERTS,
         14_288_491_584,
         steps=40,
-        guidance_scale=4.0,  # at high noise; the official pair, (3.0, 4.0), lists low noise first
+        guidance_scale=4.0,  # of the expert at high noise; the official pair (3.0, 4.0) lists the low-noise scale first
         guidance_scale_2=3.0,
         boundary=0.875,
+        boundary_step=0,
         flow_shift=12.0,
         **HD_AND_SD,
     ),
@@ -251,7 +272,8 @@ PUBLISHED = (
         guidance_scale=3.5,
         guidance_scale_2=3.5,
         boundary=0.9,
-        aliases=("Wan-AI/Wan2.2-I2V-14B-Diffusers",),  # as some guides have it
+        boundary_step=0,
+        aliases=("Wan-AI/Wan2.2-I2V-14B-Diffusers",),  # the spelling in some guides
         **HD_AND_SD,
     ),
     _official_preset(
@@ -269,7 +291,9 @@ PUBLISHED = (
 
 
 def _fun_preset(name: str, source: str, model: WanModel, parameters: int, **settings: Any) -> Preset:
-    """Return the preset of a Fun InP checkpoint by Alibaba PAI, which interpolates between a first and a last frame.
+    """Create the preset of a Fun InP checkpoint by Alibaba PAI.
+
+    The model interpolates between a first and a last frame.
 
     Settings follow examples/wan2.1_fun/ and examples/wan2.2_fun/ of aigc-apps/VideoX-Fun: Euler's method at diffusers'
     noise levels, and stretched images.
@@ -278,7 +302,7 @@ def _fun_preset(name: str, source: str, model: WanModel, parameters: int, **sett
     preset = _official_preset(
         name,
         source,
-        "text, or a first picture, or a first and a last one, to video, by Alibaba PAI",
+        "text, a first picture, or a first and a last picture to video, by Alibaba PAI",
         model,
         parameters,
         **overrides | settings,
@@ -303,6 +327,7 @@ FUN = (
         14_288_901_184,
         guidance_scale_2=6.0,
         boundary=0.9,
+        boundary_step=0,
     ),
     _fun_preset(
         *("wan2.2-fun-5b-inp", "Wan2.2-Fun-5B-InP"),
@@ -319,7 +344,7 @@ CAUSAL = replace(
     _official_preset(
         "wan2.1-t2v-1.3b-causal",
         "",
-        "text to video, block by block as it plays, 480p; by Self-Forcing's authors",
+        "text to video, streamed in chunks, 480p; by Self-Forcing's authors",
         CausalTextToVideo(
             text_encoder=UMT5_XXL,
             transformer=CAUSAL_1_3B,
@@ -335,22 +360,32 @@ CAUSAL = replace(
 )
 
 
-def _four_step_preset(name: str, authors: str, *loras: str, **settings: Any) -> Preset:
-    """Return a preset with a LoRA for 4 steps without guidance.
+def _lora_preset(
+    name: str,
+    kind: str,
+    loras_text: str,
+    *loras: str,
+    distillation: Distillation = LIGHTX2V,
+    licence: str | None = None,
+    **settings: Any,
+) -> Preset:
+    """Create a preset of a published model with LoRAs for few steps without guidance.
 
-    Euler's method runs at the noise levels 1, 0.75, 0.5, 0.25 with a shift of 5: the timesteps 1000, 937.5, 833.3 and
-    625. With two experts each runs two steps. Follows configs/distill/ and models/schedulers/wan/step_distill/ of
-    ModelTC/LightX2V, and wan/configs/ and wan/utils/fm_solvers_euler.py of ModelTC/Wan2.2-Lightning.
+    By default the LoRA is one for 4 steps by LightX2V. Euler's method runs at the noise levels 1, 0.75, 0.5, 0.25 with
+    a shift of 5: the timesteps 1000, 937.5, 833.3 and 625. If there are two experts, each runs two steps. Follows
+    configs/distill/ and models/schedulers/wan/step_distill/ of ModelTC/LightX2V, and wan/configs/ and
+    wan/utils/fm_solvers_euler.py of ModelTC/Wan2.2-Lightning.
     """
-    preset, four_step_name = preset_named(name), f"{name}-4step"
+    preset, distilled_name = preset_named(name), f"{name}-{kind}"
     return replace(
         preset,
-        name=four_step_name,
-        about=f"{preset.about.partition(',')[0]} in 4 steps, with a LoRA by {authors}",
-        defaults=LIGHTX2V.applied(preset.defaults).updated({"model": four_step_name} | settings),
+        name=distilled_name,
+        about=f"{preset.about.partition(',')[0]} in {distillation.steps} steps, with {loras_text}",
+        licence=licence or preset.licence,
+        defaults=distillation.apply_to(preset.defaults).updated({"model": distilled_name} | settings),
         loras=loras,
-        scheduler=LIGHTX2V.scheduler,
-        distillation=LIGHTX2V,
+        scheduler=distillation.scheduler,
+        distillation=distillation,
     )
 
 
@@ -360,28 +395,64 @@ def preset_named(name: str) -> Preset:
 
 
 _LIGHTX2V_LORAS = "lightx2v/Wan2.1-Distill-Loras/wan2.1"
+_LIGHTX2V_T2V_LORAS = "lightx2v/Wan2.2-Distill-Loras/wan2.2_t2v_A14b_{noise}_noise_lora_rank64_lightx2v_4step_1217"
 _LIGHTNING_LORAS, _LIGHTNING_RANK = "lightx2v/Wan2.2-Lightning/Wan2.2", "A14B-4steps-lora-rank64-Seko"
 _NOISES = ("high", "low")
 FOUR_STEPS = (
-    _four_step_preset(
-        "wan2.1-t2v-14b", "LightX2V", f"{_LIGHTX2V_LORAS}_t2v_14b_lora_rank64_lightx2v_4step.safetensors", **SD
+    _lora_preset(
+        *("wan2.1-t2v-14b", "4step", "a LoRA by LightX2V"),
+        f"{_LIGHTX2V_LORAS}_t2v_14b_lora_rank64_lightx2v_4step.safetensors",
+        **SD,
     ),
-    _four_step_preset(
-        "wan2.1-i2v-14b-480p", "LightX2V", f"{_LIGHTX2V_LORAS}_i2v_lora_rank64_lightx2v_4step.safetensors"
+    _lora_preset(
+        *("wan2.1-i2v-14b-480p", "4step", "a LoRA by LightX2V"),
+        f"{_LIGHTX2V_LORAS}_i2v_lora_rank64_lightx2v_4step.safetensors",
     ),
-    _four_step_preset(
-        "wan2.2-t2v-a14b",
-        "Lightning",
+    _lora_preset(
+        *("wan2.2-t2v-a14b", "4step", "a LoRA by Lightning"),
         *(
             f"{noise}={_LIGHTNING_LORAS}-T2V-{_LIGHTNING_RANK}-V1.1/{noise}_noise_model.safetensors"
             for noise in _NOISES
         ),
     ),
-    _four_step_preset(
-        "wan2.2-i2v-a14b",
-        "Lightning",
+    _lora_preset(
+        *("wan2.2-i2v-a14b", "4step", "a LoRA by Lightning"),
         *(f"{noise}={_LIGHTNING_LORAS}-I2V-{_LIGHTNING_RANK}-V1/{noise}_noise_model.safetensors" for noise in _NOISES),
     ),
+    _lora_preset(
+        *("wan2.2-t2v-a14b", "lightx2v", "a LoRA by LightX2V"),
+        *(f"{noise}={_LIGHTX2V_T2V_LORAS.format(noise=noise)}.safetensors" for noise in _NOISES),
+        **SD,
+    ),
+)
+
+# The model cards give the strengths. For the 14B, inference_config.json beside the LoRA gives LightX2V's steps. For the
+# 5B, LongLive-Plug's inference.py runs the model's own solver at 125 frames.
+_PLUG = "Efficient-Large-Model/LongLive-Plug"
+LONGLIVE_PLUGS = (
+    _lora_preset(
+        *("wan2.1-t2v-14b", "longlive-plug", "two LoRAs by LongLive-Plug"),
+        f"{_PLUG}-Wan2.1-T2V-14B-few-step/generator_lora_lightx2v.safetensors",
+        f"{_PLUG}-Wan2.1-T2V-14B-cfg/adapter_model.safetensors:0.5",
+        distillation=LONGLIVE_PLUG,
+        **SD,
+    ),
+    _lora_preset(
+        *("wan2.2-ti2v-5b", "longlive-plug", "two LoRAs by LongLive-Plug"),
+        f"{_PLUG}-Wan2.2-TI2V-5B-few-step/adapter_model.safetensors",
+        f"{_PLUG}-Wan2.2-TI2V-5B-cfg/adapter_model.safetensors:0.5",
+        distillation=LONGLIVE_PLUG_5B,
+        frames=125,
+    ),
+)
+
+# No publisher distils VACE. ComfyUI's examples for VACE 14B with a control clip or reference pictures take CausVid's
+# LoRA at this strength.
+FOUR_STEP_VACE = _lora_preset(
+    *("wan2.1-vace-14b", "causvid", "a LoRA of CausVid"),
+    "Kijai/WanVideo_comfy/Wan21_CausVid_14B_T2V_lora_rank32.safetensors:0.3",
+    distillation=CAUSVID_LORA,
+    licence=UNSTATED_LICENCE,
 )
 
 
@@ -394,7 +465,7 @@ def _distilled_preset(
     scheduler: Scheduler | None = None,
     **settings: Any,
 ) -> Preset:
-    """Return a preset with distilled weights of the same shapes, for a few steps of fresh noise without guidance."""
+    """Create a preset with distilled weights of the same shapes, for a few steps without guidance."""
     preset, distilled_name = preset_named(name), f"{name}-{kind}"
     return replace(
         preset,
@@ -402,7 +473,7 @@ def _distilled_preset(
         source=source,
         about=f"{preset.about.partition(',')[0]} {about}",
         licence=settings.pop("licence", preset.licence),
-        defaults=distillation.applied(preset.defaults).updated({"model": distilled_name} | settings),
+        defaults=distillation.apply_to(preset.defaults).updated({"model": distilled_name} | settings),
         scheduler=scheduler or distillation.scheduler,
         aliases=(),
         sizes=(),
@@ -414,7 +485,8 @@ def _distilled_preset(
 # pipelines/stages/denoising.py of hao-ai-lab/FastVideo; configs/wan_bidirectional_dmd_from_scratch.yaml of
 # tianweiy/CausVid. All FastWan models have the noise levels of shift 8.
 _RCM_FILE, _CAUSVID_FILE = "worstcoder/rcm-Wan/rCM_Wan2.1_T2V", "tianweiy/CausVid/bidirectional_checkpoint2/model.pt"
-_RCM_I2V = "worstcoder/rcm-Wan/Wan2.2-I2V-A14B"  # its high-noise expert has 4 times the weight change, as in Wan.md
+_RCM_I2V = "worstcoder/rcm-Wan/Wan2.2-I2V-A14B"  # the high-noise file has 4 times the weight change, as in Wan.md
+_LIGHTX2V_I2V = "lightx2v/Wan2.2-Distill-Models/wan2.2_i2v_A14b_high_noise_lightx2v_4step_720p_260412.safetensors"
 DISTILLED = (
     _distilled_preset(
         "wan2.1-t2v-1.3b", "rcm", f"{_RCM_FILE}_1.3B_480p.pt", "in 4 steps by rCM, 480p", R_CM, frames=77
@@ -434,7 +506,7 @@ DISTILLED = (
     ),
     _distilled_preset(
         *("wan2.1-t2v-1.3b", "fastwan", "FastVideo/FastWan2.1-T2V-1.3B-Diffusers"),
-        *("in 3 steps by FastWan, with whole attention in place of sparse", FASTWAN),
+        *("in 3 steps by FastWan, with full attention instead of sparse", FASTWAN),
         height=448,
         frames=61,
     ),
@@ -442,6 +514,9 @@ DISTILLED = (
         *("wan2.2-i2v-a14b", "rcm", f"{_RCM_I2V}-high-rCM4.0-merged.pt", "in 4 steps by rCM, 720p", R_CM),
         R_CM.solver(needs_image=True),
         resize="stretch",
+    ),
+    _distilled_preset(  # configs/distill/wan22/wan_moe_i2v_distill_model.json of ModelTC/LightX2V
+        *("wan2.2-i2v-a14b", "lightx2v", _LIGHTX2V_I2V, "in 4 steps by LightX2V, 720p", LIGHTX2V),
     ),
     _distilled_preset(
         *("wan2.2-ti2v-5b", "fastwan", "FastVideo/FastWan2.2-TI2V-5B-FullAttn-Diffusers"),
@@ -451,16 +526,19 @@ DISTILLED = (
 
 
 def _sparse_linear_preset(name: str, base: str, file: str, **settings: Any) -> Preset:
-    """Return a preset by TurboDiffusion's authors: trained with sparse-linear attention and distilled to four steps.
+    """Create a preset by TurboDiffusion's authors.
 
-    `file` is the transformer's file, or that of the high-noise expert, without its suffix. The repository has almost
-    the same name. Follows turbodiffusion/inference/ of thu-ml/TurboDiffusion, whose README gives each model's best
-    size, and 480p and 720p for all. Images are stretched to the video's size, and the autoencoder runs in bfloat16.
+    The model has sparse-linear attention and is distilled to four steps.
+
+    `file` is the name of the transformer's file, or of the high-noise expert's file, without the suffix. The repository
+    has almost the same name. Follows turbodiffusion/inference/ of thu-ml/TurboDiffusion. The README of that repository
+    says that all models support 480p and 720p, and gives the best size of each model. Images are stretched to the
+    video's size, and the autoencoder runs in bfloat16.
     """
     preset, repository = preset_named(base), f"TurboDiffusion/{file.replace('-high', '')}"
     model: Any = preset.model
     config = replace(model.transformer, sparse_linear=SparseLinear())
-    if model.spec.needs:
+    if model.spec.required_inputs:
         settings |= {"resize": "stretch"}
     size = f"{settings['height']}p"
     overrides = {"model": name, "vae_dtype": "bfloat16"}
@@ -470,9 +548,9 @@ def _sparse_linear_preset(name: str, base: str, file: str, **settings: Any) -> P
         source=f"{repository}/{file}.pth",
         about=f"{preset.about.partition(',')[0]} in 4 steps by TurboDiffusion, {size}",
         transformer_parameters=preset.transformer_parameters + config.layers * config.head_dim * (config.head_dim + 1),
-        defaults=TURBO.applied(preset.defaults).updated(overrides | settings),
+        defaults=TURBO.apply_to(preset.defaults).updated(overrides | settings),
         model=replace(model, transformer=config),
-        scheduler=TURBO.solver(needs_image=bool(model.spec.needs)),
+        scheduler=TURBO.solver(needs_image=bool(model.spec.required_inputs)),
         distillation=TURBO,
         aliases=(repository,),
         sizes=((720, 1280),) if settings["height"] == 480 else ((480, 832),),
@@ -488,7 +566,10 @@ SPARSE_LINEAR = (
 
 
 def _nano_domain() -> TrainingDomain:
-    """Return the training domain of the bundled model. Its tokenizer has a token for each known lower-case word."""
+    """Return the training domain of the bundled model.
+
+    The bundled model's tokenizer knows only the domain's lower-case words.
+    """
     pieces = read_json(NANO / "tokenizer" / "tokenizer.json")["model"]["vocab"]
     words = {piece[1:] for piece, _ in pieces if piece.startswith("▁") and piece[1:].isalpha() and piece.islower()}
     return TrainingDomain(
@@ -514,25 +595,30 @@ PRESETS = (
     *FUN,
     CAUSAL,
     *FOUR_STEPS,
+    *LONGLIVE_PLUGS,
+    FOUR_STEP_VACE,
     *DISTILLED,
     *SPARSE_LINEAR,
 )
 
 
 def find_published(
-    transformer: TransformerConfig, experts: bool, known_as: str, shift: float | None = None
+    transformer: TransformerConfig, experts: bool, name_hint: str, shift: float | None = None
 ) -> Preset | None:
-    """Return the published model of these shapes, or None; name and flow shift select one of several."""
+    """Find the published model with these shapes; return None if there is none.
+
+    The name and the flow shift select one of several models with the same shapes.
+    """
     presets = (*PUBLISHED, *FUN, CAUSAL, *DISTILLED, *SPARSE_LINEAR)
     same_shape = [preset for preset in presets if _transformer_config(preset) == (transformer, experts)]
-    return nearest(same_shape, known_as, DISTILLATIONS, shift)
+    return best_match(same_shape, name_hint, DISTILLATIONS, shift)
 
 
-def find_fallback(transformer: TransformerConfig, experts: bool, known_as: str) -> Preset | None:
-    """Return a model in the layout of diffusers whose other components fit a transformer, or None.
+def find_fallback(transformer: TransformerConfig, experts: bool, name_hint: str) -> Preset | None:
+    """Find a model in the layout of diffusers whose other components fit a transformer; return None if there is none.
 
-    Prefers a model of the same shapes with full attention, selected by name if there are several. Otherwise it is the
-    first whose transformer has the same text, latent and image widths.
+    Prefers a model of the same shapes with full attention; the name selects one of several such models. Without a model
+    of the same shapes, choose the first model whose transformer has the same text, latent and image widths.
     """
     dense_config = replace(transformer, sparse_linear=None)
 
@@ -546,44 +632,48 @@ def find_fallback(transformer: TransformerConfig, experts: bool, known_as: str) 
     ]
     same_config = [preset for preset in compatible if _transformer_config(preset)[0] == dense_config]
     same_experts = [preset for preset in same_config if _transformer_config(preset) == (dense_config, experts)]
-    return nearest(same_experts or same_config or compatible[:1], known_as, DISTILLATIONS)
+    return best_match(same_experts or same_config or compatible[:1], name_hint, DISTILLATIONS)
 
 
 def _transformer_config(preset: Preset) -> tuple[Any, bool]:
-    """Return the config of a preset's transformer, and whether it has two."""
+    """Return the config of a preset's transformer, and whether the preset has two transformers."""
     model: Any = preset.model
     return model.transformer, model.experts
 
 
 def default_settings(source: Source, model: WanModel, preset: Preset | None) -> Settings:
-    """Return the default settings of a checkpoint: those of its preset, if it has one.
+    """Choose the default settings of a checkpoint: the settings of its preset, if it has one.
 
-    Otherwise they are those of the published model of its shapes, or of the first with the same task and number of
-    experts, or of Wan 2.1 1.3B. The checkpoint's flow shift, distillation and generation_config.json override them.
+    A checkpoint without a preset gets the settings of the published model with the same shapes. If there is none, it
+    gets the settings of the first published model with the same task and number of experts. If there is none either, it
+    gets the settings of Wan 2.1 1.3B. The checkpoint's flow shift, distillation and generation_config.json override
+    them.
     """
     if preset is None:
-        settings = updated_by(source, _similar_settings(model, source), _distillation_settings(model.scheduler))
+        settings = with_checkpoint_settings(
+            source, _similar_settings(model, source), _distillation_settings(model.scheduler)
+        )
     else:
         settings = preset.defaults
     if not model.experts:
-        return replace(settings, boundary=None, guidance_scale_2=None)
-    return replace(settings, boundary=source.index.get("boundary_ratio") or settings.boundary)
+        return replace(settings, boundary=None, boundary_step=None, guidance_scale_2=None)
+    return replace(settings, boundary=source.index.get("boundary_ratio") or settings.boundary, boundary_step=0)
 
 
 def _distillation_settings(scheduler: Scheduler) -> dict[str, Any]:
-    """Return the settings that a distilled model's scheduler implies; none for other schedulers."""
+    """Return the settings that a distilled model's scheduler implies. Other schedulers imply no settings."""
     if not isinstance(scheduler, Consistency):
         return {}
     return FASTWAN.settings if scheduler == THREE_STEPS else {"guidance_scale": 1.0, "steps": SELF_FORCING.steps}
 
 
 def _similar_settings(model: WanModel, source: Source) -> Settings:
-    """Return the settings of the published model of these shapes, or of one with this task and number of experts."""
+    """Return the settings of the published model with the same shapes, or else with the same task and experts."""
     kind, experts = type(model), model.experts
     shift = shift_of(source["scheduler"].config())
-    match = find_published(model.transformer, experts, source.known_as, shift)
+    match = find_published(model.transformer, experts, source.name_hint, shift)
     if (kind, experts) == (ImageToVideo, False):
-        experts = True  # merged from the two experts of the only published model with this task
+        experts = True  # a merge of two experts, because the only published model of this task has two
     for preset in (*([match] if match else []), *PUBLISHED, *FUN, CAUSAL):
         preset_model = preset.model
         assert isinstance(preset_model, WanModel)

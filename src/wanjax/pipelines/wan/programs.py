@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wan's own programs, in addition to those of all families."""
+"""The programs that only Wan uses."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ TEXT_LENGTH = 512
 
 
 def encode_text(encoder: Any, ids: Int[Array, "B S"], mask: Bool[Array, "B S"]) -> Float[Array, "B S E"]:
-    """Encode prompts; features after the last real token are exact zeros, as Wan's transformer expects.
+    """Encode prompts. Features after the last real token are exactly zero, as Wan's transformer expects.
 
     Args:
         encoder: The text encoder.
@@ -48,7 +48,7 @@ def encode_prompts(
 
 @program(scan_options)
 def encode_images(graphdef: Any, images: Float[Array, "B H W 3"], weights: Any) -> Float[Array, "1 S E"]:
-    """Encode normalised images, and join their features along the sequence.
+    """Encode normalised images, and concatenate their features along the token axis.
 
     Args:
         graphdef: The network's definition.
@@ -76,7 +76,7 @@ def known_condition(static: None, latents: Float[Array, "1 C T H W"], mask: Any)
 
     Args:
         static: Nothing.
-        latents: Latents of a clip whose unknown frames are grey.
+        latents: The latents of a clip in which unknown frames are grey.
         mask: 1 at known frames.
     """
     mask = jnp.broadcast_to(mask[None, :, :, None, None], (1, len(mask), *latents.shape[2:]))
@@ -87,7 +87,7 @@ def known_condition(static: None, latents: Float[Array, "1 C T H W"], mask: Any)
 def control_condition(
     static: None, clips: tuple[Float[Array, "1 C _T H W"], ...], mask: Any
 ) -> Float[Array, "1 _C _T H W"]:
-    """Build the control clip from unchanged pixels, changed pixels and the mask, with the reference images before it.
+    """Build the control condition: the reference images, then the clip's unchanged pixels, changed pixels and mask.
 
     Args:
         static: Nothing.
@@ -112,8 +112,8 @@ def make_context(
 ) -> tuple[tuple[Any, ...], Shared]:
     """Return the keys and values for each forward, and the inputs that all forwards share.
 
-    A transformer that expects image features gets one zero token if there are none: attention to one token equals
-    attention to any number of copies of it.
+    If there are no image features, a transformer that expects them gets one zero token. One token suffices, because
+    attention to copies of a token equals attention to the token.
 
     Args:
         static: The network's definition, and how the prompts are grouped.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recognition of the components in a file by the names of its tensors, in the authors' or the diffusers layout.
+"""Recognition of the components in a file by the names of its tensors, in the authors' layout or diffusers' layout.
 
 Files for ComfyUI prefix every name and may hold several components.
 """
@@ -7,7 +7,7 @@ Files for ComfyUI prefix every name and may hold several components.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from wanjax.checkpoints.dequantized import Dequantized
+from wanjax.checkpoints.dequantized import DequantizedReader
 from wanjax.checkpoints.files import Reader
 from wanjax.checkpoints.layout import (
     TRANSFORMER_PREFIXES,
@@ -16,20 +16,20 @@ from wanjax.checkpoints.layout import (
     has_authors_names,
     split_components,
 )
-from wanjax.checkpoints.readers import Renamed, Unfused, flattened, unflattened
+from wanjax.checkpoints.readers import RenamedReader, UnfusedReader, squeeze_leading, unflatten_patches
 from wanjax.checkpoints.torch_file import GENERATORS
 from wanjax.checkpoints.unsupported import UnsupportedModels, find_unsupported
 from wanjax.converters.name_map import NameMap
 from wanjax.converters.wan import original
 from wanjax.errors import WanjaxError
 
-IDENTIFYING_KEYS = {  # tensors that only this component has: the authors' name, and that in diffusers or transformers
+IDENTIFYING_KEYS = {  # tensors that only this component has: by the authors, and by diffusers or transformers
     "transformer": ("time_projection.1.weight", "condition_embedder.time_proj.weight"),
     "vae": ("encoder.conv1.weight", "encoder.conv_in.weight"),
     "text_encoder": ("token_embedding.weight", "shared.weight"),
     "image_encoder": ("visual.pos_embedding", "vision_model.embeddings.position_embedding.weight"),
 }
-# The prefix in files of guandeh17/Self-Forcing and similar. CausVid's models of whole videos have no EMA.
+# The prefix of EMA weights in files such as guandeh17/Self-Forcing's. CausVid's bidirectional models have no EMA.
 EMA_PREFIX = "generator_ema."
 CAUSVID_NAME = "CausVid-bidirectional"  # the model name of a generator without EMA weights
 DISTILLED_PREFIXES = tuple(
@@ -41,8 +41,8 @@ PREFIXES = {
     "text_encoder": ("", "text_encoders.umt5xxl.transformer."),
     "image_encoder": ("",),
 }
-PATCH_SIZE = (1, 2, 2)  # of all Wan transformers; trainers whose patch embedding is a matrix need its kernel's shape
-UNSUPPORTED: UnsupportedModels = {  # tensor names in their publishers' code, and in ComfyUI's and Kijai's files
+PATCH_SIZE = (1, 2, 2)  # of all Wan transformers; needed if a file has the patch embedding as a matrix
+UNSUPPORTED: UnsupportedModels = {  # by tensor names in the publishers' code, or in files by ComfyUI and Kijai
     "Wan Dancer": ("music_injector.", "music_projection.", "music_encoder.", "patch_embedding_global."),
     "Wan Fun Control with a camera": ("control_adapter.",),
     "Wan Fun Control": ("ref_conv.",),
@@ -55,17 +55,17 @@ UNSUPPORTED: UnsupportedModels = {  # tensor names in their publishers' code, an
     "MultiTalk or InfiniteTalk": ("audio_proj.proj1.", "multitalk_audio_proj.", "audio_cross_attn."),
     "FantasyTalking": ("cross_attn.processor.", "proj_model."),
     "Uni3C": ("controlnet_patch_embedding.", "controlnet_blocks."),
-    "the VACE part of a model alone": ("vace_patch_embedding.",),
+    "only the VACE part of a model": ("vace_patch_embedding.",),
 }
 UNSUPPORTED_CHANNELS = {20: "SCAIL", 32: "Wan Fun Control with a camera", 48: "Wan Fun Control", 52: "Wan Fun Control"}
-"""Unsupported models by the input channels of their patch embedding, for the latents of Wan 2.1."""
-LATENT_CHANNELS, MASK_CHANNELS = 16, 4  # channels of Wan 2.1's latents, and of a mask
+"""Unsupported models with Wan 2.1's latents, by the number of input channels of their patch embedding."""
+LATENT_CHANNELS, MASK_CHANNELS = 16, 4  # the number of channels of Wan 2.1's latents, and of a mask
 SUPPORTED = "Wan's text to video, image to video, first and last frame, Fun InP and VACE"
 TOKENIZER_KEYS = ("spiece_model",)  # tokenizers that are stored with a text encoder's weights
 
 
 def components(reader: Reader) -> dict[str, RecognisedComponent]:
-    """Return the components in a file. Raises WanjaxError if one of them is incomplete or not Wan's."""
+    """List the components in a file. Raises WanjaxError if one of them is incomplete or not Wan's."""
     recognised = {
         name: component(name, component_reader)
         for name, component_reader in split_components(reader, IDENTIFYING_KEYS, PREFIXES).items()
@@ -76,44 +76,49 @@ def components(reader: Reader) -> dict[str, RecognisedComponent]:
 
 
 def is_generator(reader: Reader) -> bool:
-    """Return whether a file is of a distillation run and holds its generator without EMA weights."""
+    """Tell whether a file comes from a distillation run and holds the run's generator without EMA weights."""
     return any(key.startswith("generator.") for key in reader.specs) and not any(
         key.startswith(EMA_PREFIX) for key in reader.specs
     )
 
 
 def component(name: str, reader: Reader, config: Mapping[str, Any] | None = None) -> RecognisedComponent:
-    """Return a component from a reader that holds nothing else, in either layout.
+    """Return the component of a reader that holds only that component, in either layout.
 
     config: the authors' config.json, if any. Raises WanjaxError if the tensors are not the component's.
     """
-    reader = Dequantized(reader)
+    reader = DequantizedReader(reader)
     authors_names = has_authors_names(name, reader, IDENTIFYING_KEYS[name], "Wan")
     match name:
         case "transformer":
-            names, reader = original.TRANSFORMER, unflattened(reader, "patch_embedding.weight", PATCH_SIZE)
-            _check_supported(reader, names.ours if authors_names else names.theirs)
+            names, reader = original.TRANSFORMER, unflatten_patches(reader, "patch_embedding.weight", PATCH_SIZE)
+            _check_supported(reader, names.to_diffusers if authors_names else names.to_authors)
             json = original.transformer_json(_authors_specs(reader, names, authors_names), config)
             _check_channels(reader, json["in_channels"], json["out_channels"])
         case "vae":
             json, names = _vae_config_and_names(reader, authors_names)
         case "text_encoder":
-            reader, names = Renamed(reader, lambda key: None if key in TOKENIZER_KEYS else key), original.TEXT_ENCODER
+            reader, names = (
+                RenamedReader(reader, lambda key: None if key in TOKENIZER_KEYS else key),
+                original.TEXT_ENCODER,
+            )
             json = original.text_encoder_json(_authors_specs(reader, names, authors_names))
         case _:
             reader, names = _vision_tower(reader) if authors_names else reader, original.IMAGE_ENCODER
             json = original.image_encoder_json(_authors_specs(reader, names, authors_names))
-    return RecognisedComponent(json, Renamed(reader, lambda key: names.ours(key) or key) if authors_names else reader)
+    return RecognisedComponent(
+        json, RenamedReader(reader, lambda key: names.to_diffusers(key) or key) if authors_names else reader
+    )
 
 
 def _check_supported(reader: Reader, names: Callable[[str], str | None]) -> None:
-    """Raise WanjaxError if the transformer has foreign tensors, and they belong to an unsupported model."""
+    """Raise WanjaxError if the transformer has tensors that belong to an unsupported model."""
     if other := find_unsupported((key for key in reader.specs if names(key) is None), UNSUPPORTED):
         raise WanjaxError(f"{_path_text(reader)} has {other}; supported models are {SUPPORTED}")
 
 
 def _check_channels(reader: Reader, patches: int, latents: int) -> None:
-    """Raise WanjaxError unless a patch has the channels of the latents alone, or of latents with a condition."""
+    """Raise WanjaxError unless a patch has as many channels as the latents, or as the latents with a condition."""
     with_condition = 2 * latents + MASK_CHANNELS
     if patches not in (latents, with_condition):
         guess = (
@@ -131,14 +136,14 @@ def _path_text(reader: Reader) -> str:
 
 
 def _authors_specs(reader: Reader, names: NameMap, has_authors: bool) -> dict[str, Any]:
-    """Return the specs of the tensors by the authors' names."""
-    return {key if has_authors else names.theirs(key) or key: spec for key, spec in reader.specs.items()}
+    """Return the specs of a component's tensors, under the names that the authors gave them."""
+    return {key if has_authors else names.to_authors(key) or key: spec for key, spec in reader.specs.items()}
 
 
 def _vae_config_and_names(reader: Reader, authors_names: bool) -> tuple[dict[str, Any], NameMap]:
-    """Return an autoencoder's config and name map.
+    """Return an autoencoder's config and name map. The names depend on the config.
 
-    The names depend on the config. In the diffusers layout they are those of the published autoencoders.
+    The diffusers layout is only recognised for the published autoencoders.
     """
     if authors_names:
         json = original.vae_json(reader.specs)
@@ -149,6 +154,6 @@ def _vae_config_and_names(reader: Reader, authors_names: bool) -> tuple[dict[str
 
 
 def _vision_tower(reader: Reader) -> Reader:
-    """Return CLIP's vision tower, with tensor shapes as in transformers."""
-    vision_only = Renamed(reader, lambda key: key if key.startswith("visual.") and key != "visual.head" else None)
-    return Unfused(flattened(vision_only, ("visual.cls_embedding", "visual.pos_embedding")))
+    """Return CLIP's vision tower, whose tensors get the shapes that transformers uses."""
+    vision_only = RenamedReader(reader, lambda key: key if key.startswith("visual.") and key != "visual.head" else None)
+    return UnfusedReader(squeeze_leading(vision_only, ("visual.cls_embedding", "visual.pos_embedding")))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportIncompatibleMethodOverride=true, reportIncompatibleVariableOverride=true
-"""Wan's models, one class for each task: the input images and clips of each, and how they are encoded.
+"""Wan's models: one class for each task, which defines the input images and clips and how they are encoded.
 
 `model_of` reads the class of a checkpoint from its configs.
 """
@@ -17,11 +17,11 @@ from jaxtyping import Float
 from wanjax.checkpoints.network_kinds import network as network_in
 from wanjax.checkpoints.sources import Source
 from wanjax.errors import WanjaxError
-from wanjax.execution import Value
+from wanjax.execution import ArrayOrShape
 from wanjax.layers.flops import attention_flops
 from wanjax.layers.tiling import Tiling
 from wanjax.media.inputs import CONTROL_VIDEO, IMAGE, LAST_IMAGE, MASK, REFERENCES, VIDEO
-from wanjax.media.pictures import PictureOfAnySize, Pictures, fit
+from wanjax.media.pictures import PictureOfAnySize, Pictures, fit_to_size
 from wanjax.models.wan.causal import angles_at, slot_of
 from wanjax.models.wan.config import (
     CausalTransformerConfig,
@@ -33,12 +33,12 @@ from wanjax.models.wan.config import (
     forward_flops,
 )
 from wanjax.pipelines.denoiser import Denoiser, LatentArray, ModelInputs, Preparation
-from wanjax.pipelines.model import Cost
+from wanjax.pipelines.model import ForwardCost
 from wanjax.pipelines.runtime import Runtime, SplitNetwork
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.validation import Shape
 from wanjax.pipelines.wan.causal_programs import CausalInputs, CausalMemory, begin_past, renew
-from wanjax.pipelines.wan.conditioning import GREY, WanConditioning, known_frames, mask_cells, on_white, unit
+from wanjax.pipelines.wan.conditioning import GREY, WanConditioning, known_frames, mask_cells, on_white, unit_range
 from wanjax.pipelines.wan.denoisers import (
     CausalDenoiser,
     ConditionedDenoiser,
@@ -57,7 +57,9 @@ CAUSAL_PIPELINES = (
     "WanCausalForcingPipeline",
 )
 THREE_STEPS = Consistency(timesteps=(1000.0, 757.0, 522.0))
-"""The scheduler of models distilled as FastWan is: their scheduler_config.json is still that of the base model."""
+"""The scheduler of FastWan and similar distilled models. The scheduler_config.json of such a model is still the base
+model's.
+"""
 
 
 class TextToVideo(WanModel):
@@ -74,14 +76,14 @@ class TextToVideo(WanModel):
     ) -> Mapping[str, Any]:
         if (clip := pictures.clip("video")) is None:
             return {}
-        frames = [unit(frame, settings) for frame in clip[: settings.frames]]
+        frames = [unit_range(frame, settings) for frame in clip[: settings.frames]]
         return {"video_latents": self.encode_clip(runtime, frames, tiling)}
 
 
 class CausalTextToVideo(WanModel):
     """Text to video, chunk by chunk, from noise alone. Each chunk attends to the keys and values of earlier chunks."""
 
-    task = "text to video by blocks"
+    task = "text to video in chunks"
     radial = False
 
     @property
@@ -96,16 +98,16 @@ class CausalTextToVideo(WanModel):
 
     @property
     def chunk_frames(self) -> int:
-        return self.causal_config.block_frames
+        return self.causal_config.chunk_frames
 
-    def cost(self, settings: Settings, conditioning: WanConditioning | None = None) -> Cost:
-        """Return the work of one forward of a chunk whose attention window is full."""
+    def cost(self, settings: Settings, conditioning: WanConditioning | None = None) -> ForwardCost:
+        """Count the work of one forward of a chunk, once the attention window is full."""
         config, (_, _, _, *cells) = self.causal_config, self.spec.latent_shape(settings)
-        tokens = prod((config.block_frames, *cells)) // config.patch_cells
+        tokens = prod((config.chunk_frames, *cells)) // config.patch_cells
         flops = dict(forward_flops(config, tokens=tokens, text=TEXT_LENGTH))
         scores = config.layers * attention_flops(tokens, config.slots * tokens, config.width)
         flops["self_attention"] += scores - config.layers * attention_flops(tokens, tokens, config.width)
-        return Cost(tokens, config.layers, config.heads, config.width, scores, flops)
+        return ForwardCost(tokens, config.layers, config.heads, config.width, scores, flops)
 
     def prepare(
         self,
@@ -113,9 +115,9 @@ class CausalTextToVideo(WanModel):
         network: SplitNetwork,
         conditioning: WanConditioning,
         x: LatentArray,
-        purpose: Preparation,
+        preparation: Preparation,
     ) -> tuple[tuple[Any, ...], CausalInputs]:
-        _, nag, chunk, memory = purpose
+        _, nag, chunk, memory = preparation
         negative = () if nag is None else (conditioning.negative_prompt_embeds, nag)
         arguments = x, network.weights, conditioning.prompt_embeds, *negative
         causal_memory: CausalMemory = (
@@ -133,7 +135,10 @@ class CausalTextToVideo(WanModel):
 
 
 class FirstFrameToVideo(TextToVideo):
-    """Text and image to video. The condition, if any, is the clean first latent frame, which replaces the noise."""
+    """Text and image to video. The condition, if any, is the clean first latent frame.
+
+    The clean frame replaces the noise of that frame.
+    """
 
     task = "text and image to video"
     inputs = (IMAGE, VIDEO)
@@ -153,7 +158,7 @@ class FirstFrameToVideo(TextToVideo):
         start = super().encode_inputs(runtime, pictures, settings, tiling=tiling)
         if (picture := pictures.picture("image")) is None:
             return start
-        return {**start, "condition": self.encode_clip(runtime, [unit(picture, settings)], tiling)}
+        return {**start, "condition": self.encode_clip(runtime, [unit_range(picture, settings)], tiling)}
 
 
 class ImageToVideo(WanModel):
@@ -176,7 +181,7 @@ class ImageToVideo(WanModel):
         clip, indices = [np.full((*settings.size, 3), GREY)] * settings.frames, []
         for frame, name in ((0, "image"), (settings.frames - 1, "last_image")):
             if (picture := pictures.picture(name)) is not None:
-                clip[frame] = unit(picture, settings)
+                clip[frame] = unit_range(picture, settings)
                 indices.append(frame)
         mask = known_frames(indices, settings.frames, self.vae.temporal_factor)
         return {"condition": runtime.call(known_condition, None, self.encode_clip(runtime, clip, tiling), mask)}
@@ -185,7 +190,7 @@ class ImageToVideo(WanModel):
 class ImageToVideoWithEncoder(ImageToVideo):
     """Image to video with cross-attention to image features from a vision tower.
 
-    The tower gets the images in their original size, whatever the video's size, as in both references.
+    The tower gets the images in their original size, not in the video's size, as in both references.
     """
 
     inputs = (IMAGE.needed,)
@@ -203,7 +208,9 @@ class ImageToVideoWithEncoder(ImageToVideo):
     def encode_inputs(
         self, runtime: Runtime, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
     ) -> Mapping[str, Any]:
-        features = self.encode_images(runtime, self.images_to_encode(pictures, settings), follow=settings.follow)
+        features = self.encode_images(
+            runtime, self.images_to_encode(pictures, settings), reference_impl=settings.follow
+        )
         if (width := features.shape[-1]) != self.image_config.image_width:
             raise WanjaxError(
                 f"the checkpoint's configs contradict each other: its image encoder makes {width} features, but its "
@@ -212,7 +219,7 @@ class ImageToVideoWithEncoder(ImageToVideo):
         return {**super().encode_inputs(runtime, pictures, settings, tiling=tiling), "image_embeds": features}
 
     def images_to_encode(self, pictures: Pictures, settings: Settings) -> list[PictureOfAnySize]:
-        """Return the images that the vision tower encodes.
+        """Select the images that the vision tower encodes.
 
         Args:
             pictures: The pictures and clips of the request.
@@ -221,19 +228,19 @@ class ImageToVideoWithEncoder(ImageToVideo):
         return [pictures[name] for name in ("image", "last_image") if name in pictures]
 
     def encode_images(
-        self, runtime: Runtime, images: Sequence[PictureOfAnySize], *, follow: str
-    ) -> Float[Value, "1 S E"]:
-        """Encode images with the checkpoint's vision tower, and join their features along the sequence.
+        self, runtime: Runtime, images: Sequence[PictureOfAnySize], *, reference_impl: str
+    ) -> Float[ArrayOrShape, "1 S E"]:
+        """Encode images with the checkpoint's vision tower, and concatenate their features along the token axis.
 
-        The official code scales the whole image to the tower's size; diffusers crops its centre.
+        The official code scales the whole image to the tower's size; diffusers crops the centre of the image.
 
         Args:
             runtime: Networks, devices and strategy.
             images: The images, of any size.
-            follow: Which reference implementation to match, as in the settings.
+            reference_impl: Which reference implementation to match, as in the settings.
         """
         graphdef, weights = runtime.split("image_encoder")
-        pixel_values = runtime.components.get("image_processor")(images, whole=follow == "official")
+        pixel_values = runtime.components.get("image_processor")(images, stretch=reference_impl == "official")
         return runtime.call(encode_images, graphdef, pixel_values, weights)
 
 
@@ -245,7 +252,7 @@ class FirstAndLastFrameToVideo(ImageToVideoWithEncoder):
 
 
 class Inpainting(ImageToVideo):
-    """Text to video, optionally from a first image or from a first and a last one (Wan Fun InP).
+    """Text to video, optionally from a first image or from a first and a last image (Wan Fun InP).
 
     Unknown frames are handled as in image to video. Without images the whole condition is zeros, and nothing is
     encoded. Follows pipeline_wan_fun_inpaint.py and pipeline_wan2_2_fun_inpaint.py of aigc-apps/VideoX-Fun.
@@ -262,14 +269,17 @@ class Inpainting(ImageToVideo):
 
 
 class InpaintingWithEncoder(Inpainting, ImageToVideoWithEncoder):
-    """`Inpainting` with cross-attention to the first image, in the video's size. Without one its features are zeros."""
+    """`Inpainting` with cross-attention to the first image, in the video's size.
+
+    Without an image, the features are zeros.
+    """
 
     def images_to_encode(self, pictures: Pictures, settings: Settings) -> list[PictureOfAnySize]:
-        return [fit(pictures["image"], settings.size, settings.resize)]
+        return [fit_to_size(pictures["image"], settings.size, settings.resize)]
 
 
 class FirstFrameInpainting(Inpainting):
-    """`Inpainting` with Wan 2.2's autoencoder. The first latent frame is kept free of noise, too."""
+    """`Inpainting` with Wan 2.2's autoencoder. The first latent frame also stays without noise."""
 
     @property
     def denoiser(self) -> Denoiser:
@@ -279,8 +289,8 @@ class FirstFrameInpainting(Inpainting):
 class ControlledVideo(WanModel):
     """Controlled video (VACE). The condition is a control clip, preceded by one latent frame per reference image.
 
-    Its channels are the latents of the pixels that the mask keeps, the latents of the pixels that it replaces, and the
-    mask itself. A missing clip is grey; a missing mask replaces everything.
+    The condition's channels are the latents of the pixels that the mask keeps, the latents of the pixels that the mask
+    replaces, and the mask itself. A missing clip is grey; a missing mask replaces everything.
     """
 
     task = "controlled video (VACE)"
@@ -306,20 +316,20 @@ class ControlledVideo(WanModel):
         grey = np.full((*settings.size, 3), GREY, np.float32)
         clip = [grey] * settings.frames
         if (control_frames := pictures.clip("video")) is not None:
-            clip = [unit(frame, settings) for frame in control_frames[: settings.frames]]
+            clip = [unit_range(frame, settings) for frame in control_frames[: settings.frames]]
         mask = np.broadcast_to(np.ones((), np.float32), (settings.frames, *settings.size))
         repaint_mask = np.broadcast_to(np.ones((), bool), (*mask.shape, 1))
         if (masks := pictures.clip("mask")) is not None:
-            mask = np.stack([unit(frame, settings).mean(axis=-1) for frame in masks[: settings.frames]])
+            mask = np.stack([unit_range(frame, settings).mean(axis=-1) for frame in masks[: settings.frames]])
             repaint_mask = (mask > 0.5)[..., None]
 
         def masked_frame(repainting: bool, repaint_mask: np.ndarray, frame: np.ndarray) -> np.ndarray:
-            if repaint_mask.all() or not repaint_mask.any():  # most frames: no need to copy their pixels
+            if repaint_mask.all() or not repaint_mask.any():  # most frames have no masked pixel, so they are not copied
                 return frame if repaint_mask.flat[0] == repainting else grey
             return np.where(repaint_mask == repainting, frame, grey)
 
         def encode_frames(frames: list[np.ndarray]) -> Any:
-            all_same = all(frame is frames[0] for frame in frames)  # then no copies are needed
+            all_same = all(frame is frames[0] for frame in frames)  # without a mask, no copies are needed
             clip = np.broadcast_to(frames[0], (len(frames), *frames[0].shape)) if all_same else frames
             return self.encode_clip(runtime, clip, tiling)
 
@@ -340,7 +350,7 @@ class ControlledVideo(WanModel):
 
 
 def as_class(kind: type[WanModel], model: WanModel, **changes: Any) -> WanModel:
-    """Return a model of another class with the fields of this one.
+    """Create a model of another class that has the fields of `model`.
 
     Args:
         kind: The other class.
@@ -384,7 +394,7 @@ def model_of(source: Source, encoders: bool = False) -> WanModel:
 
 
 def _model_class(index: Mapping[str, Any], transformer: TransformerConfig, vae: VAEConfig) -> type[WanModel]:
-    """Return the class of a checkpoint, from its model_index.json and its networks' configs.
+    """Find the class of a checkpoint from its model_index.json and its networks' configs.
 
     Raises WanjaxError if these contradict each other.
     """
