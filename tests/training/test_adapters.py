@@ -15,7 +15,7 @@ from wanjax.converters.wan.diffusers import transformer_rules
 from wanjax.kernels.attention import AttentionConfig, SparseLinear
 from wanjax.layers.rope import rope_3d
 from wanjax.models.wan.transformer import SelfAttention, WanTransformer
-from wanjax.training.adapters import LoraConfig, LoraLinear, adapt, factors_of, is_factor, without_factors
+from wanjax.training.adapters import LoraConfig, LoraLinear, adapt, export_factors, is_factor, remove_adapters
 
 CONFIG = replace(TRANSFORMER, sparse_linear=SparseLinear())
 PROJECTION = "blocks.self_attn.proj_l"
@@ -26,7 +26,7 @@ def test_it_is_adapted_where_it_is_named_alone():
     transformer, rules = network(lambda **kw: WanTransformer(CONFIG, **kw), None), transformer_rules(CONFIG)
     adapted, chosen = adapt(transformer, rules, LoraConfig(2, targets=("proj_l",)), 0)
     assert chosen == {PROJECTION: "blocks.{i}.attn1.proj_l"}
-    assert {name: x.shape for name, x in factors_of(adapted, rules, chosen).items()} == {
+    assert {name: x.shape for name, x in export_factors(adapted, rules, chosen).items()} == {
         "blocks.0.attn1.proj_l.lora_A.weight": (2, 24),
         "blocks.0.attn1.proj_l.lora_B.weight": (24, 2),
     }
@@ -46,8 +46,8 @@ def test_it_is_learned_whole_where_it_is_not_named():
     change = np.random.default_rng(0).normal(size=before.shape).astype(np.float32)
     projection.diff.kernel[...] = jnp.asarray(change)
     np.testing.assert_allclose(projection.kernel, before + change, atol=1e-6)
-    np.testing.assert_array_equal(without_factors(adapted).blocks.self_attn.proj_l.kernel[...], before)
-    written = factors_of(adapted, rules, chosen)
+    np.testing.assert_array_equal(remove_adapters(adapted).blocks.self_attn.proj_l.kernel[...], before)
+    written = export_factors(adapted, rules, chosen)
     np.testing.assert_array_equal(written["blocks.0.attn1.proj_l.diff"], change[0].T)
     assert written["blocks.0.attn1.proj_l.diff_b"].shape == (24,)
 

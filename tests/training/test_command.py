@@ -13,7 +13,7 @@ from tests.support.clips import write_clips
 from tests.support.tiny import tiny_checkpoint
 from tests.support.words import says
 from wanjax.cli import main
-from wanjax.cli.training import size_of
+from wanjax.cli.training import clip_size
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 SHORT = ("--frames", 5, "--one-size", "--steps", 2)
@@ -39,7 +39,7 @@ def test_train_writes_a_lora_and_resumes(model, tmp_path):
     assert "2 clips: 2 of 32x32, 5 frames" in made.stderr
     wanjax.load(model, lora=written["file"], note=lambda text: None)
     again = run("train", model, data, "--out", tmp_path / "out", *SMALL)
-    assert says(again.stderr, "before 2 of 2 steps")
+    assert says(again.stderr, "after 2 of 2 steps")
     other = run("train", model, data, "--out", tmp_path / "out", *SMALL, "--seed", 1, status=2)
     assert says(other.stderr, "seed 0 1 another --out (--seed)")
     assert "goes on" not in other.stderr  # the same command would be refused again
@@ -49,27 +49,30 @@ def test_train_writes_a_lora_and_resumes(model, tmp_path):
 def test_mistakes_are_one_sentence(model, tmp_path):
     data = write_clips(tmp_path / "data", 1)
     for more, sentence in (
-        (("--size", "32x32", "--lora-rank", 0), "--lora-rank is given as 0"),
-        (("--size", "32x32", "--learning-rate", -1), "the learning rate -1.0 is not a number above 0"),
-        (("--size", "32x32", "--learning-rate", 1e39), "the learning rate 1e+39 is not a number"),
-        (("--size", "33x32"), "the width 33 is not a multiple"),
-        (("--size", "32x32", "--width", 64), "--size is given beside --height or --width"),
+        (("--size", "32x32", "--lora-rank", 0), "--lora-rank got 0"),
+        (("--size", "32x32", "--learning-rate", -1), "the learning rate is -1.0: give a number above 0"),
+        (("--size", "32x32", "--learning-rate", 1e39), "the learning rate is 1e+39: give a number above 0"),
+        (("--size", "33x32"), "the width must be a multiple of"),
+        (("--size", "32x32", "--width", 64), "--size cannot be combined with --height or --width"),
         (("--size", "32x32", "--lora-target", "to_x"), "no layer named to_x"),
-        (("--size", "32x32", "--batch-size", 3, "--grad-accum-steps", 2), "a batch of 3 cannot be split in 2"),
+        (
+            ("--size", "32x32", "--batch-size", 3, "--grad-accum-steps", 2),
+            "grad_accum_steps 2 does not divide batch_size 3",
+        ),
     ):
         refused = run("train", model, data, "--out", tmp_path / "out", *SHORT, *more, status=2)
         assert sentence in refused.stderr
     refused = run("train", model, tmp_path / "none", "--out", tmp_path / "out", *SMALL, status=2)
-    assert "there is no folder or table" in refused.stderr
+    assert "none does not exist: give a folder of clips" in refused.stderr
 
 
 def test_a_height_alone_keeps_the_width_of_the_model(model):
     none = {"size": None, "height": None, "width": None}
     own = wanjax.registry.outline(str(model)).settings.size
-    assert size_of(str(model), **none) is None
-    assert size_of(str(model), **none | {"height": 64}) == (64, own[1])
-    assert size_of(str(model), **none | {"width": 64}) == (own[0], 64)
-    assert size_of(str(model), **none | {"size": (32, 64)}) == (32, 64)
+    assert clip_size(str(model), **none) is None
+    assert clip_size(str(model), **none | {"height": 64}) == (64, own[1])
+    assert clip_size(str(model), **none | {"width": 64}) == (own[0], 64)
+    assert clip_size(str(model), **none | {"size": (32, 64)}) == (32, 64)
 
 
 def test_a_step_is_priced():
@@ -81,7 +84,7 @@ def test_a_step_is_priced():
     assert full["weights_bytes_per_chip"] > lora["weights_bytes_per_chip"]
     assert lora["step_seconds"] > lora["forward_seconds"] > 0
     assert 0.5 < lora["backward_ratio"] < 3
-    assert "backward and optimiser take" in run("plan", "nano", "--train", "--chip", "cpu").stdout
+    assert "backward pass and the optimiser take" in run("plan", "nano", "--train", "--chip", "cpu").stdout
 
 
 ENCODE = """

@@ -15,7 +15,7 @@ from tests.support.words import naming, says
 from wanjax.errors import WanjaxError
 from wanjax.media.video import write_video
 from wanjax.training.batches import Batches
-from wanjax.training.clips import Bucket, Cutting, lengths, nearest
+from wanjax.training.clips import Bucket, Cutting, bucket_lengths, nearest_size
 from wanjax.training.data import CACHE_FOLDER, list_data
 from wanjax.training.latent_cache import EncodedClip
 
@@ -26,9 +26,9 @@ def test_a_folder_with_captions_beside_its_clips(tmp_path):
     (folder / "mute.png").write_bytes((write_clips(tmp_path / "b", 1, frames=1, suffix=".png") / "0.png").read_bytes())
     found = list_data(folder)
     assert [(x.file.name, x.caption) for x in found.examples] == [(f"{i}.gif", CAPTIONS[i]) for i in range(3)]
-    assert len(found.left_out) == 2
-    assert says(found.left_out[0], "mute.png caption")
-    assert says(found.left_out[1], "alone.txt clip")
+    assert len(found.skipped) == 2
+    assert says(found.skipped[0], "mute.png caption")
+    assert says(found.skipped[1], "alone.txt clip")
 
 
 def test_clips_come_in_natural_order_without_what_is_none(tmp_path):
@@ -43,7 +43,7 @@ def test_clips_come_in_natural_order_without_what_is_none(tmp_path):
     (folder / CACHE_FOLDER / "clips.jsonl").write_text("{}")
     found = list_data(folder)
     assert [x.file.name for x in found.examples] == [f"Clip_{i}.gif" for i in (0, 1, 2, *range(4, 12), 3)]
-    assert (found.left_out, found.others) == ([], 5)
+    assert (found.skipped, found.num_ignored) == ([], 5)
 
 
 @pytest.mark.parametrize("columns", [("file_name", "text"), ("video", "prompt"), ("video_path", "caption")])
@@ -60,7 +60,7 @@ def test_tables_with_the_columns_in_use(tmp_path, columns, kind):
     for data in (folder, folder / f"metadata.{kind}"):
         found = list_data(data)
         assert [(x.file.name, x.caption, x.repeats) for x in found.examples] == [("0.gif", "one, with a comma", 3)]
-        assert found.left_out == ["row 2 of metadata." + kind + " names gone.gif, which is not there"]
+        assert found.skipped == ["row 2 of metadata." + kind + " names gone.gif, which does not exist"]
 
 
 CAFE = "ein café, naïve"
@@ -89,10 +89,10 @@ def test_a_caption_is_read_in_its_encoding_or_left_out_with_its_clip(data, tmp_p
     found = list_data(tmp_path)
     captions = [x.caption for x in found.examples]
     if data in READ:
-        assert (captions, found.left_out) == ([CAPTIONS[0], CAFE], [])
+        assert (captions, found.skipped) == ([CAPTIONS[0], CAFE], [])
     else:
         assert captions == [CAPTIONS[0]]
-        [told] = found.left_out
+        [told] = found.skipped
         assert says(told, "1.gif empty" if data in EMPTY else "1.gif 1.txt UTF-8") or "UTF-16" in told
 
 
@@ -108,7 +108,7 @@ def test_names_of_captions_in_other_letters(tmp_path):
     (folder / "X.txt").write_text("of no clip")
     found = list_data(folder)
     assert {x.file.name: x.caption for x in found.examples} == pairs
-    [told] = found.left_out
+    [told] = found.skipped
     assert says(told, "X.txt clip")
 
 
@@ -135,8 +135,8 @@ def test_rows_of_a_table_are_whole_or_left_out(table, captions, tmp_path):
     (tmp_path / "metadata.csv").write_bytes(table.encode("utf-8", "surrogateescape"))
     found = list_data(tmp_path)
     assert sorted(x.caption for x in found.examples) == sorted(filter(None, captions))
-    assert len(found.left_out) == (captions.count(None) or len(captions) - 2)
-    assert all(says(told, "metadata.csv row") or "0.gif" in told for told in found.left_out)
+    assert len(found.skipped) == (captions.count(None) or len(captions) - 2)
+    assert all(says(told, "metadata.csv row") or "0.gif" in told for told in found.skipped)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "gbk"])
@@ -149,8 +149,8 @@ def test_a_table_in_other_encodings(encoding, kind, tmp_path):
     (tmp_path / f"metadata.{kind}").write_bytes(text.encode(encoding))
     found = list_data(tmp_path)
     assert [x.caption for x in found.examples] == [row["text"] for row in rows[encoding == "gbk" :]]
-    assert len(found.left_out) == (encoding == "gbk") + (kind == "jsonl")
-    assert all("UTF-8" in told for told in found.left_out)
+    assert len(found.skipped) == (encoding == "gbk") + (kind == "jsonl")
+    assert all("UTF-8" in told for told in found.skipped)
 
 
 def test_rows_say_what_to_preserve(tmp_path):
@@ -192,17 +192,17 @@ def test_one_sentence_for_data_that_cannot_be_used(tmp_path, files, sentence):
 
 
 def cutting(cut="head", longest=9, **more):
-    given = {"sizes": ((32, 32), (32, 48), (48, 32)), "lengths": lengths(longest, 4), "fps": 8, "resize": "crop"}
+    given = {"sizes": ((32, 32), (32, 48), (48, 32)), "lengths": bucket_lengths(longest, 4), "fps": 8, "resize": "crop"}
     return Cutting(cut=cut, **given | more)
 
 
 def test_lengths_are_halved_and_of_the_model_s_form():
-    assert lengths(81, 4) == (81, 41, 21, 9, 5, 1)
-    assert lengths(49, 8) == (49, 25, 9, 1)
-    assert lengths(81, 4, min_frames=9) == (81, 41, 21, 9)
+    assert bucket_lengths(81, 4) == (81, 41, 21, 9, 5, 1)
+    assert bucket_lengths(49, 8) == (49, 25, 9, 1)
+    assert bucket_lengths(81, 4, min_frames=9) == (81, 41, 21, 9)
     with pytest.raises(WanjaxError, match=naming("100 81")):
-        lengths(81, 4, min_frames=100)
-    assert nearest((480, 832), [(32, 32), (32, 48), (48, 32)]) == (32, 48)
+        bucket_lengths(81, 4, min_frames=100)
+    assert nearest_size((480, 832), [(32, 32), (32, 48), (48, 32)]) == (32, 48)
 
 
 def test_clips_are_cut_to_buckets(tmp_path):
@@ -247,12 +247,12 @@ def pieces(counts, tmp_path):
 
 def test_batches_follow_from_the_seed_and_the_step(tmp_path):
     counts = {Bucket(9, 32, 32): 5, Bucket(5, 32, 32): 3}
-    batches, again = (Batches(pieces(counts, tmp_path), 2, 7, empty=tmp_path / "none") for _ in range(2))
-    epoch = [batches.at(step) for step in range(5)]
-    assert epoch == [again.at(step) for step in range(5)]
+    batches, again = (Batches(pieces(counts, tmp_path), 2, 7, empty_caption=tmp_path / "none") for _ in range(2))
+    epoch = [batches.clips_of_step(step) for step in range(5)]
+    assert epoch == [again.clips_of_step(step) for step in range(5)]
     assert {x.latents for batch in epoch for x in batch} == {x.latents for x in pieces(counts, tmp_path)}
     assert all(len({x.latents.name.partition("-")[0] for x in batch}) == 1 for batch in epoch)
-    assert epoch != [batches.at(step) for step in range(5, 10)]
+    assert epoch != [batches.clips_of_step(step) for step in range(5, 10)]
 
 
 @pytest.mark.parametrize("counts", [(7, 1, 1), (5, 3, 2), (3, 0, 0), (100, 1, 1)], ids=str)
@@ -261,9 +261,9 @@ def test_every_clip_is_shown_as_often_however_few_have_its_shape(counts, size, t
     shapes = (Bucket(9, 32, 32), Bucket(5, 32, 48), Bucket(1, 32, 32))
     given = pieces({shape: count for shape, count in zip(shapes, counts, strict=True) if count}, tmp_path)
     given[0] = replace(given[0], repeats=2)
-    batches = Batches(given, size, 0, empty=tmp_path / "none")
+    batches = Batches(given, size, 0, empty_caption=tmp_path / "none")
     rounds = 3  # each of `size` epochs, of whose batches each has one shape
-    shown = [batches.at(step) for step in range(rounds * (len(given) + 1))]
+    shown = [batches.clips_of_step(step) for step in range(rounds * (len(given) + 1))]
     assert all(len({x.latents.name.partition("-")[0] for x in batch}) == 1 for batch in shown)
     seen = Counter(x.latents for batch in shown for x in batch)
     assert seen == {piece.latents: piece.repeats * rounds * size for piece in given}
@@ -283,25 +283,27 @@ def test_the_prompt_of_an_own_video_is_its_caption(tmp_path):
     captions = {example.file.name: example.caption for example in found.examples}
     own = {name: f"a {name}" for name in ("film.mp4", "moving.gif", "still.png")}
     assert captions == {**own, "told.mp4": "its own caption"}
-    assert [says(sentence, "0.gif caption") for sentence in found.left_out] == [True]
+    assert [says(sentence, "0.gif caption") for sentence in found.skipped] == [True]
 
 
 def test_captions_are_dropped_at_their_rate(tmp_path):
-    batches = Batches(pieces({Bucket(9, 32, 32): 8}, tmp_path), 8, 0, empty=tmp_path / "none", dropped=0.25)
-    shown = [x for step in range(100) for x in batches.at(step)]
+    batches = Batches(
+        pieces({Bucket(9, 32, 32): 8}, tmp_path), 8, 0, empty_caption=tmp_path / "none", caption_dropout=0.25
+    )
+    shown = [x for step in range(100) for x in batches.clips_of_step(step)]
     assert 0.2 < np.mean([x.text.name == "none" for x in shown]) < 0.3
 
 
 def test_with_clips_to_preserve_what_has_no_caption_is_preserved_too(tmp_path):
     given = pieces({Bucket(9, 32, 32): 8}, tmp_path)
     given[3] = replace(given[3], preserve=True)
-    batches = Batches(given, 8, 0, empty=tmp_path / "none", dropped=0.25)
-    assert batches.preserves
-    for x in batches.at(0) + batches.at(1):
-        assert x.preserved == (x.text.name == "none" or x.latents == given[3].latents)
-    batches = Batches(given, 8, 0, empty=tmp_path / "none", dropped=0.25, uncaptioned=0.5)
-    for x in batches.at(0) + batches.at(1):
-        assert x.preserved == (1.0 if x.latents == given[3].latents else 0.5 * (x.text.name == "none"))
+    batches = Batches(given, 8, 0, empty_caption=tmp_path / "none", caption_dropout=0.25)
+    assert batches.has_preserved_clips
+    for x in batches.clips_of_step(0) + batches.clips_of_step(1):
+        assert x.preservation == (x.text.name == "none" or x.latents == given[3].latents)
+    batches = Batches(given, 8, 0, empty_caption=tmp_path / "none", caption_dropout=0.25, uncaptioned_preservation=0.5)
+    for x in batches.clips_of_step(0) + batches.clips_of_step(1):
+        assert x.preservation == (1.0 if x.latents == given[3].latents else 0.5 * (x.text.name == "none"))
 
 
 def test_twice_the_captions_take_twice_the_calls(tmp_path):

@@ -8,7 +8,7 @@ from contextlib import closing
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 
-from wanjax.training.step_metrics import CURVES, METRICS, Metrics
+from wanjax.training.step_metrics import METRICS_FILE, TENSORBOARD_FOLDER, Metrics
 
 
 def write(folder, begun, steps):
@@ -18,7 +18,7 @@ def write(folder, begun, steps):
 
 
 def lines(folder):
-    return [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+    return [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
 
 
 def test_a_training_that_goes_on_drops_what_came_after_its_step(tmp_path):
@@ -29,7 +29,7 @@ def test_a_training_that_goes_on_drops_what_came_after_its_step(tmp_path):
 
 def test_tensorboard_shows_the_same_numbers(tmp_path):
     write(tmp_path, 0, [1, 2, 4])
-    events = EventAccumulator(str(tmp_path / CURVES)).Reload().Tensors("loss")
+    events = EventAccumulator(str(tmp_path / TENSORBOARD_FOLDER)).Reload().Tensors("loss")
     shown = [(event.step, event.wall_time, make_ndarray(event.tensor_proto).item()) for event in events]
     assert shown == [(line["step"], line["time"], line["loss"]) for line in lines(tmp_path)]
 
@@ -38,4 +38,4 @@ def test_without_tensorboard_there_are_the_lines(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard.summary", None)
     write(tmp_path, 0, [1, 2])
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]
-    assert not (tmp_path / CURVES).exists()
+    assert not (tmp_path / TENSORBOARD_FOLDER).exists()

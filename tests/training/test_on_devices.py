@@ -8,17 +8,17 @@ import pytest
 
 from tests.support.small_wan import network, partitioner, small_model, transformer_config
 from wanjax.converters.wan.diffusers import transformer_rules
-from wanjax.execution import Site
+from wanjax.execution import CompileContext
 from wanjax.kernels.compiler_options import matmul_options
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.wan.conditioning import WanConditioning
 from wanjax.registry import presets
-from wanjax.sharding import one_device
+from wanjax.sharding import one_device_partitioner
 from wanjax.training.adapters import LoraConfig, adapt, is_factor
 from wanjax.training.loop import Trainer
-from wanjax.training.objective import Batch, NoiseLevels, loss_of
+from wanjax.training.objective import Batch, NoiseLevels, make_loss
 from wanjax.training.optimizers import OptimizerConfig, make_optimizer
 from wanjax.training.step import all_parameters, train
 
@@ -43,12 +43,14 @@ def losses(axes, rules, full, folder):
     chosen = all_parameters if full else is_factor
     made = make_optimizer(OptimizerConfig(learning_rate=1e-3), STEPS)
     trainer = Trainer(
-        model, loss_of(pipe, NoiseLevels("shift", 3.0)), made, folder, 0, trained=chosen, partitioner=place
+        model, make_loss(pipe, NoiseLevels("shift", 3.0)), made, folder, 0, trained=chosen, partitioner=place
     )
-    site = Site(one_device() if place is None else place)
-    assert train.options_of(site) == matmul_options(None)  # as a plan compiles it
+    compile_context = CompileContext(one_device_partitioner() if place is None else place)
+    assert train.compiler_options(compile_context) == matmul_options(None)  # as a plan compiles it
     found = []
-    trainer.run(STEPS, lambda step, _: batch(step), lambda step, metrics: found.append(metrics["loss"]), every=10**6)
+    trainer.run(
+        STEPS, lambda step, _: batch(step), lambda step, metrics: found.append(metrics["loss"]), save_every=10**6
+    )
     trainer.close()
     shardings = {x.sharding for x in jax.tree.leaves(trainer.state)}
     return np.array(list(map(float, found))), shardings

@@ -67,7 +67,7 @@ def of_any_step(calls: Counter[Call]) -> Counter[Call]:
 def test_a_plan_records_the_step_that_a_training_takes(models, data, taken, tmp_path, model, mesh, lora):
     pipe = wanjax.load(models[model], mesh=mesh)
     Training(pipe, data, tmp_path, TrainConfig(**{**vars(SMALL), "lora": lora}), note=lambda told: None).run()
-    found = inspect_checkpoint(models[model], encoders=True)
+    found = inspect_checkpoint(models[model], reads_encoder_configs=True)
     asked = found.settings.updated({"height": 32, "width": 32, "frames": 5, "guidance_scale": 1.0, "dtype": "float32"})
     family = replace(found.family, prompt=lambda video_model: {"tokenizer": (TEXT_LENGTH,) * 2})
     planned = abstract_pipeline(replace(found, family=family, settings=asked), pipe.partitioner)

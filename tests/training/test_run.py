@@ -30,9 +30,9 @@ from wanjax.errors import WanjaxError, WanjaxWarning
 from wanjax.stores.locks import FileLock
 from wanjax.training import LoraConfig, OptimizerConfig, TrainConfig, Training
 from wanjax.training.latent_cache import LatentCache
-from wanjax.training.loop import NotFiniteError, Trainer
+from wanjax.training.loop import STATES_FOLDER, NotFiniteError, Trainer
 from wanjax.training.objective import NoiseLevels
-from wanjax.training.step_metrics import CURVES
+from wanjax.training.step_metrics import TENSORBOARD_FOLDER
 from wanjax.training.train import LOCK
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
@@ -85,6 +85,18 @@ def whole(tmp_path_factory, data, wan):
 
 def encoder_identity(pipe):
     return {name: np.asarray(x) for name, x in nnx.to_flat_state(nnx.state(pipe.components.get("transformer")))}
+
+
+def test_work_is_saved_once_a_clip_is_encoded(tmp_path, data, wan):
+    """From then on another run resumes; before, it starts again."""
+    training = Training(wanjax.load(wan), data, tmp_path / "out", replace(SMALL, latent_cache=tmp_path / "encoded"))
+    assert not training.has_saved_work()
+    training.encode()
+    assert training.has_saved_work()
+    shutil.rmtree(tmp_path / "encoded")
+    assert not training.has_saved_work()
+    (tmp_path / "out" / STATES_FOLDER / "2").mkdir(parents=True)
+    assert training.has_saved_work()
 
 
 @pytest.mark.parametrize("family", ["wan", *(pytest.param(name, marks=slow) for name in list(MODELS)[1:])])
@@ -140,7 +152,7 @@ def test_two_files_of_one_name_size_and_time_are_two_clips(tmp_path, wan):
         os.utime(file, ns=(10**18, 10**18))
         training = Training(wanjax.load(wan), tmp_path / "data", tmp_path / "out", SMALL)
         training.encode()
-        made.append({piece.latents.name for piece in training.pieces})
+        made.append({piece.latents.name for piece in training.train_clips})
     assert [len(names) for names in made] == [2, 2]
     assert len(made[0] & made[1]) == 1
 
@@ -159,9 +171,11 @@ def test_a_stopped_training_ends_with_the_same_bits(tmp_path, data, wan, whole):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Training(wanjax.load(wan), data, tmp_path / "b", TrainConfig(**vars(SMALL) | CACHE_FOLDER), count=stop).run()
+        Training(
+            wanjax.load(wan), data, tmp_path / "b", TrainConfig(**vars(SMALL) | CACHE_FOLDER), report_progress=stop
+        ).run()
     written, told = trained(wan, data, tmp_path / "b", **CACHE_FOLDER)
-    assert any(says(text, "2 3 before") for text in told)  # the last step alone is left
+    assert any(says(text, "resuming after 2 of 3 steps") for text in told)  # the last step alone is left
     again = load_safetensors(written)
     assert all(np.array_equal(whole[name], again[name]) for name in again)
     with pytest.raises(WanjaxError, match=naming("seed 0 1")):
@@ -174,7 +188,7 @@ def test_an_interrupted_training_writes_the_metrics_of_all_steps_it_keeps(tmp_pa
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Training(wanjax.load(wan), data, tmp_path, replace(SMALL, save_every=9), count=count).run()
+        Training(wanjax.load(wan), data, tmp_path, replace(SMALL, save_every=9), report_progress=count).run()
     kept = max(int(x.name) for x in (tmp_path / "checkpoints").iterdir())
     lines = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines == [*range(1, kept + 1)]
@@ -203,19 +217,19 @@ def poisoned(at):
     return draw
 
 
-DRAW, LENGTH = Training._draw, 20
+DRAW, LENGTH = Training._draw_batch, 20
 
 
 @pytest.mark.parametrize("at", [2, *(pytest.param(n, marks=slow) for n in range(1, LENGTH + 1) if n != 2)])
 def test_nothing_is_written_that_is_not_finite(at, tmp_path, data, wan, whole, monkeypatch):
     """The state before is gone on from at a lower rate; or at its own, with the bits of one that was left alone."""
     more = CACHE_FOLDER if at == 2 else {"save_every": 1, "steps": LENGTH, "ema_decay": 0.9}
-    monkeypatch.setattr(Training, "_draw", poisoned(at))
+    monkeypatch.setattr(Training, "_draw_batch", poisoned(at))
     with pytest.raises(NotFiniteError, match=naming(f"step {at}")):
         trained(wan, data, tmp_path / "out", **more)
     assert finite(tmp_path / "out")
     assert sorted(int(x.name) for x in (tmp_path / "out/checkpoints").iterdir()) == [*range(max(1, at - 2), at)]
-    monkeypatch.setattr(Training, "_draw", DRAW)
+    monkeypatch.setattr(Training, "_draw_batch", DRAW)
     shutil.copytree(tmp_path / "out", tmp_path / "lower")
     lower, told = trained(wan, data, tmp_path / "lower", **more, optimizer=OptimizerConfig(learning_rate=1e-3))
     assert at == 1 or any(says(text, f"0.01 0.001 step {at}") for text in told)
@@ -252,9 +266,10 @@ def test_what_differs_is_told_entry_by_entry(tmp_path):
 
 @pytest.mark.parametrize(("step", "may"), [(0, True), (1, True), (2, False)])
 def test_what_is_left_may_be_at_another_rate(step, may, tmp_path):
+    advice = "rate 0.001 0.0001 also give more steps"
     for rate in (1e-3, 1e-4):
         told = {"optimizer": {"learning_rate": rate}, "steps": 2}
-        with nullcontext() if may or rate == 1e-3 else pytest.raises(WanjaxError, match=naming("rate 0.001 0.0001")):
+        with nullcontext() if may or rate == 1e-3 else pytest.raises(WanjaxError, match=naming(advice)):
             changed = Trainer._check_identity(SimpleNamespace(folder=tmp_path, step=step), told)
             assert changed == ({} if rate == 1e-3 else {"optimizer.learning_rate": 1e-3})
 
@@ -311,7 +326,7 @@ def test_clips_are_encoded_once_and_bad_ones_left_out(tmp_path, wan, monkeypatch
     (folder / "cannot be written.txt").write_text("bad")
     told: list[str] = []
     Training(wanjax.load(wan), folder, tmp_path / "one", SMALL, note=told.append).encode()
-    assert any("1 left out: cannot be written.mp4: " in sentence for sentence in told)
+    assert any("1 skipped: cannot be written.mp4: " in sentence for sentence in told)
     kept = {path: path.stat().st_mtime_ns for path in (folder / ".wanjax").glob("clip-*")}
     assert len(kept) == 3
     pipe = wanjax.load(wan)
@@ -320,7 +335,7 @@ def test_clips_are_encoded_once_and_bad_ones_left_out(tmp_path, wan, monkeypatch
     assert not pipe.components.has("vae")
     for path in folder.glob("*.gif"):
         path.write_bytes(b"")
-    monkeypatch.delattr(LatentCache, "texts")  # it is told before the text encoder is loaded
+    monkeypatch.delattr(LatentCache, "encode_captions")  # it is told before the text encoder is loaded
     with pytest.raises(WanjaxError, match=r"no clip of .* can be used"):
         Training(wanjax.load(wan), folder, tmp_path / "three", SMALL).encode()
 
@@ -332,7 +347,7 @@ def test_all_that_is_left_out_is_listed(tmp_path, wan):
         (folder / f"bad {number}.txt").write_text("bad")
     told: list[str] = []
     Training(wanjax.load(wan), folder, out := tmp_path / "out", SMALL, note=told.append).encode()
-    assert any(says(sentence, "7 left out 2 more left_out.txt") for sentence in told)
+    assert any(says(sentence, "7 skipped 2 more left_out.txt") for sentence in told)
     assert [line.partition(":")[0] for line in (out / "left_out.txt").read_text().splitlines()] == [
         f"bad {number}.mp4" for number in range(7)
     ]
@@ -361,8 +376,8 @@ def test_samples_have_the_shape_of_a_clip_that_moves(tmp_path, wan):
         file.rename(folder / f"00 first{suffix}")
     training = Training(wanjax.load(wan), folder, tmp_path / "out", SMALL)
     training.encode()
-    assert training.pieces[0].bucket.frames == 1
-    assert training.sampled.bucket.frames == 5
+    assert training.train_clips[0].bucket.frames == 1
+    assert training.sample_clip.bucket.frames == 5
 
 
 @contextmanager
@@ -382,7 +397,7 @@ def on_a_full_disk(out, patch):
 
 @contextmanager
 def with_curves_in_the_way(out, patch):
-    (out / CURVES).write_text("a file where the folder is to be")
+    (out / TENSORBOARD_FOLDER).write_text("a file where the folder is to be")
     yield
 
 
@@ -392,9 +407,9 @@ def anywhere(out, patch):
 
 REFUSED = {  # where, what is other than in SMALL, and what the sentence names
     "a layer that is none": (anywhere, {"lora": LoraConfig(rank=2, targets=("to_x",))}, "layer to_x"),
-    "parts of a batch": (anywhere, {"batch_size": 3, "grad_accum_steps": 2}, "batch 3 2"),
+    "parts of a batch": (anywhere, {"batch_size": 3, "grad_accum_steps": 2}, "grad_accum_steps 2 batch_size 3"),
     "no steps": (anywhere, {"steps": 0}, "steps 0"),
-    "all clips held out": (anywhere, {"holdout_every": 1}, "every clip 1 held 2"),
+    "all clips held out": (anywhere, {"holdout_every": 1}, "holdout_every 1 2 or more"),
     "an expert of one network": (anywhere, {"expert": "high"}, "one network"),
     "clips that are too short": (anywhere, {"min_frames": 9}, "9 5"),
     "a folder of another training": (beside_another, {}, "training folder"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training of a LoRA, or of all weights, from a folder of clips with captions.
+"""Train a LoRA, or all weights, on a folder of clips with captions.
 
 pipe = wanjax.load("wan2.1-t2v-1.3b")
 file = train(pipe, "clips", "my_style", steps=1000, lora=LoraConfig(rank=32))

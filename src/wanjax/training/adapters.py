@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA in training: a low-rank projection beside each chosen one of a network, whose own weights do not change.
+"""LoRA layers for training: each adapted projection gets a low-rank projection; its own weights stay frozen.
 
 y = W x + alpha / rank · B A dropout(x) (Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2106.09685). A
-begins as PEFT begins it, uniform within 1 / sqrt(in), and B with zeros, so that the first step starts at the network.
+is initialised uniformly within 1 / sqrt(in), as in PEFT. B is initialised with zeros, so that training starts from the
+base model.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,31 +16,38 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from wanjax.checkpoints.modules import Exported, parameters
+from wanjax.checkpoints.modules import ExportedTensors, parameters
 from wanjax.converters.weight_rules import Rule
 from wanjax.errors import WanjaxError
 from wanjax.layers.linear import Linear, linear
 from wanjax.layers.placement import axes_of
+from wanjax.layers.precision import Precision
+from wanjax.layers.quantized import QuantizedLinear
 from wanjax.layers.stack import stack
 from wanjax.sharding import Partitioner
 
 Network = TypeVar("Network", bound=nnx.Module)
 FACTORS = ("lora_down", "lora_up")
-CHANGE = "diff"
-FULL_RANK = "proj_l"  # the end of the name of the projection of linear attention's results, which is learned whole
-OPT_IN_ENDINGS = (
-    "mod",
-    FULL_RANK,
-)  # ends of names of projections that are adapted where they are named; `mod`: of the timestep
+DIFF = "diff"
+FULL_RANK = "proj_l"  # the output projection of linear attention, which is trained at full rank
+OPT_IN_ENDINGS = ("mod", FULL_RANK)  # adapted only if they are targets; `mod` projects the timestep
 
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """The rank of the factors, alpha (None is the rank), dropout's rate, and the adapted layers by name.
+    """A LoRA to train.
 
-    A target is the end of a layer's name in diffusers, such as `to_q` or `attn1.to_q`. Without targets all projections
-    of the blocks are adapted but those of the timestep. That of linear attention, which is small and may begin with
-    zeros, is learned whole unless it is a target.
+    Args:
+        rank: The rank of the factors.
+        alpha: The LoRA's alpha; None sets it to the rank.
+        dropout: The probability with which an input of the factors is set to zero in training.
+        targets: The layers to adapt, each the end of a name in diffusers, such as `to_q` or `attn1.to_q`. Without
+            targets, all projections of the blocks are adapted except the projections of the timestep. The output
+            projection of linear attention is small and may start as zeros, so it is trained at full rank unless it is a
+            target.
+
+    Raises:
+        WanjaxError: A value is out of its range.
     """
 
     rank: int = 32
@@ -60,31 +68,56 @@ class LoraConfig:
         return (self.rank if self.alpha is None else self.alpha) / self.rank
 
 
+def check_trainable_precision(precision: Precision, lora: LoraConfig | None) -> None:
+    """Raise WanjaxError unless a model in this precision can be trained.
+
+    Frozen weights of 8 bits have exact gradients of their inputs. A product with rounded inputs has none: rounding is
+    flat almost everywhere, and a substitute for its derivative would add noise to every layer.
+
+    Args:
+        precision: The precision of the model.
+        lora: The LoRA to train; None trains all weights.
+    """
+    if not precision.quantizes:
+        return
+    if lora is None:
+        raise WanjaxError(
+            f"weights of 8 bits ({precision}) cannot be trained themselves: train a LoRA, or give precision none"
+        )
+    if precision.activations is not None:
+        raise WanjaxError(
+            f"the precision {precision} rounds the inputs of products, which have no gradient then: train with "
+            f"precision {precision.weights}-weights, or with none"
+        )
+
+
 class DropoutKey(nnx.Variable):
-    """The data of the random key by which an adapted projection drops its inputs, which each step replaces."""
+    """The data of the random key for dropout in an adapted projection. Each step replaces this data."""
 
 
 class LoraLinear(nnx.Module):
-    """A projection with a low-rank one beside it. `dropout_key` is None without dropout.
+    """A projection plus a low-rank projection. The projection's weight may have 8 bits.
 
-    Where its weights are read in place of a call, `kernel` has the product of the factors in it, and none is dropped.
+    `kernel` is the merged weight, for callers that read the weight instead of calling the layer. It ignores dropout.
+    `dropout_key` is None without dropout.
     """
 
-    def __init__(self, base: Linear, config: LoraConfig, rngs: nnx.Rngs):
+    def __init__(self, base: Linear | QuantizedLinear, config: LoraConfig, rngs: nnx.Rngs):
         self.base, self.scale, self.rate = base, config.scale, config.dropout
-        axes = axes_of(base.kernel) or (None,) * base.kernel[...].ndim
-        layers = base.kernel.shape[0] if axes[0] == "layers" else None
-        (axis_in, axis_out), (width_in, width_out) = axes[-2:], base.kernel.shape[-2:]
-        kw: dict[str, Any] = {"bias": False, "dtype": base.dtype, "param_dtype": jnp.float32}
+        weight = getattr(base, base.weight_name)
+        axes = axes_of(weight) or (None,) * weight[...].ndim
+        layers = weight.shape[0] if axes[0] == "layers" else None
+        (axis_in, axis_out), (width_in, width_out) = axes[-2:], weight.shape[-2:]
+        options: dict[str, Any] = {"bias": False, "dtype": base.dtype, "param_dtype": jnp.float32}
 
-        def make(rngs: nnx.Rngs) -> tuple[Linear, Linear]:
-            down = linear(width_in, config.rank, (axis_in, None), kernel_init=_uniform, rngs=rngs, **kw)
+        def make_factors(rngs: nnx.Rngs) -> tuple[Linear, Linear]:
+            down = linear(width_in, config.rank, (axis_in, None), kernel_init=_uniform, rngs=rngs, **options)
             zeros = nnx.initializers.zeros_init()
-            return down, linear(config.rank, width_out, (None, axis_out), kernel_init=zeros, rngs=rngs, **kw)
+            return down, linear(config.rank, width_out, (None, axis_out), kernel_init=zeros, rngs=rngs, **options)
 
         class Pair(nnx.Module):
             def __init__(self, rngs: nnx.Rngs):
-                self.down, self.up = make(rngs)
+                self.down, self.up = make_factors(rngs)
 
         pair = Pair(rngs) if layers is None else stack(Pair, layers, rngs)
         self.lora_down, self.lora_up = pair.down, pair.up
@@ -93,6 +126,7 @@ class LoraLinear(nnx.Module):
 
     @property
     def kernel(self) -> Float[Array, "... _E E"]:
+        assert isinstance(self.base, Linear)  # projections whose weights are read stay in floats
         delta = jnp.matmul(self.lora_down.kernel[...], self.lora_up.kernel[...], precision="highest")
         return self.base.kernel[...].astype(jnp.float32) + self.scale * delta
 
@@ -102,16 +136,19 @@ class LoraLinear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = self.base(x)
-        z = x
+        x_dropped = x
         if self.dropout_key is not None:
             key = jax.random.wrap_key_data(self.dropout_key[...], impl="threefry2x32")
             mask = jax.random.bernoulli(key, 1 - self.rate, x.shape)
-            z = jnp.where(mask, x / jnp.asarray(1 - self.rate, x.dtype), jnp.zeros((), x.dtype))
-        return y + (self.lora_up(self.lora_down(z)) * jnp.asarray(self.scale, y.dtype)).astype(y.dtype)
+            x_dropped = jnp.where(mask, x / jnp.asarray(1 - self.rate, x.dtype), jnp.zeros((), x.dtype))
+        return y + (self.lora_up(self.lora_down(x_dropped)) * jnp.asarray(self.scale, y.dtype)).astype(y.dtype)
 
 
 class DeltaLinear(nnx.Module):
-    """A projection and a change of all its weights, which begins with zeros. Its weights are read; it is not called."""
+    """A projection plus a full-rank change of its weights. The change starts at zero.
+
+    Callers read the changed weights.
+    """
 
     def __init__(self, base: Any):
         """`base` is a `Linear` with a bias."""
@@ -136,35 +173,48 @@ def _uniform(key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
 def adapt(
     network: Network, rules: Iterable[Rule], config: LoraConfig, seed: int, partitioner: Partitioner | None = None
 ) -> tuple[Network, dict[str, str]]:
-    """Return the network with projections adapted, or learned whole, and their names in diffusers by our own.
+    """Add LoRA layers to a copy of a network.
 
-    A name of a stack's layer stands for all blocks. The given network is not changed. Raises WanjaxError where no layer
-    has the name of a target.
+    Args:
+        network: The network, which is not changed.
+        rules: The rules that convert the network's weights to diffusers.
+        config: The LoRA.
+        seed: Seed of the factors' initial values.
+        partitioner: The mesh; None leaves the factors on the default device.
+
+    Returns:
+        The copy, and a mapping of the adapted projections' names in wanjax to their names in diffusers. One name stands
+        for the layers of all blocks in a stack.
+
+    Raises:
+        WanjaxError: No layer has the name of a target.
     """
     names = module_names(network, rules)
-    adapted = {path: name for path, name in names.items() if _is_chosen(path, name, config.targets)}
-    matched = {target for target in config.targets for name in adapted.values() if _ends(name, target)}
-    missing = [target for target in config.targets if target not in matched]
-    if not adapted or missing:
+    adapted_names = {path: name for path, name in names.items() if _is_chosen(path, name, config.targets)}
+    matched_targets = {
+        target for target in config.targets for name in adapted_names.values() if _matches_target(name, target)
+    }
+    missing = [target for target in config.targets if target not in matched_targets]
+    if not adapted_names or missing:
         missing_text = "layer of blocks" if not config.targets else f"layer named {missing[0]}"
         available = ", ".join(sorted({name.rpartition("{i}.")[2] for name in names.values()}))
         raise WanjaxError(f"the network has no {missing_text} to adapt: there are {available}")
     network = nnx.merge(*nnx.split(network))
     rngs = nnx.Rngs(seed)
-    whole = {path: name for path, name in names.items() if path.endswith(FULL_RANK) and path not in adapted}
-    for path in sorted(adapted | whole):
+    full_rank = {path: name for path, name in names.items() if path.endswith(FULL_RANK) and path not in adapted_names}
+    for path in sorted(adapted_names | full_rank):
         *parents, name = path.split(".")
         parent: Any = network
-        for step in parents:
-            parent = parent[int(step)] if step.isdigit() else getattr(parent, step)
+        for key in parents:
+            parent = parent[int(key)] if key.isdigit() else getattr(parent, key)
         base = getattr(parent, name)
-        setattr(parent, name, DeltaLinear(base) if path in whole else LoraLinear(base, config, rngs))
+        setattr(parent, name, DeltaLinear(base) if path in full_rank else LoraLinear(base, config, rngs))
     _place(network, partitioner)
-    return network, adapted | whole
+    return network, adapted_names | full_rank
 
 
-def without_factors(network: Network) -> Network:
-    """Return the network with the projections that `adapt` found in it."""
+def remove_adapters(network: Network) -> Network:
+    """Return a copy of a network without the layers that `adapt` added."""
     network = nnx.merge(*nnx.split(network))
     for _, module in list(nnx.iter_modules(network)):
         for name, projection in list(vars(module).items()):
@@ -174,7 +224,7 @@ def without_factors(network: Network) -> Network:
 
 
 def _place(network: nnx.Module, partitioner: Partitioner | None) -> None:
-    """Put the factors on the devices of the network, if those are here."""
+    """Move the factors to the mesh. Abstract factors stay as they are."""
     if partitioner is None:
         return
     for path, weight in nnx.to_flat_state(nnx.state(network)):
@@ -182,69 +232,75 @@ def _place(network: nnx.Module, partitioner: Partitioner | None) -> None:
             value = weight.get_value()
             axes = axes_of(weight) or (None,) * value.ndim
             if not isinstance(value, jax.ShapeDtypeStruct):
-                weight.set_value(jax.device_put(value, partitioner.weight(axes, value.shape)))
+                weight.set_value(jax.device_put(value, partitioner.weight_sharding(axes, value.shape)))
 
 
 def is_factor(path: Sequence[Any], weight: Any) -> bool:
-    """Return whether a parameter is a factor of a LoRA, or the change of a projection that is learned whole."""
-    return len(path) > 1 and path[-2] in (*FACTORS, CHANGE)
+    """Tell whether a parameter is a factor of a LoRA, or the change of a projection that is trained at full rank."""
+    return len(path) > 1 and path[-2] in (*FACTORS, DIFF)
 
 
 def module_names(network: nnx.Module, rules: Iterable[Rule]) -> dict[str, str]:
-    """Return the names in diffusers of the projections of a network by ours; `{i}` stands for a block of a stack."""
-    linears = {".".join(map(str, path)) for path, node in nnx.iter_modules(network) if isinstance(node, Linear)}
+    """Map the names of a network's projections to their names in diffusers; `{i}` stands for the index of a block."""
+    weight_names = {
+        ".".join(map(str, path)): node.weight_name
+        for path, node in nnx.iter_modules(network)
+        if isinstance(node, Linear | QuantizedLinear)
+    }
     shapes, rules = parameters(network), list(rules)
     names: dict[str, str] = {}
-    for path in sorted(linears):
-        kernel = shapes[f"{path}.kernel"]
-        first, *_ = Exported({f"{path}.kernel": kernel}, rules).specs
-        name = first.removesuffix(".weight")
+    for path, weight_name in sorted(weight_names.items()):
+        kernel = shapes[f"{path}.{weight_name}"]
+        diffusers_key, *_ = ExportedTensors({f"{path}.kernel": kernel}, rules).specs
+        name = diffusers_key.removesuffix(".weight")
         if len(kernel.shape) == 3:
-            before, _, after = name.partition(".0.")
-            name = f"{before}.{{i}}.{after}"
+            prefix, _, suffix = name.partition(".0.")
+            name = f"{prefix}.{{i}}.{suffix}"
         names[path] = name
     return names
 
 
 def _is_chosen(path: str, name: str, targets: Sequence[str]) -> bool:
     if targets:
-        return any(_ends(name, target) for target in targets)
+        return any(_matches_target(name, target) for target in targets)
     return "{i}" in name and not path.endswith(OPT_IN_ENDINGS)
 
 
-def _ends(name: str, target: str) -> bool:
+def _matches_target(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
 def redraw_dropout_keys(keys: Any, key: jax.Array) -> Any:
-    """Return the keys of dropout, a state of `DropoutKey`, drawn anew for a step."""
-    leaves, tree = jax.tree.flatten(keys)
-    drawn = [
+    """Draw new dropout keys for a step. The keys are a state of `DropoutKey` variables."""
+    leaves, treedef = jax.tree.flatten(keys)
+    key_data = [
         jax.random.key_data(jax.random.split(subkey, leaf.shape[:-1]) if leaf.ndim > 1 else subkey)
         for leaf, subkey in zip(leaves, jax.random.split(key, max(1, len(leaves))), strict=False)
     ]
-    return jax.tree.unflatten(tree, drawn)
+    return jax.tree.unflatten(treedef, key_data)
 
 
-def factors_of(network: nnx.Module, rules: Iterable[Rule], adapted: dict[str, str]) -> dict[str, np.ndarray]:
-    """Return the factors by the names of diffusers, `NAME.lora_A.weight` [rank, in] and `NAME.lora_B.weight`.
+def export_factors(network: nnx.Module, rules: Iterable[Rule], adapted_names: dict[str, str]) -> dict[str, np.ndarray]:
+    """Export the factors with diffusers' names, `NAME.lora_A.weight` [rank, in] and `NAME.lora_B.weight` [out, rank].
 
-    Of a projection that is learned whole they are `NAME.diff` [out, in], and `NAME.diff_b` of its bias.
+    A projection that is trained at full rank has `NAME.diff` [out, in] for its weight and `NAME.diff_b` for its bias.
     """
     values, rules = parameters(network), list(rules)
     factors: dict[str, np.ndarray] = {}
-    for path in adapted:
-        if f"{path}.{CHANGE}.kernel" in values:
-            change = {f"{path}.{leaf}": np.asarray(values[f"{path}.{CHANGE}.{leaf}"]) for leaf in ("kernel", "bias")}
-            changes, endings = Exported(change, rules), {"weight": "diff", "bias": "diff_b"}
-            for key in changes.specs:
+    for path in adapted_names:
+        if f"{path}.{DIFF}.kernel" in values:
+            diffs = {f"{path}.{leaf}": np.asarray(values[f"{path}.{DIFF}.{leaf}"]) for leaf in ("kernel", "bias")}
+            exported, endings = ExportedTensors(diffs, rules), {"weight": "diff", "bias": "diff_b"}
+            for key in exported.specs:
                 name, _, leaf = key.rpartition(".")
-                factors[f"{name}.{endings[leaf]}"] = np.ascontiguousarray(changes.read(key))
+                factors[f"{name}.{endings[leaf]}"] = np.ascontiguousarray(exported.read(key))
             continue
         down, up = (np.asarray(values[f"{path}.{factor}.kernel"]) for factor in FACTORS)
-        rows = Exported({f"{path}.kernel": up}, rules)  # B has the order of the weight's rows
-        for i, key in enumerate(rows.specs):
+        exported_up = ExportedTensors(
+            {f"{path}.kernel": up}, rules
+        )  # export B like the weight: both have the same rows
+        for i, key in enumerate(exported_up.specs):
             name = key.removesuffix(".weight")
             factors[f"{name}.lora_A.weight"] = np.ascontiguousarray((down[i] if down.ndim == 3 else down).T)
-            factors[f"{name}.lora_B.weight"] = np.ascontiguousarray(rows.read(key))
+            factors[f"{name}.lora_B.weight"] = np.ascontiguousarray(exported_up.read(key))
     return factors

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of clips of one shape each, whose order follows from the seed and the step alone."""
+"""Batches of clips of equal shape. The order of the batches depends only on the seed and the step."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -13,67 +13,82 @@ from wanjax.training.latent_cache import EncodedClip
 
 
 class BatchClip(NamedTuple):
-    """A clip of a batch: the files of its latents and of its caption, and how far the model is to stay as it is."""
+    """A clip of a batch: the files of its latents and its caption's features, and its prior-preservation weight."""
 
     latents: Path
     text: Path
-    preserved: float
+    preservation: float
 
 
 class Batches:
-    """The batches of a training, each of clips of one bucket, in an order that is shuffled anew in each epoch.
+    """The batches of a training run. A batch has clips of one bucket. Each epoch has a new random order.
 
-    An epoch has as many batches of a bucket as its clips fill, and a batch may take its last clips from the next
-    epoch's: so each clip is shown `size` times in `size` epochs, however few clips have its shape. `empty` is the file
-    of the empty caption, which takes the place of a clip's own at the rate `dropped`. Where some clips are preserved,
-    so is, by the part `uncaptioned`, what has no caption.
+    If the clips of an epoch do not fill the last batch of a bucket, that batch also takes clips from the bucket's next
+    epoch. In `size` epochs, each clip is therefore shown exactly `size` times, even if its bucket has fewer clips than
+    a batch.
+
+    Args:
+        clips: The clips.
+        size: Clips in a batch.
+        seed: Seed of the order and of caption dropout.
+        empty_caption: The file of the empty caption's features.
+        caption_dropout: The probability with which the empty caption replaces a clip's caption.
+        uncaptioned_preservation: The weight of prior preservation for a clip whose caption is dropped. It applies only
+            if the data set has preserved clips.
     """
 
     def __init__(
         self,
-        clips_in_set: Sequence[EncodedClip],
+        clips: Sequence[EncodedClip],
         size: int,
         seed: int,
         *,
-        empty: Path,
-        dropped: float = 0.0,
-        uncaptioned: float = 1.0,
+        empty_caption: Path,
+        caption_dropout: float = 0.0,
+        uncaptioned_preservation: float = 1.0,
     ):
-        self.size, self.seed, self.empty, self.dropped = size, seed, empty, dropped
-        buckets: dict[Bucket, list[EncodedClip]] = {}
-        for piece in clips_in_set:
-            buckets.setdefault(piece.bucket, []).extend([piece] * piece.repeats)
-        self._buckets = list(buckets.values())
-        self.preserves = any(piece.preserve for piece in clips_in_set)
-        self.uncaptioned = uncaptioned if self.preserves else 0.0
-        self._per_round = sum(map(len, self._buckets))  # the batches of `size` epochs
-        self._round = lru_cache(maxsize=2)(self._ordered)
-        self._shuffled = lru_cache(maxsize=2 * len(self._buckets))(self._permutation)
+        self.size, self.seed, self.empty_caption, self.caption_dropout = size, seed, empty_caption, caption_dropout
+        clips_by_bucket: dict[Bucket, list[EncodedClip]] = {}
+        for clip in clips:
+            clips_by_bucket.setdefault(clip.bucket, []).extend([clip] * clip.repeats)
+        self._buckets = list(clips_by_bucket.values())
+        self.has_preserved_clips = any(clip.preserve for clip in clips)
+        self.uncaptioned_preservation = uncaptioned_preservation if self.has_preserved_clips else 0.0
+        self._round_batches = sum(map(len, self._buckets))  # the number of batches in a round of `size` epochs
+        self._round_order = lru_cache(maxsize=2)(self._order_round)
+        self._permutation = lru_cache(maxsize=2 * len(self._buckets))(self._permute_bucket)
 
-    def _ordered(self, number: int) -> list[tuple[int, int]]:
-        """Return the batches of a round of `size` epochs in order: the bucket, and the batch among all of its own."""
-        rng, epochs = np.random.default_rng([self.seed, 1, number]), [list[tuple[int, int]]() for _ in range(self.size)]
+    def _order_round(self, round_number: int) -> list[tuple[int, int]]:
+        """Return the order of batches in a round of `size` epochs, as pairs of a bucket and a batch's index in it."""
+        rng, epochs = (
+            np.random.default_rng([self.seed, 1, round_number]),
+            [list[tuple[int, int]]() for _ in range(self.size)],
+        )
         for index, bucket in enumerate(self._buckets):
             count = len(bucket)
-            for batch in range(count):  # in the epoch of its first clip
-                epochs[batch * self.size // count].append((index, number * count + batch))
+            for batch in range(count):  # a batch belongs to the epoch of its first clip
+                epochs[batch * self.size // count].append((index, round_number * count + batch))
         return [epoch[i] for epoch in epochs for i in rng.permutation(len(epoch))]
 
-    def _permutation(self, bucket: int, epoch: int) -> np.ndarray:
+    def _permute_bucket(self, bucket: int, epoch: int) -> np.ndarray:
         return np.random.default_rng([self.seed, 3, bucket, epoch]).permutation(len(self._buckets[bucket]))
 
     def _clip(self, bucket: int, position: int) -> EncodedClip:
-        """Return a clip of a bucket, by its position in the bucket's epochs one after another."""
+        """Return the clip at a position in the sequence of all epochs of a bucket."""
         epoch, index = divmod(position, len(self._buckets[bucket]))
-        return self._buckets[bucket][self._shuffled(bucket, epoch)[index]]
+        return self._buckets[bucket][self._permutation(bucket, epoch)[index]]
 
-    def at(self, step: int) -> list[BatchClip]:
+    def clips_of_step(self, step: int) -> list[BatchClip]:
         """Return the clips of a step."""
-        number, index = divmod(step, self._per_round)
-        bucket, batch = self._round(number)[index]
+        round_number, index = divmod(step, self._round_batches)
+        bucket, batch = self._round_order(round_number)[index]
         clips = [self._clip(bucket, batch * self.size + i) for i in range(self.size)]
-        dropped_captions = np.random.default_rng([self.seed, 2, step]).random(len(clips)) < self.dropped
+        dropped_captions = np.random.default_rng([self.seed, 2, step]).random(len(clips)) < self.caption_dropout
         return [
-            BatchClip(x.latents, self.empty if drop else x.text, 1.0 if x.preserve else self.uncaptioned * bool(drop))
-            for x, drop in zip(clips, dropped_captions, strict=True)
+            BatchClip(
+                clip.latents,
+                self.empty_caption if is_dropped else clip.text,
+                1.0 if clip.preserve else self.uncaptioned_preservation * bool(is_dropped),
+            )
+            for clip, is_dropped in zip(clips, dropped_captions, strict=True)
         ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clips cut from files: of the model's rate, of few sizes and few lengths, so that few programs are compiled."""
+"""Cut clips from files at the model's frame rate. Few sizes and lengths occur, so that few programs are compiled."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -10,68 +10,73 @@ from typing import Literal, get_args
 import numpy as np
 
 from wanjax.errors import WanjaxError
-from wanjax.figures import quantity
-from wanjax.media.pictures import Clip, fit, read_clip
-from wanjax.media.video import FILMS
+from wanjax.figures import pluralize
+from wanjax.media.pictures import Clip, fit_to_size, read_clip
+from wanjax.media.video import VIDEO_ENCODERS
 
-Cut = Literal["head", "uniform", "windows"]
-LONGEST = 1024  # frames of a file that are read, at the model's rate
-PROPORTIONS = (9 / 16, 3 / 4, 1.0, 4 / 3, 16 / 9)  # width to height, beside those of the model's default size
-VIDEO_SUFFIXES = (".gif", *FILMS)
+CutMode = Literal["head", "uniform", "windows"]
+MAX_FRAMES = 1024  # the maximum number of frames to read from a file, at the model's frame rate
+ASPECT_RATIOS = (9 / 16, 3 / 4, 1.0, 4 / 3, 16 / 9)  # width / height of further sizes, besides the default size
+VIDEO_SUFFIXES = (".gif", *VIDEO_ENCODERS)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """The shape of the clips that are trained on together."""
+    """The shape of the clips in a batch."""
 
     frames: int
     height: int
     width: int
 
     def __str__(self) -> str:
-        return f"{self.width}x{self.height}, {quantity(self.frames, 'frame')}"
+        return f"{self.width}x{self.height}, {pluralize(self.frames, 'frame')}"
 
 
 @dataclass(frozen=True)
 class Cutting:
-    """The way in which clips are cut: the sizes and lengths, the frames a second, and the frames that are taken.
+    """How clips are cut from files.
 
-    `head` takes the first frames of a file, `uniform` frames from all of it, and `windows` all of it in pieces.
-    `sizes` are (height, width), and `lengths` fall.
+    Args:
+        sizes: Possible sizes (height, width).
+        lengths: Possible numbers of frames, in descending order.
+        fps: Frames a second.
+        cut: `head` takes the first frames of a file, `uniform` takes frames at equal distances, and `windows` takes
+            consecutive clips.
+        resize: How frames are resized: `crop`, `pad` or `stretch`.
     """
 
     sizes: tuple[tuple[int, int], ...]
     lengths: tuple[int, ...]
     fps: int
-    cut: Cut
+    cut: CutMode
     resize: str
 
     def __post_init__(self):
-        if self.cut not in get_args(Cut):
-            raise WanjaxError(f"clips cannot be cut by {self.cut!r}: give {', '.join(get_args(Cut))}")
+        if self.cut not in get_args(CutMode):
+            raise WanjaxError(f"cut is {self.cut!r}: give {', '.join(get_args(CutMode))}")
 
     def clips(self, file: Path) -> Iterator[Clip]:
-        """Yield the clips of a file, each of the shape of a bucket; a picture is a clip of one frame.
+        """Yield the clips of a file, each with the shape of a bucket; a picture is a clip of one frame.
 
-        Raises WanjaxError where the file cannot be read, or is shorter than the shortest clip.
+        Raises WanjaxError if the file cannot be read, or is shorter than the shortest clip.
         """
         longest = self.lengths[0]
-        frames = read_clip(file, longest if self.cut == "head" else LONGEST, self.fps)
+        frames = read_clip(file, longest if self.cut == "head" else MAX_FRAMES, self.fps)
         is_video = file.suffix.lower() in VIDEO_SUFFIXES or len(frames) > 1
-        lengths = [n for n in self.lengths if n > 1 or not is_video or self.lengths == (1,)]
-        usable = [n for n in lengths if n <= len(frames)]
-        if not usable and is_video:
+        lengths = [length for length in self.lengths if length > 1 or not is_video or self.lengths == (1,)]
+        usable_lengths = [length for length in lengths if length <= len(frames)]
+        if not usable_lengths and is_video:
             raise WanjaxError(
-                f"it has {quantity(len(frames), 'frame')} at {self.fps} a second where {lengths[-1]} are the least"
+                f"it has {pluralize(len(frames), 'frame')} at {self.fps} a second: the shortest clip has {lengths[-1]}"
             )
-        if not usable:  # a picture, where only clips are trained on
-            raise WanjaxError(f"it is a picture where clips of {quantity(lengths[-1], 'frame')} are the least")
-        size = nearest(frames.shape[1:3], self.sizes)
-        for frame_indices in self._clip_frames(len(frames), usable[0]):
-            yield np.stack([fit(frames[i], size, self.resize) for i in frame_indices])
+        if not usable_lengths:  # the file is a picture, but all buckets have several frames
+            raise WanjaxError(f"it is a picture: the shortest clip has {pluralize(lengths[-1], 'frame')}")
+        size = nearest_size(frames.shape[1:3], self.sizes)
+        for frame_indices in self._clip_frames(len(frames), usable_lengths[0]):
+            yield np.stack([fit_to_size(frames[i], size, self.resize) for i in frame_indices])
 
     def _clip_frames(self, count: int, length: int) -> list[list[int]]:
-        """Return the frames of each clip of `length`, of `count` frames."""
+        """Return the indices of the frames of each clip of `length` frames in a file of `count` frames."""
         if self.cut == "uniform" and length > 1:
             return [[round(i * (count - 1) / (length - 1)) for i in range(length)]]
         if self.cut == "windows" and length > 1:
@@ -79,34 +84,34 @@ class Cutting:
         return [list(range(length))]
 
 
-def lengths(frames: int, factor: int, min_frames: int | None = None) -> tuple[int, ...]:
-    """Return the lengths of clips: `frames`, about half of it and so on, of the form `factor` n + 1, and 1.
+def bucket_lengths(frames: int, factor: int, min_frames: int | None = None) -> tuple[int, ...]:
+    """List possible lengths of clips: `frames`, about a half of it, a quarter and so on. Each length is `factor` n + 1.
 
-    Raises WanjaxError where none of them is at least `min_frames`.
+    Raises WanjaxError if none of them is at least `min_frames`.
     """
-    candidates, units = [], (frames - 1) // factor
-    while units:
-        candidates.append(units * factor + 1)
-        units //= 2
+    candidates, chunks = [], (frames - 1) // factor
+    while chunks:
+        candidates.append(chunks * factor + 1)
+        chunks //= 2
     candidates.append(1)
     if min_frames is not None and min_frames > candidates[0]:
         raise WanjaxError(
-            f"the shortest clip has {quantity(min_frames, 'frame')} and the longest {candidates[0]}: give fewer"
+            f"min_frames is {min_frames}, but the longest clip has {pluralize(candidates[0], 'frame')}: give fewer"
         )
-    return tuple(n for n in candidates if n >= (min_frames or 1))
+    return tuple(length for length in candidates if length >= (min_frames or 1))
 
 
-def sizes(
-    size: tuple[int, int], size_for: Callable[[tuple[int, int, int]], tuple[int, int]], buckets: bool
+def bucket_sizes(
+    size: tuple[int, int], size_for: Callable[[tuple[int, int, int]], tuple[int, int]], use_buckets: bool
 ) -> tuple[tuple[int, int], ...]:
-    """Return the sizes of clips (height, width), about as large as the one asked for, which is the first."""
-    if not buckets:
+    """List possible sizes (height, width) of clips: `size` and, with `use_buckets`, others of about the same area."""
+    if not use_buckets:
         return (size,)
-    others = [size_for((3600, round(3600 * ratio), 3)) for ratio in PROPORTIONS]
-    return tuple(dict.fromkeys([size, *others]))
+    other_sizes = [size_for((3600, round(3600 * ratio), 3)) for ratio in ASPECT_RATIOS]
+    return tuple(dict.fromkeys([size, *other_sizes]))
 
 
-def nearest(shape: Sequence[int], sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Return the size with the nearest proportions; the first of several."""
+def nearest_size(shape: Sequence[int], sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Choose the size with the nearest aspect ratio. If several are equally near, choose the first."""
     height, width = shape
     return min(sizes, key=lambda size: abs(math.log(size[1] / size[0]) - math.log(width / height)))

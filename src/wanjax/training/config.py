@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of a training."""
+"""Settings of a training run."""
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from wanjax.errors import WanjaxError
 from wanjax.training.adapters import LoraConfig
-from wanjax.training.clips import Cut
+from wanjax.training.clips import CutMode
 from wanjax.training.objective import Timesteps
 from wanjax.training.optimizers import OptimizerConfig
 from wanjax.training.saving import LoraFormat
@@ -17,39 +17,42 @@ Expert = Literal["both", "high", "low"]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The settings of a training.
+    """Settings of a training run.
 
     Args:
-        steps: Steps of training.
+        steps: Training steps.
         batch_size: Clips in a step.
-        grad_accum_steps: Parts in which a step's clips are computed one after another, a divisor of `batch_size`.
-        seed: Seed of all that is random.
+        grad_accum_steps: The number of microbatches in a step; it must divide `batch_size`.
+        seed: Seed of everything random.
         lora: The LoRA to train; None trains all weights.
         optimizer: The optimiser and its schedule.
-        size: (height, width) of the clips, in pixels. None is the model's.
-        frames: Frames of the longest clips. None is the model's.
-        fps: Frames a second of the clips. None is the model's.
-        cut: The frames of a long file: the first (`head`), frames from all of it (`uniform`), or all of it in pieces
-            (`windows`).
-        resize: How pictures are brought to the size: `crop`, `pad` or `stretch`.
-        buckets: Whether clips keep their proportions, in a few sizes of the same area.
-        min_frames: Frames of the shortest clips. None is any.
+        size: (height, width) of the clips, in pixels. None is the model's default size.
+        frames: Frames of the longest clips. None is the model's default.
+        fps: Frames per second of the clips. None is the model's default.
+        cut: Which frames of a long file are used: the first frames (`head`), frames at equal distances (`uniform`), or
+            all frames, as consecutive clips (`windows`).
+        resize: How frames are resized: `crop`, `pad` or `stretch`.
+        buckets: Whether clips roughly keep their aspect ratio. Clips then have one of a few sizes with about the same
+            area.
+        min_frames: Frames of the shortest clips. None sets no minimum.
         timesteps: The distribution of the noise levels: `uniform`, `logit-normal` or `shift`. None is `shift` for a
             model with a flow shift, else `uniform`.
-        shift: The shift of the noise levels. None is the model's.
+        shift: The flow shift of the noise levels. None is the model's flow shift.
         logit_mean: Mean of logit-normal noise levels.
         logit_std: Standard deviation of logit-normal noise levels.
-        caption_dropout: Share of the clips that are shown without a caption, for guidance.
-        uncaptioned_preservation: Beside clips that are preserved: how far a clip without a caption is preserved too,
-            from 0 to 1.
-        ema_decay: Decay of the exponential moving average of the weights, which is then the result. None keeps none.
-        expert: Which of two networks to train.
-        holdout_every: Hold out one clip in so many for the validation loss; 0 holds out none.
+        caption_dropout: Fraction of the clips whose caption is dropped, for classifier-free guidance.
+        uncaptioned_preservation: Weight of prior preservation, from 0 to 1, for clips whose caption is dropped. It
+            applies if the data set has preserved clips.
+        ema_decay: Decay of the exponential moving average of the weights. The result of training is then the average.
+            None computes no average.
+        expert: Which network to train, if the model has two.
+        holdout_every: One clip in this many is held out for the validation loss; 0 holds out no clip.
         validation_every: Steps between validation losses.
         sample_every: Steps between sample videos.
         save_every: Steps between checkpoints.
         sample_prompts: Prompts of sample videos.
-        lora_format: Names in the LoRA file: those of diffusers, or the authors' as ComfyUI reads them (`comfy`).
+        lora_format: The names of the keys in the LoRA file: diffusers' names (`diffusers`), or the model authors' names
+            as in ComfyUI (`comfy`).
         latent_cache: Folder of encoded clips and captions. None is `.wanjax` beside the data.
 
     Raises:
@@ -65,7 +68,7 @@ class TrainConfig:
     size: tuple[int, int] | None = None
     frames: int | None = None
     fps: int | None = None
-    cut: Cut = "head"
+    cut: CutMode = "head"
     resize: str = "crop"
     buckets: bool = True
     min_frames: int | None = None
@@ -91,7 +94,7 @@ class TrainConfig:
                 raise WanjaxError(f"{name} is {getattr(self, name)}: give 1 or more")
         if self.batch_size % self.grad_accum_steps:
             raise WanjaxError(
-                f"a batch of {self.batch_size} cannot be split in {self.grad_accum_steps}: give a divisor"
+                f"grad_accum_steps {self.grad_accum_steps} does not divide batch_size {self.batch_size}: give a divisor"
             )
         for name in ("caption_dropout", "uncaptioned_preservation"):
             if not 0 <= getattr(self, name) <= 1:
@@ -99,15 +102,13 @@ class TrainConfig:
         if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
             raise WanjaxError(f"ema_decay is {self.ema_decay}: give a number from 0 to below 1, such as 0.999")
         if self.seed < 0:
-            raise WanjaxError(f"the seed {self.seed} of the training is not a whole number from 0 on")
+            raise WanjaxError(f"the seed of the training is {self.seed}: give 0 or more")
         if self.holdout_every < 0 or self.holdout_every == 1:
-            raise WanjaxError(
-                f"every clip in {self.holdout_every} cannot be held out: give 0 for none, or a number from 2 on"
-            )
+            raise WanjaxError(f"holdout_every is {self.holdout_every}: give 0 to hold out none, or 2 or more")
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the trained weights depend on."""
-        others = (
+        """Return the settings that determine the trained weights."""
+        excluded = (
             "validation_every",
             "sample_every",
             "save_every",
@@ -116,4 +117,4 @@ class TrainConfig:
             "latent_cache",
             "expert",
         )
-        return {name: value for name, value in asdict(self).items() if name not in others}
+        return {name: value for name, value in asdict(self).items() if name not in excluded}

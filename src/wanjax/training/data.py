@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data sets of clips and pictures with captions: a folder with a text file beside each, or a table.
+"""List data sets of clips and pictures with captions: a folder with a text file for each clip or picture, or a table.
 
-A table is `metadata.csv` or `metadata.jsonl` in the folder, or any file of these kinds, with the columns in use
-elsewhere. What cannot be used, such as a caption in an unknown encoding, is left out, and told in one sentence each.
+A table is `metadata.csv` or `metadata.jsonl` in the folder, or any CSV or JSONL file, with the column names of common
+trainers. Unusable entries, such as a caption in an unknown encoding, are skipped. For each, the result has a sentence
+that says why.
 """
 
 import csv
@@ -18,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from wanjax.errors import WanjaxError, reason
-from wanjax.figures import quantity
+from wanjax.figures import pluralize
 from wanjax.media.pictures import is_picture_name, natural_sort
 from wanjax.media.text_files import read_text, strip_text
-from wanjax.media.video import FILMS, read_metadata
+from wanjax.media.video import VIDEO_ENCODERS, read_metadata
 from wanjax.pipelines.settings import is_text
 
 TABLES = ("metadata.csv", "metadata.jsonl")
@@ -30,16 +31,24 @@ CAPTION_COLUMNS = ("text", "prompt", "caption")
 REPEATS, PRESERVE = "repeats", "preserve"
 YES, NO = ("true", "yes", "1"), ("false", "no", "0", "")
 FILM_SUFFIXES = (
-    *(*FILMS, ".avi", ".mkv", ".m4v", ".mpg", ".mpeg", ".wmv", ".flv"),
+    *(*VIDEO_ENCODERS, ".avi", ".mkv", ".m4v", ".mpg", ".mpeg", ".wmv", ".flv"),
     *(".ts", ".mts", ".m2ts", ".ogv", ".3gp", ".mxf"),
 )
 EXAMPLE = '{"file_name": "a.mp4", "text": "a red circle"}'
-CACHE_FOLDER = ".wanjax"  # the folder of what was made from the data, beside them
+CACHE_FOLDER = ".wanjax"  # names of tables in the folder of the data
 
 
 @dataclass(frozen=True)
 class Example:
-    """A clip or a picture, its caption, how often an epoch shows it, and whether it shows what the model is to keep."""
+    """A clip or picture with its caption.
+
+    Args:
+        file: The clip or picture.
+        caption: Its caption.
+        repeats: How often an epoch shows it.
+        preserve: Whether it is for prior preservation: after training, the model should predict the same for this clip
+            as before.
+    """
 
     file: Path
     caption: str
@@ -48,24 +57,28 @@ class Example:
 
 
 @dataclass
-class Listing:
-    """The examples of a data set, its folder, and a sentence on each file that was left out.
+class DataListing:
+    """The examples of a data set, and what was found in the files that are not used.
 
-    `cut` has a sentence on each caption that is longer than the model reads, once that is known. `others` is the number
-    of files that are hidden, or neither clips, pictures nor captions.
+    Args:
+        folder: The folder of the data.
+        examples: The usable examples.
+        skipped: A sentence about each clip, caption or row that cannot be used.
+        truncated: A sentence about each caption whose tokens exceed the model's context.
+        num_ignored: The number of files that are hidden, or that are neither clip nor picture nor caption.
     """
 
     folder: Path
     examples: list[Example] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
-    cut: list[str] = field(default_factory=list)
-    others: int = 0
+    skipped: list[str] = field(default_factory=list)
+    truncated: list[str] = field(default_factory=list)
+    num_ignored: int = 0
 
 
-def list_data(data: str | Path) -> Listing:
-    """List a data set. Of its clips those alone are opened that have no caption beside them.
+def list_data(data: str | Path) -> DataListing:
+    """List a data set. Clips with a caption file are not opened.
 
-    Raises WanjaxError where there is no such folder or table, or where nothing in it can be used.
+    Raises WanjaxError if the folder or table is missing, or has no usable example.
     """
     data = Path(data).expanduser()
     if data.is_dir():
@@ -76,48 +89,50 @@ def list_data(data: str | Path) -> Listing:
     else:
         raise WanjaxError(f"there is no folder or table {data}: give a folder of clips with captions")
     if not listing.examples:
-        why = f": {summarize_first(listing.left_out)}" if listing.left_out else ""
-        raise WanjaxError(f"{data} holds no clip or picture with a caption{why or ', each with a .txt of its name'}")
+        first_reason = f": {summarize_first(listing.skipped)}" if listing.skipped else ""
+        raise WanjaxError(
+            f"{data} holds no clip or picture with a caption{first_reason or ', each with a .txt of the same name'}"
+        )
     return listing
 
 
 def summarize_first(sentences: Sequence[str]) -> str:
-    """Return the first of some sentences, and the number of the others."""
-    return sentences[0] + (f", and so with {len(sentences) - 1} more" if len(sentences) > 1 else "")
+    """Return the first sentence, and how many more sentences there are."""
+    return sentences[0] + (f" (and {len(sentences) - 1} more)" if len(sentences) > 1 else "")
 
 
-def _list_folder(folder: Path) -> Listing:
-    """List the clips and pictures of a folder and the folders in it, each with a text file of the same name."""
-    listing = Listing(folder)
-    hidden = lambda path: any(part.startswith(".") for part in path.relative_to(folder).parts)  # noqa: E731
+def _list_folder(folder: Path) -> DataListing:
+    """List the clips and pictures of a folder and its subfolders, each with a text file of the same name."""
+    listing = DataListing(folder)
+    is_hidden = lambda path: any(part.startswith(".") for part in path.relative_to(folder).parts)  # noqa: E731
     paths = [path for path in folder.rglob("*") if path.relative_to(folder).parts[0] != CACHE_FOLDER and path.is_file()]
-    files = [path for path in natural_sort(paths) if not hidden(path)]
+    files = [path for path in natural_sort(paths) if not is_hidden(path)]
     media = [path for path in files if path.suffix.lower() in FILM_SUFFIXES or is_picture_name(path)]
     captions = {path.with_suffix(""): path for path in files if path.suffix.lower() == ".txt"}
-    listing.others = len(paths) - len(media) - len(captions)
+    listing.num_ignored = len(paths) - len(media) - len(captions)
     stems = {path.with_suffix("") for path in media}
-    others = {_normalized(stem): path for stem, path in captions.items() if stem not in stems}
+    unmatched_captions = {_normalized(stem): path for stem, path in captions.items() if stem not in stems}
     missing_captions = {_normalized(stem) for stem in stems - captions.keys()}
     for path in media:
-        caption = captions.get(path.with_suffix("")) or others.get(_normalized(path.with_suffix("")))
+        caption = captions.get(path.with_suffix("")) or unmatched_captions.get(_normalized(path.with_suffix("")))
         if caption is None and (prompt := _prompt_in_metadata(path)):
             _add_example(listing, path, prompt)
             continue
         if caption is None:
-            listing.left_out.append(f"{path.name} has no caption: give {path.stem}.txt beside it")
+            listing.skipped.append(f"{path.name} has no caption: give {path.stem}.txt beside it")
             continue
         try:
             _add_example(listing, path, read_text(caption))
         except (OSError, ValueError) as error:
-            listing.left_out.append(f"{path.name}, whose caption {caption.name} cannot be read, {reason(error)}")
-    for name, caption in sorted(others.items()):
+            listing.skipped.append(f"{path.name}: its caption {caption.name} cannot be read: {reason(error)}")
+    for name, caption in sorted(unmatched_captions.items()):
         if name not in missing_captions:
-            listing.left_out.append(f"{caption.name} is a caption without a clip or a picture of its name")
+            listing.skipped.append(f"{caption.name} has no clip or picture of the same name")
     return listing
 
 
 def _prompt_in_metadata(path: Path) -> str | None:
-    """Return the prompt in the metadata of a video or picture that this library made; None in any other."""
+    """Return the prompt in the metadata of a video or picture that wanjax wrote, or None."""
     try:
         prompt = read_metadata(path).get("prompt")
     except (WanjaxError, OSError):
@@ -126,64 +141,64 @@ def _prompt_in_metadata(path: Path) -> str | None:
 
 
 def _normalized(stem: Path) -> str:
-    """Return a name as systems compare it that know no capitals, or write accents in another way."""
+    """Normalize a file name, because file systems may ignore case or encode accents differently."""
     return unicodedata.normalize("NFC", str(stem)).casefold()
 
 
-def _list_table(table: Path) -> Listing:
-    """List the rows of a table, whose files are relative to its folder."""
-    listing, seen_rows = Listing(table.parent), dict[tuple[Path, str], str]()
-    for number, row in enumerate(_rows(table), 1):
-        where = f"row {number} of {table.name}"
+def _list_table(table: Path) -> DataListing:
+    """List the rows of a table. File names in the table are relative to the table's folder."""
+    listing, first_rows = DataListing(table.parent), dict[tuple[Path, str], str]()
+    for row_number, row in enumerate(_read_rows(table), 1):
+        row_name = f"row {row_number} of {table.name}"
         if isinstance(row, str):
-            listing.left_out.append(f"{where} {row}")
+            listing.skipped.append(f"{row_name} {row}")
             continue
-        file = _entry(row, FILE_COLUMNS, where, table)
-        caption = _entry(row, CAPTION_COLUMNS, where, table)
+        file = _first_column(row, FILE_COLUMNS, row_name, table)
+        caption = _first_column(row, CAPTION_COLUMNS, row_name, table)
         path = table.parent / str(file)
-        if not file or not os.path.isfile(path):  # which raises nothing for names that are none
+        if not file or not os.path.isfile(path):  # unlike `Path.exists`, this raises no error for invalid names
             file_text = str(file or "no file").encode(errors="backslashreplace").decode()
-            listing.left_out.append(f"{where} names {file_text}, which is not there")
+            listing.skipped.append(f"{row_name} names {file_text}, which does not exist")
             continue
-        if (earlier_row := seen_rows.setdefault((path, str(caption)), where)) != where:
-            listing.left_out.append(f"{where} is {earlier_row} again")
+        if (earlier_row := first_rows.setdefault((path, str(caption)), row_name)) != row_name:
+            listing.skipped.append(f"{row_name} repeats {earlier_row}")
             continue
-        _add_example(listing, path, caption, _repeats(row, where), _preserves(row, where))
+        _add_example(listing, path, caption, _repeats(row, row_name), _preserves(row, row_name))
     return listing
 
 
-def _repeats(row: Mapping[str, Any], where: str) -> int:
-    """Return how often an epoch shows a row's clip; raise WanjaxError for all but a whole number from 1 on."""
+def _repeats(row: Mapping[str, Any], row_name: str) -> int:
+    """Read how often an epoch shows a row's clip; raise WanjaxError unless it is a whole number of 1 or more."""
     if (repeats := row.get(REPEATS)) in (None, ""):
         return 1
     with suppress(TypeError, ValueError, OverflowError):
         if (count := int(repeats)) >= 1 and (isinstance(repeats, str) or count == repeats):
             return count
-    raise WanjaxError(f"{where} has repeats {repeats!r}: write a whole number from 1 on")
+    raise WanjaxError(f"{row_name} has repeats {repeats!r}: write a whole number, 1 or more")
 
 
-def _preserves(row: Mapping[str, Any], where: str) -> bool:
-    """Return whether a row says that its clip is one to keep; raise WanjaxError for another word than yes or no."""
+def _preserves(row: Mapping[str, Any], row_name: str) -> bool:
+    """Read whether a row's clip is for prior preservation; raise WanjaxError unless the value is true or false."""
     value = row.get(PRESERVE)
     word = "" if value is None else str(value).strip().lower()
     if word not in (*YES, *NO):
-        raise WanjaxError(f"{where} has preserve {value!r}: write true or false")
+        raise WanjaxError(f"{row_name} has preserve {value!r}: write true or false")
     return word in YES
 
 
-def _add_example(listing: Listing, path: Path, caption: Any, repeats: int = 1, preserve: bool = False) -> None:
+def _add_example(listing: DataListing, path: Path, caption: Any, repeats: int = 1, preserve: bool = False) -> None:
     if not is_text("" if caption is None else caption):
-        listing.left_out.append(f"{path.name} has a caption that is no text in UTF-8")
+        listing.skipped.append(f"{path.name} has a caption that is not UTF-8 text")
     elif text := strip_text(caption or ""):
         listing.examples.append(Example(path, text, repeats, preserve))
     else:
-        listing.left_out.append(f"{path.name} has an empty caption")
+        listing.skipped.append(f"{path.name} has an empty caption")
 
 
-def _rows(table: Path) -> Iterator[Mapping[str, Any] | str]:
-    """Yield the rows of a CSV or JSONL table, and what is wrong with those that cannot be told.
+def _read_rows(table: Path) -> Iterator[Mapping[str, Any] | str]:
+    """Yield the rows of a CSV or JSONL table. For an invalid row, yield a string that describes the problem.
 
-    Bytes that are no UTF-8 are surrogates. Raises WanjaxError where the table cannot be read.
+    Bytes that are not UTF-8 become surrogates. Raises WanjaxError if the table cannot be read.
     """
     try:
         lines = list(StringIO(read_text(table, "surrogateescape")))
@@ -201,7 +216,7 @@ def _read_jsonl(lines: Sequence[str], table: Path) -> Iterator[Mapping[str, Any]
         except ValueError:
             if is_text(line):
                 raise _not_object(number, table) from None
-            yield "is no text in UTF-8"  # some encodings have bytes of JSON within their letters
+            yield "is not UTF-8 text"  # in some encodings, the bytes of a letter include bytes of JSON's syntax
             continue
         if row is not None:
             if not isinstance(row, Mapping):
@@ -210,7 +225,7 @@ def _read_jsonl(lines: Sequence[str], table: Path) -> Iterator[Mapping[str, Any]
 
 
 def _not_object(number: int, table: Path) -> WanjaxError:
-    return WanjaxError(f"line {number} of {table} is no JSON object: write each row on a line, as {EXAMPLE}")
+    return WanjaxError(f"line {number} of {table} is not a JSON object: write each row on a line, as {EXAMPLE}")
 
 
 def _read_csv(lines: Sequence[str], table: Path) -> Iterator[Mapping[str, Any] | str]:
@@ -224,40 +239,47 @@ def _read_csv(lines: Sequence[str], table: Path) -> Iterator[Mapping[str, Any] |
                 if not header:
                     header = [name.strip() for name in fields]
                     if len(set(header)) < len(header):
-                        raise WanjaxError(f"{table} has two columns of one name: {', '.join(header)}")
+                        raise WanjaxError(f"{table} has two columns with the same name: {', '.join(header)}")
                 elif fields:
-                    yield _row(header, fields)
+                    yield _parse_row(header, fields)
             return
         except csv.Error as error:
             if not header:
                 raise WanjaxError(f"the header of {table} cannot be read: {error}") from error
-            yield f"cannot be read, as of quotes within a caption that is not quoted: {error}"
-            start_line += lines_read + 1  # an open quote would take all lines after it
+            yield f"cannot be read, perhaps because of quotes in an unquoted caption: {error}"
+            start_line += lines_read + 1  # skip an unclosed quote, which would otherwise consume all later lines
 
 
-def _row(header: Sequence[str], fields: list[str]) -> Mapping[str, Any] | str:
-    """Return a row by its columns. More fields than these are the caption's, which has commas and no quotes."""
+def _parse_row(header: Sequence[str], fields: list[str]) -> Mapping[str, Any] | str:
+    """Parse a row into its columns. If it has too many fields, the caption has commas without quotes."""
     while len(fields) > len(header) and not fields[-1]:
         fields.pop()
     if extra_fields := max(0, len(fields) - len(header)):
-        file, at = (
-            next((header.index(x) for x in names if x in header), -1) for names in (FILE_COLUMNS, CAPTION_COLUMNS)
+        file_column, caption_column = (
+            next((header.index(name) for name in names if name in header), -1)
+            for names in (FILE_COLUMNS, CAPTION_COLUMNS)
         )
-        others = [i for i, name in enumerate(header) if i not in (file, at) and name not in (REPEATS, PRESERVE)]
-        if at < 0 or any(not i < file < at for i in others):  # a comma may be another column's
-            problem = f"has {quantity(len(fields), 'field')} where the header has {len(header)}"
+        other_columns = [
+            column
+            for column, name in enumerate(header)
+            if column not in (file_column, caption_column) and name not in (REPEATS, PRESERVE)
+        ]
+        if caption_column < 0 or any(
+            not column < file_column < caption_column for column in other_columns
+        ):  # the extra comma may be in another column
+            problem = f"has {pluralize(len(fields), 'field')} where the header has {len(header)}"
             return f"{problem}: a caption with commas needs quotes"
-        end = at + extra_fields + 1
-        caption = ",".join(fields[at:end]).strip()
-        if len(caption) > 1 and caption[0] == caption[-1] == '"':  # after a space, where no quotes are seen
+        caption_end = caption_column + extra_fields + 1
+        caption = ",".join(fields[caption_column:caption_end]).strip()
+        if len(caption) > 1 and caption[0] == caption[-1] == '"':  # the module csv does not see a quote after a space
             caption = caption[1:-1]
-        fields = [*fields[:at], caption, *fields[end:]]
+        fields = [*fields[:caption_column], caption, *fields[caption_end:]]
     return dict(zip_longest(header, fields))
 
 
-def _entry(row: Mapping[str, Any], names: tuple[str, ...], where: str, table: Path) -> Any:
-    """Return the first of these columns that a row has; raise WanjaxError where it has none."""
+def _first_column(row: Mapping[str, Any], names: tuple[str, ...], row_name: str, table: Path) -> Any:
+    """Return the value of the first of these columns that a row has; raise WanjaxError if it has none of them."""
     for name in names:
         if name in row:
             return row[name]
-    raise WanjaxError(f"{table.name} has no column {' or '.join(names)}, as {where} shows: it has {', '.join(row)}")
+    raise WanjaxError(f"{row_name} has no column {' or '.join(names)}: it has {', '.join(row)}")

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latents of clips and features of captions, made once by the pipeline's own stages, and kept beside the data.
+"""A cache of encoded clips and captions beside the data, computed by the pipeline's own encoders.
 
-Each file's name is a digest of all that it depends on: the clip or caption, the way of cutting, and the weights. Clips
-are read, encoded and written one at a time, and every encoder is freed before training.
+The name of each file is a digest of everything that determines its contents: the clip or caption, how clips are cut,
+and the weights of the encoders. Clips are read, encoded and written one at a time, and the encoders are freed before
+training.
 """
 
 import hashlib
@@ -22,18 +23,26 @@ from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.video_metadata import VERSION
 from wanjax.stores.writing import check_folder
 from wanjax.training.clips import Bucket, Cutting
-from wanjax.training.data import Example, Listing, summarize_first
+from wanjax.training.data import DataListing, Example, summarize_first
 
 INDEX = "clips.jsonl"
 LATENTS = "latents"
 NEGATIVE = "negative_"
-LISTED = 1000  # files of a checkpoint
-ReportProgress = Callable[[str, int, int], Any]  # the unit, and how many of how many are done
+MAX_FILES = 1000  # the maximum number of files of a checkpoint to digest
+ReportProgress = Callable[[str, int, int], Any]  # unit, done, total
 
 
 @dataclass(frozen=True)
 class EncodedClip:
-    """An encoded clip: the files of its latents and its caption, its bucket, and what `Example` says of it."""
+    """An encoded clip.
+
+    Args:
+        latents: The file of the clip's latents.
+        text: The file of the caption's features.
+        bucket: The shape of the clip.
+        repeats: How often an epoch shows the clip.
+        preserve: Whether the clip is for prior preservation.
+    """
 
     latents: Path
     text: Path
@@ -42,103 +51,110 @@ class EncodedClip:
     preserve: bool = False
 
 
+CLIP_FILES = "clip-*.safetensors"
+
+
 class LatentCache:
-    """The folder of what was encoded for one model."""
+    """A folder of latents and features that one model's encoders computed."""
 
     def __init__(self, folder: Path, pipe: Pipeline):
         self.folder, self.pipe = folder, pipe
         check_folder(folder)
-        self._weights = encoder_identity(pipe)
+        self._weights = encoder_fingerprint(pipe)
 
-    def encode(self, listing: Listing, cutting: Cutting, report: ReportProgress) -> list[EncodedClip]:
-        """Encode what is not there yet, and return all clips.
+    def encode(self, listing: DataListing, cutting: Cutting, report: ReportProgress) -> list[EncodedClip]:
+        """Encode the clips and captions that are not in the cache yet, and return all clips.
 
-        Adds to the listing's sentences on what is left out or cut. Raises WanjaxError where no clip can be read, and
-        where the folder cannot be written.
+        Adds sentences about skipped clips and truncated captions to the listing. Raises WanjaxError if no clip can be
+        read, or if the folder cannot be written.
         """
-        clips = self._clips(listing, cutting, report)
+        clips = self._encode_clips(listing, cutting, report)
         self.pipe.free()
         if not clips:
-            raise WanjaxError(f"no clip of {listing.folder} can be used: {summarize_first(listing.left_out)}")
-        listing.cut.extend(self._cut(example for example, _ in clips))
-        texts = self.texts(sorted({example.caption for example, _ in clips} | {""}), report)
+            raise WanjaxError(f"no clip of {listing.folder} can be used: {summarize_first(listing.skipped)}")
+        listing.truncated.extend(self._truncated(example for example, _ in clips))
+        text_files = self.encode_captions(sorted({example.caption for example, _ in clips} | {""}), report)
         self.pipe.free()
         return [
-            EncodedClip(self.folder / name, texts[example.caption], Bucket(*shape), example.repeats, example.preserve)
-            for example, files in clips
-            for name, *shape in files
+            EncodedClip(
+                self.folder / name, text_files[example.caption], Bucket(*shape), example.repeats, example.preserve
+            )
+            for example, clip_files in clips
+            for name, *shape in clip_files
         ]
 
-    def _cut(self, examples: Iterable[Example]) -> Iterator[str]:
-        """Yield a sentence on each caption of which the model does not read the end, whether it was encoded before."""
-        cut = cache(self.pipe.truncations)
+    def _truncated(self, examples: Iterable[Example]) -> Iterator[str]:
+        """Yield a sentence about each caption that the model truncates, including captions in the cache."""
+        truncations = cache(self.pipe.truncations)
         for example in examples:
-            for truncation in cut(example.caption):
+            for truncation in truncations(example.caption):
                 yield f"{example.file.name}: {replace(truncation, name=truncation.name.replace('prompt', 'caption'))}"
 
-    def _clips(
-        self, listing: Listing, cutting: Cutting, report: ReportProgress
+    def _encode_clips(
+        self, listing: DataListing, cutting: Cutting, report: ReportProgress
     ) -> list[tuple[Example, list[list[Any]]]]:
-        """Return the examples that can be read, each with the file and the bucket's sizes of its clips."""
-        index, digests = self._index()
+        """Encode the clips of all readable examples; for each clip return [file name, frames, height, width]."""
+        index, digests = self._read_index()
         examples: list[tuple[Example, list[list[Any]]]] = []
         with (self.folder / INDEX).open("a", encoding="utf-8") as file:
-            for done, example in enumerate(listing.examples, 1):
+            for number, example in enumerate(listing.examples, 1):
                 file_stamp = _file_stamp(example.file)
                 if file_stamp not in digests:
                     digests[file_stamp] = content_digest(example.file)
                     file.write(json.dumps({"look": file_stamp, "digest": digests[file_stamp]}) + "\n")
-                input_names = list(self.pipe.model.spec.needs)
-                key = _digest([READER_VERSION, digests[file_stamp], asdict(cutting), input_names, self._weights])
-                if key not in index:
+                input_names = list(self.pipe.model.spec.required_inputs)
+                clip_key = _digest([READER_VERSION, digests[file_stamp], asdict(cutting), input_names, self._weights])
+                if clip_key not in index:
                     try:
-                        index[key] = [self._clip(f"{key}-{i}", x) for i, x in enumerate(cutting.clips(example.file))]
+                        index[clip_key] = [
+                            self._encode_clip(f"{clip_key}-{i}", frames)
+                            for i, frames in enumerate(cutting.clips(example.file))
+                        ]
                     except WriteError:
                         raise
                     except WanjaxError as error:
-                        listing.left_out.append(f"{example.file.name}: {error}")
+                        listing.skipped.append(f"{example.file.name}: {error}")
                         continue
-                    file.write(json.dumps({"key": key, "clips": index[key]}) + "\n")
+                    file.write(json.dumps({"key": clip_key, "clips": index[clip_key]}) + "\n")
                     file.flush()
-                    report("clip", done, len(listing.examples))
-                examples.append((example, index[key]))
+                    report("clip", number, len(listing.examples))
+                examples.append((example, index[clip_key]))
         return examples
 
-    def _clip(self, name: str, frames: np.ndarray) -> list[Any]:
-        """Encode a clip; return the name of its file, and its frames, height and width."""
+    def _encode_clip(self, name: str, frames: np.ndarray) -> list[Any]:
+        """Encode a clip; return [file name, frames, height, width]."""
         count, height, width, _ = frames.shape
         settings = self.pipe.settings(size=(height, width), frames=count)
-        ends = {"image": frames[0], "last_image": frames[-1]}
-        pictures = Pictures(**{name: ends[name] for name in self.pipe.model.spec.needs if name in ends})
-        digests = self.pipe.model.encode_inputs(self.pipe.runtime, pictures, settings)
-        fields = {LATENTS: self.pipe.encode_video(frames), **digests}
-        file = f"clip-{name}.safetensors"
-        save_safetensors(self.folder / file, {field: np.asarray(x) for field, x in fields.items()})
+        input_frames = {"image": frames[0], "last_image": frames[-1]}
+        pictures = Pictures(
+            **{name: input_frames[name] for name in self.pipe.model.spec.required_inputs if name in input_frames}
+        )
+        encoded_inputs = self.pipe.model.encode_inputs(self.pipe.runtime, pictures, settings)
+        tensors = {LATENTS: self.pipe.encode_video(frames), **encoded_inputs}
+        file = CLIP_FILES.replace("*", name)
+        save_safetensors(self.folder / file, {key: np.asarray(tensor) for key, tensor in tensors.items()})
         return [file, count, height, width]
 
-    def texts(
+    def encode_captions(
         self, captions: Sequence[str], report: ReportProgress = lambda unit, done, total: None
     ) -> dict[str, Path]:
-        """Encode captions, two at a time, as a prompt and a negative one; return their files."""
+        """Encode captions, two at a time as a prompt and a negative prompt; return their files."""
         files = {text: self.folder / f"text-{_digest([text, self._weights])}.safetensors" for text in captions}
         existing = {path.name for path in self.folder.glob("text-*")}
-        missing, done = [text for text in captions if files[text].name not in existing], 0
-        for pair in (missing[i : i + 2] for i in range(0, len(missing), 2)):
+        uncached, done = [text for text in captions if files[text].name not in existing], 0
+        for pair in (uncached[i : i + 2] for i in range(0, len(uncached), 2)):
             conditioning = self.pipe.encode_prompts(pair[0], pair[-1])._asdict()
             for text, prefix in zip(pair, ("", NEGATIVE), strict=False):
-                fields = {name for name in conditioning if NEGATIVE + name in conditioning}
-                features = {name: np.asarray(conditioning[prefix + name]) for name in fields}
+                names = {name for name in conditioning if NEGATIVE + name in conditioning}
+                features = {name: np.asarray(conditioning[prefix + name]) for name in names}
                 lengths = {name: str(x.shape[1]) for name, x in features.items()}
-                save_safetensors(files[text], {name: shortened(x) for name, x in features.items()}, lengths)
+                save_safetensors(files[text], {name: trim_padding(x) for name, x in features.items()}, lengths)
             done += len(pair)
-            report("caption", done, len(missing))
+            report("caption", done, len(uncached))
         return files
 
-    def _index(self) -> tuple[dict[str, list[list[Any]]], dict[str, str | None]]:
-        """Return the clips that were made before, by key, and digests of files by their looks.
-
-        Clips whose files are gone are made again.
-        """
+    def _read_index(self) -> tuple[dict[str, list[list[Any]]], dict[str, str | None]]:
+        """Return two mappings: the cached clips whose files exist, by key; and digests of source files, by stamp."""
         try:
             lines = (self.folder / INDEX).read_text(encoding="utf-8").splitlines()
         except OSError:
@@ -153,76 +169,80 @@ class LatentCache:
                     digests[entry["look"]] = entry["digest"]
                 elif all(name in existing for name, *_ in entry["clips"]):
                     clips[entry["key"]] = entry["clips"]
-            except (ValueError, KeyError, TypeError):  # a line that was cut off
+            except (ValueError, KeyError, TypeError):  # a truncated line
                 continue
         return clips, digests
 
 
-def encoder_identity(pipe: Pipeline) -> dict[str, Any]:
-    """Return what tells the weights of a pipeline's encoders apart: the model, options, and local files."""
+def encoder_fingerprint(pipe: Pipeline) -> dict[str, Any]:
+    """Return JSON that identifies the weights of a pipeline's encoders: the model, its options and its files."""
     identity = {name: getattr(pipe.defaults, name) for name in ("dtype", "vae_dtype", "follow")}
     identity |= {"param_dtype": pipe.components.options.get("param_dtype"), "version": VERSION}
     source = pipe.components.source
     if source is None:
         return identity | {"model": pipe.defaults.model}
     files: list[Any] = []
-    if source.revision is None:  # a folder, whose files may be replaced
-        paths = sorted(x for x in source.root.rglob("*") if x.is_file() and not _denoises(x.relative_to(source.root)))
-        files = [(str(x.relative_to(source.root)), content_digest(x)) for x in paths[:LISTED]]
+    if source.revision is None:  # a folder can get new files under the same path
+        paths = sorted(
+            path
+            for path in source.root.rglob("*")
+            if path.is_file() and not _is_denoiser_file(path.relative_to(source.root))
+        )
+        files = [(str(path.relative_to(source.root)), content_digest(path)) for path in paths[:MAX_FILES]]
     return identity | {"origin": source.origin, "revision": source.revision, "files": files}
 
 
-def _denoises(path: Path) -> bool:
+def _is_denoiser_file(path: Path) -> bool:
     return path.parts[0].startswith("transformer")
 
 
 def _file_stamp(file: Path) -> str:
-    """Return what a file looks like without being read: with another look its contents are read again."""
+    """Return a digest of a file's path, size and times. If it changes, the file's contents are digested again."""
     try:
-        state = file.stat()
+        status = file.stat()
     except OSError as error:
         raise WanjaxError(f"{file} cannot be read: {error.strerror or error}") from error
-    return _digest([str(file.absolute()), state.st_size, state.st_mtime_ns, state.st_ctime_ns])
+    return _digest([str(file.absolute()), status.st_size, status.st_mtime_ns, status.st_ctime_ns])
 
 
 def _digest(identity: Any) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
-def shortened(x: np.ndarray) -> np.ndarray:
-    """Return features [1 S ...] without the rows of zeros at the end, which padding has."""
+def trim_padding(x: np.ndarray) -> np.ndarray:
+    """Cut the zero rows of padding off the end of features [1 S ...]."""
     rows = np.flatnonzero(x[0].reshape(x.shape[1], -1).any(axis=1))
     return np.ascontiguousarray(x[:, : (rows[-1] + 1 if len(rows) else 0)])
 
 
-def load_text(file: Path) -> dict[str, np.ndarray]:
-    """Return the features of a caption, padded to their full length again."""
-    opened = SafetensorsFile(file)
+def load_features(file: Path) -> dict[str, np.ndarray]:
+    """Load the features of a caption, padded to their full length."""
+    tensors_file = SafetensorsFile(file)
     features = {}
-    for name in opened.specs:
-        x = opened.read(name)
-        rest = int(opened.metadata[name]) - x.shape[1]
-        features[name] = np.pad(x, [(0, rest if axis == 1 else 0) for axis in range(x.ndim)])
+    for name in tensors_file.specs:
+        tensor = tensors_file.read(name)
+        padding = int(tensors_file.metadata[name]) - tensor.shape[1]
+        features[name] = np.pad(tensor, [(0, padding if axis == 1 else 0) for axis in range(tensor.ndim)])
     return features
 
 
 def join_batch(files: Iterable[tuple[Path, Path]], conditioning_type: type[Any]) -> tuple[np.ndarray, Any]:
-    """Return the latents of a batch [B C T H W], and what was encoded beside them, as `encode` would return it."""
-    clips, texts = [], []
-    for latents, text in files:
-        clips.append(load_safetensors(latents))
-        texts.append(load_text(text))
+    """Load a batch: the latents [B C T H W], and the conditioning in the type of the pipeline's model."""
+    clips, captions = [], []
+    for latents_file, text_file in files:
+        clips.append(load_safetensors(latents_file))
+        captions.append(load_features(text_file))
     fields: dict[str, Any] = {}
     for name in clips[0]:
         fields[name] = np.concatenate([clip[name] for clip in clips])
     latents = fields.pop(LATENTS)
-    for name in texts[0]:
-        fields[name] = fields[NEGATIVE + name] = np.concatenate([text[name] for text in texts])
+    for name in captions[0]:
+        fields[name] = fields[NEGATIVE + name] = np.concatenate([features[name] for features in captions])
     return latents, conditioning_type(**fields)
 
 
 def bucket_summaries(clips: Sequence[EncodedClip]) -> Iterator[str]:
-    """Yield a sentence for each bucket, with the number of its clips."""
+    """Yield the number of clips and the shape of each bucket, the largest bucket first."""
     counts: dict[Bucket, int] = {}
     for clip in clips:
         counts[clip.bucket] = counts.get(clip.bucket, 0) + clip.repeats
@@ -230,7 +250,7 @@ def bucket_summaries(clips: Sequence[EncodedClip]) -> Iterator[str]:
         yield f"{count} of {bucket}"
 
 
-def clip_identity(clip: EncodedClip) -> dict[str, Any]:
-    """Return a clip as JSON, by which a resumed training recognises its data."""
+def clip_fingerprint(clip: EncodedClip) -> dict[str, Any]:
+    """Return JSON that identifies a clip, so that a resumed training run recognises its data."""
     training_fields = {"repeats": clip.repeats, "preserve": clip.preserve}
     return {"latents": clip.latents.name, "text": clip.text.name, **asdict(clip.bucket), **training_fields}

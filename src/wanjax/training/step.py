@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step of training as programs: the optimizer's first state, the step, and the loss alone.
+"""The programs of a training step: the optimizer's initial state, the step, and the loss.
 
     static, weights, fixed = prepare_step(network, loss, optimizer)
     state = {"weights": weights, **call(begin_training, static, weights)}
     for number, batch in enumerate(batches):
         state, metrics = call(train, static, state, fixed, batch, number)
 
-A `Trainer` executes them, and a plan of training traces them.
+A `Trainer` executes these programs, and `wanjax plan` traces them to estimate a training run.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,21 +30,21 @@ from wanjax.training.adapters import DropoutKey, redraw_dropout_keys
 from wanjax.training.objective import Loss
 
 Filter = Callable[[Any, Any], bool]
-FINITE = "finite"  # the metric that tells whether all of the state after a step is
+FINITE = "finite"  # the name of the metric that says whether the state after a step is finite
 
 
 def all_parameters(path: Any, weight: Any) -> bool:
-    """Choose all parameters of a network."""
+    """Select all parameters of a network."""
     return isinstance(weight, nnx.Param)
 
 
-class Fixed(NamedTuple):
-    """The arrays that no step changes.
+class ConstantArrays(NamedTuple):
+    """Arrays that a step reads but does not change.
 
     Args:
-        keys: Those of dropout, which each step draws anew.
-        frozen: The parameters that are not trained, and all else of the network.
-        seed_words: Those of the seed.
+        keys: Placeholders for the dropout keys. Each step draws new keys.
+        frozen: The parameters that are not trained, and other variables of the network.
+        seed_words: The seed as key data.
     """
 
     keys: nnx.State
@@ -54,9 +54,15 @@ class Fixed(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TrainingStep:
-    """What a step of training is compiled for, without arrays. A hashable value: it is equal to itself alone.
+    """The static argument of a step's programs. The argument is hashed and compared by identity.
 
-    `specs` are the shardings of the state, by its entries. `ema_decay` and `grad_accum_steps` are those of `Trainer`.
+    Args:
+        graphdef: The network's graph definition.
+        loss: The loss, as in `Trainer`.
+        optimizer: The optimizer.
+        specs: The shardings of the state's entries.
+        ema_decay: As in `Trainer`.
+        grad_accum_steps: As in `Trainer`.
     """
 
     graphdef: nnx.GraphDef
@@ -66,12 +72,12 @@ class TrainingStep:
     ema_decay: float | None = None
     grad_accum_steps: int = 1
 
-    def network(self, weights: Any, fixed: Fixed, key: jax.Array | None = None) -> Any:
-        """Return the network with these weights, and keys of dropout that are drawn from `key`, if it is given."""
-        keys = fixed.keys
+    def network(self, weights: Any, constants: ConstantArrays, key: jax.Array | None = None) -> Any:
+        """Build the network with these weights. If `key` is not None, draw dropout keys from it."""
+        keys = constants.keys
         if key is not None and jax.tree.leaves(keys):
             keys = redraw_dropout_keys(keys, jax.random.fold_in(key, 1))
-        return nnx.merge(self.graphdef, weights, keys, fixed.frozen)
+        return nnx.merge(self.graphdef, weights, keys, constants.frozen)
 
 
 def prepare_step(
@@ -83,8 +89,8 @@ def prepare_step(
     trained: Filter = all_parameters,
     ema_decay: float | None = None,
     grad_accum_steps: int = 1,
-) -> tuple[TrainingStep, Any, Fixed]:
-    """Return the steps of a network's training, the weights that they change, and the arrays that they do not.
+) -> tuple[TrainingStep, Any, ConstantArrays]:
+    """Split a network into the static part of a training step, the weights to train, and fixed arrays.
 
     The arguments are those of `Trainer`.
     """
@@ -94,82 +100,82 @@ def prepare_step(
     if ema_decay is not None:
         specs["ema"] = sharding
     static = TrainingStep(graphdef, loss, optimizer, specs, ema_decay, grad_accum_steps)
-    return static, weights, Fixed(keys, frozen, seed_to_key_data([seed])[0])
+    return static, weights, ConstantArrays(keys, frozen, seed_to_key_data([seed])[0])
 
 
 @program(scan_options)
 def begin_training(static: TrainingStep, weights: Any) -> dict[str, Any]:
-    """Return the state beside the weights: the optimizer's, and the mean of the weights if there is one."""
-    first: dict[str, Any] = {"optimizer": static.optimizer.init(weights)}
+    """Initialise the state apart from the weights: the optimizer's state and, if there is one, the moving average."""
+    state: dict[str, Any] = {"optimizer": static.optimizer.init(weights)}
     if static.ema_decay is not None:
-        first["ema"] = weights
-    return jax.tree.map(constrain_to, first, {name: static.specs[name] for name in first})
+        state["ema"] = weights
+    return jax.tree.map(constrain_to, state, {name: static.specs[name] for name in state})
 
 
 @program(matmul_options, donated=("state",))
 def train(
-    static: TrainingStep, state: dict[str, Any], fixed: Fixed, batch: Any, number: Int[Array, ""]
+    static: TrainingStep, state: dict[str, Any], constants: ConstantArrays, batch: Any, step: Int[Array, ""]
 ) -> tuple[dict[str, Any], dict[str, Array]]:
-    """Take a step; return the state, and metrics."""
-    key = jax.random.fold_in(key_of(fixed.seed_words), number)
+    """Take a training step; return the new state and metrics."""
+    key = jax.random.fold_in(key_of(constants.seed_words), step)
 
-    def compute(weights: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        return static.loss(static.network(weights, fixed, key), batch, key)
+    def loss_fn(weights: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        return static.loss(static.network(weights, constants, key), batch, key)
 
-    gradient = jax.value_and_grad(compute, has_aux=True)
+    value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
     weights = state["weights"]
     if static.grad_accum_steps == 1:
-        (value, loss_metrics), gradients = gradient(weights, batch, key)
+        (value, loss_metrics), gradients = value_and_grad(weights, batch, key)
     else:
-        (value, loss_metrics), gradients = _mean(gradient, weights, batch, key, static.grad_accum_steps)
-    with jax.numpy_dtype_promotion("standard"):  # which optax relies on
+        (value, loss_metrics), gradients = _accumulate(value_and_grad, weights, batch, key, static.grad_accum_steps)
+    with jax.numpy_dtype_promotion("standard"):  # optax requires this
         updates, optimizer_state = static.optimizer.update(gradients, state["optimizer"], weights)
         weights = optax.apply_updates(weights, updates)
-    after = {"weights": weights, "optimizer": optimizer_state}
+    new_state = {"weights": weights, "optimizer": optimizer_state}
     if static.ema_decay is not None:
-        after["ema"] = optax.incremental_update(weights, state["ema"], 1.0 - static.ema_decay)
-    metrics = {"loss": value, "gradient": optax.tree.norm(gradients), FINITE: _is_finite(after), **loss_metrics}
-    return jax.tree.map(constrain_to, after, static.specs), metrics
+        new_state["ema"] = optax.incremental_update(weights, state["ema"], 1.0 - static.ema_decay)
+    metrics = {"loss": value, "gradient": optax.tree.norm(gradients), FINITE: _is_finite(new_state), **loss_metrics}
+    return jax.tree.map(constrain_to, new_state, static.specs), metrics
 
 
 @program(matmul_options)
-def loss_alone(
-    static: TrainingStep, weights: Any, fixed: Fixed, batch: Any, number: Int[Array, ""]
+def compute_loss(
+    static: TrainingStep, weights: Any, constants: ConstantArrays, batch: Any, step: Int[Array, ""]
 ) -> Float[Array, ""]:
-    """Compute the loss of a step, for comparison."""
-    key = jax.random.fold_in(key_of(fixed.seed_words), number)
-    return static.loss(static.network(weights, fixed, key), batch, key)[0]
+    """Compute the loss of a step without its gradients."""
+    key = jax.random.fold_in(key_of(constants.seed_words), step)
+    return static.loss(static.network(weights, constants, key), batch, key)[0]
 
 
 def _is_finite(state: Any) -> Bool[Array, ""]:
-    """Return whether all numbers of a state are finite."""
+    """Tell whether all numbers of a state are finite."""
     numbers = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.inexact)]
     return reduce(jnp.logical_and, [jnp.isfinite(x).all() for x in numbers])
 
 
-def _mean(gradient: Callable[..., Any], weights: Any, batch: Any, key: jax.Array, parts: int) -> Any:
-    """Return the means of the losses, metrics and gradients of the parts of a batch, computed one after the other."""
+def _accumulate(value_and_grad: Callable[..., Any], weights: Any, batch: Any, key: jax.Array, parts: int) -> Any:
+    """Average losses, metrics and gradients over microbatches, which are computed one after another."""
     split = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
     first, keys = jax.tree.map(lambda x: x[0], split), jax.random.split(key, parts)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradient, weights, first, key))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(value_and_grad, weights, first, key))
 
     def add(total: Any, part: Any) -> tuple[Any, None]:
-        part_results = gradient(weights, *part)
+        part_results = value_and_grad(weights, *part)
         return jax.tree.map(lambda a, b: a + b / jnp.asarray(parts, b.dtype), total, part_results), None
 
     return jax.lax.scan(add, zeros, (split, keys))[0]
 
 
 def _spec(weight: Any) -> PartitionSpec:
-    """Return how a weight is sharded."""
+    """Return the partition spec of a weight."""
     return weight.sharding.spec if isinstance(weight.sharding, NamedSharding) else PartitionSpec()
 
 
 def _optimizer_specs(optimizer: optax.GradientTransformation, weights: Any) -> Any:
-    """Return how an optimizer's state is sharded: what belongs to a weight as the weight is."""
+    """Return the partition specs of an optimizer's state: arrays of a weight are sharded like the weight."""
 
     def spec_of(x: Any, weight: Any) -> Any:
-        if isinstance(x, optax.MaskedNode):  # a weight that another part of the optimizer has
+        if isinstance(x, optax.MaskedNode):  # this weight belongs to another part of the optimizer
             return x
         return _spec(weight) if x.shape == weight.shape and x.size > 1 else PartitionSpec()
 

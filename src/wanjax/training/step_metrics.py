@@ -1,54 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of a training: a line of JSON for each step, and curves for TensorBoard where it is installed."""
+"""Metrics of a training run: a line of JSON for each step, and TensorBoard curves if TensorBoard is installed."""
 
 import json
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from wanjax.errors import write_errors
-from wanjax.stores.writing import writing
+from wanjax.errors import wrap_write_errors
+from wanjax.stores.writing import atomic_write
 
-METRICS = "metrics.jsonl"
-CURVES = "tensorboard"  # the folder of TensorBoard's files, beside it
+METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"  # the folder of TensorBoard's files
 
 
 class Metrics:
-    """The metrics of steps, in a training's folder. Those after the step from which it goes on are dropped.
+    """Write the metrics of steps into a training run's folder.
 
-    Every method raises WriteError where a file cannot be written.
+    On resume, lines of steps after `step` are removed. Every method raises WriteError if a file cannot be written.
     """
 
     def __init__(self, folder: Path, step: int):
-        self.file, lines = folder / METRICS, []
+        self.file, lines = folder / METRICS_FILE, []
         with suppress(OSError):
             for line in self.file.read_text(encoding="utf-8").splitlines():
                 with suppress(ValueError, KeyError, TypeError):
                     if json.loads(line)["step"] <= step:
                         lines.append(line)
-        with writing(self.file) as beside:
-            beside.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        with write_errors(folder / CURVES):
-            self._curves = _writer(folder / CURVES)
+        with atomic_write(self.file) as partial_file:
+            partial_file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        with wrap_write_errors(folder / TENSORBOARD_FOLDER):
+            self._curves = _writer(folder / TENSORBOARD_FOLDER)
 
     def add(self, step: int, time: float, **values: float) -> None:
-        """Write the values of a step, and the time at which it was done, in seconds since 1970."""
-        with write_errors(self.file), self.file.open("a", encoding="utf-8") as file:
+        """Write the metrics of a step; `time` is the time at which the step finished, in seconds since 1970."""
+        with wrap_write_errors(self.file), self.file.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **values, "time": round(time, 3)}) + "\n")
         if self._curves:
-            with write_errors(self.file.with_name(CURVES)):
+            with wrap_write_errors(self.file.with_name(TENSORBOARD_FOLDER)):
                 for name, value in values.items():
                     self._curves.add_scalar(name, value, step, wall_time=time)
 
     def close(self) -> None:
-        """End the writing of curves."""
+        """Close TensorBoard's files."""
         if self._curves:
-            with write_errors(self.file.with_name(CURVES)):
+            with wrap_write_errors(self.file.with_name(TENSORBOARD_FOLDER)):
                 self._curves.close()
 
 
 def _writer(folder: Path) -> Any:
-    """Return TensorBoard's writer of curves; None where TensorBoard is not installed."""
+    """Return TensorBoard's writer, or None if TensorBoard is not installed."""
     try:
         from tensorboard.summary import Writer
     except ImportError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training from data to its outcome: encode once, train each network, and write what others can load."""
+"""A training run from data to result: encode once, train each network, and write a LoRA file or a checkpoint."""
 
 import time
 import warnings
@@ -19,30 +19,32 @@ from jaxtyping import Array, Float, Int
 from wanjax.checkpoints.network_kinds import Network, network_of
 from wanjax.errors import WanjaxError, WanjaxWarning
 from wanjax.execution import program
-from wanjax.figures import digits, quantity
+from wanjax.figures import format_number, pluralize
 from wanjax.kernels.compiler_options import matmul_options
-from wanjax.media.metadata import DIGESTS
-from wanjax.media.video import try_output, write_video
+from wanjax.layers.precision import FLOATS, Precision
+from wanjax.media.metadata import DIGESTS_KEY
+from wanjax.media.video import write_trial_video, write_video
 from wanjax.pipelines import progress
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.seeds import key_of, seed_to_key_data
 from wanjax.stores.locks import locked
-from wanjax.stores.writing import check_folder, writing
+from wanjax.stores.writing import atomic_write, check_folder
 from wanjax.training import adapters, clips
 from wanjax.training.batches import Batches
 from wanjax.training.config import TrainConfig
 from wanjax.training.data import CACHE_FOLDER, list_data
 from wanjax.training.latent_cache import (
+    CLIP_FILES,
     NEGATIVE,
     EncodedClip,
     LatentCache,
     bucket_summaries,
-    clip_identity,
+    clip_fingerprint,
     join_batch,
-    load_text,
+    load_features,
 )
-from wanjax.training.loop import RATE, STEPS, NotFiniteError, Trainer
-from wanjax.training.objective import Batch, NoiseLevels, error, loss_of, settings_of
+from wanjax.training.loop import LEARNING_RATE, STATES_FOLDER, STEPS, NotFiniteError, Trainer
+from wanjax.training.objective import Batch, NoiseLevels, denoising_error, make_loss, video_settings
 from wanjax.training.optimizers import learning_rates, make_optimizer
 from wanjax.training.saving import save_checkpoint, save_lora
 from wanjax.training.step import FINITE, all_parameters
@@ -50,17 +52,17 @@ from wanjax.training.step_metrics import Metrics
 
 LORA, CHECKPOINT, SAMPLES, LOCK = "lora.safetensors", "checkpoint", "samples", "training.lock"
 EXPERTS = {"high": 0, "low": 1}
-LEVELS = 8  # fixed noise levels of the validation loss
-LEFT_OUT, CUT = "left_out.txt", "cut_captions.txt"
-SHOWN = 5  # of what was left out; a file has all of it
-IN_FLIGHT = 2  # steps whose metrics are not waited for
+LEVELS = 8  # the number of fixed noise levels of the validation loss
+SKIPPED_FILE, TRUNCATED_FILE = "left_out.txt", "cut_captions.txt"
+MAX_SENTENCES = 5  # the maximum number of sentences in a note; a file has all of them
+IN_FLIGHT = 2  # the number of steps that may run before their metrics are read
 Note = Callable[[str], Any]
-Count = Callable[[str, int, int], Any]
+ReportProgress = Callable[[str, int, int], Any]  # unit, done, total
 
 
 @dataclass(frozen=True, eq=False)
 class Validation:
-    """What the validation loss is compiled for: the network, its pipeline, noise levels and name."""
+    """The static argument of the validation loss's program: the network's definition, the pipeline and the levels."""
 
     graphdef: Any
     pipe: Pipeline
@@ -71,17 +73,31 @@ class Validation:
 def validation_error(
     static: Validation, weights: Any, batch: Batch, u: Float[Array, "B"], number: Int[Array, ""]
 ) -> Array:
-    """Compute the error at fixed noise levels u, with fixed noise of a number."""
+    """Compute the loss at the quantiles `u` of the noise levels. `number` selects the noise."""
     network, key = nnx.merge(static.graphdef, weights), jax.random.fold_in(key_of(seed_to_key_data([0])[0]), number)
     noise = jax.random.normal(key, static.pipe.model.spec.to_training_latents(batch.latents).shape, jnp.float32)
-    return error(static.pipe, network, batch, static.levels.at(u), noise, key)
+    return denoising_error(static.pipe, network, batch, static.levels.from_uniform(u), noise, key)
 
 
 class Training:
-    """A training of a pipeline's denoisers on a data set, one after the other, in a folder.
+    """A training run.
 
-    `note(sentence)` receives what a person should read, and `count(unit, done, total)` the progress. `trainer` has the
-    arrays of the network whose turn it is, which `begin` loads.
+    The run trains a pipeline's denoisers one after another on a data set, and writes the results to a folder.
+
+    Args:
+        pipe: The pipeline.
+        data: A folder of clips with captions, or a table of them.
+        out: The folder of checkpoints and results.
+        config: The settings.
+        note: Called with sentences for the user.
+        report_progress: Called with a unit, the number done, and the total.
+
+    Attributes:
+        trainer: The trainer of the current network, which `begin` loads.
+
+    Raises:
+        WanjaxError: The settings or the data cannot be used. Everything that can be checked before encoding is checked
+            here.
     """
 
     def __init__(
@@ -92,116 +108,131 @@ class Training:
         config: TrainConfig,
         *,
         note: Note = lambda sentence: None,
-        count: Count = lambda unit, done, total: None,
+        report_progress: ReportProgress = lambda unit, done, total: None,
     ):
-        """Raise WanjaxError for everything that can be told before anything is encoded."""
         if jax.process_count() > 1:
-            raise WanjaxError("training runs in one process: several hosts are not offered")
+            raise WanjaxError("training on several hosts is not supported: run one process")
         if config.lora is None and pipe.components.source is None:
-            raise WanjaxError("all weights are written as a checkpoint beside files, which this model has none of")
+            raise WanjaxError(
+                "training of all weights needs a checkpoint on disk, and this model has none: train a LoRA"
+            )
+        if pipe.attention.qk:
+            raise WanjaxError(f"attention with qk={pipe.attention.qk} has no gradient: train with --attention auto")
+        adapters.check_trainable_precision(Precision.of(pipe.defaults.precision), config.lora)
         self.pipe, self.out, self.config = pipe, Path(out).expanduser(), config
-        self.note, self.count = note, count
-        self.networks = _chosen(pipe, config)
-        self.levels = {name: _levels(pipe, config, name) for name in self.networks}
+        self.note, self.report_progress = note, report_progress
+        self.networks = _select_networks(pipe, config)
+        self.levels = {name: _noise_levels(pipe, config, name) for name in self.networks}
         self.learning_rates = learning_rates(config.optimizer, config.steps)
         shape = {"size": config.size, "frames": config.frames, "fps": config.fps}
         self.settings = pipe.settings(**{name: x for name, x in shape.items() if x is not None})
-        self.cutting = self._cutting()
+        self.cutting = self._make_cutting()
         self.listing = list_data(Path(data).expanduser())
         if config.lora is None and any(example.preserve for example in self.listing.examples):
-            raise WanjaxError("clips are preserved by what the model predicts without its LoRA: --full has none")
+            raise WanjaxError("prior preservation needs a LoRA: drop --full, or set preserve to false for all clips")
         check_folder(self.out)
 
-    def _cutting(self) -> clips.Cutting:
+    def _make_cutting(self) -> clips.Cutting:
         config, settings = self.config, self.settings
         factor = self.pipe.model.vae.temporal_factor
         return clips.Cutting(
-            clips.sizes(settings.size, lambda shape: self.pipe.model.size_for(shape, settings), config.buckets),
-            clips.lengths(settings.frames, factor, config.min_frames),
+            clips.bucket_sizes(settings.size, lambda shape: self.pipe.model.size_for(shape, settings), config.buckets),
+            clips.bucket_lengths(settings.frames, factor, config.min_frames),
             settings.fps,
             config.cut,
             config.resize,
         )
 
+    @property
+    def latent_cache(self) -> Path:
+        """The folder of the encoded clips and captions."""
+        return Path(self.config.latent_cache or self.listing.folder / CACHE_FOLDER)
+
+    def has_saved_work(self) -> bool:
+        """Whether another run would resume from files of this run: from encoded clips, or from a state."""
+        return any(self.latent_cache.glob(CLIP_FILES)) or any(
+            path.name.isdigit() for path in self.out.glob(f"**/{STATES_FOLDER}/*")
+        )
+
     def encode(self) -> None:
-        """Encode the clips and captions that were not encoded before, and free the encoders."""
-        folder = self.config.latent_cache or self.listing.folder / CACHE_FOLDER
-        cache = LatentCache(Path(folder), self.pipe)
-        pieces = cache.encode(self.listing, self.cutting, self.count)
-        negative = self.pipe.defaults.negative_prompt
-        texts = cache.texts(["", negative, *self.config.sample_prompts])
+        """Encode the clips and captions that are not in the latent cache, and free the encoders."""
+        cache = LatentCache(self.latent_cache, self.pipe)
+        all_clips = cache.encode(self.listing, self.cutting, self.report_progress)
+        negative_prompt = self.pipe.defaults.negative_prompt
+        caption_files = cache.encode_captions(["", negative_prompt, *self.config.sample_prompts])
         self.pipe.free()
-        self.texts, self.empty, self.negative = texts, texts[""], texts[negative]
-        every = self.config.holdout_every
-        self.held_out = pieces[every - 1 :: every] if every else []
-        self.pieces = [piece for i, piece in enumerate(pieces) if not every or (i + 1) % every]
-        self._tell(pieces)
-        if every and not self.held_out:
+        self.caption_files = caption_files
+        self.empty_caption, self.negative_caption = caption_files[""], caption_files[negative_prompt]
+        holdout_every = self.config.holdout_every
+        self.held_out = all_clips[holdout_every - 1 :: holdout_every] if holdout_every else []
+        self.train_clips = [clip for i, clip in enumerate(all_clips) if not holdout_every or (i + 1) % holdout_every]
+        self._note_data(all_clips)
+        if holdout_every and not self.held_out:
             raise WanjaxError(
-                f"one in {every} cannot be held out of {quantity(len(pieces), 'clip')}: give fewer, or none"
+                f"holdout_every is {holdout_every}, but there are {pluralize(len(all_clips), 'clip')}: give less, or 0"
             )
         for prompt in self.config.sample_prompts:
-            bucket = self.sampled.bucket
+            bucket = self.sample_clip.bucket
             size = bucket.height, bucket.width
-            try_output(self.out / SAMPLES / "0.mp4", bucket.frames, size, self.settings.fps, {"prompt": prompt})
+            write_trial_video(self.out / SAMPLES / "0.mp4", bucket.frames, size, self.settings.fps, {"prompt": prompt})
 
     @property
-    def sampled(self) -> EncodedClip:
-        """The clip whose shape the samples have: the first that moves, or the first picture where none does."""
-        return next((piece for piece in self.pieces if piece.bucket.frames > 1), self.pieces[0])
+    def sample_clip(self) -> EncodedClip:
+        """The clip that sets the shape of sample videos: the first with several frames, or else the first picture."""
+        return next((clip for clip in self.train_clips if clip.bucket.frames > 1), self.train_clips[0])
 
-    def _tell(self, pieces: list[EncodedClip]) -> None:
-        """Note what is trained on, and what was left out; warn of captions that were cut.
+    def _note_data(self, train_clips: list[EncodedClip]) -> None:
+        """Report the training data and skipped files, and warn about truncated captions.
 
-        The folder has a file of each list, which the notes may shorten.
+        The notes may shorten the lists of files and captions, so the full lists are written to files in the folder.
         """
         listing = self.listing
-        self.note(f"{quantity(len(pieces), 'clip')}: {'; '.join(bucket_summaries(pieces))}")
-        if listing.left_out:
-            self.note(f"{len(listing.left_out)} left out: {_in_short(listing.left_out, self.out / LEFT_OUT)}")
-        if listing.others:
-            self.note(f"files passed over, as hidden or no clip, picture or caption: {listing.others}")
-        if listing.cut:
-            count = quantity(len(listing.cut), "caption")
-            message = f"the model does not read all of {count}: {_in_short(listing.cut, self.out / CUT)}"
+        self.note(f"{pluralize(len(train_clips), 'clip')}: {'; '.join(bucket_summaries(train_clips))}")
+        if listing.skipped:
+            self.note(f"{len(listing.skipped)} skipped: {_shorten(listing.skipped, self.out / SKIPPED_FILE)}")
+        if listing.num_ignored:
+            self.note(f"files ignored (hidden, or not a clip, picture or caption): {listing.num_ignored}")
+        if listing.truncated:
+            count = pluralize(len(listing.truncated), "caption")
+            message = f"the model truncates {count}: {_shorten(listing.truncated, self.out / TRUNCATED_FILE)}"
             warnings.warn(message, WanjaxWarning, stacklevel=2)
-        for name, sentences in ((LEFT_OUT, listing.left_out), (CUT, listing.cut)):
+        for name, sentences in ((SKIPPED_FILE, listing.skipped), (TRUNCATED_FILE, listing.truncated)):
             (self.out / name).unlink(missing_ok=True)
             if sentences:
-                with writing(self.out / name) as file:
+                with atomic_write(self.out / name) as file:
                     file.write_text("\n".join(sentences) + "\n", encoding="utf-8", errors="backslashreplace")
 
     def run(self) -> Path:
-        """Train, and return the LoRA file or the checkpoint; of two networks, the folder of their LoRA files.
+        """Train, and return the LoRA file or the checkpoint, or the folder of the LoRA files of two networks.
 
-        Raises WanjaxError too where another training uses the folder.
+        Also raises WanjaxError if another process is training in the folder.
         """
         with locked(self.out / LOCK, "training", "folder"):
-            return self._run()
+            return self._run_locked()
 
-    def _run(self) -> Path:
+    def _run_locked(self) -> Path:
         self.encode()
         trained: dict[str, tuple[Any, Network]] = {}
-        written = self.out
+        result = self.out
         for name in self.networks:
             self._train(name)
             if self.config.lora is None:
                 trained[name] = (self.trainer.network(), self.network_info)
             else:
-                written = self.save(self.folder / LORA)
-            del self.trainer  # before the next network is loaded
+                result = self.save(self.folder / LORA)
+            del self.trainer  # frees the network before the next network is loaded
             if len(self.networks) > 1 and self.config.lora is not None:
                 self.pipe.free(name)
         if trained:
-            written = self.out / CHECKPOINT
-            save_checkpoint(self.pipe.components.source, trained, written, self.pipe.components.kinds)
+            result = self.out / CHECKPOINT
+            save_checkpoint(self.pipe.components.source, trained, result, self.pipe.components.kinds)
         elif len(self.networks) > 1:
-            written = self.out
+            result = self.out
         self.pipe.free()
-        return written
+        return result
 
     def _train(self, name: str) -> None:
-        """Train a network, from an earlier state if the last one is so large that nothing finite follows from it."""
+        """Train a network; resume from an earlier checkpoint if training diverges from the last one."""
         while True:
             self.begin(name)
             with closing(self.trainer), closing(self.metrics):
@@ -210,32 +241,34 @@ class Training:
                 except NotFiniteError as error:
                     if not (start_step := self.trainer.start_step) or error.start_step != start_step:
                         raise
-                    self.note(f"nothing finite follows from the state of step {start_step}: it goes on from one before")
-                    self.trainer.drop(start_step)
-            del self.trainer  # or there would be two in memory
+                    self.note(
+                        f"training diverges from the checkpoint of step {start_step}: resuming from the previous one"
+                    )
+                    self.trainer.delete_checkpoint(start_step)
+            del self.trainer  # frees the old network before the new one is loaded
 
     def begin(self, name: str) -> None:
-        """Load a network, and its last state if the folder has one; `encode` comes before."""
+        """Load a network and, if there is one, its last checkpoint. Call `encode` first."""
         pipe, config = self.pipe, self.config
         self.name, self.folder = name, self.out / name if len(self.networks) > 1 else self.out
         self.network_info = network_of(pipe.model.spec.networks[name], pipe.components.kinds)
-        network, self.chosen = pipe.components.get(name), {}
+        network, self.adapted_names = pipe.components.get(name), {}
         if config.lora is not None:
-            network, self.chosen = adapters.adapt(
+            network, self.adapted_names = adapters.adapt(
                 network, self.network_info.rules, config.lora, config.seed, pipe.partitioner
             )
         pipe.free(name)
         self.batches = Batches(
-            self.pieces,
+            self.train_clips,
             config.batch_size,
             config.seed,
-            empty=self.empty,
-            dropped=config.caption_dropout,
-            uncaptioned=config.uncaptioned_preservation,
+            empty_caption=self.empty_caption,
+            caption_dropout=config.caption_dropout,
+            uncaptioned_preservation=config.uncaptioned_preservation,
         )
         self.trainer = Trainer(
             network,
-            loss_of(pipe, self.levels[name]),
+            make_loss(pipe, self.levels[name]),
             make_optimizer(config.optimizer, config.steps),
             self.folder,
             config.seed,
@@ -246,105 +279,123 @@ class Training:
             identity=self._identity(),
         )
         self.metrics = Metrics(self.folder, self.trainer.start_step)
-        self._measured: Validation | None = None
+        self._validation: Validation | None = None
         self._pending: deque[tuple[int, float, Mapping[str, jax.Array]]] = deque()
 
     def _identity(self) -> dict[str, Any]:
-        """Return everything on which the trained weights depend, as JSON."""
-        clips = [clip_identity(piece) for piece in self.pieces]
+        """Return everything that determines the trained weights, as JSON."""
+        clips = [clip_fingerprint(clip) for clip in self.train_clips]
         levels = asdict(self.levels[self.name])
-        facts = {"model": self.pipe.defaults.model, "network": self.name, "dtype": self.pipe.defaults.dtype}
-        facts |= {DIGESTS: self.pipe.components.metadata.get(DIGESTS, {})}
-        facts |= _learned(self.pipe)
-        mesh = None if self.pipe.partitioner.single_device else dict(self.pipe.partitioner.mesh.shape)
-        return self.config.to_json() | facts | {"levels": levels, "mesh": mesh, "clips": clips}
+        model_info = {"model": self.pipe.defaults.model, "network": self.name, "dtype": self.pipe.defaults.dtype}
+        model_info |= {DIGESTS_KEY: self.pipe.components.metadata.get(DIGESTS_KEY, {})}
+        model_info |= _attention_entry(self.pipe) | _precision_entry(self.pipe)
+        mesh = None if self.pipe.partitioner.is_single_device else dict(self.pipe.partitioner.mesh.shape)
+        return self.config.to_json() | model_info | {"levels": levels, "mesh": mesh, "clips": clips}
 
     def _take_steps(self) -> None:
-        """Train up to the last step, with samples and validation losses along the way."""
+        """Train up to the last step, with sample videos and validation losses."""
         total, start_step = self.config.steps, self.trainer.start_step
         if start_step:
-            self.note(f"taken before: {start_step} of {quantity(total, 'step')}")
+            self.note(f"resuming after {start_step} of {pluralize(total, 'step')}")
         if not start_step:
-            self._look(0)
-        elif start_step < total and (changed := self.trainer.changed_settings):
-            now = {STEPS: quantity(total, "step"), RATE: f"the learning rate {self.config.optimizer.learning_rate:g}"}
-            changes = " and ".join(f"{now[name]} in place of {before:g}" for name, before in changed.items())
-            rate = digits(float(np.asarray(self.learning_rates(start_step))))
-            self.note(
-                f"{changes}: the learning rate is that of the {self.config.optimizer.lr_scheduler} schedule of "
-                f"{quantity(total, 'step')} from here on, {rate} at step {start_step + 1}"
+            self._validate_and_sample(0)
+        elif start_step < total and (changed_settings := self.trainer.changed_settings):
+            new_values = {
+                STEPS: pluralize(total, "step"),
+                LEARNING_RATE: f"the learning rate {self.config.optimizer.learning_rate:g}",
+            }
+            changes = " and ".join(
+                f"{new_values[name]} in place of {before:g}" for name, before in changed_settings.items()
             )
-        self.count("step", start_step, total)
+            rate = format_number(float(np.asarray(self.learning_rates(start_step))))
+            self.note(
+                f"{changes}: the learning rate now follows the {self.config.optimizer.lr_scheduler} schedule of "
+                f"{pluralize(total, 'step')}, {rate} at step {start_step + 1}"
+            )
+        self.report_progress("step", start_step, total)
         try:
-            self.trainer.run(total, self._draw, self._after, self.config.save_every)
+            self.trainer.run(total, self._draw_batch, self._after_step, self.config.save_every)
         except KeyboardInterrupt:
             with suppress(NotFiniteError):
-                self._write(0, counts=False)  # a count may interrupt again
+                self._write_metrics(0, show_progress=False)  # the callback of this metric may interrupt again
             raise
-        self._write(0)
+        self._write_metrics(0)
 
-    def _draw(self, step: int, generator: np.random.Generator) -> Batch:
-        del generator  # the batches have their own
-        shown = self.batches.at(step)
-        latents, conditioning = join_batch([(x.latents, x.text) for x in shown], self.pipe.model.conditioning_type)
-        preserved = np.array([x.preserved for x in shown], np.float32) if self.batches.preserves else None
-        return Batch(latents, conditioning, preserved)
+    def _draw_batch(self, step: int, generator: np.random.Generator) -> Batch:
+        del generator  # `Batches` has its own random generator
+        batch_clips = self.batches.clips_of_step(step)
+        latents, conditioning = join_batch(
+            [(clip.latents, clip.text) for clip in batch_clips], self.pipe.model.conditioning_type
+        )
+        preservation = (
+            np.array([clip.preservation for clip in batch_clips], np.float32)
+            if self.batches.has_preserved_clips
+            else None
+        )
+        return Batch(latents, conditioning, preservation)
 
-    def _after(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
+    def _after_step(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
         self._pending.append((step, time.time(), metrics))
-        every = (self.config.validation_every, self.config.sample_every, self.config.save_every)
-        due = step == self.config.steps or any(step % n == 0 for n in every)
-        self._write(0 if due else IN_FLIGHT)  # nothing is made of a state that may not be finite
-        if due:
-            self._look(step)
+        intervals = (self.config.validation_every, self.config.sample_every, self.config.save_every)
+        is_due = step == self.config.steps or any(step % interval == 0 for interval in intervals)
+        self._write_metrics(0 if is_due else IN_FLIGHT)  # 0: no sample from a state that is not finite
+        if is_due:
+            self._validate_and_sample(step)
         if step % self.config.save_every == 0 and self.config.lora is not None and step < self.config.steps:
             self.save(self.folder / f"lora-{step:06}.safetensors")
 
-    def _write(self, left: int, *, counts: bool = True) -> None:
-        """Write the metrics of all steps but the last `left`; raise NotFiniteError."""
-        while len(self._pending) > left:
-            step, at, metrics = self._pending[0]
+    def _write_metrics(self, pending: int, *, show_progress: bool = True) -> None:
+        """Write the metrics of all steps but the last `pending`; raise NotFiniteError if a value is not finite."""
+        while len(self._pending) > pending:
+            step, finish_time, metrics = self._pending[0]
             values = {name: float(value) for name, value in metrics.items() if name != FINITE}
-            if strange := [name for name, value in values.items() if not np.isfinite(value)]:
-                raise self.trainer.not_finite_error(strange[0], step, start_step=step - 1)
+            if not_finite := [name for name, value in values.items() if not np.isfinite(value)]:
+                raise self.trainer.not_finite_error(not_finite[0], step, start_step=step - 1)
             if not metrics[FINITE]:
                 raise self.trainer.not_finite_error("state", step)
-            self.metrics.add(step, at, **values, learning_rate=float(np.asarray(self.learning_rates(step - 1))))
+            self.metrics.add(
+                step, finish_time, **values, learning_rate=float(np.asarray(self.learning_rates(step - 1)))
+            )
             self._pending.popleft()
-            if counts:
-                self.count("step", step, self.config.steps)
+            if show_progress:
+                self.report_progress("step", step, self.config.steps)
             if step % self.config.validation_every == 0 or step in (1, self.config.steps):
-                self.note(f"step {step} of {self.config.steps}: loss {digits(values['loss'])}")
+                self.note(f"step {step} of {self.config.steps}: loss {format_number(values['loss'])}")
 
-    def _look(self, step: int) -> None:
-        """Compute the validation loss and make the sample videos, where this step is one for them."""
-        last = step == self.config.steps
-        if self.held_out and (step % self.config.validation_every == 0 or last):
+    def _validate_and_sample(self, step: int) -> None:
+        """Compute the validation loss and make the sample videos if they are due at this step."""
+        is_last = step == self.config.steps
+        if self.held_out and (step % self.config.validation_every == 0 or is_last):
             value = self.validation_loss()
             if not np.isfinite(value):
                 raise self.trainer.not_finite_error("validation loss", step)
             self.metrics.add(step, time.time(), validation_loss=value)
-            self.note(f"step {step}: validation loss {digits(value)}")
-        if self.config.sample_prompts and (step % self.config.sample_every == 0 or last):
+            self.note(f"step {step}: validation loss {format_number(value)}")
+        if self.config.sample_prompts and (step % self.config.sample_every == 0 or is_last):
             self.sample(step)
 
     def validation_loss(self) -> float:
-        """Return the mean loss of the held-out clips at fixed noise levels, with fixed noise."""
-        losses, (graphdef, weights) = [], nnx.split(self._plain())
-        if self._measured is None:  # one value for a network, so that the error is compiled once
-            self._measured = Validation(graphdef, self.pipe, self.levels[self.name])
-        for index, piece in enumerate(self.held_out):
-            latents, conditioning = join_batch([(piece.latents, piece.text)], self.pipe.model.conditioning_type)
+        """Compute the mean loss of the held-out clips at fixed noise levels with fixed noise."""
+        losses, (graphdef, weights) = [], nnx.split(self._inference_network())
+        if self._validation is None:  # created once, so that its program is compiled only once
+            self._validation = Validation(graphdef, self.pipe, self.levels[self.name])
+        for index, clip in enumerate(self.held_out):
+            latents, conditioning = join_batch([(clip.latents, clip.text)], self.pipe.model.conditioning_type)
             for level in range(LEVELS):
-                u = np.full((1,), (level + 0.5) / LEVELS, np.float32)
+                quantile = np.full((1,), (level + 0.5) / LEVELS, np.float32)
                 number = np.int32(index * LEVELS + level)
                 losses.append(
-                    self.pipe.call(validation_error, self._measured, weights, Batch(latents, conditioning), u, number)
+                    self.pipe.call(
+                        validation_error, self._validation, weights, Batch(latents, conditioning), quantile, number
+                    )
                 )
         return float(np.mean([float(loss) for loss in losses]))
 
-    def _plain(self) -> Any:
-        """Return the network as it is used: with its mean weights if there are any, and without dropout."""
+    def _inference_network(self) -> Any:
+        """Return the network for inference, without dropout.
+
+        If there is a moving average of its weights, use the average.
+        """
         network = self.trainer.network()
         for _, module in nnx.iter_modules(network):
             if isinstance(module, adapters.LoraLinear):
@@ -352,76 +403,104 @@ class Training:
         return network
 
     def sample(self, step: int) -> None:
-        """Make a video of each sample prompt with the present weights, in the shape of `sampled`."""
-        pipe, piece = self.pipe, self.sampled
-        pipe.components.override(self.name, self._plain())
+        """Make a video of each sample prompt with the current weights, in the shape of `sample_clip`."""
+        pipe, clip = self.pipe, self.sample_clip
+        pipe.components.override(self.name, self._inference_network())
         for index, prompt in enumerate(self.config.sample_prompts):
-            x, settings = self._sampled(piece, prompt)
-            with progress.naming("sample"):
-                latents = pipe.denoise(x, seed=index, **settings)
+            conditioning, settings = self._sample_inputs(clip, prompt)
+            with progress.unit_prefix("sample"):
+                latents = pipe.denoise(conditioning, seed=index, **settings)
                 frames = np.asarray(pipe.decode(latents))
             file = self.folder / SAMPLES / f"{step:06}-{index}.mp4"
             write_video(file, frames, self.settings.fps, {"prompt": prompt, "step": step, "seed": index})
         pipe.free()
 
-    def _sampled(self, piece: EncodedClip, prompt: str) -> tuple[Any, dict[str, Any]]:
-        """Return a sample's inputs, with the pictures of a clip, and its settings."""
-        latents, conditioning = join_batch([(piece.latents, self.texts[prompt])], self.pipe.model.conditioning_type)
-        negative = {NEGATIVE + name: x for name, x in load_text(self.negative).items()}
-        shape = settings_of(self.pipe, latents.shape)
-        return conditioning._replace(**negative), {"size": shape.size, "frames": shape.frames}
+    def _sample_inputs(self, clip: EncodedClip, prompt: str) -> tuple[Any, dict[str, Any]]:
+        """Return the conditioning of a sample video, including the pictures of a clip, and the video's settings."""
+        latents, conditioning = join_batch(
+            [(clip.latents, self.caption_files[prompt])], self.pipe.model.conditioning_type
+        )
+        negative_features = {NEGATIVE + name: x for name, x in load_features(self.negative_caption).items()}
+        shape = video_settings(self.pipe, latents.shape)
+        return conditioning._replace(**negative_features), {"size": shape.size, "frames": shape.frames}
 
     def save(self, file: Path) -> Path:
-        """Write the present LoRA to a file."""
+        """Write the current LoRA to a file."""
         assert self.config.lora is not None
-        factors = adapters.factors_of(self.trainer.network(), self.network_info.rules, self.chosen)
-        about = {"model": self.pipe.defaults.model, "step": self.trainer.step, "rank": self.config.lora.rank}
-        about |= _learned(self.pipe)
+        factors = adapters.export_factors(self.trainer.network(), self.network_info.rules, self.adapted_names)
+        training_info = {"model": self.pipe.defaults.model, "step": self.trainer.step, "rank": self.config.lora.rank}
+        training_info |= _attention_entry(self.pipe) | _precision_entry(self.pipe)
         save_lora(
-            file, factors, self.config.lora, self.network_info, lora_format=self.config.lora_format, training_info=about
+            file,
+            factors,
+            self.config.lora,
+            self.network_info,
+            lora_format=self.config.lora_format,
+            training_info=training_info,
         )
         return file
 
 
-def _learned(pipe: Pipeline) -> dict[str, str]:
-    """Return the entry on the attention that is learned with the weights; none where it has none of its own."""
+def _attention_entry(pipe: Pipeline) -> dict[str, str]:
+    """Return the metadata entry for the sparse attention of this training; return no entry for dense attention."""
     return {"attention": str(pipe.attention)} if pipe.attention.sparse else {}
 
 
-def _chosen(pipe: Pipeline, config: TrainConfig) -> tuple[str, ...]:
-    """Return the networks to train."""
+def _precision_entry(pipe: Pipeline) -> dict[str, str]:
+    """Return the metadata entry for frozen weights of 8 bits; return no entry for floats."""
+    precision = pipe.defaults.precision
+    return {} if precision == FLOATS.name else {"precision": precision}
+
+
+def _select_networks(pipe: Pipeline, config: TrainConfig) -> tuple[str, ...]:
+    """Select the names of the networks to train."""
     names = pipe.model.spec.denoisers
-    pipe.model.spec.check_trainable(pipe.defaults.model)
+    pipe.model.spec.check_trainable(pipe.defaults)
     if config.expert == "both":
         return names
     if len(names) == 1:
-        raise WanjaxError(f"{pipe.defaults.model} has one network: the expert {config.expert} is one of two")
+        raise WanjaxError(f"{pipe.defaults.model} has one network and no expert {config.expert}: give expert both")
     return (names[EXPERTS[config.expert]],)
 
 
-def _levels(pipe: Pipeline, config: TrainConfig, network: str) -> NoiseLevels:
-    """Return the noise levels of a network's training."""
+def _noise_levels(pipe: Pipeline, config: TrainConfig, network: str) -> NoiseLevels:
+    """Return the distribution of noise levels for training a network."""
     default = pipe.model.spec.schedule_options(pipe.defaults).get("shift")
-    kind = config.timesteps or ("uniform" if default is None else "shift")
-    if kind == "shift" and default is None and config.shift is None:
+    timesteps = config.timesteps or ("uniform" if default is None else "shift")
+    if timesteps == "shift" and default is None and config.shift is None:
         raise WanjaxError(f"{pipe.defaults.model} has no flow shift: give timesteps uniform or logit-normal")
     low, high = pipe.model.spec.noise_range(network, pipe.defaults)
-    shift = (default if config.shift is None else config.shift) if kind == "shift" else 1.0
-    return NoiseLevels(kind, 1.0 if shift is None else float(shift), config.logit_mean, config.logit_std, low, high)
+    shift = (default if config.shift is None else config.shift) if timesteps == "shift" else 1.0
+    return NoiseLevels(
+        timesteps, 1.0 if shift is None else float(shift), config.logit_mean, config.logit_std, low, high
+    )
 
 
-def _in_short(sentences: Sequence[str], file: Path) -> str:
-    """Return a few sentences, and the file that has all of them where there are more."""
-    few = "; ".join(sentences[:SHOWN])
-    return few if len(sentences) <= SHOWN else f"{few}; and {len(sentences) - SHOWN} more, all in {file}"
+def _shorten(sentences: Sequence[str], file: Path) -> str:
+    """Join the first sentences. If there are more, refer to the file that has all of them."""
+    first_sentences = "; ".join(sentences[:MAX_SENTENCES])
+    return (
+        first_sentences
+        if len(sentences) <= MAX_SENTENCES
+        else f"{first_sentences}; and {len(sentences) - MAX_SENTENCES} more, all in {file}"
+    )
 
 
 def train(
     pipe: Pipeline, data: str | Path, out: str | Path, config: TrainConfig | None = None, **settings: Any
 ) -> Path:
-    """Train a LoRA, or all weights, of a pipeline's denoiser on a folder of clips with captions; return the result.
+    """Train a LoRA, or all weights, of a pipeline's denoisers on clips with captions.
 
-    `settings` are fields of `TrainConfig`, which override those of `config`. `out` is a folder, from which the same
-    call continues after it was stopped. Raises WanjaxError where the data or the settings cannot be used.
+    Args:
+        pipe: The pipeline.
+        data: A folder of clips with captions, or a table of them.
+        out: The folder of checkpoints and results. The same call resumes a run that was stopped.
+        config: The settings. **settings: Fields of `TrainConfig`, which override the fields of `config`.
+
+    Returns:
+        The LoRA file or the checkpoint, or the folder of the LoRA files of two networks.
+
+    Raises:
+        WanjaxError: The data or the settings cannot be used.
     """
     return Training(pipe, data, out, replace(config or TrainConfig(), **settings)).run()
