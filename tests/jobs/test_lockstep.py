@@ -16,7 +16,7 @@ from tests.support.jobs import made
 from tests.support.words import naming, says
 from wanjax.cli import many
 from wanjax.errors import WanjaxError
-from wanjax.jobs.lockstep import Leader, OutOfSync, follow
+from wanjax.jobs.lockstep import Leader, OutOfSync, follow_leader
 from wanjax.jobs.maker import VideoMaker
 from wanjax.jobs.multihost import PeerGroup
 from wanjax.jobs.ray_workers import WorkerActor
@@ -64,7 +64,7 @@ def led(nano, tmp_path):
     leader = Leader(lambda: nano, folders[0], peers=Near(room, 0))
     others = [VideoMaker(lambda: nano, folder) for folder in folders[1:]]
     with ThreadPoolExecutor(2) as pool:
-        running = [pool.submit(follow, other, Near(room, index)) for index, other in enumerate(others, 1)]
+        running = [pool.submit(follow_leader, other, Near(room, index)) for index, other in enumerate(others, 1)]
         yield leader, others, running
         room.barrier.abort()
 
@@ -166,7 +166,7 @@ def test_a_failure_on_one_host_alone_is_told_as_it_was_there(nano, local_store, 
     monkeypatch.setattr(VideoMaker, "make_run", failing)
     host = WorkerActor()
     with ThreadPoolExecutor(1) as pool:
-        following = pool.submit(host._follow, makers[1], peers=Near(room, 1))
+        following = pool.submit(host._follow_leader, makers[1], peers=Near(room, 1))
         tasks = tasks_for(makers[0], {"prompt": "a"}, {"prompt": "b", "steps": 3})
         if where == 0:
             jobs = made(local_store, makers[0], tasks)

@@ -239,7 +239,7 @@ def test_a_cluster_s_videos_are_those_of_one_process(cluster, tmp_path):
         assert len({(tmp_path / folder / name).read_bytes() for folder in ("videos", "alone", "processes")}) == 1
     again, told = succeeded(batch(tmp_path, "--workers", "2", "--ray", cluster.address))
     assert again == ""
-    assert says(told, "4 videos there already")
+    assert says(told, "4 videos exist already")
 
 
 @pytest.mark.slow
@@ -249,7 +249,7 @@ def test_what_the_model_cannot_make_is_told_with_its_row(cluster, tmp_path):
     process = batch(tmp_path, "--workers", "2", "--ray", cluster.address)
     told = process.communicate()[1]
     assert process.returncode == 2
-    assert says(told, "row 2 4 5")
+    assert says(told, "line 2 4 5")
     assert "Traceback" not in told
 
 
@@ -265,7 +265,7 @@ def test_ctrl_c_ends_it_and_the_same_command_goes_on(cluster, tmp_path):
     process.send_signal(signal.SIGINT)
     told = process.communicate(timeout=60)[1]
     assert process.returncode == 130, told
-    assert re.search(r"goes on from there: wanjax batch .*--workers 2", told)
+    assert re.search(r"continue with: wanjax batch .*--workers 2", told)
     assert 0 < len(list(tmp_path.glob("videos/[!.]*.mp4"))) < 12
     succeeded(batch(tmp_path, *options))
     assert sorted(entry["seed"] for entry in read_manifest(tmp_path / "videos")) == list(range(12))

@@ -3,6 +3,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -84,12 +85,12 @@ def test_files_are_relative_to_the_table_unless_they_are_urls(tmp_path):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"prompt": "a", "references": ["a.png", null]}', "row 2 references None file"),
-        ('{"prompt": "a", "lora": "cat:0.5"}', "row 2 'lora'"),
-        ("[1, 2]", "row 2 [1, 2]"),
-        ('{"prompt": "a"', "row 2 JSON"),
-        ("[" * 100_000, "row 2 brackets"),
-        ('{"prompt": "a\\u0000"}', "row 2"),
+        ('{"prompt": "a", "references": ["a.png", null]}', "line 2 references null file"),
+        ('{"prompt": "a", "lora": "cat:0.5"}', "line 2 'lora'"),
+        ("[1, 2]", "line 2 [1, 2]"),
+        ('{"prompt": "a"', "line 2 JSON"),
+        ("[" * 100_000, "line 2 brackets"),
+        ('{"prompt": "a\\u0000"}', "line 2"),
     ],
     ids=lambda value: str(value)[:30],
 )
@@ -102,21 +103,25 @@ def test_what_is_wrong_is_told_with_its_row(tmp_path, line, said):
 @pytest.mark.parametrize(
     ("name", "data", "said"),
     [
-        ("r.csv", b"prompt,seed\na,b,3\n", "row 1 quote"),
+        ("r.csv", b"prompt,seed\na,b,3\n", "row 1 below header quote"),
         ("r.csv", b'prompt,seed\n"a,3\n', "r.csv cannot"),
-        ("r.csv", b"text,seed\na,3\n", "header column 'text'"),
-        ("r.csv", b'"text, or what is shown";prompt\na;b\n', "header column shown"),
-        ("r.csv", b"prompt,seed\n", "r.csv prompt"),
-        ("r.parquet", b"PAR1, and no more", "r.parquet cannot"),
+        ("r.csv", b"text,seed\na,3\n", "'text' column"),
+        ("r.csv", b'"text, or what is shown";prompt\na;b\n', "'text, column shown"),
+        ("r.csv", b"prompt,seed\n", "r.csv rows header"),
+        ("r.csv", b"Prompt,Sead\n", "'Sead' column seed"),
+        ("r.parquet", b"PAR1, and no more", "r.parquet Parquet .csv"),
+        ("r.csv", b"", "r.csv rows header"),
+        ("r.jsonl", b"", "r.jsonl line"),
+        ("r.parquet", b"", "r.parquet Parquet .csv"),
         ("r.txt", b"\xff\xfe\xff", "r.txt cannot"),
         ("r.txt", b"caf\xe9", "r.txt byte 4 UTF-8"),
         ("r.json", b'[\n  {"prompt": "a"},\n  {"prompt": "b"\n]', "r.json JSON prompt"),
         ("r.txt", b'[\n  {"prompt": "a",}\n]', "r.txt JSON prompt"),
         ("r.txt", b'{"prompt": "a"', "r.txt JSON prompt"),
-        ("r.txt", b'{"prompt": "a" "seed": 3}', "row 1 JSON"),
+        ("r.txt", b'{"prompt": "a" "seed": 3}', "line 1 JSON"),
         ("r.json", b"a cat\na dog", "r.json JSON .txt"),
-        ("r.json", b"[]", "r.json prompt"),
-        ("r.json", b'[{"prompt": "a"}, {"step": 2}]', "row 2 'step' steps"),
+        ("r.json", b"[]", "r.json array items"),
+        ("r.json", b'[{"prompt": "a"}, {"step": 2}]', "item 2 'step' steps"),
         ("requests", None, "requests folder file"),
     ],
 )
@@ -128,12 +133,99 @@ def test_files_that_are_not_whole_are_refused(tmp_path, name, data, said):
         read_requests(str(tmp_path / name))
 
 
+def test_a_mistyped_column_is_named_once(tmp_path):
+    (tmp_path / "r.csv").write_text("prompt,sead\na,3\n")
+    with pytest.raises(WanjaxError) as caught:
+        read_requests(str(tmp_path / "r.csv"))
+    assert str(caught.value) == "'sead' is not a column here: use seed"
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("a.tsv", "prompt\tseed\na red circle\t1\n", "a.tsv is a table that is not read: save it as a.csv"),
+        ("a.XLSX", "PK\x03\x04", "a.XLSX is a table that is not read: save it as a.csv"),
+        (
+            "a.txt",
+            "prompt,seed\na,1\n",
+            "the first line of a.txt is the header of a table, 'prompt,seed': save the table as a.csv",
+        ),
+        (
+            "a",
+            "Prompt; Negative prompt\na;b\n",
+            "the first line of a is the header of a table, 'Prompt; Negative prompt': save the table as a.csv",
+        ),
+        (
+            "a.txt",
+            "seed\tnum_frames\n1\t5\n",
+            "the first line of a.txt is the header of a table, 'seed\\tnum_frames': save the table as a.csv",
+        ),
+    ],
+)
+def test_a_table_with_another_suffix_is_refused(tmp_path, monkeypatch, name, data, message):
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text(data)
+    with pytest.raises(WanjaxError) as caught:
+        read_requests(name)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    "line", ["a red circle, a seed, steps", "prompt", "Image, video and text", "seed, a cat, video"]
+)
+def test_prompts_with_commas_are_not_a_header(tmp_path, line):
+    (tmp_path / "a.txt").write_text(f"{line}\nb\n")
+    assert [x.settings["prompt"] for x in read_requests(str(tmp_path / "a.txt"))] == [line, "b"]
+
+
+@pytest.mark.parametrize("column", ["caption", "Text"])
+def test_a_column_of_captions_is_to_be_named_prompt(tmp_path, column):
+    (tmp_path / "a.csv").write_text(f"{column};seed\na;1\n")
+    with pytest.raises(WanjaxError) as caught:
+        read_requests(str(tmp_path / "a.csv"))
+    assert str(caught.value) == f"'{column}' is not a column here: use prompt"
+
+
+def test_columns_with_another_separator_are_answered_with_those_that_are_read(tmp_path):
+    (tmp_path / "a.csv").write_text("prompt|seed\na|1\n")
+    with pytest.raises(WanjaxError) as caught:
+        read_requests(str(tmp_path / "a.csv"))
+    assert str(caught.value) == "the header is 'prompt|seed': separate its columns by commas, semicolons or tabs"
+
+
+def test_a_parquet_file_with_damaged_pages_is_not_readable(tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    file = tmp_path / "r.parquet"
+    parquet.write_table(arrow.table({"prompt": [f"a cat {number}" for number in range(1000)]}), file)
+    data = bytearray(file.read_bytes())
+    data[4:2000] = bytes(1996)
+    file.write_bytes(data)
+    with pytest.raises(WanjaxError, match=naming("r.parquet Parquet .csv")):
+        read_requests(str(file))
+
+
+def test_headings_may_be_those_of_a_spreadsheet(tmp_path):
+    (tmp_path / "r.csv").write_text("Prompt; Negative prompt;SEED\na cat;blurred;3\n")
+    [request] = read_requests(str(tmp_path / "r.csv"))
+    assert request.settings == {"prompt": "a cat", "negative_prompt": "blurred", "seed": 3}
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [("true", "steps true whole"), ("1e400", "steps Infinity whole"), ("NaN", "steps NaN"), ("[true]", "steps [true]")],
+)
+def test_values_are_echoed_as_json(tmp_path, value, words):
+    (tmp_path / "r.jsonl").write_text(f'{{"prompt": "a", "steps": {value}}}\n')
+    with pytest.raises(WanjaxError, match=naming(words)):
+        read_requests(str(tmp_path / "r.jsonl"))
+
+
 def test_a_request_counts_more_than_the_options():
-    options = VideoRequest.parse({"steps": 4, "size": (32, 64), "seed": 1}, whole=False)
-    assert VideoRequest({"prompt": "a", "steps": 2, "height": 16}, row=1).under(options).fields == {
+    options = VideoRequest.parse({"steps": 4, "size": (32, 64), "seed": 1}, complete=False)
+    assert VideoRequest({"prompt": "a", "steps": 2, "height": 16}, row=1).with_defaults(options).fields == {
         "prompt": "a", "steps": 2, "height": 16, "width": 64, "seed": 1,
     }  # fmt: skip
-    assert VideoRequest({"prompt": "a"}, row=1).under(options).fields == {"prompt": "a", **options.fields}
+    assert VideoRequest({"prompt": "a"}, row=1).with_defaults(options).fields == {"prompt": "a", **options.fields}
 
 
 def test_seeds_are_for_requests_without_one_of_their_own():
@@ -146,17 +238,17 @@ SEVERAL = ['{"prompt": "a"}', '{"prompt": "b", "steps": 0}', '{"prompt": "c" "se
 ROWS_OF_SEVERAL = {  # the lines of a file, and what each line of the message names
     "several": (
         [*SEVERAL, '{"seed": 1' + "0" * 5000 + "}"],
-        ["4 rows", "row 2 steps 0", "row 3 JSON", "row 4 prompt", "row 5 number"],
+        ["4 lines", "line 2 steps 0", "line 3 JSON", "line 4 prompt", "line 5 number"],
     ),
     "many": (
         [f'{{"prompt": "a", "steps": {-number}}}' for number in range(5000)],
-        ["5000 rows", *(f"row {number} steps {1 - number}" for number in range(1, 11)), "4990 more"],
+        ["5000 lines", *(f"line {number} steps {1 - number}" for number in range(1, 11)), "4990 more"],
     ),
     "the same": (
         ["{}" if row in {2, 5, *range(9, 41)} else '{"prompt": "a"}' for row in range(1, 50)],
-        ["rows 2, 5, 9 40 prompt"],
+        ["lines 2, 5, 9 40 prompt"],
     ),
-    "many the same": (["{}", '{"prompt": "a"}'] * 5000, ["rows 1, 3, 19, 4990 more"]),
+    "many the same": (["{}", '{"prompt": "a"}'] * 5000, ["lines 1, 3, 19, 4990 more"]),
 }
 
 
@@ -185,7 +277,7 @@ def test_a_table_may_be_separated_by(delimiter, prompt, tmp_path):
 def test_parquet_without_its_library_names_the_extra(tmp_path, monkeypatch):
     (tmp_path / "r.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(WanjaxError, match=naming("r.parquet pip install 'wanjax[parquet]'")):
+    with pytest.raises(WanjaxError, match=naming("r.parquet pip install '.[parquet]'")):
         read_requests(str(tmp_path / "r.parquet"))
 
 

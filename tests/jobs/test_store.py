@@ -82,7 +82,7 @@ def test_jobs_are_made_in_order_and_each_once(store: JobStore) -> None:
 
 
 def test_a_job_whose_files_arrive_is_placed_when_they_are_there(store: JobStore) -> None:
-    store.add(new(0), arriving=True)
+    store.add(new(0), is_arriving=True)
     store.add(new(1))
     with pytest.raises(NotFound):
         store.get("v0")
@@ -90,8 +90,8 @@ def test_a_job_whose_files_arrive_is_placed_when_they_are_there(store: JobStore)
         store.cancel("v0")
     assert [job.id for job in store.page(9)[0]] == ["v1"]
     assert store.add(new(0)).status == QUEUED
-    assert [job.id for job in store.page(9, newest=False)[0]] == ["v1", "v0"]
-    store.add(new(2), arriving=True)
+    assert [job.id for job in store.page(9, newest_first=False)[0]] == ["v1", "v0"]
+    store.add(new(2), is_arriving=True)
     assert store.remove("v2").status == ARRIVING  # the request was refused
 
 
@@ -159,11 +159,11 @@ def test_cancelled_and_removed_jobs(store: JobStore) -> None:
     for method in (store.get, store.cancel, store.remove):
         with pytest.raises(NotFound):
             method("v1")
-    assert [job.id for job in store.leftovers()] == ["v3"]  # a worker has the other
+    assert [job.id for job in store.deletable_jobs()] == ["v3"]  # a worker has the other
     store.finish("b", "v1", {})
-    assert sorted(job.id for job in store.leftovers()) == ["v1", "v3"]
+    assert sorted(job.id for job in store.deletable_jobs()) == ["v1", "v3"]
     store.purge("v3")
-    assert [job.id for job in store.leftovers()] == ["v1"]
+    assert [job.id for job in store.deletable_jobs()] == ["v1"]
     assert store.add(new(3)).status == REMOVED  # it does not come back
     assert store.stats().counters == {CANCELLED: 3, COMPLETED: 1}
 
@@ -177,7 +177,7 @@ def test_jobs_of_dead_workers_that_were_to_end_do(store: JobStore) -> None:
     store.requeue_lost("a")
     store.requeue_lost("b")
     assert store.get("v0").error["code"] == CANCELLED
-    assert [job.id for job in store.leftovers()] == ["v1"]
+    assert [job.id for job in store.deletable_jobs()] == ["v1"]
 
 
 def test_removed_rows_go_after_a_day(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,10 +197,10 @@ def test_old_failures_and_arrivals_that_stopped_are_left_over(store: JobStore, m
     for number in range(4):
         store.add(new(number))
         store.cancel(f"v{number}")
-    store.add(new("x"), arriving=True)
-    assert [job.id for job in store.leftovers()] == ["v0", "v1"]
+    store.add(new("x"), is_arriving=True)
+    assert [job.id for job in store.deletable_jobs()] == ["v0", "v1"]
     monkeypatch.setattr(stores, "ARRIVAL_TIMEOUT", -1.0)
-    assert sorted(job.id for job in store.leftovers()) == ["v0", "v1", "vx"]
+    assert sorted(job.id for job in store.deletable_jobs()) == ["v0", "v1", "vx"]
 
 
 def test_jobs_of_one_batch_are_leased_together(store: JobStore) -> None:
@@ -257,10 +257,10 @@ def test_jobs_wait_for_a_worker_of_their_model(store: JobStore) -> None:
     ready(store, "a")
     store.add(new(0, model="other"))
     store.add(new(1))
-    assert store.unserved() == ["other"]
+    assert store.models_without_worker() == ["other"]
     assert leased(store, "a") == ["v1"]
     ready(store, "b", models=("other", "nano"))
-    assert store.unserved() == []
+    assert store.models_without_worker() == []
     assert [job.id for job in store.lease("b", ["nano", "other"])] == ["v0"]
     assert [(each.name, each.state) for each in store.workers()] == [("a", "ready"), ("b", "ready")]
 
@@ -275,7 +275,7 @@ def test_pages_and_changes(store: JobStore) -> None:
     leased(store, "a")
     store.remove("v3")
     assert [(job.id, job.status) for job in store.changes(seen[-1].version)] == [("v0", RUNNING), ("v3", REMOVED)]
-    assert [job.id for job in store.changes(0, only="v4")] == ["v4"]
+    assert [job.id for job in store.changes(0, job_id="v4")] == ["v4"]
     before = store.version()
     store.heartbeat("a", "v0", {"progress": 1})
     [job] = store.changes(before)
@@ -286,7 +286,7 @@ def test_pages_and_changes(store: JobStore) -> None:
     assert ([job.id for job in page], more) == (["v4", "v2"], True)
     page, more = store.page(5, after="v2")
     assert ([job.id for job in page], more) == (["v1", "v0"], False)
-    page, more = store.page(2, after="v1", newest=False)
+    page, more = store.page(2, after="v1", newest_first=False)
     assert ([job.id for job in page], more) == (["v2", "v4"], False)
     with pytest.raises(NotFound):
         store.page(2, after="v3")
@@ -300,7 +300,7 @@ def test_a_search_reads_all_jobs_and_pages_its_matches(store: JobStore) -> None:
 
     page, more = store.page(20, matches=matches)
     assert ([job.id for job in page], more) == ([f"v{number}" for number in range(1197, 997, -10)], True)
-    page, more = store.page(1000, matches=matches, newest=False, after="v1000")
+    page, more = store.page(1000, matches=matches, newest_first=False, after="v1000")
     assert ([job.id for job in page], more) == ([f"v{number}" for number in range(1007, 1200, 10)], False)
     assert store.page(5, matches=lambda request: False) == ([], False)
 
@@ -308,7 +308,7 @@ def test_a_search_reads_all_jobs_and_pages_its_matches(store: JobStore) -> None:
 def test_pages_of_a_long_queue_take_no_time(store: JobStore) -> None:
     store.add_all([new(number) for number in range(5000)])
     start = time.perf_counter()
-    page, more = store.page(20, newest=False)
+    page, more = store.page(20, newest_first=False)
     assert time.perf_counter() - start < 1  # a count for each took four
     assert [job.jobs_ahead for job in page] == list(range(20))
     assert more
@@ -350,7 +350,7 @@ def test_two_places_of_one_database_know_nothing_of_each_other(store: JobStore, 
     assert again.namespace == store.namespace != other.namespace
     assert leased(store, "one a") + leased(store, "one b") == ["v0", "v1"]
     assert leased(store, "one b") == ["v1"]
-    assert (store.waiting(), other.waiting()) == (0, 2)
+    assert (store.num_waiting(), other.num_waiting()) == (0, 2)
     assert [other.get(f"v{number}").jobs_ahead for number in range(2)] == [0, 1]
     assert (store.stats().jobs, other.stats().jobs) == ({RUNNING: 2}, {QUEUED: 2})
     assert [[worker.name for worker in each.workers()] for each in (store, other)] == [
@@ -372,8 +372,8 @@ def test_two_places_of_one_database_know_nothing_of_each_other(store: JobStore, 
         store.get("v2")
     assert [[job.id for job in each.page(9)[0]] for each in (store, other)] == [["v1", "v0"], ["v2", "v0"]]
     assert {job.id for job in again.changes(0)} == {"v0", "v1"}
-    assert (store.unserved(), other.unserved()) == ([], ["other"])
-    assert store.leftovers() == []
+    assert (store.models_without_worker(), other.models_without_worker()) == ([], ["other"])
+    assert store.deletable_jobs() == []
     other.requeue_lost("two a")
     other.requeue_expired()
     assert store.get("v1").worker == "one b"
@@ -429,7 +429,7 @@ def test_processes_share_the_jobs(store: JobStore, url: str) -> None:
 def test_who_follows_misses_no_change(store: JobStore, url: str) -> None:
     ended, seen = threading.Event(), {}
 
-    def follow() -> None:
+    def follow_leader() -> None:
         since = 0
         while not ended.is_set() or store.changes(since):
             for job in store.changes(since):
@@ -444,7 +444,7 @@ def test_who_follows_misses_no_change(store: JobStore, url: str) -> None:
                 own.finish(name, id, {})
         own.close()
 
-    follower = threading.Thread(target=follow)
+    follower = threading.Thread(target=follow_leader)
     follower.start()
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(write, range(4)))

@@ -153,7 +153,7 @@ def test_a_job_that_is_removed_while_it_is_made_does_not_come_back(store, tmp_pa
     thread.join(PATIENCE)
     with pytest.raises(NotFound):
         store.get("v0")
-    assert [job.id for job in store.leftovers()] == ["v0"]  # for whoever removes files
+    assert [job.id for job in store.deletable_jobs()] == ["v0"]  # for whoever removes files
 
 
 def test_a_worker_that_is_drained_gives_its_jobs_back_within_a_step(store, tmp_path):

@@ -6,9 +6,10 @@ import pytest
 import wanjax
 from tests.support.types import unchecked
 from tests.support.words import says
+from wanjax.cli.arguments import with_option
 from wanjax.errors import SettingError, near_names
 from wanjax.pipelines.pipeline import Pipeline
-from wanjax.pipelines.request import known_fields
+from wanjax.pipelines.request import field_names
 
 NEAR = {
     "stepz": "steps",
@@ -34,12 +35,12 @@ def pipe() -> Pipeline:
 
 @pytest.mark.parametrize("name", NEAR)
 def test_a_near_name_is_told(name):
-    assert near_names(name, sorted(known_fields()), 1) == [NEAR[name]]
+    assert near_names(name, sorted(field_names()), 1) == [NEAR[name]]
 
 
 @pytest.mark.parametrize("name", FAR)
 def test_a_far_name_is_not_told(name):
-    assert near_names(name, sorted(known_fields())) == []
+    assert near_names(name, sorted(field_names())) == []
 
 
 def sentence(call, **keywords) -> str:
@@ -56,6 +57,7 @@ def test_a_call_names_its_own_keywords_too(pipe):
         assert "follow" not in sentence(method, foo=1)
     assert says(sentence(pipe, length=5), "'length' frames")
     assert says(sentence(pipe, num_steps=5), "'num_steps' steps")
+    assert sentence(pipe, seconds=1) == "'seconds' is not a keyword here: use frames, of which fps make a second"
 
 
 def test_an_attribute_that_is_another_library_s_or_a_setting_is_told_with_its_place(pipe):
@@ -69,3 +71,11 @@ def test_an_attribute_that_is_another_library_s_or_a_setting_is_told_with_its_pl
         pipe.steps = 4
     with pytest.raises(AttributeError, match=r"did you mean progress\?"):
         pipe.progres = False
+
+
+def test_the_command_names_a_setting_as_it_takes_it():
+    strength = SettingError("a strength of 0.5 needs an input video: give a video too, or no strength", "strength")
+    assert with_option(strength) == "a strength of 0.5 needs an input video: give --video too, or no --strength"
+    prompt = SettingError("prompt must be valid text", "prompt")
+    assert with_option(prompt) == "prompt must be valid text"
+    assert with_option(SettingError("flow_shift must be above 0", "flow_shift")) == "--flow-shift must be above 0"

@@ -13,7 +13,7 @@ import pytest
 from starlette.testclient import TestClient
 
 import wanjax
-from wanjax.cli.serving import ATTEMPTS, opened
+from wanjax.cli.serving import MAX_ATTEMPTS, open_store
 from wanjax.jobs.store import Job
 from wanjax.jobs.worker import WorkerThread
 from wanjax.pipelines.pipeline import Pipeline
@@ -23,7 +23,7 @@ from wanjax.serve.limits import Limits
 from wanjax.serve.maker import ServedMaker
 from wanjax.serve.variants import Variants
 from wanjax.stores.paths import AnyPath
-from wanjax.stores.temporary import HOST
+from wanjax.stores.temporary import HOST_NAME
 
 SMALL: dict[str, Any] = {"prompt": "a red circle", "size": "32x32", "frames": 5, "steps": 2}
 Start = Callable[..., "Server"]
@@ -45,12 +45,12 @@ class Server:
     ):
         bounds = Limits.of(variants.model(None).defaults, **limits)
         self._opened = ExitStack()
-        self.folder, self.store = folder, self._opened.enter_context(opened(folder, database))
+        self.folder, self.store = folder, self._opened.enter_context(open_store(folder, database))
         self.maker = ServedMaker(variants, folder, compiles=False, preview=preview)
-        self.worker = WorkerThread(self.store, self.maker, attempts=ATTEMPTS)
+        self.worker = WorkerThread(self.store, self.maker, attempts=MAX_ATTEMPTS)
         access = Access.read("127.0.0.1", token, origins)
         self.service = Service(
-            *(self.store, folder, *self.maker.served(), bounds, access, lambda: self.worker.is_broken)
+            *(self.store, folder, *self.maker.models_and_cards(), bounds, access, lambda: self.worker.is_broken)
         )
         self.service.start()
         self.application = self.service.application()
@@ -76,7 +76,7 @@ class Server:
         ids = []
         for number in range(count):
             name = f"dead-{token_hex(4)}"
-            self.store.register(name, "ready", {"host": HOST, "process": 2**22 + number, "models": ["nano"]})
+            self.store.register(name, "ready", {"host": HOST_NAME, "process": 2**22 + number, "models": ["nano"]})
             ids += [job.id for job in self.store.lease(name, ["nano"])]
         return ids
 
@@ -87,7 +87,7 @@ class Server:
 
     def jobs(self) -> dict[str, Job]:
         """The jobs by id, in the order of their requests."""
-        return {job.id: job for job in self.store.page(1000, newest=False)[0]}
+        return {job.id: job for job in self.store.page(1000, newest_first=False)[0]}
 
     def is_cleared(self, id: str) -> bool:
         """Return whether a video's folder is gone within a while."""

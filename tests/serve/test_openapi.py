@@ -16,7 +16,7 @@ from tests.serve.conftest import SMALL
 from tests.support.media import picture
 from tests.support.served import serving
 from wanjax.pipelines.settings import Settings, schema
-from wanjax.serve.app import UNSUPPORTED_ROUTES
+from wanjax.serve.routing import UNSUPPORTED_ROUTES
 
 IMAGE = "data:image/png;base64," + base64.b64encode(picture()).decode()
 
@@ -50,7 +50,7 @@ def test_every_path_of_the_server_is_described(described):
              if hasattr(route, "methods") for method in route.methods - {"HEAD"}}  # fmt: skip
     told = {(path, method) for path, ways in document["paths"].items() for method in ways if method != "parameters"}
     page = {("/", "get"), ("/login", "post"), ("/openapi.json", "get")}
-    assert told == paths - page - {(path, "post") for path in UNSUPPORTED_ROUTES}
+    assert told == paths - page - {(path, method) for path in UNSUPPORTED_ROUTES for method in ("get", "post")}
 
 
 def test_answers_are_as_described(described):
@@ -80,6 +80,10 @@ def test_answers_are_as_described(described):
         ({"steps": 0}, False),
         ({"steps": 201}, False),
         ({"steps": "many"}, False),
+        ({"steps": "2"}, False),
+        ({"guidance_scale": "2.5"}, False),
+        ({"allow_empty_prompt": "true"}, False),
+        ({"frames": None, "seconds": "0.2"}, True),
         ({"flow_shift": 0}, False),
         ({"fps": 1.5}, False),
         ({"scheduler": "none"}, False),
@@ -99,6 +103,41 @@ def test_requests_are_right_for_both_or_for_neither(described, fields, right):
     else:
         with pytest.raises(jsonschema.ValidationError):
             checked(document, "VideoRequest")(request)
+
+
+def test_every_status_of_a_wrong_request_is_described(start, tmp_path):
+    """Wrong parameters, ids, ranges, media types, sizes, hosts and tokens, sent to each path that takes them."""
+    server, locked = start(upload=10_000), start(folder=tmp_path / "locked", token="a-token-of-the-tests", work=False)
+    document = server.client.get("/openapi.json").json()
+    id = server.finished(server.ask(seed=1)["id"])["id"]
+    answered = set()
+
+    def check(path, method, client=server.client, **request):
+        answer = client.request(method, path.replace("{id}", request.pop("id", id)), **request)
+        responses = document["paths"][path][method]["responses"]
+        assert str(answer.status_code) in responses, (method, path, request, answer.text)
+        answered.add((path, method, answer.status_code))
+
+    for path, operations in document["paths"].items():
+        for method in operations.keys() - {"parameters"}:
+            if "events" not in path:  # a stream that is answered does not end
+                check(path, method, id="video_none", json=SMALL | {"steps": 0} if path == "/v1/videos" else None)
+            for client in (locked.client, server.client_from("192.0.2.1")):
+                check(path, method, client)
+            check(path, method, headers={"content-length": "99999999"})
+            if path.startswith("/v1/"):
+                check(path, method, params={"nonsense": 1})
+    for range in ("bytes=0-9", "bytes=99999999-", "lines=1-2"):
+        check("/v1/videos/{id}/content", "get", headers={"range": range})
+    for variant in ("thumbnail", "none", "preview"):
+        check("/v1/videos/{id}/content", "get", params={"variant": variant})
+    for query in ({"limit": "0"}, {"order": "up"}, {"after": "video_none"}):
+        check("/v1/videos", "get", params=query)
+    for kind, body in {"text/plain": b"a", "application/json": b"[", "multipart/form-data; boundary=x": b"--"}.items():
+        check("/v1/videos", "post", headers={"content-type": kind}, content=body)
+    for expected in (("/v1/videos", "post", 415), ("/v1/videos/{id}/content", "get", 416), ("/v1/models", "get", 422)):
+        assert expected in answered
+    assert {status for _, _, status in answered} >= {206, 400, 401, 403, 404, 413, 415, 416, 422}
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from axe_playwright_python.sync_playwright import Axe
 from PIL import Image
 
 from tests.support.documents import ROOT
+from tests.support.films import film
 from tests.support.quick import quick
 from tests.support.served import PROMPT, serving
 from tests.support.warm import wanjax
@@ -44,6 +45,13 @@ def made(served):
     return ids
 
 
+SAID = """
+() => ["#state", ".wrong", ".toasts p", ".question", "#make", ".source", ".asked", ".item", ".card", "dialog"]
+  .flatMap((selector) => [...document.querySelectorAll(selector)].map((one) => `${selector}: ${one.innerText}`))
+  .filter((line) => !/: $/.test(line)).join("\\n")
+"""
+
+
 class Opened:
     """A page in a tab of its own, what its scripts complained of, and the addresses that it asked."""
 
@@ -60,6 +68,11 @@ class Opened:
         self.page.wait_for_selector("[name=shape]", state="attached")
         return self.page
 
+    def print_state(self):
+        """Print what the page says, which pytest shows for a test that failed."""
+        if self.page.url.startswith(self.url):
+            print(self.page.evaluate(SAID), *self.complaints, *self.asked[-20:], sep="\n")
+
     def sent(self, method="POST"):
         return [url for verb, url in self.asked if verb == method]
 
@@ -75,6 +88,7 @@ def opened(browser, served, tmp_path):
 
     yield tab
     for number, one in enumerate(tabs):
+        one.print_state()
         one.page.screenshot(path=tmp_path / f"tab{number}.png")
         one.context.close()
         assert not [line for line in one.complaints if not re.search(r"\b(4\d\d|503)\b|ERR_", line)], one.complaints
@@ -220,8 +234,10 @@ def test_a_video_from_text(opened, served, width, height):
     page.wait_for_selector("dialog[open]")
     page.keyboard.press("Delete")
     page.wait_for_selector(f"[data-id={id}]", state="detached")
-    page.goto("about:blank")  # left, so it is deleted at once
-    until(lambda: served.get(f"/v1/videos/{id}").status_code == 404, 20)
+    page.goto("about:blank")  # left while the deletion can be undone, so nothing is lost
+    tab.goto().wait_for_selector(f"[data-id={id}]")
+    assert "DELETE" not in [verb for verb, _ in tab.asked]
+    served.delete(f"/v1/videos/{id}")
 
 
 def test_a_deletion_is_undone_while_another_video_is_open(opened, served, made):
@@ -261,9 +277,29 @@ def test_pictures_by_drop_paste_and_choice(opened, served):
     page.evaluate(GIVE, ["#prompt", "paste", file["name"], file["mimeType"], encoded(file["buffer"])])
     page.wait_for_selector("[data-input=image] .thumbnail img")
     page.evaluate(GIVE, [".composer", "drop", "a.txt", "text/plain", encoded(b"text")])
-    assert "a.txt" in page.wait_for_selector("#message:not(:empty)").inner_text()
+    assert says(page.wait_for_selector(".go .refused").inner_text(), "a.txt picture PNG JPEG WebP clip MP4 MKV")
+    page.evaluate(GIVE, ["[data-input=image]", "drop", "a.txt", "text/plain", encoded(b"text")])
+    message = page.wait_for_selector("[data-input=image] .wrong").inner_text()
+    assert says(message, "a.txt picture PNG JPEG WebP First")
+    page.set_input_files("#file-image", {"name": "README.md", "mimeType": "text/markdown", "buffer": b"# text"})
+    assert "README.md" in page.wait_for_selector("[data-input=image] .wrong:has-text('README.md')").inner_text()
     page.fill("#prompt", "a red circle moving up")
     small(page, seed="3")
+    page.click("#make")
+    page.wait_for_selector("#file-image[aria-invalid]:focus")  # a refused file stays refused, and nothing is sent
+    page.click("[data-input=image] .refused button")
+    page.wait_for_selector("[data-input=image] .wrong", state="detached")
+    page.evaluate(GIVE, [".composer", "drop", "a.txt", "text/plain", encoded(b"text")])
+    page.wait_for_selector(".go .refused")
+    page.click("#make")
+    page.wait_for_selector(".go .refused button:focus")
+    assert tab.sent() == []
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".refused", state="detached")
+    page.evaluate(GIVE, ["[data-input=image]", "drop", "circle.mp4", "video/mp4", encoded(b"clip")])
+    page.wait_for_selector("[data-input=image] .wrong:has-text('circle.mp4')")
+    page.set_input_files("#file-image", file)  # another file is the answer to a refused one
+    page.wait_for_selector(".refused", state="detached")
     page.click("#make")
     id = completed(page, "a red circle moving up").get_attribute("data-id")
     video = served.get(f"/v1/videos/{id}").json()
@@ -342,6 +378,59 @@ def test_seeds_of_vary_are_used_once(opened, served, made):
         served.delete(f"/v1/videos/{one['id']}")
 
 
+BUTTON_PLACES = """
+(seconds) => new Promise((resolve) => {
+  const places = new Set(), end = performance.now() + 1000 * seconds;
+  const look = () => {
+    const { x, y } = document.getElementById("make").getBoundingClientRect();
+    if (!document.querySelector("dialog")) places.add(`${Math.round(x)} ${Math.round(y)}`);
+    if (performance.now() < end) requestAnimationFrame(look);
+    else resolve([...places]);
+  };
+  document.querySelector("dialog .vary").click();
+  look();
+})
+"""
+
+
+def test_the_button_stays_where_it_is_first_seen(opened, made):
+    """From the frame in which the dialog is gone: neither a scroll nor a late picture moves it under a pointer."""
+    page = opened(viewport={"width": 400, "height": 800}).goto()
+    page.click(f"[data-id={made[0]}] .open")
+    page.wait_for_selector("dialog[open] video")
+    page.evaluate("document.querySelector('.right').style.minHeight = '3000px'")
+    page.evaluate("scrollTo(0, 2000)")
+    assert page.evaluate("scrollY") == 2000
+    places = page.evaluate(BUTTON_PLACES, 1.5)
+    assert len(places) == 1
+    page.evaluate("document.querySelector('.source img').removeAttribute('src')")  # as before it has arrived
+    assert page.evaluate(BUTTON_PLACES.replace('document.querySelector("dialog .vary").click();', ""), 0.1) == places
+
+
+def test_what_is_requested_while_the_list_is_read_again_stays(opened, served, made):
+    """The list that the page reads when its stream opens may be older than a video that it has requested since."""
+    tab = opened(viewport={"width": 400, "height": 800})
+    page, lists = tab.page, []
+
+    def hold_second(route):
+        lists.append((route, route.fetch()))
+        if len(lists) == 1:
+            route.fulfill(response=lists[0][1])
+
+    page.route("**/v1/videos?*", hold_second)
+    tab.goto()
+    until(lambda: page.evaluate("1") and len(lists) > 1)
+    page.fill("#prompt", "a green circle")
+    small(page)
+    page.click("#make")
+    page.wait_for_selector(".go .asked:visible")
+    lists[1][0].fulfill(response=lists[1][1])
+    completed(page, "a green circle")
+    assert page.is_visible(".go .asked")
+    [video] = [one for one in served.get("/v1/videos").json()["data"] if one["prompt"] == "a green circle"]
+    served.delete(f"/v1/videos/{video['id']}")
+
+
 def test_what_is_under_way_is_led_to_where_the_page_is_scrolled(opened, served, made):
     """Beside the form, which stays in view, what is under way is put above all that was made; its notes are shown."""
     tab = opened(viewport={"width": 1280, "height": 500}, reduced_motion="reduce")
@@ -355,6 +444,7 @@ def test_what_is_under_way_is_led_to_where_the_page_is_scrolled(opened, served, 
     page.wait_for_function(IN_VIEW, arg=[".item:has(.prompt)", "#queue-title"])
     card = completed(page, "a green dog")
     card.query_selector(".open").click()
+    page.wait_for_selector("dialog[open] .about")
     assert says(page.inner_text("dialog .about"), "nano does not know 'dog'")
     [video] = [one for one in served.get("/v1/videos").json()["data"] if one["prompt"] == "a green dog"]
     served.delete(f"/v1/videos/{video['id']}")
@@ -491,6 +581,7 @@ WRONG = {
         "1,99999999999999999999": "18446744073709551615",
         "many": "many",
     },
+    "count": {"1000": "1000 32", "x": "x number", "2.5": "2.5 whole", "0": "0 1"},
     "width": {"33": "33 32 48", "": "Width", "x": "x number"},
     "height": {"-16": "-16 16"},
     "frames": {"6": "6 5 9", "0": "0 1", "many": "many number", "5.5": "5.5 whole"},
@@ -559,6 +650,59 @@ def test_a_drawer_shows_what_is_changed_and_takes_it_back(opened):
     assert page.locator(".setting.changed").count() == 0
 
 
+def test_a_reload_keeps_the_form_without_its_files(opened, served, made):
+    """Settings, shape, seed and open sections stay; a file is asked for again; a reset is kept too."""
+    tab = opened()
+    page = tab.goto()
+    page.fill("#prompt", PROMPT)
+    page.fill("#seed", "5..7")
+    page.set_input_files("#file-image", [picture()])
+    page.wait_for_selector("[data-input=image] .thumbnail img")
+    small(page, steps="9")
+    page.click(".expert > summary")
+    page.select_option("[name=scheduler]", "euler")
+    page.reload()
+    page.wait_for_selector(".expert [name=scheduler]")
+    names = ("prompt", "seed", "width", "height", "frames", "steps", "scheduler", "count")
+    values = [page.input_value(f"[name={name}]") for name in names]
+    assert values == [PROMPT, "5..7", "64", "32", "5", "9", "euler", "3"]
+    assert page.is_checked("[name=shape][value=own]")
+    assert page.query_selector(".thumbnail") is None
+    assert says(page.inner_text("[data-input=image] .lost"), "choose again")
+    page.set_input_files("#file-image", [picture()])
+    page.wait_for_selector("[data-input=image] .lost", state="detached")
+    page.click(".reset")
+    page.click(".expert > summary")
+    page.reload()
+    page.wait_for_selector("[name=steps]")
+    assert page.input_value("[name=steps]") == "20"
+    assert page.input_value("#prompt") == PROMPT
+    assert not page.is_visible("[name=scheduler]")
+    assert opened().goto().input_value("#prompt") == ""  # another tab has a form of its own
+
+
+def test_previews_are_shown_while_a_video_is_made(opened, served):
+    page = opened().goto()
+    page.fill("#prompt", "a green square moving left")
+    small(page, steps="200")
+    page.click("#make")
+    until(lambda: page.evaluate("document.querySelector('.in_progress .preview')?.naturalWidth > 0"))
+    id = completed(page, "a green square moving left").get_attribute("data-id")
+    served.delete(f"/v1/videos/{id}")
+
+
+def test_a_warning_about_a_picture_with_a_clip_is_beside_its_video(opened, served, tmp_path):
+    clip = film(tmp_path / "fast.mp4").read_bytes()
+    body = {"prompt": "a picture and a clip", "size": "64x32", "frames": "5", "steps": "2"}
+    files = {"image": picture()["buffer"], "video": clip}
+    id = served.post("/v1/videos", data=body, files=files).raise_for_status().json()["id"]
+    until(lambda: served.get(f"/v1/videos/{id}").json()["status"] == "completed")
+    page = opened().goto()
+    page.click(f"[data-id={id}] .open")
+    assert says(page.wait_for_selector("dialog .note").inner_text(), "picture clip together")
+    served.delete(f"/v1/videos/{id}")
+
+
 def test_cards_show_what_plan_estimated(opened):
     """Until the server has made a video, from which it knows better."""
     tab = opened()
@@ -571,6 +715,11 @@ def test_cards_show_what_plan_estimated(opened):
     assert all(re.search(r"\d+ s, estimated", one) for one in seconds)
     assert seconds[0] != seconds[1]
     says(page.inner_text(".go .cost"), "estimated")
+    page.check("[name=shape][value=own]", force=True)
+    for width, has_time in (("0", False), ("33", False), ("64", True)):  # no time for what cannot be made
+        page.fill("[name=width]", width)
+        page.fill("[name=height]", "32")
+        until(lambda has_time=has_time: (page.locator(".cost:has-text('estimated')").count() > 0) == has_time)
 
 
 def test_two_tabs_and_a_reload_in_the_middle(opened, served):

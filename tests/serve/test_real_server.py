@@ -54,6 +54,7 @@ def test_a_kill_and_a_restart_lose_no_video(tmp_path):
         assert [finished(client, id)["status"] for id in ids] == ["completed"] * 3
         process.terminate()
         assert process.wait(60) == 0
+        assert process.stderr.read().endswith("stopped\n")  # nothing waits
 
 
 @pytest.mark.slow
@@ -65,6 +66,7 @@ def test_a_busy_server_ends_at_a_signal_and_goes_on_later(tmp_path):
                 if '"stage": "denoise"' in line:
                     process.terminate()
         assert process.wait(60) == 0
+        assert says(process.stderr.read(), "stopped waiting videos started again")
     with serving(tmp_path, "--no-rehearse") as (client, _):
         assert finished(client, id)["status"] == "completed"
 
@@ -245,7 +247,7 @@ def test_ctrl_c_cancels_what_a_server_makes(served, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Report, "stop_if_asked", pressed)
+    monkeypatch.setattr(Report, "stop_if_interrupted", pressed)
     result = wanjax(PROMPT, "--steps", "200", "--at", str(served.base_url))
     assert result.exit_code == 130
     newest = served.get("/v1/videos?limit=1").json()["data"][0]

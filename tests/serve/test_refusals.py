@@ -2,6 +2,7 @@
 """Requests that are refused with one sentence, and those who may not ask."""
 
 import base64
+import gzip
 import io
 import json
 import re
@@ -15,12 +16,14 @@ from PIL import Image
 
 from tests.serve.conftest import SMALL
 from tests.support.commands import refused
+from tests.support.films import film, harmed
 from tests.support.words import says
 from wanjax.cli import serving
 from wanjax.errors import SettingError
-from wanjax.media.inputs import INPUTS
-from wanjax.pipelines.request import fields_beside
+from wanjax.media.inputs import INPUT_SPECS
+from wanjax.pipelines.request import other_fields
 from wanjax.serve.auth import COOKIE
+from wanjax.serve.error_details import strip_folders
 from wanjax.serve.limits import Limits
 from wanjax.serve.uploads import save_pictures
 
@@ -40,7 +43,7 @@ def animated(side):
 
 @pytest.fixture(scope="module")
 def fields(pipe):
-    return sorted({*pipe.defaults.to_json(), *fields_beside()})
+    return sorted({*pipe.defaults.to_json(), *other_fields()})
 
 
 VALUES = st.one_of(
@@ -80,7 +83,8 @@ def door(start):
 def test_no_query_fails_the_server(door, name, value):
     query = {name: value.encode("utf-8", "replace")}
     assert door.client.get("/v1/videos", params=query).status_code in (200, 404, 422)
-    assert door.client.get("/v1/videos/video_x/content", params=query).status_code == 404
+    answer = door.client.get("/v1/videos/video_x/content", params=query)
+    assert answer.status_code == (404 if name in ("variant", "after") else 422)
 
 
 @pytest.mark.parametrize("limit", ["0", "101", "1999", "00000000000001999", "-1", "x", "", "1" * 400, "\u0663"])
@@ -147,6 +151,20 @@ def test_bad_clips(start, data):
     assert not any(server.folder.glob("video_*"))
 
 
+def test_a_truncated_clip_is_answered_with_what_is_wrong_with_it(start, tmp_path):
+    """Nothing of it stays on the disk or in the queue."""
+    server = start(work=False)
+    clips = {"fast.mp4": "video breaks frame complete copy", "plain.mp4": "video cannot read truncated complete copy"}
+    for name, words in clips.items():
+        part = harmed(film(tmp_path / name), "cut").read_bytes()
+        answer = server.client.post("/v1/videos", data={"prompt": "a", "frames": "5"}, files={"video": part})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (422, "video"), error
+        assert says(error["message"], words), error["message"]
+        assert not server.jobs()
+        assert not any(server.folder.glob("video_*"))
+
+
 PICTURE, FILM = base64.b64decode(blank(32).partition(",")[2]), CLIPS[-1]
 ANIMATION = base64.b64decode(animated(32).partition(",")[2])
 OF_ANOTHER_KIND = [  # a field, what is sent as it, fields beside, and what the sentence names
@@ -161,14 +179,14 @@ OF_ANOTHER_KIND = [  # a field, what is sent as it, fields beside, and what the 
 
 
 def test_a_mask_that_is_neither_picture_nor_clip_is_named(tmp_path):
-    with pytest.raises(SettingError, match=r"mask is no clip: send a picture, a film .* animation") as caught:
-        save_pictures({"mask": [b"a text"]}, INPUTS, tmp_path, Limits(10**7))
+    with pytest.raises(SettingError, match=r"mask is not a clip: send a picture, a video file .* animation") as caught:
+        save_pictures({"mask": [b"a text"]}, INPUT_SPECS, tmp_path, Limits(10**7))
     assert caught.value.setting == "mask"
 
 
 def test_a_clip_is_not_called_for_where_a_model_takes_none(tmp_path):
     with pytest.raises(SettingError) as caught:
-        save_pictures({"image": [FILM]}, INPUTS, tmp_path, Limits(10**7), takes_clips=False)
+        save_pictures({"image": [FILM]}, INPUT_SPECS, tmp_path, Limits(10**7), takes_clips=False)
     assert "video" not in str(caught.value)
 
 
@@ -184,7 +202,7 @@ def test_a_file_of_another_kind_than_its_field_is_named(start, field, data, more
 
 def test_large_clips(start, machine):
     server = start(work=False)
-    machine.reads_at_most(pixels=64 * 64, clip_factor=2)
+    machine.reads_at_most(max_pixels=64 * 64, clip_factor=2)
     assert says(server.refused(422, json=SMALL | {"video": animated(64)}), "3 frames 64x64 8,192")
 
 
@@ -262,7 +280,14 @@ def test_a_full_queue(start):
         ("PUT", "/v1/videos", 405),
         ("GET", "/v1/videos?limit=0", 422),
         ("GET", "/v1/videos?limit=x", 422),
+        ("GET", "/v1/videos?limit=1&limit=2", 422),
+        ("GET", "/v1/videos?limt=1", 422),
         ("GET", "/v1/videos?order=up", 422),
+        ("GET", "/v1/models?limit=2", 422),
+        ("GET", "/v1/videos/video_1?variant=video", 422),
+        ("GET", "/v1/videos/video_1/content?varian=preview", 422),
+        ("GET", "/v1/videos/video_1/content?variant=preview&variant=video", 422),
+        ("POST", "/v1/videos?prompt=a", 422),
         ("GET", "/v1/videos?after=video_1", 404),
         ("DELETE", "/v1/videos/video_1", 404),
         ("POST", "/v1/videos/video_1/cancel", 404),
@@ -278,8 +303,21 @@ PATHS = {  # those that there are not, and what the sentence names
     "/v1/videos/": "/v1/videos/ mean /v1/videos",
     "/videos/video_1/content": "mean /v1/videos/video_1/content",
     "/v1/health": "mean /health",
-    "/v1/chat/completions": "/v1/chat/completions /v1/videos /v1/models /openapi.json",
-    "/page/nothing.js": "/page/nothing.js /v1/videos",
+    "/v1/video": "/v1/video mean /v1/videos GET POST",
+    "/v1/video/video_1": "mean /v1/videos/video_1 DELETE GET",
+    "/V1/Videos": "/V1/Videos mean /v1/videos",
+    "/v1/videos/video_1/recrod": "mean /v1/videos/video_1/record (GET)",
+    "/v1/videos/video_1/event": "mean /v1/videos/video_1/events (GET)",
+    "/v1/videos/video_1/cancle": "mean /v1/videos/video_1/cancel (POST)",
+    "/v1/videos/video_1/content/video": "mean /v1/videos/video_1/content (GET)",
+    "/v1/event": "mean /v1/events (GET)",
+    "/healthz": "mean /health (GET)",
+    "/openapi": "mean /openapi.json (GET)",
+    "/v1/chat/completions": "/v1/chat/completions GET /openapi.json all paths",
+    "/favicon.ico": "/favicon.ico GET /openapi.json all paths",
+    "/v2/v1/models": "/v2/v1/models mean /v1/models (GET)",
+    "/page/nothing.js": "/page/nothing.js GET /openapi.json all paths",
+    "/v1/videos/video_1/nothing": "/v1/videos/video_1/nothing GET /openapi.json all paths",
     "/v1/models/nanoo": "'nanoo' nano",
     "/v1/models/x": "'x' nano",
 }
@@ -291,6 +329,150 @@ def test_a_path_that_there_is_not_is_answered_with_those_that_there_are(start, p
     error = answer.json()["error"]
     assert (answer.status_code, error["type"], error["code"]) == (404, "invalid_request_error", "not_found")
     assert says(error["message"], PATHS[path])
+
+
+PARAMETERS = {  # what is asked for, the parameter or field that is wrong, and what the sentence names
+    "/v1/videos?after=zzz": ("after", "after 'zzz' last_id"),
+    "/v1/videos?after=": ("after", "after '' last_id"),
+    "/v1/videos?limit=0": ("limit", "limit '0' 1 100"),
+    "/v1/videos?order=up": ("order", "order 'up' asc desc"),
+    "/v1/videos?limit=2&limit=3": ("limit", "limit 2 times"),
+    "/v1/videos?page=2": ("page", "'page' limit after order query"),
+    "/v1/videos?query=" + "a" * 4001: ("query", "query 4001 4000"),
+    "/v1/models?limit=2": ("limit", "'limit' none"),
+    "/v1/models/nanoo": ("id", "'nanoo' nano"),
+    "/v1/videos/zzz": ("id", "'zzz' GET /v1/videos"),
+    "/v1/videos/zzz/record": ("id", "'zzz' GET /v1/videos"),
+    "/v1/videos/zzz/content": ("id", "'zzz' GET /v1/videos"),
+    "/v1/videos/zzz/events": ("id", "'zzz' GET /v1/videos"),
+    "/v1/videos/zzz/content?varian=preview": ("varian", "'varian' variant"),
+}
+
+
+@pytest.mark.parametrize("path", PARAMETERS)
+def test_the_wrong_parameter_of_a_path_or_query_is_named(start, path):
+    error = start(work=False).client.get(path).json()["error"]
+    name, words = PARAMETERS[path]
+    assert error["param"] == name
+    assert says(error["message"], words), error["message"]
+
+
+FIELDS = {  # fields beside the prompt, as JSON; the wrong one; what the sentence names
+    '"steps": true': ("steps", "steps true 1 200"),
+    '"steps": 1e999': ("steps", "steps '1e999'"),
+    '"steps": "4"': ("steps", 'steps text "4" 4 without quotes'),
+    '"guidance_scale": "2.50"': ("guidance_scale", 'guidance_scale text "2.50" 2.5 without quotes'),
+    '"guidance_scale": "high"': ("guidance_scale", "guidance_scale number 'high'"),
+    '"seed": "7"': ("seed", 'seed text "7" 7 without quotes'),
+    '"allow_empty_prompt": "true"': ("allow_empty_prompt", 'allow_empty_prompt text "true" true without quotes'),
+    '"steps": [1, null]': ("steps", "steps [1, null]"),
+    '"seconds": "1e999"': ("seconds", "seconds '1e999'"),
+    '"size": {"a": null}': ("size", '64x64 {"a": null}'),
+    '"seed": false': ("seed", "seed false"),
+    '"then": [true]': ("then", "[true]"),
+    '"cache": true': ("cache", "cache true magcache"),
+    '"lora": {"x": true}': ("lora", "no LoRA wanjax serve --lora"),
+    '"lora": "x.safetensors"': ("lora", "'x.safetensors' no LoRA wanjax serve --lora"),
+    '"guidance_scale": {"a": {"b": "' + "c" * 50 + '"}}': ("guidance_scale", "guidance_scale object"),
+    f'"negative_prompt": {[7] * 50}': ("negative_prompt", "negative_prompt array"),
+    '"image": "http://a.example/a.png"': ("image", "image data: 'http://a.example/a.png' file"),
+    '"image": {"image_url": true}': ("image", "image data: true"),
+    '"allow_empty_prompt": "yes"': ("allow_empty_prompt", "true false 'yes'"),
+    '"n": 2': ("n", "'n' field prompt"),
+    '"stepz": 2': ("stepz", "'stepz' steps"),
+    '"num_frames": 5': ("num_frames", "'num_frames' frames"),
+    '"sampler": "euler"': ("sampler", "'sampler' scheduler"),
+    '"dtype": "bfloat16"': ("dtype", "'dtype' server started_with"),
+    '"boundary": 0.5': ("boundary", "'boundary' effect model"),
+}
+
+
+@pytest.mark.parametrize("fields", FIELDS)
+def test_a_wrong_field_of_json_is_named_with_its_value_as_json(start, fields):
+    name, words = FIELDS[fields]
+    answer = start(work=False).client.post(
+        "/v1/videos", content=f'{{"prompt": "a", {fields}}}', headers={"content-type": "application/json"}
+    )
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (422, name)
+    assert says(error["message"], words), error["message"]
+    assert not re.search(r"keyword|wanjax\.load|True|False|None", error["message"])
+
+
+@pytest.mark.parametrize("name", ["prompt", "steps"])
+def test_a_text_that_is_sent_as_a_file_is_named(start, name):
+    answer = start(work=False).client.post("/v1/videos", data={"seed": "1"}, files={name: b"20"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (422, name)
+    assert says(answer.json()["error"]["message"], f"{name} file text")
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "words"),
+    [
+        ("application/json", b"", 'empty {"prompt": "a red circle"}'),
+        ("application/json", b"null", "object null"),
+        ("application/json", b"[true]", "object [true]"),
+        ("multipart/form-data", b"x", "form boundary curl"),
+    ],
+)
+def test_an_unreadable_body_is_answered_with_what_to_send(start, kind, body, words):
+    assert says(start(work=False).refused(400, content=body, headers={"content-type": kind}), words)
+
+
+def test_a_compressed_body_is_not_read_as_a_plain_one(start):
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    assert says(start(work=False).refused(415, content=gzip.compress(b"{}"), headers=headers), "'gzip' without")
+
+
+@pytest.mark.parametrize(
+    ("status", "request_options", "words"),
+    [
+        (415, {"json": {"token": TOKEN}}, "'application/json' form token=TOKEN"),
+        (400, {"files": {"token": TOKEN.encode()}}, "form token=TOKEN text"),
+        (401, {"data": {"token": "wrong"}}, "token wrong"),
+        (401, {"data": {"other": TOKEN}}, "token missing"),
+    ],
+)
+def test_a_login_that_is_refused_is_answered_with_why(start, status, request_options, words):
+    answer = start(work=False, token=TOKEN).client.post("/login", **request_options)
+    assert answer.status_code == status
+    assert says(answer.json()["error"]["message"], words)
+
+
+VARIANTS = {  # of a video that was made without a picture or clip
+    "image": "'image' image video thumbnail preview",
+    "clip": "'clip' video thumbnail preview",
+    "last_image": "'last_image' image thumbnail",
+    "references_1": "'references_1' references thumbnail",
+    "thumb": "'thumb' mean thumbnail",
+    "": "'' video thumbnail preview",
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_variant_that_a_video_lacks_is_answered_with_why_and_with_those_that_it_has(start, variant):
+    server = start(work=False)
+    id = server.ask()["id"]
+    answer = server.client.get(f"/v1/videos/{id}/content", params={"variant": variant})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (422, "variant")
+    assert says(error["message"], VARIANTS[variant].replace("references thumbnail", "reference images thumbnail"))
+    assert ("without" in error["message"]) == (variant in ("image", "clip", "last_image", "references_1"))
+
+
+def test_a_file_that_a_video_does_not_have_is_answered_with_why(start):
+    server = start(work=False)
+    id = server.ask()["id"]
+    url = f"/v1/videos/{id}/content"
+    answer = server.client.get(url, params={"variant": "preview"})
+    assert answer.status_code == 404
+    assert says(answer.json()["error"]["message"], "preview --no-preview steps")
+    assert says(server.client.get(url).json()["error"]["message"], "queued completed")
+    server.client.post(f"/v1/videos/{id}/cancel")
+    for path in (url, f"/v1/videos/{id}/record"):
+        answer = server.client.get(path)
+        assert answer.status_code == 409
+        assert says(answer.json()["error"]["message"], "cancelled files POST")
 
 
 @pytest.mark.parametrize(
@@ -446,9 +628,10 @@ def test_no_answer_leads_to_an_address_of_its_own(start):
         assert (answer.status_code, answer.headers.get("location")) == (404, None)
 
 
+@pytest.mark.parametrize("method", ["GET", "POST"])
 @pytest.mark.parametrize("path", ["video_1/remix", "edits", "extensions", "characters"])
-def test_what_openai_offered_beside(start, path):
-    answer = start(work=False).client.post(f"/v1/videos/{path}", json={"prompt": "a"})
+def test_what_openai_offered_beside(start, path, method):
+    answer = start(work=False).client.request(method, f"/v1/videos/{path}")
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert (set(error), error["code"]) == ({"message", "type", "param", "code"}, "not_offered")
@@ -501,6 +684,7 @@ def test_metrics_are_in_the_form_of_prometheus(start):
 OPTIONS = [
     (["--host", "0.0.0.0"], "token --token"),
     (["--host", "0.0.0.0", "--token", "short"], "16 characters"),
+    (["--token", ""], "16 characters"),  # as of a variable of the shell that is not set
     (["--host", "203.0.113.1", "--token", TOKEN], "203.0.113.1 --host"),
     (["--origin", "https://videos.example"], "--origin https://videos.example --token"),
     *(
@@ -529,4 +713,36 @@ def test_options_that_the_command_refuses(tmp_path, monkeypatch, options, words)
 def test_without_the_libraries_a_sentence_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(serving, "find_spec", lambda name: None)
-    assert says(refused("serve"), "'wanjax[serve]'")
+    assert says(refused("serve"), "pip install '.[serve]'")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"frames": 81}, "32x32 81 frames 82,944 pixels 40,000 37 frames 16x16"),
+        ({"size": "320x320", "frames": 1}, "320x320 1 frame 102,400 40,000 192x192"),
+        ({"size": "320x320", "frames": 161}, "320x320 161 frames 40,000 smaller size fewer frames"),
+    ],
+)
+def test_a_video_too_large_is_answered_with_sizes_that_are_allowed(start, fields, words):
+    server = start(work=False, pixels=40_000)
+    assert says(server.refused(422, json=SMALL | fields), words)
+
+
+def test_a_similar_parameter_is_suggested(start):
+    answer = start(work=False).client.get("/v1/videos/video_x/content", params={"varian": "thumbnail"})
+    assert answer.json()["error"]["message"].endswith("did you mean variant, or after?")
+
+
+@pytest.mark.parametrize("fields", [{"strength": 0.5}, {"strength": 0.5, "image": None}])
+def test_no_answer_names_an_option_of_the_command(start, fields):
+    client = start(work=False).client
+    assert "--" not in client.post("/v1/videos", json=SMALL | fields).json()["error"]["message"]
+    for path in ("/v1/models", "/openapi.json"):
+        assert " --" not in client.get(path).text
+
+
+def test_paths_of_the_interface_are_no_folders_of_the_server():
+    text = "POST /v1/videos or GET /v1/videos/x/content; /health; /srv/models/a.safetensors; /v1/weights/b.bin"
+    expected = "POST /v1/videos or GET /v1/videos/x/content; /health; a.safetensors; b.bin"
+    assert strip_folders(text, []) == expected

@@ -15,7 +15,7 @@ from tests.support.media import picture
 from tests.support.quick import quick
 from tests.support.stores import BUCKET, failing, forget, objects, running_s3
 from tests.support.words import naming, says
-from wanjax.cli.serving import opened
+from wanjax.cli.serving import check_host, open_store
 from wanjax.errors import WanjaxError
 from wanjax.jobs.sharing import SERVE_FILE
 from wanjax.serve import store_files
@@ -86,7 +86,7 @@ def test_a_video_in_a_store_is_asked_for_sent_and_removed(start, tmp_path, url, 
         assert {name.partition("-")[0] for name in os.listdir(tmp_path / "table")} == {"jobs.sqlite"}
         assert os.listdir(tmp_path / "temporary") == []
         whole = server.content(id)
-        assert whole == (folder / "video.mp4").read(2**20)
+        assert whole == (folder / "video.mp4").read_object(2**20)
         assert Image.open(io.BytesIO(server.content(id, variant="thumbnail"))).size == (32, 32)
         assert Image.open(io.BytesIO(server.content(id, variant="image"))).size == (40, 30)
         record = server.client.get(f"/v1/videos/{id}/record").json()
@@ -113,7 +113,7 @@ NONE = ["bytes=99999999-", "bytes=-0"]
 
 def test_parts_of_a_video_are_those_of_the_store(served, monkeypatch):
     """In pieces of 1,000 bytes, of which no more are read than are asked for."""
-    monkeypatch.setattr(store_files, "PIECE", 1000)
+    monkeypatch.setattr(store_files, "PIECE_BYTES", 1000)
     server, whole = served(work=False), bytes(range(256)) * 16
     id = completed(server, whole)
     path = f"/v1/videos/{id}/content"
@@ -161,7 +161,7 @@ def test_a_store_that_fails_is_told_without_its_names_and_words(served, tmp_path
 
 
 def test_an_answer_that_the_store_cuts_off_is_not_taken_for_whole(served, monkeypatch):
-    monkeypatch.setattr(store_files, "PIECE", 1000)
+    monkeypatch.setattr(store_files, "PIECE_BYTES", 1000)
     server = served(work=False)
     id = completed(server)
     with failing("cat_file", DENIED, after=1):
@@ -199,7 +199,21 @@ def test_a_killed_server_finds_its_videos_in_the_store(served):
     assert {name.split("/")[0] for name in names(parse_path(HERE))} == {*ids[:2], "video_of_another_server"}
 
 
+def test_a_wrong_database_leaves_no_folder(tmp_path):
+    folder = tmp_path / "served" / "videos"
+    with pytest.raises(WanjaxError, match=naming("/nope")), open_store(folder, "/nope/x.sqlite"):
+        pass
+    assert not folder.parent.exists()
+
+
+@pytest.mark.parametrize("host", ["999.1.1.1", "no host", "." + "a" * 70])
+def test_a_host_that_is_no_address_is_named(host):
+    with pytest.raises(WanjaxError, match=naming(f"--host {host if len(host) < 20 else ''} address 127.0.0.1 0.0.0.0")):
+        check_host(host)
+    check_host("127.0.0.1")
+
+
 def test_a_table_is_in_no_store():
-    with pytest.raises(WanjaxError, match=naming(f"{HERE} --database")), opened(parse_path(HERE), None):
+    with pytest.raises(WanjaxError, match=naming(f"{HERE} --database")), open_store(parse_path(HERE), None):
         pass
     assert objects() == {}

@@ -31,21 +31,23 @@ from wanjax import registry
 from wanjax.checkpoints.files import save_safetensors
 from wanjax.checkpoints.lora_source import Lora
 from wanjax.errors import WanjaxError
-from wanjax.execution import Instance
+from wanjax.execution import TracedProgram
 from wanjax.jobs.databases import Sqlite
+from wanjax.jobs.maker import JobProgress
 from wanjax.jobs.store import STOPPED, NewJob
 from wanjax.jobs.worker import HEARTBEAT_INTERVAL, Lease
-from wanjax.media.inputs import INPUTS
+from wanjax.media.inputs import INPUT_SPECS
 from wanjax.media.pictures import read_clip
 from wanjax.media.video import read_metadata, write_video
+from wanjax.pipelines.previews.latent_preview import fit_colours
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.text.prompt_extension import ExtendedPrompt
 from wanjax.pipelines.video_metadata import digest_of
 from wanjax.schedulers import UniPC
 from wanjax.serve import maker, uploads
-from wanjax.serve.faults import without_folders
+from wanjax.serve.error_details import strip_folders
 from wanjax.serve.variants import Variants
-from wanjax.serve.videos import new_id, output_of
+from wanjax.serve.videos import new_id, output_path
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
@@ -95,6 +97,26 @@ def test_previews_of_a_video_under_way(start):
     assert plain.client.get(f"/v1/videos/{made['id']}/content?variant=preview").status_code == 404
 
 
+def test_the_colours_of_previews_are_fitted_in_the_stage_that_compiles(start, monkeypatch):
+    """Their programs are no part of the seconds of denoising."""
+    order: list[str] = []
+    enter = JobProgress.stage
+
+    def fit(*arguments):
+        order.append("fit")
+        return fit_colours(*arguments)
+
+    def stage(self, name):
+        order.append(name)
+        return enter(self, name)
+
+    monkeypatch.setattr("wanjax.pipelines.pipeline.fit_colours", fit)
+    monkeypatch.setattr(JobProgress, "stage", stage)
+    server = start(preview=True)
+    assert server.finished(server.ask()["id"])["status"] == "completed"
+    assert order == ["compile", "fit", "encode", "denoise", "decode"]
+
+
 def test_each_window_is_told_with_previews_of_its_own(start, monkeypatch):
     told, tell = [], Lease.report
 
@@ -114,6 +136,44 @@ def test_each_window_is_told_with_previews_of_its_own(start, monkeypatch):
     assert {2, 4} <= set(previews)
 
 
+def test_a_warning_of_the_library_is_a_note_of_its_video_alone(start, tmp_path):
+    """A picture and a clip together: the answer to the request, and then the video with its notes, by each way."""
+    server = start()
+    inputs = {"image": picture((32, 32)), "video": film(tmp_path / "a.mp4", 9).read_bytes()}
+    data = {name: str(value) for name, value in SMALL.items()}
+    answer = server.client.post("/v1/videos", data=data, files=inputs)
+    assert answer.status_code == 200, answer.text
+    other = server.ask()["id"]
+    id = answer.json()["id"]
+    (note,) = (text for text in server.finished(id)["notes"] if "clip" in text)
+    assert says(note, "picture clip together")
+    assert note in server.client.get(f"/v1/videos/{id}/events").text
+    assert not any("clip" in text for text in server.finished(other)["notes"])
+
+
+RANGES = {  # a Range header, the status, and which part of the file is sent
+    "bytes=0-3": (206, slice(0, 4)),
+    "bytes=-5": (206, slice(-5, None)),
+    "bytes=x": (200, slice(None)),
+    "bytes=5-2": (200, slice(None)),
+    "items=0-3": (200, slice(None)),
+    "bytes=0-3,6-7": (200, slice(None)),
+}
+
+
+def test_a_range_is_sent_an_invalid_one_ignored_and_one_outside_refused(start):
+    server = start()
+    id = server.ask()["id"]
+    assert server.finished(id)["status"] == "completed"
+    whole, url = server.content(id), f"/v1/videos/{id}/content"
+    for header, (status, part) in RANGES.items():
+        answer = server.client.get(url, headers={"range": header})
+        assert (answer.status_code, answer.content) == (status, whole[part]), header
+    answer = server.client.get(url, headers={"range": "bytes=99999999-"})
+    assert (answer.status_code, answer.headers["content-range"]) == (416, f"bytes */{len(whole)}")
+    assert says(answer.json()["error"]["message"], f"'bytes=99999999-' outside {len(whole):,}")
+
+
 def test_notes_tell_what_may_not_be_meant(start):
     server = start()
     prompts = {"then": ["a blue mountain"], "windows": 2, "prompt": "a dog"}
@@ -130,7 +190,7 @@ def test_forms_and_json_mean_the_same(start, pipe):
     data = {name: str(value) for name, value in SMALL.items()} | {"seed": "3", "negative_prompt": ""}
     form = server.client.post("/v1/videos", data=data, files={"input_reference": ("a.png", picture())}).json()
     url = "data:image/png;base64," + base64.b64encode(picture()).decode()
-    asked = [server.ask(seed=3, input_reference={"image_url": url}), server.ask(seed="3", image=url), form]
+    asked = [server.ask(seed=3, input_reference={"image_url": url}), server.ask(seed=3, image=url), form]
     assert all(one["settings"] == asked[0]["settings"] and one["pictures"] == ["image"] for one in asked)
     files = [(server.folder / id / "image.png").read_bytes() for id in server.jobs()]
     assert len(set(files)) == 1
@@ -180,7 +240,7 @@ def test_a_clip_begins_a_video(start, pipe, tmp_path):
 def test_an_input_of_one_family_alone_is_a_field(start, tmp_path, monkeypatch):
     """A registered family brings it; the frames are those of the library."""
     monkeypatch.setattr(registry, "FAMILIES", [*registry.FAMILIES])
-    monkeypatch.setitem(INPUTS, DRIVING.name, DRIVING)
+    monkeypatch.setitem(INPUT_SPECS, DRIVING.name, DRIVING)
     wanjax.register(TOY_SOUND)
     pipe = wanjax.load(write_checkpoint(tmp_path / "toy", TOY_SOUND))
     server, clip = start(of=Variants(pipe)), film(tmp_path / "a.gif", 5)
@@ -308,7 +368,7 @@ def test_what_waits_and_what_is_under_way_is_cancelled(start, monkeypatch):
 def test_a_video_is_cancelled_between_two_programs(start, monkeypatch):
     """Those that are compiled when the wish arrives are the last; the server tells how many were begun, of how many."""
     server, begun, go, names = start(), threading.Event(), threading.Event(), []
-    compiled = Instance.compiled
+    compiled = TracedProgram.compile
 
     def slow(instance, *options):
         names.append(instance.program.name)
@@ -318,7 +378,7 @@ def test_a_video_is_cancelled_between_two_programs(start, monkeypatch):
             assert go.wait(60)
         return compiled(instance, *options)
 
-    monkeypatch.setattr(Instance, "compiled", slow)
+    monkeypatch.setattr(TracedProgram, "compile", slow)
     id = server.ask(size="48x32", frames=9)["id"]
     assert begun.wait(60)
     while (video := server.client.get(f"/v1/videos/{id}").json())["stage_done"] < 3:
@@ -361,6 +421,18 @@ def with_lora(model, file):
     return Variants(load(model, loras), loras, load)
 
 
+def test_a_record_is_sent_as_a_request(start, pipe):
+    """What the server was started with is left out if it is the server's own, and refused if it is not."""
+    server = start(work=False)
+    record = pipe.metadata(pipe.settings(prompt="a red circle", size=(32, 32), frames=5, steps=2, seed=7), {})
+    assert record["strength"] == pipe.defaults.strength
+    answer = server.client.post("/v1/videos", json=record)
+    assert answer.status_code == 200, answer.text
+    video = answer.json()
+    assert (video["settings"]["seed"], video["settings"]["steps"]) == (7, 2)
+    assert says(server.refused(422, json=SMALL | {"dtype": "float64"}), "'dtype' server started_with")
+
+
 def test_no_record_names_a_folder(start, tmp_path, monkeypatch):
     """Files are named without their folders, with their digests; who has them makes the video again."""
     packaged = wanjax.load("nano").components.source
@@ -400,6 +472,9 @@ def test_strengths_of_a_lora(start, tmp_path):
     variants = with_lora("nano", more_red(file))
     server, encoder = start(of=variants), variants.model(None).text_encoder
     assert server.client.get("/v1/models").json()["data"][0]["loras"] == [{"name": "more_red", "strength": 0.5}]
+    for wrong, words in (("more_red", "lora 'more_red' more_red:0.5"), ({"x": 1}, "LoRA 'x' more_red")):
+        assert says(server.refused(422, json=SMALL | {"lora": wrong}), words)
+    assert says(server.refused(422, json=SMALL | {"lora": {"more_red": True}}), "lora true")
     asked = [{}, {"lora": "more_red:2"}, {"lora": {"more_red": 0}}, {}]
     made = [server.finished(server.ask(seed=3, **more)["id"]) for more in asked]
     assert [one["lora"] for one in made] == [[{"name": "more_red", "strength": x}] for x in (0.5, 2.0, 0.0, 0.5)]
@@ -450,7 +525,7 @@ def test_what_was_asked_of_a_killed_server_is_found_again(start, tmp_path):
     waiting = start(work=False)
     change(waiting, ids[1], status="in_progress", worker="one that is not heard of")
     ids += [waiting.ask(seed=seed)["id"] for seed in (2, 3)]
-    waiting.store.add(NewJob(torn := new_id(), {}, "nano", output_of(torn)), arriving=True)
+    waiting.store.add(NewJob(torn := new_id(), {}, "nano", output_path(torn)), is_arriving=True)
     change(waiting, torn, created_at=0.0)
     for id in (torn, "video_of_a_stranger"):
         (waiting.folder / id).mkdir()
@@ -564,7 +639,7 @@ def test_no_path_of_the_server_is_told(start, tmp_path):
     ],
 )
 def test_paths_become_names(told, left):
-    assert without_folders(told, [Path("/srv/my videos/video_1"), Path("/srv")]).startswith(left)
+    assert strip_folders(told, [Path("/srv/my videos/video_1"), Path("/srv")]).startswith(left)
 
 
 @pytest.fixture
@@ -677,7 +752,7 @@ def test_many_clients_at_once(start):
 
 
 def test_programs_of_many_shapes_are_forgotten(start, monkeypatch):
-    monkeypatch.setattr(maker, "SHAPES", 1)
+    monkeypatch.setattr(maker, "MAX_PROGRAM_KEYS", 1)
     dropped = []
     monkeypatch.setattr(maker.EXECUTE, "forget", lambda: dropped.append(True))
     server = start()
@@ -700,7 +775,7 @@ def test_windows_and_an_extended_prompt_are_the_servers_too(start):
     refused = server.client.post("/v1/videos", json=SMALL | {"extend_prompt": "http://127.0.0.1:1/v1"})
     assert refused.status_code == 422
     assert not server.client.get("/v1/models").json()["data"][0]["extends_prompts"]
-    server.maker.extend = lambda text, picture: ExtendedPrompt(f"{text} moving", text)
+    server.maker.extend_prompt = lambda text, picture: ExtendedPrompt(f"{text} moving", text)
     made = server.finished(server.ask(windows=3, then=["a blue circle"])["id"])
     assert made["status"] == "completed", made["error"]
     assert float(made["seconds"]) == 13 / made["settings"]["fps"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch of videos: the process that drives it follows its jobs in the store, and writes the manifest.
+"""A batch of videos. One process, the driver, watches the batch's jobs in the store, and writes the manifest.
 
 A batch makes each video whose file does not exist yet. The manifest has one line of JSON for each video. Only the
 driver writes it, from the changes of the store. If the driver was killed, the last lines may be missing; the next
@@ -18,11 +18,11 @@ from wanjax.errors import WanjaxError
 from wanjax.jobs.maker import Task, batch_key
 from wanjax.jobs.store import FAILED, Job, JobStore, NewJob
 from wanjax.jobs.worker import DISK_FULL
-from wanjax.pipelines.request import OWN
+from wanjax.pipelines.request import PER_VIDEO
 from wanjax.stores.paths import AnyPath, read
 
 MANIFEST = "manifest.jsonl"
-MAX_RUN_JOBS = 32  # maximum jobs of a run; all their prompts are encoded before the first video
+MAX_RUN_JOBS = 32  # the most jobs in a run; a run encodes the prompts of all its jobs before it makes the first video
 MANIFEST_INTERVAL = 10.0  # seconds between two writes of a manifest to a remote store
 MAX_FIRST_FAILURES = 8  # a batch ends after this many failures without a success
 
@@ -47,7 +47,8 @@ class Batch:
         store.add_all([self._new_job(task, model) for task in self._unfinished.values()])
 
     def _new_job(self, task: Task, model: str) -> NewJob:
-        """Return the job of a task. A task that failed before runs alone, so that it cannot fail others."""
+        """Return the job of a task. A task that failed before gets a run of its own, so that it cannot make other tasks
+        fail."""
         batch = "" if task.output in self.manifest.failed else batch_key(task.request)
         return NewJob(task.output, task.request.to_json(), model, task.output, batch)
 
@@ -90,7 +91,7 @@ class Batch:
     def _raise_if_all_failed(self, task: Task) -> None:
         if not self.done_count and len(self.failed) == min(MAX_FIRST_FAILURES, self.total):
             error = self.failed[-1].error or {}
-            raise task.request.wrong(WanjaxError(error.get("message", "")))
+            raise task.request.add_row_number(WanjaxError(error.get("message", "")))
 
     def close(self) -> None:
         """Cancel the unfinished jobs, so that no worker makes them."""
@@ -134,7 +135,7 @@ class Manifest:
         entry = {
             "file_name": task.output,
             **({"row": row} if row else {}),
-            **{setting: settings[setting] for setting in OWN if setting in settings},
+            **{setting: settings[setting] for setting in PER_VIDEO if setting in settings},
         }
         line = json.dumps(
             entry | {name: value for name, value in outcome.items() if value}, ensure_ascii=False
@@ -157,7 +158,8 @@ class Manifest:
 
     @staticmethod
     def _append_line(file: Path, line: bytes) -> None:
-        """Append a line in one write, so that lines do not mix; first end a line that a full disk cut off."""
+        """Append a line in one write, so that the lines of several processes do not mix. If a full disk cut off the
+        last line, end that line first."""
         descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         try:
             size = os.fstat(descriptor).st_size

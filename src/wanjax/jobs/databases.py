@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """SQLite and PostgreSQL for the job store: short transactions on two connections per process.
 
-One connection writes and the other reads. One thread at a time uses each. SQL placeholders are written `:name`.
+One connection writes, and the other one reads. Only one thread at a time uses a connection. SQL placeholders are
+written `:name`.
 """
 
 import fcntl
@@ -19,12 +20,12 @@ from urllib.parse import unquote
 
 import psutil
 
-from wanjax.errors import WanjaxError, reason
+from wanjax.errors import WanjaxError, install_extra, reason
 from wanjax.stores.writing import check_folder
 
 ENV_VARIABLE = "WANJAX_DATABASE"  # keeps the password out of the command line
 POSTGRES_SCHEMES = ("postgresql://", "postgres://")
-SQLITE_SUFFIXES = (".sqlite", ".sqlite3", ".db")  # of a file that does not exist
+SQLITE_SUFFIXES = (".sqlite", ".sqlite3", ".db")  # suffixes that a new database file may have
 POSTGRES_EXAMPLE = "postgresql://USER:PASSWORD@HOST/NAME"
 CONNECT_TIMEOUT, LOCK_TIMEOUT, NETWORK_TIMEOUT = 4, 4, 10
 """Seconds to wait for a connection, for a lock, and for a network that does not answer."""
@@ -45,7 +46,7 @@ PERMANENT_ERROR_WORDS = (
 TRANSIENT_CODES = ("40001", "40P01", "53300", "55P03", "25P03", "57P01", "57P02", "57P03")
 """PostgreSQL's codes of transient errors: deadlocks, lock timeouts, too many connections, starting or stopping."""
 MIN_FREE_BYTES = 2**20  # with fewer free bytes, an I/O error counts as a full disk
-DISK_FULL_CODES = ("SQLITE_FULL", "53100")  # of SQLite and of PostgreSQL
+DISK_FULL_CODES = ("SQLITE_FULL", "53100")  # prefixes of URLs of SQLite and of PostgreSQL
 
 SqlValues = Mapping[str, Any]
 
@@ -112,9 +113,10 @@ def open_database(url: str) -> "Database":
 
 
 def check_name(url: str) -> None:
-    """Raise WanjaxError if a name is neither a URL of PostgreSQL, nor an existing file, nor one with SQLite's suffixes.
+    """Raise WanjaxError unless a name is a URL of PostgreSQL, an existing file, or a new file with one of SQLite's
+    suffixes.
 
-    A mistyped URL would otherwise become a file.
+    Without this check, a mistyped URL would become the name of a file.
 
     Args:
         url: The path of the file, or a URL.
@@ -126,7 +128,8 @@ def check_name(url: str) -> None:
             f"the database {public_url(url)} is neither a file nor PostgreSQL: give a path, or {POSTGRES_EXAMPLE}"
         )
     file = Path(url).expanduser()
-    if file.suffix.lower() not in SQLITE_SUFFIXES and not os.path.exists(file):  # which raises nothing for any name
+    # `os.path` raises no error for an invalid name
+    if file.suffix.lower() not in SQLITE_SUFFIXES and not os.path.exists(file):
         name = "that file" if "@" in url else str(file)  # a URL without its scheme may hold a password
         raise WanjaxError(
             f"the database {name} does not exist, and a new one ends in {' or '.join(SQLITE_SUFFIXES)}: "
@@ -155,29 +158,30 @@ def public_url(url: str) -> str:
     if "://" not in url:
         return url
     scheme, _, rest = url.partition("://")
-    login, at_sign, host_and_database = rest.rpartition(
+    password, at_sign, host_and_database = rest.rpartition(
         "@"
-    )  # at the last @, since an unquoted password may contain others
-    return f"{scheme}://{login.partition(':')[0]}{at_sign}{host_and_database.partition('?')[0]}"
+    )  # split at the last @, because an unquoted password may contain more of them
+    return f"{scheme}://{password.partition(':')[0]}{at_sign}{host_and_database.partition('?')[0]}"
 
 
 def without_password(text: str, url: str) -> str:
-    """Replace the password of a URL by *** in a text, also the fragments into which a parser may split it.
+    """Replace the password of a URL by *** in a text. If a parser has split the URL, also replace the fragments of the
+    password.
 
     Args:
         text: A text that may contain parts of the URL, such as an error message of a library.
         url: The URL.
     """
-    login = url.partition("://")[2].rpartition("@")[0].partition(":")[2]
+    password = url.partition("://")[2].rpartition("@")[0].partition(":")[2]
     query = re.findall(r"[?&](?:ssl)?password=([^&]*)", url)
-    for secret in (login, *query, *re.split(r"[@:/?#\[\]]", login)):
+    for secret in (password, *query, *re.split(r"[@:/?#\[\]]", password)):
         for spelling in {secret, unquote(secret)} - {""}:
             text = text.replace(spelling, "***")
     return text
 
 
 class _SharedConnection:
-    """A connection that is opened on first use, and that one thread at a time uses."""
+    """A connection that is opened at its first use. Only one thread at a time can use it."""
 
     def __init__(self, connect: Callable[[], Any], errors: tuple[type[Exception], ...]):
         self._connect, self._errors = connect, errors
@@ -230,10 +234,10 @@ class Database:
         connect: Opens a connection.
 
     Attributes:
-        name: Its path or URL in messages.
+        name: The path or URL of the database in messages.
         is_shared: Whether other hosts can connect.
         now: An SQL expression for the database's time, in seconds since 1970.
-        errors: The exceptions of its library.
+        errors: The exceptions of the database's library.
     """
 
     name: str
@@ -271,7 +275,7 @@ class Database:
         """
 
     def is_transient(self, error: Exception) -> bool:
-        """Return whether the same transaction may succeed later.
+        """Return whether an error is temporary, so that the same transaction may succeed later.
 
         Args:
             error: The error of the database's library.
@@ -290,7 +294,7 @@ class Database:
         )
 
     def reclaim(self) -> None:
-        """On a full disk, free space inside the database's files for a few small changes."""
+        """If the disk is full, free space inside the database's files, so that a few small changes fit."""
 
     def close(self) -> None:
         self._writer.close()
@@ -352,7 +356,8 @@ class Sqlite(Database):
         return getattr(error, "sqlite_errorname", "") in ("SQLITE_BUSY", "SQLITE_LOCKED")
 
     def is_full(self, error: Exception) -> bool:
-        """Return whether the disk is full; SQLite reports this as an I/O error for its log and index files."""
+        """Return whether the disk is full. For its log and its index files, SQLite reports a full disk as an I/O
+        error."""
         failed = getattr(error, "sqlite_errorname", "").startswith("SQLITE_IOERR")
         return super().is_full(error) or (failed and shutil.disk_usage(self.file.parent).free < MIN_FREE_BYTES)
 
@@ -376,7 +381,7 @@ class Postgres(Database):
             import psycopg
             from psycopg.conninfo import conninfo_to_dict
         except ImportError as error:
-            raise WanjaxError("PostgreSQL needs psycopg: run pip install 'wanjax[postgres]'") from error
+            raise WanjaxError(f"PostgreSQL needs psycopg: {install_extra('postgres')}") from error
         self.url, self.name = url, public_url(url)
         self.errors = (psycopg.Error,)
         try:

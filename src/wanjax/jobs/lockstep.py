@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker of several processes, as on a multi-host TPU slice: a leader and its followers.
 
-Only the leader leases jobs, validates and names them, and writes files. It broadcasts the tasks of each run. Then all
-processes make the run together, each with its own devices.
+Only the leader leases jobs, validates and names them, and writes files. The leader broadcasts the tasks of each run.
+Then all processes make the run together, each with its own devices.
 
-Before a run, all processes confirm that they can make it. If one fails later, the others may already wait for it in a
-collective. So it exits, which ends all of them (`wanjax.jobs.multihost`). For the same reason, a run stops early only
-if the whole worker exits.
+Before a run, all processes confirm that they can make it. If one process fails during the run, the other processes may
+already wait for it in a collective. So the failing process exits, which ends all processes (`wanjax.jobs.multihost`).
+For the same reason, a run stops early only if the whole worker exits.
 """
 
 from collections import deque
@@ -21,11 +21,11 @@ from wanjax.pipelines.observers import Observer
 from wanjax.pipelines.request import PreparedRequest, VideoRequest
 from wanjax.pipelines.run import Run
 
-FIT_LATENT_PREVIEW = "fit_latent_preview"  # a message in place of tasks
+FIT_LATENT_PREVIEW = "fit_latent_preview"  # a message that is sent in place of tasks
 
 
 class OutOfSync(Exception):
-    """An error after which the other processes wait in a collective, so that all must exit."""
+    """An error in one process, after which the other processes wait in a collective. All processes must exit."""
 
 
 class Leader(VideoMaker):
@@ -34,14 +34,14 @@ class Leader(VideoMaker):
     Args:
         arguments: The positional arguments of `VideoMaker`.
         peers: The group of all processes; None for those of `jax.distributed`.
-        restarts: Whether the processes are restarted after such an error, so that a retry may succeed.
+        can_restart: Whether something restarts the processes after an OutOfSync error, so that a retry may succeed.
         keywords: The other keyword arguments of `VideoMaker`.
     """
 
-    def __init__(self, *arguments: Any, peers: PeerGroup | None = None, restarts: bool = False, **keywords: Any):
+    def __init__(self, *arguments: Any, peers: PeerGroup | None = None, can_restart: bool = False, **keywords: Any):
         super().__init__(*arguments, **keywords)
-        self.peers, self.restarts = peers or PeerGroup(), restarts
-        self.sync_error: Exception | None = None  # the error that left the followers waiting
+        self.peers, self.restarts = peers or PeerGroup(), can_restart
+        self.sync_error: Exception | None = None  # the error after which the followers wait
 
     def fit_latent_preview(self) -> None:
         self.in_sync = False
@@ -74,13 +74,13 @@ class Leader(VideoMaker):
         return failure._replace(is_retryable=failure.is_retryable and self.restarts)
 
     def dismiss(self) -> bool:
-        """Tell the followers to exit if they are in sync; return whether they were."""
+        """If the followers are in sync, tell them to exit. Return whether the followers were in sync."""
         if self.in_sync:
             self.peers.broadcast(None)
         return self.in_sync
 
 
-def follow(maker: VideoMaker, peers: PeerGroup | None = None) -> None:
+def follow_leader(maker: VideoMaker, peers: PeerGroup | None = None) -> None:
     """Make each run that the leader broadcasts, until the leader dismisses this process.
 
     Args:
@@ -103,7 +103,7 @@ def follow(maker: VideoMaker, peers: PeerGroup | None = None) -> None:
 
 
 def _prepare_run(maker: VideoMaker, tasks: Sequence[Task]) -> tuple[Run | None, str]:
-    """Return the run of tasks and "", or None and why this process cannot make the run."""
+    """Return the run of the tasks and "". If this process cannot make the run, return None and the reason."""
     try:
         return maker.prepare_run(tasks), ""
     except Exception as error:  # the leader reports errors of any kind

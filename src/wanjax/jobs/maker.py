@@ -24,21 +24,21 @@ from wanjax.jobs.worker import DISK_FULL, Failure, Interrupted, Lease
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures
 from wanjax.media.text_files import slug
-from wanjax.media.video import try_output, write_video
+from wanjax.media.video import write_trial_video, write_video
 from wanjax.pipelines.observers import Cancelled, Observer, Step
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.previews.previews import Previews
 from wanjax.pipelines.progress import timing_writes
-from wanjax.pipelines.request import MODEL, OWN, PreparedRequest, VideoRequest
+from wanjax.pipelines.request import MODEL, PER_VIDEO, PreparedRequest, VideoRequest
 from wanjax.pipelines.run import Run
 from wanjax.pipelines.seeds import checked_seed
-from wanjax.pipelines.settings import LOADED, Settings
-from wanjax.pipelines.tracing import check_making
+from wanjax.pipelines.settings import LOAD_SETTINGS, Settings
+from wanjax.pipelines.tracing import check_run_memory
 from wanjax.pipelines.windows import Window
-from wanjax.stores.paths import AnyPath, StoreError, names_in, parse_path
+from wanjax.stores.paths import AnyPath, StoreError, file_names_in, parse_path
 
 T = TypeVar("T")
-HOST_ENTRIES = ("devices", "version")  # metadata that does not change the video, and so is not part of its name
+HOST_ENTRIES = ("devices", "version")  # entries of metadata that do not change the video, and so do not change its name
 MAX_ERROR_LENGTH = 500  # characters
 STAGE_PERCENTS = {"extend": (0, 0), "compile": (0, 0), "encode": (0, 2), "denoise": (2, 95), "decode": (95, 99)}
 """The progress of a video in percent, at the start and at the end of each stage."""
@@ -57,7 +57,7 @@ class Task(NamedTuple):
 
 
 class SharedSetup(NamedTuple):
-    """Everything that the requests of one run share.
+    """Data that all requests of one run share.
 
     Args:
         pipe: The pipeline, with the requested scheduler.
@@ -81,18 +81,18 @@ class SharedSetup(NamedTuple):
             WanjaxError: The request is invalid.
         """
         seed = checked_seed(request.settings.get("seed", self.settings.seed), alone=True)
-        settings = self.settings.updated({**{name: request.settings.get(name) for name in OWN}, "seed": seed})
-        return PreparedRequest(settings, {**self.metadata, **{name: getattr(settings, name) for name in OWN}})
+        settings = self.settings.updated({**{name: request.settings.get(name) for name in PER_VIDEO}, "seed": seed})
+        return PreparedRequest(settings, {**self.metadata, **{name: getattr(settings, name) for name in PER_VIDEO}})
 
 
-def with_program_cache(function: Callable[[], T], shared: Mapping[str, Any]) -> T:
+def with_program_cache(function: Callable[[], T], setup: Mapping[str, Any]) -> T:
     """Call a function in a process that runs only wanjax, and cache compiled programs for later processes.
 
     Args:
         function: The function to call.
-        shared: The arguments of `use_shared`, for a shared cache of compiled programs.
+        setup: The arguments of `use_shared`, for a shared cache of compiled programs.
     """
-    use_shared(**shared)
+    use_shared(**setup)
     EXECUTE.executables = user_executables() if compile_cache_folder() is None else None
     return function()
 
@@ -104,8 +104,8 @@ class VideoMaker:
         load: Loads the pipeline.
         folder: The folder of the videos.
         tiling: Tiling of the autoencoder, for all videos.
-        batch_guidance: Whether guidance computes the prompt and the negative prompt in one batch.
-        force: Whether to make videos again that exist.
+        batch_guidance: Whether the prompt and the negative prompt are computed in one batch.
+        force: Whether to make existing videos again.
         observers: Observers of every run.
     """
 
@@ -121,8 +121,8 @@ class VideoMaker:
     ):
         self.load, self.folder, self.force, self.observers = load, folder, force, observers
         self.run_options: Any = {"tiling": tiling, "batch_guidance": batch_guidance}
-        self.settings: dict[str, Settings] = {}  # of the planned videos, by file name
-        self.in_sync = True  # False while other processes may wait for this one in a collective
+        self.settings: dict[str, Settings] = {}  # the requests of the planned videos, by file name
+        self.in_sync = True  # False while other processes may wait for this process in a collective
 
     @cached_property
     def pipe(self) -> Pipeline:
@@ -134,25 +134,25 @@ class VideoMaker:
         return [self.pipe.defaults.model]
 
     def warm_up(self, should_stop: Callable[[], bool]) -> None:
-        """Create the pipeline. Its networks are loaded with the first video.
+        """Create the pipeline. The networks of the pipeline are loaded with the first video.
 
         Args:
-            should_stop: Not called, since this cannot be interrupted.
+            should_stop: Not called, because this method cannot be interrupted.
         """
         assert self.pipe
 
     def plan(self, requests: Sequence[VideoRequest], row_errors: RowErrors | None = None) -> list[Task]:
-        """Return the tasks of requests, after a test that the video with the longest prompt can be written.
+        """Return the tasks of requests. First check that the video with the longest prompt can be written.
 
         Args:
             requests: The requests.
-            row_errors: Errors that other rows already have; None for none.
+            row_errors: The errors of other rows, or None.
 
         Raises:
-            WanjaxError: Some requests are invalid, or the video could not be written.
+            WanjaxError: Some requests are invalid, or the video cannot be written.
         """
         tasks = self.tasks_for(requests, row_errors)
-        existing = set() if self.force else names_in(self.folder)
+        existing = set() if self.force else file_names_in(self.folder)
         if missing := [task for task in tasks if task.output not in existing]:
             self.try_output(max(missing, key=lambda task: len(task.request.settings["prompt"])))
         return tasks
@@ -162,14 +162,14 @@ class VideoMaker:
 
         Args:
             requests: The requests.
-            row_errors: Errors that other rows already have; None for none.
+            row_errors: The errors of other rows, or None.
 
         Raises:
             WanjaxError: Some requests are invalid. The message has the numbers of their rows.
         """
         groups: dict[str, list[VideoRequest]] = {}
         for request in requests:
-            request = request.timed(self.pipe.defaults.fps, self.pipe.model.vae.temporal_factor)
+            request = request.seconds_to_frames(self.pipe.defaults.fps, self.pipe.model.vae.temporal_factor)
             groups.setdefault(batch_key(request), []).append(request)
         row_errors = row_errors or RowErrors()
         tasks = [task for group in groups.values() for task in self._tasks_of_run(group, row_errors)]
@@ -182,16 +182,16 @@ class VideoMaker:
         The requests differ only in prompt and seed.
         """
         try:
-            shared = self.shared_setup(requests[0])
+            setup = self.shared_setup(requests[0])
         except WanjaxError as error:
             for request in requests:
-                row_errors.add(request.row, error)
+                row_errors.add(request.row, error, request.row_unit)
             return
         for request in requests:
             try:
-                prepared = shared.complete(request)
+                prepared = setup.complete(request)
             except WanjaxError as error:
-                row_errors.add(request.row, error)
+                row_errors.add(request.row, error, request.row_unit)
                 continue
             self.settings[name := video_name(prepared.metadata)] = prepared.settings
             yield Task(name, request.updated({"seed": prepared.settings.seed}))
@@ -204,7 +204,7 @@ class VideoMaker:
         """
         prepared = self.shared_setup(task.request).complete(task.request)
         settings = prepared.settings
-        try_output(self.folder / task.output, settings.length, settings.size, settings.fps, prepared.metadata)
+        write_trial_video(self.folder / task.output, settings.length, settings.size, settings.fps, prepared.metadata)
 
     def fit_latent_preview(self) -> None:
         """Fit the latent preview of the pipeline, for previews without a tiny decoder."""
@@ -267,14 +267,14 @@ class VideoMaker:
         Raises:
             WanjaxError: A request is invalid, or its video would have another name.
         """
-        shared = self.shared_setup(tasks[0].request)
-        requests = [shared.complete(task.request) for task in tasks]
+        setup = self.shared_setup(tasks[0].request)
+        requests = [setup.complete(task.request) for task in tasks]
         for task, request in zip(tasks, requests, strict=True):
             if (name := video_name(request.metadata)) != task.output:
                 problem = f"this worker's options name {task.output} {name}: start the worker with the batch's options"
                 raise WanjaxError(problem)
-        check_making(shared.pipe, requests[0].settings, shared.pictures, **self.run_options)
-        return Run(shared.pipe, requests, shared.pictures, observers=[*observers, *self.observers], **self.run_options)
+        check_run_memory(setup.pipe, requests[0].settings, setup.pictures, **self.run_options)
+        return Run(setup.pipe, requests, setup.pictures, observers=[*observers, *self.observers], **self.run_options)
 
     def make_run(self, tasks: Sequence[Task], run: Run) -> Iterator[PreparedRequest]:
         """Make the videos of a prepared run, and yield each request once its video is published.
@@ -289,7 +289,7 @@ class VideoMaker:
             yield prepared
 
     def shared_setup(self, request: VideoRequest) -> SharedSetup:
-        """Return what the requests of one run share.
+        """Return the data that all requests of one run share.
 
         Args:
             request: One of the requests.
@@ -297,17 +297,17 @@ class VideoMaker:
         Raises:
             WanjaxError: The request is invalid.
         """
-        shared = request.shared
-        loaded = {MODEL.name: shared.model, **shared.settings}
-        for name in LOADED:
+        setup = request.shared
+        loaded = {MODEL.name: setup.model, **setup.settings}
+        for name in LOAD_SETTINGS:
             if (value := loaded.get(name)) not in (None, default := getattr(self.pipe.defaults, name)):
                 option = f"--{name.replace('_', '-')}"
                 raise WanjaxError(
                     f"{name} is {repr_short(value)}, but the model was loaded with {default}: give the option {option}"
                 )
-        pipe = self.pipe.with_solver(shared.scheduler)
-        pictures, settings = pipe.prepare(**shared.inputs, **shared.settings, model=shared.model)
-        return SharedSetup(pipe, pictures, settings, pipe.metadata(settings, shared.inputs, **self.run_options))
+        pipe = self.pipe.with_solver(setup.scheduler)
+        pictures, settings = pipe.prepare(**setup.inputs, **setup.settings, model=setup.model)
+        return SharedSetup(pipe, pictures, settings, pipe.metadata(settings, setup.inputs, **self.run_options))
 
     def explain(self, error: Exception) -> Failure:
         """Return why a job failed. An invalid request is not retried.
@@ -365,11 +365,11 @@ class JobProgress(Observer):
 
     def window(self, window: Window) -> None:
         self._window_index, self._window_count = window.number, window.count
-        self._previews = self._new_previews()  # a new one for each window, since it counts steps
+        self._previews = self._new_previews()  # a new observer for each window, because it counts steps
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Report that a stage starts, and its seconds when it ends.
+        """Within the block, report that a stage is running. At the end, report its seconds.
 
         Args:
             name: The stage: extend, compile, encode, denoise or decode.
@@ -440,7 +440,7 @@ def write_frames(path: str | AnyPath, frames: Iterable[Any], prepared: PreparedR
 
     Args:
         path: The path of the video.
-        frames: Chunks of frames. Every process consumes them, since all take part in their computation.
+        frames: Chunks of frames. Every process must consume them, because all processes take part in computing them.
         prepared: The request, with its metadata.
     """
     chunks = map(np.asarray, frames)
@@ -451,7 +451,7 @@ def write_frames(path: str | AnyPath, frames: Iterable[Any], prepared: PreparedR
 
 
 def video_name(metadata: Mapping[str, Any]) -> str:
-    """Return a video's file name, which has the prompt, the seed and a digest of the metadata.
+    """Return the file name of a video. The file name contains the prompt, the seed and a digest of the metadata.
 
     Args:
         metadata: The video's metadata.

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that compute together, each with its own devices: how they connect and exchange messages.
-
-If one process dies, JAX terminates the others, so that none waits forever.
+"""Connect processes that compute together, each with its own devices, and exchange messages between them. If one
+process dies, JAX terminates the other processes, so that none waits forever.
 """
 
 import json
@@ -17,20 +16,19 @@ from wanjax.errors import WanjaxError
 
 ADDRESS_VARIABLE, COUNT_VARIABLE, INDEX_VARIABLE = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 HEARTBEAT_TIMEOUT = 10  # seconds without a heartbeat after which a process counts as dead
-PAGE_BYTES = 4096  # messages are padded to multiples of this, since each length compiles another program
+PAGE_BYTES = 4096  # messages are padded to multiples of this, because each new length needs a new compiled program
 
 
 def join_processes(processes: str | None, environment: Mapping[str, str] = os.environ) -> None:
-    """Connect to the other processes, if the options or the environment name some.
-
-    Call this before JAX looks for devices.
+    """Connect to the other processes, if the option or the environment names them. Call this before JAX looks for
+    devices.
 
     Args:
-        processes: "HOST:PORT,COUNT,INDEX", or "auto" to let JAX find the others (on TPU pods, or under Slurm,
-            Kubernetes or MPI); None to use the environment.
-        environment: The environment variables; those of this process by default. They name processes with the
-            coordinator's address (and the count and index, if JAX cannot find them), or with the host names of several
-            workers of a TPU pod.
+        processes: "HOST:PORT,COUNT,INDEX"; or "auto" to let JAX find the other processes, on TPU pods or under Slurm,
+            Kubernetes or MPI; or None to use the environment.
+        environment: The environment variables, by default those of this process. The variables can give the address of
+            the coordinator, and also the count and the index if JAX cannot find them. On a TPU pod the variables give
+            the host names of the workers.
 
     Raises:
         WanjaxError: `processes` is malformed, or the processes do not connect.
@@ -69,7 +67,7 @@ def connect(address: str | None, count: int | None, index: int | None, **keyword
     """
     jax.config.update(
         "jax_enable_preemption_service", False
-    )  # this service would catch SIGTERM, which must end the process
+    )  # a service of JAX that would catch SIGTERM, but SIGTERM must end the process
     jax.distributed.initialize(address, count, index, heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT, **keywords)
 
 
@@ -86,7 +84,7 @@ def _parse_processes(processes: str) -> tuple[str, int, int]:
 
 
 def is_first() -> bool:
-    """Return True in the first process, which writes files and reports."""
+    """Return True in the first process. Only that process writes files and reports."""
     return jax.process_index() == 0
 
 
@@ -104,7 +102,7 @@ class PeerGroup:
         return json.loads(multihost_utils.broadcast_one_to_all(_pad_to_pages(text, size)).tobytes()[:size])
 
     def gather(self, text: str) -> list[str]:
-        """Return the texts of all processes, in the order of their indices.
+        """Collect one text from each process, and return the texts in the order of the processes' indices.
 
         Args:
             text: This process's text, which is cut to PAGE_BYTES.
@@ -114,6 +112,6 @@ class PeerGroup:
 
 
 def _pad_to_pages(text: bytes, size: int) -> np.ndarray:
-    """Cut or zero-pad a text to the number of whole pages that hold `size` bytes."""
+    """Cut a text to whole pages, or pad it with zeros, so that it has as many pages as `size` bytes need."""
     length = PAGE_BYTES * max(1, -(-size // PAGE_BYTES))
     return np.frombuffer(text[:length].ljust(length, b"\0"), np.uint8)

@@ -1,19 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notes on a video that can be made, but perhaps not as meant: the command prints them, and a server tells them."""
+"""Notes about settings that are valid but probably not intended. The command prints the notes, and a server sends them
+to its clients."""
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any
 
 from wanjax import registry
-from wanjax.figures import quantity
+from wanjax.errors import WanjaxWarning
+from wanjax.figures import pluralize
+from wanjax.media.pictures import DECODE_LOCK
 from wanjax.pipelines.family import TrainingDomain
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings
 
-MAX_WORDS = 3  # that a note on unknown words names
+MAX_WORDS = 3  # the most unknown words that a note lists
+
+
+@contextmanager
+def noting_warnings(note: Callable[[str], object]) -> Iterator[None]:
+    """Within the block, pass the warnings of wanjax in this thread to a function instead of printing them.
+
+    Args:
+        note: Receives the message of each warning.
+    """
+    thread = get_ident()
+
+    def show(message: Warning | str, category: type[Warning], *location: Any, **options: Any) -> None:
+        if get_ident() == thread and issubclass(category, WanjaxWarning):
+            note(str(message))
+        else:
+            show_elsewhere(message, category, *location, **options)
+
+    # other threads may read pictures, which replaces the state of warnings under this lock and then restores it
+    with DECODE_LOCK:
+        previous_state = warnings.catch_warnings()
+        previous_state.__enter__()
+        show_elsewhere, warnings.showwarning = warnings.showwarning, show
+        warnings.simplefilter("always", WanjaxWarning)
+    try:
+        yield
+    finally:
+        with DECODE_LOCK:
+            previous_state.__exit__(None, None, None)
 
 
 def domain_of(model: str) -> TrainingDomain | None:
-    """Return all that a model knows, for one whose knowledge can be listed.
+    """Return the training domain of a small model, or None for a model whose training data cannot be listed.
 
     Args:
         model: The name of the model.
@@ -23,12 +58,11 @@ def domain_of(model: str) -> TrainingDomain | None:
 
 
 def video_notes(pipe: Pipeline, settings: Settings) -> list[str]:
-    """Return all notes on a video.
-
-    A note on guidance that is off is among them only if the negative prompt differs from the model's own.
+    """Return all notes on a video. If guidance is off, there is a note about it only if the negative prompt differs
+    from the model's default.
 
     Args:
-        pipe: The pipeline that makes it.
+        pipe: The pipeline that makes the video.
         settings: The settings of the video.
     """
     notes = [] if settings.negative_prompt == pipe.defaults.negative_prompt else [*guidance_notes(settings)]
@@ -49,15 +83,15 @@ def guidance_notes(settings: Settings) -> Iterator[str]:
 
 
 def shape_notes(settings: Settings) -> Iterator[str]:
-    """Yield a note on a size or a length on which a small model was not trained.
+    """Yield a note if a small model was not trained on the size or the length of the video.
 
     Args:
         settings: The settings of the video.
     """
-    if (domain := domain_of(settings.model)) and (differences := domain.unlike(settings)):
+    if (domain := domain_of(settings.model)) and (differences := domain.differences(settings)):
         yield (
-            f"{settings.model} was trained on {domain.size[1]}x{domain.size[0]} and "
-            f"{quantity(domain.frames, 'frame')} alone: {' and '.join(differences)} may show nothing but grey"
+            f"{settings.model} was trained only on {domain.size[1]}x{domain.size[0]} and "
+            f"{pluralize(domain.frames, 'frame')}: {' and '.join(differences)} may show only grey"
         )
 
 
@@ -69,8 +103,8 @@ def prompt_notes(model: str, prompts: Sequence[str]) -> Iterator[str]:
         prompts: The prompts.
     """
     if not all(prompt.strip() for prompt in prompts):
-        yield "the prompt is empty, so the video shows what the model likes"
-    if (domain := domain_of(model)) and (unknown := domain.unknown(" ".join(prompts))):
+        yield "the prompt is empty, so the model chooses what the video shows"
+    if (domain := domain_of(model)) and (unknown := domain.unknown_words(" ".join(prompts))):
         words = ", ".join(map(repr, unknown[:MAX_WORDS])) + (" ..." if len(unknown) > MAX_WORDS else "")
         yield f"{model} does not know {words}: it was trained on {domain.about}"
 
@@ -85,13 +119,13 @@ def texts_of(settings: Settings) -> Iterator[tuple[str, str]]:
     yield "negative prompt", settings.negative_prompt
 
 
-def truncation_notes(pipe: Pipeline, name: str, text: str, follow: str) -> list[str]:
-    """Return notes on the parts of a text that the tokenizers cut off.
+def truncation_notes(pipe: Pipeline, name: str, text: str, reference_impl: str) -> list[str]:
+    """Return notes about texts that are too long, with the part that the tokenizers cut off.
 
     Args:
         pipe: The pipeline whose tokenizers are used.
         name: The name of the text in the notes.
         text: The text.
-        follow: The reference implementation to match.
+        reference_impl: The reference implementation to match.
     """
-    return [str(one).replace("the prompt", f"the {name}", 1) for one in pipe.truncations(text, follow=follow)]
+    return [str(one).replace("the prompt", f"the {name}", 1) for one in pipe.truncations(text, follow=reference_impl)]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pool of workers: starts as many as there are jobs, within bounds, and replaces those that die."""
+"""A pool of workers. The pool starts as many workers as there are jobs, within bounds, and replaces workers that
+die."""
 
 import multiprocessing
 import os
@@ -14,12 +15,12 @@ from time import monotonic, sleep
 from typing import Any, Protocol, runtime_checkable
 
 from wanjax.errors import WanjaxError
-from wanjax.figures import quantity
+from wanjax.figures import pluralize
 from wanjax.jobs.store import JobStore, Unavailable
 from wanjax.jobs.worker import Maker, new_worker_name, work
 
 SCALE_UP_DELAY, SCALE_DOWN_DELAY = 5.0, 300.0
-"""Seconds for which the queue has to need more or fewer workers before their number changes."""
+"""The number of workers changes only after the queue has needed more, or fewer, workers for this many seconds."""
 POLL_INTERVAL = 0.2  # seconds between two polls
 STEP_TIMEOUT = 60.0  # seconds that a worker may take to end its current step
 MAX_DEATHS = 10  # the pool gives up after this many deaths without a finished job
@@ -32,12 +33,12 @@ MakerFactory = Callable[[JobStore], Maker]
 
 @runtime_checkable
 class WorkerHandle(Protocol):
-    """A worker in another process, as its pool controls it."""
+    """The interface through which a pool controls a worker in another process."""
 
     name: str
 
     def exit_reason(self) -> str | None:
-        """Return None while the worker runs, "" after a normal exit, or why it died."""
+        """Return None while the worker runs, "" after a normal exit, or the reason why the worker died."""
         ...
 
     def terminate(self) -> None:
@@ -50,13 +51,14 @@ class WorkerHandle(Protocol):
 
 
 class LocalWorker:
-    """A worker in a child process on this machine. It exits when this process exits.
+    """A worker in a child process on this machine. The worker exits when this process exits.
 
     Args:
         store: The job store.
         make_maker: Creates the maker in the child process.
         options: Keyword arguments of `work`.
-        number: Index of the worker on this machine, from 0. It selects the worker's GPU if there are several.
+        number: Index of the worker on this machine, from 0. If there are several GPUs, the index selects the worker's
+            GPU.
         nice: The niceness to add to the process.
         probe: Called with the maker before the first job. `probe_result` returns its result.
     """
@@ -85,7 +87,7 @@ class LocalWorker:
         return self._process.pid
 
     def probe_result(self) -> Any:
-        """Return the result of `probe`, or None if it is not ready. Raise its error, or EOFError if the worker died."""
+        """Return the result of `probe`, or None before it is ready. Raises its error; EOFError if the worker died."""
         if not self._pipe.poll():
             return None
         value, error = self._pipe.recv()
@@ -119,7 +121,7 @@ def _run(
     pipe: Any,
 ) -> None:
     """Run a worker in this process until it is asked to exit or its parent process ends."""
-    exit_event = exit_event_on_signals(interrupts=False)
+    exit_event = exit_event_on_signals(handles_sigint=False)
     threading.Thread(target=_exit_with_parent, args=(pipe, exit_event), daemon=True).start()
     if (gpus := len(glob(GPU_FILES))) > 1:
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(number % gpus))
@@ -136,25 +138,25 @@ def _run(
     store.close()
 
 
-def exit_event_on_signals(*, interrupts: bool = True) -> threading.Event:
-    """Return an event that is set on SIGTERM. A second signal ends the process at once.
+def exit_event_on_signals(*, handles_sigint: bool = True) -> threading.Event:
+    """Return an event that SIGTERM sets. A second signal ends the process at once.
 
     Args:
-        interrupts: Whether Ctrl-C sets the event too; if False, Ctrl-C is ignored.
+        handles_sigint: Whether Ctrl-C sets the event too; if False, Ctrl-C is ignored.
     """
-    signalled = threading.Event()
+    signal_received = threading.Event()
 
     def handle_signal(number: int, frame: Any) -> None:
-        if signalled.is_set():
+        if signal_received.is_set():
             os._exit(128 + number)
-        signalled.set()
+        signal_received.set()
 
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, handle_signal)
     signal.signal(
-        signal.SIGINT, handle_signal if interrupts else signal.SIG_IGN
-    )  # if ignored, the parent process handles it
-    return signalled
+        signal.SIGINT, handle_signal if handles_sigint else signal.SIG_IGN
+    )  # if this process ignores Ctrl-C, the parent process handles it
+    return signal_received
 
 
 def _exit_with_parent(pipe: Any, exit_event: threading.Event) -> None:
@@ -168,7 +170,8 @@ def _exit_with_parent(pipe: Any, exit_event: threading.Event) -> None:
 
 @dataclass
 class Autoscaler:
-    """Chooses the number of workers: one per job, within bounds. Waits before a change, to avoid flapping.
+    """Chooses the number of workers: one worker for each job, within bounds. The autoscaler waits before a change, to
+    avoid flapping.
 
     Args:
         minimum: Minimum number of workers.
@@ -187,14 +190,14 @@ class Autoscaler:
     def __post_init__(self) -> None:
         self.count = self.minimum
 
-    def target(self, jobs: int, now: float) -> int:
+    def target(self, num_jobs: int, now: float) -> int:
         """Update and return the target number of workers.
 
         Args:
-            jobs: The number of waiting and running jobs.
+            num_jobs: The number of waiting and running jobs.
             now: The time of a monotonic clock, in seconds.
         """
-        desired = min(self.maximum, max(self.minimum, jobs))
+        desired = min(self.maximum, max(self.minimum, num_jobs))
         direction = (desired > self.count) - (desired < self.count)
         if direction != self._direction:
             self._direction, self._direction_since = direction, now
@@ -204,7 +207,7 @@ class Autoscaler:
 
 
 class Pool:
-    """Keeps as many workers running as there are jobs, within bounds, and replaces those that die.
+    """Keeps as many workers running as there are jobs, within bounds, and replaces workers that die.
 
     Args:
         store: The job store.
@@ -237,15 +240,15 @@ class Pool:
             if (death_cause := worker.exit_reason()) is not None:
                 self._remove(number, worker, death_cause)
         stats = self.store.stats()
-        waiting, running = (stats.jobs.get(status, 0) for status in ("queued", "in_progress"))
+        num_waiting, num_running = (stats.jobs.get(status, 0) for status in ("queued", "in_progress"))
         self._note_waiting(sum(stats.workers.values()))
-        target = self.scale.target(waiting + running, monotonic())
+        target = self.scale.target(num_waiting + num_running, monotonic())
         active = {number for number, worker in self.workers.items() if worker.name not in self._draining}
         for number in [number for number in range(self.scale.maximum) if number not in self.workers]:
             if len(active) < target:
                 self.workers[number] = self._start_worker(number)
                 active.add(number)
-        if len(active) > target and not waiting:
+        if len(active) > target and not num_waiting:
             for number in sorted(active)[target:]:
                 self._draining.add(self.workers[number].name)
                 self.workers[number].terminate()
@@ -255,7 +258,7 @@ class Pool:
         if death_cause and worker.name not in self._draining:
             self.store.requeue_lost(
                 worker.name, death_cause
-            )  # before the worker is removed, so that the next poll repeats this if the database is unavailable
+            )  # done before the worker is removed: if the database is unavailable, the next poll repeats this
             self._count_death(death_cause)
         worker.kill()
         self._draining.discard(worker.name)
@@ -266,34 +269,35 @@ class Pool:
         ended_jobs = sum(counters.get(name, 0.0) for name in ("completed", "failed", "cancelled"))
         self._consecutive_deaths = self._consecutive_deaths + 1 if ended_jobs == self._ended_jobs else 1
         self._ended_jobs = ended_jobs
-        if self._consecutive_deaths >= MAX_DEATHS + self.scale.count - 1:  # all workers may die of one cause
+        # After many deaths, all workers may have the same problem
+        if self._consecutive_deaths >= MAX_DEATHS + self.scale.count - 1:
             raise WanjaxError(
-                f"{quantity(self._consecutive_deaths, 'worker')} died one after another: {death_cause}; see the log"
+                f"{pluralize(self._consecutive_deaths, 'worker')} died one after another: {death_cause}; see the log"
             )
         self.note(f"a worker died, {death_cause}: starting another one")
 
     def _note_waiting(self, registered: int) -> None:
-        """Report once if workers take long to start, since they wait for resources of the cluster or load the model."""
+        """If workers take long to start, report once that they wait for resources of the cluster or load the model."""
         if registered >= len(self.workers):
             self._waiting_since, self._has_noted_waiting = monotonic(), False
         elif not self._has_noted_waiting and monotonic() - self._waiting_since > WAITING_NOTE_DELAY:
             self._has_noted_waiting = True
-            missing = f"{len(self.workers) - registered} of {quantity(len(self.workers), 'worker')}"
+            missing = f"{len(self.workers) - registered} of {pluralize(len(self.workers), 'worker')}"
             self.note(f"waiting for the cluster's resources, or loading: {missing}")
 
-    def run(self, until: Callable[[], bool]) -> None:
+    def run(self, should_stop: Callable[[], bool]) -> None:
         """Poll the workers until a condition holds. Continue after outages of the database.
 
         Args:
-            until: Returns True to stop.
+            should_stop: Returns True to stop.
         """
-        while not until():
+        while not should_stop():
             with suppress(Unavailable):  # the workers wait for the database too
                 self.poll()
             sleep(POLL_INTERVAL)
 
     def kill(self) -> None:
-        """Kill all workers. Only for use when no job is left, since jobs are not requeued."""
+        """Kill all workers. Call this only if no job is left, because it does not requeue jobs."""
         for worker in self.workers.values():
             worker.kill()
         self.workers.clear()

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from math import inf
 from typing import Any
 
-from wanjax.errors import WanjaxError, reason
+from wanjax.errors import WanjaxError, install_extra, reason
 
 OBJECT_STORE_BYTES = 100 * 2**20  # the object store of a local cluster holds only requests and metadata
 CONNECT_TIMEOUT = 5.0  # seconds to wait for a cluster to accept a connection
@@ -26,7 +26,8 @@ LOCAL_ENVIRONMENT = {
 
 
 def resolve_address(address: str | None) -> str | None:
-    """Return the address of the cluster to connect to, from the option or the environment; None to start one.
+    """Return the address of an existing cluster, from the option or the environment. Return None to start a local
+    cluster.
 
     Args:
         address: The option's value: HOST:PORT, auto or local; None if the option is missing.
@@ -41,7 +42,7 @@ def check_cluster(address: str | None) -> None:
         address: As in `resolve_address`.
     """
     if find_spec("ray") is None:
-        raise WanjaxError("Ray is not installed, which workers on other hosts need: run pip install 'wanjax[cluster]'")
+        raise WanjaxError(f"Ray is not installed, which workers on other hosts need: {install_extra('cluster')}")
     address = resolve_address(address)
     if address is not None and address.startswith("ray://"):
         raise WanjaxError(
@@ -56,13 +57,13 @@ def check_cluster(address: str | None) -> None:
 
 
 def _check_reachable(address: str) -> None:
-    """Raise WanjaxError if nothing answers at HOST:PORT, since Ray would retry for minutes."""
+    """Raise WanjaxError if nothing answers at HOST:PORT. Without this check, Ray would retry for minutes."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT).close()
     except (OSError, OverflowError) as error:
-        why = f"no Ray cluster answers at {address}: {reason(error)}"
-        raise WanjaxError(f"{why}; start one with `ray start --head`") from error
+        problem = f"no Ray cluster answers at {address}: {reason(error)}"
+        raise WanjaxError(f"{problem}; start one with `ray start --head`") from error
 
 
 @contextmanager
@@ -94,7 +95,7 @@ def connect_ray(
         _check_reachable(address)
     if (
         "IPython" in sys.modules and not sys.modules["IPython"]
-    ):  # the command hides IPython with an empty entry, which Ray cannot handle
+    ):  # the command hides IPython by an empty entry in `sys.modules`, which Ray cannot handle
         del sys.modules["IPython"]
     import ray
     from ray._private import worker as ray_worker_module
@@ -114,7 +115,7 @@ def connect_ray(
             )
         elif started_here:
             ray.init(address, **quiet_options)
-    except Exception as error:  # Ray raises many types, some of them plain Exception
+    except Exception as error:  # Ray raises errors of many types, also plain Exception
         problem = f"cannot be reached at {address}" if address else "did not start on this machine"
         raise WanjaxError(f"Ray {problem}: {reason(error)}") from error
     try:
@@ -146,7 +147,7 @@ def result_if_ready(ray: Any, reference: Any) -> Any:
 
 
 def failure_reason(ray: Any, reference: Any) -> str:
-    """Return why an actor's finished call failed, or "" if it succeeded.
+    """Return the reason why a finished call of an actor failed, or "" if the call succeeded.
 
     Args:
         ray: The connected Ray module.
@@ -164,7 +165,7 @@ def failure_reason(ray: Any, reference: Any) -> str:
 def parse_resources(text: str | None, prefixes: Collection[str] = ()) -> dict[str, dict[str, Any]]:
     """Parse a list of resources, such as cpu=1,gpu=1,TPU=4, into options for Ray actors.
 
-    A resource may have a prefix, such as first.TPU-v6e-16-head=1, which is only for one host of a worker.
+    A resource may have a prefix: first.TPU-v6e-16-head=1 requests a resource only for the first host of a worker.
 
     Args:
         text: The value of the option; None for no resources.

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Place the actors of a worker in a Ray cluster: one on any host, or several in order on the hosts of a TPU slice."""
+"""Place the actors of a worker in a Ray cluster: a single actor on any host, or several actors, in order, on the hosts
+of a TPU slice."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wanjax.errors import WanjaxError
 
-BUNDLE_NAMES = {"num_cpus": "CPU", "num_gpus": "GPU"}  # names in actor options: names in a placement group
+# Maps names of resources in actor options to their names in a placement group
+BUNDLE_NAMES = {"num_cpus": "CPU", "num_gpus": "GPU"}
 FIRST = "first"  # prefix of resources for the first host of a multi-host worker
 SLICE, WORKER_ID, POD, NODE = "ray.io/tpu-slice-name", "ray.io/tpu-worker-id", "ray.io/tpu-pod-type", "ray.io/node-id"
-"""Labels that Ray puts on the hosts of a TPU slice; NODE is on every host."""
-ACTOR_OPTIONS = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 4}  # the pool restarts it, not Ray
+"""Labels that Ray gives to the hosts of a TPU slice. Every host has the label NODE."""
+ACTOR_OPTIONS = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 4}  # the pool restarts an actor, not Ray
 
 
 def placement_bundles(ray: Any, resources: Mapping[str, Mapping[str, Any]], hosts: int) -> list[dict[str, float]]:
@@ -20,8 +22,8 @@ def placement_bundles(ray: Any, resources: Mapping[str, Mapping[str, Any]], host
 
     Args:
         ray: The connected Ray module.
-        resources: Options for Ray actors: under "" those of every host, under FIRST those that the first host has in
-            addition.
+        resources: Options for Ray actors. The key "" has the options of every host; the key FIRST has the additional
+            options of the first host.
         hosts: The number of hosts of a worker.
 
     Raises:
@@ -39,7 +41,7 @@ def _to_bundle(options: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _slice_head_resource(ray: Any, hosts: int) -> dict[str, float]:
-    """Return the head resource of a TPU slice with this number of hosts, or {} if the cluster has no slices yet."""
+    """Return the head resource of a TPU slice with this number of hosts. Return {} if the cluster has no slices yet."""
     slices: dict[str, list[str]] = {}
     for node in ray.nodes():
         labels = node.get("Labels", {})
@@ -77,7 +79,7 @@ def start_group(
     Args:
         ray: The connected Ray module.
         bundles: The resources of each host, such as {"CPU": 1}.
-        spread: Whether all actors have to be on different machines.
+        spread: Whether all actors must be on different machines.
         actor_class: The class of the actors.
 
     Returns:

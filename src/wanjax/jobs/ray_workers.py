@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers as actors of a Ray cluster, and a job store as an actor, for clusters without a shared database."""
+"""Run workers as actors of a Ray cluster. In a cluster without a shared database, an actor also holds the job store."""
 
 import os
 import pickle
@@ -13,7 +13,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from wanjax.errors import WanjaxError, reason
-from wanjax.jobs.lockstep import OutOfSync, follow
+from wanjax.jobs.lockstep import OutOfSync, follow_leader
 from wanjax.jobs.maker import VideoMaker, error_message
 from wanjax.jobs.multihost import connect
 from wanjax.jobs.pool import CPU_NICENESS, MakerFactory
@@ -24,13 +24,14 @@ from wanjax.jobs.worker import new_worker_name, work
 NAMESPACE = "wanjax"
 CALL_TIMEOUT = 30.0  # seconds to wait for an actor's answer
 StartActors = Callable[[type], tuple[list[Any], Any]]
-"""Starts a worker's actors of a class. Returns them, and their placement group or None."""
+"""Starts the actors of a worker, which have a class. Returns the actors and their placement group, or None for no
+group."""
 
 
 class RayWorker:
     """A worker that is an actor of a Ray cluster, or several actors that compute together.
 
-    It ends with the command that started it. The first of several actors leads the others.
+    The worker ends with the command that started it. If there are several actors, the first one leads the other actors.
 
     Args:
         ray: The connected Ray module.
@@ -60,12 +61,12 @@ class RayWorker:
         self._calls = [first.work.remote(pickled_work, address, count)]
         pickled_follower = ray.cloudpickle.dumps(make_follower)
         self._calls += [
-            actor.follow.remote(pickled_follower, address, count, index) for index, actor in enumerate(others, 1)
+            actor.follow_leader.remote(pickled_follower, address, count, index) for index, actor in enumerate(others, 1)
         ]
         self._probe_call = None if probe is None else first.probe_result.remote()
 
     def probe_result(self) -> Any:
-        """Return the result of `probe`, or None if it is not ready. Raise its error, or EOFError if the worker died."""
+        """Return the result of `probe`, or None before it is ready. Raises its error; EOFError if the worker died."""
         return result_if_ready(self.ray, self._probe_call)
 
     def exit_reason(self) -> str | None:
@@ -79,7 +80,7 @@ class RayWorker:
         self._actors[0].drain.remote()
 
     def kill(self) -> None:
-        for actor in self._actors:  # one that only lost its network would keep its resources
+        for actor in self._actors:  # an actor that only lost its network would keep its resources
             self.ray.kill(actor)
         if self._group is not None:
             self.ray.util.remove_placement_group(self._group)
@@ -89,7 +90,7 @@ class WorkerActor:
     """The Ray actor that runs a worker, or the part of a worker on one host.
 
     Args:
-        nice: Whether to run with a lower priority than other processes, as JAX's threads then do too.
+        nice: Whether the process, with JAX's threads, gets a lower priority than other processes.
     """
 
     def __init__(self, nice: bool = False):
@@ -109,7 +110,7 @@ class WorkerActor:
             return f"{address}:{probe_socket.getsockname()[1]}"
 
     def work(self, pickled_work: bytes, address: str | None = None, count: int = 1) -> None:
-        """Connect to the other hosts, if any, and run the worker until it has to exit.
+        """Connect to the other hosts of the worker if there are any. Run the worker until it has to exit.
 
         Args:
             pickled_work: The job store, the maker factory, the worker's name, the keyword arguments of `work` and the
@@ -144,7 +145,7 @@ class WorkerActor:
         """Ask the worker to requeue its jobs and exit."""
         self._exit_event.set()
 
-    def follow(self, make_follower: bytes, address: str, count: int, index: int) -> None:
+    def follow_leader(self, make_follower: bytes, address: str, count: int, index: int) -> None:
         """Connect to the other hosts, and take part in each run of the first one.
 
         Args:
@@ -154,11 +155,11 @@ class WorkerActor:
             index: The index of this host, from 1.
         """
         _connect_hosts(address, count, index)
-        self._follow(pickle.loads(make_follower)())
+        self._follow_leader(pickle.loads(make_follower)())
 
-    def _follow(self, maker: VideoMaker, **options: Any) -> None:
+    def _follow_leader(self, maker: VideoMaker, **options: Any) -> None:
         try:
-            follow(maker, **options)
+            follow_leader(maker, **options)
         except Exception as error:
             raise OutOfSync(error_message(error)) from error
 
@@ -183,7 +184,7 @@ class RemoteStore(JobStore):
 
     def __init__(self, actor: str, retry_seconds: float, namespace: str):
         self.actor, self.retry_seconds, self.namespace = actor, retry_seconds, namespace
-        self.handle: Any = None  # only in the process that started the actor: when it goes, the actor ends
+        self.handle: Any = None  # set only in the process that started the actor; without the handle, the actor ends
 
     @classmethod
     def start(cls, ray: Any, store: JobStore) -> "RemoteStore":
@@ -219,10 +220,11 @@ class RemoteStore(JobStore):
         return True
 
     def close(self) -> None:
-        """Do nothing, since the actor ends with the command that started it."""
+        """Do nothing, because the actor ends with the command that started it."""
 
     def _call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
-        """Call a method of the actor. Retry while the actor is unavailable; raise Unavailable after `retry_seconds`."""
+        """Call a method of the actor. Retry while the actor is unavailable. Raises Unavailable after
+        `retry_seconds`."""
         import ray
         from ray.exceptions import RayError, RayTaskError
 
@@ -234,7 +236,7 @@ class RemoteStore(JobStore):
             except RayTaskError as error:
                 if not isinstance(error.cause, Unavailable) or monotonic() >= deadline:
                     raise error.cause from None
-            except (RayError, ValueError) as error:  # ValueError: no actor has this name
+            except (RayError, ValueError) as error:  # ValueError means that no actor has this name
                 if isinstance(error, WanjaxError):
                     raise
                 if monotonic() >= deadline:
@@ -247,4 +249,4 @@ REMOTE_METHODS = {name for name in vars(JobStore) if name.islower() and name[0] 
     "use_namespace",
     "with_retry_seconds",
 }
-"""Methods of `JobStore` that are called in the actor."""
+"""Methods of `JobStore` that the actor executes for its clients."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read requests for many videos from a file: a prompt on each line, or a table with one request per row.
 
-This module does not import JAX, so that a process that only adds jobs does not occupy the devices.
+This module does not import JAX, because a process that only adds jobs must not occupy the devices.
 """
 
 import csv
@@ -14,39 +14,52 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from wanjax.errors import SettingError, WanjaxError, reason, repr_short
+from wanjax.errors import SettingError, WanjaxError, install_extra, json_values, reason, repr_short
 from wanjax.media.text_files import decode_text, read_text, strip_text
-from wanjax.pipelines.other_names import unknown_keyword
-from wanjax.pipelines.request import STRENGTH, VideoRequest, known_fields, unique_fields
+from wanjax.pipelines.other_names import RENAMED, unknown_keyword
+from wanjax.pipelines.request import LORA_STRENGTH, ROW, VideoRequest, field_names, row_text, unique_fields
 from wanjax.stores.paths import parse_path
 
+LINE, ITEM, CSV_ROW = "line", "item", "row below the header"  # what the number of a row counts; `ROW` for .parquet
 ROW_EXAMPLE = '{"prompt": "a red circle", "seed": 1}'
+EMPTY = {
+    LINE: "has no prompt: write one on each line",
+    ITEM: f"is an array without items: add requests such as {ROW_EXAMPLE}",
+    CSV_ROW: "has no rows below the header: write a row for each video",
+    ROW: "has no rows: write a row for each video",
+}
+"""What is wrong with a file without requests, and what to do, by what the numbers of its rows count."""
 JSON_LINES = (".jsonl", ".ndjson")
 JSON_START = re.compile(
     r"""[\[{]\s*(?:["\[\]{}]|$)"""
-)  # the start of an array or an object on the first line of a file
-DELIMITERS = ",;\t"  # of CSV files; spreadsheets write semicolons in many countries
+)  # matches the start of an array or an object on the first line of a file
+PROMPT_SETTINGS = ("prompt", "original_prompt")  # settings that may differ between the requests of a list
+DELIMITERS = ",;\t"  # separators in CSV files; in many countries spreadsheets write semicolons
+SPREADSHEETS = (".xlsx", ".xls", ".ods", ".tsv")  # suffixes of tables that are not read
+MAX_HEADER = 2000  # characters of a first line that are searched for a header
+PROMPT_COLUMNS = ("caption", "text")  # columns of other tables with prompts
 MAX_LISTED = 10  # maximum number of errors in a message, and of row ranges for one error
 
 
 def read_requests(file: str, row_errors: "RowErrors | None" = None) -> list[VideoRequest]:
     """Read the requests of a file.
 
-    A file that ends in .csv or .parquet is a table. A file that is JSON as a whole has an array of requests or a single
-    request. Any other file has a request on each line: a JSON object if the first line is one or the file ends in
-    .jsonl, otherwise a prompt. Paths in a request are relative to the folder of the file.
+    A file that ends in .csv or .parquet is a table. If the whole file is JSON, it has an array of requests or a single
+    request. Any other file has a request on each line. The lines are JSON objects if the first line is a JSON object or
+    the file ends in .jsonl. Otherwise the lines are prompts. Paths in a request are relative to the folder of the file.
 
     Args:
         file: The path; "-" for standard input.
-        row_errors: Receives the errors of invalid rows, so that the caller can add others and report all at once; None
-            to raise them here.
+        row_errors: Receives the errors of invalid rows, so that the caller can add more errors and report all of them
+            at once. None means that this function raises them.
 
     Raises:
         WanjaxError: A row is invalid, the file cannot be read, or it has no request.
     """
     name, folder = _display_name(file), Path() if file == "-" else Path(file).expanduser().parent
     try:
-        rows = list(_read_rows(file))
+        unit, numbered_rows = _read_rows(file)
+        rows = list(numbered_rows)
     except (OSError, ValueError, RecursionError, csv.Error) as error:
         if isinstance(error, WanjaxError):
             raise
@@ -54,13 +67,13 @@ def read_requests(file: str, row_errors: "RowErrors | None" = None) -> list[Vide
             raise WanjaxError(f"{name} is a folder: give a file with requests") from error
         raise WanjaxError(f"cannot read the prompts in {name}: {reason(error)}") from error
     if not rows:
-        raise WanjaxError(f"{name} has no prompt: write one on each line")
+        raise WanjaxError(f"{name} {EMPTY[unit]}")
     errors, requests = RowErrors() if row_errors is None else row_errors, []
     for number, row in rows:
         try:
-            requests.append(_parse_request(number, row, folder.absolute()))
+            requests.append(_parse_request(number, unit, row, folder.absolute()))
         except WanjaxError as error:
-            errors.add(number, error)
+            errors.add(number, error, unit)
     if row_errors is None:
         errors.raise_if_any()
     return requests
@@ -71,41 +84,47 @@ def _display_name(file: str) -> str:
 
 
 class RowErrors:
-    """The errors of a file's rows, collected so that the user can correct all of them at once."""
+    """The errors in the rows of a file. The errors are collected so that the user can correct all of them at once."""
 
     def __init__(self) -> None:
-        self.rows: dict[str, set[int]] = {}  # row numbers by error message
+        self.rows: dict[str, set[int]] = {}  # the numbers of rows, by error message
+        self.unit = ROW
 
-    def add(self, row: int, error: WanjaxError) -> None:
+    def add(self, row: int, error: WanjaxError, unit: str) -> None:
         """Add the error of a row. Rows with the same error are listed together.
 
         Args:
             row: The row's number, from 1; 0 for the request of the command itself.
             error: The error.
+            unit: What the number counts, as in `VideoRequest.row_unit`.
         """
+        self.unit = unit
         self.rows.setdefault(str(error), set()).add(row)
 
     def raise_if_any(self) -> None:
-        """Raise a WanjaxError with the errors, if there are any: several stand on lines of their own."""
+        """If there are errors, raise a WanjaxError with all of them. Several errors are written on separate lines."""
         if not self.rows:
             return
         total = len(set().union(*self.rows.values()))
         ordered = sorted(self.rows.items(), key=lambda item: min(item[1]))
-        messages = [f"{_format_ranges(rows)}: {why}" if any(rows) else why for why, rows in ordered]
+        messages = [
+            f"{_format_ranges(rows, self.unit)}: {problem}" if any(rows) else problem for problem, rows in ordered
+        ]
         if len(messages) == 1:
             raise WanjaxError(messages[0])
-        raise WanjaxError(_join_first([f"{total} rows are wrong:", *messages], "\n  ", MAX_LISTED + 1))
+        noun = self.unit.partition(" ")[0]
+        raise WanjaxError(_join_first([f"{total} {noun}s are wrong:", *messages], "\n  ", MAX_LISTED + 1))
 
 
-def _format_ranges(rows: Collection[int]) -> str:
-    """Format the numbers of rows, such as "row 2" or "rows 2, 5, 9 to 40"."""
+def _format_ranges(rows: Collection[int], unit: str) -> str:
+    """Format the numbers of rows, such as "line 2" or "rows 2, 5, 9 to 40 below the header"."""
     ranges: list[list[int]] = []
     for row in sorted(rows):
         if ranges and row == ranges[-1][-1] + 1:
             ranges[-1][1:] = [row]
         else:
             ranges.append([row])
-    return f"row{'s' * (len(rows) > 1)} {_join_first([' to '.join(map(str, bounds)) for bounds in ranges], ', ')}"
+    return row_text(unit, _join_first([" to ".join(map(str, bounds)) for bounds in ranges], ", "), len(rows))
 
 
 def _join_first(texts: Sequence[str], separator: str, count: int = MAX_LISTED) -> str:
@@ -114,35 +133,41 @@ def _join_first(texts: Sequence[str], separator: str, count: int = MAX_LISTED) -
     return separator.join([*texts[:count], *remainder])
 
 
-def _read_rows(file: str) -> Iterator[tuple[int, Any]]:
-    """Yield the number and the content of each row of a file."""
+def _read_rows(file: str) -> tuple[str, Iterable[tuple[int, Any]]]:
+    """Return what the numbers of a file's rows count, and the number and the content of each row."""
     suffix = "" if file == "-" else Path(file).suffix.lower()
     if suffix == ".parquet":
-        yield from enumerate(_read_parquet(Path(file).expanduser()), 1)
-        return
+        return ROW, enumerate(_read_parquet(Path(file).expanduser()), 1)
+    if suffix in SPREADSHEETS:
+        raise WanjaxError(f"{file} is a table that is not read: save it as {Path(file).with_suffix('.csv').name}")
     text = decode_text(sys.stdin.buffer.read()) if file == "-" else read_text(Path(file).expanduser())
     if suffix == ".csv":
-        yield from enumerate(_read_csv(text), 1)
-        return
+        return CSV_ROW, enumerate(_read_csv(text), 1)
     lines = [(number, line) for number, raw_line in enumerate(text.splitlines(), 1) if (line := strip_text(raw_line))]
     if not lines:
-        return
+        return LINE, ()
     if suffix not in (".json", *JSON_LINES) and not JSON_START.match(lines[0][1]):
-        yield from ((number, {"prompt": line}) for number, line in lines)
-        return
+        if _is_header(lines[0][1]):
+            csv_name = "a .csv file" if file == "-" else Path(file).with_suffix(".csv").name
+            raise WanjaxError(
+                f"the first line of {_display_name(file)} is the header of a table, {repr_short(lines[0][1])}: "
+                f"save the table as {csv_name}"
+            )
+        return LINE, ((number, {"prompt": line}) for number, line in lines)
     parsed = _parse_json(
         strip_text(text), _display_name(file), f"write [{ROW_EXAMPLE}, ...], or a prompt on each line of a .txt"
     )
     if not isinstance(parsed, WanjaxError):
-        yield from enumerate(parsed if isinstance(parsed, list) else [parsed], 1)
-        return
+        if len(lines) == 1 and not isinstance(parsed, list):
+            return LINE, [(lines[0][0], parsed)]
+        return ITEM, enumerate(parsed if isinstance(parsed, list) else [parsed], 1)
     if suffix not in JSON_LINES and not lines[0][1].endswith("}"):
         raise parsed
-    yield from ((number, _parse_json(line, "the line", f"write a row as {ROW_EXAMPLE}")) for number, line in lines)
+    return LINE, ((number, _parse_json(line, "the line", f"write a row as {ROW_EXAMPLE}")) for number, line in lines)
 
 
 def _parse_json(text: str, name: str, advice: str) -> Any:
-    """Parse JSON; for invalid JSON, return a WanjaxError that says where it is wrong and what to write instead."""
+    """Parse JSON. For invalid JSON, return a WanjaxError that says where the error is and what to write instead."""
     try:
         return json.loads(text, object_pairs_hook=unique_fields)
     except SettingError as error:
@@ -150,60 +175,94 @@ def _parse_json(text: str, name: str, advice: str) -> Any:
     except json.JSONDecodeError as error:
         context = text[max(0, error.pos - 20) : error.pos]
         where = f"after {context!r}" if context else "at its start"
-        why = f"{error.msg[0].lower()}{error.msg[1:]} {where}"
-        return WanjaxError(f"{name} is invalid JSON, {why}: {advice}")
+        problem = f"{error.msg[0].lower()}{error.msg[1:]} {where}"
+        return WanjaxError(f"{name} is invalid JSON, {problem}: {advice}")
     except (ValueError, RecursionError):  # a number with thousands of digits, or very deep nesting
         return WanjaxError(f"{name} has a number that is too long, or too many nested brackets: {advice}")
 
 
 def _read_csv(text: str) -> Iterator[dict[str, Any] | WanjaxError]:
-    """Yield the rows of a CSV file, without their empty fields; an error for a row that is too long."""
+    """Yield the rows of a CSV file without their empty fields. For a row that is too long, yield an error."""
 
-    def count_known_columns(delimiter: str) -> int:
-        header = next(csv.reader(StringIO(text), delimiter=delimiter), [])
-        return len({name.strip() for name in header}.intersection(_row_fields()))
-
-    delimiter = max(DELIMITERS, key=count_known_columns)
+    delimiter = max(DELIMITERS, key=lambda delimiter: len(_known_columns(text, delimiter)))
     table = csv.DictReader(StringIO(text), strict=True, delimiter=delimiter)
-    columns = list(filter(None, map(str.strip, table.fieldnames or ())))
+    columns = list(filter(None, map(_column, table.fieldnames or ())))
     for name in columns:
         if columns.count(name) > 1:
             raise WanjaxError(f"the header has the column {name!r} twice: keep one")
-        if name not in (names := known_fields()):
-            raise WanjaxError(f"the header has an unknown column {name!r}: {unknown_keyword(name, names)}")
+        if len(columns) == 1 and len(parts := re.split(r"\s*[|:]\s*", name)) > 1 and _column(parts[0]) in _row_fields():
+            raise WanjaxError(f"the header is {repr_short(name)}: separate its columns by commas, semicolons or tabs")
+        if name.lower() in PROMPT_COLUMNS:
+            raise SettingError(f"{name!r} is not a column here: use prompt", name)
+        if name not in (names := field_names()):
+            raise unknown_keyword(name, names, kind="column")
     for row in table:
         if None in row:
             yield WanjaxError(f"the row has more fields than the header: quote fields that contain {delimiter!r}")
         else:
-            yield {name.strip(): value for name, value in row.items() if value}
+            yield {_column(name): value for name, value in row.items() if value}
+
+
+def _known_columns(text: str, delimiter: str) -> set[str]:
+    """Return the columns on the first line of a table that name fields, also by the names of other libraries."""
+    header = {_column(name) for name in next(csv.reader(StringIO(text), delimiter=delimiter), [])}
+    return {name for name in header if name in _row_fields() or name in (*RENAMED, *PROMPT_COLUMNS)}
+
+
+def _is_header(line: str) -> bool:
+    """Whether a line is the header of a table, and not a prompt with commas."""
+    for delimiter in DELIMITERS:
+        columns = _known_columns(line[:MAX_HEADER], delimiter)
+        has_prompt = not columns.isdisjoint(("prompt", *PROMPT_COLUMNS))
+        if len(columns) > 1 and (has_prompt or len(columns) == line.count(delimiter) + 1):
+            return True
+    return False
+
+
+def _column(heading: str) -> str:
+    """Return the field that a column's heading names: spreadsheets write "Prompt" and "Negative prompt"."""
+    name = heading.strip()
+    field_name = re.sub(r"[\s-]+", "_", name.lower())
+    return field_name if field_name in field_names() else name
 
 
 def _read_parquet(file: Path) -> Iterator[dict[str, Any]]:
     try:
-        from pyarrow.parquet import ParquetFile  # imported late, since only the extra `parquet` installs it
+        from pyarrow import ArrowException  # imported late, because only the extra `parquet` installs this library
+        from pyarrow.parquet import ParquetFile
     except ImportError as error:
-        raise WanjaxError(f"reading {file} needs pyarrow: run pip install 'wanjax[parquet]'") from error
-    with ParquetFile(file) as table:
-        for batch in table.iter_batches():
-            for row in batch.to_pylist():
-                yield {
-                    name: None if value != value else value for name, value in row.items()
-                }  # NaN is an empty cell of pandas
+        raise WanjaxError(f"reading {file} needs pyarrow: {install_extra('parquet')}") from error
+    try:
+        with ParquetFile(file) as table:
+            for batch in table.iter_batches():
+                for row in batch.to_pylist():
+                    yield {
+                        name: None if value != value else value for name, value in row.items()
+                    }  # pandas writes NaN for an empty cell
+    except (OSError, ArrowException) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # the file system's own error
+            raise
+        raise WanjaxError(
+            f"{file} is not readable as Parquet: write it again, or give a .csv or .jsonl file"
+        ) from error
 
 
 def _row_fields() -> tuple[str, ...]:
-    """Return the fields that a row may have: all but those of LoRAs, which are the same for all videos."""
-    return tuple(name for name in known_fields() if name != STRENGTH.name)
+    """Return the fields that a row may have: all fields of a request except LoRAs, which must be the same for all
+    videos."""
+    return tuple(name for name in field_names() if name != LORA_STRENGTH.name)
 
 
-def _parse_request(number: int, row: Any, folder: Path) -> VideoRequest:
-    """Return the request of a row, with absolute paths or URLs of files; raise WanjaxError if it is invalid."""
+def _parse_request(number: int, unit: str, row: Any, folder: Path) -> VideoRequest:
+    """Return the request of a row. Names of files become absolute paths or URLs. Raises WanjaxError if the row is
+    invalid."""
     if isinstance(row, WanjaxError):
         raise row
     fields = {"prompt": row} if isinstance(row, str) else row
-    if not isinstance(fields, Mapping):
-        raise WanjaxError(f"{repr_short(row)} is neither a prompt nor an object of settings")
-    request = VideoRequest.parse(fields, row=number, accepted=_row_fields())
+    with json_values():
+        if not isinstance(fields, Mapping):
+            raise WanjaxError(f"{repr_short(row)} is neither a prompt nor an object of settings")
+        request = VideoRequest.parse(fields, row=number, row_unit=unit, accepted_names=_row_fields())
 
     def resolve(name: str) -> str:
         path = parse_path(name)
@@ -213,12 +272,23 @@ def _parse_request(number: int, row: Any, folder: Path) -> VideoRequest:
     return replace(request, inputs=inputs)
 
 
+def shared_by_all(request: VideoRequest) -> VideoRequest:
+    """Return a command's request without the settings that belong to its prompt.
+
+    Args:
+        request: The request.
+    """
+    return replace(
+        request, settings={name: value for name, value in request.settings.items() if name not in PROMPT_SETTINGS}
+    )
+
+
 def with_seeds(requests: Iterable[VideoRequest], seeds: Iterable[int] | None) -> list[VideoRequest]:
     """Replace each request without a seed by one request per seed.
 
     Args:
         requests: The requests.
-        seeds: The seeds; None to leave the requests unchanged.
+        seeds: The seeds. None leaves the requests unchanged.
     """
     if seeds is None:
         return list(requests)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The namespace of a shared folder of videos. A file in the folder holds the namespace's id.
-
-Servers and batches use different files, because they have different jobs and workers.
+"""Connect a shared folder of videos to a namespace of the job store. A file in the folder contains the id of the
+namespace. Servers and batches use different files, because they have different jobs and workers.
 """
 
 import os
@@ -11,10 +10,10 @@ from secrets import token_hex
 
 import psutil
 
-from wanjax.errors import WanjaxError, write_errors
+from wanjax.errors import WanjaxError, wrap_write_errors
 from wanjax.jobs.store import JobStore
 from wanjax.stores.paths import AnyPath, StoreError, read
-from wanjax.stores.temporary import HOST, sibling_path
+from wanjax.stores.temporary import HOST_NAME, sibling_path
 
 SERVE_FILE, BATCH_FILE = "serve.place", "batch.place"  # names of the files with the id
 
@@ -38,7 +37,7 @@ def join_namespace(store: JobStore, folder: AnyPath, name: str) -> None:
 
 
 def join_error(store: JobStore, folder: AnyPath, name: str) -> str:
-    """Switch a worker's store to the existing namespace of a folder. Return "", or why it cannot.
+    """Switch a worker's store to the existing namespace of a folder. Return "", or the reason why this is impossible.
 
     Args:
         store: The store of a worker.
@@ -46,17 +45,17 @@ def join_error(store: JobStore, folder: AnyPath, name: str) -> str:
         name: SERVE_FILE or BATCH_FILE.
     """
     command = f"wanjax {name.partition('.')[0]}"
-    why = f"no `{command}` with the database {store.name} uses the folder {folder}"
+    problem = f"no `{command}` with the database {store.name} uses the folder {folder}"
     try:
         if (id := _read_id(folder / name)) and store.use_namespace(id, is_new=False):
             return ""
     except (OSError, StoreError) as error:
-        why = str(error)
-    return f"{why}, so this worker takes no job: give servers and workers the same --dir, or batches the same --out"
+        problem = str(error)
+    return f"{problem}, so this worker takes no job: give servers and workers the same --dir, or batches the same --out"
 
 
 def check_namespace(store: JobStore, folder: AnyPath, name: str) -> None:
-    """Raise WanjaxError if a worker's folder belongs to another namespace than its store.
+    """Raise WanjaxError if the namespace of a worker's folder is not the namespace of its store.
 
     Args:
         store: The store of the worker.
@@ -64,8 +63,8 @@ def check_namespace(store: JobStore, folder: AnyPath, name: str) -> None:
         name: SERVE_FILE or BATCH_FILE.
     """
     if store.namespace and _read_id(folder / name) != store.namespace:
-        why = f"{folder} on {HOST} is another folder than on the host that started this worker"
-        raise WanjaxError(f"{why}: give a folder that all hosts share, on a network file system or in a bucket")
+        problem = f"{folder} on {HOST_NAME} is another folder than on the host that started this worker"
+        raise WanjaxError(f"{problem}: give a folder that all hosts share, on a network file system or in a bucket")
 
 
 def _read_id(file: AnyPath) -> str:
@@ -73,12 +72,12 @@ def _read_id(file: AnyPath) -> str:
 
 
 def _create_file(file: AnyPath, id: str) -> None:
-    """Create the file with the id, unless another process creates it first."""
+    """Create the file with the id, unless another process has created it first."""
     if not isinstance(file, Path):
         file.create(id.encode())
         return
     temporary_file = sibling_path(file.with_name(id))
-    with write_errors(file):
+    with wrap_write_errors(file):
         temporary_file.write_text(id)
         try:
             os.link(temporary_file, file)  # atomic, and fails if the file exists
@@ -100,7 +99,7 @@ def requeue_dead(store: JobStore) -> None:
     store.requeue_expired()
     for worker in store.workers():
         process = worker.facts.get("process")
-        if worker.facts.get("host") != HOST or not isinstance(process, int):
+        if worker.facts.get("host") != HOST_NAME or not isinstance(process, int):
             continue
         if process == os.getpid() or not psutil.pid_exists(process):
             store.requeue_lost(worker.name)

@@ -7,8 +7,8 @@ never reused, so a worker whose lease expired cannot change a job that another w
 database's clock, so the clocks of the hosts do not matter.
 
 Jobs, workers and counters belong to a namespace. There is one namespace for each shared folder of videos
-(`wanjax.jobs.sharing`). One database may hold many namespaces, each invisible to the others. In the tables, the column
-`place` holds the namespace.
+(`wanjax.jobs.sharing`). One database may have many namespaces. Clients of one namespace do not see another namespace.
+In the tables, the column `place` holds the namespace.
 
 Each change gets a version number. Versions increase in commit order, because the row `clock` stays locked until the
 commit. A transaction takes this lock before any other, which prevents deadlocks. A version is at least the time in
@@ -25,7 +25,7 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from wanjax.errors import WanjaxError, reason
-from wanjax.figures import quantity
+from wanjax.figures import pluralize
 from wanjax.jobs.databases import Connection, DatabaseError, SqlValues, open_database, without_password
 
 ARRIVING, QUEUED, RUNNING = "arriving", "queued", "in_progress"
@@ -36,16 +36,16 @@ TTL = 30.0  # seconds without a heartbeat after which a worker loses its jobs
 RETRY_SECONDS, RETRY_INTERVAL = (
     5.0,
     0.2,
-)  # how long an unavailable database is retried, and the seconds between two attempts
+)  # seconds to retry while the database is unavailable, and seconds between two attempts
 RETAINED_FAILURES = 200  # failed jobs whose files are kept
 REMOVED_RETENTION = 86_400.0  # seconds that a removed job's row is kept, for clients that poll changes
 ARRIVAL_TIMEOUT = 3600.0  # seconds that the upload of a job's files may take
-MAX_RANKED = 1000  # queued jobs that get a rank
+MAX_RANKED = 1000  # the most queued jobs for which `jobs_ahead` is computed
 SEARCH_PAGE = 500  # jobs that a search reads per query
-IS_LEASED_SQL = "place = :place AND worker != ''"  # the same condition as in the index jobs_held
+IS_LEASED_SQL = "place = :place AND worker != ''"  # must equal the condition in the index jobs_held
 T = TypeVar("T")
 
-MIGRATIONS = [  # append only: the schema's version is the number of scripts that were run
+MIGRATIONS = [  # only append to this list: the version of the schema is the number of scripts that were run
     """
     CREATE TABLE clock (version BIGINT NOT NULL);
     INSERT INTO clock VALUES (1);
@@ -103,7 +103,7 @@ class QueueFull(Exception):
     """
 
     def __init__(self, limit: int):
-        super().__init__(f"the queue has {quantity(limit, 'video')}, the limit of this server: try again later")
+        super().__init__(f"the queue has {pluralize(limit, 'video')}, the limit of this server: try again later")
         self.limit = limit
 
     def __reduce__(self) -> Any:
@@ -135,15 +135,15 @@ class Job:
         batch: Key of the jobs that may share a run; "" for a job that runs alone.
         request: A `VideoRequest` as JSON.
         output: The video's path, relative to the namespace's folder.
-        worker: Name of the worker that leased it, or "".
-        attempts: How many times workers have started it.
+        worker: Name of the worker that leased the job, or "".
+        attempts: How many times workers have started the job.
         cancel: Whether cancellation was requested.
         progress: Latest progress from its worker.
         error: `code` and `message` of the failure or of the last failed attempt.
         created_at: Seconds since 1970, on the database's clock.
-        completed_at: Time when it completed, failed or was removed; None before.
-        version: Version of its last change.
-        jobs_ahead: Number of jobs before it in the queue; None for a job that is not queued.
+        completed_at: Time when the job completed, failed or was removed; None before.
+        version: Version of the job's last change.
+        jobs_ahead: Number of jobs before this job in the queue; None for a job that is not queued.
     """
 
     id: str
@@ -193,10 +193,10 @@ class WorkerRow:
     """A worker whose lease has not expired.
 
     Args:
-        name: Its name.
+        name: The worker's name.
         state: LOADING or READY.
-        facts: Its host, process and models.
-        draining: Whether it was asked to requeue its jobs and to exit.
+        facts: The worker's host, process and models.
+        draining: Whether the worker was asked to requeue its jobs and to exit.
     """
 
     name: str
@@ -207,7 +207,7 @@ class WorkerRow:
 
 @dataclass(frozen=True)
 class Stats:
-    """Counts of a namespace.
+    """Counts of the jobs and workers in a namespace.
 
     Args:
         jobs: The number of jobs by status.
@@ -225,7 +225,8 @@ class JobStore:
     """The jobs of one namespace in a database. A pickled store holds only its arguments, and reconnects when loaded.
 
     Args:
-        url: Path of an SQLite file, or URL of a PostgreSQL database. Its tables are created or migrated if needed.
+        url: Path of an SQLite file, or URL of a PostgreSQL database. The tables of the database are created or migrated
+            if needed.
         retry_seconds: Seconds to retry while the database is unavailable, before `Unavailable` is raised. With inf,
             retry forever, also while the disk of the database is full.
         namespace: The namespace's id; "" for a database with a single user, or until `use_namespace` is called.
@@ -239,7 +240,8 @@ class JobStore:
         self._database = open_database(url)
         try:
             self._run(self._migrate)
-            self.reclaim()  # move the tables from the log into the file, so that small changes need no more space
+            # Moves the tables from the log into the database file, so that small changes need no additional space
+            self.reclaim()
         except BaseException:
             self.close()
             raise
@@ -271,7 +273,7 @@ class JobStore:
         return copied_store
 
     def reclaim(self) -> None:
-        """Free space for a few changes when the disk of the database is full."""
+        """If the disk of the database is full, free space for a few changes."""
         with suppress(*self._database.errors):
             self._database.reclaim()
 
@@ -298,31 +300,32 @@ class JobStore:
 
     # Methods for clients
 
-    def add(self, new: NewJob, *, limit: int | None = None, arriving: bool = False) -> Job:
+    def add(self, new: NewJob, *, limit: int | None = None, is_arriving: bool = False) -> Job:
         """Add a job at the end of the queue. The job is on disk when this returns.
 
         Args:
             new: The job. If the queue has a job with this id, that job stays unchanged unless its files were arriving.
             limit: Maximum number of waiting jobs; None for no limit.
-            arriving: Whether its files are still being uploaded. Add the job again without this when they are complete.
+            is_arriving: Whether the files of the job are still being uploaded. When they are there, add the job again
+                with False.
 
         Raises:
             QueueFull: `limit` jobs are waiting.
         """
 
         def insert(db: "_Transaction") -> Job:
-            version = db.tick()  # locks out other writers, so the limit is exact
+            version = db.next_version()  # locks out other writers, so the limit is exact
             if (job := db.find(new.id)) is not None and job.status != ARRIVING:
                 return db.with_ranks([job])[0]  # the answer to the first call was lost
-            if limit is not None and db.waiting() >= limit:
+            if limit is not None and db.num_waiting() >= limit:
                 raise QueueFull(limit)
             db.execute(
                 INSERT_JOB.format(now=db.now),
                 version=version,
-                status=ARRIVING if arriving else QUEUED,
+                status=ARRIVING if is_arriving else QUEUED,
                 **_new_job_columns(new),
             )
-            return db.with_ranks([db.get(new.id, arriving=arriving)])[0]
+            return db.with_ranks([db.get(new.id, arriving=is_arriving)])[0]
 
         return self._run(insert)
 
@@ -334,7 +337,7 @@ class JobStore:
         """
 
         def insert(db: "_Transaction") -> None:
-            first = db.tick(len(jobs)) - len(jobs)
+            first = db.next_version(len(jobs)) - len(jobs)
             db.execute_many(
                 INSERT_JOB.format(now=db.now)
                 + """, attempts = 0, cancel = 0, progress = '{}', error = NULL, completed_at = NULL
@@ -364,7 +367,7 @@ class JobStore:
         limit: int,
         *,
         after: str | None = None,
-        newest: bool = True,
+        newest_first: bool = True,
         matches: Callable[[Mapping[str, Any]], bool] | None = None,
     ) -> tuple[list[Job], bool]:
         """Return a page of jobs, and whether there are more.
@@ -372,7 +375,7 @@ class JobStore:
         Args:
             limit: Maximum number of jobs.
             after: The id of the last job of the previous page; None for the first page.
-            newest: Whether the newest jobs come first.
+            newest_first: Whether the newest jobs come first.
             matches: Returns whether to list the job of a request; None to list all jobs.
 
         Raises:
@@ -380,7 +383,7 @@ class JobStore:
         """
 
         def read(db: "_Transaction") -> tuple[list[Job], bool]:
-            comparison, order = ("<", "DESC") if newest else (">", "ASC")
+            comparison, order = ("<", "DESC") if newest_first else (">", "ASC")
             page_size = SEARCH_PAGE if matches else limit + 1
             page_start = {} if after is None else {"after": db.get(after).position}
             jobs: list[Job] = []
@@ -401,9 +404,9 @@ class JobStore:
         sql = "place = :place AND status = 'queued' ORDER BY position LIMIT :limit"
         return self._read(lambda db: db.with_ranks(db.jobs(sql, limit=MAX_RANKED)))
 
-    def waiting(self) -> int:
+    def num_waiting(self) -> int:
         """Return the number of waiting jobs."""
-        return self._read(lambda db: db.waiting())
+        return self._read(lambda db: db.num_waiting())
 
     def cancel(self, id: str) -> Job:
         """Cancel a job: a waiting job at once, a running job at its worker's next heartbeat.
@@ -437,24 +440,24 @@ class JobStore:
             id: The job's id.
 
         Returns:
-            The job before its removal. The caller deletes its files, unless a worker owns the job: then `leftovers`
-            returns it later.
+            The job before its removal. The caller deletes its files, unless a worker owns the job: then
+            `deletable_jobs` returns it later.
 
         Raises:
             NotFound: No job has this id.
         """
 
         def change(db: "_Transaction") -> Job:
-            db.tick()
+            db.next_version()
             job = db.get(id, arriving=True)
             if job.status == QUEUED:
                 db.count(CANCELLED)
-            db.update(id, cancel=1, status=REMOVED, ended=True)
+            db.update(id, cancel=1, status=REMOVED, has_ended=True)
             return job
 
         return self._run(change)
 
-    def leftovers(self) -> list[Job]:
+    def deletable_jobs(self) -> list[Job]:
         """Return the jobs whose files can be deleted: removed jobs, abandoned uploads, and old failures."""
         return self._read(
             lambda db: db.jobs(
@@ -469,7 +472,7 @@ class JobStore:
         )
 
     def purge(self, id: str) -> None:
-        """Record that the files of a removed job were deleted. Its row is deleted one day after the removal.
+        """Record that the files of a removed job were deleted. The row of the job is deleted one day after the removal.
 
         Args:
             id: The job's id.
@@ -481,19 +484,19 @@ class JobStore:
             durable=False,
         )
 
-    def changes(self, since: int, *, only: str | None = None, limit: int = 500) -> list[Job]:
-        """Return the jobs that changed after a version, including removed jobs, ordered by their last change.
+    def changes(self, since: int, *, job_id: str | None = None, limit: int = 500) -> list[Job]:
+        """Return the jobs that changed after a version, in the order of their last changes. Removed jobs are included.
 
         Args:
             since: The version.
-            only: Return only the job of this id; None for all jobs.
+            job_id: Return only the job of this id; None for all jobs.
             limit: Maximum number of jobs.
         """
-        id_condition = "" if only is None else "AND id = :only"
+        id_condition = "" if job_id is None else "AND id = :only"
         where = (
             f"place = :place AND version > :since AND status != 'arriving' {id_condition} ORDER BY version LIMIT :limit"
         )
-        return self._read(lambda db: db.with_ranks(db.jobs(where, since=since, limit=limit, only=only)))
+        return self._read(lambda db: db.with_ranks(db.jobs(where, since=since, limit=limit, only=job_id)))
 
     def version(self) -> int:
         """Return the version of the last change in the database."""
@@ -522,12 +525,14 @@ class JobStore:
 
         return self._read(read)
 
-    def unserved(self) -> list[str]:
+    def models_without_worker(self) -> list[str]:
         """Return the models that have waiting jobs but no live worker."""
         sql = "SELECT DISTINCT model FROM jobs WHERE place = :place AND status = 'queued'"
-        waiting = self._read(lambda db: db.rows(sql))
-        served = {model for worker in self.workers() for model in worker.facts.get("models", ())} if waiting else ()
-        return sorted(model for (model,) in waiting if model not in served)
+        queued_models = self._read(lambda db: db.rows(sql))
+        served = (
+            {model for worker in self.workers() for model in worker.facts.get("models", ())} if queued_models else ()
+        )
+        return sorted(model for (model,) in queued_models if model not in served)
 
     # Methods for workers
 
@@ -537,7 +542,7 @@ class JobStore:
         Args:
             worker: The worker's name, which no other worker has or had.
             state: LOADING or READY.
-            facts: Its host, process and models.
+            facts: The worker's host, process and models.
             ttl: Seconds without a heartbeat after which the lease expires.
         """
         self._run(
@@ -579,7 +584,7 @@ class JobStore:
             ):
                 db.extend_lease(worker, ttl)
                 return []
-            db.tick()
+            db.next_version()
             if db.extend_lease(worker, ttl) != 0:
                 return []
             if jobs := db.jobs(f"{leased_by_worker} ORDER BY position", worker=worker):
@@ -613,7 +618,7 @@ class JobStore:
         """
 
         def change(db: "_Transaction") -> Signal:
-            db.tick()
+            db.next_version()
             if (job := db.owned_job(worker, id)) is None:
                 return Signal.LOST
             if job.cancel:
@@ -640,8 +645,8 @@ class JobStore:
         def change(db: "_Transaction") -> Signal:
             job = None if id is None else db.owned_job(worker, id)
             if job is not None and progress is not None and progress != job.progress:
-                db.tick()
-                job = db.owned_job(worker, job.id)  # again, since the row may have changed before the lock
+                db.next_version()
+                job = db.owned_job(worker, job.id)  # read again, because the row may have changed before the lock
                 if job is not None and not job.cancel:
                     db.update(job.id, progress=json.dumps(progress))
             if (draining := db.extend_lease(worker, ttl)) is None or (job is None and id is not None):
@@ -658,11 +663,11 @@ class JobStore:
         Args:
             worker: The worker's name.
             id: The job's id.
-            progress: The final progress. Its `stage_seconds` are added to the counters.
+            progress: The final progress. The `stage_seconds` of the progress are added to the counters.
         """
 
         def change(db: "_Transaction") -> bool:
-            db.tick()
+            db.next_version()
             if (job := db.owned_job(worker, id)) is None:
                 return False
             if job.status == REMOVED:
@@ -687,7 +692,7 @@ class JobStore:
         """
 
         def change(db: "_Transaction") -> bool:
-            version = db.tick()
+            version = db.next_version()
             if (job := db.owned_job(worker, id)) is None:
                 return False
             if job.status == REMOVED:
@@ -708,19 +713,19 @@ class JobStore:
             worker: The worker's name.
         """
         self._run(
-            lambda db: self._requeue_jobs(db, f"{IS_LEASED_SQL} AND worker = :name", counts=False, name=worker),
+            lambda db: self._requeue_jobs(db, f"{IS_LEASED_SQL} AND worker = :name", counts_attempt=False, name=worker),
             durable=False,
         )
 
-    def requeue_lost(self, worker: str, why: str | None = None) -> None:
+    def requeue_lost(self, worker: str, cause: str | None = None) -> None:
         """Requeue the jobs of a worker that died, at their old positions. The attempts count.
 
         Args:
             worker: The worker's name.
-            why: Why the worker died, stored as the error of its running jobs; None to keep their errors.
+            cause: Why the worker died, stored as the error of its running jobs; None to keep their errors.
         """
         self._run(
-            lambda db: self._requeue_jobs(db, f"{IS_LEASED_SQL} AND worker = :name", why=why, name=worker),
+            lambda db: self._requeue_jobs(db, f"{IS_LEASED_SQL} AND worker = :name", cause=cause, name=worker),
             durable=False,
         )
 
@@ -738,7 +743,7 @@ class JobStore:
             if db.rows(has_expired) or db.rows(f"SELECT 1 FROM jobs WHERE {where} LIMIT 1"):
                 self._requeue_jobs(db, where)
             if db.rows(f"SELECT 1 FROM jobs WHERE {is_purgeable} LIMIT 1", retention=REMOVED_RETENTION):
-                db.tick()
+                db.next_version()
                 db.execute(f"DELETE FROM jobs WHERE {is_purgeable}", retention=REMOVED_RETENTION)
 
         self._run(change, durable=False)
@@ -754,23 +759,23 @@ class JobStore:
     # Transactions
 
     def _requeue_jobs(
-        self, db: "_Transaction", where: str, *, counts: bool = True, why: str | None = None, **values: Any
+        self, db: "_Transaction", where: str, *, counts_attempt: bool = True, cause: str | None = None, **values: Any
     ) -> None:
         """Requeue the jobs that match `where`, and delete their workers.
 
-        `counts` says whether the attempts of running jobs count.
+        `counts_attempt` says whether the attempts of running jobs count.
         """
-        db.tick()
+        db.next_version()
         jobs = db.jobs(where, **values)
         for job in jobs:
             if job.status == REMOVED:
                 db.update(job.id, worker="")
-            elif job.status == RUNNING and not counts and not job.cancel:
+            elif job.status == RUNNING and not counts_attempt and not job.cancel:
                 db.update(job.id, attempts=job.attempts - 1, **REQUEUED_COLUMNS)
             elif job.cancel:
                 db.end(job.id, FAILED, CANCELLATION)
             else:
-                error = job.error if why is None or job.status != RUNNING else {"code": STOPPED, "message": why}
+                error = job.error if cause is None or job.status != RUNNING else {"code": STOPPED, "message": cause}
                 db.update(job.id, error=error and json.dumps(error), **REQUEUED_COLUMNS)
         parameters = {**values, **{f"name{n}": name for n, name in enumerate({job.worker for job in jobs})}}
         placeholders = ", ".join(f":{name}" for name in parameters) or "''"
@@ -808,7 +813,7 @@ class JobStore:
             except self._database.errors as error:
                 why, is_full = without_password(reason(error), self.url), self._database.is_full(error)
                 why = f"the disk of {self.name} is full" if is_full else why
-                if is_full and math.isinf(self.retry_seconds):  # a worker waits, since it must record its results
+                if is_full and math.isinf(self.retry_seconds):  # a worker waits, because it must record its results
                     self.reclaim()
                 elif not self._database.is_transient(error):
                     problem = f"the database {self.name} cannot be used: {why}"
@@ -819,7 +824,7 @@ class JobStore:
 
 
 class _Transaction:
-    """The SQL statements of a transaction. In each, `:place` is the namespace.
+    """The SQL statements of a transaction. In each statement, `:place` is the namespace.
 
     `now` is an SQL expression for the database's time. `live_workers_sql` is the condition for workers whose lease has
     not expired.
@@ -844,8 +849,8 @@ class _Transaction:
         row = self.execute(sql, **values).fetchone()
         return row[0] if row is not None else None
 
-    def tick(self, count: int = 1) -> int:
-        """Return a new version, and lock out other writers until the end of this transaction."""
+    def next_version(self, count: int = 1) -> int:
+        """Return a new version. Other writers are locked out until the end of this transaction."""
         if not self._version:
             now, after = f"CAST({self.now} * 1e6 AS BIGINT)", "version + :count"
             sql = f"UPDATE clock SET version = CASE WHEN {after} > {now} THEN {after} ELSE {now} END RETURNING version"
@@ -859,23 +864,24 @@ class _Transaction:
         return next(iter(self.jobs("place = :place AND id = :id", id=id)), None)
 
     def get(self, id: str, *, arriving: bool = False) -> Job:
-        """Return a job that clients can see, with `arriving` also one that is still uploaded; else raise NotFound."""
+        """Return a job that clients can see. With `arriving`, also return a job that is still being uploaded. Raises
+        NotFound for other ids."""
         job = self.find(id)
         if job is None or job.status == REMOVED or (job.status == ARRIVING and not arriving):
             raise NotFound("there is no video with this id")
         return job
 
     def owned_job(self, worker: str, id: str) -> Job | None:
-        """Return a job, even a removed one, if this worker owns it; else None."""
+        """Return a job if this worker owns it, even if the job is removed. Otherwise return None."""
         job = self.find(id)
         return job if job is not None and job.worker == worker and job.status not in (COMPLETED, FAILED) else None
 
     def extend_lease(self, worker: str, ttl: float) -> int | None:
-        """Extend a worker's lease; return its `draining` flag, or None if it is not registered."""
+        """Extend a worker's lease, and return its `draining` flag. Return None if the worker is not registered."""
         sql = f"UPDATE workers SET expires = {self.now} + :ttl WHERE name = :worker RETURNING draining"
         return self.value(sql, worker=worker, ttl=ttl)
 
-    def waiting(self) -> int:
+    def num_waiting(self) -> int:
         return self.value("SELECT count(*) FROM jobs WHERE place = :place AND status = 'queued'")
 
     def with_ranks(self, jobs: Sequence[Job]) -> list[Job]:
@@ -883,19 +889,19 @@ class _Transaction:
         if all(job.status != QUEUED for job in jobs):
             return list(jobs)
         sql = "SELECT position FROM jobs WHERE place = :place AND status = 'queued' ORDER BY position LIMIT :limit"
-        running = self.value("SELECT count(*) FROM jobs WHERE place = :place AND status = 'in_progress'")
-        ranks = {position: number for number, (position,) in enumerate(self.rows(sql, limit=MAX_RANKED), running)}
+        num_running = self.value("SELECT count(*) FROM jobs WHERE place = :place AND status = 'in_progress'")
+        ranks = {position: number for number, (position,) in enumerate(self.rows(sql, limit=MAX_RANKED), num_running)}
         return [replace(job, jobs_ahead=ranks.get(job.position)) if job.status == QUEUED else job for job in jobs]
 
-    def update(self, id: str, *, ended: bool = False, **columns: Any) -> None:
-        """Update columns of a job; with `ended`, also set its completion time."""
-        assignments = [f"{name} = :{name}" for name in columns] + ([f"completed_at = {self.now}"] if ended else [])
+    def update(self, id: str, *, has_ended: bool = False, **columns: Any) -> None:
+        """Update columns of a job. With `has_ended`, also set its completion time."""
+        assignments = [f"{name} = :{name}" for name in columns] + ([f"completed_at = {self.now}"] if has_ended else [])
         sql = f"UPDATE jobs SET {', '.join([*assignments, 'version = :version'])} WHERE place = :place AND id = :id"
-        self.execute(sql, id=id, version=self.tick(), **columns)
+        self.execute(sql, id=id, version=self.next_version(), **columns)
 
     def cancel(self, ids: Sequence[str]) -> None:
         """Cancel waiting jobs, and request the cancellation of running ones."""
-        self.tick()
+        self.next_version()
         for id in ids:
             job = self.find(id)
             if job is not None and job.status == QUEUED:
@@ -906,7 +912,7 @@ class _Transaction:
     def end(self, id: str, status: str, error: Mapping[str, str] | None, **columns: Any) -> None:
         """Set a job's final status, and increment the counter of that status."""
         error_json = None if error is None else json.dumps(error)
-        self.update(id, status=status, worker="", error=error_json, ended=True, **columns)
+        self.update(id, status=status, worker="", error=error_json, has_ended=True, **columns)
         self.count(CANCELLED if error is not None and error["code"] == CANCELLED else status)
 
     def count(self, *names: str, amounts: Sequence[float] = (1.0,)) -> None:
@@ -925,7 +931,7 @@ INSERT_JOB = """
         model = excluded.model, batch = excluded.batch, request = excluded.request, output = excluded.output,
         created_at = excluded.created_at, version = excluded.version"""
 REQUEUED_COLUMNS: dict[str, Any] = {"status": QUEUED, "worker": "", "progress": "{}"}
-JOB_COLUMNS = tuple(column.name for column in fields(Job))[:-1]  # all but `jobs_ahead`
+JOB_COLUMNS = tuple(column.name for column in fields(Job))[:-1]  # all fields except `jobs_ahead`
 SELECTED_COLUMNS = ", ".join(JOB_COLUMNS)
 
 

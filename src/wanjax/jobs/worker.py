@@ -2,8 +2,8 @@
 """A worker: a loop that leases jobs from the store, makes their videos and marks the jobs as finished.
 
 A separate thread sends heartbeats, which extend the lease, send progress and receive stop signals. So computation never
-waits for the database. A worker publishes a video before it finishes the job. If it dies in between, the next worker
-finds the file and finishes the job.
+waits for the database. A worker publishes a video before it marks the job as finished. If the worker dies in between,
+the next worker finds the file and only marks the job as finished.
 """
 
 import logging
@@ -18,20 +18,21 @@ from threading import Condition, Event, Thread
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from wanjax.figures import quantity
+from wanjax.figures import pluralize
 from wanjax.jobs.store import CANCELLATION, RUNNING, STOPPED, TTL, Job, JobStore, Signal, Stats, Unavailable
-from wanjax.stores.temporary import HOST
+from wanjax.stores.temporary import HOST_NAME
 
 HEARTBEAT_INTERVAL, POLL_INTERVAL = 0.5, 0.2  # seconds between heartbeats, and between polls of an empty queue
 ATTEMPTS = 5  # a job fails after this many workers died while making it
-LEASES_PER_WORKER = 4  # splits the end of the queue into this many leases per worker, so that they finish together
+# Splits the end of the queue into this many leases per worker, so that all workers finish at the same time
+LEASES_PER_WORKER = 4
 DISK_FULL = "disk_full"  # error code; the worker exits after it
 READY, LOADING = "ready", "loading"  # a worker's states
 logger = logging.getLogger("wanjax.jobs")
 
 
 class Interrupted(Exception):
-    """Raised to stop a run early: its job was cancelled or lost, or the worker is draining."""
+    """Raised to stop a run early, because its job was cancelled or lost, or the worker is draining."""
 
 
 class Failure(NamedTuple):
@@ -114,7 +115,7 @@ class Lease:
         self, store: JobStore, worker: str, ttl: float = TTL, exit_requested: Callable[[], bool] = lambda: False
     ):
         self.store, self.worker, self.ttl = store, worker, ttl
-        self.is_lost = False  # the lease expired; False again once the worker is registered again
+        self.is_lost = False  # True after the lease expired, until the worker is registered again
         self._exit_requested, self._drain_signalled, self._is_closed = exit_requested, False, False
         self._signal = Signal.CONTINUE
         self._job_id: str | None = None
@@ -129,11 +130,11 @@ class Lease:
         with self._condition:
             self._is_closed = True
             self._condition.notify()
-        self._thread.join(HEARTBEAT_INTERVAL)  # not longer, since the thread may wait for the database
+        self._thread.join(HEARTBEAT_INTERVAL)  # wait no longer, because the thread may wait for the database
 
     @property
     def draining(self) -> bool:
-        """Whether the worker has to exit, on request of its own process or of the database."""
+        """Whether its own process or the database has asked the worker to exit."""
         return self._drain_signalled or self._exit_requested()
 
     @property
@@ -168,7 +169,7 @@ class Lease:
         return self.is_lost or self.draining or self._signal in (Signal.CANCEL, Signal.LOST)
 
     def is_cancelled(self) -> bool:
-        """Return True if the job was cancelled and this worker still owns it."""
+        """Return True if the job was cancelled and this worker still owns the job."""
         return not self.is_lost and self._signal is Signal.CANCEL
 
     def _send_heartbeats(self) -> None:
@@ -176,11 +177,11 @@ class Lease:
             with self._condition:
                 if not self._has_changes:
                     self._condition.wait(HEARTBEAT_INTERVAL if self._job_id is not None else self.ttl / 6)
-                job, progress, self._has_changes = self._job_id, dict(self._progress), False
+                job_id, progress, self._has_changes = self._job_id, dict(self._progress), False
             if self._is_closed:
                 return
             try:
-                signal = self.store.heartbeat(self.worker, job, progress or None, self.ttl)
+                signal = self.store.heartbeat(self.worker, job_id, progress or None, self.ttl)
             except Unavailable:
                 signal = Signal.CONTINUE  # if the lease expired meanwhile, the next heartbeat returns LOST
             except Exception:
@@ -191,16 +192,16 @@ class Lease:
             with self._condition:
                 if signal is Signal.DRAIN:
                     self._drain_signalled = True
-                elif signal is Signal.LOST and job is None:
+                elif signal is Signal.LOST and job_id is None:
                     self.is_lost = True
-                elif job is not None and job == self._job_id:
+                elif job_id is not None and job_id == self._job_id:
                     self._signal = signal
             time.sleep(HEARTBEAT_INTERVAL)
 
 
 def new_worker_name() -> str:
     """Return a unique name for a worker: host name, process id and a random suffix."""
-    return f"{HOST}:{os.getpid()}:{token_hex(3)}"
+    return f"{HOST_NAME}:{os.getpid()}:{token_hex(3)}"
 
 
 def work(
@@ -221,22 +222,22 @@ def work(
     """Lease and make jobs until the worker has to exit, or until the queue is empty if `until_empty`.
 
     Args:
-        store: The job store. An outage longer than its `retry_seconds` ends the worker.
+        store: The job store. If the store is unavailable for longer than its `retry_seconds`, the worker ends.
         maker: The maker of the videos.
         name: The worker's name; None for a new name.
         max_batch: Maximum number of jobs in a run.
         retries: How often a failed job is retried. Invalid requests are not retried.
         attempts: A job fails after this many workers died while making it.
-        exit_requested: Returns True once the worker has to exit. Its jobs are then requeued.
+        exit_requested: Returns True once the worker has to exit. The jobs of the worker are then requeued.
         until_empty: Whether to exit when the queue is empty.
-        join_error: Switches the store to the worker's namespace. Returns "", or why it cannot; then it is called again
-            until it can.
-        note: Called with that reason once, to show it to the user.
+        join_error: Switches the store to the worker's namespace, and returns "". If this is impossible, returns the
+            reason, and is called again later.
+        note: Called once with this reason, to show it to the user.
         on_job_end: Called after each job that finished or failed.
         ttl: Seconds without a heartbeat after which the worker counts as dead.
     """
     name = name or new_worker_name()
-    worker_info = {"host": HOST, "process": os.getpid(), "models": list(maker.models)}
+    worker_info = {"host": HOST_NAME, "process": os.getpid(), "models": list(maker.models)}
     if blocked_reason := join_error(store):
         note(blocked_reason)
     store.register(name, LOADING, worker_info, ttl)
@@ -276,9 +277,10 @@ def work(
 
 
 def _lease_size(stats: Stats, max_batch: int) -> int:
-    """Return how many jobs to lease at once: fewer at the end of the queue, so that all workers finish together."""
-    waiting, workers = stats.jobs.get("queued", 0), sum(stats.workers.values())
-    return max(1, min(max_batch, waiting if workers <= 1 else -(-waiting // (LEASES_PER_WORKER * workers))))
+    """Return how many jobs to lease at once. At the end of the queue there are fewer, so that all workers finish at the
+    same time."""
+    num_waiting, workers = stats.jobs.get("queued", 0), sum(stats.workers.values())
+    return max(1, min(max_batch, num_waiting if workers <= 1 else -(-num_waiting // (LEASES_PER_WORKER * workers))))
 
 
 def _make_jobs(
@@ -290,7 +292,8 @@ def _make_jobs(
     attempts: int,
     on_job_end: Callable[[], object],
 ) -> bool:
-    """Make leased jobs in one run. If the run fails, make each alone. Return False if the worker has to exit."""
+    """Make leased jobs in one run. If the run fails, make each job in its own run. Return False if the worker has to
+    exit."""
     worker = lease.worker
     pending_runs = deque([[job for job in jobs if not _end_without_making(store, maker, worker, job, attempts)]])
     on_job_end()
@@ -307,11 +310,11 @@ def _make_jobs(
                         "progress": 100,
                         "stage": "",
                         "seconds": seconds,
-                        "worker": f"{HOST}:{os.getpid()}",
+                        "worker": f"{HOST_NAME}:{os.getpid()}",
                     }
                     store.finish(
                         worker, job.id, lease.progress | completed_progress
-                    )  # if another worker owns the job now, it finds the file
+                    )  # if another worker owns the job now, that worker finds the file
                     on_job_end()
                     if remaining_jobs and not _start_job(store, lease, remaining_jobs):
                         break
@@ -327,7 +330,7 @@ def _make_jobs(
             job = remaining_jobs.pop(0)
             if failure.log:
                 logger.error("%s failed: %s", job.output, failure.log)
-            error_fields = {"code": failure.code, "message": failure.message, "worker": f"{HOST}:{os.getpid()}"}
+            error_fields = {"code": failure.code, "message": failure.message, "worker": f"{HOST_NAME}:{os.getpid()}"}
             store.fail(worker, job.id, error_fields, retries=retries if failure.is_retryable else 0)
             on_job_end()
             if failure.ends_worker:
@@ -338,12 +341,13 @@ def _make_jobs(
 
 
 def _end_without_making(store: JobStore, maker: Maker, worker: str, job: Job, attempts: int) -> bool:
-    """End a leased job if its video exists or too many workers died while making it; return whether it ended."""
+    """End a leased job without making it, if its video exists or too many workers died while making it. Return whether
+    the job ended."""
     earlier_attempts = job.attempts - (job.status == RUNNING)
     if maker.is_published(job):
         return store.finish(worker, job.id, {"progress": 100})
     if earlier_attempts >= attempts:
-        times = quantity(earlier_attempts, "time")
+        times = pluralize(earlier_attempts, "time")
         message = (job.error or {}).get("message") or (
             f"the server or its worker died {times} while it made this video, so it is not tried again"
         )
@@ -352,10 +356,10 @@ def _end_without_making(store: JobStore, maker: Maker, worker: str, job: Job, at
 
 
 def _start_job(store: JobStore, lease: Lease, remaining_jobs: list[Job]) -> bool:
-    """Start the first job. If it was cancelled or another worker owns it, drop it and return False."""
+    """Start the first job. If the job was cancelled or another worker owns it, drop the job and return False."""
     job = remaining_jobs[0]
     lease.begin(job.id)
-    if job.status == RUNNING and not job.cancel:  # the lease has started it
+    if job.status == RUNNING and not job.cancel:  # `lease` has already started this job
         return True
     signal = store.begin(lease.worker, job.id)
     if signal is Signal.CANCEL:
@@ -369,7 +373,7 @@ class WorkerThread:
     """A worker in a thread of this process.
 
     Args:
-        store: The job store. The worker waits for the end of an outage.
+        store: The job store. During an outage of its database, the worker waits.
         maker: The maker of the videos.
         options: Keyword arguments of `work`.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model kept loaded and compiled behind HTTP, with a page for a person: `wanjax serve`.
+"""The HTTP server and web page of `wanjax serve`. The server keeps a model loaded and compiled.
 
-Only the command line imports this package. Its libraries, Starlette and uvicorn, are the extra `serve`.
+Only the command line imports this package. The package needs the extra `serve`, which installs Starlette and uvicorn.
 """

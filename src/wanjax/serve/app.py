@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP interface: requests in the shape of OpenAI's former videos API, events, metrics, and the page."""
+"""The HTTP interface: endpoints like those of OpenAI's former videos API, events, metrics and the web page."""
 
 import asyncio
 import json
 import logging
+import math
 import re
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.resources import files
@@ -20,74 +21,75 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
-from starlette.routing import Match, Mount, Route
+from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from wanjax.errors import SettingError, WanjaxError, choice, repr_short
+from wanjax.errors import SettingError, WanjaxError, json_values, repr_short, suggest_choice
 from wanjax.jobs.databases import DatabaseError
-from wanjax.jobs.store import COMPLETED, QUEUED, Job, JobStore, NewJob, NotFound, QueueFull, Unavailable
+from wanjax.jobs.store import COMPLETED, FAILED, QUEUED, Job, JobStore, NewJob, NotFound, QueueFull, Unavailable
 from wanjax.jobs.worker import LOADING, READY
+from wanjax.media.inputs import INPUT_SPECS
 from wanjax.media.video import read_metadata
-from wanjax.pipelines.request import VideoRequest, given_twice, unique_fields
-from wanjax.pipelines.settings import LOADED
+from wanjax.pipelines.request import VideoRequest, duplicate_field, unique_fields
+from wanjax.pipelines.settings import LOAD_SETTINGS
 from wanjax.pipelines.video_metadata import VERSION
 from wanjax.serve import metrics, openapi, store_files, uploads
-from wanjax.serve.auth import COOKIE, Access, Guard, is_encrypted, refusal
-from wanjax.serve.events import Changes, Events
-from wanjax.serve.faults import UNEXPECTED, fault_of, storing
+from wanjax.serve.auth import COOKIE, Access, AuthMiddleware, error_response, is_encrypted
+from wanjax.serve.error_details import UNEXPECTED, describe_error, raising_storage_errors
+from wanjax.serve.events import ChangeFeed, EventStreamResponse
 from wanjax.serve.limits import Limits
+from wanjax.serve.routing import UNSUPPORTED_ROUTES, checked_route, method_not_allowed, path_not_found
 from wanjax.serve.sweeping import Sweeper
 from wanjax.serve.variants import ServedModels
 from wanjax.serve.videos import (
-    FILE,
+    FILE_NAME,
     PREVIEW,
     THUMBNAIL,
     VIDEO,
-    names_of,
+    file_names,
+    file_paths,
     new_folder,
     new_id,
-    output_of,
-    paths_of,
-    video_of,
+    output_path,
+    video_json,
 )
-from wanjax.stores.paths import AnyPath, Missing, RemotePath
+from wanjax.stores.paths import AnyPath, MissingObjectError, RemotePath
 
 PAGE = files("wanjax.serve") / "page"
-FIELDS, FILES = 64, 12  # of a form
-FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
-BODY_SECONDS = 60.0  # in which a request has to arrive
-WORKER_FAILED = "failed"  # a server whose only worker ended
-DATABASE_UNAVAILABLE = "the database of videos is out of reach for a while: try again later"
+MAX_FIELDS, MAX_FILES = 64, 12  # the maximum in one form
+FORM_TYPES = ("multipart/form-data", "application/x-www-form-urlencoded")
+BODY_TIMEOUT = 60.0  # seconds in which the body of a request must arrive
+WORKER_FAILED = "failed"  # the state of a server whose only worker has ended
+DATABASE_UNAVAILABLE = "the job database is unavailable: try again later"
 T = TypeVar("T")
 logger = logging.getLogger("wanjax.serve")
-CONTENT: dict[str, tuple[str, str | None]] = {
+CONTENT_VARIANTS: dict[str, tuple[str, str | None]] = {
     "video": (VIDEO, "video/mp4"),
     "thumbnail": (THUMBNAIL, "image/webp"),
     "preview": (PREVIEW, "image/png"),
 }
-UNSUPPORTED_ROUTES = ("/v1/videos/{id}/remix", "/v1/videos/edits", "/v1/videos/extensions", "/v1/videos/characters")
-"""Requests of OpenAI's videos API that have no counterpart here."""
-PATHS = ("/v1/videos", "/v1/videos/ID", "/v1/videos/ID/content", "/v1/models", "/health")  # that most clients ask
-LEADING_VERSIONS = re.compile(r"^(?:/v1)+(?=/|$)")
-WORKER_SETTINGS = [name for name in LOADED if name != "model"]  # settings that whoever loads the model decides
-RESULTS = ("video", "thumbnail")  # of which there are whole ones alone
+JSON_ADVICE = 'send a JSON object such as {"prompt": "a red circle"}'
+WORKER_SETTINGS = [name for name in LOAD_SETTINGS if name != "model"]  # fixed when the model is loaded
+LIST_PARAMETERS = ("limit", "after", "order", "query")
+CONTENT_PARAMETERS = ("variant", "after")  # the page changes `after` with each preview, past the browser's cache
+RESULT_VARIANTS = ("video", "thumbnail")  # written once the video is completed
 
 
 class ClosedError(Exception):
-    """A server that ends, and takes no further request."""
+    """The server is shutting down and accepts no more requests."""
 
 
 class Service:
-    """All that answers need. Several services may share a store and its folder.
+    """The state and the handlers of the HTTP interface. Several services may share a store and its folder.
 
     Args:
         store: The jobs.
-        folder: The folder of the videos' folders, here or in a store.
-        models: The models that requests may name, of which it needs no weights.
-        model_cards: What clients are told of the models, the served one first.
-        limits: What a request may ask for.
-        access: Who may ask.
-        is_broken: Returns True where the server's only worker has ended.
+        folder: The folder that contains one folder per video, local or in a store.
+        models: The models that requests may name. The weights of these models are not used.
+        model_cards: Descriptions of the models for clients, the served model first.
+        limits: Limits of a request.
+        access: Who may send requests.
+        is_broken: Returns True if the server's only worker has ended.
     """
 
     def __init__(
@@ -102,286 +104,346 @@ class Service:
     ):
         self.store = store
         self.folder: AnyPath = folder.expanduser().absolute() if isinstance(folder, Path) else folder
-        self.served, self.model_cards = models, model_cards
+        self.models, self.model_cards = models, model_cards
         self.limits, self.access, self.is_broken = limits, access, is_broken
-        self.answers: Counter[int] = Counter()
-        self.changes, self.sweeper = Changes(store, self._video), Sweeper(store, self.folder)
+        self.status_counts: Counter[int] = Counter()
+        self.change_feed, self.sweeper = ChangeFeed(store, self._video_json), Sweeper(store, self.folder)
         self._closed = False
 
     def start(self) -> None:
-        """Begin to look after the jobs: to remove what is left of videos, and to requeue jobs of silent workers."""
+        """Start the thread that deletes files of removed videos and requeues jobs of workers that stopped reporting."""
         self.sweeper.start()
 
     def end(self) -> None:
-        """Take no further request, and end all streams of events; may be called in a handler of signals."""
-        self._closed = self.changes.closed = True
+        """Accept no more requests and end all event streams. Safe to call in a signal handler."""
+        self._closed = self.change_feed.closed = True
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self.end()
-        self.changes.close()
+        self.change_feed.close()
         self.sweeper.close()
 
-    def application(self) -> Guard:
-        """Return the application, behind its guard."""
+    def application(self) -> AuthMiddleware:
+        """Return the ASGI application, with authentication."""
         routes = [
-            Route("/v1/videos", self.create, methods=["POST"]),
-            Route("/v1/videos", self.videos, methods=["GET"]),
-            Route("/v1/videos/{id}", self.show, methods=["GET"]),
-            Route("/v1/videos/{id}", self.remove, methods=["DELETE"]),
-            Route("/v1/videos/{id}/cancel", self.cancel, methods=["POST"]),
-            Route("/v1/videos/{id}/content", self.content, methods=["GET"]),
-            Route("/v1/videos/{id}/record", self.metadata, methods=["GET"]),
-            Route("/v1/videos/{id}/events", self.events, methods=["GET"]),
-            *(Route(path, self.not_offered, methods=["POST"]) for path in UNSUPPORTED_ROUTES),
-            Route("/v1/events", self.events, methods=["GET"]),
-            Route("/v1/models", self.models, methods=["GET"]),
-            Route("/v1/models/{id}", self.show_model, methods=["GET"]),
+            *(Route(path, self.reject_unsupported, methods=["GET", "POST"]) for path in UNSUPPORTED_ROUTES),
+            checked_route("POST", "/v1/videos", self.create_video),
+            checked_route("GET", "/v1/videos", self.list_videos, *LIST_PARAMETERS),
+            checked_route("GET", "/v1/videos/{id}", self.get_video),
+            checked_route("DELETE", "/v1/videos/{id}", self.delete_video),
+            checked_route("POST", "/v1/videos/{id}/cancel", self.cancel_video),
+            checked_route("GET", "/v1/videos/{id}/content", self.send_content, *CONTENT_PARAMETERS),
+            checked_route("GET", "/v1/videos/{id}/record", self.send_metadata),
+            checked_route("GET", "/v1/videos/{id}/events", self.stream_events),
+            checked_route("GET", "/v1/events", self.stream_events),
+            checked_route("GET", "/v1/models", self.list_models),
+            checked_route("GET", "/v1/models/{id}", self.get_model),
             Route("/login", self.login, methods=["POST"]),
-            Route("/openapi.json", self.show_document, methods=["GET"]),
-            Route("/health", self.health, methods=["GET"]),
-            Route("/metrics", self.show_metrics, methods=["GET"]),
+            Route("/openapi.json", self.send_openapi, methods=["GET"]),
+            Route("/health", self.get_health, methods=["GET"]),
+            Route("/metrics", self.get_metrics, methods=["GET"]),
             Route("/", lambda request: FileResponse(str(PAGE / "index.html")), methods=["GET"]),
             Mount("/page", StaticFiles(directory=str(PAGE))),
         ]
         handlers: dict[Any, Callable[..., Any]] = {
-            404: _no_path,
-            405: _no_method,
-            HTTPException: lambda request, error: refusal(error.status_code, error.detail),
+            404: path_not_found,
+            405: method_not_allowed,
+            HTTPException: lambda request, error: error_response(error.status_code, error.detail),
             WanjaxError: self._error_response,
-            QueueFull: lambda request, error: refusal(429, str(error), "queue_full", retry_after="5"),
-            ClosedError: lambda request, error: refusal(503, str(error), "ending", retry_after="30"),
-            Unavailable: lambda request, error: refusal(503, DATABASE_UNAVAILABLE, "away", retry_after="5"),
-            NotFound: lambda request, error: refusal(404, str(error), "not_found"),
+            QueueFull: lambda request, error: error_response(429, str(error), "queue_full", retry_after="5"),
+            ClosedError: lambda request, error: error_response(503, str(error), "ending", retry_after="30"),
+            Unavailable: lambda request, error: error_response(503, DATABASE_UNAVAILABLE, "away", retry_after="5"),
+            NotFound: _video_not_found,
             ClientDisconnect: lambda request, error: Response(status_code=400),
-            Exception: lambda request, error: refusal(500, UNEXPECTED, "internal"),
+            Exception: lambda request, error: error_response(500, UNEXPECTED, "internal"),
         }
         application = Starlette(routes=routes, exception_handlers=handlers)
-        application.router.redirect_slashes = False  # to a full address, which is not the client's behind a proxy
-        guard = Guard(application, self.access, self.limits.upload, self.answers)
-        guard.application.state.guard = guard  # pyright: ignore[reportFunctionMemberAccess]
-        return guard
+        # a redirect would contain this server's own address, which a client behind a proxy may be unable to reach
+        application.router.redirect_slashes = False
+        auth_middleware = AuthMiddleware(application, self.access, self.limits.upload, self.status_counts)
+        auth_middleware.application.state.auth_middleware = auth_middleware  # pyright: ignore[reportFunctionMemberAccess]
+        return auth_middleware
 
     def _error_response(self, request: Request, error: Exception) -> Response:
-        """Answer an error that is told in a sentence."""
-        fault = fault_of(error, [self.folder, *self.served.folders])
-        if fault.is_ours:
+        """Convert a WanjaxError to a response."""
+        details = describe_error(error, [self.folder, *self.models.folders])
+        if details.is_server_error:
             logger.error("%s %s: %s", request.method, request.url.path, error)
-        return refusal(fault.status, fault.message, fault.code, getattr(error, "setting", None))
+        return error_response(details.status, details.message, details.code, getattr(error, "setting", None))
 
-    async def create(self, request: Request) -> JSONResponse:
-        """Take a request for a video, as a form or as JSON, and answers at once."""
-        await run_in_threadpool(self._check_room)  # before a large picture is read
-        with storing():  # large files of a form, beside it
-            fields, pictures = await _read_in_time(_body(request))
-        with uploads.naming_size(fields):
-            job = await run_in_threadpool(self._accept, fields, pictures)
-        return JSONResponse(self._video(job))
+    async def create_video(self, request: Request) -> JSONResponse:
+        """Add a job for a form or a JSON object, and answer without waiting for the video."""
+        await run_in_threadpool(self._check_room)  # checked before a large upload is read
+        with raising_storage_errors():  # uploads are spooled to temporary files
+            fields, pictures = await _read_in_time(_read_body(request))
+        with uploads.reporting_size_errors(fields):
+            job = await run_in_threadpool(self._add_job, fields, pictures)
+        return JSONResponse(self._video_json(job))
 
     def _check_room(self) -> None:
-        """Raise QueueFull where the queue takes no further request, ClosedError where the server ends."""
+        """Check that another request fits into the queue.
+
+        Raises:
+            QueueFull: The queue is full.
+            ClosedError: The server is shutting down.
+        """
         if self._closed:
-            raise ClosedError("this server is ending: ask again when it has started anew")
-        if self.store.waiting() >= self.limits.queue:
+            raise ClosedError("this server is shutting down: try again after its restart")
+        if self.store.num_waiting() >= self.limits.queue:
             raise QueueFull(self.limits.queue)
 
-    @storing()
-    def _accept(self, fields: Mapping[str, Any], files: Mapping[str, list[bytes]]) -> Job:
-        """Check a request, keep its pictures and add its job; leave nothing of one that is refused."""
-        request, uploaded = uploads.read(fields, files, self.served, self.limits)
-        pipe = self.served.model(request.model)
+    @raising_storage_errors()
+    def _add_job(self, fields: Mapping[str, Any], files: Mapping[str, list[bytes]]) -> Job:
+        """Check a request, save its pictures and add its job. A rejected request leaves no files."""
+        request, pictures = uploads.read_request(self._without_shared(fields), files, self.models, self.limits)
+        pipe = self.models.model(request.model)
         id = new_id()
-        new = NewJob(id, {}, pipe.defaults.model, output_of(id))
-        if not uploaded:
-            return self.store.add(self._complete(new, request, {}), limit=self.limits.queue)
-        arriving = self.store.add(new, arriving=True)  # so that a server that is killed leaves no folder for ever
+        new_job = NewJob(id, {}, pipe.defaults.model, output_path(id))
+        if not pictures:
+            return self.store.add(self._with_request(new_job, request, {}), limit=self.limits.queue)
+        # if the server is killed before the request is complete, this row marks the folder for deletion
+        incomplete_job = self.store.add(new_job, is_arriving=True)
         try:
             with new_folder(self.folder / id) as folder_path:
-                takes_clips = "video" in pipe.model.spec.takes
-                saved = uploads.save_pictures(
-                    uploaded, uploads.inputs_of(pipe), folder_path, self.limits, takes_clips=takes_clips
+                takes_clips = "video" in pipe.model.spec.input_names
+                saved_files = uploads.save_pictures(
+                    pictures, uploads.inputs_of(pipe), folder_path, self.limits, takes_clips=takes_clips
                 )
-                new = self._complete(new, replace(request, inputs=saved), paths_of(saved, folder_path))
-            return self.store.add(new, limit=self.limits.queue)
+                new_job = self._with_request(
+                    new_job, replace(request, inputs=saved_files), file_paths(saved_files, folder_path)
+                )
+            return self.store.add(new_job, limit=self.limits.queue)
         except BaseException:
             with suppress(WanjaxError, NotFound):
                 self.store.remove(id)
-                self.sweeper.clear(arriving)
+                self.sweeper.remove_files(incomplete_job)
             raise
 
-    def _complete(self, new: NewJob, request: VideoRequest, files: Mapping[str, Any]) -> NewJob:
-        """Return a job with all settings of its request; raise WanjaxError where they make no video."""
-        settings = uploads.complete_settings(request, self.served.model(request.model), files, self.limits).to_json()
+    def _without_shared(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Leave out fields that equal what the server was started with, so that a record can be sent as a request."""
+        name = fields.get("model") or self.models.default_name
+        shared = next((card["started_with"] for card in self.model_cards if card["id"] == name), {})
+        shared = json.loads(json.dumps(shared))  # with lists in place of tuples, as in the fields of a request
+        return {name: value for name, value in fields.items() if name not in shared or value != shared[name]}
+
+    def _with_request(self, new_job: NewJob, request: VideoRequest, files: Mapping[str, Any]) -> NewJob:
+        """Complete the settings of a request, and add the request to a job.
+
+        Raises:
+            WanjaxError: No video can be made with these settings.
+        """
+        settings = uploads.complete_settings(request, self.models.model(request.model), files, self.limits).to_json()
         for name in WORKER_SETTINGS:
             settings.pop(name, None)
-        return replace(new, request=replace(request, settings=settings, model=new.model).to_json())
+        return replace(new_job, request=replace(request, settings=settings, model=new_job.model).to_json())
 
-    async def videos(self, request: Request) -> JSONResponse:
-        """List videos, the newest first unless `order` is asc, at most `limit` after the one named `after`.
+    async def list_videos(self, request: Request) -> JSONResponse:
+        """List videos: at most `limit`, after the video whose id is `after`.
 
-        With `query` only those whose prompt contains all of its words.
+        The newest come first, unless `order` is asc. With `query`, only videos whose prompt contains all of its words
+        are listed.
         """
-        query = request.query_params
-        limit, order = query.get("limit", "20"), query.get("order", "desc")
+        params = request.query_params
+        limit, order = params.get("limit", "20"), params.get("order", "desc")
         if not re.fullmatch("[1-9][0-9]?|100", limit):
-            raise SettingError(f"limit is {repr_short(limit)}: give a whole number from 1 to 100", "limit")
+            raise SettingError(f"limit must be a whole number from 1 to 100, got {repr_short(limit)}", "limit")
         if order not in ("asc", "desc"):
-            raise SettingError(f"order is {repr_short(order)}: give asc or desc", "order")
-        if len(text := query.get("query", "")) > self.limits.prompt:
-            raise SettingError(f"query has {len(text)} characters: give {self.limits.prompt} at most", "query")
-        after, newest = query.get("after"), order == "desc"
-        matches = _matcher(text) if text.split() else None
-        page, more = await run_in_threadpool(
-            lambda: self.store.page(int(limit), after=after, newest=newest, matches=matches)
+            raise SettingError(f"order must be asc or desc, got {repr_short(order)}", "order")
+        if len(query := params.get("query", "")) > self.limits.prompt:
+            raise SettingError(f"query has {len(query)} characters: use at most {self.limits.prompt}", "query")
+        after, newest = params.get("after"), order == "desc"
+        matches = _prompt_matcher(query) if query.split() else None
+        try:
+            jobs, has_more = await run_in_threadpool(
+                lambda: self.store.page(int(limit), after=after, newest_first=newest, matches=matches)
+            )
+        except NotFound:
+            message = f"after must be the id of a video, got {repr_short(after)}: give the last_id of the previous page"
+            return error_response(404, message, "not_found", "after")
+        ids = [job.id for job in jobs] or [None]
+        data = [self._video_json(job) for job in jobs]
+        return JSONResponse(
+            {"object": "list", "data": data, "first_id": ids[0], "last_id": ids[-1], "has_more": has_more}
         )
-        ids = [job.id for job in page] or [None]
-        data = [self._video(job) for job in page]
-        return JSONResponse({"object": "list", "data": data, "first_id": ids[0], "last_id": ids[-1], "has_more": more})
 
-    async def show(self, request: Request) -> JSONResponse:
-        return JSONResponse(self._video(await self._find(request)))
+    async def get_video(self, request: Request) -> JSONResponse:
+        return JSONResponse(self._video_json(await self._find_job(request)))
 
-    async def remove(self, request: Request) -> JSONResponse:
-        """Remove a video; one that waits or is under way is cancelled before."""
+    async def delete_video(self, request: Request) -> JSONResponse:
+        """Delete a video. A waiting or running one is cancelled first."""
         id = request.path_params["id"]
         await run_in_threadpool(self._remove, id)
         return JSONResponse({"id": id, "object": "video.deleted", "deleted": True})
 
-    def _video(self, job: Job) -> dict[str, Any]:
-        """Return a job as clients see it."""
-        pipe = self.served.pipes.get(job.model)
-        return video_of(job, {name: getattr(pipe.defaults, name) for name in WORKER_SETTINGS} if pipe else {})
+    def _video_json(self, job: Job) -> dict[str, Any]:
+        """Convert a job to the JSON that clients receive."""
+        pipe = self.models.pipes.get(job.model)
+        return video_json(job, {name: getattr(pipe.defaults, name) for name in WORKER_SETTINGS} if pipe else {})
 
     def _remove(self, id: str) -> None:
-        """Remove a video, its files as soon as nobody works on them; raise NotFound."""
+        """Remove a video from the store. The files of the video are deleted as soon as no worker uses them.
+
+        Raises:
+            NotFound: There is no such video.
+        """
         try:
             job = self.store.remove(id)
         except DatabaseError as error:
-            video = self.folder / output_of(id)
+            video = self.folder / output_path(id)
             if not error.is_full or not isinstance(video, Path):
                 raise
             self.store.get(id)
-            with storing(), suppress(FileNotFoundError):
-                video.unlink()  # a full disk may have no room for the note: that of the video is taken
+            with raising_storage_errors(), suppress(FileNotFoundError):
+                # on a full disk the database may be unable to record the removal, so delete the files first to free
+                # space
+                video.unlink()
             self.store.reclaim()
             job = self.store.remove(id)
         if not job.worker and isinstance(self.folder, Path):
-            self.sweeper.clear(job)
+            self.sweeper.remove_files(job)
         else:
-            self.sweeper.wake()  # nobody waits for a store
+            self.sweeper.wake()  # deleting from a remote store is slow, so the sweeper does it
 
-    async def cancel(self, request: Request) -> JSONResponse:
-        return JSONResponse(self._video(await run_in_threadpool(self.store.cancel, request.path_params["id"])))
+    async def cancel_video(self, request: Request) -> JSONResponse:
+        return JSONResponse(self._video_json(await run_in_threadpool(self.store.cancel, request.path_params["id"])))
 
-    async def not_offered(self, request: Request) -> JSONResponse:
-        """Answer a request of OpenAI's videos API that this server does not offer."""
+    async def reject_unsupported(self, request: Request) -> JSONResponse:
+        """Reject a request of OpenAI's videos API that this server does not support."""
         name = request.url.path.rpartition("/")[2]
-        why = f"{name} is not offered: POST /v1/videos asks for another video, with a picture or a clip if the model"
-        return refusal(400, f"{why} takes one, which /v1/models tells", "not_offered")
+        message = f"{name} is not supported: use POST /v1/videos; /v1/models lists the pictures and clips of each model"
+        return error_response(400, message, "not_offered")
 
-    async def content(self, request: Request) -> Response:
-        """Send a finished video, or its middle frame as `thumbnail`.
+    async def send_content(self, request: Request) -> Response:
+        """Send a file of a video. The query `variant` selects it.
 
-        `preview` shows one that is under way too, and other variants are what it is made from.
+        `video`, the default, and `thumbnail`, its middle frame, exist once the video is completed. `preview` also
+        exists while the video is made. The other variants are the pictures and clips of the request.
         """
         variant = request.query_params.get("variant", "video")
-        job = await self._find(request)
-        inputs = {Path(name).stem: (name, None) for name in names_of(job.request["inputs"]) if FILE.fullmatch(name)}
-        if variant not in (variants := CONTENT | inputs):
-            raise SettingError(
-                f"the variant {repr_short(variant)} is not offered: {', '.join(variants)} are", "variant"
-            )
-        if job.status != COMPLETED and variant in RESULTS:
-            return _unfinished(job)
-        name, kind = variants[variant]
+        job = await self._find_job(request)
+        inputs = {
+            Path(name).stem: (name, None) for name in file_names(job.request["inputs"]) if FILE_NAME.fullmatch(name)
+        }
+        if variant not in (variants := CONTENT_VARIANTS | inputs):
+            raise self._variant_error(job, variant, variants)
+        if job.status != COMPLETED and variant in RESULT_VARIANTS:
+            return _unfinished_response(job)
+        name, media_type = variants[variant]
         file = self.folder / job.id / name
-        kind, own_name = kind or guess_type(name)[0] or "application/octet-stream", f"{job.id}{file.suffix}"
+        media_type, download_name = (
+            media_type or guess_type(name)[0] or "application/octet-stream",
+            f"{job.id}{file.suffix}",
+        )
         if isinstance(file, RemotePath):
-            with suppress(Missing):
-                return await store_files.range_response(request, file, kind, own_name)
+            with suppress(MissingObjectError):
+                return await store_files.range_response(request, file, media_type, download_name)
         elif file.is_file():
-            return FileResponse(file, media_type=kind, filename=own_name, content_disposition_type="inline")
-        return _gone(name)
+            byte_range = store_files.parse_range(request.headers.get("range"), size := file.stat().st_size)
+            if byte_range is None:  # an invalid header, which Starlette would refuse, means the whole file
+                request.scope["headers"] = [item for item in request.scope["headers"] if item[0] != b"range"]
+            elif byte_range[0] >= byte_range[1]:
+                return store_files.unsatisfiable_response(request, size)
+            return FileResponse(file, media_type=media_type, filename=download_name, content_disposition_type="inline")
+        return _missing_file_response(name)
 
-    async def metadata(self, request: Request) -> Response:
-        """Send the metadata of a finished video: everything that shaped it, as its file has it."""
-        job = await self._find(request)
+    def _variant_error(self, job: Job, variant: str, variants: Collection[str]) -> SettingError:
+        """Create the error for a variant that a video does not have, with the reason if it is one of the inputs."""
+        pipe = self.models.pipes.get(job.model)
+        problem = f"this video has no variant {repr_short(variant)}"
+        for spec in (INPUT_SPECS if pipe is None else uploads.inputs_of(pipe)).values():
+            stems = [uploads.file_stem(spec, number) for number in range(self.limits.references)]
+            if variant in stems and spec.name not in job.request["inputs"]:
+                problem = f"{problem}, because it was requested without {spec.noun}"
+        return SettingError(f"{problem}: {suggest_choice(variant, variants)}", "variant")
+
+    async def send_metadata(self, request: Request) -> Response:
+        """Send the metadata of a completed video, read from its file."""
+        job = await self._find_job(request)
         if job.status != COMPLETED:
-            return _unfinished(job)
-        video = self.folder / output_of(job.id)
+            return _unfinished_response(job)
+        video = self.folder / output_path(job.id)
         if not await run_in_threadpool(video.is_file):
-            return _gone(VIDEO)
-        with storing():
+            return _missing_file_response(VIDEO)
+        with raising_storage_errors():
             return JSONResponse(await run_in_threadpool(read_metadata, video))
 
-    async def events(self, request: Request) -> Response:
-        """Streams changes as server-sent events: those of one video until its end, or of all."""
-        only = request.path_params.get("id")
-        if only is not None:
-            await self._find(request)
-        if self.changes.watchers >= self.limits.streams:
-            return refusal(429, f"{self.limits.streams} streams of events are open, as many as this server has")
-        watcher = self.changes.watch()  # counted before another request is looked at
-        return Events(self.changes.stream(only, watcher[1]), lambda: self.changes.leave(watcher))
+    async def stream_events(self, request: Request) -> Response:
+        """Stream changes as server-sent events, of one video until it ends or of all videos."""
+        video_id = request.path_params.get("id")
+        if video_id is not None:
+            await self._find_job(request)
+        if self.change_feed.watcher_count >= self.limits.streams:
+            return error_response(
+                429, f"{self.limits.streams} streams of events are open, which is the limit: try again later"
+            )
+        watcher = self.change_feed.add_watcher()  # counted at once, so that the next request sees it
+        return EventStreamResponse(
+            self.change_feed.stream(video_id, watcher[1]), lambda: self.change_feed.remove_watcher(watcher)
+        )
 
-    async def models(self, request: Request) -> JSONResponse:
-        """List the models, the served one first: all that a request may ask, and what the server was started with."""
-        return JSONResponse({"object": "list", "data": self._models()})
+    async def list_models(self, request: Request) -> JSONResponse:
+        """List the models, the served model first, each with the settings of a request and of the server."""
+        return JSONResponse({"object": "list", "data": self._bounded_cards()})
 
-    async def show_model(self, request: Request) -> JSONResponse:
-        """Send what `models` lists of one model."""
-        id, models = request.path_params["id"], {model["id"]: model for model in self._models()}
+    async def get_model(self, request: Request) -> JSONResponse:
+        """Send the entry of one model."""
+        id, models = request.path_params["id"], {model["id"]: model for model in self._bounded_cards()}
         if id not in models:
-            return refusal(404, f"no model is named {id[:40]!r} here: {choice(id, models)}", "not_found")
+            return error_response(404, f"unknown model {id[:40]!r}: {suggest_choice(id, models)}", "not_found", "id")
         return JSONResponse(models[id])
 
-    def _models(self) -> list[dict[str, Any]]:
-        about = {"object": "model", "owned_by": "wanjax", "limits": self.limits.to_json()}
-        return [about | self.limits.bound_card(model) for model in self.model_cards]
+    def _bounded_cards(self) -> list[dict[str, Any]]:
+        common_fields = {"object": "model", "owned_by": "wanjax", "limits": self.limits.to_json()}
+        return [common_fields | self.limits.bound_card(model) for model in self.model_cards]
 
-    async def show_document(self, request: Request) -> JSONResponse:
-        """Describe this interface in the words of OpenAPI."""
-        return JSONResponse(openapi.document(self._models(), VERSION, self.limits.prompt))
+    async def send_openapi(self, request: Request) -> JSONResponse:
+        """Send the OpenAPI description of this interface."""
+        return JSONResponse(openapi.build_document(self._bounded_cards(), VERSION, self.limits.prompt))
 
     async def login(self, request: Request) -> Response:
-        """Keep the token of a form in a cookie, for the page."""
-        token = await _read_in_time(_token(request))
-        guard = request.app.state.guard
-        if not isinstance(token, str) or not guard.knows(token.strip()):
-            why = "the token is wrong: show the one with which the server was started"
-            return refusal(401, why, "invalid_token")
+        """Store the token from a form in a cookie, for the web page."""
+        token = await _read_in_time(_read_token(request))
+        auth_middleware = request.app.state.auth_middleware
+        if not isinstance(token, str) or not auth_middleware.is_token(token.strip()):
+            message = f"the token is {'wrong' if token else 'missing'}: use the token that the server was started with"
+            return error_response(401, message, "invalid_token", "token")
         answer = Response(status_code=204)
         options: Any = {"httponly": True, "samesite": "strict", "max_age": 30 * 86400}
         options["secure"] = is_encrypted(request.scope, request.headers)
-        # without a path a browser takes the folder of this address, which behind a proxy this server does not know
+        # without a path, browsers limit the cookie to the folder of the page's URL, which the server may not know
         answer.set_cookie(COOKIE, token.strip(), path=None, **options)
         return answer
 
-    async def health(self, request: Request) -> JSONResponse:
-        state, waiting, unserved = await run_in_threadpool(self._health)
-        health = {"status": state, "model": self.served.first, "queue": waiting, "version": VERSION}
-        if unserved:
-            health["waits_for_workers_of"] = unserved
+    async def get_health(self, request: Request) -> JSONResponse:
+        state, num_waiting, models_without_worker = await run_in_threadpool(self._health)
+        health = {"status": state, "model": self.models.default_name, "queue": num_waiting, "version": VERSION}
+        if models_without_worker:
+            health["waits_for_workers_of"] = models_without_worker
         return JSONResponse(health, 503 if state == WORKER_FAILED else 200)
 
     def _health(self) -> tuple[str, int, list[str]]:
-        """Return the state of the workers, how many videos wait, and the models of those that no worker makes."""
+        """Return the state of the workers, the number of waiting videos and the models that lack a worker."""
         stats = self.store.stats()
         state = READY if stats.workers.get(READY) else WORKER_FAILED if self.is_broken() else LOADING
-        return state, stats.jobs.get(QUEUED, 0), self.store.unserved()
+        return state, stats.jobs.get(QUEUED, 0), self.store.models_without_worker()
 
-    async def show_metrics(self, request: Request) -> PlainTextResponse:
+    async def get_metrics(self, request: Request) -> PlainTextResponse:
         stats = await run_in_threadpool(self.store.stats)
-        text = metrics.text(stats, self.answers, self.changes.watchers)
+        text = metrics.format_metrics(stats, self.status_counts, self.change_feed.watcher_count)
         return PlainTextResponse(text, headers={"content-type": metrics.CONTENT_TYPE})
 
-    async def _find(self, request: Request) -> Job:
-        """Return the video that a path names; raise NotFound."""
+    async def _find_job(self, request: Request) -> Job:
+        """Return the job whose id is in the path.
+
+        Raises:
+            NotFound: There is no such job.
+        """
         return await run_in_threadpool(self.store.get, request.path_params["id"])
 
 
-def _matcher(text: str) -> Callable[[Mapping[str, Any]], bool]:
-    """Return a function that tells whether a request's prompt has all words of a text, in any case of letters."""
+def _prompt_matcher(text: str) -> Callable[[Mapping[str, Any]], bool]:
+    """Return a function that tells whether a request's prompt contains all words of a text, ignoring case."""
     words = text.casefold().split()
 
     def matches(request: Mapping[str, Any]) -> bool:
@@ -391,75 +453,114 @@ def _matcher(text: str) -> Callable[[Mapping[str, Any]], bool]:
     return matches
 
 
-def _no_path(request: Request, error: Exception) -> JSONResponse:
-    """Answer a request for a path that there is not, with the one that is meant where it is nearly right."""
-    path = request.scope["path"]
-    rest = LEADING_VERSIONS.sub("", path.rstrip("/"))
-    meant = [one for one in (f"/v1{rest}", rest) if _methods(request, one)]
-    right = f"did you mean {meant[0][:80]}?" if meant else f"use one of {', '.join(PATHS)}; /openapi.json lists all"
-    return refusal(404, f"there is no path {path[:80]!r} here: {right}", "not_found")
+def _video_not_found(request: Request, error: Exception) -> JSONResponse:
+    """Answer a request for a video that does not exist."""
+    id = request.path_params["id"]
+    return error_response(404, f"there is no video {id[:40]!r}: GET /v1/videos lists the videos", "not_found", "id")
 
 
-def _no_method(request: Request, error: Exception) -> JSONResponse:
-    """Answer a request with a method that its path does not take."""
-    path = request.scope["path"]
-    methods = ", ".join(_methods(request, path) or ("GET", "HEAD"))  # the latter of the page's files
-    return refusal(405, f"{path[:80]} takes no {request.method[:20]}: use {methods}", "not_allowed", allow=methods)
+def _unfinished_response(job: Job) -> JSONResponse:
+    """Answer a request for the result of a video that is not completed, or never will be."""
+    message = f"the video is {job.status.replace('_', ' ')}: its files exist once it is completed"
+    if job.status == FAILED:
+        outcome = "was cancelled" if job.cancel else "failed"
+        message = f"the video {outcome}, so it has no files: POST /v1/videos to make another one"
+    return error_response(409, message)
 
 
-def _methods(request: Request, path: str) -> list[str]:
-    """Return the methods of the routes of a path."""
-    scope = {**request.scope, "path": path, "root_path": ""}
-    routes = [route for route in request.app.routes if isinstance(route, Route)]
-    return sorted({x for route in routes if route.matches(scope)[0] != Match.NONE for x in route.methods or ()})
-
-
-def _unfinished(job: Job) -> JSONResponse:
-    return refusal(409, f"the video is {job.status.replace('_', ' ')}: only a completed one has content")
-
-
-def _gone(name: str) -> JSONResponse:
-    return refusal(404, f"the file {name} of this video is gone", "not_found")
+def _missing_file_response(name: str) -> JSONResponse:
+    message = f"the file {name} of this video was deleted: POST /v1/videos to make the video again"
+    if name == PREVIEW:
+        message = "this video has no preview: a server without --no-preview writes one during the steps of a video"
+    return error_response(404, message, "not_found")
 
 
 async def _read_in_time(body: Coroutine[Any, Any, T]) -> T:
-    """Return what a request holds; raise HTTPException where it does not arrive in time."""
+    """Await the body of a request.
+
+    Raises:
+        HTTPException: The body did not arrive in time.
+    """
     try:
-        return await asyncio.wait_for(body, BODY_SECONDS)
+        return await asyncio.wait_for(body, BODY_TIMEOUT)
     except TimeoutError:
-        raise HTTPException(408, f"the request did not arrive within {BODY_SECONDS:g} s") from None
+        raise HTTPException(408, f"the body of the request did not arrive within {BODY_TIMEOUT:g} s") from None
 
 
-async def _token(request: Request) -> Any:
-    async with request.form(max_files=0, max_fields=1) as form:
-        return form.get("token", "")
-
-
-async def _body(request: Request) -> tuple[dict[str, Any], dict[str, list[bytes]]]:
-    """Return the fields of a request and its files; raise WanjaxError for a body that is neither form nor JSON."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind in FORMS:
-        async with request.form(max_files=FILES, max_fields=FIELDS) as form:
-            if any(name.lstrip().startswith(("{", "[")) for name in form):  # as curl -d sends it
-                raise HTTPException(415, f"the body is JSON and its Content-Type says {kind}: send application/json")
-            return await _form(form)
-    if kind != "application/json":
-        raise HTTPException(415, f"a video is asked for by application/json, {' or '.join(FORMS)}")
+async def _read_token(request: Request) -> Any:
+    if (media_type := _media_type(request)) not in FORM_TYPES:
+        raise HTTPException(415, f"unsupported Content-Type {media_type!r}: send the token as the form token=TOKEN")
     try:
-        fields = json.loads(await request.body(), object_pairs_hook=unique_fields, parse_constant=_refuse_constant)
+        form = await request.form(max_files=0, max_fields=1)
+    except HTTPException as error:
+        problem = error.detail.rstrip(".")
+        raise HTTPException(400, f"the form cannot be read ({problem}): send token=TOKEN alone, as text") from error
+    return form.get("token", "")
+
+
+def _media_type(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+async def _read_body(request: Request) -> tuple[dict[str, Any], dict[str, list[bytes]]]:
+    """Read the fields and files of a request.
+
+    Raises:
+        WanjaxError: A field is given twice, or a file is empty.
+        HTTPException: The body is neither a form nor a JSON object.
+    """
+    media_type = _media_type(request)
+    if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
+        raise HTTPException(415, f"the body has the Content-Encoding {encoding[:40]!r}: send it without one")
+    if media_type in FORM_TYPES:
+        form = await _parse_form(request)
+        try:
+            # `curl -d` sends JSON with the content type of a form
+            if any(name.lstrip().startswith(("{", "[")) for name in form):
+                raise HTTPException(
+                    415, f"the body is JSON, but its Content-Type is {media_type}: use application/json"
+                )
+            return await _read_form(form)
+        finally:
+            await form.close()
+    if media_type != "application/json":
+        raise HTTPException(
+            415, f"unsupported Content-Type {media_type!r}: use application/json, {' or '.join(FORM_TYPES)}"
+        )
+    if not (body := await request.body()).strip():
+        raise HTTPException(400, f"the body is empty: {JSON_ADVICE}")
+    try:
+        fields = json.loads(
+            body, object_pairs_hook=unique_fields, parse_constant=_refuse_constant, parse_float=_parse_float
+        )
     except SettingError:
         raise
     except (ValueError, RecursionError) as error:
-        raise HTTPException(400, f"the request is no JSON: {str(error)[:100]}") from error
+        raise HTTPException(400, f"the body is not valid JSON ({str(error)[:100]}): {JSON_ADVICE}") from error
     if not isinstance(fields, dict):
-        raise HTTPException(400, 'the request is no JSON object: {"prompt": "a red circle"} is one')
+        with json_values():
+            raise HTTPException(400, f"the body is not a JSON object, got {repr_short(fields)}: {JSON_ADVICE}")
+    uploads.check_json_types(fields)
     return fields, {}
 
 
-async def _form(form: FormData) -> tuple[dict[str, Any], dict[str, list[bytes]]]:
-    """Return a form's fields and files; an empty field counts as one that is not given.
+async def _parse_form(request: Request) -> FormData:
+    """Parse a form.
 
-    So does an empty file without a name, which a browser sends for a field that nobody touched.
+    Raises:
+        HTTPException: The form is malformed or too large.
+    """
+    try:
+        return await request.form(max_files=MAX_FILES, max_fields=MAX_FIELDS)
+    except HTTPException as error:
+        advice = f"send {MAX_FIELDS} fields and {MAX_FILES} files at most, each as curl -F sends it, pictures as files"
+        raise HTTPException(400, f"the form cannot be read ({error.detail.rstrip('.')}): {advice}") from error
+
+
+async def _read_form(form: FormData) -> tuple[dict[str, Any], dict[str, list[bytes]]]:
+    """Read the fields and files of a form. Empty fields are left out, except an empty prompt.
+
+    A file without a name or content is left out too, because browsers send such a file for an empty file field.
     """
     fields: dict[str, Any] = {}
     files: dict[str, list[bytes]] = {}
@@ -469,13 +570,18 @@ async def _form(form: FormData) -> tuple[dict[str, Any], dict[str, list[bytes]]]
             if data := await value.read():
                 files.setdefault(name, []).append(data)
             elif value.filename:
-                raise uploads.empty_file(name)
+                raise uploads.empty_file_error(name)
         elif name in fields:
-            raise given_twice(name)
-        elif value != "" or name == "prompt":  # which may be empty
+            raise duplicate_field(name)
+        elif value != "" or name == "prompt":  # an empty prompt is allowed
             fields[name] = value
     return fields, files
 
 
+def _parse_float(text: str) -> float | uploads.LargeNumber:
+    """Parse a number of JSON; keep the text of one that is too large, for the message about its field."""
+    return number if math.isfinite(number := float(text)) else uploads.LargeNumber(text)
+
+
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may ask, and how much: a layer around the application, before anything of a request is read.
+"""Authentication and limits of request bodies, checked by a middleware before the application reads a request.
 
-Without a token only this machine is answered, and only by its own names, so that no page of the web reaches the server
-through the user's browser. A request that shows that a proxy forwarded it comes from elsewhere, even where the proxy
-runs here. With a token, all but the page's files and the health needs it, and a request that changes something has to
-come from the server's own page or from no page at all.
+Without a token, the server answers only requests from its own machine that address it by a loopback host name. The host
+name matters because a web page could otherwise reach the server through the user's browser (DNS rebinding). A request
+with proxy headers counts as remote, even if the proxy runs on this machine. With a token, every path requires the token
+except the page's files, /login and /health. A browser request that changes something must come from the server's own
+page.
 """
 
 import asyncio
@@ -25,35 +26,35 @@ from wanjax.errors import WanjaxError, repr_short
 
 COOKIE = "wanjax_token"
 HEALTH = "/health"
-OPEN = ("/login", HEALTH)  # paths that need no token, beside the page and its files
+OPEN_PATHS = ("/login", HEALTH)  # paths that need no token, in addition to the page and its files
 PAGE, PAGE_FOLDER = "/", "/page/"
-TOGETHER = 8  # of the largest requests may arrive at a time
-SEND_SECONDS = 60.0
-SAFE = ("GET", "HEAD", "OPTIONS")
-FORWARDED = ("forwarded", "via", "x-real-ip")  # headers of a request that a proxy sends on
-FORWARDED_PREFIX = "x-forwarded"  # of -For, -Host, -Proto, -Port and their like
-PORTS = {"http": 80, "https": 443}
-PROXY = "{} tells of a proxy, and a server behind one needs a token: start it with --token"
-SHORTEST = 16  # characters of a token
-HEADERS = {
+MAX_PARALLEL_UPLOADS = 8  # the limit of all bodies that arrive at the same time, as a multiple of `upload`
+SEND_TIMEOUT = 60.0
+SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+PROXY_HEADERS = ("forwarded", "via", "x-real-ip")  # headers that proxies add
+PROXY_HEADER_PREFIX = "x-forwarded"  # X-Forwarded-For, -Host, -Proto, -Port and others
+DEFAULT_PORTS = {"http": 80, "https": 443}
+PROXY_MESSAGE = "{} shows that a proxy forwarded this request, which requires a token: start the server with --token"
+MIN_TOKEN_LENGTH = 16  # characters
+SECURITY_HEADERS = {
     b"content-security-policy": b"default-src 'self'; img-src 'self' blob: data:; media-src 'self' blob:; "
     b"frame-ancestors 'none'; base-uri 'none'; form-action 'self'",
     b"x-content-type-options": b"nosniff",
-    b"referrer-policy": b"same-origin",  # so that the page tells this server, and no other, where it was opened
+    b"referrer-policy": b"same-origin",  # sends the page's URL to this server and to no other site
 }
 
 
-def refusal(
+def error_response(
     status: int, message: str, code: str = "invalid_request", param: str | None = None, **headers: str
 ) -> JSONResponse:
-    """Return an error as OpenAI's API writes one; `param` is the field that is wrong, where it is one."""
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    error = {"message": message, "type": kind, "param": param, "code": code}
+    """Build an error response in the format of OpenAI's API. `param` is the wrong field, or None."""
+    error_type = "server_error" if status >= 500 else "invalid_request_error"
+    error = {"message": message, "type": error_type, "param": param, "code": code}
     return JSONResponse({"error": error}, status, {name.replace("_", "-"): text for name, text in headers.items()})
 
 
 class Origin(NamedTuple):
-    """Where a page is from: the address that a browser sends in the header Origin."""
+    """The origin of a web page, as a browser sends it in the Origin header."""
 
     scheme: str
     host: str
@@ -61,20 +62,22 @@ class Origin(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> "Origin | None":
-        """Return the origin in a text such as https://videos.example:8443; None where the text is none."""
+        """Parse an origin such as https://videos.example:8443. Return None if the text is not an origin."""
         try:
             parts = urlsplit(text)
-            port = parts.port or PORTS[parts.scheme]
+            port = parts.port or DEFAULT_PORTS[parts.scheme]
         except (ValueError, KeyError):
             return None
-        extra = parts.path.strip("/") or parts.query or parts.fragment or "@" in parts.netloc
-        return None if extra or not parts.hostname else cls(parts.scheme, parts.hostname, port)
+        has_extra_parts = parts.path.strip("/") or parts.query or parts.fragment or "@" in parts.netloc
+        return None if has_extra_parts or not parts.hostname else cls(parts.scheme, parts.hostname, port)
 
 
 class Access(NamedTuple):
-    """Who may ask: those who know the token, or this machine alone where it is None.
+    """The rule for who may send requests: clients with the token, or only this machine if the token is None.
 
-    `origins` are the addresses, beside the server's own, from which the page may be opened.
+    Args:
+        token: The token of the server.
+        origins: Origins from which the page may be opened, in addition to the server's own origin.
     """
 
     token: str | None = None
@@ -82,39 +85,53 @@ class Access(NamedTuple):
 
     @classmethod
     def read(cls, host: str, token: str | None, origins: Iterable[str]) -> "Access":
-        """Return the access to a server that listens at `host`.
+        """Parse the options for a server that listens at `host`.
 
         Raises:
-            WanjaxError: The token is missing where one is needed, or is easily guessed, or an origin is no address.
+            WanjaxError: The token is missing or too short, or an origin is invalid.
         """
         if token is None and not is_loopback(host):
-            raise WanjaxError(f"{host} is open to other machines, for which a token is needed: --token sets it")
-        if token is not None and (len(token) < SHORTEST or not token.isascii() or not token.isprintable()):
-            raise WanjaxError(f"the token is to have {SHORTEST} or more characters of ASCII, so that no one guesses it")
+            raise WanjaxError(
+                f"{host} is reachable from other machines, which requires a token: set one of {MIN_TOKEN_LENGTH} "
+                f"characters or more with --token, or by WANJAX_TOKEN"
+            )
+        if token is not None and (len(token) < MIN_TOKEN_LENGTH or not token.isascii() or not token.isprintable()):
+            raise WanjaxError(
+                f"the token must have at least {MIN_TOKEN_LENGTH} characters, all printable ASCII: use a longer one"
+            )
         accepted = []
         for text in origins:
             if token is None:
-                raise WanjaxError(f"--origin {text} is for a server with a token, which a proxy needs: --token sets it")
+                raise WanjaxError(
+                    f"--origin {text} requires a token: set one of {MIN_TOKEN_LENGTH} characters or more with --token"
+                )
             if (origin := Origin.read(text)) is None:
-                right = "https://videos.example, without a path,"
-                raise WanjaxError(f"--origin is given as {repr_short(text)}: use an address such as {right}")
+                example = "https://videos.example, without a path"
+                raise WanjaxError(f"--origin {repr_short(text)} is not an origin: use one such as {example}")
             accepted.append(origin)
         return cls(token, tuple(accepted))
 
 
-class CutShort(Exception):
-    """An answer that began and cannot be completed."""
+class TruncatedResponse(Exception):
+    """A response started but cannot be completed."""
 
 
-class Guard:
-    """The application, for those who may ask. `upload` is the most bytes of a request; `answers` counts by status."""
+class AuthMiddleware:
+    """ASGI middleware that checks access and limits the size of request bodies.
 
-    def __init__(self, application: ASGIApp, access: Access, upload: int, answers: Counter[int]):
+    Args:
+        application: The wrapped application.
+        access: Who may send requests.
+        upload: Limit of one request body, in bytes.
+        status_counts: Receives the number of responses by status.
+    """
+
+    def __init__(self, application: ASGIApp, access: Access, upload: int, status_counts: Counter[int]):
         self.application = application
         self.token, self.origins = access
         self.upload = upload
-        self.answers = answers
-        self.arriving = 0  # bytes of the bodies of all requests that are under way
+        self.status_counts = status_counts
+        self.pending_bytes = 0  # the bytes so far of all request bodies that are arriving now
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -122,82 +139,92 @@ class Guard:
         if scope["type"] != "http":
             return None
 
-        async def answer(message: Message) -> None:
+        async def send_response(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self.answers[message["status"]] += 1
-                message["headers"] = [*message.get("headers", ()), *HEADERS.items()]
-            await asyncio.wait_for(send(message), SEND_SECONDS)  # for which a client may leave the last part unread
+                self.status_counts[message["status"]] += 1
+                message["headers"] = [*message.get("headers", ()), *SECURITY_HEADERS.items()]
+            await asyncio.wait_for(send(message), SEND_TIMEOUT)  # disconnects a client that stops reading
 
         headers = Headers(scope=scope)
-        if (refused := self._refusal(scope, headers)) is not None:
-            return await refused(scope, receive, answer)
-        taken: list[int] = []
+        if (error := self._access_error(scope, headers)) is not None:
+            return await error(scope, receive, send_response)
+        part_sizes: list[int] = []
         try:
-            return await self.application(scope, self._bounded(receive, taken), answer)
-        except (TimeoutError, CutShort):  # the former where the client does not read
-            return None  # an answer that is not complete closes its connection
+            return await self.application(scope, self._limit_body(receive, part_sizes), send_response)
+        except (TimeoutError, TruncatedResponse):  # TimeoutError means that the client does not read
+            return None  # returning with an incomplete response closes the connection
         finally:
-            self.arriving -= sum(taken)
+            self.pending_bytes -= sum(part_sizes)
 
-    def _refusal(self, scope: Scope, headers: Headers) -> JSONResponse | None:
-        """Return the answer to a request that is not let in."""
-        if self.token is None and (why := _why_not_local(scope, headers)) is not None:
-            return refusal(403, why, "forbidden")
-        if scope["method"] not in SAFE and "origin" in headers and not self._is_own(headers["origin"], headers):
-            why = "a page of another site may ask nothing of this server: behind a proxy, start it with --origin URL"
-            return refusal(403, why, "forbidden")
-        is_open = scope["path"] in OPEN or _is_page(scope["path"])
-        if self.token is not None and not is_open and not any(map(self.knows, _tokens(headers))):
-            why = "the token is missing or wrong: the header `Authorization: Bearer TOKEN` has it"
-            return refusal(401, why, "invalid_token", www_authenticate="Bearer")
+    def _access_error(self, scope: Scope, headers: Headers) -> JSONResponse | None:
+        """Return an error response for a request that is not allowed; return None for an allowed request."""
+        if self.token is None and (reason := _remote_reason(scope, headers)) is not None:
+            return error_response(403, reason, "forbidden")
+        if (
+            scope["method"] not in SAFE_METHODS
+            and "origin" in headers
+            and not self._is_own_origin(headers["origin"], headers)
+        ):
+            message = (
+                "requests from the page of another site are blocked: behind a proxy, start the server with --origin URL"
+            )
+            return error_response(403, message, "forbidden")
+        is_open = scope["path"] in OPEN_PATHS or _is_page(scope["path"])
+        if self.token is not None and not is_open and not any(map(self.is_token, _request_tokens(headers))):
+            message = "the token is missing or wrong: send the header `Authorization: Bearer TOKEN`"
+            return error_response(401, message, "invalid_token", www_authenticate="Bearer")
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length[:20]) > self.upload:
-            return refusal(413, self._too_large(), "too_large", connection="close")
+            return error_response(413, self._size_message(), "too_large", connection="close")
         return None
 
-    def _is_own(self, text: str, headers: Headers) -> bool:
-        """Tell whether a header Origin names an address of this server, so that its own page asks.
+    def _is_own_origin(self, text: str, headers: Headers) -> bool:
+        """Tell whether an Origin header names an address of this server.
 
-        X-Forwarded-Host may be trusted here, though any client can send it. What is to be kept out is another site's
-        page in the browser of somebody who has this server's cookie. Such a page cannot choose its Origin, and may not
-        add X-Forwarded-Host to a request to another site, unless the server allows it in answer to a preflight, and
-        this one allows none. Programs other than browsers choose all their headers, but have nobody's cookie.
+        If so, the request comes from the server's own page.
+
+        X-Forwarded-Host can be trusted here, although any client can send it. The attack to prevent is another site's
+        page in the browser of a user who has this server's cookie. Such a page cannot choose its Origin. To add
+        X-Forwarded-Host to a cross-site request, the page would need the server's permission in a preflight response,
+        and this server never gives that permission. Programs other than browsers can set any header, but do not have
+        the user's cookie.
         """
         if (origin := Origin.read(text)) is None:
             return False
         host = headers.get("host", "")
         return origin in (*self.origins, forwarded_origin(headers)) or urlsplit(text).netloc == host
 
-    def knows(self, token: str) -> bool:
-        """Return whether this is the token, in a time that does not depend on where it differs."""
+    def is_token(self, token: str) -> bool:
+        """Compare a token with the server's, in constant time."""
         return self.token is None or hmac.compare_digest(token.encode(), self.token.encode())
 
-    def _bounded(self, receive: Receive, taken: list[int]) -> Receive:
-        """Return the stream of a request's body, whose parts are counted in `taken`.
+    def _limit_body(self, receive: Receive, part_sizes: list[int]) -> Receive:
+        """Wrap the stream of a request's body. The wrapper appends the size of each part to `part_sizes`.
 
-        It ends with 413 where it is longer than its header said, and with 503 where all bodies are too long together.
+        Raises:
+            HTTPException: 413 if the body is longer than the limit, or 503 if all current bodies together are too long.
         """
 
         async def read() -> Message:
             message = await receive()
-            taken.append(len(message.get("body", b"")))
-            self.arriving += taken[-1]
-            if sum(taken) > self.upload:
-                raise HTTPException(413, self._too_large())
-            if self.arriving > TOGETHER * self.upload:
-                raise HTTPException(503, "too many large requests arrive at once: try again later")
+            part_sizes.append(len(message.get("body", b"")))
+            self.pending_bytes += part_sizes[-1]
+            if sum(part_sizes) > self.upload:
+                raise HTTPException(413, self._size_message())
+            if self.pending_bytes > MAX_PARALLEL_UPLOADS * self.upload:
+                raise HTTPException(503, "too many large requests at the same time: try again later")
             return message
 
         return read
 
-    def _too_large(self) -> str:
-        return f"a request may have {self.upload / 2**20:g} MiB at most"
+    def _size_message(self) -> str:
+        return f"the request is too large: it may have {self.upload / 2**20:g} MiB at most"
 
 
-def _tokens(headers: Headers) -> Iterator[str]:
-    """Yield the tokens of a request: that of its header, else those of its cookies.
+def _request_tokens(headers: Headers) -> Iterator[str]:
+    """Yield the tokens of a request: from the Authorization header, otherwise from the cookies.
 
-    A browser sends several cookies where the paths of several servers on one host lie in each other.
+    A browser sends several cookies if several servers run under nested paths of one host.
     """
     scheme, _, token = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
@@ -210,42 +237,44 @@ def _tokens(headers: Headers) -> Iterator[str]:
             continue
 
 
-def _why_not_local(scope: Scope, headers: Headers) -> str | None:
-    """Return why a request is not this machine's; None where nothing shows that it is not.
+def _remote_reason(scope: Scope, headers: Headers) -> str | None:
+    """Say why a request counts as remote; return None if nothing shows that it comes from another machine.
 
-    Nothing shows it where a program asks a proxy that runs here, calls this server by its own address and adds no
-    header. That is nginx's default since 1.29.7; before, it spoke HTTP/1.0, which no browser does.
+    One case cannot be recognised: a program's request through a proxy on this machine that uses this server's own
+    address and adds no header. nginx has behaved like this by default since 1.29.7. Older versions of nginx use
+    HTTP/1.0, which reveals them, because no browser uses HTTP/1.0.
     """
     client, host = (scope.get("client") or ("",))[0], headers.get("host")
-    is_check = host is None and scope["path"] == HEALTH  # of a monitor by HTTP/1.0, and of no browser or proxy
-    if not is_loopback(client) or not (is_check or is_loopback(_host(f"//{host or ''}"))):
-        return "this server answers its own machine alone, because it has no token"
+    # only monitors send HTTP/1.0 without Host; browsers and proxies do not
+    is_health_check = host is None and scope["path"] == HEALTH
+    if not is_loopback(client) or not (is_health_check or is_loopback(_host_of(f"//{host or ''}"))):
+        return "a server without a token answers only its own machine: start it with --token"
     for name in headers:
-        if name in FORWARDED or name.startswith(FORWARDED_PREFIX):
-            return PROXY.format(f"the header {name}")
-    if scope["http_version"] == "1.0" and not is_check:
-        return PROXY.format("HTTP/1.0")
-    page = _host(headers.get("origin") or headers.get("referer", ""))
-    was_followed = headers.get("sec-fetch-mode") == "navigate"  # a link may stand on any page
-    if page and not is_loopback(page) and not was_followed and not _is_page(scope["path"]):
+        if name in PROXY_HEADERS or name.startswith(PROXY_HEADER_PREFIX):
+            return PROXY_MESSAGE.format(f"the header {name}")
+    if scope["http_version"] == "1.0" and not is_health_check:
+        return PROXY_MESSAGE.format("HTTP/1.0")
+    page_host = _host_of(headers.get("origin") or headers.get("referer", ""))
+    is_navigation = headers.get("sec-fetch-mode") == "navigate"  # other sites may link to the page of this server
+    if page_host and not is_loopback(page_host) and not is_navigation and not _is_page(scope["path"]):
         return (
-            f"a page of another site, {repr_short(page)}, may ask nothing of this server: behind a proxy, use --token"
+            f"requests from a page of another site, {repr_short(page_host)}, are blocked: behind a proxy, use --token"
         )
     return None
 
 
 def _is_page(path: str) -> bool:
-    """Tell whether a path is that of the page or of a file that it loads, which are nobody's secret."""
+    """Tell whether a path belongs to the page or its files, which are public."""
     return path == PAGE or path.startswith(PAGE_FOLDER)
 
 
 def forwarded_origin(headers: Headers) -> Origin | None:
-    """Return the address that a browser asked of a proxy, by the proxy's headers; None where they do not tell it.
+    """Return the origin that a browser requested from a proxy; return None if the headers do not contain it.
 
-    Of several proxies the first in each list is the one that the browser asked. Without a scheme it is taken from
-    Origin, and without a port it is that of the header beside, else the scheme's.
+    If there are several proxies, the first entry of each header comes from the proxy closest to the browser. A missing
+    scheme is taken from Origin. A missing port is taken from X-Forwarded-Port or, if that is missing, from the scheme.
     """
-    host, scheme, port = (_first(headers, f"x-forwarded-{part}") for part in ("host", "proto", "port"))
+    host, scheme, port = (_first_entry(headers, f"x-forwarded-{part}") for part in ("host", "proto", "port"))
     scheme = scheme or headers.get("origin", "").partition(":")[0]
     if host and (origin := Origin.read(f"{scheme.lower()}://{host}")) is not None:
         has_port = urlsplit(f"//{host}").port is not None
@@ -254,18 +283,18 @@ def forwarded_origin(headers: Headers) -> Origin | None:
 
 
 def is_encrypted(scope: Scope, headers: Headers) -> bool:
-    """Tell whether a browser asks by https, here or of a proxy."""
-    schemes = scope["scheme"], _first(headers, "x-forwarded-proto"), headers.get("origin", "").partition(":")[0]
+    """Tell whether the browser uses HTTPS, to this server or to a proxy."""
+    schemes = scope["scheme"], _first_entry(headers, "x-forwarded-proto"), headers.get("origin", "").partition(":")[0]
     return "https" in schemes
 
 
-def _first(headers: Headers, name: str) -> str:
-    """Return the first entry of a header's list; "" where there is none."""
+def _first_entry(headers: Headers, name: str) -> str:
+    """Return the first entry of a comma-separated header; return "" if the header is missing."""
     return headers.get(name, "").partition(",")[0].strip()
 
 
-def _host(url: str) -> str:
-    """Return the host of a URL, without its port; "" where it has none."""
+def _host_of(url: str) -> str:
+    """Return the host of a URL without its port, or "" if there is none."""
     try:
         return urlsplit(url).hostname or ""
     except ValueError:
@@ -273,7 +302,7 @@ def _host(url: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host's name or address is this machine's own."""
+    """Tell whether a host name or address is a loopback name or address."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams of events: each change of one video, or of all, as soon as the store has it.
+"""Event streams that send each change of one video, or of all videos.
 
-A thread looks for changes as long as somebody follows them, and wakes all streams; each reads what is new to it, so
-that a slow client costs no memory.
+One thread polls the store while streams are open, and wakes all of them. Each stream then reads the changes that it has
+not sent yet, so a slow client needs no buffer.
 """
 
 import asyncio
@@ -18,51 +18,54 @@ from starlette.types import Receive, Scope, Send
 
 from wanjax.jobs.store import REMOVED, Job, JobStore, Unavailable
 
-LOOK = 0.1  # seconds between two looks for changes
-HEARTBEAT = 15.0  # seconds between signs of life of an idle stream
+POLL_INTERVAL = 0.1  # seconds between two polls of the store
+KEEPALIVE_INTERVAL = 15.0  # seconds between comments that keep an idle stream open
 Watcher = tuple[asyncio.AbstractEventLoop, asyncio.Event]
 logger = logging.getLogger("wanjax.serve")
 
 
-class Changes:
-    """Wakes those who watch when the jobs of a store change. `queue` has those that wait, with their places.
+class ChangeFeed:
+    """Polls the store for changes and wakes the event streams.
 
     Args:
         store: The store.
-        video_of: Returns a job as clients see it.
+        video_json: Converts a job to the JSON that clients receive.
     """
 
-    def __init__(self, store: JobStore, video_of: Callable[[Job], dict[str, Any]]):
-        self.store, self.video_of = store, video_of
+    def __init__(self, store: JobStore, video_json: Callable[[Job], dict[str, Any]]):
+        self.store, self.video_json = store, video_json
         self.queue: list[Job] = []
         self.closed = False
         self._watchers: set[Watcher] = set()
-        self._changed = Condition()
+        self._condition = Condition()
         self._thread: Thread | None = None
 
     @property
-    def watchers(self) -> int:
+    def watcher_count(self) -> int:
         return len(self._watchers)
 
-    def watch(self) -> Watcher:
-        """Return a watcher on the running loop, whose event changes set until `leave` is called with it."""
+    def add_watcher(self) -> Watcher:
+        """Register a watcher on the running event loop.
+
+        The watcher's event is set after each change, until `remove_watcher` is called.
+        """
         watcher = (asyncio.get_running_loop(), asyncio.Event())
-        with self._changed:
+        with self._condition:
             self._watchers.add(watcher)
             if self._thread is None:
-                self._thread = Thread(target=self._look, name="wanjax-changes", daemon=True)
+                self._thread = Thread(target=self._poll, name="wanjax-changes", daemon=True)
                 self._thread.start()
-            self._changed.notify()
+            self._condition.notify()
         return watcher
 
-    def leave(self, watcher: Watcher) -> None:
+    def remove_watcher(self, watcher: Watcher) -> None:
         self._watchers.discard(watcher)
 
     def close(self) -> None:
-        """End all streams."""
-        with self._changed:
+        """End all streams and the thread."""
+        with self._condition:
             self.closed = True
-            self._changed.notify()
+            self._condition.notify()
         if self._thread is not None:
             self._thread.join(10)
 
@@ -71,67 +74,66 @@ class Changes:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(event.set)
 
-    def _look(self) -> None:
-        seen = -1
+    def _poll(self) -> None:
+        polled_version = -1
         while not self.closed:
             try:
-                if (version := self.store.version()) != seen:
+                if (version := self.store.version()) != polled_version:
                     self.queue = self.store.queue()
-                    seen = version
+                    polled_version = version
                     self._wake()
             except Unavailable as error:
                 logger.warning("%s", error)
             except Exception:
-                logger.exception("a look for changes failed")
-            with self._changed:
-                self._changed.wait_for(lambda: self.closed, LOOK)
-                self._changed.wait_for(lambda: self.closed or self._watchers)
+                logger.exception("polling the store for changes failed")
+            with self._condition:
+                self._condition.wait_for(lambda: self.closed, POLL_INTERVAL)
+                self._condition.wait_for(lambda: self.closed or self._watchers)
         self._wake()
 
-    def _event(self, job: Job) -> dict[str, Any]:
+    def _event_json(self, job: Job) -> dict[str, Any]:
         if job.status == REMOVED:
             return {"id": job.id, "object": "video.deleted", "deleted": True}
-        return self.video_of(job)
+        return self.video_json(job)
 
-    async def stream(self, only: str | None, woken: asyncio.Event) -> AsyncIterator[str]:
-        """Yield each change of a video until its end, or of all videos."""
-        since = 0 if only is not None else await run_in_threadpool(self.store.version)
-        places: dict[str, int | None] = {}  # of those that wait, as they were told
+    async def stream(self, video_id: str | None, wake_event: asyncio.Event) -> AsyncIterator[str]:
+        """Yield the changes of one video until it ends, or of all videos if `video_id` is None."""
+        sent_version = 0 if video_id is not None else await run_in_threadpool(self.store.version)
+        sent_positions: dict[str, int | None] = {}  # the last queue position that was sent for each waiting video
         yield "retry: 2000\n\n"
         while not self.closed:
-            woken.clear()
+            wake_event.clear()
             try:
-                changed = await run_in_threadpool(self.store.changes, since, only=only)
+                changed_jobs = await run_in_threadpool(self.store.changes, sent_version, job_id=video_id)
             except Unavailable:
-                return  # a client asks again
-            since = changed[-1].version if changed else since
-            ids = {job.id for job in changed}
-            moved = [
-                job for job in self.queue if job.id in places and job.id not in ids and job.jobs_ahead != places[job.id]
-            ]
-            for job in [*changed, *moved]:
-                places[job.id] = job.jobs_ahead
+                return  # the client reconnects
+            sent_version = changed_jobs[-1].version if changed_jobs else sent_version
+            changed_ids = {job.id for job in changed_jobs}
+            waiting_jobs = [job for job in self.queue if job.id in sent_positions and job.id not in changed_ids]
+            moved_jobs = [job for job in waiting_jobs if job.jobs_ahead != sent_positions[job.id]]
+            for job in [*changed_jobs, *moved_jobs]:
+                sent_positions[job.id] = job.jobs_ahead
                 if job.jobs_ahead is None:
-                    del places[job.id]
-                yield f"data: {json.dumps(self._event(job))}\n\n"
-            if only is not None and changed and changed[-1].is_over:
+                    del sent_positions[job.id]
+                yield f"data: {json.dumps(self._event_json(job))}\n\n"
+            if video_id is not None and changed_jobs and changed_jobs[-1].is_over:
                 return
             try:
-                await asyncio.wait_for(woken.wait(), HEARTBEAT)
+                await asyncio.wait_for(wake_event.wait(), KEEPALIVE_INTERVAL)
             except TimeoutError:
                 yield ": still here\n\n"
 
 
-class Events(StreamingResponse):
-    """A stream of events, which frees the place of its watcher at its end."""
+class EventStreamResponse(StreamingResponse):
+    """A response that streams events, and calls `on_end` when it ends."""
 
-    def __init__(self, content: AsyncIterator[str], leave: Callable[[], None]):
-        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # the latter is for nginx
+    def __init__(self, content: AsyncIterator[str], on_end: Callable[[], None]):
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}  # the last header tells nginx not to buffer
         super().__init__(content, media_type="text/event-stream", headers=headers)
-        self._leave = leave
+        self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._leave()
+            self._on_end()

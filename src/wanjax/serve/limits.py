@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bounds of what a request may ask for."""
+"""Limits of a request."""
 
 import math
 from collections.abc import Mapping
@@ -7,20 +7,28 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from wanjax.errors import SettingError, repr_short
-from wanjax.figures import quantity
-from wanjax.media.bounds import BOUNDS
+from wanjax.figures import pluralize
+from wanjax.media.bounds import MEDIA_LIMITS
 from wanjax.pipelines.settings import Setting, Settings
 
-CLIP = 8  # times the pixels of all pictures of a request that a clip may have in all its frames
-TIMES = 4  # a video may have this many times the pixels of the model's default one
+CLIP_FACTOR = 8  # all frames of a clip together may have this multiple of the pixels allowed for pictures
+PIXEL_FACTOR = 4  # a video may have this multiple of the pixels of the model's default video
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The most that a request may ask for, and the most requests that wait.
+    """Limits of a request, and of the server's queue and streams.
 
-    `pixels` counts those of all frames of a video; `upload` is the bytes of a request; `picture` the pixels of all
-    pictures of one; `prompt` the characters of a prompt; `streams` the readers of events at a time.
+    Args:
+        pixels: Pixels of a video, in all frames together.
+        steps: Denoising steps.
+        fps: Frames per second.
+        prompt: Characters of a prompt.
+        upload: Bytes of a request.
+        picture: Pixels of all pictures of a request together.
+        references: Reference pictures of a request.
+        queue: Videos that may wait.
+        streams: Event streams that may be open.
     """
 
     pixels: int
@@ -35,44 +43,73 @@ class Limits:
 
     @classmethod
     def of(cls, defaults: Settings, pixels: int | None = None, **others: int) -> "Limits":
-        """Return the limits for a model; `pixels` None is a multiple of its default video's."""
-        return cls(pixels=pixels or TIMES * pixels_of(defaults), **others)
+        """Return the limits for a model.
 
-    def check(self, settings: Settings) -> None:
-        """Raise SettingError where a video is larger than allowed."""
-        if (pixels := pixels_of(settings)) > self.pixels:
-            shape = f"{settings.width}x{settings.height} and {quantity(settings.length, 'frame')}"
-            problem = f"{shape} are {quantity(pixels, 'pixel')} where this server makes {self.pixels:,} at most"
-            raise SettingError(problem, "size")
+        Args:
+            defaults: The model's default settings.
+            pixels: Limit of a video's pixels; None for a multiple of the default video's.
+            **others: Other limits.
+        """
+        return cls(pixels=pixels or PIXEL_FACTOR * count_pixels(defaults), **others)
+
+    def check(self, settings: Settings, *, spatial: int = 1, temporal: int = 1) -> None:
+        """Check a video against the limits.
+
+        Args:
+            settings: The settings of the video.
+            spatial: Height and width must be multiples of this number of pixels.
+            temporal: The number of frames must be `temporal`·n + 1.
+
+        Raises:
+            SettingError: The video is too large, or has too many steps or frames per second.
+        """
+        if (pixels := count_pixels(settings)) > self.pixels:
+            shape = f"{settings.width}x{settings.height} and {pluralize(settings.length, 'frame')}"
+            message = f"{shape} have {pluralize(pixels, 'pixel')}, and this server allows {self.pixels:,} at most"
+            raise SettingError(f"{message}: {self._smaller(settings, spatial, temporal)}", "size")
         for name in ("steps", "fps"):
-            if (value := getattr(settings, name)) > (most := getattr(self, name)):
-                raise SettingError(f"{name} is {repr_short(value)} where this server takes {most} at most", name)
+            if (value := getattr(settings, name)) > (limit := getattr(self, name)):
+                raise SettingError(f"{name} is {repr_short(value)}: this server allows {limit} at most", name)
+
+    def _smaller(self, settings: Settings, spatial: int, temporal: int) -> str:
+        """Say which number of frames of this size, and which size of this number of frames, the server allows."""
+        frames, ratio = (
+            self.pixels // (settings.height * settings.width),
+            math.sqrt(self.pixels / count_pixels(settings)),
+        )
+        width, height = (int(side * ratio) // spatial * spatial for side in (settings.width, settings.height))
+        advice: list[str] = []
+        if frames and settings.windows == 1:
+            advice.append(f"at most {pluralize((frames - 1) // temporal * temporal + 1, 'frame')} of this size")
+        if width and height:
+            advice.append(f"a size of {width}x{height}")
+        return f"use {' or '.join(advice)}" if advice else "use a smaller size and fewer frames"
 
     def bound_settings(self, settings: Mapping[str, Setting]) -> dict[str, Setting]:
-        """Return settings by name, with this server's own bounds of their values."""
+        """Tighten the bounds of settings to the limits of this server."""
         bounded = dict(settings)
-        for name, most in {"steps": self.steps, "fps": self.fps}.items():
+        for name, limit in {"steps": self.steps, "fps": self.fps}.items():
             setting = bounded[name]
-            usual = None if setting.usual is not None and setting.usual > most else setting.usual
-            bounded[name] = setting._replace(most=min(setting.most, most), usual=usual)
+            example = None if setting.example is not None and setting.example > limit else setting.example
+            bounded[name] = setting._replace(maximum=min(setting.maximum, limit), example=example)
         return bounded
 
-    def bound_card(self, model: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a server tells of a model, with its own bounds in the settings."""
-        settings = {name: dict(words) for name, words in model["settings"].items()}
+    def bound_card(self, card: Mapping[str, Any]) -> dict[str, Any]:
+        """Tighten the bounds in a model card to the limits of this server."""
+        schemas = {name: dict(schema) for name, schema in card["settings"].items()}
         for name in ("steps", "fps"):
-            if words := settings.get(name):
-                words["maximum"] = min(words.get("maximum", math.inf), getattr(self, name))
-        return {**model, "settings": settings}
+            if schema := schemas.get(name):
+                schema["maximum"] = min(schema.get("maximum", math.inf), getattr(self, name))
+        return {**card, "settings": schemas}
 
     def bound_pictures(self) -> None:
-        """Bounds the pictures and clips that are read in this process."""
-        BOUNDS.pixels, BOUNDS.clip_factor = self.picture, CLIP
+        """Apply the limits to all pictures and clips that this process reads."""
+        MEDIA_LIMITS.max_pixels, MEDIA_LIMITS.clip_factor = self.picture, CLIP_FACTOR
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def pixels_of(settings: Settings) -> int:
-    """Return the pixels of all frames of a video."""
+def count_pixels(settings: Settings) -> int:
+    """Return the number of pixels of a video, in all frames together."""
     return settings.height * settings.width * settings.length

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The maker of a server's videos: each in a folder of its own, with a thumbnail, previews and notes beside it."""
+"""The class that makes a server's videos. Each video has a folder with its thumbnail, preview and notes."""
 
 import time
 import traceback
@@ -15,29 +15,29 @@ from PIL import Image
 
 from wanjax.errors import WanjaxError
 from wanjax.execution import EXECUTE
-from wanjax.figures import duration
+from wanjax.figures import format_duration
 from wanjax.jobs.maker import JobProgress, VideoMaker, write_frames
-from wanjax.jobs.notes import video_notes
+from wanjax.jobs.notes import noting_warnings, video_notes
 from wanjax.jobs.store import Job
 from wanjax.jobs.worker import Failure, Interrupted, Lease, logger
 from wanjax.layers.tiling import Tiling
-from wanjax.media.video import try_output
+from wanjax.media.video import write_trial_video
 from wanjax.pipelines.components import free_memory
 from wanjax.pipelines.observers import Cancelled
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.request import PreparedRequest, VideoRequest
 from wanjax.pipelines.run import Run
-from wanjax.pipelines.settings import LOADED, Settings
+from wanjax.pipelines.settings import LOAD_SETTINGS, Settings
 from wanjax.pipelines.text.prompt_extension import ExtendedPrompt
 from wanjax.pipelines.tracing import needed_pictures, trace_programs
 from wanjax.pipelines.video_metadata import digest_of
 from wanjax.serve import model_info
-from wanjax.serve.faults import OUT_OF_MEMORY, STORAGE, fault_of
+from wanjax.serve.error_details import OUT_OF_MEMORY, STORAGE, describe_error
 from wanjax.serve.variants import ServedModels, Variants
-from wanjax.serve.videos import PREVIEW, THUMBNAIL, local_files, names_of, paths_of
+from wanjax.serve.videos import PREVIEW, THUMBNAIL, file_names, file_paths, local_files
 from wanjax.stores.paths import AnyPath, RemotePath
 
-SHAPES = 16  # shapes whose compiled programs are kept
+MAX_PROGRAM_KEYS = 16  # the number of kinds of video (by size, length and so on) whose compiled programs are kept
 THUMBNAIL_SIDE = 480  # pixels
 
 
@@ -45,14 +45,15 @@ class ServedMaker(VideoMaker):
     """Makes the videos of a server.
 
     Args:
-        variants: The models, and the LoRAs.
-        folder: Folder that contains the videos' folders.
-        tiling: That of all videos.
-        batch_guidance: That of all videos.
-        compiles: Whether the model is loaded, and the programs of its default video compiled, before the first job.
-        preview: Whether to show at a few steps what a video will be.
-        note: Receives lines on what is done before the first job.
-        extend: Extends a prompt; it is told whether the video begins from a picture.
+        variants: The models and the LoRAs.
+        folder: The folder that contains one folder per video.
+        tiling: Tiling of the autoencoder, for all videos.
+        batch_guidance: Whether guidance computes the prompt and the negative prompt in one batch, for all videos.
+        compiles: Whether to load the model and compile the programs of its default video before the first job.
+        preview: Whether to write a preview after some steps.
+        note: Called with each progress message of the warm-up.
+        extend_prompt: A function that extends a prompt. Its second argument says whether the video starts from a
+            picture.
     """
 
     def __init__(
@@ -65,12 +66,12 @@ class ServedMaker(VideoMaker):
         compiles: bool = True,
         preview: bool = False,
         note: Callable[[str], object] = lambda text: None,
-        extend: Callable[[str, bool], ExtendedPrompt] | None = None,
+        extend_prompt: Callable[[str, bool], ExtendedPrompt] | None = None,
     ):
         super().__init__(lambda: variants.model(None), folder, tiling=tiling, batch_guidance=batch_guidance)
-        self.variants, self.preview, self.note, self.extend = variants, preview, note, extend
+        self.variants, self.preview, self.note, self.extend_prompt = variants, preview, note, extend_prompt
         self._compiles = compiles
-        self._shapes: set[Any] = set()
+        self._program_keys: set[Any] = set()
 
     @property
     def models(self) -> list[str]:
@@ -78,18 +79,20 @@ class ServedMaker(VideoMaker):
 
     @property
     def folders(self) -> list[AnyPath]:
-        """Folders of this machine or of a store that no client is told of."""
+        """The folders whose paths must not appear in messages to clients."""
         return [self.folder, *self.variants.folders]
 
-    def served(self) -> tuple[ServedModels, list[dict[str, Any]]]:
-        """Return the models, and what clients are told of them, for a server in another process."""
+    def models_and_cards(self) -> tuple[ServedModels, list[dict[str, Any]]]:
+        """The models and their cards, for a server in another process."""
         return self.variants, self.model_cards()
 
     def model_cards(self) -> list[dict[str, Any]]:
-        """Return what a server tells of its models, the served one first."""
-        loras = [{"name": name, "strength": strength} for name, strength in self.variants.usual.items()]
-        about = {"created": int(time.time()), "loras": loras, "extends_prompts": self.extend is not None}
-        return [about | model_info.model_card(pipe, **self.run_options) for pipe in self.variants.pipes.values()]
+        """Return descriptions of the models for clients, the served model first."""
+        loras = [{"name": name, "strength": strength} for name, strength in self.variants.default_strengths.items()]
+        common_fields = {"created": int(time.time()), "loras": loras, "extends_prompts": self.extend_prompt is not None}
+        return [
+            common_fields | model_info.model_card(pipe, **self.run_options) for pipe in self.variants.pipes.values()
+        ]
 
     def warm_up(self, should_stop: Callable[[], bool]) -> None:
         self.pipe.progress = False
@@ -97,100 +100,130 @@ class ServedMaker(VideoMaker):
             warm_up(self.pipe, **self.run_options, preview=self.preview, note=self.note, should_stop=should_stop)
 
     def explain(self, error: Exception) -> Failure:
-        fault = fault_of(error, self.folders)
+        details = describe_error(error, self.folders)
         log = ""
-        if fault.is_ours and fault.message != OUT_OF_MEMORY:
-            log = str(error) if fault.code == STORAGE else "".join(traceback.format_exception(error))
-        return Failure(fault.code, fault.message, is_retryable=fault.is_ours, log=log)
+        if details.is_server_error and details.message != OUT_OF_MEMORY:
+            log = str(error) if details.code == STORAGE else "".join(traceback.format_exception(error))
+        return Failure(details.code, details.message, is_retryable=details.is_server_error, log=log)
 
     def make(self, jobs: Sequence[Job], lease: Lease) -> Iterator[Job]:
-        """Make videos, one after another; yield each job once its video is there."""
+        """Make videos one after another, and yield each job when its video is written."""
         for job in jobs:
+            notes = VideoNotes(lease)
             try:
-                self._video(job, lease)
+                with noting_warnings(notes.add):
+                    self._make_video(job, lease, notes)
             except Cancelled as error:
                 raise Interrupted from error
             yield job
 
-    def _video(self, job: Job, lease: Lease) -> None:
+    def _make_video(self, job: Job, lease: Lease, notes: "VideoNotes") -> None:
         request = VideoRequest.from_json(job.request)
         output = self.folder / job.output
         folder = output.parent
         if isinstance(folder, Path):
             folder.mkdir(exist_ok=True)
         progress = JobProgress(lease, lease.should_stop, folder / PREVIEW if self.preview else None)
-        with local_files(folder, names_of(request.inputs)) as here:
-            pipe = self.variants.take(request.model or self.variants.first, self.variants.strengths(request.lora))
+        with local_files(folder, file_names(request.inputs)) as local_folder:
+            pipe = self.variants.load_variant(
+                request.model or self.variants.default_name, self.variants.strengths(request.lora)
+            )
             pipe = model_info.with_scheduler(pipe, request.scheduler)
-            loaded = {name: getattr(pipe.defaults, name) for name in LOADED if name != "model"}
-            lease.report(settings=loaded)
-            if self.extend and not request.settings.get("original_prompt"):
+            load_settings = {name: getattr(pipe.defaults, name) for name in LOAD_SETTINGS if name != "model"}
+            lease.report(settings=load_settings)
+            if self.extend_prompt and not request.settings.get("original_prompt"):
                 with progress.stage("extend"):
-                    extended = self._extend(request, self.extend)
-                lease.report(settings=loaded | extended)
-                request = request.updated(extended)
-            settings: Any = {name: value for name, value in request.settings.items() if value is not None}
-            pictures, chosen = pipe.prepare(**paths_of(request.inputs, here), **settings)
-            lease.report(notes=video_notes(pipe, chosen))
-            if (shape := self._shape(request, chosen)) not in self._shapes:
+                    extended_prompts = self._extended_prompts(request, self.extend_prompt)
+                lease.report(settings=load_settings | extended_prompts)
+                request = request.updated(extended_prompts)
+            keywords: Any = {name: value for name, value in request.settings.items() if value is not None}
+            pictures, settings = pipe.prepare(**file_paths(request.inputs, local_folder), **keywords)
+            notes.add(*video_notes(pipe, settings))
+            if (program_key := self._program_key(request, settings)) not in self._program_keys:
                 with progress.stage("compile"):
-                    traced = trace_programs(
-                        pipe, replace(chosen, windows=min(2, chosen.windows)), pictures, **self.run_options
+                    trace = trace_programs(
+                        pipe, replace(settings, windows=min(2, settings.windows)), pictures, **self.run_options
                     )
-                    EXECUTE.compile(*(one.instance for one in traced.programs), on_start=progress.compiling)
-                self._shapes.add(shape)
-            all_digests = {str(folder / name): digest_of(here / name) for name in names_of(request.inputs)}
+                    EXECUTE.compile(*(traced.traced_program for traced in trace.programs), on_start=progress.compiling)
+                    if self.preview:  # compiles the encoder's programs, which would count as denoising
+                        pipe.latent_preview()
+                self._program_keys.add(program_key)
+            all_digests = {str(folder / name): digest_of(local_folder / name) for name in file_names(request.inputs)}
             digests = {name: digest for name, digest in all_digests.items() if digest is not None}
-            metadata = pipe.metadata(chosen, paths_of(request.inputs, folder), digests=digests, **self.run_options)
-            prepared = PreparedRequest(chosen, model_info.without_folders(metadata))
-            try_output(output, chosen.length, chosen.size, chosen.fps, prepared.metadata)
+            metadata = pipe.metadata(settings, file_paths(request.inputs, folder), digests=digests, **self.run_options)
+            prepared = PreparedRequest(settings, model_info.strip_folders(metadata))
+            write_trial_video(output, settings.length, settings.size, settings.fps, prepared.metadata)
             for _, frames in (
                 run := Run(pipe, [prepared], pictures, observers=[progress, *self.observers], **self.run_options)
             ):
                 with run.decode_stage(prepared):
-                    clips = with_thumbnail(map(np.asarray, frames), chosen.length, here / THUMBNAIL)
+                    clips = with_thumbnail(map(np.asarray, frames), settings.length, local_folder / THUMBNAIL)
                     write_frames(output, clips, prepared)
-            if isinstance(folder, RemotePath):  # after the video, which a store that fails meanwhile is not to cost
-                (folder / THUMBNAIL).upload(here / THUMBNAIL)
+            if isinstance(folder, RemotePath):  # after the video, which a failing store must not lose
+                (folder / THUMBNAIL).upload(local_folder / THUMBNAIL)
 
     @staticmethod
-    def _extend(request: VideoRequest, extend: Callable[[str, bool], ExtendedPrompt]) -> dict[str, str]:
-        """Return the settings of a request's prompts, extended, with what was asked for beside them."""
+    def _extended_prompts(
+        request: VideoRequest, extend_prompt: Callable[[str, bool], ExtendedPrompt]
+    ) -> dict[str, str]:
+        """Return the prompt settings of a request: the extended prompts, and the original prompts."""
         texts = [request.settings["prompt"], *(request.settings.get("then") or "").splitlines()]
-        prompt, *then = (extend(text, "image" in request.inputs) for text in texts)
+        prompt, *then = (extend_prompt(text, "image" in request.inputs) for text in texts)
         return {"prompt": str(prompt), "then": "\n".join(then), "original_prompt": "\n".join(texts)}
 
-    def _shape(self, request: VideoRequest, chosen: Settings) -> tuple[Any, ...]:
-        """Return what decides which programs a video needs, but for the lengths of its prompts.
+    def _program_key(self, request: VideoRequest, settings: Settings) -> tuple[Any, ...]:
+        """Return the part of a request that decides which programs it needs, except the lengths of prompts.
 
-        Before one of too many shapes all programs are dropped, so that memory does not grow.
+        If there are too many different keys, all compiled programs are dropped to limit memory.
         """
-        rule = chosen.guidance_rule
-        form = (
-            chosen.model,
-            chosen.size,
-            chosen.frames,
-            chosen.windows > 1,
-            chosen.guided,
-            chosen.cache,
-            chosen.follow,
+        rule = settings.guidance_rule
+        settings_key = (
+            settings.model,
+            settings.size,
+            settings.frames,
+            settings.windows > 1,
+            settings.guided,
+            settings.cache,
+            settings.follow,
         )
-        shape = *form, type(rule), rule.keeps_average, request.scheduler, tuple(names_of(request.inputs))
-        if shape not in self._shapes and len(self._shapes) >= SHAPES:
-            self._shapes.clear()
+        program_key = (
+            *settings_key,
+            type(rule),
+            rule.has_average,
+            request.scheduler,
+            tuple(file_names(request.inputs)),
+        )
+        if program_key not in self._program_keys and len(self._program_keys) >= MAX_PROGRAM_KEYS:
+            self._program_keys.clear()
             EXECUTE.forget()
-        return shape
+        return program_key
 
 
-def with_thumbnail(chunks: Iterator[np.ndarray], frames: int, file: Path) -> Iterator[np.ndarray]:
-    """Yield the chunks of a video, and write its middle frame, made small, to a file."""
-    start = 0
+class VideoNotes:
+    """The notes on a video that is being made, for its clients.
+
+    Args:
+        lease: The lease of the video's worker.
+    """
+
+    def __init__(self, lease: Lease):
+        self._lease, self._notes = lease, list[str]()
+
+    def add(self, *notes: str) -> None:
+        """Add notes, each once."""
+        self._notes = list(dict.fromkeys((*self._notes, *notes)))
+        self._lease.report(notes=self._notes)
+
+
+def with_thumbnail(chunks: Iterator[np.ndarray], frame_count: int, file: Path) -> Iterator[np.ndarray]:
+    """Yield the chunks of a video, and write its middle frame to a small image file."""
+    chunk_start = 0
     for chunk in chunks:
-        if start <= frames // 2 < start + len(chunk):
-            image = Image.fromarray(chunk[frames // 2 - start])
+        if chunk_start <= frame_count // 2 < chunk_start + len(chunk):
+            image = Image.fromarray(chunk[frame_count // 2 - chunk_start])
             image.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
             image.save(file, "WEBP", quality=85)
-        start += len(chunk)
+        chunk_start += len(chunk)
         yield chunk
 
 
@@ -203,24 +236,31 @@ def warm_up(
     note: Callable[[str], object],
     should_stop: Callable[[], bool],
 ) -> None:
-    """Compile the programs of a default video, and load the model where all of it fits into memory.
+    """Compile the programs of a default video, and load the model if it fits into memory as a whole.
 
-    `note` receives a line on each program that is compiled and each network that is loaded. What fails here fails the
-    first request, which is told of it.
+    Errors are only logged here, because the first request fails with the same error and reports it.
+
+    Args:
+        pipe: The pipeline.
+        tiling: Tiling of the autoencoder.
+        batch_guidance: Whether guidance computes the prompt and the negative prompt in one batch.
+        preview: Whether to load the preview decoder too.
+        note: Receives a message for each program and each network.
+        should_stop: Returns True to stop early.
     """
-    begun = perf_counter()
+    start_time = perf_counter()
 
-    def check(number: int, total: int) -> None:
+    def report_program(number: int, total: int) -> None:
         if should_stop():
             raise Cancelled(0)
         note(f"compiling program {number} of {total} of a default video")
 
     try:
         settings = pipe.settings()
-        recorded = trace_programs(
+        trace = trace_programs(
             pipe, settings, needed_pictures(pipe, settings), tiling=tiling, batch_guidance=batch_guidance
         )
-        EXECUTE.compile(*(one.instance for one in recorded.programs), on_start=check)
+        EXECUTE.compile(*(traced.traced_program for traced in trace.programs), on_start=report_program)
         if sum(pipe.components.sizes.values()) < free_memory(jax.local_devices()[0]):
             for name in pipe.components.names:
                 if not should_stop():
@@ -229,8 +269,8 @@ def warm_up(
         if preview and not should_stop():
             pipe.latent_preview()
         if not should_stop():
-            note(f"ready after {duration(perf_counter() - begun)}")
+            note(f"ready after {format_duration(perf_counter() - start_time)}")
     except (WanjaxError, Cancelled):
         pass
     except Exception as error:
-        logger.warning("the warm-up did not succeed: %s", str(error)[:500])
+        logger.warning("the warm-up failed: %s", str(error)[:500])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of the server in Prometheus' text form."""
+"""Metrics of the server in the text format of Prometheus."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -12,30 +12,36 @@ from wanjax.jobs.store import CANCELLED, COMPLETED, FAILED, QUEUED, RUNNING, Sta
 from wanjax.jobs.worker import READY
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-STARTED = time.time()
+START_TIME = time.time()
 
 
-def text(stats: Stats, answers: Mapping[int, int], watchers: int) -> str:
-    """Return all metrics: of the store's jobs and workers, of this server's answers and streams, and of its process."""
-    stages = {name.removeprefix("seconds_"): x for name, x in stats.counters.items() if name.startswith("seconds_")}
-    ends = {status: stats.counters.get(status, 0) for status in (COMPLETED, FAILED, CANCELLED)}
-    waiting, running = stats.jobs.get(QUEUED, 0), stats.jobs.get(RUNNING, 0)
+def format_metrics(stats: Stats, status_counts: Mapping[int, int], watchers: int) -> str:
+    """Format all metrics: the jobs and workers, this server's responses and streams, and its process."""
+    stages = {
+        name.removeprefix("seconds_"): seconds
+        for name, seconds in stats.counters.items()
+        if name.startswith("seconds_")
+    }
+    ended = {status: stats.counters.get(status, 0) for status in (COMPLETED, FAILED, CANCELLED)}
+    num_waiting, num_running = stats.jobs.get(QUEUED, 0), stats.jobs.get(RUNNING, 0)
     lines = [
-        *_counter("wanjax_videos", "Videos that came to an end.", {"status": ends}),
-        *_counter("wanjax_answers", "Answers of this server to requests, by status.", {"status": answers}),
-        *_counter("wanjax_stage_seconds", "Seconds that videos took, by stage.", {"stage": stages}),
-        *_gauge("wanjax_queue_length", "Videos that wait.", waiting),
-        *_gauge("wanjax_running", "Videos that are made now.", running),
-        *_gauge("wanjax_watchers", "Streams of events that are open.", watchers),
-        *_gauge("wanjax_ready", "1 once the model is loaded and compiled.", int(bool(stats.workers.get(READY)))),
+        *_counter("wanjax_videos", "Videos that ended, by status.", {"status": ended}),
+        *_counter("wanjax_answers", "HTTP responses of this server, by status.", {"status": status_counts}),
+        *_counter("wanjax_stage_seconds", "Seconds spent on videos, by stage.", {"stage": stages}),
+        *_gauge("wanjax_queue_length", "Videos in the queue.", num_waiting),
+        *_gauge("wanjax_running", "Videos in progress.", num_running),
+        *_gauge("wanjax_watchers", "Open event streams.", watchers),
+        *_gauge(
+            "wanjax_ready", "1 if a worker has its model loaded and compiled.", int(bool(stats.workers.get(READY)))
+        ),
         *_gauge(
             "wanjax_kept_videos",
-            "Requests that are kept, with their videos.",
+            "Stored videos, including those in the queue.",
             sum(stats.jobs.get(status, 0) for status in (QUEUED, RUNNING, COMPLETED, FAILED)),
         ),
-        *_samples("wanjax_workers", "gauge", "Workers that are heard of, by state.", {"state": stats.workers}),
-        *_gauge("process_start_time_seconds", "When the process began.", STARTED),
-        *_gauge("process_resident_memory_bytes", "Memory of the process.", psutil.Process().memory_info().rss),
+        *_samples("wanjax_workers", "gauge", "Live workers, by state.", {"state": stats.workers}),
+        *_gauge("process_start_time_seconds", "Start time of the process in seconds since 1970.", START_TIME),
+        *_gauge("process_resident_memory_bytes", "Resident memory of the process.", psutil.Process().memory_info().rss),
     ]
     used = {device.id: (device.memory_stats() or {}).get("bytes_in_use") for device in jax.local_devices()}
     if measured := {device: bytes_ for device, bytes_ in used.items() if bytes_ is not None}:
@@ -51,9 +57,9 @@ def _gauge(name: str, description: str, value: float) -> Iterator[str]:
     yield from (f"# HELP {name} {description}", f"# TYPE {name} gauge", f"{name} {value}")
 
 
-def _samples(name: str, kind: str, description: str, values: Mapping[str, Mapping[Any, float]]) -> Iterator[str]:
-    """Yield a metric with a value for each value of a label."""
-    yield from (f"# HELP {name} {description}", f"# TYPE {name} {kind}")
+def _samples(name: str, metric_type: str, description: str, values: Mapping[str, Mapping[Any, float]]) -> Iterator[str]:
+    """Yield the lines of a metric, with one sample per label value."""
+    yield from (f"# HELP {name} {description}", f"# TYPE {name} {metric_type}")
     for label, samples in values.items():
         for key, value in dict(samples).items():
             yield f'{name}{{{label}="{key}"}} {value}'

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files in a store as answers, whole or in the part that a request's Range names (RFC 9110, section 14)."""
+"""Responses that send a file of a remote store, or the part that a Range header selects (RFC 9110, section 14)."""
 
 import logging
 import re
@@ -10,55 +10,74 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from wanjax.errors import WanjaxError
-from wanjax.serve.auth import CutShort
+from wanjax.errors import WanjaxError, repr_short
+from wanjax.serve.auth import TruncatedResponse, error_response
 from wanjax.stores.paths import RemotePath
 
-PIECE = 2 * 2**20  # bytes that are in memory at a time
+PIECE_BYTES = 2 * 2**20  # the bytes that are in memory at a time
 RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII)
 logger = logging.getLogger("wanjax.serve")
 
 
-async def range_response(request: Request, file: RemotePath, kind: str, name: str) -> Response:
-    """Return the answer with an object of a store, which is read while it is sent; `name` is that of the download.
+async def range_response(request: Request, file: RemotePath, media_type: str, download_name: str) -> Response:
+    """Create a response that reads a file of a store while it is sent.
 
-    Raises Missing where there is none, and StoreError where the store is out of reach before the answer begins.
+    Args:
+        request: The request.
+        file: The file.
+        media_type: The media type.
+        download_name: The file name for a download.
+
+    Raises:
+        Missing: The file does not exist.
+        StoreError: The store cannot be reached when the response is created.
     """
     size = await run_in_threadpool(file.size)
-    headers = {"accept-ranges": "bytes", "content-disposition": f'inline; filename="{name}"'}
-    part = part_of(request.headers.get("range"), size)
-    start, end = part or (0, size)
-    if part is not None and start >= end:
-        return Response(status_code=416, headers=headers | {"content-range": f"bytes */{size}"})
-    status = 200 if part is None else 206
+    headers = {"accept-ranges": "bytes", "content-disposition": f'inline; filename="{download_name}"'}
+    byte_range = parse_range(request.headers.get("range"), size)
+    start, end = byte_range or (0, size)
+    if byte_range is not None and start >= end:
+        return unsatisfiable_response(request, size)
+    status = 200 if byte_range is None else 206
     headers |= {"content-length": str(end - start)}
-    headers |= {} if part is None else {"content-range": f"bytes {start}-{end - 1}/{size}"}
+    headers |= {} if byte_range is None else {"content-range": f"bytes {start}-{end - 1}/{size}"}
     if request.method == "HEAD":
-        return Response(status_code=status, headers=headers, media_type=kind)
-    first = await run_in_threadpool(file.read_part, start, min(start + PIECE, end)) if end > start else b""
-    return StreamingResponse(_pieces(file, first, start, end), status, headers, media_type=kind)
+        return Response(status_code=status, headers=headers, media_type=media_type)
+    first_piece = await run_in_threadpool(file.read_part, start, min(start + PIECE_BYTES, end)) if end > start else b""
+    return StreamingResponse(_read_pieces(file, first_piece, start, end), status, headers, media_type=media_type)
 
 
-async def _pieces(file: RemotePath, first: bytes, start: int, end: int) -> AsyncIterator[bytes]:
-    """Yield the pieces of an object of which the first is read; raise CutShort where another cannot be."""
-    yield first
-    for begin, until in pairwise([*range(start + PIECE, end, PIECE), end]):
+def unsatisfiable_response(request: Request, size: int) -> Response:
+    """Return the response to a range that lies outside a file."""
+    message = f"the range {repr_short(request.headers['range'])} lies outside the file: it has {size:,} bytes from 0"
+    return error_response(416, message, param="Range", accept_ranges="bytes", content_range=f"bytes */{size}")
+
+
+async def _read_pieces(file: RemotePath, first_piece: bytes, start: int, end: int) -> AsyncIterator[bytes]:
+    """Yield a file in pieces. The first is `first_piece`, which the caller has read already.
+
+    Raises:
+        TruncatedResponse: A later piece cannot be read.
+    """
+    yield first_piece
+    for piece_start, piece_end in pairwise([*range(start + PIECE_BYTES, end, PIECE_BYTES), end]):
         try:
-            yield await run_in_threadpool(file.read_part, begin, until)
+            yield await run_in_threadpool(file.read_part, piece_start, piece_end)
         except WanjaxError as error:
             logger.error("%s", error)
-            raise CutShort from error
+            raise TruncatedResponse from error
 
 
-def part_of(header: str | None, size: int) -> tuple[int, int] | None:
-    """Return the start and the end of the part that a Range names, or None for all of the file.
+def parse_range(header: str | None, size: int) -> tuple[int, int] | None:
+    """Parse a Range header to the start and the end of a range; return None for the whole file.
 
-    The part is empty where the file has none such. All is also what a Range means that is none, or names several parts.
+    The range is empty if it lies outside the file. An invalid header and a header with several ranges mean the whole
+    file.
     """
     match = RANGE.fullmatch(header or "")
-    first, last = match.groups() if match else ("", "")
-    if not first:
-        return (max(0, size - int(last)), size) if last else None
-    if last and int(last) < int(first):
+    first_byte, last_byte = match.groups() if match else ("", "")
+    if not first_byte:
+        return (max(0, size - int(last_byte)), size) if last_byte else None
+    if last_byte and int(last_byte) < int(first_byte):
         return None
-    return int(first), min(size, int(last) + 1) if last else size
+    return int(first_byte), min(size, int(last_byte) + 1) if last_byte else size

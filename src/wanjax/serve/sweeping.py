@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The removal of files that nobody needs, and the return of jobs whose workers are not heard of."""
+"""Deletion of the files of removed videos, and requeueing of jobs whose workers stopped reporting."""
 
 import logging
 import shutil
@@ -11,47 +11,47 @@ from wanjax.errors import WanjaxError
 from wanjax.jobs.store import REMOVED, Job, JobStore, NotFound, Unavailable
 from wanjax.stores.paths import AnyPath
 
-EVERY, LATER = 1.0, 30.0  # seconds between two looks, and after one that could not remove all
+INTERVAL, RETRY_INTERVAL = 1.0, 30.0  # seconds after a sweep, and after a sweep that failed to delete a file
 logger = logging.getLogger("wanjax.serve")
 
 
 class Sweeper:
-    """A thread that removes what is left of videos below a folder, here or in a store.
+    """A thread that deletes the files of removed videos from a folder, local or in a store.
 
-    Several servers of one database may sweep: what one has removed, another finds gone.
+    Several servers may sweep for one database. Files that another server has deleted are skipped.
     """
 
     def __init__(self, store: JobStore, folder: AnyPath):
         self.store, self.folder = store, folder
-        self._woken, self._closed = Event(), False
+        self._wake_event, self._closed = Event(), False
         self._thread = Thread(target=self._run, name="wanjax-sweeper", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def wake(self) -> None:
-        """Have it look at once."""
-        self._woken.set()
+        """Start the next sweep now."""
+        self._wake_event.set()
 
     def close(self) -> None:
         self._closed = True
-        self._woken.set()
+        self._wake_event.set()
         if self._thread.is_alive():
             self._thread.join(10)
 
     def sweep(self) -> bool:
-        """Look once; return False where something could not be removed."""
+        """Do one sweep. Return False if some files could not be deleted."""
         self.store.requeue_expired()
-        whole = True
-        for job in self.store.leftovers():
+        removed_all = True
+        for job in self.store.deletable_jobs():
             if job.status != REMOVED:
                 with suppress(NotFound):
                     self.store.remove(job.id)
-            whole &= self.clear(job)
-        return whole
+            removed_all &= self.remove_files(job)
+        return removed_all
 
-    def clear(self, job: Job) -> bool:
-        """Remove the files of a removed job; return False where they cannot be removed now."""
+    def remove_files(self, job: Job) -> bool:
+        """Delete the files of a removed job. Return False if they cannot be deleted now."""
         folder = self.folder / job.id
         try:
             if isinstance(folder, Path):
@@ -68,12 +68,12 @@ class Sweeper:
 
     def _run(self) -> None:
         while not self._closed:
-            whole = False
+            removed_all = False
             try:
-                whole = self.sweep()
+                removed_all = self.sweep()
             except Unavailable as error:
                 logger.warning("%s", error)
             except Exception:
                 logger.exception("a sweep failed")
-            self._woken.wait(EVERY if whole else LATER)
-            self._woken.clear()
+            self._wake_event.wait(INTERVAL if removed_all else RETRY_INTERVAL)
+            self._wake_event.clear()

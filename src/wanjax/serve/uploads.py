@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request asks for: its fields as settings of the model, and its pictures as files.
+"""Parsing of requests: fields become settings of the model, and pictures become files.
 
-The fields are the library's settings by name, and those of OpenAI's videos API: `size` as a text, `seconds`,
-`input_reference` and `model`. Everything that can be wrong raises WanjaxError.
+The fields have the names of the library's settings, or come from OpenAI's videos API: `size` as a text, `seconds`,
+`input_reference` and `model`. Every invalid field raises WanjaxError.
 """
 
 import base64
 import binascii
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from io import BytesIO
@@ -17,89 +18,187 @@ from typing import Any
 
 from PIL import Image, UnidentifiedImageError
 
-from wanjax.errors import SettingError, WanjaxError
-from wanjax.media.inputs import IMAGE, INPUTS, InputSpec, check_inputs
-from wanjax.media.pictures import DECODE_LOCK, NoPicture, PictureOfAnySize, open_image, to_picture
-from wanjax.pipelines.other_names import unknown_keyword
+from wanjax.errors import SettingError, WanjaxError, comma_list, json_values, near_names, repr_short
+from wanjax.jobs.notes import noting_warnings
+from wanjax.media.inputs import IMAGE, INPUT_SPECS, VIDEO, InputSpec, check_inputs
+from wanjax.media.pictures import DECODE_LOCK, NotAPictureError, PictureOfAnySize, open_image, to_picture
+from wanjax.pipelines.other_names import LOAD_KEYWORDS, RENAMED
 from wanjax.pipelines.pipeline import Pipeline
-from wanjax.pipelines.request import MODEL, RIVALS, SAME_IMAGE, VALUES, VideoRequest, fields_beside
-from wanjax.pipelines.settings import DRAW, Settings
+from wanjax.pipelines.request import (
+    ALTERNATIVES,
+    FIELD_SETTINGS,
+    LORA_STRENGTH,
+    MODEL,
+    OPENAI_IMAGE,
+    SCHEDULER,
+    SECONDS,
+    VideoRequest,
+    other_fields,
+)
+from wanjax.pipelines.settings import ALLOW_EMPTY, RANDOM_SEED, Settings, schema
 from wanjax.schedulers import name_of
 from wanjax.serve.limits import Limits
 from wanjax.serve.model_info import request_settings, with_scheduler
 from wanjax.serve.variants import ServedModels
 
-FILMS = {b"ftyp": "mp4", b"\x1a\x45\xdf\xa3": "webm"}  # suffixes by what a file has near its start: mov and mkv too
-FILM_NAMES = ("mp4", "mov", "webm", "mkv")
-CLIP = "clip"  # the name of the file that is given as `video`, beside which the result has that name
+# file suffixes by a signature near the start of the file; files of mov and mkv match too
+CLIP_SUFFIX_BY_SIGNATURE = {b"ftyp": "mp4", b"\x1a\x45\xdf\xa3": "webm"}
+CLIP_SUFFIXES = ("mp4", "mov", "webm", "mkv")
+CLIP_STEM = "clip"  # the file stem of the input `video`; `video` itself would clash with the result, video.mp4
+OTHER_FIELDS = {name: SCHEDULER.name for name in ("sampler", "sampler_name", "sample_solver", "solver")} | {
+    "generator": "seed=42"
+}
+"""Fields of requests for a video to other programs, with what to use here instead."""
 DATA_URL = re.compile(r"data:[\w/+.-]*;base64,(.*)", re.DOTALL)
 
 
-def read(
+def read_request(
     fields: Mapping[str, Any], files: Mapping[str, Sequence[bytes]], models: ServedModels, limits: Limits
 ) -> tuple[VideoRequest, dict[str, list[bytes]]]:
     """Read the fields of a JSON object or a form, and a form's files.
 
-    Returns a request with its model and the strengths of all LoRAs, and its pictures and clips by input. Raises
-    WanjaxError for a field that is unknown or of another type, and for a picture that is none.
+    Args:
+        fields: The fields by name.
+        files: The contents of the files by field.
+        models: The models that the request may name.
+        limits: Limits of a request.
+
+    Returns:
+        The request, with its model and the strengths of all LoRAs, and the contents of pictures and clips by input.
+
+    Raises:
+        WanjaxError: A field is unknown or has a wrong type, or a file is not a picture or clip.
     """
     fields = {name: value for name, value in fields.items() if value is not None}
-    fields.setdefault(MODEL.name, models.first)
+    with json_values():
+        return _read_request(fields, files, models, limits)
+
+
+def _read_request(
+    fields: dict[str, Any], files: Mapping[str, Sequence[bytes]], models: ServedModels, limits: Limits
+) -> tuple[VideoRequest, dict[str, list[bytes]]]:
+    fields.setdefault(MODEL.name, models.default_name)
     model = models.model(MODEL.read(fields[MODEL.name]))
     pictures, inputs = {name: list(contents) for name, contents in files.items()}, inputs_of(model)
     spec = model.model.spec
-    named = [IMAGE.name if name == SAME_IMAGE else name for name in (*pictures, *fields)]
-    check_inputs([name for name in named if name in inputs], model.defaults.model, spec.task, spec.inputs)
-    for name in (*inputs, SAME_IMAGE):
+    input_names = [IMAGE.name if name == OPENAI_IMAGE else name for name in (*pictures, *fields)]
+    check_inputs([name for name in input_names if name in inputs], model.defaults.model, spec.task, spec.inputs)
+    _check_names(pictures, fields, model)
+    for name in (*inputs, OPENAI_IMAGE):
         if name in fields:
-            pictures.setdefault(name, []).extend(_from_text(name, fields.pop(name)))
-    if SAME_IMAGE in pictures:
-        pictures.setdefault(IMAGE.name, []).extend(pictures.pop(SAME_IMAGE))
-    _check_pictures(pictures, inputs, limits)
-    names, values = (*request_settings(model), *fields_beside()), limits.bound_settings(VALUES)
-    request = VideoRequest.parse(fields, accepted=names, values=values, sizes=model.sizes, longest=limits.prompt)
-    solver = None if request.scheduler == name_of(model.scheduler) else request.scheduler
-    return replace(request, scheduler=solver, lora=models.strengths(request.lora)), pictures
+            pictures.setdefault(name, []).extend(_decode_files(name, fields.pop(name)))
+    if OPENAI_IMAGE in pictures:
+        pictures.setdefault(IMAGE.name, []).extend(pictures.pop(OPENAI_IMAGE))
+    _check_counts(pictures, inputs, limits)
+    models.check_loras(fields.get(LORA_STRENGTH.name))
+    request = VideoRequest.parse(
+        fields,
+        accepted_names=_accepted_names(model),
+        field_settings=limits.bound_settings(FIELD_SETTINGS),
+        sizes=model.sizes,
+        max_prompt_length=limits.prompt,
+    )
+    scheduler = None if request.scheduler == name_of(model.scheduler) else request.scheduler
+    return replace(request, scheduler=scheduler, lora=models.strengths(request.lora)), pictures
+
+
+class LargeNumber(str):
+    """The text of a JSON number that is too large for a float."""
+
+
+def check_json_types(fields: Mapping[str, Any]) -> None:
+    """Check that numbers and booleans of a JSON object are not texts. Only a form and a query send them as texts.
+
+    `seconds` may be a text, because clients of OpenAI's API send it as one.
+
+    Raises:
+        SettingError: A number or a boolean is a text.
+    """
+    for name, value in fields.items():
+        setting = ALLOW_EMPTY if name == ALLOW_EMPTY.name else FIELD_SETTINGS.get(name)
+        if setting is None or setting is SECONDS or not isinstance(value, str) or isinstance(value, LargeNumber):
+            continue
+        if setting.kind in (bool, int, float) and value != "random":  # a seed may be "random"
+            try:
+                parsed_value = setting.parse(value)
+            except WanjaxError:  # `VideoRequest.parse` raises it again, with the allowed values
+                continue
+            message = f"{name} is the text {json.dumps(value[:40])}: send {json.dumps(parsed_value)} without quotes"
+            raise SettingError(message, name)
+
+
+def _accepted_names(pipe: Pipeline) -> list[str]:
+    """Return the names of all fields of a request for a model."""
+    return list(dict.fromkeys((*request_settings(pipe), *other_fields(), *inputs_of(pipe))))
+
+
+def _check_names(files: Iterable[str], fields: Iterable[str], pipe: Pipeline) -> None:
+    """Check that all fields exist, and that only those of pictures and clips are files.
+
+    Raises:
+        SettingError: A field does not exist for this model, or cannot be a file.
+    """
+    names, input_names = _accepted_names(pipe), (*inputs_of(pipe), OPENAI_IMAGE)
+    for name in (*files, *fields):
+        if name not in names:
+            raise SettingError(f"{repr_short(name)} is not a field of a request: {_advice(name, names)}", name[:40])
+    for name in files:
+        if name not in input_names:
+            raise SettingError(f"{name} is sent as a file: send it as the text of a field", name)
+
+
+def _advice(name: str, names: Collection[str]) -> str:
+    """Return what to do instead of sending an unknown field."""
+    if RENAMED.get(name) in names:
+        return f"use {RENAMED[name]}"
+    if name in OTHER_FIELDS:
+        return f"use {OTHER_FIELDS[name]}"
+    if name in LOAD_KEYWORDS:
+        return "the server was started with it, so leave it out; the list of models has its value in started_with"
+    similar = near_names(name, names, 1)
+    if name in schema(Settings):
+        return "it has no effect for this model, so leave it out" + (f", or use {similar[0]}" if similar else "")
+    return f"use {similar[0]}" if similar else f"leave it out, or use {comma_list(names)}"
 
 
 def inputs_of(pipe: Pipeline) -> dict[str, InputSpec]:
-    """Return the inputs that a request may name: those of all models, and the model's own."""
-    return {**INPUTS, **{one.name: one for one in pipe.model.spec.inputs}}
+    """Return the inputs that a request may name: the inputs of all models, and additional inputs of this model."""
+    return {**INPUT_SPECS, **{spec.name: spec for spec in pipe.model.spec.inputs}}
 
 
-def _from_text(name: str, value: Any) -> list[bytes]:
-    """Return pictures or clips that JSON holds, as data: URLs, alone, in a list, or as OpenAI's {"image_url": ...}."""
-    return [_decoded(name, one) for one in (value[:100] if isinstance(value, list) else [value])]
+def _decode_files(name: str, value: Any) -> list[bytes]:
+    """Decode the pictures or clips of a JSON field.
+
+    The field has a data: URL, a list of data: URLs, or OpenAI's {"image_url": ...}.
+    """
+    return [_decode_data_url(name, url) for url in (value[:100] if isinstance(value, list) else [value])]
 
 
-def _decoded(name: str, value: Any) -> bytes:
-    if isinstance(value, Mapping):
-        value = value.get("image_url")
-    match = DATA_URL.fullmatch(value) if isinstance(value, str) else None
+def _decode_data_url(name: str, value: Any) -> bytes:
+    url = value.get("image_url") if isinstance(value, Mapping) else value
+    match = DATA_URL.fullmatch(url) if isinstance(url, str) else None
     if match is None:
-        problem = f"{name} has no file: send one in a form, or a data: URL; no address is fetched"
-        raise SettingError(problem, name)
+        message = f"{name} must be a file of a form or a data: URL with base64, got {repr_short(value)}"
+        raise SettingError(f"{message}: send the file itself, since no other URL is fetched", name)
     try:
         data = base64.b64decode(match[1], validate=True)
     except binascii.Error as error:
-        raise SettingError(f"the data: URL of {name} is no base64: {error}", name) from error
+        raise SettingError(f"the data: URL of {name} is not valid base64: {error}", name) from error
     if not data:
-        raise empty_file(name)
+        raise empty_file_error(name)
     return data
 
 
-def empty_file(name: str) -> SettingError:
-    """Return the error for a file of no bytes."""
-    return SettingError(f"{name[:40]} is an empty file: send a complete copy of it", name[:40])
+def empty_file_error(name: str) -> SettingError:
+    """Return the error for a file without content."""
+    return SettingError(f"{name[:40]} is an empty file: send the complete file", name[:40])
 
 
-def _check_pictures(pictures: Mapping[str, Sequence[bytes]], inputs: Mapping[str, InputSpec], limits: Limits) -> None:
+def _check_counts(pictures: Mapping[str, Sequence[bytes]], inputs: Mapping[str, InputSpec], limits: Limits) -> None:
     for name, contents in pictures.items():
-        if name not in inputs:
-            raise unknown_keyword(name, (*inputs, SAME_IMAGE))
-        most = limits.references if inputs[name].kind == "images" else 1
-        if len(contents) > most:
-            raise SettingError(f"{len(contents)} files are given as {name}: give {most} at most", name)
+        limit = limits.references if inputs[name].kind == "images" else 1
+        if len(contents) > limit:
+            raise SettingError(f"{name} has {len(contents)} files: send {limit} at most", name)
 
 
 def save_pictures(
@@ -110,94 +209,125 @@ def save_pictures(
     *,
     takes_clips: bool = True,
 ) -> dict[str, Any]:
-    """Write pictures as PNG files into a folder, and clips as they are; return their names by input.
+    """Write pictures into a folder as PNG files, and write clips unchanged.
 
-    Raises WanjaxError where one is none, or where all pictures are too large together by what their headers say. That
-    for a clip which is given as a picture says where it belongs, if the model `takes_clips`. A clip is decoded by
-    whoever reads it, within the bounds of this process.
+    Clips are decoded later, when they are used.
+
+    Args:
+        pictures: The contents by input.
+        inputs: The inputs.
+        folder: The folder.
+        limits: Limits of a request. The number of pixels is read from the header of each picture.
+        takes_clips: Whether the model takes clips. If a clip was sent as a picture, the error then suggests the field
+            for clips.
+
+    Returns:
+        The file names by input.
+
+    Raises:
+        WanjaxError: A file is not a picture or clip, or all pictures together are too large.
     """
-    saved: dict[str, Any] = {}
-    left = limits.picture
+    file_names: dict[str, Any] = {}
+    remaining_pixels = limits.picture
     for name, contents in pictures.items():
-        several, still = inputs[name].kind == "images", inputs[name].kind in ("image", "images")
+        several, is_still = inputs[name].kind == "images", inputs[name].kind in ("image", "images")
         for number, data in enumerate(contents):
-            stem = f"{name}_{number}" if several else CLIP if name == "video" else name
-            kind = None if still else _film(data)
-            if kind is None:
-                with _naming(inputs[name], data, takes_clips), open_image(BytesIO(data), name, pixels=left) as image:
-                    left -= image.width * image.height  # one at a time in this process
-                    kind = str(image.format).lower()
-                    if still:
-                        kind, data = "png", _png(to_picture(image, name))
-            file = f"{stem}.{kind}"
-            (folder / file).write_bytes(data)
-            saved[name] = [*saved.get(name, []), file] if several else file
-    return saved
+            stem = file_stem(inputs[name], number)
+            suffix = None if is_still else _clip_suffix(data)
+            if suffix is None:
+                with (
+                    _reporting_field_errors(inputs[name], data, takes_clips),
+                    open_image(BytesIO(data), name, pixels=remaining_pixels) as image,
+                ):
+                    remaining_pixels -= image.width * image.height  # only one picture is in memory at a time
+                    suffix = str(image.format).lower()
+                    if is_still:
+                        suffix, data = "png", _encode_png(to_picture(image, name))
+            file_name = f"{stem}.{suffix}"
+            (folder / file_name).write_bytes(data)
+            file_names[name] = [*file_names.get(name, []), file_name] if several else file_name
+    return file_names
 
 
-def _png(picture: PictureOfAnySize) -> bytes:
+def file_stem(spec: InputSpec, number: int) -> str:
+    """Return the file name, without the suffix, of the picture or clip of this number of an input."""
+    return f"{spec.name}_{number}" if spec.kind == "images" else CLIP_STEM if spec.name == VIDEO.name else spec.name
+
+
+def _encode_png(picture: PictureOfAnySize) -> bytes:
     Image.fromarray(picture).save(file := BytesIO(), "PNG")
     return file.getvalue()
 
 
-def _film(data: bytes) -> str | None:
-    """Return the suffix of a film; None for what can only be a picture or an animation."""
-    return next((suffix for mark, suffix in FILMS.items() if mark in data[:8]), None)
+def _clip_suffix(data: bytes) -> str | None:
+    """Return the file suffix of a video file; return None for data that is no video file, such as a picture."""
+    return next((suffix for signature, suffix in CLIP_SUFFIX_BY_SIGNATURE.items() if signature in data[:8]), None)
 
 
 @contextmanager
-def _naming(spec: InputSpec, data: bytes, takes_clips: bool) -> Iterator[None]:
-    """Raise an error in opening a file as that of its field, and say which file the field takes."""
+def _reporting_field_errors(spec: InputSpec, data: bytes, takes_clips: bool) -> Iterator[None]:
+    """Convert an error about opening a file to an error about its field, which says which files the field takes."""
     try:
         yield
-    except NoPicture as error:
+    except NotAPictureError as error:
         message = str(error)
         if spec.kind in ("clip", "mask"):
             picture = "a picture, " if spec.kind == "mask" else ""
-            message = f"{spec.name} is no clip: send {picture}a film ({', '.join(FILM_NAMES)}) or an animation"
-        elif takes_clips and (_film(data) or not isinstance(error.__cause__, UnidentifiedImageError)):  # an animation
-            message = f"{message}; send a clip as video"
+            suffixes = ", ".join(CLIP_SUFFIXES)
+            message = f"{spec.name} is not a clip: send {picture}a video file ({suffixes}) or an animation"
+        # Pillow can read an animation
+        elif takes_clips and (_clip_suffix(data) or not isinstance(error.__cause__, UnidentifiedImageError)):
+            message = f"{message}; send clips in the field video"
         raise SettingError(message, spec.name) from error
     except WanjaxError as error:
         raise SettingError(str(error), spec.name) from error
 
 
 @contextmanager
-def naming_size(fields: Mapping[str, Any]) -> Iterator[None]:
-    """Raise the error of a height or a width as that of the size that gave it."""
+def reporting_size_errors(fields: Mapping[str, Any]) -> Iterator[None]:
+    """Convert an error about height or width to an error about size, if the request contains `size`."""
     try:
         yield
     except SettingError as error:
-        if error.setting in RIVALS["size"] and "size" in fields:
+        if error.setting in ALTERNATIVES["size"] and "size" in fields:
             raise SettingError(str(error), "size") from error
         raise
 
 
 def complete_settings(request: VideoRequest, pipe: Pipeline, files: Mapping[str, Any], limits: Limits) -> Settings:
-    """Return all settings of a request whose pictures are files; raise WanjaxError where they make no video.
+    """Complete the settings of a request. If it has no seed, draw a random seed.
 
-    A seed is drawn where none is given.
+    Args:
+        request: The request.
+        pipe: The pipeline of its model.
+        files: The paths of its pictures and clips, by input.
+        limits: Limits of a request.
+
+    Raises:
+        WanjaxError: No video can be made with these settings.
     """
     pipe = with_scheduler(pipe, request.scheduler)
-    request = request.timed(pipe.defaults.fps, pipe.model.vae.temporal_factor)
-    settings, shape = {"seed": DRAW, **request.settings}, {"height", "width"} & request.settings.keys()
-    if len(shape) == 1:
-        alone = shape.pop()
-        raise SettingError(f"the {alone} is given alone: give size, or height and width", alone)
-    limits.check(pipe.defaults.updated(settings))  # before pictures are fitted to it
+    request = request.seconds_to_frames(pipe.defaults.fps, pipe.model.vae.temporal_factor)
+    settings, sides = {"seed": RANDOM_SEED, **request.settings}, {"height", "width"} & request.settings.keys()
+    if len(sides) == 1:
+        side = sides.pop()
+        raise SettingError(f"{side} is given alone: give size, or both height and width", side)
+    grid = {"spatial": pipe.model.spec.size_multiple, "temporal": pipe.model.vae.temporal_factor}
+    limits.check(pipe.defaults.updated(settings), **grid)  # checked before pictures are resized to this size
     try:
-        with DECODE_LOCK:  # the clips of one request at a time are in memory
-            _, chosen = pipe.prepare(**files, **settings)
+        # only one request's clips are in memory, and its warnings become notes when the video is made
+        with DECODE_LOCK, noting_warnings(lambda message: None):
+            _, complete = pipe.prepare(**files, **settings)
     except WanjaxError as error:
-        if (renamed := _by_field(error, files)) is error:
+        if (renamed := _with_field_name(error, files)) is error:
             raise
         raise renamed from error
-    limits.check(chosen)
-    return chosen
+    limits.check(complete, **grid)
+    return complete
 
 
-def _by_field(error: WanjaxError, files: Mapping[str, Any]) -> WanjaxError:
-    """Return an error that calls a file by its field, where it told the path that the file has here."""
+def _with_field_name(error: WanjaxError, files: Mapping[str, Any]) -> WanjaxError:
+    """Return a copy of an error that names the field instead of the path of the field's file."""
     for name, file in files.items():
         for path in map(str, file if isinstance(file, list) else [file]):
             if path in str(error):

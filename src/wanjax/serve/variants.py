@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models of a server: presets that have the same weights but for LoRAs, and other strengths of its own LoRAs.
+"""The variants of a server's model: presets that differ only in their LoRAs, and LoRAs with other strengths.
 
-They share all networks but those that denoise, into which LoRAs are merged. Of these one variant's are in memory, and
-another's are read when a video asks for it.
+LoRAs are merged into the denoising networks. All variants share the other networks. One variant is in memory at a time;
+a video that needs another variant loads it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,114 +23,148 @@ from wanjax.registry import presets
 from wanjax.sharding import abstract_partitioner
 from wanjax.stores.paths import base_name
 
-Load = Callable[[str, Sequence[Lora]], Pipeline]
+LoadModel = Callable[[str, Sequence[Lora]], Pipeline]
 Strengths = Mapping[str, float]
 
 
 class ServedModels:
-    """The models that requests may name, and the LoRAs. It goes to another process without its weights.
+    """The models and LoRAs that requests may name. Pickling it leaves out the weights.
 
     Args:
-        pipes: The pipelines by the models' names, the served one first.
-        usual: The strengths of the LoRAs, by name.
+        pipes: The pipelines by model name, the served model first.
+        default_strengths: The default strengths of the LoRAs, by name.
         folders: The folders of the models and the LoRAs.
     """
 
-    def __init__(self, pipes: Mapping[str, Pipeline], usual: Strengths, folders: Sequence[Path] = ()):
-        self.pipes, self.usual, self.folders = dict(pipes), dict(usual), list(folders)
-        self.first = next(iter(pipes))
+    def __init__(self, pipes: Mapping[str, Pipeline], default_strengths: Strengths, folders: Sequence[Path] = ()):
+        self.pipes, self.default_strengths, self.folders = dict(pipes), dict(default_strengths), list(folders)
+        self.default_name = next(iter(pipes))
 
     def __reduce__(self) -> Any:
         pipes = self.pipes.values()
-        parts = [(pipe.model, pipe.defaults, pipe.sizes, dict(pipe.partitioner.mesh.shape)) for pipe in pipes]
-        return _without_weights, (parts, self.usual, self.folders)
+        pipe_args = [(pipe.model, pipe.defaults, pipe.sizes, dict(pipe.partitioner.mesh.shape)) for pipe in pipes]
+        return _build_without_weights, (pipe_args, self.default_strengths, self.folders)
 
     def model(self, name: str | None) -> Pipeline:
-        """Return a model's pipeline, for its settings; None is the first's. Raises SettingError."""
-        if (pipe := self.pipes.get(self.first if name is None else name)) is None:
-            problem = f"the model {repr_short(name)} is not served here: give {' or '.join(self.pipes)}"
-            raise SettingError(problem, "model")
+        """Return a model's pipeline, from which callers read its settings. None means the served model.
+
+        Raises:
+            SettingError: The server does not have this model.
+        """
+        if (pipe := self.pipes.get(self.default_name if name is None else name)) is None:
+            message = f"this server has no model {repr_short(name)}: use {' or '.join(self.pipes)}"
+            raise SettingError(message, "model")
         return pipe
 
+    def check_loras(self, requested: object) -> None:
+        """Check that the server has LoRAs, if a request names one, and that each one in a text has a strength.
+
+        Args:
+            requested: The field `lora` of a request, before it is parsed.
+
+        Raises:
+            SettingError: The server has no LoRA, or a LoRA has no strength.
+        """
+        if not requested:
+            return
+        if not self.default_strengths:
+            problem = f"lora is {repr_short(requested)}, and this server was started with no LoRA"
+            message = f"{problem}: leave lora out, or start the server with wanjax serve --lora FILE"
+            raise SettingError(message, "lora")
+        if isinstance(requested, str) and (bare := [x for x in requested.split(",") if x and ":" not in x]):
+            names = " and ".join(self.default_strengths)
+            example = f"{next(iter(self.default_strengths))}:0.5"
+            message = f"lora gives {repr_short(bare[0])} without a strength: write {example}; this server has {names}"
+            raise SettingError(message, "lora")
+
     def strengths(self, requested: Strengths) -> dict[str, float]:
-        """Return the strength of each LoRA, as asked or else as the server was started; raise SettingError."""
-        if unknown := [name for name in requested if name not in self.usual]:
-            has = " and ".join(self.usual) or "none"
-            raise SettingError(f"no LoRA of this server is named {repr_short(unknown[0])}: it has {has}", "lora")
-        return {**self.usual, **requested}
+        """Return the strength of each LoRA: the requested strength or, if none is requested, the server's default.
+
+        Raises:
+            SettingError: The server does not have a LoRA of this name.
+        """
+        if unknown := [name for name in requested if name not in self.default_strengths]:
+            names = " and ".join(self.default_strengths) or "none"  # "none" if the server was restarted without any
+            raise SettingError(f"this server has no LoRA {repr_short(unknown[0])}: it has {names}", "lora")
+        return {**self.default_strengths, **requested}
 
 
-def _without_weights(
-    parts: Sequence[tuple[VideoModel, Settings, Mapping[str, tuple[int, int]], Mapping[str, int]]],
-    usual: Strengths,
+def _build_without_weights(
+    pipe_args: Sequence[tuple[VideoModel, Settings, Mapping[str, tuple[int, int]], Mapping[str, int]]],
+    default_strengths: Strengths,
     folders: Sequence[Path],
 ) -> ServedModels:
-    """Return models whose pipelines have no component, by which requests are checked; any devices do."""
+    """Rebuild models without components, on abstract devices. Such models can only check requests."""
     pipes: dict[str, Pipeline] = {}
-    for model, defaults, sizes, mesh in parts:
+    for model, defaults, sizes, mesh in pipe_args:
         pipes[defaults.model] = pipe = Pipeline(Components({}), model, defaults, abstract_partitioner(**mesh))
         pipe.sizes = dict(sizes)
-    return ServedModels(pipes, usual, folders)
+    return ServedModels(pipes, default_strengths, folders)
 
 
 class Variants(ServedModels):
-    """The models of which one is in memory, and the LoRAs that are merged into it.
+    """The models and LoRAs of a worker, which keeps one variant in memory.
 
-    `load` returns the pipeline of a model with LoRAs; None is for a server that has no other than the first. A model of
-    a folder is known by the folder's name alone.
+    Args:
+        pipe: The pipeline of the served model.
+        loras: The LoRAs of the server.
+        load: Loads a model with LoRAs; None if the server has only the served model.
     """
 
-    def __init__(self, pipe: Pipeline, loras: Sequence[Lora] = (), load: Load | None = None):
-        self._place = pipe.defaults.model  # of the first, as `load` knows it
-        pipe = _by_name(pipe)
+    def __init__(self, pipe: Pipeline, loras: Sequence[Lora] = (), load: LoadModel | None = None):
+        self._served_source = pipe.defaults.model  # the argument of `load` for the served model
+        pipe = _with_base_name(pipe)
         pipes = {pipe.defaults.model: pipe}
         self.loras = {lora.name: lora for lora in loras}
         self._load = load
         if load is not None:
-            for name in _siblings(self._place):
-                with suppress(WanjaxError):  # its LoRA cannot be read now
+            for name in _sibling_presets(self._served_source):
+                with suppress(WanjaxError):  # leaves out a model whose LoRA cannot be read
                     pipes[name] = load(name, loras)
-        sources = [each.components.source for each in pipes.values()]
+        sources = [pipe.components.source for pipe in pipes.values()]
         folders = [Path(lora.file).expanduser().absolute().parent for lora in loras]
         folders += [source.root for source in sources if source is not None]
         super().__init__(pipes, {name: lora.strength for name, lora in self.loras.items()}, folders)
-        self._held = pipe, self._weights(self.first, self.usual)
+        self._current = pipe, self._weights_key(self.default_name, self.default_strengths)
 
-    def take(self, name: str, strengths: Strengths) -> Pipeline:
-        """Return a model's pipeline with these strengths, whose networks take the place of those in memory.
+    def load_variant(self, name: str, strengths: Strengths) -> Pipeline:
+        """Replace the variant in memory by a model with these LoRA strengths, and return its pipeline.
 
-        Raises SettingError where the server, started anew, does not have it.
+        Raises:
+            SettingError: The server no longer has this model, because it was restarted with other options.
         """
-        held, weights = self._held
-        pipe, wanted = self.model(name), self._weights(name, strengths)
-        if pipe is held and weights == wanted:
-            return held
-        if wanted != self._weights(name, self.usual):
+        current, current_key = self._current
+        pipe, weights_key = self.model(name), self._weights_key(name, strengths)
+        if pipe is current and current_key == weights_key:
+            return current
+        if weights_key != self._weights_key(name, self.default_strengths):
             assert self._load is not None
             loras = [replace(lora, strength=strengths[key]) for key, lora in self.loras.items()]
-            pipe = _by_name(self._load(self._place if name == self.first else name, loras))
+            pipe = _with_base_name(self._load(self._served_source if name == self.default_name else name, loras))
         pipe.progress = False
-        pipe.components.move_from(held.components, () if weights == wanted else pipe.model.spec.denoisers)
-        self._held = pipe, wanted
+        pipe.components.move_from(current.components, () if current_key == weights_key else pipe.model.spec.denoisers)
+        self._current = pipe, weights_key
         return pipe
 
-    def _weights(self, name: str, strengths: Strengths) -> tuple[object, ...]:
-        """Return what decides the weights of the networks that denoise."""
+    def _weights_key(self, name: str, strengths: Strengths) -> tuple[object, ...]:
+        """Return a key that identifies the weights of the denoising networks."""
         return getattr(presets().get(name), "loras", ()), tuple(strengths.items())
 
 
-def _by_name(pipe: Pipeline) -> Pipeline:
-    """Return a pipeline whose settings name its model without the folder that it is in."""
-    named = copy(pipe)
-    named.defaults = replace(pipe.defaults, model=base_name(pipe.defaults.model))
-    return named
+def _with_base_name(pipe: Pipeline) -> Pipeline:
+    """Return the pipeline with the model's folder removed from its name."""
+    renamed = copy(pipe)
+    renamed.defaults = replace(pipe.defaults, model=base_name(pipe.defaults.model))
+    return renamed
 
 
-def _siblings(model: str) -> list[str]:
-    """Return the presets whose weights are a preset's but for LoRAs, which are there already."""
-    listed = presets()
-    if model not in listed:
+def _sibling_presets(model: str) -> list[str]:
+    """Return the presets that differ from a preset only in LoRAs, if their LoRA files are available locally."""
+    all_presets = presets()
+    if model not in all_presets:
         return []
-    others = [preset for preset in listed.values() if preset.source == listed[model].source and preset.name != model]
+    others = [
+        preset for preset in all_presets.values() if preset.source == all_presets[model].source and preset.name != model
+    ]
     files = {preset.name: [Lora.parse(text).file for text in preset.loras] for preset in others}
     return [name for name, lora_files in files.items() if not any(map(check_file, lora_files))]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server's videos: their names, the files of each in a folder of its own, and what clients are told of them."""
+"""The videos of a server: ids, files of each video, and the JSON that clients receive."""
 
 import re
 import secrets
@@ -9,69 +9,74 @@ from pathlib import Path
 from typing import Any
 
 from wanjax.jobs.store import COMPLETED, FAILED, QUEUED, Job
-from wanjax.pipelines.settings import length_of
+from wanjax.pipelines.settings import total_frames
 from wanjax.stores.paths import AnyPath
 from wanjax.stores.temporary import temp_dir
 
 VIDEO, THUMBNAIL, PREVIEW = "video.mp4", "thumbnail.webp", "preview.png"
-FILE = re.compile(r"\w{1,64}\.\w{1,8}", re.ASCII)
+FILE_NAME = re.compile(r"\w{1,64}\.\w{1,8}", re.ASCII)
 Inputs = Mapping[str, str | list[str]]
-"""The names of files by input."""
+"""File names by input."""
 
 
 def new_id() -> str:
     return f"video_{secrets.token_hex(12)}"
 
 
-def output_of(id: str) -> str:
-    """Return the name of a video below the folder of all."""
+def output_path(id: str) -> str:
+    """Return the path of a video, relative to the folder of all videos."""
     return f"{id}/{VIDEO}"
 
 
-def names_of(inputs: Inputs) -> list[str]:
-    """Return the names of all files of inputs."""
-    return [one for file in inputs.values() for one in (file if isinstance(file, list) else [file])]
+def file_names(inputs: Inputs) -> list[str]:
+    """Return the names of all files in `inputs`."""
+    return [name for value in inputs.values() for name in (value if isinstance(value, list) else [value])]
 
 
-def paths_of(inputs: Inputs, folder: AnyPath) -> dict[str, Any]:
-    """Return the files of inputs in a folder, by input."""
+def file_paths(inputs: Inputs, folder: AnyPath) -> dict[str, Any]:
+    """Return the paths of the files in `inputs`, by input."""
     return {
-        name: [folder / one for one in file] if isinstance(file, list) else folder / file
-        for name, file in inputs.items()
+        name: [folder / file for file in value] if isinstance(value, list) else folder / value
+        for name, value in inputs.items()
     }
 
 
 @contextmanager
 def new_folder(folder: AnyPath) -> Iterator[Path]:
-    """Yield a folder here, whose files are those of a new one, here or in a store, once the block has ended."""
+    """Create a folder, local or in a store.
+
+    Yield a local folder; for a store, its files are uploaded after the block.
+    """
     if isinstance(folder, Path):
         folder.mkdir()
         yield folder
         return
-    with temp_dir() as here:
-        yield here
-        folder.upload_all({file.name: file for file in here.iterdir()})
+    with temp_dir() as local_folder:
+        yield local_folder
+        folder.upload_all({file.name: file for file in local_folder.iterdir()})
 
 
 @contextmanager
 def local_files(folder: AnyPath, names: list[str]) -> Iterator[Path]:
-    """Yield a folder here that has these files of a folder, which may be in a store, as long as the block runs."""
+    """Yield a local folder that holds some files of a folder. Files in a store are downloaded for the block."""
     if isinstance(folder, Path):
         yield folder
         return
-    with temp_dir() as here:
-        folder.download_all(names, here)
-        yield here
+    with temp_dir() as local_folder:
+        folder.download_all(names, local_folder)
+        yield local_folder
 
 
-def video_of(job: Job, loaded: Mapping[str, Any] = {}) -> dict[str, Any]:
-    """Return a job in the shape of OpenAI's videos API, and beside that all its settings and its progress.
+def video_json(job: Job, load_settings: Mapping[str, Any] = {}) -> dict[str, Any]:
+    """Return a job in the format of OpenAI's videos API, with additional fields for settings and progress.
 
-    `loaded` are the settings that its model was loaded with, unless its worker tells of others.
+    Args:
+        job: The job.
+        load_settings: The settings with which the model was loaded. Settings that the worker reports override them.
     """
     progress = {} if job.status == QUEUED else job.progress
-    settings = {**loaded, **job.request["settings"], **progress.get("settings", {})}
-    frames = length_of(settings["frames"], settings.get("windows", 1), settings.get("overlap", 1))
+    settings = {**load_settings, **job.request["settings"], **progress.get("settings", {})}
+    frames = total_frames(settings["frames"], settings.get("windows", 1), settings.get("overlap", 1))
     error = job.error if job.status == FAILED else None
     return {
         "id": job.id,
@@ -91,7 +96,7 @@ def video_of(job: Job, loaded: Mapping[str, Any] = {}) -> dict[str, Any]:
         "scheduler": job.request["scheduler"],
         "lora": [{"name": name, "strength": strength} for name, strength in job.request["lora"].items()],
         "cancelled": job.cancel,
-        "pictures": [Path(file).stem for file in names_of(job.request["inputs"])],
+        "pictures": [Path(file).stem for file in file_names(job.request["inputs"])],
         "window": progress.get("window", 1),
         "stage": "" if job.is_over else progress.get("stage", ""),
         "stage_done": progress.get("stage_done", 0),

@@ -1,55 +1,55 @@
 // SPDX-License-Identifier: Apache-2.0
-// Requests to the server, whose addresses are relative: it may be behind a proxy, under a path of its own.
+// Requests to the server. URLs are relative, because a proxy may serve the page under any path.
 
-// A request that the server refused, or that the page does not send; `param` names the field that is wrong.
-export class Refused extends Error {
+// The error of a request, reported by the server or by the form. `param` is the wrong field, or null.
+export class RequestError extends Error {
   constructor(status, message, param = null) {
     super(message);
     Object.assign(this, { status, param });
   }
 }
 
-// Keeps the digits of a seed, which may be larger than a number of this language.
-function exact(name, value, context) {
+// A JSON reviver that keeps the digits of a seed, because a seed may be too large for a JavaScript number.
+function keepSeedDigits(name, value, context) {
   return name === "seed" && context?.source ? context.source : value;
 }
 
-export async function ask(path, options = {}) {
-  const answer = await fetch(path, options);
-  if (answer.ok) return answer.status === 204 ? null : JSON.parse(await answer.text(), exact);
-  let error = { message: `${answer.status} ${answer.statusText}`, param: null };
+export async function fetchJson(path, options = {}) {
+  const response = await fetch(path, options);
+  if (response.ok) return response.status === 204 ? null : JSON.parse(await response.text(), keepSeedDigits);
+  let error = { message: `${response.status} ${response.statusText}`, param: null };
   try {
-    error = (await answer.json()).error ?? error;
+    error = (await response.json()).error ?? error;
   } catch {
-    // the answer is no JSON, so its status has to do
+    // the response is not JSON: show its status
   }
-  throw new Refused(answer.status, error.message, error.param);
+  throw new RequestError(response.status, error.message, error.param);
 }
 
 export function contentOf(video, variant = null) {
   return `v1/videos/${video.id}/content${variant ? `?variant=${variant}` : ""}`;
 }
 
-// Returns a file that a video was made from, as a file to send again.
+// Downloads an input file of a video, so that a new request can send the file again.
 export async function fileOf(video, variant) {
-  const answer = await fetch(contentOf(video, variant));
-  if (!answer.ok) return null;
-  const type = answer.headers.get("content-type");
-  return new File([await answer.blob()], `${variant}.${type.split("/").pop()}`, { type });
+  const response = await fetch(contentOf(video, variant));
+  if (!response.ok) return null;
+  const type = response.headers.get("content-type");
+  return new File([await response.blob()], `${variant}.${type.split("/").pop()}`, { type });
 }
 
-// Returns the last frame of a video as a picture.
+// Extracts the last frame of a video as a PNG file.
 export async function lastFrame(video) {
   const player = Object.assign(document.createElement("video"), { muted: true, preload: "auto", src: contentOf(video) });
-  const happened = (name) => new Promise((done, failed) => {
-    player.addEventListener(name, done, { once: true });
-    player.addEventListener("error", () => failed(new Error(player.error?.message ?? "error")), { once: true });
+  const waitForEvent = (name) => new Promise((resolve, reject) => {
+    player.addEventListener(name, resolve, { once: true });
+    player.addEventListener("error", () => reject(new Error(player.error?.message ?? "error")), { once: true });
   });
-  await happened("loadeddata");
+  await waitForEvent("loadeddata");
   player.currentTime = Math.max(0, player.duration - 0.5 / video.settings.fps);
-  await happened("seeked");
+  await waitForEvent("seeked");
   const canvas = Object.assign(document.createElement("canvas"), { width: player.videoWidth, height: player.videoHeight });
   canvas.getContext("2d").drawImage(player, 0, 0);
-  const blob = await new Promise((done) => canvas.toBlob(done, "image/png"));
+  const blob = await new Promise((resolve) => canvas.toBlob(resolve, "image/png"));
   return new File([blob], "last-frame.png", { type: "image/png" });
 }

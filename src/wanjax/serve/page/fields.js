@@ -1,25 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
-// The fields of the form: what there is of them for a model, what is wrong in them, and what is sent.
+// The form: its fields for each model, the checks of their values, and the request that the form sends.
 
-import { Refused } from "./api.js";
+import { RequestError } from "./api.js";
 import { text } from "./texts.js";
 
 const LARGEST_SEED = 2n ** 64n - 1n;
 const SEEDS = /^\s*\d+(\.\.\d+)?(\s*,\s*\d+(\.\.\d+)?)*\s*$/;
-const CLIPS = ["video", "mask"]; // inputs that may be films
+const CLIP_INPUTS = ["video", "mask"]; // inputs that may be video files
 
-// The settings of each group of the drawer, in their order. What is not named here stands last.
+// The settings of each group in the drawer, in order. Settings that are not listed come last.
 export const GROUPS = {
   look: ["steps", "guidance_scale", "guidance_scale_2", "negative_prompt", "strength"],
   speed: ["cache"],
   shape: ["width", "height", "resize", "frames", "fps", "windows", "then", "overlap"],
   loras: [],
-  expert: ["scheduler", "guidance_rule", "dynamic_guidance", "flow_shift", "boundary", "follow", "sigmas"],
+  expert: ["scheduler", "guidance_rule", "dynamic_guidance", "flow_shift", "boundary", "boundary_step", "follow", "sigmas", "rng"],
 };
-const APART = ["prompt", "seed", "width", "height"]; // with a place of their own
+const SEPARATE_FIELDS = ["prompt", "seed", "width", "height"]; // fields that are shown outside the drawer
 
-// The usual range of a number, for a slider.
-const RANGES = {
+// Slider ranges: minimum, maximum and step.
+const SLIDER_RANGES = {
   steps: ({ steps }) => [1, Math.max(8, 2 * steps), 1],
   guidance_scale: () => [1, 12, 0.5],
   guidance_scale_2: () => [1, 12, 0.5],
@@ -29,11 +29,11 @@ const RANGES = {
   lora: () => [0, 1.5, 0.05],
 };
 
-export const words = (name) => name.replaceAll("_", " ");
+export const spacedName = (name) => name.replaceAll("_", " ");
 
 export function labelOf(name) {
   const lora = name.startsWith("lora ") ? name.slice(5) : null;
-  return (lora ? text("label_lora", { name: lora }) : text(`label_${name}`)) ?? words(name);
+  return (lora ? text("label_lora", { name: lora }) : text(`label_${name}`)) ?? spacedName(name);
 }
 
 export function helpOf(name, model) {
@@ -41,53 +41,69 @@ export function helpOf(name, model) {
   return text(`does_${name.startsWith("lora ") ? "lora" : name}`, values) ?? model.settings[name]?.description ?? "";
 }
 
-// Returns the fields of a model's drawer: {name, kind, default, group} and the bounds, choices or range of each.
+// The fields of a model's drawer, each with its schema, kind of control and group.
 export function fieldsOf(model) {
-  const described = { ...model.settings };
+  const schemas = { ...model.settings };
   if (model.schedulers.length > 1) {
-    described.scheduler = { type: "string", default: model.schedulers[0], examples: model.schedulers };
+    schemas.scheduler = { type: "string", default: model.schedulers[0], examples: model.schedulers };
   }
-  for (const { name, strength } of model.loras) described[`lora ${name}`] = { type: "number", default: strength };
+  for (const { name, strength } of model.loras) schemas[`lora ${name}`] = { type: "number", default: strength };
   const groupOf = (name) =>
     name.startsWith("lora ") ? "loras" : (Object.keys(GROUPS).find((group) => GROUPS[group].includes(name)) ?? "expert");
-  const fields = Object.entries(described)
-    .filter(([name]) => !APART.includes(name))
-    .map(([name, known]) => {
-      const range = RANGES[name.split(" ")[0]]?.(model.defaults);
-      const choices = known.enum ?? known.examples;
-      const kind = known.type === "boolean" ? "switch" : choices ? "choice" : known.several ? "lines"
-        : name === "negative_prompt" ? "line" : known.type === "string" ? "line" : range ? "range" : "number";
-      return { name, known, kind, range, choices, open: !known.enum, default: String(known.default ?? ""), group: groupOf(name) };
+  const fields = Object.entries(schemas)
+    .filter(([name]) => !SEPARATE_FIELDS.includes(name))
+    .map(([name, schema]) => {
+      const range = SLIDER_RANGES[name.split(" ")[0]]?.(model.defaults);
+      const choices = schema.enum ?? schema.examples;
+      const kind = schema.type === "boolean" ? "switch" : choices ? "choice" : schema.several ? "lines"
+        : name === "negative_prompt" ? "line" : schema.type === "string" ? "line" : range ? "range" : "number";
+      return { name, schema, kind, range, choices, open: !schema.enum, default: String(schema.default ?? ""), group: groupOf(name) };
     });
   const order = Object.values(GROUPS).flat();
   return fields.sort((a, b) => (order.indexOf(a.name) + 1 || 99) - (order.indexOf(b.name) + 1 || 99));
 }
 
-// Returns an empty form for a model.
+// Creates an empty form for a model.
 export function emptyForm(model) {
-  return { model: model.id, prompt: "", values: {}, files: {}, shape: "", resolution: "", count: 1, seed: "", locked: false, from: null };
+  return { model: model.id, prompt: "", values: {}, files: {}, shape: "", resolution: "", count: 1, seed: "", locked: false, from: null, lost: [] };
 }
 
-const PARTS = ["windows", "then", "overlap"];
-export const omit = (values, names) => Object.fromEntries(Object.entries(values).filter(([name]) => !names.includes(name)));
-export const inOnePart = (form) => ({ ...form, values: omit(form.values, PARTS) });
+// A form as it is stored over a reload. Files cannot be stored: only the names of their inputs are.
+export function storedForm(form) {
+  const lost = Object.keys(form.files).filter((name) => form.files[name].length);
+  return { ...form, files: {}, from: lost.length ? null : form.from, lost: lost.length ? lost : form.lost };
+}
 
-// Returns a form whose video was asked for, without what an action put into it for that video: its seeds, and its parts.
-export function settled(form) {
+// Restores a stored form, as far as these models have its fields.
+export function restoredForm(stored, models) {
+  const model = models.find((model) => model.id === stored?.model);
+  const prompt = typeof stored?.prompt === "string" ? stored.prompt : "";
+  if (!model) return { ...emptyForm(models[0]), prompt };
+  const names = ["width", "height", ...fieldsOf(model).map((field) => field.name)];
+  const values = Object.fromEntries(Object.entries(stored.values ?? {}).filter(([name, value]) => names.includes(name) && typeof value === "string"));
+  return { ...emptyForm(model), ...stored, prompt, values, files: {} };
+}
+
+const WINDOW_SETTINGS = ["windows", "then", "overlap"];
+export const omit = (values, names) => Object.fromEntries(Object.entries(values).filter(([name]) => !names.includes(name)));
+export const withOnePart = (form) => ({ ...form, values: omit(form.values, WINDOW_SETTINGS) });
+
+// After a request: resets the seed and the number of parts if an action ("variations", "extend") had set them.
+export function formAfterRequest(form) {
   const { act, seed } = form.from ?? {};
-  const own = act === "extend" ? inOnePart(form) : form;
-  const drawn = ["vary", "extend"].includes(act) && form.seed === seed ? { seed: "", locked: false, count: 1 } : {};
-  return { ...own, ...drawn, from: null };
+  const baseForm = act === "extend" ? withOnePart(form) : form;
+  const seedFields = ["vary", "extend"].includes(act) && form.seed === seed ? { seed: "", locked: false, count: 1 } : {};
+  return { ...baseForm, ...seedFields, from: null, lost: [] };
 }
 
 export function valueOf(form, model, name) {
   return form.values[name] ?? String(model.defaults[name] ?? model.settings[name]?.default ?? "");
 }
 
-// Returns whether a field has a use, as the form is now.
+// Tells whether a field has an effect, given the values of the other fields.
 export function isUseful(name, form, model) {
   const number = (name) => Number(valueOf(form, model, name) || 0);
-  const pictured = Object.values(form.files).some((files) => files.length);
+  const hasFiles = Object.values(form.files).some((files) => files.length);
   switch (name) {
     case "negative_prompt":
       return valueOf(form, model, "guidance_rule").startsWith("nag")
@@ -95,110 +111,127 @@ export function isUseful(name, form, model) {
     case "strength": return Boolean(form.files.video?.length);
     case "overlap":
     case "then": return number("windows") > 1;
-    case "sigmas": return valueOf(form, model, "follow") === String(model.settings.follow?.default);
-    case "resize": return pictured;
+    case "boundary": return number("boundary_step") === 0;
+    case "sigmas": return !model.settings.follow || valueOf(form, model, "sigmas") === "comfy"
+      || valueOf(form, model, "follow") === String(model.settings.follow.default);
+    case "resize": return hasFiles;
     case "width":
     case "height": return form.shape === "own";
     default: return true;
   }
 }
 
-// Returns what is wrong with a number, or null. `step` is that of lengths, which begin at `from`.
-function wrongNumber(label, value, known, step = 1, from = null) {
+// Checks a number, and returns an error message or null. Values must be `from` plus a multiple of `step`.
+function numberError(label, value, schema, step = 1, from = null) {
   const number = Number(value);
-  const say = (key, more = {}) => text(`wrong_${key}`, { label, value, ...more });
-  if (value.trim() === "" || !Number.isFinite(number)) return say("number");
-  if (known.type === "integer" && !Number.isInteger(number)) return say("whole");
-  const least = from ?? known.minimum;
-  if (least !== undefined && number < least) return say("least", { bound: least });
-  if (known.exclusiveMinimum !== undefined && number <= known.exclusiveMinimum) return say("above", { bound: known.exclusiveMinimum });
-  if (known.maximum !== undefined && number > known.maximum) return say("most", { bound: known.maximum });
-  const over = (number - (from ?? 0)) % step;
-  if (step > 1 && over) return say("step", { below: number - over, above: number - over + step });
+  const message = (key, values = {}) => text(`wrong_${key}`, { label, value, ...values });
+  if (value.trim() === "" || !Number.isFinite(number)) return message("number");
+  if (schema.type === "integer" && !Number.isInteger(number)) return message("whole");
+  const minimum = from ?? schema.minimum;
+  if (minimum !== undefined && number < minimum) return message("least", { bound: minimum });
+  if (schema.exclusiveMinimum !== undefined && number <= schema.exclusiveMinimum) return message("above", { bound: schema.exclusiveMinimum });
+  if (schema.maximum !== undefined && number > schema.maximum) return message("most", { bound: schema.maximum });
+  const remainder = (number - (from ?? 0)) % step;
+  if (step > 1 && remainder) return message("step", { below: number - remainder, above: number - remainder + step });
   return null;
 }
 
-// Returns what is wrong in a form: {field: sentence}, in the order of the page.
-export function problems(form, model) {
-  const found = {};
-  for (const [name, known] of Object.entries(model.pictures)) {
-    if (known.required && !form.files[name]?.length) found[name] = text("wrong_missing", { label: inputLabel(name) });
+// Checks a form, and returns {field: message} in the order of the page.
+export function formErrors(form, model) {
+  const errors = {};
+  for (const [name, schema] of Object.entries(model.pictures)) {
+    if (schema.required && !form.files[name]?.length) errors[name] = text("wrong_missing", { label: inputLabel(name) });
   }
   if (form.shape === "own") {
     for (const side of ["width", "height"]) {
       const value = form.values[side] ?? "";
-      const wrong = value === "" ? text("wrong_missing", { label: labelOf(side) })
-        : wrongNumber(labelOf(side), value, model.settings[side], model.grid, model.grid);
-      if (wrong) found[side] = wrong;
+      const message = value === "" ? text("wrong_missing", { label: labelOf(side) })
+        : numberError(labelOf(side), value, model.settings[side], model.grid, model.grid);
+      if (message) errors[side] = message;
     }
   }
+  const countSchema = { type: "integer", minimum: 1, maximum: model.limits.queue };
+  const countError = numberError(text("count"), String(form.count), countSchema);
+  if (countError) errors.count = countError;
   try {
     seedsOf(form, model);
   } catch (error) {
-    found.seed = error.message;
+    errors.seed = error.message;
   }
-  for (const { name, known, kind } of fieldsOf(model)) {
+  for (const { name, schema, kind } of fieldsOf(model)) {
     const value = form.values[name];
     if (value === undefined || !["number", "range"].includes(kind) || !isUseful(name, form, model)) continue;
     const step = name === "frames" ? [model.frames_step, 1] : [];
-    const wrong = wrongNumber(labelOf(name), value, known, ...step);
-    if (wrong) found[name] = wrong;
+    const message = numberError(labelOf(name), value, schema, ...step);
+    if (message) errors[name] = message;
   }
-  return found;
+  return errors;
+}
+
+// Whether a setting is wrong, so that no time can be estimated. A missing picture does not matter.
+export function hasWrongSettings(form, model) {
+  return Object.keys(formErrors(form, model)).some((name) => !(name in model.pictures));
 }
 
 export function inputLabel(name) {
-  return text(`input_${name}`) ?? words(name);
+  return text(`input_${name}`) ?? spacedName(name);
 }
 
-// Returns what a picture or clip does for a model: some begin from a clip, others follow it.
+// The help text of a picture or clip. Some models start from a clip, and other models follow its motion.
 export function inputHelp(name, model) {
   const key = name === "video" && "strength" in model.settings ? "does_video_begun" : `does_${name}`;
   return text(key) ?? model.pictures[name].description;
 }
 
-// Returns the seeds that a form asks for, counted before they are listed; "" is one that the server draws.
-export function seedsOf({ seed, count }, model) {
-  const wrong = (key, values) => new Refused(null, text(`wrong_${key}`, values), "seed");
-  const value = seed.trim();
-  const most = model.limits.queue;
+// The number of videos, or 1 if it is wrong. It is a text once the user has typed it.
+export function countOf({ count }, maxCount) {
+  const number = Number(count);
+  return Number.isInteger(number) && number >= 1 && number <= maxCount ? number : 1;
+}
+
+// Parses the seeds of a form. Ranges are counted before they are expanded, because a range may be huge. "" means a random seed.
+export function seedsOf(form, model) {
+  const seedError = (key, values) => new RequestError(null, text(`wrong_${key}`, values), "seed");
+  const value = form.seed.trim();
+  const maxCount = model.limits.queue;
+  const count = countOf(form, maxCount);
   if (!value) return Array(count).fill("");
-  if (!SEEDS.test(value)) throw wrong("seed", { value });
+  if (!SEEDS.test(value)) throw seedError("seed", { value });
   const ranges = value.split(",").map((part) => {
     const [first, last = first] = part.split("..").map((number) => BigInt(number.trim()));
-    if (last < first) throw wrong("range", { first, last });
+    if (last < first) throw seedError("range", { first, last });
     return [first, last];
   });
   if (ranges.length === 1 && ranges[0][0] === ranges[0][1]) ranges[0][1] += BigInt(count) - 1n;
-  const large = ranges.map(([, last]) => last).find((last) => last > LARGEST_SEED);
-  if (large) throw wrong("large", { value: large, most: LARGEST_SEED });
-  const n = ranges.reduce((sum, [first, last]) => sum + last - first + 1n, 0n);
-  if (n > most) throw wrong("many", { n, most });
-  const listed = ([first, last]) => Array.from({ length: Number(last - first) + 1 }, (_, i) => String(first + BigInt(i)));
-  return [...new Set(ranges.flatMap(listed))];
+  const tooLarge = ranges.map(([, last]) => last).find((last) => last > LARGEST_SEED);
+  if (tooLarge) throw seedError("large", { value: tooLarge, most: LARGEST_SEED });
+  const seedCount = ranges.reduce((sum, [first, last]) => sum + last - first + 1n, 0n);
+  if (seedCount > maxCount) throw seedError("many", { n: seedCount, most: maxCount });
+  const expandRange = ([first, last]) => Array.from({ length: Number(last - first) + 1 }, (_, i) => String(first + BigInt(i)));
+  return [...new Set(ranges.flatMap(expandRange))];
 }
 
-// The shapes of a model, each with its sizes by the name of their resolution, as {landscape: {"480p": "832x480"}}.
+// The aspect ratios of a model, with sizes by resolution, for example {landscape: {"480p": "832x480"}}.
 export function shapesOf(model) {
-  const found = {};
-  const add = (shape, name, size) => ((found[shape] ??= {})[name] ??= size);
+  const shapes = {};
+  const add = (shape, name, size) => ((shapes[shape] ??= {})[name] ??= size);
   for (const [name, size] of Object.entries(model.sizes)) {
     const [width, height] = size.split("x").map(Number);
     const shape = width > height ? "landscape" : width < height ? "portrait" : "square";
     add(shape, /^\d+p$/.test(name) ? name : `${Math.min(width, height)}p`, size);
     if (width > height) add("portrait", /^\d+p$/.test(name) ? name : `${height}p`, `${height}x${width}`);
   }
-  if (found.square && Object.values(found.square).every((size) => size === Object.values(found.square)[0])) {
-    found.square = Object.fromEntries(Object.entries(found.square).slice(0, 1));
+  if (shapes.square && Object.values(shapes.square).every((size) => size === Object.values(shapes.square)[0])) {
+    shapes.square = Object.fromEntries(Object.entries(shapes.square).slice(0, 1));
   }
-  return found;
+  return shapes;
 }
 
 export function hasPicture(form) {
   return Boolean(form.files.image?.length || form.files.video?.length);
 }
 
-// Returns the size that a form asks for: "", which leaves it to the server, "832x480", or "480p" in a picture's shape.
+// The size of a request: "" for the default, "832x480", or "480p" with the aspect ratio of a picture.
 export function sizeOf(form, model) {
   if (form.shape === "own") return `${form.values.width}x${form.values.height}`;
   const shapes = shapesOf(model);
@@ -213,10 +246,10 @@ export function firstShape(model) {
   return width > height ? "landscape" : width < height ? "portrait" : "square";
 }
 
-// Returns how many frames a video of several windows has.
+// The number of frames of a video with several windows.
 export const lengthOf = ({ frames, windows = 1, overlap = 1 }) => frames * windows - overlap * (windows - 1);
 
-// Returns the settings of the video that a form asks for, to estimate its time by.
+// The settings of the requested video, to estimate its time.
 export function settingsOf(form, model) {
   const settings = { ...model.defaults };
   for (const [name, value] of Object.entries(form.values)) {
@@ -227,14 +260,14 @@ export function settingsOf(form, model) {
   return width && height ? { ...settings, width, height } : settings;
 }
 
-// Returns the names of the fields that differ from the model's own values.
+// The names of the fields that differ from the model's defaults.
 export function changedFields(form, model) {
   return fieldsOf(model)
     .filter((field) => form.values[field.name] !== undefined && form.values[field.name] !== field.default)
     .map((field) => field.name);
 }
 
-// Returns the body of a request for a video of this seed: what differs from the model's own settings alone.
+// The body of a request with this seed. It contains only the settings that differ from the model's defaults.
 export function bodyOf(form, model, seed) {
   const body = new FormData();
   body.set("prompt", form.prompt.trim() ? form.prompt : "");
@@ -254,13 +287,24 @@ export function bodyOf(form, model, seed) {
   return body;
 }
 
-// Returns the input that a file fits, the first that is free, or null.
-export function inputFor(file, form, model) {
-  const film = file.type.startsWith("video/") || /\.(mkv|mov|webm|mp4)$/i.test(file.name);
-  if (!film && !file.type.startsWith("image/")) return null;
-  const names = Object.keys(model.pictures).filter((name) => (film ? CLIPS.includes(name) : name !== "video"));
-  const free = names.find((name) => model.pictures[name].several || !form.files[name]?.length);
-  return free ?? names[0] ?? (film ? null : Object.keys(model.pictures)[0]) ?? null;
+const isClipFile = (file) => file.type.startsWith("video/") || /\.(mkv|mov|webm|mp4)$/i.test(file.name);
+
+// Why no input of the model accepts a file.
+export function unusableFile(file, model) {
+  const names = Object.keys(model.pictures);
+  const values = { name: file.name, model: model.id };
+  if (!names.length) return text("wrong_no_inputs", values);
+  if (names.some(acceptsClips)) return text("wrong_file", values);
+  return text(isClipFile(file) ? "wrong_no_clips" : "wrong_picture", values);
 }
 
-export const takesFilms = (name) => CLIPS.includes(name);
+// The first free input that accepts a file, or null.
+export function inputFor(file, form, model) {
+  const isClip = isClipFile(file);
+  if (!isClip && !file.type.startsWith("image/")) return null;
+  const names = Object.keys(model.pictures).filter((name) => (isClip ? CLIP_INPUTS.includes(name) : name !== "video"));
+  const freeInput = names.find((name) => model.pictures[name].several || !form.files[name]?.length);
+  return freeInput ?? names[0] ?? (isClip ? null : Object.keys(model.pictures)[0]) ?? null;
+}
+
+export const acceptsClips = (name) => CLIP_INPUTS.includes(name);

@@ -1,44 +1,44 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is under way, and what was made.
+// The queue and the gallery of finished videos.
 
 import { contentOf } from "./api.js";
-import { finishes } from "./estimate.js";
+import { finishTimes } from "./estimate.js";
 import { lengthOf } from "./fields.js";
 import { duration, text } from "./texts.js";
 import { html, Component, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 
-export const still = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
-export const secondsOf = (video) => Object.values(video.stage_seconds).reduce((sum, one) => sum + one, 0);
-export const secondsShown = ({ settings }) => (lengthOf(settings) / settings.fps).toFixed(1);
+export const prefersReducedMotion = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
+export const totalSeconds = (video) => Object.values(video.stage_seconds).reduce((sum, seconds) => sum + seconds, 0);
+export const videoSeconds = ({ settings }) => (lengthOf(settings) / settings.fps).toFixed(1);
 export const shapeOf = ({ settings }) => `${settings.width} / ${settings.height}`;
 export const titleOf = (video) => (video.prompt.trim() ? video.prompt : text("no_prompt"));
 export const isSmall = ({ settings }) => settings.width < 256;
 
-// Returns what sets a video apart from others of its prompt, in words.
-function marksOf({ settings, pictures }) {
+// Labels that distinguish videos with the same prompt.
+function inputMarks({ settings, pictures }) {
   const inputs = ["image", "clip"].filter((name) => pictures.includes(name)).map((name) => text(`mark_${name}`));
   return settings.windows > 1 ? [text("mark_longer", { n: settings.windows }), ...inputs] : inputs;
 }
 
 export function stateOf(video) {
   if (video.status === "failed") return video.cancelled ? "" : (video.error?.message ?? text("failed"));
-  if (video.status === "completed") return secondsOf(video) ? text("made_in", { time: duration(secondsOf(video)) }) : "";
+  if (video.status === "completed") return totalSeconds(video) ? text("made_in", { time: duration(totalSeconds(video)) }) : "";
   if (video.cancelled) return text("ends_soon");
   if (video.status === "queued") return video.queue_position ? text("waits", { place: video.queue_position + 1 }) : text("waits_next");
   const { stage, stage_done: done, stage_total: all } = video;
   if (stage === "compile") return all ? text("compiling", { done, total: all }) : text("stage_compile");
   const windows = video.settings.windows ?? 1;
   const part = windows > 1 && stage ? text("window", { window: video.window, windows }) : "";
-  const key = stage && (all || stage === "encode") ? stage : "begin"; // before the first step none is counted
+  const key = stage && (all || stage === "encode") ? stage : "begin"; // nothing is counted before the first step
   return part + (text(`stage_${key}`, { done, total: all }) ?? stage);
 }
 
-// What the maker notes of a video, such as words that its model does not know.
+// Notes on a video from the server, for example about unknown words of the prompt.
 export function Notes({ of }) {
   return of.notes.map((note) => html`<p class="state note" key=${note}>${note}</p>`);
 }
 
-export function Queue({ videos, wrong }) {
+export function Queue({ videos, onError }) {
   const [, tick] = useState(0);
   const queue = videos.queue;
   useEffect(() => {
@@ -47,12 +47,12 @@ export function Queue({ videos, wrong }) {
     return () => clearInterval(timer);
   }, [queue.length > 0]);
   if (!queue.length) return null;
-  const ends = finishes(queue, videos.clocks, [...videos.known.values()]);
+  const endTimes = finishTimes(queue, videos.stageStarts, [...videos.byId.values()]);
   return html`<section class="queue" aria-labelledby="queue-title">
     <h2 id="queue-title">${text("queue")}</h2>
     <ul>${queue.map((video) => {
-      const left = ends.get(video.id);
-      const time = left === null || left === undefined ? "" : text("left", { time: duration(left) });
+      const secondsLeft = endTimes.get(video.id);
+      const time = secondsLeft === null || secondsLeft === undefined ? "" : text("left", { time: duration(secondsLeft) });
       return html`<li key=${video.id} class=${`item ${video.status}`} data-id=${video.id}>
         ${video.preview > 0 && html`<img class="preview" src=${`${contentOf(video, "preview")}&after=${video.preview}`}
           alt=${text("preview", { step: video.preview })} />`}
@@ -60,13 +60,13 @@ export function Queue({ videos, wrong }) {
         <p class="state">${stateOf(video)}${time && html`<span class="left"> · ${time}</span>`}</p>
         <${Notes} of=${video} />
         <progress max="100" value=${video.stage === "compile" ? (100 * video.stage_done) / (video.stage_total || 1) : video.progress} aria-label=${titleOf(video)}></progress>
-        <button type="button" class="cancel" disabled=${video.cancelled} onClick=${() => videos.cancel(video).catch(wrong)}>${text("cancel")}</button>
+        <button type="button" class="cancel" disabled=${video.cancelled} onClick=${() => videos.cancel(video).catch(onError)}>${text("cancel")}</button>
       </li>`;
     })}</ul>
   </section>`;
 }
 
-// A video of the gallery, drawn anew only where it has changed: there may be a thousand.
+// A video in the gallery. A card is rendered again only if it changed, because there may be a thousand cards.
 class Card extends Component {
   shouldComponentUpdate(next, state) {
     return ["video", "selecting", "selected", "language"].some((name) => next[name] !== this.props[name]) || state.plays !== this.state.plays;
@@ -74,8 +74,8 @@ class Card extends Component {
 
   render({ video, selecting, selected, open, select }, { plays }) {
     const done = video.status === "completed";
-    const play = (on) => () => done && !still() && this.setState({ plays: on });
-    const marks = marksOf(video).join(" · ");
+    const play = (on) => () => done && !prefersReducedMotion() && this.setState({ plays: on });
+    const marks = inputMarks(video).join(" · ");
     const press = () => (selecting ? select(video.id) : open(video.id));
     return html`<li class=${`card ${video.status}${selected ? " selected" : ""}`} data-id=${video.id}
         onMouseEnter=${play(true)} onMouseLeave=${play(false)} onFocusIn=${play(true)} onFocusOut=${play(false)}>
@@ -85,7 +85,7 @@ class Card extends Component {
           ${!done ? html`<span class="failure">${text(video.cancelled ? "cancelled" : "failed")}</span>`
             : plays ? html`<video src=${contentOf(video)} poster=${contentOf(video, "thumbnail")} autoplay loop muted playsinline aria-hidden="true" />`
             : html`<img src=${contentOf(video, "thumbnail")} loading="lazy" alt="" />`}
-          ${done && html`<span class="badge">${text("seconds", { n: secondsShown(video) })}</span>`}
+          ${done && html`<span class="badge">${text("seconds", { n: videoSeconds(video) })}</span>`}
           ${selecting && html`<span class="tick" aria-hidden="true">${selected ? "✓" : ""}</span>`}
         </span>
         <span class="prompt">${titleOf(video)}</span>
@@ -96,7 +96,7 @@ class Card extends Component {
   }
 }
 
-// Some cards, looked at again only where one of them has changed.
+// A group of cards, rendered again only if one of them changed.
 class Cards extends Component {
   shouldComponentUpdate(next) {
     const { videos, selection, language } = this.props;
@@ -110,43 +110,43 @@ class Cards extends Component {
   }
 }
 
-const TOGETHER = 48; // cards
+const CARDS_PER_GROUP = 48; // how many cards are rendered together
 
-export function Gallery({ videos, open, selection, setSelection, compare, download, remove, language, wrong }) {
-  const end = useRef(null);
+export function Gallery({ videos, open, selection, setSelection, compare, download, remove, language, onError }) {
+  const listEnd = useRef(null);
   const [query, setQuery] = useState("");
-  const shown = videos.gallery;
-  const parts = Array.from({ length: Math.ceil(shown.length / TOGETHER) }, (_, i) => shown.slice(i * TOGETHER, (i + 1) * TOGETHER));
+  const gallery = videos.gallery;
+  const groups = Array.from({ length: Math.ceil(gallery.length / CARDS_PER_GROUP) }, (_, i) => gallery.slice(i * CARDS_PER_GROUP, (i + 1) * CARDS_PER_GROUP));
   const selecting = selection !== null;
   useEffect(() => {
-    if (!end.current) return undefined;
-    const watcher = new IntersectionObserver(([entry]) => entry.isIntersecting && videos.more().catch(wrong), { rootMargin: "600px" });
-    watcher.observe(end.current);
+    if (!listEnd.current) return undefined;
+    const watcher = new IntersectionObserver(([entry]) => entry.isIntersecting && videos.loadMore().catch(onError), { rootMargin: "600px" });
+    watcher.observe(listEnd.current);
     return () => watcher.disconnect();
-  }, [videos.hasMore, shown.length]);
+  }, [videos.hasMore, gallery.length]);
   useEffect(() => {
     const words = query.trim();
     if (words === videos.query) return undefined;
-    const timer = setTimeout(() => videos.search(words).catch(wrong), 250);
+    const timer = setTimeout(() => videos.search(words).catch(onError), 250);
     return () => clearTimeout(timer);
   }, [query]);
-  const select = (id) => setSelection((chosen) => (chosen.includes(id) ? chosen.filter((one) => one !== id) : [...chosen, id]));
-  const completed = selecting ? selection.filter((id) => videos.known.get(id)?.status === "completed") : [];
+  const select = (id) => setSelection((chosen) => (chosen.includes(id) ? chosen.filter((other) => other !== id) : [...chosen, id]));
+  const completed = selecting ? selection.filter((id) => videos.byId.get(id)?.status === "completed") : [];
   return html`<section class="gallery" aria-labelledby="videos-title">
     <div class="bar">
       <h2 id="videos-title">${text("videos")}</h2>
-      ${(shown.length > 0 || query !== "") && html`<input id="find" type="search" aria-label=${text("find")} placeholder=${text("find")} value=${query} onInput=${(event) => setQuery(event.target.value)} />`}
+      ${(gallery.length > 0 || query !== "") && html`<input id="find" type="search" aria-label=${text("find")} placeholder=${text("find")} value=${query} onInput=${(event) => setQuery(event.target.value)} />`}
       ${selecting
         ? html`<div class="selecting"><span class="chosen" role="status">${text("chosen", { n: selection.length })}</span>
           <button type="button" id="delete" disabled=${!selection.length} onClick=${() => remove(selection)}>${text("delete")}</button>
           <button type="button" id="download" disabled=${!completed.length} onClick=${() => download(completed)}>${text("download")}</button>
           <button type="button" id="compare" disabled=${completed.length !== 2} title=${text("compare_does")} onClick=${() => compare(completed)}>${text("compare")}</button>
           <button type="button" id="select" onClick=${() => setSelection(null)}>${text("done")}</button></div>`
-        : shown.length > 0 && html`<button type="button" id="select" onClick=${() => setSelection([])}>${text("select")}</button>`}
+        : gallery.length > 0 && html`<button type="button" id="select" onClick=${() => setSelection([])}>${text("select")}</button>`}
     </div>
-    ${!shown.length && !videos.loading && html`<p class="empty">${text(videos.found ? "none_found" : "none")}</p>`}
-    <ul class="cards">${parts.map((part, index) => html`<${Cards} key=${index} videos=${part} open=${open} select=${select}
+    ${!gallery.length && !videos.loading && html`<p class="empty">${text(videos.matchingIds ? "none_found" : "none")}</p>`}
+    <ul class="cards">${groups.map((group, index) => html`<${Cards} key=${index} videos=${group} open=${open} select=${select}
       selection=${selection} language=${language} />`)}</ul>
-    ${videos.hasMore && html`<p ref=${end} class="end" aria-hidden="true">…</p>`}
+    ${videos.hasMore && html`<p ref=${listEnd} class="end" aria-hidden="true">…</p>`}
   </section>`;
 }

@@ -1,36 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
-// One video, large, with all that it was made from; and two of them side by side.
+// The viewer of one video with its settings, and the comparison of two videos.
 
 import { contentOf } from "./api.js";
 import { labelOf } from "./fields.js";
-import { Notes, isSmall, secondsShown, shapeOf, stateOf, titleOf } from "./gallery.js";
+import { Notes, isSmall, videoSeconds, shapeOf, stateOf, titleOf } from "./gallery.js";
 import { text } from "./texts.js";
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 
-const OWN = ["prompt", "model", "seed", "width", "height"]; // said first, whether changed or not
-const ALWAYS = ["frames", "steps"]; // and these in the details
+const SHOWN_FIRST = ["prompt", "model", "seed", "width", "height"]; // shown first, even if they have default values
+const ALWAYS_SHOWN = ["frames", "steps"]; // in the details, even if they have default values
 
-// Returns what differs from the model's own settings, by name.
-function changes(video, model) {
-  const own = model?.defaults ?? {};
+// The settings that differ from the model's defaults.
+function changedSettings(video, model) {
+  const defaults = model?.defaults ?? {};
   return Object.entries(video.settings).filter(([name, value]) =>
-    !OWN.includes(name) && !["dtype", "vae_dtype", "original_prompt", "resize"].includes(name)
-    && value !== null && value !== "" && String(value) !== String(own[name] ?? ""));
+    !SHOWN_FIRST.includes(name) && !["dtype", "vae_dtype", "precision", "original_prompt", "resize"].includes(name)
+    && value !== null && value !== "" && String(value) !== String(defaults[name] ?? ""));
 }
 
 const isOwnSize = (video, model) => model?.defaults.width === video.settings.width && model?.defaults.height === video.settings.height;
-const quoted = (value) => `'${String(value).replaceAll("'", "'\\''")}'`;
-const worded = (value) => (/^[\w.,:=/+-]+$/.test(value) ? value : quoted(value));
+const shellQuoted = (value) => `'${String(value).replaceAll("'", "'\\''")}'`;
+const shellWord = (value) => (/^[\w.,:=/+-]+$/.test(value) ? value : shellQuoted(value));
 
 export function commandOf(video, model) {
-  const words = ["wanjax", quoted(video.prompt), "--model", video.model, "--seed", video.settings.seed];
+  const words = ["wanjax", shellQuoted(video.prompt), "--model", video.model, "--seed", video.settings.seed];
   if (!isOwnSize(video, model)) words.push("--size", video.size);
-  for (const [name, value] of changes(video, model)) {
+  for (const [name, value] of changedSettings(video, model)) {
     const option = `--${name.replaceAll("_", "-")}`;
     if (typeof value === "boolean") words.push(value ? option : option.replace("--", "--no-"));
-    else for (const one of name === "then" ? String(value).split("\n") : [value]) words.push(option, worded(String(one)));
+    else for (const one of name === "then" ? String(value).split("\n") : [value]) words.push(option, shellWord(String(one)));
   }
-  if (video.scheduler) words.push("--scheduler", worded(video.scheduler));
+  if (video.scheduler) words.push("--scheduler", shellWord(video.scheduler));
   for (const name of video.pictures) words.push(`--${name === "clip" ? "video" : name.replace(/_\d+$/, "").replace("references", "reference").replaceAll("_", "-")}`, `${name}.file`);
   return words.join(" ");
 }
@@ -38,25 +38,25 @@ export function commandOf(video, model) {
 export function requestOf(video, model) {
   const size = isOwnSize(video, model) ? {} : { size: video.size };
   const scheduler = video.scheduler ? { scheduler: video.scheduler } : {};
-  return { prompt: video.prompt, model: video.model, seed: video.settings.seed, ...size, ...Object.fromEntries(changes(video, model)), ...scheduler };
+  return { prompt: video.prompt, model: video.model, seed: video.settings.seed, ...size, ...Object.fromEntries(changedSettings(video, model)), ...scheduler };
 }
 
-// A seed may be larger than a number of this language, so its digits are written as they are.
+// The digits of a seed are copied as text, because a seed may be too large for a JavaScript number.
 export const jsonOf = (video, model) =>
   JSON.stringify(requestOf(video, model), null, 2).replace(/"seed": "(\d+)"/, '"seed": $1');
 
 export function pythonOf(video, model) {
   const value = (one) => (typeof one === "boolean" ? (one ? "True" : "False") : typeof one === "number" ? String(one) : JSON.stringify(one));
-  const { prompt, model: name, seed, scheduler, ...more } = requestOf(video, model);
-  const keywords = Object.entries(more).map(([key, one]) => `, ${key}=${value(one)}`).join("");
+  const { prompt, model: name, seed, scheduler, ...settings } = requestOf(video, model);
+  const keywords = Object.entries(settings).map(([key, one]) => `, ${key}=${value(one)}`).join("");
   const solver = scheduler ? `, scheduler=${value(scheduler)}` : "";
   return `import wanjax\n\npipe = wanjax.load(${value(name)}${solver})\nvideo = pipe(${value(prompt)}, seed=${seed}${keywords})\nvideo.save("video.mp4")\n`;
 }
 
 function Details({ video, model, children }) {
   const rows = [[text("model"), video.model], [text("seed"), video.settings.seed], [text("shape"), video.size.replace("x", " × ")],
-    ...ALWAYS.map((name) => [labelOf(name), video.settings[name]]),
-    ...changes(video, model).filter(([name]) => !ALWAYS.includes(name)).map(([name, value]) => [labelOf(name), value])];
+    ...ALWAYS_SHOWN.map((name) => [labelOf(name), video.settings[name]]),
+    ...changedSettings(video, model).filter(([name]) => !ALWAYS_SHOWN.includes(name)).map(([name, value]) => [labelOf(name), value])];
   if (video.scheduler) rows.push([labelOf("scheduler"), video.scheduler]);
   for (const { name, strength } of video.lora ?? []) rows.push([labelOf(`lora ${name}`), strength]);
   return html`<details class="details"><summary>${text("details")}</summary>
@@ -69,21 +69,21 @@ function Details({ video, model, children }) {
 function Dialog({ label, close, onKeyDown, children, name }) {
   const dialog = useRef(null);
   useEffect(() => {
-    const before = document.activeElement;
+    const focusedBefore = document.activeElement;
     dialog.current.showModal();
-    return () => before?.focus?.();
+    return () => focusedBefore?.focus?.();
   }, []);
   return html`<dialog ref=${dialog} class=${name} aria-label=${label} onClose=${close} onKeyDown=${onKeyDown}
     onClick=${(event) => event.target === dialog.current && close()}>${children}
     <button type="button" class="plain close" aria-label=${text("close")} title=${text("close")} onClick=${close}>✕</button></dialog>`;
 }
 
-export function Viewer({ video, model, step, close, act, wrong, children }) {
+export function Viewer({ video, model, step, close, act, onError, children }) {
   const player = useRef(null);
   const [copied, setCopied] = useState("");
   const done = video.status === "completed";
-  const copy = (name, value) => navigator.clipboard.writeText(value).then(() => setCopied(name)).catch(wrong);
-  const pressed = (event) => {
+  const copy = (name, value) => navigator.clipboard.writeText(value).then(() => setCopied(name)).catch(onError);
+  const onKey = (event) => {
     if (event.target.closest("input, textarea, video:focus")) return;
     if (event.key === "ArrowLeft" || event.key === "ArrowRight") step(event.key === "ArrowLeft" ? -1 : 1);
     else if (event.key === " " && player.current && event.target.tagName !== "BUTTON" && event.target.tagName !== "SUMMARY" && event.target.tagName !== "A") {
@@ -93,8 +93,8 @@ export function Viewer({ video, model, step, close, act, wrong, children }) {
     else return;
     event.preventDefault();
   };
-  const button = (name, more = {}) => html`<button type="button" class=${name} title=${text(`${name}_does`) ?? ""} onClick=${() => act(name, video)} ...${more}>${text(name)}</button>`;
-  return html`<${Dialog} name="viewer" label=${titleOf(video)} close=${close} onKeyDown=${pressed}>
+  const button = (name, attributes = {}) => html`<button type="button" class=${name} title=${text(`${name}_does`) ?? ""} onClick=${() => act(name, video)} ...${attributes}>${text(name)}</button>`;
+  return html`<${Dialog} name="viewer" label=${titleOf(video)} close=${close} onKeyDown=${onKey}>
     <button type="button" class="plain previous" aria-label=${text("previous")} title=${text("previous")} onClick=${() => step(-1)}>‹</button>
     <div class=${`frame${isSmall(video) ? " small" : ""}`} style=${{ "--shape": shapeOf(video) }}>
       ${done ? html`<video key=${video.id} ref=${player} src=${contentOf(video)} poster=${contentOf(video, "thumbnail")} controls loop muted autoplay playsinline
@@ -113,52 +113,52 @@ export function Viewer({ video, model, step, close, act, wrong, children }) {
         ${done && html`<a class="button download" href=${contentOf(video)} download=${`${video.id}.mp4`}>${text("download")}</a>`}
         <button type="button" class="delete" onClick=${() => act("remove", video)}>${text("delete")}</button>
       </div>
-      <${Details} video=${video} model=${model}><div class="acts copies">${[["copy_command", commandOf], ["copy_json", jsonOf], ["copy_python", pythonOf]].map(([name, of]) => html`
-        <button type="button" key=${name} class=${name} onClick=${() => copy(name, of(video, model))}>${text(name)}${copied === name ? ` · ${text("copied")}` : ""}</button>`)}
+      <${Details} video=${video} model=${model}><div class="acts copies">${[["copy_command", commandOf], ["copy_json", jsonOf], ["copy_python", pythonOf]].map(([name, format]) => html`
+        <button type="button" key=${name} class=${name} onClick=${() => copy(name, format(video, model))}>${text(name)}${copied === name ? ` · ${text("copied")}` : ""}</button>`)}
         <span class="silent" role="status">${copied && text("copied")}</span></div><//>
     </div>
     ${children}
   <//>`;
 }
 
-// Two videos that begin together and run in real time: the shorter one waits at its end for the longer.
+// Plays two videos in sync. The shorter one waits at its end for the longer one.
 export function Compare({ pair, close, children }) {
   const players = [useRef(null), useRef(null)];
-  const [at, setAt] = useState({ seconds: 0, all: 0, paused: false });
+  const [playback, setPlayback] = useState({ seconds: 0, all: 0, paused: false });
   const longest = () => {
     const [first, second] = players.map((player) => player.current);
     return first?.duration && second?.duration ? (second.duration > first.duration ? [second, first] : [first, second]) : [];
   };
   useEffect(() => {
     const timer = setInterval(() => {
-      const [lead, other] = longest();
-      if (!lead) return;
-      if (lead.ended) {
-        lead.currentTime = 0;
-        lead.play();
+      const [longer, shorter] = longest();
+      if (!longer) return;
+      if (longer.ended) {
+        longer.currentTime = 0;
+        longer.play();
       }
-      setAt({ seconds: lead.currentTime, all: lead.duration, paused: lead.paused });
-      const wanted = Math.min(lead.currentTime, other.duration);
-      if (Math.abs(other.currentTime - wanted) > 0.08) other.currentTime = wanted;
-      const waits = lead.paused || lead.currentTime >= other.duration;
-      if (other.paused !== waits) other[waits ? "pause" : "play"]();
+      setPlayback({ seconds: longer.currentTime, all: longer.duration, paused: longer.paused });
+      const target = Math.min(longer.currentTime, shorter.duration);
+      if (Math.abs(shorter.currentTime - target) > 0.08) shorter.currentTime = target;
+      const shouldPause = longer.paused || longer.currentTime >= shorter.duration;
+      if (shorter.paused !== shouldPause) shorter[shouldPause ? "pause" : "play"]();
     }, 60);
     return () => clearInterval(timer);
   }, []);
   const seek = (event) => {
-    const [lead] = longest();
-    if (lead) lead.currentTime = Number(event.target.value);
+    const [longer] = longest();
+    if (longer) longer.currentTime = Number(event.target.value);
   };
   const toggle = () => {
-    const [lead] = longest();
-    lead?.[lead.paused ? "play" : "pause"]();
+    const [longer] = longest();
+    longer?.[longer.paused ? "play" : "pause"]();
   };
   const pressed = (event) => {
     if (event.key !== " " || ["BUTTON", "INPUT"].includes(event.target.tagName)) return;
     event.preventDefault();
     toggle();
   };
-  const differ = (video) => {
+  const differences = (video) => {
     const other = pair.find((one) => one !== video);
     return Object.entries(video.settings).filter(([name, value]) =>
       name !== "prompt" && value !== null && String(value) !== String(other.settings[name] ?? ""));
@@ -167,14 +167,14 @@ export function Compare({ pair, close, children }) {
   return html`<${Dialog} name="viewer compared" label=${text("compare")} close=${close} onKeyDown=${pressed}>
     <div class="sides">${pair.map((video, index) => html`<figure key=${video.id} class=${isSmall(video) ? "small" : ""}>
       <video ref=${players[index]} src=${contentOf(video)} muted autoplay playsinline aria-label=${`${"AB"[index]}: ${titleOf(video)}`} style=${{ aspectRatio: shapeOf(video) }} />
-      <figcaption><b>${"AB"[index]}</b> · ${text("seconds", { n: secondsShown(video) })} · ${titleOf(video)}
-        <table><tbody>${differ(video).map(([name, value]) => html`<tr key=${name}>
+      <figcaption><b>${"AB"[index]}</b> · ${text("seconds", { n: videoSeconds(video) })} · ${titleOf(video)}
+        <table><tbody>${differences(video).map(([name, value]) => html`<tr key=${name}>
         <th scope="row">${name === "seed" ? text("seed") : labelOf(name)}</th><td>${String(value)}</td></tr>`)}</tbody></table></figcaption>
     </figure>`)}</div>
-    <div class="player"><button type="button" class="toggle" onClick=${toggle}>${text(at.paused ? "play_both" : "pause")}</button>
-      <input type="range" min="0" max=${at.all} step="0.01" value=${at.seconds} aria-label=${text("position")}
-        aria-valuetext=${text("seconds", { n: time(at.seconds) })} onInput=${seek} />
-      <output>${text("time_of", { at: time(at.seconds), all: time(at.all) })}</output></div>
+    <div class="player"><button type="button" class="toggle" onClick=${toggle}>${text(playback.paused ? "play_both" : "pause")}</button>
+      <input type="range" min="0" max=${playback.all} step="0.01" value=${playback.seconds} aria-label=${text("position")}
+        aria-valuetext=${text("seconds", { n: time(playback.seconds) })} onInput=${seek} />
+      <output>${text("time_of", { at: time(playback.seconds), all: time(playback.all) })}</output></div>
     ${children}
   <//>`;
 }
