@@ -2,12 +2,13 @@
 """Compare the speed and memory of attention with torch, at real sizes, for every implementation that runs here.
 
     python -m benchmarks.attention [WORKLOAD ...] [--dtype float32] [--one-core] [--block-q N --block-kv N]
-    python -m benchmarks.attention [WORKLOAD ...] --price v6e [--gradient]
+    python -m benchmarks.attention [WORKLOAD ...] --price v6e [--gradient | --qk int8]
 
 benchmarks.workloads has the names of the workloads; `all` selects all of them. The reference is omitted if its scores
 exceed 1 GB. With `--one-core` everything runs on one core, and CPU time is measured, which other processes hardly
 change. With `--price` nothing runs: the TPU compiler's schedules are priced, and compared with those of JAX's splash
-attention (benchmarks/attention_prices.py).
+attention (benchmarks/attention_prices.py), or with `--qk int8` with flash_tpu whose q kᵀ is in int8. The error of that
+is measured by benchmarks.int8_attention_error.
 """
 
 import argparse
@@ -101,6 +102,7 @@ def main() -> None:
     parser.add_argument("workload", nargs="*")
     parser.add_argument("--price", metavar="CHIP", choices=CHIPS)
     parser.add_argument("--gradient", action="store_true", help="with --price: attention with its gradients")
+    parser.add_argument("--qk", choices=("int8",), help="with --price: flash_tpu with q kᵀ in int8, and without")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--block-q", type=int)
@@ -110,7 +112,7 @@ def main() -> None:
     names = list(WORKLOADS) if options.workload == ["all"] else options.workload
     if options.price:
         for name in names or PRICED:
-            table = gradient_table if options.gradient else price_table
+            table = gradient_table if options.gradient else partial(price_table, qk=options.qk)
             Console(width=150).print(table(WORKLOADS[name], options.price))
         return
     if options.one_core:  # before JAX starts its threads, which inherit the affinity

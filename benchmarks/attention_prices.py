@@ -30,7 +30,10 @@ CHIPS = ("v5e", "v5p", "v6e", "v7x")
 SHARE = "wan_14b_720p_self_on_8"  # the workload that is priced where none is named
 SPLASH_TILES = ((2048, 1024, 512), (3328, 2816, 256))  # block_q, block_kv and block_kv_compute
 LARGEST_SCORES = 16e9  # bytes; with more, the plain formula fits no chip
-WITH_RARE_WORK = {"flash_tpu": "every head on the safe path"}  # priced without and with its data-dependent branches
+INT8 = "flash_tpu:qk=int8"
+WITH_RARE_WORK = dict.fromkeys(
+    ("flash_tpu", INT8), "every head on the safe path"
+)  # priced without and with its data-dependent branches
 Name = TypeVar("Name")
 OWN = [name for name in IMPLEMENTATIONS if name not in ("reference", "cudnn")]
 
@@ -116,8 +119,10 @@ def compile_forms(
     return dict(zip(compared, compile_programs(programs, schedules=True), strict=True))
 
 
-def forms(workload: Workload) -> Mapping[str, Callable]:
-    """Return the functions to compare, by their names in the table."""
+def forms(workload: Workload, qk: str | None = None) -> Mapping[str, Callable]:
+    """Return the functions to compare, by their names in the table; with `qk`, only flash_tpu with it and without."""
+    if qk:
+        return {name: ours(name) for name in ("flash_tpu", f"flash_tpu:qk={qk}")}
     found: dict[str, Callable] = {name: ours(name) for name in OWN}
     for tiles in SPLASH_TILES:
         found[f"splash {', '.join(map(str, tiles))}"] = splash(workload, tiles)
@@ -149,9 +154,9 @@ def gradient_table(workload: Workload, chip: str) -> Table:
     return table
 
 
-def price_table(workload: Workload, chip: str) -> Table:
-    """Compile and prices all forms of a workload on one chip."""
-    results = compile_forms(workload, chip, forms(workload))
+def price_table(workload: Workload, chip: str, qk: str | None = None) -> Table:
+    """Compile and price all forms of a workload on one chip; for `qk` see `forms`."""
+    results = compile_forms(workload, chip, forms(workload, qk))
     done = {name: result for name, result in results.items() if isinstance(result, Compiled)}
     prices = {name: price_compiled(result, skip=_rare(name, result)).total.mid for name, result in done.items()}
     splash_best = min((prices[name] for name in prices if name.startswith("splash")), default=float("nan"))

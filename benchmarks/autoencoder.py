@@ -13,14 +13,14 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.recorded import programs
-from wanjax.kernels.compiler_options import O1, O2
+from wanjax.kernels.compiler_options import XLA_LEVEL_O1, XLA_LEVEL_O2
 from wanjax.pipelines.settings import DTYPES
 from wanjax.plan.price import PRICER
 from wanjax.pricing.chips import abstract_mesh, find_slice
 from wanjax.pricing.lowering import Lowering
 from wanjax.registry import presets
 
-LEVELS = {"O0": 9, "O1": O1, "O2": O2}  # XLA's numbers
+LEVELS = {"O0": 9, "O1": XLA_LEVEL_O1, "O2": XLA_LEVEL_O2}  # XLA's numbers
 
 
 def at_level(program: Lowering, level: int) -> Lowering:

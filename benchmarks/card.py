@@ -23,8 +23,8 @@ from time import perf_counter
 from typing import Any
 
 from wanjax.errors import UnsupportedError
-from wanjax.figures import digits, duration
-from wanjax.stores.writing import write_whole
+from wanjax.figures import format_duration, format_number
+from wanjax.stores.writing import write_atomically
 
 ROOT = Path(__file__).parents[1]
 MODELS = ("wan2.1-t2v-1.3b", "wan2.2-ti2v-5b")
@@ -70,8 +70,8 @@ def attention(small: bool) -> Iterator[Figure]:
     """Time self-attention of the first model in each implementation that runs here."""
     import jax
 
-    from wanjax.bench.measure import measure, mesh_of
-    from wanjax.bench.operations import attend
+    from wanjax.bench.measure import measure, mesh_of_first_devices
+    from wanjax.bench.operations import attention_program
     from wanjax.kernels.attention import IMPLEMENTATIONS, choose
 
     what, shape, dtype = attention_shape(small)
@@ -84,7 +84,7 @@ def attention(small: bool) -> Iterator[Figure]:
         except UnsupportedError:
             continue
         sizes = {"queries": shape[1], "keys": shape[1], "heads": shape[2], "head_dim": shape[3], "dtype": dtype}
-        lowering = attend(mesh_of({}, devices()), name, **sizes)
+        lowering = attention_program(mesh_of_first_devices({}, devices()), name, **sizes)
         yield measured(what, f"wanjax, {name}", partial(measure, lowering, BUDGET))
 
 
@@ -104,15 +104,17 @@ def devices() -> Sequence[Any]:
 
 def programs(model: str, small: bool) -> Iterator[Figure]:
     """Time a step and the decoding of a video, as one device runs them."""
-    from wanjax.bench.measure import measure, mesh_of
+    from wanjax.bench.measure import measure, mesh_of_first_devices
     from wanjax.loading import abstract_pipeline
     from wanjax.pipelines.tracing import needed_pictures, trace_programs
     from wanjax.plan.video_programs import STEP, programs_of
-    from wanjax.sharding import RULES, Partitioner
+    from wanjax.sharding import SHARDING_RULES, Partitioner
 
     outline = outline_of(model, small)
     settings = outline.settings
-    pipe = abstract_pipeline(outline, Partitioner(mesh_of({}, devices()), RULES["fsdp"]), param_dtype=settings.dtype)
+    pipe = abstract_pipeline(
+        outline, Partitioner(mesh_of_first_devices({}, devices()), SHARDING_RULES["fsdp"]), param_dtype=settings.dtype
+    )
     traced = programs_of(trace_programs(pipe, settings, needed_pictures(pipe, settings)))
     step_name, decode_name = names_of(model, settings)
     for program in traced:
@@ -141,7 +143,7 @@ def measured(what: str, library: str, run: Callable[[], Any]) -> Figure:
         timing = run().timing
     except Exception as error:  # of a compiler, or of a card that is full
         return Figure(what, library, note=first_line(error))
-    return Figure(what, library, timing.median, timing.compiling)
+    return Figure(what, library, timing.median_seconds, timing.compile_seconds)
 
 
 def first_line(error: BaseException) -> str:
@@ -275,8 +277,8 @@ def lines(card: str, outcome: dict[str, Any], figures: Sequence[Figure]) -> list
     torch = {figure.what: figure.seconds for figure in figures if figure.library == "torch"}
     for figure in figures:
         rival = torch.get(figure.what) if figure.library.startswith("wanjax") else None
-        ratio = digits(rival / figure.seconds) if rival and figure.seconds else ""
-        time = figure.note if figure.seconds is None else duration(figure.seconds)
+        ratio = format_number(rival / figure.seconds) if rival and figure.seconds else ""
+        time = figure.note if figure.seconds is None else format_duration(figure.seconds)
         table.append(f"| {figure.what} | {figure.library} | {time} | {ratio} |")
     return table
 
@@ -322,7 +324,7 @@ def main() -> None:
         print(f"{name} ...", file=sys.stderr, flush=True)
         figures.extend(run_part(name, options.small, end - perf_counter()))
         record = {"card": card, SELFTEST: outcome, "figures": [asdict(figure) for figure in figures]}
-        write_whole(file, (json.dumps(record, indent=2) + "\n").encode())
+        write_atomically(file, (json.dumps(record, indent=2) + "\n").encode())
     print("\n".join(lines(card, outcome, figures)))
 
 

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from benchmarks.recorded import programs
 from wanjax import registry
-from wanjax.figures import in_bytes
+from wanjax.figures import format_bytes
 from wanjax.kernels.attention import AttentionConfig
 from wanjax.pricing.lowering import Lowering
 from wanjax.sharding import MESH_AXES
@@ -62,7 +62,7 @@ def main() -> None:
     described = topologies.get_topology_desc("h100", "cuda", topology="1x1x1", target_config=H100).devices
     mesh = Mesh(np.array(described).reshape([1] * len(MESH_AXES)), MESH_AXES)
     usual, size = registry.outline(options.model).settings, options.size
-    height, width = usual.size if size is None else registry.size_of(options.model, {"size": size})
+    height, width = usual.size if size is None else registry.find_size(options.model, {"size": size})
     settings = usual.updated({"dtype": "bfloat16", "height": height, "width": width})
     for program in programs(options.model, settings, mesh, attention=options.attention):
         if options.only and program.name not in options.only:
@@ -72,8 +72,8 @@ def main() -> None:
         held, beside = memory.argument_size_in_bytes, memory.temp_size_in_bytes
         most, kind = largest(made.as_text())
         print(
-            f"{program.name}: {in_bytes(held, 1024)} of arguments, {in_bytes(beside, 1024)} beside them; "
-            f"largest {kind}, {in_bytes(most, 1024)}"
+            f"{program.name}: {format_bytes(held, 1024)} of arguments, {format_bytes(beside, 1024)} beside them; "
+            f"largest {kind}, {format_bytes(most, 1024)}"
         )
 
 

@@ -14,7 +14,7 @@ from time import process_time
 import ml_dtypes
 import numpy as np
 
-from wanjax.checkpoints.dequantized import Dequantized
+from wanjax.checkpoints.dequantized import DequantizedReader
 from wanjax.checkpoints.files import Tensors
 from wanjax.checkpoints.gguf_file import dequantise
 
@@ -45,9 +45,9 @@ def main() -> None:
     entries = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 256}
     marked = {"a.comfy_quant": np.frombuffer(json.dumps(entries).encode(), np.uint8)}
     readers = {
-        "8-bit floats": Dequantized(Tensors({"a.weight": floats} | scale)),
-        "8-bit integers": Dequantized(Tensors({"a.weight": whole} | scale)),
-        "ConvRot": Dequantized(Tensors({"a.weight": whole} | scale | marked)),
+        "8-bit floats": DequantizedReader(Tensors({"a.weight": floats} | scale)),
+        "8-bit integers": DequantizedReader(Tensors({"a.weight": whole} | scale)),
+        "ConvRot": DequantizedReader(Tensors({"a.weight": whole} | scale | marked)),
     }
     times = {name: seconds(lambda reader=reader: reader.read("a.weight")) for name, reader in readers.items()}
     for name in GGUF_TYPES:

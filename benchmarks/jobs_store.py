@@ -34,7 +34,7 @@ def measure(database: str, jobs: int) -> dict[str, list[float]]:
 
     operations: dict[str, Callable[[], object]] = {
         "a page of 20": lambda: store.page(20),
-        "a page of 20, oldest first": lambda: store.page(20, newest=False),
+        "a page of 20, oldest first": lambda: store.page(20, newest_first=False),
         "the last change": lambda: store.changes(store.version() - 1),
         "one job": lambda: store.get(f"job{jobs - 1}"),
         "the counts": store.stats,

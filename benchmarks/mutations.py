@@ -57,7 +57,7 @@ MUTATIONS = (
     Mutation(
         "flash-guard",
         "src/wanjax/kernels/attention/flash_kernel.py",
-        "state.weight_sum[...] <= MAX_WEIGHT_SUM",
+        "state.weight_sum[...] <= max_weight_sum",
         "state.weight_sum[...] <= jnp.inf",
         "attention is infinite or NaN on a TPU where a later key's logit is far above the first ones'",
         ("kernels/test_flash_tpu.py::test_logits_that_rise", "kernels/test_flash_tpu.py::test_the_range_of_values"),
@@ -65,8 +65,8 @@ MUTATIONS = (
     Mutation(
         "flash-tail",
         "src/wanjax/kernels/attention/flash_kernel.py",
-        "num_blocks, tail = _num_compute_blocks(is_last, sizes), sizes.keys % sizes.block_kv_compute",
-        "num_blocks, tail = _num_compute_blocks(is_last, sizes), 0",
+        "num_blocks, tail = num_compute_blocks(is_last, sizes), sizes.keys % sizes.block_kv_compute",
+        "num_blocks, tail = num_compute_blocks(is_last, sizes), 0",
         "the last keys of a length that no tile divides are not attended to on a TPU",
         ("kernels/test_flash_tpu.py::test_lengths",),
     ),
@@ -189,8 +189,8 @@ MUTATIONS = (
     Mutation(
         "cfg-order",
         "src/wanjax/pipelines/guidance.py",
-        "return negative + values * (prompt - negative), average",
-        "return prompt + values * (negative - prompt), average",
+        "return negative + values * (prompt - negative), moving_average",
+        "return prompt + values * (negative - prompt), moving_average",
         "guidance leads to the negative prompt",
         ("parity/test_guidance_rules.py::test_apg_that_keeps_all_is_classifier_free_guidance",),
     ),
@@ -216,8 +216,8 @@ MUTATIONS = (
     Mutation(
         "resume-step",
         "src/wanjax/pipelines/resume.py",
-        '"steps": str(step.index + 1 - self._before)',
-        '"steps": str(step.index - self._before)',
+        "str(step.index + 1 - self._earlier_steps)",
+        "str(step.index - self._earlier_steps)",
         "a stopped video takes a step twice, and is another one than without the stop",
         ("pipelines/test_resume.py::test_a_stopped_run_continues",),
     ),
@@ -309,7 +309,7 @@ MUTATIONS = (
     Mutation(
         "row-scale",
         "src/wanjax/checkpoints/dequantized.py",
-        " / parts.spelling.steps",
+        " / parts.tensor_names.divisor",
         "",
         "weights of 8-bit integers are 127 times too large",
         ("checkpoints/test_dequantized.py::test_integers_of_which_127_is_the_scale",),
@@ -341,7 +341,7 @@ MUTATIONS = (
     Mutation(
         "unpickling",
         "src/wanjax/checkpoints/torch_file.py",
-        "        return Name(module, name)\n",
+        "        return PickledName(module, name)\n",
         "        return super().find_class(module, name)\n",
         "a file of weights can run any code",
         ("parity/test_torch_file.py::test_a_pickle_that_would_run_code_does_not",),
@@ -357,8 +357,8 @@ MUTATIONS = (
     Mutation(
         "hub-revision",
         "src/wanjax/checkpoints/hub.py",
-        "client = partial(snapshot_download, repository, revision=revision, ",
-        "client = partial(snapshot_download, repository, revision=None, ",
+        "snapshot_download, repository, revision=revision, ",
+        "snapshot_download, repository, revision=None, ",
         "`--revision` is ignored: the newest weights are loaded",
         ("checkpoints/test_hub.py::test_a_revision_is_the_one_that_is_asked_for",),
     ),
@@ -407,8 +407,8 @@ MUTATIONS = (
     Mutation(
         "caption-dropout",
         "src/wanjax/training/batches.py",
-        ".random(len(clips)) < self.dropped",
-        ".random(len(chosen)) >= self.dropped",
+        ".random(len(clips)) < self.caption_dropout",
+        ".random(len(clips)) >= self.caption_dropout",
         "a training sees the captions that it was to drop, and drops the others",
         ("training/test_data.py::test_captions_are_dropped_at_their_rate",),
     ),
@@ -451,7 +451,7 @@ MUTATIONS = (
     Mutation(
         "plan-memory",
         "src/wanjax/plan/estimate.py",
-        "spare_bytes_per_chip=memory - largest.peak - program.beside",
+        "spare_bytes_per_chip=memory - largest.peak - program.resident_bytes",
         "spare_bytes_per_chip=memory - largest.peak",
         "a plan says that a video fits where the networks beside it take the memory",
         ("plan/test_estimate.py::test_networks_that_stay_are_counted_beside_each_stage",),

@@ -12,7 +12,7 @@ import jax
 
 from wanjax.pipelines.hunyuanvideo.conditioning import LENGTHS
 from wanjax.pipelines.mesh_sizes import parse_mesh
-from wanjax.plan.estimate import estimate
+from wanjax.plan.estimate import estimate_video
 from wanjax.registry import outline
 
 
@@ -28,7 +28,7 @@ def main() -> None:
     settings = model.settings.updated({"dtype": "bfloat16"})
     for tokens in options.tokens:
         shapes: Any = replace(model.model, prompt_tokens=tokens)
-        found = estimate(replace(model, model=shapes, settings=settings), options.chip, options.mesh)
+        found = estimate_video(replace(model, model=shapes, settings=settings), options.chip, options.mesh)
         spread = f"{found.step_seconds_low:.2f} to {found.step_seconds_high:.2f}"
         print(f"{tokens} tokens: {found.step_seconds:.3f} s, {spread}")
 

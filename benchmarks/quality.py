@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the loss of quality by step caches, compared with the same videos without a cache.
+"""Measure the loss of quality by step caches and by precisions, compared with the same videos without them.
 
     python -m benchmarks.quality --steps 50 --caches magcache teacache easycache deepcache guidance
+    python -m benchmarks.quality --steps 20 --caches easycache --precisions int8-weights int8 fp8-weights fp8
 
-For each cache, the table has the speedups of denoising and of the whole video: the median of the ratios to the run
-without a cache just before. It also has the mean number of computed steps, PSNR and SSIM of the frames against the run
-without a cache, and LPIPS if --lpips names its weights. For `nano`, the prompts are the combinations that training
-never saw, and the table has the number of videos with the right colour, motion and shape.
+For each precision and cache, the table has the speedups of denoising and of the whole video: the median of the ratios
+to the run without them just before. It also has the mean number of computed steps, PSNR and SSIM of the frames against
+that run, and LPIPS if --lpips names its weights. For `nano`, the prompts are the combinations that training never saw,
+and the table has the number of videos with the right colour, motion and shape.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -25,6 +26,7 @@ from scipy import ndimage
 
 import wanjax
 from benchmarks.lpips import lpips
+from wanjax.layers.precision import PRECISIONS
 from wanjax.pipelines.caching.step_cache import History
 
 Frames = UInt8[np.ndarray, "T H W 3"]
@@ -33,39 +35,49 @@ ASPECTS = ("colour", "motion", "shape")
 CACHES = ("magcache", "teacache", "easycache", "deepcache", "guidance")
 
 
+class Variant(NamedTuple):
+    """A way to make a video."""
+
+    precision: str = "none"
+    cache: str = "none"
+
+    def __str__(self) -> str:
+        return " + ".join(name for name in self if name != "none") or "none"
+
+
 @dataclass
-class Made:
+class TimedVideo:
     """A video, the seconds of its denoising and in all, and the number of steps that were computed."""
 
     frames: Frames
-    denoise: float
-    whole: float
-    computed: int
+    denoising_seconds: float
+    total_seconds: float
+    computed_steps: int
 
 
 @dataclass
-class Compared:
-    """The figures of a cache, one of each video."""
+class VariantFigures:
+    """The figures of a variant, one of each video. Speedups are over the run without cache in full precision."""
 
-    denoise: list[float] = field(default_factory=list)  # times as fast
-    whole: list[float] = field(default_factory=list)
-    computed: list[int] = field(default_factory=list)
+    denoising_speedup: list[float] = field(default_factory=list)
+    total_speedup: list[float] = field(default_factory=list)
+    computed_steps: list[int] = field(default_factory=list)
     psnr: list[float] = field(default_factory=list)
     ssim: list[float] = field(default_factory=list)
     lpips: list[float] = field(default_factory=list)
-    right: dict[str, list[bool]] = field(default_factory=lambda: {aspect: [] for aspect in ASPECTS})
+    content: dict[str, list[bool]] = field(default_factory=lambda: {aspect: [] for aspect in ASPECTS})
 
-    def told(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """Return the medians of the speedups, and the means of the other figures."""
-        found = {name: float(np.median(getattr(self, name))) for name in ("denoise", "whole")}
-        means = {name: getattr(self, name) for name in ("computed", "psnr", "ssim", "lpips")} | self.right
-        return found | {name: float(np.mean(values)) for name, values in means.items() if values}
+        medians = {name: float(np.median(getattr(self, name))) for name in ("denoising_speedup", "total_speedup")}
+        lists = {name: getattr(self, name) for name in ("computed_steps", "psnr", "ssim", "lpips")} | self.content
+        return medians | {name: float(np.mean(values)) for name, values in lists.items() if values}
 
 
 def psnr(one: Frames, other: Frames) -> float:
     """Return the peak signal-to-noise ratio in dB, at most 100."""
-    squared = np.mean((one.astype(np.float64) - other) ** 2)
-    return 100.0 if squared == 0 else min(100.0, float(10 * np.log10(255**2 / squared)))
+    mean_square = np.mean((one.astype(np.float64) - other) ** 2)
+    return 100.0 if mean_square == 0 else min(100.0, float(10 * np.log10(255**2 / mean_square)))
 
 
 def ssim(one: Frames, other: Frames) -> float:
@@ -78,88 +90,94 @@ def ssim(one: Frames, other: Frames) -> float:
     mean_x, mean_y = mean(x), mean(y)
     var_x, var_y = mean(x * x) - mean_x**2, mean(y * y) - mean_y**2
     both, c1, c2 = mean(x * y) - mean_x * mean_y, (0.01 * 255) ** 2, (0.03 * 255) ** 2
-    likeness = (2 * mean_x * mean_y + c1) * (2 * both + c2) / ((mean_x**2 + mean_y**2 + c1) * (var_x + var_y + c2))
-    return float(likeness.mean())
+    similarity = (2 * mean_x * mean_y + c1) * (2 * both + c2) / ((mean_x**2 + mean_y**2 + c1) * (var_x + var_y + c2))
+    return float(similarity.mean())
 
 
-class Maker:
-    """Makes videos with a model; the prompt is encoded ahead."""
+class VideoMaker:
+    """Makes videos with a model in several precisions; the prompt is encoded ahead."""
 
-    def __init__(self, model: str, settings: dict[str, Any]):
-        self.pipe = wanjax.load(model)
-        self.pipe.progress = False
+    def __init__(self, model: str, precisions: Sequence[str], settings: dict[str, Any]):
+        self.pipes = {name: wanjax.load(model, precision=name) for name in ("none", *precisions)}
+        for pipe in self.pipes.values():
+            pipe.progress = False
         self.settings = settings
 
-    def make(self, encoded: Any, seed: int, cache: str) -> Made:
-        reused = []
+    def encode(self, prompt: str) -> Any:
+        return self.pipes["none"].encode(prompt)
+
+    def make(self, conditioning: Any, seed: int, variant: Variant) -> TimedVideo:
+        pipe, reused_steps = self.pipes[variant.precision], []
 
         def callback(step: Any) -> None:
-            reused.append(step.reuses)
-            if step.index + 1 == step.total and cache.startswith("easycache"):
-                reused[:] = [True] * int(History(*step.state.cached[-1]).count) + [False] * step.total
-                del reused[step.total :]
+            reused_steps.append(step.reuses)
+            if step.index + 1 == step.total and variant.cache.startswith("easycache"):
+                num_reused = int(History(*step.state.cached[-1]).count)
+                reused_steps[:] = [index < num_reused for index in range(step.total)]
 
         start = perf_counter()
-        latents = self.pipe.denoise(encoded, seed=seed, cache=cache, callback=callback, **self.settings)
+        latents = pipe.denoise(conditioning, seed=seed, cache=variant.cache, callback=callback, **self.settings)
         jax.block_until_ready(latents)
-        middle = perf_counter()
-        frames = np.asarray(self.pipe.decode(latents))
-        return Made(frames, middle - start, perf_counter() - start, len(reused) - sum(reused))
+        denoised = perf_counter()
+        frames = np.asarray(pipe.decode(latents))
+        computed_steps = len(reused_steps) - sum(reused_steps)
+        return TimedVideo(frames, denoised - start, perf_counter() - start, computed_steps)
 
 
 def compare(
-    maker: Maker,
+    maker: VideoMaker,
     prompts: Sequence[tuple[str, dict[str, str]]],
     seeds: int,
-    caches: Sequence[str],
+    variants: Sequence[Variant],
     read: Callable[[Frames], Any] | None,
     weights: Path | None,
-) -> dict[str, Compared]:
-    """Make a video of each prompt and seed with and without every cache. The first of each is made twice, for warm-up.
+) -> dict[Variant, VariantFigures]:
+    """Make a video of each prompt and seed in each variant. The first of each is made twice, for warm-up.
 
-    A prompt comes with the names that a reading of its video should tell.
+    Each prompt comes with the content that its video should have, by aspect; `read` finds the content of a video.
     """
-    found = {cache: Compared() for cache in ("none", *caches)}
-    for number, (prompt, asked) in enumerate(prompts):
-        encoded = maker.pipe.encode(prompt)
+    reference = Variant()
+    figures_by_variant = {variant: VariantFigures() for variant in (reference, *variants)}
+    for index, (prompt, expected_content) in enumerate(prompts):
+        conditioning = maker.encode(prompt)
         for seed in range(seeds):
-            for cache in found if number == seed == 0 else ():
-                maker.make(encoded, seed, cache)
-            plain = maker.make(encoded, seed, "none")
-            for cache, figures in found.items():
-                made = plain if cache == "none" else maker.make(encoded, seed, cache)
-                figures.denoise.append(plain.denoise / made.denoise)
-                figures.whole.append(plain.whole / made.whole)
-                figures.computed.append(made.computed)
-                figures.psnr.append(psnr(made.frames, plain.frames))
-                figures.ssim.append(ssim(made.frames, plain.frames))
+            for variant in figures_by_variant if index == seed == 0 else ():
+                maker.make(conditioning, seed, variant)
+            reference_video = maker.make(conditioning, seed, reference)
+            for variant, figures in figures_by_variant.items():
+                video = reference_video if variant == reference else maker.make(conditioning, seed, variant)
+                figures.denoising_speedup.append(reference_video.denoising_seconds / video.denoising_seconds)
+                figures.total_speedup.append(reference_video.total_seconds / video.total_seconds)
+                figures.computed_steps.append(video.computed_steps)
+                figures.psnr.append(psnr(video.frames, reference_video.frames))
+                figures.ssim.append(ssim(video.frames, reference_video.frames))
                 if weights is not None:
-                    figures.lpips.append(lpips(made.frames, plain.frames, weights))
-                reading = read(made.frames) if read else None
-                for aspect, name in asked.items():
-                    figures.right[aspect].append(getattr(reading, aspect) == name)
-        print(f"{number + 1} of {len(prompts)} prompts", file=sys.stderr, flush=True)
-    return found
+                    figures.lpips.append(lpips(video.frames, reference_video.frames, weights))
+                content = read(video.frames) if read else None
+                for aspect, name in expected_content.items():
+                    figures.content[aspect].append(getattr(content, aspect) == name)
+        print(f"{index + 1} of {len(prompts)} prompts", file=sys.stderr, flush=True)
+    return figures_by_variant
 
 
-def table(found: dict[str, dict[str, float]]) -> str:
-    """Formats the figures as a table of Markdown."""
-    kinds = {
-        "denoise": ("denoising", "{:.2f} ×"),
-        "whole": ("whole video", "{:.2f} ×"),
-        "computed": ("steps computed", "{:.1f}"),
+def format_table(summaries: dict[str, dict[str, float]]) -> str:
+    """Format the figures as a table of Markdown."""
+    columns = {
+        "denoising_speedup": ("denoising", "{:.2f} ×"),
+        "total_speedup": ("whole video", "{:.2f} ×"),
+        "computed_steps": ("steps computed", "{:.1f}"),
         "psnr": ("PSNR", "{:.1f}"),
         "ssim": ("SSIM", "{:.3f}"),
         "lpips": ("LPIPS", "{:.3f}"),
     } | {aspect: (aspect, "{:.1%}") for aspect in ASPECTS}
-    known = {name: kind for name, kind in kinds.items() if name in found["none"]}
-    rows = [["cache", *(title for title, _ in known.values())], ["---"] * (len(known) + 1)]
-    for cache, figures in found.items():
-        rows.append([f"`{cache}`", *(shape.format(figures[name]) for name, (_, shape) in known.items())])
+    columns = {name: column for name, column in columns.items() if name in summaries["none"]}
+    rows = [["", *(title for title, _ in columns.values())], ["---"] * (len(columns) + 1)]
+    for variant, summary in summaries.items():
+        rows.append([f"`{variant}`", *(template.format(summary[name]) for name, (_, template) in columns.items())])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def of_nano() -> tuple[list[tuple[str, dict[str, str]]], Callable[[Frames], Any]]:
+def nano_prompts() -> tuple[list[tuple[str, dict[str, str]]], Callable[[Frames], Any]]:
     """Return prompts that nano's training never saw with the names in them, and a function that reads a video."""
     sys.path.insert(0, str(NANO))
     from captions import plain_caption
@@ -167,7 +185,7 @@ def of_nano() -> tuple[list[tuple[str, dict[str, str]]], Callable[[Frames], Any]
     from reading import read
 
     names = ("colour", "shape", "motion")
-    return [(plain_caption(*given), dict(zip(names, given, strict=True))) for given in HELD_OUT], read
+    return [(plain_caption(*content), dict(zip(names, content, strict=True))) for content in HELD_OUT], read
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -179,7 +197,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=50, help="denoising steps (default: 50)")
     parser.add_argument("--size", metavar="WxH", help="width and height (default: the model's)")
     parser.add_argument("--frames", type=int, help="number of frames (default: the model's)")
-    parser.add_argument("--caches", nargs="+", default=CACHES, metavar="NAME", help=f"default: {' '.join(CACHES)}")
+    parser.add_argument("--caches", nargs="*", default=CACHES, metavar="NAME", help=f"default: {' '.join(CACHES)}")
+    parser.add_argument(
+        "--precisions",
+        nargs="*",
+        default=(),
+        choices=[name for name in PRECISIONS if name != "none"],
+        help="each without a cache and with each cache (default: none)",
+    )
     parser.add_argument(
         "--lpips", type=Path, metavar="FILE", help="weights of LPIPS, as benchmarks/lpips.py reads them"
     )
@@ -190,16 +215,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         settings["size"] = tuple(int(side) for side in reversed(options.size.split("x")))
     if options.frames:
         settings["frames"] = options.frames
-    prompts, read = ([], None) if options.model != "nano" and options.prompts else of_nano()
+    prompts, read = ([], None) if options.model != "nano" and options.prompts else nano_prompts()
     if options.prompts:
         prompts, read = [(line, {}) for line in options.prompts.read_text(encoding="utf-8").splitlines() if line], None
-    maker = Maker(options.model, settings)
-    compared = compare(maker, prompts[: options.limit], options.seeds, options.caches, read, options.lpips)
-    found = {cache: figures.told() for cache, figures in compared.items()}
-    print(f"{options.model}, {options.steps} steps, {len(compared['none'].psnr)} videos")
-    print(table(found))
+    maker = VideoMaker(options.model, options.precisions, settings)
+    variants = [Variant(precision, cache) for precision in maker.pipes for cache in ("none", *options.caches)][1:]
+    figures = compare(maker, prompts[: options.limit], options.seeds, variants, read, options.lpips)
+    summaries = {str(variant): variant_figures.summary() for variant, variant_figures in figures.items()}
+    print(f"{options.model}, {options.steps} steps, {len(figures[Variant()].psnr)} videos")
+    print(format_table(summaries))
     if options.json:
-        options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(summaries, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

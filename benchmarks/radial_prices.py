@@ -18,7 +18,7 @@ from benchmarks.workloads import WORKLOADS, Workload
 from wanjax.kernels.attention import attention
 from wanjax.kernels.attention.flash_tiles import Q_BLOCKS_PER_STEP
 from wanjax.kernels.attention.radial import Radial, kernel_lists
-from wanjax.kernels.attention.visits import visits
+from wanjax.kernels.attention.visits import typical_branch_scalars
 from wanjax.pricing.compile import Compiled
 from wanjax.pricing.exporting import CompilerError
 from wanjax.pricing.pallas_kernels import kernel_calls, kernel_seconds, mean_seconds
@@ -50,7 +50,9 @@ def price_table(workload: Workload, chip: str, decays: list[float], blocks: list
             continue
         [call] = kernel_calls(result).values()
         seconds = (
-            kernel_seconds(result, visits(*call)).typical if mask is None else listed_seconds(result, mask, workload)
+            kernel_seconds(result, typical_branch_scalars(*call)).typical
+            if mask is None
+            else listed_seconds(result, mask, workload)
         )
         dense = seconds if mask is None else dense
         share = 1.0 if mask is None else mask.density(workload.keys)

@@ -49,8 +49,8 @@ def read(model: str, chip: str, folder: Path) -> None:
     from jax._src.compilation_cache import decompress_executable, extract_executable_and_time
 
     from wanjax.compile_cache.cache import compile_cache
-    from wanjax.compile_cache.shared import EntryExists, share
-    from wanjax.execution import warn_refused
+    from wanjax.compile_cache.shared import EntryExists, share_cache
+    from wanjax.execution import warn_rejected_option
     from wanjax.loading import abstract_pipeline
     from wanjax.pipelines.meshes import auto_mesh, step_cost
     from wanjax.pipelines.tracing import needed_pictures, trace_programs
@@ -58,27 +58,27 @@ def read(model: str, chip: str, folder: Path) -> None:
     from wanjax.pricing.chips import find_slice, topology_devices
     from wanjax.pricing.lowering import retry_without_rejected_options
     from wanjax.registry import outline
-    from wanjax.sharding import RULES, Partitioner, make_mesh, substitute_devices
+    from wanjax.sharding import SHARDING_RULES, Partitioner, make_mesh, substitute_devices
 
     print(f"{perf_counter() - STARTED:8.2f} s  import JAX and wanjax", flush=True)
     jax.config.update("jax_platforms", "cpu")
     with timed("open the compiler for the chip, which a TPU's own start replaces"):
         devices = topology_devices(find_slice(chip).topology, one_host=True)
-    share(folder, ahead_of_time=True)
+    share_cache(folder, ahead_of_time=True)
     with substitute_devices(devices):
         with timed("trace the run"):
             chosen = outline(model)
             settings = chosen.settings.updated({"dtype": "bfloat16"})
             cost = step_cost(chosen.family, chosen.model, settings)
             mesh = make_mesh(*auto_mesh(cost, devices), devices=devices)
-            pipe = abstract_pipeline(chosen, Partitioner(mesh, RULES["fsdp"]))
+            pipe = abstract_pipeline(chosen, Partitioner(mesh, SHARDING_RULES["fsdp"]))
             trace = trace_programs(pipe, settings, needed_pictures(pipe, settings))
         for name, program in zip(program_names(trace), trace.programs, strict=True):
-            instance, start = program.instance, perf_counter()
+            instance, start = program.traced_program, perf_counter()
             try:
-                options = instance.program.options_of(instance.site)
+                options = instance.program.compiler_options(instance.compile_context)
                 retry_without_rejected_options(
-                    options, lambda left, one=instance: one.compiled(left, compile_cache), warn_refused
+                    options, lambda left, one=instance: one.compile(left, compile_cache), warn_rejected_option
                 )
                 print(f"{perf_counter() - start:8.2f} s  compile {name}", flush=True)
             except EntryExists as entry:

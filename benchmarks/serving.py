@@ -54,7 +54,7 @@ def served(
     try:
         found = None
         for line in process.stderr:
-            if found := re.search(r"served at (http://\S+)/", line):
+            if found := re.search(r"serving .* at (http://\S+)/,", line):
                 break
         assert found, "the server did not begin"
         rest.start()

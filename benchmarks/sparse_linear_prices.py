@@ -18,7 +18,7 @@ from rich.table import Table
 from benchmarks.attention_prices import CHIPS, SHARE, compile_forms
 from benchmarks.workloads import WORKLOADS, Workload
 from wanjax.kernels.attention import Projection, SparseLinear, sparse_linear_attention
-from wanjax.kernels.attention.visits import SPARSE_LINEAR
+from wanjax.kernels.attention.visits import SPARSE_LINEAR_KERNEL
 from wanjax.pricing.compile import Compiled
 from wanjax.pricing.costs import price_compiled
 from wanjax.pricing.exporting import CompilerError
@@ -46,16 +46,16 @@ def price_table(workload: Workload, chip: str, tops: list[float]) -> Table:
 
 def _row(compiled: Compiled) -> list[str]:
     names = {call.kernel: name for name, call in kernel_calls(compiled).items()}
-    rare = {names[SPARSE_LINEAR]: rare_work(compiled)[names[SPARSE_LINEAR]]}
+    rare = {names[SPARSE_LINEAR_KERNEL]: rare_work(compiled)[names[SPARSE_LINEAR_KERNEL]]}
     priced = price_compiled(compiled, skip=rare)
     seconds = {item.name: item.cost.mid for item in priced.items}
     times = [
         priced.total.mid,
-        *(seconds[names[x]] for x in (SPARSE_LINEAR, "sparse_linear_prepare", "sparse_linear_lists")),
+        *(seconds[names[x]] for x in (SPARSE_LINEAR_KERNEL, "sparse_linear_prepare", "sparse_linear_lists")),
     ]
     times.append(times[0] - sum(times[1:]))
-    schedule = compiled.schedules[names[SPARSE_LINEAR]]
-    runs = schedule.run(rare[names[SPARSE_LINEAR]]).times
+    schedule = compiled.schedules[names[SPARSE_LINEAR_KERNEL]]
+    runs = schedule.run(rare[names[SPARSE_LINEAR_KERNEL]]).times
     body = max(schedule.blocks, key=lambda block: block.bundles * runs[block.start])
     again = body.bundles + sum(block.bundles for block in schedule.blocks if not runs[block.start])
     times.append(again * runs[body.start] / compiled.slice.chip.clock)

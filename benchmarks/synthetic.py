@@ -27,7 +27,7 @@ from tests.support.tiny import (
 )
 from tests.support.toy_chat_tokenizer import save_chat_tokenizer
 from tests.support.toy_tokenizer import save_tokenizer
-from wanjax.checkpoints.files import Spec, save_index, shards, write_safetensors
+from wanjax.checkpoints.files import Spec, save_index, split_into_shards, write_safetensors
 
 SPREAD = 0.02
 BFLOAT16, FLOAT32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
@@ -164,7 +164,7 @@ def _write_weights(folder: Path, network: Any, dtype: np.dtype, stem: str) -> No
     """Write random weights, in shards with an index if they are large."""
     tied = "encoder.embed_tokens.weight"  # the same tensor as shared.weight; files hold it once
     tensors = RandomTensors({k: tuple(x.shape) for k, x in network.state_dict().items() if k != tied}, dtype)
-    files = shards(tensors, stem)
+    files = split_into_shards(tensors, stem)
     for name, keys in files.items():
         write_safetensors(folder / name, tensors, keys)
     if len(files) > 1:

@@ -23,7 +23,7 @@ import optax
 from flax import nnx
 
 import wanjax
-from benchmarks.quality import NANO, of_nano, psnr
+from benchmarks.quality import NANO, nano_prompts, psnr
 from wanjax.checkpoints import modules
 from wanjax.converters import taehv
 from wanjax.models.taehv import TinyDecoder, TinyDecoderConfig
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tiny = wanjax.load("nano", decoder=options.file)
     tiny.progress = False
     found = []
-    for prompt, _ in of_nano()[0][: options.limit]:
+    for prompt, _ in nano_prompts()[0][: options.limit]:
         latents = np.asarray(pipe.denoise(pipe.encode(prompt)))
         (own, of_own), (other, of_other) = timed(pipe, latents), timed(tiny, latents)
         found.append((psnr(other, own), of_own, of_other))

@@ -30,7 +30,7 @@ from benchmarks.rivals.cases import (
     pipeline_of,
     torch_pipeline,
 )
-from wanjax.converters.qwen2_vl import SKIPPED
+from wanjax.converters.qwen2_vl import SKIPPED_BLOCKS
 from wanjax.pipelines.hunyuanvideo.conditioning import HunyuanVideoConditioning
 from wanjax.pipelines.hunyuanvideo.programs import encode_chats
 from wanjax.pipelines.hunyuanvideo.text import GLYPH_LENGTH, TEMPLATE_TOKENS, TEXT_LENGTH
@@ -51,7 +51,7 @@ SMALL: dict[str, Any] = {"block_out_channels": (8, 16, 16, 32, 32), "layers_per_
 
 def text(sizes: Sizes) -> Iterator[Case]:
     """Yield Qwen2.5-VL's language model with few layers and a small vocabulary, on two prompts of the full length."""
-    config = Qwen2_5_VLTextConfig(num_hidden_layers=sizes.layers + SKIPPED, **TEXT)
+    config = Qwen2_5_VLTextConfig(num_hidden_layers=sizes.layers + SKIPPED_BLOCKS, **TEXT)
     reference: Any = Qwen2_5_VLTextModel(config).eval()
     graphdef, weights = nnx.split(converted(reference))
     del reference.layers[sizes.layers :]  # the features are taken before the last blocks, which neither library runs

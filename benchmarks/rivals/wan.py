@@ -27,7 +27,7 @@ from benchmarks.rivals.cases import (
 from wanjax.pipelines.wan.conditioning import WanConditioning
 from wanjax.pipelines.wan.programs import encode_prompts
 from wanjax.schedulers import from_config
-from wanjax.training.objective import Batch, error
+from wanjax.training.objective import Batch, denoising_error
 
 MODEL = "wan2.1-t2v-1.3b"
 TEXT: dict[str, Any] = {
@@ -114,7 +114,9 @@ def train(sizes: Sizes) -> Iterator[Case]:
     @jax.jit
     def gradients(weights: Any, batch: Batch, noise: jax.Array) -> Any:
         def loss(weights: Any) -> jax.Array:
-            return error(pipeline, nnx.merge(graphdef, weights), batch, jnp.full(1, level), noise, jax.random.key(0))
+            return denoising_error(
+                pipeline, nnx.merge(graphdef, weights), batch, jnp.full(1, level), noise, jax.random.key(0)
+            )
 
         return jax.grad(loss)(weights)
 

@@ -17,10 +17,10 @@ from rich.console import Console
 from tests.support.attention import SMALL_TILES
 from tests.support.commands import succeeded, wanjax
 from wanjax.bench import operations, suite
-from wanjax.bench.measure import Measured, distance, made_up, measure, mesh_of
-from wanjax.bench.operations import COLLECTIVES, attend, check_attention, exchange
-from wanjax.bench.suite import SIZES, BenchSize, Suite, local_devices
-from wanjax.bench.timing import Timing, timed
+from wanjax.bench.measure import MeasuredProgram, measure, mesh_of_first_devices, relative_l2_distance, synthetic_arrays
+from wanjax.bench.operations import COLLECTIVES, attention_program, check_attention, collective_program
+from wanjax.bench.suite import BENCH_SIZES, BenchSize, BenchSuite, find_local_hardware
+from wanjax.bench.timing import Timing, time_program
 from wanjax.cli import measuring
 from wanjax.errors import WanjaxError
 from wanjax.kernels import compiler_options
@@ -40,9 +40,14 @@ def quiet(sentence):
 def small():
     """A suite of `nano` on one device."""
     model, devices = outline("nano"), jax.devices()[:1]
-    settings = suite.sized(model.settings, TINY, model.model)
-    return Suite(
-        replace(model, settings=settings), TINY, devices, local_devices(devices), {"dp": 1, "sp": 1, "tp": 1}, quiet
+    settings = suite.bench_settings(model.settings, TINY, model.model)
+    return BenchSuite(
+        replace(model, settings=settings),
+        TINY,
+        devices,
+        find_local_hardware(devices),
+        {"dp": 1, "sp": 1, "tp": 1},
+        quiet,
     )
 
 
@@ -54,27 +59,29 @@ def test_compiling_and_the_first_run_are_told_apart_from_the_runs_that_count():
         time.sleep(0.05 if len(calls) == 1 else 0.001)
         return x
 
-    timing, result = timed(run, lambda: (len(calls),), compiling=3.0, budget=0.0)
-    assert (timing.compiling, result, len(timing.runs), calls) == (3.0, 0, 2, [0, 1, 2])
-    assert timing.first > 0.05 > timing.median
-    assert len(timed(run, lambda: (1,), 0.0, budget=0.02)[0].runs) > 2
+    timing, result = time_program(run, lambda: (len(calls),), compilation=3.0, budget=0.0)
+    assert (timing.compile_seconds, result, len(timing.run_seconds), calls) == (3.0, 0, 2, [0, 1, 2])
+    assert timing.first_seconds > 0.05 > timing.median_seconds
+    assert len(time_program(run, lambda: (1,), 0.0, budget=0.02)[0].run_seconds) > 2
 
 
 def test_one_layer_keeps_all_other_sizes():
     for name in ("wan2.1-t2v-14b", "cogvideox1.5-5b", "hunyuanvideo1.5-720p-t2v"):
         whole = presets()[name].model
-        few = suite.reduced(whole, 1)
+        few = suite.limit_layers(whole, 1)
         assert few.transformer == replace(whole.transformer, layers=1)
         assert few.vae == whole.vae
-        assert suite.reduced(whole, None) is whole
+        assert suite.limit_layers(whole, None) is whole
 
 
 @pytest.mark.parametrize("kind", COLLECTIVES)
 def test_messages_arrive(kind):
-    program = exchange(mesh_of({"tp": 8}, jax.devices()), kind=kind, tokens=20, width=12, dtype="float32")
+    program = collective_program(
+        mesh_of_first_devices({"tp": 8}, jax.devices()), kind=kind, tokens=20, width=12, dtype="float32"
+    )
     made = measure(program, 0.0)
-    assert len(made.timing.runs) == 2
-    [x] = (np.asarray(x) for x in made_up(program.arguments))
+    assert len(made.timing.run_seconds) == 2
+    [x] = (np.asarray(x) for x in synthetic_arrays(program.arguments))
     assert x.shape == (24, 16)
     summed = x.reshape(8, 3, 16).sum(0)
     right = {"all_reduce": summed, "all_gather": x, "all_to_all": x}
@@ -84,9 +91,9 @@ def test_messages_arrive(kind):
 
 
 def test_eight_devices_exchange_messages(small):
-    small.devices, small.here = jax.devices(), local_devices(jax.devices())
-    assert [row.name for row in small.messages()] == [kind.replace("_", "-") for kind in COLLECTIVES]
-    assert all(row.note == "the model is of one device" for row in small.messages())
+    small.devices, small.local_hardware = jax.devices(), find_local_hardware(jax.devices())
+    assert [row.name for row in small.measure_collectives()] == [kind.replace("_", "-") for kind in COLLECTIVES]
+    assert all(row.note == "the model covers a single device" for row in small.measure_collectives())
 
 
 def test_attention_is_compared_with_the_reference(small, monkeypatch):
@@ -100,18 +107,18 @@ def test_attention_is_compared_with_the_reference(small, monkeypatch):
     monkeypatch.setattr(
         operations, "attention", lambda *x, **o: right(*x, **o) * (1 + 1e-3 * (o["implementation"] != "reference"))
     )
-    small.exact()
+    small.compare_attention()
     assert len(small.faults) == 1
     assert "chunked is 1.0e-03 away from the reference" in small.faults[0]
 
 
 def test_distances():
     a = {"x": jnp.asarray([3.0, 4.0]), "n": jnp.arange(2)}
-    assert distance(a, a) == 0
-    assert distance({"x": jnp.asarray([3.0, 4.5]), "n": a["n"]}, a) == pytest.approx(0.1)
+    assert relative_l2_distance(a, a) == 0
+    assert relative_l2_distance({"x": jnp.asarray([3.0, 4.5]), "n": a["n"]}, a) == pytest.approx(0.1)
     nan = {"x": jnp.asarray([3.0, jnp.nan]), "n": a["n"]}
-    assert distance(nan, a) == distance(a, nan) == float("inf")
-    assert distance(nan, nan) == 0
+    assert relative_l2_distance(nan, a) == relative_l2_distance(a, nan) == float("inf")
+    assert relative_l2_distance(nan, nan) == 0
 
 
 @pytest.mark.parametrize(
@@ -120,8 +127,8 @@ def test_distances():
 def test_the_faster_set_is_kept_if_its_answer_is_the_same(small, seconds, off, kept, faults):
     x = jnp.ones(4)
     for name, taken, result in (("safe", 1.0, x), ("fast", seconds, x * (1 + off))):
-        small._steps[name] = Measured(Timing(0.0, taken, (taken, taken)), result, (), {})
-    differ, better = small.compare([])
+        small._measured_steps[name] = MeasuredProgram(Timing(0.0, taken, (taken, taken)), result, (), {})
+    differ, better = small.compare_options()
     assert (differ, better) == (pytest.approx(off, abs=1e-6), kept)
     assert len(small.faults) == faults
 
@@ -130,9 +137,9 @@ def test_a_program_that_fails_is_a_row_that_says_why(small):
     sizes = {"queries": 64, "keys": 64, "heads": 1, "head_dim": 16, "dtype": "float32"}
 
     def build(mesh, _):
-        return attend(mesh, "flash_tpu", **sizes)
+        return attention_program(mesh, "flash_tpu", **sizes)
 
-    row, made = small._row("attention", "x", "safe", build, small.here, small.axes)
+    row, made = small._measure_and_price("attention", "x", "safe", build, small.local_hardware, small.axes)
     assert made is None
     assert row.note.startswith("did not run: ")
     assert row.ratio is None
@@ -151,28 +158,28 @@ def test_the_set_that_was_kept_is_what_the_command_uses(tmp_path, monkeypatch):
     commands = [("a circle",), ("warmup",), ("serve",), ("a circle", "--compiler", "safe")]
     for command in commands:
         assert wanjax(*command).exit_code == 2
-    compiler_options.save_set("fast")
+    compiler_options.save_option_set("fast")
     for command in commands:
         assert wanjax(*command).exit_code == 2
     assert asked == ["safe"] * 4 + ["fast"] * 3 + ["safe"]
-    compiler_options.save_set("unknown")
-    assert compiler_options.saved_set() == "safe"
-    compiler_options.save_set("fast")
-    assert compiler_options.saved_set() == "fast"
+    compiler_options.save_option_set("unknown")
+    assert compiler_options.saved_option_set() == "safe"
+    compiler_options.save_option_set("fast")
+    assert compiler_options.saved_option_set() == "fast"
 
 
-@pytest.mark.parametrize("programs", [["step"], pytest.param(list(suite.PROGRAMS), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("programs", [["step"], pytest.param(list(suite.PROGRAM_TITLES), marks=pytest.mark.slow)])
 def test_programs_are_measured_beside_their_prices(programs, monkeypatch, tmp_path):
-    monkeypatch.setattr(suite, "PROGRAMS", {name: suite.PROGRAMS[name] for name in programs})
+    monkeypatch.setattr(suite, "PROGRAM_TITLES", {name: suite.PROGRAM_TITLES[name] for name in programs})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setitem(SIZES, ("cpu", True), TINY)
+    monkeypatch.setitem(BENCH_SIZES, ("cpu", True), TINY)
     monkeypatch.setattr(jax, "devices", lambda *_, now=jax.devices: now("cpu")[:1])
     shown = []
-    monkeypatch.setattr(measuring, "show", lambda found, console: shown.append(found))
+    monkeypatch.setattr(measuring, "print_bench", lambda found, console: shown.append(found))
     succeeded(wanjax("bench", "nano", "--quick"))
     found = json.loads(json.dumps(shown[0].to_json()))
     assert (found["devices"], found["better"], found["faults"]) == ("1 x cpu", None, [])
-    assert [row["name"] for row in found["rows"]] == ["attention", *["a product"] * 3, *suite.PROGRAMS.values()]
+    assert [row["name"] for row in found["rows"]] == ["attention", *["a product"] * 3, *suite.PROGRAM_TITLES.values()]
     tokens, width, inside = map(int, re.findall(r"\[(\d+) (\d+)\] by \[\d+ (\d+)\]", found["rows"][1]["what"])[0])
     for row in found["rows"]:
         assert row["note"] == ""
@@ -184,10 +191,10 @@ def test_programs_are_measured_beside_their_prices(programs, monkeypatch, tmp_pa
             assert row["rate"] == 2 * tokens * width * inside / row["seconds"]
     monkeypatch.undo()
     console = Console(width=200, record=True, file=io.StringIO())
-    measuring.show(shown[0], console)
+    measuring.print_bench(shown[0], console)
     assert re.search(r"a step: .* tokens, two prompts, 1 layer +\d.* \d+(\.\d+)? *\n", text := console.export_text())
     assert len(re.findall(r"a product, .*: [\d.]+ [MG]FLOP/s\n", text)) == 3
-    assert "the sets of compiler options are the same on these devices" in text
+    assert "both sets of compiler options are the same on these devices" in text
 
 
 @pytest.mark.slow
@@ -198,21 +205,23 @@ def test_every_program_compiles_for_the_chip(place, monkeypatch, tmp_path):
     model = outline("wan2.1-t2v-1.3b")
     settings = model.settings.updated({"height": 256, "width": 256, "frames": 17, "dtype": "bfloat16"})
     count = find_slice(place).devices
-    here = replace(local_devices(jax.devices()[:1]), hardware=find_slice(place))
-    axes = suite.axes_of(model, jax.devices()[:count])
-    small = Suite(replace(model, settings=settings), TINY, jax.devices()[:count], here, axes, quiet)
+    here = replace(find_local_hardware(jax.devices()[:1]), hardware=find_slice(place))
+    axes = suite.auto_mesh_axes(model, jax.devices()[:count])
+    small = BenchSuite(replace(model, settings=settings), TINY, jax.devices()[:count], here, axes, quiet)
     builds = [
         (partial(small._program, name, set_), axes)
         for set_ in ("safe", "fast")
-        for name in small.programs_on(abstract_mesh(find_slice(place), axes), set_)
+        for name in small.build_programs(abstract_mesh(find_slice(place), axes), set_)
     ]
     if count == 1:
         sizes = {"queries": 1280, "keys": 1280, "heads": 12, "head_dim": 128, "dtype": "bfloat16"}
-        builds.append((partial(attend, **sizes), axes))
+        builds.append((partial(attention_program, **sizes), axes))
     else:
         sizes = {"tokens": 1280, "width": 1536, "dtype": "bfloat16"}
-        builds += [(partial(exchange, kind=kind, **sizes), {"dp": 1, "sp": 1, "tp": count}) for kind in COLLECTIVES]
-    programs = [(str(build), build(mesh_on(here.place, of), AUTO)) for build, of in builds]
-    for (name, _), priced in zip(programs, priced_on(here.place, programs), strict=True):  # by one compiler
+        builds += [
+            (partial(collective_program, kind=kind, **sizes), {"dp": 1, "sp": 1, "tp": count}) for kind in COLLECTIVES
+        ]
+    programs = [(str(build), build(mesh_on(here.hardware, axes), AUTO)) for build, axes in builds]
+    for (name, _), priced in zip(programs, priced_on(here.hardware, programs), strict=True):  # by one compiler
         assert priced.seconds is not None, name
         assert priced.seconds > 0, name

@@ -10,9 +10,10 @@ from tests.support.small_wan import TEXT, VIDEO, small_model
 from tests.support.tabled import TABLES
 from tests.support.words import says
 from wanjax.kernels.attention import AttentionConfig
+from wanjax.layers.offload import Offload
 from wanjax.layers.tiling import Tiling
 from wanjax.pipelines.model import with_scheduler
-from wanjax.plan.estimate import Estimate, estimate
+from wanjax.plan.estimate import Estimate, estimate_video
 from wanjax.registry import outline
 from wanjax.schedulers import FlowEuler, UniPC
 
@@ -23,7 +24,7 @@ STEPS = 7
 
 def priced(shapes=SHAPES, *, cache: str = "none", **given) -> Estimate:
     video = VIDEO.updated({"steps": STEPS, "guidance_scale": 3.0, "cache": cache})
-    return estimate(replace(MODEL, model=shapes, settings=video), "cpu", **given)
+    return estimate_video(replace(MODEL, model=shapes, settings=video), "cpu", **given)
 
 
 def rows(found: Estimate) -> dict[str, int]:
@@ -74,7 +75,7 @@ def test_a_window_that_is_not_priced_is_told():
 
 
 def test_networks_that_stay_are_counted_beside_each_stage():
-    freed, stays = (priced(offload=offload) for offload in (True, False))
+    freed, stays = (priced(offload=offload) for offload in map(Offload.of, ("stages", "none")))
     assert [stage.kept_bytes_per_chip for stage in freed.stages.values()] == [0, 0, 0]
     encode, denoise, decode = (stage.kept_bytes_per_chip for stage in stays.stages.values())
     assert encode == 0 < denoise < decode  # each stage leaves a network to the next

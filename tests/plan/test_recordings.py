@@ -8,14 +8,14 @@ import pytest
 
 from tests.support.quick import quick
 from tests.support.small_wan import VIDEO, small_model
-from wanjax.kernels.compiler_options import SETS
+from wanjax.kernels.compiler_options import OPTION_SETS
 from wanjax.loading import abstract_pipeline
 from wanjax.pipelines.tracing import needed_pictures, trace_programs
 from wanjax.plan.video_programs import programs_of
 from wanjax.pricing.chips import SLICES, abstract_mesh
 from wanjax.pricing.exporting import export
 from wanjax.registry import outline, presets
-from wanjax.sharding import RULES, Partitioner
+from wanjax.sharding import SHARDING_RULES, Partitioner
 
 MESH = abstract_mesh(SLICES["v6e-8"], {"dp": 2, "sp": 1, "tp": 4})
 EVERY = [name for name, preset in presets().items() if preset.model]
@@ -24,7 +24,7 @@ SOME = ["wan2.1-t2v-1.3b", "cogvideox-2b", "hunyuanvideo1.5-480p-t2v"]
 
 def recorded(outline, mesh=MESH, **how):
     """Return the programs of a video of an outline, by stage."""
-    pipe = abstract_pipeline(outline, Partitioner(mesh, RULES["fsdp"]), **how)
+    pipe = abstract_pipeline(outline, Partitioner(mesh, SHARDING_RULES["fsdp"]), **how)
     chosen = pipe.settings()
     found = programs_of(trace_programs(pipe, chosen, needed_pictures(pipe, chosen)))
     return {stage: [x for x in found if x.stage == stage] for stage in ("encode", "denoise", "decode")}
@@ -59,7 +59,7 @@ def test_a_video_of_every_preset_is_recorded_at_its_default_settings(name):
     state, *_ = step.lowering.arguments
     assert state.x.shape[:4] == (1, block, *cells)
     length = spec.latent_shape(video)[2]
-    first, rest = spec.decode_lengths(block if spec.streams else length)
+    first, rest = spec.decode_lengths(block if spec.is_chunked else length)
     decoding = {program.name: program.times for program in stages["decode"]}
     assert first + rest * decoding.get("decode_next", 0) >= length
     assert stages["encode"]
@@ -68,7 +68,7 @@ def test_a_video_of_every_preset_is_recorded_at_its_default_settings(name):
         assert all(sharding is None or sharding.mesh == MESH for sharding in shardings)
 
 
-@pytest.mark.parametrize("compiler", SETS)
+@pytest.mark.parametrize("compiler", OPTION_SETS)
 @pytest.mark.parametrize("chip", ["v5e-8", "v5p-8", "v6e-8"])
 def test_programs_have_the_options_of_the_chip_and_of_the_set(chip, compiler):
     mesh = abstract_mesh(SLICES[chip], {"dp": 2, "sp": 1, "tp": SLICES[chip].devices // 2})

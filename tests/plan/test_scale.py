@@ -13,7 +13,7 @@ from tests.support.commands import refused, succeeded, wanjax
 from tests.support.small_wan import VIDEO, small_model
 from tests.support.words import says
 from wanjax.plan import scale
-from wanjax.plan.estimate import estimate
+from wanjax.plan.estimate import estimate_video
 from wanjax.plan.scale import Option, Rejected, ScaleEstimate, Workload, chip_seconds, estimate_at_scale
 from wanjax.pricing.chips import Slice
 from wanjax.registry import outline
@@ -28,7 +28,7 @@ HOUR = 3600.0
 @pytest.fixture(scope="module")
 def made():
     """The plan of a small video, whose seconds other plans change."""
-    return estimate(MODEL, "cpu")
+    return estimate_video(MODEL, "cpu")
 
 
 class Priced(list[str]):
@@ -52,7 +52,7 @@ def priced(made, monkeypatch):
         sizes = {"disk_bytes": 20 * GB, "download_bytes_at_most": 20 * GB, "compile_seconds": 0.0}
         return replace(made, chip=name, **totals | sizes | asked.changes)
 
-    monkeypatch.setattr(scale, "estimate", price)
+    monkeypatch.setattr(scale, "estimate_video", price)
     monkeypatch.setattr(scale, "chip_seconds", lambda *given: asked.chip_seconds(*given))
     return asked
 
@@ -169,7 +169,7 @@ def test_the_table_and_its_sentences(priced):
     assert max(map(len, told[: told.index("best")].splitlines())) <= 80
     assert says(told, "slices hours cost of 1,000")
     assert says(told, "best throughput: v6e-1 of v6e-8 8 workers")
-    assert says(told, "why: 100 chip-seconds v6e-1 160 v6e-8 soonest links")
+    assert says(told, "why: 100 chip-seconds v6e-1 160 v6e-8 soonest collectives")
     assert says(told, "in doubt: v6e-1 v6e-4")
     assert says(told, "5 min (estimated) 200 MB/s (estimated) 580 MB/s (measured)")
     given = ("--start-time", "90s", "--download-rate", "1.5GB/s", "--compile-time", "1h30min")

@@ -19,7 +19,7 @@ import wanjax
 from tests.support.plan_programs import layers, on_shapes, product_kernel, product_on_each
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention.visits import visits
+from wanjax.kernels.attention.visits import typical_branch_scalars
 from wanjax.plan.price import PRICER
 from wanjax.pricing import compile as compiling
 from wanjax.pricing import pricer
@@ -198,7 +198,15 @@ def test_a_price_of_another_compiler_is_forgotten(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "part", [retry_without_rejected_options, concrete_mesh, compile_failure, pricer.needed_bytes, Pricer.prices, visits]
+    "part",
+    [
+        retry_without_rejected_options,
+        concrete_mesh,
+        compile_failure,
+        pricer.needed_bytes,
+        Pricer.prices,
+        typical_branch_scalars,
+    ],
 )
 def test_an_edit_of_what_prices_forgets_prices(part, monkeypatch):
     job = export(on_shapes(jnp.sin, (8, 128)), SLICES["v6e-1"])
@@ -251,13 +259,13 @@ def test_a_function_is_refused_in_one_sentence(function, options, words):
 KINDS = """
 from wanjax.pricing.chips import SLICES, abstract_mesh, topology_devices
 from wanjax.pricing.compiler_process import concrete_mesh
-from wanjax.sharding import arrange
+from wanjax.sharding import arrange_mesh
 for place in SLICES.values():
     real = concrete_mesh(place.topology, place.devices, {"chips": place.devices}).abstract_mesh
     assert real == abstract_mesh(place) and real.abstract_device == abstract_mesh(place).abstract_device, place
     axes = {"dp": 1, "sp": max(place.devices // 2, 1), "tp": min(place.devices, 2)}
     devices = topology_devices(place.topology)[:place.devices]
-    meshes = concrete_mesh(place.topology, place.devices, axes), arrange(devices, axes)
+    meshes = concrete_mesh(place.topology, place.devices, axes), arrange_mesh(devices, axes)
     priced, run = ([device.id for device in mesh.devices.flat] for mesh in meshes)
     assert priced == run, place
 """

@@ -11,7 +11,15 @@ from tests.support.words import naming
 from wanjax.errors import WanjaxError
 from wanjax.pricing import chips, hlo, schedule
 from wanjax.pricing.compile import Compiled, Memory
-from wanjax.pricing.costs import ACHIEVED_LINK, BEST_PRODUCT, KERNEL_HIGH, KERNEL_LOW, MAX_OVER_BYTES, price_compiled
+from wanjax.pricing.costs import (
+    ACHIEVED_LINK,
+    BEST_PRODUCT,
+    HOST_LINK,
+    KERNEL_HIGH,
+    KERNEL_LOW,
+    MAX_OVER_BYTES,
+    price_compiled,
+)
 from wanjax.pricing.pallas_kernels import kernel_seconds
 from wanjax.pricing.work import flops, traffic, trip_count, wire_bytes
 
@@ -37,7 +45,7 @@ def test_every_block_counts_as_often_as_the_grid_takes_it(kernel):
         for unit, slots in block.units.items():
             by_times.setdefault(unit, {}).setdefault(run.times[block.start], 0)
             by_times[unit][run.times[block.start]] += slots
-    assert run.undecided == set()
+    assert run.data_dependent_blocks == set()
     assert by_times["EUP"] == {
         count: 16 if count == 4 else 0 for count in by_times["EUP"]
     }  # the epilogue, in 4 of 8 steps
@@ -93,7 +101,7 @@ def test_branches_that_data_decides():
     read = schedule.parse("branchy", BRANCHES, units, "", branch_delay=1)
     assert [(block.start, block.stop) for block in read.blocks] == [(0, 1), (1, 4), (4, 5), (5, 8), (8, 9)]
     run = read.run()
-    assert run.undecided == {1}
+    assert run.data_dependent_blocks == {1}
     assert run.times == {0: 1, 1: 5, 4: 5, 5: 5, 8: 1}
     assert read.units(run.times) == {"VALU": 5}
     assert read.run(skip={1}).times == {0: 1, 1: 5, 4: 0, 5: 5, 8: 1}
@@ -105,7 +113,7 @@ def test_the_price_says_what_data_decides():
     read = schedule.parse("product.1", BRANCHES, units, "", branch_delay=1)
     text = (DATA / "kernel_module.txt").read_text()
     whole = price_compiled(compiled(text, schedules={"product.1": read}))
-    assert whole.undecided == {"product.1": {1}}
+    assert whole.data_dependent_blocks == {"product.1": {1}}
     skipped = price_compiled(compiled(text, schedules={"product.1": read}), skip={"product.1": {1}})
     assert whole.total.mid - skipped.total.mid == pytest.approx(5 / 1.75e9)
 
@@ -132,7 +140,7 @@ FLAGS = """
 def test_flags_in_memory_decide_branches():
     """A store under a known predicate is decided. Under a predicate from data it follows the branch of its block."""
     read = schedule.parse("flags", FLAGS, "VALU\n4\n" + "0\n" * 14, "", branch_delay=0)
-    assert read.run().undecided == {8}
+    assert read.run().data_dependent_blocks == {8}
     assert read.run().times == {0: 1, 6: 0, 8: 1, 9: 1, 12: 1, 13: 1}
     assert read.run(skip={8}).times == {0: 1, 6: 0, 8: 1, 9: 1, 12: 0, 13: 1}
 
@@ -157,8 +165,8 @@ RARE = """
 def test_rare_work_that_rare_work_hides_is_not_priced():
     """The branch at 10 is reached only where the one at 3 skips its code; the usual way skips that of both."""
     read = schedule.parse("product.1", RARE, "VALU\n4\n" + "0\n" * 13, "", branch_delay=0)
-    assert read.run().undecided == {0}
-    assert read.run(skip={0}).undecided == {0, 8}
+    assert read.run().data_dependent_blocks == {0}
+    assert read.run(skip={0}).data_dependent_blocks == {0, 8}
     whole = compiled((DATA / "kernel_module.txt").read_text(), schedules={"product.1": read})
     seconds = kernel_seconds(whole, [1])
     assert seconds.typical == pytest.approx((13 - 2) / 1.75e9)
@@ -188,7 +196,7 @@ def test_a_loop_that_data_ends_counts_once():
     text = BRANCHES.replace("%s4_s2, 5", "%s1_s0, 5")
     run = schedule.parse("endless", text, "VALU\n4\n" + "0\n" * 9, "", branch_delay=1).run()
     assert run.times == {0: 1, 1: 1, 4: 1, 5: 1, 8: 1}
-    assert run.undecided == {1, 5}
+    assert run.data_dependent_blocks == {1, 5}
 
 
 def test_bytes_are_those_of_whole_tiles():
@@ -237,6 +245,34 @@ def test_fusions_read_what_they_slice():
     fusion = body.by_name["convolution_tanh_fusion.2"]
     assert flops(module, fusion, body) == 2 * 2048 * 1024 * 256
     assert traffic(module, fusion, body) == 1024 * 256 * 2  # a layer's weights; the rest is in VMEM
+
+
+def test_slices_of_another_tiling_read_what_they_slice():
+    """The compiler slices stacked int8 weights in the tiling of 32-bit numbers, without a copy of the stack."""
+    module = hlo.parse("""HloModule slices, is_scheduled=true
+
+%copy_fusion (input: s8[40,5120,1280]) -> s8[40,5120,1280] {
+  %input = s8[40,5120,1280]{2,1,0:T(32,128)(4,1)} parameter(0)
+  ROOT %copy.1 = s8[40,5120,1280]{2,1,0:T(8,128)(4,1)} copy(%input)
+}
+
+%fused (stack: s8[40,5120,1280], layer: s32[]) -> s8[1,5120,1280] {
+  %stack = s8[40,5120,1280]{2,1,0:T(32,128)(4,1)} parameter(0)
+  %retiled = s8[40,5120,1280]{2,1,0:T(8,128)(4,1)} fusion(%stack), kind=kLoop, calls=%copy_fusion
+  %layer = s32[]{:T(128)} parameter(1)
+  %zero = s32[]{:T(128)} constant(0)
+  %slice = s8[1,5120,1280]{2,1,0:T(8,128)(4,1)} dynamic-slice(%retiled, %layer, %zero, %zero)
+  ROOT %copy.2 = s8[1,5120,1280]{2,1,0:T(32,128)(4,1)S(1)} copy(%slice)
+}
+
+ENTRY %main (weights: s8[40,5120,1280], number: s32[]) -> s8[1,5120,1280] {
+  %weights = s8[40,5120,1280]{2,1,0:T(32,128)(4,1)} parameter(0)
+  %number = s32[]{:T(128)} parameter(1)
+  ROOT %sliced = s8[1,5120,1280]{2,1,0:T(32,128)(4,1)S(1)} fusion(%weights, %number), kind=kLoop, calls=%fused
+}
+""")
+    read = 5120 * 1280
+    assert read <= traffic(module, module.entry.root, module.entry) <= read + 8  # and the number of the layer
 
 
 def test_collectives():
@@ -333,7 +369,7 @@ def test_price_of_layers():
     priced = price_compiled(compiled(LAYERS))
     items = {item.name: item for item in priced.items}
     assert priced.flops == 6 * 2 * 2048 * 1024 * 256
-    assert priced.unknown_loops == priced.unpriced == ()
+    assert priced.unknown_loops == priced.unpriced_kernels == ()
     product = items["convolution_tanh_fusion.2"]
     assert (product.kind, product.times) == ("products", 6)
     floor, estimate = product.flops / 918e12, 6 * 4832 / 1.75e9
@@ -374,8 +410,8 @@ def test_price_of_kernels(kernel):
     text = (DATA / "kernel_module.txt").read_text()
     priced = price_compiled(compiled(text, schedules={"product.1": kernel}))
     assert priced.total.mid == pytest.approx(kernel.cycles(kernel.run().times) / 1.75e9)
-    assert priced.undecided == {}
-    assert price_compiled(compiled(text)).unpriced == ("product.1",)
+    assert priced.data_dependent_blocks == {}
+    assert price_compiled(compiled(text)).unpriced_kernels == ("product.1",)
     assert price_compiled(compiled(text), kernels={"product": 2.0}).by_kind["kernels"].mid == 2.0
     assert price_compiled(compiled(text), kernels={"product.1": 3.0, "product": 2.0}).total.mid == 3.0
 
@@ -430,6 +466,37 @@ def test_collectives_share_the_links(second):
         lines = [f"  %d2 = f32[4096,1024]{{1,0:T(8,128)}} all-gather(%x), {gather}"]
     text = ASYNC.replace("  %n =", "\n".join(lines) + "\n  %n =")
     assert price_compiled(compiled(text)).by_kind["collectives"].mid == pytest.approx(2 * 3 * 2**22 / 180e9)
+
+
+OFFLOADED = """HloModule offloaded
+
+ENTRY %main (w: bf16[40,4096,4096], y: f32[65536,1024]) -> (bf16[1,4096,4096], f32[65536,1024]) {
+  %w = bf16[40,4096,4096]{2,1,0:T(8,128)(2,1)S(5)} parameter(0)
+  %y = f32[65536,1024]{1,0:T(8,128)} parameter(1)
+  %i = s32[] constant(3)
+  %s = ((bf16[40,4096,4096]{2,1,0:T(8,128)(2,1)S(5)}, s32[]), bf16[1,4096,4096]{2,1,0:T(8,128)(2,1)}, u32[]) dynamic-slice-start(%w, %i), dynamic_slice_sizes={1,4096,4096}
+  %n = f32[65536,1024]{1,0:T(8,128)} negate(%y)
+  %d = bf16[1,4096,4096]{2,1,0:T(8,128)(2,1)} dynamic-slice-done(%s)
+  ROOT %t = (bf16[1,4096,4096], f32[65536,1024]) tuple(%d, %n)
+}
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_copies_from_the_host_s_memory_share_its_link(copies):
+    """A copy costs its own bytes, not those of the stack, less what computes meanwhile; at worst it takes longer."""
+    start, done = (line for line in OFFLOADED.splitlines() if "dynamic-slice-" in line)
+    text = OFFLOADED
+    for number in range(1, copies):
+        text = text.replace("  %n =", start.replace("%s =", f"%s{number} =") + "\n  %n =")
+        text = text.replace(
+            "  ROOT", done.replace("%d =", f"%d{number} =").replace("(%s)", f"(%s{number})") + "\n  ROOT"
+        )
+    priced = price_compiled(compiled(text))
+    beside = 2 * 65536 * 1024 * 4 / (0.8 * 1.64e12)
+    for end, share in zip(("low", "mid", "high"), HOST_LINK, strict=True):
+        whole = copies * 4096 * 4096 * 2 / (share * chips.V6E.host_link)
+        assert getattr(priced.by_kind["offload"], end) == pytest.approx(whole - beside)
 
 
 def test_slices():

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from wanjax.bench.suite import Row
+from wanjax.bench.suite import Measurement
 from wanjax.cli import main
 from wanjax.compile_cache.executables import Executables
 from wanjax.execution import Execute
 from wanjax.layers import tiling
 from wanjax.selftest import checks, small_models
-from wanjax.selftest.checks import Check, golden
+from wanjax.selftest.checks import Check, load_golden
 from wanjax.selftest.signatures import distance, signature
-from wanjax.selftest.summary import summary_of
+from wanjax.selftest.summary import summarize
 
 SMALL = small_models.model_names()[0]
 
@@ -40,8 +40,8 @@ def test_an_array_that_is_not_finite_is_infinitely_far():
 
 
 def test_all_that_is_run_is_kept():
-    assert set(golden()) == {"nano", "tiles", *small_models.model_names()}
-    assert all(np.isfinite(x).all() and np.any(x) for each in golden().values() for x in each.values())
+    assert set(load_golden()) == {"nano", "tiles", *small_models.model_names()}
+    assert all(np.isfinite(x).all() and np.any(x) for each in load_golden().values() for x in each.values())
 
 
 def test_the_bundled_model_is_right():
@@ -101,7 +101,7 @@ def test_bfloat16_where_float32_is_due_is_seen(monkeypatch):
 def run_by(strategy, monkeypatch):
     """Run small models by a strategy of their own, which has compiled nothing."""
     make = small_models.small_pipeline
-    monkeypatch.setattr(checks, "small_pipeline", lambda model, mesh: make(model, mesh).under(strategy))
+    monkeypatch.setattr(checks, "small_pipeline", lambda model, mesh: make(model, mesh).with_strategy(strategy))
 
 
 def test_a_wrong_tile_is_seen(monkeypatch):
@@ -141,7 +141,7 @@ def test_the_command_writes_what_an_issue_needs(fault, monkeypatch, tmp_path):
     from wanjax.cli import measuring
 
     found = [Check("nano, frames", 1e-6, 1e-4, fault, seconds=1.0), Check("mesh", note="left out: there is one device")]
-    row = Row("a step", "1 layer", "safe", seconds=2.0, modelled=1.0)
+    row = Measurement("a step", "1 layer", "safe", seconds=2.0, modelled=1.0)
     monkeypatch.setattr(measuring, "checks", lambda tell: iter(found))
     monkeypatch.setattr(measuring, "timings", lambda tell: iter([row]))
     result = CliRunner().invoke(main, ["selftest", "--out", str(tmp_path)])
@@ -156,5 +156,5 @@ def test_the_command_writes_what_an_issue_needs(fault, monkeypatch, tmp_path):
 
 
 def test_the_kind_of_a_chip_names_the_files():
-    summary = replace(summary_of([], []), devices="1 x NVIDIA H100 80GB HBM3")
+    summary = replace(summarize([], []), devices="1 x NVIDIA H100 80GB HBM3")
     assert summary.slug == "nvidia-h100-80gb-hbm3"

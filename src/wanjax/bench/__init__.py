@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bench: measurements of the user's devices beside the prices of `wanjax.plan`."""
+"""Measure the user's devices, and compare the times with the prices of `wanjax.plan`."""

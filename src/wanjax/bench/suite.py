@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The measurements of a bench, at a model's shapes: attention, products, the stages' programs and messages."""
+"""Measure attention, matrix products, stages and collectives at the shapes of a model."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -11,21 +11,21 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from wanjax.bench.measure import Measured, distance, measure, mesh_of
+from wanjax.bench.measure import MeasuredProgram, measure, mesh_of_first_devices, relative_l2_distance
 from wanjax.bench.operations import (
-    CLOSE,
     COLLECTIVES,
-    attend,
-    attend_sparsely,
+    MAX_ATTENTION_ERRORS,
+    attention_program,
     check_attention,
-    exchange,
-    multiply,
-    multiply_by_numpy,
+    collective_program,
+    matmul_program,
+    sparse_attention_program,
+    time_numpy_matmul,
 )
 from wanjax.errors import WanjaxError
-from wanjax.figures import quantity
+from wanjax.figures import pluralize
 from wanjax.kernels.attention import AUTO, AttentionConfig, choose
-from wanjax.kernels.compiler_options import FAST, SAFE, SETS
+from wanjax.kernels.compiler_options import FAST_SET, OPTION_SETS, SAFE_SET
 from wanjax.loading import abstract_pipeline
 from wanjax.pipelines.meshes import auto_mesh, step_cost
 from wanjax.pipelines.model import VideoModel
@@ -39,74 +39,89 @@ from wanjax.pricing.exporting import CompilerError
 from wanjax.pricing.lowering import Lowering
 from wanjax.pricing.roofline import Machine, machines
 from wanjax.registry import Outline
-from wanjax.sharding import MESH_AXES, RULES, Partitioner
+from wanjax.sharding import MESH_AXES, SHARDING_RULES, Partitioner
 
-COMPILER, MODEL = "the chip's compiler", "a stated model"
-Build = Callable[[Mesh | AbstractMesh, AttentionConfig], Lowering]  # of a mesh and the attention
+PRICED_BY_COMPILER, PRICED_BY_ROOFLINE = "the chip's compiler", "a stated model"
+BuildProgram = Callable[[Mesh | AbstractMesh, AttentionConfig], Lowering]  # builds a program for a mesh
 
 
 @dataclass(frozen=True)
-class LocalDevices:
-    """The devices of this process: the hardware that a plan prices, if it knows theirs, and how it prices them."""
+class LocalHardware:
+    """The devices of this process, described as a plan needs them.
+
+    `hardware` is None if a plan cannot price these devices.
+    """
 
     hardware: Hardware | None
-    source: str
+    price_source: str
 
     @property
     def name(self) -> str:
         return self.hardware.name if self.hardware is not None else ""
 
-    def price(self, build: Build, axes: Mapping[str, int]) -> tuple[float | None, str]:
-        """Return the seconds of a program on a mesh of these axes by the plan, or None and why there are none.
+    def price(self, build: BuildProgram, axes: Mapping[str, int]) -> tuple[float | None, str]:
+        """Price a program on a mesh with these axes. Return its seconds and "", or None and the reason for no price.
 
-        The model counts the operations of attention's plain formula.
+        If a model of the device gives the price, it counts the operations of the reference attention.
         """
         if self.hardware is None:
-            return None, "no model of these devices is stated"
-        modelled = isinstance(self.hardware, Machine)
-        if modelled and prod(axes.values()) > 1:
-            return None, "the model is of one device"
+            return None, "there is no model of these devices"
+        by_roofline = isinstance(self.hardware, Machine)
+        if by_roofline and prod(axes.values()) > 1:
+            return None, "the model covers a single device"
         try:
-            lowering = build(mesh_on(self.hardware, axes), AttentionConfig("reference") if modelled else AUTO)
-            [priced] = priced_on(self.hardware, [("", lowering)])
+            lowering = build(mesh_on(self.hardware, axes), AttentionConfig("reference") if by_roofline else AUTO)
+            [price] = priced_on(self.hardware, [("", lowering)])
         except (WanjaxError, CompilerError) as error:
             return None, str(error).splitlines()[0][:200]
-        return priced.seconds, "" if priced.seconds is not None else "by the compiler it does not fit"
+        return (
+            price.seconds,
+            "" if price.seconds is not None else "the compiler says that it does not fit into memory",
+        )
 
 
-def local_devices(devices: Sequence[Any]) -> LocalDevices:
-    """Return the hardware that a plan prices for these devices."""
+def find_local_hardware(devices: Sequence[Any]) -> LocalHardware:
+    """Find the hardware in a plan's tables that these devices are."""
     kind, platform = devices[0].device_kind, devices[0].platform
     if kind in KINDS:
-        slices = [each for each in SLICES.values() if each.chip == KINDS[kind] and each.devices == len(devices)]
-        return LocalDevices(slices[0] if slices else None, COMPILER)
-    matches = [x for x in machines().values() if kind.startswith(x.kind) or x.kind == platform == "cpu"]
-    return LocalDevices(matches[0] if matches else None, MODEL)
+        slices = [one for one in SLICES.values() if one.chip == KINDS[kind] and one.devices == len(devices)]
+        return LocalHardware(slices[0] if slices else None, PRICED_BY_COMPILER)
+    matches = [
+        machine for machine in machines().values() if kind.startswith(machine.kind) or machine.kind == platform == "cpu"
+    ]
+    return LocalHardware(matches[0] if matches else None, PRICED_BY_ROOFLINE)
 
 
-PROGRAMS = {"encode_prompts": "text", STEP: "a step", "decode_first": "first frames", "decode_next": "later frames"}
-SAME_ANSWER = {"float32": 1e-4, "bfloat16": 3e-2}  # relative L2 distance between two sets of compiler options
-WIDER = 4  # times a token's width is what the measured projection makes of it
-WORTH = 0.99  # of the other set's seconds: a set is kept instead of `safe` if it takes less
-ALONE: Mapping[str, int] = dict.fromkeys(MESH_AXES, 1)
-Tell = Callable[[str], Any]
+PROGRAM_TITLES = {
+    "encode_prompts": "text",
+    STEP: "a step",
+    "decode_first": "first frames",
+    "decode_next": "later frames",
+}
+MAX_OPTIONS_ERRORS = {"float32": 1e-4, "bfloat16": 3e-2}
+"""The maximum relative L2 distance between the results with two sets of compiler options."""
+MLP_EXPANSION = 4  # the output width of the measured projection, relative to its input width
+MAX_FAST_SHARE = 0.99  # `fast` is better than `safe` if it takes less than this share of the time
+ONE_DEVICE_AXES: Mapping[str, int] = dict.fromkeys(MESH_AXES, 1)
+Announce = Callable[[str], Any]
 
 
 @dataclass(frozen=True)
 class BenchSize:
-    """The size of a bench: (height, width) and frames of a video, the number of layers, and seconds a program.
+    """The size of a bench. None means the model's default.
 
-    `decoded` is the size of frames for the autoencoder. None is the model's own.
+    `size` is the (height, width) of the video, and `decoded_size` the (height, width) of the frames that are decoded.
+    `layers` is the maximum number of transformer layers. `budget` is the number of seconds for the runs of a program.
     """
 
     size: tuple[int, int] | None
-    decoded: tuple[int, int] | None
+    decoded_size: tuple[int, int] | None
     frames: int | None
     layers: int | None
     budget: float
 
 
-SIZES = {
+BENCH_SIZES = {
     ("cpu", True): BenchSize((256, 256), (64, 64), 17, 1, 2.0),
     ("cpu", False): BenchSize((480, 832), (256, 256), 17, 2, 20.0),
     ("other", True): BenchSize(None, None, None, None, 3.0),
@@ -115,8 +130,8 @@ SIZES = {
 
 
 @dataclass(frozen=True)
-class Row:
-    """One measurement beside the plan's seconds for it, or why there are none."""
+class Measurement:
+    """One measurement and the plan's price, `modelled`. If the time or the price is missing, `note` has the reason."""
 
     name: str
     what: str
@@ -132,7 +147,7 @@ class Row:
 
     @property
     def rate(self) -> float | None:
-        """Operations a second, where they are counted."""
+        """Operations per second; None if the number of operations is unknown."""
         return self.operations / self.seconds if self.seconds and self.operations else None
 
     @property
@@ -141,10 +156,12 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Bench:
-    """The results. `exact` has the distance of each attention from the reference; `differ` that of the sets' answers.
+class BenchReport:
+    """The results of a bench.
 
-    `better` is the set of compiler options to keep for these devices, None where the sets are the same there.
+    `exact` is the distance of each attention from the reference. `differ` is the distance between the results with the
+    two sets of compiler options. `better` is the set to use on these devices; None if the two sets are equal on these
+    devices.
     """
 
     model: str
@@ -158,7 +175,7 @@ class Bench:
     place: str
     modelled_by: str
     versions: Mapping[str, str]
-    rows: list[Row]
+    rows: list[Measurement]
     exact: Mapping[str, float]
     differ: float | None
     better: str | None
@@ -168,224 +185,274 @@ class Bench:
         return asdict(self) | {"rows": [asdict(row) | {"ratio": row.ratio, "rate": row.rate} for row in self.rows]}
 
 
-def bench(outline: Outline, scale: BenchSize, *, quick: bool, tell: Tell) -> Bench:
-    """Run all measurements; `tell` receives a sentence before each."""
-    model, settings = outline.model, sized(outline.settings, scale, outline.model)
+def bench(outline: Outline, size: BenchSize, *, quick: bool, announce: Announce) -> BenchReport:
+    """Run all measurements. Before each measurement, call `announce` with a sentence."""
+    model, settings = outline.model, bench_settings(outline.settings, size, outline.model)
     devices, outline = jax.devices(), replace(outline, settings=settings)
-    here = local_devices(devices)
-    axes = axes_of(outline, devices)
-    used = devices[: axes["dp"] * axes["sp"] * axes["tp"]]
-    suite = Suite(outline, scale, used, here, axes, tell)
-    exact = suite.exact()
-    rows = [suite.attention(), *suite.products(), *suite.programs(), *suite.messages()]
-    differ, better = suite.compare(rows)
-    return Bench(
+    local_hardware = find_local_hardware(devices)
+    axes = auto_mesh_axes(outline, devices)
+    mesh_devices = devices[: axes["dp"] * axes["sp"] * axes["tp"]]
+    suite = BenchSuite(outline, size, mesh_devices, local_hardware, axes, announce)
+    attention_distances = suite.compare_attention()
+    rows = [
+        suite.measure_attention(),
+        *suite.measure_matmuls(),
+        *suite.measure_programs(),
+        *suite.measure_collectives(),
+    ]
+    options_distance, better = suite.compare_options()
+    return BenchReport(
         model=settings.model,
         size=f"{settings.width}x{settings.height}",
         frames=settings.frames,
-        layers=min(scale.layers or 10**9, model.cost(settings).layers),
+        layers=min(size.layers or 10**9, model.cost(settings).layers),
         dtype=settings.dtype,
         quick=quick,
         devices=f"{len(devices)} x {devices[0].device_kind}",
         mesh=axes,
-        place=here.name,
-        modelled_by=here.source,
+        place=local_hardware.name,
+        modelled_by=local_hardware.price_source,
         versions={"cores": str(cpu_count()), **versions("wanjax", "jax", "jaxlib", "libtpu")},
         rows=rows,
-        exact=exact,
-        differ=differ,
+        exact=attention_distances,
+        differ=options_distance,
         better=better,
         faults=suite.faults,
     )
 
 
-class Suite:
-    """The measurements on some devices."""
+class BenchSuite:
+    """The measurements of a bench on the devices of this process."""
 
     def __init__(
         self,
         outline: Outline,
-        scale: BenchSize,
+        size: BenchSize,
         devices: Sequence[Any],
-        here: LocalDevices,
+        local_hardware: LocalHardware,
         axes: Mapping[str, int],
-        tell: Tell,
+        announce: Announce,
     ):
         self.outline = outline
         self.model = model = outline.model
         self.settings = settings = outline.settings
-        self.scale = scale
+        self.size = size
         self.devices = devices
-        self.here = here
+        self.local_hardware = local_hardware
         self.axes = axes
-        self.tell = tell
-        self.work = model.cost(settings)
-        self.decoded = settings.updated(_shape(scale.decoded or settings.size))
+        self.announce = announce
+        self.forward_cost = model.cost(settings)
+        self.decode_settings = settings.updated(_height_and_width(size.decoded_size or settings.size))
         self.faults: list[str] = []
-        self._steps: dict[str, Measured] = {}
-        self._built: dict[Any, dict[str, Lowering]] = {}
+        self._measured_steps: dict[str, MeasuredProgram] = {}
+        self._programs: dict[Any, dict[str, Lowering]] = {}
 
-    def exact(self) -> dict[str, float]:
-        """Compare every implementation of attention with the reference, and note those that are wrong."""
-        self.tell("attention, compared with the reference")
+    def compare_attention(self) -> dict[str, float]:
+        """Compare each implementation of attention with the reference; add a fault for each wrong implementation."""
+        self.announce("attention, compared with the reference")
         dtype = self.settings.dtype
-        distances = check_attention(self.work.heads, self.work.width // self.work.heads, dtype)
-        for name, far in distances.items():
-            if not far <= CLOSE[dtype]:
-                self.faults.append(f"{name} is {far:.1e} away from the reference where {CLOSE[dtype]:g} is allowed")
+        distances = check_attention(self.forward_cost.heads, self.forward_cost.width // self.forward_cost.heads, dtype)
+        for name, measured_error in distances.items():
+            if not measured_error <= (bound := MAX_ATTENTION_ERRORS[dtype]):
+                self.faults.append(
+                    f"{name} is {measured_error:.1e} away from the reference: at most {bound:g} is allowed"
+                )
         return distances
 
-    def attention(self) -> Row:
-        """Measure self-attention on one device, with the share of the heads that it has in the mesh."""
-        tokens, heads = self.work.tokens, ceil(self.work.heads / self.axes["tp"])
-        shape = (1, tokens, heads, self.work.width // self.work.heads)
+    def measure_attention(self) -> Measurement:
+        """Measure self-attention on one device, with the share of the heads that a device of the mesh has."""
+        tokens, heads = self.forward_cost.tokens, ceil(self.forward_cost.heads / self.axes["tp"])
+        shape = (1, tokens, heads, self.forward_cost.width // self.forward_cost.heads)
         sizes: dict[str, Any] = {"heads": heads, "head_dim": shape[3], "dtype": self.settings.dtype}
         if sparse := self.model.spec.attention(AUTO).sparse:
-            name, build = "sparse-linear", partial(attend_sparsely, sparse=sparse, tokens=tokens, **sizes)
+            name, build = "sparse-linear", partial(sparse_attention_program, sparse=sparse, tokens=tokens, **sizes)
         else:
-            some = jax.ShapeDtypeStruct(shape, self.settings.dtype)
-            name, build = choose(some, some, some).name, partial(attend, queries=tokens, keys=tokens, **sizes)
-        row, _ = self._row("attention", f"{name}, {list(shape)}", SAFE, build, local_devices(self.devices[:1]), ALONE)
+            operand = jax.ShapeDtypeStruct(shape, self.settings.dtype)
+            name, build = (
+                choose(operand, operand, operand).name,
+                partial(attention_program, queries=tokens, keys=tokens, **sizes),
+            )
+        row, _ = self._measure_and_price(
+            "attention",
+            f"{name}, {list(shape)}",
+            SAFE_SET,
+            build,
+            find_local_hardware(self.devices[:1]),
+            ONE_DEVICE_AXES,
+        )
         return row
 
-    def products(self) -> Iterator[Row]:
-        """Measure a projection on one device; on a CPU in each dtype, beside the rate of the library NumPy has."""
-        tokens, width = self.work.tokens, self.work.width
-        cpu = self.devices[0].platform == "cpu"
-        operations = 2 * tokens * width * WIDER * width
-        for dtype in CLOSE if cpu else (self.settings.dtype,):
-            build = partial(multiply, tokens=tokens, width=width, inside=WIDER * width, dtype=dtype)
-            what = f"{dtype}, [{tokens} {width}] by [{width} {WIDER * width}]"
-            row, _ = self._row("a product", what, SAFE, build, local_devices(self.devices[:1]), ALONE)
+    def measure_matmuls(self) -> Iterator[Measurement]:
+        """Measure a projection on one device; on a CPU in each dtype, and with NumPy for comparison."""
+        tokens, width = self.forward_cost.tokens, self.forward_cost.width
+        on_cpu = self.devices[0].platform == "cpu"
+        operations = 2 * tokens * width * MLP_EXPANSION * width
+        for dtype in MAX_ATTENTION_ERRORS if on_cpu else (self.settings.dtype,):
+            build = partial(matmul_program, tokens=tokens, width=width, output_width=MLP_EXPANSION * width, dtype=dtype)
+            what = f"{dtype}, [{tokens} {width}] by [{width} {MLP_EXPANSION * width}]"
+            row, _ = self._measure_and_price(
+                "a product", what, SAFE_SET, build, find_local_hardware(self.devices[:1]), ONE_DEVICE_AXES
+            )
             yield replace(row, operations=operations)
-        if cpu:
-            library, timing = multiply_by_numpy(tokens, width, WIDER * width, self.scale.budget)
-            yield Row(
-                "a product", f"float32, by NumPy's {library}", SAFE, None, timing.first, timing.median,
-                len(timing.runs), timing.spread, operations=operations,
+        if on_cpu:
+            library, timing = time_numpy_matmul(tokens, width, MLP_EXPANSION * width, self.size.budget)
+            yield Measurement(
+                "a product", f"float32, by NumPy's {library}", SAFE_SET, None, timing.first_seconds,
+                timing.median_seconds, len(timing.run_seconds), timing.spread, operations=operations,
             )  # fmt: skip
 
-    def programs(self, names: Collection[str] = tuple(PROGRAMS), sets: Sequence[str] = tuple(SETS)) -> Iterator[Row]:
-        """Measure the programs of these names; the step with each set of compiler options that differs."""
-        for set_ in sets:
-            programs = self.programs_on(mesh_of(self.axes, self.devices), set_)
+    def measure_programs(
+        self, names: Collection[str] = tuple(PROGRAM_TITLES), sets: Sequence[str] = tuple(OPTION_SETS)
+    ) -> Iterator[Measurement]:
+        """Measure the named programs. If the two sets of compiler options differ, measure the step with both."""
+        for compiler in sets:
+            programs = self.build_programs(mesh_of_first_devices(self.axes, self.devices), compiler)
             for name, lowering in programs.items():
-                if name not in names or (set_ == FAST and (name != STEP or not self._differs(lowering))):
+                if name not in names or (
+                    compiler == FAST_SET and (name != STEP or not self._differs_from_safe(lowering))
+                ):
                     continue
-                build = partial(self._program, name, set_)
-                row, measured = self._row(PROGRAMS[name], self._shape(name), set_, build, self.here, self.axes)
+                build = partial(self._program, name, compiler)
+                row, measured = self._measure_and_price(
+                    PROGRAM_TITLES[name], self._describe_shape(name), compiler, build, self.local_hardware, self.axes
+                )
                 if name == STEP and measured is not None:
-                    self._steps[set_] = measured
+                    self._measured_steps[compiler] = measured
                 yield row
 
-    def programs_on(
+    def build_programs(
         self, mesh: Mesh | AbstractMesh, compiler: str, attention: AttentionConfig = AUTO
     ) -> dict[str, Lowering]:
-        """Return the programs on a mesh, by their names, with as many layers as the scale keeps.
+        """Build the programs of a video by name, for a mesh, with the number of layers of the bench.
 
-        Attention that leaves out some keys is the model's own, whichever is given.
+        A model with sparse attention uses it, and ignores `attention`.
         """
         if self.model.spec.attention(AUTO).is_sparse:
             attention = AUTO
-        if (programs := self._built.get((mesh, compiler, attention))) is None:
-            few = reduced(self.model, self.scale.layers)
-            how = {"attention": attention, "compiler": compiler}
+        if (programs := self._programs.get((mesh, compiler, attention))) is None:
+            reduced_model = limit_layers(self.model, self.size.layers)
+            options = {"attention": attention, "compiler": compiler}
             programs = {}
-            for settings, parts in ((self.settings, ("encode", "denoise")), (self.decoded, ("decode",))):
-                partitioner = Partitioner(mesh, RULES["fsdp"])
-                pipe = abstract_pipeline(replace(self.outline, model=few, settings=settings), partitioner, **how)
+            for settings, stages in ((self.settings, ("encode", "denoise")), (self.decode_settings, ("decode",))):
+                partitioner = Partitioner(mesh, SHARDING_RULES["fsdp"])
+                pipe = abstract_pipeline(
+                    replace(self.outline, model=reduced_model, settings=settings), partitioner, **options
+                )
                 scheduled = programs_of(trace_programs(pipe, settings, needed_pictures(pipe, settings)))
-                programs |= {x.name: x.lowering for x in scheduled if x.stage in parts and x.name in PROGRAMS}
-            self._built[mesh, compiler, attention] = programs
-        return {name: programs[name] for name in PROGRAMS if name in programs}
+                programs |= {
+                    entry.name: entry.lowering
+                    for entry in scheduled
+                    if entry.stage in stages and entry.name in PROGRAM_TITLES
+                }
+            self._programs[mesh, compiler, attention] = programs
+        return {name: programs[name] for name in PROGRAM_TITLES if name in programs}
 
     def _program(self, name: str, compiler: str, mesh: Mesh | AbstractMesh, attention: AttentionConfig) -> Lowering:
-        return self.programs_on(mesh, compiler, attention)[name]
+        return self.build_programs(mesh, compiler, attention)[name]
 
-    def _differs(self, fast: Lowering) -> bool:
-        """Return whether a step's compiler options differ from those of the set `safe`."""
-        safe = self.programs_on(mesh_of(self.axes, self.devices), SAFE)[STEP]
+    def _differs_from_safe(self, fast: Lowering) -> bool:
+        """Return whether the compiler options of a step differ from the options in the set `safe`."""
+        safe = self.build_programs(mesh_of_first_devices(self.axes, self.devices), SAFE_SET)[STEP]
         return fast.compiler_options != safe.compiler_options
 
-    def messages(self) -> Iterator[Row]:
-        """Measure messages as large as the tokens of the video between all devices, if there are several."""
+    def measure_collectives(self) -> Iterator[Measurement]:
+        """If there are several devices, measure collectives between all devices, on the tokens of the video."""
         if len(self.devices) == 1:
             return
         for kind in COLLECTIVES:
-            tokens, width = self.work.tokens, self.work.width
+            tokens, width = self.forward_cost.tokens, self.forward_cost.width
             sizes = {"kind": kind, "tokens": tokens, "width": width, "dtype": self.settings.dtype}
             axes = {"dp": 1, "sp": 1, "tp": len(self.devices)}
             what = f"[{tokens} {width}] over {len(self.devices)}"
-            yield self._row(kind.replace("_", "-"), what, SAFE, partial(exchange, **sizes), self.here, axes)[0]
+            yield self._measure_and_price(
+                kind.replace("_", "-"), what, SAFE_SET, partial(collective_program, **sizes), self.local_hardware, axes
+            )[0]
 
-    def compare(self, rows: list[Row]) -> tuple[float | None, str | None]:
-        """Return the distance between the answers of the sets, and the set to keep; None where there is one set."""
-        if self._steps.keys() != set(SETS):
+    def compare_options(self) -> tuple[float | None, str | None]:
+        """Compare a step's results with both sets of compiler options; return their distance and the better set.
+
+        Both are None if there is only one set.
+        """
+        if self._measured_steps.keys() != set(OPTION_SETS):
             return None, None
-        safe, fast = (self._steps[name] for name in SETS)
-        differ = distance(fast.result, safe.result)
-        if not differ <= SAME_ANSWER[self.settings.dtype]:
-            self.faults.append(f"the sets of compiler options give answers {differ:.1e} apart, so `safe` is kept")
-            return differ, SAFE
-        return differ, FAST if fast.timing.median < WORTH * safe.timing.median else SAFE
+        safe, fast = (self._measured_steps[name] for name in OPTION_SETS)
+        options_distance = relative_l2_distance(fast.result, safe.result)
+        if not options_distance <= MAX_OPTIONS_ERRORS[self.settings.dtype]:
+            self.faults.append(
+                f"the results of the two sets of compiler options are {options_distance:.1e} apart: `safe` is used"
+            )
+            return options_distance, SAFE_SET
+        return (
+            options_distance,
+            FAST_SET if fast.timing.median_seconds < MAX_FAST_SHARE * safe.timing.median_seconds else SAFE_SET,
+        )
 
-    def _shape(self, name: str) -> str:
-        chosen = self.settings
+    def _describe_shape(self, name: str) -> str:
         if name == "encode_prompts":
-            return f"2 prompts{self._kept}"
+            return f"2 prompts{self._layers_text}"
         if name == STEP:
-            return f"{self.work.tokens} tokens, {'two prompts' if chosen.guided else 'one prompt'}{self._kept}"
-        return f"{self.decoded.width}x{self.decoded.height}"
+            prompts = "two prompts" if self.settings.guided else "one prompt"
+            return f"{self.forward_cost.tokens} tokens, {prompts}{self._layers_text}"
+        return f"{self.decode_settings.width}x{self.decode_settings.height}"
 
     @property
-    def _kept(self) -> str:
-        return "" if self.scale.layers is None else f", {quantity(self.scale.layers, 'layer')}"
+    def _layers_text(self) -> str:
+        return "" if self.size.layers is None else f", {pluralize(self.size.layers, 'layer')}"
 
-    def _row(
-        self, name: str, what: str, compiler: str, build: Build, here: LocalDevices, axes: Mapping[str, int]
-    ) -> tuple[Row, Measured | None]:
-        """Measure a program and price it; one that fails becomes a row that says why."""
-        self.tell(f"{name}, {what}")
-        modelled, note = here.price(build, axes)
+    def _measure_and_price(
+        self,
+        name: str,
+        what: str,
+        compiler: str,
+        build: BuildProgram,
+        local_hardware: LocalHardware,
+        axes: Mapping[str, int],
+    ) -> tuple[Measurement, MeasuredProgram | None]:
+        """Measure and price a program. If it fails, the note of the row has the reason."""
+        self.announce(f"{name}, {what}")
+        modelled, note = local_hardware.price(build, axes)
         try:
-            measured = measure(build(mesh_of(axes, self.devices), AUTO), self.scale.budget)
+            measured = measure(build(mesh_of_first_devices(axes, self.devices), AUTO), self.size.budget)
         except (WanjaxError, jax.errors.JaxRuntimeError, MemoryError) as error:
-            why = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-            return Row(name, what, compiler, modelled=modelled, note=f"did not run: {why}"), None
+            cause = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+            return Measurement(name, what, compiler, modelled=modelled, note=f"did not run: {cause}"), None
         timing = measured.timing
-        row = Row(
-            name, what, compiler, timing.compiling, timing.first, timing.median, len(timing.runs), timing.spread,
-            modelled, "; ".join(filter(None, (*measured.refused, note))),
+        row = Measurement(
+            name, what, compiler, timing.compile_seconds, timing.first_seconds,
+            timing.median_seconds, len(timing.run_seconds), timing.spread, modelled,
+            "; ".join(filter(None, (*measured.rejected_options, note))),
         )  # fmt: skip
         return row, measured
 
 
-def sized(defaults: Settings, scale: BenchSize, model: VideoModel) -> Settings:
-    """Return the settings of the video whose shapes are measured."""
+def bench_settings(defaults: Settings, size: BenchSize, model: VideoModel) -> Settings:
+    """Return the settings of the video whose programs are measured."""
     dtype = "float32" if jax.devices()[0].platform == "cpu" else "bfloat16"
-    settings = defaults.updated({**_shape(scale.size or defaults.size), "frames": scale.frames, "dtype": dtype})
+    settings = defaults.updated(
+        {**_height_and_width(size.size or defaults.size), "frames": size.frames, "dtype": dtype}
+    )
     settings.check(spatial=model.spec.size_multiple, temporal=model.vae.temporal_factor)
     return settings
 
 
-def _shape(size: tuple[int, int]) -> dict[str, int]:
+def _height_and_width(size: tuple[int, int]) -> dict[str, int]:
     return dict(zip(("height", "width"), size, strict=True))
 
 
-def axes_of(outline: Outline, devices: Sequence[Any]) -> dict[str, int]:
-    """Return the axes of the mesh that `wanjax.load` takes for a video of the outline's settings on these devices."""
+def auto_mesh_axes(outline: Outline, devices: Sequence[Any]) -> dict[str, int]:
+    """Choose the axes of a mesh of these devices, as `wanjax.load` does for a video of the outline's settings."""
     cost = step_cost(outline.family, outline.model, outline.settings, param_dtype=outline.param_dtype)
     return auto_mesh(cost, devices)._asdict()
 
 
-def reduced(model: VideoModel, layers: int | None) -> VideoModel:
-    """Return the model with at most so many layers in each transformer; other sizes stay."""
+def limit_layers(model: VideoModel, layers: int | None) -> VideoModel:
+    """Limit the number of layers in each transformer of a model; None keeps all layers."""
     if layers is None:
         return model
     configs: dict[str, Any] = {entry.name: getattr(model, entry.name) for entry in fields(model)}
-    fewer = {
+    reduced_configs = {
         name: replace(config, layers=min(layers, config.layers))
         for name, config in configs.items()
         if isinstance(getattr(config, "layers", None), int)
     }
-    return replace(model, **fewer)
+    return replace(model, **reduced_configs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timing of programs: the warm-up, which compiles, apart from the runs that count."""
+"""Time compiled programs. The first run is a warm-up, and has a time of its own."""
 
 import statistics
 from collections.abc import Callable
@@ -9,43 +9,44 @@ from typing import Any
 
 import jax
 
-FEWEST, MOST = 2, 20  # timed runs
+MIN_RUNS, MAX_RUNS = 2, 20  # the number of runs after the warm-up
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds: to compile, of the first run, and of each run that counts."""
+    """The seconds of a compilation, of the first run, and of each run after it."""
 
-    compiling: float
-    first: float
-    runs: tuple[float, ...]
+    compile_seconds: float
+    first_seconds: float
+    run_seconds: tuple[float, ...]
 
     @property
-    def median(self) -> float:
-        return statistics.median(self.runs)
+    def median_seconds(self) -> float:
+        return statistics.median(self.run_seconds)
 
     @property
     def spread(self) -> float:
-        """The longest run less the shortest, as a share of the median."""
-        return (max(self.runs) - min(self.runs)) / self.median
+        """The difference between the longest and the shortest run, relative to the median."""
+        return (max(self.run_seconds) - min(self.run_seconds)) / self.median_seconds
 
 
-def timed(
-    run: Callable[..., Any], fresh: Callable[[], tuple[Any, ...]], compiling: float, budget: float
+def time_program(
+    run: Callable[..., Any], make_arguments: Callable[[], tuple[Any, ...]], compilation: float, budget: float
 ) -> tuple[Timing, Any]:
-    """Time a compiled program until the budget of seconds is spent, at least twice; return the first result too.
+    """Run and time a compiled program at least twice, until `budget` seconds are over; also return the first result.
 
-    `fresh` returns arguments that the program may reuse; making them does not count, nor does the first run.
+    `make_arguments` returns arguments whose buffers the program may reuse. The time to make the arguments does not
+    count. `compilation` is the number of seconds that compiling took, and becomes a part of the result.
     """
-    first, result = _once(run, fresh)
+    first, result = _time_run(run, make_arguments)
     runs: list[float] = []
-    while len(runs) < FEWEST or (sum(runs) + first < budget and len(runs) < MOST):
-        runs.append(_once(run, fresh)[0])
-    return Timing(compiling, first, tuple(runs)), result
+    while len(runs) < MIN_RUNS or (sum(runs) + first < budget and len(runs) < MAX_RUNS):
+        runs.append(_time_run(run, make_arguments)[0])
+    return Timing(compilation, first, tuple(runs)), result
 
 
-def _once(run: Callable[..., Any], fresh: Callable[[], tuple[Any, ...]]) -> tuple[float, Any]:
-    arguments = jax.block_until_ready(fresh())
+def _time_run(run: Callable[..., Any], make_arguments: Callable[[], tuple[Any, ...]]) -> tuple[float, Any]:
+    arguments = jax.block_until_ready(make_arguments())
     start = perf_counter()
     result = jax.block_until_ready(run(*arguments))
     return perf_counter() - start, result

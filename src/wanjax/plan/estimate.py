@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Estimate the memory and the seconds of each stage of a video, on devices that may be absent."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -8,16 +9,22 @@ from typing import Any
 
 import jax
 
+from wanjax.errors import install_extra
 from wanjax.execution import on_mesh
-from wanjax.figures import in_bytes, quantity
+from wanjax.figures import format_bytes, pluralize
 from wanjax.kernels.attention import AUTO, AttentionConfig, choose
-from wanjax.kernels.compiler_options import SAFE, check_set
+from wanjax.kernels.attention.flash_int8 import ERROR as INT8_ERROR
+from wanjax.kernels.compiler_options import SAFE_SET, check_option_set
+from wanjax.layers.offload import DEFAULT_BLOCKS, STAGES, Offload
+from wanjax.layers.placement import host_bytes
+from wanjax.layers.precision import FLOATS, STORABLE, Precision
 from wanjax.layers.tiling import Tiling
-from wanjax.loading import abstract_pipeline
+from wanjax.loading import WEIGHTS_OF_8_BITS, abstract_pipeline
 from wanjax.media.pictures import Pictures
-from wanjax.pipelines.caching.rules import check_apart
+from wanjax.pipelines.caching.rules import check_separate_forwards
 from wanjax.pipelines.meshes import step_cost
-from wanjax.pipelines.model import Cost, VideoModel, with_attention
+from wanjax.pipelines.model import ForwardCost, VideoModel, with_attention
+from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.tiny_decoder import DecoderFile
 from wanjax.pipelines.tracing import needed_pictures, trace_programs
@@ -38,10 +45,16 @@ from wanjax.pricing.chips import CARDS, Card, Slice
 from wanjax.pricing.pricer import Price
 from wanjax.pricing.roofline import Machine
 from wanjax.registry import Outline
-from wanjax.sharding import RULES, Partitioner
+from wanjax.sharding import SHARDING_RULES, Partitioner, is_in_host_memory
 
 JAX_MEMORY_FRACTION = 0.75  # fraction of a card's memory that JAX allocates by default
-ESTIMATED_BY_MODEL = "a stated model, from the kernels that the card's compiler wrote"
+ESTIMATED_BY_MODEL = "a model of the time of each kernel in the card's compiled program"
+MEMORY_SIZES = (16, 24, 32, 80)  # GiB of a device
+OPTIONS_TO_FIT = (  # each with whether it rounds weights and whether it offloads blocks
+    (f"--precision {WEIGHTS_OF_8_BITS}", True, False),
+    ("--offload blocks", False, True),
+    (f"--precision {WEIGHTS_OF_8_BITS} --offload blocks", True, True),
+)
 PricedProgram = tuple[VideoProgram, Price]
 
 
@@ -49,9 +62,9 @@ PricedProgram = tuple[VideoProgram, Price]
 class Stage:
     """The peak memory of a stage on one device, and its time.
 
-    `weights_bytes_per_chip` counts weights and other arguments, and `activation_bytes_per_chip` all other bytes of the
-    program. `kept_bytes_per_chip` counts networks that stay on the device for another stage. `seconds` is the time of
-    all runs of the stage's programs; None if the stage does not fit.
+    `weights_bytes_per_chip` counts weights and other arguments. `activation_bytes_per_chip` counts all other bytes of
+    the program. `kept_bytes_per_chip` counts networks that stay on the device for another stage. `seconds` is the time
+    of all runs of the stage's programs; it is None if the stage does not fit.
     """
 
     weights_bytes_per_chip: int
@@ -67,7 +80,7 @@ class Stage:
 class Row:
     """A program of a video: how often it runs, the seconds of one run, and its bytes on one device.
 
-    For cards, `kernels` has how often one run starts each kind of kernel.
+    For cards, `kernels` counts how often one run starts each kind of kernel.
     """
 
     stage: str
@@ -82,24 +95,34 @@ class Row:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The estimated memory and time of a video. These are prices, not measurements.
+    """The estimated memory and time of a video. The figures are prices, not measurements.
 
-    `fits` is True if every stage fits. It is None if the roofline model cannot decide, since its peak is an upper bound
-    that assumes no fusion. Unless `fits` is True, `advice` says what to do.
+    `fits` is True if every stage fits. `fits` is None if the roofline model cannot decide, because the model's peak is
+    an upper bound that assumes no fusion. Unless `fits` is True, `advice` says what to do.
 
-    `compiler` is the set of compiler options; None if nothing was compiled. `attention` is the implementation of
-    self-attention that was priced, which is the one that a run uses if the trials of its kernel pass.
+    `compiler` is the name of the set of compiler options; None if nothing was compiled. `attention` is the priced
+    implementation of self-attention. A run uses the same implementation if the trials of its kernel pass.
+
+    `offload` is the offload as `Offload.of` reads it. `host_bytes` is the size of the blocks in the host's
+    memory: of all networks, or of the largest one if each is freed after its stage.
+
+    `full_precision` describes the projections that stay in full precision when the other weights have 8 bits.
 
     `reusing_steps` is the number of steps that reuse values of the step cache. `dense_steps` is the number of steps
-    that use full attention, which are the first steps of radial attention. Fields named `step_...` are about all other
-    steps. If a step decides on the device whether it reuses, `reusing_step_seconds` is the time of a step that does not
-    reuse, `reusing_step_seconds_least` of a step that does, and `total_seconds_least` assumes the maximum number of
-    reusing steps. `step_seconds_worst` is the high end of a step in which every attention head takes its safe path;
-    None if kernels have no schedules. `total_seconds_low` and `total_seconds_high` are the ends of the range, with
-    every program at its own end.
+    that use full attention, which are the first steps of radial attention. Fields named `step_...` describe the steps
+    that neither reuse values nor are dense. Some caches decide on the device whether a step reuses values. For them,
+    `reusing_step_seconds` is the time of a step that does not reuse, `reusing_step_seconds_least` is the time of a step
+    that does, and `total_seconds_least` assumes the maximum number of reusing steps. `step_seconds_worst` is the high
+    end of the time of a step in which every attention head takes its safe path; None if kernels have no schedules.
+    `total_seconds_low` adds up the low ends of all programs, and `total_seconds_high` adds up the high ends.
+
+    `fits_in` has options for sizes of a device's memory: the first with which the video fits, which is empty if it fits
+    as it is, and None if no option suffices. These are estimates, with the activations of the compiled programs. If
+    nothing was compiled, they are for weights and inputs alone. `fits_in` is empty if it was not requested and the
+    video fits.
 
     `peak_bytes_per_chip` is the peak of the whole run. `frames_a_second` is the rate at which a streamed video gets its
-    frames, including the decoder, once attention sees a full window. Compare it with `fps`, the rate of playback.
+    frames, including decoding, once the attention window is full. Compare this rate with `fps`, the rate of playback.
     """
 
     model: str
@@ -115,6 +138,10 @@ class Estimate:
     guidance_scale: float
     guidance_rule: str
     dtype: str
+    precision: str
+    full_precision: Sequence[str]
+    offload: str
+    host_bytes: int
     priced_by: str
     memory_per_chip: int
     fits: bool | None
@@ -148,75 +175,88 @@ class Estimate:
     collectives: Sequence[Mapping[str, Any]]
     doubts: Sequence[str]
     advice: str | None
+    fits_in: Mapping[str, str | None]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def estimate(
+def estimate_video(
     outline: Outline,
     chip: str,
     mesh: tuple[int, int, int] | None = None,
     *,
     sp: int | None = None,
     rules: str = "fsdp",
-    compiler: str = SAFE,
+    compiler: str = SAFE_SET,
     attention: AttentionConfig = AUTO,
     batch_guidance: bool = False,
     tiling: Tiling | None = None,
     pictures: Pictures | None = None,
-    offload: bool | None = True,
+    offload: Offload = STAGES,
     decoder: DecoderFile | None = None,
+    finds_options: bool = False,
     on_progress: OnProgress = lambda now, done, total: None,
 ) -> Estimate:
     """Estimate a video with the outline's settings on a slice such as v6e-8.
 
-    Without `mesh`, the best mesh is chosen, with `sp` as the size of that axis if it is set. Without `pictures`, the
-    pictures that the model needs are assumed, in the size of the video. `on_progress` is as in `priced_on`; the other
-    arguments are as in `wanjax.load` and `Pipeline.denoise`. Raises WanjaxError if the chip is unknown, the mesh does
-    not match its number of devices, or a compiler is missing.
+    Without `mesh`, the best mesh is chosen; `sp`, if set, is the size of its axis `sp`. Without `pictures`, the
+    estimate assumes the pictures that the model requires, in the size of the video. `finds_options` also finds the
+    options with which the video fits other sizes of memory, as for a video that does not fit. `on_progress` is as in
+    `priced_on`.
+    The other arguments are as in `wanjax.load` and `Pipeline.denoise`. Raises WanjaxError if the chip is unknown, the
+    mesh does not match its number of devices, or a compiler is missing.
     """
     family, settings = outline.family, outline.settings
     model = with_attention(outline.model, attention, settings.model)
     hardware, attention = find_priceable_hardware(chip), model.spec.attention(attention)
-    check_set(compiler)
+    check_option_set(compiler)
     doubts: list[str] = []
     if isinstance(hardware, Machine):
         if chip in CARDS:
             doubts.append(
-                f"nothing was compiled for {chip}: install wanjax[plan-cuda] for exact memory, and for times that are "
-                "estimated from the compiled kernels"
+                f"nothing was compiled for {chip}: {install_extra('plan-cuda')} for exact memory, and for "
+                "times that are estimated from the compiled kernels"
             )
         if attention.window is not None:
             doubts.append(
-                f"the window of {quantity(attention.window, 'token')} is ignored: the price is that of full attention"
+                f"the window of {pluralize(attention.window, 'token')} is ignored: the price is that of full attention"
             )
         attention, compiler = (
             attention if attention.is_sparse else AttentionConfig("reference"),
-            SAFE,
-        )  # without a compiler, only the reference has a price
-    options = {"attention": attention, "rules": RULES[rules], "offload": offload}
-    cost = partial(step_cost, family, model, settings, param_dtype=outline.param_dtype, **options)
-    hardware, axes = mesh_axes(hardware, mesh, cost, sp)
+            SAFE_SET,
+        )  # needs no compiler
+    options = {"attention": attention, "rules": SHARDING_RULES[rules], "offload": offload}
+    compute_step_cost = partial(step_cost, family, model, settings, param_dtype=outline.param_dtype, **options)
+    hardware, axes = mesh_axes(hardware, mesh, compute_step_cost, sp, one_device=offload.blocks > 0)
+    offload.check_devices(hardware.devices)
     attention_cost = model.cost(model.spec.passes_of(settings)[0])
-    check_apart(settings.cache, axes["dp"] > 1 or batch_guidance)
+    check_separate_forwards(settings.cache, axes["dp"] > 1 or batch_guidance)
     settings = replace(settings, cache=model.spec.cache_rule(settings))
-    if not (settings.cache.counted or settings.cache.decided_on_device):  # only the weights decide which steps reuse
+    if not (settings.cache.is_known_before_run or settings.cache.decided_on_device):  # known only with weights
         doubts.append(
-            f"which steps reuse cached values ({settings.cache}) is not known in advance: only one is priced so"
+            f"which steps reuse cached values ({settings.cache}) is not known in advance: the price assumes one such "
+            "step"
         )
-    partitioner = Partitioner(mesh_on(hardware, axes), RULES[rules])
-    load_options = {"attention": attention, "compiler": compiler, "offload": offload, "decoder": decoder}
+    if attention.qk:
+        doubts.append(f"attention is not exact with qk={attention.qk}: {INT8_ERROR}")
+    partitioner = Partitioner(mesh_on(hardware, axes), SHARDING_RULES[rules], num_device_blocks=offload.blocks)
+    load_options: dict[str, Any] = {
+        "attention": attention,
+        "compiler": compiler,
+        "offload": offload,
+        "decoder": decoder,
+    }
     pipe = abstract_pipeline(replace(outline, model=model, settings=settings), partitioner, **load_options)
 
-    def programs_for(settings: Settings) -> list[VideoProgram]:
+    def programs_for(settings: Settings, pipe: Pipeline = pipe) -> list[VideoProgram]:
         shown_pictures = needed_pictures(pipe, settings) if pictures is None else pictures
-        options = {"tiling": tiling, "batch_guidance": batch_guidance, "room": hardware.memory}
+        options = {"tiling": tiling, "batch_guidance": batch_guidance, "memory": hardware.memory}
         return programs_of(trace_programs(pipe, settings, shown_pictures, **options))
 
     programs = programs_for(settings)
-    priced = priced_on(hardware, [(program.name, program.lowering) for program in programs], on_progress)
-    prices = list(zip(programs, priced, strict=True))
+    program_prices = priced_on(hardware, [(program.name, program.lowering) for program in programs], on_progress)
+    prices = list(zip(programs, program_prices, strict=True))
     (step,) = (price for program, price in prices if program.name == STEP)
     names = dict.fromkeys(program.stage for program in programs)
     stages = {name: _stage([pair for pair in prices if pair[0].stage == name], hardware.memory) for name in names}
@@ -227,11 +267,41 @@ def estimate(
                 f"the peak is above the {JAX_MEMORY_FRACTION:.0%} of a card that JAX allocates by default: set "
                 "XLA_CLIENT_MEM_FRACTION=.95 in the environment"
             )
+    memory = _memory(settings, chip, hardware, stages, step)
+
+    def programs_with(precision: str, blocks: int) -> list[VideoProgram]:
+        changed = replace(settings, precision=precision)
+        changed_options: dict[str, Any] = load_options | {"offload": replace(offload, blocks=blocks)}
+        changed_pipe = abstract_pipeline(
+            replace(outline, model=model, settings=changed),
+            replace(partitioner, num_device_blocks=blocks),
+            **changed_options,
+        )
+        return programs_for(changed, changed_pipe)
+
+    fits_in: Mapping[str, str | None] = {}
+    if finds_options or memory["fits"] is False:
+        peaks = {"": _estimated_peak(prices, programs, hardware)}
+        can_offload = hardware.devices == 1 and not offload.blocks
+        can_round = settings.precision == FLOATS.name and family.full_precision(model) is not None
+        for option, rounds, offloads in OPTIONS_TO_FIT:
+            if (can_round or not rounds) and (can_offload or not offloads):
+                precision = WEIGHTS_OF_8_BITS if rounds else settings.precision
+                blocks = DEFAULT_BLOCKS if offloads else offload.blocks
+                peaks[option] = _estimated_peak(prices, programs_with(precision, blocks), hardware)
+        fits_in = {
+            f"{size} GiB": next((option for option, peak in peaks.items() if peak <= size * 2**30), None)
+            for size in MEMORY_SIZES
+        }
+        if memory["fits"] is False:
+            memory["advice"] += _options_advice(peaks, hardware.memory)
     chunk_frames = model.spec.chunk_length
     programs_with_next_chunk = (
         programs_for(settings.updated({"frames": settings.frames + chunk_frames})) if chunk_frames else []
     )
+    components = pipe.components.abstract()
     networks = [family.network_of(config) for config in model.spec.networks.values()]
+    precision = Precision.of(settings.precision)
     return Estimate(
         model=settings.model,
         chip=chip,
@@ -246,9 +316,16 @@ def estimate(
         guidance_scale=settings.guidance_scale,
         guidance_rule=str(settings.guidance_rule),
         dtype=settings.dtype,
+        precision=settings.precision,
+        full_precision=(precision.quantizes and family.full_precision(model)) or [],
+        offload=str(offload),
+        host_bytes=(max if offload.frees_stages else sum)(
+            host_bytes(components.get(name)) for name in model.spec.networks
+        ),
         attention=_attention_name(attention, attention_cost, settings.dtype, partitioner),
         priced_by=_priced_by(hardware),
-        **_memory(settings, chip, hardware, stages, step),
+        **memory,
+        fits_in=fits_in,
         programs=[
             Row(
                 program.stage,
@@ -257,7 +334,7 @@ def estimate(
                 price.seconds,
                 price.arguments,
                 price.peak,
-                program.beside,
+                program.resident_bytes,
                 price.kernels,
             )
             for program, price in prices
@@ -268,20 +345,25 @@ def estimate(
         compile_seconds=sum(stage.compile_seconds for stage in stages.values()),
         download_bytes_at_most=4 * sum(network.parameters for network in networks),
         disk_bytes=sum(
-            network.parameters * (4 if network.float32 else 2) for network in networks
-        ),  # as `wanjax convert` stores them
-        doubts=[*dict.fromkeys(doubt for price in priced for doubt in price.doubts), *doubts],
+            network.weight_bytes("bfloat16", precision if precision.name in STORABLE else FLOATS)
+            for network in networks
+        ),  # the bytes of the weights as `wanjax convert` stores them
+        doubts=[*dict.fromkeys(doubt for price in program_prices for doubt in price.doubts), *doubts],
     )
 
 
-def _attention_name(attention: AttentionConfig, attention_cost: Cost, dtype: str, partitioner: Partitioner) -> str:
-    """Return the implementation of self-attention that a run uses on these devices."""
+def _attention_name(
+    attention: AttentionConfig, attention_cost: ForwardCost, dtype: str, partitioner: Partitioner
+) -> str:
+    """Name the implementation of self-attention that a run uses on these devices."""
     if attention.is_sparse:
         return str(attention)
     shape = (1, attention_cost.tokens, attention_cost.heads, attention_cost.width // attention_cost.heads)
     operand = jax.ShapeDtypeStruct(shape, dtype, sharding=partitioner.replicated)
-    with on_mesh(partitioner):  # the kernels ask it for the chip
-        return choose(operand, operand, operand, implementation=attention).name
+    with on_mesh(partitioner):  # the kernels read the kind of chip from this mesh
+        return choose(operand, operand, operand, implementation=attention).name + (
+            f":qk={attention.qk}" if attention.qk else ""
+        )
 
 
 def _priced_by(hardware: Hardware) -> str:
@@ -293,19 +375,19 @@ def _priced_by(hardware: Hardware) -> str:
 def _memory(
     settings: Settings, chip: str, hardware: Hardware, stages: Mapping[str, Stage], step: Price
 ) -> dict[str, Any]:
-    """Return the fields of `Estimate` on the stages and their memory, and on what limits the video."""
+    """Return the fields of `Estimate` about the stages, their memory, and what limits the speed of the video."""
     stage_fits = [
         fits_on(hardware, stage.weights_bytes_per_chip + stage.kept_bytes_per_chip, stage.peak_bytes_per_chip)
         for stage in stages.values()
     ]
     fits = False if False in stage_fits else None if None in stage_fits else True
-    tightest = min(stages, key=lambda name: stages[name].spare_bytes_per_chip)
+    tightest_stage = min(stages, key=lambda name: stages[name].spare_bytes_per_chip)
     return {
         "memory_per_chip": hardware.memory,
         "fits": fits,
         "peak_bytes_per_chip": max(stage.peak_bytes_per_chip for stage in stages.values()),
         "stages": stages,
-        "limit": (None if fits is False else limit_of(step)) or f"the memory of a chip, in {tightest}",
+        "limit": (None if fits is False else limit_of(step)) or f"the memory of a chip, in {tightest_stage}",
         "advice": None if fits else _advice(settings, chip, stages, hardware.devices, fits),
     }
 
@@ -313,10 +395,10 @@ def _memory(
 def _frames_per_second(
     chunk_frames: int, programs_with_next_chunk: Sequence[VideoProgram], prices: Sequence[PricedProgram]
 ) -> float | None:
-    """Return the frames per second of a video that is streamed, from the price of one more chunk.
+    """Return the frames per second of a streamed video, from the price of one more chunk.
 
     `programs_with_next_chunk` has the programs of a video that is one chunk longer; it is empty if the video is not
-    streamed. Returns None for such a video, and if a program does not fit or has no price, as for a single chunk.
+    streamed. Returns None if the video is not streamed, if a program does not fit, or if a program has no price.
     """
     times_and_seconds = {(program.stage, program.name): (program.times, price.seconds) for program, price in prices}
     seconds = 0.0
@@ -328,8 +410,11 @@ def _frames_per_second(
     return chunk_frames / seconds if programs_with_next_chunk else None
 
 
-def _step(settings: Settings, hardware: Hardware, step: Price, attention_cost: Cost | None) -> dict[str, Any]:
-    """Return the fields on a step; without its work, which a window or a mask makes less, no share of a peak."""
+def _step(settings: Settings, hardware: Hardware, step: Price, attention_cost: ForwardCost | None) -> dict[str, Any]:
+    """Return the fields of `Estimate` about a step. `mfu` is None if `attention_cost` is None.
+
+    A window or a mask reduces the work of attention by an unknown amount, so there is no `mfu` with them.
+    """
     flops = attention_cost and (2 if settings.guided else 1) * sum(attention_cost.flops.values())
     return {
         "step_seconds": step.seconds,
@@ -347,7 +432,7 @@ def _step(settings: Settings, hardware: Hardware, step: Price, attention_cost: C
 def _totals(
     model: VideoModel, settings: Settings, stages: Mapping[str, Stage], prices: Sequence[PricedProgram]
 ) -> dict[str, Any]:
-    """Return the fields of `Estimate` on the whole run, on steps that reuse cached values, and on dense steps.
+    """Return the fields of `Estimate` about the whole run, about steps that reuse cached values, and about dense steps.
 
     The low end of the range assumes the maximum number of reusing steps.
     """
@@ -364,7 +449,7 @@ def _totals(
         times, seconds = next(((run.times, x.seconds) for run, x in prices if run.name == kind), (0, None))
         values |= {f"{kind}s": times, f"{kind}_seconds": seconds}
     if settings.cache.decided_on_device:
-        values["reusing_steps"] = most = sum(model.spec.reused(settings))
+        values["reusing_steps"] = most = sum(model.spec.reused_steps(settings))
         least = next((x.least for run, x in prices if run.name == REUSING), None)
         if least is not None and total is not None:
             saved = most * (values["reusing_step_seconds"] - least)
@@ -377,16 +462,19 @@ def _totals(
 
 
 def _stage(programs: Sequence[PricedProgram], memory: int) -> Stage:
-    """Return a stage from its programs. They run one after another, so the largest one sets the stage's memory."""
-    program, largest = max(programs, key=lambda pair: pair[1].peak + pair[0].beside)
+    """Build a stage from its programs.
+
+    The programs run one after another, so the stage needs the memory of the largest program.
+    """
+    program, largest = max(programs, key=lambda pair: pair[1].peak + pair[0].resident_bytes)
     return Stage(
         weights_bytes_per_chip=largest.arguments,
         activation_bytes_per_chip=largest.peak - largest.arguments,
-        kept_bytes_per_chip=program.beside,
-        peak_bytes_per_chip=largest.peak + program.beside,
-        spare_bytes_per_chip=memory - largest.peak - program.beside,
+        kept_bytes_per_chip=program.resident_bytes,
+        peak_bytes_per_chip=largest.peak + program.resident_bytes,
+        spare_bytes_per_chip=memory - largest.peak - program.resident_bytes,
         seconds=_sum(x.seconds and run.times * x.seconds for run, x in programs),
-        compile_seconds=sum(priced.compile_seconds for _, priced in programs),
+        compile_seconds=sum(price.compile_seconds for _, price in programs),
     )
 
 
@@ -396,15 +484,59 @@ def _sum(seconds: Iterable[float | None]) -> float | None:
     return None if None in values else sum(filter(None, values))
 
 
+def _estimated_peak(prices: Sequence[PricedProgram], changed: Sequence[VideoProgram], hardware: Hardware) -> int:
+    """Estimate the peak of a run on one device if its weights take another number of bytes.
+
+    The activations are those of the compiled programs. If nothing was compiled, they count as nothing.
+
+    Args:
+        prices: The programs and their prices.
+        changed: The same programs with other weights.
+        hardware: The devices.
+    """
+    priced = {(program.stage, program.name): (program, price) for program, price in prices}
+    peaks = []
+    for program in changed:
+        original, price = priced[program.stage, program.name]
+        activations = price.peak - _argument_bytes(original) if isinstance(hardware, Slice) else 0
+        peaks.append(activations + _argument_bytes(program) + program.resident_bytes)
+    return max(peaks)
+
+
+def _argument_bytes(program: VideoProgram) -> int:
+    """Return the bytes of a program's arguments on one device, with two blocks of the weights in the host's memory."""
+    argument_bytes = 0
+    for x in jax.tree.leaves(program.lowering.arguments):
+        sharding = getattr(x, "sharding", None)
+        shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
+        device_bytes = math.prod(shape) * x.dtype.itemsize
+        if sharding is not None and is_in_host_memory(x):
+            device_bytes = device_bytes * min(DEFAULT_BLOCKS, x.shape[0]) // x.shape[0]
+        argument_bytes += device_bytes
+    return argument_bytes
+
+
+def _options_advice(peaks: Mapping[str, int], memory: int) -> str:
+    """Return the end of the advice: the options with which the video fits, and the memory that it then needs.
+
+    Args:
+        peaks: The peak with each option.
+        memory: The memory of a device.
+    """
+    fitting = {option: peak for option, peak in peaks.items() if option and peak <= memory}
+    alone = {option: peak for option, peak in fitting.items() if option.count("--") == 1}
+    return "".join(f"; {option} needs about {format_bytes(peak, 1024)}" for option, peak in (alone or fitting).items())
+
+
 def _advice(settings: Settings, chip: str, stages: Mapping[str, Stage], devices: int, fits: bool | None) -> str:
-    """Return what to do if a video does not fit, or may not fit."""
+    """Write the advice for a video that does not fit, or that may not fit."""
     name, largest = max(stages.items(), key=lambda item: item[1].peak_bytes_per_chip)
-    video = f"{settings.model} at {settings.width}x{settings.height} and {quantity(settings.frames, 'frame')}"
+    video = f"{settings.model} at {settings.width}x{settings.height} and {pluralize(settings.frames, 'frame')}"
     needed, memory = largest.peak_bytes_per_chip, largest.peak_bytes_per_chip + largest.spare_bytes_per_chip
     if fits is None:
         min_bytes = largest.weights_bytes_per_chip + largest.kept_bytes_per_chip
         return may_fit(f"{video} may fit {chip}", f"to {name} it", min_bytes, needed, memory)
     return (
-        f"{video} does not fit {chip}: to {name} it needs {in_bytes(needed, 1024)} a chip, which has "
-        f"{in_bytes(memory, 1024)}; {would_fit(chip, needed * devices)}"
+        f"{video} does not fit {chip}: to {name} it needs {format_bytes(needed, 1024)} a chip, which has "
+        f"{format_bytes(memory, 1024)}; {would_fit(chip, needed * devices)}"
     )

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from wanjax.errors import WanjaxError
-from wanjax.figures import in_bytes
+from wanjax.figures import format_bytes
 from wanjax.pipelines.meshes import StepCost, choose_mesh
 from wanjax.plan.price import PRICER
 from wanjax.pricing import roofline_price
@@ -29,15 +29,16 @@ LIMITS = {
     "elementwise": "the memory's bandwidth, in elementwise work",
     "copies": "the memory's bandwidth, in copies",
     "communication": "the links between chips",
+    "offload": "the link to the host's memory",
 }
-USABLE_FRACTION = 0.9  # fraction of a device's memory on which advice counts
+USABLE_FRACTION = 0.9  # the fraction of a device's memory that advice assumes to be usable
 
 
 def find_priceable_hardware(name: str) -> Hardware:
-    """Return the slice or the device with a name.
+    """Find the slice or the device with a name.
 
-    Without the compiler of the extra `plan-cuda`, a card is a device with a roofline model. Raises WanjaxError if the
-    name is unknown, or if the hardware needs a compiler that is missing.
+    If the compiler of the extra `plan-cuda` is not installed, the result for a card is a device with a roofline model.
+    Raises WanjaxError if the name is unknown, or if the hardware needs a compiler that is missing.
     """
     hardware = find_hardware(name)
     if name in CARD_SLICES and has_cuda_compiler():
@@ -48,21 +49,28 @@ def find_priceable_hardware(name: str) -> Hardware:
 
 
 def mesh_axes(
-    hardware: Hardware, mesh: tuple[int, int, int] | None, step: Callable[[], StepCost], sp: int | None
+    hardware: Hardware,
+    mesh: tuple[int, int, int] | None,
+    step: Callable[[], StepCost],
+    sp: int | None,
+    *,
+    one_device: bool = False,
 ) -> tuple[Hardware, dict[str, int]]:
-    """Return the hardware that a mesh uses, and the sizes of the mesh by axis.
+    """Choose the hardware that a mesh uses, and the sizes of the mesh by axis.
 
     Args:
         hardware: A slice, or a single device with a roofline model.
         mesh: The sizes in the order of `MESH_AXES`; None for the best mesh, which may use only part of a slice.
-        step: Returns the cost of a step, by which the best mesh is chosen.
+        step: A function that returns the cost of a step, by which the best mesh is chosen.
         sp: The size of the axis `sp` in the best mesh; None to choose it.
+        one_device: True if the best mesh must have one device.
 
     Raises:
         WanjaxError: The mesh has several devices, but the hardware is a single device.
     """
     if mesh is None and isinstance(hardware, Slice):
-        mesh = choose_mesh(step(), hardware.devices, hardware.memory, hardware.chip, sp=sp)
+        devices = 1 if one_device else hardware.devices
+        mesh = choose_mesh(step(), devices, hardware.memory, hardware.chip, sp=sp)
         hardware = replace(hardware, devices=prod(mesh))
     mesh = mesh or (1, 1, 1)
     if isinstance(hardware, Machine) and prod(mesh) != 1:
@@ -73,7 +81,7 @@ def mesh_axes(
 
 
 def mesh_on(hardware: Hardware, axes: Mapping[str, int]) -> Mesh | AbstractMesh:
-    """Return the mesh on which programs for this hardware are traced: a CPU for a device with a roofline model."""
+    """Return the mesh for tracing programs for this hardware. For a device with a roofline model it is a CPU."""
     return abstract_mesh(hardware, axes) if isinstance(hardware, Slice) else make_mesh(devices=jax.devices("cpu")[:1])
 
 
@@ -84,14 +92,15 @@ def priced_on(
 ) -> list[Price]:
     """Price named programs that are traced on `mesh_on`.
 
-    A slice is priced with the chip's compiler, and another device with its roofline model. `on_progress` is called when
-    a program starts and when its price is known. Its arguments are the names of the programs that are being priced, the
-    number of programs that are done, and the total number, both without programs whose price was cached.
+    A slice is priced with the chip's compiler, and any other device is priced with its roofline model. `on_progress` is
+    called when a program starts and when its price is known. `on_progress` gets the names of the programs that are
+    being priced, the number of finished programs, and the total number of programs. Programs whose price was cached are
+    not counted.
     """
     lowerings = [lowering for _, lowering in programs]
     prices: dict[int, Price] = {}
     running: dict[int, str] = {}
-    cached: int | None = None  # number of cached prices; None until a program starts
+    cached: int | None = None  # the number of cached prices; None until a program starts
 
     def report() -> None:
         on_progress([*running.values()], len(prices) - (cached or 0), len(programs) - (cached or 0))
@@ -102,12 +111,12 @@ def priced_on(
         running[number] = programs[number][0]
         report()
 
-    priced = (
+    numbered_prices = (
         PRICER.prices(hardware, lowerings, on_start)
         if isinstance(hardware, Slice)
         else _roofline_prices(hardware, lowerings, on_start)
     )
-    for number, price in priced:
+    for number, price in numbered_prices:
         prices[number] = price
         running.pop(number, None)
         if cached is not None:
@@ -124,17 +133,17 @@ def _roofline_prices(
 
 
 def limit_of(program: Price) -> str | None:
-    """Return what limits the speed of a program; None if the program does not fit."""
+    """Describe what limits the speed of a program; return None if the program does not fit."""
     parts = program.breakdown
     return LIMITS[max(parts, key=lambda part: parts[part])] if parts else None
 
 
 def fits_on(hardware: Hardware, arguments: int, peak: int) -> bool | None:
-    """Return whether a program fits a device; None if this depends on fusion and nothing was compiled.
+    """Tell whether a program fits a device; return None if this depends on fusion and nothing was compiled.
 
     Args:
-        hardware: The devices. For a slice the bytes are from its compiler; otherwise the peak is an upper bound that
-            assumes no fusion.
+        hardware: The devices. For a slice, `peak` comes from the compiler. For other hardware, `peak` is an upper bound
+            that assumes no fusion.
         arguments: Bytes that are needed in any case: weights, inputs and networks that stay on the device.
         peak: Bytes at the peak.
     """
@@ -143,25 +152,29 @@ def fits_on(hardware: Hardware, arguments: int, peak: int) -> bool | None:
     return None if not isinstance(hardware, Slice) and arguments <= hardware.memory else False
 
 
-def may_fit(claim: str, subject: str, least: int, most: int, memory: int) -> str:
-    """Return the advice for a program that may or may not fit, which only a compiler can decide.
+def may_fit(claim: str, subject: str, min_bytes: int, max_bytes: int, memory: int) -> str:
+    """Write the advice for a program that may or may not fit. Only a compiler can decide it.
 
     Args:
         claim: The start of the sentence, which says what may fit.
-        subject: What needs the memory.
-        least: Bytes of weights and inputs on a device.
-        most: Bytes at the peak if nothing is fused.
+        subject: The subject of the sentence: what needs the memory.
+        min_bytes: Bytes of weights and inputs on a device.
+        max_bytes: Bytes at the peak if nothing is fused.
         memory: Bytes of a device's memory.
     """
     return (
-        f"{claim}: {subject} needs {in_bytes(least, 1024)} for weights and inputs, and up to {in_bytes(most, 1024)} in "
-        f"all if nothing is fused; a chip has {in_bytes(memory, 1024)}. Nothing was compiled for this chip: to be "
+        f"{claim}: {subject} needs {format_bytes(min_bytes, 1024)} for weights and inputs, and up to "
+        f"{format_bytes(max_bytes, 1024)} in "
+        f"all if nothing is fused; a chip has {format_bytes(memory, 1024)}. Nothing was compiled for this chip: to be "
         "sure, run `wanjax warmup` there, which compiles without weights"
     )
 
 
 def would_fit(chip: str, needed: int) -> str:
-    """Return the end of the advice: the smallest slice with enough memory, with the same chip if there is one."""
+    """Write the end of the advice.
+
+    The advice names the smallest slice with enough memory, preferably of the same chip.
+    """
     family = CARD_SLICES if chip.partition("-")[0] in CARD_SLICES else SLICES
     large_enough = [
         hardware for hardware in family.values() if hardware.devices * hardware.chip.hbm * USABLE_FRACTION > needed

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `Pricer` of this package, and `wanjax.price`, which prices any JAX function."""
+"""The shared `Pricer` of plans, and `wanjax.price`, which prices any JAX function."""
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from wanjax.kernels.attention.visits import visits
+from wanjax.errors import WanjaxError, repr_short
+from wanjax.kernels.attention.visits import typical_branch_scalars
+from wanjax.kernels.quantized_matmul import PRODUCTS_SCOPE
 from wanjax.pricing.pricer import Price, Pricer
-from wanjax.stores.results import Results
+from wanjax.stores.results import ResultCache
 from wanjax.stores.temporary import temp_dir
 
-PRICER = Pricer("attention", "self_attention", visits, Results(), temp_dir)
+PRICER = Pricer("attention", "self_attention", PRODUCTS_SCOPE, typical_branch_scalars, ResultCache(), temp_dir)
 
 
 def price(
@@ -46,7 +50,29 @@ def price(
         The bytes and the seconds of one run on one device. `seconds` is None if the program does not fit in memory.
 
     Raises:
-        WanjaxError: The slice is unknown, the mesh does not use all its chips, or the compiler libtpu is missing.
+        WanjaxError: `function` is not a function, an argument has no shape, the slice is unknown, the mesh does not use
+            all its chips, or the compiler libtpu is missing.
         CompilerError: The program does not compile.
     """
+    plan = "`wanjax plan MODEL` prices a video of a model"
+    if not callable(function) or hasattr(
+        function, "defaults"
+    ):  # a pipeline can be called, but is not a function of arrays
+        if isinstance(function, str):
+            plan = f"`{shlex.join(['wanjax', 'plan', function])}` prices a video of a model"
+        raise WanjaxError(f"price takes a function of arrays that JAX can trace, got {repr_short(function)}: {plan}")
+    for leaf in jax.tree.leaves(shapes):
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            example = "jax.ShapeDtypeStruct((8192, 4096), 'bfloat16')"
+            raise WanjaxError(f"price takes the shape of each argument, got {repr_short(leaf)}: give {example}")
+    if not isinstance(mesh, Mapping | Mesh | AbstractMesh | None):
+        raise WanjaxError(
+            f"mesh must be the sizes of axes by name, got {repr_short(mesh)}: give one such as {{'tp': 8}}"
+        )
+    if not isinstance(donate, Sequence) or isinstance(donate, str | bytes):
+        raise WanjaxError(
+            f"donate must be a list of indices of arguments, got {repr_short(donate)}: give one such as [0]"
+        )
+    if not isinstance(options, Mapping | None):
+        raise WanjaxError(f"options must be compiler options by name, got {repr_short(options)}: give a dict or None")
     return PRICER.price(function, *shapes, mesh=mesh, chip=chip, donate=donate, options=options)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimate many videos by a deadline: price each kind of slice, and find the one with the fewest chip-hours."""
+"""Estimate many videos by a deadline: price each kind of slice, and find the slice that needs the fewest chip-hours."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -8,27 +8,29 @@ from math import ceil, inf
 from typing import Any
 
 from wanjax.kernels.attention import AUTO, AttentionConfig
-from wanjax.pipelines.meshes import StepCost, choose_mesh, has_room, step_cost, step_seconds
-from wanjax.plan.estimate import Estimate, estimate
+from wanjax.layers.offload import STAGES
+from wanjax.pipelines.meshes import StepCost, choose_mesh, step_cost, step_seconds, weights_fit
+from wanjax.plan.estimate import Estimate, estimate_video
 from wanjax.plan.hardware import Hardware, OnProgress, find_priceable_hardware
 from wanjax.pricing.chips import CARD_SLICES, SLICES, Slice
-from wanjax.pricing.costs import Cost
+from wanjax.pricing.costs import ValueRange
 from wanjax.pricing.roofline import find_hardware
 from wanjax.registry import Outline
-from wanjax.sharding import RULES
+from wanjax.sharding import SHARDING_RULES
 
-MAX_RATIO = 1.5  # slices above this ratio of chip-seconds to the best slice's, by a rough model, are not priced
+MAX_RATIO = 1.5  # slices above this multiple of the best slice's estimated chip-seconds are not priced
 START_SECONDS, DOWNLOAD_RATE, LOAD_RATE = 300.0, 200e6, 580e6
-"""Defaults: seconds until a slice is ready and bytes per second of a download, both assumed, and bytes per second at
-which weights are loaded from a disk onto devices, as measured in docs/performance.md."""
+"""Defaults: the seconds until a slice is ready, the bytes per second of a download, and the bytes per second of loading
+weights from a disk onto devices. The first two are assumed. The third is measured in docs/performance.md.
+"""
 
 
 @dataclass(frozen=True)
 class Workload:
     """The videos to make, and the user's figures for the cloud; None for an unknown figure.
 
-    `requests` is the number of videos. `deadline` is in seconds, as are `start`, the time until a slice is ready, and
-    `compiling`. `price` is the price of a chip-hour, and `download` is in bytes per second.
+    `requests` is the number of videos. `deadline`, `start` (the time until a slice is ready) and `compiling` are in
+    seconds. `price` is the price of a chip-hour. `download` is in bytes per second.
     """
 
     requests: int
@@ -43,37 +45,37 @@ class Workload:
 class Option:
     """The estimate for making all videos on slices of one kind. Each range is a low, a middle and a high value.
 
-    `video_seconds` is the time of one video on a slice, and `startup_seconds` the time before a slice's first video.
+    `video_seconds` is the time of one video on a slice, and `startup_seconds` is the time before a slice's first video.
     `slices` is the number of slices that meet the deadline: 1 without a deadline, and infinite if no number meets it.
-    `seconds` is the time for which the slices are rented, and `chip_hours` is the total of all their chips.
+    `seconds` is the time for which the slices are rented, and `chip_hours` adds up that time over all their chips.
     """
 
     slice: str
     devices: int
     plan: Estimate
-    video_seconds: Cost
-    startup_seconds: Cost
-    slices: Cost
-    seconds: Cost
-    chip_hours: Cost
+    video_seconds: ValueRange
+    startup_seconds: ValueRange
+    slices: ValueRange
+    seconds: ValueRange
+    chip_hours: ValueRange
 
     @property
-    def chip_seconds(self) -> Cost:
+    def chip_seconds(self) -> ValueRange:
         """The chip-seconds of one video, without the start-up of its slice."""
-        return self.video_seconds.scaled(self.devices)
+        return self.video_seconds.scaled_by(self.devices)
 
     @property
     def in_time(self) -> bool:
-        """Whether some number of slices meets the deadline, by the middle values."""
+        """Whether any number of slices meets the deadline, by the middle value of the range."""
         return self.chip_hours.mid < inf
 
 
 @dataclass(frozen=True)
 class Rejected:
-    """A kind of slice on which a video does not fit, or which was not priced, in which case `plan` is None.
+    """A kind of slice on which a video does not fit, or which was not priced. `plan` is None if it was not priced.
 
-    `ratio` is the chip-seconds of a step divided by those of the best slice, by the model of `pipelines/meshes.py`. It
-    is infinite if the weights do not fit.
+    `ratio` is the chip-seconds of a step divided by the best slice's chip-seconds, by the model of
+    `pipelines/meshes.py`. `ratio` is infinite if the weights do not fit.
     """
 
     slice: str
@@ -105,7 +107,7 @@ class ScaleEstimate:
 
     @property
     def as_good(self) -> list[Option]:
-        """The options whose range of chip-hours overlaps the range of the best option."""
+        """The other options whose range of chip-hours overlaps the best option's range."""
         best = self.best
         return [
             option
@@ -113,9 +115,9 @@ class ScaleEstimate:
             if best and option is not best and option.chip_hours.low < best.chip_hours.high
         ]
 
-    def cost(self, option: Option) -> Cost | None:
-        """Return the cost of an option, if the price of a chip-hour is known."""
-        return option.chip_hours.scaled(self.bulk.price) if self.bulk.price else None
+    def cost(self, option: Option) -> ValueRange | None:
+        """Compute the cost of an option; return None if the price of a chip-hour is unknown."""
+        return option.chip_hours.scaled_by(self.bulk.price) if self.bulk.price else None
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields as JSON values. A range is a list, and infinite values are None."""
@@ -132,7 +134,7 @@ class ScaleEstimate:
 def estimate_at_scale(
     outline: Outline,
     chip: str,
-    bulk: Workload,
+    workload: Workload,
     mesh: tuple[int, int, int] | None = None,
     *,
     sp: int | None = None,
@@ -144,11 +146,11 @@ def estimate_at_scale(
     """Estimate many videos on `chip` and on each smaller slice of the same chip.
 
     `chip` itself is always priced. Another slice is not priced if the weights do not fit, or if a step takes far more
-    chip-seconds by the model of `pipelines/meshes.py`. With a `mesh`, only `chip` is priced. Other arguments and the
-    errors are as in `estimate`. `on_progress` gets the names of programs together with their slices.
+    chip-seconds by the model of `pipelines/meshes.py`. With a `mesh`, only `chip` is priced. The other arguments and
+    the errors are as in `estimate`. `on_progress` gets the names of programs together with their slices.
     """
     hardware = find_priceable_hardware(chip)
-    options = {"attention": attention, "rules": RULES[rules], "offload": keywords.get("offload")}
+    options = {"attention": attention, "rules": SHARDING_RULES[rules], "offload": keywords.get("offload", STAGES)}
     cost = step_cost(outline.family, outline.model, outline.settings, param_dtype=outline.param_dtype, **options)
     candidates = {chip: 1.0} if mesh else dict(_candidates(hardware, chip, sp, cost))
     ways, others = [], []
@@ -160,14 +162,16 @@ def estimate_at_scale(
         def report(now: Sequence[str], done: int, total: int, name: str = name) -> None:
             on_progress([f"{program} on {name}" for program in now], done, total)
 
-        plan = estimate(outline, name, mesh, sp=sp, rules=rules, attention=attention, on_progress=report, **keywords)
-        option = _to_option(bulk, find_hardware(name).devices, plan)
+        plan = estimate_video(
+            outline, name, mesh, sp=sp, rules=rules, attention=attention, on_progress=report, **keywords
+        )
+        option = _to_option(workload, find_hardware(name).devices, plan)
         ways.append(option) if option else others.append(Rejected(name, ratio, plan))
-    return ScaleEstimate(bulk, outline.settings.model, chip, ways, others)
+    return ScaleEstimate(workload, outline.settings.model, chip, ways, others)
 
 
 def _candidates(hardware: Hardware, chip: str, sp: int | None, cost: StepCost) -> Iterator[tuple[str, float]]:
-    """Yield the name of each slice, and the ratio of its chip-seconds per step to the fewest of any slice."""
+    """Yield the name of each slice, and its chip-seconds per step divided by the smallest of any slice."""
     if not isinstance(hardware, Slice):
         yield chip, 1.0
         return
@@ -186,54 +190,61 @@ def _candidates(hardware: Hardware, chip: str, sp: int | None, cost: StepCost) -
 
 
 def chip_seconds(hardware: Slice, cost: StepCost, sp: int | None) -> float:
-    """Return the chip-seconds of a step on a slice, by the model of meshes; infinite if the weights do not fit."""
+    """Estimate the chip-seconds of a step on a slice, by the model of meshes; infinite if the weights do not fit."""
     mesh = choose_mesh(cost, hardware.devices, hardware.memory, hardware.chip, sp=sp)
-    return hardware.devices * step_seconds(cost, mesh, hardware.chip) if has_room(cost, mesh, hardware.memory) else inf
+    return (
+        hardware.devices * step_seconds(cost, mesh, hardware.chip) if weights_fit(cost, mesh, hardware.memory) else inf
+    )
 
 
-def _to_option(bulk: Workload, devices: int, plan: Estimate) -> Option | None:
-    """Return the option for the slice of a plan; None if a video does not fit."""
+def _to_option(workload: Workload, devices: int, plan: Estimate) -> Option | None:
+    """Build the option for the slice of a plan; return None if a video does not fit."""
     if plan.total_seconds is None or plan.total_seconds_low is None or plan.total_seconds_high is None or not plan.fits:
         return None
-    video = Cost(plan.total_seconds_low, plan.total_seconds, plan.total_seconds_high)
-    startup = startup_seconds(bulk, plan)
-    slices, seconds = (Cost(*x) for x in zip(*map(partial(_fleet, bulk), video, startup), strict=True))
+    video = ValueRange(plan.total_seconds_low, plan.total_seconds, plan.total_seconds_high)
+    startup = startup_seconds(workload, plan)
+    slices, seconds = (ValueRange(*x) for x in zip(*map(partial(_fleet, workload), video, startup), strict=True))
     low, mid, high = (
         devices * slice_count * held_seconds / 3600 for slice_count, held_seconds in zip(slices, seconds, strict=True)
     )
-    return Option(plan.chip, devices, plan, video, startup, slices, seconds, Cost(min(low, mid), mid, max(mid, high)))
+    return Option(
+        plan.chip, devices, plan, video, startup, slices, seconds, ValueRange(min(low, mid), mid, max(mid, high))
+    )
 
 
-def startup_seconds(bulk: Workload, plan: Estimate) -> Cost:
-    """Return the seconds before a slice's first video: start, download of the weights, loading and compiling.
+def startup_seconds(workload: Workload, plan: Estimate) -> ValueRange:
+    """Estimate the seconds before a slice's first video: start, download of the weights, loading and compiling.
 
     The low end assumes weights as `wanjax convert` stores them and compiled programs from a shared cache. The high end
     assumes weights in float32, and that compiling takes as long as it did for the plan.
     """
-    start = START_SECONDS if bulk.start is None else bulk.start
-    rate = bulk.download or DOWNLOAD_RATE
-    compiling = (0.0, plan.compile_seconds) if bulk.compiling is None else (bulk.compiling,) * 2
+    start = START_SECONDS if workload.start is None else workload.start
+    rate = workload.download or DOWNLOAD_RATE
+    compiling = (0.0, plan.compile_seconds) if workload.compiling is None else (workload.compiling,) * 2
     sizes = plan.disk_bytes, plan.download_bytes_at_most
     low, high = (
         start + weight_bytes / rate + weight_bytes / LOAD_RATE + compile_seconds
         for weight_bytes, compile_seconds in zip(sizes, compiling, strict=True)
     )
-    return Cost(low, (low + high) / 2, high)
+    return ValueRange(low, (low + high) / 2, high)
 
 
-def _fleet(bulk: Workload, video: float, startup: float) -> tuple[float, float]:
-    """Return the fewest slices that meet the deadline, and the seconds of their rent; infinite if none do."""
+def _fleet(workload: Workload, video: float, startup: float) -> tuple[float, float]:
+    """Return the smallest number of slices that meets the deadline, and the seconds for which they are rented.
+
+    Both are infinite if no number of slices meets the deadline.
+    """
     slices: float = 1
-    if bulk.deadline is not None:
-        videos_per_slice = (bulk.deadline - startup) // video
+    if workload.deadline is not None:
+        videos_per_slice = (workload.deadline - startup) // video
         if videos_per_slice < 1:
             return inf, inf
-        slices = ceil(bulk.requests / videos_per_slice)
-    return slices, startup + ceil(bulk.requests / slices) * video
+        slices = ceil(workload.requests / videos_per_slice)
+    return slices, startup + ceil(workload.requests / slices) * video
 
 
 def _finite(value: Any) -> Any:
-    """Return a value as JSON values, with None for infinity."""
+    """Convert a value to JSON, with None for infinity."""
     if isinstance(value, dict):
         return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -12,11 +12,12 @@ import numpy as np
 from flax import nnx
 
 from wanjax.checkpoints.network_kinds import network_of
-from wanjax.execution import Instance, Program, Site, Trace
-from wanjax.figures import in_bytes
+from wanjax.execution import CompileContext, Program, Trace, TracedProgram
+from wanjax.figures import format_bytes
 from wanjax.kernels.attention import AUTO, AttentionConfig
-from wanjax.kernels.compiler_options import SAFE
+from wanjax.kernels.compiler_options import SAFE_SET
 from wanjax.layers.placement import as_shapes, with_shardings
+from wanjax.layers.precision import Precision
 from wanjax.loading import abstract_pipeline
 from wanjax.pipelines.meshes import step_cost
 from wanjax.pipelines.pipeline import Pipeline
@@ -38,21 +39,22 @@ from wanjax.plan.hardware import (
 )
 from wanjax.pricing.pricer import Price
 from wanjax.registry import Outline
-from wanjax.sharding import RULES, Partitioner
-from wanjax.training.adapters import LoraConfig, adapt, is_factor
+from wanjax.sharding import SHARDING_RULES, Partitioner
+from wanjax.training.adapters import LoraConfig, adapt, check_trainable_precision, is_factor
 from wanjax.training.latent_cache import NEGATIVE
-from wanjax.training.objective import Batch, NoiseLevels, loss_of
+from wanjax.training.objective import Batch, NoiseLevels, make_loss
 from wanjax.training.optimizers import OptimizerConfig, make_optimizer
-from wanjax.training.step import all_parameters, begin_training, loss_alone, prepare_step, train
+from wanjax.training.step import all_parameters, begin_training, compute_loss, prepare_step, train
 
-STEPS = 1000  # length of the learning-rate schedule, which does not change the price
+STEPS = 1000  # the length of the learning-rate schedule; it does not change the price
 
 
 @dataclass(frozen=True)
 class TrainingEstimate:
     """The estimated memory and time of a training step. `fits` and `advice` are as in `Estimate`.
 
-    `forward_seconds` is the time of the loss alone. `backward_ratio` is the time of the rest of a step, divided by it.
+    `forward_seconds` is the time to compute only the loss. `backward_ratio` is the time of the rest of a step, divided
+    by `forward_seconds`.
     """
 
     model: str
@@ -63,6 +65,7 @@ class TrainingEstimate:
     frames: int
     clips: int
     trained: str
+    precision: str
     optimizer: str
     memory_per_chip: int
     weights_bytes_per_chip: int
@@ -93,24 +96,25 @@ def estimate_training(
     clips: int = 1,
     sp: int | None = None,
     rules: str = "fsdp",
-    compiler: str = SAFE,
+    compiler: str = SAFE_SET,
     attention: AttentionConfig = AUTO,
     on_progress: OnProgress = lambda now, done, total: None,
 ) -> TrainingEstimate:
-    """Estimate a training step on clips with the outline's settings. Other arguments are as in `estimate`."""
+    """Estimate a training step on clips with the outline's settings. The other arguments are as in `estimate`."""
+    check_trainable_precision(Precision.of(outline.settings.precision), lora)
     hardware, settings = find_priceable_hardware(chip), replace(outline.settings, guidance_scale=1.0)
     model = outline.model
-    model.spec.check_trainable(settings.model)
-    options = {"attention": attention, "rules": RULES[rules]}
+    model.spec.check_trainable(settings)
+    options = {"attention": attention, "rules": SHARDING_RULES[rules]}
     dtype = "float32" if lora is None else outline.param_dtype
-    cost = partial(step_cost, outline.family, model, settings, param_dtype=dtype, **options)
-    hardware, axes = mesh_axes(hardware, mesh, cost, sp)
-    partitioner = Partitioner(mesh_on(hardware, axes), RULES[rules])
+    compute_step_cost = partial(step_cost, outline.family, model, settings, param_dtype=dtype, **options)
+    hardware, axes = mesh_axes(hardware, mesh, compute_step_cost, sp)
+    partitioner = Partitioner(mesh_on(hardware, axes), SHARDING_RULES[rules])
     param_dtype = "float32" if lora is None else settings.dtype
     load_options = {"attention": attention, "compiler": compiler, "param_dtype": param_dtype}
     pipe = abstract_pipeline(replace(outline, settings=settings), partitioner, **load_options)
     traced = _traced(pipe, settings, clips, lora, optimizer_config)
-    programs = [(name, traced[program].lowering) for name, program in (("step", train), ("forward", loss_alone))]
+    programs = [(name, traced[program].lowering) for name, program in (("step", train), ("forward", compute_loss))]
     step, forward = priced_on(hardware, programs, on_progress)
     return TrainingEstimate(
         model=settings.model,
@@ -121,6 +125,7 @@ def estimate_training(
         size=f"{settings.width}x{settings.height}",
         frames=settings.frames,
         trained="all weights" if lora is None else f"a LoRA of rank {lora.rank}",
+        precision=settings.precision,
         optimizer=optimizer_config.name,
         **_memory(settings, chip, hardware, step),
         **_seconds(step, forward),
@@ -129,8 +134,8 @@ def estimate_training(
 
 def _traced(
     pipe: Pipeline, settings: Settings, clips: int, lora: LoraConfig | None, optimizer_config: OptimizerConfig
-) -> dict[Program, Instance]:
-    """Trace a training step on clips with captions, and the loss alone."""
+) -> dict[Program, TracedProgram]:
+    """Trace two programs on clips with captions: a training step, and its loss without the gradients."""
     config, partitioner = pipe.model.spec.networks["transformer"], pipe.partitioner
     graphdef, weights = nnx.split(pipe.components.abstract().get("transformer"))
 
@@ -141,20 +146,23 @@ def _traced(
 
     network = with_shardings(as_shapes(adapted), partitioner)
     trained = all_parameters if lora is None else is_factor
-    static, changed, fixed = prepare_step(
-        network, loss_of(pipe, NoiseLevels()), make_optimizer(optimizer_config, STEPS), trained=trained
+    static, trainable_weights, constants = prepare_step(
+        network, make_loss(pipe, NoiseLevels()), make_optimizer(optimizer_config, STEPS), trained=trained
     )
     batch, number = _batch(pipe, settings, clips), np.int32(0)
-    trace, site = Trace(), Site(partitioner, pipe.compiler)
-    state = {"weights": changed, **trace.call(begin_training, site, static, changed)}
-    trace.call(train, site, static, state, fixed, batch, number)
-    trace.call(loss_alone, site, static, changed, fixed, batch, number)
-    return {program.instance.program: program.instance for program in trace.programs}
+    trace, compile_context = Trace(), CompileContext(partitioner, pipe.compiler)
+    state = {"weights": trainable_weights, **trace.call(begin_training, compile_context, static, trainable_weights)}
+    trace.call(train, compile_context, static, state, constants, batch, number)
+    trace.call(compute_loss, compile_context, static, trainable_weights, constants, batch, number)
+    return {program.traced_program.program: program.traced_program for program in trace.programs}
 
 
 def _batch(pipe: Pipeline, settings: Settings, clips: int) -> Batch:
-    """Return the shapes of a batch of clips with these settings, on the host, as if it were read from files."""
-    traced = pipe.under(Trace(), pipe.components.abstract())
+    """Return the shapes of a batch of clips with these settings.
+
+    The arrays are on the host, like a batch that is read from files.
+    """
+    traced = pipe.with_strategy(Trace(), pipe.components.abstract())
     (conditioning,) = Run(traced, [PreparedRequest(settings)], needed_pictures(pipe, settings)).encode().values()
     fields = {
         name: jax.ShapeDtypeStruct((clips, *x.shape[1:]), x.dtype)
@@ -167,7 +175,7 @@ def _batch(pipe: Pipeline, settings: Settings, clips: int) -> Batch:
 
 
 def _seconds(step: Price, forward: Price) -> dict[str, Any]:
-    """Return the fields of `TrainingEstimate` on time."""
+    """Return the fields of `TrainingEstimate` about time."""
     ratio = (step.seconds - forward.seconds) / forward.seconds if step.seconds and forward.seconds else None
     return {
         "step_seconds": step.seconds,
@@ -181,7 +189,7 @@ def _seconds(step: Price, forward: Price) -> dict[str, Any]:
 
 
 def _memory(settings: Settings, chip: str, hardware: Hardware, step: Price) -> dict[str, Any]:
-    """Return the fields of `TrainingEstimate` on memory, and on what limits a step."""
+    """Return the fields of `TrainingEstimate` about memory, and about what limits the speed of a step."""
     spare, fits = hardware.memory - step.peak, fits_on(hardware, step.arguments, step.peak)
     advice = None
     if fits is None:
@@ -189,8 +197,8 @@ def _memory(settings: Settings, chip: str, hardware: Hardware, step: Price) -> d
         advice = may_fit(claim, "it", step.arguments, step.peak, hardware.memory)
     elif not fits:
         advice = (
-            f"a step of {settings.model} needs {in_bytes(step.peak, 1024)} a chip, but a chip has "
-            f"{in_bytes(hardware.memory, 1024)}: {would_fit(chip, step.peak * hardware.devices)}"
+            f"a step of {settings.model} needs {format_bytes(step.peak, 1024)} a chip, but a chip has "
+            f"{format_bytes(hardware.memory, 1024)}: {would_fit(chip, step.peak * hardware.devices)}"
         )
     return {
         "memory_per_chip": hardware.memory,

@@ -12,7 +12,7 @@ for program in programs_of(trace_programs(pipe, model.settings)):
 from collections import Counter
 from typing import NamedTuple
 
-from wanjax.execution import Trace, TracedProgram
+from wanjax.execution import StageProgram, Trace
 from wanjax.pipelines.denoiser import take_step
 from wanjax.pipelines.frames import decode_chunk, decode_tile, encode_chunk
 from wanjax.pricing.lowering import Lowering
@@ -25,26 +25,27 @@ CHUNKS = {decode_chunk: "decode", decode_tile: "decode_tile", encode_chunk: "enc
 class VideoProgram(NamedTuple):
     """A named program of a stage, and how often a video runs it.
 
-    `beside` is the number of bytes on one device of weights that stay there while it runs, but are not its arguments.
+    `resident_bytes` counts the bytes of weights that stay on one device while the program runs but are not its
+    arguments.
     """
 
     stage: str
     name: str
     lowering: Lowering
     times: int
-    beside: int
+    resident_bytes: int
 
 
 def programs_of(trace: Trace) -> list[VideoProgram]:
     """Return the named programs of a traced run, in the order of their first calls."""
     return [
-        VideoProgram(program.stage, name, program.instance.lowering, program.calls, program.resident_bytes)
+        VideoProgram(program.stage, name, program.traced_program.lowering, program.calls, program.resident_bytes)
         for name, program in zip(program_names(trace), trace.programs, strict=True)
     ]
 
 
 def program_names(trace: Trace) -> list[str]:
-    """Return the names of a traced run's programs; the second of a name in a stage ends in _2."""
+    """Name the programs of a traced run. If a stage has two programs of the same name, the second name ends in _2."""
     counts: Counter[tuple[str, str]] = Counter()
     names = []
     for program in trace.programs:
@@ -55,18 +56,18 @@ def program_names(trace: Trace) -> list[str]:
     return names
 
 
-def _name(traced_program: TracedProgram) -> str:
-    """Return the name of a program.
+def _name(stage_program: StageProgram) -> str:
+    """Name a program. A step is named after its kind. A decoded chunk is named by whether it is the first.
 
-    Steps have the name of their kind, chunks are named by whether they are the first, and others by their function.
+    Any other program has the name of its function.
     """
-    program, instance = traced_program.instance.program, traced_program.instance
+    program, traced_program = stage_program.traced_program.program, stage_program.traced_program
     if program is take_step:
-        state, *_ = instance.shapes
-        if instance.static.dense:
+        state, *_ = traced_program.shapes
+        if traced_program.static.dense:
             return DENSE
         return STEP if state.cached is None else REUSING
     if program in CHUNKS:
-        cache = instance.shapes[-2]
+        cache = traced_program.shapes[-2]
         return f"{CHUNKS[program]}_{'first' if cache is None else 'next'}"
     return "context" if program.name in CONTEXTS else program.name

@@ -8,7 +8,7 @@ prices any JAX function (`pricer.py`). The steps are: trace the function on `chi
 `compile.compile_program`, and price each of its operations with `costs.price_compiled`. Nothing here is specific to
 video models: the names of scopes and kernels are arguments of `Pricer`.
 
-The compiler is libtpu (the extra `plan`), which works without a chip. It runs in separate processes, which receive
-programs as bytes. Its dumps are deleted after they are read. Prices are estimates, not measurements:
+The compiler is libtpu (the extra `plan`), which works without a chip. The compiler runs in separate processes, which
+receive programs as bytes. The compiler's dumps are deleted after they are read. Prices are estimates, not measurements:
 docs/performance.md compares the two.
 """

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Estimate the time of a program that was compiled for an NVIDIA card, from the operations and bytes of each kernel.
 
-XLA's GPU compiler reports no times, so a model gives them. A kernel takes the longest of three times: its operations
-at a fraction of the card's peak, its bytes at a fraction of the bandwidth, and a launch. The fractions are assumptions
-from published figures of good and of poor kernels of each kind, and give the range. They have not been checked on a
-card.
+XLA's GPU compiler reports no times, so a model gives them. A kernel takes the longest of three times: its operations at
+a fraction of the card's peak, its bytes at a fraction of the bandwidth, and a launch. The fractions are assumed from
+published figures of good and of poor kernels of each kind. The spread of the fractions gives the range of a price. The
+fractions have not been checked on a card.
 """
 
 import math
@@ -16,21 +16,21 @@ from typing import NamedTuple
 
 from wanjax.pricing.chips import Card
 from wanjax.pricing.compile import Compiled
-from wanjax.pricing.costs import FREE_OPCODES, MOVE_OPCODES, Cost, Item, ItemizedPrice, Reader
+from wanjax.pricing.costs import FREE_OPCODES, MOVE_OPCODES, ItemizedPrice, OperationPricer, PricedOperation, ValueRange
 from wanjax.pricing.hlo import Computation, Instruction, parse
 from wanjax.pricing.work import COLLECTIVES, PRODUCT_OPCODES, flops, product_flops, traffic, wire_bytes
 
 
 class Efficiency(NamedTuple):
-    """The fractions of a peak rate that kernels of a kind reach: at best, usually and at worst."""
+    """The fractions of a peak rate that kernels of one kind reach at best, typically and at worst."""
 
     best: float
-    usual: float
+    typical: float
     worst: float
 
-    def cost(self, amount: float, rate: float) -> Cost:
-        """Return the seconds that an amount of operations or bytes takes at fractions of a peak rate."""
-        return Cost(*(amount / (rate * fraction) for fraction in self))
+    def cost(self, amount: float, rate: float) -> ValueRange:
+        """Return the seconds for a number of operations or bytes, at the three fractions of a peak rate."""
+        return ValueRange(*(amount / (rate * fraction) for fraction in self))
 
 
 ATTENTION = Efficiency(0.75, 0.6, 0.45)  # FlashAttention 3 is reported at 0.75 of an H100's peak
@@ -38,37 +38,35 @@ MATMULS = Efficiency(0.8, 0.6, 0.4)
 CONVOLUTIONS = Efficiency(0.7, 0.4, 0.2)
 BANDWIDTH = Efficiency(0.92, 0.8, 0.55)
 LINKS = Efficiency(0.9, 0.75, 0.5)
-LAUNCH = Cost(1e-6, 3e-6, 6e-6)
-FLOAT32_FRACTION = 0.5  # fraction of the bfloat16 peak: XLA multiplies float32 as TF32
+LAUNCH = ValueRange(1e-6, 3e-6, 6e-6)
+FLOAT32_FRACTION = 0.5  # float32's fraction of the bfloat16 peak: XLA multiplies in TF32
+EIGHT_BITS_FRACTION = 2.0  # the dense rate of int8 and fp8, divided by bfloat16's, in the data sheets
 DTYPES_OF_16_BITS = {"bf16", "f16"}
+DTYPES_OF_8_BITS = {"s8", "f8e4m3fn", "f8e5m2"}
 
 
 @dataclass
-class CardReader(Reader):
+class CardOperationPricer(OperationPricer):
     """Walk through a module of XLA's GPU compiler in scheduled order, and estimate the time of its kernels."""
 
-    def _price_without_scope(self, instruction: Instruction, computation: Computation, times: int) -> Item:
+    def _price_without_scope(self, instruction: Instruction, computation: Computation, times: int) -> PricedOperation:
         card = self.chip
         assert isinstance(card, Card)
-        if instruction.opcode == "async-start" and instruction.called:
-            inner = self.module.computations[instruction.called]
+        if instruction.opcode == "async-start" and instruction.called_computation:
+            inner = self.module.computations[instruction.called_computation]
             return self._price_without_scope(inner.root, inner, times)
         if instruction.opcode.removesuffix("-start") in COLLECTIVES:
             sent_bytes = wire_bytes(instruction, computation, switched=True)
-            cost = _max_cost(LINKS.cost(sent_bytes, card.link), LAUNCH).scaled(times)
-            return Item(
+            cost = _max_cost(LINKS.cost(sent_bytes, card.link), LAUNCH).scaled_by(times)
+            return PricedOperation(
                 instruction.name, "collectives", times, cost, bytes=times * sent_bytes, group=instruction.group_size
             )
         traffic_bytes = traffic(self.module, instruction, computation)
         efficiency, operations = self._products(instruction, computation)
-        peak = card.flops * (
-            1
-            if card.peak_dtype == "float32" or self._has_16_bit_operand(instruction, computation)
-            else FLOAT32_FRACTION
-        )
+        peak = card.flops * self._peak_fraction(card, instruction, computation)
         cost = _max_cost(
             efficiency.cost(operations, peak), BANDWIDTH.cost(traffic_bytes, card.bandwidth), LAUNCH
-        ).scaled(times)
+        ).scaled_by(times)
         opcodes = {fused.opcode for fused in (instruction, *self.module.nested_instructions(instruction))}
         kind = (
             "products"
@@ -77,7 +75,7 @@ class CardReader(Reader):
             if opcodes <= {*MOVE_OPCODES, *FREE_OPCODES, "fusion"}
             else "elementwise"
         )
-        return Item(instruction.name, kind, times, cost, times * operations, times * traffic_bytes)
+        return PricedOperation(instruction.name, kind, times, cost, times * operations, times * traffic_bytes)
 
     def _products(self, instruction: Instruction, computation: Computation) -> tuple[Efficiency, int]:
         """Return the efficiency and the number of operations of a kernel's matrix products or convolutions."""
@@ -95,25 +93,30 @@ class CardReader(Reader):
         operations = flops(self.module, instruction, computation) if opcodes & set(PRODUCT_OPCODES) else 0
         return CONVOLUTIONS if "convolution" in opcodes else MATMULS, operations
 
-    def _has_16_bit_operand(self, instruction: Instruction, computation: Computation) -> bool:
-        """Return whether an operand has 16 bits, since tensor cores then run at their peak."""
+    def _peak_fraction(self, card: Card, instruction: Instruction, computation: Computation) -> float:
+        """Return the rate of a kernel's products as a fraction of the card's peak. Operand dtypes determine it."""
+        if card.peak_dtype == "float32":
+            return 1.0
         operands = [computation.by_name[name].results for name in instruction.operands if name in computation.by_name]
-        return any(array.dtype in DTYPES_OF_16_BITS for results in operands for array in results)
+        dtypes = [array.dtype for results in operands for array in results]
+        if sum(dtype in DTYPES_OF_8_BITS for dtype in dtypes) >= 2:  # both factors of a product
+            return EIGHT_BITS_FRACTION
+        return 1.0 if any(dtype in DTYPES_OF_16_BITS for dtype in dtypes) else FLOAT32_FRACTION
 
 
 def price_on_card(compiled: Compiled, *, cheapest: bool = False) -> ItemizedPrice:
     """Estimate one run of a program.
 
-    Of the branches of a conditional, the most expensive one counts, or with `cheapest` the cheapest.
+    Of a conditional, only the most expensive branch counts; with `cheapest`, only the cheapest branch counts.
     """
     choose = min if cheapest else max
-    reader = CardReader(parse(compiled.module), compiled.slice.chip, {}, {}, {}, None, choose)
+    reader = CardOperationPricer(parse(compiled.module), compiled.slice.chip, {}, {}, {}, None, choose)
     items = reader.price_computation(reader.module.entry, 1)
     return ItemizedPrice(tuple(items), (), tuple(reader.unknown_loops), {})
 
 
 def count_kernels(compiled: Compiled, priced: ItemizedPrice) -> Mapping[str, int]:
-    """Return how often one run starts each kind of kernel, the most frequent kind first."""
+    """Count how often one run starts each kind of kernel. The most frequent kind comes first."""
     module = parse(compiled.module)
     instructions = {
         instruction.name: instruction
@@ -127,7 +130,7 @@ def count_kernels(compiled: Compiled, priced: ItemizedPrice) -> Mapping[str, int
 
 
 def kernel_kind(instruction: Instruction) -> str:
-    """Return the library function that an instruction calls, the kind of its fusion, or its opcode."""
+    """Name the kind of an instruction: the library function that it calls, the kind of its fusion, or its opcode."""
     if instruction.target:
         return instruction.target
     if instruction.opcode != "fusion":
@@ -140,5 +143,5 @@ def kernel_kind(instruction: Instruction) -> str:
     )
 
 
-def _max_cost(*costs: Cost) -> Cost:
-    return Cost(*(max(seconds) for seconds in zip(*costs, strict=True)))
+def _max_cost(*costs: ValueRange) -> ValueRange:
+    return ValueRange(*(max(seconds) for seconds in zip(*costs, strict=True)))

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The TPU chips and NVIDIA cards that programs are compiled for, and the slices in which they are rented.
+"""The TPU chips and NVIDIA cards for which programs are compiled, and the slices in which they are rented.
 
 Sources for TPUs: peak FLOP/s and bandwidth are from JAX's Pallas (`jax/_src/pallas/mosaic/tpu_info.py`). HBM is the
 capacity that the compiler reports when a program does not fit. The clock is the peak divided by the operations per
-cycle: 524,288 on v6e and on half a v7x, 131,072 on each core of earlier chips. The delay slots are from the compiler's
-dumps.
+cycle: 524,288 on v6e and on half a v7x, 131,072 on each core of earlier chips. The numbers of delay slots are from the
+compiler's dumps. The bandwidth to the host's memory is from the chapter on TPUs of the JAX authors' book "How to Scale
+Your Model" (https://jax-ml.github.io/scaling-book/tpus): 15 GB/s for each chip, and 32 GB/s on v6e. For v7x it is an
+assumption.
 
 Sources for cards: peak and bandwidth are from NVIDIA's data sheets (B200 in an HGX, H200, H100 SXM, A100 80 GB SXM,
 L40S, T4) and from the appendix of the Ada whitepaper (RTX 4090). Peaks are dense, with float32 accumulation.
 Multiprocessors, caches, clocks and limits are from XLA's descriptions (`xla/backends/gpu/target_config/specs`: B200,
-H200, H100, A100) and from the CUDA programming guide's table of compute capabilities. Memory is what JAX and PyTorch
-report, without the driver's part. The link is NVLink in one direction, or PCIe for cards without NVLink.
+H200, H100, A100) and from the CUDA programming guide's table of compute capabilities. Memory is the amount that JAX and
+PyTorch report, which excludes the driver's part. The link is NVLink in one direction, or PCIe for cards without NVLink.
+The bandwidth to the host's memory is that of 16 lanes of PCIe in one direction, of the generation in the data sheet.
 """
 
 from collections.abc import Mapping
@@ -32,16 +35,17 @@ class Chip:
     name: str
     kind: str  # JAX's `device_kind`
     hbm: int  # bytes available to a program
-    flops: float  # peak, bfloat16 operations per second
-    bandwidth: float  # of HBM, bytes per second
+    flops: float  # peak rate in bfloat16 operations per second
+    bandwidth: float  # bytes of HBM per second
     clock: float  # cycles per second
     link: float  # bytes per second and direction over one inter-chip link
+    host_link: float  # bytes per second from the host's memory
     cores: int  # cores that share the work of one device
-    branch_delay: int  # delay slots: the number of bundles after a branch that still run
+    branch_delay: int  # delay slots: the bundles after a branch that run before the branch takes effect
 
     torus: ClassVar[bool] = True  # links connect only neighbours
 
-    platform: ClassVar[str] = "tpu"  # as jax.export names it
+    platform: ClassVar[str] = "tpu"  # the name in jax.export
     peak_dtype: ClassVar[str] = "bfloat16"  # dtype of the operations that reach the peak
 
 
@@ -64,12 +68,13 @@ class Card:
     name: str
     kind: str  # JAX's `device_kind`
     hbm: int  # bytes available to a program
-    flops: float  # peak, operations per second in `peak_dtype`
-    bandwidth: float  # of memory, bytes per second
+    flops: float  # peak rate, in operations of `peak_dtype` per second
+    bandwidth: float  # bytes of memory per second
     link: float  # bytes per second and direction to the other cards of a host
+    host_link: float  # bytes per second from the host's memory
     generation: Generation
     processors: int  # streaming multiprocessors
-    cache: int  # bytes of L2
+    cache: int  # size of the L2 cache in bytes
     clock: float  # GHz, boosted
     peak_dtype: str = "bfloat16"
 
@@ -133,14 +138,14 @@ class Slice:
 
 
 ONE_HOST = {"v5e:2x4": (2, 4, 1), "v6e:2x4": (2, 4, 1)}
-"""Topologies that can also be rented as one host, with the host's chips along each axis."""
+"""Topologies that can also be rented as one host, with the number of the host's chips along each axis."""
 TOPOLOGY_LOCK = Lock()  # the first call loads libtpu, which is not thread-safe
 GIB = 2**30
-V4 = Chip("v4", "TPU v4", int(30.75 * GIB), 275e12, 1.23e12, 1.05e9, 45e9, 2, 1)
-V5E = Chip("v5e", "TPU v5 lite", int(15.75 * GIB), 197e12, 0.82e12, 1.5e9, 45e9, 1, 4)
-V5P = Chip("v5p", "TPU v5", int(95.74 * GIB), 459e12, 2.46e12, 1.75e9, 90e9, 2, 4)
-V6E = Chip("v6e", "TPU v6 lite", int(31.25 * GIB), 918e12, 1.64e12, 1.75e9, 90e9, 1, 4)
-V7X = Chip("v7x", "TPU7x", int(94.75 * GIB), 1153.5e12, 3.7e12, 2.2e9, 90e9, 1, 6)
+V4 = Chip("v4", "TPU v4", int(30.75 * GIB), 275e12, 1.23e12, 1.05e9, 45e9, 15e9, 2, 1)
+V5E = Chip("v5e", "TPU v5 lite", int(15.75 * GIB), 197e12, 0.82e12, 1.5e9, 45e9, 15e9, 1, 4)
+V5P = Chip("v5p", "TPU v5", int(95.74 * GIB), 459e12, 2.46e12, 1.75e9, 90e9, 15e9, 2, 4)
+V6E = Chip("v6e", "TPU v6 lite", int(31.25 * GIB), 918e12, 1.64e12, 1.75e9, 90e9, 32e9, 1, 4)
+V7X = Chip("v7x", "TPU7x", int(94.75 * GIB), 1153.5e12, 3.7e12, 2.2e9, 90e9, 32e9, 1, 6)
 
 SLICES = {
     name: Slice(name, chip, devices, topology)
@@ -169,15 +174,21 @@ BLACKWELL = Generation((10, 0), 128, 2048, 228, 227, "ACCELERATED_FEATURES")
 CARDS = {
     card.name: card
     for card in (
-        Card("b200", "NVIDIA B200", 178 * GIB, 2250e12, 7.7e12, 900e9, BLACKWELL, 148, 126 * MIB, 1.965),
-        Card("h200", "NVIDIA H200", int(139.8 * GIB), 989e12, 4.8e12, 450e9, HOPPER, 132, 50 * MIB, 1.98),
-        Card("h100", "NVIDIA H100 80GB HBM3", int(79.1 * GIB), 989e12, 3.35e12, 450e9, HOPPER, 132, 50 * MIB, 1.98),
-        Card("a100", "NVIDIA A100-SXM4-80GB", int(79.2 * GIB), 312e12, 2.04e12, 300e9, AMPERE, 108, 40 * MIB, 1.41),
-        Card("l40s", "NVIDIA L40S", int(44.4 * GIB), 362e12, 0.864e12, 32e9, ADA, 142, 96 * MIB, 2.52),
-        Card("4090", "NVIDIA GeForce RTX 4090", int(23.6 * GIB), 165e12, 1.008e12, 32e9, ADA, 128, 72 * MIB, 2.52),
+        Card("b200", "NVIDIA B200", 178 * GIB, 2250e12, 7.7e12, 900e9, 64e9, BLACKWELL, 148, 126 * MIB, 1.965),
+        Card("h200", "NVIDIA H200", int(139.8 * GIB), 989e12, 4.8e12, 450e9, 64e9, HOPPER, 132, 50 * MIB, 1.98),
         Card(
-            "t4", "Tesla T4", int(14.7 * GIB), 8.1e12, 0.32e12, 16e9, TURING, 40, 4 * MIB, 1.59, "float32"
-        ),  # XLA computes bfloat16 in float32 on it
+            "h100", "NVIDIA H100 80GB HBM3", int(79.1 * GIB), 989e12, 3.35e12, 450e9, 64e9, HOPPER, 132, 50 * MIB, 1.98
+        ),
+        Card(
+            "a100", "NVIDIA A100-SXM4-80GB", int(79.2 * GIB), 312e12, 2.04e12, 300e9, 32e9, AMPERE, 108, 40 * MIB, 1.41
+        ),
+        Card("l40s", "NVIDIA L40S", int(44.4 * GIB), 362e12, 0.864e12, 32e9, 32e9, ADA, 142, 96 * MIB, 2.52),
+        Card(
+            "4090", "NVIDIA GeForce RTX 4090", int(23.6 * GIB), 165e12, 1.008e12, 32e9, 32e9, ADA, 128, 72 * MIB, 2.52
+        ),
+        Card(
+            "t4", "Tesla T4", int(14.7 * GIB), 8.1e12, 0.32e12, 16e9, 16e9, TURING, 40, 4 * MIB, 1.59, "float32"
+        ),  # on this card XLA computes bfloat16 in float32
     )
 }
 CARD_SLICES = {
@@ -186,7 +197,7 @@ CARD_SLICES = {
     for devices in (1, 2, 4, 8)
     for name in (card.name if devices == 1 else f"{card.name}-{devices}",)
 }
-"""Cards of one host, by names such as h100 (one card) and h100-8."""
+"""Slices of cards in one host, by names such as h100 (one card) and h100-8."""
 
 KINDS = {chip.kind: chip for chip in (V4, V5E, V5P, V6E, V7X)} | {"TPU v5e": V5E, "TPU v5p": V5P, "TPU v6e": V6E}
 """Chips by JAX's `device_kind`."""
@@ -200,7 +211,7 @@ def find_slice(name: str) -> Slice:
 
 
 def card_devices(name: str) -> list[Any]:
-    """Return devices for XLA's GPU compiler for a slice such as h100-8, whose cards may be absent.
+    """Describe the cards of a slice such as h100-8 as devices for XLA's GPU compiler. The cards may be absent.
 
     Loads JAX's CUDA plugin.
     """
@@ -216,7 +227,7 @@ def card_devices(name: str) -> list[Any]:
 
 
 def topology_devices(topology: str, *, one_host: bool = False) -> list[Any]:
-    """Return devices for the TPU compiler for a topology, whose chips may be absent.
+    """Describe the chips of a topology as devices for the TPU compiler. The chips may be absent.
 
     With `one_host`, the devices of a topology in ONE_HOST belong to one host instead of two. Loads libtpu.
     """
@@ -225,7 +236,7 @@ def topology_devices(topology: str, *, one_host: bool = False) -> list[Any]:
     options: dict[str, Any] = {"chips_per_host_bounds": (1, 1, 1)} if topology.endswith(":1x1") else {}
     if one_host and topology in ONE_HOST:
         options["chips_per_host_bounds"] = ONE_HOST[topology]
-    if topology.startswith("v4:"):  # JAX sees a v4's two cores as one device; later chips need no option
+    if topology.startswith("v4:"):  # makes the two cores of a v4 one device; later chips need no option
         options["chip_config_name"] = "megacore"
     with TOPOLOGY_LOCK:
         topology_desc = topologies.get_topology_desc(platform="tpu", topology_name=topology, **options)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile programs for TPUs or cards that may be absent, in separate processes.
 
-The processes are separate because the TPU runtime needs environment variables before its first import, may use
-gigabytes and holds a lock. They receive programs as bytes, meshes and options, and leave no files behind.
+Separate processes are necessary because the TPU runtime needs environment variables before its first import, may use
+gigabytes and holds a lock. The processes receive meshes, options and programs as bytes. The processes leave no files
+behind.
 """
 
 import json
@@ -22,32 +23,35 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, install_extra
 from wanjax.pricing.chips import Card, Slice, find_slice
-from wanjax.pricing.exporting import CompilerError, Job, compile_failure, export
+from wanjax.pricing.exporting import CompileJob, CompilerError, compile_failure, export
 from wanjax.pricing.lowering import Lowering
 from wanjax.pricing.roofline import machines
-from wanjax.pricing.schedule import Schedule, read_dump
+from wanjax.pricing.schedule import KernelSchedule, read_dump
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",  # do not query the metadata server
     "TPU_ACCELERATOR_TYPE": "v6e-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes may load libtpu at once
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # lets several processes load libtpu at the same time
     "TPU_STDERR_LOG_LEVEL": "3",
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # JAX's plugin checks for a driver, which compiling does not need
 }
 DUMP_FLAGS = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final"  # per process
-DUMP_FOLDER = "dump"  # folder of the dump
+DUMP_FOLDER = "dump"  # the folder of the compiler's dump
 INPUT_FILES = PROGRAM, REQUEST = "program.bin", "job.json"  # inputs of each job
 MAX_CONCURRENT = 2  # concurrent compilations; each uses one core and up to 4 GB
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one device's memory. `peak` is the maximum allocated at a time, including arguments and results."""
+    """Bytes of one device's memory.
+
+    `peak` is the most that is allocated at any time, including arguments and results.
+    """
 
     arguments: int
     peak: int
@@ -63,12 +67,12 @@ class Compiled:
     slice: Slice
     memory: Memory
     module: str = field(repr=False)
-    schedules: Mapping[str, Schedule] = field(repr=False)
+    schedules: Mapping[str, KernelSchedule] = field(repr=False)
     seconds: float = 0.0  # compilation time on this machine
     refused: Sequence[str] = ()
 
 
-Workspace = Callable[[], AbstractContextManager[Path]]  # yields a folder for the compiler's files, and removes it
+Workspace = Callable[[], AbstractContextManager[Path]]  # yields a folder and removes it afterwards
 
 
 @contextmanager
@@ -97,11 +101,11 @@ def compile_programs(
     Args:
         programs: The programs, each with the name of its slice. Their arguments have shardings on a mesh of
             `chips.abstract_mesh`, or no shardings.
-        schedules: Whether to also return the LLO bundles of each operation. This takes far more memory, so use it only
-            for kernels and small programs.
+        schedules: Whether to return the LLO bundles of each operation too. Schedules take far more memory, so request
+            them only for kernels and small programs.
 
     Returns:
-        The compiled programs in order, with a CompilerError in place of each program that does not compile.
+        The compiled programs in order. A CompilerError stands in the place of a program that does not compile.
 
     Raises:
         WanjaxError: A slice is unknown, a mesh does not use all chips of its slice, libtpu is missing or has a version
@@ -109,7 +113,7 @@ def compile_programs(
     """
     check_compiler()
     results: dict[int, Compiled | CompilerError] = {}
-    jobs: dict[int, Job] = {}
+    jobs: dict[int, CompileJob] = {}
     for number, (lowering, chip) in enumerate(programs):
         try:
             jobs[number] = export(lowering, find_slice(chip))
@@ -122,7 +126,7 @@ def compile_programs(
 
 
 def compile_jobs(
-    jobs: Sequence[Job],
+    jobs: Sequence[CompileJob],
     *,
     schedules: Container[int] = (),
     on_start: Callable[[int], Any] = lambda number: None,
@@ -132,8 +136,8 @@ def compile_jobs(
 
     Args:
         jobs: The programs.
-        schedules: Indices of the jobs whose schedules to return. These run in a second process, since the compiler
-            dumps the schedules of a whole process.
+        schedules: Indices of the jobs whose schedules to return. These jobs run in a second process, because the
+            compiler dumps either all schedules of a process or none.
         on_start: Called with the index of each job when its compilation starts.
         workspace: Context manager of a folder for the compiler's files.
 
@@ -161,8 +165,8 @@ def compile_jobs(
 def _run_compilers(remaining: dict[Path, list[int]], on_start: Callable[[int], Any]) -> Iterator[tuple[Path, int]]:
     """Run one compiler process for each folder, and yield the folder and the index of each job that is done.
 
-    A signal may end a process if memory runs out or the compiler crashes. Its remaining jobs are then compiled again,
-    one at a time. If the process ends again, the job that it was compiling fails.
+    A signal may end a process if memory runs out or the compiler crashes. The remaining jobs of that process are then
+    compiled again, one at a time. If the process ends again, the job that it was compiling fails.
     """
     max_concurrent = MAX_CONCURRENT
     while remaining:
@@ -187,11 +191,11 @@ def _run_compilers(remaining: dict[Path, list[int]], on_start: Callable[[int], A
                                 "stdin": subprocess.PIPE,
                                 "stdout": write_stream,
                                 "stderr": errors,
-                            }  # stdin ends them
+                            }  # closing stdin ends the processes
                             processes.append(
                                 subprocess.Popen([*map(str, arguments)], env=_environment(root), **streams)
                             )
-                for line in lines:  # from all processes, until all have ended
+                for line in lines:  # the lines of all processes
                     word, _, number = line.strip().partition(" ")
                     if word == "started":
                         on_start(int(number))
@@ -199,7 +203,7 @@ def _run_compilers(remaining: dict[Path, list[int]], on_start: Callable[[int], A
                         root = next(root for root, numbers in remaining.items() if int(number) in numbers)
                         remaining[root].remove(int(number))
                         yield root, int(number)
-            except BaseException:  # such as GeneratorExit, when the caller stops waiting
+            except BaseException:  # for example GeneratorExit, if the caller stops early
                 for process in processes:
                     process.kill()
                 raise
@@ -211,12 +215,12 @@ def _run_compilers(remaining: dict[Path, list[int]], on_start: Callable[[int], A
         for (root, numbers), process in zip(remaining.items(), processes, strict=True):
             if not process.returncode:
                 continue
-            why = (root / "errors.txt").read_text(encoding="utf-8", errors="replace")[-2000:].strip()
+            problem = (root / "errors.txt").read_text(encoding="utf-8", errors="replace")[-2000:].strip()
             if process.returncode > 0:
-                raise CompilerError(f"the compiler's process exited with status {process.returncode}: {why}")
+                raise CompilerError(f"the compiler's process exited with status {process.returncode}: {problem}")
             if max_concurrent == 1 and numbers:
                 name = signal.Signals(-process.returncode).name
-                write_error(root / str(numbers[0]), name, f"the compiler's process was killed. {why}".strip())
+                write_error(root / str(numbers[0]), name, f"the compiler's process was killed. {problem}".strip())
                 yield root, numbers.pop(0)
         remaining, max_concurrent = {root: numbers for root, numbers in remaining.items() if numbers}, 1
 
@@ -230,7 +234,7 @@ def _remove_results(root: Path, numbers: Sequence[int]) -> None:
 
 
 def write_error(folder: Path, kind: str, message: str) -> None:
-    """Write the error with which the program of a folder does not compile."""
+    """Write why the program of a folder does not compile."""
     (folder / "error.json").write_text(json.dumps({"kind": kind, "message": message}), encoding="utf-8")
 
 
@@ -241,7 +245,7 @@ def _environment(root: Path) -> dict[str, str]:
     return environment
 
 
-def _job_fields(job: Job) -> dict:
+def _job_fields(job: CompileJob) -> dict:
     return {
         "card": job.slice.name if isinstance(job.slice.chip, Card) else None,
         "topology": job.slice.topology,
@@ -265,15 +269,15 @@ def _read_result(target: Slice, folder: Path, schedules: bool) -> Compiled | Com
 
 def check_compiler() -> None:
     """Raise WanjaxError unless libtpu is installed in a version that the installed jax accepts."""
-    install = f"pip install 'jax[tpu]=={version('jax')}'"  # works both in a clone and for an installed package
     if find_spec("libtpu") is None:
         raise WanjaxError(
-            "libtpu is missing, the compiler that prices a TPU: "
-            f"run {install} or install wanjax[plan]; {', '.join(machines())} are priced without it"
+            f"libtpu is missing, the compiler that prices a TPU: {install_extra('plan')}; "
+            f"{', '.join(machines())} are priced without it"
         )
     if not (required := accepted_libtpu()).contains(installed := version("libtpu"), prereleases=True):
         raise WanjaxError(
-            f"jax {version('jax')} requires libtpu {required}, but {installed} is installed: run {install}"
+            f"jax {version('jax')} requires libtpu {required}, but {installed} is installed: "
+            f"run `pip install 'jax[tpu]=={version('jax')}'`"
         )
 
 
@@ -293,15 +297,15 @@ def has_cuda_compiler() -> bool:
 
 def check_cuda_compiler() -> None:
     """Raise WanjaxError unless XLA's GPU compiler is installed in the version of the installed jax."""
-    install = f"pip install 'jax-cuda13-plugin=={version('jax')}' nvidia-nvvm nvidia-cudnn-cu13"
     if missing := _missing_cuda():
         raise WanjaxError(
             f"{' and '.join(missing)} is missing, a part of XLA's GPU compiler, which compiles for cards: "
-            f"run {install} or install wanjax[plan-cuda]"
+            f"{install_extra('plan-cuda')}"
         )
     if (installed := version("jax-cuda13-plugin")) != version("jax"):
         raise WanjaxError(
-            f"jax {version('jax')} requires jax-cuda13-plugin of the same version, got {installed}: run {install}"
+            f"jax {version('jax')} requires jax-cuda13-plugin of the same version, got {installed}: "
+            f"run `pip install 'jax-cuda13-plugin=={version('jax')}'`"
         )
 
 

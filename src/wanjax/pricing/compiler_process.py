@@ -1,40 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process in which the compiler for TPUs or cards runs. `compile.py` starts it.
 
-Its command is `python -m wanjax.pricing.compiler_process FOLDER MAX_CONCURRENT NUMBER...`. The folder has a subfolder
+The command is `python -m wanjax.pricing.compiler_process FOLDER MAX_CONCURRENT NUMBER...`. The folder has a subfolder
 for each job, named by the job's number, with `job.json` and `program.bin`. The process writes `result.json` and
-`module.txt` there, or `error.json` on failure, and moves the compiler's dump of the schedules there if there is one. It
-prints `started NUMBER` when a job starts, and `done NUMBER` when all its files are written.
+`module.txt` there, or `error.json` on failure, and moves the compiler's dump of the schedules there, if the compiler
+wrote one. The process prints `started NUMBER` when a job starts, and `done NUMBER` when all files of the job are
+written.
 """
 
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Thread
 from time import perf_counter
+from typing import Any
 
 import jax
 from jax.experimental import mesh_utils
+from jax.extend.mlir import ir
 from jax.sharding import AxisType, Mesh
 
 from wanjax.pricing.chips import card_devices, topology_devices
 from wanjax.pricing.compile import DUMP_FOLDER, PROGRAM, REQUEST, write_error
 from wanjax.pricing.lowering import retry_without_rejected_options
 
+HOST_MEMORY = "pinned_host"  # JAX's name of host memory from which a device copies directly
+
 
 def concrete_mesh(topology: str, devices: int, axes: dict[str, int], card: str | None = None) -> Mesh:
-    """Return a mesh of the first `devices` of a topology, or of `card` if it is a name. They may be absent.
+    """Return a mesh of the first `devices` chips of a topology, or of cards if `card` is set.
+
+    The devices may be absent.
 
     The last axes of the mesh connect neighbouring chips, as far as the links allow.
     """
     sizes = tuple(axes.values())
     devices_of_target = topology_devices(topology) if card is None else card_devices(card)
-    # on 4 x 4 chips, an axis of 8 needs half of a physical axis, which JAX splits only on request
+    # on 4 x 4 chips, an axis of size 8 uses half of a physical axis; JAX must be told to split it
     mesh_devices = mesh_utils.create_device_mesh(sizes, devices_of_target[:devices], allow_split_physical_axes=True)
     return Mesh(mesh_devices, tuple(axes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def mark_host_memory(lowered: jax.stages.Lowered, arguments: Sequence[Any]) -> None:
+    """Mark the arguments that are in the host's memory, which an exported program remembers only in their types.
+
+    A sharding could name this memory too, but not on cards that are not here: their runtime lists no memories.
+    """
+    module: Any = lowered.compiler_ir("stablehlo")
+    with module.context:
+        symbol = ir.SymbolTable(module.operation)["main"]
+        attributes = [_named_attributes(marks) for marks in ir.ArrayAttr(symbol.attributes["arg_attrs"])]
+        for marks, argument in zip(attributes, arguments, strict=True):
+            if argument.memory_space == jax.memory.Space.Host:
+                marks["mhlo.memory_kind"] = ir.StringAttr.get(HOST_MEMORY)
+        symbol.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(marks) for marks in attributes])
+
+
+def _named_attributes(attributes: Any) -> dict[str, Any]:
+    return {named.name: named.attr for named in ir.DictAttr(attributes)}
 
 
 def compile_job(folder: Path) -> None:
@@ -51,15 +77,17 @@ def compile_job(folder: Path) -> None:
     rejected_options: list[str] = []
     with jax.set_mesh(mesh):
         lowered = jax.jit(exported.call, donate_argnums=job["donate"], keep_unused=True).lower(*shapes)
+        mark_host_memory(lowered, exported.in_avals)
         compiled = retry_without_rejected_options(job["options"], lowered.compile, rejected_options.append)
     seconds = perf_counter() - start
     memory, module = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None, "the compiler reports both"
     assert module is not None
     arguments, results = memory.argument_size_in_bytes, memory.output_size_in_bytes - memory.alias_size_in_bytes
-    peak = (
-        memory.peak_memory_in_bytes or arguments + memory.temp_size_in_bytes + results
-    )  # the GPU compiler reports no peak
+    on_host = memory.host_argument_size_in_bytes + memory.host_output_size_in_bytes + memory.host_temp_size_in_bytes
+    # the GPU compiler may report no peak; a reported peak counts the host's memory too
+    peak = memory.peak_memory_in_bytes - on_host if memory.peak_memory_in_bytes else 0
+    peak = peak or arguments + memory.temp_size_in_bytes + results
     sizes = {"arguments": arguments, "peak": peak}
     result = {"memory": sizes, "seconds": seconds, "refused": rejected_options}
     (folder / "module.txt").write_text(module, encoding="utf-8")
@@ -90,12 +118,15 @@ def main(root: Path, max_concurrent: int, numbers: Iterable[str]) -> None:
 
 
 def _print_line(line: str) -> None:
-    """Write a line in one system call, since threads and processes share the pipe."""
+    """Write a line in one system call, because several threads and processes write to the same pipe."""
     os.write(1, f"{line}\n".encode())
 
 
 def _end_with_parent() -> None:
-    """Exit when the parent process ends, since compiling may take minutes."""
+    """Exit when the parent process ends.
+
+    Without this, a compilation might continue for minutes after the parent has ended.
+    """
     os.read(0, 1)  # returns when standard input is closed
     os._exit(1)
 

@@ -2,11 +2,12 @@
 """The price of a compiled program in seconds on its chip: a low, a middle and a high value.
 
 - A matrix product costs between its roofline (operations at the peak, bytes at the bandwidth) and the compiler's
-  estimate. The middle is the geometric mean of the two; the low value takes operations at the best rate of a schedule.
-- A kernel costs the LLO bundles that it runs, or the bytes that it moves if that takes longer.
-- Another operation costs its bytes at the achieved bandwidth, or its bundles if a schedule is available.
-- A collective costs its bytes on the wire.
-- An asynchronous operation costs only the time that the work between its start and its end does not hide.
+  estimate. The middle value is the geometric mean of the roofline and the estimate. The low value assumes the best rate
+  of operations that a schedule reaches.
+- A kernel costs the LLO bundles that it runs, or the bytes that it moves, whichever takes longer.
+- Any other operation costs its bytes at the achieved bandwidth, or its bundles if a schedule is available.
+- A collective costs its bytes on the wire, and a copy from the host's memory its bytes on the link to the host.
+- An asynchronous operation costs only the part of its time that is not hidden behind other work.
 
 The range covers what published measurements show to be uncertain. Nothing here prices the fetch of instructions (the
 flash kernel's code is 1.6 MB), the wait of a grid step for its DMAs, or the work of the host.
@@ -16,15 +17,25 @@ import math
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import add
 from typing import NamedTuple
 
 from wanjax.pricing.chips import Card, Chip
 from wanjax.pricing.compile import Compiled
 from wanjax.pricing.hlo import Computation, Instruction, Module, parse
-from wanjax.pricing.schedule import Schedule
-from wanjax.pricing.work import COLLECTIVES, PRODUCT_OPCODES, branches, flops, traffic, trip_count, wire_bytes
+from wanjax.pricing.schedule import KernelSchedule
+from wanjax.pricing.work import (
+    COLLECTIVES,
+    PRODUCT_OPCODES,
+    branches,
+    bytes_from_host,
+    flops,
+    traffic,
+    trip_count,
+    wire_bytes,
+)
 
-KINDS = ("kernels", "products", "elementwise", "copies", "collectives")
+KINDS = ("kernels", "products", "elementwise", "copies", "collectives", "offload")
 FREE_OPCODES = {
     "parameter",
     "constant",
@@ -51,59 +62,61 @@ MOVE_OPCODES = {
 }
 KERNEL_TARGET = "tpu_custom_call"
 ACHIEVED_BANDWIDTH = 0.8  # fraction of the nominal bandwidth
-KERNEL_LOW = 0.98  # splash attention: 43.93 ms measured by others, 44.4 by its bundles
-KERNEL_HIGH = 1.17  # a product of 8192 x 8192 x 8192: 2.644 M cycles measured by others, 2.255 M by its bundles
-BEST_PRODUCT = 0.93  # fraction of the peak that the bundles of that product reach
+KERNEL_LOW = 0.98  # splash attention: 43.93 ms in a published measurement, 44.4 ms by its bundles
+KERNEL_HIGH = 1.17  # a product of 8192 x 8192 x 8192: 2.644 M cycles in a published measurement, 2.255 M by its bundles
+BEST_PRODUCT = 0.93  # the fraction of the peak that this product reaches by its bundles
+HOST_LINK = 0.9, 0.8, 0.5  # fractions of the host link's rate, at best, typically and at worst: an assumption
 ACHIEVED_LINK = 0.8  # fraction of a link's nominal rate at the high end: an assumption, with no published measurement
-MAX_OVER_BYTES = 3  # an estimate above this multiple of the price by bytes points to a bad memory layout
-VECTOR_BYTES = 2 * 4096  # read and written by the vector unit per cycle, at best
+MAX_OVER_BYTES = 3  # a compiler's estimate above this multiple of the price by bytes hints at a bad memory layout
+VECTOR_BYTES = 2 * 4096  # the most bytes that the vector unit reads and writes per cycle
 
 
-class Cost(NamedTuple):
+class ValueRange(NamedTuple):
     """A time in seconds, with a low, a middle and a high value."""
 
     low: float
     mid: float
     high: float
 
-    def scaled(self, factor: int | float) -> "Cost":
+    def scaled_by(self, factor: int | float) -> "ValueRange":
         """Multiply all three values by a factor."""
-        return Cost(*(factor * seconds for seconds in self))
+        return ValueRange(*(factor * seconds for seconds in self))
 
 
 @dataclass(frozen=True)
-class Item:
+class PricedOperation:
     """One operation of the program: its kind, how often it runs, and the total cost of its runs."""
 
     name: str
     kind: str
     times: int
-    cost: Cost
-    flops: int = 0  # total of all runs
-    bytes: int = 0  # total HBM traffic of all runs; for a collective, bytes on the wire
+    cost: ValueRange
+    flops: int = 0  # the total cost of all runs
+    bytes: int = 0  # HBM traffic of all runs; for a collective, bytes on the wire
     group: int = 1  # devices in each group of a collective
-    scope: str = ""  # path of named scopes in which it was traced
+    scope: str = ""  # the path of named scopes in which the operation was traced
 
 
 @dataclass(frozen=True)
 class ItemizedPrice:
     """All operations of a program with their costs, and what makes the price uncertain.
 
-    `unpriced` names kernels without a schedule, which count as free. `unknown_loops` names loops whose trip count is
-    unknown, which count once. `undecided` has, for each kernel, the blocks whose branch depends on data.
+    `unpriced_kernels` names kernels without a schedule, which count as free. `unknown_loops` names loops whose trip
+    count is unknown; the body of such a loop counts once. `data_dependent_blocks` lists, for each kernel, the blocks
+    whose branch depends on data.
     """
 
-    items: tuple[Item, ...]
-    unpriced: tuple[str, ...]
+    items: tuple[PricedOperation, ...]
+    unpriced_kernels: tuple[str, ...]
     unknown_loops: tuple[str, ...]
-    undecided: Mapping[str, frozenset[int]]
+    data_dependent_blocks: Mapping[str, frozenset[int]]
 
     @property
-    def total(self) -> Cost:
+    def total(self) -> ValueRange:
         return _sum(self.items)
 
     @property
-    def by_kind(self) -> dict[str, Cost]:
+    def by_kind(self) -> dict[str, ValueRange]:
         return {kind: _sum([item for item in self.items if item.kind == kind]) for kind in KINDS}
 
     @property
@@ -112,8 +125,8 @@ class ItemizedPrice:
         return sum(item.flops for item in self.items)
 
 
-def _sum(items: Sequence[Item]) -> Cost:
-    return Cost(*(math.fsum(item.cost[i] for item in items) for i in range(3)))
+def _sum(items: Sequence[PricedOperation]) -> ValueRange:
+    return ValueRange(*(math.fsum(item.cost[i] for item in items) for i in range(3)))
 
 
 def price_compiled(
@@ -129,51 +142,56 @@ def price_compiled(
     Args:
         compiled: The program.
         kernels: Seconds of kernels by their names in the module: `flash.3`, or `flash` for all kernels of that name. A
-            whole model needs this, because it is compiled without schedules. Its kernels are compiled and priced on
-            their own.
-        skip: For each kernel, the blocks among `undecided` whose branch skips the code that it guards. By default all
-            guarded code runs, including both sides of a conditional.
-        input_word: As in `Schedule.run`.
+            whole model needs `kernels`, because it is compiled without schedules; its kernels are compiled and priced
+            separately.
+        skip: For each kernel, the blocks among `data_dependent_blocks` whose branch is taken, so that the code behind
+            the branch does not run. By default all code behind such branches runs, including both sides of a
+        conditional. input_word: As in `Schedule.run`.
         cheapest: Whether the cheapest branch of a conditional counts; by default, the most expensive one.
     """
     options = (kernels or {}, skip or {}, input_word, min if cheapest else max)
-    reader = Reader(parse(compiled.module), compiled.slice.chip, compiled.schedules, *options)
+    reader = OperationPricer(parse(compiled.module), compiled.slice.chip, compiled.schedules, *options)
     items = reader.price_computation(reader.module.entry, 1)
-    return ItemizedPrice(tuple(items), tuple(reader.unpriced), tuple(reader.unknown_loops), reader.undecided)
+    return ItemizedPrice(
+        tuple(items), tuple(reader.unpriced_kernels), tuple(reader.unknown_loops), reader.data_dependent_blocks
+    )
 
 
 @dataclass
-class Reader:
+class OperationPricer:
     """Walk through a module in scheduled order, price its operations, and collect what makes the price uncertain."""
 
     module: Module
     chip: Chip | Card
-    schedules: Mapping[str, Schedule]
+    schedules: Mapping[str, KernelSchedule]
     kernels: Mapping[str, float]
     skip: Mapping[str, Container[int]]
     input_word: int | None
-    choose: Callable[..., list[Item]]
-    undecided: dict[str, frozenset[int]] = field(default_factory=dict)
-    unpriced: list[str] = field(default_factory=list)
+    choose: Callable[..., list[PricedOperation]]
+    data_dependent_blocks: dict[str, frozenset[int]] = field(default_factory=dict)
+    unpriced_kernels: list[str] = field(default_factory=list)
     unknown_loops: list[str] = field(default_factory=list)
 
-    def price_computation(self, computation: Computation, times: int) -> list[Item]:
+    def price_computation(self, computation: Computation, times: int) -> list[PricedOperation]:
         """Price a computation that runs `times` times."""
-        items: list[Item] = []
-        in_flight: dict[str, tuple[Item, float]] = {}  # asynchronous operations, and when they end
-        elapsed = links_free_at = 0.0
+        items: list[PricedOperation] = []
+        in_flight: dict[
+            str, tuple[PricedOperation, ValueRange]
+        ] = {}  # the running asynchronous operations, and when each ends
+        elapsed = ValueRange(0, 0, 0)  # the ends differ by copies from the host, whose rate has a wide range
+        free_at: dict[str, ValueRange] = dict.fromkeys(
+            ("collectives", "offload"), ValueRange(0, 0, 0)
+        )  # operations of a kind share links, so they run one after another
 
-        def end_time_of(item: Item) -> float:
-            nonlocal links_free_at
-            if item.kind != "collectives":
-                return elapsed + item.cost.mid
-            links_free_at = (
-                max(elapsed, links_free_at) + item.cost.mid
-            )  # collectives share the links, so they run one after another
-            return links_free_at
+        def end_time_of(item: PricedOperation) -> ValueRange:
+            start = map(max, elapsed, free_at.get(item.kind, elapsed))
+            end = ValueRange(*map(add, start, item.cost))
+            if item.kind in free_at:
+                free_at[item.kind] = end
+            return end
 
         for instruction in computation.instructions:
-            if instruction.name.startswith("async-collective-done"):  # its work is in the fusions since its start
+            if instruction.name.startswith("async-collective-done"):  # the fusions since the start contain the work
                 continue
             if instruction.opcode.endswith("-start"):
                 item = self.price_operation(instruction, computation, times)
@@ -184,16 +202,21 @@ class Reader:
                 if instruction.opcode.endswith("-update"):
                     in_flight[instruction.name] = item, end_time
                     continue
-                new_items = [_with_seconds(item, end_time - elapsed)]
+                new_items = [_exposed(item, end_time, elapsed)]
             else:
                 new_items = self.price_instruction(instruction, computation, times)
                 if [item.kind for item in new_items] == ["collectives"]:
-                    new_items = [_with_seconds(new_items[0], end_time_of(new_items[0]) - elapsed)]
+                    new_items = [_exposed(new_items[0], end_time_of(new_items[0]), elapsed)]
             items += new_items
-            elapsed += _sum(new_items).mid
+            durations = (
+                item.cost if item.kind == "offload" else ValueRange(*[item.cost.mid] * 3) for item in new_items
+            )
+            elapsed = ValueRange(*map(sum, zip(elapsed, *durations, strict=True)))
         return items
 
-    def price_instruction(self, instruction: Instruction, computation: Computation, times: int) -> list[Item]:
+    def price_instruction(
+        self, instruction: Instruction, computation: Computation, times: int
+    ) -> list[PricedOperation]:
         """Price an instruction. A loop or a call may give several items."""
         if instruction.opcode in FREE_OPCODES:
             return []
@@ -211,81 +234,92 @@ class Reader:
             )
         return [self.price_operation(instruction, computation, times)]
 
-    def price_operation(self, instruction: Instruction, computation: Computation, times: int) -> Item:
+    def price_operation(self, instruction: Instruction, computation: Computation, times: int) -> PricedOperation:
+        if (copied_bytes := bytes_from_host(self.module, instruction, computation)) > 0:
+            cost = ValueRange(*(copied_bytes / (share * self.chip.host_link) for share in HOST_LINK)).scaled_by(times)
+            name, scope = instruction.name, instruction.scope
+            return PricedOperation(name, "offload", times, cost, bytes=times * copied_bytes, scope=scope)
         call, _ = self.find_kernel(instruction, computation)
         return replace(self._price_without_scope(instruction, computation, times), scope=(call or instruction).scope)
 
-    def _price_without_scope(self, instruction: Instruction, computation: Computation, times: int) -> Item:
-        if instruction.opcode in ("async-start", "call-start"):  # wraps a computation with one operation
-            inner = self.module.computations[instruction.called or instruction.computation_name("to_apply")]
+    def _price_without_scope(self, instruction: Instruction, computation: Computation, times: int) -> PricedOperation:
+        if instruction.opcode in ("async-start", "call-start"):  # the called computation has a single operation
+            inner = self.module.computations[instruction.called_computation or instruction.computation_name("to_apply")]
             return self.price_operation(inner.root, inner, times)
         traffic_bytes = traffic(self.module, instruction, computation)
         call, kernel_computation = self.find_kernel(instruction, computation)
         if call is not None:
             traffic_bytes = traffic(self.module, call, kernel_computation)
-            return Item(
+            return PricedOperation(
                 instruction.name,
                 "kernels",
                 times,
-                self.kernel_cost(call, traffic_bytes).scaled(times),
+                self.kernel_cost(call, traffic_bytes).scaled_by(times),
                 bytes=times * traffic_bytes,
             )
         opcodes = {part.opcode for part in (instruction, *self.module.nested_instructions(instruction))}
         if instruction.opcode.removesuffix("-start") in COLLECTIVES:
             sent_bytes = wire_bytes(instruction, computation)
-            links = 1 if instruction.group_size == 2 else 2  # links of a chip that the group uses
+            links = 1 if instruction.group_size == 2 else 2  # the number of a chip's links that the group uses
             seconds = sent_bytes / (links * self.chip.link)
-            cost = Cost(seconds, seconds, seconds / ACHIEVED_LINK).scaled(times)
-            return Item(
+            cost = ValueRange(seconds, seconds, seconds / ACHIEVED_LINK).scaled_by(times)
+            return PricedOperation(
                 instruction.name, "collectives", times, cost, bytes=times * sent_bytes, group=instruction.group_size
             )
         if opcodes & set(PRODUCT_OPCODES):
             operations = flops(self.module, instruction, computation)
-            cost = self.product_cost(instruction, operations, traffic_bytes).scaled(times)
-            return Item(instruction.name, "products", times, cost, times * operations, times * traffic_bytes)
+            cost = self.product_cost(instruction, operations, traffic_bytes).scaled_by(times)
+            return PricedOperation(instruction.name, "products", times, cost, times * operations, times * traffic_bytes)
         kind = "copies" if opcodes <= MOVE_OPCODES | FREE_OPCODES | {"fusion", "copy-start"} else "elementwise"
         byte_cost = self.vector_cost(instruction, computation, traffic_bytes)
         estimate = (instruction.estimated_cycles or 0) / self.chip.clock
-        cost = byte_cost._replace(high=min(max(byte_cost.mid, estimate), MAX_OVER_BYTES * byte_cost.mid)).scaled(times)
-        return Item(instruction.name, kind, times, cost, bytes=times * traffic_bytes)
+        cost = byte_cost._replace(high=min(max(byte_cost.mid, estimate), MAX_OVER_BYTES * byte_cost.mid)).scaled_by(
+            times
+        )
+        return PricedOperation(instruction.name, kind, times, cost, bytes=times * traffic_bytes)
 
     def find_kernel(self, instruction: Instruction, computation: Computation) -> tuple[Instruction | None, Computation]:
-        """Return the kernel that an operation is or that its fusion contains, and the kernel's computation."""
+        """Find the kernel of an operation, which is the operation itself or a part of its fusion.
+
+        Also return the kernel's computation.
+        """
         if instruction.target == KERNEL_TARGET:
             return instruction, computation
-        inner = None if instruction.called is None else self.module.computations[instruction.called]
+        inner = (
+            None if instruction.called_computation is None else self.module.computations[instruction.called_computation]
+        )
         fused_instructions = () if inner is None else inner.instructions
         return next(
             (fused for fused in fused_instructions if fused.target == KERNEL_TARGET), None
         ), inner or computation
 
-    def kernel_cost(self, instruction: Instruction, traffic_bytes: int) -> Cost:
-        bandwidth, price_range = ACHIEVED_BANDWIDTH * self.chip.bandwidth, Cost(KERNEL_LOW, 1, KERNEL_HIGH)
+    def kernel_cost(self, instruction: Instruction, traffic_bytes: int) -> ValueRange:
+        bandwidth, price_range = ACHIEVED_BANDWIDTH * self.chip.bandwidth, ValueRange(KERNEL_LOW, 1, KERNEL_HIGH)
         for name in (instruction.name, re.sub(r"\.\d+$", "", instruction.name)):
             if name in self.kernels:
-                return price_range.scaled(
+                return price_range.scaled_by(
                     max(self.kernels[name], traffic_bytes / bandwidth)
-                )  # it reads its operands and writes its results
+                )  # at least the time of the traffic
         if instruction.name in self.schedules:
             schedule = self.schedules[instruction.name]
             execution = schedule.run(self.skip.get(instruction.name, ()), input_word=self.input_word)
-            if execution.undecided:
-                self.undecided[instruction.name] = execution.undecided
+            if execution.data_dependent_blocks:
+                self.data_dependent_blocks[instruction.name] = execution.data_dependent_blocks
             dma_seconds = self.chip.cores * execution.traffic_bytes / bandwidth
-            return price_range.scaled(max(schedule.cycles(execution.times) / self.chip.clock, dma_seconds))
-        self.unpriced.append(instruction.name)
-        return Cost(0, 0, 0)
+            return price_range.scaled_by(max(schedule.cycles(execution.times) / self.chip.clock, dma_seconds))
+        self.unpriced_kernels.append(instruction.name)
+        return ValueRange(0, 0, 0)
 
-    def product_cost(self, instruction: Instruction, operations: int, traffic_bytes: int) -> Cost:
+    def product_cost(self, instruction: Instruction, operations: int, traffic_bytes: int) -> ValueRange:
         by_bytes = traffic_bytes / self.chip.bandwidth
         floor = max(operations / self.chip.flops, by_bytes)
         estimate = max((instruction.estimated_cycles or 0) / self.chip.clock, floor)
         mid = math.sqrt(floor * estimate)
         low = max(operations / (BEST_PRODUCT * self.chip.flops), by_bytes)
-        return Cost(min(low, mid), mid, estimate)
+        return ValueRange(min(low, mid), mid, estimate)
 
-    def vector_cost(self, instruction: Instruction, computation: Computation, traffic_bytes: int) -> Cost:
-        """Price vector work: its HBM traffic at the bandwidth, or the vector unit's cycles if these take longer."""
+    def vector_cost(self, instruction: Instruction, computation: Computation, traffic_bytes: int) -> ValueRange:
+        """Price vector work: its HBM traffic at the bandwidth, or the vector unit's cycles, whichever takes longer."""
         accessed = [
             *instruction.results,
             *(array for name in instruction.operands for array in computation.by_name[name].results),
@@ -298,10 +332,17 @@ class Reader:
             cycles = max(largest, traffic_bytes) / VECTOR_BYTES / self.chip.cores
         low = traffic_bytes / self.chip.bandwidth
         mid = max(low / ACHIEVED_BANDWIDTH, cycles / self.chip.clock)
-        return Cost(low, mid, mid)
+        return ValueRange(low, mid, mid)
 
 
-def _with_seconds(item: Item, seconds: float) -> Item:
-    """Scale an item's cost to the `seconds` that other work does not hide."""
-    share = max(0.0, seconds) / item.cost.mid if item.cost.mid else 0.0
-    return replace(item, cost=item.cost.scaled(share))
+def _exposed(item: PricedOperation, end_time: ValueRange, elapsed: ValueRange) -> PricedOperation:
+    """Reduce an item's cost to what other work does not hide, if its result is needed when `elapsed` has passed.
+
+    A copy from the host's memory may be hidden at the low end of its range, and not at the high end.
+    """
+    if item.kind == "offload":
+        return replace(
+            item, cost=ValueRange(*(max(0.0, end - start) for start, end in zip(elapsed, end_time, strict=True)))
+        )
+    share = max(0.0, end_time.mid - elapsed.mid) / item.cost.mid if item.cost.mid else 0.0
+    return replace(item, cost=item.cost.scaled_by(share))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of the code, and versions of the packages, that prices depend on. Keys of cached prices contain them."""
+"""Digests and package versions that determine prices. The keys of cached prices contain them."""
 
 import hashlib
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ def digest(paths: Iterable[Path]) -> str:
 
 
 def versions(*names: str) -> dict[str, str]:
-    """Return the versions of the named distributions, without those that are not installed."""
+    """Return the versions of the named distributions that are installed."""
     installed = {}
     for name in names:
         with suppress(PackageNotFoundError):

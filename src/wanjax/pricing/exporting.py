@@ -2,7 +2,7 @@
 """Trace programs and export them as bytes, which a separate process compiles.
 
 Nothing here needs the compiler or a chip. The bytes contain no file names or line numbers, so they change only when the
-program changes. They contain the named scopes, which split a price into parts.
+program changes. The bytes contain the named scopes, by which a price is split into parts.
 """
 
 import hashlib
@@ -21,7 +21,9 @@ from wanjax.pricing.chips import Card, Slice, abstract_mesh
 from wanjax.pricing.lowering import Lowering, gc_paused
 
 CUDNN_ATTENTION = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
-"""Custom calls that a later version of JAX may not read. No later version reads these bytes."""
+"""Custom calls that a later version of JAX might not read. The bytes are only read by the same version of JAX, so such
+calls are allowed.
+"""
 LOCATION_LIMIT_OPTION = "jax_traceback_in_locations_limit"
 
 
@@ -30,12 +32,12 @@ class CompilerError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Job:
+class CompileJob:
     """A program to compile for a slice.
 
     `program` is a serialised `jax.export.Exported`, which has the shapes, dtypes and shardings of the arguments. All
-    arguments are arrays; `donate` has the indices of those whose buffers the results may reuse. `axes` has the sizes of
-    the mesh's axes.
+    arguments are arrays. `donate` has the indices of the arguments whose buffers the results may reuse. `axes` has the
+    sizes of the mesh's axes.
     """
 
     slice: Slice
@@ -70,7 +72,7 @@ class Traced(NamedTuple):
         with jax.sharding.use_abstract_mesh(self.mesh):
             return self.jitted.trace(*self.leaves).jaxpr
 
-    def export(self) -> Job:
+    def export(self) -> CompileJob:
         """Export the program as a job. Raises CompilerError if it cannot be lowered for the chip."""
         on_card = isinstance(self.slice.chip, Card)
         checks = [jax.export.DisabledSafetyCheck.custom_call(call) for call in CUDNN_ATTENTION if on_card]
@@ -87,7 +89,7 @@ class Traced(NamedTuple):
         starts = [0, *ends]
         donate = tuple(leaf for i in self.lowering.donate for leaf in range(starts[i], ends[i]))
         options = dict(self.lowering.compiler_options or {})
-        return Job(self.slice, dict(self.mesh.shape), bytes(program), donate, options)
+        return CompileJob(self.slice, dict(self.mesh.shape), bytes(program), donate, options)
 
 
 def trace(lowering: Lowering, target: Slice) -> Traced:
@@ -96,7 +98,7 @@ def trace(lowering: Lowering, target: Slice) -> Traced:
     Raises WanjaxError if wanjax rejects the program, and CompilerError for other failures.
     """
     leaves, tree = jax.tree.flatten(lowering.arguments)
-    shardings = [getattr(leaf, "sharding", None) for leaf in leaves]  # arrays on the host have none
+    shardings = [getattr(leaf, "sharding", None) for leaf in leaves]  # arrays on the host have no sharding
     mesh = next((x.mesh.abstract_mesh for x in shardings if isinstance(x, NamedSharding)), None) or abstract_mesh(
         target
     )
@@ -106,14 +108,14 @@ def trace(lowering: Lowering, target: Slice) -> Traced:
     def program(*leaves: Any) -> list[Any]:
         return jax.tree.leaves(lowering.function(*jax.tree.unflatten(tree, leaves)))
 
-    # unused arguments stay in memory during the run, so they must count
+    # unused arguments stay in memory during the run, so they must be counted
     traced = Traced(lowering, target, mesh, jax.jit(program, keep_unused=True), leaves)
     with as_compiler_errors(target):
-        _ = traced.jaxpr  # JAX caches it
+        _ = traced.jaxpr  # traces the program now; JAX caches the jaxpr
     return traced
 
 
-def export(lowering: Lowering, target: Slice) -> Job:
+def export(lowering: Lowering, target: Slice) -> CompileJob:
     """Trace and export a program as a job for the compiler. Raises the errors of `trace` and `Traced.export`."""
     return trace(lowering, target).export()
 
@@ -149,8 +151,8 @@ def without_locations() -> Iterator[None]:
 def cudnn_without_devices() -> Iterator[None]:
     """Lower cuDNN's attention without devices, which JAX otherwise requires.
 
-    JAX uses the devices to choose how the call is partitioned. wanjax makes the call inside a `shard_map`, on the
-    arrays of one device, so there is nothing to partition. JAX has no public option for this.
+    JAX reads the devices to choose how to partition the call. wanjax makes the call inside a `shard_map`, on the arrays
+    of one device, so the call is not partitioned. JAX has no public option for this.
     """
     from jax._src import dispatch
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A parser of optimised HLO: the final module of a compiled program, as computations, instructions and arrays.
 
-The text is XLA's HLO after scheduling and layout assignment. Sizes are sizes in memory, where the two minor-most
-dimensions are padded to whole tiles: bfloat16[300, 100] in tiles of (8, 128) takes 304 × 128 × 2 bytes.
+The text is XLA's HLO after scheduling and layout assignment. Sizes are sizes in memory. In memory, the two minor-most
+dimensions are padded to complete tiles: bfloat16[300, 100] in tiles of (8, 128) takes 304 × 128 × 2 bytes.
 """
 
 import math
@@ -16,12 +16,16 @@ _INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.*)$", re.DOTALL)
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](?:\{([\d,]*)(?::([^}]*))?\})?")
 _TILE = re.compile(r"T\(([\d,*]+)\)")
 _NAME = re.compile(r"%([\w.\-]+)")
+HOST = 5  # memory space of the host's memory
 BITS = {"pred": 8, "token": 0, "u2": 2, "s2": 2, "u4": 4, "s4": 4, "c64": 64, "c128": 128}
 
 
 @dataclass(frozen=True)
 class Array:
-    """An array's type and memory layout. `space` is 0 for HBM and 1 for VMEM, which counts as free to access."""
+    """An array's type and memory layout.
+
+    `space` is 0 for HBM, 1 for VMEM, which counts as free to access, and `HOST` for the host's memory.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -78,7 +82,7 @@ class Instruction:
         return self._match(rf"\b{name}=(\{{.*?\}}|\[[^ ]*|[^, ]+)")
 
     def _match(self, pattern: str) -> str | None:
-        """Return what the pattern's group matches in the attributes, or None."""
+        """Return the text that the pattern's group matches in the attributes, or None."""
         match = re.search(pattern, self.attributes)
         return match[1] if match else None
 
@@ -89,12 +93,12 @@ class Instruction:
         return computation
 
     @property
-    def called(self) -> str | None:
+    def called_computation(self) -> str | None:
         return self.computation_name("calls") if " calls=%" in self.attributes else None
 
     @property
     def estimated_cycles(self) -> int | None:
-        """The compiler's estimate of its cycles, which fusions and copies have."""
+        """The compiler's estimate of the operation's cycles. Only fusions and copies have one."""
         cycles = self._match(r'"estimated_cycles":"(\d+)"')
         return None if cycles is None else int(cycles)
 
@@ -157,9 +161,9 @@ class Module:
     entry: Computation
 
     def nested_instructions(self, instruction: Instruction) -> Iterator[Instruction]:
-        """Yield the instructions of a fusion or call, including those of nested fusions and calls."""
-        if instruction.called is not None:
-            for part in self.computations[instruction.called].instructions:
+        """Yield the instructions of a fusion or call, including the instructions of nested fusions and calls."""
+        if instruction.called_computation is not None:
+            for part in self.computations[instruction.called_computation].instructions:
                 yield part
                 yield from self.nested_instructions(part)
 

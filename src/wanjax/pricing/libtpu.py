@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep libtpu quiet on a machine without a TPU, where JAX still tries it first."""
+"""Silence libtpu on a machine without a TPU, where JAX still tries to load it first."""
 
 import os
 from glob import glob
@@ -10,11 +10,11 @@ ENVIRONMENT_DEFAULTS = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_STDERR_LOG_LEVEL": "3",
 }
-"""Environment variables without which libtpu prints a page of warnings on a machine without a TPU."""
+"""Environment variables that stop libtpu from printing a page of warnings on a machine without a TPU."""
 
 
 def silence() -> bool:
-    """Keep libtpu quiet on a machine without a TPU. Call this before JAX looks for devices.
+    """Silence libtpu on a machine without a TPU. Call this before JAX looks for devices.
 
     Returns:
         Whether the machine has no TPU.

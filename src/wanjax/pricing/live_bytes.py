@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A lower bound of the memory that a program needs, from its jaxpr, without compiling it.
 
-A compiler fuses elementwise operations into their users. So only these arrays count as being in memory: arguments,
-results, outputs of matrix products, convolutions and loops, and arrays that are smaller than the sum of their sources.
-An elementwise result keeps its source arrays alive. It counts as a separate array only if a product or a convolution
-reads it while its sources are still needed. A loop's carry reuses the buffer of its initial value if possible.
+A compiler fuses elementwise operations into their users. Therefore only these arrays count as being in memory:
+arguments, results, outputs of matrix products, of convolutions and of loops, and arrays that are smaller than the
+arrays they are computed from. An elementwise result keeps the arrays alive from which it is computed. The elementwise
+result counts as an array of its own only if a product or a convolution reads it while those arrays are still needed. A
+loop's carry reuses the buffer of its initial value if possible.
 """
 
 from collections.abc import Iterable, Iterator
@@ -49,8 +50,8 @@ CALL_PRIMITIVES = (
     "shard_map",
 )
 
-Name = tuple[int, Any]  # number of a call, and a variable of that call
-Step = tuple[JaxprEqn, list[Name | None], list[Name]]
+VariableId = tuple[int, Any]  # the number of a call, and a variable of that call
+FlatEquation = tuple[JaxprEqn, list[VariableId | None], list[VariableId]]
 
 
 def min_live_bytes(lowering: Lowering) -> int:
@@ -65,18 +66,19 @@ def min_live_bytes(lowering: Lowering) -> int:
 
 
 def _peak_bytes(jaxpr: Jaxpr, donated: Iterable[int]) -> int:
-    names: dict[Any, Name | None] = {}
-    arguments: list[Name] = [(0, x) for x in (*jaxpr.constvars, *jaxpr.invars)]
+    names: dict[Any, VariableId | None] = {}
+    arguments: list[VariableId] = [(0, x) for x in (*jaxpr.constvars, *jaxpr.invars)]
     size = {name: _bytes(name[1]) for name in arguments}
-    roots: dict[Name, frozenset[Name]] = {name: frozenset([name]) for name in arguments}
+    roots: dict[VariableId, frozenset[VariableId]] = {name: frozenset([name]) for name in arguments}
     freeable = {arguments[len(jaxpr.constvars) + i] for i in donated}
-    view_sources: dict[Name, Name] = {}  # the array behind each view
-    steps: list[tuple[list[Name], int | None, list[Name], frozenset[Name]]] = []
-    """For each equation: its new arrays, the peak bytes inside it (None if fused), the elementwise results that it
-    reads, and the arrays whose buffers its results may reuse."""
-    last_uses: dict[Name, int] = {}
+    view_sources: dict[VariableId, VariableId] = {}  # the array behind each view
+    steps: list[tuple[list[VariableId], int | None, list[VariableId], frozenset[VariableId]]] = []
+    """For each equation: its new arrays, the peak bytes inside it (None if it is fused), the elementwise results that
+    it reads, and the arrays whose buffers its results may reuse.
+    """
+    last_uses: dict[VariableId, int] = {}
     for number, (equation, inputs, outputs) in enumerate(_flatten(jaxpr, names, iter(range(1, 1 << 30)), 0)):
-        sources = frozenset[Name]().union(*(roots[x] for x in inputs if x is not None))
+        sources = frozenset[VariableId]().union(*(roots[x] for x in inputs if x is not None))
         is_array = equation.primitive.name in MATERIALIZED_PRIMITIVES
         for name in outputs:
             size[name] = _bytes(name[1])
@@ -91,7 +93,9 @@ def _peak_bytes(jaxpr: Jaxpr, donated: Iterable[int]) -> int:
             else []
         )
         fused_inputs = [x for x in dict.fromkeys(reads) if x not in roots[x] and roots[x]]
-        in_place = frozenset[Name]().union(*(roots[x] for x in _reusable_inputs(equation, inputs) if x is not None))
+        in_place = frozenset[VariableId]().union(
+            *(roots[x] for x in _reusable_inputs(equation, inputs) if x is not None)
+        )
         inner_bytes = _inner_bytes(equation) if is_array else None
         steps.append(([x for x in outputs if x in roots[x]], inner_bytes, fused_inputs, in_place))
     results = [x for x in jaxpr.outvars if not isinstance(x, Literal)]
@@ -99,7 +103,7 @@ def _peak_bytes(jaxpr: Jaxpr, donated: Iterable[int]) -> int:
         if (name := names.get(x, (0, x))) is not None:
             last_uses |= dict.fromkeys(roots[name], len(steps))
     last_uses |= {name: last_uses.get(name, -1) if name in freeable else len(steps) for name in arguments}
-    last_used_at: dict[int, list[Name]] = {}
+    last_used_at: dict[int, list[VariableId]] = {}
     for name, number in last_uses.items():
         last_used_at.setdefault(number, []).append(name)
     live = peak = sum(size[name] for name in arguments)
@@ -113,13 +117,15 @@ def _peak_bytes(jaxpr: Jaxpr, donated: Iterable[int]) -> int:
     return max(peak, sum(size[name] for name in arguments if name not in freeable) + sum(map(_bytes, results)))
 
 
-def _flatten(jaxpr: Jaxpr, names: dict[Any, Name | None], call_numbers: Iterator[int], call: int) -> Iterator[Step]:
+def _flatten(
+    jaxpr: Jaxpr, names: dict[Any, VariableId | None], call_numbers: Iterator[int], call: int
+) -> Iterator[FlatEquation]:
     """Yield the equations of a jaxpr and of the functions that it calls.
 
     `names` maps variables that are defined outside the call to their names, or to None for a constant.
     """
 
-    def name_of(x: Any) -> Name | None:
+    def name_of(x: Any) -> VariableId | None:
         return None if isinstance(x, Literal) else names.get(x, (call, x))
 
     for equation in jaxpr.eqns:
@@ -135,7 +141,7 @@ def _flatten(jaxpr: Jaxpr, names: dict[Any, Name | None], call_numbers: Iterator
             names[outer] = None if isinstance(x, Literal) else inner_names.get(x, (number, x))
 
 
-def _reusable_inputs(equation: JaxprEqn, inputs: list[Name | None]) -> list[Name | None]:
+def _reusable_inputs(equation: JaxprEqn, inputs: list[VariableId | None]) -> list[VariableId | None]:
     """Return the inputs of an equation whose buffers its results may reuse."""
     name, params = equation.primitive.name, equation.params
     if name == "scan":
@@ -151,7 +157,7 @@ def _inner_bytes(equation: JaxprEqn) -> int:
         return 0
     first_reusable = (
         equation.params["num_consts"] if equation.primitive.name == "scan" else 0
-    )  # index of the first input whose buffer may be reused
+    )  # the first reusable input
     inner_programs = ((inner, range(first_reusable, len(inner.invars))) for inner in inner_jaxprs(equation))
     return max(0, *(_peak_bytes(inner, donated) - sum(map(_bytes, inner.invars)) for inner, donated in inner_programs))
 

@@ -27,7 +27,7 @@ class Lowering(NamedTuple):
 
 
 def replicated(function: Callable, mesh: Mesh | AbstractMesh, shapes: Iterable[Any]) -> Lowering:
-    """Return the lowering of a function that every device of a mesh runs on replicated arrays of these shapes."""
+    """Create the lowering of a function that every device of a mesh runs on replicated arrays of these shapes."""
     spec = PartitionSpec()
     sharded_function = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     arguments = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)) for x in shapes)
@@ -36,7 +36,7 @@ def replicated(function: Callable, mesh: Mesh | AbstractMesh, shapes: Iterable[A
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pause Python's garbage collector, since tracing and lowering allocate many long-lived objects."""
+    """Pause Python's garbage collector, because tracing and lowering allocate many long-lived objects."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -51,8 +51,8 @@ def retry_without_rejected_options(
 ) -> Result:
     """Compile a program with `attempt(options)`. If the compiler rejects options, try again without them.
 
-    The rejected options are those that the error message names, or all of them if it names none. `report` is called
-    with one sentence about them. Running out of memory is not a rejection.
+    The rejected options are the options that the error message names. If it names none, all options count as rejected.
+    `report` is called with one sentence about the rejected options. An out-of-memory error is not a rejection.
     """
     try:
         return attempt(options)

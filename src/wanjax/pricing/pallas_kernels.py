@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Price the Pallas kernels of a program one by one, since schedules of a large program need too much memory."""
+"""Price the Pallas kernels of a program one by one, because schedules of a large program need too much memory."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -13,7 +13,7 @@ from wanjax.pricing.exporting import Traced
 from wanjax.pricing.hlo import parse
 from wanjax.pricing.lowering import Lowering, replicated
 
-DTYPES = {"bf16": "bfloat16", "pred": "bool"} | {
+DTYPES = {"bf16": "bfloat16", "pred": "bool", "f8e4m3fn": "float8_e4m3fn", "f8e5m2": "float8_e5m2"} | {
     f"{kind}{bits}": f"{name}{bits}"
     for kind, name in (("f", "float"), ("s", "int"), ("u", "uint"))
     for bits in (8, 16, 32)
@@ -47,7 +47,7 @@ def kernel_calls(compiled: Compiled) -> dict[str, Call]:
 def kernels_of(traced: Traced) -> dict[Call, Lowering]:
     """Return the distinct kernels of a traced program, each as a program that every device runs.
 
-    Of several kernels with the same name and operands, only the first is returned.
+    If several kernels have the same name and operands, only the first is returned.
     """
     kernels: dict[Call, Lowering] = {}
     for equation in pallas_calls(traced.jaxpr.jaxpr):
@@ -61,10 +61,14 @@ def kernels_of(traced: Traced) -> dict[Call, Lowering]:
 def find_kernel_of_call(call: Call, kernels: Iterable[Call]) -> Call | None:
     """Return the kernel of a call in a compiled program, or None if there is none with the call's operands.
 
-    Of several, prefer the one with the call's name. Names may differ, since the compiler replaces some letters.
+    If several kernels have these operands, prefer the kernel with the call's name. The name may differ, because the
+    compiler replaces some letters.
     """
-    alike = [kernel for kernel in kernels if kernel.operands == call.operands]
-    return next((kernel for kernel in alike if kernel.kernel == call.kernel), alike[0] if alike else None)
+    same_operand_kernels = [kernel for kernel in kernels if kernel.operands == call.operands]
+    return next(
+        (kernel for kernel in same_operand_kernels if kernel.kernel == call.kernel),
+        same_operand_kernels[0] if same_operand_kernels else None,
+    )
 
 
 def pallas_calls(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
@@ -88,7 +92,7 @@ def inner_jaxprs(equation: JaxprEqn) -> Iterator[Jaxpr]:
 
 
 class KernelSeconds(NamedTuple):
-    """Seconds of a kernel: `typical` without its rare work, `worst` with all of it."""
+    """Seconds of a kernel: `typical` excludes rarely needed work, and `worst` includes all of it."""
 
     typical: float
     worst: float
@@ -99,8 +103,8 @@ def kernel_seconds(compiled: Compiled, input_words: Sequence[int | None] | None 
 
     Args:
         compiled: The kernel, with its schedule.
-        input_words: Sample values of the kernel's input words, for a kernel whose data-dependent branches guard rare
-            cases. Without them, such branches may guard all the work, so both sides count.
+        input_words: Sample values of the kernel's input words, for a kernel whose data-dependent branches lead to rare
+            cases. With None, both sides of every data-dependent branch count.
     """
     if input_words is None:
         seconds = price_compiled(compiled).by_kind["kernels"].mid
@@ -116,14 +120,14 @@ def mean_seconds(compiled: Compiled, input_words: Iterable[int | None]) -> float
 
 
 def rare_work(compiled: Compiled, input_word: int | None = None) -> dict[str, frozenset[int]]:
-    """Return the blocks that guard rarely needed work, as the argument `skip` of `price_compiled`.
+    """Return the blocks whose branch can skip rarely needed work, as the argument `skip` of `price_compiled`.
 
-    The search repeats until nothing changes, since skipping a block may reveal other blocks.
+    The search repeats until nothing changes, because skipping a block may reveal further blocks.
     """
     skip: dict[str, frozenset[int]] = {}
     while True:
-        undecided = price_compiled(compiled, skip=skip, input_word=input_word).undecided
-        extended = {name: skip.get(name, frozenset()) | blocks for name, blocks in undecided.items()}
+        data_dependent_blocks = price_compiled(compiled, skip=skip, input_word=input_word).data_dependent_blocks
+        extended = {name: skip.get(name, frozenset()) | blocks for name, blocks in data_dependent_blocks.items()}
         if extended == skip:
             return skip
         skip = extended

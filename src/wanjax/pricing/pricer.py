@@ -18,9 +18,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from wanjax.pricing.card_costs import count_kernels, price_on_card
 from wanjax.pricing.chips import Card, Slice, abstract_mesh, find_slice
 from wanjax.pricing.compile import CHECKS, CUDA_WHEELS, Compiled, Workspace, accepted_libtpu, compile_jobs, temporary
-from wanjax.pricing.costs import Item, price_compiled
+from wanjax.pricing.costs import PricedOperation, price_compiled
 from wanjax.pricing.digests import digest, pricing_digest, versions
-from wanjax.pricing.exporting import CompilerError, Job, export, trace
+from wanjax.pricing.exporting import CompileJob, CompilerError, export, trace
 from wanjax.pricing.lowering import Lowering
 from wanjax.pricing.pallas_kernels import (
     Call,
@@ -31,13 +31,14 @@ from wanjax.pricing.pallas_kernels import (
     kernels_of,
 )
 
-PARTS: tuple[str, ...] = ("attention", "matmuls", "elementwise", "copies", "communication")
+PARTS: tuple[str, ...] = ("attention", "matmuls", "elementwise", "copies", "communication", "offload")
 PART_OF_KIND = {
     "kernels": "elementwise",
     "products": "matmuls",
     "elementwise": "elementwise",
     "copies": "copies",
     "collectives": "communication",
+    "offload": "offload",
 }
 UNITS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -53,8 +54,8 @@ class Price:
         least: Seconds of a run that takes the cheapest branch of every conditional.
         low: The lower end of the range of `seconds`.
         high: The upper end of the range of `seconds`.
-        worst: The upper end where kernels do all of their rare work: attention with every head on its safe path.
-            None where kernels have no schedule.
+        worst: The upper end if kernels do all of their rarely needed work, such as attention with every head on its
+            safe path. None if kernels have no schedule.
         breakdown: Seconds by part.
         self_attention: Seconds of the kernels or products of self-attention.
         collectives: For each kind of collective and group size: the number of runs, bytes on the wire and seconds.
@@ -85,7 +86,10 @@ class Price:
 
 @runtime_checkable
 class Results(Protocol):
-    """A cache of prices, shared by processes: JSON values by a kind and a JSON key."""
+    """The interface of a cache of prices that processes share.
+
+    Each value is JSON, stored under a kind and a JSON key.
+    """
 
     def get(self, kind: str, key: Mapping[str, Any]) -> Any:
         """Return the value of a key, or None."""
@@ -94,12 +98,12 @@ class Results(Protocol):
         """Store a value, if the cache is writable."""
 
     def has(self, kind: str) -> bool:
-        """Return whether there is any value of a kind."""
+        """Tell whether there is any value of a kind."""
         ...
 
 
 def no_visited_words(kernel: str, operands: Any) -> None:
-    """Return None for every kernel, so that both sides of each data-dependent branch count."""
+    """Give no sample input words for any kernel, so that both sides of each data-dependent branch count."""
 
 
 @dataclass(frozen=True)
@@ -109,15 +113,17 @@ class Pricer:
     Attributes:
         attention: The named scope in which a program computes attention; None if there is none.
         self_attention: The named scope of self-attention, which contains the scope `attention`.
+        products: The named scope of kernels that are matrix products; None if there are none.
         visits: Called with a kernel's name, and the dtypes and shapes of its operands. If data-dependent branches of
-            the kernel guard rare cases, it returns sample values of the kernel's input words, over which the price is
-            averaged. For other kernels it returns None.
+            the kernel lead to rare cases, it returns sample values of the kernel's input words. The price is the mean
+            over these values. For other kernels it returns None.
         results: Cache of prices, shared by processes; None for no cache.
         workspace: Context manager of a folder for the compiler's files.
     """
 
     attention: str | None = None
     self_attention: str | None = None
+    products: str | None = None
     visits: Callable[[str, Any], Sequence[int | None] | None] = no_visited_words
     results: Results | None = None
     workspace: Workspace = temporary
@@ -131,7 +137,7 @@ class Pricer:
         donate: Sequence[int] = (),
         options: Mapping[str, Any] | None = None,
     ) -> Price:
-        """Price any JAX function. `wanjax.price` documents the arguments and errors."""
+        """Price any JAX function. The arguments and errors are those of `wanjax.price`."""
         target = find_slice(chip)
         axes = mesh.shape if isinstance(mesh, Mesh | AbstractMesh) else mesh
         target_mesh = abstract_mesh(target, None if axes is None else dict(axes))
@@ -145,7 +151,8 @@ class Pricer:
     def check(self, platform: str = "tpu") -> None:
         """Raise WanjaxError if there is neither a compiler for this platform nor a cached price.
 
-        Call this before tracing. If some prices are cached, only the trace shows whether they suffice.
+        Call this before tracing. If some prices are cached, no error is raised: only the trace shows whether the cached
+        prices suffice.
         """
         if self.results is None or platform != "tpu" or not self.results.has("prices"):
             CHECKS[platform]()
@@ -158,13 +165,13 @@ class Pricer:
     def prices(
         self, target: Slice, lowerings: Sequence[Lowering], on_start: Callable[[int], Any] = lambda number: None
     ) -> Iterator[tuple[int, Price]]:
-        """Yield the index and the price of each program, as soon as each is known.
+        """Yield the index and the price of each program, as soon as the price is known.
 
-        Cached prices come first and need no compiler. The other programs are compiled in one process, duplicates only
-        once. Their kernels are compiled in a second process, with schedules. `on_start` is called with a program's
-        index when its compilation starts. The price of a program that does not fit in memory has the bytes that it
-        needs, but no seconds. Raises the errors of `exporting.trace` and `compile.compile_jobs`, and CompilerError for
-        a program that does not compile.
+        Cached prices come first and need no compiler. The other programs are compiled in one process; equal programs
+        are compiled only once. Kernels are compiled in a second process, with schedules. `on_start` is called with a
+        program's index when its compilation starts. The price of a program that does not fit in memory has the bytes
+        that it needs, but no seconds. Raises the errors of `exporting.trace` and `compile.compile_jobs`, and
+        CompilerError for a program that does not compile.
         """
         numbers: dict[str, list[int]] = {}
         missing: dict[str, _UncachedProgram] = {}
@@ -183,29 +190,29 @@ class Pricer:
             self.store("prices", missing[name].job, asdict(priced))
             yield from ((number, priced) for number in numbers[name])
 
-    def key(self, job: Job) -> dict[str, Any]:
-        """Return everything that a price depends on, except the version of libtpu."""
-        file = getattr(sys.modules[self.visits.__module__], "__file__", None)  # a notebook has none
+    def key(self, job: CompileJob) -> dict[str, Any]:
+        """Return everything that determines a price, except the version of libtpu."""
+        file = getattr(sys.modules[self.visits.__module__], "__file__", None)  # a notebook has no `__file__`
         settings_key = [self.attention, self.self_attention, digest([Path(file)] if file else ())]
         compiler = set(CUDA_WHEELS.values()) if isinstance(job.slice.chip, Card) else ()
         installed = versions("jax", "jaxlib", *sorted(compiler))
         return {**job.key, "pricer": settings_key, "pricing": pricing_digest(), "versions": installed}
 
-    def store(self, kind: str, job: Job, value: Any) -> None:
-        """Cache a price, with the version of the compiler that it is from."""
+    def store(self, kind: str, job: CompileJob, value: Any) -> None:
+        """Cache a price, together with the version of the compiler that gave it."""
         if self.results is not None:
             compiler = {} if isinstance(job.slice.chip, Card) else {"libtpu": version("libtpu")}
             self.results.put(kind, self.key(job), {**compiler, "value": value})
 
-    def recall(self, kind: str, job: Job) -> Any:
-        """Return the cached price of the installed compiler's version, or None.
+    def recall(self, kind: str, job: CompileJob) -> Any:
+        """Return the cached price by the installed version of the compiler, or None.
 
-        Without a compiler, the price may be from any version that jax accepts.
+        If no compiler is installed, the price may be from any version that jax accepts.
         """
         entry = None if self.results is None else self.results.get(kind, self.key(job))
         if entry is None:
             return None
-        if isinstance(job.slice.chip, Card):  # its compiler is part of the key
+        if isinstance(job.slice.chip, Card):  # the version of a card's compiler is part of the key
             return entry["value"]
         is_same_compiler = versions("libtpu").get("libtpu", entry["libtpu"]) == entry["libtpu"]
         is_valid = is_same_compiler and accepted_libtpu().contains(entry["libtpu"], prereleases=True)
@@ -221,7 +228,7 @@ class Pricer:
         if not programs:
             return
         seconds: dict[str, KernelSeconds | None] = {}
-        calls: dict[str, tuple[Call, Job]] = {}
+        calls: dict[str, tuple[Call, CompileJob]] = {}
         kernel_names: dict[str, dict[Call, str]] = {}  # the kernels of each program, by the names of their jobs
         for name, program in programs.items():
             jobs = _export_kernels(program)
@@ -256,7 +263,7 @@ class Pricer:
                 program = compiled_programs.pop(ready)
                 yield ready, self.divide(program, _kernel_times(program, kernel_prices))
 
-    def _kernel_price(self, call: Call, job: Job, result: Compiled | CompilerError) -> KernelSeconds | None:
+    def _kernel_price(self, call: Call, job: CompileJob, result: Compiled | CompilerError) -> KernelSeconds | None:
         """Price a kernel and cache its seconds; return None if it does not compile on its own."""
         if isinstance(result, CompilerError):
             return None
@@ -267,7 +274,7 @@ class Pricer:
     def divide(self, program: Compiled, kernels: Mapping[str, KernelSeconds]) -> Price:
         """Price a compiled program, divided into parts. `kernels` has the seconds of its kernels by name."""
         on_card = isinstance(program.slice.chip, Card)
-        if on_card and program.memory.peak > program.slice.memory:  # the GPU compiler does not reject this
+        if on_card and program.memory.peak > program.slice.memory:  # the GPU compiler does not check memory
             return Price(program.memory.arguments, program.memory.peak, compile_seconds=program.seconds)
         typical = {name: seconds.typical for name, seconds in kernels.items()}
         worst = {name: seconds.worst for name, seconds in kernels.items()}
@@ -293,50 +300,56 @@ class Pricer:
             collectives=_collectives(priced.items),
             compile_seconds=program.seconds,
             doubts=[*program.refused]
-            + [f"the kernel {name} has no price and counts as free" for name in priced.unpriced]
+            + [f"the kernel {name} has no price and counts as free" for name in priced.unpriced_kernels]
             + [f"the trip count of the loop {name} is unknown: it counts once" for name in priced.unknown_loops],
             kernels=count_kernels(program, priced) if on_card else {},
         )
 
-    def _part(self, item: Item) -> str:
+    def _part(self, item: PricedOperation) -> str:
         """Return the part of the price to which an operation belongs.
 
-        Kernels and products in the scope of attention are "attention". Other kernels are "elementwise".
+        Kernels and products in the scope of attention are "attention". Kernels in the scope of products are "matmuls",
+        and other kernels are "elementwise".
         """
         if item.kind in ("kernels", "products") and f"/{self.attention}/" in item.scope:
             return "attention"
+        if item.kind == "kernels" and f"/{self.products}/" in item.scope:
+            return "matmuls"
         return PART_OF_KIND[item.kind]
 
 
 class _UncachedProgram(NamedTuple):
     """A program without a cached price, and its kernels."""
 
-    job: Job
+    job: CompileJob
     kernels: Mapping[Call, Lowering]
 
 
 def _sharding_on(mesh: AbstractMesh, x: Any) -> NamedSharding:
     """Return the sharding of a shape on a mesh."""
-    sharding = getattr(x, "_sharding", None)  # the public `sharding` fails for a PartitionSpec without a concrete mesh
+    sharding = getattr(x, "_sharding", None)  # `sharding` fails for a PartitionSpec without a concrete mesh
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     return NamedSharding(mesh, spec if isinstance(spec, PartitionSpec) else PartitionSpec())
 
 
-def _export_kernels(program: _UncachedProgram) -> dict[Call, Job]:
-    """Export a program's kernels, except those that cannot be lowered on their own, which get no price."""
-    jobs: dict[Call, Job] = {}
+def _export_kernels(program: _UncachedProgram) -> dict[Call, CompileJob]:
+    """Export a program's kernels. A kernel that cannot be lowered on its own is left out and gets no price."""
+    jobs: dict[Call, CompileJob] = {}
     for call, kernel in program.kernels.items():
         with suppress(CompilerError):
             jobs[call] = export(kernel, program.job.slice)
     return jobs
 
 
-def _job_name(job: Job) -> str:
+def _job_name(job: CompileJob) -> str:
     return json.dumps(job.key)
 
 
 def _kernel_times(program: Compiled, prices: Mapping[Call, KernelSeconds | None]) -> dict[str, KernelSeconds]:
-    """Return the seconds of a compiled program's kernels by their names in it, without kernels that have no price."""
+    """Return the seconds of a compiled program's kernels by their names in the program.
+
+    Kernels without a price are left out.
+    """
     seconds_by_name: dict[str, KernelSeconds] = {}
     for name, call in kernel_calls(program).items():
         kernel = find_kernel_of_call(call, prices)
@@ -347,13 +360,13 @@ def _kernel_times(program: Compiled, prices: Mapping[Call, KernelSeconds | None]
 
 
 def _price_if_too_large(error: CompilerError) -> Price:
-    """Return the price of a program that does not fit in memory; raise any other error."""
+    """Return the price of a program that does not fit in memory; raise any error that is not about memory."""
     if (needed := needed_bytes(str(error))) is None:
         raise error
     return Price(arguments=0, peak=needed)
 
 
-def _collectives(items: Sequence[Item]) -> list[dict[str, Any]]:
+def _collectives(items: Sequence[PricedOperation]) -> list[dict[str, Any]]:
     rows: dict[tuple[str, int], dict[str, Any]] = {}
     for item in items:
         if item.kind != "collectives":
@@ -371,7 +384,7 @@ def _collectives(items: Sequence[Item]) -> list[dict[str, Any]]:
 def needed_bytes(message: str) -> int | None:
     """Return the bytes that a program needs, from the compiler's out-of-memory message; None for other messages.
 
-    If the temporaries alone are too large, the message has only the bytes of the temporaries.
+    If the temporaries alone exceed the memory, the message gives only their bytes.
     """
     match = re.search(r"Used ([\d.]+)([BKMGT]?) of [\d.]+[BKMGT]? hbm", message)
     match = match or re.search(r"temporaries \(([\d.]+)([BKMGT]?)\) exceeds available HBM", message)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Roofline models of devices other than TPUs. They are neither a compiler's price nor a measurement.
+"""Roofline models of devices other than TPUs. The times are neither prices by a compiler nor measurements.
 
 Work takes the longer of two times: its operations at a fraction of the peak, or its bytes at a fraction of the
-bandwidth. Peaks are the manufacturers' for dense bfloat16 (NVIDIA's data sheets of H100 SXM and H200). The fractions
-are those of good kernels. A forward pass of a 14B model at 1280 x 720 on an H200 with FlashAttention 3 is reported to
-take 9.8 s, which is 0.67 of the peak. XLA with cuDNN is assumed to reach 0.6. A CPU core is assumed to reach 40 GFLOP/s
-in float32, as JAX did on the cores described in docs/performance.md.
+bandwidth. Peaks are the manufacturers' figures for dense bfloat16 (NVIDIA's data sheets of H100 SXM and H200). Good
+kernels reach the fractions given here. A forward pass of a 14B model at 1280 x 720 on an H200 with FlashAttention 3 is
+reported to take 9.8 s, which is 0.67 of the peak. XLA with cuDNN is assumed to reach 0.6. A CPU core is assumed to
+reach 40 GFLOP/s in float32, as JAX did on the cores described in docs/performance.md.
 """
 
 import os
@@ -23,9 +23,9 @@ class Machine:
     """One device, with the fractions of its peak and its bandwidth that programs reach."""
 
     name: str
-    kind: str  # prefix of JAX's `device_kind`
+    kind: str  # the prefix of JAX's `device_kind`
     memory: int  # bytes available to a program
-    flops: float  # peak, operations per second in `peak_dtype`
+    flops: float  # peak rate, in operations of `peak_dtype` per second
     bandwidth: float  # of memory, bytes per second
     attention: float  # fraction of the peak
     products: float  # fraction of the peak
@@ -38,7 +38,10 @@ class Machine:
 
 
 def _card_machine(card: Card) -> Machine:
-    """Return the model of a card. Its `kind` is the common prefix of the names of its variants."""
+    """Return the roofline model of a card.
+
+    The model's `kind` is the common prefix of the names of the card's variants.
+    """
     kind = "NVIDIA H100" if card.name == "h100" else card.kind.partition("-")[0]
     figures = (card.hbm, card.flops, card.bandwidth, 0.6, 0.6, 0.25, 0.7, card.link, card.peak_dtype)
     return Machine(card.name, kind, *figures)
@@ -48,10 +51,13 @@ CARD_MACHINES = {name: _card_machine(card) for name, card in CARDS.items()}
 H100 = CARD_MACHINES["h100"]
 
 
+CORE_FLOPS = 40e9  # the assumed rate of a CPU core in float32
+
+
 def cpu_machine() -> Machine:
-    """Return the model of this machine's CPU, with all available cores and all memory."""
+    """Return the roofline model of this machine's CPU, with all available cores and all memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    memory, flops, bandwidth = psutil.virtual_memory().total, cores * 40e9, cores * 8e9
+    memory, flops, bandwidth = psutil.virtual_memory().total, cores * CORE_FLOPS, cores * 8e9
     return Machine("cpu", "cpu", memory, flops, bandwidth, 0.9, 1.0, 0.9, 0.7, bandwidth, "float32")
 
 
@@ -71,7 +77,7 @@ def find_hardware(name: str) -> Slice | Machine:
 
 
 def device_model(kind: str) -> Chip | Machine:
-    """Return the model of a device by JAX's `device_kind`. An unknown accelerator counts as an H100."""
+    """Return the roofline model of a device by JAX's `device_kind`. An unknown accelerator counts as an H100."""
     if kind in KINDS:
         return KINDS[kind]
     return next((machine for machine in machines().values() if kind.startswith(machine.kind)), H100)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Price a program from its jaxpr with a roofline model, for devices whose compiler is not available.
 
-The trace gives the operations of attention, of other matrix products and of convolutions. It also gives the bytes that
-products read and write, and the peak of live bytes if nothing is fused. The scores of attention do not count as live,
-because a kernel never stores them.
+The trace gives the operations of attention, of other matrix products and of convolutions. The trace also gives the
+bytes that products read and write, and the peak of live bytes if nothing is fused. The scores of attention do not count
+as live, because a kernel never stores them.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,16 +25,16 @@ class Work:
     """Operations and bytes of one run of a program on one device."""
 
     attention: int  # operations
-    products: int  # operations outside attention
+    products: int  # operations of products outside attention
     convolutions: int  # operations
     product_bytes: int  # read and written by products
-    written: int  # by products and convolutions; elementwise work reads and writes these bytes again
+    written: int  # bytes written by products and convolutions; elementwise work reads and writes these bytes again
     arguments: int  # bytes
-    live_bytes: int  # at the peak, without the arguments
+    live_bytes: int  # live bytes at the peak, without the arguments
 
 
 def price_lowering(machine: Machine, lowering: Lowering, attention: str | None = None) -> Price:
-    """Price a program with a roofline model. `attention` is the named scope in which it computes attention."""
+    """Price a program with a roofline model. `attention` is the named scope in which the program computes attention."""
     jaxpr = jax.make_jaxpr(lowering.function)(*lowering.arguments).jaxpr
     work = count_work(jaxpr, attention=attention)
     seconds = _seconds(machine, work)
@@ -67,8 +67,8 @@ def _seconds(machine: Machine, work: Work) -> dict[str, float]:
 def count_work(jaxpr: Jaxpr, *, attention: str | None = None, cheapest: bool = False) -> Work:
     """Count the work of a program on one device.
 
-    Products in the named scope `attention` count as attention. Of the branches of a conditional, the most expensive one
-    counts, or with `cheapest` the cheapest.
+    Products in the named scope `attention` count as attention. Of a conditional, only the most expensive branch counts;
+    with `cheapest`, only the cheapest branch counts.
     """
     choose = min if cheapest else max
     counts: dict[str, int] = dict.fromkeys(("attention", "products", "convolutions", "product_bytes", "written"), 0)
@@ -101,7 +101,7 @@ def _products(
             yield "convolutions", 2 * prod(_shape(equation.outvars[0])) * prod(kernel) // output_sizes, equation, times
         runs = equation.params["length"] if name == "scan" else 1
         parts = list(inner_jaxprs(equation))
-        if name == "cond":  # only one of its branches runs
+        if name == "cond":  # only one branch of a conditional runs
             parts = [choose(parts, key=lambda part: _flops(part, inner_scope, choose, attention))]
         for inner in parts:
             yield from _products(inner, inner_scope, times * runs, choose, attention)
@@ -141,7 +141,7 @@ def _is_in(name: str | None, scope: str) -> bool:
 
 
 def _is_scores(x: Any) -> bool:
-    """Return True for an array in attention that is large enough to be its scores."""
+    """Tell whether an array in attention is large enough to hold the scores."""
     shape = _shape(x)
     return len(shape) >= 2 and min(shape[-2:]) > 256
 

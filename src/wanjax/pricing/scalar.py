@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An interpreter of a TPU core's scalar instructions, limited to what control flow needs.
+"""An interpreter of a TPU core's scalar instructions.
 
-Most branches of a kernel depend on grid indices and constants. So the scalar instructions suffice to count how often
-each branch is taken. Values that come from data (a mask in memory, the sum of a vector) are unknown. A result with
-unknown operands is unknown too, unless the other operands determine it: `false and unknown` is false.
+The interpreter supports only the instructions that control flow needs.
+
+Most branches of a kernel depend on grid indices and constants. Therefore the scalar instructions suffice to count how
+often each branch is taken. Values that come from data (a mask in memory, the sum of a vector) are unknown. A result is
+unknown if an operand is unknown, unless the other operands determine it: `false and unknown` is false.
 """
 
 import re
@@ -11,12 +13,12 @@ from collections.abc import Callable
 from itertools import starmap
 from typing import NamedTuple
 
-Value = int | bool | None  # None is unknown
+Scalar = int | bool | None  # None is an unknown value
 WORD = 1 << 32
 PHI_OPCODES = ("sphi", "pphi")
 OPERAND_OPCODE = "inlined_call_operand."
-ASSUMED_PREFIX = "assumed "  # of registers with the values that a block's branch assumes for unknown predicates
-GRANULE = 32  # bytes in one unit of a DMA's size
+ASSUMED_PREFIX = "assumed "  # marks the values that a block's branch assumes for unknown predicates
+GRANULE = 32  # a DMA's size is a number of granules of this many bytes
 
 _ASSIGN = re.compile(r"%([\w.]+) = ([a-z][\w.]*)\s*([^;}]*)")
 _SLOT = r"\[smem:(\[#\w+(?: \+ \$0x[0-9a-f]+)?\])\]"
@@ -31,23 +33,23 @@ def signed(value: int) -> int:
     return value - WORD if value >= WORD // 2 else value
 
 
-def _and(a: Value, b: Value) -> Value:
+def _and(a: Scalar, b: Scalar) -> Scalar:
     return False if a is False or b is False else None if a is None or b is None else bool(a and b)
 
 
-def _not(a: Value) -> Value:
+def _not(a: Scalar) -> Scalar:
     return None if a is None else not a
 
 
-def _or(a: Value, b: Value) -> Value:
+def _or(a: Scalar, b: Scalar) -> Scalar:
     return _not(_and(_not(a), _not(b)))
 
 
-def _wrapped(operation: Callable[[int, int], int]) -> Callable[[Value, Value], Value]:
+def _wrapped(operation: Callable[[int, int], int]) -> Callable[[Scalar, Scalar], Scalar]:
     return lambda a, b: None if a is None or b is None else operation(a, b) % WORD
 
 
-def _compare(operation: Callable[[int, int], bool], kind: str) -> Callable[[Value, Value], Value]:
+def _compare(operation: Callable[[int, int], bool], kind: str) -> Callable[[Scalar, Scalar], Scalar]:
     read = signed if kind == "s32" else int
     return lambda a, b: None if a is None or b is None else operation(read(a), read(b))
 
@@ -60,7 +62,7 @@ _COMPARISONS: dict[str, Callable[[int, int], bool]] = {
     "gt": lambda a, b: a > b,
     "ge": lambda a, b: a >= b,
 }
-BINARY: dict[str, Callable[[Value, Value], Value]] = {
+BINARY: dict[str, Callable[[Scalar, Scalar], Scalar]] = {
     "sadd.s32": _wrapped(lambda a, b: a + b),
     "ssub.s32": _wrapped(lambda a, b: a - b),
     "smul.u32": _wrapped(lambda a, b: a * b),
@@ -86,45 +88,47 @@ BINARY: dict[str, Callable[[Value, Value], Value]] = {
 }
 
 
-class Registers(dict[str, Value]):
-    """Values by the compiler's names, in static single assignment. A name without a value has `unassigned`."""
+class Registers(dict[str, Scalar]):
+    """Values by the compiler's names, which are assigned once. A name without a value has the value `unassigned`."""
 
-    unassigned: Value = None
+    unassigned: Scalar = None
 
-    def __missing__(self, name: str) -> Value:
+    def __missing__(self, name: str) -> Scalar:
         return self.unassigned
 
 
-class Condition(NamedTuple):
-    """The condition of a predicated instruction: the predicate's name, and the value with which it runs."""
+class BranchCondition(NamedTuple):
+    """The condition of a predicated instruction: it runs if the predicate `name` has the value `expected`."""
 
     name: str
     expected: bool
 
-    def holds(self, registers: Registers) -> Value:
-        """Return True or False, or None if the predicate is unknown."""
+    def evaluate(self, registers: Registers) -> Scalar:
+        """Tell whether the condition holds; return None if the predicate is unknown."""
         return self._matches(registers[self.name])
 
-    def holds_or_assumed(self, registers: Registers) -> Value:
-        """Return `holds`; if it is unknown, use the value that the block's branch assumes for the predicate."""
-        holds = self.holds(registers)
-        return self._matches(registers[ASSUMED_PREFIX + self.name]) if holds is None else holds
+    def holds_or_assumed(self, registers: Registers) -> Scalar:
+        """Tell whether the condition holds. For an unknown predicate, use the value that the block's branch assumes."""
+        evaluate = self.evaluate(registers)
+        return self._matches(registers[ASSUMED_PREFIX + self.name]) if evaluate is None else evaluate
 
-    def _matches(self, value: Value) -> Value:
+    def _matches(self, value: Scalar) -> Scalar:
         return None if value is None else bool(value) is self.expected
 
 
-Step = Callable[[Registers, Registers, bool], None]  # registers, scratch memory, True after a backward branch
+ScalarStep = Callable[
+    [Registers, Registers, bool], None
+]  # takes registers, scratch memory, and True after a backward branch
 
 
-def condition(text: str) -> Condition | None:
-    """Return the predicate among an instruction's arguments, or None."""
+def condition(text: str) -> BranchCondition | None:
+    """Return the condition in an instruction's arguments, or None."""
     match = _PREDICATE.search(text)
-    return None if match is None else Condition(_key(match[2]), not match[1])
+    return None if match is None else BranchCondition(_key(match[2]), not match[1])
 
 
-def steps(bundle: str) -> list[Step]:
-    """Return the effects of a bundle on the scalar registers and on the scratch memory to which they spill.
+def steps(bundle: str) -> list[ScalarStep]:
+    """Return the effects of a bundle on the scalar registers and on the scratch memory to which registers are spilled.
 
     The bundle's text must have no comments. The result of an unsupported instruction is unknown.
     """
@@ -141,26 +145,29 @@ def steps(bundle: str) -> list[Step]:
         *starmap(make_step, phis),
         *stores,
         *starmap(make_step, others),
-    ]  # phis take effect first
+    ]  # phi instructions take effect first
 
 
-def transfers(bundle: str) -> list[tuple[Condition | None, str | int]]:
-    """Return a bundle's DMAs between HBM and VMEM: the condition, and the size in granules or the size's register."""
+def transfers(bundle: str) -> list[tuple[BranchCondition | None, str | int]]:
+    """Return a bundle's DMAs between HBM and VMEM.
+
+    Each has a condition, and a size in granules or the name of the register with the size.
+    """
     conditional_sizes = []
     for arguments in _TRANSFER.findall(bundle):
         sizes = [part.strip() for part in arguments.split(",")]
-        skip = 2 if _PREDICATE.search(sizes[0]) else 1  # an optional predicate, then the source, then the size
+        skip = 2 if _PREDICATE.search(sizes[0]) else 1  # after an optional predicate: the source and the size
         size = sizes[skip]
         conditional_sizes.append((condition(sizes[0]), int(size) if size.isdigit() else _key(size.lstrip("%"))))
     return conditional_sizes
 
 
 def _key(name: str) -> str:
-    """Return the compiler's name of a value without the suffix, which is the physical register."""
+    """Return the compiler's name of a value without its suffix, which names the physical register."""
     return name.split("_")[0]
 
 
-def _operand(text: str) -> Callable[[Registers], Value]:
+def _operand(text: str) -> Callable[[Registers], Scalar]:
     if text.startswith("%"):
         name = _key(text[1:])
         return lambda registers: registers[name]
@@ -168,44 +175,44 @@ def _operand(text: str) -> Callable[[Registers], Value]:
     return lambda registers: constant
 
 
-def _store(slot: str, predicate: Condition | None, name: str) -> Step:
+def _store(slot: str, predicate: BranchCondition | None, name: str) -> ScalarStep:
     def step(registers, memory, after_backward_branch):
-        holds = True if predicate is None else predicate.holds_or_assumed(registers)
-        if holds is not False:
-            memory[slot] = registers[name] if holds else None
+        evaluate = True if predicate is None else predicate.holds_or_assumed(registers)
+        if evaluate is not False:
+            memory[slot] = registers[name] if evaluate else None
 
     return step
 
 
-def _assign(name: str, opcode: str, arguments: str) -> Step:
+def _assign(name: str, opcode: str, arguments: str) -> ScalarStep:
     if opcode == "smov" and (match := _CHOICE.match(arguments)):
         otherwise, then = match[3].strip(), match[4].strip()
-        return _choice(name, Condition(_key(match[2]), not match[1]), then, otherwise)
+        return _choice(name, BranchCondition(_key(match[2]), not match[1]), then, otherwise)
     parts = [part.strip() for part in re.sub(r"\(!?%\w+\),?", "", arguments).split(",")]
     if opcode == "scalar_select":
-        return _choice(name, Condition(_key(parts[0].lstrip("%")), True), parts[1], parts[2])
+        return _choice(name, BranchCondition(_key(parts[0].lstrip("%")), True), parts[1], parts[2])
     value = _value(opcode, parts)
     predicate = condition(arguments)
 
     def step(registers, memory, after_backward_branch):
-        holds = True if predicate is None else predicate.holds_or_assumed(registers)
-        if holds is not False:
-            registers[name] = value(registers, memory, after_backward_branch) if holds else None
+        evaluate = True if predicate is None else predicate.holds_or_assumed(registers)
+        if evaluate is not False:
+            registers[name] = value(registers, memory, after_backward_branch) if evaluate else None
 
     return step
 
 
-def _choice(name: str, predicate: Condition, yes: str, no: str) -> Step:
+def _choice(name: str, predicate: BranchCondition, yes: str, no: str) -> ScalarStep:
     read_yes, read_no = _operand(yes), _operand(no)
 
     def step(registers, memory, after_backward_branch):
-        holds = predicate.holds(registers)
-        registers[name] = None if holds is None else (read_yes if holds else read_no)(registers)
+        evaluate = predicate.evaluate(registers)
+        registers[name] = None if evaluate is None else (read_yes if evaluate else read_no)(registers)
 
     return step
 
 
-def _value(opcode: str, parts: list[str]) -> Callable[[Registers, Registers, bool], Value]:
+def _value(opcode: str, parts: list[str]) -> Callable[[Registers, Registers, bool], Scalar]:
     operands = [_operand(part) for part in parts]
     if opcode in BINARY and len(operands) == 2:
         operation, (a, b) = BINARY[opcode], operands
@@ -214,7 +221,7 @@ def _value(opcode: str, parts: list[str]) -> Callable[[Registers, Registers, boo
         return lambda registers, memory, after_backward_branch: operands[0](registers)
     if opcode == "pneg":
         return lambda registers, memory, after_backward_branch: _not(operands[0](registers))
-    if opcode in PHI_OPCODES:  # the first operand on entry to the loop, the last after a backward branch
+    if opcode in PHI_OPCODES:  # the first operand on entry to the loop, else the last operand
         return lambda registers, memory, after_backward_branch: operands[-1 if after_backward_branch else 0](registers)
     if opcode == "sld" and (match := re.fullmatch(_SLOT, parts[0])):
         return lambda registers, memory, after_backward_branch: memory[match[1]]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schedule of one operation on a TPU core: its LLO bundles, the units that they use, and how often each runs.
+"""The schedule of one operation on a TPU core: its LLO bundles, the units they use, and how often each bundle runs.
 
 The compiler's dump lists every bundle of an operation once. The bundles between two branches form a basic block. An
-interpreter of the scalar instructions (scalar.py) walks through the blocks as the chip does, so each block counts as
-often as it runs, such as the body of the loop over the grid. A bundle takes one cycle unless it waits for memory.
+interpreter of the scalar instructions (scalar.py) walks through the blocks as the chip does. Each block counts as often
+as it runs; for example, the body of the loop over the grid counts once for each iteration. A bundle takes one cycle
+unless it waits for memory.
 """
 
 import re
@@ -15,13 +16,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 from wanjax.pricing.chips import Chip
-from wanjax.pricing.scalar import ASSUMED_PREFIX, GRANULE, Condition, Registers, Step, condition, steps, transfers
+from wanjax.pricing.scalar import (
+    ASSUMED_PREFIX,
+    GRANULE,
+    BranchCondition,
+    Registers,
+    ScalarStep,
+    condition,
+    steps,
+    transfers,
+)
 
 BUNDLES_FILE, UNITS_FILE = "final_bundles", "final_hlo-static-per-bundle-utilization"
 ALLOCATIONS_FILE = "pre-finalize-registers-and-allocations"
 WHOLE_PROGRAM = "TLP"  # the top-level program, which calls the operations
-CORE_INDEX = "[#allocation0]"  # in scratch memory; the cores of a v5p split a grid, and only the first core is priced
-MAX_BLOCKS = 20_000_000  # a longer run means that a loop was parsed wrongly
+CORE_INDEX = "[#allocation0]"  # in scratch memory; the cores of a v5p share a grid, and only the first core is priced
+MAX_BLOCKS = 20_000_000  # if more blocks run, a loop was parsed wrongly
 
 _BUNDLE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*: ", re.MULTILINE)
 _COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
@@ -32,7 +42,7 @@ _BRANCH = re.compile(r"sbr\.rel\s*(\(!?%\w+\))?,?\s*target = \$region(\d+)")
 class Branch(NamedTuple):
     """A branch at the end of a block. Without a condition it is always taken."""
 
-    condition: Condition | None
+    condition: BranchCondition | None
     target: int
 
 
@@ -44,8 +54,8 @@ class Block:
     stop: int
     units: Mapping[str, int]
     branch: Branch | None
-    steps: tuple[Step, ...] = field(repr=False)
-    transfers: tuple[tuple[Condition | None, str | int], ...] = field(repr=False)
+    steps: tuple[ScalarStep, ...] = field(repr=False)
+    transfers: tuple[tuple[BranchCondition | None, str | int], ...] = field(repr=False)
 
     @property
     def bundles(self) -> int:
@@ -53,15 +63,15 @@ class Block:
 
 
 class Execution(NamedTuple):
-    """The counts of one execution of a schedule."""
+    """The counts of one walk through a schedule."""
 
     times: Mapping[int, int]  # number of runs of each block, by address
     traffic_bytes: int  # HBM traffic in bytes
-    undecided: frozenset[int]  # addresses of the blocks whose branch depends on data
+    data_dependent_blocks: frozenset[int]  # addresses of basic blocks that end with a branch on data
 
 
 @dataclass(frozen=True)
-class Schedule:
+class KernelSchedule:
     """An operation's blocks by ascending address, the slots of each unit in a bundle, and its VMEM in bytes."""
 
     name: str
@@ -75,14 +85,17 @@ class Schedule:
         return sum(block.bundles for block in self.blocks)
 
     def units(self, times: Mapping[int, int] | None = None) -> dict[str, int]:
-        """Return the used slots of each unit. `times` has the number of runs of each block; None counts each once."""
+        """Count the used slots of each unit.
+
+        `times` has the number of runs of each block; None counts each block once.
+        """
         weights = {block.start: 1 for block in self.blocks} if times is None else times
         return {
             unit: sum(weights.get(block.start, 0) * block.units[unit] for block in self.blocks) for unit in self.slots
         }
 
     def occupancy(self, times: Mapping[int, int] | None = None) -> dict[str, float]:
-        """Return the used fraction of each unit's slots, with `times` as in `units`."""
+        """Return the fraction of each unit's slots that are used. `times` is as in `units`."""
         cycles = self.bundles if times is None else self.cycles(times)
         return {unit: filled / (cycles * self.slots[unit]) for unit, filled in self.units(times).items()}
 
@@ -93,16 +106,17 @@ class Schedule:
     def run(self, skip: Container[int] = (), *, input_word: int | None = None) -> Execution:
         """Walk through the blocks as the chip does. `input_word` is the value of all input words of the kernel.
 
-        A forward branch that depends on data is taken only if its block's address is in `skip`; it then skips the code
-        that it guards. A backward branch that depends on data is not taken, so its loop counts once. Instructions of
-        the block with the same predicate behave as the branch does. Raises RuntimeError if the walk does not end.
+        A forward branch that depends on data is taken only if its block's address is in `skip`. A taken branch skips
+        the code behind it. A backward branch that depends on data is not taken, so its loop counts once. Instructions
+        of the block with the same predicate assume the same value of the predicate. Raises RuntimeError if the walk
+        does not end.
         """
         order = [block.start for block in self.blocks]
         index = {start: i for i, start in enumerate(order)}
         registers, memory = Registers(), Registers({CORE_INDEX: 0})
         memory.unassigned = input_word
         times = dict.fromkeys(order, 0)
-        undecided: set[int] = set()
+        data_dependent_blocks: set[int] = set()
         traffic_bytes, position, after_backward_branch = 0, 0, False
         for _ in range(MAX_BLOCKS):
             block = self.blocks[position]
@@ -113,27 +127,27 @@ class Schedule:
                 registers[ASSUMED_PREFIX + name] = expected if is_skipped else not expected
             for step in block.steps:
                 step(registers, memory, after_backward_branch)
-            for when, size in block.transfers:
-                if when is None or when.holds(registers) is not False:
+            for transfer_condition, size in block.transfers:
+                if transfer_condition is None or transfer_condition.evaluate(registers) is not False:
                     traffic_bytes += GRANULE * ((size if isinstance(size, int) else registers[size]) or 0)
             takes_branch = block.branch is not None
             if block.branch is not None and block.branch.condition is not None:
-                holds = block.branch.condition.holds(registers)
-                if holds is None:
-                    undecided.add(block.start)
-                    holds = is_skipped
-                takes_branch = bool(holds)
+                is_taken = block.branch.condition.evaluate(registers)
+                if is_taken is None:
+                    data_dependent_blocks.add(block.start)
+                    is_taken = is_skipped
+                takes_branch = bool(is_taken)
             if block.branch is not None and takes_branch:
                 after_backward_branch = block.branch.target <= block.start
                 position = index[block.branch.target]
             else:
                 after_backward_branch, position = False, position + 1
             if position == len(self.blocks):
-                return Execution(times, traffic_bytes, frozenset(undecided))
+                return Execution(times, traffic_bytes, frozenset(data_dependent_blocks))
         raise RuntimeError(f"the schedule of {self.name} did not end in {MAX_BLOCKS} blocks")
 
 
-def parse(name: str, code: str, units: str, buffers: str, branch_delay: int) -> Schedule:
+def parse(name: str, code: str, units: str, buffers: str, branch_delay: int) -> KernelSchedule:
     """Parse the texts of a dump: the final bundles, the units that each bundle uses, and the allocations."""
     header, *rows = [line for line in units.splitlines() if line and not line.startswith("==")]
     names = [unit.strip() for unit in header.split(",")]
@@ -170,17 +184,20 @@ def parse(name: str, code: str, units: str, buffers: str, branch_delay: int) -> 
             )
         )
     vmem = sum(int(size, 16) for size in re.findall(r"space=vmem, size = 0x([0-9a-f]+), .*scoped", buffers))
-    return Schedule(name, tuple(blocks), dict(zip(names, slots, strict=True)), vmem)
+    return KernelSchedule(name, tuple(blocks), dict(zip(names, slots, strict=True)), vmem)
 
 
 def _region_address(region: int, labels: Mapping[int, int], end_address: int) -> int:
-    """Return the address of a region. An empty region without a label starts where the next region starts."""
+    """Return the address of a region.
+
+    An empty region has no label of its own; it starts where the next region starts.
+    """
     return labels.get(
         region, min((labels[later_region] for later_region in labels if later_region > region), default=end_address)
     )
 
 
-def read_dump(folder: Path, chip: Chip) -> dict[str, Schedule]:
+def read_dump(folder: Path, chip: Chip) -> dict[str, KernelSchedule]:
     """Read the schedules in a compiler's dump, by the names of their operations in the HLO module."""
     schedules = {}
     for code in sorted(folder.glob(f"*-[0-9][0-9]-{BUNDLES_FILE}.txt")):
@@ -194,7 +211,7 @@ def read_dump(folder: Path, chip: Chip) -> dict[str, Schedule]:
 
 
 def _dump_file(folder: Path, name: str, kind: str) -> Path:
-    """Return a dump's file of a kind; raise RuntimeError if it is missing."""
+    """Find the file of one kind in a dump; raise RuntimeError if the file is missing."""
     for path in folder.glob(f"{escape(name)}-[0-9][0-9]-{kind}.txt"):
         return path
     raise RuntimeError(f"the compiler's dump of {name} has no file {kind}")

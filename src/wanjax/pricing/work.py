@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 
-from wanjax.pricing.hlo import Array, Computation, Instruction, Module
+from wanjax.pricing.hlo import HOST, Array, Computation, Instruction, Module
 
 PRODUCT_OPCODES = ("dot", "convolution")
 COLLECTIVES: Mapping[str, Callable[[int], float]] = {
@@ -17,13 +17,13 @@ COLLECTIVES: Mapping[str, Callable[[int], float]] = {
     "collective-permute": lambda count: 1,
     "collective-broadcast": lambda count: 1,
 }
-"""Bytes that each of `count` devices in a ring sends per operand byte, including forwarded bytes."""
-PASS_THROUGH_OPCODES = ("copy", "bitcast", "convert", "reshape")  # their result is the same scalar
+"""The bytes that each of `count` devices in a ring sends per byte of the operand, including bytes that it forwards."""
+PASS_THROUGH_OPCODES = ("copy", "bitcast", "convert", "reshape")  # operations that do not change a scalar
 SLICE_OPCODES = ("slice", "dynamic-slice", "gather")
 
 
 def trip_count(module: Module, loop: Instruction, computation: Computation) -> int | None:
-    """Return how often a loop's body runs, which is (bound − start) / step of its counter.
+    """Return how often a loop's body runs: (bound − start) / step of the loop's counter.
 
     Returns None if start, bound or step is not a constant.
     """
@@ -32,7 +32,7 @@ def trip_count(module: Module, loop: Instruction, computation: Computation) -> i
     condition, body = (module.computations[loop.computation_name(role)] for role in ("condition", "body"))
     start = _constant_elements(computation, loop.operands[0])
     comparison = condition.root
-    if comparison.opcode == "fusion":  # the comparison is inside, and its parameters are the fusion's operands
+    if comparison.opcode == "fusion":  # the fusion contains the comparison, whose parameters are the fusion's operands
         comparison = next(
             (part for part in module.nested_instructions(comparison) if part.opcode == "compare"), comparison
         )
@@ -52,13 +52,13 @@ def trip_count(module: Module, loop: Instruction, computation: Computation) -> i
 
 def _outer_operand(module: Module, fusion: Instruction, name: str) -> str:
     """Return the operand of a fusion for one of its parameters, or `name` itself if it is not a parameter."""
-    assert fusion.called is not None
-    inner = module.computations[fusion.called].by_name.get(name)
+    assert fusion.called_computation is not None
+    inner = module.computations[fusion.called_computation].by_name.get(name)
     return fusion.operands[int(inner.arguments)] if inner is not None and inner.opcode == "parameter" else name
 
 
 def _constant_elements(computation: Computation, name: str) -> dict[int, int]:
-    """Return the constant integers of a tuple, by index."""
+    """Return the integers among a tuple's elements that are constants, by index."""
     instruction = computation.by_name[name]
     if instruction.opcode in PASS_THROUGH_OPCODES:
         return _constant_elements(computation, instruction.operands[0])
@@ -83,7 +83,7 @@ def _element_index(computation: Computation, name: str) -> int | None:
 
 
 def _constant_value(computation: Computation, name: str, elements: Mapping[int, int]) -> int | None:
-    """Return the value of a constant, or of a constant element of the computation's parameter; otherwise None."""
+    """Return the value of an integer that is constant, or that is a constant element of a tuple; None for others."""
     instruction = computation.by_name.get(name)
     if instruction is None:
         return None
@@ -104,7 +104,7 @@ def _counter_step(module: Module, body: Computation, counter: int, elements: Map
     if instruction is None:
         return None
     if instruction.opcode == "fusion":
-        inner = module.computations[instruction.called or ""]
+        inner = module.computations[instruction.called_computation or ""]
         if inner.root.opcode != "add":
             return None
         sides = [_outer_operand(module, instruction, name) for name in inner.root.operands]
@@ -119,14 +119,17 @@ def _counter_step(module: Module, body: Computation, counter: int, elements: Map
 
 
 def branches(instruction: Instruction) -> list[str]:
-    """Return the names of the computations of which a call or conditional runs one."""
+    """Return the names of the computations that a call or conditional may run.
+
+    Each run executes one of these computations.
+    """
     return re.findall(r"(?:to_apply=|_computation=|[{ ])%([\w.\-]+)", instruction.attributes.partition("metadata=")[0])
 
 
 def wire_bytes(collective: Instruction, computation: Computation, *, switched: bool = False) -> int:
     """Return the bytes that each device sends in a ring algorithm, including bytes that it forwards.
 
-    With `switched`, a switch connects all devices, so that no device forwards bytes of an all-to-all.
+    With `switched`, a switch connects all devices, so that no device forwards bytes in an all-to-all.
     """
     operand_bytes = sum(array.bytes for name in collective.operands for array in computation.by_name[name].results)
     kind, count = collective.opcode.removesuffix("-start"), collective.group_size
@@ -146,8 +149,8 @@ def flops(module: Module, instruction: Instruction, computation: Computation) ->
     if instruction.opcode in PRODUCT_OPCODES:
         return product_flops(instruction, computation)
     total = 0
-    if instruction.called is not None:
-        inner = module.computations[instruction.called]
+    if instruction.called_computation is not None:
+        inner = module.computations[instruction.called_computation]
         total = sum(flops(module, part, inner) for part in inner.instructions)
     return total
 
@@ -173,7 +176,9 @@ def product_flops(product: Instruction, computation: Computation) -> int:
 
 
 def _count_taps(product: Instruction, axis: int, taps: int, length: int, out: int) -> int:
-    """Count the pairs of an output and a tap along one axis of a convolution that read an input, not padding.
+    """Count the pairs of an output and a kernel tap that read an input, along one axis of a convolution.
+
+    Pairs that read padding do not count.
 
     XLA writes batched products as dilated convolutions in which each output reads one input.
     """
@@ -190,13 +195,29 @@ def _count_taps(product: Instruction, axis: int, taps: int, length: int, out: in
     return sum(0 <= entry <= last_entry and entry % lhs_dilation == 0 for entry in entries)
 
 
+def bytes_from_host(module: Module, instruction: Instruction, computation: Computation) -> int:
+    """Return the bytes that an operation copies from the host's memory to the device; 0 for another operation.
+
+    Compilers write such a copy as a slice of an array in the host's memory, or as a copy of all of it.
+    """
+    operands = [
+        x for name in instruction.operands if name in computation.by_name for x in computation.by_name[name].results
+    ]
+    if instruction.opcode.endswith("-done") or not any(array.space == HOST for array in operands):
+        return 0
+    if instruction.opcode in ("tuple", "while", "conditional", "call", "get-tuple-element", "bitcast", "parameter"):
+        return 0
+    copied = [array for array in instruction.results if array.space != HOST]
+    return max((array.bytes for array in copied), default=0)
+
+
 def traffic(module: Module, instruction: Instruction, computation: Computation) -> int:
     """Return the bytes that an operation reads from and writes to HBM.
 
     Operands in VMEM are free. If an operand is only sliced, only the slice counts. If an output is updated in place,
     only the update counts.
     """
-    inner = module.computations[instruction.called] if instruction.called is not None else None
+    inner = module.computations[instruction.called_computation] if instruction.called_computation is not None else None
     operands = [computation.by_name[name].results for name in instruction.operands if name in computation.by_name]
     if inner is None:
         if instruction.opcode in SLICE_OPCODES:
@@ -218,7 +239,7 @@ def _read_bytes(module: Module, inner: Computation, value: Instruction) -> int:
     users = inner.users(value.name)
     if not value.results or value.results[0].space:
         return 0
-    if value.root:  # the fusion returns all of it
+    if value.root:  # the fusion returns the whole parameter
         return _total_traffic(value.results)
     read_bytes = 0
     for user in users:
@@ -228,13 +249,24 @@ def _read_bytes(module: Module, inner: Computation, value: Instruction) -> int:
             continue  # an update in place reads nothing
         elif user.opcode == "bitcast":
             read_bytes += _read_bytes(module, inner, user)
-        elif user.opcode == "fusion" and user.called is not None:
-            called = module.computations[user.called]
+        elif user.opcode == "fusion" and user.called_computation is not None:
+            computation_called = module.computations[user.called_computation]
+            if _changes_only_layout(computation_called):  # its users decide what of it is computed
+                read_bytes += _read_bytes(module, inner, user)
+                continue
             positions = [i for i, name in enumerate(user.operands) if name == value.name]
-            read_bytes += sum(_read_bytes(module, called, called.parameters[i]) for i in positions)
+            read_bytes += sum(
+                _read_bytes(module, computation_called, computation_called.parameters[i]) for i in positions
+            )
         else:
             return _total_traffic(value.results)
     return min(read_bytes, _total_traffic(value.results))
+
+
+def _changes_only_layout(computation: Computation) -> bool:
+    """Return True if a computation copies its only parameter to another tiling."""
+    root = computation.root
+    return root.opcode == "copy" and [root.operands[0]] == [parameter.name for parameter in computation.parameters]
 
 
 def _output_names(inner: Computation) -> tuple[str, ...]:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The self-test: whether this machine computes what it should, and how fast, in two minutes and without a network."""
+"""Self-test: check in two minutes, without a network, that this machine computes correctly, and how fast."""

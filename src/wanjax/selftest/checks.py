@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks of the self-test: each compares what this machine computes with what is known.
+"""The checks of the self-test. Each check compares results of this machine with expected results.
 
-What nano and the small models of each family made on another machine is kept in the package, as signatures in
-`golden.json`; `python -m tests.support.golden` makes that file anew. What is kept for a kernel is its verdict.
+The file `golden.json` in the package has signatures of results that another machine computed, with nano and with small
+models of each family. `python -m tests.support.golden` writes the file. Kernels are compared with reference
+implementations instead.
 """
 
 import json
@@ -23,39 +24,39 @@ import numpy as np
 from flax import nnx
 
 from wanjax import loading
-from wanjax.bench.measure import mesh_of
-from wanjax.bench.operations import CLOSE, check_attention, exchange
-from wanjax.bench.suite import BenchSize, Row, Suite, axes_of, local_devices, sized
+from wanjax.bench.measure import mesh_of_first_devices
+from wanjax.bench.operations import MAX_ATTENTION_ERRORS, check_attention, collective_program
+from wanjax.bench.suite import BenchSize, BenchSuite, Measurement, auto_mesh_axes, bench_settings, find_local_hardware
 from wanjax.checkpoints.convert import ToWanjax
-from wanjax.figures import mesh_text
+from wanjax.figures import format_mesh
 from wanjax.kernels import admission, admitted
 from wanjax.layers.tiling import Tiling
 from wanjax.registry import find_checkpoint, kinds, outline
 from wanjax.selftest.signatures import distance, signature
-from wanjax.selftest.small_models import model_names, random_array, small_pipeline, stages
-from wanjax.sharding import RULES, Partitioner, make_mesh, one_device
+from wanjax.selftest.small_models import model_names, random_array, run_stages, small_pipeline
+from wanjax.sharding import SHARDING_RULES, Partitioner, make_mesh, one_device_partitioner
 from wanjax.signals import cleanup_on_exit
 
 GOLDEN = Path(__file__).parent / "golden.json"
 BOUNDS: Mapping[str, float] = {"cpu": 1e-4, "gpu": 1e-2, "tpu": 1e-2}
-"""The largest relative L2 distance from what is kept, by the kind of device, in float32.
+"""The maximum relative L2 distance from the golden results in float32, by the kind of device.
 
-A CPU rounds as the one on which it was made. Accelerators multiply float32 in several passes, of which the fewest keep
-some eight bits more than bfloat16.
+CPUs round like the CPU that computed the golden results. Accelerators multiply float32 in several passes of bfloat16.
+With the smallest number of passes, a product has about eight more correct bits than in bfloat16.
 """
-HALF_BOUND = 0.1  # of the same in bfloat16, whose steps are 4e-3, after two guided steps
+BFLOAT16_BOUND = 0.1  # the bound in bfloat16 after two guided steps; one rounding in bfloat16 is up to 4e-3
 PROMPT, NANO_STEPS = "a red circle moving right", 4
 NANO = "nano"
 TILED_SIZE, TILES = (64, 128), Tiling(64, (64, 48))  # the last tile of a row is narrower than the others
-HEADS, HEAD_DIM = 2, 128  # of attention that is compared
-INTERPRETED = "flash_tpu"  # the kernel that a machine without a TPU runs in Pallas' interpreter
-MESSAGES = {"tokens": 64, "width": 64, "dtype": "float32"}
+HEADS, HEAD_DIM = 2, 128  # the shape of the operands in the check of attention
+INTERPRETED_KERNEL = "flash_tpu"  # the kernel that CPUs run in Pallas' interpreter
+COLLECTIVE_SIZES = {"tokens": 64, "width": 64, "dtype": "float32"}
 SIZES: Mapping[bool, tuple[str, BenchSize]] = {
     True: ("wan2.1-t2v-1.3b", BenchSize((256, 256), (64, 64), 17, 1, 1.0)),
     False: ("wan2.1-t2v-14b", BenchSize(None, None, None, 1, 3.0)),
 }
-"""What is timed, on a CPU and elsewhere: one layer of a transformer, and the first chunk of an autoencoder."""
-TIMED = ("step", "decode_first")
+"""The model and the size for timings. The key says whether the device is a CPU."""
+TIMED_PROGRAMS = ("step", "decode_first")
 
 
 @dataclass(frozen=True)
@@ -63,12 +64,12 @@ class Check:
     """The outcome of a check.
 
     Attributes:
-        name: What was checked.
-        distance: The relative L2 distance from what is known, or None where the answer is yes or no.
-        bound: The largest distance that is right.
-        fault: What is wrong, in words; "" where nothing is.
-        note: What else is to be known, such as why a check was left out.
-        seconds: How long it took, with compiling.
+        name: The name of the check.
+        distance: The relative L2 distance from the expected result; None if the check has no distance.
+        bound: The maximum distance that passes.
+        fault: A description of the failure; "" if the check passed.
+        note: Further information, such as why the check was skipped.
+        seconds: The duration of the check, with compilation.
     """
 
     name: str
@@ -84,18 +85,18 @@ class Check:
 
     @property
     def outcome(self) -> str:
-        """The outcome in a word."""
+        """The outcome in one or two words."""
         if self.fault:
             return "wrong"
         return "left out" if self.distance is None and self.note.startswith("left out") else "right"
 
 
-Tell = Callable[[str], Any]
+Announce = Callable[[str], Any]
 
 
-def checks(tell: Tell) -> Iterator[Check]:
-    """Yield the outcome of each check; `tell` receives a sentence before each. A check that raises is a wrong one."""
-    named: list[tuple[str, Callable[[], Iterator[Check]]]] = [
+def checks(announce: Announce) -> Iterator[Check]:
+    """Run all checks; `announce` is called with a sentence before each. A check that raises an error has failed."""
+    checks_by_name: list[tuple[str, Callable[[], Iterator[Check]]]] = [
         ("kernels", check_kernels),
         ("attention", check_attentions),
         (NANO, check_nano),
@@ -105,50 +106,50 @@ def checks(tell: Tell) -> Iterator[Check]:
         ("messages", check_messages),
         ("mesh", check_mesh),
     ]
-    exact = nullcontext() if _platform() == "cpu" else jax.default_matmul_precision("highest")
-    for name, run in named:
-        tell(name)
+    precision = nullcontext() if _platform() == "cpu" else jax.default_matmul_precision("highest")
+    for name, run in checks_by_name:
+        announce(name)
         start = perf_counter()
         try:
-            with exact:
+            with precision:
                 outcomes = list(run())
-        except Exception as error:  # whatever a compiler or a device raises
-            first = (str(error).strip().splitlines() or [""])[0][:200]
-            outcomes = [Check(name, fault=f"{type(error).__name__}: {first}")]
+        except Exception as error:  # compilers and devices raise many types of errors
+            first_line = (str(error).strip().splitlines() or [""])[0][:200]
+            outcomes = [Check(name, fault=f"{type(error).__name__}: {first_line}")]
         seconds = (perf_counter() - start) / len(outcomes)
-        yield from (replace(one, seconds=seconds) for one in outcomes)
+        yield from (replace(outcome, seconds=seconds) for outcome in outcomes)
 
 
 def check_kernels() -> Iterator[Check]:
-    """Yield the verdict on each hand-written kernel; without a TPU one of them runs in the interpreter."""
-    from wanjax.kernels.trials import KERNELS  # needs all kernels, which no other check does
+    """Test each hand-written kernel. Without a TPU, test only one kernel, in Pallas' interpreter."""
+    from wanjax.kernels.trials import KERNELS  # this imports all kernels, and only this check needs them
 
     if (kind := admitted.tpu_kind()) is not None:
         for name, reason in admission.kernel_verdicts(kind, admission.KERNELS).items():
             yield Check(f"kernel {name}", fault=reason)
         return
     if jax.default_backend() == "cpu":
-        [kernel] = [one for one in KERNELS if one.name == INTERPRETED]
+        [kernel] = [kernel for kernel in KERNELS if kernel.name == INTERPRETED_KERNEL]
         yield Check(f"kernel {kernel.name}", fault=admission.rejection_reason(kernel), note="in the interpreter")
     else:
         yield Check("kernels", note="left out: the hand-written kernels are for TPUs")
 
 
 def check_attentions() -> Iterator[Check]:
-    """Compare each implementation of attention that runs here with the reference."""
-    for dtype, bound in CLOSE.items():
+    """Compare each implementation of attention that runs on this device with the reference."""
+    for dtype, bound in MAX_ATTENTION_ERRORS.items():
         bound = max(bound, BOUNDS[_platform()] if dtype == "float32" else 0.0)
-        for name, far in check_attention(HEADS, HEAD_DIM, dtype).items():
-            yield compared(f"attention {name}, {dtype}", far, bound)
+        for name, measured in check_attention(HEADS, HEAD_DIM, dtype).items():
+            yield check_distance(f"attention {name}, {dtype}", measured, bound)
 
 
 def check_nano() -> Iterator[Check]:
-    """Compare what each stage of a video by the bundled model makes with what is kept."""
-    yield from _against_golden(NANO, nano_stages(), BOUNDS[_platform()])
+    """Compare the result of each stage of the bundled model with the golden results."""
+    yield from _compare_with_golden(NANO, nano_stages(), BOUNDS[_platform()])
 
 
 def nano_stages() -> dict[str, np.ndarray]:
-    """Return the latents and the frames of a video by the bundled model, in float32."""
+    """Compute the latents and the frames of a video with the bundled model, in float32."""
     pipe = loading.load(NANO, dtype="float32", vae_dtype="float32", mesh=make_mesh(devices=jax.local_devices()[:1]))
     pipe.progress = False
     latents = pipe.denoise(pipe.encode(PROMPT), steps=NANO_STEPS, seed=0)
@@ -156,21 +157,26 @@ def nano_stages() -> dict[str, np.ndarray]:
 
 
 def check_family(model: str) -> Iterator[Check]:
-    """Compare what each stage of a small model makes with what is kept, in float32; elsewhere in bfloat16 too."""
-    yield from _against_golden(model, stages(small_pipeline(model, one_device())), BOUNDS[_platform()])
+    """Compare the result of each stage of a small model with the golden results.
+
+    Accelerators repeat this in bfloat16.
+    """
+    yield from _compare_with_golden(
+        model, run_stages(small_pipeline(model, one_device_partitioner())), BOUNDS[_platform()]
+    )
     if _platform() != "cpu":
-        results = stages(small_pipeline(model, one_device(), "bfloat16"))
-        yield from _against_golden(model, results, HALF_BOUND, ", bfloat16")
+        results = run_stages(small_pipeline(model, one_device_partitioner(), "bfloat16"))
+        yield from _compare_with_golden(model, results, BFLOAT16_BOUND, ", bfloat16")
 
 
 def check_tiles() -> Iterator[Check]:
-    """Compare frames that are decoded in tiles with what is kept."""
-    yield from _against_golden("tiles", tiled_frames(), BOUNDS[_platform()])
+    """Compare frames that are decoded in tiles with the golden results."""
+    yield from _compare_with_golden("tiles", tiled_frames(), BOUNDS[_platform()])
 
 
 def tiled_frames() -> dict[str, np.ndarray]:
-    """Return the frames of random latents, decoded in overlapping tiles."""
-    pipe = small_pipeline(model_names()[0], one_device())
+    """Decode random latents in overlapping tiles."""
+    pipe = small_pipeline(model_names()[0], one_device_partitioner())
     height, width = TILED_SIZE
     settings = replace(pipe.defaults, height=height, width=width, frames=1)
     latents = random_array("latents", pipe.model.spec.latent_shape(settings))
@@ -178,7 +184,7 @@ def tiled_frames() -> dict[str, np.ndarray]:
 
 
 def check_checkpoint() -> Iterator[Check]:
-    """Convert the bundled model to a folder, read it back, and compare all weights bit for bit."""
+    """Convert the bundled model to a folder, load it from there, and compare all weights bit for bit."""
     folder = Path(tempfile.mkdtemp(prefix="wanjax-selftest-"))
     remove = partial(shutil.rmtree, folder, ignore_errors=True)
     with cleanup_on_exit(remove), ExitStack() as stack:
@@ -187,40 +193,43 @@ def check_checkpoint() -> Iterator[Check]:
         ToWanjax(source, folder / NANO, kinds(), origin=NANO).run(lambda *_: None, lambda *_: None)
         written, bundled = (loading.load(name, dtype="float32") for name in (folder / NANO, NANO))
         for name in ("text_encoder", "transformer", "vae"):
-            pair = (nnx.state(pipe.components.get(name)) for pipe in (written, bundled))
-            same = jax.tree.map(lambda x, y: bool(jnp.array_equal(x, y)), *pair)
-            differ = not all(jax.tree.leaves(same))
-            yield Check(f"checkpoint, {name}", fault="what was read back is not what was written" if differ else "")
+            states = (nnx.state(pipe.components.get(name)) for pipe in (written, bundled))
+            are_equal = all(jax.tree.leaves(jax.tree.map(lambda x, y: bool(jnp.array_equal(x, y)), *states)))
+            yield Check(
+                f"checkpoint, {name}", fault="" if are_equal else "the loaded weights differ from the written weights"
+            )
 
 
 def check_messages() -> Iterator[Check]:
-    """Compare a message of each kind between all devices with what NumPy makes of the same numbers."""
+    """Compare each collective over all devices with the same operation in NumPy."""
     devices = jax.devices()
     if len(devices) == 1:
-        yield Check("messages", note="left out: one device sends none")
+        yield Check("messages", note="left out: there is one device")
         return
-    for kind, expect in EXPECTED.items():
-        program = exchange(mesh_of({"tp": len(devices)}, devices), kind=kind, **MESSAGES)
+    for kind, numpy_operation in NUMPY_COLLECTIVES.items():
+        program = collective_program(
+            mesh_of_first_devices({"tp": len(devices)}, devices), kind=kind, **COLLECTIVE_SIZES
+        )
         [shape] = program.arguments
         x = (np.arange(prod(shape.shape), dtype=np.float32) % 97).reshape(shape.shape)
-        arrived = jax.jit(program.function)(jax.make_array_from_callback(shape.shape, shape.sharding, x.__getitem__))
-        expected = expect(x, len(devices))
-        same = all(np.array_equal(part.data, expected[part.index]) for part in arrived.addressable_shards)
-        yield Check(f"message {kind.replace('_', '-')}", fault="" if same else "other numbers arrived than were sent")
+        received = jax.jit(program.function)(jax.make_array_from_callback(shape.shape, shape.sharding, x.__getitem__))
+        expected = numpy_operation(x, len(devices))
+        is_right = all(np.array_equal(shard.data, expected[shard.index]) for shard in received.addressable_shards)
+        yield Check(f"message {kind.replace('_', '-')}", fault="" if is_right else "the received numbers are wrong")
 
 
-EXPECTED: Mapping[str, Callable[[np.ndarray, int], np.ndarray]] = {
+NUMPY_COLLECTIVES: Mapping[str, Callable[[np.ndarray, int], np.ndarray]] = {
     "all_reduce": lambda x, n: x.reshape(n, -1, x.shape[1]).sum(0),
     "all_gather": lambda x, n: x,
     "all_to_all": lambda x, n: x,
     "permute": lambda x, n: np.roll(x, x.shape[0] // n, axis=0),
     "reduce_scatter": lambda x, n: x.reshape(n, -1, x.shape[1]).sum(0),
 }
-"""What a message of each kind makes of an array [L E] that is split over n devices."""
+"""The definition of each collective in NumPy, for an array [L E] that is sharded along L over n devices."""
 
 
 def check_mesh() -> Iterator[Check]:
-    """Compare what a small model makes on a mesh of all devices with what is kept of one device."""
+    """Compare the results of a small model on a mesh of devices with the golden results of one device."""
     devices = jax.devices()
     axes = mesh_axes(len(devices))
     if axes is None:
@@ -228,13 +237,15 @@ def check_mesh() -> Iterator[Check]:
         return
     mesh = make_mesh(*axes.values(), devices=devices[: prod(axes.values())])
     model = model_names()[0]
-    for name, rules in RULES.items():
-        results = stages(small_pipeline(model, Partitioner(mesh, rules)))
-        yield from _against_golden(model, results, 10 * BOUNDS[_platform()], f" on {mesh_text(axes, ', ')}, {name}")
+    for name, rules in SHARDING_RULES.items():
+        results = run_stages(small_pipeline(model, Partitioner(mesh, rules)))
+        yield from _compare_with_golden(
+            model, results, 10 * BOUNDS[_platform()], f" on {format_mesh(axes, ', ')}, {name}"
+        )
 
 
 def mesh_axes(devices: int) -> dict[str, int] | None:
-    """Return a mesh of at most so many devices over which a small model can be split, or None for one device."""
+    """Choose a mesh of at most `devices` devices on which a small model can be sharded; return None for one device."""
     axes = {"dp": 1, "sp": 1, "tp": 1}
     for axis in ("tp", "sp", "dp"):
         if 2 * prod(axes.values()) <= devices:
@@ -242,40 +253,40 @@ def mesh_axes(devices: int) -> dict[str, int] | None:
     return axes if prod(axes.values()) > 1 else None
 
 
-def compared(name: str, far: float, bound: float) -> Check:
-    """Return the outcome of a comparison."""
-    fault = "" if far <= bound else f"it is {far:.1e} away from what is right, where {bound:g} is the most"
-    return Check(name, far, bound, fault)
+def check_distance(name: str, measured: float, bound: float) -> Check:
+    """Build the outcome of a check from its distance, which must be within the bound."""
+    fault = "" if measured <= bound else f"it is {measured:.1e} away from the expected result: at most {bound:g} passes"
+    return Check(name, measured, bound, fault)
 
 
-def _against_golden(name: str, results: Mapping[str, Any], bound: float, how: str = "") -> Iterator[Check]:
+def _compare_with_golden(name: str, results: Mapping[str, Any], bound: float, suffix: str = "") -> Iterator[Check]:
     for stage, x in results.items():
-        yield compared(f"{name}, {stage}{how}", distance(signature(x), golden()[name][stage]), bound)
+        yield check_distance(f"{name}, {stage}{suffix}", distance(signature(x), load_golden()[name][stage]), bound)
 
 
 @cache
-def golden() -> dict[str, dict[str, list[float]]]:
-    """Return the signatures that are kept, by model and stage."""
+def load_golden() -> dict[str, dict[str, list[float]]]:
+    """Read the golden signatures, by model and stage."""
     return json.loads(GOLDEN.read_text(encoding="utf-8"))
 
 
-def golden_of_this_machine() -> dict[str, dict[str, list[float]]]:
-    """Return the signatures of what this machine makes."""
+def compute_golden() -> dict[str, dict[str, list[float]]]:
+    """Compute the golden signatures on this machine, by model and stage."""
     results = {NANO: nano_stages(), "tiles": tiled_frames()}
-    results |= {model: stages(small_pipeline(model, one_device())) for model in model_names()}
-    return {name: {stage: signature(x) for stage, x in each.items()} for name, each in results.items()}
+    results |= {model: run_stages(small_pipeline(model, one_device_partitioner())) for model in model_names()}
+    return {name: {stage: signature(x) for stage, x in arrays.items()} for name, arrays in results.items()}
 
 
-def timings(tell: Tell) -> Iterator[Row]:
-    """Yield the time of attention, of a layer's step and of a chunk at real shapes, beside the plan's."""
-    model, scale = SIZES[_platform() == "cpu"]
+def timings(announce: Announce) -> Iterator[Measurement]:
+    """Measure and price attention, a step with one layer, and the first decoded chunk, with a real model's shapes."""
+    model, size = SIZES[_platform() == "cpu"]
     model_outline = outline(model)
-    model_outline = replace(model_outline, settings=sized(model_outline.settings, scale, model_outline.model))
-    axes = axes_of(model_outline, jax.devices())
-    used: Sequence[Any] = jax.devices()[: prod(axes.values())]
-    suite = Suite(model_outline, scale, used, local_devices(jax.devices()), axes, tell)
-    yield suite.attention()
-    yield from suite.programs(TIMED, ("safe",))
+    model_outline = replace(model_outline, settings=bench_settings(model_outline.settings, size, model_outline.model))
+    axes = auto_mesh_axes(model_outline, jax.devices())
+    mesh_devices: Sequence[Any] = jax.devices()[: prod(axes.values())]
+    suite = BenchSuite(model_outline, size, mesh_devices, find_local_hardware(jax.devices()), axes, announce)
+    yield suite.measure_attention()
+    yield from suite.measure_programs(TIMED_PROGRAMS, ("safe",))
 
 
 def _platform() -> str:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signatures: a few numbers that stand for an array, from which the distance to another array is estimated.
+"""Signatures: a few numbers per array, from which the distance of two arrays can be estimated.
 
-An array x is projected onto random signs r; the mean of (r·x)² over many r is |x|². The projections of two arrays
-therefore tell how far apart they are, and of one of the two only the few projections need to be kept.
+An array x is projected onto random signs r; the mean of (r·x)² over many r is |x|². The distance of two arrays can
+therefore be estimated from their projections, without the arrays.
 """
 
 import zlib
@@ -12,24 +12,29 @@ from typing import Any
 import numpy as np
 
 PROJECTIONS = 16
-PART = 1 << 20  # numbers that are projected at a time
+CHUNK_SIZE = 1 << 20  # the number of elements that are projected at a time
 
 
 def signature(x: Any) -> list[float]:
-    """Return the projections of an array of any shape onto random signs that depend on its size alone."""
+    """Project an array of any shape onto random signs. The signs depend only on the array's size."""
     flat = np.asarray(x, np.float64).ravel()
-    random = np.random.RandomState(zlib.crc32(str(flat.size).encode()))  # whose numbers NumPy never changes
+    random = np.random.RandomState(zlib.crc32(str(flat.size).encode()))  # equal in all releases of NumPy
     sums = np.zeros(PROJECTIONS)
-    for start in range(0, flat.size, PART):
-        part = flat[start : start + PART]
-        sums += (2 * random.randint(0, 2, (PROJECTIONS, part.size), np.int8) - 1) @ part
+    for start in range(0, flat.size, CHUNK_SIZE):
+        chunk = flat[start : start + CHUNK_SIZE]
+        sums += (2 * random.randint(0, 2, (PROJECTIONS, chunk.size), np.int8) - 1) @ chunk
     return sums.tolist()
 
 
 def distance(values: Sequence[float], expected: Sequence[float]) -> float:
-    """Return the estimated relative L2 distance of one array to another, by their signatures; inf if it is not finite.
+    """Estimate the relative L2 distance of two arrays from their signatures; return inf if it is not finite.
 
-    Of 16 projections the estimate is right to about a third, which is enough: bounds are powers of ten.
+    With 16 projections the error of the estimate is about a third. This accuracy suffices for bounds that are powers of
+    ten.
     """
-    apart, size = (float(np.sum(np.square(x))) for x in (np.subtract(values, expected), np.asarray(expected)))
-    return float(np.sqrt(apart / max(size, 1e-30))) if np.isfinite(apart) else float("inf")
+    squared_distance, squared_norm = (
+        float(np.sum(np.square(x))) for x in (np.subtract(values, expected), np.asarray(expected))
+    )
+    return (
+        float(np.sqrt(squared_distance / max(squared_norm, 1e-30))) if np.isfinite(squared_distance) else float("inf")
+    )

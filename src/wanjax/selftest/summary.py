@@ -10,27 +10,27 @@ from typing import Any
 
 import jax
 
-from wanjax.bench.suite import Row
-from wanjax.figures import digits, duration, quantity
+from wanjax.bench.suite import Measurement
+from wanjax.figures import format_duration, format_number, pluralize
 from wanjax.pricing.digests import versions
 from wanjax.selftest.checks import Check
 
-CHECKED = ("check", "outcome", "distance", "at most", "time")
-TIMED = ("what", "measured", "modelled", "measured / modelled")
+CHECK_HEADINGS = ("check", "outcome", "distance", "at most", "time")
+TIMING_HEADINGS = ("what", "measured", "modelled", "measured / modelled")
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The outcomes and times of a self-test, and where it ran."""
+    """The outcomes and timings of a self-test, with the devices and versions."""
 
     devices: str
     versions: dict[str, str]
     checks: list[Check]
-    timings: list[Row]
+    timings: list[Measurement]
 
     @property
     def slug(self) -> str:
-        """The kind of the devices, as a part of a file's name."""
+        """The kind of the devices, with only characters that are safe in a file name."""
         return re.sub(r"[^a-z0-9]+", "-", self.devices.partition(" x ")[2].lower()).strip("-")
 
     @property
@@ -39,35 +39,35 @@ class Summary:
 
     @property
     def sentence(self) -> str:
-        """The whole outcome in a sentence."""
-        left = sum(check.outcome == "left out" for check in self.checks)
-        done = len(self.checks) - left
+        """One sentence with the outcome of all checks."""
+        skipped = sum(check.outcome == "left out" for check in self.checks)
+        completed = len(self.checks) - skipped
         if self.faults:
             names = ", ".join(check.name for check in self.faults)
-            return f"{len(self.faults)} of {quantity(done, 'check')} found something wrong: {names}"
-        return f"all {quantity(done, 'check')} are right" + (f", {left} left out" if left else "")
+            return f"{len(self.faults)} of {pluralize(completed, 'check')} failed: {names}"
+        return f"all {pluralize(completed, 'check')} passed" + (f", {skipped} left out" if skipped else "")
 
     def check_rows(self) -> list[list[str]]:
-        """Return a row of `CHECKED` for each check."""
+        """Format each check as a row, with the columns of `CHECK_HEADINGS`."""
         return [
             [
                 check.name,
                 check.fault or (check.note if check.outcome == "left out" else check.outcome),
                 "" if check.distance is None else f"{check.distance:.1e}",
                 "" if check.bound is None else f"{check.bound:g}",
-                duration(check.seconds),
+                format_duration(check.seconds),
             ]
             for check in self.checks
         ]
 
     def timing_rows(self) -> list[list[str]]:
-        """Return a row of `TIMED` for each time."""
+        """Format each timing as a row, with the columns of `TIMING_HEADINGS`."""
         return [
             [
                 f"{row.name}: {row.what}",
-                row.note if row.seconds is None else duration(row.seconds),
-                "" if row.modelled is None else duration(row.modelled),
-                "" if row.ratio is None else digits(row.ratio),
+                row.note if row.seconds is None else format_duration(row.seconds),
+                "" if row.modelled is None else format_duration(row.modelled),
+                "" if row.ratio is None else format_number(row.ratio),
             ]
             for row in self.timings
         ]
@@ -82,16 +82,16 @@ class Summary:
         }
 
     def to_markdown(self) -> str:
-        """Return all of it as text that an issue can hold."""
+        """Format the summary as Markdown for an issue."""
         facts = ", ".join(f"{name} {number}" for name, number in self.versions.items())
-        tables = [_table(CHECKED, self.check_rows())]
+        tables = [_table(CHECK_HEADINGS, self.check_rows())]
         if self.timings:
-            tables.append(_table(TIMED, self.timing_rows()))
+            tables.append(_table(TIMING_HEADINGS, self.timing_rows()))
         return "\n\n".join([f"`wanjax selftest` on {self.devices}: {self.sentence}.", facts, *tables]) + "\n"
 
 
-def summary_of(checks: Sequence[Check], timings: Sequence[Row]) -> Summary:
-    """Return a summary with the devices and versions of this process."""
+def summarize(checks: Sequence[Check], timings: Sequence[Measurement]) -> Summary:
+    """Summarize checks and timings, with the devices and versions of this process."""
     devices = jax.devices()
     facts = {"python": platform.python_version(), **versions("wanjax", "jax", "jaxlib", "libtpu")}
     facts |= {"system": platform.platform(terse=True), "cores": str(os.cpu_count())}
