@@ -3,6 +3,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -116,7 +117,7 @@ def test_info_of_all_that_can_be_chosen(image):
 
 
 def test_characters_that_would_steer_a_terminal():
-    assert catalogue._text("a\x1b[2J\n\udce9é红") == r"a\x1b[2J\n\udce9é红"
+    assert catalogue._as_text("a\x1b[2J\n\udce9é红") == r"a\x1b[2J\n\udce9é红"
 
 
 @pytest.mark.parametrize(
@@ -129,11 +130,13 @@ def test_characters_that_would_steer_a_terminal():
         ("empty.png", b"", "empty.png settings"),
         ("broken.png", b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR\x00", "broken.png settings"),
         ("other.json", b'{"bos_token_id": 1}', "other.json settings"),
-        ("list.json", b'["prompt"]', "list.json settings"),
-        ("deep.json", b"[" * 100_000, "deep.json settings"),
+        ("list.json", b'["prompt"]', "list.json settings ComfyUI"),
+        ("empty.json", b"", "empty.json settings ComfyUI"),
+        ("cut.json", b'{"nodes": [\n{"id":', "cut.json not valid JSON line 2"),
+        ("deep.json", b"[" * 100_000, "deep.json nested too deep"),
         ("weights.safetensors", b"\x02\x00\x00\x00\x00\x00\x00\x00{}", "weights.safetensors settings"),
-        ("film.mp4", {"prompt": {"3": {"class_type": "KSampler"}}, "workflow": {}}, "film.mp4 settings"),
-        (".", None, "settings"),
+        ("film.mp4", {"prompt": {"3": {"class_type": "KSampler"}}, "workflow": {}}, "film.mp4 no node saves a video"),
+        (".", None, "folder . no video stage"),
     ],
 )
 def test_files_without_a_record(name, contents, told):
@@ -147,17 +150,37 @@ def test_files_without_a_record(name, contents, told):
     assert [path.name for path in Path().iterdir()] == ([name] if contents is not None else [])
 
 
+def test_a_folder_of_videos_is_answered_with_a_video_in_it(tmp_path):
+    folder = tmp_path / "wanjax_videos"
+    folder.mkdir()
+    for count, name in enumerate(("two.mp4", "one.webp"), 1):
+        (folder / name).write_bytes(b"film")
+        for command in (["info", folder], ["generate", "--from", folder]):
+            assert says(refused(*map(str, command)), f"{folder} folder {count} {folder / name}")
+
+
 def test_a_video_is_made_again_to_the_bit(text):
     given = ("--model", text, *SMALL, "--guidance-scale", "3.5", "--scheduler", "euler", "--attention", "chunked")
     succeeded(wanjax("a red circle", *given, "--seed", "-1", "--fps", "8", "--dir", "one", "--out", "one.mp4"))
     succeeded(wanjax("generate", "--from", "one.mp4", "--dir", "two", "--out", "two.mp4"))
     assert read_metadata("two.mp4") == read_metadata("one.mp4")
     np.testing.assert_array_equal(frames("two.mp4"), frames("one.mp4"))
-    latents = [(Path(folder) / stage_files.LATENTS).read_bytes() for folder in ("one", "two")]
+    latents = [(Path(folder) / stage_files.LATENTS_FILE).read_bytes() for folder in ("one", "two")]
     assert latents[0] == latents[1]
     for source in ("one", "one/stage2_latents.safetensors", "one/generation_config.json"):
         succeeded(wanjax("--from", source, "--fps", "8", "--out", "three.mp4"))
         assert read_metadata("three.mp4") == read_metadata("one.mp4")
+
+
+@pytest.mark.parametrize("options", [(), ("--tile",), ("--windows", "2", "--overlap", "5")], ids=" ".join)
+def test_the_printed_command_makes_the_video_again(text, options):
+    succeeded(wanjax("a red circle", "--model", text, *SMALL, *options, "--seed", "7", "--out", "one.mp4"))
+    printed = succeeded(wanjax("generate", "--from", "one.mp4", "--print-command", "--out", "two.mp4")).stdout
+    program, *words = shlex.split(printed)
+    assert program == "wanjax"
+    succeeded(wanjax(*words))
+    assert read_metadata("two.mp4") == read_metadata("one.mp4")
+    np.testing.assert_array_equal(frames("two.mp4"), frames("one.mp4"))
 
 
 def test_what_is_typed_wins(text):
@@ -311,7 +334,7 @@ URL = "s3://videos/served/video_1/image.png"
     ("change", "told"),
     [
         ({"steps": "many"}, "one.json steps 'many' whole number"),
-        ({"guidance_scale": True}, "guidance_scale True number"),
+        ({"guidance_scale": True}, "guidance_scale true number"),
         ({"dtype": "float8"}, "--dtype 'float8' bfloat16 float32"),
         ({"model": None}, "one.json model generation_config.json"),
         ({"tiling": {"rows": 3}}, "tiling {'rows': 3} size"),

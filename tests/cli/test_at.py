@@ -3,8 +3,11 @@
 
 import base64
 import json
+import os
 import re
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,7 +20,7 @@ import pytest
 from tests.support.commands import files, refused, succeeded, wanjax
 from tests.support.words import says
 from wanjax.cli import remote
-from wanjax.cli.existing import Existing
+from wanjax.cli.existing import ExistingFile
 from wanjax.cli.report import Report
 from wanjax.jobs.batch import MANIFEST
 
@@ -46,7 +49,8 @@ def answering(
 ) -> Iterator[str]:
     """Run a server that answers by path, and yield its address; `whole` are bytes that it promises beside.
 
-    An iterator has one answer after another, and a number is a status of HTTP. `posted` receives what is posted.
+    An iterator has one answer after another; a number is a status of HTTP, and a pair has both.
+    `posted` receives what is posted.
     """
 
     class Handler(BaseHTTPRequestHandler):
@@ -55,8 +59,9 @@ def answering(
             answer = next(answer, None) if isinstance(answer, Iterator) else answer
             if answer is None:  # a server that ends
                 return
+            status, answer = answer if isinstance(answer, tuple) else (200, answer)
             data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-            self.send_response(answer if isinstance(answer, int) else 200)
+            self.send_response(answer if isinstance(answer, int) else status)
             self.send_header("Content-Length", str(len(data) + whole(self.path)))
             self.end_headers()
             self.wfile.write(data)
@@ -98,7 +103,7 @@ def test_an_address_may_end_as_other_clients_take_it(end):
 
 
 def test_each_window_is_told_as_it_is_made(monkeypatch):
-    monkeypatch.setattr(remote, "EVERY", (0, 0))
+    monkeypatch.setattr(remote, "POLL_INTERVALS", (0, 0))
     waiting = {"status": "queued", "window": 1, "settings": {"windows": 3}}
     numbers = [*(1, 1, 2, 3), *("4", 4, None, 10**9)]  # those at the end are no windows
     jobs = [waiting, *(waiting | {"status": "in_progress", "window": number} for number in numbers)]
@@ -115,11 +120,62 @@ def test_a_connection_that_is_cut_leaves_no_video():
 
 
 def test_a_server_that_ends_keeps_the_video_that_it_was_asked_for(monkeypatch):
-    monkeypatch.setattr(remote, "EVERY", (0, 0))
+    monkeypatch.setattr(remote, "POLL_INTERVALS", (0, 0))
     with answering(answers(job=iter([{"status": "queued"}]))) as url:
         said = refused("a cat", "--at", url, "--out", "cat.mp4", status=1)
     assert says(said, f"{url} {ID} waits {url}{PLACE}/content")
     assert files(".") == []
+
+
+def test_without_a_server_the_message_says_what_to_start():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+    assert says(refused("a cat", "--at", url, status=1), f"{url} refused: `wanjax serve` address")
+
+
+def test_https_to_a_plain_server_is_answered_with_http():
+    with answering(answers()) as url:
+        https_url = url.replace("http", "https")
+        assert f"{https_url} does not speak HTTPS: give {url}" in refused("a cat", "--at", https_url)
+
+
+@pytest.mark.parametrize("path", ["", "/v2"])
+def test_an_address_of_another_path_is_answered_with_the_root(path):
+    with answering({f"{path}/v1/models": (404, {"error": {"message": "use /v1/videos, /v1/models"}})}) as url:
+        message = refused("a cat", "--at", f"{url}{path}")
+    advice = f"give its address without a path, as in {url}" if path else "check the address"
+    assert f"{url}{path} is not the address of a wanjax serve: {advice}" in message
+    assert "/v1/videos" not in message
+
+
+def test_a_batch_that_is_stopped_before_its_first_video_leaves_no_folder(monkeypatch):
+    def stop(_: Report) -> None:
+        raise KeyboardInterrupt
+
+    with answering(several(*[{"status": "queued"}] * 3)) as url:
+        monkeypatch.setattr(Report, "stop_if_interrupted", stop)
+        assert wanjax("a cat", "--at", url, "--seeds", "1..3", "--out", "cats").exit_code == 130
+    assert not Path("cats").exists()
+
+
+def test_a_run_whose_progress_nobody_reads_still_writes_its_video():
+    """As with `2>&1 | head -1`: the first line is read, then the pipe is closed."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with answering(answers()) as url:
+        command = [sys.executable, "-m", "wanjax", "a cat", "--at", url, "--out", "cat.mp4", "--stats"]
+        run = subprocess.run(command, stdout=writer, stderr=writer, check=False)
+    os.close(writer)
+    assert run.returncode == 0
+    assert Path("cat.mp4").read_bytes() == VIDEO
+
+
+def test_an_error_that_nobody_reads_keeps_its_status():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "wanjax", "a cat", "--at", "nowhere"]
+    assert subprocess.run(command, stdout=writer, stderr=writer, check=False).returncode == 2
+    os.close(writer)
 
 
 NESTED = b"[" * 200_000
@@ -136,7 +192,7 @@ HOSTILE = {
 REFUSED = [  # what a server answers, the options of the command, and what the sentence names
     *((told, ("--out", "cat.mp4", "--quiet"), f"{{url}} {words}") for told, words in HOSTILE.values()),
     ({"models": {"data": [MODEL | {"loras": ["a", 7]}]}}, ("--lora", "a.safetensors"), "{url} none"),
-    ({"models": 404}, (), "{url} no wanjax serve 404 address"),
+    ({"models": 404}, (), "{url} not wanjax serve 404 address"),
     ({}, ("--image", "gone.png"), "gone.png"),
     ({}, ("--from", "generation_config.json"), "gone.png --image"),  # which is that of a record
     *(
@@ -220,7 +276,7 @@ def test_a_picture_is_sent_with_each_of_several_videos_and_decides_their_names()
 
 
 def test_the_last_line_is_that_of_a_video_that_is_done(monkeypatch):
-    monkeypatch.setattr(remote, "EVERY", (0, 0))
+    monkeypatch.setattr(remote, "POLL_INTERVALS", (0, 0))
     under_way = {"status": "in_progress", "stage": "step", "stage_done": 3, "stage_total": 4}
     with answering(answers(job=iter([under_way, {"status": "completed"}]))) as url:
         told = succeeded(wanjax("a cat", "--at", url, "--out", "cat.mp4")).stderr.splitlines()
@@ -277,6 +333,8 @@ def test_what_is_there_is_not_asked_for_again():
     with answering(several(DONE), posted=posted) as url:
         succeeded(wanjax(*ask, url))
     assert [body["seed"] for _, body in posted] == [2]
+    with answering(several()) as url:
+        assert "video 0 of 0" not in succeeded(wanjax(*ask, url)).stderr
     with answering(several(DONE, DONE, DONE), posted=posted) as url:
         succeeded(wanjax(*ask, url, "--force"))
     assert len(posted) == 4
@@ -292,7 +350,7 @@ def test_requests_of_a_file_and_one_that_fails(broken, why):
     with answering(several(DONE, broken, DONE), posted=posted) as url:
         result = wanjax("--prompts", "p.jsonl", "--at", url, "--steps", "2", "--out", "made")
     assert result.exit_code == 1
-    assert says(result.stderr, f"row 2 failed {why}")
+    assert says(result.stderr, f"line 2 failed {why}")
     assert len(files("made")) == 2 + len([MANIFEST])
     rows = [json.loads(line) for line in (Path("made") / MANIFEST).read_text().splitlines()]
     assert [(row["row"], row["prompt"], row["seed"]) for row in rows] == [(1, "a", 42), (2, "b", 5), (3, "c", 42)]
@@ -306,6 +364,23 @@ def test_requests_of_a_file_and_one_that_fails(broken, why):
     ]
 
 
+@pytest.mark.parametrize(
+    ("token", "words"),
+    [
+        (None, "needs a token WANJAX_TOKEN started"),
+        ("not the right one", "refuses token WANJAX_TOKEN started"),
+        ("line\nline", "WANJAX_TOKEN ASCII"),
+    ],
+)
+def test_a_wrong_token_is_answered_with_the_variable(monkeypatch, token, words):
+    if token is not None:
+        monkeypatch.setenv("WANJAX_TOKEN", token)
+    with answering({"/v1/models": (401, {"error": {"message": "the token is missing or wrong"}})}) as at:
+        said = refused("generate", "a", "--at", at)
+    assert says(said, words)
+    assert token is None or token not in said
+
+
 @pytest.mark.parametrize(("status", "exit_status"), [(503, 1), (500, 1), (403, 2)])
 def test_a_server_that_fails_is_nobody_s_mistake(status, exit_status):
     with answering(answers(models=status)) as url:
@@ -315,7 +390,7 @@ def test_a_server_that_fails_is_nobody_s_mistake(status, exit_status):
 def test_a_video_of_a_server_that_is_there_is_left(monkeypatch):
     posted: list[Any] = []
     with answering(answers(), posted=posted) as url:
-        monkeypatch.setattr(Existing, "find", lambda file, other: Existing(file, {**MADE, "fps": 8}, other))
+        monkeypatch.setattr(ExistingFile, "find", lambda file, other: ExistingFile(file, {**MADE, "fps": 8}, other))
         ask = ("a cat", "--at", url, "--out", "cat.mp4")
         assert succeeded(wanjax(*ask)).stdout == f"{Path('cat.mp4').absolute()}\n"
         for more, name in ((("--seed", "3"), "seed"), (("--steps", "4"), "steps"), (("--image", __file__), "file")):
@@ -325,7 +400,7 @@ def test_a_video_of_a_server_that_is_there_is_left(monkeypatch):
 
 
 def test_a_queue_that_is_full_is_waited_for_and_a_wrong_request_is_passed_over(monkeypatch):
-    monkeypatch.setattr(remote, "EVERY", (0, 0))
+    monkeypatch.setattr(remote, "POLL_INTERVALS", (0, 0))
     told = several(DONE, DONE)
     told["/v1/videos"] = iter([429, {"id": "video_0"}, 429, 422, {"id": "video_1"}])
     with answering(told) as url:
@@ -346,7 +421,7 @@ def test_ctrl_c_cancels_those_that_wait(monkeypatch):
             if len(list(Path("cats").glob("*.mp4"))) == 1:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(Report, "stop_if_asked", pressed)
+        monkeypatch.setattr(Report, "stop_if_interrupted", pressed)
         assert wanjax("a cat", "--at", url, "--seeds", "1..9", "--out", "cats").exit_code == 130
     cancelled = [path for path, _ in posted if path.endswith("/cancel")]
     asked = [path for path, _ in posted if path == "/v1/videos"]
@@ -364,7 +439,7 @@ def hangs_up(server: socket.socket) -> None:
 
 @pytest.mark.parametrize(("server_that", "words"), [(is_silent, "timed out"), (hangs_up, "")])
 def test_a_server_that_does_not_answer(server_that, words, monkeypatch):
-    monkeypatch.setattr(remote, "PATIENCE", 0.2)
+    monkeypatch.setattr(remote, "REPLY_TIMEOUT", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         Thread(target=server_that, args=(server,), daemon=True).start()

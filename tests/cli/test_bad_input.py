@@ -71,6 +71,11 @@ URL = "https://example.org/it?a=1&b=2"
 FETCH = f"{URL} curl '{URL}'"
 COMMANDS = [  # mistakes in a request itself are in tests/mistakes
     ("a --attention flash", "attention 'flash' auto reference chunked cudnn flash_tpu"),
+    ("a --overlap 5", "--overlap --windows"),
+    ("a --out /dev/zero", "--out /dev/zero neither file folder"),
+    ("a --out /dev/zero --force", "--out /dev/zero neither file folder"),
+    ("info /dev/zero", "/dev/zero neither file folder"),
+    ("a --windows 1 --overlap 5", "--overlap --windows"),
     ("a --attention chunked --block-q 512", "chunked tiles flash_tpu"),
     ("a --attention flash_tpu:tp=3", "tiles 'tp=3' block_q=2048"),
     ("a --attention flash_tpu --block-q 1024", "flash_tpu TPUs"),
@@ -160,7 +165,7 @@ def test_a_tpu_that_is_asked_for_without_libtpu():
     environment = os.environ | {"JAX_PLATFORMS": "tpu"}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     told = [line for line in run.stderr.splitlines() if line.startswith("wanjax: ")]
-    assert [line for line in told if says(line, "JAX_PLATFORMS=tpu libtpu wanjax[tpu]")] == told, run.stderr
+    assert [line for line in told if says(line, "JAX_PLATFORMS=tpu libtpu '.[tpu]'")] == told, run.stderr
     assert len(told) == 5, run.stderr
     assert "Traceback" not in run.stderr
     assert left() == []
@@ -230,8 +235,8 @@ def with_unlike_experts(folder: Path) -> None:
             [
                 "missing blocks.0.attn1.to_q.weight",
                 "missing proj_out.bias",
-                "left over extra.weight",
-                "left over more.bias",
+                "unused extra.weight",
+                "unused more.bias",
                 "blocks.1.ffn.net.2.bias [7] [24]",
             ],
         ),
@@ -298,9 +303,9 @@ def test_stage_files_that_do_not_belong_together(intact, stages):
     assert CliRunner().invoke(main, ["encode", "b", "--model", str(intact), "--dir", "other", "--force"]).exit_code == 0
     said = refused("decode", "--dir", "other")
     assert says(said, "stage2_latents.safetensors generation_config.json prompt 'a' 'b' wanjax denoise --dir other")
-    shutil.copy(stages / stage_files.EMBEDDINGS, Path("other") / stage_files.EMBEDDINGS)
+    shutil.copy(stages / stage_files.EMBEDDINGS_FILE, Path("other") / stage_files.EMBEDDINGS_FILE)
     assert says(refused("denoise", "--dir", "other"), "stage1_embeddings.safetensors generation_config.json other")
-    assert not (Path("other") / stage_files.VIDEO).exists()
+    assert not (Path("other") / stage_files.VIDEO_FILE).exists()
 
 
 def without(name: str) -> Callable[[Path], None]:
@@ -326,12 +331,12 @@ STAGES = {  # the command, what was done to the files, and what the sentence nam
     "no settings to denoise": ("denoise", without(stage_files.CONFIG), "generation_config.json encode"),
     "no embeddings": (
         "denoise",
-        without(stage_files.EMBEDDINGS),
+        without(stage_files.EMBEDDINGS_FILE),
         "stage1_embeddings.safetensors encode PROMPT --dir stage_outputs",
     ),
     "no latents": (
         "decode",
-        without(stage_files.LATENTS),
+        without(stage_files.LATENTS_FILE),
         "stage2_latents.safetensors denoise --dir stage_outputs",
     ),
     "no settings to decode": ("decode", without(stage_files.CONFIG), "generation_config.json"),
@@ -354,12 +359,12 @@ def test_stages_that_cannot_go_on(stages, command, harm, message):
 
 def test_stage_files_of_another_model(stages):
     wide = np.zeros((1, 8, 99), np.float32)
-    save_safetensors(stages / stage_files.EMBEDDINGS, {"prompt_embeds": wide, "negative_prompt_embeds": wide})
-    before = (stages / stage_files.LATENTS).read_bytes()
-    told = r"stage1_embeddings\.safetensors: .*\[1, 8, 99\] where .* has floats \[1, 8, 16\]"
+    save_safetensors(stages / stage_files.EMBEDDINGS_FILE, {"prompt_embeds": wide, "negative_prompt_embeds": wide})
+    before = (stages / stage_files.LATENTS_FILE).read_bytes()
+    told = r"stage1_embeddings\.safetensors: .* must be floats \[1, 8, 16\], got float32 \[1, 8, 99\]"
     assert re.search(told, refused("denoise"))
-    assert (stages / stage_files.LATENTS).read_bytes() == before
-    save_safetensors(stages / stage_files.LATENTS, {"latents": np.zeros((1, 16, 2, 2, 4), np.float32)})
+    assert (stages / stage_files.LATENTS_FILE).read_bytes() == before
+    save_safetensors(stages / stage_files.LATENTS_FILE, {"latents": np.zeros((1, 16, 2, 2, 4), np.float32)})
     assert says(refused("decode"), "stage2_latents.safetensors 16 channels 4")
 
 
@@ -386,7 +391,8 @@ def test_a_file_where_a_checkpoint_is_to_be_written():
     run = wanjax("convert", "nano", "circle.mp4")
     assert run.exit_code == 2
     assert says(run.stderr, "circle.mp4 new folder")
-    assert "what was complete" not in run.stderr  # the same command would end in the same way
+    assert "parameters" not in run.stderr  # no table of what will not be written
+    assert "completed work is kept" not in run.stderr  # the same command would end in the same way
     assert left() == ["circle.mp4"]
 
 

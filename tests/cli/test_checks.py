@@ -33,7 +33,7 @@ MISTAKES = {
     "plan --chip h1000": "'h1000' h100 v6e-8",
     "plan --chip v6e": "'v6e' v6e-1 v6e-8",
     "warmup --chip h1000": "'h1000' v6e-8",
-    "serve --host 0.0.0.0": "0.0.0.0 --token",
+    "serve --host 0.0.0.0": "0.0.0.0 16 characters --token WANJAX_TOKEN",
     "serve --token short": "token 16",
     "train nano nodir --out x": "nodir",
     "a --seeds 5..1": "5..1 1..5",
@@ -164,7 +164,7 @@ def test_a_mistake_is_told_before_jax_is_imported(answers, arguments):
         ("--cache", "foo", "'foo' easycache"),
         ("--cache", "magcache:-1", "magcache:-1.0 0.06"),
         ("--scheduler", "foo", "'foo' unipc"),
-        ("--scheduler", "ddim", "ddim unipc"),
+        ("--scheduler", "ddim", "velocity ddim v: give unipc, euler, dpm++, consistency, rcm, rcm-ode"),
         ("--guidance-rule", "foo", "'foo' apg"),
     ],
 )
@@ -174,12 +174,12 @@ def test_what_a_published_model_refuses_is_told_before_it_is_downloaded(tmp_path
 
 
 @pytest.mark.parametrize("kind", ["image", "images"])
-def test_a_clip_in_place_of_a_picture_has_an_option_where_the_model_takes_one(tmp_path, kind):
+def test_a_clip_in_place_of_a_picture_is_answered_with_the_input_for_clips(tmp_path, kind):
     (tmp_path / "clip.mp4").write_bytes(bytes(100))
     given, spec = {"image": tmp_path / "clip.mp4"}, IMAGE
     if kind == "images":
         given, spec = {"references": [tmp_path / "clip.mp4"]}, REFERENCES
-    with pytest.raises(WanjaxError, match=naming("clip.mp4 --video")):
+    with pytest.raises(WanjaxError, match=naming("clip.mp4 clip input video")):
         read_pictures(given, (spec, VIDEO), frames=5, fps=8)
     with pytest.raises(WanjaxError, match=r"clip\.mp4") as alone:
         read_pictures(given, (spec,), frames=5, fps=8)

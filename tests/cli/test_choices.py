@@ -14,7 +14,7 @@ from tests.support.words import says
 from wanjax import registry, schedulers
 from wanjax.checkpoints.files import load_safetensors
 from wanjax.cli import planning, stages
-from wanjax.cli.options import NAMED
+from wanjax.cli.options import CHOICES
 from wanjax.kernels.attention import IMPLEMENTATIONS, AttentionConfig
 from wanjax.media import stage_files
 from wanjax.media.metadata import load_settings
@@ -40,7 +40,7 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
 
 
 def read(folder: str) -> np.ndarray:
-    return load_safetensors(Path(folder) / stage_files.LATENTS)["latents"].copy()
+    return load_safetensors(Path(folder) / stage_files.LATENTS_FILE)["latents"].copy()
 
 
 def latents(folder: str) -> bytes:
@@ -72,8 +72,8 @@ def test_a_scheduler_is_chosen_and_kept_for_the_next_stage(model):
 )
 def test_the_names_that_are_known_without_jax_are_those_that_there_are(option, read, least):
     """A name that is missing there could not be given; the tables that read it need JAX."""
-    assert least <= {*NAMED[option]}
-    for name in NAMED[option]:
+    assert least <= {*CHOICES[option]}
+    for name in CHOICES[option]:
         read(name)
 
 

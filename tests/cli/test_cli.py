@@ -32,7 +32,7 @@ from wanjax.pricing.libtpu import TPUS
 
 SMALL = ("--size", "32x16", "--frames", "5", "--steps", "2", "--dtype", "float32")
 HERE = ("--dir", "stage_outputs")
-STAGE_FILES = [stage_files.CONFIG, stage_files.EMBEDDINGS, stage_files.LATENTS]
+STAGE_FILES = [stage_files.CONFIG, stage_files.EMBEDDINGS_FILE, stage_files.LATENTS_FILE]
 
 
 @pytest.fixture(scope="module")
@@ -72,78 +72,88 @@ def test_help_lists_the_commands():
     [
         (
             "generate",
+            "models inputs print-command "
             "allow-empty-prompt "
             "from prompts extend-prompt extend-model seeds count model negative-prompt image last-image video mask "
             "reference max-picture resize size height width frames windows then overlap fps steps guidance-scale "
+            "boundary-step "
             "guidance-scale-2 boundary strength dynamic-guidance guidance-rule flow-shift follow sigmas cache seed "
-            "scheduler noise lora attention block-q block-kv block-kv-compute window batch-guidance dtype vae-dtype "
-            "compiler "
-            "mesh rules processes compile-cache trust-compile-cache tile decoder offload at profile preview "
+            "rng scheduler noise lora attention block-q block-kv block-kv-compute window batch-guidance dtype "
+            "vae-dtype precision compiler "
+            "mesh rules processes compile-cache trust-compile-cache tile decoder offload no-offload at profile preview "
             "preview-decoder dir out force verify quiet verbose stats json config help",
         ),
         (
             "batch",
+            "from models inputs print-command "
             "workers database ray hosts resources retries dashboard seeds count "
             "model extend-prompt extend-model negative-prompt image last-image video mask reference max-picture resize "
+            "boundary-step "
             "size height width frames windows then overlap fps steps guidance-scale guidance-scale-2 boundary "
-            "strength dynamic-guidance guidance-rule flow-shift follow sigmas cache seed scheduler noise lora "
-            "attention block-q block-kv block-kv-compute window batch-guidance dtype vae-dtype "
+            "strength dynamic-guidance guidance-rule flow-shift follow sigmas cache seed rng scheduler noise lora "
+            "attention block-q block-kv block-kv-compute window batch-guidance dtype vae-dtype precision "
             "compiler mesh rules processes "
-            "compile-cache trust-compile-cache tile decoder offload out force verify quiet verbose stats json config "
-            "help",
+            "compile-cache trust-compile-cache tile decoder offload no-offload out force verify quiet verbose stats "
+            "json config help",
         ),
         (
             "encode",
             "allow-empty-prompt "
             "model negative-prompt image last-image video mask reference max-picture resize size height width frames "
-            "follow dtype vae-dtype "
-            "compiler mesh rules processes compile-cache trust-compile-cache tile dir force verify "
+            "follow dtype vae-dtype precision "
+            "compiler mesh rules processes compile-cache trust-compile-cache tile offload no-offload dir force verify "
             "quiet verbose stats json config help",
         ),
         (
             "denoise",
+            "boundary-step "
             "model size height width frames fps steps guidance-scale guidance-scale-2 boundary strength "
-            "dynamic-guidance guidance-rule flow-shift follow sigmas cache seed scheduler noise lora attention "
-            "block-q block-kv block-kv-compute window batch-guidance dtype vae-dtype compiler mesh rules processes "
-            "compile-cache trust-compile-cache profile preview preview-decoder dir force verify quiet verbose stats "
-            "json config help",
+            "dynamic-guidance guidance-rule flow-shift follow sigmas cache seed rng scheduler noise lora attention "
+            "block-q block-kv block-kv-compute window batch-guidance dtype vae-dtype "
+            "precision compiler mesh rules processes "
+            "compile-cache trust-compile-cache offload no-offload profile preview preview-decoder dir force verify "
+            "quiet verbose stats json config help",
         ),
         (
             "decode",
-            "model fps dtype vae-dtype "
+            "model fps dtype vae-dtype precision "
             "compiler mesh rules processes compile-cache trust-compile-cache tile decoder dir out "
             "force verify quiet verbose stats json config help",
         ),
         (
             "plan",
+            "from models inputs print-command "
             "model chip prompt image last-image video mask reference max-picture resize size height width frames fps "
+            "boundary-step "
             "windows then overlap steps guidance-scale guidance-scale-2 boundary strength dynamic-guidance "
-            "guidance-rule flow-shift follow sigmas cache seed scheduler noise lora attention block-q block-kv "
-            "block-kv-compute window batch-guidance dtype vae-dtype "
-            "compiler mesh rules tile decoder offload train lora-rank "
+            "guidance-rule flow-shift follow sigmas cache seed rng scheduler noise lora attention block-q block-kv "
+            "block-kv-compute window batch-guidance dtype vae-dtype precision "
+            "fit programs compiler mesh rules tile decoder offload no-offload train lora-rank "
             "full batch-size optimizer requests deadline price start-time download-rate compile-time json quiet config "
             "help",
         ),
         (
             "warmup",
             "model chip prompt image last-image video mask reference max-picture resize size height width frames fps "
+            "boundary-step "
             "steps windows then overlap guidance-scale guidance-scale-2 boundary strength dynamic-guidance "
-            "guidance-rule flow-shift follow sigmas cache seed scheduler noise lora attention block-q block-kv "
-            "block-kv-compute window batch-guidance dtype vae-dtype compiler mesh rules processes compile-cache "
-            "trust-compile-cache tile decoder offload quiet verbose stats config help",
+            "guidance-rule flow-shift follow sigmas cache seed rng scheduler noise lora attention block-q block-kv "
+            "block-kv-compute window batch-guidance dtype vae-dtype "
+            "precision compiler mesh rules processes compile-cache "
+            "trust-compile-cache tile decoder offload no-offload quiet verbose stats config help",
         ),
         (
             "calibrate",
             "with-prompt image size height width frames steps guidance-scale attention block-q block-kv "
-            "block-kv-compute window dtype vae-dtype compiler mesh rules quiet verbose config help",
+            "block-kv-compute window dtype vae-dtype precision compiler mesh rules quiet verbose config help",
         ),
         (
             "convert",
-            "to dtype lora revision verify quiet verbose config help",
+            "to dtype precision lora revision verify quiet verbose config help",
         ),
         (
             "info",
-            "json config help",
+            "models inputs json config help",
         ),
         (
             "models",
@@ -163,17 +173,17 @@ def test_help_lists_the_commands():
             "expert optimizer learning-rate warmup-steps lr-scheduler max-grad-norm weight-decay ema-decay fps cut "
             "resize buckets min-frames latent-cache timesteps shift logit-mean logit-std caption-dropout "
             "uncaptioned-preservation sample-prompt sample-every holdout-every validation-every save-every size height "
-            "width frames attention block-q block-kv block-kv-compute window dtype vae-dtype "
+            "width frames attention block-q block-kv block-kv-compute window dtype vae-dtype precision "
             "compiler "
             "mesh rules processes compile-cache trust-compile-cache quiet verbose stats json config help",
         ),
         (
             "serve",
-            "model attention block-q block-kv block-kv-compute window batch-guidance lora dtype vae-dtype "
+            "model attention block-q block-kv block-kv-compute window batch-guidance lora dtype vae-dtype precision "
             "compiler mesh rules "
-            "processes compile-cache trust-compile-cache tile decoder workers ray resources dashboard host port token "
-            "origin dir database max-queue max-pixels max-steps max-upload preview preview-decoder rehearse "
-            "extend-prompt extend-model verify quiet verbose config help",
+            "processes compile-cache trust-compile-cache tile decoder offload no-offload workers ray resources "
+            "dashboard host port token origin dir database max-queue max-pixels max-steps max-upload preview "
+            "preview-decoder rehearse extend-prompt extend-model verify quiet verbose config help",
         ),
     ],
 )
@@ -226,9 +236,9 @@ def test_libtpu_is_silent_without_a_tpu():
 
 def test_generate(model):
     result = succeeded(wanjax("a red circle", "--model", model, *SMALL, *HERE))
-    path = Path("stage_outputs") / stage_files.VIDEO
+    path = Path("stage_outputs") / stage_files.VIDEO_FILE
     assert result.stdout.strip() == str(path.absolute())
-    assert files("stage_outputs") == sorted([*STAGE_FILES, stage_files.VIDEO])
+    assert files("stage_outputs") == sorted([*STAGE_FILES, stage_files.VIDEO_FILE])
     settings = load_settings(Path("stage_outputs"))
     assert video_files.read_metadata(path) == settings
     assert (settings["prompt"], settings["model"], settings["width"], settings["height"]) == (
@@ -237,7 +247,7 @@ def test_generate(model):
         32,
         16,
     )
-    assert load_safetensors(Path("stage_outputs") / stage_files.LATENTS)["latents"].shape == (1, 4, 2, 2, 4)
+    assert load_safetensors(Path("stage_outputs") / stage_files.LATENTS_FILE)["latents"].shape == (1, 4, 2, 2, 4)
     assert "wanjax decode" not in result.stderr
     assert "wanjax denoise" not in result.stderr
     for stage in ("encode", "denoise", "decode"):
@@ -253,7 +263,7 @@ def test_three_stages_are_one_run(model):
         wanjax("a red circle", "--model", model, *SMALL, "--seed", "5", "--dir", "one", "--out", "one/frames")
     )
     succeeded(wanjax("encode", "a red circle", "--model", model, "--dir", "three", "--dtype", "float32"))
-    assert files("three") == [stage_files.CONFIG, stage_files.EMBEDDINGS]
+    assert files("three") == [stage_files.CONFIG, stage_files.EMBEDDINGS_FILE]
     succeeded(wanjax("denoise", *SMALL, "--seed", "5", "--dir", "three"))
     three = succeeded(wanjax("decode", "--dir", "three", "--out", "three/frames/"))
     for name in STAGE_FILES[1:]:
@@ -282,7 +292,7 @@ def test_another_seed_for_denoise_gives_other_latents(model):
     made = []
     for seed in ("1", "2", "1"):
         succeeded(wanjax("denoise", *SMALL, "--seed", seed, "--force"))
-        made.append(load_safetensors(Path("stage_outputs") / stage_files.LATENTS)["latents"].copy())
+        made.append(load_safetensors(Path("stage_outputs") / stage_files.LATENTS_FILE)["latents"].copy())
     assert load_settings(Path("stage_outputs"))["seed"] == 1
     assert not np.array_equal(made[0], made[1])
     np.testing.assert_array_equal(made[0], made[2])
@@ -295,11 +305,11 @@ def test_noise_from_a_file(model):
     for seed in ("1", "2"):
         noisy = ("--seed", seed, "--noise", "noise.safetensors", "--force")
         result = succeeded(wanjax("a", "--model", model, *SMALL, *noisy, *HERE))
-        latents.append(load_safetensors(Path("stage_outputs") / stage_files.LATENTS)["latents"].copy())
+        latents.append(load_safetensors(Path("stage_outputs") / stage_files.LATENTS_FILE)["latents"].copy())
     np.testing.assert_array_equal(*latents)
     file = str(Path("noise.safetensors").absolute())
     assert says(result.stderr, f"noise {file}")
-    assert video_files.read_metadata(Path("stage_outputs") / stage_files.VIDEO)["noise"] == file
+    assert video_files.read_metadata(Path("stage_outputs") / stage_files.VIDEO_FILE)["noise"] == file
 
 
 def test_two_experts(model):
@@ -323,12 +333,14 @@ def test_denoising_from_a_video(model):
     given = ("--video", "first", *SMALL)
     said = succeeded(wanjax("b", "--model", model, *given, "--strength", "0.5", "--out", "second", *HERE)).stderr
     assert "step 1 of 1" in said or "1 of 1" in said
-    kept = load_safetensors(Path("stage_outputs") / stage_files.EMBEDDINGS)
+    kept = load_safetensors(Path("stage_outputs") / stage_files.EMBEDDINGS_FILE)
     assert kept["video_latents"].shape == (1, 4, 2, 2, 4)
     assert video_files.read_metadata("second/frame_00000.png")["strength"] == 0.5
-    latents = load_safetensors(Path("stage_outputs") / stage_files.LATENTS)["latents"].copy()
+    latents = load_safetensors(Path("stage_outputs") / stage_files.LATENTS_FILE)["latents"].copy()
     succeeded(wanjax("denoise"))  # from the files of the first stage
-    np.testing.assert_array_equal(load_safetensors(Path("stage_outputs") / stage_files.LATENTS)["latents"], latents)
+    np.testing.assert_array_equal(
+        load_safetensors(Path("stage_outputs") / stage_files.LATENTS_FILE)["latents"], latents
+    )
     sentence = wanjax("b", "--model", model, *given, "--strength", "0.4").stderr
     assert says(sentence, "strength 0.4 2 steps 0.5")
 
@@ -344,7 +356,7 @@ def test_unintended_settings_give_notes(model):
 def test_embeddings_of_226_tokens_give_a_note(model, failing_in):
     succeeded(wanjax("encode", "a", "--model", model))
     embeds = np.zeros((1, 226, 16), np.float32)
-    path = Path("stage_outputs") / stage_files.EMBEDDINGS
+    path = Path("stage_outputs") / stage_files.EMBEDDINGS_FILE
     save_safetensors(path, {"prompt_embeds": embeds, "negative_prompt_embeds": embeds})
     with failing_in("latents", KeyboardInterrupt()):  # after all notes are printed
         assert says(wanjax("denoise", *SMALL).stderr, "226 tokens 512")
@@ -367,7 +379,7 @@ def test_an_interrupted_denoising_leaves_the_embeddings(model, failing_in):
         result = wanjax("a", "--model", model, *SMALL, *HERE)
     assert result.exit_code == 130
     assert result.stderr.endswith(": wanjax denoise --dir stage_outputs\n")
-    assert files("stage_outputs") == [stage_files.CONFIG, stage_files.EMBEDDINGS]
+    assert files("stage_outputs") == [stage_files.CONFIG, stage_files.EMBEDDINGS_FILE]
     succeeded(wanjax("denoise"))
     assert load_settings(Path("stage_outputs"))["steps"] == 2  # as in the first command
 
@@ -380,13 +392,13 @@ def test_an_interrupted_encoding_leaves_nothing(model, failing_in):
 
 
 def test_peaks_of_memory(monkeypatch):
-    assert report._device_peak() is None  # a CPU reports no device memory
-    assert report._host_peak() > 1e7
+    assert report._device_peak_memory() is None  # a CPU reports no device memory
+    assert report._host_peak_memory() > 1e7
     monkeypatch.setattr(report, "STATUS", Path("absent"))  # as outside Linux
-    assert report._host_peak() > 1e7
+    assert report._host_peak_memory() > 1e7
     chips = [SimpleNamespace(platform="tpu", memory_stats=lambda n=n: {"peak_bytes_in_use": n}) for n in (3, 5)]
     monkeypatch.setattr(jax, "local_devices", lambda: chips)
-    assert report._device_peak() == 5
+    assert report._device_peak_memory() == 5
 
 
 def test_a_failure_has_a_traceback(model, failing_in):

@@ -35,8 +35,8 @@ def _with_a_refused_option_in_the_fast_set(monkeypatch, tmp_path):
     """Add an option that XLA does not know to the fast set of two programs."""
     monkeypatch.chdir(tmp_path)
     refused = {"xla_no_such_option": "true"}
-    monkeypatch.setattr(sampling, "take_step", replace(denoiser.take_step, fast=lambda on: refused))
-    monkeypatch.setattr(frames, "decode_chunk", replace(frames.decode_chunk, fast=lambda on: refused))
+    monkeypatch.setattr(sampling, "take_step", replace(denoiser.take_step, fast_options=lambda on: refused))
+    monkeypatch.setattr(frames, "decode_chunk", replace(frames.decode_chunk, fast_options=lambda on: refused))
 
 
 def latents(folder: str) -> np.ndarray:

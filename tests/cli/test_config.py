@@ -13,7 +13,7 @@ from wanjax.cli import conversion, main, many, planning, stages
 from wanjax.kernels.attention import AttentionConfig
 from wanjax.kernels.attention.flash_tiles import Tiles
 from wanjax.media.metadata import CONFIG as CONFIG_FILE
-from wanjax.media.metadata import EMBEDDINGS, LATENTS
+from wanjax.media.metadata import EMBEDDINGS_FILE, LATENTS_FILE
 from wanjax.media.video import read_metadata
 
 CONFIG = """
@@ -51,7 +51,7 @@ def given(monkeypatch, tmp_path, standing_for) -> Arguments:
         Path(name).touch()
     Path("stage_outputs").mkdir()
     Path("stage_outputs", CONFIG_FILE).write_text("{}")
-    for name in (EMBEDDINGS, LATENTS):
+    for name in (EMBEDDINGS_FILE, LATENTS_FILE):
         Path("stage_outputs", name).touch()
     return standing_for(
         {
@@ -108,6 +108,7 @@ def test_what_is_typed_wins(given):
 
 def test_typed_options_take_the_place_of_their_rivals(given):
     Path("my.toml").write_text('seeds = "0..3"\nprompts = "lines.txt"\nstrength = 0.5\n')
+    Path("lines.txt").write_text("a red circle\n")
     succeeded(wanjax("generate", "--config", "my.toml"))
     assert (given["prompts"], given["prompt"], given["seeds"]) == ("lines.txt", None, "0..3")
     assert given["strength"] == 0.5  # for those lines that name a video

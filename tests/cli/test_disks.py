@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Disks that cannot be written, and disks that are full: one sentence with the path, and nothing half-written."""
 
+import errno
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from PIL import Image
 from tests.support.commands import refused, succeeded, wanjax
 from tests.support.disks import no_file_above
 from tests.support.quick import quick
+from wanjax.checkpoints.convert import ToWanjax
 
 pytestmark = [
     pytest.mark.skipif(os.name != "posix", reason="limits the size of files"),
@@ -82,3 +85,16 @@ def test_a_disk_that_is_full(stages, command):
         assert str(stages) in refused(*arguments(command, stages), status=1)
     kept = ("trained", ".converted.partial")  # from which the same command goes on
     assert not [path for path in files(stages) if path not in before and not {*kept} & {*path.parts}]
+
+
+@pytest.mark.parametrize("command", ["train", "convert"])
+def test_where_no_work_is_complete_the_command_starts_again(stages, command, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ToWanjax, "_write", full)
+    with no_file_above(100) if command == "train" else nullcontext():
+        result = wanjax(*arguments(command, stages))
+    assert result.exit_code == 1
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("no work is complete; start again with: wanjax"), result.stderr

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from tests.support.commands import refused, wanjax
 from wanjax.cli import main, many, planning, stages
 from wanjax.cli.defaults import recorded_parameters
-from wanjax.media.bounds import BOUNDS
+from wanjax.media.bounds import MEDIA_LIMITS
 from wanjax.media.stage_files import CONFIG
-from wanjax.pipelines.video_metadata import DIGESTS
+from wanjax.pipelines.video_metadata import DIGESTS_KEY
 
 ONE = "--frames", "1", "--steps", "1"
 OWN = "a red circle", *ONE
@@ -68,13 +68,13 @@ def _stopped(monkeypatch, tmp_path):
         raise click.exceptions.Exit(0)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(BOUNDS, "pixels", BOUNDS.pixels)  # which an option changes
+    monkeypatch.setattr(MEDIA_LIMITS, "max_pixels", MEDIA_LIMITS.max_pixels)  # which an option changes
     for owner, name in (
-        (stages.VideoCommand, "ready_previews"),
+        (stages.VideoCommand, "fit_previews"),
         (stages.VideoCommand, "run"),
-        (planning, "estimate"),
+        (planning, "estimate_video"),
         (planning, "estimate_training"),
-        (stages.VideoCommand, "instances"),
+        (stages.VideoCommand, "traced_programs"),
     ):
         monkeypatch.setattr(owner, name, started)
     for module in (stages, many, planning):
@@ -159,7 +159,7 @@ def toml_text(data: st.DataObject) -> None:
 
 KEYS = [
     *sorted(recorded_parameters()),
-    DIGESTS,
+    DIGESTS_KEY,
     "prompt",
     "size",
     "tiling",

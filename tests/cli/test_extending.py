@@ -84,7 +84,7 @@ def test_each_prompt_of_a_list_is_asked_for_once(model):
         Path("list.txt").write_text("a cat\na dog\na hen\n")
         told = succeeded(run("generate", *given, "--extend-prompt", chat.url)).stderr
         assert len(chat.asked) == 3
-    assert says(told, "4 there 2")
+    assert says(told, "2 made 4 exist")
 
 
 @pytest.mark.slow
@@ -198,7 +198,10 @@ def test_an_address_is_one_and_holds_no_key_which_is_one_line(url, key, monkeypa
 
 @pytest.mark.parametrize(
     ("options", "words", "status"),
-    [(("--extend-prompt", NOBODY), f"{NOBODY} request failed", 1), (("--extend-model", "small"), "--extend-prompt", 2)],
+    [
+        (("--extend-prompt", NOBODY), f"{NOBODY} request failed start server", 1),
+        (("--extend-model", "small"), "--extend-prompt", 2),
+    ],
 )
 def test_options_that_extend_nothing(options, words, status):
     assert says(refused("a cat", *SMALL, *options, status=status), words)

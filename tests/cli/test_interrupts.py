@@ -3,6 +3,7 @@
 
 import os
 import pty
+import shlex
 import shutil
 import signal
 import subprocess
@@ -39,15 +40,15 @@ def compile():
     jax.jit(lambda: lax.reduce_window(jnp.asarray(constant), 0.0, lax.add, constant.shape, (1,), "SAME"))()
 
 def frames(run, *_, **__):
-    run.count("chunk", 0, 2)
+    run.report_progress("chunk", 0, 2)
     yield np.zeros((1, 16, 32, 3), np.uint8)
-    run.count("chunk", 1, 2)
+    run.report_progress("chunk", 1, 2)
     compute()
 
 Run.{patched} = {work}
 main()
 """
-DENOISE = "what was complete is kept, and this goes on from there: wanjax denoise --dir d\n"
+CONTINUE = "completed work is kept; continue with: "
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +162,7 @@ def test_ctrl_c_ends_a_command_at_any_moment(environment, inputs, command, secon
         assert command in ("plan", "convert", "serve", "encode", "decode")
     assert not (status and Path("converted").exists())
     assert not [path for path in Path().rglob("*.mp4") if status]
-    way_on = "goes on" in run.said or "begins again" in run.said
+    way_on = "continue with" in run.said or "start again" in run.said
     assert not (status and command in ("denoise", "batch", "train")) or way_on == (
         f": wanjax {' '.join(COMMANDS[command])}\n" in run.said
     )
@@ -176,13 +177,15 @@ def test_a_second_ctrl_c_ends_what_xla_is_doing(model, environment, work):
         run.wait_for("encode: done", 300)
         time.sleep(2)
         run.press()
-        run.wait_for("stopping after this stage; Ctrl-C again stops at once\n", 5)
+        run.wait_for("stopping after this stage; press Ctrl-C again to stop at once\n", 5)
         time.sleep(1)
         assert run.process.poll() is None
         run.press()
         assert run.ended(5) == 130
-    assert run.said.endswith(f"\nwanjax: stopped at once\n{DENOISE}")
-    assert files("d") == [stage_files.CONFIG, stage_files.EMBEDDINGS]
+    assert run.said.endswith(
+        f"\nwanjax: stopped at once\n{CONTINUE}{shlex.join(['wanjax', *GIVEN, '--model', model])}\n"
+    )
+    assert files("d") == [stage_files.CONFIG, stage_files.EMBEDDINGS_FILE]
 
 
 @pytest.mark.parametrize("out", quick(["output_video.mp4"], ["output_video.mp4", "frames"]))
@@ -192,13 +195,13 @@ def test_a_second_ctrl_c_leaves_no_unfinished_file(model, environment, out):
     with Run(blocked("frames", "frames", *GIVEN, *given), environment, terminal=True) as run:
         run.wait_for("chunk 1 of 2", 300)
         run.press()
-        run.wait_for("stopping after the chunks under way", 5)
+        run.wait_for("stopping after the current chunks", 5)
         run.press()
         assert run.ended(5) == 130
     assert run.said.count("\x1b[?25l") == run.said.count("\x1b[?25h")  # the cursor is shown again
     assert ": wanjax decode --dir d" in run.said
     time.sleep(1)
-    assert files("d") == [stage_files.CONFIG, stage_files.EMBEDDINGS, stage_files.LATENTS]
+    assert files("d") == [stage_files.CONFIG, stage_files.EMBEDDINGS_FILE, stage_files.LATENTS_FILE]
 
 
 def test_one_ctrl_c_stops_after_a_step(model, environment):
@@ -207,12 +210,12 @@ def test_one_ctrl_c_stops_after_a_step(model, environment):
         run.wait_for("encode: done", 300)
         time.sleep(4)
         run.press()
-        run.wait_for("; Ctrl-C again stops at once\n", 5)
+        run.wait_for("; press Ctrl-C again to stop at once\n", 5)
         assert run.ended(120) == 130
-    assert run.said.endswith(f"\nwanjax: stopped\n{DENOISE}")
+    assert run.said.endswith(f"\nwanjax: stopped\n{CONTINUE}{shlex.join(['wanjax', *command[3:]])}\n")
     assert "Traceback" not in run.said
-    assert {stage_files.CONFIG, stage_files.EMBEDDINGS} <= set(files("d"))
-    assert not (Path("d") / stage_files.LATENTS).exists()
+    assert {stage_files.CONFIG, stage_files.EMBEDDINGS_FILE} <= set(files("d"))
+    assert not (Path("d") / stage_files.LATENTS_FILE).exists()
 
 
 @pytest.mark.slow  # `test_ctrl_c_ends_a_stage_that_does_not_come_to_an_end` is quick
@@ -226,9 +229,9 @@ def test_one_ctrl_c_ends_a_step_that_takes_long(environment, done):
             run.read()
             time.sleep(0.1)
         run.press()
-        run.wait_for(DENOISE.rstrip(), 3)
+        run.wait_for(CONTINUE + shlex.join(["wanjax", *asked]), 3)
         assert run.ended(1) == 130
-    state = Path("d") / stage_files.STATE
+    state = Path("d") / stage_files.STATE_FILE
     assert state.exists() == (done > 0)
     assert done == 0 or SafetensorsFile(state).metadata["steps"] == str(done)
 
@@ -253,7 +256,7 @@ def test_a_stopped_command_says_that_it_goes_on_when_it_is_given_again(environme
             run.press()
         assert run.ended(30) == 130
     again = " ".join(["wanjax", *arguments[arguments.index(command) :]])
-    before = "no video was complete, and this begins again" if command == "batch" else DENOISE.partition(":")[0]
+    before = "no video is complete; start again with" if command == "batch" else CONTINUE.rstrip(": ")
     assert run.said.endswith(f"{before}: {again}\n")
     assert "Traceback" not in run.said
     assert not [*Path().rglob("*.mp4")]
@@ -305,7 +308,7 @@ def test_ctrl_c_keeps_complete_files():
 def test_ctrl_c_ends_a_stage_that_does_not_come_to_an_end(monkeypatch):
     """As while the memory is exhausted. Of denoising, the steps that are done are kept first, even if late."""
     ended = threading.Event()
-    monkeypatch.setattr("wanjax.cli.report.end_at_once", lambda *_: ended.set())
+    monkeypatch.setattr("wanjax.cli.report.exit_immediately", lambda *_: ended.set())
     monkeypatch.setattr("wanjax.cli.report.STOP_TIMEOUT", 0.2)
     cases = [("encode", 0, 0, True), ("denoise", 0, 0, True), ("denoise", 3, 0, False), ("denoise", 3, 2, False)]
     cases += [("denoise", 3, None, False), ("denoise", 3, 3, True), ("decode", 0, 0, True)]
@@ -317,8 +320,8 @@ def test_ctrl_c_ends_a_stage_that_does_not_come_to_an_end(monkeypatch):
         ended.clear()
         with report.stage(stage):
             report.count("step", done, 20)
-            report.saved(saved)
+            report.record_saved_steps(saved)
             os.kill(os.getpid(), signal.SIGINT)
             assert ended.wait(1) == ends
-            report.saved(done)
+            report.record_saved_steps(done)
             assert ended.wait(1)

@@ -79,10 +79,10 @@ def test_only_missing_videos_are_made(tmp_path):
     os.unlink(made[2])
     again = run(*given, input=PROMPTS)
     assert again.stdout.splitlines() == [made[2]]
-    assert says(again.stderr, "videos: 1 3 there already")
+    assert says(again.stderr, "videos: 1 3 exist already")
     complete = run(*given, input=PROMPTS)
     assert complete.stdout == ""
-    assert says(complete.stderr, "all 4 videos there already many")
+    assert says(complete.stderr, "all 4 videos exist already many")
     assert "videos: 0" not in complete.stderr
     assert len(run(*given, "--force", input=PROMPTS).stdout.splitlines()) == 4
     other = run(*given, "--guidance-scale", 2, input=PROMPTS).stdout.splitlines()
@@ -127,7 +127,7 @@ def test_a_run_that_was_killed_makes_the_rest(tmp_path):
         (("a", "--count", 10**12), "--count 1000000000000 100000"),
         (("a", "--count", 2, "--dir", "here"), "--dir video"),
         (("a", "--count", 2, "--out", "one.mp4"), "--out one.mp4"),
-        (("--prompts", "wrong.jsonl"), "row 2 steps 0"),
+        (("--prompts", "wrong.jsonl"), "line 2 steps 0"),
     ],
     ids=str,
 )
@@ -149,11 +149,11 @@ def test_mistakes(tmp_path, arguments, sentence):
         (("prompts.txt", "--hosts", 2), "--hosts --ray"),
         (("prompts.txt", "--ray", "local", "--resources", "gpu"), "'gpu' cpu=1,TPU=4"),
         (("prompts.txt", "--workers", 2, "--processes", "auto"), "--processes"),
-        (("promt.csv",), "header 'promt' prompt"),
+        (("promt.csv",), "'promt' column prompt"),
         (("twice.csv",), "header 'prompt' twice"),
-        (("twice.jsonl",), "row 2 steps twice"),
+        (("twice.jsonl",), "line 2 steps twice"),
         (("twice.json",), "steps twice"),
-        (("model.jsonl",), "row 1 'wan2.1-t2v-1.3b' nano --model"),
+        (("model.jsonl",), "line 1 'wan2.1-t2v-1.3b' nano --model"),
         (("prompts.txt", "--ray", "ray://10.0.0.1:10001"), "ray://10.0.0.1:10001 auto HOST:6379"),
     ],
     ids=str,
@@ -205,10 +205,10 @@ WRONG = [
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ((), ["6 rows", "row 1: steps 0", "rows 2, 6:", "row 3: gone.png", "row 4: 70", "row 5: mask"]),
+        ((), ["6 lines", "line 1: steps 0", "lines 2, 6:", "line 3: gone.png", "line 4: 70", "line 5: mask"]),
         (  # before it is downloaded
             ("--model", "wan2.1-t2v-1.3b"),
-            ["6 rows", "row 1: steps 0", "rows 2, 6: 4n", "row 3: image", "row 4: 70", "row 5: mask"],
+            ["6 lines", "line 1: steps 0", "lines 2, 6: 4n", "line 3: image", "line 4: 70", "line 5: mask"],
         ),
     ],
 )
@@ -218,6 +218,16 @@ def test_all_wrong_rows_are_told_at_once(model, words):
     for line, named in zip(said.splitlines(), words, strict=True):
         assert says(line, named), line
     assert not Path("videos").exists()
+
+
+def test_wrong_rows_are_told_before_jax_is_imported():
+    Path("rows.jsonl").write_text('{"prompt": "a", "frames": 6}\n{"prompt": "a", "steps": 0}\n')
+    code = "import sys; sys.modules['jax'] = None; from wanjax.cli import main; main(['batch', 'rows.jsonl'])"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert told.returncode == 2, told.stderr
+    assert says(told.stderr, "2 lines wrong")
+    assert says(told.stderr, "line 1: frames 4n + 1")
+    assert says(told.stderr, "line 2: steps 0")
 
 
 @given(some.lists(some.integers(0, 2**40), min_size=1, max_size=5), some.integers(0, 9), some.integers(0, 9))

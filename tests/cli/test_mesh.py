@@ -15,8 +15,8 @@ pytestmark = pytest.mark.usefixtures("kept_programs")
 
 def test_without_guidance_no_devices_repeat_the_work_of_others():
     guided, free = (wanjax.load("nano", mesh="auto", video={"guidance_scale": scale}) for scale in (3.0, 1.0))
-    assert guided.partitioner.size("dp") == 2
-    assert free.partitioner.size("dp") == 1
+    assert guided.partitioner.axis_size("dp") == 2
+    assert free.partitioner.axis_size("dp") == 1
     assert free.defaults == guided.defaults == wanjax.load("nano").defaults
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.support.commands import Arguments, refused, succeeded, wanjax
 from tests.support.words import says
 from wanjax.cli import main, stages
-from wanjax.cli.arguments import ELSEWHERE, OF_SCRIPTS
+from wanjax.cli.arguments import OLD_SCRIPT_OPTIONS, OTHER_OPTION_NAMES
 
 
 @pytest.fixture(autouse=True)
@@ -48,9 +48,23 @@ def given(tmp_path, monkeypatch, standing_for) -> Arguments:
         (["encode", "a", "--size", "64x32", "cat"], "prompt 2 wanjax encode 'a cat'"),
         (["generate", "--", "-a", "cat"], "wanjax generate -- '-a cat'"),
         (["generate", "--", "-a cat", "--seed", "1"], "--seed options --"),
+        (["gen"], "command 'gen' wanjax generate"),
+        (["enc"], "command 'enc' wanjax encode"),
+        (["remake"], "command 'remake' wanjax generate --from FILE"),
+        (["price"], "command 'price' wanjax plan"),
+        (["-"], "- prompt --prompts - standard input"),
+        (["encode", "-"], "- prompt"),
+        (["generate"], "prompt missing --prompts - standard input --allow-empty-prompt"),
+        (["-blue"], "option '-blue' prompt dash wanjax generate [OPTIONS] -- -blue"),
+        (["-sead", "3"], "option '-sead' --seed --"),
         (["-a cat"], "prompt dash wanjax generate [OPTIONS] -- '-a cat'"),
         (["generate", "--steps", "2", "--a cat"], "prompt dash wanjax generate -- '--a cat'"),
         (["plan", "-a cat"], "option '-a' wanjax plan --help-all"),
+        (["info", "-x.mp4"], "dash `wanjax info -- -x.mp4`"),
+        (["info", "--x.mp4"], "dash `wanjax info -- --x.mp4`"),
+        (["batch", "-p.txt"], "dash `wanjax batch -- -p.txt`"),
+        (["convert", "-x.safetensors", "out"], "dash `wanjax convert -- -x.safetensors ...`"),
+        (["info", "--jsn", "a.mp4"], "'--jsn' --json"),
         (["info", "my", "cat.mp4"], "'cat.mp4' wanjax info FILE quotes"),
         (["warmup", "nano"], "nano wanjax warmup --model nano"),
         (["denoise", "./mine"], "./mine wanjax denoise --model ./mine"),
@@ -58,6 +72,12 @@ def given(tmp_path, monkeypatch, standing_for) -> Arguments:
         (["cat", "--bqsiz", "3"], "'--bqsiz' --block-q"),
         (["cat", "--cfg", "3"], "'--cfg' --guidance-scale"),
         (["cat", "--cfg_scale", "3"], "--guidance-scale"),
+        (["cat", "--seconds", "2"], "'--seconds' give --frames, of which --fps make a second"),
+        (["cat", "--duration", "2"], "'--duration' --frames --fps"),
+        (["encode", "cat", "--steps", "2"], "option of `wanjax denoise`"),
+        (["encode", "cat", "--count", "2"], "option of `wanjax generate`"),
+        (["denoise", "--prompt", "cat"], "argument of `wanjax encode`"),
+        (["serve", "--max-upload", "lots"], "--max-upload 'lots' give a whole number of MiB from 1 on"),
         (["cat", "--sampler", "euler"], "'--sampler' --scheduler"),
         (["cat", "--length", "17"], "'--length' --frames"),
         (["train", "nano", "clips", "--lr", "1"], "'--lr' --learning-rate"),
@@ -99,7 +119,9 @@ def test_two_dashes_make_no_two_options_alike(command, option, others):
 def test_the_training_options_of_others_are_answered_with_ours():
     """Those of other trainers, and those that had other names here, on the command line and in a TOML file."""
     ours = {name[2:] for option in main.commands["train"].params for name in option.opts if name.startswith("--")}
-    others = {old: new for old, new in ELSEWHERE.items() if new in ours and old not in {*ours, *OF_SCRIPTS}}
+    others = {
+        old: new for old, new in OTHER_OPTION_NAMES.items() if new in ours and old not in {*ours, *OLD_SCRIPT_OPTIONS}
+    }
     assert {"lr", "rate", "average", "gradient-accumulation-steps"} <= others.keys()
     for old, new in others.items():
         assert says(refused("train", "nano", "clips", "--out", "a", f"--{old}", "1"), f"--{old} --{new}")
@@ -117,11 +139,19 @@ def test_what_the_help_does_not_show_is_never_suggested():
     assert hidden > 20
 
 
-@pytest.mark.parametrize("prompt", ["cat", "sunset", "decode the message", "help me", "a"])
+@pytest.mark.parametrize("prompt", ["cat", "sunset", "decode the message", "help me", "a", "bat", "war", "ge"])
 def test_other_words_are_prompts(given, prompt):
     for words in ((prompt, "--seed", "3"), ("--seed", "3", prompt)):
         succeeded(wanjax(*words))
         assert given.pop("prompt") == prompt
+
+
+def test_a_word_before_a_file_is_no_prompt(given):
+    Path("x y.mp4").write_bytes(b"film")
+    said = refused("show", "x y.mp4")
+    assert says(said, "command 'show' --from 'x y.mp4' info quotes")
+    assert not given
+    assert says(refused("show", "the", "film"), "prompt 3 quotes wanjax generate 'show the film'")
 
 
 def test_a_prompt_may_begin_with_a_dash(given):
@@ -198,3 +228,42 @@ def test_a_file_is_no_prompt(tmp_path):
         (tmp_path / name).write_bytes(b"film")
     said = refused("--image", "one.mp4", "two.mp4")
     assert says(said, "two.mp4 file prompt --from --image --video")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "offload"),
+    [
+        (["cat"], None),
+        (["--offload", "cat"], "stages"),
+        (["cat", "--offload"], "stages"),
+        (["--offload", "--", "cat"], "stages"),
+        (["--offload", "blocks", "cat"], "blocks"),
+        (["cat", "--offload=blocks:3"], "blocks:3"),
+        (["cat", "--offload", "none"], "none"),
+        (["cat", "--no-offload"], "none"),
+    ],
+)
+def test_an_offload_may_have_a_value(given, arguments, offload):
+    succeeded(wanjax(*arguments))
+    assert given["prompt"] == "cat"
+    assert (given["offload"] and str(given["offload"])) == offload
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["cat", "--offload=block"], "offload none stages blocks:N 'block'"),
+        (["cat", "--offload", "blocks:0"], "offload blocks:N 'blocks:0'"),
+        (["cat", "--offload", "blocks", "--mesh", "tp=2"], "offload blocks one device 2 mesh"),
+        (["cat", "--offload", "blocks", "--no-offload"], "--offload --no-offload blocks one"),
+    ],
+)
+def test_refused_offloads(given, arguments, told):
+    assert says(refused(*arguments), told)
+    assert not given
+
+
+def test_a_clip_as_a_picture_is_answered_with_video():
+    Path("circle.mp4").write_bytes(b"")
+    advice = "--image circle.mp4 is a clip: give a picture, or the clip as --video\n"
+    assert advice in wanjax("cat", "--image", "circle.mp4").stderr

@@ -90,15 +90,15 @@ def test_each_run_has_names_of_its_own(model, cached):
 
 @pytest.mark.usefixtures("_always_noon")
 def test_a_name_that_is_taken_is_numbered(cached):
-    made = [runs.create_run(partial(names.free_names, "A cat", 42)) for _ in range(3)]
+    made = [runs.create_run_folder(partial(names.unused_names, "A cat", 42)) for _ in range(3)]
     stems = ["a-cat-42-20300102-120000", "a-cat-42-20300102-120000-2", "a-cat-42-20300102-120000-3"]
     assert [run.folder for run in made] == [cached / stem for stem in stems]
     for run in made:
-        run.close(done=False)
+        run.close(is_complete=False)
     assert list(cached.iterdir()) == []
     Path("wanjax_videos").mkdir()
     Path("wanjax_videos", stems[0] + ".mp4").touch()
-    assert next(names.free_names("A cat", 42)) == stems[1]
+    assert next(names.unused_names("A cat", 42)) == stems[1]
 
 
 @pytest.mark.parametrize(
@@ -122,16 +122,16 @@ def test_what_is_there_is_left_or_replaced_only_by_force(model):
     """One rule for every command: the same is not made twice, and another is refused in one sentence."""
     given = ("--model", model, *SMALL)
     stages = {
-        f"d/{stage_files.EMBEDDINGS}": ("encode", "a", "--model", model, *SMALL[:4]),
-        f"d/{stage_files.LATENTS}": ("denoise", "--steps", "1", "--seed", "7"),
-        f"d/{stage_files.VIDEO}": ("decode",),
+        f"d/{stage_files.EMBEDDINGS_FILE}": ("encode", "a", "--model", model, *SMALL[:4]),
+        f"d/{stage_files.LATENTS_FILE}": ("denoise", "--steps", "1", "--seed", "7"),
+        f"d/{stage_files.VIDEO_FILE}": ("decode",),
     }
     for command in stages.values():
         succeeded(wanjax(*command, "--dir", "d"))
     succeeded(wanjax("a", *given, "--out", "a.mp4"))
     kept = contents()
     for file, command in stages.items():
-        assert says(succeeded(wanjax(*command, "--dir", "d")).stderr, f"{file} there already --force")
+        assert says(succeeded(wanjax(*command, "--dir", "d")).stderr, f"{file} already exists --force")
     again = succeeded(wanjax("a", *given, "--out", "a.mp4", "--json"))
     assert json.loads(again.stdout)["file"] == str(Path("a.mp4").absolute())
     others = {
@@ -149,21 +149,32 @@ def test_what_is_there_is_left_or_replaced_only_by_force(model):
         ("a.mp4", ("generate", "b", *given), "prompt"),
         ("a.mp4", ("generate", "a", *given, "--guidance-scale", "2"), "guidance"),
         ("a.mp4", ("decode", "--dir", "d"), "steps"),
-        ("foreign.mp4", ("generate", "a", *given), "not write"),
+        ("foreign.mp4", ("generate", "a", *given), "not written"),
     ):
         assert says(refused(*command, "--out", out, begun=False), f"{out} {what} another --out --force")
-    assert says(refused("generate", "b", *given, "--dir", "d", begun=False), f"d/{stage_files.VIDEO} prompt --force")
+    assert says(
+        refused("generate", "b", *given, "--dir", "d", begun=False), f"d/{stage_files.VIDEO_FILE} prompt --force"
+    )
     assert contents() == kept
+
+
+@pytest.mark.skipif(os.name != "posix", reason="has a root that users of POSIX may write")
+def test_folders_are_created_but_none_at_the_root(model):
+    succeeded(wanjax("a", "--model", model, *SMALL, "--out", "new/folder/a.mp4"))
+    assert files("new/folder") == ["a.mp4"]
+    for options in (("--out", "/nowhere-of-wanjax/b/a.mp4"), ("--dir", "/nowhere-of-wanjax/b")):
+        assert says(refused("a", "--model", model, *SMALL, *options), "no folder /nowhere-of-wanjax path create")
+    assert not Path("/nowhere-of-wanjax").exists()
 
 
 def test_force_replaces_what_is_there(model):
     given = ("--model", model, *SMALL)
     succeeded(wanjax("a", *given, "--dir", "d"))
     succeeded(wanjax("b", *given, "--dir", "d", "--force"))
-    assert read_metadata(f"d/{stage_files.VIDEO}")["prompt"] == "b"
+    assert read_metadata(f"d/{stage_files.VIDEO_FILE}")["prompt"] == "b"
     for command in (("denoise", "--seed", "3"), ("decode",)):
         succeeded(wanjax(*command, "--dir", "d", "--force"))
-    assert read_metadata(f"d/{stage_files.VIDEO}")["seed"] == 3
+    assert read_metadata(f"d/{stage_files.VIDEO_FILE}")["seed"] == 3
 
 
 def test_latents_without_their_video_are_not_lost_to_another_prompt(model):
@@ -190,18 +201,26 @@ def test_a_stopped_run_goes_on_to_the_video_s_own_name(
         result = wanjax("a", "--model", model, *SMALL)
     assert result.exit_code == 130
     assert files(".") == []
-    [resume_command] = [line for line in result.stderr.splitlines() if "goes on from there" in line]
-    command = shlex.split(resume_command.partition("goes on from there: wanjax ")[2])
-    folder = Path(command[command.index("--dir") + 1])
-    assert stage_files.EMBEDDINGS in files(folder)
+    [resume_command] = [line for line in result.stderr.splitlines() if "completed work is kept" in line]
+    command = shlex.split(resume_command.partition("continue with: wanjax ")[2])
+    folder = Path(command[command.index("--dir" if command[0] == "decode" else "--from") + 1])
+    assert resume_command.count(str(folder)) == 1
+    assert stage_files.EMBEDDINGS_FILE in files(folder)
     assert folder.is_relative_to(cached if has_home else tmp_path)
     succeeded(wanjax(*command))
     [video] = files("wanjax_videos")
     assert Path(video).stem == folder.name
     assert not folder.exists()
     if has_home:
-        assert says(refused(*command), f"{folder} gone video")
-    assert list(tmp_path.glob(f"{runs.TEMPORARY}*")) == []
+        assert says(refused(*command), f"{folder} removed video")
+    assert list(tmp_path.glob(f"{runs.TEMP_PREFIX}*")) == []
+
+
+def test_a_stopped_run_with_a_drawn_seed_goes_on_from_its_folder(model, failing_in):
+    """The same command would draw another seed."""
+    with failing_in("latents", KeyboardInterrupt()):
+        result = wanjax("a", "--model", model, *SMALL, "--seed", "random", "--dir", "d", "--out", "a.mp4")
+    assert "continue with: wanjax generate --from d --dir d --out a.mp4\n" in result.stderr
 
 
 def _without_home(monkeypatch):
@@ -215,11 +234,11 @@ def _without_home(monkeypatch):
 def test_a_folder_that_cannot_be_written_is_replaced_by_a_temporary_one(tmp_path, cached):
     cached.parent.mkdir(parents=True)
     cached.write_text("a file")
-    with closing_run(runs.create_run(lambda: iter(["a"]))) as run:
+    with closing_run(runs.create_run_folder(lambda: iter(["a"]))) as run:
         assert run.folder.is_dir()
         assert run.folder.is_relative_to(tmp_path)
     assert cached.read_text() == "a file"
-    assert list(tmp_path.glob(f"{runs.TEMPORARY}*")) == []
+    assert list(tmp_path.glob(f"{runs.TEMP_PREFIX}*")) == []
 
 
 def test_a_folder_that_cannot_be_locked_is_replaced_by_a_temporary_one(tmp_path, cached, monkeypatch):
@@ -231,15 +250,15 @@ def test_a_folder_that_cannot_be_locked_is_replaced_by_a_temporary_one(tmp_path,
         return FileLock(file, *told)
 
     monkeypatch.setattr(runs, "FileLock", without_locks)
-    with closing_run(runs.create_run(lambda: iter(["a"]))) as run:
+    with closing_run(runs.create_run_folder(lambda: iter(["a"]))) as run:
         assert run.folder.parent.parent == tmp_path
     assert list(cached.iterdir()) == []
 
 
 @contextmanager
-def closing_run(run: runs.HeldRun) -> Iterator[runs.HeldRun]:
+def closing_run(run: runs.LockedRun) -> Iterator[runs.LockedRun]:
     yield run
-    run.close(done=False)
+    run.close(is_complete=False)
 
 
 def test_a_user_without_a_home_has_a_cache_for_as_long_as_the_process(tmp_path, monkeypatch):
@@ -268,20 +287,20 @@ def stopped(cached: Path, name: str, *, days: float, size: int = 0) -> Path:
     """Leave a folder as a run does that was stopped so many days ago."""
     folder = cached / name
     folder.mkdir(parents=True)
-    held = runs.HeldRun(folder)
-    with (folder / stage_files.LATENTS).open("wb") as file:
+    held = runs.LockedRun(folder)
+    with (folder / stage_files.LATENTS_FILE).open("wb") as file:
         file.truncate(size)  # of no bytes on the disk
-    held.close(done=False)
-    age(folder / stage_files.LATENTS, days)
+    held.close(is_complete=False)
+    age(folder / stage_files.LATENTS_FILE, days)
     return folder
 
 
 def test_old_runs_and_the_oldest_of_too_many_go(cached):
     old, young = stopped(cached, "old", days=14.1), stopped(cached, "young", days=13.9)
-    runs.sweep()
+    runs.remove_old_runs()
     assert (old.exists(), young.exists()) == (False, True)
     large = [stopped(cached, f"large-{days}", days=days, size=9 * 10**9) for days in (3, 2, 1)]
-    runs.sweep()
+    runs.remove_old_runs()
     assert [folder.exists() for folder in large] == [False, True, True]
     assert young.exists()
 
@@ -295,15 +314,17 @@ def test_any_command_cleans(cached, command):
 
 def test_a_run_under_way_is_not_cleaned_by_another_process(cached):
     """Neither for its age nor for its size; when its process is killed, it is."""
-    code = f"from pathlib import Path; from wanjax.cli.runs import HeldRun; HeldRun(Path({str(cached / 'old')!r})); "
+    code = (
+        f"from pathlib import Path; from wanjax.cli.runs import LockedRun; LockedRun(Path({str(cached / 'old')!r})); "
+    )
     stopped(cached, "old", days=15, size=30 * 10**9)
     with subprocess.Popen([sys.executable, "-c", code + "print(flush=True); input()"], stdin=-1, stdout=-1) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        runs.sweep()
-        assert (cached / "old" / stage_files.LATENTS).exists()
+        runs.remove_old_runs()
+        assert (cached / "old" / stage_files.LATENTS_FILE).exists()
         process.kill()
-    runs.sweep()
+    runs.remove_old_runs()
     assert not (cached / "old").exists()
 
 
@@ -313,8 +334,8 @@ def test_what_is_used_or_not_a_run_s_stays(cached, tmp_path):
     part = killed / ".1@elsewhere.partial.stage2_latents.safetensors"  # of a process that was killed
     part.touch()
     age(part, 30)
-    (own / stage_files.VIDEO).write_bytes(b"a user's")
-    foreign = [cached / "notes", cached / "a-folder" / "notes", tmp_path / "elsewhere" / stage_files.LATENTS]
+    (own / stage_files.VIDEO_FILE).write_bytes(b"a user's")
+    foreign = [cached / "notes", cached / "a-folder" / "notes", tmp_path / "elsewhere" / stage_files.LATENTS_FILE]
     for file in foreign:
         file.parent.mkdir(exist_ok=True)
         file.touch()
@@ -322,10 +343,10 @@ def test_what_is_used_or_not_a_run_s_stays(cached, tmp_path):
     (cached / "a-link").symlink_to(tmp_path / "elsewhere")
     asked = stopped(cached, "asked-for", days=30)
     with closing(FileLock(used / runs.LOCK, "run", "--dir")):
-        runs.sweep(but=asked)
-    assert (used / stage_files.LATENTS).exists()
-    assert (asked / stage_files.LATENTS).exists()
-    assert files(own) == [stage_files.VIDEO, runs.LOCK]
+        runs.remove_old_runs(keep=asked)
+    assert (used / stage_files.LATENTS_FILE).exists()
+    assert (asked / stage_files.LATENTS_FILE).exists()
+    assert files(own) == [stage_files.VIDEO_FILE, runs.LOCK]
     assert all(file.exists() for file in foreign)
     assert not killed.exists()
 
@@ -335,12 +356,16 @@ def test_a_run_that_goes_on_is_not_taken_twice(model, cached):
     (folder / stage_files.CONFIG).write_text("{}")
     with closing(FileLock(folder / runs.LOCK, "run", "--dir")):
         assert "another run uses" in refused("a", "--model", model, *SMALL, "--dir", str(folder), "--force")
-    assert (folder / stage_files.LATENTS).exists()
+    assert (folder / stage_files.LATENTS_FILE).exists()
 
 
 def test_a_preview_stays_with_the_video(model, tmp_path, cached):
     succeeded(wanjax("a", "--model", model, *SMALL, "--preview", "--out", "a.mp4"))
     assert files(".") == ["a.mp4", "a.preview.png"]
+    longest = "é" * 115  # of 230 bytes, to which .preview.png is not appended whole
+    succeeded(wanjax("a", "--model", model, *SMALL, "--preview", "--out", f"{longest}.mp4"))
+    [preview] = [name for name in files(".") if name.startswith("é") and name.endswith(".preview.png")]
+    assert longest.startswith(preview.removesuffix(".preview.png"))
     assert list(cached.iterdir()) == []
 
 
@@ -356,10 +381,10 @@ def test_a_cache_without_room_costs_no_video(model, cached):
     succeeded(wanjax(*given))  # its programs are kept from now on
     with no_file_above(4000):
         made = succeeded(wanjax(*given))
-        assert re.search(f"note: .*{stage_files.EMBEDDINGS}.*too large", made.stderr)
+        assert re.search(f"note: .*{stage_files.EMBEDDINGS_FILE}.*too large", made.stderr)
         assert files(".") == ["a.mp4"]
         said = refused(*given, "--dir", "d", status=1)
-    assert stage_files.EMBEDDINGS in said
+    assert stage_files.EMBEDDINGS_FILE in said
     assert "too large" in said
     assert not os.path.exists("d")  # the command made it, and left nothing in it
     assert list(cached.iterdir()) == []
@@ -367,16 +392,16 @@ def test_a_cache_without_room_costs_no_video(model, cached):
 
 def test_a_folder_of_the_user_s_stays(model, cached):
     succeeded(wanjax("a", "--model", model, *SMALL, "--dir", "d", "--out", "a.mp4"))
-    assert files("d") == [stage_files.CONFIG, stage_files.EMBEDDINGS, stage_files.LATENTS]
+    assert files("d") == [stage_files.CONFIG, stage_files.EMBEDDINGS_FILE, stage_files.LATENTS_FILE]
     assert not cached.exists()
 
 
 @pytest.mark.parametrize("name", ["stage2_state", "stage2_state_3", "stage2_state_pass_2", "stage2_state_3_pass_2"])
 def test_every_state_of_a_run_is_a_run_s(tmp_path, name):
     """Those of windows and of later passes too; nothing else goes with them."""
-    run = runs.create_run(lambda: iter(["a"]))
+    run = runs.create_run_folder(lambda: iter(["a"]))
     state, other = run.folder / f"{name}.safetensors", run.folder / f"{name}.txt"
     state.touch()
     other.touch()
-    run.close(done=True)
+    run.close(is_complete=True)
     assert (state.exists(), other.exists()) == (False, True)

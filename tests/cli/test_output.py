@@ -86,9 +86,9 @@ def test_json_names_no_folder_that_is_gone(model):
 
 def test_json_of_the_stages(model):
     for command, name in (
-        (["encode", "a", "--model", model, "--dtype", "float32"], stage_files.EMBEDDINGS),
-        (["denoise", *SMALL, "-q"], stage_files.LATENTS),
-        (["decode"], stage_files.VIDEO),
+        (["encode", "a", "--model", model, "--dtype", "float32"], stage_files.EMBEDDINGS_FILE),
+        (["denoise", *SMALL, "-q"], stage_files.LATENTS_FILE),
+        (["decode"], stage_files.VIDEO_FILE),
     ):
         done = succeeded(wanjax(*command, "--json", "--dir", "d"))
         made = json.loads(done.stdout)
@@ -143,7 +143,7 @@ def test_a_cache_of_programs_without_room_is_told_once(tmp_path, capsys):
     [
         (("--out", "a.mp4"), "ffmpeg written"),
         (("--count", "2", "--out", "many"), "ffmpeg written"),
-        (("--out", "n" * 250 + ".gif"), ".gif written"),
+        (("--out", "n" * 250 + ".gif"), "name 254 bytes most"),
     ],
 )
 def test_what_could_not_be_written_is_told_before_the_first_step(model, monkeypatch, options, words):
@@ -159,7 +159,10 @@ def test_what_is_left_out_of_a_folder_of_pictures_is_told_once(model):
     assert len([line for line in told.splitlines() if says(line, "clip 2 pictures")]) == 1
 
 
-@pytest.mark.parametrize(("videos", "words"), [(None, "complete kept goes"), (0, "no video begins again"), (2, "kept")])
+@pytest.mark.parametrize(
+    ("videos", "words"),
+    [(None, "completed kept continue"), (0, "no video complete start again"), (2, "completed kept continue")],
+)
 def test_what_a_stopped_command_says_is_true(tmp_path, videos, words):
     report = Report()
     assert report.outcome == ""
@@ -167,4 +170,4 @@ def test_what_a_stopped_command_says_is_true(tmp_path, videos, words):
     report.videos = videos
     assert says(report.outcome, words)
     report.print_result(tmp_path / "a.mp4", {})
-    assert says(report.outcome, "complete is kept")
+    assert says(report.outcome, "completed is kept")

@@ -9,7 +9,7 @@ from PIL import Image
 
 from tests.support.commands import succeeded, wanjax
 from tests.support.tiny import tiny_checkpoint
-from wanjax.figures import quantity
+from wanjax.figures import pluralize
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
@@ -24,8 +24,8 @@ def model(tmp_path_factory) -> Path:
 
 
 def test_a_number_has_its_noun():
-    assert [quantity(n, "step") for n in (0, 1, 1000, 10_000)] == ["0 steps", "1 step", "1000 steps", "10,000 steps"]
-    assert quantity(2, "process") == "2 processes"
+    assert [pluralize(n, "step") for n in (0, 1, 1000, 10_000)] == ["0 steps", "1 step", "1000 steps", "10,000 steps"]
+    assert pluralize(2, "process") == "2 processes"
 
 
 def test_what_is_printed_into_a_pipe(model, tmp_path, monkeypatch):

@@ -30,8 +30,8 @@ from wanjax.pricing.exporting import export
 from wanjax.pricing.lowering import Lowering
 from wanjax.pricing.pricer import Price, Pricer
 from wanjax.registry import outline
-from wanjax.sharding import RULES, Partitioner
-from wanjax.stores.results import Results
+from wanjax.sharding import SHARDING_RULES, Partitioner
+from wanjax.stores.results import ResultCache
 
 NETWORKS = small_model(4)
 GIB = 2**30
@@ -54,7 +54,7 @@ def small(shapes, video):
 def pipeline(shapes, video, mesh=None, **how):
     """Return the pipeline of Wan networks of these shapes, on one device that is modelled, or on a mesh."""
     mesh = hardware.mesh_on(hardware.find_hardware("h200"), {}) if mesh is None else mesh
-    return abstract_pipeline(small(shapes, video), Partitioner(mesh, RULES["fsdp"]), **how)
+    return abstract_pipeline(small(shapes, video), Partitioner(mesh, SHARDING_RULES["fsdp"]), **how)
 
 
 def test_a_folder_s_name_is_printed_as_it_is(tmp_path):
@@ -100,7 +100,7 @@ def test_the_table():
         "attention",
         "the whole run",
         "download",
-        "limits it",
+        "limited by",
         "chips' float32 peak",
     ):
         assert words in run.output, run.output
@@ -138,7 +138,7 @@ def priced_function() -> None:
 def test_without_the_compiler_nothing_is_traced(tmp_path, monkeypatch, call, options):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "libtpu", None)  # as where it is not installed
-    with pytest.raises(WanjaxError, match=naming("libtpu missing wanjax[plan]")) as caught:
+    with pytest.raises(WanjaxError, match=naming("libtpu missing `pip install '.[plan]'`")) as caught:
         call(*options)
     assert "\n" not in str(caught.value)
 
@@ -151,7 +151,7 @@ def test_advice_when_a_video_does_not_fit(monkeypatch):
     monkeypatch.setattr(
         Pricer, "prices", lambda self, _, programs, begun: enumerate([Price(arguments=0, peak=needed)] * len(programs))
     )
-    found = estimate.estimate(outline("wan2.1-t2v-14b"), "v6e-1")
+    found = estimate.estimate_video(outline("wan2.1-t2v-14b"), "v6e-1")
     assert not found.fits
     assert found.step_seconds is found.total_seconds is found.mfu is None
     assert found.limit.startswith("the memory of a chip")
@@ -160,6 +160,34 @@ def test_advice_when_a_video_does_not_fit(monkeypatch):
     weights = model.family.network_of(model.model.spec.networks["transformer"]).parameters
     kept = found.stages["denoise"].kept_bytes_per_chip  # beside the programs that read no weights
     assert 2 * weights < kept < 2.01 * weights  # the least of them are in float32
+
+
+def test_options_with_which_a_video_fits(monkeypatch):
+    """With 6 GiB of activations, the 14B has 27 GiB of weights, 14 with 8 bits, and 1 on the device if offloaded."""
+
+    def prices(self, _, programs, begun):
+        sizes = [[x.size * x.dtype.itemsize for x in jax.tree.leaves(lowering.arguments)] for lowering in programs]
+        return enumerate([Price(arguments=sum(x), peak=sum(x) + 6 * GIB) for x in sizes])
+
+    monkeypatch.setattr(Pricer, "prices", prices)
+    found = estimate.estimate_video(outline("wan2.1-t2v-14b"), "v6e-1")
+    assert not found.fits
+    assert says(str(found.advice), "does not fit v6e-1 --precision int8-weights --offload blocks needs about GiB")
+    options = ["--offload blocks", "--precision int8-weights", "--precision int8-weights", ""]
+    assert found.fits_in == dict(zip(("16 GiB", "24 GiB", "32 GiB", "80 GiB"), options, strict=True))
+    small = estimate.estimate_video(outline("nano"), "v6e-1")
+    assert small.fits
+    assert small.fits_in == {}
+    asked = estimate.estimate_video(outline("nano"), "v6e-1", finds_options=True)
+    assert asked.fits_in == dict.fromkeys(("16 GiB", "24 GiB", "32 GiB", "80 GiB"), "")
+
+
+def test_sizes_of_memory_are_printed_if_requested(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    printed = commands.succeeded(commands.wanjax("plan", "--chip", "cpu", "--fit")).output
+    assert says(" ".join(printed.split()), "memory chip inputs 16 GiB as it is")
+    assert "memory a chip" not in commands.succeeded(commands.wanjax("plan", "--chip", "cpu")).output
+    assert says(commands.refused("plan", "--chip", "cpu", "--fit", "--train"), "--fit --train --requests")
 
 
 def test_a_trace_counts_what_the_formula_does():
@@ -181,7 +209,7 @@ def test_the_pace_of_a_video_made_by_blocks():
     shapes = causal_pipeline(4, None).model
     shapes = replace(shapes, text_encoder=TEXT)
     video = outline("wan2.1-t2v-1.3b-causal").settings.updated({"height": 12, "width": 12, "frames": 15})
-    found = estimate.estimate(small(shapes, video), "h200")
+    found = estimate.estimate_video(small(shapes, video), "h200")
     runs = {run.name: run for run in programs(pipeline(shapes, video, attention=AttentionConfig("reference")), video)}
     priced = hardware.priced_on(hardware.find_hardware("h200"), [(name, run.lowering) for name, run in runs.items()])
     prices = {name: each.seconds for name, each in zip(runs, priced, strict=True)}
@@ -189,14 +217,14 @@ def test_the_pace_of_a_video_made_by_blocks():
     assert found.frames_a_second == pytest.approx(4 / block)
     step = counted(runs["step"])
     assert step.attention + step.products == sum(shapes.cost(video).flops.values())
-    alone = estimate.estimate(small(shapes, video.updated({"frames": 3})), "h200")
+    alone = estimate.estimate_video(small(shapes, video.updated({"frames": 3})), "h200")
     assert alone.frames_a_second is None
 
 
 def test_each_program_is_told_when_it_is_begun_and_once_its_price_is_known():
     told = []
     model = outline("nano")
-    estimate.estimate(model, "h200", on_progress=lambda *known: told.append(known))
+    estimate.estimate_video(model, "h200", on_progress=lambda *known: told.append(known))
     names = [run.name for run in programs(pipeline(model.model, model.settings), model.settings)]
     assert told[::2] == [([name], number, len(names)) for number, name in enumerate(names)]
     assert told[1::2] == [([], number + 1, len(names)) for number in range(len(names))]
@@ -239,12 +267,12 @@ def test_how_often_each_program_runs():
 
 
 def test_what_is_kept_is_found_by_the_same_key(tmp_path):
-    Results().put("prices", {"a": 1}, {"seconds": 2.0})
-    assert Results().get("prices", {"a": 1}) == {"seconds": 2.0}
-    assert Results().get("prices", {"a": 2}) is None
+    ResultCache().put("prices", {"a": 1}, {"seconds": 2.0})
+    assert ResultCache().get("prices", {"a": 1}) == {"seconds": 2.0}
+    assert ResultCache().get("prices", {"a": 2}) is None
     (file,) = (tmp_path / "wanjax" / "prices").iterdir()
     file.write_text("{")
-    assert Results().get("prices", {"a": 1}) is None
+    assert ResultCache().get("prices", {"a": 1}) is None
 
 
 def test_each_set_of_compiler_options_has_prices_of_its_own(monkeypatch):
@@ -270,7 +298,7 @@ def test_each_set_of_compiler_options_has_prices_of_its_own(monkeypatch):
 def test_the_kernel_is_that_of_the_chip_which_is_planned_for():
     """Not that of this machine, on which no such kernel runs."""
     model = outline("wan2.1-t2v-14b")
-    on_chip = Partitioner(hardware.mesh_on(SLICES["v6e-8"], {"dp": 2, "sp": 4, "tp": 1}), RULES["fsdp"])
+    on_chip = Partitioner(hardware.mesh_on(SLICES["v6e-8"], {"dp": 2, "sp": 4, "tp": 1}), SHARDING_RULES["fsdp"])
     found = estimate._attention_name(AttentionConfig(), model.model.cost(model.settings), "bfloat16", on_chip)
     assert found == "flash_tpu"
 

@@ -56,7 +56,7 @@ def test_a_picture_s_tokens_are_counted(tmp_path):
 
 
 def test_the_report_counts_both_forwards_of_a_step(folder):
-    found = json.loads((folder / profile.STEPS).read_text())
+    found = json.loads((folder / profile.STEPS_FILE).read_text())
     parts = forward_flops(transformer_config(TRANSFORMER), tokens=2 * 1 * 2, text=TEXT_LENGTH)
     assert found["step_flops"] == 2 * sum(parts.values()) == sum(found["step_flops_by_part"].values())
     assert len(found["seconds"]) == 3  # the intervals between the ends of four steps
@@ -75,7 +75,9 @@ def test_what_is_not_known_is_no_figure(given, tmp_path):
     seen.started(None)
     for index in (8, 9):
         seen.stepped(Ended(index, 10, 0.0, State(None, None), jnp.zeros((1, 1, 1, 1, 1))))
-        told.append((seen.report(), json.loads((tmp_path / profile.STEPS).read_text(), parse_constant=pytest.fail)))
+        told.append(
+            (seen.report(), json.loads((tmp_path / profile.STEPS_FILE).read_text(), parse_constant=pytest.fail))
+        )
     (first, one), (second, two) = told
     assert noted == [second]
     assert one["step_seconds"] is one["mfu"] is None

@@ -117,7 +117,7 @@ def test_stages_may_run_on_other_devices(text):
     left = load_settings(Path("d"))
     stage_files.save_settings(Path("d"), left | {"steps": 1, "scheduler": "unipc:order=1"})
     succeeded(wanjax("decode", "--dir", "d", "--out", "b.mp4"))  # the latents are of the same settings
-    assert files("d") == [stage_files.CONFIG, "output_video.mp4", stage_files.EMBEDDINGS, stage_files.LATENTS]
+    assert files("d") == [stage_files.CONFIG, "output_video.mp4", stage_files.EMBEDDINGS_FILE, stage_files.LATENTS_FILE]
 
 
 def test_another_model_has_its_own_scheduler(text, here):

@@ -135,4 +135,4 @@ def test_a_prompt_that_is_listed_twice_is_made_once(text):
     Path("prompts.txt").write_text("a\nb\n  a \na\n")
     made = wanjax("--prompts", "prompts.txt", "--model", text, *ONE_FRAME, "--out", "many")
     assert len(succeeded(made).stdout.splitlines()) == 2
-    assert says(made.stderr, "once 4 videos 2 repeat")
+    assert says(made.stderr, "2 4 videos requested more than once")

@@ -8,8 +8,9 @@ from tests.support.small_wan import VIDEO, pipeline
 from tests.support.words import naming
 from wanjax.checkpoints.files import save_safetensors
 from wanjax.errors import WanjaxError
-from wanjax.media.stage_files import EMBEDDINGS, load_conditioning
-from wanjax.pipelines.model import check_fits, conditioning_from
+from wanjax.media.metadata import load_settings
+from wanjax.media.stage_files import EMBEDDINGS_FILE, load_conditioning
+from wanjax.pipelines.model import check_compatible, conditioning_from
 
 ONE = np.zeros((1, 3, 8), np.float32)
 
@@ -19,7 +20,7 @@ ONE = np.zeros((1, 3, 8), np.float32)
     [
         ({"prompt_embeds": ONE}, "tensor 'negative_prompt_embeds' prompts prompt_embeds"),
         ({}, "tensor 'prompt_embeds' prompts"),
-        ({"prompt_embeds": ONE[..., 0], "negative_prompt_embeds": ONE}, "prompt_embeds are float32 [1, 3] where"),
+        ({"prompt_embeds": ONE[..., 0], "negative_prompt_embeds": ONE}, "prompt_embeds nano float32 [1, 3]"),
         (
             {"prompt_embeds": ONE.astype(np.int32), "negative_prompt_embeds": ONE},
             "prompt_embeds int32 [1, 3, 8] nano floats",
@@ -31,21 +32,32 @@ ONE = np.zeros((1, 3, 8), np.float32)
     ],
 )
 def test_unfit_embeddings(tmp_path, tensors, message):
-    save_safetensors(tmp_path / EMBEDDINGS, tensors)
+    save_safetensors(tmp_path / EMBEDDINGS_FILE, tensors)
     with pytest.raises(WanjaxError, match=naming(message)):
         checked(tmp_path)
+
+
+def test_a_damaged_file_of_a_stage_is_made_again(tmp_path):
+    (tmp_path / EMBEDDINGS_FILE).write_bytes(b"\x09\x00")
+    with pytest.raises(WanjaxError, match=naming(f"{EMBEDDINGS_FILE} `wanjax encode PROMPT --dir {tmp_path} --force`")):
+        load_conditioning(tmp_path, {})
+
+
+def test_a_folder_that_is_missing_is_a_folder(tmp_path):
+    with pytest.raises(WanjaxError, match=naming(f"folder {tmp_path / 'no'}: `wanjax encode PROMPT --dir")):
+        load_settings(tmp_path / "no")
 
 
 def checked(folder):
     """Return the embeddings that the second stage reads."""
     pipe = pipeline(4, None)
     encoded = conditioning_from(pipe.model, load_conditioning(folder, {}))
-    check_fits(pipe.model, encoded, VIDEO)
+    check_compatible(pipe.model, encoded, VIDEO)
     return encoded
 
 
 def test_embeddings_of_former_scripts_are_shorter(tmp_path):
     short = np.zeros((1, 226, 8), np.float32)
-    save_safetensors(tmp_path / EMBEDDINGS, {"prompt_embeds": short, "negative_prompt_embeds": short})
+    save_safetensors(tmp_path / EMBEDDINGS_FILE, {"prompt_embeds": short, "negative_prompt_embeds": short})
     with pytest.warns(UserWarning, match=naming("226 tokens 512")):
         assert checked(tmp_path).prompt_embeds.shape == short.shape

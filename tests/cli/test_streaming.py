@@ -15,7 +15,7 @@ from tests.support.warm import wanjax as wanjax_command
 from tests.support.words import says
 from wanjax.checkpoints.files import load_safetensors
 from wanjax.cli import main
-from wanjax.media.stage_files import LATENTS
+from wanjax.media.stage_files import LATENTS_FILE
 from wanjax.media.video import write_video
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
@@ -46,10 +46,10 @@ def frames_of(folder):
 def test_generate_writes_what_the_library_makes(model, video, tmp_path):
     told = run("a red circle", "--model", model, *GIVEN, "--dir", tmp_path / "stages", "--out", tmp_path / "frames")
     np.testing.assert_array_equal(frames_of(tmp_path / "frames"), video.frames)
-    assert load_safetensors(tmp_path / "stages" / LATENTS)["latents"].shape == (1, 4, 6, 4, 4)
+    assert load_safetensors(tmp_path / "stages" / LATENTS_FILE)["latents"].shape == (1, 4, 6, 4, 4)
     assert "stream: block 3 of 3" in told.stderr
     assert "21 frames, " in told.stderr
-    assert " a second, where 16 are played" in told.stderr
+    assert " a second, for playback at 16" in told.stderr
 
 
 def test_frames_are_written_as_they_come(model, tmp_path, monkeypatch):
@@ -90,9 +90,9 @@ def test_previews_and_several_seeds(model, video, tmp_path):
     [
         ("generate a --model {} --frames 17", "17 frames 5 latent"),
         ("generate a --model {} --frames 17", "13 21 frames"),
-        ("train {} data --out out", "training block"),
-        ("calibrate {}", "calibrating block"),
-        ("plan wan2.1-t2v-1.3b-causal --train --chip v6e-8", "training block"),
+        ("train {} data --out out", "training chunk"),
+        ("calibrate {}", "calibrating chunk"),
+        ("plan wan2.1-t2v-1.3b-causal --train --chip v6e-8", "training chunk"),
     ],
 )
 def test_what_is_not_for_a_model_of_blocks_is_refused(command, words, model, tmp_path, monkeypatch):

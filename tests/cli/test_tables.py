@@ -11,9 +11,9 @@ from rich.cells import cell_len
 from tests.support.commands import succeeded
 from wanjax.cli import main
 from wanjax.cli.listing import listed_models
-from wanjax.cli.measuring import HEADINGS
-from wanjax.cli.planning import STAGE
-from wanjax.cli.tables import folded, table
+from wanjax.cli.measuring import COLUMNS
+from wanjax.cli.planning import STAGE_COLUMNS
+from wanjax.cli.tables import fold_text, table
 
 NARROW = 60
 STAGES = [
@@ -26,7 +26,7 @@ MEASURED = [
 ]
 
 
-@pytest.mark.parametrize(("headings", "rows"), [(STAGE, STAGES), (HEADINGS, MEASURED)], ids=["plan", "bench"])
+@pytest.mark.parametrize(("headings", "rows"), [(STAGE_COLUMNS, STAGES), (COLUMNS, MEASURED)], ids=["plan", "bench"])
 @pytest.mark.parametrize("width", [40, NARROW, 79, 80, 100, 140])
 def test_a_table_fits_its_terminal_and_loses_nothing(headings, rows, width):
     made = table(headings, rows, width)
@@ -83,9 +83,9 @@ def test_a_pipe_has_a_line_for_each_row():
 def test_wide_characters_are_folded_by_their_columns():
     """A Chinese text has no spaces; a comma begins no line."""
     text = "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，a cat plays, 画面，静止，整体发灰"
-    lines = folded(text, 20)
+    lines = fold_text(text, 20)
     assert max(map(cell_len, lines)) <= 22  # with a mark that stays on its line
     assert len(lines) <= 6
     assert not any(line[0] in "，, " for line in lines)
     assert "".join(lines).replace(" ", "") == text.replace(" ", "")
-    assert folded("a few words here", 7) == ["a few", "words", "here"]
+    assert fold_text("a few words here", 7) == ["a few", "words", "here"]

@@ -142,10 +142,10 @@ def test_a_folder_stands_for_the_one_lora_in_it():
     assert Lora.parse("folder:0.5").file == "folder"
     Path("folder/a.safetensors").write_bytes(b"")
     Path("folder/readme.md").write_text("")
-    assert Lora.parse("folder:0.5").named() == Lora("folder/a.safetensors", 0.5)
+    assert Lora.parse("folder:0.5").resolve_folder() == Lora("folder/a.safetensors", 0.5)
     Path("folder/b.safetensors").write_bytes(b"")
     with pytest.raises(WanjaxError, match=r"a\.safetensors, b\.safetensors"):
-        Lora("folder").named()
+        Lora("folder").resolve_folder()
 
 
 def test_a_picture_is_no_clip(tmp_path):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: `wanjax "a red circle moving right"`.
 
-This module defines the commands and their options. The code that runs them is in the other modules and is imported
-only when a command runs, so that `--help` does not wait for JAX. A mistake of the user gives one sentence and no
-traceback.
+This module defines the commands and their options. The other modules of this package have the code that runs the
+commands. The code of a command is imported only when the command runs, so that `--help` does not wait for JAX. If the
+user makes a mistake, the command prints one sentence without a traceback.
 """
 
 import os
@@ -24,132 +24,146 @@ from wanjax.cli.arguments import (
     complete_files,
     complete_models,
     in_words,
-    shortened,
+    shorten,
     with_option,
 )
-from wanjax.cli.report import Report, handle_interrupts
+from wanjax.cli.report import Report, handle_interrupts, print_error
 from wanjax.errors import DISK_FULL_ERRNOS, FILE_NAME_ERRNOS, WanjaxError, is_failure, is_out_of_memory
+from wanjax.layers.precision import STORABLE
 from wanjax.pricing import libtpu
 from wanjax.signals import INTERRUPTED, stop
 
 if TYPE_CHECKING:
     from wanjax.cli.parsed import (
-        BulkOptions,
         CommandOptions,
         ListenOptions,
         PipelineOptions,
         ServeOptions,
         TrainingOptions,
         WorkerOptions,
+        WorkloadOptions,
     )
     from wanjax.pipelines.request import VideoRequest
 
-FAILURE, MISTAKE = 1, 2  # exit statuses
-NOTHING_MORE = "nothing more can be written"
-NO_HOME = "determine home directory"  # of pathlib's error
-CARDS = ("/dev/nvidia*", "/dev/kfd", "/dev/dxg")  # device files of graphics cards: NVIDIA's, AMD's, Windows'
-PLUGINS = "libtpu", "jax_cuda13_plugin"  # what JAX tries, with pages of messages, where their devices are absent
-IMPLIED = "generate"  # the command of arguments that name none
+FAILURE, USAGE_ERROR = 1, 2  # exit statuses
+CANNOT_WRITE = "cannot write"
+NO_HOME_MESSAGE = "determine home directory"  # a part of the message that pathlib's error has
+GPU_DEVICE_FILES = ("/dev/nvidia*", "/dev/kfd", "/dev/dxg")  # of NVIDIA, of AMD, and of both on Windows
+DEVICE_PLUGINS = (
+    "libtpu",
+    "jax_cuda13_plugin",
+)  # JAX tries these plugins, and prints pages of messages if no device is present
+DEFAULT_COMMAND = "generate"  # the command that runs if the arguments name no command
 
 
 class Commands(click.Group):
-    """The group of commands. Arguments that do not begin with a command's name are those of `generate`."""
+    """The group of all commands. Arguments that do not start with the name of a command are passed to `generate`."""
 
     command_class = defaults.Command
     commands: dict[str, defaults.Command]  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [name for name in self.commands if not self.commands[name].hidden]  # in the order of use
+        return [
+            name for name in self.commands if not self.commands[name].hidden
+        ]  # in the order of their definitions, which the help shows; click would sort them by name
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         for command in self.commands.values():
-            command.take_inputs()
+            command.add_registered_inputs()
         group_options = {name for parameter in self.get_params(ctx) for name in parameter.opts}
         if args and args[0] not in group_options | self.commands.keys():
-            args = [IMPLIED, *args]
-            ctx.meta[IMPLIED] = True
+            args = [DEFAULT_COMMAND, *args]
+            ctx.meta[DEFAULT_COMMAND] = True
         try:
             return super().parse_args(ctx, args)
-        except (click.NoSuchOption, click.BadOptionUsage) as error:  # beside an option of the group, as --version
+        # An unknown option beside one of the group, such as --version
+        except (click.NoSuchOption, click.BadOptionUsage) as error:
             click.echo(f"wanjax: {in_words(error)}", err=True)
-            ctx.exit(MISTAKE)
-        except OSError as error:  # while help is printed
+            ctx.exit(USAGE_ERROR)
+        except OSError as error:  # raised while the help is printed
             if error.errno not in DISK_FULL_ERRNOS:
                 raise
-            click.echo(f"wanjax: {NOTHING_MORE}: {error.strerror}", err=True)
+            click.echo(f"wanjax: {CANNOT_WRITE}: {error.strerror}", err=True)
             ctx.exit(FAILURE)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if IMPLIED in ctx.meta and not ctx.resilient_parsing:  # as it is while a shell completes the arguments
-            check_prompt(ctx, args[1:], IMPLIED)
+        if DEFAULT_COMMAND in ctx.meta and not ctx.resilient_parsing:  # resilient parsing: a shell asks for completions
+            check_prompt(ctx, args[1:], DEFAULT_COMMAND)
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Return the commands and options, and those of the implied command."""
-        implied = click.Context(self.commands[IMPLIED], parent=ctx, resilient_parsing=True)
+        """Complete the names of commands, the group's options, and the arguments of the default command."""
+        default_context = click.Context(self.commands[DEFAULT_COMMAND], parent=ctx, resilient_parsing=True)
         items = super().shell_complete(ctx, incomplete)
         values = {item.value for item in items}
-        return items + [x for x in implied.command.shell_complete(implied, incomplete) if x.value not in values]
+        return items + [
+            item
+            for item in default_context.command.shell_complete(default_context, incomplete)
+            if item.value not in values
+        ]
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return self._told(ctx)
+            return self._invoke_and_report_errors(ctx)
         except BaseException as error:
             if ctx.obj and ctx.obj.has_peers:
-                ctx.obj.leave(error)
+                ctx.obj.exit_despite_peers(error)
             raise
 
-    def _told(self, ctx: click.Context) -> Any:
-        """Invokes the command; tells of an error in a sentence, and exits with its status."""
+    def _invoke_and_report_errors(self, ctx: click.Context) -> Any:
+        """Invoke the command; print an error as one sentence, and exit with its status."""
         try:
             return super().invoke(ctx)
         except click.exceptions.Exit:  # --help
             raise
         except click.ClickException as error:
-            status, why = MISTAKE, in_words(error)
+            status, message = USAGE_ERROR, in_words(error)
         except WanjaxError as error:
-            status, why = FAILURE if is_failure(error) else MISTAKE, with_option(error)
+            status, message = FAILURE if is_failure(error) else USAGE_ERROR, with_option(error)
         except OSError as error:
-            name = shortened(str(error.filename or ""))
+            name = shorten(str(error.filename or ""))
             if error.errno in DISK_FULL_ERRNOS:
-                status, why = FAILURE, f"{NOTHING_MORE}{f' to {name!r}' if name else ''}: {error.strerror}"
+                status, message = FAILURE, f"{CANNOT_WRITE}{f' to {name!r}' if name else ''}: {error.strerror}"
             elif error.errno in FILE_NAME_ERRNOS and name:
-                status, why = MISTAKE, f"{name!r} is no name of a file that can be used here: {error.strerror}"
+                status, message = USAGE_ERROR, f"{name!r} cannot be used as the name of a file: {error.strerror}"
             else:
-                _tell_way_on(ctx)
+                _print_outcome(ctx)
                 raise
         except KeyboardInterrupt:
-            status, why = INTERRUPTED, "stopped"
+            status, message = INTERRUPTED, "stopped"
         except Exception as error:
             if is_out_of_memory(error):
-                status, why = FAILURE, "out of memory: a smaller --size, fewer --frames or --dtype bfloat16 need less"
-            elif isinstance(error, RuntimeError) and NO_HOME in str(error):
-                status, why = MISTAKE, "this user has no home folder, for which ~ in a name stands: give the whole path"
+                status, message = FAILURE, "out of memory: give a smaller --size, fewer --frames, or --dtype bfloat16"
+            elif isinstance(error, RuntimeError) and NO_HOME_MESSAGE in str(error):
+                status, message = (
+                    USAGE_ERROR,
+                    "~ cannot be expanded, because this user has no home folder: give the whole path",
+                )
             else:
-                _tell_way_on(ctx)
+                _print_outcome(ctx)
                 raise
-        click.echo(f"wanjax: {why}", err=True)
-        _tell_way_on(ctx)
+        print_error(f"wanjax: {message}\n")
+        _print_outcome(ctx)
         ctx.exit(status)
 
 
-def _tell_way_on(ctx: click.Context) -> None:
+def _print_outcome(ctx: click.Context) -> None:
     if ctx.obj:
-        click.echo(ctx.obj.outcome, err=True, nl=False)
+        print_error(ctx.obj.outcome)
 
 
 @click.group(cls=Commands, context_settings=options.CONTEXT, epilog='`wanjax "PROMPT"` is `wanjax generate "PROMPT"`.')
 @click.version_option(package_name="wanjax", message="%(prog)s %(version)s")
 @click.pass_context
 def main(ctx: click.Context) -> None:
-    """Videos from prompts, in JAX."""
-    if libtpu.silence() and any(map(find_spec, PLUGINS)) and not any(map(glob, CARDS)):
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # then no plugin is loaded
+    """Make videos from prompts, in JAX."""
+    if libtpu.silence() and any(map(find_spec, DEVICE_PLUGINS)) and not any(map(glob, GPU_DEVICE_FILES)):
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # then JAX loads no plugin
     ctx.obj = Report()
     ctx.with_resource(ctx.obj.print_warnings())
-    if signal.getsignal(signal.SIGINT) is stop:  # the process is this command's own
+    if signal.getsignal(signal.SIGINT) is stop:  # true if nothing else runs in this process
         ctx.obj.owns_process = True
         ctx.with_resource(handle_interrupts(ctx.obj.interrupted))
 
@@ -157,14 +171,14 @@ def main(ctx: click.Context) -> None:
 @main.command()
 @options.prompt
 @defaults.source
-@options.many
-@options.making
+@options.many_prompts_options
+@options.generation_options
 @options.at
 @options.profile
 @options.preview
-@options.own_folder
-@options.own_out
-@options.reporting
+@options.run_folder_option
+@options.out_option
+@options.output_options
 @defaults.config
 def generate(
     report: Report,
@@ -174,19 +188,21 @@ def generate(
     at: str | None,
     original_metadata: Mapping[str, Any] | None,
 ) -> None:
-    """Make a video of PROMPT, and of pictures with models that take them.
+    """Make a video from PROMPT, and from pictures with models that take them.
 
-    Runs the three stages, each freed before the next, and keeps their files, so that a run that was stopped can be
-    resumed. The video's name has the prompt, the seed and the time, unless --out or --dir is given. Options that are
-    not given have the values that the model's authors recommend.
+    Runs three stages: encode, denoise and decode. Each stage frees its memory before the next one starts. The files of
+    the stages are kept, so that you can resume a run that was stopped. The name of the video consists of the prompt,
+    the seed and the time, unless you give --out or --dir. Options that you leave out take the values that the model's
+    authors recommend.
 
-    With --prompts, --seeds or --count one load makes many videos, into the folder --out, as `wanjax batch` does. Each
-    is saved when it is done, and one that is there already is not made again, unless with --force.
+    With --prompts, --seeds or --count the model is loaded once and makes many videos in the folder --out, as `wanjax
+    batch` does. Each video is saved when it is complete. A video that already exists is made again only with --force.
 
-    With --from a video is made again from what it tells of itself, in place of PROMPT and options, or beside them.
+    With --from a video is made again from the settings in its metadata. A prompt and options that you add replace
+    settings from the metadata.
 
-    With --at a running `wanjax serve` makes the video, or the videos: it takes the same settings and pictures. Options
-    that are the server's, such as --model and --lora, have to be those that it was started with.
+    With --at a running `wanjax serve` makes the video. The server accepts the same settings and pictures. Options that
+    belong to the server, such as --model and --lora, must have the values with which the server was started.
     """
     if at is not None:
         from wanjax.cli import remote
@@ -197,23 +213,25 @@ def generate(
 
         request, options, original_metadata = remake.complete_from_record(request, options, original_metadata)
     from wanjax.cli import many, stages
-    from wanjax.cli.extending import Extender, extended
+    from wanjax.cli.extending import Extender, extend_request
 
     extend = Extender.from_options(report, request, options, command)
     if command.prompts is None:
-        request, extend = extended(request, extend), None
-    if command.several:
+        request, extend = extend_request(request, extend), None
+    if command.makes_several:
         many.generate(report, request, options, command, extend=extend, original_metadata=original_metadata)
     else:
         stages.generate(report, request, options, command, original_metadata)
 
 
 @main.command()
+@defaults.batch_prompts
 @options.batch
+@defaults.from_workflow
 @options.seeds
-@options.making
+@options.generation_options
 @options.folder_out
-@options.reporting
+@options.output_options
 @defaults.config
 def batch(
     report: Report,
@@ -221,23 +239,32 @@ def batch(
     options: "PipelineOptions",
     command: "CommandOptions",
     workers: int | None,
-    by: "WorkerOptions",
+    worker_options: "WorkerOptions",
 ) -> None:
-    """Make a video of each request in PROMPTS, by one worker or many.
+    """Make a video from each request in PROMPTS, with one worker or many.
 
-    PROMPTS, or standard input for -, has a prompt or a JSON object on each line, or is a JSON array of them; a .csv or
-    .parquet has a request in each row. A request may have any setting of a video, pictures and clips by name, and its
-    own seed; the options are for what it leaves open. All requests are checked before the first video is made.
+    PROMPTS is a file, or - for standard input. Each line of the file is a prompt or a JSON object. The file may also be
+    a JSON array of prompts and objects. A .csv or .parquet file has a request in each row. A request may have any
+    setting of a video, the names of pictures and clips, and its own seed. The options give the settings that a request
+    does not have, and --from takes them from a workflow of ComfyUI. PROMPTS may also be such a workflow. All requests
+    are checked before the first video is made.
 
-    Each video gets its name when it is whole, and is listed in manifest.jsonl beside it. The same command goes on with
-    what is missing, whatever ended the one before. Several workers are processes of this machine, actors of Ray with
-    --ray, or with --database those of `wanjax worker` on other hosts.
+    A video gets its name when it is complete, and manifest.jsonl in the same folder lists the video. If the command
+    ends early, run the same command again: it makes the videos that are missing. The workers are processes of this
+    machine. With --ray they are actors of a Ray cluster. With --database `wanjax worker` on other hosts can also be
+    such a worker.
     """
     from wanjax.cli import many
     from wanjax.cli.extending import Extender
 
     many.generate(
-        report, request, options, command, workers, by, Extender.from_options(report, request, options, command)
+        report,
+        request,
+        options,
+        command,
+        workers,
+        worker_options,
+        Extender.from_options(report, request, options, command),
     )
 
 
@@ -251,14 +278,15 @@ def batch(
 @options.compute
 @options.devices
 @options.tile
+@options.offload
 @options.stage_folder
-@options.reporting
+@options.output_options
 @defaults.config
 def encode(report: Report, request: "VideoRequest", options: "PipelineOptions", command: "CommandOptions") -> None:
-    """Encode PROMPT and pictures, the first stage.
+    """Encode PROMPT and pictures: the first stage.
 
-    Writes the embeddings and the model's recommended settings to --dir. Pictures are encoded for one size and length of
-    the video, which later stages cannot change.
+    Writes the embeddings and the model's recommended settings to --dir. Pictures are encoded for one size and one
+    number of frames, which later stages cannot change.
     """
     from wanjax.cli import stages
 
@@ -274,15 +302,16 @@ def encode(report: Report, request: "VideoRequest", options: "PipelineOptions", 
 @options.batch_guidance
 @options.compute
 @options.devices
+@options.offload
 @options.profile
 @options.preview
 @options.stage_folder
-@options.reporting
+@options.output_options
 @defaults.config
 def denoise(report: Report, request: "VideoRequest", options: "PipelineOptions", command: "CommandOptions") -> None:
-    """Make latents, the second stage.
+    """Denoise latents: the second stage.
 
-    Reads the files that `encode` wrote to --dir. Options that are not given have the values stored there.
+    Reads the files that `encode` wrote to --dir. Options that you leave out take the values that are stored there.
     """
     from wanjax.cli import stages
 
@@ -298,10 +327,10 @@ def denoise(report: Report, request: "VideoRequest", options: "PipelineOptions",
 @options.decoder
 @options.stage_folder
 @options.stage_out
-@options.reporting
+@options.output_options
 @defaults.config
 def decode(report: Report, request: "VideoRequest", options: "PipelineOptions", command: "CommandOptions") -> None:
-    """Decode latents to a video, the third stage.
+    """Decode latents to a video: the third stage.
 
     Reads the files that `denoise` or `generate` wrote to --dir.
     """
@@ -311,8 +340,9 @@ def decode(report: Report, request: "VideoRequest", options: "PipelineOptions", 
 
 
 @main.command()
-@options.model_named
+@options.model_argument
 @options.chip
+@defaults.from_workflow
 @options.quoted
 @options.video
 @options.mesh
@@ -320,10 +350,15 @@ def decode(report: Report, request: "VideoRequest", options: "PipelineOptions", 
 @options.tile
 @options.decoder
 @options.offload
-@train_options.priced
-@scale_options.at_scale
+@train_options.priced_training_options
+@scale_options.workload_options
 @options.quiet
-@click.option("--programs", is_flag=True, help="List each program; for NVIDIA's cards also the kernels that it starts.")
+@click.option(
+    "--programs", is_flag=True, help="List each program. For NVIDIA's cards, also list the kernels of each program."
+)
+@click.option(
+    "--fit", is_flag=True, help="Print the options with which the video fits 16, 24, 32 and 80 GiB of memory."
+)
 @options.as_json
 @defaults.config
 def plan(
@@ -331,23 +366,28 @@ def plan(
     request: "VideoRequest",
     options: "PipelineOptions",
     chip: str,
-    training: "TrainingOptions",
-    bulk: "BulkOptions",
+    training_options: "TrainingOptions",
+    workload_options: "WorkloadOptions",
     as_json: bool,
     programs: bool,
+    fit: bool,
 ) -> None:
-    """Price a video with MODEL, or nano, without the chips.
+    """Price a video of MODEL, by default nano, on chips that you need not have.
 
-    Prints the memory of each stage, the seconds of a step and of the run, and what limits them. Programs for TPUs are
-    compiled by the TPU's own compiler and priced. With the extra plan-cuda programs for NVIDIA's cards are compiled by
-    XLA, and their times estimated by a stated model, by which other devices are priced. No weights are loaded,
-    and a LoRA, which is merged into them, changes no price. Pictures that are not given are of the video's own size.
-    A step of training is priced with --train, and many videos are with --requests: which slices make them by
-    --deadline, which mesh takes the fewest chip-hours, and at which cost.
+    Prints the memory of each stage, the seconds of a step and of the run, and what limits them. For TPUs, the TPU's own
+    compiler compiles the programs and prices them. For NVIDIA's cards, with the extra plan-cuda, XLA compiles the
+    programs and a documented model estimates their times. The documented model also prices other devices. No weights
+    are loaded. A LoRA does not change the price, because it is merged into the weights. Pictures that you leave out
+    have the size of the video.
+
+    A step of training is priced with --train. Many videos are priced with --requests: how many slices meet --deadline,
+    which mesh takes the fewest chip-hours, and what the videos cost.
     """
     from wanjax.cli import planning
 
-    planning.plan(report, request, options, chip, training, bulk, as_json=as_json, programs=programs)
+    planning.plan(
+        report, request, options, chip, training_options, workload_options, as_json=as_json, programs=programs, fit=fit
+    )
 
 
 @main.command()
@@ -359,15 +399,16 @@ def plan(
 @options.tile
 @options.decoder
 @options.offload
-@options.telling
+@options.verbosity_options
 @options.stats
 @defaults.config
 def warmup(report: Report, request: "VideoRequest", options: "PipelineOptions", chip: str | None) -> None:
     """Compile all programs that a run needs.
 
-    Records a run without loading its weights, so that `generate` with the same options begins at once. The compiled
-    programs stay in the user's cache, or in --compile-cache, for all who share it. Other options, code or devices never
-    use them. With --chip that cache is filled ahead of time, for TPUs that need not be here.
+    Traces a run without loading its weights, so that `generate` with the same options starts without compiling. The
+    compiled programs are kept in the user's cache, or in --compile-cache for everyone who shares it. A later run uses
+    them only if it has the same options, code and devices. With --chip the programs are compiled for TPUs that this
+    machine need not have.
     """
     from wanjax.cli import planning
 
@@ -377,7 +418,11 @@ def warmup(report: Report, request: "VideoRequest", options: "PipelineOptions", 
 @main.command()
 @click.argument("model", default="nano", shell_complete=complete_models)
 @click.option(
-    "--with-prompt", "texts", multiple=True, metavar="TEXT", help="In place of the own ones; several may be given."
+    "--with-prompt",
+    "texts",
+    multiple=True,
+    metavar="TEXT",
+    help="Prompt to use in place of the default prompts; may be given more than once.",
 )
 @options.image
 @options.shape
@@ -387,13 +432,14 @@ def warmup(report: Report, request: "VideoRequest", options: "PipelineOptions", 
 @options.compute
 @options.mesh
 @options.rules
-@options.telling
+@options.verbosity_options
 @defaults.config
 def calibrate(report: Report, request: "VideoRequest", options: "PipelineOptions", texts: tuple[str, ...]) -> None:
-    """Measure what step caches need to know of MODEL.
+    """Measure the tables that step caches need for MODEL.
 
-    Denoises a few prompts without a cache, and keeps MagCache's ratios and TeaCache's polynomial in the user's folder
-    for data, where `--cache` finds them. The size, the number of steps and the guidance are best those of later videos.
+    Denoises a few prompts without a cache. Writes MagCache's ratios and TeaCache's polynomial to the user's data
+    folder, from which `--cache` reads them. Give the same size, number of steps and guidance as for the videos that you
+    will make.
     """
     from wanjax.cli import measuring
 
@@ -409,12 +455,20 @@ def calibrate(report: Report, request: "VideoRequest", options: "PipelineOptions
     "dtypes",
     multiple=True,
     metavar="[COMPONENT=]DTYPE",
-    help="What weights are stored in: bfloat16 or float32, for all but the autoencoder, or for the component named.",
+    help="Dtype of the stored weights, bfloat16 or float32. The dtype applies to the named component, or to "
+    "all components except the autoencoder.",
+)
+@click.option(
+    "--precision",
+    type=click.Choice(STORABLE),
+    help="Store the transformer's projections with 8 bits, in the format of this precision.",
 )
 @options.lora
-@click.option("--revision", metavar="NAME", help="Branch, tag or commit on the hub.")
-@click.option("--verify", "check", is_flag=True, help="Compare SOURCE, a wanjax checkpoint, with its checksums.")
-@options.telling
+@click.option("--revision", metavar="NAME", help="Branch, tag or commit of the repository on the hub.")
+@click.option(
+    "--verify", "check", is_flag=True, help="Compare SOURCE, a wanjax checkpoint, with its checksums; convert nothing."
+)
+@options.verbosity_options
 @defaults.config
 def convert(
     report: Report,
@@ -422,20 +476,21 @@ def convert(
     target: str | None,
     to: str,
     dtypes: tuple[str, ...],
+    precision: str | None,
     lora: tuple[str, ...],
     revision: str | None,
     check: bool,
 ) -> None:
     """Convert SOURCE, a name, hub id, folder or file, to a checkpoint in FOLDER.
 
-    A folder has the layout of diffusers or of the model's authors. A file holds the transformer, and may hold other
-    components, as for ComfyUI. The checkpoint in FOLDER loads directly onto any number of devices. Weights keep their
-    dtype unless --dtype is given. With --lora the checkpoint has the LoRA merged in. The same command resumes a
-    conversion that was stopped.
+    A source folder has the layout of diffusers or of the model's authors. A source file contains the transformer, and
+    may contain other components, like a file for ComfyUI. The checkpoint in FOLDER loads directly onto any number of
+    devices. Weights keep their dtype, unless you give --dtype. With --lora the LoRA is merged into the checkpoint. The
+    same command resumes a conversion that was stopped.
     """
     from wanjax.cli import conversion
 
-    conversion.convert(report, source, target, to, dtypes, lora, revision, check)
+    conversion.convert(report, source, target, to, dtypes, precision, lora, revision, check)
 
 
 @main.command()
@@ -446,17 +501,18 @@ def convert(
 @options.attention
 @options.compute
 @options.devices
-@options.telling
+@options.verbosity_options
 @options.stats
 @options.json
 @defaults.config
 def train(report: Report, options: "PipelineOptions", ctx: click.Context, data: Path, out: Path) -> None:
     """Train a LoRA for MODEL, or all its weights, on DATA.
 
-    DATA is a folder of clips and pictures with a text file of the same name beside each, or with a metadata.csv or
-    metadata.jsonl, or such a table. Clips and captions are encoded once, and kept beside the data. The same command
-    resumes a training that was stopped, and with more --steps a finished one. It ends with FOLDER/lora.safetensors, for
-    --lora, or with FOLDER/checkpoint. `wanjax plan MODEL --train` prices a step before.
+    DATA is a folder of clips and pictures, or a table of them. Captions are in a text file of the same name next to
+    each clip, or in the folder's metadata.csv or metadata.jsonl. Clips and captions are encoded once and kept next to
+    the data. The same command resumes a training that was stopped. Give more --steps to continue a training that is
+    finished. The result is the file FOLDER/lora.safetensors, or with --full the folder FOLDER/checkpoint. `wanjax plan
+    MODEL --train` prices a step before you start.
     """
     from wanjax.cli import training
 
@@ -465,17 +521,22 @@ def train(report: Report, options: "PipelineOptions", ctx: click.Context, data: 
 
 @main.command()
 @click.argument("file", shell_complete=complete_files)
+@defaults.workflow_folders
 @options.as_json
 @defaults.config
-def info(file: str, as_json: bool) -> None:
-    """Tell what made the video FILE.
+def info(ctx: click.Context, file: str, as_json: bool) -> None:
+    """Show how the video FILE was made.
 
-    Prints the model, the prompt, the settings and all else that shaped it, which a video keeps in its metadata. FILE
-    may also be a stage's file or a generation_config.json. `wanjax generate --from FILE` makes the video again.
+    Prints the model, the prompt, the settings and everything else that shaped the video, from its metadata. FILE may
+    also be a stage's file, a generation_config.json, or a workflow of ComfyUI, also in a video or picture. `wanjax
+    generate --from FILE` makes the video again.
     """
-    from wanjax.cli import catalogue
+    from wanjax.cli import catalogue, workflow_options
 
-    catalogue.show_record(file, as_json)
+    if (graph := workflow_options.find_workflow(file)) is not None:
+        catalogue.show_workflow(workflow_options.options_of(ctx, file, graph), as_json)
+    else:
+        catalogue.show_record(file, as_json)
 
 
 @main.command()
@@ -483,11 +544,11 @@ def info(file: str, as_json: bool) -> None:
 @options.as_json
 @defaults.config
 def models(model: str | None, as_json: bool) -> None:
-    """List the models known by name, or tell what MODEL takes and makes.
+    """List the models that have a name, or describe MODEL.
 
-    The list has the number of the transformer's parameters, the memory of all networks' weights, the recommended
-    settings, and the licence of the weights. Of MODEL, which may also be a hub id or a folder, it tells the pictures
-    that it takes, its sizes by name, and all recommended settings.
+    The list shows the parameters of the transformer, the memory of all weights, the recommended settings, and the
+    licence of the weights. For MODEL, which may also be a hub id or a folder, the command shows the pictures that the
+    model takes, the names of its sizes, and all recommended settings.
     """
     from wanjax.cli import catalogue
 
@@ -499,17 +560,19 @@ def models(model: str | None, as_json: bool) -> None:
 
 @main.command()
 @click.argument("model", default="wan2.1-t2v-1.3b", shell_complete=complete_models)
-@click.option("--quick", is_flag=True, help="About a minute, in place of ten.")
-@click.option("--keep/--no-keep", default=True, help="Keep the better set of compiler options for --compiler.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, which an issue can hold.")
-@options.telling
+@click.option("--quick", is_flag=True, help="Measure for about one minute instead of ten minutes.")
+@click.option(
+    "--keep/--no-keep", default=True, help="Save the faster set of compiler options as the default of --compiler."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON that you can attach to an issue.")
+@options.verbosity_options
 @defaults.config
 def bench(report: Report, model: str, quick: bool, keep: bool, as_json: bool) -> None:
-    """Measure this machine's devices at the shapes of MODEL, beside what `wanjax plan` says of them.
+    """Measure this machine's devices at the shapes of MODEL, and compare the results with the times of `wanjax plan`.
 
-    Weights are random, so nothing is downloaded. Attention is compared with the reference before it is timed. The first
-    run of each program, and its compiling, are told apart from those that count. Where the two sets of compiler options
-    differ, both take a step, and the better one is kept for this machine.
+    Weights are random, so nothing is downloaded. Attention is compared with the reference before it is timed. Compiling
+    and the first run of each program are reported apart from the timed runs. If the two sets of compiler options differ
+    on these devices, a step is timed with each set. The faster set is saved for this machine.
     """
     from wanjax.cli import measuring
 
@@ -522,20 +585,23 @@ def bench(report: Report, model: str, quick: bool, keep: bool, as_json: bool) ->
     type=click.Path(path_type=Path, file_okay=False),
     default=".",
     metavar="FOLDER",
-    help="Where the two files go.",
+    help="Folder for the two files with the results.",
     shell_complete=complete_files,
 )
-@click.option("--timings/--no-timings", "timed", default=True, help="Time real shapes after the checks.")
+@click.option(
+    "--timings/--no-timings", "timed", default=True, help="Time real shapes after the checks, or only run the checks."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON in place of the tables.")
-@options.telling
+@options.verbosity_options
 @defaults.config
 def selftest(report: Report, out: Path, timed: bool, as_json: bool) -> None:
-    """Check that this machine computes what it should, in two minutes, without a network.
+    """Check in two minutes, without a network, that this machine computes correctly.
 
-    The hand-written kernels, attention, the bundled model and a small random model of each family are compared with
-    what is kept in the package, a checkpoint is written and read back, and on several devices their messages and a
-    sharded run are compared too. Then real shapes are timed, beside what `wanjax plan` says of this chip. Writes
-    selftest-CHIP.json and selftest-CHIP.md, which an issue can hold. Exits with 1 where something is wrong.
+    Compares results of the hand-written kernels, of attention, of the bundled model and of a small random model of each
+    family with values in the package. Writes a checkpoint and reads it back. On several devices the command also checks
+    collectives and a sharded run. Then it times real shapes, and compares the times with those that `wanjax plan`
+    predicts for this chip. Writes selftest-CHIP.json and selftest-CHIP.md, which you can attach to an issue. Exits with
+    status 1 if a check fails.
     """
     from wanjax.cli import measuring
 
@@ -543,59 +609,59 @@ def selftest(report: Report, out: Path, timed: bool, as_json: bool) -> None:
 
 
 @main.command()
-@options.served
-@options.serving
+@options.served_worker_options
+@options.server_options
 @defaults.config
 def serve(
     report: Report,
     options: "PipelineOptions",
-    served: "ServeOptions",
-    listen: "ListenOptions",
+    serve_options: "ServeOptions",
+    listen_options: "ListenOptions",
     folder: str,
     workers: tuple[int, int] | None,
-    by: "WorkerOptions",
+    worker_options: "WorkerOptions",
 ) -> None:
-    """Keep a model loaded and compiled behind HTTP, with a page.
+    """Serve a model over HTTP, with a web page. The model stays loaded and compiled.
 
-    Videos are made one after another, or with --workers several at once. POST /v1/videos asks for one, in the shape of
-    OpenAI's videos API, with this command's settings by name beside it. Videos are kept in --dir, and requests in
-    --database. Without a token only this machine is answered; behind a proxy one is needed.
+    Videos are made one after another, or with --workers several at once. POST /v1/videos requests a video. The request
+    has the fields of OpenAI's videos API, and may have the settings of `wanjax generate` by name. Videos are kept in
+    --dir, and jobs in --database. Without a token the server answers only clients on this machine. Behind a proxy it
+    needs a token.
     """
     from wanjax.cli import serving
 
-    serving.serve(report, options, served, listen, folder, workers, by)
+    serving.serve(report, options, serve_options, listen_options, folder, workers, worker_options)
 
 
 @main.command()
-@options.served
-@options.offload
-@options.working
+@options.served_worker_options
+@options.worker_command_options
 @defaults.config
 def worker(
     report: Report,
     options: "PipelineOptions",
-    served: "ServeOptions",
+    serve_options: "ServeOptions",
     database: str | None,
     out: str | None,
     folder: str | None,
     retries: int,
 ) -> None:
-    """Make the videos of a `wanjax serve` or `wanjax batch` of another host, from its database.
+    """Make videos for a `wanjax serve` or `wanjax batch` on another host, from its database.
 
-    Leases jobs from --database, makes each video into the one place that all have, and ends when it is told to: with
-    Ctrl-C or SIGTERM the video under way waits again. A file of SQLite must exist: the server or the batch that has the
-    jobs makes it. A worker needs the options that shape the videos, such as --model and --lora. Any number may join and
-    leave.
+    Leases jobs from --database, and writes each video to the folder that all hosts share. Ctrl-C or SIGTERM ends the
+    worker, and its current job returns to the queue. If the database is an SQLite file, the file must exist: the server
+    or the batch creates it. Give the worker all options that shape the videos, such as --model and --lora. Workers may
+    join and leave at any time.
     """
     from wanjax.cli import working
 
-    working.work_for(report, options, served, database, out, folder, retries)
+    working.run_worker(report, options, serve_options, database, out, folder, retries)
 
 
 @main.command("help", hidden=True)
 @click.argument("command", required=False, shell_complete=complete_commands)
 def help_(ctx: click.Context, command: str | None) -> None:
-    """Show the help of COMMAND."""
+    """Show the help of COMMAND, or of all commands."""
     assert ctx.parent is not None
     if command is None:
         click.echo(ctx.parent.get_help())
@@ -603,4 +669,4 @@ def help_(ctx: click.Context, command: str | None) -> None:
         subcommand = main.commands[command]
         click.echo(subcommand.get_help(click.Context(subcommand, info_name=command, parent=ctx.parent)))
     else:
-        raise click.UsageError(f"no command is named {command!r}: there are {', '.join(main.list_commands(ctx))}")
+        raise click.UsageError(f"no command is named {command!r}: give one of {', '.join(main.list_commands(ctx))}")

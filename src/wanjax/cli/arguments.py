@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments as they are typed: their completion by a shell, and commands and options that are mistyped."""
+"""Typed arguments: shell completion, and messages for mistyped commands and options."""
 
 import os
 import re
@@ -15,9 +15,9 @@ from click.shell_completion import CompletionItem
 from wanjax.cli.listing import listed_models
 from wanjax.errors import SettingError, WanjaxError
 from wanjax.pipelines.other_names import RENAMED
-from wanjax.stores.paths import WEB_ADDRESS, download_advice, is_url
+from wanjax.stores.paths import WEB_ADDRESS_PATTERN, download_advice, is_url
 
-OF_SCRIPTS = {
+OLD_SCRIPT_OPTIONS = {
     "model-id": "model",
     "num-frames": "frames",
     "num-inference-steps": "steps",
@@ -30,8 +30,8 @@ OF_SCRIPTS = {
     "bkvcomputesize": "block-kv-compute",
     "window-size": "window",
 }
-"""Options of the scripts before wanjax, with dashes for underscores, and their names here."""
-ELSEWHERE = {
+"""Maps the options of the scripts that preceded wanjax, written with dashes, to the present options."""
+OTHER_OPTION_NAMES = {
     "sampler": "scheduler",
     "sampler-name": "scheduler",
     "sample-solver": "scheduler",
@@ -72,174 +72,250 @@ ELSEWHERE = {
     "held-out": "holdout-every",
     "checkpointing-steps": "save-every",
 } | {alias.replace("_", "-"): name.replace("_", "-") for alias, name in RENAMED.items()}
-"""Options of other libraries and their names here, where a command has one; those of settings are theirs."""
+"""Maps options of other libraries and of older versions to the options that replace them."""
+
+LENGTH_OPTIONS = ("seconds", "num-seconds", "duration")  # options that other programs have in place of --frames
+STAGES = ("encode", "denoise", "decode")
+MAX_NAME = 200  # the most characters of a name in a message
 
 
-MAX_NAME = 200  # characters of a name in a message
-
-
-def shortened(name: str) -> str:
-    """Return a name as messages show it: without its end if it is very long."""
+def shorten(name: str) -> str:
+    """Cut a very long name for a message."""
     return name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}..."
 
 
+OFFLOAD_VALUE = re.compile(r"(none|stages|blocks)(:.*)?", re.DOTALL)
+
+
+def with_offload_values(arguments: Sequence[str]) -> list[str]:
+    """Write `--offload VALUE` as `--offload=VALUE`, and `--offload` before anything else as `--offload=stages`."""
+    end = list(arguments).index("--") if "--" in arguments else len(arguments)
+    complete: list[str] = []
+    for argument in arguments[:end]:
+        if complete[-1:] == ["--offload"] and OFFLOAD_VALUE.fullmatch(argument):
+            complete[-1] = f"--offload={argument}"
+        else:
+            complete.append(argument)
+    return [*("--offload=stages" if argument == "--offload" else argument for argument in complete), *arguments[end:]]
+
+
 def our_name(name: str) -> str:
-    """Return the name of an option here, which may be given as the scripts before wanjax spelled it."""
+    """Translate the name of an option of the scripts that preceded wanjax. Other names only get dashes for
+    underscores."""
     dashed = name.replace("_", "-")
-    return OF_SCRIPTS.get(dashed, dashed)
+    return OLD_SCRIPT_OPTIONS.get(dashed, dashed)
 
 
+OTHER_COMMANDS = {"remake": "generate --from FILE", "reproduce": "generate --from FILE", "price": "plan"}
+"""Words that a user probably means as a command, not as a prompt; each with the command that does the work."""
+MIN_PREFIX = 3  # a shorter word is not taken for the start of a command's name
+PREFIX_WORDS = ("bat", "con", "den", "gene", "mod", "mode", "pla", "self", "war", "warm", "work")
+"""English words that are the start of a command's name; they are taken as prompts."""
 ARGUMENTS = {"source": ("model", "from"), "target": ("out", "dir")}
-"""Names that other commands have for a command's arguments."""
-NEAR = 0.75  # the ratio of difflib from which two words count as near
-MOST_NEAR = 2  # near options in a message
+"""For an argument, the options of other commands that have the same meaning."""
+SIMILARITY_CUTOFF = 0.75  # two words are similar if difflib's ratio is at least this
+MAX_SUGGESTIONS = 2  # the most options that a message suggests
 
 
-def check_prompt(ctx: click.Context, arguments: Sequence[str], implied: str) -> None:
-    """Raise UsageError where arguments without a command are meant for another command than the `implied` one.
+def check_prompt(ctx: click.Context, arguments: Sequence[str], default_command: str) -> None:
+    """Raise UsageError if arguments without a command's name seem to be meant for another command than the default one.
 
-    They are if an option belongs only to other commands; or if the prompt is one word that is near a command's name,
-    or that asks for help.
+    Another command seems to be meant if an option belongs only to other commands, if the prompt is one word that is
+    similar to a command's name, or if --help follows a single word.
     """
     group = ctx.command
     assert isinstance(group, click.Group)
-    word = _prompt(group.commands[implied], ctx, arguments)
+    word = _prompt(group.commands[default_command], ctx, arguments)
     word = "" if word is None or not word or word.split() != [word] else word
-    if foreign := next(_foreign(group, arguments, implied), None):
-        option, command = foreign
-        fault = f"no command is named {word!r}" if word else f"`wanjax {implied}` has no such option"
-        raise click.UsageError(f"{option} is an option of `wanjax {command}`, and {fault}")
+    if foreign_option := next(_foreign_options(group, arguments, default_command), None):
+        option, command = foreign_option
+        problem = f"no command is named {word!r}" if word else f"`wanjax {default_command}` has no such option"
+        raise click.UsageError(f"{option} is an option of `wanjax {command}`, and {problem}: start with that command")
     if not word:
         return
     if word.startswith("-"):
-        _check_group_option(group, group.commands[implied], ctx, word)
+        _check_group_option(group, group.commands[default_command], ctx, word)
         return
-    again = f"`{shlex.join(['wanjax', implied, word])}` makes a video of this word"
+    generate_command = f"`{shlex.join(['wanjax', default_command, word])}` makes a video of this word"
     if word in group.commands:
-        raise click.UsageError(f"{word!r} is a command, which precedes its options: `wanjax {word} ...`; {again}")
-    others = {"help": "--help", "version": "--version", "list": "models", "ls": "models"}
-    commands = {name: name for name in group.list_commands(ctx)} | others
-    for near in get_close_matches(word.lower(), commands, n=1, cutoff=NEAR):
-        raise click.UsageError(f"no command is named {word!r}: `wanjax {commands[near]}` is near; {again}")
+        raise click.UsageError(
+            f"the command {word!r} must come before its options: give `wanjax {word} ...`; {generate_command}"
+        )
+    names = {name: name for name in group.list_commands(ctx)}
+    commands = names | {"help": "--help", "version": "--version", "list": "models", "ls": "models"}
+    if word.lower() in OTHER_COMMANDS:
+        suggestion = OTHER_COMMANDS[word.lower()]
+        raise click.UsageError(f"no command is named {word!r}: did you mean `wanjax {suggestion}`? {generate_command}")
+    similar: list[str] = []
+    if word.lower() not in PREFIX_WORDS:
+        similar += [name for name in names if len(word) >= MIN_PREFIX and name.startswith(word.lower())]
+        similar += get_close_matches(word.lower(), commands, n=1, cutoff=SIMILARITY_CUTOFF)
+    for suggestion in similar[:1]:
+        raise click.UsageError(
+            f"no command is named {word!r}: did you mean `wanjax {commands[suggestion]}`? {generate_command}"
+        )
     if {"--help", "-h"} & {*arguments}:
-        raise click.UsageError(f"no command is named {word!r}: there are {', '.join(group.list_commands(ctx))}")
+        raise click.UsageError(f"no command is named {word!r}: give one of {', '.join(group.list_commands(ctx))}")
 
 
-def _check_group_option(group: click.Group, implied: click.Command, ctx: click.Context, word: str) -> None:
-    """Raise UsageError where a word with a dash is nearer to an option of the group than to one of the command."""
+def _check_group_option(group: click.Group, default_command: click.Command, ctx: click.Context, word: str) -> None:
+    """Raise UsageError if a word with a dash is more similar to an option of the group than to one of the command."""
     group_options = {name for parameter in group.get_params(ctx) for name in parameter.opts}
-    options = [*sorted(group_options), *visible_options(implied)]
-    for near in get_close_matches(word.lower(), options, n=1, cutoff=NEAR):
-        if near in group_options:
-            raise click.UsageError(f"no option is named {word!r}: `wanjax {near}` is near")
+    options = [*sorted(group_options), *visible_options(default_command)]
+    for suggestion in get_close_matches(word.lower(), options, n=1, cutoff=SIMILARITY_CUTOFF):
+        if suggestion in group_options:
+            raise click.UsageError(f"no option is named {word!r}: did you mean `wanjax {suggestion}`?")
 
 
 def _prompt(command: click.Command, ctx: click.Context, arguments: Sequence[str]) -> str | None:
-    """Return the command's argument among arguments that may hold unknown options; None where there is none."""
+    """Find the prompt among arguments, some of which may be unknown options. Return None if there is no prompt."""
     parser = command.make_parser(click.Context(command, parent=ctx, resilient_parsing=True))
     parser.ignore_unknown_options = True
     try:
         prompt = parser.parse_args([*arguments])[0].get("prompt")
-    except click.UsageError:  # which the command itself reports
+    except click.UsageError:  # the command itself will report this error
         return None
-    return prompt if isinstance(prompt, str) else None  # a missing one is a sentinel in some versions of click
+    return prompt if isinstance(prompt, str) else None  # some versions of click return a sentinel for a missing prompt
 
 
-def _foreign(group: click.Group, arguments: Sequence[str], implied: str) -> Iterator[tuple[str, str]]:
-    """Yield the options among the arguments that only other commands have, each with the first of these commands."""
-    own_options = {option for each in group.commands[implied].params for option in each.opts} | {"--help"}
-    options_of = {name: visible_options(command) for name, command in group.commands.items() if not command.hidden}
+def _foreign_options(group: click.Group, arguments: Sequence[str], default_command: str) -> Iterator[tuple[str, str]]:
+    """Yield the options in the arguments that the default command lacks, each with the first command that has the
+    option."""
+    own_options = {option for parameter in group.commands[default_command].params for option in parameter.opts} | {
+        "--help"
+    }
+    options_by_command = {
+        name: visible_options(command) for name, command in group.commands.items() if not command.hidden
+    }
     for argument in arguments:
         option = f"--{our_name(argument[2:].partition('=')[0])}"
         if argument.startswith("--") and option not in own_options:
-            yield from ((option, name) for name in options_of if option in options_of[name])
+            yield from ((option, name) for name in options_by_command if option in options_by_command[name])
 
 
 def visible_options(command: click.Command) -> dict[str, click.Option]:
-    """Return the options of a command that its help shows, by their names with dashes."""
-    shown = [each for each in command.params if isinstance(each, click.Option) and not each.hidden]
-    return {name: option for option in shown for name in option.opts}
+    """Map names such as `--seed` to a command's options; hidden options are left out."""
+    visible = [
+        parameter for parameter in command.params if isinstance(parameter, click.Option) and not parameter.hidden
+    ]
+    return {name: option for option in visible for name in option.opts}
 
 
 def _no_option(command: click.Command, ctx: click.Context, arguments: Sequence[str], name: str) -> click.UsageError:
-    """Return the error for an option that a command does not have: a mistyped name, or a prompt with a dash."""
-    has_prompt = any(each.name == "prompt" and isinstance(each, click.Argument) for each in command.params)
+    """Build the error for an unknown option. The option may be a mistyped name, or a prompt that starts with a dash."""
+    has_prompt = any(
+        parameter.name == "prompt" and isinstance(parameter, click.Argument) for parameter in command.params
+    )
     for argument in arguments if has_prompt else ():
-        if _is_of(argument, name) and argument.split() != [argument]:
-            again = f"{ctx.command_path} [OPTIONS] -- {shlex.quote(argument)}"
-            return click.UsageError(f"a prompt that begins with a dash stands behind --, as in `{again}`", ctx)
-    return click.UsageError(f"no option is named {name!r}: {_right_option(command, ctx, name.lstrip('-'))}", ctx)
+        if not _matches_option(argument, name):
+            continue
+        command_line = f"{ctx.command_path} [OPTIONS] -- {shlex.quote(argument)}"
+        if argument.split() != [argument]:
+            return click.UsageError(f"a prompt that starts with a dash must follow --: give `{command_line}`", ctx)
+        if not argument.startswith("--") and len(argument) > 2:  # a word, not several one-letter options
+            suggestion = _suggest_option(command, ctx, argument[1:])
+            separator = " A" if suggestion.endswith("?") else "; a"
+            advice = f"{suggestion}{separator} prompt that starts with a dash must follow --, as in `{command_line}`"
+            return click.UsageError(f"no option is named {argument!r}: {advice}", ctx)
+    positional = [parameter for parameter in command.params if isinstance(parameter, click.Argument)]
+    for argument in arguments if positional and not has_prompt else ():
+        if _matches_option(argument, name) and (os.path.splitext(argument)[1] or os.path.lexists(argument)):
+            more = " ..." if len(positional) > 1 else ""
+            command_line = f"{ctx.command_path} -- {shlex.quote(argument)}{more}"
+            return click.UsageError(f"a name that starts with a dash must follow --: give `{command_line}`", ctx)
+    return click.UsageError(f"no option is named {name!r}: {_suggest_option(command, ctx, name.lstrip('-'))}", ctx)
 
 
-def _right_option(command: click.Command, ctx: click.Context, name: str) -> str:
-    """Return what to give in place of an option that a command does not have, by its name without dashes before it."""
+def _suggest_option(command: click.Command, ctx: click.Context, name: str) -> str:
+    """Suggest, for a message, what to give in place of an unknown option. `name` has no leading dashes."""
     options = visible_options(command)
-    present = {option.lstrip("-"): option for option in options}
+    option_by_name = {option.lstrip("-"): option for option in options}
     dashed = name.replace("_", "-").lower()
-    if (option := present.get(ELSEWHERE.get(dashed, dashed))) is not None:
-        return f"{option} is its name here"
-    for argument in (each for each in command.params if isinstance(each, click.Argument)):
+    if (option := option_by_name.get(OTHER_OPTION_NAMES.get(dashed, dashed))) is not None:
+        return f"give {option} in its place"
+    if dashed in LENGTH_OPTIONS and "--frames" in options:
+        return "give --frames, of which --fps make a second"
+    for argument in (parameter for parameter in command.params if isinstance(parameter, click.Argument)):
         if dashed in (argument.name, *ARGUMENTS.get(str(argument.name), ())):
-            return f"{argument.make_metavar(ctx).strip('[]')} stands without it, as in `{_form(command, ctx)}`"
+            argument_name = argument.make_metavar(ctx).strip("[]")
+            return f"{argument_name} is an argument without an option: give `{_usage_of(command, ctx)}`"
     group = ctx.parent.command if ctx.parent else None
-    for other in group.commands.values() if isinstance(group, click.Group) else ():
+    commands = group.commands if isinstance(group, click.Group) else {}
+    stages = [commands[name] for name in STAGES if command.name in STAGES and name in commands]
+    for stage in stages:
+        if any(dashed == parameter.name for parameter in stage.params if isinstance(parameter, click.Argument)):
+            return f"it is the argument of `wanjax {stage.name}`; this command is `{_usage_of(command, ctx)}`"
+    for other in (*stages, *commands.values()):
         if f"--{dashed}" in visible_options(other) and not other.hidden:
-            return f"`wanjax {other.name}` has it, and the form here is `{_form(command, ctx)}`"
-    names = {old: f"--{new}" for old, new in OF_SCRIPTS.items() if f"--{new}" in options} | present
-    near = [names[word] for word in get_close_matches(dashed, names, n=MOST_NEAR, cutoff=NEAR)]
-    if near:
-        return f"{' or '.join(dict.fromkeys(near))} is near"
-    return f"`{ctx.command_path} --help-all` has all"
+            return f"it is an option of `wanjax {other.name}`; this command is `{_usage_of(command, ctx)}`"
+    names = {old: f"--{new}" for old, new in OLD_SCRIPT_OPTIONS.items() if f"--{new}" in options} | option_by_name
+    suggestions = [
+        names[word] for word in get_close_matches(dashed, names, n=MAX_SUGGESTIONS, cutoff=SIMILARITY_CUTOFF)
+    ]
+    if suggestions:
+        return f"did you mean {' or '.join(dict.fromkeys(suggestions))}?"
+    return f"`{ctx.command_path} --help-all` lists all options"
 
 
-def _form(command: click.Command, ctx: click.Context) -> str:
-    """Return a command with the places of its arguments, such as "wanjax train [OPTIONS] MODEL DATA"."""
+def _usage_of(command: click.Command, ctx: click.Context) -> str:
+    """Format the usage of a command, such as "wanjax train [OPTIONS] MODEL DATA"."""
     return " ".join([ctx.command_path, *command.collect_usage_pieces(ctx)])
 
 
-def _is_of(argument: str, name: str) -> bool:
-    """Tell whether an argument is what click takes for an option of this name, or for several of one letter."""
+def _matches_option(argument: str, name: str) -> bool:
+    """Whether click takes an argument for the option of this name, or for several one-letter options that include
+    it."""
     if argument.startswith("--"):
         return f"--{our_name(argument[2:].partition('=')[0])}" == name
     return argument.startswith("-") and name[1:] in argument
 
 
-def check_extra(command: click.Command, ctx: click.Context, extra: Sequence[str]) -> None:
-    """Raise UsageError for arguments that a command has no place for, which quotes may have to make one."""
-    if ctx.resilient_parsing or not extra:
+def check_extra(command: click.Command, ctx: click.Context, extra_words: Sequence[str]) -> None:
+    """Raise UsageError for surplus arguments, such as the words of a prompt without quotes."""
+    if ctx.resilient_parsing or not extra_words:
         return
     options = visible_options(command)
     if "--model" in options and (
-        model := next((x for x in [ctx.params.get("prompt"), *extra] if x in listed_models()), None)
+        model := next((x for x in [ctx.params.get("prompt"), *extra_words] if x in listed_models()), None)
     ):
-        raise click.UsageError(
-            f"{model} is a model: `{ctx.command_path} --model {model} ...` is the way to give one", ctx
-        )
+        raise click.UsageError(f"{model} is a model: give `{ctx.command_path} --model {model} ...`", ctx)
     if prompt := ctx.params.get("prompt"):
-        if option := next((word for word in extra if word in visible_options(command)), None):
-            raise click.UsageError(f"{option} stands behind -- and the prompt: options stand before --", ctx)
-        words = " ".join([prompt, *extra])
-        again = f"{ctx.command_path} {'-- ' if words.startswith('-') else ''}{shlex.quote(words)}"
-        raise click.UsageError(f"the prompt is {1 + len(extra)} arguments where quotes make it one: `{again}`", ctx)
-    extra = [shortened(word) for word in extra]
-    words = " and ".join(map(repr, extra))
-    advice = "a name with spaces stands in quotes"
-    if "--model" in options and len(extra) == 1 and extra[0].split() == [extra[0]]:
-        name = shlex.quote(extra[0])
-        advice = f"a model is given as `{ctx.command_path} --model {name}`"
+        if option := next((word for word in extra_words if word in visible_options(command)), None):
+            raise click.UsageError(f"{option} follows -- and the prompt: give options before --", ctx)
+        file = next((word for word in extra_words if os.path.splitext(word)[1] and os.path.isfile(word)), None)
+        if file is not None and prompt.split() == [prompt] and "--from" in options:
+            quoted_file = shlex.quote(file)
+            advice_to_repeat = f"`wanjax generate --from {quoted_file}` makes a video again"
+            advice_to_show = f"`wanjax info {quoted_file}` shows its settings"
+            advice = "a prompt of several words is put in quotes"
+            raise click.UsageError(
+                f"no command is named {prompt!r}, and {file} is a file: {advice_to_repeat}, {advice_to_show}, "
+                f"and {advice}"
+            )
+        words = " ".join([prompt, *extra_words])
+        command_line = f"{ctx.command_path} {'-- ' if words.startswith('-') else ''}{shlex.quote(words)}"
+        raise click.UsageError(
+            f"the prompt is {1 + len(extra_words)} arguments: put it in quotes, as in `{command_line}`", ctx
+        )
+    extra_words = [shorten(word) for word in extra_words]
+    words = " and ".join(map(repr, extra_words))
+    advice = "put a name with spaces in quotes"
+    if "--model" in options and len(extra_words) == 1 and extra_words[0].split() == [extra_words[0]]:
+        name = shlex.quote(extra_words[0])
+        advice = f"give a model as `{ctx.command_path} --model {name}`"
         if "--dir" in options:
-            advice = f"stage files are given as `{ctx.command_path} --dir {name}`, and {advice}"
-    elif not any(isinstance(each, click.Argument) for each in command.params):
-        again = f"`wanjax generate {shlex.quote(' '.join(extra))}`"
-        advice = f"`wanjax generate` and `wanjax encode` take a prompt, as in {again}"
-    raise click.UsageError(f"no place is left for {words} in `{_form(command, ctx)}`: {advice}", ctx)
+            advice = f"give stage files as `{ctx.command_path} --dir {name}`, and {advice}"
+    elif not any(isinstance(parameter, click.Argument) for parameter in command.params):
+        command_line = f"`wanjax generate {shlex.quote(' '.join(extra_words))}`"
+        advice = f"`wanjax generate` and `wanjax encode` take a prompt, as in {command_line}"
+    raise click.UsageError(f"`{_usage_of(command, ctx)}` takes no further argument {words}: {advice}", ctx)
 
 
 def in_words(error: click.ClickException) -> str:
-    """Return the sentence of an error of click's, with the option, its value and what to give."""
+    """Turn an error of click into one sentence: the option, its wrong value, and what to give instead."""
     parameter = getattr(error, "param", None)
     if isinstance(error, click.BadOptionUsage) and not isinstance(error, click.NoSuchOption):
-        return f"{error.option_name} stands without a value: give one behind it" if error.option_name else str(error)
+        return f"{error.option_name} has no value: give one after it" if error.option_name else str(error)
     if not isinstance(error, click.BadParameter) or parameter is None:
         return error.format_message()
     is_option = isinstance(parameter, click.Option)
@@ -248,44 +324,51 @@ def in_words(error: click.ClickException) -> str:
         if is_option:
             return f"{name} is missing: give {name} {parameter.metavar or 'VALUE'}"
         return f"{name} is missing: " + (
-            f"the form is `{_form(error.ctx.command, error.ctx)}`" if error.ctx else "give it"
+            f"give `{_usage_of(error.ctx.command, error.ctx)}`" if error.ctx else "give it"
         )
-    if (kinds := KINDS.search(error.message)) is not None:
-        is_there, wanted = ("a file", "a folder") if kinds[2] == "file" else ("a folder", "a file")
-        return f"{name} {kinds[1]} is {is_there}: give {wanted}"
-    if (closed := CLOSED.search(error.message)) is not None:
-        return f"{name} {closed[1]} is closed to this user: change its permissions, or give another one"
-    mistaken = VALUE.match(error.message)
-    if mistaken is None:
+    if (file_kind := WRONG_FILE_KIND.search(error.message)) is not None:
+        actual_kind, expected_kind = ("a file", "a folder") if file_kind[2] == "file" else ("a folder", "a file")
+        return f"{name} {file_kind[1]} is {actual_kind}: give {expected_kind}"
+    if (no_access := NO_ACCESS.search(error.message)) is not None:
+        return f"{name} {no_access[1]} cannot be used by this user: change its permissions, or give another one"
+    invalid = INVALID_VALUE.match(error.message)
+    if invalid is None:
         return error.message if name in error.message else f"{name}: {error.message.removesuffix('.')}"
-    return f"{name} is given as {mistaken[1]}: give {_right(parameter.type)}"
+    values = _expected_values(parameter.type)
+    if parameter.metavar == "MIB":
+        values = values.replace("a whole number", "a whole number of MiB")
+    return f"{name} got {invalid[1]}: give {values}"
 
 
 def with_option(error: WanjaxError) -> str:
-    """Return the sentence of an error, which names a setting that is given by its option, as click's errors do."""
+    """Return the message of an error, in which the name of a setting becomes the option, such as --guidance-scale."""
     sentence = str(error)
-    if not isinstance(error, SettingError) or not sentence.startswith(f"{error.setting} is given as "):
+    if not isinstance(error, SettingError):
         return sentence
+    if error.setting == "strength":
+        return sentence.replace("give a video too, or no strength", "give --video too, or no --strength")
+    if error.setting == "prompt" or not re.match(rf"{error.setting} (must be|contains) ", sentence):
+        return sentence  # the prompt is an argument
     return f"--{error.setting.replace('_', '-')}{sentence.removeprefix(error.setting)}"
 
 
-VALUE = re.compile(r"(.+?) is not (?:a valid|in the range|one of) ")  # of click's sentences
-KINDS = re.compile(r"(?:File|Directory|Path) '(.+)' is a (file|directory)\b")  # too
-CLOSED = re.compile(r"(?:File|Directory|Path) '(.+)' is not (?:readable|writable)\b")
+INVALID_VALUE = re.compile(r"(.+?) is not (?:a valid|in the range|one of) ")  # matches click's messages
+WRONG_FILE_KIND = re.compile(r"(?:File|Directory|Path) '(.+)' is a (file|directory)\b")
+NO_ACCESS = re.compile(r"(?:File|Directory|Path) '(.+)' is not (?:readable|writable)\b")
 
 
-def _right(kind: click.ParamType) -> str:
-    """Return the values of a type of click's, in words."""
-    if isinstance(kind, click.Choice):
-        return " or ".join(map(str, kind.choices))
-    words = "a whole number" if isinstance(kind, click.types.IntParamType) else "a number"
-    least, most = getattr(kind, "min", None), getattr(kind, "max", None)
-    words += "" if least is None else f" from {least} {'on' if most is None else f'to {most}'}"
-    return words if most is None or least is not None else f"{words} of at most {most}"
+def _expected_values(param_type: click.ParamType) -> str:
+    """Describe the values that a parameter type of click accepts."""
+    if isinstance(param_type, click.Choice):
+        return " or ".join(map(str, param_type.choices))
+    text = "a whole number" if isinstance(param_type, click.types.IntParamType) else "a number"
+    lower, upper = getattr(param_type, "min", None), getattr(param_type, "max", None)
+    text += "" if lower is None else f" from {lower} {'on' if upper is None else f'to {upper}'}"
+    return text if upper is None or lower is not None else f"{text} of at most {upper}"
 
 
-HUB = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)/?", re.IGNORECASE)
-IN_STORES = (
+HUB_PAGE = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)/?", re.IGNORECASE)
+STORE_PARAMETERS = (
     "out",
     "target",
     "source",
@@ -297,22 +380,31 @@ IN_STORES = (
     "folder",
     "database",
 )
-"""Parameters whose values may be in a store."""
-WRITTEN = ("out", "folder", "target", "compile_cache", "database", "profile", "latent_cache")
-"""Parameters that name what is written."""
-NO_FILES = ("extend_prompt", "at", "token", "origins", "prompt", "prompt_option", "negative_prompt", "sample_prompts")
+"""Parameters whose value may be a file or folder in a store."""
+OUTPUT_PARAMETERS = ("out", "folder", "target", "compile_cache", "database", "profile", "latent_cache")
+"""Parameters whose value is a file or folder to write."""
+NON_FILE_PARAMETERS = (
+    "extend_prompt",
+    "at",
+    "token",
+    "origins",
+    "prompt",
+    "prompt_option",
+    "negative_prompt",
+    "sample_prompts",
+)
 
 
 def check_words(command: click.Command, ctx: click.Context, arguments: Sequence[str]) -> None:
-    """Raise UsageError for the character 0, and for an empty name, an address or a URL of a store in place of a file.
+    """Raise UsageError for the character `\\0`, an empty name of a file, and a URL that the parameter does not accept.
 
-    An empty name, as of a variable that is not set in a shell, would be the current folder to some of click's types, or
-    a picture that nobody misses. Nothing is fetched but from the hub, by its ids, and from stores where that is meant.
+    An empty name often comes from an unset variable of the shell. Some of click's types would take it for the current
+    folder. Files come only from this machine, from the hub by id, and, for some parameters, from stores.
     """
-    if ctx.resilient_parsing:  # as it is while a shell completes the arguments
+    if ctx.resilient_parsing:  # a shell asks for completions
         return
     if any("\0" in word for word in arguments):
-        raise click.UsageError("an option or the prompt holds the character \\0: leave it out")
+        raise click.UsageError("an option or the prompt contains the character \\0: leave it out")
     try:
         values = _all_values(command, ctx, arguments)
     except click.NoSuchOption as error:
@@ -321,36 +413,47 @@ def check_words(command: click.Command, ctx: click.Context, arguments: Sequence[
         value = values.get(str(parameter.name))
         if isinstance(parameter, click.Option) and isinstance(value, list):
             _check_repeated(parameter, value)
-        for one in value if isinstance(value, list) else [value]:
-            if one == "" and _names_files(parameter):
+        for text in value if isinstance(value, list) else [value]:
+            if text == "" and _names_files(parameter):
                 option = parameter.opts[-1] if isinstance(parameter, click.Option) else parameter.human_readable_name
-                raise click.UsageError(f"{option} is given an empty name: give that of a file or folder")
-            if isinstance(one, str) and WEB_ADDRESS.fullmatch(one) and parameter.name not in NO_FILES:
-                if parameter.name in WRITTEN:
+                raise click.UsageError(f"{option} got an empty name: give the name of a file or folder")
+            if (
+                isinstance(text, str)
+                and WEB_ADDRESS_PATTERN.fullmatch(text)
+                and parameter.name not in NON_FILE_PARAMETERS
+            ):
+                if parameter.name in OUTPUT_PARAMETERS:
                     raise click.UsageError(
-                        f"{one} is a web address, where no files can be kept: give {_places(parameter)}"
+                        f"{text} is a web address, where no files can be written: give {_writable_paths(parameter)}"
                     )
-                page = HUB.fullmatch(one)
-                right = f"a page of the hub: give its id, {page[1]}" if page else download_advice(one)
-                raise click.UsageError(f"{one} is {right}")
-            if isinstance(one, str) and is_url(one) and _names_files(parameter):
+                hub_page = HUB_PAGE.fullmatch(text)
+                problem = f"a page of the hub: give its id {hub_page[1]}" if hub_page else download_advice(text)
+                raise click.UsageError(f"{text} is {problem}")
+            if isinstance(text, str) and is_url(text) and _names_files(parameter):
                 option = parameter.opts[-1]
-                if parameter.name not in IN_STORES or isinstance(parameter.type, click.Path):
-                    raise click.UsageError(f"{option} {one} is a URL: give the name of a file or folder here")
-                if one.lower().startswith("memory:") and ctx.obj and ctx.obj.owns_process:
-                    raise click.UsageError(f"{one} would be gone with this command: give a name here or s3://")
+                if parameter.name not in STORE_PARAMETERS or isinstance(parameter.type, click.Path):
+                    raise click.UsageError(f"{option} {text} is a URL: give a file or folder of this machine")
+                if text.lower().startswith("memory:") and ctx.obj and ctx.obj.owns_process:
+                    raise click.UsageError(
+                        f"{text} is lost when this command ends: give a file or folder of this machine, or s3://"
+                    )
 
 
-def _places(parameter: click.Parameter) -> str:
-    """Return where the files can be that a parameter names for writing."""
+def _writable_paths(parameter: click.Parameter) -> str:
+    """Describe, for a message, where the files that a parameter names can be written."""
     if parameter.name == "database":
         return "a file on this machine, or postgresql://USER:PASSWORD@HOST/NAME"
-    here = f"a {'folder' if parameter.metavar and 'FOLDER' in parameter.metavar else 'file'} on this machine"
-    return here if isinstance(parameter.type, click.Path) else f"{here}, gs://BUCKET/NAME or s3://BUCKET/NAME"
+    local_path_text = f"a {'folder' if parameter.metavar and 'FOLDER' in parameter.metavar else 'file'} on this machine"
+    return (
+        local_path_text
+        if isinstance(parameter.type, click.Path)
+        else f"{local_path_text}, gs://BUCKET/NAME or s3://BUCKET/NAME"
+    )
 
 
 def _all_values(command: click.Command, ctx: click.Context, arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the texts of the arguments by parameter: of an option all that are given, where click keeps the last."""
+    """Map parameters to their texts. An option has all its values on the command line; click would keep only the
+    last."""
     parser = copy(command)
     parser.params = [copy(parameter) for parameter in command.params]
     for parameter in parser.params:
@@ -360,30 +463,30 @@ def _all_values(command: click.Command, ctx: click.Context, arguments: Sequence[
 
 
 def _check_repeated(option: click.Option, values: Sequence[Any]) -> None:
-    """Raise UsageError where an option that takes one value is given several that differ."""
-    different = [*dict.fromkeys(values)]
-    if option.multiple or len(different) < 2:
+    """Raise UsageError if an option that takes one value appears several times with different values."""
+    distinct_values = [*dict.fromkeys(values)]
+    if option.multiple or len(distinct_values) < 2:
         return
     name = option.opts[-1]
     if option.is_bool_flag:
-        raise click.UsageError(f"{name} is given beside {option.secondary_opts[-1]}: give one of them")
-    texts = " and as ".join(shortened(str(value)) for value in different)
+        raise click.UsageError(f"both {name} and {option.secondary_opts[-1]}: give one of them")
+    texts = " and as ".join(shorten(str(value)) for value in distinct_values)
     raise click.UsageError(f"{name} is given as {texts}: give it once")
 
 
 def _names_files(parameter: click.Parameter) -> bool:
-    """Return whether the values of a parameter are names of files, folders or models."""
-    shown = f"{parameter.metavar or ''} {parameter.name}".upper()
-    return isinstance(parameter.type, click.Path) or any(kind in shown for kind in ("FILE", "FOLDER", "MODEL"))
+    """Whether a parameter takes names of files, folders or models."""
+    description = f"{parameter.metavar or ''} {parameter.name}".upper()
+    return isinstance(parameter.type, click.Path) or any(kind in description for kind in ("FILE", "FOLDER", "MODEL"))
 
 
 def complete_files(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Leave the completion to the shell, which knows the files."""
+    """Let the shell complete the name of a file."""
     return [CompletionItem(incomplete, type="file")]
 
 
 def complete_models(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return the models that `wanjax models` lists; for a path, leave the completion to the shell."""
+    """Complete the name of a listed model. Let the shell complete a path."""
     if incomplete.startswith((".", "~")) or os.sep in incomplete:
         return complete_files(ctx, parameter, incomplete)
     models = listed_models().items()
@@ -391,7 +494,7 @@ def complete_models(ctx: click.Context, parameter: click.Parameter, incomplete: 
 
 
 def complete_commands(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return the commands of the group."""
+    """Complete the name of a command."""
     group = ctx.parent.command if ctx.parent else None
     assert isinstance(group, click.Group)
     return [CompletionItem(name) for name in group.list_commands(ctx) if name.startswith(incomplete)]

@@ -1,46 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands `models` and `info`: the checkpoints known by name, and the record of a video, both without JAX."""
+"""The commands `models`, which lists the named models, and `info`, which prints a video's metadata. Both commands run
+without JAX."""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from wanjax.cli.listing import describe_model, listed_models
-from wanjax.cli.tables import folded, stdout_width, table
-from wanjax.media.inputs import INPUTS
-from wanjax.pipelines.settings import LOADED, length_of
+from wanjax.cli.tables import fold_text, stdout_width, table
+from wanjax.layers.precision import PRECISIONS
+from wanjax.media.inputs import INPUT_SPECS
+from wanjax.pipelines.settings import LOAD_SETTINGS, total_frames
 from wanjax.stores.paths import parse_path
 
-MODELS = ("model", "transformer", "memory", "size", "frames", "steps", "guidance", "weights")
+if TYPE_CHECKING:
+    from wanjax.cli.workflow_options import WorkflowOptions
+
+MODEL_COLUMNS = ("model", "transformer", "memory", "size", "frames", "steps", "guidance", "weights")
 
 
 def show_model(model: str, as_json: bool) -> None:
-    """Print what a model takes, its sizes and its recommended settings; read no weights."""
+    """Print the inputs, sizes and recommended settings of a model, without reading weights."""
     model_info = dict(describe_model(model))
     if as_json:
         click.echo(json.dumps(model_info, indent=2, ensure_ascii=False))
         return
-    needed = {name: " (needed)" for name in model_info["needs"]}
+    needed_suffix = {name: " (needed)" for name in model_info["needs"]}
     shown_entries = {
-        "takes": ["a prompt", *(f"{_option(name)}{needed.get(name, '')}" for name in model_info["takes"])],
+        "takes": ["a prompt", *(f"{_input_option(name)}{needed_suffix.get(name, '')}" for name in model_info["takes"])],
         "sizes": [f"{name} {size}" for name, size in model_info["sizes"].items()],
-        "parameters": _rounded(model_info["parameters"]),
-        "memory": _rounded(model_info["memory"]) + "B",
-        "networks": [f"{name} {_rounded(size)}B" for name, size in model_info["networks"].items()],
+        "parameters": _rounded_number(model_info["parameters"]),
+        "memory": _rounded_number(model_info["memory"]) + "B",
+        "networks": [f"{name} {_rounded_number(size)}B" for name, size in model_info["networks"].items()],
+        "precisions": list(PRECISIONS) if model_info["full_precision"] else None,
     }
     defaults = {name: value for name, value in model_info["defaults"].items() if value != ""}
-    defaults |= {name: "bfloat16, float32 on a CPU" for name in LOADED if defaults.get(name) == "bfloat16"}
-    left_out = ("defaults", "needs", "ids", "grid", "frames_step")
+    defaults |= {name: "bfloat16, float32 on a CPU" for name in LOAD_SETTINGS if defaults.get(name) == "bfloat16"}
+    hidden = ("defaults", "needs", "ids", "grid", "frames_step")
     _print_lines(
-        _entries({name: value for name, value in model_info.items() if name not in left_out} | shown_entries | defaults)
+        _entries({name: value for name, value in model_info.items() if name not in hidden} | shown_entries | defaults)
     )
 
 
-def _option(picture: str) -> str:
-    """Return the option that gives a picture of this name."""
+def _input_option(picture: str) -> str:
+    """Return the name of the option that gives an input."""
     return f"--{picture.removesuffix('s').replace('_', '-')}"
 
 
@@ -52,29 +58,31 @@ def show_models(as_json: bool) -> None:
         return
     rows, notes = [], []
     for model in models:
-        chosen = model["defaults"]
+        settings = model["defaults"]
         sizes = (
-            _rounded(model["parameters"]),
-            _rounded(model["memory"]) + "B",
-            f"{chosen['width']}x{chosen['height']}",
+            _rounded_number(model["parameters"]),
+            _rounded_number(model["memory"]) + "B",
+            f"{settings['width']}x{settings['height']}",
         )
-        scales = [chosen.get(name) for name in ("guidance_scale", "guidance_scale_2")]
-        guidance = ", ".join(f"{scale:g}" for scale in scales if scale is not None)
-        rows.append((model["name"], *sizes, str(chosen["frames"]), str(chosen["steps"]), guidance, model["licence"]))
+        guidance_scales = [settings.get(name) for name in ("guidance_scale", "guidance_scale_2")]
+        guidance = ", ".join(f"{scale:g}" for scale in guidance_scales if scale is not None)
+        rows.append(
+            (model["name"], *sizes, str(settings["frames"]), str(settings["steps"]), guidance, model["licence"])
+        )
         notes.append(f"{model['about']}; takes: {' · '.join(model['tasks'])}")
-    lines = table(MODELS, rows, stdout_width(), notes)
+    lines = table(MODEL_COLUMNS, rows, stdout_width(), notes)
     click.echo("\n".join([*lines.headings, *lines.rows]))
 
 
-def _rounded(number: float) -> str:
+def _rounded_number(number: float) -> str:
     return f"{number / 1e9:.1f} G" if number >= 1e9 else f"{number / 1e6:.1f} M"
 
 
-LEFT_OUT = ("height", "width", "frames", "fps", "guidance_scale", "guidance_scale_2")
-"""Entries that are told together or with others."""
-WINDOWS = ("windows", "overlap", "then")
-FIRST = ("model", "prompt", "original_prompt", "negative_prompt", "size", "frames", "steps", "guidance", "seed")
-FIRST_OF_A_MODEL = (
+HIDDEN_ENTRIES = ("height", "width", "frames", "fps", "guidance_scale", "guidance_scale_2")
+"""Entries of the metadata that are printed within other entries."""
+WINDOW_ENTRIES = ("windows", "overlap", "then")
+RECORD_ORDER = ("model", "prompt", "original_prompt", "negative_prompt", "size", "frames", "steps", "guidance", "seed")
+MODEL_ORDER = (
     "name",
     "about",
     "source",
@@ -86,64 +94,83 @@ FIRST_OF_A_MODEL = (
     "parameters",
     "memory",
     "networks",
+    "precisions",
+    "full_precision",
 )
 
 
 def show_record(file: str, as_json: bool) -> None:
-    """Print the record in a file."""
-    from wanjax.media.damage import is_cut_short  # imported late: a list of models needs none of it
-    from wanjax.media.metadata import DIGESTS, find_metadata
+    """Print the metadata of a video, a stage's file or a generation_config.json."""
+    from wanjax.media.damage import is_cut_short  # imported late: `models` does not need it
+    from wanjax.media.metadata import DIGESTS_KEY, find_metadata
 
     record = find_metadata(file)
     if isinstance(path := parse_path(file), Path) and path.is_file() and is_cut_short(path):
-        click.echo(f"note: {file} is truncated: it has its settings, but not all of its frames", err=True)
+        click.echo(
+            f"note: {file} is truncated: its settings are complete, but some of its frames are missing", err=True
+        )
     if as_json:
         click.echo(json.dumps(record, indent=2))
         return
-    record.pop(DIGESTS, None)  # which is for machines
+    record.pop(DIGESTS_KEY, None)  # other programs use these entries; people do not need them
     _print_lines(_entries(record))
 
 
+def show_workflow(options: "WorkflowOptions", as_json: bool) -> None:
+    """Print the request of a workflow: its settings, where its files are, and what differs."""
+    values = dict(options.values)
+    if as_json:
+        entries = {"missing": options.missing, "notes": options.notes}
+        click.echo(json.dumps(values | {k: v for k, v in entries.items() if v}, indent=2, ensure_ascii=False))
+        return
+    _print_lines(_entries(values))
+    for sentence in (*options.missing.values(), *options.notes):
+        click.echo(f"note: {sentence}")
+
+
 def _print_lines(lines: Mapping[str, str]) -> None:
-    width = max(map(len, lines))
-    room = columns - width - 2 if (columns := stdout_width()) else None
+    name_width = max(map(len, lines))
+    text_width = columns - name_width - 2 if (columns := stdout_width()) else None
     for name, text in lines.items():
-        first, *rest = folded(text, room)
-        click.echo("\n".join([f"{name:{width}}  {first}".rstrip(), *(f"{'':{width}}  {line}" for line in rest)]))
+        first, *rest = fold_text(text, text_width)
+        click.echo(
+            "\n".join([f"{name:{name_width}}  {first}".rstrip(), *(f"{'':{name_width}}  {line}" for line in rest)])
+        )
 
 
 def _entries(record: Mapping[str, Any]) -> dict[str, str]:
-    """Return the entries of a record as texts, in the order of their importance; those that are None are left out."""
-    entries = {name: value for name, value in record.items() if name not in LEFT_OUT}
+    """Format the entries of metadata, the most important ones first. Entries that are None are left out."""
+    entries = {name: value for name, value in record.items() if name not in HIDDEN_ENTRIES}
     if not record.get("original_prompt"):
         entries.pop("original_prompt", None)
     if not record.get("video"):
         entries.pop("strength", None)
-    if not any(record.get(name) for name in INPUTS):
+    if not any(record.get(name) for name in INPUT_SPECS):
         entries.pop("resize", None)
     if record.get("windows", 1) == 1:
-        entries = {name: value for name, value in entries.items() if name not in WINDOWS}
+        entries = {name: value for name, value in entries.items() if name not in WINDOW_ENTRIES}
     if {"height", "width"} <= record.keys() and "sizes" not in record:
         entries["size"] = f"{record['width']}x{record['height']}"
     if "frames" in record:
-        entries["frames"] = f"{_length(record)}" + (f" at {record['fps']} a second" if "fps" in record else "")
-    scales = [record.get(name) for name in ("guidance_scale", "guidance_scale_2")]
-    entries["guidance"] = " and ".join(_text(scale) for scale in scales if scale is not None) or None
-    order = [name for name in (*FIRST_OF_A_MODEL, *FIRST, *entries) if entries.get(name) is not None]
-    return {name.replace("_", " "): _text(entries[name]) for name in dict.fromkeys(order)}
+        entries["frames"] = f"{_frame_count(record)}" + (f" at {record['fps']} a second" if "fps" in record else "")
+    guidance_scales = [record.get(name) for name in ("guidance_scale", "guidance_scale_2")]
+    entries["guidance"] = " and ".join(_as_text(scale) for scale in guidance_scales if scale is not None) or None
+    order = [name for name in (*MODEL_ORDER, *RECORD_ORDER, *entries) if entries.get(name) is not None]
+    return {name.replace("_", " "): _as_text(entries[name]) for name in dict.fromkeys(order)}
 
 
-def _length(record: Mapping[str, Any]) -> Any:
-    """Return the frames of the whole video, of all its windows, where the record tells them in numbers."""
+def _frame_count(record: Mapping[str, Any]) -> Any:
+    """Compute the number of frames of all windows of a video. If the metadata has no valid numbers, return its entry
+    unchanged."""
     numbers = record["frames"], record.get("windows", 1), record.get("overlap", 1)
-    return length_of(*numbers) if all(type(number) is int for number in numbers) else record["frames"]
+    return total_frames(*numbers) if all(type(number) is int for number in numbers) else record["frames"]
 
 
-def _text(value: Any) -> str:
-    """Return a value on one line, without characters that would steer a terminal."""
+def _as_text(value: Any) -> str:
+    """Format a value on one line, without control characters."""
     if isinstance(value, Mapping):
-        value = ", ".join(f"{name} {_text(one)}" for name, one in value.items())
+        value = ", ".join(f"{name} {_as_text(entry)}" for name, entry in value.items())
     if isinstance(value, list | tuple):
-        value = ", ".join(map(_text, value))
+        value = ", ".join(map(_as_text, value))
     text = f"{value:g}" if isinstance(value, float) else str(value)
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with a command's options, as far as that is known without JAX, whose import takes seconds.
+"""Early checks of a command's options, without importing JAX, which takes seconds.
 
-What passes here is checked again where it is used.
+The code that uses the options checks them again.
 """
 
 import os
 import shlex
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,107 +15,138 @@ import click
 from click.core import ParameterSource
 
 from wanjax.cli import listing
-from wanjax.cli.names import TOKEN
-from wanjax.cli.options import check_file, is_given, is_typed, option_of
+from wanjax.cli.names import TOKEN_VARIABLE
+from wanjax.cli.options import check_file, is_given, on_command_line, option_of
 from wanjax.errors import WanjaxError
-from wanjax.media.inputs import INPUTS
+from wanjax.media.inputs import INPUT_SPECS
+from wanjax.pipelines.mesh_sizes import MeshSizes
 from wanjax.pipelines.settings import read_seeds
 from wanjax.pipelines.text.prompt_extension import check_url
 
 if TYPE_CHECKING:
     from wanjax.pipelines.request import VideoRequest
 
-VIDEO = ("generate", "batch", "encode", "plan", "warmup", "calibrate")  # commands whose model makes a video
-WHOLE = ("generate", "encode")  # those that are given all that a video is made from
-MODELS = ("model", "source")
-OTHER_FILES = ("noise", "decoder", "preview_decoder")
-STAGES = ("denoise", "decode")  # commands that read what another left in --dir
-ONE_VIDEO = ("generate", "decode")  # commands whose --out is a video's name
-SEVERAL = ("prompts", "seeds", "count")  # but with these, which make it a folder
-OF_LORA = ("rank", "alpha", "dropout", "targets", "lora_format", "lora_rank")  # parameters of training one
+VIDEO_COMMANDS = (
+    "generate",
+    "batch",
+    "encode",
+    "plan",
+    "warmup",
+    "calibrate",
+)  # commands that take the settings of a video
+COMPLETE_VIDEO_COMMANDS = ("generate", "encode")  # commands that need a complete request
+MODEL_PARAMETERS = ("model", "source")
+FILE_PARAMETERS = ("noise", "decoder", "preview_decoder")
+STAGE_COMMANDS = ("denoise", "decode")  # commands that read the files of the previous stage from --dir
+SINGLE_VIDEO_COMMANDS = ("generate", "decode")  # commands for which --out is a file
+MULTI_VIDEO_PARAMETERS = ("prompts", "seeds", "count")  # if one of them is given, --out is a folder
+PROMPT_LIST_SUFFIXES = (".txt", ".csv", ".json", ".jsonl", ".ndjson", ".parquet")
+CLIP_SUFFIXES = (".mp4", ".mov", ".webm", ".mkv")  # files that are never pictures
+WORKER_COMMANDS = ("batch", "serve")  # commands that may start workers
+# Parameters that only apply to the training of a LoRA
+OF_LORA = ("rank", "alpha", "dropout", "targets", "lora_format", "lora_rank")
 OF_STEP = ("lora_rank", "full", "batch_size", "optimizer")  # parameters of a step of training that `plan` prices
-LISTS = (".txt", ".csv", ".json", ".jsonl", ".ndjson", ".parquet")  # suffixes of files with prompts
-WORKERS = ("batch", "serve")  # commands that may start workers elsewhere
 
 
 def check(ctx: click.Context, request: "VideoRequest | None") -> None:
-    """Raise WanjaxError for a model or file that is not there, and for seeds, an address or a suffix that is none.
+    """Raise WanjaxError for a missing model or file, and for an invalid seed, address or suffix.
 
     Args:
         ctx: The command and its parameters.
-        request: What they ask of each video, of the commands that make some.
+        request: The settings that all videos of the command share; None for commands that make no video.
     """
     values = {name: value for name, value in ctx.params.items() if value not in (None, (), "")}
-    if values.get("original_metadata"):  # of which `remake` tells more
+    if values.get("original_metadata"):  # the module `remake` checks the values that come from metadata
         values = {
-            name: x for name, x in values.items() if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+            name: value
+            for name, value in values.items()
+            if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
         }
     _check_seeds(ctx, values.get("seeds"))
-    if "at" in values:  # where these are the server's
-        values = {name: value for name, value in values.items() if name not in (*MODELS, "lora", "decoder")}
-    for model in [values[name] for name in MODELS if name in values]:
+    _check_overlap(ctx)
+    if "at" in values:  # with --at, these options belong to the server
+        values = {name: value for name, value in values.items() if name not in (*MODEL_PARAMETERS, "lora", "decoder")}
+    for model in [values[name] for name in MODEL_PARAMETERS if name in values]:
         listing.check_name(model)
-        if request is not None and ctx.info_name in VIDEO and ctx.params.get("original_metadata") is None:
-            listing.check(model, request, is_complete=ctx.info_name in WHOLE and "prompts" not in values)
-    for name in (*INPUTS, *OTHER_FILES):
+        if request is not None and ctx.info_name in VIDEO_COMMANDS and ctx.params.get("original_metadata") is None:
+            listing.check(
+                model, request, is_complete=ctx.info_name in COMPLETE_VIDEO_COMMANDS and "prompts" not in values
+            )
+    for name in (*INPUT_SPECS, *FILE_PARAMETERS):
         for file in values[name] if isinstance(values.get(name), tuple) else [values.get(name)]:
-            check_file(file, f"give --{name.replace('_', '-')} a file that there is")
-    for name in (name for name, spec in INPUTS.items() if spec.kind in ("image", "images")):
+            check_file(file, f"give --{name.replace('_', '-')} an existing file")
+    for name in (name for name, spec in INPUT_SPECS.items() if spec.kind in ("image", "images")):
         for file in values[name] if isinstance(values.get(name), tuple) else [values.get(name)]:
             if file is not None and os.path.isdir(file):
-                raise WanjaxError(f"{INPUTS[name].option} {file} is a folder: give a picture")
+                raise WanjaxError(f"{INPUT_SPECS[name].option} {file} is a folder: give a picture")
+            if file is not None and Path(str(file)).suffix.lower() in CLIP_SUFFIXES:
+                advice = ", or the clip as --video" if "video" in ctx.params else ""
+                raise WanjaxError(f"{INPUT_SPECS[name].option} {file} is a clip: give a picture{advice}")
     if isinstance(folder := values.get("folder"), str | Path) and os.path.isfile(folder):
         raise WanjaxError(f"--dir {folder} is a file: give a folder")
+    if os.path.exists(out := str(values.get("out", ""))) and not (os.path.isfile(out) or os.path.isdir(out)):
+        raise WanjaxError(f"--out {out} is neither a file nor a folder: give a file to write")
     _check_prompts(values.get("prompts"))
     if ctx.info_name == "info" and not os.path.exists(values["file"]) and listing.find_model(values["file"]):
         raise WanjaxError(f"{values['file']} is a model, not a file: `wanjax models {values['file']}` describes it")
     if "chip" in values:
         _check_chip(values["chip"])
+    if "offload" in values and isinstance(mesh := values.get("mesh"), MeshSizes):
+        values["offload"].check_devices(prod(mesh))
     if "data" in values and not os.path.exists(data := values["data"].expanduser()):
-        raise WanjaxError(f"there is no folder or table {data}: give a folder of clips with captions")
+        raise WanjaxError(f"the folder or table {data} does not exist: give a folder of clips with captions")
     for text in values.get("lora", ()):
         _check_lora(text)
     if "extend_prompt" in values:
         check_url(values["extend_prompt"])
-    if "out" in values and ctx.info_name in ONE_VIDEO and not any(name in values for name in SEVERAL):
+    if (
+        "out" in values
+        and ctx.info_name in SINGLE_VIDEO_COMMANDS
+        and not any(name in values for name in MULTI_VIDEO_PARAMETERS)
+    ):
         _check_suffix(values["out"])
-    if ctx.info_name == "batch" or any(name in values for name in SEVERAL):
-        _check_several(values)
+    if ctx.info_name == "batch" or any(name in values for name in MULTI_VIDEO_PARAMETERS):
+        _check_many_videos(values)
     if "full" in ctx.params:
         _check_training(ctx)
     if ctx.info_name == "convert":
         _check_conversion(values)
-    if ctx.info_name in WORKERS:
+    if ctx.info_name in WORKER_COMMANDS:
         _check_workers(ctx)
     if ctx.info_name == "serve":
-        _check_access(ctx)
+        _check_listen(ctx)
     if ctx.info_name == "worker":
         _check_worker(values)
-    if ctx.info_name in STAGES:
+    if ctx.info_name in STAGE_COMMANDS:
         _check_stage(values["folder"], ctx.info_name)
+    if "at" not in values and ctx.params.get("original_metadata") is None:
+        _check_rows(values.get("prompts"), values.get("model"), request)
 
 
 def _check_worker(values: Mapping[str, Any]) -> None:
-    """Raise WanjaxError for a worker without a database that there is, or without a place for its videos."""
-    from wanjax.jobs.databases import ENV_VARIABLE, check_exists, resolve_database  # imported late, as above
+    """Raise WanjaxError if a worker has no database, or no folder for its videos."""
+    from wanjax.jobs.databases import ENV_VARIABLE, check_exists, resolve_database  # imported late for a quick --help
 
     if (url := resolve_database(values.get("database"))) is None:
-        raise WanjaxError(f"no database is named: give --database FILE|URL, or {ENV_VARIABLE} in the environment")
+        raise WanjaxError(f"no database: give --database FILE|URL, or set {ENV_VARIABLE} in the environment")
     if "out" in values and "folder" in values:
-        raise WanjaxError("--dir is given beside --out: give the one that the server or the batch has")
+        raise WanjaxError("both --dir and --out: give --dir of the server, or --out of the batch")
     if "out" not in values and "folder" not in values:
-        raise WanjaxError("no place is named: give --dir, that of the server, or --out, that of the batch")
+        raise WanjaxError("no folder for videos: give --dir of the server, or --out of the batch")
     for name in ("preview", "preview_decoder", "extend_prompt"):
         if "out" in values and is_given(name):
-            error = f"--{name.replace('_', '-')} is for the jobs of a server, with --dir"
-            raise WanjaxError(f"{error}: a batch has its prompts extended before, and shows no previews")
+            option = f"--{name.replace('_', '-')}"
+            raise WanjaxError(
+                f"{option} is for the jobs of a server, but --out is for a batch: leave it out, "
+                "or give --dir in place of --out"
+            )
     if "folder" in values and values.get("processes"):
-        raise WanjaxError("--processes is for the jobs of a batch: a worker of a server is one process")
+        raise WanjaxError("--processes is for the jobs of a batch: leave it out, a worker of a server is one process")
     check_exists(url)
 
 
 def _check_conversion(values: Mapping[str, Any]) -> None:
-    """Raise UsageError for a conversion without a target, and for options that --verify does not take."""
+    """Raise UsageError if a conversion has no target, or if --verify is combined with options of a conversion."""
     source, target = values["source"], values.get("target")
     if not values["check"] and target is None:
         raise click.UsageError(f"the folder to write is missing: give `wanjax convert {source} FOLDER`")
@@ -122,17 +154,24 @@ def _check_conversion(values: Mapping[str, Any]) -> None:
         raise click.UsageError("--verify reads a checkpoint as it is, and --lora merges into a new one: leave one out")
     if values["check"] and "dtypes" in values:
         raise click.UsageError("--verify reads a checkpoint as it is, and --dtype is for a new one: leave one out")
+    if values["check"] and "precision" in values:
+        raise click.UsageError("--verify reads a checkpoint as it is, and --precision is for a new one: leave one out")
+    if "precision" in values and values["to"] == "diffusers":
+        raise click.UsageError(
+            "--precision is for the layout of wanjax, and --to diffusers writes another: leave one out"
+        )
     if values["check"] and target is not None:
         raise click.UsageError(f"--verify takes one folder, got {source} and {target}: leave out the second")
 
 
 def _check_training(ctx: click.Context) -> None:
-    """Raise UsageError for options of a LoRA beside --full, which trains none, and for those of a step without one."""
+    """Raise UsageError for options of a LoRA together with --full, and for options of a training step without
+    --train."""
     for name in OF_STEP if not ctx.params.get("train", True) else ():
-        if is_typed(name, ctx):
-            raise click.UsageError(f"{option_of(name)} is for a step of training: give --train too, or leave it out")
+        if on_command_line(name, ctx):
+            raise click.UsageError(f"{option_of(name)} is for a step of training: also give --train, or leave it out")
     for name in OF_LORA if ctx.params["full"] else ():
-        if is_typed(name, ctx):
+        if on_command_line(name, ctx):
             raise click.UsageError(f"{option_of(name)} is for a LoRA, and --full trains all weights: leave one out")
 
 
@@ -140,18 +179,49 @@ def _check_seeds(ctx: click.Context, seeds: str | None) -> None:
     if seeds is None:
         return
     for other in ("count", "seed"):
-        if (value := ctx.params.get(other)) is not None and (other == "count" or is_typed(other, ctx)):
-            raise WanjaxError(f"--seeds {seeds} is given beside --{other} {value}: one way is enough")
+        if (value := ctx.params.get(other)) is not None and (other == "count" or on_command_line(other, ctx)):
+            raise WanjaxError(f"both --seeds {seeds} and --{other} {value}: give one of them")
     read_seeds(seeds)
+
+
+def _check_overlap(ctx: click.Context) -> None:
+    """Raise UsageError if --overlap is given for a video that has one window. With --from, the number of windows may
+    come from the metadata."""
+    if "overlap" not in ctx.params or ctx.info_name == "batch" or ctx.params.get("original_metadata") is not None:
+        return
+    if on_command_line("overlap", ctx) and (ctx.params.get("windows") or 1) == 1:
+        raise click.UsageError(
+            "--overlap joins the windows of a long video: give --windows 2 or more, or leave --overlap out"
+        )
 
 
 def _check_prompts(file: str | None) -> None:
     advice = "give a file with a prompt on each line"
-    if Path(str(file)).suffix.lower() not in LISTS:  # else a file is meant
+    if Path(str(file)).suffix.lower() not in PROMPT_LIST_SUFFIXES:  # the value may be a prompt
         advice += f"; for one prompt use `{shlex.join(['wanjax', 'generate', str(file)])}`"
     check_file(file, advice)
     if file is not None and os.path.isdir(file):
         raise WanjaxError(f"{file} is a folder: give a file with a prompt on each line")
+
+
+def _check_rows(file: str | None, model: str | None, request: "VideoRequest | None") -> None:
+    """Raise WanjaxError for rows of a file that cannot be read, or that a listed model does not take with the options
+    of the command. Standard input can be read only once, so it is checked later."""
+    if file is None or file == "-" or request is None or "prompt" in request.settings:
+        return
+    from wanjax.jobs.rows import RowErrors, read_requests, shared_by_all  # imported late for a quick --help
+
+    row_errors, options = RowErrors(), shared_by_all(request)
+    for row in read_requests(file, row_errors):
+        try:
+            if model is not None:
+                listing.check(model, row.with_defaults(options), is_complete=True)
+            for name in row.inputs:
+                for path in paths if isinstance(paths := row.inputs[name], list) else [paths]:
+                    check_file(path, f"give {name} an existing file")
+        except WanjaxError as error:
+            row_errors.add(row.row, error, row.row_unit)
+    row_errors.raise_if_any()
 
 
 def _check_chip(name: str) -> None:
@@ -160,75 +230,80 @@ def _check_chip(name: str) -> None:
     find_hardware(name)
 
 
-def _check_several(values: Mapping[str, Any]) -> None:
-    """Raise WanjaxError for options of one video, where there are several."""
+def _check_many_videos(values: Mapping[str, Any]) -> None:
+    """Raise WanjaxError for options that apply only to a single video, if the command makes several videos."""
     for option in ("noise", "profile"):
         if option in values:
             raise WanjaxError(f"--{option} is for one video: leave it out for several")
     if "folder" in values:
-        raise WanjaxError("--dir keeps the stages of one video: give --out, the folder of several")
+        raise WanjaxError("--dir is for the stages of one video: give --out, a folder, for several videos")
     if "out" in values and Path(values["out"]).suffix:
-        raise WanjaxError(f"--out names the file {values['out']} for several videos: name a folder")
+        raise WanjaxError(f"--out {values['out']} is a file: give a folder for several videos")
 
 
 def _check_workers(ctx: click.Context) -> None:
-    """Raise WanjaxError for workers that there cannot be, and for options of theirs without them."""
-    from wanjax.cli.parsed import WorkerOptions, fill  # imported late for a quick listing of models
+    """Raise WanjaxError for an impossible number of workers, and for options of workers if the command has no
+    workers."""
+    from wanjax.cli.parsed import WorkerOptions, options_from  # imported late for a quick listing of models
     from wanjax.jobs.databases import check_name, resolve_database
     from wanjax.jobs.ray_cluster import check_cluster
 
-    elsewhere, workers = fill(WorkerOptions, ctx), ctx.params["workers"]
-    if (database := resolve_database(elsewhere.database)) is not None:
+    worker_options, workers = options_from(WorkerOptions, ctx), ctx.params["workers"]
+    if (database := resolve_database(worker_options.database)) is not None:
         check_name(database)
-    serves = ctx.info_name == "serve"
-    of_ray = {"--hosts": elsewhere.hosts > 1, "--resources": elsewhere.resources, "--dashboard": elsewhere.dashboard}
-    for option in [option for option, value in of_ray.items() if value and elsewhere.ray is None]:
-        advice = "give --workers 2 --ray auto" if serves else "give --ray ADDRESS, or --ray local for this machine"
-        raise WanjaxError(f"{option} is for workers of Ray: {advice}")
-    if elsewhere.ray is not None:
-        if serves and workers is None:
-            raise WanjaxError("--ray is for several workers: give --workers 2 too, or another number")
-        check_cluster(elsewhere.ray)
-    if workers in (0, (0, 0)) and resolve_database(elsewhere.database) is None:
-        raise WanjaxError("--workers 0 leaves the videos to workers elsewhere: give --database URL, which names theirs")
-    alone = workers is None if serves else elsewhere.is_alone(workers)
-    if ctx.params["processes"] and not alone:
-        raise WanjaxError("--processes is for one worker, this process and those that it meets: leave out the others")
+    is_server = ctx.info_name == "serve"
+    ray_values = {
+        "--hosts": worker_options.hosts > 1,
+        "--resources": worker_options.resources,
+        "--dashboard": worker_options.dashboard,
+    }
+    for option in [option for option, value in ray_values.items() if value and worker_options.ray is None]:
+        advice = "give --workers 2 --ray auto" if is_server else "give --ray ADDRESS, or --ray local for this machine"
+        raise WanjaxError(f"{option} is for workers in Ray: {advice}")
+    if worker_options.ray is not None:
+        if is_server and workers is None:
+            raise WanjaxError("--ray is for several workers: also give --workers 2, or another number")
+        check_cluster(worker_options.ray)
+    if workers in (0, (0, 0)) and resolve_database(worker_options.database) is None:
+        raise WanjaxError("--workers 0 leaves the videos to other hosts: give their --database URL")
+    is_alone = workers is None if is_server else worker_options.is_alone(workers)
+    if ctx.params["processes"] and not is_alone:
+        raise WanjaxError("--processes is for one worker that spans processes: leave it out, or give one worker")
 
 
-def _check_access(ctx: click.Context) -> None:
-    from wanjax.cli.parsed import ListenOptions, fill  # imported late for a quick listing of models
+def _check_listen(ctx: click.Context) -> None:
+    from wanjax.cli.parsed import ListenOptions, options_from  # imported late for a quick listing of models
 
-    listen = fill(ListenOptions, ctx)
+    listen = options_from(ListenOptions, ctx)
     try:
         from wanjax.serve.auth import Access
-    except ImportError:  # of which the command tells
+    except ImportError:  # the command itself will report this error
         return
-    Access.read(listen.host, listen.token or os.environ.get(TOKEN) or None, listen.origins)
+    Access.read(listen.host, listen.token or os.environ.get(TOKEN_VARIABLE) or None, listen.origins)
 
 
 def _check_lora(text: str) -> None:
-    from wanjax.checkpoints.hub import name_on_hub  # imported late: it needs NumPy
+    from wanjax.checkpoints.hub import parse_hub_file  # imported late, because this needs NumPy
     from wanjax.checkpoints.lora_source import Lora
 
-    name_on_hub(Lora.parse(text).named().file)
+    parse_hub_file(Lora.parse(text).resolve_folder().file)
 
 
 def _check_suffix(out: str) -> None:
-    from wanjax.media.video import check_suffix  # imported late: it needs NumPy
+    from wanjax.media.video import check_suffix  # imported late, because this needs NumPy
 
     check_suffix(out)
 
 
 def _check_stage(folder: Path, command: str) -> None:
-    from wanjax.cli.runs import check_not_past  # imported late for a quick --help
-    from wanjax.media.metadata import (  # imported late: it needs NumPy
-        EMBEDDINGS,
-        LATENTS,
+    from wanjax.cli.runs import check_not_removed  # imported late for a quick --help
+    from wanjax.media.metadata import (  # imported late, because this needs NumPy
+        EMBEDDINGS_FILE,
+        LATENTS_FILE,
         load_stage_settings,
         stage_file,
     )
 
-    check_not_past(folder)
+    check_not_removed(folder)
     load_stage_settings(folder)
-    stage_file(folder, EMBEDDINGS if command == "denoise" else LATENTS)
+    stage_file(folder, EMBEDDINGS_FILE if command == "denoise" else LATENTS_FILE)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `convert`: prints a table of what will be read and written, then shows the progress."""
+"""The command `convert`: print the files that will be read and written, then show the progress."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,9 +14,11 @@ from wanjax.checkpoints.sources import Source
 from wanjax.cli.report import Report
 from wanjax.cli.tables import print_table
 from wanjax.errors import WanjaxError
-from wanjax.figures import in_bytes, quantity
+from wanjax.figures import format_bytes, pluralize
+from wanjax.layers.precision import Precision
+from wanjax.loading import with_precision
 from wanjax.pipelines.progress import LINE_INTERVAL
-from wanjax.registry import check_complete, find_checkpoint, kinds, read_configs, with_options
+from wanjax.registry import apply_options, check_complete, find_checkpoint, kinds, read_configs
 from wanjax.stores.paths import parse_path
 
 
@@ -26,109 +28,119 @@ def convert(
     target: str | None,
     to: str,
     dtypes: Sequence[str],
+    precision: str | None,
     lora: Sequence[str],
     revision: str | None,
     check: bool,
 ) -> None:
-    """Convert the source, with LoRAs merged in, to the target or, with `check`, verify the source's checksums."""
+    """Convert the source to the target and merge LoRAs. With `check`, only verify the source's checksums."""
     if check:
-        _verify(report, source)
+        _verify_checksums(report, source)
         return
     assert target is not None
     checkpoint, preset = find_checkpoint(source, revision)
     if preset and preset.loras and source == preset.name:
-        raise WanjaxError(f"{source} is {preset.source} with a LoRA, merged when it is loaded: convert the former")
+        raise WanjaxError(f"{source} is {preset.source} with a LoRA: convert {preset.source}, with --lora to merge one")
     if (missing := checkpoint.missing_components) and checkpoint.origin != checkpoint.name:
-        report.note(f"{source} holds no {', '.join(missing)}: taken from {checkpoint.fallback_repo}")
+        report.note(f"{source} holds no {', '.join(missing)}: reading it from {checkpoint.fallback_repo}")
     checkpoint.storage.check_room()
     check_complete(checkpoint)
-    where, outline = parse_path(target), read_configs(source, checkpoint, preset)
+    folder, model_outline = parse_path(target), read_configs(source, checkpoint, preset)
     if lora:
-        outline = with_options(outline, tuple(Lora.parse(text).named() for text in lora), report.note)
-        checkpoint = outline.source
+        model_outline = apply_options(
+            model_outline, tuple(Lora.parse(text).resolve_folder() for text in lora), report.note
+        )
+        checkpoint = model_outline.source
+    model_outline = with_precision(model_outline, precision)
     if to == "diffusers":
-        conversion: Conversion = ToDiffusers(checkpoint, where, kinds())
+        conversion: Conversion = ToDiffusers(checkpoint, folder, kinds())
     else:
-        # one file of a repository of several models
+        # the repository has several models, each in one file
         is_of_several = preset is not None and checkpoint.origin not in preset.sources
-        shipped = preset is not None and Path(preset.source).exists()  # then its folder exists on this machine only
+        is_bundled = preset is not None and Path(preset.source).exists()  # the folder exists only on this machine
         conversion = ToWanjax(
             checkpoint,
-            where,
+            folder,
             kinds(),
             dtypes=_dtypes(dtypes, checkpoint),
-            origin=preset.name if preset and (shipped or is_of_several) else None,
+            origin=preset.name if preset and (is_bundled or is_of_several) else None,
             licence=preset.licence if preset else None,
-            known_as=outline.distilled_name,
+            name_hint=model_outline.distilled_name,
+            precision=Precision.of(model_outline.settings.precision),
         )
-    _announce(report, conversion)
-    with _bar(report) as progress:
-        new = conversion.run(progress, report.enable_resume)
+
+    def on_begin() -> None:
+        _print_sizes(report, conversion)
+        report.enable_resume(conversion.has_saved_work)
+
+    with _progress_bars(report) as progress:
+        is_new = conversion.run(progress, on_begin)
     report.resume_command = None
-    report.note(f"{where} is complete and verified" if new else f"{where} was already there, complete")
+    report.note(f"{folder} is complete and verified" if is_new else f"{folder} already exists and is complete")
 
 
-def _verify(report: Report, source: str) -> None:
-    with _bar(report) as progress:
+def _verify_checksums(report: Report, source: str) -> None:
+    with _progress_bars(report) as progress:
         manifest = verify(find_checkpoint(source)[0], progress)
     arrays = sum(len(network) for network in manifest["networks"].values())
     report.note(
-        f"{source} is as it was written: {quantity(arrays, 'array')}, and beside them "
-        f"{quantity(len(manifest['files']), 'file')}"
+        f"all checksums of {source} match: {pluralize(arrays, 'array')} and "
+        f"{pluralize(len(manifest['files']), 'other file')}"
     )
 
 
-def _dtypes(texts: Sequence[str], source: Source) -> dict[str, str]:
-    """Return the new dtypes by component. A dtype without a name is for all components not kept in float32."""
-    chosen = {}
-    for text in texts:
-        name, _, dtype = text.rpartition("=")
+def _dtypes(options: Sequence[str], source: Source) -> dict[str, str]:
+    """Map components to their new dtypes. A dtype without a component applies to all components that do not stay
+    float32."""
+    dtype_by_component = {}
+    for option in options:
+        name, _, dtype = option.rpartition("=")
         if dtype not in ("bfloat16", "float32"):
-            raise WanjaxError(f"--dtype {text} is no dtype to store weights in: bfloat16 or float32 is")
+            raise WanjaxError(f"--dtype {option} cannot store weights: give bfloat16 or float32")
         classes = {word for kind in kinds() for word in kind.classes}
-        listed = [key for key, component in source.components.items() if component.kind in classes]
-        names = [name] if name else [key for key in listed if not network(source, key, kinds()).float32]
-        chosen |= dict.fromkeys(names, dtype)
-    return chosen
+        network_names = [key for key, component in source.components.items() if component.kind in classes]
+        names = [name] if name else [key for key in network_names if not network(source, key, kinds()).float32]
+        dtype_by_component |= dict.fromkeys(names, dtype)
+    return dtype_by_component
 
 
-def _announce(report: Report, conversion: Conversion) -> None:
-    """Print the size of each network as it is read and as it is written."""
+def _print_sizes(report: Report, conversion: Conversion) -> None:
+    """Print the size of each network in the source and in the target."""
     rows = []
-    for each in conversion.networks:
-        sizes = in_bytes(each.bytes_read), in_bytes(each.bytes_written)
-        rows.append((each.name, f"{each.parameters:,}", *sizes, each.dtype or ""))
-    read = sum(each.bytes_read for each in conversion.networks)
-    written = sum(each.bytes_written for each in conversion.networks)
-    rows.append(("together", "", in_bytes(read), in_bytes(written), ""))
+    for converted in conversion.networks:
+        sizes = format_bytes(converted.bytes_read), format_bytes(converted.bytes_written)
+        rows.append((converted.name, f"{converted.parameters:,}", *sizes, converted.dtype or ""))
+    read = sum(converted.bytes_read for converted in conversion.networks)
+    written_bytes = sum(converted.bytes_written for converted in conversion.networks)
+    rows.append(("total", "", format_bytes(read), format_bytes(written_bytes), ""))
     print_table(report.console, ("network", "parameters", "read", "written", "as"), rows)
-    if there := conversion.bytes_there:
-        report.note(f"{in_bytes(there)} of it are already there")
+    if bytes_present := conversion.bytes_done:
+        report.note(f"{format_bytes(bytes_present)} are already converted")
 
 
 @contextmanager
-def _bar(report: Report) -> Iterator[Progress]:
-    """Show a progress bar, with its rate, for each part of the work; in a pipe a line from time to time."""
+def _progress_bars(report: Report) -> Iterator[Progress]:
+    """Show a progress bar with a rate for each part of the work. If the output is a pipe, print a line now and then."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (TextColumn("{task.description:10}"), BarColumn(24), DownloadColumn(), TransferSpeedColumn())
     tasks, progress = {}, Progress(*columns, TimeRemainingColumn(), console=report.console)
-    last = perf_counter()
+    last_print = perf_counter()
 
-    def note(at: str, done: int, total: int) -> None:
-        nonlocal last
-        if done == total or perf_counter() - last > LINE_INTERVAL:
-            last = perf_counter()
-            report.note(f"{at}: {in_bytes(done)} of {in_bytes(total)}")
+    def print_line(name: str, done: int, total: int) -> None:
+        nonlocal last_print
+        if done == total or perf_counter() - last_print > LINE_INTERVAL:
+            last_print = perf_counter()
+            report.note(f"{name}: {format_bytes(done)} of {format_bytes(total)}")
 
-    def tell(at: str, done: int, total: int) -> None:
+    def update_bar(name: str, done: int, total: int) -> None:
         progress.start()
-        if at not in tasks:
-            tasks[at] = progress.add_task(at, total=total)
-        progress.update(tasks[at], completed=done)
+        if name not in tasks:
+            tasks[name] = progress.add_task(name, total=total)
+        progress.update(tasks[name], completed=done)
 
     try:
-        yield tell if report.console.is_terminal else note
+        yield update_bar if report.console.is_terminal else print_line
     finally:
         if tasks:
             progress.stop()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options from files, in place of the command line: `--config`, a TOML file, and `--from`, the record of a video.
+"""Options from files: `--config`, a TOML file, and `--from`, the metadata of a video or a workflow of ComfyUI.
 
-Both become click's `default_map`. What is typed counts first, then the record, then the TOML file. Beside a record, the
-TOML file gives no options that shape the video.
+Both options set click's `default_map`. The command line overrides the metadata, and the metadata overrides the TOML
+file. With `--from`, options of the TOML file that shape the video are ignored.
 """
 
 import tomllib
@@ -15,15 +15,23 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from wanjax.cli import sections
-from wanjax.cli.arguments import ELSEWHERE, check_extra, check_words, our_name, visible_options
-from wanjax.cli.options import SETTINGS, check_file, input_option, is_typed, of_file
+from wanjax.cli import sections, workflow_options
+from wanjax.cli.arguments import (
+    OTHER_OPTION_NAMES,
+    check_extra,
+    check_words,
+    complete_files,
+    our_name,
+    visible_options,
+    with_offload_values,
+)
+from wanjax.cli.options import SETTINGS, check_file, combine_options, file_option, input_option, on_command_line
 from wanjax.errors import WanjaxError, reason
-from wanjax.media.inputs import IMAGE, INPUTS, REFERENCES
+from wanjax.media.inputs import IMAGE, INPUT_SPECS, REFERENCES
 from wanjax.media.text_files import read_text
 from wanjax.pipelines.settings import read_size
 
-OVERRIDES = {
+REPLACED_BY = {
     "size": ("height", "width"),
     "prompt": ("prompts",),
     "prompts": ("prompt",),
@@ -31,216 +39,317 @@ OVERRIDES = {
     "seeds": ("count", "seed"),
     "count": ("seeds",),
     "follow": ("sigmas",),
+    "boundary": ("boundary_step",),
 }
-"""Parameters that, where they are typed, take the place of others that come from a file."""
-NOT_SHAPING = ("folder", "out", "force", "profile", "processes", "quiet", "verbose", "stats", "in_json")
-"""Parameters that do not shape a video."""
-SAFE = "safe"
-CONFIG, RECORD = "wanjax.config", "wanjax.record"  # keys, in a command's context, of options from files
+"""If one of these parameters is on the command line, the parameters that it replaces are not read from a file."""
+MACHINE_PARAMETERS = (
+    *("mesh", "rules", "dtype", "vae_dtype", "precision", "attention", "offload", "compiler", "decoder"),
+    "batch_guidance",
+)
+"""Parameters that a workflow of ComfyUI does not set."""
+NON_VIDEO_PARAMETERS = ("folder", "out", "force", "profile", "processes", "quiet", "verbose", "stats", "in_json")
+"""Parameters that do not change the content of a video."""
+SAFE_COMPILER = "safe"
+DOWNLOADING_COMMANDS = ("generate", "batch")  # commands that load the weights which a workflow names
+UNCONFIGURABLE = ("config", "from", "models", "inputs", "print-command")  # options that a TOML file does not set
+CONFIG, METADATA = "wanjax.config", "wanjax.record"  # keys of the `meta` of a command's context
 
 
 def files_recorded() -> dict[str, str]:
-    """Return the entries of a record that name files, and the options that give others."""
+    """Map each entry of metadata that names a file to the option that gives another file."""
     others = {"noise": "--noise FILE", "lora": "--lora FILE", "decoder": "--decoder FILE", "model": "--model FOLDER"}
-    return {name: f"{spec.option} FILE" for name, spec in INPUTS.items()} | others
+    return {name: f"{spec.option} FILE" for name, spec in INPUT_SPECS.items()} | others
 
 
 def recorded_parameters() -> set[str]:
-    """Return the parameters of `generate` that a record gives. No file that is written is among them."""
+    """Return the parameters of `generate` that metadata can set. None of them is a file to write."""
     return {*SETTINGS, *files_recorded(), "scheduler", "attention", "mesh", "rules", "compiler", "batch_guidance"}
 
 
 class Command(sections.Command):
-    """A command of which some options may come from files."""
+    """A command that can read options from files."""
 
-    _inputs: tuple[click.Parameter, ...] = ()  # those of registered families
+    _inputs: tuple[click.Parameter, ...] = ()  # options of families that were registered in this process
 
-    allow_extra_args = True  # which are refused below, with what they may be meant for
+    allow_extra_args = True  # `check_extra` then reports surplus arguments, with a suggestion
 
-    def take_inputs(self) -> None:
-        """Give a command that has the options of all inputs those of registered families too."""
-        declared = [candidate for candidate in self.params if candidate not in self._inputs]
-        names = {candidate.name for candidate in declared}
-        command_table = [input_option(candidate) for name, candidate in INPUTS.items() if name not in names]
-        self._inputs = tuple(command_table) if {IMAGE.name, REFERENCES.name} <= names else ()
+    def add_registered_inputs(self) -> None:
+        """Add options for the inputs of newly registered families, if the command has options for inputs."""
+        declared = [parameter for parameter in self.params if parameter not in self._inputs]
+        names = {parameter.name for parameter in declared}
+        extra_options = [input_option(parameter) for name, parameter in INPUT_SPECS.items() if name not in names]
+        self._inputs = tuple(extra_options) if {IMAGE.name, REFERENCES.name} <= names else ()
         self.params[:] = [*declared, *self._inputs]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        args = with_offload_values(args)
         check_words(self, ctx, args)
-        rest = super().parse_args(ctx, args)
-        check_extra(self, ctx, rest)
+        workflow_options.parse_raw(self, ctx, args)
+        extra = super().parse_args(ctx, args)
+        check_extra(self, ctx, extra)
         from_file = {name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.DEFAULT_MAP}
-        replaced = {
+        overridden_options = {
             overridden
-            for name, overridden_names in OVERRIDES.items()
-            if is_typed(name, ctx)
+            for name, overridden_names in REPLACED_BY.items()
+            if on_command_line(name, ctx)
             for overridden in overridden_names
         }
-        candidate = "prompts" in replaced or ctx.params.get("prompts") is None  # each line of a list may name a video
-        if candidate and "video" in ctx.params and ctx.params["video"] is None:
-            replaced.add("strength")  # that of a video to begin from
-        ctx.params.update(dict.fromkeys(replaced & from_file))
-        return rest
+        may_be_one_video = (
+            "prompts" in overridden_options or ctx.params.get("prompts") is None
+        )  # a line of --prompts may name an input video
+        if may_be_one_video and "video" in ctx.params and ctx.params["video"] is None:
+            overridden_options.add("strength")  # strength applies to an input video
+        ctx.params.update(dict.fromkeys(overridden_options & from_file))
+        return extra
 
     def invoke(self, ctx: click.Context) -> Any:
         from wanjax.cli.checks import check  # imported late for a quick --help
-        from wanjax.cli.runs import sweep
+        from wanjax.cli.runs import remove_old_runs
 
         folder = ctx.params.get("folder")
-        sweep(but=folder if isinstance(folder, Path) else None)
+        remove_old_runs(keep=folder if isinstance(folder, Path) else None)
         assert self.callback is not None
         names = signature(self.callback).parameters
         arguments = {name: ctx.params[name] for name in names if name in ctx.params}
-        if others := [name for name in names if name not in ctx.params]:
-            from wanjax.cli.parsed import VALUES  # a listing of models needs none of them
+        if other_names := [name for name in names if name not in ctx.params]:
+            from wanjax.cli.parsed import ARGUMENT_PARSERS  # imported late for a quick list of models
 
-            arguments |= {name: VALUES[name](ctx) for name in others}
+            arguments |= {name: ARGUMENT_PARSERS[name](ctx) for name in other_names}
+        workflow_options.check_missing(ctx, REPLACED_BY)
         check(ctx, arguments.get("request"))
+        workflow_options.report_workflow(ctx)
+        if ctx.params.get("print_command"):
+            click.echo(workflow_options.command_text(ctx))
+            return None
+        if ctx.info_name in DOWNLOADING_COMMANDS:
+            workflow_options.confirm_downloads(ctx)
         return ctx.invoke(self.callback, **arguments)
 
 
 def read_config(ctx: click.Context, parameter: click.Parameter, file: str | None) -> None:
-    """Take options from a TOML file: those at its top, which hold for all commands, and the command's own table.
+    """Read options from a TOML file: the options at the top of the file, which all commands share, and the table of the
+    command.
 
-    Raises WanjaxError, with the name of the key, for an option that no command has and a value of another type.
+    Raises:
+        WanjaxError: A key is not an option of any command, or its value has the wrong type. The message names the key.
     """
     if file is not None and not ctx.resilient_parsing:
-        check_file(Path(file).expanduser(), "give --config a TOML file that there is")
-        ctx.meta[CONFIG] = _from_config(file, ctx)
+        check_file(Path(file).expanduser(), "give --config an existing TOML file")
+        ctx.meta[CONFIG] = _options_from_config(file, ctx)
         _set_defaults(ctx)
 
 
 def find_metadata(ctx: click.Context, parameter: click.Parameter, file: str | None) -> dict[str, Any] | None:
-    """Take the prompt and the options from the record of a video, which it returns."""
+    """Read the prompt and the options from the metadata of a video; return the metadata."""
     if file is None or ctx.resilient_parsing:
         return None
+    from wanjax.cli.runs import is_run_folder  # imported late for a quick --help
+
+    if (graph := workflow_options.find_workflow(file)) is not None:
+        set_workflow(ctx, file, graph)
+        return None
+    if ctx.info_name != "generate":
+        raise WanjaxError(
+            f"{file} holds no workflow of ComfyUI: `wanjax generate --from` reads a video of wanjax, and `wanjax info` "
+            "shows its settings"
+        )
     record = _load_record(file)
     parameters = [x for x in ctx.command.params if x.name in recorded_parameters() and record.get(x.name) is not None]
     values = {x.name: _checked_value(file, x.name, record[x.name], x) for x in parameters}
-    ctx.meta[RECORD] = {"compiler": SAFE, **values, "tile": "tiling" in record}  # the set that records do not name
+    if record.get("windows", 1) == 1:
+        values.pop("overlap", None)  # of no effect, and refused without windows
+    if is_run_folder(Path(file)):  # the run resumes there
+        values["folder"] = file
+    ctx.meta[METADATA] = {
+        "compiler": SAFE_COMPILER,
+        **values,
+        "tile": "tiling" in record,
+    }  # metadata without an entry for the compiler options means the set `safe`
     _set_defaults(ctx)
     return record
 
 
+def find_prompts(ctx: click.Context, parameter: click.Parameter, file: str) -> str | None:
+    """Return the file with the requests of a batch. If it is a workflow, take its options and return None."""
+    if ctx.resilient_parsing or (graph := workflow_options.find_workflow(file, may_be_prompts=True)) is None:
+        return file
+    if ctx.meta[workflow_options.RAW][1].get("original_metadata") is not None:
+        raise click.UsageError(f"{file} and --from are both workflows: give one of them")
+    set_workflow(ctx, file, graph)
+    ctx.params["prompt"] = ctx.meta[workflow_options.WORKFLOW].values["prompt"]
+    return None
+
+
+def set_workflow(ctx: click.Context, file: str, graph: Any) -> None:
+    """Take options from a workflow of ComfyUI."""
+    options = workflow_options.options_of(ctx, file, graph)
+    parameters = {str(parameter.name): parameter for parameter in ctx.command.params}
+    values = {
+        name: _checked_value(file, name, value, parameters[name])
+        for name, value in options.values.items()
+        if name in parameters
+    }
+    ctx.meta[workflow_options.WORKFLOW] = options
+    ctx.meta[METADATA] = values
+    _set_defaults(ctx)
+
+
 def _load_record(file: str) -> dict[str, Any]:
-    """Return the record of a video that is to be made again; raise WanjaxError where it does not name its model."""
-    from wanjax.cli.runs import check_not_past  # imported late for a quick --help
+    """Load the metadata of the video of --from. Raises WanjaxError if the metadata does not name the model."""
+    from wanjax.cli.runs import check_not_removed  # imported late for a quick --help
     from wanjax.media import metadata
 
-    check_not_past(Path(file))
+    check_not_removed(Path(file))
     record = metadata.find_metadata(file)
     if not isinstance(record.get("model"), str):
-        raise WanjaxError(f"{file} names no model: the generation_config.json beside a stage's file does")
+        raise WanjaxError(f"{file} names no model: give the generation_config.json next to the stage's file")
     return record
 
 
 def _set_defaults(ctx: click.Context) -> None:
-    """Make the options of the files click's defaults; beside a record, a TOML file cannot change the video."""
-    options, record = ctx.meta.get(CONFIG, {}), ctx.meta.get(RECORD)
+    """Set click's defaults from the files. If there is metadata, the TOML file sets only options that do not change the
+    video."""
+    options, record = ctx.meta.get(CONFIG, {}), ctx.meta.get(METADATA)
     if record is not None:
-        options = {name: value for name, value in options.items() if name in NOT_SHAPING} | record
+        allowed_names = NON_VIDEO_PARAMETERS
+        if workflow_options.WORKFLOW in ctx.meta:
+            allowed_names = (*NON_VIDEO_PARAMETERS, *MACHINE_PARAMETERS)
+        options = {name: value for name, value in options.items() if name in allowed_names} | record
     ctx.default_map = options
 
 
-def _from_config(file: str, ctx: click.Context) -> dict[str, Any]:
-    """Return the options of a TOML file for the command of a context, by the names of its parameters."""
+def _options_from_config(file: str, ctx: click.Context) -> dict[str, Any]:
+    """Read the options of a TOML file for the command of a context, by the names of its parameters."""
     group, command = ctx.parent.command if ctx.parent else None, str(ctx.info_name)
     assert isinstance(group, click.Group)
-    options_of = {name: _options(group.commands[name]) for name in group.list_commands(ctx)}
-    all_options = {key: option for name in (*reversed(options_of), command) for key, option in options_of[name].items()}
-    for key in (key for name in options_of for key in _argument_names(group.commands[name])):
-        all_options.pop(key, None)
+    options_by_command = {name: _options(group.commands[name]) for name in group.list_commands(ctx)}
+    options_by_name = {
+        key: option
+        for name in (*reversed(options_by_command), command)
+        for key, option in options_by_command[name].items()
+    }
+    for key in (key for name in options_by_command for key in _argument_names(group.commands[name])):
+        options_by_name.pop(key, None)
     tables: dict[str, Any] = {}
-    table = _table(file)
-    for name in options_of.keys() & table.keys():
-        if not isinstance(command_table := table.pop(name), dict):
-            raise WanjaxError(f"{file} gives {name} as {command_table!r}: write a table of its options, [{name}]")
-        tables[name] = _parse_table(f"{file}, in [{name}],", command_table, options_of[name])
-    for name in (key for key, value in table.items() if isinstance(value, dict) and key not in all_options):
-        near = [f"[{candidate}]" for candidate in get_close_matches(name, options_of, n=1) or options_of]
-        raise WanjaxError(f"{file} has the table {name!r}, which is no command: write {' or '.join(near)}")
-    names = {option.name for option in options_of[command].values()}
-    shared = {name: value for name, value in _parse_table(file, table, all_options).items() if name in names}
-    return shared | tables.get(command, {})
+    file_options = _load_table(file)
+    for name in options_by_command.keys() & file_options.keys():
+        if not isinstance(command_table := file_options.pop(name), dict):
+            raise WanjaxError(f"{file} gives {name} as {command_table!r}: write a table [{name}] with its options")
+        tables[name] = _parse_table(f"{file}, in [{name}],", command_table, options_by_command[name])
+    for name in (key for key, value in file_options.items() if isinstance(value, dict) and key not in options_by_name):
+        similar = [
+            f"[{candidate}]" for candidate in get_close_matches(name, options_by_command, n=1) or options_by_command
+        ]
+        raise WanjaxError(f"{file} has a table {name!r}, but no command has this name: write {' or '.join(similar)}")
+    names = {option.name for option in options_by_command[command].values()}
+    shared_settings = {
+        name: value for name, value in _parse_table(file, file_options, options_by_name).items() if name in names
+    }
+    return shared_settings | tables.get(command, {})
 
 
-def _table(file: str) -> dict[str, Any]:
+def _load_table(file: str) -> dict[str, Any]:
     try:
         return tomllib.loads(read_text(Path(file).expanduser()))
-    except (OSError, ValueError) as error:  # TOML's and Unicode's errors are of the second kind
-        raise WanjaxError(f"the options in {file} cannot be read, {reason(error)}") from error
+    except (OSError, ValueError) as error:  # errors of TOML and of Unicode are subclasses of ValueError
+        raise WanjaxError(f"the options in {file} cannot be read: {reason(error)}") from error
 
 
 def _options(command: click.Command) -> dict[str, click.Option]:
-    """Return the options that a file may give a command, by their names without dashes before them."""
+    """Map names without leading dashes to the options that a file may set for a command."""
     by_name = {name[2:]: option for name, option in visible_options(command).items() if name.startswith("--")}
-    return {key: option for key, option in by_name.items() if key not in ("config", "from")}
+    return {key: option for key, option in by_name.items() if key not in UNCONFIGURABLE}
 
 
 def _argument_names(command: click.Command) -> list[str]:
-    """Return the names of a command's arguments that scripts gave as options: no file gives them to all commands."""
-    hidden = [x for x in command.params if isinstance(x, click.Option) and x.hidden and not x.is_flag]
-    arguments = {x.name for x in command.params if isinstance(x, click.Argument)}
-    return [name[2:] for option in hidden for name in option.opts if name[2:] in arguments]
+    """Return the arguments of a command that also have a hidden option. The top of a TOML file cannot set them."""
+    hidden_options = [
+        option for option in command.params if isinstance(option, click.Option) and option.hidden and not option.is_flag
+    ]
+    argument_names = {option.name for option in command.params if isinstance(option, click.Argument)}
+    return [name[2:] for option in hidden_options for name in option.opts if name[2:] in argument_names]
 
 
 def _parse_table(location: str, table: Mapping[str, Any], options: Mapping[str, click.Option]) -> dict[str, Any]:
-    """Return the values of a table by the names of their parameters; a size as height and width.
-
-    `location` says in a message where the table stands.
+    """Read the values of a table by the names of parameters. A size becomes a height and a width. `location` is the
+    place of the table in messages.
     """
     values: dict[str, Any] = {}
     for key, value in table.items():
         name = our_name(key)
         if name not in options:
-            near = [ELSEWHERE[name]] if ELSEWHERE.get(name) in options else get_close_matches(name, options, n=1)
+            similar = (
+                [OTHER_OPTION_NAMES[name]]
+                if OTHER_OPTION_NAMES.get(name) in options
+                else get_close_matches(name, options, n=1)
+            )
             raise WanjaxError(
-                f"{location} has {key!r}, which is no option there{f': did you mean {near[0]}?' if near else ''}"
+                f"{location} has an unknown option {key!r}{f': did you mean {similar[0]}?' if similar else ''}"
             )
         option = options[name]
         checked = _checked_value(location, key, value, option)
-        if option.name == "size" and isinstance(size := read_size(checked), tuple):
-            values |= zip(("height", "width"), size, strict=True)
+        if option.name == "size" and isinstance(sides := read_size(checked), tuple):
+            values |= zip(("height", "width"), sides, strict=True)
         else:
             values[option.name] = checked
     return values
 
 
 def _checked_value(location: str, key: str, value: Any, parameter: click.Parameter) -> Any:
-    """Return a parameter's value, a list where it may be given more than once; raise WanjaxError for another type."""
+    """Check the type of a parameter's value. If the parameter may be given more than once, return a list."""
     types: tuple[type, ...] = (str,)
-    expected = "a text"
+    expected_text = "a text"
     if getattr(parameter, "is_flag", False):
-        types, expected = (bool,), "true or false"
+        types, expected_text = (bool,), "true or false"
     elif isinstance(parameter.type, click.types.IntParamType):
-        types, expected = (int,), "a whole number"
+        types, expected_text = (int,), "a whole number"
     elif parameter.name == "seed":
-        types, expected = (int, str), "a whole number or random"
+        types, expected_text = (int, str), "a whole number or random"
     elif isinstance(parameter.type, click.types.FloatParamType):
-        types, expected = (int, float), "a number"
+        types, expected_text = (int, float), "a number"
     is_multiple = getattr(parameter, "multiple", False)
     values = value if is_multiple and isinstance(value, list) else [value]
-    if any(type(candidate) not in types for candidate in values):
-        raise WanjaxError(f"{location} gives {key} as {value!r}: write {expected}")
-    if any(
-        "\0" in candidate for candidate in values if isinstance(candidate, str)
-    ):  # which no file's name and no metadata holds
+    if any(type(item) not in types for item in values):
+        shown = str(value).lower() if isinstance(value, bool) else repr(value)  # as TOML and JSON write it
+        raise WanjaxError(f"{location} gives {key} as {shown}: write {expected_text}")
+    # File names and metadata cannot contain this character
+    if any("\0" in item for item in values if isinstance(item, str)):
         raise WanjaxError(f"{location} gives {key} as {value!r}: write a text without the character \\0")
     return values if is_multiple else value
 
 
-config = of_file(
+config = file_option(
     "--config",
-    is_eager=True,  # before the options that it gives
+    is_eager=True,  # eager: read before the options that the file sets
     expose_value=False,
     callback=read_config,
-    help="Options from a TOML file; at its top or in a table such as [generate]. What is typed counts more.",
+    help="Read options from a TOML file: from its top, or from a table such as [generate]. Options on the "
+    "command line override the file.",
 )
-source = of_file(
+source = file_option(
     "--from",
     "original_metadata",
     is_eager=True,
     callback=find_metadata,
-    help="Make the video FILE again, with its prompt and settings; a prompt and options change them. FILE "
-    "may also be a stage's file or a generation_config.json.",
+    help="Make the video FILE again, with the prompt and the settings in its metadata. A new prompt and options "
+    "replace them. FILE "
+    "may also be a stage's file, a generation_config.json, or a workflow of ComfyUI, also in a video or picture.",
 )
+batch_prompts = click.argument(
+    "prompts", metavar="PROMPTS", shell_complete=complete_files, is_eager=True, callback=find_prompts
+)
+workflow_folders = combine_options(workflow_options.models, workflow_options.inputs)
+from_workflow = combine_options(
+    file_option(
+        "--from",
+        "original_metadata",
+        is_eager=True,
+        callback=find_metadata,
+        help="Read the request from FILE, a workflow of ComfyUI. FILE may be a video or picture that contains one. The "
+        "request is the model, the settings, the LoRAs and the pictures. Options that you add replace them.",
+    ),
+    workflow_options.models,
+    workflow_options.inputs,
+    workflow_options.print_command,
+)
+source = combine_options(source, workflow_options.models, workflow_options.inputs, workflow_options.print_command)

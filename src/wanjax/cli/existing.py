@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rule for files that are there already: the same one is left as it is, another one is replaced only with --force.
-
-Neither JAX nor NumPy is imported here before a file is there, so that `generate --at` does not wait for them.
+"""Decide what to do if an output file already exists. A file with the same content is kept. A different file is
+replaced only with --force. This module imports NumPy only if the file exists, and never imports JAX, so that `generate
+--at` does not wait for the imports.
 """
 
 import json
@@ -14,55 +14,63 @@ from typing import Any, NoReturn
 from wanjax.errors import WanjaxError
 from wanjax.stores.paths import parse_path
 
-AT_ONCE = ("model", "prompt", "seed")
-"""Settings that a model takes as they are given, so that another one is known before anything is loaded."""
-NOT_COMPARED = {"devices", "version"}
+CHECKED_EARLY = ("model", "prompt", "seed")
+"""Settings to which a model adds nothing, so that they can be compared before the model is loaded."""
+IGNORED_ENTRIES = {"devices", "version"}
 
 
 @dataclass(frozen=True)
-class Existing:
-    """A file that a command would write and that is there already.
-
-    `metadata` is what it tells of itself, None where wanjax did not write it. `other` says how to keep it.
+class ExistingFile:
+    """An existing file that a command would write. `metadata` is that of the file, or None if wanjax did not write the
+    file. `advice` is the part of a message that says how to keep the file.
     """
 
     file: str
     metadata: Mapping[str, Any] | None
-    other: str
+    advice: str
 
     @classmethod
-    def find(cls, file: str | Path, other: str, **more: Any) -> "Existing | None":
-        """Return a video, or the file of a stage, that is there; None if none is. `more` is metadata kept elsewhere."""
+    def find(cls, file: str | Path, advice: str, **extra_metadata: Any) -> "ExistingFile | None":
+        """Return a video or a stage's file if it exists, else None. `extra_metadata` is metadata that is stored
+        elsewhere."""
         path = parse_path(file)
         if not (os.path.exists(path) if isinstance(path, Path) else path.exists()):
-            return None  # os.path raises nothing for names that are none
-        from wanjax.media.metadata import find_metadata  # imported late, as said above
-        from wanjax.media.video import FRAME
+            return None  # os.path raises no error for an invalid name
+        from wanjax.media.metadata import find_metadata  # imported late, because this needs NumPy
+        from wanjax.media.video import FRAME_FILE
 
-        if isinstance(path, Path) and path.is_dir() and not (path / FRAME.format(0)).exists():
+        if isinstance(path, Path) and path.is_dir() and not (path / FRAME_FILE.format(0)).exists():
             return None  # a folder without frames
         try:
-            metadata = more | find_metadata(path)
+            metadata = extra_metadata | find_metadata(path)
         except WanjaxError:
             metadata = None
-        return cls(str(file), metadata, other)
+        return cls(str(file), metadata, advice)
 
-    def check_request(self, requested: Mapping[str, Any]) -> None:
-        """Raise WanjaxError where the file is another one than is requested, as far as known before all is loaded."""
-        recorded = self.metadata or {}
-        self.check(requested, [name for name in AT_ONCE if name in requested and name in recorded])
+    def check_request(self, requested_settings: Mapping[str, Any]) -> None:
+        """Raise WanjaxError if the file was made from a different request, comparing the settings that are known before
+        the model is loaded.
+        """
+        recorded_metadata = self.metadata or {}
+        self.check(
+            requested_settings,
+            [name for name in CHECKED_EARLY if name in requested_settings and name in recorded_metadata],
+        )
 
     def check(self, metadata: Mapping[str, Any], names: Collection[str] | None = None) -> None:
-        """Raise WanjaxError unless the file has this metadata, or these entries of it."""
+        """Raise WanjaxError unless the file's metadata is this metadata, or has the same values for the entries
+        `names`."""
         if self.metadata is None:
-            self.refuse("and wanjax did not write it")
+            self.refuse("not written by wanjax")
         expected = json.loads(json.dumps(dict(metadata)))
         compared = [*expected, *self.metadata] if names is None else names
         for name in compared:
-            if name not in NOT_COMPARED and (self.metadata.get(name) or None) != (expected.get(name) or None):
+            if name not in IGNORED_ENTRIES and (self.metadata.get(name) or None) != (expected.get(name) or None):
                 words = "contents of files" if name == "digests" else name.replace("_", " ")
                 self.refuse(f"with {'' if words.endswith('s') else 'a '}different {words}")
 
-    def refuse(self, why: str) -> NoReturn:
-        """Raise WanjaxError with the reason why the file is not what is requested."""
-        raise WanjaxError(f"{self.file} is there already, {why}: {self.other} keeps it, --force replaces it")
+    def refuse(self, reason: str) -> NoReturn:
+        """Raise WanjaxError, which gives the reason why the existing file is not the result of this command."""
+        raise WanjaxError(
+            f"{self.file} already exists, {reason}: give {self.advice} to keep it, or --force to replace it"
+        )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`generate --extend-prompt URL`: the prompts that are asked for, extended before the model is loaded."""
+"""`generate --extend-prompt URL`: a language model extends the prompts before the video model is loaded."""
 
 import json
 
@@ -9,13 +9,14 @@ from wanjax.errors import WanjaxError
 from wanjax.pipelines.request import VideoRequest
 from wanjax.pipelines.text.prompt_extension import ExtendedPrompt, extend_prompt, one_line
 from wanjax.stores.paths import AnyPath, local_copy
-from wanjax.stores.writing import check_folder, writing
+from wanjax.stores.writing import atomic_write, check_folder
 
-CACHE_FILE = "extended_prompts.json"  # in the folder of many videos, so that a list that goes on asks nobody again
+# A file beside the videos, so that a resumed command does not extend prompts twice
+CACHE_FILE = "extended_prompts.json"
 
 
 class Extender:
-    """Extends prompts at an address, and tells each; those of a list are kept in a file and asked for once."""
+    """Extends prompts by a language model at an address. The extended prompts of a list are cached in a file."""
 
     def __init__(self, report: Report, url: str, model: str | None, *, picture: bool):
         self.report, self.url, self.model, self.picture = report, url, model, picture
@@ -24,61 +25,64 @@ class Extender:
     def from_options(
         cls, report: Report, request: VideoRequest, options: PipelineOptions, command: CommandOptions
     ) -> "Extender | None":
-        """Return what extends the prompts of a command, None where no address is given.
+        """Build the extender of a command, or None if no address is given.
 
         Raises:
             WanjaxError: A model is given without an address, or there are several processes.
         """
         if command.extend_prompt is None:
             if (model := command.extend_model) is not None:
-                problem = f"--extend-model {model} is given without --extend-prompt, the address that has it"
+                problem = f"--extend-model {model} without --extend-prompt: also give the address of the language model"
                 raise WanjaxError(problem)
             return None
         if options.processes:
-            raise WanjaxError("--extend-prompt is for one process: each of several would be answered another prompt")
+            raise WanjaxError(
+                "--extend-prompt works only in a single process, because each process would get a different "
+                "prompt: leave out --processes"
+            )
         return cls(report, command.extend_prompt, command.extend_model, picture="image" in request.inputs)
 
     def __call__(self, prompt: str) -> ExtendedPrompt:
-        """Return an extended prompt."""
+        """Extend a prompt, and print the result."""
         extended_prompt = extend_prompt(prompt, self.url, model=self.model, picture=self.picture)
-        self.report.note(f"the prompt is extended: {extended_prompt}")
+        self.report.note(f"extended prompt: {extended_prompt}")
         return extended_prompt
 
-    def all_of(self, prompts: list[str], folder: AnyPath) -> list[ExtendedPrompt]:
-        """Return the extended prompts of a list; those that the folder keeps are not asked for again."""
+    def extend_all(self, prompts: list[str], folder: AnyPath) -> list[ExtendedPrompt]:
+        """Extend the prompts of a list, except prompts that are in the folder's cache already."""
         check_folder(folder)
         file, extended_prompts = folder / CACHE_FILE, []
         saved = _read_cache(file)
         with self.report.stage("extend", at_once=True):
-            for done, prompt in enumerate(prompts):
-                self.report.count("prompt", done, len(prompts))
+            for index, prompt in enumerate(prompts):
+                self.report.count("prompt", index, len(prompts))
                 name = f"{self.model or ''} {'picture' if self.picture else 'text'}: {prompt}"
                 if name not in saved:
                     saved[name] = self(prompt)
-                    with writing(file) as partial_path:
+                    with atomic_write(file) as partial_path:
                         partial_path.write_text(json.dumps(saved, indent=2, ensure_ascii=False), encoding="utf-8")
                 extended_prompts.append(ExtendedPrompt(saved[name], prompt))
             self.report.count("prompt", len(prompts), len(prompts))
         return extended_prompts
 
 
-def extended(request: VideoRequest, extend: Extender | None) -> VideoRequest:
-    """Return a request with its prompts extended; as it is where nobody extends, or somebody did."""
+def extend_request(request: VideoRequest, extend: Extender | None) -> VideoRequest:
+    """Extend the prompts of a request, unless they are extended already or there is no extender."""
     if extend is None or "original_prompt" in request.settings:
         return request
-    later = request.settings.get("then", "").splitlines()
+    then_lines = request.settings.get("then", "").splitlines()
     with extend.report.stage("extend", at_once=True):
-        prompt, *then = (extend(text) for text in (request.settings["prompt"], *later))
-    settings = {"prompt": str(prompt), "original_prompt": "\n".join([prompt.original, *later])}
+        prompt, *then = (extend(text) for text in (request.settings["prompt"], *then_lines))
+    settings = {"prompt": str(prompt), "original_prompt": "\n".join([prompt.original, *then_lines])}
     return request.updated(settings | ({"then": "\n".join(then)} if then else {}))
 
 
 def _read_cache(file: AnyPath) -> dict[str, str]:
-    """Return the extended prompts that a file keeps; none where it cannot be read as such."""
+    """Read the cache of extended prompts; a file that cannot be read is an empty cache."""
     try:
         with local_copy(file) as copy:
             content = json.loads(copy.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    texts = content.items() if isinstance(content, dict) else ()
-    return {name: line for name, text in texts if isinstance(text, str) and (line := one_line(text))}
+    items = content.items() if isinstance(content, dict) else ()
+    return {name: cleaned_text for name, value in items if isinstance(value, str) and (cleaned_text := one_line(value))}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of the files that the command line makes where none are given, and of a variable that it reads."""
+"""Default names of the files that the command line writes, and the environment variable of a server's token."""
 
 from collections.abc import Iterator
 from datetime import datetime
@@ -9,24 +9,25 @@ from pathlib import Path
 from wanjax.media.text_files import slug
 from wanjax.stores.paths import AnyPath, parse_path
 
-VIDEOS = Path("wanjax_videos")
-TOKEN = "WANJAX_TOKEN"  # the variable with what a server wants to be shown
+DEFAULT_FOLDER = Path("wanjax_videos")
+TOKEN_VARIABLE = "WANJAX_TOKEN"  # the environment variable of a server's token
 
 
-def free_names(prompt: str, seed: int) -> Iterator[str]:
-    """Yield names that no video has, from the prompt, the seed and the time; numbered if they are taken."""
+def unused_names(prompt: str, seed: int) -> Iterator[str]:
+    """Yield unused names for a video. The first name has the prompt, the seed and the time; the next names add a
+    number."""
     stem = f"{slug(prompt)}-{seed}-{datetime.now():%Y%m%d-%H%M%S}"
     for number in count(1):
         name = stem if number == 1 else f"{stem}-{number}"
-        if not video_named(name).exists():
+        if not video_path(name).exists():
             yield name
 
 
 def videos_folder(out: str | None) -> AnyPath:
-    """Return the folder of several videos, which may be in a store."""
-    return VIDEOS if out is None else parse_path(out)
+    """Choose the folder for several videos. The folder may be in a store."""
+    return DEFAULT_FOLDER if out is None else parse_path(out)
 
 
-def video_named(name: str) -> Path:
-    """Return the video of a name."""
-    return VIDEOS / f"{name}.mp4"
+def video_path(name: str) -> Path:
+    """Build the path of a video in the default folder."""
+    return DEFAULT_FOLDER / f"{name}.mp4"

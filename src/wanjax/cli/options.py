@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line's options. An option has one name in all commands; a group of options is a decorator."""
+"""The options of the command line. An option has the same name in all commands. A group of options is a decorator."""
 
 import os
 import re
@@ -13,165 +13,191 @@ import click
 from click.core import ParameterSource
 
 from wanjax.cli.arguments import complete_files, complete_models, our_name
-from wanjax.errors import WanjaxError, choice, repr_short
-from wanjax.media.bounds import BOUNDS
-from wanjax.media.inputs import IMAGE, INPUTS, InputSpec
+from wanjax.errors import WanjaxError, repr_short, suggest_choice
+from wanjax.layers.offload import Offload
+from wanjax.media.bounds import MEDIA_LIMITS
+from wanjax.media.inputs import IMAGE, INPUT_SPECS, InputSpec
 from wanjax.pipelines.mesh_sizes import parse_mesh
-from wanjax.pipelines.settings import MOST_VIDEOS, Settings, schema
+from wanjax.pipelines.settings import MAX_VIDEOS, Settings, schema
 from wanjax.stores.paths import missing_file, parse_path
 
 Decorator = Callable[[Any], Any]
 
 
-def is_typed(name: str, ctx: click.Context | None = None) -> bool:
-    """Return whether a parameter of a command (None is the one that runs, if any) stands on the command line."""
+def on_command_line(name: str, ctx: click.Context | None = None) -> bool:
+    """Whether a parameter is on the command line of `ctx`, by default the context of the running command."""
     ctx = ctx or click.get_current_context(silent=True)
     return ctx is not None and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 def is_given(name: str) -> bool:
-    """Return whether a parameter of the command that runs has a value from the command line or a file."""
+    """Whether a parameter of the running command has a value from the command line or a file."""
     return click.get_current_context().get_parameter_source(name) not in (None, ParameterSource.DEFAULT)
 
 
 def option_of(name: str) -> str:
-    """Return the long option by which a parameter of the command that runs is given."""
-    return next(x.opts[-1] for x in click.get_current_context().command.params if x.name == name)
+    """Return the long option, such as --seed, of a parameter of the running command."""
+    return next(
+        parameter.opts[-1] for parameter in click.get_current_context().command.params if parameter.name == name
+    )
 
 
 SETTINGS = schema(Settings)
-COMPILE_CACHE = "wanjax.compile_cache"  # the key, in a command's context, of a cache that is shared
+COMPILE_CACHE = "wanjax.compile_cache"  # key of the `meta` of a command's context, for the shared compile cache
 CONTEXT = {"help_option_names": ["-h", "--help"], "token_normalize_func": our_name, "max_content_width": 100}
 
-
-NAMED = {
+CHOICES = {
     "attention": ("auto", "reference", "chunked", "cudnn", "flash_tpu", "splash", "radial", "sla"),
     "cache": ("magcache", "teacache", "easycache", "deepcache", "guidance", "none", "auto"),
     "guidance_rule": ("cfg-zero", "apg", "nag", "none"),
     "scheduler": ("unipc", "euler", "dpm++", "ddim", "dpm", "consistency", "rcm", "rcm-ode"),
 }
-"""What an option may name before a colon. The tables of these import JAX, for which a mistyped name does not wait."""
-WHAT = {"attention": "implementation of attention", "cache": "step cache"}  # in a message, where its name is another
+"""Names that an option accepts before a colon. The names are repeated here because the modules that define them import
+JAX, and a mistyped name should be reported before JAX is imported."""
+CHOICE_DESCRIPTIONS = {
+    "attention": "implementation of attention",
+    "cache": "step cache",
+}  # the words for the option in a message, if they are not its name
 
 
-def check_named(option: str, text: str | None) -> None:
-    """Raise WanjaxError where an option's text names nothing that there is."""
-    name, names = (text or "").partition(":")[0], NAMED[option]
+CHOICE_NOTES = {"scheduler": " (ddim and dpm are for models that predict v, the others for those of a velocity)"}
+"""Text that a message appends to the choices of an option, to say which models can use which choices."""
+
+
+def check_choice(option: str, text: str | None) -> None:
+    """Raise WanjaxError unless the text of an option starts with the name of a choice."""
+    name, names = (text or "").partition(":")[0], CHOICES[option]
     if text is not None and name not in names:
-        what = WHAT.get(option, option.replace("_", " "))
+        description = CHOICE_DESCRIPTIONS.get(option, option.replace("_", " "))
         raise WanjaxError(
-            f"--{option.replace('_', '-')} names no {what}, got {repr_short(text)}: {choice(name, names)}"
+            f"--{option.replace('_', '-')} got {repr_short(text)}, which names no {description}: "
+            f"{suggest_choice(name, names)}"
+            f"{CHOICE_NOTES.get(option, '')}"
         )
 
 
 def check_file(file: Any, advice: str) -> None:
-    """Raise WanjaxError, with what to do, where there is no file of a name on this machine."""
+    """Raise WanjaxError, with advice, for a local file that does not exist."""
     if file is None or str(file) == "-":
         return
     path = parse_path(file)
-    if isinstance(path, Path) and not os.path.exists(path):  # which raises nothing for names that are none
+    if isinstance(path, Path) and not os.path.exists(path):  # os.path raises no error for an invalid name
         raise WanjaxError(missing_file(path, advice))
 
 
-def _named(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """Return the value of an option of `NAMED` as it is, once its name is known.
-
-    A video's metadata may name what another package has registered, so a default from there is checked later.
+def _check_choice(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """Check that the value of an option starts with one of its `CHOICES`. A default from a video's metadata is checked
+    later, because it may be a name that another package registers.
     """
     name = str(parameter.name)
-    if not ctx.resilient_parsing and is_typed(name, ctx):
-        check_named(name, value)
+    if not ctx.resilient_parsing and on_command_line(name, ctx):
+        check_choice(name, value)
     return value
 
 
-class Workers(click.ParamType):
-    """A type of option: reads a number of workers, or the least and the most of them as 1..4."""
+class WorkersType(click.ParamType):
+    """The click type of an option whose value is a number of workers, or a range such as 1..4."""
 
     name = "workers"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
         bounds = re.fullmatch(r"(\d{1,4})(?:\.\.(\d{1,4}))?", str(value), re.ASCII)
-        least, most = (int(bounds[1]), int(bounds[2] or bounds[1])) if bounds else (0, 0)
-        if not bounds or least > most or (least == 0 < most):
-            self.fail(f"{value} is no number of workers: 2 is one, and 1..4 are one to four, by what waits", param, ctx)
-        return least, most
+        min_workers, max_workers = (int(bounds[1]), int(bounds[2] or bounds[1])) if bounds else (0, 0)
+        if not bounds or min_workers > max_workers or (min_workers == 0 < max_workers):
+            self.fail(
+                f"{value} is not a number of workers: give 2, or 1..4 for one to four by the number of waiting jobs",
+                param,
+                ctx,
+            )
+        return min_workers, max_workers
 
 
-def together(*decorators: Decorator) -> Decorator:
-    """Join decorators into one; the help lists their options in this order."""
+def combine_options(*decorators: Decorator) -> Decorator:
+    """Combine decorators into one decorator. The options of the decorators appear in this order in the help."""
     return lambda command: reduce(lambda inner, decorate: decorate(inner), reversed(decorators), command)
 
 
 def _prompt(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """Return the prompt: the argument, or the value of the hidden option --prompt; None with --prompts.
+    """Return the prompt: the argument, or the value of the hidden option --prompt. With --prompts, return None.
 
-    One that is typed, in either way, takes the place of one from a file. An empty one is asked for on a terminal, and
-    elsewhere refused, unless it is that of a record or --allow-empty-prompt is given.
+    A prompt on the command line replaces a prompt from a file. If the prompt is empty, a terminal asks the user for it.
+    Without a terminal, an empty prompt is an error, except from metadata or with --allow-empty-prompt.
     """
     option, allow_empty = ctx.params.pop("prompt_option", None), ctx.params.pop("allow_empty_prompt", False)
-    typed = is_typed("prompt", ctx) or option is not None
-    if option is not None and is_typed("prompt", ctx) and value != option:
+    is_on_command_line = on_command_line("prompt", ctx) or option is not None
+    if option is not None and on_command_line("prompt", ctx) and value != option:
         raise click.UsageError(f"the prompt is given twice, as {value!r} and as --prompt {option!r}: leave one out")
-    value = value if option is None or is_typed("prompt", ctx) else option
-    if typed and value and os.path.splitext(value)[1] and os.path.isfile(value):  # as of a shell's pattern: *.mp4
+    value = value if option is None or on_command_line("prompt", ctx) else option
+    if (
+        is_on_command_line and value and os.path.splitext(value)[1] and os.path.isfile(value)
+    ):  # for example if a shell expanded *.mp4
         raise click.UsageError(
-            f"{value} is a file, and the prompt is expected there: --from, --image and --video take one file each"
+            f"{value} is a file, but a prompt is expected here: give files by --from, --image and --video, one each"
         )
+    takes_several = any(parameter.name == "prompts" for parameter in ctx.command.params)
+    if is_on_command_line and value == "-" and not ctx.resilient_parsing:
+        advice = "give `--prompts -` for a prompt on each line of standard input" if takes_several else "give a prompt"
+        raise click.UsageError(f"- is not a prompt: {advice}")
     if ctx.resilient_parsing or (value is None and ctx.params.get("prompts") is not None) or (value or "").strip():
         return value
-    if allow_empty or (value is not None and not typed):
+    if allow_empty or (value is not None and not is_on_command_line):
         return value or ""
     if sys.stdin.isatty() and sys.stderr.isatty():
         return click.prompt("What does the video show?", prompt_suffix=" ", err=True)
-    fault = "missing" if value is None else "empty"
+    problem = "missing" if value is None else "empty"
+    from_pipe = ", or `--prompts -` for one on each line of standard input" if takes_several else ""
     raise click.UsageError(
-        f'the prompt is {fault}: `wanjax {ctx.info_name} "a red circle moving right"` has one, and '
-        "--allow-empty-prompt makes a video from none"
+        f'the prompt is {problem}: give one, as in `wanjax {ctx.info_name} "a red circle moving right"`{from_pipe}, or '
+        "--allow-empty-prompt"
     )
 
 
 number = partial(click.option, type=click.IntRange(min=1), metavar="N")
-of_file = partial(click.option, metavar="FILE", shell_complete=complete_files)
-# options that become a part of another one are eager, and so are read before it
+file_option = partial(click.option, metavar="FILE", shell_complete=complete_files)
+# eager: these options are read before the option whose value they become a part of
 tokens = partial(number, is_eager=True)
-of_scripts = partial(click.option, is_eager=True, hidden=True)  # spellings of the scripts before wanjax
+old_script_option = partial(click.option, is_eager=True, hidden=True)  # options that the scripts before wanjax had
 
 
-def _parts(ctx: click.Context, whole: click.Parameter, *names: str) -> dict[str, Any]:
-    """Take the given ones of these options, which become parts of another: this one counts as given too."""
+def _take_part_options(ctx: click.Context, target: click.Parameter, *names: str) -> dict[str, Any]:
+    """Remove the options that become parts of `target` from the parameters, and return those that the user gave. Then
+    `target` also counts as given."""
     values = {name: ctx.params.pop(name) for name in names}
-    chosen = {name: value for name, value in values.items() if value is not None}
-    for name in chosen:
-        if (source := ctx.get_parameter_source(name)) and not is_given(str(whole.name)):
-            ctx.set_parameter_source(str(whole.name), source)
-    return chosen
+    present = {name: value for name, value in values.items() if value is not None}
+    for name in present:
+        if (source := ctx.get_parameter_source(name)) and not is_given(str(target.name)):
+            ctx.set_parameter_source(str(target.name), source)
+    return present
 
 
 def _attention(ctx: click.Context, parameter: click.Parameter, value: str | None) -> Any:
-    """Return the named implementation with the given tiles and window; None where it is to be chosen."""
-    tiles = [f"{k}={v}" for k, v in _parts(ctx, parameter, "block_q", "block_kv", "block_kv_compute").items()]
-    tiles += _parts(ctx, parameter, "use_k_smooth").values()
-    window = [f"window={size}" for size in _parts(ctx, parameter, "window").values()]
-    implied = _parts(ctx, parameter, "use_custom_attention").get("use_custom_attention")
-    if implied and value and value.partition(":")[0] != implied:
+    """Parse the implementation of attention, its tiles and its window. None lets the library choose."""
+    tiles = [
+        f"{k}={v}" for k, v in _take_part_options(ctx, parameter, "block_q", "block_kv", "block_kv_compute").items()
+    ]
+    tiles += _take_part_options(ctx, parameter, "use_k_smooth").values()
+    window = [f"window={size}" for size in _take_part_options(ctx, parameter, "window").values()]
+    implied_name = _take_part_options(ctx, parameter, "use_custom_attention").get("use_custom_attention")
+    if implied_name and value and value.partition(":")[0] != implied_name:
         raise click.UsageError(
-            f"--use-custom-attention is --attention {implied}, and {value} is given: one way is enough"
+            f"--use-custom-attention means --attention {implied_name}, but --attention is {value}: give one of them"
         )
-    name = value or implied or ("flash_tpu" if tiles else "auto")
+    name = value or implied_name or ("flash_tpu" if tiles else "auto")
     text = ("," if ":" in name else ":").join([name, *filter(None, [",".join([*tiles, *window])])])
     if text == "auto":
         return None
-    check_named("attention", text)
+    check_choice("attention", text)
     from wanjax.kernels.attention import AttentionConfig  # imported late for a quick --help
 
     return AttentionConfig.parse(text)
 
 
 def _mesh(ctx: click.Context, parameter: click.Parameter, value: str | None) -> Any:
-    """Return the mesh; options of scripts ask for a chosen one, which splits guidance, with `sp` as it was given."""
-    parts = _parts(ctx, parameter, "use_dp", "sp_num")
+    """Parse the mesh. The options --use-dp and --sp-num of older scripts mean `auto`; --sp-num also sets the size of
+    `sp`."""
+    parts = _take_part_options(ctx, parameter, "use_dp", "sp_num")
     if parts and value not in (None, "auto"):
-        raise click.UsageError(f"--{next(iter(parts)).replace('_', '-')} is given beside --mesh: one way is enough")
+        raise click.UsageError(f"both --{next(iter(parts)).replace('_', '-')} and --mesh: give one of them")
     text = f"auto,sp={parts['sp_num']}" if "sp_num" in parts else "auto" if parts else value
     if text is None:
         return None
@@ -179,55 +205,60 @@ def _mesh(ctx: click.Context, parameter: click.Parameter, value: str | None) -> 
 
 
 def _rules(ctx: click.Context, parameter: click.Parameter, value: str) -> str:
-    """Return the rules, which an option of scripts names too."""
-    for rules in _parts(ctx, parameter, "use_fsdp").values():
+    """Return the sharding rules. The option --use-fsdp of older scripts also selects them."""
+    for rules in _take_part_options(ctx, parameter, "use_fsdp").values():
         if value != rules:
-            raise click.UsageError(f"--use-fsdp is --rules {rules}, and {value} is given: one way is enough")
+            raise click.UsageError(f"--use-fsdp means --rules {rules}, but --rules is {value}: give one of them")
     return value
 
 
-prompt = together(
+prompt = combine_options(
     click.argument("prompt", required=False, callback=_prompt),
     click.option("--prompt", "prompt_option", hidden=True, is_eager=True),
     click.option(
         "--allow-empty-prompt",
         is_flag=True,
         is_eager=True,
-        help="Make a video from an empty prompt, a mistake otherwise.",
+        help="Make a video even if the prompt is empty, which is otherwise an error.",
     ),
 )
-seeds = together(
+seeds = combine_options(
     click.option("--seeds", metavar="LIST", help="Make a video with each of these seeds, such as 0..7 or 1,5,9."),
-    number("--count", type=click.IntRange(1, MOST_VIDEOS), help="Make N videos, with seeds from --seed on."),
+    number(
+        "--count",
+        type=click.IntRange(1, MAX_VIDEOS),
+        help="Make N videos. The first one has the seed of --seed, and each next one the next seed.",
+    ),
 )
-many = together(
-    of_file(
+many_prompts_options = combine_options(
+    file_option(
         "--prompts",
-        is_eager=True,  # before the prompt, which it replaces, is missed
-        help="Make a video of each line of FILE, or of standard input for -, in place of PROMPT; a line, or a row of a "
-        ".csv or .parquet, may be a whole request.",
+        is_eager=True,  # read before the prompt, because --prompts replaces the prompt
+        help="Make a video from each line of FILE, or of standard input for -, in place of PROMPT; a line, or a row of "
+        "a .csv or .parquet, may be a whole request.",
     ),
     seeds,
 )
 ray = click.option(
     "--ray",
     metavar="ADDRESS",
-    help="Place the workers in a Ray cluster: auto, HOST:PORT, or local for one that is started on this machine.",
+    help="Run the workers in a Ray cluster: auto, HOST:PORT, or local to start one on this machine.",
 )
 database = click.option(
     "--database",
-    metavar="PATH|URL",  # not FILE: what names a file is refused where it is a URL
-    help="Where requests are kept, for all that share them: a file of SQLite on this machine, or postgresql://... "
-    "for many; WANJAX_DATABASE in the environment names it too, and hides its password.  [default: the command's own]",
+    metavar="PATH|URL",  # the metavar is not FILE, because an option with FILE refuses URLs
+    help="Database of the jobs, which several commands can share: an SQLite file on this machine, or "
+    "postgresql://... for several machines. The environment variable WANJAX_DATABASE sets it too, and "
+    "keeps its password out of the command line.  [default: the command's own]",
 )
 
 
 def renamed(old: str, new: str) -> Decorator:
-    """Return an option that has another name now; one who gives it is told."""
+    """Return a hidden option with an old name. The only effect of the option is an error that gives the new name."""
 
     def refuse(ctx: click.Context, parameter: click.Parameter, value: str | None) -> None:
         if value is not None:
-            raise click.UsageError(f"{old} is {new} now: give {new} in its place")
+            raise click.UsageError(f"{old} has been renamed: give {new} in its place")
 
     return click.option(old, hidden=True, expose_value=False, callback=refuse)
 
@@ -235,12 +266,13 @@ def renamed(old: str, new: str) -> Decorator:
 dashboard = click.option("--dashboard", is_flag=True, help="Show the dashboard of a Ray cluster on this machine.")
 
 
-def resources(more: str = "") -> Decorator:
-    """Return the option of what a worker is given of a cluster, with more to say of it."""
+def resources(extra: str = "") -> Decorator:
+    """Return the option for the resources of a worker in a cluster. `extra` is appended to the help's first
+    sentence."""
     return click.option(
         "--resources",
         metavar="LIST",
-        help=f"What each worker is given of the cluster, such as cpu=4,gpu=1 or TPU=4{more}.  [default: a host's TPUs, "
+        help=f"Resources of each worker in the cluster, such as cpu=4,gpu=1 or TPU=4{extra}.  [default: a host's TPUs, "
         "a graphics card, or a core]",
     )
 
@@ -250,15 +282,15 @@ retries = number(
     type=click.IntRange(min=0),
     default=2,
     show_default=True,
-    help="Try N times again where a video fails, or its worker dies.",
+    help="Try a video again, at most N times, if it fails or its worker dies.",
 )
-batch = together(
-    click.argument("prompts", metavar="PROMPTS", shell_complete=complete_files),
+batch = combine_options(
     number(
         "--workers",
         type=click.IntRange(min=0),
-        help="Make N videos at once, each by a worker of its own: a process of this machine, or with --ray an actor of "
-        "a cluster; 0 leaves them to `wanjax worker` elsewhere.  [default: this process]",
+        help="Make N videos at once with N workers. A worker is a process of this machine, or with --ray an "
+        "actor of a cluster. With 0, only `wanjax worker` on other hosts makes videos.  [default: this "
+        "process makes them]",
     ),
     database,
     ray,
@@ -266,293 +298,328 @@ batch = together(
         "--hosts",
         default=1,
         show_default=True,
-        help="Make each worker of N hosts together, such as those of a TPU slice; --resources are those of a host.",
+        help="Let each worker span N hosts, such as those of a TPU slice; --resources are those of one host.",
     ),
     resources(),
     retries,
     dashboard,
 )
-working = together(
+worker_command_options = combine_options(
     database,
-    of_file("--dir", "folder", metavar="FOLDER", help="Make the jobs of `wanjax serve`, into its --dir."),
-    of_file("-o", "--out", metavar="FOLDER", help="Make the jobs of `wanjax batch`, into its --out."),
+    file_option("--dir", "folder", metavar="FOLDER", help="Make videos for `wanjax serve`, into its --dir."),
+    file_option("-o", "--out", metavar="FOLDER", help="Make videos for `wanjax batch`, into its --out."),
     retries,
 )
-of_model = partial(click.option, "--model", metavar="MODEL", shell_complete=complete_models)
-model = of_model(
+model_option_of = partial(click.option, "--model", metavar="MODEL", shell_complete=complete_models)
+model = model_option_of(
     default="nano",
     show_default=True,
     help="A name that `wanjax models` lists, an id on the Hugging Face hub, a folder or a file.",
 )
 
 
-def _either_model(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str:
-    """Return the model, which an option names too; it is nano where none does."""
+def _choose_model(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str:
+    """Return the model of the argument or of --model. If both are missing, the model is nano."""
     other = ctx.params.pop("model_option", None)
-    if None not in (value, other) and value != other and is_typed("model_option", ctx):
-        raise click.UsageError(f"the model is given as {value} and as --model {other}: one way is enough")
+    if None not in (value, other) and value != other and on_command_line("model_option", ctx):
+        raise click.UsageError(f"the model is {value} and --model is {other}: give one of them")
     return value or other or "nano"
 
 
-model_named = together(
-    click.argument("model", required=False, callback=_either_model, shell_complete=complete_models),
-    of_model("model_option", is_eager=True, help="The same as MODEL."),
+model_argument = combine_options(
+    click.argument("model", required=False, callback=_choose_model, shell_complete=complete_models),
+    model_option_of("model_option", is_eager=True, help="Same as the argument MODEL."),
 )
-model_override = of_model(help="Another model than that of the stage before.")
+model_override = model_option_of(help="Use another model than the previous stage.")
 
 
 def setting(name: str) -> Decorator:
-    """Return the option of a setting."""
+    """Return the option for a setting of a video."""
     spec = SETTINGS[name]
     option = f"--{name.replace('_', '-')}"
-    if spec.several:
+    if spec.multiple:
         return click.option(option, multiple=True, metavar=spec.metavar, help=spec.help)
     if spec.kind is bool:
         return click.option(f"{option}/--no-{option[2:]}", default=None, help=spec.help)
-    kind = str if name == "seed" else click.Choice(spec.choices) if spec.choices else spec.kind  # or random
-    check = _named if name in NAMED else None
-    return click.option(option, type=kind, metavar=spec.metavar or None, help=spec.help, callback=check)
+    # The value of --seed may be the word random
+    kind = str if name == "seed" else click.Choice(spec.choices) if spec.choices else spec.kind
+    callback = _check_choice if name in CHOICES else None
+    return click.option(option, type=kind, metavar=spec.metavar or None, help=spec.help, callback=callback)
 
 
-def of_group(group: str) -> Decorator:
-    """Return the options of a group of settings."""
-    return together(*(setting(name) for name, spec in SETTINGS.items() if spec.group == group))
+def group_options(group: str) -> Decorator:
+    """Return the options for all settings in a group."""
+    return combine_options(*(setting(name) for name, spec in SETTINGS.items() if spec.group == group))
 
 
 def _max_picture(ctx: click.Context, parameter: click.Parameter, value: int | None) -> None:
     if value is not None:
-        BOUNDS.pixels = value * 10**6
+        MEDIA_LIMITS.max_pixels = value * 10**6
 
 
-text = of_group("text")
+text = group_options("text")
 
 
-def of_input(spec: InputSpec) -> Decorator:
-    """Return a decorator that gives a command the option of a picture or a clip."""
-    more = {"images": " May be given more than once.", "clip": " A folder of pictures is a clip too."}
-    return of_file(spec.option, spec.name, multiple=spec.kind == "images", help=spec.help + more.get(spec.kind, ""))
+def option_of_input(spec: InputSpec) -> Decorator:
+    """Return a decorator that adds the option for an input, which is a picture or a clip."""
+    suffix = {"images": " May be given more than once.", "clip": " A folder of pictures also counts as a clip."}
+    return file_option(
+        spec.option, spec.name, multiple=spec.kind == "images", help=spec.help + suffix.get(spec.kind, "")
+    )
 
 
 @cache
 def input_option(spec: InputSpec) -> click.Parameter:
-    """Return the option of a picture or a clip, for a command that is declared without it."""
-    return click.command(of_input(spec)(lambda: None)).params[0]
+    """Build the option for an input as a parameter, to add it to an existing command."""
+    return click.command(option_of_input(spec)(lambda: None)).params[0]
 
 
-image = of_input(IMAGE)
-pictures = together(
-    *map(of_input, INPUTS.values()),
+image = option_of_input(IMAGE)
+pictures = combine_options(
+    *map(option_of_input, INPUT_SPECS.values()),
     number(
         "--max-picture",
         type=click.IntRange(1, 4000),
         expose_value=False,
         callback=_max_picture,
-        help="Million pixels that a given picture may have; a clip may have 16 times as many.  [default: 60]",
+        help="Limit input pictures to N million pixels, and clips to 16 times as many.  [default: 60]",
     ),
-    of_group("pictures"),
+    group_options("pictures"),
 )
-shape = together(
+shape = combine_options(
     click.option(
         "--size",
         metavar="WxH",
-        help="Width and height, as in 832x480, or 480p, 720p, portrait or square; `wanjax models NAME` lists the "
-        "model's own, and 480p and its like take a given picture's proportions.  [default: the model's, in these]",
+        help="Width and height, such as 832x480, or the name of a size, such as 480p or square. `wanjax models "
+        "NAME` lists the names. With a name, the video has the proportions of the input picture.  "
+        "[default: the model's size, in these proportions]",
     ),
-    of_group("shape"),
+    group_options("shape"),
 )
-windows = of_group("windows")
-denoising = together(
-    of_group("denoising"),
+windows = group_options("windows")
+denoising = combine_options(
+    group_options("denoising"),
     click.option(
         "--scheduler",
         metavar="NAME",
-        callback=_named,
-        help="Solver in place of the model's own: unipc or dpm++, of the second order or as unipc:order=1, or euler; "
-        "consistency, rcm or rcm-ode, which adds no noise, for a model distilled to a few steps, as "
-        "consistency:timesteps=1000,757,522 or rcm:sigma_max=200 where its authors have others; ddim or dpm for a "
-        "model that predicts v.",
+        callback=_check_choice,
+        help="Solver in place of the model's own: unipc or dpm++, second order unless as in unipc:order=1, or euler; "
+        "for a model distilled to a few steps consistency, rcm, or rcm-ode, which adds no noise, with the authors' "
+        "values as in consistency:timesteps=1000,757,522 or rcm:sigma_max=200; for a model that predicts v "
+        "ddim or dpm.",
     ),
     click.option(
         "--noise",
         type=click.Path(dir_okay=False),
         metavar="FILE",
-        help="Initial noise in place of the seed's: the tensor `noise` of a safetensors file.",
+        help="Initial noise, in place of noise from the seed: the tensor `noise` of a safetensors file.",
     ),
 )
-attention = together(
+attention = combine_options(
     click.option(
         "--attention",
         metavar="NAME",
         callback=_attention,
-        help="Implementation of attention; auto is the best for platform and shape, radial[:DECAY] leaves out the far "
-        "places of far frames, and sla[:top=SHARE] is for what learns it or has learnt it.  [default: auto]",
+        help="Implementation of attention; auto chooses by platform and shape, radial[:DECAY] skips distant positions "
+        "in distant frames, sla[:top=SHARE] is for models that learn or have learnt it, flash_tpu:qk=int8 is faster "
+        "on TPUs but not exact.  [default: auto]",
     ),
-    tokens("--block-q", help="Queries that flash_tpu's self-attention takes at a time, and flash_tpu for it."),
-    tokens("--block-kv", help="Keys that it keeps in a TPU's fast memory at a time."),
-    tokens("--block-kv-compute", help="Keys that it goes through in one unrolled body."),
-    tokens("--window", help="Tokens before and after its own to which self-attention is confined.  [default: all]"),
-    of_scripts("--use-custom-attention", flag_value="flash_tpu", default=None),
-    of_scripts("--use-k-smooth", flag_value="center_keys", default=None),
+    tokens(
+        "--block-q", help="Queries that flash_tpu processes at a time in self-attention. This option selects flash_tpu."
+    ),
+    tokens("--block-kv", help="Keys that flash_tpu holds in a TPU's VMEM at a time."),
+    tokens("--block-kv-compute", help="Keys that flash_tpu processes in one unrolled loop body."),
+    tokens("--window", help="Limit self-attention to N tokens before and after each token.  [default: all tokens]"),
+    old_script_option("--use-custom-attention", flag_value="flash_tpu", default=None),
+    old_script_option("--use-k-smooth", flag_value="center_keys", default=None),
 )
-lora = of_file(
+lora = file_option(
     "--lora",
     multiple=True,
     metavar="FILE[:X]",
-    help="Merge a LoRA into the transformer, at the strength X; may be given more than once. FILE may be "
-    "OWNER/NAME/FILE on the hub; of two experts, high=FILE and low=FILE mean one.",
+    help="Merge a LoRA into the transformer with strength X; may be given more than once. FILE may be "
+    "OWNER/NAME/FILE on the hub. If a model has two experts, high=FILE and low=FILE change only one of "
+    "them.",
 )
-extending = together(
+extending = combine_options(
     click.option(
         "--extend-prompt",
         metavar="URL",
-        help="Let a language model extend the prompt, at an address that answers as OpenAI's chat completions do, "
-        "such as http://localhost:11434/v1. WANJAX_EXTEND_KEY in the environment is shown to it. The record keeps "
-        "both prompts.",
+        help="Let a language model extend the prompt. URL is the address of an API like OpenAI's chat "
+        "completions, such as http://localhost:11434/v1. The environment variable WANJAX_EXTEND_KEY is "
+        "sent as the API's key. The metadata has both prompts.",
     ),
-    click.option("--extend-model", metavar="NAME", help="The model there.  [default: the name default]"),
+    click.option("--extend-model", metavar="NAME", help="Language model at this address.  [default: the name default]"),
 )
 batch_guidance = click.option(
     "--batch-guidance",
     is_flag=True,
-    help="Run prompt and negative prompt as a batch of two: more memory, and on some devices faster.",
+    help="Compute the prompt and the negative prompt in one batch. The batch takes more memory, and is faster "
+    "on some devices.",
 )
 quoted = click.option(
     "--prompt",
     metavar="TEXT",
-    help="A prompt like those to come: some models run another encoder where text is quoted.",
+    help="An example of the real prompts. The example matters for models that use an additional encoder for "
+    "quoted text.",
 )
-offload = click.option(
-    "--offload/--no-offload",
-    default=None,
-    help="Free each network after its stage.  [default: free it; with several videos, where the next would not fit]",
+
+
+def _offload(ctx: click.Context, parameter: click.Parameter, value: str | None) -> Offload | None:
+    """Parse the offload; --no-offload means none, and None leaves the choice to the command."""
+    for name in _take_part_options(ctx, parameter, "no_offload").values():
+        if value is not None:
+            raise click.UsageError(f"--no-offload means --offload {name}, but --offload is {value}: give one of them")
+        value = name
+    return None if value is None else Offload.of(value)
+
+
+offload = combine_options(
+    click.option(
+        "--offload",
+        metavar="none|stages|blocks[:N]",
+        callback=_offload,
+        help="Free each network after its stage (stages, as --offload alone means), or keep transformer blocks in the "
+        "host's memory, and N of them on the device at a time: with 2, the default, one computes while the next is "
+        "copied.  [default: stages; with several videos, free a network only if the next network does not fit]",
+    ),
+    click.option(
+        "--no-offload", flag_value="none", default=None, is_eager=True, help="Free nothing, as --offload none."
+    ),
 )
 verify = click.option(
     "--verify",
     is_flag=True,
-    help="Compare the weights of a checkpoint that `wanjax convert` wrote with their checksums before they are loaded.",
+    help="Before loading a checkpoint of `wanjax convert`, compare its weights with their checksums.",
 )
 decoder = click.option(
     "--decoder",
     type=click.Path(dir_okay=False),
     metavar="FILE",
-    help="Decode frames by this tiny decoder, a file of TAEHV for the model's latents: quicker, and less exact.",
+    help="Decode with this tiny decoder, a TAEHV file for the model's latents. The tiny decoder is faster and "
+    "less exact than the model's own decoder.",
 )
-tile = click.option("--tile", is_flag=True, help="Decode frames in tiles, for frames that would not fit.")
-compute = together(
-    of_group("compute"),
+tile = click.option("--tile", is_flag=True, help="Decode frames in tiles, to save memory.")
+compute = combine_options(
+    group_options("compute"),
     click.option(
         "--compiler",
         type=click.Choice(["safe", "fast"]),
-        show_default="what `wanjax bench` kept for these devices, else safe; for plan safe",
-        help="Options of TPUs' compiler: those in wide use, or also those that it prices better and that no chip here "
-        "has run. An option that it refuses is left out.",
+        show_default="the set that `wanjax bench` saved for these devices, else safe; always safe for plan",
+        help="Options of the TPU's compiler. The set safe has options in wide use. The set fast adds options "
+        "that are faster by the compiler's own estimate, but that no chip has run yet. Options that the "
+        "compiler rejects are left out.",
     ),
 )
-mesh = together(
+mesh = combine_options(
     click.option(
         "--mesh",
         metavar="MESH",
         callback=_mesh,
-        help="Devices to spread over, as dp=N,sp=N,tp=N or auto; guidance is spread over dp, the sequence over sp, "
-        "and heads over tp.  [default: auto, and one on a CPU]",
+        help="Mesh of devices, as dp=N,sp=N,tp=N or auto: dp splits guidance, sp the sequence, and tp the heads.  "
+        "[default: auto, and one device on a CPU]",
     ),
-    of_scripts("--use-dp", flag_value="auto", default=None),
-    of_scripts("--sp-num", type=click.IntRange(min=1)),
+    old_script_option("--use-dp", flag_value="auto", default=None),
+    old_script_option("--sp-num", type=click.IntRange(min=1)),
 )
-rules = together(
+rules = combine_options(
     click.option(
         "--rules",
         type=click.Choice(["fsdp", "tp", "replicated"]),
         default="fsdp",
         show_default=True,
         callback=_rules,
-        help="How weights are spread: gathered as used, by columns and rows, or whole on each.",
+        help="Sharding of weights: fsdp gathers them when used, tp splits columns and rows, replicated copies them.",
     ),
-    of_scripts("--use-fsdp", flag_value="fsdp", default=None),
+    old_script_option("--use-fsdp", flag_value="fsdp", default=None),
 )
 chip = click.option(
     "--chip",
     default="v6e-8",
     show_default=True,
     metavar="NAME",
-    help="TPUs such as v4-8, v5e-8, v5p-8, v6e-16 or v7x-8; b200, h200, h100, a100, l40s, 4090 or t4, h100-8 for "
-    "eight; or cpu.",
+    help="TPUs such as v4-8, v5e-8, v5p-8, v6e-16 or v7x-8; NVIDIA's cards b200, h200, h100, a100, l40s, 4090 "
+    "or t4, such as h100-8 for eight cards; or cpu.",
 )
 
 chip_elsewhere = click.option(
     "--chip",
     metavar="NAME",
-    help="Compile for TPUs such as v6e-8, which need not be here, into --compile-cache.  [default: for what is here]",
+    help="Compile for TPUs such as v6e-8 and store the programs in --compile-cache. This machine need not have "
+    "the TPUs.  [default: this machine]",
 )
 
 
 def _compile_cache(ctx: click.Context, parameter: click.Parameter, value: Any) -> None:
-    """Keep the shared compile cache, and whether it is trusted, for what is compiled."""
+    """Save the folder of the shared compile cache in the command's context, and whether the user trusts it."""
     if value:
         ctx.meta.setdefault(COMPILE_CACHE, {})["name" if parameter.name == "compile_cache" else "trusted"] = value
 
 
-compile_cache = together(
+compile_cache = combine_options(
     click.option(
         "--compile-cache",
         metavar="FOLDER",
         expose_value=False,
         callback=_compile_cache,
-        help="Share compiled programs with all who name this folder, s3://BUCKET/NAME or gs://BUCKET/NAME: the first "
-        "compiles, and others wait and read. WANJAX_COMPILE_CACHE in the environment names it too.",
+        help="Share compiled programs with everyone who uses this folder, s3://BUCKET/NAME or "
+        "gs://BUCKET/NAME. The first process compiles a program; the other processes wait and read it. "
+        "The environment variable WANJAX_COMPILE_CACHE sets the folder too.",
     ),
     click.option(
         "--trust-compile-cache",
         is_flag=True,
         expose_value=False,
         callback=_compile_cache,
-        help="Say that all who can write there are trusted, since what is read there runs; so does "
-        "WANJAX_TRUST_COMPILE_CACHE=1.",
+        help="Trust everyone who can write to the compile cache. Trust is needed because programs from the "
+        "cache are run here. WANJAX_TRUST_COMPILE_CACHE=1 in the environment does the same.",
     ),
 )
-devices = together(
+devices = combine_options(
     mesh,
     rules,
     compile_cache,
     click.option(
         "--processes",
         metavar="auto|HOST:PORT,COUNT,INDEX",
-        help="Several processes as one, each started with the same command: found by JAX, or told.",
+        help="Make one video with several processes, each started with the same command. With auto, JAX finds "
+        "the other processes.",
     ),
 )
 profile = click.option(
     "--profile",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="FOLDER",
-    help="Write a trace of two steps there, and what a step takes beside what the devices can do.",
+    help="Trace two steps and write the trace to FOLDER. Also print the time of a step, and its rate as a "
+    "share of the devices' peak.",
 )
-force = click.option("--force", is_flag=True, help="Make and replace what is there already.")
+force = click.option("--force", is_flag=True, help="Replace existing files.")
 preview_decoder = click.option(
     "--preview-decoder",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Show previews by this tiny decoder, a file of TAEHV, which are sharper.",
+    help="Decode previews with this tiny decoder, a TAEHV file. The previews then are sharper.",
 )
-preview = together(
+preview = combine_options(
     click.option(
         "--preview",
         is_flag=True,
-        help="Show at a few steps what the video will be, on a terminal and in a file: preview.png in --dir, or "
-        "NAME.preview.png beside the video.",
+        help="Show previews of the video at a few steps, on a terminal and in a file: preview.png in --dir, or "
+        "NAME.preview.png next to the video.",
     ),
     preview_decoder,
 )
 
-
 at = click.option(
     "--at",
     metavar="URL",
-    help="Let a running `wanjax serve` make the video, or several. WANJAX_TOKEN in the environment is shown to it.",
+    help="Let a running `wanjax serve` make the video or the videos. The environment variable WANJAX_TOKEN is "
+    "the server's token.",
 )
 
 
 def folder(default: str | None, default_text: str = "") -> Decorator:
-    """Return the option of the stages' folder, with its default or the sentence about it."""
+    """Return the option for the folder of the stages' files. `default_text` describes the default in the help."""
     return click.option(
         "--dir",
         "folder",
@@ -560,23 +627,26 @@ def folder(default: str | None, default_text: str = "") -> Decorator:
         default=default,
         show_default=default_text or True,
         metavar="FOLDER",
-        help="Where the stages keep their files.",
+        help="Folder of the stages' files.",
     )
 
 
 def out(default: str) -> Decorator:
-    """Return the option of the video's name, with a sentence about its default."""
-    return of_file(
+    """Return the option for the name of the video. `default` describes the default in the help."""
+    return file_option(
         "-o",
         "--out",
         show_default=default,
-        help="The video: .mp4, .mov, .webm, .gif, .webp, .png for one frame, or a folder of PNG if it has no suffix. "
-        "Another one of this name is replaced only with --force.",
+        help="The file of the video. The suffix is .mp4, .mov, .webm, .gif or .webp, or .png for a single "
+        "frame. A name without a suffix is a folder of PNG files. Missing folders are created. A "
+        "different "
+        "video with this name is replaced only with --force.",
     )
 
 
 def _quiet(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
-    """Silence the report, and the bars of the hub's client, which reads the variable when it is imported."""
+    """Silence the report and the progress bars of the hub's client. The client reads the environment variable when it
+    is imported."""
     if value:
         ctx.obj.quiet = True
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
@@ -587,8 +657,8 @@ def _verbose(ctx: click.Context, parameter: click.Parameter, value: bool) -> Non
         ctx.with_resource(ctx.obj.print_compilations())
 
 
-def _reported(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
-    """Set the flag of the report that has the parameter's name."""
+def _set_report_flag(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+    """Set the attribute of the report whose name is that of the parameter."""
     setattr(ctx.obj, str(parameter.name), value)
 
 
@@ -598,9 +668,9 @@ quiet = click.option(
     is_flag=True,
     expose_value=False,
     callback=_quiet,
-    help="Print nothing but the result, and errors.",
+    help="Print only the result and errors.",
 )
-telling = together(
+verbosity_options = combine_options(
     quiet,
     click.option(
         "-v",
@@ -615,8 +685,8 @@ stats = click.option(
     "--stats",
     is_flag=True,
     expose_value=False,
-    callback=_reported,
-    help="Print where each second went: start, weights, compiling, the work, writing.",
+    callback=_set_report_flag,
+    help="Print how the time was spent: startup, weights, compiling, computing, writing.",
 )
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 json = click.option(
@@ -624,74 +694,80 @@ json = click.option(
     "in_json",
     is_flag=True,
     expose_value=False,
-    callback=_reported,
-    help="Print what was made as a JSON object: its file, its record and the seconds of each stage.",
+    callback=_set_report_flag,
+    help="Print the result as a JSON object: the file, its metadata and the seconds of each stage.",
 )
-own_folder = folder(None, "in the user's cache, until the video is made")
+run_folder_option = folder(None, "in the user's cache, and removed when the video is complete")
 stage_folder = folder("stage_outputs")
-own_out = out("a name of its own in wanjax_videos, or output_video.mp4 in --dir")
-folder_out = of_file(
-    "-o", "--out", metavar="FOLDER", default="wanjax_videos", show_default=True, help="The folder of the videos."
+out_option = out("a new name in wanjax_videos, or output_video.mp4 in --dir")
+folder_out = file_option(
+    "-o", "--out", metavar="FOLDER", default="wanjax_videos", show_default=True, help="Folder of the videos."
 )
 stage_out = out("output_video.mp4 in --dir")
 limit = partial(click.option, type=click.IntRange(min=1), show_default=True)
-serving = together(
+server_options = combine_options(
     click.option(
         "--workers",
-        type=Workers(),
+        type=WorkersType(),
         metavar="N|MIN..MAX",
-        help="Make N videos at once, each by a worker in a process of its own; of MIN to MAX workers as many as there "
-        "are videos to make; 0 leaves them to other servers and workers of the database.  [default: one worker in this "
-        "process]",
+        help="Make N videos at once with N workers, each in its own process. With MIN..MAX, the number of "
+        "workers follows the number of waiting videos. With 0, other servers and workers of the database "
+        "make the videos.  [default: one worker in this process]",
     ),
     renamed("--replicas", "--workers"),
     ray,
     resources(),
     dashboard,
-    click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Address to listen at."),
+    click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Address to listen on."),
     click.option(
-        "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port; 0 takes a free one."
+        "--port",
+        type=click.IntRange(0, 65535),
+        default=8000,
+        show_default=True,
+        help="Port to listen on; 0 takes a free port.",
     ),
     click.option(
         "--token",
         metavar="TEXT",
-        help="What a request has to show; WANJAX_TOKEN in the environment sets it too, and hides it from other users.",
+        help="Token that requests must contain. The environment variable WANJAX_TOKEN sets it too, and hides "
+        "it from other users of this machine.",
     ),
     click.option(
         "--origin",
         "origins",
         multiple=True,
         metavar="URL",
-        help="An address from which the page may be opened, behind a proxy that does not send it as X-Forwarded-Host; "
+        help="Address of the server's page behind a proxy, if the proxy does not send it as X-Forwarded-Host; "
         "may be given more than once.",
     ),
-    of_file(
+    file_option(
         "--dir",
         "folder",
         default="wanjax_served",
         show_default=True,
         metavar="FOLDER",
-        help="Where videos are kept, for all servers and workers of a database; with --database a store too, "
-        "s3://BUCKET/NAME.",
+        help="Folder of the videos. All servers and workers of a database share it. With --database the folder "
+        "may be in a store, such as s3://BUCKET/NAME.",
     ),
     database,
     renamed("--table", "--database"),
-    limit("--max-queue", default=32, help="Videos that may wait."),
+    limit("--max-queue", default=32, help="The most videos that may wait."),
     number(
         "--max-pixels",
-        help="Pixels that a video may have, over all frames.  [default: four times those of the model's own video]",
+        help="The most pixels in all frames of a video.  [default: four times the pixels of the model's default video]",
     ),
-    limit("--max-steps", default=200, help="Steps that one may take."),
-    limit("--max-upload", default=32, help="MiB that a request may have."),
+    limit("--max-steps", default=200, help="The most steps of a video."),
+    limit("--max-upload", default=32, metavar="MIB", help="The largest size of a request, in MiB."),
     click.option(
         "--rehearse/--no-rehearse",
         default=True,
         show_default=True,
-        help="Load the model and compile its default video's programs at once, or with the first request.",
+        help="Load the model and compile the programs of its default video at startup, or with --no-warm-up "
+        "only at the first request.",
     ),
 )
 
-served = together(
+served_worker_options = combine_options(
     model,
     attention,
     batch_guidance,
@@ -701,19 +777,20 @@ served = together(
     tile,
     extending,
     decoder,
+    offload,
     click.option(
         "--preview/--no-preview",
         default=True,
-        help="Show on the server's page, at a few steps, what a video will be.  [default: preview]",
+        help="Show previews of a video at a few steps on the server's page.  [default: preview]",
     ),
     preview_decoder,
     verify,
-    telling,
+    verbosity_options,
 )
-"""What a server's videos are made with, by its own worker or another host's."""
-video = together(pictures, shape, windows, denoising, lora, attention, batch_guidance, compute)
-"""What decides how a video comes out, and what its programs are."""
-making = together(model, extending, text, video, devices, tile, decoder, offload)
-"""What whole videos are made with, one or many."""
-reporting = together(force, verify, telling, stats, json)
-"""What is replaced, checked and told by a command that makes a part of a video, or all of it."""
+"""Options of the workers that make a server's videos, in the server's process or on other hosts."""
+video = combine_options(pictures, shape, windows, denoising, lora, attention, batch_guidance, compute)
+"""Options that change a video or the programs that compute it."""
+generation_options = combine_options(model, extending, text, video, devices, tile, decoder, offload)
+"""Options of the commands that run all stages, for one or many videos."""
+output_options = combine_options(force, verify, verbosity_options, stats, json)
+"""Options for replacing files, checking weights and reporting."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the parameters of a command are parsed to, once: a `VideoRequest`, and a value for each thing beside it.
+"""Parsed parameters of a command: a `VideoRequest`, and named tuples of the other options.
 
-JAX is not imported here, so that `--help` and a mistake wait for nothing.
+This module does not import JAX, so that `--help` and error messages appear at once.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,27 +11,29 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import click
 
-from wanjax.media.inputs import INPUTS
-from wanjax.pipelines.settings import LOADED, Settings, schema
+from wanjax.media.inputs import INPUT_SPECS
+from wanjax.pipelines.settings import LOAD_SETTINGS, Settings, schema
 from wanjax.stores.paths import full_name
 
 if TYPE_CHECKING:
     from wanjax.checkpoints.lora_source import Lora
     from wanjax.kernels.attention import AttentionConfig
+    from wanjax.layers.offload import Offload
     from wanjax.layers.tiling import Tiling
     from wanjax.pipelines.mesh_sizes import AutoMesh, MeshSizes
     from wanjax.pipelines.request import VideoRequest
 
-Kind = TypeVar("Kind")
+Options = TypeVar("Options")
 
 
 class PipelineOptions(NamedTuple):
-    """A model, how it is loaded, and how all videos are made with it; None leaves the choice to `wanjax.load`."""
+    """The model, and how it is loaded and run for all videos. For an option that is None, `wanjax.load` chooses."""
 
     model: str | None = None
     dtype: str | None = None
     vae_dtype: str | None = None
     param_dtype: str | None = None
+    precision: str | None = None
     revision: str | None = None
     lora: "tuple[str | Lora, ...]" = ()
     decoder: str | None = None
@@ -39,7 +41,7 @@ class PipelineOptions(NamedTuple):
     mesh: "MeshSizes | AutoMesh | None" = None
     rules: str = "fsdp"
     compiler: str | None = None
-    offload: bool | None = None
+    offload: "Offload | None" = None
     verify: bool = False
     processes: str | None = None
     tile: bool = False
@@ -47,15 +49,15 @@ class PipelineOptions(NamedTuple):
     batch_guidance: bool = False
 
     @property
-    def how(self) -> dict[str, Any]:
-        """The keywords of a run."""
-        from wanjax.layers.tiling import Tiling  # imported late: it needs JAX
+    def run_options(self) -> dict[str, Any]:
+        """The keyword arguments that these options give to a run."""
+        from wanjax.layers.tiling import Tiling  # imported late, because this needs JAX
 
         return {"tiling": self.tiling or (Tiling() if self.tile else None), "batch_guidance": self.batch_guidance}
 
 
 class CommandOptions(NamedTuple):
-    """Which videos a command makes, where they and the files of their stages go, and what is shown meanwhile."""
+    """Which videos a command makes, where their files go, and which previews it shows."""
 
     prompts: str | None = None
     seeds: str | None = None
@@ -71,13 +73,13 @@ class CommandOptions(NamedTuple):
     preview_decoder: Path | None = None
 
     @property
-    def several(self) -> bool:
-        """Whether there may be more than one video."""
+    def makes_several(self) -> bool:
+        """Whether the options allow the command to make more than one video."""
         return (self.prompts, self.seeds, self.count) != (None, None, None)
 
 
 class WorkerOptions(NamedTuple):
-    """Where the workers of many videos are, and what they are given."""
+    """Where the workers of a batch run, and their resources."""
 
     database: str | None = None
     ray: str | None = None
@@ -87,14 +89,14 @@ class WorkerOptions(NamedTuple):
     dashboard: bool = False
 
     def is_alone(self, workers: int | None) -> bool:
-        """Whether this process makes all videos of a batch with so many workers."""
-        from wanjax.jobs.databases import resolve_database  # imported late for a quick listing of models
+        """Whether this process makes all videos of a batch by itself, with this number of workers."""
+        from wanjax.jobs.databases import resolve_database  # imported late for a quick list of models
 
         return workers in (None, 1) and self.ray is None and resolve_database(self.database) is None
 
 
 class ListenOptions(NamedTuple):
-    """Where a server listens, and whom it answers."""
+    """Where a server listens, and which clients it answers."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -103,7 +105,7 @@ class ListenOptions(NamedTuple):
 
 
 class ServeOptions(NamedTuple):
-    """What a server bounds, and how its workers make videos; `wanjax worker` has but some of these."""
+    """Limits of a server, and how its workers make videos. `wanjax worker` has only some of these options."""
 
     max_queue: int = 1
     max_pixels: int | None = None
@@ -117,7 +119,7 @@ class ServeOptions(NamedTuple):
 
 
 class TrainingOptions(NamedTuple):
-    """A step of training that `plan` prices; --train says so."""
+    """A step of training that `plan` prices with --train."""
 
     train: bool = False
     lora_rank: int = 32
@@ -126,8 +128,9 @@ class TrainingOptions(NamedTuple):
     optimizer: Literal["adamw", "adafactor", "muon"] = "adamw"
 
 
-class BulkOptions(NamedTuple):
-    """Many videos that `plan` prices: the fields of `plan.scale.Workload`; without `requests` it prices one."""
+class WorkloadOptions(NamedTuple):
+    """The many videos that `plan` prices. The fields are those of `plan.scale.Workload`. If `requests` is None, `plan`
+    prices one video."""
 
     requests: int | None = None
     deadline: float | None = None
@@ -138,34 +141,34 @@ class BulkOptions(NamedTuple):
 
 
 def request_of(ctx: click.Context) -> "VideoRequest":
-    """Return what the parameters of a command ask of each video; raise SettingError for a wrong one."""
-    from wanjax.pipelines.request import SCHEDULER, VideoRequest, check_one_way  # imported late for a quick --help
+    """Build the request for the videos of a command from its parameters. Raises SettingError for a wrong value."""
+    from wanjax.pipelines.request import SCHEDULER, VideoRequest, check_alternatives  # imported late for a quick --help
 
-    names = {"size", SCHEDULER.name, *INPUTS, *schema(Settings)} - {*LOADED}
+    names = {"size", SCHEDULER.name, *INPUT_SPECS, *schema(Settings)} - {*LOAD_SETTINGS}
     fields = {name: value for name, value in ctx.params.items() if name in names and value not in (None, ())}
-    check_one_way(fields, dashes="--")
-    for name in fields.keys() & INPUTS.keys():
-        files = fields[name]
-        fields[name] = [*map(full_name, files)] if isinstance(files, tuple) else full_name(files)
-    return VideoRequest.parse(fields, whole=False)
+    check_alternatives(fields, name_prefix="--")
+    for name in fields.keys() & INPUT_SPECS.keys():
+        input_paths = fields[name]
+        fields[name] = [*map(full_name, input_paths)] if isinstance(input_paths, tuple) else full_name(input_paths)
+    return VideoRequest.parse(fields, complete=False)
 
 
-def fill(kind: type[Kind], ctx: click.Context, **more: Any) -> Kind:
-    """Return a value whose fields are the parameters of a command that have their names, and `more` fields."""
-    values = {name: ctx.params[name] for name in kind.__annotations__ if name in ctx.params}
-    return kind(**{**values, **more})
+def options_from(options_type: type[Options], ctx: click.Context, **extra: Any) -> Options:
+    """Build a named tuple from `extra` and from those parameters of a command that have the names of its fields."""
+    values = {name: ctx.params[name] for name in options_type.__annotations__ if name in ctx.params}
+    return options_type(**{**values, **extra})
 
 
-VALUES: Mapping[str, Callable[[click.Context], Any]] = {
+ARGUMENT_PARSERS: Mapping[str, Callable[[click.Context], Any]] = {
     "report": lambda ctx: ctx.obj,
     "ctx": lambda ctx: ctx,
     "request": request_of,
-    "options": partial(fill, PipelineOptions),
-    "command": partial(fill, CommandOptions),
-    "by": partial(fill, WorkerOptions),
-    "listen": partial(fill, ListenOptions),
-    "served": partial(fill, ServeOptions),
-    "training": partial(fill, TrainingOptions),
-    "bulk": partial(fill, BulkOptions),
+    "options": partial(options_from, PipelineOptions),
+    "command": partial(options_from, CommandOptions),
+    "worker_options": partial(options_from, WorkerOptions),
+    "listen_options": partial(options_from, ListenOptions),
+    "serve_options": partial(options_from, ServeOptions),
+    "training_options": partial(options_from, TrainingOptions),
+    "workload_options": partial(options_from, WorkloadOptions),
 }
-"""What makes an argument of a command's function from the command's parameters, by the argument's name."""
+"""For each argument of the commands' functions, by name: the function that builds it from the command's parameters."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several processes that make one video together, each with its own devices: on a TPU pod or on several hosts."""
+"""Connect processes that make one video together, each with its own devices, on a TPU pod or on several hosts."""
 
 import click
 import jax
@@ -11,23 +11,27 @@ from wanjax.compile_cache.executables import user_executables
 from wanjax.execution import EXECUTE
 from wanjax.jobs.multihost import is_first, join_processes
 from wanjax.kernels.admitted import admit_kernels
-from wanjax.sharding import platform
+from wanjax.sharding import device_platform
 
 
 def init_distributed(
     report: Report, processes: str | None, *, platform_name: str | None = None, trains: bool = False
 ) -> None:
-    """Join the other processes, if any. Only the first process reports.
+    """Connect to the other processes if there are any. Only the first process reports.
 
-    `platform_name` is the platform of devices that are described, if programs are compiled for such.
+    If the user chose a folder for JAX's cache or a shared cache, that cache stores all programs. Otherwise, executables
+    are stored for later processes, if all code of this process belongs to installed packages.
 
-    Executables are kept for other processes where all code in this one is that of the installed packages, unless the
-    user chose a folder for JAX's cache, or a shared place, in which all programs are then found.
+    Args:
+        report: The report of the command.
+        processes: The option --processes.
+        platform_name: The platform of absent devices, if programs are compiled for such devices.
+        trains: Whether the command trains a model. Training also needs the gradient kernel.
     """
     join_processes(processes)
     if platform_name is None:
-        admit_kernels(*["flash_tpu_gradient"] * trains)  # before devices are opened
-    platform()  # a mistake in JAX_PLATFORMS is told here, before anything else asks for devices
+        admit_kernels(*["flash_tpu_gradient"] * trains)  # must be called before devices are opened
+    device_platform()  # reports a mistake in JAX_PLATFORMS before other code opens devices
     context = click.get_current_context(silent=True)
     use_shared(**(context.meta.get(COMPILE_CACHE, {}) if context else {}), platform=platform_name)
     if report.owns_process and compile_cache_folder() is None:

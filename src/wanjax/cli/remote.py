@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`generate --at URL`: videos by a `wanjax serve` that runs elsewhere. One .mp4 is made without importing JAX.
-
-What a request may ask of the server, the server tells: its settings, its pictures, and what it was started with.
+"""`generate --at URL`: let a running `wanjax serve` make videos. For a single .mp4, this module does not import JAX.
+The server describes what a request may contain: the settings, the inputs, and the options with which the server was
+started.
 """
 
 import base64
@@ -24,44 +24,51 @@ from urllib.request import Request, build_opener
 
 import click
 
-from wanjax.cli.defaults import SAFE
-from wanjax.cli.existing import Existing
-from wanjax.cli.names import TOKEN, free_names, video_named, videos_folder
-from wanjax.cli.options import SETTINGS, is_given, is_typed, option_of
+from wanjax.cli.defaults import SAFE_COMPILER
+from wanjax.cli.existing import ExistingFile
+from wanjax.cli.names import TOKEN_VARIABLE, unused_names, video_path, videos_folder
+from wanjax.cli.options import SETTINGS, is_given, on_command_line, option_of
 from wanjax.cli.parsed import CommandOptions, PipelineOptions
 from wanjax.cli.report import Report
 from wanjax.errors import NetworkError, WanjaxError, reason, repr_short
-from wanjax.figures import progress_of_many, quantity
-from wanjax.media.inputs import INPUTS
+from wanjax.figures import pluralize, progress_of_many
+from wanjax.media.inputs import INPUT_SPECS
 from wanjax.pipelines.request import VideoRequest
-from wanjax.pipelines.settings import ALLOW_EMPTY, pixels
+from wanjax.pipelines.settings import ALLOW_EMPTY, parse_pixels
 from wanjax.pipelines.text.prompt_extension import NoRedirect
-from wanjax.stores.paths import AnyPath, base_name, names_in, parse_path
-from wanjax.stores.writing import check_folder, writing
+from wanjax.stores.paths import AnyPath, base_name, file_names_in, parse_path
+from wanjax.stores.writing import atomic_write, check_folder, created_output_folder
 
-PATIENCE = 60.0  # seconds in which a server has to answer
-EVERY = 0.05, 1.0  # seconds between two looks at the video, the first and the longest
-LARGEST = 2**33  # bytes of an answer
-MOST = 10**9  # units of a stage
-HOST_AND_PORT = re.compile(r"[\w.-]+:\d{1,5}(/\S*)?", re.ASCII)  # without a scheme
-TOLD = {"id": str, "defaults": dict, "settings": dict, "started_with": dict, "loras": list}  # of a model
-AHEAD = 4  # of several videos, those that the server has at once: it goes on while one is collected
-FULL = 429  # the status of HTTP where a queue is full
-WRONG = (400, 404, 409, 413, 415, 422)  # those of a request's own mistakes
-HERE = ("folder", "noise", "profile", "preview", "preview_decoder", "extend_prompt", "extend_model")
-"""Parameters that mean something where the video is made."""
+MODELS_PATH = "/v1/models"
+REPLY_TIMEOUT = 60.0  # seconds to wait for a reply of the server
+POLL_INTERVALS = 0.05, 1.0  # seconds between two polls of a video, at first and at most
+MAX_REPLY_BYTES = 2**33  # bytes of a reply
+MAX_UNITS = 10**9  # a larger number of units in a stage is taken for an error of the server
+HOST_AND_PORT = re.compile(r"[\w.-]+:\d{1,5}(/\S*)?", re.ASCII)  # matches an address without a scheme
+MODEL_FIELDS = {
+    "id": str,
+    "defaults": dict,
+    "settings": dict,
+    "started_with": dict,
+    "loras": list,
+}  # of a model in the server's list
+MAX_PENDING = 4  # videos of a batch in the server's queue at a time, so that the server works while one is downloaded
+QUEUE_FULL = 429  # HTTP status of a full queue
+REQUEST_ERRORS = (400, 404, 409, 413, 415, 422)  # HTTP statuses of a wrong request
+LOCAL_PARAMETERS = ("folder", "noise", "profile", "preview", "preview_decoder", "extend_prompt", "extend_model")
+"""Parameters that have no effect on videos that a server makes."""
 
 
-class Refused(WanjaxError):
-    """A server's refusal of a request; `status` is HTTP's."""
+class RefusedError(WanjaxError):
+    """A server's refusal of a request; `status` is the HTTP status."""
 
     def __init__(self, sentence: str, status: int):
         super().__init__(sentence)
         self.status = status
 
 
-class Failed(Refused, NetworkError):
-    """A server's fault, or one of a proxy before it."""
+class ServerError(RefusedError, NetworkError):
+    """An error inside the server, or of a proxy in front of the server."""
 
 
 def generate(
@@ -69,151 +76,158 @@ def generate(
     request: VideoRequest,
     options: PipelineOptions,
     command: CommandOptions,
-    at: str,
+    server_url: str,
     original_metadata: Mapping[str, Any] | None = None,
 ) -> None:
-    """Ask the server at an address for a video, or for several, show their progress, and write them.
+    """Request one or several videos from the server at an address, show the progress, and write the videos.
 
-    Options of the model that are given have to be the server's. `original_metadata` is the metadata of a video to make
-    again.
+    Options of the model on the command line must equal those of the server. `original_metadata` is the metadata of the
+    video of --from.
     """
-    server = Server(at)
-    offered = server.model(options.model if is_given("model") else None)
+    server = Server(server_url)
+    model_info = server.model(options.model if is_given("model") else None)
     if original_metadata is not None:
-        from wanjax.cli.remake import (  # imported late: they need JAX
+        from wanjax.cli.remake import (  # imported late, because these need JAX
             check_files,
             parameters_from_record,
             with_original_prompt,
         )
 
         request = with_original_prompt(request, original_metadata)
-        check_files(original_metadata, parameters_from_record(INPUTS))
-        if not is_typed("compiler"):
-            options = options._replace(compiler=None)  # it decides the last digits alone
-    for name in filter(is_given, HERE):
+        check_files(original_metadata, parameters_from_record(INPUT_SPECS))
+        if not on_command_line("compiler"):
+            options = options._replace(compiler=None)  # this option changes only the last digits of a video's values
+    for name in filter(is_given, LOCAL_PARAMETERS):
         if getattr(command, name):
-            raise WanjaxError(f"{option_of(name)} is for videos of this machine, and --at has one made by {at}")
-    _check_options(options, offered["started_with"], at)
-    request = replace(request, lora=_strengths(options.lora, offered["loras"], at) if options.lora else {})
-    if "seed" not in request.settings:  # the command's own, where the server draws one
-        request = request.updated({"seed": _seed(offered["defaults"], at)})
-    if command.several:
-        _generate_several(report, server, offered, _requests(request, command), command)
+            raise WanjaxError(
+                f"{option_of(name)} is for videos made on this machine: leave it out with --at {server_url}"
+            )
+    _check_options(options, model_info["started_with"], server_url)
+    request = replace(request, lora=_strengths(options.lora, model_info["loras"], server_url) if options.lora else {})
+    if "seed" not in request.settings:  # without a seed, the server would draw a random one
+        request = request.updated({"seed": _seed(model_info["defaults"], server_url)})
+    if command.makes_several:
+        _generate_several(report, server, model_info, _requests(request, command), command)
     else:
-        _generate_one(report, server, offered, request, command)
+        _generate_one(report, server, model_info, request, command)
 
 
 def _generate_one(
-    report: Report, server: "Server", offered: Mapping[str, Any], request: VideoRequest, command: CommandOptions
+    report: Report, server: "Server", model_info: Mapping[str, Any], request: VideoRequest, command: CommandOptions
 ) -> None:
-    """Have a video made, and write it under its own name or --out, unless it is there already."""
+    """Request one video, unless it already exists. Write the video to the file of --out, or to a file with a new
+    name."""
     out = command.out
-    if out is not None and not command.force and (existing := Existing.find(out, "another --out")) is not None:
-        _check_existing(existing, request, offered)
-        report.note(f"{existing.file} is there already: --force makes it again")
+    if out is not None and not command.force and (existing := ExistingFile.find(out, "another --out")) is not None:
+        _check_existing(existing, request, model_info)
+        report.note(f"{existing.file} already exists: give --force to make it again")
         return report.print_result(parse_path(out).absolute(), existing.metadata or {}, seconds=report.seconds)
     if out is not None and not _is_mp4(out):
-        from wanjax.media.video import check_output  # imported late, as in `_save`
+        from wanjax.media.video import prepare_output_path  # imported late, as in `_save`
 
-        frames = request.settings.get("frames", offered["defaults"].get("frames"))
-        check_output(out, frames if isinstance(frames, int) else 1)
-    path = server.submit(_fields(request))
-    with _cancelling(server) as waiting, report.stage("video"):
-        waiting.append(path)
-        job = _awaited(server, path, report, report.count)
-        waiting.clear()
-        report.count("", 1, 1)  # the server was last asked before its last step
+        frames = request.settings.get("frames", model_info["defaults"].get("frames"))
+        prepare_output_path(out, frames if isinstance(frames, int) else 1)
+    path = server.submit(_request_fields(request))
+    with _cancelling(server) as pending_paths, report.stage("video"):
+        pending_paths.append(path)
+        job = _wait_for_video(server, path, report, report.count)
+        pending_paths.clear()
+        report.count("", 1, 1)  # the last poll came before the last step
     if job.get("status") != "completed":
-        raise WanjaxError(f"{server.url} made no video: {_why(job)}")
+        raise WanjaxError(f"{server.url} failed to make the video: {_failure_reason(job)}")
     record = server.ask(f"{path}/record")
-    name = out or str(video_named(next(free_names(request.settings["prompt"], _seed(record, server.url)))))
+    name = out or str(video_path(next(unused_names(request.settings["prompt"], _seed(record, server.url)))))
     target = _save(server, path, name)
     if report.stats:
         report.table()
-    report.print_result(target, record, id=_id(path), seconds=report.seconds)
+    report.print_result(target, record, id=_video_id(path), seconds=report.seconds)
 
 
-def _check_existing(existing: Existing, request: VideoRequest, offered: Mapping[str, Any]) -> None:
-    """Raise WanjaxError where a video that is there is not the one that a server would make, as far as it tells."""
-    sizes, size = offered.get("sizes"), request.settings.get("size")
-    if isinstance(sizes, dict) and (sides := pixels(sizes.get(size, ""))):
+def _check_existing(existing_file: ExistingFile, request: VideoRequest, model_info: Mapping[str, Any]) -> None:
+    """Raise WanjaxError if the metadata of an existing video shows that the server would make a different video."""
+    sizes, size = model_info.get("sizes"), request.settings.get("size")
+    if isinstance(sizes, dict) and (sides := parse_pixels(sizes.get(size, ""))):
         settings = {name: value for name, value in request.settings.items() if name != "size"}
         request = replace(request, settings={**settings, "height": sides[0], "width": sides[1]})
-    settings = {**request.under(VideoRequest(offered["defaults"])).settings, "model": offered["id"]}
-    existing.check(settings, settings)
-    from wanjax.media.metadata import file_digests  # imported late: NumPy comes with it
+    settings = {**request.with_defaults(VideoRequest(model_info["defaults"])).settings, "model": model_info["id"]}
+    existing_file.check(settings, settings)
+    from wanjax.media.metadata import file_digests  # imported late, because this needs NumPy
 
-    digests = file_digests(existing.metadata or {}).values()
-    files = [one for value in _fields(request).values() for one in (value if isinstance(value, list) else [value])]
+    digests = file_digests(existing_file.metadata or {}).values()
+    files = [
+        one for value in _request_fields(request).values() for one in (value if isinstance(value, list) else [value])
+    ]
     if any(one.digest not in digests for one in files if isinstance(one, _File)):
-        existing.refuse("with another input file")
+        existing_file.refuse("with a different input file")
     if request.lora:
         from wanjax.checkpoints.lora_source import Lora  # imported late, as in `_strengths`
 
-        loras = [Lora.parse(str(text)) for text in (existing.metadata or {}).get("lora") or ()]
+        loras = [Lora.parse(str(text)) for text in (existing_file.metadata or {}).get("lora") or ()]
         if {one.name: one.strength for one in loras if one.strength} != {k: x for k, x in request.lora.items() if x}:
-            existing.refuse("with another lora")
+            existing_file.refuse("with another lora")
 
 
 def _requests(request: VideoRequest, command: CommandOptions) -> list[VideoRequest]:
-    """Return the request of each of several videos, with its prompt, its seed and its settings."""
-    from wanjax.cli.many import requests_of, seeds_of, shared_by_all  # imported late: they need JAX
-    from wanjax.jobs.rows import with_seeds
+    """Build the requests for several videos. Each request has its own prompt, seed and settings."""
+    from wanjax.cli.many import requests_of, seeds_of  # imported late, because these need JAX
+    from wanjax.jobs.rows import shared_by_all, with_seeds
     from wanjax.pipelines.seeds import checked_seed
 
-    requests, shared = requests_of(request, command.prompts), shared_by_all(request)
-    numbers = seeds_of(requests, command, request.settings["seed"])
-    seeded = [one.under(shared) for one in with_seeds(requests, numbers)]
-    return [one.updated({"seed": checked_seed(one.settings["seed"], alone=True)}) for one in seeded]
+    requests, shared_settings = requests_of(request, command.prompts), shared_by_all(request)
+    seeds = seeds_of(requests, command, request.settings["seed"])
+    seeded_requests = [one.with_defaults(shared_settings) for one in with_seeds(requests, seeds)]
+    return [one.updated({"seed": checked_seed(one.settings["seed"], alone=True)}) for one in seeded_requests]
 
 
 def _generate_several(
     report: Report,
     server: "Server",
-    offered: Mapping[str, Any],
+    model_info: Mapping[str, Any],
     requests: Sequence[VideoRequest],
     command: CommandOptions,
 ) -> None:
-    """Have a video of each request made, except those that are in the folder already, unless with --force.
+    """Let the server make the videos of requests. Videos that the folder already has are made again only with --force.
 
-    Cancels the videos that wait where this ends before its time. The folder has a manifest, as that of `wanjax batch`.
+    The folder gets a manifest like that of `wanjax batch`. If this function ends early, it cancels the waiting videos.
     """
-    from wanjax.cli.many import FAILURE  # imported late: it needs JAX
+    from wanjax.cli.many import FAILURE_STATUS  # imported late, because this needs JAX
     from wanjax.jobs.batch import MANIFEST, Manifest
     from wanjax.jobs.maker import Task
 
     folder = videos_folder(command.out).absolute()
-    each: dict[str, tuple[Any, Mapping[str, Any]]] = {}
+    tasks: dict[str, tuple[Any, Mapping[str, Any]]] = {}
     for request in requests:
-        fields = _fields(request)
-        name = _name(fields, offered)
-        each[name] = Task(name, request), fields
-    if repeated := len(requests) - len(each):
-        report.note(f"note: made once, of {len(requests)} videos: {repeated} that repeat another")
-    check_folder(folder)
-    there = set() if command.force else each.keys() & set(names_in(folder))
-    left = [task for name, task in each.items() if name not in there]
-    report.videos = len(there)
-    report.note(progress_of_many(len(left), len(there), folder))
-    report.enable_resume()
-    with closing(Manifest(folder)) as manifest, _cancelling(server) as waiting, report.stage("videos"):
-        for name in there:
-            manifest.add(each[name][0])
-        several = _Several(report, server, folder, manifest, waiting, left)
-        several.make()
+        fields = _request_fields(request)
+        name = _output_name(fields, model_info)
+        tasks[name] = Task(name, request), fields
+    if repeated := len(requests) - len(tasks):
+        report.note(f"note: {repeated} of {len(requests)} videos are requested more than once and are made once")
+    with created_output_folder(folder), closing(Manifest(folder)) as manifest:
+        existing = set() if command.force else tasks.keys() & set(file_names_in(folder))
+        missing_tasks = [task for name, task in tasks.items() if name not in existing]
+        report.videos = len(existing)
+        report.note(progress_of_many(len(missing_tasks), len(existing), folder))
+        for name in existing:
+            manifest.add(tasks[name][0])
+        if not missing_tasks:
+            return
+        report.enable_resume()
+        with _cancelling(server) as pending_paths, report.stage("videos"):
+            batch = _BatchRequest(report, server, folder, manifest, pending_paths, missing_tasks)
+            batch.make()
     report.resume_command = None
     if report.stats:
         report.table()
-    if several.failed:
-        summary = f"{several.failed} of {quantity(len(left), 'video')} failed, as listed in {folder / MANIFEST}"
-        report.note(f"{summary}; the same command tries them again")
-        raise click.exceptions.Exit(FAILURE)
+    if batch.failed:
+        summary = f"{batch.failed} of {pluralize(len(missing_tasks), 'video')} failed, as listed in {folder / MANIFEST}"
+        report.note(f"{summary}; run the same command to try them again")
+        raise click.exceptions.Exit(FAILURE_STATUS)
 
 
-class _Several:
-    """Several videos that a server makes: a few wait there at a time, and are written in their order.
-
-    `left` are jobs and the fields of their requests, and `waiting` the paths at the server of those asked for.
+class _BatchRequest:
+    """Several videos from a server. A few of them are in the server's queue at a time, and they are written in order.
+    `missing_tasks` has the remaining tasks with the fields of their requests. `pending_paths` has the server's
+    paths of submitted videos.
     """
 
     def __init__(
@@ -222,241 +236,265 @@ class _Several:
         server: "Server",
         folder: AnyPath,
         manifest: Any,
-        waiting: deque[str],
-        left: Sequence[tuple[Any, Mapping[str, Any]]],
+        pending_paths: deque[str],
+        missing_tasks: Sequence[tuple[Any, Mapping[str, Any]]],
     ):
-        self.report, self.server, self.folder, self.manifest, self.waiting = report, server, folder, manifest, waiting
-        self.total, self.ended, self.failed = len(left), 0, 0
-        self._left, self._submitted = deque(left), deque[Any]()
+        self.report, self.server, self.folder, self.manifest, self.pending_paths = (
+            report,
+            server,
+            folder,
+            manifest,
+            pending_paths,
+        )
+        self.total, self.ended, self.failed = len(missing_tasks), 0, 0
+        self._unsubmitted, self._submitted = deque(missing_tasks), deque[Any]()
 
     def make(self) -> None:
-        """Ask for all videos, and write each."""
+        """Request all videos, and write each one."""
         self._count()
-        while self._left or self._submitted:
+        while self._unsubmitted or self._submitted:
             self._submit()
             if self._submitted:
                 self._collect()
             else:
-                self.report.stop_if_asked()
-                time.sleep(EVERY[1] if self._left else 0)  # the queue is full of others' videos
+                self.report.stop_if_interrupted()
+                time.sleep(POLL_INTERVALS[1] if self._unsubmitted else 0)  # videos of other clients fill the queue
 
     def _submit(self) -> None:
-        """Ask for the next videos, as many as are to wait and as the server's queue takes."""
-        while self._left and len(self._submitted) < AHEAD:
-            job, fields = self._left[0]
+        """Submit videos until `MAX_PENDING` are pending or the server's queue is full."""
+        while self._unsubmitted and len(self._submitted) < MAX_PENDING:
+            job, fields = self._unsubmitted[0]
             try:
-                self.waiting.append(self.server.submit(fields))
-            except Refused as error:
-                if error.status == FULL:
+                self.pending_paths.append(self.server.submit(fields))
+            except RefusedError as error:
+                if error.status == QUEUE_FULL:
                     return
-                if error.status not in WRONG or not (self.ended or self._submitted):
-                    raise job.request.wrong(error) from error  # the first tells what all have in common
+                if error.status not in REQUEST_ERRORS or not (self.ended or self._submitted):
+                    # An error in the first request probably concerns all requests
+                    raise job.request.add_row_number(error) from error
                 self._end(job, error)
             else:
                 self._submitted.append(job)
-            self._left.popleft()
+            self._unsubmitted.popleft()
 
     def _collect(self) -> None:
-        """Wait for the first of the videos that were asked for, and write it."""
-        job, path = self._submitted[0], self.waiting[0]
-        fault: object = None
+        """Wait for the first submitted video, and write it."""
+        job, path = self._submitted[0], self.pending_paths[0]
+        failure: object = None
         try:
-            video = _awaited(
-                self.server, path, self.report, lambda unit, done, of: self._count(f"{unit} {done} of {of}")
+            video = _wait_for_video(
+                self.server, path, self.report, lambda unit, done, total: self._count(f"{unit} {done} of {total}")
             )
             if video.get("status") == "completed":
                 record = self.server.ask(f"{path}/record")
-                self.report.print_result(_save(self.server, path, str(self.folder / job.output)), record, id=_id(path))
+                self.report.print_result(
+                    _save(self.server, path, str(self.folder / job.output)), record, id=_video_id(path)
+                )
             else:
-                fault = _why(video)
-        except Refused as error:  # as of a video that somebody removed meanwhile
-            if error.status not in WRONG:
+                failure = _failure_reason(video)
+        except RefusedError as error:  # for example, somebody removed the video
+            if error.status not in REQUEST_ERRORS:
                 raise
-            fault = error
+            failure = error
         self._submitted.popleft()
-        self.waiting.popleft()
-        self._end(job, fault)
+        self.pending_paths.popleft()
+        self._end(job, failure)
 
-    def _end(self, job: Any, fault: object = None) -> None:
-        """List a video that was made, or that failed."""
+    def _end(self, job: Any, failure: object = None) -> None:
+        """Add a video to the manifest after it was made or has failed."""
         self.ended += 1
-        if fault is not None:
+        if failure is not None:
             self.failed += 1
-            self.report.note(f"{f'row {job.request.row}' if job.request.row else job.output} failed: {fault}")
-        self.manifest.add(job, worker=self.server.url, **({} if fault is None else {"error": str(fault)}))
+            self.report.note(f"{job.request.position or job.output} failed: {failure}")
+        self.manifest.add(job, worker=self.server.url, **({} if failure is None else {"error": str(failure)}))
         self._count()
 
-    def _count(self, beside: str = "") -> None:
+    def _count(self, suffix: str = "") -> None:
         failed = f"{self.failed} failed" if self.failed else ""
-        self.report.count("video", self.ended, self.total, suffix=", ".join(filter(None, (failed, beside))))
+        self.report.count("video", self.ended, self.total, suffix=", ".join(filter(None, (failed, suffix))))
 
 
-def _name(fields: Mapping[str, Any], offered: Mapping[str, Any]) -> str:
-    """Return the name of one of several videos, which is the same wherever the same server makes it again.
-
-    It is that of `wanjax batch`, as far as what is asked for is all that the video's record holds.
+def _output_name(fields: Mapping[str, Any], model_info: Mapping[str, Any]) -> str:
+    """Choose the name of one of several videos. The name is the same each time the same server makes the video. The
+    name equals the name that `wanjax batch` would choose if the request contains all entries of the video's metadata.
     """
-    from wanjax.jobs.maker import video_name  # imported late: it needs JAX
+    from wanjax.jobs.maker import video_name  # imported late, because this needs JAX
 
-    chosen = {name: _digests(value) for name, value in fields.items() if name != ALLOW_EMPTY.name}
-    return video_name({**offered["defaults"], **offered["started_with"], **chosen})  # a server chooses no folder
+    hashed_fields = {name: _with_digests(value) for name, value in fields.items() if name != ALLOW_EMPTY.name}
+    return video_name(
+        {**model_info["defaults"], **model_info["started_with"], **hashed_fields}
+    )  # this name does not come from the server
 
 
 @contextmanager
 def _cancelling(server: "Server") -> Iterator[deque[str]]:
-    """Yield a queue for the paths of videos that are asked for; cancel those left in it by Ctrl-C or an error."""
-    waiting: deque[str] = deque()
+    """Yield a queue for the paths of submitted videos. On Ctrl-C or an error, cancel the videos that are still in the
+    queue."""
+    pending_paths: deque[str] = deque()
     try:
-        yield waiting
+        yield pending_paths
     except BaseException:
-        for path in waiting:
+        for path in pending_paths:
             try:
                 server.ask(f"{path}/cancel", {})
-            except Refused:  # the video is over, or removed
+            except RefusedError:  # the video has ended, or was removed
                 continue
-            except WanjaxError:  # a server that is gone is asked once
+            except WanjaxError:  # if the server cannot be reached, do not try the next video
                 break
         raise
 
 
 def _save(server: "Server", path: str, out: str) -> AnyPath:
-    """Write a video as the server made it, or its frames and its record in the format of another name."""
+    """Write a video in the server's format, or convert it if the file has the suffix of another format."""
     data, target = server.fetch(f"{path}/content"), parse_path(out).absolute()
     if _is_mp4(out):
         check_folder(target.parent)
-        with writing(target) as beside:
-            beside.write_bytes(data)
+        with atomic_write(target) as partial_path:
+            partial_path.write_bytes(data)
         return target
-    from wanjax.media.pictures import read_clip  # imported late: they take longer than all else that `--at` needs
+    from wanjax.media.pictures import read_clip  # imported late, because the imports are slow
     from wanjax.media.video import read_metadata, write_video
     from wanjax.stores.temporary import temp_dir
 
     with temp_dir() as folder:
-        film = folder / "video.mp4"
-        film.write_bytes(data)
-        record = read_metadata(film)
+        video_file = folder / "video.mp4"
+        video_file.write_bytes(data)
+        record = read_metadata(video_file)
         fps = SETTINGS["fps"].read(record.get("fps"))
-        return write_video(out, read_clip(film, MOST, fps), fps, record)
+        return write_video(out, read_clip(video_file, MAX_UNITS, fps), fps, record)
 
 
 def _is_mp4(out: str) -> bool:
     return Path(out).suffix.lower() == ".mp4"
 
 
-def _id(path: str) -> str:
+def _video_id(path: str) -> str:
     return path.rpartition("/")[2]
 
 
-def _why(job: Mapping[str, Any]) -> str:
-    """Return why a video was not made, as the server tells it."""
-    why = job["error"].get("message") if isinstance(job.get("error"), dict) else None
-    return _plain(why or "it tells no reason")
+def _failure_reason(job: Mapping[str, Any]) -> str:
+    """Return the reason that the server gives for a failed video."""
+    reason = job["error"].get("message") if isinstance(job.get("error"), dict) else None
+    return _printable(reason or "the server gave no reason")
 
 
-def _seed(job: Mapping[str, Any], at: str) -> int:
-    """Return the seed among settings that a server tells; raise WanjaxError where it is none."""
+def _seed(job: Mapping[str, Any], server_url: str) -> int:
+    """Read the seed in a server's settings; raise WanjaxError if it is invalid."""
     try:
         return SETTINGS["seed"].read(job.get("seed"))
     except WanjaxError as error:
-        raise WanjaxError(f"{at} tells no seed of a video: it is no wanjax serve of this version") from error
+        raise WanjaxError(f"{server_url} gives no seed of a video: it is not a wanjax serve of this version") from error
 
 
-def _awaited(server: "Server", place: str, report: Report, show: Callable[[str, int, int], Any]) -> dict[str, Any]:
-    """Return a video that is over; meanwhile its notes are printed, and `show` receives how far a stage is."""
-    pause, longest = EVERY
-    noted: set[str] = set()
+def _wait_for_video(
+    server: "Server", path: str, report: Report, on_progress: Callable[[str, int, int], Any]
+) -> dict[str, Any]:
+    """Wait until a video is completed or failed. Print the notes on the video, and pass the progress of its stages to
+    `on_progress`."""
+    pause, max_pause = POLL_INTERVALS
+    shown_notes: set[str] = set()
     while True:
         try:
-            job = server.ask(place)
-        except Refused:
+            job = server.ask(path)
+        except RefusedError:
             raise
         except WanjaxError as error:
-            advice = f"{_id(place)} waits there and is made once it runs again: {server.url}{place}/content"
+            advice = f"{_video_id(path)} waits there until it runs again: {server.url}{path}/content"
             raise WanjaxError(f"{error}; {advice}") from error
         notes = job.get("notes")
-        for note in (*map(_plain, notes if isinstance(notes, list) else []), _window(job)):
-            if note and note not in noted:
-                noted.add(note)
+        for note in (*map(_printable, notes if isinstance(notes, list) else []), _window_text(job)):
+            if note and note not in shown_notes:
+                shown_notes.add(note)
                 report.note(note)
         if job.get("status") not in ("queued", "in_progress"):
             return job
         stage, done, total = (job.get(name) for name in ("stage", "stage_done", "stage_total"))
-        if isinstance(done, int) and isinstance(total, int) and 0 <= done <= total and 0 < total <= MOST and stage:
-            show(_plain(stage), done, total)
-        report.stop_if_asked()
+        if isinstance(done, int) and isinstance(total, int) and 0 <= done <= total and 0 < total <= MAX_UNITS and stage:
+            on_progress(_printable(stage), done, total)
+        report.stop_if_interrupted()
         time.sleep(pause)
-        pause = min(1.2 * pause, longest)
+        pause = min(1.2 * pause, max_pause)
 
 
-def _window(job: Mapping[str, Any]) -> str:
-    """Return which window of a video is made; nothing of one that has no others, or waits."""
+def _window_text(job: Mapping[str, Any]) -> str:
+    """Describe which window of a video is being made. The text is empty for a waiting video or a single window."""
     settings = job.get("settings")
     number, count = job.get("window"), settings.get("windows") if isinstance(settings, dict) else 1
-    several = isinstance(number, int) and isinstance(count, int) and 0 < number <= count and count > 1
-    return f"window {number} of {count}" if several and job.get("status") == "in_progress" else ""
+    has_several = isinstance(number, int) and isinstance(count, int) and 0 < number <= count and count > 1
+    return f"window {number} of {count}" if has_several and job.get("status") == "in_progress" else ""
 
 
-def _fields(request: VideoRequest) -> dict[str, Any]:
-    """Return the fields of a request with its files; the server refuses what its model has no use for."""
+def _request_fields(request: VideoRequest) -> dict[str, Any]:
+    """Build the fields of a request, including its files. The server refuses fields that its model does not support."""
     files = {
         name: [*map(_File.of, file)] if isinstance(file, list) else _File.of(file)
         for name, file in request.inputs.items()
     }
-    empty = not request.settings["prompt"].strip()  # which this command has asked about
+    empty = not request.settings["prompt"].strip()  # this command has already checked that the user wants this
     return {**request.fields, **files, **({ALLOW_EMPTY.name: True} if empty else {})}
 
 
-def _strengths(loras: Sequence[Any], served: Any, at: str) -> dict[str, float]:
-    """Return the strength of each of the server's LoRAs, 0 where it is not among the given ones.
-
-    Raises WanjaxError for one that the server does not have.
+def _strengths(loras: Sequence[Any], served_loras: Any, server_url: str) -> dict[str, float]:
+    """Map each of the server's LoRAs to its strength, which is 0 if this command does not name it. Raises WanjaxError
+    for a LoRA that the server does not have.
     """
-    from wanjax.checkpoints.lora_source import Lora  # imported late: it takes half of the time of all others
+    from wanjax.checkpoints.lora_source import Lora  # imported late, because the import is slow
 
-    names = [str(one.get("name")) for one in served if isinstance(one, dict)]
+    names = [str(one.get("name")) for one in served_loras if isinstance(one, dict)]
     strengths = {lora.name: lora.strength for lora in map(Lora.parse, loras)}
     for name in strengths.keys() - set(names):
-        has = _plain(" and ".join(names)) or "none"
-        raise WanjaxError(f"the LoRA {name} is for the server to be started with, and {at} has {has}")
+        available_names = _printable(" and ".join(names)) or "none"
+        raise WanjaxError(
+            f"the LoRA {name} must be one with which the server was started, and {server_url} has {available_names}"
+        )
     return dict.fromkeys(names, 0.0) | strengths
 
 
-def _check_options(options: PipelineOptions, has: Mapping[str, Any], at: str) -> None:
-    """Raise WanjaxError unless the server was started with the options that are given here."""
+def _check_options(options: PipelineOptions, server_options: Mapping[str, Any], server_url: str) -> None:
+    """Raise WanjaxError unless the server was started with the same options as this command."""
     for name in options._fields:
         if is_given(name) and name not in ("model", "lora") and (value := getattr(options, name)) is not None:
-            _compare(name, value, has, at)
+            _compare_option(name, value, server_options, server_url)
 
 
-def _compare(name: str, value: Any, has: Mapping[str, Any], at: str) -> None:
-    """Raise WanjaxError unless the server was started with an option of this value."""
-    other = has.get("tiling" if name == "tile" else name, SAFE if name == "compiler" else None)  # which no record names
-    same = value == bool(other) if isinstance(value, bool) else list(map(base_name, _texts(value))) == _texts(other)
-    if not same:
-        theirs = _plain("none" if other in (None, [], ()) else ", ".join(_texts(other)))
-        ours = "" if isinstance(value, bool) else f" {', '.join(_texts(value))}"
-        raise WanjaxError(f"{option_of(name)}{ours} is for the server to be started with, and {at} has {theirs}")
+def _compare_option(name: str, value: Any, server_options: Mapping[str, Any], server_url: str) -> None:
+    """Raise WanjaxError unless the server was started with this value of the option."""
+    server_value = server_options.get(
+        "tiling" if name == "tile" else name, SAFE_COMPILER if name == "compiler" else None
+    )  # metadata without this entry means the set `safe`
+    is_same = (
+        value == bool(server_value)
+        if isinstance(value, bool)
+        else list(map(base_name, _as_texts(value))) == _as_texts(server_value)
+    )
+    if not is_same:
+        server_text = _printable("none" if server_value in (None, [], ()) else ", ".join(_as_texts(server_value)))
+        option_text = "" if isinstance(value, bool) else f" {', '.join(_as_texts(value))}"
+        raise WanjaxError(
+            f"{option_of(name)}{option_text} must be the value with which the server was started, and {server_url} has "
+            f"{server_text}"
+        )
 
 
-def _texts(value: Any) -> list[str]:
-    several = type(value) in (list, tuple)  # and not a mesh, which is a tuple of its own type
-    return [str(one) for one in (value if several else [value])]
+def _as_texts(value: Any) -> list[str]:
+    is_list = type(value) in (list, tuple)  # not a mesh, which is a tuple of another type
+    return [str(one) for one in (value if is_list else [value])]
 
 
 @dataclass(frozen=True)
 class _File:
-    """A file that goes with a request: its digest until then, and its contents only while they are sent."""
+    """A file of a request. The object stores the digest, and reads the contents only when they are sent."""
 
     name: str
     digest: str
 
     @classmethod
     def of(cls, name: str) -> "_File":
-        """Return a file; raises WanjaxError where it cannot be read."""
+        """Compute the digest of a file. Raises WanjaxError if the file cannot be read."""
         return cls(name, hashlib.sha256(cls._read(name)).hexdigest())
 
     def as_url(self) -> str:
-        """Return the contents as a data: URL; raises WanjaxError where they cannot be read."""
+        """Encode the contents as a data: URL. Raises WanjaxError if the file cannot be read."""
         return f"data:application/octet-stream;base64,{base64.b64encode(self._read(self.name)).decode()}"
 
     @staticmethod
@@ -464,19 +502,19 @@ class _File:
         try:
             return Path(name).expanduser().read_bytes()
         except OSError as error:
-            folder = "it is a folder, and a server takes a film or an animation"
+            folder = "it is a folder, but a server accepts only a video or an animation"
             raise WanjaxError(f"{name} cannot be sent: {folder if Path(name).is_dir() else reason(error)}") from error
 
 
-def _digests(value: Any) -> Any:
-    """Return the value of a field with digests in place of files."""
+def _with_digests(value: Any) -> Any:
+    """Replace each file in a field's value by its digest."""
     if isinstance(value, list):
-        return list(map(_digests, value))
+        return list(map(_with_digests, value))
     return value.digest if isinstance(value, _File) else value
 
 
-def _plain(text: Any) -> str:
-    """Return a server's text without characters that would steer a terminal."""
+def _printable(text: Any) -> str:
+    """Cut a server's text to 1000 characters, without control characters."""
     return "".join(c if c.isprintable() else " " for c in str(text)[:1000])
 
 
@@ -484,76 +522,104 @@ class Server:
     """A `wanjax serve` at an address."""
 
     def __init__(self, url: str):
-        """Take an address such as http://localhost:8000, also with /v1; raise WanjaxError for one of another kind."""
+        """Set the address, such as http://localhost:8000; it may end in /v1. Raises WanjaxError for a malformed
+        address."""
         url = f"http://{url}" if HOST_AND_PORT.fullmatch(url) else url
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise WanjaxError(f"--at is given as {repr_short(url)}: give an address such as http://localhost:8000")
-        self.url = url.rstrip("/").removesuffix("/v1").rstrip("/")  # as the clients of OpenAI's API take it
+            raise WanjaxError(f"--at got {repr_short(url)}: give an address such as http://localhost:8000")
+        self.url = url.rstrip("/").removesuffix("/v1").rstrip("/")  # clients of OpenAI's API expect an address with /v1
         self._opener = build_opener(NoRedirect)
 
     def model(self, name: str | None) -> dict[str, Any]:
-        """Return what the server tells of its first model, or of the one of this name.
+        """Return the server's description of the model with this name, by default of its first model.
 
-        Raises WanjaxError where there is none, or where that is no wanjax server's answer.
+        Raises WanjaxError if the server has no such model, or if the reply did not come from a wanjax server.
         """
-        listed = self.ask("/v1/models").get("data")
-        models = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
-        if not models or not all(isinstance(one.get(part), kind) for one in models for part, kind in TOLD.items()):
-            raise WanjaxError(f"{self.url} does not tell what it makes: it is no wanjax serve of this version")
+        models_field = self.ask(MODELS_PATH).get("data")
+        models = [one for one in models_field if isinstance(one, dict)] if isinstance(models_field, list) else []
+        if not models or not all(
+            isinstance(one.get(field), field_type) for one in models for field, field_type in MODEL_FIELDS.items()
+        ):
+            raise WanjaxError(f"{self.url} does not describe its models: it is not a wanjax serve of this version")
         for model in models:
             if name is None or base_name(name) == model["id"]:
                 return model
-        ids = _plain(" and ".join(model["id"] for model in models))
-        raise WanjaxError(f"the model {name} is for the server to be started with, and {self.url} has {ids}")
+        ids = _printable(" and ".join(model["id"] for model in models))
+        raise WanjaxError(f"the model {name} must be one with which the server was started, and {self.url} has {ids}")
 
     def submit(self, fields: Mapping[str, Any]) -> str:
-        """Ask for a video; return its path at the server. Raises WanjaxError as `fetch`."""
+        """Request a video; return its path at the server. Raises WanjaxError as `fetch` does."""
         job = self.ask("/v1/videos", fields)
         if not isinstance(id := job.get("id"), str) or not id.replace("_", "").isalnum():
-            raise WanjaxError(f"{self.url} answers with no id of a video: it is no wanjax serve of this version")
+            raise WanjaxError(f"{self.url} replied without the id of a video: it is not a wanjax serve of this version")
         return f"/v1/videos/{id}"
 
     def ask(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the JSON object that is answered; post one where it is given. Raises WanjaxError as `fetch`."""
+        """Send a GET request, or a POST request with `body`, and return the JSON object of the reply. Raises
+        WanjaxError as `fetch` does."""
         response = self.fetch(path, body)
         try:
-            answer = json.loads(response)
+            parsed = json.loads(response)
         except (ValueError, RecursionError):
-            answer = None
-        if not isinstance(answer, dict):
-            raise WanjaxError(f"{self.url}{path} answers with no JSON: it is no wanjax serve of this version")
-        return answer
+            parsed = None
+        if not isinstance(parsed, dict):
+            raise WanjaxError(f"{self.url}{path} did not reply with JSON: it is not a wanjax serve of this version")
+        return parsed
 
     def fetch(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
-        """Return the bytes that are answered; raise WanjaxError with the server's reason, or where none answers."""
+        """Return the bytes of a reply. Raises WanjaxError with the server's message if it refuses, and if no server
+        replies."""
         headers = {"Content-Type": "application/json"}
-        if token := os.environ.get(TOKEN):
+        if token := os.environ.get(TOKEN_VARIABLE):
+            if not token.isascii() or not token.isprintable():  # the message of the library would print it
+                raise WanjaxError(
+                    f"the token in {TOKEN_VARIABLE} has characters that are not printable ASCII: set another"
+                )
             headers["Authorization"] = f"Bearer {token}"
         data = None if body is None else json.dumps(body, default=_File.as_url).encode()
         try:
-            with self._opener.open(Request(f"{self.url}{path}", data, headers), timeout=PATIENCE) as answer:
-                content = answer.read(LARGEST)
-                if answer.length:  # a read of so many bytes is no error where the connection ends before them
-                    raise IncompleteRead(content, answer.length)
+            with self._opener.open(Request(f"{self.url}{path}", data, headers), timeout=REPLY_TIMEOUT) as reply:
+                content = reply.read(MAX_REPLY_BYTES)
+                if reply.length:  # `read` does not raise if the connection ends early
+                    raise IncompleteRead(content, reply.length)
                 return content
         except HTTPError as error:
-            kind = Failed if error.code >= HTTPStatus.INTERNAL_SERVER_ERROR else Refused
-            if (why := _reason(error)) is None:
-                answer = f"{error.code} {_plain(error.reason)}"
-                raise kind(
-                    f"{self.url} is no wanjax serve, it answers {answer}: check the address", error.code
+            error_type = ServerError if error.code >= HTTPStatus.INTERNAL_SERVER_ERROR else RefusedError
+            if (message := _error_message(error)) is None:
+                reply = f"{error.code} {_printable(error.reason)}"
+                raise error_type(
+                    f"{self.url} is not a wanjax serve, it replied {reply}: check the address", error.code
                 ) from error
-            raise kind(f"{self.url} refuses this: {why}", error.code) from error
+            if error.code == HTTPStatus.NOT_FOUND and path == MODELS_PATH:
+                parts = urlsplit(self.url)
+                root = f"{parts.scheme}://{parts.netloc}"
+                advice = "check the address" if self.url == root else f"give its address without a path, as in {root}"
+                raise error_type(f"{self.url} is not the address of a wanjax serve: {advice}", error.code) from error
+            if error.code == HTTPStatus.UNAUTHORIZED:
+                raise error_type(_token_advice(self.url), error.code) from error
+            raise error_type(f"{self.url} refuses this: {message}", error.code) from error
         except (OSError, HTTPException, ValueError) as error:
-            why = getattr(error, "reason", None) or error
-            cause = _plain(reason(why) if isinstance(why, Exception) else why)
-            raise WanjaxError(f"no wanjax serve answers at {self.url}: {cause}") from error
+            message = getattr(error, "reason", None) or error
+            if getattr(message, "reason", None) == "WRONG_VERSION_NUMBER":  # an ssl.SSLError
+                plain_url = self.url.replace("https://", "http://", 1)
+                raise WanjaxError(f"{self.url} does not speak HTTPS: give {plain_url}") from error
+            cause = _printable(reason(message) if isinstance(message, Exception) else message)
+            advice = ": start `wanjax serve` there, or give another address" if isinstance(error, OSError) else ""
+            raise WanjaxError(f"no wanjax serve answers at {self.url}: {cause}{advice}") from error
 
 
-def _reason(error: HTTPError) -> str | None:
-    """Return the reason in a server's refusal, which has OpenAI's form; None where there is none."""
+def _token_advice(url: str) -> str:
+    """Say that a server refuses the token of this environment, or that it has none."""
+    advice = f"set {TOKEN_VARIABLE} in the environment to the token that the server was started with"
+    if os.environ.get(TOKEN_VARIABLE):
+        return f"{url} refuses the token in {TOKEN_VARIABLE}: {advice}"
+    return f"{url} needs a token: {advice}"
+
+
+def _error_message(error: HTTPError) -> str | None:
+    """Read the error message of a reply in OpenAI's format. Return None if there is no message."""
     try:
-        return _plain(json.loads(error.read(10**6))["error"]["message"])
+        return _printable(json.loads(error.read(10**6))["error"]["message"])
     except (ValueError, KeyError, TypeError, RecursionError, OSError, HTTPException):
         return None

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of a run: on stderr the progress of each stage, and a table of time and memory; on stdout what it made.
-
-Ctrl-C is deferred to the end of a step.
+"""Report a run: print the progress of each stage and a table of time and memory on stderr, and the result on stdout.
+Ctrl-C takes effect at the end of a step.
 """
 
 import json
@@ -25,8 +24,8 @@ import click
 
 from wanjax.cli.tables import print_table
 from wanjax.errors import WanjaxWarning
-from wanjax.figures import duration, in_bytes, quantity
-from wanjax.signals import INTERRUPTED, run_cleanups
+from wanjax.figures import format_bytes, format_duration, pluralize
+from wanjax.signals import INTERRUPTED, discard_output, run_cleanups
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,21 +33,22 @@ if TYPE_CHECKING:
     from wanjax.pipelines.progress import Stage
     from wanjax.stores.paths import AnyPath
 
-STATUS = Path("/proc/self/status")  # Linux alone lets a process read and reset its peak memory
+STATUS = Path("/proc/self/status")  # only Linux lets a process read and reset its peak memory
 CLEAR_REFS = Path("/proc/self/clear_refs")
 SAFE_STAGES = ("encode", "denoise", "decode", "preview", "train", "record", "compile")
-"""The stages that Ctrl-C ends after `STOP_TIMEOUT`, once all steps that are done are in a file: of training none is."""
+"""After Ctrl-C, these stages are ended `STOP_TIMEOUT` seconds later, if all completed steps are in a file. Training is
+always ended in this way."""
 CACHE_WARNING = re.compile(
     r"Error (reading|writing) persistent compilation cache entry for '[^']*': \w+: (?:\[Errno \d+\] )?(.*)"
 )
-"""A warning of JAX's."""
-STOP_TIMEOUT = 2.0  # seconds that a stage has to come to an end of its own
-POLL_INTERVAL = 0.1  # seconds between two looks whether they are
-EXIT_GRACE = 5.0  # seconds that other processes have to end with this one
+"""Matches the warning of JAX about an entry of its compilation cache."""
+STOP_TIMEOUT = 2.0  # seconds to wait until a stage ends by itself
+POLL_INTERVAL = 0.1  # seconds between two checks that the steps are saved
+EXIT_GRACE = 5.0  # seconds to wait for other processes that end for the same reason
 
 
-class Row:
-    """The time, its parts and the peak memory of a stage, of all its turns in a video of windows."""
+class StageRow:
+    """The time and the peak memory of a stage, summed over the windows of a video."""
 
     def __init__(self) -> None:
         from wanjax.pipelines.progress import Compilations  # imported late for a quick --help
@@ -58,44 +58,55 @@ class Row:
         self.units = ""
 
     def add(self, stage: "Stage") -> None:
-        """Add a turn that is over."""
+        """Add a completed execution of the stage."""
         self.seconds += stage.elapsed
         self.compilations.join(stage.compilations)
-        self.loading += stage.loading
-        self.writing += stage.writing
+        self.loading += stage.loading_seconds
+        self.writing += stage.writing_seconds
         if stage.unit_seconds is not None:
-            self.units = f", {quantity(stage.total, stage.unit)}, {duration(stage.unit_seconds)} each"
+            self.units = f", {pluralize(stage.total, stage.unit)}, {format_duration(stage.unit_seconds)} each"
         self.peaks = tuple(
-            max(previous, now or 0) for previous, now in zip(self.peaks, (_host_peak(), _device_peak()), strict=True)
+            max(previous, peak or 0)
+            for previous, peak in zip(self.peaks, (_host_peak_memory(), _device_peak_memory()), strict=True)
         )
 
     def cells(self) -> tuple[str, ...]:
-        """Return the row as texts."""
-        return duration(self.seconds), str(self.compilations), *(in_bytes(peak) if peak else "" for peak in self.peaks)
+        """Format the row."""
+        return (
+            format_duration(self.seconds),
+            str(self.compilations),
+            *(format_bytes(peak) if peak else "" for peak in self.peaks),
+        )
 
     def parts(self, name: str) -> Iterator[tuple[str, float]]:
-        """Yield the parts of the stage's time with their seconds; the last is what is left of it."""
-        seconds_of = {
+        """Yield the name and the seconds of each part of the stage's time. The last part is the remaining time."""
+        seconds_by_part = {
             "loading weights": self.loading,
             "compiling": self.compilations.seconds,
             "reading programs": self.compilations.cache_seconds,
             "writing": self.writing,
         }
-        yield from ((f"{name}: {part}", seconds) for part, seconds in seconds_of.items() if seconds)
-        yield f"{name}: the work{self.units}", max(0.0, self.seconds - sum(seconds_of.values()))
+        yield from ((f"{name}: {part}", seconds) for part, seconds in seconds_by_part.items() if seconds)
+        yield f"{name}: the work{self.units}", max(0.0, self.seconds - sum(seconds_by_part.values()))
 
 
 class Report:
-    """The report of one run: notes, the progress of its stages, the final table, and the command to resume it.
+    """The report of one run: notes, the progress of the stages, the final table, and the command that resumes the run.
 
-    With `quiet`, nothing is printed but what the run made and errors. With `in_json`, what it made is a JSON object.
-    With `stats`, the table is followed by where all time of the process went. `owns_process` tells that nothing else
-    runs in the process, `has_peers` that other processes wait for this one, and `muted` that another one reports.
-    `seconds` are those of the stages so far, and `videos` how many of several are complete, None for one.
+    Attributes:
+        quiet: Whether only the result and errors are printed.
+        in_json: Whether the result is printed as a JSON object.
+        stats: Whether a table of how the process spent its time follows the final table.
+        owns_process: Whether this command is the only code that runs in the process.
+        has_peers: Whether other processes compute together with this process, and so wait for it.
+        muted: Whether this process prints nothing, because another process reports.
+        seconds: The seconds of all stages until now.
+        videos: The number of complete videos if the command makes several; else None.
     """
 
     def __init__(self) -> None:
         self.resume_command: str | None = None
+        self._has_saved_work: Callable[[], bool] = lambda: True
         self.quiet = False
         self.in_json = False
         self.stats = False
@@ -106,86 +117,98 @@ class Report:
         self.videos: int | None = None
         self._start_time = time.time()
         self._first_stage: float | None = None
-        self._rows: dict[str, Row] = {}
+        self._rows: dict[str, StageRow] = {}
         self._current: Stage | None = None
-        self._stop = False
-        self._name, self._steps = "", 0  # of the current stage, and how many steps it has taken
-        self._saved: int | None = 0  # how many of them a file holds; None while it does not hold the last
+        self._is_stopping = False
+        self._name, self._steps = "", 0  # the name of the current stage, and its number of completed steps
+        # Number of steps in the file; None while the last completed step is not in the file
+        self._saved: int | None = 0
         self._noted: set[str] = set()
 
     @cached_property
     def console(self) -> "Console":
         from wanjax.pipelines.progress import console  # imported late for a quick --help
 
-        return console(quiet=self._silent)
+        return console(quiet=self._is_silent)
 
     @property
-    def _silent(self) -> bool:
+    def _is_silent(self) -> bool:
         return self.muted or self.quiet
 
     def print_result(self, file: "AnyPath", record: Mapping[str, Any], **more: Any) -> None:
-        """Print what a run made: the name of the file, or an object of it, its record and more."""
+        """Print the result of a run: the name of the file, or a JSON object with the file's metadata and the entries of
+        `more`."""
         if self.videos is not None:
             self.videos += 1
+        text: str | bytes = str(file)
         if self.in_json:
-            click.echo(json.dumps({"file": str(file), **more, "record": dict(record)}))
-        else:  # in bytes, where the stream takes them, because a name may hold some that are no text
-            click.echo(os.fsencode(str(file)) if hasattr(sys.stdout, "buffer") else str(file))
+            text = json.dumps({"file": text, **more, "record": dict(record)})
+        elif hasattr(sys.stdout, "buffer"):  # print bytes if possible, because the name of a file may not be valid text
+            text = os.fsencode(text)
+        try:
+            click.echo(text)
+        except BrokenPipeError:  # the video is written, and others may follow
+            discard_output(sys.stdout)
 
     def note(self, text: str) -> None:
         """Print a line."""
         self.console.print(text)
 
     def record_resume(self, resume_command: str, text: str | None = None) -> None:
-        """Take the command that continues from what is complete, and print it after a text on that, if any."""
+        """Set the command that resumes the run. If `text` says what is complete, print both."""
         self.resume_command = resume_command
         if text is not None:
-            self.note(f"{text}; to continue from there: {resume_command}")
-        self.stop_if_asked()
+            self.note(f"{text}; continue with: {resume_command}")
+        self.stop_if_interrupted()
 
     def load(self, component: str, done: int, total: int) -> None:
-        """Show that `done` of `total` bytes of a component are loaded, on the line of the current stage."""
+        """On the line of the current stage, show that `done` of `total` bytes of a component are loaded."""
         if self._current:
             self._current.load(component, done, total)
-            self.stop_if_asked()
+            self.stop_if_interrupted()
 
     def count(self, unit: str, done: int, total: int, *, suffix: str = "") -> None:
-        """Show that `done` of `total` units of the current stage, such as chunks, are complete, and a text beside."""
+        """Show that `done` of `total` units of the current stage, such as steps, are complete. Append a suffix to this
+        text."""
         if self._current:
             self._current.count(unit, done, total, suffix)
             self._steps = done if unit in ("step", "block") else 0
             if unit == "step" and done == total:
-                self._saved = None  # the latents are about to take the place of the file
+                self._saved = None  # the latents are about to replace the file
         if done < total:
-            self.stop_if_asked()
+            self.stop_if_interrupted()
 
-    def saved(self, steps: int | None) -> None:
-        """Take how many steps of the current stage a file holds, or None once one is done that it does not hold."""
+    def record_saved_steps(self, steps: int | None) -> None:
+        """Set the number of steps that are in the file; None while a completed step is not yet in the file."""
         self._saved = steps
 
-    def stop_if_asked(self) -> None:
+    def stop_if_interrupted(self) -> None:
         """Raise KeyboardInterrupt if Ctrl-C was pressed while a stage ran."""
-        if self._stop:
+        if self._is_stopping:
             raise KeyboardInterrupt
 
-    def enable_resume(self) -> None:
-        """Note that this command, given again, goes on from what it has done."""
+    def enable_resume(self, has_saved_work: Callable[[], bool] = lambda: True) -> None:
+        """Record that the user can run the same command again. `has_saved_work` says whether the command then resumes
+        from work that is saved, or starts again."""
         self.resume_command = shlex.join(["wanjax", *sys.argv[1:]])
+        self._has_saved_work = has_saved_work
 
     @property
     def outcome(self) -> str:
-        """The last line of a run that did not complete: what is left of it, if anything."""
+        """The last line for a run that did not complete: the command that resumes the run, or "" if there is none."""
         if not self.resume_command:
             return ""
         if self.videos == 0:
-            return f"no video was complete, and this begins again: {self.resume_command}\n"
-        return f"what was complete is kept, and this goes on from there: {self.resume_command}\n"
+            return f"no video is complete; start again with: {self.resume_command}\n"
+        if not self._has_saved_work():
+            return f"no work is complete; start again with: {self.resume_command}\n"
+        return f"completed work is kept; continue with: {self.resume_command}\n"
 
-    def leave(self, error: BaseException) -> NoReturn:
-        """End the process for an error, though other processes wait for it.
+    def exit_despite_peers(self, error: BaseException) -> NoReturn:
+        """End the process because of an error, although other processes wait for this process.
 
-        They have a moment to end with it, as where all were given the same mistake: JAX lets none end before the others
-        for minutes, which is too long where they are in the midst of something.
+        If all processes have the same error, they end at nearly the same time; so wait a moment for them. JAX would
+        keep this process for minutes until the other processes end, which is too long if they are computing.
         """
         import jax
 
@@ -200,47 +223,54 @@ class Report:
         os._exit(getattr(error, "exit_code", 1))
 
     def interrupted(self) -> None:
-        """Answer Ctrl-C outside of a stage: ends the process at once.
+        """Handle Ctrl-C outside of a stage: end the process at once.
 
-        An exception would be lost, or crash the process, where Python imports, collects garbage, or waits for C.
+        An exception is no alternative: it would be lost, or crash the process, while Python imports, collects garbage,
+        or waits for C code.
         """
-        end_at_once(
+        exit_immediately(
             f"\nwanjax: stopped\n{self.outcome}", terminal=self._current is not None and self.console.is_terminal
         )
 
     def _on_interrupt(self) -> None:
-        """Answer Ctrl-C. An exception inside JAX would be lost, or crash the process, so the run stops in between."""
-        if self._stop:
+        """Handle Ctrl-C in a stage. An exception inside JAX could be lost or crash the process. So the run stops after
+        the current step."""
+        if self._is_stopping:
             message = "" if self.muted else f"\nwanjax: stopped at once\n{self.outcome}"
-            end_at_once(message, self.console.is_terminal)
-        self._stop = True
+            exit_immediately(message, self.console.is_terminal)
+        self._is_stopping = True
         unit = self._current.unit if self._current else ""
-        work = f"the {unit}s under way" if unit else "this stage"
-        self.note(f"stopping after {work}; Ctrl-C again stops at once")
+        work = f"the current {unit}s" if unit else "this stage"
+        self.note(f"stopping after {work}; press Ctrl-C again to stop at once")
         if self.owns_process and self._name in SAFE_STAGES:
             threading.Thread(target=self._exit_when_saved, args=[self._current], daemon=True).start()
 
     def _exit_when_saved(self, stage: "Stage | None") -> None:
-        """End the process where a stage goes on, as while the memory is exhausted, once that loses nothing done."""
+        """If a stage does not end by itself, for example for lack of memory, end the process when all completed steps
+        are saved."""
         time.sleep(STOP_TIMEOUT)
         while stage is not None and self._current is stage:
             if self._saved is not None and self._steps <= self._saved:
-                end_at_once("" if self.muted else f"\nwanjax: stopped\n{self.outcome}", self.console.is_terminal)
+                exit_immediately("" if self.muted else f"\nwanjax: stopped\n{self.outcome}", self.console.is_terminal)
             time.sleep(POLL_INTERVAL)
 
     @contextmanager
     def print_warnings(self) -> Iterator[None]:
-        """Print each warning of wanjax as a note, once, and what JAX warns of for each program of its cache."""
+        """Within the block, print each warning of wanjax and of JAX's compilation cache as a note, but only once."""
 
-        def show(message: Warning | str, category: type[Warning], *where: Any, **file: Any) -> None:
-            of_cache = CACHE_WARNING.match(str(message))
-            if not (of_cache or issubclass(category, WanjaxWarning)):
-                original(message, category, *where, **file)
+        def show(message: Warning | str, category: type[Warning], *location: Any, **options: Any) -> None:
+            cache_warning = CACHE_WARNING.match(str(message))
+            if not (cache_warning or issubclass(category, WanjaxWarning)):
+                original(message, category, *location, **options)
                 return
-            why = f"the cache of compiled programs fails at {of_cache[1]}: {of_cache[2]}" if of_cache else str(message)
-            if why not in self._noted:
-                self._noted.add(why)
-                self.note(f"note: {why}")
+            text = (
+                f"{cache_warning[1]} the cache of compiled programs failed: {cache_warning[2]}"
+                if cache_warning
+                else str(message)
+            )
+            if text not in self._noted:
+                self._noted.add(text)
+                self.note(f"note: {text}")
 
         with warnings.catch_warnings():
             original, warnings.showwarning = warnings.showwarning, show
@@ -250,75 +280,87 @@ class Report:
 
     @contextmanager
     def print_compilations(self) -> Iterator[None]:
-        """Print each call of the backend's compiler in the `with` block, and their number at its end."""
+        """Within the block, print each program that is compiled or read from a cache. At the end, print their
+        number."""
         from wanjax.compile_cache.compilations import Compilation, watch_compiler
         from wanjax.pipelines.progress import Compilations
 
         compilations = Compilations()
 
-        def tell(compilation: Compilation) -> None:
+        def report_compilation(compilation: Compilation) -> None:
             compilations.add(compilation)
             done = "read from the cache" if compilation.cached else "compiled"
-            why = f", because what was kept is of no use: {compilation.refused}" if compilation.refused else ""
-            self.note(f"program {compilation.name}: {done} in {duration(compilation.seconds)}{why}")
+            problem = (
+                f", because the cached program cannot be used: {compilation.refusal_reason}"
+                if compilation.refusal_reason
+                else ""
+            )
+            self.note(f"program {compilation.name}: {done} in {format_duration(compilation.seconds)}{problem}")
 
-        with watch_compiler(tell):
+        with watch_compiler(report_compilation):
             yield
         compiled, cached = compilations.compiled, compilations.cached
-        self.note(f"{quantity(compiled, 'program')} compiled, {cached} read from the cache")
+        self.note(f"{pluralize(compiled, 'program')} compiled, {cached} read from the cache")
 
     @contextmanager
     def stage(self, name: str, *, at_once: bool = False) -> Iterator[None]:
-        """Show a stage while it runs, and record its time and its peak memory for the table.
+        """Within the block, show the stage as running. At the end, add its time and its peak memory to the table.
 
-        Ctrl-C ends one that keeps nothing `at_once`.
+        With `at_once`, Ctrl-C ends the stage immediately. Stages that have nothing to save use `at_once`.
         """
         from wanjax.pipelines import progress
 
-        _reset_host_peak()
+        _reset_host_peak_memory()
         self._first_stage = self._first_stage or time.time()
         with nullcontext() if at_once else handle_interrupts(self._on_interrupt):
             try:
-                with progress.on_console(name, None if self._silent else self.console) as stage:
+                with progress.stage_on_console(name, None if self._is_silent else self.console) as stage:
                     self._current, self._name, self._steps, self._saved = stage, name, 0, 0
                     yield
             finally:
                 self._current = None
-        row = self._rows.setdefault(name, Row())
+        row = self._rows.setdefault(name, StageRow())
         row.add(stage)
         self.seconds[name] = round(row.seconds, 3)
 
     def table(self) -> None:
-        """Print the time and the peak memory of each stage, and with `stats` where all time went."""
+        """Print the time and the peak memory of each stage, and with `stats` the shares of the process's time."""
         names = ("stage", "time", "compiling", "peak memory", "peak device memory")
-        texts = [(name, *row.cells()) for name, row in self._rows.items()]
-        used = [i for i in range(len(names)) if any(row[i] for row in texts)]  # CPUs report no device memory
-        rows = [[row[i] for i in used] for row in texts]
-        print_table(self.console, [names[i] for i in used], rows)
+        row_texts = [(name, *row.cells()) for name, row in self._rows.items()]
+        used_columns = [
+            column for column in range(len(names)) if any(row[column] for row in row_texts)
+        ]  # CPUs report no device memory
+        rows = [[row[column] for column in used_columns] for row in row_texts]
+        print_table(self.console, [names[column] for column in used_columns], rows)
         if self.stats:
-            self._account()
+            self._print_time_shares()
 
-    def _account(self) -> None:
-        """Print the time of the process in parts, which make up all of it until now."""
+    def _print_time_shares(self) -> None:
+        """Print how the process spent its time until now."""
         import psutil
 
-        began, now = psutil.Process().create_time(), time.time()
-        first = self._first_stage or now
-        parts = [("starting Python", self._start_time - began), ("getting ready", first - self._start_time)]
+        process_start, now = psutil.Process().create_time(), time.time()
+        first_stage = self._first_stage or now
+        parts = [("starting Python", self._start_time - process_start), ("preparing", first_stage - self._start_time)]
         parts += [part for name, row in self._rows.items() for part in row.parts(name)]
-        total = now - began
-        parts.append(("between the stages", total - sum(seconds for _, seconds in parts)))
-        rows = [(name, duration(seconds), f"{seconds / total:.0%}") for name, seconds in parts if seconds >= 0.0005]
-        print_table(self.console, ["where the time went", "time", "share"], [*rows, ("in all", duration(total), "")])
+        total = now - process_start
+        parts.append(("between stages", total - sum(seconds for _, seconds in parts)))
+        rows = [
+            (name, format_duration(seconds), f"{seconds / total:.0%}") for name, seconds in parts if seconds >= 0.0005
+        ]
+        print_table(
+            self.console, ["where the time went", "time", "share"], [*rows, ("total", format_duration(total), "")]
+        )
 
 
-def _reset_host_peak() -> None:
+def _reset_host_peak_memory() -> None:
     with suppress(OSError):
         CLEAR_REFS.write_text("5")
 
 
-def _host_peak() -> int | None:
-    """Return the peak memory of the process in bytes, since the last reset if the system supports resets."""
+def _host_peak_memory() -> int | None:
+    """Read the peak memory of the process in bytes. If the system supports resets, it is the peak since the last
+    reset."""
     with suppress(OSError):
         if match := re.search(r"VmHWM:\s*(\d+) kB", STATUS.read_text()):
             return int(match[1]) * 1024
@@ -330,8 +372,9 @@ def _host_peak() -> int | None:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _device_peak() -> int | None:
-    """Return the peak bytes in use on any local accelerator since the process began, or None without accelerators."""
+def _device_peak_memory() -> int | None:
+    """Read the peak memory of each local accelerator since the start of the process, and return the largest. Return
+    None if there are no accelerators."""
     if "jax" not in sys.modules:
         return None
     import jax
@@ -340,15 +383,22 @@ def _device_peak() -> int | None:
     return max((stat["peak_bytes_in_use"] for stat in stats if "peak_bytes_in_use" in stat), default=None)
 
 
+def print_error(message: str) -> None:
+    """Print a message on stderr. The exit status stays that of the error if nobody reads the message."""
+    try:
+        click.echo(message, err=True, nl=False)
+    except BrokenPipeError:
+        discard_output(sys.stderr)
+
+
 STOP_BYTE = b"\0"
 SHOW_CURSOR = "\x1b[?25h"
 
 
 @contextmanager
 def handle_interrupts(on_interrupt: Callable[[], None]) -> Iterator[None]:
-    """Call `on_interrupt` from a thread at each Ctrl-C or SIGTERM, in place of raising KeyboardInterrupt or ending.
-
-    Does nothing outside the main thread, which alone may handle signals.
+    """Within the block, each Ctrl-C or SIGTERM only calls `on_interrupt` from a thread. Outside of the main thread this
+    does nothing, because only the main thread can handle signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -357,11 +407,13 @@ def handle_interrupts(on_interrupt: Callable[[], None]) -> Iterator[None]:
     writer.setblocking(False)
 
     def watch() -> None:
-        while (received := reader.recv(1)) not in (b"", STOP_BYTE):
-            if received[0] in previous:
+        while (signal_byte := reader.recv(1)) not in (b"", STOP_BYTE):
+            if signal_byte[0] in previous_handlers:
                 on_interrupt()
 
-    previous = {number: signal.signal(number, lambda number, frame: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous_handlers = {
+        number: signal.signal(number, lambda number, frame: None) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
@@ -369,16 +421,17 @@ def handle_interrupts(on_interrupt: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         signal.set_wakeup_fd(descriptor)
-        for number, handler in previous.items():
-            signal.signal(number, handler or signal.SIG_DFL)  # None: it was not Python's
+        for number, handler in previous_handlers.items():
+            signal.signal(number, handler or signal.SIG_DFL)  # None means that code other than Python set the handler
         writer.send(STOP_BYTE)
         thread.join()
         reader.close()
         writer.close()
 
 
-def end_at_once(message: str, terminal: bool) -> NoReturn:
-    """End the process at once; clean up what is under way, print a text, and show a terminal's cursor again."""
+def exit_immediately(message: str, terminal: bool) -> NoReturn:
+    """End the process at once, after running the cleanups, printing a message and restoring the terminal's cursor."""
     run_cleanups()
-    os.write(2, f"{SHOW_CURSOR if terminal else ''}{message}".encode())
+    with suppress(OSError):  # nobody reads a closed pipe
+        os.write(2, f"{SHOW_CURSOR if terminal else ''}{message}".encode())
     os._exit(INTERRUPTED)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folders of stage files that `generate` keeps in the user's cache, for as long as they are of use.
+"""Folders of stage files that `generate` keeps in the user's cache while they may be needed.
 
-A run holds a lock on its folder, so that no other command uses or removes it meanwhile.
+A running command locks its folder, so that no other command uses or removes the folder.
 """
 
 import re
@@ -12,125 +12,132 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from wanjax.errors import WanjaxError, write_errors
+from wanjax.errors import WanjaxError, wrap_write_errors
 from wanjax.stores.locks import FileLock
-from wanjax.stores.temporary import LEFTOVER
+from wanjax.stores.temporary import LEFTOVER_PATTERN
 from wanjax.stores.user_folders import lasting_cache
 from wanjax.stores.writing import check_folder
 
 LOCK = "run.lock"
-FILES = re.compile(
+STAGE_FILES = re.compile(
     r"generation_config\.json|stage1_embeddings\.safetensors|stage2_(latents|state(_\d+)?(_pass_\d+)?)\.safetensors|preview\.png"
 )
-"""The files of a run's stages. No other is removed."""
-MAX_AGE = 14 * 24 * 3600.0  # seconds that the files of a stopped run are kept
-MAX_TOTAL_BYTES = 20 * 10**9  # bytes of all of them
-TEMPORARY = "wanjax-run-"
+"""Patterns of the files that stages write. Only such files are removed."""
+MAX_AGE_SECONDS = 14 * 24 * 3600.0  # the files of a stopped run are kept for this number of seconds
+MAX_TOTAL_BYTES = 20 * 10**9  # of the files of all runs together
+TEMP_PREFIX = "wanjax-run-"
 
 
-def create_run(names: Callable[[], Iterator[str]]) -> "HeldRun":
-    """Make a folder with the first of the names that is free, and take it.
+def create_run_folder(names: Callable[[], Iterator[str]]) -> "LockedRun":
+    """Create and lock a folder with the first unused name.
 
-    It is in the user's cache, or a temporary one where that has no room, or can be neither written nor locked.
+    The folder is in the user's cache. If the cache is full, or cannot be written or locked, the folder is a temporary
+    one.
     """
-    if (runs := _cached_runs()) is not None:
+    if (runs := _runs_folder()) is not None:
         with suppress(WanjaxError):
             check_folder(runs)
             return _create_run(runs, names())
-    return _create_run(Path(tempfile.mkdtemp(prefix=TEMPORARY)), names())
+    return _create_run(Path(tempfile.mkdtemp(prefix=TEMP_PREFIX)), names())
 
 
-def _create_run(parent: Path, names: Iterator[str]) -> "HeldRun":
+def _create_run(parent: Path, names: Iterator[str]) -> "LockedRun":
     for name in names:
         folder = parent / name
-        with write_errors(folder), suppress(FileExistsError):
+        with wrap_write_errors(folder), suppress(FileExistsError):
             folder.mkdir(mode=0o700)
             try:
-                return HeldRun(folder)
+                return LockedRun(folder)
             except WanjaxError:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
-    raise AssertionError("there is always another name")
+    raise AssertionError("`names` is endless")
 
 
-def _cached_runs() -> Path | None:
+def _runs_folder() -> Path | None:
     cache = lasting_cache()
     return cache and (cache / "runs").absolute()
 
 
-def check_not_past(folder: Path) -> None:
-    """Raise WanjaxError for a folder of the user's cache that `generate` made, and that is gone."""
-    if folder.absolute().parent == _cached_runs() and not folder.exists():
-        raise WanjaxError(f"{folder} is gone: its run has written its video, or was cleaned away after 14 days")
+def check_not_removed(folder: Path) -> None:
+    """Raise WanjaxError if the user names a folder of `generate` in the user's cache that was removed."""
+    if folder.absolute().parent == _runs_folder() and not folder.exists():
+        raise WanjaxError(
+            f"{folder} was removed, because its video is written or the run is older than 14 days: make the video again"
+        )
 
 
 def is_run_folder(folder: Path) -> bool:
-    """Return whether a folder was made by `generate`, not named by a user."""
+    """Whether `generate` created and named the folder, not the user."""
     folder = folder.absolute()
     parent = folder.parent
-    temporary = parent.name.startswith(TEMPORARY) and parent.parent == Path(tempfile.gettempdir()).absolute()
-    return (parent == _cached_runs() or temporary) and (folder / LOCK).is_file()
+    temporary = parent.name.startswith(TEMP_PREFIX) and parent.parent == Path(tempfile.gettempdir()).absolute()
+    return (parent == _runs_folder() or temporary) and (folder / LOCK).is_file()
 
 
-class HeldRun:
-    """A run's folder, on which this process holds the lock."""
+class LockedRun:
+    """A run's folder that this process has locked."""
 
     def __init__(self, folder: Path):
-        """Take the lock. Raises WanjaxError if another process has it."""
+        """Lock the folder; raise WanjaxError if another process has locked it."""
         self.folder = folder
         self._lock = FileLock(folder / LOCK, "run", "--dir")
-        if not (folder / LOCK).exists():  # it went before this process had the lock
+        if not (folder / LOCK).exists():  # another process removed the folder before this process had the lock
             self._lock.close()
             raise WanjaxError(f"{folder} was removed, because its run is complete or too old: make the video again")
 
-    def close(self, *, done: bool) -> None:
-        """Let go of the folder, and remove its files if the run is `done`; in any case the folder if it has none."""
-        if done:
-            for file in _files(self.folder):
+    def close(self, *, is_complete: bool) -> None:
+        """Unlock the folder. If `is_complete`, remove the files in the folder. Remove the folder if it is then
+        empty."""
+        if is_complete:
+            for file in _list_files(self.folder):
                 if _is_stage_file(file.name):
                     with suppress(OSError):
                         file.unlink()
-        if all(file.name.startswith(LOCK) for file in _files(self.folder)):  # SQLite may have one beside it
-            try:  # while it is held, or another process could take the lock of a file that goes
+        if all(
+            file.name.startswith(LOCK) for file in _list_files(self.folder)
+        ):  # SQLite may have created a file next to the lock
+            try:  # removed before unlocking; otherwise another process could lock a removed file
                 (self.folder / LOCK).unlink(missing_ok=True)
-            except OSError:  # as on Windows, which removes no open file
+            except OSError:  # for example on Windows, which cannot remove open files
                 self._lock.close()
                 with suppress(OSError):
                     (self.folder / LOCK).unlink(missing_ok=True)
             self._lock.close()
             with suppress(OSError):
                 self.folder.rmdir()
-                if self.folder.parent.name.startswith(TEMPORARY):
+                if self.folder.parent.name.startswith(TEMP_PREFIX):
                     self.folder.parent.rmdir()
         self._lock.close()
 
 
-def sweep(*, but: Path | None = None) -> None:
-    """Remove the files of stopped runs that are older than two weeks, then the oldest while all are too large.
+def remove_old_runs(*, keep: Path | None = None) -> None:
+    """Remove the files of runs that are older than two weeks. If the files of all runs are still too large, remove the
+    oldest runs.
 
-    Those of a run that goes on stay, and so does everything that is no run's, and the folder `but`.
+    This keeps the files of running commands, files that no stage wrote, and the folder `keep`.
     """
-    if (runs := _cached_runs()) is None:
+    if (runs := _runs_folder()) is None:
         return
-    stopped = []
+    run_folders = []
     with suppress(OSError):
         for folder in runs.iterdir():
             if folder.is_symlink() or not (folder / LOCK).is_file():
                 continue
-            with suppress(OSError):  # another command removes it
-                stats = [file.stat() for file in _files(folder) if _is_stage_file(file.name)]
-                used = max((each.st_mtime for each in stats), default=folder.stat().st_mtime)
-                stopped.append((used, sum(each.st_size for each in stats), folder))
-    wanted = but and but.absolute()
-    total = sum(size for _, size, _ in stopped)
-    for used, size, folder in sorted(stopped):
-        if folder != wanted and (time.time() - used > MAX_AGE or (size and total > MAX_TOTAL_BYTES)):
-            with suppress(OSError, WanjaxError):  # it is in use, or another user's
-                HeldRun(folder).close(done=True)
+            with suppress(OSError):  # another command has removed the folder meanwhile
+                stats = [file.stat() for file in _list_files(folder) if _is_stage_file(file.name)]
+                last_used = max((stat.st_mtime for stat in stats), default=folder.stat().st_mtime)
+                run_folders.append((last_used, sum(stat.st_size for stat in stats), folder))
+    kept_folder = keep and keep.absolute()
+    total = sum(size for _, size, _ in run_folders)
+    for last_used, size, folder in sorted(run_folders):
+        if folder != kept_folder and (time.time() - last_used > MAX_AGE_SECONDS or (size and total > MAX_TOTAL_BYTES)):
+            with suppress(OSError, WanjaxError):  # the folder is in use, or belongs to another user
+                LockedRun(folder).close(is_complete=True)
                 total -= size
 
 
-def _files(folder: Path) -> list[Path]:
+def _list_files(folder: Path) -> list[Path]:
     try:
         return [path for path in folder.iterdir() if path.is_symlink() or not path.is_dir()]
     except OSError:
@@ -138,6 +145,6 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _is_stage_file(name: str) -> bool:
-    """Return whether a name is that of a stage's file, or of one that a killed process did not complete."""
-    left = LEFTOVER.fullmatch(name)
-    return FILES.fullmatch(left["name"] if left else name) is not None
+    """Whether a file has a name that a stage gives to its files, complete or incomplete."""
+    leftover = LEFTOVER_PATTERN.fullmatch(name)
+    return STAGE_FILES.fullmatch(leftover["name"] if leftover else name) is not None

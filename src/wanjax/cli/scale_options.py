@@ -1,40 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of `plan` for many videos: a deadline, a price, and what is known of the place."""
+"""The options of `plan` for many videos: the deadline, the price of a chip, and the startup times of a slice."""
 
 import re
 from typing import Any
 
 import click
 
-from wanjax.cli.options import Decorator, together
+from wanjax.cli.options import Decorator, combine_options
 
-SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
-LONGEST = 3650 * SECONDS["d"]
-BYTES = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-DEAREST = 1e6  # a chip-hour
+UNIT_SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+MAX_SECONDS = 3650 * UNIT_SECONDS["d"]
+PREFIX_FACTORS = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+MAX_PRICE = 1e6  # the highest price of a chip-hour
 
 
-class Duration(click.ParamType):
-    """A type of option: reads a time such as 12h, 90min or 1h30m as seconds; `least` is the shortest."""
+class DurationType(click.ParamType):
+    """The click type of an option whose value is a time such as 12h, 90min or 1h30m. The value is converted to seconds,
+    and is at least `min_seconds`."""
 
     name = "duration"
 
-    def __init__(self, least: float = 0):
-        self.least = least
+    def __init__(self, min_seconds: float = 0):
+        self.min_seconds = min_seconds
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         if isinstance(value, float):
             return value
         parts = re.findall(r"([0-9]*\.?[0-9]+)\s*(d|h|min|m|s)\s*", str(value))
-        whole = "".join(re.split(r"\s+", str(value)))
-        seconds = sum(float(number) * SECONDS[unit[0]] for number, unit in parts)
-        if not parts or "".join(f"{n}{unit}" for n, unit in parts) != whole or not self.least <= seconds <= LONGEST:
-            return self.fail(f"{value!r} is no time here: write 12h, 90min or 1d12h, of ten years at most", param, ctx)
+        text_without_spaces = "".join(re.split(r"\s+", str(value)))
+        seconds = sum(float(number) * UNIT_SECONDS[unit[0]] for number, unit in parts)
+        if (
+            not parts
+            or "".join(f"{number}{unit}" for number, unit in parts) != text_without_spaces
+            or not self.min_seconds <= seconds <= MAX_SECONDS
+        ):
+            return self.fail(f"{value!r} is not a time: write 12h, 90min or 1d12h, at most ten years", param, ctx)
         return seconds
 
 
-class Rate(click.ParamType):
-    """A type of option: reads a rate such as 200MB/s as bytes a second."""
+class RateType(click.ParamType):
+    """The click type of an option whose value is a rate such as 200MB/s. The value is converted to bytes per second."""
 
     name = "rate"
 
@@ -42,67 +47,70 @@ class Rate(click.ParamType):
         if isinstance(value, float):
             return value
         match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kMGT])B/s\s*", str(value))
-        rate = float(match[1]) * BYTES[match[2]] if match else 0
+        rate = float(match[1]) * PREFIX_FACTORS[match[2]] if match else 0
         if not 0 < rate < 1e15:
-            return self.fail(f"{value!r} is no rate of bytes: write it as 200MB/s or 1.5GB/s", param, ctx)
+            return self.fail(f"{value!r} is not a rate of bytes: write 200MB/s or 1.5GB/s", param, ctx)
         return rate
 
 
-class Price(click.types.FloatParamType):
-    """A type of option: reads a sum of money in any currency."""
+class PriceType(click.types.FloatParamType):
+    """The click type of an option whose value is a price, in any currency."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         price = super().convert(value, param, ctx)
-        if not 0 < price <= DEAREST:
-            return self.fail(f"{value!r} is no price of a chip-hour: write a number such as 2.7", param, ctx)
+        if not 0 < price <= MAX_PRICE:
+            return self.fail(f"{value!r} is not a price of a chip-hour: write a number such as 2.7", param, ctx)
         return price
 
 
-def _beside_requests(ctx: click.Context, parameter: click.Parameter, value: Any) -> Any:
+def _check_has_requests(ctx: click.Context, parameter: click.Parameter, value: Any) -> Any:
     if value is not None and ctx.params.get("requests") is None:
-        raise click.UsageError(f"{parameter.opts[-1]} is for many videos: --requests says how many")
+        raise click.UsageError(f"{parameter.opts[-1]} is for many videos: also give their number, --requests")
     return value
 
 
-def _beside(option: str, name: str, kind: click.ParamType, metavar: str, description: str) -> Decorator:
-    return click.option(option, name, type=kind, metavar=metavar, help=description, callback=_beside_requests)
+def _bulk_option(option: str, name: str, param_type: click.ParamType, metavar: str, description: str) -> Decorator:
+    return click.option(option, name, type=param_type, metavar=metavar, help=description, callback=_check_has_requests)
 
 
-at_scale = together(
+workload_options = combine_options(
     click.option(
         "--requests",
         type=click.IntRange(1, 10**9),
         metavar="N",
-        is_eager=True,  # before the options that stand beside it
-        help="Price N videos, with --deadline and --price; on slices of this chip and smaller ones, and say which.",
+        is_eager=True,  # read before the options that need --requests
+        help="Price N videos: on slices of this chip, up to the size of --chip. With --deadline and --price, "
+        "also compute the number of slices and the cost.",
     ),
-    _beside(
+    _bulk_option(
         "--deadline",
         "deadline",
-        Duration(1),
+        DurationType(1),
         "TIME",
-        "With --requests: the time for all, as 12h; says how many slices.",
+        "With --requests: the time in which all videos must be made, such as 12h. The deadline determines the "
+        "number of slices.",
     ),
-    _beside("--price", "price", Price(), "X", "With --requests: the price of a chip for an hour, in any currency."),
-    _beside(
+    _bulk_option("--price", "price", PriceType(), "X", "With --requests: the price of a chip-hour, in any currency."),
+    _bulk_option(
         "--start-time",
         "start",
-        Duration(),
+        DurationType(),
         "TIME",
-        "With --requests: until a slice that is asked for is there.  [default: 5min, an estimate]",
+        "With --requests: the time until a requested slice is ready.  [default: 5min, an estimate]",
     ),
-    _beside(
+    _bulk_option(
         "--download-rate",
         "download",
-        Rate(),
+        RateType(),
         "RATE",
-        "With --requests: at which a slice receives weights.  [default: 200MB/s, an estimate]",
+        "With --requests: the rate at which a slice downloads weights.  [default: 200MB/s, an estimate]",
     ),
-    _beside(
+    _bulk_option(
         "--compile-time",
         "compiling",
-        Duration(),
+        DurationType(),
         "TIME",
-        "With --requests: of a slice that begins.  [default: from 0, of a shared cache, to that of the plan]",
+        "With --requests: the time that a new slice needs to compile.  [default: a range from 0, as with a "
+        "shared cache, to the time in the plan]",
     ),
 )

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The help of a command: its options in sections. `--help` shows those in daily use, and `--help-all` all of them."""
+"""The help of a command, with its options in sections. `--help` shows the common options, and `--help-all` all
+options."""
 
 import inspect
 import re
 
 import click
 
-from wanjax.media.inputs import INPUTS
+from wanjax.media.inputs import INPUT_SPECS
 
 SECTIONS = {
     "What to make": (
         "model size frames seed count requests from",
-        "deadline price start-time download-rate compile-time prompts seeds windows then overlap extend-prompt "
+        "models inputs print-command "
+        "deadline price start-time download-rate compile-time prompts seeds rng windows then overlap extend-prompt "
         "extend-model negative-prompt height width fps prompt allow-empty-prompt with-prompt",
     ),
     "From what": ("image last-image video", "mask reference strength resize max-picture noise"),
@@ -25,7 +27,7 @@ SECTIONS = {
     ),
     "How well": (
         "steps guidance-scale lora",
-        "guidance-scale-2 boundary dynamic-guidance guidance-rule flow-shift follow sigmas scheduler "
+        "guidance-scale-2 boundary boundary-step dynamic-guidance guidance-rule flow-shift follow sigmas scheduler "
         "timesteps shift logit-mean logit-std",
     ),
     "How to learn": (
@@ -33,26 +35,27 @@ SECTIONS = {
         "grad-accum-steps optimizer lr-scheduler max-grad-norm weight-decay",
     ),
     "How fast": (
-        "cache dtype",
+        "cache dtype precision",
         "vae-dtype attention block-q block-kv block-kv-compute window batch-guidance compiler quick keep timings",
     ),
     "Where": (
         "at chip mesh workers database ray host port token",
         "origin hosts resources retries dashboard rules processes "
-        "compile-cache trust-compile-cache offload tile decoder rehearse",
+        "compile-cache trust-compile-cache offload no-offload tile decoder rehearse",
     ),
     "Limits": ("max-queue", "max-pixels max-steps max-upload"),
     "Output": (
         "out dir to train preview quiet",
-        "force preview-decoder sample-every validation-every save-every profile stats json verbose verify revision",
+        "force preview-decoder sample-every validation-every save-every profile stats fit programs json verbose verify "
+        "revision",
     ),
     "More": ("config help help-all", ""),
 }
-"""The options of all commands: for each section those in daily use, then the others."""
+"""For each section, the options of all commands: first the common options, then the other options."""
 INPUTS_SECTION = "From what"
-LINES = 50  # of a terminal that shows a help whole
-LEFT = 24  # columns of an option at most, where its help stands beside it
-WHOLE, SHORT = "wanjax.whole", "wanjax.short"  # keys, in a command's context, of the help that is asked for and made
+MAX_SHORT_HELP_LINES = 50  # lines; a longer help is shortened
+OPTION_COLUMN = 24  # columns for the name of an option before its help
+SHOW_ALL, SHOW_SHORT = "wanjax.whole", "wanjax.short"  # keys of the `meta` of a command's context
 
 
 class Command(click.Command):
@@ -62,41 +65,41 @@ class Command(click.Command):
         return [*super().get_params(ctx), HELP_ALL]
 
     def get_help(self, ctx: click.Context) -> str:
-        """Return the help, of the options in daily use alone where all of them are too many for a terminal."""
-        whole = super().get_help(ctx)
-        if WHOLE in ctx.meta or whole.count("\n") < LINES:
-            return whole
-        ctx.meta[SHORT] = True
+        """Format the help. If the help is too long for a terminal, show only the common options."""
+        full_help = super().get_help(ctx)
+        if SHOW_ALL in ctx.meta or full_help.count("\n") < MAX_SHORT_HELP_LINES:
+            return full_help
+        ctx.meta[SHOW_SHORT] = True
         return super().get_help(ctx)
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        text, _, more = inspect.cleandoc(self.help or "").partition("\n\n")
+        text, _, details = inspect.cleandoc(self.help or "").partition("\n\n")
         formatter.write_paragraph()
         with formatter.indentation():
-            formatter.write_text(text if SHORT in ctx.meta else f"{text}\n\n{more}")
+            formatter.write_text(text if SHOW_SHORT in ctx.meta else f"{text}\n\n{details}")
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        short = SHORT in ctx.meta
-        params = [x for x in self.get_params(ctx) if short or x is not HELP_ALL]
-        records = {name: x.get_help_record(ctx) for x in params for name in x.opts}
-        for title, (often, seldom) in SECTIONS.items():
-            names = often.split() if short else [*often.split(), *seldom.split()]
-            if title == INPUTS_SECTION and not short:  # those of registered families
-                names += [name for one in INPUTS.values() if (name := one.option[2:]) not in names]
-            shown = [record for name in names if (record := records.get(f"--{name}"))]
-            if shown:
+        short = SHOW_SHORT in ctx.meta
+        params = [parameter for parameter in self.get_params(ctx) if short or parameter is not HELP_ALL]
+        records = {name: parameter.get_help_record(ctx) for parameter in params for name in parameter.opts}
+        for title, (common_options, rare_options) in SECTIONS.items():
+            names = common_options.split() if short else [*common_options.split(), *rare_options.split()]
+            if title == INPUTS_SECTION and not short:  # options of families that were registered in this process
+                names += [name for spec in INPUT_SPECS.values() if (name := spec.option[2:]) not in names]
+            rows = [record for name in names if (record := records.get(f"--{name}"))]
+            if rows:
                 with formatter.section(title):
                     formatter.write_dl(
                         [
-                            (left.ljust(LEFT), _brief(description) if short else description)
-                            for left, description in shown
+                            (option_text.ljust(OPTION_COLUMN), _first_clause(description) if short else description)
+                            for option_text, description in rows
                         ],
-                        LEFT,
+                        OPTION_COLUMN,
                     )
 
 
-def _brief(text: str) -> str:
-    """Return the first clause of an option's help, and its default if that is one word."""
+def _first_clause(text: str) -> str:
+    """Shorten an option's help to its first clause. Keep the default if it is one word."""
     text, _, default = text.partition("  [default: ")
     clause = re.split(r"[;.:] ", text)[0].removesuffix(".")
     return f"{clause}.  [default: {default}" if default and " " not in default else f"{clause}."
@@ -104,7 +107,7 @@ def _brief(text: str) -> str:
 
 def _show_all(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
     if value and not ctx.resilient_parsing:
-        ctx.meta[WHOLE] = True
+        ctx.meta[SHOW_ALL] = True
         click.echo(ctx.get_help(), color=ctx.color)
         ctx.exit()
 

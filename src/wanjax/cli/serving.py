@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `serve`: loads a model and listens until it is stopped."""
+"""The command `serve`: load a model, and answer requests until the command is stopped."""
 
 import asyncio
 import errno
@@ -22,13 +22,13 @@ import click
 import jax
 
 from wanjax.checkpoints.lora_source import Lora
-from wanjax.cli.names import TOKEN
+from wanjax.cli.names import TOKEN_VARIABLE
 from wanjax.cli.options import COMPILE_CACHE
 from wanjax.cli.parsed import ListenOptions, PipelineOptions, ServeOptions, WorkerOptions
 from wanjax.cli.processes import init_distributed
 from wanjax.cli.report import Report
-from wanjax.cli.stages import loaded
-from wanjax.errors import WanjaxError, reason
+from wanjax.cli.stages import load_pipeline
+from wanjax.errors import WanjaxError, install_extra, reason, repr_short
 from wanjax.jobs import ray_cluster
 from wanjax.jobs.databases import resolve_database
 from wanjax.jobs.maker import with_program_cache
@@ -57,88 +57,101 @@ from wanjax.serve.variants import Variants
 from wanjax.signals import INTERRUPTED
 from wanjax.stores.locks import locked
 from wanjax.stores.paths import AnyPath, parse_path
-from wanjax.stores.writing import check_folder
+from wanjax.stores.writing import created_output_folder
 
 LIBRARIES = {
     "starlette": "starlette",
     "uvicorn": "uvicorn",
     "python_multipart": "python-multipart",
 }
-DATABASE, LOCK = "jobs.sqlite", "serving.lock"  # in a server's folder, where no other database is named
-ATTEMPTS = 2  # times that a request may be under way when the server, with its worker in it, ends
-LAST_SECONDS = 60.0  # for a step that is under way when the server ends
-STOPPED = "stopped; what waits is made when the server is started again"
+DATABASE, LOCK = "jobs.sqlite", "serving.lock"  # the database in a server's folder, unless --database names another one
+MAX_ATTEMPTS = 2  # a job fails if the server died this many times while making it
+STOP_TIMEOUT = 60.0  # seconds to wait for the end of the current step when the server stops
+STOPPED_NOTE = "stopped"
+WAITING_NOTE = "stopped; waiting videos are made when the server is started again"
 
 
 def check_libraries() -> None:
     """Raise WanjaxError unless the libraries of the server are installed."""
     if missing := [name for module, name in LIBRARIES.items() if find_spec(module) is None]:
-        raise WanjaxError(f"the server needs {' and '.join(missing)}: pip install 'wanjax[serve]' brings them")
+        raise WanjaxError(f"the server needs {' and '.join(missing)}: {install_extra('serve')}")
 
 
 def serve(
     report: Report,
     options: PipelineOptions,
-    served: ServeOptions,
-    listen: ListenOptions,
+    serve_options: ServeOptions,
+    listen_options: ListenOptions,
     folder: str,
     workers: tuple[int, int] | None,
     by: WorkerOptions,
 ) -> None:
-    """Serve a model until a signal, by a worker in this process or by the least to the most `workers` elsewhere."""
+    """Serve a model until a signal arrives. One worker runs in this process, or `workers` run in other processes."""
     check_libraries()
     from wanjax.serve.auth import Access
 
-    access = Access.read(listen.host, listen.token or os.environ.pop(TOKEN, None) or None, listen.origins)
-    if served.extend_prompt is not None:
-        check_url(served.extend_prompt)
+    check_host(listen_options.host)
+    token_variable = os.environ.pop(TOKEN_VARIABLE, None)  # workers do not inherit it
+    access = Access.read(
+        listen_options.host,
+        listen_options.token if listen_options.token is not None else token_variable or None,
+        listen_options.origins,
+    )
+    if serve_options.extend_prompt is not None:
+        check_url(serve_options.extend_prompt)
     if workers is not None:
-        jax.config.update("jax_platforms", "cpu")  # the devices are the workers'
+        jax.config.update("jax_platforms", "cpu")  # the workers use the devices
     else:
         init_distributed(report, options.processes)
         if jax.process_count() > 1:
-            raise WanjaxError("a server is one process: without --processes it uses the devices of its own host")
-    with ExitStack() as stack:  # before the model: a port or a folder in use would be told after a long wait
-        sockets = [stack.enter_context(each) for each in listening(listen.host, listen.port)]
+            raise WanjaxError("a server is one process, which uses the devices of its host: leave out --processes")
+    with ExitStack() as stack:  # done before the model is loaded, so that a port or a folder in use is reported at once
+        sockets = [
+            stack.enter_context(listening_socket)
+            for listening_socket in listen_on_host(listen_options.host, listen_options.port)
+        ]
         videos = parse_path(folder).absolute()
-        store = stack.enter_context(opened(videos, resolve_database(by.database)))
-        server = _Server(report, listen.host, sockets, access, store, videos, options, served)
+        store = stack.enter_context(open_store(videos, resolve_database(by.database)))
+        server = _ServeCommand(report, listen_options.host, sockets, access, store, videos, options, serve_options)
         if workers is None:
-            server.with_thread()
+            server.run_with_thread()
         elif workers == (0, 0):
-            server.alone()
+            server.run_without_worker()
         else:
-            server.with_pool(*workers, by)
-    report.note(STOPPED)
+            server.run_with_pool(*workers, by)
+        note = STOPPED_NOTE
+        with suppress(WanjaxError):  # a database that is away must not make the stop a failure
+            note = WAITING_NOTE if store.num_waiting() else STOPPED_NOTE
+    report.note(note)
 
 
 @contextmanager
-def opened(folder: AnyPath, database: str | None) -> Iterator[JobStore]:
-    """Yield the jobs of a server whose videos are in a folder, here or in a store.
+def open_store(folder: AnyPath, database: str | None) -> Iterator[JobStore]:
+    """Open the job store of a server. The folder of its videos is on this machine or in a store.
 
     Args:
         folder: The folder.
-        database: A file of SQLite or PostgreSQL's URL; None is a file in the folder, which then is one server's.
+        database: An SQLite file, or a URL of PostgreSQL. None uses a file in the folder, for a single server.
 
     Raises:
         WanjaxError: The folder cannot be written, another server uses it, or the database cannot be used.
     """
     with ExitStack() as stack:
-        check_folder(folder)
-        if database is None:
-            if not isinstance(folder, Path):
-                fault = f"{folder} is a store, which can keep no database"
-                raise WanjaxError(f"{fault}: --database FILE, on a disk of this machine, or PostgreSQL's URL has one")
-            stack.enter_context(locked(folder / LOCK, "server", "--dir"))
-            database = str(folder / DATABASE)
-        store = stack.enter_context(closing(JobStore(database)))
+        with created_output_folder(folder):
+            if database is None:
+                if not isinstance(folder, Path):
+                    problem = f"{folder} is a store, which cannot hold a database"
+                    raise WanjaxError(f"{problem}: give --database with a file of this machine or a URL of PostgreSQL")
+                stack.enter_context(locked(folder / LOCK, "server", "--dir"))
+                database = str(folder / DATABASE)
+            store = stack.enter_context(closing(JobStore(database)))
         join_namespace(store, folder, SERVE_FILE)
         requeue_dead(store)
         yield store
 
 
-class _Server:
-    """A server at its sockets, before and while it runs."""
+class _ServeCommand:
+    """The server of the command, with its options, its sockets and its job store."""
 
     def __init__(
         self,
@@ -149,93 +162,100 @@ class _Server:
         store: JobStore,
         folder: AnyPath,
         options: PipelineOptions,
-        served: ServeOptions,
+        serve_options: ServeOptions,
     ):
         self.report, self.host, self.sockets, self.access = report, host, sockets, access
-        self.store, self.folder, self.options, self.served = store, folder, options, served
+        self.store, self.folder, self.options, self.models_and_cards = store, folder, options, serve_options
 
-    def with_thread(self) -> None:
-        """Run with a worker in a thread of this process."""
+    def run_with_thread(self) -> None:
+        """Serve with a worker in a thread of this process."""
         self.report.note(f"loading {self.options.model}")
-        maker = maker_of(self.options, self.served, self.folder, self.report.note)
-        worker = WorkerThread(self.store, maker, attempts=ATTEMPTS)
-        service = self._service(*maker.served(), lambda: worker.is_broken)
+        maker = build_maker(self.options, self.models_and_cards, self.folder, self.report.note)
+        worker = WorkerThread(self.store, maker, attempts=MAX_ATTEMPTS)
+        service = self._service(*maker.models_and_cards(), lambda: worker.is_broken)
         self._run(service, self._server(service, worker.stop), worker.start)
-        if not worker.join(LAST_SECONDS):
-            os._exit(0)  # a long computation is under way, which no thread can stop; its video waits in the database
+        if not worker.join(STOP_TIMEOUT):
+            os._exit(0)  # a thread cannot stop a long computation; the job stays in the database
 
-    def with_pool(self, least: int, most: int, by: WorkerOptions) -> None:
-        """Run with workers in processes of this machine, or as actors of a Ray cluster; they end with this process."""
-        shared = click.get_current_context().meta.get(COMPILE_CACHE, {})
-        start = partial(_start, self.options, self.served, self.folder, shared)
+    def run_with_pool(self, min_workers: int, max_workers: int, by: WorkerOptions) -> None:
+        """Serve with workers that are processes of this machine or actors of a Ray cluster. The workers end with this
+        process."""
+        cache = click.get_current_context().meta.get(COMPILE_CACHE, {})
+        start = partial(_start_maker, self.options, self.models_and_cards, self.folder, cache)
         nice = 0 if glob(GPU_FILES) else CPU_NICENESS
 
-        def local(number: int) -> LocalWorker:
-            return LocalWorker(self.store, start, {}, number=number, nice=nice, probe=ServedMaker.served)
+        def start_local(number: int) -> LocalWorker:
+            return LocalWorker(self.store, start, {}, number=number, nice=nice, probe=ServedMaker.models_and_cards)
 
         with ExitStack() as stack:
             if by.ray is None:
-                worker = local
+                worker = start_local
             else:
-                ray = stack.enter_context(ray_cluster.connect_ray(by.ray, most, by.dashboard))
-                worker = self._placing(
+                ray = stack.enter_context(ray_cluster.connect_ray(by.ray, max_workers, by.dashboard))
+                worker = self._ray_starter(
                     ray, start, ray_cluster.parse_resources(by.resources).get("", ray_cluster.default_resources(ray))
                 )
-            self._run_pool(Pool(self.store.with_retry_seconds(inf), worker, Autoscaler(least, most), self.report.note))
+            self._run_pool(
+                Pool(self.store.with_retry_seconds(inf), worker, Autoscaler(min_workers, max_workers), self.report.note)
+            )
 
-    def _placing(
+    def _ray_starter(
         self, ray: Any, start: Callable[[Any], Any], resources: Mapping[str, Any]
     ) -> Callable[[int], WorkerHandle]:
-        """Return what places a worker in a Ray cluster, whose hosts reach PostgreSQL, or the file here by an actor."""
-        shared = self.store if self.store.is_shared else RemoteStore.start(ray, self.store)
-        place = partial(start_single, ray, resources)
-        return lambda number: RayWorker(ray, shared, start, {}, place, probe=ServedMaker.served)
+        """Return the function that starts a worker in a Ray cluster. If only this host can reach the job store, the
+        workers use it through a Ray actor.
+        """
+        shared_store = self.store if self.store.is_shared else RemoteStore.start(ray, self.store)
+        start_actor = partial(start_single, ray, resources)
+        return lambda number: RayWorker(ray, shared_store, start, {}, start_actor, probe=ServedMaker.models_and_cards)
 
     def _run_pool(self, pool: Pool) -> None:
-        """Answer until a signal, beside a pool that is looked after meanwhile."""
-        stopped, faults = exit_event_on_signals(), list[BaseException]()
+        """Answer requests until a signal arrives, while a thread polls the pool."""
+        stopped, errors = exit_event_on_signals(), list[BaseException]()
         try:
             self.report.note(f"loading {self.options.model}")
-            if (served := _first_answer(pool, stopped)) is None:
+            if (serve_options := _first_answer(pool, stopped)) is None:
                 return
-            service = self._service(*served)
+            service = self._service(*serve_options)
             server = self._server(service, stopped.set)
             thread = threading.Thread(
-                target=_keep, args=(pool, stopped, server, faults), name="wanjax-pool", daemon=True
+                target=_poll_pool_until_stopped, args=(pool, stopped, server, errors), name="wanjax-pool", daemon=True
             )
             self._run(service, server, thread.start)
             stopped.set()
-            thread.join(LAST_SECONDS)
+            thread.join(STOP_TIMEOUT)
         finally:
             pool.close()
-        if faults:
-            raise faults[0]
+        if errors:
+            raise errors[0]
 
-    def alone(self) -> None:
-        """Run without a worker: others of the database make the videos."""
-        maker = maker_of(self.options._replace(mesh=None), self.served, self.folder, self.report.note)
-        models, cards = maker.served()
-        for card in cards:
-            del card["started_with"]["devices"]  # which are not those that make the videos
-        self._run(service := self._service(models, cards), self._server(service))
+    def run_without_worker(self) -> None:
+        """Serve without a worker: other workers of the database make the videos."""
+        maker = build_maker(self.options._replace(mesh=None), self.models_and_cards, self.folder, self.report.note)
+        models, model_cards = maker.models_and_cards()
+        for card in model_cards:
+            del card["started_with"]["devices"]  # the videos are made on devices of other hosts
+        self._run(service := self._service(models, model_cards), self._server(service))
 
-    def _service(self, models: Any, cards: list[dict[str, Any]], is_broken: Callable[[], bool] = lambda: False) -> Any:
+    def _service(
+        self, models: Any, model_cards: list[dict[str, Any]], is_broken: Callable[[], bool] = lambda: False
+    ) -> Any:
         from wanjax.serve.app import Service
 
         defaults = models.model(None).defaults
-        limits = _limits(self.served, defaults)
+        limits = _limits(self.models_and_cards, defaults)
         limits.bound_pictures()
         self.model = defaults.model
-        return Service(self.store, self.folder, models, cards, limits, self.access, is_broken)
+        return Service(self.store, self.folder, models, model_cards, limits, self.access, is_broken)
 
     def _server(self, service: Any, stop: Callable[[], object] = lambda: None) -> Any:
-        """Return the HTTP server of a service; `stop` is called at its first signal."""
+        """Build the HTTP server of a service; it calls `stop` at the first signal."""
         import uvicorn
 
         from wanjax.serve.connections import BACKLOG, Connection
 
         class Server(uvicorn.Server):
-            """A server that ends all streams of events at a signal, and which a second signal ends at once."""
+            """A server that ends all streams of events at the first signal, and the process at the second signal."""
 
             def handle_exit(self, sig: int, frame: FrameType | None) -> None:
                 if self.should_exit:
@@ -254,117 +274,144 @@ class _Server:
         )  # fmt: skip
         return Server(config)
 
-    def _run(self, service: Any, server: Any, begin: Callable[[], object] = lambda: None) -> None:
-        """Answer until a signal; `begin` is called once requests are answered."""
+    def _run(self, service: Any, server: Any, on_start: Callable[[], object] = lambda: None) -> None:
+        """Answer requests until a signal arrives. Call `on_start` when the server is ready."""
 
         async def serve() -> None:
-            await asyncio.gather(server.serve(self.sockets), begun())
+            await asyncio.gather(server.serve(self.sockets), call_when_started())
 
-        async def begun() -> None:
+        async def call_when_started() -> None:
             while not server.started and not server.should_exit:
                 await asyncio.sleep(0.01)
             if server.started:
-                begin()
+                on_start()
                 service.start()
-                where = address(self.host, self.sockets)
-                self.report.note(f"{self.model} is served at {where}, videos in {self.folder}")
+                url = page_address(self.host, self.sockets)
+                self.report.note(f"serving {self.model} at {url}, videos in {self.folder}")
 
-        signal.set_wakeup_fd(-1)  # Ctrl-C is the server's from here on
+        signal.set_wakeup_fd(-1)  # from here on the server handles Ctrl-C
         asyncio.run(serve())
         server.end()
         service.close()
 
 
 def _first_answer(pool: Any, stopped: threading.Event) -> Any:
-    """Start a pool's workers, and return what the first one tells of its models; None where it is stopped before.
+    """Start a pool's workers, and return the models that the first worker reports. Return None if the pool is stopped
+    before a worker reports.
 
     Raises:
-        WanjaxError: There is no such model, or one worker after another dies.
+        WanjaxError: The model does not exist, or one worker after another dies.
     """
     while not stopped.wait(POLL_INTERVAL):
         pool.poll()
         for worker in pool.workers.values():
-            with suppress(EOFError):  # it died, and another takes its place
+            with suppress(EOFError):  # the worker died, and a new one replaces it
                 if (answer := worker.probe_result()) is not None:
                     return answer
     return None
 
 
-def _keep(pool: Any, stopped: threading.Event, server: Any, faults: list[BaseException]) -> None:
-    """Look after a pool until it is stopped; end the server where the pool cannot go on, and note why."""
+def _poll_pool_until_stopped(pool: Any, stopped: threading.Event, server: Any, errors: list[BaseException]) -> None:
+    """Run a pool until it is stopped. If the pool fails, append the error to `errors` and end the server."""
     try:
         pool.run(stopped.is_set)
     except BaseException as error:
-        faults.append(error)
+        errors.append(error)
         server.end()
 
 
-def _start(
-    options: PipelineOptions, served: ServeOptions, folder: AnyPath, shared: Mapping[str, Any], store: Any
+def _start_maker(
+    options: PipelineOptions, serve_options: ServeOptions, folder: AnyPath, cache: Mapping[str, Any], store: Any
 ) -> ServedMaker:
-    """Return the maker of a worker, in its own process."""
+    """Build the maker of a worker in its process."""
     check_namespace(store, folder, SERVE_FILE)
     note = logging.getLogger("wanjax.serve").info
-    return with_program_cache(lambda: maker_of(options, served, folder, note), shared)
+    return with_program_cache(lambda: build_maker(options, serve_options, folder, note), cache)
 
 
-def _limits(served: ServeOptions, defaults: Settings) -> Limits:
-    """Return the limits of requests for a model of these settings."""
-    bounds = {"queue": served.max_queue, "steps": served.max_steps, "upload": served.max_upload * 2**20}
-    return Limits.of(defaults, served.max_pixels, **bounds)
+def _limits(serve_options: ServeOptions, defaults: Settings) -> Limits:
+    """Build the limits of requests for a model with these default settings."""
+    bounds = {
+        "queue": serve_options.max_queue,
+        "steps": serve_options.max_steps,
+        "upload": serve_options.max_upload * 2**20,
+    }
+    return Limits.of(defaults, serve_options.max_pixels, **bounds)
 
 
-def maker_of(
-    options: PipelineOptions, served: ServeOptions, folder: AnyPath, note: Callable[[str], None]
+def build_maker(
+    options: PipelineOptions, serve_options: ServeOptions, folder: AnyPath, note: Callable[[str], None]
 ) -> ServedMaker:
-    """Return what makes a server's videos; its model's networks are loaded when it begins."""
+    """Build the maker of a server's videos. The maker loads the model's networks when it starts."""
 
     def load(model: str | None, loras: Sequence[Lora]) -> Pipeline:
-        pipe = loaded(options._replace(model=model, lora=tuple(loras)), VideoRequest({}), note=note)
-        if served.preview_decoder:
-            pipe.preview_with(served.preview_decoder)
+        pipe = load_pipeline(options._replace(model=model, lora=tuple(loras)), VideoRequest({}), note=note)
+        if serve_options.preview_decoder:
+            pipe.preview_with(serve_options.preview_decoder)
         return pipe
 
     loras = [Lora.parse(lora) for lora in options.lora if isinstance(lora, str)]
     variants = Variants(pipe := load(options.model, loras), loras, load)
     Limits.of(pipe.defaults).bound_pictures()
-    how, looking = options.how, served.preview or served.preview_decoder is not None
-    if (url := served.extend_prompt) is not None:
-        model = served.extend_model
-        how["extend"] = lambda prompt, picture: extend_prompt(prompt, url, model=model, picture=picture)
-    return ServedMaker(variants, folder, compiles=served.rehearse, preview=looking, note=note, **how)
+    maker_options, shows_previews = (
+        options.run_options,
+        serve_options.preview or serve_options.preview_decoder is not None,
+    )
+    if (url := serve_options.extend_prompt) is not None:
+        model = serve_options.extend_model
+        maker_options["extend_prompt"] = lambda prompt, picture: extend_prompt(
+            prompt, url, model=model, picture=picture
+        )
+    return ServedMaker(
+        variants, folder, compiles=serve_options.rehearse, preview=shows_previews, note=note, **maker_options
+    )
 
 
-def listening(host: str, port: int) -> list[socket.socket]:
-    """Return sockets that listen at each address of a host, all at one port; 0 is a free one.
+def check_host(host: str) -> None:
+    """Raise WanjaxError unless a host is an address or a name that has one.
+
+    Args:
+        host: The value of `--host`.
+    """
+    try:
+        socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (socket.gaierror, UnicodeError) as error:  # an invalid name can fail to encode
+        advice = "give one of this machine, such as 127.0.0.1, or 0.0.0.0 for all"
+        raise WanjaxError(f"--host {repr_short(host)} is no address and no name of a host: {advice}") from error
+
+
+def listen_on_host(host: str, port: int) -> list[socket.socket]:
+    """Open a listening socket for each address of a host, all with the same port. Port 0 takes a free port.
 
     Raises:
-        WanjaxError: The host is none of this machine's, or the port is in use or for others.
+        WanjaxError: The host's address does not belong to this machine, or the port is in use or not permitted.
     """
-    opened: list[socket.socket] = []
+    listeners: list[socket.socket] = []
     try:
         addresses = dict.fromkeys(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE))
         for number, (family, *_, (name, _, *scope)) in enumerate(addresses):
             try:
-                where = (name, _port(opened[0]) if opened else port, *scope)
-                opened.append(socket.create_server(where, family=family))
-            except OSError as error:  # a name such as localhost may have an address that this machine has not
-                absent = error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
-                if not absent or (number + 1 == len(addresses) and not opened):
+                socket_address = (name, _port_of(listeners[0]) if listeners else port, *scope)
+                listeners.append(socket.create_server(socket_address, family=family))
+            except OSError as error:  # a name such as localhost may resolve to an address that this machine lacks
+                is_absent = error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+                if not is_absent or (number + 1 == len(addresses) and not listeners):
                     raise
     except OSError as error:
-        for each in opened:
-            each.close()
-        why = reason(error).partition(" (")[0]  # the address stands in brackets, and is told here
-        right = "--port takes another, and 0 a free one" if error.errno == errno.EADDRINUSE else "--host takes another"
-        raise WanjaxError(f"the server cannot listen at port {port} of {host}, {why}: {right}") from error
-    return opened
+        for listener in listeners:
+            listener.close()
+        cause = reason(error).partition(" (")[0]  # the reason of the system, without the address in brackets
+        advice = (
+            "give another --port, or 0 for a free one" if error.errno == errno.EADDRINUSE else "give another --host"
+        )
+        raise WanjaxError(f"the server cannot listen on port {port} of {host}, {cause}: {advice}") from error
+    return listeners
 
 
-def _port(opened: socket.socket) -> int:
-    return opened.getsockname()[1]
+def _port_of(listener: socket.socket) -> int:
+    return listener.getsockname()[1]
 
 
-def address(host: str, sockets: Sequence[socket.socket]) -> str:
-    """Return the address of the page; the port is the one that was found where 0 was asked for."""
-    return f"http://{f'[{host}]' if ':' in host else host}:{_port(sockets[0])}/"
+def page_address(host: str, sockets: Sequence[socket.socket]) -> str:
+    """Return the address of the page, with the actual port if the requested port was 0."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{_port_of(sockets[0])}/"

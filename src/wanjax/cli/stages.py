@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands `generate`, `encode`, `denoise` and `decode`.
 
-A stage loads its networks, runs, saves and frees them. A `VideoCommand` is one video on the command line: its pipeline,
-its settings, the names of its files, and the observers that report and save.
+A stage loads its networks, runs them, saves the result and frees them. A `VideoCommand` has what a command needs for
+one video: the pipeline, the settings, the names of the files, and the observers that report and save.
 """
 
+import os
 import shlex
+import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -21,58 +23,69 @@ import numpy as np
 
 from wanjax import registry
 from wanjax.checkpoints.lora_source import Lora
-from wanjax.cli.existing import Existing
-from wanjax.cli.names import VIDEOS, free_names, video_named
-from wanjax.cli.options import is_typed
+from wanjax.cli.existing import ExistingFile
+from wanjax.cli.names import DEFAULT_FOLDER, unused_names, video_path
+from wanjax.cli.options import on_command_line
 from wanjax.cli.parsed import CommandOptions, PipelineOptions
 from wanjax.cli.processes import init_distributed
 from wanjax.cli.profile import StepProfile
-from wanjax.cli.remake import check_files, check_loaded, differences
+from wanjax.cli.remake import check_files, check_loaded, version_note
 from wanjax.cli.report import Report
-from wanjax.cli.runs import HeldRun, create_run, is_run_folder
+from wanjax.cli.runs import LockedRun, create_run_folder, is_run_folder
 from wanjax.errors import WanjaxError, WriteError
-from wanjax.execution import EXECUTE, Instance
-from wanjax.figures import digits, duration, in_bytes, joined_by_and, quantity
+from wanjax.execution import EXECUTE, TracedProgram
+from wanjax.figures import format_bytes, format_duration, format_number, join_with_and, pluralize
 from wanjax.jobs.maker import write_frames
 from wanjax.jobs.multihost import PeerGroup, is_first
 from wanjax.jobs.notes import guidance_notes, prompt_notes, shape_notes, texts_of, truncation_notes
-from wanjax.kernels.compiler_options import saved_set
+from wanjax.kernels.compiler_options import saved_option_set
+from wanjax.layers.offload import AUTO_OFFLOAD, STAGES, Offload
 from wanjax.loading import abstract_pipeline, load
 from wanjax.media import stage_files
 from wanjax.media import video as video_files
-from wanjax.media.inputs import INPUTS
-from wanjax.media.metadata import DIGESTS, file_digests, load_settings, load_stage_settings
+from wanjax.media.inputs import INPUT_SPECS
+from wanjax.media.metadata import DIGESTS_KEY, file_digests, load_settings, load_stage_settings
 from wanjax.media.pictures import Pictures
-from wanjax.media.stage_files import LATENTS, VIDEO
-from wanjax.pipelines.denoiser import stream_of
+from wanjax.media.stage_files import LATENTS_FILE, VIDEO_FILE
+from wanjax.pipelines.denoiser import select_stream
 from wanjax.pipelines.guidance import CLASSIFIER_FREE
-from wanjax.pipelines.model import Chunk, check_fits, conditioning_from, with_scheduler
+from wanjax.pipelines.model import Chunk, check_compatible, conditioning_from, with_scheduler
 from wanjax.pipelines.noise_inputs import checked_noise_inputs
 from wanjax.pipelines.observers import Observer, Step, Switch
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.previews.previews import Previews
-from wanjax.pipelines.request import RIVALS, SCHEDULER, PreparedRequest, VideoRequest
+from wanjax.pipelines.request import ALTERNATIVES, SCHEDULER, PreparedRequest, VideoRequest
 from wanjax.pipelines.resume import ResumeObserver
 from wanjax.pipelines.run import Run
-from wanjax.pipelines.settings import DRAW, Settings, schema
-from wanjax.pipelines.tracing import check_decoding, check_denoising, check_encoding, check_making, trace_programs
+from wanjax.pipelines.settings import RANDOM_SEED, Settings, schema
+from wanjax.pipelines.tracing import (
+    check_decode_memory,
+    check_denoise_memory,
+    check_encode_memory,
+    check_run_memory,
+    trace_programs,
+)
 from wanjax.pipelines.validation import check_streams, check_strength
 from wanjax.pipelines.video_metadata import devices_of, paths_of
 from wanjax.pipelines.windows import Window
-from wanjax.pricing.roofline import peak_flops
+from wanjax.pricing.roofline import CORE_FLOPS, cpu_machine, peak_flops
 from wanjax.schedulers import name_of
-from wanjax.sharding import ONE_DEVICE
+from wanjax.sharding import ONE_DEVICE_PARTITIONER
 from wanjax.signals import cleanup_on_exit
 from wanjax.stores import paths
 from wanjax.stores.paths import full_name
-from wanjax.stores.writing import check_folder, check_room
+from wanjax.stores.writing import check_folder, check_free_space
 
-MOST_NOTES = 8  # of a kind, on the rows of a batch
-LARGE = 2**30  # bytes of weights that are worth a word
-RECORDED_STEPS = 200  # of a run that is recorded before its first step; each takes a millisecond or two
-WORK = {VIDEO: f"a finished video, {VIDEO}", LATENTS: f"the latents of a video, {LATENTS}"}
-"""What `generate` would replace in its folder that took long to make."""
-KEPT = {True: "another --out", False: "another --dir"}  # what keeps a file that is there, by whether --out names it
+MAX_NOTES = 8  # the most notes of one kind that are printed for a batch
+LONG_RUN_SECONDS = 180.0  # the time of denoising on a CPU from which an estimate is printed
+LARGE_BYTES = 2**30  # bytes; the size of larger weights is reported
+MAX_TRACED_STEPS = 200  # a run with more steps is not traced before it starts, because tracing a step takes 1 to 2 ms
+RESULT_FILES = {VIDEO_FILE: f"a finished video, {VIDEO_FILE}", LATENTS_FILE: f"the latents of a video, {LATENTS_FILE}"}
+"""Files in the folder of `generate` that took long to make, and that `generate` would replace."""
+KEEP_ADVICE = {
+    True: "another --out",
+    False: "another --dir",
+}  # the key says whether --out names the file
 
 
 def generate(
@@ -82,103 +95,116 @@ def generate(
     command: CommandOptions,
     original_metadata: Mapping[str, Any] | None = None,
 ) -> None:
-    """Run the three stages; `original_metadata` is the metadata of the video that is made again, if one is.
+    """Run the three stages. `original_metadata` is the metadata of the video of --from, or None.
 
-    Without a folder the video has a name of its own, and the files of its stages go when it is made.
+    If the user gives no folder, the video gets a new name, and the files of the stages are removed when it is complete.
     """
     init_distributed(report, options.processes)
-    existing = existing_video(command, request, options)
-    if command.folder is not None and existing is None and not command.force:
-        check_free(command.folder)
-    with held(VideoCommand(report, request, options, command, original_metadata=original_metadata)) as video:
-        if video.is_there(existing):
+    existing_file = find_existing_video(command, request, options)
+    if command.folder is not None and existing_file is None and not command.force:
+        check_no_results(command.folder)
+    with releasing_folder(
+        VideoCommand(report, request, options, command, original_metadata=original_metadata)
+    ) as video:
+        if video.check_existing_file(existing_file):
             return
-        video.tell()
-        video.tell_prompt()
+        video.print_settings()
+        video.print_prompt_notes()
         video.try_output(video.video, video.record)
         video.check_room()
-        check_making(video.pipe, video.settings, video.pictures, **video.how)
-        run = video.denoising()
-        with video.ahead():
+        check_run_memory(video.pipe, video.settings, video.pictures, **video.run_options)
+        run = video.denoising_run()
+        with video.compile_ahead():
             _, frames = next(iter(run))
-            written = video.streamed(frames) if video.pipe.model.spec.streams else video.decoded(run, frames)
+            written = (
+                video.write_streamed(frames) if video.pipe.model.spec.is_chunked else video.write_decoded(run, frames)
+            )
     report.table()
-    video.made(written)
+    video.print_made(written)
 
 
 def encode(report: Report, request: VideoRequest, options: PipelineOptions, command: CommandOptions) -> None:
-    """Run the first stage, from the command line alone."""
+    """Run the first stage, whose input is the request."""
     init_distributed(report, options.processes)
     folder = stage_folder(command)
-    requested, stored = requested_at_once(request, options), _stored_of(request, folder)
-    existing = existing_stage(command, stage_files.EMBEDDINGS, requested, **stored)
-    with held(VideoCommand(report, request, options, command)) as video:
-        if video.is_there(existing, existing and existing.metadata):
+    requested_settings, stored_settings = settings_before_load(request, options), _stored_settings(request, folder)
+    existing_file = find_existing_stage(command, stage_files.EMBEDDINGS_FILE, requested_settings, **stored_settings)
+    with releasing_folder(VideoCommand(report, request, options, command)) as video:
+        if video.check_existing_file(existing_file, existing_file and existing_file.metadata):
             return
-        video.tell_prompt()
-        check_encoding(video.pipe, video.settings, video.pictures, tiling=video.how["tiling"])
-        video.run(Saving(video, tells=True)).encode()
+        video.print_prompt_notes()
+        check_encode_memory(video.pipe, video.settings, video.pictures, tiling=video.run_options["tiling"])
+        video.run(Saving(video, announces=True)).encode()
     report.table()
     if report.in_json:
-        video.made(folder / stage_files.EMBEDDINGS)
+        video.print_made(folder / stage_files.EMBEDDINGS_FILE)
 
 
 def denoise(report: Report, request: VideoRequest, options: PipelineOptions, command: CommandOptions) -> None:
-    """Run the second stage, from the first stage's files and the options given now."""
+    """Run the second stage, whose inputs are the first stage's files and the command's options."""
     init_distributed(report, options.processes)
     folder = stage_folder(command)
-    left = load_stage_settings(folder)
-    existing = existing_stage(command, LATENTS, requested_at_once(request, options), fps=left.get("fps"))
-    tensors = {**stage_files.load_conditioning(folder, left), **stage_files.load_video_shape(folder)}
+    stored_settings = load_stage_settings(folder)
+    existing_file = find_existing_stage(
+        command, LATENTS_FILE, settings_before_load(request, options), fps=stored_settings.get("fps")
+    )
+    tensors = {**stage_files.load_conditioning(folder, stored_settings), **stage_files.load_video_shape(folder)}
     follow = request.settings.get("follow")
-    if follow not in (None, left.get("follow")) and any(left.get(name) for name in INPUTS):
+    if follow not in (None, stored_settings.get("follow")) and any(stored_settings.get(name) for name in INPUT_SPECS):
         raise WanjaxError(
-            f"the pictures were encoded as {left.get('follow')} and --follow is {follow}: `wanjax encode` has "
-            "to run again with it, or --sigmas would give the noise levels alone"
+            f"the pictures were encoded as {stored_settings.get('follow')} and --follow is {follow}: run "
+            "`wanjax encode` again with it, or give the noise levels by --sigmas"
         )
-    with held(VideoCommand(report, request, options, command, left, loads="lora")) as video:
-        conditioning = video.checked(tensors)
-        if video.is_there(existing):
+    with releasing_folder(VideoCommand(report, request, options, command, stored_settings, loads="lora")) as video:
+        conditioning = video.checked_conditioning(tensors)
+        if video.check_existing_file(existing_file):
             return
-        video.tell()
+        video.print_settings()
         video.check_room()
-        check_denoising(video.pipe, conditioning, video.settings, batch_guidance=video.how["batch_guidance"])
-        run = video.denoising(tells=True)
+        check_denoise_memory(
+            video.pipe, conditioning, video.settings, batch_guidance=video.run_options["batch_guidance"]
+        )
+        run = video.denoising_run(announces=True)
         report.enable_resume()
         with run.stage("denoise"):
             deque(run.latents(conditioning, video.settings, [video.settings.seed]), maxlen=0)
     report.table()
     if report.in_json:
-        video.made(folder / stage_files.LATENTS)
+        video.print_made(folder / stage_files.LATENTS_FILE)
 
 
 def decode(report: Report, request: VideoRequest, options: PipelineOptions, command: CommandOptions) -> None:
-    """Run the third stage, from the second stage's files."""
+    """Run the third stage, whose inputs are the second stage's files."""
     init_distributed(report, options.processes)
     folder = stage_folder(command)
-    left = load_stage_settings(folder)
-    existing = existing_video(command, VideoRequest({}), PipelineOptions(), "another --out")
-    latents = stage_files.load_latents(folder, left)
-    with held(VideoCommand(report, request, options, command, left, loads="decoder")) as video:
-        video.check_latents(latents, shape_known=all(left.get(name) for name in ("frames", "height", "width")))
-        check_decoding(video.pipe, stream_of(latents).shape, tiling=video.how["tiling"])
+    stored_settings = load_stage_settings(folder)
+    existing_file = find_existing_video(command, VideoRequest({}), PipelineOptions(), "another --out")
+    latents = stage_files.load_latents(folder, stored_settings)
+    with releasing_folder(VideoCommand(report, request, options, command, stored_settings, loads="decoder")) as video:
+        video.check_latents(
+            latents, shape_known=all(stored_settings.get(name) for name in ("frames", "height", "width"))
+        )
+        check_decode_memory(video.pipe, select_stream(latents).shape, tiling=video.run_options["tiling"])
         decoder = {name: video.record[name] for name in ("decoder",) if name in video.record}
-        digests = file_digests(left) | file_digests(video.record)
-        video.record |= left | video.settings.to_json() | decoder  # the latents are as they were made
-        video.record |= {DIGESTS: digests} if digests else {}
-        if video.is_there(existing):
+        digests = file_digests(stored_settings) | file_digests(video.record)
+        video.record |= (
+            stored_settings | video.settings.to_json() | decoder
+        )  # settings stored with the latents take precedence
+        video.record |= {DIGESTS_KEY: digests} if digests else {}
+        if video.check_existing_file(existing_file):
             return
         video.try_output(video.video, video.record)
         run = video.run()
         report.enable_resume()
-        written = video.decoded(run, run.frames([latents]))
+        written = video.write_decoded(run, run.frames([latents]))
     report.table()
-    video.made(written)
+    video.print_made(written)
 
 
 @contextmanager
-def held(video: "VideoCommand") -> Iterator["VideoCommand"]:
-    """Yield a video on the command line, and release its folder at the end, or where the process ends at once."""
+def releasing_folder(video: "VideoCommand") -> Iterator["VideoCommand"]:
+    """Yield the `VideoCommand` of a command. Release the video's folder at the end of the block, or when the process
+    ends at once."""
     try:
         with cleanup_on_exit(video.release):
             yield video
@@ -188,62 +214,73 @@ def held(video: "VideoCommand") -> Iterator["VideoCommand"]:
 
 def stage_folder(command: CommandOptions) -> Path:
     """Return the folder of the stages."""
-    assert command.folder is not None  # it has a default
+    assert command.folder is not None  # the option has a default
     return command.folder
 
 
-def _stored_of(request: VideoRequest, folder: Path) -> dict[str, Any]:
-    """Return the model and the settings that are stored in a folder of stages, of those that a request decides."""
+def _stored_settings(request: VideoRequest, folder: Path) -> dict[str, Any]:
+    """Read the model and the settings that a stage stored in a folder, and build a request from them."""
     try:
-        stored = load_settings(folder)
+        stored_settings = load_settings(folder)
     except WanjaxError:
         return {}
-    sides = (side for one, others in RIVALS.items() if one in request.settings for side in others)
-    return {name: stored[name] for name in ("model", *request.settings, *sides) if name in stored}
+    alternative_names = (side for one, others in ALTERNATIVES.items() if one in request.settings for side in others)
+    return {
+        name: stored_settings[name]
+        for name in ("model", *request.settings, *alternative_names)
+        if name in stored_settings
+    }
 
 
-def requested_at_once(request: VideoRequest, options: PipelineOptions) -> dict[str, Any]:
-    """Return what a command asks for, as far as it is known before the model is loaded."""
+def settings_before_load(request: VideoRequest, options: PipelineOptions) -> dict[str, Any]:
+    """Return the settings of the video that are known before the model is loaded."""
     preset = registry.find_preset(str(options.model))
     return dict(request.settings) | ({"model": preset.name} if preset else {})
 
 
-def existing_video(
+def find_existing_video(
     command: CommandOptions, request: VideoRequest, options: PipelineOptions, other: str = ""
-) -> Existing | None:
-    """Return the video that a command would replace, None with --force or where there is none.
+) -> ExistingFile | None:
+    """Find the video that a command would replace. Return None with --force, or if there is no such video.
 
-    Raises WanjaxError for one that is known not to be the same.
+    Raises WanjaxError if the file's metadata shows that it is the video of a different request.
     """
-    file = command.out or (command.folder and str(command.folder / VIDEO))
+    file = command.out or (command.folder and str(command.folder / VIDEO_FILE))
     if file is None or command.force or not is_first():
         return None
-    existing = Existing.find(file, other or KEPT[command.out is not None])
-    if existing is not None:
-        existing.check_request(requested_at_once(request, options))
-    return existing
+    existing_file = ExistingFile.find(file, other or KEEP_ADVICE[command.out is not None])
+    if existing_file is not None:
+        existing_file.check_request(settings_before_load(request, options))
+    return existing_file
 
 
-def existing_stage(command: CommandOptions, name: str, requested: Mapping[str, Any], **more: Any) -> Existing | None:
-    """Return the file of a stage that a command would replace, None with --force or where there is none.
+def find_existing_stage(
+    command: CommandOptions, name: str, requested_settings: Mapping[str, Any], **more: Any
+) -> ExistingFile | None:
+    """Find the file of a stage that a command would replace. Return None with --force, or if there is no such file.
 
-    Raises WanjaxError for one that is known not to be the same. `more` is metadata of the file that it does not hold.
+    Raises WanjaxError if the file's metadata shows that it differs from the result of this command. `more` is metadata
+    of the file that is stored elsewhere.
     """
     if command.force or not is_first():
         return None
-    existing = Existing.find(stage_folder(command) / name, KEPT[False], **more)
-    if existing is not None:
-        existing.check_request(requested)
-    return existing
+    existing_file = ExistingFile.find(stage_folder(command) / name, KEEP_ADVICE[False], **more)
+    if existing_file is not None:
+        existing_file.check_request(requested_settings)
+    return existing_file
 
 
-def check_free(folder: Path) -> None:
-    """Raise WanjaxError where a run of all stages would replace in a folder what took long to make."""
-    taken = [name for name in WORK if (folder / name).exists()]
-    if taken:
-        decode = f"`{shlex.join(['wanjax', 'decode', '--dir', str(folder)])}` makes the video"
-        ways = [*([decode] if taken == [LATENTS] else []), f"{KEPT[False]} keeps it", "--force replaces it"]
-        raise WanjaxError(f"{folder} holds {WORK[taken[0]]}: {', '.join(ways)}")
+def check_no_results(folder: Path) -> None:
+    """Raise WanjaxError if a run of all stages would replace files in a folder that took long to make."""
+    existing_names = [name for name in RESULT_FILES if (folder / name).exists()]
+    if existing_names:
+        decode_command = f"`{shlex.join(['wanjax', 'decode', '--dir', str(folder)])}` to make the video"
+        choices = [
+            *([decode_command] if existing_names == [LATENTS_FILE] else []),
+            f"{KEEP_ADVICE[False]} to keep it",
+            "or --force to replace it",
+        ]
+        raise WanjaxError(f"{folder} holds {RESULT_FILES[existing_names[0]]}: give {', '.join(choices)}")
 
 
 class VideoCommand:
@@ -255,7 +292,7 @@ class VideoCommand:
         request: VideoRequest,
         options: PipelineOptions,
         command: CommandOptions,
-        left: Mapping[str, Any] | None = None,
+        previous_stage: Mapping[str, Any] | None = None,
         *,
         loads: str = "",
         original_metadata: Mapping[str, Any] | None = None,
@@ -264,292 +301,337 @@ class VideoCommand:
         """Load a pipeline and complete the settings of a video.
 
         Args:
-            report: Tells of the run.
-            request: The video.
-            options: The model.
-            command: Where the video goes.
-            left: The metadata that the previous stage left, for what neither the request nor the options say.
-            loads: The option of files that the stage loads beside the model, and takes from what was left.
-            original_metadata: The metadata of the video that is made again, if one is.
-            pipe: The pipeline, where it is loaded already.
+            report: The report of the run.
+            request: The request of the video.
+            options: The model and how it is loaded.
+            command: The names of the video and its files.
+            previous_stage: The metadata that the previous stage stored. The metadata supplies the settings that the
+                request lacks.
+            loads: The option for files that the stage loads besides the model. By default, they are those in
+                `previous_stage`.
+            original_metadata: The metadata of the video of --from, or None.
+            pipe: The pipeline, or None if this must load it.
 
         Raises:
-            WanjaxError: Anything is wrong, before any slow work begins.
+            WanjaxError: The request or an option is wrong. The error is raised before slow work starts.
         """
-        before = VideoRequest({})
-        if left is not None:
-            before, options = _inherited(left, options, loads)
-        whole = request.under(before)
-        self.report, self.how, self.original_metadata, self.profile = (
+        inherited_settings = VideoRequest({})
+        if previous_stage is not None:
+            inherited_settings, options = _inherit_options(previous_stage, options, loads)
+        complete_request = request.with_defaults(inherited_settings)
+        self.report, self.run_options, self.original_metadata, self.profile = (
             report,
-            options.how,
+            options.run_options,
             original_metadata,
             command.profile,
         )
-        self.drawn = whole.settings.get("seed") == DRAW
+        self.is_seed_drawn = complete_request.settings.get("seed") == RANDOM_SEED
         if pipe is None:
-            options = located(options)
-            again = whole.settings.get("windows", 1) > 1 or "then" in whole.settings  # then each network is used again
-            check_published(request, before, options)
-            pipe = loaded(options, whole, offload=None if again else True, progress=report.load, note=report.note)
+            options = with_full_paths(options)
+            reloads_networks = (
+                complete_request.settings.get("windows", 1) > 1 or "then" in complete_request.settings
+            )  # each network is used again
+            check_published(request, inherited_settings, options)
+            pipe = load_pipeline(
+                options,
+                complete_request,
+                offload=AUTO_OFFLOAD if reloads_networks else STAGES,
+                progress=report.load,
+                note=report.note,
+            )
         self.pipe = pipe
-        settings, pictures = request.under(_of_model(before, pipe.defaults)).settings, whole.inputs
-        if left is None:
+        settings, pictures = (
+            request.with_defaults(_without_missing_settings(inherited_settings, pipe.defaults)).settings,
+            complete_request.inputs,
+        )
+        if previous_stage is None:
             self.pictures, self.settings = self.pipe.prepare(**pictures, **settings)
-        else:  # the previous stage has encoded the pictures
+        else:  # the previous stage has already encoded the pictures
             self.pictures, self.settings = Pictures(), self.pipe.settings(**settings)
             self.pipe.check_memory(self.settings)
-        self.from_video = "video" in pictures and self.pipe.model.spec.begins_from_video
-        if is_typed("strength"):
+        self.from_video = "video" in pictures and self.pipe.model.spec.starts_from_video
+        if on_command_line("strength"):
             check_strength(
-                self.settings, video="video" in pictures, starts_from_video=self.pipe.model.spec.begins_from_video
+                self.settings, video="video" in pictures, starts_from_video=self.pipe.model.spec.starts_from_video
             )
-        self.noise = None if command.noise is None else self._noise(command.noise, len(pictures.get("references", ())))
+        self.noise = (
+            None if command.noise is None else self._load_noise(command.noise, len(pictures.get("references", ())))
+        )
         if command.preview_decoder:
             self.pipe.preview_with(command.preview_decoder)
-        self.record = self.pipe.metadata(self.settings, {**pictures, "noise": command.noise}, **self.how)
-        if left is not None:
-            conditioning = {str(path) for path in paths_of(left, INPUTS)}
-            digests = {path: digest for path, digest in file_digests(left).items() if path in conditioning}
-            self.record |= {DIGESTS: file_digests(self.record) | digests} if digests else {}
+        self.record = self.pipe.metadata(self.settings, {**pictures, "noise": command.noise}, **self.run_options)
+        if previous_stage is not None:
+            conditioning = {str(path) for path in paths_of(previous_stage, INPUT_SPECS)}
+            digests = {path: digest for path, digest in file_digests(previous_stage).items() if path in conditioning}
+            self.record |= {DIGESTS_KEY: file_digests(self.record) | digests} if digests else {}
         if self.original_metadata:
             check_loaded(self.original_metadata, self.record)
         if self.profile:
             check_folder(self.profile)
-            # scopes and lines count in the cache's key: a trace would otherwise show those of older code
+            # Puts scopes and line numbers into the cache's key: otherwise a trace could show those of older code
             jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
-        self.held: HeldRun | None = None  # the folder of a run, which is not the user's
-        self._forced = ["--force"] if command.force else []
-        self.is_new = False  # the user's folder, which this command made
+        self.run_folder: LockedRun | None = None  # a folder in the user's cache, which the user did not name
+        self._force_options = ["--force"] if command.force else []
+        self.is_new = False  # whether this command created the user's folder
         self.is_written = False
-        self.folder, self.video = self._names(
+        self.folder, self.video = self._choose_paths(
             command.folder, command.out
-        )  # after all that may be refused: it makes one
-        looking = command.preview or command.preview_decoder
-        self.previews = Previews(self._preview(), on=report.console) if looking else None
+        )  # last, after all checks, because it may create a folder
+        shows_previews = command.preview or command.preview_decoder
+        self.previews = Previews(self._preview_path(), on=report.console) if shows_previews else None
 
-    def _names(self, folder: Path | None, out: str | None) -> tuple[Path, str]:
-        """Return the folder of the stages and the video's name, after a check that they can be written.
-
-        Takes the folder if it is a run's in the user's cache.
+    def _choose_paths(self, folder: Path | None, out: str | None) -> tuple[Path, str]:
+        """Choose the folder of the stages and the name of the video, and check that both can be written. A folder in
+        the user's cache is locked.
         """
         if is_first():
             self.is_new = folder is not None and not folder.exists()
-            video_files.check_output(out or str((folder or VIDEOS) / stage_files.VIDEO), self.settings.length)
+            video_files.prepare_output_path(
+                out or str((folder or DEFAULT_FOLDER) / stage_files.VIDEO_FILE), self.settings.length
+            )
         if folder is not None:
             if is_first() and is_run_folder(folder):
-                self.held = HeldRun(folder)
+                self.run_folder = LockedRun(folder)
             elif is_first():
                 check_folder(folder)
-            return folder, out or str(folder / stage_files.VIDEO)
-        names = partial(free_names, self.settings.prompt, self.settings.seed)
+            return folder, out or str(folder / stage_files.VIDEO_FILE)
+        names = partial(unused_names, self.settings.prompt, self.settings.seed)
         if is_first():
-            self.held = create_run(names)
-        folder = self.held.folder if self.held else Path(next(names()))  # other processes write nothing
-        return folder, out or str(video_named(folder.name))
+            self.run_folder = create_run_folder(names)
+        folder = self.run_folder.folder if self.run_folder else Path(next(names()))  # other processes write nothing
+        return folder, out or str(video_path(folder.name))
 
-    def is_there(self, existing: Existing | None, names: Collection[str] | None = None) -> bool:
-        """Tell whether the file that is to be made is there already, and print it.
+    def check_existing_file(self, existing_file: ExistingFile | None, names: Collection[str] | None = None) -> bool:
+        """Return whether the file to make already exists. If the file exists, print its name.
 
-        Raises WanjaxError where another one is, by all of its metadata or by entries of these names.
+        Raises WanjaxError if the existing file has different metadata. If `names` is given, only these entries are
+        compared.
         """
-        if existing is not None:
-            existing.check(self.record, names)
-        there = existing is not None
+        if existing_file is not None:
+            existing_file.check(self.record, names)
+        exists = existing_file is not None
         if self.report.has_peers:
-            there = PeerGroup().broadcast(there)
-        if there and existing is not None:
-            self.report.note(f"{existing.file} is there already: --force makes it again")
-            if existing.file == self.video or self.report.in_json:
-                self.made(paths.parse_path(existing.file))
-        return there
+            exists = PeerGroup().broadcast(exists)
+        if exists and existing_file is not None:
+            self.report.note(f"{existing_file.file} already exists: give --force to make it again")
+            if existing_file.file == self.video or self.report.in_json:
+                self.print_made(paths.parse_path(existing_file.file))
+        return exists
 
     @property
     def is_kept(self) -> bool:
-        """Whether the files of the stages stay once the video is written, as those in a folder that the user chose."""
-        return self.held is None or Path(self.video).absolute().parent == self.folder.absolute()
+        """Whether the files of the stages are kept after the video is written, as in a folder that the user chose."""
+        return self.run_folder is None or Path(self.video).absolute().parent == self.folder.absolute()
 
-    def _preview(self) -> paths.AnyPath:
-        """Return the name of the file of previews: beside the files of the stages, or the video if those go."""
+    def _preview_path(self) -> paths.AnyPath:
+        """Choose the file of the previews. The previews are next to the stages' files, or next to the video if the
+        stages' files are removed."""
         if self.is_kept:
-            return self.folder / stage_files.PREVIEW
-        video = paths.parse_path(self.video)
-        return video.parent / f"{Path(video.name).stem}.{stage_files.PREVIEW}"
+            return self.folder / stage_files.PREVIEW_FILE
+        video, suffix = paths.parse_path(self.video), f".{stage_files.PREVIEW_FILE}"
+        stem = os.fsencode(Path(video.name).stem)[: video_files.max_name_bytes() - len(suffix)]
+        return video.parent / f"{stem.decode(errors='ignore')}{suffix}"
 
     def release(self) -> None:
-        """Let go of a run's folder, and remove it if the video is written; remove an empty folder made here."""
-        if self.held:
-            self.held.close(done=self.is_written and not self.is_kept)
-            with suppress(OSError):  # it holds something
-                VIDEOS.rmdir()
+        """Unlock the folder of the run. Remove the folder if the video is written, or if this command created the
+        folder and it is empty.
+        """
+        if self.run_folder:
+            self.run_folder.close(is_complete=self.is_written and not self.is_kept)
+            with suppress(OSError):  # the folder is not empty
+                DEFAULT_FOLDER.rmdir()
         if self.is_new:
             with suppress(OSError):  # as above
                 self.folder.rmdir()
 
-    def _noise(self, file: str, references: int) -> Mapping[str, np.ndarray]:
-        right = self.pipe.draws(self.settings, references)
-        noise = stage_files.load_noise(file, tuple(right))
+    def _load_noise(self, file: str, references: int) -> Mapping[str, np.ndarray]:
+        expected_shapes = self.pipe.draws(self.settings, references)
+        noise = stage_files.load_noise(file, tuple(expected_shapes))
         try:
-            return checked_noise_inputs(noise, right)
+            return checked_noise_inputs(noise, expected_shapes)
         except WanjaxError as error:
             raise WanjaxError(f"{file}: {error}") from error
 
     def check_latents(self, latents: Any, *, shape_known: bool) -> None:
-        """Raise WanjaxError unless latents fit the settings, and its size and length where `shape_known`."""
-        file, chosen = self.folder / stage_files.LATENTS, self.settings
-        check_streams(latents, self.pipe.model.spec.latent_streams, chosen.model)
-        latents = stream_of(latents)
-        channels, right = latents.shape[1], self.pipe.model.vae.latent_channels
-        if channels != right:
+        """Raise WanjaxError unless latents fit the model. With `shape_known`, they must also fit the size and length of
+        the video."""
+        file, settings = self.folder / stage_files.LATENTS_FILE, self.settings
+        check_streams(latents, self.pipe.model.spec.latent_streams, settings.model)
+        latents = select_stream(latents)
+        channels, expected_channels = latents.shape[1], self.pipe.model.vae.latent_channels
+        if channels != expected_channels:
             raise WanjaxError(
-                f"{file} has {quantity(channels, 'channel')} where {chosen.model} has {right}: it was made "
-                "with another model"
+                f"{file} has {pluralize(channels, 'channel')} where {settings.model} has {expected_channels}: give "
+                "--model of the model that made it"
             )
-        if shape_known and latents.shape != (shape := self.pipe.model.spec.latent_shape(chosen)):
+        if shape_known and latents.shape != (shape := self.pipe.model.spec.latent_shape(settings)):
             raise WanjaxError(
-                f"{file} has latents {list(latents.shape)} where a video of {chosen.width}x{chosen.height} and "
-                f"{quantity(chosen.frames, 'frame')} has {list(shape)}: `wanjax denoise --dir {self.folder}` has "
-                "to run again"
+                f"{file} has latents {list(latents.shape)} where a video of {settings.width}x{settings.height} and "
+                f"{pluralize(settings.frames, 'frame')} has {list(shape)}: run "
+                f"`wanjax denoise --dir {self.folder}` again"
             )
 
-    def checked(self, tensors: Mapping[str, Any]) -> Any:
-        """Return the output of `encode` from its tensors; raise WanjaxError if it does not fit."""
+    def checked_conditioning(self, tensors: Mapping[str, Any]) -> Any:
+        """Build the conditioning from its tensors. Raises WanjaxError if the conditioning does not fit the settings."""
         try:
             conditioning = conditioning_from(self.pipe.model, tensors)
-            check_fits(self.pipe.model, conditioning, self.settings)
+            check_compatible(self.pipe.model, conditioning, self.settings)
         except WanjaxError as error:
-            raise WanjaxError(f"{self.folder / stage_files.EMBEDDINGS}: {error}") from error
+            raise WanjaxError(f"{self.folder / stage_files.EMBEDDINGS_FILE}: {error}") from error
         return conditioning
 
-    def tell(self, videos: Sequence[Settings] = ()) -> None:
+    def print_settings(self, videos: Sequence[Settings] = ()) -> None:
         """Print the settings of the video, and notes on settings that may be unintended.
 
-        Of several `videos` it prints what they share, what they differ in, and each note once.
+        For several `videos`, print the settings that all videos share, the names of settings that differ, and each note
+        once.
         """
-        chosen, mesh = self.settings, self.pipe.partitioner
+        chosen_settings, mesh = self.settings, self.pipe.partitioner
         seeds = list(dict.fromkeys(one.seed for one in videos))
-        drawn = " (drawn)" if self.drawn and not videos else ""
-        each = [_shown_parts(one) for one in videos or [chosen]]
-        shared = {name: text for name, text in each[0].items() if all(one[name] == text for one in each)}
-        seed = f"seed{'s' * (len(seeds) > 1)} {in_short(seeds or [chosen.seed])}{drawn}"
-        differing = joined_by_and([name for name in each[0] if name not in shared])
+        drawn_suffix = " (drawn)" if self.is_seed_drawn and not videos else ""
+        descriptions = [_describe_settings(one) for one in videos or [chosen_settings]]
+        shared_settings = {
+            name: text for name, text in descriptions[0].items() if all(one[name] == text for one in descriptions)
+        }
+        seed = f"seed{'s' * (len(seeds) > 1)} {shorten_numbers(seeds or [chosen_settings.seed])}{drawn_suffix}"
+        differing_names = join_with_and([name for name in descriptions[0] if name not in shared_settings])
         self.report.note(
-            f"{chosen.model}: {', '.join([*shared.values(), seed, chosen.dtype])}, "
+            f"{chosen_settings.model}: {', '.join([*shared_settings.values(), seed, chosen_settings.dtype])}, "
             f"on {devices_of(mesh)}{f', mesh {mesh}, rules {mesh.rules_name}' if 'mesh' in self.record else ''}"
-            f"{f'; the videos differ in {differing}' if differing else ''}"
+            f"{f'; the videos differ in {differing_names}' if differing_names else ''}"
         )
-        if not differing and (sentence := estimate(self.pipe, chosen, self.from_video)):
+        if not differing_names and (sentence := estimate_note(self.pipe, chosen_settings, self.from_video)):
             self.report.note(sentence)
-        self._note(*(note for one in videos or [chosen] for note in (*guidance_notes(one), *shape_notes(one))))
-        if self.original_metadata and (sentence := differences(self.original_metadata, self.record)):
+        self._note(*(note for one in videos or [chosen_settings] for note in (*guidance_notes(one), *shape_notes(one))))
+        if self.original_metadata and (sentence := version_note(self.original_metadata, self.record)):
             self.report.note(f"note: {sentence}")
         if self.noise is not None:
-            self.report.note(f"note: the initial noise is that of {self.record['noise']}, whatever the seed")
+            self.report.note(
+                f"note: the initial noise is read from {self.record['noise']}, so the seed does not change it"
+            )
 
     def run(self, *observers: Observer) -> Run:
-        """Return the run that makes the video, which observers look upon before the report, which may stop it."""
+        """Build the run of the video. `observers` are called before the observer that reports, which may stop the
+        run."""
         request = PreparedRequest(self.settings, self.record)
         return Run(
-            self.pipe, [request], self.pictures, noise=self.noise, observers=[*observers, Reporting(self)], **self.how
+            self.pipe,
+            [request],
+            self.pictures,
+            noise=self.noise,
+            observers=[*observers, Reporting(self)],
+            **self.run_options,
         )
 
-    def ahead(self) -> AbstractContextManager[None]:
-        """Compile the programs of later stages beside the earlier ones, if any of them has to be compiled."""
-        wanted = self.report.owns_process and self.settings.steps <= RECORDED_STEPS
-        return EXECUTE.ahead(self.instances) if wanted else nullcontext()
+    def compile_ahead(self) -> AbstractContextManager[None]:
+        """Compile the programs of later stages in the background while earlier ones run."""
+        is_wanted = self.report.owns_process and self.settings.steps <= MAX_TRACED_STEPS
+        return EXECUTE.compile_ahead(self.traced_programs) if is_wanted else nullcontext()
 
-    def instances(self) -> list[Instance]:
-        """Return the programs that the run calls, traced; no weights are loaded."""
-        settings = replace(self.settings, windows=min(2, self.settings.windows))  # later windows are as the second
-        return [one.instance for one in trace_programs(self.pipe, settings, self.pictures, **self.how).programs]
+    def traced_programs(self) -> list[TracedProgram]:
+        """Trace the programs of the run without loading weights."""
+        settings = replace(
+            self.settings, windows=min(2, self.settings.windows)
+        )  # all windows after the first use the same programs
+        return [
+            program.traced_program
+            for program in trace_programs(self.pipe, settings, self.pictures, **self.run_options).programs
+        ]
 
-    def tell_prompt(self, videos: Sequence[Settings] = ()) -> None:
-        """Print notes on the prompt, or on those of several `videos`, which the model does not know or read whole."""
-        chosen, videos = self.settings, videos or [self.settings]
-        prompts = list(dict.fromkeys(prompt for one in videos for prompt in one.prompts))
-        self._note(*prompt_notes(chosen.model, prompts))
-        texts = dict.fromkeys((name, text, one.follow) for one in videos for name, text in texts_of(one))
+    def print_prompt_notes(self, videos: Sequence[Settings] = ()) -> None:
+        """Print a note for each prompt that is empty, is too long, or has words that the model does not know."""
+        settings, videos = self.settings, videos or [self.settings]
+        prompts = list(dict.fromkeys(prompt for video_settings in videos for prompt in video_settings.prompts))
+        self._note(*prompt_notes(settings.model, prompts))
+        texts = dict.fromkeys(
+            (name, text, video_settings.follow) for video_settings in videos for name, text in texts_of(video_settings)
+        )
         self._note(*(note for text in texts for note in truncation_notes(self.pipe, *text)))
 
     def _note(self, *notes: str) -> None:
-        """Print notes, each once; of very many the first ones, and how many more there are."""
-        each = list(dict.fromkeys(notes))
-        for note in each[:MOST_NOTES]:
+        """Print each note once. Print at most `MAX_NOTES` notes, then the number of further notes."""
+        unique_notes = list(dict.fromkeys(notes))
+        for note in unique_notes[:MAX_NOTES]:
             self.report.note(f"note: {note}")
-        if len(each) > MOST_NOTES:
-            self.report.note(f"note: {len(each) - MOST_NOTES} more of these")
+        if len(unique_notes) > MAX_NOTES:
+            self.report.note(f"note: {len(unique_notes) - MAX_NOTES} more notes of this kind")
 
-    def denoising(self, *, tells: bool = False) -> Run:
-        """Return the run that denoises, keeps its state and saves; with previews and a profile if they are wanted.
-
-        With `tells` it prints what it saved.
+    def denoising_run(self, *, announces: bool = False) -> Run:
+        """Build the run that denoises. The run saves its state so that it can be resumed, and shows previews and a
+        profile if the user requested them. With `announces`, it prints the name of each file that it saves.
         """
-        self.ready_previews()
+        self.fit_previews()
         observers: list[Observer] = []
         if self.profile:
             observers.append(StepProfile(self.profile, self.pipe, self.settings, self.report.note))
-        if not self.pipe.model.spec.streams:
-            file, report = self.folder / stage_files.STATE, self.report
-            observers.append(ResumeObserver(file, self.pipe.partitioner, self._resumed, report.saved))
-        return self.run(*observers, Saving(self, tells=tells) if self.settings.windows == 1 else SavingWindows(self))
+        if not self.pipe.model.spec.is_chunked:
+            file, report = self.folder / stage_files.STATE_FILE, self.report
+            observers.append(
+                ResumeObserver(file, self.pipe.partitioner, self._report_resumed, report.record_saved_steps)
+            )
+        return self.run(
+            *observers, Saving(self, announces=announces) if self.settings.windows == 1 else SavingWindows(self)
+        )
 
-    def ready_previews(self) -> None:
-        """Make ready what makes previews, if they are asked for."""
+    def fit_previews(self) -> None:
+        """If previews are requested, fit the projection from latents to colours."""
         if self.previews:
             with self.report.stage("preview"):
                 self.pipe.latent_preview()
 
-    def _resumed(self, done: int, total: int) -> None:
-        self.report.note(f"taken before: {done} of {quantity(total, 'step')}")
+    def _report_resumed(self, done: int, total: int) -> None:
+        self.report.note(f"resumed after {done} of {pluralize(total, 'step')}")
 
-    def decoded(self, run: Run, frames: Iterator[Any]) -> paths.AnyPath:
-        """Write the video from its frames, which are decoded as they are asked for; return its place."""
+    def write_decoded(self, run: Run, frames: Iterator[Any]) -> paths.AnyPath:
+        """Write the video and return its path. Frames are decoded when the writer needs them."""
         with run.decode_stage(request := run.requests[0]):
             written = write_frames(self.video, frames, request)
         self.report.resume_command, self.is_written = None, True
         return written
 
-    def streamed(self, frames: Iterator[Any]) -> paths.AnyPath:
-        """Write the video while it is made, from the frames of each block; return its place."""
-        report, rate, model = self.report, FrameRate(), self.pipe.model
+    def write_streamed(self, frames: Iterator[Any]) -> paths.AnyPath:
+        """Write the video chunk by chunk while it is being made, and return its path."""
+        report, frame_rate, model = self.report, FrameRate(), self.pipe.model
         total = model.spec.latent_shape(self.settings)[2] // model.spec.chunk_frames
 
         def clips() -> Iterator[Any]:
             report.count("block", 0, total)
             for done, clip in enumerate(frames, 1):
                 yield clip
-                rate.deliver(len(clip))
-                report.count("block", done, total, suffix=str(rate))
+                frame_rate.deliver(len(clip))
+                report.count("block", done, total, suffix=str(frame_rate))
 
         with report.stage("stream"):
             written = write_frames(self.video, clips(), PreparedRequest(self.settings, self.record))
-        report.note(f"{rate}, where {self.settings.fps} are played")
+        report.note(f"{frame_rate}, for playback at {self.settings.fps}")
         report.resume_command, self.is_written = None, True
         return written
 
     def try_output(self, video: str | paths.AnyPath, record: Mapping[str, Any]) -> None:
-        """Raise WanjaxError where a video could not be written with its record, before it is made."""
+        """Before the video is made, raise WanjaxError if its file and metadata cannot be written."""
         if is_first():
-            chosen = self.settings
-            video_files.try_output(video, chosen.length, chosen.size, chosen.fps, record)
+            settings = self.settings
+            video_files.write_trial_video(video, settings.length, settings.size, settings.fps, record)
 
     def check_room(self) -> None:
-        """Raise WanjaxError where the folder of the stages has no room for the latents, which stay in it."""
-        if is_first() and self.held is None and self.settings.windows == 1:
-            latents = 2 * prod(self.pipe.model.spec.latent_shape(self.settings))  # bfloat16, if not more
-            check_room(self.folder, latents, self.folder / LATENTS)
+        """Raise WanjaxError if the folder of the stages has no room for the latents."""
+        if is_first() and self.run_folder is None and self.settings.windows == 1:
+            latents = 2 * prod(self.pipe.model.spec.latent_shape(self.settings))  # at least the two bytes of bfloat16
+            check_free_space(self.folder, latents, self.folder / LATENTS_FILE)
 
-    def made(self, file: paths.AnyPath) -> None:
-        """Print the file that the command made, in the first process only."""
+    def print_made(self, file: paths.AnyPath) -> None:
+        """Print the file that the command made. Only the first process prints."""
         if is_first():
-            stays = {} if self.held else {"folder": str(self.folder.absolute())}
-            self.report.print_result(file.absolute(), self.record, **stays, seconds=self.report.seconds)
+            folder_field = {} if self.run_folder else {"folder": str(self.folder.absolute())}
+            self.report.print_result(file.absolute(), self.record, **folder_field, seconds=self.report.seconds)
 
     def save(self, resume_command: str, *steps: Callable[[], None], announcement: str | None = None) -> None:
-        """Write what a stage made and the settings, in the first process only, and note the command that goes on.
+        """Write the result of a stage and the settings, and set the command that resumes. Only the first process
+        writes.
 
-        Prints it after an `announcement` of the files. Where a run's own folder cannot be written, as on a full disk,
-        the run goes on: what is lost is the way back, not the video.
+        If there is an `announcement`, it is printed with the command. If the folder in the user's cache cannot be
+        written, for example because the disk is full, the run continues. Then the video is made, but the run cannot be
+        resumed.
         """
         try:
             for step in steps if is_first() else ():
@@ -557,44 +639,53 @@ class VideoCommand:
             if is_first():
                 stage_files.save_settings(self.folder, self.record)
         except WriteError as error:
-            if self.held is None:
+            if self.run_folder is None:
                 raise
-            self.report.note(f"note: {error}: if this run is stopped, its last stage is lost")
-            self.report.stop_if_asked()
+            self.report.note(f"note: {error}: this run cannot be resumed from its last stage")
+            self.report.stop_if_interrupted()
         else:
             self.report.record_resume(resume_command, announcement)
 
     def command(self, stage: str) -> str:
-        """Return the command that resumes from here; from a run's own folder it makes the video."""
-        if self.held and stage == "denoise":
+        """Return the command that continues with a stage."""
+        has_other_name = stage == "decode" and self.video != str(self.folder / stage_files.VIDEO_FILE)
+        out_options = ["--out", self.video] if has_other_name else []
+        return shlex.join(["wanjax", stage, "--dir", str(self.folder), *out_options, *self._force_options])
+
+    def resume_command(self) -> str:
+        """Return the command that makes the video of a stopped `generate`: the same command, if the user chose the
+        folder and the command has the same prompt and seed again."""
+        makes_other_video = self.is_seed_drawn or self.settings.original_prompt or "-" in sys.argv
+        if self.run_folder or makes_other_video:
             return self.command_again()
-        elsewhere = stage == "decode" and self.video != str(self.folder / stage_files.VIDEO)
-        out = ["--out", self.video] if elsewhere else []
-        return shlex.join(["wanjax", stage, "--dir", str(self.folder), *out, *self._forced])
+        return shlex.join(["wanjax", *sys.argv[1:]])
 
     def command_again(self) -> str:
-        """Return the command that makes the video from what the folder has of it."""
+        """Return the command that makes the video from the files in the folder of the stages."""
         folder = str(self.folder)
-        return shlex.join(["wanjax", "generate", "--from", folder, "--dir", folder, "--out", self.video, *self._forced])
+        dir_options = [] if self.run_folder else ["--dir", folder]  # with --from, the default is the folder of that run
+        return shlex.join(
+            ["wanjax", "generate", "--from", folder, *dir_options, "--out", self.video, *self._force_options]
+        )
 
 
-def _shown_parts(chosen: Settings) -> dict[str, str]:
-    """Return the settings of a video that are printed before it is made, in words, by what they are."""
-    guidance = " and ".join(f"{scale:g}" for scale in chosen.guidance_scales)
-    guidance += f" with {chosen.guidance_rule}" if chosen.guidance_rule != CLASSIFIER_FREE else ""
+def _describe_settings(settings: Settings) -> dict[str, str]:
+    """Map the names of settings to the texts that are printed before a video is made."""
+    guidance = " and ".join(f"{scale:g}" for scale in settings.guidance_scales)
+    guidance += f" with {settings.guidance_rule}" if settings.guidance_rule != CLASSIFIER_FREE else ""
     return {
-        "size": f"{chosen.width}x{chosen.height}",
-        "length": f"{quantity(chosen.length, 'frame')} at {chosen.fps} a second",
-        "steps": quantity(chosen.steps, "step"),
+        "size": f"{settings.width}x{settings.height}",
+        "length": f"{pluralize(settings.length, 'frame')} at {settings.fps} a second",
+        "steps": pluralize(settings.steps, "step"),
         "guidance": f"guidance {guidance}",
     }
 
 
 class Reporting(Observer):
-    """Shows the progress of a run, and previews; stops it between two steps where that was asked."""
+    """Shows the progress of a run and previews. On request, stops the run between two steps."""
 
-    def __init__(self, rendering: VideoCommand):
-        self.report, self.previews = rendering.report, rendering.previews
+    def __init__(self, video: VideoCommand):
+        self.report, self.previews = video.report, video.previews
 
     def stage(self, name: str) -> AbstractContextManager[None]:
         return self.report.stage(name)
@@ -604,137 +695,157 @@ class Reporting(Observer):
 
     def switched(self, switch: Switch) -> None:
         self.report.note(
-            f"from step {switch.index + 1} of {switch.total} on, {switch.network} is at work, "
-            f"loaded in {duration(switch.seconds)}"
+            f"from step {switch.index + 1} of {switch.total} on, {switch.network} is used, "
+            f"loaded in {format_duration(switch.seconds)}"
         )
 
     def stepped(self, step: Step) -> None:
         if self.previews:
             self.previews(step)
         if step.index + 1 < step.total:
-            self.report.stop_if_asked()
+            self.report.stop_if_interrupted()
         elif self.previews:
             self.previews.wait()
 
 
 class Saving(Observer):
-    """Writes the files that join the stages, and `tells` of each."""
+    """Writes the files that one stage passes to the next. With `announces`, prints their names."""
 
-    def __init__(self, rendering: VideoCommand, *, tells: bool):
-        self.rendering, self.tells = rendering, tells
-        self._blocks: list[Any] = []
+    def __init__(self, video: VideoCommand, *, announces: bool):
+        self.video, self.announces = video, announces
+        self._chunks: list[Any] = []
 
     def encoded(self, conditioning: Any) -> None:
-        rendering, file = self.rendering, self.rendering.folder / stage_files.EMBEDDINGS
+        video, file = self.video, self.video.folder / stage_files.EMBEDDINGS_FILE
         tensors = {name: x for name, x in conditioning._asdict().items() if x is not None}
-        save = partial(stage_files.save_conditioning, rendering.folder, tensors, rendering.record)
-        rendering.save(
-            rendering.command("denoise"), save, announcement=f"the embeddings are in {file}" if self.tells else None
+        save = partial(stage_files.save_conditioning, video.folder, tensors, video.record)
+        video.save(
+            video.command("denoise") if self.announces else video.resume_command(),
+            save,
+            announcement=f"the embeddings are in {file}" if self.announces else None,
         )
 
     def denoised(self, latents: Any, chunk: Chunk) -> None:
-        self._blocks.append(latents if chunk.count == 1 else np.asarray(latents))
+        self._chunks.append(latents if chunk.count == 1 else np.asarray(latents))
         if not chunk.last:
             return
-        rendering, file = self.rendering, self.rendering.folder / stage_files.LATENTS
-        whole = latents if chunk.count == 1 else np.concatenate(self._blocks, axis=2)
-        save = partial(stage_files.save_latents, rendering.folder, whole, rendering.record)
+        video, file = self.video, self.video.folder / stage_files.LATENTS_FILE
+        all_latents = latents if chunk.count == 1 else np.concatenate(self._chunks, axis=2)
+        save = partial(stage_files.save_latents, video.folder, all_latents, video.record)
 
-        def forget() -> None:
-            of_passes = rendering.folder.glob(f"{Path(stage_files.STATE).stem}_pass_*")
-            for state in (rendering.folder / stage_files.STATE, *of_passes):
+        def remove_state() -> None:
+            pass_files = video.folder.glob(f"{Path(stage_files.STATE_FILE).stem}_pass_*")
+            for state in (video.folder / stage_files.STATE_FILE, *pass_files):
                 state.unlink(missing_ok=True)
 
-        rendering.save(
-            rendering.command("decode"), save, forget, announcement=f"the latents are in {file}" if self.tells else None
+        video.save(
+            video.command("decode"),
+            save,
+            remove_state,
+            announcement=f"the latents are in {file}" if self.announces else None,
         )
 
 
 class SavingWindows(Observer):
-    """Tells of each window, which `ResumeObserver` keeps, and how to go on from those that are finished."""
+    """Prints the prompt of each window, and tells the report which command resumes after the complete windows.
+    `ResumeObserver` saves the windows."""
 
-    def __init__(self, rendering: VideoCommand):
-        self.rendering = rendering
+    def __init__(self, video: VideoCommand):
+        self.video = video
 
     def window(self, window: Window) -> None:
         position = f"window {window.number + 1} of {window.count}"
-        self.rendering.report.note(f"{position}: {window.settings.prompt}")
+        self.video.report.note(f"{position}: {window.settings.prompt}")
 
     def denoised(self, latents: Any, chunk: Chunk) -> None:
-        self.rendering.save(self.rendering.command_again())
+        self.video.save(self.video.command_again())
 
 
-def _inherited(left: Mapping[str, Any], options: PipelineOptions, loads: str) -> tuple[VideoRequest, PipelineOptions]:
-    """Return what the previous stage left as a request, and the options with what it left where they say nothing.
+def _inherit_options(
+    stored_settings: Mapping[str, Any], options: PipelineOptions, loads: str
+) -> tuple[VideoRequest, PipelineOptions]:
+    """Turn the metadata of the previous stage into a request, and take missing options from the metadata.
 
-    What belongs to its model is left out if another one is given. `loads` is the option of files, beside the model,
-    that this stage takes from it too. Raises WanjaxError for a setting of another type or out of range, and for a file
-    that is not the one that it was.
+    If the user gives a different model, the settings of the previous model are left out. `loads` is the option for
+    files that this stage also takes from the metadata. Raises WanjaxError if a setting has a wrong type or value, or if
+    a file has changed.
     """
-    model = options.model or left.get("model")
+    model = options.model or stored_settings.get("model")
     if not isinstance(model, str):
-        raise WanjaxError(f"{stage_files.CONFIG} names no model: --model has to")
+        raise WanjaxError(f"{stage_files.CONFIG} names no model: give --model")
     try:
-        request = VideoRequest.from_metadata(left if model == left.get("model") else {**left, SCHEDULER.name: None})
-        dtypes = {name: left.get(name) for name in ("dtype", "vae_dtype")}
+        request = VideoRequest.from_metadata(
+            stored_settings if model == stored_settings.get("model") else {**stored_settings, SCHEDULER.name: None}
+        )
+        dtypes = {name: stored_settings.get(name) for name in ("dtype", "vae_dtype")}
+        dtypes |= {"precision": stored_settings.get("precision") if model == stored_settings.get("model") else None}
         dtypes = {name: value and schema(Settings)[name].read(value) for name, value in dtypes.items()}
     except WanjaxError as error:
         raise WanjaxError(f"{stage_files.CONFIG}: {error}") from error
-    recorded = [name for name in ("model", loads) if name and not getattr(options, name)]
-    files = {"lora": _loras_left, "decoder": _decoder_left}
-    inherited = {name: files[name](left) for name in recorded if name in files}
-    check_files(left, recorded)
+    recorded_names = [name for name in ("model", loads) if name and not getattr(options, name)]
+    files = {"lora": _stored_loras, "decoder": _stored_decoder}
+    inherited_settings = {name: files[name](stored_settings) for name in recorded_names if name in files}
+    check_files(stored_settings, recorded_names)
     if options.lora:
-        request = _without_defaults(request, options._replace(model=model))
+        request = _without_replaced_defaults(request, options._replace(model=model))
     dtypes = {name: getattr(options, name) or value for name, value in dtypes.items()}
-    revision = left.get("revision") if model == left.get("model") else None
-    return request, options._replace(model=model, revision=revision, **dtypes, **inherited)
+    revision = stored_settings.get("revision") if model == stored_settings.get("model") else None
+    return request, options._replace(model=model, revision=revision, **dtypes, **inherited_settings)
 
 
-def _without_defaults(left: VideoRequest, options: PipelineOptions) -> VideoRequest:
-    """Return what a stage left, without the model's defaults in whose place a given LoRA brings others."""
-    options = located(options)
+def _without_replaced_defaults(stored_settings: VideoRequest, options: PipelineOptions) -> VideoRequest:
+    """Remove those settings from a stage's settings that are defaults of the model and that a LoRA replaces."""
+    options = with_full_paths(options)
     model = registry.outline(str(options.model))
-    with_loras = registry.with_distillation(model, loras_of(options), lambda sentence: None)
+    with_loras = registry.apply_distilled_loras(model, loras_of(options), lambda sentence: None)
     if with_loras.distillation is model.distillation:
-        return left
+        return stored_settings
     defaults = model.settings.to_json()
-    brought = {name for name, value in with_loras.settings.to_json().items() if defaults.get(name) != value}
-    settings = {k: x for k, x in left.settings.items() if not (k in brought and defaults.get(k) == x)}
-    solver = None if left.scheduler == name_of(model.model.scheduler) else left.scheduler
-    return replace(left, settings=settings, scheduler=solver)
+    replaced_names = {name for name, value in with_loras.settings.to_json().items() if defaults.get(name) != value}
+    settings = {
+        name: value
+        for name, value in stored_settings.settings.items()
+        if not (name in replaced_names and defaults.get(name) == value)
+    }
+    solver = None if stored_settings.scheduler == name_of(model.model.scheduler) else stored_settings.scheduler
+    return replace(stored_settings, settings=settings, scheduler=solver)
 
 
-def in_short(numbers: Sequence[int]) -> str:
-    """Return numbers as text: all of a few, else the first ones and the last."""
-    first = ", ".join(map(str, numbers[:5]))
-    return first if len(numbers) <= 5 else f"{first} ... {numbers[-1]}"
+def shorten_numbers(numbers: Sequence[int]) -> str:
+    """Format numbers as text. Of a long list, show the first numbers and the last."""
+    head = ", ".join(map(str, numbers[:5]))
+    return head if len(numbers) <= 5 else f"{head} ... {numbers[-1]}"
 
 
-def located(options: PipelineOptions) -> PipelineOptions:
-    """Return options with files by their full paths, so that a later stage or a worker finds them from any folder."""
+def with_full_paths(options: PipelineOptions) -> PipelineOptions:
+    """Replace file names in options by full paths, because a later stage or a worker may run in another folder."""
     model = options.model if options.model is None or options.model in registry.presets() else full_name(options.model)
     return options._replace(model=model, lora=tuple(loras_of(options)))
 
 
 def loras_of(options: PipelineOptions) -> list[Lora]:
-    """Return the chosen LoRAs, files by their full paths."""
-    loras = [(lora if isinstance(lora, Lora) else Lora.parse(lora)).named() for lora in options.lora]
+    """Parse the LoRAs of options, with full paths of their files."""
+    loras = [(lora if isinstance(lora, Lora) else Lora.parse(lora)).resolve_folder() for lora in options.lora]
     paths_of_loras = [(lora, Path(lora.file).expanduser()) for lora in loras]
     return [replace(lora, file=str(path.absolute())) if path.is_file() else lora for lora, path in paths_of_loras]
 
 
-def loaded(
+def load_pipeline(
     options: PipelineOptions,
     request: VideoRequest,
     *,
-    offload: bool | None = None,
+    offload: Offload = AUTO_OFFLOAD,
     progress: Callable[[str, int, int], object] | None = None,
     note: Callable[[str], object] | None = None,
 ) -> Pipeline:
-    """Load a pipeline for videos such as this, in the process that uses it; it may ask for its own solver.
+    """Load a pipeline for a request, in the process that uses the pipeline.
 
-    `offload` is for where no option tells; `progress` and `note` are those of `wanjax.load`.
+    Args:
+        options: The model and how it is loaded.
+        request: The request. The request may have the solver.
+        offload: The offload, if the options do not set one.
+        progress: As in `wanjax.load`.
+        note: As in `wanjax.load`.
     """
     assert options.model is not None
     pipe = load(
@@ -742,15 +853,16 @@ def loaded(
         dtype=options.dtype,
         vae_dtype=options.vae_dtype,
         param_dtype=options.param_dtype,
+        precision=options.precision,
         attention=options.attention,
         revision=options.revision,
         mesh=options.mesh,
         video=request.settings,
         rules=options.rules,
-        compiler=options.compiler or saved_set(),
+        compiler=options.compiler or saved_option_set(),
         lora=options.lora,
         decoder=options.decoder,
-        offload=offload if options.offload is None else options.offload,
+        offload=offload.overridden_by(options.offload),
         verify=options.verify,
         progress=progress,
         note=note,
@@ -758,45 +870,48 @@ def loaded(
     return pipe.with_solver(request.scheduler)
 
 
-def check_published(request: VideoRequest, left: VideoRequest, options: PipelineOptions) -> None:
-    """Raise WanjaxError for settings that a published model refuses, before anything of it is downloaded.
+def check_published(request: VideoRequest, stored_settings: VideoRequest, options: PipelineOptions) -> None:
+    """Raise WanjaxError for settings that a published model does not support, before the model is downloaded.
 
-    Of what the previous stage `left`, settings that the model does not have do not count.
+    Settings that the previous stage `stored` are ignored if the model does not support them.
     """
     preset = registry.find_preset(str(options.model))
-    if preset is None or preset.shipped or preset.model is None:
+    if preset is None or preset.bundled or preset.model is None:
         return
-    outline = registry.with_distillation(registry.outline(preset.name), loras_of(options), lambda sentence: None)
-    if (solver := request.scheduler or left.scheduler) is not None:
+    outline = registry.apply_distilled_loras(registry.outline(preset.name), loras_of(options), lambda sentence: None)
+    if (solver := request.scheduler or stored_settings.scheduler) is not None:
         outline = replace(outline, model=with_scheduler(outline.model, solver))
-    settings = request.under(_of_model(left, outline.settings)).settings
-    abstract_pipeline(outline, ONE_DEVICE).settings(**settings)
+    settings = request.with_defaults(_without_missing_settings(stored_settings, outline.settings)).settings
+    abstract_pipeline(outline, ONE_DEVICE_PARTITIONER).settings(**settings)
 
 
-def _of_model(left: VideoRequest, defaults: Settings) -> VideoRequest:
-    """Return what a stage left without the settings that a model does not have."""
+def _without_missing_settings(stored_settings: VideoRequest, defaults: Settings) -> VideoRequest:
+    """Remove the settings of a stage that the model does not support."""
     names = defaults.to_json()
-    return replace(left, settings={name: value for name, value in left.settings.items() if name in names})
+    return replace(
+        stored_settings, settings={name: value for name, value in stored_settings.settings.items() if name in names}
+    )
 
 
-def _loras_left(left: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the LoRAs that a stage left; raise WanjaxError where it gives anything but a list of texts."""
-    texts = left.get("lora", [])
+def _stored_loras(stored_settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Read the LoRAs that a stage stored. Raises WanjaxError unless the entry is a list of texts."""
+    texts = stored_settings.get("lora", [])
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
         raise WanjaxError(f"{stage_files.CONFIG} gives lora as {texts!r}: write a list such as ['a.safetensors:0.8']")
     return tuple(texts)
 
 
-def _decoder_left(left: Mapping[str, Any]) -> str | None:
-    """Return the file of the tiny decoder that a stage left, if there is one."""
-    file = left.get("decoder")
+def _stored_decoder(stored_settings: Mapping[str, Any]) -> str | None:
+    """Read the name of the tiny decoder's file that a stage stored. Return None if the stage used no tiny decoder."""
+    file = stored_settings.get("decoder")
     if not isinstance(file, str | None):
         raise WanjaxError(f"{stage_files.CONFIG} gives decoder as {file!r}: write the name of a file")
     return file
 
 
 class FrameRate:
-    """The frames delivered, and their number a second since the first block, for which programs are compiled."""
+    """Counts frames, and measures their rate from the end of the first chunk, because that chunk waits for
+    compilation."""
 
     def __init__(self) -> None:
         self.frames = 0
@@ -804,48 +919,62 @@ class FrameRate:
         self._last = 0.0
 
     def deliver(self, frames: int) -> None:
-        """Count frames that are delivered now."""
+        """Add a number of complete frames."""
         self.frames += frames
         self._last = perf_counter()
         if self._first is None:
             self._first = self.frames, self._last
 
     def __str__(self) -> str:
-        """Tell the frames, and how many there are a second, if there are two blocks."""
+        """Format the number of frames. From the second chunk on, add the rate."""
         if self._first is None or self.frames == self._first[0]:
-            return quantity(self.frames, "frame")
+            return pluralize(self.frames, "frame")
         frames, since = self._first
-        return f"{quantity(self.frames, 'frame')}, {digits((self.frames - frames) / (self._last - since))} a second"
+        return (
+            f"{pluralize(self.frames, 'frame')}, "
+            f"{format_number((self.frames - frames) / (self._last - since))} a second"
+        )
 
 
-def estimate(pipe: Pipeline, settings: Settings, from_video: bool) -> str | None:
-    """Return a sentence on the memory of large weights and on the least time; None if there is nothing to tell.
+def estimate_note(pipe: Pipeline, settings: Settings, from_video: bool) -> str | None:
+    """Write a sentence about the memory of large weights and the time of denoising: its least time on accelerators, or
+    an estimate on a CPU if it takes minutes. Return None if there is nothing to say.
 
-    `from_video` tells whether denoising begins from a video, which saves some steps.
+    `from_video` says that denoising starts from a video, which takes fewer steps.
     """
     parts = []
     if sizes := pipe.components.sizes:
         largest = max(sizes, key=lambda name: sizes[name])
-        if sizes[largest] >= LARGE:
-            parts.append(f"the weights of its {largest} take about {in_bytes(sizes[largest])} of memory")
-    settings = pipe.model.spec.passes_of(settings)[0]  # of several passes the first alone is counted
-    steps = settings.strong_steps if from_video else settings.steps
-    if seconds := least_seconds(pipe, settings, steps, jax.devices()[0].device_kind):
-        parts.append(f"denoising takes at least {duration(seconds)}, at the peak of {devices_of(pipe.partitioner)}")
+        if sizes[largest] >= LARGE_BYTES:
+            parts.append(f"the weights of its {largest} take about {format_bytes(sizes[largest])} of memory")
+    settings = pipe.model.spec.passes_of(settings)[0]  # of several passes, only the first is counted
+    steps = settings.steps_with_strength if from_video else settings.steps
+    if jax.devices()[0].platform == "cpu":
+        if (seconds := compute_seconds(pipe, settings, steps, cpu_machine().flops)) >= LONG_RUN_SECONDS:
+            rate = f"{CORE_FLOPS / 1e9:g} GFLOP/s a core"
+            parts.append(f"denoising takes about {format_duration(seconds)}, estimated at {rate}")
+    elif seconds := least_seconds(pipe, settings, steps, jax.devices()[0].device_kind):
+        parts.append(
+            f"denoising takes at least {format_duration(seconds)}, at the peak rate of {devices_of(pipe.partitioner)}"
+        )
     return f"{settings.model}: {'; '.join(parts)}" if parts else None
 
 
-def least_seconds(pipe: Pipeline, settings: Settings, steps: int, kind: str) -> float | None:
-    """Return the seconds of so many steps on devices of a kind that work at their peak; None where that is unknown.
+def least_seconds(pipe: Pipeline, settings: Settings, steps: int, device_kind: str) -> float | None:
+    """Estimate the seconds of steps on devices that compute at their peak rate. Return None if the peak is unknown."""
+    peak = peak_flops(device_kind)
+    return None if peak is None else compute_seconds(pipe, settings, steps, peak * pipe.partitioner.mesh.size)
 
-    A lower bound: the second forwards of steps that only some of the guidance scales ask for are not counted, nor are
-    steps that reuse what another kept or may, nor is self-attention where a window or a mask confines it.
+
+def compute_seconds(pipe: Pipeline, settings: Settings, steps: int, rate: float) -> float:
+    """Estimate the seconds of steps at a rate of all devices together, in FLOP/s.
+
+    The estimate is a lower bound. The estimate leaves out the second forward if only some guidance scales need it,
+    steps that may reuse cached values, and sparse self-attention.
     """
-    if (peak := peak_flops(kind)) is None:
-        return None
-    work = pipe.model.cost(settings)
-    flops = sum(work.flops.values()) - (0 if pipe.attention.is_dense else work.scores)
-    reused = min(steps - 1, sum(pipe.model.spec.reused(settings)))
-    again = pipe.model.spec.cache_rule(settings).forwards
-    forwards = (steps - reused) * (2 if min(settings.guidance_scales) > 1 else 1) + reused * again
-    return forwards * flops / (peak * pipe.partitioner.mesh.size)
+    cost = pipe.model.cost(settings)
+    flops = sum(cost.flops.values()) - (0 if pipe.attention.is_dense else cost.scores)
+    reused = min(steps - 1, sum(pipe.model.spec.reused_steps(settings)))
+    forwards_if_reused = pipe.model.spec.cache_rule(settings).num_forwards
+    num_forwards = (steps - reused) * (2 if min(settings.guidance_scales) > 1 else 1) + reused * forwards_if_reused
+    return num_forwards * flops / rate

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of text that keep their columns on a narrow terminal."""
+"""Format tables as text that stays readable on a narrow terminal."""
 
 import os
 import re
@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from rich.console import Console
 
-NO_BREAK = "\xa0"  # a space at which no line is folded
-WIDE = "\u1100-\u115f\u2e80-\ua4cf\uac00-\ud7a3\uf900-\ufaff\ufe30-\ufe4f\uff01-\uff60\uffe0-\uffe6"
-"""Characters of two columns, between which a line may end."""
-PIECES = re.compile(rf"[ \t\n\r\f\v]+|[^ \t\n\r\f\v{WIDE}]+|[{WIDE}][，。、！？：；）」』》]*")
-"""Spaces, words, and wide characters with the marks that begin no line."""
-ROOMY = 80  # columns from which two spaces stand between those of a table
+NO_BREAK_SPACE = "\xa0"  # a space at which lines are not folded
+WIDE_CHARACTERS = "\u1100-\u115f\u2e80-\ua4cf\uac00-\ud7a3\uf900-\ufaff\ufe30-\ufe4f\uff01-\uff60\uffe0-\uffe6"
+"""Characters that take two columns. A line may be folded between two of these characters."""
+TEXT_PIECES = re.compile(
+    rf"[ \t\n\r\f\v]+|[^ \t\n\r\f\v{WIDE_CHARACTERS}]+|[{WIDE_CHARACTERS}][，。、！？：；）」』》]*"
+)
+"""Matches spaces, words, and wide characters with the punctuation that must follow them on the line."""
+WIDE_TERMINAL = 80  # on a terminal with at least this many columns, two spaces separate the columns of a table
 
 
 class Table(NamedTuple):
@@ -27,7 +29,8 @@ class Table(NamedTuple):
 
 
 def stdout_width() -> int | None:
-    """Return the columns of the terminal that stdout is, or those that COLUMNS tells; None in a pipe, which has any."""
+    """Return the width of the terminal, or the value of COLUMNS. Return None if stdout is a pipe: lines are then not
+    folded."""
     is_known = os.environ.get("COLUMNS") or sys.stdout.isatty()
     return shutil.get_terminal_size().columns if is_known else None
 
@@ -45,67 +48,80 @@ def print_table(console: "Console", headings: Sequence[str], rows: Sequence[Sequ
 def table(
     headings: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None, notes: Sequence[str] = ()
 ) -> Table:
-    """Return a table whose columns stand beside each other, or below each other where they have no room.
+    """Lay out a table in columns. On a terminal that is too narrow, put the cells of a row below each other.
 
-    Headings and the first column fold between words, figures never do.
+    Headings and the first column are folded between words. Other cells are not folded.
 
     Args:
         headings: The heading of each column.
         rows: The texts of each row, one for each heading.
-        width: The columns of the terminal; None is any number.
-        notes: A text that stands below each row.
+        width: The number of columns of the terminal. None means no folding.
+        notes: A text to print below each row.
     """
     if not headings:
         return Table([], [])
     columns = list(zip(headings, *rows, strict=True))
-    wide = [max(map(len, column)) for column in columns]
-    least = [max(_longest(heading), *map(len if i else _longest, cells)) for i, (heading, *cells) in enumerate(columns)]
-    gap = " " if width is not None and width < ROOMY else "  "
-    spare = sum(wide) if width is None else width - len(gap) * (len(columns) - 1)
-    spare -= sum(least)
-    below = [["    " + line for line in folded(note, width and width - 4)] for note in notes] or [[] for _ in rows]
+    full_widths = [max(map(len, column)) for column in columns]
+    min_widths = [
+        max(_longest_word(heading), *map(len if index else _longest_word, cells))
+        for index, (heading, *cells) in enumerate(columns)
+    ]
+    gap = " " if width is not None and width < WIDE_TERMINAL else "  "
+    spare = sum(full_widths) if width is None else width - len(gap) * (len(columns) - 1)
+    spare -= sum(min_widths)
+    note_lines = [["    " + line for line in fold_text(note, width and width - 4)] for note in notes] or [
+        [] for _ in rows
+    ]
     if width is not None and spare < 0:
         return Table(
-            [], [x for row, note in zip(rows, below, strict=True) for x in (*_block(headings, row, width), *note)]
+            [],
+            [
+                x
+                for row, note in zip(rows, note_lines, strict=True)
+                for x in (*_stacked_row(headings, row, width), *note)
+            ],
         )
     widths = []
-    for most, few in zip(wide, least, strict=True):
-        widths.append(few + min(spare, most - few))
-        spare -= widths[-1] - few
-    lines = [x for row, note in zip(rows, below, strict=True) for x in (*_beside(row, widths, gap), *note)]
-    return Table(_beside(headings, widths, gap, bottom=True), lines)
+    for full, minimum in zip(full_widths, min_widths, strict=True):
+        widths.append(minimum + min(spare, full - minimum))
+        spare -= widths[-1] - minimum
+    lines = [x for row, note in zip(rows, note_lines, strict=True) for x in (*_row_lines(row, widths, gap), *note)]
+    return Table(_row_lines(headings, widths, gap, align_bottom=True), lines)
 
 
-def _beside(cells: Sequence[str], widths: Sequence[int], gap: str, *, bottom: bool = False) -> list[str]:
-    """Return the lines of a row, each cell folded to its width; shorter ones stand at the top or at the `bottom`."""
-    parts = [folded(cell, width) for cell, width in zip(cells, widths, strict=True)]
-    height = max(map(len, parts))
-    blank = [[""] * (height - len(part)) for part in parts]
-    filled = [more + part if bottom else part + more for more, part in zip(blank, parts, strict=True)]
+def _row_lines(cells: Sequence[str], widths: Sequence[int], gap: str, *, align_bottom: bool = False) -> list[str]:
+    """Format the lines of a row, each cell folded to its width and aligned to the top or the `bottom`."""
+    folded_cells = [fold_text(cell, width) for cell, width in zip(cells, widths, strict=True)]
+    height = max(map(len, folded_cells))
+    blank = [[""] * (height - len(cell_lines)) for cell_lines in folded_cells]
+    filled = [
+        blank_lines + cell_lines if align_bottom else cell_lines + blank_lines
+        for blank_lines, cell_lines in zip(blank, folded_cells, strict=True)
+    ]
     lines = []
     for first, *others in zip(*filled, strict=True):
-        figures = (x.rjust(width) for x, width in zip(others, widths[1:], strict=True))
-        lines.append(gap.join([first.ljust(widths[0]), *figures]).rstrip())
+        number_cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
+        lines.append(gap.join([first.ljust(widths[0]), *number_cells]).rstrip())
     return lines
 
 
-def _block(headings: Sequence[str], row: Sequence[str], width: int) -> Iterator[str]:
-    """Yield the lines of a row that has no room: its first cell, then the others behind their headings."""
-    yield from folded(row[0], width)
+def _stacked_row(headings: Sequence[str], row: Sequence[str], width: int) -> Iterator[str]:
+    """Yield the lines of a row for a narrow terminal: the first cell, then each other cell after its heading."""
+    yield from fold_text(row[0], width)
     pairs = [f"{heading} {cell}" for heading, cell in zip(headings[1:], row[1:], strict=True) if cell]
-    whole = ", ".join(pair.replace(" ", NO_BREAK) for pair in pairs)
-    yield from ("  " + line.replace(NO_BREAK, " ") for line in folded(whole, width - 2))
+    pairs_text = ", ".join(pair.replace(" ", NO_BREAK_SPACE) for pair in pairs)
+    yield from ("  " + line.replace(NO_BREAK_SPACE, " ") for line in fold_text(pairs_text, width - 2))
 
 
-def folded(text: str, width: int | None) -> list[str]:
-    """Return the lines of a text that is folded between words, or wide characters; a longer word stays whole."""
+def fold_text(text: str, width: int | None) -> list[str]:
+    """Fold a text between words or between wide characters. A word that is too long is not split."""
     if not text or width is None:
         return [text]
     from rich.cells import cell_len  # imported late for a quick --help
 
     lines, gap = [""], ""
-    for piece in PIECES.findall(text):
-        if piece.isspace() and piece != NO_BREAK:
+    for piece in TEXT_PIECES.findall(text):
+        if piece.isspace() and piece != NO_BREAK_SPACE:
             gap = " " * len(piece)
         elif lines[-1] and cell_len(lines[-1] + gap + piece) > width:
             lines.append(piece)
@@ -116,5 +132,5 @@ def folded(text: str, width: int | None) -> list[str]:
     return lines
 
 
-def _longest(text: str) -> int:
+def _longest_word(text: str) -> int:
     return max(map(len, text.split()), default=0)

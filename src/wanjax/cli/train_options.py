@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from wanjax.cli import options
-from wanjax.cli.options import Decorator, together
-from wanjax.pipelines.settings import RESIZES
+from wanjax.cli.options import Decorator, combine_options
+from wanjax.pipelines.settings import RESIZE_MODES
 
 out = click.option(
     "-o",
@@ -16,34 +16,41 @@ out = click.option(
     type=click.Path(path_type=Path, file_okay=False),
     required=True,
     metavar="FOLDER",
-    help="Checkpoints, metrics, samples and the result; the same command goes on from what is there.",
+    help="Folder of checkpoints, metrics, samples and the result. The same command resumes the training in "
+    "this folder.",
 )
-number = partial(options.number, show_default=True)
-real = partial(click.option, type=float, metavar="X", show_default=True)
+number_option = partial(options.number, show_default=True)
+float_option = partial(click.option, type=float, metavar="X", show_default=True)
 optimizer_name = partial(
-    click.option, "--optimizer", type=click.Choice(["adamw", "adafactor", "muon"]), default="adamw", show_default=True
+    click.option,
+    "--optimizer",
+    type=click.Choice(["adamw", "adafactor", "muon"]),
+    default="adamw",
+    show_default=True,
 )
-steps = together(
-    number("--steps", default=1000, help="Steps of training."),
-    number("--batch-size", default=1, help="Clips in a step."),
-    number(
+steps = combine_options(
+    number_option("--steps", default=1000, help="Training steps."),
+    number_option("--batch-size", default=1, help="Clips in each step."),
+    number_option(
         "--grad-accum-steps",
         default=1,
-        help="Parts in which a step's clips are computed one after another, for less memory.",
+        help="Divide the clips of a step into this number of parts and compute one part after another, to save memory.",
     ),
-    click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Seed of all that is random."),
+    click.option(
+        "--seed", type=int, default=0, show_default=True, metavar="N", help="Seed of the training's randomness."
+    ),
 )
-lora = together(
-    number("--lora-rank", "rank", default=32, help="Rank of the LoRA."),
-    real("--lora-alpha", "alpha", help="Alpha of the LoRA.  [default: the rank]"),
-    real("--lora-dropout", "dropout", default=0.0, help="Dropout in the LoRA."),
+lora = combine_options(
+    number_option("--lora-rank", "rank", default=32, help="Rank of the LoRA."),
+    float_option("--lora-alpha", "alpha", help="Alpha of the LoRA.  [default: the rank]"),
+    float_option("--lora-dropout", "dropout", default=0.0, help="Dropout in the LoRA."),
     click.option(
         "--lora-target",
         "targets",
         multiple=True,
         metavar="NAME",
-        help="A layer to adapt by the end of its name in diffusers, such as to_q; may be given more than once.  "
-        "[default: all projections of the blocks]",
+        help="Layers that the LoRA changes. Give the end of their names in diffusers, such as to_q; may be "
+        "given more than once.  [default: all projections of the blocks]",
     ),
     click.option("--full", is_flag=True, help="Train all weights in place of a LoRA."),
     click.option(
@@ -51,21 +58,27 @@ lora = together(
         type=click.Choice(["diffusers", "comfy"]),
         default="diffusers",
         show_default=True,
-        help="Names in the LoRA file: those of diffusers, or the authors' as ComfyUI reads them.",
+        help="Names of the layers in the LoRA file: diffusers' names, or the model authors' names, which "
+        "ComfyUI reads.",
     ),
     click.option(
         "--expert",
         type=click.Choice(["both", "high", "low"]),
         default="both",
         show_default=True,
-        help="Of two experts, the ones to train, each at its own noise levels.",
+        help="Train both or only one of two experts. Each expert is trained at its own noise levels.",
     ),
 )
-optimizer = together(
+optimizer = combine_options(
     optimizer_name(help="The optimiser."),
-    real("--learning-rate", default=1e-4, help="Peak learning rate."),
+    float_option("--learning-rate", default=1e-4, help="Peak learning rate."),
     click.option(
-        "--warmup-steps", type=int, default=0, show_default=True, metavar="N", help="Steps of rising learning rate."
+        "--warmup-steps",
+        type=int,
+        default=0,
+        show_default=True,
+        metavar="N",
+        help="Number of steps in which the learning rate rises to its full value.",
     ),
     click.option(
         "--lr-scheduler",
@@ -74,79 +87,91 @@ optimizer = together(
         show_default=True,
         help="The learning rate after the warm-up.",
     ),
-    real("--max-grad-norm", default=1.0, help="Norm to which gradients are clipped; 0 does not clip."),
-    real("--weight-decay", default=0.01, help="Part of the weights that a step takes off, times the learning rate."),
-    real("--ema-decay", help="Decay of a moving average of the weights, which is then the result."),
+    float_option("--max-grad-norm", default=1.0, help="Norm to which gradients are clipped; 0 does not clip."),
+    float_option(
+        "--weight-decay",
+        default=0.01,
+        help="Weight decay. A step subtracts the weights times this number times the learning rate.",
+    ),
+    float_option(
+        "--ema-decay", help="Decay of an exponential moving average of the weights. The average becomes the result."
+    ),
 )
-clips = together(
-    number("--fps", help="Frames a second of the clips.  [default: the model's]"),
+clips = combine_options(
+    number_option("--fps", help="Frames a second of the clips.  [default: the model's]"),
     click.option(
         "--cut",
         type=click.Choice(["head", "uniform", "windows"]),
         default="head",
         show_default=True,
-        help="The frames of a long file: its first, frames from all of it, or all of it in pieces.",
+        help="Which frames of a long file to use: the first ones, evenly spaced ones, or all frames in several clips.",
     ),
-    click.option("--resize", type=click.Choice(RESIZES), default="crop", show_default=True),
+    click.option("--resize", type=click.Choice(RESIZE_MODES), default="crop", show_default=True),
     click.option(
         "--buckets/--one-size",
         default=True,
         show_default=True,
-        help="Keep the proportions of clips, in a few sizes of the same area, or make them all of one size.",
+        help="Keep the proportions of clips, in a few sizes of the same area, or bring all clips to one size.",
     ),
-    number("--min-frames", help="Frames of the shortest clips.  [default: any]"),
+    number_option("--min-frames", help="Leave out clips with fewer frames than this.  [default: use all clips]"),
     click.option(
         "--latent-cache",
         type=click.Path(path_type=Path, file_okay=False),
         metavar="FOLDER",
-        help="Where encoded clips and captions are kept.  [default: .wanjax beside the data]",
+        help="Folder of encoded clips and captions.  [default: .wanjax next to the data]",
     ),
 )
-noise = together(
+noise = combine_options(
     click.option(
         "--timesteps",
         type=click.Choice(["uniform", "logit-normal", "shift"]),
-        help="The noise levels: uniform, around the middle, or by the model's flow shift.  [default: shift, if any]",
+        help="Distribution of noise levels: uniform, logit-normal, or uniform and then shifted.  [default: "
+        "shift, if the model has a flow shift]",
     ),
-    real("--shift", help="The shift of the noise levels.  [default: the model's]"),
-    real("--logit-mean", default=0.0, help="Mean of the logit-normal noise levels."),
-    real("--logit-std", default=1.0, help="Their standard deviation."),
-    real(
+    float_option("--shift", help="The shift of the noise levels.  [default: the model's]"),
+    float_option("--logit-mean", default=0.0, help="Mean of the logit-normal noise levels."),
+    float_option("--logit-std", default=1.0, help="Their standard deviation."),
+    float_option(
         "--caption-dropout",
         default=0.05,
-        help="The share of clips that are shown without a caption, for guidance.",
+        help="Share of clips that are trained without a caption. Guidance needs such training.",
     ),
-    real(
+    float_option(
         "--uncaptioned-preservation",
         default=1.0,
-        help="With clips to preserve: how far what is shown without a caption is preserved too, from 0 to 1.",
+        help="How strongly clips for prior preservation also preserve videos without a caption, from 0 to 1.",
     ),
 )
-looks = together(
+monitoring = combine_options(
     click.option(
         "--sample-prompt",
         "sample_prompts",
         multiple=True,
         metavar="PROMPT",
-        help="Make a video of PROMPT at the first step and along the way; may be given more than once.",
+        help="Make a sample video from PROMPT at the first step, and then at intervals; may be given more than once.",
     ),
-    number("--sample-every", default=250, help="Steps between samples."),
+    number_option("--sample-every", default=250, help="Steps between samples."),
     click.option(
         "--holdout-every",
         type=int,
         default=0,
         show_default=True,
         metavar="N",
-        help="Hold out one clip in N for the validation loss; 0 holds out none.",
+        help="Hold out one clip in N for the validation loss. With 0, no clip is held out.",
     ),
-    number("--validation-every", default=250, help="Steps between validation losses."),
-    number("--save-every", default=250, help="Steps between checkpoints."),
+    number_option("--validation-every", default=250, help="Steps between validation losses."),
+    number_option("--save-every", default=250, help="Steps between checkpoints."),
 )
-train: Decorator = together(out, steps, lora, optimizer, clips, noise, looks)
-priced = together(
-    click.option("--train", "train", is_flag=True, help="Price a step of training; of a LoRA, unless with --full."),
-    number("--lora-rank", default=32, help="With --train: the rank."),
+train: Decorator = combine_options(out, steps, lora, optimizer, clips, noise, monitoring)
+priced_training_options = combine_options(
+    click.option(
+        "--train",
+        "train",
+        is_flag=True,
+        help="Price a step of training: of a LoRA, or with --full of all weights.",
+    ),
+    number_option("--lora-rank", default=32, help="With --train: the rank of the LoRA."),
     click.option("--full", is_flag=True, help="With --train: train all weights."),
-    number("--batch-size", default=1, help="With --train: clips in a step."),
+    number_option("--batch-size", default=1, help="With --train: clips in a step."),
     optimizer_name(help="With --train: the optimiser."),
 )
