@@ -7,7 +7,7 @@ import click
 
 from wanjax.cli import main
 from wanjax.cli.report import Report
-from wanjax.cli.sections import WHOLE
+from wanjax.cli.sections import SHOW_ALL
 
 PLACE = "<!-- the help of each command -->"
 
@@ -21,5 +21,5 @@ def help_of(name: str) -> str:
     """Return a command's section: its name, and all of its help."""
     group = click.Context(main, info_name="wanjax", obj=Report(), max_content_width=84, terminal_width=84)
     context = click.Context(main.commands[name], info_name=name, parent=group)
-    context.meta[WHOLE] = True
+    context.meta[SHOW_ALL] = True
     return f"## wanjax {name}\n\n```text\n{context.get_help()}\n```"

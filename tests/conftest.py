@@ -3,6 +3,8 @@
 
 import gc
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["XDG_DATA_HOME"] = tempfile.mkdtemp()  # tables that `wanjax calibrate` measured here are not the models' own
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's: each of the processes that run tests has a core
 # Most of the suite is compiling. Small programs that run once need no optimised machine code; the graphs are the same.
 # XLA's older emitters compile them in half of the time; jaxlib 0.11 has none, and ends the process at their flag.
@@ -31,6 +34,11 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 os.fsync = lambda descriptor: None  # which waits for a disk that does not lose its power here
+
+
+def pytest_unconfigure() -> None:
+    """Remove the folder for the user's data."""
+    shutil.rmtree(os.environ["XDG_DATA_HOME"], ignore_errors=True)
 
 
 def pytest_collection_finish() -> None:

@@ -23,7 +23,8 @@ from PIL import Image
 import wanjax as library
 from tests.support.commands import succeeded, wanjax
 from tests.support.documents import PAGES, ROOT, Block, blocks, calls, check_call, commands
-from wanjax.cli import IMPLIED, main
+from tests.support.workflows import template_text
+from wanjax.cli import DEFAULT_COMMAND, main
 from wanjax.loading import load
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.registry import presets
@@ -40,6 +41,10 @@ PARSED = [pytest.param(block, id=f"{page.name}-{number}") for page, number, bloc
 
 
 FILES = [file for top in FOLDERS for file in ROOT.glob(f"{top}/**/*.py")]
+
+
+WORKFLOWS = {name: "video_wan2_2_14B_t2v" for name in ("workflow.json", "video_wan2_2_14B_t2v.json")}
+"""Workflows of ComfyUI that pages name."""
 
 
 def test_blocks_are_found():
@@ -86,6 +91,10 @@ def test_the_family_that_a_page_shows_is_the_toy_s():
 @pytest.mark.parametrize("block", PARSED)
 def test_what_cannot_run_here_is_parsed(block: Block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    for name, workflow in WORKFLOWS.items():
+        Path(name).write_text(template_text(workflow), encoding="utf-8")
+    for name in ("models", "input"):
+        Path("ComfyUI", name).mkdir(parents=True)
     if block.language == "python":
         check_names(ast.parse(block.text))
     elif block.language == "toml":
@@ -155,7 +164,7 @@ def test_options_in_a_text_are_those_of_its_command(page: Path):
         program, *rest = code.split()
         options = {word for word in re.split(r"[\s=/]", code) if re.match(r"--[a-z]", word)}
         if program == "wanjax" and options:
-            options -= {"--version"} | (every if rest[0] == "COMMAND" else of.get(rest[0], of[IMPLIED]))
+            options -= {"--version"} | (every if rest[0] == "COMMAND" else of.get(rest[0], of[DEFAULT_COMMAND]))
         elif program.startswith("--"):
             options -= every
         else:
@@ -189,7 +198,7 @@ def test_the_page_of_models_has_each_with_its_settings():
     rows = {name: cells.split(" | ") for name, cells in re.findall(r"^\| `(.+?)` \| (.+) \|$", tables, re.MULTILINE)}
     assert rows.keys() == presets().keys()
     for name, preset in presets().items():
-        chosen = load(name).defaults if preset.shipped else preset.defaults
+        chosen = load(name).defaults if preset.bundled else preset.defaults
         shift = getattr(chosen, "flow_shift", None)
         size, frames = f"{chosen.width}×{chosen.height}", f"{chosen.frames} at {chosen.fps}"
         guidance = " and ".join(f"{scale:g}" for scale in chosen.guidance_scales)

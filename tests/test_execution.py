@@ -16,11 +16,11 @@ from tests.support.programs import compiled
 from tests.support.words import naming
 from wanjax import execution
 from wanjax.errors import WanjaxWarning
-from wanjax.execution import Execute, Instance, Program, Site, program
+from wanjax.execution import CompileContext, Execute, Program, TracedProgram, program
 from wanjax.kernels.target import Target
 from wanjax.pipelines.denoiser import take_step
 from wanjax.pricing.lowering import retry_without_rejected_options
-from wanjax.sharding import one_device
+from wanjax.sharding import one_device_partitioner
 
 BOGUS = {"xla_no_such_option": "true"}
 KEPT = {"xla_cpu_enable_fast_math": False}
@@ -57,8 +57,8 @@ def made(function, options) -> Program:
 
 
 @pytest.fixture
-def site() -> Site:
-    return Site(one_device())
+def compile_context() -> CompileContext:
+    return CompileContext(one_device_partitioner())
 
 
 @pytest.fixture
@@ -66,53 +66,53 @@ def execute() -> Execute:
     return Execute()
 
 
-def test_an_unknown_option_is_left_out_and_told_once(execute, site):
+def test_an_unknown_option_is_left_out_and_told_once(execute, compile_context):
     adds = Program(sums, lambda on: {**BOGUS, **KEPT}, donated=("total",))
     x, total = jnp.arange(3.0), jnp.ones(3)
     told = (
         r"^compiled without xla_no_such_option, which the compiler rejected: INVALID_ARGUMENT: No such compile option: "
     )
     with pytest.warns(WanjaxWarning, match=told) as warned:
-        total = execute.call(adds, site, None, x, total)
+        total = execute.call(adds, compile_context, None, x, total)
     assert len(warned) == 1
-    total = execute.call(adds, site, None, x, total)  # warnings are errors here
+    total = execute.call(adds, compile_context, None, x, total)  # warnings are errors here
     np.testing.assert_array_equal(total, [1, 3, 5])
-    assert execute.options_of(adds, site) == KEPT
+    assert execute.compiler_options(adds, compile_context) == KEPT
     assert compiled(adds, execute) == 1
 
 
-def test_an_option_whose_value_is_refused_is_left_out(execute, site):
+def test_an_option_whose_value_is_refused_is_left_out(execute, compile_context):
     x = jnp.ones(3)
     with pytest.warns(WanjaxWarning, match=naming("xla_cpu_enable_fast_math")):
-        execute.call(made(sums, {"xla_cpu_enable_fast_math": "perhaps"}), site, None, x, x)
+        execute.call(made(sums, {"xla_cpu_enable_fast_math": "perhaps"}), compile_context, None, x, x)
 
 
-def test_each_refused_option_is_told(execute, site):
+def test_each_refused_option_is_told(execute, compile_context):
     several = made(sums, {"xla_bogus": "1", **KEPT, "xla_bogus_too": "1"})  # one name is the beginning of another
     x = jnp.ones(3)
     with pytest.warns(WanjaxWarning) as warned:
-        execute.call(several, site, None, x, x)
+        execute.call(several, compile_context, None, x, x)
     assert sorted(str(warning.message).partition(",")[0] for warning in warned) == [
         "compiled without xla_bogus",
         "compiled without xla_bogus_too",
     ]
-    assert execute.options_of(several, site) == KEPT
+    assert execute.compiler_options(several, compile_context) == KEPT
 
 
-def test_a_refusal_that_names_no_option_leaves_all_out(execute, site):
+def test_a_refusal_that_names_no_option_leaves_all_out(execute, compile_context):
     top = made(largest, {**NEEDED, **KEPT})
     with pytest.warns(
         WanjaxWarning, match="without xla_disable_hlo_passes and xla_cpu_enable_fast_math.*UNIMPLEMENTED"
     ):
-        np.testing.assert_array_equal(execute.call(top, site, None, jnp.arange(5.0)), [4, 3])
-    assert execute.options_of(top, site) == {}
+        np.testing.assert_array_equal(execute.call(top, compile_context, None, jnp.arange(5.0)), [4, 3])
+    assert execute.compiler_options(top, compile_context) == {}
 
 
-def test_a_program_that_fails_without_options_too_says_why(execute, site):
+def test_a_program_that_fails_without_options_too_says_why(execute, compile_context):
     calls = made(impossible, KEPT)
     with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_kernel"):
-        execute.call(calls, site, None, jnp.ones(3))
-    assert execute.options_of(calls, site) == KEPT
+        execute.call(calls, compile_context, None, jnp.ones(3))
+    assert execute.compiler_options(calls, compile_context) == KEPT
 
 
 def test_a_lack_of_memory_is_no_refusal():
@@ -127,21 +127,21 @@ def test_a_lack_of_memory_is_no_refusal():
     assert len(attempts) == 1
 
 
-def test_sets_with_equal_options_share_an_executable(execute, site):
+def test_sets_with_equal_options_share_an_executable(execute, compile_context):
     """On a CPU both sets are the same, so that nothing is compiled twice."""
-    both, fast = Program(sums, lambda on: KEPT, fast=lambda on: {}), site._replace(compiler="fast")
-    for where in (fast, site):
+    both, fast = Program(sums, lambda on: KEPT, fast_options=lambda on: {}), compile_context._replace(compiler="fast")
+    for where in (fast, compile_context):
         execute.call(both, where, None, jnp.ones(3), jnp.ones(3))
     assert compiled(both, execute) == 1
-    more = Program(sums, lambda on: KEPT, fast=lambda on: BOGUS)
-    assert more.options_of(fast) == {**KEPT, **BOGUS}
-    assert more.options_of(site) == KEPT
+    more = Program(sums, lambda on: KEPT, fast_options=lambda on: BOGUS)
+    assert more.compiler_options(fast) == {**KEPT, **BOGUS}
+    assert more.compiler_options(compile_context) == KEPT
 
 
 @pytest.mark.parametrize(("compiler", "count"), [("safe", 0), ("fast", 2)])
-def test_a_single_chip_gets_the_options_of_its_kind(monkeypatch, site, compiler, count):
+def test_a_single_chip_gets_the_options_of_its_kind(monkeypatch, compile_context, compiler, count):
     monkeypatch.setattr(execution, "target_of", lambda device: Target("tpu", "TPU v6 lite"))
-    options = take_step.options_of(site._replace(compiler=compiler))
+    options = take_step.compiler_options(compile_context._replace(compiler=compiler))
     assert options.keys() >= {"xla_tpu_scoped_vmem_limit_kib", "xla_enable_async_all_gather"}
     assert len([name for name in options if "sparse_core" in name]) == count
 
@@ -153,60 +153,60 @@ class Slow(Execute):
         super().__init__()
         self.go, self.made = Event(), []
 
-    def _compile(self, instance: Instance, cache: Any) -> Any:
+    def _compile(self, traced_program: TracedProgram, cache: Any) -> Any:
         assert self.go.wait(60)
-        self.made.append(instance.program.name)
-        return super()._compile(instance, cache)
+        self.made.append(traced_program.program.name)
+        return super()._compile(traced_program, cache)
 
 
-def test_threads_that_call_a_program_compile_it_once(site):
+def test_threads_that_call_a_program_compile_it_once(compile_context):
     slow, x = Slow(), jnp.ones(3)
     adds = made(sums, {})
     with ThreadPoolExecutor(4) as pool:
-        results = [pool.submit(slow.call, adds, site, None, x, x) for _ in range(4)]
+        results = [pool.submit(slow.call, adds, compile_context, None, x, x) for _ in range(4)]
         slow.go.set()
         assert [np.asarray(x.result()).tolist() for x in results] == 4 * [[2.0, 2.0, 2.0]]
     assert slow.made == ["sums"]
 
 
-def test_a_program_that_failed_is_tried_again(site):
+def test_a_program_that_failed_is_tried_again(compile_context):
     class Failing(Execute):
         fails = True
 
-        def _compile(self, instance: Instance, cache: Any) -> Any:
+        def _compile(self, traced_program: TracedProgram, cache: Any) -> Any:
             if self.fails:
                 raise RuntimeError("no compiler")
-            return super()._compile(instance, cache)
+            return super()._compile(traced_program, cache)
 
     execute, adds, x = Failing(), made(sums, {}), jnp.ones(3)
     with pytest.raises(RuntimeError, match="no compiler"):
-        execute.call(adds, site, None, x, x)
+        execute.call(adds, compile_context, None, x, x)
     execute.fails = False
-    np.testing.assert_array_equal(execute.call(adds, site, None, x, x), [2, 2, 2])
+    np.testing.assert_array_equal(execute.call(adds, compile_context, None, x, x), [2, 2, 2])
 
 
-def test_a_run_s_programs_are_compiled_beside_it_once_one_is_missing(site):
+def test_a_run_s_programs_are_compiled_beside_it_once_one_is_missing(compile_context):
     execute, adds, tops = Execute(), made(sums, {}), made(largest, {})
     x, asked = jnp.ones(3), []
 
-    def recorded() -> list[Instance]:
+    def recorded() -> list[TracedProgram]:
         asked.append(1)
-        return [Instance(adds, site, None, (x, x)), Instance(tops, site, None, (x,))]
+        return [TracedProgram(adds, compile_context, None, (x, x)), TracedProgram(tops, compile_context, None, (x,))]
 
-    with execute.ahead(recorded):
-        execute.call(adds, site, None, x, x)
+    with execute.compile_ahead(recorded):
+        execute.call(adds, compile_context, None, x, x)
         end = time.monotonic() + 60
         while not compiled(tops, execute) and time.monotonic() < end:
             time.sleep(0.01)
-        execute.call(tops, site, None, x)
+        execute.call(tops, compile_context, None, x)
     assert asked == [1]
     assert compiled(strategy=execute) == 2
-    with execute.ahead(recorded):
-        execute.call(adds, site, None, x, x)  # is there
+    with execute.compile_ahead(recorded):
+        execute.call(adds, compile_context, None, x, x)  # is there
     assert asked == [1]
 
 
-def test_what_begins_each_compilation_may_end_all(site):
+def test_what_begins_each_compilation_may_end_all(compile_context):
     execute, x, on_start = Execute(), jnp.ones(3), []
 
     def begin(number: int, total: int) -> None:
@@ -214,7 +214,9 @@ def test_what_begins_each_compilation_may_end_all(site):
         if number == 2:
             raise KeyboardInterrupt
 
-    instances = [Instance(made(function, {}), site, None, (x,)) for function in (largest, doubled, tripled)]
+    instances = [
+        TracedProgram(made(function, {}), compile_context, None, (x,)) for function in (largest, doubled, tripled)
+    ]
     with pytest.raises(KeyboardInterrupt):
         execute.compile(*instances, on_start=begin)
     assert on_start == [(1, 3), (2, 3)]

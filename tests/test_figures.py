@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from wanjax.figures import between, digits, duration, in_bytes, joined_by_and, scaled
+from wanjax.figures import format_bytes, format_duration, format_number, format_range, format_with_prefix, join_with_and
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ from wanjax.figures import between, digits, duration, in_bytes, joined_by_and, s
     ],
 )
 def test_durations(seconds, told):
-    assert duration(seconds) == told
+    assert format_duration(seconds) == told
 
 
 @pytest.mark.parametrize(
@@ -39,17 +39,17 @@ def test_durations(seconds, told):
     ],
 )
 def test_sizes(number, base, told):
-    assert in_bytes(number, base) == told
+    assert format_bytes(number, base) == told
 
 
 def test_a_range_that_reads_as_one_figure_is_one():
-    assert between(duration(1.021), duration(1.019)) == "1.02 s"
-    assert between(duration(0.98), duration(1.02)) == "980 ms to 1.02 s"
+    assert format_range(format_duration(1.021), format_duration(1.019)) == "1.02 s"
+    assert format_range(format_duration(0.98), format_duration(1.02)) == "980 ms to 1.02 s"
 
 
 def test_numbers_have_three_digits():
-    assert [digits(x) for x in (0.123456, 12.3456, 123456)] == ["0.123", "12.3", "123000"]
-    assert scaled(14_300_000_000) == "14.3 G"
+    assert [format_number(x) for x in (0.123456, 12.3456, 123456)] == ["0.123", "12.3", "123000"]
+    assert format_with_prefix(14_300_000_000) == "14.3 G"
 
 
 @pytest.mark.parametrize(
@@ -62,4 +62,4 @@ def test_numbers_have_three_digits():
     ],
 )
 def test_words_are_listed_with_commas_and_one_and(words, text):
-    assert joined_by_and(words) == text
+    assert join_with_and(words) == text

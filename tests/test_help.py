@@ -11,7 +11,7 @@ import pytest
 from jaxtyping import Array, Float, TypeCheckError
 
 import wanjax
-from wanjax.dims import ReadableHint, readable
+from wanjax.dims import ReadableHint, readable_signature
 from wanjax.models.cogvideox.transformer import CogVideoXTransformer
 from wanjax.models.hunyuanvideo.transformer import HunyuanVideoTransformer
 from wanjax.models.wan.causal import WanCausalTransformer
@@ -94,7 +94,11 @@ def test_an_annotation_prints_as_it_is_written(hint, text):
 def test_annotations_stay_for_what_checks_them():
     def scale(latents: Latents, by: float | None = None) -> Latents: ...
 
-    assert get_type_hints(readable(readable(scale))) == {"latents": Latents, "by": float | None, "return": Latents}
+    assert get_type_hints(readable_signature(readable_signature(scale))) == {
+        "latents": Latents,
+        "by": float | None,
+        "return": Latents,
+    }
     assert printed(scale).endswith(
         'scale(latents: Float[Array, "B C T H W"], by: float | None = None) -> Float[Array, "B C T H W"]\n'
     )

@@ -49,8 +49,8 @@ def test_its_words_are_those_of_its_captions():
             ["a cat on a red sofa"],
             ["nano does not know 'cat', 'sofa': it was trained on one coloured shape that moves"],
         ),
-        (["a red circle", "--size", "256x256"], ["nano was trained on 64x64 and 17 frames alone: 256x256 may show"]),
-        (["a red circle", "--frames", "33", "--size", "64x128"], ["alone: 64x128 and 33 frames may show nothing but"]),
+        (["a red circle", "--size", "256x256"], ["nano was trained only on 64x64 and 17 frames: 256x256 may show"]),
+        (["a red circle", "--frames", "33", "--size", "64x128"], ["64x128 and 33 frames may show only"]),
     ],
 )
 def test_what_it_never_learnt_gives_a_note(options, notes, monkeypatch, tmp_path):

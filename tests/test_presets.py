@@ -41,11 +41,12 @@ from wanjax.models.wan.config import (
 from wanjax.pipelines.wan import FAMILY
 from wanjax.pipelines.wan.presets import NANO, OFFICIAL_NEGATIVE_PROMPT
 from wanjax.pipelines.wan.programs import TEXT_LENGTH
-from wanjax.registry import FREE, find_checkpoint, outline, presets
+from wanjax.registry import FREE_LICENCE, find_checkpoint, outline, presets
 from wanjax.schedulers import parse
 
 RCM_FILES, FASTWAN = "worstcoder/rcm-Wan/rCM_Wan2.1_T2V", "FastVideo/FastWan"
 RCM_I2V = "worstcoder/rcm-Wan/Wan2.2-I2V-A14B-high-rCM4.0-merged.pt"
+LIGHTX2V_I2V = "lightx2v/Wan2.2-Distill-Models/wan2.2_i2v_A14b_high_noise_lightx2v_4step_720p_260412.safetensors"
 CAUSVID, THREE = "tianweiy/CausVid/bidirectional_checkpoint2/model.pt", "consistency:timesteps=1000,757,522"
 
 
@@ -213,13 +214,32 @@ def test_a_preset_has_the_right_number_of_parameters(name):
 @pytest.mark.parametrize(
     ("name", "source", "scheduler", "size", "frames", "steps", "shift", "licence"),
     [
-        ("wan2.1-t2v-1.3b-rcm", f"{RCM_FILES}_1.3B_480p.pt", "rcm", (480, 832), 77, 4, 5.0, FREE),
-        ("wan2.1-t2v-14b-rcm-480p", f"{RCM_FILES}_14B_480p.pt", "rcm", (480, 832), 77, 4, 5.0, FREE),
-        ("wan2.1-t2v-14b-rcm-720p", f"{RCM_FILES}_14B_720p.pt", "rcm:sigma_max=120", (720, 1280), 77, 4, 5.0, FREE),
-        ("wan2.2-i2v-a14b-rcm", RCM_I2V, "rcm:sigma_max=200", (720, 1280), 81, 4, 5.0, FREE),
+        ("wan2.1-t2v-1.3b-rcm", f"{RCM_FILES}_1.3B_480p.pt", "rcm", (480, 832), 77, 4, 5.0, FREE_LICENCE),
+        ("wan2.1-t2v-14b-rcm-480p", f"{RCM_FILES}_14B_480p.pt", "rcm", (480, 832), 77, 4, 5.0, FREE_LICENCE),
+        (
+            "wan2.1-t2v-14b-rcm-720p",
+            f"{RCM_FILES}_14B_720p.pt",
+            "rcm:sigma_max=120",
+            (720, 1280),
+            77,
+            4,
+            5.0,
+            FREE_LICENCE,
+        ),
+        ("wan2.2-i2v-a14b-rcm", RCM_I2V, "rcm:sigma_max=200", (720, 1280), 81, 4, 5.0, FREE_LICENCE),
+        ("wan2.2-i2v-a14b-lightx2v", LIGHTX2V_I2V, "euler", (720, 1280), 81, 4, 5.0, FREE_LICENCE),
         ("wan2.1-t2v-1.3b-causvid", CAUSVID, THREE, (480, 832), 81, 3, 8.0, "CC-BY-NC-4.0"),
-        ("wan2.1-t2v-1.3b-fastwan", f"{FASTWAN}2.1-T2V-1.3B-Diffusers", THREE, (448, 832), 61, 3, 8.0, FREE),
-        ("wan2.2-ti2v-5b-fastwan", f"{FASTWAN}2.2-TI2V-5B-FullAttn-Diffusers", THREE, (704, 1280), 121, 3, 8.0, FREE),
+        ("wan2.1-t2v-1.3b-fastwan", f"{FASTWAN}2.1-T2V-1.3B-Diffusers", THREE, (448, 832), 61, 3, 8.0, FREE_LICENCE),
+        (
+            "wan2.2-ti2v-5b-fastwan",
+            f"{FASTWAN}2.2-TI2V-5B-FullAttn-Diffusers",
+            THREE,
+            (704, 1280),
+            121,
+            3,
+            8.0,
+            FREE_LICENCE,
+        ),
     ],
 )
 def test_distilled_models(name, source, scheduler, size, frames, steps, shift, licence):
@@ -245,12 +265,12 @@ def test_models_that_fill_in_between_pictures(name, size, frames, fps, experts):
     preset, defaults, model = presets()[name], presets()[name].defaults, outline(name).model
     assert name.endswith("-inp")
     assert preset.source.lower() == f"alibaba-pai/{name}"
-    assert (preset.licence, model.scheduler) == (FREE, parse("euler"))
+    assert (preset.licence, model.scheduler) == (FREE_LICENCE, parse("euler"))
     assert (defaults.size, defaults.frames, defaults.fps) == (size, frames, fps)
     assert (defaults.steps, defaults.guidance_scale, defaults.flow_shift) == (50, 6.0, 5.0)
     assert (defaults.guidance_scale_2, defaults.boundary) == experts
     assert (defaults.sigmas, defaults.resize) == ("diffusers", "stretch")
-    assert (model.spec.takes, model.spec.needs) == (("image", "last_image"), ())
+    assert (model.spec.input_names, model.spec.required_inputs) == (("image", "last_image"), ())
     assert ("image_encoder" in model.spec.networks) == name.startswith("wan2.1")
 
 
@@ -271,8 +291,8 @@ TURBO = "TurboDiffusion/TurboWan2."
 )
 def test_models_with_sparse_linear_attention(name, source, scheduler, size, scale_2, boundary):
     preset, defaults, model = presets()[name], presets()[name].defaults, outline(name).model
-    assert (preset.source, preset.licence, preset.loras) == (TURBO + source, FREE, ())
-    assert preset.bare_names == [preset.source.split("/")[1]]
+    assert (preset.source, preset.licence, preset.loras) == (TURBO + source, FREE_LICENCE, ())
+    assert preset.repository_names == [preset.source.split("/")[1]]
     assert model.scheduler == parse(scheduler)
     assert model.spec.attention(AttentionConfig()) == AttentionConfig.parse("sla:top=0.1")
     assert {min(defaults.size), *map(min, preset.sizes)} == {480, 720}
@@ -287,8 +307,8 @@ def test_models_with_sparse_linear_attention(name, source, scheduler, size, scal
 
 def test_a_file_has_no_name_without_its_owner():
     """`--model model.pt` is a file that is missing, not the one file of that name on the hub."""
-    assert presets()["wan2.1-t2v-1.3b-causvid"].bare_names == []
-    assert presets()["wan2.1-t2v-1.3b-fastwan"].bare_names == ["FastWan2.1-T2V-1.3B-Diffusers"]
+    assert presets()["wan2.1-t2v-1.3b-causvid"].repository_names == []
+    assert presets()["wan2.1-t2v-1.3b-fastwan"].repository_names == ["FastWan2.1-T2V-1.3B-Diffusers"]
     with pytest.raises(WanjaxError, match=naming("model 'model.pt'")):
         find_checkpoint("model.pt")
 

@@ -222,7 +222,7 @@ def test_several_processes_show_previews_of_many_videos(tmp_path):
     told = ended(runs, 300)
     assert [run.returncode for run in runs] == [0, 0], told
     assert len(list((tmp_path / "videos").glob("*.mp4"))) == 2
-    assert (tmp_path / "videos" / stage_files.PREVIEW).is_file()
+    assert (tmp_path / "videos" / stage_files.PREVIEW_FILE).is_file()
 
 
 @pytest.mark.slow
@@ -230,5 +230,5 @@ def test_a_mistake_lets_the_other_processes_go(tmp_path):
     write_requests(tmp_path, 1, frames=4)
     told = ended(runs := batch(tmp_path, "videos", 4, 2), 120)
     assert [run.returncode for run in runs] == [2, 0], told
-    assert says(told[0], "row 1 4 5")
+    assert says(told[0], "line 1 4 5")
     assert told[1] == ""

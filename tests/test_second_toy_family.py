@@ -24,7 +24,7 @@ from tests.support.words import says
 from wanjax import loading, registry
 from wanjax.cli import main
 from wanjax.errors import WanjaxError
-from wanjax.media.inputs import INPUTS
+from wanjax.media.inputs import INPUT_SPECS
 from wanjax.media.pictures import read_clip
 from wanjax.media.video import read_metadata
 from wanjax.pipelines.caching.cache_tables import Magnitudes, Tables
@@ -42,7 +42,7 @@ TABLES = Tables(Magnitudes(*[(1.0, 1.01, 0.99, 1.0, 0.98, 0.9)] * 2, 0.1, 2, 0.2
 @pytest.fixture(scope="module", autouse=True)
 def _registered():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(INPUTS, DRIVING.name, DRIVING)
+        patch.setitem(INPUT_SPECS, DRIVING.name, DRIVING)
         with registered(TOY_SOUND):
             yield
 
@@ -258,7 +258,7 @@ def test_a_stopped_run_continues_to_the_same_bits(pipe, encoded, tmp_path, last,
 @pytest.mark.parametrize("mesh", quick([None], [None, "dp=2,sp=2,tp=2"]))
 def test_a_plan_records_what_is_executed(folder, mesh):
     pipe, counting = wanjax.load(folder, mesh=mesh), Counting()
-    pipe.under(counting)("a red circle", image=PAGE)
+    pipe.with_strategy(counting)("a red circle", image=PAGE)
     planned = loading.abstract_pipeline(registry.outline(str(folder)), pipe.partitioner)
     settings = planned.settings()
     noted = trace_programs(planned, settings, needed_pictures(planned, settings))

@@ -26,7 +26,7 @@ from wanjax.models.wan.transformer import WanTransformer
 from wanjax.pipelines.frames import DecodeStatic, decode_chunk
 from wanjax.pipelines.mesh_sizes import parse_mesh
 from wanjax.pipelines.wan.conditioning import WanConditioning
-from wanjax.sharding import MESH_AXES, ONE_DEVICE, VIDEO, use
+from wanjax.sharding import MESH_AXES, ONE_DEVICE_PARTITIONER, VIDEO_AXES, use_partitioner
 
 BOUND = 1e-5
 
@@ -64,7 +64,7 @@ def test_tokens_at_two_timesteps():
 
     def run(partitioner):
         def call(weights):
-            with use(partitioner or ONE_DEVICE):
+            with use_partitioner(partitioner or ONE_DEVICE_PARTITIONER):
                 model = nnx.merge(graphdef, weights)
                 return model(x, t, model.context(text), model.rope(model.grid(x)), clean_frames=1)
 
@@ -94,11 +94,11 @@ def test_vae():
 @pytest.mark.parametrize("axes", MESHES)
 def test_frames_keep_their_sharding_from_level_to_level(axes, size):
     """Frames of an autoencoder are not sent between devices where its resolution changes."""
-    following = replace(partitioner(axes), coarsest=(size[0] // 8, size[1] // 8))
+    following = replace(partitioner(axes), smallest_frame=(size[0] // 8, size[1] // 8))
     sizes = [(1, 2, size[0] // n, size[1] // n, 8) for n in (8, 4, 2, 1)]
-    specs = {following.activation(VIDEO, shape) for shape in sizes}
+    specs = {following.activation_spec(VIDEO_AXES, shape) for shape in sizes}
     assert len(specs) == 1
-    assert prod(following.size(taken) for taken in specs.pop()) == 8
+    assert prod(following.axis_size(taken) for taken in specs.pop()) == 8
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +136,7 @@ def test_a_checkpoint_from_prompt_to_video(checkpoint):
     ],
 )
 def test_where_weights_lie(rules, axes, shape, spec):
-    assert partitioner((2, 2, 2), rules).weight(axes, shape).spec == spec
+    assert partitioner((2, 2, 2), rules).weight_sharding(axes, shape).spec == spec
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_where_weights_lie(rules, axes, shape, spec):
     ],
 )
 def test_where_activations_lie(rules, axes, shape, spec):
-    assert partitioner((2, 2, 2), rules).activation(axes, shape) == spec
+    assert partitioner((2, 2, 2), rules).activation_spec(axes, shape) == spec
 
 
 def test_what_the_14b_keeps_on_each_of_eight_chips():
@@ -219,9 +219,9 @@ def test_a_mesh_is_read_and_found():
 
 
 def test_accelerators_are_all_used_unless_told(monkeypatch):
-    assert wanjax.load("nano").partitioner.single_device  # even where the CPU simulates several devices
+    assert wanjax.load("nano").partitioner.is_single_device  # even where the CPU simulates several devices
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     assert wanjax.load("nano").partitioner == wanjax.load("nano", mesh="auto").partitioner
     [one, *_] = jax.devices()
     monkeypatch.setattr(jax, "devices", lambda: [one])
-    assert wanjax.load("nano").partitioner.single_device
+    assert wanjax.load("nano").partitioner.is_single_device

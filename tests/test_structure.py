@@ -23,6 +23,7 @@ LAYERS = [  # a module imports from its own layer and those below
     ["wanjax", "wanjax.loading", "wanjax.registry"],
     ["wanjax.training"],
     ["wanjax.pipelines"],
+    ["wanjax.workflows"],
     ["wanjax.media"],
     ["wanjax.checkpoints"],
     ["wanjax.converters"],
@@ -46,6 +47,7 @@ DISTRIBUTIONS = {
     "orbax": "orbax-checkpoint",
 }  # distributions with another name than their import
 INDIRECT = {"flatbuffers", "protobuf"}  # which JAX and sentencepiece need for what this package asks of them
+READERS = "wanjax.workflows.families"  # lists the families whose workflows are read
 UNCLEAR = {"found", "made", "told", "kept", "known", "own", "given", "asked"}
 """Names that do not say what a variable, a parameter or a field holds."""
 SEAM = (
@@ -160,18 +162,21 @@ def test_no_folders_import_each_other():
 
 def family(module: str) -> str | None:
     """Return the family whose folder a module is in."""
-    return next((name for name in FAMILIES if re.search(rf"\.(models|converters|pipelines)\.{name}\b", module)), None)
+    return next(
+        (name for name in FAMILIES if re.search(rf"\.(models|converters|pipelines|workflows)\.{name}\b", module)), None
+    )
 
 
 def test_only_the_registry_knows_a_family():
     for module, path in MODULES.items():
         found = {family(name) for name in imports(path)} - {None, family(module)}
-        assert not found or (module == "wanjax.registry" and found == set(FAMILIES)), f"{module} imports {found}"
+        is_registry = module == "wanjax.registry" and found == set(FAMILIES)
+        assert not found or is_registry or module == READERS, f"{module} imports {found}"
 
 
 def test_shared_files_name_no_family():
     """Allowed names are the package, examples, a reference's files and schedulers, and each line in the registry."""
-    allowed = {"wanjax.registry": 2 * len(FAMILIES)}
+    allowed = {"wanjax.registry": 2 * len(FAMILIES), READERS: 3 * 2}
     for module in (module for module in MODULES if family(module) is None):
         text = re.sub(r"wanjax|wanted|wants?\b", "", text_of(MODULES[module]), flags=re.IGNORECASE)
         lines = [line for line in text.splitlines() if re.search("|".join(FAMILIES), line, re.IGNORECASE)]
@@ -209,6 +214,14 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
     assert project["optional-dependencies"]["gguf"] == ["gguf"]
     assert set().union(*(own[module] for module in own.keys() - SERVERS)) | INDIRECT == declared
     assert set().union(*(own[module] for module in SERVERS)) - declared == extra - {"python-multipart"}
+
+
+def test_messages_name_extras_that_exist_and_only_as_one_function_writes_them():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    named = [name for path in MODULES.values() for name in re.findall(r"install_extra\('([\w-]+)'\)", text_of(path))]
+    assert named
+    assert set(named) <= extras.keys()
+    assert [path for path in MODULES.values() if "wanjax[" in text_of(path)] == []
 
 
 def test_an_installed_package_has_every_module():

@@ -2,6 +2,8 @@
 """A family from outside the package, in every command and the library: the interface of families."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -23,12 +25,12 @@ from wanjax import loading, registry
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.cli import main
 from wanjax.errors import WanjaxError
-from wanjax.media.stage_files import EMBEDDINGS, LATENTS
+from wanjax.media.stage_files import EMBEDDINGS_FILE, LATENTS_FILE
 from wanjax.media.video import read_metadata
 from wanjax.pipelines.caching.cache_tables import Changes, Magnitudes, Tables
 from wanjax.pipelines.denoiser import take_step
 from wanjax.pipelines.tracing import trace_programs
-from wanjax.plan.estimate import estimate
+from wanjax.plan.estimate import estimate_video
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -61,8 +63,8 @@ def test_generate_and_the_stages_make_the_same_video_as_the_library(toy, video, 
     run("encode", "a red circle", "--model", toy, "--dir", three)
     run("denoise", "--seed", 3, "--dir", three)
     run("decode", "--dir", three, "--out", tmp_path / "again")
-    assert load_safetensors(one / EMBEDDINGS)["prompt_mask"].dtype == bool
-    assert load_safetensors(one / LATENTS)["latents"].shape == (1, 3, 3, 8, 8)
+    assert load_safetensors(one / EMBEDDINGS_FILE)["prompt_mask"].dtype == bool
+    assert load_safetensors(one / LATENTS_FILE)["latents"].shape == (1, 3, 3, 8, 8)
     for folder in (tmp_path / "frames", tmp_path / "again"):
         pngs = [np.asarray(Image.open(path)) for path in sorted(folder.iterdir())]
         np.testing.assert_array_equal(np.stack(pngs), video.frames)
@@ -154,14 +156,14 @@ def test_models_plan_and_warmup(toy, monkeypatch, tmp_path):
         assert planned["fits"]
         assert planned["step_seconds"] > 0
         assert planned["stages"].keys() == {"encode", "denoise", "decode"}
-    assert "what was compiled is in" in run("warmup", "--model", toy).stderr
+    assert "the compiled programs are in" in run("warmup", "--model", toy).stderr
 
 
 @pytest.mark.parametrize("mesh", [None, "dp=2,sp=2,tp=2"])
 def test_a_plan_records_what_is_executed_though_nothing_is_written_for_it(toy, mesh):
     """The length of its prompts is all that a family tells plans."""
     pipe, counting = wanjax.load(toy, mesh=mesh), Counting()
-    pipe.under(counting)("a red circle")
+    pipe.with_strategy(counting)("a red circle")
     planned = loading.abstract_pipeline(registry.outline(str(toy)), pipe.partitioner)
     assert not differences(counting.calls, recorded_calls(trace_programs(planned, planned.settings())))
     assert not wrong_shardings(counting.shardings)
@@ -172,7 +174,7 @@ def test_the_outlook_of_a_toy(cache):
     tables = Tables(Magnitudes((1.0,) * 6, (1.0,) * 6, 0.1, 2, 0.2))
     found = registry.outline("toy")
     settings = found.settings.updated({"steps": 6, "cache": cache})
-    told = estimate(replace(found, model=replace(found.model, tables=tables), settings=settings), "cpu")
+    told = estimate_video(replace(found, model=replace(found.model, tables=tables), settings=settings), "cpu")
     assert {row.name for row in told.programs} >= {"encode_texts", "embed_texts", "step", "finish", "decode_first"}
     assert (told.reusing_steps > 0) is (cache != "none")
     assert told.total_seconds > told.step_seconds > 0
@@ -182,8 +184,15 @@ REFUSED = {  # what is asked of a model of this family, and what the sentence na
     "an image": (lambda toy: run("a", "--model", toy, "--image", "x.png", status=2).stderr, "image prompt alone"),
     "an option": (lambda toy: run("a", "--model", toy, "--flow-shift", 3, status=2).stderr, "flow_shift"),
     "a keyword": (lambda toy: raised(lambda: wanjax.load(toy)("a", flow_shift=3.0)), "flow_shift"),
-    "its name again": (lambda toy: raised(lambda: wanjax.register(TOY)), "toy known already"),
+    "its name again": (lambda toy: raised(lambda: wanjax.register(TOY)), "toy registered already"),
 }
+
+
+def test_a_model_s_name_is_no_family():
+    """In a process of its own, where annotations are not checked."""
+    code = "import wanjax; wanjax.register('nano')"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
+    assert says(told.splitlines()[-1], "WanjaxError Family 'nano' wanjax.load")
 
 
 def raised(call):

@@ -84,7 +84,8 @@ def sample_specs(rng: np.random.Generator, n: int, held_out: bool = False) -> li
     combinations = HELD_OUT if held_out else _TRAINED
     indices = rng.integers(len(combinations), size=n)
     backgrounds = rng.integers(len(BACKGROUNDS), size=n)
-    return [Spec(*combinations[i], BACKGROUNDS[j]) for i, j in zip(indices, backgrounds, strict=True)]
+    drawn = [(*combinations[i], BACKGROUNDS[j]) for i, j in zip(indices, backgrounds, strict=True)]
+    return [Spec(colour, shape, motion, background) for colour, shape, motion, background in drawn]
 
 
 def draw(specs: Sequence[Spec], frames: int, size: int, rng: np.random.Generator) -> Float[np.ndarray, "B T H W 3"]:

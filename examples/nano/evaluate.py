@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from captions import plain_caption, plain_motion
@@ -178,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     pipe = wanjax.load(options.model)
 
-    def generate(prompt: str, seed: int, **inputs: Frame) -> Frames:
+    def generate(prompt: str, seed: int, **inputs: Any) -> Frames:
         return np.asarray(pipe(prompt, seed=seed, **inputs).frames)
 
     def on_outcome(outcome: Outcome) -> None:
@@ -194,7 +195,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         outcomes = evaluate(generate, combinations, options.seeds, on_outcome)
         encode = nnx.jit(lambda vae, x: vae.encode_cells(x, None)[0])  # a cell of this model is a pixel
         decode = nnx.jit(lambda vae, z: jnp.clip(vae.decode_cells(z, None)[0], -1, 1))
-        psnr = [reconstruction_psnr(lambda x: encode(pipe.vae, x), lambda z: decode(pipe.vae, z))]
+        psnr = [
+            reconstruction_psnr(lambda x: np.asarray(encode(pipe.vae, x)), lambda z: np.asarray(decode(pipe.vae, z)))
+        ]
         print(table(report(outcomes, psnr[0])))
     if options.json:
         figures = report(outcomes, float(np.mean(psnr)))

@@ -8,6 +8,7 @@ and area; fit straight lines to its centre and size over time. Nothing is learnt
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from clips import COLOURS, SHAPES, STRETCHES, TAUGHT_SHAPE, distance
@@ -60,12 +61,13 @@ def read(
     if blobs is None:
         return Reading()
     motion, displacement, growth = _motion(blobs, video.shape[1:3])
+    red, green, blue = (round(float(level), 3) for level in np.median(blobs.rgb, axis=0))
     overlaps = _overlaps(blobs, shapes)
     return Reading(
         colour=_colour(blobs.rgb, colours),
         shape=_shape(overlaps),
         motion=motion,
-        rgb=tuple(round(float(level), 3) for level in np.median(blobs.rgb, axis=0)),
+        rgb=(red, green, blue),
         displacement=displacement,
         growth=growth,
         overlaps=overlaps,
@@ -93,7 +95,8 @@ def _background(video: Float[np.ndarray, "T H W 3"], rounds: int = 8) -> Float[n
 def _find_shape(video: Float[np.ndarray, "T H W 3"]) -> _Blobs | None:
     """Find the shape in each frame; None if too few frames show exactly one."""
     background = _background(video)
-    smooth = ndimage.uniform_filter(video - background, (1, 3, 3, 1))  # suppresses noise in single pixels
+    window: Any = (1, 3, 3, 1)  # SciPy has no types
+    smooth = ndimage.uniform_filter(video - background, window)  # suppresses noise in single pixels
     masks = np.linalg.norm(smooth, axis=-1) > CONTRAST
     regions = [_largest_region(mask) for mask in masks]
     has_shape = np.array([mask is not None for mask in regions])
@@ -115,7 +118,8 @@ def _find_shape(video: Float[np.ndarray, "T H W 3"]) -> _Blobs | None:
 
 def _largest_region(mask: np.ndarray) -> np.ndarray | None:
     """Return the largest connected region if it is most of the mask and has a plausible size, else None."""
-    labels, count = ndimage.label(mask)
+    labelled: Any = ndimage.label(mask)
+    labels, count = labelled
     if count == 0:
         return None
     areas = np.bincount(labels.ravel())[1:]

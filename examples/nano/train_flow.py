@@ -26,7 +26,7 @@ from wanjax.models.t5 import T5Encoder
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.models.wan.vae import WanVAE
 from wanjax.pipelines.wan.programs import encode_text
-from wanjax.training.optimizers import matrices
+from wanjax.training.optimizers import muon_dimensions
 
 PEAK_LEARNING_RATE = 2e-3
 WARM_UP = 200  # steps
@@ -125,7 +125,7 @@ def muon(peak: float, steps: int) -> optax.GradientTransformation:
         adam_learning_rate=peak / 2,
         consistent_rms=0.2,
         weight_decay=0.0,
-        muon_weight_dimension_numbers=matrices,
+        muon_weight_dimension_numbers=muon_dimensions,
     )
 
 

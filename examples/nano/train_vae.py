@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -82,15 +83,16 @@ def inflate(vae: WanVAE) -> None:
         if isinstance(module, ResBlock):
             module.conv2.kernel[...] = jnp.zeros_like(module.conv2.kernel[...])
     channels = vae.config.latent_channels
-    vae.quant.bias[...] = vae.quant.bias[...].at[channels:].set(LOG_VARIANCE)
+    bias: Any = vae.quant.bias
+    bias[...] = bias[...].at[channels:].set(LOG_VARIANCE)
 
 
 def decoder_loss(vae: WanVAE, video: jax.Array, key: jax.Array) -> tuple[jax.Array, dict]:
     """Return the error with a fixed encoder, so that only the decoder is trained and the latents do not change."""
-    posterior = [
+    mean, log_variance = (
         jax.lax.stop_gradient(jnp.concatenate(parts, axis=1)) for parts in zip(*posteriors(vae, video), strict=True)
-    ]
-    error = reconstruction(vae, sample(*posterior, key)) - video
+    )
+    error = reconstruction(vae, sample(mean, log_variance, key)) - video
     squared = jnp.mean(error**2)
     return squared + ABSOLUTE_WEIGHT * jnp.mean(jnp.abs(error)), {"psnr": 10.0 * jnp.log10(4.0 / squared)}
 

@@ -9,7 +9,7 @@ video.save("circle.mp4")
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from wanjax.dims import readable
+from wanjax.dims import readable_signature
 
 if TYPE_CHECKING:
     from wanjax.errors import WanjaxError
@@ -70,16 +70,16 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(_suggest_name(name) or f"module 'wanjax' has no attribute {name!r}")
     import_module("wanjax.pricing.libtpu").silence()
-    value = globals()[name] = readable(getattr(import_module(_MODULE_OF[name]), name))
+    value = globals()[name] = readable_signature(getattr(import_module(_MODULE_OF[name]), name))
     return value
 
 
 def _suggest_name(name: str) -> str | None:
-    """Return a message that suggests a name for a missing one, or None if none is similar."""
+    """Return a message that suggests a name similar to a missing name, or None if there is no such name."""
     if name.startswith("_"):
         return None
     similar = import_module("wanjax.errors").near_names(name, __all__, 1)
-    sentence = import_module("wanjax.pipelines.other_names").right_name(name)
+    sentence = import_module("wanjax.pipelines.other_names").advice_for(name)
     return sentence or (f"wanjax has no {name}: did you mean {similar[0]}?" if similar else None)
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The letters of shapes in annotations, einsum strings and comments, and a decorator that makes `help` readable.
+"""Define the letters of shapes in annotations, einsum strings and comments. Also make annotations readable in `help`.
 
-Inside the library arrays are channels-last: videos and latents are `[B T H W C]`, sequences `[B L E]`, operands of
-attention `[B L N D]`. In files and for users latents are `[B, C, T, H, W]` as in the reference. A letter with a leading
-underscore is a size of the same kind with another value.
+Inside the library, arrays are channels-last: videos and latents are `[B T H W C]`, sequences `[B L E]`, and operands of
+attention `[B L N D]`. In files and in the public API, latents are `[B, C, T, H, W]` as in the reference. A letter with
+a leading underscore stands for a size of the same kind that may have a different value.
 """
 
 import re
@@ -21,16 +21,16 @@ ALPHABET = {
     "L": "tokens of the queries",
     "S": "tokens of the keys and values, or of the context",
     "N": "attention heads",
-    "K": "heads of keys and values, if they are fewer than N",
+    "K": "heads of keys and values, if there are fewer than N",
     "D": "size of a head",
     "E": "width of the model",
-    "F": "width inside the MLP",
+    "F": "width of the hidden layer of the MLP",
     "P": "pairs of channels that rotary embeddings rotate, D / 2",
-    "steps": "of a denoising schedule",
+    "steps": "steps of a denoising schedule",
     "terms": "of a solver's expansion at one step",
 }
 
-DTYPE_LIKE_TEXT = "str | type[Any] | dtype | SupportsDType"  # how `DTypeLike` prints
+DTYPE_LIKE_TEXT = "str | type[Any] | dtype | SupportsDType"  # the text of `DTypeLike` in a signature
 Decorated = TypeVar("Decorated")
 
 
@@ -45,12 +45,12 @@ class ReadableHint(NamedTuple):
                 DTYPE_LIKE_TEXT, "DTypeLike"
             )
         text = re.sub(r"\b(?:\w+\.)+(?=\w)", "", formatannotation(self.hint))
-        if "Union[" in text and not isinstance((parts := get_args(self.hint))[0], list):  # a callable's first is a list
+        if "Union[" in text and not isinstance((parts := get_args(self.hint))[0], list):  # Callable's first
             return f"{text.partition('[')[0]}[{', '.join(repr(ReadableHint(part)) for part in parts)}]"
         return text.replace("NoneType", "None").replace("'", '"')
 
 
-def readable(target: Decorated) -> Decorated:
+def readable_signature(target: Decorated) -> Decorated:
     """Make `help` print the annotations of a function, or of a class and its methods, in a readable form.
 
     Type checkers still see the original annotations. Call this on a dataclass after it is defined, not as a decorator:

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The errors that wanjax raises on purpose, and its warnings."""
+"""The exceptions and warnings of wanjax, and helpers for their messages."""
 
 import errno
+import json
 import socket
+import sys
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from difflib import get_close_matches
 
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -19,22 +22,26 @@ FILE_NAME_ERRNOS = (
     errno.EPERM,
     errno.EROFS,
 )
-"""Errors of the operating system that are caused by a file's name or its permissions."""
-MAX_LISTED_NAMES = 8  # in a message
-SHORTEST_HINT = 3  # letters at the start of a name that tell which one is meant
-NEAR = 0.72  # the least similarity, from 0 to 1, of a mistyped name and a hint: "mesh" and "frames" have 0.6
+"""Error numbers of the operating system that mean a wrong name or wrong permissions of a file."""
+MAX_LISTED_NAMES = 8  # the most names in a message
+MIN_PREFIX = 3  # a shorter mistyped name is not taken for the start of a name
+# The least similarity of a mistyped name and a suggestion, from 0 to 1: "mesh" and "frames" have 0.6
+MIN_SIMILARITY = 0.72
+LIBRARY = __name__.partition(".")[0]
 UNREACHABLE_ERRNOS = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EHOSTDOWN)
 
 
 class WanjaxError(ValueError):
-    """An error that the caller can correct. Its message is one sentence that says what is wrong, then what to do.
+    """An error that the caller can correct. The message of the error is one sentence that says what is wrong, then what
+    to do.
 
-    The command line prints it without a traceback. The exit status is 2, or 1 if `is_failure` holds.
+    The command line prints it without a traceback. The exit status is 1 if `is_failure` returns True for the error,
+    else 2.
     """
 
 
 class SettingError(WanjaxError):
-    """A setting that has an invalid value or does not exist; `setting` is its name."""
+    """A setting that does not exist or has an invalid value. `setting` is its name."""
 
     def __init__(self, message: str, setting: str):
         super().__init__(message)
@@ -46,7 +53,7 @@ class SettingError(WanjaxError):
 
 
 class UnsupportedError(WanjaxError, NotImplementedError):
-    """A request that this implementation does not support; another implementation may."""
+    """A request that this implementation does not support. Another implementation may support the request."""
 
 
 class WriteError(WanjaxError):
@@ -54,17 +61,26 @@ class WriteError(WanjaxError):
 
 
 class NetworkError(WanjaxError):
-    """A network or a server that cannot be reached or fails; `is_failure` holds."""
+    """A network or a server fails or cannot be reached. `is_failure` returns True for this error."""
 
 
 class WanjaxWarning(UserWarning):
     """A warning with a message of one sentence, which the command line prints as a note."""
 
 
-def causes(error: BaseException | None, *, contexts: bool = False) -> Iterator[BaseException]:
-    """Yield an error and its causes, each once, even if an error is its own cause.
+def user_stack_level() -> int:
+    """Return the `stacklevel` of a warning in the calling function that points to the user's line: the first caller
+    that is not in this library."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == LIBRARY:
+        frame, level = frame.f_back, level + 1
+    return level
 
-    With `contexts`, also yield errors that were being handled when the next was raised, as network libraries do.
+
+def causes(error: BaseException | None, *, contexts: bool = False) -> Iterator[BaseException]:
+    """Yield an error and its causes, each only once. A cycle of causes does no harm.
+
+    With `contexts`, also follow `__context__`: network libraries often raise an error while they handle another error.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -88,11 +104,11 @@ def is_full(error: BaseException) -> bool:
 
 
 def is_failure(error: BaseException) -> bool:
-    """Return True if an error is not the user's mistake: a full or broken disk, or an unreachable network or server."""
+    """Return True if an error is not a mistake of the user, but comes from a full or broken disk, or an unreachable
+    network or server."""
     return is_full(error) or any(
-        getattr(cause, "sqlite_errorname", "").startswith(
-            "SQLITE_IOERR"
-        )  # SQLite's error if the disk is full when it creates a file
+        # SQLite raises SQLITE_IOERR if the disk is full when it creates a file
+        getattr(cause, "sqlite_errorname", "").startswith("SQLITE_IOERR")
         or isinstance(cause, NetworkError | ConnectionError | TimeoutError | socket.gaierror)
         or (isinstance(cause, OSError) and cause.errno in UNREACHABLE_ERRNOS)
         for cause in causes(error, contexts=True)
@@ -100,16 +116,17 @@ def is_failure(error: BaseException) -> bool:
 
 
 def reason(error: Exception) -> str:
-    """Return why a file cannot be read or written, in one line without the errno and the file's name."""
+    """Say why a file cannot be read or written, in one line without the error number and without the name of the
+    file."""
     if isinstance(error, UnicodeDecodeError):
-        return f"byte {error.start + 1} is no text in {error.encoding.upper()}"
+        return f"byte {error.start + 1} is not valid {error.encoding.upper()}"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error).partition("\n")[0]
 
 
 @contextmanager
-def write_errors(path: object) -> Iterator[None]:
+def wrap_write_errors(path: object) -> Iterator[None]:
     """Within the block, turn an OSError into a WriteError that names the path."""
     try:
         yield
@@ -117,43 +134,66 @@ def write_errors(path: object) -> Iterator[None]:
         raise WriteError(f"{path} cannot be written: {reason(error)}") from error
 
 
+JSON_TYPES = {dict: "object", list: "array", float: "number"}
+_READS_JSON = ContextVar("_READS_JSON", default=False)
+
+
+@contextmanager
+def json_values() -> Iterator[None]:
+    """Within the block, `repr_short` writes true, null and Infinity as JSON does, for values that were read from it."""
+    token = _READS_JSON.set(True)
+    try:
+        yield
+    finally:
+        _READS_JSON.reset(token)
+
+
 def repr_short(value: object) -> str:
-    """Format a value for a message: its `repr` if that is short, else its type."""
-    text = repr(value)
+    """Format a value for a message: by `repr` if the result is short, else by the type of the value."""
+    is_json = _READS_JSON.get() and (value is None or isinstance(value, bool | float | list | dict))
+    text = json.dumps(value, ensure_ascii=False) if is_json else repr(value)
     if len(text) <= 40 and "\n" not in text and not text.startswith("<"):
         return text
-    kind = type(value).__name__
+    kind = JSON_TYPES.get(type(value), type(value).__name__) if is_json else type(value).__name__
     return f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"
 
 
 def near_names(name: str, choices: Iterable[str], limit: int = 4) -> list[str]:
-    """Return at most `limit` choices that start with a mistyped name; if there are none, those that resemble it."""
-    names, word = list(choices), name[:40].lower()  # a client's name may be very long
-    prefixed = [name for name in names if len(word) >= SHORTEST_HINT and name.lower().startswith(word)]
-    return prefixed[:limit] or get_close_matches(word, names, n=limit, cutoff=NEAR)
+    """Return at most `limit` choices that start with a mistyped name. If there are none, return choices that are
+    similar to the name."""
+    names, word = list(choices), name[:40].lower()  # a name that a client sends may be very long
+    prefixed = [name for name in names if len(word) >= MIN_PREFIX and name.lower().startswith(word)]
+    return prefixed[:limit] or get_close_matches(word, names, n=limit, cutoff=MIN_SIMILARITY)
+
+
+def install_extra(extra: str) -> str:
+    """Say, for a message, how to install an extra of this package, which is installed from a clone."""
+    return f"run `pip install '.[{extra}]'` in wanjax's clone"
 
 
 def unknown_model(name: str, names: Iterable[str]) -> str:
-    """Return a message for an unknown model, with similar names."""
+    """Format the message for an unknown model, with similar names."""
     similar = near_names(name, names)
     advice = f"did you mean {' or '.join(similar)}?" if similar else "`wanjax models` lists the names"
-    return f"no model is named {name!r}, nor is there such a folder or file (a hub id is OWNER/NAME): {advice}"
+    return f"no model is named {name!r}, and no folder or file has this name (a hub id is OWNER/NAME): {advice}"
 
 
 def no_checkpoint(name: object, more: str = "") -> str:
-    """Return the sentence for a folder that is not a checkpoint; `more` follows what it lacks."""
-    return f"{name} holds no model_index.json{more}: give a whole checkpoint, as diffusers or its authors lay it out"
+    """Format the message for a folder that is not a checkpoint. `more` adds details, such as other missing files."""
+    return f"{name} has no model_index.json{more}: give a complete checkpoint in the layout of diffusers or its authors"
 
 
-def listed(names: Collection[str]) -> str:
-    """Join names with commas; of a long list print the first names and the number of the others."""
+def comma_list(names: Collection[str]) -> str:
+    """Join names with commas. A long list is shortened to its first names and the number of further names."""
     first_names = list(names)[:MAX_LISTED_NAMES]
     hidden = len(names) - len(first_names)
     return ", ".join([*first_names, f"and {hidden} more"] if hidden else first_names)
 
 
-def choice(name: object, choices: Collection[str]) -> str:
-    """Return advice in place of a wrong name: the most similar choice and then the others, or all choices."""
+def suggest_choice(name: object, choices: Collection[str]) -> str:
+    """Format advice for a wrong name: the most similar choice and then the other choices, or all choices."""
     similar = near_names(name, choices, 1) if isinstance(name, str) else []
-    others = listed([name for name in choices if name not in similar])
-    return f"did you mean {similar[0]}, or one of {others}?" if similar and others else f"give {others or similar[0]}"
+    others = [name for name in choices if name not in similar]
+    if not similar or not others:
+        return f"give {comma_list(others or similar)}"
+    return f"did you mean {similar[0]}, or {'one of ' if len(others) > 1 else ''}{comma_list(others)}?"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs, and three strategies for them: execute a program, trace it, or inline it into another.
+"""Programs, and three strategies for calling them: execute a program, trace it, or inline it into another program.
 
-A program is a function that is compiled as a whole. The code that drives a run calls programs through a strategy and
-computes no array between two calls:
+A program is a function that is compiled as a whole. The code of a run calls programs through a strategy. The code of a
+run computes no array outside of programs:
 
     state, x0, finite = strategy.call(take_step, site, denoiser, state, inputs, guidance, schedule)
 
@@ -35,24 +35,32 @@ from wanjax.compile_cache.executables import Executables, UnusableExecutable, ke
 from wanjax.compile_cache.fingerprint import NoFingerprint
 from wanjax.errors import WanjaxError, WanjaxWarning
 from wanjax.kernels.admitted import rejected_kernels
-from wanjax.kernels.compiler_options import FAST, SAFE
+from wanjax.kernels.compiler_options import FAST_SET, SAFE_SET, offload_options
 from wanjax.kernels.target import Target, target_of
 from wanjax.pricing.lowering import Lowering, gc_paused, retry_without_rejected_options
-from wanjax.sharding import Partitioner, collect_constraints, constrain_to, use
+from wanjax.sharding import (
+    HOST_MEMORY_KIND,
+    Partitioner,
+    collect_constraints,
+    constrain_to,
+    is_in_host_memory,
+    use_partitioner,
+)
 
-MAX_PARALLEL_COMPILES = 2  # most passes of a compiler use one core
+MAX_PARALLEL_COMPILES = 2  # programs that are compiled at the same time; most passes of a compiler use one core
 Result = TypeVar("Result")
 Options = Callable[[Target | None], Mapping[str, Any]]
-CacheContext = Callable[[], AbstractContextManager[Any]]  # a context with or without JAX's own compilation cache
+CacheContext = Callable[[], AbstractContextManager[Any]]  # a context that turns JAX's own compilation cache on or off
 Shapes = Any  # a tree of jax.ShapeDtypeStruct
-Value = jax.Array | jax.ShapeDtypeStruct  # a program's result; a shape if the run is traced
+# The result of a program; if the run is traced, the shape of the result
+ArrayOrShape = jax.Array | jax.ShapeDtypeStruct
 
 
-class Site(NamedTuple):
-    """The mesh, the sharding rules and the set of compiler options that a program is compiled for."""
+class CompileContext(NamedTuple):
+    """Where and how a program is compiled: the mesh, the sharding rules, and the name of a set of compiler options."""
 
     partitioner: Partitioner
-    compiler: str = SAFE
+    compiler: str = SAFE_SET
 
 
 @dataclass(frozen=True)
@@ -60,48 +68,54 @@ class Program:
     """A function that is compiled as a whole, and its compiler options.
 
     Attributes:
-        function: Its first argument is static: it is hashable, and each value gives a separate program. A result has
-            the sharding of the last `constrain` or `replicate` on it, and is replicated if there is none.
+        function: The function. The first argument of the function is static: it is hashable, and each value gives a
+            separate program. The last `constrain` or `replicate` of a result decides its sharding; without them, the
+            result is replicated.
         options: Returns the compiler's options for a device.
         donated: Names of arguments whose buffers the results reuse.
-        fast: Returns the options that the set `fast` adds for a device.
+        fast_options: Returns the options that the set `fast` adds for a device.
     """
 
     function: Callable[..., Any]
     options: Options
     donated: tuple[str, ...] = ()
-    fast: Options | None = None
+    fast_options: Options | None = None
 
     @property
     def name(self) -> str:
         return self.function.__name__
 
-    def options_of(self, site: Site) -> dict[str, Any]:
+    def compiler_options(self, compile_context: CompileContext) -> dict[str, Any]:
         """Return the compiler's options for a site."""
-        target = target_of(site.partitioner.device)
-        return {**self.options(target), **(self.fast(target) if self.fast and site.compiler == FAST else {})}
+        target = target_of(compile_context.partitioner.device)
+        options = {
+            **self.options(target),
+            **(self.fast_options(target) if self.fast_options and compile_context.compiler == FAST_SET else {}),
+        }
+        return options | (offload_options(target) if compile_context.partitioner.num_device_blocks else {})
 
 
 def program(
-    options: Options, *, donated: tuple[str, ...] = (), fast: Options | None = None
+    options: Options, *, donated: tuple[str, ...] = (), fast_options: Options | None = None
 ) -> Callable[[Callable[..., Any]], Program]:
     """Make a `Program` of the decorated function."""
-    return lambda function: Program(function, options, donated, fast)
+    return lambda function: Program(function, options, donated, fast_options)
 
 
-class Instance:
-    """A program for a site and for arguments of certain shapes. `results` are its outputs, as shapes with shardings."""
+class TracedProgram:
+    """A program that was traced for a site and for the shapes of its arguments. `results` has the shapes of its
+    outputs."""
 
-    def __init__(self, program: Program, site: Site, static: Any, shapes: tuple[Shapes, ...]):
-        self.program, self.site, self.static, self.shapes = program, site, static, shapes
+    def __init__(self, program: Program, compile_context: CompileContext, static: Any, shapes: tuple[Shapes, ...]):
+        self.program, self.compile_context, self.static, self.shapes = program, compile_context, static, shapes
         names = tuple(inspect.signature(program.function).parameters)[1:]
         self.donate = tuple(names.index(name) for name in program.donated)
         self._specs: list[PartitionSpec] = []
         jitted = jax.jit(self._named(self._run), donate_argnums=self.donate)
-        with gc_paused(), partitionable_prng(), on_mesh(site.partitioner):
+        with gc_paused(), partitionable_prng(), on_mesh(compile_context.partitioner):
             self.traced = jitted.trace(*shapes)
         outputs, tree = jax.tree.flatten(self.traced.out_info)
-        mesh = site.partitioner.mesh
+        mesh = compile_context.partitioner.mesh
         leaves = [
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
             for x, spec in zip(outputs, self._specs, strict=True)
@@ -116,8 +130,8 @@ class Instance:
         return run
 
     def _run(self, *arguments: Any) -> Any:
-        """Run the function under its partitioner; replicate each result without a sharding."""
-        with use(self.site.partitioner), collect_constraints() as constraints:
+        """Call the function with its mesh and sharding rules, and replicate each result that has no sharding."""
+        with use_partitioner(self.compile_context.partitioner), collect_constraints() as constraints:
             leaves, tree = jax.tree.flatten(self.program.function(self.static, *arguments))
             leaves = [x if constraints.spec_of(x) is not None else constrain_to(x, PartitionSpec()) for x in leaves]
             self._specs = [_normalize(constraints.spec_of(x) or PartitionSpec()) for x in leaves]
@@ -125,15 +139,16 @@ class Instance:
 
     @property
     def lowering(self) -> Lowering:
-        """The traced program as a function of its arguments, which does not trace the Python code again."""
+        """The traced program as a function of its arguments. A call of this function does not trace the Python code
+        again."""
         traced, tree = jaxpr_as_fun(self.traced.jaxpr), jax.tree.structure(self.results)
 
         def run(*arguments: Any) -> Any:
             return jax.tree.unflatten(tree, traced(*jax.tree.leaves(arguments)))
 
-        return Lowering(self._named(run), self.shapes, self.donate, self.program.options_of(self.site))
+        return Lowering(self._named(run), self.shapes, self.donate, self.program.compiler_options(self.compile_context))
 
-    def compiled(self, options: dict[str, Any], cache: CacheContext) -> Callable[..., Any]:
+    def compile(self, options: dict[str, Any], cache: CacheContext) -> Callable[..., Any]:
         """Compile the program for the devices of its mesh with these compiler options."""
         with partitionable_prng(), cache():
             with gc_paused():
@@ -142,7 +157,8 @@ class Instance:
 
 
 def _normalize(spec: PartitionSpec) -> PartitionSpec:
-    """Normalize a spec so that equal shardings compare equal: drop unsharded axes at the end, unpack single axes."""
+    """Normalize a partition spec, so that equal shardings compare equal: drop unsharded axes at the end, and unpack
+    tuples of one axis."""
     axes = [axis[0] if isinstance(axis, tuple) and len(axis) == 1 else axis or None for axis in spec]
     while axes and axes[-1] is None:
         axes.pop()
@@ -150,29 +166,29 @@ def _normalize(spec: PartitionSpec) -> PartitionSpec:
 
 
 def partitionable_prng() -> AbstractContextManager[Any]:
-    """Within the block, draw random numbers in threefry's partitionable mode, which is JAX's default."""
+    """Within the block, draw random numbers in the partitionable mode of threefry, which is also JAX's default."""
     return jax.threefry_partitionable(True)
 
 
 def on_mesh(partitioner: Partitioner) -> AbstractContextManager[Any]:
-    """Within the block, set an abstract mesh for traced code, which reads the kind of chip from it."""
+    """Within the block, traced code can read the kind of chip from the abstract mesh."""
     mesh = partitioner.mesh
     return jax.sharding.use_abstract_mesh(mesh) if isinstance(mesh, AbstractMesh) else nullcontext()
 
 
 class Strategy(ABC):
-    """How to handle the programs of a run: execute, trace or inline them."""
+    """What happens to the programs of a run: they are executed, traced or inlined."""
 
     executes: bool = False
     """True if results have values, not only shapes."""
     _stage: str = ""
 
     @abstractmethod
-    def call(self, program: Program, site: Site, static: Any, *arguments: Any) -> Any:
+    def call(self, program: Program, compile_context: CompileContext, static: Any, *arguments: Any) -> Any:
         """Call a program and return its results."""
 
     def read(self, x: Any, placeholder: Result) -> Any | Result:
-        """Copy a result to the host, or return `placeholder` if results have no values."""
+        """Copy a result to the host. If the strategy computes no values, return `placeholder`."""
         return placeholder
 
     @contextmanager
@@ -185,33 +201,37 @@ class Strategy(ABC):
             self._stage = previous
 
 
-def _shapes_and_key(arguments: Any, site: Site) -> tuple[Any, Any]:
-    """Return the shapes of arguments, and a hashable key for them."""
+def _shapes_and_key(arguments: Any, compile_context: CompileContext) -> tuple[Any, Any]:
+    """Convert arguments to shapes. Return the shapes and a hashable key for them."""
     leaves, tree = jax.tree.flatten(arguments)
-    shapes = [_shape(x, site.partitioner) for x in leaves]
+    shapes = [_shape(x, compile_context.partitioner) for x in leaves]
     return jax.tree.unflatten(tree, shapes), (tree, tuple((x.shape, x.dtype, x.sharding) for x in shapes))
 
 
 def _shape(x: Any, partitioner: Partitioner) -> jax.ShapeDtypeStruct:
-    """Return the shape of an argument, with its sharding on the mesh. An argument on the host has no sharding."""
+    """Convert an argument to a shape with its sharding on the mesh. An argument on the host has no sharding."""
     if not isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         x = np.asarray(x)
         return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
     if (sharding := x.sharding) is None:
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
-    spec = sharding.spec if isinstance(sharding, NamedSharding) and not partitioner.single_device else PartitionSpec()
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(partitioner.mesh, _normalize(spec)))
+    spec = (
+        sharding.spec if isinstance(sharding, NamedSharding) and not partitioner.is_single_device else PartitionSpec()
+    )
+    memory_kind = HOST_MEMORY_KIND if is_in_host_memory(x) else None
+    sharding = NamedSharding(partitioner.mesh, _normalize(spec), memory_kind=memory_kind)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 class Execute(Strategy):
-    """Compile each program at its first call with arguments of certain shapes, and run it.
+    """Run each program; compile it first if its arguments have new shapes.
 
-    Two sets of compiler options that give a program the same options share one executable. If the compiler rejects an
-    option, the program is compiled without it from then on, with a warning. Under `jax.disable_jit` functions run
-    operation by operation.
+    If two sets of compiler options give a program the same options, they share one executable. If the compiler rejects
+    an option, there is a warning, and from then on programs are compiled without the option. Under `jax.disable_jit`,
+    functions are run operation by operation.
 
     Args:
-        executables: Store on disk that other processes share; None uses JAX's own cache instead.
+        executables: A store on disk, shared with other processes; None uses JAX's own cache instead.
     """
 
     executes = True
@@ -221,60 +241,72 @@ class Execute(Strategy):
         self._compiled: dict[Any, Future[Callable[..., Any]]] = {}
         self._accepted_options: dict[Any, dict[str, Any]] = {}
         self._lock = Lock()
-        self._begin_ahead: Callable[[], Mapping[Any, Instance]] | None = None
+        self._begin_ahead: Callable[[], Mapping[Any, TracedProgram]] | None = None
 
-    def call(self, program: Program, site: Site, static: Any, *arguments: Any) -> Any:
-        arguments = jax.tree.map(lambda x: _to_mesh(x, site.partitioner), arguments)
+    def call(self, program: Program, compile_context: CompileContext, static: Any, *arguments: Any) -> Any:
+        arguments = jax.tree.map(lambda x: _to_mesh(x, compile_context.partitioner), arguments)
         if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
-            with partitionable_prng(), use(site.partitioner):
+            with partitionable_prng(), use_partitioner(compile_context.partitioner):
                 return program.function(static, *jax.tree.map(jnp.asarray, arguments))
-        shapes, shapes_key = _shapes_and_key(arguments, site)
-        key = (*_options_key(program, site), static, shapes_key)
-        return self._get_or_compile(key, program, site, lambda: Instance(program, site, static, shapes))(*arguments)
+        shapes, shapes_key = _shapes_and_key(arguments, compile_context)
+        key = (*_options_key(program, compile_context), static, shapes_key)
+        return self._get_or_compile(
+            key, program, compile_context, lambda: TracedProgram(program, compile_context, static, shapes)
+        )(*arguments)
 
-    def compile(self, *instances: Instance, on_start: Callable[[int, int], Any] = lambda number, total: None) -> None:
-        """Compile traced programs ahead of their calls, a few at a time.
+    def compile(
+        self, *traced_programs: TracedProgram, on_start: Callable[[int, int], Any] = lambda number, total: None
+    ) -> None:
+        """Compile traced programs before they are called, a few at a time.
 
         Args:
-            instances: The traced programs; programs that are already compiled are skipped.
-            on_start: Called before each compilation with its number, which starts at 1, and the total. It may raise to
-                stop.
+            traced_programs: The traced programs. Those that are already compiled are skipped.
+            on_start: Called before each compilation with the number of the program, from 1, and the total. `on_start`
+                may raise an error to stop the compilations.
         """
-        by_key = {self.key_of(instance): instance for instance in instances}
-        missing = {key: instance for key, instance in by_key.items() if key not in self._compiled}
+        by_key = {self.key_of(traced_program): traced_program for traced_program in traced_programs}
+        missing = {key: traced_program for key, traced_program in by_key.items() if key not in self._compiled}
         with ThreadPoolExecutor(MAX_PARALLEL_COMPILES, "compiling") as pool:
             running: set[Future[Any]] = set()
-            for number, (key, instance) in enumerate(missing.items(), 1):
+            for number, (key, traced_program) in enumerate(missing.items(), 1):
                 if len(running) == MAX_PARALLEL_COMPILES:
                     done, running = wait(running, return_when=FIRST_COMPLETED)
                     _raise_errors(done)
                 on_start(number, len(missing))
-                site = instance.site
+                compile_context = traced_program.compile_context
                 running.add(
-                    pool.submit(self._get_or_compile, key, instance.program, site, lambda traced=instance: traced)
+                    pool.submit(
+                        self._get_or_compile,
+                        key,
+                        traced_program.program,
+                        compile_context,
+                        lambda traced=traced_program: traced,
+                    )
                 )
             _raise_errors(running)
 
     @contextmanager
-    def ahead(self, trace: Callable[[], Iterable[Instance]]) -> Iterator[None]:
-        """Within the block, compile the rest of a run on a thread as soon as a program has to be compiled.
+    def compile_ahead(self, trace: Callable[[], Iterable[TracedProgram]]) -> Iterator[None]:
+        """Within the block, as soon as a program has to be compiled, start a thread that compiles the other programs of
+        the run.
 
-        This does nothing in a run of several processes, where some compilers must compile the same program together.
+        If the run has several processes, this does nothing, because some compilers must compile a program on all
+        processes together.
 
         Args:
             trace: Traces the run and returns its programs.
         """
         block_ended = Event()
 
-        def begin() -> Mapping[Any, Instance]:
-            instances = {self.key_of(instance): instance for instance in trace()}
+        def begin() -> Mapping[Any, TracedProgram]:
+            traced_programs = {self.key_of(traced_program): traced_program for traced_program in trace()}
 
             def compile_all() -> None:
-                with suppress(Exception):  # the call of the program raises it again
-                    self.compile(*instances.values(), on_start=lambda number, total: _raise_if_set(block_ended))
+                with suppress(Exception):  # ignored here, because a later call of the program raises the error again
+                    self.compile(*traced_programs.values(), on_start=lambda number, total: _raise_if_set(block_ended))
 
             Thread(target=compile_all, name="compiling ahead").start()
-            return instances
+            return traced_programs
 
         self._begin_ahead = begin if jax.process_count() == 1 else None
         try:
@@ -283,21 +315,21 @@ class Execute(Strategy):
             self._begin_ahead = None
             block_ended.set()
 
-    def key_of(self, instance: Instance) -> Any:
-        """Return the key by which an instance's executable is stored."""
-        _, shapes_key = _shapes_and_key(instance.shapes, instance.site)
-        return *_options_key(instance.program, instance.site), instance.static, shapes_key
+    def key_of(self, traced_program: TracedProgram) -> Any:
+        """Return the key under which the executable of an instance is stored."""
+        _, shapes_key = _shapes_and_key(traced_program.shapes, traced_program.compile_context)
+        return *_options_key(traced_program.program, traced_program.compile_context), traced_program.static, shapes_key
 
     def _get_or_compile(
-        self, key: Any, program: Program, site: Site, trace: Callable[[], Instance]
+        self, key: Any, program: Program, compile_context: CompileContext, trace: Callable[[], TracedProgram]
     ) -> Callable[..., Any]:
-        """Return the executable of a key. One thread loads or compiles it, and others wait."""
+        """Return the executable of a key. One thread loads or compiles it, while other threads that need it wait."""
         with self._lock:
             existing = self._compiled.get(key)
             future = existing or self._compiled.setdefault(key, Future())
         if existing is None:
             try:
-                future.set_result(self._load_or_compile(key, program, site, trace))
+                future.set_result(self._load_or_compile(key, program, compile_context, trace))
             except BaseException as error:
                 self._compiled.pop(key, None)
                 future.set_exception(error)
@@ -308,54 +340,60 @@ class Execute(Strategy):
         return future.result()
 
     def _load_or_compile(
-        self, key: Any, program: Program, site: Site, trace: Callable[[], Instance]
+        self, key: Any, program: Program, compile_context: CompileContext, trace: Callable[[], TracedProgram]
     ) -> Callable[..., Any]:
         """Load the executable of a key from disk, or compile it and save it for other processes."""
-        name = self._file_name(key, site)
+        name = self._file_name(key, compile_context)
         if self.executables is None or name is None:
             return self._compile(self._start_ahead(key) or trace(), compile_cache)
         start = perf_counter()
         try:
-            executable = self.executables.find(name, list(np.asarray(site.partitioner.mesh.devices).flat))
+            executable = self.executables.find(name, list(np.asarray(compile_context.partitioner.mesh.devices).flat))
         except UnusableExecutable as error:
             report_refused(str(error))
             executable = None
         if executable is not None:
             report_loaded(program.name, start)
             return executable
-        # without JAX's cache, because an executable that was read from it cannot be serialized
+        # without JAX's cache, because executables from that cache cannot be serialized
         executable = self._compile(self._start_ahead(key) or trace(), without_cache)
-        if self.options_of(program, site) == program.options_of(site):  # else the next process must warn too
+        # Without this condition, the next process would not warn
+        if self.compiler_options(program, compile_context) == program.compiler_options(compile_context):
             self.executables.store(name, executable)
         return executable
 
-    def _start_ahead(self, key: Any) -> Instance | None:
-        """Start compiling the rest of the run if `ahead` is active; return this program if that traced it."""
+    def _start_ahead(self, key: Any) -> TracedProgram | None:
+        """If `ahead` is active, start compiling the rest of the run. Return the traced program of the key, or None if
+        it was not traced."""
         with self._lock:
             begin, self._begin_ahead = self._begin_ahead, None
         return begin().get(key) if begin else None
 
-    def _file_name(self, key: Any, site: Site) -> str | None:
+    def _file_name(self, key: Any, compile_context: CompileContext) -> str | None:
         """Return the file name of a key's executable, or None if JAX's cache handles it."""
-        if self.executables is None or site.partitioner.device.platform != "cpu" or jax.process_count() > 1:
+        if self.executables is None or compile_context.partitioner.device.platform != "cpu" or jax.process_count() > 1:
             return None
         try:
             return key_of(key)
         except NoFingerprint:
             return None
 
-    def _compile(self, instance: Instance, cache: CacheContext) -> Callable[..., Any]:
+    def _compile(self, traced_program: TracedProgram, cache: CacheContext) -> Callable[..., Any]:
         def attempt(options: dict[str, Any]) -> Callable[..., Any]:
-            executable = instance.compiled(options, cache)
-            self._accepted_options[_options_key(instance.program, instance.site)] = options
+            executable = traced_program.compile(options, cache)
+            self._accepted_options[_options_key(traced_program.program, traced_program.compile_context)] = options
             return executable
 
-        return retry_without_rejected_options(self.options_of(instance.program, instance.site), attempt, warn_refused)
+        return retry_without_rejected_options(
+            self.compiler_options(traced_program.program, traced_program.compile_context), attempt, warn_rejected_option
+        )
 
-    def options_of(self, program: Program, site: Site) -> dict[str, Any]:
-        """Return the options that a program is compiled with, without those that the compiler rejected."""
-        key = _options_key(program, site)
-        return self._accepted_options[key] if key in self._accepted_options else program.options_of(site)
+    def compiler_options(self, program: Program, compile_context: CompileContext) -> dict[str, Any]:
+        """Return the compiler options for a program, without options that the compiler rejected before."""
+        key = _options_key(program, compile_context)
+        return (
+            self._accepted_options[key] if key in self._accepted_options else program.compiler_options(compile_context)
+        )
 
     def read(self, x: Any, placeholder: Any) -> Any:
         return jax.tree.map(np.asarray, x)
@@ -376,31 +414,37 @@ def _raise_if_set(event: Event) -> None:
         raise InterruptedError
 
 
-def _options_key(program: Program, site: Site) -> tuple[Any, ...]:
-    return program, site.partitioner, tuple(program.options_of(site).items()), *rejected_kernels()
+def _options_key(program: Program, compile_context: CompileContext) -> tuple[Any, ...]:
+    return (
+        program,
+        compile_context.partitioner,
+        tuple(program.compiler_options(compile_context).items()),
+        *rejected_kernels(),
+    )
 
 
-def warn_refused(message: str) -> None:
-    """Warn that the compiler rejected an option, which is dropped."""
+def warn_rejected_option(message: str) -> None:
+    """Warn that the compiler rejected an option, and that the option is left out from now on."""
     warnings.warn(message, WanjaxWarning, stacklevel=2)
 
 
 EXECUTE = Execute()
-"""The strategy of loaded pipelines, shared by a process, so that it compiles each program once."""
+"""The strategy that all loaded pipelines of a process share, so that each program is compiled only once."""
 
 
-def refuse_traced(x: Any) -> None:
-    """Raise WanjaxError for an array that `jax.jit`, `jax.grad` or `jax.vmap` is tracing."""
+def reject_tracer(x: Any) -> None:
+    """Raise WanjaxError for an array that is traced by `jax.jit`, `jax.grad` or `jax.vmap`."""
     if isinstance(x, Tracer):
         raise WanjaxError(
             "a stage of a pipeline got a traced array, but it runs compiled programs, which JAX cannot trace: call it "
-            "outside jax.jit, jax.grad and jax.vmap, and trace the networks, such as pipe.transformer and pipe.vae"
+            "outside of jax.jit, jax.grad and jax.vmap, or trace the networks, such as pipe.transformer and pipe.vae"
         )
 
 
 def _to_mesh(x: Any, partitioner: Partitioner) -> Any:
-    """Return an argument on the devices of a mesh; copy an array on other devices to each of them."""
-    refuse_traced(x)
+    """Move an argument to the devices of a mesh. An array that lies on other devices is copied to each device of the
+    mesh."""
+    reject_tracer(x)
     if not isinstance(x, jax.Array) or x.sharding.device_set == partitioner.replicated.device_set:
         return x
     if not x.committed and x.is_fully_addressable:
@@ -409,58 +453,58 @@ def _to_mesh(x: Any, partitioner: Partitioner) -> Any:
 
 
 @dataclass
-class TracedProgram:
+class StageProgram:
     """A program that a run calls in one stage.
 
     Attributes:
-        instance: The program for arguments of certain shapes.
-        stage: The stage.
-        calls: The number of its calls in the stage.
-        resident_bytes: The most bytes that one device holds during a call in addition to the arguments.
+        traced_program: The traced program.
+        stage: The name of the stage.
+        calls: The number of calls in the stage.
+        resident_bytes: The maximum bytes on a device during a call, in addition to the arguments.
     """
 
-    instance: Instance
+    traced_program: TracedProgram
     stage: str
     calls: int = 0
     resident_bytes: int = 0
 
     @property
     def name(self) -> str:
-        return self.instance.program.name
+        return self.traced_program.program.name
 
 
 class Trace(Strategy):
     """Trace each distinct program of a run once, and count its calls. Results are shapes with shardings.
 
     Args:
-        resident_bytes: Returns the bytes that one device holds in addition to the arguments of a call. The maximum is
-            recorded for each program.
+        resident_bytes: Called with the arguments of each call. Returns the bytes that other data occupies on a device
+            during the call. The maximum is recorded for each program.
     """
 
     def __init__(self, resident_bytes: Callable[[Any], int] | None = None) -> None:
-        self._recorded: dict[Any, TracedProgram] = {}
+        self._recorded: dict[Any, StageProgram] = {}
         self._resident_bytes = resident_bytes
 
     @property
-    def programs(self) -> list[TracedProgram]:
+    def programs(self) -> list[StageProgram]:
         """The programs in the order of their first calls."""
         return list(self._recorded.values())
 
-    def call(self, program: Program, site: Site, static: Any, *arguments: Any) -> Any:
-        shapes, shapes_key = _shapes_and_key(arguments, site)
-        key = (program, site, static, shapes_key, self._stage)
+    def call(self, program: Program, compile_context: CompileContext, static: Any, *arguments: Any) -> Any:
+        shapes, shapes_key = _shapes_and_key(arguments, compile_context)
+        key = (program, compile_context, static, shapes_key, self._stage)
         if key not in self._recorded:
-            self._recorded[key] = TracedProgram(Instance(program, site, static, shapes), self._stage)
+            self._recorded[key] = StageProgram(TracedProgram(program, compile_context, static, shapes), self._stage)
         entry = self._recorded[key]
         entry.calls += 1
         if self._resident_bytes is not None:
             entry.resident_bytes = max(entry.resident_bytes, self._resident_bytes(arguments))
-        return entry.instance.results
+        return entry.traced_program.results
 
 
 class Inline(Strategy):
     """Inline each program into the function that is being traced."""
 
-    def call(self, program: Program, site: Site, static: Any, *arguments: Any) -> Any:
-        with use(site.partitioner):
+    def call(self, program: Program, compile_context: CompileContext, static: Any, *arguments: Any) -> Any:
+        with use_partitioner(compile_context.partitioner):
             return program.function(static, *arguments)

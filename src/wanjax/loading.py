@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading: a checkpoint that the registry finds, as a pipeline whose networks are loaded at first use."""
+"""Load a checkpoint as a pipeline, whose networks are loaded at their first use."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from flax import nnx
@@ -22,15 +22,17 @@ from wanjax.checkpoints.sources import Source
 from wanjax.checkpoints.weight_changes import Note
 from wanjax.compile_cache.cache import set_cache_folder
 from wanjax.errors import WanjaxError, repr_short
-from wanjax.figures import in_bytes
+from wanjax.figures import format_bytes
 from wanjax.kernels.admitted import admit_kernels
 from wanjax.kernels.attention import AUTO, AttentionConfig, choose
-from wanjax.kernels.compiler_options import SAFE, check_set
-from wanjax.layers.placement import with_shardings
-from wanjax.media.metadata import DIGESTS
+from wanjax.kernels.compiler_options import SAFE_SET, check_option_set
+from wanjax.layers.offload import AUTO_OFFLOAD, DEFAULT_BLOCKS, Offload
+from wanjax.layers.placement import host_bytes, offloaded_bytes, with_shardings
+from wanjax.layers.precision import FLOATS, Precision
+from wanjax.media.metadata import DIGESTS_KEY
 from wanjax.pipelines import memory
 from wanjax.pipelines.components import DECODER, Components, MakeRoom
-from wanjax.pipelines.keywords import knows_keywords
+from wanjax.pipelines.keywords import check_keywords
 from wanjax.pipelines.mesh_sizes import AutoMesh, MeshSizes, parse_mesh
 from wanjax.pipelines.meshes import auto_mesh, step_cost
 from wanjax.pipelines.model import with_attention
@@ -39,51 +41,56 @@ from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.progress import loading
 from wanjax.pipelines.settings import Settings, schema
 from wanjax.pipelines.tiny_decoder import DecoderFile
-from wanjax.pipelines.tracing import NoProcessor, NoTokenizer
-from wanjax.pipelines.validation import dtype_name
-from wanjax.pipelines.video_metadata import described, digest_of
+from wanjax.pipelines.tracing import PlaceholderImageProcessor, PlaceholderTokenizer
+from wanjax.pipelines.validation import check_function, dtype_name
+from wanjax.pipelines.video_metadata import digest_of, source_to_json
 from wanjax.registry import (
     Checkpoint,
     Loras,
     Outline,
+    apply_options,
     companion_files,
     models_that_fit,
     open_for_loading,
     presets,
-    with_options,
-    with_size,
+    resolve_size,
 )
 from wanjax.schedulers import Scheduler
 from wanjax.sharding import (
     Partitioner,
     all_devices,
-    find_rules,
+    device_platform,
+    find_sharding_rules,
     local_devices,
     make_mesh,
-    platform,
 )
 
-HALF = "they fit in bfloat16, by wanjax.load(..., param_dtype='bfloat16') or `wanjax convert --dtype bfloat16`"
+BFLOAT16_REMEDY = (
+    "load them in bfloat16, with wanjax.load(..., param_dtype='bfloat16') or `wanjax convert --dtype bfloat16`"
+)
+WEIGHTS_OF_8_BITS = "int8-weights"  # the precision to propose where memory is short
 Progress = Callable[[str, int, int], Any]
+SomeOutline = TypeVar("SomeOutline", bound=Outline)
 
 
-@knows_keywords
+@check_keywords
 def load(
     model: str | Path = "nano",
     *,
     dtype: DTypeLike | None = None,
     vae_dtype: DTypeLike | None = None,
     param_dtype: DTypeLike | None = None,
+    precision: str | Precision | None = None,
     attention: str | AttentionConfig | None = None,
     revision: str | None = None,
     mesh: Mesh | MeshSizes | AutoMesh | str | None = None,
     video: Mapping[str, Any] | None = None,
     rules: str = "fsdp",
-    compiler: str = SAFE,
+    compiler: str = SAFE_SET,
     lora: Loras = (),
     decoder: str | Path | None = None,
     scheduler: str | Scheduler | None = None,
-    offload: bool | None = None,
+    offload: str | Offload | None = None,
     verify: bool = False,
     progress: Progress | None = None,
     note: Note | None = None,
@@ -91,63 +98,114 @@ def load(
     """Load a checkpoint as a pipeline. Each network is loaded at its first use.
 
     Args:
-        model: A known name, a Hugging Face id, a folder or a file.
-        dtype: The dtype in which networks compute, bfloat16 or float32, by name or as JAX's. None is float32 on a CPU,
-            which has no fast bfloat16, and `param_dtype` elsewhere.
+        model: A preset's name, a Hugging Face id, a folder or a file.
+        dtype: The dtype in which networks compute, bfloat16 or float32, as a name or a JAX dtype. None is float32 on a
+            CPU, which has no fast bfloat16, and `param_dtype` elsewhere.
         vae_dtype: The dtype in which the autoencoder computes, bfloat16 or float32; its weights stay in float32. None
-            is float32 on a CPU, and elsewhere the authors' own.
+            is float32 on a CPU, and the model authors' dtype elsewhere.
         param_dtype: The dtype of the weights in memory, bfloat16 or float32. None is bfloat16 for published
-            checkpoints, and the stored dtype for others.
+            checkpoints, and the stored dtype for other checkpoints.
+        precision: How the transformer's projections are stored and multiplied: "int8" or "fp8" for weights and inputs
+            of 8 bits, "int8-weights" or "fp8-weights" for weights alone, or "none". Weights are rounded while they are
+            read. None is the precision in which `wanjax convert` stored them, else "none".
         attention: The transformer's attention: a name, "radial:0.2", "sla:top=0.15", or an `AttentionConfig`. None is
-            the one that the model or a LoRA was trained with, else a choice by platform and shape. A missing projection
-            of "sla" begins with zeros.
+            the attention with which the model or a LoRA was trained. If this is unknown, the platform and the shape
+            determine the attention. A missing projection of "sla" is initialised with zeros.
         revision: The revision on the hub; None is the newest.
-        mesh: A mesh of `wanjax.make_mesh`, a text such as "dp=2,sp=1,tp=4", or "auto", which uses as many devices as
-            help. None is one device on a CPU, and "auto" elsewhere.
-        video: Settings of the videos to come, for which "auto" chooses the mesh; None is the model's defaults.
+        mesh: A mesh from `wanjax.make_mesh`, a string such as "dp=2,sp=1,tp=4", or "auto", which uses as many devices
+            as make a video faster. None is one device on a CPU, and "auto" elsewhere.
+        video: Settings of the videos for which "auto" chooses the mesh; None is the model's defaults.
         rules: How weights are sharded: "fsdp", "tp" or "replicated".
-        compiler: The set of compiler options on TPUs, "safe" or "fast". A refused option is left out with a warning.
-        lora: FILE or FILE:STRENGTH, or several, merged into the transformer as it is read. FILE may be OWNER/NAME/FILE
-            on the hub. For two experts, `high=FILE` and `low=FILE` name one of them.
-        decoder: A file of TAEHV for the model's latents, to decode with in place of the VAE: quicker, and less exact.
+        compiler: The set of compiler options on TPUs, "safe" or "fast". An option that the compiler rejects is dropped
+            with a warning.
+        lora: FILE or FILE:STRENGTH, or a list of these, merged into the transformer while it is read. FILE may be
+            OWNER/NAME/FILE on the hub. For a model of two experts, `high=FILE` or `low=FILE` selects one.
+        decoder: A TAEHV file for the model's latents, which decodes faster and less accurately than the VAE.
         scheduler: "unipc", "euler" or another value of `wanjax.schedulers`; None is the checkpoint's own.
-        offload: Whether to free each network after its stage. None frees those beside which the next would not fit.
+        offload: Which weights leave the device's memory. "stages" frees each network after its stage, and "none" frees
+            none. "blocks" keeps the blocks of all networks in the host's memory, and two of them on the device: while
+            one computes, the next one is copied. "blocks:N" keeps N on the device. None frees networks only if the next
+            would not fit.
         verify: Whether to compare a wanjax checkpoint with its checksums first, as `wanjax convert --verify` does.
-        progress: Receives (component, bytes read, bytes in all). None shows them with the stage that reads.
-        note: Receives sentences on merged LoRAs, and on the licence of weights to be downloaded. None warns instead.
+        progress: Called with (component, bytes read, total bytes). None shows them in the stage's progress bar.
+        note: Called with sentences about merged LoRAs and about the licence of weights before a download. None issues
+            warnings instead.
 
     Returns:
         The pipeline. Call it with a prompt for a video.
 
     Raises:
-        WanjaxError: The checkpoint, a LoRA, the decoder or the scheduler cannot be found or does not fit, or the mesh
-            or a dtype is impossible.
-        UnsupportedError: The named attention cannot be used here.
+        WanjaxError: The checkpoint, a LoRA, the decoder or the scheduler is missing or does not fit the model, or the
+            mesh or a dtype is invalid.
+        UnsupportedError: The attention cannot be used on this platform.
     """
     if not isinstance(model, str | Path):
         raise WanjaxError(f"model is {repr_short(model)}: give a name such as 'nano', a hub id, a folder or a file")
-    if offload is not None and not isinstance(offload, bool):
-        raise WanjaxError(f"offload is given as {repr_short(offload)}: give True, False or None")
+    offload = Offload.of(offload)
+    check_function(progress, "progress", "a component", "the bytes read", "the bytes of all")
+    check_function(note, "note", "a sentence")
     attention = None if attention is None else AttentionConfig.of(attention)
-    check_set(compiler)
+    check_option_set(compiler)
     dtype, vae_dtype = dtype_name(dtype), dtype_name(vae_dtype, "vae_dtype")
     param_dtype = dtype_name(param_dtype, "param_dtype")
     set_cache_folder()
     checkpoint = open_for_loading(model, revision, note)
-    if verify:
-        manifest.verify(checkpoint.source, progress or (lambda at, done, total: None))
-    checkpoint = with_options(checkpoint, _listed(lora), note, attention=attention, scheduler=scheduler)
-    admit_kernels(*_rare_kernels(checkpoint.model.spec.attention(checkpoint.attention or AUTO)))
-    tiny = None if decoder is None else DecoderFile.in_place_of(checkpoint.model.vae, decoder)
+    source = checkpoint.source
+    checkpoint = apply_options(checkpoint, _parse_loras(lora), note, attention=attention, scheduler=scheduler)
+    checkpoint = with_precision(checkpoint, precision)
+    attention_config = checkpoint.model.spec.attention(checkpoint.attention or AUTO)
+    admit_kernels(*_rare_kernels(attention_config, Precision.of(checkpoint.settings.precision)))
+    tiny_decoder = None if decoder is None else DecoderFile.replacing(checkpoint.model.vae, decoder)
     options = LoadOptions(
-        dtype, vae_dtype, param_dtype, checkpoint.attention, mesh, video, rules, compiler, offload, progress, tiny
+        dtype,
+        vae_dtype,
+        param_dtype,
+        checkpoint.attention,
+        mesh,
+        video,
+        rules,
+        compiler,
+        offload,
+        progress,
+        tiny_decoder,
     )
-    return _pipeline(checkpoint, options)
+    pipe = _make_pipeline(checkpoint, options)
+    if verify:  # the last check, because it reads all weights
+        manifest.verify(source, progress or (lambda component, done, total: None))
+    return pipe
 
 
-def _rare_kernels(attention: AttentionConfig) -> list[str]:
-    """Return the kernels of a model's attention that are not tried for every model."""
-    uses = {"sparse_linear_tpu": attention.sparse is not None, "flash_tpu_radial": attention.radial}
+def with_precision(outline: SomeOutline, precision: str | Precision | None) -> SomeOutline:
+    """Set the precision of a model.
+
+    Args:
+        outline: The model, with the precision in which its weights are stored.
+        precision: The precision, or None for the precision of the stored weights.
+
+    Raises:
+        WanjaxError: The precision is unknown, or its weights are stored in another one.
+        SettingError: The model does not offer it.
+    """
+    if precision is None:
+        return outline
+    name, stored = Precision.of(precision).name, outline.settings.precision
+    if stored not in (FLOATS.name, name):
+        raise WanjaxError(
+            f"precision is given as {name}, and the weights of {outline.settings.model} are stored as {stored}: "
+            "leave it out, or convert the original checkpoint again"
+        )
+    outline.family.check_precision(outline.model, settings := replace(outline.settings, precision=name))
+    return replace(outline, settings=settings)
+
+
+def _rare_kernels(attention: AttentionConfig, precision: Precision) -> list[str]:
+    """Return the kernels that a model's attention and precision need, and that are not tried for every model."""
+    uses = {
+        "sparse_linear_tpu": attention.sparse is not None,
+        "flash_tpu_radial": attention.radial,
+        "flash_tpu_int8": attention.qk is not None,
+        "quantized_matmul": precision.activations is not None,
+    }
     return [name for name, is_used in uses.items() if is_used]
 
 
@@ -162,58 +220,57 @@ class LoadOptions(NamedTuple):
     video: Mapping[str, Any] | None
     rules: str
     compiler: str
-    offload: bool | None
+    offload: Offload
     progress: Progress | None
     decoder: DecoderFile | None
 
 
-def _listed(loras: Loras) -> tuple[Lora, ...]:
-    """Parse LoRAs to values."""
-    several = loras if isinstance(loras, Sequence) and not isinstance(loras, str) else [loras]
-    for lora in several:
+def _parse_loras(loras: Loras) -> tuple[Lora, ...]:
+    """Parse the argument `lora` of `load`."""
+    entries = loras if isinstance(loras, Sequence) and not isinstance(loras, str) else [loras]
+    for lora in entries:
         if not isinstance(lora, str | Path | Lora):
-            raise WanjaxError(
-                f"a LoRA is given as {repr_short(lora)}: give the name of a file, such as 'style.safetensors:0.8'"
-            )
-    return tuple((lora if isinstance(lora, Lora) else Lora.parse(str(lora))).named() for lora in several)
+            raise WanjaxError(f"lora is {repr_short(lora)}: give the name of a file, such as 'style.safetensors:0.8'")
+    return tuple((lora if isinstance(lora, Lora) else Lora.parse(str(lora))).resolve_folder() for lora in entries)
 
 
-def _pipeline(checkpoint: Checkpoint, options: LoadOptions) -> Pipeline:
-    """Return the pipeline of a checkpoint, whose components are loaded at first use."""
+def _make_pipeline(checkpoint: Checkpoint, options: LoadOptions) -> Pipeline:
+    """Build the pipeline of a checkpoint; its components are loaded at first use."""
     param_dtype = options.param_dtype or checkpoint.param_dtype
     names = ("size", *schema(type(checkpoint.settings)))
     for name in sorted((options.video or {}).keys() - set(names)):
         raise unknown_keyword(name, names)
-    video = with_size(checkpoint.model, checkpoint.settings, checkpoint.sizes, options.video or {})
-    partitioner = _partitioner(checkpoint, options, video)
-    slow = "float32" if platform() == "cpu" else None
-    options = options._replace(dtype=options.dtype or slow or param_dtype, param_dtype=param_dtype)
-    sizes = _sizes(checkpoint, options, partitioner)
+    video = resolve_size(checkpoint.model, checkpoint.settings, checkpoint.sizes, options.video or {})
+    partitioner = _make_partitioner(checkpoint, options, video)
+    cpu_dtype = "float32" if device_platform() == "cpu" else None
+    options = options._replace(dtype=options.dtype or cpu_dtype or param_dtype, param_dtype=param_dtype)
+    sizes = _network_sizes(checkpoint, options, partitioner)
     settings = replace(
         checkpoint.settings,
         dtype=options.dtype or _stored_dtype(checkpoint.source, "transformer"),
-        vae_dtype=options.vae_dtype or slow or checkpoint.settings.vae_dtype,
+        vae_dtype=options.vae_dtype or cpu_dtype or checkpoint.settings.vae_dtype,
     )
     checkpoint = replace(checkpoint, settings=settings)
     _check_attention(options.attention or AUTO, checkpoint)
-    loaders = _loaders(checkpoint, options, partitioner)
+    loaders = _make_loaders(checkpoint, options, partitioner)
     networks = [name for name in loaders if name not in checkpoint.family.loaders]
-    shapes = {name: partial(_abstract, checkpoint, name, options, partitioner) for name in networks}
-    extra = _decoder(options.decoder, partitioner)
+    abstract_networks = {name: partial(_abstract_network, checkpoint, name, options, partitioner) for name in networks}
+    decoder_entries = _decoder(options.decoder, partitioner)
     components = Components(
-        {**loaders, **extra[0]},
-        _recorded_options(checkpoint, options, partitioner),
+        {**loaders, **decoder_entries[0]},
+        _options_metadata(checkpoint, options, partitioner),
         options.offload,
         sizes,
         checkpoint.source,
         checkpoint.family.networks,
-        {**shapes, **extra[1]},
+        {**abstract_networks, **decoder_entries[1]},
     )
     return Pipeline(components, checkpoint.model, settings, partitioner, options.compiler, checkpoint.sizes)
 
 
 def _decoder(decoder: DecoderFile | None, partitioner: Partitioner) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the loader and the shapes of a decoder in place of the autoencoder, by its name; nothing without one."""
+    """Return the loading function and the abstract network of a decoder that replaces the decoder of the VAE, by
+    component name. If there is no such decoder, both mappings are empty."""
     if decoder is None:
         return {}, {}
 
@@ -224,142 +281,235 @@ def _decoder(decoder: DecoderFile | None, partitioner: Partitioner) -> tuple[dic
     return {DECODER: load}, {DECODER: partial(decoder.shapes, partitioner)}
 
 
-def _sizes(checkpoint: Checkpoint, options: LoadOptions, partitioner: Partitioner) -> dict[str, int]:
+def _network_sizes(checkpoint: Checkpoint, options: LoadOptions, partitioner: Partitioner) -> dict[str, int]:
     """Return the bytes of the weights of each network whose shapes are known, as `bytes_needed` counts them.
 
-    Weights that are kept as they are stored are counted in bfloat16, because reading their dtype may need a download.
-    The autoencoder, which is small, is left out. Raises WanjaxError where a network is larger than the memory.
+    If weights keep their stored dtype they are counted in bfloat16, because reading the dtype may need a download. The
+    autoencoder is excluded, because it is small. Raises WanjaxError if a network is larger than the memory.
     """
     sizes: dict[str, int] = {}
     outline = replace(checkpoint, settings=replace(checkpoint.settings, dtype=options.dtype or "bfloat16"))
-    for name, net in _networks(checkpoint).items():
-        if not net.float32:
-            shapes = _shapes(outline, name, net, options.param_dtype or "bfloat16", options.attention, partitioner)
-            check_memory(checkpoint.settings.model, name, shapes)
+    for name, network_info in _known_networks(checkpoint).items():
+        if not network_info.float32:
+            make = partial(
+                _with_dtypes,
+                name=name,
+                network_info=network_info,
+                param_dtype=options.param_dtype or "bfloat16",
+                attention=options.attention,
+                partitioner=partitioner,
+            )
+            shapes = make(outline)
+            check_memory(checkpoint.settings.model, name, shapes, _rounded(outline, network_info, make))
             sizes[name] = memory.bytes_needed(shapes)
     return sizes
 
 
-def check_memory(model: str, component: str, network: nnx.Module) -> None:
-    """Raise WanjaxError, with what to do, where the weights of a network are larger than a device's whole memory.
+def _rounded(
+    checkpoint: SomeOutline, network_info: Network, make: Callable[[SomeOutline], nnx.Module]
+) -> Callable[[], nnx.Module] | None:
+    """Return a function that makes a network with weights of 8 bits, for `check_memory`.
 
-    The network may be given as shapes. Nothing is refused where the memory is unknown.
+    Args:
+        checkpoint: The checkpoint.
+        network_info: The network.
+        make: A function that makes the network of a checkpoint as shapes.
+
+    Returns:
+        The function; None if the network is rounded already, or has no projections that may be rounded.
+    """
+    if network_info.kind.full_precision is None or Precision.of(checkpoint.settings.precision).quantizes:
+        return None
+    try:
+        rounded = with_precision(checkpoint, WEIGHTS_OF_8_BITS)
+    except WanjaxError:
+        return None
+    return lambda: make(rounded)
+
+
+def check_memory(
+    model: str, component: str, network: nnx.Module, rounded: Callable[[], nnx.Module] | None = None
+) -> None:
+    """Raise WanjaxError with remedies if the weights of a network exceed the total memory of a device or of the host.
+
+    If the memory of a device is unknown, it is not checked. A remedy is named only if the network then fits.
+
+    Args:
+        model: The name of the model.
+        component: The name of the network.
+        network: The network, or its shapes.
+        rounded: Makes the same network with weights of 8 bits, as shapes; None if there is no such network.
     """
     device = local_devices()[0]
-    needed, available = memory.bytes_needed(network), memory.total_memory(device)
-    if available is None or needed <= available:
+    if device.platform != "cpu" and (on_host := host_bytes(network)) > (machine := memory.machine_memory()):
+        rounds = rounded is not None and host_bytes(rounded()) <= machine
+        raise WanjaxError(
+            f"the {component} of {model} needs {format_bytes(on_host)} of the host's memory for its offloaded blocks, "
+            f"and this machine has {format_bytes(machine)}: use "
+            f"{f'--precision {WEIGHTS_OF_8_BITS}, or ' if rounds else ''}a machine with more memory"
+        )
+    needed_bytes, available_bytes = memory.bytes_needed(network), memory.total_memory(device)
+    if available_bytes is None or needed_bytes <= available_bytes:
         return
     weights = jax.tree.leaves(nnx.state(network))
     remedies = []
-    if all(x.dtype.itemsize == 4 for x in weights) and needed <= 2 * available:
-        remedies.append(HALF)
+    if all(weight.dtype.itemsize == 4 for weight in weights) and needed_bytes <= 2 * available_bytes:
+        remedies.append(BFLOAT16_REMEDY)
+    remedies += _remedies(network, rounded, available_bytes, is_cpu=device.platform == "cpu")
     if device.platform != "cpu":
-        devices = math.ceil(sum(x.size * x.dtype.itemsize for x in weights) / available)
+        devices = math.ceil(sum(weight.size * weight.dtype.itemsize for weight in weights) / available_bytes)
         remedies.append(f"use a mesh whose sp · tp is {devices} or more")
-    if names := models_that_fit(available):
-        remedies.append(f"use {' or '.join(names)}, which fit")
-    dtypes = " and ".join(sorted({str(x.dtype) for x in weights}))
-    where = "this machine" if device.platform == "cpu" else f"each {device.device_kind}"
+    if fitting_models := models_that_fit(available_bytes):
+        remedies.append(f"use {' or '.join(fitting_models)}, which fit")
+    dtypes = " and ".join(sorted({str(weight.dtype) for weight in weights}))
+    device_text = "this machine" if device.platform == "cpu" else f"each {device.device_kind}"
     raise WanjaxError(
-        f"the {component} of {model} needs {in_bytes(needed)} of memory for its weights in {dtypes} where {where} has "
-        f"{in_bytes(available)}: {'; or '.join(remedies) or 'use more memory'}"
+        f"the {component} of {model} needs {format_bytes(needed_bytes)} of memory for its weights in {dtypes}, and "
+        f"{device_text} has {format_bytes(available_bytes)}: {'; or '.join(remedies) or 'use more memory'}"
     )
 
 
-def _networks(checkpoint: Checkpoint) -> dict[str, Network]:
-    """Return the networks of a checkpoint whose configs are known without a download."""
-    outline = checkpoint.preset.model.spec.networks if checkpoint.preset and checkpoint.preset.model else {}
-    configs, networks = {**outline, **checkpoint.model.spec.networks}, {}
+def _remedies(
+    network: nnx.Module, rounded: Callable[[], nnx.Module] | None, available_bytes: int, *, is_cpu: bool
+) -> list[str]:
+    """Return the remedies by a precision and by offloaded blocks with which a network fits: both only if neither does.
+
+    Args:
+        network: The network, or its shapes.
+        rounded: As in `check_memory`.
+        available_bytes: The memory of a device.
+        is_cpu: Whether the device is a CPU, whose memory is that of the host.
+    """
+    rounded_network = None if rounded is None else rounded()
+    sharded = any(len(x.sharding.device_set) > 1 for x in jax.tree.leaves(nnx.state(network)) if x.sharding)
+
+    def fits_offloaded(network: nnx.Module) -> bool:
+        if is_cpu or sharded or host_bytes(network):
+            return False
+        on_device, on_host = offloaded_bytes(network, DEFAULT_BLOCKS)
+        return on_host > 0 and on_device <= available_bytes and on_host <= memory.machine_memory()
+
+    remedies = []
+    if rounded_network is not None and memory.bytes_needed(rounded_network) <= available_bytes:
+        remedies.append(f"round its weights to 8 bits, with --precision {WEIGHTS_OF_8_BITS}")
+    if fits_offloaded(network):
+        remedies.append("keep its blocks in the host's memory, with --offload blocks")
+    if not remedies and rounded_network is not None and fits_offloaded(rounded_network):
+        remedies.append(
+            f"round its weights to 8 bits and keep its blocks in the host's memory, with --precision "
+            f"{WEIGHTS_OF_8_BITS} --offload blocks"
+        )
+    return remedies
+
+
+def _known_networks(checkpoint: Checkpoint) -> dict[str, Network]:
+    """Return the networks of a checkpoint whose configs can be read without a download."""
+    preset_configs = checkpoint.preset.model.spec.networks if checkpoint.preset and checkpoint.preset.model else {}
+    configs, networks = {**preset_configs, **checkpoint.model.spec.networks}, {}
     for name, component in checkpoint.source.components.items():
         if name in configs:
             networks[name] = checkpoint.family.network_of(configs[name])
-        elif name not in checkpoint.family.loaders and component.at_hand:
-            with suppress(WanjaxError):  # it is told when the network is loaded, if it is
+        elif name not in checkpoint.family.loaders and component.is_config_available:
+            with suppress(WanjaxError):  # raised again if the network is loaded
                 networks[name] = network(checkpoint.source, name, checkpoint.family.networks)
     return networks
 
 
-def _recorded_options(checkpoint: Checkpoint, options: LoadOptions, partitioner: Partitioner) -> dict[str, Any]:
-    """Return the options of loading that shape a video, for its metadata; without those left to the model."""
-    facts = {
+def _options_metadata(checkpoint: Checkpoint, options: LoadOptions, partitioner: Partitioner) -> dict[str, Any]:
+    """Return the explicit options of `load` that shape a video, for its metadata."""
+    entries = {
         "attention": options.attention,
         "param_dtype": options.param_dtype,
         "revision": checkpoint.source.revision,
     }
-    facts |= {"compiler": None if options.compiler == SAFE else options.compiler}
-    if options.mesh is not None and partitioner.single_device:  # which one device without a mesh may not be elsewhere
-        facts |= {"mesh": str(partitioner), "rules": partitioner.rules_name}
-    facts |= {DECODER: options.decoder and described(options.decoder.file)}
-    loras = [str(replace(lora, file=described(lora.file))) for lora in checkpoint.loras]
+    entries |= {"compiler": None if options.compiler == SAFE_SET else options.compiler}
+    if (
+        options.mesh is not None and partitioner.is_single_device
+    ):  # on other machines the default may be several devices
+        entries |= {"mesh": str(partitioner), "rules": partitioner.rules_name}
+    entries |= {DECODER: options.decoder and source_to_json(options.decoder.file)}
+    loras = [str(replace(lora, file=source_to_json(lora.file))) for lora in checkpoint.loras]
     return {
         name: value
-        for name, value in (facts | {"lora": loras, DIGESTS: _digests(checkpoint, options)}).items()
+        for name, value in (entries | {"lora": loras, DIGESTS_KEY: _digests(checkpoint, options)}).items()
         if value
     }
 
 
 def _digests(checkpoint: Checkpoint, options: LoadOptions) -> dict[str, str]:
-    """Return the digests of a checkpoint that may be replaced, of LoRAs and of a decoder, by their recorded names."""
+    """Return the digests of the local checkpoint, LoRAs and decoder, by the paths that the metadata has for them."""
     source, name = checkpoint.source, checkpoint.settings.model
-    read = {described(lora.file): lora.path for lora in source.loras}
+    paths = {source_to_json(lora.file): lora.path for lora in source.loras}
     if source.revision is None and name not in presets():
         path, root = Path(name).expanduser(), source.root
-        read |= {str(path): root} | {str(path.with_name(x)): root.with_name(x) for x in companion_files(path.name)}
+        paths |= {str(path): root} | {
+            str(path.with_name(companion)): root.with_name(companion) for companion in companion_files(path.name)
+        }
     if options.decoder is not None:
-        read[described(options.decoder.file)] = options.decoder.file
-    return {name: digest for name, path in read.items() if (digest := digest_of(path)) is not None}
+        paths[source_to_json(options.decoder.file)] = options.decoder.file
+    return {name: digest for name, path in paths.items() if (digest := digest_of(path)) is not None}
 
 
 def _check_attention(attention: AttentionConfig, outline: Outline) -> None:
-    """Raise UnsupportedError, before weights are read, where the named attention cannot be used here."""
-    work = outline.model.cost(outline.settings)
-    some = jax.ShapeDtypeStruct((1, 256, work.heads, work.width // work.heads), outline.settings.dtype)
-    choose(some, some, some, implementation=attention)
+    """Raise UnsupportedError, before weights are read, if the attention cannot be used on this platform."""
+    cost = outline.model.cost(outline.settings)
+    query_shape = jax.ShapeDtypeStruct((1, 256, cost.heads, cost.width // cost.heads), outline.settings.dtype)
+    choose(query_shape, query_shape, query_shape, implementation=attention)
 
 
-def _partitioner(checkpoint: Checkpoint, options: LoadOptions, video: Settings) -> Partitioner:
-    """Return the mesh and its rules. "auto" chooses a mesh for a video of these settings."""
-    mesh, rules = options.mesh, find_rules(options.rules)
+def _make_partitioner(checkpoint: Checkpoint, options: LoadOptions, video: Settings) -> Partitioner:
+    """Return the mesh and its rules. "auto" chooses a mesh for a video with these settings."""
+    mesh, rules = options.mesh, find_sharding_rules(options.rules)
     devices = all_devices()
-    if mesh is None and platform() != "cpu" and len(devices) > 1:
+    if mesh is None and device_platform() != "cpu" and len(devices) > 1:
         mesh = AutoMesh()
     mesh = parse_mesh(mesh) if isinstance(mesh, str) else mesh
+    mesh = None if isinstance(mesh, AutoMesh) and options.offload.blocks else mesh
     if isinstance(mesh, AutoMesh):
-        how = {"attention": options.attention or AUTO, "rules": rules, "offload": options.offload}
-        how |= {"param_dtype": options.param_dtype or checkpoint.param_dtype}
-        chosen = auto_mesh(step_cost(checkpoint.family, checkpoint.model, video, **how), devices, mesh.sp)
-        mesh = make_mesh(*chosen, devices=devices[: math.prod(chosen)])
+        cost_options = {"attention": options.attention or AUTO, "rules": rules, "offload": options.offload}
+        cost_options |= {"param_dtype": options.param_dtype or checkpoint.param_dtype}
+        mesh_sizes = auto_mesh(step_cost(checkpoint.family, checkpoint.model, video, **cost_options), devices, mesh.sp)
+        mesh = make_mesh(*mesh_sizes, devices=devices[: math.prod(mesh_sizes)])
     elif isinstance(mesh, MeshSizes):
         mesh = make_mesh(*mesh)
     elif not isinstance(mesh, Mesh | None):
-        raise WanjaxError(f"the mesh is given as {repr_short(mesh)}: give wanjax.make_mesh(dp=2, tp=4) or 'auto'")
-    return Partitioner(make_mesh(devices=local_devices()[:1]) if mesh is None else mesh, rules)
+        raise WanjaxError(f"mesh is {repr_short(mesh)}: give wanjax.make_mesh(dp=2, tp=4) or 'auto'")
+    mesh = make_mesh(devices=local_devices()[:1]) if mesh is None else mesh
+    options.offload.check_devices(mesh.size)
+    return Partitioner(mesh, rules, num_device_blocks=options.offload.blocks)
 
 
-def _loaders(
+def _make_loaders(
     checkpoint: Checkpoint, options: LoadOptions, partitioner: Partitioner
 ) -> Mapping[str, Callable[[MakeRoom], Any]]:
-    """Return a function for each component that the checkpoint lists, which loads it."""
+    """Return a loading function for each component of the checkpoint."""
     source, loaders = checkpoint.source, checkpoint.family.loaders
 
     def load(name: str, make_room: MakeRoom) -> Any:
         if name in loaders:
             return loaders[name](source[name].files()[0].parent)
-        read = network(checkpoint.source, name, checkpoint.family.networks)
-        shapes = _abstract(checkpoint, name, options, partitioner)
-        check_memory(checkpoint.settings.model, name, shapes)
-        make_room(shapes)
-        report = partial(options.progress or loading, name)
-        return source[name].load(shapes, read.rules, ignore=read.unused, progress=report)
+        network_info = network(checkpoint.source, name, checkpoint.family.networks)
+        abstract_network = _abstract_network(checkpoint, name, options, partitioner)
+        check_memory(
+            checkpoint.settings.model,
+            name,
+            abstract_network,
+            _rounded(checkpoint, network_info, lambda rounded: _abstract_network(rounded, name, options, partitioner)),
+        )
+        make_room(abstract_network)
+        report_progress = partial(options.progress or loading, name)
+        return source[name].load(
+            abstract_network, network_info.rules, ignore=network_info.unused, progress=report_progress
+        )
 
     return {name: partial(load, name) for name in source.components if name != "scheduler"}
 
 
-def _abstract(checkpoint: Checkpoint, name: str, options: LoadOptions, partitioner: Partitioner) -> nnx.Module:
-    """Return a network of a checkpoint as shapes with shardings, as it will be loaded."""
-    read = network(checkpoint.source, name, checkpoint.family.networks)
-    param_dtype = "float32" if read.float32 else options.param_dtype or _stored_dtype(checkpoint.source, name)
-    return _shapes(checkpoint, name, read, param_dtype, options.attention, partitioner)
+def _abstract_network(checkpoint: Checkpoint, name: str, options: LoadOptions, partitioner: Partitioner) -> nnx.Module:
+    """Return the abstract network, with dtypes and shardings, into which a component will be loaded."""
+    network_info = network(checkpoint.source, name, checkpoint.family.networks)
+    param_dtype = "float32" if network_info.float32 else options.param_dtype or _stored_dtype(checkpoint.source, name)
+    return _with_dtypes(checkpoint, name, network_info, param_dtype, options.attention, partitioner)
 
 
 def abstract_pipeline(
@@ -368,13 +518,13 @@ def abstract_pipeline(
     *,
     param_dtype: str | None = None,
     attention: AttentionConfig = AUTO,
-    compiler: str = SAFE,
-    offload: bool | None = None,
+    compiler: str = SAFE_SET,
+    offload: Offload = AUTO_OFFLOAD,
     decoder: DecoderFile | None = None,
 ) -> Pipeline:
-    """Return the pipeline of an outline, whose networks are shapes: for plans, which load and download nothing.
+    """Build a pipeline of abstract networks for a plan. Nothing is loaded or downloaded.
 
-    The networks compute in the settings' dtype, and prompts have the length that the family gives.
+    The networks compute in the settings' dtype, and prompts are padded to the family's length.
 
     Args:
         outline: The model without its weights.
@@ -389,39 +539,49 @@ def abstract_pipeline(
     family, preset, model, settings = outline.family, outline.preset, outline.model, outline.settings
     weights_dtype = param_dtype or (preset.param_dtype if preset and preset.model else settings.dtype)
 
-    def make(name: str) -> nnx.Module:
-        net = family.network_of(model.spec.networks[name])
-        return _shapes(outline, name, net, weights_dtype, attention, partitioner)
+    def make_network(name: str) -> nnx.Module:
+        network_info = family.network_of(model.spec.networks[name])
+        return _with_dtypes(outline, name, network_info, weights_dtype, attention, partitioner)
 
-    shapes = {name: partial(make, name) for name in model.spec.networks}
-    others: dict[str, Any] = {name: NoTokenizer(*sizes) for name, sizes in family.prompt(model).items()}
-    if (seen := model.spec.networks.get("image_encoder")) is not None:
-        others |= {name: NoProcessor(seen.image_size) for name in family.loaders if name not in others}
+    shapes = {name: partial(make_network, name) for name in model.spec.networks}
+    processors: dict[str, Any] = {name: PlaceholderTokenizer(*sizes) for name, sizes in family.prompt(model).items()}
+    if (image_encoder := model.spec.networks.get("image_encoder")) is not None:
+        processors |= {
+            name: PlaceholderImageProcessor(image_encoder.image_size)
+            for name in family.loaders
+            if name not in processors
+        }
     shapes |= _decoder(decoder, partitioner)[1]
-    loaders = {name: (lambda room, x=x: x) for name, x in others.items()} | {name: lambda room: None for name in shapes}
+    loaders = {name: (lambda room, processor=processor: processor) for name, processor in processors.items()} | {
+        name: lambda room: None for name in shapes
+    }
     components = Components(loaders, offload=offload, shapes=shapes, kinds=family.networks)
     return Pipeline(components, model, settings, partitioner, compiler, outline.sizes)
 
 
-def _shapes(
+def _with_dtypes(
     outline: Outline,
     name: str,
-    net: Network,
+    network_info: Network,
     param_dtype: str,
     attention: AttentionConfig | None,
     partitioner: Partitioner,
 ) -> nnx.Module:
-    """Return a network as shapes with shardings; `param_dtype` is the dtype of its weights unless it is in float32."""
+    """Return an abstract network with shardings. The weights have `param_dtype`, unless the network stays in
+    float32."""
     settings, options = outline.settings, {}
     if name in outline.model.spec.denoisers:
         options = {"attention": attention or AUTO}
     dtype = settings.dtype
-    if net.float32:
+    if network_info.float32:
         dtype, param_dtype = settings.vae_dtype if name == "vae" else "float32", "float32"
-    return with_shardings(net.abstract(dtype=dtype, param_dtype=param_dtype, **options), partitioner)
+    precision = Precision.of(settings.precision)
+    network = network_info.abstract(dtype=dtype, param_dtype=param_dtype, precision=precision, **options)
+    return with_shardings(network, partitioner)
 
 
 def _stored_dtype(source: Source, name: str) -> str:
-    """Return the dtype of most of a network's bytes if it is bfloat16 or float32, else float32."""
+    """Return the dtype of the largest part of a network's stored weights. If this dtype is neither bfloat16 nor
+    float32, return float32."""
     dtype = main_dtype(source[name].weights().specs.values())
     return dtype if dtype in ("bfloat16", "float32") else "float32"

@@ -7,12 +7,13 @@ and activations, and rules map these names to mesh axes. There are three sets of
 
 - `fsdp`: weights are stored sharded and gathered before use; activations are sharded by tokens. Only attention needs
   the tokens of other devices.
-- `tp`: weights stay sharded, by columns and then by rows (Shoeybi et al., Megatron-LM, 2019). Between the two,
-  activations are sharded by heads or by the width inside the MLP; elsewhere by tokens (Korthikanti et al., 2022).
+- `tp`: weights stay sharded: the first projection of attention or the MLP by columns, the second by rows (Shoeybi et
+  al., Megatron-LM, 2019). Inside attention, activations are sharded by heads; inside the MLP, by its width; elsewhere,
+  by tokens (Korthikanti et al., 2022).
 - `replicated`: every device holds all weights, so no weights are sent; activations are sharded by tokens.
 
-There is always a mesh. Outside `use(partitioner)` it has a single device, and `constrain`, `shard_tokens`, `replicate`
-and `gather_weight` return their input.
+There is always a mesh. Outside `use_partitioner(...)` it has a single device, and `constrain`, `shard_tokens`,
+`replicate` and `gather_weight` return their input.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,50 +32,51 @@ import jax.numpy as jnp
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from wanjax.errors import WanjaxError, repr_short
-from wanjax.figures import mesh_text, quantity
+from wanjax.errors import WanjaxError, install_extra, repr_short
+from wanjax.figures import format_mesh, pluralize
 
 MESH_AXES = ("dp", "sp", "tp")
-TILE = 16  # rows of a bfloat16 tile on TPUs; shards made of full tiles are concatenated without a copy
+HOST_MEMORY_KIND = "pinned_host"  # JAX's name of host memory from which a device copies directly
+TILE_ROWS = 16  # the rows of a bfloat16 tile on TPUs; shards of complete tiles can be concatenated without a copy
 Axes = Sequence[str | None]
 
 
 @dataclass(frozen=True)
-class Rules:
-    """The mesh axes that each logical axis may be sharded over.
+class ShardingRules:
+    """Sharding rules: the mesh axes over which each logical axis may be sharded.
 
     Earlier entries have priority, and a mesh axis shards at most one logical axis.
 
     Attributes:
         weights: Mesh axes for the logical axes of weights.
         activations: Mesh axes for the logical axes of activations.
-        gathered: True if weights are gathered before use.
+        gather_weights: True if weights are gathered before use.
     """
 
     weights: Mapping[str, tuple[str, ...]]
     activations: Mapping[str, tuple[str, ...]]
-    gathered: bool
+    gather_weights: bool
 
     def __hash__(self) -> int:
-        return hash((tuple(self.weights.items()), tuple(self.activations.items()), self.gathered))
+        return hash((tuple(self.weights.items()), tuple(self.activations.items()), self.gather_weights))
 
 
-VIDEO = ("batch", "frames", "height", "width", None)  # logical axes of an autoencoder's frames
+VIDEO_AXES = ("batch", "frames", "height", "width", None)  # the logical axes of an autoencoder's frames
 _BY_TOKENS = {"batch": ("dp",), "length": ("sp", "tp")}
 _BY_PIXELS = {"width": MESH_AXES, "height": MESH_AXES}  # an autoencoder's frames are sharded over all devices
-RULES: Mapping[str, Rules] = MappingProxyType(
+SHARDING_RULES: Mapping[str, ShardingRules] = MappingProxyType(
     {
-        "fsdp": Rules(
+        "fsdp": ShardingRules(
             weights={"heads": ("sp", "tp"), "mlp": ("sp", "tp"), "vocab": ("sp", "tp")},
             activations={**_BY_TOKENS, **_BY_PIXELS},
-            gathered=True,
+            gather_weights=True,
         ),
-        "tp": Rules(
+        "tp": ShardingRules(
             weights={"heads": ("tp",), "mlp": ("tp",), "vocab": ("tp",)},
             activations={"batch": ("dp",), "heads": ("tp",), "mlp": ("tp",), "length": ("sp", "tp"), **_BY_PIXELS},
-            gathered=False,
+            gather_weights=False,
         ),
-        "replicated": Rules(weights={}, activations={**_BY_TOKENS, **_BY_PIXELS}, gathered=False),
+        "replicated": ShardingRules(weights={}, activations={**_BY_TOKENS, **_BY_PIXELS}, gather_weights=False),
     }
 )
 
@@ -84,22 +86,25 @@ class Partitioner:
     """A mesh and its rules, which decide how each array is sharded.
 
     Attributes:
-        mesh: The mesh; abstract for a program that is only traced.
+        mesh: The mesh; abstract if programs are only traced.
         rules: The sharding rules.
-        coarsest: The height and width of an autoencoder's smallest frames. Larger frames are sharded in a way that
-            divides these evenly too.
+        smallest_frame: The height and width of an autoencoder's smallest frames. Larger frames get a sharding that also
+            divides the smallest frames evenly.
+        num_device_blocks: The number of blocks of a stack that are on the device at a time, while the stack stays in
+            the host's memory; 0 keeps it on the device.
     """
 
     mesh: Mesh | AbstractMesh
-    rules: Rules
-    coarsest: tuple[int, int] | None = None
+    rules: ShardingRules
+    smallest_frame: tuple[int, int] | None = None
+    num_device_blocks: int = 0
 
     def __str__(self) -> str:
         """The mesh as `parse_mesh` reads it."""
-        return mesh_text(self.mesh.shape)
+        return format_mesh(self.mesh.shape)
 
     @property
-    def single_device(self) -> bool:
+    def is_single_device(self) -> bool:
         """True for a mesh of one device, where nothing is sharded."""
         return self.mesh.size == 1
 
@@ -110,44 +115,50 @@ class Partitioner:
 
     @property
     def replicated(self) -> NamedSharding:
-        """The sharding of an array that every device holds completely."""
+        """The sharding of an array that every device holds in full."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
     def rules_name(self) -> str:
-        """The name of the rules in `RULES`."""
-        return next(name for name, rules in RULES.items() if rules == self.rules)
+        """The name of the rules in `SHARDING_RULES`."""
+        return next(name for name, rules in SHARDING_RULES.items() if rules == self.rules)
 
-    def size(self, axes: str | tuple[str, ...] | None) -> int:
-        """The number of devices along an axis of the mesh, or along several axes together."""
+    def axis_size(self, axes: str | tuple[str, ...] | None) -> int:
+        """Return the number of devices along an axis of the mesh, or along several axes together."""
         return prod(self.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
 
-    def activation(self, axes: Axes, shape: Sequence[int]) -> PartitionSpec:
-        """The sharding of an activation of this shape, by the logical names of its axes."""
-        return self._spec(self.rules.activations, axes, shape)
+    def activation_spec(self, axes: Axes, shape: Sequence[int]) -> PartitionSpec:
+        """Return the sharding of an activation of this shape, by the logical names of its axes."""
+        return self._best_spec(self.rules.activations, axes, shape)
 
-    def weight(self, axes: Axes, shape: Sequence[int]) -> NamedSharding:
-        """The sharding of a stored weight. Vectors are replicated if the rules gather weights before use."""
+    def weight_sharding(self, axes: Axes, shape: Sequence[int]) -> NamedSharding:
+        """Return the sharding of a stored weight. Vectors are replicated if the rules gather weights before use.
+
+        With `num_device_blocks`, the matrices of stacks are in the host's memory: weights of which at least two axes
+        have names.
+        """
         is_vector = sum(axis != "layers" for axis in axes) < 2
-        rules = {} if is_vector and self.rules.gathered else self.rules.weights
-        return NamedSharding(self.mesh, self._spec(rules, axes, shape))
+        rules = {} if is_vector and self.rules.gather_weights else self.rules.weights
+        memory_kind = HOST_MEMORY_KIND if self.num_device_blocks and is_offloadable(axes) else None
+        return NamedSharding(self.mesh, self._best_spec(rules, axes, shape), memory_kind=memory_kind)
 
-    def shard_map(self, function: Callable[..., Any], specs: tuple[Any, ...], out: Any) -> Callable[..., Any]:
-        """Map a function over the shards of its arguments; return it unchanged on one device."""
-        if self.single_device:
+    def shard_map(self, function: Callable[..., Any], in_specs: tuple[Any, ...], out_specs: Any) -> Callable[..., Any]:
+        """Map a function over the shards of its arguments. On one device the function is unchanged."""
+        if self.is_single_device:
             return function
-        # kernels do not declare along which mesh axes their results vary, so `check_vma` would fail
-        return jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=out, check_vma=False)
+        # `check_vma` would fail, because kernels do not declare along which mesh axes their results vary
+        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
-    def _spec(self, rules: Mapping[str, tuple[str, ...]], axes: Axes, shape: Sequence[int]) -> PartitionSpec:
+    def _best_spec(self, rules: Mapping[str, tuple[str, ...]], axes: Axes, shape: Sequence[int]) -> PartitionSpec:
         """Pick the even sharding that uses the most devices.
 
-        Ties go to a sharding that divides `coarsest` too, then to the order of the rules. So all resolutions of an
-        autoencoder have the same sharding, and no frames are sent between devices.
+        If several shardings use equally many devices, prefer one that also divides `smallest_frame`, and then follow
+        the order of the rules. All resolutions of an autoencoder then have the same sharding, so frames stay on their
+        devices.
         """
-        mesh_axes = [axis for axis in MESH_AXES if self.size(axis) > 1]
+        mesh_axes = [axis for axis in MESH_AXES if self.axis_size(axis) > 1]
         sharded_dims = [axes.index(name) for name in rules if name in axes]
-        # for each mesh axis: the dimensions that it may shard, or None to leave it unused
+        # for each mesh axis: the dimensions that it may shard, and None for leaving the axis unused
         dim_choices = [[dim for dim in sharded_dims if axis in rules[axes[dim] or ""]] + [None] for axis in mesh_axes]
         candidates = (
             [
@@ -156,108 +167,123 @@ class Partitioner:
             ]
             for assignment in product(*dim_choices)
         )
-        best = max(candidates, key=lambda candidate: self._score(candidate, axes, shape))
+        best = max(candidates, key=lambda candidate: self._score_sharding(candidate, axes, shape))
         return PartitionSpec(*(dim_axes or None for dim_axes in best))
 
-    def _score(self, candidate: Sequence[tuple[str, ...]], axes: Axes, shape: Sequence[int]) -> tuple[int, bool]:
-        """Score a sharding: its number of devices (0 if it is uneven), and whether it divides `coarsest`."""
-        shard_counts = [self.size(dim_axes) for dim_axes in candidate]
+    def _score_sharding(
+        self, candidate: Sequence[tuple[str, ...]], axes: Axes, shape: Sequence[int]
+    ) -> tuple[int, bool]:
+        """Score a sharding: its number of devices (0 if it is uneven), and whether it divides `smallest_frame`."""
+        shard_counts = [self.axis_size(dim_axes) for dim_axes in candidate]
         is_even = all(n % count == 0 for n, count in zip(shape, shard_counts, strict=True))
         count_of_axis = dict(zip(axes, shard_counts, strict=True))
-        coarsest_sides = zip(("height", "width"), self.coarsest or (), strict=False)
-        divides_coarsest = all(n % count_of_axis.get(name, 1) == 0 for name, n in coarsest_sides)
-        return prod(shard_counts) if is_even else 0, divides_coarsest
+        smallest_sides = zip(("height", "width"), self.smallest_frame or (), strict=False)
+        divides_smallest = all(n % count_of_axis.get(name, 1) == 0 for name, n in smallest_sides)
+        return prod(shard_counts) if is_even else 0, divides_smallest
 
 
 def abstract_partitioner(dp: int = 1, sp: int = 1, tp: int = 1) -> Partitioner:
     """Make a partitioner with an abstract mesh, which needs no devices."""
-    return Partitioner(AbstractMesh((dp, sp, tp), MESH_AXES, axis_types=(AxisType.Auto,) * 3), RULES["fsdp"])
+    return Partitioner(AbstractMesh((dp, sp, tp), MESH_AXES, axis_types=(AxisType.Auto,) * 3), SHARDING_RULES["fsdp"])
 
 
-ONE_DEVICE = abstract_partitioner()
-_current: ContextVar[Partitioner] = ContextVar("partitioner", default=ONE_DEVICE)
-_constraints: ContextVar["Constraints | None"] = ContextVar("constraints", default=None)
+ONE_DEVICE_PARTITIONER = abstract_partitioner()
+_partitioner_in_use: ContextVar[Partitioner] = ContextVar("partitioner", default=ONE_DEVICE_PARTITIONER)
+_collected_constraints: ContextVar["ShardingConstraints | None"] = ContextVar("constraints", default=None)
 
 
-def current() -> Partitioner:
+def current_partitioner() -> Partitioner:
     """Return the partitioner in use."""
-    return _current.get()
+    return _partitioner_in_use.get()
 
 
 @contextmanager
-def use(partitioner: Partitioner) -> Iterator[None]:
-    """Use a partitioner within the block. A function that `jax.jit` traces there must not run with another one."""
-    token = _current.set(partitioner)
+def use_partitioner(partitioner: Partitioner) -> Iterator[None]:
+    """Use a partitioner within the block.
+
+    A function that `jax.jit` traces in the block must not run with another partitioner.
+    """
+    token = _partitioner_in_use.set(partitioner)
     try:
         yield
     finally:
-        _current.reset(token)
+        _partitioner_in_use.reset(token)
 
 
 @contextmanager
-def aligned_to(height: int, width: int) -> Iterator[None]:
-    """Within the block, prefer shardings that also divide (height, width) evenly, if they use as many devices."""
-    with use(replace(current(), coarsest=(height, width))):
+def align_shardings(height: int, width: int) -> Iterator[None]:
+    """Within the block, prefer shardings that also divide (height, width) evenly if they use equally many devices."""
+    with use_partitioner(replace(current_partitioner(), smallest_frame=(height, width))):
         yield
 
 
-class Constraints:
+class ShardingConstraints:
     """The shardings to which a program constrains its arrays while it is traced."""
 
     def __init__(self) -> None:
         self._arrays: dict[
             int, tuple[jax.Array, PartitionSpec]
-        ] = {}  # by `id`, which stays valid while the array is stored here
+        ] = {}  # the keys are the arrays' `id`s, which stay unique while the arrays are stored
 
     def add(self, x: jax.Array, spec: PartitionSpec) -> None:
         self._arrays[id(x)] = x, spec
 
     def spec_of(self, x: Any) -> PartitionSpec | None:
-        """Return the sharding of a constrained array, or None if the compiler chooses it."""
+        """Return the sharding of an array, or None if it is not constrained."""
         return self._arrays[id(x)][1] if id(x) in self._arrays else None
 
 
 @contextmanager
-def collect_constraints() -> Iterator[Constraints]:
-    """Collect the shardings that the `with` block constrains arrays to."""
-    token = _constraints.set(constraints := Constraints())
+def collect_constraints() -> Iterator[ShardingConstraints]:
+    """Within the block, collect the shardings of constrained arrays."""
+    token = _collected_constraints.set(constraints := ShardingConstraints())
     try:
         yield constraints
     finally:
-        _constraints.reset(token)
+        _collected_constraints.reset(token)
 
 
 def constrain_to(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     """Constrain x to a sharding on the mesh in use; return it unchanged on one device."""
-    partitioner = current()
-    if not partitioner.single_device:
+    partitioner = current_partitioner()
+    if not partitioner.is_single_device:
         x = jax.lax.with_sharding_constraint(x, NamedSharding(partitioner.mesh, spec))
-        if (constraints := _constraints.get()) is not None:
+        if (constraints := _collected_constraints.get()) is not None:
             constraints.add(x, spec)
     return x
 
 
 def constrain(x: jax.Array, axes: Axes) -> jax.Array:
     """Constrain x to the sharding that follows from the logical names of its axes."""
-    return constrain_to(x, current().activation(axes, x.shape))
+    return constrain_to(x, current_partitioner().activation_spec(axes, x.shape))
 
 
 def num_shards(axes: Axes, shape: Sequence[int]) -> int:
     """Return the number of shards of an activation of this shape."""
-    partitioner = current()
-    return prod(partitioner.size(mesh_axes) for mesh_axes in partitioner.activation(axes, shape))
+    partitioner = current_partitioner()
+    return prod(partitioner.axis_size(mesh_axes) for mesh_axes in partitioner.activation_spec(axes, shape))
 
 
 def shard_tokens(x: jax.Array, axes: Axes) -> jax.Array:
-    """Pad the axis `length` with zero tokens so that it divides evenly over devices, and shard it.
+    """Pad the axis `length` with zero tokens until its length divides evenly over devices, and shard the axis.
 
-    Attention needs the number of real tokens as its `keys`.
+    Attention needs the number of real tokens, in its argument `keys`.
     """
-    partitioner = current()
-    axis, devices = list(axes).index("length"), partitioner.size(("sp", "tp"))
-    is_long = x.shape[axis] >= TILE**2 * devices  # padding to full tiles adds at most one sixteenth
-    has_all_to_all = partitioner.size("tp") > 1  # an all-to-all concatenates shards; ring attention does not
-    return constrain(pad_to(x, axis, TILE * devices if is_long and has_all_to_all else devices), axes)
+    partitioner = current_partitioner()
+    axis, num_devices = list(axes).index("length"), partitioner.axis_size(("sp", "tp"))
+    is_long = x.shape[axis] >= TILE_ROWS**2 * num_devices  # pad to full tiles only if this adds at most one sixteenth
+    has_all_to_all = partitioner.axis_size("tp") > 1  # an all-to-all concatenates shards, so full tiles matter
+    return constrain(pad_to(x, axis, TILE_ROWS * num_devices if is_long and has_all_to_all else num_devices), axes)
+
+
+def is_offloadable(axes: Axes) -> bool:
+    """Return whether a weight with these logical axes goes to the host's memory if blocks are offloaded."""
+    return "layers" in axes and sum(axis not in ("layers", None) for axis in axes) > 1
+
+
+def is_in_host_memory(x: Any) -> bool:
+    """Return whether an array or shape is in the host's memory, for a device to copy when it is needed."""
+    return getattr(x.sharding, "memory_kind", None) == HOST_MEMORY_KIND
 
 
 def replicate(tree: Any) -> Any:
@@ -267,7 +293,7 @@ def replicate(tree: Any) -> Any:
 
 def gather_weight(weight: jax.Array) -> jax.Array:
     """Gather a weight on every device if the rules require it."""
-    return replicate(weight) if current().rules.gathered else weight
+    return replicate(weight) if current_partitioner().rules.gather_weights else weight
 
 
 def pad_to(x: jax.Array, axis: int, multiple: int) -> jax.Array:
@@ -281,7 +307,7 @@ _substitute_devices: list[Any] = []
 
 @contextmanager
 def substitute_devices(devices: Sequence[Any]) -> Iterator[None]:
-    """Within the block, compile for these devices in place of the real ones."""
+    """Within the block, compile for these devices instead of the real devices."""
     _substitute_devices[:] = devices
     try:
         yield
@@ -299,7 +325,7 @@ def all_devices() -> list[Any]:
     return list(_substitute_devices) or jax.devices()
 
 
-def platform() -> str:
+def device_platform() -> str:
     """Return the platform of the devices, such as "cpu".
 
     Raises:
@@ -314,60 +340,67 @@ def platform() -> str:
         cause = " ".join(str(error).partition(" (set JAX_PLATFORMS")[0].split()).rstrip(".")
         reason = cause or f"there is no device of {platforms}, or no plugin for it"
         if "tpu" in str(platforms).split(",") and find_spec("libtpu") is None:
-            reason = "libtpu is missing: install wanjax[tpu]"
+            reason = f"libtpu is missing: {install_extra('tpu')}"
         raise WanjaxError(
-            f"JAX cannot use JAX_PLATFORMS={platforms} here ({reason}): without JAX_PLATFORMS it uses what it finds"
+            f"JAX cannot use JAX_PLATFORMS={platforms} here ({reason}): without JAX_PLATFORMS, JAX finds its devices"
         ) from error
 
 
-def make_mesh(dp: int = 1, sp: int = 1, tp: int = 1, *, devices: Sequence[Any] | None = None) -> Mesh:
+def make_mesh(
+    dp: int = 1, sp: int = 1, tp: int = 1, *, devices: Sequence[Any] | None = None, **unknown_axes: Any
+) -> Mesh:
     """Make a mesh of devices. Its last axes connect neighbouring chips.
 
     Args:
         dp: The size of the axis for batches, and for the two prompts of guidance.
         sp: The size of the axis for the sequence.
         tp: The size of the axis for heads, and for the other sharded axes of weights.
-        devices: The devices to use; None uses all of JAX's.
+        devices: The devices to use; None uses all devices of JAX.
+        **unknown_axes: Not accepted. The error names the axes that exist.
 
     Returns:
         The mesh, for `wanjax.load(..., mesh=...)`.
 
     Raises:
-        WanjaxError: The product of the axes is not the number of devices, or JAX has no devices.
+        WanjaxError: An axis does not exist, JAX has no devices, or the product of the axes is not their number.
     """
+    for axis in unknown_axes:
+        raise WanjaxError(f"a mesh has no axis {axis!r}: use {', '.join(MESH_AXES)}, as in make_mesh(dp=2, tp=4)")
+    if not isinstance(devices, Sequence | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise WanjaxError(f"devices must be a list of devices, got {repr_short(devices)}: give jax.devices()")
     for axis, size in zip(MESH_AXES, (dp, sp, tp), strict=True):
         if isinstance(size, bool) or not isinstance(size, Integral):
             raise WanjaxError(f"{axis} is {repr_short(size)}: give a whole number, as in make_mesh(dp=2, tp=4)")
     if devices is None:
-        platform()  # raises WanjaxError for a mistake in JAX_PLATFORMS
+        device_platform()  # raises WanjaxError for an invalid JAX_PLATFORMS
         devices = all_devices()
     sizes: dict[str, int] = dict(zip(MESH_AXES, (dp, sp, tp), strict=True))
     if dp < 1 or sp < 1 or tp < 1:
-        raise WanjaxError(f"the mesh {mesh_text(sizes)} has an axis below 1: every axis must be at least 1")
+        raise WanjaxError(f"the mesh {format_mesh(sizes)} has an axis below 1: every axis must be at least 1")
     if dp * sp * tp != len(devices):
         raise WanjaxError(
-            f"the mesh {mesh_text(sizes)} needs {quantity(dp * sp * tp, 'device')}, and there are {len(devices)}: "
+            f"the mesh {format_mesh(sizes)} needs {pluralize(dp * sp * tp, 'device')}, and there are {len(devices)}: "
             f"dp · sp · tp must be {len(devices)}"
         )
-    return arrange(devices, sizes)
+    return arrange_mesh(devices, sizes)
 
 
-def arrange(devices: Sequence[Any], axes: Mapping[str, int]) -> Mesh:
-    """Make a mesh of the given axis sizes; its last axes connect neighbouring chips as far as the topology allows."""
+def arrange_mesh(devices: Sequence[Any], axes: Mapping[str, int]) -> Mesh:
+    """Make a mesh of the given axis sizes. Its last axes connect neighbouring chips if the topology allows this."""
     sizes = tuple(axes.values())
-    # on 4 × 4 chips an axis of 8 needs half of a physical axis, which JAX splits only if allowed
+    # on 4 × 4 chips an axis of size 8 needs half of a physical axis; JAX must be allowed to split it
     device_array = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
     return Mesh(device_array, tuple(axes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def one_device() -> Partitioner:
+def one_device_partitioner() -> Partitioner:
     """Make a partitioner for JAX's first device."""
-    platform()
-    return Partitioner(make_mesh(devices=jax.local_devices()[:1]), RULES["fsdp"])
+    device_platform()
+    return Partitioner(make_mesh(devices=jax.local_devices()[:1]), SHARDING_RULES["fsdp"])
 
 
-def find_rules(name: str) -> Rules:
-    """Look up rules by name; raise WanjaxError for an unknown name."""
-    if name not in RULES:
-        raise WanjaxError(f"no sharding rules are named {name!r}: choose {', '.join(RULES)}")
-    return RULES[name]
+def find_sharding_rules(name: str) -> ShardingRules:
+    """Look up sharding rules by name; raise WanjaxError for an unknown name."""
+    if name not in SHARDING_RULES:
+        raise WanjaxError(f"no sharding rules are named {name!r}: choose {', '.join(SHARDING_RULES)}")
+    return SHARDING_RULES[name]

@@ -1,22 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How to end a process immediately, such as on Ctrl-C. Few imports, so that the handler is installed early."""
+"""Signal handlers that end a process immediately, for example on Ctrl-C, and output that nobody reads any longer.
+
+The module imports little, so that the handlers can be installed early.
+"""
 
 import os
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from typing import IO, Any
 
 INTERRUPTED = 130  # the exit status
 _cleanups: list[Callable[[], Any]] = []
 
 
 def stop(number: int, frame: object) -> None:
-    """Handle a signal by ending the process; used until the command has started its work."""
-    os.write(2, b"\nwanjax: stopped\n")
+    """Handle a signal by ending the process. The handler is active until the command starts its work."""
+    with suppress(OSError):  # nobody reads a closed pipe
+        os.write(2, b"\nwanjax: stopped\n")
     os._exit(INTERRUPTED)
 
 
+def discard_output(stream: IO[Any] | None) -> None:
+    """Discard all further output to a stream, because the process that read its pipe has ended."""
+    with suppress(OSError, ValueError, AttributeError):  # a stream without a descriptor
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())  # pyright: ignore[reportOptionalMemberAccess]
+        os.close(null)
+
+
 class cleanup_on_exit:
-    """Call `clean_up` if the process ends immediately within the block, when no `finally` clause runs."""
+    """Call `clean_up` if the process ends immediately within the block. No `finally` clause runs in that case."""
 
     def __init__(self, clean_up: Callable[[], Any]):
         self.clean_up = clean_up
@@ -33,5 +46,5 @@ def run_cleanups() -> None:
     for clean_up in reversed(_cleanups):
         try:
             clean_up()
-        except OSError:  # still run the others
+        except OSError:  # an error must not prevent the other clean-ups
             continue

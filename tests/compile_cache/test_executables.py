@@ -26,11 +26,11 @@ from wanjax.compile_cache.cache import without_cache
 from wanjax.compile_cache.compilations import Compilation
 from wanjax.compile_cache.executables import Executables, compile_environment
 from wanjax.compile_cache.fingerprint import NoFingerprint, fingerprint
-from wanjax.execution import Execute, Site, program
+from wanjax.execution import CompileContext, Execute, program
 from wanjax.kernels.compiler_options import scan_options
 from wanjax.layers.tiling import Tiling
 from wanjax.pipelines.denoiser import join
-from wanjax.sharding import RULES, Partitioner, make_mesh, one_device
+from wanjax.sharding import SHARDING_RULES, Partitioner, make_mesh, one_device_partitioner
 
 KEY = "a" * 64
 SMALL = ("--size", "32x32", "--frames", "5", "--steps", "2", "--seed", "1", "--force")
@@ -68,9 +68,9 @@ def called(
     """Call a program in an `Execute` of its own, as another process would; return its result, and what was told."""
     execute = Execute()
     execute.executables = kept
-    site = Site(on or one_device())
+    compile_context = CompileContext(on or one_device_partitioner())
     with compilations() as made:
-        result = execute.call(program, site, static, (np.zeros(2, np.float32), np.ones(1, np.float32)))
+        result = execute.call(program, compile_context, static, (np.zeros(2, np.float32), np.ones(1, np.float32)))
     return np.asarray(result).tolist(), made
 
 
@@ -89,11 +89,11 @@ def test_an_executable_is_compiled_once(kept):
 
 @pytest.mark.parametrize("axes", [{"dp": 2, "sp": 2, "tp": 2}, {"sp": 8}])
 def test_an_executable_of_a_mesh_is_found_where_all_arguments_are_the_host_s(kept, axes):
-    partitioner = Partitioner(make_mesh(**axes), RULES["fsdp"])
+    partitioner = Partitioner(make_mesh(**axes), SHARDING_RULES["fsdp"])
     first, _ = called(kept, on=partitioner)
     again, read = called(kept, on=partitioner)
     assert first == again == [0.0, 0.0, 1.0]
-    assert [(x.name, x.cached, x.refused) for x in read] == [("join", True, "")]
+    assert [(x.name, x.cached, x.refusal_reason) for x in read] == [("join", True, "")]
 
 
 def half(file: Path) -> None:
@@ -179,7 +179,7 @@ def test_what_is_of_no_use_is_compiled_anew_and_told(kept, damage, tmp_path, mon
     result, made = called(kept)
     assert result == [0.0, 0.0, 1.0]
     assert [x.cached for x in made] == [False]
-    assert made[0].refused
+    assert made[0].refusal_reason
     assert not (tmp_path / "exploded").exists()
 
 
@@ -299,6 +299,6 @@ def test_the_command_compiles_once_and_makes_the_same_file(tmp_path):
     assert "0 programs compiled, 8 read from the cache" in make("second.mp4")
     half(files[0])
     assert "1 program compiled, 7 read from the cache" in (told := make("third.mp4"))
-    assert told.count("of no use") == 1
+    assert told.count("the cached program cannot be used") == 1
     videos = [(tmp_path / name).read_bytes() for name in ("first.mp4", "second.mp4", "third.mp4")]
     assert videos[0] == videos[1] == videos[2]

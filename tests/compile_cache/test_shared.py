@@ -24,12 +24,12 @@ from tests.support.stores import BUCKET, failing, forget, running_s3
 from tests.support.words import naming, says
 from wanjax.compile_cache import shared
 from wanjax.compile_cache.cache import SHARED, TRUSTED, compile_cache, set_cache_folder
-from wanjax.compile_cache.shared import SharedCache, share
+from wanjax.compile_cache.shared import SharedCache, share_cache
 from wanjax.errors import WanjaxError, WanjaxWarning
 from wanjax.pricing.chips import find_slice, topology_devices
 from wanjax.pricing.compile import ENVIRONMENT
-from wanjax.stores.paths import AnyPath, names_in, parse_path
-from wanjax.stores.results import Results
+from wanjax.stores.paths import AnyPath, file_names_in, parse_path
+from wanjax.stores.results import ResultCache
 from wanjax.stores.user_folders import user_cache
 
 SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_enable_xla_caches", "jax_raise_persistent_cache_errors")
@@ -85,7 +85,7 @@ def test_one_of_many_compiles_and_the_others_read(folder, quickly):
     with ThreadPoolExecutor(8) as workers:
         made = list(workers.map(lambda _: compiled(folder, 0.8), range(8)))  # for longer than a lease lasts unchanged
     assert sorted(made) == ["compiled"] * 7 + ["own"]
-    assert names_in(folder) == {"program-cache"}
+    assert file_names_in(folder) == {"program-cache"}
 
 
 def test_an_owner_that_is_gone_is_followed_by_one(folder, quickly):
@@ -93,7 +93,7 @@ def test_an_owner_that_is_gone_is_followed_by_one(folder, quickly):
     with ThreadPoolExecutor(4) as workers:
         made = list(workers.map(lambda _: compiled(folder), range(4)))
     assert sorted(made) == ["compiled"] * 3 + ["own"]
-    assert names_in(folder) == {"program-cache"}
+    assert file_names_in(folder) == {"program-cache"}
 
 
 def test_an_owner_that_fails_holds_nobody_up(folder, quickly):
@@ -110,7 +110,7 @@ def test_an_owner_that_fails_holds_nobody_up(folder, quickly):
 
 def test_what_nobody_gives_back_is_not_leased(folder):
     assert SharedCache(folder).get("program") is None
-    assert names_in(folder) == set()
+    assert file_names_in(folder) == set()
 
 
 def test_a_store_that_is_lost_is_told_once_and_stops_nothing():
@@ -124,7 +124,7 @@ def test_a_store_that_is_lost_is_told_once_and_stops_nothing():
 
 
 def test_jax_compiles_once_and_reads_then(folder, chosen):
-    share(folder)
+    share_cache(folder)
 
     def made(x):
         return 2 * x + 1
@@ -135,7 +135,14 @@ def test_jax_compiles_once_and_reads_then(folder, chosen):
         with compilations() as told, compile_cache():
             assert jax.jit(made)(jnp.float32(3)) == 7
         assert [x.cached for x in told if x.name == "made"] == [cached]
-    assert [name for name in names_in(folder) if name.startswith("jit_made-")]
+    assert [name for name in file_names_in(folder) if name.startswith("jit_made-")]
+
+
+def test_a_cache_that_cannot_be_created_is_noted(chosen, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    (tmp_path / "file").touch()
+    with pytest.warns(WanjaxWarning, match=r"nothing is cached, because \S+/file/wanjax/xla/\S+ cannot be created"):
+        set_cache_folder()
 
 
 def test_a_place_is_used_after_it_is_said_to_be_trusted(chosen, monkeypatch, tmp_path):
@@ -147,7 +154,7 @@ def test_a_place_is_used_after_it_is_said_to_be_trusted(chosen, monkeypatch, tmp
     assert not list(tmp_path.iterdir())
     monkeypatch.setenv(TRUSTED, "1")
     set_cache_folder()
-    assert shared.current() is not None
+    assert shared.current_shared_cache() is not None
     assert len(list((tmp_path / "cache").iterdir())) == 1  # of this kind of processor
 
 
@@ -258,15 +265,16 @@ def test_of_a_write_that_fails_nothing_is_left(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "write_bytes", full)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    Results().put("prices", {"a": 1}, 2.0)
+    ResultCache().put("prices", {"a": 1}, 2.0)
     with pytest.warns(WanjaxWarning, match=naming("cannot be written")):
         SharedCache(tmp_path).put("program", b"compiled")
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def test_an_empty_name_of_the_users_cache_is_none(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["", "cache", "./cache", "~/cache"])
+def test_an_empty_or_relative_name_of_the_users_cache_is_none(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", name)
     found = user_cache()
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert found == user_cache()

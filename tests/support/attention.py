@@ -4,6 +4,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import ModuleType
 from unittest import mock
 
 import jax
@@ -76,16 +77,16 @@ def exact_gradients(q, k, v, g, *, scale, of_lse=0.0, **options):
 
 
 @contextmanager
-def runs_of(name: str) -> Iterator[list[int]]:
-    """Count how often running kernels call a function of `flash_kernel`, in the `with` block: one entry for each."""
+def runs_of(name: str, module: ModuleType = flash_kernel) -> Iterator[list[int]]:
+    """Count how often running kernels call a function of their module, in the `with` block: one entry for each."""
     found: list[int] = []
-    function = getattr(flash_kernel, name)
+    function = getattr(module, name)
 
     def counted(*arguments, **options):
         jax.debug.callback(lambda: found.append(1))
         return function(*arguments, **options)
 
     jax.clear_caches()  # a kernel is traced once
-    with mock.patch.object(flash_kernel, name, counted):
+    with mock.patch.object(module, name, counted):
         yield found
     jax.clear_caches()

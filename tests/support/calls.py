@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from wanjax.execution import Execute, Instance, Program, Site, Trace
+from wanjax.execution import CompileContext, Execute, Program, Trace, TracedProgram
 from wanjax.pipelines.denoiser import take_step
 from wanjax.sharding import Partitioner
 
@@ -35,13 +35,13 @@ class Counting(Execute):
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[Call] = Counter()
-        self.shardings: list[tuple[Instance, list[Any]]] = []
+        self.shardings: list[tuple[TracedProgram, list[Any]]] = []
 
-    def call(self, program: Program, site: Site, static: Any, *arguments: Any) -> Any:
-        self.calls[_call(self._stage, program, site, static, arguments)] += 1
-        return super().call(program, site, static, *arguments)
+    def call(self, program: Program, compile_context: CompileContext, static: Any, *arguments: Any) -> Any:
+        self.calls[_call(self._stage, program, compile_context, static, arguments)] += 1
+        return super().call(program, compile_context, static, *arguments)
 
-    def _compile(self, instance: Instance, cache: Any) -> Any:
+    def _compile(self, instance: TracedProgram, cache: Any) -> Any:
         made: Any = super()._compile(instance, cache)
         self.shardings.append((instance, jax.tree.leaves(made.output_shardings)))
         return made
@@ -51,16 +51,16 @@ def recorded_calls(record: Trace) -> Counter[Call]:
     """Return the calls of a run that was recorded."""
     found: Counter[Call] = Counter()
     for noted in record.programs:
-        instance = noted.instance
-        call = _call(noted.stage, instance.program, instance.site, instance.static, instance.shapes)
+        instance = noted.traced_program
+        call = _call(noted.stage, instance.program, instance.compile_context, instance.static, instance.shapes)
         assert call not in found, f"{call} is noted twice"
         found[call] = noted.calls
     return found
 
 
-def instance_call(instance: Instance) -> Call:
+def instance_call(instance: TracedProgram) -> Call:
     """Return the call of an instance, of no stage."""
-    return _call("", instance.program, instance.site, instance.static, instance.shapes)
+    return _call("", instance.program, instance.compile_context, instance.static, instance.shapes)
 
 
 def differences(executed: Counter[Call], recorded: Counter[Call]) -> list[str]:
@@ -82,7 +82,7 @@ def steps(calls: Counter[Call]) -> Counter[bool]:
     return found
 
 
-def wrong_shardings(compiled: Sequence[tuple[Instance, list[Any]]]) -> list[str]:
+def wrong_shardings(compiled: Sequence[tuple[TracedProgram, list[Any]]]) -> list[str]:
     """Return a sentence for each result that has another sharding than its program states."""
     found = []
     for instance, given in compiled:
@@ -93,9 +93,9 @@ def wrong_shardings(compiled: Sequence[tuple[Instance, list[Any]]]) -> list[str]
     return found
 
 
-def _call(stage: str, program: Program, site: Site, static: Any, arguments: Any) -> Call:
+def _call(stage: str, program: Program, compile_context: CompileContext, static: Any, arguments: Any) -> Call:
     leaves, tree = jax.tree.flatten(arguments)
-    return Call(stage, program, static, tree, tuple(_argument(x, site.partitioner) for x in leaves))
+    return Call(stage, program, static, tree, tuple(_argument(x, compile_context.partitioner) for x in leaves))
 
 
 def _argument(x: Any, partitioner: Partitioner) -> Any:

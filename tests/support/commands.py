@@ -56,6 +56,6 @@ def refused(*arguments: str | Path, status: int = 2, begun: bool | None = None) 
     sentences = re.findall(r"^wanjax: (.*(?:\n  .*)*)$", result.stderr, re.MULTILINE)
     assert len(sentences) == 1, result.stderr
     rest = result.stderr.partition(sentences[0])[2].strip()
-    assert rest == "" or rest.startswith(("what was complete is kept", "no video was complete"))
+    assert rest == "" or rest.startswith(("completed work is kept", "no video is complete", "no work is complete"))
     assert not [path for path in Path().rglob("*") if path.name.startswith(".") or "partial" in path.name]
     return sentences[0]

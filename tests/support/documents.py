@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import click
 
-from wanjax.cli import IMPLIED, main
+from wanjax.cli import DEFAULT_COMMAND, main
 from wanjax.cli.report import Report
 from wanjax.registry import presets
 
@@ -55,7 +55,7 @@ def check_call(words: list[str]) -> None:
     words = [word for word in words if word != "--version"]
     if not words:
         return
-    name, rest = (words[0], words[1:]) if words[0] in main.commands else (IMPLIED, words)
+    name, rest = (words[0], words[1:]) if words[0] in main.commands else (DEFAULT_COMMAND, words)
     group = click.Context(main, info_name="wanjax", obj=Report())
     context = main.commands[name].make_context(name, list(rest), parent=group)
     for model in (context.params.get("model"), context.params.get("model_option")):

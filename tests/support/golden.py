@@ -6,7 +6,7 @@ It is to be run where a change of the numbers was meant, on a CPU, after the tes
 
 import json
 
-from wanjax.selftest.checks import GOLDEN, golden_of_this_machine
+from wanjax.selftest.checks import GOLDEN, compute_golden
 
 if __name__ == "__main__":
-    GOLDEN.write_text(json.dumps(golden_of_this_machine(), indent=1) + "\n")
+    GOLDEN.write_text(json.dumps(compute_golden(), indent=1) + "\n")

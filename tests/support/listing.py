@@ -14,7 +14,7 @@ def source() -> str:
     """Return the text of the listing, a line for each model."""
     models = [describe(name) for name in presets()]
     for model in models:
-        if presets()[model["name"]].shipped:
+        if presets()[model["name"]].bundled:
             model["source"] = "wanjax"  # its folder is where the package is
     return "[\n" + ",\n".join(json.dumps(model, ensure_ascii=False) for model in models) + "\n]\n"
 

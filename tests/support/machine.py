@@ -3,13 +3,12 @@
 
 import shutil
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 import pytest
 
 from wanjax.execution import Execute
-from wanjax.media.bounds import BOUNDS
+from wanjax.media.bounds import MEDIA_LIMITS, MediaLimits
 from wanjax.pipelines import components, memory
 
 
@@ -33,8 +32,8 @@ class Machine:
 
     def reads_at_most(self, **bounds: int) -> None:
         """Bound pictures and clips; a bound that is not given is the usual one."""
-        for field in fields(BOUNDS):
-            self._patch.setattr(BOUNDS, field.name, bounds.get(field.name, field.default))
+        for name, value in vars(MediaLimits(**bounds)).items():
+            self._patch.setattr(MEDIA_LIMITS, name, value)
 
 
 class Idle(Execute):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small programs for the tests of pricing."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -12,7 +14,7 @@ from benchmarks.workloads import WORKLOADS
 from wanjax.kernels.attention import attention, choose
 from wanjax.kernels.target import target
 from wanjax.pricing.lowering import Lowering, replicated
-from wanjax.sharding import RULES, Partitioner, shard_tokens, use
+from wanjax.sharding import SHARDING_RULES, Partitioner, shard_tokens, use_partitioner
 
 
 def product_kernel(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -98,11 +100,17 @@ def attend_small(
     return attend._replace(function=run)
 
 
+def attend_int8(mesh: AbstractMesh, *, length: int) -> Lowering:
+    """Lowers self-attention of two examples of two heads with q kᵀ in int8, replicated on each device."""
+    operand = jax.ShapeDtypeStruct((2, length, 2, 128), jnp.bfloat16)
+    return replicated(partial(attention, implementation="flash_tpu:qk=int8"), mesh, [operand] * 3)
+
+
 def attend_round(mesh: AbstractMesh, *, size: int, dtype: str, length: int) -> Lowering:
     """Lowers attention of two heads whose tokens are on `sp`, where keys go round a ring."""
 
     def run(q, k, v):
-        with use(Partitioner(mesh, RULES["fsdp"])):
+        with use_partitioner(Partitioner(mesh, SHARDING_RULES["fsdp"])):
             return attention(*(shard_tokens(x, ("batch", "length", "heads", None)) for x in (q, k, v)), keys=length)
 
     operand = jax.ShapeDtypeStruct((1, length, 2, size), jnp.dtype(dtype), sharding=NamedSharding(mesh, P()))
@@ -113,7 +121,7 @@ def on_cards(mesh: AbstractMesh) -> Lowering:
     """Lowers what a video's programs are made of: attention by cuDNN over heads, a product, a convolution, a gather."""
 
     def run(x, kernel, w):
-        with use(Partitioner(mesh, RULES["fsdp"])):
+        with use_partitioner(Partitioner(mesh, SHARDING_RULES["fsdp"])):
             tokens = shard_tokens(x.reshape(1, -1, 4, 128), ("batch", "length", "heads", None))
             y = attention(tokens, tokens, tokens, implementation="cudnn").reshape(x.shape)
         y = jax.lax.with_sharding_constraint(y, NamedSharding(mesh, P())) @ w

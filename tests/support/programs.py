@@ -7,20 +7,20 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from wanjax.execution import EXECUTE, Execute, Program, Site
-from wanjax.pipelines.denoiser import GivenNoise, Init, ModelInputs, Preparation, State, StepProgram, begin
+from wanjax.execution import EXECUTE, CompileContext, Execute, Program
+from wanjax.pipelines.denoiser import InitStatic, ModelInputs, NoiseOverrides, Preparation, State, StepProgram, begin
 from wanjax.pipelines.guidance import CLASSIFIER_FREE, grouping
 from wanjax.pipelines.model import latents_of
 from wanjax.pipelines.runtime import SplitNetwork
 from wanjax.pipelines.seeds import seed_to_key_data
-from wanjax.sharding import Partitioner, one_device
+from wanjax.sharding import Partitioner, one_device_partitioner
 
 
 def caller(partitioner: Partitioner | None = None) -> Callable[..., Any]:
     """Return a function that executes a program, on one device or on a mesh."""
 
     def call(program: Program, static: Any, *arguments: Any) -> Any:
-        return EXECUTE.call(program, Site(partitioner or one_device()), static, *arguments)
+        return EXECUTE.call(program, CompileContext(partitioner or one_device_partitioner()), static, *arguments)
 
     return call
 
@@ -33,7 +33,7 @@ def compiled(program: Program | None = None, strategy: Execute = EXECUTE) -> int
 def begun(pipe: Any, encoded: Any, settings: Any, noise: Any = None) -> tuple[Any, State]:
     """Return the schedule of a video, and the state before its first step."""
     schedule, shape = pipe.model.spec.schedule(settings, encoded), pipe.model.spec.noise_shape(settings)
-    static, given = Init(pipe.scheduler, shape, pipe.model.spec.posteriors), GivenNoise(noise)
+    static, given = InitStatic(pipe.scheduler, shape, pipe.model.spec.posteriors), NoiseOverrides(noise)
     words, number = seed_to_key_data([settings.seed]), np.int32(0)
     state, _ = pipe.call(begin, static, words, given, schedule, latents_of(encoded), number)
     return schedule, state

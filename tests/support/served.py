@@ -25,7 +25,7 @@ def serving(folder, *options, **environment):
             line = process.stderr.readline()
             said += line
             assert line, said
-            found = re.search(r"served at (http://\S+)/", line)
+            found = re.search(r"serving .* at (http://\S+)/,", line)
         with httpx.Client(base_url=found[1], timeout=60) as client:
             yield client, process
     finally:

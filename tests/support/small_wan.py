@@ -20,7 +20,7 @@ from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.wan.tasks import CausalTextToVideo, TextToVideo
 from wanjax.registry import presets
 from wanjax.schedulers import Consistency, FlowEuler
-from wanjax.sharding import RULES, Partitioner, make_mesh, one_device
+from wanjax.sharding import SHARDING_RULES, Partitioner, make_mesh, one_device_partitioner
 
 TEXT = T5Config(64, 8, 2, 4, 16, 2, 8, 16, 1e-6, False)
 VIDEO = presets()["nano"].defaults.updated(
@@ -41,13 +41,13 @@ VAE = replace(
 
 def partitioner(axes, rules="fsdp"):
     """Return the partitioner of a mesh of these sizes of dp, sp and tp; of one device for None."""
-    return one_device() if axes is None else Partitioner(make_mesh(*axes), RULES[rules])
+    return one_device_partitioner() if axes is None else Partitioner(make_mesh(*axes), SHARDING_RULES[rules])
 
 
 def network(make, partitioner):
     """Return a network with random weights, which do not depend on the devices."""
     abstract = as_shapes(lambda rngs: make(dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs))
-    graphdef, state = nnx.split(with_shardings(abstract, partitioner or one_device()))
+    graphdef, state = nnx.split(with_shardings(abstract, partitioner or one_device_partitioner()))
     random = np.random.default_rng(0)
 
     def draw(x):
@@ -73,10 +73,10 @@ def transformer_config(heads):
     )
 
 
-def causal_pipeline(heads, partitioner, *, block_frames=2, window=6, sink=0):
+def causal_pipeline(heads, partitioner, *, chunk_frames=2, window=6, sink=0):
     """Return a pipeline that makes a video block by block, with random weights."""
     plain = asdict(transformer_config(heads))
-    config = CausalTransformerConfig(**plain, block_frames=block_frames, window=window, sink=sink)
+    config = CausalTransformerConfig(**plain, chunk_frames=chunk_frames, window=window, sink=sink)
     components = Components(
         {
             "transformer": lambda room: network(partial(WanCausalTransformer, config), partitioner),

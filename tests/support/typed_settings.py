@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the types of the settings that a call may give, for editors: `python -m tests.support.typed_settings`."""
+"""Writes the typed keywords of a call, for editors: `python -m tests.support.typed_settings`."""
 
 from pathlib import Path
 
 from wanjax.pipelines import settings
-from wanjax.pipelines.settings import LOADED, Settings, schema
+from wanjax.pipelines.settings import LOAD_SETTINGS, Settings, schema
 
 FILE = Path(settings.__file__).with_name("typed_settings.py")
 ELSEWHERE = (
-    *LOADED,
+    *LOAD_SETTINGS,
     "prompt",
     "original_prompt",
     "negative_prompt",
     "resize",
 )  # given to `load`, or as parameters of their own
 HEAD = '''# SPDX-License-Identifier: Apache-2.0
-"""The settings of a call as typed keywords, written from `Settings` by `python -m tests.support.typed_settings`."""
+"""The settings of a call as typed keywords. `python -m tests.support.typed_settings` writes this file."""
 
 from collections.abc import Sequence
 from typing import TypedDict
@@ -25,7 +25,7 @@ from wanjax.pipelines.guidance import GuidanceRule
 
 
 class SettingsKeywords(TypedDict, total=False):
-    """The settings that a call may give; None is the model's default. `size` is (height, width) or a name."""
+    """The settings of a call. None is the model's default. `size` is (height, width), a text or a name."""
 
     size: tuple[int, int] | str | None
 '''

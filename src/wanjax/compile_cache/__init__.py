@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches of compiled programs: JAX's cache, which workers can share, and executables that need no lowering."""
+"""Two caches of compiled programs: JAX's own cache, which workers can share, and a cache of executables, which need no
+lowering."""

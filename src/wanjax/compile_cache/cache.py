@@ -4,6 +4,7 @@
 import hashlib
 import os
 import platform
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import Lock
@@ -12,19 +13,24 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from wanjax.compile_cache.shared import current, leasing, share
-from wanjax.errors import WanjaxError
+from wanjax.compile_cache.shared import current_shared_cache, leasing, share_cache
+from wanjax.errors import WanjaxError, WanjaxWarning, reason
 from wanjax.kernels.target import instructions
 from wanjax.stores.paths import parse_path
 from wanjax.stores.user_folders import user_cache
 
 SHARED, TRUSTED = "WANJAX_COMPILE_CACHE", "WANJAX_TRUST_COMPILE_CACHE"
-"""Environment variables: the folder of a shared compile cache, and 1 if that cache is trusted."""
-KEEP_ALL = {"jax_persistent_cache_min_compile_time_secs": 0.0, "jax_persistent_cache_min_entry_size_bytes": -1}
+"""Environment variables: the first names the folder of a shared compile cache, and the second is 1 if that cache is
+trusted."""
+CACHE_ALL_PROGRAMS = {
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
 
 
 class _ConfigContext:
-    """JAX settings that apply while any thread is in this context; the last thread to leave restores the old ones."""
+    """JAX settings that apply while any thread is in this context. The last thread to leave restores the previous
+    settings."""
 
     def __init__(self, settings: Mapping[str, Any], on_change: Callable[[], Any] = lambda: None):
         self.settings, self.on_change = settings, on_change
@@ -51,40 +57,47 @@ class _ConfigContext:
         self.on_change()
 
 
-_keep_all = _ConfigContext(KEEP_ALL)
+_caches_all_programs = _ConfigContext(CACHE_ALL_PROGRAMS)
 without_cache = _ConfigContext({"jax_enable_compilation_cache": False}, compilation_cache.reset_cache)
 """A context in which programs are compiled without JAX's cache."""
 
 
 @contextmanager
 def compile_cache() -> Iterator[None]:
-    """Within the block, cache every compiled program, even one that compiles quickly.
-
-    If the cache is shared, this thread acquires leases.
+    """Within the block, cache every compiled program, even if it compiles quickly. If the cache is shared, this thread
+    acquires a lease for each program that it compiles.
     """
-    with _keep_all(), leasing():
+    with _caches_all_programs(), leasing():
         yield
 
 
 def set_cache_folder() -> None:
-    """Set JAX's compile cache to the shared folder or the user's cache folder, unless another one is set.
+    """Set the folder of JAX's compile cache to the shared folder or to the user's cache folder. A folder that is
+    already set stays.
 
     JAX's key covers the traced program with its kernels, the versions of JAX and the compiler, the compiler's options
-    and flags, the devices and the shardings. It may not cover the processor that a CPU program was compiled for, so
-    each kind of processor has its own folder. Raises WanjaxError as `use_shared` does.
+    and flags, the devices and the shardings. The key may leave out the processor for which a CPU program was compiled,
+    so each kind of processor has its own folder. If that folder cannot be created, this warns that nothing is cached.
+    Raises WanjaxError as `use_shared` does.
     """
     use_shared()
     if compile_cache_folder() is None:
-        jax.config.update("jax_compilation_cache_dir", str(user_cache() / "xla" / processor()))
+        folder = user_cache() / "xla" / processor()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            message = f"nothing is cached, because {folder} cannot be created ({reason(error)}): "
+            warnings.warn(f"{message}set XDG_CACHE_HOME to another folder", WanjaxWarning, stacklevel=3)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
 
 
 def use_shared(name: str | None = None, *, trusted: bool = False, platform: str | None = None) -> None:
     """Use a folder, local or in a store, as JAX's compile cache, which workers can share.
 
     Args:
-        name: The folder; by default that of the environment variable, unless another cache is set.
-        trusted: True if everybody who can write to the folder is trusted; the environment can say so too.
-        platform: The platform of absent devices that programs are compiled for; by default that of JAX's devices.
+        name: The folder. By default, the environment variable names it, unless another cache is already set.
+        trusted: True if everybody who can write to the folder is trusted. The environment variable can also set this.
+        platform: The platform for which programs are compiled; by default the platform of JAX's devices.
 
     Raises:
         WanjaxError: The folder is missing or not trusted.
@@ -96,22 +109,22 @@ def use_shared(name: str | None = None, *, trusted: bool = False, platform: str 
     if not trusted and os.environ.get(TRUSTED) != "1":
         raise WanjaxError(
             f"the compile cache {name} holds programs that run when they are read: --trust-compile-cache, or "
-            f"{TRUSTED}=1 in the environment, says that all who can write there are trusted"
+            f"{TRUSTED}=1 in the environment, says that you trust everyone who can write there"
         )
     platform_name = platform or jax.default_backend()
     folder = parse_path(name).absolute() / (processor() if platform_name == "cpu" else platform_name)
     if compile_cache_folder() != str(folder):
-        share(folder, ahead_of_time=platform is not None)
+        share_cache(folder, ahead_of_time=platform is not None)
 
 
 def compile_cache_folder() -> str | None:
     """Return the folder of JAX's compile cache, or None if none is set."""
-    if (shared := current()) is not None:
+    if (shared := current_shared_cache()) is not None:
         return str(shared.folder)
     return jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def processor() -> str:
-    """Return the machine's architecture with a digest of its processor's instruction sets."""
+    """Return the machine's architecture, followed by a digest of its processor's instruction sets."""
     features = " ".join(sorted(instructions())) or platform.processor()
     return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:8]}"

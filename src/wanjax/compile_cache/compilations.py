@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Events for compilations and cache hits in this process.
 
-JAX reports its compiler and its cache by events. Programs that this library reads itself are reported by the same ones.
+JAX reports what it compiles and reads from its cache by events. When wanjax reads a program from its own cache, it
+emits the same events.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,19 +11,19 @@ from threading import get_ident, local
 from time import perf_counter
 from typing import NamedTuple
 
-COMPILATION = "/jax/core/compile/backend_compile_duration"
+COMPILATION_EVENT = "/jax/core/compile/backend_compile_duration"
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
-REFUSED = "/wanjax/executable_refused"
-WAITING = "/wanjax/waited_for_compiler"
+REFUSED_EVENT = "/wanjax/executable_refused"
+WAITING_EVENT = "/wanjax/waited_for_compiler"
 
 
 class Compilation(NamedTuple):
-    """A compilation or a cache hit: the program, the seconds, and why a stored executable was rejected, if one was."""
+    """A compilation or a cache hit: the program, the seconds, and, if a stored executable was rejected, the reason."""
 
     name: str
     seconds: float
     cached: bool
-    refused: str = ""
+    refusal_reason: str = ""
 
 
 @contextmanager
@@ -31,30 +32,33 @@ def watch_compiler(
 ) -> Iterator[None]:
     """Within the block, call `begin` before and `end` after each program is compiled or read from a cache.
 
-    With `this_thread`, watch only programs that this thread compiles or waits for.
+    With `this_thread`, watch only the programs that this thread compiles, and those that it waits for while another
+    thread compiles.
     """
-    from jax import monitoring  # imported late, for commands that compute nothing
+    from jax import monitoring  # imported late, because some commands compute nothing
 
     thread, state = get_ident(), local()
 
     def start(event: str, value: float, **_: object) -> None:
-        if (event == COMPILATION or (this_thread and event == WAITING)) and (not this_thread or get_ident() == thread):
+        if (event == COMPILATION_EVENT or (this_thread and event == WAITING_EVENT)) and (
+            not this_thread or get_ident() == thread
+        ):
             state.cached = False
             begin()
 
     def on_event(event: str, **details: object) -> None:
         if event == CACHE_HIT:
             state.cached = True
-        elif event == REFUSED:
-            state.refused = str(details["reason"])
+        elif event == REFUSED_EVENT:
+            state.refusal_reason = str(details["reason"])
 
     def stop(event: str, duration_secs: float, **details: object) -> None:
-        is_waiting = event == WAITING
-        if (event == COMPILATION or is_waiting) and (get_ident() == thread if this_thread else not is_waiting):
+        is_waiting = event == WAITING_EVENT
+        if (event == COMPILATION_EVENT or is_waiting) and (get_ident() == thread if this_thread else not is_waiting):
             name = str(details.get("fun_name", "")).removeprefix("jit(").removesuffix(")")
             cached = not is_waiting and getattr(state, "cached", False)
-            end(Compilation(name, duration_secs, cached, getattr(state, "refused", "")))
-            state.refused = ""
+            end(Compilation(name, duration_secs, cached, getattr(state, "refusal_reason", "")))
+            state.refusal_reason = ""
 
     monitoring.register_scalar_listener(start)
     monitoring.register_event_listener(on_event)
@@ -68,27 +72,27 @@ def watch_compiler(
 
 
 def report_loaded(name: str, since: float) -> None:
-    """Report a program that was read from a cache; `since` is the start by `perf_counter`."""
+    """Report a program that was read from a cache. `since` is the value of `perf_counter` at the start."""
     from jax import monitoring
 
-    monitoring.record_scalar(COMPILATION, 0.0)
+    monitoring.record_scalar(COMPILATION_EVENT, 0.0)
     monitoring.record_event(CACHE_HIT)
-    monitoring.record_event_duration_secs(COMPILATION, perf_counter() - since, fun_name=name)
+    monitoring.record_event_duration_secs(COMPILATION_EVENT, perf_counter() - since, fun_name=name)
 
 
 def report_refused(reason: str) -> None:
-    """Report why a stored executable is rejected; its program is compiled next."""
+    """Report why a stored executable is rejected. JAX then compiles the program again."""
     from jax import monitoring
 
-    monitoring.record_event(REFUSED, reason=reason)
+    monitoring.record_event(REFUSED_EVENT, reason=reason)
 
 
 @contextmanager
 def report_waiting(name: str) -> Iterator[None]:
-    """Report the time of the block, in which this thread waits for a program that another thread compiles."""
+    """Within the block, this thread waits for a program that another thread compiles. Report the time of the block."""
     from jax import monitoring
 
     since = perf_counter()
-    monitoring.record_scalar(WAITING, 0.0)
+    monitoring.record_scalar(WAITING_EVENT, 0.0)
     yield
-    monitoring.record_event_duration_secs(WAITING, perf_counter() - since, fun_name=name)
+    monitoring.record_event_duration_secs(WAITING_EVENT, perf_counter() - since, fun_name=name)

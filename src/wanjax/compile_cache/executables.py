@@ -2,12 +2,12 @@
 """Executables on disk, so that a second run neither traces nor lowers nor compiles.
 
 The key of JAX's own cache needs the lowered program, and lowering takes longer than running a short video. Here the key
-covers the inputs of the compilation: the function's name, the values and shapes it is compiled for, the code of this
-package, the versions of JAX and of the compiler, the processor, and the flags.
+covers everything that determines the compiled program: the function's name, its static values and shapes, the code of
+this package, the versions of JAX and of the compiler, the processor, and the flags.
 
-A stored executable is machine code in a pickle, so anybody who can write one can run any code. It is therefore read
-only from a folder that belongs to the user and is closed to others, if its digest matches and its pickle contains only
-expected names. A program without a usable executable is compiled again.
+A stored executable is machine code in a pickle, so anybody who can write the file can run any code. An executable is
+therefore read only if its folder belongs to the user and is closed to others, its digest matches, and its pickle
+contains only expected names. A program without a usable executable is compiled again.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ from wanjax.compile_cache.cache import processor
 from wanjax.compile_cache.fingerprint import fingerprint
 from wanjax.stores.user_folders import user_cache
 
-MAX_TOTAL_BYTES = 2 << 30  # of all executables; the least recently used are deleted first
+MAX_TOTAL_BYTES = 2 << 30  # of all executables together; the least recently used ones are deleted first
 SUFFIX = ".executable"
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # do not follow links when opening files
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NPROC")
@@ -57,7 +57,7 @@ ALLOWED_NAMES = frozenset(
         ("jax._src.mesh", "AxisType"),
         ("jax._src.mesh", "Mesh"),
         ("jax._src.named_sharding", "_unpickle_named_sharding"),
-        # for a program on a mesh whose arguments are all host arrays
+        # for a program on a mesh if all its arguments are host arrays
         ("jax._src.sharding_impls", "_unpickle_gspmd_sharding"),
         ("jax._src.sharding_impls", "_unpickle_single_device_sharding"),
         ("jax._src.stages", "ArgInfo"),
@@ -75,7 +75,7 @@ ALLOWED_NAMES = frozenset(
 
 
 class UnusableExecutable(Exception):
-    """A stored executable that cannot be used; the text says why."""
+    """A stored executable cannot be used. The message gives the reason."""
 
 
 class Executables:
@@ -85,12 +85,13 @@ class Executables:
         self.folder = folder
 
     def find(self, key: str, devices: Sequence[Any]) -> Callable[..., Any] | None:
-        """Load the executable of a key for these devices; return None if there is none. Raises UnusableExecutable."""
+        """Load the executable of a key for these devices. Return None if there is no file. Raises UnusableExecutable if
+        the file cannot be used."""
         file = self._file(key)
         try:
             self._check_folder()
             body = _verify(key, _read(file))
-            payload, arguments, results = pickle.loads(body)  # safe: it is verified, and written by this user
+            payload, arguments, results = pickle.loads(body)  # safe: the file is verified, and this user wrote it
             executable = serialize_executable.deserialize_and_load(
                 payload, arguments, results, devices[0].client, execution_devices=devices
             )
@@ -98,14 +99,14 @@ class Executables:
             return None
         except UnusableExecutable:
             raise
-        except Exception as error:  # JAX raises many kinds
+        except Exception as error:  # JAX raises errors of many kinds
             raise UnusableExecutable(f"it cannot be read: {type(error).__name__}: {error}") from error
         with suppress(OSError):
             os.utime(file)
         return executable
 
     def store(self, key: str, compiled: Any) -> None:
-        """Store an executable that was compiled, not read from a cache; do nothing if that fails."""
+        """Store an executable that was compiled, not read from a cache. Do nothing if this fails."""
         try:
             body = pickle.dumps(serialize_executable.serialize(compiled))
             self.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -117,7 +118,7 @@ class Executables:
                 with open(os.open(partial_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _NO_LINK, 0o600), "wb") as file:
                     file.write(_digest(key, body) + body)
                 partial_path.replace(self._file(key))
-            finally:  # leave no partial file on a full disk
+            finally:  # a full disk must not leave a partial file
                 with suppress(OSError):
                     partial_path.unlink()
             self._delete_old_files()
@@ -128,7 +129,7 @@ class Executables:
         return self.folder / f"{key}{SUFFIX}"
 
     def _check_folder(self) -> None:
-        """Raise UnusableExecutable unless the folder belongs to this user and is closed to others."""
+        """Raise UnusableExecutable unless the folder belongs to this user and other users have no access to it."""
         status = os.lstat(self.folder)
         if not (stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077):
             raise UnusableExecutable(f"{self.folder} is open to others")
@@ -160,7 +161,7 @@ def _digest(key: str, body: bytes) -> bytes:
 
 
 def _verify(key: str, content: bytes) -> bytes:
-    """Return the pickle in a file; raise UnusableExecutable for a wrong digest or a name outside ALLOWED_NAMES."""
+    """Return the pickle in a file. Raises UnusableExecutable for a wrong digest or a name outside of ALLOWED_NAMES."""
     size = hashlib.sha256().digest_size
     if content[:size] != _digest(key, content[size:]):
         raise UnusableExecutable("its digest does not match its content")
@@ -170,7 +171,7 @@ def _verify(key: str, content: bytes) -> bytes:
 
 
 class _Placeholder:
-    """A stand-in for every object that a pickle names, while its names are checked."""
+    """Replaces every object in a pickle while the names in the pickle are checked."""
 
     def __new__(cls, *_: Any, **__: Any) -> "_Placeholder":
         return super().__new__(cls)
@@ -180,7 +181,7 @@ class _Placeholder:
 
 
 class _NameChecker(pickle.Unpickler):
-    """Read a pickle without imports; raise UnusableExecutable for a name outside ALLOWED_NAMES."""
+    """Reads a pickle without importing anything. Raises UnusableExecutable for a name outside of ALLOWED_NAMES."""
 
     def __init__(self, content: bytes):
         super().__init__(io.BytesIO(content))
@@ -195,7 +196,7 @@ class _NameChecker(pickle.Unpickler):
 
 
 def _is_pytree_class(module: str, name: str) -> bool:
-    """Return True for a class that holds arrays, of this package or of Flax."""
+    """Return True for a class of this package or of Flax that holds arrays."""
     if module.partition(".")[0] not in ("wanjax", "flax"):
         return False
     class_ = getattr(sys.modules.get(module), name, None)
@@ -205,7 +206,7 @@ def _is_pytree_class(module: str, name: str) -> bool:
 
 
 class CompileEnvironment(NamedTuple):
-    """Everything that an executable depends on, except its program."""
+    """The environment that determines an executable, together with its program."""
 
     code: str
     versions: tuple[str, ...]
@@ -216,7 +217,7 @@ class CompileEnvironment(NamedTuple):
 
 
 def key_of(program: Any) -> str:
-    """Return the key of a program; raise NoFingerprint for values that have none."""
+    """Return the key of a program. Raises NoFingerprint if a value has no fingerprint."""
     return fingerprint((program, compile_environment()))
 
 
@@ -242,7 +243,7 @@ def _versions() -> tuple[str, ...]:
 
 @cache
 def _code_digest() -> str:
-    """Return a digest of this package's code, read at the first call."""
+    """Return a digest of this package's code. The code is read at the first call."""
     root, digest = Path(__file__).parents[1], hashlib.sha256()
     for file in sorted(root.rglob("*.py")):
         content = file.read_bytes()

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fingerprints of values that are equal in every process.
-
-They support the values that determine a program: settings, definitions of networks, functions by their names, pytrees,
-shapes and shardings. The code of functions is not covered: a key that depends on it must add a digest of the code.
+"""Compute fingerprints of values. The fingerprint of a value is the same in every process. The module supports the
+values that determine a program: settings, definitions of networks, functions by their names, pytrees, shapes and
+shardings. The code of functions is not covered: a key that depends on it must add a digest of the code.
 """
 
 import hashlib
@@ -19,18 +18,18 @@ from flax.nnx import GraphDef
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 VERSIONED_PACKAGES = {"wanjax", "flax", "jax", "jaxlib", "numpy", "ml_dtypes", "builtins", "functools"}
-"""Packages whose code is determined by their version or by a digest."""
+"""Packages whose code need not be covered, because keys contain their version or a digest of their code."""
 
 
 class NoFingerprint(TypeError):
-    """A value has no fingerprint, such as a closure or code of other packages."""
+    """A value, such as a closure or a function of another package, has no fingerprint."""
 
 
 def fingerprint(value: Any) -> str:
-    """Return the fingerprint of a value in hexadecimal; raise NoFingerprint if it has none."""
+    """Return the fingerprint of a value in hexadecimal. Raises NoFingerprint if the value has none."""
     texts: list[str] = []
     stack = [value]
-    while stack:  # no recursion, because values are deeply nested
+    while stack:  # a loop instead of recursion, because values are deeply nested
         name, parts = _describe(stack.pop())
         texts.append(f"{len(name)} {len(parts)} {name}")
         stack.extend(parts)
@@ -85,7 +84,8 @@ def _(value: GraphDef) -> Any:
 
 @cache
 def _network_fingerprint(value: Any) -> str:
-    """Return the fingerprint of a network's definition; it is cached because programs share definitions."""
+    """Return the fingerprint of a network's definition. The result is cached, because many programs share a
+    definition."""
     return fingerprint((value.nodes, value.attributes, value.num_leaves))
 
 
@@ -121,7 +121,7 @@ def _fields(kind: Any) -> tuple[str, ...]:
 
 @cache
 def _name(item: Any) -> str:
-    """Return the name of a class or a function; raise NoFingerprint if the name does not determine its code."""
+    """Return the name of a class or a function. Raises NoFingerprint if the name does not determine the code."""
     if item.__module__.partition(".")[0] not in VERSIONED_PACKAGES or "<" in item.__qualname__:
         raise NoFingerprint(f"{item.__module__}.{item.__qualname__}")
     return f"{item.__module__}.{item.__qualname__}"

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A compile cache that workers share: the first worker to miss a program compiles it; the others wait and read it.
+"""A compile cache that workers share. The first worker that misses a program compiles it. The other workers wait and
+read the program.
 
 An entry is one file or object named by JAX's key, and appears when it is complete. A process that misses an entry
-acquires its lease. Only one process can create a lease: in a folder by exclusive creation, in a store by a conditional
-write, which S3 and Google Cloud Storage offer. While the owner compiles, a thread renews the lease every few seconds.
-Other processes check for renewals by their own clocks, so clocks need not agree. If renewals stop, the owner is dead,
-and another process acquires the lease with the next number in the same way.
+acquires its lease. Only one process can create a lease: in a folder by exclusive creation, and in a store by a
+conditional write, which S3 and Google Cloud Storage offer. While the owner compiles, a thread renews the lease every
+few seconds. Other processes check for renewals by their own clocks, so clocks need not agree. If renewals stop, the
+owner is dead, and another process acquires the lease with the next number in the same way.
 
 Leases only save work. If two processes compile the same program, both write the same entry.
 """
@@ -24,8 +25,8 @@ from jax._src import compilation_cache  # JAX has no public interface for caches
 from jax._src.compilation_cache_interface import CacheInterface
 
 from wanjax.errors import WanjaxError, WanjaxWarning, reason
-from wanjax.stores.paths import AnyPath, Missing, RemotePath, read
-from wanjax.stores.writing import write_whole
+from wanjax.stores.paths import AnyPath, MissingObjectError, RemotePath, read
+from wanjax.stores.writing import missing_first_folder, write_atomically
 
 HEARTBEAT_INTERVAL = 5.0  # seconds between two renewals of a lease
 LEASE_TIMEOUT = 30.0  # seconds without a renewal after which the owner counts as dead
@@ -33,7 +34,7 @@ POLL_INTERVALS = 0.1, 2.0  # first and longest seconds between two polls of a wa
 
 
 class Lease:
-    """The right to compile a program, named by the key of its entry, while this process is alive."""
+    """The right of a live process to compile a program. The key of the program's entry names the lease."""
 
     def __init__(self, folder: AnyPath, key: str):
         self.folder, self._key = folder, key
@@ -46,14 +47,16 @@ class Lease:
         return self.folder / f"{self._key}-lease-{self._number if number is None else number}"
 
     def acquire(self) -> bool:
-        """Acquire the lease if it is free; return True if so. Raises WanjaxError if it cannot be written."""
+        """Acquire the lease if it is free, and return whether this succeeded. Raises WanjaxError if the lease cannot be
+        written."""
         if not _create(self._file(), self._id.encode()):
             return False
         self._thread.start()
         return True
 
     def wait(self, pause: float, last_seen: tuple[bytes, float]) -> tuple[bytes, float] | None:
-        """Wait, then return the other process's lease and the time of its last renewal, or None if it was released."""
+        """Wait for a short time. Then return the other process's lease and the time of its last renewal, or None if the
+        lease was released."""
         self._ended.wait(pause)
         if (content := read(self._file())) is None:
             return None
@@ -65,7 +68,7 @@ class Lease:
         return last_seen
 
     def release(self) -> None:
-        """Remove this lease, and earlier ones of dead processes."""
+        """Remove this lease, and earlier leases of dead processes."""
         self._ended.set()
         self._thread.join()
         for number in range(self._number + 1):
@@ -77,23 +80,25 @@ class Lease:
         for renewal in count(1):
             if self._ended.wait(HEARTBEAT_INTERVAL):
                 return
-            with suppress(WanjaxError, OSError):  # a later renewal may succeed
+            with suppress(WanjaxError, OSError):  # ignored, because a later renewal may succeed
                 _write(self._file(), f"{self._id} {renewal}".encode())
 
 
 class EntryExists(Exception):
-    """An entry exists already while the cache is filled ahead of time; without its devices it cannot be read."""
+    """While the cache is filled ahead of time, an entry exists already. The entry cannot be read, because its devices
+    are absent."""
 
 
 class SharedCache(CacheInterface):
-    """JAX's cache in a folder that workers share. The first failure gives a warning; programs are then compiled here.
+    """JAX's cache in a folder that workers share. The first failure causes a warning. After that, this process compiles
+    its programs itself.
 
-    With `ahead_of_time` the cache is filled for absent devices, and an existing entry raises EntryExists.
+    With `ahead_of_time`, the cache is filled for absent devices, and `get` raises EntryExists for an existing entry.
     """
 
     def __init__(self, folder: AnyPath, *, ahead_of_time: bool = False):
         self.folder, self._ahead_of_time = folder, ahead_of_time
-        self._path = Path(str(folder))  # JAX's own name, for its log
+        self._path = Path(str(folder))  # the attribute that JAX's log uses
         self._leases, self._reported = local(), False
 
     def get(self, key: str) -> bytes | None:
@@ -116,19 +121,19 @@ class SharedCache(CacheInterface):
 
     @contextmanager
     def leasing(self) -> Iterator[None]:
-        """Within the block, acquire leases of programs that this thread misses; release them at its end."""
-        self._leases.held = held = []
+        """Within the block, acquire a lease for each program that this thread misses. Release the leases at the end."""
+        self._leases.held_leases = held_leases = []
         try:
             yield
         finally:
-            self._leases.held = None
-            for lease in held:
+            self._leases.held_leases = None
+            for lease in held_leases:
                 lease.release()
 
     def _read_or_lease(self, key: str) -> bytes | None:
-        held, file = getattr(self._leases, "held", None), self.folder / f"{key}-cache"
+        held_leases, file = getattr(self._leases, "held_leases", None), self.folder / f"{key}-cache"
         # processes of one run compile a program together, so none of them may wait for a lease
-        if (entry := read(file)) is not None or held is None or jax.process_count() > 1:
+        if (entry := read(file)) is not None or held_leases is None or jax.process_count() > 1:
             return entry
         lease, pause, last_seen = Lease(self.folder, key), POLL_INTERVALS[0], (b"", monotonic())
         while not lease.acquire():
@@ -136,8 +141,8 @@ class SharedCache(CacheInterface):
             if (entry := read(file)) is not None or lease_state is None:
                 return entry
             pause, last_seen = min(1.5 * pause, POLL_INTERVALS[1]), lease_state
-        held.append(lease)
-        return read(file)  # another process may have written it before this one acquired the lease
+        held_leases.append(lease)
+        return read(file)  # another process may have written the entry before this process acquired the lease
 
     def _warn_once(self, problem: str) -> None:
         if not self._reported:
@@ -146,7 +151,7 @@ class SharedCache(CacheInterface):
             warnings.warn(message, WanjaxWarning, stacklevel=2)
 
 
-def share(folder: AnyPath, *, ahead_of_time: bool = False) -> None:
+def share_cache(folder: AnyPath, *, ahead_of_time: bool = False) -> None:
     """Use a folder, local or in a store, as JAX's compile cache from now on.
 
     Programs that are read from it run in this process. A read-only folder works too.
@@ -161,11 +166,13 @@ def share(folder: AnyPath, *, ahead_of_time: bool = False) -> None:
     if isinstance(folder, RemotePath):
         try:
             folder.check_writable()
-        except Missing:  # the bucket
+        except MissingObjectError:  # the bucket
             raise
         except WanjaxError:
             folder.files(recursive=False)
     else:
+        if (top := missing_first_folder(folder)) is not None:
+            raise WanjaxError(f"there is no folder {top}, the first one of the compile cache {folder}: check the path")
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -176,34 +183,36 @@ def share(folder: AnyPath, *, ahead_of_time: bool = False) -> None:
     compilation_cache.get_file_cache = lambda path: (shared, path) if path == name else get_file_cache(path)
     jax.config.update("jax_compilation_cache_dir", name)
     jax.config.update("jax_raise_persistent_cache_errors", ahead_of_time)
-    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # their folders' names would be part of keys
+    # JAX would include the names of these folders in keys
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
     compilation_cache.reset_cache()
 
 
 def leasing() -> AbstractContextManager[None]:
-    """Within the context, this thread acquires leases of programs that it compiles, if the cache is shared."""
-    shared = current()
+    """Within the block, if the cache is shared, this thread acquires a lease for each program that it compiles."""
+    shared = current_shared_cache()
     return shared.leasing() if shared else nullcontext()
 
 
-def current() -> SharedCache | None:
-    """Return the shared cache that JAX uses, or None if it uses another or none."""
+def current_shared_cache() -> SharedCache | None:
+    """Return the shared cache that JAX uses. Return None if JAX uses a different cache or none."""
     return _shared_caches.get(jax.config.jax_compilation_cache_dir)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-_shared_caches: dict[str, SharedCache] = {}  # by the folder's name in JAX's configuration
+_shared_caches: dict[str, SharedCache] = {}  # identified by the name of the folder in JAX's configuration
 
 
 def _write(file: AnyPath, content: bytes) -> None:
-    """Write a file that appears when it is complete."""
+    """Write a file under a temporary name, and rename it when it is complete."""
     if isinstance(file, RemotePath):
         file.write(content)
         return
-    write_whole(file, content)
+    write_atomically(file, content)
 
 
 def _create(file: AnyPath, content: bytes) -> bool:
-    """Create a file and return True, or return False if it exists; only one process can create it."""
+    """Create a file and return True, or return False if the file exists. If several processes create the same file,
+    only one of them gets True."""
     if isinstance(file, RemotePath):
         return file.create(content)
     try:

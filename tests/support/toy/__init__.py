@@ -24,7 +24,7 @@ from wanjax.models.t5 import T5Config
 from wanjax.pipelines.denoiser import Denoiser
 from wanjax.pipelines.family import Family, Preset
 from wanjax.pipelines.guidance import group
-from wanjax.pipelines.model import Cost, ModelSpec, VideoModel
+from wanjax.pipelines.model import ForwardCost, ModelSpec, VideoModel
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.encoders import T5
 from wanjax.pipelines.text.tokenizer import Tokenizer
@@ -139,11 +139,11 @@ class ToyModel(VideoModel[ToyConditioning]):
     def denoiser(self) -> ToyDenoiser:
         return ToyDenoiser()
 
-    def cost(self, settings: Settings, conditioning: Any = None) -> Cost:
+    def cost(self, settings: Settings, conditioning: Any = None) -> ForwardCost:
         config, (_, _, *cells) = self.transformer, self.spec.latent_shape(settings)
         tokens = int(np.prod(cells)) // 4 + LENGTH + GLYPHS
         scores = config.layers * 4 * tokens**2 * config.width
-        return Cost(tokens, config.layers, config.heads, config.width, scores, {"blocks": scores})
+        return ForwardCost(tokens, config.layers, config.heads, config.width, scores, {"blocks": scores})
 
     def _tokens(self, runtime, prompt):
         glyphs = np.frombuffer(prompt.encode()[:GLYPHS].ljust(GLYPHS, b"\0"), np.uint8)

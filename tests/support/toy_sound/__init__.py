@@ -27,20 +27,20 @@ from wanjax.execution import program
 from wanjax.kernels.compiler_options import conv_options, matmul_options, random_options, scan_options
 from wanjax.layers.stack import EVERY_BLOCK
 from wanjax.media.inputs import IMAGE, InputSpec
-from wanjax.media.pictures import fit
+from wanjax.media.pictures import fit_to_size
 from wanjax.models.t5 import T5Config
 from wanjax.pipelines.denoiser import Denoiser
 from wanjax.pipelines.family import Family, Preset
 from wanjax.pipelines.frames import encode_clip
 from wanjax.pipelines.guidance import group
-from wanjax.pipelines.model import Cost, LatentStream, ModelSpec, Pass, VideoModel
-from wanjax.pipelines.seeds import drawn_noise, seed_to_key_data
+from wanjax.pipelines.model import ForwardCost, LatentStream, ModelSpec, Pass, VideoModel
+from wanjax.pipelines.seeds import draw_noise, seed_to_key_data
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.tokenizer import Tokenizer
 from wanjax.pipelines.validation import FieldShape
 
 DEFAULTS = TOY_DEFAULTS.updated({"model": "toy-sound", "height": 64, "width": 64, "steps": 3})
-DRIVING = InputSpec("driving", "clip", "a driving clip", "A clip whose motion the video follows.", page="black")
+DRIVING = InputSpec("driving", "clip", "a driving clip", "A clip whose motion the video follows.", background="black")
 AUDIO = LatentStream(channels=5, per_second=12.8)
 NOISE = 0.1  # that the decoder takes
 JOINT = ("patch_embed", "audio_embed", "text_embed", "time_embed", "proj_out", "audio_out")
@@ -106,7 +106,7 @@ def upsample(graphdef, latents, weights):
 
 @program(random_options)
 def add_noise(static, latents, words):
-    return (1 - NOISE) * latents + NOISE * drawn_noise(words, (1, *latents.shape[1:]), 100)
+    return (1 - NOISE) * latents + NOISE * draw_noise(words, (1, *latents.shape[1:]), 100)
 
 
 @program(conv_options)
@@ -164,11 +164,11 @@ class SoundModel(VideoModel[SoundConditioning]):
     def denoiser(self) -> SoundDenoiser:
         return SoundDenoiser()
 
-    def cost(self, settings: Settings, conditioning: Any = None) -> Cost:
+    def cost(self, settings: Settings, conditioning: Any = None) -> ForwardCost:
         config, (_, _, *cells) = self.transformer, self.spec.latent_shape(settings)
         tokens = int(np.prod(cells)) // 4 + self.spec.stream_shapes(settings)["audio"][2]
         scores = config.layers * 4 * tokens**2 * config.width
-        return Cost(tokens, config.layers, config.heads, config.width, scores, {"blocks": scores})
+        return ForwardCost(tokens, config.layers, config.heads, config.width, scores, {"blocks": scores})
 
     def encode_text(self, runtime, settings):
         [both] = self.tokenize(runtime, [settings.prompt, settings.negative_prompt], settings.follow)
@@ -178,7 +178,9 @@ class SoundModel(VideoModel[SoundConditioning]):
     def encode_inputs(self, runtime, pictures, settings, *, tiling=None):
         vae, given = runtime.components.get("vae"), {"reference": pictures["image"][None]}
         given |= {} if (clip := pictures.clip("driving")) is None else {"driving": clip[: settings.frames]}
-        fitted = {name: [fit(one, settings.size, settings.resize) for one in frames] for name, frames in given.items()}
+        fitted = {
+            name: [fit_to_size(one, settings.size, settings.resize) for one in frames] for name, frames in given.items()
+        }
         return {name: encode_clip(vae, frames, tiling, runtime.call) for name, frames in fitted.items()}
 
     def conditioning_shapes(self, conditioning, settings):
