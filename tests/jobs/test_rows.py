@@ -193,6 +193,21 @@ def test_columns_with_another_separator_are_answered_with_those_that_are_read(tm
     assert str(caught.value) == "the header is 'prompt|seed': separate its columns by commas, semicolons or tabs"
 
 
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"caption": ["a cat"]}, "'caption' column prompt"),
+        ({"prompt": ["a cat"], "sed": [1]}, "sed column seed"),
+        ({"prompt": ["a cat"], "Prompt": ["a dog"]}, "column 'prompt' twice"),
+    ],
+)
+def test_the_columns_of_a_parquet_file_are_checked_as_those_of_a_csv_file(tmp_path, columns, words):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.table(columns), tmp_path / "r.parquet")
+    with pytest.raises(WanjaxError, match=naming(words)):
+        read_requests(str(tmp_path / "r.parquet"))
+
+
 def test_a_parquet_file_with_damaged_pages_is_not_readable(tmp_path):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     file = tmp_path / "r.parquet"

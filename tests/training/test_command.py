@@ -52,7 +52,7 @@ def test_mistakes_are_one_sentence(model, tmp_path):
         (("--size", "32x32", "--lora-rank", 0), "--lora-rank got 0"),
         (("--size", "32x32", "--learning-rate", -1), "the learning rate is -1.0: give a number above 0"),
         (("--size", "32x32", "--learning-rate", 1e39), "the learning rate is 1e+39: give a number above 0"),
-        (("--size", "33x32"), "the width must be a multiple of"),
+        (("--size", "33x32"), "width must be a multiple of"),
         (("--size", "32x32", "--width", 64), "--size cannot be combined with --height or --width"),
         (("--size", "32x32", "--lora-target", "to_x"), "no layer named to_x"),
         (

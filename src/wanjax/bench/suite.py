@@ -35,7 +35,6 @@ from wanjax.plan.hardware import Hardware, mesh_on, priced_on
 from wanjax.plan.video_programs import STEP, programs_of
 from wanjax.pricing.chips import KINDS, SLICES
 from wanjax.pricing.digests import versions
-from wanjax.pricing.exporting import CompilerError
 from wanjax.pricing.lowering import Lowering
 from wanjax.pricing.roofline import Machine, machines
 from wanjax.registry import Outline
@@ -72,7 +71,7 @@ class LocalHardware:
         try:
             lowering = build(mesh_on(self.hardware, axes), AttentionConfig("reference") if by_roofline else AUTO)
             [price] = priced_on(self.hardware, [("", lowering)])
-        except (WanjaxError, CompilerError) as error:
+        except WanjaxError as error:
             return None, str(error).splitlines()[0][:200]
         return (
             price.seconds,

@@ -17,6 +17,7 @@ import jax
 from rich.console import Console
 
 from wanjax import loading, registry
+from wanjax.cli.options import is_given
 from wanjax.cli.parsed import CommandOptions, PipelineOptions, TrainingOptions, WorkloadOptions
 from wanjax.cli.processes import init_distributed
 from wanjax.cli.report import Report
@@ -85,6 +86,8 @@ def plan(
     )  # use only files of this machine; download nothing
     attention = options.attention or lora_attention or AUTO
     price_options = {"sp": sp, "rules": options.rules, "compiler": options.compiler or SAFE_SET, "attention": attention}
+    if not is_given("model"):
+        report.note(f"note: no MODEL is given, so this prices {options.model}: `wanjax models` lists the others")
     outline = registry.apply_distilled_loras(registry.outline(str(options.model)), loras, report.note)
     if request.scheduler is not None:
         outline = replace(outline, model=with_scheduler(outline.model, request.scheduler))

@@ -402,8 +402,9 @@ def _wait_for_video(
             advice = f"{_video_id(path)} waits there until it runs again: {server.url}{path}/content"
             raise WanjaxError(f"{error}; {advice}") from error
         notes = job.get("notes")
-        for note in (*map(_printable, notes if isinstance(notes, list) else []), _window_text(job)):
-            if note and note not in shown_notes:
+        new_notes = [f"note: {_printable(note)}" for note in (notes if isinstance(notes, list) else [])]
+        for note in filter(None, (*new_notes, _window_text(job))):
+            if note not in shown_notes:
                 shown_notes.add(note)
                 report.note(note)
         if job.get("status") not in ("queued", "in_progress"):
@@ -445,7 +446,8 @@ def _strengths(loras: Sequence[Any], served_loras: Any, server_url: str) -> dict
     for name in strengths.keys() - set(names):
         available_names = _printable(" and ".join(names)) or "none"
         raise WanjaxError(
-            f"the LoRA {name} must be one with which the server was started, and {server_url} has {available_names}"
+            f"the LoRA {name} must be one with which the server was started, and {server_url} has {available_names}: "
+            "leave it out, or start a server with it"
         )
     return dict.fromkeys(names, 0.0) | strengths
 
@@ -472,7 +474,7 @@ def _compare_option(name: str, value: Any, server_options: Mapping[str, Any], se
         option_text = "" if isinstance(value, bool) else f" {', '.join(_as_texts(value))}"
         raise WanjaxError(
             f"{option_of(name)}{option_text} must be the value with which the server was started, and {server_url} has "
-            f"{server_text}"
+            f"{server_text}: leave {option_of(name)} out, or start a server with it"
         )
 
 

@@ -188,19 +188,25 @@ def _read_csv(text: str) -> Iterator[dict[str, Any] | WanjaxError]:
     table = csv.DictReader(StringIO(text), strict=True, delimiter=delimiter)
     columns = list(filter(None, map(_column, table.fieldnames or ())))
     for name in columns:
-        if columns.count(name) > 1:
-            raise WanjaxError(f"the header has the column {name!r} twice: keep one")
         if len(columns) == 1 and len(parts := re.split(r"\s*[|:]\s*", name)) > 1 and _column(parts[0]) in _row_fields():
             raise WanjaxError(f"the header is {repr_short(name)}: separate its columns by commas, semicolons or tabs")
-        if name.lower() in PROMPT_COLUMNS:
-            raise SettingError(f"{name!r} is not a column here: use prompt", name)
-        if name not in (names := field_names()):
-            raise unknown_keyword(name, names, kind="column")
+    _check_columns(columns)
     for row in table:
         if None in row:
             yield WanjaxError(f"the row has more fields than the header: quote fields that contain {delimiter!r}")
         else:
             yield {_column(name): value for name, value in row.items() if value}
+
+
+def _check_columns(columns: Sequence[str]) -> None:
+    """Raise WanjaxError unless each column of a table names a field of a request, and no field has two columns."""
+    for name in columns:
+        if columns.count(name) > 1:
+            raise WanjaxError(f"the header has the column {name!r} twice: keep one")
+        if name.lower() in PROMPT_COLUMNS:
+            raise SettingError(f"{name!r} is not a column here: use prompt", name)
+        if name not in (names := field_names()):
+            raise unknown_keyword(name, names, kind="column")
 
 
 def _known_columns(text: str, delimiter: str) -> set[str]:
@@ -234,11 +240,12 @@ def _read_parquet(file: Path) -> Iterator[dict[str, Any]]:
         raise WanjaxError(f"reading {file} needs pyarrow: {install_extra('parquet')}") from error
     try:
         with ParquetFile(file) as table:
+            columns = list(map(_column, table.schema_arrow.names))
+            _check_columns(columns)
             for batch in table.iter_batches():
                 for row in batch.to_pylist():
-                    yield {
-                        name: None if value != value else value for name, value in row.items()
-                    }  # pandas writes NaN for an empty cell
+                    cells = zip(columns, row.values(), strict=True)
+                    yield {name: None if value != value else value for name, value in cells}  # NaN: pandas' empty cell
     except (OSError, ArrowException) as error:
         if isinstance(error, OSError) and error.errno is not None:  # the file system's own error
             raise

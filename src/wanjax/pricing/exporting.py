@@ -27,8 +27,8 @@ calls are allowed.
 LOCATION_LIMIT_OPTION = "jax_traceback_in_locations_limit"
 
 
-class CompilerError(RuntimeError):
-    """The program does not compile for the chip, most often because it does not fit in memory."""
+class CompilerError(WanjaxError):
+    """A program that does not compile for the chip, most often because it does not fit in memory."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def as_compiler_errors(target: Slice) -> Iterator[None]:
     """Convert errors other than wanjax's into a CompilerError that names the slice."""
     try:
         yield
-    except (WanjaxError, CompilerError):
+    except WanjaxError:
         raise
     except Exception as error:
         raise CompilerError(compile_failure(target, type(error).__name__, str(error))) from error
