@@ -159,6 +159,13 @@ def test_a_folder_of_videos_is_answered_with_a_video_in_it(tmp_path):
             assert says(refused(*map(str, command)), f"{folder} folder {count} {folder / name}")
 
 
+def test_a_folder_of_a_checkpoint_is_answered_with_the_command_that_describes_it():
+    folder = Path("my model")
+    folder.mkdir()
+    (folder / "model_index.json").write_text("{}")
+    assert says(refused("info", str(folder)), "my model no video wanjax models 'my model'")
+
+
 def test_a_video_is_made_again_to_the_bit(text):
     given = ("--model", text, *SMALL, "--guidance-scale", "3.5", "--scheduler", "euler", "--attention", "chunked")
     succeeded(wanjax("a red circle", *given, "--seed", "-1", "--fps", "8", "--dir", "one", "--out", "one.mp4"))

@@ -3,6 +3,7 @@
 
 import json
 import os
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,10 @@ def _folder_without_settings(folder: Path) -> str:
     suffixes = (*VIDEO_ENCODERS, ".gif", ".webp")
     videos = [name for name in names if Path(name).suffix.lower() in suffixes]
     if not videos:
-        return f"the folder {folder} holds no video: give a video, a folder of its frames, or a stage's folder"
+        advice = "give a video, a folder of its frames, or a stage's folder"
+        if any(name.endswith(".json") for name in names):  # as in the folder of a checkpoint
+            advice += f"; if it is a checkpoint, `{shlex.join(['wanjax', 'models', str(folder)])}` describes it"
+        return f"the folder {folder} holds no video: {advice}"
     video = os.path.join(folder, videos[0])  # "./-a.mp4" in ".", because "-a.mp4" would be taken for an option
     advice = f"give one of them, such as {video}" if len(videos) > 1 else f"give {video}"
     return f"{folder} is a folder that holds {pluralize(len(videos), 'video')}: {advice}"
