@@ -72,9 +72,6 @@ def channel_factors(random: np.random.Generator, width: int) -> Float32[np.ndarr
     return factors.astype(np.float32)
 
 
-# ---- layers
-
-
 def build_small_wan() -> WanTransformer:
     """Build a random Wan whose modulated tokens, attention outputs and hidden layers have uneven channels."""
     model = WanTransformer(SMALL_WAN, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
@@ -125,8 +122,6 @@ def measure_layers() -> Table:
         table.add_row(group, *(f"{error:.2%}" for error in errors))
     return table
 
-
-# ---- block
 
 Product = Callable[[Float32[Array, "L I"], Float32[Array, "I O"]], Float32[Array, "L O"]]
 
@@ -231,9 +226,6 @@ def measure_block(num_rows: int) -> Table:
     for name, (multiply, round_attention) in FORMS.items():
         table.add_row(name, f"{relative_error(block_output(weights, rows, multiply, round_attention), expected):.2%}")
     return table
-
-
-# ---- gemma
 
 
 def gemma_projections(text: str) -> dict[str, tuple[Float[np.ndarray, "L I"], Float[np.ndarray, "I O"]]]:

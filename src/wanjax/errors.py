@@ -158,6 +158,18 @@ def repr_short(value: object) -> str:
     return f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"
 
 
+def printable(text: str, keep: str = "") -> str:
+    """Replace control characters and other characters that cannot be printed by their escapes, such as \\x1b.
+
+    A text that comes from a file or a server could otherwise control the terminal.
+
+    Args:
+        text: The text.
+        keep: Characters that are not replaced.
+    """
+    return "".join(char if char.isprintable() or char in keep else repr(char)[1:-1] for char in text)
+
+
 def near_names(name: str, choices: Iterable[str], limit: int = 4) -> list[str]:
     """Return at most `limit` choices that start with a mistyped name. If there are none, return choices that are
     similar to the name."""

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from tests.support.workflows import api_form, graph_of, nodes_of, request_of, template
 from wanjax.errors import WanjaxError
-from wanjax.workflows import arithmetic
+from wanjax.workflows import arithmetic, node_types
+from wanjax.workflows.evaluate import MediaSize
 from wanjax.workflows.graph import MAX_NODES, Output
-from wanjax.workflows.request import Missing
+from wanjax.workflows.node_functions import FUNCTIONS
+from wanjax.workflows.request import Missing, Workflow, read_workflow
 
 T2V = "text_to_video_wan"
 
@@ -136,9 +138,9 @@ def test_an_address_without_a_url_is_none():
 def test_a_text_of_a_workflow_is_printable_and_short_in_a_message():
     nodes = edited(T2V, n48__model=["P", 0])
     nodes["P"] = {"class_type": "\x1b[2J" + "a" * 10_000, "inputs": {"model": ["37", 0]}}
-    assert sentence(nodes).startswith(f"node P (\ufffd[2J{'a' * 75}…) is not known")
+    assert sentence(nodes).startswith(f"node P (\\x1b[2J{'a' * 75}…) is not known")
     message = sentence(edited(T2V, n37__unet_name="ltx\x1b\n.safetensors"))
-    assert "loads ltx\ufffd\ufffd.safetensors" in message
+    assert r"loads ltx\x1b\n.safetensors" in message
 
 
 def test_subgraphs_that_double_are_bounded():
@@ -279,6 +281,10 @@ def test_the_noise_of_lcm_is_a_note():
     assert any("its later noise differs" in note for note in notes)
 
 
+def test_each_type_of_node_in_the_table_has_a_function():
+    assert FUNCTIONS.keys() == node_types.NODE_TYPES.keys()
+
+
 def clip(kind: str, **inputs: Any) -> dict[str, Any]:
     """Return a workflow whose clip goes through a node, or is loaded by it."""
     nodes = api_form(graph_of(template("video_wan_vace_14B_v2v")))
@@ -295,12 +301,45 @@ def test_changes_of_a_clip_are_told():
     assert request_of(clip("VHS_LoadVideo", force_rate=0)).inputs["video"].name == "a.mp4"
 
 
-def test_a_side_of_zero_follows_from_the_other():
+def resized(kind: str, **inputs: Any) -> Workflow:
+    """Return the workflow whose size is that of a clip of 100 x 60 pixels behind a node."""
+    nodes = clip(kind, **inputs)
+    nodes["G"] = {"class_type": "GetImageSize", "inputs": {"image": ["N", 0]}}
+    nodes["49"]["inputs"] |= {"width": ["G", 0], "height": ["G", 1]}
+    return read_workflow(graph_of(nodes), lambda file: MediaSize(100, 60, 5, 8.0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "inputs", "size"),
+    [
+        ("ImageScale", {"width": 50, "height": 50}, (50, 50)),
+        ("ImageScale", {"width": 0, "height": 30}, (50, 30)),
+        ("ImageScale", {"width": 33, "height": 0}, (33, 20)),
+        ("ImageScale", {"width": 0, "height": 0}, (100, 60)),
+        ("ImageScaleBy", {"scale_by": 1.5}, (150, 90)),
+        ("ImageResizeKJv2", {"width": 50, "height": 50}, (50, 50)),
+        ("ImageResizeKJv2", {"width": 50, "height": 50, "keep_proportion": "crop"}, (50, 50)),
+        ("ImageResizeKJv2", {"width": 50, "height": 0, "keep_proportion": "crop"}, (50, 60)),
+        ("ImageResizeKJv2", {"width": 50, "height": 50, "keep_proportion": "resize"}, (50, 30)),
+        ("ImageResizeKJv2", {"width": 0, "height": 45, "keep_proportion": "resize"}, (75, 45)),
+        ("ImageResizeKJv2", {"width": 50, "height": 50, "keep_proportion": "resize", "divisible_by": 16}, (48, 16)),
+        ("ImageResizeKJv2", {"width": 50, "height": 0, "keep_proportion": "pad"}, (50, 30)),
+        ("ImageResizeKJv2", {"width": 50, "height": 50, "keep_proportion": "pad"}, (50, 50)),
+    ],
+)
+def test_the_size_of_a_resized_clip(kind, inputs, size):
+    settings = resized(kind, **inputs).settings
+    assert (settings["width"], settings["height"]) == size
+
+
+def test_a_size_that_is_only_known_when_it_runs_is_missing():
+    settings = resized("ImageResizeKJv2", width=50, height=50, keep_proportion="total_pixels").settings
+    assert "resizes by the number of pixels" in settings["width"].sentence
     nodes = clip("ImageScale", width=0, height=64)
     nodes["G"] = {"class_type": "GetImageSize", "inputs": {"image": ["N", 0]}}
     nodes["49"]["inputs"] |= {"width": ["G", 0], "height": ["G", 1]}
     settings = request_of(nodes).settings
-    assert "resizes by proportion" in settings["width"].sentence
+    assert "node C (VHS_LoadVideo) loads a.mp4" in settings["width"].sentence
     assert settings["height"] == 64
 
 
@@ -310,6 +349,35 @@ def test_a_checkpoint_with_several_networks_is_one_file():
     workflow = request_of(nodes)
     assert [file.name for file in workflow.files] == ["wan2.2-t2v-high-aio.safetensors"]
     assert workflow.other_files == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "is_same"),
+    [
+        ("umt5_xxl_fp16.safetensors", True),
+        ("umt5-xxl-encoder-Q8_0.gguf", True),
+        ("models_t5_umt5-xxl-enc-bf16.pth", True),
+        ("umt5_xxl_abliterated_fp16.safetensors", False),
+        ("t5xxl_fp16.safetensors", False),
+    ],
+)
+def test_a_text_encoder_of_another_model_is_a_note(name, is_same):
+    workflow = request_of(edited(T2V, n38__clip_name=f"wan/{name}"))
+    notes = [note for note in workflow.notes if name in note]
+    assert ([file.name for file in workflow.other_files] == [f"wan/{name}", "wan_2.1_vae.safetensors"]) == is_same
+    if not is_same:
+        assert notes == [
+            f"node 38 (CLIPLoader) loads {name}, and wanjax uses the text encoder of the model's own repository, from "
+            "which it may differ"
+        ]
+    else:
+        assert not notes
+
+
+def test_a_vae_of_another_program_is_a_note():
+    workflow = request_of(edited(T2V, n39__vae_name="Wan2.1_VAE_upscale2x_imageonly_real_v1.safetensors"))
+    assert any("node 39 (VAELoader) loads Wan2.1_VAE_upscale2x" in note for note in workflow.notes)
+    assert [file.kind for file in workflow.other_files] == ["text_encoders"]
 
 
 def test_a_mask_from_a_file_is_an_input():

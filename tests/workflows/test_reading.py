@@ -20,7 +20,7 @@ from wanjax.media.video import write_video
 from wanjax.registry import companion_files
 from wanjax.workflows import files, reading
 from wanjax.workflows.files import Folders, check_pair, find_file, locate
-from wanjax.workflows.graph import Address, Node
+from wanjax.workflows.graph import Node
 from wanjax.workflows.request import read_workflow
 from wanjax.workflows.values import File
 
@@ -191,7 +191,7 @@ def models(tmp_path) -> Path:
         ("elsewhere/a.safetensors", "diffusion_models", "diffusion_models/wan/a.safetensors"),
         ("b.gguf", "diffusion_models", "unet/b.gguf"),
         ("c.safetensors", "loras", "loras/x/c.safetensors"),
-        ("c.safetensors", "vae", None),
+        ("c.safetensors", "diffusion_models", None),
     ],
 )
 def test_a_file_is_found_in_the_folders_of_its_kind(models, name, kind, expected):
@@ -246,7 +246,7 @@ def test_two_files_of_one_name_are_not_guessed(models):
 
 
 def test_a_file_that_is_not_there_comes_from_its_address(models, monkeypatch):
-    addresses = {"f.safetensors": Address(ADDRESS.replace("a.saf", "f.saf"), "diffusion_models")}
+    addresses = {"f.safetensors": ADDRESS.replace("a.saf", "f.saf")}
     monkeypatch.setattr(files, "is_cached", lambda name: False)
     located = locate(named("f.safetensors"), Folders(models), addresses)
     assert (located.name, located.to_download) == ("owner/video/split files/f.safetensors", True)
@@ -267,7 +267,7 @@ def test_a_file_that_is_not_there_comes_from_its_address(models, monkeypatch):
     ],
 )
 def test_other_addresses_are_told_and_not_opened(url, words):
-    addresses = {} if url is None else {"f.safetensors": Address(url, "")}
+    addresses = {} if url is None else {"f.safetensors": url}
     with pytest.raises(WanjaxError, match=words):
         locate(named("f.safetensors"), Folders(), addresses)
 

@@ -194,6 +194,8 @@ def test_the_request_of_a_template(name):
         fps,
     )
     assert settings["prompt"]
+    assert {file.kind for file in workflow.other_files} >= {"text_encoders", "vae"}
+    assert not any("own repository" in note for note in workflow.notes)
     inputs = workflow.inputs
     assert [key for key, value in inputs.items() if not isinstance(value, Missing)] == INPUTS.get(
         name, ["references"] if name == "video_wan_vace_inpainting" else []

@@ -28,7 +28,7 @@ from wanjax.cli.arguments import (
     with_option,
 )
 from wanjax.cli.report import Report, handle_interrupts, print_error
-from wanjax.errors import DISK_FULL_ERRNOS, FILE_NAME_ERRNOS, WanjaxError, is_failure, is_out_of_memory
+from wanjax.errors import DISK_FULL_ERRNOS, FILE_NAME_ERRNOS, WanjaxError, is_failure, is_out_of_memory, printable
 from wanjax.layers.precision import STORABLE
 from wanjax.pricing import libtpu
 from wanjax.signals import INTERRUPTED, stop
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 FAILURE, USAGE_ERROR = 1, 2  # exit statuses
 CANNOT_WRITE = "cannot write"
+LINE_END = "\n"
 NO_HOME_MESSAGE = "determine home directory"  # a part of the message that pathlib's error has
 GPU_DEVICE_FILES = ("/dev/nvidia*", "/dev/kfd", "/dev/dxg")  # of NVIDIA, of AMD, and of both on Windows
 DEVICE_PLUGINS = (
@@ -144,7 +145,7 @@ class Commands(click.Group):
             else:
                 _print_outcome(ctx)
                 raise
-        print_error(f"wanjax: {message}\n")
+        print_error(f"wanjax: {printable(message, keep=LINE_END)}\n")
         _print_outcome(ctx)
         ctx.exit(status)
 
@@ -536,6 +537,7 @@ def info(ctx: click.Context, file: str, as_json: bool) -> None:
     if (graph := workflow_options.find_workflow(file)) is not None:
         catalogue.show_workflow(workflow_options.options_of(ctx, file, graph), as_json)
     else:
+        workflow_options.check_folders(ctx)
         catalogue.show_record(file, as_json)
 
 

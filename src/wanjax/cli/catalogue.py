@@ -11,6 +11,7 @@ import click
 
 from wanjax.cli.listing import describe_model, listed_models
 from wanjax.cli.tables import fold_text, stdout_width, table
+from wanjax.errors import printable
 from wanjax.layers.precision import PRECISIONS
 from wanjax.media.inputs import INPUT_SPECS
 from wanjax.pipelines.settings import LOAD_SETTINGS, total_frames
@@ -120,12 +121,12 @@ def show_workflow(options: "WorkflowOptions", as_json: bool) -> None:
     """Print the request of a workflow: its settings, where its files are, and what differs."""
     values = dict(options.values)
     if as_json:
-        entries = {"missing": options.missing, "notes": options.notes}
-        click.echo(json.dumps(values | {k: v for k, v in entries.items() if v}, indent=2, ensure_ascii=False))
+        entries = {"missing": options.missing, "notes": options.sentences()}
+        click.echo(json.dumps(values | {k: v for k, v in entries.items() if v}, indent=2))
         return
     _print_lines(_entries(values))
-    for sentence in (*options.missing.values(), *options.notes):
-        click.echo(f"note: {sentence}")
+    for sentence in (*options.missing.values(), *options.sentences()):
+        click.echo(f"note: {printable(sentence)}")
 
 
 def _print_lines(lines: Mapping[str, str]) -> None:
@@ -173,4 +174,4 @@ def _as_text(value: Any) -> str:
     if isinstance(value, list | tuple):
         value = ", ".join(map(_as_text, value))
     text = f"{value:g}" if isinstance(value, float) else str(value)
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+    return printable(text)

@@ -18,7 +18,7 @@ from wanjax.cli import listing
 from wanjax.cli.names import TOKEN_VARIABLE
 from wanjax.cli.options import check_file, is_given, on_command_line, option_of
 from wanjax.errors import WanjaxError
-from wanjax.media.inputs import INPUT_SPECS
+from wanjax.media.inputs import CLIP_SUFFIXES, INPUT_SPECS
 from wanjax.pipelines.mesh_sizes import MeshSizes
 from wanjax.pipelines.settings import read_seeds
 from wanjax.pipelines.text.prompt_extension import check_url
@@ -41,7 +41,6 @@ STAGE_COMMANDS = ("denoise", "decode")  # commands that read the files of the pr
 SINGLE_VIDEO_COMMANDS = ("generate", "decode")  # commands for which --out is a file
 MULTI_VIDEO_PARAMETERS = ("prompts", "seeds", "count")  # if one of them is given, --out is a folder
 PROMPT_LIST_SUFFIXES = (".txt", ".csv", ".json", ".jsonl", ".ndjson", ".parquet")
-CLIP_SUFFIXES = (".mp4", ".mov", ".webm", ".mkv")  # files that are never pictures
 WORKER_COMMANDS = ("batch", "serve")  # commands that may start workers
 # Parameters that only apply to the training of a LoRA
 OF_LORA = ("rank", "alpha", "dropout", "targets", "lora_format", "lora_rank")

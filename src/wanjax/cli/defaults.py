@@ -115,6 +115,8 @@ class Command(sections.Command):
             from wanjax.cli.parsed import ARGUMENT_PARSERS  # imported late for a quick list of models
 
             arguments |= {name: ARGUMENT_PARSERS[name](ctx) for name in other_names}
+        if "original_metadata" in ctx.params:  # `info` finds the workflow later
+            workflow_options.check_folders(ctx)
         workflow_options.check_missing(ctx, REPLACED_BY)
         check(ctx, arguments.get("request"))
         workflow_options.report_workflow(ctx)

@@ -30,7 +30,7 @@ from wanjax.cli.names import TOKEN_VARIABLE, unused_names, video_path, videos_fo
 from wanjax.cli.options import SETTINGS, is_given, on_command_line, option_of
 from wanjax.cli.parsed import CommandOptions, PipelineOptions
 from wanjax.cli.report import Report
-from wanjax.errors import NetworkError, WanjaxError, reason, repr_short
+from wanjax.errors import NetworkError, WanjaxError, printable, reason, repr_short
 from wanjax.figures import pluralize, progress_of_many
 from wanjax.media.inputs import INPUT_SPECS
 from wanjax.pipelines.request import VideoRequest
@@ -517,7 +517,7 @@ def _with_digests(value: Any) -> Any:
 
 def _printable(text: Any) -> str:
     """Cut a server's text to 1000 characters, without control characters."""
-    return "".join(c if c.isprintable() else " " for c in str(text)[:1000])
+    return printable(str(text)[:1000])
 
 
 class Server:

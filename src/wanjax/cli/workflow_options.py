@@ -6,15 +6,16 @@ Only `find_workflow` reads files, and the modules that it needs are imported whe
 
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 from click.core import ParameterSource
 
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, printable
 from wanjax.media.inputs import INPUT_SPECS
+from wanjax.workflows import SUFFIXES
 
 if TYPE_CHECKING:
     from wanjax.workflows.files import Located
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
 
 RAW = "wanjax.raw"  # key of the `meta` of a command's context: the options as they are on the command line
 WORKFLOW = "wanjax.workflow"  # key of the `meta` of a command's context: what comes from a workflow
-SUFFIXES = (".json", ".mp4", ".mov", ".mkv", ".webm", ".png", ".apng", ".webp")
 OWN_JSON = "generation_config.json"
-FILE_OPTIONS = ("--from", "--models", "--inputs")  # options that a printed command does not need
+FOLDERS = ("models", "inputs")  # options with the folders of a workflow's files
+FILE_OPTIONS = ("--from", *(f"--{name}" for name in FOLDERS))  # options that a printed command does not need
 PRINT_COMMAND = "--print-command"
 
 
@@ -37,14 +38,25 @@ class WorkflowOptions(NamedTuple):
         values: Values by the names of parameters.
         missing: For parameters without a value, the sentence that says so.
         downloads: Names on the hub of files to download, by parameter.
-        notes: Sentences for the user: where each file is, and what differs.
+        places: Sentences on where files are, by parameter.
+        notes: Sentences on what differs.
     """
 
     file: str
     values: Mapping[str, Any]
     missing: Mapping[str, str]
     downloads: Mapping[str, Sequence[str]]
+    places: Mapping[str, Sequence[str]]
     notes: Sequence[str]
+
+    def sentences(self, replaced: Collection[str] = ()) -> list[str]:
+        """List the sentences for the user.
+
+        Args:
+            replaced: Parameters that the user has replaced, whose files do not matter.
+        """
+        places = [place for name, sentences in self.places.items() if name not in replaced for place in sentences]
+        return [*places, *self.notes]
 
 
 def parse_raw(command: click.Command, ctx: click.Context, arguments: Sequence[str]) -> None:
@@ -110,7 +122,21 @@ def options_of(ctx: click.Context, file: str, graph: "Graph", command: str | Non
         raise WanjaxError(f"{file}: {error}") from error
     reader = _OptionReader(workflow, folders, downloads_nothing=(command or ctx.info_name) == "plan")
     reader.read()
-    return WorkflowOptions(file, reader.values, reader.missing, reader.downloads, [*reader.places, *workflow.notes])
+    return WorkflowOptions(file, reader.values, reader.missing, reader.downloads, reader.places, workflow.notes)
+
+
+def check_folders(ctx: click.Context) -> None:
+    """Raise UsageError for a folder of a workflow's files if the command has no workflow.
+
+    Args:
+        ctx: The command's context.
+    """
+    for name in FOLDERS:
+        if name in ctx.meta[RAW][1] and WORKFLOW not in ctx.meta:
+            raise click.UsageError(
+                f"--{name} says where the files of a workflow of ComfyUI are, and there is no workflow: give one by "
+                "--from, or leave the option out"
+            )
 
 
 def _folder(ctx: click.Context, name: str) -> Path | None:
@@ -131,7 +157,7 @@ class _OptionReader:
         self.values: dict[str, Any] = {}
         self.missing: dict[str, str] = {}
         self.downloads: dict[str, list[str]] = {}
-        self.places: list[str] = []
+        self.places: dict[str, list[str]] = {}
 
     def read(self) -> None:
         from wanjax.workflows.request import Missing
@@ -148,6 +174,11 @@ class _OptionReader:
         self._read_inputs()
         self._note_other_files()
 
+    def _add_place(self, parameter: str, file: Any, place: str) -> None:
+        from wanjax.workflows.values import base_name
+
+        self.places.setdefault(parameter, []).append(f"{base_name(file.name)}: {place}")
+
     def _locate(self, parameter: str, file: Any) -> "Located | None":
         """Find a file of weights. If it is missing, keep the sentence for its parameter."""
         from wanjax.workflows.files import locate
@@ -157,9 +188,7 @@ class _OptionReader:
         except WanjaxError as error:
             self.missing.setdefault(parameter, str(error))
             return None
-        from wanjax.workflows.evaluate import base_name
-
-        self.places.append(f"{base_name(file.name)}: {located.place}")
+        self._add_place(parameter, file, located.place)
         if located.to_download:
             self.downloads.setdefault(parameter, []).append(located.name)
         return located
@@ -192,14 +221,14 @@ class _OptionReader:
             if (located := self._locate("lora", use.file)) is not None:
                 loras.append(str(Lora(located.name, use.strength, use.expert)))
         if self.downloads_nothing and self.missing.pop("lora", None):
-            self.places.append("a LoRA that is not found is left out, because it does not change the price")
+            self.places["lora"] = ["a LoRA that is not found is left out, because it does not change the price"]
         if loras:
             self.values["lora"] = loras
 
     def _read_inputs(self) -> None:
-        from wanjax.workflows.evaluate import base_name
         from wanjax.workflows.files import find_file
         from wanjax.workflows.request import Missing
+        from wanjax.workflows.values import base_name
 
         for name, value in self.workflow.inputs.items():
             if isinstance(value, Missing):
@@ -216,7 +245,7 @@ class _OptionReader:
                     )
                 else:
                     paths.append(str(path))
-                    self.places.append(f"{base_name(file.name)}: {path}")
+                    self._add_place(name, file, str(path))
             if name not in self.missing:
                 self.values[name] = paths if isinstance(value, list) else paths[0]
         if self.downloads_nothing:  # a picture that is left out has the size of the video
@@ -224,10 +253,13 @@ class _OptionReader:
                 self.missing.pop(name, None)
 
     def _note_other_files(self) -> None:
-        from wanjax.workflows.evaluate import base_name
+        from wanjax.workflows.graph import shown
+        from wanjax.workflows.values import base_name
 
-        if names := [base_name(file.name) for file in self.workflow.other_files]:
-            self.places.append(f"{', '.join(names)}: not read, those of the model's own repository are used")
+        if names := [shown(base_name(file.name)) for file in self.workflow.other_files]:
+            self.places.setdefault("model", []).append(
+                f"{', '.join(names)}: not read, those of the model's own repository are used"
+            )
 
 
 def check_missing(ctx: click.Context, replaced_by: Mapping[str, Sequence[str]]) -> None:
@@ -258,8 +290,10 @@ def report_workflow(ctx: click.Context) -> None:
         ctx: The command's context.
     """
     options: WorkflowOptions | None = ctx.meta.get(WORKFLOW)
-    for note in options.notes if options else ():
-        ctx.obj.note(note)
+    if options is not None:
+        replaced = [name for name in options.places if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+        for sentence in options.sentences(replaced):
+            ctx.obj.note(sentence)
 
 
 def confirm_downloads(ctx: click.Context) -> None:
@@ -327,7 +361,22 @@ def command_text(ctx: click.Context) -> str:
     if prompt is not None:
         words += [prompt] if prompt.strip() and not prompt.startswith("-") else [f"--prompt={prompt}"]
         words += [] if prompt.strip() else ["--allow-empty-prompt"]
-    return shlex.join(words)
+    return " ".join(map(_quoted, words))
+
+
+def _quoted(word: str) -> str:
+    """Quote a word for a shell. A word with control characters is written with their escapes."""
+    if printable(word, keep="\n") == word:
+        return shlex.quote(word)
+    escapes = {"\\": "\\\\", "'": "\\'"}
+    return f"$'{''.join(escapes.get(char) or _escaped(char) for char in word)}'"
+
+
+def _escaped(char: str) -> str:
+    """Return a character as bash and zsh read it in $'...': unprintable ones by the bytes of UTF-8."""
+    if char.isprintable():
+        return char
+    return "".join(f"\\x{byte:02x}" for byte in char.encode("utf-8", "surrogatepass"))
 
 
 def _check_options_of_generate(ctx: click.Context) -> None:

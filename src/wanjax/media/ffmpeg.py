@@ -57,7 +57,8 @@ class VideoStream(NamedTuple):
         decoder: Arguments that choose the decoder; empty for ffmpeg's default.
         deinterlace: The filter that deinterlaces the video; empty for a progressive video.
         colours: The part of ffmpeg's description that names matrix, primaries and transfer.
-        pixels: Pixels of a frame.
+        width: Pixels of a row; 0 if ffmpeg prints no size.
+        height: Pixels of a column; 0 if ffmpeg prints no size.
         min_fps: The least of the frame rates that ffmpeg prints; 0 if it prints none.
         duration: Seconds; None if ffmpeg prints none.
     """
@@ -68,9 +69,15 @@ class VideoStream(NamedTuple):
     decoder: list[str]
     deinterlace: list[str]
     colours: str
-    pixels: int
+    width: int
+    height: int
     min_fps: float
     duration: float | None
+
+    @property
+    def pixels(self) -> int:
+        """The pixels of a frame."""
+        return self.width * self.height
 
     def colour_filters(self, is_non_colour: bool) -> list[str]:
         """Return filters that convert colours to BT.709. If the stream already has the primaries of BT.709, there are
@@ -126,7 +133,8 @@ def probe(source: str | Path) -> VideoStream:
                 decoder=["-c:v", ALPHA_DECODERS[video[2]]] if alpha and video[2] in ALPHA_DECODERS else [],
                 deinterlace=[DEINTERLACE] if re.search(r"\b(top|bottom) (coded )?first\b", video[3]) else [],
                 colours=video[3],
-                pixels=int(size[1]) * int(size[2]) if size else 0,
+                width=int(size[1]) if size else 0,
+                height=int(size[2]) if size else 0,
                 min_fps=min(map(float, re.findall(r", ([\d.]+) (?:fps|tbr)\b", video[3])), default=0),
                 duration=seconds,
             )

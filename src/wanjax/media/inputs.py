@@ -10,6 +10,8 @@ from typing import Literal, NamedTuple
 
 from wanjax.errors import SettingError
 
+CLIP_SUFFIXES = (".mp4", ".mov", ".webm", ".mkv", ".m4v")  # of video files, which are never pictures
+
 
 class InputSpec(NamedTuple):
     """An input from which a video can be made: a picture or a clip.

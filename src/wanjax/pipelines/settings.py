@@ -40,7 +40,7 @@ SEED_RANGE = re.compile(r"\s*(\d{1,20})(?:\.\.(\d{1,20}))?\s*", re.ASCII)  # a s
 WIDTH_BY_HEIGHT = re.compile(r"\s*(\d{1,6})\s*[x×*]\s*(\d{1,6})\s*", re.IGNORECASE)  # in pixels
 SIZE_NAME = re.compile(r"\d{1,6}p|portrait|square")
 REFERENCE_IMPLEMENTATIONS = ("official", "diffusers")
-SIGMA_SCHEDULES = (*REFERENCE_IMPLEMENTATIONS, "comfy")
+SIGMA_SCHEDULES = (*REFERENCE_IMPLEMENTATIONS, COMFY := "comfy")
 RNGS = ("jax", TORCH := "torch")  # generators of noise
 RANDOM_SEED = -1  # a seed of -1 means: draw a seed at random
 MAX_VIDEOS = 100_000  # the maximum number of videos of one call or command

@@ -29,6 +29,7 @@ TRAIN_STEPS = 1000  # a flow's timestep is σ · 1000
 Prediction = Literal["velocity", "v", "epsilon", "x0"]
 Reference = Literal["official", "diffusers"]  # the code to match: the authors' or diffusers'
 SigmaSchedule = Literal["official", "diffusers", "comfy"]  # the noise levels of flows; comfy: ComfyUI's "simple"
+COMFY = "comfy"
 AnyArray = np.ndarray | Array  # a NumPy array until it is passed to a program
 Index = int | Int[Array, ""]
 Sample = Float[Array, "..."]
@@ -166,7 +167,7 @@ class Flow(Scheduler):
         By default the levels are evenly spaced, or levels of ComfyUI's table.
         """
         all_levels = (
-            table_levels(steps, shift) if sigma_schedule == "comfy" else even_levels(steps, shift, sigma_schedule)
+            table_levels(steps, shift) if sigma_schedule == COMFY else even_levels(steps, shift, sigma_schedule)
         )
         levels = all_levels.astype(np.float32)
         return levels * TRAIN_STEPS, levels

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key
 
-from wanjax.schedulers.base import TRAIN_STEPS, Index, Sample, Schedule, shift_sigmas
+from wanjax.schedulers.base import COMFY, TRAIN_STEPS, Index, Sample, Schedule, shift_sigmas
 from wanjax.schedulers.unipc import ExponentialIntegrator, evaluate_expansion
 
 
@@ -38,7 +38,7 @@ class FlowDPM(ExponentialIntegrator):
         return evaluate_expansion(schedule.coefficients[index], x, m, state), m
 
     def _levels(self, steps: int, shift: float, sigma_schedule: str) -> tuple[np.ndarray, np.ndarray]:
-        if sigma_schedule == "comfy":
+        if sigma_schedule == COMFY:
             return super()._levels(steps, shift, sigma_schedule)
         highest = 1.0 if sigma_schedule == "official" else 1 - 1 / TRAIN_STEPS
         levels = shift_sigmas(np.linspace(highest, 0, steps + 1)[:-1], shift)

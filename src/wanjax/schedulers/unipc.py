@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Key
 
 from wanjax.errors import WanjaxError
 from wanjax.figures import pluralize
-from wanjax.schedulers.base import TRAIN_STEPS, AnyArray, Flow, Index, Sample, Schedule, shift_sigmas
+from wanjax.schedulers.base import COMFY, TRAIN_STEPS, AnyArray, Flow, Index, Sample, Schedule, shift_sigmas
 
 
 class UniPCState(NamedTuple):
@@ -102,7 +102,7 @@ class UniPC(ExponentialIntegrator):
         if sigma_schedule == "official":
             highest = float(np.float32(0.999))  # float32 as in the official code; some timesteps depend on the rounding
             levels = shift_sigmas(np.linspace(highest, 0, steps + 1)[:-1], shift)
-        elif sigma_schedule == "comfy":
+        elif sigma_schedule == COMFY:
             timesteps, levels = super()._levels(steps, shift, sigma_schedule)
             return timesteps, np.minimum(levels, 1 - 1e-6)  # at pure noise λ would be infinite
         else:

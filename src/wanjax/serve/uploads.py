@@ -20,7 +20,7 @@ from PIL import Image, UnidentifiedImageError
 
 from wanjax.errors import SettingError, WanjaxError, comma_list, json_values, near_names, repr_short
 from wanjax.jobs.notes import noting_warnings
-from wanjax.media.inputs import IMAGE, INPUT_SPECS, VIDEO, InputSpec, check_inputs
+from wanjax.media.inputs import CLIP_SUFFIXES, IMAGE, INPUT_SPECS, VIDEO, InputSpec, check_inputs
 from wanjax.media.pictures import DECODE_LOCK, NotAPictureError, PictureOfAnySize, open_image, to_picture
 from wanjax.pipelines.other_names import LOAD_KEYWORDS, RENAMED
 from wanjax.pipelines.pipeline import Pipeline
@@ -43,7 +43,6 @@ from wanjax.serve.variants import ServedModels
 
 # file suffixes by a signature near the start of the file; files of mov and mkv match too
 CLIP_SUFFIX_BY_SIGNATURE = {b"ftyp": "mp4", b"\x1a\x45\xdf\xa3": "webm"}
-CLIP_SUFFIXES = ("mp4", "mov", "webm", "mkv")
 CLIP_STEM = "clip"  # the file stem of the input `video`; `video` itself would clash with the result, video.mp4
 OTHER_FIELDS = {name: SCHEDULER.name for name in ("sampler", "sampler_name", "sample_solver", "solver")} | {
     "generator": "seed=42"
@@ -273,7 +272,7 @@ def _reporting_field_errors(spec: InputSpec, data: bytes, takes_clips: bool) -> 
         message = str(error)
         if spec.kind in ("clip", "mask"):
             picture = "a picture, " if spec.kind == "mask" else ""
-            suffixes = ", ".join(CLIP_SUFFIXES)
+            suffixes = ", ".join(suffix.removeprefix(".") for suffix in CLIP_SUFFIXES)
             message = f"{spec.name} is not a clip: send {picture}a video file ({suffixes}) or an animation"
         # Pillow can read an animation
         elif takes_clips and (_clip_suffix(data) or not isinstance(error.__cause__, UnidentifiedImageError)):

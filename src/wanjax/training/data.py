@@ -20,9 +20,10 @@ from typing import Any
 
 from wanjax.errors import WanjaxError, reason
 from wanjax.figures import pluralize
+from wanjax.media.inputs import CLIP_SUFFIXES
 from wanjax.media.pictures import is_picture_name, natural_sort
 from wanjax.media.text_files import read_text, strip_text
-from wanjax.media.video import VIDEO_ENCODERS, read_metadata
+from wanjax.media.video import read_metadata
 from wanjax.pipelines.settings import is_text
 
 TABLES = ("metadata.csv", "metadata.jsonl")
@@ -31,8 +32,7 @@ CAPTION_COLUMNS = ("text", "prompt", "caption")
 REPEATS, PRESERVE = "repeats", "preserve"
 YES, NO = ("true", "yes", "1"), ("false", "no", "0", "")
 FILM_SUFFIXES = (
-    *(*VIDEO_ENCODERS, ".avi", ".mkv", ".m4v", ".mpg", ".mpeg", ".wmv", ".flv"),
-    *(".ts", ".mts", ".m2ts", ".ogv", ".3gp", ".mxf"),
+    *(*CLIP_SUFFIXES, ".avi", ".mpg", ".mpeg", ".wmv", ".flv", ".ts", ".mts", ".m2ts", ".ogv", ".3gp", ".mxf"),
 )
 EXAMPLE = '{"file_name": "a.mp4", "text": "a red circle"}'
 CACHE_FOLDER = ".wanjax"  # names of tables in the folder of the data

@@ -4,14 +4,16 @@
 import re
 
 from wanjax.figures import join_with_and
-from wanjax.workflows import evaluate, node_types
+from wanjax.workflows import node_functions, node_types
 from wanjax.workflows.graph import Graph, Node, Output
 from wanjax.workflows.hunyuanvideo import FAMILY as HUNYUANVIDEO
 from wanjax.workflows.wan import FAMILY as WAN
 
 FAMILIES = (WAN, HUNYUANVIDEO)
 NODE_TYPES = {name: kind for family in FAMILIES for name, kind in family.node_types.items()} | node_types.NODE_TYPES
-FUNCTIONS = {name: function for family in FAMILIES for name, function in family.functions.items()} | evaluate.FUNCTIONS
+FUNCTIONS = {
+    name: function for family in FAMILIES for name, function in family.functions.items()
+} | node_functions.FUNCTIONS
 OTHER_NODES = {name: words for family in FAMILIES for name, words in family.other_nodes.items()} | {
     "SVD_img2vid_Conditioning": "Stable Video Diffusion",
     "Kandinsky5ImageToVideo": "Kandinsky 5",
@@ -74,6 +76,18 @@ def other_model_of(file_name: str) -> str | None:
         file_name: The file's name, without folders.
     """
     return next((model for pattern, model in OTHER_FILES if re.search(pattern, file_name, re.IGNORECASE)), None)
+
+
+def is_component_of(model: str | None, file_name: str) -> bool:
+    """Tell whether a file has a text encoder, vision encoder or VAE of a published model, in any number format.
+
+    Args:
+        model: The name of the model; None for an unknown model, which may be of any family.
+        file_name: The file's name, without folders.
+    """
+    families = [family for family in FAMILIES if model is None or model in dict(family.files).values()]
+    patterns = (row for family in families for row in family.components)
+    return any(re.fullmatch(pattern, file_name, re.IGNORECASE) for pattern in patterns)
 
 
 def default_shift(model: str) -> float | None:

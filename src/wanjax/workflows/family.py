@@ -6,6 +6,9 @@ from typing import Any, NamedTuple
 
 from wanjax.workflows.node_types import NodeType
 
+FORMATS = r"(?:[ ._-]*(?:encoder|enc|fp\d+|bf16|e4m3fn|e5m2|scaled|mixed|nvfp4|q\d\w*))*\.\w+"
+"""The end of the name of a file whose weights differ only in their format."""
+
 
 class WorkflowFamily(NamedTuple):
     """The files and nodes of a family in ComfyUI.
@@ -13,6 +16,7 @@ class WorkflowFamily(NamedTuple):
     Args:
         title: The family's name in sentences.
         files: Patterns of names of files, each with the published model that such a file holds. The first match wins.
+        components: Patterns of names of files with the text encoders, vision encoders and VAEs of these models.
         other_files: Patterns of names of files with related models that are not here, each with the model's name.
         other_nodes: Types of nodes of related models that are not here, each with the model's name.
         default_shift: The shift if no node sets one.
@@ -22,6 +26,7 @@ class WorkflowFamily(NamedTuple):
 
     title: str
     files: tuple[tuple[str, str], ...]
+    components: tuple[str, ...]
     other_files: tuple[tuple[str, str], ...]
     other_nodes: Mapping[str, str]
     default_shift: float

@@ -17,20 +17,15 @@ from wanjax.checkpoints.files import SUFFIXES
 from wanjax.checkpoints.hub import HUB_FILE, hub_files
 from wanjax.errors import WanjaxError
 from wanjax.figures import format_bytes
-from wanjax.workflows.evaluate import base_name
-from wanjax.workflows.graph import Address, shown
-from wanjax.workflows.values import File
+from wanjax.workflows.graph import shown
+from wanjax.workflows.values import INPUT, File, base_name
 
 KINDS = {
     "diffusion_models": ("diffusion_models", "unet", "checkpoints"),
     "checkpoints": ("checkpoints", "diffusion_models", "unet"),
     "loras": ("loras",),
-    "text_encoders": ("text_encoders", "clip", "checkpoints"),
-    "vae": ("vae", "checkpoints"),
-    "clip_vision": ("clip_vision",),
 }
-"""The folders of ComfyUI in which a kind of file may be."""
-INPUT = "input"  # the kind of a picture or clip, and ComfyUI's folder of them
+"""The folders of ComfyUI in which a denoiser or a LoRA may be."""
 MAX_ENTRIES = 200_000  # files that are looked at in a folder
 HUB_ADDRESS = re.compile(
     r"https://huggingface\.co/(?P<repository>[\w.-]+/[\w.-]+)/(?:resolve|blob)/main/(?P<file>[\w./ +%-]+)(?:\?.*)?",
@@ -97,13 +92,13 @@ def check_name(file: File) -> str:
     return name
 
 
-def locate(file: File, folders: Folders, addresses: Mapping[str, Address]) -> Located:
+def locate(file: File, folders: Folders, addresses: Mapping[str, str]) -> Located:
     """Find a file of weights in a folder, in the hub's cache, or by its address in the workflow.
 
     Args:
         file: The file.
         folders: The folders of the user.
-        addresses: The workflow's addresses by file name.
+        addresses: The workflow's URLs of files, by file name.
 
     Raises:
         WanjaxError: The file is in none of these places.
@@ -112,17 +107,15 @@ def locate(file: File, folders: Folders, addresses: Mapping[str, Address]) -> Lo
     if (path := find_file(file, folders)) is not None:
         return Located(str(path), str(path))
     address = addresses.get(name) or addresses.get(file.name)
-    match = HUB_ADDRESS.fullmatch(address.url) if address is not None else None
+    match = HUB_ADDRESS.fullmatch(address) if address is not None else None
     problem = f"{file.node} loads {shown(name)}, which is not in {folders.models or 'a folder given by --models'}"
     if address is not None and match is None:
-        raise WanjaxError(f"{problem}: download it from {shown(address.url)} to the folder {file.kind} there")
+        raise WanjaxError(f"{problem}: download it from {shown(address)} to the folder {file.kind} there")
     if address is None or match is None:
         raise WanjaxError(f"{problem}, and the workflow has no address of it: give --models FOLDER, ComfyUI's models")
     hub_name = f"{match['repository']}/{match['file']}".replace("%20", " ")
     if not HUB_FILE.fullmatch(hub_name) or PurePosixPath(hub_name).suffix not in SUFFIXES or ".." in hub_name:
-        raise WanjaxError(
-            f"{problem}, and its address {shown(address.url)} is not that of weights: give --models FOLDER"
-        )
+        raise WanjaxError(f"{problem}, and its address {shown(address)} is not that of weights: give --models FOLDER")
     if is_cached(hub_name):
         return Located(hub_name, f"{hub_name}, in the hub's cache")
     return Located(hub_name, f"{hub_name} on the hub", to_download=True)

@@ -7,12 +7,12 @@ nodes are resolved, so that each input has a value or the output of a node that 
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, printable
 from wanjax.workflows.node_types import CONTROL_WORDS, SEED_WIDGETS, NodeType
 
 MAX_NODES = 20_000  # of a graph with all its subgraphs
@@ -34,7 +34,7 @@ def shown(text: str) -> str:
         text: The text.
     """
     short = text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in short)
+    return printable(short)
 
 
 class Output(NamedTuple):
@@ -42,13 +42,6 @@ class Output(NamedTuple):
 
     node: str
     slot: int
-
-
-class Address(NamedTuple):
-    """A file of weights: where it can be downloaded, and the folder of ComfyUI to which it belongs."""
-
-    url: str
-    folder: str
 
 
 @dataclass(frozen=True)
@@ -68,10 +61,10 @@ class Node:
 
 @dataclass(frozen=True)
 class Graph:
-    """A workflow's nodes by id, and the addresses of files that it names, by file name."""
+    """A workflow's nodes by id, and the URLs of files of weights that it names, by file name."""
 
     nodes: Mapping[str, Node]
-    addresses: Mapping[str, Address] = field(default_factory=dict)
+    addresses: Mapping[str, str] = field(default_factory=dict)
 
 
 def parse_graph(workflow: Any, node_types: Mapping[str, NodeType]) -> Graph:
@@ -208,7 +201,7 @@ def _read_link(link: Any) -> tuple[Any, tuple[str, int, str, int]]:
 
 
 class _Editor:
-    """The editor's form of a workflow."""
+    """The editor's form of a workflow: the workflow and each use of a subgraph, as `scopes`."""
 
     def __init__(self, workflow: Mapping[str, Any], node_types: Mapping[str, NodeType]):
         self.node_types = node_types
@@ -219,20 +212,13 @@ class _Editor:
         self.node_count, self.used_length = len(workflow["nodes"]), 0
         if self.node_count > MAX_NODES:
             raise _too_many()
-        self.root = self._open(workflow, "", None, None)
-
-    def _open(
-        self, graph: Mapping[str, Any], prefix: str, parent: _Scope | None, user: Mapping[str, Any] | None
-    ) -> _Scope:
-        """Open the workflow or a use of a subgraph, and all subgraphs in it."""
-        scopes = [root := _Scope(graph, prefix, parent, user)]
-        for scope in scopes:  # the list grows while it is read
+        self.scopes = [_Scope(workflow, "", None, None)]
+        for scope in self.scopes:  # the list grows while it is read
             for key, node in scope.nodes.items():
-                if (subgraph := self.subgraphs.get(name := str(node["type"]))) is not None:
+                if (subgraph := self.subgraphs.get(name := node["type"])) is not None:
                     self._check_use(scope, name)
                     scope.children[key] = _Scope(subgraph, f"{scope.prefix}{key}:", scope, node)
-                    scopes.append(scope.children[key])
-        return root
+                    self.scopes.append(scope.children[key])
 
     def _check_use(self, scope: _Scope, name: str) -> None:
         """Count a use of a subgraph before it is opened. Raises WanjaxError for one in itself, and for too many."""
@@ -250,26 +236,19 @@ class _Editor:
         if self.node_count > MAX_NODES or self.used_length > MAX_USES:
             raise _too_many()
 
-    def scopes(self) -> Iterator[_Scope]:
-        """Yield the workflow, and each use of a subgraph."""
-        waiting = [self.root]
-        while waiting:
-            yield (scope := waiting.pop())
-            waiting += scope.children.values()
-
     def graph(self) -> Graph:
         """Resolve all links."""
         nodes = {}
-        addresses: dict[str, Address] = {}
-        for scope in self.scopes():
+        addresses: dict[str, str] = {}
+        for scope in self.scopes:
             for key, node in scope.nodes.items():
                 for model in node["models"]:
                     if isinstance(url := model.get("url"), str) and url:
-                        addresses.setdefault(str(model["name"]), Address(url, str(model.get("directory") or "")))
+                        addresses.setdefault(str(model["name"]), url)
                 if key in scope.children or node["type"] in NOTES or not self._is_active(scope, node):
                     continue
                 name = scope.prefix + key
-                nodes[name] = Node(name, str(node["type"]), self._inputs(scope, node))
+                nodes[name] = Node(name, node["type"], self._inputs(scope, node))
         return Graph(nodes, addresses)
 
     def _is_active(self, scope: _Scope, node: Mapping[str, Any]) -> bool:
@@ -340,7 +319,7 @@ class _Editor:
 
     def _output(self, scope: _Scope, node: Mapping[str, Any], number: int, steps: int) -> Any:
         """Resolve an output of a node: itself, or what the node passes on."""
-        key, kind = str(node["id"]), str(node["type"])
+        key, kind = str(node["id"]), node["type"]
         if node["mode"] == MUTED:
             return MISSING
         if node["mode"] == BYPASSED:
@@ -391,7 +370,7 @@ def named_widgets(node: Mapping[str, Any], node_types: Mapping[str, NodeType]) -
         return {str(name): value for name, value in values.items()}
     if not isinstance(values, list):
         return {}
-    if (node_type := node_types.get(str(node["type"]))) is not None:
+    if (node_type := node_types.get(node["type"])) is not None:
         names = node_type.widget_names(values)
     else:
         names = tuple(str(slot["name"]) for slot in node["inputs"] if slot.get("widget"))

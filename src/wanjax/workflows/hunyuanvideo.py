@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ComfyUI calls the files and nodes of HunyuanVideo 1.5."""
 
-from wanjax.workflows.evaluate import condition, empty_latents
-from wanjax.workflows.family import WorkflowFamily
+from wanjax.workflows.family import FORMATS, WorkflowFamily
+from wanjax.workflows.node_functions import condition, empty_latents
 from wanjax.workflows.node_types import shaped
 
 NAME = r"hunyuan[ _-]?video[ _-]?1[._]?5"
@@ -12,6 +12,12 @@ FAMILY = WorkflowFamily(
         (rf"{NAME}.*{size}.*{task}(?!.*sr)", f"hunyuanvideo1.5-{size}-{task}")
         for size in ("480p", "720p")
         for task in ("t2v", "i2v")
+    ),
+    components=(
+        rf"qwen[ _-]?2[._]?5[ _-]?vl[ _-]?7b{FORMATS}",
+        rf"byt5[ _-]?small[ _-]?glyphxl{FORMATS}",
+        rf"sigclip[ _-]?vision[ _-]?patch14[ _-]?384{FORMATS}",
+        rf"hunyuan[ _-]?video[ _-]?1?[._]?5[ _-]?vae{FORMATS}",
     ),
     other_files=(
         (r"1080p_sr|sr_distilled", "the super-resolution of HunyuanVideo 1.5"),

@@ -87,7 +87,6 @@ NODE_TYPES = {
     "PathchSageAttentionKJ": NodeType(("sage_attention", "allow_compile")),
     "ModelPatchTorchSettings": NodeType(("enable_fp16_accumulation",)),
     "TorchCompileModel": NodeType(("backend",)),
-    "CLIPSetLastLayer": NodeType(("stop_at_clip_layer",)),
     # texts and conditions
     "CLIPTextEncode": NodeType(("text",)),
     "CLIPVisionEncode": NodeType(("crop",)),
@@ -95,7 +94,6 @@ NODE_TYPES = {
     # latents
     "EmptyLatentImage": NodeType(("width", "height", "batch_size")),
     "TrimVideoLatent": NodeType(("trim_amount",)),
-    "VAEEncode": NodeType(),
     # sampling
     "KSampler": NodeType(("seed", "steps", "cfg", "sampler_name", "scheduler", "denoise")),
     "KSamplerAdvanced": NodeType(
@@ -116,7 +114,6 @@ NODE_TYPES = {
     "KSamplerSelect": NodeType(("sampler_name",)),
     "BasicScheduler": NodeType(("scheduler", "steps", "denoise")),
     "SplitSigmas": NodeType(("step",)),
-    "ManualSigmas": NodeType(("sigmas",)),
     "CFGGuider": NodeType(("cfg",)),
     "BasicGuider": NodeType(),
     "RandomNoise": NodeType(("noise_seed",)),
@@ -139,7 +136,6 @@ NODE_TYPES = {
     "ImageToMask": NodeType(("channel",)),
     "MaskToImage": NodeType(),
     "ImageFromBatch": NodeType(("batch_index", "length")),
-    "BatchImagesNode": NodeType(),
     "VAEDecode": NodeType(),
     "VAEDecodeTiled": NodeType(("tile_size", "overlap", "temporal_size", "temporal_overlap")),
     # values
@@ -162,5 +158,6 @@ NODE_TYPES = {
     "SaveAnimatedWEBP": NodeType(("filename_prefix", "fps", "lossless", "quality", "method")),
     "SaveAnimatedPNG": NodeType(("filename_prefix", "fps", "compress_level")),
     "SaveImage": NodeType(("filename_prefix",)),
+    "PreviewImage": NodeType(),
     "VHS_VideoCombine": NodeType(("frame_rate", "loop_count", "filename_prefix", "format", "pingpong", "save_output")),
 }

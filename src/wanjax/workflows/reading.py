@@ -14,16 +14,16 @@ from PIL import ExifTags, Image
 from wanjax.errors import WanjaxError
 from wanjax.figures import format_bytes
 from wanjax.media.ffmpeg import container_tags, probe
+from wanjax.media.inputs import CLIP_SUFFIXES
 from wanjax.media.pictures import PICTURE_FORMATS
 from wanjax.media.video import DECODE_ERRORS
+from wanjax.workflows import PICTURE_SUFFIXES
 from wanjax.workflows.evaluate import MediaSize
 from wanjax.workflows.families import NODE_TYPES
 from wanjax.workflows.graph import Graph, is_workflow, parse_graph
 
 MAX_BYTES = 16 * 2**20  # of a workflow's JSON; those of people have at most some hundred thousand
 API, EDITOR = "prompt", "workflow"  # the names that ComfyUI gives to the two forms in a file's metadata
-PICTURES = (".png", ".webp", ".apng")
-CLIPS = (".mp4", ".mov", ".mkv", ".webm", ".m4v")
 TURNED = range(5, 9)  # orientations in EXIF that swap the sides of a picture
 PREFIX = re.compile(rf"({API}|{EDITOR}):\s*", re.IGNORECASE)  # of an entry in EXIF
 
@@ -67,10 +67,10 @@ def _texts(file: Path) -> dict[str, str]:
         with suppress(OSError, UnicodeDecodeError):
             return {EDITOR: file.read_text(encoding="utf-8-sig")}
         return {}
-    if suffix in CLIPS:
+    if suffix in CLIP_SUFFIXES:
         with suppress(OSError):
             return _from_tags(container_tags(file))
-    if suffix in PICTURES:
+    if suffix in PICTURE_SUFFIXES:
         with suppress(*DECODE_ERRORS), Image.open(file, formats=("PNG", "WEBP")) as image:
             tags = {str(name): value for name, value in image.info.items() if isinstance(value, str)}
             return _from_tags(tags | _from_exif(image.getexif()))
@@ -125,7 +125,7 @@ def measure(file: Path) -> MediaSize | None:
         return MediaSize(width, height, getattr(image, "n_frames", 1), 1.0)
     with suppress(OSError):
         stream = probe(file)
-        if size := re.search(r", (\d+)x(\d+)[, ]", stream.colours):
-            fps = stream.min_fps or 1.0
-            return MediaSize(int(size[1]), int(size[2]), max(1, round((stream.duration or 0) * fps)), fps)
+        fps = stream.min_fps or 1.0
+        if stream.pixels:
+            return MediaSize(stream.width, stream.height, max(1, round((stream.duration or 0) * fps)), fps)
     return None

@@ -3,13 +3,15 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from wanjax.checkpoints.lora_keys import HIGH, LOW
 from wanjax.errors import WanjaxError
 from wanjax.figures import pluralize
 from wanjax.media.inputs import INPUT_SPECS
-from wanjax.workflows.evaluate import MediaSize, Reader, base_name
+from wanjax.pipelines.settings import COMFY, TORCH
+from wanjax.workflows.evaluate import MediaSize, Reader
 from wanjax.workflows.families import (
     FUNCTIONS,
     OTHER_NODES,
@@ -21,20 +23,20 @@ from wanjax.workflows.families import (
     ancestors,
     by_id,
     default_shift,
+    is_component_of,
     model_of,
     other_model_of,
 )
-from wanjax.workflows.graph import Address, Graph, Node, Output, shown
-from wanjax.workflows.values import File, Film, Latents, Pictures, Sampled, Steps, Unknown
+from wanjax.workflows.graph import Graph, Node, Output, shown
+from wanjax.workflows.values import File, Film, Latents, Pictures, Sampled, Steps, Unknown, base_name
 
-HIGH, LOW = "high", "low"  # the experts of a model
 SOLVERS = {"uni_pc": "unipc", "uni_pc_bh2": "unipc", "euler": "euler", "dpmpp_2m": "dpm++", "lcm": "consistency"}
 """ComfyUI's solvers, each with wanjax's nearest."""
 SAME_SOLVERS = ("euler",)  # the videos of these are the same in both
 FRAMES_PER_LATENT = 4  # of all models here
 SCHEDULES = ("simple",)
-COMFY_RNG = "torch"  # the value of --rng with the noise that ComfyUI draws from a seed
-COMFY_SIGMAS = "comfy"  # the value of --sigmas with the noise levels of this schedule
+COMPONENTS = {"text_encoders": "text encoder", "clip_vision": "vision encoder", "vae": "VAE", "checkpoints": "networks"}
+"""What a kind of file has, beside the denoiser."""
 LOADERS = ("unet_name", "ckpt_name")  # the inputs with the files of denoisers
 
 
@@ -69,10 +71,10 @@ class Workflow:
         settings: Settings of the video by name. A value may be `Missing`.
         scheduler: The solver, or `Missing`.
         inputs: Pictures and clips by input. A value is a list of files, or `Missing`.
-        other_files: Files that wanjax takes from the model's own repository instead.
+        other_files: Files with encoders and the VAE of the model, which wanjax reads from the model's own repository.
         is_tiled: Whether frames are decoded in tiles.
         notes: Sentences on what differs.
-        addresses: Addresses of files by name.
+        addresses: URLs of files by name.
     """
 
     model: str | None
@@ -84,7 +86,7 @@ class Workflow:
     other_files: tuple[File, ...] = ()
     is_tiled: bool = False
     notes: tuple[str, ...] = ()
-    addresses: Mapping[str, Address] = field(default_factory=dict)
+    addresses: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_workflow(graph: Graph, measure: Callable[[File], MediaSize | None] = lambda file: None) -> Workflow:
@@ -113,12 +115,8 @@ def read_workflow(graph: Graph, measure: Callable[[File], MediaSize | None] = la
         else:
             others = [str(other) for other in outputs if other is not output]
             note = f"{output} is read, and not {', '.join(others[:4])}"
-            return _with_notes(workflow, [note] if others else [])
+            return replace(workflow, notes=(*workflow.notes, note)) if others else workflow
     raise errors[0]
-
-
-def _with_notes(workflow: Workflow, notes: Sequence[str]) -> Workflow:
-    return Workflow(**{**vars(workflow), "notes": (*workflow.notes, *notes)})
 
 
 def _is_video(graph: Graph, output: Node) -> bool:
@@ -150,33 +148,25 @@ def _read_output(graph: Graph, output: Node, measure: Callable[[File], MediaSize
     nodes = ancestors(graph, output)
     if service := _service(nodes):
         raise WanjaxError(service)
-    reader = Reader(graph, FUNCTIONS, measure)
-    blocked = _other_model(nodes)
-    try:
-        film = reader.output(Output(output.id, 0))
-        workflow = None if blocked else _workflow(reader, film)
-    except WanjaxError as error:
-        if blocked is None and not reader.problems:
-            raise
-        workflow, failure = None, error
-    else:
-        failure = None
-    if blocked is None and not reader.problems and workflow is not None:
-        return workflow
-    if blocked is not None:
-        node, reason = blocked
-    elif reader.problems:
-        node, reason = reader.problems[0].node, reader.problems[0].reason
-    else:
-        raise failure or WanjaxError(_without_video(graph))
-    raise WanjaxError(f"{node} {reason}: {_rest(graph, node, nodes, workflow)}")
+    workflow, problem = None, _other_model(nodes)
+    if problem is None:
+        reader = Reader(graph, FUNCTIONS, measure)
+        try:
+            workflow = _workflow(reader, reader.output(Output(output.id, 0)))
+        except WanjaxError:
+            if not reader.problems:
+                raise
+        if workflow is not None and not reader.problems:
+            return workflow
+        problem = reader.problems[0]
+    raise WanjaxError(f"{problem.node} {problem.reason}: {_rest(problem.node, nodes, workflow)}")
 
 
-def _other_model(nodes: Sequence[Node]) -> tuple[Node, str] | None:
-    """Return the first node of a model that is not here, and why."""
+def _other_model(nodes: Sequence[Node]) -> Unknown | None:
+    """Return the first node of a model that is not here."""
     for node in nodes:
         if (model := OTHER_NODES.get(node.type)) is not None:
-            return node, f"belongs to {model}, which wanjax does not have yet"
+            return Unknown(node, f"belongs to {model}, which wanjax does not have yet")
     for node in nodes:
         for name in LOADERS:
             file = node.inputs.get(name)
@@ -185,11 +175,13 @@ def _other_model(nodes: Sequence[Node]) -> tuple[Node, str] | None:
                 and model_of(base_name(file)) is None
                 and (model := other_model_of(base_name(file)))
             ):
-                return node, f"loads {shown(base_name(file))}, which is {model}, and wanjax does not have it yet"
+                return Unknown(
+                    node, f"loads {shown(base_name(file))}, which is {model}, and wanjax does not have it yet"
+                )
     return None
 
 
-def _rest(graph: Graph, without: Node, nodes: Sequence[Node], workflow: Workflow | None) -> str:
+def _rest(without: Node, nodes: Sequence[Node], workflow: Workflow | None) -> str:
     """Say what is left of a workflow without a node."""
     models = [
         shown(base_name(value))
@@ -236,8 +228,15 @@ def _workflow(reader: Reader, film: Any) -> Workflow:
     for stage in stages:
         settings |= stage.guider.model.settings
     settings["seed"] = _value(first.noise.seed, "--seed")
-    settings["rng"] = COMFY_RNG
+    settings["rng"] = TORCH
     inputs = _inputs(first, notes)
+    components = _component_files(first, pictures)
+    notes += [
+        f"{file.node} loads {shown(base_name(file.name))}, and wanjax uses the {COMPONENTS[file.kind]} of the model's "
+        "own repository, from which it may differ"
+        for file in components
+        if not is_component_of(model, base_name(file.name))
+    ]
     return Workflow(
         model=model,
         files=files,
@@ -245,7 +244,7 @@ def _workflow(reader: Reader, film: Any) -> Workflow:
         settings={name: value for name, value in settings.items() if value is not None},
         scheduler=_solver(last, notes),
         inputs=inputs,
-        other_files=_other_files(first, pictures),
+        other_files=tuple(file for file in components if is_component_of(model, base_name(file.name))),
         is_tiled=pictures.is_tiled,
         notes=tuple(dict.fromkeys(notes)),
         addresses=reader.graph.addresses,
@@ -374,7 +373,7 @@ def _step_settings(stages: Sequence[Sampled], notes: list[str]) -> dict[str, Any
     if isinstance(steps.schedule, Unknown) or steps.schedule not in SCHEDULES:
         name = steps.schedule.node if isinstance(steps.schedule, Unknown) else shown(steps.schedule)
         notes.append(f"{first.node} has the schedule {name}: the noise levels here are those of the schedule simple")
-    return settings | {"sigmas": COMFY_SIGMAS}
+    return settings | {"sigmas": COMFY}
 
 
 def _shift_settings(stages: Sequence[Sampled], model: str | None) -> dict[str, Any]:
@@ -430,7 +429,7 @@ def _input(name: str, value: Any) -> Any:
     )
 
 
-def _other_files(stage: Sampled, pictures: Pictures) -> tuple[File, ...]:
+def _component_files(stage: Sampled, pictures: Pictures) -> tuple[File, ...]:
     """Return the encoders and the VAE that a workflow loads."""
     encoder = stage.guider.positive.encoder
     vision = stage.guider.positive.inputs.get("vision")

@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from typing import Any
 
 from wanjax.workflows.graph import Node
@@ -19,6 +20,18 @@ class Unknown:
 
     node: Node
     reason: str = "is not known to wanjax"
+
+
+INPUT = "input"  # the kind of a picture or clip, and the name of ComfyUI's folder with them
+
+
+def base_name(name: str) -> str:
+    """Return the last part of a file's name in a workflow, which may come from Windows.
+
+    Args:
+        name: The name.
+    """
+    return PurePosixPath(name.replace("\\", "/").removesuffix(" [input]").removesuffix(" [output]")).name
 
 
 class AnyLatents:
@@ -62,14 +75,14 @@ class Encoder:
 class Decoder:
     """A VAE."""
 
-    file: File | None
+    file: File
 
 
 @dataclass(frozen=True)
 class Vision:
     """A vision encoder, or the features of a picture from it."""
 
-    file: File | None
+    file: File
 
 
 @dataclass(frozen=True)

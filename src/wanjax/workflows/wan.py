@@ -3,8 +3,9 @@
 
 from typing import Any
 
-from wanjax.workflows.evaluate import At, change_speed, condition, image_latents, with_settings
-from wanjax.workflows.family import WorkflowFamily
+from wanjax.workflows.evaluate import At
+from wanjax.workflows.family import FORMATS, WorkflowFamily
+from wanjax.workflows.node_functions import change_speed, condition, image_latents, with_settings
 from wanjax.workflows.node_types import NodeType, shaped
 from wanjax.workflows.values import Model, Unknown
 
@@ -80,6 +81,11 @@ def _nag(at: At) -> Any:
 FAMILY = WorkflowFamily(
     title="Wan",
     files=FILES,
+    components=(
+        rf"(?:models_t5_)?umt5[ _-]?xxl{FORMATS}",
+        rf"wan[ _-]?2[._]?[12][ _-]?vae{FORMATS}",
+        rf"clip[ _-]?vision[ _-]?h{FORMATS}",
+    ),
     other_files=OTHER_FILES,
     other_nodes=OTHER_NODES,
     default_shift=8.0,
