@@ -179,9 +179,11 @@ def test_a_video_is_made_again_to_the_bit(text):
         assert read_metadata("three.mp4") == read_metadata("one.mp4")
 
 
-@pytest.mark.parametrize("options", [(), ("--tile",), ("--windows", "2", "--overlap", "5")], ids=" ".join)
-def test_the_printed_command_makes_the_video_again(text, options):
-    succeeded(wanjax("a red circle", "--model", text, *SMALL, *options, "--seed", "7", "--out", "one.mp4"))
+@pytest.mark.parametrize("options", [(), ("--tile",), ("--windows", "2", "--match", "colour")], ids=" ".join)
+def test_the_printed_command_makes_the_video_again(image, options):
+    Image.new("RGB", (32, 16), "red").save("picture.png")
+    inputs = ("--model", image, "--image", "picture.png")
+    succeeded(wanjax("a red circle", *inputs, *SMALL, *options, "--seed", "7", "--out", "one.mp4"))
     printed = succeeded(wanjax("generate", "--from", "one.mp4", "--print-command", "--out", "two.mp4")).stdout
     program, *words = shlex.split(printed)
     assert program == "wanjax"

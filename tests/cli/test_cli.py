@@ -75,7 +75,7 @@ def test_help_lists_the_commands():
             "models inputs print-command "
             "allow-empty-prompt "
             "from prompts extend-prompt extend-model seeds count model negative-prompt image last-image video mask "
-            "reference max-picture resize size height width frames windows then overlap fps steps guidance-scale "
+            "reference max-picture resize size height width frames windows overlap match then fps steps guidance-scale "
             "boundary-step "
             "guidance-scale-2 boundary strength dynamic-guidance guidance-rule flow-shift follow sigmas cache seed "
             "rng scheduler noise lora attention block-q block-kv block-kv-compute window batch-guidance dtype "
@@ -89,7 +89,7 @@ def test_help_lists_the_commands():
             "workers database ray hosts resources retries dashboard seeds count "
             "model extend-prompt extend-model negative-prompt image last-image video mask reference max-picture resize "
             "boundary-step "
-            "size height width frames windows then overlap fps steps guidance-scale guidance-scale-2 boundary "
+            "size height width frames windows overlap match then fps steps guidance-scale guidance-scale-2 boundary "
             "strength dynamic-guidance guidance-rule flow-shift follow sigmas cache seed rng scheduler noise lora "
             "attention block-q block-kv block-kv-compute window batch-guidance dtype vae-dtype precision "
             "compiler mesh rules processes "
@@ -125,7 +125,7 @@ def test_help_lists_the_commands():
             "from models inputs print-command "
             "model chip prompt image last-image video mask reference max-picture resize size height width frames fps "
             "boundary-step "
-            "windows then overlap steps guidance-scale guidance-scale-2 boundary strength dynamic-guidance "
+            "windows overlap match then steps guidance-scale guidance-scale-2 boundary strength dynamic-guidance "
             "guidance-rule flow-shift follow sigmas cache seed rng scheduler noise lora attention block-q block-kv "
             "block-kv-compute window batch-guidance dtype vae-dtype precision "
             "fit programs compiler mesh rules tile decoder offload no-offload train lora-rank "
@@ -136,7 +136,7 @@ def test_help_lists_the_commands():
             "warmup",
             "model chip prompt image last-image video mask reference max-picture resize size height width frames fps "
             "boundary-step "
-            "steps windows then overlap guidance-scale guidance-scale-2 boundary strength dynamic-guidance "
+            "steps windows overlap match then guidance-scale guidance-scale-2 boundary strength dynamic-guidance "
             "guidance-rule flow-shift follow sigmas cache seed rng scheduler noise lora attention block-q block-kv "
             "block-kv-compute window batch-guidance dtype vae-dtype "
             "precision compiler mesh rules processes compile-cache "
@@ -374,11 +374,13 @@ def test_latents_are_saved_before_decoding(model, failing_in):
     assert files(".") == ["b c.mp4", "stage_outputs"]
 
 
-def test_an_interrupted_denoising_leaves_the_embeddings(model, failing_in):
+def test_an_interrupted_denoising_leaves_the_embeddings(model, failing_in, monkeypatch):
+    command = ["a", "--model", model, *SMALL, *HERE]
+    monkeypatch.setattr(sys, "argv", ["wanjax", *command])
     with failing_in("latents", KeyboardInterrupt()):
-        result = wanjax("a", "--model", model, *SMALL, *HERE)
+        result = wanjax(*command)
     assert result.exit_code == 130
-    assert result.stderr.endswith(": wanjax denoise --dir stage_outputs\n")
+    assert result.stderr.endswith(f": {shlex.join(['wanjax', *command])}\n")  # the same command continues
     assert files("stage_outputs") == [stage_files.CONFIG, stage_files.EMBEDDINGS_FILE]
     succeeded(wanjax("denoise"))
     assert load_settings(Path("stage_outputs"))["steps"] == 2  # as in the first command

@@ -105,4 +105,4 @@ def test_bash_itself(tmp_path):
     """
     environment = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, cwd=Path(tmp_path))
-    assert done.stdout.split() == ["wan2.1-vace-1.3b", "wan2.1-vace-14b"], done.stderr
+    assert done.stdout.split() == ["wan2.1-vace-1.3b", "wan2.1-vace-14b", "wan2.1-vace-14b-causvid"], done.stderr

@@ -81,7 +81,7 @@ def _rounded_number(number: float) -> str:
 
 HIDDEN_ENTRIES = ("height", "width", "frames", "fps", "guidance_scale", "guidance_scale_2")
 """Entries of the metadata that are printed within other entries."""
-WINDOW_ENTRIES = ("windows", "overlap", "then")
+WINDOW_ENTRIES = ("windows", "overlap", "match", "then")
 RECORD_ORDER = ("model", "prompt", "original_prompt", "negative_prompt", "size", "frames", "steps", "guidance", "seed")
 MODEL_ORDER = (
     "name",

@@ -16,7 +16,7 @@ from click.core import ParameterSource
 
 from wanjax.cli import listing
 from wanjax.cli.names import TOKEN_VARIABLE
-from wanjax.cli.options import check_file, is_given, on_command_line, option_of
+from wanjax.cli.options import SEAM_PARAMETERS, check_file, is_given, on_command_line, option_of
 from wanjax.errors import WanjaxError
 from wanjax.media.inputs import CLIP_SUFFIXES, INPUT_SPECS
 from wanjax.pipelines.mesh_sizes import MeshSizes
@@ -37,7 +37,7 @@ VIDEO_COMMANDS = (
 COMPLETE_VIDEO_COMMANDS = ("generate", "encode")  # commands that need a complete request
 MODEL_PARAMETERS = ("model", "source")
 FILE_PARAMETERS = ("noise", "decoder", "preview_decoder")
-STAGE_COMMANDS = ("denoise", "decode")  # commands that read the files of the previous stage from --dir
+STAGE_READERS = ("denoise", "decode")  # commands that read the files of the previous stage from --dir
 SINGLE_VIDEO_COMMANDS = ("generate", "decode")  # commands for which --out is a file
 MULTI_VIDEO_PARAMETERS = ("prompts", "seeds", "count")  # if one of them is given, --out is a folder
 PROMPT_LIST_SUFFIXES = (".txt", ".csv", ".json", ".jsonl", ".ndjson", ".parquet")
@@ -62,7 +62,7 @@ def check(ctx: click.Context, request: "VideoRequest | None") -> None:
             if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
         }
     _check_seeds(ctx, values.get("seeds"))
-    _check_overlap(ctx)
+    _check_seams(ctx)
     if "at" in values:  # with --at, these options belong to the server
         values = {name: value for name, value in values.items() if name not in (*MODEL_PARAMETERS, "lora", "decoder")}
     for model in [values[name] for name in MODEL_PARAMETERS if name in values]:
@@ -116,7 +116,7 @@ def check(ctx: click.Context, request: "VideoRequest | None") -> None:
         _check_listen(ctx)
     if ctx.info_name == "worker":
         _check_worker(values)
-    if ctx.info_name in STAGE_COMMANDS:
+    if ctx.info_name in STAGE_READERS:
         _check_stage(values["folder"], ctx.info_name)
     if "at" not in values and ctx.params.get("original_metadata") is None:
         _check_rows(values.get("prompts"), values.get("model"), request)
@@ -183,15 +183,16 @@ def _check_seeds(ctx: click.Context, seeds: str | None) -> None:
     read_seeds(seeds)
 
 
-def _check_overlap(ctx: click.Context) -> None:
-    """Raise UsageError if --overlap is given for a video that has one window. With --from, the number of windows may
-    come from the metadata."""
-    if "overlap" not in ctx.params or ctx.info_name == "batch" or ctx.params.get("original_metadata") is not None:
+def _check_seams(ctx: click.Context) -> None:
+    """Raise UsageError if an option for the seams of windows is given for a video that has one window. With --from,
+    the number of windows may come from the metadata."""
+    if ctx.info_name == "batch" or ctx.params.get("original_metadata") is not None:
         return
-    if on_command_line("overlap", ctx) and (ctx.params.get("windows") or 1) == 1:
-        raise click.UsageError(
-            "--overlap joins the windows of a long video: give --windows 2 or more, or leave --overlap out"
-        )
+    for name in SEAM_PARAMETERS:
+        if name in ctx.params and on_command_line(name, ctx) and (ctx.params.get("windows") or 1) == 1:
+            raise click.UsageError(
+                f"--{name} joins the windows of a long video: give --windows 2 or more, or leave --{name} out"
+            )
 
 
 def _check_prompts(file: str | None) -> None:

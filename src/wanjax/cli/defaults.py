@@ -25,7 +25,15 @@ from wanjax.cli.arguments import (
     visible_options,
     with_offload_values,
 )
-from wanjax.cli.options import SETTINGS, check_file, combine_options, file_option, input_option, on_command_line
+from wanjax.cli.options import (
+    SEAM_PARAMETERS,
+    SETTINGS,
+    check_file,
+    combine_options,
+    file_option,
+    input_option,
+    on_command_line,
+)
 from wanjax.errors import WanjaxError, reason
 from wanjax.media.inputs import IMAGE, INPUT_SPECS, REFERENCES
 from wanjax.media.text_files import read_text
@@ -159,7 +167,7 @@ def find_metadata(ctx: click.Context, parameter: click.Parameter, file: str | No
     parameters = [x for x in ctx.command.params if x.name in recorded_parameters() and record.get(x.name) is not None]
     values = {x.name: _checked_value(file, x.name, record[x.name], x) for x in parameters}
     if record.get("windows", 1) == 1:
-        values.pop("overlap", None)  # of no effect, and refused without windows
+        values = {name: value for name, value in values.items() if name not in SEAM_PARAMETERS}
     if is_run_folder(Path(file)):  # the run resumes there
         values["folder"] = file
     ctx.meta[METADATA] = {

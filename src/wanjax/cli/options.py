@@ -42,6 +42,7 @@ def option_of(name: str) -> str:
     )
 
 
+SEAM_PARAMETERS = ("overlap", "match")  # of no effect for a video of one window
 SETTINGS = schema(Settings)
 COMPILE_CACHE = "wanjax.compile_cache"  # key of the `meta` of a command's context, for the shared compile cache
 CONTEXT = {"help_option_names": ["-h", "--help"], "token_normalize_func": our_name, "max_content_width": 100}
@@ -686,7 +687,8 @@ stats = click.option(
     is_flag=True,
     expose_value=False,
     callback=_set_report_flag,
-    help="Print how the time was spent: startup, weights, compiling, computing, writing.",
+    help="Print how the time was spent: startup, weights, compiling, computing, writing; and how much the colours of "
+    "windows drift.",
 )
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 json = click.option(

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from wanjax.pipelines.progress import Stage
+    from wanjax.pipelines.windows import Seam
     from wanjax.stores.paths import AnyPath
 
 STATUS = Path("/proc/self/status")  # only Linux lets a process read and reset its peak memory
@@ -124,6 +125,7 @@ class Report:
         # Number of steps in the file; None while the last completed step is not in the file
         self._saved: int | None = 0
         self._noted: set[str] = set()
+        self._seams: list[Seam] = []
 
     @cached_property
     def console(self) -> "Console":
@@ -323,8 +325,13 @@ class Report:
         row.add(stage)
         self.seconds[name] = round(row.seconds, 3)
 
+    def add_seam(self, seam: "Seam") -> None:
+        """Add the seam of a window to the table that `stats` prints."""
+        self._seams.append(seam)
+
     def table(self) -> None:
-        """Print the time and the peak memory of each stage, and with `stats` the shares of the process's time."""
+        """Print the time and the peak memory of each stage. With `stats`, also print the drift of windows and the
+        shares of the process's time."""
         names = ("stage", "time", "compiling", "peak memory", "peak device memory")
         row_texts = [(name, *row.cells()) for name, row in self._rows.items()]
         used_columns = [
@@ -332,8 +339,20 @@ class Report:
         ]  # CPUs report no device memory
         rows = [[row[column] for column in used_columns] for row in row_texts]
         print_table(self.console, [names[column] for column in used_columns], rows)
+        if self.stats and self._seams:
+            self._print_seams()
         if self.stats:
             self._print_time_shares()
+
+    def _print_seams(self) -> None:
+        """Print how much the colours of each window had drifted from the previous window's."""
+        names = ["window", "lightness", "colour", "after matching"]
+        rows = [
+            (str(window + 1), f"{drift.lightness:+.2f}", f"{drift.colour:.2f}", remaining)
+            for window, drift in self._seams
+            for remaining in ["" if drift.remaining is None else f"{drift.remaining:.2f}"]
+        ]
+        print_table(self.console, names, rows)
 
     def _print_time_shares(self) -> None:
         """Print how the process spent its time until now."""

@@ -13,8 +13,8 @@ SECTIONS = {
     "What to make": (
         "model size frames seed count requests from",
         "models inputs print-command "
-        "deadline price start-time download-rate compile-time prompts seeds rng windows then overlap extend-prompt "
-        "extend-model negative-prompt height width fps prompt allow-empty-prompt with-prompt",
+        "deadline price start-time download-rate compile-time prompts seeds rng windows then overlap match "
+        "extend-prompt extend-model negative-prompt height width fps prompt allow-empty-prompt with-prompt",
     ),
     "From what": ("image last-image video", "mask reference strength resize max-picture noise"),
     "What to learn": (

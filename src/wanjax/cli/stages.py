@@ -67,7 +67,7 @@ from wanjax.pipelines.tracing import (
 )
 from wanjax.pipelines.validation import check_streams, check_strength
 from wanjax.pipelines.video_metadata import devices_of, paths_of
-from wanjax.pipelines.windows import Window
+from wanjax.pipelines.windows import Seam, Window
 from wanjax.pricing.roofline import CORE_FLOPS, cpu_machine, peak_flops
 from wanjax.schedulers import name_of
 from wanjax.sharding import ONE_DEVICE_PARTITIONER
@@ -756,6 +756,9 @@ class SavingWindows(Observer):
     def window(self, window: Window) -> None:
         position = f"window {window.number + 1} of {window.count}"
         self.video.report.note(f"{position}: {window.settings.prompt}")
+
+    def joined(self, seam: Seam) -> None:
+        self.video.report.add_seam(seam)
 
     def denoised(self, latents: Any, chunk: Chunk) -> None:
         self.video.save(self.video.command_again())

@@ -22,7 +22,7 @@ from wanjax.pipelines.frames import AnyLatents
 from wanjax.pipelines.model import Chunk, Conditioning
 from wanjax.pipelines.phases import Phase
 from wanjax.pipelines.previews.latent_preview import LatentPreview
-from wanjax.pipelines.windows import Window
+from wanjax.pipelines.windows import Seam, Window
 from wanjax.schedulers.base import AnyArray
 
 IN_FLIGHT = 2  # the maximum number of steps queued on the device: two keep it busy, and more would use more memory
@@ -177,6 +177,13 @@ class Observer:
 
         Args:
             window: The window.
+        """
+
+    def joined(self, seam: Seam) -> None:
+        """Receive the seam of a window, before its frames are yielded.
+
+        Args:
+            seam: The seam.
         """
 
     def encoded(self, conditioning: Conditioning) -> None:

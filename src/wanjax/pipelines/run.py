@@ -39,7 +39,7 @@ from wanjax.pipelines.runtime import Runtime
 from wanjax.pipelines.sampling import sample
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.video_shape import add_shape
-from wanjax.pipelines.windows import fade_seam, window_pictures, windows_of
+from wanjax.pipelines.windows import Seam, join_window, window_pictures, windows_of
 from wanjax.sharding import Partitioner
 
 
@@ -174,7 +174,8 @@ class Run:
                 chunks = [strategy.read(x, np.zeros(x.shape, np.uint8)) for x in chunks]
             frames = np.concatenate(chunks)
             if previous_frames is not None:
-                new_frames = fade_seam(previous_frames, frames[len(previous_frames) :])
+                new_frames, drift = join_window(previous_frames, frames, settings.match)
+                self.observers.notify("joined", Seam(window.number, drift))
                 frames = np.concatenate([previous_frames, new_frames])
             yield frames[0 if previous_frames is None else len(previous_frames) :]
             previous_frames = frames[-window_settings.overlap :]

@@ -42,6 +42,7 @@ SIZE_NAME = re.compile(r"\d{1,6}p|portrait|square")
 REFERENCE_IMPLEMENTATIONS = ("official", "diffusers")
 SIGMA_SCHEDULES = (*REFERENCE_IMPLEMENTATIONS, COMFY := "comfy")
 RNGS = ("jax", TORCH := "torch")  # generators of noise
+MATCHES = ("none", MATCH_COLOUR := "colour")  # what a window matches to the previous one
 RANDOM_SEED = -1  # a seed of -1 means: draw a seed at random
 MAX_VIDEOS = 100_000  # the maximum number of videos of one call or command
 TYPE_NAMES = {str: "a text in UTF-8", bool: "true or false", int: "a whole number", float: "a finite number"}
@@ -239,6 +240,11 @@ class Settings:
     overlap: int = setting(
         "Number of frames that a window shares with the previous one: 1 as its first image, more in a control clip.",
         default=1, group="windows", metavar="N", minimum=1,
+    )  # fmt: skip
+    match: str = setting(
+        "What each window matches to the previous one, by the frames that both have: colour matches brightness, "
+        "contrast and hue, which otherwise drift in long videos.",
+        default="none", group="windows", choices=MATCHES,
     )  # fmt: skip
     then: str = setting(
         "Prompt of the next window; by default the prompt stays the same. Repeat the option for later windows, or give "

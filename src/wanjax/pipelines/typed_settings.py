@@ -17,6 +17,7 @@ class SettingsKeywords(TypedDict, total=False):
     frames: int | None
     windows: int | None
     overlap: int | None
+    match: str | None
     then: str | Sequence[str] | None
     fps: int | None
     steps: int | None

@@ -6,6 +6,7 @@ Each window has the model's usual length, and starts from the last frames of the
     for each window:
         encode the last frames of the previous window, as its first image or as the known part of a control clip
         denoise and decode it, with its own prompt and seed
+        match its colours to the previous window, if the settings say so
         yield its new frames, with the seam faded
 
 Windows share frames, not latents: the autoencoders are causal, and encode the first frame of a window as a single
@@ -22,12 +23,25 @@ from jaxtyping import UInt8
 from wanjax.errors import SettingError
 from wanjax.figures import pluralize
 from wanjax.media.pictures import Clip, Pictures, fit_to_size
-from wanjax.pipelines.settings import SEED_BITS, Settings
+from wanjax.pipelines.colour_match import Drift, fit_colours, match_colours, measure_drift
+from wanjax.pipelines.settings import MATCH_COLOUR, SEED_BITS, Settings
 
 PICTURE, CONTROL = "image", "video"  # the input that receives the last frames of the previous window
 GREY = 127  # the colour of unknown frames
 FADING = 4  # the number of frames over which the jump at a seam fades
 MAX_JUMP = 16.0  # in pixel values from 0 to 255; much larger differences are motion, which is not faded
+
+
+class Seam(NamedTuple):
+    """The seam of a window and the previous one.
+
+    Attributes:
+        window: The window's number, from 0.
+        drift: How the colours of the frames that the window repeats had changed.
+    """
+
+    window: int
+    drift: Drift
 
 
 class Window(NamedTuple):
@@ -112,6 +126,24 @@ def window_pictures(
     clip, mask = window_clip(pictures.clip("video"), GREY), window_clip(pictures.clip("mask"), 255)
     clip[:overlap], mask[:overlap] = previous_frames, 0
     return pictures.with_inputs(video=clip, mask=mask)
+
+
+def join_window(
+    previous_frames: UInt8[np.ndarray, "P H W 3"], frames: Clip, match: str
+) -> tuple[UInt8[np.ndarray, "N H W 3"], Drift]:
+    """Join a window to the previous one; return its new frames, and the drift of its colours.
+
+    Args:
+        previous_frames: The last frames of the previous window, which the window repeats.
+        frames: All frames of the window.
+        match: What the window matches to the previous one, `Settings.match`.
+    """
+    overlap, matched = len(previous_frames), None
+    repeated = frames[:overlap]
+    if match == MATCH_COLOUR:
+        frames = match_colours(frames, fit_colours(repeated, previous_frames))
+        matched = frames[:overlap]
+    return fade_seam(previous_frames, frames[overlap:]), measure_drift(repeated, previous_frames, matched)
 
 
 def fade_seam(previous_frames: UInt8[np.ndarray, "_T H W 3"], frames: Clip) -> Clip:

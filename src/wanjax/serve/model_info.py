@@ -75,7 +75,7 @@ def setting_schemas(pipe: Pipeline) -> dict[str, dict[str, Any]]:
     if "video" not in model.spec.input_names or not model.spec.starts_from_video:
         unused_names.add("strength")
     if model.spec.continuation_input is None:
-        unused_names |= {"windows", "then"}
+        unused_names |= {"windows", "then", "match"}
     if model.spec.continuation_input != CONTROL:
         unused_names.add("overlap")
     suggestions = {"cache": _step_caches(pipe), "guidance_rule": _guidance_rules(pipe)}

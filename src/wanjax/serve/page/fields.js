@@ -12,7 +12,7 @@ const CLIP_INPUTS = ["video", "mask"]; // inputs that may be video files
 export const GROUPS = {
   look: ["steps", "guidance_scale", "guidance_scale_2", "negative_prompt", "strength"],
   speed: ["cache"],
-  shape: ["width", "height", "resize", "frames", "fps", "windows", "then", "overlap"],
+  shape: ["width", "height", "resize", "frames", "fps", "windows", "then", "overlap", "match"],
   loras: [],
   expert: ["scheduler", "guidance_rule", "dynamic_guidance", "flow_shift", "boundary", "boundary_step", "follow", "sigmas", "rng"],
 };
@@ -84,7 +84,7 @@ export function restoredForm(stored, models) {
   return { ...emptyForm(model), ...stored, prompt, values, files: {} };
 }
 
-const WINDOW_SETTINGS = ["windows", "then", "overlap"];
+const WINDOW_SETTINGS = ["windows", "then", "overlap", "match"];
 export const omit = (values, names) => Object.fromEntries(Object.entries(values).filter(([name]) => !names.includes(name)));
 export const withOnePart = (form) => ({ ...form, values: omit(form.values, WINDOW_SETTINGS) });
 
@@ -110,6 +110,7 @@ export function isUseful(name, form, model) {
         || Math.max(number("guidance_scale"), number("guidance_scale_2")) > 1;
     case "strength": return Boolean(form.files.video?.length);
     case "overlap":
+    case "match":
     case "then": return number("windows") > 1;
     case "boundary": return number("boundary_step") === 0;
     case "sigmas": return !model.settings.follow || valueOf(form, model, "sigmas") === "comfy"

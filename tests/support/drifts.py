@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Changes of a window's colours, as models make them, and a film to change."""
+
+from collections.abc import Callable
+
+import numpy as np
+from PIL import Image
+
+from wanjax.pipelines.colour_match import oklab_to_srgb, srgb_to_oklab
+
+WINDOWS, FRAMES = 8, 9
+Change = Callable[[np.ndarray, int], np.ndarray]
+
+
+def film(contrast: float, seed: int = 0) -> np.ndarray:
+    """Frames [T H W 3] of soft shapes in many colours that move to the right."""
+    random = np.random.default_rng(seed)
+    picture = Image.fromarray(random.integers(0, 256, (9, 24, 3), dtype=np.uint8)).resize(
+        (256, 96), Image.Resampling.BICUBIC
+    )
+    wide = 127 + contrast * (np.asarray(picture) - 127.0)
+    return np.stack([wide[:, 4 * frame : 4 * frame + 128] for frame in range(FRAMES)]).round().astype(np.uint8)
+
+
+def gain(frames: np.ndarray, window: int) -> np.ndarray:
+    """Brighten by 3 percent."""
+    return to_bytes(frames * 1.03)
+
+
+def hue(frames: np.ndarray, window: int) -> np.ndarray:
+    """Turn hues by 3 degrees."""
+    angle = np.deg2rad(3)
+    turn = np.eye(3)
+    turn[1:, 1:] = [[np.cos(angle), np.sin(angle)], [-np.sin(angle), np.cos(angle)]]
+    return to_bytes(255 * oklab_to_srgb(srgb_to_oklab(frames / 255) @ turn))
+
+
+def moving_gradient(frames: np.ndarray, window: int) -> np.ndarray:
+    """Brighten by 0 to 6 percent from one side to the other, from another side in each window."""
+    width = frames.shape[2]
+    ramp = 0.5 + 0.5 * np.cos(2 * np.pi * (np.arange(width) / width - window / WINDOWS))
+    return to_bytes(frames * (1 + 0.06 * ramp[:, None]))
+
+
+def to_bytes(frames: np.ndarray) -> np.ndarray:
+    return np.clip(np.rint(frames), 0, 255).astype(np.uint8)
+
+
+def distance(a: np.ndarray, b: np.ndarray) -> float:
+    """The root mean square distance of colours in Oklab."""
+    return float(np.sqrt(np.square(srgb_to_oklab(a / 255) - srgb_to_oklab(b / 255)).sum(-1).mean()))
