@@ -15,6 +15,7 @@ from openapi_spec_validator import validate
 from tests.serve.conftest import SMALL
 from tests.support.media import picture
 from tests.support.served import serving
+from tests.support.workflows import template_text
 from wanjax.pipelines.settings import Settings, schema
 from wanjax.serve.routing import UNSUPPORTED_ROUTES
 
@@ -66,6 +67,8 @@ def test_answers_are_as_described(described):
     checked(document, "Health")(server.client.get("/health").json())
     checked(document, "Error")(server.client.get("/v1/videos/none").json())
     checked(document, "Error")(server.client.post("/v1/videos", json={"prompt": 3}).json())
+    answer = server.client.post("/v1/requests", files={"file": ("a.json", template_text("text_to_video_wan"))})
+    checked(document, "FileFields")(answer.json())
     checked(document, "Deleted")(server.client.delete(f"/v1/videos/{id}").json())
 
 

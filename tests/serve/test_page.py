@@ -18,6 +18,7 @@ from tests.support.quick import quick
 from tests.support.served import PROMPT, serving
 from tests.support.warm import wanjax
 from tests.support.words import says
+from tests.support.workflows import TEMPLATES, request_of
 
 PAGE = ROOT / "src/wanjax/serve/page"
 LARGEST = 120_000  # bytes of the page, compressed
@@ -181,6 +182,9 @@ def test_each_view_is_accessible(opened, made, scheme):
     page.wait_for_selector(".source img")
     assert page.is_visible(".parts")
     check("filled by an action")
+    page.set_input_files("#file-request", str(WORKFLOW))
+    page.wait_for_selector(".filled")
+    check("filled by a file")
     page.click("#select")
     for card in page.query_selector_all(".card.completed .open")[:2]:
         card.click()
@@ -306,6 +310,60 @@ def test_pictures_by_drop_paste_and_choice(opened, served):
     assert video["pictures"] == ["image"]
     assert served.get(f"/v1/videos/{id}/content", params={"variant": "image"}).content == file["buffer"]
     served.delete(f"/v1/videos/{id}")
+
+
+WORKFLOW = TEMPLATES / "video_wan2_2_14B_i2v.json"
+
+
+def test_a_workflow_fills_the_form(opened):
+    """Chosen by keyboard or dropped; what the form did not take is listed, and a workflow of another kind refused."""
+    page = opened().goto()
+    page.focus("[name=shape]:checked")
+    page.keyboard.press("Shift+Tab")
+    assert page.evaluate("document.activeElement.id") == "file-request"
+    with page.expect_file_chooser() as chooser:
+        page.keyboard.press("Space")
+    chooser.value.set_files(str(WORKFLOW))
+    filled = page.wait_for_selector(".filled").inner_text()
+    assert filled.startswith("The form has the settings of video_wan2_2_14B_i2v.json.")
+    for words in ("wan2.2-i2v-a14b", "nano", "guidance scale 2", "choose video_wan2_2_14B_i2v_input_image.jpg"):
+        assert words in filled
+    assert not page.evaluate(OVERFLOWING)
+    assert page.input_value("#prompt").startswith("The white dragon warrior")
+    assert page.input_value("#seed") == str(nodes_seed(WORKFLOW))
+    assert [page.input_value(f"[name={side}]") for side in ("width", "height")] == ["640", "640"]
+    page.click(".drawer > summary")
+    page.click(".expert > summary")
+    assert [page.input_value(f"[name={name}]") for name in ("steps", "sigmas", "rng", "scheduler")] == [
+        *("20", "comfy", "torch", "euler"),
+    ]
+    page.click(".filled button")
+    page.wait_for_selector(".filled", state="detached")
+    assert page.evaluate("document.activeElement.id") == "file-request"
+    dancer = TEMPLATES / "video_wan_dancer.json"
+    page.evaluate(GIVE, [".composer", "drop", "dancer.json", "application/json", encoded(dancer.read_bytes())])
+    assert says(page.wait_for_selector(".request .wrong").inner_text(), "dancer.json WanDancerVideo")
+    assert page.input_value("#seed") == str(nodes_seed(WORKFLOW))  # the form is as it was
+    page.evaluate(GIVE, [".composer", "drop", "again.json", "application/json", encoded(WORKFLOW.read_bytes())])
+    page.wait_for_selector(".filled:has-text('again.json')")
+    assert not page.query_selector(".request .wrong")
+
+
+def nodes_seed(workflow):
+    """Return the seed of the sampler that adds noise."""
+    return request_of(json.loads(workflow.read_text())).settings["seed"]
+
+
+def test_a_video_of_wanjax_fills_the_form(opened, served, made):
+    page = opened().goto()
+    content = served.get(f"/v1/videos/{made[0]}/content").content
+    page.evaluate(GIVE, [".request", "drop", "film.mp4", "video/mp4", encoded(content)])
+    assert page.wait_for_selector(".filled").inner_text().startswith("The form has the settings of film.mp4.")
+    assert (page.input_value("#prompt"), page.input_value("#seed")) == (PROMPT, "5")
+    assert [page.input_value(f"[name={side}]") for side in ("width", "height")] == ["64", "32"]
+    assert not page.query_selector(".filled li")
+    page.evaluate(GIVE, [".composer", "drop", "film.mp4", "video/mp4", encoded(content)])
+    page.wait_for_selector("[data-input=video] .thumbnail video")  # a clip for the model, where the form takes one
 
 
 def test_again_vary_extend_and_the_last_frame(opened, served, made):

@@ -38,6 +38,7 @@ from wanjax.serve.auth import COOKIE, Access, AuthMiddleware, error_response, is
 from wanjax.serve.error_details import UNEXPECTED, describe_error, raising_storage_errors
 from wanjax.serve.events import ChangeFeed, EventStreamResponse
 from wanjax.serve.limits import Limits
+from wanjax.serve.request_files import FIELD, FileReader
 from wanjax.serve.routing import UNSUPPORTED_ROUTES, checked_route, method_not_allowed, path_not_found
 from wanjax.serve.sweeping import Sweeper
 from wanjax.serve.variants import ServedModels
@@ -137,6 +138,7 @@ class Service:
             checked_route("GET", "/v1/videos/{id}/record", self.send_metadata),
             checked_route("GET", "/v1/videos/{id}/events", self.stream_events),
             checked_route("GET", "/v1/events", self.stream_events),
+            checked_route("POST", "/v1/requests", self.read_request_file),
             checked_route("GET", "/v1/models", self.list_models),
             checked_route("GET", "/v1/models/{id}", self.get_model),
             Route("/login", self.login, methods=["POST"]),
@@ -382,6 +384,13 @@ class Service:
             self.change_feed.stream(video_id, watcher[1]), lambda: self.change_feed.remove_watcher(watcher)
         )
 
+    async def read_request_file(self, request: Request) -> JSONResponse:
+        """Read a workflow of ComfyUI or a video of wanjax as the fields of a request. This makes no video."""
+        with raising_storage_errors():
+            name, data = await _read_in_time(_read_single_file(request))
+            reader = FileReader(self.models, self._bounded_cards(), self.limits)
+            return JSONResponse(await run_in_threadpool(reader.read, name, data))
+
     async def list_models(self, request: Request) -> JSONResponse:
         """List the models, the served model first, each with the settings of a request and of the server."""
         return JSONResponse({"object": "list", "data": self._bounded_cards()})
@@ -496,6 +505,27 @@ async def _read_token(request: Request) -> Any:
         problem = error.detail.rstrip(".")
         raise HTTPException(400, f"the form cannot be read ({problem}): send token=TOKEN alone, as text") from error
     return form.get("token", "")
+
+
+async def _read_single_file(request: Request) -> tuple[str, bytes]:
+    """Read a form with one file, and return its name and contents.
+
+    Raises:
+        HTTPException: The body is no such form.
+        SettingError: The file is empty.
+    """
+    if (media_type := _media_type(request)) != FORM_TYPES[0]:
+        raise HTTPException(415, f"unsupported Content-Type {media_type!r}: send the form {FORM_TYPES[0]} with {FIELD}")
+    form = await _parse_form(request)
+    try:
+        files = [value for name, value in form.multi_items() if name == FIELD and isinstance(value, UploadFile)]
+        if len(files) != 1 or len(form) != 1:
+            raise HTTPException(400, f"the form has {len(form)} parts, but not one file named {FIELD}: send it alone")
+        if not (data := await files[0].read()):
+            raise uploads.empty_file_error(FIELD)
+        return files[0].filename or "", data
+    finally:
+        await form.close()
 
 
 def _media_type(request: Request) -> str:

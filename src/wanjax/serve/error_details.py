@@ -30,7 +30,8 @@ DISK_FULL_MESSAGE = "the server's disk is full: delete videos, then try again"
 OUT_OF_MEMORY = "this video does not fit into the memory of the devices: use a smaller size or fewer frames"
 STORE_MESSAGE = "the server cannot access its remote store: see its log for the details"
 UNEXPECTED = "the server failed: see its log for the details"
-ROUTE = r"/(?:v1/(?:videos|models|events)|health|metrics|login|openapi\.json)(?![\w.-])"  # a path of the HTTP interface
+ROUTE = r"/(?:v1/(?:videos|models|events|requests)|health|metrics|login|openapi\.json)(?![\w.-])"
+"""Matches a path of the HTTP interface."""
 # matches the folder of an absolute path
 FOLDER_PATTERN = re.compile(rf"(?<![\w.:/~-])(?!{ROUTE})~?/(?:[^\s/'\"]+/)*(?=[^\s/])")
 

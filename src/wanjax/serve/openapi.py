@@ -31,6 +31,13 @@ def build_document(models: Sequence[Mapping[str, Any]], version: str, prompt: in
         "Videos": _list_schema("Video") | {"properties": _list_schema("Video")["properties"] | _page_fields()},
         "Model": {"type": "object", "required": ["id", "object"], "properties": {"id": TEXT, "object": TEXT}},
         "Models": _list_schema("Model"),
+        "FileForm": _object_schema(file={"type": "string", "contentMediaType": "application/octet-stream"}),
+        "FileFields": _object_schema(
+            object={"const": "request"},
+            source=_enum("workflow", "video"),
+            fields={"type": "object", "description": "Fields of POST /v1/videos."},
+            notes={"type": "array", "items": TEXT, "description": "What was left out, and what differs."},
+        ),
         "Deleted": _object_schema(id=TEXT, object={"const": "video.deleted"}, deleted=BOOLEAN),
         "Error": _object_schema(
             error=_object_schema(message=TEXT, type=TEXT, param=_nullable(TEXT), code=TEXT),
@@ -217,6 +224,17 @@ def _paths() -> dict[str, Any]:
             "get": _operation("follow_video", "Stream the changes of a video.", changes, 404, 429, *READ_STATUSES),
         },
         "/v1/events": {"get": _operation("follow_all", "Stream the changes of all videos.", changes, 422, 429)},
+        "/v1/requests": {
+            "post": {
+                "requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _ref("FileForm")}}}
+            }
+            | _operation(
+                "read_request",
+                "Read the fields of a request from a workflow of ComfyUI or a video of wanjax. No video is made.",
+                _json_response("FileFields"),
+                *(400, 408, 415, 422, 507),
+            )
+        },
         "/v1/models": {
             "get": _operation("list_models", "List the models and their settings.", _json_response("Models"), 422)
         },

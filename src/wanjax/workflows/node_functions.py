@@ -342,7 +342,7 @@ def _measured(at: At, file: File, name: str) -> Any:
     """Return a number of a file, or `Unknown` if the file is missing."""
     size = at.reader.measure(file)
     if size is None:
-        return Unknown(file.node, f"loads {shown(base_name(file.name))}, which is not in a folder given by --inputs")
+        return Unknown(file.node, f"loads {shown(base_name(file.name))}, which is missing", is_missing_file=True)
     return getattr(size, name)
 
 

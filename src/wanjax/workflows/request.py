@@ -306,7 +306,10 @@ def _end(steps: Steps) -> int:
 
 def _value(value: Any, option: str) -> Any:
     """Return a value, or what to say about one that is not known."""
-    return Missing(f"{value.node} {value.reason}: give {option}") if isinstance(value, Unknown) else value
+    if not isinstance(value, Unknown):
+        return value
+    folder = " or --inputs FOLDER" if value.is_missing_file else ""
+    return Missing(f"{value.node} {value.reason}: give {option}{folder}")
 
 
 def _text_settings(stages: Sequence[Sampled], notes: list[str]) -> dict[str, Any]:

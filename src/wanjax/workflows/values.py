@@ -16,10 +16,12 @@ class Unknown:
     Args:
         node: The node.
         reason: Why there is no value, as the end of a sentence that begins with the node.
+        is_missing_file: Whether the value is that of a picture or clip that is missing.
     """
 
     node: Node
     reason: str = "is not known to wanjax"
+    is_missing_file: bool = False
 
 
 INPUT = "input"  # the kind of a picture or clip, and the name of ComfyUI's folder with them

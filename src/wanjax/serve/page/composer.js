@@ -21,6 +21,7 @@ function Icon({ name }) {
   return html`<svg class="icon" viewBox="0 0 24 24" aria-hidden="true"><path d=${ICONS[name]} /></svg>`;
 }
 
+const REQUEST_FILES = ".json,.png,.apng,.webp,.gif,.mp4,.mov,.webm,.mkv,.m4v"; // that a server can read as requests
 const WIDE_SCREEN = "(min-width: 62rem)"; // on a wide screen page.css puts the videos next to the form
 const classes = (...names) => names.filter(Boolean).join(" ");
 
@@ -89,6 +90,27 @@ function Input({ name, model, files, isLost, error, refused, add, remove, dismis
     <small id=${`does-${name}`}>${fields.inputHelp(name, model)}</small>
     ${isLost && html`<small class="lost" role="status">${text("lost")}</small>`}
     ${refused ? html`<${RefusedFile} of=${name} message=${refused} dismiss=${dismiss} />` : html`<${FieldError} of=${name} message=${error} />`}
+  </div>`;
+}
+
+// Reads a workflow or a video as a request. It says what the form did not take.
+function RequestFile({ read, state, dismiss }) {
+  const [isDragOver, setDragOver] = useState(false);
+  const onDrop = (event) => {
+    event.preventDefault();
+    event.stopPropagation();
+    setDragOver(false);
+    read(event.dataTransfer.files[0]);
+  };
+  return html`<div class=${classes("request", isDragOver && "over")}
+      onDragOver=${(event) => { event.preventDefault(); setDragOver(true); }} onDragLeave=${() => setDragOver(false)} onDrop=${onDrop}>
+    <label class="drop"><${Icon} name="add" /><span>${text(state.isReading ? "file_reading" : "file")}</span>
+      <input id="file-request" class="silent" type="file" accept=${REQUEST_FILES} ...${errorAttributes("request", state.error)}
+        onChange=${(event) => { read(event.target.files[0]); event.target.value = ""; }} /></label>
+    <div role="status">${state.name && html`<div class="filled"><span>${text("file_filled", { name: state.name })}${state.notes.length > 0 && ` ${text("file_notes")}`}
+      ${state.notes.length > 0 && html`<ul>${state.notes.map((note) => html`<li key=${note}>${note}</li>`)}</ul>`}</span>
+      <button type="button" class="plain" aria-label=${text("dismiss")} title=${text("dismiss")} onClick=${dismiss}>✕</button></div>`}</div>
+    <${RefusedFile} of="request" message=${state.error} dismiss=${dismiss} />
   </div>`;
 }
 
@@ -252,6 +274,7 @@ export function Composer({ form, setForm, models, videos, announce, needToken, o
   const [expert, setExpert] = useStored("expert", false); // the expert settings in the drawer
   const [isDragOver, setDragOver] = useState(false);
   const [requestedIds, setRequestedIds] = useState([]);
+  const [requestFile, setRequestFile] = useState({}); // the file that filled the form, with its notes, or its error
   const prompt = useRef(null);
   const root = useRef(null);
   const scrollTarget = useRef(null); // the id of the video to scroll to once it is listed
@@ -272,7 +295,31 @@ export function Composer({ form, setForm, models, videos, announce, needToken, o
   };
   const set = (name, value) => change({ values: { ...form.values, [name]: value } });
 
+  // Fills the form with the request in a file. `refusal` is the message for a picture or clip that no input takes.
+  const readRequest = async (file, refusal = null) => {
+    if (!file || requestFile.isReading) return;
+    setRequestFile({ isReading: true });
+    const body = new FormData();
+    body.set("file", file);
+    try {
+      const request = await fetchJson("v1/requests", { method: "POST", body });
+      change(fields.formOfRequest(request.fields, form, models));
+      setRequestFile({ name: file.name, notes: request.notes });
+    } catch (error) {
+      if (error.status === 401) needToken();
+      setRequestFile(refusal ? {} : { error: error.message });
+      if (refusal) setRefusedFiles((before) => ({ ...before, "": refusal }));
+    }
+  };
+  const dismissRequest = () => {
+    setRequestFile({});
+    root.current.querySelector("#file-request").focus();
+  };
+
   const add = (name, files) => {
+    if (name === null && files.length === 1 && fields.isRequestFile(files[0], form, model)) {
+      return readRequest(files[0], fields.isMedia(files[0]) ? fields.unusableFile(files[0], model) : null);
+    }
     const acceptedFiles = [];
     const refused = {};
     for (const file of files) {
@@ -391,6 +438,7 @@ export function Composer({ form, setForm, models, videos, announce, needToken, o
         ${Object.keys(model.pictures).map((name) => html`<${Input} key=${name} name=${name} model=${model}
           files=${form.files[name] ?? []} isLost=${form.lost.includes(name)} error=${errors[name]} refused=${refusedFiles[name]}
           add=${add} remove=${remove} dismiss=${dismissRefused} />`)}</div>`}
+      <${RequestFile} read=${readRequest} state=${requestFile} dismiss=${dismissRequest} />
       <${Shape} form=${form} model=${model} change=${change} />
       ${form.shape === "own" && html`<div class="numbers size">${["width", "height"].map((side) => html`<div key=${side}>
         <label for=${`field-${side}`}>${fields.labelOf(side)}</label>

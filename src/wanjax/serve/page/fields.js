@@ -74,6 +74,19 @@ export function storedForm(form) {
   return { ...form, files: {}, from: lost.length ? null : form.from, lost: lost.length ? lost : form.lost };
 }
 
+// A form with the fields of a request that the server has read from a file. Chosen pictures stay if the model takes them.
+export function formOfRequest(request, form, models) {
+  const model = models.find((model) => model.id === request.model) ?? models[0];
+  const { prompt = "", seed = "", lora = {}, width, height, ...settings } = omit(request, ["model"]);
+  const values = Object.fromEntries(Object.entries(settings).map(([name, value]) => [name, [value].flat().join("\n")]));
+  for (const [name, strength] of Object.entries(lora)) values[`lora ${name}`] = String(strength);
+  const sides = { width: width ?? model.defaults.width, height: height ?? model.defaults.height };
+  const isDefaultSize = sides.width === model.defaults.width && sides.height === model.defaults.height;
+  if (!isDefaultSize) Object.assign(values, { width: String(sides.width), height: String(sides.height) });
+  const files = Object.fromEntries(Object.entries(form.files).filter(([name]) => name in model.pictures));
+  return { ...emptyForm(model), prompt, values, files, shape: isDefaultSize ? "" : "own", seed: String(seed), locked: seed !== "" };
+}
+
 // Restores a stored form, as far as these models have its fields.
 export function restoredForm(stored, models) {
   const model = models.find((model) => model.id === stored?.model);
@@ -298,6 +311,11 @@ export function unusableFile(file, model) {
   if (names.some(acceptsClips)) return text("wrong_file", values);
   return text(isClipFile(file) ? "wrong_no_clips" : "wrong_picture", values);
 }
+
+export const isMedia = (file) => isClipFile(file) || file.type.startsWith("image/");
+
+// Whether a dropped file is read as a request: a workflow, or a picture or clip that no input accepts.
+export const isRequestFile = (file, form, model) => /\.json$/i.test(file.name) || (isMedia(file) && inputFor(file, form, model) === null);
 
 // The first free input that accepts a file, or null.
 export function inputFor(file, form, model) {
