@@ -32,6 +32,7 @@ from wanjax.layers.precision import FLOATS, Precision
 from wanjax.media.metadata import DIGESTS_KEY
 from wanjax.pipelines import memory
 from wanjax.pipelines.components import DECODER, Components, MakeRoom
+from wanjax.pipelines.decoder_files import DecoderFile, read_decoder
 from wanjax.pipelines.keywords import check_keywords
 from wanjax.pipelines.mesh_sizes import AutoMesh, MeshSizes, parse_mesh
 from wanjax.pipelines.meshes import auto_mesh, step_cost
@@ -40,7 +41,6 @@ from wanjax.pipelines.other_names import unknown_keyword
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.progress import loading
 from wanjax.pipelines.settings import Settings, schema
-from wanjax.pipelines.tiny_decoder import DecoderFile
 from wanjax.pipelines.tracing import PlaceholderImageProcessor, PlaceholderTokenizer
 from wanjax.pipelines.validation import check_function, dtype_name
 from wanjax.pipelines.video_metadata import digest_of, source_to_json
@@ -120,7 +120,8 @@ def load(
             with a warning.
         lora: FILE or FILE:STRENGTH, or a list of these, merged into the transformer while it is read. FILE may be
             OWNER/NAME/FILE on the hub. For a model of two experts, `high=FILE` or `low=FILE` selects one.
-        decoder: A TAEHV file for the model's latents, which decodes faster and less accurately than the VAE.
+        decoder: A file whose decoder replaces the VAE's, faster and less accurate: of TAEHV, or LightVAE for Wan 2.1's
+            latents.
         scheduler: "unipc", "euler" or another value of `wanjax.schedulers`; None is the checkpoint's own.
         offload: Which weights leave the device's memory. "stages" frees each network after its stage, and "none" frees
             none. "blocks" keeps the blocks of all networks in the host's memory, and two of them on the device: while
@@ -155,7 +156,7 @@ def load(
     checkpoint = with_precision(checkpoint, precision)
     attention_config = checkpoint.model.spec.attention(checkpoint.attention or AUTO)
     admit_kernels(*_rare_kernels(attention_config, Precision.of(checkpoint.settings.precision)))
-    tiny_decoder = None if decoder is None else DecoderFile.replacing(checkpoint.model.vae, decoder)
+    decoder_file = None if decoder is None else read_decoder(decoder, checkpoint.model.vae, checkpoint.family)
     options = LoadOptions(
         dtype,
         vae_dtype,
@@ -167,7 +168,7 @@ def load(
         compiler,
         offload,
         progress,
-        tiny_decoder,
+        decoder_file,
     )
     pipe = _make_pipeline(checkpoint, options)
     if verify:  # the last check, because it reads all weights
@@ -255,7 +256,7 @@ def _make_pipeline(checkpoint: Checkpoint, options: LoadOptions) -> Pipeline:
     loaders = _make_loaders(checkpoint, options, partitioner)
     networks = [name for name in loaders if name not in checkpoint.family.loaders]
     abstract_networks = {name: partial(_abstract_network, checkpoint, name, options, partitioner) for name in networks}
-    decoder_entries = _decoder(options.decoder, partitioner)
+    decoder_entries = _decoder(options.decoder, partitioner, settings.vae_dtype)
     components = Components(
         {**loaders, **decoder_entries[0]},
         _options_metadata(checkpoint, options, partitioner),
@@ -268,17 +269,19 @@ def _make_pipeline(checkpoint: Checkpoint, options: LoadOptions) -> Pipeline:
     return Pipeline(components, checkpoint.model, settings, partitioner, options.compiler, checkpoint.sizes)
 
 
-def _decoder(decoder: DecoderFile | None, partitioner: Partitioner) -> tuple[dict[str, Any], dict[str, Any]]:
+def _decoder(
+    decoder: DecoderFile | None, partitioner: Partitioner, dtype: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the loading function and the abstract network of a decoder that replaces the decoder of the VAE, by
     component name. If there is no such decoder, both mappings are empty."""
     if decoder is None:
         return {}, {}
 
     def load(make_room: MakeRoom) -> nnx.Module:
-        make_room(decoder.shapes(partitioner))
-        return decoder.load(partitioner)
+        make_room(decoder.shapes(partitioner, dtype))
+        return decoder.load(partitioner, dtype)
 
-    return {DECODER: load}, {DECODER: partial(decoder.shapes, partitioner)}
+    return {DECODER: load}, {DECODER: partial(decoder.shapes, partitioner, dtype)}
 
 
 def _network_sizes(checkpoint: Checkpoint, options: LoadOptions, partitioner: Partitioner) -> dict[str, int]:
@@ -551,7 +554,7 @@ def abstract_pipeline(
             for name in family.loaders
             if name not in processors
         }
-    shapes |= _decoder(decoder, partitioner)[1]
+    shapes |= _decoder(decoder, partitioner, settings.vae_dtype)[1]
     loaders = {name: (lambda room, processor=processor: processor) for name, processor in processors.items()} | {
         name: lambda room: None for name in shapes
     }

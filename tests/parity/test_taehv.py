@@ -6,6 +6,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from tests.support.tiny import (
     tiny_residual_checkpoint,
 )
 from tests.support.words import naming, says
+from wanjax.converters.wan import original
 from wanjax.errors import WanjaxError
 from wanjax.media.video import read_metadata
 from wanjax.models.taehv import decode_pictures
@@ -184,6 +186,43 @@ def test_frames_on_a_mesh_in_tiles_and_in_a_stream(tmp_path):
     whole = frames_of(tensors, torch.from_numpy(latents[0]).transpose(0, 1), 1, (1, 2, 2))
     np.testing.assert_allclose(np.concatenate(clips), 255 * whole, atol=0.51)
     assert not causal.components.has("vae")
+
+
+def autoencoder(**sizes):
+    """An autoencoder of diffusers with random weights, and its tensors by the authors' names."""
+    torch.manual_seed(3)
+    vae = diffusers.AutoencoderKLWan(z_dim=16, **sizes).eval()
+    names = original.vae_names({**sizes, "is_residual": False})
+    return vae, {names.to_authors(key): x.contiguous() for key, x in vae.state_dict().items()}
+
+
+def test_a_pruned_autoencoder_decodes(tmp_path):
+    """LightVAE is Wan's autoencoder with fewer channels in each layer, in a file with the authors' names."""
+    model = wanjax.load("nano").model.vae
+    vae, tensors = autoencoder(
+        base_dim=model.width // 2,
+        dim_mult=list(model.multipliers),
+        num_res_blocks=model.res_blocks,
+        temperal_downsample=list(model.temporal_downsample),
+    )
+    save_file(tensors, file := tmp_path / "lightvae.safetensors")
+    pipe = wanjax.load("nano", decoder=file)
+    latents = torch.randn(1, 16, 3, 4, 6, generator=torch.Generator().manual_seed(1))
+    mean, std = (torch.tensor(values)[:, None, None, None] for values in (model.latents_mean, model.latents_std))
+    with torch.no_grad():
+        expected = vae.decode(latents * std + mean).sample[0].permute(1, 2, 3, 0).numpy() / 2 + 0.5
+    frames = pipe.decode(latents.numpy(), jnp.float32)
+    assert ((expected > 0) & (expected < 1)).mean() > 0.5
+    assert error(frames, expected.clip(0, 1).astype(np.float64)) <= 2e-5
+    assert not pipe.components.has("vae")
+    assert pipe("a", frames=9, steps=1).frames.shape == (9, 64, 64, 3)
+
+
+def test_an_autoencoder_of_other_frames_is_refused(tmp_path):
+    _, tensors = autoencoder(base_dim=8, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[True])
+    save_file(tensors, tmp_path / "vae.safetensors")
+    with pytest.raises(WanjaxError, match=naming("vae.safetensors no decoder pixels 2 8")):
+        wanjax.load("nano", decoder=tmp_path / "vae.safetensors")
 
 
 def test_the_command_line_decodes_with_it(tmp_path, monkeypatch):

@@ -497,8 +497,8 @@ decoder = click.option(
     "--decoder",
     type=click.Path(dir_okay=False),
     metavar="FILE",
-    help="Decode with this tiny decoder, a TAEHV file for the model's latents. The tiny decoder is faster and "
-    "less exact than the model's own decoder.",
+    help="Decode with the decoder in this file, which is faster and less exact than the model's own: a TAEHV file for "
+    "the model's latents, or LightVAE.",
 )
 tile = click.option("--tile", is_flag=True, help="Decode frames in tiles, to save memory.")
 compute = combine_options(

@@ -35,12 +35,12 @@ from wanjax.layers.offload import AUTO_OFFLOAD, STAGES
 from wanjax.layers.precision import FLOATS
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines import progress
+from wanjax.pipelines.decoder_files import read_decoder
 from wanjax.pipelines.mesh_sizes import MeshSizes
 from wanjax.pipelines.model import with_scheduler
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.request import VideoRequest
 from wanjax.pipelines.settings import Settings
-from wanjax.pipelines.tiny_decoder import DecoderFile
 from wanjax.pipelines.validation import check_loaded
 from wanjax.plan.estimate import ESTIMATED_BY_MODEL, Estimate, estimate_video
 from wanjax.plan.estimate_cache import store_estimate
@@ -109,7 +109,7 @@ def plan(
         offload = (AUTO_OFFLOAD if settings.windows > 1 else STAGES).overridden_by(options.offload)
         price_options |= {**options.run_options, "pictures": pictures, "offload": offload}
         if file := options.decoder:
-            price_options |= {"decoder": DecoderFile.replacing(outline.model.vae, file)}
+            price_options |= {"decoder": read_decoder(file, outline.model.vae, outline.family)}
         estimator = (
             partial(estimate_at_scale, outline, chip, workload) if workload else partial(estimate_video, outline, chip)
         )

@@ -905,7 +905,7 @@ def _stored_loras(stored_settings: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _stored_decoder(stored_settings: Mapping[str, Any]) -> str | None:
-    """Read the name of the tiny decoder's file that a stage stored. Return None if the stage used no tiny decoder."""
+    """Read the name of the decoder's file that a stage stored. Return None if the stage used the model's decoder."""
     file = stored_settings.get("decoder")
     if not isinstance(file, str | None):
         raise WanjaxError(f"{stage_files.CONFIG} gives decoder as {file!r}: write the name of a file")

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wanjax.checkpoints.layout import Layout
+from wanjax.checkpoints.files import Reader
+from wanjax.checkpoints.layout import Layout, RecognisedComponent
 from wanjax.checkpoints.network_kinds import Config, Network, NetworkKind, network_of
 from wanjax.checkpoints.sources import Source, read_json
 from wanjax.checkpoints.unsupported import UnsupportedModels
@@ -157,6 +158,8 @@ class Family:
         tables: The file of published step cache tables, by preset.
         distillations: Distillations that are recognised by file names, the most specific first.
         prompt: Returns the padded length of a prompt and its number of real tokens by tokenizer, for plans.
+        find_autoencoder: Returns the autoencoder in a file, for the latents of a model's autoencoder, whose config is
+            the second argument; None if the file has no autoencoder.
     """
 
     name: str
@@ -171,6 +174,7 @@ class Family:
     tables: Path | None = None
     distillations: tuple[Distillation, ...] = ()
     prompt: Callable[[Any], Mapping[str, tuple[int, int]]] = no_prompts
+    find_autoencoder: Callable[[Reader, Any], RecognisedComponent | None] = lambda reader, vae: None
 
     def network_of(self, config: Config) -> Network:
         """Return the network that a config describes.

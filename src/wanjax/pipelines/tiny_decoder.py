@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
 from wanjax.checkpoints import modules
@@ -24,7 +25,7 @@ from wanjax.sharding import Partitioner
 
 
 @dataclass(frozen=True)
-class DecoderFile:
+class TinyDecoderFile:
     """A .pth or .safetensors file with a TAEHV decoder, and the decoder's config.
 
     A tiny decoder stores its weights and computes in float32, like the models' own decoders.
@@ -34,7 +35,7 @@ class DecoderFile:
     config: TinyDecoderConfig
 
     @classmethod
-    def read(cls, file: str | Path, channels: int) -> "DecoderFile":
+    def read(cls, file: str | Path, channels: int) -> "TinyDecoderFile":
         """Read the config of a decoder from the shapes in its file.
 
         Args:
@@ -56,31 +57,22 @@ class DecoderFile:
             raise WanjaxError(f"{file} is no tiny decoder for this model: {error}") from error
         return cls(Path(file).expanduser(), config)
 
-    @classmethod
-    def replacing(cls, vae: Any, file: str | Path) -> "DecoderFile":
-        """Read the config of a decoder that replaces the decoder of an autoencoder.
+    def shapes(self, partitioner: Partitioner, dtype: DTypeLike = jnp.float32) -> TinyDecoder:
+        """Return the network with shapes and shardings in place of arrays.
 
         Args:
-            vae: The config of the autoencoder.
-            file: The file.
-
-        Raises:
-            WanjaxError: The decoder and the autoencoder differ in the size of their frames.
+            partitioner: The mesh and its rules.
+            dtype: Of no effect: tiny decoders compute in float32.
         """
-        decoder = cls.read(file, vae.latent_channels)
-        for name, unit in (("spatial_factor", "pixels per side"), ("temporal_factor", "frames")):
-            factor, vae_factor = getattr(decoder.config, name), getattr(vae, name)
-            if factor != vae_factor:
-                mismatch = f"it decodes a latent cell to {factor} {unit}, but the model's own decoder to {vae_factor}"
-                raise WanjaxError(f"{file} is no tiny decoder for this model: {mismatch}")
-        return decoder
-
-    def shapes(self, partitioner: Partitioner) -> TinyDecoder:
-        """Return the decoder with shapes and shardings in place of arrays."""
         return with_shardings(_shapes(self.config), partitioner)
 
-    def load(self, partitioner: Partitioner) -> TinyDecoder:
-        """Load the decoder; raise WanjaxError if a tensor is missing, unknown or of another shape."""
+    def load(self, partitioner: Partitioner, dtype: DTypeLike = jnp.float32) -> TinyDecoder:
+        """Load the network; raise WanjaxError if a tensor is missing, unknown or of another shape.
+
+        Args:
+            partitioner: The mesh and its rules.
+            dtype: Of no effect: tiny decoders compute in float32.
+        """
         return self._load(self.shapes(partitioner), lambda tensors: tensors)
 
     def load_for_previews(self) -> TinyDecoder:
@@ -138,4 +130,4 @@ def read_tiny_decoder(file: str | Path, channels: int) -> TinyDecoderPreview:
     Raises:
         WanjaxError: The file has no decoder for such latents.
     """
-    return TinyDecoderPreview(DecoderFile.read(file, channels).load_for_previews())
+    return TinyDecoderPreview(TinyDecoderFile.read(file, channels).load_for_previews())

@@ -22,11 +22,11 @@ from wanjax.layers.tiling import Tiling
 from wanjax.loading import WEIGHTS_OF_8_BITS, abstract_pipeline
 from wanjax.media.pictures import Pictures
 from wanjax.pipelines.caching.rules import check_separate_forwards
+from wanjax.pipelines.decoder_files import DecoderFile
 from wanjax.pipelines.meshes import step_cost
 from wanjax.pipelines.model import ForwardCost, VideoModel, with_attention
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings
-from wanjax.pipelines.tiny_decoder import DecoderFile
 from wanjax.pipelines.tracing import needed_pictures, trace_programs
 from wanjax.plan.hardware import (
     Hardware,

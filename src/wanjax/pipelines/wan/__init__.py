@@ -11,7 +11,7 @@ from wanjax.pipelines.wan.layouts import LAYOUT
 from wanjax.pipelines.wan.networks import NETWORKS
 from wanjax.pipelines.wan.presets import DISTILLATIONS, PRESETS, default_settings
 from wanjax.pipelines.wan.programs import TEXT_LENGTH
-from wanjax.pipelines.wan.recognise import UNSUPPORTED
+from wanjax.pipelines.wan.recognise import UNSUPPORTED, find_autoencoder
 from wanjax.pipelines.wan.tasks import CAUSAL_PIPELINES, model_of
 
 FAMILY = Family(
@@ -37,4 +37,5 @@ FAMILY = Family(
     layouts=(LAYOUT,),
     relatives=UNSUPPORTED,
     prompt=lambda model: {"tokenizer": (TEXT_LENGTH, TEXT_LENGTH)},
+    find_autoencoder=find_autoencoder,
 )

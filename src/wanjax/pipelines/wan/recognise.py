@@ -22,6 +22,7 @@ from wanjax.checkpoints.unsupported import UnsupportedModels, find_unsupported
 from wanjax.converters.name_map import NameMap
 from wanjax.converters.wan import original
 from wanjax.errors import WanjaxError
+from wanjax.models.wan.config import VAEConfig
 
 IDENTIFYING_KEYS = {  # tensors that only this component has: by the authors, and by diffusers or transformers
     "transformer": ("time_projection.1.weight", "condition_embedder.time_proj.weight"),
@@ -73,6 +74,23 @@ def components(reader: Reader) -> dict[str, RecognisedComponent]:
     if "transformer" in recognised and any(key.startswith(EMA_PREFIX) for key in reader.specs):
         recognised["transformer"].json["_class_name"] = "CausalWanTransformer3DModel"
     return recognised
+
+
+def find_autoencoder(reader: Reader, vae: VAEConfig) -> RecognisedComponent | None:
+    """Find an autoencoder in a file, such as LightVAE, and give it the statistics of the latents of another one.
+
+    Args:
+        reader: The file.
+        vae: The autoencoder whose latents it is to decode.
+
+    Returns:
+        The autoencoder; None if the file has none.
+    """
+    recognised = components(reader).get("vae")
+    if recognised is None:
+        return None
+    statistics = {"latents_mean": list(vae.latents_mean), "latents_std": list(vae.latents_std)}
+    return recognised._replace(json=recognised.json | statistics)
 
 
 def is_generator(reader: Reader) -> bool:
