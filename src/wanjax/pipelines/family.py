@@ -141,6 +141,10 @@ def no_prompts(model: Any) -> Mapping[str, tuple[int, int]]:
     return {}
 
 
+def no_autoencoder(reader: Reader, vae: Any) -> None:
+    """Find no autoencoder in a file, for a family without files of single autoencoders."""
+
+
 @dataclass(frozen=True)
 class Family:
     """A family of models.
@@ -174,7 +178,7 @@ class Family:
     tables: Path | None = None
     distillations: tuple[Distillation, ...] = ()
     prompt: Callable[[Any], Mapping[str, tuple[int, int]]] = no_prompts
-    find_autoencoder: Callable[[Reader, Any], RecognisedComponent | None] = lambda reader, vae: None
+    find_autoencoder: Callable[[Reader, Any], RecognisedComponent | None] = no_autoencoder
 
     def network_of(self, config: Config) -> Network:
         """Return the network that a config describes.
