@@ -16,7 +16,7 @@ from wanjax.errors import WanjaxError
 from wanjax.media.video import write_video
 from wanjax.training.batches import Batches
 from wanjax.training.clips import Bucket, Cutting, bucket_lengths, nearest_size
-from wanjax.training.data import CACHE_FOLDER, list_data
+from wanjax.training.data import CACHE_FOLDER, check_outside, list_data
 from wanjax.training.latent_cache import EncodedClip
 
 
@@ -323,3 +323,15 @@ def test_twice_the_captions_take_twice_the_calls(tmp_path):
         return made[True]
 
     assert calls(200) < 2.5 * calls(100)
+
+
+def test_results_are_not_written_among_the_clips(tmp_path):
+    """Their samples would be clips of the next run. With a table, only its rows are clips."""
+    data = write_clips(tmp_path / "clips", 2)
+    for out in (data, data / "out", data / ".." / "clips" / "out"):
+        with pytest.raises(WanjaxError, match=naming(f"clips {out} outside {data}")):
+            check_outside(data, out)
+    for out in (tmp_path, tmp_path / "clips 2", tmp_path / "out"):
+        check_outside(data, out)
+    (data / "metadata.csv").write_text("file_name,text\n0.gif,a cat\n")
+    check_outside(data, data / "out")

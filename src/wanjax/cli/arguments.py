@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from copy import copy
 from difflib import get_close_matches
+from itertools import pairwise
 from typing import Any
 
 import click
@@ -270,10 +271,37 @@ def _matches_option(argument: str, name: str) -> bool:
     return argument.startswith("-") and name[1:] in argument
 
 
-def check_extra(command: click.Command, ctx: click.Context, extra_words: Sequence[str]) -> None:
-    """Raise UsageError for surplus arguments, such as the words of a prompt without quotes."""
+def _check_flag_values(command: click.Command, ctx: click.Context, arguments: Sequence[str], word: str) -> None:
+    """Raise UsageError if a surplus argument follows an option that takes no value, or --offload."""
+    flags = {
+        option
+        for parameter in command.params
+        if isinstance(parameter, click.Option) and (parameter.is_flag or parameter.name == "offload")
+        for option in (*parameter.opts, *parameter.secondary_opts)
+    }
+    for option, argument in pairwise(arguments):
+        if argument == word and option in flags:
+            values = "takes none, stages, blocks or blocks:N" if option == "--offload" else "takes no value"
+            quotes = ", and put a prompt of several words in quotes" if ctx.params.get("prompt") else ""
+            raise click.UsageError(f"{option} {values}, got {shorten(word)!r}: leave it out{quotes}", ctx)
+
+
+def check_extra(
+    command: click.Command, ctx: click.Context, extra_words: Sequence[str], arguments: Sequence[str]
+) -> None:
+    """Raise UsageError for surplus arguments, such as the words of a prompt without quotes.
+
+    Args:
+        command: The command.
+        ctx: The command's context.
+        extra_words: The surplus arguments.
+        arguments: All arguments of the command.
+    """
     if ctx.resilient_parsing or not extra_words:
         return
+    if len(extra_words) == 1:
+        prompt, word = str(ctx.params.get("prompt")), extra_words[0]
+        _check_flag_values(command, ctx, arguments, prompt if " " in word and " " not in prompt else word)
     options = visible_options(command)
     if "--model" in options and (
         model := next((x for x in [ctx.params.get("prompt"), *extra_words] if x in listed_models()), None)
@@ -300,14 +328,17 @@ def check_extra(command: click.Command, ctx: click.Context, extra_words: Sequenc
     extra_words = [shorten(word) for word in extra_words]
     words = " and ".join(map(repr, extra_words))
     advice = "put a name with spaces in quotes"
-    if "--model" in options and len(extra_words) == 1 and extra_words[0].split() == [extra_words[0]]:
-        name = shlex.quote(extra_words[0])
+    name = shlex.quote(" ".join(extra_words))
+    if len(extra_words) == 1 and os.path.isfile(extra_words[0]):
+        advice = "leave it out"
+        if "--dir" in options:
+            advice = f"give the folder of a stage's files as `{ctx.command_path} --dir FOLDER`, or leave it out"
+    elif "--model" in options and len(extra_words) == 1 and extra_words[0].split() == [extra_words[0]]:
         advice = f"give a model as `{ctx.command_path} --model {name}`"
         if "--dir" in options:
             advice = f"give stage files as `{ctx.command_path} --dir {name}`, and {advice}"
     elif not any(isinstance(parameter, click.Argument) for parameter in command.params):
-        command_line = f"`wanjax generate {shlex.quote(' '.join(extra_words))}`"
-        advice = f"`wanjax generate` and `wanjax encode` take a prompt, as in {command_line}"
+        advice = f"`wanjax generate` and `wanjax encode` take a prompt, as in `wanjax generate {name}`"
     raise click.UsageError(f"`{_usage_of(command, ctx)}` takes no further argument {words}: {advice}", ctx)
 
 

@@ -238,7 +238,7 @@ def _check_many_videos(values: Mapping[str, Any]) -> None:
     if "folder" in values:
         raise WanjaxError("--dir is for the stages of one video: give --out, a folder, for several videos")
     if "out" in values and Path(values["out"]).suffix:
-        raise WanjaxError(f"--out {values['out']} is a file: give a folder for several videos")
+        raise WanjaxError(f"--out {values['out']} has the suffix of a file: give a folder for several videos")
 
 
 def _check_workers(ctx: click.Context) -> None:

@@ -90,11 +90,11 @@ class Command(sections.Command):
         self.params[:] = [*declared, *self._inputs]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        args = with_offload_values(args)
+        arguments, args = list(args), with_offload_values(args)
         check_words(self, ctx, args)
         workflow_options.parse_raw(self, ctx, args)
         extra = super().parse_args(ctx, args)
-        check_extra(self, ctx, extra)
+        check_extra(self, ctx, extra, arguments)
         from_file = {name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.DEFAULT_MAP}
         overridden_options = {
             overridden

@@ -9,6 +9,12 @@ from pathlib import Path
 from wanjax.errors import reason
 
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")
+BINARY_START = re.compile(
+    rb"""
+    \x89PNG | \xff\xd8\xff | GIF8 | RIFF | \x1a\x45\xdf\xa3 | ....ftyp | ....moov | PK\x03\x04 | \x1f\x8b
+    """,
+    re.DOTALL | re.VERBOSE,
+)  # matches PNG, JPEG, GIF, WebP and AVI, WebM, MP4 and MOV, zip, gzip
 MAX_SLUG = 40  # characters
 
 
@@ -22,6 +28,8 @@ def decode_text(data: bytes, errors: str = "strict") -> str:
 
     `errors` is that of `bytes.decode`.
     """
+    if BINARY_START.match(data):
+        raise ValueError("it is a picture, a video or an archive, not text: give another file")
     is_utf16 = data.startswith((BOM_UTF16_LE, BOM_UTF16_BE))
     try:
         text = data.decode("utf-16") if is_utf16 else data.decode("utf-8-sig", errors)

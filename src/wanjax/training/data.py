@@ -75,6 +75,20 @@ class DataListing:
     num_ignored: int = 0
 
 
+def check_outside(data: Path, out: Path) -> None:
+    """Raise WanjaxError if a training would write its sample videos among its own clips.
+
+    Args:
+        data: The folder or table of the data.
+        out: The folder of the results.
+    """
+    if data.is_dir() and not _tables_in(data) and out.resolve().is_relative_to(data.resolve()):
+        raise WanjaxError(
+            f"the results cannot be in the folder of the clips, or their sample videos would become clips, got {out}: "
+            f"give a folder outside of {data}"
+        )
+
+
 def list_data(data: str | Path) -> DataListing:
     """List a data set. Clips with a caption file are not opened.
 
@@ -82,7 +96,7 @@ def list_data(data: str | Path) -> DataListing:
     """
     data = Path(data).expanduser()
     if data.is_dir():
-        tables = [data / name for name in TABLES if (data / name).is_file()]
+        tables = _tables_in(data)
         listing = _list_table(tables[0]) if tables else _list_folder(data)
     elif data.is_file():
         listing = _list_table(data)
@@ -94,6 +108,11 @@ def list_data(data: str | Path) -> DataListing:
             f"{data} holds no clip or picture with a caption{first_reason or ', each with a .txt of the same name'}"
         )
     return listing
+
+
+def _tables_in(folder: Path) -> list[Path]:
+    """Return the tables of a folder of data, of which the first is read. Without one, all its files are listed."""
+    return [folder / name for name in TABLES if (folder / name).is_file()]
 
 
 def summarize_first(sentences: Sequence[str]) -> str:
@@ -119,15 +138,17 @@ def _list_folder(folder: Path) -> DataListing:
             _add_example(listing, path, prompt)
             continue
         if caption is None:
-            listing.skipped.append(f"{path.name} has no caption: give {path.stem}.txt beside it")
+            listing.skipped.append(f"{path.relative_to(folder)} has no caption: give {path.stem}.txt beside it")
             continue
         try:
             _add_example(listing, path, read_text(caption))
         except (OSError, ValueError) as error:
-            listing.skipped.append(f"{path.name}: its caption {caption.name} cannot be read: {reason(error)}")
+            listing.skipped.append(
+                f"{path.relative_to(folder)}: its caption {caption.name} cannot be read: {reason(error)}"
+            )
     for name, caption in sorted(unmatched_captions.items()):
         if name not in missing_captions:
-            listing.skipped.append(f"{caption.name} has no clip or picture of the same name")
+            listing.skipped.append(f"{caption.relative_to(folder)} has no clip or picture of the same name")
     return listing
 
 

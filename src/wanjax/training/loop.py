@@ -155,13 +155,12 @@ class Trainer:
             name for name in names if _is_allowed_change(name, previous.get(name), current.get(name), steps_left)
         ]
         if differing := [name for name in names if name not in allowed]:
-            more_text = (
-                f", and {len(differing) - MAX_DIFFERENCES} more differences" if len(differing) > MAX_DIFFERENCES else ""
-            )
-            changes = ", ".join(
-                _describe_difference(name, previous.get(name), current.get(name))
-                for name in differing[:MAX_DIFFERENCES]
-            )
+            lists = dict.fromkeys(name.partition("[")[0] for name in differing if "[" in name)
+            values = [name for name in differing if "[" not in name]
+            changes = [_describe_difference(name, previous.get(name), current.get(name)) for name in values]
+            changes += [f"{name} differ" for name in lists]
+            if len(changes) > MAX_DIFFERENCES:
+                changes[MAX_DIFFERENCES:] = [f"and {len(changes) - MAX_DIFFERENCES} more values differ"]
             advice = (
                 "all its steps are taken: to use another learning rate, also give more steps, or give another --out"
                 if differing == [LEARNING_RATE]
@@ -169,7 +168,7 @@ class Trainer:
                 "while steps remain, the learning rate may differ"
             )
             raise OtherTrainingError(
-                f"{self.folder} holds another training, whose {changes}{more_text}: {advice}",
+                f"{self.folder} holds another training, whose {', '.join(changes)}: {advice}",
                 differing,
             )
         if allowed or not file.is_file():

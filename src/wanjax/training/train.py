@@ -32,7 +32,7 @@ from wanjax.stores.writing import atomic_write, check_folder
 from wanjax.training import adapters, clips
 from wanjax.training.batches import Batches
 from wanjax.training.config import TrainConfig
-from wanjax.training.data import CACHE_FOLDER, list_data
+from wanjax.training.data import CACHE_FOLDER, check_outside, list_data
 from wanjax.training.latent_cache import (
     CLIP_FILES,
     NEGATIVE,
@@ -127,7 +127,8 @@ class Training:
         shape = {"size": config.size, "frames": config.frames, "fps": config.fps}
         self.settings = pipe.settings(**{name: x for name, x in shape.items() if x is not None})
         self.cutting = self._make_cutting()
-        self.listing = list_data(Path(data).expanduser())
+        check_outside(Path(data).expanduser(), self.out)
+        self.listing = list_data(data)
         if config.lora is None and any(example.preserve for example in self.listing.examples):
             raise WanjaxError("prior preservation needs a LoRA: drop --full, or set preserve to false for all clips")
         check_folder(self.out)
