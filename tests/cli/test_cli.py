@@ -28,6 +28,7 @@ from wanjax.cli import main, report, stages
 from wanjax.media import stage_files
 from wanjax.media import video as video_files
 from wanjax.media.metadata import load_settings
+from wanjax.pipelines.resume import ResumeObserver
 from wanjax.pricing.libtpu import TPUS
 
 SMALL = ("--size", "32x16", "--frames", "5", "--steps", "2", "--dtype", "float32")
@@ -384,6 +385,25 @@ def test_an_interrupted_denoising_leaves_the_embeddings(model, failing_in, monke
     assert files("stage_outputs") == [stage_files.CONFIG, stage_files.EMBEDDINGS_FILE]
     succeeded(wanjax("denoise"))
     assert load_settings(Path("stage_outputs"))["steps"] == 2  # as in the first command
+
+
+def test_steps_of_other_settings_are_not_thrown_away(model, monkeypatch):
+    """In a folder that the user named, as a finished stage is not."""
+
+    def interrupt(observer, step):
+        observer.stopped(step)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ResumeObserver, "stepped", interrupt)
+        assert wanjax("a", "--model", model, *SMALL, *HERE).exit_code == 130
+    others = ("a", "--model", model, *SMALL, *HERE, "--guidance-scale", "3")
+    assert says(refused(*others), "stage_outputs 1 completed step settings --dir --force")
+    assert "resumed after 1 of 2 steps" in succeeded(wanjax("a", "--model", model, *SMALL, *HERE)).stderr
+    with monkeypatch.context() as patch:
+        patch.setattr(ResumeObserver, "stepped", interrupt)
+        assert wanjax("a", "--model", model, *SMALL, "--dir", "two").exit_code == 130
+    succeeded(wanjax("a", "--model", model, *SMALL, "--dir", "two", "--guidance-scale", "3", "--force"))
 
 
 def test_an_interrupted_encoding_leaves_nothing(model, failing_in):

@@ -107,6 +107,20 @@ def test_the_printed_command_prints_itself(models):
     assert options_in(first.stdout)["--steps"] == "7"
 
 
+def test_other_steps_keep_the_share_of_the_first_expert(models):
+    command = ("generate", "--from", path_of(T2V), "--models", models, "--print-command", "--steps", "8")
+    result = succeeded(wanjax(*command))
+    assert options_in(result.stdout)["--boundary-step"] == "4"
+    assert "after step 4 of 8, as in the workflow after 10 of 20" in result.stderr
+    assert options_in(succeeded(wanjax(*command, "--boundary-step", "2")).stdout)["--boundary-step"] == "2"
+
+
+def test_a_model_of_one_expert_takes_no_settings_of_two():
+    result = succeeded(wanjax("generate", "--from", path_of(T2V), "--model", "nano", "--print-command"))
+    assert not {"--guidance-scale-2", "--boundary-step"} & options_in(result.stdout).keys()
+    assert "nano has no guidance_scale_2 and no boundary_step" in result.stderr
+
+
 def test_loras_of_experts_are_given_to_each(models):
     file = saved(with_switch(T2V))
     options = options_in(succeeded(wanjax("generate", "--from", file, "--models", models, "--print-command")).stdout)
@@ -250,7 +264,9 @@ def test_a_batch_of_a_workflow_prints_a_command_with_its_prompt():
     assert options["prompt"] == json.loads(Path(file).read_text())["6"]["inputs"]["text"]
     assert (options["--count"], options["--steps"], options["--sigmas"]) == ("2", "2", "comfy")
     assert succeeded(wanjax(*shlex.split(result.stdout)[1:], "--print-command")).stdout
-    assert "--out is only for" in wanjax("batch", file, "--model", "nano", "--out", "x", "--print-command").stderr
+    printed = succeeded(wanjax("batch", file, *NANO, "--count", "2", "--out", "x", "--print-command")).stdout
+    assert options_in(printed)["--out"] == "x"
+    assert "--out names a file" in wanjax("batch", file, "--model", "nano", "--out", "x", "--print-command").stderr
 
 
 def test_prompts_in_json_may_be_larger_than_a_workflow(monkeypatch):

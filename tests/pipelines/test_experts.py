@@ -72,7 +72,7 @@ def test_more_steps_of_the_first_expert_than_there_are_are_refused():
     pipe.model = replace(pipe.model, experts=True)
     pipe.defaults = replace(pipe.defaults, boundary=0.9, boundary_step=0, guidance_scale_2=1.0)
     assert pipe.settings(steps=4, boundary_step=4).boundary_step == 4
-    with pytest.raises(WanjaxError, match=naming("boundary_step 5 4 steps")):
+    with pytest.raises(WanjaxError, match=naming("boundary_step at most steps 4 5")):
         pipe.settings(steps=4, boundary_step=5)
 
 

@@ -567,7 +567,13 @@ class VideoCommand:
         if not self.pipe.model.spec.is_chunked:
             file, report = self.folder / stage_files.STATE_FILE, self.report
             observers.append(
-                ResumeObserver(file, self.pipe.partitioner, self._report_resumed, report.record_saved_steps)
+                ResumeObserver(
+                    file,
+                    self.pipe.partitioner,
+                    self._report_resumed,
+                    report.record_saved_steps,
+                    self._check_other_steps,
+                )
             )
         return self.run(
             *observers, Saving(self, announces=announces) if self.settings.windows == 1 else SavingWindows(self)
@@ -581,6 +587,14 @@ class VideoCommand:
 
     def _report_resumed(self, done: int, total: int) -> None:
         self.report.note(f"resumed after {done} of {pluralize(total, 'step')}")
+
+    def _check_other_steps(self, steps: int) -> None:
+        """Raise WanjaxError if the folder, which the user named, holds completed steps of other settings."""
+        if steps and self.run_folder is None and not self._force_options:
+            raise WanjaxError(
+                f"{self.folder} holds {pluralize(steps, 'completed step')} of a video with other settings: give the "
+                "settings of that video to resume it, another --dir to keep it, or --force to start again"
+            )
 
     def write_decoded(self, run: Run, frames: Iterator[Any]) -> paths.AnyPath:
         """Write the video and return its path. Frames are decoded when the writer needs them."""

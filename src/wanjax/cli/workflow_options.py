@@ -122,7 +122,38 @@ def options_of(ctx: click.Context, file: str, graph: "Graph", command: str | Non
         raise WanjaxError(f"{file}: {error}") from error
     reader = _OptionReader(workflow, folders, downloads_nothing=(command or ctx.info_name) == "plan")
     reader.read()
-    return WorkflowOptions(file, reader.values, reader.missing, reader.downloads, reader.places, workflow.notes)
+    notes = [*workflow.notes, *_fit_to_command_line(ctx, reader.values)]
+    return WorkflowOptions(file, reader.values, reader.missing, reader.downloads, reader.places, notes)
+
+
+def _fit_to_command_line(ctx: click.Context, values: dict[str, Any]) -> list[str]:
+    """Fit the values of a workflow to options that replace others of its values; return sentences on what changed.
+
+    The step of the second expert keeps its share of the steps, and settings that another model lacks are left out.
+
+    Args:
+        ctx: The command's context.
+        values: The values of the workflow, which are changed.
+    """
+    from wanjax.cli import listing  # imported late for a quick --help
+    from wanjax.cli.options import SETTINGS
+
+    options, notes = ctx.meta[RAW][1], []
+    steps, old_steps, boundary = options.get("steps"), values.get("steps"), values.get("boundary_step")
+    if str(steps).isdecimal() and old_steps and boundary and "boundary_step" not in options:
+        values["boundary_step"] = round(boundary * int(steps) / old_steps)
+        notes.append(
+            f"the second expert takes over after step {values['boundary_step']} of {int(steps)}, as in the workflow "
+            f"after {boundary} of {old_steps}"
+        )
+    if isinstance(model := options.get("model"), str) and (listed_model := listing.find_model(model)):
+        known_names = {*listed_model["defaults"], "prompt", "size", "seconds"}
+        lacking = [name for name in values if name in SETTINGS and name not in known_names and name not in options]
+        for name in lacking:
+            del values[name]
+        if lacking:
+            notes.append(f"{model} has no {' and no '.join(lacking)}: the workflow's values are left out")
+    return notes
 
 
 def check_folders(ctx: click.Context) -> None:
@@ -382,9 +413,14 @@ def _escaped(char: str) -> str:
 def _check_options_of_generate(ctx: click.Context) -> None:
     """Raise UsageError for an option of `batch` that `generate` lacks, or that means something else there."""
     assert ctx.parent is not None
+    if "out" in ctx.meta[RAW][1] and not {"count", "seeds"} & ctx.meta[RAW][1].keys():
+        raise click.UsageError(
+            f"{PRINT_COMMAND} prints a command of `wanjax generate`, whose --out names a file: leave --out out here, "
+            "and give it with the printed command"
+        )
     group = ctx.parent.command
     assert isinstance(group, click.Group)
-    shared_names = {parameter.name for parameter in group.commands["generate"].params} - {"out"}
+    shared_names = {parameter.name for parameter in group.commands["generate"].params}
     for parameter in ctx.command.params:
         is_option = isinstance(parameter, click.Option) and parameter.expose_value
         if is_option and parameter.name in ctx.meta[RAW][1] and parameter.name not in shared_names:

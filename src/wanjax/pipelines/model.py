@@ -338,8 +338,8 @@ class ModelSpec:
             )
         if (settings.boundary_step or 0) > settings.steps:
             raise SettingError(
-                f"the second expert cannot take over after step {settings.boundary_step} of "
-                f"{pluralize(settings.steps, 'step')}: give a boundary_step of at most {settings.steps}",
+                f"boundary_step must be at most the number of steps, {settings.steps}, got {settings.boundary_step}: "
+                "give a lower one, or leave it out",
                 "boundary_step",
             )
 

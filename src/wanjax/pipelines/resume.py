@@ -28,11 +28,13 @@ class ResumeObserver(Observer):
     """An observer that saves the state of denoising to a file from time to time, and resumes from it.
 
     Args:
-        file: The file. A file of another video is ignored.
+        file: The file. A file of another video, or of other settings, is replaced.
         partitioner: The mesh.
         resumed_at: A function that is called with the number of completed steps and of all steps when a run resumes.
         on_save: A function that is called when the saved state changes. It gets the number of steps in the file after
             the file is written, and gets None once a later step is completed.
+        on_mismatch: A function that is called with the number of completed steps in a file of other settings, before
+            the file is replaced.
     """
 
     def __init__(
@@ -41,7 +43,9 @@ class ResumeObserver(Observer):
         partitioner: Partitioner,
         resumed_at: Callable[[int, int], Any] | None = None,
         on_save: Callable[[int | None], Any] = lambda steps: None,
+        on_mismatch: Callable[[int], Any] = lambda steps: None,
     ):
+        self.on_mismatch = on_mismatch
         self.file, self.partitioner, self.resumed_at, self.on_save = Path(file), partitioner, resumed_at, on_save
         self._video_file, self._window_file, self._has_windows = self.file, self.file, False
         self._earlier_steps = 0  # the number of steps in earlier passes
@@ -74,6 +78,7 @@ class ResumeObserver(Observer):
         except WanjaxError:
             return None
         if file.metadata.get("origin") != self.origin:
+            self.on_mismatch(int(file.metadata.get("steps", 0)))
             return None
         arrays: dict[str, Array] = {}
         for name in file.specs:
