@@ -18,7 +18,7 @@ from wanjax.checkpoints.dequantized import DequantizedReader
 from wanjax.checkpoints.files import Tensors
 from wanjax.checkpoints.gguf_file import dequantise
 
-COLUMNS, REPEATS = 5120, 3
+COLUMNS, REPEATS = 5120, 9
 GGUF_TYPES = ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q5_0")
 
 

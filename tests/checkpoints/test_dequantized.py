@@ -16,6 +16,7 @@ from wanjax.checkpoints import modules
 from wanjax.checkpoints.convert import ToWanjax
 from wanjax.checkpoints.dequantized import DequantizedReader
 from wanjax.checkpoints.files import Tensors, load_safetensors, save_safetensors
+from wanjax.checkpoints.pieces import widen
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.wan.networks import NETWORKS
 from wanjax.registry import open_source
@@ -455,6 +456,85 @@ def test_layers_that_contradict_their_format(tensors, entries, words):
         DequantizedReader(Tensors(present)).read("a.weight")
     assert says(str(caught.value), words)
     assert "\n" not in str(caught.value)
+
+
+def nvfp4(module, x):
+    """Round a weight to NVFP4 as ModelOpt lays it out; return its tensors, and the numbers in float64."""
+    rows = x.reshape(len(x), -1, 16)
+    tensor_scale = np.float32(np.abs(x).max() / (6 * 448))
+    scales = (np.abs(rows).max(-1) / 6 / tensor_scale).astype(ml_dtypes.float8_e4m3fn)
+    factors = scales.astype(np.float64) * tensor_scale
+    numbers = (rows / factors[..., None]).astype(ml_dtypes.float4_e2m1fn)
+    codes = numbers.view(np.uint8).reshape(x.shape)
+    tensors = {
+        f"{module}.weight": codes[:, 0::2] | codes[:, 1::2] << 4,
+        f"{module}.weight_scale": scales,
+        f"{module}.weight_scale_2": np.asarray(tensor_scale),
+        f"{module}.input_scale": np.asarray(0.01, np.float32),
+    }
+    return tensors, (numbers.astype(np.float64) * factors[..., None]).reshape(x.shape)
+
+
+@pytest.mark.parametrize("shape", [(5, 48), (96, 512)])
+def test_nvfp4_of_modelopt(shape):
+    x = weight(shape)
+    tensors, exact = nvfp4("blocks.0.attn1.to_q", x)
+    reader = DequantizedReader(Tensors(tensors | {"norm.weight": np.ones(3, np.float32)}))
+    assert reader.specs == {
+        "blocks.0.attn1.to_q.weight": (shape, np.dtype(np.float32)),
+        "norm.weight": ((3,), np.dtype(np.float32)),
+    }
+    np.testing.assert_allclose(reader.read("blocks.0.attn1.to_q.weight"), exact, rtol=1e-6)
+    assert np.linalg.norm(exact - x) < 0.2 * np.linalg.norm(x)
+
+
+@pytest.mark.slow
+def test_nvfp4_as_modelopt_writes_it():
+    """NVIDIA's own library quantises, and its own reading is what is read here.
+
+    Before: `pip install nvidia-modelopt omegaconf pulp`.
+    """
+    library = pytest.importorskip("modelopt.torch.quantization.qtensor", reason="needs nvidia-modelopt")
+    torch = pytest.importorskip("torch")
+    x = torch.from_numpy(weight((96, 512)))
+    numbers, scales, tensor_scale = library.NVFP4QTensor.quantize(x, 16)
+    read = numbers.dequantize(torch.float32, scale=scales, double_scale=tensor_scale, block_sizes={-1: 16})
+    stored = {
+        "a.weight": numbers._quantized_data.numpy(),
+        "a.weight_scale": scales.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn),
+        "a.weight_scale_2": tensor_scale.numpy(),
+    }
+    np.testing.assert_array_equal(DequantizedReader(Tensors(stored)).read("a.weight"), read.numpy())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"a.weight_scale": np.ones((5, 2), ml_dtypes.float8_e4m3fn)}, "a.weight_scale [5, 2] [5, 48] nvfp4 [5, 3]"),
+        ({"a.weight_scale": np.full((5, 3), np.nan, ml_dtypes.float8_e4m3fn)}, "a.weight_scale finite"),
+        ({"a.weight_scale_2": np.ones(2, np.float32)}, "a.weight_scale_2 one number"),
+        ({"a.weight_scale_2": None}, "a.weight uint8"),
+        ({"a.pre_quant_scale": np.ones(48, np.float32)}, "a.pre_quant_scale ModelOpt"),
+        ({"a.svdquant_lora_a": np.ones((4, 48), np.float32)}, "a.svdquant_lora_a ModelOpt"),
+    ],
+)
+def test_nvfp4_of_modelopt_that_contradicts_itself(change, words):
+    tensors = {key: x for key, x in (nvfp4("a", weight((5, 48)))[0] | change).items() if x is not None}
+    with pytest.raises(WanjaxError) as caught:
+        DequantizedReader(Tensors(tensors)).read("a.weight")
+    assert says(str(caught.value), words)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.int8, ml_dtypes.bfloat16])
+def test_every_number_is_widened_as_numpy_does(kind):
+    """In every position, in odd rows, in rows that are apart, and transposed."""
+    numbers = np.arange(1 << 16, dtype=np.uint16).view(np.uint8).view(kind)
+    square = numbers[: 180 * 180].reshape(180, 180)
+    for x in (numbers, numbers[:3], square[:, ::3], square.T):
+        out = np.zeros(x.shape, np.float32)
+        widen(x, out)
+        np.testing.assert_array_equal(out, x.astype(np.float32))
 
 
 def test_broken_formats_in_the_metadata_are_one_sentence():

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from tests.support.ggufs import write_gguf
 from tests.support.words import says
 from wanjax.checkpoints import gguf_file
-from wanjax.checkpoints.gguf_file import GgufFile
+from wanjax.checkpoints.gguf_blocks import FAST
+from wanjax.checkpoints.gguf_file import GgufFile, dequantise
 from wanjax.checkpoints.readers import open_tensors
 from wanjax.errors import WanjaxError
 
@@ -41,6 +42,15 @@ def test_every_type_is_read_as_its_package_reads_it(kind, tmp_path):
     assert file.specs == {"x.weight": ((6, 512), np.dtype(np.float32))}
     with np.errstate(all="ignore"):
         np.testing.assert_array_equal(file.read("x.weight"), quants.dequantize(raw, kind))
+
+
+@pytest.mark.parametrize("kind", sorted(FAST))
+def test_types_with_a_rule_of_their_own_take_any_bytes(kind):
+    """Also scales that are infinite or NaN, and more rows than a piece has."""
+    size, nbytes = gguf.GGML_QUANT_SIZES[Kind[kind]]
+    raw = np.random.default_rng(0).integers(0, 256, (300, 2048 // size * nbytes), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        np.testing.assert_array_equal(dequantise(raw, kind), quants.dequantize(raw, Kind[kind]))
 
 
 def test_a_file_of_several_types(tmp_path):

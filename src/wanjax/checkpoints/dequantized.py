@@ -13,7 +13,7 @@ The names of these tensors depend on the program that wrote the file (`SPELLINGS
 - TurboDiffusion (turbodiffusion/ops/core.py), quanto (tensor/weights/qbytes.py) and torchao
   (prototype/safetensors/safetensors_support.py) also rename the numbers. torchao may add a zero point.
 
-`layer_formats.py` has ComfyUI's other formats.
+`layer_formats.py` has ComfyUI's other formats, and ModelOpt's NVFP4.
 """
 
 import math
@@ -26,6 +26,7 @@ import numpy as np
 
 from wanjax.checkpoints.files import Reader, Spec
 from wanjax.checkpoints.layer_formats import (
+    MODELOPT_NVFP4,
     LayerFormat,
     formats_in_metadata,
     parse_format,
@@ -33,6 +34,7 @@ from wanjax.checkpoints.layer_formats import (
     unpack_float4,
     untile,
 )
+from wanjax.checkpoints.pieces import row_pieces, widen
 from wanjax.checkpoints.readers import ReaderView
 from wanjax.errors import WanjaxError
 
@@ -70,6 +72,7 @@ UNREAD_PARTS = {  # unsupported formats, and patterns for the names of their ten
     "torchao's, of fewer bits or another format": r"_?weight[_:](packed_weights?|scale_and_zero|per_tensor_scale|"
     r"sparse_metadata|qdata_and_metadata|act_pre_scale)",
     "one of 4 bits": r"qweight|qzeros|weight_packed",
+    "ModelOpt's with smoothed inputs or SVDQuant": r"pre_quant_scale|svdquant_lora_[ab]",
 }
 INPUTS = re.compile(
     r"scale_input|input_scale(_ub)?|output_scale|_?weight[_:]act_quant_\w+"
@@ -123,6 +126,9 @@ class DequantizedReader(ReaderView):
                 raise WanjaxError(f"{key} is not 0, so the integers of {weight} are not row by row: {EIGHT_BITS}")
             if last in (SCALED_FP8_MARK, ORDER, QUANTISED) or INPUTS.fullmatch(last):
                 unread_keys.add(key)
+        for weight, parts in self._parts.items():
+            if weight not in self._formats and self._is_modelopt_nvfp4(parts):
+                self._formats[weight] = MODELOPT_NVFP4
         for weight, layer_format in self._formats.items():
             if weight not in self._parts and (layer_format.scale_block or layer_format.dtype == np.int8):
                 raise WanjaxError(f"{weight} is in {layer_format.name} but has no {weight}_scale: get the file again")
@@ -141,6 +147,12 @@ class DequantizedReader(ReaderView):
         for key, (_, dtype) in self.specs.items():
             if _split(key)[1] == "weight" and np.issubdtype(dtype, np.integer):
                 raise WanjaxError(f"{key} is {dtype} and has no known scale: {EIGHT_BITS}")
+
+    def _is_modelopt_nvfp4(self, parts: _Parts) -> bool:
+        """Return whether a weight is in ModelOpt's NVFP4: bytes, 8-bit scales of blocks, and a scale of the tensor."""
+        specs = self._reader.specs
+        is_packed = specs[parts.numbers].dtype == np.uint8 and specs[parts.scale].dtype == ml_dtypes.float8_e4m3fn
+        return is_packed and _tensor_scale(parts) in specs
 
     def _stored(self, key: str) -> Spec:
         """Return the shape and dtype of a tensor's numbers, before the scale is applied."""
@@ -167,27 +179,38 @@ class DequantizedReader(ReaderView):
             return x
         if layer_format and layer_format.scale_block:
             return self._read_blocks(x, parts, layer_format)
-        numbers = x.astype(np.float32)
-        if parts.zero:
-            numbers -= self._expand_scale(parts.zero, x.shape)
-        numbers *= self._expand_scale(parts.scale, x.shape) / parts.tensor_names.divisor
+        scale = self._expand_scale(parts.scale, x.shape) / parts.tensor_names.divisor
+        zero = self._expand_scale(parts.zero, x.shape) if parts.zero else None
+        numbers = np.empty(x.shape, np.float32)
+        for piece in row_pieces(x.shape):
+            widen(x[piece], numbers[piece])
+            if zero is not None:
+                numbers[piece] -= _rows(zero, piece)
+            numbers[piece] *= _rows(scale, piece)
         if layer_format and layer_format.rotated_group:
             numbers = rotate(numbers, layer_format.rotated_group)
         return numbers.astype(self.specs[key].dtype, copy=False)
 
     def _read_blocks(self, x: np.ndarray, parts: _Parts, layer_format: LayerFormat) -> np.ndarray:
-        """Dequantise a weight with a scale for each block of a row. The scales have the order of the tensor cores."""
-        numbers = unpack_float4(x) if layer_format.packed else x.astype(np.float32)
-        (rows, columns), block = numbers.shape, layer_format.scale_block
-        scales = untile(self._reader.read(parts.scale), rows, columns // block)
+        """Dequantise a weight with a scale for each block of a row."""
+        (rows, columns), block = layer_format.shape(x.shape), layer_format.scale_block
+        scales = self._reader.read(parts.scale)
+        if not layer_format.row_by_row:
+            scales = untile(scales, rows, columns // block)
         kind = ml_dtypes.float8_e4m3fn if layer_format.packed else ml_dtypes.float8_e8m0fnu
         scales = scales.view(kind).astype(np.float32)
         if layer_format.packed:
             scales = scales * self._reader.read(_tensor_scale(parts)).astype(np.float32).reshape(())
         if not np.isfinite(scales).all():
             raise WanjaxError(f"{parts.scale} has numbers that are not finite: get the file again")
-        blocks = numbers.reshape(rows, -1, block)
-        blocks *= scales[..., None]
+        numbers = np.empty((rows, columns), np.float32)
+        for piece in row_pieces(numbers.shape):
+            if layer_format.packed:
+                unpack_float4(x[piece], numbers[piece], layer_format)
+            else:
+                widen(x[piece], numbers[piece])
+            blocks = numbers[piece].reshape(-1, columns // block, block)
+            blocks *= scales[piece][..., None]
         return numbers
 
     def _check_blocks(self, weight: str, layer_format: LayerFormat) -> set[str]:
@@ -225,6 +248,11 @@ class DequantizedReader(ReaderView):
             if x.shape[axis] > 1:  # an axis of size 1 broadcasts
                 x = np.repeat(x, size, axis)
         return x[tuple(map(slice, shape))]
+
+
+def _rows(x: np.ndarray, piece: slice) -> np.ndarray:
+    """Return these rows of an array that broadcasts to a weight."""
+    return x[piece] if len(x) > 1 else x
 
 
 def _split(key: str) -> tuple[str, str]:

@@ -5,8 +5,8 @@ A GGUF file has a header and then the tensors' bytes. The header lists fields an
 dimensions in reverse order, the type and the offset (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 
 This module reads the header, because the header may come from a stranger. Also, the package `gguf` would make an array
-for each of the 256,000 tokens that the file of a text encoder holds. That package dequantises the numbers
-(the extra `gguf`).
+for each of the 256,000 tokens that the file of a text encoder holds. That package (the extra `gguf`) dequantises the
+numbers, except those of the types in `gguf_blocks.py`.
 
 A row must consist of whole blocks. For other tensors, ComfyUI-GGUF stores rows of 256 values, and the original shape
 in a field of the header.
@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from wanjax.checkpoints.files import DTYPES, MAX_RANK, CorruptError, MappedFile, Spec, TensorLocation, row_by_row
+from wanjax.checkpoints.gguf_blocks import FAST
+from wanjax.checkpoints.pieces import row_pieces
 from wanjax.errors import WanjaxError, install_extra
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
@@ -254,4 +256,10 @@ def dequantise(raw: np.ndarray, kind: str) -> np.ndarray:
     """
     gguf = _library()
     with np.errstate(all="ignore"):  # a damaged block may hold any number
-        return np.asarray(gguf.dequantize(raw, gguf.GGMLQuantizationType[kind]), np.float32)
+        if kind not in FAST:
+            return np.asarray(gguf.dequantize(raw, gguf.GGMLQuantizationType[kind]), np.float32)
+        block, nbytes = _block_size(kind)
+        out = np.empty((len(raw), raw.shape[1] // nbytes * block), np.float32)
+        for piece in row_pieces(out.shape):
+            FAST[kind](np.ascontiguousarray(raw[piece]).reshape(-1, nbytes), out[piece].reshape(-1, block))
+        return out

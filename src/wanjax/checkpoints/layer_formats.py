@@ -10,17 +10,20 @@ comfy-kitchen 0.2.40 writes these formats:
   rotated before rounding (ConvRot, arXiv:2512.03673), by a regular Hadamard matrix that is its own inverse.
 - `mxfp8`: float8_e4m3fn, with a scale 2^(e - 127) for every 32 numbers of a row.
 - `nvfp4`: two float4_e2m1fn in a byte, the first in the upper half. Each number is multiplied by a float8_e4m3fn scale
-for
-  16 numbers of a row, and by one scale for the tensor.
+  for 16 numbers of a row, and by one scale for the tensor.
 
 The scales of `mxfp8` and `nvfp4` lie in the order of NVIDIA's tensor cores: tiles of 128 rows and 4 columns, in which
 rows that are 32 apart are neighbours.
+
+NVIDIA's ModelOpt writes NVFP4 too (modelopt/torch/quantization/qtensor/nvfp4_tensor.py), without such JSON. Its scales
+lie row by row, and the first number of a byte is in the lower half.
 """
 
 import json
 import math
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -51,6 +54,7 @@ class LayerFormat(NamedTuple):
         scale_block: The number of values of a row that share a scale, if scales are in the tensor cores' order; 0 if
             the shape of the scales determines it.
         packed: Whether a byte holds two numbers.
+        row_by_row: Whether scales of blocks lie row by row, and the first number of a byte is in its lower half.
     """
 
     name: str
@@ -58,16 +62,22 @@ class LayerFormat(NamedTuple):
     rotated_group: int = 0
     scale_block: int = 0
     packed: bool = False
+    row_by_row: bool = False
 
     def shape(self, stored_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the weight, given the shape of the stored tensor."""
         return (*stored_shape[:-1], 2 * stored_shape[-1]) if self.packed and stored_shape else stored_shape
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Return the shape of the scales of a weight [rows, columns], which are padded to whole tiles."""
+        """Return the shape of the scales of a weight [rows, columns]. In tiles, they are padded to whole tiles."""
         rows, columns = shape
         blocks = math.ceil(columns / self.scale_block)
+        if self.row_by_row:
+            return rows, blocks
         return TILE_ROWS * math.ceil(rows / TILE_ROWS), TILE_COLUMNS * math.ceil(blocks / TILE_COLUMNS)
+
+
+MODELOPT_NVFP4 = LayerFormat(NVFP4, np.dtype(np.uint8), scale_block=16, packed=True, row_by_row=True)
 
 
 def parse_format(layer: Any, key: str, dtype: np.dtype) -> LayerFormat:
@@ -117,9 +127,18 @@ def rotate(x: np.ndarray, group: int) -> np.ndarray:
     return (x.reshape(-1, group) @ regular_hadamard(group)).reshape(x.shape)
 
 
-def unpack_float4(x: np.ndarray) -> np.ndarray:
-    """Return the two float4_e2m1fn of each byte as float32; the upper half comes first."""
-    return FLOAT4[np.stack([x >> 4, x & 15], axis=-1)].reshape(*x.shape[:-1], -1)
+def unpack_float4(x: np.ndarray, out: np.ndarray, layer_format: LayerFormat) -> None:
+    """Write the two float4_e2m1fn of each byte as float32 [..., 2 · bytes] to `out`, which has no gaps."""
+    pairs = out.reshape(-1).view(np.uint64)
+    np.take(_float4_pairs(layer_format.row_by_row), x.reshape(-1), out=pairs, mode="clip")
+
+
+@cache
+def _float4_pairs(lower_first: bool) -> np.ndarray:
+    """Return the two float32 of each byte, both as one integer."""
+    numbers = np.arange(256, dtype=np.uint8)
+    halves = (numbers & 15, numbers >> 4) if lower_first else (numbers >> 4, numbers & 15)
+    return FLOAT4[np.stack(halves, axis=-1)].view(np.uint64).reshape(-1)
 
 
 def untile(scales: np.ndarray, rows: int, columns: int) -> np.ndarray:
