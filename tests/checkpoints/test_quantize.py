@@ -18,11 +18,11 @@ from tests.support.words import naming
 from wanjax import WanjaxError
 from wanjax.checkpoints import stream
 from wanjax.checkpoints.convert import ToDiffusers, ToWanjax
-from wanjax.checkpoints.files import save_safetensors
+from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.checkpoints.manifest import verify
 from wanjax.checkpoints.modules import parameters
 from wanjax.checkpoints.network_kinds import network
-from wanjax.checkpoints.quantize import quantize
+from wanjax.checkpoints.quantize import FloatKernel, quantize
 from wanjax.kernels.quantized_matmul import quantize_weight
 from wanjax.layers.linear import linear
 from wanjax.layers.placement import as_shapes
@@ -132,11 +132,11 @@ def test_a_conversion_resumes_in_the_middle_of_a_kernel(tmp_path, monkeypatch):
     whole = convert(source, tmp_path / "whole", "int8")
     rounded = []
 
-    def stop(kernel, layer):
+    def stop(kernel, layer, **options):
         rounded.append(kernel)
         if len(rounded) == 6:
             raise KeyboardInterrupt
-        return quantize(kernel, layer)
+        return quantize(kernel, layer, **options)
 
     monkeypatch.setattr(stream, "quantize", stop)
     conversion = ToWanjax(open_source(source), tmp_path / "again", NETWORKS, precision=PRECISIONS["int8"])
@@ -164,12 +164,15 @@ def test_weights_of_8_bits_are_used_as_they_are_or_not_at_all(tmp_path):
     for options, words in (
         ({"precision": "int8-weights"}, "int8-weights int8"),
         ({"precision": "none"}, "none int8"),
-        ({"lora": str(lora)}, "int8 LoRA"),
     ):
         with pytest.raises(WanjaxError, match=naming(words)):
             wanjax.load(converted, **options)
     with pytest.raises(WanjaxError, match=naming("int8 diffusers")):
         ToDiffusers(open_source(converted), tmp_path / "back", NETWORKS)
+    with pytest.raises(WanjaxError, match=naming("int8 diffusers")):
+        ToDiffusers(registry_source(converted, lora), tmp_path / "back", NETWORKS)
+    with pytest.raises(WanjaxError, match=naming("int8 conversion")):
+        ToWanjax(registry_source(converted, lora), tmp_path / "again", NETWORKS)
     manifest = json.loads((converted / "wanjax.json").read_text())
     manifest["request"]["precision"] = "int3"
     (converted / "wanjax.json").write_text(json.dumps(manifest))
@@ -193,6 +196,80 @@ def test_a_lora_is_merged_before_weights_are_rounded(tmp_path):
     converted = tmp_path / "converted"
     ToWanjax(registry_source(source, lora), converted, NETWORKS, precision=PRECISIONS["int8-weights"]).run()
     assert_equal(weights_of(wanjax.load(converted, dtype="float32")), weights_of(rounded))
+
+
+def factors(path, module, shape, size):
+    """Write a LoRA of rank 4 for one module, whose change has this norm; return the change."""
+    random = np.random.default_rng(1)
+    up, down = random.normal(size=(shape[0], 4)), random.normal(size=(4, shape[1]))
+    up *= size / np.linalg.norm(up @ down)
+    tensors = {f"{module}.lora_up.weight": up, f"{module}.lora_down.weight": down}
+    save_safetensors(path, {key: x.astype(np.float32) for key, x in tensors.items()})
+    return up @ down
+
+
+def floats_of(layer, block):
+    """Return a block's kernel [I O] in float64, for a projection without a rotation."""
+    return np.asarray(layer.values[...][block], np.float64) * np.asarray(layer.scale[...][block], np.float64)
+
+
+@pytest.mark.parametrize("precision", ["int8", "int8-weights"])
+def test_a_lora_changes_stored_weights_of_8_bits(precision, tmp_path):
+    """The other weights stay the same, also of this layer in the other block."""
+    source, lora = tiny_checkpoint(tmp_path / "source"), tmp_path / "style.safetensors"
+    converted = convert(source, tmp_path / "converted", precision)
+    floats = wanjax.load(source, dtype="float32").transformer.blocks.self_attn.v.kernel[...][1]
+    change = factors(lora, "diffusion_model.blocks.1.self_attn.v", (24, 24), 0.2 * np.linalg.norm(floats)).T
+    plain, changed = (wanjax.load(converted, lora=some, dtype="float32") for some in ((), str(lora)))
+    assert changed.defaults.precision == precision
+    before, after = (pipe.transformer.blocks.self_attn.v for pipe in (plain, changed))
+    wanted = floats_of(before, 1) + change
+    assert np.linalg.norm(floats_of(after, 1) - wanted) < 0.01 * np.linalg.norm(wanted)
+    np.testing.assert_array_equal(after.values[...][0], before.values[...][0])
+    old, new = weights_of(plain), weights_of(changed)
+    assert old.keys() == new.keys()
+    for name in old.keys() - {"blocks.self_attn.v.values", "blocks.self_attn.v.scale"}:
+        assert (new[name].dtype, new[name].shape) == (old[name].dtype, old[name].shape)
+        np.testing.assert_allclose(np.float32(new[name]), np.float32(old[name]), rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("size", [0.001, 0.003, 0.02])
+def test_a_change_that_is_smaller_than_a_step_is_not_lost(size, rotated):
+    """The second rounding keeps the sum, and is as exact as two roundings are. With the same steps, it is lost."""
+    layer, random = layer_of(PRECISIONS["int8" if rotated else "int8-weights"], 512, 512), np.random.default_rng(0)
+    kernel = random.normal(size=(512, 512)).astype(np.float32)
+    stored = FloatKernel(*quantize(kernel, layer), rotates=rotated)[...]
+    change = random.normal(size=(512, 4)) @ random.normal(size=(4, 512))
+    change *= size * np.linalg.norm(kernel) / np.linalg.norm(change)
+    kept = {}
+    for again in (False, True):
+        after = FloatKernel(*quantize((stored + change).astype(np.float32), layer, again=again), rotates=rotated)[...]
+        kept[again] = np.sum((after - stored) * change) / np.sum(change * change)
+        assert np.linalg.norm(after - (kernel + change)) < 0.0125 * np.linalg.norm(kernel)
+    assert kept[True] == pytest.approx(1, abs=0.1)
+    assert size > 0.01 or kept[False] < 0.1
+
+
+def test_a_lora_on_a_file_of_integers_is_kept_too(tmp_path):
+    """Weights in int8 with a scale for each row, which `precision` rounds for the second time."""
+    source, lora = tiny_checkpoint(tmp_path / "source"), tmp_path / "style.safetensors"
+    (file,) = (source / "transformer").glob("*.safetensors")
+    tensors, name = dict(load_safetensors(file)), "blocks.1.attn1.to_v"
+    x = np.float32(tensors[f"{name}.weight"])
+    scale = np.abs(x).max(axis=1, keepdims=True) / 127
+    tensors |= {f"{name}.weight": np.rint(x / scale).astype(np.int8), f"{name}.weight_scale": scale}
+    save_safetensors(file, {key: np.array(value) for key, value in tensors.items()})
+    change = factors(lora, "diffusion_model.blocks.1.self_attn.v", (24, 24), 0.003 * np.linalg.norm(x)).T
+    plain, changed = (
+        wanjax.load(source, lora=some, precision="int8-weights").transformer.blocks.self_attn.v
+        for some in ((), str(lora))
+    )
+    np.testing.assert_array_equal(plain.values[...][1].T, tensors[f"{name}.weight"])
+    np.testing.assert_allclose(changed.scale[...][1], plain.scale[...][1] * 1.04, rtol=0.01)
+    np.testing.assert_array_equal(changed.scale[...][0], plain.scale[...][0])
+    kept = np.sum((floats_of(changed, 1) - floats_of(plain, 1)) * change) / np.sum(change * change)
+    assert kept == pytest.approx(1, abs=0.5)
 
 
 def registry_source(source, lora):

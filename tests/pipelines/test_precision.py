@@ -12,11 +12,14 @@ import wanjax
 from tests.support import tiny
 from tests.support.compare import error
 from tests.support.quick import quick
+from wanjax.checkpoints.convert import ToWanjax
+from wanjax.checkpoints.files import save_safetensors
 from wanjax.layers.linear import Linear
 from wanjax.layers.placement import as_shapes
 from wanjax.layers.precision import PRECISIONS
 from wanjax.layers.quantized import QuantizedLinear, quantize_layers
-from wanjax.registry import FAMILIES
+from wanjax.pipelines.wan.networks import NETWORKS
+from wanjax.registry import FAMILIES, open_source
 
 TRANSFORMERS = {
     (type(config), getattr(config, "sparse_linear", None) is not None): (kind, config)
@@ -105,3 +108,25 @@ def test_first_latents_are_close_to_those_of_floats(checkpoint, model, precision
     far = error(first_latents(rounded, conditioning), first_latents(floats, conditioning))
     assert 1e-5 < far <= BOUNDS[precision]
     assert rounded.defaults.precision == precision
+
+
+@pytest.mark.parametrize("precision", ["int8", "int8-weights"])
+def test_a_lora_on_stored_weights_is_close_to_the_same_on_floats(checkpoint, precision, tmp_path):
+    """And its effect is that of the run in floats."""
+    source, lora = checkpoint("wan"), str(tmp_path / "style.safetensors")
+    assert ToWanjax(open_source(source), tmp_path / "converted", NETWORKS, precision=PRECISIONS[precision]).run()
+    plain = wanjax.load(source, dtype="float32")
+    random, tensors = np.random.default_rng(0), {}
+    for module in (f"blocks.{block}.{name}" for block in range(2) for name in ("self_attn.q", "self_attn.o", "ffn.2")):
+        sizes = (24, 32 if module.endswith("ffn.2") else 24)
+        tensors[f"diffusion_model.{module}.lora_up.weight"] = random.normal(size=(sizes[0], 2))
+        tensors[f"diffusion_model.{module}.lora_down.weight"] = random.normal(size=(2, sizes[1]))
+    save_safetensors(lora, {key: np.float32(0.4 * x) for key, x in tensors.items()})
+    conditioning = plain.encode("a red circle", **{k: v for k, v in SMALL.items() if k != "steps"})
+    floats, rounded = (
+        first_latents(wanjax.load(folder, lora=lora, dtype="float32"), conditioning)
+        for folder in (source, tmp_path / "converted")
+    )
+    effect = error(floats, first_latents(plain, conditioning))
+    assert error(rounded, floats) <= BOUNDS[precision]
+    assert error(rounded, floats) < 0.3 * effect

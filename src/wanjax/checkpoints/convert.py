@@ -373,6 +373,7 @@ class ToWanjax(Conversion):
     ):
         if source.manifest is not None:
             raise WanjaxError(f"{source.name} is already a wanjax checkpoint: `--to diffusers` converts it back")
+        (source.base or source).check_floats("another conversion")
         self.dtypes, self.origin, self.licence = dtypes or {}, origin or source.origin, licence
         self.name_hint, self.precision = name_hint, precision
         if unknown := self.dtypes.keys() - source.components.keys():
@@ -477,7 +478,7 @@ class ToDiffusers(Conversion):
             layout = "is already in that layout" if (source.root / INDEX).is_file() else "is not one"
             advice = "`convert` without the option writes a wanjax checkpoint"
             raise WanjaxError(f"--to diffusers converts a wanjax checkpoint, and {source.name} {layout}: {advice}")
-        source.check_floats("a checkpoint in the layout of diffusers")
+        (source.base or source).check_floats("a checkpoint in the layout of diffusers")
         super().__init__(source, target, kinds)
 
     def _plan_network(self, name: str) -> ConvertedNetwork:

@@ -119,12 +119,17 @@ def _make_source(storage: Storage, manifest: Mapping[str, Any]) -> Source:
         for component in other_components:
             check_small_files(storage.folder(component))
 
+    precision = Precision.of(request.get(PRECISION, FLOATS.name))
     components = {
-        name: replace(in_folder(storage, name, kind), weights=partial(arrays, name), original=partial(original, name))
+        name: replace(
+            in_folder(storage, name, kind),
+            weights=partial(arrays, name),
+            original=partial(original, name),
+            precision=precision,
+        )
         for name, kind in classes_in(index).items()
     }
     name_hint = str(request.get(KNOWN_AS) or storage.name_hint)
-    precision = Precision.of(request.get(PRECISION, FLOATS.name)).name
     return Source(
         storage,
         index,
@@ -134,7 +139,7 @@ def _make_source(storage: Storage, manifest: Mapping[str, Any]) -> Source:
         name_hint,
         fallback_repo=origin,
         manifest=manifest,
-        precision=precision,
+        precision=precision.name,
     )
 
 

@@ -148,6 +148,10 @@ class DequantizedReader(ReaderView):
             if _split(key)[1] == "weight" and np.issubdtype(dtype, np.integer):
                 raise WanjaxError(f"{key} is {dtype} and has no known scale: {EIGHT_BITS}")
 
+    @property
+    def is_rounded(self) -> bool:
+        return super().is_rounded or any(self._reader.specs[x.numbers].dtype == np.int8 for x in self._parts.values())
+
     def _is_modelopt_nvfp4(self, parts: _Parts) -> bool:
         """Return whether a weight is in ModelOpt's NVFP4: bytes, 8-bit scales of blocks, and a scale of the tensor."""
         specs = self._reader.specs

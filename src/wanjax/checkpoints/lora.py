@@ -226,6 +226,10 @@ class MergedLoraReader(ReaderView):
             for key, (shape, dtype) in reader.specs.items()
         }
 
+    def changes(self, key: str) -> bool:
+        """Return whether a file changes a tensor."""
+        return bool(self._files_changing(key))
+
     def read(self, key: str) -> np.ndarray:
         x, files = self._reader.read(key), self._files_changing(key)
         if not files:

@@ -27,6 +27,7 @@ def load(
     *,
     ignore: Iterable[str] = (),
     progress: Callable[[int, int], object] | None = None,
+    rounded_before: bool = False,
 ) -> Module:
     """Load a module's weights from a checkpoint.
 
@@ -41,13 +42,14 @@ def load(
         reader: The checkpoint's tensors.
         ignore: Patterns with `*` for the names of unused tensors.
         progress: Called after each tensor with the number of bytes that were read until now and the total number.
+        rounded_before: Whether kernels that LoRAs changed were rounded to 8 bits before.
 
     Raises:
         WanjaxError: The checkpoint does not fit the module; `assign` lists the cases.
     """
     kernels = quantized_kernels(abstract)
     targets = as_floats(parameters(abstract), kernels)
-    specs = reader.specs
+    specs, changes = reader.specs, getattr(reader, "changes", lambda key: False)
     assignments = assign(rules, specs, targets, ignore=ignore)
     count = progress_counter(
         progress, sum(specs[key].nbytes for assignment in assignments for key in assignment.sources)
@@ -66,7 +68,8 @@ def load(
         if (kernel := kernels.get(assignment.target)) is None:
             weights[assignment.target] = to_device(tensors, targets[assignment.target], stacked=assignment.stacked)
         else:
-            weights |= to_device_quantized(tensors, kernel, stacked=assignment.stacked)
+            again = [rounded_before and changes(key) for key in assignment.sources]
+            weights |= to_device_quantized(tensors, kernel, stacked=assignment.stacked, again=again)
     return _with_weights(abstract, weights)
 
 

@@ -16,11 +16,17 @@ from flax import nnx
 from wanjax.checkpoints.arrays import make_array
 from wanjax.checkpoints.files import Spec
 from wanjax.checkpoints.to_devices import to_device, workers
-from wanjax.kernels.hadamard import regular_hadamard
+from wanjax.kernels.hadamard import regular_hadamard, rotation_group
 from wanjax.kernels.quantized_matmul.formats import FORMATS, LARGEST, SMALLEST_ABSMAX
 from wanjax.layers.quantized import QuantizedLinear, quantized_layers
 
 PIECE_ROWS = 128
+SECOND_ROUNDING = np.float32(1.04)
+"""The factor of the scale of int8 weights that are rounded for the second time, after a LoRA changed them.
+
+On the same steps as before, a change of less than half a step would be lost everywhere. On steps of another size, old
+numbers lie at all distances from new ones, so that rounding keeps the sum of many small changes.
+"""
 
 
 class RoundedKernel(NamedTuple):
@@ -74,7 +80,11 @@ def as_floats(parameters: Mapping[str, Any], kernels: Mapping[str, QuantizedKern
 
 
 def to_device_quantized(
-    tensors: Sequence[AbstractContextManager[np.ndarray]], kernel: QuantizedKernel, *, stacked: bool
+    tensors: Sequence[AbstractContextManager[np.ndarray]],
+    kernel: QuantizedKernel,
+    *,
+    stacked: bool,
+    again: Sequence[bool] = (),
 ) -> dict[str, jax.Array]:
     """Read and round a kernel. Return the numbers and the scale, with the shardings of the abstract projection.
 
@@ -84,29 +94,34 @@ def to_device_quantized(
         tensors: The tensors of the blocks of a stack, or a single tensor. A tensor is read when its context is entered.
         kernel: The kernel to fill.
         stacked: Whether the tensors are blocks of a stack.
+        again: For each tensor, whether it was rounded before, and changed since; by default none was.
     """
     scales: list[np.ndarray] = []
 
     @contextmanager
-    def rounded(tensor: AbstractContextManager[np.ndarray]) -> Iterator[np.ndarray]:
+    def rounded(tensor: AbstractContextManager[np.ndarray], again: bool) -> Iterator[np.ndarray]:
         with tensor as x:
-            values, scale = quantize(x, kernel.layer)
+            values, scale = quantize(x, kernel.layer, again=again)
         scales.append(scale)
         yield values
 
-    values = to_device([*map(rounded, tensors)], kernel.layer.values.get_value(), stacked=stacked)
+    values = to_device(
+        [*map(rounded, tensors, again or [False] * len(tensors))], kernel.layer.values.get_value(), stacked=stacked
+    )
     scale = np.stack(scales) if stacked else scales[0]
     shards = make_array(lambda part, dtype: scale[part].astype(dtype), kernel.layer.scale.get_value())
     return {kernel.values: values, kernel.scale: shards}
 
 
-def quantize(kernel: np.ndarray, layer: QuantizedLinear) -> RoundedKernel:
+def quantize(kernel: np.ndarray, layer: QuantizedLinear, *, again: bool = False) -> RoundedKernel:
     """Round a kernel to the format of a quantized projection.
 
     Args:
         kernel: The kernel [I O], in any float dtype and any memory layout.
         layer: The quantized projection; it has the format and the rotation.
+        again: Whether the kernel was rounded before, and changed since.
     """
+    widening = SECOND_ROUNDING if again and layer.format == "int8" else np.float32(1)
     rows = kernel.T  # [O I], as most checkpoints store it
     values, scale = np.empty(rows.shape, FORMATS[layer.format]), np.empty(len(rows), np.float32)
     row_ranges = [slice(start, start + PIECE_ROWS) for start in range(0, len(rows), PIECE_ROWS)]
@@ -116,7 +131,7 @@ def quantize(kernel: np.ndarray, layer: QuantizedLinear) -> RoundedKernel:
         if layer.rotation:
             x = (x.reshape(-1, layer.rotation) @ regular_hadamard(layer.rotation)).reshape(x.shape)
         format_max = np.float32(LARGEST[layer.format])
-        scale[row_range] = np.maximum(np.abs(x).max(axis=1), np.float32(SMALLEST_ABSMAX)) / format_max
+        scale[row_range] = np.maximum(np.abs(x).max(axis=1), np.float32(SMALLEST_ABSMAX)) / format_max * widening
         # The scale of a row with an infinity or a NaN is not finite: its numbers do not matter
         with np.errstate(invalid="ignore"):
             x /= scale[row_range, None]
@@ -125,3 +140,34 @@ def quantize(kernel: np.ndarray, layer: QuantizedLinear) -> RoundedKernel:
 
     list(workers().map(quantize_rows, row_ranges))
     return RoundedKernel(values.T, scale)
+
+
+class FloatKernel:
+    """A stored kernel of 8 bits as floats [... I O], without the rotation. Indexing reads a block of a stack.
+
+    Args:
+        values: The numbers [... I O].
+        scale: The scales [... O].
+        rotates: Whether input channels are rotated.
+    """
+
+    def __init__(self, values: Any, scale: Any, *, rotates: bool):
+        self._values, self._scale = values, scale
+        self.shape, self.dtype = tuple(values.shape), np.dtype(np.float32)
+        self._rotation = rotation_group(self.shape[-2]) if rotates else 0
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        values, scale = self._values[index], self._scale[index]
+        rows = np.multiply(np.swapaxes(values, -1, -2), scale[..., None], dtype=np.float32)
+        if self._rotation:
+            rows = (rows.reshape(-1, self._rotation) @ regular_hadamard(self._rotation)).reshape(rows.shape)
+        return np.swapaxes(rows, -1, -2)
+
+
+def float_kernels(stored: Mapping[str, Any], *, rotates: bool) -> dict[str, Any]:
+    """Replace the numbers and scales of 8-bit kernels by kernels in floats, under the kernels' names."""
+    kernels = {name.removesuffix(".values"): array for name, array in stored.items() if name.endswith(".values")}
+    parts = {f"{path}.{part}" for path in kernels for part in ("values", "scale")}
+    floats = {name: array for name, array in stored.items() if name not in parts}
+    scales = {path: stored[f"{path}.scale"] for path in kernels}
+    return floats | {f"{path}.kernel": FloatKernel(x, scales[path], rotates=rotates) for path, x in kernels.items()}

@@ -42,6 +42,11 @@ class ReaderView:
         """The files with the tensors; empty if the tensors are not in files."""
         return getattr(self._reader, "paths", [])
 
+    @property
+    def is_rounded(self) -> bool:
+        """Whether weights are stored as 8-bit integers."""
+        return getattr(self._reader, "is_rounded", False)
+
     def read(self, key: str) -> np.ndarray:
         return self._reader.read(key)
 

@@ -31,9 +31,10 @@ from wanjax.checkpoints.hub import (
     names_in,
 )
 from wanjax.checkpoints.lora_source import Lora
+from wanjax.checkpoints.quantize import float_kernels
 from wanjax.converters.weight_rules import Rule
 from wanjax.errors import WanjaxError, no_checkpoint, reason, repr_short
-from wanjax.layers.precision import FLOATS
+from wanjax.layers.precision import FLOATS, Precision
 from wanjax.stores.paths import missing_file
 
 CONFIGS = ("config.json", "scheduler_config.json", "guider_config.json")
@@ -61,12 +62,14 @@ class Storage:
         root: The folder with the components' folders, or the single file.
         revision: The commit of the repository on the hub; None for local files.
         patterns: Patterns for the names of the components' files in the repository.
+        companions: Further local files of the checkpoint, if `root` is a file.
     """
 
     name: str
     root: Path
     revision: str | None = None
     patterns: Sequence[str] = ()
+    companions: Sequence[Path] = ()
 
     @property
     def name_hint(self) -> str:
@@ -130,6 +133,7 @@ class Component:
         original: Takes the tensors with diffusers' names, and returns all published tensors with their published names.
             The result includes tensors that the network does not use.
         changes: Functions that change the tensors, in this order, before the tensors fill a network.
+        precision: The precision in which `wanjax convert` stored kernels.
     """
 
     kind: str
@@ -140,13 +144,15 @@ class Component:
     is_config_available: bool = False
     original: ReaderTransform = lambda tensors: tensors
     changes: tuple[ReaderTransform, ...] = ()
+    precision: Precision = FLOATS
 
     def tensors(self, rules: Iterable[Rule]) -> Reader:
-        """Return the component's tensors after all changes. The tensors have the names and shapes that `rules`
-        expect."""
+        """Return the component's tensors after all changes, in floats. The tensors have the names and shapes that
+        `rules` expect."""
         reader: Reader = self.weights()
         if isinstance(reader, Arrays):
-            reader = modules.ExportedTensors({name: reader[name] for name in reader.specs}, rules)
+            arrays = float_kernels({name: reader[name] for name in reader.specs}, rotates=self.precision.rotates)
+            reader = modules.ExportedTensors(arrays, rules)
         for change in self.changes:
             reader = change(reader)
         return reader
@@ -160,10 +166,12 @@ class Component:
         progress: Callable[[int, int], object] | None = None,
     ) -> Module:
         """Fill a network with the component's weights, as `modules.load` does. `rules` apply to diffusers' names."""
-        if not self.changes and isinstance(arrays := self.weights(), Arrays):
+        arrays = self.weights()
+        if not self.changes and isinstance(arrays, Arrays):
             return modules.restore(abstract, arrays, progress=progress)
-        rules = list(rules)
-        return modules.load(abstract, rules, self.tensors(rules), ignore=ignore, progress=progress)
+        rules, options = list(rules), {"ignore": ignore, "progress": progress}
+        rounded = self.precision.quantizes or getattr(arrays, "is_rounded", False)
+        return modules.load(abstract, rules, self.tensors(rules), rounded_before=rounded, **options)
 
 
 @dataclass(frozen=True, eq=False)

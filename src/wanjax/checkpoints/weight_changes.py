@@ -27,7 +27,8 @@ Note = Callable[[str], Any]
 def with_loras(source: Source, loras: Sequence[Lora], kinds: Kinds, note: Note | None = None) -> Source:
     """Merge LoRAs into a checkpoint's transformers.
 
-    A file may have separate tensors for two experts. Then each expert is changed by its own tensors.
+    A file may have separate tensors for two experts. Then each expert is changed by its own tensors. Weights that are
+    stored with 8 bits become floats, are changed, and are rounded again.
 
     Args:
         source: The checkpoint.
@@ -39,8 +40,6 @@ def with_loras(source: Source, loras: Sequence[Lora], kinds: Kinds, note: Note |
         WanjaxError: A LoRA file cannot be read, or fits the transformer too little, or is for an expert that the
             checkpoint lacks.
     """
-    if loras:
-        source.check_floats("a LoRA")
     transformers = [name for name in EXPERTS if name in source.components]
     files: defaultdict[str, list[tuple[LoraFile, float]]] = defaultdict(list)
     for lora in loras:
