@@ -1,14 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion rules for T5 v1.1 and UMT5 encoders: the config and tensor names in Hugging Face's files."""
+"""Conversion rules for T5 v1.1 and UMT5 encoders: the config and tensor names in Hugging Face's and GGUF files."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from wanjax.converters.configs import check_entries
+from wanjax.converters.name_map import NameMap
 from wanjax.converters.transforms import Shape
 from wanjax.converters.weight_rules import Rule, linear, norm
 from wanjax.errors import WanjaxError
 from wanjax.models.t5 import T5Config
+
+GGUF_NAMES = NameMap(  # llama.cpp's names (gguf-py/gguf/tensor_mapping.py) and transformers'
+    [
+        ("token_embd", "shared"),
+        ("enc.blk.{i}.attn_norm", "encoder.block.{i}.layer.0.layer_norm"),
+        *((f"enc.blk.{{i}}.attn_{x}", f"encoder.block.{{i}}.layer.0.SelfAttention.{x}") for x in "qkvo"),
+        ("enc.blk.{i}.attn_rel_b", "encoder.block.{i}.layer.0.SelfAttention.relative_attention_bias"),
+        ("enc.blk.{i}.ffn_norm", "encoder.block.{i}.layer.1.layer_norm"),
+        ("enc.blk.{i}.ffn_gate", "encoder.block.{i}.layer.1.DenseReluDense.wi_0"),
+        ("enc.blk.{i}.ffn_up", "encoder.block.{i}.layer.1.DenseReluDense.wi_1"),
+        ("enc.blk.{i}.ffn_down", "encoder.block.{i}.layer.1.DenseReluDense.wo"),
+        ("enc.output_norm", "encoder.final_layer_norm"),
+    ]
+)
 
 
 def t5_config(json: Mapping[str, Any]) -> T5Config:

@@ -2,6 +2,7 @@
 """Load a checkpoint as a pipeline, whose networks are loaded at their first use."""
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -49,7 +50,6 @@ from wanjax.registry import (
     Loras,
     Outline,
     apply_options,
-    companion_files,
     models_that_fit,
     open_for_loading,
     presets,
@@ -445,9 +445,10 @@ def _digests(checkpoint: Checkpoint, options: LoadOptions) -> dict[str, str]:
     paths = {source_to_json(lora.file): lora.path for lora in source.loras}
     if source.revision is None and name not in presets():
         path, root = Path(name).expanduser(), source.root
-        paths |= {str(path): root} | {
-            str(path.with_name(companion)): root.with_name(companion) for companion in companion_files(path.name)
-        }
+        paths |= {str(path): root}
+        for companion in source.storage.companions:
+            relative = os.path.relpath(companion, root.parent)
+            paths[os.path.normpath(path.parent / relative)] = companion
     if options.decoder is not None:
         paths[source_to_json(options.decoder.file)] = options.decoder.file
     return {name: digest for name, path in paths.items() if (digest := digest_of(path)) is not None}

@@ -278,7 +278,7 @@ def open_source(name: str | Path, revision: str | None = None) -> Source:
     if os.path.isfile(path):
         return _open_file(path)
     if path.suffix in SUFFIXES and HUB_FILE.fullmatch(str(name)):
-        return _open_file(locate_file(name, companions=companion_files(path.name), revision=revision))
+        return _open_file(locate_file(name, companions=companion_files(str(path)), revision=revision))
     if path.suffix in SUFFIXES and not os.path.exists(path):
         raise WanjaxError(missing_file(path, "give an existing file, or OWNER/NAME/FILE of the hub"))
     if os.path.isfile(path / MANIFEST):
@@ -299,9 +299,12 @@ def _open_file(path: Path) -> Source:
     raise WanjaxError(f"{path} {describe_without_transformer(open_tensors(path).specs, relatives)}")
 
 
-def companion_files(name: str) -> list[str]:
-    """List possible names of further files that belong to a checkpoint's file, such as the other expert's file."""
-    return [other for layout in layouts() for other in layout.companion_files(name)]
+def companion_files(path: str) -> list[str]:
+    """List possible paths of further files that belong to a checkpoint's file, such as the other expert's file.
+
+    The paths are relative to the file's folder.
+    """
+    return [other for layout in layouts() for other in layout.companion_files(path)]
 
 
 def find_preset(name: str) -> Preset | None:

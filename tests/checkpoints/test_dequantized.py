@@ -3,6 +3,7 @@
 
 import json
 import shutil
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -298,7 +299,7 @@ REFUSED = [  # tensors, and what the sentence about them names
             ({"a.comfy_quant": words_of(bits=8)}, "a.comfy_quant JSON"),
             ({"a.comfy_quant": np.full(5, 255, np.uint8)}, "a.comfy_quant JSON"),
             ({"a.comfy_quant": np.zeros(10_000, np.uint8)}, "a.comfy_quant JSON"),
-            ({"a.weight_scale": np.float32([1, 1, np.nan, 1])}, "a.weight_scale"),
+            ({"a.weight_scale": np.array([1, 1, np.nan, 1], np.float32)}, "a.weight_scale"),
         ]
     ),
 ]
@@ -401,7 +402,7 @@ def test_rotated_integers(shape, group, layout, in_metadata):
     """ConvRot: within one rounding to bfloat16 of the rule in float64, and near the weight that was rounded."""
     x = weight(shape)
     tensors, entries, exact = convrot("model.a", x, group, layout, per_row=layout is per_row)
-    reader = Tensors(tensors | ({} if in_metadata else {"model.a.comfy_quant": words_of(**entries)}))
+    reader: Any = Tensors(tensors | ({} if in_metadata else {"model.a.comfy_quant": words_of(**entries)}))
     if in_metadata:
         reader.metadata = {
             "_quantization_metadata": json.dumps({"format_version": "1.0", "layers": {"model.a": entries}})
@@ -538,7 +539,7 @@ def test_every_number_is_widened_as_numpy_does(kind):
 
 
 def test_broken_formats_in_the_metadata_are_one_sentence():
-    reader = Tensors(FLOAT8)
+    reader: Any = Tensors(FLOAT8)
     for text in ("{", "[]", '{"layers": 3}', '{"layers": {"a": 3}}'):
         reader.metadata = {"_quantization_metadata": text}
         with pytest.raises(WanjaxError, match=r"get the file again$"):

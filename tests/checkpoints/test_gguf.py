@@ -4,6 +4,7 @@
 import struct
 import sys
 from contextlib import suppress
+from typing import Any
 
 import gguf
 import ml_dtypes
@@ -64,7 +65,9 @@ def test_a_file_of_several_types(tmp_path):
         "head.weight": (halves.view(np.uint8), Kind.BF16),
         "patch_embedding.weight": random.normal(size=(32, 16, 1, 2, 2)).astype(np.float32)[:, :, 0],
     }
-    file = open_tensors(write_gguf(tmp_path / "a.gguf", tensors, {"general.name": "a\nb", "some.array": [1, 2, 3]}))
+    file: Any = open_tensors(
+        write_gguf(tmp_path / "a.gguf", tensors, {"general.name": "a\nb", "some.array": [1, 2, 3]})
+    )
     assert list(file.specs) == list(tensors)
     assert file.specs["head.weight"] == ((3, 5), np.dtype(ml_dtypes.bfloat16))
     np.testing.assert_array_equal(file.read("head.weight"), halves)

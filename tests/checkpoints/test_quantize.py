@@ -3,6 +3,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +50,8 @@ def test_weights_are_rounded_on_the_host_as_by_the_kernel(precision, dtype):
     kernel = np.random.default_rng(0).normal(size=(300, 256)).astype(dtype).T
     kernel[:, 7] = 0  # a channel of zeros
     values, scale = quantize(kernel, layer)
-    wanted = quantize_weight(jnp.asarray(kernel), format=layer.format, rotation=layer.rotation)
+    layer_format: Any = layer.format
+    wanted = quantize_weight(jnp.asarray(kernel), format=layer_format, rotation=layer.rotation)
     np.testing.assert_allclose(scale, wanted.scale, rtol=1e-6)
     differing = np.float32(values) != np.float32(wanted.values)  # the last bit of a sum or of a scale decides ties
     assert (values.dtype, values.shape, differing.mean() < 3e-3) == (wanted.values.dtype, (256, 300), True)
@@ -161,12 +163,9 @@ def test_weights_of_8_bits_are_used_as_they_are_or_not_at_all(tmp_path):
     converted = convert(tiny_checkpoint(tmp_path / "source"), tmp_path / "converted", "int8")
     lora = tmp_path / "style.safetensors"
     save_safetensors(lora, {"diffusion_model.blocks.0.self_attn.q.diff": np.zeros((24, 24), np.float32)})
-    for options, words in (
-        ({"precision": "int8-weights"}, "int8-weights int8"),
-        ({"precision": "none"}, "none int8"),
-    ):
-        with pytest.raises(WanjaxError, match=naming(words)):
-            wanjax.load(converted, **options)
+    for precision in ("int8-weights", "none"):
+        with pytest.raises(WanjaxError, match=naming(f"{precision} int8")):
+            wanjax.load(converted, precision=precision)
     with pytest.raises(WanjaxError, match=naming("int8 diffusers")):
         ToDiffusers(open_source(converted), tmp_path / "back", NETWORKS)
     with pytest.raises(WanjaxError, match=naming("int8 diffusers")):

@@ -2,6 +2,7 @@
 """Precisions: how far videos are from those of floats, what is loaded and recorded, and what is refused."""
 
 from fnmatch import fnmatchcase
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -58,7 +59,9 @@ def shapes_of(kind, config):
 def test_most_weights_of_every_transformer_are_quantized(key):
     """What computes in float32 keeps its precision, and so do the first and the last projection."""
     kind, config = TRANSFORMERS[key]
-    layers = linears(quantize_layers(shapes_of(kind, config), PRECISIONS["int8"], kind.full_precision))
+    layers: dict[str, Any] = linears(
+        quantize_layers(shapes_of(kind, config), PRECISIONS["int8"], kind.full_precision or ())
+    )
     whole = {path for path, layer in layers.items() if isinstance(layer, Linear)}
     assert {"patch_embed", "proj_out"} <= whole
     for path in layers.keys() - whole:
@@ -121,7 +124,7 @@ def test_a_lora_on_stored_weights_is_close_to_the_same_on_floats(checkpoint, pre
         sizes = (24, 32 if module.endswith("ffn.2") else 24)
         tensors[f"diffusion_model.{module}.lora_up.weight"] = random.normal(size=(sizes[0], 2))
         tensors[f"diffusion_model.{module}.lora_down.weight"] = random.normal(size=(2, sizes[1]))
-    save_safetensors(lora, {key: np.float32(0.4 * x) for key, x in tensors.items()})
+    save_safetensors(lora, {key: (0.4 * x).astype(np.float32) for key, x in tensors.items()})
     conditioning = plain.encode("a red circle", **{k: v for k, v in SMALL.items() if k != "steps"})
     floats, rounded = (
         first_latents(wanjax.load(folder, lora=lora, dtype="float32"), conditioning)

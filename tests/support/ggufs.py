@@ -5,13 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
+from gguf import MODEL_ARCH, GGMLQuantizationType, quants
 
 
 def write_gguf(path: Path, tensors: dict[str, Any], fields: dict[str, Any] | None = None, arch: str = "wan") -> Path:
     """Write a file of arrays, or of (bytes, type), by the package's own writer."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(path, arch)
+    add = {list: writer.add_array, bytes: writer.add_array, str: writer.add_string, int: writer.add_uint32}
     for name, value in (fields or {}).items():
-        writer.add_array(name, value) if isinstance(value, list) else writer.add_string(name, value)
+        add.get(type(value), writer.add_float32)(name, value)
     for name, x in tensors.items():
         if isinstance(x, tuple):
             writer.add_tensor(name, x[0], raw_dtype=x[1])
@@ -22,3 +26,22 @@ def write_gguf(path: Path, tensors: dict[str, Any], fields: dict[str, Any] | Non
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def in_llama_cpp(
+    arch: MODEL_ARCH, layers: int, tensors: dict[str, np.ndarray]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Name and round tensors of transformers as llama.cpp does, by the package's own table of names.
+
+    Returns the tensors for `write_gguf`, and by the names of transformers the numbers that they stand for.
+    """
+    names, stored, numbers = gguf.get_tensor_name_map(arch, layers), {}, dict[str, np.ndarray]()
+    for key, x in tensors.items():
+        name = f"{names.get_name(key.rpartition('.')[0])}.{key.rpartition('.')[2]}"
+        if x.ndim == 1 or "relative" in key or x.shape[-1] % 32:
+            stored[name] = numbers[key] = x
+        else:
+            raw = quants.quantize(x, GGMLQuantizationType.Q8_0)
+            stored[name] = (raw, GGMLQuantizationType.Q8_0)
+            numbers[key] = quants.dequantize(raw, GGMLQuantizationType.Q8_0)
+    return stored, numbers

@@ -8,6 +8,7 @@ files again. `hf cache prune` removes incomplete files.
 
 import hashlib
 import os
+import posixpath
 import re
 import shutil
 import sys
@@ -82,14 +83,16 @@ def parse_hub_file(source: str | Path) -> re.Match[str] | None:
 def locate_file(source: str | Path, *, companions: Sequence[str] = (), revision: str | None = None) -> Path:
     """Return the path of a local file, or download OWNER/NAME/FILE from the hub.
 
-    `companions` names files in the same folder of the repository, which are also downloaded if they exist. Raises
-    WanjaxError if the file is missing, or the repository is unknown, gated or unreachable.
+    `companions` are paths of other files of the repository, relative to the file's folder, which are also downloaded if
+    they exist. Raises WanjaxError if the file is missing, or the repository is unknown, gated or unreachable.
     """
     file = Path(source).expanduser()
     if (match := parse_hub_file(source)) is None:
         return file
     try:
-        patterns = [match["file"], *(Path(match["file"]).with_name(name).as_posix() for name in companions)]
+        folder_name = PurePosixPath(match["file"]).parent
+        others = [posixpath.normpath(folder_name / name) for name in companions]
+        patterns = [match["file"], *(name for name in others if not name.startswith("../"))]
         folder = download(match["repository"], patterns, revision=revision)
     except WanjaxError as error:
         raise WanjaxError(f"there is no file {file}; {error}") from error

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoint layouts other than diffusers'. The tensors of their files show which component a file has."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from wanjax.checkpoints.dequantized import DequantizedReader
-from wanjax.checkpoints.files import Reader
+from wanjax.checkpoints.files import SUFFIXES, Reader
 from wanjax.checkpoints.readers import RenamedReader
 from wanjax.checkpoints.sources import Component, Source, Storage, Weights, classes_in, folder_of, open_diffusers
 from wanjax.errors import WanjaxError
@@ -28,14 +29,15 @@ class Layout:
         is_folder: Returns whether a folder has the layout.
         open: Opens a folder with the layout, given the checkpoint's name, the folder, and its commit or None.
         open_file: Opens a file; returns None for a file of another layout.
-        companion_files: Returns the possible names of further files of the same checkpoint in the file's folder.
+        companion_files: Returns the possible paths of further files of the same checkpoint, relative to the folder of
+            the given file.
     """
 
     markers: tuple[str, ...]
     is_folder: Callable[[Path], bool]
     open: Callable[[str | Path, Path, str | None], Source]
     open_file: Callable[[Path], Source | None]
-    companion_files: Callable[[str], Sequence[str]] = lambda name: ()
+    companion_files: Callable[[str], Sequence[str]] = lambda path: ()
 
 
 class RecognisedComponent(NamedTuple):
@@ -127,6 +129,23 @@ def open_fallback(name: str, repository: str, component: str) -> Source:
             "complete checkpoint"
         )
     return open_diffusers(repository, *folder_of(repository))
+
+
+def find_encoder(folder: Path, pattern: re.Pattern[str]) -> Path | None:
+    """Find the file of a text encoder in a folder, by its name; return None without one.
+
+    Args:
+        folder: The folder, such as that of a transformer's file.
+        pattern: A pattern that matches a part of an encoder's file name.
+
+    Raises:
+        WanjaxError: Several files fit.
+    """
+    files = sorted(x for x in folder.iterdir() if x.suffix in SUFFIXES and pattern.search(x.name))
+    if len(files) > 1:
+        names = " and ".join(file.name for file in files)
+        raise WanjaxError(f"{folder} has several files of the text encoder: keep only one of {names}")
+    return files[0] if files else None
 
 
 def model_index(pipeline: str, classes: Mapping[str, tuple[str, str]]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from wanjax import registry
+from wanjax.checkpoints.files import SUFFIXES
 from wanjax.cli.defaults import files_recorded
 from wanjax.cli.options import on_command_line
 from wanjax.cli.parsed import PipelineOptions
@@ -81,7 +82,7 @@ def check_files(record: Mapping[str, Any], names: Iterable[str]) -> None:
         if name == "model" and (model := str(record.get(name))) in registry.presets() and model not in digests:
             continue
         paths = paths_of(record, [name])
-        for path in [*paths, *_companions(paths, digests)] if name == "model" else paths:
+        for path in [*paths, *_companions(record, digests)] if name == "model" else paths:
             is_local = isinstance(path, Path) and (path.is_absolute() or os.path.exists(path))
             # A file on the hub or in a store
             if not is_local and name in ("model", "lora") and not _is_bare_name(path):
@@ -112,11 +113,20 @@ def _is_bare_name(path: AnyPath) -> bool:
     return isinstance(path, Path) and len(path.parts) == 1 and not path.is_absolute()
 
 
-def _companions(paths: Iterable[AnyPath], digests: Mapping[str, Any]) -> list[Path]:
-    """Find the files that must be present beside a model's file and that have digests in the metadata."""
-    files = [path for path in paths if isinstance(path, Path)]
-    companions = [path.with_name(name) for path in files for name in registry.companion_files(path.name)]
-    return [path for path in companions if str(path) in digests]
+def _companions(record: Mapping[str, Any], digests: Mapping[str, Any]) -> list[Path]:
+    """List the files that belong to the model's file, such as the other expert's and the text encoder's.
+
+    The metadata has their digests, but no entry with their paths.
+    """
+    folders = {
+        os.path.normpath((file.parent / other).parent)
+        for file in paths_of(record, ["model"])
+        if isinstance(file, Path)
+        for other in (file.name, *registry.companion_files(str(file)))
+    }
+    entries = set(map(str, paths_of(record)))
+    paths = [Path(name) for name in digests if name not in entries]
+    return [path for path in paths if path.suffix in SUFFIXES and os.path.normpath(path.parent) in folders]
 
 
 def check_loaded(record: Mapping[str, Any], current: Mapping[str, Any]) -> None:

@@ -204,10 +204,10 @@ def check_pair(high: str, low: str, companion_files: Callable[[str], Sequence[st
     Args:
         high: The path, or the name on the hub, of the expert at high noise.
         low: The same of the expert at low noise.
-        companion_files: Lists the names of files that belong to a file, by its name.
+        companion_files: Lists the files that belong to a file, by its path. The paths are relative to its folder.
     """
-    high_path, low_path = PurePath(high), PurePath(low)
-    if high_path.parent != low_path.parent or low_path.name not in companion_files(high_path.name):
+    folder = PurePath(high).parent
+    if os.path.normpath(low) not in (os.path.normpath(folder / other) for other in companion_files(high)):
         raise WanjaxError(
             f"the experts are {high} and {low}: put them into one folder, with names that differ only by high and low"
         )

@@ -17,8 +17,16 @@ from weakref import finalize
 
 from wanjax.checkpoints.dequantized import DequantizedReader
 from wanjax.checkpoints.files import SafetensorsFolder
+from wanjax.checkpoints.gguf_file import GgufFile
 from wanjax.checkpoints.hub import names_in
-from wanjax.checkpoints.layout import Layout, RecognisedComponent, make_source, model_index, needs_transformer
+from wanjax.checkpoints.layout import (
+    Layout,
+    RecognisedComponent,
+    find_encoder,
+    make_source,
+    model_index,
+    needs_transformer,
+)
 from wanjax.checkpoints.readers import open_tensors
 from wanjax.checkpoints.sources import Source, Storage, check_small_files, classes_in, read_json
 from wanjax.converters.configs import read_config
@@ -49,6 +57,7 @@ COMPONENT_FOLDERS = {  # the folder of each other component
     "image_encoder": "vision_encoder/siglip/image_encoder",
     "feature_extractor": "vision_encoder/siglip/feature_extractor",
 }
+ENCODER_NAME = re.compile(r"^qwen2\.?5-?vl.*\.gguf$", re.IGNORECASE)  # a file of Qwen2.5-VL
 BYT5 = "text_encoder/byt5-small"  # the folder of ByT5's tokenizer; ByT5's own weights are not used
 GLYPH_FILE, COLOURS, FONTS = "byt5_model.pt", "color_idx.json", "multilingual_10-lang_idx.json"
 OPTIONAL_TOKENIZER_FILES = ("tokenizer_config.json", "vocab.json", "merges.txt")  # files beside tokenizer.json
@@ -112,6 +121,8 @@ def open_folder(name: str | Path, folder: Path, revision: str | None = None) -> 
             case "vae":
                 config = read_json(folder / "config.json", missing={})
                 return recognise.component(component, SafetensorsFolder(folder), config)
+            case "text_encoder" if encoder := find_encoder(folder, ENCODER_NAME):
+                return recognise.gguf_language_model(GgufFile(encoder))
             case "text_encoder":
                 return recognise.language_model(SafetensorsFolder(folder), read_json(folder / "config.json"))
             case "text_encoder_2":
@@ -181,7 +192,12 @@ def open_file(path: Path) -> Source | None:
     entries = {"ideal_resolution": str(model_name).partition("_")[0]}
     model = _find_preset(model_name, path)
     components = {name: recognise.component(name, reader, entries) for name, reader in readers.items()}
-    return _source(Storage(str(path), path), model, components.get)
+    encoder = find_encoder(path.parent, ENCODER_NAME)
+    if encoder is not None:
+        components["text_encoder"] = recognise.gguf_language_model(GgufFile(encoder))
+    storage = Storage(str(path), path, companions=[encoder] if encoder else [])
+    notes = [f"the text encoder is {encoder.name}, which is in the same folder"] if encoder else []
+    return _source(storage, model, components.get, notes=notes)
 
 
 def _source(

@@ -12,6 +12,7 @@ from typing import Any
 
 from wanjax.checkpoints.dequantized import DequantizedReader
 from wanjax.checkpoints.files import Reader
+from wanjax.checkpoints.gguf_file import GgufFile
 from wanjax.checkpoints.layout import (
     TRANSFORMER_PREFIXES,
     VAE_PREFIXES,
@@ -21,6 +22,7 @@ from wanjax.checkpoints.layout import (
 )
 from wanjax.checkpoints.readers import RenamedReader, SwappedHalvesReader, UnfusedReader
 from wanjax.checkpoints.unsupported import UnsupportedModels
+from wanjax.converters import qwen2_vl
 from wanjax.converters.hunyuanvideo import original
 from wanjax.errors import WanjaxError, repr_short
 
@@ -73,6 +75,16 @@ def language_model(reader: Reader, json: Mapping[str, Any]) -> RecognisedCompone
     if json.get("model_type") == FULL_MODEL_TYPE:
         text_json["model_type"] = TEXT_MODEL_TYPE
     return RecognisedComponent(text_json, RenamedReader(DequantizedReader(reader), _text_name))
+
+
+def gguf_language_model(file: GgufFile) -> RecognisedComponent:
+    """Return the language model in a GGUF file of Qwen2.5-VL, as llama.cpp writes it.
+
+    Raises WanjaxError if the file is of another model.
+    """
+    embedding = file.specs.get("token_embd.weight")
+    json = qwen2_vl.gguf_json(file.value, 0 if embedding is None else embedding.shape[0])
+    return RecognisedComponent(json, RenamedReader(file, qwen2_vl.GGUF_NAMES.to_diffusers))
 
 
 def _text_name(key: str) -> str | None:

@@ -6,8 +6,9 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ftfy
 import numpy as np
@@ -162,6 +163,7 @@ def _patterns(json: Any) -> Iterator[str]:
 
 
 END, SPACE = "</s>", "▁"
+EXTRA_TOKEN = re.compile(r"<extra_id_\d+>")
 
 
 def read_spiece(file: Path, extra: int) -> tokenizers.Tokenizer:
@@ -172,39 +174,59 @@ def read_spiece(file: Path, extra: int) -> tokenizers.Tokenizer:
     # imported late, because few checkpoints need it; the type checker does not see protobuf's generated classes
     from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec  # pyright: ignore
 
-    SentencePiece = ModelProto.SentencePiece
-    extra_tokens = [f"<extra_id_{i}>" for i in reversed(range(extra))]
     try:
         model = ModelProto.FromString(file.read_bytes())
-        piece_names, piece_kinds = [piece.piece for piece in model.pieces], [piece.type for piece in model.pieces]
-        unknown = piece_kinds.index(SentencePiece.UNKNOWN) if SentencePiece.UNKNOWN in piece_kinds else None
-        vocabulary = [(piece.piece, piece.score) for piece in model.pieces] + [(name, 0.0) for name in extra_tokens]
-        backend = tokenizers.Tokenizer(Unigram(vocabulary, unk_id=unknown, byte_fallback=False))
-        characters = model.normalizer_spec.precompiled_charsmap
-        normaliser = normalizers.Precompiled(characters) if characters else None
+        pieces = [Piece(piece.piece, piece.score, piece.type) for piece in model.pieces]
+        pieces += [Piece(f"<extra_id_{i}>", 0.0, PieceKind.NORMAL) for i in reversed(range(extra))]
+        backend = t5_tokenizer(pieces, model.normalizer_spec.precompiled_charsmap)
     except Exception as error:  # the libraries raise no narrower exception type
         raise WanjaxError(f"{file} is not a readable SentencePiece model: download it again") from error
-    is_t5_model = (
-        model.trainer_spec.model_type == TrainerSpec.UNIGRAM
-        and END in piece_names
-        and SentencePiece.BYTE not in piece_kinds
-    )
-    if not is_t5_model or unknown is None:
+    kinds = [piece.kind for piece in pieces]
+    if backend is None or model.trainer_spec.model_type != TrainerSpec.UNIGRAM or PieceKind.BYTE in kinds:
         raise WanjaxError(
             f"{file} is not a T5 tokenizer: give a unigram model with the pieces {END} and <unk> and without byte "
             "pieces, or a tokenizer.json"
         )
-    if normaliser is not None:
-        backend.normalizer = normaliser
+    return backend
+
+
+class PieceKind(IntEnum):
+    """The kinds of pieces, with SentencePiece's numbers."""
+
+    NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+
+
+class Piece(NamedTuple):
+    """A piece of a SentencePiece model: its text, its score, and one of `PieceKind`."""
+
+    text: str
+    score: float
+    kind: int
+
+
+def t5_tokenizer(pieces: Sequence[Piece], charsmap: bytes) -> tokenizers.Tokenizer | None:
+    """Return the tokenizer of T5 with these pieces, in the order of their ids; None without the pieces </s> and <unk>.
+
+    Args:
+        pieces: The pieces. Those named <extra_id_N> are special tokens.
+        charsmap: SentencePiece's compiled normaliser of characters; empty for none.
+
+    Raises:
+        Exception: The pieces or the normaliser are damaged.
+    """
+    names, kinds = [piece.text for piece in pieces], [piece.kind for piece in pieces]
+    unknown = kinds.index(PieceKind.UNKNOWN) if PieceKind.UNKNOWN in kinds else None
+    vocabulary = [(piece.text, piece.score) for piece in pieces]
+    backend = tokenizers.Tokenizer(Unigram(vocabulary, unk_id=unknown, byte_fallback=False))
+    if charsmap:
+        backend.normalizer = normalizers.Precompiled(charsmap)
+    if END not in names or unknown is None:
+        return None
     metaspace = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme="always", split=True)
     backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), metaspace])
-    backend.post_processor = processors.TemplateProcessing(
-        single=f"$A {END}", special_tokens=[(END, piece_names.index(END))]
-    )
-    special_tokens = [
-        name
-        for name, kind in zip(piece_names, piece_kinds, strict=True)
-        if kind in (SentencePiece.UNKNOWN, SentencePiece.CONTROL)
-    ] + extra_tokens
-    backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special_tokens])
+    backend.post_processor = processors.TemplateProcessing(single=f"$A {END}", special_tokens=[(END, names.index(END))])
+    special_kinds = (PieceKind.UNKNOWN, PieceKind.CONTROL)
+    special_names = [name for name, kind in zip(names, kinds, strict=True) if kind in special_kinds]
+    special_names += [name for name in names if EXTRA_TOKEN.fullmatch(name)]
+    backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special_names])
     return backend

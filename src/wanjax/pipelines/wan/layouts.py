@@ -11,12 +11,19 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from wanjax.checkpoints.files import SUFFIXES, SafetensorsFolder, check_names
 from wanjax.checkpoints.hub import names_in
-from wanjax.checkpoints.layout import Layout, RecognisedComponent, make_source, model_index, needs_transformer
+from wanjax.checkpoints.layout import (
+    Layout,
+    RecognisedComponent,
+    find_encoder,
+    make_source,
+    model_index,
+    needs_transformer,
+)
 from wanjax.checkpoints.readers import open_tensors
 from wanjax.checkpoints.sources import Source, Storage, check_small_files, read_json
 from wanjax.converters.configs import read_config
@@ -25,6 +32,7 @@ from wanjax.errors import WanjaxError
 from wanjax.models.wan.config import TransformerConfig
 from wanjax.pipelines.distillation import find_distillation, model_name_in
 from wanjax.pipelines.family import Preset
+from wanjax.pipelines.text.gguf_tokenizer import write_tokenizer
 from wanjax.pipelines.wan import recognise
 from wanjax.pipelines.wan.presets import DISTILLATIONS, FUN, find_fallback, find_published
 from wanjax.pipelines.wan.tasks import CAUSAL_PIPELINES
@@ -41,7 +49,7 @@ TRANSFORMER_FILES = (
 TOKENIZER = "google/umt5-xxl"
 FILES = {
     "vae": ("Wan2.?_VAE.safetensors", "Wan2.?_VAE.pth"),
-    "text_encoder": ("models_t5_*.safetensors", "models_t5_*.pth"),
+    "text_encoder": ("models_t5_*.safetensors", "models_t5_*.pth", "umt5*.gguf"),
     "image_encoder": ("models_clip_*.safetensors", "models_clip_*.pth"),
 }
 PATTERNS = (
@@ -50,6 +58,7 @@ PATTERNS = (
     *(name for names in FILES.values() for name in names),
     f"{TOKENIZER}/*.json",
 )
+ENCODER_NAME = re.compile(r"umt5", re.IGNORECASE)  # in the name of a text encoder's file beside a transformer's
 HIGH_TO_LOW = {"high": "low", "High": "Low", "HIGH": "LOW"}  # in the file names of the high-noise and low-noise experts
 OTHER_WORD = HIGH_TO_LOW | {low: high for high, low in HIGH_TO_LOW.items()}
 EXPERT_WORD = re.compile(rf"(?<![A-Za-z0-9])({'|'.join(OTHER_WORD)})(?=[Nn]oise|[^A-Za-z0-9])")
@@ -94,25 +103,32 @@ def open_folder(name: str | Path, root: Path, revision: str | None = None) -> So
             storage.download([f"{folder_name}/{file}".lstrip("/") for file in TRANSFORMER_FILES])
             config = read_json(folder / "config.json", missing={})
             return recognise.component("transformer", SafetensorsFolder(folder), config)
+        file = find_file(component)
+        return None if file is None else recognise.component(component, open_tensors(file))
+
+    def find_file(component: str) -> Path | None:
         storage.download(FILES.get(component, ()))
         for pattern in FILES.get(component, ()):
             if matches := sorted(path for path in root.iterdir() if fnmatchcase(path.name, pattern)):
-                return recognise.component(component, open_tensors(matches[0]))
+                return matches[0]
         return None
 
+    @cache
     def tokenizer_files(component: str) -> Sequence[Path] | None:
         folder = root / TOKENIZER
         if component == "tokenizer":
             storage.download([f"{TOKENIZER}/*.json"])
             if folder.is_dir():
                 return sorted(path for path in folder.iterdir() if path.is_file())
+            encoder = find_file("text_encoder")
+            return None if encoder is None else write_tokenizer(encoder, storage)
         return None
 
     def has_component(component: str) -> bool:
         if not storage.hub_files:
             if has_tokenizer := component == "tokenizer" and (root / TOKENIZER).is_dir():
                 check_small_files(root / TOKENIZER)
-            return has_tokenizer or find(component) is not None
+            return has_tokenizer or tokenizer_files(component) is not None or find(component) is not None
         if component in FOLDERS:
             folder = FOLDERS[component] if has_experts else "."
             check_names(f"{storage.name}/{folder}", names_in(folder, storage.hub_files))
@@ -136,19 +152,48 @@ def open_file(path: Path) -> Source | None:
     Return None for a file without components of Wan. Raises WanjaxError if the name or the shapes show that there are
     two experts, and the other expert's file is missing.
     """
-    reader, storage = open_tensors(path), Storage(str(path), path)
+    reader = open_tensors(path)
     if not (components := recognise.components(reader)):
         return None
     if "transformer" not in components:
         raise needs_transformer(path, components, "Wan")
-    components, name_hint = _with_other_expert(components, path), storage.name_hint
+    other_expert_file = _other_expert_file(path, components["transformer"].json)
+    components = _with_other_expert(components, path, other_expert_file)
+    encoder = None if "text_encoder" in components else find_encoder(path.parent, ENCODER_NAME)
+    if encoder is not None:
+        components["text_encoder"] = recognise.component("text_encoder", open_tensors(encoder))
+    companions = [file for file in (other_expert_file, encoder) if file is not None]
+    storage = Storage(str(path), path, companions=companions)
+    name_hint = storage.name_hint
     if recognise.is_generator(reader) and find_distillation(model_name_in(name_hint), DISTILLATIONS) is None:
         name_hint = recognise.CAUSVID_NAME  # CausVid publishes generators without EMA weights
-    return _source(storage, components.get, "transformer_2" in components, name_hint)
+
+    @cache
+    def tokenizer_files(component: str) -> Sequence[Path] | None:
+        return write_tokenizer(encoder, storage) if component == "tokenizer" and encoder else None
+
+    def has_component(component: str) -> bool:
+        return component in components or tokenizer_files(component) is not None
+
+    return _source(
+        storage,
+        components.get,
+        "transformer_2" in components,
+        name_hint,
+        files=tokenizer_files,
+        has_component=has_component,
+        notes=[f"the text encoder is {encoder.name}, which is in the same folder"] if encoder else [],
+    )
 
 
 def _source(
-    storage: Storage, find: Callable[[str], RecognisedComponent | None], experts: bool, name_hint: str, **options: Any
+    storage: Storage,
+    find: Callable[[str], RecognisedComponent | None],
+    experts: bool,
+    name_hint: str,
+    *,
+    notes: Sequence[str] = (),
+    **options: Any,
 ) -> Source:
     """Return a checkpoint of Wan's networks; `options` are further arguments of `make_source`."""
     model_name, recognised_transformer = model_name_in(name_hint), find("transformer")
@@ -161,7 +206,7 @@ def _source(
         f"{storage.name} is loaded as a model of its shape, and {inputs} are not supported"
         for pattern, inputs in UNSUPPORTED_INPUTS.items()
         if re.search(pattern, model_name)
-    ]
+    ] + list(notes)
     if not experts and find_published(config, True, model_name) and not find_published(config, False, model_name):
         notes.append(f"{storage.name} has one transformer, but models of its shape have two: it runs all steps")
     preset, fallback_repo = (
@@ -188,18 +233,30 @@ def _is_folder(folder: Path) -> bool:
     return _is_transformer(folder / FOLDERS["transformer"] if _has_experts(folder) else folder)
 
 
-def other_expert(name: str) -> tuple[str, ...]:
-    """List possible names of the other expert's file: `high` and `low` are swapped, or `EXPERT_PAIRS` has the name.
+def other_expert(path: str) -> tuple[str, ...]:
+    """List possible paths of the other expert's file, relative to the folder of a file.
 
-    The list is empty for a file that is not an expert.
+    In the file's name, `high` and `low` are swapped, or `EXPERT_PAIRS` has the name. If the folder's name has one of
+    these words too, as in `HighNoise`, the other file is in the folder with the other word. The list is empty for a
+    file that is not an expert.
     """
-    if name in EXPERT_PAIRS:
-        return (EXPERT_PAIRS[name],)
-    if Path(name).suffix not in SUFFIXES or not (parts := _split_expert_name(name)):
+    name = PurePath(path).name
+    if PurePath(path).suffix not in SUFFIXES:
         return ()
-    prefix, expert, suffix = parts
-    other = prefix + OTHER_WORD[expert] + suffix
-    return tuple(dict.fromkeys((other, DATE.sub("", other))))
+    names = [EXPERT_PAIRS[name]] if name in EXPERT_PAIRS else []
+    if not names and (parts := _split_expert_name(name)):
+        prefix, expert, suffix = parts
+        other = prefix + OTHER_WORD[expert] + suffix
+        names = [other, DATE.sub("", other)]
+    folder = _other_folder(path)
+    others = [f"../{folder}/{other}" for other in (names or [name])] if folder else []
+    return tuple(dict.fromkeys([*names, *others]))
+
+
+def _other_folder(path: str | Path) -> str | None:
+    """Return the name of the other expert's folder, if the name of the file's folder has `high` or `low`."""
+    parts = _split_expert_name(PurePath(path).parent.name)
+    return parts and parts[0] + OTHER_WORD[parts[1]] + parts[2]
 
 
 def _split_expert_name(name: str) -> tuple[str, str, str] | None:
@@ -209,13 +266,13 @@ def _split_expert_name(name: str) -> tuple[str, str, str] | None:
 
 
 def _is_high(path: Path) -> bool:
-    """Tell by its name whether a file or folder is the high-noise expert."""
-    match = EXPERT_WORD.search(path.name)
+    """Tell by its name, or by its folder's name, whether a file or folder is the high-noise expert."""
+    match = EXPERT_WORD.search(path.name) or EXPERT_WORD.search(path.parent.name)
     return match is not None and match[0] in HIGH_TO_LOW
 
 
-def _other_expert_paths(path: Path) -> list[Path]:
-    """List neighbouring files or folders that may be the other expert.
+def _other_expert_paths(path: Path, folder: str | None = None) -> list[Path]:
+    """List neighbouring files or folders that may be the other expert, or files in the neighbouring `folder`.
 
     A neighbour whose name is exactly this one's name with `high` and `low` swapped is the only result. If there is no
     such neighbour, the result has all neighbours whose name extends the swapped name or is extended by it, for example
@@ -224,6 +281,7 @@ def _other_expert_paths(path: Path) -> list[Path]:
     """
     if not (parts := _split_expert_name(path.name)):
         return []
+    path = path if folder is None else path.parents[1] / folder / path.name
     prefix, expert, suffix = parts
     other_prefix, stem_end = prefix + OTHER_WORD[expert], suffix.removesuffix(path.suffix)
     for name in (EXPERT_PAIRS.get(path.name), other_prefix + suffix):
@@ -240,15 +298,28 @@ def _other_expert_paths(path: Path) -> list[Path]:
     return matching or same_noise
 
 
-def _with_other_expert(components: dict[str, RecognisedComponent], path: Path) -> dict[str, RecognisedComponent]:
-    """Add the components of the other expert's file to the components of a file that holds a transformer."""
+def _other_expert_file(path: Path, transformer: Mapping[str, Any]) -> Path | None:
+    """Find the file of the other expert, beside a transformer's file or in the folder for the other expert.
+
+    Returns None for a transformer that is not an expert. Raises WanjaxError if the other file is missing.
+    """
     others = _other_expert_paths(path)
+    if not others and (folder := _other_folder(path.absolute())):
+        same_name = path.absolute().parents[1] / folder / path.name
+        others = [same_name] if same_name.is_file() else _other_expert_paths(path.absolute(), folder)
     if len(others) != 1:
-        _check_has_pair(components["transformer"].json, path, others)
-        return components
+        _check_has_pair(transformer, path, others)
+        return None
     if not others[0].is_file():
         raise WanjaxError(missing_file(others[0]))
-    other = recognise.components(open_tensors(others[0]))
+    return others[0]
+
+
+def _with_other_expert(
+    components: dict[str, RecognisedComponent], path: Path, other_file: Path | None
+) -> dict[str, RecognisedComponent]:
+    """Add the components of the other expert's file to the components of a file that holds a transformer."""
+    other = recognise.components(open_tensors(other_file)) if other_file else {}
     if "transformer" not in other:
         return components
     high, low = (components, other) if _is_high(path) else (other, components)

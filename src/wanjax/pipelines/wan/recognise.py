@@ -19,15 +19,16 @@ from wanjax.checkpoints.layout import (
 from wanjax.checkpoints.readers import RenamedReader, UnfusedReader, squeeze_leading, unflatten_patches
 from wanjax.checkpoints.torch_file import GENERATORS
 from wanjax.checkpoints.unsupported import UnsupportedModels, find_unsupported
+from wanjax.converters import t5
 from wanjax.converters.name_map import NameMap
 from wanjax.converters.wan import original
 from wanjax.errors import WanjaxError
 from wanjax.models.wan.config import VAEConfig
 
-IDENTIFYING_KEYS = {  # tensors that only this component has: by the authors, and by diffusers or transformers
+IDENTIFYING_KEYS = {  # tensors that only this component has, with the names of the authors and of other files
     "transformer": ("time_projection.1.weight", "condition_embedder.time_proj.weight"),
     "vae": ("encoder.conv1.weight", "encoder.conv_in.weight"),
-    "text_encoder": ("token_embedding.weight", "shared.weight"),
+    "text_encoder": ("token_embedding.weight", "shared.weight", "enc.blk.0.attn_rel_b.weight"),  # the last: llama.cpp
     "image_encoder": ("visual.pos_embedding", "vision_model.embeddings.position_embedding.weight"),
 }
 # The prefix of EMA weights in files such as guandeh17/Self-Forcing's. CausVid's bidirectional models have no EMA.
@@ -116,10 +117,7 @@ def component(name: str, reader: Reader, config: Mapping[str, Any] | None = None
         case "vae":
             json, names = _vae_config_and_names(reader, authors_names)
         case "text_encoder":
-            reader, names = (
-                RenamedReader(reader, lambda key: None if key in TOKENIZER_KEYS else key),
-                original.TEXT_ENCODER,
-            )
+            reader, names = RenamedReader(reader, _text_encoder_name), original.TEXT_ENCODER
             json = original.text_encoder_json(_authors_specs(reader, names, authors_names))
         case _:
             reader, names = _vision_tower(reader) if authors_names else reader, original.IMAGE_ENCODER
@@ -127,6 +125,11 @@ def component(name: str, reader: Reader, config: Mapping[str, Any] | None = None
     return RecognisedComponent(
         json, RenamedReader(reader, lambda key: names.to_diffusers(key) or key) if authors_names else reader
     )
+
+
+def _text_encoder_name(key: str) -> str | None:
+    """Leave out the tokenizer, and translate llama.cpp's names."""
+    return None if key in TOKENIZER_KEYS else t5.GGUF_NAMES.to_diffusers(key) or key
 
 
 def _check_supported(reader: Reader, names: Callable[[str], str | None]) -> None:
