@@ -69,7 +69,7 @@ def projected(eta: float, norm: float, momentum: float, prompt: Any, negative: A
 )
 def test_apg_is_that_of_its_paper_on_clean_latents(scheduler, given, eta, norm, momentum):
     rule = guidance_rule(f"apg:eta={eta},norm={norm},momentum={momentum}")
-    assert rule.has_average == (momentum != 0)
+    assert rule.uses_running_average == (momentum != 0)
     schedule = scheduler.schedule(STEPS, **given)
     average, past = jnp.zeros(SHAPE) if momentum else None, torch.zeros(SHAPE, dtype=torch.float64)
     for step in range(STEPS):

@@ -116,10 +116,10 @@ def test_rules_say_which_axes_divide_the_weights():
 
 
 def test_weights_are_counted_in_their_dtype():
-    assert cost_of().weights == cost_of(EXPERTS).weights == BF16  # one of two experts
+    assert cost_of().weight_bytes == cost_of(EXPERTS).weight_bytes == BF16  # one of two experts
     wide = step_cost(LARGE.family, LARGE.model, LARGE.settings, param_dtype="float32")
-    assert wide.weights == wide.network == 2 * BF16
-    assert cost_of(EXPERTS, offload="none").weights > 2 * BF16
+    assert wide.weight_bytes == wide.network_bytes == 2 * BF16
+    assert cost_of(EXPERTS, offload="none").weight_bytes > 2 * BF16
 
 
 @pytest.mark.parametrize(

@@ -741,7 +741,7 @@ class Saving(Observer):
 
     def denoised(self, latents: Any, chunk: Chunk) -> None:
         self._chunks.append(latents if chunk.count == 1 else np.asarray(latents))
-        if not chunk.last:
+        if not chunk.is_last:
             return
         video, file = self.video, self.video.folder / stage_files.LATENTS_FILE
         all_latents = latents if chunk.count == 1 else np.concatenate(self._chunks, axis=2)
@@ -768,7 +768,7 @@ class SavingWindows(Observer):
         self.video = video
 
     def window(self, window: Window) -> None:
-        position = f"window {window.number + 1} of {window.count}"
+        position = f"window {window.index + 1} of {window.count}"
         self.video.report.note(f"{position}: {window.settings.prompt}")
 
     def joined(self, seam: Seam) -> None:

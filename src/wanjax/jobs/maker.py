@@ -364,7 +364,7 @@ class JobProgress(Observer):
         )
 
     def window(self, window: Window) -> None:
-        self._window_index, self._window_count = window.number, window.count
+        self._window_index, self._window_count = window.index, window.count
         self._previews = self._new_previews()  # a new observer for each window, because it counts steps
 
     @contextmanager

@@ -270,7 +270,7 @@ class InitStatic(NamedTuple):
         shape: The shape of the whole video's noise, [B C T H W].
         posteriors: The distributions to sample latents from.
         chunk_frames: The number of frames in a chunk; None for a video that is denoised as a whole.
-        has_average: True if the guidance rule carries an average.
+        uses_running_average: True if the guidance rule carries an average.
         stream_shapes: The shapes of further streams, [B C ...], by name.
         stream_offset: The number of streams in earlier passes. The offset gives this pass its own noise.
     """
@@ -279,7 +279,7 @@ class InitStatic(NamedTuple):
     shape: tuple[int, ...]
     posteriors: tuple[Posterior, ...] = ()
     chunk_frames: int | None = None
-    has_average: bool = False
+    uses_running_average: bool = False
     stream_shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
     stream_offset: int = 0
 
@@ -340,7 +340,7 @@ def begin(
         keys = solver_keys(key_data, 0 if static.chunk_frames is None else number, steps_fold)
         step_noise = select_stream(noise_inputs.step_noise, name)
         step_noise_args = () if step_noise is None else (jnp.moveaxis(step_noise, 2, -1),)
-        average = jnp.zeros_like(x) if static.has_average else None
+        average = jnp.zeros_like(x) if static.uses_running_average else None
         return x, static.scheduler.init(schedule, x, keys, *step_noise_args), average
 
     x, solver, average = per_stream(begin_stream, {name: name for name in shapes} if static.stream_shapes else VIDEO)

@@ -70,7 +70,7 @@ class GuidanceRule:
     """True for a rule that needs a guidance scale above 1."""
 
     @property
-    def has_average(self) -> bool:
+    def uses_running_average(self) -> bool:
         """True for a rule that carries an average from step to step."""
         return False
 
@@ -184,7 +184,7 @@ class ProjectedGuidance(GuidanceRule):
             raise WanjaxError(f"{self} cannot project {repr_short(self.of)}: use of=clean or of=prediction")
 
     @property
-    def has_average(self) -> bool:
+    def uses_running_average(self) -> bool:
         return self.momentum != 0
 
     def values(self, step: int, scale: float) -> Any:

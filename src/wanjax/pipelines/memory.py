@@ -35,14 +35,16 @@ def bytes_needed(network: nnx.Module) -> int:
     return sum(device_bytes) if device_platform() == "cpu" else max(device_bytes, default=0)
 
 
-def check_video(settings: Settings, weights: int, tokens: int, devices: int) -> None:
+def check_video(settings: Settings, weight_bytes: int, token_bytes: int, devices: int) -> None:
     """Raise WanjaxError if a denoising step of a video needs more than the total memory of a device.
 
-    `weights` are the bytes of the denoiser's weights on a device. `tokens` are the bytes of the tokens on all `devices`
-    together. Nothing is rejected if the memory is unknown.
+    `weight_bytes` counts the denoiser's weights on a device, and `token_bytes` the tokens on all `devices` together.
+    Nothing is rejected if the memory is unknown.
     """
     is_cpu = local_devices()[0].platform == "cpu"
-    check_memory(settings, weights + (tokens if is_cpu else tokens // devices))  # CPU devices share one memory
+    check_memory(
+        settings, weight_bytes + (token_bytes if is_cpu else token_bytes // devices)
+    )  # CPU devices share one memory
 
 
 def check_memory(settings: Settings, needed: int, stage: str | None = None) -> None:
@@ -74,18 +76,18 @@ def check_memory(settings: Settings, needed: int, stage: str | None = None) -> N
         warnings.warn(message, WanjaxWarning, stacklevel=user_stack_level())
 
 
-def surely_fits(size: tuple[int, int], frames: int, weights: int) -> bool:
+def surely_fits(size: tuple[int, int], frames: int, weight_bytes: int) -> bool:
     """Tell whether a video certainly fits into this machine's memory, without compiling its programs.
 
     Args:
         size: The (height, width) of the video.
         frames: The number of frames.
-        weights: The bytes of the largest network.
+        weight_bytes: The bytes of the largest network.
     """
     device = local_devices()[0]
     if device.platform != "cpu" or (total := total_memory(device)) is None:
         return True  # an accelerator's compiler rejects programs that do not fit
-    return MIN_PROCESS_BYTES + weights + MAX_BYTES_PER_PIXEL * size[0] * size[1] * frames <= total
+    return MIN_PROCESS_BYTES + weight_bytes + MAX_BYTES_PER_PIXEL * size[0] * size[1] * frames <= total
 
 
 def total_memory(device: Any) -> int | None:

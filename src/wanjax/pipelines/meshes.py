@@ -44,16 +44,16 @@ class StepCost(NamedTuple):
     Attributes:
         forward: The work for one prompt.
         guided: True if a step has two prompts, which the axis `dp` can separate.
-        network: The bytes of the weights of the network that runs the step.
-        weights: The bytes of all weights in memory during the step.
+        network_bytes: The bytes of the weights of the network that runs the step.
+        weight_bytes: The bytes of all weights in memory during the step.
         ring: True if TPUs can use ring attention, which sends keys while it computes.
         rules: The sharding rules, which decide how weights are sharded and whether they are gathered.
     """
 
     forward: ForwardCost
     guided: bool
-    network: int
-    weights: int
+    network_bytes: int
+    weight_bytes: int
     ring: bool = False
     rules: ShardingRules = SHARDING_RULES["fsdp"]
 
@@ -177,7 +177,7 @@ def weights_fit(cost: StepCost, mesh: MeshSizes, memory: int | None) -> bool:
         memory: The bytes of memory of each device; None if unknown: the weights are then assumed to fit.
     """
     max_share = 0.8 if cost.rules.weights else 1.0
-    return memory is None or cost.weights / cost.weight_shards(mesh) < max_share * memory
+    return memory is None or cost.weight_bytes / cost.weight_shards(mesh) < max_share * memory
 
 
 def step_seconds(cost: StepCost, mesh: MeshSizes, chip: Card | Chip | Machine) -> float:
@@ -194,7 +194,7 @@ def step_seconds(cost: StepCost, mesh: MeshSizes, chip: Card | Chip | Machine) -
     padding = ceil(work.heads / tp) * tp / work.heads  # heads are padded if `tp` does not divide their number
     flops = work.scores * padding / ATTENTION_UTILIZATION + matmul_flops / MATMUL_UTILIZATION
     compute_seconds = flops / shards / chip.flops
-    weight_bytes = cost.network * (shards - 1) / shards if cost.rules.gather_weights else 0
+    weight_bytes = cost.network_bytes * (shards - 1) / shards if cost.rules.gather_weights else 0
     token_bytes = BFLOAT16_BYTES * work.layers * work.tokens / shards * work.width  # of q, k, v or output
     all_to_all_bytes = 4 * token_bytes * padding * _all_to_all_share(tp, chip)
     ring_bytes = 2 * token_bytes * (sp - 1)

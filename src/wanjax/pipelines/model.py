@@ -155,18 +155,18 @@ class Chunk(NamedTuple):
     """The frames of a video that are denoised together.
 
     Args:
-        number: The number of the chunk, from 0.
+        index: The index of the chunk, from 0.
         count: The number of chunks of the video.
         frames: The latent frames of the chunk.
     """
 
-    number: int
+    index: int
     count: int
     frames: range
 
     @property
-    def last(self) -> bool:
-        return self.number + 1 == self.count
+    def is_last(self) -> bool:
+        return self.index + 1 == self.count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,7 +249,7 @@ class ModelSpec:
     @property
     def has_experts(self) -> bool:
         """True if two networks share the steps of a pass."""
-        return len(self.denoisers) > 1 and not any(one_pass.denoisers for one_pass in self.passes)
+        return len(self.denoisers) > 1 and not any(video_pass.denoisers for video_pass in self.passes)
 
     @property
     def chunk_length(self) -> int:
@@ -486,11 +486,11 @@ class ModelSpec:
         """
         _, channels, frames, *cells = self.latent_shape(settings)
         shapes = {}
-        for number, pass_settings in enumerate(self.passes_of(settings)):
+        for pass_index, pass_settings in enumerate(self.passes_of(settings)):
             for name, shape in self.noise_shapes(pass_settings, references, videos).items():
-                shapes[noise_name(name, INITIAL, number)] = shape
+                shapes[noise_name(name, INITIAL, pass_index)] = shape
                 if self.scheduler.stochastic:
-                    shapes[noise_name(name, STEP_NOISE, number)] = (pass_settings.steps, *shape)
+                    shapes[noise_name(name, STEP_NOISE, pass_index)] = (pass_settings.steps, *shape)
         for posterior in self.posteriors:
             if posterior.input_name in self.input_names:
                 count = 1 if posterior.input_name == "image" else frames
@@ -521,7 +521,7 @@ class ModelSpec:
         """
         size = self.chunk_frames or frames
         count = frames // size
-        return [Chunk(number, count, range(number * size, (number + 1) * size)) for number in range(count)]
+        return [Chunk(index, count, range(index * size, (index + 1) * size)) for index in range(count)]
 
     # ---- steps
 
@@ -533,19 +533,25 @@ class ModelSpec:
         Args:
             settings: The settings of the video.
         """
-        return [self._pass_settings(number, one_pass, settings) for number, one_pass in enumerate(self.passes)]
+        return [
+            self._pass_settings(pass_index, video_pass, settings) for pass_index, video_pass in enumerate(self.passes)
+        ]
 
-    def _pass_settings(self, number: int, one_pass: Pass, settings: Settings) -> Settings:
+    def _pass_settings(self, pass_index: int, video_pass: Pass, settings: Settings) -> Settings:
         changes: dict[str, object] = {
-            "height": settings.height // one_pass.divisor,
-            "width": settings.width // one_pass.divisor,
+            "height": settings.height // video_pass.divisor,
+            "width": settings.width // video_pass.divisor,
         }
-        changes |= {"steps": one_pass.steps or settings.steps} | ({"cache": NONE} if number else {})
-        if one_pass.strength is not None:
-            changes["strength"] = one_pass.strength
-        if one_pass.guidance_scale is not None:
-            changes |= {"guidance_scale": one_pass.guidance_scale, "guidance_scale_2": None, "dynamic_guidance": False}
-            if settings.guidance_rule.needs_scale and one_pass.guidance_scale <= 1:
+        changes |= {"steps": video_pass.steps or settings.steps} | ({"cache": NONE} if pass_index else {})
+        if video_pass.strength is not None:
+            changes["strength"] = video_pass.strength
+        if video_pass.guidance_scale is not None:
+            changes |= {
+                "guidance_scale": video_pass.guidance_scale,
+                "guidance_scale_2": None,
+                "dynamic_guidance": False,
+            }
+            if settings.guidance_rule.needs_scale and video_pass.guidance_scale <= 1:
                 changes["guidance_rule"] = CLASSIFIER_FREE
         return replace(settings, **changes)
 
@@ -585,15 +591,15 @@ class ModelSpec:
         skipped = settings.steps - settings.steps_with_strength if starts_from_video else 0
         return self.scheduler.schedule(settings.steps, skip=skipped, **self.schedule_options(settings))
 
-    def phases(self, schedule: Schedule, settings: Settings, number: int = 0) -> tuple[Phase, ...]:
+    def phases(self, schedule: Schedule, settings: Settings, pass_index: int = 0) -> tuple[Phase, ...]:
         """Divide the steps into phases, one for each network, with their guidance scales.
 
         Args:
             schedule: The noise levels of the steps.
             settings: The settings of the video.
-            number: The number of the pass, from 0.
+            pass_index: The index of the pass, from 0.
         """
-        return phases_of(self.passes[number].denoisers or self.denoisers, np.asarray(schedule.timesteps), settings)
+        return phases_of(self.passes[pass_index].denoisers or self.denoisers, np.asarray(schedule.timesteps), settings)
 
     def noise_range(self, network: str, settings: Settings) -> tuple[float, float]:
         """Return the lowest and highest noise level (0 to 1) at which a network denoises.
@@ -858,8 +864,8 @@ def phases_of(
         (denoisers[1], high_noise_steps, (scale_2,) * (total - high_noise_steps)),
     ]
     return tuple(
-        Phase(name, start, scales, total, number, skipped)
-        for number, (name, start, scales) in enumerate(phase for phase in expert_steps if phase[2])
+        Phase(name, start, scales, total, index, skipped)
+        for index, (name, start, scales) in enumerate(phase for phase in expert_steps if phase[2])
     )
 
 

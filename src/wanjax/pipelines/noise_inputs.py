@@ -24,9 +24,9 @@ NoiseInput = LatentsInput | Mapping[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def noise_name(stream: str, kind: str, number: int = 0) -> str:
-    """Name the noise of a stream. `kind` is `INITIAL` or `STEP_NOISE`, and `number` is the number of the pass."""
-    return (kind if stream == VIDEO else f"{stream}_{kind}") + (f"_{number + 1}" if number else "")
+def noise_name(stream: str, kind: str, pass_index: int = 0) -> str:
+    """Name the noise of a stream. `kind` is `INITIAL` or `STEP_NOISE`, and `pass_index` is the number of the pass."""
+    return (kind if stream == VIDEO else f"{stream}_{kind}") + (f"_{pass_index + 1}" if pass_index else "")
 
 
 def checked_noise_inputs(noise: NoiseInput | None, expected: Shapes) -> dict[str, Float[np.ndarray, "..."]]:

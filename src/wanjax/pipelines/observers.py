@@ -117,21 +117,21 @@ class Progress(NamedTuple):
     """The position of a chunk or a pass in its video.
 
     Args:
-        number: The number of the pass, from 0.
-        passes: The number of passes.
+        pass_index: The index of the pass, from 0.
+        num_passes: The number of passes.
         earlier_steps: The number of steps of the video before this pass or chunk.
-        total: The number of steps of the whole video.
+        total_steps: The number of steps of the whole video.
     """
 
-    number: int
-    passes: int
+    pass_index: int
+    num_passes: int
     earlier_steps: int
-    total: int
+    total_steps: int
 
     @property
-    def last(self) -> bool:
+    def is_last(self) -> bool:
         """True for the last pass."""
-        return self.number + 1 == self.passes
+        return self.pass_index + 1 == self.num_passes
 
 
 class Start(NamedTuple):
@@ -297,7 +297,7 @@ class Monitor:
     ):
         self.observers, self.chunk, self.timesteps = observers, chunk, timesteps
         self.latent_preview, self.executes, self.dtype = latent_preview, executes, dtype
-        self._earlier_steps, self._total, self._steps = progress.earlier_steps, progress.total, len(timesteps)
+        self._earlier_steps, self._total, self._steps = progress.earlier_steps, progress.total_steps, len(timesteps)
         self._queue: deque[tuple[int, Any]] = deque()
         self._last: Step | None = None
 
@@ -316,7 +316,7 @@ class Monitor:
         """
         if self.executes and self.chunk.count == 1:
             self.observers.notify("count", "step", self._earlier_steps + done, self._total)
-        elif self.executes and self.chunk.number == 0:
+        elif self.executes and self.chunk.index == 0:
             self.observers.notify("count", "block", 0, self.chunk.count)
 
     def switched(self, network: str, index: int, seconds: float) -> None:

@@ -13,7 +13,7 @@ class Phase(NamedTuple):
         start: The index of the first step, from 0.
         scales: The guidance scale of each step.
         total: The number of steps of the whole video.
-        number: The number of earlier phases.
+        index: The index of the phase, from 0.
         skipped: The number of steps at the start of the schedule that are skipped because the video starts from an
             input video.
     """
@@ -22,7 +22,7 @@ class Phase(NamedTuple):
     start: int
     scales: tuple[float, ...]
     total: int
-    number: int = 0
+    index: int = 0
     skipped: int = 0
 
     @property

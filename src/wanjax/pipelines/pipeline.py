@@ -399,8 +399,8 @@ class Pipeline(metaclass=OtherNamesMeta):
         """
         check_settings_type(settings)
         sizes = self.components.sizes
-        if weights := max((sizes.get(name, 0) for name in self.model.spec.denoisers), default=0):
-            check_video(settings, weights, min_step_bytes(self.model, settings), self.partitioner.mesh.size)
+        if weight_bytes := max((sizes.get(name, 0) for name in self.model.spec.denoisers), default=0):
+            check_video(settings, weight_bytes, min_step_bytes(self.model, settings), self.partitioner.mesh.size)
 
     def _check_strength(self, settings: Settings, video: Any) -> None:
         """Raise WanjaxError for a strength without an input video, or for a model that cannot start from one."""

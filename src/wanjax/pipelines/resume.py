@@ -57,7 +57,7 @@ class ResumeObserver(Observer):
 
     def window(self, window: Window) -> None:
         """Use one file per window. Files of finished windows are kept, because later windows depend on them."""
-        self.file = self._window_file = self._video_file.with_stem(f"{self._video_file.stem}_{window.number + 1}")
+        self.file = self._window_file = self._video_file.with_stem(f"{self._video_file.stem}_{window.index + 1}")
         self._has_windows = True
 
     def resumed(self, start: Start) -> tuple[State, int] | None:
@@ -66,9 +66,9 @@ class ResumeObserver(Observer):
         Each pass has its own file, which stays after the pass is finished.
         """
         progress, steps = start.progress, sum(len(phase.scales) for phase in start.phases)
-        if progress.passes > 1:
-            self.file = self._window_file.with_stem(f"{self._window_file.stem}_pass_{progress.number + 1}")
-        saves_end = self._has_windows or not progress.last
+        if progress.num_passes > 1:
+            self.file = self._window_file.with_stem(f"{self._window_file.stem}_pass_{progress.pass_index + 1}")
+        saves_end = self._has_windows or not progress.is_last
         self._earlier_steps = progress.earlier_steps
         self._always_saved_step = progress.earlier_steps + steps if saves_end else 0
         self._saved_steps = self._saved_steps if progress.earlier_steps else 0
@@ -91,7 +91,7 @@ class ResumeObserver(Observer):
         starts_phase = steps in [phase.start for phase in start.phases]  # the phase's network has cached nothing yet
         cached = tuple(_numbered_arrays(arrays, f"kept.{i}") for i in range(int(file.metadata["forwards"])))
         if steps and self.resumed_at:
-            self.resumed_at(progress.earlier_steps + steps, progress.total)
+            self.resumed_at(progress.earlier_steps + steps, progress.total_steps)
         self._saved_steps = progress.earlier_steps + steps
         self.on_save(self._saved_steps)
         state = jax.tree.unflatten(tree, [arrays[name] for name in state_arrays])

@@ -110,7 +110,7 @@ class Run:
                     latent_chunks = list(latent_chunks)
             for video, request in enumerate(batch[:count]):
                 is_last = video + 1 == count
-                yield request, self.frames(latent_chunks, video=video, last=is_last, seed=request.settings.seed)
+                yield request, self.frames(latent_chunks, video=video, is_last=is_last, seed=request.settings.seed)
 
     def stage(self, name: str) -> AbstractContextManager[None]:
         """Run a stage in the contexts of all observers.
@@ -134,8 +134,8 @@ class Run:
         """Encode each prompt once, and the shared images and clips; return the conditioning of each prompt."""
         with self.stage("encode"), self.runtime.strategy.stage("encode"):
             text_conditioning = self._encode_texts()
-            picture_fields = self._encode_pictures(self.pictures, self.requests[0].settings)
-        conditioning = {prompt: text._replace(**picture_fields) for prompt, text in text_conditioning.items()}
+            picture_conditioning = self._encode_pictures(self.pictures, self.requests[0].settings)
+        conditioning = {prompt: text._replace(**picture_conditioning) for prompt, text in text_conditioning.items()}
         for prompt_conditioning in conditioning.values():
             self.observers.notify("encoded", prompt_conditioning)
         return conditioning
@@ -151,9 +151,9 @@ class Run:
 
     def _encode_pictures(self, pictures: Pictures, settings: Settings) -> Mapping[str, Field | None]:
         """Encode images and clips; return the fields of the conditioning that belong to them."""
-        picture_fields = self.model.encode_inputs(self.runtime, pictures, settings, tiling=self.tiling)
-        picture_fields = add_shape(picture_fields, self.model.conditioning_type, pictures, settings)
-        return self.runtime.components.finish_stage(picture_fields)
+        picture_conditioning = self.model.encode_inputs(self.runtime, pictures, settings, tiling=self.tiling)
+        picture_conditioning = add_shape(picture_conditioning, self.model.conditioning_type, pictures, settings)
+        return self.runtime.components.finish_stage(picture_conditioning)
 
     def _window_frames(self, settings: Settings, text_conditioning: dict[str, Conditioning]) -> Iterator[Clip]:
         """Yield the new frames of each window of a video. The first window encodes the prompts of all windows."""
@@ -216,7 +216,7 @@ class Run:
         dtype: DTypeLike = jnp.uint8,
         *,
         video: int = 0,
-        last: bool = True,
+        is_last: bool = True,
         seed: int | None = None,
     ) -> Iterator[Frames]:
         """Yield the frames of each chunk of a video. Only the yielded chunk and the next chunk are in memory.
@@ -228,7 +228,7 @@ class Run:
             latent_chunks: The latents of consecutive frames, [B C T H W] or streams.
             dtype: The type of the frames: uint8, or a float type for [0, 1].
             video: The index of the video in its batch.
-            last: Whether this is the last video of the batch to be decoded.
+            is_last: Whether this is the last video of the batch to be decoded.
             seed: The seed of noise that the decoder adds; None is the seed of the first request.
 
         Raises:
@@ -254,7 +254,7 @@ class Run:
             yield chunk
             if total is not None:
                 self.observers.notify("count", "chunk", done, total)
-        if last:
+        if is_last:
             runtime.components.finish_stage(())
 
     def _chunk_frames(self, chunks: Iterator[Decoded]) -> Iterator[Frames]:

@@ -86,7 +86,7 @@ def denoise(
             has_sparse_steps = model.spec.radial_attention and module.attention.radial
             network = SplitNetwork(*nnx.split(module))
             groups = grouping(phase.guided, batch_guidance, runtime.partitioner)
-            preparation = Preparation(groups, guidance.nag, chunk.number, memory)
+            preparation = Preparation(groups, guidance.nag, chunk.index, memory)
             contexts = model.prepare(runtime, network, conditioning, state.x, preparation)
             inputs = ModelInputs(network.weights, *contexts, groups.batch * state.videos)
             cache = make_cache(runtime, denoiser, network, schedule, phase)
@@ -102,7 +102,7 @@ def denoise(
                 monitor.stepped(index, state, x0, is_finite, reuses)
             monitor.finish_phase()
             state = replace(state, cached=None)
-            if not chunk.last:
+            if not chunk.is_last:
                 memory = model.update_memory(runtime, network, inputs, state.x)
             del module, network, preparation, contexts, inputs  # free the weights before the next network is loaded
     if step_noise is not None:
@@ -168,8 +168,8 @@ def sample(
     for pass_settings, step_count in zip(passes, steps, strict=True):
         check_rule(pass_settings.guidance_rule, pass_settings.guided, step_count)
     observers.notify("started", conditioning)
-    for number, pass_settings in enumerate(passes):
-        progress = Progress(number, len(passes), sum(steps[:number]), sum(steps))
+    for pass_index, pass_settings in enumerate(passes):
+        progress = Progress(pass_index, len(passes), sum(steps[:pass_index]), sum(steps))
         latent_chunks = sample_pass(
             runtime,
             model,
@@ -183,7 +183,7 @@ def sample(
             observers=observers,
             latent_preview=latent_preview,
         )
-        if progress.last:
+        if progress.is_last:
             yield from latent_chunks
         else:
             [latents] = latent_chunks
@@ -212,41 +212,41 @@ def sample_pass(
     Args:
         runtime, model, conditioning, seeds, batch_guidance, observers, latent_preview: As in `sample`.
         settings: The settings of the pass.
-        progress: The number of the pass, and the number of steps before it.
+        progress: The index of the pass, and the number of steps before it.
         noise: The noise of all passes, with checked shapes.
         torch_noise: Draws the noise that `noise` lacks; None draws it on the device.
         make_cache: A function that creates the step cache of a phase; None uses the rule in the settings.
     """
-    spec, key_data, rule, number = model.spec, seed_to_key_data(seeds), settings.guidance_rule, progress.number
+    spec, key_data, rule, pass_index = model.spec, seed_to_key_data(seeds), settings.guidance_rule, progress.pass_index
     schedule, streams = spec.schedule(settings, conditioning), (VIDEO, *spec.latent_streams)
     shapes = spec.noise_shapes(settings, model.leading_frames(conditioning, settings), len(seeds))
     steps = len(schedule.timesteps)
-    phases, pictures, memory = spec.phases(schedule, settings, number), latents_of(conditioning, spec), None
+    phases, pictures, memory = spec.phases(schedule, settings, pass_index), latents_of(conditioning, spec), None
     make_cache = make_cache or partial(step_cache, spec.cache_rule(settings), spec.tables_for(conditioning))
-    facts = origin_facts(runtime, model, settings, seeds, batch_guidance) | {"pass": number}
+    facts = origin_facts(runtime, model, settings, seeds, batch_guidance) | {"pass": pass_index}
     arrays = [*(x for x in conditioning if x is not None), *noise.values()]
     stream_shapes = tuple((name, shapes[name]) for name in spec.latent_streams)
     if torch_noise is not None:
-        names = {noise_name(name, INITIAL, number): name for name in streams}
+        names = {noise_name(name, INITIAL, pass_index): name for name in streams}
         noise = {**{key: torch_noise.draw(shapes[name]) for key, name in names.items() if key not in noise}, **noise}
     for chunk in spec.chunks(shapes[VIDEO][2]):
         frames = None if chunk.count == 1 else len(chunk.frames)
-        chunk_noise = noise_for_chunk(noise, spec, chunk, steps, number)
+        chunk_noise = noise_for_chunk(noise, spec, chunk, steps, pass_index)
         chunk_progress = progress._replace(
-            earlier_steps=progress.earlier_steps + chunk.number * steps, total=chunk.count * progress.total
+            earlier_steps=progress.earlier_steps + chunk.index * steps, total_steps=chunk.count * progress.total_steps
         )
         init = InitStatic(
             model.scheduler,
             shapes[VIDEO],
             spec.posteriors,
             frames,
-            rule.has_average,
+            rule.uses_running_average,
             stream_shapes,
-            number * len(streams),
+            pass_index * len(streams),
         )
         with runtime.strategy.stage("denoise"):
             state, sampled_fields = runtime.call(
-                begin, init, key_data, chunk_noise, schedule, pictures, np.int32(chunk.number)
+                begin, init, key_data, chunk_noise, schedule, pictures, np.int32(chunk.index)
             )
             inputs, completed_steps = conditioning._replace(**sampled_fields), 0
             if chunk.count == 1:
@@ -262,7 +262,7 @@ def sample_pass(
                 settings.dtype,
             )
             monitor.begin(completed_steps)
-            step_noise = torch_noise and steps_of(torch_noise, spec, schedule, shapes, chunk, noise, number)
+            step_noise = torch_noise and steps_of(torch_noise, spec, schedule, shapes, chunk, noise, pass_index)
             state, memory = denoise(
                 runtime,
                 model,
@@ -280,13 +280,13 @@ def sample_pass(
             )
             static = model.denoiser, frames or spec.latent_shape(settings)[2]
             latents = runtime.call(finish, static, state.x, latents_of(inputs, spec))
-        if progress.last:
+        if progress.is_last:
             observers.notify("denoised", latents, chunk)
         yield latents
 
 
 def noise_for_chunk(
-    arrays: Mapping[str, np.ndarray], spec: ModelSpec, chunk: Chunk, steps: int, number: int = 0
+    arrays: Mapping[str, np.ndarray], spec: ModelSpec, chunk: Chunk, steps: int, pass_index: int = 0
 ) -> NoiseOverrides:
     """Select the noise of a chunk and of the steps that run.
 
@@ -295,12 +295,12 @@ def noise_for_chunk(
         spec: The model's spec.
         chunk: The chunk.
         steps: The number of steps that run, which are the last steps of the schedule.
-        number: The number of the pass, from 0.
+        pass_index: The index of the pass, from 0.
     """
     full_axis, frames = slice(None), slice(chunk.frames.start, chunk.frames.stop)
 
     def by_stream(kind: str, *steps: slice) -> dict[str, np.ndarray | None]:
-        noise = {name: arrays.get(noise_name(name, kind, number)) for name in (VIDEO, *spec.latent_streams)}
+        noise = {name: arrays.get(noise_name(name, kind, pass_index)) for name in (VIDEO, *spec.latent_streams)}
         indices = {name: (*steps, full_axis, full_axis, frames) if name == VIDEO else (*steps,) for name in noise}
         return {name: x if x is None else x[indices[name]] for name, x in noise.items()}
 
@@ -319,7 +319,7 @@ def steps_of(
     shapes: Mapping[str, tuple[int, ...]],
     chunk: Chunk,
     provided: Mapping[str, np.ndarray],
-    number: int,
+    pass_index: int,
 ) -> StepNoise | None:
     """Return the noise of a chunk's steps that a caller did not provide; None if there is none.
 
@@ -330,12 +330,12 @@ def steps_of(
         shapes: The shapes of the whole video's noise, by stream.
         chunk: The chunk.
         provided: The provided noise by name.
-        number: The number of the pass, from 0.
+        pass_index: The index of the pass, from 0.
     """
     batch, channels, _, *cells = shapes[VIDEO]
     chunk_shapes = {**shapes, VIDEO: (batch, channels, len(chunk.frames), *cells)}
     missing = {
-        name: shape for name, shape in chunk_shapes.items() if noise_name(name, STEP_NOISE, number) not in provided
+        name: shape for name, shape in chunk_shapes.items() if noise_name(name, STEP_NOISE, pass_index) not in provided
     }
     if not (spec.scheduler.stochastic and missing):
         return None

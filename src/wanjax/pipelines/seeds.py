@@ -86,17 +86,17 @@ def key_of(key_data: UInt32[Array | np.ndarray, "2"]) -> PRNGKeyArray:
     return jax.random.wrap_key_data(jnp.asarray(key_data), impl=GENERATOR)
 
 
-def draw_noise(key_data: KeyData, shape: tuple[int, ...], number: int = 0) -> Float32[Array, "..."]:
+def draw_noise(key_data: KeyData, shape: tuple[int, ...], key_number: int = 0) -> Float32[Array, "..."]:
     """Draw normally distributed noise; its first axis has one video per seed.
 
     Args:
         key_data: The key data of the seeds.
         shape: The shape of the noise.
-        number: The number of the noise: different numbers give independent noise, and 0 is the initial noise.
+        key_number: The number to fold into the keys; each number gives other noise, and 0 gives the initial noise.
             `key_numbers` uses 0, 1 and the numbers from 4. The numbers 2 and 3 are for sampled image and video latents.
     """
     keys = [key_of(pair) for pair in key_data]
-    keys = [jax.random.fold_in(key, number) for key in keys] if number else keys
+    keys = [jax.random.fold_in(key, key_number) for key in keys] if key_number else keys
     return jnp.concatenate([jax.random.normal(key, (1, *shape[1:]), jnp.float32) for key in keys])
 
 
@@ -140,15 +140,15 @@ def _bits_to_normal(bits: UInt32[Array, "..."]) -> Float32[Array, "..."]:
     return np.float32(np.sqrt(2)) * jax.lax.erf_inv(uniform)
 
 
-def solver_keys(key_data: KeyData, chunk: int | Int[Array, ""] = 0, number: int = 1) -> Key[Array, " B"]:
+def solver_keys(key_data: KeyData, chunk: int | Int[Array, ""] = 0, key_number: int = 1) -> Key[Array, " B"]:
     """Return the keys [B] for the noise of stochastic steps. This noise is independent of the initial noise.
 
     Args:
         key_data: The key data of the seeds.
         chunk: The number of the chunk; each chunk of a causal video has its own keys.
-        number: The key number of the stream's steps, from `key_numbers`.
+        key_number: The key number of the stream's steps, from `key_numbers`.
     """
-    keys = jnp.stack([jax.random.fold_in(key_of(pair), number) for pair in key_data])
+    keys = jnp.stack([jax.random.fold_in(key_of(pair), key_number) for pair in key_data])
     if isinstance(chunk, int) and chunk == 0:
         return keys
     chunk_keys = jax.vmap(lambda key: jax.random.fold_in(key, chunk))(keys)

@@ -357,7 +357,7 @@ class Settings:
     def prompts(self) -> list[str]:
         """The prompt of each window."""
         lines = [self.prompt, *self.then.splitlines()]
-        return [lines[min(number, len(lines) - 1)] for number in range(self.windows)]
+        return [lines[min(index, len(lines) - 1)] for index in range(self.windows)]
 
     @property
     def guidance_scales(self) -> tuple[float, ...]:

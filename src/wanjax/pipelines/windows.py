@@ -45,15 +45,15 @@ class Seam(NamedTuple):
 
 
 class Window(NamedTuple):
-    """A window: its number from 0, the number of windows, and the settings for the window as a video of its own."""
+    """A window: its index from 0, the number of windows, and the settings for the window as a video of its own."""
 
-    number: int
+    index: int
     count: int
     settings: Settings
 
     @property
-    def last(self) -> bool:
-        return self.number + 1 == self.count
+    def is_last(self) -> bool:
+        return self.index + 1 == self.count
 
 
 def windows_of(settings: Settings) -> list[Window]:
@@ -61,11 +61,11 @@ def windows_of(settings: Settings) -> list[Window]:
     window_settings = replace(settings, windows=1, then="")
     return [
         Window(
-            number,
+            index,
             settings.windows,
-            replace(window_settings, prompt=prompt, seed=(settings.seed + number) % 2**SEED_BITS),
+            replace(window_settings, prompt=prompt, seed=(settings.seed + index) % 2**SEED_BITS),
         )
-        for number, prompt in enumerate(settings.prompts)
+        for index, prompt in enumerate(settings.prompts)
     ]
 
 
@@ -109,13 +109,13 @@ def window_pictures(
         previous_frames: The last frames of the previous window; None for the first window.
         continuation_input: The input that receives these frames, `ModelSpec.continuation_input`.
     """
-    pictures = pictures if window.last else pictures.with_inputs(last_image=None)
+    pictures = pictures if window.is_last else pictures.with_inputs(last_image=None)
     if previous_frames is None:
         return pictures
     if continuation_input == PICTURE:
         return pictures.with_inputs(image=previous_frames[-1], video=None)
     settings, overlap = window.settings, len(previous_frames)
-    start = window.number * (settings.frames - overlap)
+    start = window.index * (settings.frames - overlap)
 
     def window_clip(clip: Clip | None, fill: int) -> np.ndarray:
         if clip is None:

@@ -189,7 +189,7 @@ class ServedMaker(VideoMaker):
         program_key = (
             *settings_key,
             type(rule),
-            rule.has_average,
+            rule.uses_running_average,
             request.scheduler,
             tuple(file_names(request.inputs)),
         )

@@ -167,7 +167,7 @@ class MagCache(CacheRule):
         assert table is not None
         delta, most = self.delta or table.delta, self.most or table.most
         uncached_share = table.whole if self.whole is None else self.whole
-        if not table.turns[phase.number]:
+        if not table.turns[phase.index]:
             return (False,) * len(phase.steps)
         ratio_lists = (table.prompt, table.negative) if phase.guided else (table.prompt,)
         ratios = np.stack([nearest(table_ratios, phase.skipped + phase.total) for table_ratios in ratio_lists])[
@@ -196,7 +196,7 @@ def _may_reuse(step: int, phase: Phase, uncached_share: float, table: Magnitudes
     round it up.
     """
     forward, full_forwards = 2 * step, 2 * len(phase.steps) * uncached_share
-    return forward > full_forwards if phase.number == 1 and table.turns[0] else forward >= int(full_forwards)
+    return forward > full_forwards if phase.index == 1 and table.turns[0] else forward >= int(full_forwards)
 
 
 def nearest(ratios: Sequence[float], steps: int) -> Float[np.ndarray, " steps"]:
