@@ -200,6 +200,6 @@ def test_one_process_draws_without_the_others(monkeypatch):
 
 def test_every_stream_of_latents_has_noise_of_its_own():
     """Two keys each, none of which is another's or a picture's; the video's are those of a model without others."""
-    numbers = [number for stream in range(9) for number in key_numbers(stream)]
+    numbers = [number for modality in range(9) for number in key_numbers(modality)]
     assert numbers[:2] == [0, 1]
     assert len({*numbers, *(one.key_number for one in POSTERIORS)}) == 18 + len(POSTERIORS)

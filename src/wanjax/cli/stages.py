@@ -47,7 +47,7 @@ from wanjax.media.inputs import INPUT_SPECS
 from wanjax.media.metadata import DIGESTS_KEY, file_digests, load_settings, load_stage_settings
 from wanjax.media.pictures import Pictures
 from wanjax.media.stage_files import LATENTS_FILE, VIDEO_FILE
-from wanjax.pipelines.denoiser import select_stream
+from wanjax.pipelines.denoiser import select_modality
 from wanjax.pipelines.guidance import CLASSIFIER_FREE
 from wanjax.pipelines.model import Chunk, check_compatible, conditioning_from, with_scheduler
 from wanjax.pipelines.noise_inputs import checked_noise_inputs
@@ -65,7 +65,7 @@ from wanjax.pipelines.tracing import (
     check_run_memory,
     trace_programs,
 )
-from wanjax.pipelines.validation import check_streams, check_strength
+from wanjax.pipelines.validation import check_modalities, check_strength
 from wanjax.pipelines.video_metadata import devices_of, paths_of
 from wanjax.pipelines.windows import Seam, Window
 from wanjax.pricing.roofline import CORE_FLOPS, cpu_machine, peak_flops
@@ -184,7 +184,7 @@ def decode(report: Report, request: VideoRequest, options: PipelineOptions, comm
         video.check_latents(
             latents, shape_known=all(stored_settings.get(name) for name in ("frames", "height", "width"))
         )
-        check_decode_memory(video.pipe, select_stream(latents).shape, tiling=video.run_options["tiling"])
+        check_decode_memory(video.pipe, select_modality(latents).shape, tiling=video.run_options["tiling"])
         decoder = {name: video.record[name] for name in ("decoder",) if name in video.record}
         digests = file_digests(stored_settings) | file_digests(video.record)
         video.record |= (
@@ -456,8 +456,8 @@ class VideoCommand:
         """Raise WanjaxError unless latents fit the model. With `shape_known`, they must also fit the size and length of
         the video."""
         file, settings = self.folder / stage_files.LATENTS_FILE, self.settings
-        check_streams(latents, self.pipe.model.spec.latent_streams, settings.model)
-        latents = select_stream(latents)
+        check_modalities(latents, self.pipe.model.spec.extra_modalities, settings.model)
+        latents = select_modality(latents)
         channels, expected_channels = latents.shape[1], self.pipe.model.vae.latent_channels
         if channels != expected_channels:
             raise WanjaxError(

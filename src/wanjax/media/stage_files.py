@@ -34,8 +34,8 @@ PREVIEW_FILE = "preview.png"
 VIDEO_FILE = "output_video.mp4"
 PICTURE_SETTINGS = ("height", "width", "frames", "resize", "follow")
 """Settings that shape the conditioning from pictures, beside the pictures."""
-VIDEO_STREAM = "video"  # the latents of this stream are the tensor "latents"
-STREAM_SUFFIX = "_latents"  # suffix of the names of other streams' tensors
+VIDEO_MODALITY = "video"  # the latents of this modality are the tensor "latents"
+MODALITY_SUFFIX = "_latents"  # suffix of the names of other modalities' tensors
 VIDEO_SHAPE_TENSOR = "video_shape"
 """The tensor with the numbers of frames, height, width and references for which pictures were encoded."""
 ENVIRONMENT_SETTINGS = {
@@ -109,27 +109,30 @@ def load_video_shape(folder: Path) -> dict[str, Int[np.ndarray, "1 4"]]:
 
 
 def save_latents(folder: Path, latents: Any, settings: Mapping[str, Any]) -> None:
-    """Write latents [1 C T H W], or the latents of several streams by name, with the settings that shaped them."""
+    """Write latents [1 C T H W], or the latents of several modalities by name, with the settings that shaped them."""
     saved_settings = {name: value for name, value in settings.items() if name != "fps"}
-    streams = dict(latents) if isinstance(latents, Mapping) else {VIDEO_STREAM: latents}
-    tensors = {"latents": streams.pop(VIDEO_STREAM), **{f"{name}{STREAM_SUFFIX}": x for name, x in streams.items()}}
+    modalities = dict(latents) if isinstance(latents, Mapping) else {VIDEO_MODALITY: latents}
+    tensors = {
+        "latents": modalities.pop(VIDEO_MODALITY),
+        **{f"{name}{MODALITY_SUFFIX}": x for name, x in modalities.items()},
+    }
     _save_stage(folder / LATENTS_FILE, tensors, saved_settings)
 
 
 def load_latents(folder: Path, settings: Mapping[str, Any]) -> Any:
-    """Return the latents [1 C T H W] in a folder, or those of several streams by name.
+    """Return the latents [1 C T H W] in a folder, or those of several modalities by name.
 
     Raises WanjaxError if they are missing, broken, not finite or of another rank, or if they were made with other
     settings than `settings`, the output of `metadata.load_settings`.
     """
     file = _open_stage(folder, LATENTS_FILE, settings)
-    streams = {VIDEO_STREAM: _read(file, "latents", FLOAT_KINDS, rank=5)}
+    modalities = {VIDEO_MODALITY: _read(file, "latents", FLOAT_KINDS, rank=5)}
     for name in file.specs:
-        if name.endswith(STREAM_SUFFIX):
-            streams[name.removesuffix(STREAM_SUFFIX)] = _read(file, name, FLOAT_KINDS)
-    if not all(jnp.isfinite(x).all() for x in streams.values()):
+        if name.endswith(MODALITY_SUFFIX):
+            modalities[name.removesuffix(MODALITY_SUFFIX)] = _read(file, name, FLOAT_KINDS)
+    if not all(jnp.isfinite(x).all() for x in modalities.values()):
         raise WanjaxError(f"{file.path} holds latents that are not finite: run `wanjax denoise` again")
-    return streams if len(streams) > 1 else streams[VIDEO_STREAM]
+    return modalities if len(modalities) > 1 else modalities[VIDEO_MODALITY]
 
 
 def load_noise(path: str | Path, names: Sequence[str] = ("noise",)) -> dict[str, Float[Array, "..."]]:

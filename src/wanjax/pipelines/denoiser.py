@@ -10,8 +10,8 @@
 A family implements `Denoiser`; a step cache decides which of the network's blocks a prediction runs. `sampling` has the
 loop.
 
-x is an array, the video's latents, or a mapping of streams that are denoised together, by name. The video's stream is
-`VIDEO`. The network sees all streams; guidance and the scheduler treat each separately.
+x is an array, the video's latents, or a mapping of modalities that are denoised together. The video is
+`VIDEO`. The network sees all modalities; guidance and the scheduler treat each separately.
 """
 
 from abc import ABC, abstractmethod
@@ -38,31 +38,31 @@ from wanjax.schedulers.base import Schedule
 from wanjax.sharding import replicate
 
 LatentArray = Float[ArrayOrShape, "B T H W C"]  # latents, as a program's argument or result
-Streams = (
+LatentTree = (
     Float[ArrayOrShape, "B ..."] | Mapping[str, Float[ArrayOrShape, "B ..."]]
 )  # latents, or arrays of the same shapes
 Noise = Float[ArrayOrShape | np.ndarray, "..."]
-NoiseArrays = Noise | Mapping[str, Noise | None]  # one array, or arrays by the names of streams
+NoiseArrays = Noise | Mapping[str, Noise | None]  # one array, or arrays by modality
 Tree = TypeVar("Tree")  # a tree of arrays
 
 
-def select_stream(latents: Any, name: str = VIDEO) -> Any:
-    """Return the latents, or other values, of one stream. A single array belongs to the video's stream.
+def select_modality(latents: Any, name: str = VIDEO) -> Any:
+    """Return the latents, or other values, of one modality. A single array is the video.
 
     Args:
-        latents: An array, or arrays by the names of streams.
-        name: The name of the stream.
+        latents: An array, or arrays by modality.
+        name: The name of the modality.
     """
     return latents.get(name) if isinstance(latents, Mapping) else latents
 
 
-def per_stream(function: Callable[..., tuple[object, ...]], x: object, *trees: object) -> tuple[Any, ...]:
-    """Call a function for each stream of x and the same stream of `trees`; return each of its results by stream.
+def per_modality(function: Callable[..., tuple[object, ...]], x: object, *trees: object) -> tuple[Any, ...]:
+    """Call a function for each modality of x and the same modality of `trees`; return each of its results by modality.
 
     Args:
-        function: Called with the arrays of one stream.
-        x: An array, or arrays by the names of streams.
-        trees: More trees with the streams of x, or values that all streams share.
+        function: Called with the arrays of one modality.
+        x: An array, or arrays by modality.
+        trees: More trees with the modalities of x, or values that all modalities share.
     """
     tree = jax.tree.structure(x)
     results = [function(*arguments) for arguments in zip(*map(tree.flatten_up_to, (x, *trees)), strict=True)]
@@ -84,11 +84,11 @@ class Denoiser(ABC):
         blocks: BlockCache = EVERY_BLOCK,
         dense: bool | None = None,
     ) -> Any:
-        """Return the network's prediction [B T H W _C], by stream if there are several.
+        """Return the network's prediction [B T H W _C], by modality if there are several.
 
         Args:
             network: The network, merged.
-            x: The latents [B T H W C], or streams.
+            x: The latents [B T H W C], or a mapping by modality.
             t: A tree of timesteps [B], as returned by `timesteps`.
             prompt: The context of the prompts, as returned by `VideoModel.prepare`.
             shared: The inputs that all prompts share.
@@ -114,11 +114,11 @@ class Denoiser(ABC):
         """
         return schedule.timesteps[0]
 
-    def finalize(self, x: Streams, conditioning: Mapping[str, ArrayOrShape]) -> Streams:
+    def finalize(self, x: LatentTree, conditioning: Mapping[str, ArrayOrShape]) -> LatentTree:
         """Return the final latents of the video, from those after the last step.
 
         Args:
-            x: The latents after the last step, [B T H W C] or streams.
+            x: The latents after the last step, [B T H W C], or a mapping by modality.
             conditioning: Encoded images by name.
         """
         return x
@@ -187,16 +187,16 @@ class State:
     """The values that each step updates.
 
     Args:
-        x: The latents, [B T H W C] or streams.
+        x: The latents, [B T H W C], or a mapping by modality.
         solver: The scheduler's state.
         cached: The values that each forward cached; None for a step that runs all blocks.
         average: The moving average of a guidance rule with momentum; None for other rules.
     """
 
-    x: Any  # [B T H W C], or streams
+    x: Any  # [B T H W C], or a mapping by modality
     solver: object
     cached: Cached | None = None  # a tuple for each forward
-    average: Any = None  # [B T H W C], or streams
+    average: Any = None  # [B T H W C], or a mapping by modality
 
     @property
     def videos(self) -> int:
@@ -271,8 +271,8 @@ class InitStatic(NamedTuple):
         posteriors: The distributions to sample latents from.
         chunk_frames: The number of frames in a chunk; None for a video that is denoised as a whole.
         uses_running_average: True if the guidance rule carries an average.
-        stream_shapes: The shapes of further streams, [B C ...], by name.
-        stream_offset: The number of streams in earlier passes. The offset gives this pass its own noise.
+        modality_shapes: The shapes of further modalities, [B C ...], by name.
+        modality_offset: The number of modalities in earlier passes. The offset gives this pass its own noise.
     """
 
     scheduler: Scheduler
@@ -280,16 +280,16 @@ class InitStatic(NamedTuple):
     posteriors: tuple[Posterior, ...] = ()
     chunk_frames: int | None = None
     uses_running_average: bool = False
-    stream_shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    stream_offset: int = 0
+    modality_shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    modality_offset: int = 0
 
 
 class NoiseOverrides(NamedTuple):
     """Provided noise that is used instead of the seeds' noise.
 
     Args:
-        initial: The initial noise of this chunk, [B C T H W], by stream; None draws it from the seeds.
-        step_noise: The noise of its steps, [steps B C T H W], by stream; None draws it from the seeds.
+        initial: The initial noise of this chunk, [B C T H W], by modality; None draws it from the seeds.
+        step_noise: The noise of its steps, [steps B C T H W], by modality; None draws it from the seeds.
         pictures: The noise for sampled latents of images, by name.
     """
 
@@ -318,12 +318,12 @@ def begin(
         number: The number of the chunk, from 0.
     """
     image_latents = draw_posteriors(static.posteriors, pictures, key_data, noise_inputs.pictures or {})
-    shapes = {VIDEO: static.shape, **dict(static.stream_shapes)}
+    shapes = {VIDEO: static.shape, **dict(static.modality_shapes)}
 
-    def begin_stream(name: str) -> tuple[Latents, object, Latents | None]:
-        """Return the latents of a stream, the solver's state and the average."""
-        noise_fold, steps_fold = key_numbers(static.stream_offset + [*shapes].index(name))
-        if (initial := select_stream(noise_inputs.initial, name)) is not None:
+    def begin_modality(name: str) -> tuple[Latents, object, Latents | None]:
+        """Return the latents of a modality, the solver's state and the average."""
+        noise_fold, steps_fold = key_numbers(static.modality_offset + [*shapes].index(name))
+        if (initial := select_modality(noise_inputs.initial, name)) is not None:
             noise = initial.astype(jnp.float32)
         elif static.chunk_frames is None:
             noise = draw_noise(key_data, shapes[name], noise_fold)
@@ -338,12 +338,14 @@ def begin(
             clean_latents = pad_front(jnp.moveaxis(latents.astype(jnp.float32), 1, -1), noise.shape[1])
             x = static.scheduler.add_noise(schedule, clean_latents, noise)
         keys = solver_keys(key_data, 0 if static.chunk_frames is None else number, steps_fold)
-        step_noise = select_stream(noise_inputs.step_noise, name)
+        step_noise = select_modality(noise_inputs.step_noise, name)
         step_noise_args = () if step_noise is None else (jnp.moveaxis(step_noise, 2, -1),)
         average = jnp.zeros_like(x) if static.uses_running_average else None
         return x, static.scheduler.init(schedule, x, keys, *step_noise_args), average
 
-    x, solver, average = per_stream(begin_stream, {name: name for name in shapes} if static.stream_shapes else VIDEO)
+    x, solver, average = per_modality(
+        begin_modality, {name: name for name in shapes} if static.modality_shapes else VIDEO
+    )
     return State(x, solver, average=average), image_latents
 
 
@@ -359,17 +361,17 @@ def draw(shape: tuple[int, ...], key_data: KeyData) -> Float[Array, "B C T H W"]
 
 
 @program(scan_options)
-def finish(static: tuple[Denoiser, int], x: Streams, pictures: Mapping[str, Array]) -> Streams:
-    """Convert the latents after the last step to the final ones: the video's [B _C _T H W], other streams' [B C ...].
+def finish(static: tuple[Denoiser, int], x: LatentTree, pictures: Mapping[str, Array]) -> LatentTree:
+    """Convert the latents after the last step to the final ones: [B _C _T H W] for the video, [B C ...] for others.
 
     Args:
         static: The denoiser, and the number of frames.
-        x: The latents after the last step, [B T H W C] or streams.
+        x: The latents after the last step, [B T H W C], or a mapping by modality.
         pictures: Encoded images by name.
     """
     denoiser, frames = static
     x = denoiser.finalize(x, pictures)
-    video = select_stream(x)[:, -frames:]
+    video = select_modality(x)[:, -frames:]
     return jax.tree.map(lambda x: jnp.moveaxis(x, -1, 1), {**x, VIDEO: video} if isinstance(x, Mapping) else video)
 
 
@@ -387,7 +389,7 @@ def join(axis: int, parts: tuple[Tree, ...]) -> Tree:
 @program(matmul_options, donated=("state",), fast_options=fast_matmul_options)
 def take_step(
     static: StepProgram, state: State, inputs: ModelInputs, guidance: Array, schedule: Schedule
-) -> tuple[State, Streams, Bool[Array, ""]]:
+) -> tuple[State, LatentTree, Bool[Array, ""]]:
     """Take one step. Also return the predicted clean latents, and whether all latents are finite.
 
     Args:
@@ -419,5 +421,5 @@ def take_step(
         return x, solver, average, x0, jnp.isfinite(x).all()
 
     prediction = jax.tree.map(lambda *forwards: jnp.concatenate(forwards), *predictions)
-    x, solver, average, x0, finite = per_stream(step, state.x, state.solver, state.average, prediction)
+    x, solver, average, x0, finite = per_modality(step, state.x, state.solver, state.average, prediction)
     return State(x, solver, cached, average), x0, reduce(jnp.logical_and, jax.tree.leaves(finite))

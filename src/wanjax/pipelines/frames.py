@@ -21,7 +21,7 @@ from wanjax.layers.tiling import Tile, Tiling, blend_tiles, split_into_tiles
 from wanjax.sharding import VIDEO_AXES, align_shardings, constrain, replicate
 
 LatentsInput = Float[ArrayOrShape | np.ndarray, "B C T H W"]
-# The latents of the video, or streams by name
+# The latents of the video, or a mapping by modality
 AnyLatents = LatentsInput | Mapping[str, Float[ArrayOrShape | np.ndarray, "B ..."]]
 FramesInput = Shaped[Array | np.ndarray, "T H W 3"] | Sequence[Shaped[np.ndarray, "_H _W 3"]]
 Frames = UInt8[ArrayOrShape, "_T _H _W 3"] | Float[ArrayOrShape, "_T _H _W 3"]

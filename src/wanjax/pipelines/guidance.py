@@ -21,7 +21,7 @@ from wanjax.figures import pluralize
 from wanjax.pipelines.rule_text import parse_rule
 from wanjax.sharding import Partitioner
 
-Latents = Float[Array, "B ... C"]  # an array of the video, [B T H W C], or of another stream, such as [B L C]
+Latents = Float[Array, "B ... C"]  # an array of the video, [B T H W C], or of another modality, such as [B L C]
 
 
 class Groups(NamedTuple):

@@ -28,7 +28,7 @@ from wanjax.media.inputs import InputSpec
 from wanjax.media.pictures import Pictures, size_for_area
 from wanjax.pipelines.caching.cache_tables import NO_TABLES, Tables
 from wanjax.pipelines.caching.rules import NONE, CacheRule, chosen_rule
-from wanjax.pipelines.denoiser import Denoiser, ModelInputs, Posterior, Preparation, pad_front, select_stream
+from wanjax.pipelines.denoiser import Denoiser, ModelInputs, Posterior, Preparation, pad_front, select_modality
 from wanjax.pipelines.frames import AnyLatents, Decoded, decode_latents
 from wanjax.pipelines.guidance import CLASSIFIER_FREE, check_rule, dynamic_scales
 from wanjax.pipelines.noise_inputs import INITIAL, STEP_NOISE, VIDEO, noise_name
@@ -121,7 +121,7 @@ class ForwardCost(NamedTuple):
     ring: bool = False
 
 
-class LatentStream(NamedTuple):
+class ModalitySpec(NamedTuple):
     """Latents [B C L] that are denoised together with a video's, such as the latents of its sound.
 
     Args:
@@ -193,8 +193,8 @@ class ModelSpec:
         fixed_size: The only supported (height, width); None if any size is supported.
         posteriors: The encoded images or videos whose latents are sampled from the autoencoder's posterior.
         noise_layout: How the reference draws noise, for the setting `rng`.
-        latent_streams: Latents other than the video's, such as a sound's, that are denoised with it, by name; none with
-            `chunk_frames`.
+        extra_modalities: Latents other than the video's, such as a sound's, that are denoised with it, by name; none
+            with `chunk_frames`.
         passes: The passes in which a video is denoised; a single pass with `chunk_frames`.
         text_length: The number of tokens in `prompt_embeds`, if it is the same for all prompts.
         config_entries: The entries that `with_attention` adds to the denoiser's config.json.
@@ -219,7 +219,7 @@ class ModelSpec:
     fixed_size: tuple[int, int] | None = None
     posteriors: tuple[Posterior, ...] = ()
     noise_layout: NoiseLayout = field(default_factory=NoiseLayout)
-    latent_streams: Mapping[str, LatentStream] = field(default_factory=dict[str, LatentStream])
+    extra_modalities: Mapping[str, ModalitySpec] = field(default_factory=dict[str, ModalitySpec])
     passes: tuple[Pass, ...] = (Pass(),)
     text_length: int | None = None
     config_entries: Mapping[str, object] = field(default_factory=dict[str, object])
@@ -401,10 +401,10 @@ class ModelSpec:
         """
         model = settings.model
         self.check_not_chunked(model, "training")
-        if self.latent_streams:
-            streams = " and ".join(self.latent_streams)
+        if self.extra_modalities:
+            modalities = " and ".join(self.extra_modalities)
             raise WanjaxError(
-                f"{model} makes {streams} too, which training does not support: use a model of video only"
+                f"{model} makes {modalities} too, which training does not support: use a model of video only"
             )
 
     def check_chunked(self, model: str) -> None:
@@ -428,7 +428,7 @@ class ModelSpec:
         height, width = (pixels // self.vae.spatial_factor for pixels in settings.size)
         return 1, self.vae.latent_channels, frames, height, width
 
-    def stream_shapes(self, settings: Settings) -> dict[str, Shape]:
+    def modality_shapes(self, settings: Settings) -> dict[str, Shape]:
         """Return the shapes [1 C L] of the other latents that are denoised with the video's latents, by name.
 
         Args:
@@ -436,8 +436,8 @@ class ModelSpec:
         """
         seconds = settings.frames / settings.fps
         return {
-            name: (1, stream.channels, round(seconds * stream.per_second))
-            for name, stream in self.latent_streams.items()
+            name: (1, modality.channels, round(seconds * modality.per_second))
+            for name, modality in self.extra_modalities.items()
         }
 
     def denoised_frames(self, frames: int) -> int:
@@ -463,14 +463,14 @@ class ModelSpec:
         return batch, channels, references + self.denoised_frames(frames), height, width
 
     def noise_shapes(self, settings: Settings, references: int = 0, videos: int = 1) -> dict[str, Shape]:
-        """Return the shapes of the initial noise of a batch of videos in one pass, by stream.
+        """Return the shapes of the initial noise of a batch of videos in one pass, by modality.
 
         Args:
             settings: The settings of the pass.
             references: The number of latent frames of reference images.
             videos: The number of videos in the batch.
         """
-        shapes = {VIDEO: self.noise_shape(settings, references), **self.stream_shapes(settings)}
+        shapes = {VIDEO: self.noise_shape(settings, references), **self.modality_shapes(settings)}
         return {name: (videos, *shape[1:]) for name, shape in shapes.items()}
 
     def noise_inputs(self, settings: Settings, references: int = 0, videos: int = 1) -> Mapping[str, Shape]:
@@ -764,17 +764,17 @@ class VideoModel(ABC, Generic[ConditioningT]):
     def refine(self, runtime: Runtime, conditioning: ConditioningT, latents: AnyLatents) -> ConditioningT:
         """Compute the conditioning of the next pass from the conditioning and the latents of a finished pass.
 
-        The next pass starts from the field `video_latents` and, for another stream, from `NAME_latents`. The shapes of
-        these fields are the shapes of the next pass. By default the latents are passed on unchanged, because both
+        The next pass starts from the field `video_latents` and, for another modality, from `NAME_latents`. The shapes
+        of these fields are the shapes of the next pass. By default the latents are passed on unchanged, because both
         passes have the same size.
 
         Args:
             runtime: The networks, devices and strategy.
             conditioning: The conditioning of the finished pass.
-            latents: The latents of the finished pass, [B C T H W] or streams.
+            latents: The latents of the finished pass, [B C T H W], or a mapping by modality.
         """
-        streams = latents if isinstance(latents, Mapping) else {VIDEO: latents}
-        return conditioning._replace(**{f"{name}_latents": x for name, x in streams.items()})
+        modalities = latents if isinstance(latents, Mapping) else {VIDEO: latents}
+        return conditioning._replace(**{f"{name}_latents": x for name, x in modalities.items()})
 
     def decode(
         self,
@@ -786,12 +786,12 @@ class VideoModel(ABC, Generic[ConditioningT]):
         tiling: Tiling | None = None,
         video: int = 0,
     ) -> Iterator[Decoded]:
-        """Decode a video lazily, chunk by chunk. By default the autoencoder decodes the video's stream.
+        """Decode a video lazily, chunk by chunk. By default the autoencoder decodes the video.
 
         Args:
             runtime: Calls programs.
-            latent_chunks: The latents of consecutive frames, [B C T H W] or streams. An iterator if the model denoises
-                chunk by chunk, else a list of one item.
+            latent_chunks: The latents of consecutive frames, [B C T H W], or a mapping by modality. An iterator if the
+                model denoises chunk by chunk, else a list of one item.
             seed: The seed for a decoder that adds noise.
             dtype: The dtype of the frames.
             tiling: The tiling with all sizes set; None decodes whole frames.
@@ -801,9 +801,9 @@ class VideoModel(ABC, Generic[ConditioningT]):
             Decoded chunks. `ModelSpec.decode_lengths` gives the number of latent frames of each chunk.
         """
         latent_list: Any = latent_chunks  # indexed only if the latents are a list
-        chunk_lengths = self.spec.decode_lengths(self.spec.chunk_frames or select_stream(latent_list[0]).shape[2])
+        chunk_lengths = self.spec.decode_lengths(self.spec.chunk_frames or select_modality(latent_list[0]).shape[2])
         decoder = runtime.components.get(runtime.components.decoder)
-        video_chunks = map(select_stream, latent_chunks)
+        video_chunks = map(select_modality, latent_chunks)
         return map(Decoded, decode_latents(decoder, video_chunks, chunk_lengths, dtype, tiling, runtime.call, video))
 
     def tokenize(self, runtime: Runtime, prompts: Sequence[str], reference_impl: str) -> tuple[TokenBatch, ...]:
@@ -951,15 +951,15 @@ def conditioning_from(model: VideoModel[ConditioningT], tensors: Mapping[str, Ar
 
 
 def latents_of(conditioning: Conditioning, spec: ModelSpec | None = None) -> dict[str, Any]:
-    """Return the conditioning fields that hold latents: encoded images [B C T H W], and other streams.
+    """Return the conditioning fields that hold latents: encoded images [B C T H W], and other modalities.
 
     Args:
         conditioning: The output of `encode`.
-        spec: The spec of the model, which names its other streams; None returns only the latents of images.
+        spec: The spec of the model, which names its other modalities; None returns only the latents of images.
     """
-    streams = {f"{name}_latents" for name in (spec.latent_streams if spec else ())}
+    modalities = {f"{name}_latents" for name in (spec.extra_modalities if spec else ())}
     arrays = {name: x for name, x in conditioning._asdict().items() if x is not None}
-    return {name: x for name, x in arrays.items() if len(x.shape) == 5 or name in streams}
+    return {name: x for name, x in arrays.items() if len(x.shape) == 5 or name in modalities}
 
 
 def with_attention(model: VideoModel[Any], attention: AttentionConfig, name: str) -> VideoModel[Any]:

@@ -4,7 +4,7 @@
 Programs draw the remaining noise from the seed.
 
 `noise` is the initial noise, and `step_noise` is the noise that the steps of a stochastic solver add. Names for another
-stream of latents start with the name of the stream, and names for a second pass end with `_2`. A family may define
+modality of latents start with the name of the modality, and names for a second pass end with `_2`. A family may define
 further names.
 """
 
@@ -19,14 +19,14 @@ from wanjax.pipelines.frames import LatentsInput
 from wanjax.pipelines.validation import check_noise
 
 INITIAL, STEP_NOISE = "noise", "step_noise"
-VIDEO = "video"  # the name of the video's stream of latents
+VIDEO = "video"  # the name of the modality that is the video
 NoiseInput = LatentsInput | Mapping[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def noise_name(stream: str, kind: str, pass_index: int = 0) -> str:
-    """Name the noise of a stream. `kind` is `INITIAL` or `STEP_NOISE`, and `pass_index` is the number of the pass."""
-    return (kind if stream == VIDEO else f"{stream}_{kind}") + (f"_{pass_index + 1}" if pass_index else "")
+def noise_name(modality: str, kind: str, pass_index: int = 0) -> str:
+    """Name the noise of a modality. `kind` is `INITIAL` or `STEP_NOISE`, and `pass_index` is the index of the pass."""
+    return (kind if modality == VIDEO else f"{modality}_{kind}") + (f"_{pass_index + 1}" if pass_index else "")
 
 
 def checked_noise_inputs(noise: NoiseInput | None, expected: Shapes) -> dict[str, Float[np.ndarray, "..."]]:

@@ -17,7 +17,7 @@ from wanjax.dims import readable_signature
 from wanjax.errors import WanjaxError
 from wanjax.execution import ArrayOrShape
 from wanjax.pipelines import progress
-from wanjax.pipelines.denoiser import State, Streams, select_stream
+from wanjax.pipelines.denoiser import LatentTree, State, select_modality
 from wanjax.pipelines.frames import AnyLatents
 from wanjax.pipelines.model import Chunk, Conditioning
 from wanjax.pipelines.phases import Phase
@@ -33,15 +33,15 @@ class Step:
     """A denoising step.
 
     `latents` [B C T H W] are the latents after the step. Read them before the next step, which reuses the buffers of
-    `state`. `x0` [B C T H W] are the predicted clean latents. `latents` and `x0` are the video's stream; other streams,
-    such as sound, are in `state.x` and `predicted`.
+    `state`. `x0` [B C T H W] are the predicted clean latents. `latents` and `x0` are those of the video; other
+    modalities, such as sound, are in `state.x` and `predicted`.
 
     Args:
         index: The number of the step, from 0.
         total: The number of steps of the pass.
         timestep: The timestep at the start of the step.
         state: The input of the next step.
-        predicted: The predicted clean latents, [B T H W C], or streams.
+        predicted: The predicted clean latents, [B T H W C], or a mapping by modality.
         reuses: Whether the step reuses cached values. The value is also True if the device decides this and the host
             does not know the decision.
         latent_preview: Creates the preview map at the first call; None if there are no previews.
@@ -51,7 +51,7 @@ class Step:
     total: int
     timestep: float
     state: State
-    predicted: Streams  # the clean latents of each stream, [B T H W C]
+    predicted: LatentTree  # the clean latents of each modality, [B T H W C]
     reuses: bool = False
     latent_preview: Callable[[], LatentPreview] | None = None
 
@@ -62,7 +62,7 @@ class Step:
 
     @cached_property  # cached, so that latents that were read once stay valid after the next step
     def _latents(self) -> Float[Array, "B C T H W"]:
-        return jnp.moveaxis(select_stream(self.state.x), -1, 1)
+        return jnp.moveaxis(select_modality(self.state.x), -1, 1)
 
     @property
     def x0(self) -> Float[Array, "B C T H W"]:
@@ -71,7 +71,7 @@ class Step:
 
     @cached_property
     def _x0(self) -> Float[Array, "B C T H W"]:
-        return jnp.moveaxis(select_stream(self.predicted), -1, 1)
+        return jnp.moveaxis(select_modality(self.predicted), -1, 1)
 
     def preview(self) -> UInt8[np.ndarray, "B T _H _W 3"]:
         """Make small images of the predicted latents, one for each latent frame. The call waits for the device."""
@@ -229,7 +229,7 @@ class Observer:
         """
 
     def denoised(self, latents: AnyLatents, chunk: Chunk) -> None:
-        """Receive the latents of one chunk, for a batch of videos: [B C T H W] or streams.
+        """Receive the latents of one chunk, for a batch of videos: [B C T H W], or a mapping by modality.
 
         Args:
             latents: The latents of the chunk.
@@ -329,7 +329,7 @@ class Monitor:
         """
         self.observers.notify("switched", Switch(network, self._earlier_steps + index, self._total, seconds))
 
-    def stepped(self, index: int, state: State, x0: Streams, finite: Bool[ArrayOrShape, ""], reuses: bool) -> None:
+    def stepped(self, index: int, state: State, x0: LatentTree, finite: Bool[ArrayOrShape, ""], reuses: bool) -> None:
         """Report a step, after waiting until at most `IN_FLIGHT` steps are queued.
 
         Args:

@@ -41,7 +41,7 @@ from wanjax.media.video import Video
 from wanjax.pipelines.caching.cache_tables import table_digest
 from wanjax.pipelines.caching.rules import check_separate_forwards
 from wanjax.pipelines.components import Components
-from wanjax.pipelines.denoiser import draw, join, select_stream
+from wanjax.pipelines.denoiser import draw, join, select_modality
 from wanjax.pipelines.family import named_sizes, resolution_name
 from wanjax.pipelines.frames import AnyLatents, Frames, FramesInput, LatentsInput, chunk_count, encode_clip
 from wanjax.pipelines.guidance import check_rule
@@ -81,10 +81,10 @@ from wanjax.pipelines.validation import (
     check_function,
     check_latents,
     check_loaded,
+    check_modalities,
     check_prompt,
     check_prompt_list,
     check_settings_type,
-    check_streams,
     check_strength,
     check_text,
     check_tiling,
@@ -578,7 +578,7 @@ class Pipeline(metaclass=OtherNamesMeta):
                 encoded.
 
         Returns:
-            Normalised latents [B C T H W], float32, one video per seed. A model with several streams of latents
+            Normalised latents [B C T H W], float32, one video per seed. A model with several modalities of latents
             returns a mapping of them.
 
         Raises:
@@ -763,7 +763,7 @@ class Pipeline(metaclass=OtherNamesMeta):
         """Decode latents to frames: the third stage.
 
         Args:
-            latents: The output of `denoise` for one video: [1 C T H W], or a mapping for several streams.
+            latents: The output of `denoise` for one video: [1 C T H W], or a mapping for several modalities.
             dtype: uint8, or a float dtype for values in [0, 1].
             tiling: Decode tile by tile, which saves memory. `Tiling()` has the sizes that the model's authors chose.
             callback: Called after each chunk with the number of decoded chunks and of all chunks.
@@ -778,7 +778,7 @@ class Pipeline(metaclass=OtherNamesMeta):
         check_function(callback, "callback", "the number of decoded chunks", "the number of all chunks")
         chunks, total = [], self.chunks(latents)
         check_tiling(tiling, self.model.vae)
-        check_decode_memory(self, select_stream(latents).shape, tiling=tiling)
+        check_decode_memory(self, select_modality(latents).shape, tiling=tiling)
         run = Run(self, [], tiling=tiling, observers=self._create_observers(None))
         with run.stage("decode"):
             for chunk in run.frames([latents], dtype, seed=seed):
@@ -794,7 +794,7 @@ class Pipeline(metaclass=OtherNamesMeta):
             latents: Latents of one video.
         """
         self._check_latents(latents)
-        frames = select_stream(latents).shape[2]
+        frames = select_modality(latents).shape[2]
         return chunk_count(frames, self.model.spec.decode_lengths(frames))
 
     def decode_chunks(
@@ -808,20 +808,20 @@ class Pipeline(metaclass=OtherNamesMeta):
         """Yield the frames of each chunk of latents; at most two chunks are in memory.
 
         Args:
-            latents: Latents of one video, [1 C T H W] or streams.
+            latents: Latents of one video, [1 C T H W], or a mapping by modality.
             dtype: uint8, or a float dtype for frames in [0, 1].
             tiling: Decode tile by tile, which saves memory.
             seed: The seed of the noise that some decoders add; None is the model's default.
         """
         self._check_latents(latents)
         check_tiling(tiling, self.model.vae)
-        check_decode_memory(self, select_stream(latents).shape, tiling=tiling)
+        check_decode_memory(self, select_modality(latents).shape, tiling=tiling)
         yield from Run(self, [], tiling=tiling).frames([latents], dtype, seed=seed)
 
     def _check_latents(self, latents: Any) -> None:
         """Raise WanjaxError unless the latents can be the latents of one video of the model."""
-        check_streams(latents, self.model.spec.latent_streams, self.defaults.model)
-        check_latents(select_stream(latents), self.model.vae.latent_channels)
+        check_modalities(latents, self.model.spec.extra_modalities, self.defaults.model)
+        check_latents(select_modality(latents), self.model.vae.latent_channels)
 
     def encode_video(self, frames: FramesInput, *, tiling: Tiling | None = None) -> Float[ArrayOrShape, "1 C _T _H _W"]:
         """Encode frames to latents. `decode` restores them, with the loss of the autoencoder.

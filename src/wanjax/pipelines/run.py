@@ -28,7 +28,7 @@ from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Clip, Pictures
 from wanjax.pipelines.caching.rules import check_separate_forwards
 from wanjax.pipelines.components import Components
-from wanjax.pipelines.denoiser import join, select_stream
+from wanjax.pipelines.denoiser import join, select_modality
 from wanjax.pipelines.frames import AnyLatents, Call, Decoded, Frames, chunk_count
 from wanjax.pipelines.model import Conditioning, Field, VideoModel
 from wanjax.pipelines.noise_inputs import NoiseInput
@@ -225,7 +225,7 @@ class Run:
         that are not frames, such as sound (`Observer.decoded`).
 
         Args:
-            latent_chunks: The latents of consecutive frames, [B C T H W] or streams.
+            latent_chunks: The latents of consecutive frames, [B C T H W], or a mapping by modality.
             dtype: The type of the frames: uint8, or a float type for [0, 1].
             video: The index of the video in its batch.
             is_last: Whether this is the last video of the batch to be decoded.
@@ -242,7 +242,7 @@ class Run:
             latent_chunks = list(checked_chunks) if isinstance(latent_chunks, Sequence) else checked_chunks
         tiling = self.tiling and self.tiling.completed(spec.vae.tiling, spec.vae.spatial_factor)
         if isinstance(latent_chunks, Sequence):
-            lengths = [select_stream(x).shape[2] for x in latent_chunks]
+            lengths = [select_modality(x).shape[2] for x in latent_chunks]
             if runtime.components.decoder == "vae":
                 spec.check_length(1 + (sum(lengths) - 1) * spec.vae.temporal_factor, self.pipe.defaults.model)
             total = sum(chunk_count(length, spec.decode_lengths(length)) for length in lengths)

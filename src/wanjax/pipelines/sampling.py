@@ -115,7 +115,7 @@ def with_noise(state: State, noise: Mapping[str, np.ndarray]) -> State:
 
     Args:
         state: The state before the step.
-        noise: The noise of each stream, channels last.
+        noise: The noise of each modality, channels last.
     """
     if not isinstance(state.x, Mapping):
         return replace(state, solver=with_next_noise(state.solver, noise[VIDEO]))
@@ -218,16 +218,16 @@ def sample_pass(
         make_cache: A function that creates the step cache of a phase; None uses the rule in the settings.
     """
     spec, key_data, rule, pass_index = model.spec, seed_to_key_data(seeds), settings.guidance_rule, progress.pass_index
-    schedule, streams = spec.schedule(settings, conditioning), (VIDEO, *spec.latent_streams)
+    schedule, modalities = spec.schedule(settings, conditioning), (VIDEO, *spec.extra_modalities)
     shapes = spec.noise_shapes(settings, model.leading_frames(conditioning, settings), len(seeds))
     steps = len(schedule.timesteps)
     phases, pictures, memory = spec.phases(schedule, settings, pass_index), latents_of(conditioning, spec), None
     make_cache = make_cache or partial(step_cache, spec.cache_rule(settings), spec.tables_for(conditioning))
     facts = origin_facts(runtime, model, settings, seeds, batch_guidance) | {"pass": pass_index}
     arrays = [*(x for x in conditioning if x is not None), *noise.values()]
-    stream_shapes = tuple((name, shapes[name]) for name in spec.latent_streams)
+    modality_shapes = tuple((name, shapes[name]) for name in spec.extra_modalities)
     if torch_noise is not None:
-        names = {noise_name(name, INITIAL, pass_index): name for name in streams}
+        names = {noise_name(name, INITIAL, pass_index): name for name in modalities}
         noise = {**{key: torch_noise.draw(shapes[name]) for key, name in names.items() if key not in noise}, **noise}
     for chunk in spec.chunks(shapes[VIDEO][2]):
         frames = None if chunk.count == 1 else len(chunk.frames)
@@ -241,8 +241,8 @@ def sample_pass(
             spec.posteriors,
             frames,
             rule.uses_running_average,
-            stream_shapes,
-            pass_index * len(streams),
+            modality_shapes,
+            pass_index * len(modalities),
         )
         with runtime.strategy.stage("denoise"):
             state, sampled_fields = runtime.call(
@@ -299,8 +299,8 @@ def noise_for_chunk(
     """
     full_axis, frames = slice(None), slice(chunk.frames.start, chunk.frames.stop)
 
-    def by_stream(kind: str, *steps: slice) -> dict[str, np.ndarray | None]:
-        noise = {name: arrays.get(noise_name(name, kind, pass_index)) for name in (VIDEO, *spec.latent_streams)}
+    def by_modality(kind: str, *steps: slice) -> dict[str, np.ndarray | None]:
+        noise = {name: arrays.get(noise_name(name, kind, pass_index)) for name in (VIDEO, *spec.extra_modalities)}
         indices = {name: (*steps, full_axis, full_axis, frames) if name == VIDEO else (*steps,) for name in noise}
         return {name: x if x is None else x[indices[name]] for name, x in noise.items()}
 
@@ -309,7 +309,7 @@ def noise_for_chunk(
         for posterior in spec.posteriors
         if posterior.noise_name in arrays
     }
-    return NoiseOverrides(by_stream(INITIAL), by_stream(STEP_NOISE, slice(-steps, None)), pictures or None)
+    return NoiseOverrides(by_modality(INITIAL), by_modality(STEP_NOISE, slice(-steps, None)), pictures or None)
 
 
 def steps_of(
@@ -327,7 +327,7 @@ def steps_of(
         torch_noise: Draws the noise.
         spec: The model's spec.
         schedule: The noise levels of the steps.
-        shapes: The shapes of the whole video's noise, by stream.
+        shapes: The shapes of the whole video's noise, by modality.
         chunk: The chunk.
         provided: The provided noise by name.
         pass_index: The index of the pass, from 0.

@@ -100,12 +100,12 @@ def draw_noise(key_data: KeyData, shape: tuple[int, ...], key_number: int = 0) -
     return jnp.concatenate([jax.random.normal(key, (1, *shape[1:]), jnp.float32) for key in keys])
 
 
-def key_numbers(stream: int) -> tuple[int, int]:
-    """Return the two key numbers of a stream: one for its initial noise, and one for the noise of its steps.
+def key_numbers(modality: int) -> tuple[int, int]:
+    """Return the two key numbers of a modality: one for its initial noise, and one for the noise of its steps.
 
-    Stream 0 is the video. Every stream has its own numbers, so its noise does not depend on the other streams.
+    Modality 0 is the video. Every modality has its own numbers, so its noise does not depend on the other modalities.
     """
-    return (2 + 2 * stream, 3 + 2 * stream) if stream else (0, 1)
+    return (2 + 2 * modality, 3 + 2 * modality) if modality else (0, 1)
 
 
 def noise_of_frames(
@@ -146,7 +146,7 @@ def solver_keys(key_data: KeyData, chunk: int | Int[Array, ""] = 0, key_number: 
     Args:
         key_data: The key data of the seeds.
         chunk: The number of the chunk; each chunk of a causal video has its own keys.
-        key_number: The key number of the stream's steps, from `key_numbers`.
+        key_number: The key number of the modality's steps, from `key_numbers`.
     """
     keys = jnp.stack([jax.random.fold_in(key_of(pair), key_number) for pair in key_data])
     if isinstance(chunk, int) and chunk == 0:

@@ -141,7 +141,7 @@ class TorchNoise:
         self._frames_first, self.dtype = layout.frames_first, jnp.dtype(dtype if layout.rounded else np.float32)
 
     def draw(self, shape: Shape) -> Noise:
-        """Draw noise for latents [B C T H W], or [B C L] for a stream that is not a video.
+        """Draw noise for latents [B C T H W], or [B C L] for a modality that is not a video.
 
         Args:
             shape: The shape, with one video per seed.
@@ -181,14 +181,14 @@ class StepNoise:
     Args:
         source: Draws the noise.
         draws: The number of arrays that the reference draws in each step. A step uses the last of them.
-        shapes: The shape of the noise of each stream, [B C ...], by name.
+        shapes: The shape of the noise of each modality, [B C ...], by name.
     """
 
     def __init__(self, source: TorchNoise, draws: Sequence[int], shapes: Mapping[str, Shape]):
         self._source, self._draws, self._shapes, self._next_step = source, draws, shapes, 0
 
     def draw(self, index: int) -> dict[str, Noise]:
-        """Draw the noise of a step, channels last, by stream. A step for which the reference draws none gets zeros.
+        """Draw the noise of a step, channels last, by modality. A step for which the reference draws none gets zeros.
 
         Args:
             index: The index of the step. Steps before it that were not drawn are skipped.

@@ -154,8 +154,8 @@ def check_decode_memory(pipe: LoadedPipeline, shape: Sequence[int], *, tiling: T
 
     trace, traced_pipe = _traced(pipe, memory=0)
     latents = abstract(shape if not spec.chunk_frames else (*shape[:2], spec.chunk_frames, *shape[3:]))
-    streams = {name: abstract(stream_shape) for name, stream_shape in spec.stream_shapes(settings).items()}
-    for _ in Run(traced_pipe, [], tiling=tiling).frames([{VIDEO: latents, **streams} if streams else latents]):
+    modalities = {name: abstract(modality_shape) for name, modality_shape in spec.modality_shapes(settings).items()}
+    for _ in Run(traced_pipe, [], tiling=tiling).frames([{VIDEO: latents, **modalities} if modalities else latents]):
         pass
     _check_peak(settings, trace)
 

@@ -100,13 +100,13 @@ def check_latents(latents: Any, channels: int) -> None:
         raise WanjaxError(f"the latents of one video must have the shape {expected}, got {list(latents.shape)}")
 
 
-def check_streams(latents: Any, extra_streams: Collection[str], model: str) -> None:
-    """Raise WanjaxError unless latents are a mapping with the model's streams, or one array if it has only one."""
-    streams = sorted(latents) if isinstance(latents, Mapping) else []
-    if streams != (expected := sorted(["video", *extra_streams]) if extra_streams else []):
-        actual_streams, model_streams = (" and ".join(names) or "one array" for names in (streams, expected))
+def check_modalities(latents: Any, extra_modalities: Collection[str], model: str) -> None:
+    """Raise WanjaxError unless latents are a mapping with the model's modalities, or one array if it has only one."""
+    modalities = sorted(latents) if isinstance(latents, Mapping) else []
+    if modalities != (expected := sorted(["video", *extra_modalities]) if extra_modalities else []):
+        actual_modalities, model_modalities = (" and ".join(names) or "one array" for names in (modalities, expected))
         raise WanjaxError(
-            f"the latents of {model} must be {model_streams}, got {actual_streams}: give the output of denoise"
+            f"the latents of {model} must be {model_modalities}, got {actual_modalities}: give the output of denoise"
         )
 
 

@@ -33,7 +33,7 @@ from wanjax.pipelines.denoiser import Denoiser
 from wanjax.pipelines.family import Family, Preset
 from wanjax.pipelines.frames import encode_clip
 from wanjax.pipelines.guidance import group
-from wanjax.pipelines.model import ForwardCost, LatentStream, ModelSpec, Pass, VideoModel
+from wanjax.pipelines.model import ForwardCost, ModalitySpec, ModelSpec, Pass, VideoModel
 from wanjax.pipelines.seeds import draw_noise, seed_to_key_data
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.tokenizer import Tokenizer
@@ -41,7 +41,7 @@ from wanjax.pipelines.validation import FieldShape
 
 DEFAULTS = TOY_DEFAULTS.updated({"model": "toy-sound", "height": 64, "width": 64, "steps": 3})
 DRIVING = InputSpec("driving", "clip", "a driving clip", "A clip whose motion the video follows.", background="black")
-AUDIO = LatentStream(channels=5, per_second=12.8)
+AUDIO = ModalitySpec(channels=5, per_second=12.8)
 NOISE = 0.1  # that the decoder takes
 JOINT = ("patch_embed", "audio_embed", "text_embed", "time_embed", "proj_out", "audio_out")
 BLOCK = ("video_qkv", "audio_qkv", "text_kv", "video_out", "audio_out")
@@ -153,7 +153,7 @@ class SoundModel(VideoModel[SoundConditioning]):
             cache_tables=self.tables,
             denoisers=("transformer", "transformer_2"),
             inputs=(IMAGE.needed, DRIVING),
-            latent_streams={"audio": AUDIO},
+            extra_modalities={"audio": AUDIO},
             passes=(
                 Pass(divisor=2, denoisers=("transformer",)),
                 Pass(steps=4, strength=0.5, guidance_scale=1.0, denoisers=("transformer_2",)),
@@ -166,7 +166,7 @@ class SoundModel(VideoModel[SoundConditioning]):
 
     def cost(self, settings: Settings, conditioning: Any = None) -> ForwardCost:
         config, (_, _, *cells) = self.transformer, self.spec.latent_shape(settings)
-        tokens = int(np.prod(cells)) // 4 + self.spec.stream_shapes(settings)["audio"][2]
+        tokens = int(np.prod(cells)) // 4 + self.spec.modality_shapes(settings)["audio"][2]
         scores = config.layers * 4 * tokens**2 * config.width
         return ForwardCost(tokens, config.layers, config.heads, config.width, scores, {"blocks": scores})
 

@@ -25,7 +25,7 @@ from wanjax.pipelines.caching.step_cache import (
     in_float32,
     mean_size,
 )
-from wanjax.pipelines.denoiser import select_stream
+from wanjax.pipelines.denoiser import select_modality
 from wanjax.pipelines.model import VideoModel
 from wanjax.pipelines.observers import Observer, Observers, Progress, Step
 from wanjax.pipelines.phases import Phase
@@ -42,7 +42,7 @@ REUSED_SHARE = 0.5  # TeaCache's threshold is chosen so that this share of steps
 @dataclass(frozen=True)
 class MeasuringCache(ForwardCache):
     """Compute every step in full. For each prompt of a forward, measure the change since the previous step. With
-    several streams, the residual covers all tokens, and the output is that of the video.
+    several modalities, the residual covers all tokens, and the output is that of the video.
     """
 
     def cached_for(self, step: int, cached: Cached | None) -> Cached | None:
@@ -50,7 +50,7 @@ class MeasuringCache(ForwardCache):
 
     def run(self, predict: Predict, cached: Cached | None) -> tuple[Prediction, Cached]:
         prediction, residuals = ForwardCache(ResidualCache).run(predict, None)
-        output = select_stream(in_float32(prediction))
+        output = select_modality(in_float32(prediction))
         if cached is None:
             ones = jnp.ones(len(output))
             return prediction, (*residuals, output, ones, 0 * ones)

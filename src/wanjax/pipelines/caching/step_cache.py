@@ -20,7 +20,7 @@ from wanjax.errors import WanjaxError
 from wanjax.layers.stack import BlockCache, constrain_tokens
 from wanjax.sharding import replicate
 
-Latents = Any  # [B T H W C], or a mapping of streams
+Latents = Any  # [B T H W C], or a mapping of modalities
 Prediction = Any  # like latents, of one or more videos, for one prompt or both
 Predict = Callable[..., Prediction]  # a forward, which accepts a `BlockCache` for its blocks
 Cached = tuple[Any, ...]  # tuples of arrays
@@ -128,7 +128,7 @@ class ResidualCache(BlockCache):
 
 
 class History(NamedTuple):
-    """The state that all forwards of an `OutputCache` share. Rates and errors are per video and stream."""
+    """The state that all forwards of an `OutputCache` share. Rates and errors are per video and modality."""
 
     computed_latents: Latents  # the latents of the last computed step
     last_latents: Latents  # the latents of the last step
@@ -144,8 +144,8 @@ class OutputCache(StepCache):
     """Cache the output of a step. The device decides from the prompt's output whether to reuse it.
 
     A step that reuses does not run the network. The step adds the difference between output and latents of the last
-    computed step to its own latents. Either all videos and streams of a batch reuse, or none of them. The first step is
-    one program. The later steps are another program, which has a branch.
+    computed step to its own latents. Either all videos and modalities of a batch reuse, or none of them. The first step
+    is one program. The later steps are another program, which has a branch.
     """
 
     threshold: float = field(default=0.0, compare=False)
@@ -160,7 +160,7 @@ class OutputCache(StepCache):
         def compute_outputs() -> list[Prediction]:
             return replicate([in_float32(predict()) for predict in forwards])
 
-        stream_tree, tree_map = jax.tree.structure(x), jax.tree.map
+        modality_tree, tree_map = jax.tree.structure(x), jax.tree.map
         if cached is None:
             outputs, zeros = compute_outputs(), tree_map(lambda x: jnp.zeros(len(x)), x)
             first_history = History(
@@ -168,7 +168,7 @@ class OutputCache(StepCache):
             )
             return outputs, _flatten(*outputs, tuple(first_history))
         *cached_outputs, history = cached
-        old_outputs = [jax.tree.unflatten(stream_tree, output) for output in cached_outputs]
+        old_outputs = [jax.tree.unflatten(modality_tree, output) for output in cached_outputs]
         history = jax.tree.unflatten(jax.tree.structure(History(x, x, x, x, 0, 0)), history)
 
         def expected_error(x: Any, last_latents: Any, change_rate: Any, error: Any, output: Any) -> Float[Array, "B"]:
@@ -242,7 +242,7 @@ class GuidanceCache(StepCache):
 def low_frequencies(x: Float[Array, "_P ... C"]) -> Float[Array, "_P ... C"]:
     """Keep the lowest quarter of the frequencies of x along its height and its width.
 
-    A stream [P L C] is filtered along its only axis, L.
+    A modality [P L C] is filtered along its only axis, L.
     """
     for axis in (2, 3) if x.ndim == 5 else range(1, x.ndim - 1):
         length = x.shape[axis]
