@@ -65,7 +65,7 @@ MUTATIONS = (
     Mutation(
         "flash-tail",
         "src/wanjax/kernels/attention/flash_kernel.py",
-        "num_blocks, tail = num_compute_blocks(is_last, sizes), sizes.keys % sizes.block_kv_compute",
+        "num_blocks, tail = num_compute_blocks(is_last, sizes), sizes.num_keys % sizes.block_kv_compute",
         "num_blocks, tail = num_compute_blocks(is_last, sizes), 0",
         "the last keys of a length that no tile divides are not attended to on a TPU",
         ("kernels/test_flash_tpu.py::test_lengths",),

@@ -71,7 +71,7 @@ def test_bfloat16():
 
 @pytest.mark.parametrize(
     ("options", "heads"),
-    [({}, 2), ({"keys": 70}, 2), ({"window": (40, 9)}, 2), ({"masked": True}, 2), ({}, 1)],
+    [({}, 2), ({"kv_length": 70}, 2), ({"window": (40, 9)}, 2), ({"masked": True}, 2), ({}, 1)],
     ids=["all", "first", "window", "mask", "shared"],
 )
 def test_gradients_through_attention(options, heads):

@@ -80,7 +80,7 @@ def lifts() -> Iterator[list[int]]:
 )
 def test_the_rule(queries, keys, heads, kv_heads, tiles):
     q, k, v = operands(2, queries, keys, heads, kv_heads, 128, "bfloat16")
-    out, lse = jax.jit(partial(flash_int8.attention, scale=0.1, tiles=tiles, keys=keys))(q, k, v)
+    out, lse = jax.jit(partial(flash_int8.attention, scale=0.1, tiles=tiles, kv_length=keys))(q, k, v)
     wanted_out, wanted_lse = rule(q, k, v, scale=0.1)
     assert out.dtype == jnp.bfloat16
     assert error(out, wanted_out) <= RULE_BOUND
@@ -125,7 +125,7 @@ def test_first_logits_far_below_the_others(lifts, scale, is_safe):
     q, k, v = operands(1, 130, 600, 1, 1, 128, "bfloat16")
     q = jnp.abs(q)
     k = k.at[:, :300].set(-jnp.abs(k[:, :300]))
-    out, lse = jax.jit(partial(flash_int8.attention, scale=scale, tiles=TILES, keys=600))(q, k, v)
+    out, lse = jax.jit(partial(flash_int8.attention, scale=scale, tiles=TILES, kv_length=600))(q, k, v)
     jax.effects_barrier()
     wanted_out, wanted_lse = rule(q, k, v, scale=scale)
     assert bool(lifts) == is_safe
@@ -143,7 +143,7 @@ def test_keys_that_do_not_take_part():
     """They do not set the mean or the scale either."""
     q, k, v = operands(1, 100, 200, 2, 2, 128, "bfloat16")
     k = k.at[:, 150:].set(100)
-    out = attention(q, k, v, keys=150, implementation="flash_tpu", config=Int8Config(SMALL))
+    out = attention(q, k, v, kv_length=150, implementation="flash_tpu", config=Int8Config(SMALL))
     alone = attention(q, k[:, :150], v[:, :150], implementation="flash_tpu", config=Int8Config(SMALL))
     np.testing.assert_array_equal(out, alone)
 
@@ -217,7 +217,7 @@ def test_one_number_of_keys_for_all_examples():
     q, k, v = operands(2, 8, 8, 1, 1, 128, "bfloat16")
     options = {"key_mask": None, "window": None, "scale": 0.3, "bias": None, "config": Int8Config(SMALL)}
     with pytest.raises(UnsupportedError, match=naming("qk=int8 number each example")):
-        flash_tpu.attention(q, k, v, **options, keys=jnp.asarray([5, 8], jnp.int32))
+        flash_tpu.attention(q, k, v, **options, kv_length=jnp.asarray([5, 8], jnp.int32))
 
 
 @pytest.mark.parametrize("name", ["hunyuanvideo1.5-480p-t2v", "cogvideox-2b"])

@@ -91,8 +91,10 @@ def in_parts(q, k, v, ends, config, *, scale, live=None):
     done, begin = None, 0
     for end in ends:
         keys = None if live is None else jnp.clip(live - begin, 0, end - begin)
-        part = partial(flash_tpu.attention_with_carry, key_mask=None, scale=scale, config=config, last=end == ends[-1])
-        done = part(q, k[:, begin:end], v[:, begin:end], done, keys=keys)
+        part = partial(
+            flash_tpu.attention_with_carry, key_mask=None, scale=scale, config=config, is_last=end == ends[-1]
+        )
+        done = part(q, k[:, begin:end], v[:, begin:end], done, kv_length=keys)
         begin = end
     return done
 

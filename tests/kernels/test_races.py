@@ -92,9 +92,9 @@ def carried(q, k, v, ends, config=SMALL_TILES, num_keys=None) -> tuple[tuple, tu
         sums: Any = None
         start = 0
         for end in ends:
-            options = {"key_mask": None, "scale": 0.3, "config": config, "last": end == ends[-1]}
+            options = {"key_mask": None, "scale": 0.3, "config": config, "is_last": end == ends[-1]}
             if num_keys is not None:
-                options["keys"] = jnp.clip(jnp.asarray(num_keys) - start, 0, end - start)
+                options["kv_length"] = jnp.clip(jnp.asarray(num_keys) - start, 0, end - start)
             sums = flash_tpu.attention_with_carry(q, k[:, start:end], v[:, start:end], sums, **options)
             start = end
         return sums
@@ -106,7 +106,7 @@ def carried(q, k, v, ends, config=SMALL_TILES, num_keys=None) -> tuple[tuple, tu
 def radial(q, k, v, mask: Radial, keys: int) -> tuple[tuple, tuple]:
     """Attend under the mask to the first `keys` keys; the queries after them are padding."""
     config = flash_tpu.Config(256, 256, 256, interpret=True)
-    out = jax.jit(partial(attention, implementation="flash_tpu", window=mask, config=config, keys=keys))(q, k, v)
+    out = jax.jit(partial(attention, implementation="flash_tpu", window=mask, config=config, kv_length=keys))(q, k, v)
     q, k, v = (x[:, :keys] for x in (q, k, v))
     bias = np.where(mask.token_mask(keys, keys), 0.0, -1e290)[None, None]
     return (out[:, :keys],), (exact(q, k, v, bias=bias),)
@@ -131,7 +131,7 @@ def gradients(q, k, v, config, num_keys=None) -> tuple[tuple, tuple]:
 def sparse(q, k, v, top: float, keys: int, config) -> tuple[tuple, tuple]:
     """Run the three kernels on grid steps of a few tokens."""
     projection = Projection(0.2 * normal(7, 128, 128), normal(8, 128))
-    options = {"sparse": SparseLinear(top), "keys": keys}
+    options = {"sparse": SparseLinear(top), "kv_length": keys}
     with mock.patch.object(sparse_linear_kernel, "TOKENS_PER_STEP", 128):
         out = jax.jit(partial(sparse_linear_attention, implementation="tpu", config=config, **options))(
             q, k, v, projection

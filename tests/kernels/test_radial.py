@@ -163,7 +163,7 @@ def test_text_after_the_video_and_padding_after_the_keys(name):
     q, k, v = operands(1, 1000, 1000, 2, 2, 128)
     config = TILES if name == "flash_tpu" else None
     assert not mask.block_mask(970, 970).all()
-    out = run(name, q, k, v, mask, config=config, keys=970)
+    out = run(name, q, k, v, mask, config=config, kv_length=970)
     assert error(out[:, :970], masked(q[:, :970], k, v, mask, 970)) <= BOUND["float32"]
 
 

@@ -29,7 +29,7 @@ def partitioner(axes, rules="fsdp"):
 
 def compiled(partitioner, q, k, v, **options):
     """Compile attention with the partitioner's sharding of activations; return the executable and its arguments."""
-    static = {key: options.pop(key) for key in ("window", "scale", "keys") if key in options}
+    static = {key: options.pop(key) for key in ("window", "scale", "kv_length") if key in options}
 
     def run(q, k, v, options):
         with use_partitioner(partitioner or ONE_DEVICE_PARTITIONER):
@@ -73,7 +73,7 @@ def test_keys_behind_the_real_ones_take_no_part(axes):
     q, k, v = operands(1, 40, 40, 8, 8, 4)
     keys = 9
     loud = [np.where(np.arange(40)[:, None, None] < keys, x, np.float32(1e4)) for x in (k, v)]
-    out = run(partitioner(axes), q, *loud, keys=keys)
+    out = run(partitioner(axes), q, *loud, kv_length=keys)
     assert error(out, exact(q, k[:, :keys], v[:, :keys])) <= BOUND
 
 
@@ -108,7 +108,7 @@ def test_the_gradient_of_a_ring(name, size, mask):
     q, k, v = operands(2, 37, 37, 2, 2, 64)
     g, options = normal(5, *q.shape), {}
     if mask == "first":
-        options["keys"], valid = 23, np.broadcast_to(np.arange(37) < 23, (2, 37))
+        options["kv_length"], valid = 23, np.broadcast_to(np.arange(37) < 23, (2, 37))
     elif mask == "scattered":
         valid = np.random.default_rng(3).random((2, 37)) < 0.6
         options["key_mask"] = jnp.asarray(valid)
@@ -180,4 +180,4 @@ def test_the_ring_sends_keys_and_values_round_once():
 @pytest.mark.parametrize(("axes", "keys"), [((1, 1, 1), 0), ((1, 1, 1), 6)])
 def test_keys_that_are_not_there(axes, keys):
     with pytest.raises(WanjaxError, match=f"from 1 to 5 for 5 keys, got {keys}"):
-        attention(*operands(1, 5, 5, 1, 1, 4), keys=keys)
+        attention(*operands(1, 5, 5, 1, 1, 4), kv_length=keys)

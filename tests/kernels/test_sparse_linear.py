@@ -133,14 +133,14 @@ def test_padding_after_the_tokens(name):
     q, k, v = operands(2, 150, 150, 2, 2, 16)
     padded = [x.at[:, 131:].set(1e4) for x in (q, k, v)]
     weights = projection(16)
-    got = run(name, *padded, weights, SMALL, keys=131)
+    got = run(name, *padded, weights, SMALL, kv_length=131)
     assert error(got[:, :131], published(*(x[:, :131] for x in (q, k, v)), weights, SMALL)) <= BOUND["float32"]
     assert np.isfinite(np.asarray(got)).all()
 
 
 def gradients(name, given, g, sparse, keys=None):
     def pull(*given):
-        run = partial(sparse_linear_attention, sparse=sparse, keys=keys, implementation=name)
+        run = partial(sparse_linear_attention, sparse=sparse, kv_length=keys, implementation=name)
         return jax.vjp(run, *given)[1](g)
 
     return jax.tree.leaves(jax.jit(pull)(*given))
@@ -212,7 +212,7 @@ def attending_to(change=lambda q, k, v, weights: (q, k, v, weights), sparse=SMAL
 OPERANDS = [
     (attending_to(lambda q, k, v, weights: (q, k[:, :32], v[:, :32], weights)), ""),
     (attending_to(lambda q, k, v, weights: (q, k, v, projection(8))), ""),
-    (attending_to(keys=65), ""),
+    (attending_to(kv_length=65), ""),
     (attending_to(implementation="x"), ""),
     *((attending_to(implementation=name, config=Config()), "") for name in NAMES),
     (lambda: attention(*operands(1, 64, 64, 2, 2, 16), implementation="sla"), "weights"),
@@ -308,7 +308,7 @@ def test_the_kernel(monkeypatch, dtype, top, loud, bound, config):
     given = (*(x * jnp.asarray(loud, x.dtype) for x in (q, k)), v, projection(128, dtype))
     sparse = SparseLinear(top)
     wanted = published(*(x[:, :450] for x in given[:3]), given[3], sparse)
-    got = run("tpu", *given, sparse, keys=450, config=config)
+    got = run("tpu", *given, sparse, kv_length=450, config=config)
     assert error(got[:, :450], wanted) <= bound
     assert not np.asarray(got[:, 450:], np.float32).any()
     jax.effects_barrier()
@@ -351,7 +351,7 @@ def attend_small(mesh):
     weights = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((128, 128), (128,))]
 
     def run(q, k, v, kernel, bias):
-        options = {"sparse": SparseLinear(0.6), "keys": 580, "implementation": "tpu", "config": Config(2)}
+        options = {"sparse": SparseLinear(0.6), "kv_length": 580, "implementation": "tpu", "config": Config(2)}
         return sparse_linear_attention(q, k, v, Projection(kernel, bias), **options)
 
     return replicated(run, mesh, (*operands, *weights))

@@ -111,7 +111,9 @@ def attend_round(mesh: AbstractMesh, *, size: int, dtype: str, length: int) -> L
 
     def run(q, k, v):
         with use_partitioner(Partitioner(mesh, SHARDING_RULES["fsdp"])):
-            return attention(*(shard_tokens(x, ("batch", "length", "heads", None)) for x in (q, k, v)), keys=length)
+            return attention(
+                *(shard_tokens(x, ("batch", "length", "heads", None)) for x in (q, k, v)), kv_length=length
+            )
 
     operand = jax.ShapeDtypeStruct((1, length, 2, size), jnp.dtype(dtype), sharding=NamedSharding(mesh, P()))
     return Lowering(run, (operand,) * 3)

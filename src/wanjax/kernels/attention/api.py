@@ -63,7 +63,7 @@ def attention(
     k: Float[Array, "B S K D"],
     v: Float[Array, "B S K D"],
     *,
-    keys: int | None = None,
+    kv_length: int | None = None,
     key_mask: Bool[Array, "B S"] | None = None,
     window: int | Window | Radial | None = None,
     scale: float | None = None,
@@ -79,7 +79,7 @@ def attention(
         q: Queries.
         k: Keys. k may have fewer heads than q. Then N / K consecutive heads of q share a head of k.
         v: Values, one for each key.
-        keys: The number of valid keys. The valid keys come first. None means that all keys are valid.
+        kv_length: The number of valid keys. The valid keys come first. None means that all keys are valid.
         key_mask: True for valid keys. A query without a valid key gives zeros.
         window: (left, right): a query attends to at most this many keys before and after its own position. One number
             sets both sides; None in place of a number means no bound. A `Radial` mask is also possible.
@@ -97,18 +97,20 @@ def attention(
     attn = _parse_dense(implementation)
     options = _checked_options(attn, q, k, v, key_mask, window, scale, bias, config)
     mask, window, bias = (options.pop(name) for name in ("key_mask", "window", "bias"))
-    keys = k.shape[1] if keys is None else keys
-    if not 1 <= keys <= k.shape[1]:
-        raise WanjaxError(f"keys must be from 1 to {k.shape[1]} for {pluralize(k.shape[1], 'key')}, got {keys}")
-    if keys < k.shape[1] and bias is not None and bias.shape[3] > 1:
-        bias = bias[..., :keys]
-    on_one_device = (_attend_on_one_device, _add_keys_on_one_device, _gradient_on_one_device)
+    kv_length = k.shape[1] if kv_length is None else kv_length
+    if not 1 <= kv_length <= k.shape[1]:
+        raise WanjaxError(
+            f"kv_length must be from 1 to {k.shape[1]} for {pluralize(k.shape[1], 'key')}, got {kv_length}"
+        )
+    if kv_length < k.shape[1] and bias is not None and bias.shape[3] > 1:
+        bias = bias[..., :kv_length]
+    on_one_device = (_attend_on_one_device, _attend_with_carry_on_one_device, _gradient_on_one_device)
     kernels = sharded.AttentionKernels(
         *(partial(function, name=attn.implementation, **options) for function in on_one_device)
     )
-    masks = {"keys": keys, "key_mask": mask, "window": window, "bias": bias}
+    masks = {"kv_length": kv_length, "key_mask": mask, "window": window, "bias": bias}
     if current_partitioner().is_single_device:
-        return kernels.full(q, k, v, **masks)
+        return kernels.attend(q, k, v, **masks)
     return sharded.attention(kernels, current_partitioner(), q, k, v, **masks)
 
 
@@ -170,11 +172,11 @@ def sparse_linear_attention(
     projection: Projection,
     sparse: SparseLinear,
     *,
-    keys: int | None = None,
+    kv_length: int | None = None,
     implementation: str | None = None,
     config: sparse_linear_tpu.Config | None = None,
 ) -> Float[Array, "B L N D"]:
-    """Return sparse-linear self-attention of the first `keys` tokens, in the dtype of the operands.
+    """Return sparse-linear self-attention of the first `kv_length` tokens, in the dtype of the operands.
 
     The module `sparse_linear` has the definition. Within `sharding.use_partitioner` the heads are sharded over all
     devices.
@@ -185,8 +187,8 @@ def sparse_linear_attention(
         v: Values.
         projection: Weights of the linear part's projection.
         sparse: The fraction of blocks to keep, and their sizes.
-        keys: The number of valid tokens. The valid tokens come first; None means all. The results of other tokens are
-            zeros.
+        kv_length: The number of valid tokens. The valid tokens come first; None means all. The results of other tokens
+            are zeros.
         implementation: A name in `SPARSE_LINEAR_IMPLEMENTATIONS`. None chooses `tpu` if it supports the call, else
             `chunked`.
         config: The configuration of `tpu`.
@@ -198,14 +200,14 @@ def sparse_linear_attention(
     if q.shape != k.shape:
         raise WanjaxError(f"sparse-linear attention of {list(q.shape)} to {list(k.shape)}: give equal shapes")
     _checked_options(AttentionConfig(), q, k, v)
-    head_dim, keys = q.shape[3], q.shape[1] if keys is None else keys
+    head_dim, kv_length = q.shape[3], q.shape[1] if kv_length is None else kv_length
     if projection.kernel.shape != (head_dim, head_dim) or projection.bias.shape != (head_dim,):
         raise WanjaxError(
             f"a projection {list(projection.kernel.shape)} of heads of {head_dim}: give [{head_dim}, {head_dim}]"
         )
-    if not 1 <= keys <= q.shape[1]:
-        raise WanjaxError(f"{keys} of {pluralize(q.shape[1], 'token')} cannot take part: 1 to {q.shape[1]} can")
-    reason = sparse_linear_tpu.unsupported(q, sparse, keys, config)
+    if not 1 <= kv_length <= q.shape[1]:
+        raise WanjaxError(f"{kv_length} of {pluralize(q.shape[1], 'token')} cannot take part: 1 to {q.shape[1]} can")
+    reason = sparse_linear_tpu.unsupported(q, sparse, kv_length, config)
     if implementation == "tpu" and reason is not None:
         raise UnsupportedError(reason)
     is_tpu_admitted = is_admitted("sparse_linear_tpu")
@@ -216,7 +218,7 @@ def sparse_linear_attention(
         )
     if implementation not in (None, "tpu") and config is not None:
         raise UnsupportedError(f"the {name} sparse-linear attention has no config: only tpu has one")
-    options = {"sparse": sparse, "keys": keys} | ({"config": config} if name == "tpu" else {})
+    options = {"sparse": sparse, "kv_length": kv_length} | ({"config": config} if name == "tpu" else {})
     kernel = partial(SPARSE_LINEAR_IMPLEMENTATIONS[name], **options)
     return sharded.attention_by_heads(kernel, current_partitioner(), q, k, v, projection)
 
@@ -237,29 +239,33 @@ def _attend_on_one_device(
     *,
     key_mask,
     name: str | None,
-    keys: int | Array | None = None,
+    kv_length: int | Array | None = None,
     return_lse: bool = False,
     **options: Any,
 ) -> Any:
-    """Compute attention on the device that holds the operands. Only the first `keys` keys are valid; the following ones
-    are padding."""
+    """Compute attention on the device that holds the operands. Only the first `kv_length` keys are valid; the following
+    ones are padding."""
     options |= {"return_lse": return_lse}
     implementation = _implementation_for(q, k, v, name, key_mask=key_mask, **options)
-    per_example = isinstance(keys, Array)
-    if keys is not None and (per_example or keys < k.shape[1]):
-        if implementation.takes_num_keys and key_mask is None:  # a slice of the keys would be a copy
-            options |= {"keys": keys}
+    per_example = isinstance(kv_length, Array)
+    if kv_length is not None and (per_example or kv_length < k.shape[1]):
+        if implementation.takes_kv_length and key_mask is None:  # a slice of the keys would be a copy
+            options |= {"kv_length": kv_length}
         elif per_example:
-            key_mask = length_mask(keys, k.shape[1]) if key_mask is None else key_mask & length_mask(keys, k.shape[1])
+            key_mask = (
+                length_mask(kv_length, k.shape[1])
+                if key_mask is None
+                else key_mask & length_mask(kv_length, k.shape[1])
+            )
         else:
-            k, v, key_mask = (x if x is None else x[:, :keys] for x in (k, v, key_mask))
+            k, v, key_mask = (x if x is None else x[:, :kv_length] for x in (k, v, key_mask))
     return implementation.attention(q, k, v, key_mask=key_mask, **options)
 
 
-def _add_keys_on_one_device(
-    q, k, v, carry: Any, *, last: bool, key_mask, name: str | None, keys: Array | None = None, **options: Any
+def _attend_with_carry_on_one_device(
+    q, k, v, carry: Any, *, is_last: bool, key_mask, name: str | None, kv_length: Array | None = None, **options: Any
 ) -> Any:
-    """Continue an attention over some keys with more keys; see `sharded.AttentionKernels.part`."""
+    """Continue an attention over some keys with more keys; see `sharded.AttentionKernels.attend_with_carry`."""
     all_options = {"window": None, "bias": None, "return_lse": True, **options}
     implementation = _implementation_for(q, k, v, name, key_mask=key_mask, **all_options)
     is_tpu_admitted = name is not None or is_admitted("flash_tpu_carried")
@@ -268,19 +274,21 @@ def _add_keys_on_one_device(
         and implementation.attention_with_carry is not None
         and implementation.supports_carry(options["config"])
     ):
-        return implementation.attention_with_carry(q, k, v, carry, last=last, key_mask=key_mask, keys=keys, **options)
-    result = _attend_on_one_device(q, k, v, key_mask=key_mask, name=name, keys=keys, **all_options)
+        return implementation.attention_with_carry(
+            q, k, v, carry, is_last=is_last, key_mask=key_mask, kv_length=kv_length, **options
+        )
+    result = _attend_on_one_device(q, k, v, key_mask=key_mask, name=name, kv_length=kv_length, **all_options)
     result = result if carry is None else sharded.merge_by_log_sum_exp(carry, result)
-    return (result[0].astype(q.dtype), result[1]) if last else result
+    return (result[0].astype(q.dtype), result[1]) if is_last else result
 
 
 def _gradient_on_one_device(
-    q, k, v, g, lse, delta, *, key_mask, name: str | None, keys: Array | None = None, **options: Any
+    q, k, v, g, lse, delta, *, key_mask, name: str | None, kv_length: Array | None = None, **options: Any
 ) -> Any:
     """Compute the gradients of q, k and v, for attention in which all queries attend to the same keys."""
     options |= {"window": None}
     implementation = _implementation_for(q, k, v, name, key_mask=key_mask, bias=None, **options, return_lse=True)
-    return implementation.gradient(q, k, v, g, lse, delta, key_mask=key_mask, keys=keys, **options)
+    return implementation.gradient(q, k, v, g, lse, delta, key_mask=key_mask, kv_length=kv_length, **options)
 
 
 def choose(

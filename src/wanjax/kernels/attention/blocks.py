@@ -121,7 +121,7 @@ class BlockGrid(NamedTuple):
     block_q: int
     left: int  # the most visible keys before a query
     span: int
-    keys: int
+    num_keys: int
     block_kv: int
     kv_blocks: int
 
@@ -132,7 +132,7 @@ class BlockGrid(NamedTuple):
 
     def key_starts(self, q_start: Array) -> tuple[Array, Array]:
         """Return the first key of each block that the block of queries from `q_start` on visits."""
-        first = jnp.clip(q_start - self.left, 0, self.keys - self.span)
+        first = jnp.clip(q_start - self.left, 0, self.num_keys - self.span)
         return first, first + self.first_block_kv + self.block_kv * jnp.arange(self.kv_blocks - 1, dtype=q_start.dtype)
 
     @property
@@ -145,13 +145,13 @@ class BlockGrid(NamedTuple):
         return pad_to(x, 0, self.q_blocks * self.block_q)
 
 
-def block_grid(queries: int, keys: int, window: Window | None, config: Config) -> BlockGrid:
+def block_grid(num_queries: int, num_keys: int, window: Window | None, config: Config) -> BlockGrid:
     """Return blocks of about the same size for these numbers of queries and keys."""
-    q_blocks, block_q = even_blocks(queries, config.block_q)
-    left, right = (keys if side is None else side for side in window or (None, None))
-    span = min(keys, block_q + left + right)
+    q_blocks, block_q = even_blocks(num_queries, config.block_q)
+    left, right = (num_keys if side is None else side for side in window or (None, None))
+    span = min(num_keys, block_q + left + right)
     kv_blocks, block_kv = even_blocks(span, config.block_kv)
-    return BlockGrid(q_blocks, block_q, left, span, keys, block_kv, kv_blocks)
+    return BlockGrid(q_blocks, block_q, left, span, num_keys, block_kv, kv_blocks)
 
 
 def visible_keys(
@@ -186,13 +186,16 @@ class BlockLists(NamedTuple):
         return jnp.asarray(self.kv_blocks), jnp.broadcast_to(slots, self.kv_blocks.shape), jnp.asarray(self.counts)
 
 
-def block_lists(mask: Radial, queries: int, keys: int, block_kv: int) -> list[BlockLists]:
+def block_lists(mask: Radial, num_queries: int, num_keys: int, block_kv: int) -> list[BlockLists]:
     """List the blocks of keys that each block of queries sees. A step computes up to `block_kv` keys.
 
     The lists of one `BlockLists` are padded to the longest list. Blocks with text see all keys, so they have a separate
     `BlockLists`.
     """
-    block_mask, first_text_block = mask.block_mask(queries, keys), mask.frames * mask.frame_tokens // mask.block_q
+    block_mask, first_text_block = (
+        mask.block_mask(num_queries, num_keys),
+        mask.frames * mask.frame_tokens // mask.block_q,
+    )
     all_lists = []
     for q_blocks in (slice(0, first_text_block), slice(first_text_block, len(block_mask))):
         if len(block_mask[q_blocks]):
@@ -208,9 +211,9 @@ def to_blocks(x: Float[Array, "*B L D"], size: int) -> Float[Array, "*B _L S D"]
     return pad_to(x, x.ndim - 2, size).reshape(*x.shape[:-2], -1, size, x.shape[-1])
 
 
-def key_mask_blocks(key_mask: Bool[Array, " S"] | None, keys: int, size: int) -> Bool[Array, "_B _S"]:
+def key_mask_blocks(key_mask: Bool[Array, " S"] | None, num_keys: int, size: int) -> Bool[Array, "_B _S"]:
     """Split a key mask into blocks of `size` keys. Padding is False. A mask of None means all keys."""
-    valid = jnp.ones(keys, bool) if key_mask is None else key_mask
+    valid = jnp.ones(num_keys, bool) if key_mask is None else key_mask
     return pad_to(valid, 0, size).reshape(-1, size)
 
 

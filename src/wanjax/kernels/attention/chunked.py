@@ -85,14 +85,14 @@ def gradient(
     window: Window | Radial | None,
     scale: float,
     config: Config | None,
-    keys: Int32[Array, " B"] | None = None,
+    kv_length: Int32[Array, " B"] | None = None,
 ) -> tuple[Array, Array, Array]:
     """Return the gradients of q, k and v; for g, lse and delta see `gradient.from_result`.
 
-    Valid are the keys of `key_mask`, or the first `keys` keys of each example.
+    Valid are the keys of `key_mask`, or the first `kv_length` keys of each example.
     """
-    if keys is not None:
-        key_mask = length_mask(keys, k.shape[1])
+    if kv_length is not None:
+        key_mask = length_mask(kv_length, k.shape[1])
     config = config or default_config(target(q).platform, q.shape[3])
     return gradient_by_blocks(q, k, v, g, lse, delta, key_mask, window=window, scale=scale, config=config)
 

@@ -148,9 +148,9 @@ def _radial_gradients(
 ) -> Gradients:
     """Compute the same as `_dense_gradients` under a radial mask: each block of queries visits only its visible blocks
     of keys."""
-    length, keys, block_kv = len(queries.q), len(k), mask.block_kv
+    length, num_keys, block_kv = len(queries.q), len(k), mask.block_kv
     query_blocks = QueryBlock(*(to_blocks(x, mask.block_q) for x in queries))
-    k, v, valid = to_blocks(k, block_kv), to_blocks(v, block_kv), key_mask_blocks(key_mask, keys, block_kv)
+    k, v, valid = to_blocks(k, block_kv), to_blocks(v, block_kv), key_mask_blocks(key_mask, num_keys, block_kv)
 
     def scan_block(sums: tuple[Array, Array], entry: tuple[Any, ...]) -> tuple[tuple[Array, Array], Array]:
         query_block, kv_blocks, slots, count = entry
@@ -170,12 +170,14 @@ def _radial_gradients(
         return (gradients.k, gradients.v), gradients.q
 
     sums, dqs = (jnp.zeros_like(k), jnp.zeros_like(v)), []
-    for lists in block_lists(mask, length, keys, config.block_kv):
+    for lists in block_lists(mask, length, num_keys, config.block_kv):
         some_queries = QueryBlock(*(x[lists.q_blocks] for x in query_blocks))
         sums, dq = jax.lax.scan(scan_block, sums, (some_queries, *lists.arrays))
         dqs.append(dq)
     padded = Gradients(jnp.concatenate(dqs), *sums)
-    return Gradients(*(x.reshape(-1, x.shape[2])[:n] for x, n in zip(padded, (length, keys, keys), strict=True)))
+    return Gradients(
+        *(x.reshape(-1, x.shape[2])[:n] for x, n in zip(padded, (length, num_keys, num_keys), strict=True))
+    )
 
 
 def _block_gradients(

@@ -19,11 +19,11 @@ IMPLEMENTATIONS = {
         flash_tpu.attention,
         flash_tpu.unsupported,
         flash_tpu.gradient,
-        takes_num_keys=True,
+        takes_kv_length=True,
         supports_carry=flash_tpu.supports_carry,
         attention_with_carry=flash_tpu.attention_with_carry,
     ),
-    "splash": Implementation(splash.attention, splash.unsupported, chunked.gradient, takes_num_keys=True),
+    "splash": Implementation(splash.attention, splash.unsupported, chunked.gradient, takes_kv_length=True),
 }
 _AUTO_NAME, _RADIAL_NAME, _SPARSE_NAME, _WINDOW_PREFIX = "auto", "radial", "sla", "window="
 

@@ -62,7 +62,7 @@ class Config:
 class GradientSizes(NamedTuple):
     """Static arguments of the kernel."""
 
-    queries: int
+    num_queries: int
     heads: int  # of one example
     block_q: int
     block_kv: int
@@ -112,7 +112,7 @@ def kernel(
     def _():
         state.dq[:, q_slice] = jnp.zeros((state.dq.shape[0], sizes.block_q))
 
-    remaining_q = sizes.queries - i * sizes.block_q  # memory after the last query is undefined
+    remaining_q = sizes.num_queries - i * sizes.block_q  # memory after the last query is undefined
     row_valid = iota((sizes.block_q, 1), 0) < remaining_q
     state.q[...] = jnp.where(row_valid, q_ref[...], jnp.zeros_like(q_ref)).T
     state.g[...] = jnp.where(row_valid, g_ref[...], jnp.zeros_like(g_ref)).T
@@ -120,7 +120,7 @@ def kernel(
     lse, delta = (jnp.where(column_valid, x[...], 0.0) for x in (lse_ref, delta_ref))
 
     def add_keys(index: Array, masked: bool) -> None:
-        _add_keys(
+        _accumulate_keys(
             k_ref,
             v_ref,
             state,
@@ -149,7 +149,7 @@ def kernel(
         dq_ref[...] = (sizes.scale * state.dq[:, q_slice]).T.astype(dq_ref.dtype)
 
 
-def _add_keys(
+def _accumulate_keys(
     k_ref, v_ref, state: GradientRefs, lse, delta, start, q_start, num_valid: Array | None, sizes: GradientSizes
 ) -> None:
     """Add the keys of a compute block to the gradients: the first `num_valid` keys, or all keys if it is None."""
@@ -173,27 +173,30 @@ def _add_keys(
         _accumulate(state, q_start, *operands)
 
 
-def _accumulate(state: GradientRefs, q_start: Array, queries: slice, keys: Any, weights: Array, dlogits: Array) -> None:
+def _accumulate(
+    state: GradientRefs, q_start: Array, query_slice: slice, key_slice: Any, weights: Array, dlogits: Array
+) -> None:
     """Add the products of the weights [S L] and of the gradients of the logits to dv, dk and dq."""
-    state.dv[:, keys] += matmul(state.g[:, queries], weights, transposed=True)
-    state.dk[:, keys] += matmul(state.q[:, queries], dlogits, transposed=True)
-    dq_slice = pl.ds(pl.multiple_of(q_start + queries.start, LANES), queries.stop - queries.start)
-    state.dq[:, dq_slice] += matmul(state.k[:, keys], dlogits)
+    state.dv[:, key_slice] += matmul(state.g[:, query_slice], weights, transposed=True)
+    state.dk[:, key_slice] += matmul(state.q[:, query_slice], dlogits, transposed=True)
+    dq_slice = pl.ds(pl.multiple_of(q_start + query_slice.start, LANES), query_slice.stop - query_slice.start)
+    state.dq[:, dq_slice] += matmul(state.k[:, key_slice], dlogits)
 
 
 def choose_config(
-    queries: int, keys: int, head_dim: int, itemsize: int, vmem_bytes: int, *, interpret: bool = False
+    num_queries: int, num_keys: int, head_dim: int, itemsize: int, vmem_bytes: int, *, interpret: bool = False
 ) -> Config | None:
     """Return tiles for these sizes. Return None if the chip's VMEM is too small even for one block of queries."""
     block_q, block_kv = (
-        round_up(even_blocks(n, maximum)[1], LANES) for n, maximum in ((queries, MAX_BLOCK_Q), (keys, MAX_BLOCK_KV))
+        round_up(even_blocks(n, maximum)[1], LANES)
+        for n, maximum in ((num_queries, MAX_BLOCK_Q), (num_keys, MAX_BLOCK_KV))
     )
     block_kv_compute = next(size for size in range(min(MAX_COMPUTE_KV, block_kv), 0, -LANES) if block_kv % size == 0)
     smallest_config = Config(block_q, block_kv, block_kv_compute, block_q, interpret)
     free_bytes = vmem_bytes - COMPILER_VMEM_BYTES - smallest_config.vmem_bytes(head_dim, itemsize)
     if free_bytes < 0:
         return None
-    extra_blocks = min(free_bytes // (4 * head_dim * block_q), ceil_div(queries, block_q) - 1)
+    extra_blocks = min(free_bytes // (4 * head_dim * block_q), ceil_div(num_queries, block_q) - 1)
     return replace(smallest_config, resident_q=block_q * (1 + extra_blocks))
 
 
@@ -229,15 +232,18 @@ def gradient(
 def _call(q, k, v, g, lse, delta, valid_keys, *, scale: float, max_keys: int, config: Config, sum_dtype: Any) -> tuple:
     """Call the kernel on a grid of heads, blocks of keys and blocks of queries. `sum_dtype` is the dtype of dk and
     dv."""
-    batch, queries, heads, head_dim = q.shape
-    grid = (batch * heads, ceil_div(max_keys, config.block_kv), ceil_div(queries, config.block_q))
-    lse, delta = (jnp.moveaxis(x, 1, 2).reshape(-1, 1, queries) for x in (math.log2(math.e) * finite_max(lse), delta))
+    batch, num_queries, heads, head_dim = q.shape
+    grid = (batch * heads, ceil_div(max_keys, config.block_kv), ceil_div(num_queries, config.block_q))
+    lse, delta = (
+        jnp.moveaxis(x, 1, 2).reshape(-1, 1, num_queries) for x in (math.log2(math.e) * finite_max(lse), delta)
+    )
     operands = [to_rows(x) for x in (q, g, k, v)]
     rows, _, width = operands[0].shape
     in_specs, out_specs = _block_specs(grid, width // head_dim, head_dim, config)
     gradients = pl.pallas_call(
         partial(
-            kernel, sizes=GradientSizes(queries, heads, config.block_q, config.block_kv, config.block_kv_compute, scale)
+            kernel,
+            sizes=GradientSizes(num_queries, heads, config.block_q, config.block_kv, config.block_kv_compute, scale),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -248,7 +254,7 @@ def _call(q, k, v, g, lse, delta, valid_keys, *, scale: float, max_keys: int, co
         ),
         out_shape=[
             jax.ShapeDtypeStruct((rows, n, width), dtype)
-            for n, dtype in ((queries, q.dtype), (max_keys, sum_dtype), (max_keys, sum_dtype))
+            for n, dtype in ((num_queries, q.dtype), (max_keys, sum_dtype), (max_keys, sum_dtype))
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),

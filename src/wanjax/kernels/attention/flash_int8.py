@@ -48,13 +48,13 @@ def attention(
     *,
     scale: float,
     tiles: Config,
-    keys: int,
+    kv_length: int,
 ) -> tuple[BFloat16[Array, "B L N D"], Float32[Array, "B L N"]]:
-    """Return the attention to the first `keys` keys, and its log-sum-exps."""
-    (batch, queries, heads, head_dim), kv_heads = q.shape, k.shape[2]
+    """Return the attention to the first `kv_length` keys, and its log-sum-exps."""
+    (batch, num_queries, heads, head_dim), kv_heads = q.shape, k.shape[2]
     sizes = KernelSizes(
-        queries=queries,
-        keys=keys,
+        num_queries=num_queries,
+        num_keys=kv_length,
         heads=heads,
         block_q=tiles.block_q,
         block_kv=tiles.block_kv,
@@ -65,20 +65,20 @@ def attention(
         window=(UNBOUNDED_SIDE, UNBOUNDED_SIDE),
         q_scale=scale * math.log2(math.e),
     )
-    int8_k, k_scale, key_mean = quantize_keys(to_rows(k), kv_heads, keys)
+    int8_k, k_scale, key_mean = quantize_keys(to_rows(k), kv_heads, kv_length)
     operands = k_scale.reshape(-1), to_rows(q), int8_k, to_rows(v)
     out, lse = call(*operands, sizes=sizes, kv_heads=kv_heads, head_dim=head_dim, config=tiles)
-    lse = jnp.moveaxis(lse.reshape(batch, heads, queries), 1, 2)
+    lse = jnp.moveaxis(lse.reshape(batch, heads, num_queries), 1, 2)
     return from_rows(out, heads, head_dim), lse + mean_logits(q, key_mean.reshape(batch, kv_heads, head_dim), scale)
 
 
 def quantize_keys(
-    k: BFloat16[Array, "B S E"], heads: int, keys: int
+    k: BFloat16[Array, "B S E"], heads: int, kv_length: int
 ) -> tuple[Int8[Array, "B S E"], Float32[Array, "B K"], Float32[Array, "B E"]]:
-    """Subtract the mean of the first `keys` keys and round them to int8; also return each head's scale and mean."""
+    """Subtract the mean of the first `kv_length` keys, and round them to int8. Also return the scales and means."""
     k32 = k.astype(jnp.float32)  # rows, not heads: a TPU pads an axis of heads
-    key_sum, key_max, key_min = _sum_and_range(k32[:, :keys])
-    mean = key_sum / keys
+    key_sum, key_max, key_min = _sum_and_range(k32[:, :kv_length])
+    mean = key_sum / kv_length
     absmax = jnp.maximum(key_max - mean, mean - key_min).reshape(len(k), heads, -1).max(axis=2)
     scale = jnp.maximum(absmax / INT8_MAX, MIN_SCALE)
     inverse_scale = jnp.repeat(1.0 / scale, k.shape[2] // heads, axis=1)

@@ -95,7 +95,7 @@ def call(
     Returns:
         The result [B L N·D], and the log-sum-exp of each query [B·N 1 L].
     """
-    block_q, queries = sizes.block_q, sizes.queries
+    block_q, num_queries = sizes.block_q, sizes.num_queries
     heads = len(q) * sizes.heads
     index_map = row_index_map(sizes.heads, sizes.heads)
     q_spec = pl.BlockSpec((None, block_q, head_dim), lambda b, h, i, j, *_: index_map(b, h, i))
@@ -110,22 +110,22 @@ def call(
         partial(kernel, sizes=sizes, heads_per_kv=heads_per_kv),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(len(q), sizes.heads, ceil_div(queries, block_q), ceil_div(sizes.keys, sizes.block_kv)),
+            grid=(len(q), sizes.heads, ceil_div(num_queries, block_q), ceil_div(sizes.num_keys, sizes.block_kv)),
             in_specs=[q_spec, kv_spec, kv_spec],
             out_specs=[q_spec, lse_spec],
             scratch_shapes=_scratch_shapes(sizes, head_dim),
         ),
         out_shape=[
             jax.ShapeDtypeStruct(q.shape, q.dtype),
-            jax.ShapeDtypeStruct((heads, 1, queries), jnp.float32),
+            jax.ShapeDtypeStruct((heads, 1, num_queries), jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=config.vmem_bytes(head_dim, q.dtype.itemsize) + COMPILER_VMEM_BYTES,
         ),
         cost_estimate=pl.CostEstimate(
-            flops=4 * q.size * sizes.keys,
-            transcendentals=q.size // head_dim * sizes.keys,
+            flops=4 * q.size * sizes.num_keys,
+            transcendentals=q.size // head_dim * sizes.num_keys,
             bytes_accessed=2 * (2 * q.size + v.size) + k.size,
         ),
         interpret=config.interpret,
@@ -159,8 +159,8 @@ def _add_block(
 ) -> None:
     """Add the block of keys of a grid step; for the references see `kernel`."""
     (i, j), state = grid_index, SoftmaxRefs(*scratch)
-    is_last = j == ceil_div(sizes.keys, sizes.block_kv) - 1
-    num_blocks, tail = num_compute_blocks(is_last, sizes), sizes.keys % sizes.block_kv_compute
+    is_last = j == ceil_div(sizes.num_keys, sizes.block_kv) - 1
+    num_blocks, tail = num_compute_blocks(is_last, sizes), sizes.num_keys % sizes.block_kv_compute
 
     @pl.when((i == 0) & (j == 0))
     def _():
@@ -169,7 +169,7 @@ def _add_block(
     @pl.when(j == 0)
     def _():
         _init_queries(q_ref, k_scale, state, i * sizes.block_q, sizes)
-        _init_offset(k_ref, state, min(PROBE_KV, sizes.keys, sizes.block_kv))
+        _init_offset(k_ref, state, min(PROBE_KV, sizes.num_keys, sizes.block_kv))
 
     def add_tail(add: Callable) -> None:
         if tail:
@@ -177,10 +177,10 @@ def _add_block(
 
     def add_with_fixed_offset() -> None:
         def add(index: Array) -> None:
-            _add_keys(k_ref, v_ref, state, index * sizes.block_kv_compute, sizes.block_kv_compute)
+            _accumulate_keys(k_ref, v_ref, state, index * sizes.block_kv_compute, sizes.block_kv_compute)
 
         loop(0, num_blocks, add)
-        add_tail(_add_keys)
+        add_tail(_accumulate_keys)
 
     def add_with_running_max() -> None:
         _add_with_running_max(
@@ -206,8 +206,8 @@ def _add_block(
 def _init_queries(q_ref, k_scale: Array, state: SoftmaxRefs, q_start: Array, sizes: KernelSizes) -> None:
     """Clear the sums and write the queries, transposed and rounded; undefined queries after the last become 0."""
     q = sizes.q_scale * q_ref[...].T.astype(jnp.float32)  # [D L]
-    if sizes.queries % sizes.block_q:
-        q = jnp.where(q_start + positions(slice(0, q.shape[1]), 1) < sizes.queries, q, 0.0)
+    if sizes.num_queries % sizes.block_q:
+        q = jnp.where(q_start + positions(slice(0, q.shape[1]), 1) < sizes.num_queries, q, 0.0)
     absmax = jnp.abs(q).max(axis=0, keepdims=True)
     scale = _round_up_to_bfloat16(jnp.maximum(absmax * (k_scale / INT8_MAX), MIN_SCALE))
     state.scale[...] = scale
@@ -280,7 +280,7 @@ def _max_scores(k_ref, state: SoftmaxRefs, start: Array | int, num_keys: int, q_
     return reduce(jnp.maximum, maxima)
 
 
-def _add_keys(
+def _accumulate_keys(
     k_ref, v_ref, state: SoftmaxRefs, start: Array | int, num_keys: int, *, uses_offset_digits: bool = True
 ) -> None:
     """Add the weights and weighted values of these keys, with the offset unchanged.
@@ -300,16 +300,18 @@ def _add_keys(
             p = _weights(s if uses_offset_digits else s - state.offset[:, q_strip], state, q_strip)
             pending.append((v, q_strip, p if valid is None else jnp.where(valid, p, jnp.zeros_like(p))))
             if len(pending) > PIPELINE_DEPTH:
-                _add_values(state, *pending.pop(0))
+                _accumulate_values(state, *pending.pop(0))
     for values in pending:
-        _add_values(state, *values)
+        _accumulate_values(state, *values)
 
 
 def _append_ones_rows(v: BFloat16[Array, "S D"]) -> BFloat16[Array, "_D S"]:
     return jnp.concatenate([v.T, jnp.ones((NUM_ONES_ROWS, len(v)), v.dtype)])
 
 
-def _add_values(state: SoftmaxRefs, v: BFloat16[Array, "_D S"], q_strip: slice, p: BFloat16[Array, "S L"]) -> None:
+def _accumulate_values(
+    state: SoftmaxRefs, v: BFloat16[Array, "_D S"], q_strip: slice, p: BFloat16[Array, "S L"]
+) -> None:
     """Add weighted values, and below them sums of weights."""
     sums, head_dim = jnp.dot(v, p, preferred_element_type=jnp.float32), len(v) - NUM_ONES_ROWS
     state.value_sum[:, q_strip] += sums[:head_dim]
@@ -320,7 +322,7 @@ def _raise_offset_and_add(k_ref, v_ref, state: SoftmaxRefs, start: Array | int, 
     """Raise the offset to the maximum of these keys, then add them."""
     for q_strip in strips(state.q.shape[1], STRIP_Q):
         _raise_offset_to(state, q_strip, _max_scores(k_ref, state, start, num_keys, q_strip))
-    _add_keys(k_ref, v_ref, state, start, num_keys, uses_offset_digits=False)
+    _accumulate_keys(k_ref, v_ref, state, start, num_keys, uses_offset_digits=False)
 
 
 def _raise_offset_to(state: SoftmaxRefs, q_strip: slice, max_score: Float32[Array, "1 L"]) -> None:
@@ -354,8 +356,8 @@ def _add_with_running_max(k_ref, v_ref, state: SoftmaxRefs, end_step: Array | in
             score(jnp.minimum(index + 1, end_step - 1), q_strip)
             pending.append((v, q_strip, _weights(s - state.offset[:, q_strip], state, q_strip)))
             if len(pending) > 1:
-                _add_values(state, *pending.pop(0))
-        _add_values(state, *pending.pop())
+                _accumulate_values(state, *pending.pop(0))
+        _accumulate_values(state, *pending.pop())
 
     for q_strip in q_strips:
         score(0, q_strip)

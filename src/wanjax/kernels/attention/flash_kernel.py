@@ -42,8 +42,8 @@ RUNNING_MAX_FLAG, OFFSET_SET_FLAG = 0, 1  # indices of a head's flags: the head 
 class KernelSizes(NamedTuple):
     """Static arguments of the kernel."""
 
-    queries: int
-    keys: int
+    num_queries: int
+    num_keys: int
     heads: int  # of one example
     block_q: int
     block_kv: int
@@ -59,7 +59,7 @@ class KernelSizes(NamedTuple):
     @property
     def is_single_block(self) -> bool:
         """Return whether all keys are in one block."""
-        return self.keys <= self.block_kv and not self.ragged
+        return self.num_keys <= self.block_kv and not self.ragged
 
 
 class SoftmaxRefs(NamedTuple):
@@ -181,7 +181,7 @@ def call(
     keys of each example, or the lists of `sparse_kernel`. The new sums overwrite the sums of the carry.
     """
     is_sparse, (q, k, v) = len(scalars) > 1, operands
-    block_q, queries = sizes.block_q, sizes.queries
+    block_q, num_queries = sizes.block_q, sizes.num_queries
     heads_per_row = q.shape[2] // head_dim  # 1 if the heads are on the first axis
     heads = q.shape[0] * heads_per_row  # of all examples
     split_q = q.dtype == jnp.bfloat16  # q times q_scale as a sum of two bfloat16: a single one would lose three digits
@@ -196,7 +196,7 @@ def call(
         (head_dim * (1 + split_q), q.dtype), (1, jnp.float32), (8, jnp.float32), (head_dim, jnp.float32)
     )
     new_sums = [] if not sizes.return_sums else sum_shapes[1:] if carry else sum_shapes  # q is scaled and split once
-    padded_queries = round_up(queries, block_q) if new_sums else queries
+    padded_queries = round_up(num_queries, block_q) if new_sums else num_queries
 
     def rows_spec(rows: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, rows, block_q), lambda b, h, i, j, *_: (b * sizes.heads + h, 0, i))
@@ -208,7 +208,12 @@ def call(
         partial(sparse_kernel if is_sparse else kernel, sizes=sizes),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
-            grid=(heads // sizes.heads, sizes.heads, ceil_div(queries, block_q), ceil_div(sizes.keys, sizes.block_kv)),
+            grid=(
+                heads // sizes.heads,
+                sizes.heads,
+                ceil_div(num_queries, block_q),
+                ceil_div(sizes.num_keys, sizes.block_kv),
+            ),
             in_specs=[
                 rows_spec(sum_shapes.q[0]) if carry else q_spec,
                 *_kv_specs(k.shape[2], sizes, sizes.heads // kv_heads, heads_per_row, head_dim, config.buffers),
@@ -225,8 +230,8 @@ def call(
             vmem_limit_bytes=config.vmem_bytes(head_dim, q.dtype.itemsize) + COMPILER_VMEM_BYTES,
         ),
         cost_estimate=pl.CostEstimate(
-            flops=4 * q.size * sizes.keys,
-            transcendentals=q.size // head_dim * sizes.keys,
+            flops=4 * q.size * sizes.num_keys,
+            transcendentals=q.size // head_dim * sizes.num_keys,
             bytes_accessed=q.dtype.itemsize * (2 * q.size + k.size + v.size),
         ),
         interpret=config.interpret,
@@ -272,16 +277,16 @@ def _nearest_visible_block(b, i, j, kv_lengths, sizes: KernelSizes):
 
 def _scratch_shapes(sizes: KernelSizes, q_rows: int, head_dim: int, dtype: jnp.dtype) -> list[Any]:
     """Return the scratch memory of the kernel's `SoftmaxRefs`, in the order of its fields."""
-    queries = sizes.block_q
+    num_queries = sizes.block_q
     return [
-        pltpu.VMEM((q_rows, queries), dtype),
-        pltpu.VMEM((1, queries), jnp.float32),
-        pltpu.VMEM((8, queries), jnp.float32),
-        pltpu.VMEM((head_dim, queries), jnp.float32),
-        pltpu.VMEM((8, queries), jnp.float32),
-        pltpu.VMEM((head_dim, queries), jnp.float32),
-        pltpu.VMEM((sizes.step_kv, queries), jnp.float32),
-        pltpu.VMEM((8, queries), jnp.float32),
+        pltpu.VMEM((q_rows, num_queries), dtype),
+        pltpu.VMEM((1, num_queries), jnp.float32),
+        pltpu.VMEM((8, num_queries), jnp.float32),
+        pltpu.VMEM((head_dim, num_queries), jnp.float32),
+        pltpu.VMEM((8, num_queries), jnp.float32),
+        pltpu.VMEM((head_dim, num_queries), jnp.float32),
+        pltpu.VMEM((sizes.step_kv, num_queries), jnp.float32),
+        pltpu.VMEM((8, num_queries), jnp.float32),
         pltpu.SMEM((2,), jnp.int32),
     ]
 
@@ -310,8 +315,8 @@ def add_to_queries(add_block: Callable, i: Array, q_ref, k_ref, v_ref, refs: Seq
         refs: References with an axis of queries, and flags with one axis.
         sizes: The sizes.
     """
-    last_block = ceil_div(sizes.queries, sizes.block_q) - 1
-    remaining = round_up(sizes.queries - last_block * sizes.block_q, TILE_Q)
+    last_block = ceil_div(sizes.num_queries, sizes.block_q) - 1
+    remaining = round_up(sizes.num_queries - last_block * sizes.block_q, TILE_Q)
     if remaining >= sizes.block_q:
         add_block(q_ref, k_ref, v_ref, *refs)
         return
@@ -340,7 +345,7 @@ def _add_block(
     out, state = refs[:num_results], SoftmaxRefs(*refs[num_results:])
     i, j = grid_index
     q_start, kv_start = i * sizes.block_q, j * sizes.block_kv
-    is_last = j == ceil_div(sizes.keys, sizes.block_kv) - 1
+    is_last = j == ceil_div(sizes.num_keys, sizes.block_kv) - 1
     offset_margin = OFFSET_MARGIN[k_ref.dtype.name]
 
     @pl.when((i == 0) & (j == 0))
@@ -355,7 +360,7 @@ def _add_block(
             _copy_refs(carry, state[: len(carry)])
             state.flags[OFFSET_SET_FLAG] = 0
         if carry is None and not sizes.ragged:
-            _init_offset(k_ref, state, min(PROBE_KV, sizes.keys), offset_margin)
+            _init_offset(k_ref, state, min(PROBE_KV, sizes.num_keys), offset_margin)
 
     if carry is not None and sizes.is_single_block:
         state = state._replace(saved_weight_sum=carry.weight_sum, saved_value_sum=carry.value_sum)
@@ -451,7 +456,7 @@ def _add_listed_blocks(
 
     def add_with_fixed_offset() -> None:
         def add(index: Array, count: int) -> None:
-            _add_keys(k_ref, v_ref, state, blocks_from(index, count), count * sizes.step_kv)
+            _accumulate_keys(k_ref, v_ref, state, blocks_from(index, count), count * sizes.step_kv)
 
         _loop_in_chunks(0, list_length, sizes.block_kv_compute // sizes.step_kv, add)
 
@@ -509,7 +514,7 @@ def _raise_offset_and_add(
 ) -> None:
     """Raise the offset to the maximum of these keys, then add them."""
     _raise_offset(k_ref, state, start, count, mask)
-    _add_keys(k_ref, v_ref, state, start, count, mask)
+    _accumulate_keys(k_ref, v_ref, state, start, count, mask)
 
 
 def _write_results(o_ref, lse_ref, state: SoftmaxRefs) -> None:
@@ -521,7 +526,7 @@ def _write_results(o_ref, lse_ref, state: SoftmaxRefs) -> None:
 
 def _add_dense(k_ref, v_ref, state: SoftmaxRefs, is_last: Array, sizes: KernelSizes) -> None:
     """Add a block of keys to which all queries attend: full compute blocks, and in the last block also the tail."""
-    num_blocks, tail = num_compute_blocks(is_last, sizes), sizes.keys % sizes.block_kv_compute
+    num_blocks, tail = num_compute_blocks(is_last, sizes), sizes.num_keys % sizes.block_kv_compute
 
     def add_tail(add: Callable) -> None:
         if tail:
@@ -531,9 +536,9 @@ def _add_dense(k_ref, v_ref, state: SoftmaxRefs, is_last: Array, sizes: KernelSi
         loop(
             0,
             num_blocks,
-            lambda index: _add_keys(k_ref, v_ref, state, index * sizes.block_kv_compute, sizes.block_kv_compute),
+            lambda index: _accumulate_keys(k_ref, v_ref, state, index * sizes.block_kv_compute, sizes.block_kv_compute),
         )
-        add_tail(_add_keys)
+        add_tail(_accumulate_keys)
 
     def add_with_running_max() -> None:
         _add_with_running_max(
@@ -567,10 +572,10 @@ def _add_ragged(
     def clip_to_block(position: Array | int) -> Array:
         return jnp.clip(position - kv_start, 0, sizes.block_kv)
 
-    (left, right), queries = sizes.window, state.q.shape[1]
-    some_visible = clip_to_block(q_start - left), clip_to_block(jnp.minimum(kv_length, q_start + queries + right))
+    (left, right), num_queries = sizes.window, state.q.shape[1]
+    some_visible = clip_to_block(q_start - left), clip_to_block(jnp.minimum(kv_length, q_start + num_queries + right))
     all_visible = (
-        clip_to_block(q_start + queries - 1 - left),
+        clip_to_block(q_start + num_queries - 1 - left),
         clip_to_block(jnp.minimum(kv_length, q_start + 1 + right)),
     )
     begin = ceil_div(all_visible[0], step_kv)
@@ -578,7 +583,7 @@ def _add_ragged(
 
     def add_with_fixed_offset() -> None:
         def add(index: Array, count: int) -> None:
-            _add_keys(k_ref, v_ref, state, index * step_kv, count * step_kv)
+            _accumulate_keys(k_ref, v_ref, state, index * step_kv, count * step_kv)
 
         _loop_in_chunks(begin, end, sizes.block_kv_compute // step_kv, add)
 
@@ -604,7 +609,7 @@ def _add_ragged(
 def num_compute_blocks(is_last: Array, sizes: KernelSizes) -> Array | int:
     """Return the number of full compute blocks in this block of keys."""
     num_in_others = sizes.block_kv // sizes.block_kv_compute
-    num_in_last = ((sizes.keys - 1) % sizes.block_kv + 1) // sizes.block_kv_compute
+    num_in_last = ((sizes.num_keys - 1) % sizes.block_kv + 1) // sizes.block_kv_compute
     return (
         num_in_last
         if sizes.is_single_block or num_in_last == num_in_others
@@ -627,8 +632,8 @@ def _init_state(q_ref, state: SoftmaxRefs, q_start: Array, sizes: KernelSizes) -
     """Clear the state, and write the transposed and scaled queries. The memory after the last query is undefined, so 0
     is written there."""
     q = sizes.q_scale * q_ref[...].T.astype(jnp.float32)  # [D L]
-    if sizes.queries % sizes.block_q:
-        q = jnp.where(q_start + positions(slice(0, q.shape[1]), 1) < sizes.queries, q, 0.0)
+    if sizes.num_queries % sizes.block_q:
+        q = jnp.where(q_start + positions(slice(0, q.shape[1]), 1) < sizes.num_queries, q, 0.0)
     high = q.astype(state.q.dtype)
     head_dim = q.shape[0]
     state.q[:head_dim] = high
@@ -728,7 +733,7 @@ def _raise_offset_to(state: SoftmaxRefs, q_strip: slice, max_score: Float32[Arra
     state.value_sum[:, q_strip] *= correction
 
 
-def _add_keys(
+def _accumulate_keys(
     k_ref, v_ref, state: SoftmaxRefs, start: Array | int | BlockList, num_keys: int, mask: StepMask | None = None
 ) -> None:
     """Add the weights and weighted values of these keys, with the offset unchanged.
@@ -756,9 +761,9 @@ def _add_keys(
             state.weight_sum[:, q_strip] += split_rows_by_sublanes(p).sum(axis=0)
             pending.append((v, q_strip, p.astype(v.dtype)))
             if len(pending) > depth:
-                _add_values(state, *pending.pop(0))
+                _accumulate_values(state, *pending.pop(0))
     for values in pending:
-        _add_values(state, *values)
+        _accumulate_values(state, *values)
 
 
 def _weights(
@@ -775,7 +780,7 @@ def _weights(
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
-def _add_values(state: SoftmaxRefs, v: Array, q_strip: slice, p: Array) -> None:
+def _accumulate_values(state: SoftmaxRefs, v: Array, q_strip: slice, p: Array) -> None:
     state.value_sum[:, q_strip] += jnp.dot(
         v, p, preferred_element_type=jnp.float32, precision=matmul_precision(v.dtype)
     )
@@ -807,8 +812,8 @@ def _add_with_running_max(
             state.weight_sum[:, q_strip] += split_rows_by_sublanes(p).sum(axis=0)
             pending.append((v, q_strip, p.astype(v.dtype)))
             if len(pending) > 1:
-                _add_values(state, *pending.pop(0))
-        _add_values(state, *pending.pop())
+                _accumulate_values(state, *pending.pop(0))
+        _accumulate_values(state, *pending.pop())
 
     for q_strip in q_strips:
         score(first_step, q_strip)

@@ -186,8 +186,8 @@ def _first_set(*sizes: int | None) -> int:
 def default_config(
     vmem_bytes: int,
     head_dim: int,
-    queries: int,
-    keys: int,
+    num_queries: int,
+    num_keys: int,
     dtype: str,
     ragged: bool = False,
     unit_kv: int = REGISTER_ROWS,
@@ -199,44 +199,48 @@ def default_config(
     """
     max_compute_kv, default_block_q = (
         MAX_COMPUTE_KV[dtype],
-        min(MAX_BLOCK_Q, round_up(queries, STRIP_Q if queries > STRIP_Q else LANES)),
+        min(MAX_BLOCK_Q, round_up(num_queries, STRIP_Q if num_queries > STRIP_Q else LANES)),
     )
     compute_kv = (
-        _choose_compute_kv(keys, max_compute_kv, unit_kv)
-        if not ragged or keys <= MAX_MASKED_KV
-        else min(max_compute_kv, round_up(keys, MAX_MASKED_KV))
+        _choose_compute_kv(num_keys, max_compute_kv, unit_kv)
+        if not ragged or num_keys <= MAX_MASKED_KV
+        else min(max_compute_kv, round_up(num_keys, MAX_MASKED_KV))
     )
-    is_short = keys <= SHORT_KV and dtype == "bfloat16" and not ragged
-    for block_q in ([_even_block(queries, MAX_BLOCK_Q_FOR_SHORT_KV, LANES)] if is_short else []) + [default_block_q]:
-        for steps in range(1, ceil_div(keys, compute_kv) + 1):
-            config = Config(block_q, compute_kv * ceil_div(ceil_div(keys, compute_kv), steps), compute_kv)
+    is_short = num_keys <= SHORT_KV and dtype == "bfloat16" and not ragged
+    for block_q in ([_even_block(num_queries, MAX_BLOCK_Q_FOR_SHORT_KV, LANES)] if is_short else []) + [
+        default_block_q
+    ]:
+        for steps in range(1, ceil_div(num_keys, compute_kv) + 1):
+            config = Config(block_q, compute_kv * ceil_div(ceil_div(num_keys, compute_kv), steps), compute_kv)
             if config.vmem_bytes(head_dim, jnp.dtype(dtype).itemsize) + COMPILER_VMEM_BYTES <= vmem_bytes:
                 return config
     return Config(default_block_q, compute_kv, compute_kv)
 
 
-def _choose_compute_kv(keys: int, max_compute_kv: int, unit_kv: int) -> int:
+def _choose_compute_kv(num_keys: int, max_compute_kv: int, unit_kv: int) -> int:
     """Return the cheapest size of a compute block that consists of whole safe steps and leaves no long tail to
     compile."""
-    if keys <= min(max_compute_kv, MAX_TAIL_KV):
-        return max(PROBE_KV, round_up(keys, unit_kv))
-    max_compute_kv = min(max_compute_kv, keys)
+    if num_keys <= min(max_compute_kv, MAX_TAIL_KV):
+        return max(PROBE_KV, round_up(num_keys, unit_kv))
+    max_compute_kv = min(max_compute_kv, num_keys)
     steps = range(RUNNING_MAX_STEP_KV // 2, RUNNING_MAX_STEP_KV + 1, STRIP_KV)
     sizes = {size for step in steps for size in range(step, max_compute_kv + 1, step) if 2 * size > max_compute_kv}
-    return min(sizes, key=lambda size: (keys % size > MAX_TAIL_KV, _relative_cost(keys, size)))
+    return min(sizes, key=lambda size: (num_keys % size > MAX_TAIL_KV, _relative_cost(num_keys, size)))
 
 
-def _relative_cost(keys: int, compute_kv: int) -> int:
+def _relative_cost(num_keys: int, compute_kv: int) -> int:
     """Return three times the cost of all keys: two thirds for the scores, one third for the values in whole strips, and
     the overhead of the loop."""
-    count, tail = divmod(keys, compute_kv)
+    count, tail = divmod(num_keys, compute_kv)
     compute_cost, tail_cost = (
         2 * size + round_up(size, STRIP_KV) + 3 * LOOP_OVERHEAD_KV for size in (compute_kv, tail)
     )
     return count * compute_cost + (tail_cost if tail else 0)
 
 
-def sparse_config(mask: Radial, config: Config | None, vmem_bytes: int, head_dim: int, keys: int, dtype: str) -> Config:
+def sparse_config(
+    mask: Radial, config: Config | None, vmem_bytes: int, head_dim: int, num_keys: int, dtype: str
+) -> Config:
     """Return tiles that consist of whole blocks of a mask: a few blocks of queries, and as many keys as fit in VMEM.
 
     It is more important that all keys of a head fit in VMEM than that keys are prefetched: for a block of few queries,
@@ -249,7 +253,7 @@ def sparse_config(mask: Radial, config: Config | None, vmem_bytes: int, head_dim
             config, block_q=block_q, block_kv=round_up(config.block_kv, compute_kv), block_kv_compute=compute_kv
         )
     compute_kv = round_up(SPARSE_COMPUTE_KV[dtype], mask.block_kv)
-    compute_blocks, block_q = ceil_div(keys, compute_kv), mask.block_q * Q_BLOCKS_PER_STEP
+    compute_blocks, block_q = ceil_div(num_keys, compute_kv), mask.block_q * Q_BLOCKS_PER_STEP
     for steps, buffers in [(1, 2), (1, 1), *((steps, 2) for steps in range(2, compute_blocks + 1))]:
         candidate = Config(block_q, compute_kv * ceil_div(compute_blocks, steps), compute_kv, buffers=buffers)
         if candidate.vmem_bytes(head_dim, jnp.dtype(dtype).itemsize) + COMPILER_VMEM_BYTES <= vmem_bytes:

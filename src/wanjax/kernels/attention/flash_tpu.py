@@ -88,17 +88,17 @@ def attention(
     bias: None,
     config: Config | Int8Config | None,
     return_lse: bool = False,
-    keys: int | Int32[Array, " B"] | None = None,
+    kv_length: int | Int32[Array, " B"] | None = None,
 ) -> Float[Array, "B L N D"] | tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]:
     """Compute the same as the reference. The gradient computes the scores again, as in `chunked`.
 
-    Only the first `keys` keys are valid; None means all. `keys` is one number, or one number for each example. Give
-    either `keys` or `key_mask`. Under a radial mask, a number for an example must be at least the number of the video's
-    tokens.
+    Only the first `kv_length` keys are valid; None means all. `kv_length` is one number, or one number for each
+    example. Give either `kv_length` or `key_mask`. Under a radial mask, a number for an example must be at least the
+    number of the video's tokens.
     """
-    per_example = isinstance(keys, Array)
-    options = {"window": window, "scale": scale, "config": config, "keys": None if per_example else keys}
-    masks = key_mask, keys if per_example else None
+    per_example = isinstance(kv_length, Array)
+    options = {"window": window, "scale": scale, "config": config, "kv_length": None if per_example else kv_length}
+    masks = key_mask, kv_length if per_example else None
     out, lse = from_result(partial(_attention, **options), partial(_gradient, **options), q, k, v, masks)
     return (out, lse) if return_lse else out
 
@@ -114,11 +114,11 @@ def attention_with_carry(
     v: Float[Array, "B S K D"],
     carry: PartialSums | None,
     *,
-    last: bool,
+    is_last: bool,
     key_mask: Bool[Array, "B S"] | None,
     scale: float,
     config: Config | None,
-    keys: Int32[Array, " B"] | None = None,
+    kv_length: Int32[Array, " B"] | None = None,
 ) -> PartialSums | tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]:
     """Add keys to the softmax sums of earlier keys.
 
@@ -127,17 +127,17 @@ def attention_with_carry(
         k: The keys to add.
         v: The values of these keys.
         carry: The return value of the call for the earlier keys; None in the first call.
-        last: Whether these are the last keys.
+        is_last: Whether these are the last keys.
         key_mask: As in `attention`, like the arguments that are not described here.
         scale: The factor of the logits.
         config: Tiles that `supports_carry` accepts.
-        keys: The number of valid keys of each example.
+        kv_length: The number of valid keys of each example.
 
     Returns:
-        The updated sums or, if `last`, the attention's output and its log-sum-exp.
+        The updated sums or, if `is_last`, the attention's output and its log-sum-exp.
     """
-    options = {"window": None, "scale": scale, "config": config, "keys": None}
-    return _attention(q, k, v, (key_mask, keys), **options, carry=carry, return_sums=not last)
+    options = {"window": None, "scale": scale, "config": config, "kv_length": None}
+    return _attention(q, k, v, (key_mask, kv_length), **options, carry=carry, return_sums=not is_last)
 
 
 def gradient(
@@ -152,62 +152,62 @@ def gradient(
     window: Window | Radial | None,
     scale: float,
     config: Config | Int8Config | None,
-    keys=None,
+    kv_length=None,
 ) -> tuple[Array, Array, Array]:
     """Return the gradients of q, k and v. The arguments are those of `chunked.gradient`."""
     options = {"window": window, "scale": scale, "config": config}
-    return _gradient(q, k, v, g, lse, delta, (key_mask, keys), **options, keys=None)
+    return _gradient(q, k, v, g, lse, delta, (key_mask, kv_length), **options, kv_length=None)
 
 
 def _gradient(
-    q, k, v, g, lse, delta, masks, *, window, scale: float, config: Config | Int8Config | None, keys: int | None
+    q, k, v, g, lse, delta, masks, *, window, scale: float, config: Config | Int8Config | None, kv_length: int | None
 ):
     """Return the gradients of q, k and v. The kernel computes them if all queries see the same first keys, else
     `chunked` does."""
-    (key_mask, num_keys), (batch, queries, heads, head_dim) = masks, q.shape
-    keys = k.shape[1] if keys is None else keys
+    (key_mask, kv_lengths), (batch, num_queries, heads, head_dim) = masks, q.shape
+    kv_length = k.shape[1] if kv_length is None else kv_length
     if isinstance(config, Int8Config):
         raise UnsupportedError("qk=int8 has no gradient: train with --attention auto")
     interpret, gradient_config = config is not None and config.interpret, None
     if key_mask is None and window is None and k.shape[2] == heads and is_admitted("flash_tpu_gradient"):
         vmem_capacity = 2 * COMPILER_VMEM_BYTES if interpret else vmem_bytes() or 0
         gradient_config = flash_gradient.choose_config(
-            queries, keys, head_dim, q.dtype.itemsize, vmem_capacity, interpret=interpret
+            num_queries, kv_length, head_dim, q.dtype.itemsize, vmem_capacity, interpret=interpret
         )
     if gradient_config is not None:
-        num_keys = jnp.full((batch,), keys, jnp.int32) if num_keys is None else num_keys
+        kv_lengths = jnp.full((batch,), kv_length, jnp.int32) if kv_lengths is None else kv_lengths
         return flash_gradient.gradient(
-            q, k, v, g, lse, delta, num_keys, scale=scale, max_keys=keys, config=gradient_config
+            q, k, v, g, lse, delta, kv_lengths, scale=scale, max_keys=kv_length, config=gradient_config
         )
-    options = {"key_mask": key_mask, "window": window, "scale": scale, "config": None, "keys": num_keys}
-    dq, dk, dv = chunked.gradient(q, k[:, :keys], v[:, :keys], g, lse, delta, **options)
+    options = {"key_mask": key_mask, "window": window, "scale": scale, "config": None, "kv_length": kv_lengths}
+    dq, dk, dv = chunked.gradient(q, k[:, :kv_length], v[:, :kv_length], g, lse, delta, **options)
     return dq, pad_to(dk, 1, k.shape[1]), pad_to(dv, 1, k.shape[1])
 
 
 def _attention(
-    q, k, v, masks, *, window, scale, config, keys, carry: PartialSums | None = None, return_sums=False
+    q, k, v, masks, *, window, scale, config, kv_length, carry: PartialSums | None = None, return_sums=False
 ) -> Any:
-    (key_mask, kv_lengths), (batch, queries, heads, head_dim) = masks, q.shape
+    (key_mask, kv_lengths), (batch, num_queries, heads, head_dim) = masks, q.shape
     kv_heads, per_example = k.shape[2], kv_lengths is not None
-    keys = k.shape[1] if keys is None else keys
+    kv_length = k.shape[1] if kv_length is None else kv_length
     if isinstance(config, Int8Config):
         if per_example:
             raise UnsupportedError("qk=int8 takes no number of keys for each example: use --attention auto")
-        tiles = _resolve_config(config, None, (head_dim, queries, keys, q.dtype.name), False)
-        return flash_int8.attention(q, k, v, scale=scale, tiles=tiles, keys=keys)
-    kv_lengths = kv_lengths if per_example else jnp.full((batch,), keys, jnp.int32)
+        tiles = _resolve_config(config, None, (head_dim, num_queries, kv_length, q.dtype.name), False)
+        return flash_int8.attention(q, k, v, scale=scale, tiles=tiles, kv_length=kv_length)
+    kv_lengths = kv_lengths if per_example else jnp.full((batch,), kv_length, jnp.int32)
     radial = window if isinstance(window, Radial) else None
     ragged = radial is None and (key_mask is not None or per_example or window is not None)
-    config = _resolve_config(config, window, (head_dim, queries, keys, q.dtype.name), ragged)
+    config = _resolve_config(config, window, (head_dim, num_queries, kv_length, q.dtype.name), ragged)
     key_mean = None
     if config.center_keys:
         k, key_mean = _center_keys(k, length_mask(kv_lengths, k.shape[1]) if per_example else key_mask)
     if key_mask is not None:
         kv_lengths, (k, v) = valid_keys_first(key_mask, k, v)  # the kernel skips blocks of masked keys
-    scalars = (kv_lengths,) if radial is None else _list_scalars(radial, queries, keys, config, kv_lengths)
+    scalars = (kv_lengths,) if radial is None else _list_scalars(radial, num_queries, kv_length, config, kv_lengths)
     sizes = KernelSizes(
-        queries=queries,
-        keys=keys,
+        num_queries=num_queries,
+        num_keys=kv_length,
         heads=heads,
         block_q=config.block_q,
         block_kv=config.block_kv,
@@ -233,7 +233,7 @@ def _attention(
         return results
     out, lse = results
     out = from_rows(out, heads, head_dim)
-    lse = jnp.moveaxis(lse.reshape(batch, heads, queries), 1, 2)
+    lse = jnp.moveaxis(lse.reshape(batch, heads, num_queries), 1, 2)
     if key_mean is not None:
         lse += mean_logits(q, key_mean, scale)
     return out, lse
@@ -249,17 +249,17 @@ def _resolve_config(
     config: Config | Int8Config | None, window: Window | Radial | None, shape: tuple[int, int, int, str], ragged: bool
 ) -> Config:
     """Return the tiles of the caller, or the default tiles for a `shape` of (head_dim, queries, keys, dtype)."""
-    vmem_capacity, (head_dim, queries, keys, dtype) = vmem_bytes() or 0, shape
+    vmem_capacity, (head_dim, num_queries, num_keys, dtype) = vmem_bytes() or 0, shape
     unit_kv = REGISTER_ROWS
     if isinstance(config, Int8Config):
         config, unit_kv = config.tiles, INT8_REGISTER_ROWS
     if isinstance(window, Radial):
-        return sparse_config(window, config, vmem_capacity, head_dim, keys, dtype)
-    return config or default_config(vmem_capacity, head_dim, queries, keys, dtype, ragged, unit_kv)
+        return sparse_config(window, config, vmem_capacity, head_dim, num_keys, dtype)
+    return config or default_config(vmem_capacity, head_dim, num_queries, num_keys, dtype, ragged, unit_kv)
 
 
 def _list_scalars(
-    mask: Radial, queries: int, keys: int, config: Config, kv_lengths: Int32[Array, " B"]
+    mask: Radial, num_queries: int, num_keys: int, config: Config, kv_lengths: Int32[Array, " B"]
 ) -> tuple[Array, ...]:
     """Return the scalars of `sparse_kernel`: `radial.kernel_lists` without the blocks after `kv_lengths`.
 
@@ -268,10 +268,10 @@ def _list_scalars(
     """
     block_kv = config.block_kv
     list_start, list_length, sees_tail, block_start = kernel_lists(
-        mask, queries, keys, block_kv, config.block_q // mask.block_q
+        mask, num_queries, num_keys, block_kv, config.block_q // mask.block_q
     )
-    first_block = np.arange(0, keys, block_kv) // mask.block_kv
-    end_block = np.minimum(first_block + block_kv // mask.block_kv, keys // mask.block_kv)
+    first_block = np.arange(0, num_keys, block_kv) // mask.block_kv
+    end_block = np.minimum(first_block + block_kv // mask.block_kv, num_keys // mask.block_kv)
     end_of_full_blocks = kv_lengths[:, None] // mask.block_kv
     num_past_end = jnp.maximum(end_block[None] - jnp.maximum(end_of_full_blocks, first_block[None]), 0)  # [B, steps]
     num_visited = jnp.maximum(list_length.reshape(1, -1, len(first_block)) - num_past_end[:, None], 0)

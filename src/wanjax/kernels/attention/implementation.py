@@ -22,8 +22,8 @@ class Implementation:
         unsupported: Returns the reason why a call is not supported, or None. In place of arrays, shapes suffice.
         gradient: The backward function for `gradient.from_result`. The function is used if all queries attend to the
             same keys.
-        takes_num_keys: Whether `attention` takes `keys`, the number of valid keys. If `attention` does not take it, the
-            caller slices the keys.
+        takes_kv_length: Whether `attention` takes `kv_length`, the number of valid keys. If `attention` does not take
+            it, the caller slices the keys.
         supports_carry: Whether `attention_with_carry` takes a config.
         attention_with_carry: Continues the attention to earlier keys with more keys. If the function is None, the
             caller merges the softmaxes instead.
@@ -32,6 +32,6 @@ class Implementation:
     attention: Callable[..., Any]
     unsupported: Callable[..., str | None]
     gradient: Callable[..., Any]
-    takes_num_keys: bool = False
+    takes_kv_length: bool = False
     supports_carry: Callable[[Any], bool] = no_carry
     attention_with_carry: Callable[..., Any] | None = None

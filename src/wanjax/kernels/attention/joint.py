@@ -42,7 +42,8 @@ def attention(
     """Return the attention of video and text to the first `length` video tokens and the first `text_lengths` text
     tokens.
 
-    `kernel(q, k, v, keys=..., window=...)` computes attention to the first `keys` keys of each example on one device.
+    `kernel(q, k, v, kv_length=..., window=...)` computes attention to the first `kv_length` keys of each example on one
+    device.
     """
     partitioner = current_partitioner()
     placement = QueryPlacement.of(q.video, partitioner)
@@ -60,7 +61,7 @@ def attention(
             _concatenate_video_and_text(q, video_queries),
             _concatenate_video_and_text(k, length),
             _concatenate_video_and_text(v, length),
-            keys=length + text_lengths,
+            kv_length=length + text_lengths,
             window=window,
         )
         video = pad_to(out[:, :video_queries], 1, q.video.shape[1])  # later queries are padding

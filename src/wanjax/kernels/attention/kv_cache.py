@@ -41,7 +41,7 @@ class CacheSlot(NamedTuple):
     """The row at which a chunk is written, and the number of chunks that are valid after that."""
 
     row: Any  # Int32[Array, ""]
-    chunks: Any
+    num_chunks: Any
 
 
 def empty_cache(layers: int, batch: int, rows: int, heads: int, head_dim: int, dtype: DTypeLike) -> KVCache:
@@ -85,7 +85,7 @@ def attention(
 ) -> tuple[Float[Array, "B L N D"], KVCache]:
     """Return the attention of a chunk's first `length` tokens, and its keys and values for the cache.
 
-    `kernel(q, k, v, keys=...)` computes attention to the first `keys` keys on one device.
+    `kernel(q, k, v, kv_length=...)` computes attention to the first `kv_length` keys on one device.
     """
     queries, partitioner = q.shape[1], current_partitioner()
     q, k, v = (pad_to(x, 1, partitioner.axis_size(("sp", "tp"))) for x in (q, k, v))
@@ -120,9 +120,9 @@ def _attend_to_chunks(
 
     def attend(chunks: int, *flat: Array) -> Array:
         split = (x.reshape(*x.shape[:2], heads, -1) for x in flat)
-        out = kernel(*split, keys=chunks * length)
+        out = kernel(*split, kv_length=chunks * length)
         return out.reshape(*out.shape[:2], -1)
 
     branches = [partial(attend, chunks) for chunks in range(max_chunks, 0, -1)]
     flat = q.reshape(*q.shape[:2], -1)
-    return jax.lax.switch(max_chunks - slot.chunks, branches, flat, *cache).reshape(q.shape)
+    return jax.lax.switch(max_chunks - slot.num_chunks, branches, flat, *cache).reshape(q.shape)

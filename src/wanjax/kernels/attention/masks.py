@@ -29,9 +29,9 @@ def valid_keys_first(
     return key_mask.sum(axis=1, dtype=jnp.int32), [jnp.take_along_axis(x, order, axis=1) for x in arrays]
 
 
-def length_mask(lengths: Int[Array, " B"], keys: int) -> Bool[Array, "B S"]:
+def length_mask(lengths: Int[Array, " B"], num_keys: int) -> Bool[Array, "B S"]:
     """Return a mask of the first `lengths` keys of each example."""
-    return jnp.arange(keys)[None, :] < lengths[:, None]
+    return jnp.arange(num_keys)[None, :] < lengths[:, None]
 
 
 def finite_max(row_max: Float[Array, "..."]) -> Float[Array, "..."]:

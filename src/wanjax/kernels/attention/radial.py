@@ -54,31 +54,31 @@ class Radial:
         if any(size < MASK_BLOCK or size % MASK_BLOCK for size in (self.block_q, self.block_kv)):
             raise WanjaxError(f"blocks of {self.block_q} by {self.block_kv} tokens: give multiples of {MASK_BLOCK}")
 
-    def block_mask(self, queries: int, keys: int) -> Bool[np.ndarray, "_L _S"]:
+    def block_mask(self, num_queries: int, num_keys: int) -> Bool[np.ndarray, "_L _S"]:
         """Return the visible blocks of a sequence. The numbers of queries and keys include the text."""
-        return _cached_block_mask(self, queries, keys)
+        return _cached_block_mask(self, num_queries, num_keys)
 
-    def density(self, tokens: int) -> float:
+    def density(self, num_tokens: int) -> float:
         """Return which share of all scores is computed, for a sequence with this number of tokens."""
-        rows, columns = (_block_sizes(tokens, block).astype(np.float64) for block in (self.block_q, self.block_kv))
-        return float(rows @ self.block_mask(tokens, tokens) @ columns) / tokens**2
+        rows, columns = (_block_sizes(num_tokens, block).astype(np.float64) for block in (self.block_q, self.block_kv))
+        return float(rows @ self.block_mask(num_tokens, num_tokens) @ columns) / num_tokens**2
 
-    def token_mask(self, queries: int, keys: int) -> Bool[np.ndarray, "L S"]:
+    def token_mask(self, num_queries: int, num_keys: int) -> Bool[np.ndarray, "L S"]:
         """Return the mask of a sequence with these numbers of queries and keys."""
-        rows, columns = np.arange(queries) // self.block_q, np.arange(keys) // self.block_kv
-        return self.block_mask(queries, keys)[rows[:, None], columns[None, :]]
+        rows, columns = np.arange(num_queries) // self.block_q, np.arange(num_keys) // self.block_kv
+        return self.block_mask(num_queries, num_keys)[rows[:, None], columns[None, :]]
 
 
 @cache
-def _cached_block_mask(mask: Radial, queries: int, keys: int) -> Bool[np.ndarray, "_L _S"]:
+def _cached_block_mask(mask: Radial, num_queries: int, num_keys: int) -> Bool[np.ndarray, "_L _S"]:
     """Compute `Radial.block_mask`. Queries after the last key are padding and attend to no key."""
     first_text_block = mask.frames * mask.frame_tokens // MASK_BLOCK  # if there is text
-    visible = np.zeros((ceil_div(queries, MASK_BLOCK), ceil_div(keys, MASK_BLOCK)), bool)
+    visible = np.zeros((ceil_div(num_queries, MASK_BLOCK), ceil_div(num_keys, MASK_BLOCK)), bool)
     video_mask = published_mask(mask.frames, mask.frame_tokens, mask.decay, mask.sink)
     video_mask = video_mask[: len(visible), : visible.shape[1]]
     visible[: len(video_mask), : video_mask.shape[1]] = video_mask
-    if keys > mask.frames * mask.frame_tokens:
-        visible[first_text_block : ceil_div(keys, MASK_BLOCK)] = visible[:, first_text_block:] = True
+    if num_keys > mask.frames * mask.frame_tokens:
+        visible[first_text_block : ceil_div(num_keys, MASK_BLOCK)] = visible[:, first_text_block:] = True
     for axis, block in enumerate((mask.block_q, mask.block_kv)):
         visible = np.logical_or.reduceat(visible, np.arange(0, visible.shape[axis], block // MASK_BLOCK), axis=axis)
     visible.setflags(write=False)
@@ -141,9 +141,9 @@ def _frame_pair_mask(
     return 5 * mostly_visible > 3 * any_visible
 
 
-def _block_sizes(tokens: int, block: int) -> Int[np.ndarray, " _L"]:
+def _block_sizes(num_tokens: int, block: int) -> Int[np.ndarray, " _L"]:
     """Return the number of tokens in each block of a sequence."""
-    return np.minimum(block, tokens - np.arange(0, tokens, block))
+    return np.minimum(block, num_tokens - np.arange(0, num_tokens, block))
 
 
 def column_lists(block_mask: Bool[np.ndarray, "_L _S"]) -> tuple[Int32[np.ndarray, "_L _S"], Int32[np.ndarray, " _L"]]:
@@ -154,7 +154,7 @@ def column_lists(block_mask: Bool[np.ndarray, "_L _S"]) -> tuple[Int32[np.ndarra
 
 
 def kernel_lists(
-    mask: Radial, queries: int, keys: int, block_kv: int, q_blocks_per_step: int
+    mask: Radial, num_queries: int, num_keys: int, block_kv: int, q_blocks_per_step: int
 ) -> tuple[Int32[np.ndarray, " _L"], ...]:
     """Return the scalars of `flash_kernel.sparse_kernel`, which visits the visible blocks of a mask.
 
@@ -166,10 +166,10 @@ def kernel_lists(
         relative to the first key of the grid step. The lists of a grid step are interleaved, and shorter lists are
         padded with `NO_BLOCK`.
     """
-    block_mask = mask.block_mask(queries, keys)
-    num_full_blocks, blocks_per_step = keys // mask.block_kv, block_kv // mask.block_kv
+    block_mask = mask.block_mask(num_queries, num_keys)
+    num_full_blocks, blocks_per_step = num_keys // mask.block_kv, block_kv // mask.block_kv
     block_mask = np.pad(block_mask, ((0, -len(block_mask) % q_blocks_per_step), (0, 0)))
-    steps = ceil_div(keys, block_kv)
+    steps = ceil_div(num_keys, block_kv)
     by_step = np.pad(block_mask[:, :num_full_blocks], ((0, 0), (0, steps * blocks_per_step - num_full_blocks)))
     by_step = np.moveaxis(by_step.reshape(-1, q_blocks_per_step, steps, blocks_per_step), 2, 1)
     # The length of the list of each block of queries in each grid step

@@ -40,10 +40,12 @@ def attention(
     if key_mask is not None:
         logits = jnp.where(key_mask[:, None, None, :], logits, -jnp.inf)
     if window is not None:
-        length, keys = q.shape[1], k.shape[1]
+        length, num_keys = q.shape[1], k.shape[1]
         is_radial = isinstance(window, Radial)
         visible = (
-            window.token_mask(length, keys) if is_radial else in_window(jnp.arange(length), jnp.arange(keys), window)
+            window.token_mask(length, num_keys)
+            if is_radial
+            else in_window(jnp.arange(length), jnp.arange(num_keys), window)
         )
         logits = jnp.where(visible[None, None], logits, -jnp.inf)
     row_max = jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))

@@ -34,16 +34,16 @@ class AttentionKernels(NamedTuple):
     """Functions that compute attention on one device.
 
     Attributes:
-        full: Computes attention to all keys.
-        part: `part(q, k, v, carry, last=...)` computes attention to some of the keys. `carry` is the return value of
-            the call for earlier keys, None in the first call. The call for the last keys returns the result and its
-            log-sum-exps.
+        attend: Computes attention to all keys.
+        attend_with_carry: `attend_with_carry(q, k, v, carry, is_last=...)` computes attention to some of the keys.
+            `carry` is the return value of the call for earlier keys, None in the first call. The call for the last keys
+            returns the result and its log-sum-exps.
         gradient: The backward function for `gradient.from_result`. The function requires that all queries see the same
             keys.
     """
 
-    full: AttentionFunction
-    part: AttentionFunction
+    attend: AttentionFunction
+    attend_with_carry: AttentionFunction
     gradient: AttentionFunction
 
 
@@ -66,12 +66,12 @@ def attention(
     k: Float[Array, "B S K D"],
     v: Float[Array, "B S K D"],
     *,
-    keys: int,
+    kv_length: int,
     key_mask: Mask | None,
     window: Any,
     bias: Float32[Array, "..."] | None,
 ) -> Float[Array, "B L N D"]:
-    """Compute on all devices what `kernels.full` computes on one device, for the first `keys` keys.
+    """Compute on all devices what `kernels.attend` computes on one device, for the first `kv_length` keys.
 
     The operands are those of `api.attention`.
     """
@@ -81,22 +81,24 @@ def attention(
     q = pad_to(q, 1, partitioner.axis_size(("sp", "tp")))
     placement = QueryPlacement.of(q, partitioner)
     by_heads = window is None or (isinstance(window, Radial) and partitioner.axis_size("sp") == 1)
-    if by_heads and bias is None and not _replicates_keys(keys, length, heads, partitioner, placement):
-        kernels = kernels._replace(full=partial(kernels.full, window=window, bias=None))
-        return _attend_ulysses_and_ring(kernels, partitioner, placement, q, k, v, keys, key_mask)[:, :length]
-    k, v, key_mask = k[:, :keys], v[:, :keys], None if key_mask is None else key_mask[:, :keys]
+    if by_heads and bias is None and not _replicates_keys(kv_length, length, heads, partitioner, placement):
+        kernels = kernels._replace(attend=partial(kernels.attend, window=window, bias=None))
+        return _attend_ulysses_and_ring(kernels, partitioner, placement, q, k, v, kv_length, key_mask)[:, :length]
+    k, v, key_mask = k[:, :kv_length], v[:, :kv_length], None if key_mask is None else key_mask[:, :kv_length]
     if window is not None:  # a window needs all tokens on each device, so heads are sharded
         placement = QueryPlacement(placement.batch, None, ("sp", "tp"))
         q, k, v = (pad_to(x, 2, partitioner.axis_size(placement.heads)) for x in (q[:, :length], k, v))
-    kernel = partial(kernels.full, window=window)
+    kernel = partial(kernels.attend, window=window)
     return _attend_with_all_keys(kernel, partitioner, placement, q, k, v, key_mask, bias)[:, :length, :heads]
 
 
-def _replicates_keys(keys: int, queries: int, heads: int, partitioner: Partitioner, placement: QueryPlacement) -> bool:
+def _replicates_keys(
+    kv_length: int, num_queries: int, heads: int, partitioner: Partitioner, placement: QueryPlacement
+) -> bool:
     """Return whether keys and values should be replicated, because this sends the least data or there are too few heads
     for an all-to-all."""
     shards = partitioner.axis_size(placement.tokens)
-    return keys * (shards - 1) <= queries or (placement.heads is None and heads < partitioner.axis_size("tp"))
+    return kv_length * (shards - 1) <= num_queries or (placement.heads is None and heads < partitioner.axis_size("tp"))
 
 
 def _attend_with_all_keys(
@@ -124,30 +126,30 @@ def _attend_ulysses_and_ring(
     q,
     k,
     v,
-    keys: int,
+    kv_length: int,
     key_mask: Mask | None,
 ) -> Array:
     """Compute attention with heads on `tp`, and keys and values around the ring of `sp`."""
     spec = PartitionSpec(*placement)
     k, v = (pad_to(x, 1, partitioner.axis_size(("sp", "tp"))) for x in (k, v))
-    ring_size, is_padded = partitioner.axis_size("sp"), k.shape[1] > keys
+    ring_size, is_padded = partitioner.axis_size("sp"), k.shape[1] > kv_length
     if key_mask is not None:
-        key_mask = pad_to(key_mask[:, :keys], 1, k.shape[1])
+        key_mask = pad_to(key_mask[:, :kv_length], 1, k.shape[1])
     ulysses_size = partitioner.axis_size("tp") if placement.heads is None else 1
 
     def attend(q, k, v, key_mask):
         heads = q.shape[2]
         q, k, v = (tokens_to_heads(x, ulysses_size) for x in (q, k, v))
         if ring_size == 1:
-            out = kernels.full(q, k, v, key_mask=key_mask, keys=keys)
+            out = kernels.attend(q, k, v, key_mask=key_mask, kv_length=kv_length)
         else:
             masks = {"key_mask": key_mask}
             # With a number of valid keys in place of a mask, a kernel need not reorder keys
             if key_mask is None and is_padded:
-                local_keys = jnp.clip(keys - jax.lax.axis_index("sp") * k.shape[1], 0, k.shape[1])
-                masks["keys"] = jnp.full((k.shape[0],), local_keys, jnp.int32)
+                local_keys = jnp.clip(kv_length - jax.lax.axis_index("sp") * k.shape[1], 0, k.shape[1])
+                masks["kv_length"] = jnp.full((k.shape[0],), local_keys, jnp.int32)
             forward_and_backward = (
-                partial(_ring, kernels.part, ring_size=ring_size),
+                partial(_ring, kernels.attend_with_carry, ring_size=ring_size),
                 partial(_ring_gradient, kernels.gradient, ring_size=ring_size),
             )
             out, _ = from_result(*forward_and_backward, q, k, v, masks)
@@ -213,7 +215,7 @@ AttentionResult = tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]
 
 
 def _ring(
-    attend_part: AttentionFunction,
+    attend_with_carry: AttentionFunction,
     q: Float[Array, "B L N D"],
     k: Array,
     v: Array,
@@ -228,17 +230,17 @@ def _ring(
     keys can be sent while values are still being projected.
     """
 
-    def attend_shard(carry: Any, shard: tuple, *, last: bool) -> Any:
+    def attend_shard(carry: Any, shard: tuple, *, is_last: bool) -> Any:
         *keys_and_values, masks = shard
-        return attend_part(q, *(x.reshape(k.shape) for x in keys_and_values), carry, **masks, last=last)
+        return attend_with_carry(q, *(x.reshape(k.shape) for x in keys_and_values), carry, **masks, is_last=is_last)
 
     # heads are sent side by side, as projections write them; a TPU would copy arrays with an axis of heads first
     carry, shard = None, (*(x.reshape(*x.shape[:2], -1) for x in (k, v)), masks)
     for _ in range(ring_size - 1):
         # sending overlaps with the attention to this shard
         next_shard = jax.lax.ppermute(shard, "sp", _ring_permutation(ring_size))
-        carry, shard = attend_shard(carry, shard, last=False), next_shard
-    return attend_shard(carry, shard, last=True)
+        carry, shard = attend_shard(carry, shard, is_last=False), next_shard
+    return attend_shard(carry, shard, is_last=True)
 
 
 def _ring_gradient(

@@ -69,9 +69,9 @@ class SparseLinear:
         values = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
         return ",".join(f"{name}={value}" for name, value, default in values if value != default)
 
-    def top_k(self, keys: int) -> int:
+    def top_k(self, num_keys: int) -> int:
         """Return to how many blocks of keys each block of queries attends, if there are this many keys."""
-        return max(1, int(self.top * ceil_div(keys, self.block_kv)))
+        return max(1, int(self.top * ceil_div(num_keys, self.block_kv)))
 
 
 class Projection(NamedTuple):
@@ -95,20 +95,22 @@ def attention(
     projection: Projection,
     *,
     sparse: SparseLinear,
-    keys: int,
+    kv_length: int,
 ) -> Float[Array, "B L N D"]:
-    """Return the sum of the sparse and the linear part for the first `keys` tokens, and zeros for later tokens.
+    """Return the sum of the sparse and the linear part for the first `kv_length` tokens, and zeros for later tokens.
 
     This function is the reference. The reference computes in float32, and rounds once to the operands' dtype. The
     sparse part is dense attention, with logits scaled by 1 / √D, in which the blocks that are not selected are masked.
     """
     length, heads, dtype = *q.shape[1:3], q.dtype
-    q, k, v = (x[:, :keys] for x in (q, k, v))
+    q, k, v = (x[:, :kv_length] for x in (q, k, v))
     merged_q, merged_k, merged_v = map(heads_to_batch, (q, k, v))
-    block_indices = jnp.arange(ceil_div(keys, sparse.block_kv))
+    block_indices = jnp.arange(ceil_div(kv_length, sparse.block_kv))
     selected = (choose_blocks(merged_q, merged_k, sparse)[..., None] == block_indices[None, None, None]).any(axis=2)
-    q_block_index, kv_block_index = (jnp.arange(keys) // size for size in (sparse.block_q, sparse.block_kv))
-    bias = jnp.where(selected[:, q_block_index][:, :, kv_block_index], 0.0, -jnp.inf).reshape(-1, heads, keys, keys)
+    q_block_index, kv_block_index = (jnp.arange(kv_length) // size for size in (sparse.block_q, sparse.block_kv))
+    bias = jnp.where(selected[:, q_block_index][:, :, kv_block_index], 0.0, -jnp.inf).reshape(
+        -1, heads, kv_length, kv_length
+    )
     float32_operands = (x.astype(jnp.float32) for x in (q, k, v))
     options: dict[str, Any] = {"key_mask": None, "window": None, "scale": q.shape[3] ** -0.5, "config": None}
     out: Any = reference.attention(*float32_operands, bias=bias, **options)

@@ -40,14 +40,16 @@ def attention(
     projection: Projection,
     *,
     sparse: SparseLinear,
-    keys: int,
+    kv_length: int,
 ) -> Float[Array, "B L N D"]:
     """Compute the same as the reference, block by block. The gradient is also computed block by block."""
-    return with_gradient(partial(_forward, sparse=sparse, keys=keys), q, k, v, projection, sparse=sparse, keys=keys)
+    return with_gradient(
+        partial(_forward, sparse=sparse, kv_length=kv_length), q, k, v, projection, sparse=sparse, kv_length=kv_length
+    )
 
 
 def with_gradient(
-    forward: Forward, q: Array, k: Array, v: Array, projection: Projection, *, sparse: SparseLinear, keys: int
+    forward: Forward, q: Array, k: Array, v: Array, projection: Projection, *, sparse: SparseLinear, kv_length: int
 ) -> Float[Array, "B L N D"]:
     """Return the result of `forward(q, k, v, projection)`, with the gradient of this file.
 
@@ -61,25 +63,27 @@ def with_gradient(
 
     def bwd(residuals: tuple, g: Array) -> tuple:
         q, k, v, projection, selected = residuals
-        *head_gradients, projection_gradient = gradient(_flatten_heads(keys, q, k, v, g), projection, selected, sparse)
+        *head_gradients, projection_gradient = gradient(
+            _flatten_heads(kv_length, q, k, v, g), projection, selected, sparse
+        )
         return *(_unflatten_heads(x, q.shape).astype(q.dtype) for x in head_gradients), projection_gradient
 
     return with_backward(fwd, bwd, q, k, v, projection)
 
 
-def _forward(q, k, v, projection: Projection, *, sparse: SparseLinear, keys: int) -> tuple[Array, Array]:
-    heads = _flatten_heads(keys, q, k, v)
+def _forward(q, k, v, projection: Projection, *, sparse: SparseLinear, kv_length: int) -> tuple[Array, Array]:
+    heads = _flatten_heads(kv_length, q, k, v)
     selected = choose_blocks(heads[0], heads[1], sparse)
     return _unflatten_heads(attend(heads, projection, selected, sparse), q.shape), selected
 
 
-def _flatten_heads(keys: int, *arrays: Float[Array, "B L N D"]) -> list[Float[Array, "_B _L D"]]:
-    """Return the first `keys` tokens of the heads of all examples."""
-    return [heads_to_batch(x[:, :keys]) for x in arrays]
+def _flatten_heads(kv_length: int, *arrays: Float[Array, "B L N D"]) -> list[Float[Array, "_B _L D"]]:
+    """Return the first `kv_length` tokens of the heads of all examples."""
+    return [heads_to_batch(x[:, :kv_length]) for x in arrays]
 
 
 def _unflatten_heads(x: Float[Array, "_B _L D"], shape: tuple[int, ...]) -> Float[Array, "B L N D"]:
-    """Invert `_flatten_heads`, and restore the original shape. Tokens after the first `keys` are zeros."""
+    """Invert `_flatten_heads`, and restore the original shape. Tokens after the first `kv_length` are zeros."""
     return pad_to(batch_to_heads(x, shape[2]), 1, shape[1])
 
 
@@ -88,7 +92,7 @@ class KeyBlocks(NamedTuple):
 
     k: Float[Array, "_B _S S D"]
     v: Float[Array, "_B _S S D"]
-    keys: int
+    kv_length: int
     precision: str
 
     @classmethod
@@ -104,14 +108,14 @@ class KeyBlocks(NamedTuple):
         """Return which keys of each list are valid. Keys after the end of the sequence are padding."""
         block_kv = self.k.shape[2]
         positions = lists[..., None] * block_kv + jnp.arange(block_kv)[None, None, None]
-        return (positions < self.keys).reshape(*lists.shape[:2], 1, -1)
+        return (positions < self.kv_length).reshape(*lists.shape[:2], 1, -1)
 
     def weights(
         self, q: Float[Array, "_B C L D"], k: Float[Array, "_B C S D"], lists: Int32[Array, "_B C _S"]
     ) -> tuple[Float32[Array, "_B C L S"], Float32[Array, "_B C L 1"]]:
         """Return the unnormalized softmax weights of the keys of each list, and their sums."""
         logits = q.shape[-1] ** -0.5 * self.einsum("BCLD,BCSD->BCLS", q, k)
-        if self.keys % self.k.shape[2]:
+        if self.kv_length % self.k.shape[2]:
             logits = jnp.where(self.valid(lists), logits, -jnp.inf)
         weights = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
         return weights, weights.sum(axis=-1, keepdims=True)

@@ -32,8 +32,8 @@ SCORE_BITS = 32
 class KernelSizes(NamedTuple):
     """Static arguments of the kernels."""
 
-    queries: int
-    tokens: int  # valid tokens; later tokens are padding
+    num_queries: int
+    num_tokens: int  # valid tokens; later tokens are padding
     heads: int  # of one example
     block_q: int
     block_kv: int
@@ -63,8 +63,8 @@ def prepare(
     """Return the sums over each block of q and of k, and Σ φ(k)ᵀ [v, 1], for the heads of all examples."""
     head_dim = q.shape[2] // sizes.heads
     alignment = math.lcm(sizes.block_q, sizes.block_kv, LANES)
-    block_tokens = min(round_up(TOKENS_PER_STEP, alignment), round_up(sizes.tokens, alignment))
-    heads, steps = len(q) * sizes.heads, ceil_div(sizes.tokens, block_tokens)
+    block_tokens = min(round_up(TOKENS_PER_STEP, alignment), round_up(sizes.num_tokens, alignment))
+    heads, steps = len(q) * sizes.heads, ceil_div(sizes.num_tokens, block_tokens)
     rows = pl.BlockSpec((None, block_tokens, head_dim), lambda b, h, i: (b, i, h))
     blocks_per_step = [block_tokens // block_size for block_size in (sizes.block_q, sizes.block_kv)]
     return pl.pallas_call(
@@ -94,7 +94,7 @@ def prepare(
 def _prepare(q_ref, k_ref, v_ref, q_sums_ref, k_sums_ref, state_ref, *, sizes: KernelSizes) -> None:
     """Compute the results of `prepare`. The grid has examples, heads and blocks of tokens."""
     i, block_tokens = pl.program_id(2), q_ref.shape[0]
-    num_valid = sizes.tokens - i * block_tokens
+    num_valid = sizes.num_tokens - i * block_tokens
 
     def add(ragged: bool) -> None:
         q, k, v = q_ref[...], k_ref[...], v_ref[...]
@@ -111,9 +111,9 @@ def _prepare(q_ref, k_ref, v_ref, q_sums_ref, k_sums_ref, state_ref, *, sizes: K
         state_ref[...] = jnp.where(i == 0, state, state_ref[...] + state)
 
     last = pl.num_programs(2) - 1
-    if sizes.tokens % block_tokens:
+    if sizes.num_tokens % block_tokens:
         pl.when(i < last)(lambda: add(False))
-    pl.when(i == last)(lambda: add(True)) if sizes.tokens % block_tokens else add(False)
+    pl.when(i == last)(lambda: add(True)) if sizes.num_tokens % block_tokens else add(False)
 
 
 def _block_sums(x: Float[Array, "L D"], size: int) -> Float32[Array, "_L D"]:
@@ -215,10 +215,10 @@ def attend(
         interpret: Run the kernel without a TPU.
     """
     head_dim = q.shape[2] // sizes.heads
-    keys = round_up(sizes.tokens, sizes.block_kv)
+    num_keys = round_up(sizes.num_tokens, sizes.block_kv)
     q_spec = pl.BlockSpec((None, sizes.rows, head_dim), lambda b, h, i: (b, i, h))
     pipeline_mode = pl.Buffered(1) if buffers == 1 else None
-    kv_spec = pl.BlockSpec((None, keys, head_dim), lambda b, h, i: (b, 0, h), pipeline_mode=pipeline_mode)
+    kv_spec = pl.BlockSpec((None, num_keys, head_dim), lambda b, h, i: (b, 0, h), pipeline_mode=pipeline_mode)
     scores = len(q) * sizes.heads * q.shape[1] * sizes.top_k * sizes.block_kv
     return pl.pallas_call(
         partial(_attend, sizes=sizes),
@@ -291,7 +291,7 @@ def _attend(
     weights shows that a logit left the range, the grid step is repeated with the maximum of all logits as the offset.
     """
     step = StepRefs(first_keys_ref, q_ref, k_ref, v_ref, value_sum_ref, weight_sum_ref, offset_ref)
-    num_valid = sizes.tokens - pl.program_id(2) * sizes.rows
+    num_valid = sizes.num_tokens - pl.program_id(2) * sizes.rows
 
     def attempt(safe: Array) -> Array:
         pl.when(safe == 1)(lambda: _set_offsets_to_max(step, sizes))
@@ -300,10 +300,10 @@ def _attend(
             offset_ref[tile.rows, :] = jnp.where(safe == 1, offset_ref[tile.rows, :], probe)
         value_sum_ref[...] = jnp.zeros(value_sum_ref.shape)
         weight_sum_ref[...] = jnp.zeros(weight_sum_ref.shape)
-        _add_keys(step, sizes)
+        _accumulate_keys(step, sizes)
         weight_sum, valid = weight_sum_ref[...].sum(axis=1, keepdims=True), iota((sizes.rows, 1), 0) < num_valid
         out = value_sum_ref[...] * (1.0 / weight_sum) + _linear_attention(q_ref[...], state_ref[...]) + bias_ref[...]
-        o_ref[...] = (jnp.where(valid, out, 0.0) if sizes.queries > sizes.tokens else out).astype(o_ref.dtype)
+        o_ref[...] = (jnp.where(valid, out, 0.0) if sizes.num_queries > sizes.num_tokens else out).astype(o_ref.dtype)
         out_of_range = jnp.max(jnp.where((weight_sum <= MAX_WEIGHT_SUM) | ~valid, 0, 1))  # NaN too
         return jnp.where((safe == 0) & (out_of_range == 1), 1, 2)
 
@@ -331,7 +331,7 @@ def _linear_attention(q: Float[Array, "L D"], state: Float[Array, "_D _E"]) -> F
     return values_and_weights[:, : q.shape[1]] / values_and_weights[:, q.shape[1] :]
 
 
-def _add_keys(step: StepRefs, sizes: KernelSizes) -> None:
+def _accumulate_keys(step: StepRefs, sizes: KernelSizes) -> None:
     """Add the weights and weighted values of all listed keys, with the offset unchanged."""
     pending: list[tuple[slice, Array, Array]] = []
 
@@ -342,7 +342,7 @@ def _add_keys(step: StepRefs, sizes: KernelSizes) -> None:
 
     def add(tile: TileSlice) -> None:
         scores, v = _scores(step, tile, sizes), _read(step.v, step, tile, sizes)
-        if tile.ends_list and sizes.tokens % sizes.block_kv:  # after the last token, memory is undefined
+        if tile.ends_list and sizes.num_tokens % sizes.block_kv:  # after the last token, memory is undefined
             v = jnp.where(_valid_keys(step, tile, (len(v), 1), sizes), v, jnp.zeros_like(v))
         offset = step.offset[tile.rows, :]
         weights = [jnp.exp2(x - offset[:, : x.shape[1]]) for x in _split_by_lanes(scores)]
@@ -399,7 +399,7 @@ def _tile_slices(sizes: KernelSizes, first_slot: Array | int, count: int) -> Ite
 def _scores(step: StepRefs, tile: TileSlice, sizes: KernelSizes) -> Float32[Array, "L S"]:
     """Return scores as exponents of two. Keys that are padding have -inf."""
     scores = _scores_of(step.q[tile.rows, :], _read(step.k, step, tile, sizes))
-    if tile.ends_list and sizes.tokens % sizes.block_kv:
+    if tile.ends_list and sizes.num_tokens % sizes.block_kv:
         scores = jnp.where(_valid_keys(step, tile, (1, scores.shape[1]), sizes), scores, -jnp.inf)
     return scores
 
@@ -423,7 +423,7 @@ def _valid_keys(step: StepRefs, tile: TileSlice, shape: tuple[int, int], sizes: 
     earlier_keys = (tile.count - 1) * sizes.block_kv
     return (
         iota(shape, shape.index(max(shape)))
-        < earlier_keys + sizes.tokens - step.first_keys[tile.index, sizes.top_k - 1]
+        < earlier_keys + sizes.num_tokens - step.first_keys[tile.index, sizes.top_k - 1]
     )
 
 

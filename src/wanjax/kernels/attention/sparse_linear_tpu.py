@@ -39,7 +39,7 @@ class Config:
     interpret: bool = False
 
 
-def unsupported(q: Array, sparse: SparseLinear, keys: int, config: Config | None) -> str | None:
+def unsupported(q: Array, sparse: SparseLinear, kv_length: int, config: Config | None) -> str | None:
     """Return the reason why this call is not supported, or None."""
     vmem_capacity = vmem_bytes()
     if vmem_capacity is None and not (config and config.interpret):
@@ -48,10 +48,8 @@ def unsupported(q: Array, sparse: SparseLinear, keys: int, config: Config | None
         return f"the kernel of sparse-linear attention does not support heads of {q.shape[3]} in {q.dtype.name}"
     if sparse.block_q != BLOCK_Q or TILE_KV % sparse.block_kv or sparse.block_kv % 16:
         return f"the kernel of sparse-linear attention does not support blocks of {sparse.block_q} by {sparse.block_kv}"
-    if vmem_capacity is not None and _vmem_needed(q, keys, 1) > vmem_capacity:
-        return (
-            f"a head's keys need {_vmem_needed(q, keys, 1) >> 20} MiB of VMEM, and the chip has {vmem_capacity >> 20}"
-        )
+    if vmem_capacity is not None and (needed := _vmem_needed(q, kv_length, 1)) > vmem_capacity:
+        return f"a head's keys need {needed >> 20} MiB of VMEM, and the chip has {vmem_capacity >> 20}"
     return None
 
 
@@ -62,20 +60,20 @@ def attention(
     projection: Projection,
     *,
     sparse: SparseLinear,
-    keys: int,
+    kv_length: int,
     config: Config | None = None,
 ) -> Float[Array, "B L N D"]:
     """Compute the same as the reference."""
-    forward = partial(_forward, sparse=sparse, keys=keys, config=config or Config())
-    return with_gradient(forward, q, k, v, projection, sparse=sparse, keys=keys)
+    forward = partial(_forward, sparse=sparse, kv_length=kv_length, config=config or Config())
+    return with_gradient(forward, q, k, v, projection, sparse=sparse, kv_length=kv_length)
 
 
 def _forward(
-    q, k, v, projection: Projection, *, sparse: SparseLinear, keys: int, config: Config
+    q, k, v, projection: Projection, *, sparse: SparseLinear, kv_length: int, config: Config
 ) -> tuple[Array, Array]:
-    shape, sizes = q.shape, _sizes(q, sparse, keys, config)
-    buffers = 2 if _vmem_needed(q, keys, 2) <= (vmem_bytes() or 0) else 1
-    options = {"buffers": buffers, "vmem_bytes": _vmem_needed(q, keys, buffers), "interpret": config.interpret}
+    shape, sizes = q.shape, _sizes(q, sparse, kv_length, config)
+    buffers = 2 if _vmem_needed(q, kv_length, 2) <= (vmem_bytes() or 0) else 1
+    options = {"buffers": buffers, "vmem_bytes": _vmem_needed(q, kv_length, buffers), "interpret": config.interpret}
     q, k, v = (x.reshape(*shape[:2], -1) for x in (q, k, v))
     q_sums, k_sums, state = prepare(q, k, v, sizes, interpret=config.interpret)
     scores = _scores(q_sums, k_sums, q.dtype, sizes)
@@ -83,18 +81,18 @@ def _forward(
     first_keys = lists.reshape(len(scores), -1, sizes.lists, lists.shape[1])
     bias = projection.bias.astype(jnp.float32)[None]
     out = attend(first_keys, q, k, v, _project_state(state, projection, q.dtype), bias, sizes, **options)
-    selected = lists.reshape(*scores.shape[:2], -1)[:, : ceil_div(keys, sparse.block_q), : sizes.top_k]
+    selected = lists.reshape(*scores.shape[:2], -1)[:, : ceil_div(kv_length, sparse.block_q), : sizes.top_k]
     return out.reshape(shape), selected // sparse.block_kv
 
 
-def _vmem_needed(q: Array, keys: int, buffers: int) -> int:
+def _vmem_needed(q: Array, kv_length: int, buffers: int) -> int:
     """Return the bytes of VMEM that the kernel needs with this many buffers of a head's keys and values."""
-    return 2 * buffers * keys * q.shape[3] * q.dtype.itemsize + OTHER_VMEM_BYTES
+    return 2 * buffers * kv_length * q.shape[3] * q.dtype.itemsize + OTHER_VMEM_BYTES
 
 
-def _sizes(q: Array, sparse: SparseLinear, keys: int, config: Config) -> KernelSizes:
-    top_k = sparse.top_k(keys)
-    sizes = KernelSizes(q.shape[1], keys, q.shape[2], sparse.block_q, sparse.block_kv, top_k, lists=1, unroll=1)
+def _sizes(q: Array, sparse: SparseLinear, kv_length: int, config: Config) -> KernelSizes:
+    top_k = sparse.top_k(kv_length)
+    sizes = KernelSizes(q.shape[1], kv_length, q.shape[2], sparse.block_q, sparse.block_kv, top_k, lists=1, unroll=1)
     tiles_per_list = sizes.tiles + 1
     lists = config.lists or next(
         (count for count in LISTS_PER_STEP if count * tiles_per_list <= MAX_UNROLLED_TILES), LISTS_PER_STEP[-1]
@@ -108,10 +106,13 @@ def _scores(
     q_sums: Float32[Array, "_B _L D"], k_sums: Float32[Array, "_B _S D"], dtype: DTypeLike, sizes: KernelSizes
 ) -> Float32[Array, "_B _L _S"]:
     """Return the scores of blocks from the sums over each block, with a row for each list of the grid."""
-    q_blocks, kv_blocks = ceil_div(sizes.queries, sizes.rows) * sizes.lists, ceil_div(sizes.tokens, sizes.block_kv)
+    q_blocks, kv_blocks = (
+        ceil_div(sizes.num_queries, sizes.rows) * sizes.lists,
+        ceil_div(sizes.num_tokens, sizes.block_kv),
+    )
     q_sums = jnp.pad(q_sums, ((0, 0), (0, max(0, q_blocks - q_sums.shape[1])), (0, 0)))[:, :q_blocks]
     k_sums = k_sums[:, :kv_blocks]
-    key_mean = k_sums.sum(axis=1, keepdims=True) / sizes.tokens
+    key_mean = k_sums.sum(axis=1, keepdims=True) / sizes.num_tokens
     means = (
         q_sums / _block_sizes(q_blocks, sizes.block_q, sizes),
         k_sums / _block_sizes(kv_blocks, sizes.block_kv, sizes) - key_mean,
@@ -124,7 +125,7 @@ def _scores(
 def _block_sizes(blocks: int, size: int, sizes: KernelSizes) -> Float32[np.ndarray, "1 _L 1"]:
     """Return the number of tokens in each block. An empty block gets 1, because its sum of 0 is divided by this
     number."""
-    counts = np.clip(sizes.tokens - size * np.arange(blocks), 1, size)
+    counts = np.clip(sizes.num_tokens - size * np.arange(blocks), 1, size)
     return counts.astype(np.float32)[None, :, None]
 
 

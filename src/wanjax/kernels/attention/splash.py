@@ -49,22 +49,25 @@ def attention(
     bias: None,
     config: Config | None,
     return_lse: bool = False,
-    keys: int | Int32[Array, " B"] | None = None,
+    kv_length: int | Int32[Array, " B"] | None = None,
 ) -> Float[Array, "B L N D"]:
     """Compute the same as the reference. Splash's own kernels compute the gradient."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash_kernel
 
-    (batch, queries, heads, _), num_keys = q.shape, k.shape[1]
+    (batch, num_queries, heads, _), num_keys = q.shape, k.shape[1]
     heads_per_kv = heads // k.shape[2]
-    block_q, block_kv_compute = min(BLOCK_Q, round_up(queries, LANES)), min(BLOCK_KV_COMPUTE, round_up(num_keys, LANES))
+    block_q, block_kv_compute = (
+        min(BLOCK_Q, round_up(num_queries, LANES)),
+        min(BLOCK_KV_COMPUTE, round_up(num_keys, LANES)),
+    )
     block_kv = min(BLOCK_KV, round_up(num_keys, block_kv_compute))
-    padded_lengths = round_up(queries, block_q), round_up(num_keys, block_kv)
+    padded_lengths = round_up(num_queries, block_q), round_up(num_keys, block_kv)
     kernel = _kernel(
         heads, padded_lengths, (block_q, block_kv, block_kv_compute), interpret=config is not None and config.interpret
     )
     valid = jnp.ones((batch, num_keys), bool) if key_mask is None else key_mask
-    if keys is not None:
-        valid &= length_mask(jnp.broadcast_to(jnp.asarray(keys), (batch,)), num_keys)
+    if kv_length is not None:
+        valid &= length_mask(jnp.broadcast_to(jnp.asarray(kv_length), (batch,)), num_keys)
 
     def attend(q: Array, k: Array, v: Array, valid: Array) -> Array:
         q = (q.astype(jnp.float32) * scale).astype(q.dtype)
@@ -72,7 +75,7 @@ def attention(
         kv_segments = jnp.where(pad_to(valid, 0, block_kv), 0, 1)  # a query sees only keys of its own segment
         segments = splash_kernel.SegmentIds(q=jnp.zeros(padded_lengths[0], jnp.int32), kv=kv_segments)
         padded = (pad_to(jnp.moveaxis(x, 1, 0), 1, size) for x, size in ((q, block_q), (k, block_kv), (v, block_kv)))
-        out = jnp.moveaxis(kernel(*padded, segment_ids=segments)[:, :queries], 0, 1)
+        out = jnp.moveaxis(kernel(*padded, segment_ids=segments)[:, :num_queries], 0, 1)
         return jnp.where(valid.any(), out, jnp.zeros_like(out))
 
     return jnp.stack([attend(*example) for example in zip(q, k, v, valid, strict=True)])

@@ -29,13 +29,13 @@ def normal(seed: int, *shape: int, dtype: str = "bfloat16") -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(np.float32)).astype(dtype)
 
 
-def _operands(queries: int, keys: int, size: int = HEAD_DIM) -> list[jax.Array]:
-    return [normal(seed, 1, length, 2, size) for seed, length in enumerate((queries, keys, keys))]
+def _operands(num_queries: int, num_keys: int, size: int = HEAD_DIM) -> list[jax.Array]:
+    return [normal(seed, 1, length, 2, size) for seed, length in enumerate((num_queries, num_keys, num_keys))]
 
 
-def _operands_out_of_range(queries: int, keys: int) -> list[jax.Array]:
+def _operands_out_of_range(num_queries: int, num_keys: int) -> list[jax.Array]:
     """Return operands in which a late key has logits outside of the range of the offset. This forces the safe path."""
-    q, k, v = _operands(queries, keys)
+    q, k, v = _operands(num_queries, num_keys)
     return [q, k.at[:, -40].set(jnp.sign(q[:, 5]) * jnp.bfloat16(40)), v]
 
 
@@ -104,10 +104,10 @@ def _carry_trials() -> Iterator[Trial]:
         def two_calls(q, k, v):
             half_length = k.shape[1] // 2
             sums: Any = flash_tpu.attention_with_carry(
-                q, k[:, :half_length], v[:, :half_length], None, last=False, **options
+                q, k[:, :half_length], v[:, :half_length], None, is_last=False, **options
             )
             out: Any = flash_tpu.attention_with_carry(
-                q, k[:, half_length:], v[:, half_length:], sums, last=True, **options
+                q, k[:, half_length:], v[:, half_length:], sums, is_last=True, **options
             )
             return out[0]
 
@@ -167,12 +167,12 @@ def _sparse_trials() -> Iterator[Trial]:
 
     def run(operands: list[jax.Array], interpret: bool) -> jax.Array:
         config = sparse_linear_tpu.Config(interpret=interpret)
-        options: Any = {"sparse": sparse, "keys": operands[1].shape[1], "config": config}
+        options: Any = {"sparse": sparse, "kv_length": operands[1].shape[1], "config": config}
         return jax.jit(partial(sparse_linear_tpu.attention, **options))(*operands, projection)
 
     def expected(operands: list[jax.Array]) -> jax.Array:
         q, k, v = operands
-        return sparse_linear.attention(q, k, v, projection, sparse=sparse, keys=operands[1].shape[1])
+        return sparse_linear.attention(q, k, v, projection, sparse=sparse, kv_length=operands[1].shape[1])
 
     cases = {"whole blocks": _operands(1024, 1024), "a ragged tail": _operands(900, 900)}
     q, k, v = _operands(900, 900)

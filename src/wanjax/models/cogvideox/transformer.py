@@ -83,7 +83,7 @@ class JointAttention(nnx.Module):
         k = split_heads(head_norm_and_rope(self.k(x), self.k_norm, rope), self.heads)
         # the values do not change; on several TPUs, they get the memory layout in which heads are sent
         v = split_heads(pack_for_all_to_all(self.v(x)), self.heads)
-        y = join_heads(attention(q, k, v, keys=rope.length, implementation=self.attention))
+        y = join_heads(attention(q, k, v, kv_length=rope.length, implementation=self.attention))
         if nag is not None:
             prompt, negative = jnp.split(y, 2)
             y = jnp.where(text[:, None], y, jnp.tile(apply_nag(prompt, negative, nag), (2, 1, 1)))

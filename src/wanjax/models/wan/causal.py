@@ -133,12 +133,12 @@ class WanCausalTransformer(WanTransformer):
         return unpatchify(x, grid, self.config.patch), chunk
 
 
-def angles_at(config: CausalTransformerConfig, block: int) -> Angles:
-    """Return the angles in time of the frames of a chunk; `block` is its index."""
+def angles_at(config: CausalTransformerConfig, chunk: int) -> Angles:
+    """Return the angles in time of the frames of a chunk; `chunk` is its index."""
     frames = config.chunk_frames // config.patch[0]
-    return angles(range(block * frames, (block + 1) * frames), config.rope_channels[0])
+    return angles(range(chunk * frames, (chunk + 1) * frames), config.rope_channels[0])
 
 
-def slot_of(config: CausalTransformerConfig, block: int, tokens: int) -> CacheSlot:
-    """Return the slot in the window of a chunk with `tokens` tokens; `block` is its index."""
-    return CacheSlot(np.int32(config.slot(block) * tokens), np.int32(min(block + 1, config.slots)))
+def slot_of(config: CausalTransformerConfig, chunk: int, num_tokens: int) -> CacheSlot:
+    """Return the slot in the window of a chunk with `num_tokens` tokens; `chunk` is its index."""
+    return CacheSlot(np.int32(config.slot(chunk) * num_tokens), np.int32(min(chunk + 1, config.slots)))

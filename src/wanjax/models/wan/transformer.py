@@ -79,12 +79,12 @@ class AttentionLayer(nnx.Module):
         q: Float[Array, "B L N D"],
         k: Float[Array, "B S N D"],
         v: Float[Array, "B S N D"],
-        keys: int | None = None,
+        kv_length: int | None = None,
         mask: Radial | None = None,
     ) -> Float[Array, "B L E"]:
-        """Compute attention in the compute dtype and join its heads. Only the first `keys` keys are used."""
+        """Compute attention in the compute dtype and join its heads. Only the first `kv_length` keys are used."""
         q, k = q.astype(self.dtype), k.astype(self.dtype)  # norms return float32
-        return join_heads(attention(q, k, v, keys=keys, window=mask, implementation=self.attention))
+        return join_heads(attention(q, k, v, kv_length=kv_length, window=mask, implementation=self.attention))
 
 
 class SelfAttention(AttentionLayer):
@@ -103,15 +103,15 @@ class SelfAttention(AttentionLayer):
         q: Float[Array, "B L N D"],
         k: Float[Array, "B S N D"],
         v: Float[Array, "B S N D"],
-        keys: int | None = None,
+        kv_length: int | None = None,
         mask: Radial | None = None,
     ) -> Float[Array, "B L E"]:
         if self.attention.sparse is None:
-            return super().attend(q, k, v, keys, mask)
+            return super().attend(q, k, v, kv_length, mask)
         q, k = q.astype(self.dtype), k.astype(self.dtype)
         weights: Any = self.proj_l
         projection = Projection(*(x[...].astype(self.dtype) for x in (weights.kernel, weights.bias)))
-        return join_heads(sparse_linear_attention(q, k, v, projection, self.attention.sparse, keys=keys))
+        return join_heads(sparse_linear_attention(q, k, v, projection, self.attention.sparse, kv_length=kv_length))
 
     @jax.named_scope("self_attention")
     def __call__(
