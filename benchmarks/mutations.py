@@ -73,8 +73,8 @@ MUTATIONS = (
     Mutation(
         "padded-keys",
         "src/wanjax/kernels/attention/masks.py",
-        "jnp.arange(keys)[None, :] < lengths[:, None]",
-        "jnp.arange(keys)[None, :] <= lengths[:, None]",
+        "jnp.arange(num_keys)[None, :] < lengths[:, None]",
+        "jnp.arange(num_keys)[None, :] <= lengths[:, None]",
         "a video's tokens attend to one token of padding",
         (
             "kernels/test_sharded_attention.py::test_keys_that_are_not_there",
@@ -84,8 +84,8 @@ MUTATIONS = (
     Mutation(
         "ring-count",
         "src/wanjax/kernels/attention/sharded.py",
-        'jnp.clip(keys - jax.lax.axis_index("sp") * k.shape[1], 0, k.shape[1])',
-        "jnp.clip(keys, 0, k.shape[1])",
+        'jnp.clip(kv_length - jax.lax.axis_index("sp") * k.shape[1], 0, k.shape[1])',
+        "jnp.clip(kv_length, 0, k.shape[1])",
         "with sp > 1 the padding on the last device takes part in attention",
         (
             "kernels/test_sharded_attention.py::test_keys_that_are_not_there",
@@ -232,7 +232,7 @@ MUTATIONS = (
     Mutation(
         "step-noise",
         "src/wanjax/pipelines/seeds.py",
-        "jnp.stack([jax.random.fold_in(key_of(pair), number) for pair in key_data])",
+        "jnp.stack([jax.random.fold_in(key_of(pair), key_number) for pair in key_data])",
         "jnp.stack([key_of(pair) for pair in key_data])",
         "a stochastic solver adds noise that is not independent of the initial noise",
         ("pipelines/test_seeds.py::test_the_noise_of_steps_has_a_key_of_its_own",),
