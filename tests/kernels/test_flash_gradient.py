@@ -94,6 +94,7 @@ def test_gradients_through_attention(options, heads):
 def test_tiles_fit(queries, vmem):
     """A call holds as many queries as VMEM allows, in whole blocks."""
     tiles = flash_gradient.choose_config(queries, queries, 128, 2, vmem << 20)
+    assert tiles is not None
     assert tiles.resident_q % tiles.block_q == tiles.block_kv % tiles.block_kv_compute == 0
     assert tiles.vmem_bytes(128, 2) + flash_gradient.COMPILER_VMEM_BYTES <= vmem << 20
     assert tiles.resident_q >= min(queries, 30_000)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import product
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +89,8 @@ def test_a_last_block_of_few_queries(queries, ragged):
 
 def in_parts(q, k, v, ends, config, *, scale, live=None):
     """Attention to parts of the keys one after another, of which the first `live` of each example take part."""
-    done, begin = None, 0
+    done: Any = None
+    begin = 0
     for end in ends:
         keys = None if live is None else jnp.clip(live - begin, 0, end - begin)
         part = partial(

@@ -150,6 +150,7 @@ def test_bias_and_window(rules, option):
 def collectives(partitioner, *operands, **options):
     """Return the number of collectives of each kind in the compiled program."""
     text = compiled(partitioner, *operands, **options)[0].as_text()
+    assert text is not None
     return Counter(re.findall(r"= .*? (all-gather|all-to-all|collective-permute|all-reduce)(?:-start)?\(", text))
 
 

@@ -4,6 +4,7 @@
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,8 +48,9 @@ def softmax(x):
     return weights / weights.sum(axis=1, keepdims=True)
 
 
-def published(q, k, v, projection, sparse):
+def published(*given: Any) -> np.ndarray:
     """Compute the published rule in float64, block by block; means are rounded to the operands' dtype."""
+    q, k, v, projection, sparse = given
     dtype, (length, heads, size) = q.dtype, q.shape[1:]
     q, k, v, kernel, bias = (np.asarray(x, np.float64) for x in (q, k, v, *projection))
     out = np.zeros(q.shape)
@@ -56,7 +58,7 @@ def published(q, k, v, projection, sparse):
         some_q, some_k, some_v = (x[example, :, head] for x in (q, k, v))
         sizes = (some_q, sparse.block_q), (some_k - some_k.mean(axis=0), sparse.block_kv)
         means = [np.array([x[at : at + block].mean(axis=0) for at in range(0, length, block)]) for x, block in sizes]
-        scores = np.matmul(*(np.asarray(x.astype(dtype), np.float64) for x in means[:1]), means[1].astype(dtype).T)
+        scores = np.matmul(np.asarray(means[0].astype(dtype), np.float64), means[1].astype(dtype).T)
         count = max(1, int(sparse.top * scores.shape[1]))
         for row, best in enumerate(np.argsort(-scores, axis=1, kind="stable")[:, :count]):
             seen = np.isin(np.arange(length) // sparse.block_kv, best)
@@ -72,7 +74,8 @@ def projection(size, dtype="float32"):
     return Projection(0.2 * normal(7, size, size, dtype=dtype), normal(8, size, dtype=dtype))
 
 
-def run(name, q, k, v, weights, sparse, **options):
+def run(name, *operands_and_sparse: Any, **options):
+    q, k, v, weights, sparse = operands_and_sparse
     static = {"sparse": sparse, "implementation": name, **options}
     return jax.jit(lambda *given: sparse_linear_attention(*given, **static))(q, k, v, weights)
 
@@ -204,9 +207,10 @@ def test_names_that_are_refused(text, words):
         AttentionConfig.parse(text)
 
 
-def attending_to(change=lambda q, k, v, weights: (q, k, v, weights), sparse=SMALL, **options):
+def attending_to(change: Any = lambda q, k, v, weights: (q, k, v, weights), sparse=SMALL, **options):
     """Return a call with operands of which something is changed."""
-    return lambda: sparse_linear_attention(*change(*operands(1, 64, 64, 2, 2, 16), projection(16)), sparse, **options)
+    given = (*operands(1, 64, 64, 2, 2, 16), projection(16))
+    return lambda: sparse_linear_attention(*change(*given), sparse=sparse, **options)
 
 
 OPERANDS = [
@@ -233,7 +237,8 @@ TRAINED = replace(TRANSFORMER, sparse_linear=SparseLinear())
 def test_a_layer_with_it():
     """At first it is the sparse part alone, which is dense attention where all is kept; then its projection adds."""
     texts = ("auto", "sla:top=1", "sla:top=0.3,block_q=16,block_kv=8")
-    dense, whole, some = (SelfAttention(TRAINED, AttentionConfig.parse(x), **KW, rngs=nnx.Rngs(0)) for x in texts)
+    layers: Any = (SelfAttention(TRAINED, AttentionConfig.parse(x), **KW, rngs=nnx.Rngs(0)) for x in texts)
+    dense, whole, some = layers
     for layer in (whole, some):
         nnx.update(layer, nnx.state(dense))
     x, rope = normal(1, 1, 96, TRANSFORMER.width), rope_3d((2, 6, 8), TRANSFORMER.rope_channels)
@@ -263,7 +268,8 @@ def test_a_transformer_with_it():
 
 def test_models_that_were_not_trained_with_it_can_be():
     """Their denoisers then have its projection; those that are dense otherwise stay as they are."""
-    model, asked = presets()["wan2.1-t2v-14b"].model, AttentionConfig.parse("sla:top=0.2")
+    model: Any = presets()["wan2.1-t2v-14b"].model
+    asked = AttentionConfig.parse("sla:top=0.2")
     assert with_attention(model, asked, "wan").spec.attention(AUTO) == asked
     for other in ("auto", "radial", "chunked"):
         assert with_attention(model, AttentionConfig.parse(other), "wan") is model
@@ -272,13 +278,14 @@ def test_models_that_were_not_trained_with_it_can_be():
 @pytest.mark.parametrize("model", ["vace-14b", "causal", "cogvideox-2b", "hunyuanvideo1.5"])
 def test_models_that_can_have_none(model):
     name = next(name for name in presets() if model in name)
+    other: Any = presets()[name].model
     with pytest.raises(UnsupportedError, match=naming("wan --attention auto")):
-        with_attention(presets()[name].model, AttentionConfig.parse("sla"), "wan")
+        with_attention(other, AttentionConfig.parse("sla"), "wan")
 
 
 @pytest.mark.parametrize("asked", ["radial", "chunked", "auto:window=9"])
 def test_models_that_were_trained_with_it_have_no_other(asked):
-    model = presets()["turbowan2.1-t2v-14b-480p"].model
+    model: Any = presets()["turbowan2.1-t2v-14b-480p"].model
     for allowed in ("auto", "sla", "sla:top=0.15"):
         assert with_attention(model, AttentionConfig.parse(allowed), "wan") is model
     with pytest.raises(UnsupportedError, match=naming("wan --attention auto")):
@@ -305,7 +312,7 @@ def test_the_kernel(monkeypatch, dtype, top, loud, bound, config):
 
     monkeypatch.setattr(sparse_linear_kernel, "_set_offsets_to_max", counted)
     q, k, v = operands(1, 470, 470, 2, 2, 128, dtype)
-    given = (*(x * jnp.asarray(loud, x.dtype) for x in (q, k)), v, projection(128, dtype))
+    given: Any = (*(x * jnp.asarray(loud, x.dtype) for x in (q, k)), v, projection(128, dtype))
     sparse = SparseLinear(top)
     wanted = published(*(x[:, :450] for x in given[:3]), given[3], sparse)
     got = run("tpu", *given, sparse, kv_length=450, config=config)
@@ -318,7 +325,7 @@ def test_the_kernel(monkeypatch, dtype, top, loud, bound, config):
 @pytest.mark.parametrize("kept", quick([130], [1, 130, 300]))
 def test_lists_of_scores_with_ties(kept):
     """List are those of a stable order, also among scores of both zeros, of either sign and out of the usual range."""
-    values = np.float32([-1e30, -2.5, -1e-30, -0.0, 0.0, 1e-30, 3.0, 1e38])
+    values = np.asarray([-1e30, -2.5, -1e-30, -0.0, 0.0, 1e-30, 3.0, 1e38], np.float32)
     random = np.random.default_rng(2)
     scores = random.choice(values, (140, 300))
     scores[7], scores[8] = 1.0, random.normal(size=300)

@@ -43,7 +43,7 @@ def test_cfg_zero_star(zero_steps):
     guider = ClassifierFreeZeroStarGuidance(guidance_scale=SCALE, zero_init_steps=zero_steps)
     for step in range(STEPS):
         prompt, negative, _ = predictions(step)
-        guider.set_state(step, STEPS, torch.tensor(0))
+        guider.set_state(step, STEPS, torch.LongTensor([0]))
         a, b = prompt.flatten(1).double(), negative.flatten(1).double()
         fitted = ((a * b).sum(1) / (b * b).sum(1)).reshape(-1, 1, 1, 1, 1) * negative
         expected = torch.zeros(SHAPE) if step < zero_steps else (1 - SCALE) * fitted + SCALE * prompt
@@ -94,7 +94,7 @@ def test_apg_of_predictions_is_that_of_diffusers(eta, norm, momentum):
     average = jnp.zeros(SHAPE)
     for step in range(STEPS):
         prompt, negative, _ = predictions(step)
-        guider.set_state(step, STEPS, torch.tensor(0))
+        guider.set_state(step, STEPS, torch.LongTensor([0]))
         guider.prepare_inputs({"x": (prompt, negative)})
         made, average = joined(
             guidance_rule(f"apg:eta={eta},norm={norm},momentum={momentum},of=prediction"), step, average

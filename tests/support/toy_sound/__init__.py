@@ -196,7 +196,7 @@ class SoundModel(VideoModel[SoundConditioning]):
         references = tuple(x for x in (conditioning.reference, conditioning.driving) if x is not None)
         return runtime.call(make_contexts, static, texts, references, network.weights)
 
-    def refine(self, runtime, conditioning, latents):
+    def refine(self, runtime, conditioning, latents: Any):
         graphdef, weights = runtime.split("upsampler")
         larger = runtime.call(upsample, graphdef, latents["video"], weights)
         return super().refine(runtime, conditioning, {**latents, "video": larger})
