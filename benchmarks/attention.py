@@ -28,7 +28,7 @@ from rich.table import Table
 from benchmarks.attention_prices import CHIPS, gradient_table, price_table
 from benchmarks.timing import speed_ratio, time_rivals
 from benchmarks.workloads import WORKLOADS, Workload
-from wanjax.kernels.attention import IMPLEMENTATIONS, attention, choose, chunked
+from wanjax.kernels.attention import IMPLEMENTATIONS, attention, choose_implementation, chunked
 
 DEFAULT = ("wan_1_3b_256x256x17_self", "wan_1_3b_256x256x17_cross", "wan_1_3b_480x832x17_self")
 PRICED = (
@@ -76,7 +76,7 @@ def measure(workload: Workload, dtype: str, config: Any, repeats: int, one_core:
         if name == "reference" and scores > LARGEST_SCORES:
             continue
         try:
-            choose(*operands, implementation=name)
+            choose_implementation(*operands, implementation=name)
         except NotImplementedError as refusal:
             print(f"{name} is left out: {refusal}")
             continue

@@ -72,7 +72,7 @@ def attention(small: bool) -> Iterator[Figure]:
 
     from wanjax.bench.measure import measure, mesh_of_first_devices
     from wanjax.bench.operations import attention_program
-    from wanjax.kernels.attention import IMPLEMENTATIONS, choose
+    from wanjax.kernels.attention import IMPLEMENTATIONS, choose_implementation
 
     what, shape, dtype = attention_shape(small)
     operand = jax.ShapeDtypeStruct(shape, dtype)
@@ -80,7 +80,7 @@ def attention(small: bool) -> Iterator[Figure]:
         if name == "reference" and not small:
             continue  # whose scores, of all queries and keys, have no room
         try:
-            choose(operand, operand, operand, implementation=name)
+            choose_implementation(operand, operand, operand, implementation=name)
         except UnsupportedError:
             continue
         sizes = {"queries": shape[1], "keys": shape[1], "heads": shape[2], "head_dim": shape[3], "dtype": dtype}

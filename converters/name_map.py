@@ -51,7 +51,7 @@ class NameMap:
 
 
 def _compile_table(pairs: Iterable[tuple[str, str]]) -> Table:
-    return [(re.compile(_pattern(name) + r"(?P<leaf>(\..*)?)"), replacement) for name, replacement in pairs]
+    return [(re.compile(_pattern(name) + r"(?P<suffix>(\..*)?)"), replacement) for name, replacement in pairs]
 
 
 def _pattern(name: str) -> str:
@@ -62,4 +62,4 @@ def _pattern(name: str) -> str:
 def _translations(name: str, table: Table) -> Iterator[str]:
     for pattern, replacement in table:
         if match := pattern.fullmatch(name):
-            yield PLACEHOLDER.sub(lambda placeholder, match=match: match[placeholder[1]], replacement) + match["leaf"]
+            yield PLACEHOLDER.sub(lambda placeholder, match=match: match[placeholder[1]], replacement) + match["suffix"]

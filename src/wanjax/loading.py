@@ -25,7 +25,7 @@ from wanjax.compile_cache.cache import set_cache_folder
 from wanjax.errors import WanjaxError, repr_short
 from wanjax.figures import format_bytes
 from wanjax.kernels.admitted import admit_kernels
-from wanjax.kernels.attention import AUTO, AttentionConfig, choose
+from wanjax.kernels.attention import AUTO, AttentionConfig, choose_implementation
 from wanjax.kernels.compiler_options import SAFE_SET, check_option_set
 from wanjax.layers.offload import AUTO_OFFLOAD, DEFAULT_BLOCKS, Offload
 from wanjax.layers.placement import host_bytes, offloaded_bytes, with_shardings
@@ -458,7 +458,7 @@ def _check_attention(attention: AttentionConfig, outline: Outline) -> None:
     """Raise UnsupportedError, before weights are read, if the attention cannot be used on this platform."""
     cost = outline.model.cost(outline.settings)
     query_shape = jax.ShapeDtypeStruct((1, 256, cost.heads, cost.width // cost.heads), outline.settings.dtype)
-    choose(query_shape, query_shape, query_shape, implementation=attention)
+    choose_implementation(query_shape, query_shape, query_shape, implementation=attention)
 
 
 def _make_partitioner(checkpoint: Checkpoint, options: LoadOptions, video: Settings) -> Partitioner:

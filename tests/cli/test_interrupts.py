@@ -316,7 +316,7 @@ def test_ctrl_c_ends_a_stage_that_does_not_come_to_an_end(monkeypatch):
     cases += [("record", 0, 0, True), ("compile", 0, 0, True)]
     for stage, done, saved, ends in cases:
         report = Report()
-        report.quiet = report.owns_process = True
+        report.quiet = report.runs_alone = True
         ended.clear()
         with report.stage(stage):
             report.count("step", done, 20)

@@ -20,7 +20,7 @@ from wanjax import loading
 from wanjax.errors import WanjaxWarning
 from wanjax.execution import EXECUTE
 from wanjax.kernels import admission, admitted
-from wanjax.kernels.attention import IMPLEMENTATIONS, api, choose
+from wanjax.kernels.attention import IMPLEMENTATIONS, api, choose_implementation
 from wanjax.kernels.trials import KERNELS
 from wanjax.pipelines.tracing import trace_programs
 
@@ -102,10 +102,12 @@ def test_a_kernel_that_is_right_is_used(pretended):
     admitted.admit_kernels()
     some = jax.ShapeDtypeStruct((1, 96, 2, 64), "float32")
     assert admitted.rejected_kernels() == {}
-    assert choose(some, some, some).name == "flash_tpu"
+    assert choose_implementation(some, some, some).name == "flash_tpu"
     admitted.set_rejected({"flash_tpu": "a reason"})
-    assert choose(some, some, some).name == "chunked"
-    assert choose(some, some, some, implementation="flash_tpu").name == "flash_tpu"  # by name it is insisted on
+    assert choose_implementation(some, some, some).name == "chunked"
+    assert (
+        choose_implementation(some, some, some, implementation="flash_tpu").name == "flash_tpu"
+    )  # by name it is insisted on
 
 
 def test_a_kernel_that_few_runs_use_is_tried_when_one_does(pretended, monkeypatch):

@@ -19,7 +19,7 @@ from tests.support.types import unchecked
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
 from wanjax.kernels import target
-from wanjax.kernels.attention import IMPLEMENTATIONS, attention, choose, chunked
+from wanjax.kernels.attention import IMPLEMENTATIONS, attention, choose_implementation, chunked
 
 LENGTHS = (1, 7, 128, 513, 1000, 4097)
 EVERY_LENGTH = [(1, 4097), (7, 1), (128, 7), (513, 128), (1000, 513), (4097, 1000)]  # of queries, and of keys
@@ -246,10 +246,10 @@ def test_chunked_gradient_memory():
 
 def test_choice():
     q, k, v = operands(1, 8, 8, 2, 2, 4)
-    picked = choose(q, k, v)
+    picked = choose_implementation(q, k, v)
     assert picked.name == "chunked"
     assert "memory" in picked.reason
-    assert choose(q, k, v, implementation="reference") == ("reference", "it was named")
+    assert choose_implementation(q, k, v, implementation="reference") == ("reference", "it was named")
     np.testing.assert_array_equal(run(None, q, k, v), run("chunked", q, k, v))
 
 

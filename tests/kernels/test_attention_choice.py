@@ -11,7 +11,7 @@ from tests.support.attention import BOUND, exact, operands, run
 from tests.support.compare import error
 from tests.support.words import naming, says
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention import AttentionConfig, attention, choose, chunked, cudnn
+from wanjax.kernels.attention import AttentionConfig, attention, choose_implementation, chunked, cudnn
 from wanjax.kernels.target import Target, target
 
 CARD = AbstractDevice("NVIDIA H200", None, "gpu")
@@ -63,17 +63,21 @@ CPU = AbstractDevice("cpu", None, "cpu")
 def test_a_kernel_that_is_named_is_taken_or_refused(device, size, implementation, words):
     """No other one is taken in its place, as where none is named."""
     with jax.sharding.use_abstract_mesh(mesh(device)):
-        assert choose(*shapes(size=size)).name == "chunked"
+        assert choose_implementation(*shapes(size=size)).name == "chunked"
         with pytest.raises(NotImplementedError, match=naming(words)):
-            choose(*shapes(size=size), implementation=implementation)
+            choose_implementation(*shapes(size=size), implementation=implementation)
 
 
 def test_cards_and_tpus_prefer_their_own():
     for kind in ("NVIDIA H200", "NVIDIA A10G", "NVIDIA RTX A6000", "NVIDIA GeForce RTX 3090", "NVIDIA L40S"):
         with jax.sharding.use_abstract_mesh(mesh(AbstractDevice(kind, None, "gpu"))):
-            assert choose(*shapes()) == ("cudnn", "it is NVIDIA's own implementation")
+            assert choose_implementation(*shapes()) == ("cudnn", "it is NVIDIA's own implementation")
     with jax.sharding.use_abstract_mesh(mesh(TPU)):
-        assert choose(*shapes()).name == choose(*shapes(), return_lse=True).name == "flash_tpu"
+        assert (
+            choose_implementation(*shapes()).name
+            == choose_implementation(*shapes(), return_lse=True).name
+            == "flash_tpu"
+        )
 
 
 @pytest.mark.parametrize(
@@ -89,14 +93,14 @@ def test_cards_and_tpus_prefer_their_own():
 )
 def test_where_another_is_taken_the_choice_says_why(device, kind, implementation, words):
     with jax.sharding.use_abstract_mesh(mesh(device)):
-        chosen = choose(*shapes(**kind), implementation=implementation)
+        chosen = choose_implementation(*shapes(**kind), implementation=implementation)
     assert chosen.name == "chunked"
     assert says(chosen.reason, words)
 
 
 def test_other_cards_do_not():
     with jax.sharding.use_abstract_mesh(mesh(AbstractDevice("AMD Instinct MI300X", None, "rocm"))):
-        assert choose(*shapes()).name == "chunked"
+        assert choose_implementation(*shapes()).name == "chunked"
 
 
 @pytest.mark.parametrize(
@@ -115,7 +119,7 @@ def test_cudnn_refuses_what_it_would_not_do_exactly(changed, told):
     kind = {key: changed[key] for key in ("dtype", "size") if key in changed}
     options = {key: value for key, value in changed.items() if key not in kind}
     with jax.sharding.use_abstract_mesh(mesh(CARD)), pytest.raises(NotImplementedError, match=f"cudnn .*{told}"):
-        choose(*shapes(**kind), implementation="cudnn", **options)
+        choose_implementation(*shapes(**kind), implementation="cudnn", **options)
 
 
 @pytest.fixture

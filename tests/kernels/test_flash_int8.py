@@ -19,7 +19,14 @@ from tests.support.words import naming
 from wanjax import registry
 from wanjax.errors import UnsupportedError, WanjaxError
 from wanjax.kernels import admitted
-from wanjax.kernels.attention import AttentionConfig, attention, choose, flash_int8, flash_int8_kernel, flash_tpu
+from wanjax.kernels.attention import (
+    AttentionConfig,
+    attention,
+    choose_implementation,
+    flash_int8,
+    flash_int8_kernel,
+    flash_tpu,
+)
 from wanjax.kernels.attention.flash_tiles import Int8Config, default_config
 from wanjax.pipelines.model import with_attention
 from wanjax.pricing.chips import abstract_mesh, find_slice
@@ -236,9 +243,9 @@ def test_a_chip_that_failed_its_trials(monkeypatch):
         monkeypatch.setattr(flash_int8, "multiplies_int8", lambda is_fast=is_fast: is_fast)
         monkeypatch.setattr(admitted, "_rejected", {"flash_tpu_int8": "differs"})
         with pytest.raises(UnsupportedError, match=naming(words)):
-            choose(*shapes, implementation=INT8)
+            choose_implementation(*shapes, implementation=INT8)
     monkeypatch.setattr(admitted, "_rejected", {})
-    assert choose(*shapes, implementation=INT8).name == "flash_tpu"
+    assert choose_implementation(*shapes, implementation=INT8).name == "flash_tpu"
 
 
 @pytest.mark.parametrize("keys", [1, 512, 1056, 32_760, 75_600, 400_000])

@@ -24,7 +24,7 @@ from tests.support.plan_programs import attend, attend_round, attend_small
 from tests.support.quick import quick
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
-from wanjax.kernels.attention import AttentionConfig, attention, choose, flash_tiles, flash_tpu
+from wanjax.kernels.attention import AttentionConfig, attention, choose_implementation, flash_tiles, flash_tpu
 from wanjax.models.wan.transformer import Block
 from wanjax.pricing.chips import abstract_mesh, find_slice
 from wanjax.pricing.compile import Compiled, compile_programs
@@ -273,7 +273,10 @@ LARGE = flash_tpu.Config(2048, 51200, 5120)
     ("vmem", "call"),
     [
         (64, lambda: attention(*operands(1, 8, 8, 2, 1, 64), implementation="flash_tpu", config=LARGE)),
-        (16, lambda: choose(*LONG, implementation="flash_tpu")),  # a v4, which takes another implementation
+        (
+            16,
+            lambda: choose_implementation(*LONG, implementation="flash_tpu"),
+        ),  # a v4, which takes another implementation
     ],
     ids=["tiles", "chip"],
 )

@@ -11,7 +11,7 @@ import pytest
 from tests.support.attention import BOUND, exact, normal
 from tests.support.compare import error
 from tests.support.devices import on_meshes
-from wanjax.kernels.attention import Pair, flash_tpu, joint, joint_attention
+from wanjax.kernels.attention import VideoTextPair, flash_tpu, joint, joint_attention
 from wanjax.kernels.attention.api import _attend_on_one_device
 from wanjax.kernels.attention.radial import Radial
 from wanjax.sharding import (
@@ -32,7 +32,7 @@ TILES = flash_tpu.Config(128, 512, 256, interpret=True)
 
 def operands(heads=2, size=32, dtype="float32", text=TEXT):
     return [
-        Pair(normal(i, 3, VIDEO, heads, size, dtype=dtype), normal(i + 9, 3, text, heads, size, dtype=dtype))
+        VideoTextPair(normal(i, 3, VIDEO, heads, size, dtype=dtype), normal(i + 9, 3, text, heads, size, dtype=dtype))
         for i in range(3)
     ]
 
@@ -49,7 +49,9 @@ def whole(q, k, v, window=None, texts=TEXTS):
 def run(q, k, v, window=None, texts=TEXTS, partitioner=None, name="chunked", config=None):
     def attend(q, k, v, texts):
         with use_partitioner(partitioner or ONE_DEVICE_PARTITIONER):
-            q, k, v = (Pair(*(shard_tokens(x, ("batch", "length", None, None)) for x in pair)) for pair in (q, k, v))
+            q, k, v = (
+                VideoTextPair(*(shard_tokens(x, ("batch", "length", None, None)) for x in pair)) for pair in (q, k, v)
+            )
             kernel = partial(_attend_on_one_device, name=name, key_mask=None, scale=q.video.shape[3] ** -0.5)
             kernel = partial(kernel, bias=None, config=config)
             return joint.attention(kernel, q, k, v, length=VIDEO, text_lengths=texts, window=window)
@@ -86,7 +88,7 @@ def test_long_texts_and_bfloat16(window):
 def test_padding_may_hold_anything_finite():
     q, k, v = operands()
     hidden = np.arange(TEXT)[None, :, None, None] >= np.asarray(TEXTS)[:, None, None, None]
-    other = [Pair(x.video, np.where(hidden, np.float32(1e4), x.text)) for x in (k, v)]
+    other = [VideoTextPair(x.video, np.where(hidden, np.float32(1e4), x.text)) for x in (k, v)]
     for window in (None, MASK):
         out = run(q, *other, window)
         assert error(out, whole(q, k, v, window)) <= BOUND["float32"]

@@ -9,7 +9,7 @@ import pytest
 from tests.support.attention import BOUND, exact, exact_gradients, normal, operands
 from tests.support.compare import error
 from tests.support.words import naming
-from wanjax.kernels.attention import attention, choose, splash
+from wanjax.kernels.attention import attention, choose_implementation, splash
 
 HERE = splash.Config(interpret=True)
 
@@ -40,4 +40,4 @@ def test_forward_and_gradient():
 def test_unsupported(options):
     some = jax.ShapeDtypeStruct((1, 96, 2, 64), "bfloat16")
     with pytest.raises(NotImplementedError, match=naming("splash")):
-        choose(some, some, some, implementation="splash", config=HERE, **options)
+        choose_implementation(some, some, some, implementation="splash", config=HERE, **options)

@@ -15,7 +15,7 @@ from tests.support.compare import error
 from tests.support.recorded import times
 from tests.support.tiny import tiny_hunyuan_checkpoint
 from wanjax.checkpoints.files import load_safetensors
-from wanjax.kernels.attention import Pair, attention
+from wanjax.kernels.attention import VideoTextPair, attention
 from wanjax.kernels.attention.radial import Radial
 from wanjax.layers.stack import BlockCache, block_at
 from wanjax.models.hunyuanvideo import transformer as hunyuan
@@ -62,7 +62,7 @@ def masked(q, k, v, *, length, text_lengths, **_):
     q, k, v = (jnp.concatenate(pair, axis=1) for pair in (q, k, v))
     seen = jnp.arange(q.shape[1])[None] < length + text_lengths[:, None]
     out = attention(q, k, v, key_mask=seen, window=MASK, implementation="reference")
-    return Pair(out[:, :length], out[:, length:])
+    return VideoTextPair(out[:, :length], out[:, length:])
 
 
 def test_a_model_by_hand(folder, monkeypatch):

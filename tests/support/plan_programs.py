@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.workloads import WORKLOADS
-from wanjax.kernels.attention import attention, choose
+from wanjax.kernels.attention import attention, choose_implementation
 from wanjax.kernels.target import target
 from wanjax.pricing.lowering import Lowering, replicated
 from wanjax.sharding import SHARDING_RULES, Partitioner, shard_tokens, use_partitioner
@@ -136,7 +136,7 @@ def on_cards(mesh: AbstractMesh) -> Lowering:
 
 def _attend(mesh: AbstractMesh, operands, window=None) -> Lowering:
     def run(q, k, v, key_mask=None):
-        assert choose(q, k, v, key_mask=key_mask, window=window).name == "flash_tpu"
+        assert choose_implementation(q, k, v, key_mask=key_mask, window=window).name == "flash_tpu"
         return attention(q, k, v, key_mask=key_mask, window=window)
 
     return replicated(run, mesh, operands)

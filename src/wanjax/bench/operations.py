@@ -21,7 +21,7 @@ from wanjax.kernels.attention import (
     Projection,
     SparseLinear,
     attention,
-    choose,
+    choose_implementation,
     sparse_linear_attention,
 )
 from wanjax.layers.linear import dot_general
@@ -104,7 +104,7 @@ def check_attention(
         expected = jax.jit(partial(attention, implementation="reference"))(*operands)
     for name in IMPLEMENTATIONS:
         try:
-            choose(q, k, v, implementation=name, config=(configs or {}).get(name))
+            choose_implementation(q, k, v, implementation=name, config=(configs or {}).get(name))
         except UnsupportedError:
             continue
         run = partial(attention, implementation=name, config=(configs or {}).get(name))

@@ -24,7 +24,7 @@ from wanjax.bench.operations import (
 )
 from wanjax.errors import WanjaxError
 from wanjax.figures import pluralize
-from wanjax.kernels.attention import AUTO, AttentionConfig, choose
+from wanjax.kernels.attention import AUTO, AttentionConfig, choose_implementation
 from wanjax.kernels.compiler_options import FAST_SET, OPTION_SETS, SAFE_SET
 from wanjax.loading import abstract_pipeline
 from wanjax.pipelines.meshes import auto_mesh, step_cost
@@ -268,7 +268,7 @@ class BenchSuite:
         else:
             operand = jax.ShapeDtypeStruct(shape, self.settings.dtype)
             name, build = (
-                choose(operand, operand, operand).name,
+                choose_implementation(operand, operand, operand).name,
                 partial(attention_program, queries=tokens, keys=tokens, **sizes),
             )
         row, _ = self._measure_and_price(

@@ -35,7 +35,7 @@ WANJAX_METADATA = "wanjax"  # the metadata entry that wanjax's training writes, 
 MIN_MATCHED = 0.5  # if a smaller fraction of a file's changes fits, the file is for another model
 
 
-class Matches(NamedTuple):
+class LoraMatches(NamedTuple):
     """How many changes of a file fit the network.
 
     Args:
@@ -73,20 +73,22 @@ class LoraTarget(NamedTuple):
     Args:
         key: The network's tensor.
         parts: The indices of the row blocks of the file's tensor that belong to `key`, in order.
-        of: The number of equal row blocks in the file's tensor.
+        num_parts: The number of equal row blocks in the file's tensor.
     """
 
     key: str
     parts: tuple[int, ...] = (0,)
-    of: int = 1
+    num_parts: int = 1
 
     def file_shape(self, shape: Shape) -> Shape:
         """Return the shape of the file's tensor, given the shape of the network's tensor."""
-        return (shape[0] // len(self.parts) * self.of, *shape[1:]) if self.of > 1 else shape
+        return (shape[0] // len(self.parts) * self.num_parts, *shape[1:]) if self.num_parts > 1 else shape
 
     def select(self, x: np.ndarray) -> np.ndarray:
         """Return the rows of the file's tensor that belong to the network's tensor."""
-        return np.concatenate([np.split(x, self.of)[select] for select in self.parts]) if self.of > 1 else x
+        return (
+            np.concatenate([np.split(x, self.num_parts)[select] for select in self.parts]) if self.num_parts > 1 else x
+        )
 
 
 def trained_attention(path: Path) -> AttentionConfig | None:
@@ -137,14 +139,14 @@ class LoraFile:
                     f"{name} of shape {list(shape)}, not {' or '.join(map(str, map(list, expected_shapes)))}"
                 )
             else:
-                if change.magnitude is not None:
+                if change.magnitude_key is not None:
                     self._check_norms(name, change, next(iter(expected_shapes)), targets[0])
                 for target in targets:
                     if (earlier_change := self._changes.setdefault(target.key, (change, target))) != (change, target):
                         raise duplicate_error(path, earlier_change[0].key, change.key)
                 matched += 1
         file = f"{path} ({expert} noise)" if expert else str(path)
-        self.matches = Matches(file, matched, tuple(unmatched), tuple(unused_patterns))
+        self.matches = LoraMatches(file, matched, tuple(unmatched), tuple(unused_patterns))
         if matched < max(1, MIN_MATCHED * (matched + len(unmatched))):
             raise WanjaxError(f"{self.matches}: give a LoRA for this model")
 
@@ -157,12 +159,12 @@ class LoraFile:
         Raises WanjaxError if the array is not finite.
         """
         change, target_slice = self._changes[target]
-        needs_base = change.magnitude is not None or change.replaces
+        needs_base = change.magnitude_key is not None or change.replaces
         factors = {role: self._read_finite(key) for role, key in change.factors.items()}
         with np.errstate(over="ignore", invalid="ignore"):
             next(iter(factors.values()))[...] *= np.float32(change.scale * (1.0 if needs_base else strength))
             delta = target_slice.select(change.formula.product(factors).reshape(target_slice.file_shape(base.shape)))
-            if change.magnitude is not None:
+            if change.magnitude_key is not None:
                 delta += base
                 self._set_norms(delta, change, target_slice)
             if needs_base:
@@ -176,22 +178,22 @@ class LoraFile:
 
     def _set_norms(self, x: np.ndarray, change: LoraChange, target_slice: LoraTarget) -> None:
         """Scale the changed weight in place to DoRA's norms."""
-        norms, shape = self._read_finite(str(change.magnitude)).ravel(), target_slice.file_shape(x.shape)
+        norms, shape = self._read_finite(str(change.magnitude_key)).ravel(), target_slice.file_shape(x.shape)
         if self._norms_axis(change, shape) == 0:
             set_norms(x, target_slice.select(norms), 0)
         else:
             set_norms(x, norms, 1)
 
     def _norms_axis(self, change: LoraChange, shape: Shape) -> int | None:
-        magnitude = self._reader.specs[str(change.magnitude)].shape
-        return magnitude_axis(magnitude, shape, is_row_norm=change.is_row_norm)
+        magnitude_shape = self._reader.specs[str(change.magnitude_key)].shape
+        return magnitude_axis(magnitude_shape, shape, is_row_norm=change.is_row_norm)
 
     def _check_norms(self, name: str, change: LoraChange, shape: Shape, target_slice: LoraTarget) -> None:
         """Raise WanjaxError if DoRA's norms do not fit a weight, or are column norms of fused weights."""
         axis = self._norms_axis(change, shape)
-        problem = f"{self._reader.path} holds {change.magnitude}"
+        problem = f"{self._reader.path} holds {change.magnitude_key}"
         if axis is None:
-            problem += f" of shape {list(self._reader.specs[str(change.magnitude)].shape)}"
+            problem += f" of shape {list(self._reader.specs[str(change.magnitude_key)].shape)}"
             problem += f", not a norm for each row of {name}, {list(shape)}"
             raise WanjaxError(f"{problem}: give a LoRA for this model")
         if axis == 1 and target_slice.of > len(target_slice.parts):
@@ -265,8 +267,8 @@ def _targets(specs: Mapping[str, Spec], names: NameMap) -> dict[str, list[LoraTa
                 (diffusers_name, target),
                 *((name, author_target) for name in names.all_author_names(diffusers_name)),
             ):
-                module, dot, leaf = name.rpartition(".")
-                underscore_names = (f"{module.replace('.', '_')}{dot}{leaf}", name.replace(".", "_"))
+                module, dot, suffix = name.rpartition(".")
+                underscore_names = (f"{module.replace('.', '_')}{dot}{suffix}", name.replace(".", "_"))
                 for variant in dict.fromkeys((name, *underscore_names)):
                     targets.setdefault(variant, []).append(named_target)
     return targets
@@ -279,9 +281,9 @@ def _fused_name(key: str, specs: Mapping[str, Spec]) -> tuple[str, int] | None:
 
     For example, `attn.to_q`, `attn.to_k` and `attn.to_v` fuse to `attn.to_qkv`.
     """
-    module, _, leaf = key.rpartition(".")
+    module, _, suffix = key.rpartition(".")
     parent, dot, module_name = module.rpartition(".")
     if not (match := QKV_NAME.fullmatch(module_name)):
         return None
-    file_shape, *parts = (f"{parent}{dot}{match[1]}{x}{match[2]}.{leaf}" for x in ("qkv", *"qkv"))
+    file_shape, *parts = (f"{parent}{dot}{match[1]}{x}{match[2]}.{suffix}" for x in ("qkv", *"qkv"))
     return (file_shape, parts.index(key)) if all(name in specs for name in parts) else None

@@ -20,7 +20,7 @@ from wanjax.checkpoints.lora_keys import (
     strip_wrappers,
 )
 from wanjax.checkpoints.lora_products import DIFF, FORMULAS, Formula
-from wanjax.checkpoints.lora_scales import Scales
+from wanjax.checkpoints.lora_scales import LoraScales
 from wanjax.errors import WanjaxError
 
 WEIGHT = ".weight"
@@ -37,8 +37,8 @@ class LoraChange(NamedTuple):
         formula: The formula of the change.
         factors: The file's tensors by their roles in the formula.
         scale: The factor of the change.
-        magnitude: The tensor of DoRA's norms, or None.
-        is_row_norm: Whether DoRA's norms are norms of rows. If False, the shape of `magnitude` decides between rows and
+        magnitude_key: The key of the tensor of DoRA's norms, or None.
+        is_row_norm: Whether DoRA's norms are norms of rows. If False, the shape of these norms decides between rows and
             columns.
         replaces: Whether the result replaces the tensor. If False, the result is added to the tensor.
     """
@@ -46,7 +46,7 @@ class LoraChange(NamedTuple):
     formula: Formula
     factors: Mapping[str, str]
     scale: float = 1.0
-    magnitude: str | None = None
+    magnitude_key: str | None = None
     is_row_norm: bool = False
     replaces: bool = False
 
@@ -76,7 +76,7 @@ def parse_changes(
         and ranks that match no module.
     """
     names = tensors.keys() | {name.rpartition(".")[0] for name in tensors} - {""}
-    scales, changes = Scales(reader), dict[str, LoraChange]()
+    scales, changes = LoraScales(reader), dict[str, LoraChange]()
     modules, keys_without_role = _group_by_module(reader, names, expert)
     unused_keys: list[str] = []
     for name, module in modules.items():
@@ -95,14 +95,14 @@ def parse_changes(
 
 
 def _module_changes(
-    reader: MappedFile, name: str, module: Module, scales: Scales, tensors: Mapping[str, Any]
+    reader: MappedFile, name: str, module: Module, scales: LoraScales, tensors: Mapping[str, Any]
 ) -> Iterator[tuple[str, LoraChange]]:
     """Yield (tensor's name, change) for each change of a module."""
     keys_by_role = {role: part.key for (role, leaf), part in module.items() if leaf == WEIGHT}
-    magnitudes = [keys_by_role[role] for role in (ROW_MAGNITUDE, "magnitude") if role in keys_by_role]
-    if len(magnitudes) > 1:
-        raise duplicate_error(reader.path, *magnitudes)
-    magnitude, scale = next(iter(magnitudes), None), 1.0
+    magnitude_keys = [keys_by_role[role] for role in (ROW_MAGNITUDE, "magnitude") if role in keys_by_role]
+    if len(magnitude_keys) > 1:
+        raise duplicate_error(reader.path, *magnitude_keys)
+    magnitude_key, scale = next(iter(magnitude_keys), None), 1.0
     for formula in FORMULAS:
         factors = {role: keys_by_role[role] for role in formula.roles if role in keys_by_role}
         if not factors:
@@ -120,12 +120,15 @@ def _module_changes(
             scale = scales.adaptive_scale(diagonal)
         else:
             scale = scales.scale(peft_name, rank, keys_by_role.get("alpha"))
-        if magnitude is None:
+        if magnitude_key is None:
             scales.check_no_dora(first_key)
-        yield name + WEIGHT, LoraChange(formula, factors, scale, magnitude, is_row_norm=ROW_MAGNITUDE in keys_by_role)
-        magnitude = None
-    if magnitude is not None:
-        raise WanjaxError(f"{reader.path} holds {magnitude} without its factors: give a complete file")
+        yield (
+            name + WEIGHT,
+            LoraChange(formula, factors, scale, magnitude_key, is_row_norm=ROW_MAGNITUDE in keys_by_role),
+        )
+        magnitude_key = None
+    if magnitude_key is not None:
+        raise WanjaxError(f"{reader.path} holds {magnitude_key} without its factors: give a complete file")
     for (role, leaf), part in module.items():
         if role == "scaled diff":
             yield name + leaf, LoraChange(DIFF, {"diff": part.key}, scale)
@@ -153,7 +156,7 @@ def _group_by_module(
             continue
         if part is None:
             unknown.append(key)
-        elif (role := (part.role, part.leaf)) in modules[part.module]:
+        elif (role := (part.role, part.suffix)) in modules[part.module]:
             raise duplicate_error(path, modules[part.module][role].key, key)
         else:
             modules[part.module][role] = part

@@ -31,8 +31,8 @@ ADAPTER_NAME = r"(?:\.(?!(?:weight|bias)$)[^.]+)?"  # PEFT's optional name of th
 MAX_WRAPPERS = 8  # no trainer writes more wrappers; memory grows with the square of their number
 ROW_MAGNITUDE = "magnitude of rows"  # DoRA's norms from PEFT or ai-toolkit; LyCORIS also writes norms of columns
 KEY_SUFFIXES = [  # (pattern of the suffix, role, suffix of the changed tensor); `{}` in a role is the matched group
-    (re.compile(f"(?:{pattern})$"), role, leaf)
-    for pattern, role, leaf in (
+    (re.compile(f"(?:{pattern})$"), role, suffix)
+    for pattern, role, suffix in (
         (rf"\.lora_A{ADAPTER_NAME}(?:\.weight)?", "down", ".weight"),
         (rf"\.lora_B{ADAPTER_NAME}(?:\.weight)?", "up", ".weight"),
         (r"(?:\.lora_|[._]lora\.|\.lora_linear_layer\.)(down|up|mid)\.weight", "{}", ".weight"),
@@ -72,7 +72,7 @@ class ParsedKey(NamedTuple):
         key: The key.
         module: The module that the key's tensor changes.
         role: The tensor's role in the change.
-        leaf: The suffix of the changed tensor's name.
+        suffix: The suffix of the changed tensor's name.
         expert: The expert that the key's wrappers name, or None.
         peft: PEFT's name of the module.
     """
@@ -80,7 +80,7 @@ class ParsedKey(NamedTuple):
     key: str
     module: str
     role: str
-    leaf: str
+    suffix: str
     expert: str | None
     peft: str
 
@@ -101,12 +101,12 @@ def file_experts(keys: Iterable[str]) -> set[str]:
 
 def parse_key(key: str, names: Collection[str]) -> ParsedKey | None:
     """Parse a key, given the names of the network's modules and tensors; return None for an unknown suffix."""
-    for pattern, role, leaf in KEY_SUFFIXES:
+    for pattern, role, suffix in KEY_SUFFIXES:
         if match := pattern.search(key):
             module = key[: match.start()]
             module_name = strip_wrappers(module, names)
             peft = module.removeprefix(PEFT_PREFIX) if module.startswith(PEFT_PREFIX) else module_name
-            return ParsedKey(key, module_name, role.format(*match.groups()), leaf, key_expert(key), peft)
+            return ParsedKey(key, module_name, role.format(*match.groups()), suffix, key_expert(key), peft)
     return None
 
 

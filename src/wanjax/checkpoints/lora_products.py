@@ -29,7 +29,7 @@ class Matrix(NamedTuple):
         left: The role of the left factor.
         right: The role of the right factor.
         core: The role of the core [rank, rank, ...], or "".
-        full: The role of the tensor with the whole matrix, or "".
+        unfactored: The role of the tensor with the whole matrix, or "".
         diagonal: The role of a vector [rank] that scales the rows of right, or "".
         is_upright: Whether the file stores left as [rows, rank] even if there is a core.
     """
@@ -37,27 +37,27 @@ class Matrix(NamedTuple):
     left: str
     right: str
     core: str = ""
-    full: str = ""
+    unfactored: str = ""
     diagonal: str = ""
     is_upright: bool = False
 
     @property
     def roles(self) -> tuple[str, ...]:
-        return tuple(filter(None, (self.full, self.left, self.right, self.core, self.diagonal)))
+        return tuple(filter(None, (self.unfactored, self.left, self.right, self.core, self.diagonal)))
 
     def is_complete(self, roles: Collection[str]) -> bool:
         """Return whether tensors with these roles form the matrix: the whole matrix, or both factors."""
         own_roles = set(roles) & set(self.roles)
-        return own_roles == {self.full} if self.full in own_roles else {self.left, self.right} <= own_roles
+        return own_roles == {self.unfactored} if self.unfactored in own_roles else {self.left, self.right} <= own_roles
 
     def rank(self, shapes: Shapes) -> int | None:
         """Return the rank of the product; None for a matrix without factors."""
-        return None if self.full in shapes else (shapes[self.right] or (0,))[0]
+        return None if self.unfactored in shapes else (shapes[self.right] or (0,))[0]
 
     def shape(self, shapes: Shapes) -> Shape:
         """Return the shape of the matrix; empty if the shapes of the factors do not match."""
-        if self.full in shapes:
-            return shapes[self.full]
+        if self.unfactored in shapes:
+            return shapes[self.unfactored]
         left, right, core = shapes[self.left], shapes[self.right], shapes.get(self.core)
         if min(len(left), len(right)) < 2 or math.prod(shapes.get(self.diagonal, right[:1])) != right[0]:
             return ()
@@ -69,8 +69,8 @@ class Matrix(NamedTuple):
 
     def value(self, arrays: Arrays) -> np.ndarray:
         """Compute the matrix from tensors whose shapes match."""
-        if self.full in arrays:
-            return arrays[self.full]
+        if self.unfactored in arrays:
+            return arrays[self.unfactored]
         left, right, core = arrays[self.left], arrays[self.right], arrays.get(self.core)
         left, right_matrix = left.reshape(left.shape[0], -1), right.reshape(right.shape[0], -1)
         if self.diagonal in arrays:
@@ -142,15 +142,18 @@ LOHA = Formula(
 )
 LOKR = Formula(
     "LoKr",
-    (Matrix("lokr_w1_a", "lokr_w1_b", full="lokr_w1"), Matrix("lokr_w2_a", "lokr_w2_b", "lokr_t2", full="lokr_w2")),
+    (
+        Matrix("lokr_w1_a", "lokr_w1_b", unfactored="lokr_w1"),
+        Matrix("lokr_w2_a", "lokr_w2_b", "lokr_t2", unfactored="lokr_w2"),
+    ),
     _kronecker_shape,
     _kronecker,
 )
-DIFF = Formula("diff", (Matrix("", "", full="diff"),), _identity, _identity)
+DIFF = Formula("diff", (Matrix("", "", unfactored="diff"),), _identity, _identity)
 FORMULAS = (LORA, LOHA, LOKR, DIFF)
 
 
-def magnitude_axis(magnitude: Shape, weight: Shape, *, is_row_norm: bool) -> int | None:
+def magnitude_axis(norms_shape: Shape, weight_shape: Shape, *, is_row_norm: bool) -> int | None:
     """Return the axis of a weight along which there is a norm for each index: 0 for rows, 1 for columns.
 
     Returns None if the norms do not fit.
@@ -158,17 +161,17 @@ def magnitude_axis(magnitude: Shape, weight: Shape, *, is_row_norm: bool) -> int
     With `is_row_norm`, as in PEFT, there is a norm for each row, whatever the shape of the norms. In LyCORIS, the shape
     of the norms shows their axis.
     """
-    if len(weight) < 2 or not magnitude:
+    if len(weight_shape) < 2 or not norms_shape:
         return None
-    size, long_axes = math.prod(magnitude), [axis for axis, length in enumerate(magnitude) if length != 1]
-    if size == weight[0] and (is_row_norm or long_axes in ([0], [])):
+    size, long_axes = math.prod(norms_shape), [axis for axis, length in enumerate(norms_shape) if length != 1]
+    if size == weight_shape[0] and (is_row_norm or long_axes in ([0], [])):
         return 0
-    return 1 if not is_row_norm and size == weight[1] and long_axes in ([1], []) else None
+    return 1 if not is_row_norm and size == weight_shape[1] and long_axes in ([1], []) else None
 
 
 def set_norms(x: np.ndarray, norms: np.ndarray, axis: int) -> None:
     """Scale the rows or columns of a weight in place to these norms; zero rows stay zero."""
     flat = x.reshape(*x.shape[:2], -1)
-    squares = np.einsum("ijk,ijk->j" if axis else "ijk,ijk->i", flat, flat, dtype=np.float64)
-    scales = np.divide(norms.ravel(), np.sqrt(squares), out=np.zeros(len(squares)), where=squares > 0)
+    squared_norms = np.einsum("ijk,ijk->j" if axis else "ijk,ijk->i", flat, flat, dtype=np.float64)
+    scales = np.divide(norms.ravel(), np.sqrt(squared_norms), out=np.zeros(len(squared_norms)), where=squared_norms > 0)
     x *= scales.astype(np.float32).reshape([-1 if i == axis else 1 for i in range(x.ndim)])

@@ -47,7 +47,7 @@ PATTERN_SECONDS = 10.0  # the time limit for all patterns of a file; a thousand 
 QUANTIFIER = re.compile(r"[*+?]|\{\d*,?\d*\}")
 
 
-class Scales:
+class LoraScales:
     """The scales of a file's products.
 
     Raises WanjaxError if the config or metadata with the scales is unreadable or of an unsupported kind.

@@ -130,10 +130,10 @@ class UnfusedReader(ReaderView):
         super().__init__(reader)
         self._parts: dict[str, tuple[str, int | None]] = {}
         for key in reader.specs:
-            module, _, leaf = key.rpartition(".")
+            module, _, suffix = key.rpartition(".")
             parent, dot, name = module.rpartition(".")
             if name in names:
-                parts = (f"{parent}{dot}{name.replace('qkv', x)}.{leaf}" for x in "qkv")
+                parts = (f"{parent}{dot}{name.replace('qkv', x)}.{suffix}" for x in "qkv")
                 self._parts |= {index: (key, i) for i, index in enumerate(parts)}
             else:
                 self._parts[key] = (key, None)

@@ -165,7 +165,7 @@ def main(ctx: click.Context) -> None:
     ctx.obj = Report()
     ctx.with_resource(ctx.obj.print_warnings())
     if signal.getsignal(signal.SIGINT) is stop:  # true if nothing else runs in this process
-        ctx.obj.owns_process = True
+        ctx.obj.runs_alone = True
         ctx.with_resource(handle_interrupts(ctx.obj.interrupted))
 
 

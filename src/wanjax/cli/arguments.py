@@ -464,7 +464,7 @@ def check_words(command: click.Command, ctx: click.Context, arguments: Sequence[
                 option = parameter.opts[-1]
                 if parameter.name not in STORE_PARAMETERS or isinstance(parameter.type, click.Path):
                     raise click.UsageError(f"{option} {text} is a URL: give a file or folder of this machine")
-                if text.lower().startswith("memory:") and ctx.obj and ctx.obj.owns_process:
+                if text.lower().startswith("memory:") and ctx.obj and ctx.obj.runs_alone:
                     raise click.UsageError(
                         f"{text} is lost when this command ends: give a file or folder of this machine, or s3://"
                     )

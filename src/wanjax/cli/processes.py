@@ -34,7 +34,7 @@ def init_distributed(
     device_platform()  # reports a mistake in JAX_PLATFORMS before other code opens devices
     context = click.get_current_context(silent=True)
     use_shared(**(context.meta.get(COMPILE_CACHE, {}) if context else {}), platform=platform_name)
-    if report.owns_process and compile_cache_folder() is None:
+    if report.runs_alone and compile_cache_folder() is None:
         EXECUTE.executables = user_executables()
     report.muted = not is_first()
     report.has_peers = jax.process_count() > 1

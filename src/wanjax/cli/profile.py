@@ -41,21 +41,21 @@ class StepProfile(Observer):
         num_forwards = 2 if self.settings.guided else 1
         work = self.pipe.model.cost(self.settings, conditioning)
         self.flops_by_part = {part: num_forwards * count for part, count in work.flops.items()}
-        self._ends: list[float] = []
+        self._step_ends: list[float] = []
         self._tracing = self._traced = False
 
     def stepped(self, step: Step) -> None:
         """Wait until the device has finished a step, and record the time. Start and stop the trace at the right
         steps."""
         jax.block_until_ready(step.latents)
-        self._ends.append(perf_counter())
+        self._step_ends.append(perf_counter())
         if step.index + 1 == TRACED_STEPS[0] and step.total > TRACED_STEPS[0]:
             jax.profiler.start_trace(self.folder)
             self._tracing = self._traced = True
         elif self._tracing and step.index + 1 >= min(TRACED_STEPS[-1] + 1, step.total):
             jax.profiler.stop_trace()
             self._tracing = False
-            self._ends[-1] = perf_counter()  # the next step starts after the trace is written
+            self._step_ends[-1] = perf_counter()  # the next step starts after the trace is written
         if step.index + 1 == step.total and is_first():
             self.note(self.report())
 
@@ -83,7 +83,7 @@ class StepProfile(Observer):
         return f"a step: {format_duration(figures['step_seconds'])}{work_text}; {trace_text}"
 
     def _figures(self) -> dict[str, Any]:
-        seconds = [end - start for start, end in zip(self._ends, self._ends[1:], strict=False)]
+        seconds = [end - start for start, end in zip(self._step_ends, self._step_ends[1:], strict=False)]
         untraced = [time for index, time in enumerate(seconds, 1) if index not in TRACED_STEPS]
         step = statistics.median(untraced or seconds) if seconds else None
         device_kind = jax.devices()[0].device_kind

@@ -43,7 +43,8 @@ MODELS_PATH = "/v1/models"
 REPLY_TIMEOUT = 60.0  # seconds to wait for a reply of the server
 POLL_INTERVALS = 0.05, 1.0  # seconds between two polls of a video, at first and at most
 MAX_REPLY_BYTES = 2**33  # bytes of a reply
-MAX_UNITS = 10**9  # a larger number of units in a stage is taken for an error of the server
+MAX_PROGRESS_TOTAL = 10**9  # a larger total in the progress of a stage is taken for an error of the server
+MAX_CLIP_FRAMES = 10**9  # a clip of the server is read whole
 HOST_AND_PORT = re.compile(r"[\w.-]+:\d{1,5}(/\S*)?", re.ASCII)  # matches an address without a scheme
 MODEL_FIELDS = {
     "id": str,
@@ -361,7 +362,7 @@ def _save(server: "Server", path: str, out: str) -> AnyPath:
         video_file.write_bytes(data)
         record = read_metadata(video_file)
         fps = SETTINGS["fps"].read(record.get("fps"))
-        return write_video(out, read_clip(video_file, MAX_UNITS, fps), fps, record)
+        return write_video(out, read_clip(video_file, MAX_CLIP_FRAMES, fps), fps, record)
 
 
 def _is_mp4(out: str) -> bool:
@@ -410,7 +411,13 @@ def _wait_for_video(
         if job.get("status") not in ("queued", "in_progress"):
             return job
         stage, done, total = (job.get(name) for name in ("stage", "stage_done", "stage_total"))
-        if isinstance(done, int) and isinstance(total, int) and 0 <= done <= total and 0 < total <= MAX_UNITS and stage:
+        if (
+            isinstance(done, int)
+            and isinstance(total, int)
+            and 0 <= done <= total
+            and 0 < total <= MAX_PROGRESS_TOTAL
+            and stage
+        ):
             on_progress(_printable(stage), done, total)
         report.stop_if_interrupted()
         time.sleep(pause)

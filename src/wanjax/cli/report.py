@@ -98,7 +98,7 @@ class Report:
         quiet: Whether only the result and errors are printed.
         in_json: Whether the result is printed as a JSON object.
         stats: Whether a table of how the process spent its time follows the final table.
-        owns_process: Whether this command is the only code that runs in the process.
+        runs_alone: Whether this command is the only code that runs in the process.
         has_peers: Whether other processes compute together with this process, and so wait for it.
         muted: Whether this process prints nothing, because another process reports.
         seconds: The seconds of all stages until now.
@@ -111,7 +111,7 @@ class Report:
         self.quiet = False
         self.in_json = False
         self.stats = False
-        self.owns_process = False
+        self.runs_alone = False
         self.has_peers = False
         self.muted = False
         self.seconds: dict[str, float] = {}
@@ -244,7 +244,7 @@ class Report:
         unit = self._current.unit if self._current else ""
         work = f"the current {unit}s" if unit else "this stage"
         self.note(f"stopping after {work}; press Ctrl-C again to stop at once")
-        if self.owns_process and self._name in SAFE_STAGES:
+        if self.runs_alone and self._name in SAFE_STAGES:
             threading.Thread(target=self._exit_when_saved, args=[self._current], daemon=True).start()
 
     def _exit_when_saved(self, stage: "Stage | None") -> None:

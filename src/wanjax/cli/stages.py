@@ -525,7 +525,7 @@ class VideoCommand:
 
     def compile_ahead(self) -> AbstractContextManager[None]:
         """Compile the programs of later stages in the background while earlier ones run."""
-        is_wanted = self.report.owns_process and self.settings.steps <= MAX_TRACED_STEPS
+        is_wanted = self.report.runs_alone and self.settings.steps <= MAX_TRACED_STEPS
         return EXECUTE.compile_ahead(self.traced_programs) if is_wanted else nullcontext()
 
     def traced_programs(self) -> list[TracedProgram]:

@@ -113,7 +113,7 @@ class RowErrors:
         if len(messages) == 1:
             raise WanjaxError(messages[0])
         noun = self.unit.partition(" ")[0]
-        raise WanjaxError(_join_first([f"{total} {noun}s are wrong:", *messages], "\n  ", MAX_LISTED + 1))
+        raise WanjaxError(_join_limited([f"{total} {noun}s are wrong:", *messages], "\n  ", MAX_LISTED + 1))
 
 
 def _format_ranges(rows: Collection[int], unit: str) -> str:
@@ -124,10 +124,10 @@ def _format_ranges(rows: Collection[int], unit: str) -> str:
             ranges[-1][1:] = [row]
         else:
             ranges.append([row])
-    return row_text(unit, _join_first([" to ".join(map(str, bounds)) for bounds in ranges], ", "), len(rows))
+    return row_text(unit, _join_limited([" to ".join(map(str, bounds)) for bounds in ranges], ", "), len(rows))
 
 
-def _join_first(texts: Sequence[str], separator: str, count: int = MAX_LISTED) -> str:
+def _join_limited(texts: Sequence[str], separator: str, count: int = MAX_LISTED) -> str:
     """Join the first `count` texts, and say how many more there are."""
     remainder = [f"and {len(texts) - count} more"] if len(texts) > count else []
     return separator.join([*texts[:count], *remainder])

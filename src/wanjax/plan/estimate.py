@@ -12,7 +12,7 @@ import jax
 from wanjax.errors import install_extra
 from wanjax.execution import on_mesh
 from wanjax.figures import format_bytes, pluralize
-from wanjax.kernels.attention import AUTO, AttentionConfig, choose
+from wanjax.kernels.attention import AUTO, AttentionConfig, choose_implementation
 from wanjax.kernels.attention.flash_int8 import ERROR as INT8_ERROR
 from wanjax.kernels.compiler_options import SAFE_SET, check_option_set
 from wanjax.layers.offload import DEFAULT_BLOCKS, STAGES, Offload
@@ -361,7 +361,7 @@ def _attention_name(
     shape = (1, attention_cost.tokens, attention_cost.heads, attention_cost.width // attention_cost.heads)
     operand = jax.ShapeDtypeStruct(shape, dtype, sharding=partitioner.replicated)
     with on_mesh(partitioner):  # the kernels read the kind of chip from this mesh
-        return choose(operand, operand, operand, implementation=attention).name + (
+        return choose_implementation(operand, operand, operand, implementation=attention).name + (
             f":qk={attention.qk}" if attention.qk else ""
         )
 

@@ -253,7 +253,7 @@ class Pricer:
         ):
             name = names[number]
             if number >= first_kernel:
-                seconds[name] = self._kernel_price(*calls[name], result)
+                seconds[name] = self._price_kernel(*calls[name], result)
             elif isinstance(result, CompilerError):
                 yield name, _price_if_too_large(result)
             else:
@@ -263,7 +263,7 @@ class Pricer:
                 program = compiled_programs.pop(ready)
                 yield ready, self.divide(program, _kernel_times(program, kernel_prices))
 
-    def _kernel_price(self, call: Call, job: CompileJob, result: Compiled | CompilerError) -> KernelSeconds | None:
+    def _price_kernel(self, call: Call, job: CompileJob, result: Compiled | CompilerError) -> KernelSeconds | None:
         """Price a kernel and cache its seconds; return None if it does not compile on its own."""
         if isinstance(result, CompilerError):
             return None

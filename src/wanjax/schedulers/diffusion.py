@@ -74,11 +74,11 @@ class Diffusion(Scheduler):
         ends = np.append(timesteps[1:], -1) if follow == "official" else timesteps - TRAIN_STEPS // steps
         start, end = alpha_bars[timesteps], np.where(ends >= 0, alpha_bars[ends], 1.0)
         levels = [Levels(start[i], end[i], start[i - 1] if i else None) for i in range(len(start))]
-        squares = np.append(start, end[-1])
+        level_alpha_bars = np.append(start, end[-1])
         return Schedule(
             timesteps=timesteps.astype(np.float32),
-            sigmas=np.sqrt(1 - squares).astype(np.float32),
-            alphas=np.sqrt(squares).astype(np.float32),
+            sigmas=np.sqrt(1 - level_alpha_bars).astype(np.float32),
+            alphas=np.sqrt(level_alpha_bars).astype(np.float32),
             coefficients=np.array([self._step_coefficients(level) for level in levels], np.float32),
         )
 

@@ -115,11 +115,11 @@ class LoraLinear(nnx.Module):
             zeros = nnx.initializers.zeros_init()
             return down, linear(config.rank, width_out, (None, axis_out), kernel_init=zeros, rngs=rngs, **options)
 
-        class Pair(nnx.Module):
+        class FactorPair(nnx.Module):
             def __init__(self, rngs: nnx.Rngs):
                 self.down, self.up = make_factors(rngs)
 
-        pair = Pair(rngs) if layers is None else stack(Pair, layers, rngs)
+        pair = FactorPair(rngs) if layers is None else stack(FactorPair, layers, rngs)
         self.lora_down, self.lora_up = pair.down, pair.up
         key = jnp.zeros((*([] if layers is None else [layers]), 2), jnp.uint32)
         self.dropout_key = DropoutKey(key) if config.dropout else None
@@ -289,11 +289,11 @@ def export_factors(network: nnx.Module, rules: Iterable[Rule], adapted_names: di
     factors: dict[str, np.ndarray] = {}
     for path in adapted_names:
         if f"{path}.{DIFF}.kernel" in values:
-            diffs = {f"{path}.{leaf}": np.asarray(values[f"{path}.{DIFF}.{leaf}"]) for leaf in ("kernel", "bias")}
+            diffs = {f"{path}.{suffix}": np.asarray(values[f"{path}.{DIFF}.{suffix}"]) for suffix in ("kernel", "bias")}
             exported, endings = ExportedTensors(diffs, rules), {"weight": "diff", "bias": "diff_b"}
             for key in exported.specs:
-                name, _, leaf = key.rpartition(".")
-                factors[f"{name}.{endings[leaf]}"] = np.ascontiguousarray(exported.read(key))
+                name, _, suffix = key.rpartition(".")
+                factors[f"{name}.{endings[suffix]}"] = np.ascontiguousarray(exported.read(key))
             continue
         down, up = (np.asarray(values[f"{path}.{factor}.kernel"]) for factor in FACTORS)
         exported_up = ExportedTensors(

@@ -29,7 +29,7 @@ from wanjax.pipelines.settings import is_text
 TABLES = ("metadata.csv", "metadata.jsonl")
 FILE_COLUMNS = ("file_name", "video", "video_path", "image", "image_path", "file", "path")
 CAPTION_COLUMNS = ("text", "prompt", "caption")
-REPEATS, PRESERVE = "repeats", "preserve"
+REPEATS_COLUMN, PRESERVE_COLUMN = "repeats", "preserve"
 YES, NO = ("true", "yes", "1"), ("false", "no", "0", "")
 FILM_SUFFIXES = (
     *(*CLIP_SUFFIXES, ".avi", ".mpg", ".mpeg", ".wmv", ".flv", ".ts", ".mts", ".m2ts", ".ogv", ".3gp", ".mxf"),
@@ -190,7 +190,7 @@ def _list_table(table: Path) -> DataListing:
 
 def _repeats(row: Mapping[str, Any], row_name: str) -> int:
     """Read how often an epoch shows a row's clip; raise WanjaxError unless it is a whole number of 1 or more."""
-    if (repeats := row.get(REPEATS)) in (None, ""):
+    if (repeats := row.get(REPEATS_COLUMN)) in (None, ""):
         return 1
     with suppress(TypeError, ValueError, OverflowError):
         if (count := int(repeats)) >= 1 and (isinstance(repeats, str) or count == repeats):
@@ -200,7 +200,7 @@ def _repeats(row: Mapping[str, Any], row_name: str) -> int:
 
 def _preserves(row: Mapping[str, Any], row_name: str) -> bool:
     """Read whether a row's clip is for prior preservation; raise WanjaxError unless the value is true or false."""
-    value = row.get(PRESERVE)
+    value = row.get(PRESERVE_COLUMN)
     word = "" if value is None else str(value).strip().lower()
     if word not in (*YES, *NO):
         raise WanjaxError(f"{row_name} has preserve {value!r}: write true or false")
@@ -283,7 +283,7 @@ def _parse_row(header: Sequence[str], fields: list[str]) -> Mapping[str, Any] | 
         other_columns = [
             column
             for column, name in enumerate(header)
-            if column not in (file_column, caption_column) and name not in (REPEATS, PRESERVE)
+            if column not in (file_column, caption_column) and name not in (REPEATS_COLUMN, PRESERVE_COLUMN)
         ]
         if caption_column < 0 or any(
             not column < file_column < caption_column for column in other_columns

@@ -28,7 +28,7 @@ from wanjax.training.objective import Loss
 from wanjax.training.step import FINITE, Filter, all_parameters, begin_training, prepare_step, train
 
 STATES_FOLDER = "checkpoints"
-IDENTITY_FILE = "training.json"
+RUN_IDENTITY_FILE = "training.json"
 STEPS, LEARNING_RATE = "steps", "optimizer.learning_rate"  # the entries of the identity that may change on resume
 MAX_DIFFERENCES = 5  # the maximum number of differences in a message
 MAX_VALUE_CHARS, CONTEXT_CHARS = 60, 20  # how much of a value a message shows, in all and before the first difference
@@ -135,7 +135,7 @@ class Trainer:
 
         Returns the previous number of steps and the previous learning rate, if they differ from the new values.
         """
-        file = self.folder / IDENTITY_FILE
+        file = self.folder / RUN_IDENTITY_FILE
         if identity is None:
             return {}
         try:

@@ -5,12 +5,12 @@ from wanjax.kernels.attention.api import (
     ImplementationChoice,
     attention,
     attention_to_cache,
-    choose,
+    choose_implementation,
     joint_attention,
     sparse_linear_attention,
 )
 from wanjax.kernels.attention.config import AUTO, IMPLEMENTATIONS, AttentionConfig
-from wanjax.kernels.attention.joint import Pair
+from wanjax.kernels.attention.joint import VideoTextPair
 from wanjax.kernels.attention.radial import Radial
 from wanjax.kernels.attention.sparse_linear import Projection, SparseLinear
 
@@ -19,13 +19,13 @@ __all__ = [
     "IMPLEMENTATIONS",
     "AttentionConfig",
     "ImplementationChoice",
-    "Pair",
     "Projection",
     "Radial",
     "SparseLinear",
+    "VideoTextPair",
     "attention",
     "attention_to_cache",
-    "choose",
+    "choose_implementation",
     "joint_attention",
     "sparse_linear_attention",
 ]

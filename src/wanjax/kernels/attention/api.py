@@ -21,7 +21,7 @@ from wanjax.kernels.attention import (
 )
 from wanjax.kernels.attention.config import IMPLEMENTATIONS, AttentionConfig
 from wanjax.kernels.attention.implementation import Implementation
-from wanjax.kernels.attention.joint import Pair
+from wanjax.kernels.attention.joint import VideoTextPair
 from wanjax.kernels.attention.kv_cache import CacheSlot, KVCache
 from wanjax.kernels.attention.masks import Window, length_mask
 from wanjax.kernels.attention.radial import Radial
@@ -87,7 +87,7 @@ def attention(
         bias: Added to the logits; float32, broadcasts to [B N L S].
         implementation: An `AttentionConfig`, or its text. The tiles and the window in it apply if the call has no
             `config` and no `window`. If the config names an implementation, no other implementation is used in its
-            place. None chooses an implementation by platform and shape; `choose` returns this choice.
+            place. None chooses an implementation by platform and shape; `choose_implementation` returns this choice.
         config: The configuration of the implementation. Each implementation has its own type.
 
     Raises:
@@ -142,15 +142,15 @@ def attention_to_cache(
 
 @jax.named_scope("attention")
 def joint_attention(
-    q: Pair,
-    k: Pair,
-    v: Pair,
+    q: VideoTextPair,
+    k: VideoTextPair,
+    v: VideoTextPair,
     *,
     length: int,
     text_lengths: Int32[Array, " B"],
     window: Any = None,
     implementation: str | AttentionConfig | None,
-) -> Pair:
+) -> VideoTextPair:
     """Compute the joint attention of a video and its text. Valid are the first `length` tokens of the video and the
     first `text_lengths` tokens of the text.
 
@@ -291,7 +291,7 @@ def _gradient_on_one_device(
     return implementation.gradient(q, k, v, g, lse, delta, key_mask=key_mask, kv_length=kv_length, **options)
 
 
-def choose(
+def choose_implementation(
     q: jax.Array | jax.ShapeDtypeStruct,
     k: jax.Array | jax.ShapeDtypeStruct,
     v: jax.Array | jax.ShapeDtypeStruct,

@@ -22,7 +22,7 @@ from wanjax.kernels.attention.sharded import QueryPlacement, heads_to_tokens, to
 from wanjax.sharding import current_partitioner, pad_to
 
 
-class Pair(NamedTuple):
+class VideoTextPair(NamedTuple):
     """Queries, keys or values of a video and of its text, each padded by `sharding.shard_tokens`."""
 
     video: Any  # Float[Array, "B L N D"]
@@ -31,14 +31,14 @@ class Pair(NamedTuple):
 
 def attention(
     kernel: Callable[..., Array],
-    q: Pair,
-    k: Pair,
-    v: Pair,
+    q: VideoTextPair,
+    k: VideoTextPair,
+    v: VideoTextPair,
     *,
     length: int,
     text_lengths: Int32[Array, " B"],
     window: Any,
-) -> Pair:
+) -> VideoTextPair:
     """Return the attention of video and text to the first `length` video tokens and the first `text_lengths` text
     tokens.
 
@@ -51,7 +51,7 @@ def attention(
     gather_axes = tuple(axis for axis in axes if axis == "sp" and window is None)
     exchange_axes = tuple(axis for axis in axes if axis not in gather_axes)
 
-    def attend(q: Pair, k: Pair, v: Pair, text_lengths: Array) -> Pair:
+    def attend(q: VideoTextPair, k: VideoTextPair, v: VideoTextPair, text_lengths: Array) -> VideoTextPair:
         heads, num_devices, video_queries = q.video.shape[2], partitioner.axis_size(exchange_axes), length
         q, k, v = jax.tree.map(lambda x: tokens_to_heads(x, num_devices, exchange_axes), (q, k, v))
         if gather_axes:
@@ -65,16 +65,16 @@ def attention(
             window=window,
         )
         video = pad_to(out[:, :video_queries], 1, q.video.shape[1])  # later queries are padding
-        out = Pair(video, out[:, video_queries:])
+        out = VideoTextPair(video, out[:, video_queries:])
         return jax.tree.map(lambda x: heads_to_tokens(x, heads, num_devices, exchange_axes), out)
 
-    pair_spec = Pair(PartitionSpec(*placement), PartitionSpec(*placement))
+    pair_spec = VideoTextPair(PartitionSpec(*placement), PartitionSpec(*placement))
     return partitioner.shard_map(attend, (pair_spec, pair_spec, pair_spec, PartitionSpec(placement.batch)), pair_spec)(
         q, k, v, text_lengths
     )
 
 
-def _concatenate_video_and_text(x: Pair, length: int) -> Float[Array, "B _L N D"]:
+def _concatenate_video_and_text(x: VideoTextPair, length: int) -> Float[Array, "B _L N D"]:
     """Join the first `length` tokens of a video and all of its text.
 
     Heads are concatenated in the channels: with an axis of heads, a TPU would copy the arrays again.

@@ -290,18 +290,18 @@ def _norm_rows(ref: Refs, eps: float, heads: bool) -> None:
 
 def _row_squares(y_ref: Any, rows: Any) -> Float32[Array, "_L _P"]:
     """Return the sums of squares of rows, separately in each of 128 lanes."""
-    squares = jnp.zeros((rows.size, LANES), jnp.float32)
+    square_sums = jnp.zeros((rows.size, LANES), jnp.float32)
     for part in range(len(y_ref)):
         for start in range(0, y_ref.shape[2], LANES):
             y = y_ref[part, rows, start : start + LANES].astype(jnp.float32)
-            squares = squares + y * y
-    return squares
+            square_sums = square_sums + y * y
+    return square_sums
 
 
-def _inverse_rms(squares: Float32[Array, "_L _P"], channels: int, eps: float) -> Float32[Array, "_L _P"]:
+def _inverse_rms(square_sums: Float32[Array, "_L _P"], channels: int, eps: float) -> Float32[Array, "_L _P"]:
     """Return 1 / root mean square of each row, in all lanes."""
-    mean = squares.sum(axis=1, keepdims=True) / channels
-    return jnp.broadcast_to(jax.lax.rsqrt(mean + eps), squares.shape)
+    mean = square_sums.sum(axis=1, keepdims=True) / channels
+    return jnp.broadcast_to(jax.lax.rsqrt(mean + eps), square_sums.shape)
 
 
 def _product(ref: Refs, rows: Any, columns: slice, gelu: DTypeLike | None) -> Float[Array, "_L _E"]:
@@ -388,12 +388,12 @@ def _by_token(
 def _statistics(x_ref: Any, rows: Any, eps: float) -> tuple[Array, Array]:
     """Return the mean of each row, and the inverse of its standard deviation."""
     depth = x_ref.shape[1]
-    total = squares = jnp.zeros((rows.size, LANES), jnp.float32)
+    total = square_sums = jnp.zeros((rows.size, LANES), jnp.float32)
     for start in range(0, depth, LANES):
         x = x_ref[rows, start : start + LANES].astype(jnp.float32)
-        total, squares = total + x, squares + x * x
+        total, square_sums = total + x, square_sums + x * x
     mean = total.sum(axis=1, keepdims=True) / depth
-    variance = jnp.maximum(squares.sum(axis=1, keepdims=True) / depth - mean * mean, 0.0)
+    variance = jnp.maximum(square_sums.sum(axis=1, keepdims=True) / depth - mean * mean, 0.0)
     return mean, jax.lax.rsqrt(variance + eps)
 
 

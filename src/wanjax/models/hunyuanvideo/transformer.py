@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from wanjax.dims import readable_signature
-from wanjax.kernels.attention import AUTO, AttentionConfig, Pair, Radial, joint_attention
+from wanjax.kernels.attention import AUTO, AttentionConfig, Radial, VideoTextPair, joint_attention
 from wanjax.layers.embeddings import TimeEmbed, Timesteps, broadcast_timesteps
 from wanjax.layers.guided_attention import apply_nag
 from wanjax.layers.heads import join_heads, split_heads
@@ -124,7 +124,9 @@ class JointAttention(nnx.Module):
         text_k = split_heads(project_heads(self.text_k, text, self.text_k_norm), self.heads)
         text_v = split_heads(self.text_v(text), self.heads)
         pairs = (q, text_q), (k, text_k), (v, text_v)
-        qkv_pairs = (Pair(context.repeat_per_text(a.astype(self.dtype)), b.astype(self.dtype)) for a, b in pairs)
+        qkv_pairs = (
+            VideoTextPair(context.repeat_per_text(a.astype(self.dtype)), b.astype(self.dtype)) for a, b in pairs
+        )
         y = joint_attention(
             *qkv_pairs,
             length=rope.length,
