@@ -175,7 +175,7 @@ class Run:
             frames = np.concatenate(chunks)
             if previous_frames is not None:
                 new_frames, drift = join_window(previous_frames, frames, settings.match)
-                self.observers.notify("joined", Seam(window.number, drift))
+                self.observers.notify("joined", Seam(window.index, drift))
                 frames = np.concatenate([previous_frames, new_frames])
             yield frames[0 if previous_frames is None else len(previous_frames) :]
             previous_frames = frames[-window_settings.overlap :]
