@@ -196,7 +196,7 @@ class LoraFile:
             problem += f" of shape {list(self._reader.specs[str(change.magnitude_key)].shape)}"
             problem += f", not a norm for each row of {name}, {list(shape)}"
             raise WanjaxError(f"{problem}: give a LoRA for this model")
-        if axis == 1 and target_slice.of > len(target_slice.parts):
+        if axis == 1 and target_slice.num_parts > len(target_slice.parts):
             raise WanjaxError(
                 f"{problem}, norms of the columns of fused q, k and v: give a file with separate q, k and v"
             )
