@@ -29,8 +29,8 @@ def processor() -> str:
     """Return the processor's name, and the bfloat16 instructions that it supports."""
     text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     name = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
-    own = sorted(set(re.findall(r"\b(?:amx_bf16|avx512_bf16|avx512f|avx2)\b", text)))
-    return f"{name[1] if name else platform.machine()} ({', '.join(own) or 'no vectors that are known'})"
+    features = sorted(set(re.findall(r"\b(?:amx_bf16|avx512_bf16|avx512f|avx2)\b", text)))
+    return f"{name[1] if name else platform.machine()} ({', '.join(features) or 'no vectors that are known'})"
 
 
 def machine() -> dict[str, str]:

@@ -83,8 +83,8 @@ def priced(measured: Measured) -> float:
     settings = replace(presets()[MODEL].defaults, height=measured.size[0], width=measured.size[1])
     place = find_slice(measured.chip)
     mesh = abstract_mesh(place, {"dp": 2, "sp": 1, "tp": place.devices // 2})
-    found = programs(MODEL, settings, mesh, attention=AttentionConfig("splash"))
-    step = next(x.lowering for x in found if x.name == STEP)
+    lowerings = programs(MODEL, settings, mesh, attention=AttentionConfig("splash"))
+    step = next(x.lowering for x in lowerings if x.name == STEP)
     [price] = PRICER.price_all(place, [with_splash(step)])
     assert price.seconds is not None, "it fits"
     return price.seconds

@@ -7,8 +7,8 @@
 benchmarks.workloads has the names of the workloads; `all` selects all of them. The reference is omitted if its scores
 exceed 1 GB. With `--one-core` everything runs on one core, and CPU time is measured, which other processes hardly
 change. With `--price` nothing runs: the TPU compiler's schedules are priced, and compared with those of JAX's splash
-attention (benchmarks/attention_prices.py), or with `--qk int8` with flash_tpu whose q kᵀ is in int8. The error of that
-is measured by benchmarks.int8_attention_error.
+attention (benchmarks/attention_prices.py). With `--qk int8`, flash_tpu is compared with its form whose q kᵀ is in int8;
+benchmarks.int8_attention_error measures the error of that form.
 """
 
 import argparse
@@ -121,9 +121,9 @@ def main() -> None:
 
         torch.set_num_threads(1)
     sizes = {"block_q": options.block_q, "block_kv": options.block_kv}
-    given = {name: size for name, size in sizes.items() if size}
+    chosen_sizes = {name: size for name, size in sizes.items() if size}
     for name in names or DEFAULT:
-        config = replace(chunked.default_config("cpu", WORKLOADS[name].head_dim), **given)
+        config = replace(chunked.default_config("cpu", WORKLOADS[name].head_dim), **chosen_sizes)
         Console(width=120).print(measure(WORKLOADS[name], options.dtype, config, options.repeats, options.one_core))
     print(f"bars for chunked on a CPU: {BAR_SPEED} × torch's speed, memory {BAR_MEMORY} × the scores")
 

@@ -43,7 +43,7 @@ def ours(implementation: str) -> Callable:
 
 
 def gradients(function: Callable) -> Callable:
-    """Return the gradients of q, k and v, which compute what they need of the forward pass."""
+    """Return the gradients of q, k and v, including the forward pass that they need."""
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
         return jax.vjp(function, q, k, v)[1](q)  # a gradient like any other
@@ -110,30 +110,30 @@ def smallest(chip: str) -> str:
 
 
 def compile_forms(
-    workload: Workload, chip: str, compared: Mapping[Name, Callable]
+    workload: Workload, chip: str, functions: Mapping[Name, Callable]
 ) -> dict[Name, Compiled | CompilerError]:
-    """Compile functions of q, k and v, with schedules, for one chip; `compared` has them by their names."""
+    """Compile functions of q, k and v, with schedules, for one chip; `functions` has them by their names."""
     place = smallest(chip)
     mesh = abstract_mesh(find_slice(place))
-    programs = [(program(mesh, workload, function), place) for function in compared.values()]
-    return dict(zip(compared, compile_programs(programs, schedules=True), strict=True))
+    programs = [(program(mesh, workload, function), place) for function in functions.values()]
+    return dict(zip(functions, compile_programs(programs, schedules=True), strict=True))
 
 
 def forms(workload: Workload, qk: str | None = None) -> Mapping[str, Callable]:
     """Return the functions to compare, by their names in the table; with `qk`, only flash_tpu with it and without."""
     if qk:
         return {name: ours(name) for name in ("flash_tpu", f"flash_tpu:qk={qk}")}
-    found: dict[str, Callable] = {name: ours(name) for name in OWN}
+    functions: dict[str, Callable] = {name: ours(name) for name in OWN}
     for tiles in SPLASH_TILES:
-        found[f"splash {', '.join(map(str, tiles))}"] = splash(workload, tiles)
+        functions[f"splash {', '.join(map(str, tiles))}"] = splash(workload, tiles)
     if 4 * workload.scores <= LARGEST_SCORES:
-        found["plain XLA"] = partial(jax.nn.dot_product_attention, implementation="xla")
-    return found
+        functions["plain XLA"] = partial(jax.nn.dot_product_attention, implementation="xla")
+    return functions
 
 
 def gradient_table(workload: Workload, chip: str) -> Table:
     """Price attention with its gradients, beside attention alone."""
-    compared = {
+    functions = {
         "flash_tpu alone": ours("flash_tpu"),
         "flash_tpu": gradients(ours("flash_tpu")),
         "chunked": gradients(ours("chunked")),
@@ -141,7 +141,7 @@ def gradient_table(workload: Workload, chip: str) -> Table:
     }
     title = f"{workload.name} on one {chip}, bfloat16, priced: attention and its gradients"
     table = Table("", "ms", "kernels", "around them", "memory, MiB", title=title)
-    for name, result in compile_forms(workload, chip, compared).items():
+    for name, result in compile_forms(workload, chip, functions).items():
         if isinstance(result, CompilerError):
             table.add_row(name, _short(result))
             continue
@@ -157,8 +157,8 @@ def gradient_table(workload: Workload, chip: str) -> Table:
 def price_table(workload: Workload, chip: str, qk: str | None = None) -> Table:
     """Compile and price all forms of a workload on one chip; for `qk` see `forms`."""
     results = compile_forms(workload, chip, forms(workload, qk))
-    done = {name: result for name, result in results.items() if isinstance(result, Compiled)}
-    prices = {name: price_compiled(result, skip=_rare(name, result)).total.mid for name, result in done.items()}
+    compiled = {name: result for name, result in results.items() if isinstance(result, Compiled)}
+    prices = {name: price_compiled(result, skip=_rare(name, result)).total.mid for name, result in compiled.items()}
     splash_best = min((prices[name] for name in prices if name.startswith("splash")), default=float("nan"))
     shape = f"[1 {workload.queries:,} {workload.heads} {workload.head_dim}] × {workload.keys:,}"
     columns = ("", "ms", "low to high", "kernel", "around it", "splash / this", "of peak", "MXU", "VALU")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure a GPU in nine minutes: the self-test, then attention, steps and decoding at real size, also with torch.
+"""Measure a GPU in nine minutes: self-test, attention, steps and decoding at real size, also in torch.
 
-Nothing is downloaded: weights are random. Each part runs in its own process, which frees the card's memory at its end,
-and which may fail or time out without stopping the others. Torch and diffusers are measured if torch sees the card.
+Nothing is downloaded: weights are random. Each part runs in its own process. The process frees the card's memory when
+it ends. If it fails or times out, the other parts still run. Torch and diffusers are measured if torch sees the card.
 
     python -m benchmarks.card [--out FOLDER] [--minutes 9]
 
@@ -137,13 +137,13 @@ def names_of(model: str, settings: Any) -> tuple[str, str]:
     return f"a step with guidance, {model}, {video}", f"decoding, {model}, {video}"
 
 
-def measured(what: str, library: str, run: Callable[[], Any]) -> Figure:
+def measured(name: str, library: str, run: Callable[[], Any]) -> Figure:
     """Return a measured time, or the first line of the error."""
     try:
         timing = run().timing
     except Exception as error:  # of a compiler, or of a card that is full
-        return Figure(what, library, note=first_line(error))
-    return Figure(what, library, timing.median_seconds, timing.compile_seconds)
+        return Figure(name, library, note=first_line(error))
+    return Figure(name, library, timing.median_seconds, timing.compile_seconds)
 
 
 def first_line(error: BaseException) -> str:
@@ -160,10 +160,10 @@ def torch_attention(small: bool) -> Iterator[Figure]:
     """Time torch's attention on the same shapes."""
     import torch
 
-    what, (batch, length, heads, size), dtype = attention_shape(small)
+    name, (batch, length, heads, size), dtype = attention_shape(small)
     shape, kind = (batch, heads, length, size), getattr(torch, dtype)
     q, k, v = (torch.randn(shape, dtype=kind, device=torch_device()) for _ in range(3))
-    yield by_torch(what, lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v))
+    yield by_torch(name, lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v))
 
 
 def torch_programs(model: str, small: bool) -> Iterator[Figure]:
@@ -209,7 +209,7 @@ def torch_decoding(outline: Any) -> Callable[[], Any]:
     return lambda: decoder.decode(latents, return_dict=False)
 
 
-def by_torch(what: str, run: Callable[[], Any]) -> Figure:
+def by_torch(name: str, run: Callable[[], Any]) -> Figure:
     """Return the time of a torch function, after one run for warm-up."""
     import torch
 
@@ -227,8 +227,8 @@ def by_torch(what: str, run: Callable[[], Any]) -> Figure:
                 once()
                 seconds.append(perf_counter() - start)
     except Exception as error:
-        return Figure(what, "torch", note=first_line(error))
-    return Figure(what, "torch", sorted(seconds)[len(seconds) // 2])
+        return Figure(name, "torch", note=first_line(error))
+    return Figure(name, "torch", sorted(seconds)[len(seconds) // 2])
 
 
 PARTS: dict[str, Part] = {
@@ -271,8 +271,8 @@ def lines(card: str, outcome: dict[str, Any], figures: Sequence[Figure]) -> list
     """Return the lines for docs/measured.md: a table of the times of each library."""
     checks = outcome.get("checks", [])
     wrong = [check["name"] for check in checks if check["outcome"] == "wrong"]
-    said = f"{len(checks)} checks of `wanjax selftest`, wrong: {', '.join(wrong) or 'none'}"
-    table = [f"## {card}", "", f"`python -m benchmarks.card`, measured. {said}.", ""]
+    summary = f"{len(checks)} checks of `wanjax selftest`, wrong: {', '.join(wrong) or 'none'}"
+    table = [f"## {card}", "", f"`python -m benchmarks.card`, measured. {summary}.", ""]
     table += ["| what | by | time | torch / wanjax |", "|---|---|---|---|"]
     torch = {figure.what: figure.seconds for figure in figures if figure.library == "torch"}
     for figure in figures:

@@ -29,7 +29,7 @@ AXES_3D = ("NDHWC", "DHWIO", "NDHWC")
 
 
 def conv(repeats: int) -> Table:
-    """Times the VAE's causal 3 × 3 × 3 convolution of 4 frames and 2 cached ones, at a shallow and at a deep level."""
+    """Time the VAE's causal 3 × 3 × 3 convolution of 4 frames and 2 cached frames, at a shallow and at a deep level."""
     table = Table("channels", "frame", *("2-D per tap", "3-D", "2-D of stacked taps", "torch"), title="conv, GFLOP/s")
     for channels, height, width in ((96, 120, 208), (384, 30, 52)):
         x = np.random.default_rng(0).standard_normal((1, 6, height, width, channels), np.float32)
@@ -77,7 +77,7 @@ def _conv_forms(frames: np.ndarray) -> dict[str, Run]:
 
 
 def dense(repeats: int) -> Table:
-    """Times the gradient of a dense layer at the sizes of two training steps, as the layer and as XLA form it."""
+    """Time the gradient of a dense layer at the sizes of two training steps: the layer's own form, and XLA's."""
     table = Table("x", "kernel", "by hand", "XLA's", "XLA's, x as a matrix", title="gradient of a dense layer, ms")
     random = np.random.default_rng(0)
     for shape, width in (((64, 80, 192), 512), ((1, 1280, 1536), 8960)):
@@ -109,7 +109,7 @@ def casts(repeats: int) -> Table:
     tokens = jax.ShapeDtypeStruct((2, 512), jnp.int32)
     lowered = jax.jit(lambda weights, tokens: nnx.merge(graphdef, weights)(tokens)).lower(weights, tokens)
     options: Any = (compiler_options.scan_options(), None)
-    plans: Any = (lowered.compile(compiler_options=given).memory_analysis() for given in options)
+    plans: Any = (lowered.compile(compiler_options=compiler_option).memory_analysis() for compiler_option in options)
     table = Table("weights cast inside the loop over blocks", "before it", title="temporary memory of UMT5-XXL, GB")
     table.add_row(*(f"{plan.temp_size_in_bytes / 1e9:.1f}" for plan in plans))
     return table

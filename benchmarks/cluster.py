@@ -8,8 +8,8 @@
                                        [--hosts 1]
 
 `rate` compares two nodes, each with a worker on one core, with one such worker and with one process on both cores.
-Loading and the first video do not count. `overhead` measures workers that do nothing. `plan` measures the time to read,
-check and name requests, of which nine in ten exist already, and the memory of their driver. `chaos` kills workers,
+Loading and the first video do not count. `overhead` measures workers that do nothing. `plan` measures the driver's
+memory, and its time to read, check and name requests. Nine in ten of the videos exist already. `chaos` kills workers,
 drivers and nodes with SIGKILL during a batch, and restarts the driver until the batch is done. With `--hosts 2`, one
 worker has both nodes, and one of its processes is killed at a time.
 """
@@ -110,11 +110,11 @@ class LocalCluster:
 def local_cluster(nodes: int, *, pin: bool = False) -> Iterator[LocalCluster]:
     """Start a cluster with a number of nodes; with `pin`, each is pinned to its own core."""
     with ExitStack() as stack:
-        made = LocalCluster()
-        stack.callback(made.close)
+        cluster = LocalCluster()
+        stack.callback(cluster.close)
         for core in range(nodes):
-            made.add(core if pin else None)
-        yield made
+            cluster.add(core if pin else None)
+        yield cluster
 
 
 def write_requests(file: Path, count: int) -> Path:
@@ -136,40 +136,40 @@ def videos(out: Path) -> list[Path]:
 
 
 def rate(out: Path) -> tuple[float, float]:
-    """Return the videos a second after the first, and the sum of those of each worker after its own first.
+    """Return the videos a second after the first video, and the sum of the same rates of each worker.
 
     The times are those at which files were written.
     """
     by_worker: dict[str, list[float]] = {}
     for entry in read_manifest(out):
         by_worker.setdefault(entry["worker"], []).append((out / entry["file_name"]).stat().st_mtime)
-    each = [(len(times) - 1) / (max(times) - min(times)) for times in by_worker.values() if len(times) > 1]
-    times = [time for some in by_worker.values() for time in some]
-    return (len(times) - 1) / (max(times) - min(times)), sum(each)
+    worker_rates = [(len(times) - 1) / (max(times) - min(times)) for times in by_worker.values() if len(times) > 1]
+    times = [time for worker_times in by_worker.values() for time in worker_times]
+    return (len(times) - 1) / (max(times) - min(times)), sum(worker_rates)
 
 
 def compare_rates(requests: int, repeats: int) -> None:
     """Print the rates of two workers, of one worker, and of one process on both cores."""
-    with tempfile.TemporaryDirectory() as name, local_cluster(2, pin=True) as cluster:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as folder_name, local_cluster(2, pin=True) as cluster:
+        folder = Path(folder_name)
         file = write_requests(folder / "requests.jsonl", requests)
-        ways = {
+        settings = {
             "2 workers of 1 core": ("--workers", "2", "--ray", cluster.address),
             "1 worker of 1 core": ("--workers", "1", "--ray", cluster.address),
             "1 process of 2 cores": (),
         }
-        rates: dict[str, list[float]] = {way: [] for way in ways}
+        rates: dict[str, list[float]] = {name: [] for name in settings}
         for repeat in range(repeats):
-            for number, (way, options) in enumerate(ways.items()):
-                out = folder / f"{number}-{repeat}"
+            for index, (name, options) in enumerate(settings.items()):
+                out = folder / f"{index}-{repeat}"
                 assert driver(file, out, *options).wait() == 0, (out.parent / f"{out.name}.log").read_text()
-                found, steady = rate(out)
-                rates[way].append(found)
-                node_options = f"{found:.2f} videos a second, {steady:.2f} once all workers are at work"
-                print(f"{way}: {node_options}, load {os.getloadavg()[0]:.1f}", flush=True)
-        alike = [(folder / "0-0" / path.name).read_bytes() == path.read_bytes() for path in videos(folder / "1-0")]
-        print(f"{sum(alike)} of {len(alike)} files of 2 workers and of 1 are equal")
-        median = {way: statistics.median(found) for way, found in rates.items()}
+                total_rate, steady_rate = rate(out)
+                rates[name].append(total_rate)
+                node_options = f"{total_rate:.2f} videos a second, {steady_rate:.2f} once all workers are at work"
+                print(f"{name}: {node_options}, load {os.getloadavg()[0]:.1f}", flush=True)
+        are_equal = [(folder / "0-0" / path.name).read_bytes() == path.read_bytes() for path in videos(folder / "1-0")]
+        print(f"{sum(are_equal)} of {len(are_equal)} files of 2 workers and of 1 are equal")
+        median = {name: statistics.median(total_rate) for name, total_rate in rates.items()}
         first, second, third = median.values()
         print(f"2 workers beside 1: {first / second:.2f}, beside one process: {first / third:.2f}")
 
@@ -198,10 +198,10 @@ def idle(store: JobStore) -> Idle:
 def measure_overhead(requests: int) -> None:
     """Print the seconds per request of two workers and their driver, when making a video takes no time."""
     tasks = [Task(f"{i}.mp4", VideoRequest({"prompt": f"a circle {i}", "seed": i}, row=i)) for i in range(requests)]
-    for way, together in (("batches as they come", 32), ("one at a time", 1)):
+    for label, max_batch in (("batches as they come", 32), ("one at a time", 1)):
         with tempfile.TemporaryDirectory() as name:
             store = JobStore(f"{name}/jobs.sqlite")
-            start = partial(LocalWorker, store, idle, {"max_batch": together})
+            start = partial(LocalWorker, store, idle, {"max_batch": max_batch})
             pool = Pool(store, lambda number, start=start: start(number=number), Autoscaler(2, 2), print)
             while store.stats().workers.get("ready") != 2:
                 pool.poll()
@@ -212,12 +212,12 @@ def measure_overhead(requests: int) -> None:
                 time.sleep(0.01)
             seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
             pool.close()
-            each = f"{1000 * seconds / requests:.2f} ms a request, {1000 * cpu / requests:.2f} of them the driver's"
-            print(f"{way}: {each}, load {os.getloadavg()[0]:.1f}")
+            times = f"{1000 * seconds / requests:.2f} ms a request, {1000 * cpu / requests:.2f} of them the driver's"
+            print(f"{label}: {times}, load {os.getloadavg()[0]:.1f}")
 
 
 def measure_plan(requests: int) -> None:
-    """Print the seconds and the memory to read, check and name requests, most of whose videos exist."""
+    """Print the seconds and the memory to read, check and name requests. Most of their videos exist already."""
     from wanjax.loading import load
 
     jax.config.update("jax_platforms", "cpu")  # as the driver's: else a libtpu that is installed counts, 94 MiB of it
@@ -227,20 +227,26 @@ def measure_plan(requests: int) -> None:
         before, start = psutil.Process().memory_info().rss, time.perf_counter()
         cpu = time.process_time()
         tasks = VideoMaker(lambda: pipe, folder).tasks_for(read_requests(str(file)))
-        planned = time.perf_counter() - start
+        plan_seconds = time.perf_counter() - start
         manifest, store = Manifest(folder), JobStore(str(folder / "jobs.sqlite"))
         for task in tasks[: requests * 9 // 10]:
             (folder / task.output).touch()
             manifest.add(task, seconds=1.0)
         start_again = time.perf_counter()
-        there, manifest = set(os.listdir(folder)), Manifest(folder)
-        batch = Batch(store, [task for task in tasks if task.output not in there], manifest, "nano")
+        existing, manifest = set(os.listdir(folder)), Manifest(folder)
+        batch = Batch(store, [task for task in tasks if task.output not in existing], manifest, "nano")
         assert batch.total == requests - requests * 9 // 10
         assert len(manifest.done_names) == requests * 9 // 10
-        resumed, cpu = time.perf_counter() - start_again, time.process_time() - cpu
-        grown, peak = psutil.Process().memory_info().rss - before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        print(f"{requests} requests: planned in {planned:.2f} s, resumed in {resumed:.2f} s, {cpu:.2f} s of a core")
-        print(f"memory: {grown / 2**20:.0f} MiB more, {peak / 2**10:.0f} MiB with JAX and the library")
+        resume_seconds, cpu = time.perf_counter() - start_again, time.process_time() - cpu
+        memory_growth, peak = (
+            psutil.Process().memory_info().rss - before,
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        )
+        print(
+            f"{requests} requests: planned in {plan_seconds:.2f} s, resumed in {resume_seconds:.2f} s, "
+            f"{cpu:.2f} s of a core"
+        )
+        print(f"memory: {memory_growth / 2**20:.0f} MiB more, {peak / 2**10:.0f} MiB with JAX and the library")
     print(f"a driver of two workers: {driver_memory(requests):.0f} MiB, with 10 requests {driver_memory(10):.0f} MiB")
 
 
@@ -252,20 +258,20 @@ def driver_memory(requests: int) -> float:
         while f"videos: {requests}, into" not in out.with_suffix(".log").read_text():
             assert process.poll() is None, out.with_suffix(".log").read_text()
             time.sleep(0.1)
-        found = psutil.Process(process.pid).memory_info().rss / 2**20
+        memory = psutil.Process(process.pid).memory_info().rss / 2**20
         process.send_signal(signal.SIGINT)
         process.wait()
-        return found
+        return memory
 
 
 def actors(pid: int, title: str) -> list[psutil.Process]:
-    """Return the processes of a cluster's actors whose title begins so, the oldest first; `pid` is who started it."""
-    found = []
+    """Return the processes of actors whose title begins with `title`, the oldest first; process `pid` started them."""
+    actor_processes = []
     for process in psutil.Process(pid).children(recursive=True):
         with suppress(psutil.Error):  # it has ended meanwhile
             if any(word.startswith(f"ray::{title}") for word in process.cmdline()):
-                found.append((process.create_time(), process.pid, process))
-    return [process for *_, process in sorted(found)]
+                actor_processes.append((process.create_time(), process.pid, process))
+    return [process for *_, process in sorted(actor_processes)]
 
 
 def victims(kind: str, out: Path) -> list[psutil.Process]:
@@ -282,44 +288,44 @@ def victims(kind: str, out: Path) -> list[psutil.Process]:
 def chaos(
     folder: Path, requests: int, workers: int, drivers: int, nodes: int, *, hosts: int = 1, seed: int = 0
 ) -> dict[str, Any]:
-    """Make a batch on two nodes while so many workers, drivers and nodes are killed; return what came of it.
+    """Make a batch on two nodes while workers, drivers and nodes are killed; return the outcome.
 
-    With two hosts both nodes are one worker, of each of whose processes the mesh has a device.
+    With two hosts, both nodes form one worker, and its mesh has a device of each node.
     """
     file, out, rng = write_requests(folder / "requests.jsonl", requests), folder / "videos", random.Random(seed)
     parts = ("worker",) if hosts == 1 else ("leader", "follower")
     kills = [parts[i % len(parts)] for i in range(workers)] + ["driver"] * drivers + ["node"] * nodes
     rng.shuffle(kills)
     after = sorted(rng.sample(range(1, max(requests - 1, len(kills) + 1)), len(kills)))  # each after so many videos
-    plan, start = list(zip(after, kills, strict=True)), time.perf_counter()
+    remaining_kills, start = list(zip(after, kills, strict=True)), time.perf_counter()
     with local_cluster(2) as cluster:
         shape = ("--workers", "2") if hosts == 1 else ("--hosts", str(hosts), "--mesh", f"dp={hosts}")
         options = (*shape, "--ray", cluster.address, "--retries", "5")
-        process, done, since = driver(file, out, *options), 0, time.monotonic()
+        process, num_videos, last_progress = driver(file, out, *options), 0, time.monotonic()
         while (status := process.poll()) != 0:
             if status is not None:
                 log_text = (folder / "videos.log").read_text()  # that it met the node which was killed a moment before
                 assert status == -signal.SIGKILL or "cannot be reached" in log_text.splitlines()[-1], log_text
                 process = driver(file, out, *options)
-            if (now := len(videos(out))) > done:
-                done, since = now, time.monotonic()
-            assert time.monotonic() - since < PATIENCE, (folder / "videos.log").read_text()
-            if plan and done >= plan[0][0]:
-                _, kind = plan.pop(0)
+            if (new_count := len(videos(out))) > num_videos:
+                num_videos, last_progress = new_count, time.monotonic()
+            assert time.monotonic() - last_progress < PATIENCE, (folder / "videos.log").read_text()
+            if remaining_kills and num_videos >= remaining_kills[0][0]:
+                _, kind = remaining_kills.pop(0)
                 if kind == "driver":
                     process.kill()
                     process.wait()
                 elif kind == "node":
                     cluster.kill(0)
                     cluster.add()
-                elif found := victims(kind, out):
+                elif processes := victims(kind, out):
                     with suppress(psutil.Error):
-                        rng.choice(found).kill()
+                        rng.choice(processes).kill()
                 else:
-                    plan.insert(0, (done, kind))
+                    remaining_kills.insert(0, (num_videos, kind))
                     time.sleep(0.1)
                     continue
-                print(f"{done} of {requests}: {kind} killed, load {os.getloadavg()[0]:.1f}", flush=True)
+                print(f"{num_videos} of {requests}: {kind} killed, load {os.getloadavg()[0]:.1f}", flush=True)
             time.sleep(0.1)
     entries = [entry["file_name"] for entry in read_manifest(out) if "error" not in entry]
     records = [read_metadata(path) for path in videos(out)]
@@ -327,7 +333,7 @@ def chaos(
         "videos": len(records),
         "seeds": sorted(record["seed"] for record in records),
         "listed": sorted(entries) == [path.name for path in videos(out)],
-        "spared": len(plan),
+        "spared": len(remaining_kills),
         "failed": [entry for entry in read_manifest(out) if "error" in entry],
         "seconds": round(time.perf_counter() - start, 1),
     }
@@ -352,9 +358,9 @@ def main() -> None:
     else:
         with tempfile.TemporaryDirectory() as folder:
             kills = arguments.workers_killed, arguments.drivers_killed, arguments.nodes_killed
-            found = chaos(Path(folder), arguments.requests or 200, *kills, hosts=arguments.hosts)
-            assert found["seeds"] == list(range(arguments.requests or 200))
-            print({name: value for name, value in found.items() if name != "seeds"})
+            outcome = chaos(Path(folder), arguments.requests or 200, *kills, hosts=arguments.hosts)
+            assert outcome["seeds"] == list(range(arguments.requests or 200))
+            print({name: value for name, value in outcome.items() if name != "seeds"})
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks.real_shapes import run
 from benchmarks.synthetic import MODELS, write_checkpoint
 
-MEMORY, RATE = 4e9, 0.6  # bars: at most these bytes while converting; at least this fraction of a copy's rate
+MEMORY, RATE = 4e9, 0.6  # bars: the most bytes while converting, and the least fraction of a copy's rate
 
 
 RESTORE = "restore the "  # and the name of a network
@@ -49,8 +49,8 @@ def convert(source: Path, target: Path) -> dict:
 
     start, ends = time.perf_counter(), {}
 
-    def progress(at: str, done: int, total: int) -> None:
-        ends[at] = time.perf_counter() - start
+    def progress(stage: str, num_done: int, total: int) -> None:
+        ends[stage] = time.perf_counter() - start
 
     assert ToWanjax(open_source(source), target, kinds()).run(progress)
     return {"seconds": time.perf_counter() - start, "written after": ends["converting"]}
@@ -164,10 +164,10 @@ def main() -> None:
     finally:
         shutil.rmtree(home)
     peak = max(run["peak"] for run in figures["convert"])
-    for what in ("written after", "seconds"):
-        seconds = min(run[what] for run in figures["convert"])
+    for key in ("written after", "seconds"):
+        seconds = min(run[key] for run in figures["convert"])
         ratio = min(run["seconds"] for run in figures["copy"]) / seconds
-        words = "converted" if what == "written after" else "converted, verified and on the disk"
+        words = "converted" if key == "written after" else "converted, verified and on the disk"
         print(f"{words}: {size / seconds / 1e6:.0f} MB/s, {ratio:.2f} of the rate of a copy ({RATE})")
     print(f"at most {peak / 1e9:.2f} GB of memory, {'within' if peak <= MEMORY else 'beyond'} {MEMORY / 1e9:.0f}")
     if options.json:

@@ -40,9 +40,9 @@ BYTES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s8": 1, "u8": 1, "p
 
 def largest(text: str) -> tuple[int, str]:
     """Return the bytes and the type of the largest array of a compiled module that is not an argument."""
-    given = {match[0] for line in text.splitlines() if " parameter(" in line for match in SHAPE.finditer(line)}
-    found = {match[0]: BYTES[match[1]] * math.prod(map(int, match[2].split(","))) for match in SHAPE.finditer(text)}
-    return max((size, name) for name, size in found.items() if name not in given)
+    parameters = {match[0] for line in text.splitlines() if " parameter(" in line for match in SHAPE.finditer(line)}
+    arrays = {match[0]: BYTES[match[1]] * math.prod(map(int, match[2].split(","))) for match in SHAPE.finditer(text)}
+    return max((size, name) for name, size in arrays.items() if name not in parameters)
 
 
 def compiled(lowering: Lowering) -> jax.stages.Compiled:
@@ -59,21 +59,22 @@ def main() -> None:
     parser.add_argument("--size", help="the name of a size, such as 480p")
     parser.add_argument("--only", action="append", help="a program's name; all without it")
     options = parser.parse_args()
-    described = topologies.get_topology_desc("h100", "cuda", topology="1x1x1", target_config=H100).devices
-    mesh = Mesh(np.array(described).reshape([1] * len(MESH_AXES)), MESH_AXES)
-    usual, size = registry.outline(options.model).settings, options.size
-    height, width = usual.size if size is None else registry.find_size(options.model, {"size": size})
-    settings = usual.updated({"dtype": "bfloat16", "height": height, "width": width})
+    devices = topologies.get_topology_desc("h100", "cuda", topology="1x1x1", target_config=H100).devices
+    mesh = Mesh(np.array(devices).reshape([1] * len(MESH_AXES)), MESH_AXES)
+    defaults, size = registry.outline(options.model).settings, options.size
+    height, width = defaults.size if size is None else registry.find_size(options.model, {"size": size})
+    settings = defaults.updated({"dtype": "bfloat16", "height": height, "width": width})
     for program in programs(options.model, settings, mesh, attention=options.attention):
         if options.only and program.name not in options.only:
             continue
-        made: Any = compiled(program.lowering)
-        memory = made.memory_analysis()
-        held, beside = memory.argument_size_in_bytes, memory.temp_size_in_bytes
-        most, kind = largest(made.as_text())
+        executable: Any = compiled(program.lowering)
+        memory = executable.memory_analysis()
+        argument_bytes, temp_bytes = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+        largest_bytes, kind = largest(executable.as_text())
         print(
-            f"{program.name}: {format_bytes(held, 1024)} of arguments, {format_bytes(beside, 1024)} beside them; "
-            f"largest {kind}, {format_bytes(most, 1024)}"
+            f"{program.name}: {format_bytes(argument_bytes, 1024)} of arguments, "
+            f"{format_bytes(temp_bytes, 1024)} of temporary memory; "
+            f"largest {kind}, {format_bytes(largest_bytes, 1024)}"
         )
 
 

@@ -41,13 +41,13 @@ def main() -> None:
     random = np.random.default_rng(0)
     scale = {"a.weight_scale": np.ones((rows, 1), np.float32)}
     floats = random.normal(size=(rows, COLUMNS)).astype(ml_dtypes.float8_e4m3fn)
-    whole = random.integers(-127, 127, (rows, COLUMNS)).astype(np.int8)
+    integers = random.integers(-127, 127, (rows, COLUMNS)).astype(np.int8)
     entries = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 256}
-    marked = {"a.comfy_quant": np.frombuffer(json.dumps(entries).encode(), np.uint8)}
+    convrot_entry = {"a.comfy_quant": np.frombuffer(json.dumps(entries).encode(), np.uint8)}
     readers = {
         "8-bit floats": DequantizedReader(Tensors({"a.weight": floats} | scale)),
-        "8-bit integers": DequantizedReader(Tensors({"a.weight": whole} | scale)),
-        "ConvRot": DequantizedReader(Tensors({"a.weight": whole} | scale | marked)),
+        "8-bit integers": DequantizedReader(Tensors({"a.weight": integers} | scale)),
+        "ConvRot": DequantizedReader(Tensors({"a.weight": integers} | scale | convrot_entry)),
     }
     times = {name: seconds(lambda reader=reader: reader.read("a.weight")) for name, reader in readers.items()}
     for name in GGUF_TYPES:

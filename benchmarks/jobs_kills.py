@@ -47,7 +47,7 @@ def workers_of(pid: int) -> list[psutil.Process]:
 
 
 class Kills:
-    """A number of kills of each kind in random order, one after every few videos."""
+    """Kills processes of each kind in random order, one after every few videos."""
 
     def __init__(self, requests: int, drivers: int, workers: int, databases: int, postgres: Server | None):
         self.kinds = ["driver"] * drivers + ["worker"] * workers + ["database"] * databases
@@ -105,48 +105,53 @@ def kill_server(folder: Path, kills: Kills) -> dict[str, Any]:
         "--database",
         os.environ.get(ENV_VARIABLE) or str(folder / "jobs.sqlite"),
     )
-    known, gone, statuses, asked, faults = set[str](), set[str](), dict[str, str](), 0, set[str]()
+    accepted, deleted, statuses, num_requests, faults = set[str](), set[str](), dict[str, str](), 0, set[str]()
 
     def is_over() -> int:
         return sum(status in ("completed", "failed") for status in statuses.values())
 
-    while asked < kills.requests or not known <= statuses.keys() or is_over() < len(statuses):
+    while num_requests < kills.requests or not accepted <= statuses.keys() or is_over() < len(statuses):
         try:
             with served(folder, *options) as (address, process), httpx.Client(base_url=address, timeout=60) as client:
-                while asked < kills.requests or not known <= statuses.keys() or is_over() < len(statuses):
-                    if asked < kills.requests and len(statuses) - is_over() < WAITING:
-                        answer = client.post("/v1/videos", json=SMALL_VIDEO | {"seed": asked})
+                while num_requests < kills.requests or not accepted <= statuses.keys() or is_over() < len(statuses):
+                    if num_requests < kills.requests and len(statuses) - is_over() < WAITING:
+                        answer = client.post("/v1/videos", json=SMALL_VIDEO | {"seed": num_requests})
                         if answer.status_code == 200:
-                            known.add(answer.json()["id"])
-                            asked += 1
-                    if known and asked % DELETED == 0 and len(gone) < asked // DELETED:
-                        known.discard(id := min(known))  # an answer that does not come leaves it open
+                            accepted.add(answer.json()["id"])
+                            num_requests += 1
+                    if accepted and num_requests % DELETED == 0 and len(deleted) < num_requests // DELETED:
+                        accepted.discard(id := min(accepted))  # an answer that does not come leaves it open
                         if client.delete(f"/v1/videos/{id}").status_code == 200:
-                            gone.add(id)
-                    if (found := listed(client)) is not None:
-                        statuses = {video["id"]: video["status"] for video in found}
-                        faults |= {"listed twice"} if len(statuses) < len(found) else set()
-                        faults |= {"lost"} if not known <= statuses.keys() else set()
-                        faults |= {"deleted and there"} if gone & statuses.keys() else set()
-                    kills.poll(is_over() + len(gone), process)
+                            deleted.add(id)
+                    if (listed_videos := listed(client)) is not None:
+                        statuses = {video["id"]: video["status"] for video in listed_videos}
+                        faults |= {"listed twice"} if len(statuses) < len(listed_videos) else set()
+                        faults |= {"lost"} if not accepted <= statuses.keys() else set()
+                        faults |= {"deleted and there"} if deleted & statuses.keys() else set()
+                    kills.poll(is_over() + len(deleted), process)
                     time.sleep(0.1)
         except httpx.TransportError:
             continue  # the front was killed
-    made = list(statuses.values()).count("completed")
-    return {"nothing lost": not faults, "completed": made, "given up": len(statuses) - made, "deleted": len(gone)}
+    num_completed = list(statuses.values()).count("completed")
+    return {
+        "nothing lost": not faults,
+        "completed": num_completed,
+        "given up": len(statuses) - num_completed,
+        "deleted": len(deleted),
+    }
 
 
 def listed(client: httpx.Client) -> list[dict[str, Any]] | None:
     """Return all videos of a server, or None if its database does not answer."""
-    found: list[dict[str, Any]] = []
+    listed_videos: list[dict[str, Any]] = []
     page: dict[str, Any] = {"has_more": True}
     while page["has_more"]:
-        after = {"after": found[-1]["id"]} if found else {}
+        after = {"after": listed_videos[-1]["id"]} if listed_videos else {}
         if (answer := client.get("/v1/videos", params={"limit": 100, **after})).status_code != 200:
             return None
         page = answer.json()
-        found += page["data"]
-    return found
+        listed_videos += page["data"]
+    return listed_videos
 
 
 @contextmanager
@@ -163,16 +168,16 @@ def database(kills: int) -> Iterator[Server | None]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ways: dict[str, Callable[[Path, Kills], dict[str, Any]]] = {"batch": kill_batch, "serve": kill_server}
-    parser.add_argument("what", choices=[*ways])
-    for name, usual in {"requests": 60, "drivers": 10, "workers": 15, "databases": 0}.items():
-        parser.add_argument(f"--{name}", type=int, default=usual)
-    given = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory() as folder, database(given.databases) as server:
-        kills = Kills(given.requests, given.drivers, given.workers, given.databases, server)
+    scenarios: dict[str, Callable[[Path, Kills], dict[str, Any]]] = {"batch": kill_batch, "serve": kill_server}
+    parser.add_argument("what", choices=[*scenarios])
+    for name, default in {"requests": 60, "drivers": 10, "workers": 15, "databases": 0}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder, database(options.databases) as server:
+        kills = Kills(options.requests, options.drivers, options.workers, options.databases, server)
         start = time.perf_counter()
-        found = ways[given.what](Path(folder), kills)
-        print(found | {"spared": len(kills.kinds), "seconds": round(time.perf_counter() - start, 1)})
+        checks = scenarios[options.what](Path(folder), kills)
+        print(checks | {"spared": len(kills.kinds), "seconds": round(time.perf_counter() - start, 1)})
 
 
 if __name__ == "__main__":

@@ -41,11 +41,11 @@ def measure(database: str, jobs: int) -> dict[str, list[float]]:
         "a heartbeat": lambda: store.heartbeat("worker", None, None),
         "a lease and its end": lease,
     }
-    for name, do in operations.items():
+    for name, operation in operations.items():
         seconds[name] = []
         for _ in range(REPEATS):
             start = time.perf_counter()
-            do()
+            operation()
             seconds[name].append(1000 * (time.perf_counter() - start))
     store.close()
     return seconds
@@ -59,8 +59,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         seconds = measure(options.database or str(Path(folder) / "jobs.sqlite"), options.jobs)
     print(f"{'':<30} {'p50 ms':>8} {'most ms':>8}")
-    for name, each in seconds.items():
-        print(f"{name:<30} {median(each):>8.1f} {max(each):>8.1f}")
+    for name, times in seconds.items():
+        print(f"{name:<30} {median(times):>8.1f} {max(times):>8.1f}")
     print(f"bars: {'met' if all(median(seconds[name]) <= bar for name, bar in BARS.items()) else 'missed'}")
 
 

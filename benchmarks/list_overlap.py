@@ -29,7 +29,7 @@ SMOOTHNESS = (0.0, 2.0, 8.0)  # patches over which latents are alike: standard d
 
 
 def tokens(config: TransformerConfig, grid: tuple[int, int, int], smooth: float) -> np.ndarray:
-    """Return tokens [1 L E] with unit variance, of random latents that are alike over so many patches."""
+    """Return tokens [1 L E] with unit variance, from random latents smoothed by a Gaussian of `smooth` patches."""
     random = np.random.default_rng(0)
     noise = np.fft.fftn(random.normal(size=(*grid, config.patch_cells * config.channels_in)), axes=(0, 1, 2))
     for axis, size in enumerate(grid):

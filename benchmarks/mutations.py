@@ -32,7 +32,7 @@ class Mutation(NamedTuple):
     """A change of the code: `old`, which is in `file` exactly once, becomes `new`.
 
     `breaks` says what a user would notice. `tests` has the node ids, below tests/, of tests that could notice.
-    `survives` says why no test can notice, if that is so.
+    `survives` says why no test can notice, or is empty.
     """
 
     name: str
@@ -561,8 +561,8 @@ def run(mutations: Sequence[Mutation], jobs: int, timeout: float) -> list[Result
         print(f"{len(tests)} tests or files pass without a mutation, in {perf_counter() - begun:.0f} s", flush=True)
         copies.put(first)
 
-        def one(mutation: Mutation) -> Result:
-            copy, begun = copies.get(), perf_counter()
+        def run_mutation(mutation: Mutation) -> Result:
+            copy, start = copies.get(), perf_counter()
             try:
                 with copy.changed(mutation):
                     status, output = copy.test(mutation.tests, timeout)
@@ -572,7 +572,7 @@ def run(mutations: Sequence[Mutation], jobs: int, timeout: float) -> list[Result
                 raise RuntimeError(f"{mutation.name}: no test of {', '.join(mutation.tests)} was run: name quick ones")
             failed = (line.split(" - ")[0] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR ")))
             by = next(failed, "a timeout" if status == 124 else f"exit status {status}")
-            result = Result(mutation, status != 0, by if status else "", perf_counter() - begun)
+            result = Result(mutation, status != 0, by if status else "", perf_counter() - start)
             fate = f"by {by.removeprefix('FAILED tests/')}" if result.caught else f"so: {mutation.breaks}"
             print(
                 f"{'caught' if result.caught else 'SURVIVED':9} {mutation.name:16} {fate} ({result.seconds:.0f} s)",
@@ -582,7 +582,7 @@ def run(mutations: Sequence[Mutation], jobs: int, timeout: float) -> list[Result
 
         with ThreadPoolExecutor(jobs) as pool:
             try:
-                return list(pool.map(one, mutations))
+                return list(pool.map(run_mutation, mutations))
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise

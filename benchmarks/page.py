@@ -3,9 +3,9 @@
 
     python -m benchmarks.page [--videos 1000] [--chromium /usr/bin/chromium]
 
-`nano` makes one video, which is copied under other ids in the database and in the folder. Then the page is opened. The
-benchmark measures the seconds to the first paint and to the first pictures, and the longest task of the browser's main
-thread while the page scrolls through all videos. It needs `playwright` and the extra `serve`.
+`nano` makes one video. The benchmark copies it under other ids in the database and in the folder. Then the page is
+opened. The benchmark measures the seconds to the first paint and to the first pictures, and the longest task of the
+browser's main thread while the page scrolls through all videos. It needs `playwright` and the extra `serve`.
 """
 
 import argparse

@@ -173,7 +173,7 @@ class BlockWeights:
         self.up, self.down = kernel(WIDTH, MLP_DIM, 0.6), kernel(MLP_DIM, WIDTH)
         self.scale = [jnp.asarray(channel_factors(random, WIDTH)) for _ in range(2)]
         self.gate = [jnp.asarray(random.normal(0, 0.5, WIDTH), jnp.float32) for _ in range(2)]
-        self.norm = float(np.sqrt(LOGIT_STD))  # of q and k: logits of unit heads get a deviation of LOGIT_STD
+        self.norm = float(np.sqrt(LOGIT_STD))  # of q and k, so that logits have the standard deviation LOGIT_STD
         # neighbouring tokens of a video are alike: half of a token is shared by all, which attention can find
         self.x = jnp.asarray(
             random.standard_normal((tokens, WIDTH), np.float32) + random.standard_normal((1, WIDTH), np.float32)

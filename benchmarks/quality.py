@@ -36,7 +36,7 @@ CACHES = ("magcache", "teacache", "easycache", "deepcache", "guidance")
 
 
 class Variant(NamedTuple):
-    """A way to make a video."""
+    """The precision and the cache with which a video is made."""
 
     precision: str = "none"
     cache: str = "none"
@@ -47,7 +47,7 @@ class Variant(NamedTuple):
 
 @dataclass
 class TimedVideo:
-    """A video, the seconds of its denoising and in all, and the number of steps that were computed."""
+    """A video, the seconds of denoising, the seconds of the whole run, and the number of computed steps."""
 
     frames: Frames
     denoising_seconds: float
@@ -57,7 +57,7 @@ class TimedVideo:
 
 @dataclass
 class VariantFigures:
-    """The figures of a variant, one of each video. Speedups are over the run without cache in full precision."""
+    """The figures of a variant, one for each video. Speedups are relative to full precision without a cache."""
 
     denoising_speedup: list[float] = field(default_factory=list)
     total_speedup: list[float] = field(default_factory=list)
@@ -132,9 +132,9 @@ def compare(
     read: Callable[[Frames], Any] | None,
     weights: Path | None,
 ) -> dict[Variant, VariantFigures]:
-    """Make a video of each prompt and seed in each variant. The first of each is made twice, for warm-up.
+    """Make a video of each prompt and seed in each variant. The first video of each variant is made twice.
 
-    Each prompt comes with the content that its video should have, by aspect; `read` finds the content of a video.
+    Each prompt comes with the expected content of its video, by aspect. `read` recognises the content of a video.
     """
     reference = Variant()
     figures_by_variant = {variant: VariantFigures() for variant in (reference, *variants)}
@@ -178,7 +178,7 @@ def format_table(summaries: dict[str, dict[str, float]]) -> str:
 
 
 def nano_prompts() -> tuple[list[tuple[str, dict[str, str]]], Callable[[Frames], Any]]:
-    """Return prompts that nano's training never saw with the names in them, and a function that reads a video."""
+    """Return prompts that nano never saw in training, each with its names, and a function that reads a video."""
     sys.path.insert(0, str(NANO))
     from captions import plain_caption
     from clips import HELD_OUT

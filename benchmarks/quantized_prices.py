@@ -4,9 +4,9 @@
     python -m benchmarks.quantized_prices [--chip v6e] [--rows 18900] [--format int8]
 
 Norms, modulations, GELU, residual sums and the rotation of queries and keys by position count, as they are part of the
-kernels. The column "each alone" has them as
-operations of XLA between products that each round their own tokens. "Fused", as the blocks compute, rounds tokens
-once for queries, keys and values, and has the rest in the kernels. Weights are whole, as after they are gathered.
+kernels. In the column "each alone", they are XLA's operations between products, and each product rounds its own tokens.
+"Fused" is what the blocks compute: tokens are rounded once for queries, keys and values, and the kernels do the rest.
+Weights are not sharded, as after an all-gather.
 """
 
 import argparse
@@ -52,7 +52,7 @@ class Part(NamedTuple):
         run: A function of a form, x, weights, a modulation, a sum and a norm of heads; it returns the results.
         normed: Whether a modulated norm precedes them.
         adds: Whether a gated sum follows.
-        heads: Whether the norm of queries follows: `normed`, or `rotated` with their rotation.
+        heads: `normed` if the norm of queries follows, `rotated` if their rotation follows too, else "".
     """
 
     sizes: tuple[tuple[int, int], ...]
@@ -186,9 +186,11 @@ def price_table(chip: str, rows: int, form: str) -> Table:
     totals = dict.fromkeys(FORMS, 0.0)
     for part in PARTS:
         seconds = [prices[part, name].seconds or float("nan") for name in FORMS]
-        for name, each in zip(FORMS, seconds, strict=True):
-            totals[name] += each
-        table.add_row(part, *(f"{1e3 * each:.3f}" for each in seconds), f"{seconds[0] / seconds[2]:.2f}")
+        for name, part_seconds in zip(FORMS, seconds, strict=True):
+            totals[name] += part_seconds
+        table.add_row(
+            part, *(f"{1e3 * part_seconds:.3f}" for part_seconds in seconds), f"{seconds[0] / seconds[2]:.2f}"
+        )
     ratio = totals["bfloat16"] / totals["fused"]
     table.add_row("a block", *(f"{1e3 * totals[name]:.3f}" for name in FORMS), f"{ratio:.2f}")
     return table

@@ -50,15 +50,15 @@ def served(
     command = [sys.executable, "-m", "wanjax", "serve", "--port", "0", "--dir", str(folder), *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None
-    rest = Thread(target=process.stderr.read, daemon=True)  # so that no one waits for room in the pipe
+    drain_thread = Thread(target=process.stderr.read, daemon=True)  # so that no one waits for room in the pipe
     try:
-        found = None
+        match = None
         for line in process.stderr:
-            if found := re.search(r"serving .* at (http://\S+)/,", line):
+            if match := re.search(r"serving .* at (http://\S+)/,", line):
                 break
-        assert found, "the server did not begin"
-        rest.start()
-        yield found[1], process
+        assert match, "the server did not begin"
+        drain_thread.start()
+        yield match[1], process
     finally:
         process.terminate()
         try:
@@ -66,15 +66,15 @@ def served(
         except subprocess.TimeoutExpired:
             process.kill()
             raise
-        if rest.ident is not None:
-            rest.join(END)
-        if not rest.is_alive():
+        if drain_thread.ident is not None:
+            drain_thread.join(END)
+        if not drain_thread.is_alive():
             process.stderr.close()
 
 
-def finished(client: httpx.Client, id: str) -> dict[str, Any]:
+def finished(client: httpx.Client, video_id: str) -> dict[str, Any]:
     """Wait for the end of a video."""
-    while (video := client.get(f"/v1/videos/{id}").json())["status"] not in ("completed", "failed"):
+    while (video := client.get(f"/v1/videos/{video_id}").json())["status"] not in ("completed", "failed"):
         time.sleep(POLL)
     return video
 
@@ -83,25 +83,25 @@ def start(folder: Path, empty_cache: bool) -> dict[str, float]:
     """Measure the first and the second video of a server, and those of the library in this process."""
     environment = os.environ | ({"XDG_CACHE_HOME": str(folder / "cache")} if empty_cache else {})
     seconds = []
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     with (
         served(folder, environment=environment) as (address, process),
         httpx.Client(base_url=address, timeout=120) as client,
     ):
-        for number in range(6):
+        for index in range(6):
             id = client.post("/v1/videos", json={"prompt": PROMPTS[0]}).json()["id"]
             video = finished(client, id)
             assert video["status"] == "completed", video
             assert client.get(f"/v1/videos/{id}/content").status_code == 200
-            seconds.append(time.perf_counter() - began)
-            if number == 0:
+            seconds.append(time.perf_counter() - start_time)
+            if index == 0:
                 cpu = cpu_seconds(process.pid)
-            began = time.perf_counter()
+            start_time = time.perf_counter()
     pipe, library = wanjax.load("nano"), []
     for _ in range(6):
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         pipe(PROMPTS[0]).save(folder / "video.mp4")
-        library.append(time.perf_counter() - began)
+        library.append(time.perf_counter() - start_time)
     server_costs = {
         "first": seconds[0],
         "first_cpu": cpu,
@@ -119,8 +119,8 @@ def cpu_seconds(pid: int) -> float:
 
 def load(folder: Path, requests: int, clients: int) -> dict[str, Any]:
     """Send requests of all kinds from many clients; return the outcomes and the memory."""
-    draws = random.Random(0)
-    kinds = [draws.choice(KINDS) for _ in range(requests)]
+    rng = random.Random(0)
+    kinds = [rng.choice(KINDS) for _ in range(requests)]
     with (
         served(folder, "--max-queue", str(max(4, clients // 2))) as (address, _),
         httpx.Client(base_url=address, timeout=120) as client,
@@ -128,25 +128,25 @@ def load(folder: Path, requests: int, clients: int) -> dict[str, Any]:
         while client.get("/health").json()["status"] != "ready":
             time.sleep(0.1)
         for seed in range(10):  # what is loaded once is loaded before memory counts
-            finished(client, asked(client, seed)["id"])
+            finished(client, post_video(client, seed)["id"])
         memory = [memory_of(client)]
         with ThreadPoolExecutor(clients) as pool:
             for start in range(0, requests, max(1, requests // 4)):
-                part = range(start, min(requests, start + max(1, requests // 4)))
-                done = pool.map(lambda n: one(address, kinds[n], n), part)
-                for kind, outcome in done:
+                indices = range(start, min(requests, start + max(1, requests // 4)))
+                results = pool.map(lambda n: run_request(address, kinds[n], n), indices)
+                for kind, outcome in results:
                     COUNTS[f"{kind}: {outcome}"] += 1
                 memory.append(memory_of(client))
-        compared = compare(client)
-    return {"outcomes": dict(sorted(COUNTS.items())), "compared": compared, "memory": memory}
+        num_equal = compare(client)
+    return {"outcomes": dict(sorted(COUNTS.items())), "compared": num_equal, "memory": memory}
 
 
 COUNTS: Counter[str] = Counter()
 
 
-def asked(client: httpx.Client, number: int) -> dict[str, Any]:
+def post_video(client: httpx.Client, seed: int) -> dict[str, Any]:
     """Request a small video until the queue accepts it."""
-    body = {"prompt": PROMPTS[number % len(PROMPTS)], "seed": number, **SMALL}
+    body = {"prompt": PROMPTS[seed % len(PROMPTS)], "seed": seed, **SMALL}
     while (answer := client.post("/v1/videos", json=body)).status_code == 429:
         COUNTS["asked again because the queue was full"] += 1
         time.sleep(POLL)
@@ -154,12 +154,12 @@ def asked(client: httpx.Client, number: int) -> dict[str, Any]:
     return answer.json()
 
 
-def one(address: str, kind: str, number: int) -> tuple[str, str]:
+def run_request(address: str, kind: str, seed: int) -> tuple[str, str]:
     """Send one request of a kind, and return the kind and the outcome."""
     with httpx.Client(base_url=address, timeout=120) as client:
         if kind in ("bad", "oversized", "large"):
             return kind, str(refused(client, kind).status_code)
-        id = asked(client, number)["id"]
+        id = post_video(client, seed)["id"]
         if kind == "cancelled":
             client.post(f"/v1/videos/{id}/cancel")
             video = finished(client, id)
@@ -185,30 +185,30 @@ def refused(client: httpx.Client, kind: str) -> httpx.Response:
 
 def compare(client: httpx.Client) -> int:
     """Compare every finished small video with the library's, by the frames of both files; return their number."""
-    pipe, count, after = wanjax.load("nano"), 0, ""
+    pipe, count, cursor = wanjax.load("nano"), 0, ""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         while True:
-            page = client.get(f"/v1/videos?limit=100{after}").json()
+            page = client.get(f"/v1/videos?limit=100{cursor}").json()
             for video in page["data"]:
                 if video["status"] == "completed":
                     (folder / "served.mp4").write_bytes(client.get(f"/v1/videos/{video['id']}/content").content)
-                    made = video["settings"]
-                    shape = {name: made[name] for name in ("height", "width", "frames", "steps", "seed")}
-                    pipe(made["prompt"], **shape).save(folder / "own.mp4")
-                    served, server_costs = (read_clip(folder / file, 99, 99) for file in ("served.mp4", "own.mp4"))
-                    np.testing.assert_array_equal(served, server_costs)
+                    settings = video["settings"]
+                    shape = {name: settings[name] for name in ("height", "width", "frames", "steps", "seed")}
+                    pipe(settings["prompt"], **shape).save(folder / "own.mp4")
+                    served_clip, library_clip = (read_clip(folder / file, 99, 99) for file in ("served.mp4", "own.mp4"))
+                    np.testing.assert_array_equal(served_clip, library_clip)
                     count += 1
             if not page["has_more"]:
                 return count
-            after = f"&after={page['last_id']}"
+            cursor = f"&after={page['last_id']}"
 
 
 def memory_of(client: httpx.Client) -> float:
     """Return the server's resident memory in MB."""
-    found = re.search(r"^process_resident_memory_bytes (\S+)", client.get("/metrics").text, re.MULTILINE)
-    assert found
-    return round(float(found[1]) / 1e6, 1)
+    match = re.search(r"^process_resident_memory_bytes (\S+)", client.get("/metrics").text, re.MULTILINE)
+    assert match
+    return round(float(match[1]) / 1e6, 1)
 
 
 def main() -> None:
@@ -222,10 +222,10 @@ def main() -> None:
         if options.what == "load":
             print(json.dumps(load(Path(folder), options.requests, options.clients), indent=2))
             return
-        found = start(Path(folder), options.empty_cache)
-    print("seconds:", ", ".join(f"{name} {value:.3f}" for name, value in found.items()))
-    print(f"first within {BAR_FIRST:g} s: {found['first'] <= BAR_FIRST}")
-    print(f"second / library: {found['second'] / found['library']:.2f}, bar {BAR_SECOND}")
+        costs = start(Path(folder), options.empty_cache)
+    print("seconds:", ", ".join(f"{name} {value:.3f}" for name, value in costs.items()))
+    print(f"first within {BAR_FIRST:g} s: {costs['first'] <= BAR_FIRST}")
+    print(f"second / library: {costs['second'] / costs['library']:.2f}, bar {BAR_SECOND}")
 
 
 if __name__ == "__main__":

@@ -38,9 +38,9 @@ def seconds(run: Run, clock: Clock = time.perf_counter) -> float:
 def time_rivals(
     rivals: Mapping[str, Run], repeats: int, *, warm_up: int = 1, clock: Clock = time.perf_counter
 ) -> dict[str, Timing]:
-    """Times functions in turns, A B A B, so that other load affects all of them alike.
+    """Time functions in turns, A B A B, so that other load affects all of them equally.
 
-    The first `warm_up` calls of each, which compile, do not count. Wall time counts, or that of another clock.
+    The first `warm_up` calls of each, which compile, do not count. `clock` is the wall clock by default.
     """
     for run in rivals.values():
         for _ in range(warm_up):
@@ -50,5 +50,5 @@ def time_rivals(
 
 
 def speed_ratio(ours: Timing, theirs: Timing) -> float:
-    """Return how many times as fast our function is: the median of theirs / ours over alternating runs."""
+    """Return the speedup of our function: the median of theirs / ours over alternating runs."""
     return statistics.median(b / a for a, b in zip(ours.seconds, theirs.seconds, strict=True))

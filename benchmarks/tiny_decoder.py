@@ -50,7 +50,7 @@ def pairs(pipe: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def trained(config: TinyDecoderConfig, latents: np.ndarray, frames: np.ndarray, steps: int) -> TinyDecoder:
-    """Return a decoder after so many steps of Adam on the mean squared error."""
+    """Train a decoder for `steps` steps of Adam on the mean squared error."""
     decoder = TinyDecoder(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
     graphdef, weights = nnx.split(decoder)
     optimizer = optax.adam(optax.cosine_decay_schedule(RATE, steps))
@@ -76,7 +76,7 @@ def trained(config: TinyDecoderConfig, latents: np.ndarray, frames: np.ndarray, 
 
 
 def timed(pipe: Any, latents: Any) -> tuple[np.ndarray, float]:
-    """Return frames, and the seconds of a decoding after the first."""
+    """Return frames, and the seconds of a second decoding."""
     pipe.decode(latents)
     start = perf_counter()
     return pipe.decode(latents), perf_counter() - start

@@ -46,8 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             first, length = border(frames[0]), pipe.defaults.frames
             for window in range(options.windows):
                 last = border(frames[length - 1 + window * (length - 1)])
-                means = [srgb_to_oklab(pixels / 255).mean(0) for pixels in (first, last)]
-                distances[video, window] = 100 * np.linalg.norm(means[0] - means[1])
+                mean_colours = [srgb_to_oklab(pixels / 255).mean(0) for pixels in (first, last)]
+                distances[video, window] = 100 * np.linalg.norm(mean_colours[0] - mean_colours[1])
                 ratios[video, window] = psnr(last, first)
         for window in (0, options.windows // 2 - 1, options.windows - 1):
             row = (f"{values[:, window].mean():.2f}" for values in (distances, ratios))

@@ -36,7 +36,7 @@ class Workload(NamedTuple):
         return 4 * self.scores * self.head_dim
 
     def on(self, chips: int) -> "Workload":
-        """Return the part of one chip: some of the heads of self-attention, or some of the queries if keys are few."""
+        """Return one chip's share: some heads of self-attention, or some of the queries if there are few keys."""
         name = f"{self.name}_on_{chips}"
         if self.keys < self.queries:
             return self._replace(name=name, queries=-(-self.queries // chips))

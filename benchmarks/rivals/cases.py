@@ -53,9 +53,9 @@ class Result:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The layers of the text encoder and of the transformer, the video that is decoded, and the steps that are taken.
+    """The number of layers of the text encoder and of the transformer, the decoded video, and the number of steps.
 
-    `denoised` are the height, width and frames of the video whose steps these are, and `dtype` is theirs.
+    `denoised` has the height, width and frames of the denoised video, and `dtype` its dtype.
     """
 
     layers: int
@@ -91,7 +91,7 @@ def torch_pipeline(kind: Any, **components: Any) -> Any:
 
 
 def pipeline_of(model: str, networks: Mapping[str, nnx.Module], **shapes: Any) -> Pipeline:
-    """Return the pipeline of a preset with networks that are loaded already; `shapes` replace its model's."""
+    """Return the pipeline of a preset with loaded networks; `shapes` replace configs of its model."""
     preset, components = presets()[model], Components({})
     assert preset.model is not None
     for name, network in networks.items():
@@ -102,7 +102,7 @@ def pipeline_of(model: str, networks: Mapping[str, nnx.Module], **shapes: Any) -
 def decoding(
     model: str, reference: Any, unscaled: Callable[[torch.Tensor], torch.Tensor], sizes: Sizes, *, bar: float
 ) -> Case:
-    """Return the decoding of a video; `unscaled` returns the autoencoder's own latents of those that are denoised."""
+    """Return the decoding of a video. `unscaled` converts denoised latents to the autoencoder's scale."""
     pipeline = pipeline_of(model, {"vae": converted(reference)})
     factor, channels = pipeline.model.vae.spatial_factor, pipeline.model.vae.latent_channels
     shape = (1, channels, (sizes.frames + 3) // 4, sizes.height // factor, sizes.width // factor)

@@ -53,7 +53,7 @@ def text(sizes: Sizes) -> Iterator[Case]:
 
 
 def step(sizes: Sizes) -> Iterator[Case]:
-    """Yield the denoising of a video, of 1280 tokens unless another is asked for, with and without guidance."""
+    """Yield the denoising of a video, by default of 1,280 tokens, with and without guidance."""
     reference = WanTransformer3DModel(num_layers=sizes.layers, **TRANSFORMER).eval().to(getattr(torch, sizes.dtype))
     height, width, frames = sizes.denoised
     latent = (frames + 3) // 4, height // 8, width // 8

@@ -151,8 +151,8 @@ def joint_attention(
     window: Any = None,
     implementation: str | AttentionConfig | None,
 ) -> VideoTextPair:
-    """Compute the joint attention of a video and its text. Valid are the first `length` tokens of the video and the
-    first `text_lengths` tokens of the text.
+    """Compute the joint attention of a video and its text. The first `length` tokens of the video and the first
+    `text_lengths` tokens of the text are valid.
 
     `window` applies to the sequence in which the text follows the video. The other keywords and the errors are those of
     `attention`.

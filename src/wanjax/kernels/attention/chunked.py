@@ -89,7 +89,7 @@ def gradient(
 ) -> tuple[Array, Array, Array]:
     """Return the gradients of q, k and v; for g, lse and delta see `gradient.from_result`.
 
-    Valid are the keys of `key_mask`, or the first `kv_length` keys of each example.
+    The keys of `key_mask` are valid, or the first `kv_length` keys of each example.
     """
     if kv_length is not None:
         key_mask = length_mask(kv_length, k.shape[1])
