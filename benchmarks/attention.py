@@ -87,7 +87,7 @@ def measure(workload: Workload, dtype: str, config: Any, repeats: int, one_core:
         distance = np.linalg.norm(np.asarray(rivals[name](), np.float32) - expected) / np.linalg.norm(expected)
         assert distance < {"float32": 1e-5, "bfloat16": 1e-2}[dtype], (name, distance)
     clock = time.process_time if one_core else time.perf_counter
-    timings = time_rivals(rivals, repeats, warm_up=0, clock=clock)  # they have just run
+    timings = time_rivals(rivals, repeats, warm_up=0, clock=clock)  # the functions have just run
     title = f"{workload.name}, {dtype}: [1 {workload.queries} {workload.heads} {workload.head_dim}] × {workload.keys}"
     table = Table("", "best, ms", "GFLOP/s", "torch / this", "memory, MB", "memory / scores", title=title)
     for name, timing in timings.items():

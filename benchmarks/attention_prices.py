@@ -27,7 +27,7 @@ from wanjax.pricing.pallas_kernels import rare_work
 from wanjax.sharding import pad_to
 
 CHIPS = ("v5e", "v5p", "v6e", "v7x")
-SHARE = "wan_14b_720p_self_on_8"  # the workload that is priced where none is named
+SHARE = "wan_14b_720p_self_on_8"  # the default workload
 SPLASH_TILES = ((2048, 1024, 512), (3328, 2816, 256))  # block_q, block_kv and block_kv_compute
 LARGEST_SCORES = 16e9  # bytes; with more, the plain formula fits no chip
 INT8 = "flash_tpu:qk=int8"
@@ -46,7 +46,7 @@ def gradients(function: Callable) -> Callable:
     """Return the gradients of q, k and v, including the forward pass that they need."""
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
-        return jax.vjp(function, q, k, v)[1](q)  # a gradient like any other
+        return jax.vjp(function, q, k, v)[1](q)  # any gradient of the result will do
 
     return run
 
@@ -146,7 +146,7 @@ def gradient_table(workload: Workload, chip: str) -> Table:
             table.add_row(name, _short(result))
             continue
         priced = price_compiled(result)
-        if name.startswith("flash_tpu"):  # whose rare branches are not taken, with all keys
+        if name.startswith("flash_tpu"):  # with all keys valid, rare branches are not taken
             priced = price_compiled(result, skip=rare_work(result, workload.keys), input_word=workload.keys)
         total, kernels = priced.total.mid, priced.by_kind["kernels"].mid
         cells = (f"{1e3 * seconds:.2f}" for seconds in (total, kernels, total - kernels))

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 MODELS = ("wan2.1-t2v-1.3b", "wan2.2-ti2v-5b")
 SELFTEST = "selftest"
 BUDGET = 10.0  # seconds of timed runs of a program
-LEAST = 20.0  # seconds in which a part is worth beginning
+LEAST = 20.0  # a part starts only if at least these seconds are left
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Figure:
     note: str = ""
 
 
-Part = Callable[[bool], Iterator[Figure]]  # of whether sizes are small, as in tests
+Part = Callable[[bool], Iterator[Figure]]  # the argument says whether sizes are small, as in tests
 
 
 def outline_of(model: str, small: bool) -> Any:
@@ -78,7 +78,7 @@ def attention(small: bool) -> Iterator[Figure]:
     operand = jax.ShapeDtypeStruct(shape, dtype)
     for name in IMPLEMENTATIONS:
         if name == "reference" and not small:
-            continue  # whose scores, of all queries and keys, have no room
+            continue  # its matrix of scores may not fit
         try:
             choose_implementation(operand, operand, operand, implementation=name)
         except UnsupportedError:
@@ -141,7 +141,7 @@ def measured(name: str, library: str, run: Callable[[], Any]) -> Figure:
     """Return a measured time, or the first line of the error."""
     try:
         timing = run().timing
-    except Exception as error:  # of a compiler, or of a card that is full
+    except Exception as error:  # an error of a compiler, or of a full card
         return Figure(name, library, note=first_line(error))
     return Figure(name, library, timing.median_seconds, timing.compile_seconds)
 

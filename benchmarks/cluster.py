@@ -47,7 +47,7 @@ from wanjax.pipelines.request import VideoRequest
 
 SMALL = ("--size", "32x32", "--frames", "5", "--steps", "20")
 STORE = 80 * 2**20  # bytes
-PATIENCE = 900.0  # seconds that a driver may take without a video
+PATIENCE = 900.0  # the most seconds between two videos of a driver
 
 
 @contextmanager
@@ -220,7 +220,7 @@ def measure_plan(requests: int) -> None:
     """Print the seconds and the memory to read, check and name requests. Most of their videos exist already."""
     from wanjax.loading import load
 
-    jax.config.update("jax_platforms", "cpu")  # as the driver's: else a libtpu that is installed counts, 94 MiB of it
+    jax.config.update("jax_platforms", "cpu")  # as in the driver; otherwise an installed libtpu adds 94 MiB
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         file, pipe = write_requests(folder / "requests.jsonl", requests), load("nano")
@@ -268,7 +268,7 @@ def actors(pid: int, title: str) -> list[psutil.Process]:
     """Return the processes of actors whose title begins with `title`, the oldest first; process `pid` started them."""
     actor_processes = []
     for process in psutil.Process(pid).children(recursive=True):
-        with suppress(psutil.Error):  # it has ended meanwhile
+        with suppress(psutil.Error):  # the process may have ended
             if any(word.startswith(f"ray::{title}") for word in process.cmdline()):
                 actor_processes.append((process.create_time(), process.pid, process))
     return [process for *_, process in sorted(actor_processes)]
@@ -281,7 +281,7 @@ def victims(kind: str, out: Path) -> list[psutil.Process]:
     leaders = {int(entry["worker"].rpartition(":")[2]) for entry in read_manifest(out) if "worker" in entry}
     hosts = actors(os.getpid(), "Host")
     if not any(host.pid in leaders for host in hosts):
-        return []  # none of these has made a video so far, which tells who leads
+        return []  # the leader is unknown until one of them has made a video
     return [host for host in hosts if (host.pid in leaders) is (kind == "leader")]
 
 
@@ -296,7 +296,9 @@ def chaos(
     parts = ("worker",) if hosts == 1 else ("leader", "follower")
     kills = [parts[i % len(parts)] for i in range(workers)] + ["driver"] * drivers + ["node"] * nodes
     rng.shuffle(kills)
-    after = sorted(rng.sample(range(1, max(requests - 1, len(kills) + 1)), len(kills)))  # each after so many videos
+    after = sorted(
+        rng.sample(range(1, max(requests - 1, len(kills) + 1)), len(kills))
+    )  # the number of videos before each kill
     remaining_kills, start = list(zip(after, kills, strict=True)), time.perf_counter()
     with local_cluster(2) as cluster:
         shape = ("--workers", "2") if hosts == 1 else ("--hosts", str(hosts), "--mesh", f"dp={hosts}")
@@ -304,7 +306,7 @@ def chaos(
         process, num_videos, last_progress = driver(file, out, *options), 0, time.monotonic()
         while (status := process.poll()) != 0:
             if status is not None:
-                log_text = (folder / "videos.log").read_text()  # that it met the node which was killed a moment before
+                log_text = (folder / "videos.log").read_text()  # a driver may fail if its node was just killed
                 assert status == -signal.SIGKILL or "cannot be reached" in log_text.splitlines()[-1], log_text
                 process = driver(file, out, *options)
             if (new_count := len(videos(out))) > num_videos:

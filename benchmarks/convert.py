@@ -28,7 +28,7 @@ from benchmarks.synthetic import MODELS, write_checkpoint
 MEMORY, RATE = 4e9, 0.6  # bars: the most bytes while converting, and the least fraction of a copy's rate
 
 
-RESTORE = "restore the "  # and the name of a network
+RESTORE = "restore the "  # followed by a network's name
 
 
 def networks(source: Path) -> list[str]:

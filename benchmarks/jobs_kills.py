@@ -33,10 +33,10 @@ from tests.support.postgres import Server, running
 from wanjax.jobs.databases import ENV_VARIABLE
 from wanjax.media.video import read_metadata
 
-AWAY = 1.0  # seconds for which the database is away
+AWAY = 1.0  # seconds from a kill of the database to its restart
 PATIENCE = 900.0  # seconds in which another video is made
 SMALL_VIDEO = {"prompt": "a red circle", "size": "32x32", "frames": 5, "steps": 20}
-WAITING, DELETED = 8, 7  # videos that a server has at once, and of so many one is deleted
+WAITING, DELETED = 8, 7  # unfinished videos of a server; one in so many videos is deleted
 
 
 def workers_of(pid: int) -> list[psutil.Process]:
@@ -120,7 +120,7 @@ def kill_server(folder: Path, kills: Kills) -> dict[str, Any]:
                             accepted.add(answer.json()["id"])
                             num_requests += 1
                     if accepted and num_requests % DELETED == 0 and len(deleted) < num_requests // DELETED:
-                        accepted.discard(id := min(accepted))  # an answer that does not come leaves it open
+                        accepted.discard(id := min(accepted))  # without an answer it may or may not be deleted
                         if client.delete(f"/v1/videos/{id}").status_code == 200:
                             deleted.add(id)
                     if (listed_videos := listed(client)) is not None:

@@ -25,7 +25,7 @@ from wanjax.layers.rope import norm_and_rope, rope_3d
 from wanjax.models.wan.transformer import SelfAttention, TransformerConfig
 from wanjax.registry import outline
 
-SMOOTHNESS = (0.0, 2.0, 8.0)  # patches over which latents are alike: standard deviations of a Gaussian
+SMOOTHNESS = (0.0, 2.0, 8.0)  # standard deviations, in patches, of the Gaussian that smooths latents
 
 
 def tokens(config: TransformerConfig, grid: tuple[int, int, int], smooth: float) -> np.ndarray:

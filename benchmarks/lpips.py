@@ -17,8 +17,8 @@ from wanjax.checkpoints.files import load_safetensors
 
 SHIFT = np.array([[[[-0.030, -0.088, -0.188]]]], np.float32)
 SCALE = np.array([[[[0.458, 0.448, 0.450]]]], np.float32)
-LAYERS = {0: (4, 2), 3: (1, 2), 6: (1, 1), 8: (1, 1), 10: (1, 1)}  # of AlexNet's convolutions, stride and padding
-POOLED = (3, 6)  # before these, the maximum of 3 × 3, every second
+LAYERS = {0: (4, 2), 3: (1, 2), 6: (1, 1), 8: (1, 1), 10: (1, 1)}  # stride and padding of AlexNet's convolutions
+POOLED = (3, 6)  # max-pooling of 3 × 3 with stride 2 precedes these
 
 
 @cache

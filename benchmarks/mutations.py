@@ -23,9 +23,9 @@ from time import perf_counter
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-MOST_JOBS = 2  # the tests of one take a core and up to 3 GB
+MOST_JOBS = 2  # the tests of one mutation take a core and up to 3 GB
 TIMEOUT = 300.0  # seconds that the tests of one mutation may take
-NONE_FOUND = 5  # the exit status of pytest where it ran no test
+NONE_FOUND = 5  # the exit status of pytest if it ran no test
 
 
 class Mutation(NamedTuple):
@@ -536,7 +536,7 @@ class Copy:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            start_new_session=True,  # so that what tests started ends with them
+            start_new_session=True,  # also ends the processes that tests started
         ) as process:
             try:
                 output, _ = process.communicate(timeout=timeout)

@@ -96,7 +96,7 @@ def quantize_network(model: WanTransformer, precision: str, paths: tuple[str, ..
     assert weights is not None
     abstract = as_shapes(lambda rngs: WanTransformer(SMALL_WAN, dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs))
     quantized = quantize_layers(abstract, PRECISIONS[precision], kept)
-    layer: Any  # abstract until it has its values
+    layer: Any  # abstract until its values are set
     for path, layer in quantized_layers(quantized).items():
         round_kernel = partial(quantize_weight, format=weights, rotation=layer.rotation)
         kernel = modules[path].kernel[...]
@@ -174,7 +174,7 @@ class BlockWeights:
         self.scale = [jnp.asarray(channel_factors(random, WIDTH)) for _ in range(2)]
         self.gate = [jnp.asarray(random.normal(0, 0.5, WIDTH), jnp.float32) for _ in range(2)]
         self.norm = float(np.sqrt(LOGIT_STD))  # of q and k, so that logits have the standard deviation LOGIT_STD
-        # neighbouring tokens of a video are alike: half of a token is shared by all, which attention can find
+        # tokens of a video are similar: all of them share a component, which attention can find
         self.x = jnp.asarray(
             random.standard_normal((tokens, WIDTH), np.float32) + random.standard_normal((1, WIDTH), np.float32)
         )

@@ -38,7 +38,7 @@ from wanjax.pricing.pricer import Pricer
 WIDTH, MLP_WIDTH, HEAD_DIM, ROTATION = 5120, 13824, 128, 256
 DTYPE = jnp.dtype("bfloat16")
 EPS = 1e-6
-ROWS = 18_900  # of 75,600 tokens at 720p on four of eight chips, which halve the prompts of guidance
+ROWS = 18_900  # 75,600 tokens at 720p on four chips; four more chips compute the other prompt
 VMEM = {"v6e": {"xla_tpu_scoped_vmem_limit_kib": str(64 << 10)}}  # as `compiler_options` has it
 CHIPS = ("v5e", "v6e", "v7x")
 FORMS = ("bfloat16", "each alone", "fused")

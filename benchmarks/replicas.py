@@ -34,10 +34,10 @@ from wanjax.jobs.store import JobStore
 from wanjax.jobs.worker import ATTEMPTS
 
 SMALL = {"size": "32x32", "frames": 5}
-LOOK, AGAIN = 0.5, 1.0  # seconds between two looks at a video, and until a full queue is asked again
+LOOK, AGAIN = 0.5, 1.0  # seconds between two polls of a video, or between two requests to a full queue
 BAR = 0.15  # seconds
-START = 600.0  # seconds in which the service starts
-PATIENCE = 900.0  # seconds in which a video ends
+START = 600.0  # time limit for the start of the service, in seconds
+PATIENCE = 900.0  # time limit for a video, in seconds
 
 
 def service(

@@ -37,7 +37,7 @@ from wanjax.media.pictures import read_clip
 PROMPTS = ("a red circle moving right", "a blue square growing", "a green triangle moving up")
 SMALL = {"size": "32x32", "frames": 5, "steps": 2}
 POLL = 0.02  # seconds
-END = 120.0  # seconds in which a server ends
+END = 120.0  # time limit for the end of a server, in seconds
 BAR_FIRST, BAR_SECOND = 10.0, 1.2
 KINDS = ("plain",) * 6 + ("bad", "oversized", "large", "cancelled", "removed", "watched")
 
@@ -50,7 +50,9 @@ def served(
     command = [sys.executable, "-m", "wanjax", "serve", "--port", "0", "--dir", str(folder), *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None
-    drain_thread = Thread(target=process.stderr.read, daemon=True)  # so that no one waits for room in the pipe
+    drain_thread = Thread(
+        target=process.stderr.read, daemon=True
+    )  # so that the server never waits for room in the pipe
     try:
         match = None
         for line in process.stderr:
@@ -127,7 +129,7 @@ def load(folder: Path, requests: int, clients: int) -> dict[str, Any]:
     ):
         while client.get("/health").json()["status"] != "ready":
             time.sleep(0.1)
-        for seed in range(10):  # what is loaded once is loaded before memory counts
+        for seed in range(10):  # load everything before memory is measured
             finished(client, post_video(client, seed)["id"])
         memory = [memory_of(client)]
         with ThreadPoolExecutor(clients) as pool:

@@ -37,7 +37,7 @@ XXL: dict[str, Any] = {
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint's networks without values, each with the dtype of its weights, and what stands beside them.
+    """A checkpoint's networks without values, each with the dtype of its weights, and the checkpoint's other files.
 
     `tokenizers` are functions that write a tokenizer into its folder.
     """
@@ -135,7 +135,7 @@ MODELS: dict[str, Callable[[], Checkpoint]] = {
 
 
 def described(model: str) -> Checkpoint:
-    """Return a model's checkpoint, made of the classes of diffusers and transformers on torch's device for shapes."""
+    """Build a model's checkpoint from the classes of diffusers and transformers, on torch's meta device."""
     import torch
 
     with torch.device("meta"):

@@ -126,7 +126,7 @@ def measure(case: Case, repeats: int) -> Result:
             return case.theirs()
 
     distance = relative_l2(case.ours(), theirs())
-    timings = time_rivals({"ours": case.ours, "theirs": theirs}, repeats, warm_up=0)  # they have just run
+    timings = time_rivals({"ours": case.ours, "theirs": theirs}, repeats, warm_up=0)  # the functions have just run
     seconds = {name: timing.median / case.pieces for name, timing in timings.items()}
     return Result(case.name, case.bar, **seconds, ratio=speed_ratio(**timings), distance=distance)
 

@@ -45,9 +45,9 @@ def concrete_mesh(topology: str, devices: int, axes: dict[str, int], card: str |
 
 
 def mark_host_memory(lowered: jax.stages.Lowered, arguments: Sequence[Any]) -> None:
-    """Mark the arguments that are in the host's memory, which an exported program remembers only in their types.
+    """Mark the arguments that are in the host's memory. An exported program records this only in their types.
 
-    A sharding could name this memory too, but not on cards that are not here: their runtime lists no memories.
+    A sharding could name this memory too, but absent cards list no memories.
     """
     module: Any = lowered.compiler_ir("stablehlo")
     with module.context:

@@ -178,7 +178,7 @@ class OperationPricer:
         in_flight: dict[
             str, tuple[PricedOperation, ValueRange]
         ] = {}  # the running asynchronous operations, and when each ends
-        elapsed = ValueRange(0, 0, 0)  # the ends differ by copies from the host, whose rate has a wide range
+        elapsed = ValueRange(0, 0, 0)  # low and high ends differ, because the rate of copies from the host is uncertain
         free_at: dict[str, ValueRange] = dict.fromkeys(
             ("collectives", "offload"), ValueRange(0, 0, 0)
         )  # operations of a kind share links, so they run one after another

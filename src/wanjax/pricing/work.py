@@ -251,7 +251,7 @@ def _read_bytes(module: Module, inner: Computation, value: Instruction) -> int:
             read_bytes += _read_bytes(module, inner, user)
         elif user.opcode == "fusion" and user.called_computation is not None:
             computation_called = module.computations[user.called_computation]
-            if _changes_only_layout(computation_called):  # its users decide what of it is computed
+            if _changes_only_layout(computation_called):  # its users decide how much of it is computed
                 read_bytes += _read_bytes(module, inner, user)
                 continue
             positions = [i for i, name in enumerate(user.operands) if name == value.name]
