@@ -65,7 +65,7 @@ def by_token(vectors, second):
 
 def normed(x, modulation):
     """Return the modulated layer norm in float64."""
-    shift, scale = (by_token(vectors, modulation.second) for vectors in modulation[:2])
+    shift, scale = (by_token(vectors, modulation.second_mask) for vectors in modulation[:2])
     x = np.asarray(x, np.float64)
     y = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + EPS)
     return y * (1 + scale) + shift

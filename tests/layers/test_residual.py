@@ -46,10 +46,10 @@ def separate(tokens, residual, layer):
     """Compute the norm, a layer, and the sum one after another."""
     y = tokens.norm(tokens.x)
     if tokens.shift is not None:
-        y = modulate(y, tokens.shift, tokens.scale, tokens.second)
+        y = modulate(y, tokens.shift, tokens.scale, tokens.second_mask)
     if residual.gate is None:
         return residual.x + layer(y)
-    return gated_add(residual.x, layer(y), residual.gate, residual.second)
+    return gated_add(residual.x, layer(y), residual.gate, residual.second_mask)
 
 
 def layer_of(precision, sizes=(WIDTH, WIDTH), seed=0):

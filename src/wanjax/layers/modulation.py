@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adaptive layer norm (Peebles and Xie, DiT, 2023): shift, scale and gate are computed from the timestep, in float32.
 
-All tokens share one modulation, or there are two modulations. Then the mask `second` [L] marks the tokens that use the
-second modulation, such as clean tokens at timestep 0, or text tokens. Both results are computed, and one of them is
+All tokens share one modulation, or there are two modulations. Then the mask `second_mask` [L] marks the tokens that use
+the second modulation, such as clean tokens at timestep 0, or text tokens. Both results are computed, and one of them is
 selected for each token. So no array has a shift, scale and gate for every token.
 """
 
@@ -35,26 +35,26 @@ def modulate(
     x: Float32[Array, "B L E"],
     shift: Float32[Array, "B T E"],
     scale: Float32[Array, "B T E"],
-    second: SecondMask = None,
+    second_mask: SecondMask = None,
 ) -> Float32[Array, "B L E"]:
     """Return `x (1 + scale) + shift` in float32, the dtype of norms."""
-    return _select_by_token(lambda shift, scale: x * (1.0 + scale) + shift, second, shift, scale)
+    return _select_by_token(lambda shift, scale: x * (1.0 + scale) + shift, second_mask, shift, scale)
 
 
 @jax.named_scope("modulation")
 def gated_add(
-    x: Float[Array, "B L E"], y: Float[Array, "B L E"], gate: Float32[Array, "B _T E"], second: SecondMask = None
+    x: Float[Array, "B L E"], y: Float[Array, "B L E"], gate: Float32[Array, "B _T E"], second_mask: SecondMask = None
 ) -> Float[Array, "B L E"]:
     """Return the residual sum `x + gate · y`. The sum is computed in float32 and rounded once to x's dtype."""
     x32, y32 = x.astype(jnp.float32), y.astype(jnp.float32)
-    return _select_by_token(lambda gate: x32 + gate * y32, second, gate).astype(x.dtype)
+    return _select_by_token(lambda gate: x32 + gate * y32, second_mask, gate).astype(x.dtype)
 
 
 def _select_by_token(
-    apply: Callable[..., Array], second: SecondMask, *values: Float32[Array, "B T E"]
+    apply: Callable[..., Array], second_mask: SecondMask, *values: Float32[Array, "B T E"]
 ) -> Float32[Array, "B _L E"]:
     """Apply a function to the modulation that each token uses."""
-    if second is None:
+    if second_mask is None:
         return apply(*values)
     first_result, second_result = (apply(*(value[:, t : t + 1] for value in values)) for t in (0, 1))
-    return jnp.where(second[None, :, None], second_result, first_result)
+    return jnp.where(second_mask[None, :, None], second_result, first_result)

@@ -37,7 +37,7 @@ class NormedTokens(NamedTuple):
         dtype: The dtype of the normed tokens.
         shift: The shift of the modulation, [B T E]; None for a norm without a modulation.
         scale: The scale of the modulation, [B T E]; None for a norm without a modulation.
-        second: The mask of the tokens with the second of two modulations.
+        second_mask: The mask of the tokens with the second of two modulations.
     """
 
     x: Tokens
@@ -45,26 +45,26 @@ class NormedTokens(NamedTuple):
     dtype: DTypeLike
     shift: Float32[Array, "B T E"] | None = None
     scale: Float32[Array, "B T E"] | None = None
-    second: SecondMask = None
+    second_mask: SecondMask = None
 
     def compute(self) -> Tokens:
         """Compute the normed tokens."""
         y = self.norm(self.x)
         if self.shift is not None and self.scale is not None:
-            y = modulate(y, self.shift, self.scale, self.second)
+            y = modulate(y, self.shift, self.scale, self.second_mask)
         return y.astype(self.dtype)
 
     def kernel_input(self) -> tuple[Tokens, dict[str, Any]]:
         """Return tokens, and the options with which a kernel norms them."""
         ones = jnp.ones((len(self.x), 1, self.x.shape[-1]), jnp.float32)
-        second = None if self.scale is None else self.second
+        second_mask = None if self.scale is None else self.second_mask
         factor = ones if self.scale is None else 1.0 + self.scale
         shift = jnp.zeros_like(ones) if self.shift is None else self.shift
         if self.norm.bias is not None:
             shift = shift + factor * expand_to_rank(self.norm.bias[...], 3)
         if self.norm.scale is not None:
             factor = factor * expand_to_rank(self.norm.scale[...], 3)
-        return self.x, {"modulation": NormModulation(shift, factor - 1.0, second), "eps": self.norm.epsilon}
+        return self.x, {"modulation": NormModulation(shift, factor - 1.0, second_mask), "eps": self.norm.epsilon}
 
 
 class Residual(NamedTuple):
@@ -73,24 +73,24 @@ class Residual(NamedTuple):
     Attributes:
         x: The tokens.
         gate: The factor of the result, [B T E]; None for 1.
-        second: The mask of the tokens with the second of two gates.
+        second_mask: The mask of the tokens with the second of two gates.
     """
 
     x: Tokens
     gate: Float32[Array, "B T E"] | None = None
-    second: SecondMask = None
+    second_mask: SecondMask = None
 
     def add(self, y: Tokens) -> Tokens:
         """Return `x + gate · y`."""
         if self.gate is None:
             return self.x + y.astype(self.x.dtype)
-        return gated_add(self.x, y, self.gate, self.second)
+        return gated_add(self.x, y, self.gate, self.second_mask)
 
     def kernel_sum(self) -> GatedSum:
         """Return the sum as a kernel takes it."""
         if self.gate is None:
             return GatedSum(self.x, jnp.ones((len(self.x), 1, self.x.shape[-1]), jnp.float32))
-        return GatedSum(self.x, self.gate, self.second)
+        return GatedSum(self.x, self.gate, self.second_mask)
 
 
 def compute_norm(inputs: Input | NormedTokens) -> Input | Tokens:

@@ -92,8 +92,8 @@ def matmul(
     Args:
         operands: `x` [B L I] with `shift` and `factor` [B T I] of T modulations, or `values` [B L I] with `row_scale`
             [B L G] for G equal parts of a row; `weight` [I O], `scale` and `bias` [1 O]; for a sum `gate` [B T O] and
-            `residual` [B L O]; for two modulations `second` [L 1] and for two gates `second_gate` [L 1], which are 1
-            for the tokens with the second and 0 for the others; for a norm of the result `norm_scale` [1 O], and for
+            `residual` [B L O]; for two modulations `second_mask` [L 1] and for two gates `second_gate` [L 1], which are
+            1 for the tokens with the second and 0 for the others; for a norm of the result `norm_scale` [1 O], and for
             the rotation of its heads `cos` and `sin` [L P].
         rounding: How x is rounded; None for rows of 8 bits.
         epilogue: The operations after the product.
@@ -115,7 +115,7 @@ def matmul(
         "values": pl.BlockSpec(input_row, rows_only),
         "shift": pl.BlockSpec(vectors, lambda b, i, j: (b, 0, 0)),
         "factor": pl.BlockSpec(vectors, lambda b, i, j: (b, 0, 0)),
-        "second": pl.BlockSpec((tiles.rows, 1), lambda b, i, j: (i, 0)),
+        "second_mask": pl.BlockSpec((tiles.rows, 1), lambda b, i, j: (i, 0)),
         "second_gate": pl.BlockSpec((tiles.rows, 1), lambda b, i, j: (i, 0)),
         "matrix": pl.BlockSpec((CHUNK, CHUNK), lambda b, i, j: (0, 0)),
         "weight": pl.BlockSpec((depth, tiles.columns), columns_only),
@@ -169,7 +169,7 @@ def quantize(operands: Mapping[str, Array], *, rounding: Rounding, dtype: jnp.dt
 
     Args:
         operands: `x` [B L I]; if the rounding has a norm, `shift` and `factor` [B T I] of T modulations; for two of
-            them `second` [L 1], as in `matmul`.
+            them `second_mask` [L 1], as in `matmul`.
         rounding: How x is rounded.
         dtype: The dtype to which x is rounded before its rotation.
         interpret: Whether to run the kernel without a TPU, slowly, for tests.
@@ -180,9 +180,9 @@ def quantize(operands: Mapping[str, Array], *, rounding: Rounding, dtype: jnp.dt
     row = pl.BlockSpec((None, ROUNDING_TILE_ROWS, depth), lambda b, i: (b, i, 0))
     num_modulations = operands["shift"].shape[1] if "shift" in operands else 1
     vectors = pl.BlockSpec((None, num_modulations, depth), lambda b, i: (b, 0, 0))
-    second = pl.BlockSpec((ROUNDING_TILE_ROWS, 1), lambda b, i: (i, 0))
+    mask_spec = pl.BlockSpec((ROUNDING_TILE_ROWS, 1), lambda b, i: (i, 0))
     matrix = pl.BlockSpec((CHUNK, CHUNK), lambda b, i: (0, 0))
-    specs = {"x": row, "shift": vectors, "factor": vectors, "second": second, "matrix": matrix}
+    specs = {"x": row, "shift": vectors, "factor": vectors, "second_mask": mask_spec, "matrix": matrix}
     names = (*operands, "values", "row_scale", "rotated")
     values, scale = pl.pallas_call(
         partial(_quantize_kernel, names=names, rounding=rounding, dtype=dtype),
@@ -238,7 +238,7 @@ def _matmul_kernel(
             _write_columns(ref["y"], rows, column_tile, y.astype(ref["y"].dtype))
             return
         if "gate" in ref:
-            gate = _by_token(ref, "gate", slice(None), _second(ref, "second_gate", rows, y.shape[1]))
+            gate = _by_token(ref, "gate", slice(None), _second_mask(ref, "second_gate", rows, y.shape[1]))
             y = ref["residual"][rows, :].astype(jnp.float32) + gate * y.astype(jnp.float32)
         ref["y"][rows, :] = y.astype(ref["y"].dtype)
 
@@ -353,14 +353,14 @@ def _quantize_strips(ref: Refs, rounding: Rounding, dtype: jnp.dtype) -> None:
     def quantize_strip(i: Any, _: None) -> None:
         rows = _strip(i, strip)
         statistics = None if rounding.eps is None else _statistics(ref["x"], rows, rounding.eps)
-        absmax, second = None, _second(ref, "second", rows, CHUNK)
+        absmax, second_mask = None, _second_mask(ref, "second_mask", rows, CHUNK)
         for start in range(0, depth, CHUNK):
             channels = slice(start, start + CHUNK)
             y = ref["x"][rows, channels]
             if statistics is not None:
                 mean, inverse_deviation = statistics
                 normed = (y.astype(jnp.float32) - mean) * inverse_deviation
-                shift, factor = (_by_token(ref, name, channels, second) for name in ("shift", "factor"))
+                shift, factor = (_by_token(ref, name, channels, second_mask) for name in ("shift", "factor"))
                 y = normed * factor + shift
             y = y.astype(dtype)
             y = _dot(y, ref["matrix"][...], jnp.float32) if rounding.rotation else y.astype(jnp.float32)
@@ -371,18 +371,18 @@ def _quantize_strips(ref: Refs, rounding: Rounding, dtype: jnp.dtype) -> None:
     jax.lax.fori_loop(0, ref["x"].shape[0] // strip, quantize_strip, None)
 
 
-def _second(ref: Refs, name: str, rows: Any, columns: int) -> Bool[Array, "_L _E"] | None:
+def _second_mask(ref: Refs, name: str, rows: Any, columns: int) -> Bool[Array, "_L _E"] | None:
     """Return the mask of the tokens with the second of two vectors, or None if there is one vector."""
     return None if name not in ref else jnp.broadcast_to(ref[name][rows, :], (rows.size, columns)) > 0
 
 
 def _by_token(
-    ref: Refs, name: str, columns: slice, second: Bool[Array, "_L _E"] | None
+    ref: Refs, name: str, columns: slice, second_mask: Bool[Array, "_L _E"] | None
 ) -> Float32[Array, "_L _E"] | Float32[Array, "1 _E"]:
     """Return the vector of each token, or the only vector of all tokens."""
-    if second is None:
+    if second_mask is None:
         return ref[name][:, columns]
-    return jnp.where(second, ref[name][1:2, columns], ref[name][0:1, columns])
+    return jnp.where(second_mask, ref[name][1:2, columns], ref[name][0:1, columns])
 
 
 def _statistics(x_ref: Any, rows: Any, eps: float) -> tuple[Array, Array]:

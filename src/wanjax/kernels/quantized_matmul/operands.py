@@ -17,12 +17,12 @@ class Modulation(NamedTuple):
     Attributes:
         shift: [B T I] for T modulations, 1 or 2.
         scale: [B T I].
-        second: [L], which marks the tokens with the second of two modulations.
+        second_mask: [L], which marks the tokens with the second of two modulations.
     """
 
     shift: jax.Array
     scale: jax.Array
-    second: jax.Array | None = None
+    second_mask: jax.Array | None = None
 
 
 class GatedSum(NamedTuple):
@@ -31,12 +31,12 @@ class GatedSum(NamedTuple):
     Attributes:
         residual: [B L O].
         gate: [B T O] for T gates, 1 or 2, in float32.
-        second: [L], which marks the tokens with the second of two gates.
+        second_mask: [L], which marks the tokens with the second of two gates.
     """
 
     residual: jax.Array
     gate: jax.Array
-    second: jax.Array | None = None
+    second_mask: jax.Array | None = None
 
 
 class HeadsNorm(NamedTuple):
@@ -60,14 +60,14 @@ def modulated_norm(x: Float[Array, "B L E"], modulation: Modulation, eps: float)
     mean = x32.mean(axis=-1, keepdims=True)
     variance = jnp.maximum((x32 * x32).mean(axis=-1, keepdims=True) - mean * mean, 0.0)
     normed = (x32 - mean) * jax.lax.rsqrt(variance + eps)
-    shift, scale = (_by_token(vectors, modulation.second) for vectors in modulation[:2])
+    shift, scale = (_by_token(vectors, modulation.second_mask) for vectors in modulation[:2])
     return normed * (1.0 + scale) + shift
 
 
-def _by_token(vectors: Float[Array, "B T E"], second: Bool[Array, " L"] | None) -> Float32[Array, "B _L E"]:
+def _by_token(vectors: Float[Array, "B T E"], second_mask: Bool[Array, " L"] | None) -> Float32[Array, "B _L E"]:
     """Return the vector of each token, or the only vector of all tokens."""
     vectors = vectors.astype(jnp.float32)
-    return vectors if second is None else jnp.where(second[None, :, None], vectors[:, 1:], vectors[:, :1])
+    return vectors if second_mask is None else jnp.where(second_mask[None, :, None], vectors[:, 1:], vectors[:, :1])
 
 
 def normed_heads(y: Float[Array, "B L E"], norm: HeadsNorm, eps: float) -> Float[Array, "B L E"]:
@@ -89,7 +89,7 @@ def normed_heads(y: Float[Array, "B L E"], norm: HeadsNorm, eps: float) -> Float
 
 def gated(y: Float[Array, "B L E"], gated_sum: GatedSum) -> Float[Array, "B L E"]:
     """Return `residual + gate · y`."""
-    gate = _by_token(gated_sum.gate, gated_sum.second)
+    gate = _by_token(gated_sum.gate, gated_sum.second_mask)
     total = gated_sum.residual.astype(jnp.float32) + gate * y.astype(jnp.float32)
     return total.astype(gated_sum.residual.dtype)
 

@@ -35,7 +35,7 @@ DTYPES = ("float32", "bfloat16")
 PRODUCTS_SCOPE = "quantized_products"
 INTERPRETED_VMEM_BYTES = 128 << 20
 BFLOAT16_VECTORS = 6  # the first generation of TPUs with bfloat16 in its vector unit
-INPUTS = ("x", "shift", "factor", "second")  # the operands that are only needed to round rows
+INPUTS = ("x", "shift", "factor", "second_mask")  # the operands that are only needed to round rows
 Operands = dict[str, Any]
 
 
@@ -281,14 +281,14 @@ def _input_operands(x: Array | QuantizedRows, modulation: Modulation | None) -> 
         return {"x": x}
     shift, scale = (vectors.astype(jnp.float32) for vectors in modulation[:2])
     operands = {"x": x, "shift": shift, "factor": 1.0 + scale}
-    return operands if modulation.second is None else operands | {"second": _column(modulation.second)}
+    return operands if modulation.second_mask is None else operands | {"second_mask": _column(modulation.second_mask)}
 
 
 def _sum_operands(gated_sum: GatedSum | None) -> Operands:
     if gated_sum is None:
         return {}
     operands = {"residual": gated_sum.residual, "gate": gated_sum.gate.astype(jnp.float32)}
-    return operands if gated_sum.second is None else operands | {"second_gate": _column(gated_sum.second)}
+    return operands if gated_sum.second_mask is None else operands | {"second_gate": _column(gated_sum.second_mask)}
 
 
 def _column(mask: Bool[Array, " L"]) -> Float32[Array, "L 1"]:
@@ -309,7 +309,7 @@ def _on_each_device(run: Any, operands: Operands) -> Any:
     tokens, vectors = PartitionSpec(batch, length), PartitionSpec(batch)
     by_name = {name: tokens for name in ("x", "values", "row_scale", "residual")}
     by_name |= {name: vectors for name in ("shift", "factor", "gate")}
-    by_name |= {name: PartitionSpec(length) for name in ("cos", "sin", "second", "second_gate")}
+    by_name |= {name: PartitionSpec(length) for name in ("cos", "sin", "second_mask", "second_gate")}
     specs = {name: by_name.get(name, PartitionSpec()) for name in operands}
     with jax.named_scope(PRODUCTS_SCOPE):
         return partitioner.shard_map(run, (specs,), tokens)(operands)

@@ -36,9 +36,9 @@ def _trials() -> Iterator[Trial]:
         options: dict[str, Any] = {"activations": weight_format, "dtype": jnp.dtype("bfloat16")}
         for name, tokens in TOKENS.items():
             x, gate = normal(0, 1, tokens, DEPTH), normal(2, 1, 2, COLUMNS, dtype="float32")
-            second = jnp.arange(tokens) >= tokens - 100
-            sum_of = {"gated_sum": GatedSum(normal(1, 1, tokens, COLUMNS), gate, second)}
-            before = {"modulation": _modulation(DEPTH, second), "eps": EPS, "gelu": True}
+            second_mask = jnp.arange(tokens) >= tokens - 100
+            sum_of = {"gated_sum": GatedSum(normal(1, 1, tokens, COLUMNS), gate, second_mask)}
+            before = {"modulation": _modulation(DEPTH, second_mask), "eps": EPS, "gelu": True}
             call = {"rotation": ROTATION, **options, **(sum_of if tokens % TILES.rows else before)}
             run = partial(_run, tpu.quantized_matmul, (x, weight, bias), call | {"tiles": TILES})
             yield Trial(f"{weight_format}, {name}", run, partial(_expected, x, weight, bias, call), TOLERANCE)
@@ -63,9 +63,9 @@ def _kernel(seed: int, depth: int, columns: int) -> jax.Array:
     return normal(seed, depth, columns, dtype="float32") / depth**0.5
 
 
-def _modulation(size: int, second: jax.Array) -> Modulation:
+def _modulation(size: int, second_mask: jax.Array) -> Modulation:
     shift, scale = (normal(seed, 1, 2, size, dtype="float32") / 4 for seed in (8, 9))
-    return Modulation(shift, scale, second)
+    return Modulation(shift, scale, second_mask)
 
 
 def _heads_norm(tokens: int, size: int) -> HeadsNorm:
