@@ -3,6 +3,7 @@
 
 from functools import cache, partial
 from itertools import product
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -121,7 +122,7 @@ def test_bias(name, config, shape):
 def test_logits_of_ten_thousand(name, config):
     """Multiples of a half make the logits exact: ±1e4 where q and k are equal or opposite."""
     signs = np.random.default_rng(1).choice([-12.5, 12.5], size=(1, 40, 2, 64))
-    q, k, v = np.float32(signs), np.float32(signs), normal(2, 1, 40, 2, 64)
+    q, k, v = signs.astype(np.float32), signs.astype(np.float32), normal(2, 1, 40, 2, 64)
     k[:, ::3] *= -1
     logits = np.einsum("BLND,BSND->BNLS", q, k)
     assert (logits.min(), logits.max()) == (-1e4, 1e4)
@@ -153,13 +154,14 @@ def test_gradients_of_log_sum_exps(name, config):
     """Softmaxes over parts of the keys are merged by their log-sum-exps, which so have gradients too."""
     q, k, v = operands(2, 14, 12, 2, 2, 8)
     g, h = normal(4, *q.shape), normal(5, *q.shape[:3])
+    of_lse: Any = h
     options = {"key_mask": None, "window": (4, 5), "scale": 0.4}
 
     def loss(q, k, v):
         out, lse = IMPLEMENTATIONS[name].attention(q, k, v, **options, bias=None, config=config, return_lse=True)
         return (g * out).sum() + (h * lse).sum()
 
-    wanted = exact_gradients(q, k, v, g, of_lse=h, **options)[:3]
+    wanted = exact_gradients(q, k, v, g, of_lse=of_lse, **options)[:3]
     for got, right in zip(jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v), wanted, strict=True):
         assert error(got, right) <= BOUND["float32"]
 
@@ -233,14 +235,14 @@ def test_chunked_at_odd_shapes(data):
 def test_chunked_memory(workload, dtype):
     workload = WORKLOADS[workload]
     operands = workload.operands(jnp.dtype(dtype))
-    compiled = jax.jit(partial(attention, implementation="chunked")).lower(*operands).compile()
+    compiled: Any = jax.jit(partial(attention, implementation="chunked")).lower(*operands).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < workload.scores  # a quarter of the scores in float32
 
 
 def test_chunked_gradient_memory():
     workload = WORKLOADS["wan_1_3b_480x832x17_self"]
     loss = jax.grad(lambda *qkv: attention(*qkv, implementation="chunked").sum(), argnums=(0, 1, 2))
-    compiled = jax.jit(loss).lower(*workload.operands()).compile()
+    compiled: Any = jax.jit(loss).lower(*workload.operands()).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < workload.scores
 
 

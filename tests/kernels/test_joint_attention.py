@@ -66,13 +66,15 @@ def test_the_mask_of_the_tests_hides_something():
 
 @cache
 def wanted(window):
-    return whole(*operands(size=64), window)
+    q, k, v = operands(size=64)
+    return whole(q, k, v, window)
 
 
 @pytest.mark.parametrize("window", [None, MASK], ids=["dense", "radial"])
 @pytest.mark.parametrize("name", ["reference", "chunked", "flash_tpu"])
 def test_implementations(name, window):
-    out = run(*operands(size=64), window, name=name, config=TILES if name == "flash_tpu" else None)
+    q, k, v = operands(size=64)
+    out = run(q, k, v, window, name=name, config=TILES if name == "flash_tpu" else None)
     assert error(out, wanted(window)) <= BOUND["float32"]
 
 
@@ -88,9 +90,9 @@ def test_long_texts_and_bfloat16(window):
 def test_padding_may_hold_anything_finite():
     q, k, v = operands()
     hidden = np.arange(TEXT)[None, :, None, None] >= np.asarray(TEXTS)[:, None, None, None]
-    other = [VideoTextPair(x.video, np.where(hidden, np.float32(1e4), x.text)) for x in (k, v)]
+    other_k, other_v = (VideoTextPair(x.video, np.where(hidden, np.float32(1e4), x.text)) for x in (k, v))
     for window in (None, MASK):
-        out = run(q, *other, window)
+        out = run(q, other_k, other_v, window)
         assert error(out, whole(q, k, v, window)) <= BOUND["float32"]
 
 

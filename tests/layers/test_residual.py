@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Projections of a block with their norm and residual sum: dense ones, and those that round tokens in one kernel."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -32,7 +34,7 @@ def normal(*shape, seed=0):
 
 def inputs(affine, modulated, modulations):
     """Return tokens with a norm, and the residual to add to."""
-    norm = layer_norm(WIDTH, 1e-5, affine=affine, **F32, rngs=nnx.Rngs(0))
+    norm: Any = layer_norm(WIDTH, 1e-5, affine=affine, **F32, rngs=nnx.Rngs(0))
     if affine:
         norm.scale[...], norm.bias[...] = 1 + normal(WIDTH, seed=1) / 4, normal(WIDTH, seed=2)
     second = jnp.arange(40) < 8 if modulations == 2 else None
@@ -72,7 +74,7 @@ def test_a_projection_computes_norm_product_and_sum(precision, case):
 def test_an_mlp_computes_norm_products_and_sum(precision, case):
     tokens, residual = inputs(*case)
     for activation in (gelu_tanh, gelu):  # kernels have the first
-        mlp = MLP((WIDTH, HIDDEN, WIDTH), ("embed", "mlp", "embed"), activation, **F32, rngs=nnx.Rngs(0))
+        mlp: Any = MLP((WIDTH, HIDDEN, WIDTH), ("embed", "mlp", "embed"), activation, **F32, rngs=nnx.Rngs(0))
         mlp.up, mlp.down = layer_of(precision, (WIDTH, HIDDEN)), layer_of(precision, (HIDDEN, WIDTH), 1)
 
         def layers(x, mlp=mlp):
@@ -88,7 +90,7 @@ def test_an_mlp_computes_norm_products_and_sum(precision, case):
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_queries_are_projected_normed_and_rotated(precision, channels, rotates):
     (tokens, _), layer = inputs(*CASES["a modulated norm"]), layer_of(precision)
-    norm = rms_norm(channels, 1e-5, **F32, rngs=nnx.Rngs(0))
+    norm: Any = rms_norm(channels, 1e-5, **F32, rngs=nnx.Rngs(0))
     norm.scale[...] = normal(channels, seed=8)
     rope = rope_3d((2, 4, 5), (16, 24, 24)) if rotates else None
     y = layer(tokens.compute())
