@@ -46,7 +46,8 @@ EPS = 1e-6
 def transformer_config(json: Mapping[str, Any]) -> TransformerConfig:
     """Read a transformer's config from `transformer/config.json` of a diffusers folder.
 
-    Raises KeyError if a size is missing, WanjaxError if one contradicts another or the architecture is not supported.
+    Raises KeyError if a size is missing, and WanjaxError if sizes contradict each other or the architecture is not
+    supported.
     """
     check_kind("transformer", json, TRANSFORMER_ENTRIES)
     width = json["num_attention_heads"] * json["attention_head_dim"]

@@ -12,8 +12,8 @@ comfy-kitchen 0.2.40 writes these formats:
 - `nvfp4`: two float4_e2m1fn in a byte, the first in the upper half. Each number is multiplied by a float8_e4m3fn scale
   for 16 numbers of a row, and by one scale for the tensor.
 
-The scales of `mxfp8` and `nvfp4` lie in the order of NVIDIA's tensor cores: tiles of 128 rows and 4 columns, in which
-rows that are 32 apart are neighbours.
+The scales of `mxfp8` and `nvfp4` lie in the order of NVIDIA's tensor cores: tiles of 128 rows and 4 columns. In a
+tile, each row is followed by the row 32 below it.
 
 NVIDIA's ModelOpt writes NVFP4 too (modelopt/torch/quantization/qtensor/nvfp4_tensor.py), without such JSON. Its scales
 lie row by row, and the first number of a byte is in the lower half.

@@ -53,8 +53,8 @@ VIDEO = InputSpec(
     "A clip for models that take one. Depending on the model, the video starts from the clip or is guided by it.",
 )
 CONTROL_VIDEO = VIDEO._replace(background="black")
-"""A clip that guides a video, which starts from noise. In contrast, with `VIDEO` the video starts from the latents of
-the clip."""
+"""A clip that guides a video. The video starts from noise. In contrast, with `VIDEO` the video starts from the latents
+of the clip."""
 MASK = InputSpec(
     "mask", "mask", "a mask", "White where the clip is to be made anew: a clip, or one picture.", background="black"
 )

@@ -338,7 +338,7 @@ class OperationPricer:
 def _exposed(item: PricedOperation, end_time: ValueRange, elapsed: ValueRange) -> PricedOperation:
     """Reduce an item's cost to what other work does not hide, if its result is needed when `elapsed` has passed.
 
-    A copy from the host's memory may be hidden at the low end of its range, and not at the high end.
+    The low value of a copy from the host's memory may be hidden while its high value is not.
     """
     if item.kind == "offload":
         return replace(

@@ -175,7 +175,8 @@ def _paths() -> dict[str, Any]:
         TEXT | {"default": "video", "description": "video, thumbnail, preview, or one of the video's `pictures`."},
     )
     after = _query_parameter(
-        "after", TEXT | {"description": "Ignored: another value makes a browser load a preview again."}
+        "after",
+        TEXT | {"description": "The server ignores the value. A new value makes a browser load the preview again."},
     )
     binary = {"schema": {"type": "string", "contentMediaType": "video/mp4"}}
     events = {

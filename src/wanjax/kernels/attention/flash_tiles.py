@@ -65,7 +65,7 @@ class Config:
 
     def __post_init__(self):
         if self.block_q < 1 or self.block_q % LANES:
-            raise WanjaxError(f"block_q={self.block_q}: give a multiple of {LANES}, best of {STRIP_Q}")
+            raise WanjaxError(f"block_q={self.block_q}: give a multiple of {LANES}, preferably of {STRIP_Q}")
         if self.block_kv_compute < PROBE_KV or self.block_kv_compute % REGISTER_ROWS:
             raise WanjaxError(
                 f"block_kv_compute={self.block_kv_compute}: give a multiple of {REGISTER_ROWS} from {PROBE_KV} on"

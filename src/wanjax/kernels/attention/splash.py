@@ -35,7 +35,7 @@ def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -
         return f"splash does not support heads of {q.shape[3]} in {q.dtype.name}: it supports 64 and 128 in bfloat16"
     if window is not None or bias is not None:
         return "splash takes no window, radial mask or bias here: it supports a key mask"
-    return "splash returns no log-sum-exp that has a gradient" if return_lse else None
+    return "splash returns no differentiable log-sum-exp" if return_lse else None
 
 
 def attention(
