@@ -88,7 +88,8 @@ def measure(workload: Workload, dtype: str, config: Any, repeats: int, one_core:
         assert distance < {"float32": 1e-5, "bfloat16": 1e-2}[dtype], (name, distance)
     clock = time.process_time if one_core else time.perf_counter
     timings = time_rivals(rivals, repeats, warm_up=0, clock=clock)  # the functions have just run
-    title = f"{workload.name}, {dtype}: [1 {workload.queries} {workload.heads} {workload.head_dim}] × {workload.keys}"
+    shape = f"[1 {workload.num_queries} {workload.heads} {workload.head_dim}] × {workload.num_keys}"
+    title = f"{workload.name}, {dtype}: {shape}"
     table = Table("", "best, ms", "GFLOP/s", "torch / this", "memory, MB", "memory / scores", title=title)
     for name, timing in timings.items():
         share = [f"{memory[name] / 1e6:.1f}", f"{memory[name] / scores:.3f}"] if name in memory else ["", ""]

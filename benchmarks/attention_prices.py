@@ -52,7 +52,7 @@ def gradients(function: Callable) -> Callable:
 
 
 def splash(workload: Workload, tiles: tuple[int, int, int]) -> Callable:
-    kernel = splash_kernel(workload.heads, workload.queries, workload.keys, tiles)
+    kernel = splash_kernel(workload.heads, workload.num_queries, workload.num_keys, tiles)
     return partial(kernel, scale=workload.head_dim**-0.5)
 
 
@@ -147,7 +147,7 @@ def gradient_table(workload: Workload, chip: str) -> Table:
             continue
         priced = price_compiled(result)
         if name.startswith("flash_tpu"):  # with all keys valid, rare branches are not taken
-            priced = price_compiled(result, skip=rare_work(result, workload.keys), input_word=workload.keys)
+            priced = price_compiled(result, skip=rare_work(result, workload.num_keys), input_word=workload.num_keys)
         total, kernels = priced.total.mid, priced.by_kind["kernels"].mid
         cells = (f"{1e3 * seconds:.2f}" for seconds in (total, kernels, total - kernels))
         table.add_row(name, *cells, f"{result.memory.peak / 2**20:.0f}")
@@ -160,7 +160,7 @@ def price_table(workload: Workload, chip: str, qk: str | None = None) -> Table:
     compiled = {name: result for name, result in results.items() if isinstance(result, Compiled)}
     prices = {name: price_compiled(result, skip=_rare(name, result)).total.mid for name, result in compiled.items()}
     splash_best = min((prices[name] for name in prices if name.startswith("splash")), default=float("nan"))
-    shape = f"[1 {workload.queries:,} {workload.heads} {workload.head_dim}] × {workload.keys:,}"
+    shape = f"[1 {workload.num_queries:,} {workload.heads} {workload.head_dim}] × {workload.num_keys:,}"
     columns = ("", "ms", "low to high", "kernel", "around it", "splash / this", "of peak", "MXU", "VALU")
     columns += ("fills, spills a bundle", "VMEM, MiB", "memory, MiB")
     table = Table(*columns, title=f"{workload.name} on one {chip}, bfloat16, priced: {shape}")

@@ -30,13 +30,15 @@ BLOCKS = ("128,128", "256,128", "256,256", "512,128", "512,256", "1024,128")
 
 def listed_seconds(compiled: Compiled, mask: Radial, workload: Workload) -> float:
     """Price the kernel by the numbers of blocks that its grid steps list; it holds all keys at once."""
-    counts = kernel_lists(mask, workload.queries, workload.keys, workload.keys + mask.block_kv, Q_BLOCKS_PER_STEP)[1]
+    counts = kernel_lists(
+        mask, workload.num_queries, workload.num_keys, workload.num_keys + mask.block_kv, Q_BLOCKS_PER_STEP
+    )[1]
     return mean_seconds(compiled, [int(count) for count in counts[:: max(1, len(counts) // STEPS)]])
 
 
 def price_table(workload: Workload, chip: str, decays: list[float], blocks: list[tuple[int, int]]) -> Table:
     frames, text, sink = VIDEOS[workload.name.partition("_")[0]]
-    frame = (workload.keys - text) // frames
+    frame = (workload.num_keys - text) // frames
     masks = [Radial(frames, frame, decay, sink, *block) for decay in decays for block in blocks]
     run = partial(attention, implementation="flash_tpu")
     compared = {mask: run if mask is None else partial(run, window=mask) for mask in (None, *masks)}
@@ -55,7 +57,7 @@ def price_table(workload: Workload, chip: str, decays: list[float], blocks: list
             else listed_seconds(result, mask, workload)
         )
         dense = seconds if mask is None else dense
-        share = 1.0 if mask is None else mask.density(workload.keys)
+        share = 1.0 if mask is None else mask.density(workload.num_keys)
         numbers = f"{share:.3f}", f"{1e3 * seconds:.2f}", f"{seconds / dense:.3f}", f"{1e3 * seconds / share:.2f}"
         table.add_row(decay, block, *numbers)
     return table

@@ -14,8 +14,8 @@ class Workload(NamedTuple):
     """The sizes of one attention layer: q [1 L N D], k and v [1 S N D]."""
 
     name: str
-    queries: int
-    keys: int
+    num_queries: int
+    num_keys: int
     heads: int
     head_dim: int
 
@@ -23,12 +23,12 @@ class Workload(NamedTuple):
         """The shapes of q, k and v."""
         return tuple(
             jax.ShapeDtypeStruct((1, length, self.heads, self.head_dim), dtype)
-            for length in (self.queries, self.keys, self.keys)
+            for length in (self.num_queries, self.num_keys, self.num_keys)
         )
 
     @property
     def scores(self) -> int:
-        return self.heads * self.queries * self.keys
+        return self.heads * self.num_queries * self.num_keys
 
     @property
     def flops(self) -> int:
@@ -38,8 +38,8 @@ class Workload(NamedTuple):
     def on(self, chips: int) -> "Workload":
         """Return one chip's share: some heads of self-attention, or some of the queries if there are few keys."""
         name = f"{self.name}_on_{chips}"
-        if self.keys < self.queries:
-            return self._replace(name=name, queries=-(-self.queries // chips))
+        if self.num_keys < self.num_queries:
+            return self._replace(name=name, num_queries=-(-self.num_queries // chips))
         return self._replace(name=name, heads=-(-self.heads // chips))
 
 

@@ -291,7 +291,7 @@ def test_operands_that_do_not_fit(call, told):
 
 def test_workloads():
     assert WORKLOADS["wan_14b_720p_self"][1:] == (75_600, 75_600, 40, 128)
-    assert WORKLOADS["wan_1_3b_256x256x17_self"].queries == 1280
+    assert WORKLOADS["wan_1_3b_256x256x17_self"].num_queries == 1280
     assert WORKLOADS["wan_1_3b_480x832x17_cross"][1:] == (7800, 512, 12, 128)
     assert WORKLOADS["wan_14b_720p_self_on_4"][1:] == (75_600, 75_600, 10, 128)
     assert WORKLOADS["wan_14b_720p_cross_on_4"][1:] == (18_900, 512, 40, 128)

@@ -324,7 +324,7 @@ def test_named_workloads_compile():
     """Those with the most heads: heads are an axis of the kernel's grid, and fewer take the same kernel."""
     mesh = abstract_mesh(find_slice("v6e-1"))
     by_heads = sorted(WORKLOADS.values(), key=lambda workload: workload.heads)
-    largest = {(each.queries, each.keys, each.head_dim): each.name for each in by_heads}.values()
+    largest = {(each.num_queries, each.num_keys, each.head_dim): each.name for each in by_heads}.values()
     results = zip(largest, compile_programs([(attend(mesh, workload=name), "v6e-1") for name in largest]), strict=True)
     refused = {name: result for name, result in results if isinstance(result, CompilerError)}
     assert not refused

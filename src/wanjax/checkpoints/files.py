@@ -138,9 +138,9 @@ def _read_digest(path: Path, size: int, changed: tuple[int, int]) -> str:
         if size <= MAX_FULL_DIGEST:
             return hashlib.file_digest(stream, "sha256").hexdigest()
         digest = hashlib.sha256(str(size).encode())
-        for number in range(NUM_BLOCKS):
-            stream.seek((size - BLOCK_BYTES) * number // (NUM_BLOCKS - 1))
-            digest.update(stream.read(BLOCK_BYTES if number else HEADER_BYTES))
+        for index in range(NUM_BLOCKS):
+            stream.seek((size - BLOCK_BYTES) * index // (NUM_BLOCKS - 1))
+            digest.update(stream.read(BLOCK_BYTES if index else HEADER_BYTES))
         return digest.hexdigest()
 
 

@@ -389,13 +389,13 @@ def listen_on_host(host: str, port: int) -> list[socket.socket]:
     listeners: list[socket.socket] = []
     try:
         addresses = dict.fromkeys(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE))
-        for number, (family, *_, (name, _, *scope)) in enumerate(addresses):
+        for index, (family, *_, (name, _, *scope)) in enumerate(addresses):
             try:
                 socket_address = (name, _port_of(listeners[0]) if listeners else port, *scope)
                 listeners.append(socket.create_server(socket_address, family=family))
             except OSError as error:  # a name such as localhost may resolve to an address that this machine lacks
                 is_absent = error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
-                if not is_absent or (number + 1 == len(addresses) and not listeners):
+                if not is_absent or (index + 1 == len(addresses) and not listeners):
                     raise
     except OSError as error:
         for listener in listeners:

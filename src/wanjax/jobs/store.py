@@ -574,7 +574,7 @@ class JobStore:
             The jobs; empty if no job waits, or if the worker is draining or not registered.
         """
         leased_by_worker = f"{IS_LEASED_SQL} AND worker = :worker AND status IN ('queued', 'in_progress')"
-        model_names = {f"model{number}": model for number, model in enumerate(models)}
+        model_names = {f"model{index}": model for index, model in enumerate(models)}
         placeholders = ", ".join(f":{name}" for name in model_names)
         is_available = f"place = :place AND status = 'queued' AND worker = '' AND model IN ({placeholders})"
 

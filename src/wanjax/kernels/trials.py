@@ -18,8 +18,8 @@ BFLOAT16_TOLERANCE = 6e-3  # the largest error of results that are rounded once 
 TOKEN_COUNTS = {"whole blocks": 512, "a ragged tail": 300}  # tokens
 
 
-def _angles(tokens: int, pairs: int) -> tuple[jax.Array, jax.Array]:
-    angles = normal(5, tokens, pairs, dtype="float32")
+def _angles(num_tokens: int, pairs: int) -> tuple[jax.Array, jax.Array]:
+    angles = normal(5, num_tokens, pairs, dtype="float32")
     return jnp.cos(angles), jnp.sin(angles)
 
 

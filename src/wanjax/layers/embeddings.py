@@ -40,8 +40,8 @@ class TimeEmbed(MLP):
         return super().__call__(sinusoidal_embedding(t, self.channels))
 
 
-def token_embed(tokens: int, width: int, *, param_dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Embed:
+def token_embed(vocab_size: int, width: int, *, param_dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Embed:
     """Create a token embedding that computes in the dtype of its table. So a cast to another dtype only concerns the
     rows that are looked up."""
     init = with_axes(nnx.initializers.normal(1.0), ("vocab", "embed"))
-    return nnx.Embed(tokens, width, embedding_init=init, dtype=param_dtype, param_dtype=param_dtype, rngs=rngs)
+    return nnx.Embed(vocab_size, width, embedding_init=init, dtype=param_dtype, param_dtype=param_dtype, rngs=rngs)

@@ -105,31 +105,31 @@ def priced_on(
     def report() -> None:
         on_progress([*running.values()], len(prices) - (cached or 0), len(programs) - (cached or 0))
 
-    def on_start(number: int) -> None:
+    def on_start(index: int) -> None:
         nonlocal cached
         cached = len(prices) if cached is None else cached
-        running[number] = programs[number][0]
+        running[index] = programs[index][0]
         report()
 
-    numbered_prices = (
+    indexed_prices = (
         PRICER.prices(hardware, lowerings, on_start)
         if isinstance(hardware, Slice)
         else _roofline_prices(hardware, lowerings, on_start)
     )
-    for number, price in numbered_prices:
-        prices[number] = price
-        running.pop(number, None)
+    for index, price in indexed_prices:
+        prices[index] = price
+        running.pop(index, None)
         if cached is not None:
             report()
-    return [prices[number] for number in range(len(programs))]
+    return [prices[index] for index in range(len(programs))]
 
 
 def _roofline_prices(
     machine: Machine, lowerings: Sequence[Lowering], on_start: Callable[[int], Any]
 ) -> Iterator[tuple[int, Price]]:
-    for number, lowering in enumerate(lowerings):
-        on_start(number)
-        yield number, roofline_price.price_lowering(machine, lowering, PRICER.attention)
+    for index, lowering in enumerate(lowerings):
+        on_start(index)
+        yield index, roofline_price.price_lowering(machine, lowering, PRICER.attention)
 
 
 def limit_of(program: Price) -> str | None:

@@ -114,22 +114,22 @@ def compile_programs(
     check_compiler()
     results: dict[int, Compiled | CompilerError] = {}
     jobs: dict[int, CompileJob] = {}
-    for number, (lowering, chip) in enumerate(programs):
+    for index, (lowering, chip) in enumerate(programs):
         try:
-            jobs[number] = export(lowering, find_slice(chip))
+            jobs[index] = export(lowering, find_slice(chip))
         except CompilerError as error:
-            results[number] = error
-    numbers = list(jobs)
-    for number, result in compile_jobs(list(jobs.values()), schedules=range(len(numbers)) if schedules else ()):
-        results[numbers[number]] = result
-    return [results[number] for number in range(len(programs))]
+            results[index] = error
+    indices = list(jobs)
+    for index, result in compile_jobs(list(jobs.values()), schedules=range(len(indices)) if schedules else ()):
+        results[indices[index]] = result
+    return [results[index] for index in range(len(programs))]
 
 
 def compile_jobs(
     jobs: Sequence[CompileJob],
     *,
     schedules: Container[int] = (),
-    on_start: Callable[[int], Any] = lambda number: None,
+    on_start: Callable[[int], Any] = lambda index: None,
     workspace: Workspace = temporary,
 ) -> Iterator[tuple[int, Compiled | CompilerError]]:
     """Compile jobs, and yield the index and the result of each as soon as it is done.
@@ -150,16 +150,16 @@ def compile_jobs(
         return
     with workspace() as folder:
         folders: dict[Path, list[int]] = {}
-        for number, job in enumerate(jobs):
-            root = folder / ("schedules" if number in schedules else job.slice.chip.platform)
-            folders.setdefault(root, []).append(number)
-            (root / str(number)).mkdir(parents=True)
-            (root / str(number) / PROGRAM).write_bytes(job.program)
-            (root / str(number) / REQUEST).write_text(json.dumps(_job_fields(job)), encoding="utf-8")
-            if number in schedules:
+        for index, job in enumerate(jobs):
+            root = folder / ("schedules" if index in schedules else job.slice.chip.platform)
+            folders.setdefault(root, []).append(index)
+            (root / str(index)).mkdir(parents=True)
+            (root / str(index) / PROGRAM).write_bytes(job.program)
+            (root / str(index) / REQUEST).write_text(json.dumps(_job_fields(job)), encoding="utf-8")
+            if index in schedules:
                 (root / DUMP_FOLDER).mkdir(exist_ok=True)
-        for root, number in _run_compilers(folders, on_start):
-            yield number, _read_result(jobs[number].slice, root / str(number), number in schedules)
+        for root, index in _run_compilers(folders, on_start):
+            yield index, _read_result(jobs[index].slice, root / str(index), index in schedules)
 
 
 def _run_compilers(remaining: dict[Path, list[int]], on_start: Callable[[int], Any]) -> Iterator[tuple[Path, int]]:
@@ -170,14 +170,14 @@ def _run_compilers(remaining: dict[Path, list[int]], on_start: Callable[[int], A
     """
     max_concurrent = MAX_CONCURRENT
     while remaining:
-        for root, numbers in remaining.items():
-            _remove_results(root, numbers)
+        for root, indices in remaining.items():
+            _remove_results(root, indices)
         processes: list[subprocess.Popen] = []
         read_end, write_end = os.pipe()
         with os.fdopen(read_end, encoding="utf-8") as lines:
             try:
                 with os.fdopen(write_end, "w") as write_stream:
-                    for root, numbers in remaining.items():
+                    for root, indices in remaining.items():
                         with (root / "errors.txt").open("w", encoding="utf-8") as errors:
                             arguments = [
                                 sys.executable,
@@ -185,7 +185,7 @@ def _run_compilers(remaining: dict[Path, list[int]], on_start: Callable[[int], A
                                 "wanjax.pricing.compiler_process",
                                 root,
                                 max_concurrent,
-                                *numbers,
+                                *indices,
                             ]
                             streams = {
                                 "stdin": subprocess.PIPE,
@@ -196,13 +196,13 @@ def _run_compilers(remaining: dict[Path, list[int]], on_start: Callable[[int], A
                                 subprocess.Popen([*map(str, arguments)], env=_environment(root), **streams)
                             )
                 for line in lines:  # the lines of all processes
-                    word, _, number = line.strip().partition(" ")
+                    word, _, index = line.strip().partition(" ")
                     if word == "started":
-                        on_start(int(number))
+                        on_start(int(index))
                     elif word == "done":
-                        root = next(root for root, numbers in remaining.items() if int(number) in numbers)
-                        remaining[root].remove(int(number))
-                        yield root, int(number)
+                        root = next(root for root, indices in remaining.items() if int(index) in indices)
+                        remaining[root].remove(int(index))
+                        yield root, int(index)
             except BaseException:  # for example GeneratorExit, if the caller stops early
                 for process in processes:
                     process.kill()
@@ -212,22 +212,22 @@ def _run_compilers(remaining: dict[Path, list[int]], on_start: Callable[[int], A
                     process.wait()
                     assert process.stdin is not None
                     process.stdin.close()
-        for (root, numbers), process in zip(remaining.items(), processes, strict=True):
+        for (root, indices), process in zip(remaining.items(), processes, strict=True):
             if not process.returncode:
                 continue
             problem = (root / "errors.txt").read_text(encoding="utf-8", errors="replace")[-2000:].strip()
             if process.returncode > 0:
                 raise CompilerError(f"the compiler's process exited with status {process.returncode}: {problem}")
-            if max_concurrent == 1 and numbers:
+            if max_concurrent == 1 and indices:
                 name = signal.Signals(-process.returncode).name
-                write_error(root / str(numbers[0]), name, f"the compiler's process was killed. {problem}".strip())
-                yield root, numbers.pop(0)
-        remaining, max_concurrent = {root: numbers for root, numbers in remaining.items() if numbers}, 1
+                write_error(root / str(indices[0]), name, f"the compiler's process was killed. {problem}".strip())
+                yield root, indices.pop(0)
+        remaining, max_concurrent = {root: indices for root, indices in remaining.items() if indices}, 1
 
 
-def _remove_results(root: Path, numbers: Sequence[int]) -> None:
+def _remove_results(root: Path, indices: Sequence[int]) -> None:
     """Remove the compiler's dump from a folder, and the files of these jobs except their inputs."""
-    paths = [*(root / DUMP_FOLDER).glob("*"), *(path for number in numbers for path in (root / str(number)).glob("*"))]
+    paths = [*(root / DUMP_FOLDER).glob("*"), *(path for index in indices for path in (root / str(index)).glob("*"))]
     for path in paths:
         if path.name not in INPUT_FILES:
             path.unlink()

@@ -77,7 +77,7 @@ def _peak_bytes(jaxpr: Jaxpr, donated: Iterable[int]) -> int:
     it reads, and the arrays whose buffers its results may reuse.
     """
     last_uses: dict[VariableId, int] = {}
-    for number, (equation, inputs, outputs) in enumerate(_flatten(jaxpr, names, iter(range(1, 1 << 30)), 0)):
+    for index, (equation, inputs, outputs) in enumerate(_flatten(jaxpr, names, iter(range(1, 1 << 30)), 0)):
         sources = frozenset[VariableId]().union(*(roots[x] for x in inputs if x is not None))
         is_array = equation.primitive.name in MATERIALIZED_PRIMITIVES
         for name in outputs:
@@ -86,7 +86,7 @@ def _peak_bytes(jaxpr: Jaxpr, donated: Iterable[int]) -> int:
             roots[name] = frozenset([name]) if is_materialized else sources
         if equation.primitive.name in VIEW_PRIMITIVES and inputs[0] is not None:
             view_sources[outputs[0]] = view_sources.get(inputs[0], inputs[0])
-        last_uses |= dict.fromkeys(sources, number)
+        last_uses |= dict.fromkeys(sources, index)
         reads = (
             [view_sources.get(x, x) for x in inputs if x is not None]
             if equation.primitive.name in PRODUCT_PRIMITIVES
@@ -104,16 +104,16 @@ def _peak_bytes(jaxpr: Jaxpr, donated: Iterable[int]) -> int:
             last_uses |= dict.fromkeys(roots[name], len(steps))
     last_uses |= {name: last_uses.get(name, -1) if name in freeable else len(steps) for name in arguments}
     last_used_at: dict[int, list[VariableId]] = {}
-    for name, number in last_uses.items():
-        last_used_at.setdefault(number, []).append(name)
+    for name, index in last_uses.items():
+        last_used_at.setdefault(index, []).append(name)
     live = peak = sum(size[name] for name in arguments)
-    for number, (arrays, inner_bytes, fused_inputs, in_place) in enumerate(steps):
+    for index, (arrays, inner_bytes, fused_inputs, in_place) in enumerate(steps):
         new = sum(size[name] for name in arrays if name in last_uses)
         if inner_bytes is not None:
-            input_copies = sum(size[x] for x in fused_inputs if all(last_uses[root] > number for root in roots[x]))
-            reused = sum(size[root] for root in in_place if last_uses[root] == number)
+            input_copies = sum(size[x] for x in fused_inputs if all(last_uses[root] > index for root in roots[x]))
+            reused = sum(size[root] for root in in_place if last_uses[root] == index)
             peak = max(peak, live + input_copies + max(new - reused, inner_bytes))
-        live += new - sum(size[name] for name in last_used_at.get(number, ()))
+        live += new - sum(size[name] for name in last_used_at.get(index, ()))
     return max(peak, sum(size[name] for name in arguments if name not in freeable) + sum(map(_bytes, results)))
 
 

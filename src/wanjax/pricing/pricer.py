@@ -160,10 +160,10 @@ class Pricer:
     def price_all(self, target: Slice, lowerings: Sequence[Lowering]) -> list[Price]:
         """Price programs on a slice, and return the prices in order. Raises the errors of `prices`."""
         prices = dict(self.prices(target, lowerings))
-        return [prices[number] for number in range(len(lowerings))]
+        return [prices[index] for index in range(len(lowerings))]
 
     def prices(
-        self, target: Slice, lowerings: Sequence[Lowering], on_start: Callable[[int], Any] = lambda number: None
+        self, target: Slice, lowerings: Sequence[Lowering], on_start: Callable[[int], Any] = lambda index: None
     ) -> Iterator[tuple[int, Price]]:
         """Yield the index and the price of each program, as soon as the price is known.
 
@@ -173,22 +173,22 @@ class Pricer:
         that it needs, but no seconds. Raises the errors of `exporting.trace` and `compile.compile_jobs`, and
         CompilerError for a program that does not compile.
         """
-        numbers: dict[str, list[int]] = {}
+        indices: dict[str, list[int]] = {}
         missing: dict[str, _UncachedProgram] = {}
-        for number, lowering in enumerate(lowerings):
+        for index, lowering in enumerate(lowerings):
             traced = trace(lowering, target)
             job = traced.export()
             name = _job_name(job)
-            numbers.setdefault(name, []).append(number)
+            indices.setdefault(name, []).append(index)
             if name in missing:
                 continue
             if (cached := self.recall("prices", job)) is not None:
-                yield number, Price(**cached)
+                yield index, Price(**cached)
             else:
                 missing[name] = _UncachedProgram(job, kernels_of(traced))
-        for name, priced in self._compile_missing(missing, lambda name: on_start(numbers[name][0])):
+        for name, priced in self._compile_missing(missing, lambda name: on_start(indices[name][0])):
             self.store("prices", missing[name].job, asdict(priced))
-            yield from ((number, priced) for number in numbers[name])
+            yield from ((index, priced) for index in indices[name])
 
     def key(self, job: CompileJob) -> dict[str, Any]:
         """Return everything that determines a price, except the version of libtpu."""
@@ -243,16 +243,16 @@ class Pricer:
         all_jobs = [*program_jobs.values(), *kernels.values()]
         first_kernel = len(program_jobs)
 
-        def report_start(number: int) -> None:
-            if number < first_kernel:
-                on_start(names[number])
+        def report_start(index: int) -> None:
+            if index < first_kernel:
+                on_start(names[index])
 
         schedules = range(first_kernel, len(all_jobs))
-        for number, result in compile_jobs(
+        for index, result in compile_jobs(
             all_jobs, schedules=schedules, on_start=report_start, workspace=self.workspace
         ):
-            name = names[number]
-            if number >= first_kernel:
+            name = names[index]
+            if index >= first_kernel:
                 seconds[name] = self._price_kernel(*calls[name], result)
             elif isinstance(result, CompilerError):
                 yield name, _price_if_too_large(result)

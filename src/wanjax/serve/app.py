@@ -354,7 +354,7 @@ class Service:
         pipe = self.models.pipes.get(job.model)
         problem = f"this video has no variant {repr_short(variant)}"
         for spec in (INPUT_SPECS if pipe is None else uploads.inputs_of(pipe)).values():
-            stems = [uploads.file_stem(spec, number) for number in range(self.limits.references)]
+            stems = [uploads.file_stem(spec, index) for index in range(self.limits.references)]
             if variant in stems and spec.name not in job.request["inputs"]:
                 problem = f"{problem}, because it was requested without {spec.noun}"
         return SettingError(f"{problem}: {suggest_choice(variant, variants)}", "variant")

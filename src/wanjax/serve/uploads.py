@@ -230,8 +230,8 @@ def save_pictures(
     remaining_pixels = limits.picture
     for name, contents in pictures.items():
         several, is_still = inputs[name].kind == "images", inputs[name].kind in ("image", "images")
-        for number, data in enumerate(contents):
-            stem = file_stem(inputs[name], number)
+        for index, data in enumerate(contents):
+            stem = file_stem(inputs[name], index)
             suffix = None if is_still else _clip_suffix(data)
             if suffix is None:
                 with (
@@ -248,9 +248,9 @@ def save_pictures(
     return file_names
 
 
-def file_stem(spec: InputSpec, number: int) -> str:
-    """Return the file name, without the suffix, of the picture or clip of this number of an input."""
-    return f"{spec.name}_{number}" if spec.kind == "images" else CLIP_STEM if spec.name == VIDEO.name else spec.name
+def file_stem(spec: InputSpec, index: int) -> str:
+    """Return the file name, without the suffix, of the picture or clip with this index of an input."""
+    return f"{spec.name}_{index}" if spec.kind == "images" else CLIP_STEM if spec.name == VIDEO.name else spec.name
 
 
 def _encode_png(picture: PictureOfAnySize) -> bytes:

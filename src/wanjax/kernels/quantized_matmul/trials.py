@@ -68,8 +68,8 @@ def _modulation(size: int, second_mask: jax.Array) -> Modulation:
     return Modulation(shift, scale, second_mask)
 
 
-def _heads_norm(tokens: int, size: int) -> HeadsNorm:
-    angles = normal(12, tokens, LANES // 2, dtype="float32")
+def _heads_norm(num_tokens: int, size: int) -> HeadsNorm:
+    angles = normal(12, num_tokens, LANES // 2, dtype="float32")
     return HeadsNorm(normal(13, size, dtype="float32"), jnp.cos(angles), jnp.sin(angles))
 
 
