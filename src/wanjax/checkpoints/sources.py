@@ -251,7 +251,7 @@ class Source:
             )
 
     def with_components(self, components: Mapping[str, Component], **facts: Any) -> "Source":
-        """Return a copy in which these components and these other fields are replaced."""
+        """Return a copy with these components added or replaced, and with these other fields replaced."""
         return replace(self, components={**self.components, **components}, manifest=None, **facts)
 
 
