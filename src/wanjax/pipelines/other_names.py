@@ -88,7 +88,7 @@ def unknown_keyword(
         keywords: The function's keywords.
         of_call: The keywords of `pipe(prompt)`, if the function is not `pipe` itself. If the keyword is one of them,
             the error says so.
-        kind: What the name is where it stands, such as the column of a table.
+        kind: The kind of the name, such as the column of a table.
     """
     names = list(keywords)
     similar = near_names(name, [*names, *of_call], 1)
