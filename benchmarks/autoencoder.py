@@ -30,8 +30,8 @@ def at_level(program: Lowering, level: int) -> Lowering:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    known = [name for name, preset in presets().items() if preset.model]
-    parser.add_argument("model", nargs="?", default="wan2.1-t2v-14b", choices=known)
+    models = [name for name, preset in presets().items() if preset.model]
+    parser.add_argument("model", nargs="?", default="wan2.1-t2v-14b", choices=models)
     parser.add_argument("--chip", default="v6e-8", help="a slice of TPUs; frames are sharded over all of it")
     parser.add_argument("--levels", nargs="+", default=list(LEVELS), choices=LEVELS)
     parser.add_argument("--dtype", choices=DTYPES, help="what it computes in; the model's own if left out")
@@ -46,9 +46,9 @@ def main() -> None:
     table = Table(*columns, title=f"{options.model}, {video.width}x{video.height}, {options.chip}")
     for run in (run for run in programs(options.model, video, mesh) if run.name in names):
         for level in options.levels:
-            [made] = PRICER.price_all(place, [at_level(run.lowering, LEVELS[level])])
-            cost, peak = f"{1e3 * (made.seconds or math.nan):.1f}", f"{made.peak / 2**30:.2f}"
-            table.add_row(run.name, level, f"{made.compile_seconds:.0f}", cost, str(run.times), peak)
+            [price] = PRICER.price_all(place, [at_level(run.lowering, LEVELS[level])])
+            cost, peak = f"{1e3 * (price.seconds or math.nan):.1f}", f"{price.peak / 2**30:.2f}"
+            table.add_row(run.name, level, f"{price.compile_seconds:.0f}", cost, str(run.times), peak)
     Console().print(table)
 
 

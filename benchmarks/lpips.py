@@ -29,7 +29,7 @@ def _weights(file: Path) -> dict[str, np.ndarray]:
 @jax.jit
 def _features(x: Float[Array, "B H W 3"], weights: dict[str, Array]) -> list[Float[Array, "B _H _W _C"]]:
     """Return the features after each convolution, each of length 1 along the channels."""
-    found, x = [], (x - SHIFT) / SCALE
+    features, x = [], (x - SHIFT) / SCALE
     for layer, (stride, padding) in LAYERS.items():
         if layer in POOLED:
             x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "VALID")
@@ -41,8 +41,8 @@ def _features(x: Float[Array, "B H W 3"], weights: dict[str, Array]) -> list[Flo
             dimension_numbers=("NHWC", "OIHW", "NHWC"),
         )
         x = jax.nn.relu(x + weights[f"features.{layer}.bias"][None, None, None])
-        found.append(x / (jnp.sqrt(jnp.sum(x**2, axis=-1, keepdims=True)) + 1e-10))
-    return found
+        features.append(x / (jnp.sqrt(jnp.sum(x**2, axis=-1, keepdims=True)) + 1e-10))
+    return features
 
 
 def lpips(one: UInt8[np.ndarray, "T H W 3"], other: UInt8[np.ndarray, "T H W 3"], file: Path) -> float:

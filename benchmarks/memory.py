@@ -64,8 +64,8 @@ def decode(model: str, frames: int, height: int, width: int) -> dict[str, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    known = [name for name, preset in presets().items() if preset.model]
-    parser.add_argument("--model", default="wan2.1-t2v-1.3b", choices=known, metavar="NAME", help=", ".join(known))
+    models = [name for name, preset in presets().items() if preset.model]
+    parser.add_argument("--model", default="wan2.1-t2v-1.3b", choices=models, metavar="NAME", help=", ".join(models))
     parser.add_argument("--frames", type=int, nargs="+", default=[17, 81])
     parser.add_argument("--size", default="256x256", help="WIDTHxHEIGHT")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")

@@ -77,14 +77,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--videos", type=int, default=1000)
     parser.add_argument("--chromium", default="/usr/bin/chromium")
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "served"
         with served(folder) as (url, _), httpx.Client(base_url=url, timeout=120) as client:
             finished(client, client.post("/v1/videos", json=SMALL | {"prompt": "a red circle"}).json()["id"])
-        copy_video(folder, given.videos)
+        copy_video(folder, options.videos)
         with served(folder) as (url, _):
-            figures = measure(url, given.chromium, given.videos)
+            figures = measure(url, options.chromium, options.videos)
     files = [file for file in PAGE.rglob("*") if file.suffix in (".js", ".css", ".html", ".svg")]
     figures["compressed, kB"] = sum(len(gzip.compress(file.read_bytes())) for file in files) / 1000
     for name, value in figures.items():

@@ -91,11 +91,11 @@ def build_small_wan() -> WanTransformer:
 def quantize_network(model: WanTransformer, precision: str, paths: tuple[str, ...]) -> WanTransformer:
     """Return a copy of a network in which the projections at these paths, patterns with `*`, are quantized."""
     modules = {".".join(map(str, path)): layer for path, layer in nnx.iter_modules(model) if isinstance(layer, Linear)}
-    kept = [path for path in modules if not any(fnmatchcase(path, pattern) for pattern in paths)]
+    unquantized_paths = [path for path in modules if not any(fnmatchcase(path, pattern) for pattern in paths)]
     weights = PRECISIONS[precision].weights
     assert weights is not None
     abstract = as_shapes(lambda rngs: WanTransformer(SMALL_WAN, dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs))
-    quantized = quantize_layers(abstract, PRECISIONS[precision], kept)
+    quantized = quantize_layers(abstract, PRECISIONS[precision], unquantized_paths)
     layer: Any  # abstract until its values are set
     for path, layer in quantized_layers(quantized).items():
         round_kernel = partial(quantize_weight, format=weights, rotation=layer.rotation)

@@ -28,9 +28,9 @@ def main() -> None:
     settings = model.settings.updated({"dtype": "bfloat16"})
     for tokens in options.tokens:
         shapes: Any = replace(model.model, prompt_tokens=tokens)
-        found = estimate_video(replace(model, model=shapes, settings=settings), options.chip, options.mesh)
-        spread = f"{found.step_seconds_low:.2f} to {found.step_seconds_high:.2f}"
-        print(f"{tokens} tokens: {found.step_seconds:.3f} s, {spread}")
+        estimate = estimate_video(replace(model, model=shapes, settings=settings), options.chip, options.mesh)
+        spread = f"{estimate.step_seconds_low:.2f} to {estimate.step_seconds_high:.2f}"
+        print(f"{tokens} tokens: {estimate.step_seconds:.3f} s, {spread}")
 
 
 if __name__ == "__main__":

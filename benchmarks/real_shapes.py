@@ -44,8 +44,8 @@ def run(command: list[str], environment: Mapping[str, str]) -> tuple[float, int]
     process = subprocess.Popen(command, env=environment)
     while process.poll() is None:
         status = Path(f"/proc/{process.pid}/status").read_text()
-        found = [line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:")]
-        peak = max(peak, *(1024 * int(kilobytes) for kilobytes in found), 0)
+        peaks = [line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:")]
+        peak = max(peak, *(1024 * int(kilobytes) for kilobytes in peaks), 0)
         time.sleep(0.05)
     if process.returncode:
         sys.exit(process.returncode)

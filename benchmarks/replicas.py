@@ -98,14 +98,14 @@ class Watch:
             id, end = answer.json()["id"], time.monotonic() + PATIENCE
             while time.monotonic() < end:
                 time.sleep(LOOK)
-                found = self.get(client, f"/v1/videos/{id}")
-                if found is not None and found.status_code != 200:
+                video = self.get(client, f"/v1/videos/{id}")
+                if video is not None and video.status_code != 200:
                     self.outcomes["lost"] += 1
                     return
-                if found is not None and (status := found.json()["status"]) in ("completed", "failed"):
-                    made = status == "completed" and self.get(client, f"/v1/videos/{id}/content")
-                    whole = made and made.content[4:8] == b"ftyp"
-                    self.outcomes["completed" if whole else f"{status}: {found.json()['error']}"] += 1
+                if video is not None and (status := video.json()["status"]) in ("completed", "failed"):
+                    content = status == "completed" and self.get(client, f"/v1/videos/{id}/content")
+                    is_mp4 = content and content.content[4:8] == b"ftyp"
+                    self.outcomes["completed" if is_mp4 else f"{status}: {video.json()['error']}"] += 1
                     return
                 self.get(client, "/v1/videos?limit=5")
             self.outcomes["not ended"] += 1
@@ -171,17 +171,17 @@ def main() -> None:
     parser.add_argument("--database", help="PostgreSQL's URL")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(Path(folder), **vars(options))
+        outcome = measure(Path(folder), **vars(options))
     print(
-        f"{options.requests} requests by {options.clients} clients, {options.workers} workers, {found['kills']} kills"
+        f"{options.requests} requests by {options.clients} clients, {options.workers} workers, {outcome['kills']} kills"
     )
-    print(f"{found['seconds']:.0f} s; " + ", ".join(f"{count} {what}" for what, count in found["outcomes"].items()))
+    print(f"{outcome['seconds']:.0f} s; " + ", ".join(f"{count} {what}" for what, count in outcome["outcomes"].items()))
     print(f"{'answers to GET':<34} {'number':>7} {'p50 s':>8} {'p90 s':>8} {'p99 s':>8} {'most s':>8}")
-    print(row("in the second after a kill", found["near"]))
-    print(row("otherwise", found["apart"]))
-    print(f"GETs without a good answer: {found['failed'] or 'none'}")
-    ended = found["completed"] == options.requests
-    print(f"bar: {'met' if ended and np.percentile(found['apart'], 99) <= BAR else 'missed'}")
+    print(row("in the second after a kill", outcome["near"]))
+    print(row("otherwise", outcome["apart"]))
+    print(f"GETs without a good answer: {outcome['failed'] or 'none'}")
+    ended = outcome["completed"] == options.requests
+    print(f"bar: {'met' if ended and np.percentile(outcome['apart'], 99) <= BAR else 'missed'}")
 
 
 if __name__ == "__main__":

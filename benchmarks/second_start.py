@@ -82,11 +82,11 @@ def read(model: str, chip: str, folder: Path) -> None:
                 )
                 print(f"{perf_counter() - start:8.2f} s  compile {name}", flush=True)
             except EntryExists as entry:
-                found, start = perf_counter() - start, perf_counter()
+                lookup_seconds, start = perf_counter() - start, perf_counter()
                 content = (folder / f"{entry}-cache").read_bytes()
                 executable, _ = extract_executable_and_time(decompress_executable(content))
                 sizes = f"{len(content) / 2**20:.1f} MiB, {len(executable) / 2**20:.1f} decompressed"
-                print(f"{found:8.2f} s  lower {name} and find its entry", flush=True)
+                print(f"{lookup_seconds:8.2f} s  lower {name} and find its entry", flush=True)
                 print(f"{perf_counter() - start:8.2f} s  read {name}: {sizes}", flush=True)
     print(f"{perf_counter() - STARTED:8.2f} s  in all")
 

@@ -149,15 +149,15 @@ def config_of(network: Any) -> dict[str, Any]:
 
 def write_checkpoint(model: str, folder: Path) -> None:
     """Write a folder in the diffusers layout."""
-    made = described(model)
-    for name, (network, dtype) in made.networks.items():
-        stem = "model" if made.index[name][0] == "transformers" else "diffusion_pytorch_model"
+    checkpoint = described(model)
+    for name, (network, dtype) in checkpoint.networks.items():
+        stem = "model" if checkpoint.index[name][0] == "transformers" else "diffusion_pytorch_model"
         _write_json(folder / name / "config.json", config_of(network))
         _write_weights(folder / name, network, dtype, stem)
-    for name, save in made.tokenizers.items():
+    for name, save in checkpoint.tokenizers.items():
         save(folder / name)
-    _write_json(folder / "scheduler" / "scheduler_config.json", made.scheduler)
-    _write_json(folder / "model_index.json", made.index)
+    _write_json(folder / "scheduler" / "scheduler_config.json", checkpoint.scheduler)
+    _write_json(folder / "model_index.json", checkpoint.index)
 
 
 def _write_weights(folder: Path, network: Any, dtype: np.dtype, stem: str) -> None:

@@ -93,18 +93,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     pipe = wanjax.load("nano")
     pipe.progress = False
     config = TinyDecoderConfig(pipe.model.vae.latent_channels, tuple(options.widths), 1, (1, 2, 2))
-    made = trained(config, *pairs(pipe, options.clips), options.steps)
-    modules.export(made, taehv.rules(), options.file)
+    tiny_network = trained(config, *pairs(pipe, options.clips), options.steps)
+    modules.export(tiny_network, taehv.rules(), options.file)
     tiny = wanjax.load("nano", decoder=options.file)
     tiny.progress = False
-    found = []
+    rows = []
     for prompt, _ in nano_prompts()[0][: options.limit]:
         latents = np.asarray(pipe.denoise(pipe.encode(prompt)))
-        (own, of_own), (other, of_other) = timed(pipe, latents), timed(tiny, latents)
-        found.append((psnr(other, own), of_own, of_other))
-    decibels, of_own, of_other = np.median(np.array(found), axis=0)
-    print(f"PSNR {decibels:.1f} dB against nano's own decoder, {len(found)} videos (median)")
-    print(f"a video is decoded in {of_other:.2f} s, by nano's own decoder in {of_own:.2f} s")
+        (frames, seconds), (tiny_frames, tiny_seconds) = timed(pipe, latents), timed(tiny, latents)
+        rows.append((psnr(tiny_frames, frames), seconds, tiny_seconds))
+    decibels, seconds, tiny_seconds = np.median(np.array(rows), axis=0)
+    print(f"PSNR {decibels:.1f} dB against nano's own decoder, {len(rows)} videos (median)")
+    print(f"a video is decoded in {tiny_seconds:.2f} s, by nano's own decoder in {seconds:.2f} s")
 
 
 if __name__ == "__main__":

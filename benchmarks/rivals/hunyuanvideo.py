@@ -86,17 +86,17 @@ def step(sizes: Sizes) -> Iterator[Case]:
     for count in PROMPTS.values():
         mask = (np.arange(TEXT_LENGTH) < count).astype(np.int32)[None]
         words = [random.standard_normal((1, TEXT_LENGTH, config.text_embed_dim), np.float32) for _ in range(2)]
-        given = [(x * mask[:, :, None], mask, *glyphs) for x in words]
+        network_inputs = [(x * mask[:, :, None], mask, *glyphs) for x in words]
 
-        def ours(given: Any = given) -> jax.Array:
-            encoded = HunyuanVideoConditioning(*(jnp.asarray(x) for text in given for x in text))
+        def ours(network_inputs: Any = network_inputs) -> jax.Array:
+            encoded = HunyuanVideoConditioning(*(jnp.asarray(x) for text in network_inputs for x in text))
             return pipeline.denoise(encoded, noise=jnp.asarray(noise), **settings.to_json())
 
-        def theirs(given: Any = given) -> torch.Tensor:
+        def theirs(network_inputs: Any = network_inputs) -> torch.Tensor:
             names = ("prompt_embeds", "prompt_embeds_mask", "prompt_embeds_2", "prompt_embeds_mask_2")
             texts = {
                 f"{which}{name}": torch.from_numpy(x)
-                for which, text in zip(("", "negative_"), given, strict=True)
+                for which, text in zip(("", "negative_"), network_inputs, strict=True)
                 for name, x in zip(names, text, strict=True)
             }
             return rival(

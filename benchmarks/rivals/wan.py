@@ -122,8 +122,8 @@ def train(sizes: Sizes) -> Iterator[Case]:
 
     def ours() -> jax.Array:
         batch = Batch(jnp.asarray(clean), WanConditioning(jnp.asarray(text), jnp.asarray(text)))
-        found = gradients(weights, batch, jnp.moveaxis(jnp.asarray(noise), 1, -1))
-        return found["patch_embed"]["kernel"][...]
+        our_gradients = gradients(weights, batch, jnp.moveaxis(jnp.asarray(noise), 1, -1))
+        return our_gradients["patch_embed"]["kernel"][...]
 
     def theirs() -> torch.Tensor:
         x0, x1 = torch.from_numpy(clean), torch.from_numpy(noise)
