@@ -84,36 +84,27 @@ print(locate("{ID}"))
 """
     own = {name: value for name, value in os.environ.items() if name not in ("HOME", "HF_HOME", "XDG_CACHE_HOME")}
     environment = own | {"HF_ENDPOINT": server.url, "TMPDIR": str(tmp_path), "HF_HUB_OFFLINE": "0"}
-    (tmp_path / "here").mkdir()
-    made = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path / "here",
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert made.returncode == 0, made.stderr
-    assert Path(made.stdout.strip()).is_relative_to(tmp_path)
-    assert os.listdir(tmp_path / "here") == []
+    assert path_printed_by(code, environment, tmp_path / "here").is_relative_to(tmp_path)
     assert os.listdir(tmp_path) == ["here"]
 
 
+def path_printed_by(code: str, environment: dict[str, str], folder: Path) -> Path:
+    """Run a program in a new folder, where it must write nothing, and return the path that it prints."""
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert os.listdir(folder) == []
+    return Path(done.stdout.strip())
+
+
 def test_a_relative_name_of_the_users_cache_makes_no_folder_here(server, tmp_path):
-    (tmp_path / "here").mkdir()
     environment = {name: value for name, value in os.environ.items() if name != "HF_HOME"}
     environment |= {"HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0", "HOME": str(tmp_path), "XDG_CACHE_HOME": "cache"}
-    made = subprocess.run(
-        [sys.executable, "-c", f"from wanjax.checkpoints.hub import locate; print(locate({ID!r}))"],
-        cwd=tmp_path / "here",
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert made.returncode == 0, made.stderr
-    assert Path(made.stdout.strip()).is_relative_to(tmp_path / ".cache" / "huggingface")
-    assert os.listdir(tmp_path / "here") == []
+    code = f"from wanjax.checkpoints.hub import locate; print(locate({ID!r}))"
+    path = path_printed_by(code, environment, tmp_path / "here")
+    assert path.is_relative_to(tmp_path / ".cache" / "huggingface")
 
 
 LONG = "x" * 300
