@@ -11,7 +11,7 @@ from diffusers import DPMSolverMultistepScheduler
 from tests.support.flows import Flow
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
-from wanjax.schedulers import FlowDPM, one_step
+from wanjax.schedulers import FlowDPM, from_config, one_step
 
 TOLERANCE = 1e-6
 NOISE = torch.randn(3, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -86,6 +86,7 @@ def test_every_step_is_that_of_diffusers(steps, shift):
     """It has the same steps on noise levels of its own."""
     flow = {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": shift}
     theirs = DPMSolverMultistepScheduler(algorithm_type="dpmsolver++", **flow)
+    assert from_config(theirs.config | {"_class_name": "DPMSolverMultistepScheduler"}) == FlowDPM()
     theirs.set_timesteps(steps)
     schedule = FlowDPM().schedule(steps, shift=shift, sigmas="diffusers")
     np.testing.assert_array_equal(schedule.sigmas, theirs.sigmas.numpy())

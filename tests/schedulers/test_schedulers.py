@@ -186,12 +186,15 @@ WAN = {
     "timestep_spacing": "linspace",
 }
 LCM = {"_class_name": "FlowMatchLCMScheduler", "shift": 7.0}
+DPM = {**WAN, "_class_name": "DPMSolverMultistepScheduler", "algorithm_type": "dpmsolver++", "solver_type": "midpoint"}
 EULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 7.0, "use_dynamic_shifting": False}
 
 
 def test_a_config_names_the_scheduler():
     assert schedulers.from_config(WAN) == UniPC(order=2)
     assert schedulers.from_config(WAN | {"solver_order": 1}) == UniPC(order=1)
+    assert schedulers.from_config(DPM) == FlowDPM(order=2)
+    assert schedulers.from_config(DPM | {"solver_order": 1}) == FlowDPM(order=1)
     assert schedulers.from_config(EULER) == FlowEuler()
     assert schedulers.from_config(EULER | {"stochastic_sampling": True}) == schedulers.Consistency()
     assert schedulers.from_config(LCM) == schedulers.Consistency()
@@ -214,6 +217,8 @@ def test_a_config_names_the_scheduler():
         (WAN | {"use_dynamic_shifting": True}, "use_dynamic_shifting True False"),
         (WAN | {"flow_shift": None}, "shift None"),
         (WAN | {"flow_shift": -1.0}, "shift -1.0"),
+        (DPM | {"algorithm_type": "sde-dpmsolver++"}, "algorithm_type 'sde-dpmsolver++' 'dpmsolver++'"),
+        (DPM | {"solver_type": "heun"}, "solver_type 'heun' 'midpoint'"),
         (LCM | {"scale_factors": [0.5, 1.0]}, "scale_factors [0.5, 1.0] None"),
         (EULER | {"use_karras_sigmas": True}, "use_karras_sigmas True False"),
         (EULER | {"shift_terminal": 0.1}, "shift_terminal 0.1 None"),

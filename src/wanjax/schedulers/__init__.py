@@ -61,16 +61,23 @@ _COMMON_ENTRIES = {
     "use_beta_sigmas": (False, [False, None]),
     "shift_terminal": (None, [None]),
 }
-_UNIPC_ENTRIES = _COMMON_ENTRIES | {
+_MULTISTEP_ENTRIES = _COMMON_ENTRIES | {
     "prediction_type": ("epsilon", ["flow_prediction"]),
     "use_flow_sigmas": (False, [True]),
-    "predict_x0": (True, [True]),
-    "solver_type": ("bh2", ["bh2", "midpoint", "heun", "logrho"]),  # the reference treats all four values as "bh2"
     "lower_order_final": (True, [True]),
     "final_sigmas_type": ("zero", ["zero"]),
     "thresholding": (False, [False, None]),
+}
+_UNIPC_ENTRIES = _MULTISTEP_ENTRIES | {
+    "predict_x0": (True, [True]),
+    "solver_type": ("bh2", ["bh2", "midpoint", "heun", "logrho"]),  # the reference treats all four values as "bh2"
     "disable_corrector": ([], [[], None]),
     "solver_p": (None, [None]),
+}
+_DPM_ENTRIES = _MULTISTEP_ENTRIES | {
+    "algorithm_type": ("dpmsolver++", ["dpmsolver++"]),
+    "solver_type": ("midpoint", ["midpoint"]),
+    "use_lu_lambdas": (False, [False, None]),
 }
 _DIFFUSION_ENTRIES = {
     "num_train_timesteps": (TRAIN_STEPS, [TRAIN_STEPS]),
@@ -114,6 +121,9 @@ class _Reader(NamedTuple):
 _READERS = {
     "UniPCMultistepScheduler": _Reader(
         lambda config: UniPC(order=config.get("solver_order", 2)), _UNIPC_ENTRIES, UNIPC_SHIFT
+    ),
+    "DPMSolverMultistepScheduler": _Reader(
+        lambda config: FlowDPM(order=config.get("solver_order", 2)), _DPM_ENTRIES, UNIPC_SHIFT
     ),
     "FlowMatchEulerDiscreteScheduler": _Reader(
         lambda config: Consistency() if config.get("stochastic_sampling") else FlowEuler(), _FLOW_ENTRIES, "shift"
