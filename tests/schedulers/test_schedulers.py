@@ -16,6 +16,7 @@ from wanjax import load, schedulers
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.denoiser import take_step
 from wanjax.schedulers import FlowDPM, FlowEuler, UniPC, one_step
+from wanjax.schedulers.base import Schedule
 
 EXACT = [
     unipc(5.0, "official"),
@@ -163,7 +164,7 @@ def test_what_is_learned_is_what_gives_the_clean_sample(prediction):
     sigma = jnp.float32(0.6)
     alpha = 1 - sigma if prediction == "velocity" else jnp.float32(0.8)
     scheduler = FlowEuler(prediction=prediction)
-    schedule = schedulers.base.Schedule(jnp.zeros(1), jnp.full(2, sigma), jnp.full(2, alpha))
+    schedule = Schedule(jnp.zeros(1), jnp.full(2, sigma), jnp.full(2, alpha))
     target = scheduler.target(alpha, sigma, clean, noise)
     np.testing.assert_allclose(scheduler.x0(schedule, 0, target, alpha * clean + sigma * noise), clean, atol=1e-6)
 
