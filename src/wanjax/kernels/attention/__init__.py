@@ -7,6 +7,7 @@ from wanjax.kernels.attention.api import (
     attention_to_cache,
     choose_implementation,
     joint_attention,
+    kernel_with_lse,
     sparse_linear_attention,
 )
 from wanjax.kernels.attention.config import AUTO, IMPLEMENTATIONS, AttentionConfig
@@ -27,5 +28,6 @@ __all__ = [
     "attention_to_cache",
     "choose_implementation",
     "joint_attention",
+    "kernel_with_lse",
     "sparse_linear_attention",
 ]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public functions of attention: choose the implementation that fits a call, and call it."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -112,6 +113,23 @@ def attention(
     if current_partitioner().is_single_device:
         return kernels.attend(q, k, v, **masks)
     return sharded.attention(kernels, current_partitioner(), q, k, v, **masks)
+
+
+def kernel_with_lse(
+    q: Float[Array, "B L N D"],
+    k: Float[Array, "B S K D"],
+    v: Float[Array, "B S K D"],
+    implementation: str | AttentionConfig | None = None,
+) -> Callable[..., Any]:
+    """Return the function (q, k, v) of dense attention on one device, for operands of these dtypes and head size.
+
+    It returns the result and the log-sum-exp of each query, by which parts of a softmax are merged.
+    """
+    attn = AttentionConfig.of(implementation)
+    if not attn.is_dense:
+        raise UnsupportedError("attention in parts has no window and no sparse mask: use auto, or a name alone")
+    options = _checked_options(attn, q, k, v)
+    return partial(_attend_on_one_device, name=attn.implementation, return_lse=True, **options)
 
 
 @jax.named_scope("attention")

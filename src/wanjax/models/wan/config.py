@@ -62,6 +62,17 @@ class ImageTransformerConfig(TransformerConfig):
 
 
 @dataclass(frozen=True)
+class AnimateTransformerConfig(ImageTransformerConfig):
+    """Sizes of a transformer that also attends to the keys and values of a driving clip (Wan Animate 2).
+
+    `clip_offset` has the first positions of the clip for RoPE, by frame, row and column; -1 is the number of positions
+    of the clip along that axis.
+    """
+
+    clip_offset: tuple[int, int, int] = field(metadata={"least": -1})
+
+
+@dataclass(frozen=True)
 class ControlTransformerConfig(TransformerConfig):
     """Sizes of a transformer controlled by a clip (VACE), with one control block for every `control_stride` blocks.
 
@@ -187,6 +198,7 @@ I2V_A14B = replace(T2V_14B, channels_in=36)
 TI2V_5B = replace(T2V_14B, layers=30, heads=24, mlp_dim=14336, channels_in=48, channels_out=48)
 I2V_14B = ImageTransformerConfig(**vars(I2V_A14B), image_width=1280, image_positions=None)
 FLF2V_14B = replace(I2V_14B, image_positions=514)
+ANIMATE_14B = AnimateTransformerConfig(**vars(I2V_14B), clip_offset=(1, 0, -1))
 INP_1_3B = replace(I2V_14B, layers=30, heads=12, mlp_dim=8960)
 INP_5B = replace(TI2V_5B, channels_in=100)
 CAUSAL_1_3B = CausalTransformerConfig(**vars(T2V_1_3B), chunk_frames=3, window=21, sink=0)

@@ -2,10 +2,12 @@
 """The networks of Wan's checkpoints."""
 
 from wanjax.checkpoints.network_kinds import NetworkKind
-from wanjax.converters.wan import diffusers
+from wanjax.converters.wan import animate, diffusers
 from wanjax.converters.wan.original import TRANSFORMER as AUTHORS_NAMES
+from wanjax.models.wan.animate import WanAnimateTransformer
 from wanjax.models.wan.causal import WanCausalTransformer
 from wanjax.models.wan.config import (
+    AnimateTransformerConfig,
     CausalTransformerConfig,
     ControlTransformerConfig,
     ImageTransformerConfig,
@@ -48,6 +50,14 @@ NETWORKS = (
         rules=diffusers.transformer_rules,
         unused=diffusers.transformer_unused,
         lora_names=AUTHORS_NAMES,
+        full_precision=FULL_PRECISION,
+    ),
+    NetworkKind(
+        classes=(animate.TRANSFORMER_CLASS,),
+        read=animate.transformer_config,
+        modules={AnimateTransformerConfig: WanAnimateTransformer},
+        rules=animate.transformer_rules,
+        lora_names=animate.LORA_NAMES,
         full_precision=FULL_PRECISION,
     ),
     NetworkKind(

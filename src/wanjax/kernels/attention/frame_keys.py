@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Self-attention whose queries also see keys that belong to their frame alone, in one softmax.
+
+The tokens of frame f of a video attend to all tokens of the video, and to the tokens of frame f - 1 of another clip.
+The first frame has no frame of the clip. Attention to the video and attention to the clip are computed separately and
+merged by their log-sum-exps, so the scores of other frames of the clip are never computed.
+
+On several devices, tokens are exchanged for heads over all mesh axes of tokens. The clip's keys and values stay sharded
+by heads in the same way, so they are never sent.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Float32, Int8
+
+from wanjax.kernels.attention.sharded import (
+    AttentionResult,
+    QueryPlacement,
+    heads_to_tokens,
+    merge_by_log_sum_exp,
+    tokens_to_heads,
+)
+from wanjax.sharding import constrain_to, current_partitioner, pad_to
+
+TOKEN_AXES = ("sp", "tp")
+INT8_MAX = 127.0
+
+
+class FrameKeys(NamedTuple):
+    """Keys and values of a clip, with concatenated heads. Stacked blocks add a leading axis.
+
+    In int8, `k_scale` and `v_scale` hold a scale for each token and head.
+    """
+
+    k: Any  # Float[Array, "... B S E"]
+    v: Any
+    k_scale: Any = None  # Float32[Array, "... B S N"]
+    v_scale: Any = None
+
+
+class Exchange(NamedTuple):
+    """How tokens are exchanged for heads, so that each device has all tokens of some heads.
+
+    Attributes:
+        tokens: The sharding [B L N D] of tokens before the exchange.
+        heads: The sharding [B S E] of arrays with concatenated heads, after the exchange.
+        axes: The mesh axes of the exchange.
+        num_devices: The number of devices of the exchange.
+    """
+
+    tokens: PartitionSpec
+    heads: PartitionSpec
+    axes: Any
+    num_devices: int
+
+    @classmethod
+    def of(cls, shape: Sequence[int]) -> "Exchange":
+        """Find the exchange for queries, keys and values of a shape [B L N D], in the partitioner in use."""
+        partitioner = current_partitioner()
+        placement = QueryPlacement(*partitioner.activation_spec(("batch", "length", "heads"), shape[:3]))
+        axes_of = [(axes,) if isinstance(axes, str) else axes or () for axes in (placement.heads, placement.tokens)]
+        head_axes = tuple(axis for axes in axes_of for axis in axes)
+        heads = PartitionSpec(None, None, head_axes or None)
+        return cls(PartitionSpec(*placement), heads, placement.tokens, partitioner.axis_size(placement.tokens))
+
+    def tokens_to_heads(self, x: Float[Array, "B L N D"]) -> Float[Array, "B _L _N D"]:
+        """Exchange some tokens of all heads for all tokens of some heads, which are padded."""
+        return tokens_to_heads(x, self.num_devices, self.axes)
+
+    def heads_to_tokens(self, x: Float[Array, "B L N D"], heads: int) -> Float[Array, "B _L _N D"]:
+        """Invert `tokens_to_heads`."""
+        return heads_to_tokens(x, heads, self.num_devices, self.axes)
+
+
+def frame_keys(k: Float[Array, "B L N D"], v: Float[Array, "B L N D"], length: int, *, in_int8: bool) -> FrameKeys:
+    """Store the keys and values of the first `length` tokens of a clip for `attention_with_frames`.
+
+    Args:
+        k: Keys, rotated by position.
+        v: Values.
+        length: The number of real tokens; further tokens are padding.
+        in_int8: Whether to round to int8, with a scale for each token and head.
+    """
+    k, v = (pad_to(x, 1, current_partitioner().axis_size(TOKEN_AXES)) for x in (k, v))
+    exchange = Exchange.of(k.shape)
+
+    def store(*operands: Array) -> FrameKeys:
+        k, v = (exchange.tokens_to_heads(x)[:, :length] for x in operands)
+        if not in_int8:
+            return FrameKeys(_join_heads(k), _join_heads(v))
+        (k, k_scale), (v, v_scale) = map(_round_to_int8, (k, v))
+        return FrameKeys(k, v, k_scale, v_scale)
+
+    specs = FrameKeys(*(exchange.heads,) * (4 if in_int8 else 2))
+    return current_partitioner().shard_map(store, (exchange.tokens,) * 2, specs)(k, v)
+
+
+def shard_frame_keys(keys: FrameKeys, heads: int) -> FrameKeys:
+    """State the sharding of the keys and values [layers B S E] of all blocks, which is that of `frame_keys`."""
+    num_devices = current_partitioner().axis_size(TOKEN_AXES)
+    exchange = Exchange.of((1, num_devices, heads))
+    return jax.tree.map(lambda x: constrain_to(x, PartitionSpec(None, *exchange.heads)), keys)
+
+
+def attention_with_frames(
+    kernel: Callable[..., Any],
+    q: Float[Array, "B L N D"],
+    k: Float[Array, "B L N D"],
+    v: Float[Array, "B L N D"],
+    clip: FrameKeys,
+    *,
+    length: int,
+    frame_tokens: int,
+    bias: Float[Array, ""] | None = None,
+) -> Float[Array, "B L N D"]:
+    """Return the attention of the first `length` tokens to each other, and to the clip's tokens of their frame.
+
+    Args:
+        kernel: Computes attention on one device; returns the result and its log-sum-exps.
+        q: Queries.
+        k: Keys.
+        v: Values.
+        clip: The keys and values of one clip, from `frame_keys`.
+        length: The number of real tokens; further tokens are padding.
+        frame_tokens: The number of tokens of a frame.
+        bias: A number that is added to the scores of the keys of frame 1; None for none.
+    """
+    queries = q.shape[1]
+    q, k, v = (pad_to(x, 1, current_partitioner().axis_size(TOKEN_AXES)) for x in (q, k, v))
+    exchange, padded_length = Exchange.of(q.shape), q.shape[1]
+
+    def attend(q: Array, k: Array, v: Array, clip: FrameKeys, bias: Array | None) -> Array:
+        heads = q.shape[2]
+        q, k, v = (exchange.tokens_to_heads(x)[:, :length] for x in (q, k, v))
+        out = _attend_by_frames(kernel, q, k, v, clip, frame_tokens, bias)
+        return exchange.heads_to_tokens(pad_to(out, 1, padded_length), heads)
+
+    clip_specs = jax.tree.map(lambda _: exchange.heads, clip)
+    specs = (*(exchange.tokens,) * 3, clip_specs, None if bias is None else PartitionSpec())
+    out = current_partitioner().shard_map(attend, specs, exchange.tokens)(q, k, v, clip, bias)
+    return out[:, :queries]
+
+
+def _attend_by_frames(
+    kernel: Callable[..., Any],
+    q: Float[Array, "B L N D"],
+    k: Float[Array, "B L N D"],
+    v: Float[Array, "B L N D"],
+    clip: FrameKeys,
+    frame_tokens: int,
+    bias: Float[Array, ""] | None,
+) -> Float[Array, "B L N D"]:
+    """Compute attention on one device, for some heads and all of their tokens."""
+    batch = len(q)
+
+    def to_frames(x: Array) -> Array:  # the queries of one frame in all videos of the batch share keys
+        by_video = x.reshape(batch, -1, frame_tokens, *x.shape[2:])
+        return jnp.moveaxis(by_video, 1, 0).reshape(-1, batch * frame_tokens, *x.shape[2:])
+
+    def to_tokens(x: Array) -> Array:
+        by_frame = x.reshape(len(x), batch, frame_tokens, *x.shape[2:])
+        return jnp.moveaxis(by_frame, 0, 1).reshape(batch, -1, *x.shape[2:])
+
+    out, lse = _attend_to_video(kernel, q, k, v, frame_tokens, bias)
+    clip_result = kernel(to_frames(q[:, frame_tokens:]), *_clip_frames(clip, frame_tokens, k))
+    later_result = out[:, frame_tokens:], lse[:, frame_tokens:]
+    later_frames, _ = merge_by_log_sum_exp(later_result, (to_tokens(clip_result[0]), to_tokens(clip_result[1])))
+    return jnp.concatenate([out[:, :frame_tokens], later_frames.astype(out.dtype)], axis=1)
+
+
+def _attend_to_video(
+    kernel: Callable[..., Any],
+    q: Float[Array, "B L N D"],
+    k: Float[Array, "B L N D"],
+    v: Float[Array, "B L N D"],
+    frame_tokens: int,
+    bias: Float[Array, ""] | None,
+) -> AttentionResult:
+    """Compute attention to the video's keys, with a bias for the keys of frame 1."""
+    if bias is None:
+        return kernel(q, k, v)
+    frame_1 = slice(frame_tokens, 2 * frame_tokens)
+    out, lse = kernel(q, k[:, frame_1], v[:, frame_1])
+    others = (jnp.concatenate([x[:, :frame_tokens], x[:, 2 * frame_tokens :]], axis=1) for x in (k, v))
+    merged, lse = merge_by_log_sum_exp(kernel(q, *others), (out, lse + bias))
+    return merged.astype(q.dtype), lse
+
+
+def _clip_frames(clip: FrameKeys, frame_tokens: int, like: Float[Array, "B L N D"]) -> list[Array]:
+    """Return the keys and the values of each frame of a clip, [T S N D], with the heads and the dtype of `like`."""
+
+    def split(x: Array, scale: Array | None) -> Array:
+        x = x.reshape(-1, frame_tokens, *like.shape[2:])
+        return x if scale is None else (x.astype(scale.dtype) * scale.reshape(*x.shape[:3], 1)).astype(like.dtype)
+
+    return [split(clip.k, clip.k_scale), split(clip.v, clip.v_scale)]
+
+
+def _round_to_int8(x: Float[Array, "B S N D"]) -> tuple[Int8[Array, "B S E"], Float32[Array, "B S N"]]:
+    """Round to int8 with a scale for each token and head."""
+    x = x.astype(jnp.float32)
+    scale = jnp.maximum(jnp.abs(x).max(axis=-1), jnp.finfo(jnp.float32).tiny) / INT8_MAX
+    return _join_heads(jnp.round(x / scale[..., None]).astype(jnp.int8)), scale
+
+
+def _join_heads(x: Array) -> Array:
+    return x.reshape(*x.shape[:2], -1)

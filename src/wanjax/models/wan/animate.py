@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wan Animate 2's diffusion transformer: a character moves as in a driving clip.
+
+Its weights have the shapes of the image-to-video transformer. Before the steps, the transformer runs once over the
+driving clip, at timestep 1, and the keys and values of every block are kept. In each step, the tokens of latent frame f
+also attend to the clip's tokens of latent frame f - 1. The first latent frame is the character's picture, and attends
+to no token of the clip. The reference is diffusers' models/transformers/transformer_wan_animate_2.py.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from wanjax.dims import readable_signature
+from wanjax.kernels.attention import kernel_with_lse
+from wanjax.kernels.attention.frame_keys import FrameKeys, attention_with_frames, frame_keys, shard_frame_keys
+from wanjax.kernels.rotary_heads import pack_for_all_to_all
+from wanjax.layers.embeddings import Timesteps, broadcast_timesteps
+from wanjax.layers.heads import join_heads, split_heads
+from wanjax.layers.modulation import modulate
+from wanjax.layers.patch import patchify, unpatchify
+from wanjax.layers.placement import on_weights_mesh
+from wanjax.layers.quantized import QuantizedLinear
+from wanjax.layers.residual import NormedTokens, Residual, Tokens, project, project_heads, shared_input
+from wanjax.layers.rope import Rope, rope_3d
+from wanjax.layers.stack import EVERY_BLOCK, BlockCache, scan_blocks, scan_with_results
+from wanjax.models.wan.config import AnimateTransformerConfig
+from wanjax.models.wan.image import ImageBlock, ImageContext, WanImageTransformer
+from wanjax.models.wan.transformer import SelfAttention
+
+SKIPPED_BLOCK = 9  # negative prompts leave out this block, as in the reference
+CLIP_TIMESTEP = 1.0  # the timestep at which the keys and values of a clip are computed
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AnimateContext:
+    """Keys and values of prompts and of the character's picture.
+
+    Attributes:
+        keys: The keys and values.
+        negatives: The number of prompts that are negative; they are the last ones of the batch.
+    """
+
+    keys: ImageContext
+    negatives: int = field(metadata={"static": True})
+
+
+class AnimateSelfAttention(SelfAttention):
+    """Self-attention in which tokens may also attend to a clip's tokens of their frame."""
+
+    @jax.named_scope("self_attention")
+    def __call__(
+        self,
+        inputs: Tokens | NormedTokens,
+        rope: Rope,
+        clip: FrameKeys | None = None,
+        bias: Float[Array, ""] | None = None,
+        *,
+        add_to: Residual | None = None,
+    ) -> tuple[Tokens, FrameKeys | None]:
+        """Return the output and, without `clip`, the keys and values for `clip` of a later call.
+
+        Args:
+            inputs: The tokens.
+            rope: The tables of RoPE.
+            clip: The keys and values of the clip; None for the clip itself.
+            bias: A number that is added to the scores of the keys of frame 1; None for none.
+            add_to: The tokens to which the output is added.
+        """
+        x: Any = shared_input(inputs, self.q, self.k, self.v)
+        q = split_heads(project_heads(self.q, x, self.q_norm, rope), self.heads).astype(self.dtype)  # [B L N D]
+        k = split_heads(project_heads(self.k, x, self.k_norm, rope), self.heads).astype(self.dtype)
+        v = split_heads(pack_for_all_to_all(self.v(x)), self.heads)
+        if clip is None:
+            rounds_to_int8 = isinstance(self.k, QuantizedLinear) and self.k.activations == "int8"
+            keys = frame_keys(k, v, rope.length, in_int8=rounds_to_int8)
+            return project(self.out, self.attend(q, k, v, rope.length), add_to), keys
+        kernel, sizes = kernel_with_lse(q, k, v, self.attention), {"length": rope.length}
+        sizes["frame_tokens"] = rope.length - clip.k.shape[1]  # the clip has one frame less
+        out = attention_with_frames(kernel, q, k, v, clip, bias=bias, **sizes)
+        return project(self.out, join_heads(out), add_to), None
+
+
+class AnimateBlock(ImageBlock):
+    """The image-to-video transformer's block, whose self-attention also sees a clip."""
+
+    self_attention = AnimateSelfAttention
+
+
+@readable_signature
+class WanAnimateTransformer(WanImageTransformer):
+    """Predict the velocity of latents at timesteps t in [0, 1000] for a clip, encoded prompts and a picture [B S E].
+
+    clip = transformer.clip_keys(clip_latents, transformer.context(clip_text, clip_image))
+    velocity = transformer(latents, t, AnimateContext(transformer.context(text, image), 0), clip=clip)
+
+    The channels of `latents` [B T H W C] are the video's latents, then the condition: a mask and the latents of the
+    input frames. The first latent frame is the character's picture. The clip has one latent frame less.
+    """
+
+    config: AnimateTransformerConfig
+    block = AnimateBlock
+
+    def clip_rope(self, grid: tuple[int, int, int]) -> Rope:
+        """Compute the tables of RoPE for the clip's grid of patches."""
+        offsets = [size if offset == -1 else offset for size, offset in zip(grid, self.config.clip_offset, strict=True)]
+        positions = [offset + np.arange(size, dtype=np.float64) for size, offset in zip(grid, offsets, strict=True)]
+        return rope_3d(grid, self.config.rope_channels, positions=positions)
+
+    @on_weights_mesh
+    def clip_keys(self, latents: Float[Array, "B T H W C"], context: ImageContext) -> FrameKeys:
+        """Compute the keys and values of a driving clip in every block: [layers 1 S E].
+
+        Args:
+            latents: The latents of one clip, a mask of ones, and the latents again.
+            context: The result of the method `context` for the clip's prompt and its first frame.
+        """
+        config, grid = self.config, self.grid(latents)
+        rope = self.clip_rope(grid)
+        x = self.patch_embed(patchify(latents.astype(self.dtype), config.patch, config.channels_in))  # [B L E]
+        time = self.time_embed(jnp.full((len(latents),), CLIP_TIMESTEP))[:, None]  # [B 1 E]
+        mod = self.time_proj(jax.nn.silu(time)).reshape(-1, 1, 6, config.width)
+
+        def run(block: AnimateBlock, x: Tokens, context: ImageContext) -> tuple[Tokens, FrameKeys]:
+            return block(x, context, mod, rope)
+
+        _, keys = scan_with_results(self.blocks, run, x, context)
+        return shard_frame_keys(keys, config.heads)
+
+    @on_weights_mesh
+    def __call__(
+        self,
+        latents: Float[Array, "B T H W C"],
+        t: Timesteps,
+        context: AnimateContext,
+        rope: Rope | None = None,
+        *,
+        clip: FrameKeys,
+        bias: Float[Array, ""] | None = None,
+        cache: BlockCache = EVERY_BLOCK,
+    ) -> Float[Array, "B T H W _C"]:
+        """Predict the velocity.
+
+        Args:
+            latents: Noisy latents of the picture's frame and of the video, with their condition.
+            t: Timesteps in [0, 1000].
+            context: The keys and values of the prompts and of the picture.
+            rope: The result of the method `rope`; computed from the latents' grid by default.
+            clip: The result of the method `clip_keys`.
+            bias: A number that is added to the scores of the keys of the video's first frame; None for none.
+            cache: A step cache, which can keep tokens between blocks.
+
+        Raises:
+            WanjaxError: The latents have another number of channels.
+        """
+        config, grid, negatives = self.config, self.grid(latents), context.negatives
+        rope = rope or self.rope(grid)
+        x = self.patch_embed(patchify(latents.astype(self.dtype), config.patch, config.channels_in))  # [B L E]
+        time = self.time_embed(broadcast_timesteps(t, len(latents)))[:, None]  # [B 1 E]
+        mod = self.time_proj(jax.nn.silu(time)).reshape(-1, 1, 6, config.width)
+        skipped = range(SKIPPED_BLOCK, SKIPPED_BLOCK + 1) if negatives and config.layers > SKIPPED_BLOCK else range(0)
+
+        def run(block: AnimateBlock, x: Tokens, context: ImageContext, clip: FrameKeys) -> Tokens:
+            return block(x, context, mod, rope, clip, bias)[0]
+
+        for part in cache.parts(config.layers, *({skipped.start, skipped.stop} if skipped else ())):
+            x = cache.before(part, x)
+            if part != skipped or negatives < len(x):
+                y = scan_blocks(self.blocks, run, x, context.keys, clip, part=part)
+                x = y if part != skipped else jnp.where(_is_negative(len(x), negatives), x, y)
+        x = cache.after(x)
+
+        shift, scale = (time + row for row in jnp.split(self.table[...][None], 2, axis=1))
+        x = self.proj_out(modulate(self.norm_out(x), shift, scale).astype(self.dtype))
+        return unpatchify(x, grid, config.patch)
+
+
+def _is_negative(prompts: int, negatives: int) -> Bool[Array, "B 1 1"]:
+    """Mark the negative prompts of a batch, which are its last ones."""
+    return (jnp.arange(prompts) >= prompts - negatives)[:, None, None]
