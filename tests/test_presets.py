@@ -11,19 +11,28 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.published import Keys, image_encoder_keys, text_encoder_keys, transformer_keys, vae_keys
+from tests.support.published import (
+    Keys,
+    animate_keys,
+    image_encoder_keys,
+    text_encoder_keys,
+    transformer_keys,
+    vae_keys,
+)
 from tests.support.words import naming
 from wanjax.checkpoints import modules
 from wanjax.checkpoints.files import Spec
 from wanjax.checkpoints.network_kinds import network_of
 from wanjax.checkpoints.sources import read_json
 from wanjax.converters import clip, t5, weight_rules
+from wanjax.converters.wan import animate
 from wanjax.converters.wan import diffusers as wan
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import AttentionConfig, SparseLinear
 from wanjax.models.clip import CLIP_VIT_H
 from wanjax.models.t5 import UMT5_XXL
 from wanjax.models.wan.config import (
+    ANIMATE_14B,
     CAUSAL_1_3B,
     FLF2V_14B,
     I2V_14B,
@@ -95,6 +104,9 @@ NETWORKS = {
         wan.transformer_rules(VACE_14B),
         transformer_keys(VACE_14B),
         17_337_592_896,
+    ),
+    "wan2.2-animate-2-14b": Published(
+        ANIMATE_14B, animate.transformer_rules(ANIMATE_14B), animate_keys(ANIMATE_14B), 16_394_878_784
     ),
     "wan2.1-t2v-1.3b-causal": Published(
         CAUSAL_1_3B,
@@ -179,6 +191,21 @@ def test_defaults_of_the_5b():
     assert (defaults.steps, defaults.guidance_scale, defaults.flow_shift) == (50, 5.0, 5.0)
     assert (defaults.guidance_scale_2, defaults.boundary) == (None, None)
     assert defaults.negative_prompt == OFFICIAL_NEGATIVE_PROMPT
+
+
+@pytest.mark.parametrize(("distilled", "steps", "guidance"), [(False, 40, 3.0), (True, 10, 1.0)])
+def test_defaults_of_animations(distilled, steps, guidance):
+    name = "wan2.2-animate-2-14b" + "-distilled" * distilled
+    preset, defaults, model = presets()[name], presets()[name].defaults, outline(name).model
+    assert preset.source == f"Wan-AI/Wan2.2-Animate-2-14B{'-Distilled' * distilled}-Diffusers"
+    assert (defaults.size, defaults.frames, defaults.fps, defaults.overlap) == ((800, 640), 81, 24, 1)
+    assert (defaults.steps, defaults.guidance_scale, defaults.flow_shift) == (steps, guidance, 5.0)
+    assert (model.distilled, model.scheduler, model.spec.required_inputs) == (
+        distilled,
+        parse("dpm++"),
+        ("image", "video"),
+    )
+    assert (defaults.clip_prompt, defaults.resize) == ("人物动作的参考视频", "pad")
 
 
 OF_TWO_EXPERTS = [

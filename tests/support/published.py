@@ -81,6 +81,41 @@ def transformer_keys(config: TransformerConfig) -> Keys:
     return keys
 
 
+ANIMATE_NAMES = {
+    "condition_embedder.text_embedder.linear_1": "text_embedding.0",
+    "condition_embedder.text_embedder.linear_2": "text_embedding.2",
+    "condition_embedder.time_embedder.linear_1": "time_embedding.0",
+    "condition_embedder.time_embedder.linear_2": "time_embedding.2",
+    "condition_embedder.time_proj": "time_projection.1",
+    "condition_embedder.image_embedder.norm1": "img_emb.proj.0",
+    "condition_embedder.image_embedder.ff.net.0.proj": "img_emb.proj.1",
+    "condition_embedder.image_embedder.ff.net.2": "img_emb.proj.3",
+    "condition_embedder.image_embedder.norm2": "img_emb.proj.4",
+    "attn1": "self_attn",
+    "attn2": "cross_attn",
+    "norm2": "norm3",
+    "ffn.net.0.proj": "ffn.0",
+    "ffn.net.2": "ffn.2",
+    "scale_shift_table": "modulation",
+    "proj_out": "head.head",
+}
+"""Parts of names in diffusers' image-to-video class, and in its class of Animate 2, whose shapes are the same."""
+
+
+def animate_keys(config: TransformerConfig) -> Keys:
+    """Return the keys of Animate 2's transformer as diffusers publishes it."""
+
+    def renamed(key: str) -> str:
+        if key == "scale_shift_table":
+            return "head.modulation"
+        for old, new in ANIMATE_NAMES.items():
+            if f".{old}." in f".{key}.":
+                return f".{key}.".replace(f".{old}.", f".{new}.").strip(".")
+        return key
+
+    return {renamed(key): shape for key, shape in transformer_keys(config).items()}
+
+
 def _block(block: str, config: TransformerConfig) -> Keys:
     width, keys = config.width, Keys()
     for attention in (f"{block}.attn1", f"{block}.attn2"):

@@ -11,15 +11,18 @@ from flax import nnx
 
 from wanjax.layers.placement import as_shapes, with_shardings
 from wanjax.models.t5 import T5Config
+from wanjax.models.wan.animate import WanAnimateTransformer
 from wanjax.models.wan.causal import WanCausalTransformer
-from wanjax.models.wan.config import VAE_2_1, CausalTransformerConfig, TransformerConfig
+from wanjax.models.wan.config import VAE_2_1, AnimateTransformerConfig, CausalTransformerConfig, TransformerConfig
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.models.wan.vae import WanVAE
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.pipeline import Pipeline
+from wanjax.pipelines.wan.animate import CharacterAnimation
+from wanjax.pipelines.wan.conditioning import WanConditioning
 from wanjax.pipelines.wan.tasks import CausalTextToVideo, TextToVideo
 from wanjax.registry import presets
-from wanjax.schedulers import Consistency, FlowEuler
+from wanjax.schedulers import Consistency, FlowDPM, FlowEuler
 from wanjax.sharding import SHARDING_RULES, Partitioner, make_mesh, one_device_partitioner
 
 TEXT = T5Config(64, 8, 2, 4, 16, 2, 8, 16, 1e-6, False)
@@ -86,6 +89,33 @@ def causal_pipeline(heads, partitioner, *, chunk_frames=2, window=6, sink=0):
     shapes = CausalTextToVideo(transformer=config, vae=VAE, scheduler=Consistency())
     defaults = presets()["wan2.1-t2v-1.3b-causal"].defaults.updated({"dtype": "float32"})
     return Pipeline(components, shapes, defaults, partitioner)
+
+
+def animate_pipeline(heads, partitioner, layers=2):
+    """Return a pipeline that follows a driving clip, with random weights."""
+    plain = asdict(replace(transformer_config(heads), channels_in=10, layers=layers))
+    config = AnimateTransformerConfig(**plain, image_width=8, image_positions=None, clip_offset=(1, 0, -1))
+    components = Components({"transformer": lambda room: network(partial(WanAnimateTransformer, config), partitioner)})
+    shapes = CharacterAnimation(transformer=config, vae=VAE, scheduler=FlowDPM())
+    defaults = presets()["wan2.2-animate-2-14b"].defaults.updated({"dtype": "float32", "steps": 2})
+    return Pipeline(components, shapes, defaults, partitioner)
+
+
+def animate_conditioning(bias=None):
+    """Return random conditioning of that pipeline, for a video of 5 frames of 12x20 pixels."""
+    random = np.random.default_rng(1)
+    shapes = {
+        "prompt_embeds": (512, 8),
+        "negative_prompt_embeds": (512, 8),
+        "clip_prompt_embeds": (512, 8),
+        "condition": (6, 4, 6, 10),
+        "image_embeds": (5, 8),
+        "clip_latents": (4, 3, 6, 10),
+        "clip_image_embeds": (5, 8),
+    }
+    arrays = {name: jnp.asarray(random.normal(size=(1, *shape)), jnp.float32) for name, shape in shapes.items()}
+    bias = None if bias is None else np.array([bias], np.float32)
+    return WanConditioning(**arrays, first_frame_bias=bias, video_shape=np.array([[5, 12, 20, 1]], np.int32))
 
 
 def small_model(heads, **more):

@@ -41,6 +41,19 @@ TRANSFORMER = {
     "qk_norm": "rms_norm_across_heads",
     "rope_max_seq_len": 1024,
 }
+ANIMATE_TRANSFORMER = {
+    "_class_name": "WanAnimate2Transformer3DModel",
+    "num_layers": 2,
+    "num_heads": 2,
+    "dim": 24,
+    "ffn_dim": 32,
+    "in_dim": 2 * LATENT_CHANNELS + 4,
+    "out_dim": LATENT_CHANNELS,
+    "patch_size": [1, 2, 2],
+    "text_dim": TEXT_WIDTH,
+    "freq_dim": 16,
+    "eps": 1e-6,
+}
 VAE = {
     "_class_name": "AutoencoderKLWan",
     "base_dim": 4,
@@ -227,7 +240,7 @@ HUNYUAN_INDEX = {
 @contextmanager
 def compile_cache(folder: Path) -> Iterator[Path]:
     """Keep compiled programs in the folder, so that each program is compiled once."""
-    before = jax.config.jax_compilation_cache_dir
+    before = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_compilation_cache_dir", str(folder))
     compilation_cache.reset_cache()  # else JAX keeps using the previous folder
     try:
@@ -259,6 +272,25 @@ def tiny_image_checkpoint(folder: Path, *, last: bool = False) -> Path:
     _write_json(folder / "image_processor" / "preprocessor_config.json", IMAGE_PROCESSOR)
     _write_json(folder / "generation_config.json", SMALL)
     return _checkpoint(folder, index, TRANSFORMER | sizes | {"pos_embed_seq_len": 10 if last else None})
+
+
+def tiny_animate_checkpoint(folder: Path, *, layers: int = 2) -> Path:
+    """Write the checkpoint of a model that follows a driving clip; its default videos are small."""
+    tiny_checkpoint(folder)
+    classes = {
+        "transformer": ["diffusers", "WanAnimate2Transformer3DModel"],
+        "image_encoder": ["transformers", CLIP],
+        "image_processor": ["transformers", "CLIPImageProcessor"],
+        "scheduler": ["diffusers", "DPMSolverMultistepScheduler"],
+    }
+    wide = {"hidden_size": 1280, "num_attention_heads": 16}  # as the published tower, whose width no config has
+    _save(folder / "image_encoder", CLIP, IMAGE_ENCODER | wide, "model")
+    _write_json(folder / "image_processor" / "preprocessor_config.json", IMAGE_PROCESSOR)
+    _save(folder / "transformer", "WanAnimate2Transformer3DModel", ANIMATE_TRANSFORMER | {"num_layers": layers})
+    _write_json(folder / "scheduler" / "scheduler_config.json", {**SCHEDULER, "_class_name": classes["scheduler"][1]})
+    _write_json(folder / "model_index.json", INDEX | {"_class_name": "WanAnimate2Pipeline"} | classes)
+    _write_json(folder / "generation_config.json", {**SMALL, "height": 48, "width": 64, "resize": "pad"})
+    return folder
 
 
 def tiny_control_checkpoint(folder: Path) -> Path:

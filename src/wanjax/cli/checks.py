@@ -188,8 +188,9 @@ def _check_seams(ctx: click.Context) -> None:
     the number of windows may come from the metadata."""
     if ctx.info_name == "batch" or ctx.params.get("original_metadata") is not None:
         return
+    has_windows = (ctx.params.get("windows") or 1) > 1 or ctx.params.get("video")  # a driving clip has several
     for name in SEAM_PARAMETERS:
-        if name in ctx.params and on_command_line(name, ctx) and (ctx.params.get("windows") or 1) == 1:
+        if name in ctx.params and on_command_line(name, ctx) and not has_windows:
             raise click.UsageError(
                 f"--{name} joins the windows of a long video: give --windows 2 or more, or leave --{name} out"
             )

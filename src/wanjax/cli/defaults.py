@@ -166,7 +166,7 @@ def find_metadata(ctx: click.Context, parameter: click.Parameter, file: str | No
     record = _load_record(file)
     parameters = [x for x in ctx.command.params if x.name in recorded_parameters() and record.get(x.name) is not None]
     values = {x.name: _checked_value(file, x.name, record[x.name], x) for x in parameters}
-    if record.get("windows", 1) == 1:
+    if record.get("windows", 1) == 1 and not record.get("video"):
         values = {name: value for name, value in values.items() if name not in SEAM_PARAMETERS}
     if is_run_folder(Path(file)):  # the run resumes there
         values["folder"] = file

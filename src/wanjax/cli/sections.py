@@ -14,7 +14,7 @@ SECTIONS = {
         "model size frames seed count requests from",
         "models inputs print-command "
         "deadline price start-time download-rate compile-time prompts seeds rng windows then overlap match "
-        "extend-prompt extend-model negative-prompt height width fps prompt allow-empty-prompt with-prompt",
+        "extend-prompt extend-model negative-prompt clip-prompt height width fps prompt allow-empty-prompt with-prompt",
     ),
     "From what": ("image last-image video", "mask reference strength resize max-picture noise"),
     "What to learn": (

@@ -50,7 +50,7 @@ from wanjax.media.stage_files import LATENTS_FILE, VIDEO_FILE
 from wanjax.pipelines.denoiser import select_modality
 from wanjax.pipelines.guidance import CLASSIFIER_FREE
 from wanjax.pipelines.model import Chunk, check_compatible, conditioning_from, with_scheduler
-from wanjax.pipelines.noise_inputs import checked_noise_inputs
+from wanjax.pipelines.noise_inputs import INITIAL, checked_noise_inputs
 from wanjax.pipelines.observers import Observer, Step, Switch
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.previews.previews import Previews
@@ -329,7 +329,9 @@ class VideoCommand:
         if pipe is None:
             options = with_full_paths(options)
             reloads_networks = (
-                complete_request.settings.get("windows", 1) > 1 or "then" in complete_request.settings
+                complete_request.settings.get("windows", 1) > 1
+                or "then" in complete_request.settings
+                or {"image", "video"} <= complete_request.inputs.keys()  # a character in a driving clip, by segments
             )  # each network is used again
             check_published(request, inherited_settings, options)
             pipe = load_pipeline(
@@ -445,6 +447,8 @@ class VideoCommand:
                 self.folder.rmdir()
 
     def _load_noise(self, file: str, references: int) -> Mapping[str, np.ndarray]:
+        if self.pipe.model.spec.windowing.follows_clip:  # checked segment by segment
+            return {INITIAL: np.asarray(stage_files.load_noise(file, (INITIAL,))[INITIAL])}
         expected_shapes = self.pipe.draws(self.settings, references)
         noise = stage_files.load_noise(file, tuple(expected_shapes))
         try:
@@ -575,9 +579,12 @@ class VideoCommand:
                     self._check_other_steps,
                 )
             )
-        return self.run(
-            *observers, Saving(self, announces=announces) if self.settings.windows == 1 else SavingWindows(self)
-        )
+        return self.run(*observers, SavingWindows(self) if self.in_windows else Saving(self, announces=announces))
+
+    @property
+    def in_windows(self) -> bool:
+        """True if the video is made window by window, each from encoding to decoding."""
+        return self.pipe.model.spec.in_windows(self.settings)
 
     def fit_previews(self) -> None:
         """If previews are requested, fit the projection from latents to colours."""
@@ -629,7 +636,7 @@ class VideoCommand:
 
     def check_room(self) -> None:
         """Raise WanjaxError if the folder of the stages has no room for the latents."""
-        if is_first() and self.run_folder is None and self.settings.windows == 1:
+        if is_first() and self.run_folder is None and not self.in_windows:
             latents = 2 * prod(self.pipe.model.spec.latent_shape(self.settings))  # at least the two bytes of bfloat16
             check_free_space(self.folder, latents, self.folder / LATENTS_FILE)
 
@@ -768,7 +775,9 @@ class SavingWindows(Observer):
         self.video = video
 
     def window(self, window: Window) -> None:
-        position = f"window {window.index + 1} of {window.count}"
+        position, settings = f"window {window.index + 1} of {window.count}", window.settings
+        if settings.size != self.video.settings.size:  # the picture decides
+            position = f"{position}, {settings.width}x{settings.height}"
         self.video.report.note(f"{position}: {window.settings.prompt}")
 
     def joined(self, seam: Seam) -> None:

@@ -39,7 +39,7 @@ from wanjax.pipelines.text.tokenizer import TokenBatch, Truncation
 from wanjax.pipelines.torch_noise import NoiseLayout
 from wanjax.pipelines.validation import FieldShape, check_conditioning
 from wanjax.pipelines.video_shape import encoded_shape
-from wanjax.pipelines.windows import CONTROL, PICTURE, check_windows
+from wanjax.pipelines.windows import CONTROL, PICTURE, Windowing
 from wanjax.schedulers import Scheduler, resolve
 from wanjax.schedulers.base import TRAIN_STEPS, Schedule
 
@@ -191,6 +191,7 @@ class ModelSpec:
         chunk_frames: The number of latent frames in a chunk of a causal model; 0 if a video is denoised as a whole.
         max_frames: The maximum number of frames that the autoencoder can encode or decode.
         fixed_size: The only supported (height, width); None if any size is supported.
+        windowing: How the model makes videos of several windows.
         posteriors: The encoded images or videos whose latents are sampled from the autoencoder's posterior.
         noise_layout: How the reference draws noise, for the setting `rng`.
         extra_modalities: Latents other than the video's, such as a sound's, that are denoised with it, by name; none
@@ -217,6 +218,7 @@ class ModelSpec:
     chunk_frames: int = 0
     max_frames: int | None = None
     fixed_size: tuple[int, int] | None = None
+    windowing: Windowing = field(default_factory=Windowing)
     posteriors: tuple[Posterior, ...] = ()
     noise_layout: NoiseLayout = field(default_factory=NoiseLayout)
     extra_modalities: Mapping[str, ModalitySpec] = field(default_factory=dict[str, ModalitySpec])
@@ -259,7 +261,7 @@ class ModelSpec:
     @property
     def image_with_video(self) -> str | None:
         """How the model combines a first image and a clip, as text; None if it does not accept both together."""
-        if not {"image", "video"} <= set(self.input_names):
+        if not {"image", "video"} <= set(self.input_names) or self.windowing.follows_clip:
             return None
         return "the picture is the first frame and sets the size, and the later frames start from the clip"
 
@@ -269,6 +271,8 @@ class ModelSpec:
 
         None if windows are not supported.
         """
+        if self.windowing.follows_clip:
+            return CONTROL
         if self.is_chunked or set(self.required_inputs) - {PICTURE}:
             return None
         return CONTROL if "mask" in self.input_names else PICTURE if PICTURE in self.input_names else None
@@ -288,6 +292,14 @@ class ModelSpec:
             "long videos, in windows": self.continuation_input is not None,
         }
         return [task for task, supported in is_supported.items() if supported]
+
+    def in_windows(self, settings: Settings) -> bool:
+        """Return True if a video is made window by window, each from encoding to decoding.
+
+        Args:
+            settings: The settings of the video.
+        """
+        return settings.windows > 1 or self.windowing.follows_clip
 
     def complete_settings(self, settings: Mapping[str, object]) -> Mapping[str, object]:
         """Add settings whose defaults depend on other settings.
@@ -315,7 +327,7 @@ class ModelSpec:
         settings.check(spatial=self.size_multiple, temporal=self.vae.temporal_factor)
         self.check_length(settings.frames, settings.model)
         self._check_steps(settings)
-        check_windows(settings, self.continuation_input)
+        self.windowing.check(settings, self.continuation_input)
         check_rule(settings.guidance_rule, settings.guided, settings.steps)
         if self.fixed_size and settings.size != self.fixed_size:
             raise WanjaxError(
@@ -401,6 +413,8 @@ class ModelSpec:
         """
         model = settings.model
         self.check_not_chunked(model, "training")
+        if self.windowing.follows_clip:
+            raise WanjaxError(f"{model} follows a driving clip, which training does not support: use another model")
         if self.extra_modalities:
             modalities = " and ".join(self.extra_modalities)
             raise WanjaxError(

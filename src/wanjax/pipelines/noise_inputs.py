@@ -43,3 +43,11 @@ def checked_noise_inputs(noise: NoiseInput | None, expected: Shapes) -> dict[str
             raise WanjaxError(f"this video uses no noise named {repr_short(name)}: give {' or '.join(expected)}")
         check_noise(array, expected[name], name)
     return {name: np.asarray(array) for name, array in arrays.items()}
+
+
+def noise_of_window(noise: NoiseInput | None, number: int) -> NoiseInput | None:
+    """Select the arrays of one window from arrays whose first axis has an entry for each window."""
+    if noise is None:
+        return None
+    arrays = noise if isinstance(noise, Mapping) else {INITIAL: noise}
+    return {name: np.asarray(array)[number : number + 1] for name, array in arrays.items()}

@@ -92,7 +92,7 @@ from wanjax.pipelines.validation import (
 )
 from wanjax.pipelines.video_metadata import devices_of, make_metadata, paths_or_array
 from wanjax.pipelines.video_shape import encoded_shape
-from wanjax.pipelines.windows import CONTROL, check_single_window
+from wanjax.pipelines.windows import check_single_window
 from wanjax.schedulers import Scheduler, name_of
 from wanjax.sharding import Partitioner, one_device_partitioner
 
@@ -321,7 +321,8 @@ class Pipeline(metaclass=OtherNamesMeta):
         if noise is not None:  # checked before the prompts are encoded, which may take long
             if len(all_settings) != 1:
                 raise WanjaxError(f"noise is for one video, got {len(all_settings)} videos: make one per call")
-            checked_noise_inputs(noise, self.draws(settings, len(pictures.picture_list("references"))))
+            if not self.model.spec.windowing.follows_clip:  # else it is checked window by window
+                checked_noise_inputs(noise, self.draws(settings, len(pictures.picture_list("references"))))
         check_tiling(tiling, self.model.vae)
         sources = {name: paths_or_array(keywords.get(name), array) for name, array in pictures.items()}
         options: dict[str, Any] = {"tiling": tiling, "batch_guidance": batch_guidance}
@@ -369,7 +370,9 @@ class Pipeline(metaclass=OtherNamesMeta):
             del sources[REFERENCES.name]
         video_settings = self.settings(**settings)
         check_inputs(sources, video_settings.model, spec.task, spec.inputs)
-        pictures = read_pictures(sources, spec.inputs, frames=self._clip_frames(video_settings), fps=video_settings.fps)
+        frames = self._clip_frames(video_settings, settings)
+        pictures = read_pictures(sources, spec.inputs, frames=frames, fps=video_settings.fps)
+        pictures = spec.windowing.at_rate(pictures, sources, video_settings)
         spec.check_pictures(pictures, video_settings)
         if {"image", "video"} <= pictures.keys() and (explanation := spec.image_with_video):
             message = f"a picture and a clip are given together: {explanation}"
@@ -384,12 +387,13 @@ class Pipeline(metaclass=OtherNamesMeta):
         self.check_memory(video_settings)
         return pictures, video_settings
 
-    def _clip_frames(self, settings: Settings) -> int:
+    def _clip_frames(self, settings: Settings, keywords: Mapping[str, Any]) -> int:
         """Count the used frames of a clip.
 
         All windows use a control clip; only the first window uses any other clip.
         """
-        return settings.length if self.model.spec.continuation_input == CONTROL else settings.frames
+        spec, is_limited = self.model.spec, keywords.get("windows") is not None
+        return spec.windowing.clip_frames(settings, spec.continuation_input, is_limited=is_limited)
 
     def check_memory(self, settings: Settings) -> None:
         """Raise WanjaxError if a video cannot fit into the devices' memory. A pipeline that only traces does not check.
@@ -411,11 +415,14 @@ class Pipeline(metaclass=OtherNamesMeta):
         self, pictures: Pictures, settings: Settings, keywords: Mapping[str, Any]
     ) -> dict[str, int]:
         """Derive height, width and frames from the pictures, unless the caller's keywords set them."""
+        if (windowing := self.model.spec.windowing).follows_clip:
+            is_limited = keywords.get("windows") is not None
+            return {**windowing.video_shape(pictures, settings, is_limited=is_limited)}
         shape: dict[str, int] = {}
         sets_area_only = keywords.get("size") == resolution_name(settings.size)
         if pictures.first is not None and (sets_area_only or not keywords.keys() & {"size", "height", "width"}):
             shape |= dict(zip(("height", "width"), self.model.size_for(pictures.first.shape, settings), strict=True))
-        needed_frames = self._clip_frames(settings)
+        needed_frames = self._clip_frames(settings, keywords)
         if (clip := pictures.clip("video")) is not None and (count := len(clip)) < needed_frames:
             if keywords.get("frames") or needed_frames > settings.frames:
                 problem = f"the video has {pluralize(count, 'frame')}, but {needed_frames} are needed"

@@ -31,7 +31,7 @@ from wanjax.pipelines.components import Components
 from wanjax.pipelines.denoiser import join, select_modality
 from wanjax.pipelines.frames import AnyLatents, Call, Decoded, Frames, chunk_count
 from wanjax.pipelines.model import Conditioning, Field, VideoModel
-from wanjax.pipelines.noise_inputs import NoiseInput
+from wanjax.pipelines.noise_inputs import NoiseInput, noise_of_window
 from wanjax.pipelines.observers import Observer, Observers, not_finite_advice
 from wanjax.pipelines.previews.latent_preview import LatentPreview
 from wanjax.pipelines.request import PreparedRequest
@@ -39,7 +39,7 @@ from wanjax.pipelines.runtime import Runtime
 from wanjax.pipelines.sampling import sample
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.video_shape import add_shape
-from wanjax.pipelines.windows import Seam, join_window, window_pictures, windows_of
+from wanjax.pipelines.windows import Seam, windows_of
 from wanjax.sharding import Partitioner
 
 
@@ -93,7 +93,7 @@ class Run:
         if not self.requests:
             return
         settings = self.requests[0].settings
-        if settings.windows > 1:
+        if self.model.spec.in_windows(settings):
             text_conditioning: dict[str, Conditioning] = {}
             for request in self.requests:
                 yield request, self._window_frames(request.settings, text_conditioning)
@@ -134,7 +134,10 @@ class Run:
         """Encode each prompt once, and the shared images and clips; return the conditioning of each prompt."""
         with self.stage("encode"), self.runtime.strategy.stage("encode"):
             text_conditioning = self._encode_texts()
-            picture_conditioning = self._encode_pictures(self.pictures, self.requests[0].settings)
+            settings, spec = self.requests[0].settings, self.model.spec
+            window = spec.windowing.windows(settings, self.pictures)[0]
+            pictures = spec.windowing.pictures(window, settings, self.pictures, None, spec.continuation_input)
+            picture_conditioning = self._encode_pictures(pictures, window.settings)
         conditioning = {prompt: text._replace(**picture_conditioning) for prompt, text in text_conditioning.items()}
         for prompt_conditioning in conditioning.values():
             self.observers.notify("encoded", prompt_conditioning)
@@ -157,28 +160,27 @@ class Run:
 
     def _window_frames(self, settings: Settings, text_conditioning: dict[str, Conditioning]) -> Iterator[Clip]:
         """Yield the new frames of each window of a video. The first window encodes the prompts of all windows."""
-        strategy, previous_frames = self.runtime.strategy, None
-        for window in windows_of(settings):
+        strategy, spec, carried = self.runtime.strategy, self.model.spec, None
+        for window in spec.windowing.windows(settings, self.pictures):
             self.observers.notify("window", window)
             window_settings = window.settings
-            pictures = window_pictures(window, self.pictures, previous_frames, self.model.spec.continuation_input)
+            pictures = spec.windowing.pictures(window, settings, self.pictures, carried, spec.continuation_input)
             with self.stage("encode"), strategy.stage("encode"):
                 text_conditioning.update({} if text_conditioning else self._encode_texts())
                 conditioning = text_conditioning[window_settings.prompt]._replace(
                     **self._encode_pictures(pictures, window_settings)
                 )
             with self.stage("denoise"):
-                latent_chunks = list(self.latents(conditioning, window_settings, [window_settings.seed]))
+                noise = self.noise if window.count == 1 else noise_of_window(self.noise, window.index)
+                latent_chunks = list(self.latents(conditioning, window_settings, [window_settings.seed], noise))
             with self.stage("decode"):
-                chunks = self.frames(latent_chunks, seed=window_settings.seed)
-                chunks = [strategy.read(x, np.zeros(x.shape, np.uint8)) for x in chunks]
+                chunks = self.frames(latent_chunks, spec.windowing.dtype, seed=window_settings.seed)
+                chunks = [strategy.read(x, np.zeros(x.shape, x.dtype)) for x in chunks]
             frames = np.concatenate(chunks)
-            if previous_frames is not None:
-                new_frames, drift = join_window(previous_frames, frames, settings.match)
+            frames, carried, drift = spec.windowing.finish(window, settings, self.pictures, frames, carried)
+            if drift is not None:
                 self.observers.notify("joined", Seam(window.index, drift))
-                frames = np.concatenate([previous_frames, new_frames])
-            yield frames[0 if previous_frames is None else len(previous_frames) :]
-            previous_frames = frames[-window_settings.overlap :]
+            yield frames
 
     def decode_stage(self, request: PreparedRequest) -> AbstractContextManager[None]:
         """Return the context manager of the decode stage, in which the caller uses a video's frames.
@@ -188,15 +190,22 @@ class Run:
         Args:
             request: The request for the video.
         """
-        return nullcontext() if request.settings.windows > 1 else self.stage("decode")
+        return nullcontext() if self.model.spec.in_windows(request.settings) else self.stage("decode")
 
-    def latents(self, conditioning: Conditioning, settings: Settings, seeds: Sequence[int]) -> Iterator[AnyLatents]:
+    def latents(
+        self,
+        conditioning: Conditioning,
+        settings: Settings,
+        seeds: Sequence[int],
+        noise: NoiseInput | None = None,
+    ) -> Iterator[AnyLatents]:
         """Yield the latents of a batch of videos, one per seed, each chunk as soon as it is denoised.
 
         Args:
             conditioning: The output of `encode`.
             settings: The settings of the video.
             seeds: The seed of each video.
+            noise: Random arrays to use instead of the seed's; None uses those of the run.
         """
         return sample(
             self.runtime,
@@ -204,7 +213,7 @@ class Run:
             conditioning,
             settings,
             seeds,
-            noise=self.noise,
+            noise=self.noise if noise is None else noise,
             batch_guidance=self.batch_guidance,
             observers=self.observers,
             latent_preview=self.pipe.latent_preview,

@@ -223,6 +223,9 @@ class Settings:
     negative_prompt: str = setting(
         "What the video should not show.", group="text", metavar="TEXT", aliases=("negative", "n_prompt")
     )
+    clip_prompt: str | None = setting(
+        "What a driving clip shows, for models that follow one.", default=None, group="text", metavar="TEXT"
+    )
     height: int = setting("Height in pixels.", group="shape", metavar="N", maximum=MAX_SIDE)
     width: int = setting("Width in pixels.", group="shape", metavar="N", maximum=MAX_SIDE)
     frames: int = setting(

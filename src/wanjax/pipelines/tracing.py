@@ -186,7 +186,7 @@ def _check_peak(settings: Settings, trace: Trace) -> None:
 def needed_pictures(pipe: LoadedPipeline, settings: Settings) -> Pictures:
     """Create blank images and clips in the video's size for all inputs that the model requires."""
     image = np.zeros((*settings.size, 3), np.uint8)
-    clip = np.stack([image] * settings.frames)
+    clip = np.broadcast_to(image, (settings.length, *image.shape))
     blank = {"image": image, "images": (image,), "clip": clip, "mask": clip}
     return Pictures(**{spec.name: blank[spec.kind] for spec in pipe.model.spec.inputs if spec.required})
 

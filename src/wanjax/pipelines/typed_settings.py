@@ -12,6 +12,7 @@ class SettingsKeywords(TypedDict, total=False):
     """The settings of a call. None is the model's default. `size` is (height, width), a text or a name."""
 
     size: tuple[int, int] | str | None
+    clip_prompt: str | None
     height: int | None
     width: int | None
     frames: int | None

@@ -56,7 +56,7 @@ def add_shape(
     if not fields or VIDEO_SHAPE_TENSOR not in conditioning_type._fields:
         return fields
     shape = VideoShape(settings.frames, *settings.size, len(pictures.picture_list("references")))
-    return {**fields, VIDEO_SHAPE_TENSOR: np.array([shape], np.int32)}
+    return {VIDEO_SHAPE_TENSOR: np.array([shape], np.int32), **fields}
 
 
 def encoded_shape(conditioning: Any) -> VideoShape | None:

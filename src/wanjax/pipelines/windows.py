@@ -14,11 +14,12 @@ image. The autoencoder's loss shows as a faint jump of the whole frame at each s
 several frames.
 """
 
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Shaped, UInt8
 
 from wanjax.errors import SettingError
 from wanjax.figures import pluralize
@@ -29,6 +30,7 @@ from wanjax.pipelines.settings import MATCH_COLOUR, SEED_BITS, Settings
 PICTURE, CONTROL = "image", "video"  # the input that receives the last frames of the previous window
 GREY = 127  # the colour of unknown frames
 FADING = 4  # the number of frames over which the jump at a seam fades
+MAX_WINDOWS = 1000
 MAX_JUMP = 16.0  # in pixel values from 0 to 255; much larger differences are motion, which is not faded
 
 
@@ -54,6 +56,59 @@ class Window(NamedTuple):
     @property
     def is_last(self) -> bool:
         return self.index + 1 == self.count
+
+
+@dataclass(frozen=True)
+class Windowing:
+    """How a model makes long videos. By default, windows share frames, and the jump at a seam is faded.
+
+    A family overrides the methods if its windows follow a clip.
+    """
+
+    follows_clip: ClassVar[bool] = False
+    """True if the clip `video` decides the number of windows, and the frames of each."""
+    dtype: ClassVar[Any] = np.uint8
+    """The type of decoded frames."""
+
+    def check(self, settings: Settings, continuation_input: str | None) -> None:
+        """Raise WanjaxError if the model cannot make these windows."""
+        check_windows(settings, continuation_input)
+
+    def clip_frames(self, settings: Settings, continuation_input: str | None, *, is_limited: bool) -> int:
+        """Count the frames of a clip that a video uses; `is_limited` if the user gives the number of windows."""
+        return settings.length if continuation_input == CONTROL else settings.frames
+
+    def at_rate(self, pictures: Pictures, sources: Mapping[str, Any], settings: Settings) -> Pictures:
+        """Repeat frames of a clip that is slower than the video, if windows follow the clip."""
+        return pictures
+
+    def video_shape(self, pictures: Pictures, settings: Settings, *, is_limited: bool) -> Mapping[str, int]:
+        """Return the settings that follow from the clip, if windows follow a clip."""
+        return {}
+
+    def windows(self, settings: Settings, pictures: Pictures) -> list[Window]:
+        """Return the windows of a video."""
+        return windows_of(settings)
+
+    def pictures(
+        self, window: Window, settings: Settings, pictures: Pictures, carried: Any, continuation_input: str | None
+    ) -> Pictures:
+        """Select the pictures of a window; `carried` is the second result of `finish` for the previous window."""
+        return window_pictures(window, pictures, carried, continuation_input)
+
+    def finish(
+        self,
+        window: Window,
+        settings: Settings,
+        pictures: Pictures,
+        frames: Shaped[np.ndarray, "_T _H _W 3"],
+        carried: Any,
+    ) -> tuple[Clip, Any, Drift | None]:
+        """Return the new frames of a window, the frames that the next window starts from, and the drift of colours."""
+        if carried is None:
+            return frames, frames[-settings.overlap :], None
+        new_frames, drift = join_window(carried, frames, settings.match)
+        return new_frames, np.concatenate([carried, new_frames])[-settings.overlap :], drift
 
 
 def windows_of(settings: Settings) -> list[Window]:

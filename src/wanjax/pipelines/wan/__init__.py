@@ -7,12 +7,12 @@ from wanjax.pipelines.caching.cache_tables import FILE
 from wanjax.pipelines.family import Family
 from wanjax.pipelines.image_processor import ImageProcessor
 from wanjax.pipelines.text.tokenizer import Tokenizer
+from wanjax.pipelines.wan.checkpoints import ANIMATE_PIPELINE, CAUSAL_PIPELINES, model_of
 from wanjax.pipelines.wan.layouts import LAYOUT
 from wanjax.pipelines.wan.networks import NETWORKS
 from wanjax.pipelines.wan.presets import DISTILLATIONS, PRESETS, default_settings
 from wanjax.pipelines.wan.programs import TEXT_LENGTH
 from wanjax.pipelines.wan.recognise import UNSUPPORTED, find_autoencoder
-from wanjax.pipelines.wan.tasks import CAUSAL_PIPELINES, model_of
 
 FAMILY = Family(
     name="Wan",
@@ -23,6 +23,7 @@ FAMILY = Family(
         "WanFunInpaintPipeline",
         "WanVACEPipeline",
         "WanDMDPipeline",
+        ANIMATE_PIPELINE,
         *CAUSAL_PIPELINES,
     ),
     read_model=model_of,

@@ -22,6 +22,9 @@ class WanConditioning(NamedTuple):
     video's latents; only its numbers of channels and frames may differ from theirs. `image_embeds` are features of
     images. `video_latents` are the clean latents of the video from which denoising starts. `video_shape` is the
     `VideoShape` of the video for which the images were encoded.
+
+    Of a driving clip, `clip_prompt_embeds` are the features of its prompt, `clip_image_embeds` those of its first
+    frame, and `clip_latents` its latents. `first_frame_bias` is added to the scores of the first frame's keys.
     """
 
     prompt_embeds: Float[Array, "B S E"]
@@ -30,6 +33,10 @@ class WanConditioning(NamedTuple):
     image_embeds: Float[Array, "1 _S _E"] | None = None
     video_latents: Float[Array, "1 _C _T _H _W"] | None = None
     video_shape: Int[Array | np.ndarray, "_B 4"] | None = None
+    clip_prompt_embeds: Float[Array, "_B _S _E"] | None = None
+    clip_image_embeds: Float[Array, "1 _S _E"] | None = None
+    clip_latents: Float[Array, "1 _C _T _H _W"] | None = None
+    first_frame_bias: Float[Array | np.ndarray, "1"] | None = None
 
 
 def unit_range(picture: Picture, settings: Settings) -> Float[np.ndarray, "_H _W 3"]:

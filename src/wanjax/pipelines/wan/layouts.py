@@ -27,15 +27,17 @@ from wanjax.checkpoints.layout import (
 from wanjax.checkpoints.readers import open_tensors
 from wanjax.checkpoints.sources import Source, Storage, check_small_files, read_json
 from wanjax.converters.configs import read_config
+from wanjax.converters.wan import animate
+from wanjax.converters.wan.animate import TRANSFORMER_CLASS as ANIMATE_CLASS
 from wanjax.converters.wan.diffusers import transformer_config
 from wanjax.errors import WanjaxError
-from wanjax.models.wan.config import TransformerConfig
+from wanjax.models.wan.config import ANIMATE_14B, TransformerConfig
 from wanjax.pipelines.distillation import find_distillation, model_name_in
 from wanjax.pipelines.family import Preset
 from wanjax.pipelines.text.gguf_tokenizer import write_tokenizer
 from wanjax.pipelines.wan import recognise
-from wanjax.pipelines.wan.presets import DISTILLATIONS, FUN, find_fallback, find_published
-from wanjax.pipelines.wan.tasks import CAUSAL_PIPELINES
+from wanjax.pipelines.wan.checkpoints import ANIMATE_PIPELINE, CAUSAL_PIPELINES
+from wanjax.pipelines.wan.presets import ANIMATIONS, DISTILLATIONS, FUN, find_fallback, find_published
 from wanjax.schedulers import UNIPC_SHIFT
 from wanjax.stores.paths import missing_file
 
@@ -74,6 +76,15 @@ UNSUPPORTED_INPUTS = {  # the extra inputs of models that other people derived f
     r"\bphantom\b": "the reference pictures of Phantom",
 }
 ANIMATE = re.compile(r"\banimate-?2\b")  # Animate's tensors have the same shapes as an image-to-video model's
+DISTILLED_ANIMATE = re.compile(r"\bdistill(?:ed|ation)?\b")
+EULER_CONFIG: dict[str, Any] = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 5.0}
+DPM_CONFIG: dict[str, Any] = {
+    "_class_name": "DPMSolverMultistepScheduler",
+    UNIPC_SHIFT: 5.0,
+    "prediction_type": "flow_prediction",
+    "use_flow_sigmas": True,
+}
+"""The schedulers of Animate 2's distilled weights and of its other weights, as diffusers has them."""
 CLASSES = {
     "scheduler": ("diffusers", "UniPCMultistepScheduler"),
     "text_encoder": ("transformers", "UMT5EncoderModel"),
@@ -197,10 +208,12 @@ def _source(
 ) -> Source:
     """Return a checkpoint of Wan's networks; `options` are further arguments of `make_source`."""
     model_name, recognised_transformer = model_name_in(name_hint), find("transformer")
-    if ANIMATE.search(model_name):
-        raise WanjaxError(f"{storage.name} is Wan Animate 2 by its name; supported models are {recognise.SUPPORTED}")
     if recognised_transformer is None:
         raise needs_transformer(storage.name, (), "Wan")
+    is_animate = recognised_transformer.json["_class_name"] == ANIMATE_CLASS
+    if is_animate or ANIMATE.search(model_name):
+        transformer = recognised_transformer if is_animate else recognise.as_animate(recognised_transformer)
+        return _animate_source(storage, transformer, find, name_hint, **options)
     transformer, config = recognised_transformer.json, _config(recognised_transformer.json)
     notes = [
         f"{storage.name} is loaded as a model of its shape, and {inputs} are not supported"
@@ -224,6 +237,31 @@ def _source(
         # other people publish a transformer alone, or in the authors' layout
         fallback_repo=fallback_repo.source if fallback_repo else origin,
         notes=notes,
+        **options,
+    )
+
+
+def _animate_source(
+    storage: Storage,
+    transformer: RecognisedComponent,
+    find: Callable[[str], RecognisedComponent | None],
+    name_hint: str,
+    **options: Any,
+) -> Source:
+    """Return a checkpoint of Wan Animate 2. Its name tells whether its weights were distilled."""
+    config = read_config("the transformer's config.json", transformer.json, animate.transformer_config)
+    is_distilled = DISTILLED_ANIMATE.search(model_name_in(name_hint)) is not None
+    published = ANIMATIONS[is_distilled]
+    classes = CLASSES | IMAGE_CLASSES | {"transformer": ("diffusers", ANIMATE_CLASS)}
+    scheduler = EULER_CONFIG if is_distilled else DPM_CONFIG
+    return make_source(
+        storage,
+        model_index(ANIMATE_PIPELINE, classes | {"scheduler": ("diffusers", scheduler["_class_name"])}),
+        lambda component: transformer if component == "transformer" else find(component),
+        configs={"scheduler": scheduler},
+        origin=published.source if config == ANIMATE_14B else storage.name,
+        name_hint=name_hint,
+        fallback_repo=published.source if find_fallback(config, False, "") else storage.name,
         **options,
     )
 

@@ -11,6 +11,7 @@ from wanjax.kernels.attention import SparseLinear
 from wanjax.models.clip import CLIP_VIT_H
 from wanjax.models.t5 import UMT5_XXL
 from wanjax.models.wan.config import (
+    ANIMATE_14B,
     CAUSAL_1_3B,
     FLF2V_14B,
     I2V_14B,
@@ -29,9 +30,10 @@ from wanjax.models.wan.config import (
 from wanjax.pipelines.distillation import Distillation
 from wanjax.pipelines.family import UNSTATED_LICENCE, Preset, TrainingDomain, best_match, with_checkpoint_settings
 from wanjax.pipelines.settings import Settings
+from wanjax.pipelines.wan.animate import CharacterAnimation
+from wanjax.pipelines.wan.checkpoints import THREE_STEPS
 from wanjax.pipelines.wan.model import WanModel
 from wanjax.pipelines.wan.tasks import (
-    THREE_STEPS,
     CausalTextToVideo,
     ControlledVideo,
     FirstAndLastFrameToVideo,
@@ -44,7 +46,7 @@ from wanjax.pipelines.wan.tasks import (
     TextToVideo,
     as_class,
 )
-from wanjax.schedulers import RCM, Consistency, FlowEuler, Scheduler, shift_of
+from wanjax.schedulers import RCM, Consistency, FlowDPM, FlowEuler, Scheduler, shift_of
 
 NANO = Path(str(files("wanjax") / "nano"))
 OFFICIAL_NEGATIVE_PROMPT = (
@@ -56,6 +58,11 @@ SHAKING, CUTTING = (
     "镜头晃动，",
     "镜头切换，",
 )  # the Chinese for "camera shake" and "scene cut"
+ANIMATE_NEGATIVE_PROMPT = (
+    "过曝，静态，细节模糊不清，字幕，静止，整体发灰，最差质量，低质量，JPEG压缩残留，丑陋的，残缺的，多余的手指，画得不好的手部，"
+    "画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，静止不动的画面，三条腿"
+)
+CLIP_PROMPT = "人物动作的参考视频"  # "a reference video of a person's movements"
 DEFAULTS = Settings(
     model="",
     prompt="",
@@ -85,6 +92,7 @@ VACE_SMALL = replace(VACE, transformer=VACE_1_3B)
 T2V_EXPERTS = replace(T2V, experts=True)
 I2V_EXPERTS = as_class(ImageToVideo, T2V_EXPERTS, transformer=I2V_A14B)
 TI2V = as_class(FirstFrameToVideo, T2V, transformer=TI2V_5B, vae=VAE_2_2)
+ANIMATE = as_class(CharacterAnimation, I2V, transformer=ANIMATE_14B, image_encoder=CLIP_VIT_H, scheduler=FlowDPM())
 OVERLAP = 5  # our choice: consecutive windows of a controlled video share 5 frames (two latent frames)
 HD: dict[str, Any] = {"height": 720, "width": 1280}
 SD: dict[str, Any] = {"height": 480, "width": 832}
@@ -286,6 +294,40 @@ PUBLISHED = (
         width=1280,
         frames=121,
         fps=24,
+    ),
+)
+
+
+def _animate_preset(name: str, source: str, about: str, distilled: bool, **settings: Any) -> Preset:
+    """Create the preset of a checkpoint of Wan Animate 2.
+
+    Settings follow modular_pipelines/wan_animate_2 of diffusers; the negative prompt is that of the authors' code.
+    """
+    model, parameters = replace(ANIMATE, distilled=distilled), 16_394_878_784
+    area: dict[str, Any] = {"height": 800, "width": 640, "fps": 24, "resize": "pad"}
+    prompts: dict[str, Any] = {"clip_prompt": CLIP_PROMPT, "negative_prompt": ANIMATE_NEGATIVE_PROMPT}
+    preset = _official_preset(
+        name, source, about, model, parameters, sizes=((720, 1280),), **area, **prompts, **settings
+    )
+    return replace(preset, words=("distill(?:ed|ation)?",) if distilled else ())
+
+
+ANIMATIONS = (
+    _animate_preset(
+        "wan2.2-animate-2-14b",
+        "Wan2.2-Animate-2-14B-Diffusers",
+        "a picture of a character and a driving clip to video",
+        distilled=False,
+        steps=40,
+        guidance_scale=3.0,
+    ),
+    _animate_preset(
+        "wan2.2-animate-2-14b-distilled",
+        "Wan2.2-Animate-2-14B-Distilled-Diffusers",
+        "a picture of a character and a driving clip to video, in 10 steps",
+        distilled=True,
+        steps=10,
+        guidance_scale=1.0,
     ),
 )
 
@@ -592,6 +634,7 @@ PRESETS = (
         domain=_nano_domain(),
     ),
     *PUBLISHED,
+    *ANIMATIONS,
     *FUN,
     CAUSAL,
     *FOUR_STEPS,
@@ -609,7 +652,7 @@ def find_published(
 
     The name and the flow shift select one of several models with the same shapes.
     """
-    presets = (*PUBLISHED, *FUN, CAUSAL, *DISTILLED, *SPARSE_LINEAR)
+    presets = (*PUBLISHED, *ANIMATIONS, *FUN, CAUSAL, *DISTILLED, *SPARSE_LINEAR)
     same_shape = [preset for preset in presets if _transformer_config(preset) == (transformer, experts)]
     return best_match(same_shape, name_hint, DISTILLATIONS, shift)
 
@@ -627,7 +670,7 @@ def find_fallback(transformer: TransformerConfig, experts: bool, name_hint: str)
 
     compatible = [
         preset
-        for preset in (*PUBLISHED, CAUSAL)
+        for preset in (*PUBLISHED, *ANIMATIONS, CAUSAL)
         if input_widths(_transformer_config(preset)[0]) == input_widths(dense_config)
     ]
     same_config = [preset for preset in compatible if _transformer_config(preset)[0] == dense_config]
@@ -670,6 +713,8 @@ def _distillation_settings(scheduler: Scheduler) -> dict[str, Any]:
 def _similar_settings(model: WanModel, source: Source) -> Settings:
     """Return the settings of the published model with the same shapes, or else with the same task and experts."""
     kind, experts = type(model), model.experts
+    if isinstance(model, CharacterAnimation):  # both checkpoints have the same shapes and the same shift
+        return ANIMATIONS[model.distilled].defaults
     shift = shift_of(source["scheduler"].config())
     match = find_published(model.transformer, experts, source.name_hint, shift)
     if (kind, experts) == (ImageToVideo, False):

@@ -4,6 +4,8 @@
 Files for ComfyUI prefix every name and may hold several components.
 """
 
+import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,7 +23,7 @@ from wanjax.checkpoints.torch_file import GENERATORS
 from wanjax.checkpoints.unsupported import UnsupportedModels, find_unsupported
 from wanjax.converters import t5
 from wanjax.converters.name_map import NameMap
-from wanjax.converters.wan import original
+from wanjax.converters.wan import animate, original
 from wanjax.errors import WanjaxError
 from wanjax.models.wan.config import VAEConfig
 
@@ -62,7 +64,8 @@ UNSUPPORTED: UnsupportedModels = {  # by tensor names in the publishers' code, o
 UNSUPPORTED_CHANNELS = {20: "SCAIL", 32: "Wan Fun Control with a camera", 48: "Wan Fun Control", 52: "Wan Fun Control"}
 """Unsupported models with Wan 2.1's latents, by the number of input channels of their patch embedding."""
 LATENT_CHANNELS, MASK_CHANNELS = 16, 4  # the number of channels of Wan 2.1's latents, and of a mask
-SUPPORTED = "Wan's text to video, image to video, first and last frame, Fun InP and VACE"
+SUPPORTED = "Wan's text to video, image to video, first and last frame, Fun InP, VACE and Animate 2"
+ANIMATE_BLOCK = re.compile(r"(?<=blocks\.)(\d+)\.block\.")  # the names of blocks in the authors' files of Animate 2
 TOKENIZER_KEYS = ("spiece_model",)  # tokenizers that are stored with a text encoder's weights
 
 
@@ -72,6 +75,8 @@ def components(reader: Reader) -> dict[str, RecognisedComponent]:
         name: component(name, component_reader)
         for name, component_reader in split_components(reader, IDENTIFYING_KEYS, PREFIXES).items()
     }
+    if "transformer" in recognised and is_animate(reader):
+        recognised["transformer"] = as_animate(recognised["transformer"])
     if "transformer" in recognised and any(key.startswith(EMA_PREFIX) for key in reader.specs):
         recognised["transformer"].json["_class_name"] = "CausalWanTransformer3DModel"
     return recognised
@@ -94,6 +99,24 @@ def find_autoencoder(reader: Reader, vae: VAEConfig) -> RecognisedComponent | No
     return recognised._replace(json=recognised.json | statistics)
 
 
+def is_animate(reader: Reader) -> bool:
+    """Tell by its header, or by an additional level of names, whether a file holds the transformer of Animate 2.
+
+    The shapes and the other names are those of image to video.
+    """
+    try:
+        config = json.loads(getattr(reader, "metadata", {}).get("config", "{}"))
+        model_type = config["transformer"]["model_type"]
+    except (ValueError, LookupError, TypeError):
+        model_type = None
+    return model_type == "animate2" or any(map(ANIMATE_BLOCK.search, reader.specs))
+
+
+def as_animate(transformer: RecognisedComponent) -> RecognisedComponent:
+    """Return an image-to-video transformer as the transformer of Animate 2, which has the same tensors."""
+    return transformer._replace(json=animate.transformer_json(transformer.json))
+
+
 def is_generator(reader: Reader) -> bool:
     """Tell whether a file comes from a distillation run and holds the run's generator without EMA weights."""
     return any(key.startswith("generator.") for key in reader.specs) and not any(
@@ -110,6 +133,7 @@ def component(name: str, reader: Reader, config: Mapping[str, Any] | None = None
     authors_names = has_authors_names(name, reader, IDENTIFYING_KEYS[name], "Wan")
     match name:
         case "transformer":
+            reader = RenamedReader(reader, lambda key: ANIMATE_BLOCK.sub(r"\1.", key))
             names, reader = original.TRANSFORMER, unflatten_patches(reader, "patch_embedding.weight", PATCH_SIZE)
             _check_supported(reader, names.to_diffusers if authors_names else names.to_authors)
             json = original.transformer_json(_authors_specs(reader, names, authors_names), config)

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportIncompatibleMethodOverride=true, reportIncompatibleVariableOverride=true
-"""Wan's models: one class for each task, which defines the input images and clips and how they are encoded.
-
-`model_of` reads the class of a checkpoint from its configs.
-"""
+"""Wan's models: one class for each task, which defines the input images and clips and how they are encoded."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -14,8 +11,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from wanjax.checkpoints.network_kinds import network as network_in
-from wanjax.checkpoints.sources import Source
 from wanjax.errors import WanjaxError
 from wanjax.execution import ArrayOrShape
 from wanjax.layers.flops import attention_flops
@@ -27,9 +22,6 @@ from wanjax.models.wan.config import (
     CausalTransformerConfig,
     ControlTransformerConfig,
     ImageTransformerConfig,
-    ResidualVAEConfig,
-    TransformerConfig,
-    VAEConfig,
     forward_flops,
 )
 from wanjax.pipelines.denoiser import Denoiser, LatentArray, ModelInputs, Preparation
@@ -46,20 +38,8 @@ from wanjax.pipelines.wan.denoisers import (
     FirstFrameConditionedDenoiser,
     FirstFrameDenoiser,
 )
-from wanjax.pipelines.wan.model import EXPERTS, WanModel
-from wanjax.pipelines.wan.networks import NETWORKS
+from wanjax.pipelines.wan.model import WanModel
 from wanjax.pipelines.wan.programs import TEXT_LENGTH, control_condition, encode_images, known_condition, resize
-from wanjax.schedulers import Consistency, from_config
-
-CAUSAL_PIPELINES = (
-    "WanCausalDMDPipeline",
-    "CausalForcingPipeline",
-    "WanCausalForcingPipeline",
-)
-THREE_STEPS = Consistency(timesteps=(1000.0, 757.0, 522.0))
-"""The scheduler of FastWan and similar distilled models. The scheduler_config.json of such a model is still the base
-model's.
-"""
 
 
 class TextToVideo(WanModel):
@@ -358,71 +338,3 @@ def as_class(kind: type[WanModel], model: WanModel, **changes: Any) -> WanModel:
         changes: Fields with new values.
     """
     return kind(**{field.name: getattr(model, field.name) for field in fields(model)} | changes)
-
-
-def model_of(source: Source, encoders: bool = False) -> WanModel:
-    """Read a model from a checkpoint's configs.
-
-    Args:
-        source: The checkpoint.
-        encoders: Whether to read the configs of the encoders too.
-
-    Raises:
-        WanjaxError: The configs contradict each other.
-    """
-
-    def config(component: str) -> Any:
-        return network_in(source, component, NETWORKS).config
-
-    def encoder(component: str) -> Any:
-        return config(component) if encoders and component in source.components else None
-
-    transformer, vae, kind = config("transformer"), config("vae"), source.index.get("_class_name")
-    has_experts = EXPERTS[1] in source.components
-    if has_experts and config(EXPERTS[1]) != transformer:
-        raise WanjaxError(
-            f"the two transformers of {source.name} differ in their config.json: both experts need the same config"
-        )
-    return _model_class(source.index, transformer, vae)(
-        text_encoder=encoder("text_encoder"),
-        transformer=transformer,
-        vae=vae,
-        image_encoder=encoder("image_encoder"),
-        experts=has_experts,
-        scheduler=THREE_STEPS if kind == "WanDMDPipeline" else from_config(source["scheduler"].config()),
-    )
-
-
-def _model_class(index: Mapping[str, Any], transformer: TransformerConfig, vae: VAEConfig) -> type[WanModel]:
-    """Find the class of a checkpoint from its model_index.json and its networks' configs.
-
-    Raises WanjaxError if these contradict each other.
-    """
-    channels, has_base_config = transformer.channels_in, type(transformer) is TransformerConfig
-    without_condition = channels == vae.latent_channels
-    with_condition = channels == 2 * vae.latent_channels + vae.temporal_factor
-    has_residual_vae = isinstance(vae, ResidualVAEConfig)
-    if index.get("expand_timesteps") and without_condition and has_base_config:
-        return FirstFrameToVideo
-    if isinstance(transformer, CausalTransformerConfig) and without_condition:
-        return CausalTextToVideo
-    match index.get("_class_name"):
-        case "WanDMDPipeline" if without_condition and has_residual_vae:
-            return FirstFrameToVideo
-        case "WanPipeline" | "WanDMDPipeline" if without_condition and has_base_config:
-            return TextToVideo
-        case "WanImageToVideoPipeline" if with_condition and has_base_config:
-            return ImageToVideo
-        case "WanImageToVideoPipeline" if with_condition and isinstance(transformer, ImageTransformerConfig):
-            return ImageToVideoWithEncoder if transformer.image_positions is None else FirstAndLastFrameToVideo
-        case "WanFunInpaintPipeline" if with_condition and isinstance(transformer, ImageTransformerConfig):
-            return InpaintingWithEncoder
-        case "WanFunInpaintPipeline" if with_condition and has_base_config:
-            return FirstFrameInpainting if has_residual_vae else Inpainting
-        case "WanVACEPipeline" if without_condition and isinstance(transformer, ControlTransformerConfig):
-            return ControlledVideo
-        case name:
-            raise WanjaxError(
-                f"the checkpoint's configs contradict each other: a {name} whose VAE has {vae.latent_channels} "
-                f"channels cannot have a {type(transformer).__name__} with {channels}"
-            )

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command and the library make a character move as in a driving clip, by a tiny checkpoint."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import wanjax as library
+from tests.support.commands import refused, succeeded, wanjax
+from tests.support.tiny import tiny_animate_checkpoint
+from tests.support.words import says
+from wanjax.checkpoints.files import save_safetensors
+from wanjax.media.pictures import read_clip
+from wanjax.media.video import Video
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Return a folder with a tiny checkpoint, a picture and a clip of 13 frames."""
+    folder, random = tmp_path_factory.mktemp("animate"), np.random.default_rng(0)
+    Image.fromarray(random.integers(0, 256, (80, 60, 3), dtype=np.uint8)).save(folder / "character.png")
+    Video(random.integers(0, 256, (13, 40, 60, 3), dtype=np.uint8), 24, {}).save(folder / "driving.mp4")
+    tiny_animate_checkpoint(folder / "model")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def of(folder: Path, *more: str | Path) -> tuple[str | Path, ...]:
+    """Return the arguments of a video."""
+    inputs = ("--image", folder / "character.png", "--video", folder / "driving.mp4")
+    return ("a woman", "--model", folder / "model", *inputs, "--dtype", "float32", "--seed", "1", *more)
+
+
+def test_a_video_is_as_long_as_the_clip_and_has_the_picture_s_proportions(folder, tmp_path):
+    result = succeeded(wanjax(*of(folder, "--out", tmp_path / "whole.mp4")))
+    assert says(result.output, "window 2 of 2 48x64")
+    whole = read_clip(tmp_path / "whole.mp4", 100, 24)
+    assert whole.shape == (13, 64, 48, 3)
+    succeeded(wanjax(*of(folder, "--windows", "1", "--out", tmp_path / "first.mp4")))
+    first = read_clip(tmp_path / "first.mp4", 100, 24)
+    assert len(first) == 9
+    assert np.abs(first.astype(int) - whole[:9]).mean() < 2  # the mp4 is lossy
+    record = json.loads(succeeded(wanjax("info", tmp_path / "whole.mp4", "--json")).output)
+    assert (record["windows"], record["frames"], record["width"], record["clip_prompt"]) == (
+        2,
+        9,
+        64,
+        "人物动作的参考视频",
+    )
+    succeeded(wanjax("generate", "--from", tmp_path / "whole.mp4", "--out", tmp_path / "again.mp4"))
+    np.testing.assert_array_equal(read_clip(tmp_path / "again.mp4", 100, 24), whole)
+
+
+def test_the_library_makes_the_same_frames_and_the_clip_s_prompt_counts(folder):
+    pipe = library.load(folder / "model", dtype="float32")
+    inputs = {"image": folder / "character.png", "video": folder / "driving.mp4", "seed": 1}
+    video, other = pipe("a woman", **inputs), pipe("a woman", **inputs, clip_prompt="a man dances")
+    assert video.frames.shape == (13, 64, 48, 3)
+    assert (video.frames != other.frames).any()
+    noise = np.zeros((2, 4, 4, 8, 6), np.float32)
+    assert (pipe("a woman", **inputs, noise=noise).frames != video.frames).any()
+    embeddings = pipe.encode("a woman", **inputs, windows=1)
+    latents = pipe.denoise(embeddings, seed=1)
+    assert latents.shape == (1, 4, 3, 8, 6)
+    np.testing.assert_array_equal(pipe.decode(latents), video.frames[:9])  # the picture leaves no bars here
+
+
+def test_noise_of_a_file_has_a_row_for_each_segment(folder, tmp_path):
+    save_safetensors(tmp_path / "noise.safetensors", {"noise": np.zeros((2, 4, 4, 8, 6), np.float32)})
+    arguments = of(folder, "--noise", tmp_path / "noise.safetensors", "--out", tmp_path / "noise.mp4")
+    assert wanjax(*arguments).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--last-image", "character.png"), "character animation last image"),
+        (("--mask", "driving.mp4"), "character animation mask"),
+        (("--strength", "0.5"), "strength"),
+        (("--resize", "crop"), "pads crop resize"),
+        (("--overlap", "3"), "overlap 3 1 5"),
+    ],
+)
+def test_what_a_character_is_not_made_of(folder, arguments, words):
+    changed = [folder / x if "." in x and x[0] not in "-0" else x for x in arguments]
+    assert says(refused(*of(folder, *changed)), words)
+
+
+def test_a_driving_clip_is_required(folder):
+    message = refused("a woman", "--model", folder / "model", "--image", folder / "character.png")
+    assert says(message, "driving clip --video")

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Videos that follow a driving clip: segments, sizes, attention by frames, eight devices, and int8."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.support.devices import on_eight_devices
+from tests.support.words import naming
+from wanjax.errors import WanjaxError
+from wanjax.kernels.attention import kernel_with_lse
+from wanjax.kernels.attention.frame_keys import attention_with_frames, frame_keys
+from wanjax.media.pictures import Pictures, read_pictures
+from wanjax.media.video import Video
+from wanjax.pipelines.wan.animate import CHARACTER, DRIVING_VIDEO
+from wanjax.pipelines.wan.letterbox import BILINEAR, content_box, letterbox, video_size, visible_box
+from wanjax.pipelines.wan.segments import ClipSegments, segments
+from wanjax.registry import presets
+
+SETTINGS = presets()["wan2.2-animate-2-14b"].defaults
+WINDOWING = ClipSegments(16)
+
+
+def of(follow: str, frames: int = 81, overlap: int = 1, windows: int = 1000) -> Any:
+    return replace(SETTINGS, follow=follow, frames=frames, overlap=overlap, windows=windows)
+
+
+@pytest.mark.parametrize("overlap", [1, 5])
+@pytest.mark.parametrize("count", [41, 80, 81, 82, 85, 161, 162, 240])
+def test_diffusers_segments_are_full(count, overlap):
+    """The clip is padded by its last frames in reverse, the last one twice."""
+    step = 81 - overlap
+    padding = -(count - overlap) % step
+    padded = [*range(count), *range(count - padding, count)[::-1]]
+    numbers = segments(count, of("diffusers", overlap=overlap))
+    assert len(numbers) == (len(padded) - overlap) / step
+    for k, segment in enumerate(numbers):
+        np.testing.assert_array_equal(segment, padded[k * step : k * step + 81])
+
+
+def test_the_authors_last_segment_is_shorter():
+    """It adds at least 28 frames, and a multiple of four; frames turn round without a repeated one."""
+    lengths = {count: [len(x) for x in segments(count, of("official"))] for count in (81, 82, 109, 110, 141, 240)}
+    assert lengths == {
+        81: [81], 82: [81, 29], 109: [81, 33], 110: [81, 33], 141: [81, 65], 240: [81, 81, 81],
+    }  # fmt: skip
+    np.testing.assert_array_equal(segments(82, of("official"))[1][:4], [80, 81, 80, 79])
+
+
+def test_a_short_clip_plays_to_and_fro():
+    np.testing.assert_array_equal(segments(3, of("diffusers", frames=9))[0], [0, 1, 2, 2, 1, 0, 0, 1, 2])
+    np.testing.assert_array_equal(segments(3, of("official", frames=9))[0], [0, 1, 2, 1, 0, 1, 2, 1, 0])
+    assert segments(1, of("official", frames=9))[0].tolist() == [0] * 9
+
+
+def test_windows_limit_the_segments_and_cut_the_video():
+    settings = of("diffusers", frames=9, windows=2)
+    clip = np.zeros((30, 20, 30, 3), np.uint8)
+    pictures = Pictures(image=np.zeros((64, 64, 3), np.uint8), video=clip)
+    assert WINDOWING.clip_frames(settings, None, is_limited=True) == 17
+    windows = WINDOWING.windows(settings, pictures)
+    assert [(x.count, x.settings.frames, x.settings.seed) for x in windows] == [(2, 9, 42), (2, 9, 43)]
+    assert windows[0].settings.size == (704, 704)  # of the area 640x800
+    carried: Any = None
+    lengths = []
+    for window in windows:
+        decoded = np.ones((9, 704, 704, 3), np.float32)
+        frames, carried, _ = WINDOWING.finish(window, settings, pictures, decoded, carried)
+        lengths.append(len(frames))
+    assert lengths == [9, 8]
+    assert len(carried) == 1
+
+
+@pytest.mark.parametrize(
+    ("picture", "area", "follow", "size", "visible_width"),
+    [
+        ((200, 120), 64 * 64, "diffusers", (80, 48), 46),
+        ((200, 120), 64 * 64, "official", (80, 48), 48),
+        ((1000, 800), 800 * 640, "diffusers", (784, 640), 632),  # whose proportions are those of 992x800
+        ((1000, 800), 800 * 640, "official", (800, 640), 640),
+    ],
+)
+def test_the_area_takes_the_picture_s_proportions(picture, area, follow, size, visible_width):
+    assert video_size(picture, area, 16, follow) == size
+    assert visible_box(picture, size, 16, follow).width == visible_width
+
+
+def test_a_picture_keeps_its_proportions_on_black():
+    picture = np.full((30, 10, 3), 255, np.uint8)
+    assert content_box((30, 10), (48, 48)) == (0, 16, 48, 16)
+    frame = letterbox(picture, (48, 48), BILINEAR)
+    assert (frame[:, 16:32] == 255).all()
+    assert frame.sum() == 48 * 16 * 3 * 255
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"resize": "crop"}, "pads crop resize pad"),
+        ({"overlap": 3}, "overlap 3 1 5"),
+        ({"match": "colour"}, "match colour leave out"),
+        ({"frames": 5, "overlap": 5}, "segments 5 frames overlap"),
+    ],
+)
+def test_settings_that_no_segment_has(changes, words):
+    with pytest.raises(WanjaxError, match=naming(words)):
+        WINDOWING.check(replace(SETTINGS, **changes), "video")
+
+
+def test_a_picture_without_a_second_side_is_refused():
+    with pytest.raises(WanjaxError, match=naming("picture 9000x3 size")):
+        video_size((3, 9000), 640 * 800, 16, "official")
+
+
+@pytest.mark.parametrize(("rate", "count"), [(12, 24), (24, 12), (48, 6)])
+def test_a_slower_clip_repeats_frames(tmp_path, rate, count):
+    """The nearest frame is taken; the reader has already left out frames of a faster clip."""
+    clip = np.stack([np.full((16, 16, 3), 20 * number, np.uint8) for number in range(12)])
+    file = tmp_path / "clip.mp4"
+    Video(clip, rate, {}).save(file)
+    sources = {"video": file, "image": clip[0]}
+    pictures = read_pictures(sources, (CHARACTER, DRIVING_VIDEO), frames=100, fps=24)
+    resampled = WINDOWING.at_rate(pictures, sources, SETTINGS)["video"]
+    assert len(resampled) == count
+    if rate == 12:
+        numbers = np.clip(np.round(np.arange(24) / 24 * 12), 0, 11)
+        np.testing.assert_allclose(resampled[:, 8, 8, 0], 20 * numbers, atol=6)
+
+
+def operands() -> list[Any]:
+    """Return queries, keys and values of two videos of 4 frames, and keys and values of a clip of 3, of 5 tokens."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    shapes = [(2, 20, 3, 8)] * 3 + [(1, 15, 3, 8)] * 2
+    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+
+
+@pytest.mark.parametrize("bias", [None, -1.3])
+def test_attention_by_frames_is_one_softmax(bias):
+    """The scores of all frames of the clip but one are left out, and those of frame 1 are biased."""
+    q, k, v, clip_k, clip_v = operands()
+    all_k, all_v = (jnp.concatenate([x, jnp.repeat(y, 2, axis=0)], axis=1) for x, y in ((k, clip_k), (v, clip_v)))
+    scores = np.asarray(jnp.einsum("BLND,BSND->BNLS", q, all_k, precision="highest"), np.float64) * 8**-0.5
+    query_frame, key_frame = np.arange(20) // 5, np.append(np.arange(20) // 5, np.arange(15) // 5 + 1)
+    is_clip = np.arange(35) >= 20
+    scores[..., ~is_clip & (key_frame == 1)] += bias or 0
+    scores[..., is_clip[None] & (key_frame[None] != query_frame[:, None])] = -np.inf
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    expected = np.einsum(
+        "BNLS,BSND->BLND", weights / weights.sum(axis=-1, keepdims=True), np.asarray(all_v, np.float64)
+    )
+    answer = attention_with_frames(
+        kernel_with_lse(q, k, v), q, k, v, frame_keys(clip_k, clip_v, 15, in_int8=False), length=20, frame_tokens=5,
+        bias=None if bias is None else jnp.float32(bias),
+    )  # fmt: skip
+    np.testing.assert_allclose(answer, expected, atol=2e-6)
+
+
+def test_keys_and_values_in_int8_have_a_scale_for_each_token_and_head():
+    q, k, v, clip_k, clip_v = operands()
+    clip_k = clip_k.at[0, 0, 0].mul(100)  # of which only one token and head becomes coarser
+    stored = frame_keys(clip_k, clip_v, 15, in_int8=True)
+    assert (stored.k.dtype, stored.k.shape, stored.k_scale.shape) == (jnp.int8, (1, 15, 24), (1, 15, 3))
+    scale = np.asarray(stored.k_scale)[..., None]
+    values = np.asarray(stored.k).reshape(1, 15, 3, 8) * scale
+    assert (np.abs(values - np.asarray(clip_k)) <= scale * 0.5001).all()
+    options: dict[str, Any] = {"length": 20, "frame_tokens": 5}
+    plain, coarse = (
+        attention_with_frames(kernel_with_lse(q, k, v), q, k, v, frame_keys(clip_k, clip_v, 15, in_int8=x), **options)
+        for x in (False, True)
+    )
+    error = float(jnp.linalg.norm(plain - coarse) / jnp.linalg.norm(plain))
+    print(f"relative error {error:.1e}")
+    assert 1e-5 < error < 5e-3
+
+
+EIGHT = """
+import sys
+import numpy as np
+from tests.support.small_wan import animate_conditioning, animate_pipeline, partitioner
+
+def latents(axes, rules="fsdp"):
+    pipe = animate_pipeline(3, partitioner(axes, rules), layers=10)
+    return np.asarray(pipe.denoise(animate_conditioning(-1.3), steps=2, guidance_scale=3.0, seed=1))
+
+whole = latents(None)
+for axes, rules in [((1, 1, 8), "fsdp"), ((2, 2, 2), "fsdp"), ((1, 2, 4), "tp")]:
+    print(axes, rules, np.linalg.norm(latents(axes, rules) - whole) / np.linalg.norm(whole))
+"""
+
+
+def test_eight_devices_are_one():
+    lines = on_eight_devices(EIGHT).splitlines()
+    assert len(lines) == 3
+    assert all(float(line.split()[-1]) < 1e-5 for line in lines), lines
