@@ -98,7 +98,7 @@ def _module_changes(
     reader: MappedFile, name: str, module: Module, scales: LoraScales, tensors: Mapping[str, Any]
 ) -> Iterator[tuple[str, LoraChange]]:
     """Yield (tensor's name, change) for each change of a module."""
-    keys_by_role = {role: part.key for (role, leaf), part in module.items() if leaf == WEIGHT}
+    keys_by_role = {role: part.key for (role, suffix), part in module.items() if suffix == WEIGHT}
     magnitude_keys = [keys_by_role[role] for role in (ROW_MAGNITUDE, "magnitude") if role in keys_by_role]
     if len(magnitude_keys) > 1:
         raise duplicate_error(reader.path, *magnitude_keys)
@@ -129,11 +129,11 @@ def _module_changes(
         magnitude_key = None
     if magnitude_key is not None:
         raise WanjaxError(f"{reader.path} holds {magnitude_key} without its factors: give a complete file")
-    for (role, leaf), part in module.items():
+    for (role, suffix), part in module.items():
         if role == "scaled diff":
-            yield name + leaf, LoraChange(DIFF, {"diff": part.key}, scale)
-        elif role == "value" or (role == "diff" and leaf != WEIGHT):
-            yield name + leaf, LoraChange(DIFF, {"diff": part.key}, replaces=role == "value")
+            yield name + suffix, LoraChange(DIFF, {"diff": part.key}, scale)
+        elif role == "value" or (role == "diff" and suffix != WEIGHT):
+            yield name + suffix, LoraChange(DIFF, {"diff": part.key}, replaces=role == "value")
 
 
 def _group_by_module(
