@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ComfyUI's schedule "simple" and the solvers along it, against its rule in float64."""
+"""ComfyUI's schedules and the solvers along them, against their rules in float64."""
 
 from itertools import pairwise
 
@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import stats
 
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
@@ -28,6 +29,53 @@ def rule(steps, shift):
     """Return the noise levels by the rule, with the last level, which is 0."""
     table = [shift * (t / 1000) / (1 + (shift - 1) * (t / 1000)) for t in range(1, 1001)]
     return np.array([table[-(1 + int(k * (1000 / steps)))] for k in range(steps)] + [0.0])
+
+
+BETA_ENTRIES = {  # counted from the start of the table, from 0
+    4: [999, 823, 500, 176],
+    6: [999, 908, 724, 500, 275, 91],
+    8: [999, 942, 823, 670, 500, 329, 176, 57],
+}
+
+
+def shifted(t, shift):
+    return shift * t / (1 + (shift - 1) * t)
+
+
+def other_rule(name, steps, shift):
+    """Return the noise levels of another schedule by its rule, with the last level, which is 0."""
+    table = [shifted(t / 1000, shift) for t in range(1, 1001)]
+    if name == "comfy-beta":
+        quantiles = [1 - k / steps for k in range(steps)]
+        return np.array([table[int(np.rint(999 * stats.beta.ppf(q, 0.6, 0.6)))] for q in quantiles] + [0.0])
+    intervals = steps if name == "comfy-sgm-uniform" else max(1, steps - 1)
+    times = [1 + (table[0] - 1) * k / intervals for k in range(steps)]
+    return np.array([shifted(t, shift) for t in times] + [0.0])
+
+
+@pytest.mark.parametrize("steps", BETA_ENTRIES)
+def test_levels_of_beta_are_entries_of_the_table(steps):
+    schedule = FlowEuler().schedule(steps, shift=1.0, sigmas="comfy-beta")
+    np.testing.assert_allclose(schedule.sigmas[:-1], [(1 + k) / 1000 for k in BETA_ENTRIES[steps]], rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["comfy-normal", "comfy-sgm-uniform", "comfy-beta"])
+def test_levels_of_other_schedules_follow_their_rules(name):
+    for steps in (*range(1, 41), 50, 77, 100, 120):
+        for shift in (1.0, 5.0, 12.0):
+            expected = other_rule(name, steps, shift)
+            schedule = FlowEuler().schedule(steps, shift=shift, sigmas=name)
+            np.testing.assert_allclose(schedule.sigmas, expected, rtol=2e-6)
+            np.testing.assert_allclose(schedule.timesteps, 1000 * expected[:-1], rtol=2e-6)
+    for solver in FLOWS:
+        schedule = solver.schedule(20, shift=5.0, sigmas=name)
+        np.testing.assert_allclose(schedule.sigmas, other_rule(name, 20, 5.0), rtol=2e-6)
+        np.testing.assert_array_equal(solver.schedule(20, shift=5.0, sigmas=name, skip=8).sigmas, schedule.sigmas[8:])
+
+
+def test_two_steps_at_one_level_are_refused():
+    with pytest.raises(WanjaxError, match=naming("comfy-beta 149 150 steps fewer")):
+        FlowEuler().schedule(150, shift=5.0, sigmas="comfy-beta")
 
 
 @pytest.mark.parametrize("shift", [1.0, 5.0, 8.0])

@@ -276,6 +276,25 @@ def test_a_guidance_rule_of_one_expert_is_one_sentence():
     assert "has another guidance rule than node" in sentence(two_samplers(model=["Z", 0]))
 
 
+@pytest.mark.parametrize(
+    ("schedule", "sigmas"),
+    [
+        *(
+            ("simple", "comfy"),
+            ("normal", "comfy-normal"),
+            ("sgm_uniform", "comfy-sgm-uniform"),
+            ("beta", "comfy-beta"),
+        ),
+        *(("karras", None), ("ddim_uniform", None), (["48", 0], None)),
+    ],
+)
+def test_the_schedule_is_that_of_the_workflow_or_a_note(schedule, sigmas):
+    workflow = request_of(edited(T2V, n3__scheduler=schedule))
+    assert workflow.settings["sigmas"] == (sigmas or "comfy")
+    notes = [note for note in workflow.notes if "noise levels here are those of the schedule simple" in note]
+    assert len(notes) == (sigmas is None)
+
+
 def test_the_noise_of_lcm_is_a_note():
     notes = request_of(edited(T2V, n3__sampler_name="lcm")).notes
     assert any("its later noise differs" in note for note in notes)

@@ -40,7 +40,10 @@ SEED_RANGE = re.compile(r"\s*(\d{1,20})(?:\.\.(\d{1,20}))?\s*", re.ASCII)  # a s
 WIDTH_BY_HEIGHT = re.compile(r"\s*(\d{1,6})\s*[x×*]\s*(\d{1,6})\s*", re.IGNORECASE)  # in pixels
 SIZE_NAME = re.compile(r"\d{1,6}p|portrait|square")
 REFERENCE_IMPLEMENTATIONS = ("official", "diffusers")
-SIGMA_SCHEDULES = (*REFERENCE_IMPLEMENTATIONS, COMFY := "comfy")
+COMFY = "comfy"
+COMFY_SCHEDULES = {"simple": COMFY, "normal": "comfy-normal", "sgm_uniform": "comfy-sgm-uniform", "beta": "comfy-beta"}
+"""The values of `sigmas` for schedules of ComfyUI, by their names there."""
+SIGMA_SCHEDULES = (*REFERENCE_IMPLEMENTATIONS, *COMFY_SCHEDULES.values())
 RNGS = ("jax", TORCH := "torch")  # generators of noise
 MATCHES = ("none", MATCH_COLOUR := "colour")  # what a window matches to the previous one
 RANDOM_SEED = -1  # a seed of -1 means: draw a seed at random
@@ -302,8 +305,8 @@ class Settings:
         default="official", group="denoising", choices=REFERENCE_IMPLEMENTATIONS,
     )  # fmt: skip
     sigmas: str | None = setting(
-        "Implementation to match in the noise levels only; comfy is ComfyUI's schedule simple.  [default: the value of "
-        "--follow]",
+        "Implementation to match in the noise levels only; comfy is ComfyUI's schedule simple, comfy-NAME its schedule "
+        "NAME.  [default: the value of --follow]",
         default=None, group="denoising", choices=SIGMA_SCHEDULES,
     )  # fmt: skip
     cache: "CacheRule" = setting(  # noqa: RUF009

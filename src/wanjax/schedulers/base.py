@@ -13,6 +13,7 @@ every step of every schedule. A stochastic solver keeps its random keys in the s
 threefry2x32, whatever JAX's default generator is, and in the dtype of x.
 """
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
@@ -28,8 +29,11 @@ from wanjax.figures import pluralize
 TRAIN_STEPS = 1000  # a flow's timestep is σ · 1000
 Prediction = Literal["velocity", "v", "epsilon", "x0"]
 Reference = Literal["official", "diffusers"]  # the code to match: the authors' or diffusers'
-SigmaSchedule = Literal["official", "diffusers", "comfy"]  # the noise levels of flows; comfy: ComfyUI's "simple"
-COMFY = "comfy"
+SigmaSchedule = Literal[
+    "official", "diffusers", "comfy", "comfy-normal", "comfy-sgm-uniform", "comfy-beta"
+]  # the noise levels of flows; comfy: ComfyUI's schedule "simple"
+COMFY = "comfy"  # the start of the names of ComfyUI's schedules
+BETA = 0.6  # both parameters of the distribution of ComfyUI's schedule "beta"
 AnyArray = np.ndarray | Array  # a NumPy array until it is passed to a program
 Index = int | Int[Array, ""]
 Sample = Float[Array, "..."]
@@ -164,10 +168,12 @@ class Flow(Scheduler):
     def _levels(self, steps: int, shift: float, sigma_schedule: str) -> tuple[np.ndarray, np.ndarray]:
         """Return timesteps and noise levels, without the last level, which is 0.
 
-        By default the levels are evenly spaced, or levels of ComfyUI's table.
+        By default the levels are evenly spaced, or those of a schedule of ComfyUI.
         """
         all_levels = (
-            table_levels(steps, shift) if sigma_schedule == COMFY else even_levels(steps, shift, sigma_schedule)
+            comfy_levels(steps, shift, sigma_schedule)
+            if sigma_schedule.startswith(COMFY)
+            else even_levels(steps, shift, sigma_schedule)
         )
         levels = all_levels.astype(np.float32)
         return levels * TRAIN_STEPS, levels
@@ -198,15 +204,57 @@ def even_levels(steps: int, shift: float, sigma_schedule: str) -> np.ndarray:
     return shift_sigmas(levels, shift)
 
 
-def table_levels(steps: int, shift: float) -> np.ndarray:
-    """Return the noise levels of ComfyUI's schedule "simple" in falling order, without the last level, which is 0.
+def comfy_levels(steps: int, shift: float, sigma_schedule: str) -> np.ndarray:
+    """Return the noise levels of a schedule of ComfyUI in falling order, without the last level, which is 0.
 
-    The levels are entries of the table of the thousand shifted levels 1/1000 ... 1, counted from its end. The entries
-    are as far apart as the number of steps allows, rounded down.
+    ComfyUI has a table of the thousand shifted levels 1/1000 ... 1.
+
+    - "simple" takes entries from the table's end, as far apart as the number of steps allows, rounded down.
+    - "beta" takes the entries at quantiles of a beta distribution, evenly spaced from 1 (2407.12173).
+    - "normal" shifts levels that fall evenly from 1 to the table's first entry, which is shifted already.
+    - "sgm_uniform" shifts the same range with one level more, and leaves out the last one.
+
+    Raises WanjaxError if two steps of "beta" have the same level.
     """
     table = shift_sigmas(np.arange(1, TRAIN_STEPS + 1) / TRAIN_STEPS, shift)
-    spacing = TRAIN_STEPS / steps  # rounded to a float first, as in ComfyUI: of 38 steps, step 19 takes entry -500
-    return np.array([table[-1 - int(step * spacing)] for step in range(steps)])
+    match sigma_schedule:
+        case "comfy-normal":
+            return shift_sigmas(np.linspace(1, table[0], steps), shift)
+        case "comfy-sgm-uniform":
+            return shift_sigmas(np.linspace(1, table[0], steps + 1)[:-1], shift)
+        case "comfy-beta":
+            entries = _beta_entries(steps)
+            if (count := len(np.unique(entries))) < steps:
+                raise WanjaxError(
+                    f"sigmas comfy-beta has only {count} different noise levels for {steps} steps: use fewer steps"
+                )
+            return table[entries]
+        case _:
+            spacing = (
+                TRAIN_STEPS / steps
+            )  # rounded to a float first, as in ComfyUI: of 38 steps, step 19 has entry -500
+            return np.array([table[-1 - int(step * spacing)] for step in range(steps)])
+
+
+def _beta_entries(steps: int) -> np.ndarray:
+    """Return the entries of a table of a thousand levels that are nearest to the quantiles 1, 1 - 1/steps, ... of a
+    symmetric beta distribution."""
+    middles = (np.arange(TRAIN_STEPS - 1) + 0.5) / (TRAIN_STEPS - 1)  # between neighbouring entries
+    quantiles = 1 - np.arange(steps) / steps
+    return np.searchsorted(_beta_cdf(middles), quantiles + 1e-12, side="right")  # in the middle: the upper entry
+
+
+def _beta_cdf(x: np.ndarray) -> np.ndarray:
+    """Compute the distribution function of the symmetric beta distribution with both parameters `BETA`.
+
+    The density is x^(a-1) (1-x)^(a-1) / B. Up to the middle, the binomial series of its second factor is integrated.
+    """
+    n = np.arange(64)  # below 1/2, the terms fall at least as powers of 1/2
+    factors = np.cumprod(np.append(1, (n[1:] - BETA) / n[1:]))
+    near = np.minimum(x, 1 - x)[:, None]
+    total = math.gamma(BETA) ** 2 / math.gamma(2 * BETA)
+    areas = (factors * near ** (n + BETA) / (n + BETA)).sum(1) / total
+    return np.where(x <= 0.5, areas, 1 - areas)
 
 
 def check_steps(steps: int, skip: int) -> None:

@@ -38,7 +38,7 @@ class FlowDPM(ExponentialIntegrator):
         return evaluate_expansion(schedule.coefficients[index], x, m, state), m
 
     def _levels(self, steps: int, shift: float, sigma_schedule: str) -> tuple[np.ndarray, np.ndarray]:
-        if sigma_schedule == COMFY:
+        if sigma_schedule.startswith(COMFY):
             return super()._levels(steps, shift, sigma_schedule)
         highest = 1.0 if sigma_schedule == "official" else 1 - 1 / TRAIN_STEPS
         levels = shift_sigmas(np.linspace(highest, 0, steps + 1)[:-1], shift)

@@ -102,7 +102,7 @@ class UniPC(ExponentialIntegrator):
         if sigma_schedule == "official":
             highest = float(np.float32(0.999))  # float32 as in the official code; some timesteps depend on the rounding
             levels = shift_sigmas(np.linspace(highest, 0, steps + 1)[:-1], shift)
-        elif sigma_schedule == COMFY:
+        elif sigma_schedule.startswith(COMFY):
             timesteps, levels = super()._levels(steps, shift, sigma_schedule)
             return timesteps, np.minimum(levels, 1 - 1e-6)  # at pure noise λ would be infinite
         else:

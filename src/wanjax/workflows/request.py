@@ -10,7 +10,7 @@ from wanjax.checkpoints.lora_keys import HIGH, LOW
 from wanjax.errors import WanjaxError
 from wanjax.figures import pluralize
 from wanjax.media.inputs import INPUT_SPECS
-from wanjax.pipelines.settings import COMFY, TORCH
+from wanjax.pipelines.settings import COMFY, COMFY_SCHEDULES, TORCH
 from wanjax.workflows.evaluate import MediaSize, Reader
 from wanjax.workflows.families import (
     FUNCTIONS,
@@ -34,7 +34,6 @@ SOLVERS = {"uni_pc": "unipc", "uni_pc_bh2": "unipc", "euler": "euler", "dpmpp_2m
 """ComfyUI's solvers, each with wanjax's nearest."""
 SAME_SOLVERS = ("euler",)  # the videos of these are the same in both
 FRAMES_PER_LATENT = 4  # of all models here
-SCHEDULES = ("simple",)
 COMPONENTS = {"text_encoders": "text encoder", "clip_vision": "vision encoder", "vae": "VAE", "checkpoints": "networks"}
 """What a kind of file has, beside the denoiser."""
 LOADERS = ("unet_name", "ckpt_name")  # the inputs with the files of denoisers
@@ -373,10 +372,11 @@ def _step_settings(stages: Sequence[Sampled], notes: list[str]) -> dict[str, Any
     if len(stages) == 2:
         settings["guidance_scale_2"] = _value(last.guider.scale, "--guidance-scale-2")
         settings["boundary_step"] = _end(first.steps)
-    if isinstance(steps.schedule, Unknown) or steps.schedule not in SCHEDULES:
+    if isinstance(steps.schedule, Unknown) or steps.schedule not in COMFY_SCHEDULES:
         name = steps.schedule.node if isinstance(steps.schedule, Unknown) else shown(steps.schedule)
         notes.append(f"{first.node} has the schedule {name}: the noise levels here are those of the schedule simple")
-    return settings | {"sigmas": COMFY}
+        return settings | {"sigmas": COMFY}
+    return settings | {"sigmas": COMFY_SCHEDULES[steps.schedule]}
 
 
 def _shift_settings(stages: Sequence[Sampled], model: str | None) -> dict[str, Any]:

@@ -126,7 +126,7 @@ export function isUseful(name, form, model) {
     case "match":
     case "then": return number("windows") > 1;
     case "boundary": return number("boundary_step") === 0;
-    case "sigmas": return !model.settings.follow || valueOf(form, model, "sigmas") === "comfy"
+    case "sigmas": return !model.settings.follow || valueOf(form, model, "sigmas").startsWith("comfy")
       || valueOf(form, model, "follow") === String(model.settings.follow.default);
     case "resize": return hasFiles;
     case "width":
