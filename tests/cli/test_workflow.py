@@ -269,6 +269,40 @@ def test_a_batch_of_a_workflow_prints_a_command_with_its_prompt():
     assert "--out names a file" in wanjax("batch", file, "--model", "nano", "--out", "x", "--print-command").stderr
 
 
+def test_a_batch_is_made_from_a_folder_of_workflows():
+    Path("flows/inner").mkdir(parents=True)
+    for number, prompt in enumerate(("a red circle", "a blue circle"), 1):
+        nodes = small_workflow()
+        nodes["3"]["inputs"] |= {"seed": 7 + number, "cfg": number, "steps": 2 * number}
+        nodes["6"]["inputs"]["text"] = prompt
+        saved(nodes, f"flows/{number}.json")
+    Path("flows/notes.txt").write_text("no workflow")
+    saved(template(T2V), "flows/inner/other.json")
+    succeeded(wanjax("batch", "flows", *NANO[:4], *NANO[6:], "--guidance-scale", "1", "--out", "one"))
+    records = [read_metadata(f"one/{name}") for name in files("one") if name.endswith(".mp4")]
+    shown = {record["prompt"]: [record[name] for name in ("seed", "steps", "guidance_scale")] for record in records}
+    assert shown == {"a red circle": [8, 2, 1.0], "a blue circle": [9, 4, 1.0]}
+    assert {record["rng"] for record in records} == {"torch"}
+
+
+def test_workflows_of_a_folder_share_their_model():
+    Path("flows").mkdir()
+    assert "is a folder: give a file" in wanjax("batch", "flows").stderr
+    saved(small_workflow(), "flows/a.json")
+    assert "give one of its files" in wanjax("batch", "flows", "--model", "nano", "--print-command").stderr
+    assert "leave --count out" in wanjax("batch", "flows", "--model", "nano", "--count", "2").stderr
+    assert "are both workflows" in wanjax("batch", "flows", "--from", "flows/a.json").stderr
+    saved(template(SMALL), "flows/a.json")
+    saved(template(T2V), "flows/b.json")
+    result = wanjax("batch", "flows")
+    assert result.exit_code == 2
+    assert "flows/b.json has another model than flows/a.json" in result.stderr
+    saved(template(I2V), "flows/b.json")
+    assert "flows/b.json: node" in wanjax("batch", "flows").stderr  # its picture is missing
+    saved({"nodes": [], "links": []}, "flows/b.json")
+    assert "flows/b.json: the workflow has no node" in wanjax("batch", "flows").stderr
+
+
 def test_prompts_in_json_may_be_larger_than_a_workflow(monkeypatch):
     monkeypatch.setattr("wanjax.workflows.reading.MAX_BYTES", 100)
     Path("prompts.json").write_text(json.dumps([{"prompt": "a red circle"}, {"prompt": "b" * 100}]))

@@ -247,8 +247,8 @@ def batch(
     PROMPTS is a file, or - for standard input. Each line of the file is a prompt or a JSON object. The file may also be
     a JSON array of prompts and objects. A .csv or .parquet file has a request in each row. A request may have any
     setting of a video, the names of pictures and clips, and its own seed. The options give the settings that a request
-    does not have, and --from takes them from a workflow of ComfyUI. PROMPTS may also be such a workflow. All requests
-    are checked before the first video is made.
+    does not have, and --from takes them from a workflow of ComfyUI. PROMPTS may also be such a workflow, or a folder
+    of workflows of one model. All requests are checked before the first video is made.
 
     A video gets its name when it is complete, and manifest.jsonl in the same folder lists the video. If the command
     ends early, run the same command again: it makes the videos that are missing. The workers are processes of this

@@ -6,7 +6,7 @@ The code that uses the options checks them again.
 
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from click.core import ParameterSource
 from wanjax.cli import listing
 from wanjax.cli.names import TOKEN_VARIABLE
 from wanjax.cli.options import SEAM_PARAMETERS, check_file, is_given, on_command_line, option_of
+from wanjax.cli.workflow_options import ROWS
 from wanjax.errors import WanjaxError
 from wanjax.media.inputs import CLIP_SUFFIXES, INPUT_SPECS
 from wanjax.pipelines.mesh_sizes import MeshSizes
@@ -85,7 +86,8 @@ def check(ctx: click.Context, request: "VideoRequest | None") -> None:
         raise WanjaxError(f"--dir {folder} is a file: give a folder")
     if os.path.exists(out := str(values.get("out", ""))) and not (os.path.isfile(out) or os.path.isdir(out)):
         raise WanjaxError(f"--out {out} is neither a file nor a folder: give a file to write")
-    _check_prompts(values.get("prompts"))
+    if ROWS not in ctx.meta:
+        _check_prompts(values.get("prompts"))
     if ctx.info_name == "info" and not os.path.exists(values["file"]) and listing.find_model(values["file"]):
         raise WanjaxError(f"{values['file']} is a model, not a file: `wanjax models {values['file']}` describes it")
     if "chip" in values:
@@ -119,7 +121,7 @@ def check(ctx: click.Context, request: "VideoRequest | None") -> None:
     if ctx.info_name in STAGE_READERS:
         _check_stage(values["folder"], ctx.info_name)
     if "at" not in values and ctx.params.get("original_metadata") is None:
-        _check_rows(values.get("prompts"), values.get("model"), request)
+        _check_rows(values.get("prompts"), values.get("model"), request, ctx.meta.get(ROWS))
 
 
 def _check_worker(values: Mapping[str, Any]) -> None:
@@ -205,15 +207,20 @@ def _check_prompts(file: str | None) -> None:
         raise WanjaxError(f"{file} is a folder: give a file with a prompt on each line")
 
 
-def _check_rows(file: str | None, model: str | None, request: "VideoRequest | None") -> None:
+def _check_rows(
+    file: str | None,
+    model: str | None,
+    request: "VideoRequest | None",
+    rows: "Sequence[VideoRequest] | None",
+) -> None:
     """Raise WanjaxError for rows of a file that cannot be read, or that a listed model does not take with the options
-    of the command. Standard input can be read only once, so it is checked later."""
+    of the command. Standard input can be read only once, so it is checked later. `rows` are those of a folder."""
     if file is None or file == "-" or request is None or "prompt" in request.settings:
         return
     from wanjax.jobs.rows import RowErrors, read_requests, shared_by_all  # imported late for a quick --help
 
     row_errors, options = RowErrors(), shared_by_all(request)
-    for row in read_requests(file, row_errors):
+    for row in read_requests(file, row_errors) if rows is None else rows:
         try:
             if model is not None:
                 listing.check(model, row.with_defaults(options), is_complete=True)

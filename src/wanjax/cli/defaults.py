@@ -38,6 +38,7 @@ from wanjax.errors import WanjaxError, reason
 from wanjax.media.inputs import IMAGE, INPUT_SPECS, REFERENCES
 from wanjax.media.text_files import read_text
 from wanjax.pipelines.settings import read_size
+from wanjax.stores.paths import full_name
 
 REPLACED_BY = {
     "size": ("height", "width"),
@@ -60,6 +61,8 @@ NON_VIDEO_PARAMETERS = ("folder", "out", "force", "profile", "processes", "quiet
 SAFE_COMPILER = "safe"
 DOWNLOADING_COMMANDS = ("generate", "batch")  # commands that load the weights which a workflow names
 UNCONFIGURABLE = ("config", "from", "models", "inputs", "print-command")  # options that a TOML file does not set
+SHARED_PARAMETERS = ("model", "lora", "tile")  # what all workflows of a folder must have in common
+WORKFLOW_ROW = "workflow"  # what the numbers of rows count if each is a workflow
 CONFIG, METADATA = "wanjax.config", "wanjax.record"  # keys of the `meta` of a command's context
 
 
@@ -180,14 +183,56 @@ def find_metadata(ctx: click.Context, parameter: click.Parameter, file: str | No
 
 
 def find_prompts(ctx: click.Context, parameter: click.Parameter, file: str) -> str | None:
-    """Return the file with the requests of a batch. If it is a workflow, take its options and return None."""
+    """Return the file with the requests of a batch. If it is a workflow, take its options and return None. If it is a
+    folder of workflows, take their requests and return it."""
+    if not ctx.resilient_parsing and (graphs := workflow_options.find_workflows(file)):
+        set_workflows(ctx, file, graphs)
+        return file
     if ctx.resilient_parsing or (graph := workflow_options.find_workflow(file, may_be_prompts=True)) is None:
         return file
-    if ctx.meta[workflow_options.RAW][1].get("original_metadata") is not None:
-        raise click.UsageError(f"{file} and --from are both workflows: give one of them")
+    _check_without_from(ctx, file)
     set_workflow(ctx, file, graph)
     ctx.params["prompt"] = ctx.meta[workflow_options.WORKFLOW].values["prompt"]
     return None
+
+
+def _check_without_from(ctx: click.Context, file: str) -> None:
+    if ctx.meta[workflow_options.RAW][1].get("original_metadata") is not None:
+        raise click.UsageError(f"{file} and --from are both workflows: give one of them")
+
+
+def set_workflows(ctx: click.Context, folder: str, graphs: Mapping[str, Any]) -> None:
+    """Take the requests of all workflows in a folder. They share the model and the LoRAs."""
+    from wanjax.pipelines.request import VideoRequest, field_names  # imported late for a quick --help
+
+    _check_without_from(ctx, folder)
+    names = {*ctx.meta[workflow_options.RAW][1]} - {"prompts"}  # of options on the command line
+    if "count" in names:
+        raise click.UsageError(f"each workflow in {folder} has its own seed: leave --count out, or give --seeds")
+    names |= {name for replacing in names for name in REPLACED_BY.get(replacing, ())}
+    all_options, rows = [], []
+    for number, (file, graph) in enumerate(graphs.items(), 1):
+        options = workflow_options.options_of(ctx, file, graph)
+        if sentences := [sentence for name, sentence in options.missing.items() if name not in names]:
+            raise WanjaxError(f"{file}: {sentences[0]}")
+        fields = {
+            name: value
+            for name, value in options.values.items()
+            if name in field_names() and name not in (*names, *SHARED_PARAMETERS)
+        }
+        for name in fields.keys() & INPUT_SPECS.keys():
+            paths = fields[name]
+            fields[name] = [*map(full_name, paths)] if isinstance(paths, list) else full_name(paths)
+        try:
+            rows.append(VideoRequest.parse(fields, row=number, row_unit=WORKFLOW_ROW))
+        except WanjaxError as error:
+            raise WanjaxError(f"{file}: {error}") from error
+        all_options.append(options)
+    shared_names = [name for name in SHARED_PARAMETERS if name not in names]
+    ctx.meta[workflow_options.WORKFLOW] = merged = workflow_options.merge_options(folder, all_options, shared_names)
+    ctx.meta[workflow_options.ROWS] = rows
+    ctx.meta[METADATA] = dict(merged.values)
+    _set_defaults(ctx)
 
 
 def set_workflow(ctx: click.Context, file: str, graph: Any) -> None:

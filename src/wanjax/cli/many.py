@@ -24,6 +24,7 @@ from wanjax.cli.parsed import CommandOptions, PipelineOptions, WorkerOptions
 from wanjax.cli.processes import init_distributed
 from wanjax.cli.report import Report
 from wanjax.cli.stages import Reporting, VideoCommand, load_pipeline, with_full_paths
+from wanjax.cli.workflow_options import ROWS
 from wanjax.errors import WanjaxError
 from wanjax.figures import pluralize, progress_of_many
 from wanjax.jobs import ray_cluster
@@ -392,7 +393,9 @@ def requests_of(request: VideoRequest, file: str | None, row_errors: RowErrors |
         return [VideoRequest({name: value for name, value in request.settings.items() if name in PROMPT_SETTINGS})]
     if "prompt" in request.settings:
         raise WanjaxError("both --prompts and a prompt: give one of them")
-    return read_requests(file, row_errors)
+    context = click.get_current_context(silent=True)
+    rows = context and context.meta.get(ROWS)
+    return read_requests(file, row_errors) if rows is None else rows
 
 
 def _valid_requests(

@@ -4,6 +4,7 @@
 Only `find_workflow` reads files, and the modules that it needs are imported when a command has such an option.
 """
 
+import os
 import shlex
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 from click.core import ParameterSource
 
-from wanjax.errors import WanjaxError, printable
+from wanjax.errors import WanjaxError, comma_list, printable
 from wanjax.media.inputs import INPUT_SPECS
 from wanjax.workflows import SUFFIXES
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 RAW = "wanjax.raw"  # key of the `meta` of a command's context: the options as they are on the command line
 WORKFLOW = "wanjax.workflow"  # key of the `meta` of a command's context: what comes from a workflow
+ROWS = "wanjax.rows"  # key of the `meta` of a command's context: the requests of a folder of workflows
 OWN_JSON = "generation_config.json"
 FOLDERS = ("models", "inputs")  # options with the folders of a workflow's files
 FILE_OPTIONS = ("--from", *(f"--{name}" for name in FOLDERS))  # options that a printed command does not need
@@ -95,6 +97,54 @@ def find_workflow(file: str, *, may_be_prompts: bool = False) -> "Graph | None":
         if may_be_prompts and path.suffix.lower() == ".json":
             return None
         raise
+
+
+def find_workflows(folder: str) -> "dict[str, Graph]":
+    """Return the workflows in the files of a folder, by the names of the files; none if it is no folder.
+
+    Args:
+        folder: The folder. Folders in it are not read.
+
+    Raises:
+        WanjaxError: A workflow is damaged or too large.
+    """
+    path = Path(folder).expanduser()
+    names = sorted(os.listdir(path)) if path.is_dir() else []
+    graphs = {
+        str(Path(folder) / name): find_workflow(os.path.join(folder, name), may_be_prompts=True) for name in names
+    }
+    return {name: graph for name, graph in graphs.items() if graph is not None}
+
+
+def merge_options(folder: str, options: Sequence[WorkflowOptions], names: Collection[str]) -> WorkflowOptions:
+    """Return the options that all workflows of a folder share.
+
+    Args:
+        folder: The folder.
+        options: The options of each workflow.
+        names: The parameters that must be equal.
+
+    Raises:
+        WanjaxError: One of these parameters differs.
+    """
+    first = options[0]
+    for other in options[1:]:
+        for name in names:
+            if other.values.get(name) != first.values.get(name):
+                raise WanjaxError(
+                    f"{other.file} has another {name} than {first.file}: a folder has workflows of one model with the "
+                    f"same LoRAs, so move one of them, or give --{name}"
+                )
+    files_by_sentence: dict[str, list[str]] = {}
+    for each in options:
+        for sentence in dict.fromkeys(each.sentences()):
+            files_by_sentence.setdefault(sentence, []).append(Path(each.file).name)
+    notes = [
+        sentence if len(files) == len(options) else f"{comma_list(files)}: {sentence}"
+        for sentence, files in files_by_sentence.items()
+    ]
+    values = {name: first.values[name] for name in names if name in first.values}
+    return WorkflowOptions(folder, values, {}, first.downloads, {}, notes)
 
 
 def options_of(ctx: click.Context, file: str, graph: "Graph", command: str | None = None) -> WorkflowOptions:
@@ -368,6 +418,11 @@ def command_text(ctx: click.Context) -> str:
         ctx: The command's context.
     """
     workflow: WorkflowOptions | None = ctx.meta.get(WORKFLOW)
+    if ROWS in ctx.meta:
+        raise click.UsageError(
+            f"{PRINT_COMMAND} prints the command of one workflow, and {ctx.params['prompts']} is a folder of them: "
+            "give one of its files"
+        )
     prompt: str | None = None
     words = ["wanjax", str(ctx.info_name)]
     if ctx.info_name == "batch" and workflow is not None and ctx.params.get("prompts") is None:
