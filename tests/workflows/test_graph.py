@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.support.workflows import api_form, graph_of, nodes_of, request_of, template
 from wanjax.errors import WanjaxError
+from wanjax.pipelines.guidance import ZeroStar, guidance_rule
 from wanjax.workflows import arithmetic, node_types
 from wanjax.workflows.evaluate import MediaSize
 from wanjax.workflows.graph import MAX_NODES, Output
@@ -295,6 +296,33 @@ def test_the_schedule_is_that_of_the_workflow_or_a_note(schedule, sigmas):
     assert len(notes) == (sigmas is None)
 
 
+def patched(kind: str, cfg: float, **inputs: Any) -> Workflow:
+    """Return a workflow whose model goes through a node."""
+    nodes = edited(T2V, n48__model=["P", 0], n3__cfg=cfg)
+    nodes["P"] = {"class_type": kind, "inputs": {"model": ["37", 0], **inputs}}
+    nodes["N"] = {"class_type": "CLIPTextEncode", "inputs": {"text": "blurry", "clip": ["38", 0]}}
+    return request_of(nodes)
+
+
+def test_cfg_zero_has_no_zero_steps_and_needs_guidance():
+    workflow = patched("CFGZeroStar", 6)
+    assert workflow.settings["guidance_rule"] == "cfg-zero:zero_steps=0"
+    assert guidance_rule(workflow.settings["guidance_rule"]) == ZeroStar(zero_steps=0)
+    assert any("close, and not the same" in note for note in workflow.notes)
+    assert "guidance_rule" not in patched("CFGZeroStar", 1).settings
+
+
+@pytest.mark.parametrize("cfg", [1, 6])
+def test_nag_brings_its_negative_prompt(cfg):
+    numbers = {"nag_scale": 11, "nag_alpha": 0.25, "nag_tau": 2.5}
+    workflow = patched("WanVideoNAG", cfg, conditioning=["N", 0], **numbers)
+    assert workflow.settings["guidance_rule"] == "nag:scale=11,alpha=0.25,tau=2.5"
+    assert workflow.settings["negative_prompt"] == "blurry"
+    assert any("another one in the workflow" in note for note in workflow.notes) == (cfg == 6)
+    without = patched("WanVideoNAG", cfg, **numbers).settings["negative_prompt"]
+    assert without == edited(T2V)["7"]["inputs"]["text"]
+
+
 def test_the_noise_of_lcm_is_a_note():
     notes = request_of(edited(T2V, n3__sampler_name="lcm")).notes
     assert any("its later noise differs" in note for note in notes)
@@ -397,6 +425,48 @@ def test_a_vae_of_another_program_is_a_note():
     workflow = request_of(edited(T2V, n39__vae_name="Wan2.1_VAE_upscale2x_imageonly_real_v1.safetensors"))
     assert any("node 39 (VAELoader) loads Wan2.1_VAE_upscale2x" in note for note in workflow.notes)
     assert [file.kind for file in workflow.other_files] == ["text_encoders"]
+
+
+def from_clip(**inputs: Any) -> dict[str, Any]:
+    """Return a workflow whose sampler starts from a clip."""
+    nodes = edited(T2V, n3__latent_image=["E", 0])
+    nodes["C"] = {"class_type": "VHS_LoadVideo", "inputs": {"video": "a.mp4", "frame_load_cap": 20}}
+    nodes["S"] = {"class_type": "ImageScale", "inputs": {"image": ["C", 0], "width": 64, "height": 32}}
+    nodes["E"] = {"class_type": "VAEEncode", "inputs": {"pixels": ["S", 0], "vae": ["39", 0]}}
+    nodes["3"]["inputs"] |= inputs
+    return nodes
+
+
+@pytest.mark.parametrize("steps", [1, 3, 6, 7, 20, 30])
+@pytest.mark.parametrize("denoise", [0.05, 0.3, 0.55, 0.6, 0.7, 0.999, 1])
+def test_a_sampler_may_start_from_a_clip(steps, denoise):
+    """ComfyUI runs the last steps of a longer schedule; a strength runs the same ones."""
+    workflow = request_of(from_clip(steps=steps, denoise=denoise))
+    settings = workflow.settings
+    assert settings["steps"] == int(steps / denoise)
+    assert int(settings["steps"] * settings["strength"]) == steps
+    assert [settings[name] for name in ("width", "height", "frames")] == [64, 32, 17]
+    assert workflow.inputs["video"].name == "a.mp4"
+
+
+def test_a_sampler_may_start_later_from_a_clip():
+    nodes = from_clip()
+    sampler = {name: value for name, value in nodes["3"]["inputs"].items() if name not in ("seed", "denoise")}
+    sampler |= {"steps": 10, "noise_seed": 5, "start_at_step": 4, "end_at_step": 10000}
+    nodes["3"] = {"class_type": "KSamplerAdvanced", "inputs": sampler}
+    settings = request_of(nodes).settings
+    assert (settings["steps"], settings["strength"]) == (10, 0.6)
+    nodes["3"]["inputs"]["latent_image"] = ["40", 0]
+    assert "runs only the steps from 4 to 10" in sentence(nodes)
+
+
+def test_latents_of_other_pictures_are_one_sentence():
+    nodes = from_clip()
+    nodes["C"] = {"class_type": "LoadImage", "inputs": {"image": "a.png"}}
+    assert "node E (VAEEncode) encodes something else than a clip" in sentence(nodes)
+    for denoise in (0, 1e-320, -1):
+        assert f"denoises only by {denoise:g}" in sentence(from_clip(denoise=denoise))
+    assert request_of(from_clip(steps=0, denoise=0.5)).settings["steps"] == 0  # which the request refuses
 
 
 def test_a_mask_from_a_file_is_an_input():

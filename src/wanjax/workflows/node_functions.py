@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from wanjax.errors import WanjaxError
+from wanjax.media.inputs import VIDEO
 from wanjax.workflows import arithmetic
 from wanjax.workflows.evaluate import At, MissingInput, is_number, repr_value
 from wanjax.workflows.graph import shown
@@ -129,7 +130,9 @@ def change_speed(at: At) -> Model:
 
 @_node("CFGZeroStar")
 def _cfg_zero(at: At) -> Model:
-    return with_settings(at.take("model", Model), guidance_rule="cfg-zero")
+    model = with_settings(at.take("model", Model), guidance_rule="cfg-zero:zero_steps=0")
+    note = f"{at.node} scales clean latents, and cfg-zero here the prediction of the network: close, and not the same"
+    return replace(model, notes=(*model.notes, note))
 
 
 @_node("EasyCache")
@@ -212,6 +215,15 @@ def image_latents(at: At) -> Latents:
         at: The node.
     """
     return Latents(_shape(at), at.node, {"image": at("start_image")} if at.has("start_image") else {})
+
+
+@_node("VAEEncode")
+def _encode(at: At) -> Latents | Unknown:
+    clip = at.take("pixels", Pictures)
+    if clip.file is None or clip.frames == 1:
+        return Unknown(at.node, "encodes something else than a clip from a file, which wanjax cannot start from")
+    shape = Shape(*(_side(at, clip, name) for name in ("width", "height", "frames")))
+    return Latents(shape, at.node, {VIDEO.name: clip})
 
 
 @_node("TrimVideoLatent")

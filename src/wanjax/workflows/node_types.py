@@ -94,6 +94,7 @@ NODE_TYPES = {
     # latents
     "EmptyLatentImage": NodeType(("width", "height", "batch_size")),
     "TrimVideoLatent": NodeType(("trim_amount",)),
+    "VAEEncode": NodeType(),
     # sampling
     "KSampler": NodeType(("seed", "steps", "cfg", "sampler_name", "scheduler", "denoise")),
     "KSamplerAdvanced": NodeType(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turn the graph of a workflow into the settings of a video."""
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,7 +10,7 @@ from typing import Any
 from wanjax.checkpoints.lora_keys import HIGH, LOW
 from wanjax.errors import WanjaxError
 from wanjax.figures import pluralize
-from wanjax.media.inputs import INPUT_SPECS
+from wanjax.media.inputs import INPUT_SPECS, VIDEO
 from wanjax.pipelines.settings import COMFY, COMFY_SCHEDULES, TORCH
 from wanjax.workflows.evaluate import MediaSize, Reader
 from wanjax.workflows.families import (
@@ -33,6 +34,8 @@ from wanjax.workflows.values import File, Film, Latents, Pictures, Sampled, Step
 SOLVERS = {"uni_pc": "unipc", "uni_pc_bh2": "unipc", "euler": "euler", "dpmpp_2m": "dpm++", "lcm": "consistency"}
 """ComfyUI's solvers, each with wanjax's nearest."""
 SAME_SOLVERS = ("euler",)  # the videos of these are the same in both
+ZERO_STAR = "cfg-zero"  # a guidance rule that needs guidance
+MIN_DENOISE = 0.01  # the least in ComfyUI's nodes
 FRAMES_PER_LATENT = 4  # of all models here
 COMPONENTS = {"text_encoders": "text encoder", "clip_vision": "vision encoder", "vae": "VAE", "checkpoints": "networks"}
 """What a kind of file has, beside the denoiser."""
@@ -224,8 +227,7 @@ def _workflow(reader: Reader, film: Any) -> Workflow:
     settings |= _shape_settings(first.latents, film, notes)
     settings |= _step_settings(stages, notes)
     settings |= _shift_settings(stages, model)
-    for stage in stages:
-        settings |= stage.guider.model.settings
+    settings |= _guidance_settings(stages, settings["negative_prompt"], notes)
     settings["seed"] = _value(first.noise.seed, "--seed")
     settings["rng"] = TORCH
     inputs = _inputs(first, notes)
@@ -328,6 +330,16 @@ def _text_settings(stages: Sequence[Sampled], notes: list[str]) -> dict[str, Any
     return {"prompt": prompt, "negative_prompt": _value(negative or "", "--negative-prompt")}
 
 
+def _guidance_settings(stages: Sequence[Sampled], negative: Any, notes: list[str]) -> dict[str, Any]:
+    """Return the guidance rule, and the negative prompt that it brings."""
+    settings, is_guided = dict(stages[0].guider.model.settings), any(stage.guider.scale != 1 for stage in stages)
+    if not is_guided and str(settings.get("guidance_rule")).startswith(ZERO_STAR):
+        del settings["guidance_rule"]  # without guidance it changes nothing
+    if is_guided and settings.get("negative_prompt", negative) != negative:
+        notes.append("the negative prompt is that of attention (nag), and guidance has another one in the workflow")
+    return settings
+
+
 def _shape_settings(latents: Any, film: Film, notes: list[str]) -> dict[str, Any]:
     """Return the size, the number of frames and the rate."""
     assert isinstance(latents, Latents)
@@ -356,27 +368,36 @@ def _shape_settings(latents: Any, film: Film, notes: list[str]) -> dict[str, Any
 def _step_settings(stages: Sequence[Sampled], notes: list[str]) -> dict[str, Any]:
     """Return the steps, the guidance scales, and where the second expert takes over."""
     first, last = stages[0], stages[-1]
-    steps = first.steps
-    if first.steps.start or _end(last.steps) < last.steps.count:
+    steps, has_clip = first.steps, VIDEO.name in getattr(first.latents, "inputs", {})
+    if (first.steps.start and not has_clip) or _end(last.steps) < last.steps.count:
         raise WanjaxError(
             f"{last.node if first.steps.start == 0 else first.node} runs only the steps from {first.steps.start} to "
             f"{_end(last.steps)} of {steps.count}, which wanjax cannot do: without it nothing is left"
         )
-    if steps.denoise != 1:
+    if steps.denoise != 1 and not (has_clip and MIN_DENOISE <= steps.denoise < 1):
         raise WanjaxError(
             f"{first.node} denoises only by {steps.denoise:g}, and has no video to start from: set it to 1"
         )
     if first.noise.seed is None:
         raise WanjaxError(f"{first.node} starts without noise, which wanjax cannot do: without it nothing is left")
     settings: dict[str, Any] = {"steps": steps.count, "guidance_scale": _value(first.guider.scale, "--guidance-scale")}
+    if has_clip:
+        total = int(steps.count / steps.denoise)
+        settings |= {"steps": total, "strength": _strength(total, steps.count - steps.start)}
     if len(stages) == 2:
         settings["guidance_scale_2"] = _value(last.guider.scale, "--guidance-scale-2")
-        settings["boundary_step"] = _end(first.steps)
+        settings["boundary_step"] = settings["steps"] - steps.count + _end(first.steps)
     if isinstance(steps.schedule, Unknown) or steps.schedule not in COMFY_SCHEDULES:
         name = steps.schedule.node if isinstance(steps.schedule, Unknown) else shown(steps.schedule)
         notes.append(f"{first.node} has the schedule {name}: the noise levels here are those of the schedule simple")
         return settings | {"sigmas": COMFY}
     return settings | {"sigmas": COMFY_SCHEDULES[steps.schedule]}
+
+
+def _strength(steps: int, run: int) -> float:
+    """Return the strength at which the last `run` of so many steps run. It is rounded up, because steps are rounded
+    down."""
+    return math.ceil(run / max(1, steps) * 1e6) / 1e6
 
 
 def _shift_settings(stages: Sequence[Sampled], model: str | None) -> dict[str, Any]:

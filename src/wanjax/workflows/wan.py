@@ -7,7 +7,7 @@ from wanjax.workflows.evaluate import At
 from wanjax.workflows.family import FORMATS, WorkflowFamily
 from wanjax.workflows.node_functions import change_speed, condition, image_latents, with_settings
 from wanjax.workflows.node_types import NodeType, shaped
-from wanjax.workflows.values import Model, Unknown
+from wanjax.workflows.values import Condition, Model, Unknown
 
 FIRST = r"wan[ _-]?2[._]?1"  # the first generation in names of files
 SECOND = r"wan[ _-]?2[._]?2"
@@ -75,7 +75,10 @@ def _nag(at: At) -> Any:
     if unknown := [value for value in values.values() if isinstance(value, Unknown)]:
         return unknown[0]
     rule = ",".join(f"{name}={value:g}" for name, value in values.items())
-    return with_settings(at.take("model", Model), guidance_rule=f"nag:{rule}")
+    model = with_settings(at.take("model", Model), guidance_rule=f"nag:{rule}")
+    if (negative := at.maybe("conditioning", Condition)) is None or negative.text is None:
+        return model
+    return negative.text if isinstance(negative.text, Unknown) else with_settings(model, negative_prompt=negative.text)
 
 
 FAMILY = WorkflowFamily(
