@@ -130,7 +130,7 @@ def test_options_of_scripts(given, options, name, value):
         ("--use_k_smooth", "flash_tpu runs on TPUs"),
         ("--sp_num 3", "8 devices sp=3"),
         ("--mesh auto,tp=2", "mesh 'auto,tp=2'"),
-        ("--scheduler unipc:2", "'unipc:2' unipc euler ddim dpm consistency rcm"),
+        ("--scheduler unipc:2", "'unipc:2' unipc euler dpm++ consistency rcm rcm-ode"),  # those for this model
         ("--scheduler unipc:2", "unipc:order=1 consistency:timesteps=1000,757,522 rcm:sigma_max=200"),
     ],
 )

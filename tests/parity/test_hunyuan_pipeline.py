@@ -50,7 +50,8 @@ def answer(folder: Path, noise: torch.Tensor, prompt: str, image: Any = None, **
     """Return our latents after every step, and our frames."""
     pipe = wanjax.load(folder / "checkpoint")
     settings |= {"steps": STEPS, "frames": FRAMES}
-    encoded = pipe.encode(prompt, NEGATIVE, image=image, **settings)
+    size = {} if image is None else {"size": size_for_image(image.shape, SIDE, 16)}  # that of no size, without a note
+    encoded = pipe.encode(prompt, NEGATIVE, image=image, **size, **settings)
     latents: list[np.ndarray] = []
     last = pipe.denoise(
         encoded, noise=jnp.asarray(noise.numpy()), callback=lambda step: latents.append(np.asarray(step.latents)),
