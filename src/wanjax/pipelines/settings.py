@@ -226,9 +226,6 @@ class Settings:
     negative_prompt: str = setting(
         "What the video should not show.", group="text", metavar="TEXT", aliases=("negative", "n_prompt")
     )
-    clip_prompt: str | None = setting(
-        "What a driving clip shows, for models that follow one.", default=None, group="text", metavar="TEXT"
-    )
     height: int = setting("Height in pixels.", group="shape", metavar="N", maximum=MAX_SIDE)
     width: int = setting("Width in pixels.", group="shape", metavar="N", maximum=MAX_SIDE)
     frames: int = setting(
@@ -257,6 +254,9 @@ class Settings:
         "one line per window.",
         default="", convert=read_lines, multiple=True, group="windows", metavar="TEXT",
     )  # fmt: skip
+    clip_prompt: str | None = setting(
+        "What a driving clip shows, for models that follow one.", default=None, group="text", metavar="TEXT"
+    )
     fps: int = setting("Frames per second.", group="denoising", metavar="N", minimum=1, aliases=("frame_rate",))
     steps: int = setting(
         "Number of denoising steps.",

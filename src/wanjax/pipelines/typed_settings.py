@@ -12,7 +12,6 @@ class SettingsKeywords(TypedDict, total=False):
     """The settings of a call. None is the model's default. `size` is (height, width), a text or a name."""
 
     size: tuple[int, int] | str | None
-    clip_prompt: str | None
     height: int | None
     width: int | None
     frames: int | None
@@ -20,6 +19,7 @@ class SettingsKeywords(TypedDict, total=False):
     overlap: int | None
     match: str | None
     then: str | Sequence[str] | None
+    clip_prompt: str | None
     fps: int | None
     steps: int | None
     guidance_scale: float | None
