@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import re
+import shlex
 import time
 
 import pytest
@@ -268,8 +269,8 @@ def test_a_deletion_is_undone_while_another_video_is_open(opened, served, made):
 
 
 def test_pictures_by_drop_paste_and_choice(opened, served):
-    """With a thumbnail, its size and a way to remove it; what is no picture is said at the field."""
-    tab = opened()
+    """With a thumbnail, its size and a way to remove it; what is no picture is said at the field. Names are copied."""
+    tab = opened(permissions=["clipboard-read", "clipboard-write"])
     page = tab.goto()
     file = picture()
     page.evaluate(GIVE, [".composer", "drop", file["name"], file["mimeType"], encoded(file["buffer"])])
@@ -309,7 +310,41 @@ def test_pictures_by_drop_paste_and_choice(opened, served):
     video = served.get(f"/v1/videos/{id}").json()
     assert video["pictures"] == ["image"]
     assert served.get(f"/v1/videos/{id}/content", params={"variant": "image"}).content == file["buffer"]
+    page.click(f"[data-id={id}] .open")
+    page.click(".details > summary")
+    assert served.get(f"/v1/videos/{id}/record").json()["image"] == "image.png"
+    assert page.get_attribute(".made-from a:has-text('image.png')", "download") == "image.png"
+    copies = {}
+    for form in ("command", "json", "python"):
+        page.click(f".copy_{form}")
+        copies[form] = page.evaluate("navigator.clipboard.readText()")
+    assert shlex.split(copies["command"])[-2:] == ["--image", "image.png"]
+    assert json.loads(copies["json"])["image"] == "image.png"
+    assert 'image="image.png")  # uploaded: image.png\n' in copies["python"]
+    page.click("dialog .close")
     served.delete(f"/v1/videos/{id}")
+
+
+def test_copied_settings_have_all_that_changes_the_frames(opened):
+    """Clips, references, LoRAs, 8 bits and how pictures are fitted, in all three forms."""
+    video = {"prompt": "a", "model": "m", "size": "64x64", "scheduler": None}
+    video |= {"settings": {"seed": "7", "width": 64, "height": 64, "resize": "pad", "precision": "int8"}}
+    video |= {"inputs": {"video": "clip.mp4", "references": ["references_0.png", "references_1.png"]}}
+    video |= {"lora": [{"name": "style", "strength": 0.5}]}
+    model = {"defaults": {"width": 64, "height": 64, "resize": "crop"}}
+    forms = "({ commandOf, jsonOf, pythonOf }) => [commandOf, jsonOf, pythonOf].map((form) => form(...given))"
+    page = opened().goto()
+    command, request, code = page.evaluate(f"(given) => import('./page/viewer.js').then({forms})", [video, model])
+    references = "--reference references_0.png --reference references_1.png"
+    assert command == (
+        f"wanjax 'a' --model m --seed 7 --resize pad --precision int8 --lora style:0.5 --video clip.mp4 {references}"
+    )
+    shown = {"prompt": "a", "model": "m", "seed": 7, "resize": "pad", "precision": "int8", "lora": "style:0.5"}
+    assert json.loads(request) == shown | video["inputs"]
+    assert 'load("m", precision="int8", lora=["style:0.5"])' in code
+    assert (
+        'pipe("a", seed=7, resize="pad", video="clip.mp4", references=["references_0.png","references_1.png"])' in code
+    )
 
 
 WORKFLOW = TEMPLATES / "video_wan2_2_14B_i2v.json"

@@ -142,6 +142,11 @@ def _video_schema(models: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "scheduler": _nullable(TEXT),
         "lora": {"type": "array", "items": _object_schema(name=TEXT, strength=NUMBER)},
         "cancelled": BOOLEAN | {"description": "Whether the video was cancelled, or will be after the current step."},
+        "inputs": {
+            "type": "object",
+            "additionalProperties": {"anyOf": [TEXT, {"type": "array", "items": TEXT}]},
+            "description": "The file names of the request's pictures and clips by field, as in /record.",
+        },
         "pictures": {
             "type": "array",
             "items": TEXT,

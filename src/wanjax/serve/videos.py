@@ -96,6 +96,7 @@ def video_json(job: Job, load_settings: Mapping[str, Any] = {}) -> dict[str, Any
         "scheduler": job.request["scheduler"],
         "lora": [{"name": name, "strength": strength} for name, strength in job.request["lora"].items()],
         "cancelled": job.cancel,
+        "inputs": job.request["inputs"],
         "pictures": [Path(file).stem for file in file_names(job.request["inputs"])],
         "window": progress.get("window", 1),
         "stage": "" if job.is_over else progress.get("stage", ""),

@@ -14,13 +14,16 @@ const ALWAYS_SHOWN = ["frames", "steps"]; // in the details, even if they have d
 function changedSettings(video, model) {
   const defaults = model?.defaults ?? {};
   return Object.entries(video.settings).filter(([name, value]) =>
-    !SHOWN_FIRST.includes(name) && !["dtype", "vae_dtype", "precision", "original_prompt", "resize"].includes(name)
+    !SHOWN_FIRST.includes(name) && !["dtype", "vae_dtype", "precision", "original_prompt"].includes(name)
     && value !== null && value !== "" && String(value) !== String(defaults[name] ?? ""));
 }
 
 const isOwnSize = (video, model) => model?.defaults.width === video.settings.width && model?.defaults.height === video.settings.height;
 const shellQuoted = (value) => `'${String(value).replaceAll("'", "'\\''")}'`;
 const shellWord = (value) => (/^[\w.,:=/+-]+$/.test(value) ? value : shellQuoted(value));
+const uploadedFiles = (video) => Object.values(video.inputs).flat();
+const isRounded = (video) => !["none", undefined].includes(video.settings.precision);
+const lorasOf = (video) => video.lora.map(({ name, strength }) => `${name}:${strength}`);
 
 export function commandOf(video, model) {
   const words = ["wanjax", shellQuoted(video.prompt), "--model", video.model, "--seed", video.settings.seed];
@@ -31,14 +34,34 @@ export function commandOf(video, model) {
     else for (const one of name === "then" ? String(value).split("\n") : [value]) words.push(option, shellWord(String(one)));
   }
   if (video.scheduler) words.push("--scheduler", shellWord(video.scheduler));
-  for (const name of video.pictures) words.push(`--${name === "clip" ? "video" : name.replace(/_\d+$/, "").replace("references", "reference").replaceAll("_", "-")}`, `${name}.file`);
+  if (isRounded(video)) words.push("--precision", video.settings.precision);
+  for (const lora of lorasOf(video)) words.push("--lora", shellWord(lora));
+  for (const [name, files] of Object.entries(video.inputs)) {
+    const option = `--${name === "references" ? "reference" : name.replaceAll("_", "-")}`;
+    for (const file of [files].flat()) words.push(option, shellWord(file));
+  }
   return words.join(" ");
 }
 
-export function requestOf(video, model) {
+// What a model is loaded with: the scheduler, the precision, and the LoRAs as texts NAME:STRENGTH.
+function loadSettingsOf(video) {
+  const loras = lorasOf(video);
+  return {
+    ...(video.scheduler ? { scheduler: video.scheduler } : {}),
+    ...(isRounded(video) ? { precision: video.settings.precision } : {}),
+    ...(loras.length ? { lora: loras } : {}),
+  };
+}
+
+function callSettingsOf(video, model) {
   const size = isOwnSize(video, model) ? {} : { size: video.size };
-  const scheduler = video.scheduler ? { scheduler: video.scheduler } : {};
-  return { prompt: video.prompt, model: video.model, seed: video.settings.seed, ...size, ...Object.fromEntries(changedSettings(video, model)), ...scheduler };
+  return { ...size, ...Object.fromEntries(changedSettings(video, model)), ...video.inputs };
+}
+
+export function requestOf(video, model) {
+  const { lora, ...load } = loadSettingsOf(video);
+  const loras = lora ? { lora: lora.join() } : {};
+  return { prompt: video.prompt, model: video.model, seed: video.settings.seed, ...callSettingsOf(video, model), ...load, ...loras };
 }
 
 // The digits of a seed are copied as text, because a seed may be too large for a JavaScript number.
@@ -46,11 +69,12 @@ export const jsonOf = (video, model) =>
   JSON.stringify(requestOf(video, model), null, 2).replace(/"seed": "(\d+)"/, '"seed": $1');
 
 export function pythonOf(video, model) {
-  const value = (one) => (typeof one === "boolean" ? (one ? "True" : "False") : typeof one === "number" ? String(one) : JSON.stringify(one));
-  const { prompt, model: name, seed, scheduler, ...settings } = requestOf(video, model);
-  const keywords = Object.entries(settings).map(([key, one]) => `, ${key}=${value(one)}`).join("");
-  const solver = scheduler ? `, scheduler=${value(scheduler)}` : "";
-  return `import wanjax\n\npipe = wanjax.load(${value(name)}${solver})\nvideo = pipe(${value(prompt)}, seed=${seed}${keywords})\nvideo.save("video.mp4")\n`;
+  const value = (one) => (typeof one === "boolean" ? (one ? "True" : "False") : JSON.stringify(one));
+  const keywords = (settings) => Object.entries(settings).map(([name, one]) => `, ${name}=${value(one)}`).join("");
+  const files = uploadedFiles(video);
+  const note = files.length ? `  # ${text("uploaded", { name: files.join(", ") })}` : "";
+  return `import wanjax\n\npipe = wanjax.load(${value(video.model)}${keywords(loadSettingsOf(video))})\n`
+    + `video = pipe(${value(video.prompt)}, seed=${video.settings.seed}${keywords(callSettingsOf(video, model))})${note}\nvideo.save("video.mp4")\n`;
 }
 
 function Details({ video, model, children }) {
@@ -61,7 +85,8 @@ function Details({ video, model, children }) {
   for (const { name, strength } of video.lora ?? []) rows.push([labelOf(`lora ${name}`), strength]);
   return html`<details class="details"><summary>${text("details")}</summary>
     <table><tbody>${rows.map(([label, value]) => html`<tr key=${label}><th scope="row">${label}</th><td>${String(value)}</td></tr>`)}</tbody></table>
-    ${video.pictures.length > 0 && html`<p class="made-from">${video.pictures.map((name) => html`<img key=${name} src=${contentOf(video, name)} alt=${name} loading="lazy" />`)}</p>`}
+    ${video.pictures.length > 0 && html`<p class="made-from">${uploadedFiles(video).map((file, n) => html`
+      <a key=${file} href=${contentOf(video, video.pictures[n])} download=${file}><img src=${contentOf(video, video.pictures[n])} alt="" loading="lazy" />${text("uploaded", { name: file })}</a>`)}</p>`}
     ${children}
   </details>`;
 }
