@@ -125,6 +125,12 @@ def reason(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
+def repr_shape(value: object) -> str:
+    """Return the shape of an array, or the text of another value, for a message."""
+    shape = getattr(value, "shape", None)
+    return repr_short(value) if shape is None else str(list(shape))
+
+
 @contextmanager
 def wrap_write_errors(path: object) -> Iterator[None]:
     """Within the block, turn an OSError into a WriteError that names the path."""

@@ -74,6 +74,7 @@ COMMANDS = [  # mistakes in a request itself are in tests/mistakes
     ("a --overlap 5", "--overlap --windows"),
     ("a --out /dev/zero", "--out /dev/zero neither file folder"),
     ("a --out /dev/zero --force", "--out /dev/zero neither file folder"),
+    ("a --out /etc/passwd --force", "/etc/passwd file folder /etc/passwd.mp4"),
     ("info /dev/zero", "/dev/zero neither file folder"),
     ("a --windows 1 --overlap 5", "--overlap --windows"),
     ("a --attention chunked --block-q 512", "chunked tiles flash_tpu"),
@@ -374,8 +375,8 @@ OF_ROOT = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, re
 @pytest.mark.parametrize(
     ("option", "where", "words"),
     [
-        ("--dir", "file/stages", "folder file written"),
-        ("--out", "file/clip.mp4", "folder file written"),
+        ("--dir", "file/stages", "file folder another"),
+        ("--out", "file/clip.mp4", "file folder another"),
         pytest.param("--dir", "mine/stages", "Permission denied", marks=OF_ROOT),
     ],
 )

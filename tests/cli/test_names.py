@@ -17,6 +17,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.support.commands import files, refused, succeeded, wanjax
@@ -28,7 +29,7 @@ from wanjax.cli import names, runs
 from wanjax.cli import stages as cli_stages
 from wanjax.errors import WanjaxError
 from wanjax.media import stage_files
-from wanjax.media.video import read_metadata
+from wanjax.media.video import Video, read_metadata
 from wanjax.stores import user_folders
 from wanjax.stores.locks import FileLock
 
@@ -214,6 +215,33 @@ def test_a_stopped_run_goes_on_to_the_video_s_own_name(
     if has_home:
         assert says(refused(*command), f"{folder} removed video")
     assert list(tmp_path.glob(f"{runs.TEMP_PREFIX}*")) == []
+
+
+def test_a_long_video_that_stops_in_its_first_window_goes_on(cached, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    long = ("--size", "32x32", "--frames", "5", "--steps", "2", "--windows", "2")
+    with monkeypatch.context() as patch:
+        patch.setattr(cli_stages.Reporting, "stepped", stop)
+        result = wanjax("a red circle", *long, "--out", "a.mp4")
+    assert result.exit_code == 130
+    [folder] = cached.iterdir()
+    command = ["generate", "--from", str(folder), "--out", "a.mp4"]
+    assert result.stderr.endswith(f"completed work is kept; continue with: {shlex.join(['wanjax', *command])}\n")
+    assert {stage_files.CONFIG, "stage2_state_1.safetensors"} <= {*files(folder)}
+    assert "resumed after 1 of 2 steps" in succeeded(wanjax(*command)).stderr
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("command", [("encode", "a blue circle"), ("generate", "a blue circle")])
+def test_the_frames_of_a_video_get_no_other_settings(command):
+    """`info` would show those of the stage, as if they were the frames' own."""
+    Video(np.zeros((2, 16, 32, 3), np.uint8), 8, {"prompt": "a red circle"}).save("frames/")
+    before = files("frames")
+    assert says(refused(*command, "--dir", "frames", begun=False), "frames frame_00000.png --dir --force")
+    assert files("frames") == before
+    assert read_metadata("frames")["prompt"] == "a red circle"
 
 
 def test_a_stopped_run_with_a_drawn_seed_goes_on_from_its_folder(model, failing_in):

@@ -352,6 +352,8 @@ CLIPS = [  # the same of what is no clip
     ("absent.mp4", nothing, "no file absent.mp4"),
     ("text.mp4", of_bytes(b"a red circle"), "text.mp4 video"),
     ("empty", Path.mkdir, "empty no pictures"),
+    ("empty.mp4", of_bytes(b""), "empty.mp4 is empty clip"),
+    ("empty.gif", of_bytes(b""), "empty.gif is empty"),
     ("a.mkv", of_subtitles, "a.mkv video stream"),
     ("mixed", of_two_sizes, "mixed different sizes"),
     ("short.gif", damaged_gif, "short.gif frame 3"),

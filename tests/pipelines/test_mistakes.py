@@ -42,6 +42,11 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": []}, "prompts []"),
     ({"image": io.BytesIO()}, "BytesIO picture PIL image uint8"),
     ({"image": [CLIP[0]]}, "list picture"),
+    ({"image": wanjax.Video(CLIP, 8, {})}, "Video picture video[0]"),
+    ({"video": wanjax.Video(CLIP, 8, {})}, "Video clip video.frames"),
+    ({"lora": "x"}, "'lora' wanjax.load(MODEL, lora=...)"),
+    ({"decoder": "x"}, "'decoder' wanjax.load(MODEL, decoder=...)"),
+    ({"output_type": "latent"}, "'output_type' pipe.denoise pipe.encode"),
     ({"video": Image.new("RGB", (64, 64))}, "Image clip"),
     ({"video": io.BytesIO()}, "BytesIO clip"),
     ({"noise": [0.0]}, "noise [0.0] [1, 16, 5, 8, 8]"),
@@ -178,6 +183,74 @@ def test_chunks_are_refused_before_the_first_is_decoded(pipe, latents, words):
     assert says(refused(lambda: next(pipe.decode_chunks(latents))), words)
 
 
+@pytest.mark.parametrize(
+    ("name", "array"),
+    [
+        ("image", np.zeros((64, 64))),
+        ("image", np.zeros((64, 64), bool)),
+        ("image", np.zeros((64, 64, 1), np.uint8)),
+        ("image", np.zeros((64, 64, 4), np.uint8)),
+        ("image", np.zeros((3, 64, 64), np.uint8)),
+        ("image", np.zeros((1, 64, 64), np.float32)),
+        ("image", np.zeros((64, 64, 3), np.int64)),
+        ("image", CLIP),
+        ("video", CLIP[0]),
+        ("video", CLIP[None]),
+        ("video", np.zeros((5, 64, 64), np.int32)),
+        ("video", np.zeros((64, 64), np.uint8)),
+        ("video", np.moveaxis(CLIP, -1, 1) / 255),
+    ],
+    ids=lambda x: x if isinstance(x, str) else f"{x.dtype}{x.shape}",
+)
+def test_an_array_of_another_form_is_answered_with_what_makes_it_a_picture(pipe, name, array):
+    """The expression in the message works, and its result is accepted."""
+    message = refused(pipe, prompt="a red circle", **{name: array})
+    assert says(message, f"{array.dtype} {list(array.shape)} uint8")
+    picture = eval(message.rpartition("give ")[2], {"np": np, "x": array})
+    assert picture.dtype == np.uint8
+    pipe.prepare(prompt="a red circle", frames=1, **{name: picture})
+
+
+NETWORK: dict[str, tuple[dict[str, Any], str]] = {  # arguments of nano's transformer, and words of the refusal
+    "axes": ({"latents": jnp.zeros((1, 2, 8, 16))}, "latents [B T H W C] [1, 2, 8, 16] five axes"),
+    "channels": ({"latents": jnp.zeros((1, 2, 8, 8, 3))}, "[1, 2, 8, 8, 3] 16 channels"),
+    "list": ({"latents": [0.0]}, "latents [B T H W C] [0.0]"),
+    "timesteps": ({"t": jnp.ones(3)}, "timesteps [3] 1 video one number"),
+    "timesteps of NumPy": ({"t": np.ones(3)}, "timesteps [3] 1 video one number"),
+    "text": ({"context": "x"}, "prompts 'x' text encoder"),
+    "width": ({"context": jnp.zeros((1, 5, 7))}, "prompts [1, 5, 7] text encoder"),
+}
+
+
+@pytest.mark.parametrize("mistake", NETWORK)
+def test_a_transformer(pipe, mistake):
+    """Called by itself with other arrays than those of its signature."""
+    arguments, words = NETWORK[mistake]
+    right: dict[str, Any] = {"latents": jnp.zeros((1, 2, 8, 8, 16)), "t": 1.0}
+    right |= {"context": jnp.zeros((1, 5, pipe.transformer.config.text_width))}
+    assert says(refused(pipe.transformer, **right | arguments), words)
+
+
+@pytest.mark.parametrize(
+    ("array", "words"),
+    [
+        (np.zeros((64, 64, 5), np.uint8), "[64, 64, 5] 3 channels, not 5"),
+        (np.zeros((0, 64, 3), np.uint8), "[0, 64, 3] pixels"),
+        (np.zeros(3, np.uint8), "uint8 [3] axes"),
+    ],
+)
+def test_an_array_that_is_no_picture(pipe, array, words):
+    assert says(refused(pipe, prompt="a red circle", image=array), words)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("fps", "'fps' setting pipe(prompt, fps=...)"), ("quality", "'quality' path")]
+)
+def test_a_video_is_saved_as_it_was_made(tmp_path, name, words):
+    assert says(refused(wanjax.Video(CLIP, 8, {}).save, tmp_path / "a.mp4", **{name: 30}), words)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_whole_numbers_of_numpy_are_whole_numbers(pipe):
     with unchecked():
         settings = pipe.settings(frames=np.int64(17), size=[np.int32(64), 64], guidance_scale=np.float32(2))
@@ -193,6 +266,8 @@ def test_a_name_that_there_is_not(pipe):
         (pipe, "to", "JAX"),
         (pipe, "enable_model_cpu_offload", "wanjax.load"),
         (pipe, "load_lora_weights", "wanjax.load"),
+        (pipe.vae, "decode", "pipe.decode"),
+        (pipe.vae, "encode", "pipe.encode_video"),
         (wanjax.Pipeline, "from_pretrained", "wanjax.load"),
         (wanjax, "WanPipeline", "wanjax.load"),
         (wanjax, "DiffusionPipeline", "wanjax.load"),

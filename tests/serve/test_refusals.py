@@ -103,7 +103,7 @@ def test_no_other_site_asks_through_the_browser(start, origin):
         assert answer.status_code == 200
     else:
         assert answer.status_code == 403
-        assert says(answer.json()["error"]["message"], "another site")
+        assert says(answer.json()["error"]["message"], "another site --token --origin")
 
 
 def blank(side):
@@ -695,6 +695,8 @@ OPTIONS = [
         )
     ),
     (["--model", "nothing"], "nothing model"),
+    (["--database", "/etc/passwd"], "/etc/passwd SQLite .sqlite"),
+    (["--database", "/etc"], "/etc folder .sqlite"),
     (["--port", "{taken}", "--model", "owner/nothing"], "{taken} 127.0.0.1 use --port 0"),  # before it is looked for
 ]
 
@@ -727,6 +729,22 @@ def test_without_the_libraries_a_sentence_says_what_to_install(tmp_path, monkeyp
 def test_a_video_too_large_is_answered_with_sizes_that_are_allowed(start, fields, words):
     server = start(work=False, pixels=40_000)
     assert says(server.refused(422, json=SMALL | fields), words)
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"seconds": 3600}, "seconds"),
+        ({"frames": 4001}, "frames"),
+        ({"frames": 4001, "size": "320x320"}, "size"),
+        ({"size": "3200x3200"}, "size"),
+    ],
+)
+def test_a_video_too_large_names_the_field_that_makes_it_so(start, fields, name):
+    given = {key: value for key, value in SMALL.items() if key not in ("frames", "size")} | fields
+    error = start(work=False, pixels=400_000).client.post("/v1/videos", json=given).json()["error"]
+    assert error["param"] == name
+    assert name != "seconds" or says(error["message"], "3600 s 400,000 at most s")
 
 
 def test_a_similar_parameter_is_suggested(start):

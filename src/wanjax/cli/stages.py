@@ -9,7 +9,7 @@ import os
 import shlex
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -47,6 +47,7 @@ from wanjax.media.inputs import INPUT_SPECS
 from wanjax.media.metadata import DIGESTS_KEY, file_digests, load_settings, load_stage_settings
 from wanjax.media.pictures import Pictures
 from wanjax.media.stage_files import LATENTS_FILE, VIDEO_FILE
+from wanjax.media.video import FRAME_FILE
 from wanjax.pipelines.denoiser import select_modality
 from wanjax.pipelines.guidance import CLASSIFIER_FREE
 from wanjax.pipelines.model import Chunk, check_compatible, conditioning_from, with_scheduler
@@ -80,8 +81,13 @@ MAX_NOTES = 8  # the most notes of one kind that are printed for a batch
 LONG_RUN_SECONDS = 180.0  # the time of denoising on a CPU from which an estimate is printed
 LARGE_BYTES = 2**30  # bytes; the size of larger weights is reported
 MAX_TRACED_STEPS = 200  # a run with more steps is not traced before it starts, because tracing a step takes 1 to 2 ms
-RESULT_FILES = {VIDEO_FILE: f"a finished video, {VIDEO_FILE}", LATENTS_FILE: f"the latents of a video, {LATENTS_FILE}"}
-"""Files in the folder of `generate` that took long to make, and that `generate` would replace."""
+FIRST_FRAME = FRAME_FILE.format(0)
+RESULT_FILES = {
+    VIDEO_FILE: f"a finished video, {VIDEO_FILE}",
+    LATENTS_FILE: f"the latents of a video, {LATENTS_FILE}",
+    FIRST_FRAME: f"the frames of a video, {FIRST_FRAME}",
+}
+"""Files in the folder of `generate` that took long to make, and that it would replace or give other settings."""
 KEEP_ADVICE = {
     True: "another --out",
     False: "another --dir",
@@ -102,7 +108,7 @@ def generate(
     init_distributed(report, options.processes)
     existing_file = find_existing_video(command, request, options)
     if command.folder is not None and existing_file is None and not command.force:
-        check_no_results(command.folder)
+        check_no_results(command.folder, RESULT_FILES)
     with releasing_folder(
         VideoCommand(report, request, options, command, original_metadata=original_metadata)
     ) as video:
@@ -129,6 +135,8 @@ def encode(report: Report, request: VideoRequest, options: PipelineOptions, comm
     folder = stage_folder(command)
     requested_settings, stored_settings = settings_before_load(request, options), _stored_settings(request, folder)
     existing_file = find_existing_stage(command, stage_files.EMBEDDINGS_FILE, requested_settings, **stored_settings)
+    if existing_file is None and not command.force:
+        check_no_results(folder, [FIRST_FRAME])
     with releasing_folder(VideoCommand(report, request, options, command)) as video:
         if video.check_existing_file(existing_file, existing_file and existing_file.metadata):
             return
@@ -270,9 +278,9 @@ def find_existing_stage(
     return existing_file
 
 
-def check_no_results(folder: Path) -> None:
-    """Raise WanjaxError if a run of all stages would replace files in a folder that took long to make."""
-    existing_names = [name for name in RESULT_FILES if (folder / name).exists()]
+def check_no_results(folder: Path, names: Iterable[str]) -> None:
+    """Raise WanjaxError if a folder has one of these files, which took long to make and belong to another video."""
+    existing_names = [name for name in names if is_first() and (folder / name).exists()]
     if existing_names:
         decode_command = f"`{shlex.join(['wanjax', 'decode', '--dir', str(folder)])}` to make the video"
         choices = [
@@ -768,8 +776,8 @@ class Saving(Observer):
 
 
 class SavingWindows(Observer):
-    """Prints the prompt of each window, and tells the report which command resumes after the complete windows.
-    `ResumeObserver` saves the windows."""
+    """Prints the prompt of each window. Before the first step, writes the settings and tells the report which command
+    resumes. `ResumeObserver` saves the steps."""
 
     def __init__(self, video: VideoCommand):
         self.video = video
@@ -783,8 +791,8 @@ class SavingWindows(Observer):
     def joined(self, seam: Seam) -> None:
         self.video.report.add_seam(seam)
 
-    def denoised(self, latents: Any, chunk: Chunk) -> None:
-        self.video.save(self.video.command_again())
+    def resumed(self, start: Any) -> None:  # after `ResumeObserver`, which refuses steps of other settings
+        self.video.save(self.video.resume_command())
 
 
 def _inherit_options(

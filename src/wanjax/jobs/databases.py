@@ -26,6 +26,7 @@ from wanjax.stores.writing import check_folder
 ENV_VARIABLE = "WANJAX_DATABASE"  # keeps the password out of the command line
 POSTGRES_SCHEMES = ("postgresql://", "postgres://")
 SQLITE_SUFFIXES = (".sqlite", ".sqlite3", ".db")  # suffixes that a new database file may have
+SQLITE_HEADER = b"SQLite format 3\0"  # of every SQLite file that is not empty
 POSTGRES_EXAMPLE = "postgresql://USER:PASSWORD@HOST/NAME"
 CONNECT_TIMEOUT, LOCK_TIMEOUT, NETWORK_TIMEOUT = 4, 4, 10
 """Seconds to wait for a connection, for a lock, and for a network that does not answer."""
@@ -113,7 +114,7 @@ def open_database(url: str) -> "Database":
 
 
 def check_name(url: str) -> None:
-    """Raise WanjaxError unless a name is a URL of PostgreSQL, an existing file, or a new file with one of SQLite's
+    """Raise WanjaxError unless a name is a URL of PostgreSQL, an SQLite database, or a new file with one of SQLite's
     suffixes.
 
     Without this check, a mistyped URL would become the name of a file.
@@ -135,6 +136,15 @@ def check_name(url: str) -> None:
             f"the database {name} does not exist, and a new one ends in {' or '.join(SQLITE_SUFFIXES)}: "
             f"give such a name, or {POSTGRES_EXAMPLE}"
         )
+    new_name = f"a new name that ends in {' or '.join(SQLITE_SUFFIXES)}"
+    if os.path.isdir(file):
+        raise WanjaxError(f"the database {file} is a folder: give an SQLite file in it, or {new_name}")
+    head = b""
+    if os.path.isfile(file):
+        with suppress(OSError), open(file, "rb") as stream:
+            head = stream.read(len(SQLITE_HEADER))
+    if head and head != SQLITE_HEADER:
+        raise WanjaxError(f"the database {file} is not an SQLite database: give another file, or {new_name}")
 
 
 def check_exists(url: str) -> None:

@@ -6,7 +6,7 @@ the frames to cache for the next chunk. The cache is None before the first chunk
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,24 @@ from wanjax.layers.placement import param
 from wanjax.sharding import VIDEO_AXES, constrain, replicate
 
 CONV_AXES = ("conv_in", "conv_out")
+WHOLE_VIDEO_ADVICE = {
+    "encode": "pipe.encode_video(frames) encodes a video, and encode_cells a chunk of it",
+    "decode": "pipe.decode(latents) decodes a video, and decode_cells a chunk of it",
+}
 Chunk = Float[Array, "B _T _H _W _C"]  # the input or the output, which may differ in size
 Cache = Any  # a pytree of cached frames; None before the first chunk
+
+
+class Autoencoder(nnx.Module):
+    """An autoencoder of videos, which encodes and decodes in chunks by methods that take and return a cache."""
+
+    if not TYPE_CHECKING:  # otherwise every name would be an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise AttributeError; for `encode` and `decode`, the message says what to use instead."""
+            if name in WHOLE_VIDEO_ADVICE:
+                raise AttributeError(f"{type(self).__name__} has no {name}: {WHOLE_VIDEO_ADVICE[name]}")
+            return object.__getattribute__(self, name)  # raises the usual AttributeError of Python
 
 
 class FrameConv(nnx.Module):

@@ -7,6 +7,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
+from wanjax.errors import WanjaxError, repr_shape
+from wanjax.figures import pluralize
 from wanjax.layers.mlp import MLP
 from wanjax.layers.placement import with_axes
 
@@ -15,8 +17,19 @@ Timesteps = Float[Array, " B"] | Float[Array, ""] | float | int
 
 
 def broadcast_timesteps(t: Timesteps, videos: int) -> Float[Array, " B"]:
-    """Broadcast timesteps to [B], one for each video of the batch."""
+    """Broadcast timesteps to [B], one for each video of the batch. Raises WanjaxError for another number of them."""
+    if jnp.shape(t) not in ((), (1,), (videos,)):
+        problem = f"timesteps {repr_shape(t)} for {pluralize(videos, 'video')}"
+        raise WanjaxError(f"{problem}: give one number, or one for each video")
     return t if isinstance(t, jax.Array) and t.ndim else jnp.full((videos,), t, jnp.float32)
+
+
+def checked_text(text: Float[Array, "B S E"], width: int) -> Float[Array, "B S E"]:
+    """Return encoded prompts. Raises WanjaxError unless they are [B S `width`]."""
+    if getattr(text, "ndim", None) != 3 or text.shape[-1] != width:
+        problem = f"encoded prompts must be [B S {width}], got {repr_shape(text)}"
+        raise WanjaxError(f"{problem}: give the result of this model's text encoder")
+    return text
 
 
 def sinusoidal_embedding(t: Float[Array, " B"], channels: int, max_period: float = 10000.0) -> Float32[Array, "B C"]:

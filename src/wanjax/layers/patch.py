@@ -4,14 +4,16 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, repr_shape
 from wanjax.sharding import shard_tokens
 
 Size = tuple[int, int, int]  # frames, height, width
 
 
 def patch_grid(x: Float[Array, "B T H W C"], patch: Size) -> Size:
-    """Return the number of patches along frames, height and width."""
+    """Return the number of patches along frames, height and width. Raises WanjaxError unless x has five axes."""
+    if getattr(x, "ndim", None) != 5:
+        raise WanjaxError(f"latents must be [B T H W C], got {repr_shape(x)}: give five axes, with the channels last")
     _, frames, height, width, _ = x.shape
     return frames // patch[0], height // patch[1], width // patch[2]
 

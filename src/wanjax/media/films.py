@@ -8,6 +8,7 @@ a hole in the file.
 """
 
 import math
+import os
 import re
 from bisect import bisect_left
 from collections.abc import Generator, Sequence
@@ -88,6 +89,8 @@ def read_video_file(source: str | Path, frames: int, fps: int | float, *, is_non
 
 def unreadable_message(source: str | Path, problem: str) -> str:
     """Format the message that a file cannot be read as a video, with the reason and advice."""
+    if not os.path.getsize(source):
+        return f"{source} is empty: give a complete copy of the clip"
     if is_cut_short(Path(source)):
         return f"{source} cannot be read as a video, because it is truncated ({problem}): give a complete copy"
     if problem == NO_VIDEO:

@@ -30,7 +30,7 @@ from wanjax.media.colours import Conversion, srgb_conversion
 from wanjax.media.damage import holed_frame
 from wanjax.media.films import read_video_file
 from wanjax.media.inputs import InputSpec
-from wanjax.media.video import DECODE_ERRORS, read_metadata
+from wanjax.media.video import DECODE_ERRORS, Video, read_metadata
 from wanjax.stores.paths import missing_file
 
 Picture = UInt8[np.ndarray, "H W 3"]
@@ -65,6 +65,7 @@ WHITE_VALUES = {**dict.fromkeys(("I;16", "I;16L", "I;16B", "I;16N"), (65535,)), 
 """The possible values of white in the deep grey modes. The smallest value that no pixel of a picture or clip exceeds is
 used."""
 WHITE_OVERSHOOT = 0.05  # the fraction of white by which a filter may exceed white or black
+CHANNELS = (1, 3, 4)  # the numbers of channels of grey, RGB and RGBA
 STRIP_ROWS = 256  # rows of a picture that are converted at a time
 DECODE_LOCK = RLock()  # Pillow's limit on pixels is global, so only one picture is decoded at a time
 
@@ -202,6 +203,8 @@ def _read_unscaled(source: PictureSource, background: Background) -> Picture | H
             _check_single(source, "the picture")
             return _render(source.copy(), background)
     if not isinstance(source, str | Path):
+        if isinstance(source, Video):
+            raise WanjaxError("a Video is not a picture: give one of its frames, such as video[0] or video[-1]")
         expected = "the path of a file, a PIL image or an array uint8 [H, W, 3]"
         raise WanjaxError(f"{repr_short(source)} is not a picture: give {expected}")
     with open_image(source, str(source)) as image:
@@ -233,6 +236,8 @@ def read_clip(source: ClipSource, frames: int, fps: int | float, background: Bac
     if isinstance(source, np.ndarray):
         return _check_array(source, 4)[:frames]
     if not isinstance(source, str | Path | Sequence) or isinstance(source, bytes):
+        if isinstance(source, Video):
+            raise WanjaxError("a Video is not a clip: give its frames, video.frames")
         expected = "the path of a file or folder, a list of pictures or an array uint8 [T, H, W, 3]"
         raise WanjaxError(f"{repr_short(source)} is not a clip: give {expected}")
     name = source if isinstance(source, str | Path) else "the clip"
@@ -438,10 +443,35 @@ def _check_array(array: np.ndarray, rank: int) -> np.ndarray:
     if array.dtype != np.uint8 or array.ndim != rank or array.shape[-1] != 3 or 0 in array.shape:
         expected = f"uint8 [{'T, ' * (rank - 3)}H, W, 3]"
         problem = f"pictures must be {expected}, got {array.dtype} {list(array.shape)}"
-        if array.dtype.kind == "f":
-            problem += ': turn values in [0, 1] into bytes with (255 * x).round().astype("uint8")'
-        raise WanjaxError(problem)
+        raise WanjaxError(f"{problem}: {_array_advice(array, rank)}")
     return array
+
+
+def _array_advice(array: np.ndarray, rank: int) -> str:
+    """Write the expression that turns an array x of another dtype or layout into pictures, in one sentence."""
+    shape, x = list(array.shape), "x"
+    if 0 in shape:
+        return "give an array with pixels"
+    if len(shape) == rank + 1:  # a batch, or the clip of a picture
+        shape, x = shape[1:], f"{x}[0]"
+    elif len(shape) == rank - 2 > 1 or (len(shape) == rank - 1 and shape[-1] in (3, 4)):  # the picture of a clip
+        shape, x = [1, *shape], f"{x}[None]"
+    if len(shape) == rank - 1:
+        shape, x = [*shape, 1], f"{x}[..., None]"
+    if len(shape) != rank:
+        return "give one of these axes"
+    if shape[-1] not in CHANNELS and shape[-3] in CHANNELS:
+        shape, x = [*shape[:-3], *shape[-2:], shape[-3]], f"np.moveaxis({x}, -3, -1)"
+    if shape[-1] not in CHANNELS:
+        return f"give 3 channels, not {shape[-1]}"
+    x = {1: f"np.repeat({x}, 3, axis=-1)", 3: x, 4: f"{x}[..., :3]"}[shape[-1]]
+    if array.dtype == np.uint8:
+        return f"give {x}"
+    if array.dtype.kind in "iu":
+        return f'for values from 0 to 255, give {x}.astype("uint8")'
+    if array.dtype.kind == "b":
+        return f'give (255 * {x}).astype("uint8")'
+    return f'for values in [0, 1], give (255 * {x}).round().astype("uint8")'
 
 
 @contextmanager

@@ -76,12 +76,17 @@ class Video:
     fps: int | float
     settings: Mapping[str, Any]
 
-    def save(self, path: str | AnyPath) -> AnyPath:
+    def save(self, path: str | AnyPath, **unknown: object) -> AnyPath:
         """Write the video and its settings as `write_video` does.
 
         Args:
             path: A file, here or in a store, whose suffix decides the format.
+            **unknown: Other keywords, such as those of diffusers' `export_to_video`, raise WanjaxError with advice.
         """
+        for name in unknown:
+            is_setting = name in ("fps", "frame_rate")
+            advice = "fps is a setting, pipe(prompt, fps=...)" if is_setting else "the path alone decides the format"
+            raise WanjaxError(f"{repr_short(name)} is not a keyword here: {advice}")
         return write_video(path, self.frames, self.fps, self.settings)
 
     def to_pil(self) -> list[Image.Image]:
@@ -200,7 +205,11 @@ def prepare_output_path(path: str | AnyPath, frames: int = 1) -> AnyPath:
     if suffix and os.path.isdir(target):  # raises nothing for a name that is too long
         raise WanjaxError(f"{path} is a folder: end the name with a slash for a folder of PNG, or name a file")
     if not suffix and os.path.exists(target):
-        names = sorted(os.listdir(target)) if target.is_dir() else [target.name]
+        if not target.is_dir():
+            raise WanjaxError(
+                f"{path} is a file, not a folder: give a new or empty folder, or a file such as {path}.mp4"
+            )
+        names = sorted(os.listdir(target))
         if others := [name for name in names if not FRAME_FILE_PATTERN.fullmatch(name)]:
             raise WanjaxError(f"{path} holds {others[0]}, which is not a frame: give a new or empty folder")
     check_folder(target.parent)
@@ -269,6 +278,8 @@ def read_metadata(path: str | AnyPath) -> dict[str, Any]:
 def why_without_settings(file: Path) -> str:
     """Return the probable reason why a video's or stage's file has no settings."""
     with suppress(OSError):
+        if file.is_file() and not file.stat().st_size:
+            return "it is empty: get a complete copy"
         if is_cut_short(file):
             return "it is truncated: get a complete copy"
     return "wanjax did not write it, or another program rewrote it"

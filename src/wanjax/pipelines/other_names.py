@@ -17,7 +17,8 @@ RENAMED = {alias: name for name, setting in schema(Settings).items() for alias i
 """Keywords of diffusers, ComfyUI and models' own code, each with its name in wanjax."""
 KEYWORD_ADVICE = {
     "generator": "use seed=42, and rng='torch' for the numbers of torch.Generator().manual_seed(42)",
-    "output_type": "a video's frames are uint8, video.to_pil() gives images, and pipe.decode(latents, dtype) floats",
+    "output_type": "a video's frames are uint8, video.to_pil() gives images, pipe.decode(latents, dtype) floats, "
+    "and pipe.denoise(pipe.encode(prompt)) latents",
     "return_dict": "a call returns a Video",
     "num_videos_per_prompt": "use seeds=[1, 2, 3] to make several videos",
     "prompt_embeds": "pass the output of pipe.encode(prompt) to pipe.denoise",
@@ -42,8 +43,11 @@ KEYWORD_ADVICE = {
     "use_safetensors": "safetensors files are always preferred",
 }
 """Keywords of diffusers without an equivalent keyword in wanjax, each with advice."""
-LOAD_ADVICE = "it is fixed when a model is loaded, so give it to wanjax.load or to the command"
-LOAD_KEYWORDS = (*LOAD_SETTINGS, "attention", "compiler", "mesh", "offload", "param_dtype", "rules")
+LOAD_ADVICE = "it is fixed when a model is loaded, so give it to wanjax.load(MODEL, {}=...) or to the command"
+LOAD_KEYWORDS = (
+    *LOAD_SETTINGS,
+    *("attention", "compiler", "decoder", "lora", "mesh", "offload", "param_dtype", "revision", "rules"),
+)
 """Keywords of `wanjax.load` that a user may give to a call or to a server by mistake."""
 ATTRIBUTE_ADVICE = {
     "from_pretrained": "wanjax.load(MODEL) loads a model",
@@ -101,9 +105,8 @@ def unknown_keyword(
         hint = similar and (
             f"use {similar[0]}" if similar[0] in names else f"did you mean pipe(prompt, {similar[0]}=...)?"
         )
-        advice = (
-            KEYWORD_ADVICE.get(name) or (LOAD_ADVICE if name in LOAD_KEYWORDS else hint) or f"use {comma_list(names)}"
-        )
+        hint = LOAD_ADVICE.format(name) if name in LOAD_KEYWORDS else hint
+        advice = KEYWORD_ADVICE.get(name) or hint or f"use {comma_list(names)}"
     return SettingError(f"{repr_short(name)} is not a {kind} here: {advice}", name[:40])
 
 

@@ -35,6 +35,10 @@ PROXY_HEADERS = ("forwarded", "via", "x-real-ip")  # headers that proxies add
 PROXY_HEADER_PREFIX = "x-forwarded"  # X-Forwarded-For, -Host, -Proto, -Port and others
 DEFAULT_PORTS = {"http": 80, "https": 443}
 PROXY_MESSAGE = "{} shows that a proxy forwarded this request, which requires a token: start the server with --token"
+FOREIGN_PAGE_MESSAGE = (
+    "requests from the page of another site, {}, are blocked: behind a proxy, start the server with --token and, if "
+    "the proxy does not send X-Forwarded-Host, with --origin URL"
+)
 MIN_TOKEN_LENGTH = 16  # characters
 SECURITY_HEADERS = {
     b"content-security-policy": b"default-src 'self'; img-src 'self' blob: data:; media-src 'self' blob:; "
@@ -165,9 +169,7 @@ class AuthMiddleware:
             and "origin" in headers
             and not self._is_own_origin(headers["origin"], headers)
         ):
-            message = (
-                "requests from the page of another site are blocked: behind a proxy, start the server with --origin URL"
-            )
+            message = FOREIGN_PAGE_MESSAGE.format(repr_short(headers["origin"]))
             return error_response(403, message, "forbidden")
         is_open = scope["path"] in OPEN_PATHS or _is_page(scope["path"])
         if self.token is not None and not is_open and not any(map(self.is_token, _request_tokens(headers))):
@@ -257,9 +259,7 @@ def _remote_reason(scope: Scope, headers: Headers) -> str | None:
     page_host = _host_of(headers.get("origin") or headers.get("referer", ""))
     is_navigation = headers.get("sec-fetch-mode") == "navigate"  # other sites may link to the page of this server
     if page_host and not is_loopback(page_host) and not is_navigation and not _is_page(scope["path"]):
-        return (
-            f"requests from a page of another site, {repr_short(page_host)}, are blocked: behind a proxy, use --token"
-        )
+        return FOREIGN_PAGE_MESSAGE.format(repr_short(page_host))
     return None
 
 

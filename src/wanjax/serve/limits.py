@@ -64,7 +64,8 @@ class Limits:
             SettingError: The video is too large, or has too many steps or frames per second.
         """
         if (pixels := count_pixels(settings)) > self.pixels:
-            shape = f"{settings.width}x{settings.height} and {pluralize(settings.length, 'frame')}"
+            length = f"{pluralize(settings.length, 'frame')} ({settings.length / settings.fps:.4g} s)"
+            shape = f"{settings.width}x{settings.height} and {length}"
             message = f"{shape} have {pluralize(pixels, 'pixel')}, and this server allows {self.pixels:,} at most"
             raise SettingError(f"{message}: {self._smaller(settings, spatial, temporal)}", "size")
         for name in ("steps", "fps"):
@@ -80,7 +81,8 @@ class Limits:
         width, height = (int(side * ratio) // spatial * spatial for side in (settings.width, settings.height))
         advice: list[str] = []
         if frames and settings.windows == 1:
-            advice.append(f"at most {pluralize((frames - 1) // temporal * temporal + 1, 'frame')} of this size")
+            frames = (frames - 1) // temporal * temporal + 1
+            advice.append(f"at most {pluralize(frames, 'frame')} ({frames / settings.fps:.4g} s) of this size")
         if width and height:
             advice.append(f"a size of {width}x{height}")
         return f"use {' or '.join(advice)}" if advice else "use a smaller size and fewer frames"

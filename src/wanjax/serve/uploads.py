@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from io import BytesIO
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -306,13 +307,14 @@ def complete_settings(request: VideoRequest, pipe: Pipeline, files: Mapping[str,
         WanjaxError: No video can be made with these settings.
     """
     pipe = with_scheduler(pipe, request.scheduler)
-    request = request.seconds_to_frames(pipe.defaults.fps, pipe.model.vae.temporal_factor)
+    fields, request = request.settings, request.seconds_to_frames(pipe.defaults.fps, pipe.model.vae.temporal_factor)
     settings, sides = {"seed": RANDOM_SEED, **request.settings}, {"height", "width"} & request.settings.keys()
     if len(sides) == 1:
         side = sides.pop()
         raise SettingError(f"{side} is given alone: give size, or both height and width", side)
     grid = {"spatial": pipe.model.spec.size_multiple, "temporal": pipe.model.vae.temporal_factor}
-    limits.check(pipe.defaults.updated(settings), **grid)  # checked before pictures are resized to this size
+    with _reporting_length_errors(fields, pipe):  # checked before pictures are resized to this size
+        limits.check(pipe.defaults.updated(settings), **grid)
     try:
         # only one request's clips are in memory, and its warnings become notes when the video is made
         with DECODE_LOCK, noting_warnings(lambda message: None):
@@ -321,8 +323,23 @@ def complete_settings(request: VideoRequest, pipe: Pipeline, files: Mapping[str,
         if (renamed := _with_field_name(error, files)) is error:
             raise
         raise renamed from error
-    limits.check(complete, **grid)
+    with _reporting_length_errors(fields, pipe):
+        limits.check(complete, **grid)
     return complete
+
+
+@contextmanager
+def _reporting_length_errors(fields: Mapping[str, Any], pipe: Pipeline) -> Iterator[None]:
+    """Convert an error about the pixels of a video to an error about its length, if the size is not larger than the
+    model's default."""
+    try:
+        yield
+    except SettingError as error:
+        length_field = next((name for name in (SECONDS.name, "frames", "windows") if name in fields), None)
+        sides = {name: fields.get(name) or getattr(pipe.defaults, name) for name in ("height", "width")}
+        if error.setting != "size" or length_field is None or prod(sides.values()) > prod(pipe.defaults.size):
+            raise
+        raise SettingError(str(error), length_field) from error
 
 
 def _with_field_name(error: WanjaxError, files: Mapping[str, Any]) -> WanjaxError:

@@ -95,6 +95,9 @@ def check_folder(folder: AnyPath) -> None:
     if (top := missing_first_folder(folder)) is not None:
         of_path = "" if top == folder.absolute() else f", the first one of {folder}"
         raise WanjaxError(f"there is no folder {top}{of_path}: check the path, or create {top} first")
+    for path in (folder, *folder.parents):
+        if os.path.isfile(path):
+            raise WanjaxError(f"{path} is a file, not a folder: give another folder, or move the file")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

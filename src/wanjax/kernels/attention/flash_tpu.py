@@ -34,6 +34,7 @@ from wanjax.kernels.attention.flash_tiles import (
     sparse_config,
 )
 from wanjax.kernels.attention.gradient import from_result
+from wanjax.kernels.attention.implementation import INTERPRETER_ADVICE
 from wanjax.kernels.attention.masks import Window, divide_or_zero, length_mask, valid_keys_first
 from wanjax.kernels.attention.radial import Radial, kernel_lists
 from wanjax.kernels.target import vmem_bytes
@@ -49,7 +50,7 @@ def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -
     if config is not None and not isinstance(config, Config | Int8Config):
         return f"flash_tpu is configured by a flash_tpu.Config, which {type(config).__name__} is not"
     if vmem_capacity is None and not (config and config.interpret):
-        return "flash_tpu runs on TPUs, and elsewhere only by Config(interpret=True)"
+        return INTERPRETER_ADVICE.format("flash_tpu", "flash_tpu")
     if head_dim not in HEAD_DIMS:
         return (
             f"flash_tpu does not support a head size of {head_dim}: {' and '.join(map(str, HEAD_DIMS))} are supported"

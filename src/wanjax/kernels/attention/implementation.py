@@ -5,6 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+INTERPRETER_ADVICE = (
+    "{0} runs on TPUs: choose chunked or auto here, or call the function of wanjax.kernels.attention with "
+    "config={1}.Config(interpret=True), which is slow and meant for tests"
+)
+"""Why a TPU's kernel does not run elsewhere, given its name and its module."""
+
 
 def no_carry(config: Any) -> bool:
     """Return False, because no config of the implementation supports a carry."""

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Float32
 
 from wanjax.kernels.alignment import ceil_div
 from wanjax.kernels.attention.blocks import matmul_precision
+from wanjax.kernels.attention.implementation import INTERPRETER_ADVICE
 from wanjax.kernels.attention.sparse_linear import SUM_EPSILON, Projection, SparseLinear
 from wanjax.kernels.attention.sparse_linear_chunked import with_gradient
 from wanjax.kernels.attention.sparse_linear_kernel import TILE_KV, KernelSizes, attend, list_blocks, prepare
@@ -43,7 +44,7 @@ def unsupported(q: Array, sparse: SparseLinear, kv_length: int, config: Config |
     """Return the reason why this call is not supported, or None."""
     vmem_capacity = vmem_bytes()
     if vmem_capacity is None and not (config and config.interpret):
-        return "the kernel of sparse-linear attention runs on TPUs, and elsewhere only by Config(interpret=True)"
+        return INTERPRETER_ADVICE.format("the kernel of sparse-linear attention", "sparse_linear_tpu")
     if q.shape[3] != HEAD_DIM or q.dtype.name not in DTYPES:
         return f"the kernel of sparse-linear attention does not support heads of {q.shape[3]} in {q.dtype.name}"
     if sparse.block_q != BLOCK_Q or TILE_KV % sparse.block_kv or sparse.block_kv % 16:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from wanjax.kernels.alignment import LANES, round_up
+from wanjax.kernels.attention.implementation import INTERPRETER_ADVICE
 from wanjax.kernels.attention.masks import length_mask
 from wanjax.kernels.target import target
 from wanjax.sharding import pad_to
@@ -30,7 +31,7 @@ def unsupported(q, k, v, *, key_mask, window, scale, bias, config, return_lse) -
     if config is not None and not isinstance(config, Config):
         return f"splash has no tiles: {type(config).__name__} belongs to another implementation"
     if target(q).platform != "tpu" and not (config and config.interpret):
-        return "splash runs on TPUs, and elsewhere only by splash.Config(interpret=True)"
+        return INTERPRETER_ADVICE.format("splash", "splash")
     if q.shape[3] not in HEAD_DIMS or q.dtype.name != "bfloat16":
         return f"splash does not support heads of {q.shape[3]} in {q.dtype.name}: it supports 64 and 128 in bfloat16"
     if window is not None or bias is not None:

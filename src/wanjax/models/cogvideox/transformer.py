@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Float32
 from wanjax.dims import readable_signature
 from wanjax.kernels.attention import AUTO, AttentionConfig, attention
 from wanjax.kernels.rotary_heads import pack_for_all_to_all
-from wanjax.layers.embeddings import TimeEmbed, Timesteps, broadcast_timesteps
+from wanjax.layers.embeddings import TimeEmbed, Timesteps, broadcast_timesteps, checked_text
 from wanjax.layers.guided_attention import apply_nag
 from wanjax.layers.heads import join_heads, split_heads
 from wanjax.layers.linear import linear
@@ -170,7 +170,7 @@ class CogVideoXTransformer(nnx.Module):
 
     def context(self, text: Float[Array, "B S _E"]) -> Context:
         """Project encoded prompts [B S E] to the transformer's width."""
-        return Context(self.text_embed(text.astype(self.dtype)))
+        return Context(self.text_embed(checked_text(text, self.config.text_width).astype(self.dtype)))
 
     def grid(self, latents: Float[Array, "B T H W C"]) -> Grid:
         """The number of patches along frames, height and width."""

@@ -20,7 +20,16 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from wanjax.layers.conv import CONV_AXES, Cache, Chunk, FrameConv, RepeatingConv, run_layers, to_operand_dtype
+from wanjax.layers.conv import (
+    CONV_AXES,
+    Autoencoder,
+    Cache,
+    Chunk,
+    FrameConv,
+    RepeatingConv,
+    run_layers,
+    to_operand_dtype,
+)
 from wanjax.layers.linear import linear
 from wanjax.layers.norms import GroupNorm
 from wanjax.models.cogvideox.vae_config import VAEConfig
@@ -172,7 +181,7 @@ class Decoder(nnx.Module):
         return x, (cache_in, cache_mid, cache_levels, cache_out)
 
 
-class CogVideoXVAE(nnx.Module):
+class CogVideoXVAE(Autoencoder):
     """CogVideoX's autoencoder: videos [B T H W 3] in [-1, 1] to latents [B T H W C] for a transformer, and back."""
 
     def __init__(self, config: VAEConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from wanjax.dims import readable_signature
 from wanjax.kernels.attention import AUTO, AttentionConfig, Radial, VideoTextPair, joint_attention
-from wanjax.layers.embeddings import TimeEmbed, Timesteps, broadcast_timesteps
+from wanjax.layers.embeddings import TimeEmbed, Timesteps, broadcast_timesteps, checked_text
 from wanjax.layers.guided_attention import apply_nag
 from wanjax.layers.heads import join_heads, split_heads
 from wanjax.layers.linear import Linear, linear
@@ -229,6 +229,7 @@ class HunyuanVideoTransformer(nnx.Module):
             glyphs: Features of quoted text, and their mask.
             image: Features of a picture.
         """
+        text = checked_text(text, self.config.text_width)
         mask = jnp.ones(text.shape[:2], bool) if mask is None else mask
         extra_tokens, masks = [jnp.zeros((len(text), 0, self.config.width), self.dtype)], [mask]
         if glyphs is not None:

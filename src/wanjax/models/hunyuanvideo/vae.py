@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from wanjax.kernels.attention import attention
-from wanjax.layers.conv import CONV_AXES, Cache, Chunk, RepeatingConv, run_layers, to_operand_dtype
+from wanjax.layers.conv import CONV_AXES, Autoencoder, Cache, Chunk, RepeatingConv, run_layers, to_operand_dtype
 from wanjax.layers.linear import linear
 from wanjax.layers.norms import ChannelNorm
 from wanjax.models.hunyuanvideo.vae_config import VAEConfig
@@ -295,7 +295,7 @@ class Decoder(nnx.Module):
         return x, (cache_in, cache_mid, cache_levels, cache_out)
 
 
-class HunyuanVideoVAE(nnx.Module):
+class HunyuanVideoVAE(Autoencoder):
     """HunyuanVideo 1.5's autoencoder: videos [B T H W 3] in [-1, 1] to scaled latents [B T H W C] and back."""
 
     def __init__(self, config: VAEConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):

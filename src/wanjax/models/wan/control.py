@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Float32
 
 from wanjax.dims import readable_signature
 from wanjax.kernels.attention import AUTO, AttentionConfig
-from wanjax.layers.embeddings import Timesteps, broadcast_timesteps
+from wanjax.layers.embeddings import Timesteps, broadcast_timesteps, checked_text
 from wanjax.layers.linear import linear
 from wanjax.layers.modulation import modulate
 from wanjax.layers.patch import patchify, unpatchify
@@ -76,7 +76,7 @@ class WanControlTransformer(WanTransformer):
 
     def context(self, text: Float[Array, "B S _E"]) -> ControlContext:
         """Compute keys and values of encoded prompts [B S E] for every block of both streams: [layers B S E]."""
-        text = self.text_embed(text.astype(self.dtype))
+        text = self.text_embed(checked_text(text, self.config.text_width).astype(self.dtype))
         stacks = self.blocks, self.control_blocks
         keys = (map_blocks(stack, lambda block: block.cross_attn.context(text)) for stack in stacks)
         return shard_stacked(ControlContext(*keys), self.config.heads)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Float32
 from wanjax.dims import readable_signature
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import AUTO, AttentionConfig, Radial
-from wanjax.layers.embeddings import Timesteps
+from wanjax.layers.embeddings import Timesteps, checked_text
 from wanjax.layers.heads import split_heads
 from wanjax.layers.linear import linear
 from wanjax.layers.mlp import MLP, gelu
@@ -121,7 +121,8 @@ class WanImageTransformer(WanTransformer):
 
     def context(self, text: Float[Array, "B S _E"], image: Float[Array, "B _S _E"]) -> ImageContext:
         """Compute keys and values of encoded prompts and images [B S E] for every block: [layers B S E]."""
-        text, image = self.text_embed(text.astype(self.dtype)), self.image_embed(image)
+        text = self.text_embed(checked_text(text, self.config.text_width).astype(self.dtype))
+        image = self.image_embed(image)
         keys = map_blocks(
             self.blocks,
             lambda block: ImageContext(block.cross_attn.context(text), block.cross_attn.image_context(image)),

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Float32
 from wanjax.dims import readable_signature
 from wanjax.kernels.attention import AUTO, AttentionConfig, Projection, Radial, attention, sparse_linear_attention
 from wanjax.kernels.rotary_heads import pack_for_all_to_all
-from wanjax.layers.embeddings import TimeEmbed, Timesteps, broadcast_timesteps
+from wanjax.layers.embeddings import TimeEmbed, Timesteps, broadcast_timesteps, checked_text
 from wanjax.layers.guided_attention import apply_nag
 from wanjax.layers.heads import join_heads, split_heads
 from wanjax.layers.linear import gather_kernels, linear
@@ -229,7 +229,7 @@ class WanTransformer(nnx.Module):
 
     def context(self, text: Float[Array, "B S _E"]) -> Context:
         """Compute keys and values of encoded prompts [B S E] for every block: [layers B S E]."""
-        text = self.text_embed(text.astype(self.dtype))
+        text = self.text_embed(checked_text(text, self.config.text_width).astype(self.dtype))
         return shard_stacked(map_blocks(self.blocks, lambda block: block.cross_attn.context(text)), self.config.heads)
 
     def grid(self, latents: Float[Array, "B T H W C"]) -> tuple[int, int, int]:

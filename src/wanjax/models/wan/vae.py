@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from wanjax.kernels.attention import attention
 from wanjax.kernels.target import target
-from wanjax.layers.conv import CONV_AXES, Cache, CausalConv, Chunk, FrameConv, run_layers, to_operand_dtype
+from wanjax.layers.conv import CONV_AXES, Autoencoder, Cache, CausalConv, Chunk, FrameConv, run_layers, to_operand_dtype
 from wanjax.layers.linear import linear
 from wanjax.layers.norms import ChannelNorm, expand_to_rank
 from wanjax.models.wan.config import VAEConfig
@@ -182,7 +182,7 @@ class Decoder(nnx.Module):
         return x, (cache_in, cache_mid, cache_levels, cache_out)
 
 
-class WanVAE(nnx.Module):
+class WanVAE(Autoencoder):
     """Wan 2.1's autoencoder: videos [B T H W 3] in [-1, 1] to normalised latents [B T H W C] and back."""
 
     def __init__(self, config: VAEConfig, *, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs):
