@@ -401,7 +401,9 @@ def test_steps_of_other_settings_are_not_thrown_away(model, monkeypatch):
         patch.setattr(ResumeObserver, "stepped", interrupt)
         assert wanjax("a", "--model", model, *SMALL, *HERE).exit_code == 130
     others = ("a", "--model", model, *SMALL, *HERE, "--guidance-scale", "3")
-    assert says(refused(*others), "stage_outputs 1 completed step settings --dir --force")
+    before = {name: (Path("stage_outputs") / name).read_bytes() for name in files("stage_outputs")}
+    assert says(refused(*others), "stage2_state guidance scale --dir --force")
+    assert {name: (Path("stage_outputs") / name).read_bytes() for name in files("stage_outputs")} == before
     assert "resumed after 1 of 2 steps" in succeeded(wanjax("a", "--model", model, *SMALL, *HERE)).stderr
     with monkeypatch.context() as patch:
         patch.setattr(ResumeObserver, "stepped", interrupt)

@@ -114,6 +114,7 @@ def generate(
     ) as video:
         if video.check_existing_file(existing_file):
             return
+        video.check_unfinished()
         video.print_settings()
         video.print_prompt_notes()
         video.try_output(video.video, video.record)
@@ -427,6 +428,21 @@ class VideoCommand:
             if existing_file.file == self.video or self.report.in_json:
                 self.print_made(paths.parse_path(existing_file.file))
         return exists
+
+    def check_unfinished(self) -> None:
+        """Raise WanjaxError if the folder, which the user named, holds steps of a video with other settings.
+
+        This comes before the files of that video are replaced. Windows are checked when their steps are read, because a
+        stopped video may get more of them.
+        """
+        file = self.folder / stage_files.STATE_FILE
+        if self.run_folder is not None or self._force_options or self.settings.windows > 1 or not file.is_file():
+            return
+        try:
+            stored_settings = load_settings(self.folder)
+        except WanjaxError:  # the steps are compared when they are read
+            return
+        ExistingFile(str(file), stored_settings, KEEP_ADVICE[False]).check(self.record)
 
     @property
     def is_kept(self) -> bool:
