@@ -263,7 +263,6 @@ RELATIVES = {  # by the name of a file: its transformer, what is foreign in it, 
         {"pose_patch_embedding.weight": (5120, 16, 1, 2, 2), "face_encoder.padding_tokens": (1, 1, 1, 5120)},
         "Animate",
     ),
-    "wan_animate_2_distill_bf16": (I2V_14B, {}, "[Animate 2]"),
     "humo_17B": (
         I2V_A14B,
         {"audio_proj.audio_proj_glob_1.layer.weight": (512, 51200)},
