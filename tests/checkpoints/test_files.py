@@ -334,7 +334,7 @@ def test_a_folder_that_is_wrong_is_named_with_what_is_wrong(tmp_path, name):
         (open_tensors, "x" * 300 + ".safetensors", "x" * 300 + ".safetensors"),
         (open_tensors, "x" * 300 + ".pth", "x" * 300 + ".pth"),
         (lambda path: save_safetensors(path, TENSORS), "file/x.safetensors", "file/x.safetensors Not a directory"),
-        (check_folder, "file/stages", "written another"),
+        (check_folder, "file/stages", "file not a folder another"),
         (check_folder, "/proc/stages", "written another"),
     ],
 )

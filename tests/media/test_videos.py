@@ -133,8 +133,8 @@ def test_folder_of_png(tmp_path, name):
         ("clip.mp4", clip(0), "frames"),
         ("clip.gif", [], "no frames"),
         ("frames", [], "no frames"),
-        ("file/clip.mp4", clip(), "folder file written"),
-        ("file", clip(), "not frame"),
+        ("file/clip.mp4", clip(), "file not a folder"),
+        ("file", clip(), "file not a folder new or empty"),
         ("", clip(), "file frame"),  # a folder with other things
         ("no ffmpeg.mp4", clip(), "pip install imageio-ffmpeg"),
     ],
@@ -228,7 +228,7 @@ def without(kind: str, folder: Path) -> str:
         ("a.png", (32, 64), "a.png picture frame"),
         ("room", (32, 64), "room 1 kB 65.5 kB"),
         ("room", (320, 640), "room 1 kB needs more"),
-        ("file/a.gif", (32, 64), "file written"),
+        ("file/a.gif", (32, 64), "file not a folder"),
     ],
 )
 def test_what_could_not_be_written_is_told_before(tmp_path, monkeypatch, machine, name, size, message):

@@ -23,6 +23,7 @@ from tests.parity import hunyuan_authors
 from tests.support import published_configs as configs
 from tests.support.published import (
     Keys,
+    animate_keys,
     authors_image_encoder_file,
     hollow_file,
     image_encoder_file,
@@ -409,6 +410,14 @@ REPOSITORIES: dict[str, Callable[[Path], None]] = {
     f"{WAN}/Wan2.1-FLF2V-14B-720P-diffusers": lambda files: _wan(
         *(files, _I2V, configs.WAN_FLF2V_14B, transformer_keys(wan.FLF2V_14B)),
         **{"pictured": True, "scheduler": configs.UNIPC | {"flow_shift": 16.0}},
+    ),
+    f"{WAN}/Wan2.2-Animate-2-14B-Diffusers": lambda files: _wan(
+        *(files, "WanAnimate2Pipeline", configs.WAN_ANIMATE_2, animate_keys(wan.I2V_14B)),
+        **{"pictured": True, "scheduler": configs.FLOW_DPM, "dtype": "BF16"},
+    ),
+    f"{WAN}/Wan2.2-Animate-2-14B-Distilled-Diffusers": lambda files: _wan(
+        *(files, "WanAnimate2Pipeline", configs.WAN_ANIMATE_2, animate_keys(wan.I2V_14B)),
+        **{"pictured": True, "scheduler": configs.FLOW_EULER, "dtype": "BF16"},
     ),
     f"{WAN}/Wan2.1-VACE-1.3B-diffusers": lambda files: _wan(
         files, "WanVACEPipeline", configs.WAN_VACE_1_3B, transformer_keys(wan.VACE_1_3B)

@@ -176,6 +176,7 @@ def test_settings_that_cannot_be_are_refused(given, told):
 
 
 REFUSED = {
+    "clip_prompt": ("a dance", "no setting clip_prompt"),
     "keep": ("state", "makes videos chunk by chunk, which a file to continue from does not support"),
     "strength": (0.5, "a strength of 0.5 needs an input video"),
     "guidance_scale": (3.0, "distilled without guidance"),
@@ -205,6 +206,7 @@ OBEYED = {
 WITHOUT_EFFECT = {  # on latents: nothing is guided, no other network takes over, and nothing is continued
     "fps": 5,
     "overlap": 3,
+    "match": "colour",
     "batch_guidance": True,
     "switched": lambda switch: pytest.fail("one network makes all"),
     "continued": lambda done, total: pytest.fail("nothing was made before"),

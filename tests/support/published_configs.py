@@ -142,6 +142,21 @@ UNIPC: Config = {
     "time_shift_type": "exponential", "timestep_spacing": "linspace", "trained_betas": None, "use_beta_sigmas": False,
     "use_dynamic_shifting": False, "use_exponential_sigmas": False, "use_flow_sigmas": True, "use_karras_sigmas": False,
 }  # fmt: skip
+FLOW_DPM: Config = {
+    "_class_name": "DPMSolverMultistepScheduler", "_diffusers_version": "0.36.0.dev0", "algorithm_type": "dpmsolver++",
+    "flow_shift": 5.0, "num_train_timesteps": 1000, "prediction_type": "flow_prediction", "solver_order": 2,
+    "solver_type": "midpoint", "use_flow_sigmas": True,
+}  # fmt: skip
+FLOW_EULER: Config = {
+    "_class_name": "FlowMatchEulerDiscreteScheduler", "_diffusers_version": "0.36.0.dev0", "num_train_timesteps": 1000,
+    "shift": 5.0, "use_dynamic_shifting": False,
+}  # fmt: skip
+WAN_ANIMATE_2: Config = {
+    "_class_name": "WanAnimate2Transformer3DModel", "_diffusers_version": "0.36.0.dev0", "cross_attn_norm": True,
+    "dim": 5120, "eps": 1e-06, "ffn_dim": 13824, "freq_dim": 256, "in_dim": 36, "num_heads": 40, "num_layers": 40,
+    "out_dim": 16, "patch_size": [1, 2, 2], "refer_offset_h": 0, "refer_offset_t": 1, "refer_offset_w": -1,
+    "refer_stride": 1, "text_dim": 4096, "text_len": 512, "use_img_emb": True,
+}  # fmt: skip
 SELF_FORCING: Config = {
     "_class_name": "SelfForcingFlowMatchScheduler", "extra_one_step": True, "inverse_timesteps": False,
     "num_inference_steps": 1000, "num_train_timesteps": 1000, "reverse_sigmas": False, "shift": 5.0, "sigma_max": 1.0,
