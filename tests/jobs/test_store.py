@@ -530,6 +530,10 @@ def test_who_follows_misses_no_change_after_a_crash(postgres: Server) -> None:
         with psycopg.connect(postgres.url("postgres"), autocommit=True) as admin:
             admin.execute("ALTER SYSTEM SET wal_writer_delay = '10s'")  # so that the crash loses what is not durable
             admin.execute("SELECT pg_reload_conf()")
+            admin.execute("SET synchronous_commit = off")
+            admin.execute("CREATE TABLE wakes_the_writer ()")  # which an idle server's next commit would do
+            time.sleep(1)  # it flushes now, and then not for 10 seconds
+            admin.execute("DROP TABLE wakes_the_writer")
         ready(store, "a")
         store.add_all([new(number) for number in range(2)])
         leased(store, "a", limit=1)
