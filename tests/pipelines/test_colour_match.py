@@ -16,23 +16,14 @@ from wanjax.pipelines.windows import FADING, join_window
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
 
-def drifts_left(change: drifts.Change, contrast: float) -> float:
-    """Return the share of the drift of eight windows that is left after matching."""
-    frames = as_is = matched = drifts.film(contrast)
-    for window in range(drifts.WINDOWS):
-        as_is, new_frames = change(as_is, window), change(matched, window)
-        matched = match_colours(new_frames, fit_colours(new_frames[:1], matched[:1]))
-    return drifts.distance(matched, frames) / drifts.distance(as_is, frames)
-
-
 @pytest.mark.parametrize("contrast", [1.0, 0.5])
 @pytest.mark.parametrize("change", [drifts.gain, drifts.hue, drifts.moving_gradient])
 def test_the_drift_of_eight_windows_is_taken_away(change, contrast):
-    assert drifts_left(change, contrast) <= 0.1
+    assert drifts.share_left(change, contrast) <= 0.1
 
 
 def test_the_gain_of_dull_pictures_is_taken_away():
-    assert drifts_left(drifts.gain, 0.1) <= 0.1
+    assert drifts.share_left(drifts.gain, 0.1) <= 0.1
 
 
 @pytest.mark.parametrize("colour", ["grey", "one"])

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 from PIL import Image
 
-from wanjax.pipelines.colour_match import oklab_to_srgb, srgb_to_oklab
+from wanjax.pipelines.colour_match import fit_colours, match_colours, oklab_to_srgb, srgb_to_oklab
 
 WINDOWS, FRAMES = 8, 9
 Change = Callable[[np.ndarray, int], np.ndarray]
@@ -49,3 +49,12 @@ def to_bytes(frames: np.ndarray) -> np.ndarray:
 def distance(a: np.ndarray, b: np.ndarray) -> float:
     """The root mean square distance of colours in Oklab."""
     return float(np.sqrt(np.square(srgb_to_oklab(a / 255) - srgb_to_oklab(b / 255)).sum(-1).mean()))
+
+
+def share_left(change: Change, contrast: float) -> float:
+    """Return the share of the drift of eight windows that is left after matching."""
+    frames = as_is = matched = film(contrast)
+    for window in range(WINDOWS):
+        as_is, new_frames = change(as_is, window), change(matched, window)
+        matched = match_colours(new_frames, fit_colours(new_frames[:1], matched[:1]))
+    return distance(matched, frames) / distance(as_is, frames)

@@ -45,8 +45,8 @@ class ResumeObserver(Observer):
         on_save: Callable[[int | None], Any] = lambda steps: None,
         on_mismatch: Callable[[int], Any] = lambda steps: None,
     ):
-        self.on_mismatch = on_mismatch
-        self.file, self.partitioner, self.resumed_at, self.on_save = Path(file), partitioner, resumed_at, on_save
+        self.file, self.partitioner = Path(file), partitioner
+        self.resumed_at, self.on_save, self.on_mismatch = resumed_at, on_save, on_mismatch
         self._video_file, self._window_file, self._has_windows = self.file, self.file, False
         self._earlier_steps = 0  # the number of steps in earlier passes
         self._always_saved_step = 0  # the state after this step is always saved
