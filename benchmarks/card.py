@@ -55,14 +55,14 @@ class Figure:
 Part = Callable[[bool], Iterator[Figure]]  # the argument says whether sizes are small, as in tests
 
 
-def outline_of(model: str, small: bool) -> Any:
-    """Return the outline of a model, with bfloat16 and the sizes that it was published for."""
-    from wanjax.registry import outline
-    from wanjax.selftest.small_models import small_outline
+def describe_sized_model(model: str, small: bool) -> Any:
+    """Return the description of a model, with bfloat16 and the sizes that it was published for."""
+    from wanjax.registry import model_description
+    from wanjax.selftest.small_models import describe_small_model
 
     if small:
-        return small_outline(model, "float32")
-    published = outline(model)
+        return describe_small_model(model, "float32")
+    published = model_description(model)
     return replace(published, settings=published.settings.updated({"dtype": "bfloat16"}))
 
 
@@ -90,10 +90,10 @@ def attention(small: bool) -> Iterator[Figure]:
 
 def attention_shape(small: bool) -> tuple[str, tuple[int, int, int, int], str]:
     """Return the name, the shape [1 L N D] and the dtype of self-attention of the first model."""
-    outline = outline_of(MODELS[0], small)
-    work = outline.model.cost(outline.settings)
+    description = describe_sized_model(MODELS[0], small)
+    work = description.model.cost(description.settings)
     shape = (1, work.tokens, work.heads, work.width // work.heads)
-    return f"attention, {list(shape)}", shape, outline.settings.dtype
+    return f"attention, {list(shape)}", shape, description.settings.dtype
 
 
 def devices() -> Sequence[Any]:
@@ -110,10 +110,12 @@ def programs(model: str, small: bool) -> Iterator[Figure]:
     from wanjax.plan.video_programs import STEP, programs_of
     from wanjax.sharding import SHARDING_RULES, Partitioner
 
-    outline = outline_of(model, small)
-    settings = outline.settings
+    description = describe_sized_model(model, small)
+    settings = description.settings
     pipe = abstract_pipeline(
-        outline, Partitioner(mesh_of_first_devices({}, devices()), SHARDING_RULES["fsdp"]), param_dtype=settings.dtype
+        description,
+        Partitioner(mesh_of_first_devices({}, devices()), SHARDING_RULES["fsdp"]),
+        param_dtype=settings.dtype,
     )
     traced = programs_of(trace_programs(pipe, settings, needed_pictures(pipe, settings)))
     step_name, decode_name = names_of(model, settings)
@@ -170,42 +172,42 @@ def torch_programs(model: str, small: bool) -> Iterator[Figure]:
     """Time a step and the decoding of a video by diffusers, with the same sizes."""
     import torch
 
-    outline = outline_of(model, small)
-    torch.set_default_dtype(getattr(torch, outline.settings.dtype))
-    for name, make in zip(names_of(model, outline.settings), (torch_step, torch_decoding), strict=True):
+    description = describe_sized_model(model, small)
+    torch.set_default_dtype(getattr(torch, description.settings.dtype))
+    for name, make in zip(names_of(model, description.settings), (torch_step, torch_decoding), strict=True):
         with torch.device(torch_device()):
-            yield by_torch(name, make(outline))
+            yield by_torch(name, make(description))
 
 
-def torch_step(outline: Any) -> Callable[[], Any]:
+def torch_step(description: Any) -> Callable[[], Any]:
     """Return a call of diffusers' transformer on two prompts."""
     import torch
     from diffusers import WanTransformer3DModel
 
-    network = outline.model.transformer
+    network = description.model.transformer
     transformer = WanTransformer3DModel(
         num_attention_heads=network.heads, attention_head_dim=network.head_dim, num_layers=network.layers,
         ffn_dim=network.mlp_dim, in_channels=network.channels_in, out_channels=network.channels_out,
         text_dim=network.text_width, freq_dim=network.frequency_dim,
     ).eval()  # fmt: skip
-    latents = torch.randn(2, network.channels_in, *outline.model.spec.latent_shape(outline.settings)[2:])
+    latents = torch.randn(2, network.channels_in, *description.model.spec.latent_shape(description.settings)[2:])
     texts, times = torch.randn(2, 512, network.text_width), torch.full((2,), 500.0)
     return lambda: transformer(latents, times, texts, return_dict=False)
 
 
-def torch_decoding(outline: Any) -> Callable[[], Any]:
+def torch_decoding(description: Any) -> Callable[[], Any]:
     """Return a call of diffusers' decoder."""
     import torch
     from diffusers import AutoencoderKLWan
 
-    vae = outline.model.vae
+    vae = description.model.vae
     residual = {"is_residual": True, "patch_size": 2, "in_channels": 12, "out_channels": 12} if vae.patch > 1 else {}
     decoder = AutoencoderKLWan(
         base_dim=vae.width, decoder_base_dim=vae.decoder_width, z_dim=vae.latent_channels,
         dim_mult=list(vae.multipliers), num_res_blocks=vae.res_blocks, latents_mean=list(vae.latents_mean),
         latents_std=list(vae.latents_std), temperal_downsample=list(vae.temporal_downsample), **residual,
     ).eval()  # fmt: skip
-    latents = torch.randn(outline.model.spec.latent_shape(outline.settings))
+    latents = torch.randn(description.model.spec.latent_shape(description.settings))
     return lambda: decoder.decode(latents, return_dict=False)
 
 

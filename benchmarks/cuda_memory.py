@@ -61,7 +61,7 @@ def main() -> None:
     options = parser.parse_args()
     devices = topologies.get_topology_desc("h100", "cuda", topology="1x1x1", target_config=H100).devices
     mesh = Mesh(np.array(devices).reshape([1] * len(MESH_AXES)), MESH_AXES)
-    defaults, size = registry.outline(options.model).settings, options.size
+    defaults, size = registry.model_description(options.model).settings, options.size
     height, width = defaults.size if size is None else registry.find_size(options.model, {"size": size})
     settings = defaults.updated({"dtype": "bfloat16", "height": height, "width": width})
     for program in programs(options.model, settings, mesh, attention=options.attention):

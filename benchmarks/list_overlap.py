@@ -23,7 +23,7 @@ from wanjax.kernels.attention.sparse_linear import choose_blocks
 from wanjax.layers.heads import split_heads
 from wanjax.layers.rope import norm_and_rope, rope_3d
 from wanjax.models.wan.transformer import SelfAttention, TransformerConfig
-from wanjax.registry import outline
+from wanjax.registry import model_description
 
 SMOOTHNESS = (0.0, 2.0, 8.0)  # standard deviations, in patches, of the Gaussian that smooths latents
 
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--frames", type=int, default=81)
     parser.add_argument("--top", type=float, action="append")
     options = parser.parse_args()
-    model = outline(options.model)
+    model = model_description(options.model)
     video_model, settings = model.model, model.settings
     width, height = map(int, options.size.split("x"))
     video = {"width": width, "height": height, "frames": options.frames}

@@ -13,7 +13,7 @@ import jax
 from wanjax.pipelines.hunyuanvideo.conditioning import LENGTHS
 from wanjax.pipelines.mesh_sizes import parse_mesh
 from wanjax.plan.estimate import estimate_video
-from wanjax.registry import outline
+from wanjax.registry import model_description
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=LENGTHS)
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    model = outline(options.model)
+    model = model_description(options.model)
     settings = model.settings.updated({"dtype": "bfloat16"})
     for tokens in options.tokens:
         shapes: Any = replace(model.model, prompt_tokens=tokens)

@@ -10,13 +10,13 @@ from wanjax.loading import abstract_pipeline
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.tracing import needed_pictures, trace_programs
 from wanjax.plan.video_programs import VideoProgram, programs_of
-from wanjax.registry import outline
+from wanjax.registry import model_description
 from wanjax.sharding import SHARDING_RULES, Partitioner
 
 
 def programs(model: str, settings: Settings, mesh: Mesh | AbstractMesh, **how: Any) -> list[VideoProgram]:
     """Return the programs of a video of these settings; the keywords are those of `abstract_pipeline`."""
     pipe = abstract_pipeline(
-        replace(outline(model), settings=settings), Partitioner(mesh, SHARDING_RULES["fsdp"]), **how
+        replace(model_description(model), settings=settings), Partitioner(mesh, SHARDING_RULES["fsdp"]), **how
     )
     return programs_of(trace_programs(pipe, settings, needed_pictures(pipe, settings)))

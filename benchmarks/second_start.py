@@ -57,7 +57,7 @@ def read(model: str, chip: str, folder: Path) -> None:
     from wanjax.plan.video_programs import program_names
     from wanjax.pricing.chips import find_slice, topology_devices
     from wanjax.pricing.lowering import retry_without_rejected_options
-    from wanjax.registry import outline
+    from wanjax.registry import model_description
     from wanjax.sharding import SHARDING_RULES, Partitioner, make_mesh, substitute_devices
 
     print(f"{perf_counter() - STARTED:8.2f} s  import JAX and wanjax", flush=True)
@@ -67,7 +67,7 @@ def read(model: str, chip: str, folder: Path) -> None:
     share_cache(folder, ahead_of_time=True)
     with substitute_devices(devices):
         with timed("trace the run"):
-            chosen = outline(model)
+            chosen = model_description(model)
             settings = chosen.settings.updated({"dtype": "bfloat16"})
             cost = step_cost(chosen.family, chosen.model, settings)
             mesh = make_mesh(*auto_mesh(cost, devices), devices=devices)

@@ -50,7 +50,7 @@ from wanjax.models.wan.config import (
 from wanjax.pipelines.wan import FAMILY
 from wanjax.pipelines.wan.presets import NANO, OFFICIAL_NEGATIVE_PROMPT
 from wanjax.pipelines.wan.programs import TEXT_LENGTH
-from wanjax.registry import FREE_LICENCE, find_checkpoint, outline, presets
+from wanjax.registry import FREE_LICENCE, find_checkpoint, model_description, presets
 from wanjax.schedulers import parse
 
 RCM_FILES, FASTWAN = "worstcoder/rcm-Wan/rCM_Wan2.1_T2V", "FastVideo/FastWan"
@@ -196,7 +196,7 @@ def test_defaults_of_the_5b():
 @pytest.mark.parametrize(("distilled", "steps", "guidance"), [(False, 40, 3.0), (True, 10, 1.0)])
 def test_defaults_of_animations(distilled, steps, guidance):
     name = "wan2.2-animate-2-14b" + "-distilled" * distilled
-    preset, defaults, model = presets()[name], presets()[name].defaults, outline(name).model
+    preset, defaults, model = presets()[name], presets()[name].defaults, model_description(name).model
     assert preset.source == f"Wan-AI/Wan2.2-Animate-2-14B{'-Distilled' * distilled}-Diffusers"
     assert (defaults.size, defaults.frames, defaults.fps, defaults.overlap) == ((800, 640), 81, 24, 1)
     assert (defaults.steps, defaults.guidance_scale, defaults.flow_shift) == (steps, guidance, 5.0)
@@ -273,7 +273,7 @@ def test_distilled_models(name, source, scheduler, size, frames, steps, shift, l
     preset, defaults = presets()[name], presets()[name].defaults
     assert (preset.source, preset.licence, preset.loras) == (source, licence, ())
     assert preset.scheduler == parse(scheduler)
-    assert outline(name).model.scheduler == parse(scheduler)
+    assert model_description(name).model.scheduler == parse(scheduler)
     assert (defaults.model, defaults.size, defaults.frames) == (name, size, frames)
     assert (defaults.steps, defaults.guidance_scale, defaults.flow_shift) == (steps, 1.0, shift)
     defaults.check(spatial=32 if "5b" in name else 16, temporal=4)
@@ -289,7 +289,7 @@ def test_distilled_models(name, source, scheduler, size, frames, steps, shift, l
     ],
 )
 def test_models_that_fill_in_between_pictures(name, size, frames, fps, experts):
-    preset, defaults, model = presets()[name], presets()[name].defaults, outline(name).model
+    preset, defaults, model = presets()[name], presets()[name].defaults, model_description(name).model
     assert name.endswith("-inp")
     assert preset.source.lower() == f"alibaba-pai/{name}"
     assert (preset.licence, model.scheduler) == (FREE_LICENCE, parse("euler"))
@@ -317,7 +317,7 @@ TURBO = "TurboDiffusion/TurboWan2."
     ],
 )
 def test_models_with_sparse_linear_attention(name, source, scheduler, size, scale_2, boundary):
-    preset, defaults, model = presets()[name], presets()[name].defaults, outline(name).model
+    preset, defaults, model = presets()[name], presets()[name].defaults, model_description(name).model
     assert (preset.source, preset.licence, preset.loras) == (TURBO + source, FREE_LICENCE, ())
     assert preset.repository_names == [preset.source.split("/")[1]]
     assert model.scheduler == parse(scheduler)

@@ -259,7 +259,7 @@ def test_a_stopped_run_continues_to_the_same_bits(pipe, encoded, tmp_path, last,
 def test_a_plan_records_what_is_executed(folder, mesh):
     pipe, counting = wanjax.load(folder, mesh=mesh), Counting()
     pipe.with_strategy(counting)("a red circle", image=PAGE)
-    planned = loading.abstract_pipeline(registry.outline(str(folder)), pipe.partitioner)
+    planned = loading.abstract_pipeline(registry.model_description(str(folder)), pipe.partitioner)
     settings = planned.settings()
     noted = trace_programs(planned, settings, needed_pictures(planned, settings))
     assert not differences(counting.calls, recorded_calls(noted))

@@ -180,7 +180,9 @@ def test_shared_files_name_no_family():
     for module in (module for module in MODULES if family(module) is None):
         text = re.sub(r"wanjax|wanted|wants?\b", "", text_of(MODULES[module]), flags=re.IGNORECASE)
         lines = [line for line in text.splitlines() if re.search("|".join(FAMILIES), line, re.IGNORECASE)]
-        examples = [line for line in lines if re.search(r"wan2\.1-t2v|outline\(|[\w/]+\.py\b|\"\w+Scheduler\"", line)]
+        examples = [
+            line for line in lines if re.search(r"wan2\.1-t2v|model_description\(|[\w/]+\.py\b|\"\w+Scheduler\"", line)
+        ]
         assert len(lines) - len(examples) <= allowed.get(module, 0), (module, lines)
 
 

@@ -164,7 +164,7 @@ def test_a_plan_records_what_is_executed_though_nothing_is_written_for_it(toy, m
     """The length of its prompts is all that a family tells plans."""
     pipe, counting = wanjax.load(toy, mesh=mesh), Counting()
     pipe.with_strategy(counting)("a red circle")
-    planned = loading.abstract_pipeline(registry.outline(str(toy)), pipe.partitioner)
+    planned = loading.abstract_pipeline(registry.model_description(str(toy)), pipe.partitioner)
     assert not differences(counting.calls, recorded_calls(trace_programs(planned, planned.settings())))
     assert not wrong_shardings(counting.shardings)
 
@@ -172,7 +172,7 @@ def test_a_plan_records_what_is_executed_though_nothing_is_written_for_it(toy, m
 @pytest.mark.parametrize("cache", ["none", "magcache:.2,1,.1", "easycache:9,2"])
 def test_the_outlook_of_a_toy(cache):
     tables = Tables(Magnitudes((1.0,) * 6, (1.0,) * 6, 0.1, 2, 0.2))
-    found = registry.outline("toy")
+    found = registry.model_description("toy")
     settings = found.settings.updated({"steps": 6, "cache": cache})
     told = estimate_video(replace(found, model=replace(found.model, tables=tables), settings=settings), "cpu")
     assert {row.name for row in told.programs} >= {"encode_texts", "embed_texts", "step", "finish", "decode_first"}

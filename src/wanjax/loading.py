@@ -48,7 +48,7 @@ from wanjax.pipelines.video_metadata import digest_of, source_to_json
 from wanjax.registry import (
     Checkpoint,
     Loras,
-    Outline,
+    ModelDescription,
     apply_options,
     models_that_fit,
     open_for_loading,
@@ -70,7 +70,7 @@ BFLOAT16_REMEDY = (
 )
 WEIGHTS_OF_8_BITS = "int8-weights"  # the precision to propose where memory is short
 Progress = Callable[[str, int, int], Any]
-SomeOutline = TypeVar("SomeOutline", bound=Outline)
+SomeDescription = TypeVar("SomeDescription", bound=ModelDescription)
 
 
 @check_keywords
@@ -176,11 +176,11 @@ def load(
     return pipe
 
 
-def with_precision(outline: SomeOutline, precision: str | Precision | None) -> SomeOutline:
+def with_precision(description: SomeDescription, precision: str | Precision | None) -> SomeDescription:
     """Set the precision of a model.
 
     Args:
-        outline: The model, with the precision in which its weights are stored.
+        description: The model, with the precision in which its weights are stored.
         precision: The precision, or None for the precision of the stored weights.
 
     Raises:
@@ -188,15 +188,15 @@ def with_precision(outline: SomeOutline, precision: str | Precision | None) -> S
         SettingError: The model does not offer it.
     """
     if precision is None:
-        return outline
-    name, stored = Precision.of(precision).name, outline.settings.precision
+        return description
+    name, stored = Precision.of(precision).name, description.settings.precision
     if stored not in (FLOATS.name, name):
         raise WanjaxError(
-            f"precision is given as {name}, and the weights of {outline.settings.model} are stored as {stored}: "
+            f"precision is given as {name}, and the weights of {description.settings.model} are stored as {stored}: "
             "leave it out, or convert the original checkpoint again"
         )
-    outline.family.check_precision(outline.model, settings := replace(outline.settings, precision=name))
-    return replace(outline, settings=settings)
+    description.family.check_precision(description.model, settings := replace(description.settings, precision=name))
+    return replace(description, settings=settings)
 
 
 def _rare_kernels(attention: AttentionConfig, precision: Precision) -> list[str]:
@@ -291,7 +291,7 @@ def _network_sizes(checkpoint: Checkpoint, options: LoadOptions, partitioner: Pa
     autoencoder is excluded, because it is small. Raises WanjaxError if a network is larger than the memory.
     """
     sizes: dict[str, int] = {}
-    outline = replace(checkpoint, settings=replace(checkpoint.settings, dtype=options.dtype or "bfloat16"))
+    description = replace(checkpoint, settings=replace(checkpoint.settings, dtype=options.dtype or "bfloat16"))
     for name, network_info in _known_networks(checkpoint).items():
         if not network_info.float32:
             make = partial(
@@ -302,14 +302,14 @@ def _network_sizes(checkpoint: Checkpoint, options: LoadOptions, partitioner: Pa
                 attention=options.attention,
                 partitioner=partitioner,
             )
-            shapes = make(outline)
-            check_memory(checkpoint.settings.model, name, shapes, _rounded(outline, network_info, make))
+            shapes = make(description)
+            check_memory(checkpoint.settings.model, name, shapes, _rounded(description, network_info, make))
             sizes[name] = memory.bytes_needed(shapes)
     return sizes
 
 
 def _rounded(
-    checkpoint: SomeOutline, network_info: Network, make: Callable[[SomeOutline], nnx.Module]
+    checkpoint: SomeDescription, network_info: Network, make: Callable[[SomeDescription], nnx.Module]
 ) -> Callable[[], nnx.Module] | None:
     """Return a function that makes a network with weights of 8 bits, for `check_memory`.
 
@@ -454,10 +454,10 @@ def _digests(checkpoint: Checkpoint, options: LoadOptions) -> dict[str, str]:
     return {name: digest for name, path in paths.items() if (digest := digest_of(path)) is not None}
 
 
-def _check_attention(attention: AttentionConfig, outline: Outline) -> None:
+def _check_attention(attention: AttentionConfig, description: ModelDescription) -> None:
     """Raise UnsupportedError, before weights are read, if the attention cannot be used on this platform."""
-    cost = outline.model.cost(outline.settings)
-    query_shape = jax.ShapeDtypeStruct((1, 256, cost.heads, cost.width // cost.heads), outline.settings.dtype)
+    cost = description.model.cost(description.settings)
+    query_shape = jax.ShapeDtypeStruct((1, 256, cost.heads, cost.width // cost.heads), description.settings.dtype)
     choose_implementation(query_shape, query_shape, query_shape, implementation=attention)
 
 
@@ -517,7 +517,7 @@ def _abstract_network(checkpoint: Checkpoint, name: str, options: LoadOptions, p
 
 
 def abstract_pipeline(
-    outline: Outline,
+    description: ModelDescription,
     partitioner: Partitioner,
     *,
     param_dtype: str | None = None,
@@ -531,7 +531,7 @@ def abstract_pipeline(
     The networks compute in the settings' dtype, and prompts are padded to the family's length.
 
     Args:
-        outline: The model without its weights.
+        description: The model without its weights.
         partitioner: The mesh and its rules; the mesh may be abstract.
         param_dtype: As in `load`.
         attention: As in `load`.
@@ -539,13 +539,13 @@ def abstract_pipeline(
         offload: As in `load`.
         decoder: As in `load`.
     """
-    outline = replace(outline, model=with_attention(outline.model, attention, outline.settings.model))
-    family, preset, model, settings = outline.family, outline.preset, outline.model, outline.settings
+    description = replace(description, model=with_attention(description.model, attention, description.settings.model))
+    family, preset, model, settings = description.family, description.preset, description.model, description.settings
     weights_dtype = param_dtype or (preset.param_dtype if preset and preset.model else settings.dtype)
 
     def make_network(name: str) -> nnx.Module:
         network_info = family.network_of(model.spec.networks[name])
-        return _with_dtypes(outline, name, network_info, weights_dtype, attention, partitioner)
+        return _with_dtypes(description, name, network_info, weights_dtype, attention, partitioner)
 
     shapes = {name: partial(make_network, name) for name in model.spec.networks}
     processors: dict[str, Any] = {name: PlaceholderTokenizer(*sizes) for name, sizes in family.prompt(model).items()}
@@ -560,11 +560,11 @@ def abstract_pipeline(
         name: lambda room: None for name in shapes
     }
     components = Components(loaders, offload=offload, shapes=shapes, kinds=family.networks)
-    return Pipeline(components, model, settings, partitioner, compiler, outline.sizes)
+    return Pipeline(components, model, settings, partitioner, compiler, description.sizes)
 
 
 def _with_dtypes(
-    outline: Outline,
+    description: ModelDescription,
     name: str,
     network_info: Network,
     param_dtype: str,
@@ -573,8 +573,8 @@ def _with_dtypes(
 ) -> nnx.Module:
     """Return an abstract network with shardings. The weights have `param_dtype`, unless the network stays in
     float32."""
-    settings, options = outline.settings, {}
-    if name in outline.model.spec.denoisers:
+    settings, options = description.settings, {}
+    if name in description.model.spec.denoisers:
         options = {"attention": attention or AUTO}
     dtype = settings.dtype
     if network_info.float32:

@@ -43,7 +43,7 @@ FAMILIES = [
     HUNYUANVIDEO,
 ]
 FREE_LICENCE = "Apache-2.0"
-SomeOutline = TypeVar("SomeOutline", bound="Outline")
+SomeDescription = TypeVar("SomeDescription", bound="ModelDescription")
 Loras = str | Path | Lora | Sequence[str | Path | Lora]
 
 
@@ -94,7 +94,7 @@ def layouts() -> list[Layout]:
 
 
 @dataclass(frozen=True)
-class Outline:
+class ModelDescription:
     """A model without its weights.
 
     Args:
@@ -126,7 +126,7 @@ class Outline:
 
 
 @dataclass(frozen=True)
-class Checkpoint(Outline):
+class Checkpoint(ModelDescription):
     """A model with the source of its weights.
 
     Args:
@@ -317,13 +317,13 @@ def find_preset(name: str) -> Preset | None:
     return by_name.get(name)
 
 
-def outline(model: str) -> Outline:
+def model_description(model: str) -> ModelDescription:
     """Describe a model without its weights; this downloads nothing for a preset."""
     preset = find_preset(model)
     if preset is not None and preset.model is not None:
         family = family_with(preset)
         video_model = _with_cache_tables(_with_scheduler(preset.model, preset), family, preset)
-        return Outline(family, preset, video_model, preset.defaults, preset.distillation)
+        return ModelDescription(family, preset, video_model, preset.defaults, preset.distillation)
     return inspect_checkpoint(model, reads_encoder_configs=True)
 
 
@@ -332,12 +332,12 @@ def find_size(model: str, settings: Mapping[str, Any]) -> tuple[int, int]:
 
     The setting `size` may be a name such as 720p.
     """
-    model_outline = outline(model)
-    return resolve_size(model_outline.model, model_outline.settings, model_outline.sizes, settings).size
+    description = model_description(model)
+    return resolve_size(description.model, description.settings, description.sizes, settings).size
 
 
 def describe(model: str) -> dict[str, Any]:
-    """Describe a model as JSON: its inputs, sizes, memory and defaults. The call downloads no more than `outline` does.
+    """Describe a model as JSON: its inputs, sizes, memory and defaults. It downloads no more than `model_description`.
 
     `parameters` is the number of parameters of the transformer, or of each of two transformers. `networks` has the
     bytes of each network's weights on devices, and `memory` is their sum. `full_precision` describes the projections
@@ -346,11 +346,9 @@ def describe(model: str) -> dict[str, Any]:
     required pictures and clips. Only published checkpoints have `about`, `source`, `ids` and `licence`; `ids` are
     further repositories on the hub with the same model.
     """
-    model_outline = outline(model)
-    preset, video_model, defaults = model_outline.preset, model_outline.model, model_outline.settings
-    network_infos = {
-        name: model_outline.family.network_of(config) for name, config in video_model.spec.networks.items()
-    }
+    description = model_description(model)
+    preset, video_model, defaults = description.preset, description.model, description.settings
+    network_infos = {name: description.family.network_of(config) for name, config in video_model.spec.networks.items()}
     item_bytes = {"bfloat16": 2, "float32": 4}[preset.param_dtype if preset else defaults.dtype]
     networks = {
         name: (4 if network.float32 else item_bytes) * network.parameters for name, network in network_infos.items()
@@ -359,7 +357,7 @@ def describe(model: str) -> dict[str, Any]:
     if preset:
         ids = [] if preset.bundled else list(preset.sources)
         card = {"about": preset.about, "source": preset.source, "ids": ids, "licence": preset.licence}
-    sizes = named_sizes(video_model, defaults, model_outline.sizes)
+    sizes = named_sizes(video_model, defaults, description.sizes)
     return {
         "name": defaults.model,
         **card,
@@ -373,7 +371,7 @@ def describe(model: str) -> dict[str, Any]:
         "parameters": network_infos["transformer"].parameters,
         "memory": sum(networks.values()),
         "networks": networks,
-        "full_precision": model_outline.family.full_precision(video_model),
+        "full_precision": description.family.full_precision(video_model),
         "defaults": {name: value for name, value in defaults.to_json().items() if name not in ("model", "prompt")},
     }
 
@@ -421,33 +419,35 @@ def first_lora_attention(loras: Iterable[Lora]) -> AttentionConfig | None:
     return next(filter(None, (trained_attention(lora.path) for lora in loras if lora.strength)), None)
 
 
-def _apply_distillation(outline: SomeOutline, distillation: Distillation, distilled_name: str) -> SomeOutline:
+def _apply_distillation(
+    description: SomeDescription, distillation: Distillation, distilled_name: str
+) -> SomeDescription:
     """Return a model with the settings and the solver of a distillation, which its name tells."""
-    solver = distillation.solver(needs_image=bool(outline.model.spec.required_inputs))
+    solver = distillation.solver(needs_image=bool(description.model.spec.required_inputs))
     return replace(
-        outline,
-        settings=distillation.apply_to(outline.settings),
-        model=replace(outline.model, scheduler=solver) if solver else outline.model,
+        description,
+        settings=distillation.apply_to(description.settings),
+        model=replace(description.model, scheduler=solver) if solver else description.model,
         distillation=distillation,
         distilled_name=distilled_name,
     )
 
 
-def apply_distilled_loras(outline: SomeOutline, loras: Sequence[Lora], note: Note | None) -> SomeOutline:
+def apply_distilled_loras(description: SomeDescription, loras: Sequence[Lora], note: Note | None) -> SomeDescription:
     """Return a model with the settings and the solver of its distilled LoRAs. Names identify distilled LoRAs.
 
     A LoRA that is distilled only for no guidance complements one for few steps, whose settings count. `note` is called
     with a sentence about the new settings, or about why the settings do not change; None issues a warning. The settings
     do not change if the model is already distilled, or if only one of two experts has a distilled LoRA.
     """
-    distillations, experts = outline.family.distillations, NOISE_LEVELS[: len(outline.model.spec.denoisers)]
+    distillations, experts = description.family.distillations, NOISE_LEVELS[: len(description.model.spec.denoisers)]
     distilled_loras = [
         (lora, candidate)
         for lora in loras
         if lora.strength > 0 and (candidate := find_distillation(model_name_in(lora.file), distillations))
     ]
     if not distilled_loras:
-        return outline
+        return description
     distilled_loras = [pair for pair in distilled_loras if pair[1].steps] or distilled_loras
     lora, distillation = distilled_loras[0]
     loras_by_expert = [
@@ -455,23 +455,23 @@ def apply_distilled_loras(outline: SomeOutline, loras: Sequence[Lora], note: Not
         for expert in experts
     ]
     repeated = next((group for group in loras_by_expert if len(group) > 1), [])
-    settings = outline.settings
+    settings = description.settings
     unchanged_text = (
         f"{settings.model} keeps {pluralize(settings.steps, 'step')} and guidance {settings.guidance_scale:g}"
     )
-    if outline.distillation is not None:
+    if description.distillation is not None:
         sentence = f"{lora.label} is distilled, but so is {settings.model} itself: {unchanged_text}"
     elif not all(loras_by_expert):
         sentence = f"{lora.label} is distilled, but the other expert has no distilled LoRA: {unchanged_text}"
     else:
-        outline = _apply_distillation(outline, distillation, model_name_in(lora.file))
-        sentence = distillation.note(lora.label, outline.settings, outline.model.scheduler)
+        description = _apply_distillation(description, distillation, model_name_in(lora.file))
+        sentence = distillation.note(lora.label, description.settings, description.model.scheduler)
         if repeated:
             sentence += (
                 f"; {' and '.join(lora.label for lora in repeated)} are merged together, which may be too strong"
             )
     _notify(sentence, note, 6)
-    return outline
+    return description
 
 
 def apply_options(

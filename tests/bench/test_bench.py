@@ -27,7 +27,7 @@ from wanjax.kernels import compiler_options
 from wanjax.kernels.attention import AUTO
 from wanjax.plan.hardware import mesh_on, priced_on
 from wanjax.pricing.chips import abstract_mesh, find_slice
-from wanjax.registry import outline, presets
+from wanjax.registry import model_description, presets
 
 TINY = BenchSize((32, 32), (32, 32), 5, 1, 0.0)
 
@@ -39,7 +39,7 @@ def quiet(sentence):
 @pytest.fixture
 def small():
     """A suite of `nano` on one device."""
-    model, devices = outline("nano"), jax.devices()[:1]
+    model, devices = model_description("nano"), jax.devices()[:1]
     settings = suite.bench_settings(model.settings, TINY, model.model)
     return BenchSuite(
         replace(model, settings=settings),
@@ -202,7 +202,7 @@ def test_programs_are_measured_beside_their_prices(programs, monkeypatch, tmp_pa
 def test_every_program_compiles_for_the_chip(place, monkeypatch, tmp_path):
     """All that a bench would run on a v6e goes through the chip's own compiler, and gets its price."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    model = outline("wan2.1-t2v-1.3b")
+    model = model_description("wan2.1-t2v-1.3b")
     settings = model.settings.updated({"height": 256, "width": 256, "frames": 17, "dtype": "bfloat16"})
     count = find_slice(place).devices
     here = replace(find_local_hardware(jax.devices()[:1]), hardware=find_slice(place))

@@ -30,7 +30,7 @@ from wanjax.cli import main
 from wanjax.converters.wan.diffusers import transformer_rules
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.wan.networks import NETWORKS
-from wanjax.registry import open_source, outline, presets
+from wanjax.registry import model_description, open_source, presets
 from wanjax.schedulers import FlowEuler, name_of
 
 Q = "blocks.1.self_attn.q"
@@ -277,7 +277,7 @@ def test_few_step_presets_have_the_settings_of_their_authors(name):
     preset = presets()[name]
     chosen = preset.defaults
     assert (chosen.steps, chosen.guidance_scale, chosen.flow_shift, chosen.model) == (4, 1.0, 5.0, name)
-    scheduler = outline(name).model.scheduler
+    scheduler = model_description(name).model.scheduler
     assert scheduler == preset.scheduler == FlowEuler()
     levels = np.array([1000, 750, 500, 250]) / 1000
     levels = 5 * levels / (1 + 4 * levels)
@@ -313,7 +313,7 @@ def test_longlive_plug_has_two_loras_at_its_authors_strengths(name, base, few_st
     chosen = preset.defaults
     assert (chosen.steps, chosen.guidance_scale, chosen.flow_shift) == (4, 1.0, 5.0)
     assert (chosen.height, chosen.width, chosen.frames, chosen.fps) == video
-    assert name_of(outline(preset.name).model.scheduler) == solver
+    assert name_of(model_description(preset.name).model.scheduler) == solver
     assert (preset.source, preset.licence) == (presets()[name].source, "Apache-2.0")
     chosen.check(spatial=32 if "5b" in name else 16, temporal=4)
 
@@ -325,7 +325,7 @@ def test_four_steps_of_vace_are_those_of_comfyuis_examples():
     assert (lora.file.rpartition("/")[2], lora.strength) == ("Wan21_CausVid_14B_T2V_lora_rank32.safetensors", 0.3)
     chosen = preset.defaults
     assert (chosen.steps, chosen.guidance_scale, chosen.flow_shift, chosen.frames) == (4, 1.0, 8.0, 81)
-    assert name_of(outline(preset.name).model.scheduler) == "unipc"
+    assert name_of(model_description(preset.name).model.scheduler) == "unipc"
 
 
 def test_a_preset_with_a_lora_is_not_converted_without_it(checkpoint, tmp_path):

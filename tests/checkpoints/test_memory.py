@@ -115,7 +115,7 @@ def test_the_exact_dtype_is_known_when_a_network_is_loaded(tiny, machine):
 )
 def test_published_models(model, size, told, machine, tmp_path, monkeypatch):
     """Of the hub nothing but what was cached could be read here: the configs are those of the presets."""
-    known = registry.outline(model)
+    known = registry.model_description(model)
     if model == "nano":
         found = registry.inspect_checkpoint(model)
     else:
@@ -145,7 +145,7 @@ def test_models_that_fit():
 
 def test_a_mesh_divides_the_weights(monkeypatch):
     """Devices that are no CPUs have a memory each; those of a CPU share one."""
-    found = registry.outline("wan2.1-t2v-14b")
+    found = registry.model_description("wan2.1-t2v-14b")
     network = found.family.network_of(found.model.spec.networks["transformer"]).abstract(
         dtype=jnp.bfloat16, param_dtype=jnp.bfloat16
     )
@@ -179,7 +179,7 @@ ROUND, OFFLOAD = "--precision int8-weights", "--offload blocks"
 )
 def test_remedies_are_those_that_make_a_network_fit(size, host, remedies, monkeypatch):
     """The 14B has 28.6 GB in bfloat16 and 15 GB with weights of 8 bits; two of its forty blocks have 1.4 and 0.7."""
-    found = registry.outline("wan2.1-t2v-14b")
+    found = registry.model_description("wan2.1-t2v-14b")
     info = found.family.network_of(found.model.spec.networks["transformer"])
     kinds = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
     network = info.abstract(**kinds)
@@ -202,7 +202,7 @@ def test_remedies_are_those_that_make_a_network_fit(size, host, remedies, monkey
 
 
 def test_loading_proposes_a_precision_where_a_model_then_fits(machine, tmp_path, monkeypatch):
-    known = registry.outline("wan2.1-t2v-14b")
+    known = registry.model_description("wan2.1-t2v-14b")
     classes = {name: ["", ""] for name in known.model.spec.networks}
     (tmp_path / "model_index.json").write_text(json.dumps(classes))
     found = registry.Checkpoint(**vars(known), source=open_diffusers("wan2.1-t2v-14b", tmp_path))

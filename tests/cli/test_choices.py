@@ -174,7 +174,7 @@ def test_a_window_confines_self_attention(model):
     ],
 )
 def test_names_of_repositories(name, preset, tmp_path):
-    assert registry.outline(name).settings.model == preset
+    assert registry.model_description(name).settings.model == preset
     Path(name).mkdir(parents=True)
     if "/" not in name:  # a folder here comes before a name of which the owner was left out
         assert registry.find_preset(name) == (registry.presets()[name] if name == preset else None)

@@ -29,7 +29,7 @@ from wanjax.pricing.chips import SLICES, abstract_mesh
 from wanjax.pricing.exporting import export
 from wanjax.pricing.lowering import Lowering
 from wanjax.pricing.pricer import Price, Pricer
-from wanjax.registry import outline
+from wanjax.registry import model_description
 from wanjax.sharding import SHARDING_RULES, Partitioner
 from wanjax.stores.results import ResultCache
 
@@ -47,8 +47,8 @@ def _cache(tmp_path, monkeypatch):
 
 
 def small(shapes, video):
-    """Return the outline of Wan networks of these shapes."""
-    return replace(outline("nano"), model=shapes, settings=video)
+    """Return the description of Wan networks of these shapes."""
+    return replace(model_description("nano"), model=shapes, settings=video)
 
 
 def pipeline(shapes, video, mesh=None, **how):
@@ -151,12 +151,12 @@ def test_advice_when_a_video_does_not_fit(monkeypatch):
     monkeypatch.setattr(
         Pricer, "prices", lambda self, _, programs, begun: enumerate([Price(arguments=0, peak=needed)] * len(programs))
     )
-    found = estimate.estimate_video(outline("wan2.1-t2v-14b"), "v6e-1")
+    found = estimate.estimate_video(model_description("wan2.1-t2v-14b"), "v6e-1")
     assert not found.fits
     assert found.step_seconds is found.total_seconds is found.mfu is None
     assert found.limit.startswith("the memory of a chip")
     assert says(str(found.advice), "v6e-1 denoise 68.2 GiB chip 31.2 v6e-4")
-    model = outline("wan2.1-t2v-14b")
+    model = model_description("wan2.1-t2v-14b")
     weights = model.family.network_of(model.model.spec.networks["transformer"]).parameters
     kept = found.stages["denoise"].kept_bytes_per_chip  # beside the programs that read no weights
     assert 2 * weights < kept < 2.01 * weights  # the least of them are in float32
@@ -170,15 +170,15 @@ def test_options_with_which_a_video_fits(monkeypatch):
         return enumerate([Price(arguments=sum(x), peak=sum(x) + 6 * GIB) for x in sizes])
 
     monkeypatch.setattr(Pricer, "prices", prices)
-    found = estimate.estimate_video(outline("wan2.1-t2v-14b"), "v6e-1")
+    found = estimate.estimate_video(model_description("wan2.1-t2v-14b"), "v6e-1")
     assert not found.fits
     assert says(str(found.advice), "does not fit v6e-1 --precision int8-weights --offload blocks needs about GiB")
     options = ["--offload blocks", "--precision int8-weights", "--precision int8-weights", ""]
     assert found.fits_in == dict(zip(("16 GiB", "24 GiB", "32 GiB", "80 GiB"), options, strict=True))
-    small = estimate.estimate_video(outline("nano"), "v6e-1")
+    small = estimate.estimate_video(model_description("nano"), "v6e-1")
     assert small.fits
     assert small.fits_in == {}
-    asked = estimate.estimate_video(outline("nano"), "v6e-1", finds_options=True)
+    asked = estimate.estimate_video(model_description("nano"), "v6e-1", finds_options=True)
     assert asked.fits_in == dict.fromkeys(("16 GiB", "24 GiB", "32 GiB", "80 GiB"), "")
 
 
@@ -208,7 +208,7 @@ def test_the_pace_of_a_video_made_by_blocks():
     """It is that of one more block: steps, renewal, and the chunk that decodes it."""
     shapes = causal_pipeline(4, None).model
     shapes = replace(shapes, text_encoder=TEXT)
-    video = outline("wan2.1-t2v-1.3b-causal").settings.updated({"height": 12, "width": 12, "frames": 15})
+    video = model_description("wan2.1-t2v-1.3b-causal").settings.updated({"height": 12, "width": 12, "frames": 15})
     found = estimate.estimate_video(small(shapes, video), "h200")
     runs = {run.name: run for run in programs(pipeline(shapes, video, attention=AttentionConfig("reference")), video)}
     priced = hardware.priced_on(hardware.find_hardware("h200"), [(name, run.lowering) for name, run in runs.items()])
@@ -223,7 +223,7 @@ def test_the_pace_of_a_video_made_by_blocks():
 
 def test_each_program_is_told_when_it_is_begun_and_once_its_price_is_known():
     told = []
-    model = outline("nano")
+    model = model_description("nano")
     estimate.estimate_video(model, "h200", on_progress=lambda *known: told.append(known))
     names = [run.name for run in programs(pipeline(model.model, model.settings), model.settings)]
     assert told[::2] == [([name], number, len(names)) for number, name in enumerate(names)]
@@ -297,7 +297,7 @@ def test_each_set_of_compiler_options_has_prices_of_its_own(monkeypatch):
 
 def test_the_kernel_is_that_of_the_chip_which_is_planned_for():
     """Not that of this machine, on which no such kernel runs."""
-    model = outline("wan2.1-t2v-14b")
+    model = model_description("wan2.1-t2v-14b")
     on_chip = Partitioner(hardware.mesh_on(SLICES["v6e-8"], {"dp": 2, "sp": 4, "tp": 1}), SHARDING_RULES["fsdp"])
     found = estimate._attention_name(AttentionConfig(), model.model.cost(model.settings), "bfloat16", on_chip)
     assert found == "flash_tpu"

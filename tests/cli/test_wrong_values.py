@@ -14,7 +14,7 @@ from wanjax.checkpoints.lora_source import Lora
 from wanjax.errors import WanjaxError
 from wanjax.loading import load
 from wanjax.pipelines.model import min_step_bytes
-from wanjax.registry import outline
+from wanjax.registry import model_description
 
 LONG = "x" * 300  # characters, more than a file's name may have
 FILES = {
@@ -171,8 +171,8 @@ def test_a_video_larger_than_the_memory_is_refused_before_anything_is_loaded(mac
 
 
 def test_the_least_memory_is_that_of_four_arrays_of_tokens():
-    model = outline("wan2.1-t2v-1.3b")
+    model = model_description("wan2.1-t2v-1.3b")
     large = model.settings.updated({"frames": 99_997, "dtype": "bfloat16"})
     tokens = 25_000 * (480 // 16) * (832 // 16)
     assert min_step_bytes(model.model, large) == 4 * tokens * 1536 * 2
-    assert min_step_bytes(outline("wan2.1-t2v-1.3b-causal").model, large) == 0
+    assert min_step_bytes(model_description("wan2.1-t2v-1.3b-causal").model, large) == 0

@@ -29,7 +29,7 @@ from wanjax.models.hunyuanvideo import config as hunyuan
 from wanjax.models.hunyuanvideo import vae_config as hunyuan_vae
 from wanjax.models.wan import config as wan
 from wanjax.pipelines.image_processor import ImageProcessor, StretchingImageProcessor
-from wanjax.registry import kinds, outline, presets
+from wanjax.registry import kinds, model_description, presets
 from wanjax.schedulers import DDIM, Consistency, FlowEuler, UniPC, from_config, shift_of
 
 NETWORKS: dict[str, Any] = {
@@ -244,7 +244,7 @@ def test_the_page_of_models_says_what_each_was_checked_against():
             assert name not in rows, name
             rows[name] = [cell.strip() for cell in cells.split("|")]
     models = [name for name, preset in presets().items() if not preset.bundled]
-    assert rows == {name: checked(outline(name).model.spec.networks) for name in models}
+    assert rows == {name: checked(model_description(name).model.spec.networks) for name in models}
     assert f"{len(FILES)} files" in section
     assert f"{len(CONFIGS)} configs" in section
     assert f"{len(models)} models" in section

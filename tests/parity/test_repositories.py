@@ -23,9 +23,9 @@ from wanjax.registry import (
     apply_options,
     find_checkpoint,
     inspect_checkpoint,
+    model_description,
     open_for_loading,
     open_source,
-    outline,
     presets,
 )
 
@@ -83,7 +83,7 @@ def test_its_repository_is_opened_and_matched(hub, model):
     notes: list[str] = []
     checkpoint = apply_options(open_for_loading(model, None, notes.append), (), notes.append)
     assert checkpoint.preset is preset
-    told = outline(model)
+    told = model_description(model)
     assert checkpoint.settings == told.settings
     assert inspect_checkpoint(model, reads_encoder_configs=True).model == told.model
     counts = matched(checkpoint.source, checkpoint.family)
@@ -109,7 +109,7 @@ def test_the_folder_of_its_authors_is_opened_and_matched(tmp_path, name):
     assert counts["vae"] in [(194, 194), (196, 196)]
     assert counts.get("image_encoder", AUTHORS_CLIP) == AUTHORS_CLIP
     assert found.preset is not None
-    assert found.model == outline(found.preset.name).model
+    assert found.model == model_description(found.preset.name).model
 
 
 def test_the_folder_of_hunyuanvideos_authors_is_opened_and_matched(tmp_path):
@@ -124,7 +124,7 @@ def test_the_folder_of_hunyuanvideos_authors_is_opened_and_matched(tmp_path):
         "vae": (218, 218),
     }
     assert found.preset is not None
-    assert found.model == outline("hunyuanvideo1.5-480p-i2v").model
+    assert found.model == model_description("hunyuanvideo1.5-480p-i2v").model
 
 
 SUPER_RESOLUTION = ("720p_sr_distilled", "1080p_sr_distilled")

@@ -36,10 +36,10 @@ from wanjax.pipelines.caching.rules import (
     chosen_rule,
 )
 from wanjax.pipelines.phases import Phase
-from wanjax.registry import FAMILIES, find_checkpoint, outline, presets
+from wanjax.registry import FAMILIES, find_checkpoint, model_description, presets
 from wanjax.sharding import one_device_partitioner
 
-PUBLISHED = {name: outline(name).model.tables for name in presets()}
+PUBLISHED = {name: model_description(name).model.tables for name in presets()}
 MAGNITUDES = [name for name, tables in PUBLISHED.items() if tables.magnitudes]
 CHANGES = [name for name, tables in PUBLISHED.items() if tables.changes]
 PLAIN = [name for name, tables in PUBLISHED.items() if tables.plain]
@@ -392,11 +392,11 @@ def test_every_table_belongs_to_a_preset():
 
 def test_the_users_tables_come_first(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    assert outline("wan2.1-t2v-1.3b").model.tables == PUBLISHED["wan2.1-t2v-1.3b"]
+    assert model_description("wan2.1-t2v-1.3b").model.tables == PUBLISHED["wan2.1-t2v-1.3b"]
     file = measured_file("wan2.1-t2v-1.3b")
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps(to_json(replace(TABLES, changes=None))))
-    found = outline("wan2.1-t2v-1.3b").model.tables
+    found = model_description("wan2.1-t2v-1.3b").model.tables
     assert found == replace(PUBLISHED["wan2.1-t2v-1.3b"], magnitudes=TABLES.magnitudes)
 
 
@@ -424,7 +424,7 @@ def test_the_tables_of_a_folder_are_those_of_its_weights(tmp_path):
 @pytest.mark.parametrize("cache", ["deepcache:2,39,7", "magcache", "guidance"])
 def test_a_plan_counts_the_second_experts_first_step(cache):
     """Each expert begins with a whole step, whatever the rule says of its number."""
-    model = outline("wan2.2-t2v-a14b")
+    model = model_description("wan2.2-t2v-a14b")
     settings = replace(model.settings, cache=cache)
     spec = model.model.spec
     first, second = spec.phases(spec.schedule(settings), settings)
@@ -439,7 +439,7 @@ def test_a_plan_counts_the_second_experts_first_step(cache):
 
 
 def test_a_plan_counts_all_steps_but_one_as_whole_where_weights_decide():
-    model = outline("wan2.1-t2v-14b")
+    model = model_description("wan2.1-t2v-14b")
     settings = replace(model.settings, cache="teacache")
     found = times(abstract_pipeline(replace(model, settings=settings), one_device_partitioner()), settings)
     assert (found["step"], found["reusing_step"]) == (49, 1)  # so that a warm-up compiles both

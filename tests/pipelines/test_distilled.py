@@ -19,7 +19,7 @@ from wanjax.media.metadata import read_metadata
 from wanjax.pipelines.distillation import find_distillation, model_name_in
 from wanjax.pipelines.hunyuanvideo import FAMILY as HUNYUANVIDEO
 from wanjax.pipelines.wan import FAMILY as WAN
-from wanjax.registry import apply_distilled_loras, outline, presets
+from wanjax.registry import apply_distilled_loras, model_description, presets
 from wanjax.schedulers import name_of, parse
 
 FEW = "wan_lightx2v_4step.safetensors"
@@ -113,7 +113,7 @@ def test_names_tell_distilled_weights_of_hunyuanvideo(name):
 def applied(model, *loras):
     """Return a model with distilled LoRAs, and the sentence that is told; neither is read."""
     told = []
-    found = apply_distilled_loras(outline(model), [Lora.parse(text) for text in loras], told.append)
+    found = apply_distilled_loras(model_description(model), [Lora.parse(text) for text in loras], told.append)
     return found, told
 
 
@@ -124,7 +124,7 @@ def test_a_lora_asks_for_what_the_preset_that_has_it_does(name):
     found, [told] = applied(re.sub("-(?:4step|lightx2v|longlive-plug|causvid)$", "", name), *preset.loras)
     same = {key: getattr(preset.defaults, key) for key in ("model", "height", "width", "frames")}
     assert found.settings.updated(same) == preset.defaults
-    assert found.model.scheduler == outline(name).model.scheduler
+    assert found.model.scheduler == model_description(name).model.scheduler
     assert says(told, f"distilled 4 steps guidance 1 shift {preset.defaults.flow_shift:g}")
     assert not says(told, "together")
 
@@ -148,7 +148,7 @@ def test_a_lora_asks_for_what_the_preset_that_has_it_does(name):
 )
 def test_a_lora_brings_its_publishers_settings(model, lora, steps, shift, solver):
     found, _ = applied(model, lora)
-    settings, own = found.settings, outline(model).settings
+    settings, own = found.settings, model_description(model).settings
     assert (settings.steps, settings.flow_shift, name_of(found.model.scheduler)) == (steps, shift, solver)
     assert {*settings.guidance_scales} == {1.0}
     assert (settings.size, settings.boundary, settings.model) == (own.size, own.boundary, model)
@@ -163,7 +163,7 @@ def test_a_pair_of_loras_counts_once_and_half_a_pair_does_not():
     assert [segment.scales for segment in segments] == [(1.0, 1.0), (1.0, 1.0)]  # ComfyUI's example changes at 2 of 4
     for half in (high, low):
         found, [told] = applied("wan2.2-t2v-a14b", half)
-        assert found == outline("wan2.2-t2v-a14b")
+        assert found == model_description("wan2.2-t2v-a14b")
         assert says(told, f"{half} expert 40 steps")
 
 
@@ -211,13 +211,13 @@ def test_several_loras_and_a_model_that_is_distilled_already_are_told():
     assert says(told, f"{FEW} {other} together")
     for model in ("wan2.1-t2v-14b-4step", "wan2.1-t2v-14b-rcm-480p"):
         found, [told] = applied(model, other)
-        assert found == outline(model)
+        assert found == model_description(model)
         assert says(told, f"{other} {model} itself keeps 4 steps")
 
 
 @pytest.mark.parametrize("lora", [f"{FEW}:0", f"{FEW}:-0.5", "lightning_bolt.safetensors"])
 def test_a_lora_without_strength_or_of_another_meaning_changes_nothing(lora):
-    assert applied("wan2.1-t2v-14b", lora) == (outline("wan2.1-t2v-14b"), [])
+    assert applied("wan2.1-t2v-14b", lora) == (model_description("wan2.1-t2v-14b"), [])
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from wanjax.pipelines.hunyuanvideo.conditioning import (
     Text,
     used_lengths,
 )
-from wanjax.registry import find_checkpoint, outline
+from wanjax.registry import find_checkpoint, model_description
 from wanjax.schedulers import one_step
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
@@ -208,7 +208,7 @@ def test_what_models_from_pictures_refuse(models, picture, tmp_path, words):
 
 def test_published_checkpoints_have_two_names():
     for name in ("HunyuanVideo-1.5-Diffusers-720p_i2v", "HunyuanVideo-1.5-720p_i2v"):
-        found = outline(f"hunyuanvideo-community/{name}")
+        found = model_description(f"hunyuanvideo-community/{name}")
         settings = found.settings
         assert settings.model == "hunyuanvideo1.5-720p-i2v"
         assert (settings.flow_shift, settings.guidance_scale, settings.size) == (7.0, 6.0, (720, 1280))

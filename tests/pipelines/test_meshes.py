@@ -23,13 +23,13 @@ from wanjax.pricing.chips import GIB, SLICES, V5E, Slice, topology_devices
 from wanjax.pricing.compile import ENVIRONMENT
 from wanjax.pricing.pricer import Price
 from wanjax.pricing.roofline import H100, cpu_machine
-from wanjax.registry import Checkpoint, outline, presets
+from wanjax.registry import Checkpoint, model_description, presets
 from wanjax.sharding import SHARDING_RULES, substitute_devices
 from wanjax.training.adapters import LoraConfig
 from wanjax.training.optimizers import OptimizerConfig
 
-LARGE, SMALL = outline("wan2.1-t2v-14b"), outline("wan2.1-t2v-1.3b")
-EXPERTS = outline("wan2.2-t2v-a14b")
+LARGE, SMALL = model_description("wan2.1-t2v-14b"), model_description("wan2.1-t2v-1.3b")
+EXPERTS = model_description("wan2.2-t2v-a14b")
 BF16 = 2 * 14_288_491_584  # bytes of the 14B's weights
 SEVERAL = [place for place in SLICES.values() if place.devices > 1]
 
@@ -62,7 +62,7 @@ def chosen(place: Slice, cost: StepCost, sp: int | None = None) -> MeshSizes:
         (16, SMALL, True, (2, 2, 4)),  # nor 8 these 12
         (3, SMALL, True, (1, 1, 3)),
         (1, SMALL, True, (1, 1, 1)),
-        (8, outline("nano"), True, (2, 1, 2)),  # of 80 tokens each device takes 32 at the least
+        (8, model_description("nano"), True, (2, 1, 2)),  # of 80 tokens each device takes 32 at the least
     ],
 )
 def test_devices_behind_a_switch_take_guidance_then_heads_then_tokens(chip, devices, model, guided, mesh):
@@ -85,8 +85,8 @@ def test_tokens_of_tpus_go_on_sp_where_keys_go_round_for_nothing(chip, size, tok
 
 
 def test_heads_that_do_not_divide_are_padded_where_that_costs_less_than_sending():
-    assert outline("cogvideox-2b").model.cost(outline("cogvideox-2b").settings).heads == 30
-    assert chosen(SLICES["v6e-8"], cost_of(outline("cogvideox-2b"))) == (2, 1, 4)
+    assert model_description("cogvideox-2b").model.cost(model_description("cogvideox-2b").settings).heads == 30
+    assert chosen(SLICES["v6e-8"], cost_of(model_description("cogvideox-2b"))) == (2, 1, 4)
 
 
 def test_the_prompts_stay_together_where_their_weights_would_not_fit_twice():
@@ -163,7 +163,7 @@ def test_every_mesh_of_the_devices_is_a_candidate_once():
     ],
 )
 def test_whose_keys_go_round(model, attention, passes):
-    assert cost_of(outline(model), attention=AttentionConfig.of(attention)).ring is passes
+    assert cost_of(model_description(model), attention=AttentionConfig.of(attention)).ring is passes
 
 
 class StopError(Exception):
@@ -203,7 +203,7 @@ def without_weights(tmp_path, monkeypatch):
     (tmp_path / "model_index.json").write_text("{}")
 
     def admit(model: str, revision: str | None, note: object) -> Checkpoint:
-        if isinstance(found := outline(model), Checkpoint):
+        if isinstance(found := model_description(model), Checkpoint):
             return found
         values = {field.name: getattr(found, field.name) for field in fields(found)}
         assert found.preset is not None
@@ -224,7 +224,7 @@ def test_a_plan_prices_the_mesh_of_a_run(described, without_weights, mesh_of_pla
     for model in presets():
         for place in SEVERAL:
             run = mesh_of_run(described[place.name], model)
-            plan = mesh_of_plan(estimate.estimate_video, outline(model), place.name)
+            plan = mesh_of_plan(estimate.estimate_video, model_description(model), place.name)
             if run != plan:
                 differ[model, place.name] = run, plan
     assert not differ
@@ -261,7 +261,7 @@ def test_the_command_tells_the_mesh_of_a_run(described, without_weights, monkeyp
 )
 def test_what_is_asked_of_both_is_the_same_for_both(described, without_weights, mesh_of_plan, model, chip, given):
     run = mesh_of_run(described[chip], model, **given)
-    assert mesh_of_plan(estimate.estimate_video, outline(model), chip, **given) == run
+    assert mesh_of_plan(estimate.estimate_video, model_description(model), chip, **given) == run
 
 
 @pytest.mark.parametrize("full", [False, True])

@@ -226,7 +226,7 @@ def test_a_recording_reads_no_weights_and_computes_nothing(folder, kind):
 
 @pytest.mark.parametrize("kind", quick(["wan-flf"], OUTLINED))
 @pytest.mark.parametrize("mesh", quick([EIGHT], [None, EIGHT]), ids=["1", "8"])
-def test_an_outline_records_what_its_checkpoint_does(folder, kind, mesh):
+def test_a_description_records_what_its_checkpoint_does(folder, kind, mesh):
     """So a plan, which has neither weights nor tokenizers, prices the programs of the model that is loaded.
 
     Prompts have the length of the small tokenizers.
@@ -234,8 +234,8 @@ def test_an_outline_records_what_its_checkpoint_does(folder, kind, mesh):
     model, given = KINDS[kind]
     pipe, found = wanjax.load(folder(model), mesh=mesh), inspect_checkpoint(folder(model), reads_encoder_configs=True)
     family = replace(found.family, prompt=lambda video_model: {"tokenizer": (tiny.TEXT_LENGTH,) * 2})
-    outline = replace(found, family=family, settings=pipe.defaults)
-    planned = abstract_pipeline(outline, pipe.partitioner, param_dtype=pipe.defaults.dtype)
+    description = replace(found, family=family, settings=pipe.defaults)
+    planned = abstract_pipeline(description, pipe.partitioner, param_dtype=pipe.defaults.dtype)
     noted = []
     for each in (pipe, planned):
         each.model = replace(each.model, tables=TABLES)

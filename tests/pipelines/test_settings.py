@@ -116,7 +116,7 @@ def test_a_strength_is_for_a_video(pipe):
 
 def test_every_model_makes_its_sizes():
     for name, preset in registry.presets().items():
-        found = registry.outline(name)
+        found = registry.model_description(name)
         model, defaults = found.model, found.settings
         assert found.sizes == preset.sizes
         sizes = named_sizes(model, defaults, found.sizes)

@@ -14,10 +14,10 @@ from wanjax.layers.offload import Offload
 from wanjax.layers.tiling import Tiling
 from wanjax.pipelines.model import with_scheduler
 from wanjax.plan.estimate import Estimate, estimate_video
-from wanjax.registry import outline
+from wanjax.registry import model_description
 from wanjax.schedulers import FlowEuler, UniPC
 
-MODEL = outline("nano")
+MODEL = model_description("nano")
 SHAPES = replace(small_model(4), tables=TABLES)
 STEPS = 7
 

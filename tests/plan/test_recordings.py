@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recordings of outlines, for devices that are not here: every published model, and the programs that are compiled."""
+"""Recordings of described models, for absent devices: every published model, and the programs that are compiled."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from wanjax.pipelines.tracing import needed_pictures, trace_programs
 from wanjax.plan.video_programs import programs_of
 from wanjax.pricing.chips import SLICES, abstract_mesh
 from wanjax.pricing.exporting import export
-from wanjax.registry import outline, presets
+from wanjax.registry import model_description, presets
 from wanjax.sharding import SHARDING_RULES, Partitioner
 
 MESH = abstract_mesh(SLICES["v6e-8"], {"dp": 2, "sp": 1, "tp": 4})
@@ -22,16 +22,16 @@ EVERY = [name for name, preset in presets().items() if preset.model]
 SOME = ["wan2.1-t2v-1.3b", "cogvideox-2b", "hunyuanvideo1.5-480p-t2v"]
 
 
-def recorded(outline, mesh=MESH, **how):
-    """Return the programs of a video of an outline, by stage."""
-    pipe = abstract_pipeline(outline, Partitioner(mesh, SHARDING_RULES["fsdp"]), **how)
+def recorded(description, mesh=MESH, **how):
+    """Return the programs of a video of an description, by stage."""
+    pipe = abstract_pipeline(description, Partitioner(mesh, SHARDING_RULES["fsdp"]), **how)
     chosen = pipe.settings()
     found = programs_of(trace_programs(pipe, chosen, needed_pictures(pipe, chosen)))
     return {stage: [x for x in found if x.stage == stage] for stage in ("encode", "denoise", "decode")}
 
 
 def published(name, **changed):
-    found = outline(name)
+    found = model_description(name)
     return recorded(replace(found, settings=found.settings.updated(changed)))
 
 
@@ -72,7 +72,7 @@ def test_a_video_of_every_preset_is_recorded_at_its_default_settings(name):
 @pytest.mark.parametrize("chip", ["v5e-8", "v5p-8", "v6e-8"])
 def test_programs_have_the_options_of_the_chip_and_of_the_set(chip, compiler):
     mesh = abstract_mesh(SLICES[chip], {"dp": 2, "sp": 1, "tp": SLICES[chip].devices // 2})
-    stages = recorded(replace(outline("nano"), model=small_model(4), settings=VIDEO), mesh, compiler=compiler)
+    stages = recorded(replace(model_description("nano"), model=small_model(4), settings=VIDEO), mesh, compiler=compiler)
     step = step_of(stages)
     assert "xla_enable_async_all_gather" in step.lowering.compiler_options
     has_sparse_cores = any("sparse_core" in name for name in step.lowering.compiler_options)
@@ -100,7 +100,7 @@ def test_equal_programs_are_the_same_bytes():
 
 
 def test_the_programs_of_a_model_of_this_package_are_recorded_for_a_slice():
-    stages = recorded(outline("nano"), abstract_mesh(SLICES["v6e-8"], {"dp": 1, "sp": 1, "tp": 8}))
+    stages = recorded(model_description("nano"), abstract_mesh(SLICES["v6e-8"], {"dp": 1, "sp": 1, "tp": 8}))
     assert [run.name for run in stages["encode"]] == ["encode_prompts"]
     assert [run.name for run in stages["denoise"]] == ["begin", "context", "step", "finish"]
     assert [run.name for run in stages["decode"]] == ["cut", "decode_first", "decode_next"]

@@ -16,9 +16,9 @@ from wanjax.plan import scale
 from wanjax.plan.estimate import estimate_video
 from wanjax.plan.scale import Option, Rejected, ScaleEstimate, Workload, chip_seconds, estimate_at_scale
 from wanjax.pricing.chips import Slice
-from wanjax.registry import outline
+from wanjax.registry import model_description
 
-MODEL = replace(outline("nano"), model=small_model(4), settings=VIDEO)
+MODEL = replace(model_description("nano"), model=small_model(4), settings=VIDEO)
 GB = 10**9
 SECONDS = {"v6e-1": (90.0, 100.0, 120.0), "v6e-4": (28.0, 30.0, 33.0), "v6e-8": (17.0, 20.0, 24.0)}
 """The seconds of a video, so that a chip takes 100, 120 and 160 for it."""
@@ -45,7 +45,7 @@ def priced(made, monkeypatch):
     """The slices that are priced, each with its seconds above; the small model has room and is cheap anywhere."""
     asked = Priced()
 
-    def price(outline, name, mesh, **given):
+    def price(description, name, mesh, **given):
         asked.append(name)
         low, mid, high = SECONDS[name]
         totals = {"total_seconds": mid, "total_seconds_low": low, "total_seconds_high": high}
@@ -138,7 +138,7 @@ def test_what_is_far_dearer_by_the_model_is_not_priced(priced):
 
 def test_weights_that_a_chip_has_no_room_for_are_not_priced(priced):
     priced.chip_seconds = chip_seconds
-    found = estimate_at_scale(outline("wan2.1-t2v-14b"), "v6e-8", Workload(10, HOUR))
+    found = estimate_at_scale(model_description("wan2.1-t2v-14b"), "v6e-8", Workload(10, HOUR))
     assert "v6e-1" not in priced
     assert other(found, "v6e-1") == Rejected("v6e-1", float("inf"))
 

@@ -68,7 +68,7 @@ def test_mistakes_are_one_sentence(model, tmp_path):
 
 def test_a_height_alone_keeps_the_width_of_the_model(model):
     none = {"size": None, "height": None, "width": None}
-    own = wanjax.registry.outline(str(model)).settings.size
+    own = wanjax.registry.model_description(str(model)).settings.size
     assert clip_size(str(model), **none) is None
     assert clip_size(str(model), **none | {"height": 64}) == (64, own[1])
     assert clip_size(str(model), **none | {"width": 64}) == (own[0], 64)

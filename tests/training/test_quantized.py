@@ -255,17 +255,17 @@ def test_weights_of_8_bits_are_not_trained_themselves(checkpoints, data, tmp_pat
 
 
 def test_a_plan_counts_frozen_weights_by_their_bytes():
-    outline = wanjax.registry.outline("nano")
+    description = wanjax.registry.model_description("nano")
     options = {"lora": LORA, "optimizer_config": OptimizerConfig()}
     floats, integers = (
-        estimate_training(wanjax.loading.with_precision(outline, name), "cpu", **options)
+        estimate_training(wanjax.loading.with_precision(description, name), "cpu", **options)
         for name in ("none", "int8-weights")
     )
-    network = network_of(outline.model.spec.networks["transformer"], outline.family.networks)
-    dtype = outline.settings.dtype
+    network = network_of(description.model.spec.networks["transformer"], description.family.networks)
+    dtype = description.settings.dtype
     saved = network.weight_bytes(dtype) - network.weight_bytes(dtype, PRECISIONS["int8-weights"])
     difference = floats.weights_bytes_per_chip - integers.weights_bytes_per_chip
     assert integers.precision == "int8-weights"
     assert difference == pytest.approx(saved, rel=0.02)
     with pytest.raises(WanjaxError, match="gradient"):
-        estimate_training(wanjax.loading.with_precision(outline, "int8"), "cpu", **options)
+        estimate_training(wanjax.loading.with_precision(description, "int8"), "cpu", **options)

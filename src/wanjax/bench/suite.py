@@ -37,7 +37,7 @@ from wanjax.pricing.chips import KINDS, SLICES
 from wanjax.pricing.digests import versions
 from wanjax.pricing.lowering import Lowering
 from wanjax.pricing.roofline import Machine, machines
-from wanjax.registry import Outline
+from wanjax.registry import ModelDescription
 from wanjax.sharding import MESH_AXES, SHARDING_RULES, Partitioner
 
 PRICED_BY_COMPILER, PRICED_BY_ROOFLINE = "the chip's compiler", "a stated model"
@@ -184,14 +184,14 @@ class BenchReport:
         return asdict(self) | {"rows": [asdict(row) | {"ratio": row.ratio, "rate": row.rate} for row in self.rows]}
 
 
-def bench(outline: Outline, size: BenchSize, *, quick: bool, announce: Announce) -> BenchReport:
+def bench(description: ModelDescription, size: BenchSize, *, quick: bool, announce: Announce) -> BenchReport:
     """Run all measurements. Before each measurement, call `announce` with a sentence."""
-    model, settings = outline.model, bench_settings(outline.settings, size, outline.model)
-    devices, outline = jax.devices(), replace(outline, settings=settings)
+    model, settings = description.model, bench_settings(description.settings, size, description.model)
+    devices, description = jax.devices(), replace(description, settings=settings)
     local_hardware = find_local_hardware(devices)
-    axes = auto_mesh_axes(outline, devices)
+    axes = auto_mesh_axes(description, devices)
     mesh_devices = devices[: axes["dp"] * axes["sp"] * axes["tp"]]
-    suite = BenchSuite(outline, size, mesh_devices, local_hardware, axes, announce)
+    suite = BenchSuite(description, size, mesh_devices, local_hardware, axes, announce)
     attention_distances = suite.compare_attention()
     rows = [
         suite.measure_attention(),
@@ -225,16 +225,16 @@ class BenchSuite:
 
     def __init__(
         self,
-        outline: Outline,
+        description: ModelDescription,
         size: BenchSize,
         devices: Sequence[Any],
         local_hardware: LocalHardware,
         axes: Mapping[str, int],
         announce: Announce,
     ):
-        self.outline = outline
-        self.model = model = outline.model
-        self.settings = settings = outline.settings
+        self.description = description
+        self.model = model = description.model
+        self.settings = settings = description.settings
         self.size = size
         self.devices = devices
         self.local_hardware = local_hardware
@@ -335,7 +335,7 @@ class BenchSuite:
             for settings, stages in ((self.settings, ("encode", "denoise")), (self.decode_settings, ("decode",))):
                 partitioner = Partitioner(mesh, SHARDING_RULES["fsdp"])
                 pipe = abstract_pipeline(
-                    replace(self.outline, model=reduced_model, settings=settings), partitioner, **options
+                    replace(self.description, model=reduced_model, settings=settings), partitioner, **options
                 )
                 scheduled = programs_of(trace_programs(pipe, settings, needed_pictures(pipe, settings)))
                 programs |= {
@@ -438,9 +438,9 @@ def _height_and_width(size: tuple[int, int]) -> dict[str, int]:
     return dict(zip(("height", "width"), size, strict=True))
 
 
-def auto_mesh_axes(outline: Outline, devices: Sequence[Any]) -> dict[str, int]:
-    """Choose the axes of a mesh of these devices, as `wanjax.load` does for a video of the outline's settings."""
-    cost = step_cost(outline.family, outline.model, outline.settings, param_dtype=outline.param_dtype)
+def auto_mesh_axes(description: ModelDescription, devices: Sequence[Any]) -> dict[str, int]:
+    """Choose the axes of a mesh of these devices, as `wanjax.load` does for a video of the description's settings."""
+    cost = step_cost(description.family, description.model, description.settings, param_dtype=description.param_dtype)
     return auto_mesh(cost, devices)._asdict()
 
 

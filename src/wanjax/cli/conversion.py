@@ -45,13 +45,11 @@ def convert(
         report.note(f"{source} holds no {', '.join(missing)}: reading it from {checkpoint.fallback_repo}")
     checkpoint.storage.check_room()
     check_complete(checkpoint)
-    folder, model_outline = parse_path(target), read_configs(source, checkpoint, preset)
+    folder, description = parse_path(target), read_configs(source, checkpoint, preset)
     if lora:
-        model_outline = apply_options(
-            model_outline, tuple(Lora.parse(text).resolve_folder() for text in lora), report.note
-        )
-        checkpoint = model_outline.source
-    model_outline = with_precision(model_outline, precision)
+        description = apply_options(description, tuple(Lora.parse(text).resolve_folder() for text in lora), report.note)
+        checkpoint = description.source
+    description = with_precision(description, precision)
     if to == "diffusers":
         conversion: Conversion = ToDiffusers(checkpoint, folder, kinds())
     else:
@@ -65,8 +63,8 @@ def convert(
             dtypes=_dtypes(dtypes, checkpoint),
             origin=preset.name if preset and (is_bundled or is_of_several) else None,
             licence=preset.licence if preset else None,
-            name_hint=model_outline.distilled_name,
-            precision=Precision.of(model_outline.settings.precision),
+            name_hint=description.distilled_name,
+            precision=Precision.of(description.settings.precision),
         )
 
     def on_begin() -> None:

@@ -39,7 +39,7 @@ def bench(report: Report, *, model: str, quick: bool, keep: bool, as_json: bool)
     init_distributed(report, None)
     bench_size: BenchSize = BENCH_SIZES["cpu" if device_platform() == "cpu" else "other", quick]
     with report.stage("bench", at_once=True):
-        result = run(registry.outline(model), bench_size, quick=quick, announce=report.note)
+        result = run(registry.model_description(model), bench_size, quick=quick, announce=report.note)
     if as_json:
         click.echo(json.dumps(result.to_json(), indent=2))
     else:

@@ -88,15 +88,15 @@ def plan(
     price_options = {"sp": sp, "rules": options.rules, "compiler": options.compiler or SAFE_SET, "attention": attention}
     if not is_given("model"):
         report.note(f"note: no MODEL is given, so this prices {options.model}: `wanjax models` lists the others")
-    outline = registry.apply_distilled_loras(registry.outline(str(options.model)), loras, report.note)
+    description = registry.apply_distilled_loras(registry.model_description(str(options.model)), loras, report.note)
     if request.scheduler is not None:
-        outline = replace(outline, model=with_scheduler(outline.model, request.scheduler))
+        description = replace(description, model=with_scheduler(description.model, request.scheduler))
     dtypes = {"dtype": "float32", "vae_dtype": "float32"} if chip == "cpu" else {"dtype": "bfloat16"}
-    outline = replace(outline, settings=outline.settings.updated(dtypes))
-    check_loaded(outline.settings, {"dtype": options.dtype, "vae_dtype": options.vae_dtype})
-    outline = loading.with_precision(outline, options.precision)
-    pictures, settings = _complete_request(loading.abstract_pipeline(outline, ONE_DEVICE_PARTITIONER), request)
-    outline = replace(outline, settings=settings)
+    description = replace(description, settings=description.settings.updated(dtypes))
+    check_loaded(description.settings, {"dtype": options.dtype, "vae_dtype": options.vae_dtype})
+    description = loading.with_precision(description, options.precision)
+    pictures, settings = _complete_request(loading.abstract_pipeline(description, ONE_DEVICE_PARTITIONER), request)
+    description = replace(description, settings=settings)
     if training_options.train:
         lora = None if training_options.full else LoraConfig(training_options.lora_rank)
         price_options |= {
@@ -104,14 +104,16 @@ def plan(
             "optimizer_config": OptimizerConfig(training_options.optimizer),
             "clips": training_options.batch_size,
         }
-        estimator = partial(estimate_training, outline, chip, mesh_sizes, **price_options)
+        estimator = partial(estimate_training, description, chip, mesh_sizes, **price_options)
     else:
         offload = (AUTO_OFFLOAD if settings.windows > 1 else STAGES).overridden_by(options.offload)
         price_options |= {**options.run_options, "pictures": pictures, "offload": offload}
         if file := options.decoder:
-            price_options |= {"decoder": read_decoder(file, outline.model.vae, outline.family)}
+            price_options |= {"decoder": read_decoder(file, description.model.vae, description.family)}
         estimator = (
-            partial(estimate_at_scale, outline, chip, workload) if workload else partial(estimate_video, outline, chip)
+            partial(estimate_at_scale, description, chip, workload)
+            if workload
+            else partial(estimate_video, description, chip)
         )
         price_options |= {"finds_options": True} if fit else {}
         estimator = partial(estimator, mesh_sizes, **price_options)

@@ -846,7 +846,7 @@ def _inherit_options(
 def _without_replaced_defaults(stored_settings: VideoRequest, options: PipelineOptions) -> VideoRequest:
     """Remove those settings from a stage's settings that are defaults of the model and that a LoRA replaces."""
     options = with_full_paths(options)
-    model = registry.outline(str(options.model))
+    model = registry.model_description(str(options.model))
     with_loras = registry.apply_distilled_loras(model, loras_of(options), lambda sentence: None)
     if with_loras.distillation is model.distillation:
         return stored_settings
@@ -928,11 +928,13 @@ def check_published(request: VideoRequest, stored_settings: VideoRequest, option
     preset = registry.find_preset(str(options.model))
     if preset is None or preset.bundled or preset.model is None:
         return
-    outline = registry.apply_distilled_loras(registry.outline(preset.name), loras_of(options), lambda sentence: None)
+    description = registry.apply_distilled_loras(
+        registry.model_description(preset.name), loras_of(options), lambda sentence: None
+    )
     if (solver := request.scheduler or stored_settings.scheduler) is not None:
-        outline = replace(outline, model=with_scheduler(outline.model, solver))
-    settings = request.with_defaults(_without_missing_settings(stored_settings, outline.settings)).settings
-    abstract_pipeline(outline, ONE_DEVICE_PARTITIONER).settings(**settings)
+        description = replace(description, model=with_scheduler(description.model, solver))
+    settings = request.with_defaults(_without_missing_settings(stored_settings, description.settings)).settings
+    abstract_pipeline(description, ONE_DEVICE_PARTITIONER).settings(**settings)
 
 
 def _without_missing_settings(stored_settings: VideoRequest, defaults: Settings) -> VideoRequest:

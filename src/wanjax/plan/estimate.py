@@ -44,7 +44,7 @@ from wanjax.plan.video_programs import DENSE, REUSING, STEP, VideoProgram, progr
 from wanjax.pricing.chips import CARDS, Card, Slice
 from wanjax.pricing.pricer import Price
 from wanjax.pricing.roofline import Machine
-from wanjax.registry import Outline
+from wanjax.registry import ModelDescription
 from wanjax.sharding import SHARDING_RULES, Partitioner, is_in_host_memory
 
 JAX_MEMORY_FRACTION = 0.75  # fraction of a card's memory that JAX allocates by default
@@ -182,7 +182,7 @@ class Estimate:
 
 
 def estimate_video(
-    outline: Outline,
+    description: ModelDescription,
     chip: str,
     mesh: tuple[int, int, int] | None = None,
     *,
@@ -198,7 +198,7 @@ def estimate_video(
     finds_options: bool = False,
     on_progress: OnProgress = lambda now, done, total: None,
 ) -> Estimate:
-    """Estimate a video with the outline's settings on a slice such as v6e-8.
+    """Estimate a video with the description's settings on a slice such as v6e-8.
 
     Without `mesh`, the best mesh is chosen; `sp`, if set, is the size of its axis `sp`. Without `pictures`, the
     estimate assumes the pictures that the model requires, in the size of the video. `finds_options` also finds the
@@ -207,8 +207,8 @@ def estimate_video(
     The other arguments are as in `wanjax.load` and `Pipeline.denoise`. Raises WanjaxError if the chip is unknown, the
     mesh does not match its number of devices, or a compiler is missing.
     """
-    family, settings = outline.family, outline.settings
-    model = with_attention(outline.model, attention, settings.model)
+    family, settings = description.family, description.settings
+    model = with_attention(description.model, attention, settings.model)
     hardware, attention = find_priceable_hardware(chip), model.spec.attention(attention)
     check_option_set(compiler)
     doubts: list[str] = []
@@ -227,7 +227,7 @@ def estimate_video(
             SAFE_SET,
         )  # needs no compiler
     options = {"attention": attention, "rules": SHARDING_RULES[rules], "offload": offload}
-    compute_step_cost = partial(step_cost, family, model, settings, param_dtype=outline.param_dtype, **options)
+    compute_step_cost = partial(step_cost, family, model, settings, param_dtype=description.param_dtype, **options)
     hardware, axes = mesh_axes(hardware, mesh, compute_step_cost, sp, one_device=offload.blocks > 0)
     offload.check_devices(hardware.devices)
     attention_cost = model.cost(model.spec.passes_of(settings)[0])
@@ -247,7 +247,7 @@ def estimate_video(
         "offload": offload,
         "decoder": decoder,
     }
-    pipe = abstract_pipeline(replace(outline, model=model, settings=settings), partitioner, **load_options)
+    pipe = abstract_pipeline(replace(description, model=model, settings=settings), partitioner, **load_options)
 
     def programs_for(settings: Settings, pipe: Pipeline = pipe) -> list[VideoProgram]:
         shown_pictures = needed_pictures(pipe, settings) if pictures is None else pictures
@@ -273,7 +273,7 @@ def estimate_video(
         changed = replace(settings, precision=precision)
         changed_options: dict[str, Any] = load_options | {"offload": replace(offload, blocks=blocks)}
         changed_pipe = abstract_pipeline(
-            replace(outline, model=model, settings=changed),
+            replace(description, model=model, settings=changed),
             replace(partitioner, num_device_blocks=blocks),
             **changed_options,
         )

@@ -15,7 +15,7 @@ from wanjax.plan.hardware import Hardware, OnProgress, find_priceable_hardware
 from wanjax.pricing.chips import CARD_SLICES, SLICES, Slice
 from wanjax.pricing.costs import ValueRange
 from wanjax.pricing.roofline import find_hardware
-from wanjax.registry import Outline
+from wanjax.registry import ModelDescription
 from wanjax.sharding import SHARDING_RULES
 
 MAX_RATIO = 1.5  # slices above this multiple of the best slice's estimated chip-seconds are not priced
@@ -132,7 +132,7 @@ class ScaleEstimate:
 
 
 def estimate_at_scale(
-    outline: Outline,
+    description: ModelDescription,
     chip: str,
     workload: Workload,
     mesh: tuple[int, int, int] | None = None,
@@ -151,7 +151,9 @@ def estimate_at_scale(
     """
     hardware = find_priceable_hardware(chip)
     options = {"attention": attention, "rules": SHARDING_RULES[rules], "offload": keywords.get("offload", STAGES)}
-    cost = step_cost(outline.family, outline.model, outline.settings, param_dtype=outline.param_dtype, **options)
+    cost = step_cost(
+        description.family, description.model, description.settings, param_dtype=description.param_dtype, **options
+    )
     candidates = {chip: 1.0} if mesh else dict(_candidates(hardware, chip, sp, cost))
     ways, others = [], []
     for name, ratio in candidates.items():
@@ -163,11 +165,11 @@ def estimate_at_scale(
             on_progress([f"{program} on {name}" for program in now], done, total)
 
         plan = estimate_video(
-            outline, name, mesh, sp=sp, rules=rules, attention=attention, on_progress=report, **keywords
+            description, name, mesh, sp=sp, rules=rules, attention=attention, on_progress=report, **keywords
         )
         option = _to_option(workload, find_hardware(name).devices, plan)
         ways.append(option) if option else others.append(Rejected(name, ratio, plan))
-    return ScaleEstimate(workload, outline.settings.model, chip, ways, others)
+    return ScaleEstimate(workload, description.settings.model, chip, ways, others)
 
 
 def _candidates(hardware: Hardware, chip: str, sp: int | None, cost: StepCost) -> Iterator[tuple[str, float]]:

@@ -38,7 +38,7 @@ from wanjax.plan.hardware import (
     would_fit,
 )
 from wanjax.pricing.pricer import Price
-from wanjax.registry import Outline
+from wanjax.registry import ModelDescription
 from wanjax.sharding import SHARDING_RULES, Partitioner
 from wanjax.training.adapters import LoraConfig, adapt, check_trainable_precision, is_factor
 from wanjax.training.latent_cache import NEGATIVE
@@ -87,7 +87,7 @@ class TrainingEstimate:
 
 
 def estimate_training(
-    outline: Outline,
+    description: ModelDescription,
     chip: str,
     mesh: tuple[int, int, int] | None = None,
     *,
@@ -100,19 +100,19 @@ def estimate_training(
     attention: AttentionConfig = AUTO,
     on_progress: OnProgress = lambda now, done, total: None,
 ) -> TrainingEstimate:
-    """Estimate a training step on clips with the outline's settings. The other arguments are as in `estimate`."""
-    check_trainable_precision(Precision.of(outline.settings.precision), lora)
-    hardware, settings = find_priceable_hardware(chip), replace(outline.settings, guidance_scale=1.0)
-    model = outline.model
+    """Estimate a training step on clips with the description's settings. The other arguments are as in `estimate`."""
+    check_trainable_precision(Precision.of(description.settings.precision), lora)
+    hardware, settings = find_priceable_hardware(chip), replace(description.settings, guidance_scale=1.0)
+    model = description.model
     model.spec.check_trainable(settings)
     options = {"attention": attention, "rules": SHARDING_RULES[rules]}
-    dtype = "float32" if lora is None else outline.param_dtype
-    compute_step_cost = partial(step_cost, outline.family, model, settings, param_dtype=dtype, **options)
+    dtype = "float32" if lora is None else description.param_dtype
+    compute_step_cost = partial(step_cost, description.family, model, settings, param_dtype=dtype, **options)
     hardware, axes = mesh_axes(hardware, mesh, compute_step_cost, sp)
     partitioner = Partitioner(mesh_on(hardware, axes), SHARDING_RULES[rules])
     param_dtype = "float32" if lora is None else settings.dtype
     load_options = {"attention": attention, "compiler": compiler, "param_dtype": param_dtype}
-    pipe = abstract_pipeline(replace(outline, settings=settings), partitioner, **load_options)
+    pipe = abstract_pipeline(replace(description, settings=settings), partitioner, **load_options)
     traced = _traced(pipe, settings, clips, lora, optimizer_config)
     programs = [(name, traced[program].lowering) for name, program in (("step", train), ("forward", compute_loss))]
     step, forward = priced_on(hardware, programs, on_progress)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Get the programs of a video from a trace of its run, with a name for each.
 
-model = outline("wan2.1-t2v-14b")
+model = model_description("wan2.1-t2v-14b")
 mesh = mesh_on(find_hardware("v6e-8"), {"dp": 2, "sp": 1, "tp": 4})
 pipe = abstract_pipeline(model, Partitioner(mesh, RULES["fsdp"]))
 for program in programs_of(trace_programs(pipe, model.settings)):

@@ -31,7 +31,7 @@ from wanjax.checkpoints.convert import ToWanjax
 from wanjax.figures import format_mesh
 from wanjax.kernels import admission, admitted
 from wanjax.layers.tiling import Tiling
-from wanjax.registry import find_checkpoint, kinds, outline
+from wanjax.registry import find_checkpoint, kinds, model_description
 from wanjax.selftest.signatures import distance, signature
 from wanjax.selftest.small_models import model_names, random_array, run_stages, small_pipeline
 from wanjax.sharding import SHARDING_RULES, Partitioner, make_mesh, one_device_partitioner
@@ -280,11 +280,11 @@ def compute_golden() -> dict[str, dict[str, list[float]]]:
 def timings(announce: Announce) -> Iterator[Measurement]:
     """Measure and price attention, a step with one layer, and the first decoded chunk, with a real model's shapes."""
     model, size = SIZES[_platform() == "cpu"]
-    model_outline = outline(model)
-    model_outline = replace(model_outline, settings=bench_settings(model_outline.settings, size, model_outline.model))
-    axes = auto_mesh_axes(model_outline, jax.devices())
+    description = model_description(model)
+    description = replace(description, settings=bench_settings(description.settings, size, description.model))
+    axes = auto_mesh_axes(description, jax.devices())
     mesh_devices: Sequence[Any] = jax.devices()[: prod(axes.values())]
-    suite = BenchSuite(model_outline, size, mesh_devices, find_local_hardware(jax.devices()), axes, announce)
+    suite = BenchSuite(description, size, mesh_devices, find_local_hardware(jax.devices()), axes, announce)
     yield suite.measure_attention()
     yield from suite.measure_programs(TIMED_PROGRAMS, ("safe",))
 

@@ -24,7 +24,7 @@ from wanjax.loading import abstract_pipeline
 from wanjax.media.inputs import InputSpec
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.settings import Settings
-from wanjax.registry import Outline
+from wanjax.registry import ModelDescription
 from wanjax.sharding import Partitioner
 
 TEXT_ENCODER = {"vocab_size": 512, "width": 64, "mlp_dim": 128, "layers": 2, "heads": 2}
@@ -58,17 +58,17 @@ def model_names() -> list[str]:
     return [name for name, kinds in kinds_by_model.items() if kinds in maximal and first_model[kinds] == name]
 
 
-def small_outline(name: str, dtype: str) -> Outline:
-    """Create the outline of a small version of a published model, with the settings of a short video."""
-    outline = registry.outline(name)
-    model, networks = outline.model, outline.model.spec.networks
+def describe_small_model(name: str, dtype: str) -> ModelDescription:
+    """Create the description of a small version of a published model, with the settings of a short video."""
+    description = registry.model_description(name)
+    model, networks = description.model, description.model.spec.networks
     small_configs = {
         entry.name: shrink(entry.name, getattr(model, entry.name)) for entry in fields(model) if entry.name in networks
     }
-    settings = outline.settings.updated({**VIDEO, "dtype": dtype, "vae_dtype": dtype})
+    settings = description.settings.updated({**VIDEO, "dtype": dtype, "vae_dtype": dtype})
     if model.spec.is_chunked:  # two chunks
         settings = settings.updated({"frames": 1 + model.vae.temporal_factor * (2 * model.spec.chunk_frames - 1)})
-    return replace(outline, model=replace(model, **small_configs), settings=settings)
+    return replace(description, model=replace(model, **small_configs), settings=settings)
 
 
 def shrink(name: str, config: Any) -> Any:
@@ -82,12 +82,12 @@ def shrink(name: str, config: Any) -> Any:
 
 def small_pipeline(name: str, partitioner: Partitioner, dtype: str = "float32") -> Pipeline:
     """Make a pipeline of a small model with random weights."""
-    outline = small_outline(name, dtype)
-    pipe = abstract_pipeline(outline, partitioner, param_dtype=dtype)
+    description = describe_small_model(name, dtype)
+    pipe = abstract_pipeline(description, partitioner, param_dtype=dtype)
     pipe.progress = False
     shapes = pipe.components.abstract()
-    for component, config in outline.model.spec.networks.items():
-        network = outline.family.network_of(config)
+    for component, config in description.model.spec.networks.items():
+        network = description.family.network_of(config)
         weights = RandomWeights(network.specs)
         loaded_network = modules.load(shapes.get(component), network.rules, weights, ignore=network.unused)
         pipe.components.override(component, loaded_network)

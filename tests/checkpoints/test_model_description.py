@@ -9,7 +9,7 @@ from tests.support.tiny import tiny_checkpoint
 from wanjax.checkpoints.convert import ToWanjax
 from wanjax.loading import abstract_pipeline
 from wanjax.pipelines.wan.networks import NETWORKS
-from wanjax.registry import describe, find_size, open_source, outline, presets
+from wanjax.registry import describe, find_size, model_description, open_source, presets
 from wanjax.sharding import SHARDING_RULES, Partitioner, make_mesh
 
 PRESET = presets()["wan2.2-t2v-a14b"]
@@ -28,7 +28,7 @@ def test_the_sizes_by_name_are_those_of_the_published_model(converted, size):
     wanted = find_size(PRESET.name, {"size": size})
     assert find_size(converted, {"size": size}) == wanted
     planned = abstract_pipeline(
-        outline(converted), Partitioner(make_mesh(devices=jax.devices()[:1]), SHARDING_RULES["fsdp"])
+        model_description(converted), Partitioner(make_mesh(devices=jax.devices()[:1]), SHARDING_RULES["fsdp"])
     )
     assert planned.settings(size=size).size == wanted
     assert wanjax.load(converted).settings(size=size).size == wanted
