@@ -527,13 +527,7 @@ def test_a_database_that_is_away_for_a_while(postgres: Server) -> None:
 def test_who_follows_misses_no_change_after_a_crash(postgres: Server) -> None:
     """A change that was read and then lost in a crash leaves its version to no other."""
     with postgres.database() as url, closing(JobStore(url, retry_seconds=60)) as store:
-        with psycopg.connect(postgres.url("postgres"), autocommit=True) as admin:
-            admin.execute("ALTER SYSTEM SET wal_writer_delay = '10s'")  # so that the crash loses what is not durable
-            admin.execute("SELECT pg_reload_conf()")
-            admin.execute("SET synchronous_commit = off")
-            admin.execute("CREATE TABLE wakes_the_writer ()")  # which an idle server's next commit would do
-            time.sleep(1)  # it flushes now, and then not for 10 seconds
-            admin.execute("DROP TABLE wakes_the_writer")
+        postgres.suspend_writer()  # so that the crash loses what is not durable
         ready(store, "a")
         store.add_all([new(number) for number in range(2)])
         leased(store, "a", limit=1)
@@ -546,9 +540,6 @@ def test_who_follows_misses_no_change_after_a_crash(postgres: Server) -> None:
         [first] = leased(store, "a", limit=1)
         store.finish("a", first, {})
         assert [(job.id, job.status) for job in store.changes(since)] == [("v0", COMPLETED)]
-        with psycopg.connect(postgres.url("postgres"), autocommit=True) as admin:
-            admin.execute("ALTER SYSTEM RESET wal_writer_delay")
-            admin.execute("SELECT pg_reload_conf()")
 
 
 def test_what_was_answered_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

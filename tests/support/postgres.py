@@ -4,9 +4,11 @@
 import os
 import pwd
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,6 +66,19 @@ class Server:
 
     def stop(self, mode: str = "immediate") -> None:
         self._run("pg_ctl", "stop", "-w", "-m", mode)
+
+    def suspend_writer(self) -> None:
+        """Suspend the process that writes commits which nobody waits for, until the server stops."""
+        state = "SELECT pid, wait_event FROM pg_stat_activity WHERE backend_type = 'walwriter'"
+        with psycopg.connect(self.url("postgres"), autocommit=True) as admin:
+            while True:
+                [(pid, _)] = admin.execute(state).fetchall()
+                os.kill(pid, signal.SIGSTOP)
+                time.sleep(0.1)
+                [(_, waits_for)] = admin.execute(state).fetchall()
+                if waits_for == "WalWriterMain":  # it holds no lock that a commit needs
+                    return
+                os.kill(pid, signal.SIGCONT)
 
     def url(self, database: str, login: str = "postgres") -> str:
         return f"postgresql://{login}@{self.address}:{self.port}/{database}"
