@@ -73,6 +73,35 @@ class AnimateTransformerConfig(ImageTransformerConfig):
 
 
 @dataclass(frozen=True)
+class PoseTransformerConfig(ImageTransformerConfig):
+    """Sizes of a transformer that follows a pose clip and a clip of a face (Wan Animate).
+
+    The motion encoder reads faces of `face_size` × `face_size` pixels. `motion_channels` has its channels at this size
+    and after each halving, down to 4 × 4 pixels. A face becomes `motion_width` features, then factors of `motions`
+    directions in a space of `motion_space` dimensions. The face encoder has `face_heads` heads of `face_width`
+    channels. A face adapter follows the first of every `face_stride` blocks.
+    """
+
+    face_size: int
+    motion_channels: tuple[int, ...]
+    motion_width: int
+    motions: int
+    motion_space: int
+    face_width: int
+    face_heads: int
+    face_stride: int
+
+    @property
+    def face_adapters(self) -> int:
+        return self.layers // self.face_stride
+
+    @property
+    def face_tokens(self) -> int:
+        """The number of tokens of a face in each latent frame: one for each head, and a learned one."""
+        return self.face_heads + 1
+
+
+@dataclass(frozen=True)
 class ControlTransformerConfig(TransformerConfig):
     """Sizes of a transformer controlled by a clip (VACE), with one control block for every `control_stride` blocks.
 
@@ -199,6 +228,17 @@ TI2V_5B = replace(T2V_14B, layers=30, heads=24, mlp_dim=14336, channels_in=48, c
 I2V_14B = ImageTransformerConfig(**vars(I2V_A14B), image_width=1280, image_positions=None)
 FLF2V_14B = replace(I2V_14B, image_positions=514)
 ANIMATE_14B = AnimateTransformerConfig(**vars(I2V_14B), clip_offset=(1, 0, -1))
+POSE_14B = PoseTransformerConfig(
+    **vars(I2V_14B),
+    face_size=512,
+    motion_channels=(32, 64, 128, 256, 512, 512, 512, 512),
+    motion_width=512,
+    motions=20,
+    motion_space=512,
+    face_width=1024,
+    face_heads=4,
+    face_stride=5,
+)
 INP_1_3B = replace(I2V_14B, layers=30, heads=12, mlp_dim=8960)
 INP_5B = replace(TI2V_5B, channels_in=100)
 CAUSAL_1_3B = CausalTransformerConfig(**vars(T2V_1_3B), chunk_frames=3, window=21, sink=0)

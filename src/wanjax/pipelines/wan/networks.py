@@ -2,7 +2,7 @@
 """The networks of Wan's checkpoints."""
 
 from wanjax.checkpoints.network_kinds import NetworkKind
-from wanjax.converters.wan import animate, diffusers
+from wanjax.converters.wan import animate, diffusers, pose
 from wanjax.converters.wan.original import TRANSFORMER as AUTHORS_NAMES
 from wanjax.models.wan.animate import WanAnimateTransformer
 from wanjax.models.wan.causal import WanCausalTransformer
@@ -11,12 +11,14 @@ from wanjax.models.wan.config import (
     CausalTransformerConfig,
     ControlTransformerConfig,
     ImageTransformerConfig,
+    PoseTransformerConfig,
     ResidualVAEConfig,
     TransformerConfig,
     VAEConfig,
 )
 from wanjax.models.wan.control import WanControlTransformer
 from wanjax.models.wan.image import WanImageTransformer
+from wanjax.models.wan.pose import WanPoseTransformer
 from wanjax.models.wan.residual_vae import WanResidualVAE
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.models.wan.vae import WanVAE
@@ -31,6 +33,8 @@ FULL_PRECISION = {
     "image_embed.*": "the projection of the image",
     "control_embed": "the first projection of a control clip",
     "control_in": "the projection of a control clip",
+    "pose_embed": "the first projection of a pose clip",
+    "face_*": "the projections of the face",
     "*.proj_l": "the projection of linear attention",
 }
 """The projections of Wan's transformers that are never quantized."""
@@ -58,6 +62,14 @@ NETWORKS = (
         modules={AnimateTransformerConfig: WanAnimateTransformer},
         rules=animate.transformer_rules,
         lora_names=animate.LORA_NAMES,
+        full_precision=FULL_PRECISION,
+    ),
+    NetworkKind(
+        classes=(pose.TRANSFORMER_CLASS,),
+        read=pose.transformer_config,
+        modules={PoseTransformerConfig: WanPoseTransformer},
+        rules=pose.transformer_rules,
+        lora_names=pose.NAMES,
         full_precision=FULL_PRECISION,
     ),
     NetworkKind(
