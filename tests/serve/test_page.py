@@ -352,7 +352,9 @@ WORKFLOW = TEMPLATES / "video_wan2_2_14B_i2v.json"
 
 def test_a_workflow_fills_the_form(opened):
     """Chosen by keyboard or dropped; what the form did not take is listed, and a workflow of another kind refused."""
-    page = opened().goto()
+    tab = opened()
+    tab.page.on("filechooser", lambda chooser: None)  # from now on, or a quick key opens Chromium's own dialog
+    page = tab.goto()
     page.focus("[name=shape]:checked")
     page.keyboard.press("Shift+Tab")
     assert page.evaluate("document.activeElement.id") == "file-request"
