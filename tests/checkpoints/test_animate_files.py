@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.comfy_files import convrot, json_bytes
 from tests.support.published import animate_keys, transformer_keys
 from wanjax.checkpoints import modules
 from wanjax.checkpoints.files import Tensors, save_safetensors
@@ -68,6 +69,31 @@ def test_a_file_is_told_by_its_header_its_blocks_or_its_name(tensors, tmp_path, 
     exact_weights = jax.tree.leaves(modules.load(abstract, expected.rules, reader))
     for answer, exact in zip(weights(source), exact_weights, strict=True):
         np.testing.assert_array_equal(answer, exact)
+
+
+def test_integers_with_rotated_groups(tmp_path):
+    """Comfy-Org's smaller file, whose linear layers of the blocks are in 8 bits (ConvRot)."""
+    config = JSON | {"dim": 64, "ffn_dim": 128, "freq_dim": 64, "text_dim": 64}
+    kind = read_network(JSON["_class_name"], config, NETWORKS)
+    random, plain, tensors = np.random.default_rng(0), {}, {}
+    for name, spec in kind.specs.items():
+        x = random.normal(size=spec.shape).astype(np.float32)
+        [stored] = by_the_authors({name: x})
+        if x.ndim == 2 and re.fullmatch(r"blocks\.\d+\.(self_attn|cross_attn|ffn)\..*weight", stored):
+            layer = stored.removesuffix(".weight")
+            integers, entries, x = convrot(layer, x, 64)
+            tensors |= integers | {f"{layer}.comfy_quant": json_bytes(**entries)}
+        else:
+            tensors[stored] = x
+        plain[name] = x.astype(np.float32)
+    assert sum(x.dtype == np.int8 for x in tensors.values()) == 24  # 12 layers of each block
+    save_safetensors(tmp_path / "wan_animate_2_distill_int8_convrot.safetensors", tensors, HEADER)
+    source = open_source(tmp_path / "wan_animate_2_distill_int8_convrot.safetensors")
+    assert source["scheduler"].config()["_class_name"] == "FlowMatchEulerDiscreteScheduler"
+    abstract = kind.abstract(dtype=jnp.float32, param_dtype=jnp.float32)
+    exact_weights = jax.tree.leaves(modules.load(abstract, kind.rules, Tensors(plain)))
+    for answer, exact in zip(weights(source), exact_weights, strict=True):
+        np.testing.assert_allclose(answer, exact, rtol=2**-9, atol=1e-6 * np.abs(exact).max())
 
 
 def test_without_a_mark_it_is_image_to_video(tensors, tmp_path):

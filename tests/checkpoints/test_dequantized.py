@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import wanjax
+from tests.support.comfy_files import convrot, json_bytes, largest, per_row
 from tests.support.tiny import tiny_checkpoint
 from tests.support.words import says
 from wanjax.checkpoints import modules
@@ -34,23 +35,8 @@ def weight(shape):
     return (x * np.exp(np.linspace(-1, 1, shape[-1]))).astype(np.float32)
 
 
-def largest(x, rows, columns):
-    """Return the largest number of each block of an array, and that array's shape filled with them."""
-    out = -(-x.shape[0] // rows), -(-x.shape[1] // columns)
-    scale, filled = np.zeros(out, np.float32), np.zeros(x.shape, np.float32)
-    for i in range(out[0]):
-        for j in range(out[1]):
-            block = np.s_[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
-            scale[i, j] = filled[block] = np.abs(x[block]).max() / 448
-    return scale, filled
-
-
 def per_tensor(x):
     return largest(x, *x.shape)
-
-
-def per_row(x):
-    return largest(x, 1, x.shape[1])
 
 
 def flat(x):
@@ -120,20 +106,16 @@ def test_a_kernel_has_a_scale_for_each_row():
         assert near(DequantizedReader(Tensors(tensors)).read("p.weight"), x, filled)
 
 
-def words_of(**told):
-    return np.frombuffer(json.dumps(told).encode(), np.uint8)
-
-
 @pytest.mark.parametrize(
     "beside",
     [
         {"a.input_scale": np.ones((), np.float32)},
         {"a.scale_input": np.ones(1, np.float32), "scaled_fp8": np.zeros(0, ml_dtypes.float8_e4m3fn)},
         {
-            "a.comfy_quant": words_of(format="float8_e4m3fn", full_precision_matrix_mult=True),
+            "a.comfy_quant": json_bytes(format="float8_e4m3fn", full_precision_matrix_mult=True),
             "x.scaled_fp8": np.zeros(2),
         },
-        {"a.comfy_quant": words_of(format="float8_e4m3fn_rowwise", group_size=None)},
+        {"a.comfy_quant": json_bytes(format="float8_e4m3fn_rowwise", group_size=None)},
     ],
 )
 @pytest.mark.parametrize("stored", [ml_dtypes.float8_e4m3fn, np.uint8])
@@ -290,13 +272,13 @@ REFUSED = [  # tensors, and what the sentence about them names
             ({"a.weight_scale": np.ones((), np.int32)}, "a.weight_scale int32"),
             ({"a.scale_weight": np.ones((), np.float32)}, "a.weight_scale a.scale_weight one"),
             ({"a.weight": np.ones((4, 8), np.uint8)}, "a.weight uint8"),
-            ({"a.comfy_quant": words_of(format="nvfp4")}, "a.comfy_quant nvfp4 float8_e4m3fn"),
-            ({"a.comfy_quant": words_of(format="mxfp8")}, "a.weight [4, 8] mxfp8 32"),
-            ({"a.comfy_quant": words_of(format="int8_tensorwise")}, "int8_tensorwise float8_e4m3fn"),
-            ({"a.comfy_quant": words_of(format="convrot_w4a4")}, "convrot_w4a4"),
-            ({"a.comfy_quant": words_of(format="float8_e5m2")}, "float8_e5m2 float8_e4m3fn"),
-            ({"a.comfy_quant": words_of(format="float8_e4m3fn", convrot=True)}, "convrot"),
-            ({"a.comfy_quant": words_of(bits=8)}, "a.comfy_quant JSON"),
+            ({"a.comfy_quant": json_bytes(format="nvfp4")}, "a.comfy_quant nvfp4 float8_e4m3fn"),
+            ({"a.comfy_quant": json_bytes(format="mxfp8")}, "a.weight [4, 8] mxfp8 32"),
+            ({"a.comfy_quant": json_bytes(format="int8_tensorwise")}, "int8_tensorwise float8_e4m3fn"),
+            ({"a.comfy_quant": json_bytes(format="convrot_w4a4")}, "convrot_w4a4"),
+            ({"a.comfy_quant": json_bytes(format="float8_e5m2")}, "float8_e5m2 float8_e4m3fn"),
+            ({"a.comfy_quant": json_bytes(format="float8_e4m3fn", convrot=True)}, "convrot"),
+            ({"a.comfy_quant": json_bytes(bits=8)}, "a.comfy_quant JSON"),
             ({"a.comfy_quant": np.full(5, 255, np.uint8)}, "a.comfy_quant JSON"),
             ({"a.comfy_quant": np.zeros(10_000, np.uint8)}, "a.comfy_quant JSON"),
             ({"a.weight_scale": np.array([1, 1, np.nan, 1], np.float32)}, "a.weight_scale"),
@@ -374,27 +356,6 @@ def test_a_config_tells_who_quantised(method, checkpoint, tmp_path):
     assert says(str(refused.value), f"transformer's config.json {method} floats")
 
 
-def hadamard(size):
-    """Return the orthonormal regular Hadamard matrix, by its definition: Kronecker powers of a block of four rows."""
-    four = np.array([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]])
-    out = np.ones((1, 1))
-    while len(out) < size:
-        out = np.kron(out, four)
-    return out / np.sqrt(size)
-
-
-def convrot(name, x, group, layout=per_row, **beside):
-    """Return a layer as ComfyUI stores it in 8-bit integers with rotated groups, and the weight by the rule."""
-    turned = (x.astype(np.float64).reshape(len(x), -1, group) @ hadamard(group).T).reshape(x.shape)
-    scale, filled = layout(turned.astype(np.float32))
-    scale, filled = np.asarray(scale * np.float32(448 / 127)), filled.astype(np.float64) * np.float32(448 / 127)
-    whole = np.clip(np.round(turned / filled), -128, 127).astype(np.int8)
-    tensors = {f"{name}.weight": whole, f"{name}.weight_scale": scale}
-    entries = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": group} | beside
-    numbers = (whole * filled).reshape(len(x), -1, group) @ hadamard(group)
-    return tensors, entries, numbers.reshape(x.shape)
-
-
 @pytest.mark.parametrize("in_metadata", [False, True])
 @pytest.mark.parametrize("layout", [per_row, per_tensor, none])
 @pytest.mark.parametrize(("shape", "group"), [((96, 512), 256), ((64, 192), 64), ((8, 1024), 1024)])
@@ -402,7 +363,7 @@ def test_rotated_integers(shape, group, layout, in_metadata):
     """ConvRot: within one rounding to bfloat16 of the rule in float64, and near the weight that was rounded."""
     x = weight(shape)
     tensors, entries, exact = convrot("model.a", x, group, layout, per_row=layout is per_row)
-    reader: Any = Tensors(tensors | ({} if in_metadata else {"model.a.comfy_quant": words_of(**entries)}))
+    reader: Any = Tensors(tensors | ({} if in_metadata else {"model.a.comfy_quant": json_bytes(**entries)}))
     if in_metadata:
         reader.metadata = {
             "_quantization_metadata": json.dumps({"format_version": "1.0", "layers": {"model.a": entries}})
@@ -420,7 +381,7 @@ def test_integers_that_were_not_rotated():
     x = weight((64, 160))  # 256 does not divide 160
     scale, filled = per_row(x)
     whole = np.clip(np.round(x / filled / 3.5), -128, 127).astype(np.int8)
-    tensors = {"a.weight": whole, "a.weight_scale": scale, "a.comfy_quant": words_of(format="int8_tensorwise")}
+    tensors = {"a.weight": whole, "a.weight_scale": scale, "a.comfy_quant": json_bytes(format="int8_tensorwise")}
     reader = DequantizedReader(Tensors(tensors))
     np.testing.assert_array_equal(reader.read("a.weight"), whole * scale)
 
@@ -451,7 +412,7 @@ HALVES = {"a.weight": np.zeros((64, 32), np.uint8), "a.weight_scale": np.zeros((
     ],
 )
 def test_layers_that_contradict_their_format(tensors, entries, words):
-    named = tensors | {"a.comfy_quant": words_of(**entries)}
+    named = tensors | {"a.comfy_quant": json_bytes(**entries)}
     present = {key: x for key, x in named.items() if x is not None}
     with pytest.raises(WanjaxError) as caught:
         DequantizedReader(Tensors(present)).read("a.weight")
@@ -572,7 +533,7 @@ def test_formats_as_comfy_kitchen_writes_them(kind, shape):
         tensors = {"": numbers, "_scale": params.block_scale.view(torch.uint8), "_scale_2": params.scale}
         expected = plain.dequantize_nvfp4(numbers, params.scale, params.block_scale, torch.float32)
     stored = {f"a.weight{name}": x.numpy() for name, x in tensors.items()}
-    reader = DequantizedReader(Tensors(stored | {"a.comfy_quant": words_of(**entries)}))
+    reader = DequantizedReader(Tensors(stored | {"a.comfy_quant": json_bytes(**entries)}))
     assert reader.specs == {"a.weight": (shape, np.dtype(np.float32))}
     largest = float(expected.abs().max())
     np.testing.assert_allclose(reader.read("a.weight"), expected.numpy(), rtol=1e-6, atol=1e-6 * largest)

@@ -98,3 +98,20 @@ def test_what_a_character_is_not_made_of(folder, arguments, words):
 def test_a_driving_clip_is_required(folder):
     message = refused("a woman", "--model", folder / "model", "--image", folder / "character.png")
     assert says(message, "driving clip --video")
+
+
+def test_a_table_animates_a_character_by_several_clips(folder, tmp_path):
+    """Rows of one model; the frames are those of `generate`."""
+    Video(np.random.default_rng(1).integers(0, 256, (5, 40, 60, 3), dtype=np.uint8), 24, {}).save("short.mp4")
+    character = str(folder / "character.png")
+    rows = [
+        {"prompt": "a woman", "image": character, "video": str(folder / "driving.mp4"), "seed": 1},
+        {"prompt": "a woman", "image": character, "video": "short.mp4", "seed": 1},
+    ]
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    arguments = "--model", folder / "model", "--dtype", "float32", "--out", "made"
+    succeeded(wanjax("batch", "rows.jsonl", *arguments))
+    succeeded(wanjax(*of(folder, "--out", "alone.mp4")))
+    videos = [read_clip(file, 100, 24) for file in sorted(Path("made").rglob("*.mp4"))]
+    assert sorted(map(len, videos)) == [5, 13]
+    np.testing.assert_array_equal(max(videos, key=len), read_clip(Path("alone.mp4"), 100, 24))

@@ -23,7 +23,7 @@ from tests.support.commands import refused, succeeded
 from tests.support.commands import wanjax as wanjax_command
 from tests.support.media import picture
 from tests.support.quick import quick
-from tests.support.tiny import tiny_control_checkpoint
+from tests.support.tiny import tiny_animate_checkpoint, tiny_control_checkpoint
 from tests.support.toy.checkpoint import write_checkpoint
 from tests.support.toy_sound import DRIVING, TOY_SOUND
 from tests.support.words import naming, says
@@ -275,6 +275,32 @@ def test_a_clip_a_mask_and_references_guide_a_video(start, tmp_path, made):
         record = server.client.get(f"/v1/videos/{asked['id']}/record").json()
         files = [Path(file).stem for file in (record["video"], record["mask"], *record["references"])]
         assert files == asked["pictures"]
+
+
+def test_a_character_moves_as_in_a_driving_clip(start, tmp_path):
+    """By Wan Animate 2: as long as the clip of 8 frames a second, and the frames are those of the library."""
+    pipe = wanjax.load(tiny_animate_checkpoint(tmp_path / "animate"), dtype="float32")
+    server, clip, character = start(of=Variants(pipe)), film(tmp_path / "a.mp4", 5), picture((48, 64))
+    [model] = server.client.get("/v1/models").json()["data"]
+    assert [name for name, schema in model["pictures"].items() if schema["required"]] == ["image", "video"]
+    assert "clip_prompt" in model["settings"]
+    settings = {"prompt": "a woman", "steps": 2, "seed": 3, "clip_prompt": "a dancer"}
+    assert says(server.refused(422, json=settings | {"image": url(character)}), "driving clip video")
+    answer = server.client.post(
+        "/v1/videos",
+        data={name: str(value) for name, value in settings.items()},
+        files={"image": ("a.png", character), "video": ("a.mp4", clip.read_bytes())},
+    )
+    assert answer.status_code == 200, answer.text
+    made = server.finished(answer.json()["id"])
+    assert made["status"] == "completed", made["error"]
+    (tmp_path / "served.mp4").write_bytes(server.content(made["id"]))
+    (tmp_path / "character.png").write_bytes(character)
+    own = pipe(image=tmp_path / "character.png", video=clip, **settings)
+    own.save(tmp_path / "own.mp4")
+    served = read_clip(tmp_path / "served.mp4", 99, 24)
+    assert len(served) == len(own.frames) == 15
+    np.testing.assert_array_equal(served, read_clip(tmp_path / "own.mp4", 99, 24))
 
 
 def test_what_a_server_has_is_told(start, pipe):
