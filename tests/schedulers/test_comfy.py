@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """ComfyUI's schedules and the solvers along them, against their rules in float64."""
 
+import math
 from itertools import pairwise
 
 import jax
@@ -42,12 +43,37 @@ def shifted(t, shift):
     return shift * t / (1 + (shift - 1) * t)
 
 
+BETWEEN = {  # what falls evenly from 1 to the lowest level
+    "comfy-karras": (lambda x: x ** (1 / 7), lambda x: x**7),
+    "comfy-exponential": (math.log, math.exp),
+    "comfy-kl-optimal": (math.atan, math.tan),
+}
+
+
+def linear_quadratic(steps):
+    """Return the levels by the coefficients of a line i · a and a parabola i² · b + i · c + d, which are subtracted."""
+    half = steps // 2
+    if half == 0:
+        return [1.0]
+    rest = half - 0.025 * steps
+    b = rest / (half * (steps - half) ** 2)
+    c = 0.025 / half - 2 * rest / (steps - half) ** 2
+    line = [1 - i * 0.025 / half for i in range(half)]
+    return line + [1 - (b * i**2 + c * i + b * half**2) for i in range(half, steps)]
+
+
 def other_rule(name, steps, shift):
     """Return the noise levels of another schedule by its rule, with the last level, which is 0."""
     table = [shifted(t / 1000, shift) for t in range(1, 1001)]
     if name == "comfy-beta":
         quantiles = [1 - k / steps for k in range(steps)]
         return np.array([table[int(np.rint(999 * stats.beta.ppf(q, 0.6, 0.6)))] for q in quantiles] + [0.0])
+    if name == "comfy-linear-quadratic":
+        return np.array([*linear_quadratic(steps), 0.0])
+    if name in BETWEEN:
+        to, back = BETWEEN[name]
+        share = [k / max(1, steps - 1) for k in range(steps)]
+        return np.array([back(to(1.0) + each * (to(table[0]) - to(1.0))) for each in share] + [0.0])
     intervals = steps if name == "comfy-sgm-uniform" else max(1, steps - 1)
     times = [1 + (table[0] - 1) * k / intervals for k in range(steps)]
     return np.array([shifted(t, shift) for t in times] + [0.0])
@@ -59,9 +85,11 @@ def test_levels_of_beta_are_entries_of_the_table(steps):
     np.testing.assert_allclose(schedule.sigmas[:-1], [(1 + k) / 1000 for k in BETA_ENTRIES[steps]], rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["comfy-normal", "comfy-sgm-uniform", "comfy-beta"])
+@pytest.mark.parametrize(
+    "name", ["comfy-normal", "comfy-sgm-uniform", "comfy-beta", "comfy-linear-quadratic", *BETWEEN]
+)
 def test_levels_of_other_schedules_follow_their_rules(name):
-    for steps in (*range(1, 41), 50, 77, 100, 120):
+    for steps in (*range(2 if name == "comfy-kl-optimal" else 1, 41), 50, 77, 100, 120):
         for shift in (1.0, 5.0, 12.0):
             expected = other_rule(name, steps, shift)
             schedule = FlowEuler().schedule(steps, shift=shift, sigmas=name)
@@ -76,6 +104,20 @@ def test_levels_of_other_schedules_follow_their_rules(name):
 def test_two_steps_at_one_level_are_refused():
     with pytest.raises(WanjaxError, match=naming("comfy-beta 149 150 steps fewer")):
         FlowEuler().schedule(150, shift=5.0, sigmas="comfy-beta")
+
+
+def test_levels_of_two_schedules_at_some_steps():
+    """Numbers that were computed by hand: the kink of linear_quadratic, and the middle of karras."""
+    levels = FlowEuler().schedule(4, shift=5.0, sigmas="comfy-linear-quadratic").sigmas
+    np.testing.assert_allclose(levels, [1, 0.9875, 0.975, 0.725, 0], atol=TOLERANCE)
+    lowest = 0.005 / 1.004  # the shifted 1/1000
+    middle = FlowEuler().schedule(3, shift=5.0, sigmas="comfy-karras").sigmas[1]
+    np.testing.assert_allclose(middle, ((1 + lowest ** (1 / 7)) / 2) ** 7, rtol=2e-6)
+
+
+def test_one_step_has_no_optimal_level():
+    with pytest.raises(WanjaxError, match=naming("comfy-kl-optimal 1 step 2")):
+        FlowEuler().schedule(1, shift=5.0, sigmas="comfy-kl-optimal")
 
 
 @pytest.mark.parametrize("shift", [1.0, 5.0, 8.0])

@@ -285,8 +285,12 @@ def test_a_guidance_rule_of_one_expert_is_one_sentence():
             ("normal", "comfy-normal"),
             ("sgm_uniform", "comfy-sgm-uniform"),
             ("beta", "comfy-beta"),
+            ("karras", "comfy-karras"),
+            ("exponential", "comfy-exponential"),
+            ("kl_optimal", "comfy-kl-optimal"),
+            ("linear_quadratic", "comfy-linear-quadratic"),
         ),
-        *(("karras", None), ("ddim_uniform", None), (["48", 0], None)),
+        *(("ddim_uniform", None), (["48", 0], None)),
     ],
 )
 def test_the_schedule_is_that_of_the_workflow_or_a_note(schedule, sigmas):

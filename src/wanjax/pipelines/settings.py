@@ -41,7 +41,16 @@ WIDTH_BY_HEIGHT = re.compile(r"\s*(\d{1,6})\s*[x×*]\s*(\d{1,6})\s*", re.IGNOREC
 SIZE_NAME = re.compile(r"\d{1,6}p|portrait|square")
 REFERENCE_IMPLEMENTATIONS = ("official", "diffusers")
 COMFY = "comfy"
-COMFY_SCHEDULES = {"simple": COMFY, "normal": "comfy-normal", "sgm_uniform": "comfy-sgm-uniform", "beta": "comfy-beta"}
+COMFY_SCHEDULES = {
+    "simple": COMFY,
+    "normal": "comfy-normal",
+    "sgm_uniform": "comfy-sgm-uniform",
+    "beta": "comfy-beta",
+    "karras": "comfy-karras",
+    "exponential": "comfy-exponential",
+    "kl_optimal": "comfy-kl-optimal",
+    "linear_quadratic": "comfy-linear-quadratic",
+}
 """The values of `sigmas` for schedules of ComfyUI, by their names there."""
 SIGMA_SCHEDULES = (*REFERENCE_IMPLEMENTATIONS, *COMFY_SCHEDULES.values())
 RNGS = ("jax", TORCH := "torch")  # generators of noise

@@ -30,9 +30,20 @@ TRAIN_STEPS = 1000  # a flow's timestep is σ · 1000
 Prediction = Literal["velocity", "v", "epsilon", "x0"]
 Reference = Literal["official", "diffusers"]  # the code to match: the authors' or diffusers'
 SigmaSchedule = Literal[
-    "official", "diffusers", "comfy", "comfy-normal", "comfy-sgm-uniform", "comfy-beta"
+    "official",
+    "diffusers",
+    "comfy",
+    "comfy-normal",
+    "comfy-sgm-uniform",
+    "comfy-beta",
+    "comfy-karras",
+    "comfy-exponential",
+    "comfy-kl-optimal",
+    "comfy-linear-quadratic",
 ]  # the noise levels of flows; comfy: ComfyUI's schedule "simple"
 COMFY = "comfy"  # the start of the names of ComfyUI's schedules
+RHO = 7.0  # the exponent of ComfyUI's schedule "karras"
+LINEAR_NOISE = 0.025  # how far the linear half of ComfyUI's schedule "linear_quadratic" falls
 BETA = 0.6  # both parameters of the distribution of ComfyUI's schedule "beta"
 AnyArray = np.ndarray | Array  # a NumPy array until it is passed to a program
 Index = int | Int[Array, ""]
@@ -213,15 +224,20 @@ def comfy_levels(steps: int, shift: float, sigma_schedule: str) -> np.ndarray:
     - "beta" takes the entries at quantiles of a beta distribution, evenly spaced from 1 (2407.12173).
     - "normal" shifts levels that fall evenly from 1 to the table's first entry, which is shifted already.
     - "sgm_uniform" shifts the same range with one level more, and leaves out the last one.
+    - "karras" falls from 1 to the table's first entry evenly in σ^(1/7) (2206.00364), "exponential" evenly in log σ,
+      and "kl_optimal" evenly in arctan σ.
+    - "linear_quadratic" falls by 0.025 in the first half of the steps, then quadratically, without a kink. It has no
+      shift.
 
-    Raises WanjaxError if two steps of "beta" have the same level.
+    Raises WanjaxError if two steps of "beta" have the same level, or if "kl_optimal" has only one step.
     """
     table = shift_sigmas(np.arange(1, TRAIN_STEPS + 1) / TRAIN_STEPS, shift)
+    lowest = table[0]
     match sigma_schedule:
         case "comfy-normal":
-            return shift_sigmas(np.linspace(1, table[0], steps), shift)
+            return shift_sigmas(np.linspace(1, lowest, steps), shift)
         case "comfy-sgm-uniform":
-            return shift_sigmas(np.linspace(1, table[0], steps + 1)[:-1], shift)
+            return shift_sigmas(np.linspace(1, lowest, steps + 1)[:-1], shift)
         case "comfy-beta":
             entries = _beta_entries(steps)
             if (count := len(np.unique(entries))) < steps:
@@ -229,11 +245,33 @@ def comfy_levels(steps: int, shift: float, sigma_schedule: str) -> np.ndarray:
                     f"sigmas comfy-beta has only {count} different noise levels for {steps} steps: use fewer steps"
                 )
             return table[entries]
+        case "comfy-karras":
+            return np.linspace(1, lowest ** (1 / RHO), steps) ** RHO
+        case "comfy-exponential":
+            return np.exp(np.linspace(0, np.log(lowest), steps))
+        case "comfy-kl-optimal":
+            if steps == 1:
+                raise WanjaxError("sigmas comfy-kl-optimal has no noise level for 1 step: use 2 steps or more")
+            return np.tan(np.linspace(np.arctan(1), np.arctan(lowest), steps))
+        case "comfy-linear-quadratic":
+            return _linear_quadratic(steps)
         case _:
             spacing = (
                 TRAIN_STEPS / steps
             )  # rounded to a float first, as in ComfyUI: of 38 steps, step 19 has entry -500
             return np.array([table[-1 - int(step * spacing)] for step in range(steps)])
+
+
+def _linear_quadratic(steps: int) -> np.ndarray:
+    """Return levels that fall from 1 along a line, and then along a parabola that leaves the line in its direction and
+    reaches 0 at the end of the last step."""
+    half = steps // 2
+    if half == 0:
+        return np.ones(1)
+    step, later = np.arange(steps), np.maximum(np.arange(steps) - half, 0)
+    slope = LINEAR_NOISE / half
+    curvature = (1 - slope * steps) / (steps - half) ** 2
+    return 1 - slope * step - curvature * later**2
 
 
 def _beta_entries(steps: int) -> np.ndarray:
