@@ -190,14 +190,14 @@ def test_a_missing_picture_is_one_sentence_and_may_be_given():
 
 
 def test_a_composed_picture_is_one_sentence_and_may_be_given():
-    name = "video_wan_vace_outpainting"
+    name = "video_wan_vace_inpainting"
     result = wanjax("generate", "--from", path_of(name))
     assert result.exit_code == 2
-    assert "ImagePadForOutpaint) composes" in result.stderr
+    assert "ImageCompositeMasked) composes" in result.stderr
     Image.new("RGB", (32, 32)).save("a.png")
     Path("clip").mkdir()
     Image.new("RGB", (32, 32)).save("clip/1.png")
-    arguments = ("--video", "clip", "--mask", "a.png", "--print-command")
+    arguments = ("--video", "clip", "--mask", "a.png", "--reference", "a.png", "--print-command")
     assert options_in(succeeded(wanjax("generate", "--from", path_of(name), *arguments)).stdout)["--mask"] == "a.png"
 
 
@@ -352,12 +352,52 @@ def test_plan_says_what_the_template_takes_on_one_card():
     assert "the whole run: " in result.stdout
 
 
+@pytest.mark.parametrize(
+    ("name", "inputs", "outpaint"),
+    [
+        (
+            "video_wan_vace_flf2v",
+            {"--image": "video_wan_vace_flf2v_start_image.png", "--last-image": "video_wan_vace_flf2v_end_image.png"},
+            None,
+        ),
+        (
+            "video_wan_vace_outpainting",
+            {"--video": "video_wan_vace_outpainting_input_video.mp4"},
+            "120,120,120,200",
+        ),
+    ],
+)
+def test_a_composed_clip_is_printed_as_options(here, name, inputs, outpaint):
+    (here / "input").mkdir()
+    for file in inputs.values():
+        (here / "input" / file).touch()
+    command = (
+        "generate",
+        "--from",
+        path_of(name),
+        "--inputs",
+        "input",
+        "--model",
+        "wan2.1-vace-14b",
+        "--print-command",
+    )
+    options = options_in(succeeded(wanjax(*command)).stdout)
+    names = ("--image", "--last-image", "--video", "--mask")
+    assert {name: options[name] for name in names if name in options} == {
+        name: f"input/{file}" for name, file in inputs.items()
+    }
+    assert options.get("--outpaint") == outpaint
+
+
 def test_only_generate_reads_a_video_of_wanjax(tmp_path):
     succeeded(wanjax("generate", "a", *NANO, "--out", "a.mp4", "--dir", "d"))
     for command in (("plan", "--from", "a.mp4"), ("batch", "p.txt", "--from", "a.mp4")):
         result = wanjax(*command)
         assert result.exit_code == 2
         assert "holds no workflow of ComfyUI" in result.stderr
+    missing = wanjax("plan", "--from", "missing.json")
+    assert missing.exit_code == 2
+    assert "there is no file missing.json: give --from" in missing.stderr
 
 
 def test_folders_of_a_workflow_need_one(here):
@@ -375,7 +415,10 @@ def test_files_that_an_option_replaces_are_not_listed():
     arguments = ("generate", "--from", path_of(SMALL), "--print-command")
     complete = succeeded(wanjax(*arguments)).stderr
     assert "wan2.1_t2v_1.3B_fp16.safetensors: Comfy-Org/" in complete
-    assert "umt5_xxl_fp8_e4m3fn_scaled.safetensors, wan_2.1_vae.safetensors: not read" in complete
+    assert (
+        "umt5_xxl_fp8_e4m3fn_scaled.safetensors, wan_2.1_vae.safetensors: not read from ComfyUI's folders, the text "
+        "encoder and the VAE come from Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+    ) in " ".join(complete.split())
     replaced = succeeded(wanjax(*arguments, "--model", "nano")).stderr
     assert "wan2.1_t2v_1.3B" not in replaced
     assert "umt5" not in replaced

@@ -164,7 +164,7 @@ def test_the_library_takes_the_size_from_what_was_encoded(models):
         ("image", "--image absent.png", "absent.png"),
         ("image", "--image ../wide.png --size 40x32", "width 40 16 32 48"),
         ("image", "--image ../wide.png --resize twist", "--resize 'twist' crop pad stretch"),
-        ("control", "--image ../wide.png", "image video mask reference"),
+        ("control", "--last-image ../wide.png", "last image without a first"),
         ("control", "--video ../clip.gif --mask ../short.gif", "mask 2 frames video 7"),
         ("control", "--mask ../clip.gif", "mask video"),
         ("control", "--video ../clip.gif --frames 9", "video 7 frames 9"),
@@ -275,7 +275,10 @@ def test_every_model_tells_what_it_makes_a_video_from():
     assert told["wan2.2-i2v-a14b"] == ["a first picture", "a first and a last picture", "long videos, in windows"]
     assert told["wan2.1-flf2v-14b"] == ["a first and a last picture"]
     assert told["wan2.1-t2v-1.3b-causal"] == ["text", "a stream, chunk by chunk"]
-    assert told["wan2.1-vace-14b"][1:] == ["a control clip", "a mask", "reference pictures", "long videos, in windows"]
+    assert told["wan2.1-vace-14b"][1:] == [
+        *("a first picture", "a first and a last picture", "a control clip", "a mask", "reference pictures"),
+        "long videos, in windows",
+    ]
     assert told["wan2.1-t2v-14b"] == ["text", "a clip"]
     shown = succeeded(run("models", "wan2.2-i2v-a14b")).output
     assert "a first and a last picture" in shown

@@ -93,8 +93,8 @@ def test_what_the_model_does_not_take_is_noted(server):
 
 
 def test_a_composed_clip_is_noted(server):
-    _, notes = read(server, "a.json", template_text("video_wan_vace_outpainting").encode())
-    assert any(says(note, "ImagePadForOutpaint composes video") for note in notes)
+    _, notes = read(server, "a.json", template_text("video_wan_vace_inpainting").encode())
+    assert any(says(note, "ImageCompositeMasked composes video") for note in notes)
 
 
 def test_a_video_of_the_server_fills_the_request_that_made_it(start):

@@ -262,19 +262,22 @@ def test_a_clip_a_mask_and_references_guide_a_video(start, tmp_path, made):
     """By VACE."""
     server = start(of=Variants(wanjax.load(tiny_control_checkpoint(tmp_path / "control"))), work=made)
     [model] = server.client.get("/v1/models").json()["data"]
-    assert list(model["pictures"]) == ["video", "mask", "references"]
+    assert list(model["pictures"]) == ["image", "last_image", "video", "mask", "references"]
     assert "strength" not in model["settings"]
+    assert model["settings"]["outpaint"]["default"] == "0,0,0,0"
+    assert says(server.refused(422, json=SMALL | {"outpaint": "8,8"}), "outpaint four 120,0,120,0")
     told = server.refused(422, json=SMALL | {"references": ["data:;base64,AAAA"] * 9})
     assert says(told, "9 references 4")
     sent = {"video": url(film(tmp_path / "a.mp4", 5).read_bytes()), "mask": url(picture((32, 32)))}
     sent |= {"references": [url(picture()), url(picture((20, 20)))]}
-    asked = server.ask(**sent, fps=8)
+    asked = server.ask(**sent, fps=8, outpaint="8,0,8,0")
     assert asked["pictures"] == ["clip", "mask", "references_0", "references_1"]
     if made:
         assert server.finished(asked["id"])["status"] == "completed"
         record = server.client.get(f"/v1/videos/{asked['id']}/record").json()
         files = [Path(file).stem for file in (record["video"], record["mask"], *record["references"])]
         assert files == asked["pictures"]
+        assert record["outpaint"] == "8,0,8,0"
 
 
 def test_a_character_moves_as_in_a_driving_clip(start, tmp_path):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.support.workflows import api_form, graph_of, nodes_of, request_of, template
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.guidance import ZeroStar, guidance_rule
-from wanjax.workflows import arithmetic, node_types
+from wanjax.workflows import arithmetic, composing_nodes, node_types
 from wanjax.workflows.evaluate import MediaSize
 from wanjax.workflows.graph import MAX_NODES, Output
 from wanjax.workflows.node_functions import FUNCTIONS
@@ -333,7 +333,7 @@ def test_the_noise_of_lcm_is_a_note():
 
 
 def test_each_type_of_node_in_the_table_has_a_function():
-    assert FUNCTIONS.keys() == node_types.NODE_TYPES.keys()
+    assert {*FUNCTIONS, *composing_nodes.FUNCTIONS} == node_types.NODE_TYPES.keys()
 
 
 def clip(kind: str, **inputs: Any) -> dict[str, Any]:

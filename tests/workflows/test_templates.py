@@ -122,12 +122,14 @@ INPUTS = {
     "video_wan2_2_14B_flf2v": ["image", "last_image"],
     "video_wan_vace_14B_v2v": ["video", "references"],
     "video_wan_vace_14B_ref2v": ["references"],
+    "video_wan_vace_inpainting": ["references"],
+    "video_wan_vace_outpainting": ["video"],
+    "video_wan_vace_flf2v": ["image", "last_image"],
     "video_hunyuan_video_1.5_720p_i2v": ["image"],
 }
-COMPOSED = {  # inputs that nodes compose when they run
+MARGINS = {"video_wan_vace_outpainting": "120,120,120,200"}
+COMPOSED = {  # inputs that nodes compose when they run: a network finds the mask in the clip
     "video_wan_vace_inpainting": {"video": "ImageCompositeMasked", "mask": "GrowMask"},
-    "video_wan_vace_outpainting": {"video": "ImagePadForOutpaint", "mask": "ImageToMask"},
-    "video_wan_vace_flf2v": {"video": "BatchImagesNode", "mask": "ImageToMask"},
 }
 SENTENCES = {  # template: words of its sentence
     "3d_hunyuan3d-v2.1": "makes 3D models",
@@ -145,8 +147,8 @@ SENTENCES = {  # template: words of its sentence
     "basic_datatype_conversion": "makes text",
     "flux_schnell": "makes pictures",
     "hidream_i1_dev": "makes pictures",
-    "hunyuan_video_text_to_video": "is HunyuanVideo 1.0",
-    "image_chrono_edit_14B": "is ChronoEdit",
+    "hunyuan_video_text_to_video": "of HunyuanVideo 1.0, which wanjax does not have yet",
+    "image_chrono_edit_14B": "of ChronoEdit",
     "image_qwen_image": "makes pictures",
     "image_z_image_turbo": "makes pictures",
     "ltxv_text_to_video": "LTXVConditioning) belongs to LTX",
@@ -158,7 +160,7 @@ SENTENCES = {  # template: words of its sentence
     "video_humo": "WanHuMoImageToVideo) belongs to HuMo",
     "video_kandinsky5_t2v": "belongs to Kandinsky 5",
     "video_ltx2_5_t2v": "belongs to LTX",
-    "video_minimax_h3_t2v": "is MiniMax",
+    "video_minimax_h3_t2v": "of MiniMax",
     "video_wan2.1_alpha_t2v_14B": "JoinImageWithAlpha) is not known to wanjax: without it the workflow is a video of "
     "wan2.1-t2v-14b, 832x480, 33 frames, 20 steps",
     "video_wan2.1_fun_camera_v1.1_14B": "belongs to Wan Fun Control with a camera",
@@ -166,14 +168,15 @@ SENTENCES = {  # template: words of its sentence
     "video_wan2_1_infinitetalk": "belongs to InfiniteTalk",
     "video_wan2_2_14B_fun_control": "belongs to Wan Fun Control",
     "video_wan2_2_14B_s2v": "belongs to Wan S2V",
-    "video_wan_animate2": "belongs to Wan Animate 2, which wanjax does not have yet: without it "
-    "wan_animate_2_int8_convrot.safetensors",
-    "video_wan_animate2_distilled": "belongs to Wan Animate 2, which wanjax does not have yet",
+    "video_wan_animate2": "belongs to Wan Animate 2, whose workflows wanjax does not read, make its videos with "
+    "--model wan2.2-animate-2-14b --image CHARACTER --video CLIP: without it wan_animate_2_int8_convrot.safetensors",
+    "video_wan_animate2_distilled": "belongs to Wan Animate 2, whose workflows wanjax does not read",
     "video_wan_ati": "belongs to Wan ATI",
     "video_wan_dancer": "belongs to Wan Dancer",
     "video_wanmove_480p": "belongs to WanMove",
     "wan2.1_fun_control": "belongs to Wan Fun Control",
-    "wan2.1_fun_inp": "UNetTemporalAttentionMultiply) is not known to wanjax",
+    "wan2.1_fun_inp": "node 65 (SkipLayerGuidanceDiT) guides away from a prediction without some of the blocks, which "
+    "wanjax does not do: without it the workflow is a video of wan2.1-fun-1.3b-inp, 480x768, 81 frames, 20 steps",
 }
 MORE_READABLE = {"video_wan2_2_14B_fun_inpaint", "video_wan2_2_5B_fun_inpaint"}
 
@@ -197,9 +200,8 @@ def test_the_request_of_a_template(name):
     assert {file.kind for file in workflow.other_files} >= {"text_encoders", "vae"}
     assert not any("own repository" in note for note in workflow.notes)
     inputs = workflow.inputs
-    assert [key for key, value in inputs.items() if not isinstance(value, Missing)] == INPUTS.get(
-        name, ["references"] if name == "video_wan_vace_inpainting" else []
-    )
+    assert [key for key, value in inputs.items() if not isinstance(value, Missing)] == INPUTS.get(name, [])
+    assert settings.get("outpaint") == MARGINS.get(name)
     composed = {key: value.sentence for key, value in inputs.items() if isinstance(value, Missing)}
     assert composed.keys() == COMPOSED.get(name, {}).keys()
     assert all(COMPOSED[name][key] in sentence for key, sentence in composed.items())
@@ -247,6 +249,26 @@ def test_both_forms_are_one_request(name):
                 read_workflow(each_graph)
             sentences.append(str(error.value))
         assert sentences[0] == sentences[1]
+
+
+def test_the_request_of_fun_inpainting_without_skipped_blocks():
+    workflow = template("wan2.1_fun_inp")
+    [node] = [node for node in nodes_of(workflow) if node["type"] == "SkipLayerGuidanceDiT"]
+    requests = []
+    for mode, scale in ((4, 3), (0, 0)):  # bypassed, and of no effect
+        node["mode"], node["widgets_values"][2] = mode, scale
+        requests.append(request_of(workflow))
+    assert requests[0] == requests[1]
+    request, settings = requests[0], requests[0].settings
+    assert (request.model, request.scheduler) == ("wan2.1-fun-1.3b-inp", "unipc")
+    assert [file.name for file in request.files] == ["wan2.1_fun_inp_1.3B_bf16.safetensors"]
+    assert {name: value.name for name, value in request.inputs.items()} == {
+        "image": "wan2.1_fun_inp_start_image.png",
+        "last_image": "wan2.1_fun_inp_end_image.png",
+    }
+    names = ("steps", "guidance_scale", "guidance_rule", "flow_shift", "width", "height", "frames", "fps")
+    assert [settings[name] for name in names] == [20, 6, "cfg-zero:zero_steps=0", 5, 480, 768, 81, 16]
+    assert any("UNetTemporalAttentionMultiply) changes only models with" in note for note in request.notes)
 
 
 @pytest.mark.parametrize("name", SENTENCES)

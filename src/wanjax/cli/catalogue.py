@@ -14,7 +14,7 @@ from wanjax.cli.tables import fold_text, stdout_width, table
 from wanjax.errors import printable
 from wanjax.layers.precision import PRECISIONS
 from wanjax.media.inputs import INPUT_SPECS
-from wanjax.pipelines.settings import LOAD_SETTINGS, total_frames
+from wanjax.pipelines.settings import LOAD_SETTINGS, NO_MARGINS, total_frames
 from wanjax.stores.paths import parse_path
 
 if TYPE_CHECKING:
@@ -148,6 +148,8 @@ def _entries(record: Mapping[str, Any]) -> dict[str, str]:
         entries.pop("strength", None)
     if not any(record.get(name) for name in INPUT_SPECS):
         entries.pop("resize", None)
+    if record.get("outpaint") == NO_MARGINS:
+        entries.pop("outpaint", None)
     if record.get("windows", 1) == 1:
         entries = {name: value for name, value in entries.items() if name not in WINDOW_ENTRIES}
     if {"height", "width"} <= record.keys() and "sizes" not in record:

@@ -32,7 +32,7 @@ STATE_FILE = "stage2_state.safetensors"
 """The state of an interrupted denoising."""
 PREVIEW_FILE = "preview.png"
 VIDEO_FILE = "output_video.mp4"
-PICTURE_SETTINGS = ("height", "width", "frames", "resize", "follow")
+PICTURE_SETTINGS = ("height", "width", "frames", "resize", "outpaint", "follow")
 """Settings that shape the conditioning from pictures, beside the pictures."""
 VIDEO_MODALITY = "video"  # the latents of this modality are the tensor "latents"
 MODALITY_SUFFIX = "_latents"  # suffix of the names of other modalities' tensors

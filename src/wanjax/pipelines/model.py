@@ -263,7 +263,8 @@ class ModelSpec:
         """How the model combines a first image and a clip, as text; None if it does not accept both together."""
         if not {"image", "video"} <= set(self.input_names) or self.windowing.follows_clip:
             return None
-        return "the picture is the first frame and sets the size, and the later frames start from the clip"
+        use = "start from" if self.starts_from_video else "are guided by"
+        return f"the picture is the first frame and sets the size, and the later frames {use} the clip"
 
     @property
     def continuation_input(self) -> str | None:

@@ -35,6 +35,7 @@ from wanjax.kernels.compiler_options import SAFE_SET
 from wanjax.layers.precision import FLOATS
 from wanjax.layers.tiling import Tiling
 from wanjax.media.inputs import INPUT_SPECS, REFERENCES, check_inputs
+from wanjax.media.margins import add_margins
 from wanjax.media.metadata import CACHE_TABLE_KEY
 from wanjax.media.pictures import Clip, Pictures, kept_share, read_pictures
 from wanjax.media.video import Video
@@ -373,6 +374,8 @@ class Pipeline(metaclass=OtherNamesMeta):
         frames = self._clip_frames(video_settings, settings)
         pictures = read_pictures(sources, spec.inputs, frames=frames, fps=video_settings.fps)
         pictures = spec.windowing.at_rate(pictures, sources, video_settings)
+        if any(video_settings.margins):
+            pictures = add_margins(pictures, video_settings.margins)
         spec.check_pictures(pictures, video_settings)
         if {"image", "video"} <= pictures.keys() and (explanation := spec.image_with_video):
             message = f"a picture and a clip are given together: {explanation}"

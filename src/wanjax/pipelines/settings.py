@@ -54,6 +54,7 @@ COMFY_SCHEDULES = {
 """The values of `sigmas` for schedules of ComfyUI, by their names there."""
 SIGMA_SCHEDULES = (*REFERENCE_IMPLEMENTATIONS, *COMFY_SCHEDULES.values())
 RNGS = ("jax", TORCH := "torch")  # generators of noise
+NO_MARGINS = "0,0,0,0"  # of `outpaint`
 MATCHES = ("none", MATCH_COLOUR := "colour")  # what a window matches to the previous one
 RANDOM_SEED = -1  # a seed of -1 means: draw a seed at random
 MAX_VIDEOS = 100_000  # the maximum number of videos of one call or command
@@ -184,6 +185,21 @@ def read_lines(value: Any) -> str:
         raise WanjaxError(f"the prompts of later windows must be a text or a list of texts, got {repr_short(value)}")
     lines = texts[0].splitlines() if len(texts) == 1 else [" ".join(text.splitlines()) for text in texts]
     return "\n".join(line.strip() for line in lines if line.strip())
+
+
+def read_margins(value: Any) -> str:
+    """Return four numbers of pixels as a text such as "120,0,120,0"; raise WanjaxError for other values.
+
+    Args:
+        value: The pixels at the left, the top, the right and the bottom.
+    """
+    texts = [part.strip() for part in value.split(",")] if is_text(value) else []
+    if len(texts) != 4 or not all(re.fullmatch(r"\d{1,5}", text, re.ASCII) and int(text) <= MAX_SIDE for text in texts):
+        raise WanjaxError(
+            f"outpaint must be four whole numbers of pixels up to {MAX_SIDE}, left, top, right and bottom, such as "
+            f"120,0,120,0, got {repr_short(value)}"
+        )
+    return ",".join(str(int(text)) for text in texts)
 
 
 def _parse_guidance_rule(value: Any) -> "GuidanceRule":
@@ -350,6 +366,11 @@ class Settings:
     resize: str = setting(
         "How to fit pictures of other proportions to the video's size.", group="pictures", choices=RESIZE_MODES
     )
+    outpaint: str | None = setting(
+        "Pixels to add around the clip and to make anew, for models that take a mask: left, top, right and bottom, as "
+        "in 120,0,120,0.",
+        default=None, convert=read_margins, group="pictures", metavar="L,T,R,B",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         """Convert each value to its setting's type; raise WanjaxError for a value of another type or out of range."""
@@ -362,6 +383,11 @@ class Settings:
     @property
     def size(self) -> tuple[int, int]:
         return self.height, self.width
+
+    @property
+    def margins(self) -> tuple[int, ...]:
+        """The pixels that are added at the left, the top, the right and the bottom of a clip."""
+        return tuple(map(int, (self.outpaint or NO_MARGINS).split(",")))
 
     @property
     def length(self) -> int:

@@ -180,7 +180,7 @@ def window_pictures(
 
     clip, mask = window_clip(pictures.clip("video"), GREY), window_clip(pictures.clip("mask"), 255)
     clip[:overlap], mask[:overlap] = previous_frames, 0
-    return pictures.with_inputs(video=clip, mask=mask)
+    return pictures.with_inputs(image=None, video=clip, mask=mask)
 
 
 def join_window(

@@ -4,16 +4,17 @@
 import re
 
 from wanjax.figures import join_with_and
-from wanjax.workflows import node_functions, node_types
+from wanjax.workflows import composing_nodes, node_functions, node_types
 from wanjax.workflows.graph import Graph, Node, Output
 from wanjax.workflows.hunyuanvideo import FAMILY as HUNYUANVIDEO
 from wanjax.workflows.wan import FAMILY as WAN
 
 FAMILIES = (WAN, HUNYUANVIDEO)
 NODE_TYPES = {name: kind for family in FAMILIES for name, kind in family.node_types.items()} | node_types.NODE_TYPES
-FUNCTIONS = {
-    name: function for family in FAMILIES for name, function in family.functions.items()
-} | node_functions.FUNCTIONS
+FUNCTIONS = {name: function for family in FAMILIES for name, function in family.functions.items()} | {
+    **node_functions.FUNCTIONS,
+    **composing_nodes.FUNCTIONS,
+}
 OTHER_NODES = {name: words for family in FAMILIES for name, words in family.other_nodes.items()} | {
     "SVD_img2vid_Conditioning": "Stable Video Diffusion",
     "Kandinsky5ImageToVideo": "Kandinsky 5",
@@ -21,6 +22,8 @@ OTHER_NODES = {name: words for family in FAMILIES for name, words in family.othe
     "SeedVR2Conditioning": "SeedVR2",
 }
 """Nodes of models that are not here, each with the model's name."""
+OPTIONS = {model: options for family in FAMILIES for model, options in family.options.items()}
+"""Options that make a video of a model whose workflows are not read, by the model's name."""
 OTHER_FILES = (
     *(row for family in FAMILIES for row in family.other_files),
     (r"ltx", "LTX"),

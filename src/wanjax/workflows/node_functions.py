@@ -220,9 +220,9 @@ def image_latents(at: At) -> Latents:
 @_node("VAEEncode")
 def _encode(at: At) -> Latents | Unknown:
     clip = at.take("pixels", Pictures)
-    if clip.file is None or clip.frames == 1:
+    if not clip.is_loaded or clip.frames == 1:
         return Unknown(at.node, "encodes something else than a clip from a file, which wanjax cannot start from")
-    shape = Shape(*(_side(at, clip, name) for name in ("width", "height", "frames")))
+    shape = Shape(*(side_of(at, clip, name) for name in ("width", "height", "frames")))
     return Latents(shape, at.node, {VIDEO.name: clip})
 
 
@@ -324,14 +324,15 @@ def _load_mask(at: At) -> Pictures:
 @_node("ImageToMask", "MaskToImage")
 def _as_mask(at: At) -> Pictures | Unknown:
     pictures = at("image" if at.has("image") else "mask")
-    is_loaded = isinstance(pictures, Pictures) and pictures.file is not None
-    return pictures if is_loaded else Unknown(at.node, "is not known to wanjax, unless it has a file")
+    if not isinstance(pictures, Pictures) or pictures.latents is not None:
+        return Unknown(at.node, "is not known to wanjax, unless it has a file")
+    return pictures
 
 
 @_node("LoadVideo")
 def _load_video(at: At) -> Film:
     file = at.file("file", INPUT)
-    return Film(Pictures(file, at.node), _measured(at, file, "fps"), at.node)
+    return Film(Pictures(file, at.node), measured(at, file, "fps"), at.node)
 
 
 @_node("VHS_LoadVideo")
@@ -347,11 +348,17 @@ def _load_clip(at: At) -> tuple[Pictures, Any, None, None]:
         at.reader.problems.append(
             rate if isinstance(rate, Unknown) else Unknown(at.node, f"changes a clip to {rate:g} frames per second")
         )
-    return Pictures(file, at.node, width, height, frames), _measured(at, file, "frames"), None, None
+    return Pictures(file, at.node, width, height, frames), measured(at, file, "frames"), None, None
 
 
-def _measured(at: At, file: File, name: str) -> Any:
-    """Return a number of a file, or `Unknown` if the file is missing."""
+def measured(at: At, file: File, name: str) -> Any:
+    """Return a number of a file, or `Unknown` if the file is missing.
+
+    Args:
+        at: A node.
+        file: The picture or clip.
+        name: The name of the field of `MediaSize`.
+    """
     size = at.reader.measure(file)
     if size is None:
         return Unknown(file.node, f"loads {shown(base_name(file.name))}, which is missing", is_missing_file=True)
@@ -367,20 +374,26 @@ def _components(at: At) -> tuple[Pictures, None, Any]:
 @_node("GetImageSize")
 def _size(at: At) -> tuple[Any, Any, Any]:
     pictures = at.reader.require(at("image"), Pictures)
-    return _side(at, pictures, "width"), _side(at, pictures, "height"), _side(at, pictures, "frames")
+    return side_of(at, pictures, "width"), side_of(at, pictures, "height"), side_of(at, pictures, "frames")
 
 
-def _side(at: At, pictures: Pictures | None, name: str) -> Any:
-    """Return the width, height or number of frames of pictures, or `Unknown`."""
+def side_of(at: At, pictures: Pictures | None, name: str) -> Any:
+    """Return the width, height or number of frames of pictures, or `Unknown`.
+
+    Args:
+        at: The node that asks.
+        pictures: The pictures.
+        name: The name of the field.
+    """
     value = pictures and getattr(pictures, name)
     if value is None and pictures is not None and pictures.file is not None:
-        return _measured(at, pictures.file, name)
+        return measured(at, pictures.file, name)
     return Unknown(at.node, "measures pictures that other nodes compose") if value is None else value
 
 
 def _resized(at: At, pictures: Pictures, compute: Callable[[int, int], tuple[int, int]]) -> Pictures:
     """Return pictures of the size that a function computes from their size."""
-    width, height = _side(at, pictures, "width"), _side(at, pictures, "height")
+    width, height = side_of(at, pictures, "width"), side_of(at, pictures, "height")
     if isinstance(width, Unknown) or isinstance(height, Unknown):
         unknown = width if isinstance(width, Unknown) else height
         return replace(pictures, width=unknown, height=unknown)

@@ -137,6 +137,13 @@ NODE_TYPES = {
     "ImageToMask": NodeType(("channel",)),
     "MaskToImage": NodeType(),
     "ImageFromBatch": NodeType(("batch_index", "length")),
+    "SolidMask": NodeType(("value", "width", "height")),
+    "EmptyImage": NodeType(("width", "height", "batch_size", "color")),
+    "InvertMask": NodeType(),
+    "RepeatImageBatch": NodeType(("amount",)),
+    "ImageBatch": NodeType(),
+    "BatchImagesNode": NodeType(),
+    "ImagePadForOutpaint": NodeType(("left", "top", "right", "bottom", "feathering")),
     "VAEDecode": NodeType(),
     "VAEDecodeTiled": NodeType(("tile_size", "overlap", "temporal_size", "temporal_overlap")),
     # values

@@ -12,9 +12,11 @@ from wanjax.errors import WanjaxError
 from wanjax.figures import pluralize
 from wanjax.media.inputs import INPUT_SPECS, VIDEO
 from wanjax.pipelines.settings import COMFY, COMFY_SCHEDULES, TORCH
+from wanjax.workflows.composition import Composition, read_composition
 from wanjax.workflows.evaluate import MediaSize, Reader
 from wanjax.workflows.families import (
     FUNCTIONS,
+    OPTIONS,
     OTHER_NODES,
     OTHER_OUTPUTS,
     PICTURE_OUTPUTS,
@@ -168,7 +170,7 @@ def _other_model(nodes: Sequence[Node]) -> Unknown | None:
     """Return the first node of a model that is not here."""
     for node in nodes:
         if (model := OTHER_NODES.get(node.type)) is not None:
-            return Unknown(node, f"belongs to {model}, which wanjax does not have yet")
+            return Unknown(node, f"belongs to {model}, {_without_workflow(model)}")
     for node in nodes:
         for name in LOADERS:
             file = node.inputs.get(name)
@@ -177,10 +179,15 @@ def _other_model(nodes: Sequence[Node]) -> Unknown | None:
                 and model_of(base_name(file)) is None
                 and (model := other_model_of(base_name(file)))
             ):
-                return Unknown(
-                    node, f"loads {shown(base_name(file))}, which is {model}, and wanjax does not have it yet"
-                )
+                return Unknown(node, f"loads {shown(base_name(file))} of {model}, {_without_workflow(model)}")
     return None
+
+
+def _without_workflow(model: str) -> str:
+    """Say that a model is not here, or how to make its video without its workflow."""
+    if (options := OPTIONS.get(model)) is not None:
+        return f"whose workflows wanjax does not read, make its videos with {options}"
+    return "which wanjax does not have yet"
 
 
 def _rest(without: Node, nodes: Sequence[Node], workflow: Workflow | None) -> str:
@@ -230,7 +237,10 @@ def _workflow(reader: Reader, film: Any) -> Workflow:
     settings |= _guidance_settings(stages, settings["negative_prompt"], notes)
     settings["seed"] = _value(first.noise.seed, "--seed")
     settings["rng"] = TORCH
-    inputs = _inputs(first, notes)
+    composition = _composition(first)
+    notes += composition.notes
+    settings |= {name: _value(value, f"--{name}") for name, value in composition.settings.items()}
+    inputs = _inputs(composition.inputs, first.latents, notes)
     components = _component_files(first, pictures)
     notes += [
         f"{file.node} loads {shown(base_name(file.name))}, and wanjax uses the {COMPONENTS[file.kind]} of the model's "
@@ -431,20 +441,29 @@ def _loras(stages: Sequence[Sampled]) -> tuple[LoraUse, ...]:
     )
 
 
-def _inputs(stage: Sampled, notes: list[str]) -> dict[str, Any]:
-    """Return the files of pictures and clips by input, or what to say about those that nodes compose."""
+def _composition(stage: Sampled) -> Composition:
+    """Return the pictures and clips of a stage by input, and the settings of those that wanjax composes too."""
     assert isinstance(stage.latents, Latents)
-    values = {**stage.guider.positive.inputs, **stage.latents.inputs}
-    frames = stage.latents.shape.frames
+    composition = read_composition({**stage.guider.positive.inputs, **stage.latents.inputs}, stage.latents.shape.frames)
+    settings = {
+        name: value if isinstance(value, Unknown) else ",".join(map(str, value))
+        for name, value in composition.settings.items()
+    }
+    return replace(composition, settings=settings)
+
+
+def _inputs(values: Mapping[str, Any], latents: Any, notes: list[str]) -> dict[str, Any]:
+    """Return the files of pictures and clips by input, or what to say about those that nodes compose."""
+    frames = latents.shape.frames
     for value in values.values():
-        if isinstance(value, Pictures) and value.file is not None and value.frames not in (None, 1, frames):
+        if isinstance(value, Pictures) and value.is_loaded and value.frames not in (None, 1, frames):
             count = "another number of" if isinstance(value.frames, Unknown) else f"{value.frames:,}"
             notes.append(f"{value.node} gives {count} frames of a clip, and here it is read to the video's length")
     return {name: _input(name, value) for name, value in values.items() if name in INPUT_SPECS}
 
 
 def _input(name: str, value: Any) -> Any:
-    if isinstance(value, Pictures) and value.file is not None:
+    if isinstance(value, Pictures) and value.is_loaded:
         return [value.file] if INPUT_SPECS[name].kind == "images" else value.file
     node = value.node if isinstance(value, Unknown | Pictures) else None
     return Missing(

@@ -121,6 +121,57 @@ class Pictures:
     is_tiled: bool = False
     decoder: Decoder | None = None
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether these are the pictures of a file, at most resized."""
+        return self.file is not None
+
+
+@dataclass(frozen=True)
+class Solid(Pictures):
+    """Frames or masks of one level, which a node makes: 0 is black, and 1 is white."""
+
+    level: float = 0.0
+
+
+@dataclass(frozen=True)
+class Batch(Pictures):
+    """Pictures one after the other, and all of them again as many times as `times` says."""
+
+    parts: tuple[Pictures, ...] = ()
+    times: int = 1
+
+
+@dataclass(frozen=True)
+class Margins:
+    """Margins that a node adds to pictures.
+
+    Args:
+        sides: The pixels at the left, the top, the right and the bottom, or `Unknown`.
+        feathering: The pixels over which their mask fades into the pictures.
+    """
+
+    sides: tuple[int, ...] | Unknown
+    feathering: Any = 0
+
+
+@dataclass(frozen=True)
+class Widened(Pictures):
+    """Pictures of a file with grey margins."""
+
+    margins: Margins = Margins(())
+
+    @property
+    def is_loaded(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class Border(Pictures):
+    """A mask that is white in the margins of pictures."""
+
+    margins: Margins = Margins(())
+
 
 @dataclass(frozen=True)
 class Condition:

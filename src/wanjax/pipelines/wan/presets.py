@@ -29,7 +29,7 @@ from wanjax.models.wan.config import (
 )
 from wanjax.pipelines.distillation import Distillation
 from wanjax.pipelines.family import UNSTATED_LICENCE, Preset, TrainingDomain, best_match, with_checkpoint_settings
-from wanjax.pipelines.settings import Settings
+from wanjax.pipelines.settings import NO_MARGINS, Settings
 from wanjax.pipelines.wan.animate import CharacterAnimation
 from wanjax.pipelines.wan.checkpoints import THREE_STEPS
 from wanjax.pipelines.wan.model import WanModel
@@ -94,6 +94,7 @@ I2V_EXPERTS = as_class(ImageToVideo, T2V_EXPERTS, transformer=I2V_A14B)
 TI2V = as_class(FirstFrameToVideo, T2V, transformer=TI2V_5B, vae=VAE_2_2)
 ANIMATE = as_class(CharacterAnimation, I2V, transformer=ANIMATE_14B, image_encoder=CLIP_VIT_H, scheduler=FlowDPM())
 OVERLAP = 5  # our choice: consecutive windows of a controlled video share 5 frames (two latent frames)
+CONTROLLED: dict[str, Any] = {"overlap": OVERLAP, "outpaint": NO_MARGINS}
 HD: dict[str, Any] = {"height": 720, "width": 1280}
 SD: dict[str, Any] = {"height": 480, "width": 832}
 HD_AND_SD: dict[str, Any] = HD | {"sizes": ((480, 832),)}
@@ -244,7 +245,7 @@ PUBLISHED = (
         VACE_SMALL,
         2_153_972_032,
         flow_shift=16.0,
-        overlap=OVERLAP,
+        **CONTROLLED,
     ),
     _official_preset(
         "wan2.1-vace-14b",
@@ -253,7 +254,7 @@ PUBLISHED = (
         VACE,
         17_337_592_896,
         flow_shift=16.0,
-        overlap=OVERLAP,
+        **CONTROLLED,
         **HD_AND_SD,
     ),
     _official_preset(

@@ -270,11 +270,12 @@ class ControlledVideo(WanModel):
     """Controlled video (VACE). The condition is a control clip, preceded by one latent frame per reference image.
 
     The condition's channels are the latents of the pixels that the mask keeps, the latents of the pixels that the mask
-    replaces, and the mask itself. A missing clip is grey; a missing mask replaces everything.
+    replaces, and the mask itself. A missing clip is grey; a missing mask replaces everything. A first and a last image
+    take the place of the clip's first and last frame, and the mask keeps them.
     """
 
     task = "controlled video (VACE)"
-    inputs = (CONTROL_VIDEO, MASK, REFERENCES)
+    inputs = (IMAGE, LAST_IMAGE, CONTROL_VIDEO, MASK, REFERENCES)
     radial = False
 
     @property
@@ -301,6 +302,16 @@ class ControlledVideo(WanModel):
         repaint_mask = np.broadcast_to(np.ones((), bool), (*mask.shape, 1))
         if (masks := pictures.clip("mask")) is not None:
             mask = np.stack([unit_range(frame, settings).mean(axis=-1) for frame in masks[: settings.frames]])
+        end_frames = {
+            index: unit_range(picture, settings)
+            for index, name in ((0, "image"), (settings.frames - 1, "last_image"))
+            if (picture := pictures.picture(name)) is not None
+        }
+        if end_frames:
+            mask = mask.copy()
+            mask[list(end_frames)] = 0
+            clip = [end_frames.get(index, frame) for index, frame in enumerate(clip)]
+        if masks is not None or end_frames:
             repaint_mask = (mask > 0.5)[..., None]
 
         def masked_frame(repainting: bool, repaint_mask: np.ndarray, frame: np.ndarray) -> np.ndarray:

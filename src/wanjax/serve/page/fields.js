@@ -12,7 +12,7 @@ const CLIP_INPUTS = ["video", "mask"]; // inputs that may be video files
 export const GROUPS = {
   look: ["steps", "guidance_scale", "guidance_scale_2", "negative_prompt", "strength"],
   speed: ["cache"],
-  shape: ["width", "height", "resize", "frames", "fps", "windows", "then", "overlap", "match"],
+  shape: ["width", "height", "resize", "outpaint", "frames", "fps", "windows", "then", "overlap", "match"],
   loras: [],
   expert: ["scheduler", "guidance_rule", "dynamic_guidance", "flow_shift", "boundary", "boundary_step", "follow", "sigmas", "rng"],
 };
@@ -129,6 +129,7 @@ export function isUseful(name, form, model) {
     case "sigmas": return !model.settings.follow || valueOf(form, model, "sigmas").startsWith("comfy")
       || valueOf(form, model, "follow") === String(model.settings.follow.default);
     case "resize": return hasFiles;
+    case "outpaint": return Boolean(form.files.video?.length);
     case "width":
     case "height": return form.shape === "own";
     default: return true;

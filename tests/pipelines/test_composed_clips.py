@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Controlled videos whose clip and mask are composed: a first and a last picture, and margins to be made anew."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import wanjax
+from tests.support.commands import succeeded
+from tests.support.commands import wanjax as run
+from tests.support.tiny import tiny_control_checkpoint
+from tests.support.words import naming
+from wanjax.errors import WanjaxError, WanjaxWarning
+from wanjax.media.bounds import MEDIA_LIMITS
+from wanjax.media.metadata import load_settings
+from wanjax.media.video import write_video
+
+pytestmark = pytest.mark.usefixtures("kept_programs")
+
+RANDOM = np.random.default_rng(2)
+FIRST, LAST = RANDOM.integers(0, 256, (2, 32, 32, 3), dtype=np.uint8)
+CLIP = RANDOM.integers(0, 256, (9, 32, 32, 3), dtype=np.uint8)
+SMALL: dict[str, Any] = {"size": "32x32", "frames": 9}
+GREY = 127
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    return tiny_control_checkpoint(tmp_path_factory.mktemp("control"))
+
+
+@pytest.fixture(scope="module")
+def pipe(checkpoint):
+    return wanjax.load(checkpoint)
+
+
+def condition(pipe: Any, **inputs: Any) -> np.ndarray:
+    return np.asarray(pipe.encode("a cat", **(SMALL | inputs)).condition)
+
+
+def whole(values: Any) -> np.ndarray:
+    """Return a mask with a value for each frame."""
+    return np.broadcast_to(np.array(values, np.uint8)[:, None, None, None], (9, 32, 32, 3))
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_first_and_a_last_picture_are_kept_frames_of_a_clip(pipe, last):
+    """The other frames are grey, and the mask is white there. The mask's own channels are those of such a mask too."""
+    pictures = {"image": FIRST} | ({"last_image": LAST} if last else {})
+    alone = condition(pipe, **pictures)
+    grey = np.full((7, 32, 32, 3), 0.5)  # exactly, unlike 127 of 255
+    clip = np.concatenate([FIRST[None] / 255, grey, (LAST if last else np.full((32, 32, 3), GREY))[None] / 255])
+    mask = whole([0, *[255] * 7, 0 if last else 255])
+    composed = condition(pipe, video=np.round(clip * 255).astype(np.uint8), mask=mask)
+    kept, changed, flags = np.split(alone, [4, 8], axis=1)
+    composed_kept, composed_changed, composed_flags = np.split(composed, [4, 8], axis=1)
+    np.testing.assert_array_equal(kept, composed_kept)
+    np.testing.assert_array_equal(flags, composed_flags)
+    np.testing.assert_allclose(changed, composed_changed, atol=0.05)  # 128 of 255 is nearly grey
+    assert not np.array_equal(kept, condition(pipe)[:, :4])
+
+
+def test_a_first_picture_takes_the_place_of_a_clip_s_first_frame(pipe):
+    mask = whole([255] * 3 + [0] * 6)
+    with pytest.warns(WanjaxWarning, match=naming("later frames guided by clip")):
+        composed = condition(pipe, image=FIRST, video=CLIP, mask=mask)
+    clip, other_mask = np.concatenate([FIRST[None], CLIP[1:]]), whole([0, 255, 255] + [0] * 6)
+    np.testing.assert_array_equal(composed, condition(pipe, video=clip, mask=other_mask))
+
+
+def test_a_long_video_starts_from_its_first_picture_alone(pipe):
+    given = SMALL | {"seed": 3, "steps": 2}
+    video = pipe("a cat", image=FIRST, windows=2, overlap=5, **given)
+    first = pipe("a cat", image=FIRST, **given).frames
+    np.testing.assert_array_equal(video.frames[:9], first)
+    assert len(video.frames) == 13
+
+
+def padded(clip: np.ndarray, value: int, left: int, top: int, right: int, bottom: int) -> np.ndarray:
+    frames, height, width, channels = clip.shape
+    whole = np.full((frames, top + height + bottom, left + width + right, channels), value, np.uint8)
+    whole[:, top : top + height, left : left + width] = clip
+    return whole
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_margins_are_grey_in_the_clip_and_white_in_its_mask(pipe, masked):
+    """A mask of another size keeps its place on the clip."""
+    mask = np.zeros((9, 32, 32, 3), np.uint8)
+    if masked:
+        mask = RANDOM.integers(0, 2, (9, 16, 16, 3), dtype=np.uint8) * 255
+    outpainted = condition(pipe, video=CLIP, outpaint="16,32,16,0", size="64x64", **({"mask": mask} if masked else {}))
+    clip, whole_mask = (
+        padded(CLIP, GREY, 16, 32, 16, 0),
+        padded(mask, 255, *((8, 16, 8, 0) if masked else (16, 32, 16, 0))),
+    )
+    np.testing.assert_array_equal(outpainted, condition(pipe, video=clip, mask=whole_mask, size="64x64"))
+
+
+def test_the_size_follows_from_the_clip_with_its_margins(pipe):
+    """The default area of this model is 32 x 32 pixels."""
+    pictures, settings = pipe.prepare(video=CLIP, outpaint=" 48,0, 48,00")
+    assert (settings.size, settings.outpaint) == ((16, 64), "48,0,48,0")
+    assert pictures.clip("video").shape == pictures.clip("mask").shape == (9, 32, 128, 3)
+    assert pipe.prepare(video=CLIP)[1].outpaint == "0,0,0,0"
+
+
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        *(({"outpaint": value}, "four whole numbers 120,0,120,0") for value in ("1,2,3", "a", "1,2,3,-4", "1.5,0,0,0")),
+        ({"outpaint": "16385,0,0,0"}, "up to 16384"),
+        ({"outpaint": "8,0,8,0"}, "outpaint 8,0,8,0 none video"),
+        ({"outpaint": "16000,16000,16000,16000", "video": CLIP}, f"32032x32032 {MEDIA_LIMITS.max_clip_pixels:,}"),
+    ],
+)
+def test_other_margins_are_one_sentence(pipe, keywords, words):
+    with pytest.raises(WanjaxError, match=naming(words)) as error:
+        pipe.prepare(**keywords)
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_without_a_mask_has_no_margins():
+    with pytest.raises(WanjaxError, match=naming("nano no setting outpaint")):
+        wanjax.load("nano").settings(outpaint="8,0,8,0")
+
+
+def test_a_command_keeps_its_margins(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_video("clip.mp4", CLIP[:5], 8)
+    options = ("--model", str(checkpoint), "--video", "clip.mp4", "--frames", "5", "--steps", "1", "--outpaint")
+    succeeded(run("a cat", *options, "16,0,16,0", "--dir", "stages", "--out", "a.mp4"))
+    assert load_settings(Path("stages"))["outpaint"] == "16,0,16,0"
+    assert "16,0,16,0" in succeeded(run("info", "a.mp4")).stdout
+    refused = run("a cat", *options, "16", "--out", "b.mp4")
+    assert refused.exit_code == 2
+    assert "outpaint must be four whole numbers" in refused.stderr
+    assert not Path("b.mp4").exists()

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clips and masks that nodes compose, as the inputs of a controlled video."""
+
+import time
+from typing import Any
+
+import pytest
+
+from tests.support.workflows import api_form, graph_of, request_of, template
+from wanjax.workflows.evaluate import MediaSize
+from wanjax.workflows.request import Missing, Workflow, read_workflow
+
+FRAMES = 9
+SIZE = MediaSize(100, 60, 20, 16.0)  # of each clip and picture here
+
+
+def node(kind: str, **inputs: Any) -> dict[str, Any]:
+    return {"class_type": kind, "inputs": inputs}
+
+
+def composed(video: Any, mask: Any, *, is_measured: Any = False, **nodes: Any) -> Workflow:
+    """Return the workflow of a controlled video of nine frames whose clip and mask are outputs of nodes."""
+    workflow = api_form(graph_of(template("video_wan_vace_14B_t2v")))
+    [control] = [each for each in workflow.values() if each["class_type"] == "WanVaceToVideo"]
+    control["inputs"] |= {"length": FRAMES, "control_video": video, "control_masks": mask}
+    workflow |= {
+        "A": node("LoadImage", image="a.png"),
+        "Z": node("LoadImage", image="z.png"),
+        "C": node("VHS_LoadVideo", video="c.mp4"),
+        "black": node("SolidMask", value=0, width=64, height=64),
+        "white": node("SolidMask", value=1, width=64, height=64),
+        "grey": node("EmptyImage", width=64, height=64, batch_size=1, color=0x808080),
+        "7 grey": node("RepeatImageBatch", image=["grey", 0], amount=7),
+        "9 white": node("RepeatImageBatch", image=["white", 0], amount=9),
+        **nodes,
+    }
+    return read_workflow(graph_of(workflow), lambda file: SIZE if is_measured else None)
+
+
+def files(workflow: Workflow) -> dict[str, str]:
+    """Return the names of the files of inputs."""
+    assert not any(isinstance(value, Missing) for value in workflow.inputs.values())
+    return {name: value.name for name, value in workflow.inputs.items()}
+
+
+def batch(*names: str) -> dict[str, Any]:
+    return node("BatchImagesNode", **{f"images.image{number}": [name, 0] for number, name in enumerate(names)})
+
+
+ENDS = batch("A", "7 grey", "Z")
+MASK = batch("black", "7 white", "black")
+SEVEN = {"7 white": node("RepeatImageBatch", image=["white", 0], amount=7)}
+
+
+def test_a_first_and_a_last_picture_are_inputs():
+    workflow = composed(["V", 0], ["M", 0], V=ENDS, M=MASK, **SEVEN)
+    assert files(workflow) == {"image": "a.png", "last_image": "z.png"}
+    assert not any("made anew" in note for note in workflow.notes)
+    pairs = {
+        "V": node("ImageBatch", image1=["P", 0], image2=["Z", 0]),
+        "P": node("ImageBatch", image1=["A", 0], image2=["7 grey", 0]),
+    }
+    assert files(composed(["V", 0], ["M", 0], M=MASK, **pairs, **SEVEN)) == {"image": "a.png", "last_image": "z.png"}
+
+
+@pytest.mark.parametrize("mask", [["black", 0], ["M", 0]])
+def test_frames_behind_the_end_are_made_anew(mask):
+    """As in ComfyUI, where a short clip goes on in grey, and a short mask in white."""
+    nodes = {"M": batch("black", "7 white", "white"), **SEVEN}
+    for video in ("A", "V"):
+        assert files(composed([video, 0], mask, V=batch("A", "7 grey"), **nodes)) == {"image": "a.png"}
+
+
+def test_frames_of_another_colour_are_a_note():
+    nodes = {"V": batch("A", "7 white", "Z"), "M": MASK, **SEVEN}
+    workflow = composed(["V", 0], ["M", 0], **nodes)
+    assert files(workflow) == {"image": "a.png", "last_image": "z.png"}
+    assert any(note.startswith("node white (SolidMask) fills the frames that are made anew") for note in workflow.notes)
+
+
+def test_a_mask_that_is_white_everywhere_is_none():
+    assert files(composed(["C", 0], ["9 white", 0])) == {"video": "c.mp4"}
+    inverted = {"I": node("InvertMask", mask=["black", 0])}
+    assert files(composed(["C", 0], ["R", 0], R=node("RepeatImageBatch", image=["I", 0], amount=9), **inverted)) == {
+        "video": "c.mp4"
+    }
+
+
+def test_one_picture_is_the_mask_of_all_frames():
+    nodes = {"T": node("ImageToMask", image=["A", 0], channel="red"), "M": node("MaskToImage", mask=["T", 0])}
+    nodes |= {"R": node("RepeatImageBatch", image=["M", 0], amount=9), "K": node("ImageToMask", image=["R", 0])}
+    assert files(composed(["C", 0], ["K", 0], **nodes)) == {"video": "c.mp4", "mask": "a.png"}
+
+
+def widened(source: str = "C", feathering: int = 0, amount: int = 9, **nodes: Any) -> Workflow:
+    pad = node("ImagePadForOutpaint", image=[source, 0], left=10, top=0, right=20, bottom=6, feathering=feathering)
+    nodes |= {"P": pad, "M": node("MaskToImage", mask=["P", 1])}
+    nodes |= {"R": node("RepeatImageBatch", image=["M", 0], amount=amount), "K": node("ImageToMask", image=["R", 0])}
+    nodes |= {"G": node("GetImageSize", image=["P", 0])}
+    return composed(["P", 0], ["K", 0], is_measured=True, **nodes)
+
+
+def test_margins_of_a_clip_are_a_setting():
+    workflow = widened()
+    assert (files(workflow), workflow.settings["outpaint"]) == ({"video": "c.mp4"}, "10,0,20,6")
+    assert not any("fades" in note for note in workflow.notes)
+    assert any("node P (ImagePadForOutpaint) fades the mask" in note for note in widened(feathering=40).notes)
+
+
+def test_margins_of_a_resized_clip_are_in_the_pixels_of_its_file():
+    scaled = node("ImageScale", image=["C", 0], width=50, height=30)
+    assert widened("S", S=scaled).settings["outpaint"] == "20,0,40,12"
+    cropped = widened("S", S=node("ImageScale", image=["C", 0], width=50, height=50))
+    assert "widens a clip that is cropped or stretched before" in cropped.settings["outpaint"].sentence
+
+
+def test_the_size_of_a_widened_clip_is_known():
+    nodes = api_form(graph_of(template("video_wan_vace_outpainting")))
+    nodes["G"] = node("GetImageSize", image=["110", 0])
+    nodes["49"]["inputs"] |= {"width": ["G", 0], "height": ["G", 1]}
+    settings = read_workflow(graph_of(nodes), lambda file: SIZE).settings
+    assert (settings["width"], settings["height"]) == (340, 380)
+    assert "which is missing" in request_of(nodes).settings["width"].sentence
+
+
+@pytest.mark.parametrize(
+    ("video", "mask", "nodes"),
+    [
+        ("V", "M", {"V": batch("A", "C", "Z"), "M": MASK}),  # a clip is kept
+        (
+            "V",
+            "M",
+            {"V": batch("A", "Z", "7 grey"), "M": batch("black", "black", "7 white")},
+        ),  # the second frame is kept
+        ("V", "M", {"V": batch("7 grey", "A", "Z"), "M": batch("7 white", "white", "black")}),  # only the last one
+        ("V", "black", {"V": batch("7 grey", "A", "Z")}),  # grey frames are kept
+        ("V", "M", {"V": ENDS, "M": batch("half", "7 white", "half"), "half": node("SolidMask", value=0.5)}),
+        ("V", "A", {"V": ENDS}),
+        ("V", "U", {"V": ENDS, "U": node("SomethingNew")}),
+        ("V", "M", {"V": ENDS, "M": node("InvertMask", mask=["A", 0])}),
+    ],
+)
+def test_other_compositions_are_one_sentence(video, mask, nodes):
+    workflow = composed([video, 0], [mask, 0], **nodes, **SEVEN)
+    assert "composes a video when it runs" in workflow.inputs["video"].sentence
+
+
+def test_margins_whose_mask_ends_early_are_one_sentence():
+    """ComfyUI makes the later frames anew as a whole."""
+    assert "node P (ImagePadForOutpaint) composes a video" in widened(amount=1).inputs["video"].sentence
+
+
+def test_batches_that_double_are_read_in_no_time():
+    doubling = {f"D{k}": node("ImageBatch", image1=[f"D{k + 1}", 0], image2=[f"D{k + 1}", 0]) for k in range(30)}
+    started = time.process_time()
+    workflow = composed(["D0", 0], ["9 white", 0], **doubling, D30=node("EmptyImage", width=8, height=8, color=0))
+    assert time.process_time() - started < 1
+    assert files(workflow) == {}
+    huge = node("RepeatImageBatch", image=["E", 0], amount=2**60)
+    workflow = composed(["R", 0], ["9 white", 0], R=huge, E=node("ImageFromBatch", image=["grey", 0], length=0))
+    assert files(workflow) == {}
+    assert time.process_time() - started < 2
