@@ -162,6 +162,7 @@ def find_metadata(ctx: click.Context, parameter: click.Parameter, file: str | No
         set_workflow(ctx, file, graph)
         return None
     if ctx.info_name != "generate":
+        check_file(file, "give --from an existing workflow of ComfyUI")
         raise WanjaxError(
             f"{file} holds no workflow of ComfyUI: `wanjax generate --from` reads a video of wanjax, and `wanjax info` "
             "shows its settings"

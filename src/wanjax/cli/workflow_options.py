@@ -15,6 +15,7 @@ import click
 from click.core import ParameterSource
 
 from wanjax.errors import WanjaxError, comma_list, printable
+from wanjax.figures import join_with_and
 from wanjax.media.inputs import INPUT_SPECS
 from wanjax.workflows import SUFFIXES
 
@@ -334,13 +335,23 @@ class _OptionReader:
                 self.missing.pop(name, None)
 
     def _note_other_files(self) -> None:
+        """Say where the components come from whose files the workflow names and wanjax does not read."""
+        from wanjax.cli import listing
         from wanjax.workflows.graph import shown
+        from wanjax.workflows.request import COMPONENTS
         from wanjax.workflows.values import base_name
 
-        if names := [shown(base_name(file.name)) for file in self.workflow.other_files]:
-            self.places.setdefault("model", []).append(
-                f"{', '.join(names)}: not read, those of the model's own repository are used"
-            )
+        files = self.workflow.other_files
+        if not files:
+            return
+        listed_model = listing.find_model(self.workflow.model or "")
+        source = listed_model["source"] if listed_model else "the model's own repository"
+        names = ", ".join(shown(base_name(file.name)) for file in files)
+        components = join_with_and([f"the {name}" for name in dict.fromkeys(COMPONENTS[file.kind] for file in files)])
+        verb = "come" if " and " in components else "comes"
+        self.places.setdefault("model", []).append(
+            f"{names}: not read from ComfyUI's folders, {components} {verb} from {source}"
+        )
 
 
 def check_missing(ctx: click.Context, replaced_by: Mapping[str, Sequence[str]]) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ComfyUI calls the files and nodes of Wan."""
 
+from dataclasses import replace
 from typing import Any
 
 from wanjax.workflows.evaluate import At
@@ -81,6 +82,19 @@ def _nag(at: At) -> Any:
     return negative.text if isinstance(negative.text, Unknown) else with_settings(model, negative_prompt=negative.text)
 
 
+def _skip_layers(at: At) -> Any:
+    scale, blocks = at.number("scale", 3.0), at.text("double_layers")
+    if scale == 0 or blocks == "":
+        return at.take("model", Model)
+    return Unknown(at.node, "guides away from a prediction without some of the blocks, which wanjax does not do")
+
+
+def _multiply_temporal_attention(at: At) -> Model:
+    model = at.take("model", Model)
+    note = f"{at.node} changes only models with an attention over time alone, which Wan is not"
+    return replace(model, notes=(*model.notes, note))
+
+
 FAMILY = WorkflowFamily(
     title="Wan",
     files=FILES,
@@ -91,6 +105,7 @@ FAMILY = WorkflowFamily(
     ),
     other_files=OTHER_FILES,
     other_nodes=OTHER_NODES,
+    options={"Wan Animate 2": "--model wan2.2-animate-2-14b --image CHARACTER --video CLIP"},
     default_shift=8.0,
     node_types={
         "WanImageToVideo": shaped(),
@@ -99,6 +114,12 @@ FAMILY = WorkflowFamily(
         "WanVaceToVideo": shaped("strength"),
         "Wan22ImageToVideoLatent": shaped(),
         "WanVideoNAG": NodeType(("nag_scale", "nag_alpha", "nag_tau", "input_type")),
+        "SkipLayerGuidanceDiT": NodeType(
+            ("double_layers", "single_layers", "scale", "start_percent", "end_percent", "rescaling_scale")
+        ),
+        "UNetTemporalAttentionMultiply": NodeType(
+            ("self_structural", "self_temporal", "cross_structural", "cross_temporal")
+        ),
         "TorchCompileModelWanVideo": NodeType(),
         "TorchCompileModelWanVideoV2": NodeType(),
     },
@@ -111,6 +132,8 @@ FAMILY = WorkflowFamily(
         ),
         "Wan22ImageToVideoLatent": image_latents,
         "WanVideoNAG": _nag,
+        "SkipLayerGuidanceDiT": _skip_layers,
+        "UNetTemporalAttentionMultiply": _multiply_temporal_attention,
         "TorchCompileModelWanVideo": change_speed,
         "TorchCompileModelWanVideoV2": change_speed,
     },
