@@ -69,7 +69,7 @@ def test_every_setting_is_a_typed_keyword():
     assert typed["size"] == tuple[int, int] | str | None
     assert typed["steps"] == int | None
     assert typed.keys() == (schema(Settings).keys() - ELSEWHERE_GIVEN) | {*INPUT_SPECS, "size"}
-    assert typed.keys() - get_type_hints(SettingsKeywords).keys() == {*INPUT_SPECS, "resize"}
+    assert typed.keys() - get_type_hints(SettingsKeywords).keys() == {*INPUT_SPECS, "resize", "outpaint"}
 
 
 def printed(code: str):

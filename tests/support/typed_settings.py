@@ -13,6 +13,7 @@ ELSEWHERE = (
     "original_prompt",
     "negative_prompt",
     "resize",
+    "outpaint",
 )  # given to `load`, or as parameters of their own
 HEAD = '''# SPDX-License-Identifier: Apache-2.0
 """The settings of a call as typed keywords. `python -m tests.support.typed_settings` writes this file."""

@@ -31,7 +31,7 @@ ClipInput = ClipSource | Sequence[Array] | Array
 
 
 class InputKeywords(SettingsKeywords, total=False):
-    """Settings, images and clips, and how images and clips are resized."""
+    """Settings, images and clips, and how images and clips are resized and extended."""
 
     image: PictureInput | None
     last_image: PictureInput | None
@@ -39,6 +39,7 @@ class InputKeywords(SettingsKeywords, total=False):
     mask: ClipInput | None
     references: Iterable[PictureInput] | None
     resize: str | None
+    outpaint: str | None
 
 
 class CallKeywords(InputKeywords, total=False):

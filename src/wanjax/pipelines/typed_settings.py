@@ -35,4 +35,3 @@ class SettingsKeywords(TypedDict, total=False):
     cache: CacheRule | str | None
     seed: int | str | None
     rng: str | None
-    outpaint: str | None
