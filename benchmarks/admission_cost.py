@@ -18,13 +18,13 @@ from wanjax.kernels.admitted import TRIED_WHEN_NEEDED
 from wanjax.kernels.trials import KERNELS
 from wanjax.pricing.compile import compile_programs
 from wanjax.pricing.exporting import CompilerError
-from wanjax.pricing.lowering import Lowering
+from wanjax.pricing.lowering import AbstractCall
 
 
 def seconds_of(functions: Sequence[Callable[[], Any]], chip: str) -> float:
     """Return the seconds to trace and compile functions in one process, including the start of the process."""
     start = perf_counter()
-    for result in compile_programs([(Lowering(function, ()), chip) for function in functions]):
+    for result in compile_programs([(AbstractCall(function, ()), chip) for function in functions]):
         if isinstance(result, CompilerError):
             raise result
     return perf_counter() - start

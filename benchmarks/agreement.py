@@ -25,7 +25,7 @@ from wanjax.kernels.attention.implementation import Implementation
 from wanjax.plan.price import PRICER
 from wanjax.plan.video_programs import STEP
 from wanjax.pricing.chips import abstract_mesh, find_slice
-from wanjax.pricing.lowering import Lowering
+from wanjax.pricing.lowering import AbstractCall
 from wanjax.registry import presets
 
 MODEL = "wan2.1-t2v-14b"
@@ -48,7 +48,7 @@ MEASURED = (
 )
 
 
-def with_splash(program: Lowering) -> Lowering:
+def with_splash(program: AbstractCall) -> AbstractCall:
     """Return a step whose attention is `splash` with that attention.
 
     Building a splash kernel puts arrays on a device, which fails while a program for described devices is traced.
@@ -83,8 +83,8 @@ def priced(measured: Measured) -> float:
     settings = replace(presets()[MODEL].defaults, height=measured.size[0], width=measured.size[1])
     place = find_slice(measured.chip)
     mesh = abstract_mesh(place, {"dp": 2, "sp": 1, "tp": place.devices // 2})
-    lowerings = programs(MODEL, settings, mesh, attention=AttentionConfig("splash"))
-    step = next(x.lowering for x in lowerings if x.name == STEP)
+    abstract_calls = programs(MODEL, settings, mesh, attention=AttentionConfig("splash"))
+    step = next(x.abstract_call for x in abstract_calls if x.name == STEP)
     [price] = PRICER.price_all(place, [with_splash(step)])
     assert price.seconds is not None, "it fits"
     return price.seconds

@@ -22,7 +22,7 @@ from wanjax.pricing.chips import SLICES, abstract_mesh, find_slice
 from wanjax.pricing.compile import Compiled, compile_programs
 from wanjax.pricing.costs import price_compiled
 from wanjax.pricing.exporting import CompilerError
-from wanjax.pricing.lowering import Lowering, replicated
+from wanjax.pricing.lowering import AbstractCall, replicated
 from wanjax.pricing.pallas_kernels import rare_work
 from wanjax.sharding import pad_to
 
@@ -91,7 +91,7 @@ def splash_kernel(heads: int, queries: int, keys: int, tiles: tuple[int, int, in
     return run
 
 
-def program(mesh: AbstractMesh, workload: Workload, function: Callable) -> Lowering:
+def program(mesh: AbstractMesh, workload: Workload, function: Callable) -> AbstractCall:
     """Build the program that runs a function, replicated on every device, on operands [1 L N·D]."""
     shapes = (
         jax.ShapeDtypeStruct((*x.shape[:2], x.shape[2] * x.shape[3]), x.dtype) for x in workload.operands(jnp.bfloat16)

@@ -17,13 +17,13 @@ from wanjax.kernels.compiler_options import XLA_LEVEL_O1, XLA_LEVEL_O2
 from wanjax.pipelines.settings import DTYPES
 from wanjax.plan.price import PRICER
 from wanjax.pricing.chips import abstract_mesh, find_slice
-from wanjax.pricing.lowering import Lowering
+from wanjax.pricing.lowering import AbstractCall
 from wanjax.registry import presets
 
 LEVELS = {"O0": 9, "O1": XLA_LEVEL_O1, "O2": XLA_LEVEL_O2}  # XLA's numbers
 
 
-def at_level(program: Lowering, level: int) -> Lowering:
+def at_level(program: AbstractCall, level: int) -> AbstractCall:
     """Return the program with another optimisation level."""
     return program._replace(compiler_options={**(program.compiler_options or {}), "optimization_level": level})
 
@@ -46,7 +46,7 @@ def main() -> None:
     table = Table(*columns, title=f"{options.model}, {video.width}x{video.height}, {options.chip}")
     for run in (run for run in programs(options.model, video, mesh) if run.name in names):
         for level in options.levels:
-            [price] = PRICER.price_all(place, [at_level(run.lowering, LEVELS[level])])
+            [price] = PRICER.price_all(place, [at_level(run.abstract_call, LEVELS[level])])
             cost, peak = f"{1e3 * (price.seconds or math.nan):.1f}", f"{price.peak / 2**30:.2f}"
             table.add_row(run.name, level, f"{price.compile_seconds:.0f}", cost, str(run.times), peak)
     Console().print(table)

@@ -84,8 +84,8 @@ def attention(small: bool) -> Iterator[Figure]:
         except UnsupportedError:
             continue
         sizes = {"queries": shape[1], "keys": shape[1], "heads": shape[2], "head_dim": shape[3], "dtype": dtype}
-        lowering = attention_program(mesh_of_first_devices({}, devices()), name, **sizes)
-        yield measured(what, f"wanjax, {name}", partial(measure, lowering, BUDGET))
+        abstract_call = attention_program(mesh_of_first_devices({}, devices()), name, **sizes)
+        yield measured(what, f"wanjax, {name}", partial(measure, abstract_call, BUDGET))
 
 
 def attention_shape(small: bool) -> tuple[str, tuple[int, int, int, int], str]:
@@ -121,10 +121,10 @@ def programs(model: str, small: bool) -> Iterator[Figure]:
     step_name, decode_name = names_of(model, settings)
     for program in traced:
         if program.name == STEP:
-            yield measured(step_name, "wanjax", partial(measure, program.lowering, BUDGET))
+            yield measured(step_name, "wanjax", partial(measure, program.abstract_call, BUDGET))
     total, compiling = 0.0, 0.0
     for program in (one for one in traced if one.stage == "decode"):
-        figure = measured(decode_name, "wanjax", partial(measure, program.lowering, BUDGET / 2))
+        figure = measured(decode_name, "wanjax", partial(measure, program.abstract_call, BUDGET / 2))
         if figure.seconds is None:
             yield figure
             return

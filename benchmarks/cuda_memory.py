@@ -22,7 +22,7 @@ from benchmarks.recorded import programs
 from wanjax import registry
 from wanjax.figures import format_bytes
 from wanjax.kernels.attention import AttentionConfig
-from wanjax.pricing.lowering import Lowering
+from wanjax.pricing.lowering import AbstractCall
 from wanjax.sharding import MESH_AXES
 
 H100 = """
@@ -45,10 +45,10 @@ def largest(text: str) -> tuple[int, str]:
     return max((size, name) for name, size in arrays.items() if name not in parameters)
 
 
-def compiled(lowering: Lowering) -> jax.stages.Compiled:
+def compiled(abstract_call: AbstractCall) -> jax.stages.Compiled:
     """Compile a program for the devices of its arguments."""
-    function = jax.jit(lowering.function, donate_argnums=lowering.donate)
-    return function.lower(*lowering.arguments).compile()
+    function = jax.jit(abstract_call.function, donate_argnums=abstract_call.donate)
+    return function.lower(*abstract_call.arguments).compile()
 
 
 def main() -> None:
@@ -67,7 +67,7 @@ def main() -> None:
     for program in programs(options.model, settings, mesh, attention=options.attention):
         if options.only and program.name not in options.only:
             continue
-        executable: Any = compiled(program.lowering)
+        executable: Any = compiled(program.abstract_call)
         memory = executable.memory_analysis()
         argument_bytes, temp_bytes = memory.argument_size_in_bytes, memory.temp_size_in_bytes
         largest_bytes, kind = largest(executable.as_text())

@@ -37,7 +37,7 @@ from wanjax.errors import WanjaxError, WanjaxWarning
 from wanjax.kernels.admitted import rejected_kernels
 from wanjax.kernels.compiler_options import FAST_SET, SAFE_SET, offload_options
 from wanjax.kernels.target import Target, target_of
-from wanjax.pricing.lowering import Lowering, gc_paused, retry_without_rejected_options
+from wanjax.pricing.lowering import AbstractCall, gc_paused, retry_without_rejected_options
 from wanjax.sharding import (
     HOST_MEMORY_KIND,
     Partitioner,
@@ -138,7 +138,7 @@ class TracedProgram:
             return jax.tree.unflatten(tree, leaves)
 
     @property
-    def lowering(self) -> Lowering:
+    def abstract_call(self) -> AbstractCall:
         """The traced program as a function of its arguments. A call of this function does not trace the Python code
         again."""
         traced, tree = jaxpr_as_fun(self.traced.jaxpr), jax.tree.structure(self.results)
@@ -146,7 +146,9 @@ class TracedProgram:
         def run(*arguments: Any) -> Any:
             return jax.tree.unflatten(tree, traced(*jax.tree.leaves(arguments)))
 
-        return Lowering(self._named(run), self.shapes, self.donate, self.program.compiler_options(self.compile_context))
+        return AbstractCall(
+            self._named(run), self.shapes, self.donate, self.program.compiler_options(self.compile_context)
+        )
 
     def compile(self, options: dict[str, Any], cache: CacheContext) -> Callable[..., Any]:
         """Compile the program for the devices of its mesh with these compiler options."""

@@ -27,7 +27,7 @@ from wanjax.plan.price import PRICER
 from wanjax.pricing import pricer
 from wanjax.pricing.chips import SLICES, abstract_mesh
 from wanjax.pricing.exporting import export
-from wanjax.pricing.lowering import Lowering
+from wanjax.pricing.lowering import AbstractCall
 from wanjax.pricing.pricer import Price, Pricer
 from wanjax.registry import model_description
 from wanjax.sharding import SHARDING_RULES, Partitioner
@@ -166,7 +166,9 @@ def test_options_with_which_a_video_fits(monkeypatch):
     """With 6 GiB of activations, the 14B has 27 GiB of weights, 14 with 8 bits, and 1 on the device if offloaded."""
 
     def prices(self, _, programs, begun):
-        sizes = [[x.size * x.dtype.itemsize for x in jax.tree.leaves(lowering.arguments)] for lowering in programs]
+        sizes = [
+            [x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract_call.arguments)] for abstract_call in programs
+        ]
         return enumerate([Price(arguments=sum(x), peak=sum(x) + 6 * GIB) for x in sizes])
 
     monkeypatch.setattr(Pricer, "prices", prices)
@@ -211,7 +213,9 @@ def test_the_pace_of_a_video_made_by_blocks():
     video = model_description("wan2.1-t2v-1.3b-causal").settings.updated({"height": 12, "width": 12, "frames": 15})
     found = estimate.estimate_video(small(shapes, video), "h200")
     runs = {run.name: run for run in programs(pipeline(shapes, video, attention=AttentionConfig("reference")), video)}
-    priced = hardware.priced_on(hardware.find_hardware("h200"), [(name, run.lowering) for name, run in runs.items()])
+    priced = hardware.priced_on(
+        hardware.find_hardware("h200"), [(name, run.abstract_call) for name, run in runs.items()]
+    )
     prices = {name: each.seconds for name, each in zip(runs, priced, strict=True)}
     block = prices["begin"] + 4 * prices["step"] + prices["renew"] + prices["finish"] + prices["decode_next"]
     assert found.frames_a_second == pytest.approx(4 / block)
@@ -233,7 +237,7 @@ def test_each_program_is_told_when_it_is_begun_and_once_its_price_is_known():
 def test_the_bar_counts_only_what_is_compiled_now(monkeypatch):
     """Price that were kept come first, before anything is begun."""
 
-    def some_kept(self, place, lowerings, begun):
+    def some_kept(self, place, abstract_calls, begun):
         yield 1, Price(arguments=1, peak=2)
         begun(0)
         begun(2)
@@ -243,8 +247,8 @@ def test_the_bar_counts_only_what_is_compiled_now(monkeypatch):
 
     monkeypatch.setattr(Pricer, "prices", some_kept)
     told = []
-    lowerings = [(name, Lowering(lambda: None, ())) for name in "abc"]
-    found = hardware.priced_on(SLICES["v6e-8"], lowerings, lambda *known: told.append(known))
+    abstract_calls = [(name, AbstractCall(lambda: None, ())) for name in "abc"]
+    found = hardware.priced_on(SLICES["v6e-8"], abstract_calls, lambda *known: told.append(known))
     assert [x.arguments for x in found] == [3, 1, 1]
     assert told == [(["a"], 0, 2), (["a", "c"], 0, 2), (["a"], 1, 2), (["a"], 1, 2), ([], 2, 2)]
 

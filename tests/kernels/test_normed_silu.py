@@ -15,7 +15,7 @@ from tests.support.compare import error
 from wanjax.kernels.normed_silu import BLOCK_BYTES, normed_silu, reference
 from wanjax.pricing.chips import abstract_mesh, find_slice
 from wanjax.pricing.compile import compile_program
-from wanjax.pricing.lowering import Lowering
+from wanjax.pricing.lowering import AbstractCall
 from wanjax.pricing.pallas_kernels import kernel_calls
 
 
@@ -67,5 +67,5 @@ def test_its_gradient():
 def test_a_chip_s_compiler_takes_it(chip):
     whole = NamedSharding(abstract_mesh(find_slice(chip), {"dp": 1, "sp": 1, "tp": 1}), PartitionSpec())
     shapes = (jax.ShapeDtypeStruct(shape, "float32", sharding=whole) for shape in ((1, 8, 30, 52, 96), (96,)))
-    made = compile_program(Lowering(partial(normed_silu, dtype="bfloat16"), tuple(shapes)), chip)
+    made = compile_program(AbstractCall(partial(normed_silu, dtype="bfloat16"), tuple(shapes)), chip)
     assert [call.kernel for call in kernel_calls(made).values()] == ["normed_silu"]

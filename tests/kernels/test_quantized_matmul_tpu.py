@@ -37,7 +37,7 @@ from wanjax.kernels.quantized_matmul import (
 from wanjax.kernels.quantized_matmul.tiles import COMPILER_VMEM_BYTES, Product, Tiles, default_tiles
 from wanjax.pricing.chips import abstract_mesh, find_slice
 from wanjax.pricing.compile import compile_program
-from wanjax.pricing.lowering import Lowering
+from wanjax.pricing.lowering import AbstractCall
 from wanjax.pricing.pallas_kernels import kernel_calls
 from wanjax.sharding import SHARDING_RULES, Partitioner, use_partitioner
 
@@ -390,7 +390,7 @@ def test_a_chip_s_compiler_takes_them(chip, form):
     head_scale = shape(128, dtype="float32")
     norm = HeadsNorm(shape(512, dtype="float32"), *2 * [shape(1000, 64, dtype="float32")])
     compiled = compile_program(
-        Lowering(sharded, (*shapes, Modulation(vectors, vectors, second), vectors, second, norm, head_scale)), chip
+        AbstractCall(sharded, (*shapes, Modulation(vectors, vectors, second), vectors, second, norm, head_scale)), chip
     )
     calls = kernel_calls(compiled).values()
     assert sorted(call.kernel for call in calls) == ["quantize_rows", *5 * ["quantized_matmul"]]

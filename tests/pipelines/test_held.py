@@ -27,7 +27,7 @@ from wanjax.layers.tiling import Tiling
 from wanjax.pipelines.tracing import check_run_memory, peak_bytes, trace_programs
 from wanjax.pricing import live_bytes
 from wanjax.pricing.live_bytes import min_live_bytes
-from wanjax.pricing.lowering import Lowering
+from wanjax.pricing.lowering import AbstractCall
 from wanjax.pricing.pallas_kernels import inner_jaxprs
 
 MAKE = {
@@ -90,12 +90,14 @@ def test_what_a_video_holds_is_at_most_the_process_s_peak_and_at_least_half(case
 def test_what_a_program_holds_is_at_most_what_its_compiler_takes(size, tmp_path):
     pipe = wanjax.load(model("text", tmp_path))
     programs = trace_programs(pipe, pipe.settings(size=(size, size), frames=5, steps=2)).programs
-    [lowering] = [one.traced_program.lowering for one in programs if one.name == "decode_chunk"][1:]
-    compiled = jax.jit(lowering.function, donate_argnums=lowering.donate).lower(*lowering.arguments).compile()
+    [abstract_call] = [one.traced_program.abstract_call for one in programs if one.name == "decode_chunk"][1:]
+    compiled = (
+        jax.jit(abstract_call.function, donate_argnums=abstract_call.donate).lower(*abstract_call.arguments).compile()
+    )
     took = compiled.memory_analysis()
-    given = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(lowering.arguments))
+    given = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract_call.arguments))
     peak = given + took.output_size_in_bytes + took.temp_size_in_bytes - took.alias_size_in_bytes
-    assert peak / 2 <= min_live_bytes(lowering) <= peak
+    assert peak / 2 <= min_live_bytes(abstract_call) <= peak
 
 
 SQUARE = jax.ShapeDtypeStruct((256, 256), "float32")
@@ -113,10 +115,10 @@ IN_PLACE = {
 
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_what_is_made_in_the_place_of_its_input_is_counted_once(name):
-    lowering = Lowering(IN_PLACE[name], (SQUARE,))
-    took = jax.jit(lowering.function).lower(SQUARE).compile().memory_analysis()
+    abstract_call = AbstractCall(IN_PLACE[name], (SQUARE,))
+    took = jax.jit(abstract_call.function).lower(SQUARE).compile().memory_analysis()
     peak = took.argument_size_in_bytes + took.output_size_in_bytes + took.temp_size_in_bytes
-    assert peak / 2 <= min_live_bytes(lowering) <= peak
+    assert peak / 2 <= min_live_bytes(abstract_call) <= peak
 
 
 def test_each_equation_of_a_run_that_has_others_within_is_looked_into():
@@ -128,8 +130,8 @@ def test_each_equation_of_a_run_that_has_others_within_is_looked_into():
 
     pipe = wanjax.load("nano")
     programs = trace_programs(pipe, pipe.settings(size=(64, 64), frames=5, steps=2)).programs
-    lowerings = [one.traced_program.lowering for one in programs]
-    names = {name for one in lowerings for name in within(jax.make_jaxpr(one.function)(*one.arguments).jaxpr)}
+    abstract_calls = [one.traced_program.abstract_call for one in programs]
+    names = {name for one in abstract_calls for name in within(jax.make_jaxpr(one.function)(*one.arguments).jaxpr)}
     assert "scan" in names
     assert names <= {*live_bytes.CALL_PRIMITIVES, *live_bytes.LOOP_PRIMITIVES, "pallas_call"}
 

@@ -37,7 +37,7 @@ def published(name, **changed):
 
 def digest(program):
     """Return the digest of a program as the compiler's process is given it."""
-    return export(program.lowering, SLICES["v6e-8"]).key["program"]
+    return export(program.abstract_call, SLICES["v6e-8"]).key["program"]
 
 
 def step_of(stages):
@@ -56,7 +56,7 @@ def test_a_video_of_every_preset_is_recorded_at_its_default_settings(name):
     assert counts["context"] == len(spec.denoisers)
     assert counts["begin"] == counts["finish"] == frames // block
     step = step_of(stages)
-    state, *_ = step.lowering.arguments
+    state, *_ = step.abstract_call.arguments
     assert state.x.shape[:4] == (1, block, *cells)
     length = spec.latent_shape(video)[2]
     first, rest = spec.decode_lengths(block if spec.is_chunked else length)
@@ -64,7 +64,7 @@ def test_a_video_of_every_preset_is_recorded_at_its_default_settings(name):
     assert first + rest * decoding.get("decode_next", 0) >= length
     assert stages["encode"]
     for programs in stages.values():
-        shardings = [x.sharding for p in programs for x in jax.tree.leaves(p.lowering.arguments)]
+        shardings = [x.sharding for p in programs for x in jax.tree.leaves(p.abstract_call.arguments)]
         assert all(sharding is None or sharding.mesh == MESH for sharding in shardings)
 
 
@@ -74,8 +74,8 @@ def test_programs_have_the_options_of_the_chip_and_of_the_set(chip, compiler):
     mesh = abstract_mesh(SLICES[chip], {"dp": 2, "sp": 1, "tp": SLICES[chip].devices // 2})
     stages = recorded(replace(model_description("nano"), model=small_model(4), settings=VIDEO), mesh, compiler=compiler)
     step = step_of(stages)
-    assert "xla_enable_async_all_gather" in step.lowering.compiler_options
-    has_sparse_cores = any("sparse_core" in name for name in step.lowering.compiler_options)
+    assert "xla_enable_async_all_gather" in step.abstract_call.compiler_options
+    has_sparse_cores = any("sparse_core" in name for name in step.abstract_call.compiler_options)
     assert has_sparse_cores is (compiler == "fast" and not chip.startswith("v5e"))
 
 

@@ -28,7 +28,7 @@ from wanjax.pricing.card_costs import CONVOLUTIONS, LAUNCH, LINKS, count_kernels
 from wanjax.pricing.chips import CARD_SLICES, CARDS, abstract_mesh
 from wanjax.pricing.compile import Compiled, Memory, check_cuda_compiler, compile_jobs, has_cuda_compiler, temporary
 from wanjax.pricing.exporting import export
-from wanjax.pricing.lowering import Lowering
+from wanjax.pricing.lowering import AbstractCall
 from wanjax.sharding import SHARDING_RULES, VIDEO_AXES, Partitioner, constrain, replicate, use_partitioner
 
 needs_cuda = pytest.mark.skipif(not has_cuda_compiler(), reason="XLA's GPU compiler (plan-cuda) is not installed")
@@ -71,8 +71,8 @@ def plan(*arguments: str) -> dict:
     return json.loads(run.stdout)
 
 
-def compile_one(lowering: Lowering, chip: str) -> Compiled:
-    [(_, result)] = compile_jobs([export(lowering, CARD_SLICES[chip])])
+def compile_one(abstract_call: AbstractCall, chip: str) -> Compiled:
+    [(_, result)] = compile_jobs([export(abstract_call, CARD_SLICES[chip])])
     assert isinstance(result, Compiled), result
     return result
 
@@ -193,7 +193,7 @@ def test_a_copy_of_a_whole_array_to_every_card_is_seen(monkeypatch, warnings_of_
     seen = []
     for gather in (replicate, lambda x: x):
         monkeypatch.setattr(vae, "replicate", gather)
-        list(hardware.PRICER.prices(CARD_SLICES["h100-8"], [Lowering(run, (x,))]))
+        list(hardware.PRICER.prices(CARD_SLICES["h100-8"], [AbstractCall(run, (x,))]))
         seen.append(REMATERIALIZATION in warnings_of_the_compiler.pop())
     assert seen == [False, True]
 
@@ -229,7 +229,7 @@ def test_blocks_in_the_host_s_memory_take_none_of_the_card_s():
             return scan_blocks(Stacked(kernel), lambda block, x: jnp.tanh(x @ block.kernel[...]), x)
 
     options = offload_options(Target("gpu", CARDS["4090"].kind))
-    compiled = compile_one(Lowering(run, (kernel, x), (), options), "4090")
+    compiled = compile_one(AbstractCall(run, (kernel, x), (), options), "4090")
     block = 2 * width**2
     assert not compiled.refused
     assert compiled.memory.arguments < block

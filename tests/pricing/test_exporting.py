@@ -27,7 +27,7 @@ from wanjax.pricing.chips import SLICES, abstract_mesh
 from wanjax.pricing.compile import ENVIRONMENT
 from wanjax.pricing.compiler_process import concrete_mesh
 from wanjax.pricing.exporting import compile_failure, export, trace
-from wanjax.pricing.lowering import Lowering, retry_without_rejected_options
+from wanjax.pricing.lowering import AbstractCall, retry_without_rejected_options
 from wanjax.pricing.pallas_kernels import kernels_of
 from wanjax.pricing.pricer import Pricer
 
@@ -72,7 +72,7 @@ def digest(path):
     spec.loader.exec_module(module)
     mesh = abstract_mesh(V6E)
     x = jax.ShapeDtypeStruct((64, 128), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
-    job = export(Lowering(module.run(mesh), (x,)), V6E)
+    job = export(AbstractCall(module.run(mesh), (x,)), V6E)
     assert Path(path).name.encode() not in job.program
     assert b"attention" in job.program
     return job.key["program"]
@@ -105,7 +105,7 @@ def test_shardings_donation_options_chip_and_mesh_are_in_the_key():
     def key(*, sp="dp", chip="v6e-4", axes=(2, 2), donate=(), options=None):
         mesh = abstract_mesh(SLICES[chip], dict(zip(("dp", "tp"), axes, strict=True)))
         x = jax.ShapeDtypeStruct((64, 128), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(sp)))
-        return json.dumps(export(Lowering(jnp.sin, (x,), donate, options), SLICES[chip]).key)
+        return json.dumps(export(AbstractCall(jnp.sin, (x,), donate, options), SLICES[chip]).key)
 
     others = [{"sp": "tp"}, {"chip": "v5e-4"}, {"axes": (4, 1)}, {"donate": (0,)}, {"options": {"xla_a": 1}}]
     assert len({key(), *(key(**other) for other in others)}) == 1 + len(others)
@@ -117,13 +117,15 @@ def test_donated_arguments_are_arrays():
     shapes = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), tree, is_leaf=lambda x: type(x) is tuple
     )
-    lowering = Lowering(lambda x, y, z: jax.tree.map(jnp.sin, (x, z)), (shapes, shapes["a"], shapes), donate=(0, 2))
-    assert export(lowering, SLICES["v6e-1"]).donate == (0, 1, 3, 4)
+    abstract_call = AbstractCall(
+        lambda x, y, z: jax.tree.map(jnp.sin, (x, z)), (shapes, shapes["a"], shapes), donate=(0, 2)
+    )
+    assert export(abstract_call, SLICES["v6e-1"]).donate == (0, 1, 3, 4)
 
 
 def test_a_key_of_random_numbers_is_an_argument():
     key = jax.eval_shape(lambda: jax.random.key(0))
-    job = export(Lowering(jax.random.bits, (jax.ShapeDtypeStruct((), key.dtype),)), SLICES["v6e-1"])
+    job = export(AbstractCall(jax.random.bits, (jax.ShapeDtypeStruct((), key.dtype),)), SLICES["v6e-1"])
     assert jax.export.deserialize(bytearray(job.program)).in_avals[0].dtype == key.dtype
 
 
@@ -140,7 +142,7 @@ def test_kernels_are_taken_from_the_program():
 
     x, y = product_on_each(mesh).arguments
     y = jax.ShapeDtypeStruct((256, 256), y.dtype, sharding=y.sharding)
-    found = kernels_of(trace(Lowering(run, (x, y)), V6E))
+    found = kernels_of(trace(AbstractCall(run, (x, y)), V6E))
     assert [(call.kernel, [shape for _, shape in call.operands]) for call in found] == [
         ("product", [(512, 256), (256, 256)]),
         ("product", [(256, 256), (256, 256)]),

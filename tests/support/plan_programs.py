@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.workloads import WORKLOADS
 from wanjax.kernels.attention import attention, choose_implementation
 from wanjax.kernels.target import target
-from wanjax.pricing.lowering import Lowering, replicated
+from wanjax.pricing.lowering import AbstractCall, replicated
 from wanjax.sharding import SHARDING_RULES, Partitioner, shard_tokens, use_partitioner
 
 
@@ -43,13 +43,13 @@ def product_kernel(x: jax.Array, y: jax.Array) -> jax.Array:
     )(x, y)
 
 
-def product_on_each(mesh: AbstractMesh) -> Lowering:
+def product_on_each(mesh: AbstractMesh) -> AbstractCall:
     """Lowers that kernel, the same on each device."""
     shapes = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 256), (256, 128)))
     return replicated(product_kernel, mesh, shapes)
 
 
-def layers(mesh: AbstractMesh, *, count: int, tokens: int, width: int) -> Lowering:
+def layers(mesh: AbstractMesh, *, count: int, tokens: int, width: int) -> AbstractCall:
     """Lowers a scan over layers, with tokens over `dp` and the columns of weights over `tp`."""
 
     def layer(x, w):
@@ -60,13 +60,13 @@ def layers(mesh: AbstractMesh, *, count: int, tokens: int, width: int) -> Loweri
         return jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
 
     operands = shape(P("dp", None), tokens, width), shape(P(None, None, "tp"), count, width, width)
-    return Lowering(lambda x, w: jax.lax.scan(layer, x, w)[0], operands, donate=(0,))
+    return AbstractCall(lambda x, w: jax.lax.scan(layer, x, w)[0], operands, donate=(0,))
 
 
-def on_shapes(function, *shapes, dtype="bfloat16", **keywords) -> Lowering:
+def on_shapes(function, *shapes, dtype="bfloat16", **keywords) -> AbstractCall:
     """Lowers a function of arrays of these shapes, which are on the host."""
     arguments = tuple(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in shapes)
-    return Lowering(function, arguments, **keywords)
+    return AbstractCall(function, arguments, **keywords)
 
 
 def target_of(x: jax.Array) -> jax.Array:
@@ -79,14 +79,14 @@ def _copy(x_ref, out_ref):
     out_ref[...] = x_ref[...]
 
 
-def attend(mesh: AbstractMesh, *, workload: str) -> Lowering:
+def attend(mesh: AbstractMesh, *, workload: str) -> AbstractCall:
     """Lowers attention for a named workload in bfloat16, replicated on each device."""
     return _attend(mesh, WORKLOADS[workload].operands(jnp.bfloat16))
 
 
 def attend_small(
     mesh: AbstractMesh, *, size: int, dtype: str, kv_heads: int, window: tuple[int, int] | None, masked: bool
-) -> Lowering:
+) -> AbstractCall:
     """Lowers attention of two examples of two heads, with a window or a mask of keys, and its gradients."""
     lengths = ((300, 2), (200, kv_heads), (200, kv_heads))
     operands = [jax.ShapeDtypeStruct((2, length, heads, size), jnp.dtype(dtype)) for length, heads in lengths]
@@ -100,13 +100,13 @@ def attend_small(
     return attend._replace(function=run)
 
 
-def attend_int8(mesh: AbstractMesh, *, length: int) -> Lowering:
+def attend_int8(mesh: AbstractMesh, *, length: int) -> AbstractCall:
     """Lowers self-attention of two examples of two heads with q kᵀ in int8, replicated on each device."""
     operand = jax.ShapeDtypeStruct((2, length, 2, 128), jnp.bfloat16)
     return replicated(partial(attention, implementation="flash_tpu:qk=int8"), mesh, [operand] * 3)
 
 
-def attend_round(mesh: AbstractMesh, *, size: int, dtype: str, length: int) -> Lowering:
+def attend_round(mesh: AbstractMesh, *, size: int, dtype: str, length: int) -> AbstractCall:
     """Lowers attention of two heads whose tokens are on `sp`, where keys go round a ring."""
 
     def run(q, k, v):
@@ -116,10 +116,10 @@ def attend_round(mesh: AbstractMesh, *, size: int, dtype: str, length: int) -> L
             )
 
     operand = jax.ShapeDtypeStruct((1, length, 2, size), jnp.dtype(dtype), sharding=NamedSharding(mesh, P()))
-    return Lowering(run, (operand,) * 3)
+    return AbstractCall(run, (operand,) * 3)
 
 
-def on_cards(mesh: AbstractMesh) -> Lowering:
+def on_cards(mesh: AbstractMesh) -> AbstractCall:
     """Lowers what a video's programs are made of: attention by cuDNN over heads, a product, a convolution, a gather."""
 
     def run(x, kernel, w):
@@ -131,10 +131,10 @@ def on_cards(mesh: AbstractMesh) -> Lowering:
 
     sizes = (1, 32, 32, 512), (3, 3, 512, 512), (512, 512)
     replicate = NamedSharding(mesh, P())
-    return Lowering(run, tuple(jax.ShapeDtypeStruct(size, jnp.bfloat16, sharding=replicate) for size in sizes))
+    return AbstractCall(run, tuple(jax.ShapeDtypeStruct(size, jnp.bfloat16, sharding=replicate) for size in sizes))
 
 
-def _attend(mesh: AbstractMesh, operands, window=None) -> Lowering:
+def _attend(mesh: AbstractMesh, operands, window=None) -> AbstractCall:
     def run(q, k, v, key_mask=None):
         assert choose_implementation(q, k, v, key_mask=key_mask, window=window).name == "flash_tpu"
         return attention(q, k, v, key_mask=key_mask, window=window)

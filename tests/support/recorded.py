@@ -25,7 +25,7 @@ def times(pipe: Pipeline, settings: Settings, stage: str = "denoise") -> dict[st
 
 def jaxpr_of(program: VideoProgram) -> Jaxpr:
     """Trace a program."""
-    return jax.make_jaxpr(program.lowering.function)(*program.lowering.arguments).jaxpr
+    return jax.make_jaxpr(program.abstract_call.function)(*program.abstract_call.arguments).jaxpr
 
 
 def counted(program: VideoProgram) -> Work:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from wanjax.bench.timing import Timing, time_program
-from wanjax.pricing.lowering import Lowering, retry_without_rejected_options
+from wanjax.pricing.lowering import AbstractCall, retry_without_rejected_options
 from wanjax.sharding import MESH_AXES, make_mesh
 
 NORM_EPSILON = 1e-12
@@ -35,7 +35,7 @@ def mesh_of_first_devices(axes: Mapping[str, int], devices: Sequence[Any]) -> Me
     return make_mesh(*sizes, devices=list(devices[: prod(sizes)]))
 
 
-def measure(program: Lowering, budget: float) -> MeasuredProgram:
+def measure(program: AbstractCall, budget: float) -> MeasuredProgram:
     """Compile a program for the devices of its mesh, run it with synthetic arguments, and time it.
 
     `budget` is the number of seconds for the runs.

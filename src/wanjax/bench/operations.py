@@ -25,7 +25,7 @@ from wanjax.kernels.attention import (
     sparse_linear_attention,
 )
 from wanjax.layers.linear import dot_general
-from wanjax.pricing.lowering import Lowering, replicated
+from wanjax.pricing.lowering import AbstractCall, replicated
 from wanjax.sharding import MESH_AXES
 
 NUM_CHECKED_TOKENS = 700  # fills several tiles of every kernel, and a part of the last tile
@@ -42,7 +42,7 @@ def attention_program(
     heads: int,
     head_dim: int,
     dtype: str,
-) -> Lowering:
+) -> AbstractCall:
     """Build attention of q [1 L N D] to k and v [1 S N D], replicated on each device."""
     shapes = ((1, length, heads, head_dim) for length in (queries, keys, keys))
     return replicated(partial(attention, implementation=implementation), mesh, _operand_shapes(dtype, *shapes))
@@ -57,7 +57,7 @@ def sparse_attention_program(
     heads: int,
     head_dim: int,
     dtype: str,
-) -> Lowering:
+) -> AbstractCall:
     """Build sparse-linear self-attention with q, k and v [1 L N D], replicated on each device."""
 
     def run(q: Array, k: Array, v: Array, *projection: Array) -> Array:
@@ -69,7 +69,7 @@ def sparse_attention_program(
 
 def matmul_program(
     mesh: Mesh | AbstractMesh, _: Any = None, *, tokens: int, width: int, output_width: int, dtype: str
-) -> Lowering:
+) -> AbstractCall:
     """Build the product of tokens [L I] and a weight [I O], replicated on each device."""
     run = partial(dot_general, dimensions=(((1,), (0,)), ((), ())))
     return replicated(run, mesh, _operand_shapes(dtype, (tokens, width), (width, output_width)))
@@ -114,7 +114,7 @@ def check_attention(
 
 def collective_program(
     mesh: Mesh | AbstractMesh, _: Any = None, *, kind: str, tokens: int, width: int, dtype: str
-) -> Lowering:
+) -> AbstractCall:
     """Build a collective operation over all devices. The operation's array [L E] has a video's tokens, sharded along L.
 
     `kind` is one of `COLLECTIVES`. Both sizes are rounded up so that they divide evenly.
@@ -130,4 +130,4 @@ def collective_program(
         "reduce_scatter": (lambda x: jax.lax.psum_scatter(x, MESH_AXES, scatter_dimension=1, tiled=True), by_width),
         "permute": (lambda x: jax.lax.ppermute(x, MESH_AXES, ring), by_length),
     }[kind]
-    return Lowering(jax.shard_map(run, mesh=mesh, in_specs=by_length, out_specs=out, check_vma=False), (x,))
+    return AbstractCall(jax.shard_map(run, mesh=mesh, in_specs=by_length, out_specs=out, check_vma=False), (x,))

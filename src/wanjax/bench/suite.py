@@ -35,13 +35,13 @@ from wanjax.plan.hardware import Hardware, mesh_on, priced_on
 from wanjax.plan.video_programs import STEP, programs_of
 from wanjax.pricing.chips import KINDS, SLICES
 from wanjax.pricing.digests import versions
-from wanjax.pricing.lowering import Lowering
+from wanjax.pricing.lowering import AbstractCall
 from wanjax.pricing.roofline import Machine, machines
 from wanjax.registry import ModelDescription
 from wanjax.sharding import MESH_AXES, SHARDING_RULES, Partitioner
 
 PRICED_BY_COMPILER, PRICED_BY_ROOFLINE = "the chip's compiler", "a stated model"
-BuildProgram = Callable[[Mesh | AbstractMesh, AttentionConfig], Lowering]  # builds a program for a mesh
+BuildProgram = Callable[[Mesh | AbstractMesh, AttentionConfig], AbstractCall]  # builds a program for a mesh
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class LocalHardware:
         if by_roofline and prod(axes.values()) > 1:
             return None, "the model covers a single device"
         try:
-            lowering = build(mesh_on(self.hardware, axes), AttentionConfig("reference") if by_roofline else AUTO)
-            [price] = priced_on(self.hardware, [("", lowering)])
+            abstract_call = build(mesh_on(self.hardware, axes), AttentionConfig("reference") if by_roofline else AUTO)
+            [price] = priced_on(self.hardware, [("", abstract_call)])
         except WanjaxError as error:
             return None, str(error).splitlines()[0][:200]
         return (
@@ -244,7 +244,7 @@ class BenchSuite:
         self.decode_settings = settings.updated(_height_and_width(size.decoded_size or settings.size))
         self.faults: list[str] = []
         self._measured_steps: dict[str, MeasuredProgram] = {}
-        self._programs: dict[Any, dict[str, Lowering]] = {}
+        self._programs: dict[Any, dict[str, AbstractCall]] = {}
 
     def compare_attention(self) -> dict[str, float]:
         """Compare each implementation of attention with the reference; add a fault for each wrong implementation."""
@@ -306,9 +306,9 @@ class BenchSuite:
         """Measure the named programs. If the two sets of compiler options differ, measure the step with both."""
         for compiler in sets:
             programs = self.build_programs(mesh_of_first_devices(self.axes, self.devices), compiler)
-            for name, lowering in programs.items():
+            for name, abstract_call in programs.items():
                 if name not in names or (
-                    compiler == FAST_SET and (name != STEP or not self._differs_from_safe(lowering))
+                    compiler == FAST_SET and (name != STEP or not self._differs_from_safe(abstract_call))
                 ):
                     continue
                 build = partial(self._program, name, compiler)
@@ -321,7 +321,7 @@ class BenchSuite:
 
     def build_programs(
         self, mesh: Mesh | AbstractMesh, compiler: str, attention: AttentionConfig = AUTO
-    ) -> dict[str, Lowering]:
+    ) -> dict[str, AbstractCall]:
         """Build the programs of a video by name, for a mesh, with the number of layers of the bench.
 
         A model with sparse attention uses it, and ignores `attention`.
@@ -339,17 +339,17 @@ class BenchSuite:
                 )
                 scheduled = programs_of(trace_programs(pipe, settings, needed_pictures(pipe, settings)))
                 programs |= {
-                    entry.name: entry.lowering
+                    entry.name: entry.abstract_call
                     for entry in scheduled
                     if entry.stage in stages and entry.name in PROGRAM_TITLES
                 }
             self._programs[mesh, compiler, attention] = programs
         return {name: programs[name] for name in PROGRAM_TITLES if name in programs}
 
-    def _program(self, name: str, compiler: str, mesh: Mesh | AbstractMesh, attention: AttentionConfig) -> Lowering:
+    def _program(self, name: str, compiler: str, mesh: Mesh | AbstractMesh, attention: AttentionConfig) -> AbstractCall:
         return self.build_programs(mesh, compiler, attention)[name]
 
-    def _differs_from_safe(self, fast: Lowering) -> bool:
+    def _differs_from_safe(self, fast: AbstractCall) -> bool:
         """Return whether the compiler options of a step differ from the options in the set `safe`."""
         safe = self.build_programs(mesh_of_first_devices(self.axes, self.devices), SAFE_SET)[STEP]
         return fast.compiler_options != safe.compiler_options

@@ -173,7 +173,8 @@ def peak_bytes(trace: Trace) -> tuple[int, str]:
     `memory` of 0 frees every network as soon as it needs another network.
     """
     program_bytes = [
-        (min_live_bytes(entry.traced_program.lowering) + entry.resident_bytes, entry.stage) for entry in trace.programs
+        (min_live_bytes(entry.traced_program.abstract_call) + entry.resident_bytes, entry.stage)
+        for entry in trace.programs
     ]
     peak, stage = max(program_bytes, default=(0, ""))
     return peak + MIN_PROCESS_BYTES, stage

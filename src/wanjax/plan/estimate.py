@@ -255,7 +255,7 @@ def estimate_video(
         return programs_of(trace_programs(pipe, settings, shown_pictures, **options))
 
     programs = programs_for(settings)
-    program_prices = priced_on(hardware, [(program.name, program.lowering) for program in programs], on_progress)
+    program_prices = priced_on(hardware, [(program.name, program.abstract_call) for program in programs], on_progress)
     prices = list(zip(programs, program_prices, strict=True))
     (step,) = (price for program, price in prices if program.name == STEP)
     names = dict.fromkeys(program.stage for program in programs)
@@ -506,7 +506,7 @@ def _estimated_peak(prices: Sequence[PricedProgram], changed: Sequence[VideoProg
 def _argument_bytes(program: VideoProgram) -> int:
     """Return the bytes of a program's arguments on one device, with two blocks of the weights in the host's memory."""
     argument_bytes = 0
-    for x in jax.tree.leaves(program.lowering.arguments):
+    for x in jax.tree.leaves(program.abstract_call.arguments):
         sharding = getattr(x, "sharding", None)
         shape = x.shape if sharding is None else sharding.shard_shape(x.shape)
         device_bytes = math.prod(shape) * x.dtype.itemsize

@@ -16,7 +16,7 @@ from wanjax.plan.price import PRICER
 from wanjax.pricing import roofline_price
 from wanjax.pricing.chips import CARD_SLICES, SLICES, Slice, abstract_mesh
 from wanjax.pricing.compile import has_cuda_compiler
-from wanjax.pricing.lowering import Lowering
+from wanjax.pricing.lowering import AbstractCall
 from wanjax.pricing.pricer import Price
 from wanjax.pricing.roofline import Machine, find_hardware
 from wanjax.sharding import MESH_AXES, make_mesh
@@ -87,7 +87,7 @@ def mesh_on(hardware: Hardware, axes: Mapping[str, int]) -> Mesh | AbstractMesh:
 
 def priced_on(
     hardware: Hardware,
-    programs: Sequence[tuple[str, Lowering]],
+    programs: Sequence[tuple[str, AbstractCall]],
     on_progress: OnProgress = lambda now, done, total: None,
 ) -> list[Price]:
     """Price named programs that are traced on `mesh_on`.
@@ -97,7 +97,7 @@ def priced_on(
     being priced, the number of finished programs, and the total number of programs. Programs whose price was cached are
     not counted.
     """
-    lowerings = [lowering for _, lowering in programs]
+    abstract_calls = [abstract_call for _, abstract_call in programs]
     prices: dict[int, Price] = {}
     running: dict[int, str] = {}
     cached: int | None = None  # the number of cached prices; None until a program starts
@@ -112,9 +112,9 @@ def priced_on(
         report()
 
     indexed_prices = (
-        PRICER.prices(hardware, lowerings, on_start)
+        PRICER.prices(hardware, abstract_calls, on_start)
         if isinstance(hardware, Slice)
-        else _roofline_prices(hardware, lowerings, on_start)
+        else _roofline_prices(hardware, abstract_calls, on_start)
     )
     for index, price in indexed_prices:
         prices[index] = price
@@ -125,11 +125,11 @@ def priced_on(
 
 
 def _roofline_prices(
-    machine: Machine, lowerings: Sequence[Lowering], on_start: Callable[[int], Any]
+    machine: Machine, abstract_calls: Sequence[AbstractCall], on_start: Callable[[int], Any]
 ) -> Iterator[tuple[int, Price]]:
-    for index, lowering in enumerate(lowerings):
+    for index, abstract_call in enumerate(abstract_calls):
         on_start(index)
-        yield index, roofline_price.price_lowering(machine, lowering, PRICER.attention)
+        yield index, roofline_price.price_abstract_call(machine, abstract_call, PRICER.attention)
 
 
 def limit_of(program: Price) -> str | None:

@@ -114,7 +114,7 @@ def estimate_training(
     load_options = {"attention": attention, "compiler": compiler, "param_dtype": param_dtype}
     pipe = abstract_pipeline(replace(description, settings=settings), partitioner, **load_options)
     traced = _traced(pipe, settings, clips, lora, optimizer_config)
-    programs = [(name, traced[program].lowering) for name, program in (("step", train), ("forward", compute_loss))]
+    programs = [(name, traced[program].abstract_call) for name, program in (("step", train), ("forward", compute_loss))]
     step, forward = priced_on(hardware, programs, on_progress)
     return TrainingEstimate(
         model=settings.model,

@@ -5,7 +5,7 @@ model = model_description("wan2.1-t2v-14b")
 mesh = mesh_on(find_hardware("v6e-8"), {"dp": 2, "sp": 1, "tp": 4})
 pipe = abstract_pipeline(model, Partitioner(mesh, RULES["fsdp"]))
 for program in programs_of(trace_programs(pipe, model.settings)):
-    compiled = compile_program(program.lowering, "v6e-8")
+    compiled = compile_program(program.abstract_call, "v6e-8")
     print(program.stage, program.name, compiled.memory.peak, program.times * price_compiled(compiled).total.mid)
 """
 
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from wanjax.execution import StageProgram, Trace
 from wanjax.pipelines.denoiser import take_step
 from wanjax.pipelines.frames import decode_chunk, decode_tile, encode_chunk
-from wanjax.pricing.lowering import Lowering
+from wanjax.pricing.lowering import AbstractCall
 
 STEP, REUSING, DENSE = "step", "reusing_step", "dense_step"
 CONTEXTS = ("make_context", "begin_past")
@@ -31,7 +31,7 @@ class VideoProgram(NamedTuple):
 
     stage: str
     name: str
-    lowering: Lowering
+    abstract_call: AbstractCall
     times: int
     resident_bytes: int
 
@@ -39,7 +39,7 @@ class VideoProgram(NamedTuple):
 def programs_of(trace: Trace) -> list[VideoProgram]:
     """Return the named programs of a traced run, in the order of their first calls."""
     return [
-        VideoProgram(program.stage, name, program.traced_program.lowering, program.calls, program.resident_bytes)
+        VideoProgram(program.stage, name, program.traced_program.abstract_call, program.calls, program.resident_bytes)
         for name, program in zip(program_names(trace), trace.programs, strict=True)
     ]
 

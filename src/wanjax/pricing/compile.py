@@ -26,7 +26,7 @@ from packaging.specifiers import SpecifierSet
 from wanjax.errors import WanjaxError, install_extra
 from wanjax.pricing.chips import Card, Slice, find_slice
 from wanjax.pricing.exporting import CompileJob, CompilerError, compile_failure, export
-from wanjax.pricing.lowering import Lowering
+from wanjax.pricing.lowering import AbstractCall
 from wanjax.pricing.roofline import machines
 from wanjax.pricing.schedule import KernelSchedule, read_dump
 
@@ -82,19 +82,19 @@ def temporary() -> Iterator[Path]:
         yield Path(name)
 
 
-def compile_program(lowering: Lowering, chip: str, *, schedules: bool = False) -> Compiled:
+def compile_program(abstract_call: AbstractCall, chip: str, *, schedules: bool = False) -> Compiled:
     """Compile a program for a slice such as v6e-8, whose chips may be absent.
 
     Raises CompilerError if the program does not compile, and the errors of `compile_programs`.
     """
-    (result,) = compile_programs([(lowering, chip)], schedules=schedules)
+    (result,) = compile_programs([(abstract_call, chip)], schedules=schedules)
     if isinstance(result, CompilerError):
         raise result
     return result
 
 
 def compile_programs(
-    programs: Sequence[tuple[Lowering, str]], *, schedules: bool = False
+    programs: Sequence[tuple[AbstractCall, str]], *, schedules: bool = False
 ) -> list[Compiled | CompilerError]:
     """Compile programs, each for a slice such as v6e-8, in one process.
 
@@ -114,9 +114,9 @@ def compile_programs(
     check_compiler()
     results: dict[int, Compiled | CompilerError] = {}
     jobs: dict[int, CompileJob] = {}
-    for index, (lowering, chip) in enumerate(programs):
+    for index, (abstract_call, chip) in enumerate(programs):
         try:
-            jobs[index] = export(lowering, find_slice(chip))
+            jobs[index] = export(abstract_call, find_slice(chip))
         except CompilerError as error:
             results[index] = error
     indices = list(jobs)

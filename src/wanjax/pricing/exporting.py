@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from wanjax.errors import WanjaxError
 from wanjax.pricing.chips import Card, Slice, abstract_mesh
-from wanjax.pricing.lowering import Lowering, gc_paused
+from wanjax.pricing.lowering import AbstractCall, gc_paused
 
 CUDNN_ATTENTION = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
 """Custom calls that a later version of JAX might not read. The bytes are only read by the same version of JAX, so such
@@ -61,7 +61,7 @@ class CompileJob:
 class Traced(NamedTuple):
     """A program traced for a slice: its jitted function, the shapes of its arguments as a flat list, and the mesh."""
 
-    lowering: Lowering
+    abstract_call: AbstractCall
     slice: Slice
     mesh: AbstractMesh
     jitted: Any
@@ -85,19 +85,19 @@ class Traced(NamedTuple):
             jax.sharding.use_abstract_mesh(self.mesh),
         ):
             program = exporter(*self.leaves).serialize()
-        ends = list(accumulate(len(jax.tree.leaves(argument)) for argument in self.lowering.arguments))
+        ends = list(accumulate(len(jax.tree.leaves(argument)) for argument in self.abstract_call.arguments))
         starts = [0, *ends]
-        donate = tuple(leaf for i in self.lowering.donate for leaf in range(starts[i], ends[i]))
-        options = dict(self.lowering.compiler_options or {})
+        donate = tuple(leaf for i in self.abstract_call.donate for leaf in range(starts[i], ends[i]))
+        options = dict(self.abstract_call.compiler_options or {})
         return CompileJob(self.slice, dict(self.mesh.shape), bytes(program), donate, options)
 
 
-def trace(lowering: Lowering, target: Slice) -> Traced:
+def trace(abstract_call: AbstractCall, target: Slice) -> Traced:
     """Trace a program for a slice. Its arguments have shardings on a mesh of `abstract_mesh`, or no shardings.
 
     Raises WanjaxError if wanjax rejects the program, and CompilerError for other failures.
     """
-    leaves, tree = jax.tree.flatten(lowering.arguments)
+    leaves, tree = jax.tree.flatten(abstract_call.arguments)
     shardings = [getattr(leaf, "sharding", None) for leaf in leaves]  # arrays on the host have no sharding
     mesh = next((x.mesh.abstract_mesh for x in shardings if isinstance(x, NamedSharding)), None) or abstract_mesh(
         target
@@ -106,18 +106,18 @@ def trace(lowering: Lowering, target: Slice) -> Traced:
         raise WanjaxError(f"the program is traced for {mesh.abstract_device}, but {target.name} has {target.chip.kind}")
 
     def program(*leaves: Any) -> list[Any]:
-        return jax.tree.leaves(lowering.function(*jax.tree.unflatten(tree, leaves)))
+        return jax.tree.leaves(abstract_call.function(*jax.tree.unflatten(tree, leaves)))
 
     # unused arguments stay in memory during the run, so they must be counted
-    traced = Traced(lowering, target, mesh, jax.jit(program, keep_unused=True), leaves)
+    traced = Traced(abstract_call, target, mesh, jax.jit(program, keep_unused=True), leaves)
     with as_compiler_errors(target):
         _ = traced.jaxpr  # traces the program now; JAX caches the jaxpr
     return traced
 
 
-def export(lowering: Lowering, target: Slice) -> CompileJob:
+def export(abstract_call: AbstractCall, target: Slice) -> CompileJob:
     """Trace and export a program as a job for the compiler. Raises the errors of `trace` and `Traced.export`."""
-    return trace(lowering, target).export()
+    return trace(abstract_call, target).export()
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from wanjax.pricing.lowering import Lowering
+from wanjax.pricing.lowering import AbstractCall
 from wanjax.pricing.pallas_kernels import inner_jaxprs
 
 LOOP_PRIMITIVES = ("scan", "while", "cond")
@@ -54,14 +54,14 @@ VariableId = tuple[int, Any]  # the number of a call, and a variable of that cal
 FlatEquation = tuple[JaxprEqn, list[VariableId | None], list[VariableId]]
 
 
-def min_live_bytes(lowering: Lowering) -> int:
+def min_live_bytes(abstract_call: AbstractCall) -> int:
     """Return the peak bytes of a program's run, including arguments and results.
 
     A donated buffer is freed after its last use.
     """
-    jaxpr = jax.make_jaxpr(lowering.function)(*lowering.arguments).jaxpr
-    starts = [0, *accumulate(len(jax.tree.leaves(argument)) for argument in lowering.arguments)]
-    donated = [i for argument in lowering.donate for i in range(starts[argument], starts[argument + 1])]
+    jaxpr = jax.make_jaxpr(abstract_call.function)(*abstract_call.arguments).jaxpr
+    starts = [0, *accumulate(len(jax.tree.leaves(argument)) for argument in abstract_call.arguments)]
+    donated = [i for argument in abstract_call.donate for i in range(starts[argument], starts[argument + 1])]
     return _peak_bytes(jaxpr, donated)
 
 

@@ -13,8 +13,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 Result = TypeVar("Result")
 
 
-class Lowering(NamedTuple):
-    """A function to lower, and its arguments as trees of `jax.ShapeDtypeStruct` with shardings.
+class AbstractCall(NamedTuple):
+    """A call that can be lowered: a function, and its arguments as trees of `jax.ShapeDtypeStruct` with shardings.
 
     An argument without a sharding is on the host. `donate` has the indices of the arguments whose buffers the results
     may reuse. `compiler_options` are options of XLA.
@@ -26,12 +26,12 @@ class Lowering(NamedTuple):
     compiler_options: Mapping[str, Any] | None = None
 
 
-def replicated(function: Callable, mesh: Mesh | AbstractMesh, shapes: Iterable[Any]) -> Lowering:
-    """Create the lowering of a function that every device of a mesh runs on replicated arrays of these shapes."""
+def replicated(function: Callable, mesh: Mesh | AbstractMesh, shapes: Iterable[Any]) -> AbstractCall:
+    """Create the abstract call of a function that every device of a mesh runs on replicated arrays of these shapes."""
     spec = PartitionSpec()
     sharded_function = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     arguments = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)) for x in shapes)
-    return Lowering(sharded_function, tuple(arguments))
+    return AbstractCall(sharded_function, tuple(arguments))
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from wanjax.pricing.compile import Compiled
 from wanjax.pricing.costs import KERNEL_TARGET, price_compiled
 from wanjax.pricing.exporting import Traced
 from wanjax.pricing.hlo import parse
-from wanjax.pricing.lowering import Lowering, replicated
+from wanjax.pricing.lowering import AbstractCall, replicated
 
 DTYPES = {"bf16": "bfloat16", "pred": "bool", "f8e4m3fn": "float8_e4m3fn", "f8e5m2": "float8_e5m2"} | {
     f"{kind}{bits}": f"{name}{bits}"
@@ -44,12 +44,12 @@ def kernel_calls(compiled: Compiled) -> dict[str, Call]:
     }
 
 
-def kernels_of(traced: Traced) -> dict[Call, Lowering]:
+def kernels_of(traced: Traced) -> dict[Call, AbstractCall]:
     """Return the distinct kernels of a traced program, each as a program that every device runs.
 
     If several kernels have the same name and operands, only the first is returned.
     """
-    kernels: dict[Call, Lowering] = {}
+    kernels: dict[Call, AbstractCall] = {}
     for equation in pallas_calls(traced.jaxpr.jaxpr):
         avals: list[Any] = [x.aval for x in equation.invars]
         call = Call(str(equation.params["name"]), tuple((aval.dtype.name, aval.shape) for aval in avals))

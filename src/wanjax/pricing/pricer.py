@@ -21,7 +21,7 @@ from wanjax.pricing.compile import CHECKS, CUDA_WHEELS, Compiled, Workspace, acc
 from wanjax.pricing.costs import PricedOperation, price_compiled
 from wanjax.pricing.digests import digest, pricing_digest, versions
 from wanjax.pricing.exporting import CompileJob, CompilerError, export, trace
-from wanjax.pricing.lowering import Lowering
+from wanjax.pricing.lowering import AbstractCall
 from wanjax.pricing.pallas_kernels import (
     Call,
     KernelSeconds,
@@ -145,7 +145,7 @@ class Pricer:
         arguments = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_sharding_on(target_mesh, x)), shapes
         )
-        [price] = self.price_all(target, [Lowering(function, arguments, tuple(donate), options)])
+        [price] = self.price_all(target, [AbstractCall(function, arguments, tuple(donate), options)])
         return price
 
     def check(self, platform: str = "tpu") -> None:
@@ -157,13 +157,13 @@ class Pricer:
         if self.results is None or platform != "tpu" or not self.results.has("prices"):
             CHECKS[platform]()
 
-    def price_all(self, target: Slice, lowerings: Sequence[Lowering]) -> list[Price]:
+    def price_all(self, target: Slice, abstract_calls: Sequence[AbstractCall]) -> list[Price]:
         """Price programs on a slice, and return the prices in order. Raises the errors of `prices`."""
-        prices = dict(self.prices(target, lowerings))
-        return [prices[index] for index in range(len(lowerings))]
+        prices = dict(self.prices(target, abstract_calls))
+        return [prices[index] for index in range(len(abstract_calls))]
 
     def prices(
-        self, target: Slice, lowerings: Sequence[Lowering], on_start: Callable[[int], Any] = lambda index: None
+        self, target: Slice, abstract_calls: Sequence[AbstractCall], on_start: Callable[[int], Any] = lambda index: None
     ) -> Iterator[tuple[int, Price]]:
         """Yield the index and the price of each program, as soon as the price is known.
 
@@ -175,8 +175,8 @@ class Pricer:
         """
         indices: dict[str, list[int]] = {}
         missing: dict[str, _UncachedProgram] = {}
-        for index, lowering in enumerate(lowerings):
-            traced = trace(lowering, target)
+        for index, abstract_call in enumerate(abstract_calls):
+            traced = trace(abstract_call, target)
             job = traced.export()
             name = _job_name(job)
             indices.setdefault(name, []).append(index)
@@ -322,7 +322,7 @@ class _UncachedProgram(NamedTuple):
     """A program without a cached price, and its kernels."""
 
     job: CompileJob
-    kernels: Mapping[Call, Lowering]
+    kernels: Mapping[Call, AbstractCall]
 
 
 def _sharding_on(mesh: AbstractMesh, x: Any) -> NamedSharding:

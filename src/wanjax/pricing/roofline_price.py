@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from wanjax.pricing.lowering import Lowering
+from wanjax.pricing.lowering import AbstractCall
 from wanjax.pricing.pallas_kernels import inner_jaxprs
 from wanjax.pricing.pricer import Price
 from wanjax.pricing.roofline import Machine
@@ -33,9 +33,9 @@ class Work:
     live_bytes: int  # live bytes at the peak, without the arguments
 
 
-def price_lowering(machine: Machine, lowering: Lowering, attention: str | None = None) -> Price:
+def price_abstract_call(machine: Machine, abstract_call: AbstractCall, attention: str | None = None) -> Price:
     """Price a program with a roofline model. `attention` is the named scope in which the program computes attention."""
-    jaxpr = jax.make_jaxpr(lowering.function)(*lowering.arguments).jaxpr
+    jaxpr = jax.make_jaxpr(abstract_call.function)(*abstract_call.arguments).jaxpr
     work = count_work(jaxpr, attention=attention)
     seconds = _seconds(machine, work)
     total = sum(seconds.values())
