@@ -344,7 +344,7 @@ def decode(report: Report, request: "VideoRequest", options: "PipelineOptions", 
 @options.model_argument
 @options.chip
 @defaults.from_workflow
-@options.quoted
+@options.example_prompt
 @options.video
 @options.mesh
 @options.rules
@@ -394,7 +394,7 @@ def plan(
 @main.command()
 @options.model
 @options.chip_elsewhere
-@options.quoted
+@options.example_prompt
 @options.video
 @options.devices
 @options.tile

@@ -458,7 +458,7 @@ batch_guidance = click.option(
     help="Compute the prompt and the negative prompt in one batch. The batch takes more memory, and is faster "
     "on some devices.",
 )
-quoted = click.option(
+example_prompt = click.option(
     "--prompt",
     metavar="TEXT",
     help="An example of the real prompts. The example matters for models that use an additional encoder for "
