@@ -140,12 +140,12 @@ def _startup_sentence(workload: Workload, option: Option) -> str:
     return (
         f"the startup of a {option.slice}: {format_value_range(option.startup_seconds, format_duration)}; "
         "until it is ready "
-        f"{format_duration(start_seconds)} ({_source_of(workload.start)}), {size_range} of weights at {rate_text}/s "
-        f"({_source_of(workload.download)}) and loaded at {format_bytes(LOAD_RATE)}/s (measured), compiling {compiling}"
+        f"{format_duration(start_seconds)} ({_given_or_estimated(workload.start)}), {size_range} of weights at {rate_text}/s "
+        f"({_given_or_estimated(workload.download)}) and loaded at {format_bytes(LOAD_RATE)}/s (measured), compiling {compiling}"
     )
 
 
-def _source_of(value: float | None) -> str:
+def _given_or_estimated(value: float | None) -> str:
     return "estimated" if value is None else "given"
 
 
