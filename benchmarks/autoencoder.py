@@ -47,7 +47,7 @@ def main() -> None:
     for run in (run for run in programs(options.model, video, mesh) if run.name in names):
         for level in options.levels:
             [price] = PRICER.price_all(place, [at_level(run.abstract_call, LEVELS[level])])
-            cost, peak = f"{1e3 * (price.seconds or math.nan):.1f}", f"{price.peak / 2**30:.2f}"
+            cost, peak = f"{1e3 * (price.seconds or math.nan):.1f}", f"{price.peak_bytes / 2**30:.2f}"
             table.add_row(run.name, level, f"{price.compile_seconds:.0f}", cost, str(run.times), peak)
     Console().print(table)
 

@@ -451,8 +451,8 @@ MUTATIONS = (
     Mutation(
         "plan-memory",
         "src/wanjax/plan/estimate.py",
-        "spare_bytes_per_chip=memory - largest.peak - program.resident_bytes",
-        "spare_bytes_per_chip=memory - largest.peak",
+        "spare_bytes_per_chip=memory - largest.peak_bytes - program.resident_bytes",
+        "spare_bytes_per_chip=memory - largest.peak_bytes",
         "a plan says that a video fits where the networks beside it take the memory",
         ("plan/test_estimate.py::test_networks_that_stay_are_counted_beside_each_stage",),
     ),

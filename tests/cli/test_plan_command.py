@@ -149,7 +149,9 @@ def test_advice_when_a_video_does_not_fit(monkeypatch):
     temporaries = "the total memory required for HLO temporaries (32.62G) exceeds available HBM (31.25G)."
     assert pricer.needed_bytes(temporaries) == round(32.62 * GIB)
     monkeypatch.setattr(
-        Pricer, "prices", lambda self, _, programs, begun: enumerate([Price(arguments=0, peak=needed)] * len(programs))
+        Pricer,
+        "prices",
+        lambda self, _, programs, begun: enumerate([Price(argument_bytes=0, peak_bytes=needed)] * len(programs)),
     )
     found = estimate.estimate_video(model_description("wan2.1-t2v-14b"), "v6e-1")
     assert not found.fits
@@ -169,7 +171,7 @@ def test_options_with_which_a_video_fits(monkeypatch):
         sizes = [
             [x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract_call.arguments)] for abstract_call in programs
         ]
-        return enumerate([Price(arguments=sum(x), peak=sum(x) + 6 * GIB) for x in sizes])
+        return enumerate([Price(argument_bytes=sum(x), peak_bytes=sum(x) + 6 * GIB) for x in sizes])
 
     monkeypatch.setattr(Pricer, "prices", prices)
     found = estimate.estimate_video(model_description("wan2.1-t2v-14b"), "v6e-1")
@@ -238,18 +240,18 @@ def test_the_bar_counts_only_what_is_compiled_now(monkeypatch):
     """Price that were kept come first, before anything is begun."""
 
     def some_kept(self, place, abstract_calls, begun):
-        yield 1, Price(arguments=1, peak=2)
+        yield 1, Price(argument_bytes=1, peak_bytes=2)
         begun(0)
         begun(2)
-        yield 2, Price(arguments=1, peak=2)
+        yield 2, Price(argument_bytes=1, peak_bytes=2)
         begun(0)  # again, because the compiler's process ended
-        yield 0, Price(arguments=3, peak=4)
+        yield 0, Price(argument_bytes=3, peak_bytes=4)
 
     monkeypatch.setattr(Pricer, "prices", some_kept)
     told = []
     abstract_calls = [(name, AbstractCall(lambda: None, ())) for name in "abc"]
     found = hardware.priced_on(SLICES["v6e-8"], abstract_calls, lambda *known: told.append(known))
-    assert [x.arguments for x in found] == [3, 1, 1]
+    assert [x.argument_bytes for x in found] == [3, 1, 1]
     assert told == [(["a"], 0, 2), (["a", "c"], 0, 2), (["a"], 1, 2), (["a"], 1, 2), ([], 2, 2)]
 
 
@@ -284,7 +286,9 @@ def test_each_set_of_compiler_options_has_prices_of_its_own(monkeypatch):
 
     def prices(self, place, programs, begun):
         asked["jobs"] = [export(program, place) for program in programs]
-        return enumerate([Price(arguments=1, peak=2, seconds=1.0, doubts=["an option was refused"])] * len(programs))
+        return enumerate(
+            [Price(argument_bytes=1, peak_bytes=2, seconds=1.0, doubts=["an option was refused"])] * len(programs)
+        )
 
     monkeypatch.setattr(Pricer, "prices", prices)
     kept_in = {}

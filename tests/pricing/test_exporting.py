@@ -171,7 +171,7 @@ def test_prices_come_as_they_are_known_and_are_kept(monkeypatch):
     assert first[0].seconds is not None
     assert first[1].seconds > first[0].seconds > 0
     assert first[0].doubts == first[1].doubts == []
-    assert (first[3].seconds, first[3].peak > V6E.memory) == (None, True)
+    assert (first[3].seconds, first[3].peak_bytes > V6E.memory) == (None, True)
     three = kernel._replace(function=lambda x, y: kernel.function(x, y) + kernel.function(x * 3, y))
     assert PRICER.price_all(V6E, [three])[0].seconds == pytest.approx(first[1].seconds, rel=0.01)
     assert asked[1:] == [(1, range(1, 1))]  # the kernel's price was kept on its own
@@ -228,7 +228,7 @@ def test_any_function_is_priced():
         return jax.nn.relu(x @ tree["w"] + bias)
 
     found = wanjax.price(layer, x, w, mesh={"dp": 4}, chip="v6e-4", donate=[0])
-    assert found.arguments == 1024 * width * 2 + width * width * 2
+    assert found.argument_bytes == 1024 * width * 2 + width * width * 2
     assert found.seconds is not None
     assert 0 < found.low <= found.seconds <= found.high
     assert found.breakdown["matmuls"] > 0

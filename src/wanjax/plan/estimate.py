@@ -332,8 +332,8 @@ def estimate_video(
                 program.name,
                 program.times,
                 price.seconds,
-                price.arguments,
-                price.peak,
+                price.argument_bytes,
+                price.peak_bytes,
                 program.resident_bytes,
                 price.kernels,
             )
@@ -466,13 +466,13 @@ def _stage(programs: Sequence[PricedProgram], memory: int) -> Stage:
 
     The programs run one after another, so the stage needs the memory of the largest program.
     """
-    program, largest = max(programs, key=lambda pair: pair[1].peak + pair[0].resident_bytes)
+    program, largest = max(programs, key=lambda pair: pair[1].peak_bytes + pair[0].resident_bytes)
     return Stage(
-        weights_bytes_per_chip=largest.arguments,
-        activation_bytes_per_chip=largest.peak - largest.arguments,
+        weights_bytes_per_chip=largest.argument_bytes,
+        activation_bytes_per_chip=largest.peak_bytes - largest.argument_bytes,
         kept_bytes_per_chip=program.resident_bytes,
-        peak_bytes_per_chip=largest.peak + program.resident_bytes,
-        spare_bytes_per_chip=memory - largest.peak - program.resident_bytes,
+        peak_bytes_per_chip=largest.peak_bytes + program.resident_bytes,
+        spare_bytes_per_chip=memory - largest.peak_bytes - program.resident_bytes,
         seconds=_sum(x.seconds and run.times * x.seconds for run, x in programs),
         compile_seconds=sum(price.compile_seconds for _, price in programs),
     )
@@ -498,7 +498,7 @@ def _estimated_peak(prices: Sequence[PricedProgram], changed: Sequence[VideoProg
     peaks = []
     for program in changed:
         original, price = priced[program.stage, program.name]
-        activations = price.peak - _argument_bytes(original) if isinstance(hardware, Slice) else 0
+        activations = price.peak_bytes - _argument_bytes(original) if isinstance(hardware, Slice) else 0
         peaks.append(activations + _argument_bytes(program) + program.resident_bytes)
     return max(peaks)
 

@@ -32,7 +32,7 @@ def price(
         x = jax.ShapeDtypeStruct((8192, 4096), "bfloat16", sharding=PartitionSpec("dp"))
         w = jax.ShapeDtypeStruct((4096, 4096), "bfloat16", sharding=PartitionSpec(None, "tp"))
         price = wanjax.price(lambda x, w: jax.nn.relu(x @ w), x, w, mesh=mesh, chip="v6e-8")
-        print(price.seconds, price.peak, price.breakdown)
+        print(price.seconds, price.peak_bytes, price.breakdown)
 
     The function is traced and lowered in this process. The price is stored in the user's cache, so that the compiler
     runs only once for each program.

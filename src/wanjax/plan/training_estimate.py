@@ -190,20 +190,20 @@ def _seconds(step: Price, forward: Price) -> dict[str, Any]:
 
 def _memory(settings: Settings, chip: str, hardware: Hardware, step: Price) -> dict[str, Any]:
     """Return the fields of `TrainingEstimate` about memory, and about what limits the speed of a step."""
-    spare, fits = hardware.memory - step.peak, fits_on(hardware, step.arguments, step.peak)
+    spare, fits = hardware.memory - step.peak_bytes, fits_on(hardware, step.argument_bytes, step.peak_bytes)
     advice = None
     if fits is None:
         claim = f"a step of {settings.model} may fit {chip}"
-        advice = may_fit(claim, "it", step.arguments, step.peak, hardware.memory)
+        advice = may_fit(claim, "it", step.argument_bytes, step.peak_bytes, hardware.memory)
     elif not fits:
         advice = (
-            f"a step of {settings.model} needs {format_bytes(step.peak, 1024)} a chip, but a chip has "
-            f"{format_bytes(hardware.memory, 1024)}: {would_fit(chip, step.peak * hardware.devices)}"
+            f"a step of {settings.model} needs {format_bytes(step.peak_bytes, 1024)} a chip, but a chip has "
+            f"{format_bytes(hardware.memory, 1024)}: {would_fit(chip, step.peak_bytes * hardware.devices)}"
         )
     return {
         "memory_per_chip": hardware.memory,
-        "weights_bytes_per_chip": step.arguments,
-        "peak_bytes_per_chip": step.peak,
+        "weights_bytes_per_chip": step.argument_bytes,
+        "peak_bytes_per_chip": step.peak_bytes,
         "spare_bytes_per_chip": spare,
         "fits": fits,
         "limit": (None if fits is False else limit_of(step)) or "the memory of a chip",

@@ -48,8 +48,8 @@ class Price:
     """The price of one run of a program on one device.
 
     Args:
-        arguments: Bytes of the arguments.
-        peak: Bytes at the peak.
+        argument_bytes: Bytes of the arguments.
+        peak_bytes: Bytes at the peak.
         seconds: Seconds of a run; None if the program does not fit in memory.
         least: Seconds of a run that takes the cheapest branch of every conditional.
         low: The lower end of the range of `seconds`.
@@ -64,8 +64,8 @@ class Price:
         kernels: How often a run starts each kind of kernel; only for cards.
     """
 
-    arguments: int
-    peak: int
+    argument_bytes: int
+    peak_bytes: int
     seconds: float | None = None
     least: float | None = None
     low: float = 0.0
@@ -286,8 +286,8 @@ class Pricer:
             breakdown[self._part(item)] += item.cost.mid
         scope_part = f"/{self.self_attention}/{self.attention}/"
         return Price(
-            arguments=program.memory.arguments,
-            peak=program.memory.peak,
+            argument_bytes=program.memory.arguments,
+            peak_bytes=program.memory.peak,
             seconds=total.mid,
             least=price(program, cheapest=True).total.mid,
             low=total.low,
@@ -363,7 +363,7 @@ def _price_if_too_large(error: CompilerError) -> Price:
     """Return the price of a program that does not fit in memory; raise any error that is not about memory."""
     if (needed := needed_bytes(str(error))) is None:
         raise error
-    return Price(arguments=0, peak=needed)
+    return Price(argument_bytes=0, peak_bytes=needed)
 
 
 def _collectives(items: Sequence[PricedOperation]) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ class Work:
     convolutions: int  # operations
     product_bytes: int  # read and written by products
     written: int  # bytes written by products and convolutions; elementwise work reads and writes these bytes again
-    arguments: int  # bytes
+    argument_bytes: int
     live_bytes: int  # live bytes at the peak, without the arguments
 
 
@@ -40,8 +40,8 @@ def price_abstract_call(machine: Machine, abstract_call: AbstractCall, attention
     seconds = _seconds(machine, work)
     total = sum(seconds.values())
     return Price(
-        arguments=work.arguments,
-        peak=work.arguments + work.live_bytes,
+        argument_bytes=work.argument_bytes,
+        peak_bytes=work.argument_bytes + work.live_bytes,
         seconds=total,
         least=sum(_seconds(machine, count_work(jaxpr, attention=attention, cheapest=True)).values()),
         low=total,
@@ -79,8 +79,8 @@ def count_work(jaxpr: Jaxpr, *, attention: str | None = None, cheapest: bool = F
             counts["product_bytes"] += times * (written + sum(_bytes(x) for x in equation.invars))
         if kind != "attention":
             counts["written"] += times * written
-    arguments = sum(_bytes(x) for x in jaxpr.invars)
-    return Work(**counts, arguments=arguments, live_bytes=_peak_live_bytes(jaxpr, "", attention))
+    argument_bytes = sum(_bytes(x) for x in jaxpr.invars)
+    return Work(**counts, argument_bytes=argument_bytes, live_bytes=_peak_live_bytes(jaxpr, "", attention))
 
 
 def _products(
