@@ -140,8 +140,9 @@ def _startup_sentence(workload: Workload, option: Option) -> str:
     return (
         f"the startup of a {option.slice}: {format_value_range(option.startup_seconds, format_duration)}; "
         "until it is ready "
-        f"{format_duration(start_seconds)} ({_given_or_estimated(workload.start)}), {size_range} of weights at {rate_text}/s "
-        f"({_given_or_estimated(workload.download)}) and loaded at {format_bytes(LOAD_RATE)}/s (measured), compiling {compiling}"
+        f"{format_duration(start_seconds)} ({_given_or_estimated(workload.start)}), {size_range} of weights at "
+        f"{rate_text}/s ({_given_or_estimated(workload.download)}) and loaded at {format_bytes(LOAD_RATE)}/s "
+        f"(measured), compiling {compiling}"
     )
 
 
