@@ -148,7 +148,7 @@ def vae_config(json: Mapping[str, Any]) -> VAEConfig:
         spatial_factor=json["spatial_compression_ratio"],
         temporal_factor=json["temporal_compression_ratio"],
         scale=json["scaling_factor"],
-        longest=VAE_1_5.longest,
+        max_latent_frames=VAE_1_5.max_latent_frames,
     )
     spatial, temporal = config.num_halving_levels
     factors = config.spatial_factor, config.temporal_factor

@@ -50,7 +50,7 @@ def reference() -> AutoencoderKLHunyuanVideo15:
 
 
 def loaded(reference, dtype=jnp.float32, partitioner=None) -> HunyuanVideoVAE:
-    config = replace(tables.vae_config(reference.config), longest=6)
+    config = replace(tables.vae_config(reference.config), max_latent_frames=6)
     kw = {"dtype": dtype, "param_dtype": dtype}
     abstract = as_shapes(lambda rngs: HunyuanVideoVAE(config, **kw, rngs=rngs))
     return modules.load(

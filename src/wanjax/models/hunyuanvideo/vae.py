@@ -5,8 +5,8 @@ of its own.
 It streams. The first call receives the first frame or latent frame, optionally with later ones, and `None`. Each later
 call receives a chunk (a multiple of 4 frames to encode, latent frames to decode) and the cache that the previous call
 returned: a pytree of the last frames that each convolution saw, and of the attention's keys and values of all frames.
-The results equal those of the whole clip at once, up to the config's `longest` latent frames. The reference is
-diffusers' models/autoencoders/autoencoder_kl_hunyuanvideo15.py.
+The results equal those of the whole clip at once, up to the config's `max_latent_frames`. The reference is diffusers'
+models/autoencoders/autoencoder_kl_hunyuanvideo15.py.
 """
 
 from itertools import pairwise
@@ -96,13 +96,13 @@ class CausalAttention(nnx.Module):
     same rank. Frames attend one at a time, so that the logits of all pairs of cells are never in memory together.
     """
 
-    def __init__(self, channels: int, longest: int, **kw):
+    def __init__(self, channels: int, max_latent_frames: int, **kw):
         self.norm = ChannelNorm(channels, **kw)
         self.q = linear(channels, channels, CONV_AXES, **kw)
         self.k = linear(channels, channels, CONV_AXES, **kw)
         self.v = linear(channels, channels, CONV_AXES, **kw)
         self.out = linear(channels, channels, CONV_AXES, **kw)
-        self.longest = longest
+        self.max_latent_frames = max_latent_frames
         self.dtype = kw["dtype"]
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
@@ -111,7 +111,7 @@ class CausalAttention(nnx.Module):
         q, k, v = (to_operand_dtype(project(y), self.dtype) for project in (self.q, self.k, self.v))
         if cache is None:
             cached_frames, keys, values = 0, k, v
-            padding = ((0, 0), (0, self.longest - frames), (0, 0), (0, 0), (0, 0))
+            padding = ((0, 0), (0, self.max_latent_frames - frames), (0, 0), (0, 0), (0, 0))
             cache = (jnp.pad(k, padding), jnp.pad(v, padding), jnp.full((1,) * 5, frames, jnp.int32))
         else:
             keys, values, count = cache
@@ -136,9 +136,9 @@ class CausalAttention(nnx.Module):
 class MidBlock(nnx.Module):
     """Attention between two residual blocks, at the lowest resolution."""
 
-    def __init__(self, channels: int, longest: int, **kw):
+    def __init__(self, channels: int, max_latent_frames: int, **kw):
         self.res1 = ResBlock(channels, **kw)
-        self.attention = CausalAttention(channels, longest, **kw)
+        self.attention = CausalAttention(channels, max_latent_frames, **kw)
         self.res2 = ResBlock(channels, **kw)
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
@@ -253,7 +253,7 @@ class Encoder(nnx.Module):
         self.levels = nnx.List(
             [Level(size, config.res_blocks, down, **kw) for size, down in zip(config.channels, downs, strict=True)]
         )
-        self.mid = MidBlock(last, config.longest, **kw)
+        self.mid = MidBlock(last, config.max_latent_frames, **kw)
         self.norm_out = ChannelNorm(last, **kw)
         self.conv_out = EdgeConv(last, 2 * config.latent_channels, **kw)
 
@@ -277,7 +277,7 @@ class Decoder(nnx.Module):
             for level, (a, b) in enumerate(pairwise((*sizes, 0)))
         ]
         self.conv_in = EdgeConv(config.latent_channels, first, **kw)
-        self.mid = MidBlock(first, config.longest, **kw)
+        self.mid = MidBlock(first, config.max_latent_frames, **kw)
         self.levels = nnx.List(
             [Level(size, config.res_blocks + 1, up, **kw) for size, up in zip(sizes, ups, strict=True)]
         )

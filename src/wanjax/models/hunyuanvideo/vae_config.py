@@ -16,7 +16,8 @@ class VAEConfig:
     Attributes:
         channels: Channels of the encoder's levels. The decoder's levels have the same channels in reverse order.
         scale: The factor from the encoder's means to latents.
-        longest: The largest number of latent frames of a video. The cache of the attention has room for this number.
+        max_latent_frames: The largest number of latent frames of a video. The cache of the attention has room for this
+            number.
     """
 
     channels: tuple[int, ...]
@@ -25,7 +26,7 @@ class VAEConfig:
     spatial_factor: int
     temporal_factor: int
     scale: float
-    longest: int
+    max_latent_frames: int
 
     @property
     def patch(self) -> int:
@@ -45,7 +46,7 @@ class VAEConfig:
     @property
     def longest_video(self) -> int:
         """The largest number of frames of a video."""
-        return 1 + (self.longest - 1) * self.temporal_factor
+        return 1 + (self.max_latent_frames - 1) * self.temporal_factor
 
     def encode_lengths(self, frames: int) -> tuple[int, int]:
         """Return the number of frames in the first chunk to encode and in each later chunk."""
@@ -63,5 +64,5 @@ VAE_1_5 = VAEConfig(
     spatial_factor=16,
     temporal_factor=4,
     scale=1.03682,
-    longest=33,
+    max_latent_frames=33,
 )
