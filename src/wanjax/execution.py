@@ -189,7 +189,7 @@ class Strategy(ABC):
     def call(self, program: Program, compile_context: CompileContext, static: Any, *arguments: Any) -> Any:
         """Call a program and return its results."""
 
-    def read(self, x: Any, placeholder: Result) -> Any | Result:
+    def to_host(self, x: Any, placeholder: Result) -> Any | Result:
         """Copy a result to the host. If the strategy computes no values, return `placeholder`."""
         return placeholder
 
@@ -397,7 +397,7 @@ class Execute(Strategy):
             self._accepted_options[key] if key in self._accepted_options else program.compiler_options(compile_context)
         )
 
-    def read(self, x: Any, placeholder: Any) -> Any:
+    def to_host(self, x: Any, placeholder: Any) -> Any:
         return jax.tree.map(np.asarray, x)
 
     def forget(self) -> None:

@@ -175,7 +175,7 @@ class Run:
                 latent_chunks = list(self.latents(conditioning, window_settings, [window_settings.seed], noise))
             with self.stage("decode"):
                 chunks = self.frames(latent_chunks, spec.windowing.dtype, seed=window_settings.seed)
-                chunks = [strategy.read(x, np.zeros(x.shape, x.dtype)) for x in chunks]
+                chunks = [strategy.to_host(x, np.zeros(x.shape, x.dtype)) for x in chunks]
             frames = np.concatenate(chunks)
             frames, carried, drift = spec.windowing.finish(window, settings, self.pictures, frames, carried)
             if drift is not None:

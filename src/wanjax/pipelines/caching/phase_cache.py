@@ -46,7 +46,7 @@ def embedding_changes(
     """Return the change of the timestep's embedding before each step of a phase. Return None while a run is traced."""
     times = [denoiser.timesteps(one_step(schedule, step)) for step in phase.steps]
     stacked = jax.tree.map(lambda *of_steps: np.stack(of_steps), *times)
-    changes = runtime.strategy.read(
+    changes = runtime.strategy.to_host(
         runtime.call(time_changes, (denoiser, network.graphdef, unprojected), network.weights, stacked), None
     )
     return None if changes is None else changes.tolist()

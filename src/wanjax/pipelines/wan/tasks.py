@@ -326,7 +326,7 @@ class ControlledVideo(WanModel):
 
         def resize_on_host(picture: np.ndarray, size: tuple[int, int]) -> np.ndarray:
             """Resize an image and return it on the host; return zeros while a run is traced."""
-            return runtime.strategy.read(runtime.call(resize, size, picture), np.zeros((*size, 3), np.float32))
+            return runtime.strategy.to_host(runtime.call(resize, size, picture), np.zeros((*size, 3), np.float32))
 
         unchanged, changed = (
             encode_frames(list(map(partial(masked_frame, repainting), repaint_mask, clip)))
