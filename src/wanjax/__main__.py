@@ -22,12 +22,12 @@ def main() -> None:
     try:
         run(prog_name="wanjax")
     except SystemExit as ended:
-        if isinstance(ended.code, int | None) and not _is_awaited():
+        if isinstance(ended.code, int | None) and not _has_running_threads():
             _end_process(ended.code or 0)
         raise
 
 
-def _is_awaited() -> bool:
+def _has_running_threads() -> bool:
     """Return whether threads are running for which Python would wait at its exit."""
     import threading  # imported late, so that Ctrl-C works sooner
 
