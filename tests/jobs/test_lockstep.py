@@ -191,7 +191,7 @@ def test_a_host_whose_folder_is_another_takes_no_job(local_store, tmp_path, aske
     with ThreadPoolExecutor(1) as pool:
         working = pool.submit(host.work, message)
         with pytest.raises(WanjaxError, match=naming(f"{elsewhere} another folder")):
-            host.probe_result() if asked else working.result(PATIENCE)
+            host.initializer_result() if asked else working.result(PATIENCE)
         host.drain()
     assert local_store.get("a").attempts == 0
 

@@ -56,7 +56,7 @@ def succeeded(process):
 def answered(worker):
     """Return what a worker was asked for, once it is there."""
     end = time.monotonic() + 120
-    while (answer := worker.probe_result()) is None and time.monotonic() < end:
+    while (answer := worker.initializer_result()) is None and time.monotonic() < end:
         time.sleep(0.1)
     return answer
 
@@ -127,7 +127,7 @@ def test_a_video_that_fails_on_one_host_of_a_slice_is_listed_and_the_rest_goes_o
         pool = Pool(store, lambda number: worker(None if plan else ask), Autoscaler(1, 1), notes.append)
         while not plan:
             pool.poll()
-            plan += pool.workers[0].probe_result() or []
+            plan += pool.workers[0].initializer_result() or []
         batch, ended = Batch(store, plan, Manifest(tmp_path), "nano"), []
         while batch.ended_count < batch.total:
             pool.poll()

@@ -276,7 +276,7 @@ def _make_with_workers(
 ) -> Batch:
     """Start workers as processes of this machine or in a Ray cluster, and let them make the videos."""
     report = driver.report
-    plan_probe = partial(_plan_tasks, requests, row_errors)
+    plan_initializer = partial(_plan_tasks, requests, row_errors)
     with ExitStack() as exit_stack:
         plans: list[Any] = []
         if count == 0:  # workers on other hosts make the videos
@@ -291,7 +291,7 @@ def _make_with_workers(
 
         def start_worker(number: int) -> LocalWorker | RayWorker:
             is_planner = number == 0 and not plans
-            new_worker = start(number=number, probe=plan_probe if is_planner else None)
+            new_worker = start(number=number, initializer=plan_initializer if is_planner else None)
             planners.extend([new_worker] if is_planner else [])
             return new_worker
 
@@ -301,7 +301,7 @@ def _make_with_workers(
             while not plans:
                 _poll_pool(pool, report)
                 with suppress(EOFError):  # the worker died, and its successor plans the tasks
-                    planned = planners[-1].probe_result()
+                    planned = planners[-1].initializer_result()
                     plans += [planned] if planned is not None else []
             tasks, model = plans[0]
             batch = driver.batch(tasks, model)
@@ -360,7 +360,9 @@ def _ray_workers(
             folder = partial(start_group, ray, placement_bundles(ray, resources, hosts), not local)
             follower = partial(VideoMaker, **arguments)
         start = partial(_make_maker, arguments, leads=hosts > 1)
-        yield lambda number, probe: RayWorker(ray, driver.store, start, driver.options, folder, follower, probe)
+        yield lambda number, initializer: RayWorker(
+            ray, driver.store, start, driver.options, folder, follower, initializer
+        )
 
 
 def _count(report: Report, batch: Batch, suffix: str = "") -> None:

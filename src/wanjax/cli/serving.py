@@ -185,7 +185,9 @@ class _ServeCommand:
         nice = 0 if glob(GPU_FILES) else CPU_NICENESS
 
         def start_local(number: int) -> LocalWorker:
-            return LocalWorker(self.store, start, {}, number=number, nice=nice, probe=ServedMaker.models_and_cards)
+            return LocalWorker(
+                self.store, start, {}, number=number, nice=nice, initializer=ServedMaker.models_and_cards
+            )
 
         with ExitStack() as stack:
             if by.ray is None:
@@ -207,7 +209,9 @@ class _ServeCommand:
         """
         shared_store = self.store if self.store.is_shared else RemoteStore.start(ray, self.store)
         start_actor = partial(start_single, ray, resources)
-        return lambda number: RayWorker(ray, shared_store, start, {}, start_actor, probe=ServedMaker.models_and_cards)
+        return lambda number: RayWorker(
+            ray, shared_store, start, {}, start_actor, initializer=ServedMaker.models_and_cards
+        )
 
     def _run_pool(self, pool: Pool) -> None:
         """Answer requests until a signal arrives, while a thread polls the pool."""
@@ -306,7 +310,7 @@ def _first_answer(pool: Any, stopped: threading.Event) -> Any:
         pool.poll()
         for worker in pool.workers.values():
             with suppress(EOFError):  # the worker died, and a new one replaces it
-                if (answer := worker.probe_result()) is not None:
+                if (answer := worker.initializer_result()) is not None:
                     return answer
     return None
 

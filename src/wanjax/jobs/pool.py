@@ -60,7 +60,7 @@ class LocalWorker:
         number: Index of the worker on this machine, from 0. If there are several GPUs, the index selects the worker's
             GPU.
         nice: The niceness to add to the process.
-        probe: Called with the maker before the first job. `probe_result` returns its result.
+        initializer: Called with the maker before the first job. `initializer_result` returns its result.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class LocalWorker:
         *,
         number: int = 0,
         nice: int = 0,
-        probe: Callable[[Any], Any] | None = None,
+        initializer: Callable[[Any], Any] | None = None,
     ):
         self.name = new_worker_name()
         context = multiprocessing.get_context("spawn")
         self._pipe, child_end = context.Pipe()
-        arguments = store, make_maker, self.name, options, number, nice, probe, child_end
+        arguments = store, make_maker, self.name, options, number, nice, initializer, child_end
         self._process = context.Process(target=_run, args=arguments, name=self.name, daemon=True)
         self._process.start()
         child_end.close()
@@ -86,8 +86,11 @@ class LocalWorker:
         """The id of the child process."""
         return self._process.pid
 
-    def probe_result(self) -> Any:
-        """Return the result of `probe`, or None before it is ready. Raises its error; EOFError if the worker died."""
+    def initializer_result(self) -> Any:
+        """Return the result of `initializer`, or None before it is ready.
+
+        Raises its error; EOFError if the worker died.
+        """
         if not self._pipe.poll():
             return None
         value, error = self._pipe.recv()
@@ -117,7 +120,7 @@ def _run(
     options: dict[str, Any],
     number: int,
     nice: int,
-    probe: Callable[[Any], Any] | None,
+    initializer: Callable[[Any], Any] | None,
     pipe: Any,
 ) -> None:
     """Run a worker in this process until it is asked to exit or its parent process ends."""
@@ -128,12 +131,12 @@ def _run(
     os.nice(nice)
     store = store.with_retry_seconds(inf)
     maker = make_maker(store)
-    if probe is not None:
+    if initializer is not None:
         try:
-            probe_result = probe(maker), None
+            initializer_result = initializer(maker), None
         except WanjaxError as error:
-            probe_result = None, error
-        pipe.send(probe_result)
+            initializer_result = None, error
+        pipe.send(initializer_result)
     work(store, maker, name=name, exit_requested=exit_event.is_set, **options)
     store.close()
 

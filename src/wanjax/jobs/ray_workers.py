@@ -40,7 +40,7 @@ class RayWorker:
         options: Keyword arguments of `work`.
         start_actors: Starts the actors.
         make_follower: Creates the maker in the process of each other actor.
-        probe: Called with the maker before the first job. `probe_result` returns its result.
+        initializer: Called with the maker before the first job. `initializer_result` returns its result.
     """
 
     def __init__(
@@ -51,23 +51,26 @@ class RayWorker:
         options: Mapping[str, Any],
         start_actors: StartActors,
         make_follower: Callable[[], VideoMaker] | None = None,
-        probe: Callable[[Any], Any] | None = None,
+        initializer: Callable[[Any], Any] | None = None,
     ):
         self.ray, self.name = ray, new_worker_name()
         self._actors, self._group = start_actors(WorkerActor)
         first, *others = self._actors
         address, count = first.address.remote() if others else None, len(self._actors)
-        pickled_work = ray.cloudpickle.dumps((store, make_maker, self.name, dict(options), probe))
+        pickled_work = ray.cloudpickle.dumps((store, make_maker, self.name, dict(options), initializer))
         self._calls = [first.work.remote(pickled_work, address, count)]
         pickled_follower = ray.cloudpickle.dumps(make_follower)
         self._calls += [
             actor.follow_leader.remote(pickled_follower, address, count, index) for index, actor in enumerate(others, 1)
         ]
-        self._probe_call = None if probe is None else first.probe_result.remote()
+        self._initializer_call = None if initializer is None else first.initializer_result.remote()
 
-    def probe_result(self) -> Any:
-        """Return the result of `probe`, or None before it is ready. Raises its error; EOFError if the worker died."""
-        return result_if_ready(self.ray, self._probe_call)
+    def initializer_result(self) -> Any:
+        """Return the result of `initializer`, or None before it is ready.
+
+        Raises its error; EOFError if the worker died.
+        """
+        return result_if_ready(self.ray, self._initializer_call)
 
     def exit_reason(self) -> str | None:
         finished, _ = self.ray.wait(self._calls, num_returns=len(self._calls), timeout=0)
@@ -96,9 +99,9 @@ class WorkerActor:
     def __init__(self, nice: bool = False):
         if nice:
             os.nice(CPU_NICENESS)
-        self._exit_event, self._probe_done = Event(), Event()
-        self._probe_result: Any = None
-        self._probe_error: WanjaxError | None = None
+        self._exit_event, self._initializer_done = Event(), Event()
+        self._initializer_result: Any = None
+        self._initializer_error: WanjaxError | None = None
 
     def address(self) -> str:
         """Return HOST:PORT with this host's address and a free port."""
@@ -114,32 +117,32 @@ class WorkerActor:
 
         Args:
             pickled_work: The job store, the maker factory, the worker's name, the keyword arguments of `work` and the
-                probe, pickled by cloudpickle.
+                initializer, pickled by cloudpickle.
             address: The coordinator's HOST:PORT; None for a worker of one host.
             count: The number of hosts.
         """
         if address is not None:
             _connect_hosts(address, count, 0, coordinator_bind_address=address)
-        store, make_maker, name, options, probe = pickle.loads(pickled_work)
+        store, make_maker, name, options, initializer = pickle.loads(pickled_work)
         try:
             maker = make_maker(store := store.with_retry_seconds(inf))
-            self._probe_result = None if probe is None else probe(maker)
+            self._initializer_result = None if initializer is None else initializer(maker)
         except WanjaxError as error:
-            if probe is None:
+            if initializer is None:
                 raise
-            self._probe_error = error
-        self._probe_done.set()
-        if self._probe_error is None:
+            self._initializer_error = error
+        self._initializer_done.set()
+        if self._initializer_error is None:
             work(store, maker, name=name, exit_requested=self._exit_event.is_set, **options)
         else:
-            self._exit_event.wait()  # the caller of `probe_result` gets the error and ends this worker
+            self._exit_event.wait()  # the caller of `initializer_result` gets the error and ends this worker
 
-    def probe_result(self) -> Any:
-        """Wait for the result of the probe and return it, or raise its error."""
-        self._probe_done.wait()
-        if self._probe_error is not None:
-            raise self._probe_error
-        return self._probe_result
+    def initializer_result(self) -> Any:
+        """Wait for the result of the initializer and return it, or raise its error."""
+        self._initializer_done.wait()
+        if self._initializer_error is not None:
+            raise self._initializer_error
+        return self._initializer_result
 
     def drain(self) -> None:
         """Ask the worker to requeue its jobs and exit."""
