@@ -226,7 +226,7 @@ def _make_here(
     """Make the videos in this process, together with its followers if there are any. If rows are invalid, make no
     video."""
     report = driver.report
-    batch = driver.batch(maker.plan(requests, row_errors), maker.pipe.defaults.model)
+    batch = driver.batch(maker.checked_tasks(requests, row_errors), maker.pipe.defaults.model)
     if not batch.total:
         return batch
     first = next(iter(batch.tasks.values()))
@@ -276,34 +276,34 @@ def _make_with_workers(
 ) -> Batch:
     """Start workers as processes of this machine or in a Ray cluster, and let them make the videos."""
     report = driver.report
-    plan_initializer = partial(_plan_tasks, requests, row_errors)
+    make_tasks = partial(_make_tasks, requests, row_errors)
     with ExitStack() as exit_stack:
-        plans: list[Any] = []
+        results: list[tuple[list[Task], str]] = []
         if count == 0:  # workers on other hosts make the videos
-            plans.append(_plan_tasks(requests, row_errors, VideoMaker(**arguments)))
+            results.append(_make_tasks(requests, row_errors, VideoMaker(**arguments)))
             start: Any = None
         elif worker_options.ray is None:
             start = partial(LocalWorker, driver.store, partial(_make_maker, arguments), driver.options)
         else:
             start = exit_stack.enter_context(_ray_workers(driver, arguments, count, worker_options.ray, worker_options))
 
-        planners: list[LocalWorker | RayWorker] = []  # the last worker plans the tasks
+        first_workers: list[LocalWorker | RayWorker] = []  # the last of them makes the tasks
 
         def start_worker(number: int) -> LocalWorker | RayWorker:
-            is_planner = number == 0 and not plans
-            new_worker = start(number=number, initializer=plan_initializer if is_planner else None)
-            planners.extend([new_worker] if is_planner else [])
+            is_first = number == 0 and not results
+            new_worker = start(number=number, initializer=make_tasks if is_first else None)
+            first_workers.extend([new_worker] if is_first else [])
             return new_worker
 
         pool = Pool(driver.store, start_worker, Autoscaler(count, count), report.note)
         exit_stack.callback(pool.close)
         with report.stage("workers"):
-            while not plans:
+            while not results:
                 _poll_pool(pool, report)
-                with suppress(EOFError):  # the worker died, and its successor plans the tasks
-                    planned = planners[-1].initializer_result()
-                    plans += [planned] if planned is not None else []
-            tasks, model = plans[0]
+                with suppress(EOFError):  # the worker died, and its successor makes the tasks
+                    tasks_and_model = first_workers[-1].initializer_result()
+                    results += [tasks_and_model] if tasks_and_model is not None else []
+            tasks, model = results[0]
             batch = driver.batch(tasks, model)
         with driver.show_progress(batch):
             while batch.ended_count < batch.total:
@@ -330,9 +330,9 @@ def _make_maker(arguments: dict[str, Any], store: JobStore, leads: bool = False)
     return Leader(**arguments, restarts=True) if leads else VideoMaker(**arguments)
 
 
-def _plan_tasks(requests: Sequence[VideoRequest], row_errors: RowErrors, maker: VideoMaker) -> tuple[list[Task], str]:
-    """Plan the tasks of requests in a worker's process. Return the tasks and the model's name."""
-    return maker.plan(requests, row_errors), maker.pipe.defaults.model
+def _make_tasks(requests: Sequence[VideoRequest], row_errors: RowErrors, maker: VideoMaker) -> tuple[list[Task], str]:
+    """Make the tasks of requests in a worker's process. Return the tasks and the model's name."""
+    return maker.checked_tasks(requests, row_errors), maker.pipe.defaults.model
 
 
 @contextmanager

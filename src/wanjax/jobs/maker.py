@@ -141,7 +141,7 @@ class VideoMaker:
         """
         assert self.pipe
 
-    def plan(self, requests: Sequence[VideoRequest], row_errors: RowErrors | None = None) -> list[Task]:
+    def checked_tasks(self, requests: Sequence[VideoRequest], row_errors: RowErrors | None = None) -> list[Task]:
         """Return the tasks of requests. First check that the video with the longest prompt can be written.
 
         Args:
