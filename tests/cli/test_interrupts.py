@@ -281,10 +281,10 @@ def test_one_ctrl_c_ends_a_command_that_keeps_nothing(environment, command):
 def denoising(report: Report, last: int, number: int = signal.SIGINT) -> None:
     """Count steps up to `last` of 3; raise a signal before the last."""
     with report.stage("denoise"):
-        report.count("step", 1, 3)
+        report.set_progress("step", 1, 3)
         signal.raise_signal(number)
         time.sleep(0.1)
-        report.count("step", last, 3)
+        report.set_progress("step", last, 3)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
@@ -319,7 +319,7 @@ def test_ctrl_c_ends_a_stage_that_does_not_come_to_an_end(monkeypatch):
         report.quiet = report.runs_alone = True
         ended.clear()
         with report.stage(stage):
-            report.count("step", done, 20)
+            report.set_progress("step", done, 20)
             report.record_saved_steps(saved)
             os.kill(os.getpid(), signal.SIGINT)
             assert ended.wait(1) == ends

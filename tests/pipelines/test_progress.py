@@ -115,7 +115,7 @@ def test_a_line_that_says_nothing_new_is_not_printed(monkeypatch):
     written = StringIO()
     with progress.stage_on_console("plan", Console(file=written, width=120)) as stage:
         for done in range(3):
-            stage.count("program", done, 8)
+            stage.set_progress("program", done, 8)
             time.sleep(0.1)
     *lines, last = written.getvalue().splitlines()
     assert len(lines) == len({*lines}) <= 4
@@ -126,7 +126,7 @@ def test_a_line_that_says_nothing_new_is_not_printed(monkeypatch):
 def test_compiling_is_told_and_not_in_the_pace():
     recorder = Recorder()
     with progress.stage_on_console("denoise", Console(file=recorder, force_terminal=True, width=120)) as stage:
-        stage.count("step", 0, 9)
+        stage.set_progress("step", 0, 9)
         for done in range(1, 5):
             if done == 2:
 
@@ -137,7 +137,7 @@ def test_compiling_is_told_and_not_in_the_pace():
 
                 jax.block_until_ready(jax.jit(unlike_others)(jnp.arange(8.0)))
             time.sleep(0.02)
-            stage.count("step", done, 9)
+            stage.set_progress("step", done, 9)
         seconds = stage.compilations.seconds
     assert "step 1 of 9, compiling for" in recorder.text
     assert stage.unit_seconds is not None
@@ -153,52 +153,52 @@ def clock(monkeypatch) -> list[float]:
 
 def test_the_pace(clock):
     stage = Stage("denoise")
-    stage.count("step", 0, 20)
+    stage.set_progress("step", 0, 20)
     assert stage.unit_seconds is None
     for done, seconds in enumerate([100, 2, 2, 4, 4], 1):  # it begins with compiling
         clock[0] += seconds
-        stage.count("step", done, 20)
+        stage.set_progress("step", done, 20)
     assert stage.unit_seconds == 3
     assert str(stage) == "step 5 of 20, 45 s left, 3 s each"
     clock[0] += 2
     assert stage.remaining_seconds == 15 * 3 - 2
     clock[0] += 30
     assert stage.remaining_seconds == 14 * 3  # the present unit takes longer than any before
-    stage.count("chunk", 5, 20)  # another unit has a pace of its own
+    stage.set_progress("chunk", 5, 20)  # another unit has a pace of its own
     assert str(stage) == "chunk 5 of 20"
 
 
 def test_steps_that_are_noticed_together_have_no_pace(clock):
     """The host saw the first steps late, because it compiled the next program."""
     stage = Stage("denoise")
-    stage.count("step", 0, 5)
+    stage.set_progress("step", 0, 5)
     clock[0] += 9
-    stage.count("step", 1, 5)
+    stage.set_progress("step", 1, 5)
     clock[0] += 44e-6
-    stage.count("step", 2, 5)
+    stage.set_progress("step", 2, 5)
     assert stage.unit_seconds is None
     assert str(stage) == "step 2 of 5"
     for done in (3, 4):
         clock[0] += 2
-        stage.count("step", done, 5)
+        stage.set_progress("step", done, 5)
     assert stage.unit_seconds == 2
 
 
 def test_a_stage_that_continues(clock):
     """The steps that an earlier run took have no pace."""
     stage = Stage("denoise")
-    stage.count("step", 10, 20)
+    stage.set_progress("step", 10, 20)
     assert str(stage) == "step 10 of 20"
     for done in (11, 12, 13):
         clock[0] += 60
-        stage.count("step", done, 20)
+        stage.set_progress("step", done, 20)
     assert str(stage) == "step 13 of 20, 7 min 0 s left, 1 min 0 s each"
     stage.load("transformer_2", 10**9, 28 * 10**9)
     assert str(stage) == "step 13 of 20, loading transformer_2, 1 GB of 28 GB, 1 min 0 s each"
     stage.load("transformer_2", 28 * 10**9, 28 * 10**9)
     for done in (14, 15):
         clock[0] += 30
-        stage.count("step", done, 20)
+        stage.set_progress("step", done, 20)
     assert str(stage) == "step 15 of 20, 2 min 30 s left, 30 s each"  # the other network has its own pace
 
 
@@ -208,7 +208,7 @@ def test_a_narrow_terminal(clock):
     with progress.stage_on_console("denoise", Console(file=recorder, force_terminal=True, width=60)) as stage:
         for done in (0, 1, 2):
             clock[0] += 1.5
-            stage.count("step", done, 20)
+            stage.set_progress("step", done, 20)
         stage.row.refresh()
         recorder.written.clear()
         stage.row.refresh()
@@ -256,6 +256,6 @@ def test_a_sample_s_steps_are_not_those_of_its_training():
         units = []
         for work in ("", "sample", ""):
             with progress.unit_prefix(work):
-                progress.count("step", 1, 20)
+                progress.set_progress("step", 1, 20)
             units.append(stage.unit)
     assert units == ["step", "sample step", "step"]

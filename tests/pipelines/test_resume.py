@@ -122,7 +122,7 @@ class Interrupting(Observer):
     def __init__(self, after: int):
         self.after, self.taken = after, []
 
-    def count(self, unit, done, total):
+    def progressed(self, unit, done, total):
         if done == self.after:
             raise KeyboardInterrupt
 

@@ -55,14 +55,14 @@ class Extender:
         saved = _read_cache(file)
         with self.report.stage("extend", at_once=True):
             for index, prompt in enumerate(prompts):
-                self.report.count("prompt", index, len(prompts))
+                self.report.set_progress("prompt", index, len(prompts))
                 name = f"{self.model or ''} {'picture' if self.picture else 'text'}: {prompt}"
                 if name not in saved:
                     saved[name] = self(prompt)
                     with atomic_write(file) as partial_path:
                         partial_path.write_text(json.dumps(saved, indent=2, ensure_ascii=False), encoding="utf-8")
                 extended_prompts.append(ExtendedPrompt(saved[name], prompt))
-            self.report.count("prompt", len(prompts), len(prompts))
+            self.report.set_progress("prompt", len(prompts), len(prompts))
         return extended_prompts
 
 

@@ -367,7 +367,7 @@ def _ray_workers(
 
 def _count(report: Report, batch: Batch, suffix: str = "") -> None:
     failed = f"{len(batch.failed)} failed" if batch.failed else ""
-    report.count("video", batch.ended_count, batch.total, suffix=", ".join(filter(None, (failed, suffix))))
+    report.set_progress("video", batch.ended_count, batch.total, suffix=", ".join(filter(None, (failed, suffix))))
 
 
 class BatchProgressObserver(Reporting):
@@ -381,7 +381,7 @@ class BatchProgressObserver(Reporting):
     def stage(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def count(self, unit: str, done: int, total: int) -> None:
+    def progressed(self, unit: str, done: int, total: int) -> None:
         if self.batch.ended_count < self.batch.total:
             _count(self.report, self.batch, f"{unit} {done} of {total}")
 

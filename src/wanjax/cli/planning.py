@@ -119,7 +119,7 @@ def plan(
         estimator = partial(estimator, mesh_sizes, **price_options)
 
     def count_programs(current_names: Sequence[str], done: int, total: int) -> None:
-        report.count("program", done, total, suffix=" and ".join(current_names))
+        report.set_progress("program", done, total, suffix=" and ".join(current_names))
 
     with report.stage("plan", at_once=True):
         estimate = estimator(on_progress=count_programs)
@@ -348,8 +348,10 @@ def warmup(report: Report, request: VideoRequest, options: PipelineOptions, chip
         return
     init_distributed(report, options.processes)
     with _traced_programs(report, request, options) as traced_programs, report.stage("compile"):
-        EXECUTE.compile(*traced_programs, on_start=lambda number, total: report.count("program", number - 1, total))
-        report.count("program", len(traced_programs), len(traced_programs))
+        EXECUTE.compile(
+            *traced_programs, on_start=lambda number, total: report.set_progress("program", number - 1, total)
+        )
+        report.set_progress("program", len(traced_programs), len(traced_programs))
     report.table()
     report.note(
         f"the compiled programs are in {EXECUTE.executables.folder if EXECUTE.executables else compile_cache_folder()}"
@@ -374,7 +376,7 @@ def _fill_shared_cache(report: Report, request: VideoRequest, options: PipelineO
         ThreadPoolExecutor(MAX_CONCURRENT) as pool,
     ):
         for done, is_new in enumerate(pool.map(_is_compiled, traced_programs), 1):
-            report.count("program", done, len(traced_programs))
+            report.set_progress("program", done, len(traced_programs))
             compiled.append(is_new)
     report.table()
     counts = f"{pluralize(sum(compiled), 'program')}, already in the cache: {compiled.count(False)}"

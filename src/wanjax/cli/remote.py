@@ -131,9 +131,9 @@ def _generate_one(
     path = server.submit(_request_fields(request))
     with _cancelling(server) as pending_paths, report.stage("video"):
         pending_paths.append(path)
-        job = _wait_for_video(server, path, report, report.count)
+        job = _wait_for_video(server, path, report, report.set_progress)
         pending_paths.clear()
-        report.count("", 1, 1)  # the last poll came before the last step
+        report.set_progress("", 1, 1)  # the last poll came before the last step
     if job.get("status") != "completed":
         raise WanjaxError(f"{server.url} failed to make the video: {_failure_reason(job)}")
     record = server.ask(f"{path}/record")
@@ -312,7 +312,7 @@ class _BatchRequest:
 
     def _count(self, suffix: str = "") -> None:
         failed = f"{self.failed} failed" if self.failed else ""
-        self.report.count("video", self.ended, self.total, suffix=", ".join(filter(None, (failed, suffix))))
+        self.report.set_progress("video", self.ended, self.total, suffix=", ".join(filter(None, (failed, suffix))))
 
 
 def _output_name(fields: Mapping[str, Any], model_info: Mapping[str, Any]) -> str:

@@ -169,11 +169,11 @@ class Report:
             self._current.load(component, done, total)
             self.stop_if_interrupted()
 
-    def count(self, unit: str, done: int, total: int, *, suffix: str = "") -> None:
+    def set_progress(self, unit: str, done: int, total: int, *, suffix: str = "") -> None:
         """Show that `done` of `total` units of the current stage, such as steps, are complete. Append a suffix to this
         text."""
         if self._current:
-            self._current.count(unit, done, total, suffix)
+            self._current.set_progress(unit, done, total, suffix)
             self._steps = done if unit in ("step", "block") else 0
             if unit == "step" and done == total:
                 self._saved = None  # the latents are about to replace the file

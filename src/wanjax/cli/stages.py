@@ -640,11 +640,11 @@ class VideoCommand:
         total = model.spec.latent_shape(self.settings)[2] // model.spec.chunk_frames
 
         def clips() -> Iterator[Any]:
-            report.count("block", 0, total)
+            report.set_progress("block", 0, total)
             for done, clip in enumerate(frames, 1):
                 yield clip
                 frame_rate.deliver(len(clip))
-                report.count("block", done, total, suffix=str(frame_rate))
+                report.set_progress("block", done, total, suffix=str(frame_rate))
 
         with report.stage("stream"):
             written = write_frames(self.video, clips(), PreparedRequest(self.settings, self.record))
@@ -735,8 +735,8 @@ class Reporting(Observer):
     def stage(self, name: str) -> AbstractContextManager[None]:
         return self.report.stage(name)
 
-    def count(self, unit: str, done: int, total: int) -> None:
-        self.report.count(unit, done, total)
+    def progressed(self, unit: str, done: int, total: int) -> None:
+        self.report.set_progress(unit, done, total)
 
     def switched(self, switch: Switch) -> None:
         self.report.note(

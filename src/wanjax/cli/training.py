@@ -27,7 +27,7 @@ def train(report: Report, options: PipelineOptions, ctx: click.Context, *, data:
     config = train_config(ctx, model)
     options = options._replace(param_dtype="float32" if config.lora is None else None)
     pipe = load_pipeline(options, clip_request(config), progress=report.load, note=report.note)
-    training = Training(pipe, data, out, config, note=report.note, report_progress=report.count)
+    training = Training(pipe, data, out, config, note=report.note, report_progress=report.set_progress)
     report.enable_resume(training.has_saved_work)
     with report.stage("train"):
         try:

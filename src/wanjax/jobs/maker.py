@@ -407,7 +407,7 @@ class JobProgress(Observer):
         self._report(percent, stage_done=done, stage_total=step.total, **preview_fields)
         return done == step.total or not self.should_stop()
 
-    def count(self, unit: str, done: int, total: int) -> None:
+    def progressed(self, unit: str, done: int, total: int) -> None:
         if unit == "chunk" and done:
             self._raise_if_stopped()
             start_percent, end_percent = STAGE_PERCENTS["decode"]

@@ -163,7 +163,7 @@ class Observer:
         """
         return nullcontext()
 
-    def count(self, unit: str, done: int, total: int) -> None:
+    def progressed(self, unit: str, done: int, total: int) -> None:
         """Receive the progress of a stage: how many units, such as steps, the device has completed.
 
         Args:
@@ -315,9 +315,9 @@ class Monitor:
             done: The number of completed steps.
         """
         if self.executes and self.chunk.count == 1:
-            self.observers.notify("count", "step", self._earlier_steps + done, self._total)
+            self.observers.notify("progressed", "step", self._earlier_steps + done, self._total)
         elif self.executes and self.chunk.index == 0:
-            self.observers.notify("count", "block", 0, self.chunk.count)
+            self.observers.notify("progressed", "block", 0, self.chunk.count)
 
     def switched(self, network: str, index: int, seconds: float) -> None:
         """Report a change to another network.
@@ -364,9 +364,9 @@ class Monitor:
                 advice = not_finite_advice(self.dtype)
                 raise WanjaxError(f"the latents are not finite after step {index + 1} of {total}: {advice}")
             if self.chunk.count == 1:
-                self.observers.notify("count", "step", index + 1, total)
+                self.observers.notify("progressed", "step", index + 1, total)
             elif (index + 1) % self._steps == 0:
-                self.observers.notify("count", "block", (index + 1) // self._steps, self.chunk.count)
+                self.observers.notify("progressed", "block", (index + 1) // self._steps, self.chunk.count)
 
 
 def not_finite_advice(dtype: str) -> str:
@@ -398,8 +398,8 @@ class ProgressObserver(Observer):
     def stage(self, name: str) -> AbstractContextManager[object]:
         return progress.stage(name, self.show)
 
-    def count(self, unit: str, done: int, total: int) -> None:
-        progress.count(unit, done, total)
+    def progressed(self, unit: str, done: int, total: int) -> None:
+        progress.set_progress(unit, done, total)
 
 
 class CallbackObserver(Observer):

@@ -104,7 +104,7 @@ class Stage:
             self.loading_seconds += perf_counter() - self._loading_since
         self._restart()
 
-    def count(self, unit: str, done: int, total: int, extra_text: str = "") -> None:
+    def set_progress(self, unit: str, done: int, total: int, extra_text: str = "") -> None:
         """Record that the device has completed `done` of `total` units, such as steps, and a text to show after it."""
         now = perf_counter()
         noticed_together = unit == self.unit and done > self.done and now - self.last < MIN_UNIT_SECONDS
@@ -212,10 +212,10 @@ def stage_on_console(name: str, console: "Console | None") -> Iterator[Stage]:
         _current.reset(token)
 
 
-def count(unit: str, done: int, total: int) -> None:
+def set_progress(unit: str, done: int, total: int) -> None:
     """Record in the current stage, if any, that the device has completed `done` of `total` units, such as steps."""
     if (current := _current.get()) is not None:
-        current.count(f"{_unit_prefix.get()} {unit}".strip(), done, total)
+        current.set_progress(f"{_unit_prefix.get()} {unit}".strip(), done, total)
 
 
 @contextmanager

@@ -128,7 +128,7 @@ class Run:
             done: The number of completed units.
             total: The number of all units.
         """
-        self.observers.notify("count", unit, done, total)
+        self.observers.notify("progressed", unit, done, total)
 
     def encode(self) -> dict[str, Conditioning]:
         """Encode each prompt once, and the shared images and clips; return the conditioning of each prompt."""
@@ -255,14 +255,14 @@ class Run:
             if runtime.components.decoder == "vae":
                 spec.check_length(1 + (sum(lengths) - 1) * spec.vae.temporal_factor, self.pipe.defaults.model)
             total = sum(chunk_count(length, spec.decode_lengths(length)) for length in lengths)
-            self.observers.notify("count", "chunk", 0, total)
+            self.observers.notify("progressed", "chunk", 0, total)
         chunks = self._chunk_frames(
             self.model.decode(runtime, latent_chunks, seed=seed, dtype=dtype, tiling=tiling, video=video)
         )
         for done, chunk in enumerate(chunks if total is None else _prefetch(chunks), 1):
             yield chunk
             if total is not None:
-                self.observers.notify("count", "chunk", done, total)
+                self.observers.notify("progressed", "chunk", done, total)
         if is_last:
             runtime.components.finish_stage(())
 
