@@ -143,7 +143,7 @@ def encode(report: Report, request: VideoRequest, options: PipelineOptions, comm
             return
         video.print_prompt_notes()
         check_encode_memory(video.pipe, video.settings, video.pictures, tiling=video.run_options["tiling"])
-        video.run(Saving(video, announces=True)).encode()
+        video.run(Saving(video, prints_files=True)).encode()
     report.table()
     if report.in_json:
         video.print_made(folder / stage_files.EMBEDDINGS_FILE)
@@ -173,7 +173,7 @@ def denoise(report: Report, request: VideoRequest, options: PipelineOptions, com
         check_denoise_memory(
             video.pipe, conditioning, video.settings, batch_guidance=video.run_options["batch_guidance"]
         )
-        run = video.denoising_run(announces=True)
+        run = video.denoising_run(prints_files=True)
         report.enable_resume()
         with run.stage("denoise"):
             deque(run.latents(conditioning, video.settings, [video.settings.seed]), maxlen=0)
@@ -584,9 +584,9 @@ class VideoCommand:
         if len(unique_notes) > MAX_NOTES:
             self.report.note(f"note: {len(unique_notes) - MAX_NOTES} more notes of this kind")
 
-    def denoising_run(self, *, announces: bool = False) -> Run:
+    def denoising_run(self, *, prints_files: bool = False) -> Run:
         """Build the run that denoises. The run saves its state so that it can be resumed, and shows previews and a
-        profile if the user requested them. With `announces`, it prints the name of each file that it saves.
+        profile if the user requested them. With `prints_files`, it prints the name of each file that it saves.
         """
         self.fit_previews()
         observers: list[Observer] = []
@@ -603,7 +603,7 @@ class VideoCommand:
                     self._check_other_steps,
                 )
             )
-        return self.run(*observers, SavingWindows(self) if self.in_windows else Saving(self, announces=announces))
+        return self.run(*observers, SavingWindows(self) if self.in_windows else Saving(self, prints_files=prints_files))
 
     @property
     def in_windows(self) -> bool:
@@ -754,10 +754,10 @@ class Reporting(Observer):
 
 
 class Saving(Observer):
-    """Writes the files that one stage passes to the next. With `announces`, prints their names."""
+    """Writes the files that one stage passes to the next. With `prints_files`, prints their names."""
 
-    def __init__(self, video: VideoCommand, *, announces: bool):
-        self.video, self.announces = video, announces
+    def __init__(self, video: VideoCommand, *, prints_files: bool):
+        self.video, self.prints_files = video, prints_files
         self._chunks: list[Any] = []
 
     def encoded(self, conditioning: Any) -> None:
@@ -765,9 +765,9 @@ class Saving(Observer):
         tensors = {name: x for name, x in conditioning._asdict().items() if x is not None}
         save = partial(stage_files.save_conditioning, video.folder, tensors, video.record)
         video.save(
-            video.command("denoise") if self.announces else video.resume_command(),
+            video.command("denoise") if self.prints_files else video.resume_command(),
             save,
-            announcement=f"the embeddings are in {file}" if self.announces else None,
+            announcement=f"the embeddings are in {file}" if self.prints_files else None,
         )
 
     def denoised(self, latents: Any, chunk: Chunk) -> None:
@@ -787,7 +787,7 @@ class Saving(Observer):
             video.command("decode"),
             save,
             remove_state,
-            announcement=f"the latents are in {file}" if self.announces else None,
+            announcement=f"the latents are in {file}" if self.prints_files else None,
         )
 
 
