@@ -182,7 +182,7 @@ class ModelSpec:
         cache_tables: The tables for step caches.
         denoisers: The names of the denoising networks, which all have the same shapes. Each step uses one network.
         inputs: The inputs besides the prompt.
-        reference_variants: True if the authors' code and diffusers differ; the setting `follow` then selects one.
+        has_two_references: True if the authors' code and diffusers differ; the setting `follow` then selects one.
         radial_attention: True if the denoiser's self-attention can be radial.
         sparse_linear: True if the denoiser supports the extra projection of sparse-linear attention.
         int8_attention: True if the product of self-attention's queries and keys can be in int8: heads of 128, all keys.
@@ -209,7 +209,7 @@ class ModelSpec:
     cache_tables: Tables = NO_TABLES
     denoisers: tuple[str, ...] = ("transformer",)
     inputs: tuple[InputSpec, ...] = ()
-    reference_variants: bool = False
+    has_two_references: bool = False
     radial_attention: bool = False
     sparse_linear: bool = False
     int8_attention: bool = False
@@ -311,7 +311,7 @@ class ModelSpec:
             settings: The values of settings by name.
         """
         complete = {**settings}
-        if self.reference_variants and "sigmas" in self._schedule_parameters and settings.get("sigmas") is None:
+        if self.has_two_references and "sigmas" in self._schedule_parameters and settings.get("sigmas") is None:
             complete["sigmas"] = settings.get("follow")
         if self.has_experts and settings.get("guidance_scale_2") is None:
             complete["guidance_scale_2"] = settings.get("guidance_scale")
@@ -579,7 +579,7 @@ class ModelSpec:
         """The values of the setting `sigmas` that differ for this model; empty if the model has no such setting."""
         if "sigmas" not in self._schedule_parameters:
             return ()
-        return tuple(name for name in SIGMA_SCHEDULES if self.reference_variants or name != "diffusers")
+        return tuple(name for name in SIGMA_SCHEDULES if self.has_two_references or name != "diffusers")
 
     def schedule_options(self, settings: Settings) -> Mapping[str, float | str]:
         """Return the settings that determine the noise levels, as keyword arguments of the scheduler's `schedule`.

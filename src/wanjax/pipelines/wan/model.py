@@ -80,7 +80,7 @@ class WanModel(VideoModel[WanConditioning]):
             cache_tables=self.tables,
             denoisers=EXPERTS if self.experts else EXPERTS[:1],
             inputs=self.inputs,
-            reference_variants=True,
+            has_two_references=True,
             radial_attention=self.radial and not config.sparse_linear,
             sparse_linear=self.radial and not config.sparse_linear,
             int8_attention=config.head_dim == INT8_HEAD_DIM,
