@@ -292,7 +292,7 @@ def test_two_experts_make_two_files_at_their_own_levels(tmp_path, data):
     model = tiny_experts_checkpoint(tmp_path / "model")
     pipe = wanjax.load(model)
     training = Training(pipe, data, tmp_path / "out", TrainConfig(**vars(SMALL) | {"steps": 1}))
-    assert [(x.low, x.high) for x in training.levels.values()] == [(0.875, 1.0), (0.0, 0.875)]
+    assert [(x.low, x.high) for x in training.noise_levels.values()] == [(0.875, 1.0), (0.0, 0.875)]
     folder = training.run()
     files = [folder / name / "lora.safetensors" for name in ("transformer", "transformer_2")]
     high, low = (load_safetensors(file).keys() for file in files)

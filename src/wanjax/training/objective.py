@@ -100,12 +100,12 @@ def _logit(x: float) -> float:
     return math.log(x / (1 - x)) if 0 < x < 1 else math.copysign(math.inf, x - 0.5)
 
 
-def make_loss(pipe: Pipeline, levels: NoiseLevels) -> Loss:
+def make_loss(pipe: Pipeline, noise_levels: NoiseLevels) -> Loss:
     """Build the loss of a pipeline's denoiser: a function of the network, a `Batch` and a random key."""
 
     def loss(network: nnx.Module, batch: Batch, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         level_key, noise_key, picture_key = jax.random.split(key, 3)
-        fractions = levels.draw(level_key, len(batch.latents))
+        fractions = noise_levels.draw(level_key, len(batch.latents))
         noise = jax.random.normal(noise_key, pipe.model.spec.to_training_latents(batch.latents).shape, jnp.float32)
         return denoising_error(pipe, network, batch, fractions, noise, picture_key), {}
 

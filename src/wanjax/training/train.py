@@ -66,7 +66,7 @@ class Validation:
 
     graphdef: Any
     pipe: Pipeline
-    levels: NoiseLevels
+    noise_levels: NoiseLevels
 
 
 @program(matmul_options)
@@ -76,7 +76,7 @@ def validation_error(
     """Compute the loss at the quantiles `u` of the noise levels. `number` selects the noise."""
     network, key = nnx.merge(static.graphdef, weights), jax.random.fold_in(key_of(seed_to_key_data([0])[0]), number)
     noise = jax.random.normal(key, static.pipe.model.spec.to_training_latents(batch.latents).shape, jnp.float32)
-    return denoising_error(static.pipe, network, batch, static.levels.from_uniform(u), noise, key)
+    return denoising_error(static.pipe, network, batch, static.noise_levels.from_uniform(u), noise, key)
 
 
 class Training:
@@ -122,7 +122,7 @@ class Training:
         self.pipe, self.out, self.config = pipe, Path(out).expanduser(), config
         self.note, self.report_progress = note, report_progress
         self.networks = _select_networks(pipe, config)
-        self.levels = {name: _noise_levels(pipe, config, name) for name in self.networks}
+        self.noise_levels = {name: _noise_levels(pipe, config, name) for name in self.networks}
         self.learning_rates = learning_rates(config.optimizer, config.steps)
         shape = {"size": config.size, "frames": config.frames, "fps": config.fps}
         self.settings = pipe.settings(**{name: x for name, x in shape.items() if x is not None})
@@ -269,7 +269,7 @@ class Training:
         )
         self.trainer = Trainer(
             network,
-            make_loss(pipe, self.levels[name]),
+            make_loss(pipe, self.noise_levels[name]),
             make_optimizer(config.optimizer, config.steps),
             self.folder,
             config.seed,
@@ -286,7 +286,7 @@ class Training:
     def _identity(self) -> dict[str, Any]:
         """Return everything that determines the trained weights, as JSON."""
         clips = [clip_fingerprint(clip) for clip in self.train_clips]
-        levels = asdict(self.levels[self.name])
+        levels = asdict(self.noise_levels[self.name])
         model_info = {"model": self.pipe.defaults.model, "network": self.name, "dtype": self.pipe.defaults.dtype}
         model_info |= {DIGESTS_KEY: self.pipe.components.metadata.get(DIGESTS_KEY, {})}
         model_info |= _attention_entry(self.pipe) | _precision_entry(self.pipe)
@@ -379,7 +379,7 @@ class Training:
         """Compute the mean loss of the held-out clips at fixed noise levels with fixed noise."""
         losses, (graphdef, weights) = [], nnx.split(self._inference_network())
         if self._validation is None:  # created once, so that its program is compiled only once
-            self._validation = Validation(graphdef, self.pipe, self.levels[self.name])
+            self._validation = Validation(graphdef, self.pipe, self.noise_levels[self.name])
         for index, clip in enumerate(self.held_out):
             latents, conditioning = join_batch([(clip.latents, clip.text)], self.pipe.model.conditioning_type)
             for level in range(LEVELS):
