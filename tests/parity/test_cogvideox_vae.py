@@ -94,7 +94,7 @@ call = caller()
 def frames_of(vae: CogVideoXVAE, z: torch.Tensor, tiling: Tiling | None = None) -> np.ndarray:
     """Decode chunk by chunk; return frames [B C T H W] in [0, 1]."""
     at_once = vae.config.decode_lengths(z.shape[2])
-    tiling = tiling and tiling.completed(vae.config.tiling)
+    tiling = tiling and tiling.with_defaults(vae.config.tiling)
     frames = [np.asarray(x) for x in decode_latents(vae, [z.numpy()], at_once, jnp.float32, tiling, call)]
     return np.concatenate(frames).transpose(3, 0, 1, 2)[None]
 

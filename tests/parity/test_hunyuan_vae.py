@@ -93,7 +93,7 @@ def encode(vae, x: torch.Tensor, tiling: Tiling | None = None, partitioner=None)
 
 def decode(vae, z: torch.Tensor, tiling: Tiling | None = None, partitioner=None) -> np.ndarray:
     """Decode as a pipeline does, one latent frame at a time, which clips; return [B C T H W]."""
-    tiling = tiling and tiling.completed(vae.config.tiling)
+    tiling = tiling and tiling.with_defaults(vae.config.tiling)
     chunks = list(decode_latents(vae, [z.numpy()], (1, 1), jnp.float32, tiling, caller(partitioner)))
     return np.concatenate(chunks).transpose(3, 0, 1, 2)[None] * 2 - 1
 

@@ -25,7 +25,7 @@ class Tiling(NamedTuple):
     size: Pixels | None = None
     stride: Pixels | None = None
 
-    def completed(self, default: "Tiling", unit: int = 1) -> "Tiling":
+    def with_defaults(self, default: "Tiling", unit: int = 1) -> "Tiling":
         """Fill in the numbers that are None from `default`.
 
         Args:

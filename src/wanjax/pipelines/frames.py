@@ -198,7 +198,7 @@ def encode_frames(
 ) -> Float[ArrayOrShape, "1 C _T _H _W"]:
     """Encode frames, which are uint8 or floats in [0, 1], to latents."""
     config = vae.config
-    tiling = tiling and tiling.completed(config.tiling, config.spatial_factor // config.patch)
+    tiling = tiling and tiling.with_defaults(config.tiling, config.spatial_factor // config.patch)
     graphdef, weights = nnx.split(vae)
     caches: dict[Tile, Any] = {}
     height, width, _ = frames[0].shape

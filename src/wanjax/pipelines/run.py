@@ -249,7 +249,7 @@ class Run:
         if runtime.strategy.executes:
             checked_chunks = (_check_finite(x, self.pipe.defaults.dtype) for x in latent_chunks)
             latent_chunks = list(checked_chunks) if isinstance(latent_chunks, Sequence) else checked_chunks
-        tiling = self.tiling and self.tiling.completed(spec.vae.tiling, spec.vae.spatial_factor)
+        tiling = self.tiling and self.tiling.with_defaults(spec.vae.tiling, spec.vae.spatial_factor)
         if isinstance(latent_chunks, Sequence):
             lengths = [select_modality(x).shape[2] for x in latent_chunks]
             if runtime.components.decoder == "vae":

@@ -198,7 +198,7 @@ def check_tiling(tiling: Any, vae: Any, unit: int | None = None) -> Tiling | Non
     """
     if not isinstance(tiling, Tiling | None):
         raise WanjaxError(f"tiling must be a wanjax.Tiling() or None, got {repr_short(tiling)}")
-    return tiling and tiling.completed(vae.tiling, unit or vae.spatial_factor)
+    return tiling and tiling.with_defaults(vae.tiling, unit or vae.spatial_factor)
 
 
 def check_strength(settings: Settings, *, video: bool, starts_from_video: bool) -> None:

@@ -54,7 +54,7 @@ class CacheRule(ABC):
         """The field of `Tables` that the rule reads."""
         return None
 
-    def completed(self, tables: Tables) -> "CacheRule":
+    def with_defaults(self, tables: Tables) -> "CacheRule":
         """Return the rule with the checkpoint's settings in place of those that are None."""
         return self
 
@@ -97,8 +97,8 @@ class AutoRule(NoRule):
 
     name = "auto"
 
-    def completed(self, tables: Tables) -> CacheRule:
-        return MagCache().completed(tables) if tables.magnitudes else EasyCache()
+    def with_defaults(self, tables: Tables) -> CacheRule:
+        return MagCache().with_defaults(tables) if tables.magnitudes else EasyCache()
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class MagCache(CacheRule):
     def table_name(self) -> str:
         return "magnitudes"
 
-    def completed(self, tables: Tables) -> "CacheRule":
+    def with_defaults(self, tables: Tables) -> "CacheRule":
         assert tables.magnitudes is not None
         defaults = {name: getattr(tables.magnitudes, name) for name in ("delta", "most", "whole")}
         return dataclasses.replace(
@@ -233,7 +233,7 @@ class TeaCache(CacheRule):
     def table_name(self) -> str:
         return PLAIN if self.mode == PLAIN else "changes"
 
-    def completed(self, tables: Tables) -> "CacheRule":
+    def with_defaults(self, tables: Tables) -> "CacheRule":
         default = getattr(tables, self.table_name).threshold
         return self if self.threshold is not None else dataclasses.replace(self, threshold=default)
 
@@ -326,7 +326,7 @@ def chosen_rule(rule: CacheRule, phases: Sequence[Phase], tables: Tables, model:
     if rule == NONE:
         return rule
     if isinstance(rule, AutoRule):
-        best = rule.completed(tables)
+        best = rule.with_defaults(tables)
         return best if any(any(best.reused(phase, tables)) for phase in phases) else NONE
     if rule.table_name and getattr(tables, rule.table_name) is None:
         default_mode = f"give {rule.name} without a mode"
@@ -334,7 +334,7 @@ def chosen_rule(rule: CacheRule, phases: Sequence[Phase], tables: Tables, model:
         raise SettingError(f"{model} has no table for {rule}: {advice}", "cache")
     if isinstance(rule, Guidance) and not any(phase.guided for phase in phases):
         raise SettingError(f"{rule} has no effect without guidance: set guidance_scale above 1", "cache")
-    rule = rule.completed(tables)
+    rule = rule.with_defaults(tables)
     check_reused(rule, [rule.reused(phase, tables) for phase in phases])
     return rule
 
