@@ -74,7 +74,7 @@ def split_into_tiles(height: int, width: int, tiling: Tiling | None, cell_pixels
     """Split frames of height × width cells into rows of tiles. A cell has `cell_pixels` pixels along a side.
 
     If frames fit in one tile, or `tiling` is None, there is a single tile. The numbers of `tiling` must be complete, as
-    `completed` returns them.
+    `with_defaults` returns them.
     """
     single_tile = [[Tile(0, 0, height, width)]]
     if tiling is None:
