@@ -228,7 +228,7 @@ def _check_rows(
                 for path in paths if isinstance(paths := row.inputs[name], list) else [paths]:
                     check_file(path, f"give {name} an existing file")
         except WanjaxError as error:
-            row_errors.add(row.row, error, row.row_unit)
+            row_errors.add(row.row, error, row.row_noun)
     row_errors.raise_if_any()
 
 

@@ -62,7 +62,7 @@ SAFE_COMPILER = "safe"
 DOWNLOADING_COMMANDS = ("generate", "batch")  # commands that load the weights which a workflow names
 UNCONFIGURABLE = ("config", "from", "models", "inputs", "print-command")  # options that a TOML file does not set
 SHARED_PARAMETERS = ("model", "lora", "tile")  # what all workflows of a folder must have in common
-WORKFLOW_ROW = "workflow"  # what the numbers of rows count if each is a workflow
+WORKFLOW_ROW = "workflow"  # the noun for a row that is a workflow
 CONFIG, METADATA = "wanjax.config", "wanjax.record"  # keys of the `meta` of a command's context
 
 
@@ -225,7 +225,7 @@ def set_workflows(ctx: click.Context, folder: str, graphs: Mapping[str, Any]) ->
             paths = fields[name]
             fields[name] = [*map(full_name, paths)] if isinstance(paths, list) else full_name(paths)
         try:
-            rows.append(VideoRequest.parse(fields, row=number, row_unit=WORKFLOW_ROW))
+            rows.append(VideoRequest.parse(fields, row=number, row_noun=WORKFLOW_ROW))
         except WanjaxError as error:
             raise WanjaxError(f"{file}: {error}") from error
         all_options.append(options)

@@ -410,7 +410,7 @@ def _valid_requests(
         try:
             listing.check(model, request.with_defaults(options), is_complete=True)
         except WanjaxError as error:
-            row_errors.add(request.row, error, request.row_unit)
+            row_errors.add(request.row, error, request.row_noun)
         else:
             valid.append(request)
     return valid

@@ -185,13 +185,13 @@ class VideoMaker:
             setup = self.shared_setup(requests[0])
         except WanjaxError as error:
             for request in requests:
-                row_errors.add(request.row, error, request.row_unit)
+                row_errors.add(request.row, error, request.row_noun)
             return
         for request in requests:
             try:
                 prepared = setup.complete(request)
             except WanjaxError as error:
-                row_errors.add(request.row, error, request.row_unit)
+                row_errors.add(request.row, error, request.row_noun)
                 continue
             self.settings[name := video_name(prepared.metadata)] = prepared.settings
             yield Task(name, request.updated({"seed": prepared.settings.seed}))

@@ -20,7 +20,7 @@ from wanjax.pipelines.other_names import RENAMED, unknown_keyword
 from wanjax.pipelines.request import LORA_STRENGTH, ROW, VideoRequest, field_names, row_text, unique_fields
 from wanjax.stores.paths import parse_path
 
-LINE, ITEM, CSV_ROW = "line", "item", "row below the header"  # what the number of a row counts; `ROW` for .parquet
+LINE, ITEM, CSV_ROW = "line", "item", "row below the header"  # nouns for rows in messages; `ROW` for .parquet
 ROW_EXAMPLE = '{"prompt": "a red circle", "seed": 1}'
 EMPTY = {
     LINE: "has no prompt: write one on each line",
@@ -28,7 +28,7 @@ EMPTY = {
     CSV_ROW: "has no rows below the header: write a row for each video",
     ROW: "has no rows: write a row for each video",
 }
-"""What is wrong with a file without requests, and what to do, by what the numbers of its rows count."""
+"""What is wrong with a file without requests, and what to do, by the noun for its rows."""
 JSON_LINES = (".jsonl", ".ndjson")
 JSON_START = re.compile(
     r"""[\[{]\s*(?:["\[\]{}]|$)"""
@@ -58,7 +58,7 @@ def read_requests(file: str, row_errors: "RowErrors | None" = None) -> list[Vide
     """
     name, folder = _display_name(file), Path() if file == "-" else Path(file).expanduser().parent
     try:
-        unit, numbered_rows = _read_rows(file)
+        row_noun, numbered_rows = _read_rows(file)
         rows = list(numbered_rows)
     except (OSError, ValueError, RecursionError, csv.Error) as error:
         if isinstance(error, WanjaxError):
@@ -67,13 +67,13 @@ def read_requests(file: str, row_errors: "RowErrors | None" = None) -> list[Vide
             raise WanjaxError(f"{name} is a folder: give a file with requests") from error
         raise WanjaxError(f"cannot read the prompts in {name}: {reason(error)}") from error
     if not rows:
-        raise WanjaxError(f"{name} {EMPTY[unit]}")
+        raise WanjaxError(f"{name} {EMPTY[row_noun]}")
     errors, requests = RowErrors() if row_errors is None else row_errors, []
     for number, row in rows:
         try:
-            requests.append(_parse_request(number, unit, row, folder.absolute()))
+            requests.append(_parse_request(number, row_noun, row, folder.absolute()))
         except WanjaxError as error:
-            errors.add(number, error, unit)
+            errors.add(number, error, row_noun)
     if row_errors is None:
         errors.raise_if_any()
     return requests
@@ -88,17 +88,17 @@ class RowErrors:
 
     def __init__(self) -> None:
         self.rows: dict[str, set[int]] = {}  # the numbers of rows, by error message
-        self.unit = ROW
+        self.row_noun = ROW
 
-    def add(self, row: int, error: WanjaxError, unit: str) -> None:
+    def add(self, row: int, error: WanjaxError, row_noun: str) -> None:
         """Add the error of a row. Rows with the same error are listed together.
 
         Args:
             row: The row's number, from 1; 0 for the request of the command itself.
             error: The error.
-            unit: What the number counts, as in `VideoRequest.row_unit`.
+            row_noun: The noun for the row, as in `VideoRequest.row_noun`.
         """
-        self.unit = unit
+        self.row_noun = row_noun
         self.rows.setdefault(str(error), set()).add(row)
 
     def raise_if_any(self) -> None:
@@ -108,15 +108,15 @@ class RowErrors:
         total = len(set().union(*self.rows.values()))
         ordered = sorted(self.rows.items(), key=lambda item: min(item[1]))
         messages = [
-            f"{_format_ranges(rows, self.unit)}: {problem}" if any(rows) else problem for problem, rows in ordered
+            f"{_format_ranges(rows, self.row_noun)}: {problem}" if any(rows) else problem for problem, rows in ordered
         ]
         if len(messages) == 1:
             raise WanjaxError(messages[0])
-        noun = self.unit.partition(" ")[0]
+        noun = self.row_noun.partition(" ")[0]
         raise WanjaxError(_join_limited([f"{total} {noun}s are wrong:", *messages], "\n  ", MAX_LISTED + 1))
 
 
-def _format_ranges(rows: Collection[int], unit: str) -> str:
+def _format_ranges(rows: Collection[int], row_noun: str) -> str:
     """Format the numbers of rows, such as "line 2" or "rows 2, 5, 9 to 40 below the header"."""
     ranges: list[list[int]] = []
     for row in sorted(rows):
@@ -124,7 +124,7 @@ def _format_ranges(rows: Collection[int], unit: str) -> str:
             ranges[-1][1:] = [row]
         else:
             ranges.append([row])
-    return row_text(unit, _join_limited([" to ".join(map(str, bounds)) for bounds in ranges], ", "), len(rows))
+    return row_text(row_noun, _join_limited([" to ".join(map(str, bounds)) for bounds in ranges], ", "), len(rows))
 
 
 def _join_limited(texts: Sequence[str], separator: str, count: int = MAX_LISTED) -> str:
@@ -260,7 +260,7 @@ def _row_fields() -> tuple[str, ...]:
     return tuple(name for name in field_names() if name != LORA_STRENGTH.name)
 
 
-def _parse_request(number: int, unit: str, row: Any, folder: Path) -> VideoRequest:
+def _parse_request(number: int, row_noun: str, row: Any, folder: Path) -> VideoRequest:
     """Return the request of a row. Names of files become absolute paths or URLs. Raises WanjaxError if the row is
     invalid."""
     if isinstance(row, WanjaxError):
@@ -269,7 +269,7 @@ def _parse_request(number: int, unit: str, row: Any, folder: Path) -> VideoReque
     with json_values():
         if not isinstance(fields, Mapping):
             raise WanjaxError(f"{repr_short(row)} is neither a prompt nor an object of settings")
-        request = VideoRequest.parse(fields, row=number, row_unit=unit, accepted_names=_row_fields())
+        request = VideoRequest.parse(fields, row=number, row_noun=row_noun, accepted_names=_row_fields())
 
     def resolve(name: str) -> str:
         path = parse_path(name)

@@ -30,7 +30,7 @@ from wanjax.pipelines.settings import (
 
 PER_VIDEO = ("prompt", "original_prompt", "seed")  # settings that may differ between the videos of one run
 ALTERNATIVES = {"size": ("height", "width"), "seconds": ("frames",)}  # fields that exclude each other
-ROW = "row"  # what the number of a request's row counts, unless its file is of another kind
+ROW = "row"  # the noun for a row in messages, unless the file is of another kind
 OPENAI_IMAGE = "input_reference"  # the name that OpenAI's API has for `image`
 MODEL, SCHEDULER = schema(Settings)["model"], Setting("scheduler", str)
 SECONDS = Setting("seconds", float, exclusive_minimum=0, maximum=3600)
@@ -52,15 +52,15 @@ def field_names() -> tuple[str, ...]:
     return tuple(dict.fromkeys((*schema(Settings), *other_fields())))
 
 
-def row_text(unit: str, numbers: str, count: int = 1) -> str:
+def row_text(row_noun: str, numbers: str, count: int = 1) -> str:
     """Name rows of a table by their numbers, such as "line 2" or "rows 2, 5 below the header".
 
     Args:
-        unit: What the numbers count, in the singular.
+        row_noun: The noun for a row, in the singular.
         numbers: The numbers as text.
         count: How many rows these are.
     """
-    noun, space, rest = unit.partition(" ")
+    noun, space, rest = row_noun.partition(" ")
     return f"{noun}{'s' * (count > 1)} {numbers}{space}{rest}"
 
 
@@ -99,7 +99,7 @@ class VideoRequest:
         scheduler: The solver; None uses the model's default.
         lora: The strengths of LoRAs by name, if they differ from the defaults.
         row: The number of the request's row in a table; 0 without a table.
-        row_unit: What `row` counts: lines, rows or items.
+        row_noun: The noun for a row in messages, such as "line".
     """
 
     settings: Mapping[str, Any]
@@ -108,7 +108,7 @@ class VideoRequest:
     scheduler: str | None = None
     lora: Mapping[str, float] = field(default_factory=dict)
     row: int = 0
-    row_unit: str = field(default=ROW, compare=False)
+    row_noun: str = field(default=ROW, compare=False)
 
     @classmethod
     def parse(
@@ -116,7 +116,7 @@ class VideoRequest:
         fields: Mapping[str, Any],
         *,
         row: int = 0,
-        row_unit: str = ROW,
+        row_noun: str = ROW,
         accepted_names: Collection[str] | None = None,
         field_settings: Mapping[str, Setting] = FIELD_SETTINGS,
         sizes: Mapping[str, tuple[int, int]] | None = None,
@@ -128,7 +128,7 @@ class VideoRequest:
         Args:
             fields: Python, JSON or TOML values, or their texts, by name. A value of None counts as missing.
             row: The number of the table's row that holds the fields.
-            row_unit: What `row` counts.
+            row_noun: The noun for a row in messages.
             accepted_names: The names of accepted fields; None accepts the names of `field_names`.
             field_settings: The type and bounds of each field. The bounds may be tighter than the bounds of `Settings`.
             sizes: The model's sizes, (height, width) by name; None accepts the sizes of all models.
@@ -166,7 +166,7 @@ class VideoRequest:
                 settings[name] = _parse_value(field_settings[name], value, max_prompt_length)
         if complete:
             _check_prompt(settings.get("prompt"), allow_empty)
-        return cls(settings, inputs, lora=lora, row=row, row_unit=row_unit, **model_fields)
+        return cls(settings, inputs, lora=lora, row=row, row_noun=row_noun, **model_fields)
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any]) -> "VideoRequest":
@@ -210,7 +210,7 @@ class VideoRequest:
     def shared(self) -> "VideoRequest":
         """The part of the request that must be equal in all requests of one run."""
         return replace(
-            self, settings={k: x for k, x in self.settings.items() if k not in PER_VIDEO}, row=0, row_unit=ROW
+            self, settings={k: x for k, x in self.settings.items() if k not in PER_VIDEO}, row=0, row_noun=ROW
         )
 
     def updated(self, settings: Mapping[str, Any]) -> "VideoRequest":
@@ -259,7 +259,7 @@ class VideoRequest:
     @property
     def position(self) -> str:
         """Where the request is in its table, such as "line 2"; empty without a table."""
-        return row_text(self.row_unit, str(self.row)) if self.row else ""
+        return row_text(self.row_noun, str(self.row)) if self.row else ""
 
     def add_row_number(self, error: WanjaxError) -> WanjaxError:
         """Put the number of the request's row in front of an error's message.
