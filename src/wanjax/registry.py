@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from wanjax.checkpoints.converted import MANIFEST, open_converted, open_stored
 from wanjax.checkpoints.files import SUFFIXES
-from wanjax.checkpoints.hub import HUB_FILE, INDEX, check_file, locate_file
+from wanjax.checkpoints.hub import HUB_FILE, INDEX, checked_file_bytes, locate_file
 from wanjax.checkpoints.layout import Layout
 from wanjax.checkpoints.lora import trained_attention
 from wanjax.checkpoints.lora_source import NOISE_LEVELS, Lora
@@ -147,12 +147,14 @@ def open_for_loading(model: str | Path, revision: str | None, note: Note | None)
         WanjaxError: The disk has no room for the download, or a file is missing or truncated.
     """
     preset = find_preset(str(model))
-    file_bytes = check_file(preset.source, revision=revision) if preset else 0  # a single file is downloaded as a whole
+    # a single file is downloaded as a whole
+    file_bytes = checked_file_bytes(preset.source, revision=revision) if preset else 0
     if file_bytes:
         _notify_of_licence(preset, note)
     checkpoint = inspect_checkpoint(model, revision)
-    download_bytes = checkpoint.source.storage.check_room()
-    if download_bytes and not file_bytes:
+    storage = checkpoint.source.storage
+    storage.check_room()
+    if storage.download_bytes and not file_bytes:
         _notify_of_licence(checkpoint.preset, note)
     check_complete(checkpoint.source)
     if (

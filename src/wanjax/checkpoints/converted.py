@@ -191,8 +191,8 @@ class _RemoteStorage(Storage):
     def size_of(self, path: Path) -> int | None:
         return self.sizes.get(path.relative_to(self.root).as_posix())
 
-    def check_room(self) -> int:
-        """Raise WanjaxError if the disk has no room for the missing files; return 0, the bytes to download at once.
+    def check_room(self) -> None:
+        """Raise WanjaxError if the disk has no room for the missing files.
 
         With several processes, check nothing: each process downloads only a part of the files.
         """
@@ -202,7 +202,6 @@ class _RemoteStorage(Storage):
                 f"{self.name} needs {format_bytes(missing)} more, and {self.root} has {format_bytes(free_bytes)} free"
             )
             raise WanjaxError(f"{message}: make room, or set XDG_CACHE_HOME to a folder on a larger disk")
-        return 0
 
     def fetch_all(self, progress: Callable[[str, int, int], object], *, force: bool = False) -> None:
         names = [name for name in self.sizes if force or not (self.root / name).exists()]

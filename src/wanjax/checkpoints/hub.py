@@ -148,12 +148,17 @@ def names_in(folder: str, files: Iterable[HubFile]) -> list[str]:
     return [path.name for path in paths if path.parent == PurePosixPath(folder)]
 
 
-def check_room(repository: str, files: Iterable[HubFile]) -> int:
-    """Return the bytes to download; raise WanjaxError if the disk of the client's cache has less free space."""
+def download_bytes(files: Iterable[HubFile]) -> int:
+    """Return the number of bytes of the files that are not yet downloaded."""
+    return sum(file.size for file in files if file.to_download)
+
+
+def check_room(repository: str, files: Iterable[HubFile]) -> None:
+    """Raise WanjaxError if the disk of the client's cache has no room for the files to download."""
     _set_client_cache()
     from huggingface_hub import constants
 
-    needed_bytes = sum(file.size for file in files if file.to_download)
+    needed_bytes = download_bytes(files)
     cache = Path(constants.HF_HUB_CACHE)
     disk = next(folder for folder in (cache, *cache.parents) if folder.exists())
     if needed_bytes > (free_bytes := shutil.disk_usage(disk).free):
@@ -162,15 +167,19 @@ def check_room(repository: str, files: Iterable[HubFile]) -> int:
             "free: make room, or "
             "set HF_HOME to a folder on a larger disk"
         )
-    return needed_bytes
 
 
-def check_file(source: str, *, revision: str | None = None) -> int:
-    """Return the bytes to download for OWNER/NAME/FILE on the hub, as `check_room` does; 0 for other names."""
+def checked_file_bytes(source: str, *, revision: str | None = None) -> int:
+    """Return the number of bytes to download for OWNER/NAME/FILE on the hub; 0 for other names.
+
+    Raises WanjaxError if the disk has no room for the file.
+    """
     match = HUB_FILE.fullmatch(source)
     if match is None:
         return 0
-    return check_room(match["repository"], hub_files(match["repository"], [match["file"]], revision=revision))
+    files = hub_files(match["repository"], [match["file"]], revision=revision)
+    check_room(match["repository"], files)
+    return download_bytes(files)
 
 
 def _snapshot(repository: str, patterns: list[str], revision: str | None, quiet: bool) -> Path:
@@ -178,7 +187,8 @@ def _snapshot(repository: str, patterns: list[str], revision: str | None, quiet:
     from huggingface_hub import snapshot_download  # imported late: local checkpoints need no client
     from huggingface_hub.utils import are_progress_bars_disabled
 
-    needed_bytes = check_room(repository, missing)
+    needed_bytes = download_bytes(missing)
+    check_room(repository, missing)
     hides_progress = quiet or (not (sys.stderr is not None and sys.stderr.isatty()) and "ipykernel" not in sys.modules)
     if needed_bytes and hides_progress and not quiet and not are_progress_bars_disabled():
         print(

@@ -26,6 +26,7 @@ from wanjax.checkpoints.hub import (
     HubFile,
     check_room,
     download,
+    download_bytes,
     hub_files,
     locate,
     names_in,
@@ -107,9 +108,15 @@ class Storage:
         """Return whether a file can be read without a large download."""
         return self.revision is None and (self.root / file).is_file()
 
-    def check_room(self) -> int:
-        """Return the number of bytes to download. Raises WanjaxError if the disk has no room for them."""
-        return check_room(self.name, self.hub_files) if self.hub_files else 0
+    @property
+    def download_bytes(self) -> int:
+        """The number of bytes to download."""
+        return download_bytes(self.hub_files)
+
+    def check_room(self) -> None:
+        """Raise WanjaxError if the disk has no room for the files to download."""
+        if self.hub_files:
+            check_room(self.name, self.hub_files)
 
     def fetch_all(self, progress: Callable[[str, int, int], object], *, force: bool = False) -> None:
         """Download all missing files from a store. With `force`, download the existing files again too."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from wanjax.checkpoints.hub import check_file
+from wanjax.checkpoints.hub import checked_file_bytes
 from wanjax.checkpoints.lora_source import Lora
 from wanjax.errors import SettingError, WanjaxError, repr_short
 from wanjax.pipelines.components import Components
@@ -167,4 +167,4 @@ def _sibling_presets(model: str) -> list[str]:
         preset for preset in all_presets.values() if preset.source == all_presets[model].source and preset.name != model
     ]
     files = {preset.name: [Lora.parse(text).file for text in preset.loras] for preset in others}
-    return [name for name, lora_files in files.items() if not any(map(check_file, lora_files))]
+    return [name for name, lora_files in files.items() if not any(map(checked_file_bytes, lora_files))]
