@@ -321,7 +321,7 @@ def test_models_with_sparse_linear_attention(name, source, scheduler, size, scal
     assert (preset.source, preset.licence, preset.loras) == (TURBO + source, FREE_LICENCE, ())
     assert preset.repository_names == [preset.source.split("/")[1]]
     assert model.scheduler == parse(scheduler)
-    assert model.spec.attention(AttentionConfig()) == AttentionConfig.parse("sla:top=0.1")
+    assert model.spec.resolve_attention(AttentionConfig()) == AttentionConfig.parse("sla:top=0.1")
     assert {min(defaults.size), *map(min, preset.sizes)} == {480, 720}
     assert (min(defaults.size), defaults.frames, defaults.steps) == (size, 81, 4)
     assert (defaults.guidance_scale, defaults.guidance_scale_2, defaults.boundary) == (1.0, scale_2, boundary)

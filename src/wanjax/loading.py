@@ -154,7 +154,7 @@ def load(
     source = checkpoint.source
     checkpoint = apply_options(checkpoint, _parse_loras(lora), note, attention=attention, scheduler=scheduler)
     checkpoint = with_precision(checkpoint, precision)
-    attention_config = checkpoint.model.spec.attention(checkpoint.attention or AUTO)
+    attention_config = checkpoint.model.spec.resolve_attention(checkpoint.attention or AUTO)
     admit_kernels(*_rare_kernels(attention_config, Precision.of(checkpoint.settings.precision)))
     decoder_file = None if decoder is None else read_decoder(decoder, checkpoint.model.vae, checkpoint.family)
     options = LoadOptions(

@@ -270,7 +270,7 @@ def test_models_that_were_not_trained_with_it_can_be():
     """Their denoisers then have its projection; those that are dense otherwise stay as they are."""
     model: Any = presets()["wan2.1-t2v-14b"].model
     asked = AttentionConfig.parse("sla:top=0.2")
-    assert with_attention(model, asked, "wan").spec.attention(AUTO) == asked
+    assert with_attention(model, asked, "wan").spec.resolve_attention(AUTO) == asked
     for other in ("auto", "radial", "chunked"):
         assert with_attention(model, AttentionConfig.parse(other), "wan") is model
 

@@ -263,7 +263,7 @@ class BenchSuite:
         tokens, heads = self.forward_cost.tokens, ceil(self.forward_cost.heads / self.axes["tp"])
         shape = (1, tokens, heads, self.forward_cost.width // self.forward_cost.heads)
         sizes: dict[str, Any] = {"heads": heads, "head_dim": shape[3], "dtype": self.settings.dtype}
-        if sparse := self.model.spec.attention(AUTO).sparse:
+        if sparse := self.model.spec.resolve_attention(AUTO).sparse:
             name, build = "sparse-linear", partial(sparse_attention_program, sparse=sparse, tokens=tokens, **sizes)
         else:
             operand = jax.ShapeDtypeStruct(shape, self.settings.dtype)
@@ -326,7 +326,7 @@ class BenchSuite:
 
         A model with sparse attention uses it, and ignores `attention`.
         """
-        if self.model.spec.attention(AUTO).is_sparse:
+        if self.model.spec.resolve_attention(AUTO).is_sparse:
             attention = AUTO
         if (programs := self._programs.get((mesh, compiler, attention))) is None:
             reduced_model = limit_layers(self.model, self.size.layers)

@@ -97,7 +97,7 @@ def step_cost(
     largest = max(map(bytes_of, model.spec.denoisers))
     frees_networks = offload.frees_stages or offload.frees_for_room
     resident = largest if frees_networks else sum(map(bytes_of, model.spec.networks))
-    ring = forward.ring and model.spec.attention(attention).supports_ring
+    ring = forward.ring and model.spec.resolve_attention(attention).supports_ring
     return StepCost(forward, settings.split, largest, resident, ring, rules)
 
 

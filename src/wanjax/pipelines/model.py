@@ -662,7 +662,7 @@ class ModelSpec:
         rule, phases = self.cache_rule(settings), self.phases(self.schedule(first_pass), first_pass)
         return tuple(reuses for phase in phases for reuses in rule.reused(phase, self.cache_tables))
 
-    def attention(self, requested: AttentionConfig) -> AttentionConfig:
+    def resolve_attention(self, requested: AttentionConfig) -> AttentionConfig:
         """Resolve the requested attention: AUTO becomes the attention that the model was trained with.
 
         Args:
@@ -998,7 +998,7 @@ def with_attention(model: VideoModel[Any], attention: AttentionConfig, name: str
             raise UnsupportedError(f"{name} does not support sparse-linear attention: use --attention auto")
         config: Any = model.spec.networks[model.spec.denoisers[0]]
         return replace(model, **{model.spec.denoisers[0]: replace(config, sparse_linear=attention.sparse)})
-    if trained and not model.spec.attention(attention).sparse:
+    if trained and not model.spec.resolve_attention(attention).sparse:
         message = f"{name} was trained with sparse-linear attention and does not support {attention}"
         raise UnsupportedError(f"{message}: use --attention auto or sla:top=0.15")
     return model

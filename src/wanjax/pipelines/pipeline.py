@@ -191,7 +191,7 @@ class Pipeline(metaclass=OtherNamesMeta):
     @property
     def attention(self) -> AttentionConfig:
         """The denoiser's attention: the argument of `load`, by default the attention of the model's training."""
-        return self.model.spec.attention(self.components.options.get("attention", AUTO))
+        return self.model.spec.resolve_attention(self.components.options.get("attention", AUTO))
 
     @property
     def scheduler(self) -> Scheduler:

@@ -209,7 +209,7 @@ def estimate_video(
     """
     family, settings = description.family, description.settings
     model = with_attention(description.model, attention, settings.model)
-    hardware, attention = find_priceable_hardware(chip), model.spec.attention(attention)
+    hardware, attention = find_priceable_hardware(chip), model.spec.resolve_attention(attention)
     check_option_set(compiler)
     doubts: list[str] = []
     if isinstance(hardware, Machine):

@@ -51,7 +51,9 @@ def model_names() -> list[str]:
     for preset in registry.presets().values():
         if preset.model is not None:
             spec = preset.model.spec
-            kinds_by_model[preset.name] = frozenset(map(type, (*spec.networks.values(), spec.attention(AUTO).sparse)))
+            kinds_by_model[preset.name] = frozenset(
+                map(type, (*spec.networks.values(), spec.resolve_attention(AUTO).sparse))
+            )
     all_kinds = kinds_by_model.values()
     maximal = {kinds for kinds in all_kinds if not any(kinds < others for others in all_kinds)}
     first_model = {kinds: name for name, kinds in reversed(kinds_by_model.items())}

@@ -44,7 +44,7 @@ class TransformerConfig:
         spatial = 2 * (self.head_dim // 6)
         return self.head_dim - 2 * spatial, spatial, spatial
 
-    def attention(self, requested: AttentionConfig) -> AttentionConfig:
+    def resolve_attention(self, requested: AttentionConfig) -> AttentionConfig:
         """Resolve the attention to use: AUTO becomes the kind with which the network was trained."""
         return AttentionConfig(sparse=self.sparse_linear) if self.sparse_linear and requested == AUTO else requested
 

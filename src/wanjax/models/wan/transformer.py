@@ -214,7 +214,7 @@ class WanTransformer(nnx.Module):
         """Create the network. `attention` is the kind of attention. AUTO is the kind with which the network was
         trained, in the implementation that suits platform and shape."""
         kw: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        width, cells, attention = config.width, config.patch_cells, config.attention(attention)
+        width, cells, attention = config.width, config.patch_cells, config.resolve_attention(attention)
         self.config = config
         self.attention = attention
         self.dtype = dtype

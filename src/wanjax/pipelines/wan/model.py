@@ -84,7 +84,7 @@ class WanModel(VideoModel[WanConditioning]):
             radial_attention=self.radial and not config.sparse_linear,
             sparse_linear=self.radial and not config.sparse_linear,
             int8_attention=config.head_dim == INT8_HEAD_DIM,
-            trained_attention=config.attention(AUTO),
+            trained_attention=config.resolve_attention(AUTO),
             chunk_frames=self.chunk_frames,
             noise_layout=NoiseLayout(frames_first=self.chunk_frames > 0),
             text_length=TEXT_LENGTH,
