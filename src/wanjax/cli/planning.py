@@ -178,7 +178,7 @@ def print_training(estimate: TrainingEstimate, console: Console) -> None:
     if estimate.backward_ratio is not None:
         ratio = format_number(estimate.backward_ratio)
         _print_sentence(
-            console, f"the backward pass and the optimiser take {ratio} x the forward; limited by {estimate.limit}"
+            console, f"the backward pass and the optimiser take {ratio} x the forward pass; limited by {estimate.limit}"
         )
     for doubt in estimate.doubts:
         _print_sentence(console, f"in doubt: {doubt}")

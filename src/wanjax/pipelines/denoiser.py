@@ -128,7 +128,7 @@ class Preparation(NamedTuple):
     """The inputs of `VideoModel.prepare`, which runs once before the steps of a network.
 
     Args:
-        groups: The number of forwards in a step, and of prompts in each.
+        groups: The number of forward passes in a step, and of prompts in each.
         nag: The numbers of normalized attention guidance; None without it.
         chunk: The number of the chunk, if the video is denoised chunk by chunk.
         memory: The result of `VideoModel.update_memory` after the previous chunk.
@@ -170,9 +170,9 @@ class ModelInputs:
 
     Args:
         weights: The network's weights.
-        prompts: The context of each forward of a step; the prompts of all videos precede the negative prompts.
+        prompts: The context of each forward pass of a step; the prompts of all videos precede the negative prompts.
         shared: The inputs that all prompts share.
-        batch: The number of prompts in each forward.
+        batch: The number of prompts in each forward pass.
     """
 
     weights: Any
@@ -189,13 +189,13 @@ class State:
     Args:
         x: The latents, [B T H W C], or a mapping by modality.
         solver: The scheduler's state.
-        cached: The values that each forward cached; None for a step that runs all blocks.
+        cached: The values that each forward pass cached; None for a step that runs all blocks.
         average: The moving average of a guidance rule with momentum; None for other rules.
     """
 
     x: Any  # [B T H W C], or a mapping by modality
     solver: object
-    cached: Cached | None = None  # a tuple for each forward
+    cached: Cached | None = None  # a tuple for each forward pass
     average: Any = None  # [B T H W C], or a mapping by modality
 
     @property

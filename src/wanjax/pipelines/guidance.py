@@ -25,14 +25,14 @@ Latents = Float[Array, "B ... C"]  # an array of the video, [B T H W C], or of a
 
 
 class Groups(NamedTuple):
-    """The number of forwards in a step, and the number of prompts for each video in a forward."""
+    """The number of forward passes in a step, and the number of prompts for each video in a forward pass."""
 
-    forwards: int
+    num_forwards: int
     batch: int
 
 
 def grouping(guided: bool, batched: bool, partitioner: Partitioner) -> Groups:
-    """Decide how a step's prompts are grouped into forwards.
+    """Decide how a step's prompts are grouped into forward passes.
 
     Both prompts of a video are in one batch if `batched` is True, or if the mesh's axis `dp` separates them.
     """
@@ -41,9 +41,10 @@ def grouping(guided: bool, batched: bool, partitioner: Partitioner) -> Groups:
 
 
 def group(prompts: Sequence[Any], groups: Groups) -> tuple[Any, ...]:
-    """Concatenate the trees of the prompts and of the negative prompts, arrays [B ...], into one tree per forward."""
+    """Concatenate the trees of the prompts and of the negative prompts, arrays [B ...], into one tree for each
+    forward pass."""
     if groups.batch == 1:
-        return tuple(prompts[: groups.forwards])
+        return tuple(prompts[: groups.num_forwards])
     return (jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *prompts[: groups.batch]),)
 
 

@@ -100,7 +100,7 @@ class VAEConfig(Protocol):
 
 
 class ForwardCost(NamedTuple):
-    """The work of one forward of the denoiser for one prompt, for plans and profiles.
+    """The work of one forward pass of the denoiser for one prompt, for plans and profiles.
 
     Args:
         tokens: The length of self-attention's sequence.
@@ -744,14 +744,14 @@ class VideoModel(ABC, Generic[ConditioningT]):
     def prepare(
         self, runtime: Runtime, network: SplitNetwork, conditioning: ConditioningT, x: Any, preparation: Preparation
     ) -> tuple[tuple[object, ...], object]:
-        """Compute what all steps of a network share: the context of each forward, and inputs for all forwards.
+        """Compute what all steps of a network share: the context of each forward pass, and the inputs of all.
 
         Args:
             runtime: Calls programs.
             network: The network of the phase.
             conditioning: The output of `encode`, for a batch of videos.
             x: The latents; only their shape is used.
-            preparation: Why the inputs are computed: it has the number of forwards and further options.
+            preparation: Why the inputs are computed: it has the number of forward passes and further options.
         """
 
     def update_memory(self, runtime: Runtime, network: SplitNetwork, inputs: ModelInputs, x: Any) -> object:
@@ -769,7 +769,7 @@ class VideoModel(ABC, Generic[ConditioningT]):
 
     @abstractmethod
     def cost(self, settings: Settings, conditioning: ConditioningT | None = None) -> ForwardCost:
-        """Count the work of one forward of the denoiser.
+        """Count the work of one forward pass of the denoiser.
 
         Args:
             settings: The settings of the video.

@@ -711,7 +711,7 @@ class Pipeline(metaclass=OtherNamesMeta):
             conditioning: The output of `encode`.
             noise: Noise that replaces the seed's: the initial noise, or arrays by name.
             callback: Called after each step with a `Step`, which has the latents of one chunk; False ends the run.
-            batch_guidance: Whether both prompts run in one forward.
+            batch_guidance: Whether both prompts run in one forward pass.
             seeds: The seed of each video; None uses the one `seed` of the settings.
             settings: The settings.
         """

@@ -67,7 +67,7 @@ class Run:
         pictures: The images and clips of the videos.
         noise: Random arrays to use instead of the seed's, for one video.
         tiling: The tiling for encoding and decoding.
-        batch_guidance: Whether both prompts run in one forward. Raises WanjaxError with a guidance cache.
+        batch_guidance: Whether both prompts run in one forward pass. Raises WanjaxError with a guidance cache.
         observers: The observers, which are notified of every event.
     """
 

@@ -41,7 +41,7 @@ def trace_programs(
         settings: The settings of the video.
         pictures: The images and clips of the video.
         tiling: The tiling for encoding and decoding.
-        batch_guidance: Whether both prompts run in one forward.
+        batch_guidance: Whether both prompts run in one forward pass.
         memory: The memory of a device in bytes, as in `Components.abstract`. None means that memory never runs out.
 
     Returns:

@@ -87,7 +87,7 @@ T2V_2B = replace(T2V_5B, layers=30, heads=30, rotary=None, added="sinusoids", tr
 
 
 def forward_flops(config: TransformerConfig, *, video_tokens: int) -> Mapping[str, int]:
-    """Count operations of one forward for one video and its prompt, by part of the transformer.
+    """Count operations of one forward pass for one video and its prompt, by part of the transformer.
 
     A multiplication and an addition are two operations. Only matrix products of real tokens count, not padding or
     operations that the compiler adds.

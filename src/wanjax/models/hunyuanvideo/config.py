@@ -73,7 +73,7 @@ FEW_STEPS_480P = replace(SIZE_480P, meanflow=True)
 
 
 def forward_flops(config: TransformerConfig, *, video_tokens: int, prompt: int, extra: int) -> Mapping[str, int]:
-    """Count operations of one forward for one video and its text, by part of the transformer.
+    """Count operations of one forward pass for one video and its text, by part of the transformer.
 
     A multiplication and an addition are two operations. Only matrix products count, not operations that the compiler
     adds.

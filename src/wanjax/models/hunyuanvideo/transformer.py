@@ -179,7 +179,7 @@ class HunyuanVideoTransformer(nnx.Module):
     velocity = transformer(latents, t, text, text_mask=mask)
 
     The channels of `latents` [B T H W C] are the video's latents, then the condition: the latents of an input frame and
-    a mask, or zeros. `embed` and `head` are the parts of the forward before and after the blocks.
+    a mask, or zeros. `embed` and `head` are the parts of the forward pass before and after the blocks.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ REUSED_SHARE = 0.5  # TeaCache's threshold is chosen so that this share of steps
 
 @dataclass(frozen=True)
 class MeasuringCache(ForwardCache):
-    """Compute every step in full. For each prompt of a forward, measure the change since the previous step. With
+    """Compute every step in full. For each prompt of a forward pass, measure the change since the previous step. With
     several modalities, the residual covers all tokens, and the output is that of the video.
     """
 

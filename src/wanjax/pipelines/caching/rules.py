@@ -41,13 +41,13 @@ class CacheRule(ABC):
     is_known_before_run: ClassVar[bool] = True
     """True if the reusing steps are known before the weights are loaded."""
     blocks: ClassVar[type[BlockCache]] = BlockCache
-    """What each forward caches between its blocks, for a rule that caches each forward separately."""
+    """What each forward pass caches between its blocks, for a rule that caches each forward pass separately."""
     decided_on_device: ClassVar[bool] = False
     """True if a step decides on the device whether it reuses."""
     num_forwards: ClassVar[int] = 0
-    """The number of forwards that a reusing step with guidance still runs."""
+    """The number of forward passes that a reusing step with guidance still runs."""
     needs_separate_forwards: ClassVar[bool] = False
-    """True if a step has to run its two prompts in separate forwards."""
+    """True if a step has to run its two prompts in separate forward passes."""
 
     @property
     def table_name(self) -> str | None:
@@ -190,7 +190,7 @@ RESET = (1.0, 0.0, 0)  # the initial growth, errors and count of MagCache, also 
 
 
 def _may_reuse(step: int, phase: Phase, uncached_share: float, table: Magnitudes) -> bool:
-    """Return whether a step of a phase may reuse, counting as MagCache's authors do: two forwards a step.
+    """Return whether a step of a phase may reuse, counting as MagCache's authors do: two forward passes a step.
 
     MagCache's authors round the number of full forwards down, but for the second of two networks that both reuse, they
     round it up.
@@ -355,7 +355,7 @@ def check_reused(rule: CacheRule, reused: Sequence[Sequence[bool]]) -> None:
 
 
 def check_separate_forwards(rule: CacheRule, batched: bool) -> None:
-    """Raise WanjaxError for a guidance cache if a step runs both prompts in one forward."""
+    """Raise WanjaxError for a guidance cache if a step runs both prompts in one forward pass."""
     if batched and rule.needs_separate_forwards:
         raise WanjaxError(
             "a guidance cache has no effect where dp or batched guidance runs both prompts together: give a "

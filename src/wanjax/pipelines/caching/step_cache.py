@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step caches: a step stores a part of its results, and later steps reuse it instead of computing it again. A cache
-wraps the forwards of a step, and may give each forward a `BlockCache`. A step is compiled for its cache. The rules in
-`rules` decide which steps reuse.
+wraps the forward passes of a step, and may give each forward pass a `BlockCache`. A step is compiled for its cache. The
+rules in `rules` decide which steps reuse.
 """
 
 from abc import ABC, abstractmethod
@@ -22,9 +22,9 @@ from wanjax.sharding import replicate
 
 Latents = Any  # [B T H W C], or a mapping of modalities
 Prediction = Any  # like latents, of one or more videos, for one prompt or both
-Predict = Callable[..., Prediction]  # a forward, which accepts a `BlockCache` for its blocks
+Predict = Callable[..., Prediction]  # a forward pass, which accepts a `BlockCache` for its blocks
 Cached = tuple[Any, ...]  # tuples of arrays
-# The prediction of each forward, and the values that the next step may reuse
+# The prediction of each forward pass, and the values that the next step may reuse
 Predictions = tuple[list[Prediction], Cached]
 
 
@@ -51,13 +51,13 @@ class StepCache(ABC):
     def predictions(
         self, forwards: Sequence[Predict], x: Latents, cached: Cached | None
     ) -> tuple[list[Prediction], Cached]:
-        """Return the float32 prediction of each forward of a step from x, and the values that the next step may
+        """Return the float32 prediction of each forward pass of a step from x, and the values that the next step may
         reuse."""
 
 
 @dataclass(frozen=True)
 class ForwardCache(StepCache):
-    """A cache for each forward of a step separately, of type `blocks`. The default caches nothing."""
+    """A cache for each forward pass of a step separately, of type `blocks`. The default caches nothing."""
 
     blocks: type[BlockCache] = BlockCache
 
@@ -68,8 +68,10 @@ class ForwardCache(StepCache):
         return [in_float32(prediction) for prediction, _ in pairs], tuple(forward_cached for _, forward_cached in pairs)
 
     def run(self, predict: Predict, cached: Cached | None) -> tuple[Prediction, Cached]:
-        """Return a forward's prediction, and the values that the next step may reuse. If `cached` is None, all blocks
-        run."""
+        """Return the prediction of a forward pass, and the values that the next step may reuse.
+
+        If `cached` is None, all blocks run.
+        """
         blocks = self.blocks(cached)
         return predict(blocks), blocks.cached
 
@@ -82,7 +84,7 @@ NO_CACHE = ForwardCache()
 
 
 class LastBlockCache(BlockCache):
-    """Cache the tokens before the last block. A forward that reuses them runs only the last block."""
+    """Cache the tokens before the last block. A forward pass that reuses them runs only the last block."""
 
     def parts(self, layers: int, *cuts: int) -> Sequence[range]:
         parts = super().parts(layers, *cuts, layers - 1)
@@ -98,8 +100,8 @@ class LastBlockCache(BlockCache):
 
 
 class ResidualCache(BlockCache):
-    """Cache the residual that all blocks add to the tokens that the head reads. A forward that reuses the residual runs
-    no block.
+    """Cache the residual that all blocks add to the tokens that the head reads. A forward pass that reuses the
+    residual runs no block.
 
     If the tokens are a tuple of streams, the head reads only the first entry. This entry may be a tree, such as the
     tokens of a video and of its sound.
@@ -128,7 +130,7 @@ class ResidualCache(BlockCache):
 
 
 class History(NamedTuple):
-    """The state that all forwards of an `OutputCache` share. Rates and errors are per video and modality."""
+    """The state that all forward passes of an `OutputCache` share. Rates and errors are per video and modality."""
 
     computed_latents: Latents  # the latents of the last computed step
     last_latents: Latents  # the latents of the last step

@@ -18,7 +18,7 @@ from wanjax.pipelines.guidance import Groups, group
 
 
 class Shared(NamedTuple):
-    """The inputs that the forwards for all prompts share.
+    """The inputs that the forward passes for all prompts share.
 
     Args:
         positions: RoPE's tables, or position embeddings.
@@ -90,7 +90,8 @@ def make_context(
     image: Float[Array, "B C 1 H W"] | None,
     nag: Float32[Array, "3"] | None = None,
 ) -> tuple[tuple[Context, ...], Shared]:
-    """Project each forward's prompts to the transformer's width, and return the inputs that all forwards share.
+    """Project the prompts of each forward pass to the transformer's width. Also return the inputs that all
+    forward passes share.
 
     Args:
         static: The network's definition, and how the prompts are grouped.

@@ -24,7 +24,7 @@ FeaturePair = tuple[Float[Array, "1 S E"], Float[Array, "1 S E"]]  # for the pro
 
 
 class Shared(NamedTuple):
-    """The inputs that the forwards for all prompts share.
+    """The inputs that the forward passes for all prompts share.
 
     Args:
         rope: RoPE's tables.
@@ -138,7 +138,7 @@ def make_context(
     image_latents: Float[Array, "_B C 1 H W"] | None,
     nag: Float32[Array, "3"] | None = None,
 ) -> tuple[tuple[Context, ...], Shared]:
-    """Compute the context of each forward, with an image's features, and the inputs that all forwards share.
+    """Compute the context of each forward pass, with an image's features, and the inputs that all forward passes share.
 
     Args:
         static: The network's definition, how the prompts are grouped, and the lengths of both texts.
