@@ -106,8 +106,8 @@ def load(
         param_dtype: The dtype of the weights in memory, bfloat16 or float32. None is bfloat16 for published
             checkpoints, and the stored dtype for other checkpoints.
         precision: How the transformer's projections are stored and multiplied: "int8" or "fp8" for weights and inputs
-            of 8 bits, "int8-weights" or "fp8-weights" for weights alone, or "none". Weights are rounded while they are
-            read. None is the precision in which `wanjax convert` stored them, else "none".
+            of 8 bits, "int8-weights" or "fp8-weights" for weights alone, or "none". Weights are quantized while they
+            are read. None is the precision in which `wanjax convert` stored them, else "none".
         attention: The transformer's attention: a name, "radial:0.2", "sla:top=0.15", or an `AttentionConfig`. None is
             the attention with which the model or a LoRA was trained. If this is unknown, the platform and the shape
             determine the attention. A missing projection of "sla" is initialised with zeros.
@@ -303,12 +303,12 @@ def _network_sizes(checkpoint: Checkpoint, options: LoadOptions, partitioner: Pa
                 partitioner=partitioner,
             )
             shapes = make(description)
-            check_memory(checkpoint.settings.model, name, shapes, _rounded(description, network_info, make))
+            check_memory(checkpoint.settings.model, name, shapes, _make_quantized(description, network_info, make))
             sizes[name] = memory.bytes_needed(shapes)
     return sizes
 
 
-def _rounded(
+def _make_quantized(
     checkpoint: SomeDescription, network_info: Network, make: Callable[[SomeDescription], nnx.Module]
 ) -> Callable[[], nnx.Module] | None:
     """Return a function that makes a network with weights of 8 bits, for `check_memory`.
@@ -319,19 +319,19 @@ def _rounded(
         make: A function that makes the network of a checkpoint as shapes.
 
     Returns:
-        The function; None if the network is rounded already, or has no projections that may be rounded.
+        The function; None if the network is quantized already, or has no projections that may be quantized.
     """
     if network_info.kind.full_precision is None or Precision.of(checkpoint.settings.precision).quantizes:
         return None
     try:
-        rounded = with_precision(checkpoint, WEIGHTS_OF_8_BITS)
+        quantized = with_precision(checkpoint, WEIGHTS_OF_8_BITS)
     except WanjaxError:
         return None
-    return lambda: make(rounded)
+    return lambda: make(quantized)
 
 
 def check_memory(
-    model: str, component: str, network: nnx.Module, rounded: Callable[[], nnx.Module] | None = None
+    model: str, component: str, network: nnx.Module, quantized: Callable[[], nnx.Module] | None = None
 ) -> None:
     """Raise WanjaxError with remedies if the weights of a network exceed the total memory of a device or of the host.
 
@@ -341,15 +341,15 @@ def check_memory(
         model: The name of the model.
         component: The name of the network.
         network: The network, or its shapes.
-        rounded: Makes the same network with weights of 8 bits, as shapes; None if there is no such network.
+        quantized: Makes the same network with weights of 8 bits, as shapes; None if there is no such network.
     """
     device = local_devices()[0]
     if device.platform != "cpu" and (on_host := host_bytes(network)) > (machine := memory.machine_memory()):
-        rounds = rounded is not None and host_bytes(rounded()) <= machine
+        fits_quantized = quantized is not None and host_bytes(quantized()) <= machine
         raise WanjaxError(
             f"the {component} of {model} needs {format_bytes(on_host)} of the host's memory for its offloaded blocks, "
             f"and this machine has {format_bytes(machine)}: use "
-            f"{f'--precision {WEIGHTS_OF_8_BITS}, or ' if rounds else ''}a machine with more memory"
+            f"{f'--precision {WEIGHTS_OF_8_BITS}, or ' if fits_quantized else ''}a machine with more memory"
         )
     needed_bytes, available_bytes = memory.bytes_needed(network), memory.total_memory(device)
     if available_bytes is None or needed_bytes <= available_bytes:
@@ -358,7 +358,7 @@ def check_memory(
     remedies = []
     if all(weight.dtype.itemsize == 4 for weight in weights) and needed_bytes <= 2 * available_bytes:
         remedies.append(BFLOAT16_REMEDY)
-    remedies += _remedies(network, rounded, available_bytes, is_cpu=device.platform == "cpu")
+    remedies += _remedies(network, quantized, available_bytes, is_cpu=device.platform == "cpu")
     if device.platform != "cpu":
         devices = math.ceil(sum(weight.size * weight.dtype.itemsize for weight in weights) / available_bytes)
         remedies.append(f"use a mesh whose sp · tp is {devices} or more")
@@ -373,17 +373,17 @@ def check_memory(
 
 
 def _remedies(
-    network: nnx.Module, rounded: Callable[[], nnx.Module] | None, available_bytes: int, *, is_cpu: bool
+    network: nnx.Module, quantized: Callable[[], nnx.Module] | None, available_bytes: int, *, is_cpu: bool
 ) -> list[str]:
     """Return the remedies by a precision and by offloaded blocks with which a network fits: both only if neither does.
 
     Args:
         network: The network, or its shapes.
-        rounded: As in `check_memory`.
+        quantized: As in `check_memory`.
         available_bytes: The memory of a device.
         is_cpu: Whether the device is a CPU, whose memory is that of the host.
     """
-    rounded_network = None if rounded is None else rounded()
+    quantized_network = None if quantized is None else quantized()
     sharded = any(len(x.sharding.device_set) > 1 for x in jax.tree.leaves(nnx.state(network)) if x.sharding)
 
     def fits_offloaded(network: nnx.Module) -> bool:
@@ -393,13 +393,13 @@ def _remedies(
         return on_host > 0 and on_device <= available_bytes and on_host <= memory.machine_memory()
 
     remedies = []
-    if rounded_network is not None and memory.bytes_needed(rounded_network) <= available_bytes:
-        remedies.append(f"round its weights to 8 bits, with --precision {WEIGHTS_OF_8_BITS}")
+    if quantized_network is not None and memory.bytes_needed(quantized_network) <= available_bytes:
+        remedies.append(f"quantize its weights to 8 bits, with --precision {WEIGHTS_OF_8_BITS}")
     if fits_offloaded(network):
         remedies.append("keep its blocks in the host's memory, with --offload blocks")
-    if not remedies and rounded_network is not None and fits_offloaded(rounded_network):
+    if not remedies and quantized_network is not None and fits_offloaded(quantized_network):
         remedies.append(
-            f"round its weights to 8 bits and keep its blocks in the host's memory, with --precision "
+            f"quantize its weights to 8 bits and keep its blocks in the host's memory, with --precision "
             f"{WEIGHTS_OF_8_BITS} --offload blocks"
         )
     return remedies
@@ -498,7 +498,9 @@ def _make_loaders(
             checkpoint.settings.model,
             name,
             abstract_network,
-            _rounded(checkpoint, network_info, lambda rounded: _abstract_network(rounded, name, options, partitioner)),
+            _make_quantized(
+                checkpoint, network_info, lambda quantized: _abstract_network(quantized, name, options, partitioner)
+            ),
         )
         make_room(abstract_network)
         report_progress = partial(options.progress or loading, name)

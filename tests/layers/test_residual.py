@@ -16,7 +16,7 @@ from wanjax.layers.mlp import MLP, gelu, gelu_tanh
 from wanjax.layers.modulation import gated_add, modulate
 from wanjax.layers.norms import layer_norm, rms_norm
 from wanjax.layers.precision import PRECISIONS
-from wanjax.layers.residual import NormedTokens, Residual, project, project_heads, rounds_tokens, shared_input
+from wanjax.layers.residual import NormedTokens, Residual, project, project_heads, quantizes_tokens, shared_input
 from wanjax.layers.rope import apply_rotary, norm_and_rope, rope_3d
 
 WIDTH, HIDDEN = 256, 192  # rotated by 256 and by 64
@@ -113,5 +113,5 @@ def test_tokens_are_rounded_once_for_projections_that_round_alike():
         for layer in layers:
             assert error(layer(x), layer(tokens.compute())) <= 1e-3
     mixed = layer_of("int8"), layer_of("none")
-    assert not rounds_tokens(*mixed)
+    assert not quantizes_tokens(*mixed)
     assert isinstance(shared_input(tokens, *mixed), jnp.ndarray)

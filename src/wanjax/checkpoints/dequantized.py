@@ -76,7 +76,7 @@ UNREAD_PARTS = {  # unsupported formats, and patterns for the names of their ten
 }
 INPUTS = re.compile(
     r"scale_input|input_scale(_ub)?|output_scale|_?weight[_:]act_quant_\w+"
-)  # scales of a layer's inputs, which wanjax does not round
+)  # scales of a layer's inputs, which wanjax does not quantize
 SCALED_FP8_MARK = "scaled_fp8"  # a tensor that marks ComfyUI's older files
 ORDER = "weight_format"  # the tensor with the order of bitsandbytes' integers; 0 means row by row
 QUANTISED = "comfy_quant"  # the tensor with a layer's format as JSON, in ComfyUI's newer files
@@ -149,8 +149,8 @@ class DequantizedReader(ReaderView):
                 raise WanjaxError(f"{key} is {dtype} and has no known scale: {EIGHT_BITS}")
 
     @property
-    def is_rounded(self) -> bool:
-        return super().is_rounded or any(self._reader.specs[x.numbers].dtype == np.int8 for x in self._parts.values())
+    def is_quantized(self) -> bool:
+        return super().is_quantized or any(self._reader.specs[x.numbers].dtype == np.int8 for x in self._parts.values())
 
     def _is_modelopt_nvfp4(self, parts: _Parts) -> bool:
         """Return whether a weight is in ModelOpt's NVFP4: bytes, 8-bit scales of blocks, and a scale of the tensor."""

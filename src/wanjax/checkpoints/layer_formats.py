@@ -7,7 +7,7 @@ comfy-kitchen 0.2.40 writes these formats:
 - `float8_e4m3fn`, `float8_e5m2`: 8-bit floats times a scale for the tensor, each row or each block. The shape of the
   scale shows which.
 - `int8_tensorwise`: 8-bit integers times a scale for the tensor or for each row. With `convrot`, each group of a row is
-  rotated before rounding (ConvRot, arXiv:2512.03673), by a regular Hadamard matrix that is its own inverse.
+  rotated before quantization (ConvRot, arXiv:2512.03673), by a regular Hadamard matrix that is its own inverse.
 - `mxfp8`: float8_e4m3fn, with a scale 2^(e - 127) for every 32 numbers of a row.
 - `nvfp4`: two float4_e2m1fn in a byte, the first in the upper half. Each number is multiplied by a float8_e4m3fn scale
   for 16 numbers of a row, and by one scale for the tensor.

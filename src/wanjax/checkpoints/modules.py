@@ -27,7 +27,7 @@ def load(
     *,
     ignore: Iterable[str] = (),
     progress: Callable[[int, int], object] | None = None,
-    rounded_before: bool = False,
+    was_quantized: bool = False,
 ) -> Module:
     """Load a module's weights from a checkpoint.
 
@@ -42,7 +42,7 @@ def load(
         reader: The checkpoint's tensors.
         ignore: Patterns with `*` for the names of unused tensors.
         progress: Called after each tensor with the number of bytes that were read until now and the total number.
-        rounded_before: Whether kernels that LoRAs changed were rounded to 8 bits before.
+        was_quantized: Whether kernels that LoRAs changed were quantized to 8 bits before.
 
     Raises:
         WanjaxError: The checkpoint does not fit the module; `assign` lists the cases.
@@ -68,7 +68,7 @@ def load(
         if (kernel := kernels.get(assignment.target)) is None:
             weights[assignment.target] = to_device(tensors, targets[assignment.target], stacked=assignment.stacked)
         else:
-            again = [rounded_before and changes(key) for key in assignment.sources]
+            again = [was_quantized and changes(key) for key in assignment.sources]
             weights |= to_device_quantized(tensors, kernel, stacked=assignment.stacked, again=again)
     return _with_weights(abstract, weights)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Round kernels to 8 bits while they are read. The host does this on all cores, without compiling a program.
+"""Quantize kernels to 8 bits while they are read. The host does this on all cores, without compiling a program.
 
-The rounding is that of `kernels.quantized_matmul.quantize_weight`. Rows are rounded in pieces of a fixed size. The
-result therefore depends only on the kernel: loading and converting give the same numbers, bit for bit.
+The quantization is that of `kernels.quantized_matmul.quantize_weight`. Rows are quantized in pieces of a fixed size.
+The result therefore depends only on the kernel: loading and converting give the same numbers, bit for bit.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,16 +21,16 @@ from wanjax.kernels.quantized_matmul.formats import FORMATS, LARGEST, SMALLEST_A
 from wanjax.layers.quantized import QuantizedLinear, quantized_layers
 
 PIECE_ROWS = 128
-SECOND_ROUNDING = np.float32(1.04)
-"""The factor of the scale of int8 weights that are rounded for the second time, after a LoRA changed them.
+SECOND_QUANTIZATION = np.float32(1.04)
+"""The factor of the scale of int8 weights that are quantized for the second time, after a LoRA changed them.
 
 On the same steps as before, a change of less than half a step would be lost everywhere. On steps of another size, old
-numbers lie at all distances from new ones, so that rounding keeps the sum of many small changes.
+numbers lie at all distances from new ones, so that quantization keeps the sum of many small changes.
 """
 
 
-class RoundedKernel(NamedTuple):
-    """A kernel that was rounded to 8 bits, with its scales.
+class QuantizedValues(NamedTuple):
+    """A kernel that was quantized to 8 bits, with its scales.
 
     Attributes:
         values: The numbers [I O].
@@ -86,42 +86,42 @@ def to_device_quantized(
     stacked: bool,
     again: Sequence[bool] = (),
 ) -> dict[str, jax.Array]:
-    """Read and round a kernel. Return the numbers and the scale, with the shardings of the abstract projection.
+    """Read and quantize a kernel. Return the numbers and the scale, with the shardings of the abstract projection.
 
-    Host memory holds the tensor that is being read and one tensor of 8 bits. Each process rounds whole tensors.
+    Host memory holds the tensor that is being read and one tensor of 8 bits. Each process quantizes whole tensors.
 
     Args:
         tensors: The tensors of the blocks of a stack, or a single tensor. A tensor is read when its context is entered.
         kernel: The kernel to fill.
         stacked: Whether the tensors are blocks of a stack.
-        again: For each tensor, whether it was rounded before, and changed since; by default none was.
+        again: For each tensor, whether it was quantized before, and changed since; by default none was.
     """
     scales: list[np.ndarray] = []
 
     @contextmanager
-    def rounded(tensor: AbstractContextManager[np.ndarray], again: bool) -> Iterator[np.ndarray]:
+    def quantized(tensor: AbstractContextManager[np.ndarray], again: bool) -> Iterator[np.ndarray]:
         with tensor as x:
             values, scale = quantize(x, kernel.layer, again=again)
         scales.append(scale)
         yield values
 
     values = to_device(
-        [*map(rounded, tensors, again or [False] * len(tensors))], kernel.layer.values.get_value(), stacked=stacked
+        [*map(quantized, tensors, again or [False] * len(tensors))], kernel.layer.values.get_value(), stacked=stacked
     )
     scale = np.stack(scales) if stacked else scales[0]
     shards = make_array(lambda part, dtype: scale[part].astype(dtype), kernel.layer.scale.get_value())
     return {kernel.values: values, kernel.scale: shards}
 
 
-def quantize(kernel: np.ndarray, layer: QuantizedLinear, *, again: bool = False) -> RoundedKernel:
-    """Round a kernel to the format of a quantized projection.
+def quantize(kernel: np.ndarray, layer: QuantizedLinear, *, again: bool = False) -> QuantizedValues:
+    """Quantize a kernel to the format of a quantized projection.
 
     Args:
         kernel: The kernel [I O], in any float dtype and any memory layout.
         layer: The quantized projection; it has the format and the rotation.
-        again: Whether the kernel was rounded before, and changed since.
+        again: Whether the kernel was quantized before, and changed since.
     """
-    widening = SECOND_ROUNDING if again and layer.format == "int8" else np.float32(1)
+    widening = SECOND_QUANTIZATION if again and layer.format == "int8" else np.float32(1)
     rows = kernel.T  # [O I], as most checkpoints store it
     values, scale = np.empty(rows.shape, FORMATS[layer.format]), np.empty(len(rows), np.float32)
     row_ranges = [slice(start, start + PIECE_ROWS) for start in range(0, len(rows), PIECE_ROWS)]
@@ -139,7 +139,7 @@ def quantize(kernel: np.ndarray, layer: QuantizedLinear, *, again: bool = False)
             values[row_range] = np.rint(x) if layer.format == "int8" else x
 
     list(workers().map(quantize_rows, row_ranges))
-    return RoundedKernel(values.T, scale)
+    return QuantizedValues(values.T, scale)
 
 
 class FloatKernel:

@@ -43,9 +43,9 @@ class ReaderView:
         return getattr(self._reader, "paths", [])
 
     @property
-    def is_rounded(self) -> bool:
+    def is_quantized(self) -> bool:
         """Whether weights are stored as 8-bit integers."""
-        return getattr(self._reader, "is_rounded", False)
+        return getattr(self._reader, "is_quantized", False)
 
     def read(self, key: str) -> np.ndarray:
         return self._reader.read(key)

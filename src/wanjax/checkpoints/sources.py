@@ -177,8 +177,8 @@ class Component:
         if not self.changes and isinstance(arrays, Arrays):
             return modules.restore(abstract, arrays, progress=progress)
         rules, options = list(rules), {"ignore": ignore, "progress": progress}
-        rounded = self.precision.quantizes or getattr(arrays, "is_rounded", False)
-        return modules.load(abstract, rules, self.tensors(rules), rounded_before=rounded, **options)
+        quantized = self.precision.quantizes or getattr(arrays, "is_quantized", False)
+        return modules.load(abstract, rules, self.tensors(rules), was_quantized=quantized, **options)
 
 
 @dataclass(frozen=True, eq=False)

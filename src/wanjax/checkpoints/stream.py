@@ -31,7 +31,7 @@ def stored_specs(
         targets: The parameters of a model that was built with `dtype`. Some parameters have another dtype in the model,
             for example norms. Such parameters are stored in the dtype of their tensors.
         dtype: The dtype of the stored arrays; None keeps the dtype of the tensors.
-        kernels: The kernels that are rounded to 8 bits, by parameter name.
+        kernels: The kernels that are quantized to 8 bits, by parameter name.
     """
 
     def spec(assignment: Assignment) -> Spec:
@@ -62,7 +62,7 @@ def stream(
         assignments: The tensors of each parameter.
         reader: The tensors.
         arrays: The arrays to write.
-        kernels: The kernels that are rounded to 8 bits, by parameter name.
+        kernels: The kernels that are quantized to 8 bits, by parameter name.
         progress: Called after each group of chunks with the number of its bytes.
 
     Raises:
@@ -94,7 +94,7 @@ def _write_chunks(
     """Write the chunks of a range of blocks in a stack. If the range is None, write all chunks of an array that is no
     stack.
 
-    `chunks` has the chunks of one array, or the chunks of the numbers and the scale of a rounded kernel.
+    `chunks` has the chunks of one array, or the chunks of the numbers and the scale of a quantized kernel.
     """
     missing = {
         name: [chunk for chunk in chunk_list if not arrays[name].is_written(chunk)]
@@ -106,8 +106,8 @@ def _write_chunks(
     tensors = [assignment.transform.forward(reader.read(key)) for key in keys]
     parts: dict[str, Sequence[np.ndarray]] = {assignment.target: tensors}
     if kernel is not None:
-        rounded = [quantize(tensor, kernel.layer) for tensor in tensors]
-        parts = {kernel.values: [x.values for x in rounded], kernel.scale: [x.scale for x in rounded]}
+        quantized = [quantize(tensor, kernel.layer) for tensor in tensors]
+        parts = {kernel.values: [x.values for x in quantized], kernel.scale: [x.scale for x in quantized]}
     for name, blocks in parts.items():
         for chunk in missing[name]:
             values = np.empty([_slice_length(axis_slice) for axis_slice in chunk], arrays[name].dtype)

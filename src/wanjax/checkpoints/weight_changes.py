@@ -28,7 +28,7 @@ def with_loras(source: Source, loras: Sequence[Lora], kinds: Kinds, note: Note |
     """Merge LoRAs into a checkpoint's transformers.
 
     A file may have separate tensors for two experts. Then each expert is changed by its own tensors. Weights that are
-    stored with 8 bits become floats, are changed, and are rounded again.
+    stored with 8 bits become floats, are changed, and are quantized again.
 
     Args:
         source: The checkpoint.

@@ -287,7 +287,7 @@ def _summary_lines(estimate: Estimate) -> Iterator[str]:
             f"in the host's memory: {format_bytes(estimate.host_bytes, 1024)} of blocks (--offload {estimate.offload})"
         )
     if estimate.full_precision:
-        yield f"not rounded by {estimate.precision}: {', '.join(estimate.full_precision)}"
+        yield f"not quantized by {estimate.precision}: {', '.join(estimate.full_precision)}"
     for item in estimate.collectives:
         yield (
             f"{item['operation']} over {item['devices']} devices: {item['times']} a step, "

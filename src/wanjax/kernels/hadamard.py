@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The regular Hadamard matrix by which ConvRot (arXiv:2512.03673) rotates groups of channels before it rounds them."""
+"""The regular Hadamard matrix by which ConvRot (arXiv:2512.03673) rotates groups of channels before it quantizes
+them."""
 
 from functools import cache
 

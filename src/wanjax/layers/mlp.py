@@ -14,7 +14,7 @@ from wanjax.kernels.autodiff import save_for_backward
 from wanjax.kernels.quantized_matmul import quantized_mlp
 from wanjax.layers.linear import Axes, are_tokens, default_kernel_init, linear
 from wanjax.layers.quantized import QuantizedLinear
-from wanjax.layers.residual import NormedTokens, Residual, compute_norm, rounds_tokens, run_fused
+from wanjax.layers.residual import NormedTokens, Residual, compute_norm, quantizes_tokens, run_fused
 from wanjax.sharding import constrain
 
 gelu = partial(jax.nn.gelu, approximate=False)
@@ -46,13 +46,13 @@ class MLP(nnx.Module):
         self, inputs: Float[Array, "*B E"] | NormedTokens, add_to: Residual | None = None
     ) -> Float[Array, "*B _E"]:
         """Compute the MLP, with the norm of its input and, if there are tokens `add_to`, their sum."""
-        if self.activation is gelu_tanh and rounds_tokens(self.up) and rounds_tokens(self.down):
+        if self.activation is gelu_tanh and quantizes_tokens(self.up) and quantizes_tokens(self.down):
             return run_fused(self._quantized, inputs, add_to)
         y = save_for_backward(self.down(self.activation(self.up(compute_norm(inputs)))))
         return y if add_to is None else add_to.add(y)
 
     def _quantized(self, x: Float[Array, "*B E"], **fused: Any) -> Float[Array, "*B _E"]:
-        """Compute both projections by one call, which rounds the hidden layer while it is near."""
+        """Compute both projections by one call, which quantizes the hidden layer while it is near."""
         up, down, gathers = self.up, self.down, are_tokens(x)
         assert isinstance(up, QuantizedLinear)
         assert isinstance(down, QuantizedLinear)

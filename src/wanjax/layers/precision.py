@@ -19,7 +19,7 @@ class Precision:
     Args:
         name: The name of the precision for `load`, options and metadata.
         weights: The format of the weights; None keeps them as floats.
-        activations: The format to which each token is rounded before a product; None multiplies in the dtype.
+        activations: The format to which each token is quantized before a product; None multiplies in the dtype.
     """
 
     name: str
@@ -37,8 +37,8 @@ class Precision:
     @property
     def rotates(self) -> bool:
         """True if groups of channels are rotated. Int8 needs the rotation: a token's largest number determines the step
-        of rounding, and without the rotation, most numbers of the token would be smaller than a step. Floats of 8 bits
-        do not need it, because they have fine steps for small numbers.
+        of quantization, and without the rotation, most numbers of the token would be smaller than a step. Floats of 8
+        bits do not need it, because they have fine steps for small numbers.
         """
         return self.activations == "int8"
 

@@ -37,7 +37,7 @@ class QuantizedLinear(Gathered, nnx.Module):
         scale: The scale [O] of each output channel, in float32.
         bias: The bias [O], or None.
         format: The format of the values.
-        activations: The format to which tokens are rounded, or None.
+        activations: The format to which tokens are quantized, or None.
         rotation: The number of input channels that are rotated together; 0 for none.
     """
 
@@ -86,8 +86,8 @@ class QuantizedLinear(Gathered, nnx.Module):
         weight = QuantizedWeight(gather_weight(values) if gathers else values, self.scale[...])
         return weight, None if self.bias is None else self.bias[...]
 
-    def round_tokens(self, x: jax.Array, **norm: Any) -> QuantizedRows:
-        """Round tokens for this projection and similar projections. `norm` has the options of `quantize_tokens`."""
+    def quantize_tokens(self, x: jax.Array, **norm: Any) -> QuantizedRows:
+        """Quantize tokens for this projection and similar projections. `norm` has the options of `quantize_tokens`."""
         return quantize_tokens(x, self.operands(False)[0], rotation=self.rotation, **self.options, **norm)
 
     def sent_weight(self) -> jax.Array:

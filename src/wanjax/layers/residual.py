@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Projections of a transformer block, with the norm before them and the residual sum after them.
 
-A dense projection, and one with weights alone in 8 bits, is one of three operations. A projection that rounds its
+A dense projection, and one with weights alone in 8 bits, is one of three operations. A projection that quantizes its
 tokens to 8 bits is a kernel that contains the other two.
 """
 
@@ -99,16 +99,17 @@ def compute_norm(inputs: Input | NormedTokens) -> Input | Tokens:
 
 
 def shared_input(inputs: Vectors | NormedTokens, *projections: nnx.Module) -> Vectors | QuantizedRows:
-    """Return the common input of several projections, which is normed once and, if they all round tokens, rounded once.
+    """Return the common input of several projections, which is normed once and, if they all quantize tokens, quantized
+    once.
 
     Args:
         inputs: The tokens.
         projections: The projections, which have the same input channels.
     """
-    if not rounds_tokens(*projections):
+    if not quantizes_tokens(*projections):
         return compute_norm(inputs)
     first: Any = projections[0]
-    return run_fused(first.round_tokens, inputs, None)
+    return run_fused(first.quantize_tokens, inputs, None)
 
 
 def project(projection: nnx.Module, inputs: Vectors | NormedTokens, add_to: Residual | None = None) -> Vectors:
@@ -120,7 +121,7 @@ def project(projection: nnx.Module, inputs: Vectors | NormedTokens, add_to: Resi
         add_to: The tokens to which the result is added; None returns the result itself.
     """
     layer: Any = projection
-    if rounds_tokens(projection):
+    if quantizes_tokens(projection):
         return run_fused(layer, inputs, add_to)
     y = layer(compute_norm(inputs))
     return y if add_to is None else add_to.add(y)
@@ -139,7 +140,7 @@ def project_heads(
     """
     layer: Any = projection
     assert norm.scale is not None
-    if rounds_tokens(projection):
+    if quantizes_tokens(projection):
         tables = () if rope is None else (rope.cos, rope.sin)
         heads_norm = HeadsNorm(norm.scale[...], *tables)
         return run_fused(partial(layer.heads, norm=heads_norm, norm_eps=norm.epsilon), inputs, None)
@@ -164,8 +165,8 @@ def run_fused(kernel: Callable[..., Any], inputs: Inputs | NormedTokens, add_to:
     return kernel(x, **norm, gated_sum=add_to.kernel_sum())
 
 
-def rounds_tokens(*projections: nnx.Module) -> bool:
-    """Return True if all projections round their tokens to 8 bits, in the same way."""
+def quantizes_tokens(*projections: nnx.Module) -> bool:
+    """Return True if all projections quantize their tokens to 8 bits, in the same way."""
     ways = {
         (layer.activations, layer.rotation) if isinstance(layer, QuantizedLinear) else (None, 0)
         for layer in projections

@@ -359,7 +359,7 @@ class Settings:
         default="float32", group="compute", choices=DTYPES, metavar="DTYPE",
     )  # fmt: skip
     precision: str = setting(
-        "Round the transformer's weights to 8 bits. int8 and fp8 also round the inputs of matrix products; "
+        "Quantize the transformer's weights to 8 bits. int8 and fp8 also quantize the inputs of matrix products; "
         "int8-weights and fp8-weights do not.  [default: none, or as the checkpoint is stored]",
         default=FLOATS.name, group="compute", choices=tuple(PRECISIONS), metavar="NAME",
     )  # fmt: skip

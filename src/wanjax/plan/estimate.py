@@ -50,7 +50,7 @@ from wanjax.sharding import SHARDING_RULES, Partitioner, is_in_host_memory
 JAX_MEMORY_FRACTION = 0.75  # fraction of a card's memory that JAX allocates by default
 ESTIMATED_BY_MODEL = "a model of the time of each kernel in the card's compiled program"
 MEMORY_SIZES = (16, 24, 32, 80)  # GiB of a device
-OPTIONS_TO_FIT = (  # each with whether it rounds weights and whether it offloads blocks
+OPTIONS_TO_FIT = (  # each with whether it quantizes weights and whether it offloads blocks
     (f"--precision {WEIGHTS_OF_8_BITS}", True, False),
     ("--offload blocks", False, True),
     (f"--precision {WEIGHTS_OF_8_BITS} --offload blocks", True, True),
@@ -283,10 +283,10 @@ def estimate_video(
     if finds_options or memory["fits"] is False:
         peaks = {"": _estimated_peak(prices, programs, hardware)}
         can_offload = hardware.devices == 1 and not offload.blocks
-        can_round = settings.precision == FLOATS.name and family.full_precision(model) is not None
-        for option, rounds, offloads in OPTIONS_TO_FIT:
-            if (can_round or not rounds) and (can_offload or not offloads):
-                precision = WEIGHTS_OF_8_BITS if rounds else settings.precision
+        can_quantize = settings.precision == FLOATS.name and family.full_precision(model) is not None
+        for option, quantizes, offloads in OPTIONS_TO_FIT:
+            if (can_quantize or not quantizes) and (can_offload or not offloads):
+                precision = WEIGHTS_OF_8_BITS if quantizes else settings.precision
                 blocks = DEFAULT_BLOCKS if offloads else offload.blocks
                 peaks[option] = _estimated_peak(prices, programs_with(precision, blocks), hardware)
         fits_in = {

@@ -71,8 +71,8 @@ class LoraConfig:
 def check_trainable_precision(precision: Precision, lora: LoraConfig | None) -> None:
     """Raise WanjaxError unless a model in this precision can be trained.
 
-    Frozen weights of 8 bits have exact gradients of their inputs. A product with rounded inputs has none: rounding is
-    flat almost everywhere, and a substitute for its derivative would add noise to every layer.
+    Frozen weights of 8 bits have exact gradients of their inputs. A product with quantized inputs has none:
+    quantization is flat almost everywhere, and a substitute for its derivative would add noise to every layer.
 
     Args:
         precision: The precision of the model.
@@ -86,7 +86,7 @@ def check_trainable_precision(precision: Precision, lora: LoraConfig | None) -> 
         )
     if precision.activations is not None:
         raise WanjaxError(
-            f"the precision {precision} rounds the inputs of products, which have no gradient then: train with "
+            f"the precision {precision} quantizes the inputs of products, which have no gradient then: train with "
             f"precision {precision.weights}-weights, or with none"
         )
 

@@ -2,7 +2,7 @@
 """Attention on TPUs with q kᵀ in int8: `flash_tpu:qk=int8`. It is faster than flash_tpu, and not exact.
 
 The mean of all keys is subtracted from them, which changes no weight (Zhang et al., SageAttention, 2024). The largest
-number of a head's keys, and that of each query, sets a scale, and both are rounded to int8. Weights are bfloat16,
+number of a head's keys, and that of each query, sets a scale, and both are quantized to int8. Weights are bfloat16,
 and values as they are. docs/attention.md has the error beside the price.
 """
 
@@ -75,7 +75,7 @@ def attention(
 def quantize_keys(
     k: BFloat16[Array, "B S E"], heads: int, kv_length: int
 ) -> tuple[Int8[Array, "B S E"], Float32[Array, "B K"], Float32[Array, "B E"]]:
-    """Subtract the mean of the first `kv_length` keys, and round them to int8. Also return the scales and means."""
+    """Subtract the mean of the first `kv_length` keys, and quantize them to int8. Also return the scales and means."""
     k32 = k.astype(jnp.float32)  # rows, not heads: a TPU pads an axis of heads
     key_sum, key_max, key_min = _sum_and_range(k32[:, :kv_length])
     mean = key_sum / kv_length

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Pallas kernel of flash_tpu with q kᵀ in int8, and its call: a block of queries against a block of keys.
 
-It differs from `flash_kernel` in three ways. Keys are int8, with one scale for a head. A block of queries is rounded to
-int8 when it arrives, with a scale for each query: a score times the query's scale is an exponent of two.
+It differs from `flash_kernel` in three ways. Keys are int8, with one scale for a head. A block of queries is quantized
+to int8 when it arrives, with a scale for each query: a score times the query's scale is an exponent of two.
 
 The matrix unit subtracts the offset of the fast path, a whole number of scores. A head of 128 leaves half of its depth
 free. There the queries have the digits of the offset, and all keys have the values of the digits.
@@ -204,7 +204,7 @@ def _add_block(
 
 
 def _init_queries(q_ref, k_scale: Array, state: SoftmaxRefs, q_start: Array, sizes: KernelSizes) -> None:
-    """Clear the sums and write the queries, transposed and rounded; undefined queries after the last become 0."""
+    """Clear the sums and write the queries, transposed and quantized; undefined queries after the last become 0."""
     q = sizes.q_scale * q_ref[...].T.astype(jnp.float32)  # [D L]
     if sizes.num_queries % sizes.block_q:
         q = jnp.where(q_start + positions(slice(0, q.shape[1]), 1) < sizes.num_queries, q, 0.0)

@@ -38,18 +38,18 @@ def quantized_matmul(
 ) -> Float[Array, "*B _E"]:
     """Return the product of x and a weight of 8 bits, plus the bias, rounded once to `dtype`.
 
-    With `activations=None` the product has gradients of x and of the bias, and the weight is frozen. With rounded
+    With `activations=None` the product has gradients of x and of the bias, and the weight is frozen. With quantized
     inputs the product has no gradient.
 
     Args:
-        x: The inputs [... I], which are cast to `dtype`; or inputs that `quantize_tokens` has rounded for several
+        x: The inputs [... I], which are cast to `dtype`; or inputs that `quantize_tokens` has quantized for several
             products.
         weight: The weight [I O], from `quantize_weight` or from a file.
         bias: The bias [O], or None.
         rotation: How many input channels of the weight were rotated together; 0 for none.
-        activations: The format to which each row of x is rounded, after the row is rotated. The format must be that of
-            the weight. None does not round inputs.
-        dtype: The dtype of the result. If inputs are not rounded, it is also the dtype of the operands.
+        activations: The format to which each row of x is quantized, after the row is rotated. The format must be that
+            of the weight. None does not quantize inputs.
+        dtype: The dtype of the result. If inputs are not quantized, it is also the dtype of the operands.
         modulation: A layer norm of x and its modulation, which come first.
         eps: The epsilon of the layer norm.
         gelu: Whether to apply GELU, by its tanh formula.
@@ -57,7 +57,7 @@ def quantized_matmul(
 
     Raises:
         WanjaxError: The shapes or dtypes of the operands do not fit each other.
-        UnsupportedError: The formats of inputs and weight differ, or the gradient of rounded inputs is taken.
+        UnsupportedError: The formats of inputs and weight differ, or the gradient of quantized inputs is taken.
     """
     dtype = jnp.dtype(dtype)
     _check(x, weight, bias, rotation, activations, dtype)
@@ -107,7 +107,7 @@ def quantized_heads(
 
     Raises:
         WanjaxError: The shapes or dtypes of the operands do not fit each other.
-        UnsupportedError: The formats of inputs and weight differ, or the gradient of rounded inputs is taken.
+        UnsupportedError: The formats of inputs and weight differ, or the gradient of quantized inputs is taken.
     """
     dtype = jnp.dtype(dtype)
     _check(x, weight, bias, rotation, activations, dtype)
@@ -129,7 +129,7 @@ def quantize_tokens(
     modulation: Modulation | None = None,
     eps: float = 1e-6,
 ) -> QuantizedRows:
-    """Round tokens once for several products, such as those of queries, keys and values.
+    """Quantize tokens once for several products, such as those of queries, keys and values.
 
     Args:
         x: The inputs [... I].
@@ -165,7 +165,7 @@ def quantized_mlp(
 ) -> Float[Array, "*B _E"]:
     """Return a product, GELU, and a second product.
 
-    On TPUs the first product rounds its results, so that they go to memory and back in 8 bits. Then each of several
+    On TPUs the first product quantizes its results, so that they go to memory and back in 8 bits. Then each of several
     parts of a row has its own scale.
 
     Args:
@@ -181,7 +181,7 @@ def quantized_mlp(
 
     Raises:
         WanjaxError: The shapes or dtypes of the operands do not fit each other.
-        UnsupportedError: The formats of inputs and weight differ, or the gradient of rounded inputs is taken.
+        UnsupportedError: The formats of inputs and weight differ, or the gradient of quantized inputs is taken.
     """
     dtype = jnp.dtype(dtype)
     _check(x, *up, rotations[0], activations, dtype)
@@ -198,7 +198,7 @@ def quantized_mlp(
 
 
 def uses_kernel(x: Any, weight: QuantizedWeight, rotation: int, dtype: jnp.dtype) -> bool:
-    """Return True if the TPU kernel computes a product with these rounded inputs."""
+    """Return True if the TPU kernel computes a product with these quantized inputs."""
     values = x.values if isinstance(x, QuantizedRows) else x
     is_tpu = target(values).platform == "tpu"
     return is_tpu and tpu.unsupported(x, weight, rotation, dtype) is None and is_admitted(KERNEL)
@@ -215,7 +215,9 @@ def _without_gradient(run: Callable[..., Any], *operands: Any, **parts: Any) -> 
         return run(*operands, **parts), None
 
     def backward(residuals: None, g: Any) -> tuple:
-        raise UnsupportedError("a product with rounded inputs has no gradient: train with activations=None")
+        raise UnsupportedError(
+            "a matrix product with quantized activations has no gradient: train with activations=None"
+        )
 
     return with_backward(forward, backward, operands, parts)
 

@@ -2,10 +2,10 @@
 """Represent weights and tokens by numbers of 8 bits. A weight has a scale for each output channel, and a token has its
 own scale.
 
-Before a row is rounded, each group of its input channels may be rotated by a regular Hadamard matrix (ConvRot,
+Before a row is quantized, each group of its input channels may be rotated by a regular Hadamard matrix (ConvRot,
 arXiv:2512.03673). The rotation spreads a channel with large numbers over its group. Without the rotation, such a
-channel would make the rounding of the whole row coarse. The rotation is orthonormal: a rotated input times a rotated
-weight equals the original input times the original weight.
+channel would make the quantization of the whole row coarse. The rotation is orthonormal: a rotated input times a
+rotated weight equals the original input times the original weight.
 """
 
 from typing import Literal, NamedTuple
@@ -51,7 +51,7 @@ class QuantizedRows(NamedTuple):
 
 
 def quantize_weight(kernel: Float[Array, "E _E"], *, format: Format, rotation: int) -> QuantizedWeight:
-    """Round a weight to 8 bits. The largest number of each output channel determines the channel's scale.
+    """Quantize a weight to 8 bits. The largest number of each output channel determines the channel's scale.
 
     Args:
         kernel: The weight [I O] of input and output channels. The computation is in float32.
@@ -67,7 +67,7 @@ def quantize_weight(kernel: Float[Array, "E _E"], *, format: Format, rotation: i
 
 
 def quantize_rows(x: Float32[Array, "*B E"], format: Format) -> QuantizedRows:
-    """Round rows to 8 bits. The largest number of each row determines the row's scale. Halves are rounded to even."""
+    """Quantize rows to 8 bits. The largest number of each row determines the row's scale. Halves round to even."""
     scale = jnp.maximum(jnp.abs(x).max(axis=-1, keepdims=True), SMALLEST_ABSMAX) / LARGEST[format]
     values = jnp.clip(x / scale, -LARGEST[format], LARGEST[format])
     return QuantizedRows((jnp.round(values) if format == "int8" else values).astype(FORMATS[format]), scale)

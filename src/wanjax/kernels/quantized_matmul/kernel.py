@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """TPU kernels of quantized products: one kernel for a product of 8-bit numbers with the operations around it, and one
-kernel that only rounds rows.
+kernel that only quantizes rows.
 
 A grid step of the product has the whole depth of a row tile and of a column tile in VMEM, so it needs no accumulator. A
 row tile stays in VMEM while its column tiles run. Before the first column tile, the rows are normed, rotated and
-rounded into scratch memory, unless they already have 8 bits. After each product, while its sums are still in registers,
-the kernel applies scales, bias and the epilogue. The epilogue is GELU, a gated sum, or GELU and the rounding of the
-next product's rows. Or it is the norm of whole rows of the result, and the rotation of their heads: then the rows of
-the result stay in VMEM too, and the kernel finishes them after the last column tile.
+quantized into scratch memory, unless they already have 8 bits. After each product, while its sums are still in
+registers, the kernel applies scales, bias and the epilogue. The epilogue is GELU, a gated sum, or GELU and the
+quantization of the next product's rows. Or it is the norm of whole rows of the result, and the rotation of their heads:
+then the rows of the result stay in VMEM too, and the kernel finishes them after the last column tile.
 """
 
 import math
@@ -30,8 +30,8 @@ from wanjax.kernels.quantized_matmul.tiles import (
     CHUNK,
     COMPILER_VMEM_BYTES,
     NORMED_STRIP,
-    ROUNDING_STRIP_ROWS,
-    ROUNDING_TILE_ROWS,
+    QUANTIZED_STRIP_ROWS,
+    QUANTIZED_TILE_ROWS,
     Tiles,
     pass_vmem_bytes,
     product_columns,
@@ -43,7 +43,7 @@ GELU_LINEAR, GELU_CUBIC = 0.7978845608028654, 0.035677408136300125
 Refs = Mapping[str, Any]
 
 
-class Rounding(NamedTuple):
+class Quantization(NamedTuple):
     """How rows are converted to numbers of 8 bits.
 
     Attributes:
@@ -62,14 +62,14 @@ class Epilogue(NamedTuple):
 
     Attributes:
         gelu: The dtype in which GELU is computed; None for no GELU.
-        rounding: How the result is rounded for the next product; None for a result in floats.
+        quantization: How the result is quantized for the next product; None for a result in floats.
         norm_eps: The epsilon of an RMS norm of whole rows of the result; None for no norm.
         norms_heads: Whether the norm is of each head of 128 channels instead.
         parts: Into how many groups of heads normed rows are written, each of which is contiguous.
     """
 
     gelu: DTypeLike | None = None
-    rounding: Rounding | None = None
+    quantization: Quantization | None = None
     norm_eps: float | None = None
     norms_heads: bool = False
     parts: int = 1
@@ -78,7 +78,7 @@ class Epilogue(NamedTuple):
 def matmul(
     operands: Mapping[str, Array],
     *,
-    rounding: Rounding | None,
+    quantization: Quantization | None,
     epilogue: Epilogue,
     tiles: Tiles,
     dtype: jnp.dtype,
@@ -86,7 +86,7 @@ def matmul(
     vmem_bytes: int,
     interpret: bool,
 ) -> tuple[Array, ...]:
-    """Call the kernel of the product. Return the result, or, if the result is rounded, its values and scales. Normed
+    """Call the kernel of the product. Return the result, or, if the result is quantized, its values and scales. Normed
     rows have their groups of heads on a leading axis.
 
     Args:
@@ -95,7 +95,7 @@ def matmul(
             `residual` [B L O]; for two modulations `second_mask` [L 1] and for two gates `second_gate` [L 1], which are
             1 for the tokens with the second and 0 for the others; for a norm of the result `norm_scale` [1 O], and for
             the rotation of its heads `cos` and `sin` [L P].
-        rounding: How x is rounded; None for rows of 8 bits.
+        quantization: How x is quantized; None for rows of 8 bits.
         epilogue: The operations after the product.
         tiles: Tile sizes.
         dtype: The dtype to which x is rounded before its rotation.
@@ -104,8 +104,8 @@ def matmul(
         interpret: Whether to run the kernel without a TPU, slowly, for tests.
     """
     weight = operands["weight"]
-    (batch, length, depth), columns = operands["values" if rounding is None else "x"].shape, weight.shape[1]
-    operands = dict(operands) | _matrix(rounding or epilogue.rounding, dtype)
+    (batch, length, depth), columns = operands["values" if quantization is None else "x"].shape, weight.shape[1]
+    operands = dict(operands) | _matrix(quantization or epilogue.quantization, dtype)
     input_row, result_tile = (None, tiles.rows, depth), (None, tiles.rows, tiles.columns)
     output_vector, num_gates = (1, tiles.columns), operands["gate"].shape[1] if "gate" in operands else 1
     vectors = (None, operands["shift"].shape[1] if "shift" in operands else 1, depth)
@@ -128,26 +128,26 @@ def matmul(
     for name in ("cos", "sin"):
         if name in operands:
             specs[name] = pl.BlockSpec((tiles.rows, operands[name].shape[1]), lambda b, i, j: (i, 0))
-    if rounding is None:
+    if quantization is None:
         specs["row_scale"] = pl.BlockSpec((None, tiles.rows, operands["row_scale"].shape[2]), rows_only)
-    y_dtype = result_dtype if epilogue.rounding is None else FORMATS[epilogue.rounding.format]
+    y_dtype = result_dtype if epilogue.quantization is None else FORMATS[epilogue.quantization.format]
     results = {"y": (specs["residual"], jax.ShapeDtypeStruct((batch, length, columns), y_dtype))}
     if epilogue.norm_eps is not None:
         width = columns // epilogue.parts
         whole_rows = pl.BlockSpec((epilogue.parts, None, tiles.rows, width), lambda b, i, j: (0, b, i, 0))
         results["y"] = whole_rows, jax.ShapeDtypeStruct((epilogue.parts, batch, length, width), y_dtype)
     scratch: dict[str, Any] = {}
-    if rounding is not None:
-        scratch["values"] = pltpu.VMEM((tiles.rows, depth), FORMATS[rounding.format])
+    if quantization is not None:
+        scratch["values"] = pltpu.VMEM((tiles.rows, depth), FORMATS[quantization.format])
         scratch["row_scale"] = pltpu.VMEM((tiles.rows, 1), jnp.float32)
         scratch["rotated"] = pltpu.VMEM((tiles.prepared, depth), jnp.float32)
-    if epilogue.rounding is not None:
+    if epilogue.quantization is not None:
         groups = columns // tiles.columns
         scale_spec = pl.BlockSpec((None, tiles.rows, groups), rows_only)
         results["y_scale"] = scale_spec, jax.ShapeDtypeStruct((batch, length, groups), jnp.float32)
         scratch["rotated_y"] = pltpu.VMEM((tiles.strip, tiles.columns), jnp.float32)
     names = (*operands, *results, *scratch)
-    options = {"rounding": rounding, "epilogue": epilogue, "strip": tiles.strip, "dtype": dtype}
+    options = {"quantization": quantization, "epilogue": epilogue, "strip": tiles.strip, "dtype": dtype}
     y = pl.pallas_call(
         partial(_matmul_kernel, names=names, **options),
         grid=(batch, ceil_div(length, tiles.rows), ceil_div(columns, tiles.columns)),
@@ -164,36 +164,38 @@ def matmul(
     return tuple(y)
 
 
-def quantize(operands: Mapping[str, Array], *, rounding: Rounding, dtype: jnp.dtype, interpret: bool) -> QuantizedRows:
-    """Call the kernel that rounds rows, in one pass over memory.
+def quantize(
+    operands: Mapping[str, Array], *, quantization: Quantization, dtype: jnp.dtype, interpret: bool
+) -> QuantizedRows:
+    """Call the kernel that quantizes rows, in one pass over memory.
 
     Args:
-        operands: `x` [B L I]; if the rounding has a norm, `shift` and `factor` [B T I] of T modulations; for two of
+        operands: `x` [B L I]; if the quantization has a norm, `shift` and `factor` [B T I] of T modulations; for two of
             them `second_mask` [L 1], as in `matmul`.
-        rounding: How x is rounded.
+        quantization: How x is quantized.
         dtype: The dtype to which x is rounded before its rotation.
         interpret: Whether to run the kernel without a TPU, slowly, for tests.
     """
     x = operands["x"]
     batch, length, depth = x.shape
-    operands = dict(operands) | _matrix(rounding, dtype)
-    row = pl.BlockSpec((None, ROUNDING_TILE_ROWS, depth), lambda b, i: (b, i, 0))
+    operands = dict(operands) | _matrix(quantization, dtype)
+    row = pl.BlockSpec((None, QUANTIZED_TILE_ROWS, depth), lambda b, i: (b, i, 0))
     num_modulations = operands["shift"].shape[1] if "shift" in operands else 1
     vectors = pl.BlockSpec((None, num_modulations, depth), lambda b, i: (b, 0, 0))
-    mask_spec = pl.BlockSpec((ROUNDING_TILE_ROWS, 1), lambda b, i: (i, 0))
+    mask_spec = pl.BlockSpec((QUANTIZED_TILE_ROWS, 1), lambda b, i: (i, 0))
     matrix = pl.BlockSpec((CHUNK, CHUNK), lambda b, i: (0, 0))
     specs = {"x": row, "shift": vectors, "factor": vectors, "second_mask": mask_spec, "matrix": matrix}
     names = (*operands, "values", "row_scale", "rotated")
     values, scale = pl.pallas_call(
-        partial(_quantize_kernel, names=names, rounding=rounding, dtype=dtype),
-        grid=(batch, ceil_div(length, ROUNDING_TILE_ROWS)),
+        partial(_quantize_kernel, names=names, quantization=quantization, dtype=dtype),
+        grid=(batch, ceil_div(length, QUANTIZED_TILE_ROWS)),
         in_specs=[specs[name] for name in operands],
-        out_specs=[row, pl.BlockSpec((None, ROUNDING_TILE_ROWS, 1), lambda b, i: (b, i, 0))],
+        out_specs=[row, pl.BlockSpec((None, QUANTIZED_TILE_ROWS, 1), lambda b, i: (b, i, 0))],
         out_shape=[
-            jax.ShapeDtypeStruct(x.shape, FORMATS[rounding.format]),
+            jax.ShapeDtypeStruct(x.shape, FORMATS[quantization.format]),
             jax.ShapeDtypeStruct((batch, length, 1), jnp.float32),
         ],
-        scratch_shapes=[pltpu.VMEM((ROUNDING_STRIP_ROWS, depth), jnp.float32)],
+        scratch_shapes=[pltpu.VMEM((QUANTIZED_STRIP_ROWS, depth), jnp.float32)],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel"),
             vmem_limit_bytes=pass_vmem_bytes(depth, x.dtype.itemsize) + COMPILER_VMEM_BYTES,
@@ -204,34 +206,34 @@ def quantize(operands: Mapping[str, Array], *, rounding: Rounding, dtype: jnp.dt
     return QuantizedRows(values, scale)
 
 
-def _matrix(rounding: Rounding | None, dtype: DTypeLike) -> dict[str, Array]:
+def _matrix(quantization: Quantization | None, dtype: DTypeLike) -> dict[str, Array]:
     """Return the rotation matrix as an operand. The matrix rotates as many channels as one product of the matrix unit
     can."""
-    if rounding is None or not rounding.rotation:
+    if quantization is None or not quantization.rotation:
         return {}
-    groups = CHUNK // rounding.rotation
-    return {"matrix": jnp.asarray(np.kron(np.eye(groups), regular_hadamard(rounding.rotation)), dtype)}
+    groups = CHUNK // quantization.rotation
+    return {"matrix": jnp.asarray(np.kron(np.eye(groups), regular_hadamard(quantization.rotation)), dtype)}
 
 
 def _matmul_kernel(
     *refs: Any,
     names: tuple[str, ...],
-    rounding: Rounding | None,
+    quantization: Quantization | None,
     epilogue: Epilogue,
     strip: int,
     dtype: jnp.dtype,
 ) -> None:
     ref, column_tile = dict(zip(names, refs, strict=True)), pl.program_id(2)
-    if rounding is not None:
+    if quantization is not None:
 
         @pl.when(column_tile == 0)
         def _() -> None:
-            _quantize_strips(ref, rounding, dtype)
+            _quantize_strips(ref, quantization, dtype)
 
     def multiply_strip(i: Any, _: None) -> None:
         rows = _strip(i, strip)
-        if epilogue.rounding is not None:
-            _round_products(ref, rows, column_tile, epilogue.gelu, epilogue.rounding, dtype)
+        if epilogue.quantization is not None:
+            _quantize_products(ref, rows, column_tile, epilogue.gelu, epilogue.quantization, dtype)
             return
         y = _product(ref, rows, slice(None), epilogue.gelu)
         if epilogue.norm_eps is not None:
@@ -319,16 +321,16 @@ def _product(ref: Refs, rows: Any, columns: slice, gelu: DTypeLike | None) -> Fl
     return y if gelu is None else _gelu(y.astype(gelu))
 
 
-def _round_products(
-    ref: Refs, rows: Any, column_tile: Any, gelu: DTypeLike | None, rounding: Rounding, dtype: jnp.dtype
+def _quantize_products(
+    ref: Refs, rows: Any, column_tile: Any, gelu: DTypeLike | None, quantization: Quantization, dtype: jnp.dtype
 ) -> None:
-    """Rotate and round a strip of the product, with a scale for each row of the column tile."""
+    """Rotate and quantize a strip of the product, with a scale for each row of the column tile."""
     columns = ref["rotated_y"].shape[1]
     width = product_columns(columns)
 
     def chunk_of(y: Float[Array, "_L _E"], offset: int) -> Float32[Array, "_L _D"]:
         chunk = y[:, offset : offset + CHUNK]
-        return _dot(chunk, ref["matrix"][...], jnp.float32) if rounding.rotation else chunk.astype(jnp.float32)
+        return _dot(chunk, ref["matrix"][...], jnp.float32) if quantization.rotation else chunk.astype(jnp.float32)
 
     absmax = None
     for start in range(0, columns, width):
@@ -337,22 +339,22 @@ def _round_products(
             chunk = chunk_of(y, offset)
             ref["rotated_y"][:, start + offset : start + offset + CHUNK] = chunk
             absmax = _raise_absmax(absmax, chunk)
-    scale = _round_strip(ref["rotated_y"], ref["y"], rows, absmax, rounding.format)
+    scale = _quantize_strip(ref["rotated_y"], ref["y"], rows, absmax, quantization.format)
     group = jax.lax.broadcasted_iota(jnp.int32, (rows.size, ref["y_scale"].shape[1]), 1)
     ref["y_scale"][rows, :] = jnp.where(group == column_tile, scale, ref["y_scale"][rows, :])
 
 
-def _quantize_kernel(*refs: Any, names: tuple[str, ...], rounding: Rounding, dtype: jnp.dtype) -> None:
-    _quantize_strips(dict(zip(names, refs, strict=True)), rounding, dtype)
+def _quantize_kernel(*refs: Any, names: tuple[str, ...], quantization: Quantization, dtype: jnp.dtype) -> None:
+    _quantize_strips(dict(zip(names, refs, strict=True)), quantization, dtype)
 
 
-def _quantize_strips(ref: Refs, rounding: Rounding, dtype: jnp.dtype) -> None:
-    """Norm, rotate and round the rows of x, strip by strip."""
+def _quantize_strips(ref: Refs, quantization: Quantization, dtype: jnp.dtype) -> None:
+    """Norm, rotate and quantize the rows of x, strip by strip."""
     strip, depth = ref["rotated"].shape
 
     def quantize_strip(i: Any, _: None) -> None:
         rows = _strip(i, strip)
-        statistics = None if rounding.eps is None else _statistics(ref["x"], rows, rounding.eps)
+        statistics = None if quantization.eps is None else _statistics(ref["x"], rows, quantization.eps)
         absmax, second_mask = None, _second_mask(ref, "second_mask", rows, CHUNK)
         for start in range(0, depth, CHUNK):
             channels = slice(start, start + CHUNK)
@@ -363,10 +365,10 @@ def _quantize_strips(ref: Refs, rounding: Rounding, dtype: jnp.dtype) -> None:
                 shift, factor = (_by_token(ref, name, channels, second_mask) for name in ("shift", "factor"))
                 y = normed * factor + shift
             y = y.astype(dtype)
-            y = _dot(y, ref["matrix"][...], jnp.float32) if rounding.rotation else y.astype(jnp.float32)
+            y = _dot(y, ref["matrix"][...], jnp.float32) if quantization.rotation else y.astype(jnp.float32)
             ref["rotated"][:, channels] = y
             absmax = _raise_absmax(absmax, y)
-        ref["row_scale"][rows, :] = _round_strip(ref["rotated"], ref["values"], rows, absmax, rounding.format)
+        ref["row_scale"][rows, :] = _quantize_strip(ref["rotated"], ref["values"], rows, absmax, quantization.format)
 
     jax.lax.fori_loop(0, ref["x"].shape[0] // strip, quantize_strip, None)
 
@@ -406,8 +408,8 @@ def _raise_absmax(absmax: Array | None, y: Float32[Array, "_L _D"]) -> Float32[A
     return absmax
 
 
-def _round_strip(source: Any, target: Any, rows: Any, absmax: Array | None, form: Format) -> Float32[Array, "_L 1"]:
-    """Round a strip to 8 bits by the largest absolute numbers of its rows. Return the scales of the rows."""
+def _quantize_strip(source: Any, target: Any, rows: Any, absmax: Array | None, form: Format) -> Float32[Array, "_L 1"]:
+    """Quantize a strip to 8 bits by the largest absolute numbers of its rows. Return the scales of the rows."""
     assert absmax is not None
     absmax = jnp.maximum(absmax.max(axis=1, keepdims=True), SMALLEST_ABSMAX)
     inverse_scale = jnp.broadcast_to(LARGEST[form] / absmax, (rows.size, CHUNK))

@@ -21,7 +21,7 @@ def quantized_matmul(
     gelu: bool = False,
     gated_sum: GatedSum | None = None,
 ) -> Float[Array, "*B _E"]:
-    """Return x · weight + bias. With `activations`, the rotated rows of x are first rounded to 8 bits.
+    """Return x · weight + bias. With `activations`, the rotated rows of x are first quantized to 8 bits.
 
     The computation is in float32, except that x is cast to `dtype` after its norm. The result is rounded once, to
     `dtype` or to the dtype of the gated sum.

@@ -14,14 +14,14 @@ COMPILER_VMEM_BYTES = 20 << 20  # VMEM for the compiler, which spills the sums o
 MAX_ROWS, MIN_COLUMNS, MAX_COLUMNS = 2304, 512, 1536  # the most rows of a grid step; more rows are not faster
 # Rows of one product; with more rows, GELU or a deep product would spill the sums
 MAX_STRIP, MAX_SPILLED_STRIP = 704, 352
-MAX_PREPARED_STRIP, MIN_PREPARED_STRIP = 192, 96  # rows that are rotated and rounded together
-MAX_ROUNDED_COLUMNS = 4608  # the most columns of a column tile whose rows have one scale; more columns are not faster
-ROUNDING_TILE_ROWS, ROUNDING_STRIP_ROWS = (
+MAX_PREPARED_STRIP, MIN_PREPARED_STRIP = 192, 96  # rows that are rotated and quantized together
+MAX_QUANTIZED_COLUMNS = 4608  # the most columns of a column tile whose rows have one scale; more columns are not faster
+QUANTIZED_TILE_ROWS, QUANTIZED_STRIP_ROWS = (
     256,
     128,
-)  # rows of a grid step of the kernel that only rounds, and rows that it rounds together
+)  # rows of a grid step of the kernel that only quantizes, and rows that it quantizes together
 NORMED_STRIP = 192  # the most rows of the result that are normed together
-# The most input channels for which the product rounds its rows; with more, row tiles would be too small
+# The most input channels for which the product quantizes its rows; with more, row tiles would be too small
 MAX_DEPTH = 8192
 # Overheads: of a strip and of a row tile, in rows; of a column tile
 STRIP_OVERHEAD, STEP_OVERHEAD, COLUMN_OVERHEAD = 16, 16, 128
@@ -38,7 +38,7 @@ class Tiles:
         rows: Rows of a grid step, whole strips of `strip` and of `prepared`.
         columns: Output channels of a grid step.
         strip: Rows of one product.
-        prepared: Rows that are normed, rotated and rounded together.
+        prepared: Rows that are normed, rotated and quantized together.
     """
 
     rows: int
@@ -63,10 +63,10 @@ class Product:
         depth: The number of input channels.
         columns: The number of output channels.
         itemsize: Bytes of a number of x and of the result, if they are floats.
-        rounds: Whether x is rounded in the kernel.
+        quantizes: Whether x is quantized in the kernel.
         adds: Whether the result is added to a residual.
         gelu: Whether GELU is applied.
-        rounds_result: Whether the result is rounded for the next product.
+        quantizes_result: Whether the result is quantized for the next product.
         norms_result: Whether whole rows of the result are normed.
     """
 
@@ -74,20 +74,22 @@ class Product:
     depth: int
     columns: int
     itemsize: int
-    rounds: bool = False
+    quantizes: bool = False
     adds: bool = False
     gelu: bool = False
-    rounds_result: bool = False
+    quantizes_result: bool = False
     norms_result: bool = False
 
     def vmem_bytes(self, tiles: Tiles) -> int:
         """Return the bytes of VMEM that the kernel needs: two buffers of each block, and scratch memory."""
         scales = 3 * 4 * LANES  # numbers of a row, each of which occupies a row of lanes
-        row_bytes = self.depth * (2 * self.itemsize + 1 if self.rounds else 2) + scales
-        result_bytes = 2 if self.rounds_result else (2 + 2 * self.adds) * self.itemsize
+        row_bytes = self.depth * (2 * self.itemsize + 1 if self.quantizes else 2) + scales
+        result_bytes = 2 if self.quantizes_result else (2 + 2 * self.adds) * self.itemsize
         result_columns = self.columns if self.norms_result else tiles.columns
         row_bytes += 2 * 2 * 4 * LANES if self.norms_result else 0  # cosines and sines
-        scratch = 4 * (tiles.prepared * self.depth * self.rounds + tiles.strip * tiles.columns * self.rounds_result)
+        scratch = 4 * (
+            tiles.prepared * self.depth * self.quantizes + tiles.strip * tiles.columns * self.quantizes_result
+        )
         return tiles.rows * (row_bytes + result_bytes * result_columns) + 2 * self.depth * tiles.columns + scratch
 
 
@@ -104,12 +106,12 @@ def default_tiles(product: Product, vmem_bytes: int) -> Tiles | None:
 
 
 def pass_vmem_bytes(depth: int, itemsize: int) -> int:
-    """Return the bytes of VMEM of the kernel that only rounds rows. A row has `depth` numbers of `itemsize` bytes."""
-    return depth * (2 * ROUNDING_TILE_ROWS * (itemsize + 1) + 4 * ROUNDING_STRIP_ROWS)
+    """Return the VMEM bytes of the kernel that only quantizes rows. A row has `depth` numbers of `itemsize` bytes."""
+    return depth * (2 * QUANTIZED_TILE_ROWS * (itemsize + 1) + 4 * QUANTIZED_STRIP_ROWS)
 
 
 def product_columns(columns: int) -> int:
-    """Return the columns of one product, for a column tile whose result is rounded. The columns are whole chunks, and
+    """Return the columns of one product, for a column tile whose result is quantized. The columns are whole chunks, and
     divide the column tile."""
     return max(size for size in range(CHUNK, MAX_COLUMNS + 1, CHUNK) if columns % size == 0)
 
@@ -119,7 +121,7 @@ def _cost(product: Product, tiles: Tiles) -> float:
     compiler's estimates for v6e."""
     row_steps, column_steps = ceil_div(product.rows, tiles.rows), ceil_div(product.columns, tiles.columns)
     overhead = COLUMN_OVERHEAD / tiles.columns
-    if product.rounds_result:
+    if product.quantizes_result:
         overhead = COLUMN_OVERHEAD / product_columns(tiles.columns) + SCALE_OVERHEAD / tiles.columns
     rows = row_steps * (tiles.rows * (1 + STRIP_OVERHEAD / tiles.strip) + STEP_OVERHEAD)
     columns = column_steps * tiles.columns * (1 + overhead)
@@ -127,11 +129,11 @@ def _cost(product: Product, tiles: Tiles) -> float:
 
 
 def _column_sizes(product: Product) -> set[int]:
-    """Return the sizes of equal column tiles. If the result is rounded, column tiles consist of whole chunks. If its
+    """Return the sizes of equal column tiles. If the result is quantized, column tiles consist of whole chunks. If its
     rows are normed, whole column tiles fill them."""
     columns = product.columns
-    if product.rounds_result:
-        sizes = {size for size in range(CHUNK, MAX_ROUNDED_COLUMNS + 1, CHUNK) if columns % size == 0}
+    if product.quantizes_result:
+        sizes = {size for size in range(CHUNK, MAX_QUANTIZED_COLUMNS + 1, CHUNK) if columns % size == 0}
         return {size for size in sizes if product_columns(size) >= min(MIN_COLUMNS, columns)} or sizes
     if product.norms_result:
         sizes = {size for size in range(LANES, MAX_COLUMNS + 1, LANES) if columns % size == 0}
@@ -142,7 +144,7 @@ def _column_sizes(product: Product) -> set[int]:
 
 def _row_sizes(product: Product) -> set[tuple[int, int]]:
     """Return the sizes of equal row tiles and of their strips."""
-    spills = product.gelu or product.rounds_result or product.depth > MAX_DEPTH
+    spills = product.gelu or product.quantizes_result or product.depth > MAX_DEPTH
     max_strip, least = MAX_SPILLED_STRIP if spills else MAX_STRIP, ceil_div(product.rows, MAX_ROWS)
     sizes = set()
     for count in range(least, min(16 * least, ceil_div(product.rows, ROW_TILE)) + 1):

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Float32
 from wanjax.kernels.alignment import LANES
 from wanjax.kernels.quantized_matmul import kernel
 from wanjax.kernels.quantized_matmul.formats import Format, QuantizedRows, QuantizedWeight
-from wanjax.kernels.quantized_matmul.kernel import Epilogue, Rounding
+from wanjax.kernels.quantized_matmul.kernel import Epilogue, Quantization
 from wanjax.kernels.quantized_matmul.operands import GatedSum, HeadsNorm, Modulation
 from wanjax.kernels.quantized_matmul.tiles import (
     CHUNK,
@@ -35,7 +35,7 @@ DTYPES = ("float32", "bfloat16")
 PRODUCTS_SCOPE = "quantized_products"
 INTERPRETED_VMEM_BYTES = 128 << 20
 BFLOAT16_VECTORS = 6  # the first generation of TPUs with bfloat16 in its vector unit
-INPUTS = ("x", "shift", "factor", "second_mask")  # the operands that are only needed to round rows
+INPUTS = ("x", "shift", "factor", "second_mask")  # the operands that are only needed to quantize rows
 Operands = dict[str, Any]
 
 
@@ -63,18 +63,18 @@ def unsupported(x: Any, weight: QuantizedWeight, rotation: int, dtype: jnp.dtype
 
 
 def fuses_mlp(up: QuantizedWeight, down: QuantizedWeight, rotation: int, dtype: jnp.dtype) -> bool:
-    """Return True if the first product of an MLP can round its results for the second."""
+    """Return True if the first product of an MLP can quantize its results for the second."""
     depth, columns = up.values.shape
-    first = Product(ROW_TILE, depth, columns, dtype.itemsize, gelu=True, rounds_result=True)
+    first = Product(ROW_TILE, depth, columns, dtype.itemsize, gelu=True, quantizes_result=True)
     second = Product(ROW_TILE, columns, down.values.shape[1], dtype.itemsize, adds=True)
-    can_round = columns % CHUNK == 0 and not (rotation and CHUNK % rotation) and down.values.shape[1] % LANES == 0
-    return can_round and all(default_tiles(each, vmem_bytes() or 0) is not None for each in (first, second))
+    can_quantize = columns % CHUNK == 0 and not (rotation and CHUNK % rotation) and down.values.shape[1] % LANES == 0
+    return can_quantize and all(default_tiles(each, vmem_bytes() or 0) is not None for each in (first, second))
 
 
 def fuses_norm(weight: QuantizedWeight, norm: HeadsNorm, dtype: jnp.dtype) -> bool:
     """Return True if the kernel can norm whole rows of a product in VMEM, and rotate their heads of 128 channels."""
     depth, columns = weight.values.shape
-    product = Product(ROW_TILE, depth, columns, dtype.itemsize, rounds=True, norms_result=True)
+    product = Product(ROW_TILE, depth, columns, dtype.itemsize, quantizes=True, norms_result=True)
     rotates = norm.cos is None or 2 * norm.cos.shape[1] == LANES
     return rotates and len(norm.scale) in (LANES, columns) and default_tiles(product, vmem_bytes() or 0) is not None
 
@@ -97,8 +97,8 @@ def quantized_matmul(
     """Compute the same as the reference. Rows may also have several scales."""
     operands = _input_operands(x, modulation) | _weight_operands(weight, bias)
     operands |= _sum_operands(gated_sum)
-    rounding = Rounding(activations, rotation, None if modulation is None else eps)
-    run = partial(_multiply, rounding=rounding, gelu=gelu, dtype=dtype, tiles=tiles, interpret=interpret)
+    quantization = Quantization(activations, rotation, None if modulation is None else eps)
+    run = partial(_multiply, quantization=quantization, gelu=gelu, dtype=dtype, tiles=tiles, interpret=interpret)
     return _on_each_device(run, operands)
 
 
@@ -124,13 +124,15 @@ def quantized_heads(
     size, columns = len(norm.scale), weight.values.shape[1]
     operands |= {"norm_scale": jnp.tile(norm.scale.astype(jnp.float32), columns // size)[None]}
     operands |= {} if norm.cos is None else {"cos": norm.cos, "sin": norm.sin}
-    rounding = Rounding(activations, rotation, None if modulation is None else eps)
+    quantization = Quantization(activations, rotation, None if modulation is None else eps)
     epilogue = Epilogue(norm_eps=norm_eps, norms_heads=size < columns, parts=parts)
 
     def run(operands: Operands) -> Array:
         product = replace(_sizes(operands, dtype), norms_result=True)
-        operands, own_tiles = _round_in_own_kernel(operands, product, rounding, dtype, tiles, interpret)
-        return concatenate_parts(_call(operands, rounding, epilogue, product, own_tiles, dtype, dtype, interpret)[0])
+        operands, own_tiles = _quantize_in_own_kernel(operands, product, quantization, dtype, tiles, interpret)
+        return concatenate_parts(
+            _call(operands, quantization, epilogue, product, own_tiles, dtype, dtype, interpret)[0]
+        )
 
     return _on_each_device(run, operands)
 
@@ -145,11 +147,11 @@ def quantize(
     eps: float = 0.0,
     interpret: bool = False,
 ) -> QuantizedRows:
-    """Apply the norm and the rotation to the rows of x, and round them."""
-    rounding = Rounding(form, rotation, None if modulation is None else eps)
+    """Apply the norm and the rotation to the rows of x, and quantize them."""
+    quantization = Quantization(form, rotation, None if modulation is None else eps)
 
     def run(operands: Operands) -> QuantizedRows:
-        return kernel.quantize(operands, rounding=rounding, dtype=dtype, interpret=interpret)
+        return kernel.quantize(operands, quantization=quantization, dtype=dtype, interpret=interpret)
 
     return _on_each_device(run, _input_operands(x, modulation))
 
@@ -168,13 +170,13 @@ def quantized_mlp(
     tiles: Tiles | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B L _E"]:
-    """Compute a product, GELU and a second product. The first product applies GELU and rounds its results before it
+    """Compute a product, GELU and a second product. The first product applies GELU and quantizes its results before it
     writes them. So each row has several scales, one for each column tile of the first product.
     """
     operands = _input_operands(x, modulation) | _weight_operands(*up)
     operands |= {f"down_{name}": value for name, value in _weight_operands(*down).items()}
     operands |= _sum_operands(gated_sum)
-    rounding = Rounding(activations, rotations[0], None if modulation is None else eps)
+    quantization = Quantization(activations, rotations[0], None if modulation is None else eps)
 
     def run(operands: Operands) -> Array:
         last = {name.removeprefix("down_"): operands[name] for name in operands if name.startswith("down_")}
@@ -182,73 +184,86 @@ def quantized_mlp(
         first = {name: operands[name] for name in operands if name not in last and not name.startswith("down_")}
         first |= {name: operands[name] for name in ("weight", "scale", "bias")}
         options = {"dtype": dtype, "tiles": tiles, "interpret": interpret}
-        rounded = _multiply_and_round(first, rounding, Rounding(activations, rotations[1]), **options)
-        return _multiply(last | rounded, rounding=rounding, gelu=False, **options)
+        quantized = _multiply_and_quantize(first, quantization, Quantization(activations, rotations[1]), **options)
+        return _multiply(last | quantized, quantization=quantization, gelu=False, **options)
 
     return _on_each_device(run, operands)
 
 
 def _multiply(
-    operands: Operands, *, rounding: Rounding, gelu: bool, dtype: jnp.dtype, tiles: Tiles | None, interpret: bool
+    operands: Operands,
+    *,
+    quantization: Quantization,
+    gelu: bool,
+    dtype: jnp.dtype,
+    tiles: Tiles | None,
+    interpret: bool,
 ) -> Array:
-    """Compute a product. If necessary, round its rows first by a separate kernel."""
+    """Compute a product. If necessary, quantize its rows first by a separate kernel."""
     result_dtype = operands["residual"].dtype if "residual" in operands else dtype
     product = _sizes(operands, result_dtype)
     product = replace(product, adds="residual" in operands, gelu=gelu)
-    operands, tiles = _round_in_own_kernel(operands, product, rounding, dtype, tiles, interpret)
+    operands, tiles = _quantize_in_own_kernel(operands, product, quantization, dtype, tiles, interpret)
     epilogue = Epilogue(gelu=jnp.float32 if gelu else None)
-    return _call(operands, rounding, epilogue, product, tiles, dtype, result_dtype, interpret)[0]
+    return _call(operands, quantization, epilogue, product, tiles, dtype, result_dtype, interpret)[0]
 
 
-def _multiply_and_round(
+def _multiply_and_quantize(
     operands: Operands,
-    rounding: Rounding,
-    rounding_of_result: Rounding,
+    quantization: Quantization,
+    result_quantization: Quantization,
     *,
     dtype: jnp.dtype,
     tiles: Tiles | None,
     interpret: bool,
 ) -> Operands:
     """Compute a product with GELU. Return the values and scales of the result as operands of the next product."""
-    product = replace(_sizes(operands, dtype), gelu=True, rounds_result=True)
-    operands, tiles = _round_in_own_kernel(operands, product, rounding, dtype, tiles, interpret)
+    product = replace(_sizes(operands, dtype), gelu=True, quantizes_result=True)
+    operands, tiles = _quantize_in_own_kernel(operands, product, quantization, dtype, tiles, interpret)
     in_bfloat16 = dtype == jnp.bfloat16 and (interpret or pltpu.get_tpu_info().generation >= BFLOAT16_VECTORS)
-    epilogue = Epilogue(gelu=jnp.bfloat16 if in_bfloat16 else jnp.float32, rounding=rounding_of_result)
-    values, scale = _call(operands, rounding, epilogue, product, tiles, dtype, dtype, interpret)
+    epilogue = Epilogue(gelu=jnp.bfloat16 if in_bfloat16 else jnp.float32, quantization=result_quantization)
+    values, scale = _call(operands, quantization, epilogue, product, tiles, dtype, dtype, interpret)
     return {"values": values, "row_scale": scale}
 
 
 def _sizes(operands: Operands, result_dtype: jnp.dtype) -> Product:
-    """Return the sizes of a product. If the rows are floats, the product rounds them."""
+    """Return the sizes of a product. If the rows are floats, the product quantizes them."""
     x = operands.get("x")
     rows = operands["values"].shape[1] if x is None else x.shape[1]
     itemsize = max(result_dtype.itemsize, 0 if x is None else x.dtype.itemsize)
     depth, columns = operands["weight"].shape
-    return Product(rows, depth, columns, itemsize, rounds=x is not None)
+    return Product(rows, depth, columns, itemsize, quantizes=x is not None)
 
 
-def _round_in_own_kernel(
-    operands: Operands, product: Product, rounding: Rounding, dtype: jnp.dtype, tiles: Tiles | None, interpret: bool
+def _quantize_in_own_kernel(
+    operands: Operands,
+    product: Product,
+    quantization: Quantization,
+    dtype: jnp.dtype,
+    tiles: Tiles | None,
+    interpret: bool,
 ) -> tuple[Operands, Tiles]:
-    """If the product's tiles are too small to round the rows, round them by a separate kernel. Return the operands and
-    the tiles."""
+    """If the product's tiles are too small to quantize the rows, quantize them by a separate kernel.
+
+    Return the operands and the tiles.
+    """
     capacity = _capacity(interpret)
-    if tiles is None and product.rounds:
+    if tiles is None and product.quantizes:
         tiles = default_tiles(product, capacity) if product.depth <= MAX_DEPTH else None
         if tiles is None or (tiles.prepared < MIN_PREPARED_STRIP and tiles.rows < product.rows):
             inputs = {name: operands[name] for name in INPUTS if name in operands}
-            rows = kernel.quantize(inputs, rounding=rounding, dtype=dtype, interpret=interpret)
-            rounded = {"values": rows.values, "row_scale": rows.scale}
-            operands = {name: value for name, value in operands.items() if name not in INPUTS} | rounded
+            rows = kernel.quantize(inputs, quantization=quantization, dtype=dtype, interpret=interpret)
+            quantized = {"values": rows.values, "row_scale": rows.scale}
+            operands = {name: value for name, value in operands.items() if name not in INPUTS} | quantized
             tiles = None
-    tiles = tiles or default_tiles(replace(product, rounds="x" in operands), capacity)
+    tiles = tiles or default_tiles(replace(product, quantizes="x" in operands), capacity)
     assert tiles is not None, product
     return operands, tiles
 
 
 def _call(
     operands: Operands,
-    rounding: Rounding,
+    quantization: Quantization,
     epilogue: Epilogue,
     product: Product,
     tiles: Tiles,
@@ -256,11 +271,11 @@ def _call(
     result_dtype: jnp.dtype,
     interpret: bool,
 ) -> tuple[Array, ...]:
-    rounds = "x" in operands
-    limit = replace(product, rounds=rounds).vmem_bytes(tiles) + COMPILER_VMEM_BYTES
+    quantizes = "x" in operands
+    limit = replace(product, quantizes=quantizes).vmem_bytes(tiles) + COMPILER_VMEM_BYTES
     return kernel.matmul(
         operands,
-        rounding=rounding if rounds else None,
+        quantization=quantization if quantizes else None,
         epilogue=epilogue,
         tiles=tiles,
         dtype=dtype,

@@ -21,7 +21,7 @@ DEPTH, COLUMNS, ROTATION = 512, 768, 256
 TILES = Tiles(128, 256, 64, 64)
 TOKENS = {"whole tiles, a norm and GELU": 256, "a ragged tail and a gated sum": 300}
 TOLERANCE = 1e-2  # results in bfloat16, and numbers halfway between two steps of rounding, give an error of about 2e-3
-MLP_TOLERANCE = 2e-2  # kernel and reference round the rows of the second product with different scales
+MLP_TOLERANCE = 2e-2  # kernel and reference quantize the rows of the second product with different scales
 EPS = 1e-6
 
 
@@ -86,7 +86,7 @@ def _expected_heads(operands: tuple, options: dict[str, Any]) -> jax.Array:
 
 
 def _run_rows(call: Any, x: jax.Array, options: dict[str, Any], interpret: bool | None = None) -> jax.Array:
-    """Return the numbers that rounded rows represent."""
+    """Return the numbers that quantized rows represent."""
     extra = {} if interpret is None else {"interpret": interpret}
     values, scale = jax.jit(partial(call, **options, **extra))(x)
     return values.astype(jnp.float32) * scale

@@ -61,7 +61,7 @@ def quantize(
     modulation: Modulation | None = None,
     eps: float = 0.0,
 ) -> QuantizedRows:
-    """Apply the norm and the rotation to the rows of x, and round them."""
+    """Apply the norm and the rotation to the rows of x, and quantize them."""
     return quantize_rows(rotate(prepare(x, modulation, eps, dtype), rotation, dtype), form)
 
 

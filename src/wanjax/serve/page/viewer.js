@@ -22,7 +22,7 @@ const isOwnSize = (video, model) => model?.defaults.width === video.settings.wid
 const shellQuoted = (value) => `'${String(value).replaceAll("'", "'\\''")}'`;
 const shellWord = (value) => (/^[\w.,:=/+-]+$/.test(value) ? value : shellQuoted(value));
 const uploadedFiles = (video) => Object.values(video.inputs).flat();
-const isRounded = (video) => !["none", undefined].includes(video.settings.precision);
+const isQuantized = (video) => !["none", undefined].includes(video.settings.precision);
 const lorasOf = (video) => video.lora.map(({ name, strength }) => `${name}:${strength}`);
 
 export function commandOf(video, model) {
@@ -34,7 +34,7 @@ export function commandOf(video, model) {
     else for (const one of name === "then" ? String(value).split("\n") : [value]) words.push(option, shellWord(String(one)));
   }
   if (video.scheduler) words.push("--scheduler", shellWord(video.scheduler));
-  if (isRounded(video)) words.push("--precision", video.settings.precision);
+  if (isQuantized(video)) words.push("--precision", video.settings.precision);
   for (const lora of lorasOf(video)) words.push("--lora", shellWord(lora));
   for (const [name, files] of Object.entries(video.inputs)) {
     const option = `--${name === "references" ? "reference" : name.replaceAll("_", "-")}`;
@@ -48,7 +48,7 @@ function loadSettingsOf(video) {
   const loras = lorasOf(video);
   return {
     ...(video.scheduler ? { scheduler: video.scheduler } : {}),
-    ...(isRounded(video) ? { precision: video.settings.precision } : {}),
+    ...(isQuantized(video) ? { precision: video.settings.precision } : {}),
     ...(loras.length ? { lora: loras } : {}),
   };
 }
