@@ -358,7 +358,7 @@ def decode(report: Report, request: "VideoRequest", options: "PipelineOptions", 
     "--programs", is_flag=True, help="List each program. For NVIDIA's cards, also list the kernels of each program."
 )
 @click.option(
-    "--fit", is_flag=True, help="Print the options with which the video fits 16, 24, 32 and 80 GiB of memory."
+    "--fit", is_flag=True, help="Print the options with which the video fits into 16, 24, 32 and 80 GiB of memory."
 )
 @options.as_json
 @defaults.config
@@ -450,7 +450,9 @@ def calibrate(report: Report, request: "VideoRequest", options: "PipelineOptions
 @main.command()
 @click.argument("source", shell_complete=complete_models)
 @click.argument("target", required=False, metavar="[FOLDER]", shell_complete=complete_files)
-@click.option("--to", type=click.Choice(["wanjax", "diffusers"]), default="wanjax", show_default=True, help="Layout.")
+@click.option(
+    "--to", type=click.Choice(["wanjax", "diffusers"]), default="wanjax", show_default=True, help="Layout of TARGET."
+)
 @click.option(
     "--dtype",
     "dtypes",

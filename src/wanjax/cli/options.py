@@ -61,7 +61,9 @@ CHOICE_DESCRIPTIONS = {
 }  # the words for the option in a message, if they are not its name
 
 
-CHOICE_NOTES = {"scheduler": " (ddim and dpm are for models that predict v, the others for those of a velocity)"}
+CHOICE_NOTES = {
+    "scheduler": " (ddim and dpm are for models that predict v, the others for models that predict a velocity)"
+}
 """Text that a message appends to the choices of an option, to say which models can use which choices."""
 
 
@@ -133,7 +135,7 @@ def _prompt(ctx: click.Context, parameter: click.Parameter, value: str | None) -
         is_on_command_line and value and os.path.splitext(value)[1] and os.path.isfile(value)
     ):  # for example if a shell expanded *.mp4
         raise click.UsageError(
-            f"{value} is a file, but a prompt is expected here: give files by --from, --image and --video, one each"
+            f"{value} is a file, but a prompt is expected here: give the file to --from, --image or --video"
         )
     takes_several = any(parameter.name == "prompts" for parameter in ctx.command.params)
     if is_on_command_line and value == "-" and not ctx.resilient_parsing:
@@ -228,30 +230,35 @@ seeds = combine_options(
     number(
         "--count",
         type=click.IntRange(1, MAX_VIDEOS),
-        help="Make N videos. The first one has the seed of --seed, and each next one the next seed.",
+        help="Make N videos. The first video has the seed of --seed, and the seed rises by 1 from video to video.",
     ),
 )
 many_prompts_options = combine_options(
     file_option(
         "--prompts",
         is_eager=True,  # read before the prompt, because --prompts replaces the prompt
-        help="Make a video from each line of FILE, or of standard input for -, in place of PROMPT; a line, or a row of "
-        "a .csv or .parquet, may be a whole request.",
+        help="Make a video from each line of FILE, in place of PROMPT. If FILE is -, read standard input. A line of "
+        "JSON, or a row of a .csv or .parquet file, may also have settings.",
     ),
     seeds,
 )
 ray = click.option(
     "--ray",
     metavar="ADDRESS",
-    help="Run the workers in a Ray cluster: auto, HOST:PORT, or local to start one on this machine.",
+    help="Run the workers in a Ray cluster. ADDRESS is HOST:PORT, auto for the cluster that Ray finds, or local to "
+    "start a cluster on this machine.",
 )
-database = click.option(
-    "--database",
-    metavar="PATH|URL",  # the metavar is not FILE, because an option with FILE refuses URLs
-    help="Database of the jobs, which several commands can share: an SQLite file on this machine, or "
-    "postgresql://... for several machines. The environment variable WANJAX_DATABASE sets it too, and "
-    "keeps its password out of the command line.  [default: the command's own]",
-)
+
+
+def database(default: str) -> Decorator:
+    """Return the option for the database of the jobs. `default` describes the default in the help, if there is one."""
+    return click.option(
+        "--database",
+        metavar="PATH|URL",  # the metavar is not FILE, because an option with FILE refuses URLs
+        help="Database of the jobs: an SQLite file on this machine, or postgresql://... for several machines. Commands "
+        "with the same database work on the same jobs. The environment variable WANJAX_DATABASE sets the database "
+        f"too, and keeps the password out of the command line.{default and f'  [default: {default}]'}",
+    )
 
 
 def renamed(old: str, new: str) -> Decorator:
@@ -293,22 +300,23 @@ batch = combine_options(
         "actor of a cluster. With 0, only `wanjax worker` on other hosts makes videos.  [default: this "
         "process makes them]",
     ),
-    database,
+    database("a temporary file"),
     ray,
     number(
         "--hosts",
         default=1,
         show_default=True,
-        help="Let each worker span N hosts, such as those of a TPU slice; --resources are those of one host.",
+        help="Let each worker span N hosts, such as the hosts of a TPU slice. --resources are the resources of one "
+        "host.",
     ),
     resources(),
     retries,
     dashboard,
 )
 worker_command_options = combine_options(
-    database,
-    file_option("--dir", "folder", metavar="FOLDER", help="Make videos for `wanjax serve`, into its --dir."),
-    file_option("-o", "--out", metavar="FOLDER", help="Make videos for `wanjax batch`, into its --out."),
+    database(""),
+    file_option("--dir", "folder", metavar="FOLDER", help="Make the videos of the `wanjax serve` with this --dir."),
+    file_option("-o", "--out", metavar="FOLDER", help="Make the videos of the `wanjax batch` with this --out."),
     retries,
 )
 model_option_of = partial(click.option, "--model", metavar="MODEL", shell_complete=complete_models)
@@ -393,7 +401,7 @@ shape = combine_options(
         metavar="WxH",
         help="Width and height, such as 832x480, or the name of a size, such as 480p or square. `wanjax models "
         "NAME` lists the names. With a name, the video has the proportions of the input picture.  "
-        "[default: the model's size, in these proportions]",
+        "[default: the model's size, in the proportions of the input picture]",
     ),
     group_options("shape"),
 )
@@ -404,16 +412,16 @@ denoising = combine_options(
         "--scheduler",
         metavar="NAME",
         callback=_check_choice,
-        help="Solver in place of the model's own: unipc or dpm++, second order unless as in unipc:order=1, or euler; "
-        "for a model distilled to a few steps consistency, rcm, or rcm-ode, which adds no noise, with the authors' "
-        "values as in consistency:timesteps=1000,757,522 or rcm:sigma_max=200; for a model that predicts v "
-        "ddim or dpm.",
+        help="Solver: unipc, dpm++ or euler; for models distilled to a few steps consistency, rcm, or rcm-ode, which "
+        "adds no noise; for models that predict v ddim or dpm. Parameters follow a colon, as in unipc:order=1, "
+        "consistency:timesteps=1000,757,522 or rcm:sigma_max=200. The default order of unipc and dpm++ is 2.  "
+        "[default: the model's]",
     ),
     click.option(
         "--noise",
         type=click.Path(dir_okay=False),
         metavar="FILE",
-        help="Initial noise, in place of noise from the seed: the tensor `noise` of a safetensors file.",
+        help="Read the initial noise from the tensor `noise` of a safetensors file, in place of noise from the seed.",
     ),
 )
 attention = combine_options(
@@ -421,9 +429,9 @@ attention = combine_options(
         "--attention",
         metavar="NAME",
         callback=_attention,
-        help="Implementation of attention; auto chooses by platform and shape, radial[:DECAY] skips distant positions "
-        "in distant frames, sla[:top=SHARE] is for models that learn or have learnt it, flash_tpu:qk=int8 is faster "
-        "on TPUs but not exact.  [default: auto]",
+        help="Implementation of attention. auto chooses one by platform and shape. radial[:DECAY] skips distant "
+        "positions in distant frames. sla[:top=SHARE] is for models that were trained with it, and for training with "
+        "it. flash_tpu:qk=int8 is faster on TPUs but not exact.  [default: auto]",
     ),
     tokens(
         "--block-q", help="Queries that flash_tpu processes at a time in self-attention. This option selects flash_tpu."
@@ -439,8 +447,8 @@ lora = file_option(
     multiple=True,
     metavar="FILE[:X]",
     help="Merge a LoRA into the transformer with strength X; may be given more than once. FILE may be "
-    "OWNER/NAME/FILE on the hub. If a model has two experts, high=FILE and low=FILE change only one of "
-    "them.",
+    "OWNER/NAME/FILE on the hub. For a model with two experts, high=FILE changes only the expert "
+    "for high noise, and low=FILE only the expert for low noise.",
 )
 extending = combine_options(
     click.option(
@@ -450,7 +458,11 @@ extending = combine_options(
         "completions, such as http://localhost:11434/v1. The environment variable WANJAX_EXTEND_KEY is "
         "sent as the API's key. The metadata has both prompts.",
     ),
-    click.option("--extend-model", metavar="NAME", help="Language model at this address.  [default: the name default]"),
+    click.option(
+        "--extend-model",
+        metavar="NAME",
+        help="Name of the language model at the URL of --extend-prompt.  [default: default]",
+    ),
 )
 batch_guidance = click.option(
     "--batch-guidance",
@@ -461,8 +473,8 @@ batch_guidance = click.option(
 example_prompt = click.option(
     "--prompt",
     metavar="TEXT",
-    help="An example of the real prompts. The example matters for models that use an additional encoder for "
-    "quoted text.",
+    help="An example of the prompts that you will use. The example matters only for models that encode quoted text "
+    "separately.",
 )
 
 
@@ -480,25 +492,30 @@ offload = combine_options(
         "--offload",
         metavar="none|stages|blocks[:N]",
         callback=_offload,
-        help="Free each network after its stage (stages, as --offload alone means), or keep transformer blocks in the "
-        "host's memory, and N of them on the device at a time: with 2, the default, one computes while the next is "
-        "copied.  [default: stages; with several videos, free a network only if the next network does not fit]",
+        help="Save the device's memory. stages frees each network after its stage; --offload alone means the same. "
+        "blocks keeps transformer blocks in the host's memory, and copies N blocks to the device at a time: with 2, "
+        "the default, one block computes while the next is copied.  [default: stages; with several videos, free a "
+        "network only if the next network does not fit]",
     ),
     click.option(
-        "--no-offload", flag_value="none", default=None, is_eager=True, help="Free nothing, as --offload none."
+        "--no-offload",
+        flag_value="none",
+        default=None,
+        is_eager=True,
+        help="Same as --offload none, which frees nothing.",
     ),
 )
 verify = click.option(
     "--verify",
     is_flag=True,
-    help="Before loading a checkpoint of `wanjax convert`, compare its weights with their checksums.",
+    help="Before loading a checkpoint that `wanjax convert` wrote, compare its weights with their checksums.",
 )
 decoder = click.option(
     "--decoder",
     type=click.Path(dir_okay=False),
     metavar="FILE",
-    help="Decode with the decoder in this file, which is faster and less exact than the model's own: a TAEHV file for "
-    "the model's latents, or LightVAE.",
+    help="Decode with the decoder in FILE: a TAEHV file for the model's latents, or LightVAE. Both are faster and less "
+    "exact than the model's own decoder.",
 )
 tile = click.option("--tile", is_flag=True, help="Decode frames in tiles, to save memory.")
 compute = combine_options(
@@ -506,7 +523,8 @@ compute = combine_options(
     click.option(
         "--compiler",
         type=click.Choice(["safe", "fast"]),
-        show_default="the set that `wanjax bench` saved for these devices, else safe; always safe for plan",
+        show_default="the set that `wanjax bench` saved for these devices, or safe if it saved none; always safe for "
+        "plan",
         help="Options of the TPU's compiler. The set safe has options in wide use. The set fast adds options "
         "that are faster by the compiler's own estimate, but that no chip has run yet. Options that the "
         "compiler rejects are left out.",
@@ -517,7 +535,8 @@ mesh = combine_options(
         "--mesh",
         metavar="MESH",
         callback=_mesh,
-        help="Mesh of devices, as dp=N,sp=N,tp=N or auto: dp splits guidance, sp the sequence, and tp the heads.  "
+        help="Mesh of devices, as dp=N,sp=N,tp=N or auto. dp separates the prompt from the negative prompt, "
+        "sp splits the sequence, and tp splits the heads.  "
         "[default: auto, and one device on a CPU]",
     ),
     old_script_option("--use-dp", flag_value="auto", default=None),
@@ -530,7 +549,8 @@ rules = combine_options(
         default="fsdp",
         show_default=True,
         callback=_rules,
-        help="Sharding of weights: fsdp gathers them when used, tp splits columns and rows, replicated copies them.",
+        help="Sharding of weights. fsdp splits the weights and gathers them before use, tp splits columns and rows, "
+        "replicated copies all weights to each device.",
     ),
     old_script_option("--use-fsdp", flag_value="fsdp", default=None),
 )
@@ -572,8 +592,8 @@ compile_cache = combine_options(
         is_flag=True,
         expose_value=False,
         callback=_compile_cache,
-        help="Trust everyone who can write to the compile cache. Trust is needed because programs from the "
-        "cache are run here. WANJAX_TRUST_COMPILE_CACHE=1 in the environment does the same.",
+        help="Trust everyone who can write to the compile cache. Trust is needed because this command runs "
+        "programs from the cache. WANJAX_TRUST_COMPILE_CACHE=1 in the environment does the same.",
     ),
 )
 devices = combine_options(
@@ -591,15 +611,15 @@ profile = click.option(
     "--profile",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="FOLDER",
-    help="Trace two steps and write the trace to FOLDER. Also print the time of a step, and its rate as a "
-    "share of the devices' peak.",
+    help="Trace two steps and write the trace to FOLDER. Also print the seconds of a step, and its operations "
+    "per second as a share of the devices' peak.",
 )
 force = click.option("--force", is_flag=True, help="Replace existing files.")
 preview_decoder = click.option(
     "--preview-decoder",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Decode previews with this tiny decoder, a TAEHV file. The previews then are sharper.",
+    help="Decode previews with this tiny decoder, a TAEHV file. Such previews are sharper.",
 )
 preview = combine_options(
     click.option(
@@ -751,7 +771,7 @@ server_options = combine_options(
         help="Folder of the videos. All servers and workers of a database share it. With --database the folder "
         "may be in a store, such as s3://BUCKET/NAME.",
     ),
-    database,
+    database("jobs.sqlite in --dir"),
     renamed("--table", "--database"),
     limit("--max-queue", default=32, help="The most videos that may wait."),
     number(
@@ -764,7 +784,7 @@ server_options = combine_options(
         "--rehearse/--no-rehearse",
         default=True,
         show_default=True,
-        help="Load the model and compile the programs of its default video at startup, or with --no-warm-up "
+        help="Load the model and compile the programs of its default video at startup, or with --no-rehearse "
         "only at the first request.",
     ),
 )

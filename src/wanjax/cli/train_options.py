@@ -34,7 +34,7 @@ steps = combine_options(
     number_option(
         "--grad-accum-steps",
         default=1,
-        help="Divide the clips of a step into this number of parts and compute one part after another, to save memory.",
+        help="Divide the clips of a step into N parts and compute one part after another, to save memory.",
     ),
     click.option(
         "--seed", type=int, default=0, show_default=True, metavar="N", help="Seed of the training's randomness."
@@ -66,7 +66,7 @@ lora = combine_options(
         type=click.Choice(["both", "high", "low"]),
         default="both",
         show_default=True,
-        help="Train both or only one of two experts. Each expert is trained at its own noise levels.",
+        help="For a model with two experts: train both, or only the expert for high or for low noise.",
     ),
 )
 optimizer = combine_options(
@@ -104,14 +104,15 @@ clips = combine_options(
         type=click.Choice(["head", "uniform", "windows"]),
         default="head",
         show_default=True,
-        help="Which frames of a long file to use: the first ones, evenly spaced ones, or all frames in several clips.",
+        help="Which frames of a long file to use: head uses the first frames, uniform evenly spaced frames, windows "
+        "all frames, in several clips.",
     ),
     click.option("--resize", type=click.Choice(RESIZE_MODES), default="crop", show_default=True),
     click.option(
         "--buckets/--one-size",
         default=True,
         show_default=True,
-        help="Keep the proportions of clips, in a few sizes of the same area, or bring all clips to one size.",
+        help="Keep the proportions of clips, in a few sizes of the same area, or give all clips one size.",
     ),
     number_option("--min-frames", help="Leave out clips with fewer frames than this.  [default: use all clips]"),
     click.option(
@@ -125,12 +126,12 @@ noise = combine_options(
     click.option(
         "--timesteps",
         type=click.Choice(["uniform", "logit-normal", "shift"]),
-        help="Distribution of noise levels: uniform, logit-normal, or uniform and then shifted.  [default: "
+        help="Distribution of noise levels: uniform, logit-normal, or shift, which shifts uniform levels.  [default: "
         "shift, if the model has a flow shift]",
     ),
     float_option("--shift", help="The shift of the noise levels.  [default: the model's]"),
     float_option("--logit-mean", default=0.0, help="Mean of the logit-normal noise levels."),
-    float_option("--logit-std", default=1.0, help="Their standard deviation."),
+    float_option("--logit-std", default=1.0, help="Standard deviation of the logit-normal noise levels."),
     float_option(
         "--caption-dropout",
         default=0.05,
@@ -170,8 +171,8 @@ priced_training_options = combine_options(
         is_flag=True,
         help="Price a step of training: of a LoRA, or with --full of all weights.",
     ),
-    number_option("--lora-rank", default=32, help="With --train: the rank of the LoRA."),
-    click.option("--full", is_flag=True, help="With --train: train all weights."),
-    number_option("--batch-size", default=1, help="With --train: clips in a step."),
-    optimizer_name(help="With --train: the optimiser."),
+    number_option("--lora-rank", default=32, help="Rank of the LoRA, with --train."),
+    click.option("--full", is_flag=True, help="Train all weights, with --train."),
+    number_option("--batch-size", default=1, help="Clips in a step, with --train."),
+    optimizer_name(help="Optimiser, with --train."),
 )

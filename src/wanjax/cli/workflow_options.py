@@ -522,8 +522,8 @@ def _folder_option(name: str, help_text: str) -> Any:
 
 models = _folder_option(
     "--models",
-    "With --from: where the files of a workflow of ComfyUI are, its folder `models`. You are asked before other files "
-    "are downloaded.",
+    "With --from: ComfyUI's folder `models`, which has the files of a workflow. wanjax asks before it downloads other "
+    "files.",
 )
 inputs = _folder_option(
     "--inputs", "With --from: where the pictures and clips of a workflow of ComfyUI are, its folder `input`."

@@ -266,12 +266,13 @@ class Settings:
         default=1, group="windows", metavar="N", minimum=1, maximum=1000,
     )  # fmt: skip
     overlap: int = setting(
-        "Number of frames that a window shares with the previous one: 1 as its first image, more in a control clip.",
+        "Number of frames that a window shares with the previous one: 1 for models that take a first image, more for "
+        "models that take a control clip.",
         default=1, group="windows", metavar="N", minimum=1,
     )  # fmt: skip
     match: str = setting(
-        "What each window matches to the previous one, by the frames that both have: colour matches brightness, "
-        "contrast and hue, which otherwise drift in long videos.",
+        "What to match between a window and the previous one, by the frames that they share: colour matches "
+        "brightness, contrast and hue, which otherwise drift in long videos.",
         default="none", group="windows", choices=MATCHES,
     )  # fmt: skip
     then: str = setting(
@@ -280,7 +281,7 @@ class Settings:
         default="", convert=read_lines, multiple=True, group="windows", metavar="TEXT",
     )  # fmt: skip
     clip_prompt: str | None = setting(
-        "What a driving clip shows, for models that follow one.", default=None, group="text", metavar="TEXT"
+        "Description of the driving clip, for models that follow a clip.", default=None, group="text", metavar="TEXT"
     )
     fps: int = setting("Frames per second.", group="denoising", metavar="N", minimum=1, aliases=("frame_rate",))
     steps: int = setting(
@@ -302,13 +303,12 @@ class Settings:
         default=None, group="denoising", metavar="X", minimum=0, maximum=1, example=0.875, aliases=("boundary_ratio",),
     )  # fmt: skip
     boundary_step: int | None = setting(
-        "Number of steps that the first expert takes, whatever the noise level, in place of --boundary; 0 leaves the "
-        "choice to it.",
+        "Number of steps that the first expert takes, at any noise level. A number above 0 replaces --boundary.",
         default=None, group="denoising", metavar="N", minimum=0, maximum=1_000_000, example=2,
         aliases=("boundary_step_index",),
     )  # fmt: skip
     strength: float = setting(
-        "How much to change the input video that the new video starts from: the fraction of the steps that run.",
+        "How much to change the input video: the fraction of the steps that run, from 0 to 1.",
         group="denoising", metavar="X", exclusive_minimum=0, maximum=1, example=0.8, aliases=("denoise",),
     )  # fmt: skip
     dynamic_guidance: bool | None = setting(
@@ -316,8 +316,8 @@ class Settings:
         default=None, group="denoising", aliases=("use_dynamic_cfg",),
     )  # fmt: skip
     guidance_rule: "GuidanceRule" = setting(  # noqa: RUF009
-        "Rule that replaces classifier-free guidance: cfg-zero, apg, or nag, which uses the negative prompt even at a "
-        "guidance scale of 1. Parameters follow a colon, as in nag:scale=11.  [default: none]",
+        "Method that replaces classifier-free guidance: cfg-zero, apg, or nag, which uses the negative prompt even at "
+        "a guidance scale of 1. Parameters follow a colon, as in nag:scale=11.  [default: none]",
         default="none", convert=_parse_guidance_rule, group="denoising", metavar="NAME",
     )  # fmt: skip
     flow_shift: float | None = setting(
@@ -330,8 +330,8 @@ class Settings:
         default="official", group="denoising", choices=REFERENCE_IMPLEMENTATIONS,
     )  # fmt: skip
     sigmas: str | None = setting(
-        "Implementation to match in the noise levels only; comfy is ComfyUI's schedule simple, comfy-NAME its schedule "
-        "NAME.  [default: the value of --follow]",
+        "Implementation whose noise levels to match. comfy is ComfyUI's schedule simple, and comfy-NAME is ComfyUI's "
+        "schedule NAME.  [default: the value of --follow]",
         default=None, group="denoising", choices=SIGMA_SCHEDULES,
     )  # fmt: skip
     cache: "CacheRule" = setting(  # noqa: RUF009
@@ -345,9 +345,9 @@ class Settings:
         convert=read_seed, group="denoising", metavar="N", example=42,
     )  # fmt: skip
     rng: str = setting(
-        "Generator of the noise. torch draws the numbers of torch's generator on a CPU, as ComfyUI does, and diffusers "
-        "with generator=torch.Generator().manual_seed(N). The numbers of a generator on a card cannot be repeated.  "
-        "[default: jax]",
+        "Generator of the noise. torch draws the numbers of torch's generator on a CPU. ComfyUI uses this generator, "
+        "and diffusers uses it with generator=torch.Generator().manual_seed(N). The numbers of torch's generator on a "
+        "GPU cannot be reproduced.  [default: jax]",
         default="jax", group="denoising", choices=RNGS,
     )  # fmt: skip
     dtype: str = setting(
