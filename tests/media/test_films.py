@@ -19,9 +19,9 @@ from tests.support.quick import quick
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
 from wanjax.media.damage import MIN_HOLE_BYTES, ZeroRuns, holed_frame
-from wanjax.media.films import read_video_file
 from wanjax.media.inputs import INPUT_SPECS
 from wanjax.media.pictures import read_clip
+from wanjax.media.video_reader import read_video_file
 from wanjax.serve.limits import Limits
 from wanjax.serve.uploads import save_pictures
 from wanjax.training.clips import Cutting

@@ -28,9 +28,9 @@ from wanjax.errors import WanjaxError, WanjaxWarning, reason, repr_short
 from wanjax.media.bounds import MEDIA_LIMITS, largest_size
 from wanjax.media.colours import Conversion, srgb_conversion
 from wanjax.media.damage import holed_frame
-from wanjax.media.films import read_video_file
 from wanjax.media.inputs import InputSpec
 from wanjax.media.video import DECODE_ERRORS, Video, read_metadata
+from wanjax.media.video_reader import read_video_file
 from wanjax.stores.paths import missing_file
 
 Picture = UInt8[np.ndarray, "H W 3"]
