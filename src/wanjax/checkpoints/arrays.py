@@ -68,7 +68,8 @@ class StoredArray:
         self.chunk_sizes = tuple(int(size or 0) for size in self._array.chunk_layout.write_chunk.shape or ())
         if prod(self.chunk_sizes) * self.dtype.itemsize > MAX_READ_CHUNK_BYTES:
             raise WanjaxError(
-                f"{path} claims chunks of {list(self.chunk_sizes)} {self.dtype}: `convert` writes smaller ones"
+                f"{path} claims chunks of {list(self.chunk_sizes)} {self.dtype}, but `wanjax convert` writes "
+                "smaller chunks: convert the checkpoint again"
             )
 
     def __len__(self) -> int:

@@ -123,7 +123,7 @@ class DequantizedReader(ReaderView):
                 text = reader.read(key).tobytes() if reader.specs[key].nbytes <= JSON_BYTES else b""
                 self._formats[weight] = parse_format(text, key, self._stored_dtype(weight))
             if last == ORDER and not (reader.specs[key].nbytes == 1 and reader.read(key).tobytes() == bytes(1)):
-                raise WanjaxError(f"{key} is not 0, so the integers of {weight} are not row by row: {EIGHT_BITS}")
+                raise WanjaxError(f"{key} is not 0, so {weight} was not quantized row by row: {EIGHT_BITS}")
             if last in (SCALED_FP8_MARK, ORDER, QUANTISED) or INPUTS.fullmatch(last):
                 unread_keys.add(key)
         for weight, parts in self._parts.items():
@@ -223,8 +223,8 @@ class DequantizedReader(ReaderView):
         scale = self._reader.specs[parts.scale]
         if len(shape) != 2 or 0 in shape or shape[1] % layer_format.scale_block:
             raise WanjaxError(
-                f"{parts.numbers} is {list(shape)} in {layer_format.name}: its rows must consist of whole blocks of "
-                f"{layer_format.scale_block} numbers, get the file again"
+                f"{parts.numbers} is {list(shape)} in {layer_format.name}, but rows must consist of whole blocks of "
+                f"{layer_format.scale_block} numbers: get the file again"
             )
         expected_shape = layer_format.scale_shape(shape)
         if math.prod(scale.shape) != math.prod(expected_shape) or scale.dtype.itemsize != 1:
@@ -275,7 +275,8 @@ def _check_rotation(weight: str, spec: Spec, layer_format: LayerFormat | None) -
     group = layer_format.rotated_group if layer_format else 0
     if group and (len(spec.shape) != 2 or spec.shape[1] % group):
         raise WanjaxError(
-            f"{weight} is {list(spec.shape)}, which has no whole rotation groups of {group}: get the file again"
+            f"{weight} is {list(spec.shape)}, but rows must consist of whole rotation groups of {group} numbers: get "
+            "the file again"
         )
 
 
@@ -344,9 +345,7 @@ def _check(parts: _Parts, spec: Spec, scale: Spec, zero: Spec | None) -> None:
         raise WanjaxError(f"{problem}: give {expected_text} with a scale of floats")
     if zero and (is_float or zero.shape != scale.shape or not jnp.issubdtype(zero.dtype, jnp.integer)):
         problem = f"{parts.zero} is {zero.dtype} {list(zero.shape)}, for {parts.numbers} of {spec.dtype}"
-        raise WanjaxError(
-            f"{problem}: a zero point needs 8-bit integers, and integers of the shape {list(scale.shape)}"
-        )
+        raise WanjaxError(f"{problem}: give integers of the shape {list(scale.shape)}, for weights of 8-bit integers")
     if 0 in scale.shape or _scale_grid(spec.shape, scale.shape) is None:
         expected_text = "one scale, or one for each row, each equal part of a row or each square block"
         numbers = f"{parts.numbers}, {list(spec.shape)},"

@@ -198,7 +198,7 @@ class LoraFile:
             raise WanjaxError(f"{problem}: give a LoRA for this model")
         if axis == 1 and target_slice.num_parts > len(target_slice.parts):
             raise WanjaxError(
-                f"{problem}, norms of the columns of fused q, k and v: give a file with separate q, k and v"
+                f"{problem}, which are norms of the columns of fused q, k and v: give a file with separate q, k and v"
             )
 
     def _read_finite(self, key: str) -> np.ndarray:

@@ -123,7 +123,7 @@ class LoraScales:
         """
         if not self._is_adalora:
             problem = f"{self._reader.path} holds {key}, a part of AdaLoRA"
-            raise WanjaxError(f"{problem}, whose scale is in PEFT's {PEFT_CONFIG}: put it beside the file")
+            raise WanjaxError(f"{problem}, whose scale is in PEFT's {PEFT_CONFIG}: put {PEFT_CONFIG} beside the file")
         rank = self._number(self._config.get("init_r", ADAPTIVE_RANK), "init_r")
         alpha = self._number(self._config.get("lora_alpha", DEFAULT_ALPHA), "lora_alpha")
         if rank < 1:

@@ -81,7 +81,7 @@ class Lora:
             is_whole_name = os.path.exists(Path(rest).expanduser())  # the colon is a part of the file's name
             if not is_whole_name and (Path(file).suffix in SUFFIXES or os.path.exists(Path(file).expanduser())):
                 message = f"the strength of the LoRA {file} is given as {repr_short(number)}"
-                raise WanjaxError(f"{message}: write a number behind the colon, as in {file}:0.8") from error
+                raise WanjaxError(f"{message}: write a number after the colon, as in {file}:0.8") from error
             file, strength = rest, 1.0
         file = file if colon else rest
         if not file:

@@ -129,7 +129,7 @@ def _abstract(
         raise
     except (TypeError, ValueError, LookupError, ArithmeticError) as error:
         problem = f"{module.__name__} cannot be built with these sizes ({str(error).partition(chr(10))[0]})"
-        raise WanjaxError(f"{problem}: use those of a published config.json") from error
+        raise WanjaxError(f"{problem}: use the sizes of a published config.json") from error
 
 
 def network_of(config: Config, kinds: Kinds) -> Network:

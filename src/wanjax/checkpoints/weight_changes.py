@@ -46,7 +46,9 @@ def with_loras(source: Source, loras: Sequence[Lora], kinds: Kinds, note: Note |
         targets = [name for name in transformers if len(transformers) == 1 or lora.expert in (None, EXPERTS[name])]
         if lora.expert and len(transformers) == 1:
             expert = f"{lora.expert}="
-            raise WanjaxError(f"{lora} is for one of two experts, but {source.name} has one: leave {expert} out")
+            raise WanjaxError(
+                f"{lora} is for one of two experts, but {source.name} has one network: leave {expert} out"
+            )
         experts = file_experts(open_tensors(lora.path).specs) if len(transformers) > 1 else set()
         if experts:
             targets = [name for name in targets if EXPERTS[name] in experts]

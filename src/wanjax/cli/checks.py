@@ -142,7 +142,9 @@ def _check_worker(values: Mapping[str, Any]) -> None:
                 "or give --dir in place of --out"
             )
     if "folder" in values and values.get("processes"):
-        raise WanjaxError("--processes is for the jobs of a batch: leave it out, a worker of a server is one process")
+        raise WanjaxError(
+            "--processes is for a worker of a batch: leave it out, because a worker of a server is one process"
+        )
     check_exists(url)
 
 
@@ -159,7 +161,7 @@ def _check_conversion(values: Mapping[str, Any]) -> None:
         raise click.UsageError("--verify reads a checkpoint as it is, and --precision is for a new one: leave one out")
     if "precision" in values and values["to"] == "diffusers":
         raise click.UsageError(
-            "--precision is for the layout of wanjax, and --to diffusers writes another: leave one out"
+            "--precision is for --to wanjax, and this command has --to diffusers: leave one of them out"
         )
     if values["check"] and target is not None:
         raise click.UsageError(f"--verify takes one folder, got {source} and {target}: leave out the second")
@@ -273,7 +275,9 @@ def _check_workers(ctx: click.Context) -> None:
             raise WanjaxError("--ray is for several workers: also give --workers 2, or another number")
         check_cluster(worker_options.ray)
     if workers in (0, (0, 0)) and resolve_database(worker_options.database) is None:
-        raise WanjaxError("--workers 0 leaves the videos to other hosts: give their --database URL")
+        raise WanjaxError(
+            "--workers 0 leaves the videos to workers on other hosts: give the --database URL of these workers"
+        )
     is_alone = workers is None if is_server else worker_options.is_alone(workers)
     if ctx.params["processes"] and not is_alone:
         raise WanjaxError("--processes is for one worker that spans processes: leave it out, or give one worker")

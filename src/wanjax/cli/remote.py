@@ -384,7 +384,9 @@ def _seed(job: Mapping[str, Any], server_url: str) -> int:
     try:
         return SETTINGS["seed"].read(job.get("seed"))
     except WanjaxError as error:
-        raise WanjaxError(f"{server_url} gives no seed of a video: it is not a wanjax serve of this version") from error
+        raise WanjaxError(
+            f"{server_url} gives no seed of a video: give the address of a `wanjax serve` of this version"
+        ) from error
 
 
 def _wait_for_video(
@@ -550,7 +552,9 @@ class Server:
         if not models or not all(
             isinstance(one.get(field), field_type) for one in models for field, field_type in MODEL_FIELDS.items()
         ):
-            raise WanjaxError(f"{self.url} does not describe its models: it is not a wanjax serve of this version")
+            raise WanjaxError(
+                f"{self.url} does not describe its models: give the address of a `wanjax serve` of this version"
+            )
         for model in models:
             if name is None or base_name(name) == model["id"]:
                 return model
@@ -561,7 +565,9 @@ class Server:
         """Request a video; return its path at the server. Raises WanjaxError as `fetch` does."""
         job = self.ask("/v1/videos", fields)
         if not isinstance(id := job.get("id"), str) or not id.replace("_", "").isalnum():
-            raise WanjaxError(f"{self.url} replied without the id of a video: it is not a wanjax serve of this version")
+            raise WanjaxError(
+                f"{self.url} replied without the id of a video: give the address of a `wanjax serve` of this version"
+            )
         return f"/v1/videos/{id}"
 
     def ask(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -573,7 +579,9 @@ class Server:
         except (ValueError, RecursionError):
             parsed = None
         if not isinstance(parsed, dict):
-            raise WanjaxError(f"{self.url}{path} did not reply with JSON: it is not a wanjax serve of this version")
+            raise WanjaxError(
+                f"{self.url}{path} did not reply with JSON: give the address of a `wanjax serve` of this version"
+            )
         return parsed
 
     def fetch(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:

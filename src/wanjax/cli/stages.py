@@ -161,8 +161,8 @@ def denoise(report: Report, request: VideoRequest, options: PipelineOptions, com
     follow = request.settings.get("follow")
     if follow not in (None, stored_settings.get("follow")) and any(stored_settings.get(name) for name in INPUT_SPECS):
         raise WanjaxError(
-            f"the pictures were encoded as {stored_settings.get('follow')} and --follow is {follow}: run "
-            "`wanjax encode` again with it, or give the noise levels by --sigmas"
+            f"the pictures were encoded with --follow {stored_settings.get('follow')}, and --follow is now {follow}: "
+            f"run `wanjax encode` again with --follow {follow}, or change only the noise levels, with --sigmas"
         )
     with releasing_folder(VideoCommand(report, request, options, command, stored_settings, loads="lora")) as video:
         conditioning = video.checked_conditioning(tensors)
@@ -490,7 +490,7 @@ class VideoCommand:
         if channels != expected_channels:
             raise WanjaxError(
                 f"{file} has {pluralize(channels, 'channel')} where {settings.model} has {expected_channels}: give "
-                "--model of the model that made it"
+                "--model, the model that made the file"
             )
         if shape_known and latents.shape != (shape := self.pipe.model.spec.latent_shape(settings)):
             raise WanjaxError(

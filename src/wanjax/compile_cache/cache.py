@@ -108,8 +108,8 @@ def use_shared(name: str | None = None, *, trusted: bool = False, platform: str 
         return
     if not trusted and os.environ.get(TRUSTED) != "1":
         raise WanjaxError(
-            f"the compile cache {name} holds programs that run when they are read: --trust-compile-cache, or "
-            f"{TRUSTED}=1 in the environment, says that you trust everyone who can write there"
+            f"the compile cache {name} holds programs that this command would run: if you trust everyone who can "
+            f"write there, give --trust-compile-cache, or set {TRUSTED}=1 in the environment"
         )
     platform_name = platform or jax.default_backend()
     folder = parse_path(name).absolute() / (processor() if platform_name == "cpu" else platform_name)

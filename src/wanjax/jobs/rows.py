@@ -139,7 +139,9 @@ def _read_rows(file: str) -> tuple[str, Iterable[tuple[int, Any]]]:
     if suffix == ".parquet":
         return ROW, enumerate(_read_parquet(Path(file).expanduser()), 1)
     if suffix in SPREADSHEETS:
-        raise WanjaxError(f"{file} is a table that is not read: save it as {Path(file).with_suffix('.csv').name}")
+        raise WanjaxError(
+            f"{file} is a table of a kind that wanjax cannot read: save it as {Path(file).with_suffix('.csv').name}"
+        )
     text = decode_text(sys.stdin.buffer.read()) if file == "-" else read_text(Path(file).expanduser())
     if suffix == ".csv":
         return CSV_ROW, enumerate(_read_csv(text), 1)

@@ -28,7 +28,7 @@ def patchify(x: Float[Array, "B T H W C"], patch: Size, channels: int | None = N
     if channels not in (None, x.shape[-1]) or any(size % part for size, part in zip(x.shape[1:4], patch, strict=True)):
         patch_text, expected_channels = "×".join(map(str, patch)), channels or x.shape[-1]
         raise WanjaxError(
-            f"{list(x.shape)} is no [B T H W {expected_channels}] of patches {patch_text}: give "
+            f"{list(x.shape)} is not [B T H W {expected_channels}] in patches of {patch_text}: give "
             f"{expected_channels} channels last, and frames, height, width in multiples of {', '.join(map(str, patch))}"
         )
     batch, frames, height, width, channels = x.shape

@@ -91,7 +91,7 @@ def _check_fits(file: str | Path, decoder: Any, vae: Any) -> None:
         vae: The config of the autoencoder.
     """
     units = {
-        "latent_channels": "decodes latents of {} channels, but the model's have {}",
+        "latent_channels": "decodes latents of {} channels, but the model's latents have {}",
         "spatial_factor": "decodes a latent cell to {} pixels per side, but the model's own decoder to {}",
         "temporal_factor": "makes {} frames for each latent frame, but the model's own decoder {}",
     }

@@ -628,7 +628,7 @@ class Pipeline(metaclass=OtherNamesMeta):
         for name in sorted(settings.keys() & {"prompt", "negative_prompt"}):
             if settings[name] in ("", getattr(self.defaults, name)):
                 continue  # settings from `pipe.settings()` have these values
-            raise SettingError(f"{name} has no effect on encoded prompts: give it to `encode`", name)
+            raise SettingError(f"{name} has no effect on encoded prompts: give {name} to `encode`", name)
         latents = [x for x in conditioning if x is not None and x.ndim == 5]
         if (shape := encoded_shape(conditioning)) is not None:
             settings = {"frames": shape.frames} | settings

@@ -51,7 +51,7 @@ class TinyDecoderFile:
             config = taehv.config_of(specs)
             if config.latent_channels != channels:
                 raise WanjaxError(
-                    f"it decodes latents of {config.latent_channels} channels, but the model's have {channels}"
+                    f"it decodes latents of {config.latent_channels} channels, but the model's latents have {channels}"
                 )
         except WanjaxError as error:
             raise WanjaxError(f"{file} is no tiny decoder for this model: {error}") from error

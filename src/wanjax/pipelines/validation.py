@@ -219,16 +219,16 @@ def check_strength(settings: Settings, *, video: bool, starts_from_video: bool) 
 def check_loaded(loaded: Settings, requested: Mapping[str, Any]) -> None:
     """Raise WanjaxError if the requested model, dtype or precision differs from the loaded one."""
     if (model := requested.get("model")) not in (None, loaded.model):
-        raise WanjaxError(f"this pipeline was loaded as {loaded.model}: wanjax.load({str(model)!r}) loads that model")
+        raise WanjaxError(f"this pipeline was loaded as {loaded.model}: call wanjax.load({str(model)!r})")
     if (precision := requested.get("precision")) not in (None, loaded.precision):
         precision = Precision.of(precision)
         other = f"wanjax.load({loaded.model!r}, precision={str(precision)!r})"
-        raise WanjaxError(f"this pipeline was loaded with the precision {loaded.precision}: {other} loads one with it")
+        raise WanjaxError(f"this pipeline was loaded with the precision {loaded.precision}: call {other}")
     for role in requested.keys() - {"model", "precision"}:
         name, loaded_name = dtype_name(requested[role], role), getattr(loaded, role)
         if name not in (None, loaded_name):
             load_call = f"wanjax.load({loaded.model!r}, {role}={name!r})"
-            raise WanjaxError(f"this pipeline was loaded in {loaded_name}: {load_call} loads one in {name}")
+            raise WanjaxError(f"this pipeline was loaded in {loaded_name}: call {load_call}")
 
 
 def _check_floats(subject: str, x: Any, expected: str) -> None:

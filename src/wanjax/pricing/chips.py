@@ -253,7 +253,10 @@ def abstract_mesh(target: Slice, axes: Mapping[str, int] | None = None) -> "Abst
     axes = {"chips": target.devices} if axes is None else axes
     if prod(axes.values()) != target.devices:
         shape = ", ".join(f"{axis}={size}" for axis, size in axes.items())
-        raise WanjaxError(f"the mesh {shape} needs {prod(axes.values())} devices: {target.name} has {target.devices}")
+        raise WanjaxError(
+            f"the mesh {shape} needs {prod(axes.values())} devices, but {target.name} has {target.devices}: give "
+            f"a mesh of {target.devices}"
+        )
     device = (
         AbstractDevice(target.chip.kind, target.chip.cores, "tpu")
         if isinstance(target.chip, Chip)

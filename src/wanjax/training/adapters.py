@@ -86,8 +86,8 @@ def check_trainable_precision(precision: Precision, lora: LoraConfig | None) -> 
         )
     if precision.activations is not None:
         raise WanjaxError(
-            f"the precision {precision} quantizes the inputs of products, which have no gradient then: train with "
-            f"precision {precision.weights}-weights, or with none"
+            f"the precision {precision} quantizes the inputs of matrix products, which then have no gradient: train "
+            f"with precision {precision.weights}-weights, or with none"
         )
 
 

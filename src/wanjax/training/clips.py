@@ -67,10 +67,11 @@ class Cutting:
         usable_lengths = [length for length in lengths if length <= len(frames)]
         if not usable_lengths and is_video:
             raise WanjaxError(
-                f"it has {pluralize(len(frames), 'frame')} at {self.fps} a second: the shortest clip has {lengths[-1]}"
+                f"it has {pluralize(len(frames), 'frame')} at {self.fps} frames a second, and the shortest clip has "
+                f"{lengths[-1]}"
             )
         if not usable_lengths:  # the file is a picture, but all buckets have several frames
-            raise WanjaxError(f"it is a picture: the shortest clip has {pluralize(lengths[-1], 'frame')}")
+            raise WanjaxError(f"it is a picture, and the shortest clip has {pluralize(lengths[-1], 'frame')}")
         size = nearest_size(frames.shape[1:3], self.sizes)
         for frame_indices in self._clip_frames(len(frames), usable_lengths[0]):
             yield np.stack([fit_to_size(frames[i], size, self.resize) for i in frame_indices])

@@ -227,7 +227,7 @@ def load_features(file: Path) -> dict[str, np.ndarray]:
 
 
 def join_batch(files: Iterable[tuple[Path, Path]], conditioning_type: type[Any]) -> tuple[np.ndarray, Any]:
-    """Load a batch: the latents [B C T H W], and the conditioning in the type of the pipeline's model."""
+    """Load a batch: the latents [B C T H W], and the conditioning as a `conditioning_type`."""
     clips, captions = [], []
     for latents_file, text_file in files:
         clips.append(load_safetensors(latents_file))

@@ -79,8 +79,8 @@ def _comfy_tensors(
     names = network.kind.lora_names
     if names is None:
         raise WanjaxError(
-            "the authors' names of this model's weights are unknown, and the LoRA format comfy has these names: "
-            "give diffusers"
+            "the LoRA format comfy needs the authors' names of the weights, which are unknown for this model: give "
+            "the format diffusers"
         )
     for key, value in factors.items():
         suffix = next(suffix for suffix in SUFFIXES if key.endswith(suffix))

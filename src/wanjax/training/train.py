@@ -170,7 +170,8 @@ class Training:
         self._note_data(all_clips)
         if holdout_every and not self.held_out:
             raise WanjaxError(
-                f"holdout_every is {holdout_every}, but there are {pluralize(len(all_clips), 'clip')}: give less, or 0"
+                f"holdout_every is {holdout_every}, but there are {pluralize(len(all_clips), 'clip')}: give a smaller "
+                "number, or 0"
             )
         for prompt in self.config.sample_prompts:
             bucket = self.sample_clip.bucket

@@ -127,7 +127,9 @@ def kernel_with_lse(
     """
     attn = AttentionConfig.of(implementation)
     if not attn.is_dense:
-        raise UnsupportedError("attention in parts has no window and no sparse mask: use auto, or a name alone")
+        raise UnsupportedError(
+            "attention with log-sum-exps has no window and no sparse mask: use auto, or a name without options"
+        )
     options = _checked_options(attn, q, k, v)
     return partial(_attend_on_one_device, name=attn.implementation, return_lse=True, **options)
 
@@ -151,7 +153,9 @@ def attention_to_cache(
     """
     attn = AttentionConfig.of(implementation)
     if not attn.is_dense:
-        raise UnsupportedError("attention to cached keys has no window and no sparse mask: use auto, or a name alone")
+        raise UnsupportedError(
+            "attention to cached keys has no window and no sparse mask: use auto, or a name without options"
+        )
     options = _checked_options(attn, q, k, v)
     return kv_cache.attention(
         partial(_attend_on_one_device, name=attn.implementation, **options), q, k, v, cache, slot, length
@@ -224,7 +228,7 @@ def sparse_linear_attention(
             f"a projection {list(projection.kernel.shape)} of heads of {head_dim}: give [{head_dim}, {head_dim}]"
         )
     if not 1 <= kv_length <= q.shape[1]:
-        raise WanjaxError(f"{kv_length} of {pluralize(q.shape[1], 'token')} cannot take part: 1 to {q.shape[1]} can")
+        raise WanjaxError(f"kv_length is {kv_length} for {pluralize(q.shape[1], 'token')}: give 1 to {q.shape[1]}")
     reason = sparse_linear_tpu.unsupported(q, sparse, kv_length, config)
     if implementation == "tpu" and reason is not None:
         raise UnsupportedError(reason)

@@ -249,8 +249,11 @@ def _check(
         )
     if row_dtype is not None and (activations is None or row_dtype != values.dtype):
         problem = f"rows in {row_dtype} and a weight in {values.dtype}, with activations={activations}"
-        raise UnsupportedError(f"{problem}: give rows in the weight's format, and its name")
+        raise UnsupportedError(
+            f"{problem}: give rows in the weight's format, and the name of this format as activations"
+        )
     if activations not in (None, names[values.dtype]):
         raise UnsupportedError(
-            f"inputs in {activations} for a weight in {names[values.dtype]}: give the weight's format, or None"
+            f"inputs in {activations} for a weight in {names[values.dtype]}: give activations the weight's format, or "
+            "None"
         )

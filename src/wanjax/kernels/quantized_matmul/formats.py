@@ -104,5 +104,6 @@ def check_rotation(features: int, rotation: int) -> None:
     is_power = rotation in (4**power for power in range(1, 7))
     if rotation and not (is_power and features % rotation == 0):
         raise WanjaxError(
-            f"a rotation of {rotation} channels where there are {features}: give a power of 4 that divides them, or 0"
+            f"a rotation of {rotation} channels does not fit {features} channels: give a power of 4 that divides "
+            f"{features}, or 0"
         )

@@ -161,8 +161,8 @@ def _read_magnitudes(json: Any) -> Magnitudes | None:
     prompt, negative = (_numbers(json[name]) for name in ("prompt", "negative"))
     if len(prompt) != len(negative) or len(prompt) < 2:
         raise WanjaxError(
-            f"the table has {pluralize(len(prompt), 'ratio')} for the prompt and {len(negative)} for the negative one: "
-            "give one for each step"
+            f"the table has {pluralize(len(prompt), 'ratio')} for the prompt and {len(negative)} for the negative "
+            "prompt: give one for each step"
         )
     if min(*prompt, *negative) <= 0:
         raise WanjaxError(f"the table has the ratio {min(*prompt, *negative)}: ratios must be above 0")

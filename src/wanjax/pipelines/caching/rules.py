@@ -149,7 +149,9 @@ class MagCache(CacheRule):
         if self.most is not None and self.most < 1:
             raise WanjaxError(f"{self} allows {self.most} reused steps in a row: give at least 1")
         if self.whole is not None and not 0 <= self.whole < 1:
-            raise WanjaxError(f"{self} computes the share {self.whole:g} in full: give at least 0 and less than 1")
+            raise WanjaxError(
+                f"the share of steps that {self} computes in full is {self.whole:g}: give at least 0 and less than 1"
+            )
 
     @property
     def table_name(self) -> str:
