@@ -324,9 +324,9 @@ def test_elsewhere_xla_computes_it():
 @pytest.mark.parametrize(("depth", "columns"), [(5120, 5120), (5120, 13824), (13824, 5120), (1536, 8960), (3072, 3072)])
 def test_default_tiles(depth, columns, rows, vmem):
     changes_of_products = (
-        {"rounds": depth <= 8192, "adds": True},
-        {"gelu": True, "rounds_result": True},
-        {"rounds": depth <= 8192, "norms_result": True},
+        {"quantizes": depth <= 8192, "adds": True},
+        {"gelu": True, "quantizes_result": True},
+        {"quantizes": depth <= 8192, "norms_result": True},
         {},
     )
     for changes in changes_of_products:
@@ -336,7 +336,7 @@ def test_default_tiles(depth, columns, rows, vmem):
         assert product.vmem_bytes(tiles) + COMPILER_VMEM_BYTES <= vmem << 20
         assert tiles.rows * ceil_div(rows, tiles.rows) <= 1.03 * rows + 32
         assert tiles.columns * ceil_div(columns, tiles.columns) <= 1.1 * columns
-        assert columns % tiles.columns == 0 or not {"rounds_result", "norms_result"} & changes.keys()
+        assert columns % tiles.columns == 0 or not {"quantizes_result", "norms_result"} & changes.keys()
 
 
 def test_the_tiles_of_the_prices():
