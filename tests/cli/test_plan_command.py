@@ -157,7 +157,7 @@ def test_advice_when_a_video_does_not_fit(monkeypatch):
     assert not found.fits
     assert found.step_seconds is found.total_seconds is found.mfu is None
     assert found.limit.startswith("the memory of a chip")
-    assert says(str(found.advice), "v6e-1 denoise 68.2 GiB chip 31.2 v6e-4")
+    assert says(str(found.advice), "v6e-1 denoise 68.2 GiB chip 31.2 v6e-4 --tile decode")
     model = model_description("wan2.1-t2v-14b")
     weights = model.family.network_of(model.model.spec.networks["transformer"]).parameters
     kept = found.stages["denoise"].kept_bytes_per_chip  # beside the programs that read no weights
@@ -177,6 +177,7 @@ def test_options_with_which_a_video_fits(monkeypatch):
     found = estimate.estimate_video(model_description("wan2.1-t2v-14b"), "v6e-1")
     assert not found.fits
     assert says(str(found.advice), "does not fit v6e-1 --precision int8-weights --offload blocks needs about GiB")
+    assert "--tile" not in str(found.advice)  # decoding fits
     options = ["--offload blocks", "--precision int8-weights", "--precision int8-weights", ""]
     assert found.fits_in == dict(zip(("16 GiB", "24 GiB", "32 GiB", "80 GiB"), options, strict=True))
     small = estimate.estimate_video(model_description("nano"), "v6e-1")

@@ -295,6 +295,8 @@ def estimate_video(
         }
         if memory["fits"] is False:
             memory["advice"] += _options_advice(peaks, hardware.memory)
+            if tiling is None and stages["decode"].spare_bytes_per_chip < 0:
+                memory["advice"] += "; --tile needs less to decode: plan with it"
     chunk_frames = model.spec.chunk_length
     programs_with_next_chunk = (
         programs_for(settings.updated({"frames": settings.frames + chunk_frames})) if chunk_frames else []
