@@ -41,6 +41,10 @@ PARSED = [pytest.param(block, id=f"{page.name}-{number}") for page, number, bloc
 
 
 FILES = [file for top in FOLDERS for file in ROOT.glob(f"{top}/**/*.py")]
+TEXTS = {file: file.read_text(encoding="utf-8") for file in FILES}
+SOURCES = [file for file in FILES if {"src", "converters"} & set(file.relative_to(ROOT).parts)]
+CLASSES = {file: re.findall(r"^class (\w+)", TEXTS[file], re.MULTILINE) for file in SOURCES}
+OF_CODE = {"design.md", "walks.md", "families.md"}  # pages that name modules without their folders
 
 
 WORKFLOWS = {name: "video_wan2_2_14B_t2v" for name in ("workflow.json", "video_wan2_2_14B_t2v.json")}
@@ -180,16 +184,23 @@ def test_links_lead_somewhere(page: Path):
             assert (page.parent / target.partition("#")[0]).exists(), target
 
 
+def names(name: str, file: Path) -> bool:
+    return re.search(rf"\b{name}\b", TEXTS[file]) is not None
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_and_functions_that_a_text_names_are_there(page: Path):
-    """`store.py` and `jobs/store.py`, by the end of a path, and `jobs/store.JobStore`."""
+    """`store.py` and `jobs/store.py`, by the end of a path, `jobs/store.JobStore` and `JobStore.add`."""
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for path, name in re.findall(r"`((?:\w+/)*\w+)\.py(?:::(\w+))?`", text) + re.findall(
         r"`((?:\w+/)+\w+)\.(\w+)", text
     ):
         if name not in OTHER_SUFFIXES and not path.endswith("NAME"):
             files = [file for file in FILES if str(file).endswith(f"/{path}.py".replace("FAMILY", "wan"))]
-            assert any(name in file.read_text(encoding="utf-8") for file in files), (path, name)
+            assert any(names(name, file) for file in files), (path, name)
+    for owner, name in re.findall(r"`(\w+)\.(_?[A-Za-z]\w+)[`(]", text):
+        files = [file for file in SOURCES if owner in (file.stem if page.name in OF_CODE else "", *CLASSES[file])]
+        assert name in OTHER_SUFFIXES or not files or any(names(name, file) for file in files), (owner, name)
 
 
 def test_the_page_of_models_has_each_with_its_settings():
