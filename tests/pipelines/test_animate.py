@@ -16,7 +16,7 @@ from tests.support.tiny import tiny_animate_checkpoint
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import kernel_with_lse
-from wanjax.kernels.attention.frame_keys import attention_with_frames, frame_keys
+from wanjax.kernels.attention.clip_kv import attention_with_frames, frame_keys
 from wanjax.media.pictures import Pictures, read_pictures
 from wanjax.media.video import Video
 from wanjax.pipelines.wan.animate import CHARACTER, DRIVING_VIDEO, compute_clip_keys

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float
 
 from wanjax.dims import readable_signature
 from wanjax.kernels.attention import kernel_with_lse
-from wanjax.kernels.attention.frame_keys import FrameKeys, attention_with_frames, frame_keys, shard_frame_keys
+from wanjax.kernels.attention.clip_kv import FrameKeys, attention_with_frames, frame_keys, shard_frame_keys
 from wanjax.kernels.rotary_heads import pack_for_all_to_all
 from wanjax.layers.embeddings import Timesteps, broadcast_timesteps
 from wanjax.layers.heads import join_heads, split_heads

@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from wanjax.execution import program
-from wanjax.kernels.attention.frame_keys import FrameKeys
+from wanjax.kernels.attention.clip_kv import FrameKeys
 from wanjax.kernels.compiler_options import fast_matmul_options, matmul_options, scan_options
 from wanjax.layers.flops import attention_flops
 from wanjax.layers.rope import Rope
