@@ -59,7 +59,7 @@ def predict(network: Any, prompts: int, negatives: int) -> tuple[Any, Any]:
     x = jnp.moveaxis(jnp.concatenate([arrays["x"], arrays["condition"]])[None], 1, -1)
     clip = jnp.moveaxis(arrays["clip"][None], 1, -1)
     clip = jnp.concatenate([clip, jnp.ones((*clip.shape[:-1], 4)), clip], axis=-1)
-    keys = network.clip_keys(clip, network.context(arrays["clip_text"], arrays["clip_image"]))
+    keys = network.clip_kv(clip, network.context(arrays["clip_text"], arrays["clip_image"]))
     x, text, image = (jnp.repeat(y, prompts, axis=0) for y in (x, arrays["text"], arrays["image"]))
     context = AnimateContext(network.context(text, image), negatives)
     return keys, network(x, jnp.full(prompts, 700.0), context, clip=keys)

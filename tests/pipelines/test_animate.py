@@ -16,7 +16,7 @@ from tests.support.tiny import tiny_animate_checkpoint
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import kernel_with_lse
-from wanjax.kernels.attention.clip_kv import attention_with_frames, frame_keys
+from wanjax.kernels.attention.clip_kv import attention_with_frames, store_clip_kv
 from wanjax.media.pictures import Pictures, read_pictures
 from wanjax.media.video import Video
 from wanjax.pipelines.wan.animate import CHARACTER, DRIVING_VIDEO, compute_clip_keys
@@ -156,7 +156,7 @@ def test_attention_by_frames_is_one_softmax(bias):
         "BNLS,BSND->BLND", weights / weights.sum(axis=-1, keepdims=True), np.asarray(all_v, np.float64)
     )
     answer = attention_with_frames(
-        kernel_with_lse(q, k, v), q, k, v, frame_keys(clip_k, clip_v, 15, in_int8=False), length=20, frame_tokens=5,
+        kernel_with_lse(q, k, v), q, k, v, store_clip_kv(clip_k, clip_v, 15, in_int8=False), length=20, frame_tokens=5,
         bias=None if bias is None else jnp.float32(bias),
     )  # fmt: skip
     np.testing.assert_allclose(answer, expected, atol=2e-6)
@@ -165,14 +165,16 @@ def test_attention_by_frames_is_one_softmax(bias):
 def test_keys_and_values_in_int8_have_a_scale_for_each_token_and_head():
     q, k, v, clip_k, clip_v = operands()
     clip_k = clip_k.at[0, 0, 0].mul(100)  # of which only one token and head becomes coarser
-    stored = frame_keys(clip_k, clip_v, 15, in_int8=True)
+    stored = store_clip_kv(clip_k, clip_v, 15, in_int8=True)
     assert (stored.k.dtype, stored.k.shape, stored.k_scale.shape) == (jnp.int8, (1, 15, 24), (1, 15, 3))
     scale = np.asarray(stored.k_scale)[..., None]
     values = np.asarray(stored.k).reshape(1, 15, 3, 8) * scale
     assert (np.abs(values - np.asarray(clip_k)) <= scale * 0.5001).all()
     options: dict[str, Any] = {"length": 20, "frame_tokens": 5}
     plain, coarse = (
-        attention_with_frames(kernel_with_lse(q, k, v), q, k, v, frame_keys(clip_k, clip_v, 15, in_int8=x), **options)
+        attention_with_frames(
+            kernel_with_lse(q, k, v), q, k, v, store_clip_kv(clip_k, clip_v, 15, in_int8=x), **options
+        )
         for x in (False, True)
     )
     error = float(jnp.linalg.norm(plain - coarse) / jnp.linalg.norm(plain))

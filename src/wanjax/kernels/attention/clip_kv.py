@@ -30,7 +30,7 @@ TOKEN_AXES = ("sp", "tp")
 INT8_MAX = 127.0
 
 
-class FrameKeys(NamedTuple):
+class ClipKV(NamedTuple):
     """Keys and values of a clip, with concatenated heads. Stacked blocks add a leading axis.
 
     In int8, `k_scale` and `v_scale` hold a scale for each token and head.
@@ -76,31 +76,31 @@ class Exchange(NamedTuple):
         return heads_to_tokens(x, heads, self.num_devices, self.axes)
 
 
-def frame_keys(k: Float[Array, "B L N D"], v: Float[Array, "B L N D"], length: int, *, in_int8: bool) -> FrameKeys:
+def store_clip_kv(k: Float[Array, "B L N D"], v: Float[Array, "B L N D"], length: int, *, in_int8: bool) -> ClipKV:
     """Store the keys and values of the first `length` tokens of a clip for `attention_with_frames`.
 
     Args:
         k: Keys, rotated by position.
         v: Values.
         length: The number of real tokens; further tokens are padding.
-        in_int8: Whether to round to int8, with a scale for each token and head.
+        in_int8: Whether to quantize to int8, with a scale for each token and head.
     """
     k, v = (pad_to(x, 1, current_partitioner().axis_size(TOKEN_AXES)) for x in (k, v))
     exchange = Exchange.of(k.shape)
 
-    def store(*operands: Array) -> FrameKeys:
+    def store(*operands: Array) -> ClipKV:
         k, v = (exchange.tokens_to_heads(x)[:, :length] for x in operands)
         if not in_int8:
-            return FrameKeys(_join_heads(k), _join_heads(v))
-        (k, k_scale), (v, v_scale) = map(_round_to_int8, (k, v))
-        return FrameKeys(k, v, k_scale, v_scale)
+            return ClipKV(_join_heads(k), _join_heads(v))
+        (k, k_scale), (v, v_scale) = map(_quantize_to_int8, (k, v))
+        return ClipKV(k, v, k_scale, v_scale)
 
-    specs = FrameKeys(*(exchange.heads,) * (4 if in_int8 else 2))
+    specs = ClipKV(*(exchange.heads,) * (4 if in_int8 else 2))
     return current_partitioner().shard_map(store, (exchange.tokens,) * 2, specs)(k, v)
 
 
-def shard_frame_keys(keys: FrameKeys, heads: int) -> FrameKeys:
-    """State the sharding of the keys and values [layers B S E] of all blocks, which is that of `frame_keys`."""
+def shard_clip_kv(keys: ClipKV, heads: int) -> ClipKV:
+    """State the sharding of the keys and values [layers B S E] of all blocks, which is that of `store_clip_kv`."""
     num_devices = current_partitioner().axis_size(TOKEN_AXES)
     exchange = Exchange.of((1, num_devices, heads))
     return jax.tree.map(lambda x: constrain_to(x, PartitionSpec(None, *exchange.heads)), keys)
@@ -111,7 +111,7 @@ def attention_with_frames(
     q: Float[Array, "B L N D"],
     k: Float[Array, "B L N D"],
     v: Float[Array, "B L N D"],
-    clip: FrameKeys,
+    clip: ClipKV,
     *,
     length: int,
     frame_tokens: int,
@@ -124,7 +124,7 @@ def attention_with_frames(
         q: Queries.
         k: Keys.
         v: Values.
-        clip: The keys and values of one clip, from `frame_keys`.
+        clip: The keys and values of one clip, from `store_clip_kv`.
         length: The number of real tokens; further tokens are padding.
         frame_tokens: The number of tokens of a frame.
         bias: A number that is added to the scores of the keys of frame 1; None for none.
@@ -133,7 +133,7 @@ def attention_with_frames(
     q, k, v = (pad_to(x, 1, current_partitioner().axis_size(TOKEN_AXES)) for x in (q, k, v))
     exchange, padded_length = Exchange.of(q.shape), q.shape[1]
 
-    def attend(q: Array, k: Array, v: Array, clip: FrameKeys, bias: Array | None) -> Array:
+    def attend(q: Array, k: Array, v: Array, clip: ClipKV, bias: Array | None) -> Array:
         heads = q.shape[2]
         q, k, v = (exchange.tokens_to_heads(x)[:, :length] for x in (q, k, v))
         out = _attend_by_frames(kernel, q, k, v, clip, frame_tokens, bias)
@@ -150,7 +150,7 @@ def _attend_by_frames(
     q: Float[Array, "B L N D"],
     k: Float[Array, "B L N D"],
     v: Float[Array, "B L N D"],
-    clip: FrameKeys,
+    clip: ClipKV,
     frame_tokens: int,
     bias: Float[Array, ""] | None,
 ) -> Float[Array, "B L N D"]:
@@ -190,7 +190,7 @@ def _attend_to_video(
     return merged.astype(q.dtype), lse
 
 
-def _clip_frames(clip: FrameKeys, frame_tokens: int, like: Float[Array, "B L N D"]) -> list[Array]:
+def _clip_frames(clip: ClipKV, frame_tokens: int, like: Float[Array, "B L N D"]) -> list[Array]:
     """Return the keys and the values of each frame of a clip, [T S N D], with the heads and the dtype of `like`."""
 
     def split(x: Array, scale: Array | None) -> Array:
@@ -200,8 +200,8 @@ def _clip_frames(clip: FrameKeys, frame_tokens: int, like: Float[Array, "B L N D
     return [split(clip.k, clip.k_scale), split(clip.v, clip.v_scale)]
 
 
-def _round_to_int8(x: Float[Array, "B S N D"]) -> tuple[Int8[Array, "B S E"], Float32[Array, "B S N"]]:
-    """Round to int8 with a scale for each token and head."""
+def _quantize_to_int8(x: Float[Array, "B S N D"]) -> tuple[Int8[Array, "B S E"], Float32[Array, "B S N"]]:
+    """Quantize to int8 with a scale for each token and head."""
     x = x.astype(jnp.float32)
     scale = jnp.maximum(jnp.abs(x).max(axis=-1), jnp.finfo(jnp.float32).tiny) / INT8_MAX
     return _join_heads(jnp.round(x / scale[..., None]).astype(jnp.int8)), scale

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float
 
 from wanjax.dims import readable_signature
 from wanjax.kernels.attention import kernel_with_lse
-from wanjax.kernels.attention.clip_kv import FrameKeys, attention_with_frames, frame_keys, shard_frame_keys
+from wanjax.kernels.attention.clip_kv import ClipKV, attention_with_frames, shard_clip_kv, store_clip_kv
 from wanjax.kernels.rotary_heads import pack_for_all_to_all
 from wanjax.layers.embeddings import Timesteps, broadcast_timesteps
 from wanjax.layers.heads import join_heads, split_heads
@@ -58,11 +58,11 @@ class AnimateSelfAttention(SelfAttention):
         self,
         inputs: Tokens | NormedTokens,
         rope: Rope,
-        clip: FrameKeys | None = None,
+        clip: ClipKV | None = None,
         bias: Float[Array, ""] | None = None,
         *,
         add_to: Residual | None = None,
-    ) -> tuple[Tokens, FrameKeys | None]:
+    ) -> tuple[Tokens, ClipKV | None]:
         """Return the output and, without `clip`, the keys and values for `clip` of a later call.
 
         Args:
@@ -77,8 +77,8 @@ class AnimateSelfAttention(SelfAttention):
         k = split_heads(project_heads(self.k, x, self.k_norm, rope), self.heads).astype(self.dtype)
         v = split_heads(pack_for_all_to_all(self.v(x)), self.heads)
         if clip is None:
-            rounds_to_int8 = isinstance(self.k, QuantizedLinear) and self.k.activations == "int8"
-            keys = frame_keys(k, v, rope.length, in_int8=rounds_to_int8)
+            in_int8 = isinstance(self.k, QuantizedLinear) and self.k.activations == "int8"
+            keys = store_clip_kv(k, v, rope.length, in_int8=in_int8)
             return project(self.out, self.attend(q, k, v, rope.length), add_to), keys
         kernel, sizes = kernel_with_lse(q, k, v, self.attention), {"length": rope.length}
         sizes["frame_tokens"] = rope.length - clip.k.shape[1]  # the clip has one frame less
@@ -96,7 +96,7 @@ class AnimateBlock(ImageBlock):
 class WanAnimateTransformer(WanImageTransformer):
     """Predict the velocity of latents at timesteps t in [0, 1000] for a clip, encoded prompts and a picture [B S E].
 
-    clip = transformer.clip_keys(clip_latents, transformer.context(clip_text, clip_image))
+    clip = transformer.clip_kv(clip_latents, transformer.context(clip_text, clip_image))
     velocity = transformer(latents, t, AnimateContext(transformer.context(text, image), 0), clip=clip)
 
     The channels of `latents` [B T H W C] are the video's latents, then the condition: a mask and the latents of the
@@ -113,7 +113,7 @@ class WanAnimateTransformer(WanImageTransformer):
         return rope_3d(grid, self.config.rope_channels, positions=positions)
 
     @on_weights_mesh
-    def clip_keys(self, latents: Float[Array, "B T H W C"], context: ImageContext) -> FrameKeys:
+    def clip_kv(self, latents: Float[Array, "B T H W C"], context: ImageContext) -> ClipKV:
         """Compute the keys and values of a driving clip in every block: [layers 1 S E].
 
         Args:
@@ -126,11 +126,11 @@ class WanAnimateTransformer(WanImageTransformer):
         time = self.time_embed(jnp.full((len(latents),), CLIP_TIMESTEP))[:, None]  # [B 1 E]
         mod = self.time_proj(jax.nn.silu(time)).reshape(-1, 1, 6, config.width)
 
-        def run(block: AnimateBlock, x: Tokens, context: ImageContext) -> tuple[Tokens, FrameKeys]:
+        def run(block: AnimateBlock, x: Tokens, context: ImageContext) -> tuple[Tokens, ClipKV]:
             return block(x, context, mod, rope)
 
         _, keys = scan_with_results(self.blocks, run, x, context)
-        return shard_frame_keys(keys, config.heads)
+        return shard_clip_kv(keys, config.heads)
 
     @on_weights_mesh
     def __call__(
@@ -140,7 +140,7 @@ class WanAnimateTransformer(WanImageTransformer):
         context: AnimateContext,
         rope: Rope | None = None,
         *,
-        clip: FrameKeys,
+        clip: ClipKV,
         bias: Float[Array, ""] | None = None,
         cache: BlockCache = EVERY_BLOCK,
     ) -> Float[Array, "B T H W _C"]:
@@ -151,7 +151,7 @@ class WanAnimateTransformer(WanImageTransformer):
             t: Timesteps in [0, 1000].
             context: The keys and values of the prompts and of the picture.
             rope: The result of the method `rope`; computed from the latents' grid by default.
-            clip: The result of the method `clip_keys`.
+            clip: The result of the method `clip_kv`.
             bias: A number that is added to the scores of the keys of the video's first frame; None for none.
             cache: A step cache, which can keep tokens between blocks.
 
@@ -165,7 +165,7 @@ class WanAnimateTransformer(WanImageTransformer):
         mod = self.time_proj(jax.nn.silu(time)).reshape(-1, 1, 6, config.width)
         skipped = range(SKIPPED_BLOCK, SKIPPED_BLOCK + 1) if negatives and config.layers > SKIPPED_BLOCK else range(0)
 
-        def run(block: AnimateBlock, x: Tokens, context: ImageContext, clip: FrameKeys) -> Tokens:
+        def run(block: AnimateBlock, x: Tokens, context: ImageContext, clip: ClipKV) -> Tokens:
             return block(x, context, mod, rope, clip, bias)[0]
 
         for part in cache.parts(config.layers, *({skipped.start, skipped.stop} if skipped else ())):

@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from wanjax.execution import program
-from wanjax.kernels.attention.clip_kv import FrameKeys
+from wanjax.kernels.attention.clip_kv import ClipKV
 from wanjax.kernels.compiler_options import fast_matmul_options, matmul_options, scan_options
 from wanjax.layers.flops import attention_flops
 from wanjax.layers.rope import Rope
@@ -59,7 +59,7 @@ class AnimateInputs(NamedTuple):
 
     rope: Rope
     condition: Any
-    clip: FrameKeys
+    clip: ClipKV
     bias: Any = None
 
 
@@ -104,7 +104,7 @@ def compute_clip_keys(
     latents: Float[Array, "1 C T H W"],
     text: Float[Array, "1 S E"],
     features: Float[Array, "1 _S _E"],
-) -> FrameKeys:
+) -> ClipKV:
     """Run the transformer over a driving clip, and return the keys and values of all blocks.
 
     Args:
@@ -118,7 +118,7 @@ def compute_clip_keys(
     x = jnp.moveaxis(latents.astype(jnp.float32), 1, -1)
     mask = jnp.ones((*x.shape[:-1], transformer.config.channels_in - 2 * x.shape[-1]), x.dtype)
     x = jnp.concatenate([x, mask, x], axis=-1)
-    return transformer.clip_keys(x, transformer.context(text, features))
+    return transformer.clip_kv(x, transformer.context(text, features))
 
 
 @program(scan_options)
