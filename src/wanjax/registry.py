@@ -373,7 +373,7 @@ def describe(model: str) -> dict[str, Any]:
         "parameters": network_infos["transformer"].parameters,
         "memory": sum(networks.values()),
         "networks": networks,
-        "full_precision": description.family.full_precision(video_model),
+        "full_precision": description.family.unquantized_projections(video_model),
         "defaults": {name: value for name, value in defaults.to_json().items() if name not in ("model", "prompt")},
     }
 

@@ -101,7 +101,7 @@ class Network(NamedTuple):
         return sum(x.size for x in jax.tree.leaves(nnx.state(module)))
 
     @property
-    def full_precision(self) -> list[str] | None:
+    def unquantized_projections(self) -> list[str] | None:
         """Descriptions of the projections that are never quantized; None if the whole network is never quantized."""
         if (table := self.kind.full_precision) is None:
             return None

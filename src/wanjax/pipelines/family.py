@@ -188,14 +188,14 @@ class Family:
         """
         return network_of(config, self.networks)
 
-    def full_precision(self, model: VideoModel[Any]) -> list[str] | None:
+    def unquantized_projections(self, model: VideoModel[Any]) -> list[str] | None:
         """Describe the projections of a model that are never quantized. Return None if the whole model is never
         quantized.
 
         Args:
             model: A model of the family.
         """
-        return self.network_of(model.spec.networks[model.spec.denoisers[0]]).full_precision
+        return self.network_of(model.spec.networks[model.spec.denoisers[0]]).unquantized_projections
 
     def check_precision(self, model: VideoModel[Any], settings: Settings) -> None:
         """Raise SettingError if the model does not offer the precision of its settings.
@@ -204,7 +204,7 @@ class Family:
             model: A model of the family.
             settings: Its settings.
         """
-        if settings.precision != FLOATS.name and self.full_precision(model) is None:
+        if settings.precision != FLOATS.name and self.unquantized_projections(model) is None:
             raise SettingError(
                 f"precision is given as {settings.precision}, which {settings.model} does not offer: leave it out",
                 "precision",

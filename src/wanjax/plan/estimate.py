@@ -283,7 +283,7 @@ def estimate_video(
     if finds_options or memory["fits"] is False:
         peaks = {"": _estimated_peak(prices, programs, hardware)}
         can_offload = hardware.devices == 1 and not offload.blocks
-        can_quantize = settings.precision == FLOATS.name and family.full_precision(model) is not None
+        can_quantize = settings.precision == FLOATS.name and family.unquantized_projections(model) is not None
         for option, quantizes, offloads in OPTIONS_TO_FIT:
             if (can_quantize or not quantizes) and (can_offload or not offloads):
                 precision = WEIGHTS_OF_8_BITS if quantizes else settings.precision
@@ -319,7 +319,7 @@ def estimate_video(
         guidance_rule=str(settings.guidance_rule),
         dtype=settings.dtype,
         precision=settings.precision,
-        full_precision=(precision.quantizes and family.full_precision(model)) or [],
+        full_precision=(precision.quantizes and family.unquantized_projections(model)) or [],
         offload=str(offload),
         host_bytes=(max if offload.frees_stages else sum)(
             host_bytes(components.get(name)) for name in model.spec.networks
