@@ -131,13 +131,13 @@ class Preparation(NamedTuple):
         groups: The number of forward passes in a step, and of prompts in each.
         nag: The numbers of normalized attention guidance; None without it.
         chunk: The number of the chunk, if the video is denoised chunk by chunk.
-        memory: The result of `VideoModel.update_memory` after the previous chunk.
+        past: The result of `VideoModel.update_past` after the previous chunk.
     """
 
     groups: Groups
     nag: np.ndarray | None = None
     chunk: int = 0
-    memory: object = None
+    past: object = None
 
 
 class StepProgram(NamedTuple):

@@ -754,8 +754,8 @@ class VideoModel(ABC, Generic[ConditioningT]):
             preparation: Why the inputs are computed: it has the number of forward passes and further options.
         """
 
-    def update_memory(self, runtime: Runtime, network: SplitNetwork, inputs: ModelInputs, x: Any) -> object:
-        """Compute the memory of a finished chunk for the next chunk, such as keys and values.
+    def update_past(self, runtime: Runtime, network: SplitNetwork, inputs: ModelInputs, x: Any) -> object:
+        """Compute what the next chunk needs of a finished chunk and of earlier ones, such as keys and values.
 
         May reuse buffers of `inputs`.
 

@@ -8,8 +8,8 @@ The command line, the library and the server all use this module.
 
 The strategy decides what happens to programs. An executed run makes videos. A traced run makes the same calls, and only
 records them. Observers handle everything else: progress, saving, previews, stopping. A causal model denoises a video
-chunk by chunk, with a memory of earlier chunks, and the run yields the frames of each chunk as soon as they are ready.
-A video of several windows goes through the three stages once per window.
+chunk by chunk, with keys and values of earlier chunks, and the run yields the frames of each chunk as soon as they are
+ready. A video of several windows goes through the three stages once per window.
 """
 
 from collections import deque

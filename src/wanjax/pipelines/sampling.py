@@ -55,10 +55,10 @@ def denoise(
     make_cache: StepCacheFactory,
     batch_guidance: bool = False,
     completed_steps: int = 0,
-    memory: object = None,
+    past: object = None,
     step_noise: StepNoise | None = None,
 ) -> tuple[State, object]:
-    """Run the steps of a chunk; return the final state, and the memory for the next chunk.
+    """Run the steps of a chunk; return the final state, and what the next chunk needs of the past.
 
     Args:
         runtime: Networks, devices and strategy.
@@ -72,7 +72,7 @@ def denoise(
         make_cache: A function that creates the step cache of a phase.
         batch_guidance: Whether both prompts run in one forward.
         completed_steps: The number of steps that an earlier, stopped run has completed.
-        memory: The memory that this function returned for the previous chunk.
+        past: What this function returned for the previous chunk, such as keys and values of earlier chunks.
         step_noise: Draws the noise of the steps on the host; None draws it on the device, if the solver needs noise.
     """
     denoiser, chunk, total = model.denoiser, monitor.chunk, len(schedule.timesteps)
@@ -86,7 +86,7 @@ def denoise(
             has_sparse_steps = model.spec.radial_attention and module.attention.radial
             network = SplitNetwork(*nnx.split(module))
             groups = grouping(phase.guided, batch_guidance, runtime.partitioner)
-            preparation = Preparation(groups, guidance.nag, chunk.index, memory)
+            preparation = Preparation(groups, guidance.nag, chunk.index, past)
             contexts = model.prepare(runtime, network, conditioning, state.x, preparation)
             inputs = ModelInputs(network.weights, *contexts, groups.batch * state.videos)
             cache = make_cache(runtime, denoiser, network, schedule, phase)
@@ -103,11 +103,11 @@ def denoise(
             monitor.finish_phase()
             state = replace(state, cached=None)
             if not chunk.is_last:
-                memory = model.update_memory(runtime, network, inputs, state.x)
+                past = model.update_past(runtime, network, inputs, state.x)
             del module, network, preparation, contexts, inputs  # free the weights before the next network is loaded
     if step_noise is not None:
         step_noise.skip_to(total)
-    return state, memory
+    return state, past
 
 
 def with_noise(state: State, noise: Mapping[str, np.ndarray]) -> State:
@@ -221,7 +221,7 @@ def sample_pass(
     schedule, modalities = spec.schedule(settings, conditioning), (VIDEO, *spec.extra_modalities)
     shapes = spec.noise_shapes(settings, model.leading_frames(conditioning, settings), len(seeds))
     steps = len(schedule.timesteps)
-    phases, pictures, memory = spec.phases(schedule, settings, pass_index), latents_of(conditioning, spec), None
+    phases, pictures, past = spec.phases(schedule, settings, pass_index), latents_of(conditioning, spec), None
     make_cache = make_cache or partial(step_cache, spec.cache_rule(settings), spec.tables_for(conditioning))
     facts = origin_facts(runtime, model, settings, seeds, batch_guidance) | {"pass": pass_index}
     arrays = [*(x for x in conditioning if x is not None), *noise.values()]
@@ -263,7 +263,7 @@ def sample_pass(
             )
             monitor.begin(completed_steps)
             step_noise = torch_noise and steps_of(torch_noise, spec, schedule, shapes, chunk, noise, pass_index)
-            state, memory = denoise(
+            state, past = denoise(
                 runtime,
                 model,
                 inputs,
@@ -275,7 +275,7 @@ def sample_pass(
                 make_cache=make_cache,
                 batch_guidance=batch_guidance,
                 completed_steps=completed_steps,
-                memory=memory,
+                past=past,
                 step_noise=step_noise,
             )
             static = model.denoiser, frames or spec.latent_shape(settings)[2]

@@ -28,7 +28,7 @@ class CausalInputs(NamedTuple):
     slot: CacheSlot
 
 
-class CausalMemory(NamedTuple):
+class CausalPast(NamedTuple):
     """The state that one chunk of a video passes to the next.
 
     Args:
@@ -48,7 +48,7 @@ def begin_past(
     text: Float[Array, "B S E"],
     negative: Float[Array, "B S E"] | None = None,
     nag: Float32[Array, "3"] | None = None,
-) -> CausalMemory:
+) -> CausalPast:
     """Return the keys and values of encoded prompts, and an empty window.
 
     Args:
@@ -63,7 +63,7 @@ def begin_past(
     context = transformer.context(text)
     if nag is not None:
         context = context.with_nag(transformer.context(negative), nag)
-    return CausalMemory(context, transformer.window(x))
+    return CausalPast(context, transformer.window(x))
 
 
 @program(matmul_options, donated=("window",), fast_options=fast_matmul_options)

@@ -29,7 +29,7 @@ from wanjax.pipelines.model import ForwardCost
 from wanjax.pipelines.runtime import Runtime, SplitNetwork
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.validation import Shape
-from wanjax.pipelines.wan.causal_programs import CausalInputs, CausalMemory, begin_past, renew
+from wanjax.pipelines.wan.causal_programs import CausalInputs, CausalPast, begin_past, renew
 from wanjax.pipelines.wan.conditioning import GREY, WanConditioning, known_frames, mask_cells, on_white, unit_range
 from wanjax.pipelines.wan.denoisers import (
     CausalDenoiser,
@@ -97,21 +97,19 @@ class CausalTextToVideo(WanModel):
         x: LatentArray,
         preparation: Preparation,
     ) -> tuple[tuple[Any, ...], CausalInputs]:
-        _, nag, chunk, memory = preparation
+        _, nag, chunk, past = preparation
         negative = () if nag is None else (conditioning.negative_prompt_embeds, nag)
         arguments = x, network.weights, conditioning.prompt_embeds, *negative
-        causal_memory: CausalMemory = (
-            memory if isinstance(memory, CausalMemory) else runtime.call(begin_past, network.graphdef, *arguments)
+        past_chunks: CausalPast = (
+            past if isinstance(past, CausalPast) else runtime.call(begin_past, network.graphdef, *arguments)
         )
         slot = slot_of(self.causal_config, chunk, prod(x.shape[1:4]) // self.causal_config.patch_cells)
-        return (causal_memory.context,), CausalInputs(angles_at(self.causal_config, chunk), causal_memory.window, slot)
+        return (past_chunks.context,), CausalInputs(angles_at(self.causal_config, chunk), past_chunks.window, slot)
 
-    def update_memory(
-        self, runtime: Runtime, network: SplitNetwork, inputs: ModelInputs, x: LatentArray
-    ) -> CausalMemory:
+    def update_past(self, runtime: Runtime, network: SplitNetwork, inputs: ModelInputs, x: LatentArray) -> CausalPast:
         [context], (time, window, slot) = inputs.prompts, inputs.shared
         updated = runtime.call(renew, network.graphdef, window, x, network.weights, context, time, slot)
-        return CausalMemory(context, updated)
+        return CausalPast(context, updated)
 
 
 class FirstFrameToVideo(TextToVideo):
