@@ -70,7 +70,7 @@ def denoise(
         monitor: An object that is notified of every step, and may stop the loop.
         guidance: The rule that combines the predictions for the prompt and the negative prompt.
         make_cache: A function that creates the step cache of a phase.
-        batch_guidance: Whether both prompts run in one forward.
+        batch_guidance: Whether both prompts run in one forward pass.
         completed_steps: The number of steps that an earlier, stopped run has completed.
         past: What this function returned for the previous chunk, such as keys and values of earlier chunks.
         step_noise: Draws the noise of the steps on the host; None draws it on the device, if the solver needs noise.
@@ -147,7 +147,7 @@ def sample(
         settings: The settings of the videos.
         seeds: The seed of each video.
         noise: Random arrays that replace the seeds' noise.
-        batch_guidance: Whether both prompts run in one forward.
+        batch_guidance: Whether both prompts run in one forward pass.
         observers: The observers, which are notified of every event.
         latent_preview: A function that creates the preview map.
     """
@@ -353,7 +353,7 @@ def origin_facts(
         model: The model.
         settings: The settings of the pass.
         seeds: The seed of each video.
-        batch_guidance: Whether both prompts run in one forward.
+        batch_guidance: Whether both prompts run in one forward pass.
     """
     return {
         "settings": settings.to_json(),

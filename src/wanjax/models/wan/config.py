@@ -290,7 +290,7 @@ VAE_2_2 = ResidualVAEConfig(
 
 
 def forward_flops(config: TransformerConfig, *, tokens: int, text: int, image: int = 0) -> Mapping[str, int]:
-    """Count operations of one forward for one video and its context, by part of the transformer.
+    """Count operations of one forward pass for one video and its context, by part of the transformer.
 
     A multiplication and an addition are two operations. Only matrix products of real tokens count, not padding or
     operations that the compiler adds.

@@ -48,7 +48,7 @@ CHARACTER = IMAGE.needed._replace(noun="a picture of the character")
 
 
 class AnimateInputs(NamedTuple):
-    """The inputs that the forwards for all prompts share.
+    """The inputs that the forward passes for all prompts share.
 
     Args:
         rope: RoPE's tables.
@@ -131,7 +131,7 @@ def make_animate_context(
     features: Float[Array, "_B _S _E"],
     nag: Float32[Array, "3"] | None = None,
 ) -> tuple[tuple[AnimateContext, ...], Rope, Float[Array, "B T H W _C"]]:
-    """Return what `make_context` returns, with the number of negative prompts in each forward.
+    """Return what `make_context` returns, with the number of negative prompts in each forward pass.
 
     Args:
         static: The network's definition, and how the prompts are grouped.
@@ -174,7 +174,7 @@ class CharacterAnimation(ImageToVideoWithEncoder):
         return AnimateDenoiser()
 
     def cost(self, settings: Settings, conditioning: WanConditioning | None = None) -> ForwardCost:
-        """Count the work of one forward, with the picture's frame and the attention to the clip."""
+        """Count the work of one forward pass, with the picture's frame and the attention to the clip."""
         longer = replace(settings, frames=settings.frames + self.vae.temporal_factor)
         work, frames = super().cost(longer, conditioning), self.spec.latent_shape(settings)[2]
         frame_tokens = work.tokens // (frames + 1)

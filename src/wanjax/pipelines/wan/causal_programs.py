@@ -15,7 +15,7 @@ from wanjax.models.wan.transformer import Context
 
 
 class CausalInputs(NamedTuple):
-    """The inputs of the forward for a chunk.
+    """The inputs of the forward pass for a chunk.
 
     Args:
         time: The RoPE angles of the chunk's positions in time.
@@ -76,7 +76,7 @@ def renew(
     time: Angles,
     slot: CacheSlot,
 ) -> KVCache:
-    """Add the keys and values of a finished chunk to the window, by a forward at timestep 0.
+    """Add the keys and values of a finished chunk to the window, by a forward pass at timestep 0.
 
     Args:
         graphdef: The network's definition.

@@ -18,7 +18,7 @@ Velocity = Float[Array, "B T H W _C"]  # applies to the channels of the latents,
 
 
 class Shared(NamedTuple):
-    """The inputs that the forwards for all prompts share.
+    """The inputs that the forward passes for all prompts share.
 
     Args:
         rope: RoPE's tables.

@@ -110,7 +110,7 @@ def make_context(
     features: Float[Array, "_B _S _E"] | None,
     nag: Float32[Array, "3"] | None = None,
 ) -> tuple[tuple[Any, ...], Shared]:
-    """Return the keys and values for each forward, and the inputs that all forwards share.
+    """Return the keys and values for each forward pass, and the inputs that all share.
 
     If there are no image features, a transformer that expects them gets one zero token. One token suffices, because
     attention to copies of a token equals attention to the token.

@@ -81,7 +81,7 @@ class CausalTextToVideo(WanModel):
         return self.causal_config.chunk_frames
 
     def cost(self, settings: Settings, conditioning: WanConditioning | None = None) -> ForwardCost:
-        """Count the work of one forward of a chunk, once the attention window is full."""
+        """Count the work of one forward pass of a chunk, once the attention window is full."""
         config, (_, _, _, *cells) = self.causal_config, self.spec.latent_shape(settings)
         tokens = prod((config.chunk_frames, *cells)) // config.patch_cells
         flops = dict(forward_flops(config, tokens=tokens, text=TEXT_LENGTH))
