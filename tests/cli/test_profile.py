@@ -52,12 +52,14 @@ def test_a_picture_s_tokens_are_counted(tmp_path):
     encoded = pipe.encode("a", image=np.zeros((32, 32, 3), np.uint8), frames=5)
     assert encoded.image_embeds.shape[1] == 5
     found = pipe.model.cost(pipe.settings(size=(32, 32), frames=5), encoded)
-    assert found.flops == forward_flops(pipe.model.transformer, tokens=2 * 2 * 2, text=TEXT_LENGTH, image=5)
+    assert found.flops == forward_flops(
+        pipe.model.transformer, tokens=2 * 2 * 2, text_tokens=TEXT_LENGTH, image_tokens=5
+    )
 
 
 def test_the_report_counts_both_forwards_of_a_step(folder):
     found = json.loads((folder / profile.STEPS_FILE).read_text())
-    parts = forward_flops(transformer_config(TRANSFORMER), tokens=2 * 1 * 2, text=TEXT_LENGTH)
+    parts = forward_flops(transformer_config(TRANSFORMER), tokens=2 * 1 * 2, text_tokens=TEXT_LENGTH)
     assert found["step_flops"] == 2 * sum(parts.values()) == sum(found["step_flops_by_part"].values())
     assert len(found["seconds"]) == 3  # the intervals between the ends of four steps
     assert found["step_seconds"] == found["seconds"][-1]  # the only interval that was not traced

@@ -64,7 +64,7 @@ def compiled(config: TransformerConfig) -> jax.stages.Compiled:
 
 def counted(config: TransformerConfig) -> int:
     image = IMAGE if isinstance(config, ImageTransformerConfig) else 0
-    return sum(forward_flops(config, tokens=prod(GRID), text=TEXT, image=image).values())
+    return sum(forward_flops(config, tokens=prod(GRID), text_tokens=TEXT, image_tokens=image).values())
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

@@ -72,20 +72,22 @@ FEW_STEPS_480P = replace(SIZE_480P, meanflow=True)
 """The config of the network for image to video at 480p in eight or twelve steps."""
 
 
-def forward_flops(config: TransformerConfig, *, video_tokens: int, prompt: int, extra: int) -> Mapping[str, int]:
+def forward_flops(
+    config: TransformerConfig, *, video_tokens: int, prompt_tokens: int, other_tokens: int
+) -> Mapping[str, int]:
     """Count operations of one forward pass for one video and its text, by part of the transformer.
 
     A multiplication and an addition are two operations. Only matrix products count, not operations that the compiler
     adds.
 
-    `video_tokens` and `prompt` are the numbers of tokens of the video and of the prompt; `extra` is the number of
-    tokens of quoted text and a picture together. Computations on the text that are the same in every step are not
-    counted.
+    `video_tokens` and `prompt_tokens` are the numbers of tokens of the video and of the prompt; `other_tokens` is the
+    number of tokens of quoted text and a picture together. Computations on the text that are the same in every step are
+    not counted.
     """
-    width, tokens = config.width, video_tokens + prompt + extra
+    width, tokens = config.width, video_tokens + prompt_tokens + other_tokens
     time = linear_flops(1, config.frequency_dim, width) + linear_flops(1, width, width)
-    refiner = 4 * linear_flops(prompt, width, width) + attention_flops(prompt, prompt, width)
-    refiner += 2 * linear_flops(prompt, width, config.refiner_mlp_dim) + linear_flops(1, width, 2 * width)
+    refiner = 4 * linear_flops(prompt_tokens, width, width) + attention_flops(prompt_tokens, prompt_tokens, width)
+    refiner += 2 * linear_flops(prompt_tokens, width, config.refiner_mlp_dim) + linear_flops(1, width, 2 * width)
     return {
         "attention": config.layers * (4 * linear_flops(tokens, width, width) + attention_flops(tokens, tokens, width)),
         "mlp": config.layers * 2 * linear_flops(tokens, width, config.mlp_dim),

@@ -289,16 +289,19 @@ VAE_2_2 = ResidualVAEConfig(
 )
 
 
-def forward_flops(config: TransformerConfig, *, tokens: int, text: int, image: int = 0) -> Mapping[str, int]:
+def forward_flops(
+    config: TransformerConfig, *, tokens: int, text_tokens: int, image_tokens: int = 0
+) -> Mapping[str, int]:
     """Count operations of one forward pass for one video and its context, by part of the transformer.
 
     A multiplication and an addition are two operations. Only matrix products of real tokens count, not padding or
     operations that the compiler adds.
 
-    `tokens` is the number of the video's tokens; `text` and `image` are the numbers of cross-attention's tokens.
+    `tokens` is the number of the video's tokens; `text_tokens` and `image_tokens` are the numbers of cross-attention's
+    tokens.
     """
     width, cells = config.width, config.patch_cells
-    block_flops = _block_flops(config, tokens, text, image)
+    block_flops = _block_flops(config, tokens, text_tokens + image_tokens)
     flops = {part: config.layers * count for part, count in block_flops.items()}
     flops["embeddings"] = (
         linear_flops(tokens, cells * config.channels_in, width)
@@ -314,10 +317,10 @@ def forward_flops(config: TransformerConfig, *, tokens: int, text: int, image: i
     return flops
 
 
-def _block_flops(config: TransformerConfig, tokens: int, text: int, image: int) -> dict[str, int]:
+def _block_flops(config: TransformerConfig, tokens: int, context_tokens: int) -> dict[str, int]:
     width = config.width
     return {
         "self_attention": 4 * linear_flops(tokens, width, width) + attention_flops(tokens, tokens, width),
-        "cross_attention": (2 * linear_flops(tokens, width, width) + attention_flops(tokens, text + image, width)),
+        "cross_attention": (2 * linear_flops(tokens, width, width) + attention_flops(tokens, context_tokens, width)),
         "mlp": 2 * linear_flops(tokens, width, config.mlp_dim),
     }

@@ -150,20 +150,22 @@ class HunyuanVideoModel(VideoModel[HunyuanVideoConditioning]):
 
     def cost(self, settings: Settings, conditioning: HunyuanVideoConditioning | None = None) -> ForwardCost:
         config, (_, _, *latent_size) = self.transformer, self.spec.latent_shape(settings)
-        prompt, other_tokens = self.prompt_tokens, self.image_tokens
+        prompt_tokens, other_tokens = self.prompt_tokens, self.image_tokens
         if conditioning is not None:
             [lengths] = used_lengths(conditioning.texts[:1], batched=False)
             image_tokens = 0 if conditioning.image_embeds is None else conditioning.image_embeds.shape[1]
-            prompt, other_tokens = lengths.prompt, lengths.glyphs + image_tokens
+            prompt_tokens, other_tokens = lengths.prompt, lengths.glyphs + image_tokens
         video_tokens = prod(latent_size)
-        tokens = video_tokens + prompt + other_tokens
+        tokens = video_tokens + prompt_tokens + other_tokens
         return ForwardCost(
             tokens=tokens,
             layers=config.layers,
             heads=config.heads,
             width=config.width,
             scores=config.layers * attention_flops(tokens, tokens, config.width),
-            flops=forward_flops(config, video_tokens=video_tokens, prompt=prompt, extra=other_tokens),
+            flops=forward_flops(
+                config, video_tokens=video_tokens, prompt_tokens=prompt_tokens, other_tokens=other_tokens
+            ),
         )
 
     def size_for(self, picture: tuple[int, int, int], settings: Settings) -> tuple[int, int]:

@@ -120,8 +120,8 @@ class WanModel(VideoModel[WanConditioning]):
             flops=forward_flops(
                 config,
                 tokens=tokens,
-                text=TEXT_LENGTH,
-                image=self.image_tokens if image_embeds is None else image_embeds.shape[1],
+                text_tokens=TEXT_LENGTH,
+                image_tokens=self.image_tokens if image_embeds is None else image_embeds.shape[1],
             ),
             ring=not config.sparse_linear,
         )

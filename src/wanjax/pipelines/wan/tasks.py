@@ -84,7 +84,7 @@ class CausalTextToVideo(WanModel):
         """Count the work of one forward pass of a chunk, once the attention window is full."""
         config, (_, _, _, *cells) = self.causal_config, self.spec.latent_shape(settings)
         tokens = prod((config.chunk_frames, *cells)) // config.patch_cells
-        flops = dict(forward_flops(config, tokens=tokens, text=TEXT_LENGTH))
+        flops = dict(forward_flops(config, tokens=tokens, text_tokens=TEXT_LENGTH))
         scores = config.layers * attention_flops(tokens, config.slots * tokens, config.width)
         flops["self_attention"] += scores - config.layers * attention_flops(tokens, tokens, config.width)
         return ForwardCost(tokens, config.layers, config.heads, config.width, scores, flops)
