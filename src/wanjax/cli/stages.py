@@ -1025,7 +1025,7 @@ def compute_seconds(pipe: Pipeline, settings: Settings, steps: int, rate: float)
     steps that may reuse cached values, and sparse self-attention.
     """
     cost = pipe.model.cost(settings)
-    flops = sum(cost.flops.values()) - (0 if pipe.attention.is_dense else cost.scores)
+    flops = sum(cost.flops.values()) - (0 if pipe.attention.is_dense else cost.attention_flops)
     reused = min(steps - 1, sum(pipe.model.spec.reused_steps(settings)))
     forwards_if_reused = pipe.model.spec.cache_rule(settings).num_forwards
     num_forwards = (steps - reused) * (2 if min(settings.guidance_scales) > 1 else 1) + reused * forwards_if_reused

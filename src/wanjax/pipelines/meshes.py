@@ -190,9 +190,9 @@ def step_seconds(cost: StepCost, mesh: MeshSizes, chip: Card | Chip | Machine) -
     """
     work, (dp, sp, tp) = cost.forward, mesh
     shards, forwards = sp * tp, (2 if cost.guided else 1) / dp
-    matmul_flops = sum(work.flops.values()) - work.scores
+    matmul_flops = sum(work.flops.values()) - work.attention_flops
     padding = ceil(work.heads / tp) * tp / work.heads  # heads are padded if `tp` does not divide their number
-    flops = work.scores * padding / ATTENTION_UTILIZATION + matmul_flops / MATMUL_UTILIZATION
+    flops = work.attention_flops * padding / ATTENTION_UTILIZATION + matmul_flops / MATMUL_UTILIZATION
     compute_seconds = flops / shards / chip.flops
     weight_bytes = cost.network_bytes * (shards - 1) / shards if cost.rules.gather_weights else 0
     token_bytes = BFLOAT16_BYTES * work.layers * work.tokens / shards * work.width  # of q, k, v or output

@@ -107,7 +107,7 @@ class ForwardCost(NamedTuple):
         layers: The number of blocks of the network.
         heads: The number of attention heads.
         width: The number of channels of a token.
-        scores: The operations of self-attention's two products; a multiply-add counts as two.
+        attention_flops: The operations of self-attention's two products; a multiply-add counts as two.
         flops: The operations by part of the network.
         ring: Whether self-attention is over a single sequence, so that TPUs can use ring attention if that is fastest.
     """
@@ -116,7 +116,7 @@ class ForwardCost(NamedTuple):
     layers: int
     heads: int
     width: int
-    scores: int
+    attention_flops: int
     flops: Mapping[str, int]
     ring: bool = False
 

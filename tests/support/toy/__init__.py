@@ -142,8 +142,8 @@ class ToyModel(VideoModel[ToyConditioning]):
     def cost(self, settings: Settings, conditioning: Any = None) -> ForwardCost:
         config, (_, _, *cells) = self.transformer, self.spec.latent_shape(settings)
         tokens = int(np.prod(cells)) // 4 + LENGTH + GLYPHS
-        scores = config.layers * 4 * tokens**2 * config.width
-        return ForwardCost(tokens, config.layers, config.heads, config.width, scores, {"blocks": scores})
+        flops = config.layers * 4 * tokens**2 * config.width
+        return ForwardCost(tokens, config.layers, config.heads, config.width, flops, {"blocks": flops})
 
     def _tokens(self, runtime, prompt):
         glyphs = np.frombuffer(prompt.encode()[:GLYPHS].ljust(GLYPHS, b"\0"), np.uint8)

@@ -167,8 +167,8 @@ class SoundModel(VideoModel[SoundConditioning]):
     def cost(self, settings: Settings, conditioning: Any = None) -> ForwardCost:
         config, (_, _, *cells) = self.transformer, self.spec.latent_shape(settings)
         tokens = int(np.prod(cells)) // 4 + self.spec.modality_shapes(settings)["audio"][2]
-        scores = config.layers * 4 * tokens**2 * config.width
-        return ForwardCost(tokens, config.layers, config.heads, config.width, scores, {"blocks": scores})
+        flops = config.layers * 4 * tokens**2 * config.width
+        return ForwardCost(tokens, config.layers, config.heads, config.width, flops, {"blocks": flops})
 
     def encode_text(self, runtime, settings):
         [both] = self.tokenize(runtime, [settings.prompt, settings.negative_prompt], settings.follow)

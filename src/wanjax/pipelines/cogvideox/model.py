@@ -140,7 +140,7 @@ class CogVideoXModel(VideoModel[CogVideoXConditioning]):
             layers=config.layers,
             heads=config.heads,
             width=config.width,
-            scores=config.layers * attention_flops(tokens, tokens, config.width),
+            attention_flops=config.layers * attention_flops(tokens, tokens, config.width),
             flops=forward_flops(config, video_tokens=video_tokens),
         )
 

@@ -162,7 +162,7 @@ class HunyuanVideoModel(VideoModel[HunyuanVideoConditioning]):
             layers=config.layers,
             heads=config.heads,
             width=config.width,
-            scores=config.layers * attention_flops(tokens, tokens, config.width),
+            attention_flops=config.layers * attention_flops(tokens, tokens, config.width),
             flops=forward_flops(
                 config, video_tokens=video_tokens, prompt_tokens=prompt_tokens, other_tokens=other_tokens
             ),

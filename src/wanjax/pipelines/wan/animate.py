@@ -180,7 +180,7 @@ class CharacterAnimation(ImageToVideoWithEncoder):
         frame_tokens = work.tokens // (frames + 1)
         clip_scores = work.layers * attention_flops(frames * frame_tokens, frame_tokens, work.width)
         flops = {**work.flops, "self_attention": work.flops["self_attention"] + clip_scores}
-        return work._replace(scores=work.scores + clip_scores, flops=flops, ring=False)
+        return work._replace(attention_flops=work.attention_flops + clip_scores, flops=flops, ring=False)
 
     def size_for(self, picture: tuple[int, int, int], settings: Settings) -> tuple[int, int]:
         """Return the size unchanged, because it is an area; `ClipSegments` finds the sides.

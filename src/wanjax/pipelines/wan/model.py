@@ -116,7 +116,7 @@ class WanModel(VideoModel[WanConditioning]):
             layers=config.layers,
             heads=config.heads,
             width=config.width,
-            scores=config.layers * attention_flops(tokens, tokens, config.width),
+            attention_flops=config.layers * attention_flops(tokens, tokens, config.width),
             flops=forward_flops(
                 config,
                 tokens=tokens,
