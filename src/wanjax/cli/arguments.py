@@ -235,7 +235,7 @@ def _suggest_option(command: click.Command, ctx: click.Context, name: str) -> st
     if (option := option_by_name.get(OTHER_OPTION_NAMES.get(dashed, dashed))) is not None:
         return f"give {option} in its place"
     if dashed in LENGTH_OPTIONS and "--frames" in options:
-        return "give --frames, of which --fps make a second"
+        return "give --frames; --fps frames make a second"
     for argument in (parameter for parameter in command.params if isinstance(parameter, click.Argument)):
         if dashed in (argument.name, *ARGUMENTS.get(str(argument.name), ())):
             argument_name = argument.make_metavar(ctx).strip("[]")

@@ -38,8 +38,8 @@ KEYWORD_ADVICE = {
     "token": "run `hf auth login` or set the environment variable HF_TOKEN",
     "local_files_only": "the environment variable HF_HUB_OFFLINE=1 prevents downloads",
     "low_cpu_mem_usage": "a checkpoint is always read one tensor at a time",
-    "seconds": "use frames, of which fps make a second",
-    "duration": "use frames, of which fps make a second",
+    "seconds": "use frames; fps frames make a second",
+    "duration": "use frames; fps frames make a second",
     "use_safetensors": "safetensors files are always preferred",
 }
 """Keywords of diffusers without an equivalent keyword in wanjax, each with advice."""

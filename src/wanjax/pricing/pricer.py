@@ -301,7 +301,7 @@ class Pricer:
             compile_seconds=program.seconds,
             doubts=[*program.refused]
             + [f"the kernel {name} has no price and counts as free" for name in priced.unpriced_kernels]
-            + [f"the trip count of the loop {name} is unknown: it counts once" for name in priced.unknown_loops],
+            + [f"the loop {name} counts once, because its trip count is unknown" for name in priced.unknown_loops],
             kernels=count_kernels(program, priced) if on_card else {},
         )
 
