@@ -75,7 +75,7 @@ def given(tmp_path, monkeypatch, standing_for) -> Arguments:
         (["cat", "--bqsiz", "3"], "'--bqsiz' --block-q"),
         (["cat", "--cfg", "3"], "'--cfg' --guidance-scale"),
         (["cat", "--cfg_scale", "3"], "--guidance-scale"),
-        (["cat", "--seconds", "2"], "'--seconds' give --frames, of which --fps make a second"),
+        (["cat", "--seconds", "2"], "'--seconds' give --frames; --fps frames make a second"),
         (["cat", "--duration", "2"], "'--duration' --frames --fps"),
         (["encode", "cat", "--steps", "2"], "option of `wanjax denoise`"),
         (["encode", "cat", "--count", "2"], "option of `wanjax generate`"),

@@ -57,7 +57,7 @@ def test_a_call_names_its_own_keywords_too(pipe):
         assert "follow" not in sentence(method, foo=1)
     assert says(sentence(pipe, length=5), "'length' frames")
     assert says(sentence(pipe, num_steps=5), "'num_steps' steps")
-    assert sentence(pipe, seconds=1) == "'seconds' is not a keyword here: use frames, of which fps make a second"
+    assert sentence(pipe, seconds=1) == "'seconds' is not a keyword here: use frames; fps frames make a second"
 
 
 def test_an_attribute_that_is_another_library_s_or_a_setting_is_told_with_its_place(pipe):
