@@ -120,8 +120,8 @@ def load(
             with a warning.
         lora: FILE or FILE:STRENGTH, or a list of these, merged into the transformer while it is read. FILE may be
             OWNER/NAME/FILE on the hub. For a model of two experts, `high=FILE` or `low=FILE` selects one.
-        decoder: A file whose decoder replaces the VAE's, faster and less accurate: a TAEHV file for the model's
-            latents, or a smaller autoencoder of the same latents, such as LightVAE.
+        decoder: A file whose decoder replaces the VAE's decoder: a TAEHV file for the model's latents, or a smaller
+            autoencoder of the same latents, such as LightVAE. It is faster and less accurate.
         scheduler: "unipc", "euler" or another value of `wanjax.schedulers`; None is the checkpoint's own.
         offload: Which weights leave the device's memory. "stages" frees each network after its stage, and "none" frees
             none. "blocks" keeps the blocks of all networks in the host's memory, and two of them on the device: while

@@ -76,7 +76,7 @@ class Preset:
     `scheduler` replaces the checkpoint's scheduler. `domain` is None for a model that accepts any prompt. `aliases` are
     other names of the source. `sizes` are the published sizes (height, width) besides the default one. `distillation`
     describes distilled weights or LoRAs. Another checkpoint of the same shapes is recognised as this one if its
-    lower-case name contains all `words`; `best_match` has the whole rule.
+    lower-case name contains all `words`; `best_match` has all conditions.
     """
 
     name: str

@@ -312,10 +312,10 @@ def _is_high(path: Path) -> bool:
 def _other_expert_paths(path: Path, folder: str | None = None) -> list[Path]:
     """List neighbouring files or folders that may be the other expert, or files in the neighbouring `folder`.
 
-    A neighbour whose name is exactly this one's name with `high` and `low` swapped is the only result. If there is no
-    such neighbour, the result has all neighbours whose name extends the swapped name or is extended by it, for example
-    with a date. If there are none of these either, the result has all neighbours whose name equals the swapped name up
-    to the word `noise`.
+    The swapped name is the name of `path` with `high` in place of `low`, or `low` in place of `high`. If a neighbour
+    has exactly the swapped name, return only this neighbour. Otherwise, return the neighbours whose name extends the
+    swapped name or is extended by it, for example with a date. If there are none, return the neighbours whose name
+    equals the swapped name up to the word `noise`.
     """
     if not (parts := _split_expert_name(path.name)):
         return []
