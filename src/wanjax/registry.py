@@ -424,7 +424,7 @@ def first_lora_attention(loras: Iterable[Lora]) -> AttentionConfig | None:
 def _apply_distillation(
     description: SomeDescription, distillation: Distillation, distilled_name: str
 ) -> SomeDescription:
-    """Return a model with the settings and the solver of a distillation, which its name tells."""
+    """Return a model with the settings and the solver of the distillation that its name implies."""
     solver = distillation.solver(needs_image=bool(description.model.spec.required_inputs))
     return replace(
         description,

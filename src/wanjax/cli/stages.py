@@ -1021,7 +1021,7 @@ def least_seconds(pipe: Pipeline, settings: Settings, steps: int, device_kind: s
 def compute_seconds(pipe: Pipeline, settings: Settings, steps: int, rate: float) -> float:
     """Estimate the seconds of steps at a rate of all devices together, in FLOP/s.
 
-    The estimate is a lower bound. The estimate leaves out the second forward if only some guidance scales need it,
+    The estimate is a lower bound. The estimate leaves out the second forward pass if only some guidance scales need it,
     steps that may reuse cached values, and sparse self-attention.
     """
     cost = pipe.model.cost(settings)

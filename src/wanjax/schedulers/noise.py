@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Noise for the steps of a stochastic solver: drawn from one key per sample, or provided for every step or one."""
+"""Noise for the steps of a stochastic solver: drawn from one key per sample, or provided by the caller, for every step
+or for a single step."""
 
 from typing import Any, NamedTuple, TypeVar
 

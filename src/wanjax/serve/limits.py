@@ -73,7 +73,7 @@ class Limits:
                 raise SettingError(f"{name} is {repr_short(value)}: this server allows {limit} at most", name)
 
     def _smaller(self, settings: Settings, spatial: int, temporal: int) -> str:
-        """Say which number of frames of this size, and which size of this number of frames, the server allows."""
+        """Say how many frames the server allows at this size, and which size it allows for this number of frames."""
         frames, ratio = (
             self.pixels // (settings.height * settings.width),
             math.sqrt(self.pixels / count_pixels(settings)),
