@@ -32,7 +32,7 @@ SPLASH_TILES = ((2048, 1024, 512), (3328, 2816, 256))  # block_q, block_kv and b
 LARGEST_SCORES = 16e9  # bytes; with more, the plain formula fits no chip
 INT8 = "flash_tpu:qk=int8"
 WITH_RARE_WORK = dict.fromkeys(
-    ("flash_tpu", INT8), "every head on the safe path"
+    ("flash_tpu", INT8), "every head on the running-max path"
 )  # priced without and with its data-dependent branches
 Name = TypeVar("Name")
 OWN = [name for name in IMPLEMENTATIONS if name not in ("reference", "cudnn")]

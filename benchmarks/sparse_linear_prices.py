@@ -3,8 +3,8 @@
 
     python -m benchmarks.sparse_linear_prices [WORKLOAD] [--chip v6e] [--top .15 --top .1]
 
-WORKLOAD is a self-attention of benchmarks.workloads. The last column is the additional cost if the safe path repeats
-all steps.
+WORKLOAD is a self-attention of benchmarks.workloads. The last column is the additional cost if the running-max path
+repeats all steps.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def sparse_linear(top: float) -> Callable[..., jax.Array]:
 
 
 def price_table(workload: Workload, chip: str, tops: list[float]) -> Table:
-    columns = "top", "MXU", "ms", "attention", "means and state", "lists", "around", "safe path, more"
+    columns = "top", "MXU", "ms", "attention", "means and state", "lists", "around", "running-max path, more"
     table = Table(*columns, title=f"{workload.name} on one {chip}, bfloat16, priced")
     for top, result in compile_forms(workload, chip, {top: sparse_linear(top) for top in tops}).items():
         table.add_row(f"{top:g}", *([str(result)[:60]] if isinstance(result, CompilerError) else _row(result)))

@@ -70,7 +70,7 @@ def upper_bfloat16(x):
 
 @pytest.fixture
 def lifts() -> Iterator[list[int]]:
-    """How often the running kernel raises an offset, which only its safe path does."""
+    """How often the running kernel raises an offset, which only its running-max path does."""
     with runs_of("_raise_offset_to", flash_int8_kernel) as calls:
         yield calls
 
@@ -114,7 +114,7 @@ def test_keys_are_centered():
 @pytest.mark.parametrize(("loud", "is_safe"), [(0.0, False), (40.0, False), (4000.0, True)])
 @pytest.mark.parametrize("tiles", [SMALL, TILES], ids=["blocks", "one block"])
 def test_logits_that_rise(lifts, loud, is_safe, tiles):
-    """A block whose weights exceed the range of the first offset is computed again by the safe path."""
+    """A block whose weights exceed the range of the first offset is computed again by the running-max path."""
     q, k, v = operands(1, 300, 400, 2, 2, 128, "bfloat16")
     direction = jnp.sign(q[:, :1, :1])
     q = jnp.abs(q) * direction  # every query has large logits with the loud keys
@@ -128,7 +128,7 @@ def test_logits_that_rise(lifts, loud, is_safe, tiles):
 
 @pytest.mark.parametrize(("scale", "is_safe"), [(0.1, False), (0.3, True)])
 def test_first_logits_far_below_the_others(lifts, scale, is_safe):
-    """The offset is negative. Beyond 32 powers of two, the safe path keeps the error of the exponents small."""
+    """The offset is negative. Beyond 32 powers of two, the running-max path keeps the error of the exponents small."""
     q, k, v = operands(1, 130, 600, 1, 1, 128, "bfloat16")
     q = jnp.abs(q)
     k = k.at[:, :300].set(-jnp.abs(k[:, :300]))

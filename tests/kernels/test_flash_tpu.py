@@ -107,7 +107,7 @@ PARTS = [("float32", 64, SMALL_TILES), ("bfloat16", 128, FULL_TILES), ("bfloat16
 
 @pytest.fixture
 def lifts() -> Iterator[list[int]]:
-    """How often the running kernel raises an offset, which only its safe path does."""
+    """How often the running kernel raises an offset, which only its running-max path does."""
     with runs_of("_raise_offset_to") as found:
         yield found
 
@@ -169,14 +169,14 @@ def test_windows(window):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_logits_that_rise(lifts, monkeypatch, loud, is_safe, dtype):
     """Later keys whose logits exceed the range of the first offset are computed again, and are as exact."""
-    monkeypatch.setattr(flash_tiles, "RUNNING_MAX_STEP_KV", 16)  # two safe steps in a compute block
+    monkeypatch.setattr(flash_tiles, "RUNNING_MAX_STEP_KV", 16)  # two running-max steps in a compute block
     q, k, v = map(np.array, operands(1, 40, 200, 2, 1, 64, dtype))
     direction = np.sign(q[:, :1, :1])
     k[:, 90:96] = loud / 64 * direction
     q = np.abs(q) * direction  # every query has large logits with the loud keys
     out = flash(q, k, v, scale=1.0, config=SMALL_TILES)
     jax.effects_barrier()
-    assert bool(lifts) == is_safe  # only the safe path raises an offset
+    assert bool(lifts) == is_safe  # only the running-max path raises an offset
     assert error(out, exact(q, k, v, scale=1.0)) <= BOUND[dtype]
 
 

@@ -244,24 +244,27 @@ def flash_cases() -> Iterator[tuple[str, Case]]:
     yield "bfloat16", case(dense, *operands(1, 200, 150, 2, 2, 64, "bfloat16"), bound=BOUND["bfloat16"])
     yield "bfloat16 of 128", case(dense, *operands(1, 200, 150, 2, 2, 128, "bfloat16"), bound=BOUND["bfloat16"])
     yield "a last block of few queries", case(dense, *operands(1, 600, 70, 2, 1, 64), config=WIDE_TILES)
-    yield "the safe path", case(dense, *out_of_range(*small, 70))
-    yield "the safe path of one block", case(dense, *out_of_range(*operands(1, 128, 60, 2, 2, 64), 40))
+    yield "the running-max path", case(dense, *out_of_range(*small, 70))
+    yield "the running-max path of one block", case(dense, *out_of_range(*operands(1, 128, 60, 2, 2, 64), 40))
     yield "a key mask", case(dense, *pair, key_mask=mask)
     yield "a window", case(dense, *operands(1, 300, 300, 2, 2, 64), window=(200, 150))
-    yield "a window, the safe path", case(dense, *out_of_range(*operands(1, 300, 300, 2, 2, 64), 100), window=(90, 90))
+    yield (
+        "a window, the running-max path",
+        case(dense, *out_of_range(*operands(1, 300, 300, 2, 2, 64), 100), window=(90, 90)),
+    )
     int8 = partial(case, dense, bound=0.03, names="flash_attention_int8")
     of_128, int8_tiles = operands(1, 200, 150, 2, 1, 128, "bfloat16"), Int8Config(SMALL_TILES)
     yield "q kᵀ in int8, one whole block", int8(*operands(1, 128, 64, 2, 2, 128, "bfloat16"), config=int8_tiles)
     yield "q kᵀ in int8, ragged blocks", int8(*of_128, config=int8_tiles)
-    yield "q kᵀ in int8, the safe path", int8(*out_of_range(*of_128, 70), config=int8_tiles)
+    yield "q kᵀ in int8, the running-max path", int8(*out_of_range(*of_128, 70), config=int8_tiles)
     yield (
         "q kᵀ in int8, a last block of few queries",
         int8(*out_of_range(*operands(1, 600, 70, 2, 1, 128, "bfloat16"), 50), config=Int8Config(WIDE_TILES)),
     )
     yield "carried sums", case(carried, *small, ends=(64, 128, 150))
     yield "carried sums of blocks", case(carried, *small, ends=(80, 150))
-    yield "carried sums, the safe path", case(carried, *out_of_range(*small, 70), ends=(64, 128, 150))
-    yield "carried sums, the safe path of blocks", case(carried, *out_of_range(*small, 140), ends=(50, 150))
+    yield "carried sums, the running-max path", case(carried, *out_of_range(*small, 70), ends=(64, 128, 150))
+    yield "carried sums, the running-max path of blocks", case(carried, *out_of_range(*small, 140), ends=(50, 150))
     yield (
         "carried sums of few queries",
         case(carried, *operands(1, 600, 70, 2, 1, 64), ends=(40, 70), config=WIDE_TILES),
@@ -276,7 +279,7 @@ def other_cases() -> Iterator[tuple[str, Case]]:
     mask, video = Radial(4, 140, 0.2, False, 128, 128), operands(1, 650, 650, 2, 2, 64)
     yield "a radial mask", of("flash_blocks", radial, *video, mask, 640)
     yield "a radial mask, text and a tail", of("flash_blocks", radial, *video, mask, 610)
-    yield "a radial mask, the safe path", of("flash_blocks", radial, *out_of_range(*video, 300), mask, 610)
+    yield "a radial mask, the running-max path", of("flash_blocks", radial, *out_of_range(*video, 300), mask, 610)
 
     tiles = flash_gradient.Config(128, 128, 128, 512, True)
     parts, ahead = flash_gradient.Config(128, 256, 128, 128, True), operands(2, 200, 300, 1, 1, 64)
@@ -322,15 +325,15 @@ def other_cases() -> Iterator[tuple[str, Case]]:
 CASES = dict([*flash_cases(), *other_cases()])
 QUICK = (  # of each kernel and each branch
     "ragged blocks",
-    "the safe path",
+    "the running-max path",
     "a last block of few queries",
     "q kᵀ in int8, ragged blocks",
-    "q kᵀ in int8, the safe path",
+    "q kᵀ in int8, the running-max path",
     "q kᵀ in int8, a last block of few queries",
     "a window",
     "carried sums",
-    "carried sums, the safe path of blocks",
-    "a radial mask, the safe path",
+    "carried sums, the running-max path of blocks",
+    "a radial mask, the running-max path",
     "gradients of counted keys",
     "sparse-linear attention, steps repeated",
     "norm and rotary of 300, 2 parts",

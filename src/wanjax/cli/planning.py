@@ -259,7 +259,7 @@ def _summary_lines(estimate: Estimate) -> Iterator[str]:
         if estimate.step_seconds_worst:
             yield (
                 f"at worst: {format_duration(estimate.step_seconds_worst)}, with every head of attention on "
-                "its safe path; "
+                "its running-max path; "
                 "the fetch of instructions is not priced"
             )
         if estimate.compiler:

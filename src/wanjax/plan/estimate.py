@@ -113,8 +113,8 @@ class Estimate:
     that neither reuse values nor are dense. Some caches decide on the device whether a step reuses values. For them,
     `reusing_step_seconds` is the time of a step that does not reuse, `reusing_step_seconds_least` is the time of a step
     that does, and `total_seconds_least` assumes the maximum number of reusing steps. `step_seconds_worst` is the high
-    end of the time of a step in which every attention head takes its safe path; None if kernels have no schedules.
-    `total_seconds_low` adds up the low ends of all programs, and `total_seconds_high` adds up the high ends.
+    end of the time of a step in which every attention head takes its running-max path; None if kernels have no
+    schedules. `total_seconds_low` adds up the low ends of all programs, and `total_seconds_high` adds up the high ends.
 
     `fits_in` has options for sizes of a device's memory: the first with which the video fits, which is empty if it fits
     as it is, and None if no option suffices. These are estimates, with the activations of the compiled programs. If

@@ -55,7 +55,7 @@ class Price:
         low: The lower end of the range of `seconds`.
         high: The upper end of the range of `seconds`.
         worst: The upper end if kernels do all of their rarely needed work, such as attention with every head on its
-            safe path. None if kernels have no schedule.
+            running-max path. None if kernels have no schedule.
         breakdown: Seconds by part.
         self_attention: Seconds of the kernels or products of self-attention.
         collectives: For each kind of collective and group size: the number of runs, bytes on the wire and seconds.

@@ -63,7 +63,7 @@ class SoftmaxRefs(NamedTuple):
     value_sum: jax.Ref  # [D L], the sum of weighted values
     saved_weight_sum: jax.Ref  # both sums before this block of keys, to restore
     saved_value_sum: jax.Ref
-    scores: jax.Ref  # [S L], of the next safe step
+    scores: jax.Ref  # [S L], of the next running-max step
     score_max: jax.Ref  # [8 L], their maximum in eight parts
     flags: jax.Ref
 

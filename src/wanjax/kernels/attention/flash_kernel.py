@@ -3,8 +3,8 @@
 
 The scores have the shape keys × queries. So one row of registers holds the offsets or sums of many queries, and the
 second product takes the weights without a transpose. The fast path subtracts a fixed offset in place of the running
-maximum. The safe path first raises the offset to the maximum. A compute block of `block_kv_compute` keys is completely
-unrolled, so that the matrix unit waits only at the start and the end of the block.
+maximum. The running-max path first raises the offset to the maximum. A compute block of `block_kv_compute` keys is
+completely unrolled, so that the matrix unit waits only at the start and the end of the block.
 """
 
 import math
@@ -36,7 +36,8 @@ from wanjax.kernels.attention.flash_tiles import (
 )
 from wanjax.kernels.attention.masks import divide_or_zero, finite_max
 
-RUNNING_MAX_FLAG, OFFSET_SET_FLAG = 0, 1  # indices of a head's flags: the head uses the safe path; its offset is set
+# Indices of a head's flags: the head uses the running-max path; its offset is set
+RUNNING_MAX_FLAG, OFFSET_SET_FLAG = 0, 1
 
 
 class KernelSizes(NamedTuple):
@@ -48,7 +49,7 @@ class KernelSizes(NamedTuple):
     block_q: int
     block_kv: int
     block_kv_compute: int  # unrolled keys, a compute block
-    step_kv: int  # keys of a safe step, of a masked step, or of a listed block; divides block_kv_compute
+    step_kv: int  # keys of a running-max step, of a masked step, or of a listed block; divides block_kv_compute
     q_per_list: int  # consecutive queries that share a list of blocks
     ragged: bool  # True if a number of keys or a window hides some keys from some queries
     window: tuple[int, int]  # keys before and after a query's own position
@@ -71,7 +72,7 @@ class SoftmaxRefs(NamedTuple):
     value_sum: jax.Ref  # [D L], the sum of weighted values
     saved_weight_sum: jax.Ref  # copies of both sums from before this block of keys, to restore them
     saved_value_sum: jax.Ref
-    scores: jax.Ref  # [S L], the scores of the next safe step
+    scores: jax.Ref  # [S L], the scores of the next running-max step
     score_max: jax.Ref  # [8 L], the maximum of these scores in eight parts
     flags: jax.Ref
 
@@ -488,7 +489,8 @@ def add_with_fallback(
     is_saved: bool = False,
     max_weight_sum: float = MAX_WEIGHT_SUM,
 ) -> None:
-    """Add keys by the fast path. If a logit left the range of the offset, restore the sums and take the safe path.
+    """Add keys by the fast path. If a logit left the range of the offset, restore the sums and take the running-max
+    path.
 
     `starts_empty` says that there are no sums of earlier keys. `is_saved` says that the sums of earlier keys are
     saved already. A sum of weights above `max_weight_sum` means that a logit left the range.

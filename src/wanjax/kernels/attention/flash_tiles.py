@@ -17,7 +17,7 @@ MAX_MASKED_KV = 512  # the most keys of a masked step
 RUNNING_MAX_STEP_KV, RUNNING_MAX_STEP_Q = (
     1024,
     256,
-)  # the most keys and queries of a step of the safe path, which computes the maximum first
+)  # the most keys and queries of a step of the running-max path, which computes the maximum first
 COMPILER_VMEM_BYTES = 32 << 20  # VMEM that is left to the compiler
 REGISTER_ROWS = 16  # rows of keys in a register
 INT8_REGISTER_ROWS = 32
@@ -75,12 +75,12 @@ class Config:
 
     @property
     def safe_step_kv(self) -> int:
-        """Keys of one step of the safe path, which computes the maximum before each step."""
+        """Keys of one step of the running-max path, which computes the maximum before each step."""
         return self._even_step(RUNNING_MAX_STEP_KV)
 
     @property
     def masked_step_kv(self) -> int:
-        """Keys of one masked step, and of a step of the safe path if some keys are masked."""
+        """Keys of one masked step, and of a step of the running-max path if some keys are masked."""
         return self._even_step(MAX_MASKED_KV)
 
     def _even_step(self, max_keys: int) -> int:
@@ -218,7 +218,7 @@ def default_config(
 
 
 def _choose_compute_kv(num_keys: int, max_compute_kv: int, unit_kv: int) -> int:
-    """Return the cheapest size of a compute block that consists of whole safe steps and leaves no long tail to
+    """Return the cheapest size of a compute block that consists of whole running-max steps and leaves no long tail to
     compile."""
     if num_keys <= min(max_compute_kv, MAX_TAIL_KV):
         return max(PROBE_KV, round_up(num_keys, unit_kv))

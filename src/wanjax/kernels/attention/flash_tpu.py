@@ -6,8 +6,8 @@ normalizer calculation for softmax, 2018; Dao et al., FlashAttention, 2022). Sof
 subtracted from all logits of a row. In floating point, any offset within 60 powers of two of the row's maximum gives
 the same result. So the first keys of a row determine its offset. The other keys need no maximum and no rescaling, and
 no block waits for another block. If a later logit leaves this range, the row's sum of weights shows it. Then the kernel
-restores the state from before the block of keys, and repeats the block by the safe path, which first raises the offset
-to the block's maximum. The later blocks of this head take the safe path at once. Keys are not padded.
+restores the state from before the block of keys, and repeats the block by the running-max path, which first raises the
+offset to the block's maximum. The later blocks of this head take the running-max path at once. Keys are not padded.
 """
 
 import math

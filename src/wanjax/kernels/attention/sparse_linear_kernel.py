@@ -293,11 +293,11 @@ def _attend(
     step = StepRefs(first_keys_ref, q_ref, k_ref, v_ref, value_sum_ref, weight_sum_ref, offset_ref)
     num_valid = sizes.num_tokens - pl.program_id(2) * sizes.rows
 
-    def attempt(safe: Array) -> Array:
-        pl.when(safe == 1)(lambda: _set_offsets_to_max(step, sizes))
+    def attempt(uses_max: Array) -> Array:
+        pl.when(uses_max == 1)(lambda: _set_offsets_to_max(step, sizes))
         for tile in _tile_slices(sizes, 0, 1):
             probe = _mean_scores(step, tile, sizes) + OFFSET_MARGIN[q_ref.dtype.name]
-            offset_ref[tile.rows, :] = jnp.where(safe == 1, offset_ref[tile.rows, :], probe)
+            offset_ref[tile.rows, :] = jnp.where(uses_max == 1, offset_ref[tile.rows, :], probe)
         value_sum_ref[...] = jnp.zeros(value_sum_ref.shape)
         weight_sum_ref[...] = jnp.zeros(weight_sum_ref.shape)
         _accumulate_keys(step, sizes)
@@ -305,10 +305,10 @@ def _attend(
         out = value_sum_ref[...] * (1.0 / weight_sum) + _linear_attention(q_ref[...], state_ref[...]) + bias_ref[...]
         o_ref[...] = (jnp.where(valid, out, 0.0) if sizes.num_queries > sizes.num_tokens else out).astype(o_ref.dtype)
         out_of_range = jnp.max(jnp.where((weight_sum <= MAX_WEIGHT_SUM) | ~valid, 0, 1))  # NaN too
-        return jnp.where((safe == 0) & (out_of_range == 1), 1, 2)
+        return jnp.where((uses_max == 0) & (out_of_range == 1), 1, 2)
 
     # one loop body for both attempts, so that the compiled code exists only once
-    jax.lax.while_loop(lambda safe: safe < 2, attempt, jnp.int32(0))
+    jax.lax.while_loop(lambda uses_max: uses_max < 2, attempt, jnp.int32(0))
 
 
 def _mean_scores(step: StepRefs, tile: TileSlice, sizes: KernelSizes) -> Float32[Array, "L _S"]:

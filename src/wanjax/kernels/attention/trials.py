@@ -34,7 +34,8 @@ def _operands(num_queries: int, num_keys: int, size: int = HEAD_DIM) -> list[jax
 
 
 def _operands_out_of_range(num_queries: int, num_keys: int) -> list[jax.Array]:
-    """Return operands in which a late key has logits outside of the range of the offset. This forces the safe path."""
+    """Return operands in which a late key has logits outside of the range of the offset. This forces the running-max
+    path."""
     q, k, v = _operands(num_queries, num_keys)
     return [q, k.at[:, -40].set(jnp.sign(q[:, 5]) * jnp.bfloat16(40)), v]
 
@@ -66,7 +67,7 @@ def _flash_trials() -> Iterator[Trial]:
     cases = {
         "a whole compute block": _operands(*WHOLE_BLOCK_SIZES),
         "a ragged tail": _operands(*RAGGED_SIZES),
-        "the safe path": _operands_out_of_range(*RAGGED_SIZES),
+        "the running-max path": _operands_out_of_range(*RAGGED_SIZES),
     }
     for name, operands in cases.items():
         yield Trial(name, partial(_run_flash, operands), partial(_reference_in_float32, operands), TOLERANCE)
@@ -80,7 +81,7 @@ def _int8_trials() -> Iterator[Trial]:
     cases = {
         "a whole compute block": _operands(*WHOLE_BLOCK_SIZES),
         "a ragged tail": _operands(*RAGGED_SIZES),
-        "the safe path": _operands_out_of_range(*RAGGED_SIZES),
+        "the running-max path": _operands_out_of_range(*RAGGED_SIZES),
     }
     for name, operands in cases.items():
         yield Trial(name, partial(run, operands), partial(_reference_in_float32, operands), INT8_TOLERANCE)
@@ -115,7 +116,7 @@ def _carry_trials() -> Iterator[Trial]:
 
     for name, operands in {
         "carried sums": _operands(*RAGGED_SIZES),
-        "carried sums, the safe path": _operands_out_of_range(*RAGGED_SIZES),
+        "carried sums, the running-max path": _operands_out_of_range(*RAGGED_SIZES),
     }.items():
         yield Trial(name, partial(run, operands), partial(_reference_in_float32, operands), TOLERANCE)
 
