@@ -141,7 +141,7 @@ class _Header:
 
     def text(self, limit: int = MAX_NAME) -> str:
         if (length := self.number("Q")) > limit:
-            raise CorruptError(f"a name in it claims {length:,} bytes, and the limit is {limit:,}")
+            raise CorruptError(f"a name in it claims {length} bytes, and the limit is {limit}")
         return self.take(length).decode(errors="replace")
 
     def value(self, kind: int, nesting: int = 0) -> Any:
