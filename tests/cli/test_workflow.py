@@ -216,11 +216,11 @@ def test_a_size_that_is_missing_may_be_given():
 
 
 def test_a_workflow_that_cannot_be_done_is_one_sentence_in_every_command():
-    file = path_of("video_wan_animate2")
+    file = path_of("video_wan_dancer")
     for arguments in (("generate", "--from", file), ("plan", "--from", file), ("info", file), ("batch", file)):
         result = wanjax(*arguments)
         assert result.exit_code == 2, arguments
-        assert "WanAnimate2ToVideo) belongs to Wan Animate 2" in result.stderr
+        assert "WanDancerVideo) belongs to Wan Dancer, which wanjax does not have yet" in result.stderr
         assert result.stderr.count("\n") == 1
 
 
@@ -387,6 +387,34 @@ def test_a_composed_clip_is_printed_as_options(here, name, inputs, outpaint):
         name: f"input/{file}" for name, file in inputs.items()
     }
     assert options.get("--outpaint") == outpaint
+
+
+@pytest.mark.parametrize(("name", "windows"), [("video_wan_animate2", None), ("video_wan_animate2_distilled", "1")])
+def test_a_character_in_a_clip_is_printed_as_options(here, name, windows):
+    files = {
+        "video_wan_animate2": ("pink_hair_mech_arms_ref.png", "street_dance_drive.mp4"),
+        "video_wan_animate2_distilled": ("ref_doll_realistic.png", "drive_doll_street_dance.mp4"),
+    }[name]
+    (here / "input").mkdir()
+    for file in files:
+        (here / "input" / file).touch()
+    model = "wan2.2-animate-2-14b"
+    command = (
+        "generate",
+        "--from",
+        path_of(name),
+        "--inputs",
+        "input",
+        "--model",
+        model,
+        "--lora",
+        "a",
+        "--print-command",
+    )
+    options = options_in(succeeded(wanjax(*command)).stdout)
+    assert [options[name] for name in ("--image", "--video")] == [f"input/{file}" for file in files]
+    assert options["--clip-prompt"].startswith("A ")
+    assert (options["--scheduler"], options.get("--windows")) == ("consistency", windows)
 
 
 def test_only_generate_reads_a_video_of_wanjax(tmp_path):

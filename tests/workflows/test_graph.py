@@ -327,6 +327,33 @@ def test_nag_brings_its_negative_prompt(cfg):
     assert without == edited(T2V)["7"]["inputs"]["text"]
 
 
+ANIMATE = "video_wan_animate2_distilled"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        ({"pose_strength": 0.5}, "has 0.5 as its pose_strength, and wanjax has only 1"),
+        ({"video_frame_offset": 77}, "has 77 as its video_frame_offset, and wanjax has only 0"),
+        ({"continue_motion": ["189", 0]}, "continues other frames"),
+        ({"pose_end_percent": "x"}, "has 'x' as its pose_end_percent, which is not a number"),
+    ],
+)
+def test_a_character_that_wanjax_cannot_move_is_one_sentence(inputs, words):
+    nodes = api_form(graph_of(template(ANIMATE)))
+    [animate] = [node for node in nodes.values() if node["class_type"] == "WanAnimate2ToVideo"]
+    animate["inputs"] |= inputs
+    assert f"(WanAnimate2ToVideo) {words}" in sentence(nodes)
+
+
+def test_a_loop_of_other_nodes_is_one_sentence():
+    nodes = edited(T2V)
+    [save] = [node for node in nodes.values() if node["class_type"] == "CreateVideo"]
+    nodes["E"] = {"class_type": "EndLoop", "inputs": {"output_value": save["inputs"]["images"]}}
+    save["inputs"]["images"] = ["E", 0]
+    assert "node E (EndLoop) repeats other nodes" in sentence(nodes)
+
+
 def test_the_noise_of_lcm_is_a_note():
     notes = request_of(edited(T2V, n3__sampler_name="lcm")).notes
     assert any("its later noise differs" in note for note in notes)

@@ -87,6 +87,18 @@ ROWS = {
         *("unipc", 3, (1.0,), 8.0, 960, 960, 81, 16),
     ),
     "video_wan_vace_flf2v": ("wan2.1-vace-14b", [VACE], [], *("unipc", 20, (6.0,), 8.0, 512, 512, 81, 16)),
+    "video_wan_animate2": (
+        "wan2.2-animate-2-14b",
+        ["wan_animate_2_int8_convrot.safetensors"],
+        [("lightx2v_I2V_14B_480p_cfg_step_distill_rank64_bf16.safetensors", 1, None)],
+        *("consistency", 6, (1.0,), 8.0, 480, 848, 81, None),  # the schedule's model has no shift of its own
+    ),
+    "video_wan_animate2_distilled": (
+        "wan2.2-animate-2-14b-distilled",
+        ["wan_animate_2_distill_int8_convrot.safetensors"],
+        [],
+        *("consistency", 10, (1.0,), 8.0, 480, 848, 81, None),
+    ),
     "video_hunyuan_video_1.5_720p_t2v": (
         "hunyuanvideo1.5-720p-t2v",
         ["hunyuanvideo1.5_720p_t2v_fp16.safetensors"],
@@ -122,6 +134,8 @@ INPUTS = {
     "video_wan2_2_14B_flf2v": ["image", "last_image"],
     "video_wan_vace_14B_v2v": ["video", "references"],
     "video_wan_vace_14B_ref2v": ["references"],
+    "video_wan_animate2": ["image", "video"],
+    "video_wan_animate2_distilled": ["image", "video"],
     "video_wan_vace_inpainting": ["references"],
     "video_wan_vace_outpainting": ["video"],
     "video_wan_vace_flf2v": ["image", "last_image"],
@@ -168,9 +182,6 @@ SENTENCES = {  # template: words of its sentence
     "video_wan2_1_infinitetalk": "belongs to InfiniteTalk",
     "video_wan2_2_14B_fun_control": "belongs to Wan Fun Control",
     "video_wan2_2_14B_s2v": "belongs to Wan S2V",
-    "video_wan_animate2": "belongs to Wan Animate 2, whose workflows wanjax does not read, make its videos with "
-    "--model wan2.2-animate-2-14b --image CHARACTER --video CLIP: without it wan_animate_2_int8_convrot.safetensors",
-    "video_wan_animate2_distilled": "belongs to Wan Animate 2, whose workflows wanjax does not read",
     "video_wan_ati": "belongs to Wan ATI",
     "video_wan_dancer": "belongs to Wan Dancer",
     "video_wanmove_480p": "belongs to WanMove",
@@ -217,6 +228,17 @@ def test_the_switch_of_a_template(name):
     assert (settings["steps"], tuple(scale for scale in scales if scale is not None)) == (steps, guidance)
 
 
+def test_a_loop_over_a_driving_clip_makes_segments():
+    looped, single = (request_of(template(name)) for name in ("video_wan_animate2", "video_wan_animate2_distilled"))
+    assert "windows" not in looped.settings  # the clip decides how many
+    assert single.settings["windows"] == 1
+    assert looped.settings["clip_prompt"].startswith("A girl doing energetic street dance")
+    assert single.settings["clip_prompt"].startswith("A man doing energetic street dance")
+    assert looped.settings["prompt"].startswith("Character Description")
+    assert any("has the same noise in each round of its loop" in note for note in looped.notes)
+    assert all(any("keeps keys and values in int8" in note for note in each.notes) for each in (looped, single))
+
+
 @pytest.mark.parametrize("name", ["video_hunyuan_video_1.5_720p_t2v", "video_hunyuan_video_1.5_720p_i2v"])
 def test_the_second_half_of_hunyuanvideo_is_one_sentence_beside_the_first(name):
     workflow = template(name)
@@ -234,7 +256,7 @@ def test_the_experts_change_at_a_step_of_the_schedule(switched):
     assert (settings["boundary_step"], settings["sigmas"]) == (2 if switched else 10, "comfy")
 
 
-@pytest.mark.parametrize("name", [*ROWS, "video_wan_animate2", "video_ltx2_5_i2v"])
+@pytest.mark.parametrize("name", [*ROWS, "video_ltx2_5_i2v"])
 def test_both_forms_are_one_request(name):
     graph = graph_of(template(name))
     again = graph_of(json.loads(json.dumps(api_form(graph))))

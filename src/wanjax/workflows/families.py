@@ -22,8 +22,6 @@ OTHER_NODES = {name: words for family in FAMILIES for name, words in family.othe
     "SeedVR2Conditioning": "SeedVR2",
 }
 """Nodes of models that are not here, each with the model's name."""
-OPTIONS = {model: options for family in FAMILIES for model, options in family.options.items()}
-"""Options that make a video of a model whose workflows are not read, by the model's name."""
 OTHER_FILES = (
     *(row for family in FAMILIES for row in family.other_files),
     (r"ltx", "LTX"),

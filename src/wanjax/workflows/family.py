@@ -19,7 +19,6 @@ class WorkflowFamily(NamedTuple):
         components: Patterns of names of files with the text encoders, vision encoders and VAEs of these models.
         other_files: Patterns of names of files with related models that are not here, each with the model's name.
         other_nodes: Types of nodes of related models that are not here, each with the model's name.
-        options: Options that make a video of such a model without its workflow, by the model's name.
         default_shift: The shift if no node sets one.
         node_types: The widgets of its nodes.
         functions: The functions that describe its nodes.
@@ -30,7 +29,6 @@ class WorkflowFamily(NamedTuple):
     components: tuple[str, ...]
     other_files: tuple[tuple[str, str], ...]
     other_nodes: Mapping[str, str]
-    options: Mapping[str, str]
     default_shift: float
     node_types: Mapping[str, NodeType]
     functions: Mapping[str, Callable[[Any], Any]]

@@ -24,7 +24,6 @@ FAMILY = WorkflowFamily(
         (r"hunyuan[ _-]?video(?!.?1[._]?5)", "HunyuanVideo 1.0"),
     ),
     other_nodes={"HunyuanVideo15SuperResolution": "the super-resolution of HunyuanVideo 1.5"},
-    options={},
     default_shift=7.0,
     node_types={
         "EmptyHunyuanLatentVideo": shaped(),

@@ -538,6 +538,12 @@ def _convert(at: At) -> tuple[float, int] | Unknown:
 @_node("ComfySwitchNode")
 def _switch(at: At) -> Any:
     switch = at("switch", False)
+    if isinstance(switch, Unknown) and switch.is_missing_file:
+        values = [at(name) for name in ("on_true", "on_false")]
+        if all(isinstance(value, Pictures) and value.latents is not None for value in values) and (
+            values[0].latents == values[1].latents
+        ):
+            return values[0]  # of the same video
     if not isinstance(switch, bool):
         return switch if isinstance(switch, Unknown) else Unknown(at.node, "has a switch that is neither on nor off")
     return at("on_true" if switch else "on_false")

@@ -16,7 +16,6 @@ from wanjax.workflows.composition import Composition, read_composition
 from wanjax.workflows.evaluate import MediaSize, Reader
 from wanjax.workflows.families import (
     FUNCTIONS,
-    OPTIONS,
     OTHER_NODES,
     OTHER_OUTPUTS,
     PICTURE_OUTPUTS,
@@ -170,7 +169,7 @@ def _other_model(nodes: Sequence[Node]) -> Unknown | None:
     """Return the first node of a model that is not here."""
     for node in nodes:
         if (model := OTHER_NODES.get(node.type)) is not None:
-            return Unknown(node, f"belongs to {model}, {_without_workflow(model)}")
+            return Unknown(node, f"belongs to {model}, which wanjax does not have yet")
     for node in nodes:
         for name in LOADERS:
             file = node.inputs.get(name)
@@ -179,15 +178,8 @@ def _other_model(nodes: Sequence[Node]) -> Unknown | None:
                 and model_of(base_name(file)) is None
                 and (model := other_model_of(base_name(file)))
             ):
-                return Unknown(node, f"loads {shown(base_name(file))} of {model}, {_without_workflow(model)}")
+                return Unknown(node, f"loads {shown(base_name(file))} of {model}, which wanjax does not have yet")
     return None
-
-
-def _without_workflow(model: str) -> str:
-    """Say that a model is not here, or how to make its video without its workflow."""
-    if (options := OPTIONS.get(model)) is not None:
-        return f"whose workflows wanjax does not read, make its videos with {options}"
-    return "which wanjax does not have yet"
 
 
 def _rest(without: Node, nodes: Sequence[Node], workflow: Workflow | None) -> str:
@@ -229,7 +221,7 @@ def _workflow(reader: Reader, film: Any) -> Workflow:
     first, last = stages[0], stages[-1]
     files = tuple(dict.fromkeys(stage.guider.model.file for stage in stages))
     model = model_of(base_name(files[0].name))
-    notes = [note for stage in stages for note in stage.guider.model.notes]
+    notes = [note for stage in stages for note in (*stage.guider.model.notes, *stage.guider.positive.notes)]
     settings = _text_settings(stages, notes)
     settings |= _shape_settings(first.latents, film, notes)
     settings |= _step_settings(stages, notes)
@@ -239,7 +231,8 @@ def _workflow(reader: Reader, film: Any) -> Workflow:
     settings["rng"] = TORCH
     composition = _composition(first)
     notes += composition.notes
-    settings |= {name: _value(value, f"--{name}") for name, value in composition.settings.items()}
+    attached = {**composition.settings, **first.guider.positive.settings}
+    settings |= {name: _value(value, f"--{name.replace('_', '-')}") for name, value in attached.items()}
     inputs = _inputs(composition.inputs, first.latents, notes)
     components = _component_files(first, pictures)
     notes += [

@@ -182,12 +182,16 @@ class Condition:
         encoder: The text encoder.
         node: The node that made the condition.
         inputs: Pictures and clips by the names of wanjax's inputs.
+        settings: Settings of a video that a node attaches. A value may be `Unknown`.
+        notes: Sentences on what differs.
     """
 
     text: Any
     encoder: Encoder | None
     node: Node
     inputs: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,15 @@ from wanjax.workflows.evaluate import At
 from wanjax.workflows.family import FORMATS, WorkflowFamily
 from wanjax.workflows.node_functions import change_speed, condition, image_latents, with_settings
 from wanjax.workflows.node_types import NodeType, shaped
-from wanjax.workflows.values import Condition, Model, Unknown
+from wanjax.workflows.values import Condition, Latents, Model, Pictures, Sampled, Shape, Unknown, Vision
 
 FIRST = r"wan[ _-]?2[._]?1"  # the first generation in names of files
 SECOND = r"wan[ _-]?2[._]?2"
 SMALL, LARGE = r"1[._]3b", "14b"
 EXPERT = "(high|low)"
 FILES = (
+    (r"animate[ _-]?2.*distill", "wan2.2-animate-2-14b-distilled"),
+    (r"animate[ _-]?2", "wan2.2-animate-2-14b"),
     (rf"{FIRST}.*vace.*{LARGE}", "wan2.1-vace-14b"),
     (rf"{FIRST}.*vace.*{SMALL}", "wan2.1-vace-1.3b"),
     (rf"{FIRST}.*fun.*(inp.*{SMALL}|{SMALL}.*inp)", "wan2.1-fun-1.3b-inp"),
@@ -31,7 +33,6 @@ FILES = (
     (rf"{SECOND}.*(i2v.*{EXPERT}|{EXPERT}.*i2v)", "wan2.2-i2v-a14b"),
 )
 OTHER_FILES = (
-    (r"animate[ _-]?2", "Wan Animate 2"),
     (r"animate", "Wan Animate"),
     (r"s2v", "Wan S2V"),
     (r"infinite[ _-]?talk", "InfiniteTalk"),
@@ -49,7 +50,6 @@ OTHER_FILES = (
     (r"void", "VOID"),
 )
 OTHER_NODES = {
-    "WanAnimate2ToVideo": "Wan Animate 2",
     "WanAnimateToVideo": "Wan Animate",
     "WanSoundImageToVideo": "Wan S2V",
     "WanSoundImageToVideoExtend": "Wan S2V",
@@ -82,6 +82,78 @@ def _nag(at: At) -> Any:
     return negative.text if isinstance(negative.text, Unknown) else with_settings(model, negative_prompt=negative.text)
 
 
+ANIMATE_NODE = "WanAnimate2ToVideo"
+ANIMATE_INPUTS = {"reference_image": "image", "pose_video": "video"}
+ANIMATE_GRID = 16  # pixels; sizes of Animate's videos are multiples of it
+ANIMATE_NUMBERS = {"pose_strength": 1, "pose_start_percent": 0, "pose_end_percent": 1, "reference_image_strength": 1}
+"""The numbers of Animate's node, each with the value that wanjax has."""
+
+
+def _animate(at: At) -> tuple[Condition, Condition, Latents, int, None, int]:
+    """Describe a character that follows a clip. In a loop over the clip, this is the first round."""
+    for name, value in {**ANIMATE_NUMBERS, "video_frame_offset": 0}.items():
+        number = at.number(name, value)
+        if isinstance(number, Unknown):
+            at.reader.problems.append(number)
+        elif number != value:
+            problem = f"has {number:g} as its {name}, and wanjax has only {value}"
+            at.reader.problems.append(Unknown(at.node, problem))
+    if at("continue_motion") is not None:
+        at.reader.problems.append(Unknown(at.node, "continues other frames, which wanjax does not do"))
+    in_loop, clip = at.has("continue_motion"), at.maybe("positive_pose", Condition)
+    settings: dict[str, Any] = {"clip_prompt": clip.text} if clip is not None and clip.text is not None else {}
+    notes = [f"{at.node} crops the picture and the clip to one size, and here they have bars, and the size is an area"]
+    if in_loop:
+        notes.append(f"{at.node} has the same noise in each round of its loop, and here each segment has its own")
+    else:
+        settings["windows"] = 1
+    shape = Shape(_on_grid(at.integer("width")), _on_grid(at.integer("height")), at.integer("length"))
+    inputs = {ours: at(theirs) for theirs, ours in ANIMATE_INPUTS.items() if at.has(theirs)}
+    if vision := at.maybe("clip_vision_output", Vision):
+        inputs["vision"] = vision
+    positive, negative = at.take("positive", Condition), at.take("negative", Condition)
+    return (
+        replace(positive, inputs=inputs, node=at.node, settings=settings, notes=tuple(notes)),
+        replace(negative, inputs=inputs, node=at.node),
+        Latents(shape, at.node),
+        0,
+        None,
+        0,
+    )
+
+
+def _on_grid(side: int | Unknown) -> int | Unknown:
+    return side if isinstance(side, Unknown) else max(1, side // ANIMATE_GRID) * ANIMATE_GRID
+
+
+def _start_loop(_: At) -> tuple[None, bool, bool, int, None]:
+    """Describe the first round of a loop: it is the first, it is not the last, and no round is before it."""
+    return None, True, False, 0, None
+
+
+def _end_loop(at: At) -> Any:
+    """Describe the pictures of a loop over a clip, whose rounds are Animate's segments."""
+    pictures = at("output_value")
+    latents = pictures.latents if isinstance(pictures, Pictures) else None
+    while isinstance(latents, Sampled):
+        latents = latents.latents
+    if isinstance(latents, Latents) and latents.node.type == ANIMATE_NODE:
+        return pictures
+    return Unknown(at.node, "repeats other nodes, which wanjax does not do")
+
+
+def _rebatch(at: At) -> Any:
+    return at("images")
+
+
+def _animate_cache(at: At) -> Model:
+    model = at.take("model", Model)
+    if at("dtype") != "int8":
+        return model
+    note = f"{at.node} keeps keys and values in int8, which here --precision int8 does"
+    return replace(model, notes=(*model.notes, note))
+
+
 def _skip_layers(at: At) -> Any:
     scale, blocks = at.number("scale", 3.0), at.text("double_layers")
     if scale == 0 or blocks == "":
@@ -105,7 +177,6 @@ FAMILY = WorkflowFamily(
     ),
     other_files=OTHER_FILES,
     other_nodes=OTHER_NODES,
-    options={"Wan Animate 2": "--model wan2.2-animate-2-14b --image CHARACTER --video CLIP"},
     default_shift=8.0,
     node_types={
         "WanImageToVideo": shaped(),
@@ -113,6 +184,14 @@ FAMILY = WorkflowFamily(
         "WanFunInpaintToVideo": shaped(),
         "WanVaceToVideo": shaped("strength"),
         "Wan22ImageToVideoLatent": shaped(),
+        ANIMATE_NODE: shaped(
+            *("video_frame_offset", "pose_strength", "pose_start_percent", "pose_end_percent"),
+            "reference_image_strength",
+        ),
+        "WanAnimate2Cache": NodeType(("device", "dtype")),
+        "StartLoop": NodeType(),
+        "EndLoop": NodeType(),
+        "RebatchImages": NodeType(("batch_size",)),
         "WanVideoNAG": NodeType(("nag_scale", "nag_alpha", "nag_tau", "input_type")),
         "SkipLayerGuidanceDiT": NodeType(
             ("double_layers", "single_layers", "scale", "start_percent", "end_percent", "rescaling_scale")
@@ -131,6 +210,11 @@ FAMILY = WorkflowFamily(
             {"control_video": "video", "control_masks": "mask", "reference_image": "references"}
         ),
         "Wan22ImageToVideoLatent": image_latents,
+        ANIMATE_NODE: _animate,
+        "WanAnimate2Cache": _animate_cache,
+        "StartLoop": _start_loop,
+        "EndLoop": _end_loop,
+        "RebatchImages": _rebatch,
         "WanVideoNAG": _nag,
         "SkipLayerGuidanceDiT": _skip_layers,
         "UNetTemporalAttentionMultiply": _multiply_temporal_attention,
