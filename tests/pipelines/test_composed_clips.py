@@ -138,3 +138,13 @@ def test_a_command_keeps_its_margins(checkpoint, tmp_path, monkeypatch):
     assert refused.exit_code == 2
     assert "outpaint must be four whole numbers" in refused.stderr
     assert not Path("b.mp4").exists()
+
+
+def test_margins_of_none_do_not_bind_another_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    metadata = {"model": "wan2.1-vace-1.3b", "prompt": "a", "steps": 2}
+    for margins, name in (("0,0,0,0", "none.mp4"), ("8,0,8,0", "wide.mp4")):
+        write_video(name, CLIP, 16, metadata | {"outpaint": margins})
+    other = ("--model", "wan2.1-t2v-1.3b", "--print-command")
+    assert "--outpaint" not in succeeded(run("generate", "--from", "none.mp4", *other)).stdout
+    assert "--outpaint 8,0,8,0" in succeeded(run("generate", "--from", "wide.mp4", *other)).stdout

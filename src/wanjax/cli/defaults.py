@@ -37,7 +37,7 @@ from wanjax.cli.options import (
 from wanjax.errors import WanjaxError, reason
 from wanjax.media.inputs import IMAGE, INPUT_SPECS, REFERENCES
 from wanjax.media.text_files import read_text
-from wanjax.pipelines.settings import read_size
+from wanjax.pipelines.settings import NO_MARGINS, read_size
 from wanjax.stores.paths import full_name
 
 REPLACED_BY = {
@@ -172,6 +172,8 @@ def find_metadata(ctx: click.Context, parameter: click.Parameter, file: str | No
     values = {x.name: _checked_value(file, x.name, record[x.name], x) for x in parameters}
     if record.get("windows", 1) == 1 and not record.get("video"):
         values = {name: value for name, value in values.items() if name not in SEAM_PARAMETERS}
+    if values.get("outpaint") == NO_MARGINS:
+        del values["outpaint"]  # another model may lack the setting
     if is_run_folder(Path(file)):  # the run resumes there
         values["folder"] = file
     ctx.meta[METADATA] = {
