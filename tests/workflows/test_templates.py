@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.workflows import api_form, graph_of, nodes_of, request_of, template, template_names, with_switch
 from wanjax.errors import WanjaxError
+from wanjax.pipelines.guidance import ZeroStar, guidance_rule
 from wanjax.workflows.request import Missing, read_workflow
 
 CAUSVID = "Wan21_CausVid_14B_T2V_lora_rank32.safetensors"
@@ -31,6 +32,12 @@ ROWS = {
         ["wan2.1_flf2v_720p_14B_fp16.safetensors"],
         [],
         *("unipc", 20, (3.0,), 8.0, 720, 1280, 33, 16),
+    ),
+    "wan2.1_fun_inp": (
+        "wan2.1-fun-1.3b-inp",
+        ["wan2.1_fun_inp_1.3B_bf16.safetensors"],
+        [],
+        *("unipc", 20, (6.0,), 5.0, 480, 768, 81, 16),
     ),
     "video_wan2_2_14B_t2v": (
         "wan2.2-t2v-a14b",
@@ -130,6 +137,7 @@ SWITCHED = {  # template: LoRAs, steps, guidance
 INPUTS = {
     "image_to_video_wan": ["image"],
     "wan2.1_flf2v_720_f16": ["image", "last_image"],
+    "wan2.1_fun_inp": ["image", "last_image"],
     "video_wan2_2_14B_i2v": ["image"],
     "video_wan2_2_14B_flf2v": ["image", "last_image"],
     "video_wan_vace_14B_v2v": ["video", "references"],
@@ -186,8 +194,6 @@ SENTENCES = {  # template: words of its sentence
     "video_wan_dancer": "belongs to Wan Dancer",
     "video_wanmove_480p": "belongs to WanMove",
     "wan2.1_fun_control": "belongs to Wan Fun Control",
-    "wan2.1_fun_inp": "node 65 (SkipLayerGuidanceDiT) guides away from a prediction without some of the blocks, which "
-    "wanjax does not do: without it the workflow is a video of wan2.1-fun-1.3b-inp, 480x768, 81 frames, 20 steps",
 }
 MORE_READABLE = {"video_wan2_2_14B_fun_inpaint", "video_wan2_2_5B_fun_inpaint"}
 
@@ -273,24 +279,26 @@ def test_both_forms_are_one_request(name):
         assert sentences[0] == sentences[1]
 
 
-def test_the_request_of_fun_inpainting_without_skipped_blocks():
+def test_skipped_blocks_are_a_guidance_rule():
+    """Their node is before that of the shift, so the percents are those of the model's own shift, 8."""
     workflow = template("wan2.1_fun_inp")
     [node] = [node for node in nodes_of(workflow) if node["type"] == "SkipLayerGuidanceDiT"]
-    requests = []
+    request = request_of(workflow)
+    rule = guidance_rule(request.settings["guidance_rule"])
+    assert rule == ZeroStar(
+        skip="9+10", skip_scale=3, skip_start=round(7.92 / 7.93, 6), skip_end=round(1.6 / 2.4, 6), zero_steps=0
+    )
+    assert any("UNetTemporalAttentionMultiply) changes only models with" in note for note in request.notes)
     for mode, scale in ((4, 3), (0, 0)):  # bypassed, and of no effect
         node["mode"], node["widgets_values"][2] = mode, scale
-        requests.append(request_of(workflow))
-    assert requests[0] == requests[1]
-    request, settings = requests[0], requests[0].settings
-    assert (request.model, request.scheduler) == ("wan2.1-fun-1.3b-inp", "unipc")
-    assert [file.name for file in request.files] == ["wan2.1_fun_inp_1.3B_bf16.safetensors"]
-    assert {name: value.name for name, value in request.inputs.items()} == {
-        "image": "wan2.1_fun_inp_start_image.png",
-        "last_image": "wan2.1_fun_inp_end_image.png",
-    }
-    names = ("steps", "guidance_scale", "guidance_rule", "flow_shift", "width", "height", "frames", "fps")
-    assert [settings[name] for name in names] == [20, 6, "cfg-zero:zero_steps=0", 5, 480, 768, 81, 16]
-    assert any("UNetTemporalAttentionMultiply) changes only models with" in note for note in request.notes)
+        assert request_of(workflow).settings["guidance_rule"] == "cfg-zero:zero_steps=0"
+    node["widgets_values"][2:] = [3, 0, 1, 0.5]
+    with pytest.raises(WanjaxError, match=r"SkipLayerGuidanceDiT\) has 0.5 as its rescaling_scale"):
+        request_of(workflow)
+    node["widgets_values"][2:] = [3, 0, 1, 0]
+    [sampler] = [node for node in nodes_of(workflow) if node["type"] == "KSampler"]
+    sampler["widgets_values"][3] = 1  # without guidance, cfg-zero has no effect, and skipped blocks have
+    assert request_of(workflow).settings["guidance_rule"] == "none:skip=9+10,skip_scale=3,skip_start=1,skip_end=0"
 
 
 @pytest.mark.parametrize("name", SENTENCES)

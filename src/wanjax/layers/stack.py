@@ -206,6 +206,18 @@ class BlockCache:
 EVERY_BLOCK = BlockCache()
 
 
+class SkippedBlocks(BlockCache):
+    """Runs all blocks except some, whose input is their output."""
+
+    def __init__(self, skipped: Sequence[int]):
+        super().__init__()
+        self.skipped = frozenset(skipped)
+
+    def parts(self, layers: int, *cuts: int) -> Sequence[range]:
+        ends = {end for block in self.skipped for end in (block, block + 1)}
+        return [part for part in super().parts(layers, *cuts, *ends) if part.start not in self.skipped]
+
+
 def map_blocks(blocks: Module, apply: Callable[[Module], Result]) -> Result:
     """Return `apply(block)` of each stacked block, stacked along a leading axis."""
     graphdef, weights = nnx.split(blocks)

@@ -28,8 +28,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from wanjax.execution import ArrayOrShape, program
 from wanjax.kernels.compiler_options import fast_matmul_options, matmul_options, random_options, scan_options
-from wanjax.layers.stack import EVERY_BLOCK, BlockCache
-from wanjax.pipelines.caching.step_cache import NO_CACHE, Cached, StepCache
+from wanjax.layers.stack import EVERY_BLOCK, BlockCache, SkippedBlocks
+from wanjax.pipelines.caching.step_cache import NO_CACHE, Cached, StepCache, in_float32
 from wanjax.pipelines.guidance import Groups, GuidanceRule, Latents
 from wanjax.pipelines.noise_inputs import VIDEO
 from wanjax.pipelines.seeds import KeyData, draw_noise, key_numbers, noise_of_frames, solver_keys
@@ -153,6 +153,7 @@ class StepProgram(NamedTuple):
         guidance: The guidance rule.
         dense: Whether the step uses full self-attention in a model whose other steps use sparse attention. None if no
             step is sparse.
+        skipped: The blocks that a further prediction for the prompt skips; empty without one.
     """
 
     denoiser: Denoiser
@@ -161,6 +162,7 @@ class StepProgram(NamedTuple):
     cache: StepCache = NO_CACHE
     guidance: type[GuidanceRule] = GuidanceRule
     dense: bool | None = None
+    skipped: tuple[int, ...] = ()
 
 
 @jax.tree_util.register_dataclass
@@ -388,7 +390,7 @@ def join(axis: int, parts: tuple[Tree, ...]) -> Tree:
 
 @program(matmul_options, donated=("state",), fast_options=fast_matmul_options)
 def take_step(
-    static: StepProgram, state: State, inputs: ModelInputs, guidance: Array, schedule: Schedule
+    static: StepProgram, state: State, inputs: ModelInputs, guidance: Any, schedule: Schedule
 ) -> tuple[State, LatentTree, Bool[Array, ""]]:
     """Take one step. Also return the predicted clean latents, and whether all latents are finite.
 
@@ -396,9 +398,11 @@ def take_step(
         static: The static inputs of the program.
         state: The state before the step; its buffers are reused.
         inputs: The network's inputs besides latents and timestep.
-        guidance: The guidance rule's values for this step, usually a scale.
+        guidance: The guidance rule's values for this step, usually a scale. If the step skips blocks, a tuple of these
+            and the scale of the difference.
         schedule: A schedule of one step.
     """
+    guidance, skip_scale = guidance if static.skipped else (guidance, None)
     denoiser, network = static.denoiser, nnx.merge(static.graphdef, inputs.weights)
     videos, scheduler = state.videos, static.scheduler
 
@@ -410,16 +414,27 @@ def take_step(
     predict = partial(denoiser.predict, network, x, t, dense=static.dense)
     forwards = [partial(predict, prompt, inputs.shared) for prompt in inputs.prompts]
     predictions, cached = static.cache.predictions(forwards, state.x, state.cached)
+    prediction = jax.tree.map(lambda *forwards: jnp.concatenate(forwards), *predictions)
     clean = partial(scheduler.x0, schedule, 0)
+    if static.skipped:
+        without = in_float32(forwards[0](SkippedBlocks(static.skipped)))
+        difference = jax.tree.map(lambda x, y: skip_scale * (x[:videos] - y[:videos]), prediction, without)
+    else:
+        difference = jax.tree.map(lambda x: None, prediction)
 
     def step(
-        x: Latents, solver: object, average: Latents | None, prediction: Float[Array, "_P ... C"]
+        x: Latents,
+        solver: object,
+        average: Latents | None,
+        prediction: Float[Array, "_P ... C"],
+        difference: Latents | None,
     ) -> tuple[object, ...]:
         prediction, average = replicate(static.guidance.combine(prediction, videos, guidance, x, clean, average))
+        if difference is not None:
+            prediction = replicate(prediction + difference)
         x0 = replicate(clean(prediction, x))
         x, solver = replicate(scheduler.step(schedule, 0, prediction, x, solver))
         return x, solver, average, x0, jnp.isfinite(x).all()
 
-    prediction = jax.tree.map(lambda *forwards: jnp.concatenate(forwards), *predictions)
-    x, solver, average, x0, finite = per_modality(step, state.x, state.solver, state.average, prediction)
+    x, solver, average, x0, finite = per_modality(step, state.x, state.solver, state.average, prediction, difference)
     return State(x, solver, cached, average), x0, reduce(jnp.logical_and, jax.tree.leaves(finite))

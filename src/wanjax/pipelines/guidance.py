@@ -2,11 +2,13 @@
 """Guidance: how a step's prompts are grouped, scales that vary over the steps, and guidance rules.
 
 The default rule is classifier-free guidance. Two other rules combine the predictions of a step differently. A third
-rule guides attention away from the negative prompt inside the network.
+rule guides attention away from the negative prompt inside the network. With each rule, some steps may also be guided
+away from a prediction without some of the network's blocks.
 """
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -63,12 +65,48 @@ def dynamic_scales(scale: float, timesteps: Float[np.ndarray, " steps"], steps: 
 class GuidanceRule:
     """Classifier-free guidance, and the base of other rules. A hashable value.
 
-    Programs depend only on the type of the rule, because the numbers of the rule are inputs of each step.
+    Programs depend only on the type of the rule and on the blocks that a step skips, because the numbers of the rule
+    are inputs of each step. Each rule has skip-layer guidance, as in ComfyUI's node SkipLayerGuidanceDiT and in Stable
+    Diffusion 3.5: a further prediction for the prompt skips some blocks, and its difference is added.
+
+    Args:
+        skip: The blocks that the further prediction skips, as in "9+10"; empty for none.
+        skip_scale: The factor of the difference.
+        skip_start: The highest noise level of a step that is guided so.
+        skip_end: The lowest noise level of such a step.
     """
 
     name: ClassVar[str] = "none"
     needs_scale: ClassVar[bool] = False
     """True for a rule that needs a guidance scale above 1."""
+    skip: str = ""
+    skip_scale: float = 3.0
+    skip_start: float = 1.0
+    skip_end: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (
+            re.fullmatch(r"(\d{1,4}(\+\d{1,4})*)?", self.skip, re.ASCII)
+            and 0 < self.skip_scale <= MAX_SKIP_SCALE
+            and 0 <= self.skip_end <= self.skip_start <= 1
+        ):
+            raise WanjaxError(
+                f"{self} cannot skip blocks: give their numbers as in skip=9+10, a skip_scale above 0 and at most "
+                f"{MAX_SKIP_SCALE}, and noise levels from skip_start down to skip_end between 1 and 0"
+            )
+
+    @property
+    def skipped_blocks(self) -> tuple[int, ...]:
+        """The numbers of the blocks that a prediction skips, in order."""
+        return tuple(sorted({int(number) for number in self.skip.split("+") if number}))
+
+    def blocks_to_skip(self, sigma: float) -> tuple[int, ...]:
+        """Return the blocks that a prediction skips in a step; empty for a step that is not guided so.
+
+        Args:
+            sigma: The noise level of the step.
+        """
+        return self.skipped_blocks if self.skip_end <= sigma <= self.skip_start else ()
 
     @property
     def uses_running_average(self) -> bool:
@@ -122,8 +160,13 @@ class GuidanceRule:
         return negative + values * (prompt - negative), moving_average
 
     def __str__(self) -> str:
-        values = [f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self)]
+        fields = dataclasses.fields(self) if self.skip else self._fields_of_rule()
+        values = [f"{field.name}={getattr(self, field.name)}" for field in fields]
         return ":".join(filter(None, [self.name, ",".join(values)]))
+
+    def _fields_of_rule(self) -> list[dataclasses.Field[Any]]:
+        """List the fields without those of skipped blocks."""
+        return [field for field in dataclasses.fields(self) if not field.name.startswith("skip")]
 
 
 @dataclass(frozen=True)
@@ -138,6 +181,7 @@ class ZeroStar(GuidanceRule):
     zero_steps: int = 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.zero_steps < 0:
             raise WanjaxError(f"{self} has a negative number of zero steps: 1 is usual")
 
@@ -177,6 +221,7 @@ class ProjectedGuidance(GuidanceRule):
     of: str = "clean"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not (math.isfinite(self.eta) and 0 <= self.norm < math.inf and -1 < self.momentum < 1):
             raise WanjaxError(
                 f"{self} is out of range: give a finite eta, a norm of at least 0 and a momentum between -1 and 1"
@@ -227,6 +272,7 @@ class NormalizedAttentionGuidance(GuidanceRule):
     alpha: float = 0.25
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not (1 < self.scale <= MAX_NAG_SCALE and 0 < self.tau < math.inf and 0 < self.alpha <= 1):
             raise WanjaxError(
                 f"{self} is out of range: give a scale above 1 and at most {MAX_NAG_SCALE}, a tau above 0, and an "
@@ -239,6 +285,7 @@ class NormalizedAttentionGuidance(GuidanceRule):
 
 
 EPSILON = 1e-12
+MAX_SKIP_SCALE = 100  # an upper bound, far above all useful scales
 MAX_NAG_SCALE = 100  # an upper bound, far above all useful scales
 RULES: Mapping[str, type[GuidanceRule]] = {
     rule.name: rule for rule in (ZeroStar, ProjectedGuidance, NormalizedAttentionGuidance, GuidanceRule)

@@ -198,6 +198,7 @@ class ModelSpec:
             with `chunk_frames`.
         passes: The passes in which a video is denoised; a single pass with `chunk_frames`.
         text_length: The number of tokens in `prompt_embeds`, if it is the same for all prompts.
+        skippable_blocks: The number of the denoiser's blocks, if a prediction can skip some of them, else 0.
         config_entries: The entries that `with_attention` adds to the denoiser's config.json.
     """
 
@@ -224,6 +225,7 @@ class ModelSpec:
     extra_modalities: Mapping[str, ModalitySpec] = field(default_factory=dict[str, ModalitySpec])
     passes: tuple[Pass, ...] = (Pass(),)
     text_length: int | None = None
+    skippable_blocks: int = 0
     config_entries: Mapping[str, object] = field(default_factory=dict[str, object])
 
     # ---- inputs and tasks
@@ -330,6 +332,7 @@ class ModelSpec:
         self._check_steps(settings)
         self.windowing.check(settings, self.continuation_input)
         check_rule(settings.guidance_rule, settings.guided, settings.steps)
+        self._check_skipped_blocks(settings)
         if self.fixed_size and settings.size != self.fixed_size:
             raise WanjaxError(
                 f"{settings.model} only supports {self.fixed_size[1]}x{self.fixed_size[0]}, for which it has learned "
@@ -355,6 +358,21 @@ class ModelSpec:
                 "give a lower one, or leave it out",
                 "boundary_step",
             )
+
+    def _check_skipped_blocks(self, settings: Settings) -> None:
+        """Raise SettingError for blocks that the model cannot skip, and for a step cache beside them."""
+        rule, count = settings.guidance_rule, self.skippable_blocks
+        if not (blocks := rule.skipped_blocks):
+            return
+        if not count:
+            problem = f"{settings.model} cannot skip blocks, got {rule}: leave skip out"
+        elif blocks[-1] >= count or len(blocks) == count:
+            problem = f"{settings.model} has the blocks 0 to {count - 1}, got {rule}: skip some of them"
+        elif settings.cache.name != "none":
+            problem = f"{rule} skips blocks, which the step cache {settings.cache} does not know: leave one of them out"
+        else:
+            return
+        raise SettingError(problem, "guidance_rule")
 
     def _check_chunks(self, settings: Settings) -> None:
         """Raise WanjaxError if the frames do not fill whole chunks, or if the guidance scale is not 1."""

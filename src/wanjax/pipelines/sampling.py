@@ -93,11 +93,15 @@ def denoise(
             for index in remaining_steps:
                 reuses = cache.reuses(index)
                 is_dense = index < dense_steps(total) and not reuses if has_sparse_steps else None
-                step = StepProgram(denoiser, network.graphdef, model.scheduler, cache, type(guidance), is_dense)
+                skipped = guidance.blocks_to_skip(float(schedule.sigmas[index]))
+                step = StepProgram(
+                    denoiser, network.graphdef, model.scheduler, cache, type(guidance), is_dense, skipped
+                )
                 state = replace(state, cached=cache.cached_for(index, state.cached))
                 if step_noise is not None:
                     state = with_noise(state, step_noise.draw(index))
                 values = guidance.values(index, phase.scales[index - phase.start])
+                values = (values, np.float32(guidance.skip_scale)) if skipped else values
                 state, x0, is_finite = runtime.call(take_step, step, state, inputs, values, one_step(schedule, index))
                 monitor.stepped(index, state, x0, is_finite, reuses)
             monitor.finish_phase()

@@ -317,7 +317,8 @@ class Settings:
     )  # fmt: skip
     guidance_rule: "GuidanceRule" = setting(  # noqa: RUF009
         "Method that replaces classifier-free guidance: cfg-zero, apg, or nag, which uses the negative prompt even at "
-        "a guidance scale of 1. Parameters follow a colon, as in nag:scale=11.  [default: none]",
+        "a guidance scale of 1. Parameters follow a colon, as in nag:scale=11. With each method, skip=9+10 also guides "
+        "away from a prediction without these blocks.  [default: none]",
         default="none", convert=_parse_guidance_rule, group="denoising", metavar="NAME",
     )  # fmt: skip
     flow_shift: float | None = setting(

@@ -35,6 +35,7 @@ from wanjax.workflows.values import File, Film, Latents, Pictures, Sampled, Step
 SOLVERS = {"uni_pc": "unipc", "uni_pc_bh2": "unipc", "euler": "euler", "dpmpp_2m": "dpm++", "lcm": "consistency"}
 """ComfyUI's solvers, each with wanjax's nearest."""
 SAME_SOLVERS = ("euler",)  # the videos of these are the same in both
+CLASSIFIER_FREE = "none"  # the guidance rule without a name of its own
 ZERO_STAR = "cfg-zero"  # a guidance rule that needs guidance
 MIN_DENOISE = 0.01  # the least in ComfyUI's nodes
 FRAMES_PER_LATENT = 4  # of all models here
@@ -338,6 +339,9 @@ def _guidance_settings(stages: Sequence[Sampled], negative: Any, notes: list[str
     settings, is_guided = dict(stages[0].guider.model.settings), any(stage.guider.scale != 1 for stage in stages)
     if not is_guided and str(settings.get("guidance_rule")).startswith(ZERO_STAR):
         del settings["guidance_rule"]  # without guidance it changes nothing
+    if skip := settings.pop("skip", None):
+        rule = settings.get("guidance_rule", CLASSIFIER_FREE)
+        settings["guidance_rule"] = f"{rule}{',' if ':' in rule else ':'}{skip}"
     if is_guided and settings.get("negative_prompt", negative) != negative:
         notes.append("the negative prompt is that of attention (nag), and guidance has another one in the workflow")
     return settings

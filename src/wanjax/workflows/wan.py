@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ComfyUI calls the files and nodes of Wan."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -154,11 +155,32 @@ def _animate_cache(at: At) -> Model:
     return replace(model, notes=(*model.notes, note))
 
 
+SKIP_NUMBERS = ("scale", "start_percent", "end_percent", "rescaling_scale")
+
+
 def _skip_layers(at: At) -> Any:
-    scale, blocks = at.number("scale", 3.0), at.text("double_layers")
-    if scale == 0 or blocks == "":
-        return at.take("model", Model)
-    return Unknown(at.node, "guides away from a prediction without some of the blocks, which wanjax does not do")
+    """Describe a model with skip-layer guidance. The node's percents are those of the schedule before the shift, which
+    the model has at this node."""
+    model, layers = at.take("model", Model), at.text("double_layers")
+    numbers: list[float] = []
+    for value in (
+        *(at.number(name) for name in SKIP_NUMBERS),
+        FAMILY.default_shift if model.shift is None else model.shift,
+    ):
+        if isinstance(value, Unknown):
+            return value
+        numbers.append(float(value))
+    scale, start, end, rescaling, shift = numbers
+    if isinstance(layers, Unknown):
+        return layers
+    blocks = "+".join(dict.fromkeys(re.findall(r"\d+", layers)))
+    if scale <= 0 or not blocks:
+        return model
+    if rescaling:
+        return Unknown(at.node, f"has {rescaling:g} as its rescaling_scale, and wanjax has only 0")
+    levels = [shift * (1 - percent) / (1 + (shift - 1) * (1 - percent)) for percent in (start, end)]
+    high, low = (f"{min(1.0, max(0.0, level)):.6g}" for level in levels)
+    return with_settings(model, skip=f"skip={blocks},skip_scale={scale:g},skip_start={high},skip_end={low}")
 
 
 def _multiply_temporal_attention(at: At) -> Model:

@@ -161,6 +161,7 @@ class CharacterAnimation(ImageToVideoWithEncoder):
     inputs = (CHARACTER, DRIVING_VIDEO)
     optional = ("first_frame_bias",)
     radial = False
+    skips_blocks = False
 
     distilled: bool = False
 

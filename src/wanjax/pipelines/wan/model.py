@@ -54,6 +54,8 @@ class WanModel(VideoModel[WanConditioning]):
     optional: ClassVar[tuple[str, ...]] = ()
     """The fields of `WanConditioning` that may be None."""
     radial: ClassVar[bool] = True
+    skips_blocks: ClassVar[bool] = True
+    """Whether a prediction can skip some of the transformer's blocks."""
 
     text_encoder: T5Config | None = None
     transformer: TransformerConfig
@@ -88,6 +90,7 @@ class WanModel(VideoModel[WanConditioning]):
             chunk_frames=self.chunk_frames,
             noise_layout=NoiseLayout(frames_first=self.chunk_frames > 0),
             text_length=TEXT_LENGTH,
+            skippable_blocks=config.layers if self.skips_blocks else 0,
             config_entries=sparse_linear_entry(config.sparse_linear),
         )
 

@@ -65,6 +65,7 @@ class CausalTextToVideo(WanModel):
 
     task = "text to video in chunks"
     radial = False
+    skips_blocks = False
 
     @property
     def denoiser(self) -> Denoiser:
@@ -275,6 +276,7 @@ class ControlledVideo(WanModel):
     task = "controlled video (VACE)"
     inputs = (IMAGE, LAST_IMAGE, CONTROL_VIDEO, MASK, REFERENCES)
     radial = False
+    skips_blocks = False
 
     @property
     def denoiser(self) -> Denoiser:
