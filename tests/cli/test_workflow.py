@@ -398,19 +398,9 @@ def test_a_character_in_a_clip_is_printed_as_options(here, name, windows):
     (here / "input").mkdir()
     for file in files:
         (here / "input" / file).touch()
-    model = "wan2.2-animate-2-14b"
-    command = (
-        "generate",
-        "--from",
-        path_of(name),
-        "--inputs",
-        "input",
-        "--model",
-        model,
-        "--lora",
-        "a",
-        "--print-command",
-    )
+    Path("a.safetensors").touch()
+    own = ("--model", "wan2.2-animate-2-14b", "--lora", "a.safetensors")
+    command = ("generate", "--from", path_of(name), "--inputs", "input", *own, "--print-command")
     options = options_in(succeeded(wanjax(*command)).stdout)
     assert [options[name] for name in ("--image", "--video")] == [f"input/{file}" for file in files]
     assert options["--clip-prompt"].startswith("A ")
