@@ -131,7 +131,7 @@ def test_characters_that_would_steer_a_terminal():
         ("broken.png", b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR\x00", "broken.png settings"),
         ("other.json", b'{"bos_token_id": 1}', "other.json settings"),
         ("list.json", b'["prompt"]', "list.json settings ComfyUI"),
-        ("empty.json", b"", "empty.json settings ComfyUI"),
+        ("empty.json", b"", "empty.json settings empty complete copy"),
         ("cut.json", b'{"nodes": [\n{"id":', "cut.json not valid JSON line 2"),
         ("deep.json", b"[" * 100_000, "deep.json nested too deep"),
         ("weights.safetensors", b"\x02\x00\x00\x00\x00\x00\x00\x00{}", "weights.safetensors settings"),
@@ -164,6 +164,32 @@ def test_a_folder_of_a_checkpoint_is_answered_with_the_command_that_describes_it
     folder.mkdir()
     (folder / "model_index.json").write_text("{}")
     assert says(refused("info", str(folder)), "my model no video wanjax models 'my model'")
+    (folder / "transformer").mkdir()
+    (folder / "generation_config.json").write_text('{"steps": 4}')
+    for path in (folder, folder / "generation_config.json"):
+        assert says(refused("info", str(path)), "my model is a checkpoint wanjax models 'my model'")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("manifest.jsonl", "neither a video nor a picture"),
+        ("a.preview.png", "it is a preview, or another program wrote it"),
+        ("lora.safetensors", "give a LoRA to --lora"),
+    ],
+)
+def test_a_file_of_another_kind_is_not_called_damaged(name, words):
+    match name:
+        case "a.preview.png":
+            Image.new("RGB", (8, 8)).save(name)
+        case "lora.safetensors":
+            save_safetensors(Path(name), {"a.lora_A.weight": np.zeros((1, 2), np.float32)})
+        case _:
+            Path(name).write_text("{}\n")
+    for command in (["info", name], ["generate", "--from", name]):
+        message = refused(*command)
+        assert words in message
+        assert "rewrote" not in message
 
 
 def test_a_video_is_made_again_to_the_bit(text):

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tests.support.commands import files, succeeded, wanjax
+from tests.support.commands import files, refused, succeeded, wanjax
+from tests.support.words import says
 from tests.support.workflows import TEMPLATES, api_form, graph_of, template, with_switch
 from wanjax.cli import workflow_options
 from wanjax.media.video import read_metadata
@@ -287,8 +288,12 @@ def test_a_batch_is_made_from_a_folder_of_workflows():
 
 def test_workflows_of_a_folder_share_their_model():
     Path("flows").mkdir()
-    assert "is a folder: give a file" in wanjax("batch", "flows").stderr
+    assert "flows holds no workflow of ComfyUI: give a file" in wanjax("batch", "flows").stderr
     saved(small_workflow(), "flows/a.json")
+    Path("flows/b.json").write_text(Path("flows/a.json").read_text()[:100])
+    for arguments in (("batch", "flows"), ("batch", "prompts.txt", "--from", "flows/b.json")):
+        assert says(refused(*arguments, "--model", "nano"), "flows/b.json not valid JSON complete copy")
+    Path("flows/b.json").unlink()
     assert "give one of its files" in wanjax("batch", "flows", "--model", "nano", "--print-command").stderr
     assert "leave --count out" in wanjax("batch", "flows", "--model", "nano", "--count", "2").stderr
     assert "are both workflows" in wanjax("batch", "flows", "--from", "flows/a.json").stderr

@@ -377,6 +377,7 @@ FIELDS = {  # fields beside the prompt, as JSON; the wrong one; what the sentenc
     f'"negative_prompt": {[7] * 50}': ("negative_prompt", "negative_prompt array"),
     '"image": "http://a.example/a.png"': ("image", "image data: 'http://a.example/a.png' file"),
     '"image": {"image_url": true}': ("image", "image data: true"),
+    '"image": "/etc/passwd"': ("image", "image data: got the path of a file: send"),
     '"allow_empty_prompt": "yes"': ("allow_empty_prompt", "true false 'yes'"),
     '"n": 2': ("n", "'n' field prompt"),
     '"stepz": 2': ("stepz", "'stepz' steps"),

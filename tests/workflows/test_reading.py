@@ -113,7 +113,7 @@ def test_a_video_of_wanjax_has_no_workflow(tmp_path):
 
 def test_other_files_have_no_workflow(tmp_path):
     (tmp_path / "a.json").write_text('{"prompt": "a cat"}')
-    (tmp_path / "b.json").write_text("not JSON")
+    (tmp_path / "b.json").write_text(" ")
     (tmp_path / "c.json").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "d.png").write_bytes(b"\x89PNG broken")
     (tmp_path / "e.mp4").write_bytes(b"broken")
@@ -121,6 +121,9 @@ def test_other_files_have_no_workflow(tmp_path):
     for path in sorted(tmp_path.iterdir()):
         assert reading.find_workflow(path) is None, path
     assert reading.find_workflow(tmp_path / "missing.json") is None
+    (tmp_path / "b.json").write_text("not JSON")
+    with pytest.raises(WanjaxError, match=r"b.json is not valid JSON, .*: get a complete copy"):
+        reading.find_workflow(tmp_path / "b.json")
 
 
 def test_a_huge_file_is_one_sentence_and_is_not_read(tmp_path):

@@ -111,9 +111,7 @@ def find_workflows(folder: str) -> "dict[str, Graph]":
     """
     path = Path(folder).expanduser()
     names = sorted(os.listdir(path)) if path.is_dir() else []
-    graphs = {
-        str(Path(folder) / name): find_workflow(os.path.join(folder, name), may_be_prompts=True) for name in names
-    }
+    graphs = {str(Path(folder) / name): find_workflow(os.path.join(folder, name)) for name in names}
     return {name: graph for name, graph in graphs.items() if graph is not None}
 
 

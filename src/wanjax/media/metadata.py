@@ -50,9 +50,9 @@ def find_metadata(path: str | AnyPath) -> dict[str, Any]:
     else:
         metadata = read_metadata(file)
     if not isinstance(metadata, dict) or not isinstance(metadata.get("prompt"), str):
-        is_json = file.suffix.lower() == ".json"
-        problem = "it is neither wanjax's metadata nor a workflow of ComfyUI" if is_json else why_without_settings(file)
-        raise WanjaxError(f"{file} holds no settings of a video: {problem}")
+        if file.name == CONFIG:  # a checkpoint's default settings
+            raise WanjaxError(_folder_without_settings(file.parent))
+        raise WanjaxError(f"{file} holds no settings of a video: {why_without_settings(file)}")
     return _rename_legacy(metadata)
 
 
@@ -65,6 +65,8 @@ def _folder_without_settings(folder: Path) -> str:
     suffixes = (*VIDEO_ENCODERS, ".gif", ".webp")
     videos = [name for name in names if Path(name).suffix.lower() in suffixes]
     if not videos:
+        if (folder / "transformer").is_dir():
+            return f"{folder} is a checkpoint: `{shlex.join(['wanjax', 'models', str(folder)])}` describes it"
         advice = "give a video, a folder of its frames, or a stage's folder"
         if any(name.endswith(".json") for name in names):  # as in the folder of a checkpoint
             advice += f"; if it is a checkpoint, `{shlex.join(['wanjax', 'models', str(folder)])}` describes it"

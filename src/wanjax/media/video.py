@@ -29,6 +29,7 @@ from wanjax.errors import WanjaxError, repr_short, wrap_write_errors
 from wanjax.figures import pluralize
 from wanjax.media.damage import is_cut_short
 from wanjax.media.ffmpeg import container_tags, run_ffmpeg
+from wanjax.media.inputs import CLIP_SUFFIXES
 from wanjax.media.webp import restore_duration
 from wanjax.signals import cleanup_on_exit
 from wanjax.stores.paths import AnyPath, RemotePath, local_copy, missing_file, parse_path
@@ -282,7 +283,14 @@ def why_without_settings(file: Path) -> str:
             return "it is empty: get a complete copy"
         if is_cut_short(file):
             return "it is truncated: get a complete copy"
-    return "wanjax did not write it, or another program rewrote it"
+    match file.suffix.lower():
+        case ".safetensors":
+            return "it holds weights or arrays alone: give a LoRA to --lora, and a model to --model"
+        case ".json":
+            return "it is neither wanjax's metadata nor a workflow of ComfyUI"
+        case suffix if suffix in (*CLIP_SUFFIXES, *VIDEO_WRITERS, ".png", ".jpg", ".jpeg"):
+            return "it is a preview, or another program wrote it: give a video as wanjax saved it"
+    return "it is neither a video nor a picture: give a video, a picture or a stage's file"
 
 
 def _suffix(path: str | AnyPath) -> str:

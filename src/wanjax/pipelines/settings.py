@@ -283,7 +283,9 @@ class Settings:
     clip_prompt: str | None = setting(
         "Description of the driving clip, for models that follow a clip.", default=None, group="text", metavar="TEXT"
     )
-    fps: int = setting("Frames per second.", group="denoising", metavar="N", minimum=1, aliases=("frame_rate",))
+    fps: int = setting(
+        "Frames per second.", group="denoising", metavar="N", minimum=1, maximum=240, aliases=("frame_rate",)
+    )
     steps: int = setting(
         "Number of denoising steps.",
         group="denoising", metavar="N", minimum=1, maximum=1_000_000,

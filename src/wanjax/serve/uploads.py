@@ -178,7 +178,9 @@ def _decode_data_url(name: str, value: Any) -> bytes:
     url = value.get("image_url") if isinstance(value, Mapping) else value
     match = DATA_URL.fullmatch(url) if isinstance(url, str) else None
     if match is None:
-        message = f"{name} must be a file of a form or a data: URL with base64, got {repr_short(value)}"
+        is_path = isinstance(url, str) and url.startswith(("/", "~", "\\"))  # a message contains no folders
+        message = f"{name} must be a file of a form or a data: URL with base64, got "
+        message += "the path of a file" if is_path else repr_short(value)
         raise SettingError(f"{message}: send the file itself, since no other URL is fetched", name)
     try:
         data = base64.b64decode(match[1], validate=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from PIL import ExifTags, Image
 
-from wanjax.errors import WanjaxError
+from wanjax.errors import WanjaxError, reason
 from wanjax.figures import format_bytes
 from wanjax.media.ffmpeg import container_tags, probe
 from wanjax.media.inputs import CLIP_SUFFIXES
@@ -29,7 +29,7 @@ PREFIX = re.compile(rf"({API}|{EDITOR}):\s*", re.IGNORECASE)  # of an entry in E
 
 
 class UnreadJsonError(WanjaxError):
-    """JSON that is too large or nested too deep for a workflow. It may be something else."""
+    """JSON that is damaged, or too large or nested too deep for a workflow. It may be something else."""
 
 
 def find_workflow(file: Path) -> Graph | None:
@@ -102,8 +102,10 @@ def _parse(file: Path, text: str) -> Any:
         return json.loads(text)
     except RecursionError as error:
         raise UnreadJsonError(f"the workflow in {file} is damaged, it is nested too deep: save it again") from error
-    except ValueError:
-        return None
+    except ValueError as error:
+        if file.suffix.lower() != ".json" or not text.strip():  # of a picture or a video, it may be a text for people
+            return None
+        raise UnreadJsonError(f"{file} is not valid JSON, {reason(error)}: get a complete copy") from error
 
 
 def _too_large(file: Path, size: int) -> UnreadJsonError:

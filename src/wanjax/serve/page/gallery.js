@@ -144,7 +144,7 @@ export function Gallery({ videos, open, selection, setSelection, compare, downlo
           <button type="button" id="select" onClick=${() => setSelection(null)}>${text("done")}</button></div>`
         : gallery.length > 0 && html`<button type="button" id="select" onClick=${() => setSelection([])}>${text("select")}</button>`}
     </div>
-    ${!gallery.length && !videos.loading && html`<p class="empty">${text(videos.matchingIds ? "none_found" : "none")}</p>`}
+    ${!gallery.length && videos.isLoaded && !videos.loading && html`<p class="empty">${text(videos.matchingIds ? "none_found" : "none")}</p>`}
     <ul class="cards">${groups.map((group, index) => html`<${Cards} key=${index} videos=${group} open=${open} select=${select}
       selection=${selection} language=${language} />`)}</ul>
     ${videos.hasMore && html`<p ref=${listEnd} class="end" aria-hidden="true">…</p>`}

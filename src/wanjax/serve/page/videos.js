@@ -18,7 +18,7 @@ export class Videos {
     this.stageStarts = new Map(); // id -> the stage, its progress and the time when it was first seen
     this.arrivalOrder = new Map(); // id -> order among videos of the same second
     this.newest = this.oldest = 0;
-    Object.assign(this, { last: null, hasMore: false, query: "", loading: false, matchingIds: null });
+    Object.assign(this, { last: null, hasMore: false, query: "", loading: false, isLoaded: false, matchingIds: null });
   }
 
   // Stores the state of a video. Responses may arrive out of order, so an older state is ignored.
@@ -70,6 +70,7 @@ export class Videos {
       }
       this.last = page.last_id ?? this.last;
       this.hasMore = page.has_more;
+      this.isLoaded = true;
     } finally {
       this.loading = false;
       this.onChange();
