@@ -15,6 +15,7 @@ from tests.support.published import (
     Keys,
     animate_keys,
     image_encoder_keys,
+    pose_keys,
     text_encoder_keys,
     transformer_keys,
     vae_keys,
@@ -25,7 +26,7 @@ from wanjax.checkpoints.files import Spec
 from wanjax.checkpoints.network_kinds import network_of
 from wanjax.checkpoints.sources import read_json
 from wanjax.converters import clip, t5, weight_rules
-from wanjax.converters.wan import animate
+from wanjax.converters.wan import animate, pose
 from wanjax.converters.wan import diffusers as wan
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import AttentionConfig, SparseLinear
@@ -39,6 +40,7 @@ from wanjax.models.wan.config import (
     I2V_A14B,
     INP_1_3B,
     INP_5B,
+    POSE_14B,
     T2V_1_3B,
     T2V_14B,
     TI2V_5B,
@@ -108,6 +110,7 @@ NETWORKS = {
     "wan2.2-animate-2-14b": Published(
         ANIMATE_14B, animate.transformer_rules(ANIMATE_14B), animate_keys(ANIMATE_14B), 16_394_878_784
     ),
+    "wan2.2-animate-14b": Published(POSE_14B, pose.transformer_rules(POSE_14B), pose_keys(POSE_14B), 17_274_816_884),
     "wan2.1-t2v-1.3b-causal": Published(
         CAUSAL_1_3B,
         wan.transformer_rules(CAUSAL_1_3B),
@@ -206,6 +209,19 @@ def test_defaults_of_animations(distilled, steps, guidance):
         ("image", "video"),
     )
     assert (defaults.clip_prompt, defaults.resize) == ("人物动作的参考视频", "pad")
+
+
+def test_defaults_of_the_model_that_follows_poses():
+    preset = presets()["wan2.2-animate-14b"]
+    defaults, spec = preset.defaults, model_description("wan2.2-animate-14b").model.spec
+    assert preset.source == "Wan-AI/Wan2.2-Animate-14B-Diffusers"
+    assert (defaults.size, defaults.frames, defaults.fps, defaults.overlap) == ((720, 1280), 77, 30, 1)
+    assert (defaults.steps, defaults.guidance_scale, defaults.flow_shift) == (20, 1.0, 5.0)
+    assert (spec.scheduler, defaults.resize) == (parse("unipc"), "pad")
+    assert (spec.input_names, spec.required_inputs) == (
+        ("image", "video", "face", "background", "mask"),
+        ("image", "video", "face"),
+    )
 
 
 OF_TWO_EXPERTS = [

@@ -258,11 +258,6 @@ RELATIVES = {  # by the name of a file: its transformer, what is foreign in it, 
         {"music_injector.injector.7.q.weight": (5120, 5120), "ref_conv.weight": (5120, 16, 2, 2)},
         "music_injector.* Dancer",
     ),
-    "Wan2_2-Animate-14B": (
-        I2V_14B,
-        {"pose_patch_embedding.weight": (5120, 16, 1, 2, 2), "face_encoder.padding_tokens": (1, 1, 1, 5120)},
-        "Animate",
-    ),
     "humo_17B": (
         I2V_A14B,
         {"audio_proj.audio_proj_glob_1.layer.weight": (512, 51200)},

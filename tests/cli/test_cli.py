@@ -76,7 +76,7 @@ def test_help_lists_the_commands():
             "models inputs print-command "
             "allow-empty-prompt "
             "from prompts extend-prompt extend-model seeds count model negative-prompt clip-prompt "
-            "image last-image video mask "
+            "image last-image video face background mask "
             "reference max-picture resize outpaint size height width frames windows overlap match then fps steps "
             "guidance-scale boundary-step "
             "guidance-scale-2 boundary strength dynamic-guidance guidance-rule flow-shift follow sigmas cache seed "
@@ -90,7 +90,7 @@ def test_help_lists_the_commands():
             "from models inputs print-command "
             "workers database ray hosts resources retries dashboard seeds count "
             "model extend-prompt extend-model negative-prompt clip-prompt "
-            "image last-image video mask reference max-picture resize outpaint "
+            "image last-image video face background mask reference max-picture resize outpaint "
             "boundary-step "
             "size height width frames windows overlap match then fps steps guidance-scale guidance-scale-2 boundary "
             "strength dynamic-guidance guidance-rule flow-shift follow sigmas cache seed rng scheduler noise lora "
@@ -103,7 +103,8 @@ def test_help_lists_the_commands():
             "encode",
             "allow-empty-prompt "
             "model negative-prompt clip-prompt "
-            "image last-image video mask reference max-picture resize outpaint size height width frames "
+            "image last-image video face background mask reference max-picture resize outpaint size height width "
+            "frames "
             "follow dtype vae-dtype precision "
             "compiler mesh rules processes compile-cache trust-compile-cache tile offload no-offload dir force verify "
             "quiet verbose stats json config help",
@@ -127,8 +128,8 @@ def test_help_lists_the_commands():
         (
             "plan",
             "from models inputs print-command "
-            "model chip prompt image last-image video mask reference max-picture resize outpaint size height width "
-            "frames fps boundary-step "
+            "model chip prompt image last-image video face background mask reference max-picture resize outpaint "
+            "size height width frames fps boundary-step "
             "windows overlap match then steps guidance-scale guidance-scale-2 boundary strength dynamic-guidance "
             "guidance-rule flow-shift follow sigmas cache seed rng scheduler noise lora attention block-q block-kv "
             "block-kv-compute window batch-guidance dtype vae-dtype precision "
@@ -138,8 +139,8 @@ def test_help_lists_the_commands():
         ),
         (
             "warmup",
-            "model chip prompt image last-image video mask reference max-picture resize outpaint size height width "
-            "frames fps boundary-step "
+            "model chip prompt image last-image video face background mask reference max-picture resize outpaint "
+            "size height width frames fps boundary-step "
             "steps windows overlap match then guidance-scale guidance-scale-2 boundary strength dynamic-guidance "
             "guidance-rule flow-shift follow sigmas cache seed rng scheduler noise lora attention block-q block-kv "
             "block-kv-compute window batch-guidance dtype vae-dtype "

@@ -45,6 +45,7 @@ def test_options():
     assert values("wanjax sunset --see") == ["--seeds", "--seed"]
     assert values("wanjax decod --f") == [
         "--from",
+        "--face",
         "--frames",
         "--fps",
         "--flow-shift",

@@ -18,10 +18,10 @@ SIZES: dict[str, Any] = {
 
 
 @torch.no_grad()
-def pose_transformer(seed: int = 0) -> Any:
+def pose_transformer(seed: int = 0, **sizes: Any) -> Any:
     """Return a small random transformer in which the mask, the pose and the face all matter."""
     torch.manual_seed(seed)
-    network: Any = WanAnimateTransformer3DModel(**SIZES).eval()
+    network: Any = WanAnimateTransformer3DModel(**SIZES | sizes).eval()
     randomise(network, seed)
     for layer in network.motion_encoder.modules():  # each use divides by the root of the fan-in
         if hasattr(layer, "scale") and hasattr(layer, "weight"):

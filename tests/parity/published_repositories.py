@@ -27,6 +27,7 @@ from tests.support.published import (
     authors_image_encoder_file,
     hollow_file,
     image_encoder_file,
+    pose_keys,
     text_encoder_keys,
     transformer_keys,
     vae_keys,
@@ -418,6 +419,10 @@ REPOSITORIES: dict[str, Callable[[Path], None]] = {
     f"{WAN}/Wan2.2-Animate-2-14B-Distilled-Diffusers": lambda files: _wan(
         *(files, "WanAnimate2Pipeline", configs.WAN_ANIMATE_2, animate_keys(wan.I2V_14B)),
         **{"pictured": True, "scheduler": configs.FLOW_EULER, "dtype": "BF16"},
+    ),
+    f"{WAN}/Wan2.2-Animate-14B-Diffusers": lambda files: _wan(
+        *(files, "WanAnimatePipeline", configs.WAN_ANIMATE, pose_keys(wan.POSE_14B)),
+        **{"pictured": True, "scheduler": configs.UNIPC | {"flow_shift": 5.0}, "dtype": "BF16"},
     ),
     f"{WAN}/Wan2.1-VACE-1.3B-diffusers": lambda files: _wan(
         files, "WanVACEPipeline", configs.WAN_VACE_1_3B, transformer_keys(wan.VACE_1_3B)

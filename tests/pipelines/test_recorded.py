@@ -37,6 +37,7 @@ MODELS = {
     "wan-vace": tiny.tiny_control_checkpoint,
     "wan-experts": tiny.tiny_experts_checkpoint,
     "wan-ti2v": tiny.tiny_residual_checkpoint,
+    "wan-pose": tiny.tiny_pose_checkpoint,
     "wan-causal": tiny.tiny_causal_checkpoint,
     "cogvideox": tiny.tiny_cogvideox_checkpoint,
     "cogvideox-i2v": partial(tiny.tiny_cogvideox_checkpoint, in_channels=8, ofs_embed_dim=24),
@@ -55,6 +56,7 @@ CLIP, IMAGE = picture(5, 32, 48), picture(30, 45)
 CACHES = {"magcache": ".2,1,.1", "teacache": ".5", "easycache": "9,2", "deepcache": "1,6,2", "guidance": "2"}
 OTHERS = CACHES | {"teacache": "3"}  # for weights whose timesteps differ by more
 TILES = {"video": picture(5, 32, 64), "tiling": Tiling((32, 48), (32, 32)), "size": (32, 64)}
+POSED = {"image": IMAGE, "video": CLIP, "face": picture(5, 20, 20)}
 QUOTED, LONG = 'a cat says "hello"', "a blue dog " * 60
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "wan": ("wan", SMALL),
@@ -79,6 +81,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "wan-experts teacache": ("wan-experts", CACHED | {"cache": "teacache:.5"}),
     "wan-ti2v": ("wan-ti2v", SMALL | {"size": (64, 96)}),
     "wan-ti2v image": ("wan-ti2v", SMALL | {"size": (64, 96), "image": IMAGE}),
+    "wan-pose": ("wan-pose", SMALL | POSED),
+    "wan-pose replace": ("wan-pose", SMALL | POSED | {"background": CLIP, "mask": CLIP}),
     "wan-causal": ("wan-causal", {"size": (32, 48), "frames": 29, "steps": 2}),
     "wan-causal short": ("wan-causal", {"size": (32, 48), "frames": 5, "steps": 2}),
     "cogvideox": ("cogvideox", SMALL),

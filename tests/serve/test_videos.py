@@ -23,7 +23,7 @@ from tests.support.commands import refused, succeeded
 from tests.support.commands import wanjax as wanjax_command
 from tests.support.media import picture
 from tests.support.quick import quick
-from tests.support.tiny import tiny_animate_checkpoint, tiny_control_checkpoint
+from tests.support.tiny import tiny_animate_checkpoint, tiny_control_checkpoint, tiny_pose_checkpoint
 from tests.support.toy.checkpoint import write_checkpoint
 from tests.support.toy_sound import DRIVING, TOY_SOUND
 from tests.support.words import naming, says
@@ -304,6 +304,23 @@ def test_a_character_moves_as_in_a_driving_clip(start, tmp_path):
     served = read_clip(tmp_path / "served.mp4", 99, 24)
     assert len(served) == len(own.frames) == 15
     np.testing.assert_array_equal(served, read_clip(tmp_path / "own.mp4", 99, 24))
+
+
+def test_clips_of_poses_and_of_a_face_move_a_character(start, tmp_path):
+    """The video is as long as the pose clip."""
+    server = start(of=Variants(wanjax.load(tiny_pose_checkpoint(tmp_path / "pose"))))
+    [model] = server.client.get("/v1/models").json()["data"]
+    needs = {name: entry["required"] for name, entry in model["pictures"].items()}
+    assert needs == {"image": True, "video": True, "face": True, "background": False, "mask": False}
+    clips = {name: url(film(tmp_path / f"{name}.gif", 9).read_bytes()) for name in ("video", "face")}
+    assert "face" in server.refused(422, json=SMALL | {"image": url(picture()), "video": clips["video"]})
+    asked = server.ask(**clips, image=url(picture()), fps=8)
+    assert asked["pictures"] == ["image", "clip", "face"]
+    made = server.finished(asked["id"])
+    assert made["status"] == "completed", made["error"]
+    assert made["settings"]["windows"] == 2
+    (tmp_path / "served.mp4").write_bytes(server.content(asked["id"]))
+    assert len(read_clip(tmp_path / "served.mp4", 100, 8)) == 9
 
 
 def test_what_a_server_has_is_told(start, pipe):

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from wanjax.models.t5 import T5Config
 from wanjax.models.wan.config import (
     ControlTransformerConfig,
     ImageTransformerConfig,
+    PoseTransformerConfig,
     ResidualVAEConfig,
     TransformerConfig,
     VAEConfig,
@@ -114,6 +116,44 @@ def animate_keys(config: TransformerConfig) -> Keys:
         return key
 
     return {renamed(key): shape for key, shape in transformer_keys(config).items()}
+
+
+def pose_keys(config: PoseTransformerConfig) -> Keys:
+    """Return the keys of Animate's transformer as diffusers publishes it."""
+    width, network = config.width, "motion_encoder"
+    keys = transformer_keys(config) | {
+        "pose_patch_embedding.weight": (width, config.channels_out, *config.patch),
+        "pose_patch_embedding.bias": (width,),
+        f"{network}.conv_in.weight": (config.motion_channels[0], 3, 1, 1),
+        f"{network}.conv_in.act_fn.bias": (config.motion_channels[0],),
+        f"{network}.conv_out.weight": (config.motion_width, config.motion_channels[-1], 4, 4),
+        f"{network}.motion_synthesis_weight": (config.motion_space, config.motions),
+        "face_encoder.conv1_local.weight": (config.face_heads * config.face_width, config.motion_space, 3),
+        "face_encoder.conv1_local.bias": (config.face_heads * config.face_width,),
+        "face_encoder.padding_tokens": (1, 1, 1, width),
+        **_linear("face_encoder.out_proj", width, config.face_width),
+        **_linear(f"{network}.motion_network.4", config.motions, config.motion_width),
+    }
+    for i, (channels_in, channels_out) in enumerate(pairwise(config.motion_channels)):
+        block = f"{network}.res_blocks.{i}"
+        keys |= {
+            f"{block}.conv1.weight": (channels_in, channels_in, 3, 3),
+            f"{block}.conv1.act_fn.bias": (channels_in,),
+            f"{block}.conv2.weight": (channels_out, channels_in, 3, 3),
+            f"{block}.conv2.act_fn.bias": (channels_out,),
+            f"{block}.conv_skip.weight": (channels_out, channels_in, 1, 1),
+        }
+    for i in range(4):
+        keys |= _linear(f"{network}.motion_network.{i}", config.motion_width, config.motion_width)
+    for conv in ("conv2", "conv3"):
+        keys[f"face_encoder.{conv}.weight"] = (config.face_width, config.face_width, 3)
+        keys[f"face_encoder.{conv}.bias"] = (config.face_width,)
+    for i in range(config.layers // config.face_stride):
+        adapter = f"face_adapter.{i}"
+        for projection in ("to_q", "to_k", "to_v", "to_out"):
+            keys |= _linear(f"{adapter}.{projection}", width, width)
+        keys |= {f"{adapter}.norm_{x}.weight": (config.head_dim,) for x in "qk"}
+    return keys
 
 
 def _block(block: str, config: TransformerConfig) -> Keys:

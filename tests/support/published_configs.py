@@ -157,6 +157,15 @@ WAN_ANIMATE_2: Config = {
     "out_dim": 16, "patch_size": [1, 2, 2], "refer_offset_h": 0, "refer_offset_t": 1, "refer_offset_w": -1,
     "refer_stride": 1, "text_dim": 4096, "text_len": 512, "use_img_emb": True,
 }  # fmt: skip
+WAN_ANIMATE: Config = {
+    "_class_name": "WanAnimateTransformer3DModel", "_diffusers_version": "0.36.0.dev0", "added_kv_proj_dim": 5120,
+    "attention_head_dim": 128, "cross_attn_norm": True, "eps": 1e-06, "face_encoder_hidden_dim": 1024,
+    "face_encoder_num_heads": 4, "ffn_dim": 13824, "freq_dim": 256, "image_dim": 1280, "in_channels": 36,
+    "inject_face_latents_blocks": 5, "latent_channels": 16, "motion_dim": 20, "motion_encoder_batch_size": 8,
+    "motion_encoder_channel_sizes": None, "motion_encoder_dim": 512, "motion_encoder_size": 512,
+    "motion_style_dim": 512, "num_attention_heads": 40, "num_layers": 40, "out_channels": 16, "patch_size": [1, 2, 2],
+    "pos_embed_seq_len": None, "qk_norm": "rms_norm_across_heads", "rope_max_seq_len": 1024, "text_dim": 4096,
+}  # fmt: skip
 SELF_FORCING: Config = {
     "_class_name": "SelfForcingFlowMatchScheduler", "extra_one_step": True, "inverse_timesteps": False,
     "num_inference_steps": 1000, "num_train_timesteps": 1000, "reverse_sigmas": False, "shift": 5.0, "sigma_max": 1.0,

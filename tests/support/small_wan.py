@@ -13,13 +13,21 @@ from wanjax.layers.placement import as_shapes, with_shardings
 from wanjax.models.t5 import T5Config
 from wanjax.models.wan.animate import WanAnimateTransformer
 from wanjax.models.wan.causal import WanCausalTransformer
-from wanjax.models.wan.config import VAE_2_1, AnimateTransformerConfig, CausalTransformerConfig, TransformerConfig
+from wanjax.models.wan.config import (
+    VAE_2_1,
+    AnimateTransformerConfig,
+    CausalTransformerConfig,
+    PoseTransformerConfig,
+    TransformerConfig,
+)
+from wanjax.models.wan.pose import WanPoseTransformer
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.models.wan.vae import WanVAE
 from wanjax.pipelines.components import Components
 from wanjax.pipelines.pipeline import Pipeline
 from wanjax.pipelines.wan.animate import CharacterAnimation
 from wanjax.pipelines.wan.conditioning import WanConditioning
+from wanjax.pipelines.wan.pose import PoseToVideo
 from wanjax.pipelines.wan.tasks import CausalTextToVideo, TextToVideo
 from wanjax.registry import presets
 from wanjax.schedulers import Consistency, FlowDPM, FlowEuler
@@ -116,6 +124,34 @@ def animate_conditioning(bias=None):
     arrays = {name: jnp.asarray(random.normal(size=(1, *shape)), jnp.float32) for name, shape in shapes.items()}
     bias = None if bias is None else np.array([bias], np.float32)
     return WanConditioning(**arrays, first_frame_bias=bias, video_shape=np.array([[5, 12, 20, 1]], np.int32))
+
+
+def pose_pipeline(heads, partitioner, layers=2):
+    """Return a pipeline that follows a pose clip and a face, with random weights."""
+    plain = asdict(replace(transformer_config(heads), channels_in=12, layers=layers))
+    faces = {"face_size": 16, "motion_channels": (4, 6, 5), "motion_width": 8, "motions": 3, "motion_space": 7}
+    faces |= {"face_width": 6, "face_heads": 2, "face_stride": 2}
+    config = PoseTransformerConfig(**plain, image_width=8, image_positions=None, **faces)
+    components = Components({"transformer": lambda room: network(partial(WanPoseTransformer, config), partitioner)})
+    vae = replace(VAE, multipliers=(1, 2, 2), temporal_downsample=(True, True))  # four frames are one, as in the face
+    shapes = PoseToVideo(transformer=config, vae=vae)
+    defaults = presets()["wan2.2-animate-14b"].defaults.updated({"dtype": "float32", "steps": 2})
+    return Pipeline(components, shapes, defaults, partitioner)
+
+
+def pose_conditioning():
+    """Return random conditioning of that pipeline, for a video of 9 frames of 24x40 pixels."""
+    random = np.random.default_rng(1)
+    shapes = {
+        "prompt_embeds": (512, 8),
+        "negative_prompt_embeds": (512, 8),
+        "condition": (8, 4, 6, 10),
+        "image_embeds": (5, 8),
+        "clip_latents": (4, 3, 6, 10),
+    }
+    arrays = {name: jnp.asarray(random.normal(size=(1, *shape)), jnp.float32) for name, shape in shapes.items()}
+    faces = random.integers(0, 256, (1, 9, 16, 16, 3), dtype=np.uint8)
+    return WanConditioning(**arrays, face_pictures=faces, video_shape=np.array([[9, 24, 40, 1]], np.int32))
 
 
 def small_model(heads, **more):

@@ -54,6 +54,22 @@ ANIMATE_TRANSFORMER = {
     "freq_dim": 16,
     "eps": 1e-6,
 }
+POSE_TRANSFORMER = {
+    "_class_name": "WanAnimateTransformer3DModel",
+    "in_channels": 2 * LATENT_CHANNELS + 4,
+    "latent_channels": LATENT_CHANNELS,
+    "image_dim": 16,
+    "added_kv_proj_dim": 24,
+    "pos_embed_seq_len": None,
+    "motion_encoder_channel_sizes": {"16": 4, "8": 6, "4": 5},
+    "motion_encoder_size": 16,
+    "motion_style_dim": 8,
+    "motion_dim": 3,
+    "motion_encoder_dim": 7,
+    "face_encoder_hidden_dim": 6,
+    "face_encoder_num_heads": 2,
+    "inject_face_latents_blocks": 1,
+}
 VAE = {
     "_class_name": "AutoencoderKLWan",
     "base_dim": 4,
@@ -290,6 +306,19 @@ def tiny_animate_checkpoint(folder: Path, *, layers: int = 2) -> Path:
     _write_json(folder / "scheduler" / "scheduler_config.json", {**SCHEDULER, "_class_name": classes["scheduler"][1]})
     _write_json(folder / "model_index.json", INDEX | {"_class_name": "WanAnimate2Pipeline"} | classes)
     _write_json(folder / "generation_config.json", {**SMALL, "height": 48, "width": 64, "resize": "pad"})
+    return folder
+
+
+def tiny_pose_checkpoint(folder: Path) -> Path:
+    """Write the checkpoint of a model that follows a pose clip and a face; its default videos are small."""
+    tiny_image_checkpoint(folder)
+    kind = POSE_TRANSFORMER["_class_name"]
+    _save(folder / "transformer", kind, TRANSFORMER | POSE_TRANSFORMER)
+    index = json.loads((folder / "model_index.json").read_text())
+    _write_json(
+        folder / "model_index.json", index | {"_class_name": "WanAnimatePipeline", "transformer": ["diffusers", kind]}
+    )
+    _write_json(folder / "generation_config.json", {**SMALL, "height": 48, "width": 64, "resize": "pad", "fps": 30})
     return folder
 
 

@@ -124,29 +124,33 @@ def unflatten_patches(reader: Reader, name: str, patch: Shape) -> ReshapedReader
 
 
 class UnfusedReader(ReaderView):
-    """A reader that splits a fused tensor such as `to_qkv.weight` by rows into those of `to_q`, `to_k` and `to_v`."""
+    """A reader that splits a fused tensor such as `to_qkv.weight` by rows into those of `to_q`, `to_k` and `to_v`.
+
+    A tensor such as `to_kv.weight` is split into those of `to_k` and `to_v`.
+    """
 
     def __init__(self, reader: Reader, names: Sequence[str] = ("to_qkv",)):
         super().__init__(reader)
-        self._parts: dict[str, tuple[str, int | None]] = {}
+        self._parts: dict[str, tuple[str, int, int]] = {}  # the fused tensor, the index of the part, and how many
         for key in reader.specs:
             module, _, suffix = key.rpartition(".")
             parent, dot, name = module.rpartition(".")
             if name in names:
-                parts = (f"{parent}{dot}{name.replace('qkv', x)}.{suffix}" for x in "qkv")
-                self._parts |= {index: (key, i) for i, index in enumerate(parts)}
+                fused = "qkv" if "qkv" in name else "kv"
+                parts = (f"{parent}{dot}{name.replace(fused, x)}.{suffix}" for x in fused)
+                self._parts |= {part: (key, i, len(fused)) for i, part in enumerate(parts)}
             else:
-                self._parts[key] = (key, None)
+                self._parts[key] = (key, 0, 1)
         self.specs = {key: self._spec(*location) for key, location in self._parts.items()}
 
-    def _spec(self, fused_key: str, index: int | None) -> Spec:
+    def _spec(self, fused_key: str, index: int, count: int) -> Spec:
         shape, dtype = self._reader.specs[fused_key]
-        return Spec((shape[0] // 3, *shape[1:]) if shape and index is not None else shape, dtype)
+        return Spec((shape[0] // count, *shape[1:]) if shape else shape, dtype)
 
     def read(self, key: str) -> np.ndarray:
-        fused_key, index = self._parts[key]
+        fused_key, index, count = self._parts[key]
         x = self._reader.read(fused_key)
-        if index is None:
+        if count == 1:
             return x
-        rows = len(x) // 3
+        rows = len(x) // count
         return x[index * rows : (index + 1) * rows]

@@ -16,7 +16,10 @@ SECTIONS = {
         "deadline price start-time download-rate compile-time prompts seeds rng windows then overlap match "
         "extend-prompt extend-model negative-prompt clip-prompt height width fps prompt allow-empty-prompt with-prompt",
     ),
-    "From what": ("image last-image video", "mask reference strength resize outpaint max-picture noise"),
+    "From what": (
+        "image last-image video",
+        "face background mask reference strength resize outpaint max-picture noise",
+    ),
     "What to learn": (
         "full lora-rank sample-prompt",
         "lora-alpha lora-dropout lora-target lora-format expert ema-decay",

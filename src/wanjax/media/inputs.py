@@ -59,7 +59,9 @@ MASK = InputSpec(
     "mask", "mask", "a mask", "White where the clip is to be made anew: a clip, or one picture.", background="black"
 )
 REFERENCES = InputSpec("references", "images", "reference images", "Pictures of what the video should show.")
-INPUT_SPECS = {spec.name: spec for spec in (IMAGE, LAST_IMAGE, VIDEO, MASK, REFERENCES)}
+FACE = InputSpec("face", "clip", "a clip of the face", "The face in each frame of a pose clip, cut out.")
+BACKGROUND = InputSpec("background", "clip", "a background", "A clip whose person is replaced where the mask is white.")
+INPUT_SPECS = {spec.name: spec for spec in (IMAGE, LAST_IMAGE, VIDEO, FACE, BACKGROUND, MASK, REFERENCES)}
 """The inputs of all families, by name.
 
 `wanjax.register` adds those of a new family, so everything derived from this table is computed on use, not on import.

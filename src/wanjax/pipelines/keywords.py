@@ -36,6 +36,8 @@ class InputKeywords(SettingsKeywords, total=False):
     image: PictureInput | None
     last_image: PictureInput | None
     video: ClipInput | None
+    face: ClipInput | None
+    background: ClipInput | None
     mask: ClipInput | None
     references: Iterable[PictureInput] | None
     resize: str | None

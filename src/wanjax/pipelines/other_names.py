@@ -13,6 +13,10 @@ RENAMED = {alias: name for name, setting in schema(Settings).items() for alias i
     "latents": "noise",
     "reference_images": "references",
     "callback_on_step_end": "callback",
+    "pose_video": "video",
+    "face_video": "face",
+    "background_video": "background",
+    "mask_video": "mask",
 }
 """Keywords of diffusers, ComfyUI and models' own code, each with its name in wanjax."""
 KEYWORD_ADVICE = {

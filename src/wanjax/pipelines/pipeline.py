@@ -418,13 +418,15 @@ class Pipeline(metaclass=OtherNamesMeta):
         self, pictures: Pictures, settings: Settings, keywords: Mapping[str, Any]
     ) -> dict[str, int]:
         """Derive height, width and frames from the pictures, unless the caller's keywords set them."""
-        if (windowing := self.model.spec.windowing).follows_clip:
-            is_limited = keywords.get("windows") is not None
-            return {**windowing.video_shape(pictures, settings, is_limited=is_limited)}
-        shape: dict[str, int] = {}
+        shape, windowing, picture = dict[str, int](), self.model.spec.windowing, pictures.first
+        if windowing.follows_clip:
+            is_limited, picture = keywords.get("windows") is not None, pictures["video"][0]
+            shape |= windowing.video_shape(pictures, settings, is_limited=is_limited)
         sets_area_only = keywords.get("size") == resolution_name(settings.size)
-        if pictures.first is not None and (sets_area_only or not keywords.keys() & {"size", "height", "width"}):
-            shape |= dict(zip(("height", "width"), self.model.size_for(pictures.first.shape, settings), strict=True))
+        if picture is not None and (sets_area_only or not keywords.keys() & {"size", "height", "width"}):
+            shape |= dict(zip(("height", "width"), self.model.size_for(picture.shape, settings), strict=True))
+        if windowing.follows_clip:
+            return shape
         needed_frames = self._clip_frames(settings, keywords)
         if (clip := pictures.clip("video")) is not None and (count := len(clip)) < needed_frames:
             if keywords.get("frames") or needed_frames > settings.frames:

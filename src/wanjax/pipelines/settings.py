@@ -258,7 +258,7 @@ class Settings:
         group="shape",
         metavar="4n+1",
         maximum=100_000,
-        aliases=("num_frames", "frame_num", "length"),
+        aliases=("num_frames", "frame_num", "length", "segment_frame_length"),
     )
     windows: int = setting(
         "Make a longer video of N windows, each of the given number of frames. A window starts from the last frames of "
@@ -268,7 +268,7 @@ class Settings:
     overlap: int = setting(
         "Number of frames that a window shares with the previous one: 1 for models that take a first image, more for "
         "models that take a control clip.",
-        default=1, group="windows", metavar="N", minimum=1,
+        default=1, group="windows", metavar="N", minimum=1, aliases=("prev_segment_conditioning_frames",),
     )  # fmt: skip
     match: str = setting(
         "What to match between a window and the previous one, by the frames that they share: colour matches "

@@ -35,6 +35,7 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     "transformer": {
         "layers": 2, "refiner_layers": 1, "heads": 2, "mlp_dim": 256, "refiner_mlp_dim": 256, "text_width": 64,
         "glyph_width": 64, "glyph_mlp_dim": 64, "image_width": 64, "time_width": 64,
+        "face_size": 32, "motion_channels": (16, 16, 16, 16), "motion_width": 32, "face_width": 32, "face_stride": 1,
     },
     "vae": {"width": 16, "decoder_width": 16, "res_blocks": 1, "groups": 8},
 }  # fmt: skip

@@ -170,7 +170,7 @@ def _other_model(nodes: Sequence[Node]) -> Unknown | None:
     """Return the first node of a model that is not here."""
     for node in nodes:
         if (model := OTHER_NODES.get(node.type)) is not None:
-            return Unknown(node, f"belongs to {model}, which wanjax does not have yet")
+            return Unknown(node, f"belongs to {model}, whose workflows wanjax does not read")
     for node in nodes:
         for name in LOADERS:
             file = node.inputs.get(name)
@@ -179,7 +179,7 @@ def _other_model(nodes: Sequence[Node]) -> Unknown | None:
                 and model_of(base_name(file)) is None
                 and (model := other_model_of(base_name(file)))
             ):
-                return Unknown(node, f"loads {shown(base_name(file))} of {model}, which wanjax does not have yet")
+                return Unknown(node, f"loads {shown(base_name(file))} of {model}, whose workflows wanjax does not read")
     return None
 
 

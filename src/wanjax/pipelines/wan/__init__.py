@@ -7,7 +7,7 @@ from wanjax.pipelines.caching.cache_tables import FILE
 from wanjax.pipelines.family import Family
 from wanjax.pipelines.image_processor import ImageProcessor
 from wanjax.pipelines.text.tokenizer import Tokenizer
-from wanjax.pipelines.wan.checkpoints import ANIMATE_PIPELINE, CAUSAL_PIPELINES, model_of
+from wanjax.pipelines.wan.checkpoints import ANIMATE_PIPELINE, CAUSAL_PIPELINES, POSE_PIPELINE, model_of
 from wanjax.pipelines.wan.layouts import LAYOUT
 from wanjax.pipelines.wan.networks import NETWORKS
 from wanjax.pipelines.wan.presets import DISTILLATIONS, PRESETS, default_settings
@@ -24,6 +24,7 @@ FAMILY = Family(
         "WanVACEPipeline",
         "WanDMDPipeline",
         ANIMATE_PIPELINE,
+        POSE_PIPELINE,
         *CAUSAL_PIPELINES,
     ),
     read_model=model_of,

@@ -12,6 +12,7 @@ from wanjax.models.wan.config import (
     CausalTransformerConfig,
     ControlTransformerConfig,
     ImageTransformerConfig,
+    PoseTransformerConfig,
     ResidualVAEConfig,
     TransformerConfig,
     VAEConfig,
@@ -19,6 +20,7 @@ from wanjax.models.wan.config import (
 from wanjax.pipelines.wan.animate import CharacterAnimation
 from wanjax.pipelines.wan.model import EXPERTS, WanModel
 from wanjax.pipelines.wan.networks import NETWORKS
+from wanjax.pipelines.wan.pose import PoseToVideo
 from wanjax.pipelines.wan.tasks import (
     CausalTextToVideo,
     ControlledVideo,
@@ -33,7 +35,7 @@ from wanjax.pipelines.wan.tasks import (
 )
 from wanjax.schedulers import Consistency, FlowDPM, FlowEuler, from_config
 
-ANIMATE_PIPELINE = "WanAnimate2Pipeline"
+ANIMATE_PIPELINE, POSE_PIPELINE = "WanAnimate2Pipeline", "WanAnimatePipeline"
 CAUSAL_PIPELINES = (
     "WanCausalDMDPipeline",
     "CausalForcingPipeline",
@@ -108,6 +110,8 @@ def _model_class(index: Mapping[str, Any], transformer: TransformerConfig, vae: 
             return ImageToVideoWithEncoder if transformer.image_positions is None else FirstAndLastFrameToVideo
         case "WanAnimate2Pipeline" if with_condition and isinstance(transformer, AnimateTransformerConfig):
             return CharacterAnimation
+        case "WanAnimatePipeline" if with_condition and isinstance(transformer, PoseTransformerConfig):
+            return PoseToVideo
         case "WanFunInpaintPipeline" if with_condition and isinstance(transformer, ImageTransformerConfig):
             return InpaintingWithEncoder
         case "WanFunInpaintPipeline" if with_condition and has_base_config:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt8
 
 from wanjax.media.pictures import Picture, fit_to_size
 from wanjax.pipelines.settings import Settings
@@ -24,7 +24,8 @@ class WanConditioning(NamedTuple):
     `VideoShape` of the video for which the images were encoded.
 
     Of a driving clip, `clip_prompt_embeds` are the features of its prompt, `clip_image_embeds` those of its first
-    frame, and `clip_latents` its latents. `first_frame_bias` is added to the scores of the first frame's keys.
+    frame, and `clip_latents` its latents. `first_frame_bias` is added to the scores of the first frame's keys. Of a
+    pose clip, only `clip_latents` are set. `face_pictures` are pictures of a face, of 8-bit pixels.
     """
 
     prompt_embeds: Float[Array, "B S E"]
@@ -37,6 +38,7 @@ class WanConditioning(NamedTuple):
     clip_image_embeds: Float[Array, "1 _S _E"] | None = None
     clip_latents: Float[Array, "1 _C _T _H _W"] | None = None
     first_frame_bias: Float[Array | np.ndarray, "1"] | None = None
+    face_pictures: UInt8[Array | np.ndarray, "1 _T _H _W 3"] | None = None
 
 
 def unit_range(picture: Picture, settings: Settings) -> Float[np.ndarray, "_H _W 3"]:
@@ -52,7 +54,13 @@ def known_frames(indices: Sequence[int], frames: int, factor: int) -> Float[np.n
     """
     flags = np.zeros(frames, np.float32)
     flags[list(indices)] = 1
-    return np.append(np.repeat(flags[:1], factor), flags[1:]).reshape(-1, factor).T
+    return frame_channels(flags, factor)
+
+
+def frame_channels(values: Float[np.ndarray, "T ..."], factor: int) -> Float[np.ndarray, "C _T ..."]:
+    """Rearrange a value for each frame as channels of the latent frames, in the way of `known_frames`."""
+    whole = np.concatenate([np.repeat(values[:1], factor, axis=0), values[1:]])
+    return np.swapaxes(whole.reshape(-1, factor, *values.shape[1:]), 0, 1)
 
 
 def mask_cells(mask: Float[np.ndarray, "T H W"], frames: int, factor: int) -> Float[np.ndarray, "C _T _H _W"]:

@@ -27,7 +27,7 @@ from wanjax.checkpoints.layout import (
 from wanjax.checkpoints.readers import open_tensors
 from wanjax.checkpoints.sources import Source, Storage, check_small_files, read_json
 from wanjax.converters.configs import read_config
-from wanjax.converters.wan import animate
+from wanjax.converters.wan import animate, pose
 from wanjax.converters.wan.animate import TRANSFORMER_CLASS as ANIMATE_CLASS
 from wanjax.converters.wan.diffusers import transformer_config
 from wanjax.errors import WanjaxError
@@ -36,7 +36,7 @@ from wanjax.pipelines.distillation import find_distillation, model_name_in
 from wanjax.pipelines.family import Preset
 from wanjax.pipelines.text.gguf_tokenizer import write_tokenizer
 from wanjax.pipelines.wan import recognise
-from wanjax.pipelines.wan.checkpoints import ANIMATE_PIPELINE, CAUSAL_PIPELINES
+from wanjax.pipelines.wan.checkpoints import ANIMATE_PIPELINE, CAUSAL_PIPELINES, POSE_PIPELINE
 from wanjax.pipelines.wan.presets import ANIMATIONS, DISTILLATIONS, FUN, find_fallback, find_published
 from wanjax.schedulers import UNIPC_SHIFT
 from wanjax.stores.paths import missing_file
@@ -408,6 +408,8 @@ def _model_index(transformer: Mapping[str, Any], experts: bool, name_hint: str) 
     pipeline = "WanVACEPipeline" if is_vace else "WanImageToVideoPipeline" if takes_image else "WanPipeline"
     if transformer["_class_name"] == "CausalWanTransformer3DModel":
         pipeline = CAUSAL_PIPELINES[0]
+    if transformer["_class_name"] == pose.TRANSFORMER_CLASS:
+        pipeline = POSE_PIPELINE
     if _published_preset(transformer, experts, name_hint) in FUN:
         pipeline = "WanFunInpaintPipeline"
     classes = dict(CLASSES) | {"transformer": ("diffusers", transformer["_class_name"])}
@@ -439,7 +441,9 @@ def _scheduler_config(transformer: Mapping[str, Any], experts: bool) -> dict[str
 
 
 def _config(transformer: Mapping[str, Any]) -> TransformerConfig:
-    return read_config("the transformer's config.json", transformer, transformer_config)
+    follows_poses = transformer["_class_name"] == pose.TRANSFORMER_CLASS
+    read = pose.transformer_config if follows_poses else transformer_config
+    return read_config("the transformer's config.json", transformer, read)
 
 
 def _published_preset(transformer: Mapping[str, Any], experts: bool, name_hint: str = "") -> Preset | None:

@@ -14,7 +14,7 @@ from PIL import Image
 from wanjax.errors import SettingError
 from wanjax.media.pictures import Picture, PictureOfAnySize
 
-BICUBIC, BILINEAR = Image.Resampling.BICUBIC, Image.Resampling.BILINEAR
+BICUBIC, BILINEAR, LANCZOS = Image.Resampling.BICUBIC, Image.Resampling.BILINEAR, Image.Resampling.LANCZOS
 
 
 class Box(NamedTuple):
@@ -58,18 +58,22 @@ def video_size(picture: tuple[int, int], area: int, multiple: int, reference_imp
     return size
 
 
-def content_box(picture: tuple[int, int], size: tuple[int, int]) -> Box:
+def content_box(picture: tuple[int, int], size: tuple[int, int], *, low: bool = False) -> Box:
     """Return where the whole picture is in a frame of this (height, width). The bars are equal, or differ by a pixel.
 
     Args:
         picture: (height, width) of the picture.
         size: (height, width) of the frame.
+        low: Whether the larger bar is above or to the left, if the bars differ.
     """
     (height, width), (frame_height, frame_width) = picture, size
     is_wider = frame_width / frame_height < width / height
     inner_width = frame_width if is_wider else max(1, width * frame_height // height)
     inner_height = max(1, height * frame_width // width) if is_wider else frame_height
-    return Box((frame_height - inner_height) // 2, (frame_width - inner_width) // 2, inner_height, inner_width)
+    top, left = (
+        (outer - inner + low) // 2 for outer, inner in ((frame_height, inner_height), (frame_width, inner_width))
+    )
+    return Box(top, left, inner_height, inner_width)
 
 
 def visible_box(picture: tuple[int, int], size: tuple[int, int], multiple: int, reference_impl: str) -> Box:
@@ -84,10 +88,15 @@ def visible_box(picture: tuple[int, int], size: tuple[int, int], multiple: int, 
     return content_box(_floored(picture, multiple) if reference_impl == "diffusers" else picture, size)
 
 
-def letterbox(picture: PictureOfAnySize, size: tuple[int, int], resample: Image.Resampling) -> Picture:
-    """Scale a whole picture into the centre of a black frame of this (height, width), by one of Pillow's filters."""
+def letterbox(
+    picture: PictureOfAnySize, size: tuple[int, int], resample: Image.Resampling, *, low: bool = False
+) -> Picture:
+    """Scale a whole picture into the centre of a black frame of this (height, width), by one of Pillow's filters.
+
+    `low` is that of `content_box`.
+    """
     height, width, _ = picture.shape
-    top, left, inner_height, inner_width = content_box((height, width), size)
+    top, left, inner_height, inner_width = content_box((height, width), size, low=low)
     frame = np.zeros((*size, 3), np.uint8)
     resized = Image.fromarray(picture).resize((inner_width, inner_height), resample)
     frame[top : top + inner_height, left : left + inner_width] = np.asarray(resized)

@@ -18,6 +18,7 @@ from wanjax.models.wan.config import (
     I2V_A14B,
     INP_1_3B,
     INP_5B,
+    POSE_14B,
     T2V_1_3B,
     T2V_14B,
     TI2V_5B,
@@ -33,6 +34,7 @@ from wanjax.pipelines.settings import NO_MARGINS, Settings
 from wanjax.pipelines.wan.animate import CharacterAnimation
 from wanjax.pipelines.wan.checkpoints import THREE_STEPS
 from wanjax.pipelines.wan.model import WanModel
+from wanjax.pipelines.wan.pose import PoseToVideo
 from wanjax.pipelines.wan.tasks import (
     CausalTextToVideo,
     ControlledVideo,
@@ -93,6 +95,7 @@ T2V_EXPERTS = replace(T2V, experts=True)
 I2V_EXPERTS = as_class(ImageToVideo, T2V_EXPERTS, transformer=I2V_A14B)
 TI2V = as_class(FirstFrameToVideo, T2V, transformer=TI2V_5B, vae=VAE_2_2)
 ANIMATE = as_class(CharacterAnimation, I2V, transformer=ANIMATE_14B, image_encoder=CLIP_VIT_H, scheduler=FlowDPM())
+POSE = as_class(PoseToVideo, I2V, transformer=POSE_14B)
 OVERLAP = 5  # our choice: consecutive windows of a controlled video share 5 frames (two latent frames)
 CONTROLLED: dict[str, Any] = {"overlap": OVERLAP, "outpaint": NO_MARGINS}
 HD: dict[str, Any] = {"height": 720, "width": 1280}
@@ -295,6 +298,19 @@ PUBLISHED = (
         width=1280,
         frames=121,
         fps=24,
+    ),
+    _official_preset(  # wan/configs/wan_animate_14B.py of the authors
+        "wan2.2-animate-14b",
+        "Wan2.2-Animate-14B-Diffusers",
+        "a picture of a character, a pose clip and a clip of the face to video, or into a background",
+        POSE,
+        17_274_816_884,
+        frames=77,
+        fps=30,
+        steps=20,
+        guidance_scale=1.0,
+        resize="pad",
+        **HD_AND_SD,
     ),
 )
 

@@ -18,12 +18,18 @@ from wanjax.checkpoints.layout import (
     has_authors_names,
     split_components,
 )
-from wanjax.checkpoints.readers import RenamedReader, UnfusedReader, squeeze_leading, unflatten_patches
+from wanjax.checkpoints.readers import (
+    RenamedReader,
+    ReshapedReader,
+    UnfusedReader,
+    squeeze_leading,
+    unflatten_patches,
+)
 from wanjax.checkpoints.torch_file import GENERATORS
 from wanjax.checkpoints.unsupported import UnsupportedModels, find_unsupported
 from wanjax.converters import t5
 from wanjax.converters.name_map import NameMap
-from wanjax.converters.wan import animate, original
+from wanjax.converters.wan import animate, original, pose
 from wanjax.errors import WanjaxError
 from wanjax.models.wan.config import VAEConfig
 
@@ -51,7 +57,6 @@ UNSUPPORTED: UnsupportedModels = {  # by tensor names in the publishers' code, o
     "Wan Fun Control with a camera": ("control_adapter.",),
     "Wan Fun Control": ("ref_conv.",),
     "Wan S2V": ("casual_audio_encoder.", "audio_injector.", "trainable_cond_mask.", "frame_packer."),
-    "Wan Animate": ("face_adapter.", "face_encoder.", "motion_encoder.", "pose_patch_embedding."),
     "SCAIL-2": ("patch_embedding_mask.",),
     "SCAIL": ("patch_embedding_pose.",),
     "HuMo": ("audio_proj.audio_proj_glob", "audio_cross_attn_wrapper."),
@@ -64,8 +69,12 @@ UNSUPPORTED: UnsupportedModels = {  # by tensor names in the publishers' code, o
 UNSUPPORTED_CHANNELS = {20: "SCAIL", 32: "Wan Fun Control with a camera", 48: "Wan Fun Control", 52: "Wan Fun Control"}
 """Unsupported models with Wan 2.1's latents, by the number of input channels of their patch embedding."""
 LATENT_CHANNELS, MASK_CHANNELS = 16, 4  # the number of channels of Wan 2.1's latents, and of a mask
-SUPPORTED = "Wan's text to video, image to video, first and last frame, Fun InP, VACE and Animate 2"
+SUPPORTED = "Wan's text to video, image to video, first and last frame, Fun InP, VACE, Animate and Animate 2"
 ANIMATE_BLOCK = re.compile(r"(?<=blocks\.)(\d+)\.block\.")  # the names of blocks in the authors' files of Animate 2
+POSE_KEY = "pose_patch_embedding.weight"  # only the transformer of Animate has it
+FILTER = re.compile(r"motion_encoder\.enc\.net_app\.convs\.\d+\.(?:conv2|skip)\.0\.kernel")
+ACTIVATION_BIAS = re.compile(r"motion_encoder\.enc\.net_app\.convs\.\d+\.(?:\w+\.)?\d\.bias")
+"""Tensors in the authors' files of Animate: the weights of a fixed filter, and biases [1 C 1 1]."""
 TOKENIZER_KEYS = ("spiece_model",)  # tokenizers that are stored with a text encoder's weights
 
 
@@ -135,8 +144,13 @@ def component(name: str, reader: Reader, config: Mapping[str, Any] | None = None
         case "transformer":
             reader = RenamedReader(reader, lambda key: ANIMATE_BLOCK.sub(r"\1.", key))
             names, reader = original.TRANSFORMER, unflatten_patches(reader, "patch_embedding.weight", PATCH_SIZE)
+            if follows_poses := POSE_KEY in reader.specs:
+                names, reader = pose.NAMES, _pose_transformer(reader) if authors_names else reader
             _check_supported(reader, names.to_diffusers if authors_names else names.to_authors)
             json = original.transformer_json(_authors_specs(reader, names, authors_names), config)
+            if follows_poses:
+                specs = {names.to_diffusers(key) or key: spec for key, spec in reader.specs.items()}
+                json = pose.transformer_json(json, specs if authors_names else reader.specs)
             _check_channels(reader, json["in_channels"], json["out_channels"])
         case "vae":
             json, names = _vae_config_and_names(reader, authors_names)
@@ -196,6 +210,14 @@ def _vae_config_and_names(reader: Reader, authors_names: bool) -> tuple[dict[str
     is_residual = any(".downsampler." in key for key in reader.specs)
     names = original.vae_names({"dim_mult": range(4), "num_res_blocks": 2, "is_residual": is_residual})
     return original.vae_json(_authors_specs(reader, names, has_authors=False)), names
+
+
+def _pose_transformer(reader: Reader) -> Reader:
+    """Return Animate's transformer, whose tensors get the shapes that diffusers uses. Fixed filters are left out."""
+    learned = RenamedReader(reader, lambda key: None if FILTER.fullmatch(key) else key)
+    biases = [key for key in learned.specs if ACTIVATION_BIAS.fullmatch(key)]
+    flat = ReshapedReader(learned, lambda key, shape: shape[1:2] if key in biases else shape)
+    return UnfusedReader(flat, ("linear1_kv",))
 
 
 def _vision_tower(reader: Reader) -> Reader:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Videos that follow a driving clip, in segments. Each segment starts from the last frames of the previous one.
+"""Videos that follow a clip, in segments. Each segment starts from the last frames of the previous one.
 
     for each segment:
         encode its part of the clip and the carried frames, both with bars
@@ -7,10 +7,12 @@
         yield its new frames, without bars
         carry its last frames, as floats and with bars
 
-The clip is extended to and fro, so that it fills the last segment. This follows modular_pipelines/wan_animate_2 of
-diffusers, and where the authors' code differs, that code.
+The clip is extended to and fro, so that it fills the last segment. Animate follows diffusers'
+pipelines/wan/pipeline_wan_animate.py, and has no bars. Animate 2 follows modular_pipelines/wan_animate_2 of diffusers,
+and where the authors' code differs, that code.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +30,7 @@ from wanjax.pipelines.windows import MAX_WINDOWS, Window, Windowing
 
 MIN_NEW_FRAMES = 28  # the authors' last segment adds at least this many frames
 OVERLAPS = (1, 5)
+Frames = Float[np.ndarray, "_T _H _W 3"]
 
 
 def segments(count: int, settings: Settings) -> list[Int[np.ndarray, " _T"]]:
@@ -54,17 +57,26 @@ def to_and_fro(count: int, total: int, *, repeats_ends: bool) -> Int[np.ndarray,
     return np.where(numbers < count, numbers, period - repeats_ends - numbers)
 
 
-@dataclass(frozen=True)
-class ClipSegments(Windowing):
-    """Windows that are the segments of the clip `video`. The size in the settings is an area.
+def full_segments(count: int, clip_frames: int, settings: Settings) -> list[Int[np.ndarray, " _T"]]:
+    """Return the numbers of a clip's frames in each segment, for segments that are all full.
 
     Args:
-        size_multiple: Height and width are multiples of this number of pixels.
+        count: The number of frames of the video.
+        clip_frames: The number of frames of the clip, which turns round without repeating a frame.
+        settings: The settings of the video.
     """
+    step = settings.frames - settings.overlap
+    number = min(max(math.ceil((count - settings.overlap) / step), 1), settings.windows)
+    numbers = to_and_fro(clip_frames, settings.overlap + number * step, repeats_ends=False)
+    return [numbers[i * step : i * step + settings.frames] for i in range(number)]
+
+
+@dataclass(frozen=True)
+class Segments(Windowing):
+    """Windows that are the segments of the clip `video`. The video is as long as the clip."""
 
     follows_clip: ClassVar[bool] = True
     dtype: ClassVar[Any] = np.float32
-    size_multiple: int
 
     def check(self, settings: Settings, continuation_input: str | None) -> None:
         super().check(settings, continuation_input)
@@ -84,60 +96,94 @@ class ClipSegments(Windowing):
         return settings.length if is_limited else replace(settings, windows=MAX_WINDOWS).length
 
     def at_rate(self, pictures: Pictures, sources: Mapping[str, Any], settings: Settings) -> Pictures:
-        """Repeat frames of a slower video file, by the nearest frame. Other clips have no rate."""
-        clip, source = pictures.clip("video"), sources["video"]
-        is_file = isinstance(source, str | Path) and Path(source).is_file() and not is_picture_name(Path(source))
-        rate = probe(source).min_fps if is_file else 0
-        if clip is None or not 0 < rate < settings.fps:
-            return pictures
-        times = np.arange(int(len(clip) / rate * settings.fps)) / settings.fps
-        return pictures.with_inputs(video=clip[np.minimum(np.round(times * rate).astype(int), len(clip) - 1)])
+        """Repeat frames of slower video files, by the nearest frame. Other clips have no rate."""
+        files = {
+            name: source
+            for name, source in sources.items()
+            if isinstance(source, str | Path) and Path(source).is_file() and not is_picture_name(Path(source))
+        }
+        rates = {name: probe(file).min_fps for name, file in files.items()}
+        slow_clips = {name: rate for name, rate in rates.items() if 0 < rate < settings.fps}
+        return pictures.with_inputs(
+            **{name: _at_rate(pictures[name], rate, settings.fps) for name, rate in slow_clips.items()}
+        )
 
     def video_shape(self, pictures: Pictures, settings: Settings, *, is_limited: bool) -> Mapping[str, int]:
-        clip: Any = pictures.clip("video")
         limit = settings.windows if is_limited else MAX_WINDOWS
-        return {"windows": len(segments(len(clip), replace(settings, windows=limit)))}
+        return {"windows": len(self.segments(pictures, replace(settings, windows=limit)))}
+
+    def segments(self, pictures: Pictures, settings: Settings) -> list[Int[np.ndarray, " _T"]]:
+        """Return the numbers of the clip's frames in each segment."""
+        count = _length(pictures)
+        return full_segments(count, count, settings)
+
+    def size(self, settings: Settings, pictures: Pictures) -> tuple[int, int]:
+        """Return the (height, width) of the decoded frames."""
+        return settings.size
+
+    def without_bars(self, frames: Frames, settings: Settings, pictures: Pictures) -> Frames:
+        """Return the part of decoded frames that the video shows."""
+        return frames
 
     def windows(self, settings: Settings, pictures: Pictures) -> list[Window]:
-        clip: Any = pictures.clip("video")
-        numbers = segments(len(clip), settings)
-        height, width = self._size(settings, pictures)
+        numbers = self.segments(pictures, settings)
+        height, width = self.size(settings, pictures)
         windows = super().windows(replace(settings, windows=len(numbers)), pictures)
         return [
             window._replace(settings=replace(window.settings, frames=len(frames), height=height, width=width))
             for window, frames in zip(windows, numbers, strict=True)
         ]
 
+    def finish(
+        self, window: Window, settings: Settings, pictures: Pictures, frames: Frames, carried: Any
+    ) -> tuple[Clip, Any, None]:
+        start = window.index * (settings.frames - settings.overlap)
+        new = frames[0 if carried is None else settings.overlap : _length(pictures) - start]
+        visible = self.without_bars(new, window.settings, pictures)
+        return np.rint(visible * np.float32(255)).astype(np.uint8), frames[-settings.overlap :], None
+
+
+@dataclass(frozen=True)
+class ClipSegments(Segments):
+    """The segments of a raw driving clip. The size in the settings is an area, and the picture has bars.
+
+    Args:
+        size_multiple: Height and width are multiples of this number of pixels.
+    """
+
+    size_multiple: int
+
+    def segments(self, pictures: Pictures, settings: Settings) -> list[Int[np.ndarray, " _T"]]:
+        return segments(_length(pictures), settings)
+
+    def size(self, settings: Settings, pictures: Pictures) -> tuple[int, int]:
+        area = settings.height * settings.width
+        return video_size(_picture_sides(pictures), area, self.size_multiple, settings.follow)
+
     def pictures(
         self, window: Window, settings: Settings, pictures: Pictures, carried: Any, continuation_input: str | None
     ) -> Pictures:
         clip: Any = pictures.clip("video")
-        frames = clip[segments(len(clip), settings)[window.index]]
+        frames = clip[self.segments(pictures, settings)[window.index]]
         first = clip[0] if settings.follow == "diffusers" else frames[0]
         return pictures.with_inputs(video=frames, clip_image=first, carried=carried)
 
-    def finish(
-        self,
-        window: Window,
-        settings: Settings,
-        pictures: Pictures,
-        frames: Float[np.ndarray, "_T _H _W 3"],
-        carried: Any,
-    ) -> tuple[Clip, Any, None]:
-        clip: Any = pictures.clip("video")
-        start = window.index * (settings.frames - settings.overlap)
-        new = frames[0 if carried is None else settings.overlap : len(clip) - start]
-        multiple, sides = self.size_multiple, self._picture_sides(pictures)
-        top, left, height, width = visible_box(sides, window.settings.size, multiple, settings.follow)
-        visible = new[:, top : top + height, left : left + width]
-        return np.rint(visible * np.float32(255)).astype(np.uint8), frames[-settings.overlap :], None
+    def without_bars(self, frames: Frames, settings: Settings, pictures: Pictures) -> Frames:
+        sides = _picture_sides(pictures)
+        top, left, height, width = visible_box(sides, settings.size, self.size_multiple, settings.follow)
+        return frames[:, top : top + height, left : left + width]
 
-    def _size(self, settings: Settings, pictures: Pictures) -> tuple[int, int]:
-        area = settings.height * settings.width
-        return video_size(self._picture_sides(pictures), area, self.size_multiple, settings.follow)
 
-    @staticmethod
-    def _picture_sides(pictures: Pictures) -> tuple[int, int]:
-        image: Any = pictures.picture("image")
-        height, width, _ = image.shape
-        return height, width
+def _at_rate(clip: Clip, rate: float, fps: float) -> Clip:
+    """Repeat frames of a clip of `rate` frames a second, so that it has `fps`."""
+    times = np.arange(int(len(clip) / rate * fps)) / fps
+    return clip[np.minimum(np.round(times * rate).astype(int), len(clip) - 1)]
+
+
+def _length(pictures: Pictures) -> int:
+    return len(pictures["video"])
+
+
+def _picture_sides(pictures: Pictures) -> tuple[int, int]:
+    height, width, _ = pictures["image"].shape
+    return height, width

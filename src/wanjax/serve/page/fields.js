@@ -6,7 +6,7 @@ import { text } from "./texts.js";
 
 const LARGEST_SEED = 2n ** 64n - 1n;
 const SEEDS = /^\s*\d+(\.\.\d+)?(\s*,\s*\d+(\.\.\d+)?)*\s*$/;
-const CLIP_INPUTS = ["video", "mask"]; // inputs that may be video files
+const CLIP_INPUTS = ["video", "face", "background", "mask"]; // inputs that may be video files
 
 // The settings of each group in the drawer, in order. Settings that are not listed come last.
 export const GROUPS = {
