@@ -221,7 +221,7 @@ def test_a_workflow_that_cannot_be_done_is_one_sentence_in_every_command():
     for arguments in (("generate", "--from", file), ("plan", "--from", file), ("info", file), ("batch", file)):
         result = wanjax(*arguments)
         assert result.exit_code == 2, arguments
-        assert "WanDancerVideo) belongs to Wan Dancer, which wanjax does not have yet" in result.stderr
+        assert "WanDancerVideo) belongs to Wan Dancer, whose workflows wanjax does not read" in result.stderr
         assert result.stderr.count("\n") == 1
 
 

@@ -169,7 +169,7 @@ SENTENCES = {  # template: words of its sentence
     "basic_datatype_conversion": "makes text",
     "flux_schnell": "makes pictures",
     "hidream_i1_dev": "makes pictures",
-    "hunyuan_video_text_to_video": "of HunyuanVideo 1.0, which wanjax does not have yet",
+    "hunyuan_video_text_to_video": "of HunyuanVideo 1.0, whose workflows wanjax does not read",
     "image_chrono_edit_14B": "of ChronoEdit",
     "image_qwen_image": "makes pictures",
     "image_z_image_turbo": "makes pictures",
