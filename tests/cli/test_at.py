@@ -227,6 +227,13 @@ def test_an_option_of_the_server_is_compared_however_it_is_given(options, same, 
         succeeded(wanjax(*given, url))
 
 
+def test_a_video_that_failed_is_not_done():
+    with answering(answers(job={"status": "failed", "error": {"message": "the lamp is out"}})) as url:
+        result = wanjax("a cat", "--at", url)
+    assert says(result.stderr, f"{url} failed to make the video the lamp is out")
+    assert "done" not in result.stderr
+
+
 def record(**more: Any) -> str:
     """Write the record of a video; return the name of its file."""
     Path("generation_config.json").write_text(json.dumps({"model": "nano", "prompt": "a cat", "seed": 7, **more}))

@@ -25,6 +25,7 @@ from tests.support.tiny import compile_cache, tiny_checkpoint
 from tests.support.words import says
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.cli import main, report, stages
+from wanjax.errors import SettingError
 from wanjax.media import stage_files
 from wanjax.media import video as video_files
 from wanjax.media.metadata import load_settings
@@ -389,6 +390,23 @@ def test_an_interrupted_denoising_leaves_the_embeddings(model, failing_in, monke
     assert files("stage_outputs") == [stage_files.CONFIG, stage_files.EMBEDDINGS_FILE]
     succeeded(wanjax("denoise"))
     assert load_settings(Path("stage_outputs"))["steps"] == 2  # as in the first command
+
+
+def test_windows_that_are_stopped_before_their_first_step_start_again(failing_in, monkeypatch):
+    command = ["a red circle", "--size", "32x32", "--frames", "5", "--steps", "2", "--windows", "2"]
+    monkeypatch.setattr(sys, "argv", ["wanjax", *command])
+    with failing_in("latents", KeyboardInterrupt()):
+        result = wanjax(*command)
+    assert result.exit_code == 130
+    assert result.stderr.endswith(f"no work is complete; start again with: {shlex.join(['wanjax', *command])}\n")
+
+
+def test_a_setting_that_is_wrong_has_no_command_that_would_fail_again(model, failing_in):
+    """A step cache that reads the weights refuses its number of steps only then."""
+    with failing_in("latents", SettingError("the step cache teacache:0.13 reuses nothing: take more steps", "cache")):
+        result = wanjax("a", "--model", model, *SMALL, *HERE)
+    assert result.exit_code == 2
+    assert result.stderr.endswith("reuses nothing: take more steps\n")
 
 
 def test_steps_of_other_settings_are_not_thrown_away(model, monkeypatch):

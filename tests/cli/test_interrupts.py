@@ -258,6 +258,7 @@ def test_a_stopped_command_says_that_it_goes_on_when_it_is_given_again(environme
     again = " ".join(["wanjax", *arguments[arguments.index(command) :]])
     before = "no video is complete; start again with" if command == "batch" else CONTINUE.rstrip(": ")
     assert run.said.endswith(f"{before}: {again}\n")
+    assert (command == "batch") == ("stopping after the current steps, whose videos begin again" in run.said)
     assert "Traceback" not in run.said
     assert not [*Path().rglob("*.mp4")]
 

@@ -133,9 +133,9 @@ def _generate_one(
         pending_paths.append(path)
         job = _wait_for_video(server, path, report, report.set_progress)
         pending_paths.clear()
+        if job.get("status") != "completed":
+            raise WanjaxError(f"{server.url} failed to make the video: {_failure_reason(job)}")
         report.set_progress("", 1, 1)  # the last poll came before the last step
-    if job.get("status") != "completed":
-        raise WanjaxError(f"{server.url} failed to make the video: {_failure_reason(job)}")
     record = server.ask(f"{path}/record")
     name = out or str(video_path(next(unused_names(request.settings["prompt"], _seed(record, server.url)))))
     target = _save(server, path, name)

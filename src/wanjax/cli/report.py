@@ -158,7 +158,7 @@ class Report:
 
     def record_resume(self, resume_command: str, text: str | None = None) -> None:
         """Set the command that resumes the run. If `text` says what is complete, print both."""
-        self.resume_command = resume_command
+        self.resume_command, self._has_saved_work = resume_command, lambda: True
         if text is not None:
             self.note(f"{text}; continue with: {resume_command}")
         self.stop_if_interrupted()
@@ -243,6 +243,8 @@ class Report:
         self._is_stopping = True
         unit = self._current.unit if self._current else ""
         work = f"the current {unit}s" if unit else "this stage"
+        if unit == "video":
+            work = "the current steps, whose videos begin again when you run the command again"
         self.note(f"stopping after {work}; press Ctrl-C again to stop at once")
         if self.runs_alone and self._name in SAFE_STAGES:
             threading.Thread(target=self._exit_when_saved, args=[self._current], daemon=True).start()

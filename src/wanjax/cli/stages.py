@@ -589,6 +589,8 @@ class VideoCommand:
         profile if the user requested them. With `prints_files`, it prints the name of each file that it saves.
         """
         self.fit_previews()
+        if self.in_windows:
+            self.report.enable_resume(lambda: False)  # until the first window saves steps
         observers: list[Observer] = []
         if self.profile:
             observers.append(StepProfile(self.profile, self.pipe, self.settings, self.report.note))
