@@ -106,6 +106,7 @@ def shard_clip_kv(keys: ClipKV, heads: int) -> ClipKV:
     return jax.tree.map(lambda x: constrain_to(x, PartitionSpec(None, *exchange.heads)), keys)
 
 
+@jax.named_scope("attention")
 def attention_with_frames(
     kernel: Callable[..., Any],
     q: Float[Array, "B L N D"],
