@@ -26,7 +26,9 @@ def verify(source: Source, progress: Progress = lambda at, done, total: None) ->
     checkpoint without arrays also raises it.
     """
     if (manifest := source.manifest) is None:
-        raise WanjaxError(f"{source.name} is not a wanjax checkpoint and has no checksums")
+        raise WanjaxError(
+            f"{source.name} is not a wanjax checkpoint and has no checksums: `wanjax convert` writes a copy with them"
+        )
     source.storage.fetch_all(progress, force=True)
     root, networks, files = source.root, manifest["networks"], manifest["files"]
     if manifest.get(OWN_DIGEST) != own_digest(manifest):

@@ -310,7 +310,9 @@ def _load_table(file: str) -> dict[str, Any]:
     try:
         return tomllib.loads(read_text(Path(file).expanduser()))
     except (OSError, ValueError) as error:  # errors of TOML and of Unicode are subclasses of ValueError
-        raise WanjaxError(f"the options in {file} cannot be read: {reason(error)}") from error
+        raise WanjaxError(
+            f"the options in {file} cannot be read as TOML, {reason(error)}: write lines such as steps = 20"
+        ) from error
 
 
 def _options(command: click.Command) -> dict[str, click.Option]:

@@ -520,7 +520,10 @@ async def _read_single_file(request: Request) -> tuple[str, bytes]:
     try:
         files = [value for name, value in form.multi_items() if name == FIELD and isinstance(value, UploadFile)]
         if len(files) != 1 or len(form) != 1:
-            raise HTTPException(400, f"the form has {len(form)} parts, but not one file named {FIELD}: send it alone")
+            raise HTTPException(
+                400,
+                f"the form has no file named {FIELD}, or more: send it alone, as curl does with -F {FIELD}=@FILE",
+            )
         if not (data := await files[0].read()):
             raise uploads.empty_file_error(FIELD)
         return files[0].filename or "", data
