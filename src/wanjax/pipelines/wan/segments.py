@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt8
 
 from wanjax.errors import SettingError
 from wanjax.media.ffmpeg import probe
@@ -174,7 +174,7 @@ class ClipSegments(Segments):
         return frames[:, top : top + height, left : left + width]
 
 
-def _at_rate(clip: Clip, rate: float, fps: float) -> Clip:
+def _at_rate(clip: Clip, rate: float, fps: float) -> UInt8[np.ndarray, "_T _H _W 3"]:
     """Repeat frames of a clip of `rate` frames a second, so that it has `fps`."""
     times = np.arange(int(len(clip) / rate * fps)) / fps
     return clip[np.minimum(np.round(times * rate).astype(int), len(clip) - 1)]
