@@ -143,8 +143,12 @@ def test_a_mistyped_column_is_named_once(tmp_path):
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("a.tsv", "prompt\tseed\na red circle\t1\n", "a.tsv is a table that is not read: save it as a.csv"),
-        ("a.XLSX", "PK\x03\x04", "a.XLSX is a table that is not read: save it as a.csv"),
+        (
+            "a.tsv",
+            "prompt\tseed\na red circle\t1\n",
+            "a.tsv is a table of a kind that wanjax cannot read: save it as a.csv",
+        ),
+        ("a.XLSX", "PK\x03\x04", "a.XLSX is a table of a kind that wanjax cannot read: save it as a.csv"),
         (
             "a.txt",
             "prompt,seed\na,1\n",

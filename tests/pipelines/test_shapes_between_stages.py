@@ -131,11 +131,12 @@ def test_latents_that_are_not_finite_are_not_decoded(control, bad):
     assert pipe.decode(np.zeros_like(latents)).shape == (5, 32, 32, 3)
 
 
-def test_a_picture_beside_a_clip_is_told_or_refused(tmp_path, control):
-    """The model of text and image to video takes both; of the others each refuses one of them."""
+def test_a_picture_beside_a_clip_is_told(tmp_path, control):
+    """The model of text and image to video takes both, and so does VACE."""
     pipe = wanjax.load(str(tiny_residual_checkpoint(tmp_path)))
     with pytest.warns(WanjaxWarning, match="first frame.*clip"):
         pictures, _ = pipe.prepare(image=PICTURE, video=CLIP, size=(32, 32), frames=5)
     assert list(pictures) == ["image", "video"]
-    with pytest.raises(WanjaxError, match="an image"):
-        wanjax.load(control).prepare(image=PICTURE, video=CLIP)
+    with pytest.warns(WanjaxWarning, match="picture is the first frame.*guided by the clip"):
+        pictures, _ = wanjax.load(control).prepare(image=PICTURE, video=CLIP)
+    assert "video" in pictures

@@ -219,7 +219,7 @@ def check_strength(settings: Settings, *, video: bool, starts_from_video: bool) 
 def check_loaded(loaded: Settings, requested: Mapping[str, Any]) -> None:
     """Raise WanjaxError if the requested model, dtype or precision differs from the loaded one."""
     if (model := requested.get("model")) not in (None, loaded.model):
-        raise WanjaxError(f"this pipeline was loaded as {loaded.model}: call wanjax.load({str(model)!r})")
+        raise WanjaxError(f"the model of this pipeline is {loaded.model}: call wanjax.load({str(model)!r})")
     if (precision := requested.get("precision")) not in (None, loaded.precision):
         precision = Precision.of(precision)
         other = f"wanjax.load({loaded.model!r}, precision={str(precision)!r})"
