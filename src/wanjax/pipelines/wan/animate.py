@@ -23,7 +23,7 @@ from wanjax.layers.flops import attention_flops
 from wanjax.layers.rope import Rope
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache
 from wanjax.layers.tiling import Tiling
-from wanjax.media.inputs import CONTROL_VIDEO, IMAGE
+from wanjax.media.inputs import CONTROL_VIDEO
 from wanjax.media.pictures import Pictures
 from wanjax.models.wan.animate import AnimateContext
 from wanjax.pipelines.denoiser import LatentArray, Preparation, join
@@ -33,18 +33,17 @@ from wanjax.pipelines.runtime import Runtime, SplitNetwork
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.tokenizer import TokenBatch
 from wanjax.pipelines.validation import FieldShape, Shape
-from wanjax.pipelines.video_shape import VIDEO_SHAPE_TENSOR, VideoShape
+from wanjax.pipelines.video_shape import VIDEO_SHAPE_TENSOR
+from wanjax.pipelines.wan.character import CHARACTER, CharacterToVideo, carried_frames, segment_shape
 from wanjax.pipelines.wan.conditioning import GREY, WanConditioning, known_frames
 from wanjax.pipelines.wan.denoisers import ConditionedDenoiser, Velocity, Video
 from wanjax.pipelines.wan.letterbox import BICUBIC, BILINEAR, letterbox
 from wanjax.pipelines.wan.programs import encode_text, known_condition, make_context
 from wanjax.pipelines.wan.segments import ClipSegments
-from wanjax.pipelines.wan.tasks import ImageToVideoWithEncoder
 
 FIRST_FRAME_BIAS = -1.3
 """A number that the authors add to the scores of the keys of a segment's first frame, for distilled weights."""
 DRIVING_VIDEO = CONTROL_VIDEO.needed._replace(noun="a driving clip")
-CHARACTER = IMAGE.needed._replace(noun="a picture of the character")
 
 
 class AnimateInputs(NamedTuple):
@@ -150,7 +149,7 @@ def make_animate_context(
 
 
 @dataclass(frozen=True, kw_only=True)
-class CharacterAnimation(ImageToVideoWithEncoder):
+class CharacterAnimation(CharacterToVideo):
     """A character's picture and a driving clip to a video in which the character moves as in the clip.
 
     Args:
@@ -160,7 +159,6 @@ class CharacterAnimation(ImageToVideoWithEncoder):
     task = "character animation"
     inputs = (CHARACTER, DRIVING_VIDEO)
     optional = ("first_frame_bias",)
-    radial = False
     skips_blocks = False
 
     distilled: bool = False
@@ -176,8 +174,7 @@ class CharacterAnimation(ImageToVideoWithEncoder):
 
     def cost(self, settings: Settings, conditioning: WanConditioning | None = None) -> ForwardCost:
         """Count the work of one forward pass, with the picture's frame and the attention to the clip."""
-        longer = replace(settings, frames=settings.frames + self.vae.temporal_factor)
-        work, frames = super().cost(longer, conditioning), self.spec.latent_shape(settings)[2]
+        work, frames = super().cost(settings, conditioning), self.spec.latent_shape(settings)[2]
         frame_tokens = work.tokens // (frames + 1)
         clip_scores = work.layers * attention_flops(frames * frame_tokens, frame_tokens, work.width)
         flops = {**work.flops, "self_attention": work.flops["self_attention"] + clip_scores}
@@ -191,9 +188,6 @@ class CharacterAnimation(ImageToVideoWithEncoder):
             settings: The settings of the video.
         """
         return settings.size
-
-    def leading_frames(self, conditioning: WanConditioning, settings: Settings) -> int:
-        return 1  # the character's picture
 
     def tokenize(self, runtime: Runtime, prompts: Sequence[str], reference_impl: str) -> tuple[TokenBatch, ...]:
         """Tokenize prompts. diffusers does not clean them.
@@ -220,14 +214,7 @@ class CharacterAnimation(ImageToVideoWithEncoder):
 
     def picture_shapes(self, settings: Settings) -> Mapping[str, Shape]:
         shapes = super().picture_shapes(settings)
-        batch, channels, frames, *cells = shapes["condition"]
-        return {
-            **shapes,
-            "condition": (batch, channels, (frames or 0) + 1, *cells),
-            "clip_latents": self.spec.latent_shape(settings),
-            "clip_image_embeds": shapes["image_embeds"],
-            "first_frame_bias": (1,),
-        }
+        return {**shapes, "clip_image_embeds": shapes["image_embeds"], "first_frame_bias": (1,)}
 
     def encode_inputs(
         self, runtime: Runtime, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
@@ -241,7 +228,7 @@ class CharacterAnimation(ImageToVideoWithEncoder):
         size, byte = settings.size, np.float32(255)
         image = letterbox(pictures["image"], size, BICUBIC)
         clip = np.stack([letterbox(frame, size, BILINEAR) for frame in pictures["video"]])
-        carried = pictures.get("carried", np.zeros((0, *size, 3), np.float32))
+        carried = carried_frames(pictures, settings)
         unknown = np.full((settings.frames - len(carried), *size, 3), GREY)
         mask = known_frames(range(len(carried)), settings.frames, self.vae.temporal_factor)
         parts = (
@@ -255,7 +242,7 @@ class CharacterAnimation(ImageToVideoWithEncoder):
             "clip_latents": encode(clip / byte),
             "clip_image_embeds": embed(letterbox(pictures["clip_image"], size, BILINEAR)),
             "first_frame_bias": np.array([FIRST_FRAME_BIAS], np.float32) if has_bias else None,
-            VIDEO_SHAPE_TENSOR: np.array([VideoShape(settings.frames, *size, references=1)], np.int32),
+            VIDEO_SHAPE_TENSOR: segment_shape(settings),
         }
 
     def prepare(

@@ -25,7 +25,7 @@ from wanjax.layers.flops import attention_flops, linear_flops
 from wanjax.layers.rope import Rope
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache
 from wanjax.layers.tiling import Tiling
-from wanjax.media.inputs import BACKGROUND, CONTROL_VIDEO, FACE, IMAGE, MASK
+from wanjax.media.inputs import BACKGROUND, CONTROL_VIDEO, FACE, MASK
 from wanjax.media.pictures import Pictures, fit_to_size, size_for_area
 from wanjax.models.wan.config import PoseTransformerConfig
 from wanjax.models.wan.pose import PoseContext
@@ -35,15 +35,14 @@ from wanjax.pipelines.model import ForwardCost, ModelSpec
 from wanjax.pipelines.runtime import Runtime, SplitNetwork
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.validation import Shape
-from wanjax.pipelines.video_shape import VIDEO_SHAPE_TENSOR, VideoShape
+from wanjax.pipelines.video_shape import VIDEO_SHAPE_TENSOR
+from wanjax.pipelines.wan.character import CHARACTER, CharacterToVideo, carried_frames, segment_shape
 from wanjax.pipelines.wan.conditioning import GREY, WanConditioning, frame_channels
 from wanjax.pipelines.wan.denoisers import ConditionedDenoiser, Velocity, Video, channels_last
 from wanjax.pipelines.wan.letterbox import LANCZOS, letterbox
 from wanjax.pipelines.wan.segments import Segments, full_segments
-from wanjax.pipelines.wan.tasks import ImageToVideoWithEncoder
 from wanjax.pipelines.windows import Window
 
-CHARACTER = IMAGE.needed._replace(noun="a picture of the character")
 POSE_CLIP = CONTROL_VIDEO.needed._replace(noun="a pose clip")
 CLIPS = (POSE_CLIP.name, FACE.name, BACKGROUND.name, MASK.name)
 
@@ -147,8 +146,7 @@ def make_pose_context(
     return contexts, PoseInputs(transformer.rope(transformer.grid(x)), channels_last(condition), channels_last(pose))
 
 
-@dataclass(frozen=True, kw_only=True)
-class PoseToVideo(ImageToVideoWithEncoder):
+class PoseToVideo(CharacterToVideo):
     """A character's picture, a pose clip and a clip of a face to a video in which the character has both.
 
     With a background and a mask, the video is the background where the mask is black. The condition is a mask of what
@@ -157,7 +155,6 @@ class PoseToVideo(ImageToVideoWithEncoder):
 
     task = "character animation and replacement"
     inputs = (CHARACTER, POSE_CLIP, FACE.needed, BACKGROUND, MASK)
-    radial = False
 
     @cached_property
     def spec(self) -> ModelSpec:
@@ -175,8 +172,7 @@ class PoseToVideo(ImageToVideoWithEncoder):
 
     def cost(self, settings: Settings, conditioning: WanConditioning | None = None) -> ForwardCost:
         """Count the work of one forward pass, with the picture's frame and the face adapters."""
-        config = self.pose_config
-        work = super().cost(replace(settings, frames=settings.frames + self.vae.temporal_factor), conditioning)
+        config, work = self.pose_config, super().cost(settings, conditioning)
         adapter = 2 * linear_flops(work.tokens, config.width, config.width)
         adapter += attention_flops(work.tokens, config.face_tokens, config.width)
         return work._replace(flops={**work.flops, "face_adapters": config.face_adapters * adapter})
@@ -191,19 +187,9 @@ class PoseToVideo(ImageToVideoWithEncoder):
         area = min(settings.height * settings.width, picture[0] * picture[1])
         return size_for_area(picture, area, self.spec.size_multiple)
 
-    def leading_frames(self, conditioning: WanConditioning, settings: Settings) -> int:
-        return 1  # the character's picture
-
     def picture_shapes(self, settings: Settings) -> Mapping[str, Shape]:
-        shapes = super().picture_shapes(settings)
-        batch, channels, frames, *cells = shapes["condition"]
         side = self.pose_config.face_size
-        return {
-            **shapes,
-            "condition": (batch, channels, (frames or 0) + 1, *cells),
-            "clip_latents": self.spec.latent_shape(settings),
-            "face_pictures": (1, settings.frames, side, side, 3),
-        }
+        return {**super().picture_shapes(settings), "face_pictures": (1, settings.frames, side, side, 3)}
 
     def encode_inputs(
         self, runtime: Runtime, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
@@ -218,7 +204,7 @@ class PoseToVideo(ImageToVideoWithEncoder):
         size, side, follows_diffusers = settings.size, self.pose_config.face_size, settings.follow == "diffusers"
         image = letterbox(pictures["image"], size, LANCZOS, low=follows_diffusers)
         seen_image = pictures["image"] if follows_diffusers else image
-        carried = pictures.get("carried", np.zeros((0, *size, 3), np.float32))
+        carried = carried_frames(pictures, settings)
         has_background = BACKGROUND.name in pictures
         clip = stretched(BACKGROUND.name) if has_background else np.full((settings.frames, *size, 3), GREY)
         clip[: len(carried)] = carried
@@ -229,7 +215,7 @@ class PoseToVideo(ImageToVideoWithEncoder):
             "image_embeds": self.encode_images(runtime, [seen_image], reference_impl=settings.follow),
             "clip_latents": encode(stretched(POSE_CLIP.name)),
             "face_pictures": np.stack(faces)[None],
-            VIDEO_SHAPE_TENSOR: np.array([VideoShape(settings.frames, *size, references=1)], np.int32),
+            VIDEO_SHAPE_TENSOR: segment_shape(settings),
         }
 
     def _mask_channels(self, pictures: Pictures, carried: int, settings: Settings) -> Float32[np.ndarray, "1 C T H W"]:

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the two ways to animate a character share: a picture of the character, and a frame of latents for it."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+from jaxtyping import Float, Int32
+
+from wanjax.media.inputs import IMAGE
+from wanjax.media.pictures import Pictures
+from wanjax.pipelines.model import ForwardCost
+from wanjax.pipelines.settings import Settings
+from wanjax.pipelines.validation import Shape
+from wanjax.pipelines.video_shape import VideoShape
+from wanjax.pipelines.wan.conditioning import WanConditioning
+from wanjax.pipelines.wan.tasks import ImageToVideoWithEncoder
+
+CHARACTER = IMAGE.needed._replace(noun="a picture of the character")
+
+
+class CharacterToVideo(ImageToVideoWithEncoder):
+    """A character's picture and a clip to a video, segment by segment.
+
+    The first latent frame of a segment is the picture. It is dropped after the last step.
+    """
+
+    radial = False
+
+    def cost(self, settings: Settings, conditioning: WanConditioning | None = None) -> ForwardCost:
+        """Count the work of one forward pass, with the picture's frame."""
+        return super().cost(replace(settings, frames=settings.frames + self.vae.temporal_factor), conditioning)
+
+    def leading_frames(self, conditioning: WanConditioning, settings: Settings) -> int:
+        return 1
+
+    def picture_shapes(self, settings: Settings) -> Mapping[str, Shape]:
+        shapes = super().picture_shapes(settings)
+        batch, channels, frames, *cells = shapes["condition"]
+        condition = batch, channels, (frames or 0) + 1, *cells
+        return {**shapes, "condition": condition, "clip_latents": self.spec.latent_shape(settings)}
+
+
+def carried_frames(pictures: Pictures, settings: Settings) -> Float[np.ndarray, "_T H W 3"]:
+    """Return the last frames of the previous segment, in [0, 1]; none for the first segment."""
+    return pictures.get("carried", np.zeros((0, *settings.size, 3), np.float32))
+
+
+def segment_shape(settings: Settings) -> Int32[np.ndarray, "1 N"]:
+    """Return the tensor of a segment's `VideoShape`."""
+    return np.array([VideoShape(settings.frames, *settings.size, references=1)], np.int32)
