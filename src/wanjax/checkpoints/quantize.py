@@ -148,7 +148,7 @@ class FloatKernel:
     Args:
         values: The numbers [... I O].
         scale: The scales [... O].
-        rotates: Whether input channels are rotated.
+        rotates: Whether a Hadamard rotation was applied to the input channels before they were quantized.
     """
 
     def __init__(self, values: Any, scale: Any, *, rotates: bool):

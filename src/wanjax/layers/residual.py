@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Projections of a transformer block, with the norm before them and the residual sum after them.
 
-A dense projection, and one with weights alone in 8 bits, is one of three operations. A projection that quantizes its
-tokens to 8 bits is a kernel that contains the other two.
+Norm, projection and residual sum are three separate operations if the projection is dense, or has only its weights in 8
+bits. If the projection also quantizes its tokens, one kernel does all three.
 """
 
 from collections.abc import Callable

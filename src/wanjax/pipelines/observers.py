@@ -117,8 +117,8 @@ class Progress(NamedTuple):
     """The position of a chunk or a pass in its video.
 
     Args:
-        pass_index: The index of the pass, from 0.
-        num_passes: The number of passes.
+        pass_index: The index of the sampling pass, from 0.
+        num_passes: The number of sampling passes; each starts from the latents of the previous one.
         earlier_steps: The number of steps of the video before this pass or chunk.
         total_steps: The number of steps of the whole video.
     """

@@ -276,8 +276,8 @@ class Settings:
         default="none", group="windows", choices=MATCHES,
     )  # fmt: skip
     then: str = setting(
-        "Prompt of the next window; by default the prompt stays the same. Repeat the option for later windows, or give "
-        "one line per window.",
+        "Prompt of the next part (window) of a long video; by default the prompt stays the same. Repeat the option for "
+        "later windows, or give one line per window.",
         default="", convert=read_lines, multiple=True, group="windows", metavar="TEXT",
     )  # fmt: skip
     clip_prompt: str | None = setting(

@@ -63,8 +63,9 @@ def price(
         raise WanjaxError(f"price takes a function of arrays that JAX can trace, got {repr_short(function)}: {plan}")
     for leaf in jax.tree.leaves(shapes):
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            problem = f"price takes an object with a shape and a dtype for each argument, got {repr_short(leaf)}"
             example = "jax.ShapeDtypeStruct((8192, 4096), 'bfloat16')"
-            raise WanjaxError(f"price takes the shape of each argument, got {repr_short(leaf)}: give {example}")
+            raise WanjaxError(f"{problem}: give {example}")
     if not isinstance(mesh, Mapping | Mesh | AbstractMesh | None):
         raise WanjaxError(
             f"mesh must be the sizes of axes by name, got {repr_short(mesh)}: give one such as {{'tp': 8}}"

@@ -181,7 +181,7 @@ def _decode_data_url(name: str, value: Any) -> bytes:
         is_path = isinstance(url, str) and url.startswith(("/", "~", "\\"))  # a message contains no folders
         message = f"{name} must be a file of a form or a data: URL with base64, got "
         message += "the path of a file" if is_path else repr_short(value)
-        raise SettingError(f"{message}: send the file itself, since no other URL is fetched", name)
+        raise SettingError(f"{message}: send the file itself, because the server fetches no URL", name)
     try:
         data = base64.b64decode(match[1], validate=True)
     except binascii.Error as error:

@@ -119,7 +119,7 @@ def quantized_heads(
     interpret: bool = False,
 ) -> Float[Array, "B L _E"]:
     """Compute a product, then the norm of whole rows and the rotation of their heads, while the rows are in VMEM. The
-    kernel writes `parts` groups of heads, each of which is contiguous."""
+    result is `parts` groups of heads, each of which is contiguous in memory."""
     operands = _input_operands(x, modulation) | _weight_operands(weight, bias)
     size, columns = len(norm.scale), weight.values.shape[1]
     operands |= {"norm_scale": jnp.tile(norm.scale.astype(jnp.float32), columns // size)[None]}

@@ -48,7 +48,7 @@ class ResBlock(nnx.Module):
 
 
 class FrameAttention(nnx.Module):
-    """Single-head self-attention over the cells of each frame."""
+    """Single-head self-attention over the positions of each latent frame."""
 
     def __init__(self, channels: int, **kw):
         self.norm = ChannelNorm(channels, **kw)
