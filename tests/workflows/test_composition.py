@@ -145,6 +145,22 @@ def test_other_compositions_are_one_sentence(video, mask, nodes):
     assert "composes a video when it runs" in workflow.inputs["video"].sentence
 
 
+def test_a_clip_that_goes_on_is_one_sentence():
+    """wanjax composes no mask that is black at some frames, so both files are to be saved."""
+    nodes = {
+        "start": node("ImageFromBatch", image=["C", 0], batch_index=11, length=5),
+        "4 grey": node("RepeatImageBatch", image=["grey", 0], amount=4),
+        "5 black": node("RepeatImageBatch", image=["black", 0], amount=5),
+        "4 white": node("RepeatImageBatch", image=["white", 0], amount=4),
+    }
+    for first in (11, 0):
+        nodes["start"]["inputs"]["batch_index"] = first
+        inputs = composed(["V", 0], ["M", 0], **nodes, V=batch("start", "4 grey"), M=batch("5 black", "4 white")).inputs
+        assert inputs["video"] == inputs["mask"]
+        assert "of 5 frames of a clip that goes on" in inputs["video"].sentence
+        assert "--video FILE and --mask FILE" in inputs["video"].sentence
+
+
 def test_margins_whose_mask_ends_early_are_one_sentence():
     """ComfyUI makes the later frames anew as a whole."""
     assert "node P (ImagePadForOutpaint) composes a video" in widened(amount=1).inputs["video"].sentence

@@ -155,6 +155,7 @@ COMPOSED = {  # inputs that nodes compose when they run: a network finds the mas
 }
 SENTENCES = {  # template: words of its sentence
     "3d_hunyuan3d-v2.1": "makes 3D models",
+    "3d_triposplat_image_to_gaussian_splat": "of TripoSplat",
     "api_bytedance_text_to_video": "ByteDanceTextToVideoNode) calls a paid service",
     "api_wan_text_to_video": "WanTextToVideoApi) calls a paid service",
     "api_wan3_0_i2v": "Wan3ImageToVideoApi) calls a paid service",
@@ -176,7 +177,11 @@ SENTENCES = {  # template: words of its sentence
     "ltxv_text_to_video": "LTXVConditioning) belongs to LTX",
     "sdxl_simple_example": "makes pictures",
     "txt_to_image_to_video": "belongs to Stable Video Diffusion",
-    "utility_video_frame_interpolation": "FrameInterpolate) is not known to wanjax",
+    "templates-6-key-frames": "joins the videos of several samplers",
+    "utility_depth_anything3_video_depth_estimation": "no node of the workflow samples a video",
+    "utility_sdpose_ood_video_to_pose_map": "no node of the workflow samples a video",
+    "utility_video_frame_interpolation": "FrameInterpolate) is not known to wanjax, and no node of the workflow",
+    "utility_void_video_inpainting": "void_pass2.safetensors, void_pass1.safetensors and node 167:35",
     "utility_birefnet_remove_background": "makes pictures",
     "video_causal_forcing_i2v": "a causal model",
     "video_humo": "WanHuMoImageToVideo) belongs to HuMo",

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from wanjax.media.inputs import IMAGE, LAST_IMAGE, MASK, VIDEO
-from wanjax.workflows.values import Batch, Border, Margins, Pictures, Solid, Widened
+from wanjax.media.inputs import BACKGROUND, IMAGE, LAST_IMAGE, MASK, VIDEO
+from wanjax.workflows.values import Batch, Border, Margins, Pictures, Solid, Unknown, Widened
 
 MAX_FRAMES = 100_000  # of a video
 GREY = 0.5  # the level of frames that a model makes anew
@@ -20,11 +20,19 @@ TOLERANCE = 0.01  # of a level
 
 @dataclass(frozen=True)
 class Composition:
-    """The inputs and settings for what nodes compose, and notes on what differs."""
+    """The inputs and settings for what nodes compose.
+
+    Args:
+        inputs: Pictures and clips by the names of wanjax's inputs.
+        settings: Settings of the video.
+        notes: Sentences on what differs.
+        missing: Sentences on inputs that wanjax cannot compose and the user has to give.
+    """
 
     inputs: Mapping[str, Any]
     settings: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    missing: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_composition(inputs: Mapping[str, Any], frames: Any) -> Composition:
@@ -56,11 +64,24 @@ def read_composition(inputs: Mapping[str, Any], frames: Any) -> Composition:
             {"outpaint": video.margins.sides},
             notes if video.margins.feathering else (),
         )
-    if isinstance(video, Pictures) and video.is_loaded and mask is not None and masks == [1.0] * frames:
+    has_background = BACKGROUND.name in inputs  # whose mask it is
+    if isinstance(video, Pictures) and video.is_loaded and mask and masks == [1.0] * frames and not has_background:
         return Composition(others | {VIDEO.name: video})
     if isinstance(video, Pictures) and masks is not None and (pictures := _end_pictures(video, masks)) is not None:
         return Composition(others | pictures, notes=_colour_notes(video, masks))
+    if isinstance(video, Pictures | Unknown) and masks is not None and (count := _continued(masks)):
+        sentence = (
+            f"{video.node} composes a video when it runs, of {count} frames of a clip that goes on: save that video "
+            f"and its mask in ComfyUI, and give them by {VIDEO.option} FILE and {MASK.option} FILE"
+        )
+        return Composition(inputs, missing=dict.fromkeys((VIDEO.name, MASK.name), sentence))
     return Composition(inputs)
+
+
+def _continued(masks: list[Any]) -> int:
+    """Return the number of frames at the start that a mask keeps, if all later frames are made anew; else 0."""
+    count = next((number for number, level in enumerate(masks) if level != 0), 0)
+    return count if masks[count:] == [1.0] * (len(masks) - count) else 0
 
 
 def _masks(mask: Pictures, frames: int) -> list[float | Margins | Pictures] | None:

@@ -26,6 +26,7 @@ OTHER_FILES = (
     *(row for family in FAMILIES for row in family.other_files),
     (r"ltx", "LTX"),
     (r"hunyuan[ _-]?3d", "Hunyuan3D"),
+    (r"triposplat", "TripoSplat"),
     (r"capybara", "Capybara"),
     (r"minimax", "MiniMax"),
     (r"fast[ _-]?h3", "FastH3"),

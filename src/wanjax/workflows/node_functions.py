@@ -466,9 +466,11 @@ def _resize(at: At) -> Any:
 @_node("ImageFromBatch")
 def _frames_of(at: At) -> Pictures | Unknown:
     pictures, first = at("image"), at.integer("batch_index", 0)
-    if not isinstance(pictures, Pictures) or first:
-        return pictures if isinstance(pictures, Unknown) else Unknown(at.node, "takes frames from the middle of a clip")
-    return replace(pictures, frames=at.integer("length", 1))
+    if not isinstance(pictures, Pictures) or isinstance(first, Unknown):
+        return first if isinstance(first, Unknown) else pictures
+    if first and pictures.latents is None:
+        return Unknown(at.node, "takes frames from the middle of a clip")
+    return replace(pictures, frames=at.integer("length", 1), skipped=pictures.skipped + first)
 
 
 @_node("VAEDecode", "VAEDecodeTiled")

@@ -9,7 +9,7 @@ from typing import Any
 
 from wanjax.checkpoints.lora_keys import HIGH, LOW
 from wanjax.errors import WanjaxError
-from wanjax.figures import pluralize
+from wanjax.figures import join_with_and, pluralize
 from wanjax.media.inputs import INPUT_SPECS, VIDEO
 from wanjax.pipelines.settings import COMFY, COMFY_SCHEDULES, TORCH
 from wanjax.workflows.composition import Composition, read_composition
@@ -30,7 +30,8 @@ from wanjax.workflows.families import (
     other_model_of,
 )
 from wanjax.workflows.graph import Graph, Node, Output, shown
-from wanjax.workflows.values import File, Film, Latents, Pictures, Sampled, Steps, Unknown, base_name
+from wanjax.workflows.segments import join_segments
+from wanjax.workflows.values import Batch, File, Film, Latents, Pictures, Sampled, Steps, Unknown, base_name
 
 SOLVERS = {"uni_pc": "unipc", "uni_pc_bh2": "unipc", "euler": "euler", "dpmpp_2m": "dpm++", "lcm": "consistency"}
 """ComfyUI's solvers, each with wanjax's nearest."""
@@ -106,6 +107,8 @@ def read_workflow(graph: Graph, measure: Callable[[File], MediaSize | None] = la
     """
     outputs = [node for node in by_id(graph) if node.type in VIDEO_OUTPUTS]
     outputs = outputs or [node for node in by_id(graph) if node.type in PICTURE_OUTPUTS and _is_video(graph, node)]
+    if len(outputs) > 1:
+        outputs.sort(key=lambda output: -_segment_count(graph, output))  # the longest video first
     if not outputs:
         raise WanjaxError(_without_video(graph))
     errors: list[WanjaxError] = []
@@ -119,13 +122,17 @@ def read_workflow(graph: Graph, measure: Callable[[File], MediaSize | None] = la
         else:
             others = [str(other) for other in outputs if other is not output]
             note = f"{output} is read, and not {', '.join(others[:4])}"
-            return replace(workflow, notes=(*workflow.notes, note)) if others else workflow
+            return replace(workflow, notes=(*workflow.notes, note, *map(str, errors[:1]))) if others else workflow
     raise errors[0]
 
 
 def _is_video(graph: Graph, output: Node) -> bool:
     """Tell whether an output of pictures is at the end of a graph that gives a video its shape."""
     return any("length" in node.inputs and node.type in FUNCTIONS for node in ancestors(graph, output))
+
+
+def _segment_count(graph: Graph, output: Node) -> int:
+    return sum("continue_motion" in node.inputs for node in ancestors(graph, output))
 
 
 def _without_video(graph: Graph) -> str:
@@ -163,6 +170,8 @@ def _read_output(graph: Graph, output: Node, measure: Callable[[File], MediaSize
         if workflow is not None and not reader.problems:
             return workflow
         problem = reader.problems[0]
+    if not _samplers(nodes):
+        raise WanjaxError(f"{problem.node} {problem.reason}, and no node of the workflow samples a video: {READABLE}")
     raise WanjaxError(f"{problem.node} {problem.reason}: {_rest(problem.node, nodes, workflow)}")
 
 
@@ -198,13 +207,16 @@ def _rest(without: Node, nodes: Sequence[Node], workflow: Workflow | None) -> st
         parts += [pluralize(workflow.settings["steps"], "step")] if isinstance(workflow.settings["steps"], int) else []
         name = workflow.model or shown(base_name(workflow.files[0].name))
         return f"without it the workflow is a video of {name}" + "".join(f", {part}" for part in parts)
-    samplers = [node for node in nodes if "Sampler" in node.type and node is not without and "Select" not in node.type]
-    left = [*dict.fromkeys(models)][:2] + [str(node) for node in samplers[:1]]
+    left = [*dict.fromkeys(models)][:2] + [str(node) for node in _samplers(nodes) if node is not without][:1]
     return (
-        f"without it {' and '.join(left)} are left"
+        f"without it {join_with_and(left)} are left"
         if len(left) > 1
         else f"without it {(left or ['nothing'])[0]} is left"
     )
+
+
+def _samplers(nodes: Sequence[Node]) -> list[Node]:
+    return [node for node in nodes if "Sampler" in node.type and "Select" not in node.type]
 
 
 def _is_whole(settings: Mapping[str, Any]) -> bool:
@@ -215,6 +227,8 @@ def _workflow(reader: Reader, film: Any) -> Workflow:
     """Describe the request for a film."""
     film = reader.require(film, Film)
     pictures = film and film.pictures
+    if isinstance(pictures, Batch):
+        pictures = join_segments(pictures)
     if film is None or pictures is None or pictures.latents is None:
         node = film.node if film else None
         raise WanjaxError(f"{node or 'the output'} saves pictures that no model of the workflow makes: {READABLE}")
@@ -223,6 +237,7 @@ def _workflow(reader: Reader, film: Any) -> Workflow:
     files = tuple(dict.fromkeys(stage.guider.model.file for stage in stages))
     model = model_of(base_name(files[0].name))
     notes = [note for stage in stages for note in (*stage.guider.model.notes, *stage.guider.positive.notes)]
+    _check_frames(first.latents, pictures, notes)
     settings = _text_settings(stages, notes)
     settings |= _shape_settings(first.latents, film, notes)
     settings |= _step_settings(stages, notes)
@@ -235,6 +250,7 @@ def _workflow(reader: Reader, film: Any) -> Workflow:
     attached = {**composition.settings, **first.guider.positive.settings}
     settings |= {name: _value(value, f"--{name.replace('_', '-')}") for name, value in attached.items()}
     inputs = _inputs(composition.inputs, first.latents, notes)
+    inputs |= {name: Missing(sentence) for name, sentence in composition.missing.items()}
     components = _component_files(first, pictures)
     notes += [
         f"{file.node} loads {shown(base_name(file.name))}, and wanjax uses the {COMPONENTS[file.kind]} of the model's "
@@ -254,6 +270,26 @@ def _workflow(reader: Reader, film: Any) -> Workflow:
         notes=tuple(dict.fromkeys(notes)),
         addresses=reader.graph.addresses,
     )
+
+
+def _check_frames(latents: Any, pictures: Pictures, notes: list[str]) -> None:
+    """Raise WanjaxError for frames that continue others without them, and note frames that are left out."""
+    assert isinstance(latents, Latents)
+    if latents.segment is not None and latents.segment.previous is not None:
+        raise WanjaxError(
+            f"{latents.node} continues the frames of {latents.segment.previous.node}, and they are not saved together: "
+            "join both by ImageBatch in ComfyUI, and save again"
+        )
+    if pictures.skipped:
+        raise WanjaxError(
+            f"a node leaves out the first {pluralize(pictures.skipped, 'frame')} of {pictures.node}, and wanjax saves "
+            "all: bypass it in ComfyUI, and save again"
+        )
+    frames = latents.shape.frames
+    if isinstance(pictures.frames, int) and isinstance(frames, int) and pictures.frames < frames:
+        notes.append(
+            f"only {pictures.frames} frames of {pictures.node} are saved in the workflow, and here all {frames}"
+        )
 
 
 def _stages(latents: Any) -> list[Sampled]:
@@ -462,10 +498,12 @@ def _inputs(values: Mapping[str, Any], latents: Any, notes: list[str]) -> dict[s
 def _input(name: str, value: Any) -> Any:
     if isinstance(value, Pictures) and value.is_loaded:
         return [value.file] if INPUT_SPECS[name].kind == "images" else value.file
-    node = value.node if isinstance(value, Unknown | Pictures) else None
+    node, spec = value.node if isinstance(value, Unknown | Pictures) else None, INPUT_SPECS[name]
+    if isinstance(value, Unknown) and value.reason != Unknown.reason:
+        return Missing(f"{node} {value.reason}: give {spec.noun} by {spec.option} FILE")
     return Missing(
-        f"{node or 'a node'} composes {INPUT_SPECS[name].noun} when it runs, which wanjax does not: "
-        f"save the result in ComfyUI, and give it by {INPUT_SPECS[name].option} FILE"
+        f"{node or 'a node'} composes {spec.noun} when it runs, which wanjax does not: "
+        f"save the result in ComfyUI, and give it by {spec.option} FILE"
     )
 
 

@@ -110,6 +110,7 @@ class Pictures:
         latents: The latents from which pictures are decoded, or None.
         is_tiled: Whether they are decoded in tiles.
         decoder: The decoder of the latents.
+        skipped: The number of decoded frames at the start that are left out.
     """
 
     file: File | None
@@ -120,6 +121,7 @@ class Pictures:
     latents: AnyLatents | None = None
     is_tiled: bool = False
     decoder: Decoder | None = None
+    skipped: int = 0
 
     @property
     def is_loaded(self) -> bool:
@@ -195,6 +197,21 @@ class Condition:
 
 
 @dataclass(frozen=True)
+class Segment:
+    """A segment of a video that follows a clip.
+
+    Args:
+        start: The number of the clip's frame with which the segment goes on.
+        overlap: The frames that a segment takes over from the segment before it.
+        previous: The pictures that it continues; None for the first segment.
+    """
+
+    start: int
+    overlap: int
+    previous: Pictures | None = None
+
+
+@dataclass(frozen=True)
 class Latents(AnyLatents):
     """Latents before sampling: of zeros in a shape, with the inputs that a node has put into them.
 
@@ -202,11 +219,13 @@ class Latents(AnyLatents):
         shape: The shape of the video.
         node: The node that made them.
         inputs: Pictures by the names of wanjax's inputs, for models that take them in their latents.
+        segment: Which part of a longer video they are; None for a whole video.
     """
 
     shape: Shape
     node: Node
     inputs: Mapping[str, Any] = field(default_factory=dict)
+    segment: "Segment | None" = None
 
 
 @dataclass(frozen=True)

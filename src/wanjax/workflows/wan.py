@@ -5,11 +5,13 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from wanjax.media.inputs import BACKGROUND, FACE, IMAGE, MASK, VIDEO
 from wanjax.workflows.evaluate import At
 from wanjax.workflows.family import FORMATS, WorkflowFamily
 from wanjax.workflows.node_functions import change_speed, condition, image_latents, with_settings
 from wanjax.workflows.node_types import NodeType, shaped
-from wanjax.workflows.values import Condition, Latents, Model, Pictures, Sampled, Shape, Unknown, Vision
+from wanjax.workflows.segments import joined_parts
+from wanjax.workflows.values import Condition, Latents, Model, Pictures, Sampled, Segment, Shape, Unknown, Vision
 
 FIRST = r"wan[ _-]?2[._]?1"  # the first generation in names of files
 SECOND = r"wan[ _-]?2[._]?2"
@@ -18,6 +20,7 @@ EXPERT = "(high|low)"
 FILES = (
     (r"animate[ _-]?2.*distill", "wan2.2-animate-2-14b-distilled"),
     (r"animate[ _-]?2", "wan2.2-animate-2-14b"),
+    (rf"{SECOND}.*animate|wan[ _-]?animate", "wan2.2-animate-14b"),
     (rf"{FIRST}.*vace.*{LARGE}", "wan2.1-vace-14b"),
     (rf"{FIRST}.*vace.*{SMALL}", "wan2.1-vace-1.3b"),
     (rf"{FIRST}.*fun.*(inp.*{SMALL}|{SMALL}.*inp)", "wan2.1-fun-1.3b-inp"),
@@ -34,7 +37,6 @@ FILES = (
     (rf"{SECOND}.*(i2v.*{EXPERT}|{EXPERT}.*i2v)", "wan2.2-i2v-a14b"),
 )
 OTHER_FILES = (
-    (r"animate", "Wan Animate"),
     (r"s2v", "Wan S2V"),
     (r"infinite[ _-]?talk", "InfiniteTalk"),
     (r"humo", "HuMo"),
@@ -51,7 +53,6 @@ OTHER_FILES = (
     (r"void", "VOID"),
 )
 OTHER_NODES = {
-    "WanAnimateToVideo": "Wan Animate",
     "WanSoundImageToVideo": "Wan S2V",
     "WanSoundImageToVideoExtend": "Wan S2V",
     "WanInfiniteTalkToVideo": "InfiniteTalk",
@@ -81,6 +82,60 @@ def _nag(at: At) -> Any:
     if (negative := at.maybe("conditioning", Condition)) is None or negative.text is None:
         return model
     return negative.text if isinstance(negative.text, Unknown) else with_settings(model, negative_prompt=negative.text)
+
+
+SEGMENT_NODE = "WanAnimateToVideo"
+SEGMENT_INPUTS = {"reference_image": IMAGE.name, "pose_video": VIDEO.name, "face_video": FACE.name}
+REPLACEMENT_INPUTS = {"background_video": BACKGROUND.name, "character_mask": MASK.name}
+OVERLAPS = (1, 5)  # frames that a segment can take over
+
+
+def _segment(at: At) -> tuple[Condition, Condition, Latents, int, int, int | Unknown]:
+    """Describe a character that follows a pose clip and a clip of a face. In a loop over the clip, this is the first
+    round.
+
+    The last three outputs are the latents to trim, the frames that the segment takes over, and the number of the clip's
+    frame with which the next segment goes on.
+    """
+    overlap, start = _number(at, "continue_motion_max_frames", 5), _number(at, "video_frame_offset", 0)
+    previous = at.maybe("continue_motion", Pictures)
+    in_loop = at.has("continue_motion") and previous is None
+    if previous is not None and not all(leaf.latents is not None for leaf in joined_parts(previous)):
+        at.reader.problems.append(Unknown(at.node, "continues the frames of a file, which wanjax does not do"))
+    if previous is None and start:
+        at.reader.problems.append(Unknown(at.node, f"has {start} as its video_frame_offset, and wanjax has only 0"))
+    if (previous is not None or in_loop) and overlap not in OVERLAPS:
+        problem = f"has {overlap} as its continue_motion_max_frames, and wanjax has only 1 and 5"
+        at.reader.problems.append(Unknown(at.node, problem))
+    inputs = {ours: at(theirs) for theirs, ours in (SEGMENT_INPUTS | REPLACEMENT_INPUTS).items() if at.has(theirs)}
+    for theirs, ours in SEGMENT_INPUTS.items():
+        inputs.setdefault(ours, Unknown(at.node, f"has no {theirs}, which wanjax needs"))
+    if vision := at.maybe("clip_vision_output", Vision):
+        inputs["vision"] = vision
+    shape = Shape(at.integer("width"), at.integer("height"), at.integer("length"), at.integer("batch_size", 1))
+    positive, negative = at.take("positive", Condition), at.take("negative", Condition)
+    start = start if previous is None else max(0, start - overlap)
+    settings = {"overlap": overlap} if in_loop else {"windows": 1}
+    notes = (
+        f"{at.node} crops pictures to one size, and here the character has bars and the clips are stretched",
+        f"{at.node} repeats the last frame of a short clip, and here the video ends with the pose clip",
+    )
+    return (
+        replace(positive, inputs=inputs, node=at.node, settings=settings, notes=notes),
+        replace(negative, inputs=inputs, node=at.node),
+        Latents(shape, at.node, segment=Segment(start, overlap, previous)),
+        1,  # the latent frame of the character's picture
+        0 if previous is None else overlap,
+        shape.frames if isinstance(shape.frames, Unknown) else start + shape.frames,
+    )
+
+
+def _number(at: At, name: str, default: int) -> int:
+    """Return a whole number. Note one that is not known, and return the default in its place."""
+    if isinstance(number := at.integer(name, default), Unknown):
+        at.reader.problems.append(number)
+        return default
+    return number
 
 
 ANIMATE_NODE = "WanAnimate2ToVideo"
@@ -138,7 +193,7 @@ def _end_loop(at: At) -> Any:
     latents = pictures.latents if isinstance(pictures, Pictures) else None
     while isinstance(latents, Sampled):
         latents = latents.latents
-    if isinstance(latents, Latents) and latents.node.type == ANIMATE_NODE:
+    if isinstance(latents, Latents) and latents.node.type in (ANIMATE_NODE, SEGMENT_NODE):
         return pictures
     return Unknown(at.node, "repeats other nodes, which wanjax does not do")
 
@@ -210,6 +265,7 @@ FAMILY = WorkflowFamily(
             *("video_frame_offset", "pose_strength", "pose_start_percent", "pose_end_percent"),
             "reference_image_strength",
         ),
+        SEGMENT_NODE: shaped("continue_motion_max_frames", "video_frame_offset"),
         "WanAnimate2Cache": NodeType(("device", "dtype")),
         "StartLoop": NodeType(),
         "EndLoop": NodeType(),
@@ -233,6 +289,7 @@ FAMILY = WorkflowFamily(
         ),
         "Wan22ImageToVideoLatent": image_latents,
         ANIMATE_NODE: _animate,
+        SEGMENT_NODE: _segment,
         "WanAnimate2Cache": _animate_cache,
         "StartLoop": _start_loop,
         "EndLoop": _end_loop,
