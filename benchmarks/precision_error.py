@@ -32,7 +32,7 @@ from wanjax.kernels.quantized_matmul.reference import quantized_matmul
 from wanjax.layers.linear import Linear
 from wanjax.layers.placement import as_shapes
 from wanjax.layers.precision import PRECISIONS
-from wanjax.layers.quantized import quantize_layers, quantized_layers, rotation_group
+from wanjax.layers.quantized import choose_hadamard_size, quantize_layers, quantized_layers
 from wanjax.layers.rope import Angles, Rope, apply_rotary, rope_3d
 from wanjax.models.wan.config import TransformerConfig
 from wanjax.models.wan.transformer import WanTransformer
@@ -98,7 +98,7 @@ def quantize_network(model: WanTransformer, precision: str, paths: tuple[str, ..
     quantized = quantize_layers(abstract, PRECISIONS[precision], unquantized_paths)
     layer: Any  # abstract until its values are set
     for path, layer in quantized_layers(quantized).items():
-        quantize_kernel = partial(quantize_weight, format=weights, rotation=layer.rotation)
+        quantize_kernel = partial(quantize_weight, number_format=weights, hadamard_size=layer.hadamard_size)
         kernel = modules[path].kernel[...]
         values, scale = (jax.vmap(quantize_kernel) if kernel.ndim == 3 else quantize_kernel)(kernel)
         layer.values.set_value(values)
@@ -132,10 +132,10 @@ def bfloat16(x: Array) -> Array:
     return x.astype(jnp.bfloat16).astype(jnp.float32)
 
 
-def quantized_product(format: Any, rotation: int, x: Array, kernel: Array) -> Array:
+def quantized_product(number_format: Any, hadamard_size: int, x: Array, kernel: Array) -> Array:
     """Compute a product of operands quantized to 8 bits. All numbers of int8 are exact in float32."""
-    weight = quantize_weight(kernel, format=format, rotation=rotation)
-    rows = quantize_rows(rotate(bfloat16(x), rotation, jnp.float32), format)
+    weight = quantize_weight(kernel, number_format=number_format, hadamard_size=hadamard_size)
+    rows = quantize_rows(rotate(bfloat16(x), hadamard_size, jnp.float32), number_format)
     return bfloat16(rows.values.astype(jnp.float32) @ weight.values.astype(jnp.float32) * rows.scale * weight.scale)
 
 
@@ -264,12 +264,17 @@ def measure_gemma() -> Table:
         for precision in QUANTIZED:
             weights, activations = PRECISIONS[precision].weights, PRECISIONS[precision].activations
             assert weights is not None
-            for rotation in (0, rotation_group(kernel.shape[0])) if precision == "int8" else (0,):
-                weight = quantize_weight(jnp.asarray(kernel), format=weights, rotation=rotation)
+            for hadamard_size in (0, choose_hadamard_size(kernel.shape[0])) if precision == "int8" else (0,):
+                weight = quantize_weight(jnp.asarray(kernel), number_format=weights, hadamard_size=hadamard_size)
                 y = quantized_matmul(
-                    jnp.asarray(x), weight, None, rotation=rotation, activations=activations, dtype=jnp.float32
+                    jnp.asarray(x),
+                    weight,
+                    None,
+                    hadamard_size=hadamard_size,
+                    activations=activations,
+                    dtype=jnp.float32,
                 )
-                title = f"{precision} without rotation" if precision == "int8" and not rotation else precision
+                title = f"{precision} without rotation" if precision == "int8" and not hadamard_size else precision
                 kinds.setdefault(title, []).append(relative_error(y, x @ kernel))
     columns = list(next(iter(errors.values())))
     table = Table("projection", *columns, title="relative error of real projections: median, and largest of 18 layers")

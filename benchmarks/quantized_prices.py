@@ -35,13 +35,13 @@ from wanjax.pricing.chips import abstract_mesh, find_slice
 from wanjax.pricing.lowering import replicated
 from wanjax.pricing.pricer import Pricer
 
-WIDTH, MLP_WIDTH, HEAD_DIM, ROTATION = 5120, 13824, 128, 256
+WIDTH, MLP_WIDTH, HEAD_DIM, HADAMARD_SIZE = 5120, 13824, 128, 256
 DTYPE = jnp.dtype("bfloat16")
 EPS = 1e-6
 ROWS = 18_900  # 75,600 tokens at 720p on four chips; four more chips compute the other prompt
 VMEM = {"v6e": {"xla_tpu_scoped_vmem_limit_kib": str(64 << 10)}}  # as `compiler_options` has it
 CHIPS = ("v5e", "v6e", "v7x")
-FORMS = ("bfloat16", "each alone", "fused")
+VARIANTS = ("bfloat16", "each alone", "fused")
 
 
 class Part(NamedTuple):
@@ -49,7 +49,7 @@ class Part(NamedTuple):
 
     Attributes:
         sizes: The input and output channels of each weight.
-        run: A function of a form, x, weights, a modulation, a sum and a norm of heads; it returns the results.
+        run: A function of a variant, x, weights, a modulation, a sum and a norm of heads; it returns the results.
         normed: Whether a modulated norm precedes them.
         adds: Whether a gated sum follows.
         heads: `normed` if the norm of queries follows, `rotated` if their rotation follows too, else "".
@@ -62,45 +62,47 @@ class Part(NamedTuple):
     heads: Literal["normed", "rotated"] | None = None
 
 
-class Form(NamedTuple):
+class Variant(NamedTuple):
     """How products are computed.
 
     Attributes:
-        name: One of FORMS.
-        format: The format of 8 bits.
+        name: One of VARIANTS.
+        number_format: The format of 8 bits.
     """
 
     name: str
-    format: Any
+    number_format: Any
 
     @property
     def options(self) -> dict[str, Any]:
         """The options of a quantized product."""
-        return {"activations": self.format, "dtype": DTYPE}
+        return {"activations": self.number_format, "dtype": DTYPE}
 
     def product(self, x: jax.Array, weight: Any, *, gelu: bool = False) -> jax.Array:
         """Return a product that rounds its own tokens, or one in bfloat16."""
         if self.name == "bfloat16":
             y = jnp.matmul(x, weight[0]) + weight[1][None, None]
         else:
-            y = quantized_matmul(x, *weight, rotation=ROTATION, **self.options)
+            y = quantized_matmul(x, *weight, hadamard_size=HADAMARD_SIZE, **self.options)
         return jax.nn.gelu(y, approximate=True) if gelu else y
 
 
-def joint(form: Form, x: jax.Array, weights: Any, modulation: Modulation, _: None, norm: HeadsNorm) -> list[jax.Array]:
+def joint(
+    variant: Variant, x: jax.Array, weights: Any, modulation: Modulation, _: None, norm: HeadsNorm
+) -> list[jax.Array]:
     """Queries, keys and values."""
-    if form.name == "fused":
-        options: dict[str, Any] = {"rotation": ROTATION, **form.options}
+    if variant.name == "fused":
+        options: dict[str, Any] = {"hadamard_size": HADAMARD_SIZE, **variant.options}
         rows: Any = quantize_tokens(x, weights[0][0], **options, modulation=modulation)
         q, k = (quantized_heads(rows, *weight, norm=norm, norm_eps=EPS, **options) for weight in weights[:2])
         return [q, k, quantized_matmul(rows, *weights[2], **options)]
     normed = modulated_norm(x, modulation, EPS).astype(DTYPE)
-    q, k, v = (form.product(normed, weight) for weight in weights)
+    q, k, v = (variant.product(normed, weight) for weight in weights)
     return [normed_heads(q, norm, EPS), normed_heads(k, norm, EPS), v]
 
 
 def single(
-    form: Form,
+    variant: Variant,
     x: jax.Array,
     weights: Any,
     modulation: Modulation | None,
@@ -108,24 +110,24 @@ def single(
     norm: HeadsNorm | None,
 ) -> jax.Array:
     """One projection."""
-    if form.name == "fused":
-        options: dict[str, Any] = {"rotation": ROTATION, **form.options, "modulation": modulation}
+    if variant.name == "fused":
+        options: dict[str, Any] = {"hadamard_size": HADAMARD_SIZE, **variant.options, "modulation": modulation}
         if norm is not None:
             return quantized_heads(x, *weights[0], norm=norm, norm_eps=EPS, **options)
         return quantized_matmul(x, *weights[0], gated_sum=added, **options)
     x = x if modulation is None else modulated_norm(x, modulation, EPS).astype(DTYPE)
-    y = form.product(x, weights[0])
+    y = variant.product(x, weights[0])
     y = y if norm is None else normed_heads(y, norm, EPS)
     return y if added is None else gated(y, added)
 
 
-def mlp(form: Form, x: jax.Array, weights: Any, modulation: Modulation, added: GatedSum, _: None) -> jax.Array:
+def mlp(variant: Variant, x: jax.Array, weights: Any, modulation: Modulation, added: GatedSum, _: None) -> jax.Array:
     """The MLP."""
-    if form.name == "fused":
+    if variant.name == "fused":
         parts = {"modulation": modulation, "gated_sum": added}
-        return quantized_mlp(x, *weights, rotations=(ROTATION, ROTATION), **form.options, **parts)
+        return quantized_mlp(x, *weights, hadamard_sizes=(HADAMARD_SIZE, HADAMARD_SIZE), **variant.options, **parts)
     normed = modulated_norm(x, modulation, EPS).astype(DTYPE)
-    return gated(form.product(form.product(normed, weights[0], gelu=True), weights[1]), added)
+    return gated(variant.product(variant.product(normed, weights[0], gelu=True), weights[1]), added)
 
 
 SQUARE = (WIDTH, WIDTH)
@@ -138,15 +140,15 @@ PARTS = {
 }
 
 
-def program(part: Part, form: Form, rows: int) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
+def program(part: Part, variant: Variant, rows: int) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
     """Return a function of a part, and the shapes of its arguments."""
     shape = jax.ShapeDtypeStruct
-    values = DTYPE if form.name == "bfloat16" else FORMATS[form.format]
+    values = DTYPE if variant.name == "bfloat16" else FORMATS[variant.number_format]
     arguments: list[Any] = [shape((1, rows, part.sizes[0][0]), DTYPE)]
     arguments.append(
         [
             ((shape(size, values), shape(size[1:], jnp.float32)), shape(size[1:], DTYPE))
-            if form.name != "bfloat16"
+            if variant.name != "bfloat16"
             else (shape(size, values), shape(size[1:], DTYPE))
             for size in part.sizes
         ]
@@ -162,37 +164,37 @@ def program(part: Part, form: Form, rows: int) -> tuple[Callable[..., Any], list
 
     def run(*arrays: jax.Array) -> Any:
         x, weights, modulation, added, norm = jax.tree.unflatten(tree, arrays)
-        if form.name != "bfloat16":
+        if variant.name != "bfloat16":
             weights = [(QuantizedWeight(*weight), bias) for weight, bias in weights]
-        return part.run(form, x, weights, modulation, added, norm)
+        return part.run(variant, x, weights, modulation, added, norm)
 
     return run, leaves
 
 
-def price_table(chip: str, rows: int, form: str) -> Table:
-    """Compile and price all parts in all forms."""
+def price_table(chip: str, rows: int, number_format: str) -> Table:
+    """Compile and price all parts in all variants."""
     target = find_slice(smallest(chip))
     mesh = abstract_mesh(target)
-    names = [(part, name) for part in PARTS for name in FORMS]
+    names = [(part, name) for part in PARTS for name in VARIANTS]
     programs = []
     for part, name in names:
-        run, shapes = program(PARTS[part], Form(name, form), rows)
+        run, shapes = program(PARTS[part], Variant(name, number_format), rows)
         programs.append(replicated(run, mesh, shapes)._replace(compiler_options=VMEM.get(chip)))
     prices = dict(zip(names, Pricer().price_all(target, programs), strict=True))
     doubts = {doubt for price in prices.values() for doubt in price.doubts}
     assert not doubts, doubts
-    title = f"{rows:,} tokens on one {chip}, priced in ms: bfloat16 by XLA, and {form}"
-    table = Table("", *FORMS, "bfloat16 / fused", title=title)
-    totals = dict.fromkeys(FORMS, 0.0)
+    title = f"{rows:,} tokens on one {chip}, priced in ms: bfloat16 by XLA, and {number_format}"
+    table = Table("", *VARIANTS, "bfloat16 / fused", title=title)
+    totals = dict.fromkeys(VARIANTS, 0.0)
     for part in PARTS:
-        seconds = [prices[part, name].seconds or float("nan") for name in FORMS]
-        for name, part_seconds in zip(FORMS, seconds, strict=True):
+        seconds = [prices[part, name].seconds or float("nan") for name in VARIANTS]
+        for name, part_seconds in zip(VARIANTS, seconds, strict=True):
             totals[name] += part_seconds
         table.add_row(
             part, *(f"{1e3 * part_seconds:.3f}" for part_seconds in seconds), f"{seconds[0] / seconds[2]:.2f}"
         )
     ratio = totals["bfloat16"] / totals["fused"]
-    table.add_row("a block", *(f"{1e3 * totals[name]:.3f}" for name in FORMS), f"{ratio:.2f}")
+    table.add_row("a block", *(f"{1e3 * totals[name]:.3f}" for name in VARIANTS), f"{ratio:.2f}")
     return table
 
 

@@ -50,8 +50,8 @@ def test_weights_are_rounded_on_the_host_as_by_the_kernel(precision, dtype):
     kernel = np.random.default_rng(0).normal(size=(300, 256)).astype(dtype).T
     kernel[:, 7] = 0  # a channel of zeros
     values, scale = quantize(kernel, layer)
-    layer_format: Any = layer.format
-    wanted = quantize_weight(jnp.asarray(kernel), format=layer_format, rotation=layer.rotation)
+    layer_format: Any = layer.number_format
+    wanted = quantize_weight(jnp.asarray(kernel), number_format=layer_format, hadamard_size=layer.hadamard_size)
     np.testing.assert_allclose(scale, wanted.scale, rtol=1e-6)
     differing = np.float32(values) != np.float32(wanted.values)  # the last bit of a sum or of a scale decides ties
     assert (values.dtype, values.shape, differing.mean() < 3e-3) == (wanted.values.dtype, (256, 300), True)

@@ -48,9 +48,9 @@ BOUND = {"float32": 1e-6, "bfloat16": 3e-3}  # of a product of rows that are rou
 ROUNDED = {"float32": 5e-4, "bfloat16": 3e-3}  # float32 sums may round a number between two steps the other way
 
 
-def weight_and_bias(form: Any = "int8", rotation=64, depth=512, columns=384, seed=0):
+def weight_and_bias(number_format: Any = "int8", hadamard_size=64, depth=512, columns=384, seed=0):
     kernel = normal(seed, depth, columns) / depth**0.5
-    return quantize_weight(kernel, format=form, rotation=rotation), normal(seed + 1, columns)
+    return quantize_weight(kernel, number_format=number_format, hadamard_size=hadamard_size), normal(seed + 1, columns)
 
 
 def gelu(y):
@@ -71,39 +71,48 @@ def normed(x, modulation):
     return y * (1 + scale) + shift
 
 
-def run(x, weight, bias, form="int8", rotation=64, dtype="float32", call=tpu.quantized_matmul, **options: Any):
-    options = {"rotation": rotation, "activations": form, "dtype": jnp.dtype(dtype), "interpret": True} | options
+def run(
+    x, weight, bias, number_format="int8", hadamard_size=64, dtype="float32", call=tpu.quantized_matmul, **options: Any
+):
+    options = {
+        "hadamard_size": hadamard_size,
+        "activations": number_format,
+        "dtype": jnp.dtype(dtype),
+        "interpret": True,
+    } | options
     arrays = {name: options.pop(name) for name in ("modulation", "gated_sum") if name in options}
     return jax.jit(partial(call, **options))(x, weight, bias, **arrays)
 
 
-@pytest.mark.parametrize("form", ["int8", "fp8"])
+@pytest.mark.parametrize("number_format", ["int8", "fp8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("length", [100, 20])
-def test_rows_that_are_rounded_already(length, dtype, form):
+def test_rows_that_are_rounded_already(length, dtype, number_format):
     """Tiles of 64 rows and 256 columns divide neither, and 20 rows are fewer than a tile."""
     x = outliers(0, 2, length, 512)
-    rows = QuantizedRows(*jax.jit(partial(xla.quantize, rotation=64, form=form, dtype=jnp.dtype(dtype)))(x))
-    weight, bias = weight_and_bias(form)
-    y = run(rows, weight, bias, form, dtype=dtype, tiles=SMALL)
+    rows = QuantizedRows(
+        *jax.jit(partial(xla.quantize, hadamard_size=64, number_format=number_format, dtype=jnp.dtype(dtype)))(x)
+    )
+    weight, bias = weight_and_bias(number_format)
+    y = run(rows, weight, bias, number_format, dtype=dtype, tiles=SMALL)
     values = np.asarray(rows.values, np.float64) * np.asarray(rows.scale, np.float64)
     assert (y.dtype, y.shape) == (dtype, (2, length, 384))
     assert error(y.astype(jnp.float32), formula(values, weight, bias, 0, None)) <= BOUND[dtype]
 
 
 CASES = [
-    (form, rotation, dtype)
-    for form in ("int8", "fp8")
-    for rotation in (0, 16, 256)
+    (number_format, hadamard_size, dtype)
+    for number_format in ("int8", "fp8")
+    for hadamard_size in (0, 16, 256)
     for dtype in ("float32", "bfloat16")
 ]
 
 
-@pytest.mark.parametrize(("form", "rotation", "dtype"), quick([CASES[1], CASES[4], CASES[9]], CASES))
-def test_rows_that_the_product_rounds(form, rotation, dtype):
-    x, (weight, bias) = outliers(0, 2, 100, 512, dtype=dtype), weight_and_bias(form, rotation)
-    y = run(x, weight, bias, form, rotation, dtype, tiles=SMALL)
-    assert error(y.astype(jnp.float32), formula(x, weight, bias, rotation, form)) <= ROUNDED[dtype]
+@pytest.mark.parametrize(("number_format", "hadamard_size", "dtype"), quick([CASES[1], CASES[4], CASES[9]], CASES))
+def test_rows_that_the_product_rounds(number_format, hadamard_size, dtype):
+    x, (weight, bias) = outliers(0, 2, 100, 512, dtype=dtype), weight_and_bias(number_format, hadamard_size)
+    y = run(x, weight, bias, number_format, hadamard_size, dtype, tiles=SMALL)
+    assert error(y.astype(jnp.float32), formula(x, weight, bias, hadamard_size, number_format)) <= ROUNDED[dtype]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -121,7 +130,7 @@ def test_a_norm_before_and_a_sum_after(apart, count, dtype, monkeypatch):
     wanted = np.asarray(gated_sum.residual, np.float64) + by_token(gated_sum.gate, second) * product
     assert y.dtype == dtype
     assert error(y.astype(jnp.float32), wanted) <= ROUNDED[dtype]
-    ours = jax.jit(partial(quantized_matmul, rotation=64, activations="int8", dtype=dtype, eps=EPS))(
+    ours = jax.jit(partial(quantized_matmul, hadamard_size=64, activations="int8", dtype=dtype, eps=EPS))(
         x, weight, bias, modulation=modulation, gated_sum=gated_sum
     )
     assert error(ours.astype(jnp.float32), wanted) <= ROUNDED[dtype]
@@ -144,17 +153,17 @@ def normed_heads(y, norm):
     return np.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(y.shape)
 
 
-@pytest.mark.parametrize(("form", "dtype"), [("int8", "float32"), ("int8", "bfloat16"), ("fp8", "float32")])
+@pytest.mark.parametrize(("number_format", "dtype"), [("int8", "float32"), ("int8", "bfloat16"), ("fp8", "float32")])
 @pytest.mark.parametrize(("rotates", "parts"), [(False, 1), (True, 1), (True, 2), (True, 4)])
 @pytest.mark.parametrize("channels", [512, 128])
-def test_queries_are_normed_and_rotated(channels, rotates, parts, form, dtype):
+def test_queries_are_normed_and_rotated(channels, rotates, parts, number_format, dtype):
     """The norm is of all heads or of each. The column tiles of 256 lie in one group of heads, or contain two."""
-    x, (weight, bias) = outliers(0, 2, 100, 512, dtype=dtype), weight_and_bias(form, columns=512)
+    x, (weight, bias) = outliers(0, 2, 100, 512, dtype=dtype), weight_and_bias(number_format, columns=512)
     norm = heads_norm(100, channels, rotates)
-    wanted = normed_heads(formula(x, weight, bias, 64, form), norm)
+    wanted = normed_heads(formula(x, weight, bias, 64, number_format), norm)
     kernel = partial(tpu.quantized_heads, parts=parts, tiles=SMALL, interpret=True)
     for call in (kernel, quantized_heads, reference.quantized_heads):
-        options = {"norm_eps": EPS, "rotation": 64, "activations": form, "dtype": jnp.dtype(dtype)}
+        options = {"norm_eps": EPS, "hadamard_size": 64, "activations": number_format, "dtype": jnp.dtype(dtype)}
         y = jax.jit(partial(call, **options))(x, weight, bias, norm)
         assert (y.dtype, y.shape) == (dtype, (2, 100, 512))
         assert error(y.astype(jnp.float32), wanted) <= 2 * ROUNDED[dtype]  # bfloat16 is rounded twice
@@ -169,7 +178,7 @@ def test_a_norm_before_and_a_norm_after(apart, monkeypatch):
     modulation = Modulation(jnp.zeros((2, 1, 512)), 0.3 * normal(4, 2, 1, 512))
     norm, tiles = heads_norm(70, 512), {} if apart else {"tiles": SMALL}
     wanted = normed_heads(formula(normed(x, modulation), weight, bias, 64, "int8"), norm)
-    options = {"norm_eps": EPS, "rotation": 64, "activations": "int8", "dtype": jnp.dtype("float32"), "eps": EPS}
+    options = {"norm_eps": EPS, "hadamard_size": 64, "activations": "int8", "dtype": jnp.dtype("float32"), "eps": EPS}
     kernel = partial(tpu.quantized_heads, parts=2, interpret=True, **tiles)
     for call in (kernel, quantized_heads):
         y = jax.jit(partial(call, **options))(x, weight, bias, norm, modulation=modulation)
@@ -178,7 +187,7 @@ def test_a_norm_before_and_a_norm_after(apart, monkeypatch):
 
 def test_without_rounding_the_norm_has_gradients():
     x, (weight, bias), norm = normal(0, 1, 40, 512), weight_and_bias(columns=512), heads_norm(40, 512)
-    options = {"norm_eps": EPS, "rotation": 64, "dtype": "float32"}
+    options = {"norm_eps": EPS, "hadamard_size": 64, "dtype": "float32"}
 
     def loss(x, activations=None):
         return jnp.sum(
@@ -196,7 +205,7 @@ def test_gelu_and_no_bias():
     x, (weight, _) = normal(0, 1, 100, 512, dtype="bfloat16"), weight_and_bias()
     wanted = gelu(formula(x, weight, None, 64, "int8"))
     for call, options in ((tpu.quantized_matmul, {"tiles": SMALL, "interpret": True}), (quantized_matmul, {})):
-        product = partial(call, rotation=64, activations="int8", dtype=jnp.dtype("bfloat16"), gelu=True, **options)
+        product = partial(call, hadamard_size=64, activations="int8", dtype=jnp.dtype("bfloat16"), gelu=True, **options)
         assert error(jax.jit(product)(x, weight, None).astype(jnp.float32), wanted) <= 3e-3
 
 
@@ -208,22 +217,22 @@ def test_the_residual_keeps_its_dtype():
     )
     for y in (
         run(x, weight, bias, dtype="bfloat16", gated_sum=gated_sum, tiles=SMALL),
-        quantized_matmul(x, weight, bias, rotation=64, activations="int8", dtype="bfloat16", gated_sum=gated_sum),
+        quantized_matmul(x, weight, bias, hadamard_size=64, activations="int8", dtype="bfloat16", gated_sum=gated_sum),
     ):
         assert y.dtype == "float32"
         assert error(y, wanted) <= ROUNDED["float32"]
 
 
-@pytest.mark.parametrize("form", ["int8", "fp8"])
-@pytest.mark.parametrize("rotation", [0, 64])
-def test_rounding_in_a_pass(rotation, form):
+@pytest.mark.parametrize("number_format", ["int8", "fp8"])
+@pytest.mark.parametrize("hadamard_size", [0, 64])
+def test_rounding_in_a_pass(hadamard_size, number_format):
     """In float32, few of whose numbers lie between two steps."""
     x = outliers(0, 2, 300, 512)
-    options = {"rotation": rotation, "form": form, "dtype": jnp.dtype("float32")}
+    options = {"hadamard_size": hadamard_size, "number_format": number_format, "dtype": jnp.dtype("float32")}
     values, scale = jax.jit(partial(tpu.quantize, **options, interpret=True))(x)
     others, other_scale = jax.jit(partial(xla.quantize, **options))(x)
     np.testing.assert_allclose(scale, other_scale, rtol=1e-6)
-    wanted = rounded(rotated(np.asarray(x, np.float64), rotation), form)
+    wanted = rounded(rotated(np.asarray(x, np.float64), hadamard_size), number_format)
     for numbers in (values, others):
         assert error(np.asarray(numbers, np.float64) * np.asarray(scale, np.float64), wanted) <= ROUNDED["float32"]
 
@@ -234,7 +243,7 @@ def test_an_mlp_rounds_between_its_products(dtype):
     x, up, down = normal(0, 2, 70, 512, dtype=dtype), weight_and_bias(columns=768), weight_and_bias(depth=768, seed=2)
     second = jnp.arange(70) >= 50
     gated_sum = GatedSum(normal(5, 2, 70, 384, dtype=dtype), normal(6, 2, 2, 384), second)
-    options = {"rotations": (64, 64), "activations": "int8", "dtype": jnp.dtype(dtype)}
+    options = {"hadamard_sizes": (64, 64), "activations": "int8", "dtype": jnp.dtype(dtype)}
     y = jax.jit(partial(tpu.quantized_mlp, **options, tiles=SMALL, interpret=True))(x, up, down, gated_sum=gated_sum)
     hidden = gelu(formula(x, *up, 64, "int8"))
     parts = [rounded(rotated(part, 64), "int8") for part in np.split(hidden, 3, axis=-1)]
@@ -248,7 +257,7 @@ def test_an_mlp_rounds_between_its_products(dtype):
 
 def test_tokens_that_are_rounded_once():
     x, (weight, bias) = normal(0, 2, 40, 512), weight_and_bias()
-    options: dict[str, Any] = {"rotation": 64, "activations": "int8", "dtype": "float32"}
+    options: dict[str, Any] = {"hadamard_size": 64, "activations": "int8", "dtype": "float32"}
     modulation = Modulation(*(0.3 * normal(seed, 2, 1, 512) for seed in (3, 4)))
     rows = quantize_tokens(x, weight, **options, modulation=modulation, eps=EPS)
     once = quantized_matmul(rows, weight, bias, **options)
@@ -256,7 +265,7 @@ def test_tokens_that_are_rounded_once():
     with pytest.raises(UnsupportedError, match="activations=None"):
         jax.grad(lambda x: quantize_tokens(x, weight, **options).scale.sum())(x)
     with pytest.raises(UnsupportedError, match="format"):
-        quantized_matmul(rows, weight, bias, rotation=64, activations=None, dtype="float32")
+        quantized_matmul(rows, weight, bias, hadamard_size=64, activations=None, dtype="float32")
 
 
 @pytest.mark.parametrize("axes", [(2, 1, 4), (1, 4, 2)])
@@ -287,15 +296,15 @@ def test_each_of_eight_devices_computes_its_rows(axes):
 TPU = {"v6e": AbstractDevice("TPU v6 lite", 1, "tpu"), "v7x": AbstractDevice("TPU7x", 1, "tpu")}
 
 
-def choice(chip, form="int8", rotation=256, shape=(1, 512, 512), columns=384, dtype="bfloat16"):
+def choice(chip, number_format="int8", hadamard_size=256, shape=(1, 512, 512), columns=384, dtype="bfloat16"):
     """Return the reason against the kernel for a product on a chip."""
-    values: Any = jax.ShapeDtypeStruct((shape[-1], columns), {"int8": "int8", "fp8": "float8_e4m3fn"}[form])
+    values: Any = jax.ShapeDtypeStruct((shape[-1], columns), {"int8": "int8", "fp8": "float8_e4m3fn"}[number_format])
     scale: Any = jax.ShapeDtypeStruct((columns,), "float32")
     weight = QuantizedWeight(values, scale)
     x: Any = jax.ShapeDtypeStruct(shape, dtype)
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("chips",), abstract_device=TPU[chip])):
-        reason: Any = tpu.unsupported(x, weight, rotation, jnp.dtype(dtype))
-        assert api.uses_kernel(x, weight, rotation, jnp.dtype(dtype)) == (reason is None)
+        reason: Any = tpu.unsupported(x, weight, hadamard_size, jnp.dtype(dtype))
+        assert api.uses_kernel(x, weight, hadamard_size, jnp.dtype(dtype)) == (reason is None)
     return reason
 
 
@@ -304,9 +313,9 @@ def test_the_choice_of_the_kernel():
     assert "faster" in choice("v6e", "fp8")
     assert "L from 32" in choice("v6e", shape=(1, 1, 512))
     assert "L from 32" in choice("v6e", shape=(512, 512))
-    assert "channels" in choice("v6e", rotation=64, shape=(1, 512, 384))
+    assert "channels" in choice("v6e", hadamard_size=64, shape=(1, 512, 384))
     assert "channels" in choice("v6e", columns=100)
-    assert "channels" in choice("v6e", rotation=1024, shape=(1, 512, 1024))
+    assert "channels" in choice("v6e", hadamard_size=1024, shape=(1, 512, 1024))
     assert "float16" in choice("v6e", dtype="float16")
     assert "VMEM" in choice("v6e", shape=(1, 512, 256 * 1024), columns=1280)
     with use_partitioner(partitioner((1, 2, 4), "tp")):
@@ -357,9 +366,9 @@ OTHERS = [("v5e-1", "int8"), ("v7x-8", "int8"), ("v7x-8", "fp8")]
 
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
 @pytest.mark.parametrize(
-    ("chip", "form"), [("v6e-1", "int8"), *(pytest.param(*x, marks=pytest.mark.slow) for x in OTHERS)]
+    ("chip", "number_format"), [("v6e-1", "int8"), *(pytest.param(*x, marks=pytest.mark.slow) for x in OTHERS)]
 )
-def test_a_chip_s_compiler_takes_them(chip, form):
+def test_a_chip_s_compiler_takes_them(chip, number_format):
     """A block's products: one that takes tokens rounded before, one with a sum, and an MLP with its norm."""
     target = find_slice(chip)
     mesh = abstract_mesh(target, {"dp": 1, "sp": 1, "tp": target.devices})
@@ -369,16 +378,16 @@ def test_a_chip_s_compiler_takes_them(chip, form):
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=whole)
 
     def weight(depth, columns):
-        values = shape(depth, columns, dtype={"int8": "int8", "fp8": "float8_e4m3fn"}[form])
+        values = shape(depth, columns, dtype={"int8": "int8", "fp8": "float8_e4m3fn"}[number_format])
         return QuantizedWeight(values, shape(columns, dtype="float32"))
 
     def block(x, square, up, down, modulation, gate, second, norm, head_scale):
-        options: Any = {"activations": form, "dtype": "bfloat16"}
-        rows = quantize_tokens(x, square, rotation=256, **options, modulation=modulation)
-        q = quantized_heads(rows, square, None, norm, norm_eps=EPS, rotation=256, **options)
-        y = quantized_heads(q, square, None, HeadsNorm(head_scale), norm_eps=EPS, rotation=256, **options)
-        x = quantized_matmul(y, square, None, rotation=256, **options, gated_sum=GatedSum(x, gate, second))
-        mlp = partial(quantized_mlp, rotations=(256, 256), **options, modulation=modulation)
+        options: Any = {"activations": number_format, "dtype": "bfloat16"}
+        rows = quantize_tokens(x, square, hadamard_size=256, **options, modulation=modulation)
+        q = quantized_heads(rows, square, None, norm, norm_eps=EPS, hadamard_size=256, **options)
+        y = quantized_heads(q, square, None, HeadsNorm(head_scale), norm_eps=EPS, hadamard_size=256, **options)
+        x = quantized_matmul(y, square, None, hadamard_size=256, **options, gated_sum=GatedSum(x, gate, second))
+        mlp = partial(quantized_mlp, hadamard_sizes=(256, 256), **options, modulation=modulation)
         return mlp(x, (up, None), (down, None), gated_sum=GatedSum(x, gate, second))
 
     def sharded(*operands):

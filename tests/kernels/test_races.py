@@ -179,12 +179,15 @@ def silu(height: int, width: int) -> tuple[tuple, tuple]:
     return (out,), (np.float64(normed_silu.reference(x, gamma, "float32")),)
 
 
-def quantized(length: int, result: str, form: Any = "int8") -> tuple[tuple, tuple]:
+def quantized(length: int, result: str, number_format: Any = "int8") -> tuple[tuple, tuple]:
     """Multiply rows of two examples by tiles that do not divide them, in each way that a block has."""
-    options: Any = {"activations": form, "dtype": jnp.dtype("float32")}
+    options: Any = {"activations": number_format, "dtype": jnp.dtype("float32")}
     (x, residual), gate = (normal(seed, 2, length, 256) for seed in (0, 1)), normal(2, 2, 1, 256)
     up, down = (
-        (quantize_weight(normal(seed, *sizes) / 16, format=form, rotation=64), normal(seed + 1, sizes[1]))
+        (
+            quantize_weight(normal(seed, *sizes) / 16, number_format=number_format, hadamard_size=64),
+            normal(seed + 1, sizes[1]),
+        )
         for seed, sizes in ((3, (256, 512)), (5, (512, 256)))
     )
     modulation, gated_sum = Modulation(normal(7, 2, 1, 256), normal(8, 2, 1, 256)), GatedSum(residual, gate)
@@ -192,17 +195,30 @@ def quantized(length: int, result: str, form: Any = "int8") -> tuple[tuple, tupl
     tiles = {"tiles": tiles_of_products.Tiles(64, 256, 32, 32), "interpret": True}
     if result == "rows":
         rows = jax.jit(
-            partial(quantized_tpu.quantize, rotation=64, form=form, dtype=options["dtype"], interpret=True, eps=1e-6)
+            partial(
+                quantized_tpu.quantize,
+                hadamard_size=64,
+                number_format=number_format,
+                dtype=options["dtype"],
+                interpret=True,
+                eps=1e-6,
+            )
         )
         values, scale = rows(x, modulation=modulation)
-        wanted = quantized_xla.quantize(x, rotation=64, form=form, dtype=options["dtype"], **normed)
+        wanted = quantized_xla.quantize(
+            x, hadamard_size=64, number_format=number_format, dtype=options["dtype"], **normed
+        )
         pairs = [(values.astype(jnp.float32) * scale, wanted.values.astype(jnp.float32) * wanted.scale)]
     elif result == "sum":
-        product = partial(quantized_tpu.quantized_matmul, rotation=64, **options, **tiles)
-        wanted = partial(quantized_xla.quantized_matmul, rotation=64, **options)
+        product = partial(quantized_tpu.quantized_matmul, hadamard_size=64, **options, **tiles)
+        wanted = partial(quantized_xla.quantized_matmul, hadamard_size=64, **options)
         with_norm = jax.jit(partial(product, gelu=True, eps=1e-6))(x, *up, modulation=modulation)
         with_sum = jax.jit(product)(
-            QuantizedRows(*quantized_xla.quantize(with_norm, rotation=64, form=form, dtype=options["dtype"])),
+            QuantizedRows(
+                *quantized_xla.quantize(
+                    with_norm, hadamard_size=64, number_format=number_format, dtype=options["dtype"]
+                )
+            ),
             *down,
             gated_sum=gated_sum,
         )
@@ -213,17 +229,17 @@ def quantized(length: int, result: str, form: Any = "int8") -> tuple[tuple, tupl
     elif result == "heads":
         angles = normal(9, length, 64)
         norm = HeadsNorm(normal(10, 512), jnp.cos(angles), jnp.sin(angles))
-        heads = partial(quantized_tpu.quantized_heads, rotation=64, norm_eps=1e-6, parts=2, **options, **tiles)
-        wanted = partial(quantized_reference.quantized_heads, rotation=64, norm_eps=1e-6, **options, **normed)
+        heads = partial(quantized_tpu.quantized_heads, hadamard_size=64, norm_eps=1e-6, parts=2, **options, **tiles)
+        wanted = partial(quantized_reference.quantized_heads, hadamard_size=64, norm_eps=1e-6, **options, **normed)
         pairs = [
             (jax.jit(partial(heads, eps=1e-6))(x, *up, norm, modulation=modulation), wanted(x, *up, norm)),
         ]
     else:
-        mlp = partial(quantized_tpu.quantized_mlp, rotations=(64, 64), **options, **tiles, eps=1e-6)
+        mlp = partial(quantized_tpu.quantized_mlp, hadamard_sizes=(64, 64), **options, **tiles, eps=1e-6)
         pairs = [
             (
                 jax.jit(mlp)(x, up, down, modulation=modulation, gated_sum=gated_sum),
-                quantized_mlp(x, up, down, rotations=(64, 64), **options, **normed, gated_sum=gated_sum),
+                quantized_mlp(x, up, down, hadamard_sizes=(64, 64), **options, **normed, gated_sum=gated_sum),
             )
         ]
     return tuple(got for got, _ in pairs), tuple(np.float64(wanted) for _, wanted in pairs)

@@ -41,7 +41,7 @@ def test_outlying_channels_need_the_rotation():
     layer, plain = (quantized(base, PRECISIONS[name]) for name in ("int8", "int8-weights"))
     plain.activations = "int8"
     x = tokens(30)
-    assert (layer.rotation, plain.rotation) == (256, 0)
+    assert (layer.hadamard_size, plain.hadamard_size) == (256, 0)
     assert error(plain(x), base(x)) > 3 * error(layer(x), base(x))
 
 
@@ -59,7 +59,7 @@ def test_stacks_are_quantized_with_their_axes_and_others_stay():
     assert quantized_layers(network).keys() == {"blocks.up", "layers.0"}
     assert isinstance(abstract.blocks.up, Linear)
     layer = network.blocks.up
-    assert (layer.rotation, layer.axis, layer.values.get_value().dtype) == (64, "mlp", jnp.int8)
+    assert (layer.hadamard_size, layer.axis, layer.values.get_value().dtype) == (64, "mlp", jnp.int8)
     assert (layer.values.get_value().shape, axes_of(layer.values)) == ((3, *SIZES), ("layers", "embed", "mlp"))
     assert (layer.scale.get_value().shape, axes_of(layer.scale)) == ((3, SIZES[1]), ("layers", "mlp"))
     assert (layer.scale.get_value().dtype, layer.bias.get_value().shape) == (jnp.float32, (3, SIZES[1]))

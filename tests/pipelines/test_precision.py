@@ -65,7 +65,7 @@ def test_most_weights_of_every_transformer_are_quantized(key):
     whole = {path for path, layer in layers.items() if isinstance(layer, Linear)}
     assert {"patch_embed", "proj_out"} <= whole
     for path in layers.keys() - whole:
-        assert (layers[path].dtype, layers[path].rotation) == (jnp.bfloat16, 256), path
+        assert (layers[path].dtype, layers[path].hadamard_size) == (jnp.bfloat16, 256), path
     blocks = {path for path in layers if path.split(".")[0].endswith(("blocks", "block"))}
     assert blocks & whole == {path for path in blocks if path.endswith(("mod", "proj_l"))} < blocks
 

@@ -19,7 +19,7 @@ def dense(rngs, sizes=SIZES, **kw):
 def quantized(base, precision):
     """Return a projection with the weights of a dense one."""
     layer = QuantizedLinear(as_shapes(lambda rngs: dense(rngs, base.kernel.shape)), precision)
-    weight = quantize_weight(base.kernel[...], format=layer.format, rotation=layer.rotation)
+    weight = quantize_weight(base.kernel[...], number_format=layer.number_format, hadamard_size=layer.hadamard_size)
     layer.values.set_value(weight.values)
     layer.scale.set_value(weight.scale)
     layer.bias.set_value(base.bias[...])

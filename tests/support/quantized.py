@@ -28,8 +28,8 @@ def rounded(x, form):
     return (np.round(steps) if form == "int8" else steps).astype(DTYPE_OF[form]).astype(np.float64) * scale
 
 
-def formula(x, weight, bias, rotation, activations):
-    x = rotated(np.asarray(x, np.float64), rotation)
+def formula(x, weight, bias, hadamard_size, activations):
+    x = rotated(np.asarray(x, np.float64), hadamard_size)
     x = x if activations is None else rounded(x, activations)
     y = x @ (np.asarray(weight.values, np.float64) * np.asarray(weight.scale, np.float64))
     return y if bias is None else y + np.asarray(bias, np.float64)

@@ -56,11 +56,11 @@ def projection(dtype):
 def rounded(dense, precision):
     """Return the projection with its weight rounded by rows, in NumPy."""
     layer = QuantizedLinear(as_shapes(lambda rngs: projection(dense.dtype)), PRECISIONS[precision])
-    kernel, largest = np.asarray(dense.kernel[...]), {"int8": 127, "fp8": 448}[layer.format]
+    kernel, largest = np.asarray(dense.kernel[...]), {"int8": 127, "fp8": 448}[layer.number_format]
     scale = np.abs(kernel).max(0) / largest
     values = kernel / scale
     dtype = layer.values.get_value().dtype
-    layer.values.set_value(jnp.asarray(np.rint(values) if layer.format == "int8" else values).astype(dtype))
+    layer.values.set_value(jnp.asarray(np.rint(values) if layer.number_format == "int8" else values).astype(dtype))
     layer.scale.set_value(jnp.asarray(scale, jnp.float32))
     layer.bias = dense.bias
     return layer
@@ -201,7 +201,7 @@ def test_a_lora_on_rounded_weights_is_near_to_it_on_floats(precision, checkpoint
     """Merged before the weights are rounded, or beside the rounded weights."""
     name, random = "blocks.{}.attn1.to_v", np.random.default_rng(5)
     factors = {
-        f"{name.format(block)}.lora_{letter}.weight": random.normal(size=shape).astype(np.float32)
+        f"{name.number_format(block)}.lora_{letter}.weight": random.normal(size=shape).astype(np.float32)
         for block in range(2)
         for letter, shape in (("A", (2, 24)), ("B", (24, 2)))
     }
@@ -225,7 +225,7 @@ def test_a_lora_on_rounded_weights_is_near_to_it_on_floats(precision, checkpoint
     info = network_of(beside.model.spec.networks["transformer"], beside.components.kinds)
     network, _ = adapt(beside.components.get("transformer"), info.rules, LoraConfig(2, targets=("attn1.to_v",)), 0)
     change = dense["blocks.self_attn.v"].kernel[...] - plain["blocks.self_attn.v"].kernel[...]
-    down = np.stack([factors[f"{name.format(block)}.lora_A.weight"].T for block in range(2)])
+    down = np.stack([factors[f"{name.number_format(block)}.lora_A.weight"].T for block in range(2)])
     layer = network.blocks.self_attn.v
     layer.lora_down.kernel[...] = jnp.asarray(down)
     layer.lora_up.kernel[...] = jnp.asarray(np.linalg.pinv(down) @ np.asarray(change))  # rows as in the network

@@ -191,8 +191,8 @@ class DequantizedReader(ReaderView):
             if zero is not None:
                 numbers[piece] -= _rows(zero, piece)
             numbers[piece] *= _rows(scale, piece)
-        if layer_format and layer_format.rotated_group:
-            numbers = rotate(numbers, layer_format.rotated_group)
+        if layer_format and layer_format.hadamard_size:
+            numbers = rotate(numbers, layer_format.hadamard_size)
         return numbers.astype(self.specs[key].dtype, copy=False)
 
     def _read_blocks(self, x: np.ndarray, parts: _Parts, layer_format: LayerFormat) -> np.ndarray:
@@ -272,7 +272,7 @@ def _tensor_scale(parts: _Parts) -> str:
 
 def _check_rotation(weight: str, spec: Spec, layer_format: LayerFormat | None) -> None:
     """Raise WanjaxError unless the rows of a rotated weight consist of whole rotation groups."""
-    group = layer_format.rotated_group if layer_format else 0
+    group = layer_format.hadamard_size if layer_format else 0
     if group and (len(spec.shape) != 2 or spec.shape[1] % group):
         raise WanjaxError(
             f"{weight} is {list(spec.shape)}, but rows must consist of whole rotation groups of {group} numbers: get "

@@ -50,7 +50,7 @@ class LayerFormat(NamedTuple):
     Attributes:
         name: ComfyUI's name of the format.
         dtype: The dtype of a stored number.
-        rotated_group: The number of values of a row that are rotated together; 0 without rotation.
+        hadamard_size: The number of values of a row that are rotated together; 0 without rotation.
         scale_block: The number of values of a row that share a scale, if scales are in the tensor cores' order; 0 if
             the shape of the scales determines it.
         packed: Whether a byte holds two numbers.
@@ -59,7 +59,7 @@ class LayerFormat(NamedTuple):
 
     name: str
     dtype: np.dtype
-    rotated_group: int = 0
+    hadamard_size: int = 0
     scale_block: int = 0
     packed: bool = False
     row_by_row: bool = False
@@ -163,7 +163,7 @@ def _named_format(name: str, entries: Mapping[str, Any]) -> LayerFormat | None:
     group = entries.get("convrot_groupsize", DEFAULT_GROUP) if entries.get("convrot") else 0
     sizes = {4**power for power in range(1, 7)}
     is_supported = entries.get("convrot") in (None, True) and (group == 0 or (type(group) is int and group in sizes))
-    return LayerFormat(name, np.dtype(np.int8), rotated_group=group) if is_supported else None
+    return LayerFormat(name, np.dtype(np.int8), hadamard_size=group) if is_supported else None
 
 
 def _rotation(entries: Mapping[str, Any]) -> str:

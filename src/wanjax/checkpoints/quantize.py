@@ -16,7 +16,7 @@ from flax import nnx
 from wanjax.checkpoints.arrays import make_array
 from wanjax.checkpoints.files import Spec
 from wanjax.checkpoints.to_devices import to_device, workers
-from wanjax.kernels.hadamard import regular_hadamard, rotation_group
+from wanjax.kernels.hadamard import choose_hadamard_size, regular_hadamard
 from wanjax.kernels.quantized_matmul.formats import FORMATS, LARGEST, SMALLEST_ABSMAX
 from wanjax.layers.quantized import QuantizedLinear, quantized_layers
 
@@ -121,22 +121,22 @@ def quantize(kernel: np.ndarray, layer: QuantizedLinear, *, again: bool = False)
         layer: The quantized projection; it has the format and the rotation.
         again: Whether the kernel was quantized before, and changed since.
     """
-    widening = SECOND_QUANTIZATION if again and layer.format == "int8" else np.float32(1)
+    widening = SECOND_QUANTIZATION if again and layer.number_format == "int8" else np.float32(1)
     rows = kernel.T  # [O I], as most checkpoints store it
-    values, scale = np.empty(rows.shape, FORMATS[layer.format]), np.empty(len(rows), np.float32)
+    values, scale = np.empty(rows.shape, FORMATS[layer.number_format]), np.empty(len(rows), np.float32)
     row_ranges = [slice(start, start + PIECE_ROWS) for start in range(0, len(rows), PIECE_ROWS)]
 
     def quantize_rows(row_range: slice) -> None:
         x = rows[row_range].astype(np.float32)
-        if layer.rotation:
-            x = (x.reshape(-1, layer.rotation) @ regular_hadamard(layer.rotation)).reshape(x.shape)
-        format_max = np.float32(LARGEST[layer.format])
+        if layer.hadamard_size:
+            x = (x.reshape(-1, layer.hadamard_size) @ regular_hadamard(layer.hadamard_size)).reshape(x.shape)
+        format_max = np.float32(LARGEST[layer.number_format])
         scale[row_range] = np.maximum(np.abs(x).max(axis=1), np.float32(SMALLEST_ABSMAX)) / format_max * widening
         # The scale of a row with an infinity or a NaN is not finite: its numbers do not matter
         with np.errstate(invalid="ignore"):
             x /= scale[row_range, None]
             np.clip(x, -format_max, format_max, out=x)
-            values[row_range] = np.rint(x) if layer.format == "int8" else x
+            values[row_range] = np.rint(x) if layer.number_format == "int8" else x
 
     list(workers().map(quantize_rows, row_ranges))
     return QuantizedValues(values.T, scale)
@@ -154,13 +154,13 @@ class FloatKernel:
     def __init__(self, values: Any, scale: Any, *, rotates: bool):
         self._values, self._scale = values, scale
         self.shape, self.dtype = tuple(values.shape), np.dtype(np.float32)
-        self._rotation = rotation_group(self.shape[-2]) if rotates else 0
+        self._hadamard_size = choose_hadamard_size(self.shape[-2]) if rotates else 0
 
     def __getitem__(self, index: Any) -> np.ndarray:
         values, scale = self._values[index], self._scale[index]
         rows = np.multiply(np.swapaxes(values, -1, -2), scale[..., None], dtype=np.float32)
-        if self._rotation:
-            rows = (rows.reshape(-1, self._rotation) @ regular_hadamard(self._rotation)).reshape(rows.shape)
+        if self._hadamard_size:
+            rows = (rows.reshape(-1, self._hadamard_size) @ regular_hadamard(self._hadamard_size)).reshape(rows.shape)
         return np.swapaxes(rows, -1, -2)
 
 

@@ -6,7 +6,7 @@ from functools import cache
 
 import numpy as np
 
-ROTATION_GROUP_SIZES = (256, 64, 16)  # possible numbers of channels that are rotated together, the best first
+HADAMARD_SIZES = (256, 64, 16)  # possible numbers of channels that are rotated together, the best first
 
 
 @cache
@@ -21,7 +21,7 @@ def regular_hadamard(size: int) -> np.ndarray:
     return (hadamard_4 if size == 4 else np.kron(regular_hadamard(size // 4), hadamard_4)).astype(np.float32)
 
 
-def rotation_group(features: int) -> int:
+def choose_hadamard_size(features: int) -> int:
     """Return how many channels to rotate together, for this number of input channels. Return 0 if no size of a group
     divides the number."""
-    return next((group for group in ROTATION_GROUP_SIZES if features % group == 0), 0)
+    return next((group for group in HADAMARD_SIZES if features % group == 0), 0)

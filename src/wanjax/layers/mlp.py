@@ -56,7 +56,7 @@ class MLP(nnx.Module):
         up, down, gathers = self.up, self.down, are_tokens(x)
         assert isinstance(up, QuantizedLinear)
         assert isinstance(down, QuantizedLinear)
-        options = up.options | {"rotations": (up.rotation, down.rotation)}
+        options = up.options | {"hadamard_sizes": (up.hadamard_size, down.hadamard_size)}
         y = quantized_mlp(x, up.operands(gathers), down.operands(gathers), **options, **fused)
         return constrain(y, ("batch", "length", down.axis)) if gathers else y
 

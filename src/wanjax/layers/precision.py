@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from wanjax.errors import WanjaxError, repr_short
 
 if TYPE_CHECKING:
-    from wanjax.kernels.quantized_matmul.formats import Format
+    from wanjax.kernels.quantized_matmul.formats import NumberFormat
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Precision:
     """
 
     name: str
-    weights: "Format | None" = None
-    activations: "Format | None" = None
+    weights: "NumberFormat | None" = None
+    activations: "NumberFormat | None" = None
 
     def __str__(self) -> str:
         return self.name

@@ -14,10 +14,10 @@ from wanjax.kernels.quantized_matmul import (
     HeadsNorm,
     QuantizedRows,
     QuantizedWeight,
+    choose_hadamard_size,
     quantize_tokens,
     quantized_heads,
     quantized_matmul,
-    rotation_group,
 )
 from wanjax.layers.linear import Gathered, Linear, are_tokens
 from wanjax.layers.placement import axes_of
@@ -36,9 +36,9 @@ class QuantizedLinear(Gathered, nnx.Module):
         values: The numbers [I O], with the logical axes of the kernel.
         scale: The scale [O] of each output channel, in float32.
         bias: The bias [O], or None.
-        format: The format of the values.
+        number_format: The format of the values.
         activations: The format to which tokens are quantized, or None.
-        rotation: The number of input channels that are rotated together; 0 for none.
+        hadamard_size: The number of input channels that are rotated together; 0 for none.
     """
 
     weight_name = "values"
@@ -57,21 +57,21 @@ class QuantizedLinear(Gathered, nnx.Module):
         self.values = base.kernel.replace(jax.ShapeDtypeStruct(kernel.shape, FORMATS[precision.weights]))
         self.scale = nnx.Param(scale, axes=(*axes[:-2], axes[-1]))
         self.bias = base.bias
-        self.format = precision.weights
+        self.number_format = precision.weights
         self.activations = precision.activations
-        self.rotation = rotation_group(kernel.shape[-2]) if precision.rotates else 0
+        self.hadamard_size = choose_hadamard_size(kernel.shape[-2]) if precision.rotates else 0
         self.axis = base.axis
         self.dtype = base.dtype
 
     def __call__(self, inputs: jax.Array | QuantizedRows, **fused: Any) -> jax.Array:
         """Compute the projection; `fused` are the options of `quantized_matmul` for what precedes and follows it."""
         tokens = are_tokens(inputs.values if isinstance(inputs, QuantizedRows) else inputs)
-        y = quantized_matmul(inputs, *self.operands(tokens), rotation=self.rotation, **self.options, **fused)
+        y = quantized_matmul(inputs, *self.operands(tokens), hadamard_size=self.hadamard_size, **self.options, **fused)
         return constrain(y, ("batch", "length", self.axis)) if tokens else y
 
     def heads(self, inputs: jax.Array | QuantizedRows, norm: HeadsNorm, norm_eps: float, **fused: Any) -> jax.Array:
         """Compute the projection of tokens to queries or keys, with their norm and rotation."""
-        options = self.options | {"rotation": self.rotation, "norm_eps": norm_eps}
+        options = self.options | {"hadamard_size": self.hadamard_size, "norm_eps": norm_eps}
         y = quantized_heads(inputs, *self.operands(True), norm, **options, **fused)
         return constrain(y, ("batch", "length", self.axis))
 
@@ -88,7 +88,7 @@ class QuantizedLinear(Gathered, nnx.Module):
 
     def quantize_tokens(self, x: jax.Array, **norm: Any) -> QuantizedRows:
         """Quantize tokens for this projection and similar projections. `norm` has the options of `quantize_tokens`."""
-        return quantize_tokens(x, self.operands(False)[0], rotation=self.rotation, **self.options, **norm)
+        return quantize_tokens(x, self.operands(False)[0], hadamard_size=self.hadamard_size, **self.options, **norm)
 
     def sent_weight(self) -> jax.Array:
         """Return the values. Values are sent between devices without a cast."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix products with weights of 8 bits. The inputs may also have 8 bits."""
 
-from wanjax.kernels.hadamard import rotation_group
+from wanjax.kernels.hadamard import choose_hadamard_size
 from wanjax.kernels.quantized_matmul.api import quantize_tokens, quantized_heads, quantized_matmul, quantized_mlp
 from wanjax.kernels.quantized_matmul.formats import FORMATS, QuantizedRows, QuantizedWeight, quantize_weight
 from wanjax.kernels.quantized_matmul.operands import GatedSum, HeadsNorm, Modulation
@@ -15,10 +15,10 @@ __all__ = [
     "Modulation",
     "QuantizedRows",
     "QuantizedWeight",
+    "choose_hadamard_size",
     "quantize_tokens",
     "quantize_weight",
     "quantized_heads",
     "quantized_matmul",
     "quantized_mlp",
-    "rotation_group",
 ]

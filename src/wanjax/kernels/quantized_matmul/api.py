@@ -14,7 +14,13 @@ from wanjax.errors import UnsupportedError, WanjaxError
 from wanjax.kernels.admitted import is_admitted
 from wanjax.kernels.autodiff import with_backward
 from wanjax.kernels.quantized_matmul import tpu, xla
-from wanjax.kernels.quantized_matmul.formats import FORMATS, Format, QuantizedRows, QuantizedWeight, check_rotation
+from wanjax.kernels.quantized_matmul.formats import (
+    FORMATS,
+    NumberFormat,
+    QuantizedRows,
+    QuantizedWeight,
+    check_hadamard_size,
+)
 from wanjax.kernels.quantized_matmul.operands import GatedSum, HeadsNorm, Modulation, normed_heads
 from wanjax.kernels.rotary_heads import parts_for_all_to_all
 from wanjax.kernels.target import target
@@ -28,8 +34,8 @@ def quantized_matmul(
     weight: QuantizedWeight,
     bias: Float[Array, " _E"] | None,
     *,
-    rotation: int,
-    activations: Format | None,
+    hadamard_size: int,
+    activations: NumberFormat | None,
     dtype: DTypeLike,
     modulation: Modulation | None = None,
     eps: float = 1e-6,
@@ -46,7 +52,7 @@ def quantized_matmul(
             products.
         weight: The weight [I O], from `quantize_weight` or from a file.
         bias: The bias [O], or None.
-        rotation: How many input channels of the weight were rotated together; 0 for none.
+        hadamard_size: How many input channels of the weight were rotated together; 0 for none.
         activations: The format to which each row of x is quantized, after the row is rotated. The format must be that
             of the weight. None does not quantize inputs.
         dtype: The dtype of the result. If inputs are not quantized, it is also the dtype of the operands.
@@ -60,9 +66,9 @@ def quantized_matmul(
         UnsupportedError: The formats of inputs and weight differ, or the gradient of quantized inputs is taken.
     """
     dtype = jnp.dtype(dtype)
-    _check(x, weight, bias, rotation, activations, dtype)
+    _check(x, weight, bias, hadamard_size, activations, dtype)
     options: dict[str, Any] = {
-        "rotation": rotation,
+        "hadamard_size": hadamard_size,
         "activations": activations,
         "dtype": dtype,
         "eps": eps,
@@ -71,7 +77,7 @@ def quantized_matmul(
     parts = {"modulation": modulation, "gated_sum": gated_sum}
     if activations is None:
         return xla.quantized_matmul(x, weight, bias, **options, **parts)
-    module = tpu if uses_kernel(x, weight, rotation, dtype) else xla
+    module = tpu if uses_kernel(x, weight, hadamard_size, dtype) else xla
     return _without_gradient(partial(module.quantized_matmul, **options), x, weight, bias, **parts)
 
 
@@ -82,8 +88,8 @@ def quantized_heads(
     norm: HeadsNorm,
     *,
     norm_eps: float,
-    rotation: int,
-    activations: Format | None,
+    hadamard_size: int,
+    activations: NumberFormat | None,
     dtype: DTypeLike,
     modulation: Modulation | None = None,
     eps: float = 1e-6,
@@ -99,7 +105,7 @@ def quantized_heads(
         bias: The bias [O], or None.
         norm: The norm and the rotation.
         norm_eps: The epsilon of `norm`.
-        rotation: How many input channels of the weight were rotated together; 0 for none.
+        hadamard_size: How many input channels of the weight were rotated together; 0 for none.
         activations: The format of the rows of x, or None.
         dtype: As in `quantized_matmul`.
         modulation: A layer norm of x and its modulation, which come first.
@@ -110,9 +116,9 @@ def quantized_heads(
         UnsupportedError: The formats of inputs and weight differ, or the gradient of quantized inputs is taken.
     """
     dtype = jnp.dtype(dtype)
-    _check(x, weight, bias, rotation, activations, dtype)
-    options: dict[str, Any] = {"rotation": rotation, "activations": activations, "dtype": dtype, "eps": eps}
-    if activations is not None and uses_kernel(x, weight, rotation, dtype) and tpu.fuses_norm(weight, norm, dtype):
+    _check(x, weight, bias, hadamard_size, activations, dtype)
+    options: dict[str, Any] = {"hadamard_size": hadamard_size, "activations": activations, "dtype": dtype, "eps": eps}
+    if activations is not None and uses_kernel(x, weight, hadamard_size, dtype) and tpu.fuses_norm(weight, norm, dtype):
         parts = 1 if norm.cos is None else parts_for_all_to_all((*_shape(x)[:2], weight.values.shape[1]))
         run = partial(tpu.quantized_heads, norm_eps=norm_eps, parts=parts, **options)
         return _without_gradient(run, x, weight, bias, norm, modulation=modulation)
@@ -123,8 +129,8 @@ def quantize_tokens(
     x: Float[Array, "*B E"],
     weight: QuantizedWeight,
     *,
-    rotation: int,
-    activations: Format,
+    hadamard_size: int,
+    activations: NumberFormat,
     dtype: DTypeLike,
     modulation: Modulation | None = None,
     eps: float = 1e-6,
@@ -134,7 +140,7 @@ def quantize_tokens(
     Args:
         x: The inputs [... I].
         weight: One of the weights by which the tokens will be multiplied.
-        rotation: How many input channels of the weights were rotated together; 0 for none.
+        hadamard_size: How many input channels of the weights were rotated together; 0 for none.
         activations: The format of the weights.
         dtype: The dtype to which x is cast before its rotation.
         modulation: A layer norm of x and its modulation, which come first.
@@ -145,9 +151,9 @@ def quantize_tokens(
         UnsupportedError: The formats of inputs and weight differ, or the gradient is taken.
     """
     dtype = jnp.dtype(dtype)
-    _check(x, weight, None, rotation, activations, dtype)
-    options: dict[str, Any] = {"rotation": rotation, "form": activations, "dtype": dtype, "eps": eps}
-    module = tpu if uses_kernel(x, weight, rotation, dtype) else xla
+    _check(x, weight, None, hadamard_size, activations, dtype)
+    options: dict[str, Any] = {"hadamard_size": hadamard_size, "number_format": activations, "dtype": dtype, "eps": eps}
+    module = tpu if uses_kernel(x, weight, hadamard_size, dtype) else xla
     return _without_gradient(partial(module.quantize, **options), x, modulation=modulation)
 
 
@@ -156,8 +162,8 @@ def quantized_mlp(
     up: tuple[QuantizedWeight, Float[Array, " F"] | None],
     down: tuple[QuantizedWeight, Float[Array, " _E"] | None],
     *,
-    rotations: tuple[int, int],
-    activations: Format | None,
+    hadamard_sizes: tuple[int, int],
+    activations: NumberFormat | None,
     dtype: DTypeLike,
     modulation: Modulation | None = None,
     eps: float = 1e-6,
@@ -172,7 +178,7 @@ def quantized_mlp(
         x: The inputs [... I].
         up: The first weight [I F] and its bias [F], or None.
         down: The second weight [F O] and its bias [O], or None.
-        rotations: For each weight, how many input channels were rotated together.
+        hadamard_sizes: For each weight, how many input channels were rotated together.
         activations: The format of the rows of both products, or None.
         dtype: As in `quantized_matmul`.
         modulation: A layer norm of x and its modulation, which come first.
@@ -184,24 +190,24 @@ def quantized_mlp(
         UnsupportedError: The formats of inputs and weight differ, or the gradient of quantized inputs is taken.
     """
     dtype = jnp.dtype(dtype)
-    _check(x, *up, rotations[0], activations, dtype)
+    _check(x, *up, hadamard_sizes[0], activations, dtype)
     shared = {"activations": activations, "dtype": dtype, "eps": eps}
     if (
         activations is not None
-        and uses_kernel(x, up[0], rotations[0], dtype)
-        and tpu.fuses_mlp(up[0], down[0], rotations[1], dtype)
+        and uses_kernel(x, up[0], hadamard_sizes[0], dtype)
+        and tpu.fuses_mlp(up[0], down[0], hadamard_sizes[1], dtype)
     ):
-        run = partial(tpu.quantized_mlp, rotations=rotations, **shared)
+        run = partial(tpu.quantized_mlp, hadamard_sizes=hadamard_sizes, **shared)
         return _without_gradient(run, x, up, down, modulation=modulation, gated_sum=gated_sum)
-    hidden = quantized_matmul(x, *up, rotation=rotations[0], modulation=modulation, gelu=True, **shared)
-    return quantized_matmul(hidden, *down, rotation=rotations[1], gated_sum=gated_sum, **shared)
+    hidden = quantized_matmul(x, *up, hadamard_size=hadamard_sizes[0], modulation=modulation, gelu=True, **shared)
+    return quantized_matmul(hidden, *down, hadamard_size=hadamard_sizes[1], gated_sum=gated_sum, **shared)
 
 
-def uses_kernel(x: Any, weight: QuantizedWeight, rotation: int, dtype: jnp.dtype) -> bool:
+def uses_kernel(x: Any, weight: QuantizedWeight, hadamard_size: int, dtype: jnp.dtype) -> bool:
     """Return True if the TPU kernel computes a product with these quantized inputs."""
     values = x.values if isinstance(x, QuantizedRows) else x
     is_tpu = target(values).platform == "tpu"
-    return is_tpu and tpu.unsupported(x, weight, rotation, dtype) is None and is_admitted(KERNEL)
+    return is_tpu and tpu.unsupported(x, weight, hadamard_size, dtype) is None and is_admitted(KERNEL)
 
 
 def _shape(x: Array | QuantizedRows) -> tuple[int, ...]:
@@ -226,8 +232,8 @@ def _check(
     x: Array | QuantizedRows,
     weight: QuantizedWeight,
     bias: Array | None,
-    rotation: int,
-    activations: Format | None,
+    hadamard_size: int,
+    activations: NumberFormat | None,
     dtype: jnp.dtype,
 ) -> None:
     """Raise WanjaxError if the operands do not fit each other, and UnsupportedError if a format is not supported."""
@@ -240,7 +246,7 @@ def _check(
     if scale.shape not in (channels, (1,)) or (bias is not None and bias.shape != channels):
         shapes = f"{list(scale.shape)}" + ("" if bias is None else f" and a bias {list(bias.shape)}")
         raise WanjaxError(f"a scale {shapes} for {channels[0]} output channels: give a number for each, or one scale")
-    check_rotation(len(values), rotation)
+    check_hadamard_size(len(values), hadamard_size)
     names = {format_dtype: name for name, format_dtype in FORMATS.items()}
     if values.dtype not in names or dtype.name not in DTYPES:
         formats = " or ".join(str(format_dtype) for format_dtype in names)

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Float32
 from wanjax.errors import WanjaxError
 from wanjax.kernels.hadamard import regular_hadamard
 
-Format = Literal["int8", "fp8"]
+NumberFormat = Literal["int8", "fp8"]
 FORMATS: dict[str, jnp.dtype] = {"int8": jnp.dtype(jnp.int8), "fp8": jnp.dtype(jnp.float8_e4m3fn)}
 """The dtype of the numbers of each format."""
 # The largest number of each format; with -128, the range of int8 would be uneven
@@ -50,45 +50,49 @@ class QuantizedRows(NamedTuple):
     scale: jax.Array
 
 
-def quantize_weight(kernel: Float[Array, "E _E"], *, format: Format, rotation: int) -> QuantizedWeight:
+def quantize_weight(
+    kernel: Float[Array, "E _E"], *, number_format: NumberFormat, hadamard_size: int
+) -> QuantizedWeight:
     """Quantize a weight to 8 bits. The largest number of each output channel determines the channel's scale.
 
     Args:
         kernel: The weight [I O] of input and output channels. The computation is in float32.
-        format: `int8`, or `fp8` for float8_e4m3fn.
-        rotation: How many input channels are rotated together; 0 for none.
+        number_format: `int8`, or `fp8` for float8_e4m3fn.
+        hadamard_size: How many input channels are rotated together; 0 for none.
 
     Raises:
         WanjaxError: The rotation does not divide the input channels.
     """
-    columns = rotate(kernel.astype(jnp.float32).T, rotation, jnp.float32)
-    values, scale = quantize_rows(columns, format)
+    columns = rotate(kernel.astype(jnp.float32).T, hadamard_size, jnp.float32)
+    values, scale = quantize_rows(columns, number_format)
     return QuantizedWeight(values.T, scale[:, 0])
 
 
-def quantize_rows(x: Float32[Array, "*B E"], format: Format) -> QuantizedRows:
+def quantize_rows(x: Float32[Array, "*B E"], number_format: NumberFormat) -> QuantizedRows:
     """Quantize rows to 8 bits. The largest number of each row determines the row's scale. Halves round to even."""
-    scale = jnp.maximum(jnp.abs(x).max(axis=-1, keepdims=True), SMALLEST_ABSMAX) / LARGEST[format]
-    values = jnp.clip(x / scale, -LARGEST[format], LARGEST[format])
-    return QuantizedRows((jnp.round(values) if format == "int8" else values).astype(FORMATS[format]), scale)
+    scale = jnp.maximum(jnp.abs(x).max(axis=-1, keepdims=True), SMALLEST_ABSMAX) / LARGEST[number_format]
+    values = jnp.clip(x / scale, -LARGEST[number_format], LARGEST[number_format])
+    return QuantizedRows(
+        (jnp.round(values) if number_format == "int8" else values).astype(FORMATS[number_format]), scale
+    )
 
 
-def rotate(x: Float[Array, "*B E"], rotation: int, dtype: DTypeLike) -> Float32[Array, "*B E"]:
-    """Rotate each group of `rotation` channels. With 0, do nothing.
+def rotate(x: Float[Array, "*B E"], hadamard_size: int, dtype: DTypeLike) -> Float32[Array, "*B E"]:
+    """Rotate each group of `hadamard_size` channels. With 0, do nothing.
 
     Args:
         x: The input; its last axis has the channels.
-        rotation: The size of a group, a power of 4.
+        hadamard_size: The size of a group, a power of 4.
         dtype: The dtype of the operands. Sums are in float32.
 
     Raises:
         WanjaxError: The rotation does not divide the channels.
     """
-    if not rotation:
+    if not hadamard_size:
         return x.astype(jnp.float32)
-    check_rotation(x.shape[-1], rotation)
-    groups = x.astype(dtype).reshape(*x.shape[:-1], -1, rotation)
-    matrix = jnp.asarray(regular_hadamard(rotation), dtype)
+    check_hadamard_size(x.shape[-1], hadamard_size)
+    groups = x.astype(dtype).reshape(*x.shape[:-1], -1, hadamard_size)
+    matrix = jnp.asarray(regular_hadamard(hadamard_size), dtype)
     precision = "highest" if dtype == jnp.float32 else None
     y = jnp.matmul(groups, matrix, precision=precision, preferred_element_type=jnp.float32)
     return y.reshape(x.shape)
@@ -99,11 +103,11 @@ def as_row(vector: Float[Array, " E"], ndim: int) -> Float32[Array, "... E"]:
     return vector.astype(jnp.float32).reshape((1,) * (ndim - 1) + vector.shape)
 
 
-def check_rotation(features: int, rotation: int) -> None:
-    """Raise WanjaxError unless `rotation` is 0 or a power of 4 that divides the number of input channels."""
-    is_power = rotation in (4**power for power in range(1, 7))
-    if rotation and not (is_power and features % rotation == 0):
+def check_hadamard_size(features: int, hadamard_size: int) -> None:
+    """Raise WanjaxError unless `hadamard_size` is 0 or a power of 4 that divides the number of input channels."""
+    is_power = hadamard_size in (4**power for power in range(1, 7))
+    if hadamard_size and not (is_power and features % hadamard_size == 0):
         raise WanjaxError(
-            f"a rotation of {rotation} channels does not fit {features} channels: give a power of 4 that divides "
+            f"a rotation of {hadamard_size} channels does not fit {features} channels: give a power of 4 that divides "
             f"{features}, or 0"
         )

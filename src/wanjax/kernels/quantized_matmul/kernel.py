@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Float32
 
 from wanjax.kernels.alignment import LANES, ceil_div
 from wanjax.kernels.hadamard import regular_hadamard
-from wanjax.kernels.quantized_matmul.formats import FORMATS, LARGEST, SMALLEST_ABSMAX, Format, QuantizedRows
+from wanjax.kernels.quantized_matmul.formats import FORMATS, LARGEST, SMALLEST_ABSMAX, NumberFormat, QuantizedRows
 from wanjax.kernels.quantized_matmul.tiles import (
     CHUNK,
     COMPILER_VMEM_BYTES,
@@ -33,8 +33,8 @@ from wanjax.kernels.quantized_matmul.tiles import (
     QUANTIZED_STRIP_ROWS,
     QUANTIZED_TILE_ROWS,
     Tiles,
+    column_chunk_size,
     pass_vmem_bytes,
-    product_columns,
 )
 
 # Factors in the tanh of GELU: sqrt(2 / π), and 0.044715 times this
@@ -47,13 +47,13 @@ class Quantization(NamedTuple):
     """How rows are converted to numbers of 8 bits.
 
     Attributes:
-        format: The format.
-        rotation: How many channels are rotated together; 0 for none.
+        number_format: The format.
+        hadamard_size: How many channels are rotated together; 0 for none.
         eps: The epsilon of a layer norm with modulation; None for no norm.
     """
 
-    format: Format
-    rotation: int
+    number_format: NumberFormat
+    hadamard_size: int
     eps: float | None = None
 
 
@@ -64,14 +64,14 @@ class Epilogue(NamedTuple):
         gelu: The dtype in which GELU is computed; None for no GELU.
         quantization: How the result is quantized for the next product; None for a result in floats.
         norm_eps: The epsilon of an RMS norm of whole rows of the result; None for no norm.
-        norms_heads: Whether the norm is of each head of 128 channels instead.
+        norm_per_head: Whether the norm is of each head of 128 channels instead.
         parts: Into how many groups of heads normed rows are written, each of which is contiguous.
     """
 
     gelu: DTypeLike | None = None
     quantization: Quantization | None = None
     norm_eps: float | None = None
-    norms_heads: bool = False
+    norm_per_head: bool = False
     parts: int = 1
 
 
@@ -130,7 +130,7 @@ def matmul(
             specs[name] = pl.BlockSpec((tiles.rows, operands[name].shape[1]), lambda b, i, j: (i, 0))
     if quantization is None:
         specs["row_scale"] = pl.BlockSpec((None, tiles.rows, operands["row_scale"].shape[2]), rows_only)
-    y_dtype = result_dtype if epilogue.quantization is None else FORMATS[epilogue.quantization.format]
+    y_dtype = result_dtype if epilogue.quantization is None else FORMATS[epilogue.quantization.number_format]
     results = {"y": (specs["residual"], jax.ShapeDtypeStruct((batch, length, columns), y_dtype))}
     if epilogue.norm_eps is not None:
         width = columns // epilogue.parts
@@ -138,7 +138,7 @@ def matmul(
         results["y"] = whole_rows, jax.ShapeDtypeStruct((epilogue.parts, batch, length, width), y_dtype)
     scratch: dict[str, Any] = {}
     if quantization is not None:
-        scratch["values"] = pltpu.VMEM((tiles.rows, depth), FORMATS[quantization.format])
+        scratch["values"] = pltpu.VMEM((tiles.rows, depth), FORMATS[quantization.number_format])
         scratch["row_scale"] = pltpu.VMEM((tiles.rows, 1), jnp.float32)
         scratch["rotated"] = pltpu.VMEM((tiles.prepared, depth), jnp.float32)
     if epilogue.quantization is not None:
@@ -192,7 +192,7 @@ def quantize(
         in_specs=[specs[name] for name in operands],
         out_specs=[row, pl.BlockSpec((None, QUANTIZED_TILE_ROWS, 1), lambda b, i: (b, i, 0))],
         out_shape=[
-            jax.ShapeDtypeStruct(x.shape, FORMATS[quantization.format]),
+            jax.ShapeDtypeStruct(x.shape, FORMATS[quantization.number_format]),
             jax.ShapeDtypeStruct((batch, length, 1), jnp.float32),
         ],
         scratch_shapes=[pltpu.VMEM((QUANTIZED_STRIP_ROWS, depth), jnp.float32)],
@@ -209,10 +209,10 @@ def quantize(
 def _matrix(quantization: Quantization | None, dtype: DTypeLike) -> dict[str, Array]:
     """Return the rotation matrix as an operand. The matrix rotates as many channels as one product of the matrix unit
     can."""
-    if quantization is None or not quantization.rotation:
+    if quantization is None or not quantization.hadamard_size:
         return {}
-    groups = CHUNK // quantization.rotation
-    return {"matrix": jnp.asarray(np.kron(np.eye(groups), regular_hadamard(quantization.rotation)), dtype)}
+    groups = CHUNK // quantization.hadamard_size
+    return {"matrix": jnp.asarray(np.kron(np.eye(groups), regular_hadamard(quantization.hadamard_size)), dtype)}
 
 
 def _matmul_kernel(
@@ -250,7 +250,7 @@ def _matmul_kernel(
 
         @pl.when(column_tile == pl.num_programs(2) - 1)
         def _() -> None:
-            _norm_rows(ref, norm_eps, epilogue.norms_heads)
+            _norm_rows(ref, norm_eps, epilogue.norm_per_head)
 
 
 def _write_columns(y_ref: Any, rows: Any, column_tile: Any, y: Float[Array, "_L _E"]) -> None:
@@ -326,11 +326,11 @@ def _quantize_products(
 ) -> None:
     """Rotate and quantize a strip of the product, with a scale for each row of the column tile."""
     columns = ref["rotated_y"].shape[1]
-    width = product_columns(columns)
+    width = column_chunk_size(columns)
 
     def chunk_of(y: Float[Array, "_L _E"], offset: int) -> Float32[Array, "_L _D"]:
         chunk = y[:, offset : offset + CHUNK]
-        return _dot(chunk, ref["matrix"][...], jnp.float32) if quantization.rotation else chunk.astype(jnp.float32)
+        return _dot(chunk, ref["matrix"][...], jnp.float32) if quantization.hadamard_size else chunk.astype(jnp.float32)
 
     absmax = None
     for start in range(0, columns, width):
@@ -339,7 +339,7 @@ def _quantize_products(
             chunk = chunk_of(y, offset)
             ref["rotated_y"][:, start + offset : start + offset + CHUNK] = chunk
             absmax = _raise_absmax(absmax, chunk)
-    scale = _quantize_strip(ref["rotated_y"], ref["y"], rows, absmax, quantization.format)
+    scale = _quantize_strip(ref["rotated_y"], ref["y"], rows, absmax, quantization.number_format)
     group = jax.lax.broadcasted_iota(jnp.int32, (rows.size, ref["y_scale"].shape[1]), 1)
     ref["y_scale"][rows, :] = jnp.where(group == column_tile, scale, ref["y_scale"][rows, :])
 
@@ -365,10 +365,12 @@ def _quantize_strips(ref: Refs, quantization: Quantization, dtype: jnp.dtype) ->
                 shift, factor = (_by_token(ref, name, channels, second_mask) for name in ("shift", "factor"))
                 y = normed * factor + shift
             y = y.astype(dtype)
-            y = _dot(y, ref["matrix"][...], jnp.float32) if quantization.rotation else y.astype(jnp.float32)
+            y = _dot(y, ref["matrix"][...], jnp.float32) if quantization.hadamard_size else y.astype(jnp.float32)
             ref["rotated"][:, channels] = y
             absmax = _raise_absmax(absmax, y)
-        ref["row_scale"][rows, :] = _quantize_strip(ref["rotated"], ref["values"], rows, absmax, quantization.format)
+        ref["row_scale"][rows, :] = _quantize_strip(
+            ref["rotated"], ref["values"], rows, absmax, quantization.number_format
+        )
 
     jax.lax.fori_loop(0, ref["x"].shape[0] // strip, quantize_strip, None)
 
@@ -408,18 +410,20 @@ def _raise_absmax(absmax: Array | None, y: Float32[Array, "_L _D"]) -> Float32[A
     return absmax
 
 
-def _quantize_strip(source: Any, target: Any, rows: Any, absmax: Array | None, form: Format) -> Float32[Array, "_L 1"]:
+def _quantize_strip(
+    source: Any, target: Any, rows: Any, absmax: Array | None, number_format: NumberFormat
+) -> Float32[Array, "_L 1"]:
     """Quantize a strip to 8 bits by the largest absolute numbers of its rows. Return the scales of the rows."""
     assert absmax is not None
     absmax = jnp.maximum(absmax.max(axis=1, keepdims=True), SMALLEST_ABSMAX)
-    inverse_scale = jnp.broadcast_to(LARGEST[form] / absmax, (rows.size, CHUNK))
+    inverse_scale = jnp.broadcast_to(LARGEST[number_format] / absmax, (rows.size, CHUNK))
     for start in range(0, source.shape[1], CHUNK):
         channels = slice(start, start + CHUNK)
         y = source[:, channels] * inverse_scale
-        if form == "int8":
+        if number_format == "int8":
             y = jnp.round(y).astype(jnp.int32)  # a direct cast from float32 to int8 is slower
         target[rows, channels] = y.astype(target.dtype)
-    return absmax * (1 / LARGEST[form])
+    return absmax * (1 / LARGEST[number_format])
 
 
 def _strip(i: Any, size: int) -> Any:

@@ -4,7 +4,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from wanjax.kernels.quantized_matmul.formats import Format, QuantizedWeight, quantize_rows, rotate
+from wanjax.kernels.quantized_matmul.formats import NumberFormat, QuantizedWeight, quantize_rows, rotate
 from wanjax.kernels.quantized_matmul.operands import GatedSum, HeadsNorm, Modulation, finish, normed_heads, prepare
 
 
@@ -13,8 +13,8 @@ def quantized_matmul(
     weight: QuantizedWeight,
     bias: Float[Array, " _E"] | None,
     *,
-    rotation: int,
-    activations: Format | None,
+    hadamard_size: int,
+    activations: NumberFormat | None,
     dtype: jnp.dtype,
     modulation: Modulation | None = None,
     eps: float = 0.0,
@@ -26,7 +26,7 @@ def quantized_matmul(
     The computation is in float32, except that x is cast to `dtype` after its norm. The result is rounded once, to
     `dtype` or to the dtype of the gated sum.
     """
-    rows = rotate(prepare(x, modulation, eps, dtype), rotation, jnp.float32)
+    rows = rotate(prepare(x, modulation, eps, dtype), hadamard_size, jnp.float32)
     if activations is not None:
         values, scale = quantize_rows(rows, activations)
         rows = values.astype(jnp.float32) * scale
@@ -42,8 +42,8 @@ def quantized_heads(
     norm: HeadsNorm,
     *,
     norm_eps: float,
-    rotation: int,
-    activations: Format | None,
+    hadamard_size: int,
+    activations: NumberFormat | None,
     dtype: jnp.dtype,
     modulation: Modulation | None = None,
     eps: float = 0.0,
@@ -52,5 +52,5 @@ def quantized_heads(
 
     The product is rounded to `dtype` before the norm, and the result again at the end.
     """
-    options = {"rotation": rotation, "activations": activations, "modulation": modulation, "eps": eps}
+    options = {"hadamard_size": hadamard_size, "activations": activations, "modulation": modulation, "eps": eps}
     return normed_heads(quantized_matmul(x, weight, bias, dtype=dtype, **options), norm, norm_eps)

@@ -110,7 +110,7 @@ def pass_vmem_bytes(depth: int, itemsize: int) -> int:
     return depth * (2 * QUANTIZED_TILE_ROWS * (itemsize + 1) + 4 * QUANTIZED_STRIP_ROWS)
 
 
-def product_columns(columns: int) -> int:
+def column_chunk_size(columns: int) -> int:
     """Return the columns of one product, for a column tile whose result is quantized. The columns are whole chunks, and
     divide the column tile."""
     return max(size for size in range(CHUNK, MAX_COLUMNS + 1, CHUNK) if columns % size == 0)
@@ -122,7 +122,7 @@ def _cost(product: Product, tiles: Tiles) -> float:
     row_steps, column_steps = ceil_div(product.rows, tiles.rows), ceil_div(product.columns, tiles.columns)
     overhead = COLUMN_OVERHEAD / tiles.columns
     if product.quantizes_result:
-        overhead = COLUMN_OVERHEAD / product_columns(tiles.columns) + SCALE_OVERHEAD / tiles.columns
+        overhead = COLUMN_OVERHEAD / column_chunk_size(tiles.columns) + SCALE_OVERHEAD / tiles.columns
     rows = row_steps * (tiles.rows * (1 + STRIP_OVERHEAD / tiles.strip) + STEP_OVERHEAD)
     columns = column_steps * tiles.columns * (1 + overhead)
     return max(rows, ROWS_PER_FETCH * row_steps) * columns
@@ -134,7 +134,7 @@ def _column_sizes(product: Product) -> set[int]:
     columns = product.columns
     if product.quantizes_result:
         sizes = {size for size in range(CHUNK, MAX_QUANTIZED_COLUMNS + 1, CHUNK) if columns % size == 0}
-        return {size for size in sizes if product_columns(size) >= min(MIN_COLUMNS, columns)} or sizes
+        return {size for size in sizes if column_chunk_size(size) >= min(MIN_COLUMNS, columns)} or sizes
     if product.norms_result:
         sizes = {size for size in range(LANES, MAX_COLUMNS + 1, LANES) if columns % size == 0}
         return {size for size in sizes if size >= min(MIN_COLUMNS, columns)} or sizes

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Float32
 
 from wanjax.kernels.alignment import LANES
 from wanjax.kernels.quantized_matmul import kernel
-from wanjax.kernels.quantized_matmul.formats import Format, QuantizedRows, QuantizedWeight
+from wanjax.kernels.quantized_matmul.formats import NumberFormat, QuantizedRows, QuantizedWeight
 from wanjax.kernels.quantized_matmul.kernel import Epilogue, Quantization
 from wanjax.kernels.quantized_matmul.operands import GatedSum, HeadsNorm, Modulation
 from wanjax.kernels.quantized_matmul.tiles import (
@@ -39,7 +39,7 @@ INPUTS = ("x", "shift", "factor", "second_mask")  # the operands that are only n
 Operands = dict[str, Any]
 
 
-def unsupported(x: Any, weight: QuantizedWeight, rotation: int, dtype: jnp.dtype) -> str | None:
+def unsupported(x: Any, weight: QuantizedWeight, hadamard_size: int, dtype: jnp.dtype) -> str | None:
     """Return the reason why the kernels do not support a product, or None. In place of arrays, shapes suffice."""
     capacity, shape = vmem_bytes(), (x.values if isinstance(x, QuantizedRows) else x).shape
     depth, columns = weight.values.shape
@@ -47,8 +47,9 @@ def unsupported(x: Any, weight: QuantizedWeight, rotation: int, dtype: jnp.dtype
         return "the kernels of quantized products run on TPUs"
     if len(shape) != 3 or shape[1] < ROW_TILE:
         return f"the kernels of quantized products take [B L I] with L from {ROW_TILE} on, not {list(shape)}"
-    if depth % CHUNK or columns % LANES or (rotation and CHUNK % rotation):
-        return f"the kernels of quantized products do not support {depth} to {columns} channels, rotated by {rotation}"
+    if depth % CHUNK or columns % LANES or (hadamard_size and CHUNK % hadamard_size):
+        channels = f"{depth} to {columns} channels, rotated by {hadamard_size}"
+        return f"the kernels of quantized products do not support {channels}"
     if dtype.name not in DTYPES:
         return f"the kernels of quantized products do not compute in {dtype.name}"
     partitioner = current_partitioner()
@@ -62,12 +63,14 @@ def unsupported(x: Any, weight: QuantizedWeight, rotation: int, dtype: jnp.dtype
     return None
 
 
-def fuses_mlp(up: QuantizedWeight, down: QuantizedWeight, rotation: int, dtype: jnp.dtype) -> bool:
+def fuses_mlp(up: QuantizedWeight, down: QuantizedWeight, hadamard_size: int, dtype: jnp.dtype) -> bool:
     """Return True if the first product of an MLP can quantize its results for the second."""
     depth, columns = up.values.shape
     first = Product(ROW_TILE, depth, columns, dtype.itemsize, gelu=True, quantizes_result=True)
     second = Product(ROW_TILE, columns, down.values.shape[1], dtype.itemsize, adds=True)
-    can_quantize = columns % CHUNK == 0 and not (rotation and CHUNK % rotation) and down.values.shape[1] % LANES == 0
+    can_quantize = (
+        columns % CHUNK == 0 and not (hadamard_size and CHUNK % hadamard_size) and down.values.shape[1] % LANES == 0
+    )
     return can_quantize and all(default_tiles(each, vmem_bytes() or 0) is not None for each in (first, second))
 
 
@@ -84,8 +87,8 @@ def quantized_matmul(
     weight: QuantizedWeight,
     bias: Float[Array, " _E"] | None,
     *,
-    rotation: int,
-    activations: Format,
+    hadamard_size: int,
+    activations: NumberFormat,
     dtype: jnp.dtype,
     modulation: Modulation | None = None,
     eps: float = 0.0,
@@ -97,7 +100,7 @@ def quantized_matmul(
     """Compute the same as the reference. Rows may also have several scales."""
     operands = _input_operands(x, modulation) | _weight_operands(weight, bias)
     operands |= _sum_operands(gated_sum)
-    quantization = Quantization(activations, rotation, None if modulation is None else eps)
+    quantization = Quantization(activations, hadamard_size, None if modulation is None else eps)
     run = partial(_multiply, quantization=quantization, gelu=gelu, dtype=dtype, tiles=tiles, interpret=interpret)
     return _on_each_device(run, operands)
 
@@ -109,8 +112,8 @@ def quantized_heads(
     norm: HeadsNorm,
     *,
     norm_eps: float,
-    rotation: int,
-    activations: Format,
+    hadamard_size: int,
+    activations: NumberFormat,
     dtype: jnp.dtype,
     modulation: Modulation | None = None,
     eps: float = 0.0,
@@ -124,8 +127,8 @@ def quantized_heads(
     size, columns = len(norm.scale), weight.values.shape[1]
     operands |= {"norm_scale": jnp.tile(norm.scale.astype(jnp.float32), columns // size)[None]}
     operands |= {} if norm.cos is None else {"cos": norm.cos, "sin": norm.sin}
-    quantization = Quantization(activations, rotation, None if modulation is None else eps)
-    epilogue = Epilogue(norm_eps=norm_eps, norms_heads=size < columns, parts=parts)
+    quantization = Quantization(activations, hadamard_size, None if modulation is None else eps)
+    epilogue = Epilogue(norm_eps=norm_eps, norm_per_head=size < columns, parts=parts)
 
     def run(operands: Operands) -> Array:
         product = replace(_sizes(operands, dtype), norms_result=True)
@@ -140,15 +143,15 @@ def quantized_heads(
 def quantize(
     x: Float[Array, "B L E"],
     *,
-    rotation: int,
-    form: Format,
+    hadamard_size: int,
+    number_format: NumberFormat,
     dtype: jnp.dtype,
     modulation: Modulation | None = None,
     eps: float = 0.0,
     interpret: bool = False,
 ) -> QuantizedRows:
     """Apply the norm and the rotation to the rows of x, and quantize them."""
-    quantization = Quantization(form, rotation, None if modulation is None else eps)
+    quantization = Quantization(number_format, hadamard_size, None if modulation is None else eps)
 
     def run(operands: Operands) -> QuantizedRows:
         return kernel.quantize(operands, quantization=quantization, dtype=dtype, interpret=interpret)
@@ -161,8 +164,8 @@ def quantized_mlp(
     up: tuple[QuantizedWeight, Array | None],
     down: tuple[QuantizedWeight, Array | None],
     *,
-    rotations: tuple[int, int],
-    activations: Format,
+    hadamard_sizes: tuple[int, int],
+    activations: NumberFormat,
     dtype: jnp.dtype,
     modulation: Modulation | None = None,
     eps: float = 0.0,
@@ -176,7 +179,7 @@ def quantized_mlp(
     operands = _input_operands(x, modulation) | _weight_operands(*up)
     operands |= {f"down_{name}": value for name, value in _weight_operands(*down).items()}
     operands |= _sum_operands(gated_sum)
-    quantization = Quantization(activations, rotations[0], None if modulation is None else eps)
+    quantization = Quantization(activations, hadamard_sizes[0], None if modulation is None else eps)
 
     def run(operands: Operands) -> Array:
         last = {name.removeprefix("down_"): operands[name] for name in operands if name.startswith("down_")}
@@ -184,7 +187,7 @@ def quantized_mlp(
         first = {name: operands[name] for name in operands if name not in last and not name.startswith("down_")}
         first |= {name: operands[name] for name in ("weight", "scale", "bias")}
         options = {"dtype": dtype, "tiles": tiles, "interpret": interpret}
-        quantized = _multiply_and_quantize(first, quantization, Quantization(activations, rotations[1]), **options)
+        quantized = _multiply_and_quantize(first, quantization, Quantization(activations, hadamard_sizes[1]), **options)
         return _multiply(last | quantized, quantization=quantization, gelu=False, **options)
 
     return _on_each_device(run, operands)

@@ -12,12 +12,12 @@ from wanjax.kernels.admission import Kernel, Trial
 from wanjax.kernels.alignment import LANES
 from wanjax.kernels.attention.trials import normal
 from wanjax.kernels.quantized_matmul import reference, tpu, xla
-from wanjax.kernels.quantized_matmul.formats import Format, quantize_weight
+from wanjax.kernels.quantized_matmul.formats import NumberFormat, quantize_weight
 from wanjax.kernels.quantized_matmul.operands import GatedSum, HeadsNorm, Modulation
 from wanjax.kernels.quantized_matmul.tiles import Tiles
 from wanjax.kernels.target import multiplies_float8
 
-DEPTH, COLUMNS, ROTATION = 512, 768, 256
+DEPTH, COLUMNS, HADAMARD_SIZE = 512, 768, 256
 TILES = Tiles(128, 256, 64, 64)
 TOKENS = {"whole tiles, a norm and GELU": 256, "a ragged tail and a gated sum": 300}
 TOLERANCE = 1e-2  # results in bfloat16, and numbers halfway between two steps of rounding, give an error of about 2e-3
@@ -26,33 +26,39 @@ EPS = 1e-6
 
 
 def _trials() -> Iterator[Trial]:
-    formats: tuple[Format, ...] = ("int8", "fp8") if multiplies_float8() else ("int8",)
+    formats: tuple[NumberFormat, ...] = ("int8", "fp8") if multiplies_float8() else ("int8",)
     for weight_format in formats:
         weight, bias = (
-            quantize_weight(_kernel(4, DEPTH, COLUMNS), format=weight_format, rotation=ROTATION),
+            quantize_weight(_kernel(4, DEPTH, COLUMNS), number_format=weight_format, hadamard_size=HADAMARD_SIZE),
             normal(5, COLUMNS),
         )
-        down = quantize_weight(_kernel(6, COLUMNS, DEPTH), format=weight_format, rotation=ROTATION), normal(7, DEPTH)
+        down = (
+            quantize_weight(_kernel(6, COLUMNS, DEPTH), number_format=weight_format, hadamard_size=HADAMARD_SIZE),
+            normal(7, DEPTH),
+        )
         options: dict[str, Any] = {"activations": weight_format, "dtype": jnp.dtype("bfloat16")}
         for name, tokens in TOKENS.items():
             x, gate = normal(0, 1, tokens, DEPTH), normal(2, 1, 2, COLUMNS, dtype="float32")
             second_mask = jnp.arange(tokens) >= tokens - 100
             sum_of = {"gated_sum": GatedSum(normal(1, 1, tokens, COLUMNS), gate, second_mask)}
             before = {"modulation": _modulation(DEPTH, second_mask), "eps": EPS, "gelu": True}
-            call = {"rotation": ROTATION, **options, **(sum_of if tokens % TILES.rows else before)}
+            call = {"hadamard_size": HADAMARD_SIZE, **options, **(sum_of if tokens % TILES.rows else before)}
             run = partial(_run, tpu.quantized_matmul, (x, weight, bias), call | {"tiles": TILES})
             yield Trial(f"{weight_format}, {name}", run, partial(_expected, x, weight, bias, call), TOLERANCE)
-        rows = {"rotation": ROTATION, "form": weight_format, "dtype": options["dtype"]}
+        rows = {"hadamard_size": HADAMARD_SIZE, "number_format": weight_format, "dtype": options["dtype"]}
         run = partial(_run_rows, tpu.quantize, x, rows)
         yield Trial(f"{weight_format}, rows", run, partial(_run_rows, xla.quantize, x, rows), TOLERANCE)
-        square = quantize_weight(_kernel(10, DEPTH, DEPTH), format=weight_format, rotation=ROTATION), normal(11, DEPTH)
+        square = (
+            quantize_weight(_kernel(10, DEPTH, DEPTH), number_format=weight_format, hadamard_size=HADAMARD_SIZE),
+            normal(11, DEPTH),
+        )
         for parts, channels in ((1, LANES), (2, DEPTH)):
-            heads = {"norm_eps": EPS, "rotation": ROTATION, **options}
+            heads = {"norm_eps": EPS, "hadamard_size": HADAMARD_SIZE, **options}
             operands = x, *square, _heads_norm(x.shape[1], channels)
             run = partial(_run, tpu.quantized_heads, operands, heads | {"tiles": TILES, "parts": parts})
             expected = partial(_expected_heads, operands, heads)
             yield Trial(f"{weight_format}, a norm of {channels} channels, {parts} parts", run, expected, TOLERANCE)
-        mlp = {"rotations": (ROTATION, ROTATION), **options, "tiles": TILES}
+        mlp = {"hadamard_sizes": (HADAMARD_SIZE, HADAMARD_SIZE), **options, "tiles": TILES}
         run = partial(_run, tpu.quantized_mlp, (x, (weight, bias), down), mlp)
         yield Trial(
             f"{weight_format}, an MLP", run, partial(_expected_mlp, x, weight, bias, down, options), MLP_TOLERANCE
@@ -93,9 +99,9 @@ def _run_rows(call: Any, x: jax.Array, options: dict[str, Any], interpret: bool 
 
 
 def _expected_mlp(x: jax.Array, weight: Any, bias: jax.Array, down: tuple, options: dict[str, Any]) -> jax.Array:
-    hidden = _expected(x, weight, bias, {"rotation": ROTATION, "gelu": True, **options})
+    hidden = _expected(x, weight, bias, {"hadamard_size": HADAMARD_SIZE, "gelu": True, **options})
     weight, bias = down
-    return _expected(hidden, weight, bias, {"rotation": ROTATION, **options})
+    return _expected(hidden, weight, bias, {"hadamard_size": HADAMARD_SIZE, **options})
 
 
 _MODULES = tuple(

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Float32
 
 from wanjax.kernels.autodiff import with_backward
 from wanjax.kernels.quantized_matmul.formats import (
-    Format,
+    NumberFormat,
     QuantizedRows,
     QuantizedWeight,
     as_row,
@@ -30,8 +30,8 @@ def quantized_matmul(
     weight: QuantizedWeight,
     bias: Float[Array, " _E"] | None,
     *,
-    rotation: int,
-    activations: Format | None,
+    hadamard_size: int,
+    activations: NumberFormat | None,
     dtype: jnp.dtype,
     modulation: Modulation | None = None,
     eps: float = 0.0,
@@ -43,11 +43,14 @@ def quantized_matmul(
         y = _scaled_product(x, weight)
     elif activations is not None:
         y = _scaled_product(
-            quantize(x, rotation=rotation, form=activations, dtype=dtype, modulation=modulation, eps=eps), weight
+            quantize(
+                x, hadamard_size=hadamard_size, number_format=activations, dtype=dtype, modulation=modulation, eps=eps
+            ),
+            weight,
         )
     else:
         x = prepare(x, modulation, eps, dtype)
-        x = rotate(x, rotation, dtype).astype(dtype) if rotation else x
+        x = rotate(x, hadamard_size, dtype).astype(dtype) if hadamard_size else x
         y = with_backward(_product, partial(_backward, dtype=dtype), x, weight)
     return finish(y, bias, gelu, gated_sum, dtype)
 
@@ -55,14 +58,14 @@ def quantized_matmul(
 def quantize(
     x: Float[Array, "*B E"],
     *,
-    rotation: int,
-    form: Format,
+    hadamard_size: int,
+    number_format: NumberFormat,
     dtype: jnp.dtype,
     modulation: Modulation | None = None,
     eps: float = 0.0,
 ) -> QuantizedRows:
     """Apply the norm and the rotation to the rows of x, and quantize them."""
-    return quantize_rows(rotate(prepare(x, modulation, eps, dtype), rotation, dtype), form)
+    return quantize_rows(rotate(prepare(x, modulation, eps, dtype), hadamard_size, dtype), number_format)
 
 
 def _scaled_product(rows: QuantizedRows, weight: QuantizedWeight) -> Float32[Array, "*B _E"]:
