@@ -97,14 +97,14 @@ def test_what_shows_how_far_a_video_is_is_fitted_by_all(led, monkeypatch):
 def test_what_one_of_them_cannot_make_none_begins(led, local_store, monkeypatch):
     leader, others, running = led
     tasks = tasks_for(leader, {"prompt": "a"}, {"prompt": "b", "steps": 3}, {"prompt": "c"})
-    shared = others[1].shared_setup
+    shared = others[1].batch_setup
 
     def missing(request):
         if request.settings["prompt"] == "b":
             raise OSError("its host has no such picture")
         return shared(request)
 
-    monkeypatch.setattr(others[1], "shared_setup", missing)
+    monkeypatch.setattr(others[1], "batch_setup", missing)
     jobs = {job.request["settings"]["prompt"]: job for job in made(local_store, leader, tasks, retries=1)}
     assert says(jobs["b"].error["message"], "process 2 of 3 no such picture")
     assert [jobs[prompt].attempts for prompt in "abc"] == [1, 2, 1]

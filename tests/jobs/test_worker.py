@@ -10,7 +10,7 @@ import pytest
 from tests.jobs.makers import FileMaker
 from tests.support.words import says
 from wanjax.jobs import worker as module
-from wanjax.jobs.sharing import BATCH_FILE, SERVE_FILE, join_error, join_namespace
+from wanjax.jobs.sharing import BATCH_FILE, SERVE_FILE, join_namespace, try_join_namespace
 from wanjax.jobs.store import COMPLETED, FAILED, QUEUED, RUNNING, JobStore, NewJob, NotFound, Signal
 from wanjax.jobs.worker import Lease, work
 
@@ -226,8 +226,8 @@ def test_a_worker_without_its_place_says_why_and_takes_nothing_until_it_is_there
     join_namespace(other, folders[0], BATCH_FILE)
     join_namespace(store, folders[1], SERVE_FILE)
     fill(other, "a")
-    notes, why_not = [], partial(join_error, folder=folders[1], name=BATCH_FILE)
-    thread, exit_requested = at_work(lone, maker, join_error=why_not, note=notes.append)
+    notes, why_not = [], partial(try_join_namespace, folder=folders[1], name=BATCH_FILE)
+    thread, exit_requested = at_work(lone, maker, try_join_namespace=why_not, note=notes.append)
     time.sleep(0.2)
     assert (maker.made(), ends(other, 1)) == ([], [(QUEUED, None, 0)])
     assert [says(note, f"{folders[1]} wanjax batch {lone.name} --out") for note in notes] == [True]

@@ -22,7 +22,7 @@ from wanjax.cli import main
 from wanjax.errors import WanjaxError
 from wanjax.media.inputs import INPUT_SPECS
 from wanjax.pipelines.pipeline import Pipeline
-from wanjax.serve.variants import Variants
+from wanjax.serve.served_models import LoadedModels
 
 OPTIONS = {name for parameter in main.commands["generate"].params for name in parameter.opts}
 
@@ -72,7 +72,7 @@ def pipe() -> Pipeline:
 
 @pytest.fixture(scope="module")
 def server(pipe: Pipeline, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(Variants(pipe), tmp_path_factory.mktemp("served"))
+    server = Server(LoadedModels(pipe), tmp_path_factory.mktemp("served"))
     yield server
     server.stop()
 
@@ -174,7 +174,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     """The doors of a small checkpoint: what each answers to the fields of a wrong request."""
     folder = str(request.param(tmp_path_factory.mktemp("checkpoint")))
     pipe = wanjax.load(folder)
-    server = Server(Variants(pipe), tmp_path_factory.mktemp("served"))
+    server = Server(LoadedModels(pipe), tmp_path_factory.mktemp("served"))
     yield {
         "command": lambda fields: by_command(fields | {"model": folder}),
         "toml": lambda fields: by_toml(fields | {"model": folder}),

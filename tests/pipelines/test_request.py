@@ -19,7 +19,7 @@ from wanjax.jobs.rows import read_requests, shared_by_all
 from wanjax.pipelines.request import VideoRequest
 from wanjax.serve import uploads
 from wanjax.serve.limits import Limits
-from wanjax.serve.variants import ServedModels
+from wanjax.serve.served_models import ServedModels
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=("C", "Z")), max_size=20)
 SHAPES = st.sampled_from(

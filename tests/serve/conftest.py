@@ -21,7 +21,7 @@ from wanjax.serve.app import Service
 from wanjax.serve.auth import Access
 from wanjax.serve.limits import Limits
 from wanjax.serve.maker import ServedMaker
-from wanjax.serve.variants import Variants
+from wanjax.serve.served_models import LoadedModels
 from wanjax.stores.paths import AnyPath
 from wanjax.stores.temporary import HOST_NAME
 
@@ -34,7 +34,7 @@ class Server:
 
     def __init__(
         self,
-        variants: Variants,
+        loaded_models: LoadedModels,
         folder: AnyPath,
         *,
         database: str | None = None,
@@ -43,10 +43,10 @@ class Server:
         preview: bool = False,
         **limits: int,
     ):
-        bounds = Limits.of(variants.model(None).defaults, **limits)
+        bounds = Limits.of(loaded_models.model(None).defaults, **limits)
         self._opened = ExitStack()
         self.folder, self.store = folder, self._opened.enter_context(open_store(folder, database))
-        self.maker = ServedMaker(variants, folder, compiles=False, preview=preview)
+        self.maker = ServedMaker(loaded_models, folder, compiles=False, preview=preview)
         self.worker = WorkerThread(self.store, self.maker, attempts=MAX_ATTEMPTS)
         access = Access.read("127.0.0.1", token, origins)
         self.service = Service(
@@ -136,9 +136,9 @@ def start(pipe: Pipeline, tmp_path: Path) -> Iterator[Start]:
     started: list[Server] = []
 
     def make(
-        folder: AnyPath = tmp_path / "served", *, work: bool = True, of: Variants | None = None, **options: Any
+        folder: AnyPath = tmp_path / "served", *, work: bool = True, of: LoadedModels | None = None, **options: Any
     ) -> Server:
-        server = Server(of or Variants(pipe), folder, **options)
+        server = Server(of or LoadedModels(pipe), folder, **options)
         started.append(server)
         if work:
             server.worker.start()

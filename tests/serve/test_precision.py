@@ -5,11 +5,11 @@ import wanjax
 from tests.support.served import SMALL
 from tests.support.words import says
 from wanjax.media.video import read_metadata
-from wanjax.serve.variants import Variants
+from wanjax.serve.served_models import LoadedModels
 
 
 def test_a_server_has_one_precision(start, tmp_path):
-    server = start(of=Variants(wanjax.load("nano", precision="int8")))
+    server = start(of=LoadedModels(wanjax.load("nano", precision="int8")))
     (model,) = server.client.get("/v1/models").json()["data"]
     assert model["started_with"]["precision"] == "int8"
     assert "precision" not in model["settings"]

@@ -46,7 +46,7 @@ from wanjax.pipelines.video_metadata import digest_of
 from wanjax.schedulers import UniPC
 from wanjax.serve import maker, uploads
 from wanjax.serve.error_details import strip_folders
-from wanjax.serve.variants import Variants
+from wanjax.serve.served_models import LoadedModels
 from wanjax.serve.videos import new_id, output_path
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
@@ -243,7 +243,7 @@ def test_an_input_of_one_family_alone_is_a_field(start, tmp_path, monkeypatch):
     monkeypatch.setitem(INPUT_SPECS, DRIVING.name, DRIVING)
     wanjax.register(TOY_SOUND)
     pipe = wanjax.load(write_checkpoint(tmp_path / "toy", TOY_SOUND))
-    server, clip = start(of=Variants(pipe)), film(tmp_path / "a.gif", 5)
+    server, clip = start(of=LoadedModels(pipe)), film(tmp_path / "a.gif", 5)
     page = url(picture((64, 64)))
     [model] = server.client.get("/v1/models").json()["data"]
     assert not model["pictures"]["driving"]["required"]
@@ -260,7 +260,7 @@ def test_an_input_of_one_family_alone_is_a_field(start, tmp_path, monkeypatch):
 @pytest.mark.parametrize("made", quick([False], [False, True]))
 def test_a_clip_a_mask_and_references_guide_a_video(start, tmp_path, made):
     """By VACE."""
-    server = start(of=Variants(wanjax.load(tiny_control_checkpoint(tmp_path / "control"))), work=made)
+    server = start(of=LoadedModels(wanjax.load(tiny_control_checkpoint(tmp_path / "control"))), work=made)
     [model] = server.client.get("/v1/models").json()["data"]
     assert list(model["pictures"]) == ["image", "last_image", "video", "mask", "references"]
     assert "strength" not in model["settings"]
@@ -283,7 +283,7 @@ def test_a_clip_a_mask_and_references_guide_a_video(start, tmp_path, made):
 def test_a_character_moves_as_in_a_driving_clip(start, tmp_path):
     """By Wan Animate 2: as long as the clip of 8 frames a second, and the frames are those of the library."""
     pipe = wanjax.load(tiny_animate_checkpoint(tmp_path / "animate"), dtype="float32")
-    server, clip, character = start(of=Variants(pipe)), film(tmp_path / "a.mp4", 5), picture((48, 64))
+    server, clip, character = start(of=LoadedModels(pipe)), film(tmp_path / "a.mp4", 5), picture((48, 64))
     [model] = server.client.get("/v1/models").json()["data"]
     assert [name for name, schema in model["pictures"].items() if schema["required"]] == ["image", "video"]
     assert "clip_prompt" in model["settings"]
@@ -308,7 +308,7 @@ def test_a_character_moves_as_in_a_driving_clip(start, tmp_path):
 
 def test_clips_of_poses_and_of_a_face_move_a_character(start, tmp_path):
     """The video is as long as the pose clip."""
-    server = start(of=Variants(wanjax.load(tiny_pose_checkpoint(tmp_path / "pose"))))
+    server = start(of=LoadedModels(wanjax.load(tiny_pose_checkpoint(tmp_path / "pose"))))
     [model] = server.client.get("/v1/models").json()["data"]
     needs = {name: entry["required"] for name, entry in model["pictures"].items()}
     assert needs == {"image": True, "video": True, "face": True, "background": False, "mask": False}
@@ -458,13 +458,13 @@ def more_red(file):
 
 
 def with_lora(model, file):
-    """Return the variants of a server of a model and a LoRA at the strength 0.5."""
+    """Return the models of a server of a model and a LoRA at the strength 0.5."""
 
     def load(name, loras):
         return wanjax.load(name, lora=loras)
 
     loras = [Lora(str(file), 0.5)]
-    return Variants(load(model, loras), loras, load)
+    return LoadedModels(load(model, loras), loras, load)
 
 
 def test_a_record_is_sent_as_a_request(start, pipe):

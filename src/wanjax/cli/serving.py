@@ -53,7 +53,7 @@ from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.prompt_extension import check_url, extend_prompt
 from wanjax.serve.limits import Limits
 from wanjax.serve.maker import ServedMaker
-from wanjax.serve.variants import Variants
+from wanjax.serve.served_models import LoadedModels
 from wanjax.signals import INTERRUPTED
 from wanjax.stores.locks import locked
 from wanjax.stores.paths import AnyPath, parse_path
@@ -248,7 +248,7 @@ class _ServeCommand:
 
         defaults = models.model(None).defaults
         limits = _limits(self.models_and_cards, defaults)
-        limits.bound_pictures()
+        limits.limit_pictures()
         self.model = defaults.model
         return Service(self.store, self.folder, models, model_cards, limits, self.access, is_broken)
 
@@ -355,8 +355,8 @@ def build_maker(
         return pipe
 
     loras = [Lora.parse(lora) for lora in options.lora if isinstance(lora, str)]
-    variants = Variants(pipe := load(options.model, loras), loras, load)
-    Limits.of(pipe.defaults).bound_pictures()
+    loaded_models = LoadedModels(pipe := load(options.model, loras), loras, load)
+    Limits.of(pipe.defaults).limit_pictures()
     maker_options, shows_previews = (
         options.run_options,
         serve_options.preview or serve_options.preview_decoder is not None,
@@ -367,7 +367,7 @@ def build_maker(
             prompt, url, model=model, picture=picture
         )
     return ServedMaker(
-        variants, folder, compiles=serve_options.rehearse, preview=shows_previews, note=note, **maker_options
+        loaded_models, folder, compiles=serve_options.rehearse, preview=shows_previews, note=note, **maker_options
     )
 
 

@@ -117,7 +117,7 @@ def generate(
         video.check_unfinished()
         video.print_settings()
         video.print_prompt_notes()
-        video.try_output(video.video, video.record)
+        video.check_writable(video.video_path, video.record)
         video.check_room()
         check_run_memory(video.pipe, video.settings, video.pictures, **video.run_options)
         run = video.denoising_run()
@@ -202,7 +202,7 @@ def decode(report: Report, request: VideoRequest, options: PipelineOptions, comm
         video.record |= {DIGESTS_KEY: digests} if digests else {}
         if video.check_existing_file(existing_file):
             return
-        video.try_output(video.video, video.record)
+        video.check_writable(video.video_path, video.record)
         run = video.run()
         report.enable_resume()
         written = video.write_decoded(run, run.frames([latents]))
@@ -385,7 +385,7 @@ class VideoCommand:
         self._force_options = ["--force"] if command.force else []
         self.is_new = False  # whether this command created the user's folder
         self.is_written = False
-        self.folder, self.video = self._choose_paths(
+        self.folder, self.video_path = self._choose_paths(
             command.folder, command.out
         )  # last, after all checks, because it may create a folder
         shows_previews = command.preview or command.preview_decoder
@@ -425,7 +425,7 @@ class VideoCommand:
             exists = PeerGroup().broadcast(exists)
         if exists and existing_file is not None:
             self.report.note(f"{existing_file.file} already exists: give --force to make it again")
-            if existing_file.file == self.video or self.report.in_json:
+            if existing_file.file == self.video_path or self.report.in_json:
                 self.print_made(paths.parse_path(existing_file.file))
         return exists
 
@@ -447,14 +447,14 @@ class VideoCommand:
     @property
     def is_kept(self) -> bool:
         """Whether the files of the stages are kept after the video is written, as in a folder that the user chose."""
-        return self.run_folder is None or Path(self.video).absolute().parent == self.folder.absolute()
+        return self.run_folder is None or Path(self.video_path).absolute().parent == self.folder.absolute()
 
     def _preview_path(self) -> paths.AnyPath:
         """Choose the file of the previews. The previews are next to the stages' files, or next to the video if the
         stages' files are removed."""
         if self.is_kept:
             return self.folder / stage_files.PREVIEW_FILE
-        video, suffix = paths.parse_path(self.video), f".{stage_files.PREVIEW_FILE}"
+        video, suffix = paths.parse_path(self.video_path), f".{stage_files.PREVIEW_FILE}"
         stem = os.fsencode(Path(video.name).stem)[: video_files.max_name_bytes() - len(suffix)]
         return video.parent / f"{stem.decode(errors='ignore')}{suffix}"
 
@@ -632,7 +632,7 @@ class VideoCommand:
     def write_decoded(self, run: Run, frames: Iterator[Any]) -> paths.AnyPath:
         """Write the video and return its path. Frames are decoded when the writer needs them."""
         with run.decode_stage(request := run.requests[0]):
-            written = write_frames(self.video, frames, request)
+            written = write_frames(self.video_path, frames, request)
         self.report.resume_command, self.is_written = None, True
         return written
 
@@ -649,12 +649,12 @@ class VideoCommand:
                 report.set_progress("block", done, total, suffix=str(frame_rate))
 
         with report.stage("stream"):
-            written = write_frames(self.video, clips(), PreparedRequest(self.settings, self.record))
+            written = write_frames(self.video_path, clips(), PreparedRequest(self.settings, self.record))
         report.note(f"{frame_rate}, for playback at {self.settings.fps}")
         report.resume_command, self.is_written = None, True
         return written
 
-    def try_output(self, video: str | paths.AnyPath, record: Mapping[str, Any]) -> None:
+    def check_writable(self, video: str | paths.AnyPath, record: Mapping[str, Any]) -> None:
         """Before the video is made, raise WanjaxError if its file and metadata cannot be written."""
         if is_first():
             settings = self.settings
@@ -695,8 +695,8 @@ class VideoCommand:
 
     def command(self, stage: str) -> str:
         """Return the command that continues with a stage."""
-        has_other_name = stage == "decode" and self.video != str(self.folder / stage_files.VIDEO_FILE)
-        out_options = ["--out", self.video] if has_other_name else []
+        has_other_name = stage == "decode" and self.video_path != str(self.folder / stage_files.VIDEO_FILE)
+        out_options = ["--out", self.video_path] if has_other_name else []
         return shlex.join(["wanjax", stage, "--dir", str(self.folder), *out_options, *self._force_options])
 
     def resume_command(self) -> str:
@@ -712,7 +712,7 @@ class VideoCommand:
         folder = str(self.folder)
         dir_options = [] if self.run_folder else ["--dir", folder]  # with --from, the default is the folder of that run
         return shlex.join(
-            ["wanjax", "generate", "--from", folder, *dir_options, "--out", self.video, *self._force_options]
+            ["wanjax", "generate", "--from", folder, *dir_options, "--out", self.video_path, *self._force_options]
         )
 
 

@@ -16,7 +16,7 @@ from wanjax.jobs.lockstep import Leader, follow_leader
 from wanjax.jobs.maker import VideoMaker
 from wanjax.jobs.multihost import is_first
 from wanjax.jobs.pool import exit_event_on_signals
-from wanjax.jobs.sharing import BATCH_FILE, SERVE_FILE, join_error
+from wanjax.jobs.sharing import BATCH_FILE, SERVE_FILE, try_join_namespace
 from wanjax.jobs.store import JobStore
 from wanjax.jobs.worker import work
 from wanjax.pipelines.request import VideoRequest
@@ -62,7 +62,7 @@ def run_worker(
             retries=retries,
             attempts=retries + 1,
             exit_requested=exit_requested.is_set,
-            join_error=partial(join_error, folder=target, name=BATCH_FILE),
+            try_join_namespace=partial(try_join_namespace, folder=target, name=BATCH_FILE),
             note=report.note,
         )
         if isinstance(maker, Leader):
@@ -88,7 +88,7 @@ def _work_for_server(
         report.note(f"a worker of {store.name}, videos into {target}")
         worker_options: Any = {
             "exit_requested": exit_requested.is_set,
-            "join_error": partial(join_error, folder=target, name=SERVE_FILE),
+            "try_join_namespace": partial(try_join_namespace, folder=target, name=SERVE_FILE),
             "note": report.note,
         }
         work(store.with_retry_seconds(inf), maker, **worker_options)

@@ -56,7 +56,7 @@ class Task(NamedTuple):
     request: VideoRequest
 
 
-class SharedSetup(NamedTuple):
+class BatchSetup(NamedTuple):
     """Data that all requests of one run share.
 
     Args:
@@ -154,7 +154,7 @@ class VideoMaker:
         tasks = self.tasks_for(requests, row_errors)
         existing = set() if self.force else file_names_in(self.folder)
         if missing := [task for task in tasks if task.output not in existing]:
-            self.try_output(max(missing, key=lambda task: len(task.request.settings["prompt"])))
+            self.check_writable(max(missing, key=lambda task: len(task.request.settings["prompt"])))
         return tasks
 
     def tasks_for(self, requests: Sequence[VideoRequest], row_errors: RowErrors | None = None) -> list[Task]:
@@ -182,7 +182,7 @@ class VideoMaker:
         The requests differ only in prompt and seed.
         """
         try:
-            setup = self.shared_setup(requests[0])
+            setup = self.batch_setup(requests[0])
         except WanjaxError as error:
             for request in requests:
                 row_errors.add(request.row, error, request.row_noun)
@@ -196,13 +196,13 @@ class VideoMaker:
             self.settings[name := video_name(prepared.metadata)] = prepared.settings
             yield Task(name, request.updated({"seed": prepared.settings.seed}))
 
-    def try_output(self, task: Task) -> None:
+    def check_writable(self, task: Task) -> None:
         """Raise WanjaxError if the video of a task cannot be written.
 
         Args:
             task: The task.
         """
-        prepared = self.shared_setup(task.request).complete(task.request)
+        prepared = self.batch_setup(task.request).complete(task.request)
         settings = prepared.settings
         write_trial_video(self.folder / task.output, settings.length, settings.size, settings.fps, prepared.metadata)
 
@@ -267,7 +267,7 @@ class VideoMaker:
         Raises:
             WanjaxError: A request is invalid, or its video would have another name.
         """
-        setup = self.shared_setup(tasks[0].request)
+        setup = self.batch_setup(tasks[0].request)
         requests = [setup.complete(task.request) for task in tasks]
         for task, request in zip(tasks, requests, strict=True):
             if (name := video_name(request.metadata)) != task.output:
@@ -288,7 +288,7 @@ class VideoMaker:
                 write_frames(self.folder / task.output, frames, prepared)
             yield prepared
 
-    def shared_setup(self, request: VideoRequest) -> SharedSetup:
+    def batch_setup(self, request: VideoRequest) -> BatchSetup:
         """Return the data that all requests of one run share.
 
         Args:
@@ -297,7 +297,7 @@ class VideoMaker:
         Raises:
             WanjaxError: The request is invalid.
         """
-        setup = request.shared
+        setup = request.common
         loaded = {MODEL.name: setup.model, **setup.settings}
         for name in LOAD_SETTINGS:
             if (value := loaded.get(name)) not in (None, default := getattr(self.pipe.defaults, name)):
@@ -307,7 +307,7 @@ class VideoMaker:
                 )
         pipe = self.pipe.with_solver(setup.scheduler)
         pictures, settings = pipe.prepare(**setup.inputs, **setup.settings, model=setup.model)
-        return SharedSetup(pipe, pictures, settings, pipe.metadata(settings, setup.inputs, **self.run_options))
+        return BatchSetup(pipe, pictures, settings, pipe.metadata(settings, setup.inputs, **self.run_options))
 
     def explain(self, error: Exception) -> Failure:
         """Return why a job failed. An invalid request is not retried.
@@ -422,7 +422,7 @@ def batch_key(request: VideoRequest) -> str:
     Args:
         request: The request.
     """
-    return hashlib.sha256(json.dumps(request.shared.to_json(), sort_keys=True).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(request.common.to_json(), sort_keys=True).encode()).hexdigest()[:32]
 
 
 def error_message(error: Exception) -> str:

@@ -36,7 +36,7 @@ def join_namespace(store: JobStore, folder: AnyPath, name: str) -> None:
     store.use_namespace(id, is_new=True)
 
 
-def join_error(store: JobStore, folder: AnyPath, name: str) -> str:
+def try_join_namespace(store: JobStore, folder: AnyPath, name: str) -> str:
     """Switch a worker's store to the existing namespace of a folder. Return "", or the reason why this is impossible.
 
     Args:

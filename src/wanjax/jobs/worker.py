@@ -214,7 +214,7 @@ def work(
     attempts: int = ATTEMPTS,
     exit_requested: Callable[[], bool] = lambda: False,
     until_empty: bool = False,
-    join_error: Callable[[JobStore], str] = lambda store: "",
+    try_join_namespace: Callable[[JobStore], str] = lambda store: "",
     note: Callable[[str], object] = lambda text: None,
     on_job_end: Callable[[], object] = lambda: None,
     ttl: float = TTL,
@@ -230,15 +230,15 @@ def work(
         attempts: A job fails after this many workers died while making it.
         exit_requested: Returns True once the worker has to exit. The jobs of the worker are then requeued.
         until_empty: Whether to exit when the queue is empty.
-        join_error: Switches the store to the worker's namespace, and returns "". If this is impossible, returns the
-            reason, and is called again later.
+        try_join_namespace: Switches the store to the worker's namespace, and returns "". If this is impossible,
+            returns the reason, and is called again later.
         note: Called once with this reason, to show it to the user.
         on_job_end: Called after each job that finished or failed.
         ttl: Seconds without a heartbeat after which the worker counts as dead.
     """
     name = name or new_worker_name()
     worker_info = {"host": HOST_NAME, "process": os.getpid(), "models": list(maker.models)}
-    if blocked_reason := join_error(store):
+    if blocked_reason := try_join_namespace(store):
         note(blocked_reason)
     store.register(name, LOADING, worker_info, ttl)
     lease = Lease(store, name, ttl, exit_requested)
@@ -246,7 +246,7 @@ def work(
         maker.warm_up(lambda: lease.draining)
         while blocked_reason and not lease.draining:
             time.sleep(HEARTBEAT_INTERVAL)
-            blocked_reason = join_error(store)
+            blocked_reason = try_join_namespace(store)
         store.register(name, READY, worker_info, ttl)
         last_check = time.monotonic()
         while not lease.draining:

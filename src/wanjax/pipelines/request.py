@@ -207,8 +207,8 @@ class VideoRequest:
         return cls(**{x.name: value[x.name] for x in dataclass_fields(cls) if x.name in value})
 
     @property
-    def shared(self) -> "VideoRequest":
-        """The part of the request that must be equal in all requests of one run."""
+    def common(self) -> "VideoRequest":
+        """The request without prompt and seed: the part that all requests of one run have in common."""
         return replace(
             self, settings={k: x for k, x in self.settings.items() if k not in PER_VIDEO}, row=0, row_noun=ROW
         )

@@ -104,9 +104,12 @@ class ResumeObserver(Observer):
         if step.index + 1 == self._always_saved_step or start + self._wait_seconds - self._last_saved >= interval:
             jax.block_until_ready(step.state)
             self._wait_seconds = perf_counter() - start  # too long if several steps were queued
-            self.stopped(step)
+            self.save_state(step)
 
     def stopped(self, step: Step) -> None:
+        self.save_state(step)
+
+    def save_state(self, step: Step) -> None:
         """Save the state after a step, in the first process only.
 
         A state is not saved if its latents are not finite, or if its step cache is sharded over several processes.

@@ -40,8 +40,8 @@ from wanjax.serve.events import ChangeFeed, EventStreamResponse
 from wanjax.serve.limits import Limits
 from wanjax.serve.request_files import FIELD, FileReader
 from wanjax.serve.routing import UNSUPPORTED_ROUTES, checked_route, method_not_allowed, path_not_found
+from wanjax.serve.served_models import ServedModels
 from wanjax.serve.sweeping import Sweeper
-from wanjax.serve.variants import ServedModels
 from wanjax.serve.videos import (
     FILE_NAME,
     PREVIEW,
@@ -404,7 +404,7 @@ class Service:
 
     def _bounded_cards(self) -> list[dict[str, Any]]:
         common_fields = {"object": "model", "owned_by": "wanjax", "limits": self.limits.to_json()}
-        return [common_fields | self.limits.bound_card(model) for model in self.model_cards]
+        return [common_fields | self.limits.limit_model_card(model) for model in self.model_cards]
 
     async def send_openapi(self, request: Request) -> JSONResponse:
         """Send the OpenAPI description of this interface."""

@@ -87,7 +87,7 @@ class Limits:
             advice.append(f"a size of {width}x{height}")
         return f"use {' or '.join(advice)}" if advice else "use a smaller size and fewer frames"
 
-    def bound_settings(self, settings: Mapping[str, Setting]) -> dict[str, Setting]:
+    def limit_settings(self, settings: Mapping[str, Setting]) -> dict[str, Setting]:
         """Tighten the bounds of settings to the limits of this server."""
         bounded = dict(settings)
         for name, limit in {"steps": self.steps, "fps": self.fps}.items():
@@ -96,7 +96,7 @@ class Limits:
             bounded[name] = setting._replace(maximum=min(setting.maximum, limit), example=example)
         return bounded
 
-    def bound_card(self, card: Mapping[str, Any]) -> dict[str, Any]:
+    def limit_model_card(self, card: Mapping[str, Any]) -> dict[str, Any]:
         """Tighten the bounds in a model card to the limits of this server."""
         schemas = {name: dict(schema) for name, schema in card["settings"].items()}
         for name in ("steps", "fps"):
@@ -104,7 +104,7 @@ class Limits:
                 schema["maximum"] = min(schema.get("maximum", math.inf), getattr(self, name))
         return {**card, "settings": schemas}
 
-    def bound_pictures(self) -> None:
+    def limit_pictures(self) -> None:
         """Apply the limits to all pictures and clips that this process reads."""
         MEDIA_LIMITS.max_pixels, MEDIA_LIMITS.clip_factor = self.picture, CLIP_FACTOR
 

@@ -33,7 +33,7 @@ from wanjax.pipelines.tracing import needed_pictures, trace_programs
 from wanjax.pipelines.video_metadata import digest_of
 from wanjax.serve import model_info
 from wanjax.serve.error_details import OUT_OF_MEMORY, STORAGE, describe_error
-from wanjax.serve.variants import ServedModels, Variants
+from wanjax.serve.served_models import LoadedModels, ServedModels
 from wanjax.serve.videos import PREVIEW, THUMBNAIL, file_names, file_paths, local_files
 from wanjax.stores.paths import AnyPath, RemotePath
 
@@ -45,7 +45,7 @@ class ServedMaker(VideoMaker):
     """Makes the videos of a server.
 
     Args:
-        variants: The models and the LoRAs.
+        loaded_models: The models and the LoRAs.
         folder: The folder that contains one folder per video.
         tiling: Tiling of the autoencoder, for all videos.
         batch_guidance: Whether guidance computes the prompt and the negative prompt in one batch, for all videos.
@@ -58,7 +58,7 @@ class ServedMaker(VideoMaker):
 
     def __init__(
         self,
-        variants: Variants,
+        loaded_models: LoadedModels,
         folder: AnyPath,
         *,
         tiling: Tiling | None = None,
@@ -68,30 +68,33 @@ class ServedMaker(VideoMaker):
         note: Callable[[str], object] = lambda text: None,
         extend_prompt: Callable[[str, bool], ExtendedPrompt] | None = None,
     ):
-        super().__init__(lambda: variants.model(None), folder, tiling=tiling, batch_guidance=batch_guidance)
-        self.variants, self.preview, self.note, self.extend_prompt = variants, preview, note, extend_prompt
+        super().__init__(lambda: loaded_models.model(None), folder, tiling=tiling, batch_guidance=batch_guidance)
+        self.loaded_models, self.preview, self.note, self.extend_prompt = loaded_models, preview, note, extend_prompt
         self._compiles = compiles
         self._program_keys: set[Any] = set()
 
     @property
     def models(self) -> list[str]:
-        return list(self.variants.pipes)
+        return list(self.loaded_models.pipes)
 
     @property
     def folders(self) -> list[AnyPath]:
         """The folders whose paths must not appear in messages to clients."""
-        return [self.folder, *self.variants.folders]
+        return [self.folder, *self.loaded_models.folders]
 
     def models_and_cards(self) -> tuple[ServedModels, list[dict[str, Any]]]:
         """The models and their cards, for a server in another process."""
-        return self.variants, self.model_cards()
+        return self.loaded_models, self.model_cards()
 
     def model_cards(self) -> list[dict[str, Any]]:
         """Return descriptions of the models for clients, the served model first."""
-        loras = [{"name": name, "strength": strength} for name, strength in self.variants.default_strengths.items()]
+        loras = [
+            {"name": name, "strength": strength} for name, strength in self.loaded_models.default_strengths.items()
+        ]
         common_fields = {"created": int(time.time()), "loras": loras, "extends_prompts": self.extend_prompt is not None}
         return [
-            common_fields | model_info.model_card(pipe, **self.run_options) for pipe in self.variants.pipes.values()
+            common_fields | model_info.model_card(pipe, **self.run_options)
+            for pipe in self.loaded_models.pipes.values()
         ]
 
     def warm_up(self, should_stop: Callable[[], bool]) -> None:
@@ -125,8 +128,8 @@ class ServedMaker(VideoMaker):
             folder.mkdir(exist_ok=True)
         progress = JobProgress(lease, lease.should_stop, folder / PREVIEW if self.preview else None)
         with local_files(folder, file_names(request.inputs)) as local_folder:
-            pipe = self.variants.load_variant(
-                request.model or self.variants.default_name, self.variants.strengths(request.lora)
+            pipe = self.loaded_models.load_variant(
+                request.model or self.loaded_models.default_name, self.loaded_models.strengths(request.lora)
             )
             pipe = model_info.with_scheduler(pipe, request.scheduler)
             load_settings = {name: getattr(pipe.defaults, name) for name in LOAD_SETTINGS if name != "model"}

@@ -17,7 +17,7 @@ from wanjax.media.pictures import DECODE_LOCK
 from wanjax.pipelines.request import FIELD_SETTINGS, LORA_STRENGTH, MODEL, SCHEDULER, VideoRequest
 from wanjax.pipelines.settings import LOAD_SETTINGS, RANDOM_SEED, Settings, schema
 from wanjax.serve.limits import Limits
-from wanjax.serve.variants import ServedModels
+from wanjax.serve.served_models import ServedModels
 from wanjax.stores.temporary import temp_dir
 from wanjax.workflows import SUFFIXES
 from wanjax.workflows.graph import shown
@@ -135,7 +135,7 @@ class FileReader:
         """Return the values that the model accepts, and note the others unless they are its defaults."""
         card, fields, unused = self.cards[model], {MODEL.name: model}, []
         settings, schedulers = card["settings"], card["schedulers"]
-        bounded = self.limits.bound_settings(FIELD_SETTINGS)
+        bounded = self.limits.limit_settings(FIELD_SETTINGS)
         for name, value in values.items():
             if value is None or (name == "seed" and value == RANDOM_SEED):
                 continue

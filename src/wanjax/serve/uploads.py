@@ -40,7 +40,7 @@ from wanjax.pipelines.settings import ALLOW_EMPTY, RANDOM_SEED, Settings, schema
 from wanjax.schedulers import name_of
 from wanjax.serve.limits import Limits
 from wanjax.serve.model_info import request_settings, with_scheduler
-from wanjax.serve.variants import ServedModels
+from wanjax.serve.served_models import ServedModels
 
 # file suffixes by a signature near the start of the file; files of mov and mkv match too
 CLIP_SUFFIX_BY_SIGNATURE = {b"ftyp": "mp4", b"\x1a\x45\xdf\xa3": "webm"}
@@ -94,7 +94,7 @@ def _read_request(
     request = VideoRequest.parse(
         fields,
         accepted_names=_accepted_names(model),
-        field_settings=limits.bound_settings(FIELD_SETTINGS),
+        field_settings=limits.limit_settings(FIELD_SETTINGS),
         sizes=model.sizes,
         max_prompt_length=limits.prompt,
     )

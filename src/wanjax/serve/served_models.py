@@ -102,7 +102,7 @@ def _build_without_weights(
     return ServedModels(pipes, default_strengths, folders)
 
 
-class Variants(ServedModels):
+class LoadedModels(ServedModels):
     """The models and LoRAs of a worker, which keeps one variant in memory.
 
     Args:
