@@ -84,8 +84,8 @@ def measure(workload: Workload, dtype: str, config: Any, repeats: int, one_core:
         rivals[name] = partial(compiled, *operands)
     expected = rivals["torch"]().float().numpy()
     for name in memory:
-        distance = np.linalg.norm(np.asarray(rivals[name](), np.float32) - expected) / np.linalg.norm(expected)
-        assert distance < {"float32": 1e-5, "bfloat16": 1e-2}[dtype], (name, distance)
+        relative_error = np.linalg.norm(np.asarray(rivals[name](), np.float32) - expected) / np.linalg.norm(expected)
+        assert relative_error < {"float32": 1e-5, "bfloat16": 1e-2}[dtype], (name, relative_error)
     clock = time.process_time if one_core else time.perf_counter
     timings = time_rivals(rivals, repeats, warm_up=0, clock=clock)  # the functions have just run
     shape = f"[1 {workload.num_queries} {workload.heads} {workload.head_dim}] × {workload.num_keys}"

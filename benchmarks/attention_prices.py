@@ -186,7 +186,7 @@ def _row(compiled: Compiled, skip: Mapping[str, Container[int]], workload: Workl
     kernels = [compiled.schedules[item.name] for item in priced.items if item.kind == "kernels"]
     if kernels:
         largest = max(kernels, key=lambda schedule: schedule.bundles)
-        full = largest.occupancy(largest.run(skip.get(largest.name, ())).times)
+        full = largest.occupancy(largest.run(skip.get(largest.name, ())).run_counts)
         spilt = [full[unit] * largest.slots[unit] for unit in ("VLOAD:FILL", "VSTORE:SPILL")]
         units = [f"{full['MXU']:.0%}", f"{full['VALU']:.0%}", f"{spilt[0]:.2f}, {spilt[1]:.2f}"]
         units.append(f"{largest.vmem / 2**20:.1f}")

@@ -92,7 +92,7 @@ def attention_shape(small: bool) -> tuple[str, tuple[int, int, int, int], str]:
     """Return the name, the shape [1 L N D] and the dtype of self-attention of the first model."""
     description = describe_sized_model(MODELS[0], small)
     work = description.model.cost(description.settings)
-    shape = (1, work.tokens, work.heads, work.width // work.heads)
+    shape = (1, work.num_tokens, work.num_heads, work.width // work.num_heads)
     return f"attention, {list(shape)}", shape, description.settings.dtype
 
 

@@ -73,13 +73,13 @@ def main() -> None:
     work = video_model.cost(settings.updated(video))
     config = video_model.spec.networks["transformer"]
     cells = video_model.vae.spatial_factor * config.patch[1]
-    grid = (work.tokens // (height // cells * (width // cells)), height // cells, width // cells)
+    grid = (work.num_tokens // (height // cells * (width // cells)), height // cells, width // cells)
     columns = "top", "alike over", "blocks of a list", "two neighbours", "four", "two at random", "four"
-    title = f"{options.model}, {options.size}, {work.tokens} tokens, {config.heads} heads: unions of lists"
+    title = f"{options.model}, {options.size}, {work.num_tokens} tokens, {config.heads} heads: unions of lists"
     table = Table(*columns, title=title)
     for top in options.top or (0.15, 0.1):
         sparse = SparseLinear(top)
-        top_k, blocks = sparse.top_k(work.tokens), ceil(work.tokens / sparse.block_kv)
+        top_k, blocks = sparse.top_k(work.num_tokens), ceil(work.num_tokens / sparse.block_kv)
         chance = [(1 - (1 - top_k / blocks) ** n) * blocks / top_k for n in (2, 4)]
         for smooth in SMOOTHNESS:
             lists = measured(config, grid, sparse, smooth)

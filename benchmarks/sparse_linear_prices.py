@@ -55,7 +55,7 @@ def _row(compiled: Compiled) -> list[str]:
     ]
     times.append(times[0] - sum(times[1:]))
     schedule = compiled.schedules[names[SPARSE_LINEAR_KERNEL]]
-    runs = schedule.run(rare[names[SPARSE_LINEAR_KERNEL]]).times
+    runs = schedule.run(rare[names[SPARSE_LINEAR_KERNEL]]).run_counts
     body = max(schedule.blocks, key=lambda block: block.bundles * runs[block.start])
     again = body.bundles + sum(block.bundles for block in schedule.blocks if not runs[block.start])
     times.append(again * runs[body.start] / compiled.slice.chip.clock)

@@ -130,7 +130,7 @@ def test_both_libraries_do_the_same(family, stage, monkeypatch):
     assert len(results) >= 1
     for result in results:
         print(result)
-        assert result.distance <= 2e-5
+        assert result.relative_error <= 2e-5
         assert result.ratio == pytest.approx(result.theirs / result.ours)
 
 

@@ -41,14 +41,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """Median seconds per piece of each library, theirs / ours, and the relative L2 distance between the two results."""
+    """Median seconds per piece of each library, theirs / ours, and the relative L2 error between the two results."""
 
     name: str
     bar: float
     ours: float
     theirs: float
     ratio: float
-    distance: float
+    relative_error: float
 
 
 @dataclass(frozen=True)
@@ -125,10 +125,10 @@ def measure(case: Case, repeats: int) -> Result:
         with torch.no_grad():
             return case.theirs()
 
-    distance = relative_l2(case.ours(), theirs())
+    relative_error = relative_l2(case.ours(), theirs())
     timings = time_rivals({"ours": case.ours, "theirs": theirs}, repeats, warm_up=0)  # the functions have just run
     seconds = {name: timing.median / case.pieces for name, timing in timings.items()}
-    return Result(case.name, case.bar, **seconds, ratio=speed_ratio(**timings), distance=distance)
+    return Result(case.name, case.bar, **seconds, ratio=speed_ratio(**timings), relative_error=relative_error)
 
 
 def show(results: list[Result]) -> None:
@@ -137,6 +137,11 @@ def show(results: list[Result]) -> None:
     for r in results:
         mark = "" if r.ratio >= r.bar else " (missed)"
         table.add_row(
-            r.name, f"{r.ours:.3f}", f"{r.theirs:.3f}", f"{r.ratio:.2f}{mark}", f"{r.bar:.1f}", f"{r.distance:.1e}"
+            r.name,
+            f"{r.ours:.3f}",
+            f"{r.theirs:.3f}",
+            f"{r.ratio:.2f}{mark}",
+            f"{r.bar:.1f}",
+            f"{r.relative_error:.1e}",
         )
     Console(width=140).print(table)

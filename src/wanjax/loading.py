@@ -457,7 +457,9 @@ def _digests(checkpoint: Checkpoint, options: LoadOptions) -> dict[str, str]:
 def _check_attention(attention: AttentionConfig, description: ModelDescription) -> None:
     """Raise UnsupportedError, before weights are read, if the attention cannot be used on this platform."""
     cost = description.model.cost(description.settings)
-    query_shape = jax.ShapeDtypeStruct((1, 256, cost.heads, cost.width // cost.heads), description.settings.dtype)
+    query_shape = jax.ShapeDtypeStruct(
+        (1, 256, cost.num_heads, cost.width // cost.num_heads), description.settings.dtype
+    )
     choose_implementation(query_shape, query_shape, query_shape, implementation=attention)
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from tests.support.attention import SMALL_TILES
 from tests.support.commands import succeeded, wanjax
 from wanjax.bench import operations, suite
-from wanjax.bench.measure import MeasuredProgram, measure, mesh_of_first_devices, relative_l2_distance, synthetic_arrays
+from wanjax.bench.measure import MeasuredProgram, measure, mesh_of_first_devices, relative_l2_error, synthetic_arrays
 from wanjax.bench.operations import COLLECTIVES, attention_program, check_attention, collective_program
 from wanjax.bench.suite import BENCH_SIZES, BenchSize, BenchSuite, find_local_hardware
 from wanjax.bench.timing import Timing, time_program
@@ -112,13 +112,13 @@ def test_attention_is_compared_with_the_reference(small, monkeypatch):
     assert "chunked is 1.0e-03 away from the reference" in small.faults[0]
 
 
-def test_distances():
+def test_relative_errors():
     a = {"x": jnp.asarray([3.0, 4.0]), "n": jnp.arange(2)}
-    assert relative_l2_distance(a, a) == 0
-    assert relative_l2_distance({"x": jnp.asarray([3.0, 4.5]), "n": a["n"]}, a) == pytest.approx(0.1)
+    assert relative_l2_error(a, a) == 0
+    assert relative_l2_error({"x": jnp.asarray([3.0, 4.5]), "n": a["n"]}, a) == pytest.approx(0.1)
     nan = {"x": jnp.asarray([3.0, jnp.nan]), "n": a["n"]}
-    assert relative_l2_distance(nan, a) == relative_l2_distance(a, nan) == float("inf")
-    assert relative_l2_distance(nan, nan) == 0
+    assert relative_l2_error(nan, a) == relative_l2_error(a, nan) == float("inf")
+    assert relative_l2_error(nan, nan) == 0
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_programs_are_measured_beside_their_prices(programs, monkeypatch, tmp_pa
     monkeypatch.setattr(measuring, "print_bench", lambda found, console: shown.append(found))
     succeeded(wanjax("bench", "nano", "--quick"))
     found = json.loads(json.dumps(shown[0].to_json()))
-    assert (found["devices"], found["better"], found["faults"]) == ("1 x cpu", None, [])
+    assert (found["devices"], found["faster_option_set"], found["faults"]) == ("1 x cpu", None, [])
     assert [row["name"] for row in found["rows"]] == ["attention", *["a product"] * 3, *suite.PROGRAM_TITLES.values()]
     tokens, width, inside = map(int, re.findall(r"\[(\d+) (\d+)\] by \[\d+ (\d+)\]", found["rows"][1]["what"])[0])
     for row in found["rows"]:

@@ -203,8 +203,8 @@ def test_a_trace_counts_what_the_formula_does():
     context, step, config = found["context"], found["step"], NETWORKS.transformer
     formula = NETWORKS.cost(VIDEO).flops
     embedding, keys = (config.text_width + config.width) * config.width, 2 * config.layers * config.width**2
-    assert context.attention + context.products == 2 * (2 * TEXT_LENGTH * (embedding + keys))  # of both prompts
-    assert step.attention + step.products == 2 * sum(formula.values())
+    assert context.attention + context.matmuls == 2 * (2 * TEXT_LENGTH * (embedding + keys))  # of both prompts
+    assert step.attention + step.matmuls == 2 * sum(formula.values())
     assert step.convolutions == context.convolutions == 0
     assert step.live_bytes > 0
 
@@ -221,11 +221,11 @@ def test_the_pace_of_a_video_made_by_blocks():
     )
     prices = {name: each.seconds for name, each in zip(runs, priced, strict=True)}
     block = prices["begin"] + 4 * prices["step"] + prices["renew"] + prices["finish"] + prices["decode_next"]
-    assert found.frames_a_second == pytest.approx(4 / block)
+    assert found.frames_per_second == pytest.approx(4 / block)
     step = counted(runs["step"])
-    assert step.attention + step.products == sum(shapes.cost(video).flops.values())
+    assert step.attention + step.matmuls == sum(shapes.cost(video).flops.values())
     alone = estimate.estimate_video(small(shapes, video.updated({"frames": 3})), "h200")
-    assert alone.frames_a_second is None
+    assert alone.frames_per_second is None
 
 
 def test_each_program_is_told_when_it_is_begun_and_once_its_price_is_known():

@@ -85,7 +85,7 @@ def test_tokens_of_tpus_go_on_sp_where_keys_go_round_for_nothing(chip, size, tok
 
 
 def test_heads_that_do_not_divide_are_padded_where_that_costs_less_than_sending():
-    assert model_description("cogvideox-2b").model.cost(model_description("cogvideox-2b").settings).heads == 30
+    assert model_description("cogvideox-2b").model.cost(model_description("cogvideox-2b").settings).num_heads == 30
     assert chosen(SLICES["v6e-8"], cost_of(model_description("cogvideox-2b"))) == (2, 1, 4)
 
 

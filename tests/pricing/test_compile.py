@@ -78,11 +78,11 @@ def test_a_kernel_is_priced(results, program):
     (schedule,) = compiled.schedules.values()
     run = schedule.run()
     assert run.data_dependent_blocks == set()
-    assert {1, 4, 8, 10} == set(run.times.values())
+    assert {1, 4, 8, 10} == set(run.run_counts.values())
     assert run.traffic_bytes == 128 * 128 * (8 * 2 + 8 * 2 + 4 * 4)
     priced = price_compiled(compiled)
     assert priced.unpriced_kernels == ()
-    assert priced.total.mid >= schedule.cycles(run.times) / compiled.slice.chip.clock
+    assert priced.total.mid >= schedule.cycles(run.run_counts) / compiled.slice.chip.clock
 
 
 @needs_libtpu
@@ -92,7 +92,7 @@ def test_a_kernel_is_priced_on_chips_of_two_cores(results):
     for program in ("two cores", "two later cores"):
         assert results[program].slice.devices == 4
         (schedule,) = results[program].schedules.values()
-        cycles.append(schedule.cycles(schedule.run().times))
+        cycles.append(schedule.cycles(schedule.run().run_counts))
         assert price_compiled(results[program]).unpriced_kernels == ()
     assert cycles[0] == pytest.approx(cycles[1], rel=0.1)
 
@@ -106,7 +106,7 @@ def test_a_sharded_program_is_priced(results):
     assert priced.unknown_loops == priced.unpriced_kernels == ()
     assert priced.flops == 6 * 2 * 2048 * 1024 * 256
     gathers = [item for item in priced.items if item.kind == "collectives"]
-    assert sum(item.times for item in gathers) == 6
+    assert sum(item.num_executions for item in gathers) == 6
     assert {item.group for item in gathers} == {4}
 
 

@@ -43,8 +43,8 @@ def test_every_block_counts_as_often_as_the_grid_takes_it(kernel):
     by_times = {}
     for block in kernel.blocks:
         for unit, slots in block.units.items():
-            by_times.setdefault(unit, {}).setdefault(run.times[block.start], 0)
-            by_times[unit][run.times[block.start]] += slots
+            by_times.setdefault(unit, {}).setdefault(run.run_counts[block.start], 0)
+            by_times[unit][run.run_counts[block.start]] += slots
     assert run.data_dependent_blocks == set()
     assert by_times["EUP"] == {
         count: 16 if count == 4 else 0 for count in by_times["EUP"]
@@ -52,7 +52,7 @@ def test_every_block_counts_as_often_as_the_grid_takes_it(kernel):
     assert by_times["MXU"][8] > 0  # the body
     assert sum(by_times["MXU"].values()) == by_times["MXU"][8]
     # outside the grid; prologue and epilogue; body; the loop with the two ends of its pipeline
-    assert set(run.times.values()) == {1, 4, 8, 10}
+    assert set(run.run_counts.values()) == {1, 4, 8, 10}
 
 
 def test_a_kernel_moves_its_blocks(kernel):
@@ -65,15 +65,15 @@ def test_a_kernel_has_units_and_memory(kernel):
     run = kernel.run()
     assert kernel.vmem == 0x12000 + 0x10000 + 2 * 0x10000 + 0x20000
     assert kernel.slots["MXU"] == 2
-    assert kernel.bundles < kernel.cycles(run.times)
+    assert kernel.bundles < kernel.cycles(run.run_counts)
     assert kernel.units()["EUP"] == 16
-    assert kernel.units(run.times)["EUP"] == 64
-    assert 0 < kernel.occupancy(run.times)["MXU"] < kernel.occupancy()["VSTORE"] < 1
-    assert kernel.units(run.times)["VSTORE:SPILL"] == 0
+    assert kernel.units(run.run_counts)["EUP"] == 64
+    assert 0 < kernel.occupancy(run.run_counts)["MXU"] < kernel.occupancy()["VSTORE"] < 1
+    assert kernel.units(run.run_counts)["VSTORE:SPILL"] == 0
 
 
 def test_a_kernel_costs_its_bundles(kernel):
-    cycles = kernel.cycles(kernel.run().times)
+    cycles = kernel.cycles(kernel.run().run_counts)
     program = compiled((DATA / "kernel_module.txt").read_text(), schedules={"product.1": kernel})
     cost = price_compiled(program).by_kind["kernels"]
     assert cost.mid == pytest.approx(cycles / 1.75e9)
@@ -102,10 +102,10 @@ def test_branches_that_data_decides():
     assert [(block.start, block.stop) for block in read.blocks] == [(0, 1), (1, 4), (4, 5), (5, 8), (8, 9)]
     run = read.run()
     assert run.data_dependent_blocks == {1}
-    assert run.times == {0: 1, 1: 5, 4: 5, 5: 5, 8: 1}
-    assert read.units(run.times) == {"VALU": 5}
-    assert read.run(skip={1}).times == {0: 1, 1: 5, 4: 0, 5: 5, 8: 1}
-    assert read.cycles(read.run(skip={1}).times) == 1 + 3 * 5 + 3 * 5 + 1
+    assert run.run_counts == {0: 1, 1: 5, 4: 5, 5: 5, 8: 1}
+    assert read.units(run.run_counts) == {"VALU": 5}
+    assert read.run(skip={1}).run_counts == {0: 1, 1: 5, 4: 0, 5: 5, 8: 1}
+    assert read.cycles(read.run(skip={1}).run_counts) == 1 + 3 * 5 + 3 * 5 + 1
 
 
 def test_the_price_says_what_data_decides():
@@ -141,8 +141,8 @@ def test_flags_in_memory_decide_branches():
     """A store under a known predicate is decided. Under a predicate from data it follows the branch of its block."""
     read = schedule.parse("flags", FLAGS, "VALU\n4\n" + "0\n" * 14, "", branch_delay=0)
     assert read.run().data_dependent_blocks == {8}
-    assert read.run().times == {0: 1, 6: 0, 8: 1, 9: 1, 12: 1, 13: 1}
-    assert read.run(skip={8}).times == {0: 1, 6: 0, 8: 1, 9: 1, 12: 0, 13: 1}
+    assert read.run().run_counts == {0: 1, 6: 0, 8: 1, 9: 1, 12: 1, 13: 1}
+    assert read.run(skip={8}).run_counts == {0: 1, 6: 0, 8: 1, 9: 1, 12: 0, 13: 1}
 
 
 RARE = """
@@ -189,13 +189,13 @@ def test_a_region_without_a_label_begins_with_the_next():
     """The compiler's dump for v4 and v5p has a branch to an empty region that has no label."""
     read = schedule.parse("product.1", EMPTY, "VALU\n4\n" + "0\n" * 8, "", branch_delay=1)
     assert [branch.target for branch in (block.branch for block in read.blocks) if branch] == [4, 8]
-    assert read.run().times == {0: 1, 4: 1, 7: 1}
+    assert read.run().run_counts == {0: 1, 4: 1, 7: 1}
 
 
 def test_a_loop_that_data_ends_counts_once():
     text = BRANCHES.replace("%s4_s2, 5", "%s1_s0, 5")
     run = schedule.parse("endless", text, "VALU\n4\n" + "0\n" * 9, "", branch_delay=1).run()
-    assert run.times == {0: 1, 1: 1, 4: 1, 5: 1, 8: 1}
+    assert run.run_counts == {0: 1, 1: 1, 4: 1, 5: 1, 8: 1}
     assert run.data_dependent_blocks == {1, 5}
 
 
@@ -371,7 +371,7 @@ def test_price_of_layers():
     assert priced.flops == 6 * 2 * 2048 * 1024 * 256
     assert priced.unknown_loops == priced.unpriced_kernels == ()
     product = items["convolution_tanh_fusion.2"]
-    assert (product.kind, product.times) == ("products", 6)
+    assert (product.kind, product.num_executions) == ("matmuls", 6)
     floor, estimate = product.flops / 918e12, 6 * 4832 / 1.75e9
     assert product.cost.low == pytest.approx(floor / BEST_PRODUCT)
     assert product.cost.high == pytest.approx(estimate)
@@ -409,7 +409,7 @@ def test_published_measurements_lie_in_the_range(kernel):
 def test_price_of_kernels(kernel):
     text = (DATA / "kernel_module.txt").read_text()
     priced = price_compiled(compiled(text, schedules={"product.1": kernel}))
-    assert priced.total.mid == pytest.approx(kernel.cycles(kernel.run().times) / 1.75e9)
+    assert priced.total.mid == pytest.approx(kernel.cycles(kernel.run().run_counts) / 1.75e9)
     assert priced.data_dependent_blocks == {}
     assert price_compiled(compiled(text)).unpriced_kernels == ("product.1",)
     assert price_compiled(compiled(text), kernels={"product": 2.0}).by_kind["kernels"].mid == 2.0

@@ -17,7 +17,7 @@ from wanjax.execution import Execute
 from wanjax.layers import tiling
 from wanjax.selftest import checks, small_models
 from wanjax.selftest.checks import Check, load_golden
-from wanjax.selftest.signatures import distance, signature
+from wanjax.selftest.signatures import relative_error, signature
 from wanjax.selftest.summary import summarize
 
 SMALL = small_models.model_names()[0]
@@ -31,12 +31,12 @@ def faults(found):
 def test_a_signature_tells_how_far_an_array_is(share):
     random = np.random.default_rng(0)
     x, noise = random.normal(size=(3, 50, 70)), random.normal(size=(3, 50, 70))
-    far = distance(signature(x + share * noise), signature(x))
+    far = relative_error(signature(x + share * noise), signature(x))
     assert 0.5 * share < far < 2 * share
 
 
 def test_an_array_that_is_not_finite_is_infinitely_far():
-    assert distance(signature([1.0, np.nan]), signature([1.0, 2.0])) == np.inf
+    assert relative_error(signature([1.0, np.nan]), signature([1.0, 2.0])) == np.inf
 
 
 def test_all_that_is_run_is_kept():

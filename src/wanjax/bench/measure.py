@@ -110,12 +110,12 @@ def _sine_waves(shape: tuple[int, ...], offset: float) -> list[np.ndarray]:
     return waves
 
 
-def relative_l2_distance(a: Any, b: Any) -> float:
-    """Compute the relative L2 distance of two results.
+def relative_l2_error(a: Any, b: Any) -> float:
+    """Compute the relative L2 error of a result against another.
 
-    The distance is infinite if a number is finite in only one of the two results.
+    The error is infinite if a number is finite in only one of the two results.
     """
-    squared_distance, squared_norm = 0.0, 0.0
+    squared_error, squared_norm = 0.0, 0.0
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         if not jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != jnp.uint8:
             continue
@@ -123,6 +123,6 @@ def relative_l2_distance(a: Any, b: Any) -> float:
         finite = np.isfinite(expected)
         if not np.array_equal(np.isfinite(values), finite):
             return float("inf")
-        squared_distance += float(np.sum((values[finite] - expected[finite]) ** 2))
+        squared_error += float(np.sum((values[finite] - expected[finite]) ** 2))
         squared_norm += float(np.sum(expected[finite] ** 2))
-    return (squared_distance / max(squared_norm, NORM_EPSILON)) ** 0.5
+    return (squared_error / max(squared_norm, NORM_EPSILON)) ** 0.5

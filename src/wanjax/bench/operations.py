@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from wanjax.bench.measure import mesh_of_first_devices, relative_l2_distance, synthetic_arrays
+from wanjax.bench.measure import mesh_of_first_devices, relative_l2_error, synthetic_arrays
 from wanjax.bench.timing import Timing, time_program
 from wanjax.errors import UnsupportedError
 from wanjax.kernels.alignment import round_up
@@ -29,7 +29,7 @@ from wanjax.pricing.lowering import AbstractCall, replicated
 from wanjax.sharding import MESH_AXES
 
 NUM_CHECKED_TOKENS = 700  # fills several tiles of every kernel, and a part of the last tile
-MAX_ATTENTION_ERRORS = {"float32": 1e-5, "bfloat16": 1e-2}  # the maximum relative L2 distance from the reference
+MAX_ATTENTION_ERRORS = {"float32": 1e-5, "bfloat16": 1e-2}  # the maximum relative L2 error against the reference
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "permute")
 
 
@@ -89,7 +89,7 @@ def time_numpy_matmul(tokens: int, width: int, output_width: int, budget: float)
 def check_attention(
     heads: int, head_dim: int, dtype: str, tokens: int = NUM_CHECKED_TOKENS, configs: Mapping[str, Any] | None = None
 ) -> dict[str, float]:
-    """Compute the distance between the reference and each implementation that runs on this device.
+    """Compute the relative L2 error of each implementation that runs on this device, against the reference.
 
     The reference computes in float32 at the highest precision, with the same operands. `configs` maps names of
     implementations to tile configs that replace the default ones.
@@ -98,7 +98,7 @@ def check_attention(
     sizes = {"queries": tokens, "keys": tokens, "heads": heads, "head_dim": head_dim, "dtype": dtype}
     program = attention_program(mesh_of_first_devices({}, device), "reference", **sizes)
     q, k, v = (30 * x for x in synthetic_arrays(program.arguments))  # numbers around 1, so that attention's scores vary
-    distances: dict[str, float] = {}
+    errors: dict[str, float] = {}
     with jax.default_matmul_precision("highest"):
         operands = [x.astype(jnp.float32) for x in (q, k, v)]
         expected = jax.jit(partial(attention, implementation="reference"))(*operands)
@@ -108,8 +108,8 @@ def check_attention(
         except UnsupportedError:
             continue
         run = partial(attention, implementation=name, config=(configs or {}).get(name))
-        distances[name] = relative_l2_distance(jax.jit(run)(q, k, v), expected)
-    return distances
+        errors[name] = relative_l2_error(jax.jit(run)(q, k, v), expected)
+    return errors
 
 
 def collective_program(

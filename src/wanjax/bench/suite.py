@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from wanjax.bench.measure import MeasuredProgram, measure, mesh_of_first_devices, relative_l2_distance
+from wanjax.bench.measure import MeasuredProgram, measure, mesh_of_first_devices, relative_l2_error
 from wanjax.bench.operations import (
     COLLECTIVES,
     MAX_ATTENTION_ERRORS,
@@ -98,7 +98,7 @@ PROGRAM_TITLES = {
     "decode_next": "later frames",
 }
 MAX_OPTIONS_ERRORS = {"float32": 1e-4, "bfloat16": 3e-2}
-"""The maximum relative L2 distance between the results with two sets of compiler options."""
+"""The maximum relative L2 error between the results with two sets of compiler options."""
 MLP_EXPANSION = 4  # the output width of the measured projection, relative to its input width
 MAX_FAST_SHARE = 0.99  # `fast` is better than `safe` if it takes less than this share of the time
 ONE_DEVICE_AXES: Mapping[str, int] = dict.fromkeys(MESH_AXES, 1)
@@ -158,9 +158,9 @@ class Measurement:
 class BenchReport:
     """The results of a bench.
 
-    `exact` is the distance of each attention from the reference. `differ` is the distance between the results with the
-    two sets of compiler options. `better` is the set to use on these devices; None if the two sets are equal on these
-    devices.
+    `attention_errors` has the relative error of each attention against the reference. `option_sets_error` is the
+    relative error of the results with one set of compiler options against those with the other set.
+    `faster_option_set` is the set to use on these devices; None if the two sets are equal on these devices.
     """
 
     model: str
@@ -171,13 +171,13 @@ class BenchReport:
     quick: bool
     devices: str
     mesh: Mapping[str, int]
-    place: str
+    hardware: str
     modelled_by: str
     versions: Mapping[str, str]
     rows: list[Measurement]
-    exact: Mapping[str, float]
-    differ: float | None
-    better: str | None
+    attention_errors: Mapping[str, float]
+    option_sets_error: float | None
+    faster_option_set: str | None
     faults: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -192,30 +192,30 @@ def bench(description: ModelDescription, size: BenchSize, *, quick: bool, announ
     axes = auto_mesh_axes(description, devices)
     mesh_devices = devices[: axes["dp"] * axes["sp"] * axes["tp"]]
     suite = BenchSuite(description, size, mesh_devices, local_hardware, axes, announce)
-    attention_distances = suite.compare_attention()
+    attention_errors = suite.compare_attention()
     rows = [
         suite.measure_attention(),
         *suite.measure_matmuls(),
         *suite.measure_programs(),
         *suite.measure_collectives(),
     ]
-    options_distance, better = suite.compare_options()
+    option_sets_error, faster_option_set = suite.compare_options()
     return BenchReport(
         model=settings.model,
         size=f"{settings.width}x{settings.height}",
         frames=settings.frames,
-        layers=min(size.layers or 10**9, model.cost(settings).layers),
+        layers=min(size.layers or 10**9, model.cost(settings).num_layers),
         dtype=settings.dtype,
         quick=quick,
         devices=f"{len(devices)} x {devices[0].device_kind}",
         mesh=axes,
-        place=local_hardware.name,
+        hardware=local_hardware.name,
         modelled_by=local_hardware.price_source,
         versions={"cores": str(cpu_count()), **versions("wanjax", "jax", "jaxlib", "libtpu")},
         rows=rows,
-        exact=attention_distances,
-        differ=options_distance,
-        better=better,
+        attention_errors=attention_errors,
+        option_sets_error=option_sets_error,
+        faster_option_set=faster_option_set,
         faults=suite.faults,
     )
 
@@ -250,18 +250,20 @@ class BenchSuite:
         """Compare each implementation of attention with the reference; add a fault for each wrong implementation."""
         self.announce("attention, compared with the reference")
         dtype = self.settings.dtype
-        distances = check_attention(self.forward_cost.heads, self.forward_cost.width // self.forward_cost.heads, dtype)
-        for name, measured_error in distances.items():
+        errors = check_attention(
+            self.forward_cost.num_heads, self.forward_cost.width // self.forward_cost.num_heads, dtype
+        )
+        for name, measured_error in errors.items():
             if not measured_error <= (bound := MAX_ATTENTION_ERRORS[dtype]):
                 self.faults.append(
                     f"{name} is {measured_error:.1e} away from the reference: at most {bound:g} is allowed"
                 )
-        return distances
+        return errors
 
     def measure_attention(self) -> Measurement:
         """Measure self-attention on one device, with the share of the heads that a device of the mesh has."""
-        tokens, heads = self.forward_cost.tokens, ceil(self.forward_cost.heads / self.axes["tp"])
-        shape = (1, tokens, heads, self.forward_cost.width // self.forward_cost.heads)
+        tokens, heads = self.forward_cost.num_tokens, ceil(self.forward_cost.num_heads / self.axes["tp"])
+        shape = (1, tokens, heads, self.forward_cost.width // self.forward_cost.num_heads)
         sizes: dict[str, Any] = {"heads": heads, "head_dim": shape[3], "dtype": self.settings.dtype}
         if sparse := self.model.spec.resolve_attention(AUTO).sparse:
             name, build = "sparse-linear", partial(sparse_attention_program, sparse=sparse, tokens=tokens, **sizes)
@@ -283,7 +285,7 @@ class BenchSuite:
 
     def measure_matmuls(self) -> Iterator[Measurement]:
         """Measure a projection on one device; on a CPU in each dtype, and with NumPy for comparison."""
-        tokens, width = self.forward_cost.tokens, self.forward_cost.width
+        tokens, width = self.forward_cost.num_tokens, self.forward_cost.width
         on_cpu = self.devices[0].platform == "cpu"
         operations = 2 * tokens * width * MLP_EXPANSION * width
         for dtype in MAX_ATTENTION_ERRORS if on_cpu else (self.settings.dtype,):
@@ -359,7 +361,7 @@ class BenchSuite:
         if len(self.devices) == 1:
             return
         for kind in COLLECTIVES:
-            tokens, width = self.forward_cost.tokens, self.forward_cost.width
+            tokens, width = self.forward_cost.num_tokens, self.forward_cost.width
             sizes = {"kind": kind, "tokens": tokens, "width": width, "dtype": self.settings.dtype}
             axes = {"dp": 1, "sp": 1, "tp": len(self.devices)}
             what = f"[{tokens} {width}] over {len(self.devices)}"
@@ -368,21 +370,21 @@ class BenchSuite:
             )[0]
 
     def compare_options(self) -> tuple[float | None, str | None]:
-        """Compare a step's results with both sets of compiler options; return their distance and the better set.
+        """Compare a step's results with both sets of compiler options; return the relative error and the faster set.
 
         Both are None if there is only one set.
         """
         if self._measured_steps.keys() != set(OPTION_SETS):
             return None, None
         safe, fast = (self._measured_steps[name] for name in OPTION_SETS)
-        options_distance = relative_l2_distance(fast.result, safe.result)
-        if not options_distance <= MAX_OPTIONS_ERRORS[self.settings.dtype]:
+        option_sets_error = relative_l2_error(fast.result, safe.result)
+        if not option_sets_error <= MAX_OPTIONS_ERRORS[self.settings.dtype]:
             self.faults.append(
-                f"the results of the two sets of compiler options are {options_distance:.1e} apart: `safe` is used"
+                f"the results of the two sets of compiler options are {option_sets_error:.1e} apart: `safe` is used"
             )
-            return options_distance, SAFE_SET
+            return option_sets_error, SAFE_SET
         return (
-            options_distance,
+            option_sets_error,
             FAST_SET if fast.timing.median_seconds < MAX_FAST_SHARE * safe.timing.median_seconds else SAFE_SET,
         )
 
@@ -391,7 +393,7 @@ class BenchSuite:
             return f"2 prompts{self._layers_text}"
         if name == STEP:
             prompts = "two prompts" if self.settings.guided else "one prompt"
-            return f"{self.forward_cost.tokens} tokens, {prompts}{self._layers_text}"
+            return f"{self.forward_cost.num_tokens} tokens, {prompts}{self._layers_text}"
         return f"{self.decode_settings.width}x{self.decode_settings.height}"
 
     @property

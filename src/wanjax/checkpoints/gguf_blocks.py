@@ -12,7 +12,7 @@ import numpy as np
 Dequantise = Callable[[np.ndarray, np.ndarray], None]
 
 
-def _halves(x: np.ndarray) -> np.ndarray:
+def _read_float16(x: np.ndarray) -> np.ndarray:
     """Return the float16 numbers in these bytes of each block, as float32."""
     return np.ascontiguousarray(x).view(np.float16).astype(np.float32)
 
@@ -20,7 +20,7 @@ def _halves(x: np.ndarray) -> np.ndarray:
 def _q8_0(blocks: np.ndarray, out: np.ndarray) -> None:
     """32 numbers: a scale, and 32 signed bytes."""
     out[...] = blocks[:, 2:].view(np.int8)
-    out *= _halves(blocks[:, :2])
+    out *= _read_float16(blocks[:, :2])
 
 
 def _q4_k(blocks: np.ndarray, out: np.ndarray) -> None:
@@ -50,9 +50,9 @@ def _q6_k(blocks: np.ndarray, out: np.ndarray) -> None:
         numbers[:, :, group] |= (upper_bits << 4 - 2 * group if group < 3 else upper_bits >> 2) & 48
     numbers -= 32  # below zero, these bytes are those of negative numbers
     out[...] = numbers.reshape(out.shape).view(np.int8)
-    scales = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8) * _halves(blocks[:, 208:])
-    of_a_scale = out.reshape(-1, 16, 16)
-    of_a_scale *= scales[..., None]
+    scales = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8) * _read_float16(blocks[:, 208:])
+    values_by_scale = out.reshape(-1, 16, 16)
+    values_by_scale *= scales[..., None]
 
 
 def _four_bits(packed: np.ndarray, *, pairs: int) -> np.ndarray:
@@ -68,7 +68,7 @@ def _scale_groups(numbers: np.ndarray, blocks: np.ndarray, out: np.ndarray) -> N
     each. Of the 12 bytes, the first four have the first four scales, and the next four the first four minima. The last
     four have the lower halves of the others, whose two upper bits are those of the first eight bytes.
     """
-    factors = _halves(blocks[:, :4])
+    factors = _read_float16(blocks[:, :4])
     first, second, last = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = np.concatenate([first & 63, (last & 15) | (first >> 6 << 4)], axis=1)
     minima = np.concatenate([second & 63, (last >> 4) | (second >> 6 << 4)], axis=1)

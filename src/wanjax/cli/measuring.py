@@ -44,10 +44,10 @@ def bench(report: Report, *, model: str, quick: bool, keep: bool, as_json: bool)
         click.echo(json.dumps(result.to_json(), indent=2))
     else:
         print_bench(result, progress.console(stderr=False))
-    if keep and result.better is not None:
-        save_option_set(result.better)
-        if saved_option_set() == result.better:  # False if the cache folder cannot be written
-            report.note(f"{result.better} is now the default of --compiler on this machine")
+    if keep and result.faster_option_set is not None:
+        save_option_set(result.faster_option_set)
+        if saved_option_set() == result.faster_option_set:  # False if the cache folder cannot be written
+            report.note(f"{result.faster_option_set} is now the default of --compiler on this machine")
     if result.faults:
         raise click.exceptions.Exit(1)
 
@@ -80,15 +80,16 @@ def _cells(row: Measurement) -> list[str]:
 def _summary_lines(result: BenchReport) -> Iterator[str]:
     """Yield sentences about the error of attention, the measured rates, the two sets of compiler options, and
     faults."""
-    exact = ", ".join(f"{name} {distance:.1e}" for name, distance in result.exact.items())
-    yield f"attention's relative distance from the reference: {exact}"
+    attention_errors = ", ".join(f"{name} {error:.1e}" for name, error in result.attention_errors.items())
+    yield f"attention's relative distance from the reference: {attention_errors}"
     yield from (f"the kernel {name} is not used: {reason}" for name, reason in rejected_kernels().items())
     yield from (f"{row.name}, {row.what}: {format_with_prefix(row.rate, 'FLOP/s')}" for row in result.rows if row.rate)
     yield from (f"{row.name}: {row.note}" for row in result.rows if row.note)
-    if result.better is None:
+    if result.faster_option_set is None:
         yield "both sets of compiler options are the same on these devices"
-    elif result.differ is not None:
-        yield f"the results with the two sets differ by {result.differ:.1e}, and {result.better} is the faster set"
+    elif result.option_sets_error is not None:
+        difference = f"the results with the two sets differ by {result.option_sets_error:.1e}"
+        yield f"{difference}, and {result.faster_option_set} is the faster set"
     if len(result.mesh) and all(size == 1 for size in result.mesh.values()):
         yield "collectives were not measured: there is one device"
     yield from (f"wrong: {fault}" for fault in result.faults)

@@ -293,8 +293,8 @@ def _summary_lines(estimate: Estimate) -> Iterator[str]:
             f"{item['operation']} over {item['devices']} devices: {item['times']} a step, "
             f"{format_bytes(item['bytes'])} a chip, {format_duration(item['seconds'])}"
         )
-    if estimate.frames_a_second is not None:
-        frame_rate = format_number(estimate.frames_a_second)
+    if estimate.frames_per_second is not None:
+        frame_rate = format_number(estimate.frames_per_second)
         yield f"streamed: {frame_rate} frames a second with the decoder, for playback at {estimate.fps}"
     if estimate.total_seconds is not None:
         compiling = (

@@ -157,7 +157,7 @@ def meshes(cost: StepCost, devices: int, sp: int | None = None) -> Iterator[Mesh
     min_shards = sp or 1
     for dp in (1, 2) if cost.guided and devices % (2 * min_shards) == 0 else (1,):
         devices_per_prompt = devices // dp
-        max_shards = max(min_shards, min(devices_per_prompt, cost.forward.tokens // MIN_TOKENS_PER_DEVICE))
+        max_shards = max(min_shards, min(devices_per_prompt, cost.forward.num_tokens // MIN_TOKENS_PER_DEVICE))
         shards = max(n for n in range(min_shards, max_shards + 1, min_shards) if devices_per_prompt % n == 0)
         yield from (
             MeshSizes(dp, shards // tp, tp)
@@ -191,17 +191,17 @@ def step_seconds(cost: StepCost, mesh: MeshSizes, chip: Card | Chip | Machine) -
     work, (dp, sp, tp) = cost.forward, mesh
     shards, forwards = sp * tp, (2 if cost.guided else 1) / dp
     matmul_flops = sum(work.flops.values()) - work.attention_flops
-    padding = ceil(work.heads / tp) * tp / work.heads  # heads are padded if `tp` does not divide their number
+    padding = ceil(work.num_heads / tp) * tp / work.num_heads  # heads are padded if `tp` does not divide their number
     flops = work.attention_flops * padding / ATTENTION_UTILIZATION + matmul_flops / MATMUL_UTILIZATION
     compute_seconds = flops / shards / chip.flops
     weight_bytes = cost.network_bytes * (shards - 1) / shards if cost.rules.gather_weights else 0
-    token_bytes = BFLOAT16_BYTES * work.layers * work.tokens / shards * work.width  # of q, k, v or output
+    token_bytes = BFLOAT16_BYTES * work.num_layers * work.num_tokens / shards * work.width  # of q, k, v or output
     all_to_all_bytes = 4 * token_bytes * padding * _all_to_all_share(tp, chip)
     ring_bytes = 2 * token_bytes * (sp - 1)
     merge_passes = TPU_MERGE_PASSES if chip.torus else MERGE_PASSES
     merge_seconds = merge_passes * token_bytes * (sp - 1) / chip.bandwidth
     if cost.ring and chip.torus and tp == 1:
-        ring_bytes, merge_seconds = 0 if hides_ring(work.tokens, sp) else ring_bytes, 0
+        ring_bytes, merge_seconds = 0 if hides_ring(work.num_tokens, sp) else ring_bytes, 0
     link_seconds = (
         weight_bytes / _bandwidth(shards, chip)
         + all_to_all_bytes / _bandwidth(tp, chip)

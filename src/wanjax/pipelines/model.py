@@ -103,18 +103,18 @@ class ForwardCost(NamedTuple):
     """The work of one forward pass of the denoiser for one prompt, for plans and profiles.
 
     Args:
-        tokens: The length of self-attention's sequence.
-        layers: The number of blocks of the network.
-        heads: The number of attention heads.
+        num_tokens: The length of self-attention's sequence.
+        num_layers: The number of blocks of the network.
+        num_heads: The number of attention heads.
         width: The number of channels of a token.
         attention_flops: The operations of self-attention's two products; a multiply-add counts as two.
         flops: The operations by part of the network.
         ring: Whether self-attention is over a single sequence, so that TPUs can use ring attention if that is fastest.
     """
 
-    tokens: int
-    layers: int
-    heads: int
+    num_tokens: int
+    num_layers: int
+    num_heads: int
     width: int
     attention_flops: int
     flops: Mapping[str, int]
@@ -925,7 +925,7 @@ def min_step_bytes(model: VideoModel[Any], settings: Settings) -> int:
     if model.spec.is_chunked:
         return 0
     work = model.cost(settings)
-    return 4 * work.tokens * work.width * jnp.dtype(settings.dtype).itemsize
+    return 4 * work.num_tokens * work.width * jnp.dtype(settings.dtype).itemsize
 
 
 def truncations(model: VideoModel[Any], runtime: Runtime, prompt: str, reference_impl: str) -> Sequence[Truncation]:

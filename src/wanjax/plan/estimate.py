@@ -121,8 +121,9 @@ class Estimate:
     nothing was compiled, they are for weights and inputs alone. `fits_in` is empty if it was not requested and the
     video fits.
 
-    `peak_bytes_per_chip` is the peak of the whole run. `frames_a_second` is the rate at which a streamed video gets its
-    frames, including decoding, once the attention window is full. Compare this rate with `fps`, the rate of playback.
+    `peak_bytes_per_chip` is the peak of the whole run. `frames_per_second` is the rate at which a streamed video gets
+    its frames, including decoding, once the attention window is full. Compare this rate with `fps`, the rate of
+    playback.
     """
 
     model: str
@@ -167,7 +168,7 @@ class Estimate:
     total_seconds_least: float | None
     total_seconds_low: float | None
     total_seconds_high: float | None
-    frames_a_second: float | None
+    frames_per_second: float | None
     compile_seconds: float
     download_bytes_at_most: int
     disk_bytes: int
@@ -343,7 +344,7 @@ def estimate_video(
         ],
         **_step(settings, hardware, step, attention_cost if attention.is_dense else None),
         **_totals(model, settings, stages, prices),
-        frames_a_second=_frames_per_second(chunk_frames, programs_with_next_chunk, prices),
+        frames_per_second=_frames_per_second(chunk_frames, programs_with_next_chunk, prices),
         compile_seconds=sum(stage.compile_seconds for stage in stages.values()),
         download_bytes_at_most=4 * sum(network.parameters for network in networks),
         disk_bytes=sum(
@@ -360,7 +361,7 @@ def _attention_name(
     """Name the implementation of self-attention that a run uses on these devices."""
     if attention.is_sparse:
         return str(attention)
-    shape = (1, attention_cost.tokens, attention_cost.heads, attention_cost.width // attention_cost.heads)
+    shape = (1, attention_cost.num_tokens, attention_cost.num_heads, attention_cost.width // attention_cost.num_heads)
     operand = jax.ShapeDtypeStruct(shape, dtype, sharding=partitioner.replicated)
     with on_mesh(partitioner):  # the kernels read the kind of chip from this mesh
         return choose_implementation(operand, operand, operand, implementation=attention).name + (

@@ -10,12 +10,12 @@ from jax.sharding import AbstractMesh, Mesh
 
 from wanjax.errors import WanjaxError, repr_short
 from wanjax.kernels.attention.visits import typical_branch_scalars
-from wanjax.kernels.quantized_matmul import PRODUCTS_SCOPE
+from wanjax.kernels.quantized_matmul import MATMUL_SCOPE
 from wanjax.pricing.pricer import Price, Pricer
 from wanjax.stores.results import ResultCache
 from wanjax.stores.temporary import temp_dir
 
-PRICER = Pricer("attention", "self_attention", PRODUCTS_SCOPE, typical_branch_scalars, ResultCache(), temp_dir)
+PRICER = Pricer("attention", "self_attention", MATMUL_SCOPE, typical_branch_scalars, ResultCache(), temp_dir)
 
 
 def price(

@@ -49,35 +49,44 @@ DTYPES_OF_8_BITS = {"s8", "f8e4m3fn", "f8e5m2"}
 class CardOperationPricer(OperationPricer):
     """Walk through a module of XLA's GPU compiler in scheduled order, and estimate the time of its kernels."""
 
-    def _price_without_scope(self, instruction: Instruction, computation: Computation, times: int) -> PricedOperation:
+    def _price_without_scope(
+        self, instruction: Instruction, computation: Computation, num_executions: int
+    ) -> PricedOperation:
         card = self.chip
         assert isinstance(card, Card)
         if instruction.opcode == "async-start" and instruction.called_computation:
             inner = self.module.computations[instruction.called_computation]
-            return self._price_without_scope(inner.root, inner, times)
+            return self._price_without_scope(inner.root, inner, num_executions)
         if instruction.opcode.removesuffix("-start") in COLLECTIVES:
             sent_bytes = wire_bytes(instruction, computation, switched=True)
-            cost = _max_cost(LINKS.cost(sent_bytes, card.link), LAUNCH).scaled_by(times)
+            cost = _max_cost(LINKS.cost(sent_bytes, card.link), LAUNCH).scaled_by(num_executions)
             return PricedOperation(
-                instruction.name, "collectives", times, cost, bytes=times * sent_bytes, group=instruction.group_size
+                instruction.name,
+                "collectives",
+                num_executions,
+                cost,
+                bytes=num_executions * sent_bytes,
+                group=instruction.group_size,
             )
         traffic_bytes = traffic(self.module, instruction, computation)
-        efficiency, operations = self._products(instruction, computation)
+        efficiency, operations = self._matmul_work(instruction, computation)
         peak = card.flops * self._peak_fraction(card, instruction, computation)
         cost = _max_cost(
             efficiency.cost(operations, peak), BANDWIDTH.cost(traffic_bytes, card.bandwidth), LAUNCH
-        ).scaled_by(times)
+        ).scaled_by(num_executions)
         opcodes = {fused.opcode for fused in (instruction, *self.module.nested_instructions(instruction))}
         kind = (
-            "products"
+            "matmuls"
             if operations
             else "copies"
             if opcodes <= {*MOVE_OPCODES, *FREE_OPCODES, "fusion"}
             else "elementwise"
         )
-        return PricedOperation(instruction.name, kind, times, cost, times * operations, times * traffic_bytes)
+        return PricedOperation(
+            instruction.name, kind, num_executions, cost, num_executions * operations, num_executions * traffic_bytes
+        )
 
-    def _products(self, instruction: Instruction, computation: Computation) -> tuple[Efficiency, int]:
+    def _matmul_work(self, instruction: Instruction, computation: Computation) -> tuple[Efficiency, int]:
         """Return the efficiency and the number of operations of a kernel's matrix products or convolutions."""
         target = instruction.target or ""
         if target.startswith("__cudnn$fmha"):
@@ -125,7 +134,7 @@ def count_kernels(compiled: Compiled, priced: ItemizedPrice) -> Mapping[str, int
     }
     counts: Counter[str] = Counter()
     for item in priced.items:
-        counts[kernel_kind(instructions[item.name])] += item.times
+        counts[kernel_kind(instructions[item.name])] += item.num_executions
     return dict(counts.most_common())
 
 

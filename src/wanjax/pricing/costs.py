@@ -35,7 +35,7 @@ from wanjax.pricing.work import (
     wire_bytes,
 )
 
-KINDS = ("kernels", "products", "elementwise", "copies", "collectives", "offload")
+KINDS = ("kernels", "matmuls", "elementwise", "copies", "collectives", "offload")
 FREE_OPCODES = {
     "parameter",
     "constant",
@@ -89,7 +89,7 @@ class PricedOperation:
 
     name: str
     kind: str
-    times: int
+    num_executions: int
     cost: ValueRange
     flops: int = 0  # the total cost of all runs
     bytes: int = 0  # HBM traffic of all runs; for a collective, bytes on the wire
@@ -172,8 +172,8 @@ class OperationPricer:
     unpriced_kernels: list[str] = field(default_factory=list)
     unknown_loops: list[str] = field(default_factory=list)
 
-    def price_computation(self, computation: Computation, times: int) -> list[PricedOperation]:
-        """Price a computation that runs `times` times."""
+    def price_computation(self, computation: Computation, num_executions: int) -> list[PricedOperation]:
+        """Price a computation that runs `num_executions` times."""
         items: list[PricedOperation] = []
         in_flight: dict[
             str, tuple[PricedOperation, ValueRange]
@@ -194,7 +194,7 @@ class OperationPricer:
             if instruction.name.startswith("async-collective-done"):  # the fusions since the start contain the work
                 continue
             if instruction.opcode.endswith("-start"):
-                item = self.price_operation(instruction, computation, times)
+                item = self.price_operation(instruction, computation, num_executions)
                 in_flight[instruction.name] = item, end_time_of(item)
                 continue
             if instruction.opcode.endswith(("-update", "-done")) and instruction.operands[0] in in_flight:
@@ -204,7 +204,7 @@ class OperationPricer:
                     continue
                 new_items = [_exposed(item, end_time, elapsed)]
             else:
-                new_items = self.price_instruction(instruction, computation, times)
+                new_items = self.price_instruction(instruction, computation, num_executions)
                 if [item.kind for item in new_items] == ["collectives"]:
                     new_items = [_exposed(new_items[0], end_time_of(new_items[0]), elapsed)]
             items += new_items
@@ -215,7 +215,7 @@ class OperationPricer:
         return items
 
     def price_instruction(
-        self, instruction: Instruction, computation: Computation, times: int
+        self, instruction: Instruction, computation: Computation, num_executions: int
     ) -> list[PricedOperation]:
         """Price an instruction. A loop or a call may give several items."""
         if instruction.opcode in FREE_OPCODES:
@@ -225,27 +225,37 @@ class OperationPricer:
             if trips is None:
                 self.unknown_loops.append(instruction.name)
             return self.price_computation(
-                self.module.computations[instruction.computation_name("body")], times * (trips or 1)
+                self.module.computations[instruction.computation_name("body")], num_executions * (trips or 1)
             )
         if instruction.opcode in ("call", "conditional"):
             callees = [self.module.computations[name] for name in branches(instruction)]
             return self.choose(
-                (self.price_computation(part, times) for part in callees), key=lambda part: _sum(part).mid
+                (self.price_computation(part, num_executions) for part in callees), key=lambda part: _sum(part).mid
             )
-        return [self.price_operation(instruction, computation, times)]
+        return [self.price_operation(instruction, computation, num_executions)]
 
-    def price_operation(self, instruction: Instruction, computation: Computation, times: int) -> PricedOperation:
+    def price_operation(
+        self, instruction: Instruction, computation: Computation, num_executions: int
+    ) -> PricedOperation:
         if (copied_bytes := bytes_from_host(self.module, instruction, computation)) > 0:
-            cost = ValueRange(*(copied_bytes / (share * self.chip.host_link) for share in HOST_LINK)).scaled_by(times)
+            cost = ValueRange(*(copied_bytes / (share * self.chip.host_link) for share in HOST_LINK)).scaled_by(
+                num_executions
+            )
             name, scope = instruction.name, instruction.scope
-            return PricedOperation(name, "offload", times, cost, bytes=times * copied_bytes, scope=scope)
+            return PricedOperation(
+                name, "offload", num_executions, cost, bytes=num_executions * copied_bytes, scope=scope
+            )
         call, _ = self.find_kernel(instruction, computation)
-        return replace(self._price_without_scope(instruction, computation, times), scope=(call or instruction).scope)
+        return replace(
+            self._price_without_scope(instruction, computation, num_executions), scope=(call or instruction).scope
+        )
 
-    def _price_without_scope(self, instruction: Instruction, computation: Computation, times: int) -> PricedOperation:
+    def _price_without_scope(
+        self, instruction: Instruction, computation: Computation, num_executions: int
+    ) -> PricedOperation:
         if instruction.opcode in ("async-start", "call-start"):  # the called computation has a single operation
             inner = self.module.computations[instruction.called_computation or instruction.computation_name("to_apply")]
-            return self.price_operation(inner.root, inner, times)
+            return self.price_operation(inner.root, inner, num_executions)
         traffic_bytes = traffic(self.module, instruction, computation)
         call, kernel_computation = self.find_kernel(instruction, computation)
         if call is not None:
@@ -253,30 +263,42 @@ class OperationPricer:
             return PricedOperation(
                 instruction.name,
                 "kernels",
-                times,
-                self.kernel_cost(call, traffic_bytes).scaled_by(times),
-                bytes=times * traffic_bytes,
+                num_executions,
+                self.kernel_cost(call, traffic_bytes).scaled_by(num_executions),
+                bytes=num_executions * traffic_bytes,
             )
         opcodes = {part.opcode for part in (instruction, *self.module.nested_instructions(instruction))}
         if instruction.opcode.removesuffix("-start") in COLLECTIVES:
             sent_bytes = wire_bytes(instruction, computation)
             links = 1 if instruction.group_size == 2 else 2  # the number of a chip's links that the group uses
             seconds = sent_bytes / (links * self.chip.link)
-            cost = ValueRange(seconds, seconds, seconds / ACHIEVED_LINK).scaled_by(times)
+            cost = ValueRange(seconds, seconds, seconds / ACHIEVED_LINK).scaled_by(num_executions)
             return PricedOperation(
-                instruction.name, "collectives", times, cost, bytes=times * sent_bytes, group=instruction.group_size
+                instruction.name,
+                "collectives",
+                num_executions,
+                cost,
+                bytes=num_executions * sent_bytes,
+                group=instruction.group_size,
             )
         if opcodes & set(PRODUCT_OPCODES):
             operations = flops(self.module, instruction, computation)
-            cost = self.product_cost(instruction, operations, traffic_bytes).scaled_by(times)
-            return PricedOperation(instruction.name, "products", times, cost, times * operations, times * traffic_bytes)
+            cost = self.matmul_cost(instruction, operations, traffic_bytes).scaled_by(num_executions)
+            return PricedOperation(
+                instruction.name,
+                "matmuls",
+                num_executions,
+                cost,
+                num_executions * operations,
+                num_executions * traffic_bytes,
+            )
         kind = "copies" if opcodes <= MOVE_OPCODES | FREE_OPCODES | {"fusion", "copy-start"} else "elementwise"
         byte_cost = self.vector_cost(instruction, computation, traffic_bytes)
         estimate = (instruction.estimated_cycles or 0) / self.chip.clock
         cost = byte_cost._replace(high=min(max(byte_cost.mid, estimate), MAX_OVER_BYTES * byte_cost.mid)).scaled_by(
-            times
+            num_executions
         )
-        return PricedOperation(instruction.name, kind, times, cost, bytes=times * traffic_bytes)
+        return PricedOperation(instruction.name, kind, num_executions, cost, bytes=num_executions * traffic_bytes)
 
     def find_kernel(self, instruction: Instruction, computation: Computation) -> tuple[Instruction | None, Computation]:
         """Find the kernel of an operation, which is the operation itself or a part of its fusion.
@@ -306,11 +328,11 @@ class OperationPricer:
             if execution.data_dependent_blocks:
                 self.data_dependent_blocks[instruction.name] = execution.data_dependent_blocks
             dma_seconds = self.chip.cores * execution.traffic_bytes / bandwidth
-            return price_range.scaled_by(max(schedule.cycles(execution.times) / self.chip.clock, dma_seconds))
+            return price_range.scaled_by(max(schedule.cycles(execution.run_counts) / self.chip.clock, dma_seconds))
         self.unpriced_kernels.append(instruction.name)
         return ValueRange(0, 0, 0)
 
-    def product_cost(self, instruction: Instruction, operations: int, traffic_bytes: int) -> ValueRange:
+    def matmul_cost(self, instruction: Instruction, operations: int, traffic_bytes: int) -> ValueRange:
         by_bytes = traffic_bytes / self.chip.bandwidth
         floor = max(operations / self.chip.flops, by_bytes)
         estimate = max((instruction.estimated_cycles or 0) / self.chip.clock, floor)
@@ -326,7 +348,7 @@ class OperationPricer:
         ]
         if instruction.name in self.schedules:
             schedule = self.schedules[instruction.name]
-            cycles = schedule.cycles(schedule.run().times)
+            cycles = schedule.cycles(schedule.run().run_counts)
         else:
             largest = max((array.bytes for array in accessed if array.space), default=0)
             cycles = max(largest, traffic_bytes) / VECTOR_BYTES / self.chip.cores

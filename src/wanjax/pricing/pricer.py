@@ -31,10 +31,10 @@ from wanjax.pricing.pallas_kernels import (
     kernels_of,
 )
 
-PARTS: tuple[str, ...] = ("attention", "matmuls", "elementwise", "copies", "communication", "offload")
-PART_OF_KIND = {
+BREAKDOWN_KEYS: tuple[str, ...] = ("attention", "matmuls", "elementwise", "copies", "communication", "offload")
+BREAKDOWN_KEY_BY_KIND = {
     "kernels": "elementwise",
-    "products": "matmuls",
+    "matmuls": "matmuls",
     "elementwise": "elementwise",
     "copies": "copies",
     "collectives": "communication",
@@ -81,7 +81,7 @@ class Price:
     @property
     def parts(self) -> dict[str, float]:
         """The seconds of every part; 0 for all if the program does not fit."""
-        return {part: self.breakdown.get(part, 0.0) for part in PARTS}
+        return {part: self.breakdown.get(part, 0.0) for part in BREAKDOWN_KEYS}
 
 
 @runtime_checkable
@@ -113,7 +113,7 @@ class Pricer:
     Attributes:
         attention: The named scope in which a program computes attention; None if there is none.
         self_attention: The named scope of self-attention, which contains the scope `attention`.
-        products: The named scope of kernels that are matrix products; None if there are none.
+        matmul_scope: The named scope of kernels that are matrix products; None if there are none.
         visits: Called with a kernel's name, and the dtypes and shapes of its operands. If data-dependent branches of
             the kernel lead to rare cases, it returns sample values of the kernel's input words. The price is the mean
             over these values. For other kernels it returns None.
@@ -123,7 +123,7 @@ class Pricer:
 
     attention: str | None = None
     self_attention: str | None = None
-    products: str | None = None
+    matmul_scope: str | None = None
     visits: Callable[[str, Any], Sequence[int | None] | None] = no_visited_words
     results: Results | None = None
     workspace: Workspace = temporary
@@ -281,9 +281,9 @@ class Pricer:
         price = price_on_card if on_card else partial(price_compiled, kernels=typical)
         priced = price(program)
         total = priced.total
-        breakdown: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+        breakdown: dict[str, float] = dict.fromkeys(BREAKDOWN_KEYS, 0.0)
         for item in priced.items:
-            breakdown[self._part(item)] += item.cost.mid
+            breakdown[self._breakdown_key(item)] += item.cost.mid
         scope_part = f"/{self.self_attention}/{self.attention}/"
         return Price(
             argument_bytes=program.memory.arguments,
@@ -295,7 +295,9 @@ class Pricer:
             worst=None if on_card else price_compiled(program, worst).total.high,
             breakdown=breakdown,
             self_attention=sum(
-                item.cost.mid for item in priced.items if scope_part in item.scope and self._part(item) == "attention"
+                item.cost.mid
+                for item in priced.items
+                if scope_part in item.scope and self._breakdown_key(item) == "attention"
             ),
             collectives=_collectives(priced.items),
             compile_seconds=program.seconds,
@@ -305,17 +307,17 @@ class Pricer:
             kernels=count_kernels(program, priced) if on_card else {},
         )
 
-    def _part(self, item: PricedOperation) -> str:
+    def _breakdown_key(self, item: PricedOperation) -> str:
         """Return the part of the price to which an operation belongs.
 
         Kernels and products in the scope of attention are "attention". Kernels in the scope of products are "matmuls",
         and other kernels are "elementwise".
         """
-        if item.kind in ("kernels", "products") and f"/{self.attention}/" in item.scope:
+        if item.kind in ("kernels", "matmuls") and f"/{self.attention}/" in item.scope:
             return "attention"
-        if item.kind == "kernels" and f"/{self.products}/" in item.scope:
+        if item.kind == "kernels" and f"/{self.matmul_scope}/" in item.scope:
             return "matmuls"
-        return PART_OF_KIND[item.kind]
+        return BREAKDOWN_KEY_BY_KIND[item.kind]
 
 
 class _UncachedProgram(NamedTuple):
@@ -375,7 +377,7 @@ def _collectives(items: Sequence[PricedOperation]) -> list[dict[str, Any]]:
         row = rows.setdefault(
             (name, item.group), {"operation": name, "devices": item.group, "times": 0, "bytes": 0, "seconds": 0.0}
         )
-        row["times"] += item.times
+        row["times"] += item.num_executions
         row["bytes"] += item.bytes
         row["seconds"] += item.cost.mid
     return [rows[key] for key in sorted(rows)]

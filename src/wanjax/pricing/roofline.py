@@ -28,7 +28,7 @@ class Machine:
     flops: float  # peak rate, in operations of `peak_dtype` per second
     bandwidth: float  # of memory, bytes per second
     attention: float  # fraction of the peak
-    products: float  # fraction of the peak
+    matmuls: float  # fraction of the peak
     convolutions: float  # fraction of the peak
     vectors: float  # fraction of the bandwidth that elementwise work reaches
     link: float  # bytes per second and direction to the other devices of a host

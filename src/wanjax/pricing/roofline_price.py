@@ -25,9 +25,9 @@ class Work:
     """Operations and bytes of one run of a program on one device."""
 
     attention: int  # operations
-    products: int  # operations of products outside attention
+    matmuls: int  # operations of products outside attention
     convolutions: int  # operations
-    product_bytes: int  # read and written by products
+    matmul_bytes: int  # read and written by products
     written: int  # bytes written by products and convolutions; elementwise work reads and writes these bytes again
     argument_bytes: int
     live_bytes: int  # live bytes at the peak, without the arguments
@@ -56,7 +56,7 @@ def _seconds(machine: Machine, work: Work) -> dict[str, float]:
     bandwidth = machine.vectors * machine.bandwidth
     return {
         "attention": work.attention / (machine.attention * machine.flops),
-        "matmuls": max(work.products / (machine.products * machine.flops), work.product_bytes / bandwidth)
+        "matmuls": max(work.matmuls / (machine.matmuls * machine.flops), work.matmul_bytes / bandwidth)
         + work.convolutions / (machine.convolutions * machine.flops),
         "elementwise": 2 * work.written / bandwidth,
         "copies": 0.0,
@@ -71,20 +71,20 @@ def count_work(jaxpr: Jaxpr, *, attention: str | None = None, cheapest: bool = F
     with `cheapest`, only the cheapest branch counts.
     """
     choose = min if cheapest else max
-    counts: dict[str, int] = dict.fromkeys(("attention", "products", "convolutions", "product_bytes", "written"), 0)
-    for kind, flops, equation, times in _products(jaxpr, "", 1, choose, attention):
+    counts: dict[str, int] = dict.fromkeys(("attention", "matmuls", "convolutions", "matmul_bytes", "written"), 0)
+    for kind, flops, equation, num_executions in _matmuls(jaxpr, "", 1, choose, attention):
         written = sum(_bytes(x) for x in equation.outvars)
-        counts[kind] += times * flops
-        if kind == "products":
-            counts["product_bytes"] += times * (written + sum(_bytes(x) for x in equation.invars))
+        counts[kind] += num_executions * flops
+        if kind == "matmuls":
+            counts["matmul_bytes"] += num_executions * (written + sum(_bytes(x) for x in equation.invars))
         if kind != "attention":
-            counts["written"] += times * written
+            counts["written"] += num_executions * written
     argument_bytes = sum(_bytes(x) for x in jaxpr.invars)
     return Work(**counts, argument_bytes=argument_bytes, live_bytes=_peak_live_bytes(jaxpr, "", attention))
 
 
-def _products(
-    jaxpr: Jaxpr, scope: str, times: int, choose: Callable[..., Jaxpr], attention: str | None
+def _matmuls(
+    jaxpr: Jaxpr, scope: str, num_executions: int, choose: Callable[..., Jaxpr], attention: str | None
 ) -> Iterator[tuple[str, int, JaxprEqn, int]]:
     """Yield the kind, the operations, the equation and the number of runs of every matrix product and convolution."""
     for equation in jaxpr.eqns:
@@ -93,22 +93,27 @@ def _products(
         if name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
             summed = prod(_shape(equation.invars[0])[axis] for axis in contracted)
-            kind = "attention" if _is_in(attention, inner_scope) else "products"
-            yield kind, 2 * summed * prod(_shape(equation.outvars[0])), equation, times
+            kind = "attention" if _is_in(attention, inner_scope) else "matmuls"
+            yield kind, 2 * summed * prod(_shape(equation.outvars[0])), equation, num_executions
         elif name == "conv_general_dilated":
             kernel = _shape(equation.invars[1])
             output_sizes = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
-            yield "convolutions", 2 * prod(_shape(equation.outvars[0])) * prod(kernel) // output_sizes, equation, times
+            yield (
+                "convolutions",
+                2 * prod(_shape(equation.outvars[0])) * prod(kernel) // output_sizes,
+                equation,
+                num_executions,
+            )
         runs = equation.params["length"] if name == "scan" else 1
         parts = list(inner_jaxprs(equation))
         if name == "cond":  # only one branch of a conditional runs
             parts = [choose(parts, key=lambda part: _flops(part, inner_scope, choose, attention))]
         for inner in parts:
-            yield from _products(inner, inner_scope, times * runs, choose, attention)
+            yield from _matmuls(inner, inner_scope, num_executions * runs, choose, attention)
 
 
 def _flops(jaxpr: Jaxpr, scope: str, choose: Callable[..., Jaxpr], attention: str | None) -> int:
-    return sum(flops * times for _, flops, _, times in _products(jaxpr, scope, 1, choose, attention))
+    return sum(flops * num_executions for _, flops, _, num_executions in _matmuls(jaxpr, scope, 1, choose, attention))
 
 
 def _peak_live_bytes(jaxpr: Jaxpr, scope: str, attention: str | None) -> int:

@@ -65,7 +65,7 @@ class Block:
 class Execution(NamedTuple):
     """The counts of one walk through a schedule."""
 
-    times: Mapping[int, int]  # number of runs of each block, by address
+    run_counts: Mapping[int, int]  # number of runs of each block, by address
     traffic_bytes: int  # HBM traffic in bytes
     data_dependent_blocks: frozenset[int]  # addresses of basic blocks that end with a branch on data
 
@@ -84,24 +84,24 @@ class KernelSchedule:
         """The number of bundles, each counted once."""
         return sum(block.bundles for block in self.blocks)
 
-    def units(self, times: Mapping[int, int] | None = None) -> dict[str, int]:
+    def units(self, run_counts: Mapping[int, int] | None = None) -> dict[str, int]:
         """Count the used slots of each unit.
 
-        `times` has the number of runs of each block; None counts each block once.
+        `run_counts` has the number of runs of each block; None counts each block once.
         """
-        weights = {block.start: 1 for block in self.blocks} if times is None else times
+        weights = {block.start: 1 for block in self.blocks} if run_counts is None else run_counts
         return {
             unit: sum(weights.get(block.start, 0) * block.units[unit] for block in self.blocks) for unit in self.slots
         }
 
-    def occupancy(self, times: Mapping[int, int] | None = None) -> dict[str, float]:
-        """Return the fraction of each unit's slots that are used. `times` is as in `units`."""
-        cycles = self.bundles if times is None else self.cycles(times)
-        return {unit: filled / (cycles * self.slots[unit]) for unit, filled in self.units(times).items()}
+    def occupancy(self, run_counts: Mapping[int, int] | None = None) -> dict[str, float]:
+        """Return the fraction of each unit's slots that are used. `run_counts` is as in `units`."""
+        cycles = self.bundles if run_counts is None else self.cycles(run_counts)
+        return {unit: filled / (cycles * self.slots[unit]) for unit, filled in self.units(run_counts).items()}
 
-    def cycles(self, times: Mapping[int, int]) -> int:
+    def cycles(self, run_counts: Mapping[int, int]) -> int:
         """Return the cycles of an execution if no bundle waits for memory."""
-        return sum(block.bundles * times.get(block.start, 0) for block in self.blocks)
+        return sum(block.bundles * run_counts.get(block.start, 0) for block in self.blocks)
 
     def run(self, skip: Container[int] = (), *, input_word: int | None = None) -> Execution:
         """Walk through the blocks as the chip does. `input_word` is the value of all input words of the kernel.
@@ -115,12 +115,12 @@ class KernelSchedule:
         index = {start: i for i, start in enumerate(order)}
         registers, memory = Registers(), Registers({CORE_INDEX: 0})
         memory.unassigned = input_word
-        times = dict.fromkeys(order, 0)
+        run_counts = dict.fromkeys(order, 0)
         data_dependent_blocks: set[int] = set()
         traffic_bytes, position, after_backward_branch = 0, 0, False
         for _ in range(MAX_BLOCKS):
             block = self.blocks[position]
-            times[block.start] += 1
+            run_counts[block.start] += 1
             if block.branch is not None and block.branch.condition is not None:
                 name, expected = block.branch.condition
                 is_skipped = block.start in skip and block.branch.target > block.start
@@ -143,7 +143,7 @@ class KernelSchedule:
             else:
                 after_backward_branch, position = False, position + 1
             if position == len(self.blocks):
-                return Execution(times, traffic_bytes, frozenset(data_dependent_blocks))
+                return Execution(run_counts, traffic_bytes, frozenset(data_dependent_blocks))
         raise RuntimeError(f"the schedule of {self.name} did not end in {MAX_BLOCKS} blocks")
 
 

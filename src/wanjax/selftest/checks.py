@@ -32,14 +32,14 @@ from wanjax.figures import format_mesh
 from wanjax.kernels import admission, admitted
 from wanjax.layers.tiling import Tiling
 from wanjax.registry import find_checkpoint, kinds, model_description
-from wanjax.selftest.signatures import distance, signature
+from wanjax.selftest.signatures import relative_error, signature
 from wanjax.selftest.small_models import model_names, random_array, run_stages, small_pipeline
 from wanjax.sharding import SHARDING_RULES, Partitioner, make_mesh, one_device_partitioner
 from wanjax.signals import cleanup_on_exit
 
 GOLDEN = Path(__file__).parent / "golden.json"
 BOUNDS: Mapping[str, float] = {"cpu": 1e-4, "gpu": 1e-2, "tpu": 1e-2}
-"""The maximum relative L2 distance from the golden results in float32, by the kind of device.
+"""The maximum relative L2 error against the golden results in float32, by the kind of device.
 
 CPUs round like the CPU that computed the golden results. Accelerators multiply float32 in several passes of bfloat16.
 With the smallest number of passes, a product has about eight more correct bits than in bfloat16.
@@ -65,15 +65,15 @@ class Check:
 
     Attributes:
         name: The name of the check.
-        distance: The relative L2 distance from the expected result; None if the check has no distance.
-        bound: The maximum distance that passes.
+        relative_error: The relative L2 error of the result; None if the check measures none.
+        bound: The maximum relative error that passes.
         fault: A description of the failure; "" if the check passed.
         note: Further information, such as why the check was skipped.
         seconds: The duration of the check, with compilation.
     """
 
     name: str
-    distance: float | None = None
+    relative_error: float | None = None
     bound: float | None = None
     fault: str = ""
     note: str = ""
@@ -88,7 +88,7 @@ class Check:
         """The outcome in one or two words."""
         if self.fault:
             return "wrong"
-        return "left out" if self.distance is None and self.note.startswith("left out") else "right"
+        return "left out" if self.relative_error is None and self.note.startswith("left out") else "right"
 
 
 Announce = Callable[[str], Any]
@@ -140,7 +140,7 @@ def check_attentions() -> Iterator[Check]:
     for dtype, bound in MAX_ATTENTION_ERRORS.items():
         bound = max(bound, BOUNDS[_platform()] if dtype == "float32" else 0.0)
         for name, measured in check_attention(HEADS, HEAD_DIM, dtype).items():
-            yield check_distance(f"attention {name}, {dtype}", measured, bound)
+            yield check_error(f"attention {name}, {dtype}", measured, bound)
 
 
 def check_nano() -> Iterator[Check]:
@@ -253,15 +253,15 @@ def mesh_axes(devices: int) -> dict[str, int] | None:
     return axes if prod(axes.values()) > 1 else None
 
 
-def check_distance(name: str, measured: float, bound: float) -> Check:
-    """Build the outcome of a check from its distance, which must be within the bound."""
+def check_error(name: str, measured: float, bound: float) -> Check:
+    """Build the outcome of a check from its relative error, which must be within the bound."""
     fault = "" if measured <= bound else f"it is {measured:.1e} away from the expected result: at most {bound:g} passes"
     return Check(name, measured, bound, fault)
 
 
 def _compare_with_golden(name: str, results: Mapping[str, Any], bound: float, suffix: str = "") -> Iterator[Check]:
     for stage, x in results.items():
-        yield check_distance(f"{name}, {stage}{suffix}", distance(signature(x), load_golden()[name][stage]), bound)
+        yield check_error(f"{name}, {stage}{suffix}", relative_error(signature(x), load_golden()[name][stage]), bound)
 
 
 @cache

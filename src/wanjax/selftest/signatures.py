@@ -26,15 +26,13 @@ def signature(x: Any) -> list[float]:
     return sums.tolist()
 
 
-def distance(values: Sequence[float], expected: Sequence[float]) -> float:
-    """Estimate the relative L2 distance of two arrays from their signatures; return inf if it is not finite.
+def relative_error(values: Sequence[float], expected: Sequence[float]) -> float:
+    """Estimate the relative L2 error of an array against another from their signatures; return inf if it is not finite.
 
     With 16 projections the error of the estimate is about a third. This accuracy suffices for bounds that are powers of
     ten.
     """
-    squared_distance, squared_norm = (
+    squared_error, squared_norm = (
         float(np.sum(np.square(x))) for x in (np.subtract(values, expected), np.asarray(expected))
     )
-    return (
-        float(np.sqrt(squared_distance / max(squared_norm, 1e-30))) if np.isfinite(squared_distance) else float("inf")
-    )
+    return float(np.sqrt(squared_error / max(squared_norm, 1e-30))) if np.isfinite(squared_error) else float("inf")

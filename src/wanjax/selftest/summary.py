@@ -53,7 +53,7 @@ class Summary:
             [
                 check.name,
                 check.fault or (check.note if check.outcome == "left out" else check.outcome),
-                "" if check.distance is None else f"{check.distance:.1e}",
+                "" if check.relative_error is None else f"{check.relative_error:.1e}",
                 "" if check.bound is None else f"{check.bound:g}",
                 format_duration(check.seconds),
             ]

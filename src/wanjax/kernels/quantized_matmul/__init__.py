@@ -5,11 +5,11 @@ from wanjax.kernels.hadamard import choose_hadamard_size
 from wanjax.kernels.quantized_matmul.api import quantize_tokens, quantized_heads, quantized_matmul, quantized_mlp
 from wanjax.kernels.quantized_matmul.formats import FORMATS, QuantizedRows, QuantizedWeight, quantize_weight
 from wanjax.kernels.quantized_matmul.operands import GatedSum, HeadsNorm, Modulation
-from wanjax.kernels.quantized_matmul.tpu import PRODUCTS_SCOPE
+from wanjax.kernels.quantized_matmul.tpu import MATMUL_SCOPE
 
 __all__ = [
     "FORMATS",
-    "PRODUCTS_SCOPE",
+    "MATMUL_SCOPE",
     "GatedSum",
     "HeadsNorm",
     "Modulation",

@@ -32,7 +32,7 @@ from wanjax.kernels.target import multiplies_float8, vmem_bytes
 from wanjax.sharding import current_partitioner
 
 DTYPES = ("float32", "bfloat16")
-PRODUCTS_SCOPE = "quantized_products"
+MATMUL_SCOPE = "quantized_products"
 INTERPRETED_VMEM_BYTES = 128 << 20
 BFLOAT16_VECTORS = 6  # the first generation of TPUs with bfloat16 in its vector unit
 INPUTS = ("x", "shift", "factor", "second_mask")  # the operands that are only needed to quantize rows
@@ -329,5 +329,5 @@ def _on_each_device(run: Any, operands: Operands) -> Any:
     by_name |= {name: vectors for name in ("shift", "factor", "gate")}
     by_name |= {name: PartitionSpec(length) for name in ("cos", "sin", "second_mask", "second_gate")}
     specs = {name: by_name.get(name, PartitionSpec()) for name in operands}
-    with jax.named_scope(PRODUCTS_SCOPE):
+    with jax.named_scope(MATMUL_SCOPE):
         return partitioner.shard_map(run, (specs,), tokens)(operands)

@@ -136,9 +136,9 @@ class CogVideoXModel(VideoModel[CogVideoXConditioning]):
         video_tokens = prod(latent_size) // config.patch_cells
         tokens = config.text_length + video_tokens
         return ForwardCost(
-            tokens=tokens,
-            layers=config.layers,
-            heads=config.heads,
+            num_tokens=tokens,
+            num_layers=config.layers,
+            num_heads=config.heads,
             width=config.width,
             attention_flops=config.layers * attention_flops(tokens, tokens, config.width),
             flops=forward_flops(config, video_tokens=video_tokens),

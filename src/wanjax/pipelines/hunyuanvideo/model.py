@@ -158,9 +158,9 @@ class HunyuanVideoModel(VideoModel[HunyuanVideoConditioning]):
         video_tokens = prod(latent_size)
         tokens = video_tokens + prompt_tokens + other_tokens
         return ForwardCost(
-            tokens=tokens,
-            layers=config.layers,
-            heads=config.heads,
+            num_tokens=tokens,
+            num_layers=config.layers,
+            num_heads=config.heads,
             width=config.width,
             attention_flops=config.layers * attention_flops(tokens, tokens, config.width),
             flops=forward_flops(

@@ -175,8 +175,8 @@ class CharacterAnimation(CharacterToVideo):
     def cost(self, settings: Settings, conditioning: WanConditioning | None = None) -> ForwardCost:
         """Count the work of one forward pass, with the picture's frame and the attention to the clip."""
         work, frames = super().cost(settings, conditioning), self.spec.latent_shape(settings)[2]
-        frame_tokens = work.tokens // (frames + 1)
-        clip_scores = work.layers * attention_flops(frames * frame_tokens, frame_tokens, work.width)
+        frame_tokens = work.num_tokens // (frames + 1)
+        clip_scores = work.num_layers * attention_flops(frames * frame_tokens, frame_tokens, work.width)
         flops = {**work.flops, "self_attention": work.flops["self_attention"] + clip_scores}
         return work._replace(attention_flops=work.attention_flops + clip_scores, flops=flops, ring=False)
 

@@ -115,9 +115,9 @@ class WanModel(VideoModel[WanConditioning]):
         _, _, *latent_size = self.spec.latent_shape(settings)
         config, tokens = self.transformer, prod(latent_size) // self.transformer.patch_cells
         return ForwardCost(
-            tokens=tokens,
-            layers=config.layers,
-            heads=config.heads,
+            num_tokens=tokens,
+            num_layers=config.layers,
+            num_heads=config.heads,
             width=config.width,
             attention_flops=config.layers * attention_flops(tokens, tokens, config.width),
             flops=forward_flops(

@@ -173,8 +173,8 @@ class PoseToVideo(CharacterToVideo):
     def cost(self, settings: Settings, conditioning: WanConditioning | None = None) -> ForwardCost:
         """Count the work of one forward pass, with the picture's frame and the face adapters."""
         config, work = self.pose_config, super().cost(settings, conditioning)
-        adapter = 2 * linear_flops(work.tokens, config.width, config.width)
-        adapter += attention_flops(work.tokens, config.face_tokens, config.width)
+        adapter = 2 * linear_flops(work.num_tokens, config.width, config.width)
+        adapter += attention_flops(work.num_tokens, config.face_tokens, config.width)
         return work._replace(flops={**work.flops, "face_adapters": config.face_adapters * adapter})
 
     def size_for(self, picture: tuple[int, int, int], settings: Settings) -> tuple[int, int]:
