@@ -281,7 +281,7 @@ def test_few_step_presets_have_the_settings_of_their_authors(name):
     assert scheduler == preset.scheduler == FlowEuler()
     levels = np.array([1000, 750, 500, 250]) / 1000
     levels = 5 * levels / (1 + 4 * levels)
-    schedule = scheduler.schedule(chosen.steps, shift=chosen.flow_shift, sigmas=chosen.sigmas)
+    schedule = scheduler.schedule(chosen.steps, shift=chosen.flow_shift, sigma_schedule=chosen.sigmas)
     np.testing.assert_allclose(schedule.timesteps, 1000 * levels, rtol=1e-6)
     np.testing.assert_allclose(schedule.timesteps, [1000, 937.5, 2500 / 3, 625], rtol=1e-6)
     np.testing.assert_allclose(schedule.sigmas, [*levels, 0], rtol=1e-6)

@@ -30,7 +30,7 @@ def test_every_step(module, steps, monkeypatch):
     expected, noise = torch.randn(SHAPE, generator=generator), torch.randn(steps, *SHAPE, generator=generator)
     drawn = iter(noise)
     monkeypatch.setattr(f"diffusers.schedulers.{module}.randn_tensor", lambda *args, **kwargs: next(drawn))
-    schedule, x = scheduler.schedule(steps, shift=5.0, sigmas="diffusers"), jnp.asarray(expected.numpy())
+    schedule, x = scheduler.schedule(steps, shift=5.0, sigma_schedule="diffusers"), jnp.asarray(expected.numpy())
     np.testing.assert_array_equal(schedule.timesteps, reference.timesteps.numpy())
     np.testing.assert_array_equal(schedule.sigmas, reference.sigmas.numpy())
     state = scheduler.init(schedule, x, jax.random.split(jax.random.key(0), 2), jnp.asarray(noise.numpy()))

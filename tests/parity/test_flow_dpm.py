@@ -88,7 +88,7 @@ def test_every_step_is_that_of_diffusers(steps, shift):
     theirs = DPMSolverMultistepScheduler(algorithm_type="dpmsolver++", **flow)
     assert from_config(theirs.config | {"_class_name": "DPMSolverMultistepScheduler"}) == FlowDPM()
     theirs.set_timesteps(steps)
-    schedule = FlowDPM().schedule(steps, shift=shift, sigmas="diffusers")
+    schedule = FlowDPM().schedule(steps, shift=shift, sigma_schedule="diffusers")
     np.testing.assert_array_equal(schedule.sigmas, theirs.sigmas.numpy())
     np.testing.assert_array_equal(schedule.timesteps, theirs.timesteps.numpy())
     x, exact = NOISE.float(), []

@@ -20,7 +20,7 @@ from wanjax.schedulers import DDIM, FlowEuler, one_step
 BAR = 1e-6
 SHAPE = (2, 3, 8, 6, 4)  # [B T H W C]
 SCALE, STEPS = 4.0, 5
-FLOW = {"shift": 3.0, "sigmas": "official"}
+FLOW = {"shift": 3.0, "sigma_schedule": "official"}
 
 
 def predictions(step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -119,7 +119,7 @@ def test_a_second_expert_begins_with_a_whole_step(tmp_path):
     pipe = wanjax.load(tiny_experts_checkpoint(tmp_path))
     encoded = pipe.encode("a red circle")
     settings = pipe.settings(steps=STEPS, guidance_scale_2=2.0)
-    schedule = pipe.scheduler.schedule(STEPS, shift=settings.flow_shift, sigmas=settings.sigmas)
+    schedule = pipe.scheduler.schedule(STEPS, shift=settings.flow_shift, sigma_schedule=settings.sigmas)
     start = pipe.model.spec.phases(schedule, settings)[1].start
     first, other, plain = (
         latents_of(pipe, encoded, cache, guidance_scale_2=2.0)

@@ -81,7 +81,7 @@ def other_rule(name, steps, shift):
 
 @pytest.mark.parametrize("steps", BETA_ENTRIES)
 def test_levels_of_beta_are_entries_of_the_table(steps):
-    schedule = FlowEuler().schedule(steps, shift=1.0, sigmas="comfy-beta")
+    schedule = FlowEuler().schedule(steps, shift=1.0, sigma_schedule="comfy-beta")
     np.testing.assert_allclose(schedule.sigmas[:-1], [(1 + k) / 1000 for k in BETA_ENTRIES[steps]], rtol=TOLERANCE)
 
 
@@ -92,38 +92,40 @@ def test_levels_of_other_schedules_follow_their_rules(name):
     for steps in (*range(2 if name == "comfy-kl-optimal" else 1, 41), 50, 77, 100, 120):
         for shift in (1.0, 5.0, 12.0):
             expected = other_rule(name, steps, shift)
-            schedule = FlowEuler().schedule(steps, shift=shift, sigmas=name)
+            schedule = FlowEuler().schedule(steps, shift=shift, sigma_schedule=name)
             np.testing.assert_allclose(schedule.sigmas, expected, rtol=2e-6)
             np.testing.assert_allclose(schedule.timesteps, 1000 * expected[:-1], rtol=2e-6)
     for solver in FLOWS:
-        schedule = solver.schedule(20, shift=5.0, sigmas=name)
+        schedule = solver.schedule(20, shift=5.0, sigma_schedule=name)
         np.testing.assert_allclose(schedule.sigmas, other_rule(name, 20, 5.0), rtol=2e-6)
-        np.testing.assert_array_equal(solver.schedule(20, shift=5.0, sigmas=name, skip=8).sigmas, schedule.sigmas[8:])
+        np.testing.assert_array_equal(
+            solver.schedule(20, shift=5.0, sigma_schedule=name, skip=8).sigmas, schedule.sigmas[8:]
+        )
 
 
 def test_two_steps_at_one_level_are_refused():
     with pytest.raises(WanjaxError, match=naming("comfy-beta 149 150 steps fewer")):
-        FlowEuler().schedule(150, shift=5.0, sigmas="comfy-beta")
+        FlowEuler().schedule(150, shift=5.0, sigma_schedule="comfy-beta")
 
 
 def test_levels_of_two_schedules_at_some_steps():
     """Numbers that were computed by hand: the kink of linear_quadratic, and the middle of karras."""
-    levels = FlowEuler().schedule(4, shift=5.0, sigmas="comfy-linear-quadratic").sigmas
+    levels = FlowEuler().schedule(4, shift=5.0, sigma_schedule="comfy-linear-quadratic").sigmas
     np.testing.assert_allclose(levels, [1, 0.9875, 0.975, 0.725, 0], atol=TOLERANCE)
     lowest = 0.005 / 1.004  # the shifted 1/1000
-    middle = FlowEuler().schedule(3, shift=5.0, sigmas="comfy-karras").sigmas[1]
+    middle = FlowEuler().schedule(3, shift=5.0, sigma_schedule="comfy-karras").sigmas[1]
     np.testing.assert_allclose(middle, ((1 + lowest ** (1 / 7)) / 2) ** 7, rtol=2e-6)
 
 
 def test_one_step_has_no_optimal_level():
     with pytest.raises(WanjaxError, match=naming("comfy-kl-optimal 1 step 2")):
-        FlowEuler().schedule(1, shift=5.0, sigmas="comfy-kl-optimal")
+        FlowEuler().schedule(1, shift=5.0, sigma_schedule="comfy-kl-optimal")
 
 
 @pytest.mark.parametrize("shift", [1.0, 5.0, 8.0])
 @pytest.mark.parametrize("steps", ENTRIES)
 def test_levels_are_entries_of_the_table(steps, shift):
-    schedule = FlowEuler().schedule(steps, shift=shift, sigmas="comfy")
+    schedule = FlowEuler().schedule(steps, shift=shift, sigma_schedule="comfy")
     even = schedule.sigmas / (shift - (shift - 1) * np.float64(schedule.sigmas))  # the shift, undone
     np.testing.assert_allclose(even[:-1], [(1001 - entry) / 1000 for entry in ENTRIES[steps]], rtol=TOLERANCE)
 
@@ -131,29 +133,29 @@ def test_levels_are_entries_of_the_table(steps, shift):
 @pytest.mark.parametrize("steps", [1, 3, 7, 19, 38, 50, 76, 174, 999, 1000])
 def test_levels_follow_the_rule(steps):
     for shift in (1.0, 5.0, 12.0):
-        schedule = FlowEuler().schedule(steps, shift=shift, sigmas="comfy")
+        schedule = FlowEuler().schedule(steps, shift=shift, sigma_schedule="comfy")
         np.testing.assert_allclose(schedule.sigmas, rule(steps, shift), rtol=TOLERANCE)
         np.testing.assert_allclose(schedule.timesteps, 1000 * rule(steps, shift)[:-1], rtol=TOLERANCE)
-    middle = FlowEuler().schedule(38, shift=1.0, sigmas="comfy").sigmas[19]
+    middle = FlowEuler().schedule(38, shift=1.0, sigma_schedule="comfy").sigmas[19]
     assert middle == np.float32(0.501)  # 1000 / 38 is rounded before it is multiplied by 19
 
 
 def test_every_flow_has_these_levels():
     for solver in FLOWS:
-        schedule = solver.schedule(20, shift=5.0, sigmas="comfy")
+        schedule = solver.schedule(20, shift=5.0, sigma_schedule="comfy")
         np.testing.assert_allclose(schedule.timesteps, 1000 * rule(20, 5.0)[:-1], rtol=TOLERANCE)
         np.testing.assert_allclose(schedule.sigmas[1:], rule(20, 5.0)[1:], rtol=TOLERANCE)
-        later = solver.schedule(20, shift=5.0, sigmas="comfy", skip=8)
+        later = solver.schedule(20, shift=5.0, sigma_schedule="comfy", skip=8)
         np.testing.assert_array_equal(later.sigmas, schedule.sigmas[8:])
         np.testing.assert_array_equal(later.timesteps, schedule.timesteps[8:])
-    firsts = {solver: solver.schedule(20, shift=5.0, sigmas="comfy").sigmas[0] for solver in FLOWS}
+    firsts = {solver: solver.schedule(20, shift=5.0, sigma_schedule="comfy").sigmas[0] for solver in FLOWS}
     assert firsts == {solver: np.float32(1 - 1e-6) if solver == UniPC() else 1 for solver in FLOWS}
 
 
 @pytest.mark.parametrize("solver", [RCM(), Consistency(timesteps=(1000.0, 757.0, 522.0))])
 def test_levels_of_a_distillation_are_not_replaced(solver):
     with pytest.raises(WanjaxError, match=naming("comfy official")):
-        solver.schedule(4, shift=5.0, sigmas="comfy")
+        solver.schedule(4, shift=5.0, sigma_schedule="comfy")
 
 
 def field(x, sigma):
@@ -163,7 +165,7 @@ def field(x, sigma):
 
 def solved(solver, steps, shift, first, noise):
     """Return all samples of a run, in float32."""
-    schedule = solver.schedule(steps, shift=shift, sigmas="comfy")
+    schedule = solver.schedule(steps, shift=shift, sigma_schedule="comfy")
     x = solver.start(schedule, jnp.asarray(first, jnp.float32))
     keys = jax.random.split(jax.random.key(0), SHAPE[0])
     state, samples = solver.init(schedule, x, keys, jnp.asarray(noise, jnp.float32)), []

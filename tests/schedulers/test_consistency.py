@@ -152,8 +152,8 @@ def begun(scheduler, noise):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: RCM().schedule(4, shift=5.0, sigmas="diffusers"), "noise diffusers sigmas official"),
-        (lambda: CAUSVID.schedule(3, shift=8.0, sigmas="diffusers"), "noise diffusers"),
+        (lambda: RCM().schedule(4, shift=5.0, sigma_schedule="diffusers"), "noise diffusers sigmas official"),
+        (lambda: CAUSVID.schedule(3, shift=8.0, sigma_schedule="diffusers"), "noise diffusers"),
         (lambda: Consistency().schedule(4, shift=0), "flow shift 0"),
         (lambda: CAUSVID.schedule(0, shift=8.0), "0 steps"),
         (lambda: begun(Consistency(), jnp.zeros((5, 1, 2, 3))), "[5, 1, 2, 3] [4, 1, 2, 3]"),

@@ -18,7 +18,7 @@ class Flow:
     sigmas: Any = "official"
 
     def schedule(self, steps: int, skip: int = 0) -> Any:
-        return self.scheduler.schedule(steps, skip=skip, shift=self.shift, sigmas=self.sigmas)
+        return self.scheduler.schedule(steps, skip=skip, shift=self.shift, sigma_schedule=self.sigmas)
 
     def init(self, schedule: Any, x: Any) -> Any:
         return self.scheduler.init(schedule, x, jax.random.key(0)[None])

@@ -313,7 +313,7 @@ class ModelSpec:
             settings: The values of settings by name.
         """
         complete = {**settings}
-        if self.has_two_references and "sigmas" in self._schedule_parameters and settings.get("sigmas") is None:
+        if self.has_two_references and "sigma_schedule" in self._schedule_parameters and settings.get("sigmas") is None:
             complete["sigmas"] = settings.get("follow")
         if self.has_experts and settings.get("guidance_scale_2") is None:
             complete["guidance_scale_2"] = settings.get("guidance_scale")
@@ -595,7 +595,7 @@ class ModelSpec:
     @property
     def sigma_schedules(self) -> tuple[str, ...]:
         """The values of the setting `sigmas` that differ for this model; empty if the model has no such setting."""
-        if "sigmas" not in self._schedule_parameters:
+        if "sigma_schedule" not in self._schedule_parameters:
             return ()
         return tuple(name for name in SIGMA_SCHEDULES if self.has_two_references or name != "diffusers")
 
@@ -605,7 +605,7 @@ class ModelSpec:
         Args:
             settings: The settings of the video.
         """
-        options = {"shift": settings.flow_shift, "sigmas": settings.sigmas, "follow": settings.follow}
+        options = {"shift": settings.flow_shift, "sigma_schedule": settings.sigmas, "follow": settings.follow}
         return {
             name: value for name, value in options.items() if value is not None and name in self._schedule_parameters
         }

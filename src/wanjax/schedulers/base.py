@@ -163,11 +163,11 @@ class Scheduler(ABC):
 class Flow(Scheduler):
     """The noise levels of rectified flows, where α = 1 - σ; subclasses are their solvers."""
 
-    def schedule(self, steps: int, *, shift: float, sigmas: str = "official", skip: int = 0) -> Schedule:
-        """Compute noise levels and timesteps; raise WanjaxError for an invalid shift or sigmas."""
+    def schedule(self, steps: int, *, shift: float, sigma_schedule: str = "official", skip: int = 0) -> Schedule:
+        """Compute noise levels and timesteps; raise WanjaxError for an invalid shift or sigma schedule."""
         check_steps(steps, skip)
-        check_flow(shift, sigmas)
-        timesteps, levels = self._levels(steps, shift, sigmas)
+        check_flow(shift, sigma_schedule)
+        timesteps, levels = self._levels(steps, shift, sigma_schedule)
         rounded = np.append(levels[skip:], 0).astype(np.float32)
         return Schedule(timesteps[skip:].astype(np.float32), rounded, 1 - rounded)
 
@@ -303,13 +303,13 @@ def check_steps(steps: int, skip: int) -> None:
         raise WanjaxError(f"cannot skip {skip} of {pluralize(steps, 'step')}: give a number from 0 to {steps - 1}")
 
 
-def check_flow(shift: object, sigmas: object) -> None:
-    """Raise WanjaxError for an invalid shift or an unknown choice of sigmas.
+def check_flow(shift: object, sigma_schedule: object) -> None:
+    """Raise WanjaxError for an invalid shift or an unknown sigma schedule.
 
     A shift of 1 changes nothing. A shift above 1 moves steps to higher noise levels.
     """
     check_shift("flow shift", shift, "3 to 12")
-    check_choice("sigmas", sigmas, SigmaSchedule)
+    check_choice("sigmas", sigma_schedule, SigmaSchedule)
 
 
 def check_shift(name: str, shift: object, usual_values: str) -> None:

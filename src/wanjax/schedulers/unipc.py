@@ -47,12 +47,12 @@ class ExponentialIntegrator(Flow):
         if self.order not in (1, 2):
             raise WanjaxError(f"the solver's order must be 1 or 2, got {self.order!r}")
 
-    def schedule(self, steps: int, *, shift: float, sigmas: str = "official", skip: int = 0) -> Schedule:
+    def schedule(self, steps: int, *, shift: float, sigma_schedule: str = "official", skip: int = 0) -> Schedule:
         """Return noise levels, integer timesteps and weights.
 
-        Raises WanjaxError for an invalid shift or sigmas, or if two levels are equal in float32.
+        Raises WanjaxError for an invalid shift or sigma schedule, or if two levels are equal in float32.
         """
-        schedule = super().schedule(steps, shift=shift, sigmas=sigmas, skip=skip)
+        schedule = super().schedule(steps, shift=shift, sigma_schedule=sigma_schedule, skip=skip)
         s = np.asarray(schedule.sigmas, np.float64)  # from float32, as in the references
         if (s[0] == 1 and not self.starts_at_pure_noise) or (np.diff(s) >= 0).any():
             raise WanjaxError(
