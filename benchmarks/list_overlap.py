@@ -31,7 +31,7 @@ SMOOTHNESS = (0.0, 2.0, 8.0)  # standard deviations, in patches, of the Gaussian
 def tokens(config: TransformerConfig, grid: tuple[int, int, int], smooth: float) -> np.ndarray:
     """Return tokens [1 L E] with unit variance, from random latents smoothed by a Gaussian of `smooth` patches."""
     random = np.random.default_rng(0)
-    noise = np.fft.fftn(random.normal(size=(*grid, config.patch_cells * config.channels_in)), axes=(0, 1, 2))
+    noise = np.fft.fftn(random.normal(size=(*grid, config.patch_volume * config.channels_in)), axes=(0, 1, 2))
     for axis, size in enumerate(grid):
         damped = np.exp(-2 * (np.pi * smooth * np.fft.fftfreq(size)) ** 2)
         noise *= damped.reshape([-1 if n == axis else 1 for n in range(4)])
@@ -72,8 +72,12 @@ def main() -> None:
     video = {"width": width, "height": height, "frames": options.frames}
     work = video_model.cost(settings.updated(video))
     config = video_model.spec.networks["transformer"]
-    cells = video_model.vae.spatial_factor * config.patch[1]
-    grid = (work.num_tokens // (height // cells * (width // cells)), height // cells, width // cells)
+    token_pixels = video_model.vae.spatial_factor * config.patch[1]
+    grid = (
+        work.num_tokens // (height // token_pixels * (width // token_pixels)),
+        height // token_pixels,
+        width // token_pixels,
+    )
     columns = "top", "alike over", "blocks of a list", "two neighbours", "four", "two at random", "four"
     title = f"{options.model}, {options.size}, {work.num_tokens} tokens, {config.heads} heads: unions of lists"
     table = Table(*columns, title=title)

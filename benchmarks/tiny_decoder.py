@@ -58,7 +58,7 @@ def trained(config: TinyDecoderConfig, latents: np.ndarray, frames: np.ndarray, 
     @partial(jax.jit, donate_argnums=(0, 1))
     def step(weights: Any, state: Any, z: Any, x: Any) -> Any:
         def loss(weights: Any) -> Any:
-            cells, _ = nnx.merge(graphdef, weights).decode_cells(z, None)
+            cells, _ = nnx.merge(graphdef, weights).decode_chunk(z, None)
             return jnp.mean(jnp.square(cells - (2 * x - 1)))
 
         value, slope = jax.value_and_grad(loss)(weights)

@@ -89,12 +89,12 @@ def patches(patch: tuple[int, ...]) -> Transform:
     return Transform(f"patches{patch}", forward, inverse)
 
 
-def channels_last(cells: int) -> Transform:
-    """Reorder the rows [C * cells, ...] of flattened patches to [cells * C, ...]."""
+def channels_last(patch_volume: int) -> Transform:
+    """Reorder the rows [C * P, ...] of flattened patches of P positions to [P * C, ...]."""
     return Transform(
-        f"channels_last({cells})",
-        lambda x: _swap_inner_axes(x, 1, (-1, cells)),
-        lambda x: _swap_inner_axes(x, 1, (cells, -1)),
+        f"channels_last({patch_volume})",
+        lambda x: _swap_inner_axes(x, 1, (-1, patch_volume)),
+        lambda x: _swap_inner_axes(x, 1, (patch_volume, -1)),
     )
 
 

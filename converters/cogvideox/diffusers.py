@@ -87,9 +87,9 @@ def _positions(json: Mapping[str, Any]) -> dict[str, Any]:
 
 def transformer_rules(config: TransformerConfig) -> list[Rule]:
     """Return the rules for every parameter of the transformer."""
-    patch, cells = config.patch, config.patch_cells
+    patch, patch_volume = config.patch, config.patch_volume
     patch_transform = (
-        patches(patch[1:]) if patch[0] == 1 else TRANSPOSE >> channels_last(cells)
+        patches(patch[1:]) if patch[0] == 1 else TRANSPOSE >> channels_last(patch_volume)
     )  # the first generation has a convolution, the second a dense layer
     return [
         *layer("patch_embed.proj", "patch_embed", patch_transform),
@@ -101,7 +101,7 @@ def transformer_rules(config: TransformerConfig) -> list[Rule]:
         *norm("norm_final", "norm_final", bias=True),
         *linear("norm_out.linear", "out_mod"),
         *norm("norm_out.norm", "norm_out", bias=True),
-        *linear("proj_out", "proj_out", rows=channels_last(cells)),
+        *linear("proj_out", "proj_out", rows=channels_last(patch_volume)),
     ]
 
 

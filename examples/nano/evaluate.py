@@ -193,8 +193,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(picture_table(outcomes, psnr))
     else:
         outcomes = evaluate(generate, combinations, options.seeds, on_outcome)
-        encode = nnx.jit(lambda vae, x: vae.encode_cells(x, None)[0])  # a cell of this model is a pixel
-        decode = nnx.jit(lambda vae, z: jnp.clip(vae.decode_cells(z, None)[0], -1, 1))
+        encode = nnx.jit(lambda vae, x: vae.encode_chunk(x, None)[0])  # a cell of this model is a pixel
+        decode = nnx.jit(lambda vae, z: jnp.clip(vae.decode_chunk(z, None)[0], -1, 1))
         psnr = [
             reconstruction_psnr(lambda x: np.asarray(encode(pipe.vae, x)), lambda z: np.asarray(decode(pipe.vae, z)))
         ]

@@ -135,7 +135,7 @@ def encoded_clips(vae: WanVAE, workdir: Path, seed: int) -> tuple[list, np.ndarr
     specs = sample_specs(rng, CLIPS)
     file = workdir / "latents.npy"
     if not file.exists():
-        encode = nnx.jit(lambda vae, video: vae.encode_cells(video, None)[0])
+        encode = nnx.jit(lambda vae, video: vae.encode_chunk(video, None)[0])
         parts = [
             np.asarray(encode(vae, draw(specs[i : i + 32], FRAMES, SIZE, rng)))  #
             for i in range(0, CLIPS, 32)

@@ -121,7 +121,7 @@ def _train(
 def latent_statistics(vae: WanVAE, seed: int, clips: int = 256) -> tuple[np.ndarray, np.ndarray]:
     """Return mean and standard deviation of each latent channel, over new clips of the training combinations."""
     rng = np.random.default_rng([seed, 1])
-    encode = nnx.jit(lambda vae, video: vae.encode_cells(video, None)[0])
+    encode = nnx.jit(lambda vae, video: vae.encode_chunk(video, None)[0])
     latents = np.concatenate(
         [np.asarray(encode(vae, draw(sample_specs(rng, 16), FRAMES, SIZE, rng))) for _ in range(clips // 16)]
     )

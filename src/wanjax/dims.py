@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin
 ALPHABET = {
     "B": "batch",
     "T": "frames, of the video or of the latents",
-    "H": "height, in pixels or latent cells",
-    "W": "width, in pixels or latent cells",
+    "H": "height, in pixels or latent positions",
+    "W": "width, in pixels or latent positions",
     "C": "channels",
     "L": "tokens of the queries",
     "S": "tokens of the keys and values, or of the context",

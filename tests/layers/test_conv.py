@@ -29,7 +29,7 @@ FORMS = (convolve_clip, sum_of_taps, stacked_taps)
 V6E = Target("tpu", "TPU v6 lite")
 SINGLE = {"dtype": jnp.float32, "param_dtype": jnp.float32}
 SMALL = vae_config(VAE)
-KEPT = [(make, way) for make in (WanVAE, WanResidualVAE) for way in ("encode_cells", "decode_cells")]
+KEPT = [(make, way) for make in (WanVAE, WanResidualVAE) for way in ("encode_chunk", "decode_chunk")]
 
 
 def for_tpu():
@@ -101,8 +101,8 @@ def test_a_tpu_is_given_what_its_matrix_units_take():
 def test_what_is_kept_stays_of_one_kind(make, way):
     """All chunks but the first share one program, on TPUs too."""
     config = SMALL if make is WanVAE else replace(SMALL, patch=2)
-    cells = (16 // config.patch, 16 // config.patch, config.cell_channels)
-    frames, shape = (4, cells) if way == "encode_cells" else (1, (2, 2, 4))
+    cells = (16 // config.patch, 16 // config.patch, config.patch_channels)
+    frames, shape = (4, cells) if way == "encode_chunk" else (1, (2, 2, 4))
 
     def chunks(x):
         vae = make(config, **SINGLE, rngs=nnx.Rngs(0))

@@ -23,7 +23,7 @@ from wanjax.media import video as io
 from wanjax.media.bounds import MEDIA_LIMITS
 from wanjax.media.inputs import INPUT_SPECS
 from wanjax.media.pictures import Pictures, fit_to_size, read_clip, read_picture, read_pictures, size_for_area
-from wanjax.pipelines.wan.conditioning import known_frames, mask_cells, on_white
+from wanjax.pipelines.wan.conditioning import known_frames, mask_to_channels, on_white
 
 ORIENTATION = 0x0112
 WHITE, RED, BLUE = (255, 255, 255), (255, 0, 0), (0, 0, 255)
@@ -452,9 +452,9 @@ def test_known_frames_as_channels():
     np.testing.assert_array_equal(known_frames([0], 1, 4), [[1]] * 4)
 
 
-def test_mask_cells():
+def test_mask_to_channels():
     mask = np.arange(5 * 4 * 6, dtype=np.float32).reshape(5, 4, 6)
-    cells = mask_cells(mask, 2, 2)
+    cells = mask_to_channels(mask, 2, 2)
     assert cells.shape == (4, 2, 2, 3)
     np.testing.assert_array_equal(cells[1 * 2 + 0, 1], mask[3, 1::2, 0::2])  # row 1, column 0 of each 2 × 2
 

@@ -93,10 +93,10 @@ def test_clips_of_many_lengths_share_their_programs():
     assert (SMALL.encode_lengths(1), SMALL.encode_lengths(13)) == ((1, 8), (13, 8))
 
 
-@pytest.mark.parametrize("way", quick(["encode_cells"], ["encode_cells", "decode_cells"]))
+@pytest.mark.parametrize("way", quick(["encode_chunk"], ["encode_chunk", "decode_chunk"]))
 def test_what_is_kept_stays_of_one_kind(way):
     """All chunks but the first share one program, on TPUs too."""
-    first, later, channels = (9, 8, 3) if way == "encode_cells" else (3, 2, 4)
+    first, later, channels = (9, 8, 3) if way == "encode_chunk" else (3, 2, 4)
 
     def chunks(x):
         vae = CogVideoXVAE(SMALL, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))

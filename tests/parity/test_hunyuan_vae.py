@@ -151,8 +151,8 @@ def test_longer_chunks_make_the_whole(vae, streams, whole):
 @pytest.fixture(scope="module")
 def streams():
     return {
-        "encode": nnx.jit(lambda vae, x, cache: vae.encode_cells(x, cache)),
-        "decode": nnx.jit(lambda vae, z, cache: vae.decode_cells(z, cache)),
+        "encode": nnx.jit(lambda vae, x, cache: vae.encode_chunk(x, cache)),
+        "decode": nnx.jit(lambda vae, z, cache: vae.decode_chunk(z, cache)),
     }
 
 
@@ -161,12 +161,12 @@ def whole(vae) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Two videos of 13 frames, their latents and these decoded, each in one call."""
     x = np.random.default_rng(0).uniform(-1, 1, (2, 13, *SIZE, 3)).astype(np.float32)
     z = latents_of(vae, x)
-    return x, np.asarray(z), np.asarray(nnx.jit(lambda vae, z: vae.decode_cells(z, None)[0])(vae, z))
+    return x, np.asarray(z), np.asarray(nnx.jit(lambda vae, z: vae.decode_chunk(z, None)[0])(vae, z))
 
 
 @nnx.jit
 def latents_of(vae, x):
-    return vae.encode_cells(x, None)[0]
+    return vae.encode_chunk(x, None)[0]
 
 
 def test_whole_videos(reference, whole):
@@ -227,7 +227,7 @@ def test_no_array_holds_all_products_of_cells(vae):
 @pytest.mark.slow  # the whole pipeline on eight devices is a quick one of tests/pipelines/test_hunyuanvideo.py
 @pytest.mark.parametrize(("axes", "rules"), on_meshes(((2, 2, 2), "tp")))
 def test_eight_devices(reference, axes, rules):
-    """Frames of 2 × 8 latent cells are divided by width, those of 4 × 6 by both."""
+    """Frames of 2 × 8 latent positions are divided by width, those of 4 × 6 by both."""
     size = (32, 128) if axes[2] == 8 else (64, 96)
     partitioner = Partitioner(make_mesh(*axes), SHARDING_RULES[rules])
     split = loaded(reference, partitioner=partitioner)

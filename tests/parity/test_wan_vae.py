@@ -176,12 +176,12 @@ def test_any_chunks_make_the_whole(models, streams, whole, chunks):
 
 def encode_chunk(vae, x, cache):
     """Encode frames in [-1, 1], as the program of this name."""
-    return vae.encode_cells(space_to_depth(x, vae.config.patch), cache)
+    return vae.encode_chunk(space_to_depth(x, vae.config.patch), cache)
 
 
 def decode_chunk(vae, z, cache):
     """Decode latents to frames in [-1, 1], as the program of this name."""
-    x, cache = vae.decode_cells(z, cache)
+    x, cache = vae.decode_chunk(z, cache)
     return jnp.clip(depth_to_space(x, vae.config.patch), -1.0, 1.0), cache
 
 

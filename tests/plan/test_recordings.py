@@ -50,14 +50,14 @@ def test_a_video_of_every_preset_is_recorded_at_its_default_settings(name):
     spec = shapes.spec
     stages = published(name)
     counts = {program.name: program.times for program in stages["denoise"]}
-    _, _, frames, *cells = spec.noise_shape(video)
+    _, _, frames, *latent_size = spec.noise_shape(video)
     block = spec.chunk_frames or frames
     assert counts["step"] == frames // block * video.steps
     assert counts["context"] == len(spec.denoisers)
     assert counts["begin"] == counts["finish"] == frames // block
     step = step_of(stages)
     state, *_ = step.abstract_call.arguments
-    assert state.x.shape[:4] == (1, block, *cells)
+    assert state.x.shape[:4] == (1, block, *latent_size)
     length = spec.latent_shape(video)[2]
     first, rest = spec.decode_lengths(block if spec.is_chunked else length)
     decoding = {program.name: program.times for program in stages["decode"]}

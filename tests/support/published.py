@@ -216,7 +216,7 @@ def image_encoder_keys(config: CLIPVisionConfig) -> Keys:
 
 def vae_keys(config: VAEConfig) -> Keys:
     """Return the keys of an autoencoder of four levels with two blocks; three change resolution, two also in time."""
-    w, d, z, cell = config.width, config.decoder_width, config.latent_channels, config.cell_channels
+    w, d, z, cell = config.width, config.decoder_width, config.latent_channels, config.patch_channels
     keys = _conv("quant_conv", 2 * z, 2 * z, 1, 1, 1) | _conv("post_quant_conv", z, z, 1, 1, 1)
     halves = (("encoder", 4 * w, (w, cell), (2 * z, 4 * w)), ("decoder", 4 * d, (4 * d, z), (cell, d)))
     for half, mid, first, last in halves:

@@ -23,8 +23,8 @@ from wanjax.sharding import VIDEO_AXES, constrain, replicate
 
 CONV_AXES = ("conv_in", "conv_out")
 WHOLE_VIDEO_ADVICE = {
-    "encode": "pipe.encode_video(frames) encodes a video, and encode_cells a chunk of it",
-    "decode": "pipe.decode(latents) decodes a video, and decode_cells a chunk of it",
+    "encode": "pipe.encode_video(frames) encodes a video, and encode_chunk a chunk of it",
+    "decode": "pipe.decode(latents) decodes a video, and decode_chunk a chunk of it",
 }
 Chunk = Float[Array, "B _T _H _W _C"]  # the input or the output, which may differ in size
 Cache = Any  # a pytree of cached frames; None before the first chunk

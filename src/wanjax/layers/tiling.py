@@ -49,20 +49,20 @@ class Tiling(NamedTuple):
         """Return the size and the stride, each as (height, width). Size and stride must be set."""
         return tuple(side if isinstance(side, tuple) else (side, side) for side in self if side is not None)
 
-    def cells(self, cell_pixels: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return the size and the stride in cells of a latent, each as (height, width).
+    def sizes_in_latents(self, pixels_per_position: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return the size and the stride in positions of a latent, each as (height, width).
 
         Args:
-            cell_pixels: Pixels of a cell's side.
+            pixels_per_position: Pixels along a side of a position.
         """
         (height, width), (stride_height, stride_width) = self.pairs()
-        size = height // cell_pixels, width // cell_pixels
-        return size, (stride_height // cell_pixels, stride_width // cell_pixels)
+        size = height // pixels_per_position, width // pixels_per_position
+        return size, (stride_height // pixels_per_position, stride_width // pixels_per_position)
 
 
 class Tile(NamedTuple):
-    """The position and size of a tile in cells. Tiles at the right and lower edges may be smaller than the other
-    tiles."""
+    """The offset and size of a tile, in latent positions. Tiles at the right and lower edges may be smaller than the
+    other tiles."""
 
     top: int
     left: int
@@ -70,8 +70,9 @@ class Tile(NamedTuple):
     width: int
 
 
-def split_into_tiles(height: int, width: int, tiling: Tiling | None, cell_pixels: int) -> list[list[Tile]]:
-    """Split frames of height × width cells into rows of tiles. A cell has `cell_pixels` pixels along a side.
+def split_into_tiles(height: int, width: int, tiling: Tiling | None, pixels_per_position: int) -> list[list[Tile]]:
+    """Split frames of height × width positions into rows of tiles. A position has `pixels_per_position` pixels along a
+    side.
 
     If frames fit in one tile, or `tiling` is None, there is a single tile. The numbers of `tiling` must be complete, as
     `with_defaults` returns them.
@@ -79,7 +80,7 @@ def split_into_tiles(height: int, width: int, tiling: Tiling | None, cell_pixels
     single_tile = [[Tile(0, 0, height, width)]]
     if tiling is None:
         return single_tile
-    (tile_height, tile_width), (stride_height, stride_width) = tiling.cells(cell_pixels)
+    (tile_height, tile_width), (stride_height, stride_width) = tiling.sizes_in_latents(pixels_per_position)
     if height <= tile_height and width <= tile_width:
         return single_tile
     return [
@@ -91,15 +92,16 @@ def split_into_tiles(height: int, width: int, tiling: Tiling | None, cell_pixels
     ]
 
 
-def blend_tiles(rows: Sequence[Sequence[Frames]], tiling: Tiling | None, cell_pixels: int) -> Frames:
-    """Join rows of decoded or encoded tiles into full frames. A cell has `cell_pixels` pixels along a side.
+def blend_tiles(rows: Sequence[Sequence[Frames]], tiling: Tiling | None, pixels_per_position: int) -> Frames:
+    """Join rows of decoded or encoded tiles into full frames. A position has `pixels_per_position` pixels along a
+    side.
 
     As in the reference implementations, a tile is blended with its upper neighbour and then with its left neighbour.
     Both neighbours are already blended. Then the tile is cropped to its stride.
     """
     if len(rows) == len(rows[0]) == 1 or tiling is None:
         return rows[0][0]
-    (tile_height, tile_width), (stride_height, stride_width) = tiling.cells(cell_pixels)
+    (tile_height, tile_width), (stride_height, stride_width) = tiling.sizes_in_latents(pixels_per_position)
     blended_rows: list[list[Frames]] = []
     for tiles in rows:
         row: list[Frames] = []
@@ -115,7 +117,8 @@ def blend_tiles(rows: Sequence[Sequence[Frames]], tiling: Tiling | None, cell_pi
 
 
 def _cross_fade(neighbour: Frames, tile: Frames, overlap: int, axis: int) -> Frames:
-    """Blend the first cells of `tile` along `axis` with the last cells of its `neighbour`. Return the whole tile."""
+    """Blend the first positions of `tile` along `axis` with the last positions of its `neighbour`. Return the whole
+    tile."""
     overlap = min(neighbour.shape[axis], tile.shape[axis], overlap)
     shape = [1] * tile.ndim
     shape[axis] = overlap

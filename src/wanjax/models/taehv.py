@@ -31,7 +31,7 @@ class TinyDecoderConfig(NamedTuple):
     Attributes:
         latent_channels: Channels of the latents.
         channels: Input channels of each level, then output channels of the last level.
-        patch: Pixels along the side of a cell.
+        patch: Pixels along the side of a patch.
         frame_factors: The number of frames that each level outputs per input frame.
     """
 
@@ -42,7 +42,7 @@ class TinyDecoderConfig(NamedTuple):
 
     @property
     def spatial_factor(self) -> int:
-        """Pixels along the side of a latent cell."""
+        """Pixels along the side of a latent position."""
         return 2 ** len(self.frame_factors) * self.patch
 
     @property
@@ -113,19 +113,19 @@ class TinyDecoder(nnx.Module):
 
     def __call__(self, latents: Frames, num_upsamplings: int) -> Float[Array, "B _T _H _W 3"]:
         """Decode to pictures in [0, 1]. The first `num_upsamplings` levels double height and width."""
-        x, _ = self._cells(latents, num_upsamplings, None)
+        x, _ = self._decode_patches(latents, num_upsamplings, None)
         return jnp.clip(_cells_to_pixels(x, self.config.patch), 0, 1)
 
-    def decode_cells(self, latents: Frames, cache: Any) -> tuple[Frames, Any]:
-        """Decode latent frames to cells of pixels in about [-1, 1]. `cache` is None for the first chunk of a video. The
-        first latent frame is decoded to several frames, of which only the last one belongs to the video.
+    def decode_chunk(self, latents: Frames, cache: Any) -> tuple[Frames, Any]:
+        """Decode latent frames to patches of pixels in about [-1, 1]. `cache` is None for the first chunk of a video.
+        The first latent frame is decoded to several frames, of which only the last one belongs to the video.
         """
-        x, memory = self._cells(latents.astype(jnp.float32), len(self.levels), cache)
+        x, memory = self._decode_patches(latents.astype(jnp.float32), len(self.levels), cache)
         x = space_to_depth(_cells_to_pixels(x, self.config.patch), self.config.patch)
         return 2 * (x if cache is not None else x[:, self.config.temporal_factor - 1 :]) - 1, memory
 
-    def _cells(self, latents: Frames, num_upsamplings: int, memory: Any) -> tuple[Frames, Any]:
-        """Decode to the colours of cells. Also return the memory of the blocks for the next frames."""
+    def _decode_patches(self, latents: Frames, num_upsamplings: int, memory: Any) -> tuple[Frames, Any]:
+        """Decode to the colours of patches. Also return the memory of the blocks for the next frames."""
         memory = memory or ((None,) * BLOCKS_PER_LEVEL,) * len(self.levels)
         x, new_memory = nnx.relu(self.conv_in(3 * jnp.tanh(latents / 3))), []
         for index, level in enumerate(self.levels):
@@ -142,10 +142,10 @@ def _unfold_frames(x: Frames, channels: int) -> Frames:
 
 
 def _cells_to_pixels(x: Frames, patch: int) -> Float[Array, "B _T _H _W 3"]:
-    """Unfold the channels of cells, in the order colour, row, column, into pixels."""
+    """Unfold the channels of patches, in the order colour, row, column, into pixels."""
     batch, frames, height, width, _ = x.shape
-    cells = x.reshape(batch, frames, height, width, 3, patch, patch)
-    return jnp.transpose(cells, (0, 1, 2, 5, 3, 6, 4)).reshape(batch, frames, height * patch, width * patch, 3)
+    patches = x.reshape(batch, frames, height, width, 3, patch, patch)
+    return jnp.transpose(patches, (0, 1, 2, 5, 3, 6, 4)).reshape(batch, frames, height * patch, width * patch, 3)
 
 
 def decode_pictures(network: TinyDecoder, latents: jax.Array, max_height: int) -> Float[Array, "B _T _H _W 3"]:

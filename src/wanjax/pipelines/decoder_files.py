@@ -92,7 +92,7 @@ def _check_fits(file: str | Path, decoder: Any, vae: Any) -> None:
     """
     units = {
         "latent_channels": "decodes latents of {} channels, but the model's latents have {}",
-        "spatial_factor": "decodes a latent cell to {} pixels per side, but the model's own decoder to {}",
+        "spatial_factor": "decodes a latent position to {} pixels per side, but the model's own decoder to {}",
         "temporal_factor": "makes {} frames for each latent frame, but the model's own decoder {}",
     }
     for name, mismatch in units.items():

@@ -41,7 +41,8 @@ class Decoded(NamedTuple):
 
 
 class DecodeStatic(NamedTuple):
-    """The static inputs for decoding: the network's definition, the frames' dtype and the width of a cell in pixels."""
+    """The static inputs for decoding: the network's definition, the frames' dtype and the width of a patch in
+    pixels."""
 
     graphdef: Any
     dtype: Any
@@ -57,9 +58,9 @@ class LatentTile(NamedTuple):
 
 
 class JoinStatic(NamedTuple):
-    """The static inputs for joining tiles: the tiling, the width of a cell in pixels, and the dtype of frames.
+    """The static inputs for joining tiles: the tiling, the width of a patch in pixels, and the dtype of frames.
 
-    If the dtype is None, the cells are not converted to frames.
+    If the dtype is None, patches are not converted to frames.
     """
 
     tiling: Tiling
@@ -90,30 +91,30 @@ def decode_chunk(static: DecodeStatic, z: Chunk, cache: Any, weights: Any) -> tu
 
 @program(conv_options, donated=("cache",), fast_options=fast_conv_options)
 def decode_tile(static: DecodeStatic, z: Chunk, cache: Any, weights: Any) -> tuple[Chunk, Any]:
-    """Decode a tile of latents to cells of pixels in about [-1, 1]. Also return the new cache."""
+    """Decode a tile of latents to patches of pixels in about [-1, 1]. Also return the new cache."""
     return _decode(static, z, cache, weights)
 
 
 @program(conv_options, fast_options=fast_conv_options)
 def encode_chunk(graphdef: Any, x: Chunk, cache: Any, weights: Any) -> tuple[Chunk, Any]:
-    """Encode a chunk of cells of pixels in [-1, 1] to latents. Also return the new cache."""
+    """Encode a chunk of patches of pixels in [-1, 1] to latents. Also return the new cache."""
     vae = nnx.merge(graphdef, weights)
-    cells = vae.config.spatial_factor // vae.config.patch
-    with align_shardings(x.shape[2] // cells, x.shape[3] // cells):
-        z, cache = vae.encode_cells(constrain(x, VIDEO_AXES), cache)
+    stride = vae.config.spatial_factor // vae.config.patch
+    with align_shardings(x.shape[2] // stride, x.shape[3] // stride):
+        z, cache = vae.encode_chunk(constrain(x, VIDEO_AXES), cache)
         return constrain(z, VIDEO_AXES), _constrain_cache(cache)
 
 
 @program(scan_options)
 def join_tiles(static: JoinStatic, rows: Sequence[Sequence[Chunk]]) -> Frames | Chunk:
-    """Blend the tiles of a chunk; convert cells of pixels to frames if there is a dtype for them."""
+    """Blend the tiles of a chunk; convert patches of pixels to frames if there is a dtype for them."""
     x = blend_tiles(rows, static.tiling, static.pixels)
     return x if static.dtype is None else _to_frames(x, static.dtype, static.pixels)
 
 
 @program(scan_options)
 def from_frames(patch: int, frames: Shaped[Array, "T H W 3"]) -> Chunk:
-    """Convert frames (bytes, or floats in [0, 1]) to cells of pixels in [-1, 1]."""
+    """Convert frames (bytes, or floats in [0, 1]) to patches of pixels in [-1, 1]."""
     x = frames.astype(jnp.float32) / 255.0 if frames.dtype == jnp.uint8 else frames.astype(jnp.float32)
     return space_to_depth(x[None] * 2.0 - 1.0, patch)
 
@@ -138,7 +139,7 @@ def split_posterior(
 
 def _decode(static: DecodeStatic, z: Chunk, cache: Any, weights: Any) -> tuple[Chunk, Any]:
     with align_shardings(*z.shape[2:4]):
-        x, cache = nnx.merge(static.graphdef, weights).decode_cells(constrain(z, VIDEO_AXES), cache)
+        x, cache = nnx.merge(static.graphdef, weights).decode_chunk(constrain(z, VIDEO_AXES), cache)
         return constrain(x, VIDEO_AXES), _constrain_cache(cache)
 
 
@@ -148,7 +149,7 @@ def _constrain_cache(cache: Any) -> Any:
 
 
 def _to_frames(x: Chunk, dtype: Any, patch: int) -> Frames:
-    """Convert cells in [-1, 1] to bytes or floats in [0, 1], replicated so that every process can read them."""
+    """Convert patches in [-1, 1] to bytes or floats in [0, 1], replicated so that every process can read them."""
     frames = jnp.clip(depth_to_space(x, patch) * 0.5 + 0.5, 0.0, 1.0)
     frames = jnp.round(frames * 255.0).astype(dtype) if dtype == jnp.uint8 else frames.astype(dtype)
     # Devices gather frames after rounding, because bytes take less bandwidth than floats
@@ -204,12 +205,12 @@ def encode_frames(
     height, width, _ = frames[0].shape
 
     def encode(tile: Tile, chunk: Shaped[np.ndarray, "T H W 3"]) -> Any:
-        top, left, tile_height, tile_width = (config.patch * cells for cells in tile)
+        top, left, tile_height, tile_width = (config.patch * side for side in tile)
         x = call(from_frames, config.patch, chunk[:, top : top + tile_height, left : left + tile_width])
         latents, caches[tile] = call(encode_chunk, graphdef, x, caches.get(tile), weights)
         return latents
 
-    # the sizes of `tiling` count cells here, not pixels
+    # the sizes of `tiling` count patches here, not pixels
     rows, chunks = split_into_tiles(height // config.patch, width // config.patch, tiling, 1), []
     for span in spans(len(frames), config.encode_lengths(len(frames))):
         chunk = np.asarray(frames[span.start : span.stop])

@@ -517,7 +517,7 @@ class ModelSpec:
             references: The number of latent frames of reference images.
             videos: The number of videos in the batch.
         """
-        _, channels, frames, *cells = self.latent_shape(settings)
+        _, channels, frames, *latent_size = self.latent_shape(settings)
         shapes = {}
         for pass_index, pass_settings in enumerate(self.passes_of(settings)):
             for name, shape in self.noise_shapes(pass_settings, references, videos).items():
@@ -527,7 +527,7 @@ class ModelSpec:
         for posterior in self.posteriors:
             if posterior.input_name in self.input_names:
                 count = 1 if posterior.input_name == "image" else frames
-                shapes[posterior.noise_name] = (videos, channels, count, *cells)
+                shapes[posterior.noise_name] = (videos, channels, count, *latent_size)
         return shapes
 
     def to_training_latents(self, latents: Float[Array, "B C T H W"]) -> Float[Array, "B _T H W C"]:

@@ -636,7 +636,7 @@ class Pipeline(metaclass=OtherNamesMeta):
             settings = {"frames": shape.frames} | settings
             settings = ({} if "size" in settings else {"height": shape.height, "width": shape.width}) | settings
         elif latents and not settings.keys() & {"size", "height", "width"}:
-            settings["size"] = tuple(self.model.vae.spatial_factor * cells for cells in latents[0].shape[3:])
+            settings["size"] = tuple(self.model.vae.spatial_factor * size for size in latents[0].shape[3:])
         video_settings = self.settings(**settings)
         check_single_window(video_settings, "denoise")
         check_compatible(self.model, conditioning, video_settings)

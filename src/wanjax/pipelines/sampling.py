@@ -336,8 +336,8 @@ def steps_of(
         provided: The provided noise by name.
         pass_index: The index of the pass, from 0.
     """
-    batch, channels, _, *cells = shapes[VIDEO]
-    chunk_shapes = {**shapes, VIDEO: (batch, channels, len(chunk.frames), *cells)}
+    batch, channels, _, *latent_size = shapes[VIDEO]
+    chunk_shapes = {**shapes, VIDEO: (batch, channels, len(chunk.frames), *latent_size)}
     missing = {
         name: shape for name, shape in chunk_shapes.items() if noise_name(name, STEP_NOISE, pass_index) not in provided
     }

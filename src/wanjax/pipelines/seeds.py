@@ -119,10 +119,10 @@ def noise_of_frames(
     _, channels, frames, height, width = shape
     if math.prod(shape[1:]) >= 2**32:
         raise WanjaxError(f"the noise of {frames} latent frames has more than 2^32 values: make a shorter video")
-    cell = jnp.arange(height * width, dtype=jnp.uint32)
+    position = jnp.arange(height * width, dtype=jnp.uint32)
     channel, offset = jnp.arange(channels, dtype=jnp.uint32), jnp.arange(count, dtype=jnp.uint32)
     frame = channel[:, None] * np.uint32(frames) + start.astype(jnp.uint32) + offset[None]
-    counter = frame[..., None] * np.uint32(height * width) + cell[None, None]  # the index of each element
+    counter = frame[..., None] * np.uint32(height * width) + position[None, None]  # the index of each element
     noise = []
     for pair in key_data:
         high, low = jnp.broadcast_to(pair[0], counter.shape), jnp.broadcast_to(pair[1], counter.shape)

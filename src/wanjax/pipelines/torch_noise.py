@@ -148,8 +148,8 @@ class TorchNoise:
         """
         if not (self._frames_first and len(shape) == 5):
             return self._draw(shape, self.dtype)
-        batch, channels, frames, *cells = shape
-        return np.swapaxes(self._draw((batch, frames, channels, *cells), self.dtype), 1, 2)
+        batch, channels, frames, *latent_size = shape
+        return np.swapaxes(self._draw((batch, frames, channels, *latent_size), self.dtype), 1, 2)
 
     def draw_posterior(self, shape: Shape, dtype: DTypeLike) -> Noise:
         """Draw noise for sampled latents of pictures, [B C T H W]; channels always precede frames.

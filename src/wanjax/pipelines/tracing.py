@@ -143,7 +143,7 @@ def check_decode_memory(pipe: LoadedPipeline, shape: Sequence[int], *, tiling: T
         tiling: As in `Pipeline.decode`.
     """
     vae = pipe.model.vae
-    height, width = (vae.spatial_factor * cells for cells in shape[3:])
+    height, width = (vae.spatial_factor * size for size in shape[3:])
     frames = 1 + (shape[2] - 1) * vae.temporal_factor
     if _is_small(pipe, (height, width), frames):
         return

@@ -194,7 +194,7 @@ def check_tiling(tiling: Any, vae: Any, unit: int | None = None) -> Tiling | Non
     """Fill in the defaults of a tiling for an autoencoder; return None for no tiling.
 
     Raises WanjaxError for another type, and for tiles that are not multiples of `unit` pixels. If `unit` is None, it is
-    the size of a latent cell.
+    the size of a latent position.
     """
     if not isinstance(tiling, Tiling | None):
         raise WanjaxError(f"tiling must be a wanjax.Tiling() or None, got {repr_short(tiling)}")

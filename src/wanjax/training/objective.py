@@ -189,5 +189,5 @@ def video_settings(pipe: Pipeline, latents_shape: tuple[int, ...]) -> Settings:
     """Return the settings of videos whose latents have the shape [B C T H W]."""
     vae = pipe.model.vae
     _, _, frames, *latent_size = latents_shape
-    height, width = (cells * vae.spatial_factor for cells in latent_size)
+    height, width = (size * vae.spatial_factor for size in latent_size)
     return pipe.defaults.updated({"frames": (frames - 1) * vae.temporal_factor + 1, "height": height, "width": width})

@@ -140,8 +140,8 @@ class ToyModel(VideoModel[ToyConditioning]):
         return ToyDenoiser()
 
     def cost(self, settings: Settings, conditioning: Any = None) -> ForwardCost:
-        config, (_, _, *cells) = self.transformer, self.spec.latent_shape(settings)
-        tokens = int(np.prod(cells)) // 4 + LENGTH + GLYPHS
+        config, (_, _, *latent_size) = self.transformer, self.spec.latent_shape(settings)
+        tokens = int(np.prod(latent_size)) // 4 + LENGTH + GLYPHS
         flops = config.layers * 4 * tokens**2 * config.width
         return ForwardCost(tokens, config.layers, config.heads, config.width, flops, {"blocks": flops})
 

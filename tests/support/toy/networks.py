@@ -128,9 +128,9 @@ class VAE(nnx.Module):
         self.encoder = linear(cells, config.latent_channels, ("conv_in", "conv_out"), **kw)
         self.decoder = linear(config.latent_channels, cells, ("conv_in", "conv_out"), **kw)
 
-    def encode_cells(self, x, cache):
+    def encode_chunk(self, x, cache):
         return self.encoder(space_to_depth(x.mean(axis=1, keepdims=True), self.config.spatial_factor)), ()
 
-    def decode_cells(self, z, cache):
+    def decode_chunk(self, z, cache):
         x = depth_to_space(self.decoder(z), self.config.spatial_factor)
         return (x if cache is None else jnp.repeat(x, self.config.temporal_factor, axis=1)), ()

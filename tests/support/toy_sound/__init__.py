@@ -165,8 +165,8 @@ class SoundModel(VideoModel[SoundConditioning]):
         return SoundDenoiser()
 
     def cost(self, settings: Settings, conditioning: Any = None) -> ForwardCost:
-        config, (_, _, *cells) = self.transformer, self.spec.latent_shape(settings)
-        tokens = int(np.prod(cells)) // 4 + self.spec.modality_shapes(settings)["audio"][2]
+        config, (_, _, *latent_size) = self.transformer, self.spec.latent_shape(settings)
+        tokens = int(np.prod(latent_size)) // 4 + self.spec.modality_shapes(settings)["audio"][2]
         flops = config.layers * 4 * tokens**2 * config.width
         return ForwardCost(tokens, config.layers, config.heads, config.width, flops, {"blocks": flops})
 
@@ -184,11 +184,11 @@ class SoundModel(VideoModel[SoundConditioning]):
         return {name: encode_clip(vae, frames, tiling, runtime.call) for name, frames in fitted.items()}
 
     def conditioning_shapes(self, conditioning, settings):
-        _, channels, _, *cells = self.spec.latent_shape(settings)
+        _, channels, _, *latent_size = self.spec.latent_shape(settings)
         return {
             "prompt_embeds": FieldShape((len(conditioning.prompt_embeds), LENGTH, self.transformer.text_width)),
-            "reference": FieldShape((None, channels, 1, *cells)),
-            "driving": FieldShape((None, channels, None, *cells), optional=True),
+            "reference": FieldShape((None, channels, 1, *latent_size)),
+            "driving": FieldShape((None, channels, None, *latent_size), optional=True),
         }
 
     def prepare(self, runtime, network, conditioning, x, purpose):

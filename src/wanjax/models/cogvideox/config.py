@@ -52,8 +52,8 @@ class TransformerConfig:
         return 4 * self.width
 
     @property
-    def patch_cells(self) -> int:
-        """The number of latent cells in a patch."""
+    def patch_volume(self) -> int:
+        """The number of latent positions in a patch."""
         return prod(self.patch)
 
     @property
@@ -102,6 +102,6 @@ def forward_flops(config: TransformerConfig, *, video_tokens: int) -> Mapping[st
         "attention": config.layers * (4 * linear_flops(tokens, width, width) + attention_flops(tokens, tokens, width)),
         "mlp": config.layers * 2 * linear_flops(tokens, width, config.mlp_dim),
         "modulation": config.layers * linear_flops(1, time, 12 * width) + linear_flops(1, time, 2 * width),
-        "embeddings": linear_flops(video_tokens, config.patch_cells * config.channels_in, width) + embedding,
-        "output": linear_flops(video_tokens, width, config.patch_cells * config.channels_out),
+        "embeddings": linear_flops(video_tokens, config.patch_volume * config.channels_in, width) + embedding,
+        "output": linear_flops(video_tokens, width, config.patch_volume * config.channels_out),
     }

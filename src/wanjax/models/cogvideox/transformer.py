@@ -151,10 +151,10 @@ class CogVideoXTransformer(nnx.Module):
     ):
         """`attention` is the implementation of attention; AUTO chooses it by platform and shape."""
         kw: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        width, cells = config.width, config.patch_cells
+        width, patch_volume = config.width, config.patch_volume
         self.config = config
         self.dtype = dtype
-        self.patch_embed = linear(cells * config.channels_in, width, (None, "embed"), **kw)
+        self.patch_embed = linear(patch_volume * config.channels_in, width, (None, "embed"), **kw)
         self.text_embed = linear(config.text_width, width, ("text", "embed"), **kw)
         self.added_positions = POSITION_EMBEDDINGS[config.added](config, **kw)
         self.time_embed = (
@@ -166,7 +166,7 @@ class CogVideoXTransformer(nnx.Module):
         self.norm_final = layer_norm(width, config.eps, affine=True, **kw)
         self.out_mod = time_projection(config, 2, **kw)
         self.norm_out = layer_norm(width, config.eps, affine=True, **kw)
-        self.proj_out = linear(width, cells * config.channels_out, ("embed", None), **kw)
+        self.proj_out = linear(width, patch_volume * config.channels_out, ("embed", None), **kw)
 
     def context(self, text: Float[Array, "B S _E"]) -> Context:
         """Project encoded prompts [B S E] to the transformer's width."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CogVideoX's causal video autoencoder. A latent cell is 8 × 8 pixels of 4 frames. If the number of frames is odd, the
-first frame has cells of its own.
+"""CogVideoX's causal video autoencoder. A latent position covers 8 × 8 pixels of 4 frames. If the number of frames is
+odd, the first frame has positions of its own.
 
 It streams. The first call receives the first chunk and `None`. Each later call receives a chunk and the cache that the
 previous call returned: a pytree of the last frames that each causal layer saw. The results depend on the chunks,
@@ -50,7 +50,7 @@ def halve(x: Float[Array, "B T H W C"]) -> Chunk:
 
 
 def repeat_to_shape(z: Float[Array, "B T H W C"], like: Float[Array, "B _T _H _W _C"]) -> Chunk:
-    """Repeat cells up to the number of frames, the height and the width of `like`."""
+    """Repeat positions up to the number of frames, the height and the width of `like`."""
     odd, (frames, height, width) = z.shape[1] % 2, like.shape[1:4]
     if z.shape[1] > 1:
         z = map_without_odd_frame(lambda x: x.repeat((frames - odd) // x.shape[1], axis=1), z)
@@ -58,7 +58,7 @@ def repeat_to_shape(z: Float[Array, "B T H W C"], like: Float[Array, "B _T _H _W
 
 
 class SpatialNorm(nnx.Module):
-    """A group norm with a scale and a shift for each value from its latent cell (MoVQ, 2022)."""
+    """A group norm with a scale and a shift for each value from its latent position (MoVQ, 2022)."""
 
     def __init__(self, channels: int, *, config: VAEConfig, **kw):
         self.norm = GroupNorm(channels, config.groups, EPS, **kw)
@@ -191,16 +191,16 @@ class CogVideoXVAE(Autoencoder):
         self.encoder = Encoder(config, **kw)
         self.decoder = Decoder(config, **kw)
 
-    def encode_cells(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
+    def encode_chunk(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
         """Encode a chunk of frames in [-1, 1]. The channels of the result are the mean and the log-variance of the
         latents.
 
-        The mean and the log-variance are float32 and not scaled. A cell is one pixel.
+        The mean and the log-variance are float32 and not scaled. The patch is one pixel.
         """
         h, cache = self.encoder(x.astype(self.dtype), cache)
         return h.astype(jnp.float32), cache
 
-    def decode_cells(self, z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
+    def decode_chunk(self, z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
         """Decode a chunk of scaled latents to frames in about [-1, 1], float32."""
         z = z.astype(jnp.float32) / self.config.scaling_factor
         x, cache = self.decoder(z.astype(self.dtype), cache)

@@ -34,12 +34,12 @@ class VAEConfig:
 
     @property
     def patch(self) -> int:
-        """Pixels along the side of a cell: the convolutions work on pixels."""
+        """Pixels along the side of a patch: 1, because the convolutions work on pixels."""
         return 1
 
     @property
     def spatial_factor(self) -> int:
-        """Pixels per latent cell, in height and in width."""
+        """Pixels per latent position, in height and in width."""
         return 2 ** (len(self.channels) - 1)
 
     @property

@@ -11,7 +11,7 @@ from wanjax.layers.flops import attention_flops, linear_flops
 class TransformerConfig:
     """Sizes of a dual-stream diffusion transformer (HunyuanVideo 1.5 Technical Report, 2025).
 
-    A latent cell is a token.
+    A latent position is a token.
 
     Attributes:
         glyph_width: The width of the features of quoted text.

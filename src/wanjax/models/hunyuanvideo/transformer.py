@@ -36,7 +36,7 @@ from wanjax.models.hunyuanvideo.refiner import GlyphEmbed, ImageEmbed, Prompt, R
 from wanjax.sharding import shard_tokens
 
 DECAY = 0.95  # the decay of radial attention that its authors use for HunyuanVideo
-CELL = (1, 1, 1)  # a token is one latent cell
+PATCH = (1, 1, 1)  # a token is one latent position
 PROMPT, GLYPHS, IMAGE = range(3)  # rows of `kinds`, which has an embedding for each kind of text tokens
 TextStream = Float[Array, "_B S E"]  # one text for each video, or two with a negative prompt
 Time = Float32[Array, "B E"]
@@ -247,7 +247,7 @@ class HunyuanVideoTransformer(nnx.Module):
 
     def grid(self, latents: Float[Array, "B T H W C"]) -> tuple[int, int, int]:
         """The number of tokens along frames, height and width."""
-        return patch_grid(latents, CELL)
+        return patch_grid(latents, PATCH)
 
     def rope(self, grid: tuple[int, int, int]) -> Rope:
         """Compute the tables of RoPE for a grid of tokens."""
@@ -275,14 +275,14 @@ class HunyuanVideoTransformer(nnx.Module):
         )
         text = jnp.concatenate([self._add_kind(prompt, PROMPT), context.extra_tokens.astype(prompt.dtype)], axis=1)
         text = move_real_tokens_first(text, context.mask)
-        x = self.patch_embed(patchify(latents.astype(self.dtype), CELL, self.config.channels_in))  # [B L E]
+        x = self.patch_embed(patchify(latents.astype(self.dtype), PATCH, self.config.channels_in))  # [B L E]
         return Streams(x, shard_tokens(text, ("batch", "length", None)))
 
     def head(self, x: Tokens, time: Time, grid: tuple[int, int, int]) -> Float[Array, "B T H W C"]:
         """Compute the velocity from the video's tokens after the last block."""
         scale, shift = jnp.split(self.mod_out(jax.nn.silu(time))[:, None], 2, axis=-1)  # [B 1 E]
         x = self.proj_out(modulate(self.norm_out(x), shift, scale).astype(self.dtype))
-        return unpatchify(x, grid, CELL)
+        return unpatchify(x, grid, PATCH)
 
     @on_weights_mesh
     def __call__(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HunyuanVideo 1.5's causal video autoencoder. A latent cell is 16 × 16 pixels of 4 frames. The first frame has cells
-of its own.
+"""HunyuanVideo 1.5's causal video autoencoder. A latent position covers 16 × 16 pixels of 4 frames. The first frame has
+positions of its own.
 
 It streams. The first call receives the first frame or latent frame, optionally with later ones, and `None`. Each later
 call receives a chunk (a multiple of 4 frames to encode, latent frames to decode) and the cache that the previous call
@@ -27,7 +27,7 @@ from wanjax.sharding import replicate
 
 
 class EdgeConv(RepeatingConv):
-    """A causal 3 × 3 × 3 convolution. The padding repeats the cells at the edges, and the first frame."""
+    """A causal 3 × 3 × 3 convolution. The padding repeats the values at the edges, and the first frame."""
 
     def __call__(
         self, x: Float[Array, "B T H W C"], past: Float[Array, "B _T H W C"] | None
@@ -40,7 +40,7 @@ class EdgeConv(RepeatingConv):
 
     def edge_products(self, x: Float[Array, "B _T H W C"]) -> Float32[Array, "B T H W _C"]:
         """Compute the products with the padding beyond the four edges. The convolution itself pads with zeros there.
-        Padding the frames instead would copy them, and if their width is sharded, it would send nearly all cells.
+        Padding the frames instead would copy them, and if their width is sharded, it would send nearly all values.
         """
         kernel = self.kernel[...].astype(x.dtype)  # [frame row column C _C]
         top, bottom = (convolve_edge(x[:, :, i], kernel[:, i], "edge") for i in (0, -1))  # [B T W C], with the corners
@@ -57,7 +57,7 @@ class EdgeConv(RepeatingConv):
 def convolve_edge(
     x: Float[Array, "B _T L C"], kernel: Float[Array, "3 3 C _C"], padding: str
 ) -> Float32[Array, "B T L _C"]:
-    """Convolve over frames and the cells of one row or column, in float32; `padding` is the mode for its two ends.
+    """Convolve over frames and the values of one row or column, in float32; `padding` is the mode for its two ends.
 
     Every device computes the whole convolution. The convolution is small, and sharding it would send as much data in
     many small messages.
@@ -90,10 +90,11 @@ class ResBlock(nnx.Module):
 
 
 class CausalAttention(nnx.Module):
-    """Single-head attention of the cells of each frame to the cells of the same frame and of all earlier frames.
+    """Single-head attention of the positions of each frame to the positions of the same frame and of all earlier
+    frames.
 
     The cache holds keys and values, with room for the longest video, and the number of cached frames as an array of the
-    same rank. Frames attend one at a time, so that the logits of all pairs of cells are never in memory together.
+    same rank. Frames attend one at a time, so that the logits of all pairs of positions are never in memory together.
     """
 
     def __init__(self, channels: int, max_latent_frames: int, **kw):
@@ -121,13 +122,13 @@ class CausalAttention(nnx.Module):
                 for past, new in ((keys, k), (values, v))
             )
             cache = (keys, values, count + frames)
-        cells = height * width
+        positions = height * width
         keys, values = (a.reshape(batch, -1, 1, channels) for a in (keys, values))
 
         def attend(frame: Array) -> Float[Array, "B L 1 C"]:
-            key_mask = jnp.arange(keys.shape[1]) < (cached_frames + frame + 1) * cells
+            key_mask = jnp.arange(keys.shape[1]) < (cached_frames + frame + 1) * positions
             key_mask = jnp.broadcast_to(key_mask, keys.shape[:2])
-            return attention(q[:, frame].reshape(batch, cells, 1, channels), keys, values, key_mask=key_mask)
+            return attention(q[:, frame].reshape(batch, positions, 1, channels), keys, values, key_mask=key_mask)
 
         y = jnp.moveaxis(jax.lax.map(attend, jnp.arange(frames)), 0, 1)  # [B T H·W 1 C]
         return x + self.out(y.reshape(x.shape)), cache
@@ -150,7 +151,7 @@ class MidBlock(nnx.Module):
 
 
 def fold(x: Chunk, frames: int) -> Chunk:
-    """Fold groups of `frames` × 2 × 2 cells into channels, in the order frame, row, column, channel."""
+    """Fold groups of `frames` × 2 × 2 positions into channels, in the order frame, row, column, channel."""
     batch, t, height, width, channels = x.shape
     x = x.reshape(batch, t // frames, frames, height // 2, 2, width // 2, 2, channels)
     x = jnp.transpose(x, (0, 1, 3, 5, 2, 4, 6, 7))  # [B T H W ft 2 2 C]
@@ -201,7 +202,7 @@ class Downsample(nnx.Module):
 
 class Upsample(nnx.Module):
     """Double height and width. If `temporal`, also double the number of frames after the first. The shortcut repeats
-    cells."""
+    values."""
 
     def __init__(self, channels_in: int, channels_out: int, temporal: bool, **kw):
         self.conv = EdgeConv(channels_in, channels_out * (8 if temporal else 4), **kw)
@@ -305,13 +306,13 @@ class HunyuanVideoVAE(Autoencoder):
         self.encoder = Encoder(config, **kw)
         self.decoder = Decoder(config, **kw)
 
-    def encode_cells(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
+    def encode_chunk(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
         """Encode frames, 4n + 1 if `cache` is None and else 4n, as scaled latents: the mode of the posterior."""
         h, cache = self.encoder(x.astype(self.dtype), cache)
         mean, _ = jnp.split(h.astype(jnp.float32), 2, axis=-1)
         return mean * self.config.scale, cache
 
-    def decode_cells(self, z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
+    def decode_chunk(self, z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
         """Decode latent frames, any number, to frames in about [-1, 1], float32."""
         h = (z.astype(jnp.float32) / self.config.scale).astype(self.dtype)
         x, cache = self.decoder(h, cache)

@@ -30,7 +30,7 @@ class VAEConfig:
 
     @property
     def patch(self) -> int:
-        """Pixels along the side of a cell: the convolutions work on pixels."""
+        """Pixels along the side of a patch: 1, because the convolutions work on pixels."""
         return 1
 
     @property

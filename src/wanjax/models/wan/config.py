@@ -34,8 +34,8 @@ class TransformerConfig:
         return self.heads * self.head_dim
 
     @property
-    def patch_cells(self) -> int:
-        """The number of latent cells in a patch."""
+    def patch_volume(self) -> int:
+        """The number of latent positions in a patch."""
         return prod(self.patch)
 
     @property
@@ -144,7 +144,7 @@ class CausalTransformerConfig(TransformerConfig):
 class VAEConfig:
     """Sizes of a Wan 2.1 causal video autoencoder, and the statistics of its latents.
 
-    The convolutions work on cells of `patch` × `patch` pixels.
+    The convolutions work on patches of `patch` × `patch` pixels.
     """
 
     width: int
@@ -163,8 +163,8 @@ class VAEConfig:
         return Tiling(256, 192)
 
     @property
-    def cell_channels(self) -> int:
-        """Channels of a cell: three colours for each of its pixels."""
+    def patch_channels(self) -> int:
+        """Channels of a patch: three colours for each of its pixels."""
         return 3 * self.patch**2
 
     @property
@@ -179,7 +179,7 @@ class VAEConfig:
 
     @property
     def spatial_factor(self) -> int:
-        """Pixels per latent cell, in height and in width."""
+        """Pixels per latent position, in height and in width."""
         return self.patch * 2 ** len(self.temporal_downsample)
 
     @property
@@ -300,20 +300,20 @@ def forward_flops(
     `tokens` is the number of the video's tokens; `text_tokens` and `image_tokens` are the numbers of cross-attention's
     tokens.
     """
-    width, cells = config.width, config.patch_cells
+    width, patch_volume = config.width, config.patch_volume
     block_flops = _block_flops(config, tokens, text_tokens + image_tokens)
     flops = {part: config.layers * count for part, count in block_flops.items()}
     flops["embeddings"] = (
-        linear_flops(tokens, cells * config.channels_in, width)
+        linear_flops(tokens, patch_volume * config.channels_in, width)
         + linear_flops(1, config.frequency_dim, width)
         + linear_flops(1, width, width)
         + linear_flops(1, width, 6 * width)
     )
-    flops["output"] = linear_flops(tokens, width, cells * config.channels_out)
+    flops["output"] = linear_flops(tokens, width, patch_volume * config.channels_out)
     if isinstance(config, ControlTransformerConfig):
         hint = linear_flops(tokens, width, width)  # the projection of the sum takes the same number of operations
         flops["control"] = config.control_blocks * (sum(block_flops.values()) + hint)
-        flops["embeddings"] += linear_flops(tokens, cells * config.control_channels, width) + hint
+        flops["embeddings"] += linear_flops(tokens, patch_volume * config.control_channels, width) + hint
     return flops
 
 

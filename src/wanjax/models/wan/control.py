@@ -67,7 +67,7 @@ class WanControlTransformer(WanTransformer):
 
     def __init__(self, config: ControlTransformerConfig, *, attention: AttentionConfig = AUTO, rngs: nnx.Rngs, **kw):
         super().__init__(config, attention=attention, rngs=rngs, **kw)
-        width, channels = config.width, config.patch_cells * config.control_channels
+        width, channels = config.width, config.patch_volume * config.control_channels
         self.control_embed = linear(channels, width, (None, "embed"), rngs=rngs, **kw)
         self.control_in = linear(width, width, ("mlp", "embed"), rngs=rngs, **kw)
         self.control_blocks = stack(

@@ -58,7 +58,7 @@ class WanPoseTransformer(WanImageTransformer):
 
     def __init__(self, config: PoseTransformerConfig, *, attention: AttentionConfig = AUTO, rngs: nnx.Rngs, **kw):
         super().__init__(config, attention=attention, rngs=rngs, **kw)
-        channels = config.patch_cells * config.channels_out
+        channels = config.patch_volume * config.channels_out
         self.pose_embed = linear(channels, config.width, (None, "embed"), rngs=rngs, **kw)
         self.motion_encoder = MotionEncoder(config, rngs=rngs, **kw)
         self.face_encoder = FaceEncoder(config, rngs=rngs, **kw)

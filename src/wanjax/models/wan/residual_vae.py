@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The autoencoder of Wan 2.2's 5B model. A latent cell is 16 × 16 pixels of 4 frames, and has 48 channels.
+"""The autoencoder of Wan 2.2's 5B model. A latent position covers 16 × 16 pixels of 4 frames, and has 48 channels.
 
-This autoencoder streams like Wan 2.1's and has the same blocks, with two differences. Its convolutions work on cells of
-2 × 2 pixels. Every level that changes the resolution has a shortcut without weights, which computes means in the
+This autoencoder streams like Wan 2.1's and has the same blocks, with two differences. Its convolutions work on patches
+of 2 × 2 pixels. Every level that changes the resolution has a shortcut without weights, which computes means in the
 encoder and copies in the decoder. The reference is diffusers' models/autoencoders/autoencoder_kl_wan.py with
 `is_residual`.
 """
@@ -21,7 +21,7 @@ Factors = tuple[int, int]  # factors of frames, and of height and width
 
 
 def fold_means(x: Float[Array, "B T H W C"], factors: Factors, channels: int) -> Chunk:
-    """Fold groups of frames and cells into channels, then average neighbouring channels down to `channels`.
+    """Fold groups of frames and positions into channels, then average neighbouring channels down to `channels`.
 
     A single first frame is padded with zeros before it.
     """
@@ -34,7 +34,8 @@ def fold_means(x: Float[Array, "B T H W C"], factors: Factors, channels: int) ->
 
 
 def unfold_copies(x: Float[Array, "B T H W C"], factors: Factors, channels: int, *, first: bool) -> Chunk:
-    """Repeat channels and unfold them into frames and cells. `first` drops all frames before the first real frame."""
+    """Repeat channels and unfold them into frames and positions. `first` drops all frames before the first real
+    frame."""
     ft, fs = factors
     batch, frames, height, width, channels_in = x.shape
     x = x.repeat(channels * ft * fs * fs // channels_in, axis=-1)

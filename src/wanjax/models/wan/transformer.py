@@ -214,18 +214,18 @@ class WanTransformer(nnx.Module):
         """Create the network. `attention` is the kind of attention. AUTO is the kind with which the network was
         trained, in the implementation that suits platform and shape."""
         kw: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        width, cells, attention = config.width, config.patch_cells, config.resolve_attention(attention)
+        width, patch_volume, attention = config.width, config.patch_volume, config.resolve_attention(attention)
         self.config = config
         self.attention = attention
         self.dtype = dtype
-        self.patch_embed = linear(cells * config.channels_in, width, (None, "embed"), **kw)
+        self.patch_embed = linear(patch_volume * config.channels_in, width, (None, "embed"), **kw)
         self.text_embed = MLP((config.text_width, width, width), ("text", "mlp", "embed"), gelu_tanh, **kw)
         self.time_embed = TimeEmbed(config.frequency_dim, width, rngs)
         self.time_proj = linear(width, 6 * width, ("embed", "mlp"), **{**kw, "dtype": jnp.float32})
         self.blocks = stack(lambda rngs: self.block(config, attention, **{**kw, "rngs": rngs}), config.layers, rngs)
         self.norm_out = layer_norm(width, config.eps, affine=False, **kw)
         self.table = modulation_table(2, width, rngs)
-        self.proj_out = linear(width, cells * config.channels_out, ("embed", None), **kw)
+        self.proj_out = linear(width, patch_volume * config.channels_out, ("embed", None), **kw)
 
     def context(self, text: Float[Array, "B S _E"]) -> Context:
         """Compute keys and values of encoded prompts [B S E] for every block: [layers B S E]."""

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wan 2.1's causal video autoencoder. A latent cell is 8 × 8 pixels of 4 frames. The first frame has cells of its own.
+"""Wan 2.1's causal video autoencoder. A latent position covers 8 × 8 pixels of 4 frames. The first frame has positions
+of its own.
 
 It streams. The first call receives one frame and `None`. Each later call receives a chunk (a multiple of 4 frames to
 encode, latent frames to decode) and the cache that the previous call returned: a pytree of the last frames that each
@@ -57,7 +58,7 @@ class FrameAttention(nnx.Module):
 
     def __call__(self, x: Chunk) -> Chunk:
         batch, frames, height, width, channels = x.shape
-        # cells and tokens are sharded differently; without this line the compiler would gather both, with a warning
+        # positions and tokens are sharded differently; without this line the compiler would gather both, with a warning
         gathered = replicate(x)
         qkv = self.qkv(self.norm(gathered)).reshape(batch * frames, height * width, 1, 3 * channels)
         y = attention(*jnp.split(qkv, 3, axis=-1))  # [B·T H·W 1 C]
@@ -116,7 +117,7 @@ class Upsample(nnx.Module):
 
 
 def upsample(x: Chunk) -> Chunk:
-    """Double the height and the width of frames by repeating each cell.
+    """Double the height and the width of frames by repeating each value.
 
     One broadcast writes the result once; a repeat along each axis would also write an intermediate result.
     """
@@ -146,7 +147,7 @@ class Encoder(nnx.Module):
 
     def __init__(self, config: VAEConfig, levels: list[nnx.Module], **kw):
         first, *_, last = config.encoder_sizes
-        self.conv_in = CausalConv(config.cell_channels, first, **kw)
+        self.conv_in = CausalConv(config.patch_channels, first, **kw)
         self.levels = nnx.List(levels)
         self.mid = MidBlock(last, **kw)
         self.norm_out = ChannelNorm(last, **kw)
@@ -162,7 +163,7 @@ class Encoder(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Decode latents to cells of pixels."""
+    """Decode latents to patches of pixels."""
 
     def __init__(self, config: VAEConfig, levels: list[nnx.Module], **kw):
         first, *_, last = config.decoder_sizes
@@ -171,7 +172,7 @@ class Decoder(nnx.Module):
         self.levels = nnx.List(levels)
         self.norm_out = ChannelNorm(last, **kw)
         kw |= {"dtype": jnp.float32}  # avoid rounding frames before they become 8-bit
-        self.conv_out = CausalConv(last, config.cell_channels, **kw)
+        self.conv_out = CausalConv(last, config.patch_channels, **kw)
 
     def __call__(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
         cache_in, cache_mid, cache_levels, cache_out = cache or [None] * 4
@@ -215,14 +216,14 @@ class WanVAE(Autoencoder):
         ]
 
     def posterior(self, x: Chunk, cache: Cache) -> tuple[Chunk, Chunk, Cache]:
-        """Compute the mean and log-variance of the latents of a chunk of cells. The mean and the log-variance are
+        """Compute the mean and log-variance of the latents of a chunk of patches. The mean and the log-variance are
         float32 and not normalised."""
         h, cache = self.encoder(x.astype(self.dtype), cache)
         mean, log_variance = jnp.split(self.quant(h).astype(jnp.float32), 2, axis=-1)
         return mean, jnp.clip(log_variance, -30.0, 20.0), cache
 
-    def encode_cells(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        """Encode cells of frames as normalised latents, the mode of the posterior.
+    def encode_chunk(self, x: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
+        """Encode patches of frames as normalised latents, the mode of the posterior.
 
         The first chunk, for which `cache` is None, has one frame. Later chunks have a multiple of 4 frames. The number
         of frames that are encoded at a time depends on the device.
@@ -237,17 +238,17 @@ class WanVAE(Autoencoder):
             latents, x, cache, self.config.temporal_factor * latent_frames_at_once(x, 1, self.config.width)
         )
 
-    def decode_cells(self, z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
-        """Decode latent frames to cells of frames in about [-1, 1], float32, a few frames at a time."""
+    def decode_chunk(self, z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
+        """Decode latent frames to patches of frames in about [-1, 1], float32, a few frames at a time."""
         mean, std = self._latent_statistics()
 
-        def cells(z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
+        def decode_part(z: Chunk, cache: Cache) -> tuple[Chunk, Cache]:
             h = self.post_quant((z.astype(jnp.float32) * std + mean).astype(self.dtype))
             x, cache = self.decoder(h, cache)
             return x.astype(jnp.float32), cache
 
         upsampling = self.config.spatial_factor // self.config.patch
-        return process_in_parts(cells, z, cache, latent_frames_at_once(z, upsampling, self.config.decoder_width))
+        return process_in_parts(decode_part, z, cache, latent_frames_at_once(z, upsampling, self.config.decoder_width))
 
     def _latent_statistics(self) -> list[Float[Array, "1 1 1 1 C"]]:
         """Return the mean and the standard deviation of each channel of latents."""

@@ -133,7 +133,7 @@ class CogVideoXModel(VideoModel[CogVideoXConditioning]):
     def cost(self, settings: Settings, conditioning: Any = None) -> ForwardCost:
         _, _, *latent_size = self.spec.noise_shape(settings)
         config = replace(self.transformer, text_length=self.text_length(settings.follow))
-        video_tokens = prod(latent_size) // config.patch_cells
+        video_tokens = prod(latent_size) // config.patch_volume
         tokens = config.text_length + video_tokens
         return ForwardCost(
             num_tokens=tokens,

@@ -36,8 +36,8 @@ class CharacterToVideo(ImageToVideoWithEncoder):
 
     def picture_shapes(self, settings: Settings) -> Mapping[str, Shape]:
         shapes = super().picture_shapes(settings)
-        batch, channels, frames, *cells = shapes["condition"]
-        condition = batch, channels, (frames or 0) + 1, *cells
+        batch, channels, frames, *latent_size = shapes["condition"]
+        condition = batch, channels, (frames or 0) + 1, *latent_size
         return {**shapes, "condition": condition, "clip_latents": self.spec.latent_shape(settings)}
 
 

@@ -63,16 +63,16 @@ def frame_channels(values: Float[np.ndarray, "T ..."], factor: int) -> Float[np.
     return np.swapaxes(whole.reshape(-1, factor, *values.shape[1:]), 0, 1)
 
 
-def mask_cells(mask: Float[np.ndarray, "T H W"], frames: int, factor: int) -> Float[np.ndarray, "C _T _H _W"]:
-    """Rearrange a mask: each `factor` × `factor` cell of pixels becomes the channels of one latent position.
+def mask_to_channels(mask: Float[np.ndarray, "T H W"], frames: int, factor: int) -> Float[np.ndarray, "C _T _H _W"]:
+    """Rearrange a mask: each `factor` × `factor` patch of pixels becomes the channels of one latent position.
 
     The mask's frames are divided into `frames` equal intervals, and only the middle frame of each is used, as in the
     reference.
     """
     count, height, width = mask.shape
     picked = [(2 * i + 1) * count // (2 * frames) for i in range(frames)]
-    cells = mask[picked].reshape(frames, height // factor, factor, width // factor, factor)
-    return cells.transpose(2, 4, 0, 1, 3).reshape(factor**2, frames, height // factor, width // factor)
+    patches = mask[picked].reshape(frames, height // factor, factor, width // factor, factor)
+    return patches.transpose(2, 4, 0, 1, 3).reshape(factor**2, frames, height // factor, width // factor)
 
 
 def on_white(picture: Picture, size: tuple[int, int], resized: Resized) -> Float[np.ndarray, "_H _W 3"]:

@@ -113,7 +113,7 @@ class WanModel(VideoModel[WanConditioning]):
     def cost(self, settings: Settings, conditioning: WanConditioning | None = None) -> ForwardCost:
         image_embeds = None if conditioning is None else conditioning.image_embeds
         _, _, *latent_size = self.spec.latent_shape(settings)
-        config, tokens = self.transformer, prod(latent_size) // self.transformer.patch_cells
+        config, tokens = self.transformer, prod(latent_size) // self.transformer.patch_volume
         return ForwardCost(
             num_tokens=tokens,
             num_layers=config.layers,

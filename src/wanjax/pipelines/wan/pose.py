@@ -222,7 +222,7 @@ class PoseToVideo(CharacterToVideo):
         """Return the condition's mask: 1 for the picture and for carried frames, then what the user's mask keeps."""
         keeps = np.zeros((settings.frames, *self.spec.latent_shape(settings)[3:]), np.float32)
         if (mask := pictures.clip(MASK.name)) is not None:
-            step = self.vae.spatial_factor  # the first pixel of each latent cell counts
+            step = self.vae.spatial_factor  # the first pixel of each latent position counts
             pixels = np.stack([fit_to_size(frame, settings.size, "stretch")[::step, ::step] for frame in mask])
             grey = pixels[..., 0] if settings.follow == "official" else np.stack(list(map(_luma, pixels)))
             keeps = 1 - grey.astype(np.float32) / np.float32(255)

@@ -30,7 +30,14 @@ from wanjax.pipelines.runtime import Runtime, SplitNetwork
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.validation import Shape
 from wanjax.pipelines.wan.causal_programs import CausalInputs, CausalPast, begin_past, renew
-from wanjax.pipelines.wan.conditioning import GREY, WanConditioning, known_frames, mask_cells, on_white, unit_range
+from wanjax.pipelines.wan.conditioning import (
+    GREY,
+    WanConditioning,
+    known_frames,
+    mask_to_channels,
+    on_white,
+    unit_range,
+)
 from wanjax.pipelines.wan.denoisers import (
     CausalDenoiser,
     ConditionedDenoiser,
@@ -83,8 +90,8 @@ class CausalTextToVideo(WanModel):
 
     def cost(self, settings: Settings, conditioning: WanConditioning | None = None) -> ForwardCost:
         """Count the work of one forward pass of a chunk, once the attention window is full."""
-        config, (_, _, _, *cells) = self.causal_config, self.spec.latent_shape(settings)
-        tokens = prod((config.chunk_frames, *cells)) // config.patch_cells
+        config, (_, _, _, *latent_size) = self.causal_config, self.spec.latent_shape(settings)
+        tokens = prod((config.chunk_frames, *latent_size)) // config.patch_volume
         flops = dict(forward_flops(config, tokens=tokens, text_tokens=TEXT_LENGTH))
         scores = config.layers * attention_flops(tokens, config.slots * tokens, config.width)
         flops["self_attention"] += scores - config.layers * attention_flops(tokens, tokens, config.width)
@@ -104,7 +111,7 @@ class CausalTextToVideo(WanModel):
         past_chunks: CausalPast = (
             past if isinstance(past, CausalPast) else runtime.call(begin_past, network.graphdef, *arguments)
         )
-        slot = slot_of(self.causal_config, chunk, prod(x.shape[1:4]) // self.causal_config.patch_cells)
+        slot = slot_of(self.causal_config, chunk, prod(x.shape[1:4]) // self.causal_config.patch_volume)
         return (past_chunks.context,), CausalInputs(angles_at(self.causal_config, chunk), past_chunks.window, slot)
 
     def update_past(self, runtime: Runtime, network: SplitNetwork, inputs: ModelInputs, x: LatentArray) -> CausalPast:
@@ -128,8 +135,8 @@ class FirstFrameToVideo(TextToVideo):
         return FirstFrameDenoiser()
 
     def picture_shapes(self, settings: Settings) -> Mapping[str, Shape]:
-        batch, channels, _, *cells = self.spec.latent_shape(settings)
-        return {**super().picture_shapes(settings), "condition": (batch, channels, 1, *cells)}
+        batch, channels, _, *latent_size = self.spec.latent_shape(settings)
+        return {**super().picture_shapes(settings), "condition": (batch, channels, 1, *latent_size)}
 
     def encode_inputs(
         self, runtime: Runtime, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
@@ -151,8 +158,8 @@ class ImageToVideo(WanModel):
         return ConditionedDenoiser()
 
     def picture_shapes(self, settings: Settings) -> Mapping[str, Shape]:
-        _, channels, *cells = self.spec.latent_shape(settings)
-        return {"condition": (1, self.transformer.channels_in - channels, *cells)}
+        _, channels, *latent_size = self.spec.latent_shape(settings)
+        return {"condition": (1, self.transformer.channels_in - channels, *latent_size)}
 
     def encode_inputs(
         self, runtime: Runtime, pictures: Pictures, settings: Settings, *, tiling: Tiling | None = None
@@ -284,8 +291,8 @@ class ControlledVideo(WanModel):
 
     def picture_shapes(self, settings: Settings) -> Mapping[str, Shape]:
         assert isinstance(self.transformer, ControlTransformerConfig)
-        _, _, _, *cells = self.spec.latent_shape(settings)
-        return {"condition": (1, self.transformer.control_channels, None, *cells)}
+        _, _, _, *latent_size = self.spec.latent_shape(settings)
+        return {"condition": (1, self.transformer.control_channels, None, *latent_size)}
 
     def leading_frames(self, conditioning: WanConditioning, settings: Settings) -> int:
         assert conditioning.condition is not None
@@ -332,7 +339,7 @@ class ControlledVideo(WanModel):
             encode_frames(list(map(partial(masked_frame, repainting), repaint_mask, clip)))
             for repainting in (False, True)
         )
-        mask_channels = mask_cells(mask, unchanged.shape[2], self.vae.spatial_factor)
+        mask_channels = mask_to_channels(mask, unchanged.shape[2], self.vae.spatial_factor)
         padded_references = [
             on_white(picture, settings.size, resize_on_host) for picture in pictures.picture_list("references")
         ]
