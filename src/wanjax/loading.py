@@ -552,7 +552,9 @@ def abstract_pipeline(
         return _with_dtypes(description, name, network_info, weights_dtype, attention, partitioner)
 
     shapes = {name: partial(make_network, name) for name in model.spec.networks}
-    processors: dict[str, Any] = {name: PlaceholderTokenizer(*sizes) for name, sizes in family.prompt(model).items()}
+    processors: dict[str, Any] = {
+        name: PlaceholderTokenizer(*sizes) for name, sizes in family.prompt_lengths(model).items()
+    }
     if (image_encoder := model.spec.networks.get("image_encoder")) is not None:
         processors |= {
             name: PlaceholderImageProcessor(image_encoder.image_size)

@@ -237,7 +237,7 @@ def read_configs(
     video_model = _with_cache_tables(
         _with_scheduler(family.read_model(source, reads_encoder_configs), preset), family, preset, source
     )
-    settings = replace(family.settings(source, video_model, preset), precision=source.precision)
+    settings = replace(family.default_settings(source, video_model, preset), precision=source.precision)
     if preset is None:
         settings = replace(settings, model=str(model))
     checkpoint = Checkpoint(family, preset, video_model, settings, preset and preset.distillation, source=source)
@@ -297,8 +297,8 @@ def _open_file(path: Path) -> Source:
     for layout in layouts():
         if (source := layout.open_file(path)) is not None:
             return source
-    relatives = {name: tensors for family in FAMILIES for name, tensors in family.relatives.items()}
-    raise WanjaxError(f"{path} {describe_without_transformer(open_tensors(path).specs, relatives)}")
+    unsupported_models = {name: tensors for family in FAMILIES for name, tensors in family.unsupported_models.items()}
+    raise WanjaxError(f"{path} {describe_without_transformer(open_tensors(path).specs, unsupported_models)}")
 
 
 def companion_files(path: str) -> list[str]:

@@ -33,21 +33,21 @@ class UnsupportedModel(NamedTuple):
         return f"{self.tensors}, which no supported model has: it seems to be {self.name}"
 
 
-def find_unsupported(names: Iterable[str], relatives: UnsupportedModels) -> UnsupportedModel | None:
+def find_unsupported(names: Iterable[str], unsupported_models: UnsupportedModels) -> UnsupportedModel | None:
     """Return the unsupported model that has tensors of these names, or None."""
     names = list(names)
-    for name, prefixes in relatives.items():
+    for name, prefixes in unsupported_models.items():
         for prefix in prefixes:
             if any(re.search(rf"(?:^|\.){re.escape(prefix)}", key) for key in names):
                 return UnsupportedModel(name, f"{prefix}*")
     return None
 
 
-def describe_without_transformer(names: Iterable[str], relatives: UnsupportedModels) -> str:
+def describe_without_transformer(names: Iterable[str], unsupported_models: UnsupportedModels) -> str:
     """Say what a file without a known transformer holds, and give advice: the end of an error message."""
     names = list(names)
     if any(map(LORA_KEY.search, names)):
         return "is a LoRA: give the model that it changes, and the file with --lora"
-    if model := find_unsupported(names, {**relatives, **OTHER_MODELS}):
+    if model := find_unsupported(names, {**unsupported_models, **OTHER_MODELS}):
         return f"holds {model}"
     return "holds no known transformer: give a file or folder with one"

@@ -102,7 +102,7 @@ def plan(
         price_options |= {
             "lora": lora,
             "optimizer_config": OptimizerConfig(training_options.optimizer),
-            "clips": training_options.batch_size,
+            "batch_size": training_options.batch_size,
         }
         estimator = partial(estimate_training, description, chip, mesh_sizes, **price_options)
     else:
@@ -157,7 +157,7 @@ def print_training(estimate: TrainingEstimate, console: Console) -> None:
     _print_sentence(
         console,
         f"training of {estimate.trained} of {estimate.model}{_format_precision(estimate)} by {estimate.optimizer}, "
-        f"{estimate.clips} x {estimate.size}, "
+        f"{estimate.batch_size} x {estimate.size}, "
         f"{pluralize(estimate.frames, 'frame')}, on {estimate.chip} ({format_mesh(estimate.mesh, ', ')}, rules "
         f"{estimate.rules}), "
         "priced, not measured",

@@ -136,7 +136,7 @@ def best_match(
     return max(presets, key=match_score, default=None)
 
 
-def no_prompts(model: Any) -> Mapping[str, tuple[int, int]]:
+def no_prompt_lengths(model: Any) -> Mapping[str, tuple[int, int]]:
     """Return the prompt lengths of a family without tokenizers: none."""
     return {}
 
@@ -154,14 +154,14 @@ class Family:
         networks: The kinds of networks in the family's checkpoints.
         pipelines: Class names in model_index.json.
         read_model: Reads a checkpoint's configs, including those of its encoders if the second argument is True.
-        settings: Returns the default settings of a checkpoint.
+        default_settings: Returns the default settings of a checkpoint.
         presets: The published models of the family.
         loaders: Load tokenizers and image processors from their folders, by component.
         layouts: Layouts of the family's checkpoints, without the layout of diffusers.
-        relatives: Similar models that are not supported, for error messages.
+        unsupported_models: Similar models that are not supported, for error messages.
         tables: The file of published step cache tables, by preset.
         distillations: Distillations that are recognised by file names, the most specific first.
-        prompt: Returns the padded length of a prompt and its number of real tokens by tokenizer, for plans.
+        prompt_lengths: Returns the padded length of a prompt and its number of real tokens by tokenizer, for plans.
         find_autoencoder: Returns the autoencoder in a file, for the latents of a model's autoencoder, whose config is
             the second argument; None if the file has no autoencoder.
     """
@@ -170,14 +170,14 @@ class Family:
     networks: tuple[NetworkKind, ...]
     pipelines: tuple[str, ...]
     read_model: Callable[[Source, bool], VideoModel[Any]]
-    settings: Callable[[Source, Any, Preset | None], Settings]
+    default_settings: Callable[[Source, Any, Preset | None], Settings]
     presets: tuple[Preset, ...] = ()
     loaders: Mapping[str, Callable[[Path], Any]] = field(default_factory=dict)
     layouts: tuple[Layout, ...] = ()
-    relatives: UnsupportedModels = field(default_factory=dict)
+    unsupported_models: UnsupportedModels = field(default_factory=dict)
     tables: Path | None = None
     distillations: tuple[Distillation, ...] = ()
-    prompt: Callable[[Any], Mapping[str, tuple[int, int]]] = no_prompts
+    prompt_lengths: Callable[[Any], Mapping[str, tuple[int, int]]] = no_prompt_lengths
     find_autoencoder: Callable[[Reader, Any], RecognisedComponent | None] = no_autoencoder
 
     def network_of(self, config: Config) -> Network:

@@ -63,7 +63,7 @@ class TrainingEstimate:
     rules: str
     size: str
     frames: int
-    clips: int
+    batch_size: int
     trained: str
     precision: str
     optimizer: str
@@ -93,7 +93,7 @@ def estimate_training(
     *,
     lora: LoraConfig | None,
     optimizer_config: OptimizerConfig,
-    clips: int = 1,
+    batch_size: int = 1,
     sp: int | None = None,
     rules: str = "fsdp",
     compiler: str = SAFE_SET,
@@ -113,7 +113,7 @@ def estimate_training(
     param_dtype = "float32" if lora is None else settings.dtype
     load_options = {"attention": attention, "compiler": compiler, "param_dtype": param_dtype}
     pipe = abstract_pipeline(replace(description, settings=settings), partitioner, **load_options)
-    traced = _traced(pipe, settings, clips, lora, optimizer_config)
+    traced = _traced(pipe, settings, batch_size, lora, optimizer_config)
     programs = [(name, traced[program].abstract_call) for name, program in (("step", train), ("forward", compute_loss))]
     step, forward = priced_on(hardware, programs, on_progress)
     return TrainingEstimate(
@@ -121,7 +121,7 @@ def estimate_training(
         chip=chip,
         mesh=axes,
         rules=rules,
-        clips=clips,
+        batch_size=batch_size,
         size=f"{settings.width}x{settings.height}",
         frames=settings.frames,
         trained="all weights" if lora is None else f"a LoRA of rank {lora.rank}",
@@ -133,7 +133,7 @@ def estimate_training(
 
 
 def _traced(
-    pipe: Pipeline, settings: Settings, clips: int, lora: LoraConfig | None, optimizer_config: OptimizerConfig
+    pipe: Pipeline, settings: Settings, batch_size: int, lora: LoraConfig | None, optimizer_config: OptimizerConfig
 ) -> dict[Program, TracedProgram]:
     """Trace two programs on clips with captions: a training step, and its loss without the gradients."""
     config, partitioner = pipe.model.spec.networks["transformer"], pipe.partitioner
@@ -149,7 +149,7 @@ def _traced(
     static, trainable_weights, constants = prepare_step(
         network, make_loss(pipe, NoiseLevels()), make_optimizer(optimizer_config, STEPS), trained=trained
     )
-    batch, number = _batch(pipe, settings, clips), np.int32(0)
+    batch, number = _batch(pipe, settings, batch_size), np.int32(0)
     trace, compile_context = Trace(), CompileContext(partitioner, pipe.compiler)
     state = {"weights": trainable_weights, **trace.call(begin_training, compile_context, static, trainable_weights)}
     trace.call(train, compile_context, static, state, constants, batch, number)
@@ -157,7 +157,7 @@ def _traced(
     return {program.traced_program.program: program.traced_program for program in trace.programs}
 
 
-def _batch(pipe: Pipeline, settings: Settings, clips: int) -> Batch:
+def _batch(pipe: Pipeline, settings: Settings, batch_size: int) -> Batch:
     """Return the shapes of a batch of clips with these settings.
 
     The arrays are on the host, like a batch that is read from files.
@@ -165,13 +165,13 @@ def _batch(pipe: Pipeline, settings: Settings, clips: int) -> Batch:
     traced = pipe.with_strategy(Trace(), pipe.components.abstract())
     (conditioning,) = Run(traced, [PreparedRequest(settings)], needed_pictures(pipe, settings)).encode().values()
     fields = {
-        name: jax.ShapeDtypeStruct((clips, *x.shape[1:]), x.dtype)
+        name: jax.ShapeDtypeStruct((batch_size, *x.shape[1:]), x.dtype)
         for name, x in conditioning._asdict().items()
         if x is not None
     }
     negatives = {name: fields[name.removeprefix(NEGATIVE)] for name in fields if name.startswith(NEGATIVE)}
     _, *latents = pipe.model.spec.latent_shape(settings)
-    return Batch(jax.ShapeDtypeStruct((clips, *latents), jnp.float32), type(conditioning)(**fields | negatives))
+    return Batch(jax.ShapeDtypeStruct((batch_size, *latents), jnp.float32), type(conditioning)(**fields | negatives))
 
 
 def _seconds(step: Price, forward: Price) -> dict[str, Any]:

@@ -169,9 +169,9 @@ TOY = Family(
     networks=NETWORKS,
     pipelines=("ToyPipeline",),
     read_model=ToyModel.of,
-    settings=lambda source, model, preset: DEFAULTS if preset is None else preset.defaults,
+    default_settings=lambda source, model, preset: DEFAULTS if preset is None else preset.defaults,
     loaders={"tokenizer": lambda folder: Tokenizer.load(folder, length=LENGTH)},
-    prompt=lambda model: {"tokenizer": (LENGTH, LENGTH)},
+    prompt_lengths=lambda model: {"tokenizer": (LENGTH, LENGTH)},
     presets=(
         Preset(
             name="toy",

@@ -214,9 +214,9 @@ TOY_SOUND = Family(
     networks=NETWORKS,
     pipelines=("ToySoundPipeline",),
     read_model=SoundModel.of,
-    settings=lambda source, model, preset: DEFAULTS if preset is None else preset.defaults,
+    default_settings=lambda source, model, preset: DEFAULTS if preset is None else preset.defaults,
     loaders={"tokenizer": lambda folder: Tokenizer.load(folder, length=LENGTH)},
-    prompt=lambda model: {"tokenizer": (LENGTH, LENGTH)},
+    prompt_lengths=lambda model: {"tokenizer": (LENGTH, LENGTH)},
     presets=(
         Preset(
             name="toy-sound",

@@ -18,10 +18,10 @@ FAMILY = Family(
     networks=NETWORKS,
     pipelines=("CogVideoXPipeline", "CogVideoXImageToVideoPipeline", "CogVideoXVideoToVideoPipeline"),
     read_model=CogVideoXModel.of,
-    settings=default_settings,
+    default_settings=default_settings,
     presets=PRESETS,
     tables=Path(__file__).parent / FILE,
-    prompt=lambda model: {"tokenizer": (model.transformer.text_length,) * 2},
+    prompt_lengths=lambda model: {"tokenizer": (model.transformer.text_length,) * 2},
     loaders={"tokenizer": lambda folder: Tokenizer.load(folder, length=TEXT_LENGTH)},
-    relatives={"CogVideoX's transformer alone": ("patch_embed.text_proj.", "mixins.patch_embed.")},
+    unsupported_models={"CogVideoX's transformer alone": ("patch_embed.text_proj.", "mixins.patch_embed.")},
 )

@@ -17,7 +17,7 @@ FAMILY = Family(
     networks=NETWORKS,
     pipelines=("HunyuanVideo15Pipeline", IMAGE_TO_VIDEO),
     read_model=HunyuanVideoModel.of,
-    settings=default_settings,
+    default_settings=default_settings,
     presets=PRESETS,
     loaders={
         "tokenizer": lambda folder: Tokenizer.load(folder, length=TEMPLATE_TOKENS + TEXT_LENGTH),
@@ -25,9 +25,9 @@ FAMILY = Family(
         "feature_extractor": StretchingImageProcessor.load,
     },
     layouts=(LAYOUT,),
-    relatives=UNSUPPORTED,
+    unsupported_models=UNSUPPORTED,
     distillations=DISTILLATIONS,
-    prompt=lambda model: {
+    prompt_lengths=lambda model: {
         "tokenizer": (TEMPLATE_TOKENS + TEXT_LENGTH, TEMPLATE_TOKENS + model.prompt_tokens),
         "tokenizer_2": (GLYPH_LENGTH, GLYPH_LENGTH),
     },

@@ -28,7 +28,7 @@ FAMILY = Family(
         *CAUSAL_PIPELINES,
     ),
     read_model=model_of,
-    settings=default_settings,
+    default_settings=default_settings,
     presets=PRESETS,
     tables=Path(__file__).parent / FILE,
     distillations=DISTILLATIONS,
@@ -37,7 +37,7 @@ FAMILY = Family(
         "image_processor": ImageProcessor.load,
     },
     layouts=(LAYOUT,),
-    relatives=UNSUPPORTED,
-    prompt=lambda model: {"tokenizer": (TEXT_LENGTH, TEXT_LENGTH)},
+    unsupported_models=UNSUPPORTED,
+    prompt_lengths=lambda model: {"tokenizer": (TEXT_LENGTH, TEXT_LENGTH)},
     find_autoencoder=find_autoencoder,
 )
