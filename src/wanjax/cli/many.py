@@ -226,7 +226,7 @@ def _make_here(
     """Make the videos in this process, together with its followers if there are any. If rows are invalid, make no
     video."""
     report = driver.report
-    batch = driver.batch(maker.checked_tasks(requests, row_errors), maker.pipe.defaults.model)
+    batch = driver.batch(maker.checked_tasks(requests, row_errors), maker.pipe.model_name)
     if not batch.total:
         return batch
     first = next(iter(batch.tasks.values()))
@@ -332,7 +332,7 @@ def _make_maker(arguments: dict[str, Any], store: JobStore, leads: bool = False)
 
 def _make_tasks(requests: Sequence[VideoRequest], row_errors: RowErrors, maker: VideoMaker) -> tuple[list[Task], str]:
     """Make the tasks of requests in a worker's process. Return the tasks and the model's name."""
-    return maker.checked_tasks(requests, row_errors), maker.pipe.defaults.model
+    return maker.checked_tasks(requests, row_errors), maker.pipe.model_name
 
 
 @contextmanager

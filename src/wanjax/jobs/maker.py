@@ -131,7 +131,7 @@ class VideoMaker:
     @property
     def models(self) -> list[str]:
         """Names of the models whose jobs this maker can make."""
-        return [self.pipe.defaults.model]
+        return [self.pipe.model_name]
 
     def warm_up(self, should_stop: Callable[[], bool]) -> None:
         """Create the pipeline. The networks of the pipeline are loaded with the first video.

@@ -189,6 +189,11 @@ class Pipeline(metaclass=OtherNamesMeta):
         self._latent_preview = None
 
     @property
+    def model_name(self) -> str:
+        """The name of the loaded model, as in its settings, such as `wan2.1-t2v-1.3b`."""
+        return self.defaults.model
+
+    @property
     def attention(self) -> AttentionConfig:
         """The denoiser's attention: the argument of `load`, by default the attention of the model's training."""
         return self.model.spec.resolve_attention(self.components.options.get("attention", AUTO))
@@ -467,7 +472,7 @@ class Pipeline(metaclass=OtherNamesMeta):
             if name not in fields:
                 raise unknown_keyword(name, ("size", *defaults), of_call=CallKeywords.__annotations__)
             if settings[name] is not None:
-                raise missing_setting(name, self.defaults.model, defaults)
+                raise missing_setting(name, self.model_name, defaults)
         check_loaded(self.defaults, {name: settings.pop(name) for name in LOAD_SETTINGS if name in settings})
         if settings.get("seed") is not None:
             settings |= {"seed": checked_seed(settings["seed"])}
@@ -676,7 +681,7 @@ class Pipeline(metaclass=OtherNamesMeta):
         Raises:
             WanjaxError: A value is invalid, or the model is not causal.
         """
-        self.model.spec.check_chunked(self.defaults.model)
+        self.model.spec.check_chunked(self.model_name)
         check_tiling(tiling, self.model.vae)
         observers = self._create_observers(callback)
         pictures, settings = self.prepare(prompt=check_prompt(prompt), negative_prompt=negative_prompt, **keywords)
@@ -717,7 +722,7 @@ class Pipeline(metaclass=OtherNamesMeta):
             seeds: The seed of each video; None uses the one `seed` of the settings.
             settings: The settings.
         """
-        self.model.spec.check_chunked(self.defaults.model)
+        self.model.spec.check_chunked(self.model_name)
         check_function(callback, "callback", "a Step")
         video_settings = self._complete_settings(conditioning, dict(settings))
         seeds = resolve_seeds([settings.get("seed")], [video_settings.seed]) if seeds is None else resolve_seeds(seeds)
@@ -734,7 +739,7 @@ class Pipeline(metaclass=OtherNamesMeta):
             latent_chunks: Latents of consecutive chunks.
             tiling: Decode tile by tile, which saves memory.
         """
-        self.model.spec.check_chunked(self.defaults.model)
+        self.model.spec.check_chunked(self.model_name)
         for frames in Run(self, [], tiling=tiling).frames(iter(latent_chunks)):
             yield np.asarray(frames)
 
@@ -832,7 +837,7 @@ class Pipeline(metaclass=OtherNamesMeta):
 
     def _check_latents(self, latents: Any) -> None:
         """Raise WanjaxError unless the latents can be the latents of one video of the model."""
-        check_modalities(latents, self.model.spec.extra_modalities, self.defaults.model)
+        check_modalities(latents, self.model.spec.extra_modalities, self.model_name)
         check_latents(select_modality(latents), self.model.vae.latent_channels)
 
     def encode_video(self, frames: FramesInput, *, tiling: Tiling | None = None) -> Float[ArrayOrShape, "1 C _T _H _W"]:
@@ -855,7 +860,7 @@ class Pipeline(metaclass=OtherNamesMeta):
         self.defaults.updated({"frames": count, "height": height, "width": width}).check(
             spatial=config.spatial_factor, temporal=config.temporal_factor
         )
-        self.model.spec.check_length(count, self.defaults.model)
+        self.model.spec.check_length(count, self.model_name)
         return encode_clip(self.runtime.components.get("vae"), frames, tiling, self.call)
 
     def metadata(
@@ -916,7 +921,7 @@ class Pipeline(metaclass=OtherNamesMeta):
     def __getstate__(self) -> dict[str, Any]:
         """Raise WanjaxError: a pipeline cannot be pickled, because its arrays are on this process's devices."""
         raise WanjaxError(
-            f"a pipeline cannot be pickled: call wanjax.load({self.defaults.model!r}) in the other process, or send "
+            f"a pipeline cannot be pickled: call wanjax.load({self.model_name!r}) in the other process, or send "
             "the arrays of nnx.state(pipe.transformer)"
         )
 
@@ -963,7 +968,7 @@ class Pipeline(metaclass=OtherNamesMeta):
             "" if self.partitioner.is_single_device else f" ({self.partitioner}, rules {self.partitioner.rules_name})"
         )
         precision = "" if self.defaults.precision == FLOATS.name else f", {self.defaults.precision}"
-        summary = f"{self.defaults.model}, {self.model.spec.task}, {self.defaults.dtype}{precision}"
+        summary = f"{self.model_name}, {self.model.spec.task}, {self.defaults.dtype}{precision}"
         lines = [f"{type(self).__name__}: {summary}, on {devices_of(self.partitioner)}{mesh}"]
         lines += [f"  {name}: {self._component_state(name)}" for name in self.components.names]
         return "\n".join([*lines, f"  scheduler: {name_of(self.scheduler)}"])

@@ -50,6 +50,9 @@ class LoadedPipeline(Protocol):
     @property
     def runtime(self) -> Runtime: ...
 
+    @property
+    def model_name(self) -> str: ...
+
     model: VideoModel[Any]
     defaults: Settings
 
@@ -253,7 +256,7 @@ class Run:
         if isinstance(latent_chunks, Sequence):
             lengths = [select_modality(x).shape[2] for x in latent_chunks]
             if runtime.components.decoder == "vae":
-                spec.check_length(1 + (sum(lengths) - 1) * spec.vae.temporal_factor, self.pipe.defaults.model)
+                spec.check_length(1 + (sum(lengths) - 1) * spec.vae.temporal_factor, self.pipe.model_name)
             total = sum(chunk_count(length, spec.decode_lengths(length)) for length in lengths)
             self.observers.notify("progressed", "chunk", 0, total)
         chunks = self._chunk_frames(

@@ -201,7 +201,7 @@ class Service:
         request, pictures = uploads.read_request(self._without_shared(fields), files, self.models, self.limits)
         pipe = self.models.model(request.model)
         id = new_id()
-        new_job = NewJob(id, {}, pipe.defaults.model, output_path(id))
+        new_job = NewJob(id, {}, pipe.model_name, output_path(id))
         if not pictures:
             return self.store.add(self._with_request(new_job, request, {}), limit=self.limits.queue)
         # if the server is killed before the request is complete, this row marks the folder for deletion

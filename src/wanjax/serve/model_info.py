@@ -57,7 +57,7 @@ def _estimates(pipe: Pipeline) -> list[dict[str, Any]]:
     chip = device_model(kind)
     if not kind.startswith(chip.kind):  # an unknown accelerator has no prices of its own
         return []
-    return load_estimates(pipe.defaults.model, chip.name, pipe.partitioner.mesh.size, pipe.defaults.precision)
+    return load_estimates(pipe.model_name, chip.name, pipe.partitioner.mesh.size, pipe.defaults.precision)
 
 
 def request_settings(pipe: Pipeline) -> Mapping[str, Setting]:

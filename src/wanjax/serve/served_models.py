@@ -112,9 +112,9 @@ class LoadedModels(ServedModels):
     """
 
     def __init__(self, pipe: Pipeline, loras: Sequence[Lora] = (), load: LoadModel | None = None):
-        self._served_source = pipe.defaults.model  # the argument of `load` for the served model
+        self._served_source = pipe.model_name  # the argument of `load` for the served model
         pipe = _with_base_name(pipe)
-        pipes = {pipe.defaults.model: pipe}
+        pipes = {pipe.model_name: pipe}
         self.loras = {lora.name: lora for lora in loras}
         self._load = load
         if load is not None:
@@ -154,7 +154,7 @@ class LoadedModels(ServedModels):
 def _with_base_name(pipe: Pipeline) -> Pipeline:
     """Return the pipeline with the model's folder removed from its name."""
     renamed = copy(pipe)
-    renamed.defaults = replace(pipe.defaults, model=base_name(pipe.defaults.model))
+    renamed.defaults = replace(pipe.defaults, model=base_name(pipe.model_name))
     return renamed
 
 

@@ -82,7 +82,7 @@ def _read_request(
     pictures, inputs = {name: list(contents) for name, contents in files.items()}, inputs_of(model)
     spec = model.model.spec
     input_names = [IMAGE.name if name == OPENAI_IMAGE else name for name in (*pictures, *fields)]
-    check_inputs([name for name in input_names if name in inputs], model.defaults.model, spec.task, spec.inputs)
+    check_inputs([name for name in input_names if name in inputs], model.model_name, spec.task, spec.inputs)
     _check_names(pictures, fields, model)
     for name in (*inputs, OPENAI_IMAGE):
         if name in fields:

@@ -180,7 +180,7 @@ def encoder_fingerprint(pipe: Pipeline) -> dict[str, Any]:
     identity |= {"param_dtype": pipe.components.options.get("param_dtype"), "version": VERSION}
     source = pipe.components.source
     if source is None:
-        return identity | {"model": pipe.defaults.model}
+        return identity | {"model": pipe.model_name}
     files: list[Any] = []
     if source.revision is None:  # a folder can get new files under the same path
         paths = sorted(

@@ -288,7 +288,7 @@ class Training:
         """Return everything that determines the trained weights, as JSON."""
         clips = [clip_fingerprint(clip) for clip in self.train_clips]
         levels = asdict(self.noise_levels[self.name])
-        model_info = {"model": self.pipe.defaults.model, "network": self.name, "dtype": self.pipe.defaults.dtype}
+        model_info = {"model": self.pipe.model_name, "network": self.name, "dtype": self.pipe.defaults.dtype}
         model_info |= {DIGESTS_KEY: self.pipe.components.metadata.get(DIGESTS_KEY, {})}
         model_info |= _attention_entry(self.pipe) | _precision_entry(self.pipe)
         mesh = None if self.pipe.partitioner.is_single_device else dict(self.pipe.partitioner.mesh.shape)
@@ -430,7 +430,7 @@ class Training:
         """Write the current LoRA to a file."""
         assert self.config.lora is not None
         factors = adapters.export_factors(self.trainer.network(), self.network_info.rules, self.adapted_names)
-        training_info = {"model": self.pipe.defaults.model, "step": self.trainer.step, "rank": self.config.lora.rank}
+        training_info = {"model": self.pipe.model_name, "step": self.trainer.step, "rank": self.config.lora.rank}
         training_info |= _attention_entry(self.pipe) | _precision_entry(self.pipe)
         save_lora(
             file,
@@ -461,7 +461,7 @@ def _select_networks(pipe: Pipeline, config: TrainConfig) -> tuple[str, ...]:
     if config.expert == "both":
         return names
     if len(names) == 1:
-        raise WanjaxError(f"{pipe.defaults.model} has one network and no expert {config.expert}: give expert both")
+        raise WanjaxError(f"{pipe.model_name} has one network and no expert {config.expert}: give expert both")
     return (names[EXPERTS[config.expert]],)
 
 
@@ -470,7 +470,7 @@ def _noise_levels(pipe: Pipeline, config: TrainConfig, network: str) -> NoiseLev
     default = pipe.model.spec.schedule_options(pipe.defaults).get("shift")
     timesteps = config.timesteps or ("uniform" if default is None else "shift")
     if timesteps == "shift" and default is None and config.shift is None:
-        raise WanjaxError(f"{pipe.defaults.model} has no flow shift: give timesteps uniform or logit-normal")
+        raise WanjaxError(f"{pipe.model_name} has no flow shift: give timesteps uniform or logit-normal")
     low, high = pipe.model.spec.noise_range(network, pipe.defaults)
     shift = (default if config.shift is None else config.shift) if timesteps == "shift" else 1.0
     return NoiseLevels(
