@@ -44,7 +44,7 @@ FILES = [file for top in FOLDERS for file in ROOT.glob(f"{top}/**/*.py")]
 TEXTS = {file: file.read_text(encoding="utf-8") for file in FILES}
 SOURCES = [file for file in FILES if {"src", "converters"} & set(file.relative_to(ROOT).parts)]
 CLASSES = {file: re.findall(r"^class (\w+)", TEXTS[file], re.MULTILINE) for file in SOURCES}
-OF_CODE = {"design.md", "walks.md", "families.md"}  # pages that name modules without their folders
+OF_CODE = {"design.md", "code-paths.md", "families.md"}  # pages that name modules without their folders
 
 
 WORKFLOWS = {name: "video_wan2_2_14B_t2v" for name in ("workflow.json", "video_wan2_2_14B_t2v.json")}
