@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from wanjax.converters.vision_encoder import block_rules, vision_sizes, with_and_without_prefix, with_optional_prefix
-from wanjax.converters.weight_rules import Rule, layer, norm, patches
+from wanjax.converters.weight_rules import WeightRule, layer, norm, patches
 from wanjax.models.clip import CLIPVisionConfig
 
 
@@ -18,12 +18,12 @@ def clip_config(json: Mapping[str, Any]) -> CLIPVisionConfig:
     return CLIPVisionConfig(**sizes | {"layers": sizes["layers"] - 1})
 
 
-def clip_rules(config: CLIPVisionConfig) -> list[Rule]:
+def clip_rules(config: CLIPVisionConfig) -> list[WeightRule]:
     """Return the rules for every parameter of `CLIPVision`."""
     return with_optional_prefix(
         [
-            Rule("embeddings.class_embedding", "class_token"),
-            Rule("embeddings.position_embedding.weight", "positions"),
+            WeightRule("embeddings.class_embedding", "class_token"),
+            WeightRule("embeddings.position_embedding.weight", "positions"),
             *layer("embeddings.patch_embedding", "patch_embed", patches((config.patch, config.patch)), bias=False),
             *norm("pre_layrnorm", "norm", bias=True),
             *block_rules(),

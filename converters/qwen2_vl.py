@@ -10,7 +10,7 @@ from typing import Any
 
 from wanjax.converters.configs import check_entries, check_kind
 from wanjax.converters.name_map import NameMap
-from wanjax.converters.weight_rules import Rule, linear, norm
+from wanjax.converters.weight_rules import WeightRule, linear, norm
 from wanjax.errors import WanjaxError
 from wanjax.models.qwen2_vl import Qwen2VLConfig
 
@@ -81,11 +81,11 @@ def gguf_json(field: Callable[[str], Any], vocab_size: int) -> dict[str, Any]:
     return json | {"architectures": ["Qwen2_5_VLTextModel"]} | values
 
 
-def qwen2_vl_rules(config: Qwen2VLConfig) -> list[Rule]:
+def qwen2_vl_rules(config: Qwen2VLConfig) -> list[WeightRule]:
     """Return the rules for every parameter of `Qwen2VLEncoder`."""
     layer = "layers.{i}"
     rules = [
-        Rule("embed_tokens.weight", "embed.embedding"),
+        WeightRule("embed_tokens.weight", "embed.embedding"),
         *norm(f"{layer}.input_layernorm", "blocks.norm1"),
         *linear(f"{layer}.self_attn.q_proj", "blocks.attn.q"),
         *linear(f"{layer}.self_attn.k_proj", "blocks.attn.k"),

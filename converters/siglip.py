@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from wanjax.converters.vision_encoder import block_rules, vision_sizes, with_and_without_prefix, with_optional_prefix
-from wanjax.converters.weight_rules import Rule, layer, norm, patches
+from wanjax.converters.weight_rules import WeightRule, layer, norm, patches
 from wanjax.models.siglip import SiglipVisionConfig
 
 
@@ -17,12 +17,12 @@ def siglip_config(json: Mapping[str, Any]) -> SiglipVisionConfig:
     return SiglipVisionConfig(**vision_sizes(json, model="siglip_vision_model", activation="gelu_pytorch_tanh"))
 
 
-def siglip_rules(config: SiglipVisionConfig) -> list[Rule]:
+def siglip_rules(config: SiglipVisionConfig) -> list[WeightRule]:
     """Return the rules for every parameter of `SiglipVision`."""
     return with_optional_prefix(
         [
             *layer("embeddings.patch_embedding", "patch_embed", patches((config.patch, config.patch))),
-            Rule("embeddings.position_embedding.weight", "positions"),
+            WeightRule("embeddings.position_embedding.weight", "positions"),
             *block_rules(),
             *norm("post_layernorm", "norm", bias=True),
         ]

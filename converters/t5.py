@@ -7,7 +7,7 @@ from typing import Any
 from wanjax.converters.configs import check_entries
 from wanjax.converters.name_map import NameMap
 from wanjax.converters.transforms import Shape
-from wanjax.converters.weight_rules import Rule, linear, norm
+from wanjax.converters.weight_rules import WeightRule, linear, norm
 from wanjax.errors import WanjaxError
 from wanjax.models.t5 import T5Config
 
@@ -79,20 +79,20 @@ def t5_json(
     }
 
 
-def t5_rules(config: T5Config) -> list[Rule]:
+def t5_rules(config: T5Config) -> list[WeightRule]:
     """Return the rules for every parameter of `T5Encoder`; the tied embedding may be stored under two names."""
     attention, mlp = "encoder.block.{i}.layer.0", "encoder.block.{i}.layer.1"
     bias = "SelfAttention.relative_attention_bias.weight"
     return [
-        Rule("shared.weight", "embed.embedding", aliases=("encoder.embed_tokens.weight",)),
+        WeightRule("shared.weight", "embed.embedding", aliases=("encoder.embed_tokens.weight",)),
         *norm(f"{attention}.layer_norm", "blocks.norm1"),
         *linear(f"{attention}.SelfAttention.q", "blocks.attn.q", bias=False),
         *linear(f"{attention}.SelfAttention.k", "blocks.attn.k", bias=False),
         *linear(f"{attention}.SelfAttention.v", "blocks.attn.v", bias=False),
         *linear(f"{attention}.SelfAttention.o", "blocks.attn.o", bias=False),
-        Rule(f"encoder.block.0.layer.0.{bias}", "position_bias.table")
+        WeightRule(f"encoder.block.0.layer.0.{bias}", "position_bias.table")
         if config.shared_bias
-        else Rule(f"{attention}.{bias}", "blocks.position_bias.table"),
+        else WeightRule(f"{attention}.{bias}", "blocks.position_bias.table"),
         *norm(f"{mlp}.layer_norm", "blocks.norm2"),
         *linear(f"{mlp}.DenseReluDense.wi_0", "blocks.mlp.gate", bias=False),
         *linear(f"{mlp}.DenseReluDense.wi_1", "blocks.mlp.up", bias=False),

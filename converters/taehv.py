@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from wanjax.converters.weight_rules import ArraySpec, Rule, conv
+from wanjax.converters.weight_rules import ArraySpec, WeightRule, conv
 from wanjax.errors import WanjaxError
 from wanjax.models.taehv import BLOCKS_PER_LEVEL, TinyDecoderConfig
 
@@ -40,7 +40,7 @@ def config_of(specs: Mapping[str, ArraySpec]) -> TinyDecoderConfig:
     return TinyDecoderConfig(first[1], (first[0], *output_channels), patch, frame_factors)
 
 
-def rules() -> list[Rule]:
+def rules() -> list[WeightRule]:
     """Return the rules for every parameter of a decoder."""
     table = [*conv("decoder.1", "conv_in"), *conv(f"decoder.{LAST_LAYER}", "conv_out")]
     for level in range(LEVELS):

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from wanjax.converters.configs import check_entries
-from wanjax.converters.weight_rules import Rule, linear, norm
+from wanjax.converters.weight_rules import WeightRule, linear, norm
 
 PREFIX = "vision_model."  # newer files do not have this prefix
 
@@ -28,7 +28,7 @@ def vision_sizes(json: Mapping[str, Any], *, model: str, activation: str) -> dic
     }
 
 
-def block_rules() -> list[Rule]:
+def block_rules() -> list[WeightRule]:
     """Return the rules for every parameter of the stacked `VisionBlock`s."""
     layer = "encoder.layers.{i}"
     return [
@@ -43,7 +43,7 @@ def block_rules() -> list[Rule]:
     ]
 
 
-def with_optional_prefix(rules: Sequence[Rule]) -> list[Rule]:
+def with_optional_prefix(rules: Sequence[WeightRule]) -> list[WeightRule]:
     """Return rules that match names with or without the prefix."""
     return [replace(rule, source=PREFIX + rule.source, aliases=(rule.source,)) for rule in rules]
 

@@ -34,8 +34,8 @@ __all__ = [
     "IDENTITY",
     "TRANSPOSE",
     "Assignment",
-    "Rule",
     "Transform",
+    "WeightRule",
     "assign",
     "channels_last",
     "conv",
@@ -56,7 +56,7 @@ PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
 @dataclass(frozen=True)
-class Rule:
+class WeightRule:
     """The name of a checkpoint's tensors and the name of the parameter that these tensors fill.
 
     A placeholder such as `{i}` stands for an index. If both names have the placeholder, it has the same value in both.
@@ -76,38 +76,40 @@ class Rule:
     aliases: tuple[str, ...] = ()
 
 
-def layer(source: str, target: str, weight: Transform, *, bias: bool = True, rows: Transform = IDENTITY) -> list[Rule]:
+def layer(
+    source: str, target: str, weight: Transform, *, bias: bool = True, rows: Transform = IDENTITY
+) -> list[WeightRule]:
     """Return a layer's rules: `weight` transforms the weight, which becomes `kernel`; `rows` transforms the bias."""
-    rules = [Rule(f"{source}.weight", f"{target}.kernel", weight)]
-    return rules + [Rule(f"{source}.bias", f"{target}.bias", rows)] * bias
+    rules = [WeightRule(f"{source}.weight", f"{target}.kernel", weight)]
+    return rules + [WeightRule(f"{source}.bias", f"{target}.bias", rows)] * bias
 
 
-def linear(source: str, target: str, *, bias: bool = True, rows: Transform = IDENTITY) -> list[Rule]:
+def linear(source: str, target: str, *, bias: bool = True, rows: Transform = IDENTITY) -> list[WeightRule]:
     """Return a dense layer's rules, [out, in] -> kernel [in, out]; `rows` rearranges the outputs of weight and bias."""
     return layer(source, target, rows >> TRANSPOSE, bias=bias, rows=rows)
 
 
-def conv(source: str, target: str, *, bias: bool = True) -> list[Rule]:
+def conv(source: str, target: str, *, bias: bool = True) -> list[WeightRule]:
     """Return the rules of a convolution of any rank, [out, in, *kernel] -> kernel [*kernel, in, out]."""
     return layer(source, target, CONV, bias=bias)
 
 
-def pointwise(source: str, target: str, axes: tuple[int, ...] = (2, 3, 4)) -> list[Rule]:
+def pointwise(source: str, target: str, axes: tuple[int, ...] = (2, 3, 4)) -> list[WeightRule]:
     """Return the rules that turn a convolution, whose kernel has size 1 along `axes`, into a dense layer."""
     return layer(source, target, squeeze(*axes) >> TRANSPOSE)
 
 
-def embedder(source: str, target: str) -> list[Rule]:
+def embedder(source: str, target: str) -> list[WeightRule]:
     """Return the rules of two dense layers, `linear_1` and `linear_2` in diffusers."""
     return [*linear(f"{source}.linear_1", f"{target}.up"), *linear(f"{source}.linear_2", f"{target}.down")]
 
 
-def feed_forward(source: str, target: str) -> list[Rule]:
+def feed_forward(source: str, target: str) -> list[WeightRule]:
     """Return the rules of an MLP, `net.0.proj` and `net.2` in diffusers."""
     return [*linear(f"{source}.net.0.proj", f"{target}.up"), *linear(f"{source}.net.2", f"{target}.down")]
 
 
-def projections(source: str, target: str, rows: Transform = IDENTITY) -> list[Rule]:
+def projections(source: str, target: str, rows: Transform = IDENTITY) -> list[WeightRule]:
     """Return the rules of attention's four projections in diffusers; `rows` rearranges the outputs of q and k."""
     return [
         *linear(f"{source}.to_q", f"{target}.q", rows=rows),
@@ -117,15 +119,15 @@ def projections(source: str, target: str, rows: Transform = IDENTITY) -> list[Ru
     ]
 
 
-def norm(source: str, target: str, *, bias: bool = False, rows: Transform = IDENTITY) -> list[Rule]:
+def norm(source: str, target: str, *, bias: bool = False, rows: Transform = IDENTITY) -> list[WeightRule]:
     """Return the rules of a norm, `weight` -> `scale`, and `bias` if it has one."""
-    rules = [Rule(f"{source}.weight", f"{target}.scale", rows)]
-    return rules + [Rule(f"{source}.bias", f"{target}.bias", rows)] * bias
+    rules = [WeightRule(f"{source}.weight", f"{target}.scale", rows)]
+    return rules + [WeightRule(f"{source}.bias", f"{target}.bias", rows)] * bias
 
 
-def gamma(source: str, target: str, axes: tuple[int, ...] = (1, 2, 3)) -> Rule:
+def gamma(source: str, target: str, axes: tuple[int, ...] = (1, 2, 3)) -> WeightRule:
     """Return the rule of a norm; remove the `axes` of size 1 from its `gamma`."""
-    return Rule(f"{source}.gamma", f"{target}.gamma", squeeze(*axes))
+    return WeightRule(f"{source}.gamma", f"{target}.gamma", squeeze(*axes))
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ class ArraySpec(Protocol):
 
 
 def assign(
-    rules: Iterable[Rule],
+    rules: Iterable[WeightRule],
     sources: Mapping[str, ArraySpec],
     targets: Mapping[str, ArraySpec],
     *,
@@ -212,7 +214,7 @@ def assign(
     return assignments
 
 
-def rules_for(path: str, rules: Iterable[Rule]) -> list[tuple[Rule, dict[str, str]]]:
+def rules_for(path: str, rules: Iterable[WeightRule]) -> list[tuple[WeightRule, dict[str, str]]]:
     """Return the rules whose target matches `path`, with the values of their placeholders."""
     matches = [(rule, _regex(rule.target).fullmatch(path)) for rule in rules]
     return [(rule, match.groupdict()) for rule, match in matches if match]
@@ -224,7 +226,7 @@ def _regex(pattern: str) -> re.Pattern:
 
 
 def expand_rule(
-    rule: Rule, indices: dict[str, str], target: str, shape: Shape, sources: Iterable[str]
+    rule: WeightRule, indices: dict[str, str], target: str, shape: Shape, sources: Iterable[str]
 ) -> tuple[Assignment, set[str]]:
     """Return the tensors that fill the target by this rule, and the aliases to ignore."""
     stacked = set(PLACEHOLDER.findall(rule.source)) - set(indices)

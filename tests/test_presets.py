@@ -65,7 +65,7 @@ class Published(NamedTuple):
     """A network, the table of its weights, the keys of its checkpoint, and the number of its parameters."""
 
     config: Any
-    rules: list[weight_rules.Rule]
+    rules: list[weight_rules.WeightRule]
     keys: Keys
     parameters: int
 

@@ -7,8 +7,8 @@ from typing import Any
 from wanjax.converters.configs import check_kind
 from wanjax.converters.weight_rules import (
     TRANSPOSE,
-    Rule,
     Transform,
+    WeightRule,
     channels_last,
     embedder,
     feed_forward,
@@ -85,7 +85,7 @@ def _positions(json: Mapping[str, Any]) -> dict[str, Any]:
     return {"rotary": "resized", "added": "learned" if learned else None, "trained_grid": grid}
 
 
-def transformer_rules(config: TransformerConfig) -> list[Rule]:
+def transformer_rules(config: TransformerConfig) -> list[WeightRule]:
     """Return the rules for every parameter of the transformer."""
     patch, patch_volume = config.patch, config.patch_volume
     patch_transform = (
@@ -94,7 +94,7 @@ def transformer_rules(config: TransformerConfig) -> list[Rule]:
     return [
         *layer("patch_embed.proj", "patch_embed", patch_transform),
         *linear("patch_embed.text_proj", "text_embed"),
-        *[Rule("patch_embed.pos_embedding", "added_positions.table", squeeze(0))] * (config.added == "learned"),
+        *[WeightRule("patch_embed.pos_embedding", "added_positions.table", squeeze(0))] * (config.added == "learned"),
         *embedder("time_embedding", "time_embed"),
         *embedder("ofs_embedding", "time_embed.offset") * (config.offset_width is not None),
         *_block("transformer_blocks.{i}", "blocks", config),
@@ -105,7 +105,7 @@ def transformer_rules(config: TransformerConfig) -> list[Rule]:
     ]
 
 
-def _block(source: str, target: str, config: TransformerConfig) -> list[Rule]:
+def _block(source: str, target: str, config: TransformerConfig) -> list[WeightRule]:
     return [
         *linear(f"{source}.norm1.linear", f"{target}.attn_mod"),
         *norm(f"{source}.norm1.norm", f"{target}.norm1", bias=True),
@@ -116,7 +116,7 @@ def _block(source: str, target: str, config: TransformerConfig) -> list[Rule]:
     ]
 
 
-def _attention(source: str, target: str, heads: Transform, head: Transform) -> list[Rule]:
+def _attention(source: str, target: str, heads: Transform, head: Transform) -> list[WeightRule]:
     """Return the rules of attention. For RoPE, `heads` reorders q and k, and `head` reorders their norms."""
     return [
         *projections(source, target, heads),

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from wanjax.converters.configs import check_kind
-from wanjax.converters.weight_rules import Rule, conv, norm, pointwise
+from wanjax.converters.weight_rules import WeightRule, conv, norm, pointwise
 from wanjax.errors import WanjaxError
 from wanjax.models.cogvideox.vae_config import VAEConfig
 
@@ -53,7 +53,7 @@ def vae_config(json: Mapping[str, Any]) -> VAEConfig:
     return config
 
 
-def vae_rules(config: VAEConfig) -> list[Rule]:
+def vae_rules(config: VAEConfig) -> list[WeightRule]:
     """Return the rules for every parameter of the autoencoder."""
     return [
         *_shared_rules("encoder"),
@@ -69,14 +69,14 @@ def vae_rules(config: VAEConfig) -> list[Rule]:
     ]
 
 
-def _shared_rules(prefix: str) -> list[Rule]:
+def _shared_rules(prefix: str) -> list[WeightRule]:
     return [
         *conv(f"{prefix}.conv_in.conv", f"{prefix}.conv_in"),
         *conv(f"{prefix}.conv_out.conv", f"{prefix}.conv_out"),
     ]
 
 
-def _res_blocks(source: str, target: str, norms: Callable[[str, str], list[Rule]]) -> list[Rule]:
+def _res_blocks(source: str, target: str, norms: Callable[[str, str], list[WeightRule]]) -> list[WeightRule]:
     """Return the rules of a level's residual blocks; `norms` builds the rules of one norm."""
     source_block, target_block = f"{source}.resnets.{{j}}", f"{target}.res.{{j}}"
     return [
@@ -91,7 +91,7 @@ def _res_blocks(source: str, target: str, norms: Callable[[str, str], list[Rule]
 _plain_norm = partial(norm, bias=True)
 
 
-def _spatial_norm(source: str, target: str) -> list[Rule]:
+def _spatial_norm(source: str, target: str) -> list[WeightRule]:
     return [
         *norm(f"{source}.norm_layer", f"{target}.norm", bias=True),
         *pointwise(f"{source}.conv_y.conv", f"{target}.scale"),

@@ -6,7 +6,7 @@ from typing import Any
 
 from wanjax.converters.configs import check_kind
 from wanjax.converters.weight_rules import (
-    Rule,
+    WeightRule,
     conv,
     embedder,
     feed_forward,
@@ -79,7 +79,7 @@ def transformer_config(json: Mapping[str, Any]) -> TransformerConfig:
     return config
 
 
-def transformer_rules(config: TransformerConfig) -> list[Rule]:
+def transformer_rules(config: TransformerConfig) -> list[WeightRule]:
     """Return the rules for every parameter of the transformer."""
     last = config.layers - 1
     return [
@@ -93,7 +93,7 @@ def transformer_rules(config: TransformerConfig) -> list[Rule]:
         *norm("image_embedder.norm_in", "image_embed.norm1", bias=True),
         *embedder("image_embedder", "image_embed.mlp"),
         *norm("image_embedder.norm_out", "image_embed.norm2", bias=True),
-        Rule("cond_type_embed.weight", "kinds"),
+        WeightRule("cond_type_embed.weight", "kinds"),
         *_block("transformer_blocks.{i}", "blocks", config),
         *_block(f"transformer_blocks.{last}", "last_block", config),
         *linear("norm_out.linear", "mod_out"),
@@ -101,7 +101,7 @@ def transformer_rules(config: TransformerConfig) -> list[Rule]:
     ]
 
 
-def _refiner(source: str, target: str) -> list[Rule]:
+def _refiner(source: str, target: str) -> list[WeightRule]:
     source_block, target_block = f"{source}.token_refiner.refiner_blocks.{{i}}", f"{target}.blocks"
     return [
         *embedder(f"{source}.time_text_embed.timestep_embedder", f"{target}.time_embed"),
@@ -115,7 +115,7 @@ def _refiner(source: str, target: str) -> list[Rule]:
     ]
 
 
-def _block(source: str, target: str, config: TransformerConfig) -> list[Rule]:
+def _block(source: str, target: str, config: TransformerConfig) -> list[WeightRule]:
     """Return the rules of a block.
 
     RoPE reorders the channels of q and k, for text as for video. All heads share a norm.
@@ -160,7 +160,7 @@ def vae_config(json: Mapping[str, Any]) -> VAEConfig:
     return config
 
 
-def vae_rules(config: VAEConfig) -> list[Rule]:
+def vae_rules(config: VAEConfig) -> list[WeightRule]:
     """Return the rules for every parameter of the autoencoder."""
     return [
         *_vae_coder("encoder", "down_blocks", "downsamplers"),
@@ -168,7 +168,7 @@ def vae_rules(config: VAEConfig) -> list[Rule]:
     ]
 
 
-def _vae_coder(coder: str, levels: str, resamplers: str) -> list[Rule]:
+def _vae_coder(coder: str, levels: str, resamplers: str) -> list[WeightRule]:
     source, target = f"{coder}.mid_block.attentions.0", f"{coder}.mid.attention"
     return [
         *conv(f"{coder}.conv_in.conv", f"{coder}.conv_in"),
@@ -186,7 +186,7 @@ def _vae_coder(coder: str, levels: str, resamplers: str) -> list[Rule]:
     ]
 
 
-def _res_block(source: str, target: str) -> list[Rule]:
+def _res_block(source: str, target: str) -> list[WeightRule]:
     return [
         gamma(f"{source}.norm1", f"{target}.norm1"),
         *conv(f"{source}.conv1.conv", f"{target}.conv1"),

@@ -13,7 +13,7 @@ from wanjax.converters.configs import check_kind
 from wanjax.converters.name_map import NameMap
 from wanjax.converters.wan import diffusers
 from wanjax.converters.wan.original import TRANSFORMER
-from wanjax.converters.weight_rules import Rule
+from wanjax.converters.weight_rules import WeightRule
 from wanjax.errors import WanjaxError
 from wanjax.models.wan.config import AnimateTransformerConfig, ImageTransformerConfig
 
@@ -87,7 +87,7 @@ def transformer_json(image_json: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def transformer_rules(config: AnimateTransformerConfig) -> list[Rule]:
+def transformer_rules(config: AnimateTransformerConfig) -> list[WeightRule]:
     """Return the rules for every parameter of the transformer."""
     return [replace(rule, aliases=_aliases(rule.source)) for rule in diffusers.transformer_rules(config)]
 

@@ -7,8 +7,8 @@ from typing import Any
 from wanjax.converters.configs import check_kind
 from wanjax.converters.weight_rules import (
     IDENTITY,
-    Rule,
     Transform,
+    WeightRule,
     conv,
     embedder,
     feed_forward,
@@ -145,7 +145,7 @@ def _causal_config(base_config: TransformerConfig, json: Mapping[str, Any]) -> C
     return CausalTransformerConfig(**vars(base_config), chunk_frames=block, window=window, sink=sink_frames)
 
 
-def transformer_rules(config: TransformerConfig) -> list[Rule]:
+def transformer_rules(config: TransformerConfig) -> list[WeightRule]:
     """Return the rules for every parameter of the transformer; the config's type selects them."""
     rules = _plain_rules(config)
     match config:
@@ -164,7 +164,7 @@ def transformer_unused(config: TransformerConfig) -> list[str]:
     return ["blocks.*.to_gate_compress.*"]
 
 
-def _control_rules(config: ControlTransformerConfig) -> list[Rule]:
+def _control_rules(config: ControlTransformerConfig) -> list[WeightRule]:
     """Return the rules for the parameters that a control clip adds to a transformer."""
     return [
         *layer("vace_patch_embedding", "control_embed", patches(config.patch)),
@@ -174,44 +174,44 @@ def _control_rules(config: ControlTransformerConfig) -> list[Rule]:
     ]
 
 
-def _image_rules(config: ImageTransformerConfig) -> list[Rule]:
+def _image_rules(config: ImageTransformerConfig) -> list[WeightRule]:
     """Return the rules for the parameters that an image adds to a transformer."""
     embed = "condition_embedder.image_embedder"
     return [
         *norm(f"{embed}.norm1", "image_embed.norm1", bias=True),
         *feed_forward(f"{embed}.ff", "image_embed.mlp"),
         *norm(f"{embed}.norm2", "image_embed.norm2", bias=True),
-        *[Rule(f"{embed}.pos_embed", "image_embed.positions", squeeze(0))] * (config.image_positions is not None),
+        *[WeightRule(f"{embed}.pos_embed", "image_embed.positions", squeeze(0))] * (config.image_positions is not None),
         *linear("blocks.{i}.attn2.add_k_proj", "blocks.cross_attn.image_k"),
         *linear("blocks.{i}.attn2.add_v_proj", "blocks.cross_attn.image_v"),
         *norm("blocks.{i}.attn2.norm_added_k", "blocks.cross_attn.image_k_norm"),
     ]
 
 
-def _plain_rules(config: TransformerConfig) -> list[Rule]:
+def _plain_rules(config: TransformerConfig) -> list[WeightRule]:
     return [
         *layer("patch_embedding", "patch_embed", patches(config.patch)),
         *embedder("condition_embedder.text_embedder", "text_embed"),
         *embedder("condition_embedder.time_embedder", "time_embed"),
         *linear("condition_embedder.time_proj", "time_proj"),
         *_block("blocks.{i}", "blocks", config),
-        Rule("scale_shift_table", "table", squeeze(0)),
+        WeightRule("scale_shift_table", "table", squeeze(0)),
         *linear("proj_out", "proj_out"),
     ]
 
 
-def _block(source: str, target: str, config: TransformerConfig) -> list[Rule]:
+def _block(source: str, target: str, config: TransformerConfig) -> list[WeightRule]:
     return [
         *_attention(f"{source}.attn1", f"{target}.self_attn", rope_halves(config.heads)),
         *linear(f"{source}.attn1.proj_l", f"{target}.self_attn.proj_l") * bool(config.sparse_linear),
         *_attention(f"{source}.attn2", f"{target}.cross_attn", IDENTITY),
         *norm(f"{source}.norm2", f"{target}.norm2", bias=True),
         *feed_forward(f"{source}.ffn", f"{target}.mlp"),
-        Rule(f"{source}.scale_shift_table", f"{target}.table", squeeze(0)),
+        WeightRule(f"{source}.scale_shift_table", f"{target}.table", squeeze(0)),
     ]
 
 
-def _attention(source: str, target: str, order: Transform) -> list[Rule]:
+def _attention(source: str, target: str, order: Transform) -> list[WeightRule]:
     """Return the rules of an attention layer; `order` reorders the channels for RoPE."""
     return [
         *projections(source, target, order),
@@ -244,7 +244,7 @@ def vae_config(json: Mapping[str, Any]) -> VAEConfig:
     )
 
 
-def vae_rules(config: VAEConfig) -> list[Rule]:
+def vae_rules(config: VAEConfig) -> list[WeightRule]:
     """Return the rules for every parameter of the autoencoder; the config's type selects them."""
     levels = _residual_levels() if isinstance(config, ResidualVAEConfig) else _levels(config)
     return [
@@ -257,7 +257,7 @@ def vae_rules(config: VAEConfig) -> list[Rule]:
     ]
 
 
-def _shared_rules(coder: str) -> list[Rule]:
+def _shared_rules(coder: str) -> list[WeightRule]:
     """Return the rules that encoder and decoder share: the first and last convolutions, and the middle block."""
     return [
         *conv(f"{coder}.conv_in", f"{coder}.conv_in"),
@@ -271,7 +271,7 @@ def _shared_rules(coder: str) -> list[Rule]:
     ]
 
 
-def _levels(config: VAEConfig) -> list[Rule]:
+def _levels(config: VAEConfig) -> list[WeightRule]:
     """Return the rules of Wan 2.1's levels; its files number the encoder's blocks and downsamplers in one list."""
     rules = _resample("decoder.up_blocks.{i}.upsamplers.0", "decoder.levels.{i}.resample")
     for level in range(len(config.multipliers)):
@@ -282,7 +282,7 @@ def _levels(config: VAEConfig) -> list[Rule]:
     return rules
 
 
-def _residual_levels() -> list[Rule]:
+def _residual_levels() -> list[WeightRule]:
     """Return the rules of Wan 2.2's levels."""
     return [
         *_res_block("encoder.down_blocks.{i}.resnets.{j}", "encoder.levels.{i}.res.{j}"),
@@ -291,11 +291,11 @@ def _residual_levels() -> list[Rule]:
     ]
 
 
-def _resample(source: str, target: str) -> list[Rule]:
+def _resample(source: str, target: str) -> list[WeightRule]:
     return [*conv(f"{source}.resample.1", f"{target}.conv"), *conv(f"{source}.time_conv", f"{target}.time_conv")]
 
 
-def _res_block(source: str, target: str) -> list[Rule]:
+def _res_block(source: str, target: str) -> list[WeightRule]:
     return [
         gamma(f"{source}.norm1", f"{target}.norm1"),
         *conv(f"{source}.conv1", f"{target}.conv1"),

@@ -11,7 +11,7 @@ from wanjax.converters.configs import Specs, check_kind, count_modules, shape_of
 from wanjax.converters.name_map import NameMap
 from wanjax.converters.wan import diffusers
 from wanjax.converters.wan.original import TRANSFORMER
-from wanjax.converters.weight_rules import CONV, Rule, Transform, layer, linear, norm, patches, squeeze
+from wanjax.converters.weight_rules import CONV, Transform, WeightRule, layer, linear, norm, patches, squeeze
 from wanjax.errors import WanjaxError
 from wanjax.models.wan.config import POSE_14B, ImageTransformerConfig, PoseTransformerConfig
 
@@ -146,7 +146,7 @@ def transformer_json(image_json: Mapping[str, Any], specs: Specs) -> dict[str, A
     }
 
 
-def transformer_rules(config: PoseTransformerConfig) -> list[Rule]:
+def transformer_rules(config: PoseTransformerConfig) -> list[WeightRule]:
     """Return the rules for every parameter of the transformer."""
     adapter, adapters = "face_adapter.{i}", "face_adapters"
     return [
@@ -157,14 +157,14 @@ def transformer_rules(config: PoseTransformerConfig) -> list[Rule]:
         *layer("face_encoder.conv2", "face_encoder.conv2", TIME_CONV),
         *layer("face_encoder.conv3", "face_encoder.conv3", TIME_CONV),
         *linear("face_encoder.out_proj", "face_encoder.out"),
-        Rule("face_encoder.padding_tokens", "face_encoder.padding", squeeze(0, 1, 2)),
+        WeightRule("face_encoder.padding_tokens", "face_encoder.padding", squeeze(0, 1, 2)),
         *(rule for x in ("q", "k", "v", "out") for rule in linear(f"{adapter}.to_{x}", f"{adapters}.{x}")),
         *norm(f"{adapter}.norm_q", f"{adapters}.q_norm"),
         *norm(f"{adapter}.norm_k", f"{adapters}.k_norm"),
     ]
 
 
-def _motion_encoder_rules() -> list[Rule]:
+def _motion_encoder_rules() -> list[WeightRule]:
     network = "motion_encoder"
     convs = {
         "conv_in": "conv_in",
@@ -173,9 +173,12 @@ def _motion_encoder_rules() -> list[Rule]:
     }
     without_bias = {"res_blocks.{i}.conv_skip": "blocks.{i}.shortcut", "conv_out": "conv_out"}
     return [
-        *(Rule(f"{network}.{x}.weight", f"{network}.{y}.kernel", CONV) for x, y in (convs | without_bias).items()),
-        *(Rule(f"{network}.{x}.act_fn.bias", f"{network}.{y}.bias") for x, y in convs.items()),
+        *(
+            WeightRule(f"{network}.{x}.weight", f"{network}.{y}.kernel", CONV)
+            for x, y in (convs | without_bias).items()
+        ),
+        *(WeightRule(f"{network}.{x}.act_fn.bias", f"{network}.{y}.bias") for x, y in convs.items()),
         *linear(f"{network}.motion_network.{{i}}", f"{network}.layers.{{i}}"),
         *linear(f"{network}.motion_network.4", f"{network}.factors"),
-        Rule(f"{network}.motion_synthesis_weight", f"{network}.directions"),
+        WeightRule(f"{network}.motion_synthesis_weight", f"{network}.directions"),
     ]

@@ -23,7 +23,7 @@ from wanjax.converters.weight_rules import (
     CONV,
     IDENTITY,
     TRANSPOSE,
-    Rule,
+    WeightRule,
     conv,
     linear,
     norm,
@@ -132,8 +132,8 @@ RULES = [
     *linear("blocks.{i}.attn.to_q", "blocks.q", rows=rope_halves(2)),
     *norm("blocks.{i}.norm_q", "blocks.norm", rows=rope_halves(2)),
     *conv("levels.{j}.conv", "levels.{j}"),
-    Rule("patch_embedding.weight", "patch.kernel", patches((1, 2, 2)), aliases=("tied.weight",)),
-    Rule("scale_shift_table", "table", squeeze(0)),
+    WeightRule("patch_embedding.weight", "patch.kernel", patches((1, 2, 2)), aliases=("tied.weight",)),
+    WeightRule("scale_shift_table", "table", squeeze(0)),
 ]
 SHAPES = {
     **{f"blocks.{i}.attn.to_q.weight": (8, 6) for i in range(3)},
@@ -264,7 +264,7 @@ def test_every_fault_is_listed_at_once_and_nothing_is_read():
 
 
 ENDLESS = [f"{name}.{'9' * 5000}.x" for name in "ab"] + [f"a.{'9' * 5000}.y"]  # only keys, for all their numbers
-TWICE = [*RULES[:-1], Rule("levels.0.conv.bias", "table")]
+TWICE = [*RULES[:-1], WeightRule("levels.0.conv.bias", "table")]
 NOT_FILLED = "parameters filled one rule table"
 FAULTS = [  # tensors beside those of the checkpoint, the rules, and what the sentence names
     ({"blocks.2.attn.to_q.weight": np.zeros((6, 8), np.float32)}, RULES, "blocks.2.attn.to_q.weight [6, 8] [8, 6]"),
@@ -272,7 +272,7 @@ FAULTS = [  # tensors beside those of the checkpoint, the rules, and what the se
     (dict.fromkeys(ENDLESS, np.zeros(1, np.float32)), RULES, " ".join(["unused", *ENDLESS])),
     ({}, TWICE, "twice levels.0.conv.bias"),
     ({}, RULES[:-1], NOT_FILLED),
-    ({}, [*RULES, Rule("other", "table")], NOT_FILLED),
+    ({}, [*RULES, WeightRule("other", "table")], NOT_FILLED),
 ]
 
 
@@ -283,7 +283,7 @@ def test_a_fault_is_named(tensors, rules, words):
 
 def test_two_stacked_placeholders_are_refused():
     with pytest.raises(ValueError, match="only one placeholder"):
-        weight_rules.assign([Rule("a.{i}.b.{j}", "a")], {}, {"a": jax.ShapeDtypeStruct((2, 2), jnp.float32)})
+        weight_rules.assign([WeightRule("a.{i}.b.{j}", "a")], {}, {"a": jax.ShapeDtypeStruct((2, 2), jnp.float32)})
 
 
 def test_unused_keys_are_ignored_by_pattern():

@@ -16,7 +16,7 @@ from wanjax.execution import EXECUTE, Execute
 from wanjax.media.video import read_metadata
 from wanjax.pipelines import torch_noise
 from wanjax.pipelines.observers import Cancelled
-from wanjax.pipelines.torch_noise import NoiseLayout, StepNoise, TorchGenerator, TorchNoise
+from wanjax.pipelines.torch_noise import NoiseSpec, StepNoise, TorchGenerator, TorchNoise
 from wanjax.pipelines.tracing import trace_programs
 from wanjax.pipelines.wan.conditioning import WanConditioning
 from wanjax.schedulers import DDIM, DPM, Consistency, FlowEuler
@@ -204,7 +204,7 @@ def test_a_step_that_is_skipped_moves_the_generators_on(shape, dtype):
     """Also arrays of fewer than sixteen numbers, and those whose number sixteen does not divide."""
 
     def steps() -> StepNoise:
-        source = TorchNoise([3, 4], NoiseLayout(frames_first=True, rounded=True), dtype, executes=True)
+        source = TorchNoise([3, 4], NoiseSpec(frames_first=True, rounded=True), dtype, executes=True)
         return StepNoise(source, [1, 2, 0, 2, 1], {"video": (2, *shape[1:]), "sound": (2, 4, 5)})
 
     one_by_one, last_alone = steps(), steps()

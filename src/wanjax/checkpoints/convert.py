@@ -28,9 +28,9 @@ from wanjax.checkpoints import modules
 from wanjax.checkpoints.arrays import Arrays, chunk_shape, fsync_files
 from wanjax.checkpoints.converted import DIGEST_LENGTH, FORMAT, KNOWN_AS, MANIFEST, PRECISION, UNUSED, WEIGHTS
 from wanjax.checkpoints.files import (
-    Reader,
     SafetensorsFile,
     Spec,
+    TensorReader,
     content_digest,
     main_dtype,
     save_index,
@@ -51,7 +51,7 @@ from wanjax.checkpoints.manifest import (
 )
 from wanjax.checkpoints.network_kinds import Kinds, Network, network
 from wanjax.checkpoints.quantize import QuantizedKernel, as_floats, quantized_kernels
-from wanjax.checkpoints.readers import ReaderView
+from wanjax.checkpoints.readers import TensorReaderView
 from wanjax.checkpoints.sources import Source, Weights, read_json
 from wanjax.checkpoints.stream import stored_specs, stream
 from wanjax.converters import weight_rules
@@ -120,7 +120,7 @@ class Conversion(ABC):
         self.target = parse_path(target).absolute()
         self.partial = _partial_folder(self.target)
         self._weights_by_name: dict[str, Weights] = {}
-        self._readers: dict[str, Reader] = {}
+        self._readers: dict[str, TensorReader] = {}
         self.networks = [
             self._plan_network(name)
             for name, component in source.components.items()
@@ -234,7 +234,7 @@ class Conversion(ABC):
         """Verify the written files, and flush them to the disk."""
 
     def _write_file(
-        self, name: str, file: str, specs: Mapping[str, Spec], reader: Reader, progress: Callable[[int], object]
+        self, name: str, file: str, specs: Mapping[str, Spec], reader: TensorReader, progress: Callable[[int], object]
     ) -> None:
         """Write tensors to a component's file, unless the file exists: an existing file is complete."""
         path = self.partial / name / file
@@ -244,7 +244,7 @@ class Conversion(ABC):
             write_safetensors(path, _ProgressReader(reader, progress), specs, {"format": "pt"})
 
     def _compare(
-        self, name: str, file: str, specs: Mapping[str, Spec], reader: Reader, progress: Callable[[int], object]
+        self, name: str, file: str, specs: Mapping[str, Spec], reader: TensorReader, progress: Callable[[int], object]
     ) -> None:
         """Raise WanjaxError unless a component's file holds these tensors."""
         written = SafetensorsFile(self.partial / name / file)
@@ -262,7 +262,7 @@ class Conversion(ABC):
             self._weights_by_name[name] = self.source[name].weights()
         return self._weights_by_name[name]
 
-    def _tensors(self, entry: Network, name: str) -> tuple[Reader, Reader]:
+    def _tensors(self, entry: Network, name: str) -> tuple[TensorReader, TensorReader]:
         """Return a component's tensors by published names, without and with the LoRAs merged."""
         component = self.source[name]
         stored_specs = component.original((self.source.base or self.source)[name].tensors(entry.rules))
@@ -515,10 +515,10 @@ class ToDiffusers(Conversion):
                 self._compare(entry.name, name, specs, reader, progress)
 
 
-class _CastToStored(ReaderView):
+class _CastToStored(TensorReaderView):
     """A reader's tensors, cast to the dtypes of another reader."""
 
-    def __init__(self, reader: Reader, stored_specs: Reader):
+    def __init__(self, reader: TensorReader, stored_specs: TensorReader):
         super().__init__(reader)
         self.specs = stored_specs.specs
 
@@ -526,10 +526,10 @@ class _CastToStored(ReaderView):
         return self._reader.read(key).astype(self.specs[key].dtype, copy=False)
 
 
-class _ProgressReader(ReaderView):
+class _ProgressReader(TensorReaderView):
     """A reader that reports the bytes that it reads."""
 
-    def __init__(self, reader: Reader, progress: Callable[[int], object]):
+    def __init__(self, reader: TensorReader, progress: Callable[[int], object]):
         super().__init__(reader)
         self._progress = progress
 

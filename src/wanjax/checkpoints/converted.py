@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from wanjax.checkpoints.arrays import Arrays
-from wanjax.checkpoints.files import HEADER_LIMIT, Reader, SafetensorsFile, progress_counter
+from wanjax.checkpoints.files import HEADER_LIMIT, SafetensorsFile, TensorReader, progress_counter
 from wanjax.checkpoints.hub import COMPONENT_FILES, HubFile
 from wanjax.checkpoints.readers import CombinedReader, RenamedReader
 from wanjax.checkpoints.sources import (
@@ -106,7 +106,7 @@ def _make_source(storage: Storage, manifest: Mapping[str, Any]) -> Source:
     def arrays(component: str) -> Arrays:
         return Arrays(storage.folder(component) / WEIGHTS, storage.fetch_files)
 
-    def original(component: str, tensors: Reader) -> Reader:
+    def original(component: str, tensors: TensorReader) -> TensorReader:
         names, unused = manifest.get("names", {}).get(component, {}), storage.folder(component) / UNUSED
         storage.fetch_files([unused])
         renamed_tensors = RenamedReader(tensors, lambda key: names.get(key, key))

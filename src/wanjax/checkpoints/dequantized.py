@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from wanjax.checkpoints.files import Reader, Spec
+from wanjax.checkpoints.files import Spec, TensorReader
 from wanjax.checkpoints.layer_formats import (
     MODELOPT_NVFP4,
     LayerFormat,
@@ -35,7 +35,7 @@ from wanjax.checkpoints.layer_formats import (
     untile,
 )
 from wanjax.checkpoints.pieces import row_pieces, widen
-from wanjax.checkpoints.readers import ReaderView
+from wanjax.checkpoints.readers import TensorReaderView
 from wanjax.errors import WanjaxError
 
 
@@ -95,14 +95,14 @@ class _Parts(NamedTuple):
     tensor_names: TensorNames
 
 
-class DequantizedReader(ReaderView):
+class DequantizedReader(TensorReaderView):
     """A reader that multiplies 8-bit weights by their scales, and leaves out the scales.
 
     Weights become float32, or bfloat16 if their spelling says that they were rounded from bfloat16. Raises WanjaxError
     if a scale has an unknown shape or a weight an unknown format. The headers alone decide this.
     """
 
-    def __init__(self, reader: Reader):
+    def __init__(self, reader: TensorReader):
         super().__init__(reader)
         keys = set(reader.specs)
         for key in reader.specs:

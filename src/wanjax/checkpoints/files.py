@@ -74,7 +74,7 @@ class Spec(NamedTuple):
 
 
 @runtime_checkable
-class Reader(Protocol):
+class TensorReader(Protocol):
     """Named tensors whose shapes and dtypes are known before they are read."""
 
     @property
@@ -302,7 +302,7 @@ def load_safetensors(path: str | Path) -> dict[str, np.ndarray]:
 
 
 class Tensors:
-    """Arrays in memory as a `Reader`."""
+    """Arrays in memory as a `TensorReader`."""
 
     def __init__(self, tensors: Mapping[str, np.ndarray]):
         self.tensors = tensors
@@ -323,7 +323,7 @@ def save_safetensors(
 
 
 def write_safetensors(
-    path: Path, reader: Reader, keys: Iterable[str], metadata: Mapping[str, str] | None = None
+    path: Path, reader: TensorReader, keys: Iterable[str], metadata: Mapping[str, str] | None = None
 ) -> None:
     """Write the tensors with these keys to a file, as `save_safetensors` does, but read them one at a time."""
     specs = {key: reader.specs[key] for key in keys}
@@ -362,7 +362,7 @@ def check_finite(values: np.ndarray, name: str, path: Path) -> None:
             )
 
 
-def split_into_shards(reader: Reader, stem: str, limit: int | float = SHARD_BYTES) -> dict[str, list[str]]:
+def split_into_shards(reader: TensorReader, stem: str, limit: int | float = SHARD_BYTES) -> dict[str, list[str]]:
     """Split a component's keys into files of at most `limit` bytes, or of one tensor; return the keys of each file."""
     from huggingface_hub import split_state_dict_into_shards_factory  # imported late: few commands write a component
 

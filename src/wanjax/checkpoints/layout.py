@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from wanjax.checkpoints.dequantized import DequantizedReader
-from wanjax.checkpoints.files import SUFFIXES, Reader
+from wanjax.checkpoints.files import SUFFIXES, TensorReader
 from wanjax.checkpoints.readers import RenamedReader
 from wanjax.checkpoints.sources import Component, Source, Storage, Weights, classes_in, folder_of, open_diffusers
 from wanjax.errors import WanjaxError
@@ -162,7 +162,7 @@ def needs_transformer(name: object, components: Iterable[str], model: str) -> Wa
     )
 
 
-def has_authors_names(component: str, reader: Reader, marker_tensors: Sequence[str], model: str) -> bool:
+def has_authors_names(component: str, reader: TensorReader, marker_tensors: Sequence[str], model: str) -> bool:
     """Return whether a component's tensors have the authors' names, and not diffusers' names.
 
     `marker_tensors` are names of tensors that only this component has, the authors' name first. Raises WanjaxError if
@@ -174,8 +174,8 @@ def has_authors_names(component: str, reader: Reader, marker_tensors: Sequence[s
 
 
 def split_components(
-    reader: Reader, marker_tensors: Mapping[str, Sequence[str]], prefixes: Mapping[str, Sequence[str]]
-) -> dict[str, Reader]:
+    reader: TensorReader, marker_tensors: Mapping[str, Sequence[str]], prefixes: Mapping[str, Sequence[str]]
+) -> dict[str, TensorReader]:
     """Split a file into its components, and remove the prefixes of their names.
 
     Args:
@@ -193,7 +193,7 @@ def split_components(
     return {name: _remove_prefix(reader, prefix, prefix_of) for name, prefix in prefix_of.items()}
 
 
-def _remove_prefix(reader: Reader, prefix: str, prefix_of: Mapping[str, str]) -> Reader:
+def _remove_prefix(reader: TensorReader, prefix: str, prefix_of: Mapping[str, str]) -> TensorReader:
     """Select the tensors with a prefix and remove the prefix.
 
     An empty prefix selects the tensors of no other component.

@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from wanjax.checkpoints.files import Reader, Spec
+from wanjax.checkpoints.files import Spec, TensorReader
 from wanjax.checkpoints.lora_changes import LoraChange, duplicate_error, parse_changes
 from wanjax.checkpoints.lora_products import magnitude_axis, set_norms
-from wanjax.checkpoints.readers import ReaderView, open_tensors
+from wanjax.checkpoints.readers import TensorReaderView, open_tensors
 from wanjax.converters.name_map import NameMap
 from wanjax.converters.transforms import Shape
 from wanjax.errors import WanjaxError
@@ -213,13 +213,13 @@ class LoraFile:
         return change.formula.shape({role: self._reader.specs[key].shape for role, key in change.factors.items()})
 
 
-class MergedLoraReader(ReaderView):
+class MergedLoraReader(TensorReaderView):
     """A reader that adds the changes of LoRA files to a checkpoint's tensors.
 
     A change with a strength of 0 has no effect.
     """
 
-    def __init__(self, reader: Reader, files: Sequence[tuple[LoraFile, float]]):
+    def __init__(self, reader: TensorReader, files: Sequence[tuple[LoraFile, float]]):
         super().__init__(reader)
         self._files = [(file, strength) for file, strength in files if strength != 0]
         float32 = np.dtype(np.float32)

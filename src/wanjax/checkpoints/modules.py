@@ -11,19 +11,19 @@ import numpy as np
 from flax import nnx
 
 from wanjax.checkpoints.arrays import Arrays
-from wanjax.checkpoints.files import Reader, Spec, progress_counter, write_safetensors
+from wanjax.checkpoints.files import Spec, TensorReader, progress_counter, write_safetensors
 from wanjax.checkpoints.quantize import as_floats, quantized_kernels, to_device_quantized
 from wanjax.checkpoints.to_devices import to_device
 from wanjax.converters.transforms import Transform
-from wanjax.converters.weight_rules import Rule, assign, expand_rule, rules_for
+from wanjax.converters.weight_rules import WeightRule, assign, expand_rule, rules_for
 
 Module = TypeVar("Module", bound=nnx.Module)
 
 
 def load(
     abstract: Module,
-    rules: Iterable[Rule],
-    reader: Reader,
+    rules: Iterable[WeightRule],
+    reader: TensorReader,
     *,
     ignore: Iterable[str] = (),
     progress: Callable[[int, int], object] | None = None,
@@ -76,7 +76,7 @@ def load(
 def restore(abstract: Module, arrays: Arrays, *, progress: Callable[[int, int], object] | None = None) -> Module:
     """Fill a module with the arrays that `wanjax convert` stored; the counterpart of `load` for a wanjax checkpoint."""
     targets = parameters(abstract)
-    assign([Rule(name, name) for name in targets], arrays.specs, targets)
+    assign([WeightRule(name, name) for name in targets], arrays.specs, targets)
     return _with_weights(abstract, arrays.restore(targets, progress_counter(progress, arrays.nbytes)))
 
 
@@ -105,7 +105,7 @@ class ExportedTensors:
         rules: The rules.
     """
 
-    def __init__(self, weights: Mapping[str, Any], rules: Iterable[Rule]):
+    def __init__(self, weights: Mapping[str, Any], rules: Iterable[WeightRule]):
         self._weights, self._locations, self.specs = weights, {}, dict[str, Spec]()
         rules = list(rules)
         for target, values in weights.items():
@@ -122,7 +122,9 @@ class ExportedTensors:
         return transform.inverse(self._weights[target][index])
 
 
-def export(model: nnx.Module, rules: Iterable[Rule], path: Path, *, metadata: Mapping[str, str] | None = None) -> None:
+def export(
+    model: nnx.Module, rules: Iterable[WeightRule], path: Path, *, metadata: Mapping[str, str] | None = None
+) -> None:
     """Write a module's weights to a safetensors file, with the names and shapes of the tensors from which rules fill
     it.
 

@@ -18,7 +18,7 @@ from wanjax.checkpoints.modules import ExportedTensors, parameters
 from wanjax.checkpoints.sources import Source
 from wanjax.converters.configs import read_config
 from wanjax.converters.name_map import NameMap
-from wanjax.converters.weight_rules import Rule
+from wanjax.converters.weight_rules import WeightRule
 from wanjax.errors import WanjaxError, repr_short
 from wanjax.layers.linear import Linear
 from wanjax.layers.placement import as_shapes
@@ -49,7 +49,7 @@ class NetworkKind:
     classes: tuple[str, ...]
     read: Callable[[Mapping[str, Any]], Config]
     modules: Mapping[type, type[Any]]
-    rules: Callable[[Config], list[Rule]]
+    rules: Callable[[Config], list[WeightRule]]
     float32: bool = False
     unused: Callable[[Config], Sequence[str]] = lambda config: ()
     lora_names: NameMap | None = None
@@ -66,7 +66,7 @@ class Network(NamedTuple):
     kind: NetworkKind
 
     @property
-    def rules(self) -> list[Rule]:
+    def rules(self) -> list[WeightRule]:
         return self.kind.rules(self.config)
 
     @property

@@ -9,7 +9,15 @@ from pathlib import Path
 
 import numpy as np
 
-from wanjax.checkpoints.files import GGUF_SUFFIX, SUFFIXES, TORCH_SUFFIXES, MappedFile, Reader, SafetensorsFile, Spec
+from wanjax.checkpoints.files import (
+    GGUF_SUFFIX,
+    SUFFIXES,
+    TORCH_SUFFIXES,
+    MappedFile,
+    SafetensorsFile,
+    Spec,
+    TensorReader,
+)
 from wanjax.checkpoints.gguf_file import GgufFile
 from wanjax.checkpoints.torch_file import TorchFile
 from wanjax.converters.name_map import NameMap
@@ -30,10 +38,10 @@ def open_tensors(path: str | Path) -> MappedFile:
     return TorchFile(path) if path.suffix in TORCH_SUFFIXES else SafetensorsFile(path)
 
 
-class ReaderView:
+class TensorReaderView:
     """A reader that wraps another reader; the base class of readers that change tensors."""
 
-    def __init__(self, reader: Reader):
+    def __init__(self, reader: TensorReader):
         self._reader = reader
         self.specs = reader.specs
 
@@ -51,10 +59,10 @@ class ReaderView:
         return self._reader.read(key)
 
 
-class RenamedReader(ReaderView):
+class RenamedReader(TensorReaderView):
     """A reader that renames tensors. `rename` returns the new name of a tensor, or None to leave the tensor out."""
 
-    def __init__(self, reader: Reader, rename: Callable[[str], str | None]):
+    def __init__(self, reader: TensorReader, rename: Callable[[str], str | None]):
         super().__init__(reader)
         self._keys: dict[str, str] = {}
         for key in reader.specs:
@@ -72,7 +80,7 @@ class RenamedReader(ReaderView):
 class CombinedReader:
     """One reader for the tensors of several readers; no two of them may have a tensor of the same name."""
 
-    def __init__(self, *readers: Reader):
+    def __init__(self, *readers: TensorReader):
         self._readers = {key: reader for reader in readers for key in reader.specs}
         self.specs = {key: reader.specs[key] for key, reader in self._readers.items()}
 
@@ -80,10 +88,10 @@ class CombinedReader:
         return self._readers[key].read(key)
 
 
-class SwappedHalvesReader(ReaderView):
+class SwappedHalvesReader(TensorReaderView):
     """A reader that swaps the first and the second half of the rows of the tensors for which `names` says it."""
 
-    def __init__(self, reader: Reader, names: NameMap):
+    def __init__(self, reader: TensorReader, names: NameMap):
         super().__init__(reader)
         self._names = names
 
@@ -92,10 +100,10 @@ class SwappedHalvesReader(ReaderView):
         return np.concatenate(np.split(x, 2)[::-1]) if self._names.swaps_halves(key) else x
 
 
-class ReshapedReader(ReaderView):
+class ReshapedReader(TensorReaderView):
     """A reader that reshapes tensors. `reshape` takes a tensor's name and shape, and returns the new shape."""
 
-    def __init__(self, reader: Reader, reshape: Callable[[str, Shape], Shape]):
+    def __init__(self, reader: TensorReader, reshape: Callable[[str, Shape], Shape]):
         super().__init__(reader)
         self.specs = {key: Spec(reshape(key, shape), dtype) for key, (shape, dtype) in reader.specs.items()}
 
@@ -103,7 +111,7 @@ class ReshapedReader(ReaderView):
         return self._reader.read(key).reshape(self.specs[key].shape)
 
 
-def squeeze_leading(reader: Reader, names: Collection[str]) -> ReshapedReader:
+def squeeze_leading(reader: TensorReader, names: Collection[str]) -> ReshapedReader:
     """Remove the leading axes of size 1 of the named tensors."""
 
     def reshape(key: str, shape: Shape) -> Shape:
@@ -112,7 +120,7 @@ def squeeze_leading(reader: Reader, names: Collection[str]) -> ReshapedReader:
     return ReshapedReader(reader, reshape)
 
 
-def unflatten_patches(reader: Reader, name: str, patch: Shape) -> ReshapedReader:
+def unflatten_patches(reader: TensorReader, name: str, patch: Shape) -> ReshapedReader:
     """Reshape a patch projection's weight from [out, in · patch] to [out, in, *patch]."""
 
     def reshape(key: str, shape: Shape) -> Shape:
@@ -123,13 +131,13 @@ def unflatten_patches(reader: Reader, name: str, patch: Shape) -> ReshapedReader
     return ReshapedReader(reader, reshape)
 
 
-class UnfusedReader(ReaderView):
+class UnfusedReader(TensorReaderView):
     """A reader that splits a fused tensor such as `to_qkv.weight` by rows into those of `to_q`, `to_k` and `to_v`.
 
     A tensor such as `to_kv.weight` is split into those of `to_k` and `to_v`.
     """
 
-    def __init__(self, reader: Reader, names: Sequence[str] = ("to_qkv",)):
+    def __init__(self, reader: TensorReader, names: Sequence[str] = ("to_qkv",)):
         super().__init__(reader)
         self._parts: dict[str, tuple[str, int, int]] = {}  # the fused tensor, the index of the part, and how many
         for key in reader.specs:

@@ -19,7 +19,7 @@ from flax import nnx
 from wanjax.checkpoints import modules
 from wanjax.checkpoints.arrays import Arrays, local_size
 from wanjax.checkpoints.dequantized import DequantizedReader
-from wanjax.checkpoints.files import SUFFIXES, Reader, SafetensorsFolder, check_names
+from wanjax.checkpoints.files import SUFFIXES, SafetensorsFolder, TensorReader, check_names
 from wanjax.checkpoints.hub import (
     COMPONENT_FILES,
     INDEX,
@@ -33,7 +33,7 @@ from wanjax.checkpoints.hub import (
 )
 from wanjax.checkpoints.lora_source import Lora
 from wanjax.checkpoints.quantize import float_kernels
-from wanjax.converters.weight_rules import Rule
+from wanjax.converters.weight_rules import WeightRule
 from wanjax.errors import WanjaxError, no_checkpoint, reason, repr_short
 from wanjax.layers.precision import FLOATS, Precision
 from wanjax.stores.paths import missing_file
@@ -41,11 +41,11 @@ from wanjax.stores.paths import missing_file
 CONFIGS = ("config.json", "scheduler_config.json", "guider_config.json")
 WEIGHT_SUFFIXES = {*SUFFIXES, ".msgpack", ".h5", ".onnx"}  # wanjax cannot read all of these
 Module = TypeVar("Module", bound=nnx.Module)
-ReaderTransform = Callable[[Reader], Reader]
+ReaderTransform = Callable[[TensorReader], TensorReader]
 """A function that changes a network's tensors, for example merges LoRAs. The tensors have diffusers' names."""
 
 
-class Weights(Reader, Protocol):
+class Weights(TensorReader, Protocol):
     """A reader of a component's tensors."""
 
     @property
@@ -153,10 +153,10 @@ class Component:
     changes: tuple[ReaderTransform, ...] = ()
     precision: Precision = FLOATS
 
-    def tensors(self, rules: Iterable[Rule]) -> Reader:
+    def tensors(self, rules: Iterable[WeightRule]) -> TensorReader:
         """Return the component's tensors after all changes, in floats. The tensors have the names and shapes that
         `rules` expect."""
-        reader: Reader = self.weights()
+        reader: TensorReader = self.weights()
         if isinstance(reader, Arrays):
             arrays = float_kernels({name: reader[name] for name in reader.specs}, rotates=self.precision.rotates)
             reader = modules.ExportedTensors(arrays, rules)
@@ -167,7 +167,7 @@ class Component:
     def load(
         self,
         abstract: Module,
-        rules: Iterable[Rule],
+        rules: Iterable[WeightRule],
         *,
         ignore: Iterable[str] = (),
         progress: Callable[[int, int], object] | None = None,

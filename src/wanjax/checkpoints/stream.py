@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from wanjax.checkpoints.arrays import Arrays, ChunkSlice, StoredArray, Writer
-from wanjax.checkpoints.files import Reader, Spec, check_finite
+from wanjax.checkpoints.files import Spec, TensorReader, check_finite
 from wanjax.checkpoints.quantize import QuantizedKernel, quantize
 from wanjax.checkpoints.to_devices import rearrange
 from wanjax.converters.weight_rules import ArraySpec, Assignment
@@ -51,7 +51,7 @@ def stored_specs(
 
 def stream(
     assignments: Sequence[Assignment],
-    reader: Reader,
+    reader: TensorReader,
     arrays: Arrays,
     kernels: Mapping[str, QuantizedKernel],
     progress: Callable[[int], object],
@@ -88,7 +88,7 @@ def _write_chunks(
     block_slice: slice | None,
     arrays: Arrays,
     chunks: Mapping[str, Sequence[ChunkSlice]],
-    reader: Reader,
+    reader: TensorReader,
     writer: Writer,
 ) -> None:
     """Write the chunks of a range of blocks in a stack. If the range is None, write all chunks of an array that is no

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from wanjax.checkpoints.files import Reader, Tensors
+from wanjax.checkpoints.files import TensorReader, Tensors
 from wanjax.checkpoints.lora import LoraFile, MergedLoraReader
 from wanjax.checkpoints.lora_keys import file_experts
 from wanjax.checkpoints.lora_source import Lora
@@ -88,7 +88,7 @@ def with_zeros(source: Source, entries: Mapping[str, Mapping[str, Any]], kinds: 
         def config() -> dict[str, Any]:
             return component.config() | dict(entries[name])
 
-        def add_zeros(tensors: Reader) -> Reader:
+        def add_zeros(tensors: TensorReader) -> TensorReader:
             existing_specs, specs = (
                 network(source, name, kinds).specs,
                 read_network(component.kind, config(), kinds).specs,

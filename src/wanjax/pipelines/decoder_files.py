@@ -14,7 +14,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from wanjax.checkpoints import modules
-from wanjax.checkpoints.files import Reader
+from wanjax.checkpoints.files import TensorReader
 from wanjax.checkpoints.network_kinds import Network, read_network
 from wanjax.checkpoints.readers import open_tensors
 from wanjax.errors import WanjaxError
@@ -36,7 +36,7 @@ class VaeFile:
 
     file: Path
     network: Network
-    reader: Reader
+    reader: TensorReader
 
     def shapes(self, partitioner: Partitioner, dtype: DTypeLike) -> nnx.Module:
         """Return the network with shapes and shardings in place of arrays.

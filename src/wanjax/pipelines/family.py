@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wanjax.checkpoints.files import Reader
+from wanjax.checkpoints.files import TensorReader
 from wanjax.checkpoints.layout import Layout, RecognisedComponent
 from wanjax.checkpoints.network_kinds import Config, Network, NetworkKind, network_of
 from wanjax.checkpoints.sources import Source, read_json
@@ -141,7 +141,7 @@ def no_prompt_lengths(model: Any) -> Mapping[str, tuple[int, int]]:
     return {}
 
 
-def no_autoencoder(reader: Reader, vae: Any) -> None:
+def no_autoencoder(reader: TensorReader, vae: Any) -> None:
     """Find no autoencoder in a file, for a family without files of single autoencoders."""
 
 
@@ -178,7 +178,7 @@ class Family:
     tables: Path | None = None
     distillations: tuple[Distillation, ...] = ()
     prompt_lengths: Callable[[Any], Mapping[str, tuple[int, int]]] = no_prompt_lengths
-    find_autoencoder: Callable[[Reader, Any], RecognisedComponent | None] = no_autoencoder
+    find_autoencoder: Callable[[TensorReader, Any], RecognisedComponent | None] = no_autoencoder
 
     def network_of(self, config: Config) -> Network:
         """Return the network that a config describes.

@@ -36,7 +36,7 @@ from wanjax.pipelines.phases import Phase
 from wanjax.pipelines.runtime import Runtime, SplitNetwork
 from wanjax.pipelines.settings import SIGMA_SCHEDULES, Settings
 from wanjax.pipelines.text.tokenizer import TokenBatch, Truncation
-from wanjax.pipelines.torch_noise import NoiseLayout
+from wanjax.pipelines.torch_noise import NoiseSpec
 from wanjax.pipelines.validation import FieldShape, check_conditioning
 from wanjax.pipelines.video_shape import encoded_shape
 from wanjax.pipelines.windows import CONTROL, PICTURE, Windowing
@@ -193,7 +193,7 @@ class ModelSpec:
         fixed_size: The only supported (height, width); None if any size is supported.
         windowing: How the model makes videos of several windows.
         posteriors: The encoded images or videos whose latents are sampled from the autoencoder's posterior.
-        noise_layout: How the reference draws noise, for the setting `rng`.
+        noise_spec: How the reference draws noise, for the setting `rng`.
         extra_modalities: Latents other than the video's, such as a sound's, that are denoised with it, by name; none
             with `chunk_frames`.
         passes: The passes in which a video is denoised; a single pass with `chunk_frames`.
@@ -221,7 +221,7 @@ class ModelSpec:
     fixed_size: tuple[int, int] | None = None
     windowing: Windowing = field(default_factory=Windowing)
     posteriors: tuple[Posterior, ...] = ()
-    noise_layout: NoiseLayout = field(default_factory=NoiseLayout)
+    noise_spec: NoiseSpec = field(default_factory=NoiseSpec)
     extra_modalities: Mapping[str, ModalitySpec] = field(default_factory=dict[str, ModalitySpec])
     passes: tuple[Pass, ...] = (Pass(),)
     text_length: int | None = None

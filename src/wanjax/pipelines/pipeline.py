@@ -554,7 +554,7 @@ class Pipeline(metaclass=OtherNamesMeta):
         if settings.rng != TORCH:
             return self.call(draw, shape, seed_to_key_data([settings.seed]))
         spec = self.model.spec
-        torch_noise = TorchNoise([settings.seed], spec.noise_layout, settings.dtype, executes=self.strategy.executes)
+        torch_noise = TorchNoise([settings.seed], spec.noise_spec, settings.dtype, executes=self.strategy.executes)
         for posterior in spec.posteriors:  # drawn before the initial noise
             if posterior.input_name in spec.required_inputs:
                 torch_noise.draw_posterior(self.draws(settings)[posterior.noise_name], settings.vae_dtype)

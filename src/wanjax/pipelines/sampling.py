@@ -160,7 +160,7 @@ def sample(
     arrays = checked_noise_inputs(noise, shapes)
     torch_noise = None
     if settings.rng == TORCH:
-        torch_noise = TorchNoise(seeds, spec.noise_layout, settings.dtype, executes=runtime.strategy.executes)
+        torch_noise = TorchNoise(seeds, spec.noise_spec, settings.dtype, executes=runtime.strategy.executes)
         for posterior in spec.posteriors:
             if (std := getattr(conditioning, posterior.std_name)) is not None and posterior.noise_name not in arrays:
                 shape = (len(seeds), *std.shape[1:])

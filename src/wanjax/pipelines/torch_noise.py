@@ -114,7 +114,7 @@ def _pairs_to_normal(uniform: Float32[np.ndarray, " N"]) -> Float32[np.ndarray, 
     return numbers.reshape(-1)
 
 
-class NoiseLayout(NamedTuple):
+class NoiseSpec(NamedTuple):
     """How a family's reference draws noise, besides the order.
 
     Args:
@@ -131,14 +131,14 @@ class TorchNoise:
 
     Args:
         seeds: The seed of each video.
-        layout: How the family's reference draws noise.
+        spec: How the family's reference draws noise.
         dtype: The dtype of the network.
         executes: False while a run is traced.
     """
 
-    def __init__(self, seeds: Sequence[int], layout: NoiseLayout, dtype: DTypeLike, *, executes: bool):
+    def __init__(self, seeds: Sequence[int], spec: NoiseSpec, dtype: DTypeLike, *, executes: bool):
         self._generators = [TorchGenerator(seed) for seed in seeds] if executes else None
-        self._frames_first, self.dtype = layout.frames_first, jnp.dtype(dtype if layout.rounded else np.float32)
+        self._frames_first, self.dtype = spec.frames_first, jnp.dtype(dtype if spec.rounded else np.float32)
 
     def draw(self, shape: Shape) -> Noise:
         """Draw noise for latents [B C T H W], or [B C L] for a modality that is not a video.

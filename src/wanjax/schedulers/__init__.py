@@ -110,7 +110,7 @@ def _read_diffusion(kind: type[Diffusion], config: Mapping[str, Any]) -> Diffusi
     return kind(snr_shift=config.get("snr_shift_scale", 3.0), spacing=config.get("timestep_spacing", "leading"))
 
 
-class _Reader(NamedTuple):
+class _ConfigSpec(NamedTuple):
     """How to read one class of config: the constructor, the entries to check, and the flow shift's entry."""
 
     make: Callable[[Mapping[str, Any]], Scheduler]
@@ -118,20 +118,20 @@ class _Reader(NamedTuple):
     shift_entry: str = ""
 
 
-_READERS = {
-    "UniPCMultistepScheduler": _Reader(
+_CONFIG_SPECS = {
+    "UniPCMultistepScheduler": _ConfigSpec(
         lambda config: UniPC(order=config.get("solver_order", 2)), _UNIPC_ENTRIES, UNIPC_SHIFT
     ),
-    "DPMSolverMultistepScheduler": _Reader(
+    "DPMSolverMultistepScheduler": _ConfigSpec(
         lambda config: FlowDPM(order=config.get("solver_order", 2)), _DPM_ENTRIES, UNIPC_SHIFT
     ),
-    "FlowMatchEulerDiscreteScheduler": _Reader(
+    "FlowMatchEulerDiscreteScheduler": _ConfigSpec(
         lambda config: Consistency() if config.get("stochastic_sampling") else FlowEuler(), _FLOW_ENTRIES, "shift"
     ),
-    "FlowMatchLCMScheduler": _Reader(lambda config: Consistency(), _FLOW_ENTRIES, "shift"),
-    "SelfForcingFlowMatchScheduler": _Reader(lambda config: Consistency(), _SELF_FORCING_ENTRIES, "shift"),
-    "CogVideoXDDIMScheduler": _Reader(partial(_read_diffusion, DDIM), _DIFFUSION_ENTRIES),
-    "CogVideoXDPMScheduler": _Reader(partial(_read_diffusion, DPM), _DIFFUSION_ENTRIES),
+    "FlowMatchLCMScheduler": _ConfigSpec(lambda config: Consistency(), _FLOW_ENTRIES, "shift"),
+    "SelfForcingFlowMatchScheduler": _ConfigSpec(lambda config: Consistency(), _SELF_FORCING_ENTRIES, "shift"),
+    "CogVideoXDDIMScheduler": _ConfigSpec(partial(_read_diffusion, DDIM), _DIFFUSION_ENTRIES),
+    "CogVideoXDPMScheduler": _ConfigSpec(partial(_read_diffusion, DPM), _DIFFUSION_ENTRIES),
 }
 
 
@@ -141,18 +141,18 @@ def from_config(config: Mapping[str, Any]) -> Scheduler:
     Raises WanjaxError for an unknown class, and for an entry with an unsupported value.
     """
     name = config.get("_class_name")
-    if not isinstance(name, str) or name not in _READERS:
-        raise WanjaxError(f"the scheduler class {name!r} is unknown: use {' or '.join(_READERS)}")
-    reader = _READERS[name]
-    for entry, (default, supported) in reader.entries.items():
+    if not isinstance(name, str) or name not in _CONFIG_SPECS:
+        raise WanjaxError(f"the scheduler class {name!r} is unknown: use {' or '.join(_CONFIG_SPECS)}")
+    config_spec = _CONFIG_SPECS[name]
+    for entry, (default, supported) in config_spec.entries.items():
         value = config.get(entry, default)
         if value not in supported:
             raise WanjaxError(
                 f"the scheduler's {entry} {value!r} is not supported: use {' or '.join(map(repr, supported))}"
             )
-    if reader.shift_entry in config:
-        check_flow(config[reader.shift_entry], "official")
-    return reader.make(config)
+    if config_spec.shift_entry in config:
+        check_flow(config[config_spec.shift_entry], "official")
+    return config_spec.make(config)
 
 
 def shift_of(config: Mapping[str, Any]) -> Any:

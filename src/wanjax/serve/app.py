@@ -38,7 +38,7 @@ from wanjax.serve.auth import COOKIE, Access, AuthMiddleware, error_response, is
 from wanjax.serve.error_details import UNEXPECTED, describe_error, raising_storage_errors
 from wanjax.serve.events import ChangeFeed, EventStreamResponse
 from wanjax.serve.limits import Limits
-from wanjax.serve.request_files import FIELD, FileReader
+from wanjax.serve.request_files import FIELD, RequestFileParser
 from wanjax.serve.routing import UNSUPPORTED_ROUTES, checked_route, method_not_allowed, path_not_found
 from wanjax.serve.served_models import ServedModels
 from wanjax.serve.sweeping import Sweeper
@@ -388,7 +388,7 @@ class Service:
         """Read a workflow of ComfyUI or a video of wanjax as the fields of a request. This makes no video."""
         with raising_storage_errors():
             name, data = await _read_in_time(_read_single_file(request))
-            reader = FileReader(self.models, self._bounded_cards(), self.limits)
+            reader = RequestFileParser(self.models, self._bounded_cards(), self.limits)
             return JSONResponse(await run_in_threadpool(reader.read, name, data))
 
     async def list_models(self, request: Request) -> JSONResponse:

@@ -32,7 +32,7 @@ ORIGINAL_PROMPT = "original_prompt"
 EXPECTED_FILE = "send a workflow of ComfyUI, or a video or picture that ComfyUI or wanjax made"
 
 
-class FileReader:
+class RequestFileParser:
     """Reads the fields that a file has for the models of a server.
 
     Args:

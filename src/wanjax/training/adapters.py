@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from wanjax.checkpoints.modules import ExportedTensors, parameters
-from wanjax.converters.weight_rules import Rule
+from wanjax.converters.weight_rules import WeightRule
 from wanjax.errors import WanjaxError
 from wanjax.layers.linear import Linear, linear
 from wanjax.layers.placement import axes_of
@@ -171,7 +171,7 @@ def _uniform(key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
 
 
 def adapt(
-    network: Network, rules: Iterable[Rule], config: LoraConfig, seed: int, partitioner: Partitioner | None = None
+    network: Network, rules: Iterable[WeightRule], config: LoraConfig, seed: int, partitioner: Partitioner | None = None
 ) -> tuple[Network, dict[str, str]]:
     """Add LoRA layers to a copy of a network.
 
@@ -240,7 +240,7 @@ def is_factor(path: Sequence[Any], weight: Any) -> bool:
     return len(path) > 1 and path[-2] in (*FACTORS, DIFF)
 
 
-def module_names(network: nnx.Module, rules: Iterable[Rule]) -> dict[str, str]:
+def module_names(network: nnx.Module, rules: Iterable[WeightRule]) -> dict[str, str]:
     """Map the names of a network's projections to their names in diffusers; `{i}` stands for the index of a block."""
     weight_names = {
         ".".join(map(str, path)): node.weight_name
@@ -280,7 +280,9 @@ def redraw_dropout_keys(keys: Any, key: jax.Array) -> Any:
     return jax.tree.unflatten(treedef, key_data)
 
 
-def export_factors(network: nnx.Module, rules: Iterable[Rule], adapted_names: dict[str, str]) -> dict[str, np.ndarray]:
+def export_factors(
+    network: nnx.Module, rules: Iterable[WeightRule], adapted_names: dict[str, str]
+) -> dict[str, np.ndarray]:
     """Export the factors with diffusers' names, `NAME.lora_A.weight` [rank, in] and `NAME.lora_B.weight` [out, rank].
 
     A projection that is trained at full rank has `NAME.diff` [out, in] for its weight and `NAME.diff_b` for its bias.

@@ -15,7 +15,7 @@ from wanjax.checkpoints.lora import WANJAX_METADATA
 from wanjax.checkpoints.lora_scales import PEFT_METADATA
 from wanjax.checkpoints.modules import ExportedTensors, parameters
 from wanjax.checkpoints.network_kinds import Network
-from wanjax.checkpoints.readers import ReaderView
+from wanjax.checkpoints.readers import TensorReaderView
 from wanjax.checkpoints.sources import Component, Source
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.video_metadata import VERSION
@@ -106,7 +106,7 @@ def save_checkpoint(source: Source, trained: Mapping[str, tuple[Any, Network]], 
 
     def component(name: str, network: Any, info: Network) -> Component:
         values = {path: np.asarray(x) for path, x in parameters(network).items()}
-        return replace(source[name], weights=lambda: ReaderView(ExportedTensors(values, info.rules)), changes=())
+        return replace(source[name], weights=lambda: TensorReaderView(ExportedTensors(values, info.rules)), changes=())
 
     components = {name: component(name, *entry) for name, entry in trained.items()}
     training_info = {"origin": f"{source.origin}, trained", "loras": (), "base": None}

@@ -29,7 +29,7 @@ from wanjax.pipelines.model import ForwardCost, ModelSpec, VideoModel
 from wanjax.pipelines.runtime import Runtime, SplitNetwork
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.tokenizer import TokenBatch
-from wanjax.pipelines.torch_noise import NoiseLayout
+from wanjax.pipelines.torch_noise import NoiseSpec
 from wanjax.pipelines.validation import FieldShape
 from wanjax.schedulers import Scheduler, from_config
 from wanjax.schedulers.ddim import DDIM
@@ -111,7 +111,7 @@ class CogVideoXModel(VideoModel[CogVideoXConditioning]):
             frame_multiple=self.transformer.patch[0],
             fixed_size=self.fixed_size,
             posteriors=POSTERIORS,
-            noise_layout=NoiseLayout(frames_first=True, rounded=True),
+            noise_spec=NoiseSpec(frames_first=True, rounded=True),
         )
 
     @property

@@ -41,7 +41,7 @@ from wanjax.pipelines.model import ForwardCost, ModelSpec, VideoModel
 from wanjax.pipelines.runtime import Runtime, SplitNetwork
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.tokenizer import TokenBatch
-from wanjax.pipelines.torch_noise import NoiseLayout
+from wanjax.pipelines.torch_noise import NoiseSpec
 from wanjax.pipelines.validation import FieldShape
 from wanjax.schedulers import Scheduler, from_config
 from wanjax.schedulers.flow_euler import FlowEuler
@@ -122,7 +122,7 @@ class HunyuanVideoModel(VideoModel[HunyuanVideoConditioning]):
             inputs=(IMAGE.needed,) if self.starts_from_image else (),
             radial_attention=True,
             max_frames=self.vae.longest_video,
-            noise_layout=NoiseLayout(rounded=True),
+            noise_spec=NoiseSpec(rounded=True),
         )
 
     @property

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from wanjax.checkpoints.dequantized import DequantizedReader
-from wanjax.checkpoints.files import Reader
+from wanjax.checkpoints.files import TensorReader
 from wanjax.checkpoints.gguf_file import GgufFile
 from wanjax.checkpoints.layout import (
     TRANSFORMER_PREFIXES,
@@ -43,12 +43,12 @@ NON_TEXT_PREFIXES = ("visual.", "model.visual.", "lm_head.")
 TEXT_TOWER = "module.text_tower.encoder."  # the prefix of the encoder's tensors in Glyph-SDXL-v2's checkpoint
 
 
-def component_readers(reader: Reader) -> dict[str, Reader]:
+def component_readers(reader: TensorReader) -> dict[str, TensorReader]:
     """Create a reader for each component in a file; the reader removes the prefix of the component's tensor names."""
     return split_components(reader, IDENTIFYING_KEYS, PREFIXES)
 
 
-def component(name: str, reader: Reader, config: Mapping[str, Any] | None = None) -> RecognisedComponent:
+def component(name: str, reader: TensorReader, config: Mapping[str, Any] | None = None) -> RecognisedComponent:
     """Return the transformer or the VAE of a reader that holds only that component, in either layout.
 
     config: the authors' config.json, if any. Raises WanjaxError if the tensors are not the component's.
@@ -65,7 +65,7 @@ def component(name: str, reader: Reader, config: Mapping[str, Any] | None = None
     return RecognisedComponent(json, SwappedHalvesReader(UnfusedReader(renamed, original.FUSED_NAMES), names))
 
 
-def language_model(reader: Reader, json: Mapping[str, Any]) -> RecognisedComponent:
+def language_model(reader: TensorReader, json: Mapping[str, Any]) -> RecognisedComponent:
     """Return the language model inside a full Qwen2.5-VL checkpoint; `json` is the checkpoint's config.json."""
     text_config = json.get("text_config", json)
     if not isinstance(text_config, Mapping):
@@ -91,7 +91,7 @@ def _text_name(key: str) -> str | None:
     return None if key.startswith(NON_TEXT_PREFIXES) else key.removeprefix("model.").removeprefix("language_model.")
 
 
-def glyph_encoder(reader: Reader) -> RecognisedComponent:
+def glyph_encoder(reader: TensorReader) -> RecognisedComponent:
     """Return the text encoder inside Glyph-SDXL-v2's byt5_model.pt; the file's other tensors are dropped.
 
     Raises WanjaxError if a tensor that determines a size is missing.

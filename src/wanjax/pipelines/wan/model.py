@@ -26,7 +26,7 @@ from wanjax.pipelines.model import ForwardCost, ModelSpec, VideoModel
 from wanjax.pipelines.runtime import Runtime, SplitNetwork
 from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.text.tokenizer import TokenBatch, clean_prompt
-from wanjax.pipelines.torch_noise import NoiseLayout
+from wanjax.pipelines.torch_noise import NoiseSpec
 from wanjax.pipelines.validation import FieldShape, Shape
 from wanjax.pipelines.wan.conditioning import WanConditioning
 from wanjax.pipelines.wan.denoisers import WanDenoiser
@@ -88,7 +88,7 @@ class WanModel(VideoModel[WanConditioning]):
             int8_attention=config.head_dim == INT8_HEAD_DIM,
             trained_attention=config.resolve_attention(AUTO),
             chunk_frames=self.chunk_frames,
-            noise_layout=NoiseLayout(frames_first=self.chunk_frames > 0),
+            noise_spec=NoiseSpec(frames_first=self.chunk_frames > 0),
             text_length=TEXT_LENGTH,
             skippable_blocks=config.layers if self.skips_blocks else 0,
             config_entries=sparse_linear_entry(config.sparse_linear),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from wanjax.checkpoints.dequantized import DequantizedReader
-from wanjax.checkpoints.files import Reader
+from wanjax.checkpoints.files import TensorReader
 from wanjax.checkpoints.layout import (
     TRANSFORMER_PREFIXES,
     VAE_PREFIXES,
@@ -78,7 +78,7 @@ ACTIVATION_BIAS = re.compile(r"motion_encoder\.enc\.net_app\.convs\.\d+\.(?:\w+\
 TOKENIZER_KEYS = ("spiece_model",)  # tokenizers that are stored with a text encoder's weights
 
 
-def components(reader: Reader) -> dict[str, RecognisedComponent]:
+def components(reader: TensorReader) -> dict[str, RecognisedComponent]:
     """List the components in a file. Raises WanjaxError if one of them is incomplete or not Wan's."""
     recognised = {
         name: component(name, component_reader)
@@ -91,7 +91,7 @@ def components(reader: Reader) -> dict[str, RecognisedComponent]:
     return recognised
 
 
-def find_autoencoder(reader: Reader, vae: VAEConfig) -> RecognisedComponent | None:
+def find_autoencoder(reader: TensorReader, vae: VAEConfig) -> RecognisedComponent | None:
     """Find an autoencoder in a file, such as LightVAE, and give it the statistics of the latents of another one.
 
     Args:
@@ -108,7 +108,7 @@ def find_autoencoder(reader: Reader, vae: VAEConfig) -> RecognisedComponent | No
     return recognised._replace(json=recognised.json | statistics)
 
 
-def is_animate(reader: Reader) -> bool:
+def is_animate(reader: TensorReader) -> bool:
     """Tell by its header, or by an additional level of names, whether a file holds the transformer of Animate 2.
 
     The shapes and the other names are those of image to video.
@@ -126,14 +126,14 @@ def as_animate(transformer: RecognisedComponent) -> RecognisedComponent:
     return transformer._replace(json=animate.transformer_json(transformer.json))
 
 
-def is_generator(reader: Reader) -> bool:
+def is_generator(reader: TensorReader) -> bool:
     """Tell whether a file comes from a distillation run and holds the run's generator without EMA weights."""
     return any(key.startswith("generator.") for key in reader.specs) and not any(
         key.startswith(EMA_PREFIX) for key in reader.specs
     )
 
 
-def component(name: str, reader: Reader, config: Mapping[str, Any] | None = None) -> RecognisedComponent:
+def component(name: str, reader: TensorReader, config: Mapping[str, Any] | None = None) -> RecognisedComponent:
     """Return the component of a reader that holds only that component, in either layout.
 
     config: the authors' config.json, if any. Raises WanjaxError if the tensors are not the component's.
@@ -170,13 +170,13 @@ def _text_encoder_name(key: str) -> str | None:
     return None if key in TOKENIZER_KEYS else t5.GGUF_NAMES.to_diffusers(key) or key
 
 
-def _check_supported(reader: Reader, names: Callable[[str], str | None]) -> None:
+def _check_supported(reader: TensorReader, names: Callable[[str], str | None]) -> None:
     """Raise WanjaxError if the transformer has tensors that belong to an unsupported model."""
     if other := find_unsupported((key for key in reader.specs if names(key) is None), UNSUPPORTED):
         raise WanjaxError(f"{_path_text(reader)} has {other}; supported models are {SUPPORTED}")
 
 
-def _check_channels(reader: Reader, patches: int, latents: int) -> None:
+def _check_channels(reader: TensorReader, patches: int, latents: int) -> None:
     """Raise WanjaxError unless a patch has as many channels as the latents, or as the latents with a condition."""
     with_condition = 2 * latents + MASK_CHANNELS
     if patches not in (latents, with_condition):
@@ -189,17 +189,17 @@ def _check_channels(reader: Reader, patches: int, latents: int) -> None:
         raise WanjaxError(f"{problem}: {guess}supported models are {SUPPORTED}")
 
 
-def _path_text(reader: Reader) -> str:
+def _path_text(reader: TensorReader) -> str:
     paths = getattr(reader, "paths", [])
     return str(paths[0]) if paths else "the transformer"
 
 
-def _authors_specs(reader: Reader, names: NameMap, has_authors: bool) -> dict[str, Any]:
+def _authors_specs(reader: TensorReader, names: NameMap, has_authors: bool) -> dict[str, Any]:
     """Return the specs of a component's tensors, under the names that the authors gave them."""
     return {key if has_authors else names.to_authors(key) or key: spec for key, spec in reader.specs.items()}
 
 
-def _vae_config_and_names(reader: Reader, authors_names: bool) -> tuple[dict[str, Any], NameMap]:
+def _vae_config_and_names(reader: TensorReader, authors_names: bool) -> tuple[dict[str, Any], NameMap]:
     """Return an autoencoder's config and name map. The names depend on the config.
 
     The diffusers layout is only recognised for the published autoencoders.
@@ -212,7 +212,7 @@ def _vae_config_and_names(reader: Reader, authors_names: bool) -> tuple[dict[str
     return original.vae_json(_authors_specs(reader, names, has_authors=False)), names
 
 
-def _pose_transformer(reader: Reader) -> Reader:
+def _pose_transformer(reader: TensorReader) -> TensorReader:
     """Return Animate's transformer, whose tensors get the shapes that diffusers uses. Fixed filters are left out."""
     learned = RenamedReader(reader, lambda key: None if FILTER.fullmatch(key) else key)
     biases = [key for key in learned.specs if ACTIVATION_BIAS.fullmatch(key)]
@@ -220,7 +220,7 @@ def _pose_transformer(reader: Reader) -> Reader:
     return UnfusedReader(flat, ("linear1_kv",))
 
 
-def _vision_tower(reader: Reader) -> Reader:
+def _vision_tower(reader: TensorReader) -> TensorReader:
     """Return CLIP's vision tower, whose tensors get the shapes that transformers uses."""
     vision_only = RenamedReader(reader, lambda key: key if key.startswith("visual.") and key != "visual.head" else None)
     return UnfusedReader(squeeze_leading(vision_only, ("visual.cls_embedding", "visual.pos_embedding")))
