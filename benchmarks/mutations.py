@@ -205,7 +205,7 @@ MUTATIONS = (
     Mutation(
         "resume-check",
         "src/wanjax/pipelines/resume.py",
-        'file.metadata.get("origin") != self.origin',
+        'file.metadata.get("origin") != self.inputs_digest',
         '"origin" not in file.metadata',
         "a stopped video goes on with the latents of another prompt or seed",
         (

@@ -260,7 +260,7 @@ def find_checkpoint(model: str | Path, revision: str | None = None) -> tuple[Sou
     if preset is None and not os.path.exists(model) and "/" not in str(model):
         raise WanjaxError(unknown_model(str(model), presets()))
     source = open_source(preset.source if preset else model, revision)
-    if preset is None and (preset := find_preset(source.origin)):  # a converted copy of a published checkpoint
+    if preset is None and (preset := find_preset(source.published_name)):  # a converted copy of a published checkpoint
         preset = replace(preset, defaults=replace(preset.defaults, model=str(model)))
     return source, preset
 

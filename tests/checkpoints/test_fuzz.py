@@ -184,6 +184,6 @@ def test_a_manifest_is_read_or_refused(tmp_path, cases):
 
     def test(text: bytes) -> None:
         (tmp_path / "wanjax.json").write_bytes(text)
-        read_or_refuse(lambda: open_source(tmp_path).origin)
+        read_or_refuse(lambda: open_source(tmp_path).published_name)
 
     fuzz(cases, damaged(whole) | tables.map(json.dumps).map(str.encode), test=test)

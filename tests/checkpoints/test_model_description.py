@@ -19,7 +19,7 @@ PRESET = presets()["wan2.2-t2v-a14b"]
 def converted(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("converted")
     source = open_source(tiny_checkpoint(folder / "source"))
-    ToWanjax(source, folder / "there", NETWORKS, origin=PRESET.source).run()
+    ToWanjax(source, folder / "there", NETWORKS, published_name=PRESET.source).run()
     return str(folder / "there")
 
 

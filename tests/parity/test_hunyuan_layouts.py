@@ -110,7 +110,7 @@ def test_the_authors_folder_is_the_same_checkpoint(pair):
         "_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 5.0,
     }  # fmt: skip
     assert source["guider"].config() == {"_class_name": "ClassifierFreeGuidance", "guidance_scale": 6.0}
-    assert source.origin == source.name  # no published model's
+    assert source.published_name == source.name  # no published model's
     assert source.root == pair[1]
 
 
@@ -434,10 +434,10 @@ def test_missing_components_are_those_of_the_published_model(model, config, monk
     assert source is not None
     assert network(source, "transformer", NETWORKS).config == config
     assert set(source["transformer"].weights().specs) == set(ours)
-    assert source.origin == f"hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-{model}"
+    assert source.published_name == f"hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-{model}"
     assert source["vae"].config()["latent_channels"] == 4
     assert source["tokenizer"].files()[0].parent == text_pair[0] / "tokenizer"
-    assert asked == [source.origin]
+    assert asked == [source.published_name]
 
 
 def test_the_hub(folder, text_pair, tmp_path, monkeypatch):

@@ -404,7 +404,7 @@ TURBO = "TurboDiffusion/TurboWan2.1-T2V-{0}/TurboWan2.1-T2V-{0}.pth"
 
 
 @pytest.mark.parametrize(
-    ("config", "file", "origin", "repository"),
+    ("config", "file", "published_name", "repository"),
     [
         (T2V_1_3B, "wan.safetensors", SMALL, SMALL),
         (T2V_14B, "wan.safetensors", LARGE, LARGE),
@@ -418,13 +418,15 @@ TURBO = "TurboDiffusion/TurboWan2.1-T2V-{0}/TurboWan2.1-T2V-{0}.pth"
         ),
     ],
 )
-def test_missing_components_are_those_of_the_published_model(config, file, origin, repository, monkeypatch, diffusers):
+def test_missing_components_are_those_of_the_published_model(
+    config, file, published_name, repository, monkeypatch, diffusers
+):
     monkeypatch.setattr(wan_layouts, "open_tensors", lambda path: Shapes(config))
     asked = []
     monkeypatch.setattr(checkpoint_layout, "folder_of", lambda name: asked.append(name) or (diffusers, None))
     source = wan_layouts.open_file(Path(file))
     assert source is not None
-    assert (source.origin, source.fallback_repo) == (origin, repository)
+    assert (source.published_name, source.fallback_repo) == (published_name, repository)
     assert source["vae"].config() == tiny.VAE
     assert source["tokenizer"].files()[0].parent == diffusers / "tokenizer"
     assert asked == [repository]
@@ -440,7 +442,7 @@ def test_one_of_two_experts_is_not_enough(monkeypatch, tmp_path):
     source = wan_layouts.open_file(path)
     assert source is not None
     repository = "TurboDiffusion/TurboWan2.2-I2V-A14B-720P"
-    assert source.origin == f"{repository}/{path.name}"
+    assert source.published_name == f"{repository}/{path.name}"
     assert source.fallback_repo == "Wan-AI/Wan2.2-I2V-A14B-Diffusers"
     assert source.index["boundary_ratio"] == 0.9
 

@@ -353,9 +353,10 @@ class ToWanjax(Conversion):
         target: The folder to write, also in a store.
         kinds: The kinds of networks that can be converted.
         dtypes: New dtypes by component. Other components keep their dtypes.
-        origin: The name under which the weights were published. None means the source's name.
+        published_name: The name under which the weights were published. None means the source's name.
         licence: The licence of the weights, if the source names none.
-        name_hint: A name that identifies the weights better than `origin`, such as a distilled model's file name.
+        name_hint: A name that identifies the weights better than `published_name`, such as a distilled model's file
+            name.
         precision: The precision in which transformers are stored.
     """
 
@@ -366,7 +367,7 @@ class ToWanjax(Conversion):
         kinds: Kinds,
         *,
         dtypes: Mapping[str, str] | None = None,
-        origin: str | None = None,
+        published_name: str | None = None,
         licence: str | None = None,
         name_hint: str = "",
         precision: Precision = FLOATS,
@@ -374,7 +375,7 @@ class ToWanjax(Conversion):
         if source.manifest is not None:
             raise WanjaxError(f"{source.name} is already a wanjax checkpoint: `--to diffusers` converts it back")
         (source.base or source).check_floats("another conversion")
-        self.dtypes, self.origin, self.licence = dtypes or {}, origin or source.origin, licence
+        self.dtypes, self.published_name, self.licence = dtypes or {}, published_name or source.published_name, licence
         self.name_hint, self.precision = name_hint, precision
         if unknown := self.dtypes.keys() - source.components.keys():
             names = ", ".join(source.components)
@@ -400,7 +401,7 @@ class ToWanjax(Conversion):
 
     def _request(self) -> dict[str, Any]:
         return {
-            "source": self.origin,
+            "source": self.published_name,
             "revision": self.source.revision,
             "dtypes": dict(self.dtypes),
             "fingerprint": self._fingerprint(),

@@ -101,7 +101,7 @@ def _is_string_table(table: object) -> bool:
 
 def _make_source(storage: Storage, manifest: Mapping[str, Any]) -> Source:
     index, request = read_index(storage.name, storage.root), manifest["request"]
-    origin = str(request.get("source", storage.name))
+    published_name = str(request.get("source", storage.name))
 
     def arrays(component: str) -> Arrays:
         return Arrays(storage.folder(component) / WEIGHTS, storage.fetch_files)
@@ -135,9 +135,9 @@ def _make_source(storage: Storage, manifest: Mapping[str, Any]) -> Source:
         index,
         components,
         check,
-        origin,
+        published_name,
         name_hint,
-        fallback_repo=origin,
+        fallback_repo=published_name,
         manifest=manifest,
         precision=precision.name,
     )

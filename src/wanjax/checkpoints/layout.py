@@ -53,7 +53,7 @@ def make_source(
     find: Callable[[str], RecognisedComponent | None],
     *,
     configs: Mapping[str, dict[str, Any]],
-    origin: str,
+    published_name: str,
     name_hint: str,
     fallback_repo: str,
     notes: Sequence[str] = (),
@@ -68,7 +68,7 @@ def make_source(
         find: Returns a component's config and tensors, and downloads them if needed. Returns None for a missing
             component.
         configs: The configs of components without weights, such as the scheduler.
-        origin: As in `Source`.
+        published_name: As in `Source`.
         name_hint: As in `Source`.
         fallback_repo: The diffusers repository of the same model, from which missing components are loaded.
         notes: As in `Source`.
@@ -118,7 +118,7 @@ def make_source(
         )
         for name, kind in classes_in(index).items()
     }
-    return Source(storage, index, components, check, origin, name_hint, fallback_repo, notes)
+    return Source(storage, index, components, check, published_name, name_hint, fallback_repo, notes)
 
 
 def open_fallback(name: str, repository: str, component: str) -> Source:

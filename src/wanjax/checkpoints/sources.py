@@ -192,8 +192,8 @@ class Source:
         check: Raises WanjaxError if a file is missing or truncated. The function reads only headers. The arguments of
             the function are the names of networks, and the names of components without weights such as tokenizers. For
             a file that is not downloaded yet, the function checks only that the hub lists the file.
-        origin: The repository in which the weights were published, or the checkpoint's name if the repository is
-            unknown.
+        published_name: The repository in which the weights were published, or the checkpoint's name if the repository
+            is unknown.
         name_hint: A name or path from which the name of the model is guessed.
         fallback_repo: The diffusers repository from which missing components are loaded.
         notes: Sentences that the user sees when the checkpoint is loaded, for example about an unsupported input.
@@ -209,7 +209,7 @@ class Source:
     index: Mapping[str, Any]
     components: Mapping[str, Component]
     check: Callable[[Iterable[str], Iterable[str]], None]
-    origin: str
+    published_name: str
     name_hint: str
     fallback_repo: str
     notes: Sequence[str] = ()

@@ -41,7 +41,7 @@ def convert(
     checkpoint, preset = find_checkpoint(source, revision)
     if preset and preset.loras and source == preset.name:
         raise WanjaxError(f"{source} is {preset.source} with a LoRA: convert {preset.source}, with --lora to merge one")
-    if (missing := checkpoint.missing_components) and checkpoint.origin != checkpoint.name:
+    if (missing := checkpoint.missing_components) and checkpoint.published_name != checkpoint.name:
         report.note(f"{source} holds no {', '.join(missing)}: reading it from {checkpoint.fallback_repo}")
     checkpoint.storage.check_room()
     check_complete(checkpoint)
@@ -54,14 +54,14 @@ def convert(
         conversion: Conversion = ToDiffusers(checkpoint, folder, kinds())
     else:
         # the repository has several models, each in one file
-        is_of_several = preset is not None and checkpoint.origin not in preset.sources
+        is_of_several = preset is not None and checkpoint.published_name not in preset.sources
         is_bundled = preset is not None and Path(preset.source).exists()  # the folder exists only on this machine
         conversion = ToWanjax(
             checkpoint,
             folder,
             kinds(),
             dtypes=_dtypes(dtypes, checkpoint),
-            origin=preset.name if preset and (is_bundled or is_of_several) else None,
+            published_name=preset.name if preset and (is_bundled or is_of_several) else None,
             licence=preset.licence if preset else None,
             name_hint=description.distilled_name,
             precision=Precision.of(description.settings.precision),

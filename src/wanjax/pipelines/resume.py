@@ -50,7 +50,7 @@ class ResumeObserver(Observer):
         self._video_file, self._window_file, self._has_windows = self.file, self.file, False
         self._earlier_steps = 0  # the number of steps in earlier passes
         self._always_saved_step = 0  # the state after this step is always saved
-        self.origin = ""  # a digest of everything that determines the latents
+        self.inputs_digest = ""  # a digest of everything that determines the latents
         self._last_saved = perf_counter()
         self._save_seconds = self._wait_seconds = 0.0  # the last save's time, and its wait for the device
         self._saved_steps = 0  # the number of steps in the files
@@ -72,12 +72,12 @@ class ResumeObserver(Observer):
         self._earlier_steps = progress.earlier_steps
         self._always_saved_step = progress.earlier_steps + steps if saves_end else 0
         self._saved_steps = self._saved_steps if progress.earlier_steps else 0
-        self.origin = digest(start.facts, start.arrays)
+        self.inputs_digest = digest(start.facts, start.arrays)
         try:
             file = SafetensorsFile(self.file)
         except WanjaxError:
             return None
-        if file.metadata.get("origin") != self.origin:
+        if file.metadata.get("origin") != self.inputs_digest:
             self.on_mismatch(int(file.metadata.get("steps", 0)))
             return None
         arrays: dict[str, Array] = {}
@@ -127,7 +127,7 @@ class ResumeObserver(Observer):
         cached = step.state.cached or ()
         arrays = {f"kept.{i}.{j}": np.asarray(x) for i, values in enumerate(cached) for j, x in enumerate(values)}
         steps = str(step.index + 1 - self._earlier_steps)
-        metadata = {"origin": self.origin, "steps": steps, "forwards": str(len(cached))}
+        metadata = {"origin": self.inputs_digest, "steps": steps, "forwards": str(len(cached))}
         with suppress(OSError, WanjaxError):  # for example, the disk is full: the run continues, but cannot be resumed
             arrays |= {name: np.asarray(x) for name, x in _arrays_by_name(replace(step.state, cached=None)).items()}
             save_safetensors(self.file, arrays, metadata)

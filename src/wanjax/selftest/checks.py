@@ -190,7 +190,7 @@ def check_checkpoint() -> Iterator[Check]:
     with cleanup_on_exit(remove), ExitStack() as stack:
         stack.callback(remove)
         source, _ = find_checkpoint(NANO)
-        ToWanjax(source, folder / NANO, kinds(), origin=NANO).run(lambda *_: None, lambda *_: None)
+        ToWanjax(source, folder / NANO, kinds(), published_name=NANO).run(lambda *_: None, lambda *_: None)
         written, bundled = (loading.load(name, dtype="float32") for name in (folder / NANO, NANO))
         for name in ("text_encoder", "transformer", "vae"):
             states = (nnx.state(pipe.components.get(name)) for pipe in (written, bundled))

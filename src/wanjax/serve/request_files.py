@@ -124,11 +124,11 @@ class RequestFileParser:
                 self._note_input(model, name, [base_name(str(file)) for file in files])
         return fields
 
-    def _choose_model(self, name: str | None, origin: str) -> str:
+    def _choose_model(self, name: str | None, source: str) -> str:
         """Return the model that a file names if the server has it, else the served model."""
         if name in self.cards:
             return str(name)
-        self.notes.append(f"{origin}, and this server has {' and '.join(self.cards)}")
+        self.notes.append(f"{source}, and this server has {' and '.join(self.cards)}")
         return self.models.default_name
 
     def _accepted(self, model: str, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -189,7 +189,7 @@ def encoder_fingerprint(pipe: Pipeline) -> dict[str, Any]:
             if path.is_file() and not _is_denoiser_file(path.relative_to(source.root))
         )
         files = [(str(path.relative_to(source.root)), content_digest(path)) for path in paths[:MAX_FILES]]
-    return identity | {"origin": source.origin, "revision": source.revision, "files": files}
+    return identity | {"origin": source.published_name, "revision": source.revision, "files": files}
 
 
 def _is_denoiser_file(path: Path) -> bool:

@@ -50,7 +50,10 @@ def save_lora(
     Raises:
         WanjaxError: The file cannot be written, or the authors' names are unknown.
     """
-    metadata = {"format": "pt", WANJAX_METADATA: json.dumps({"version": VERSION, **(training_info or {})}, default=str)}
+    metadata = {
+        "format": "pt",
+        WANJAX_METADATA: json.dumps({"version": VERSION, **(training_info or {})}, default=str),
+    }
     if lora_format == "comfy":
         save_safetensors(path, dict(_comfy_tensors(factors, config, network)), metadata)
         return
@@ -109,5 +112,5 @@ def save_checkpoint(source: Source, trained: Mapping[str, tuple[Any, Network]], 
         return replace(source[name], weights=lambda: TensorReaderView(ExportedTensors(values, info.rules)), changes=())
 
     components = {name: component(name, *entry) for name, entry in trained.items()}
-    training_info = {"origin": f"{source.origin}, trained", "loras": (), "base": None}
-    ToWanjax(source.with_components(components, **training_info), target, kinds).run()
+    replaced_fields = {"published_name": f"{source.published_name}, trained", "loras": (), "base": None}
+    ToWanjax(source.with_components(components, **replaced_fields), target, kinds).run()

@@ -134,13 +134,13 @@ def checkpoint_key(source: Source) -> str:
     The name changes when the files of the transformer change.
     """
     if source.revision is not None:
-        identity = [source.origin, source.revision]
+        identity = [source.published_name, source.revision]
     else:
         identity = [str(Path(source.name).expanduser().absolute())]
         with suppress(WanjaxError, OSError):
             for path in source["transformer"].weights().paths:
                 identity += [path.name, content_digest(path)]
-    name = re.sub(r"[^\w.-]+", "-", Path(source.origin).name)
+    name = re.sub(r"[^\w.-]+", "-", Path(source.published_name).name)
     return f"{name}-{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]}"
 
 

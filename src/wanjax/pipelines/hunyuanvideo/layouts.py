@@ -211,13 +211,13 @@ def _source(
     settings, published_model, transformer = model.defaults, model.model, find("transformer")
     assert transformer is not None
     assert isinstance(published_model, HunyuanVideoModel)
-    origin = fallback_repo = storage.name  # the name says nothing about a transformer with other shapes
+    published_name = fallback_repo = storage.name  # the name says nothing about a transformer with other shapes
     if (
         read_config("the transformer's config.json", transformer.json, transformer_config)
         == published_model.transformer
     ):
         same_config = [model, *(preset for preset in PRESETS if preset.model == published_model)]
-        origin, fallback_repo = model.source, next(x.source for x in same_config if x.source.count("/") == 1)
+        published_name, fallback_repo = model.source, next(x.source for x in same_config if x.source.count("/") == 1)
     scheduler = {"num_train_timesteps": 1000, "shift": published_model.spec.schedule_options(settings)["shift"]}
     configs = {
         "scheduler": {"_class_name": CLASSES["scheduler"][1], **scheduler},
@@ -229,7 +229,7 @@ def _source(
         _model_index(model),
         find,
         configs=configs,
-        origin=origin,
+        published_name=published_name,
         name_hint=name_hint,
         fallback_repo=fallback_repo,
         **options,

@@ -226,16 +226,16 @@ def _source(
         _published_preset(transformer, experts, name_hint),
         find_fallback(config, experts, name_hint),
     )
-    origin = preset.source if preset else storage.name
+    published_name = preset.source if preset else storage.name
     return make_source(
         storage,
         _model_index(transformer, experts, name_hint),
         find,
         configs={"scheduler": _scheduler_config(transformer, experts)},
-        origin=origin,
+        published_name=published_name,
         name_hint=name_hint,
         # other people publish a transformer alone, or in the authors' layout
-        fallback_repo=fallback_repo.source if fallback_repo else origin,
+        fallback_repo=fallback_repo.source if fallback_repo else published_name,
         notes=notes,
         **options,
     )
@@ -259,7 +259,7 @@ def _animate_source(
         model_index(ANIMATE_PIPELINE, classes | {"scheduler": ("diffusers", scheduler["_class_name"])}),
         lambda component: transformer if component == "transformer" else find(component),
         configs={"scheduler": scheduler},
-        origin=published.source if config == ANIMATE_14B else storage.name,
+        published_name=published.source if config == ANIMATE_14B else storage.name,
         name_hint=name_hint,
         fallback_repo=published.source if find_fallback(config, False, "") else storage.name,
         **options,
