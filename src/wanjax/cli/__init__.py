@@ -223,7 +223,7 @@ def generate(
     if original_metadata is not None:
         from wanjax.cli import remake
 
-        request, options, original_metadata = remake.complete_from_record(request, options, original_metadata)
+        request, options, original_metadata = remake.complete_from_metadata(request, options, original_metadata)
     from wanjax.cli import many, stages
     from wanjax.cli.extending import Extender, extend_request
 
@@ -551,7 +551,7 @@ def info(ctx: click.Context, file: str, as_json: bool) -> None:
         catalogue.show_workflow(workflow_options.options_of(ctx, file, graph), as_json)
     else:
         workflow_options.check_folders(ctx)
-        catalogue.show_record(file, as_json)
+        catalogue.show_metadata(file, as_json)
 
 
 @main.command()

@@ -100,21 +100,21 @@ MODEL_ORDER = (
 )
 
 
-def show_record(file: str, as_json: bool) -> None:
+def show_metadata(file: str, as_json: bool) -> None:
     """Print the metadata of a video, a stage's file or a generation_config.json."""
     from wanjax.media.damage import is_cut_short  # imported late: `models` does not need it
     from wanjax.media.metadata import DIGESTS_KEY, find_metadata
 
-    record = find_metadata(file)
+    metadata = find_metadata(file)
     if isinstance(path := parse_path(file), Path) and path.is_file() and is_cut_short(path):
         click.echo(
             f"note: {file} is truncated: its settings are complete, but some of its frames are missing", err=True
         )
     if as_json:
-        click.echo(json.dumps(record, indent=2))
+        click.echo(json.dumps(metadata, indent=2))
         return
-    record.pop(DIGESTS_KEY, None)  # other programs use these entries; people do not need them
-    _print_lines(_entries(record))
+    metadata.pop(DIGESTS_KEY, None)  # other programs use these entries; people do not need them
+    _print_lines(_entries(metadata))
 
 
 def show_workflow(options: "WorkflowOptions", as_json: bool) -> None:
@@ -139,34 +139,36 @@ def _print_lines(lines: Mapping[str, str]) -> None:
         )
 
 
-def _entries(record: Mapping[str, Any]) -> dict[str, str]:
+def _entries(metadata: Mapping[str, Any]) -> dict[str, str]:
     """Format the entries of metadata, the most important ones first. Entries that are None are left out."""
-    entries = {name: value for name, value in record.items() if name not in HIDDEN_ENTRIES}
-    if not record.get("original_prompt"):
+    entries = {name: value for name, value in metadata.items() if name not in HIDDEN_ENTRIES}
+    if not metadata.get("original_prompt"):
         entries.pop("original_prompt", None)
-    if not record.get("video"):
+    if not metadata.get("video"):
         entries.pop("strength", None)
-    if not any(record.get(name) for name in INPUT_SPECS):
+    if not any(metadata.get(name) for name in INPUT_SPECS):
         entries.pop("resize", None)
-    if record.get("outpaint") == NO_MARGINS:
+    if metadata.get("outpaint") == NO_MARGINS:
         entries.pop("outpaint", None)
-    if record.get("windows", 1) == 1:
+    if metadata.get("windows", 1) == 1:
         entries = {name: value for name, value in entries.items() if name not in WINDOW_ENTRIES}
-    if {"height", "width"} <= record.keys() and "sizes" not in record:
-        entries["size"] = f"{record['width']}x{record['height']}"
-    if "frames" in record:
-        entries["frames"] = f"{_frame_count(record)}" + (f" at {record['fps']} a second" if "fps" in record else "")
-    guidance_scales = [record.get(name) for name in ("guidance_scale", "guidance_scale_2")]
+    if {"height", "width"} <= metadata.keys() and "sizes" not in metadata:
+        entries["size"] = f"{metadata['width']}x{metadata['height']}"
+    if "frames" in metadata:
+        entries["frames"] = f"{_frame_count(metadata)}" + (
+            f" at {metadata['fps']} a second" if "fps" in metadata else ""
+        )
+    guidance_scales = [metadata.get(name) for name in ("guidance_scale", "guidance_scale_2")]
     entries["guidance"] = " and ".join(_as_text(scale) for scale in guidance_scales if scale is not None) or None
     order = [name for name in (*MODEL_ORDER, *RECORD_ORDER, *entries) if entries.get(name) is not None]
     return {name.replace("_", " "): _as_text(entries[name]) for name in dict.fromkeys(order)}
 
 
-def _frame_count(record: Mapping[str, Any]) -> Any:
+def _frame_count(metadata: Mapping[str, Any]) -> Any:
     """Compute the number of frames of all windows of a video. If the metadata has no valid numbers, return its entry
     unchanged."""
-    numbers = record["frames"], record.get("windows", 1), record.get("overlap", 1)
-    return total_frames(*numbers) if all(type(number) is int for number in numbers) else record["frames"]
+    numbers = metadata["frames"], metadata.get("windows", 1), metadata.get("overlap", 1)
+    return total_frames(*numbers) if all(type(number) is int for number in numbers) else metadata["frames"]
 
 
 def _as_text(value: Any) -> str:

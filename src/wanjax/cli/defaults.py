@@ -167,10 +167,10 @@ def find_metadata(ctx: click.Context, parameter: click.Parameter, file: str | No
             f"{file} holds no workflow of ComfyUI: `wanjax generate --from` reads a video of wanjax, and `wanjax info` "
             "shows its settings"
         )
-    record = _load_record(file)
-    parameters = [x for x in ctx.command.params if x.name in recorded_parameters() and record.get(x.name) is not None]
-    values = {x.name: _checked_value(file, x.name, record[x.name], x) for x in parameters}
-    if record.get("windows", 1) == 1 and not record.get("video"):
+    metadata = _load_metadata(file)
+    parameters = [x for x in ctx.command.params if x.name in recorded_parameters() and metadata.get(x.name) is not None]
+    values = {x.name: _checked_value(file, x.name, metadata[x.name], x) for x in parameters}
+    if metadata.get("windows", 1) == 1 and not metadata.get("video"):
         values = {name: value for name, value in values.items() if name not in SEAM_PARAMETERS}
     if values.get("outpaint") == NO_MARGINS:
         del values["outpaint"]  # another model may lack the setting
@@ -179,10 +179,10 @@ def find_metadata(ctx: click.Context, parameter: click.Parameter, file: str | No
     ctx.meta[METADATA] = {
         "compiler": SAFE_COMPILER,
         **values,
-        "tile": "tiling" in record,
+        "tile": "tiling" in metadata,
     }  # metadata without an entry for the compiler options means the set `safe`
     _set_defaults(ctx)
-    return record
+    return metadata
 
 
 def find_prompts(ctx: click.Context, parameter: click.Parameter, file: str) -> str | None:
@@ -252,27 +252,27 @@ def set_workflow(ctx: click.Context, file: str, graph: Any) -> None:
     _set_defaults(ctx)
 
 
-def _load_record(file: str) -> dict[str, Any]:
+def _load_metadata(file: str) -> dict[str, Any]:
     """Load the metadata of the video of --from. Raises WanjaxError if the metadata does not name the model."""
     from wanjax.cli.runs import check_not_removed  # imported late for a quick --help
-    from wanjax.media import metadata
+    from wanjax.media.metadata import find_metadata
 
     check_not_removed(Path(file))
-    record = metadata.find_metadata(file)
-    if not isinstance(record.get("model"), str):
+    metadata = find_metadata(file)
+    if not isinstance(metadata.get("model"), str):
         raise WanjaxError(f"{file} names no model: give the generation_config.json next to the stage's file")
-    return record
+    return metadata
 
 
 def _set_defaults(ctx: click.Context) -> None:
     """Set click's defaults from the files. If there is metadata, the TOML file sets only options that do not change the
     video."""
-    options, record = ctx.meta.get(CONFIG, {}), ctx.meta.get(METADATA)
-    if record is not None:
+    options, metadata = ctx.meta.get(CONFIG, {}), ctx.meta.get(METADATA)
+    if metadata is not None:
         allowed_names = NON_VIDEO_PARAMETERS
         if workflow_options.WORKFLOW in ctx.meta:
             allowed_names = (*NON_VIDEO_PARAMETERS, *MACHINE_PARAMETERS)
-        options = {name: value for name, value in options.items() if name in allowed_names} | record
+        options = {name: value for name, value in options.items() if name in allowed_names} | metadata
     ctx.default_map = options
 
 

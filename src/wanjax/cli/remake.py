@@ -25,8 +25,8 @@ from wanjax.stores.paths import AnyPath
 ARRAY_DIGEST = re.compile(r"sha256 [0-9a-f]+$")  # the entry for an input that was an array
 
 
-def complete_from_record(
-    request: VideoRequest, options: PipelineOptions, record: Mapping[str, Any]
+def complete_from_metadata(
+    request: VideoRequest, options: PipelineOptions, metadata: Mapping[str, Any]
 ) -> tuple[VideoRequest, PipelineOptions, Mapping[str, Any] | None]:
     """Add the entries of metadata that have no option of their own to a request and the options.
 
@@ -36,53 +36,53 @@ def complete_from_record(
     Raises:
         WanjaxError: A file from which the video was made is missing or has changed, and no option replaces it.
     """
-    request = with_original_prompt(request, record)
-    check_files(record, parameters_from_record(files_recorded()))
-    if options.model != record["model"]:  # the metadata's solver belongs to the model
+    request = with_original_prompt(request, metadata)
+    check_files(metadata, parameters_from_metadata(files_recorded()))
+    if options.model != metadata["model"]:  # the metadata's solver belongs to the model
         options = options if on_command_line("precision") else options._replace(precision=None)
         return request if on_command_line("scheduler") else replace(request, scheduler=None), options, None
     loading_options: dict[str, Any] = {
-        k: record[k] for k in ("revision", "param_dtype") if isinstance(record.get(k), str)
+        k: metadata[k] for k in ("revision", "param_dtype") if isinstance(metadata.get(k), str)
     }
-    if options.tile and isinstance(record.get("tiling"), Mapping):
-        loading_options["tiling"] = _tiling(record["tiling"])
-    return request, options._replace(**loading_options), record
+    if options.tile and isinstance(metadata.get("tiling"), Mapping):
+        loading_options["tiling"] = _tiling(metadata["tiling"])
+    return request, options._replace(**loading_options), metadata
 
 
-def parameters_from_record(names: Iterable[str]) -> list[str]:
+def parameters_from_metadata(names: Iterable[str]) -> list[str]:
     """Select the parameters of the running command whose values come from metadata."""
     values = click.get_current_context().params
     return [name for name in names if values.get(name) and not on_command_line(name)]
 
 
-def with_original_prompt(request: VideoRequest, record: Mapping[str, Any]) -> VideoRequest:
+def with_original_prompt(request: VideoRequest, metadata: Mapping[str, Any]) -> VideoRequest:
     """Add the original prompt to a request whose prompt is the extended prompt of the metadata."""
-    original = record.get("original_prompt")
-    if request.settings.get("prompt") == record.get("prompt") and isinstance(original, str) and original:
+    original = metadata.get("original_prompt")
+    if request.settings.get("prompt") == metadata.get("prompt") and isinstance(original, str) and original:
         return request.updated({"original_prompt": original})
     return request
 
 
-def version_note(record: Mapping[str, Any], current: Mapping[str, Any]) -> str | None:
+def version_note(metadata: Mapping[str, Any], current: Mapping[str, Any]) -> str | None:
     """Return a note that a different version or different devices may change the last digits of a video's values.
     Return None if version and devices are the same."""
-    version, devices = (record.get(name, "unknown") for name in ("version", "devices"))
+    version, devices = (metadata.get(name, "unknown") for name in ("version", "devices"))
     if (version, devices) == (current["version"], current["devices"]):
         return None
     return f"the video was made by wanjax {version} on {devices}: here it may differ in its last digits"
 
 
-def check_files(record: Mapping[str, Any], names: Iterable[str]) -> None:
+def check_files(metadata: Mapping[str, Any], names: Iterable[str]) -> None:
     """Raise WanjaxError if a file or folder in the metadata is missing or has changed.
 
     Metadata may come from someone else: a file is used only if its digest equals the one in the metadata.
     """
-    digests = file_digests(record)
+    digests = file_digests(metadata)
     for name in names:
-        if name == "model" and (model := str(record.get(name))) in registry.presets() and model not in digests:
+        if name == "model" and (model := str(metadata.get(name))) in registry.presets() and model not in digests:
             continue
-        paths = paths_of(record, [name])
-        for path in [*paths, *_companions(record, digests)] if name == "model" else paths:
+        paths = paths_of(metadata, [name])
+        for path in [*paths, *_companions(metadata, digests)] if name == "model" else paths:
             is_local = isinstance(path, Path) and (path.is_absolute() or os.path.exists(path))
             # A file on the hub or in a store
             if not is_local and name in ("model", "lora") and not _is_bare_name(path):
@@ -113,46 +113,46 @@ def _is_bare_name(path: AnyPath) -> bool:
     return isinstance(path, Path) and len(path.parts) == 1 and not path.is_absolute()
 
 
-def _companions(record: Mapping[str, Any], digests: Mapping[str, Any]) -> list[Path]:
+def _companions(metadata: Mapping[str, Any], digests: Mapping[str, Any]) -> list[Path]:
     """List the files that belong to the model's file, such as the other expert's and the text encoder's.
 
     The metadata has their digests, but no entry with their paths.
     """
     folders = {
         os.path.normpath((file.parent / other).parent)
-        for file in paths_of(record, ["model"])
+        for file in paths_of(metadata, ["model"])
         if isinstance(file, Path)
         for other in (file.name, *registry.companion_files(str(file)))
     }
-    entries = set(map(str, paths_of(record)))
+    entries = set(map(str, paths_of(metadata)))
     paths = [Path(name) for name in digests if name not in entries]
     return [path for path in paths if path.suffix in SUFFIXES and os.path.normpath(path.parent) in folders]
 
 
-def check_loaded(record: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+def check_loaded(metadata: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Raise WanjaxError if a LoRA on the hub or the table of a step cache has changed since the video was made.
     `current` is the metadata that the video would have if it were made now.
     """
-    recorded_metadata, digests = file_digests(record), file_digests(current)
-    entries = [("lora", str(path)) for path in paths_of(record, ["lora"])] + [(CACHE_TABLE_KEY, CACHE_TABLE_KEY)]
+    recorded_digests, current_digests = file_digests(metadata), file_digests(current)
+    entries = [("lora", str(path)) for path in paths_of(metadata, ["lora"])] + [(CACHE_TABLE_KEY, CACHE_TABLE_KEY)]
     for option, name in entries:
         if (
             not on_command_line(option)
-            and name in recorded_metadata
-            and name in digests
-            and recorded_metadata[name] != digests[name]
+            and name in recorded_digests
+            and name in current_digests
+            and recorded_digests[name] != current_digests[name]
         ):
             subject = "the table of its cache" if option == CACHE_TABLE_KEY else name
             raise WanjaxError(f"the video was made with {subject}, which has changed: give another --{option}")
 
 
-def _tiling(recorded_metadata: Mapping[str, Any]) -> Tiling:
+def _tiling(entry: Mapping[str, Any]) -> Tiling:
     """Parse the tiling in the metadata. Raises WanjaxError unless it has a size and a stride."""
-    pairs: dict[str, Any] = dict(recorded_metadata)
-    for name, value in recorded_metadata.items():
+    pairs: dict[str, Any] = dict(entry)
+    for name, value in entry.items():
         if isinstance(value, list) and len(value) == 2:  # JSON has a list for the pair
             pairs[name] = tuple(value)
     values = [item for value in pairs.values() for item in (value if isinstance(value, tuple) else (value,))]
-    if recorded_metadata.keys() != {*Tiling._fields} or not all(type(value) is int and value > 0 for value in values):
-        raise WanjaxError(f"the metadata gives the tiling as {dict(recorded_metadata)}: write a size and a stride")
+    if entry.keys() != {*Tiling._fields} or not all(type(value) is int and value > 0 for value in values):
+        raise WanjaxError(f"the metadata gives the tiling as {dict(entry)}: write a size and a stride")
     return Tiling(**pairs)

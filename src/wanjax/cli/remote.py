@@ -90,12 +90,12 @@ def generate(
     if original_metadata is not None:
         from wanjax.cli.remake import (  # imported late, because these need JAX
             check_files,
-            parameters_from_record,
+            parameters_from_metadata,
             with_original_prompt,
         )
 
         request = with_original_prompt(request, original_metadata)
-        check_files(original_metadata, parameters_from_record(INPUT_SPECS))
+        check_files(original_metadata, parameters_from_metadata(INPUT_SPECS))
         if not on_command_line("compiler"):
             options = options._replace(compiler=None)  # this option changes only the last digits of a video's values
     for name in filter(is_given, LOCAL_PARAMETERS):
@@ -136,12 +136,12 @@ def _generate_one(
         if job.get("status") != "completed":
             raise WanjaxError(f"{server.url} failed to make the video: {_failure_reason(job)}")
         report.set_progress("", 1, 1)  # the last poll came before the last step
-    record = server.ask(f"{path}/record")
-    name = out or str(video_path(next(unused_names(request.settings["prompt"], _seed(record, server.url)))))
+    metadata = server.ask(f"{path}/record")
+    name = out or str(video_path(next(unused_names(request.settings["prompt"], _seed(metadata, server.url)))))
     target = _save(server, path, name)
     if report.stats:
         report.table()
-    report.print_result(target, record, id=_video_id(path), seconds=report.seconds)
+    report.print_result(target, metadata, id=_video_id(path), seconds=report.seconds)
 
 
 def _check_existing(existing_file: ExistingFile, request: VideoRequest, model_info: Mapping[str, Any]) -> None:
@@ -287,9 +287,9 @@ class _BatchRequest:
                 self.server, path, self.report, lambda unit, done, total: self._count(f"{unit} {done} of {total}")
             )
             if video.get("status") == "completed":
-                record = self.server.ask(f"{path}/record")
+                metadata = self.server.ask(f"{path}/record")
                 self.report.print_result(
-                    _save(self.server, path, str(self.folder / job.output)), record, id=_video_id(path)
+                    _save(self.server, path, str(self.folder / job.output)), metadata, id=_video_id(path)
                 )
             else:
                 failure = _failure_reason(video)
@@ -360,9 +360,9 @@ def _save(server: "Server", path: str, out: str) -> AnyPath:
     with temp_dir() as folder:
         video_file = folder / "video.mp4"
         video_file.write_bytes(data)
-        record = read_metadata(video_file)
-        fps = SETTINGS["fps"].read(record.get("fps"))
-        return write_video(out, read_clip(video_file, MAX_CLIP_FRAMES, fps), fps, record)
+        metadata = read_metadata(video_file)
+        fps = SETTINGS["fps"].read(metadata.get("fps"))
+        return write_video(out, read_clip(video_file, MAX_CLIP_FRAMES, fps), fps, metadata)
 
 
 def _is_mp4(out: str) -> bool:

@@ -137,14 +137,14 @@ class Report:
     def _is_silent(self) -> bool:
         return self.muted or self.quiet
 
-    def print_result(self, file: "AnyPath", record: Mapping[str, Any], **more: Any) -> None:
+    def print_result(self, file: "AnyPath", metadata: Mapping[str, Any], **more: Any) -> None:
         """Print the result of a run: the name of the file, or a JSON object with the file's metadata and the entries of
         `more`."""
         if self.videos is not None:
             self.videos += 1
         text: str | bytes = str(file)
         if self.in_json:
-            text = json.dumps({"file": text, **more, "record": dict(record)})
+            text = json.dumps({"file": text, **more, "record": dict(metadata)})
         elif hasattr(sys.stdout, "buffer"):  # print bytes if possible, because the name of a file may not be valid text
             text = os.fsencode(text)
         try:

@@ -117,7 +117,7 @@ def generate(
         video.check_unfinished()
         video.print_settings()
         video.print_prompt_notes()
-        video.check_writable(video.video_path, video.record)
+        video.check_writable(video.video_path, video.metadata)
         video.check_room()
         check_run_memory(video.pipe, video.settings, video.pictures, **video.run_options)
         run = video.denoising_run()
@@ -194,15 +194,15 @@ def decode(report: Report, request: VideoRequest, options: PipelineOptions, comm
             latents, shape_known=all(stored_settings.get(name) for name in ("frames", "height", "width"))
         )
         check_decode_memory(video.pipe, select_modality(latents).shape, tiling=video.run_options["tiling"])
-        decoder = {name: video.record[name] for name in ("decoder",) if name in video.record}
-        digests = file_digests(stored_settings) | file_digests(video.record)
-        video.record |= (
+        decoder = {name: video.metadata[name] for name in ("decoder",) if name in video.metadata}
+        digests = file_digests(stored_settings) | file_digests(video.metadata)
+        video.metadata |= (
             stored_settings | video.settings.to_json() | decoder
         )  # settings stored with the latents take precedence
-        video.record |= {DIGESTS_KEY: digests} if digests else {}
+        video.metadata |= {DIGESTS_KEY: digests} if digests else {}
         if video.check_existing_file(existing_file):
             return
-        video.check_writable(video.video_path, video.record)
+        video.check_writable(video.video_path, video.metadata)
         run = video.run()
         report.enable_resume()
         written = video.write_decoded(run, run.frames([latents]))
@@ -370,13 +370,13 @@ class VideoCommand:
         )
         if command.preview_decoder:
             self.pipe.preview_with(command.preview_decoder)
-        self.record = self.pipe.metadata(self.settings, {**pictures, "noise": command.noise}, **self.run_options)
+        self.metadata = self.pipe.metadata(self.settings, {**pictures, "noise": command.noise}, **self.run_options)
         if previous_stage is not None:
             conditioning = {str(path) for path in paths_of(previous_stage, INPUT_SPECS)}
             digests = {path: digest for path, digest in file_digests(previous_stage).items() if path in conditioning}
-            self.record |= {DIGESTS_KEY: file_digests(self.record) | digests} if digests else {}
+            self.metadata |= {DIGESTS_KEY: file_digests(self.metadata) | digests} if digests else {}
         if self.original_metadata:
-            check_loaded(self.original_metadata, self.record)
+            check_loaded(self.original_metadata, self.metadata)
         if self.profile:
             check_folder(self.profile)
             # Puts scopes and line numbers into the cache's key: otherwise a trace could show those of older code
@@ -419,7 +419,7 @@ class VideoCommand:
         compared.
         """
         if existing_file is not None:
-            existing_file.check(self.record, names)
+            existing_file.check(self.metadata, names)
         exists = existing_file is not None
         if self.report.has_peers:
             exists = PeerGroup().broadcast(exists)
@@ -442,7 +442,7 @@ class VideoCommand:
             stored_settings = load_settings(self.folder)
         except WanjaxError:  # the steps are compared when they are read
             return
-        ExistingFile(str(file), stored_settings, KEEP_ADVICE[False]).check(self.record)
+        ExistingFile(str(file), stored_settings, KEEP_ADVICE[False]).check(self.metadata)
 
     @property
     def is_kept(self) -> bool:
@@ -525,23 +525,23 @@ class VideoCommand:
         differing_names = join_with_and([name for name in descriptions[0] if name not in shared_settings])
         self.report.note(
             f"{chosen_settings.model}: {', '.join([*shared_settings.values(), seed, chosen_settings.dtype])}, "
-            f"on {devices_of(mesh)}{f', mesh {mesh}, rules {mesh.rules_name}' if 'mesh' in self.record else ''}"
+            f"on {devices_of(mesh)}{f', mesh {mesh}, rules {mesh.rules_name}' if 'mesh' in self.metadata else ''}"
             f"{f'; the videos differ in {differing_names}' if differing_names else ''}"
         )
         if not differing_names and (sentence := estimate_note(self.pipe, chosen_settings, self.from_video)):
             self.report.note(sentence)
         self._note(*(note for one in videos or [chosen_settings] for note in (*guidance_notes(one), *shape_notes(one))))
-        if self.original_metadata and (sentence := version_note(self.original_metadata, self.record)):
+        if self.original_metadata and (sentence := version_note(self.original_metadata, self.metadata)):
             self.report.note(f"note: {sentence}")
         if self.noise is not None:
             self.report.note(
-                f"note: the initial noise is read from {self.record['noise']}, so the seed does not change it"
+                f"note: the initial noise is read from {self.metadata['noise']}, so the seed does not change it"
             )
 
     def run(self, *observers: Observer) -> Run:
         """Build the run of the video. `observers` are called before the observer that reports, which may stop the
         run."""
-        request = PreparedRequest(self.settings, self.record)
+        request = PreparedRequest(self.settings, self.metadata)
         return Run(
             self.pipe,
             [request],
@@ -649,16 +649,16 @@ class VideoCommand:
                 report.set_progress("block", done, total, suffix=str(frame_rate))
 
         with report.stage("stream"):
-            written = write_frames(self.video_path, clips(), PreparedRequest(self.settings, self.record))
+            written = write_frames(self.video_path, clips(), PreparedRequest(self.settings, self.metadata))
         report.note(f"{frame_rate}, for playback at {self.settings.fps}")
         report.resume_command, self.is_written = None, True
         return written
 
-    def check_writable(self, video: str | paths.AnyPath, record: Mapping[str, Any]) -> None:
+    def check_writable(self, video: str | paths.AnyPath, metadata: Mapping[str, Any]) -> None:
         """Before the video is made, raise WanjaxError if its file and metadata cannot be written."""
         if is_first():
             settings = self.settings
-            video_files.write_trial_video(video, settings.length, settings.size, settings.fps, record)
+            video_files.write_trial_video(video, settings.length, settings.size, settings.fps, metadata)
 
     def check_room(self) -> None:
         """Raise WanjaxError if the folder of the stages has no room for the latents."""
@@ -670,7 +670,7 @@ class VideoCommand:
         """Print the file that the command made. Only the first process prints."""
         if is_first():
             folder_field = {} if self.run_folder else {"folder": str(self.folder.absolute())}
-            self.report.print_result(file.absolute(), self.record, **folder_field, seconds=self.report.seconds)
+            self.report.print_result(file.absolute(), self.metadata, **folder_field, seconds=self.report.seconds)
 
     def save(self, resume_command: str, *steps: Callable[[], None], announcement: str | None = None) -> None:
         """Write the result of a stage and the settings, and set the command that resumes. Only the first process
@@ -684,7 +684,7 @@ class VideoCommand:
             for step in steps if is_first() else ():
                 step()
             if is_first():
-                stage_files.save_settings(self.folder, self.record)
+                stage_files.save_settings(self.folder, self.metadata)
         except WriteError as error:
             if self.run_folder is None:
                 raise
@@ -765,7 +765,7 @@ class Saving(Observer):
     def encoded(self, conditioning: Any) -> None:
         video, file = self.video, self.video.folder / stage_files.EMBEDDINGS_FILE
         tensors = {name: x for name, x in conditioning._asdict().items() if x is not None}
-        save = partial(stage_files.save_conditioning, video.folder, tensors, video.record)
+        save = partial(stage_files.save_conditioning, video.folder, tensors, video.metadata)
         video.save(
             video.command("denoise") if self.prints_files else video.resume_command(),
             save,
@@ -778,7 +778,7 @@ class Saving(Observer):
             return
         video, file = self.video, self.video.folder / stage_files.LATENTS_FILE
         all_latents = latents if chunk.count == 1 else np.concatenate(self._chunks, axis=2)
-        save = partial(stage_files.save_latents, video.folder, all_latents, video.record)
+        save = partial(stage_files.save_latents, video.folder, all_latents, video.metadata)
 
         def remove_state() -> None:
             pass_files = video.folder.glob(f"{Path(stage_files.STATE_FILE).stem}_pass_*")

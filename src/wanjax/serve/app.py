@@ -223,7 +223,7 @@ class Service:
             raise
 
     def _without_shared(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Leave out fields that equal what the server was started with, so that a record can be sent as a request."""
+        """Leave out fields that equal what the server was started with, so that metadata can be sent as a request."""
         name = fields.get("model") or self.models.default_name
         shared = next((card["started_with"] for card in self.model_cards if card["id"] == name), {})
         shared = json.loads(json.dumps(shared))  # with lists in place of tuples, as in the fields of a request

@@ -79,10 +79,10 @@ class RequestFileParser:
             except WanjaxError as error:
                 raise WanjaxError(f"{path}: {error}") from error
         try:
-            record = find_metadata(path)
+            metadata = find_metadata(path)
         except WanjaxError as error:
             raise WanjaxError(f"{path} has no request for a video: {EXPECTED_FILE}") from error
-        return VIDEO, self._from_record(record)
+        return VIDEO, self._from_metadata(metadata)
 
     def _from_workflow(self, workflow: Any) -> dict[str, Any]:
         """Return the fields of a workflow."""
@@ -105,21 +105,21 @@ class RequestFileParser:
         self.notes += map(_without_options, workflow.notes)
         return fields
 
-    def _from_record(self, record: Mapping[str, Any]) -> dict[str, Any]:
+    def _from_metadata(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of a video's metadata."""
-        recorded_model = str(record.get(MODEL.name))
+        recorded_model = str(metadata.get(MODEL.name))
         name = recorded_model if recorded_model in self.cards else base_name(recorded_model)
         model = self._choose_model(name, f"the video was made with {shown(name)}")
         names = {*schema(Settings), SCHEDULER.name} - {*LOAD_SETTINGS, ORIGINAL_PROMPT}
-        values = {name: value for name, value in record.items() if name in names}
-        if isinstance(original := record.get(ORIGINAL_PROMPT), str) and original:
+        values = {name: value for name, value in metadata.items() if name in names}
+        if isinstance(original := metadata.get(ORIGINAL_PROMPT), str) and original:
             values["prompt"] = original.partition("\n")[0]  # the others are those of later windows
         fields = self._accepted(model, values)
-        loras = record.get(LORA_STRENGTH.name)
+        loras = metadata.get(LORA_STRENGTH.name)
         parsed = [Lora.parse(text) for text in (loras if isinstance(loras, list) else []) if isinstance(text, str)]
         fields |= self._lora_strengths([(lora.name, lora.strength) for lora in parsed])
         for name in INPUT_SPECS:
-            if value := record.get(name):
+            if value := metadata.get(name):
                 files = value if isinstance(value, list) else [value]
                 self._note_input(model, name, [base_name(str(file)) for file in files])
         return fields
