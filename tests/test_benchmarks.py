@@ -71,14 +71,14 @@ def test_lpips_agrees_with_torch(tmp_path):
     one, other = (rng.integers(0, 255, (2, 64, 64, 3), np.uint8) for _ in range(2))
 
     def features(frames):
-        x, found = torch.tensor((frames.astype(np.float32) / 127.5 - 1 - SHIFT) / SCALE).permute(0, 3, 1, 2), []
+        x, result = torch.tensor((frames.astype(np.float32) / 127.5 - 1 - SHIFT) / SCALE).permute(0, 3, 1, 2), []
         for layer, (stride, padding) in LAYERS.items():
             if layer in POOLED:
                 x = torch.nn.functional.max_pool2d(x, 3, 2)
             kernel, bias = (torch.tensor(weights[f"features.{layer}.{name}"]) for name in ("weight", "bias"))
             x = torch.nn.functional.conv2d(x, kernel, bias, stride, padding).relu()
-            found.append(x / (x.norm(dim=1, keepdim=True) + 1e-10))
-        return found
+            result.append(x / (x.norm(dim=1, keepdim=True) + 1e-10))
+        return result
 
     heads = [torch.tensor(weights[f"lin{i}.model.1.weight"]) for i in range(5)]
     pairs = zip(features(one), features(other), heads, strict=True)
@@ -138,14 +138,14 @@ def test_both_libraries_do_the_same(family, stage, monkeypatch):
 def test_synthetic_checkpoints_have_the_sizes_of_their_presets(model):
     video_model = presets()[model].model
     assert video_model is not None
-    made = synthetic.described(model)
-    for name, (network, _) in made.networks.items():
-        found = read_network(made.index[name][1], synthetic.config_of(network), kinds())
-        assert found.config == video_model.spec.networks[name]
+    output = synthetic.described(model)
+    for name, (network, _) in output.networks.items():
+        result = read_network(output.index[name][1], synthetic.config_of(network), kinds())
+        assert result.config == video_model.spec.networks[name]
         stored = {
-            id(x): x.numel() for key, x in network.named_parameters() if not any(fnmatch(key, u) for u in found.unused)
+            id(x): x.numel() for key, x in network.named_parameters() if not any(fnmatch(key, u) for u in result.unused)
         }
-        assert sum(stored.values()) == found.parameters
+        assert sum(stored.values()) == result.parameters
 
 
 @pytest.mark.parametrize("checkpoint", quick([tiny_checkpoint], CHECKPOINTS))

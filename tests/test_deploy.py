@@ -65,9 +65,9 @@ def calls_of(name: str) -> list[list[str]]:
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_every_call_of_wanjax_is_one(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    found = calls_of(name)
-    assert [words[0] for words in found] == COMMANDS[name]
-    for words in found:
+    result = calls_of(name)
+    assert [words[0] for words in result] == COMMANDS[name]
+    for words in result:
         check_call(words)
 
 
@@ -161,8 +161,8 @@ def test_the_machines_of_a_slice_hold_its_chips():
 
 def test_the_api_that_google_left_is_told_of_once():
     files = [*PAGES, *DEPLOY.iterdir()]
-    told = [file.name for file in files for _ in re.findall(r"compute tpus\b", file.read_text(encoding="utf-8"))]
-    assert told == ["tpu.md"]
+    file_names = [file.name for file in files for _ in re.findall(r"compute tpus\b", file.read_text(encoding="utf-8"))]
+    assert file_names == ["tpu.md"]
 
 
 def selector() -> dict[str, str]:
@@ -197,8 +197,8 @@ def test_the_image_is_linted():
 def steps() -> list[tuple[str, str]]:
     """Return the instructions of the Dockerfile, each with its arguments."""
     text = re.sub(r"^#.*\n", "", (DEPLOY / "Dockerfile").read_text(encoding="utf-8"), flags=re.MULTILINE)
-    found = [line.partition(" ") for line in text.replace("\\\n", "").splitlines() if line]
-    return [(name, rest) for name, _, rest in found]
+    result = [line.partition(" ") for line in text.replace("\\\n", "").splitlines() if line]
+    return [(name, rest) for name, _, rest in result]
 
 
 def test_what_is_copied_into_the_image_is_not_ignored():
@@ -245,21 +245,23 @@ def test_skypilot_reads_its_tasks(tmp_path):
     subprocess.run(["pip", "install", "-q", "skypilot"], env=own, check=True)
     for name in ("sky.yaml", "sky-serve.yaml"):
         read_it = f"import sky; task = sky.Task.from_yaml({str(DEPLOY / name)!r}); print(task.resources, task.service)"
-        told = subprocess.run(["python", "-c", read_it], cwd=ROOT, env=own, check=True, capture_output=True, text=True)
-        assert "tpu-v6e-8" in told.stdout
-        assert ("GET /" in told.stdout) is (name == "sky-serve.yaml")
+        messages = subprocess.run(
+            ["python", "-c", read_it], cwd=ROOT, env=own, check=True, capture_output=True, text=True
+        )
+        assert "tpu-v6e-8" in messages.stdout
+        assert ("GET /" in messages.stdout) is (name == "sky-serve.yaml")
 
 
 @pytest.mark.slow
 def test_xpk_would_start_the_slice(tmp_path):
     own = environment(tmp_path)
     subprocess.run(["pip", "install", "-q", "xpk"], env=own, check=True)
-    given = ["my-cluster", "registry/wanjax:tpu", "--dry-run", "--project", "my-project", "--zone", "us-east5-b"]
-    call = ["bash", DEPLOY / "xpk.sh", *given]
-    told = subprocess.run(call, cwd=tmp_path, env=own, check=True, capture_output=True, text=True).stdout
-    assert "cloud.google.com/gke-tpu-topology: 4x4" in told
-    assert re.search(r"wanjax batch .*--processes auto", told)
-    assert "HF_HOME" in told
+    options = ["my-cluster", "registry/wanjax:tpu", "--dry-run", "--project", "my-project", "--zone", "us-east5-b"]
+    call = ["bash", DEPLOY / "xpk.sh", *options]
+    messages = subprocess.run(call, cwd=tmp_path, env=own, check=True, capture_output=True, text=True).stdout
+    assert "cloud.google.com/gke-tpu-topology: 4x4" in messages
+    assert re.search(r"wanjax batch .*--processes auto", messages)
+    assert "HF_HOME" in messages
 
 
 def test_the_compose_file_is_one_of_the_specification():

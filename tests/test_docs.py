@@ -125,8 +125,8 @@ def check_names(tree: ast.Module) -> None:
             found(node)
         elif isinstance(node, ast.Call) and callable(called := found(node.func)):
             known = inspect.signature(Pipeline.__call__ if called is Pipeline else called).parameters
-            given = {keyword.arg for keyword in node.keywords if keyword.arg}
-            assert given <= known.keys() or any(p.kind is p.VAR_KEYWORD for p in known.values()), (ast.unparse(node),)
+            options = {keyword.arg for keyword in node.keywords if keyword.arg}
+            assert options <= known.keys() or any(p.kind is p.VAR_KEYWORD for p in known.values()), (ast.unparse(node),)
 
 
 def found(node: ast.expr) -> Any:

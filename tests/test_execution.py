@@ -69,10 +69,10 @@ def execute() -> Execute:
 def test_an_unknown_option_is_left_out_and_told_once(execute, compile_context):
     adds = Program(sums, lambda on: {**BOGUS, **KEPT}, donated=("total",))
     x, total = jnp.arange(3.0), jnp.ones(3)
-    told = (
+    message = (
         r"^compiled without xla_no_such_option, which the compiler rejected: INVALID_ARGUMENT: No such compile option: "
     )
-    with pytest.warns(WanjaxWarning, match=told) as warned:
+    with pytest.warns(WanjaxWarning, match=message) as warned:
         total = execute.call(adds, compile_context, None, x, total)
     assert len(warned) == 1
     total = execute.call(adds, compile_context, None, x, total)  # warnings are errors here
@@ -187,10 +187,10 @@ def test_a_program_that_failed_is_tried_again(compile_context):
 
 def test_a_run_s_programs_are_compiled_beside_it_once_one_is_missing(compile_context):
     execute, adds, tops = Execute(), made(sums, {}), made(largest, {})
-    x, asked = jnp.ones(3), []
+    x, requested = jnp.ones(3), []
 
     def recorded() -> list[TracedProgram]:
-        asked.append(1)
+        requested.append(1)
         return [TracedProgram(adds, compile_context, None, (x, x)), TracedProgram(tops, compile_context, None, (x,))]
 
     with execute.compile_ahead(recorded):
@@ -199,11 +199,11 @@ def test_a_run_s_programs_are_compiled_beside_it_once_one_is_missing(compile_con
         while not compiled(tops, execute) and time.monotonic() < end:
             time.sleep(0.01)
         execute.call(tops, compile_context, None, x)
-    assert asked == [1]
+    assert requested == [1]
     assert compiled(strategy=execute) == 2
     with execute.compile_ahead(recorded):
         execute.call(adds, compile_context, None, x, x)  # is there
-    assert asked == [1]
+    assert requested == [1]
 
 
 def test_what_begins_each_compilation_may_end_all(compile_context):

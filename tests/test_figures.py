@@ -9,7 +9,7 @@ from wanjax.figures import format_bytes, format_duration, format_number, format_
 
 
 @pytest.mark.parametrize(
-    ("seconds", "told"),
+    ("seconds", "message"),
     [
         (0, "0 s"),
         (3.25e-5, "32.5 µs"),
@@ -23,12 +23,12 @@ from wanjax.figures import format_bytes, format_duration, format_number, format_
         (math.nan, "nan s"),
     ],
 )
-def test_durations(seconds, told):
-    assert format_duration(seconds) == told
+def test_durations(seconds, message):
+    assert format_duration(seconds) == message
 
 
 @pytest.mark.parametrize(
-    ("number", "base", "told"),
+    ("number", "base", "message"),
     [
         (0, 1000, "0 B"),
         (999.6, 1000, "1 kB"),
@@ -38,8 +38,8 @@ def test_durations(seconds, told):
         (-(2**31), 1024, "-2 GiB"),
     ],
 )
-def test_sizes(number, base, told):
-    assert format_bytes(number, base) == told
+def test_sizes(number, base, message):
+    assert format_bytes(number, base) == message
 
 
 def test_a_range_that_reads_as_one_figure_is_one():

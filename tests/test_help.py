@@ -37,8 +37,8 @@ def signatures(text: str) -> list[str]:
 def test_help_of_a_public_name_has_no_noise(name):
     text = printed(getattr(wanjax, name))
     assert not [word for word in ("jaxtyping", "functools", "lambda model") if word in text]
-    found = [word for line in signatures(text) for word in NOISE if word in line]
-    assert not found, found
+    result = [word for line in signatures(text) for word in NOISE if word in line]
+    assert not result, result
 
 
 def test_help_of_a_loaded_pipeline_shows_shapes():

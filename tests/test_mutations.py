@@ -52,10 +52,10 @@ def test_what_is_caught_and_what_survives_is_told(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["mutations", "--jobs", "1"])
     with pytest.raises(SystemExit) as end:
         main()
-    told = capsys.readouterr().out
+    messages = capsys.readouterr().out
     assert end.value.code
-    assert "1 of 2" in told
-    assert [line.split()[:2] for line in told.splitlines()[1:3]] == [
+    assert "1 of 2" in messages
+    assert [line.split()[:2] for line in messages.splitlines()[1:3]] == [
         ["caught", "path-escape"],
         ["SURVIVED", "harmless"],
     ]

@@ -59,9 +59,9 @@ def test_what_it_never_learnt_gives_a_note(options, notes, monkeypatch, tmp_path
 
     monkeypatch.setattr(WanModel, "encode_text", interrupted)  # after all notes are printed
     monkeypatch.chdir(tmp_path)
-    told = [line for line in command(*options).stderr.splitlines() if line.startswith("note: ")]
-    assert len(told) == len(notes)
-    assert all(note in line for note, line in zip(notes, told, strict=True))
+    message = [line for line in command(*options).stderr.splitlines() if line.startswith("note: ")]
+    assert len(message) == len(notes)
+    assert all(note in line for note, line in zip(notes, message, strict=True))
 
 
 def test_fits_in_the_package():

@@ -115,14 +115,14 @@ def test_plain_captions():
 def test_captions_say_what_the_clip_shows_in_many_wordings():
     rng = np.random.default_rng(0)
     spec = Spec("orange", "circle", "left", "dark")
-    made = [captions.caption(spec, rng) for _ in range(500)]
-    assert len(set(made)) > 150
-    for text in map(str.lower, made):
+    result = [captions.caption(spec, rng) for _ in range(500)]
+    assert len(set(result)) > 150
+    for text in map(str.lower, result):
         assert re.search(r"\borange\b", text)
         assert re.search(r"\b(circle|disc)\b", text)
         assert re.search(r"\bleft(wards)?\b", text)
         assert not re.search(r"\b(a orange|right|up|down|grey|light|gradient)\b|  ", text)
-    assert captions.plain_caption("orange", "circle", "left") in made
+    assert captions.plain_caption("orange", "circle", "left") in result
 
 
 def test_captions_of_different_clips_differ():
@@ -167,8 +167,8 @@ def test_the_written_folder_loads(tmp_path):
 @pytest.mark.slow  # the tests below have quick ones, of frames that are harder to read
 def test_every_combination_is_read_on_every_background():
     specs = [Spec(*combination, BACKGROUNDS[i % len(BACKGROUNDS)]) for i, combination in enumerate(COMBINATIONS)]
-    found = accuracy(specs, draw(specs, 17, 64, np.random.default_rng(0)))
-    assert min(found.values()) >= 0.995, found
+    result = accuracy(specs, draw(specs, 17, 64, np.random.default_rng(0)))
+    assert min(result.values()) >= 0.995, result
 
 
 def _blurred(video: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -190,8 +190,8 @@ DEGRADED = [_blurred, _noisy, _tinted]
 def test_the_reading_survives_what_an_autoencoder_does(degrade):
     rng = np.random.default_rng(1)
     specs = sample_specs(rng, 100)
-    found = accuracy(specs, degrade(draw(specs, 17, 64, rng), rng))
-    assert min(found.values()) >= 0.99, found
+    result = accuracy(specs, degrade(draw(specs, 17, 64, rng), rng))
+    assert min(result.values()) >= 0.99, result
 
 
 @pytest.mark.parametrize(
@@ -302,11 +302,11 @@ def test_the_evaluation_finds_what_is_wrong():
     outcomes = evaluate.evaluate(lambda prompt, seed: pipe(prompt, seed=seed).frames, HELD_OUT[:8], seeds=2)
     reds = sum(colour == "red" for colour, _, _ in HELD_OUT[:8])
     assert 0 < reds < 8
-    found = evaluate.report(outcomes, psnr=33.0)
-    assert found["accuracy"] == {"colour": 1 - reds / 8, "motion": 1.0, "shape": 1.0}
-    assert [failure["prompt"].split()[1] for failure in found["failures"]] == ["red"] * 2 * reds
-    assert "colour" in evaluate.table(found)
-    assert json.loads(json.dumps(found)) is not None
+    result = evaluate.report(outcomes, psnr=33.0)
+    assert result["accuracy"] == {"colour": 1 - reds / 8, "motion": 1.0, "shape": 1.0}
+    assert [failure["prompt"].split()[1] for failure in result["failures"]] == ["red"] * 2 * reds
+    assert "colour" in evaluate.table(result)
+    assert json.loads(json.dumps(result)) is not None
 
 
 def test_reconstruction_psnr_measures_the_noise_put_in():

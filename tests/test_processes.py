@@ -64,26 +64,26 @@ def folder(tmp_path_factory) -> Path:
     """
     folder = tmp_path_factory.mktemp("processes")
     model = tiny_checkpoint(folder / "tiny")
-    given = (*RUN, "--model", model)
+    options = (*RUN, "--model", model)
     address = f"localhost:{free_port()}"
     two = ("--mesh", "dp=2,sp=2,tp=2", "--out")
     runs = [
-        start(folder, 1, "generate", *given, "--dir", "one", "--out", "one/frames"),
-        start(folder, 4, "generate", *given, "--dir", "two", *two, "two/frames", "--processes", f"{address},2,0"),
+        start(folder, 1, "generate", *options, "--dir", "one", "--out", "one/frames"),
+        start(folder, 4, "generate", *options, "--dir", "two", *two, "two/frames", "--processes", f"{address},2,0"),
         start(
             folder,
             4,
             "generate",
-            *given,
+            *options,
             *("--dir", "other", *two, "other/frames"),
             JAX_COORDINATOR_ADDRESS=address,
             JAX_NUM_PROCESSES="2",
             JAX_PROCESS_ID="1",
         ),
     ]
-    told = [run.communicate(timeout=600) for run in runs]
-    assert [run.returncode for run in runs] == [0, 0, 0], "".join(map(str, told))[-6000:]
-    (folder / "told").write_text("".join(told[2]))
+    message = [run.communicate(timeout=600) for run in runs]
+    assert [run.returncode for run in runs] == [0, 0, 0], "".join(map(str, message))[-6000:]
+    (folder / "told").write_text("".join(message[2]))
     return folder
 
 
@@ -111,7 +111,7 @@ def test_only_the_first_process_writes_and_reports(folder):
 
 
 @pytest.mark.parametrize(
-    ("asked", "why"),
+    ("requested", "why"),
     [
         ("localhost,2,0", "'localhost,2,0' ADDRESS,COUNT,INDEX 10.0.0.1:8476,2,0"),
         ("localhost:1,2", "malformed"),
@@ -119,14 +119,14 @@ def test_only_the_first_process_writes_and_reports(folder):
         ("localhost:1,2,2", "process index 2 count"),
     ],
 )
-def test_invalid_processes_are_refused(asked, why):
+def test_invalid_processes_are_refused(requested, why):
     with pytest.raises(WanjaxError, match=naming(why)):
-        multihost.join_processes(asked)
+        multihost.join_processes(requested)
 
 
 def test_one_process_is_the_default(monkeypatch):
-    monkeypatch.setattr(multihost.jax.distributed, "initialize", lambda *given, **more: asked.append(given))
-    asked: list[tuple] = []
+    monkeypatch.setattr(multihost.jax.distributed, "initialize", lambda *arguments, **more: requested.append(arguments))
+    requested: list[tuple] = []
     for environment in (
         {},
         {"TPU_WORKER_HOSTNAMES": "localhost"},
@@ -135,7 +135,7 @@ def test_one_process_is_the_default(monkeypatch):
         {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"},
     ):
         multihost.join_processes(None, environment)
-    assert asked == [(None, None, None), (None, None, None), ("a:1", 2, 1)]
+    assert requested == [(None, None, None), (None, None, None), ("a:1", 2, 1)]
 
 
 def test_all_hear_the_first_process_and_draw_the_same_seed():
@@ -150,9 +150,9 @@ def test_all_hear_the_first_process_and_draw_the_same_seed():
         )
         for index in range(2)
     ]
-    told = [run.communicate(timeout=300) for run in runs]
-    assert [run.returncode for run in runs] == [0, 0], told
-    heard = [json.loads(out.splitlines()[-2]) for out, _ in told]
+    messages = [run.communicate(timeout=300) for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], messages
+    heard = [json.loads(out.splitlines()[-2]) for out, _ in messages]
     assert heard[0] == heard[1]
     assert heard[0][:2] == [[[0, "é" * 5000], {"a": 1.5}, None], ["a fault, é", ""]]
     assert heard[0][2] != heard[0][3]
@@ -182,11 +182,11 @@ def test_a_batch_of_several_processes_is_that_of_one(tmp_path, count):
     write_requests(tmp_path, 2)
     devices = 2 * count
     alone = batch(tmp_path, "alone", devices, 1)
-    told = ended(alone) + ended(together := batch(tmp_path, "together", devices, count))
-    assert [run.returncode for run in (*alone, *together)] == [0] * (count + 1), told
-    made = {path.name: path.read_bytes() for path in (tmp_path / "alone").glob("*.mp4")}
-    assert len(made) == 2
-    assert {path.name: path.read_bytes() for path in (tmp_path / "together").glob("*.mp4")} == made
+    message = ended(alone) + ended(together := batch(tmp_path, "together", devices, count))
+    assert [run.returncode for run in (*alone, *together)] == [0] * (count + 1), message
+    result = {path.name: path.read_bytes() for path in (tmp_path / "alone").glob("*.mp4")}
+    assert len(result) == 2
+    assert {path.name: path.read_bytes() for path in (tmp_path / "together").glob("*.mp4")} == result
 
 
 @pytest.mark.slow
@@ -205,9 +205,9 @@ def test_where_one_is_killed_all_end_and_the_same_command_goes_on(tmp_path, kill
     assert runs[1 - killed].returncode != 0
     before = {path: path.read_bytes() for path in tmp_path.glob("videos/[!.]*.mp4")}
     assert 0 < len(before) < 4
-    told = ended(again := batch(tmp_path, "videos", 4, 2))
-    assert [run.returncode for run in again] == [0, 0], told
-    assert all(path.read_bytes() == made for path, made in before.items())
+    message = ended(again := batch(tmp_path, "videos", 4, 2))
+    assert [run.returncode for run in again] == [0, 0], message
+    assert all(path.read_bytes() == result for path, result in before.items())
     listed = [entry["seed"] for entry in read_manifest(tmp_path / "videos") if "error" not in entry]
     assert sorted(listed) == list(range(4))
     assert len(list((tmp_path / "videos").iterdir())) == 5  # nothing half-written is left
@@ -219,8 +219,8 @@ def test_several_processes_show_previews_of_many_videos(tmp_path):
     address = f"localhost:{free_port()}"
     command = ("generate", "--prompts", "requests.jsonl", "--out", "videos", "--preview", "--mesh", "dp=2,sp=2", *SMALL)
     runs = [start(tmp_path, 2, *command, "--processes", f"{address},2,{index}") for index in range(2)]
-    told = ended(runs, 300)
-    assert [run.returncode for run in runs] == [0, 0], told
+    message = ended(runs, 300)
+    assert [run.returncode for run in runs] == [0, 0], message
     assert len(list((tmp_path / "videos").glob("*.mp4"))) == 2
     assert (tmp_path / "videos" / stage_files.PREVIEW_FILE).is_file()
 
@@ -228,7 +228,7 @@ def test_several_processes_show_previews_of_many_videos(tmp_path):
 @pytest.mark.slow
 def test_a_mistake_lets_the_other_processes_go(tmp_path):
     write_requests(tmp_path, 1, frames=4)
-    told = ended(runs := batch(tmp_path, "videos", 4, 2), 120)
-    assert [run.returncode for run in runs] == [2, 0], told
-    assert says(told[0], "line 1 4 5")
-    assert told[1] == ""
+    message = ended(runs := batch(tmp_path, "videos", 4, 2), 120)
+    assert [run.returncode for run in runs] == [2, 0], message
+    assert says(message[0], "line 1 4 5")
+    assert message[1] == ""

@@ -71,8 +71,8 @@ def python(folder: Path, name: str, *, old: bool, venv: bool) -> None:
 def started(script: str, tmp_path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a script where no environment is yet, and where the only Pythons are those in a folder `bin`."""
     for tool in ("bash", "dirname", "basename"):
-        found = subprocess.run(["which", tool], check=True, capture_output=True, text=True).stdout.strip()
-        (tmp_path / "bin" / tool).symlink_to(found)
+        result = subprocess.run(["which", tool], check=True, capture_output=True, text=True).stdout.strip()
+        (tmp_path / "bin" / tool).symlink_to(result)
     own = {"PATH": str(tmp_path / "bin"), "VENV": str(tmp_path / "venv"), **variables}
     return subprocess.run([ROOT / script], cwd=tmp_path, env=own, capture_output=True, text=True)
 

@@ -80,8 +80,8 @@ class Sounds(Observer):
 def made(pipe: Any, seeds: list[int], *prompts: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Return the frames and the sound of a video for each prompt and seed."""
     pictures, settings = pipe.prepare(image=PAGE)
-    wanted = [settings.updated({"prompt": prompt, "seed": seed}) for prompt in prompts for seed in seeds]
-    run = Run(pipe, [PreparedRequest(one) for one in wanted], pictures, observers=[sounds := Sounds()])
+    expected = [settings.updated({"prompt": prompt, "seed": seed}) for prompt in prompts for seed in seeds]
+    run = Run(pipe, [PreparedRequest(one) for one in expected], pictures, observers=[sounds := Sounds()])
     return [np.concatenate([np.asarray(chunk) for chunk in frames]) for _, frames in run], sounds.found
 
 
@@ -151,8 +151,8 @@ def test_an_input_of_the_family_alone_has_an_option_a_column_and_an_entry(folder
         Image.fromarray(frame).save(tmp_path / f"clip/{number}.png")
     row = {"prompt": "a red circle", "image": "x.png", "driving": "clip", "seed": 3}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    given = ("--image", tmp_path / "x.png", "--driving", tmp_path / "clip")
-    _run("a red circle", "--model", folder, *given, "--seed", 3, "--out", tmp_path / "one.mp4")
+    options = ("--image", tmp_path / "x.png", "--driving", tmp_path / "clip")
+    _run("a red circle", "--model", folder, *options, "--seed", 3, "--out", tmp_path / "one.mp4")
     _run("batch", tmp_path / "rows.jsonl", "--model", folder, "--out", tmp_path / "many")
     [several] = (tmp_path / "many").glob("*.mp4")
     _run("--from", several, "--out", tmp_path / "again.mp4")
@@ -167,9 +167,9 @@ def by_command(*arguments):
     return result.output
 
 
-def raised(call, *given, **more):
+def raised(call, *arguments, **more):
     with pytest.raises(WanjaxError) as caught:
-        call(*given, **more)
+        call(*arguments, **more)
     return str(caught.value)
 
 
@@ -245,14 +245,14 @@ def test_a_batch_equals_its_videos(pipe, encoded, seeds):
 @pytest.mark.parametrize("last", quick([0, 2, 3], range(STEPS - 1)))
 def test_a_stopped_run_continues_to_the_same_bits(pipe, encoded, tmp_path, last, rule):
     whole = pipe.denoise(encoded, seed=3, guidance_rule=rule)
-    told = []
+    messages = []
     with pytest.raises(Cancelled):
         pipe.denoise(encoded, seed=3, guidance_rule=rule, keep=tmp_path / "x", callback=lambda step: step.index < last)
     again = pipe.denoise(
-        encoded, seed=3, guidance_rule=rule, keep=tmp_path / "x", continued=lambda *steps: told.append(steps)
+        encoded, seed=3, guidance_rule=rule, keep=tmp_path / "x", continued=lambda *steps: messages.append(steps)
     )
     assert not differ(whole, again)
-    assert told[-1] == (last + 1, STEPS)
+    assert messages[-1] == (last + 1, STEPS)
 
 
 @pytest.mark.parametrize("mesh", quick([None], [None, "dp=2,sp=2,tp=2"]))
@@ -306,8 +306,8 @@ def test_a_plan_prices_both_passes_and_what_is_given(folder, tmp_path):
         Image.fromarray(frame).save(tmp_path / f"clip/{number}.png")
     planned = json.loads(_run("plan", folder, "--chip", "cpu", "--json").stdout)
     Image.fromarray(PAGE).save(tmp_path / "x.png")
-    given = ("--image", tmp_path / "x.png", "--driving", tmp_path / "clip")
-    driven = json.loads(_run("plan", folder, *given, "--chip", "cpu", "--json").stdout)
+    options = ("--image", tmp_path / "x.png", "--driving", tmp_path / "clip")
+    driven = json.loads(_run("plan", folder, *options, "--chip", "cpu", "--json").stdout)
     assert planned["fits"]
     assert driven["step_seconds"] > planned["step_seconds"]  # its keys and values are read in every step
     assert planned["total_seconds"] > 3 * planned["step_seconds"]

@@ -193,7 +193,7 @@ LEGAL = "dp=2,sp=1,tp=4"
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("options", "words"),
     [
         ({"mesh": "dp=2,sp=2,tp=4"}, "mesh dp=2,sp=2,tp=4 16 devices 8 dp sp tp"),
         ({"mesh": "tp=3"}, "3 devices 8"),
@@ -207,9 +207,9 @@ LEGAL = "dp=2,sp=1,tp=4"
         ({"rules": "zero"}, "rules 'zero' fsdp tp replicated"),
     ],
 )
-def test_meshes_and_rules_that_cannot_be(given, words):
+def test_meshes_and_rules_that_cannot_be(options, words):
     with pytest.raises(WanjaxError, match=naming(words)):
-        wanjax.load("nano", **given)
+        wanjax.load("nano", **options)
 
 
 def test_a_mesh_is_read_and_found():

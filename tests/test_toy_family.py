@@ -90,8 +90,8 @@ def test_masked_tokens_change_nothing(toy):
 
 
 def test_a_truncated_prompt_is_reported(toy, tmp_path):
-    told = run("encode", "a red circle moving right " * 5, "--model", toy, "--dir", tmp_path)
-    assert says(told.stderr, f"model {LENGTH}")
+    message = run("encode", "a red circle moving right " * 5, "--model", toy, "--dir", tmp_path)
+    assert says(message.stderr, f"model {LENGTH}")
 
 
 def test_eight_devices_agree_with_one(toy):
@@ -172,12 +172,14 @@ def test_a_plan_records_what_is_executed_though_nothing_is_written_for_it(toy, m
 @pytest.mark.parametrize("cache", ["none", "magcache:.2,1,.1", "easycache:9,2"])
 def test_the_outlook_of_a_toy(cache):
     tables = Tables(Magnitudes((1.0,) * 6, (1.0,) * 6, 0.1, 2, 0.2))
-    found = registry.model_description("toy")
-    settings = found.settings.updated({"steps": 6, "cache": cache})
-    told = estimate_video(replace(found, model=replace(found.model, tables=tables), settings=settings), "cpu")
-    assert {row.name for row in told.programs} >= {"encode_texts", "embed_texts", "step", "finish", "decode_first"}
-    assert (told.reusing_steps > 0) is (cache != "none")
-    assert told.total_seconds > told.step_seconds > 0
+    description = registry.model_description("toy")
+    settings = description.settings.updated({"steps": 6, "cache": cache})
+    result = estimate_video(
+        replace(description, model=replace(description.model, tables=tables), settings=settings), "cpu"
+    )
+    assert {row.name for row in result.programs} >= {"encode_texts", "embed_texts", "step", "finish", "decode_first"}
+    assert (result.reusing_steps > 0) is (cache != "none")
+    assert result.total_seconds > result.step_seconds > 0
 
 
 REFUSED = {  # what is asked of a model of this family, and what the sentence names
@@ -191,8 +193,8 @@ REFUSED = {  # what is asked of a model of this family, and what the sentence na
 def test_a_model_s_name_is_no_family():
     """In a process of its own, where annotations are not checked."""
     code = "import wanjax; wanjax.register('nano')"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
-    assert says(told.splitlines()[-1], "WanjaxError Family 'nano' wanjax.load")
+    message = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
+    assert says(message.splitlines()[-1], "WanjaxError Family 'nano' wanjax.load")
 
 
 def raised(call):

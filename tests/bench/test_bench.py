@@ -79,15 +79,15 @@ def test_messages_arrive(kind):
     program = collective_program(
         mesh_of_first_devices({"tp": 8}, jax.devices()), kind=kind, tokens=20, width=12, dtype="float32"
     )
-    made = measure(program, 0.0)
-    assert len(made.timing.run_seconds) == 2
+    output = measure(program, 0.0)
+    assert len(output.timing.run_seconds) == 2
     [x] = (np.asarray(x) for x in synthetic_arrays(program.arguments))
     assert x.shape == (24, 16)
     summed = x.reshape(8, 3, 16).sum(0)
     right = {"all_reduce": summed, "all_gather": x, "all_to_all": x}
     right |= {"reduce_scatter": summed, "permute": np.roll(x, 3, axis=0)}
     right = right[kind]
-    np.testing.assert_allclose(np.asarray(made.result), right, rtol=1e-6, atol=1e-8)
+    np.testing.assert_allclose(np.asarray(output.result), right, rtol=1e-6, atol=1e-8)
 
 
 def test_eight_devices_exchange_messages(small):
@@ -98,10 +98,10 @@ def test_eight_devices_exchange_messages(small):
 
 def test_attention_is_compared_with_the_reference(small, monkeypatch):
     configs = {"flash_tpu": SMALL_TILES}  # by Pallas' interpreter, as on a TPU
-    found = check_attention(2, 64, "float32", tokens=150, configs=configs)
-    print(found)
-    assert set(found) == {"reference", "chunked", "flash_tpu"}
-    assert max(found.values()) < 1e-5
+    result = check_attention(2, 64, "float32", tokens=150, configs=configs)
+    print(result)
+    assert set(result) == {"reference", "chunked", "flash_tpu"}
+    assert max(result.values()) < 1e-5
     assert check_attention(2, 16, "bfloat16", tokens=150)["chunked"] < 1e-2
     right = operations.attention
     monkeypatch.setattr(
@@ -139,8 +139,8 @@ def test_a_program_that_fails_is_a_row_that_says_why(small):
     def build(mesh, _):
         return attention_program(mesh, "flash_tpu", **sizes)
 
-    row, made = small._measure_and_price("attention", "x", "safe", build, small.local_hardware, small.axes)
-    assert made is None
+    row, result = small._measure_and_price("attention", "x", "safe", build, small.local_hardware, small.axes)
+    assert result is None
     assert row.note.startswith("did not run: ")
     assert row.ratio is None
 
@@ -148,10 +148,10 @@ def test_a_program_that_fails_is_a_row_that_says_why(small):
 def test_the_set_that_was_kept_is_what_the_command_uses(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    asked = []
+    requested = []
 
-    def load(model, **given):
-        asked.append(given["compiler"])
+    def load(model, **options):
+        requested.append(options["compiler"])
         raise WanjaxError("no further")
 
     monkeypatch.setattr("wanjax.cli.stages.load", load)
@@ -161,7 +161,7 @@ def test_the_set_that_was_kept_is_what_the_command_uses(tmp_path, monkeypatch):
     compiler_options.save_option_set("fast")
     for command in commands:
         assert wanjax(*command).exit_code == 2
-    assert asked == ["safe"] * 4 + ["fast"] * 3 + ["safe"]
+    assert requested == ["safe"] * 4 + ["fast"] * 3 + ["safe"]
     compiler_options.save_option_set("unknown")
     assert compiler_options.saved_option_set() == "safe"
     compiler_options.save_option_set("fast")
@@ -175,13 +175,13 @@ def test_programs_are_measured_beside_their_prices(programs, monkeypatch, tmp_pa
     monkeypatch.setitem(BENCH_SIZES, ("cpu", True), TINY)
     monkeypatch.setattr(jax, "devices", lambda *_, now=jax.devices: now("cpu")[:1])
     shown = []
-    monkeypatch.setattr(measuring, "print_bench", lambda found, console: shown.append(found))
+    monkeypatch.setattr(measuring, "print_bench", lambda result, console: shown.append(result))
     succeeded(wanjax("bench", "nano", "--quick"))
-    found = json.loads(json.dumps(shown[0].to_json()))
-    assert (found["devices"], found["faster_option_set"], found["faults"]) == ("1 x cpu", None, [])
-    assert [row["name"] for row in found["rows"]] == ["attention", *["a product"] * 3, *suite.PROGRAM_TITLES.values()]
-    tokens, width, inside = map(int, re.findall(r"\[(\d+) (\d+)\] by \[\d+ (\d+)\]", found["rows"][1]["what"])[0])
-    for row in found["rows"]:
+    result = json.loads(json.dumps(shown[0].to_json()))
+    assert (result["devices"], result["faster_option_set"], result["faults"]) == ("1 x cpu", None, [])
+    assert [row["name"] for row in result["rows"]] == ["attention", *["a product"] * 3, *suite.PROGRAM_TITLES.values()]
+    tokens, width, inside = map(int, re.findall(r"\[(\d+) (\d+)\] by \[\d+ (\d+)\]", result["rows"][1]["what"])[0])
+    for row in result["rows"]:
         assert row["note"] == ""
         assert min(row["seconds"], row["first"]) > 0
         if "NumPy" not in row["what"]:

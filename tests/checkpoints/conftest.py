@@ -59,11 +59,11 @@ def known_shapes():
     def abstract(network, **options):
         key = (network.config, str(options))
         if key not in known:
-            known[key] = found(network, **options)
+            known[key] = compute(network, **options)
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        found = Network.abstract
+        compute = Network.abstract
         patch.setattr(Network, "abstract", abstract)
         yield
 

@@ -67,8 +67,8 @@ def test_a_file_is_told_by_its_header_its_blocks_or_its_name(tensors, tmp_path, 
     expected = read_network(JSON["_class_name"], JSON, NETWORKS)
     abstract = expected.abstract(dtype=jnp.float32, param_dtype=jnp.float32)
     exact_weights = jax.tree.leaves(modules.load(abstract, expected.rules, reader))
-    for answer, exact in zip(weights(source), exact_weights, strict=True):
-        np.testing.assert_array_equal(answer, exact)
+    for result, exact in zip(weights(source), exact_weights, strict=True):
+        np.testing.assert_array_equal(result, exact)
 
 
 def test_integers_with_rotated_groups(tmp_path):
@@ -92,8 +92,8 @@ def test_integers_with_rotated_groups(tmp_path):
     assert source["scheduler"].config()["_class_name"] == "FlowMatchEulerDiscreteScheduler"
     abstract = kind.abstract(dtype=jnp.float32, param_dtype=jnp.float32)
     exact_weights = jax.tree.leaves(modules.load(abstract, kind.rules, Tensors(plain)))
-    for answer, exact in zip(weights(source), exact_weights, strict=True):
-        np.testing.assert_allclose(answer, exact, rtol=2**-9, atol=1e-6 * np.abs(exact).max())
+    for result, exact in zip(weights(source), exact_weights, strict=True):
+        np.testing.assert_allclose(result, exact, rtol=2**-9, atol=1e-6 * np.abs(exact).max())
 
 
 def test_without_a_mark_it_is_image_to_video(tensors, tmp_path):
@@ -149,5 +149,5 @@ def test_diffusers_folders_are_told_apart_by_their_scheduler(tensors, tmp_path, 
     assert (checkpoint.settings.steps, checkpoint.settings.fps) == (steps, 24)
     save_safetensors(tmp_path / "animate_2.safetensors", by_the_authors(tensors))
     same = weights(open_source(tmp_path / "animate_2.safetensors"))
-    for answer, exact in zip(weights(checkpoint.source), same, strict=True):
-        np.testing.assert_array_equal(answer, exact)
+    for result, exact in zip(weights(checkpoint.source), same, strict=True):
+        np.testing.assert_array_equal(result, exact)

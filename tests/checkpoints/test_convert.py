@@ -55,19 +55,19 @@ MODELS = {
 
 @pytest.mark.parametrize("model", quick(["control", "two experts"], MODELS))
 def test_every_model_goes_there_and_back(model, tmp_path):
-    given = MODELS[model](tmp_path / "given")
-    assert ToWanjax(open_source(given), tmp_path / "there", NETWORKS).run()
+    source_folder = MODELS[model](tmp_path / "given")
+    assert ToWanjax(open_source(source_folder), tmp_path / "there", NETWORKS).run()
     assert ToDiffusers(open_source(tmp_path / "there"), tmp_path / "back", NETWORKS).run()
-    assert tensors(tmp_path / "back") == tensors(given)
-    for file in given.rglob("*.json"):
-        assert json_or_text(tmp_path / "back" / file.relative_to(given)) == json_or_text(file)
+    assert tensors(tmp_path / "back") == tensors(source_folder)
+    for file in source_folder.rglob("*.json"):
+        assert json_or_text(tmp_path / "back" / file.relative_to(source_folder)) == json_or_text(file)
 
 
 @pytest.mark.parametrize("prefix", quick([""], ["vision_model.", ""]))
 def test_what_a_network_has_no_use_for_goes_there_and_back_too(prefix, tmp_path):
     """CLIP's last block and norm, under either of their names, are converted but not read by `load`."""
-    given = tiny_image_checkpoint(tmp_path / "given")
-    weights = given / "image_encoder" / "model.safetensors"
+    source_folder = tiny_image_checkpoint(tmp_path / "given")
+    weights = source_folder / "image_encoder" / "model.safetensors"
     used = {key: np.array(x) for key, x in load_safetensors(weights).items()}
     last = {key.replace(".0.", ".1."): x + 1 for key, x in used.items() if ".layers.0." in key}
     more = {"vision_model.post_layernorm.weight": np.ones(16, np.float32), **last}
@@ -77,11 +77,11 @@ def test_what_a_network_has_no_use_for_goes_there_and_back_too(prefix, tmp_path)
         key if key in outside else prefix + key.removeprefix("vision_model."): x for key, x in (used | more).items()
     }
     save_safetensors(weights, whole)
-    assert ToWanjax(open_source(given), tmp_path / "there", NETWORKS).run()
+    assert ToWanjax(open_source(source_folder), tmp_path / "there", NETWORKS).run()
     verify(open_source(tmp_path / "there"))
     assert ToDiffusers(open_source(tmp_path / "there"), tmp_path / "back", NETWORKS).run()
-    assert tensors(tmp_path / "back") == tensors(given)
-    assert set(tensors(given)) >= {f"image_encoder.{key}" for key in whole}
+    assert tensors(tmp_path / "back") == tensors(source_folder)
+    assert set(tensors(source_folder)) >= {f"image_encoder.{key}" for key in whole}
     encoders = [parameters(loading.load(tmp_path / name).image_encoder) for name in ("given", "there")]
     for name, x in encoders[0].items():
         np.testing.assert_array_equal(x, encoders[1][name])
@@ -115,17 +115,17 @@ def test_it_says_where_it_comes_from(source, converted):
 
 
 def test_a_converted_checkpoint_is_loaded_like_any_other(source, converted):
-    told = []
+    messages = []
     here = wanjax.load(source, param_dtype="bfloat16")
-    there = wanjax.load(converted, param_dtype="bfloat16", progress=lambda *at: told.append(at))
+    there = wanjax.load(converted, param_dtype="bfloat16", progress=lambda *at: messages.append(at))
     assert there.defaults.updated({"model": ""}) == here.defaults.updated({"model": ""})
     for name in COMPONENTS:
-        weights, wanted = (modules.parameters(getattr(pipe, name)) for pipe in (there, here))
-        assert weights.keys() == wanted.keys()
+        weights, expected = (modules.parameters(getattr(pipe, name)) for pipe in (there, here))
+        assert weights.keys() == expected.keys()
         for path, x in weights.items():
-            assert (x.dtype, np.asarray(x).tobytes()) == (wanted[path].dtype, np.asarray(wanted[path]).tobytes())
+            assert (x.dtype, np.asarray(x).tobytes()) == (expected[path].dtype, np.asarray(expected[path]).tobytes())
     for name in COMPONENTS:
-        done, total = [at[1:] for at in told if at[0] == name][-1]
+        done, total = [at[1:] for at in messages if at[0] == name][-1]
         assert done == total > 0
     assert tokens(there) == tokens(here)
 

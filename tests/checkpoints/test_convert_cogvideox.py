@@ -25,15 +25,15 @@ MEMBERS = {
 
 @pytest.mark.parametrize("member", quick(["1.5", "5b from a picture"], MEMBERS))
 def test_there_and_back_is_equal_bit_for_bit(member, tmp_path):
-    given = tiny_cogvideox_checkpoint(tmp_path / "given", **MEMBERS[member])
-    (given / "tokenizer" / "tokenizer.json").unlink()
-    (given / "tokenizer" / "spiece.model").write_bytes(b"\n\x05\n\x03abc")
-    assert wanjax_command(given, tmp_path / "there")[0] == 0
+    source_folder = tiny_cogvideox_checkpoint(tmp_path / "given", **MEMBERS[member])
+    (source_folder / "tokenizer" / "tokenizer.json").unlink()
+    (source_folder / "tokenizer" / "spiece.model").write_bytes(b"\n\x05\n\x03abc")
+    assert wanjax_command(source_folder, tmp_path / "there")[0] == 0
     assert wanjax_command(tmp_path / "there", tmp_path / "back", "--to", "diffusers")[0] == 0
-    assert tensors(tmp_path / "back") == tensors(given)
-    assert len(tensors(given)) > 250
-    for file in given.rglob("*"):
-        back = tmp_path / "back" / file.relative_to(given)
+    assert tensors(tmp_path / "back") == tensors(source_folder)
+    assert len(tensors(source_folder)) > 250
+    for file in source_folder.rglob("*"):
+        back = tmp_path / "back" / file.relative_to(source_folder)
         if file.suffix == ".json":
             assert json.loads(back.read_bytes()) == json.loads(file.read_bytes())
         elif file.is_file() and file.suffix != ".safetensors":
@@ -42,11 +42,11 @@ def test_there_and_back_is_equal_bit_for_bit(member, tmp_path):
 
 @pytest.mark.slow  # tests/checkpoints/test_convert.py has a quick one, of Wan
 def test_a_converted_checkpoint_makes_the_same_latents(tmp_path):
-    given = tiny_cogvideox_checkpoint(tmp_path / "given", **MEMBERS["1.5 from a picture"])
-    assert wanjax_command(given, tmp_path / "there")[0] == 0
+    source_folder = tiny_cogvideox_checkpoint(tmp_path / "given", **MEMBERS["1.5 from a picture"])
+    assert wanjax_command(source_folder, tmp_path / "there")[0] == 0
     settings = {"size": (32, 48), "frames": 9, "steps": 2, "guidance_scale": 4.0}
     latents = []
-    for folder in (given, tmp_path / "there"):
+    for folder in (source_folder, tmp_path / "there"):
         pipe = wanjax.load(folder)
         encoded = pipe.encode("a red circle", "a blue cat", image=np.full((32, 48, 3), 90, np.uint8), **settings)
         latents.append(np.asarray(pipe.denoise(encoded, seed=3, **settings)))

@@ -121,8 +121,8 @@ def test_what_was_stopped_is_not_mixed_with_another_source(source, damaged, tmp_
     change(damaged, lambda x: {"proj_out.bias": x["proj_out.bias"] + 1})
     ToWanjax(open_source(damaged), tmp_path / "new", NETWORKS).run()
     stored = wanjax.load(tmp_path / "new").transformer.proj_out.bias[...]
-    wanted = wanjax.load(damaged).transformer.proj_out.bias[...]
-    np.testing.assert_array_equal(stored, wanted)
+    expected = wanjax.load(damaged).transformer.proj_out.bias[...]
+    np.testing.assert_array_equal(stored, expected)
 
 
 def stop_in(monkeypatch, method: str, source: Path, target: Path) -> None:
@@ -208,11 +208,11 @@ for moment in range(int(sys.argv[4])):
 @pytest.mark.parametrize(("way", "kills"), quick([("forth", 5)], [("forth", 5), ("forth", 20), ("back", 20)]))
 def test_killed_at_random_moments_each_rerun_completes(source, converted, tmp_path, way, kills):
     """Kill lead to the checksums of an uninterrupted run. The autoencoder has too many arrays for it."""
-    given = shutil.copytree(converted if way == "back" else source, tmp_path / "given")
-    index = json.loads((given / "model_index.json").read_text())
-    (given / "model_index.json").write_text(json.dumps(index | {"vae": [None, None]}))
+    source_folder = shutil.copytree(converted if way == "back" else source, tmp_path / "given")
+    index = json.loads((source_folder / "model_index.json").read_text())
+    (source_folder / "model_index.json").write_text(json.dumps(index | {"vae": [None, None]}))
     run = subprocess.run(
-        [sys.executable, "-c", KILLED, given, tmp_path / "target", way, str(kills)],
+        [sys.executable, "-c", KILLED, source_folder, tmp_path / "target", way, str(kills)],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
@@ -220,10 +220,10 @@ def test_killed_at_random_moments_each_rerun_completes(source, converted, tmp_pa
     )
     assert run.returncode == 0, run.stderr
     read = {"forth": checksums, "back": tensors}[way]
-    wanted = read(tmp_path / "whole")
+    expected = read(tmp_path / "whole")
     assert len(os.listdir(tmp_path)) == kills + 2
     for run in tmp_path.glob("run*"):
-        assert read(run) == wanted
+        assert read(run) == expected
         if way == "forth":
             verify(open_source(run))
 
@@ -341,8 +341,8 @@ def test_nothing_broken_is_loaded(converted, tmp_path, monkeypatch, harm, verify
         pipe = wanjax.load(folder, verify=verify)
         [getattr(pipe, network) for network in COMPONENTS]
     if words:
-        given = ("generate", "a", "--model", folder, *(["--verify"] if verify else []))
-        assert says(commands.refused(*given), words)
+        options = ("generate", "a", "--model", folder, *(["--verify"] if verify else []))
+        assert says(commands.refused(*options), words)
 
 
 def cut(folder: Path) -> Path:

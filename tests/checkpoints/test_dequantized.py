@@ -80,8 +80,8 @@ def eight_bits(name, x, layout, spelling="weight_scale", numbers="weight", dtype
     return {f"{name}.{numbers}": (x / filled).astype(dtype), f"{name}.{spelling}": scale}, filled
 
 
-def near(found, x, filled):
-    return (np.abs(found - x) <= np.abs(x) * ROUNDING + filled * SMALLEST).all()
+def near(result, x, filled):
+    return (np.abs(result - x) <= np.abs(x) * ROUNDING + filled * SMALLEST).all()
 
 
 @pytest.mark.parametrize("spelling", ["scale_weight", "weight_scale", "weight_scale_inv"])
@@ -143,9 +143,9 @@ def test_integers(shape, layout):
     reader = DequantizedReader(Tensors({"a.int8_weight": whole, "a.scale": scale, "a.bias": bias, "norm.scale": norm}))
     assert set(reader.specs) == {"a.weight", "a.bias", "norm.scale"}
     assert reader.specs["a.weight"] == (shape, np.dtype(ml_dtypes.bfloat16))
-    found = reader.read("a.weight")
-    np.testing.assert_array_equal(found, (whole * filled).astype(ml_dtypes.bfloat16))
-    assert (np.abs(found.astype(np.float32) - x) <= 2**-8 * np.abs(x) + filled).all()
+    result = reader.read("a.weight")
+    np.testing.assert_array_equal(result, (whole * filled).astype(ml_dtypes.bfloat16))
+    assert (np.abs(result.astype(np.float32) - x) <= 2**-8 * np.abs(x) + filled).all()
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
@@ -186,9 +186,9 @@ def test_floats_and_integers_by_other_names(shape, names, layout):
     assert near(reader.read("a.weight"), x, filled)
     scale, filled = np.asarray(scale * np.float32(3.5)), filled * np.float32(3.5)  # 128 steps in place of 448
     whole = np.clip(np.round(x / filled), -128, 127).astype(np.int8)
-    found = DequantizedReader(Tensors({numbers: whole, name: scale})).read("a.weight")
-    np.testing.assert_array_equal(found, whole * filled)
-    assert (np.abs(found - x) <= 1.01 * filled).all()
+    result = DequantizedReader(Tensors({numbers: whole, name: scale})).read("a.weight")
+    np.testing.assert_array_equal(result, whole * filled)
+    assert (np.abs(result - x) <= 1.01 * filled).all()
 
 
 @pytest.mark.parametrize("layout", [per_tensor, per_row, without_axis])
@@ -320,10 +320,10 @@ def test_a_folder_of_them_is_loaded_and_converted(checkpoint, tmp_path):
     for name in ("transformer", "text_encoder"):
         right = modules.parameters(getattr(whole, name))
         for pipe in others:
-            found = modules.parameters(getattr(pipe, name))
-            assert found.keys() == right.keys()
+            result = modules.parameters(getattr(pipe, name))
+            assert result.keys() == right.keys()
             for key, x in right.items():
-                error = np.abs(np.asarray(found[key]) - np.asarray(x))
+                error = np.abs(np.asarray(result[key]) - np.asarray(x))
                 assert (error <= np.abs(x) * ROUNDING + np.abs(x).max() / 448 * SMALLEST).all(), key
         jax.tree.map(np.testing.assert_array_equal, *(modules.parameters(getattr(pipe, name)) for pipe in others))
 
@@ -346,8 +346,8 @@ def test_a_config_tells_who_quantised(method, checkpoint, tmp_path):
     """A method of which nothing is read is named before weights are; of others, the tensors tell enough."""
     folder = shutil.copytree(checkpoint, tmp_path / "eight")
     config = json.loads((folder / "transformer/config.json").read_text())
-    told = {"quantization_config": {"quant_method": method}}
-    (folder / "transformer/config.json").write_text(json.dumps(config | told))
+    message = {"quantization_config": {"quant_method": method}}
+    (folder / "transformer/config.json").write_text(json.dumps(config | message))
     if method is None:
         assert wanjax.load(folder).transformer is not None
         return
@@ -370,11 +370,11 @@ def test_rotated_integers(shape, group, layout, in_metadata):
         }
     dequantized = DequantizedReader(reader)
     assert dequantized.specs == {"model.a.weight": (shape, np.dtype(np.float32))}
-    found = dequantized.read("model.a.weight")
-    np.testing.assert_allclose(found, exact, rtol=2**-9, atol=1e-6 * np.abs(exact).max())
-    as_loaded = found.astype(ml_dtypes.bfloat16).astype(np.float64)
+    result = dequantized.read("model.a.weight")
+    np.testing.assert_allclose(result, exact, rtol=2**-9, atol=1e-6 * np.abs(exact).max())
+    as_loaded = result.astype(ml_dtypes.bfloat16).astype(np.float64)
     assert (np.abs(as_loaded - exact) <= 2**-8 * np.abs(exact) + 1e-6 * np.abs(exact).max()).all()
-    assert np.linalg.norm(found - x) < (0.01 if layout is per_row else 0.04) * np.linalg.norm(x)
+    assert np.linalg.norm(result - x) < (0.01 if layout is per_row else 0.04) * np.linalg.norm(x)
 
 
 def test_integers_that_were_not_rotated():

@@ -140,9 +140,9 @@ def test_a_file_that_differs_from_its_checksum_is_removed_and_sent_again(server)
     server.flip = WEIGHTS
     listed = checksum(server.files[WEIGHTS])
     arrived = checksum(server.files[WEIGHTS][:-1] + bytes([server.files[WEIGHTS][-1] ^ 1]))
-    told = fault(["vae"])
-    assert says(told, f"{WEIGHTS.rpartition('/')[2]} {listed} {arrived}")
-    assert len(told.splitlines()) == 1
+    message = fault(["vae"])
+    assert says(message, f"{WEIGHTS.rpartition('/')[2]} {listed} {arrived}")
+    assert len(message.splitlines()) == 1
     server.flip = None
     folder = fetched(ID, ["vae"])
     assert (folder / WEIGHTS).read_bytes() == server.files[WEIGHTS]

@@ -41,11 +41,11 @@ TENSORS = {
 }
 
 
-def assert_same(tensors, wanted):
-    assert tensors.keys() == wanted.keys()
+def assert_same(tensors, expected):
+    assert tensors.keys() == expected.keys()
     for key, tensor in tensors.items():
-        assert (tensor.dtype, tensor.shape) == (wanted[key].dtype, wanted[key].shape)
-        assert tensor.tobytes() == wanted[key].tobytes()
+        assert (tensor.dtype, tensor.shape) == (expected[key].dtype, expected[key].shape)
+        assert tensor.tobytes() == expected[key].tobytes()
 
 
 def fault(read, *args):

@@ -173,20 +173,20 @@ def test_a_hub_that_does_not_give_it_is_explained(server, hub_at, harm, room, wo
 @pytest.mark.usefixtures("online")
 def test_a_single_file_of_the_hub_or_of_the_disk(server, tmp_path):
     server.files["loras/style 1.safetensors"] = b"L" * 100
-    found = hub.locate_file(f"{ID}/loras/style 1.safetensors")
-    assert found.read_bytes() == b"L" * 100
+    result = hub.locate_file(f"{ID}/loras/style 1.safetensors")
+    assert result.read_bytes() == b"L" * 100
     assert [name for name, _ in server.sent] == ["loras/style 1.safetensors"]
-    assert hub.locate_file(found) == found
-    assert hub.locate_file(str(tmp_path / found)) == found
+    assert hub.locate_file(result) == result
+    assert hub.locate_file(str(tmp_path / result)) == result
 
 
 @pytest.mark.usefixtures("online")
 def test_a_lora_of_the_hub_is_asked_for_once(server):
     server.files["style.safetensors"] = b"L" * 100
     lora = Lora(f"{ID}/style.safetensors").resolve_folder()
-    found = lora.path
+    result = lora.path
     server.status = 500
-    assert lora.path == found
+    assert lora.path == result
 
 
 def test_the_clients_settings_come_from_the_environment(server, tmp_path):

@@ -21,16 +21,16 @@ def test_the_licence_of_a_single_file_is_told_before_it_is_downloaded(server, tm
     [weights] = (tiny / "transformer").glob("*.safetensors")
     server.files = {name: weights.read_bytes()}
     like = registry.presets()["wan2.1-t2v-1.3b-causvid"]
-    bound, told = replace(like, name="bound", source=f"{ID}/{name}", model=None), []
+    bound, messages = replace(like, name="bound", source=f"{ID}/{name}", model=None), []
 
     def note(sentence):
-        told.append((sentence, [sent for sent, _ in server.sent]))
+        messages.append((sentence, [sent for sent, _ in server.sent]))
 
     with registered(presets=(bound,)):
         for _ in range(2):
             with pytest.raises(WanjaxError, match="holds no"):  # the tiny model is that of no repository
                 wanjax.load("bound", note=note)
-    [(licence, sent_before)] = told
+    [(licence, sent_before)] = messages
     assert says(licence, f"bound CC-BY-NC-4.0 {ID}")
     assert name not in sent_before
     assert name in [sent for sent, _ in server.sent]
@@ -42,16 +42,16 @@ def test_the_licence_is_told_before_the_first_download_alone(server, tmp_path):
     server.files = {str(path.relative_to(tiny)): path.read_bytes() for path in tiny.rglob("*") if path.is_file()}
     like = replace(registry.presets()["wan2.1-t2v-1.3b"], source=ID, model=None)
     known = (replace(like, name="free"), replace(like, name="bound", licence="licence of its own"))
-    told: list[str] = []
+    messages: list[str] = []
     with registered(presets=known):
-        wanjax.load("free", note=told.append)
-        assert told == []
-        pipe = wanjax.load("bound", note=told.append)
-        [licence] = told
+        wanjax.load("free", note=messages.append)
+        assert messages == []
+        pipe = wanjax.load("bound", note=messages.append)
+        [licence] = messages
         assert says(licence, f"bound licence of its own {ID}")
         with pytest.warns(UserWarning, match=naming("bound licence of its own")):
             wanjax.load("bound")
         for component in ("tokenizer", "text_encoder", "transformer", "vae"):
             pipe.components.get(component)
-        wanjax.load("bound", note=told.append)
-        assert len(told) == 1
+        wanjax.load("bound", note=messages.append)
+        assert len(messages) == 1

@@ -11,8 +11,8 @@ from wanjax.checkpoints.files import Spec, main_dtype
 
 def test_a_local_checkpoint_is_loaded_without_the_hubs_client():
     code = "import sys, wanjax; wanjax.load('nano'); print('huggingface_hub' in sys.modules)"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == "False"
+    message = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert message.stdout.strip() == "False"
 
 
 def test_the_main_dtype_is_that_of_most_bytes():

@@ -129,7 +129,9 @@ def test_a_conversion_merges_a_lora(checkpoint, file, tmp_path, dtype):
 
 def test_a_conversion_finds_its_source_once(checkpoint, file, tmp_path, monkeypatch):
     opened = []
-    monkeypatch.setattr(registry, "open_source", lambda name, *given: opened.append(name) or open_source(name, *given))
+    monkeypatch.setattr(
+        registry, "open_source", lambda name, *arguments: opened.append(name) or open_source(name, *arguments)
+    )
     run("convert", checkpoint, tmp_path / "merged", "--lora", file)
     assert opened == [str(checkpoint)]
 
@@ -153,8 +155,8 @@ def merged(checkpoint, file, tmp_path_factory):
 def test_another_lora_needs_another_folder(checkpoint, file, merged, tmp_path, monkeypatch, arguments, words):
     monkeypatch.chdir(tmp_path)
     paths = {"CHECKPOINT": checkpoint, "MERGED": merged, "FILE": file}
-    given = re.sub("[A-Z]{4,}", lambda name: str(paths[name[0]]), arguments).split()
-    assert says(refused("convert", *given), words)
+    options = re.sub("[A-Z]{4,}", lambda name: str(paths[name[0]]), arguments).split()
+    assert says(refused("convert", *options), words)
 
 
 def test_changes_of_nothing_here_are_told(checkpoint, file, tmp_path):
@@ -242,8 +244,8 @@ def test_each_half_of_a_file_goes_to_its_expert(halves, checkpoint, experts, fil
 
 def test_stages_record_the_lora(checkpoint, file, tmp_path, monkeypatch):
     monkeypatch.chdir(file.parent)
-    told = run("a cat", "--model", checkpoint, *VIDEO, "--dir", tmp_path / "one", "--lora", f"{file.name}:0.5")
-    assert "style.safetensors: 1 of 1 change merged" in told
+    messages = run("a cat", "--model", checkpoint, *VIDEO, "--dir", tmp_path / "one", "--lora", f"{file.name}:0.5")
+    assert "style.safetensors: 1 of 1 change merged" in messages
     record = json.loads((tmp_path / "one/generation_config.json").read_text())
     assert record["lora"] == [f"{file}:0.5"]
     monkeypatch.chdir(tmp_path)

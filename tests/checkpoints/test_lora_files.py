@@ -73,8 +73,8 @@ def test_factors_with_alpha_are_added_in_float32(dtype, opened):
     merged = MergedLoraReader(base, [(opened(pair | {f"{Q}.alpha": np.array(3, dtype)}), 0.5)])
     down, up = (pair[f"{Q}.lora_{side}.weight"].astype(np.float64) for side in ("down", "up"))
     key = "blocks.0.attn1.to_q.weight"
-    wanted = base.read(key).astype(np.float64) + 0.5 * 3 / 2 * up @ down
-    np.testing.assert_allclose(merged.read(key), wanted, rtol=1e-6, atol=1e-6)
+    expected = base.read(key).astype(np.float64) + 0.5 * 3 / 2 * up @ down
+    np.testing.assert_allclose(merged.read(key), expected, rtol=1e-6, atol=1e-6)
     assert merged.specs[key] == Spec((6, 4), np.dtype(np.float32))
     other = "blocks.0.norm2.bias"
     assert merged.read(other) is base.read(other)
@@ -102,8 +102,8 @@ def test_factors_of_a_convolution(up_shape, opened):
     down, up = random(1, 2, 3, 1, 2, 2), random(2, *up_shape)
     names = ("patch_embedding.lora_A.weight", "patch_embedding.lora_B.weight")
     merged = MergedLoraReader(BASE, [(opened(dict(zip(names, (down, up), strict=True))), 1.0)])
-    wanted = BASE.read("patch_embedding.weight") + np.einsum("or,rcthw->octhw", up.reshape(4, 2), down)
-    np.testing.assert_allclose(merged.read("patch_embedding.weight"), wanted, rtol=1e-5)
+    expected = BASE.read("patch_embedding.weight") + np.einsum("or,rcthw->octhw", up.reshape(4, 2), down)
+    np.testing.assert_allclose(merged.read("patch_embedding.weight"), expected, rtol=1e-5)
 
 
 NAMES = {
@@ -221,12 +221,12 @@ def test_unmatched_tensors_are_reported(opened):
         "lora_te_text_model.lora_down.weight": DOWN,
         "lora_te_text_model.lora_up.weight": UP,
     }
-    told = str(opened(PAIR | extra).matches)
-    assert says(told, "1 2 merged model skipped lora_te_text_model.weight")
+    message = str(opened(PAIR | extra).matches)
+    assert says(message, "1 2 merged model skipped lora_te_text_model.weight")
     assert str(opened(PAIR).matches).endswith("lora.safetensors: 1 of 1 change merged")
     patch = {"diffusion_model.patch_embedding.diff": np.ones((4, 36, 1, 2, 2), np.float32)}
-    told = str(opened(PAIR | patch).matches)
-    assert says(told, "patch_embedding.weight [4, 36, 1, 2, 2] [4, 3, 1, 2, 2]")
+    message = str(opened(PAIR | patch).matches)
+    assert says(message, "patch_embedding.weight [4, 36, 1, 2, 2] [4, 3, 1, 2, 2]")
 
 
 def test_half_of_a_file_s_changes_are_enough(opened):

@@ -113,8 +113,8 @@ KINDS = {
 }
 
 
-def assert_near(found, wanted):
-    np.testing.assert_allclose(found, wanted, rtol=2e-6, atol=2e-6 * np.abs(wanted).max())
+def assert_near(result, expected):
+    np.testing.assert_allclose(result, expected, rtol=2e-6, atol=2e-6 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -148,9 +148,9 @@ def test_q_k_and_v_in_one_are_parts_of_the_rows(kind, opened):
     file = opened({f"attn.to_qkv.{key}": x for key, x in tensors.items()})
     dora = opened({f"attn.to_qkv.{key}": x for key, x in (tensors | {"dora_scale": magnitude}).items()})
     base = np.concatenate([wide(BASE[f"attn.to_{x}.weight"]) for x in "qkv"])
-    for each, wanted in ((file, base + change), (dora, with_norms(base + change, magnitude, 1))):
-        found = merged(each)
-        assert_near(np.concatenate([found[f"attn.to_{x}.weight"] for x in "qkv"]), wanted)
+    for each, expected in ((file, base + change), (dora, with_norms(base + change, magnitude, 1))):
+        result = merged(each)
+        assert_near(np.concatenate([result[f"attn.to_{x}.weight"] for x in "qkv"]), expected)
     columns = {f"attn.to_qkv.{key}": x for key, x in (tensors | {"dora_scale": random(9, 1, 20)}).items()}
     with pytest.raises(WanjaxError, match=naming("attn.to_qkv.dora_scale columns")):
         opened(columns)
@@ -187,8 +187,8 @@ def test_dora_gives_the_changed_weight_its_norms(module, key, shape, axes, kind,
     file = opened({f"{module}.{role}": x for role, x in (tensors | {key: norms}).items()})
     base = wide(BASE[name])
     rows = [-1 if axis not in axes else 1 for axis in range(base.ndim)]
-    wanted = with_norms(base + change, wide(norms).reshape(rows), *axes)
-    assert_near(merged(file, strength)[name], base + strength * (wanted - base))
+    expected = with_norms(base + change, wide(norms).reshape(rows), *axes)
+    assert_near(merged(file, strength)[name], base + strength * (expected - base))
 
 
 @pytest.mark.parametrize("dtype", [np.int8, ml_dtypes.float8_e4m3fn])
@@ -203,14 +203,14 @@ def test_a_base_of_8_bits_is_changed_at_its_full_values(kind, dtype, opened):
         tensors, change = lora(12, 20)
         norms = np.abs(random(9, 12, 1))
         tensors["dora_scale"] = norms
-        wanted = with_norms(weight + change, wide(norms), 1)
+        expected = with_norms(weight + change, wide(norms), 1)
     else:
         tensors, change = lokr(12, 20)
-        wanted = weight + change
+        expected = weight + change
     file = opened({f"linear.{role}": x for role, x in tensors.items()})
     merged = MergedLoraReader(base, [(file, 0.6)])
     assert merged.specs.keys() == {"linear.weight"}
-    assert_near(merged.read("linear.weight"), weight + 0.6 * (wanted - weight))
+    assert_near(merged.read("linear.weight"), weight + 0.6 * (expected - weight))
 
 
 def test_a_row_of_zeros_stays_zeros(opened):
@@ -261,9 +261,9 @@ def test_peft_s_whole_tensors_take_the_place_of_the_network_s(opened):
     tensors["base_model.model.table"] = random(9, *SHAPES["table"])
     file = opened(tensors)
     assert (file.matches.num_matched, file.matches.is_partial) == (3, False)
-    found = merged(file, 0.25)
+    result = merged(file, 0.25)
     for key in ("linear.bias", "linear.weight", "table"):
-        assert_near(found[key], 0.75 * BASE[key] + 0.25 * random(9, *SHAPES[key]))
+        assert_near(result[key], 0.75 * BASE[key] + 0.25 * random(9, *SHAPES[key]))
     with pytest.raises(WanjaxError, match=naming("0 of 2 linear.weight")):
         opened({key: BASE[key] for key in ("linear.weight", "table")})
 

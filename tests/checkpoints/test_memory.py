@@ -103,7 +103,7 @@ def test_the_exact_dtype_is_known_when_a_network_is_loaded(tiny, machine):
 
 
 @pytest.mark.parametrize(
-    ("model", "size", "told"),
+    ("model", "size", "message"),
     [
         ("wan2.1-t2v-14b", 28 * GB, "transformer wan2.1-t2v-14b 28.6 GB"),
         ("wan2.2-t2v-a14b", 28 * GB, "transformer wan2.2-t2v-a14b 28.6 GB"),
@@ -113,23 +113,23 @@ def test_the_exact_dtype_is_known_when_a_network_is_loaded(tiny, machine):
         ("nano", 1_000_000, "of nano needs "),
     ],
 )
-def test_published_models(model, size, told, machine, tmp_path, monkeypatch):
+def test_published_models(model, size, message, machine, tmp_path, monkeypatch):
     """Of the hub nothing but what was cached could be read here: the configs are those of the presets."""
     known = registry.model_description(model)
     if model == "nano":
-        found = registry.inspect_checkpoint(model)
+        result = registry.inspect_checkpoint(model)
     else:
         classes = {name: ["", ""] for name in known.model.spec.networks}
         (tmp_path / "model_index.json").write_text(json.dumps(classes))
-        found = registry.Checkpoint(**vars(known), source=open_diffusers(model, tmp_path))
-    monkeypatch.setattr(registry, "inspect_checkpoint", lambda *_: found)
+        result = registry.Checkpoint(**vars(known), source=open_diffusers(model, tmp_path))
+    monkeypatch.setattr(registry, "inspect_checkpoint", lambda *_: result)
     machine.has_memory(size)
-    if told is None:
+    if message is None:
         assert max(wanjax.load(model).components.sizes.values()) <= size
         return
     with pytest.raises(WanjaxError) as caught:
         wanjax.load(model)
-    assert says(str(caught.value), told)
+    assert says(str(caught.value), message)
     names = registry.models_that_fit(size)
     assert (names == []) == (model == "nano")
     assert model not in names
@@ -145,8 +145,8 @@ def test_models_that_fit():
 
 def test_a_mesh_divides_the_weights(monkeypatch):
     """Devices that are no CPUs have a memory each; those of a CPU share one."""
-    found = registry.model_description("wan2.1-t2v-14b")
-    network = found.family.network_of(found.model.spec.networks["transformer"]).abstract(
+    description = registry.model_description("wan2.1-t2v-14b")
+    network = description.family.network_of(description.model.spec.networks["transformer"]).abstract(
         dtype=jnp.bfloat16, param_dtype=jnp.bfloat16
     )
     spread = with_shardings(network, Partitioner(make_mesh(1, 1, 8), SHARDING_RULES["fsdp"]))
@@ -179,8 +179,8 @@ ROUND, OFFLOAD = "--precision int8-weights", "--offload blocks"
 )
 def test_remedies_are_those_that_make_a_network_fit(size, host, remedies, monkeypatch):
     """The 14B has 28.6 GB in bfloat16 and 15 GB with weights of 8 bits; two of its forty blocks have 1.4 and 0.7."""
-    found = registry.model_description("wan2.1-t2v-14b")
-    info = found.family.network_of(found.model.spec.networks["transformer"])
+    description = registry.model_description("wan2.1-t2v-14b")
+    info = description.family.network_of(description.model.spec.networks["transformer"])
     kinds = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
     network = info.abstract(**kinds)
     chip = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite", memory_stats=lambda: {"bytes_limit": int(size)})
@@ -205,8 +205,8 @@ def test_loading_proposes_a_precision_where_a_model_then_fits(machine, tmp_path,
     known = registry.model_description("wan2.1-t2v-14b")
     classes = {name: ["", ""] for name in known.model.spec.networks}
     (tmp_path / "model_index.json").write_text(json.dumps(classes))
-    found = registry.Checkpoint(**vars(known), source=open_diffusers("wan2.1-t2v-14b", tmp_path))
-    monkeypatch.setattr(registry, "inspect_checkpoint", lambda *_: found)
+    result = registry.Checkpoint(**vars(known), source=open_diffusers("wan2.1-t2v-14b", tmp_path))
+    monkeypatch.setattr(registry, "inspect_checkpoint", lambda *_: result)
     machine.has_memory(20 * GB)
     with pytest.raises(WanjaxError, match=ROUND):
         wanjax.load("wan2.1-t2v-14b")
@@ -247,10 +247,10 @@ def test_the_machine_a_machine(monkeypatch, tmp_path):
 
 def test_what_it_will_take_is_told(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    given = ("a", "--model", tiny, "--size", "32x32", "--frames", "5", "--steps", "1", "--dtype", "float32")
-    assert "weights" not in succeeded(command(*given)).stderr  # of less than a gigabyte
+    options = ("a", "--model", tiny, "--size", "32x32", "--frames", "5", "--steps", "1", "--dtype", "float32")
+    assert "weights" not in succeeded(command(*options)).stderr  # of less than a gigabyte
     monkeypatch.setattr(stages, "LARGE_BYTES", 0)
-    said = succeeded(command(*given)).stderr
+    said = succeeded(command(*options)).stderr
     assert re.search(r"the weights of its (transformer|text_encoder) take about \d+\.\d kB of memory\n", said)
     assert "at least" not in said  # a CPU's peak is not known
     pipe = wanjax.load(tiny)

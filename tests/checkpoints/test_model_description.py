@@ -25,17 +25,17 @@ def converted(tmp_path_factory) -> str:
 
 @pytest.mark.parametrize("size", ["480p", "720p"])
 def test_the_sizes_by_name_are_those_of_the_published_model(converted, size):
-    wanted = find_size(PRESET.name, {"size": size})
-    assert find_size(converted, {"size": size}) == wanted
+    expected = find_size(PRESET.name, {"size": size})
+    assert find_size(converted, {"size": size}) == expected
     planned = abstract_pipeline(
         model_description(converted), Partitioner(make_mesh(devices=jax.devices()[:1]), SHARDING_RULES["fsdp"])
     )
-    assert planned.settings(size=size).size == wanted
-    assert wanjax.load(converted).settings(size=size).size == wanted
+    assert planned.settings(size=size).size == expected
+    assert wanjax.load(converted).settings(size=size).size == expected
 
 
 def test_what_is_known_of_the_published_model_is_told(converted):
-    told = describe(converted)
-    assert told["name"] == converted
-    assert (told["source"], told["licence"]) == (PRESET.source, PRESET.licence)
-    assert "720p" in told["sizes"]
+    entries = describe(converted)
+    assert entries["name"] == converted
+    assert (entries["source"], entries["licence"]) == (PRESET.source, PRESET.licence)
+    assert "720p" in entries["sizes"]

@@ -47,16 +47,16 @@ def by_the_authors(tensors: dict[str, np.ndarray], prefix: str = "") -> dict[str
     """Return tensors in the authors' layout, written here anew: names, fused keys and values, shapes, and filters."""
     renamed: dict[str, np.ndarray] = {}
     for name, x in tensors.items():
-        if found := re.fullmatch(r"motion_encoder\.res_blocks\.(\d)\.(\w+?)(\.act_fn)?\.(weight|bias)", name):
-            index = {"conv1": 0, "conv2": 1, "conv_skip": 1}[found[2]] + (found[3] is not None)
-            part = found[2].replace("conv_", "")
-            key = f"motion_encoder.enc.net_app.convs.{int(found[1]) + 1}.{part}.{index}.{found[4]}"
-        elif found := re.fullmatch(r"face_adapter\.(\d)\.(\w+)\.(weight|bias)", name):
+        if match := re.fullmatch(r"motion_encoder\.res_blocks\.(\d)\.(\w+?)(\.act_fn)?\.(weight|bias)", name):
+            index = {"conv1": 0, "conv2": 1, "conv_skip": 1}[match[2]] + (match[3] is not None)
+            part = match[2].replace("conv_", "")
+            key = f"motion_encoder.enc.net_app.convs.{int(match[1]) + 1}.{part}.{index}.{match[4]}"
+        elif match := re.fullmatch(r"face_adapter\.(\d)\.(\w+)\.(weight|bias)", name):
             parts = {"to_q": "linear1_q", "to_k": "k", "to_v": "v", "to_out": "linear2"}
-            part = (parts | {"norm_q": "q_norm", "norm_k": "k_norm"})[found[2]]
-            key = f"face_adapter.fuser_blocks.{found[1]}.{part}.{found[3]}"
-        elif found := re.fullmatch(r"face_encoder\.(conv\w+)\.(weight|bias)", name):
-            key = f"face_encoder.{found[1]}.conv.{found[2]}"
+            part = (parts | {"norm_q": "q_norm", "norm_k": "k_norm"})[match[2]]
+            key = f"face_adapter.fuser_blocks.{match[1]}.{part}.{match[3]}"
+        elif match := re.fullmatch(r"face_encoder\.(conv\w+)\.(weight|bias)", name):
+            key = f"face_encoder.{match[1]}.conv.{match[2]}"
         elif name.startswith("motion_encoder.motion_network."):
             key = name.replace("motion_network", "enc.fc")
         else:
@@ -102,8 +102,8 @@ def test_files_of_the_authors_and_of_diffusers_hold_the_same(tensors, tmp_path, 
     assert asdict(config) | {"head_dim": 24, "heads": 1} == asdict(expected.config)
     abstract = expected.abstract(dtype=jnp.float32, param_dtype=jnp.float32)
     exact_weights = jax.tree.leaves(modules.load(abstract, expected.rules, Tensors(tensors)))
-    for answer, exact in zip(weights(source), exact_weights, strict=True):
-        np.testing.assert_array_equal(answer, exact)
+    for result, exact in zip(weights(source), exact_weights, strict=True):
+        np.testing.assert_array_equal(result, exact)
 
 
 def test_a_folder_of_the_authors(tensors, tmp_path):

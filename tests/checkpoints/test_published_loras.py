@@ -36,24 +36,24 @@ def ours(name):
 
 def theirs(name):
     """Return the shapes of a network's tensors by the authors' names, some of which are of q, k and v together."""
-    names, found = network(name).kind.lora_names or NameMap([]), {}
+    names, result = network(name).kind.lora_names or NameMap([]), {}
     for key, shape in ours(name).items():
         together = names.to_authors(re.sub(r"\.to_[qkv]\.", ".to_qkv.", key))
         if names.to_authors(key) or not together:
-            found[names.to_authors(key) or key] = shape
+            result[names.to_authors(key) or key] = shape
         else:
-            found[together] = (3 * shape[0], *shape[1:])
-    return found
+            result[together] = (3 * shape[0], *shape[1:])
+    return result
 
 
 def factors(modules, down=A, up=B, *, prefix="", rank=32, alpha=False, under=False):
     """Return the shapes of a LoRA's tensors of modules, given the shapes of their weights."""
-    found = {}
+    result = {}
     for module, (rows, *others) in modules.items():
         key = prefix + (module.replace(".", "_") if under else module)
-        found |= {f"{key}{down}": (rank, *others), f"{key}{up}": (rows, rank, *[1] * (len(others) - 1))}
-        found |= {f"{key}.alpha": ()} if alpha else {}
-    return found
+        result |= {f"{key}{down}": (rank, *others), f"{key}{up}": (rows, rank, *[1] * (len(others) - 1))}
+        result |= {f"{key}.alpha": ()} if alpha else {}
+    return result
 
 
 def linear(shapes, pattern=r".*"):
@@ -67,9 +67,9 @@ def blocks(name):
 
 
 def opened(path, name, tensors, dtypes=None):
-    found = network(name)
+    result = network(name)
     file = hollow_file(path / "lora.safetensors", tensors, dtypes=dtypes)
-    return LoraFile(file, found.specs, found.kind.lora_names or NameMap([])).matches
+    return LoraFile(file, result.specs, result.kind.lora_names or NameMap([])).matches
 
 
 def distilled(name, *, modulation, head=True):
@@ -77,17 +77,17 @@ def distilled(name, *, modulation, head=True):
 
     modulation: `diff_m` as lightx2v's, `diff` as Kijai's extractions; None where there is none.
     """
-    found = {}
+    result = {}
     for key, shape in theirs(name).items():
         module, _, leaf = key.rpartition(".")
         where = f"diffusion_model.{module}"
         if leaf == "weight" and len(shape) == 2 and (head or not key.startswith("head.")):
-            found |= factors({where: shape}, DOWN, UP, rank=64)
+            result |= factors({where: shape}, DOWN, UP, rank=64)
         elif leaf in ("weight", "bias"):
-            found[where + {"weight": ".diff", "bias": ".diff_b"}[leaf]] = shape
+            result[where + {"weight": ".diff", "bias": ".diff_b"}[leaf]] = shape
         elif modulation:
-            found[{"diff_m": f"{where}.diff_m", "diff": f"diffusion_model.{key}.diff"}[modulation]] = shape
-    return found
+            result[{"diff_m": f"{where}.diff_m", "diff": f"diffusion_model.{key}.diff"}[modulation]] = shape
+    return result
 
 
 @pytest.mark.parametrize("modulation", ["diff_m", "diff"])
@@ -233,14 +233,14 @@ RENAMED = [  # musubi-tuner's convert_hunyuan_video_1_5_lora_to_comfy.py
 
 def comfy(modules):
     """Return HunyuanVideo's modules as ComfyUI names them, with q, k and v as one."""
-    found = {}
+    result = {}
     for module, (rows, *others) in modules.items():
         name, three = re.subn(r"_attn_[qkv]$", "_attn.qkv", module)
         name = name.replace("_attn_proj", "_attn.proj")
         for theirs_, comfys in RENAMED:
             name = name.replace(theirs_, comfys)
-        found[name] = (rows * (3 if three else 1), *others)
-    return found
+        result[name] = (rows * (3 if three else 1), *others)
+    return result
 
 
 HUNYUAN = {

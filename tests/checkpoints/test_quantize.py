@@ -51,10 +51,10 @@ def test_weights_are_rounded_on_the_host_as_by_the_kernel(precision, dtype):
     kernel[:, 7] = 0  # a channel of zeros
     values, scale = quantize(kernel, layer)
     layer_format: Any = layer.number_format
-    wanted = quantize_weight(jnp.asarray(kernel), number_format=layer_format, hadamard_size=layer.hadamard_size)
-    np.testing.assert_allclose(scale, wanted.scale, rtol=1e-6)
-    differing = np.float32(values) != np.float32(wanted.values)  # the last bit of a sum or of a scale decides ties
-    assert (values.dtype, values.shape, differing.mean() < 3e-3) == (wanted.values.dtype, (256, 300), True)
+    expected = quantize_weight(jnp.asarray(kernel), number_format=layer_format, hadamard_size=layer.hadamard_size)
+    np.testing.assert_allclose(scale, expected.scale, rtol=1e-6)
+    differing = np.float32(values) != np.float32(expected.values)  # the last bit of a sum or of a scale decides ties
+    assert (values.dtype, values.shape, differing.mean() < 3e-3) == (expected.values.dtype, (256, 300), True)
     assert np.all(np.float32(values[:, 7]) == 0)
     assert np.isfinite(scale).all()
 
@@ -70,10 +70,14 @@ def weights_of(pipe, name="transformer"):
     return {key: np.asarray(x) for key, x in parameters(getattr(pipe, name)).items()}
 
 
-def assert_equal(weights, wanted):
-    assert weights.keys() == wanted.keys()
+def assert_equal(weights, expected):
+    assert weights.keys() == expected.keys()
     for name, x in weights.items():
-        assert (x.dtype, x.shape, x.tobytes()) == (wanted[name].dtype, wanted[name].shape, wanted[name].tobytes()), name
+        assert (x.dtype, x.shape, x.tobytes()) == (
+            expected[name].dtype,
+            expected[name].shape,
+            expected[name].tobytes(),
+        ), name
 
 
 def convert(source, target, precision):
@@ -222,8 +226,8 @@ def test_a_lora_changes_stored_weights_of_8_bits(precision, tmp_path):
     plain, changed = (wanjax.load(converted, lora=some, dtype="float32") for some in ((), str(lora)))
     assert changed.defaults.precision == precision
     before, after = (pipe.transformer.blocks.self_attn.v for pipe in (plain, changed))
-    wanted = floats_of(before, 1) + change
-    assert np.linalg.norm(floats_of(after, 1) - wanted) < 0.01 * np.linalg.norm(wanted)
+    expected = floats_of(before, 1) + change
+    assert np.linalg.norm(floats_of(after, 1) - expected) < 0.01 * np.linalg.norm(expected)
     np.testing.assert_array_equal(after.values[...][0], before.values[...][0])
     old, new = weights_of(plain), weights_of(changed)
     assert old.keys() == new.keys()

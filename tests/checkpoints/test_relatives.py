@@ -122,13 +122,13 @@ def test_lightx2v_s_int8_is_its_model_in_four_steps(kind, tmp_path):
         path = split(tmp_path / f"{name}_split", plain | scales, dtypes)
         (path / "config.json").write_text(json.dumps({"_class_name": "WanModel", "num_heads": 40, "eps": 1e-6}))
         hollow_file(path / "Wan2.1_VAE.safetensors", vae_keys(VAE_2_1))
-    found = inspect_checkpoint(path)
-    assert found.preset is not None
-    assert (found.preset.name, found.settings.size) == ("wan2.1-i2v-14b-720p", (720, 1280))
-    settings = found.settings
+    checkpoint = inspect_checkpoint(path)
+    assert checkpoint.preset is not None
+    assert (checkpoint.preset.name, checkpoint.settings.size) == ("wan2.1-i2v-14b-720p", (720, 1280))
+    settings = checkpoint.settings
     assert (settings.steps, settings.guidance_scale, settings.flow_shift) == (4, 1.0, 5.0)
-    assert name_of(found.model.scheduler) == "euler"
-    specs = found.source["transformer"].weights().specs
+    assert name_of(checkpoint.model.scheduler) == "euler"
+    specs = checkpoint.source["transformer"].weights().specs
     assert {key: spec.shape for key, spec in specs.items()} == transformer_keys(I2V_14B)
     assert Counter(str(spec.dtype) for spec in specs.values()) == {"float32": 40 * 12, "bfloat16": 1303 - 40 * 12}
 
@@ -169,20 +169,20 @@ def test_experts_in_folders_of_blocks(tmp_path):
 
 def test_a_transformers_folder_of_diffusers(tmp_path):
     hollow_file(tmp_path / "diffusion_pytorch_model.safetensors", transformer_keys(T2V_1_3B))
-    told = {"_class_name": "WanTransformer3DModel", "num_attention_heads": 12, "eps": 1e-6}
-    (tmp_path / "config.json").write_text(json.dumps(told))
+    message = {"_class_name": "WanTransformer3DModel", "num_attention_heads": 12, "eps": 1e-6}
+    (tmp_path / "config.json").write_text(json.dumps(message))
     source = open_source(tmp_path)
     assert classes(source) == ("WanPipeline", False)
     assert source.fallback_repo == "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
 
 
 def test_one_transformer_merged_of_two(tmp_path):
-    found = inspect_checkpoint(file(tmp_path / "wan2.2-i2v-mega-aio.safetensors", I2V_A14B))
-    settings = found.settings
-    assert (found.preset, settings.boundary, settings.guidance_scale_2) == (None, None, None)
+    checkpoint = inspect_checkpoint(file(tmp_path / "wan2.2-i2v-mega-aio.safetensors", I2V_A14B))
+    settings = checkpoint.settings
+    assert (checkpoint.preset, settings.boundary, settings.guidance_scale_2) == (None, None, None)
     assert (settings.steps, settings.guidance_scale, settings.flow_shift) == (40, 3.5, 5.0)
-    assert found.source.fallback_repo == "Wan-AI/Wan2.2-I2V-A14B-Diffusers"
-    assert says(found.source.notes[0], "wan2.2-i2v-mega-aio.safetensors one two")
+    assert checkpoint.source.fallback_repo == "Wan-AI/Wan2.2-I2V-A14B-Diffusers"
+    assert says(checkpoint.source.notes[0], "wan2.2-i2v-mega-aio.safetensors one two")
     name = "wan2.2_i2v_high_noise_14B.safetensors"
     assert says(refusal(file(tmp_path / name, I2V_A14B)), f"{name} {name.replace('high', 'low')}")
 
@@ -196,11 +196,11 @@ def test_one_transformer_merged_of_two(tmp_path):
     ],
 )
 def test_motion_that_is_not_offered_is_told(name, what, tmp_path):
-    found = inspect_checkpoint(file(tmp_path / f"{name}.safetensors", I2V_14B))
-    assert found.preset is not None
-    assert found.preset.name == "wan2.1-i2v-14b-480p"
-    [told] = found.source.notes
-    assert says(told, f"{name}.safetensors {what} not")
+    checkpoint = inspect_checkpoint(file(tmp_path / f"{name}.safetensors", I2V_14B))
+    assert checkpoint.preset is not None
+    assert checkpoint.preset.name == "wan2.1-i2v-14b-480p"
+    [message] = checkpoint.source.notes
+    assert says(message, f"{name}.safetensors {what} not")
     assert not inspect_checkpoint(file(tmp_path / "wan2.1_i2v_480p_14B.safetensors", I2V_14B)).source.notes
 
 
@@ -217,13 +217,15 @@ def test_a_file_of_fun_inp(preset, tmp_path):
     name, config, vae = COMFYS[preset.name]
     for each in {name, name.replace("high", "low")}:
         file(tmp_path / f"{each}.safetensors", config, vae=vae)
-    found = inspect_checkpoint(tmp_path / f"{name}.safetensors")
-    assert found.preset is not None
-    assert found.preset == replace(preset, defaults=replace(preset.defaults, model=found.preset.defaults.model))
-    assert type(found.model) is type(preset.model)
-    assert found.model.scheduler == preset.scheduler
-    assert found.source.fallback_repo.startswith("Wan-AI/")
-    assert found.source.fallback_repo.endswith("iffusers")
+    checkpoint = inspect_checkpoint(tmp_path / f"{name}.safetensors")
+    assert checkpoint.preset is not None
+    assert checkpoint.preset == replace(
+        preset, defaults=replace(preset.defaults, model=checkpoint.preset.defaults.model)
+    )
+    assert type(checkpoint.model) is type(preset.model)
+    assert checkpoint.model.scheduler == preset.scheduler
+    assert checkpoint.source.fallback_repo.startswith("Wan-AI/")
+    assert checkpoint.source.fallback_repo.endswith("iffusers")
 
 
 RELATIVES = {  # by the name of a file: its transformer, what is foreign in it, and words of the refusal

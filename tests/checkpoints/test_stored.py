@@ -44,9 +44,9 @@ def put(name: str, content: bytes) -> None:
     MemoryFileSystem().pipe_file(f"/models/tiny/{name}", content)
 
 
-def refused(call, *given) -> str:
+def refused(call, *arguments) -> str:
     with pytest.raises(WanjaxError) as caught:
-        call(*given)
+        call(*arguments)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 

@@ -117,10 +117,10 @@ def test_what_is_missing_is_named_by_every_command(harm, whole, tmp_path, monkey
     folder = shutil.copytree(whole, tmp_path / "model")
     write_clips(tmp_path / "clips", 1)
     name = harm(folder)
-    with pytest.raises(WanjaxError) as told:
+    with pytest.raises(WanjaxError) as raised:
         wanjax.load(folder)
-    assert says(str(told.value), name)
-    assert "\n" not in str(told.value)
+    assert says(str(raised.value), name)
+    assert "\n" not in str(raised.value)
     for words in COMMANDS.values():
         result = CliRunner().invoke(main, [word.format(folder) for word in words])
         assert (result.exit_code, says(result.output, name)) == (2, True), (words, result.output, result.exception)
@@ -146,12 +146,12 @@ def test_a_file_that_left_the_hub_s_cache_is_told_or_downloaded_again(published,
     assert link.is_symlink()
     os.rename(link.resolve(), f"{link.resolve()}.incomplete")
     hub_at(published.url, offline=True)
-    with pytest.raises(WanjaxError) as told:
+    with pytest.raises(WanjaxError) as raised:
         wanjax.load(ID)
-    assert says(str(told.value), f"vae/{WEIGHTS}")
-    with pytest.raises(WanjaxError) as told:
+    assert says(str(raised.value), f"vae/{WEIGHTS}")
+    with pytest.raises(WanjaxError) as raised:
         locate_file(f"{ID}/vae/{WEIGHTS}")
-    assert says(str(told.value), f"vae/{WEIGHTS}")
+    assert says(str(raised.value), f"vae/{WEIGHTS}")
     hub_at(published.url)
     published.sent.clear()
     assert wanjax.load(ID).components.get("vae") is not None
@@ -194,10 +194,10 @@ def test_what_the_hub_lacks_is_told_before_weights_are_downloaded(lost, publishe
     name = LOST[lost](published.files)
     hub_at(published.url)
     for _ in range(2):  # with nothing in the cache, and with some
-        with pytest.raises(WanjaxError) as told:
+        with pytest.raises(WanjaxError) as raised:
             wanjax.load(ID)
-        assert says(str(told.value), f"{ID} {name}")
-        assert "\n" not in str(told.value)
+        assert says(str(raised.value), f"{ID} {name}")
+        assert "\n" not in str(raised.value)
     assert not [sent for sent, _ in published.sent if sent.endswith(".safetensors")]
 
 
@@ -208,10 +208,10 @@ def test_a_hub_out_of_reach_is_told_before_what_is_here_is_computed_with(publish
     for name in ("tokenizer", "text_encoder", "transformer"):
         pipe.components.get(name)
     hub_at("http://127.0.0.1:9")
-    with pytest.raises(WanjaxError) as told:
+    with pytest.raises(WanjaxError) as raised:
         wanjax.load(ID)
-    assert says(str(told.value), f"http://127.0.0.1:9 reached {ID}")
-    assert "\n" not in str(told.value)
+    assert says(str(raised.value), f"http://127.0.0.1:9 reached {ID}")
+    assert "\n" not in str(raised.value)
     hub_at(published.url)
     assert wanjax.load(ID).components.get("vae") is not None
     hub_at("http://127.0.0.1:9")
@@ -239,9 +239,9 @@ def test_what_a_lone_transformer_lacks_is_told_before_anything_is_computed(lost,
         if lost == "nothing":
             wanjax.load(alone)
             continue
-        with pytest.raises(WanjaxError) as told:
+        with pytest.raises(WanjaxError) as raised:
             wanjax.load(alone)
-        assert says(str(told.value), f"{ID} http://127.0.0.1:9 reached" if lost == "the hub" else f"{ID} {lost}")
+        assert says(str(raised.value), f"{ID} http://127.0.0.1:9 reached" if lost == "the hub" else f"{ID} {lost}")
     assert not [sent for sent, _ in published.sent if sent.endswith(".safetensors")]
 
 
@@ -278,9 +278,9 @@ def test_the_authors_repository_is_looked_through(lost, words, of_authors, hub_a
     if words is None:
         wanjax.load(ID)
     else:
-        with pytest.raises(WanjaxError) as told:
+        with pytest.raises(WanjaxError) as raised:
             wanjax.load(ID)
-        assert says(str(told.value), words.format(url=of_authors.url))
+        assert says(str(raised.value), words.format(url=of_authors.url))
     assert TEXT_ENCODER not in [sent for sent, _ in of_authors.sent]
 
 
@@ -291,9 +291,9 @@ def test_a_link_to_nothing_is_told_as_such(command, whole, tmp_path, monkeypatch
     link = Path("some/models/wan.safetensors" if command != "folder" else "some/models")
     link.parent.mkdir(parents=True)
     link.symlink_to("0a1b2c.incomplete")
-    with pytest.raises(WanjaxError) as told:
+    with pytest.raises(WanjaxError) as raised:
         wanjax.load(whole, lora=str(link)) if command == "lora" else wanjax.load(link)
-    assert says(str(told.value), f"{link} 0a1b2c.incomplete gone")
+    assert says(str(raised.value), f"{link} 0a1b2c.incomplete gone")
 
 
 def test_an_expert_needs_the_other(whole, tmp_path, monkeypatch):

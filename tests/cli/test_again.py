@@ -72,12 +72,12 @@ def lines(said: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", ["a.mp4", "a.mov", "a.webm", "a.gif", "a.webp", "a"])
 def test_info_of_each_format(text, name):
-    given = ("--negative-prompt", "grey", "--guidance-scale", "2.5", "--seed", "7", "--fps", "8")
-    succeeded(wanjax("a red circle", "--model", text, *SMALL, *given, "--dir", "d", "--out", name))
-    told = lines(succeeded(wanjax("info", name)).stdout)
-    assert list(told)[:8] == ["model", "prompt", "negative prompt", "size", "frames", "steps", "guidance", "seed"]
+    options = ("--negative-prompt", "grey", "--guidance-scale", "2.5", "--seed", "7", "--fps", "8")
+    succeeded(wanjax("a red circle", "--model", text, *SMALL, *options, "--dir", "d", "--out", name))
+    entries = lines(succeeded(wanjax("info", name)).stdout)
+    assert list(entries)[:8] == ["model", "prompt", "negative prompt", "size", "frames", "steps", "guidance", "seed"]
     assert (
-        told.items()
+        entries.items()
         >= {
             "model": text,
             "prompt": "a red circle",
@@ -91,14 +91,14 @@ def test_info_of_each_format(text, name):
             "scheduler": "unipc",
         }.items()
     )
-    assert not {"strength", "resize"} & told.keys()  # of no use without a video, or a picture
+    assert not {"strength", "resize"} & entries.keys()  # of no use without a video, or a picture
     record = json.loads(succeeded(wanjax("info", name, "--json")).stdout)
     assert record == read_metadata(name) == load_settings(Path("d"))
     if name == "a":
         for other in ("a/frame_00002.png", "d", "d/generation_config.json", "d/stage2_latents.safetensors"):
-            told = json.loads(succeeded(wanjax("info", other, "--json")).stdout)
-            assert told.items() <= record.items()
-            assert {**told, "fps": 8} == record
+            entries = json.loads(succeeded(wanjax("info", other, "--json")).stdout)
+            assert entries.items() <= record.items()
+            assert {**entries, "fps": 8} == record
         encoded = json.loads(succeeded(wanjax("info", "d/stage1_embeddings.safetensors", "--json")).stdout)
         assert encoded == {"prompt": "a red circle", "negative_prompt": "grey"}
 
@@ -109,11 +109,11 @@ def test_info_of_all_that_can_be_chosen(image):
     succeeded(wanjax("a", "--model", image, *ONE_FRAME, *more, "--seed", "-1", "--dir", "d", "--out", "a.mp4"))
     record = read_metadata("a.mp4") | {"mesh": "dp=2,sp=2,tp=2", "rules": "tp", "lora": ["a:0.5", "b:1"]}
     stage_files.save_settings(Path("d"), record)
-    told = lines(succeeded(wanjax("info", "d")).stdout)
-    assert (told["image"], told["resize"]) == (str(Path("red.png").absolute()), "crop")
-    assert (told["mesh"], told["rules"], told["tiling"]) == ("dp=2,sp=2,tp=2", "tp", "size 256, stride 192")
-    assert (told["lora"], told["scheduler"]) == ("a:0.5, b:1", "unipc:order=1")
-    assert int(told["seed"]) == record["seed"] >= 0
+    entries = lines(succeeded(wanjax("info", "d")).stdout)
+    assert (entries["image"], entries["resize"]) == (str(Path("red.png").absolute()), "crop")
+    assert (entries["mesh"], entries["rules"], entries["tiling"]) == ("dp=2,sp=2,tp=2", "tp", "size 256, stride 192")
+    assert (entries["lora"], entries["scheduler"]) == ("a:0.5, b:1", "unipc:order=1")
+    assert int(entries["seed"]) == record["seed"] >= 0
 
 
 def test_characters_that_would_steer_a_terminal():
@@ -121,7 +121,7 @@ def test_characters_that_would_steer_a_terminal():
 
 
 @pytest.mark.parametrize(
-    ("name", "contents", "told"),
+    ("name", "contents", "message"),
     [
         ("absent.mp4", None, "no file absent.mp4"),
         ("absent.safetensors", None, "no file absent.safetensors"),
@@ -139,14 +139,14 @@ def test_characters_that_would_steer_a_terminal():
         (".", None, "folder . no video stage"),
     ],
 )
-def test_files_without_a_record(name, contents, told):
+def test_files_without_a_record(name, contents, message):
     """A dict stands for a video with the comments of another program."""
     if isinstance(contents, dict):
         write_video(name, FRAMES, 8, contents)
     elif contents is not None:
         Path(name).write_bytes(contents)
     for command in (["info", name], ["info", "--json", name], ["generate", "--from", name]):
-        assert says(refused(*command), told)
+        assert says(refused(*command), message)
     assert [path.name for path in Path().iterdir()] == ([name] if contents is not None else [])
 
 
@@ -193,8 +193,8 @@ def test_a_file_of_another_kind_is_not_called_damaged(name, words):
 
 
 def test_a_video_is_made_again_to_the_bit(text):
-    given = ("--model", text, *SMALL, "--guidance-scale", "3.5", "--scheduler", "euler", "--attention", "chunked")
-    succeeded(wanjax("a red circle", *given, "--seed", "-1", "--fps", "8", "--dir", "one", "--out", "one.mp4"))
+    options = ("--model", text, *SMALL, "--guidance-scale", "3.5", "--scheduler", "euler", "--attention", "chunked")
+    succeeded(wanjax("a red circle", *options, "--seed", "-1", "--fps", "8", "--dir", "one", "--out", "one.mp4"))
     succeeded(wanjax("generate", "--from", "one.mp4", "--dir", "two", "--out", "two.mp4"))
     assert read_metadata("two.mp4") == read_metadata("one.mp4")
     np.testing.assert_array_equal(frames("two.mp4"), frames("one.mp4"))
@@ -220,7 +220,7 @@ def test_the_printed_command_makes_the_video_again(image, options):
 
 def test_what_is_typed_wins(text):
     succeeded(wanjax("a red circle", "--model", text, *ONE_FRAME, "--seed", "7", "--out", "one.mp4"))
-    made = read_metadata("one.mp4")
+    metadata = read_metadata("one.mp4")
     changes = ("--seed", "8", "--steps", "1", "--negative-prompt", "blur")
     for prompt in (["a blue square"], ["--prompt", "a blue square"]):
         succeeded(wanjax("generate", *prompt, "--from", "one.mp4", *changes, "--out", "two.mp4", "--force"))
@@ -230,9 +230,9 @@ def test_what_is_typed_wins(text):
             "steps": 1,
             "negative_prompt": "blur",
         }
-        assert read_metadata("two.mp4") == made | changed
+        assert read_metadata("two.mp4") == metadata | changed
     succeeded(wanjax("--from", "one.mp4", "--height", "32", "--out", "two.mp4", "--force"))
-    assert read_metadata("two.mp4") == made | {"height": 32}
+    assert read_metadata("two.mp4") == metadata | {"height": 32}
 
 
 def test_another_model_keeps_its_own_scheduler(text, tmp_path):
@@ -248,9 +248,9 @@ def test_another_model_keeps_its_own_scheduler(text, tmp_path):
 
 def test_many_videos_from_one(text):
     succeeded(wanjax("a", "--model", text, *SMALL, "--seed", "3", "--out", "one.mp4"))
-    made = succeeded(wanjax("generate", "--from", "one.mp4", "--count", "2", "--out", "many")).stdout.splitlines()
-    assert [read_metadata(path)["seed"] for path in made] == [3, 4]
-    np.testing.assert_array_equal(frames(made[0]), frames("one.mp4"))
+    result = succeeded(wanjax("generate", "--from", "one.mp4", "--count", "2", "--out", "many")).stdout.splitlines()
+    assert [read_metadata(path)["seed"] for path in result] == [3, 4]
+    np.testing.assert_array_equal(frames(result[0]), frames("one.mp4"))
     Path("prompts.txt").write_text("b\n")
     [path] = succeeded(wanjax("--from", "one.mp4", "--prompts", "prompts.txt", "--out", "many")).stdout.splitlines()
     assert read_metadata(path)["prompt"] == "b"
@@ -308,8 +308,8 @@ def test_a_record_of_a_stranger_chooses_no_file(text):
     trap |= {"out": "kept.mp4", "seeds": "0..9", "count": 3, "quiet": True, "json": True, "preview": True}
     record = {"model": "nano", "prompt": "a", "steps": 1, "width": 32, "height": 32, "frames": 1, "seed": 3}
     Path("one.json").write_text(json.dumps(record | trap))
-    made = succeeded(wanjax("--from", "one.json")).stdout.splitlines()
-    assert [Path(path).parent for path in made] == [Path("wanjax_videos").absolute()]
+    result = succeeded(wanjax("--from", "one.json")).stdout.splitlines()
+    assert [Path(path).parent for path in result] == [Path("wanjax_videos").absolute()]
     assert sorted(path.name for path in Path().iterdir()) == ["kept.mp4", "one.json", "wanjax_videos"]
     assert Path("kept.mp4").read_bytes() == b"the user's"
 
@@ -335,12 +335,12 @@ def test_a_record_names_files_that_are_what_they_were(image, tmp_path):
     Image.fromarray(np.full((16, 32, 3), 100, np.uint8)).save("red.png")
     assert says(refused("--from", "one.mp4"), f"--image {record['image']}")
     Path("model/transformer/config.json").write_text("{ }")
-    for given in (
+    for options in (
         ["--from", "one.mp4", "--image", "red.png"],
         ["decode", "--dir", "d", "--force"],
         ["denoise", "--dir", "d", "--force"],
     ):
-        assert says(refused(*given), f"--model {record['model']}")
+        assert says(refused(*options), f"--model {record['model']}")
 
 
 def test_other_devices_and_versions_are_told(text):
@@ -366,7 +366,7 @@ URL = "s3://videos/served/video_1/image.png"
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"steps": "many"}, "one.json steps 'many' whole number"),
         ({"guidance_scale": True}, "guidance_scale true number"),
@@ -383,11 +383,11 @@ URL = "s3://videos/served/video_1/image.png"
         ),
     ],
 )
-def test_records_of_what_is_not_so(change, told):
+def test_records_of_what_is_not_so(change, message):
     Path("a.safetensors").write_bytes(b"another")
     record = json.dumps({"model": "nano", "prompt": "a", "steps": 1, **change})
     Path("one.json").write_text(record.replace("HERE", str(Path().absolute())))
-    assert says(refused("--from", "one.json"), told)
+    assert says(refused("--from", "one.json"), message)
 
 
 def test_records_of_the_scripts_before():
@@ -407,10 +407,10 @@ def test_names_that_are_not_utf_8(text):
     os.rename(b"red.png", picture)
     small = [b"--size", b"32x32", b"--frames", b"1", b"--steps", b"1", b"--dir", b"d\xe9"]
     first = [b"moving right", b"--image", picture, *small, b"--out", b"na\xefve.mp4"]
-    told = [[b"info", b"na\xefve.mp4"], [b"info", b"--json", b"na\xefve.mp4"], [b"info", b"--json", b"d\xe9"]]
+    message = [[b"info", b"na\xefve.mp4"], [b"info", b"--json", b"na\xefve.mp4"], [b"info", b"--json", b"d\xe9"]]
     again = [b"--from", b"na\xefve.mp4", b"--out", b"two\xe9.gif", b"--json"]
     wrong = [[b"info", b"\xe9.mp4"], [b"a", b"--image", b"\xe9.png"], [b"a", b"--out", b"\xe9.avi"]]
-    words = [word for command in (first, *told, again, *wrong) for word in (*command, b"::")]
+    words = [word for command in (first, *message, again, *wrong) for word in (*command, b"::")]
     done = subprocess.run([sys.executable, "-c", EACH, *words], env=environment, capture_output=True)
     path, plain, of_file, of_folder, of_second, *nothing = done.stdout.split(b"\0")
     assert done.stderr.split(b"\0")[1::2] == 5 * [b"0"] + 3 * [b"2"], done.stderr

@@ -55,13 +55,13 @@ def answering(
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            answer = told[self.path]
-            answer = next(answer, None) if isinstance(answer, Iterator) else answer
-            if answer is None:  # a server that ends
+            result = told[self.path]
+            result = next(result, None) if isinstance(result, Iterator) else result
+            if result is None:  # a server that ends
                 return
-            status, answer = answer if isinstance(answer, tuple) else (200, answer)
-            data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-            self.send_response(answer if isinstance(answer, int) else status)
+            status, result = result if isinstance(result, tuple) else (200, result)
+            data = result if isinstance(result, bytes) else json.dumps(result).encode()
+            self.send_response(result if isinstance(result, int) else status)
             self.send_header("Content-Length", str(len(data) + whole(self.path)))
             self.end_headers()
             self.wfile.write(data)
@@ -220,11 +220,11 @@ def test_answers_and_options_that_are_refused(told, options, words):
     ],
 )
 def test_an_option_of_the_server_is_compared_however_it_is_given(options, same, told):
-    given = ("a cat", *options.split(), "--out", "cat.mp4", "--at")
+    arguments = ("a cat", *options.split(), "--out", "cat.mp4", "--at")
     with answering(answers()) as url:
-        assert says(refused(*given, url), f"{told} server {url} none")
+        assert says(refused(*arguments, url), f"{told} server {url} none")
     with answering(answers(models={"data": [MODEL | {"started_with": same}]})) as url:
-        succeeded(wanjax(*given, url))
+        succeeded(wanjax(*arguments, url))
 
 
 def test_a_video_that_failed_is_not_done():
@@ -295,8 +295,8 @@ def several(*jobs: Any) -> dict[str, Any]:
     told: dict[str, Any] = answers() | {"/v1/videos": iter([{"id": f"video_{each}"} for each in range(len(jobs))])}
     for each, job in enumerate(jobs):
         path = f"/v1/videos/video_{each}"
-        made = {"/record": {"prompt": "a cat", "seed": each}, "/content": VIDEO + bytes([each]), "/cancel": {}}
-        told |= {path: job} | {f"{path}{part}": answer for part, answer in made.items()}
+        output = {"/record": {"prompt": "a cat", "seed": each}, "/content": VIDEO + bytes([each]), "/cancel": {}}
+        told |= {path: job} | {f"{path}{part}": result for part, result in output.items()}
     return told
 
 
@@ -306,10 +306,10 @@ DONE = {"status": "completed"}
 def test_several_videos_are_asked_for_ahead_and_written_in_order():
     posted: list[Any] = []
     with answering(several(*[DONE] * 7), posted=posted) as url:
-        made = succeeded(wanjax("a cat", "--at", url, "--seeds", "1..7", "--out", "cats")).stdout.split()
+        result = succeeded(wanjax("a cat", "--at", url, "--seeds", "1..7", "--out", "cats")).stdout.split()
     assert [body["seed"] for _, body in posted] == list(range(1, 8))
-    assert [Path(file).read_bytes()[-1] for file in made] == list(range(7))
-    assert [int(Path(file).name.split("-")[2]) for file in made] == list(range(1, 8))
+    assert [Path(file).read_bytes()[-1] for file in result] == list(range(7))
+    assert [int(Path(file).name.split("-")[2]) for file in result] == list(range(1, 8))
 
 
 def test_a_server_chooses_no_folder_of_several():
@@ -334,8 +334,8 @@ def test_a_row_may_have_its_seed_drawn():
 def test_what_is_there_is_not_asked_for_again():
     ask = ("a cat", "--seeds", "1..3", "--out", "cats", "--at")
     with answering(several(DONE, DONE, DONE)) as url:
-        made = succeeded(wanjax(*ask, url)).stdout.split()
-    Path(made[1]).unlink()
+        result = succeeded(wanjax(*ask, url)).stdout.split()
+    Path(result[1]).unlink()
     posted: list[Any] = []
     with answering(several(DONE), posted=posted) as url:
         succeeded(wanjax(*ask, url))
@@ -431,9 +431,9 @@ def test_ctrl_c_cancels_those_that_wait(monkeypatch):
         monkeypatch.setattr(Report, "stop_if_interrupted", pressed)
         assert wanjax("a cat", "--at", url, "--seeds", "1..9", "--out", "cats").exit_code == 130
     cancelled = [path for path, _ in posted if path.endswith("/cancel")]
-    asked = [path for path, _ in posted if path == "/v1/videos"]
-    assert cancelled == [f"/v1/videos/video_{each}/cancel" for each in range(1, len(asked))]
-    assert 1 < len(asked) < 9
+    requested = [path for path, _ in posted if path == "/v1/videos"]
+    assert cancelled == [f"/v1/videos/video_{each}/cancel" for each in range(1, len(requested))]
+    assert 1 < len(requested) < 9
 
 
 def is_silent(server: socket.socket) -> None:

@@ -165,9 +165,9 @@ def test_a_tpu_that_is_asked_for_without_libtpu():
                 main(arguments.split())"""
     environment = os.environ | {"JAX_PLATFORMS": "tpu"}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    told = [line for line in run.stderr.splitlines() if line.startswith("wanjax: ")]
-    assert [line for line in told if says(line, "JAX_PLATFORMS=tpu libtpu '.[tpu]'")] == told, run.stderr
-    assert len(told) == 5, run.stderr
+    messages = [line for line in run.stderr.splitlines() if line.startswith("wanjax: ")]
+    assert [line for line in messages if says(line, "JAX_PLATFORMS=tpu libtpu '.[tpu]'")] == messages, run.stderr
+    assert len(messages) == 5, run.stderr
     assert "Traceback" not in run.stderr
     assert left() == []
 
@@ -362,8 +362,8 @@ def test_stage_files_of_another_model(stages):
     wide = np.zeros((1, 8, 99), np.float32)
     save_safetensors(stages / stage_files.EMBEDDINGS_FILE, {"prompt_embeds": wide, "negative_prompt_embeds": wide})
     before = (stages / stage_files.LATENTS_FILE).read_bytes()
-    told = r"stage1_embeddings\.safetensors: .* must be floats \[1, 8, 16\], got float32 \[1, 8, 99\]"
-    assert re.search(told, refused("denoise"))
+    message = r"stage1_embeddings\.safetensors: .* must be floats \[1, 8, 16\], got float32 \[1, 8, 99\]"
+    assert re.search(message, refused("denoise"))
     assert (stages / stage_files.LATENTS_FILE).read_bytes() == before
     save_safetensors(stages / stage_files.LATENTS_FILE, {"latents": np.zeros((1, 16, 2, 2, 4), np.float32)})
     assert says(refused("decode"), "stage2_latents.safetensors 16 channels 4")

@@ -176,13 +176,13 @@ def test_what_a_published_model_refuses_is_told_before_it_is_downloaded(tmp_path
 @pytest.mark.parametrize("kind", ["image", "images"])
 def test_a_clip_in_place_of_a_picture_is_answered_with_the_input_for_clips(tmp_path, kind):
     (tmp_path / "clip.mp4").write_bytes(bytes(100))
-    given, spec = {"image": tmp_path / "clip.mp4"}, IMAGE
+    options, spec = {"image": tmp_path / "clip.mp4"}, IMAGE
     if kind == "images":
-        given, spec = {"references": [tmp_path / "clip.mp4"]}, REFERENCES
+        options, spec = {"references": [tmp_path / "clip.mp4"]}, REFERENCES
     with pytest.raises(WanjaxError, match=naming("clip.mp4 clip input video")):
-        read_pictures(given, (spec, VIDEO), frames=5, fps=8)
+        read_pictures(options, (spec, VIDEO), frames=5, fps=8)
     with pytest.raises(WanjaxError, match=r"clip\.mp4") as alone:
-        read_pictures(given, (spec,), frames=5, fps=8)
+        read_pictures(options, (spec,), frames=5, fps=8)
     assert "video" not in str(alone.value)
     (tmp_path / "a.txt").write_text("no clip either")
     with pytest.raises(WanjaxError, match=r"a\.txt") as text:

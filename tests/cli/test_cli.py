@@ -195,8 +195,8 @@ def test_help_lists_the_commands():
 )
 def test_help_is_complete(command, options):
     said = succeeded(wanjax(command, "--help-all")).output
-    told = re.findall(r"^  (?:-\w, )?--([a-z0-9-]+)(?: |$)", said, re.MULTILINE)
-    assert sorted(told) == sorted(options.split())
+    message = re.findall(r"^  (?:-\w, )?--([a-z0-9-]+)(?: |$)", said, re.MULTILINE)
+    assert sorted(message) == sorted(options.split())
     short = succeeded(CliRunner(env={"COLUMNS": "80"}).invoke(main, [command, "--help"])).output.splitlines()
     assert len(short) <= 50
     assert max(map(len, short)) <= 80
@@ -295,13 +295,13 @@ def test_the_printed_command_resumes_the_run(model):
 
 def test_another_seed_for_denoise_gives_other_latents(model):
     succeeded(wanjax("encode", "a", "--model", model))
-    made = []
+    result = []
     for seed in ("1", "2", "1"):
         succeeded(wanjax("denoise", *SMALL, "--seed", seed, "--force"))
-        made.append(load_safetensors(Path("stage_outputs") / stage_files.LATENTS_FILE)["latents"].copy())
+        result.append(load_safetensors(Path("stage_outputs") / stage_files.LATENTS_FILE)["latents"].copy())
     assert load_settings(Path("stage_outputs"))["seed"] == 1
-    assert not np.array_equal(made[0], made[1])
-    np.testing.assert_array_equal(made[0], made[2])
+    assert not np.array_equal(result[0], result[1])
+    np.testing.assert_array_equal(result[0], result[2])
 
 
 def test_noise_from_a_file(model):

@@ -44,11 +44,11 @@ def latents(folder: str) -> np.ndarray:
 
 
 def test_a_refused_option_is_one_note_and_the_video_is_made(model):
-    given = ("a red circle", "--model", model, *SMALL)
-    fast = succeeded(wanjax(*given, *FAST, "--dir", "fast"))
+    options = ("a red circle", "--model", model, *SMALL)
+    fast = succeeded(wanjax(*options, *FAST, "--dir", "fast"))
     assert fast.stderr.count(NOTE) == fast.stderr.count("xla_no_such_option, which") == 1, fast.stderr
     assert Path("fast/output_video.mp4").exists()
-    safe = succeeded(wanjax(*given, "--dir", "safe"))
+    safe = succeeded(wanjax(*options, "--dir", "safe"))
     assert "note: compiled" not in safe.stderr
     assert np.array_equal(latents("fast"), latents("safe"))
 
@@ -63,16 +63,16 @@ def test_the_warm_up_takes_a_set(model):
     assert NOTE in succeeded(wanjax("warmup", "--model", model, *SMALL, *FAST)).stderr
 
 
-def refused_by_the_library(*given: str) -> str:
+def refused_by_the_library(*arguments: str) -> str:
     with pytest.raises(WanjaxError) as caught:
-        library.load(*given, compiler="quick")
+        library.load(*arguments, compiler="quick")
     return str(caught.value)
 
 
 @pytest.mark.parametrize("command", ["generate a", "encode a", "denoise", "decode", "plan", "warmup", "load nano"])
 def test_an_unknown_set_is_refused_in_one_sentence(command):
-    name, *given = command.split()
-    said = refused_by_the_library(*given) if name == "load" else refused(name, *given, "--compiler", "quick")
+    name, *options = command.split()
+    said = refused_by_the_library(*options) if name == "load" else refused(name, *options, "--compiler", "quick")
     assert says(said, "'quick' safe fast")
 
 

@@ -20,8 +20,8 @@ COMMANDS += ["info", "models", "bench", "selftest", "serve", "worker"]
 def completed(line: str) -> list[tuple[str, str]]:
     """Return the completions of a line's last word, as (type, value)."""
     words = line.split(" ")
-    asked = {"_WANJAX_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
-    done = CliRunner(env=asked).invoke(main, [], prog_name="wanjax")
+    requested = {"_WANJAX_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
+    done = CliRunner(env=requested).invoke(main, [], prog_name="wanjax")
     assert done.exit_code == 0, done.output
     assert done.stderr == ""
     return [tuple(item.split(",", 1)) for item in done.stdout.splitlines() if item]

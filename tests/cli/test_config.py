@@ -162,7 +162,7 @@ def test_empty_files_and_tables_change_nothing(given):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("[plan]\nprofile = 'a'", "my.toml [plan] 'profile'"),
         ("[paint]\nseed = 3", "my.toml 'paint'"),
@@ -184,12 +184,12 @@ def test_empty_files_and_tables_change_nothing(given):
         (None, "my.toml TOML file"),
     ],
 )
-def test_mistakes(text, told):
+def test_mistakes(text, message):
     if text is None:
         Path("my.toml").unlink()
     else:
         Path("my.toml").write_bytes(text if isinstance(text, bytes) else text.encode())
-    assert says(refused("a", "--config", "my.toml"), told)
+    assert says(refused("a", "--config", "my.toml"), message)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])

@@ -83,8 +83,8 @@ def _stopped(monkeypatch, tmp_path):
 
 def visible(command: click.Command) -> dict[str, click.Option]:
     """Return the options of a command by their names."""
-    found = [x for x in command.params if isinstance(x, click.Option)]
-    return {x.opts[-1][2:]: x for x in found if x.opts[-1].startswith("--")}
+    result = [x for x in command.params if isinstance(x, click.Option)]
+    return {x.opts[-1][2:]: x for x in result if x.opts[-1].startswith("--")}
 
 
 GENERATE = visible(main.commands["generate"])
@@ -141,13 +141,13 @@ def toml_value(data: st.DataObject) -> None:
     check(name, *COMMANDS[name], "--config", "my.toml")
 
 
-@pytest.mark.parametrize(("value", "told"), [("a\0b", r"\\(x0)?0"), ("9" * 400, "99999"), ("file/below", "file")])
+@pytest.mark.parametrize(("value", "message"), [("a\0b", r"\\(x0)?0"), ("9" * 400, "99999"), ("file/below", "file")])
 @pytest.mark.parametrize("option", ["dir", "profile", "out", "noise"])
-def test_names_that_no_file_has(option, value, told):
+def test_names_that_no_file_has(option, value, message):
     Path("file").touch()
     Path("my.toml").write_text(f"{option} = {json.dumps(value)}\n")
     for given_so in ((f"--{option}", value), ("--config", "my.toml")):
-        assert re.search(told, refused(*OWN, *given_so))
+        assert re.search(message, refused(*OWN, *given_so))
 
 
 def toml_text(data: st.DataObject) -> None:

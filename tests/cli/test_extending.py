@@ -48,7 +48,7 @@ def files_with(secret: str, folder: Path) -> list[Path]:
 def test_a_video_keeps_both_prompts_and_is_made_again_without_asking(model, tmp_path):
     with chatting(longer) as chat:
         extend = ("--extend-prompt", chat.url, "--extend-model", "small")
-        told = succeeded(run("a cat", "--model", model, *SMALL, *extend, "--dir", "stages", "--out", "one.png"))
+        messages = succeeded(run("a cat", "--model", model, *SMALL, *extend, "--dir", "stages", "--out", "one.png"))
         (path, key, body) = chat.asked[0]
         again = ("generate", "--from", "one.png", *extend)
         succeeded(run(*again, "--out", "two.png"))
@@ -57,13 +57,13 @@ def test_a_video_keeps_both_prompts_and_is_made_again_without_asking(model, tmp_
         succeeded(run("generate", "a dog", *again[1:], "--out", "three.png"))
     assert (path, key, body["model"]) == ("/v1/chat/completions", f"Bearer {SECRET}", "small")
     assert [message["role"] for message in body["messages"]] == ["system", "user"]
-    made = "[31ma cat, slowly , <think>"
+    result = "[31ma cat, slowly , <think>"
     for file in ("one.png", "two.png", *Path("many").glob("*.mp4")):
         record = read_metadata(file)
-        assert (record["prompt"], record["original_prompt"]) == (made, "a cat")
+        assert (record["prompt"], record["original_prompt"]) == (result, "a cat")
     assert read_metadata("three.png")["original_prompt"] == "a dog"
     assert files_with(SECRET, tmp_path) == []
-    assert SECRET not in told.stderr + told.stdout
+    assert SECRET not in messages.stderr + messages.stdout
     assert "original prompt  a cat" in run("info", "one.png").output
 
 
@@ -77,14 +77,14 @@ def test_a_prompt_of_a_record_that_was_never_extended_is():
 
 def test_each_prompt_of_a_list_is_asked_for_once(model):
     Path("list.txt").write_text("a cat\na dog\n")
-    given = ("--prompts", "list.txt", "--seeds", "1,2", "--model", model, *SMALL, "--out", "many")
+    options = ("--prompts", "list.txt", "--seeds", "1,2", "--model", model, *SMALL, "--out", "many")
     with chatting(longer) as chat:
-        succeeded(run("generate", *given, "--extend-prompt", chat.url))
+        succeeded(run("generate", *options, "--extend-prompt", chat.url))
         assert [body["messages"][-1]["content"] for _, _, body in chat.asked] == ["a cat", "a dog"]
         Path("list.txt").write_text("a cat\na dog\na hen\n")
-        told = succeeded(run("generate", *given, "--extend-prompt", chat.url)).stderr
+        message = succeeded(run("generate", *options, "--extend-prompt", chat.url)).stderr
         assert len(chat.asked) == 3
-    assert says(told, "2 made 4 exist")
+    assert says(message, "2 made 4 exist")
 
 
 @pytest.mark.slow
@@ -146,9 +146,9 @@ HOSTILE = {
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_hostile_answers_are_one_sentence(kind, monkeypatch):
     monkeypatch.setattr(prompt_extension, "TIMEOUT", 0.5)
-    answer, told = HOSTILE[kind]
+    result, message = HOSTILE[kind]
     start = time.monotonic()
-    with chatting(answer) as chat, pytest.raises(WanjaxError, match=naming(told)) as error:
+    with chatting(result) as chat, pytest.raises(WanjaxError, match=naming(message)) as error:
         wanjax.extend_prompt("a cat", chat.url)
     assert time.monotonic() - start < 20
     assert SECRET not in str(error.value)
@@ -159,15 +159,15 @@ def test_hostile_answers_are_one_sentence(kind, monkeypatch):
 
 def test_thoughts_and_quotation_marks_are_no_part_of_a_prompt():
     with chatting(lambda *_: (200, completion('<think>a\nb</think>\n"A cat."'))) as chat:
-        made = wanjax.extend_prompt("a cat", chat.url)
-    assert (made, made.original) == ("A cat.", "a cat")
+        result = wanjax.extend_prompt("a cat", chat.url)
+    assert (result, result.original) == ("A cat.", "a cat")
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda prompt: pickle.loads(pickle.dumps(prompt))])
 def test_an_extended_prompt_can_be_copied(copied):
-    made = copied(prompt_extension.ExtendedPrompt("A cat.", "a cat"))
-    assert (made, made.original) == ("A cat.", "a cat")
-    settings = copied(wanjax.load("nano").settings(prompt=made))
+    result = copied(prompt_extension.ExtendedPrompt("A cat.", "a cat"))
+    assert (result, result.original) == ("A cat.", "a cat")
+    settings = copied(wanjax.load("nano").settings(prompt=result))
     assert (settings.prompt, settings.original_prompt) == ("A cat.", "a cat")
     assert type(settings.prompt) is str
 

@@ -191,8 +191,8 @@ def test_a_second_ctrl_c_ends_what_xla_is_doing(model, environment, work):
 @pytest.mark.parametrize("out", quick(["output_video.mp4"], ["output_video.mp4", "frames"]))
 def test_a_second_ctrl_c_leaves_no_unfinished_file(model, environment, out):
     """The encoder of the mp4 writes its file once its input ends, unless it ends too."""
-    given = ("--model", model, "--steps", "1", "--out", f"d/{out}")
-    with Run(blocked("frames", "frames", *GIVEN, *given), environment, terminal=True) as run:
+    options = ("--model", model, "--steps", "1", "--out", f"d/{out}")
+    with Run(blocked("frames", "frames", *GIVEN, *options), environment, terminal=True) as run:
         run.wait_for("chunk 1 of 2", 300)
         run.press()
         run.wait_for("stopping after the current chunks", 5)
@@ -222,14 +222,14 @@ def test_one_ctrl_c_stops_after_a_step(model, environment):
 @pytest.mark.parametrize("done", [0, 1, 2])
 def test_one_ctrl_c_ends_a_step_that_takes_long(environment, done):
     """Those before it are kept, and the printed command goes on from the last."""
-    asked = ["a red circle", "--size", "1152x1152", "--frames", "5", "--steps", "6", "--dir", "d"]
-    with Run([sys.executable, "-m", "wanjax", *asked], environment, terminal=True) as run:
+    requested = ["a red circle", "--size", "1152x1152", "--frames", "5", "--steps", "6", "--dir", "d"]
+    with Run([sys.executable, "-m", "wanjax", *requested], environment, terminal=True) as run:
         run.wait_for(f"step {done} of 6", 300)
         for _ in range(20):  # a terminal whose end is not read holds its process up
             run.read()
             time.sleep(0.1)
         run.press()
-        run.wait_for(CONTINUE + shlex.join(["wanjax", *asked]), 3)
+        run.wait_for(CONTINUE + shlex.join(["wanjax", *requested]), 3)
         assert run.ended(1) == 130
     state = Path("d") / stage_files.STATE_FILE
     assert state.exists() == (done > 0)
@@ -299,11 +299,11 @@ def test_a_signal_waits_for_the_step(number):
 
 
 def test_ctrl_c_keeps_complete_files():
-    told = Report()
-    denoising(told, 3)
+    message = Report()
+    denoising(message, 3)
     with pytest.raises(KeyboardInterrupt):
-        told.record_resume("wanjax decode", "the latents are there")
-    assert told.resume_command == "wanjax decode"
+        message.record_resume("wanjax decode", "the latents are there")
+    assert message.resume_command == "wanjax decode"
 
 
 def test_ctrl_c_ends_a_stage_that_does_not_come_to_an_end(monkeypatch):

@@ -50,9 +50,9 @@ def run(*arguments, status=0, **more):
 
 def names(folder):
     """Return the names of a folder's videos, each of which its manifest has once."""
-    found = sorted(path.name for path in folder.iterdir() if path.name != MANIFEST)
-    assert sorted(entry["file_name"] for entry in read_manifest(folder)) == found
-    return found
+    result = sorted(path.name for path in folder.iterdir() if path.name != MANIFEST)
+    assert sorted(entry["file_name"] for entry in read_manifest(folder)) == result
+    return result
 
 
 def prompts_in(file):
@@ -60,25 +60,25 @@ def prompts_in(file):
 
 
 def test_each_video_is_that_of_its_own_command(tmp_path):
-    told = run("generate", "--prompts", "prompts.txt", "--seeds", "3,4", "--out", "many", *SMALL)
-    paths = told.stdout.splitlines()
+    message = run("generate", "--prompts", "prompts.txt", "--seeds", "3,4", "--out", "many", *SMALL)
+    paths = message.stdout.splitlines()
     assert sorted(os.path.basename(path) for path in paths) == names(tmp_path / "many")
     assert [(read_metadata(path)["prompt"], read_metadata(path)["seed"]) for path in paths] == [
         (prompt, seed) for prompt in ("a red circle moving right", "a blue square moving left") for seed in (3, 4)
     ]
     assert not (tmp_path / "stage_outputs").exists()
     for path in paths[1:3]:
-        made = read_metadata(path)
-        run("generate", made["prompt"], "--seed", made["seed"], "--out", "one.mp4", "--force", *SMALL)
+        metadata = read_metadata(path)
+        run("generate", metadata["prompt"], "--seed", metadata["seed"], "--out", "one.mp4", "--force", *SMALL)
         np.testing.assert_array_equal(read_clip(path, 5, 8), read_clip("one.mp4", 5, 8))
 
 
 def test_only_missing_videos_are_made(tmp_path):
     given = ("generate", "--prompts", "-", "--count", 2, "--seed", 7, "--out", "many", *SMALL)
-    made = run(*given, input=PROMPTS).stdout.splitlines()
-    os.unlink(made[2])
+    result = run(*given, input=PROMPTS).stdout.splitlines()
+    os.unlink(result[2])
     again = run(*given, input=PROMPTS)
-    assert again.stdout.splitlines() == [made[2]]
+    assert again.stdout.splitlines() == [result[2]]
     assert says(again.stderr, "videos: 1 3 exist already")
     complete = run(*given, input=PROMPTS)
     assert complete.stdout == ""
@@ -172,8 +172,8 @@ def test_mistakes_of_a_batch(arguments, sentence):
 def test_what_is_told_before_holds_for_all_rows():
     rows = ['{"prompt": "a red circle", "steps": 1}', '{"prompt": "a cat", "size": "16x16", "guidance_scale": 1}']
     Path("rows.jsonl").write_text("\n".join(rows))
-    told = run("batch", "rows.jsonl", "--size", "32x32", "--frames", "5", "--steps", "2", "--out", "many").stderr
-    [header] = [line for line in told.splitlines() if line.startswith("nano: ")]
+    messages = run("batch", "rows.jsonl", "--size", "32x32", "--frames", "5", "--steps", "2", "--out", "many").stderr
+    [header] = [line for line in messages.splitlines() if line.startswith("nano: ")]
     assert says(header, "5 frames seed 42 differ in size, steps and guidance")
     assert not {"32x32", "16x16"} & {*header.replace(",", "").split()}
     for words in (
@@ -182,7 +182,7 @@ def test_what_is_told_before_holds_for_all_rows():
         "nano does not know 'cat'",
         "guidance is off",
     ):
-        assert says(told, words)
+        assert says(messages, words)
 
 
 def test_what_failed_before_is_the_last_to_be_tried(tmp_path):
@@ -223,11 +223,11 @@ def test_all_wrong_rows_are_told_at_once(model, words):
 def test_wrong_rows_are_told_before_jax_is_imported():
     Path("rows.jsonl").write_text('{"prompt": "a", "frames": 6}\n{"prompt": "a", "steps": 0}\n')
     code = "import sys; sys.modules['jax'] = None; from wanjax.cli import main; main(['batch', 'rows.jsonl'])"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert told.returncode == 2, told.stderr
-    assert says(told.stderr, "2 lines wrong")
-    assert says(told.stderr, "line 1: frames 4n + 1")
-    assert says(told.stderr, "line 2: steps 0")
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 2, result.stderr
+    assert says(result.stderr, "2 lines wrong")
+    assert says(result.stderr, "line 1: frames 4n + 1")
+    assert says(result.stderr, "line 2: steps 0")
 
 
 @given(some.lists(some.integers(0, 2**40), min_size=1, max_size=5), some.integers(0, 9), some.integers(0, 9))

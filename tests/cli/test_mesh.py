@@ -24,8 +24,8 @@ def test_without_guidance_no_devices_repeat_the_work_of_others():
 def test_the_command_line_chooses_by_its_own_guidance_tells_the_mesh_and_keeps_it(tmp_path, monkeypatch, scale, mesh):
     monkeypatch.chdir(tmp_path)
     model = str(tiny_checkpoint(tmp_path / "tiny"))
-    given = ["--size", "32x32", "--frames", "5", "--steps", "1", "--guidance-scale", scale, "--mesh", "auto"]
-    told = CliRunner().invoke(main, ["generate", "a", "--model", model, *given, "--out", "a.mp4"])
-    assert told.exit_code == 0, told.output
-    assert f"mesh {mesh}" in told.stderr
+    options = ["--size", "32x32", "--frames", "5", "--steps", "1", "--guidance-scale", scale, "--mesh", "auto"]
+    messages = CliRunner().invoke(main, ["generate", "a", "--model", model, *options, "--out", "a.mp4"])
+    assert messages.exit_code == 0, messages.output
+    assert f"mesh {mesh}" in messages.stderr
     assert read_metadata("a.mp4")["mesh"].startswith(mesh)

@@ -20,7 +20,7 @@ def given(tmp_path, monkeypatch, standing_for) -> Arguments:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["decod", "--dir", "d0"], "command 'decod' decode"),
         (["modles"], "wanjax models generate modles"),
@@ -100,8 +100,8 @@ def given(tmp_path, monkeypatch, standing_for) -> Arguments:
         (["plan", "nano", "--chip", "p100"], "'p100' v6e-8 h100 cpu"),
     ],
 )
-def test_a_mistyped_command_makes_no_video(given, arguments, told):
-    assert says(refused(*arguments), told)
+def test_a_mistyped_command_makes_no_video(given, arguments, message):
+    assert says(refused(*arguments), message)
     assert not given
     assert list(Path().iterdir()) == []
 
@@ -137,8 +137,8 @@ def test_what_the_help_does_not_show_is_never_suggested():
     for name, command in main.commands.items():
         for option in (x for x in command.params if isinstance(x, click.Option) and x.hidden):
             hidden += 1
-            told = refused(name, *(["nano"] if name == "calibrate" else []), f"{option.opts[0]}x").partition(":")[2]
-            assert not {*option.opts} & {*told.split()}, (name, told)
+            message = refused(name, *(["nano"] if name == "calibrate" else []), f"{option.opts[0]}x").partition(":")[2]
+            assert not {*option.opts} & {*message.split()}, (name, message)
     assert hidden > 20
 
 
@@ -164,7 +164,7 @@ def test_a_prompt_may_begin_with_a_dash(given):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["cat", "-o", "a.mp4", "--out=b.mp4"], "--out a.mp4 b.mp4 once"),
         (["cat", "--image", "a.png", "--image", "b.png"], "--image a.png b.png once"),
@@ -174,8 +174,8 @@ def test_a_prompt_may_begin_with_a_dash(given):
         (["bench", "nano", "--no-keep", "--keep"], "--keep --no-keep one"),
     ],
 )
-def test_an_option_of_one_value_is_given_once(given, arguments, told):
-    assert says(refused(*arguments), told)
+def test_an_option_of_one_value_is_given_once(given, arguments, message):
+    assert says(refused(*arguments), message)
     assert not given
 
 
@@ -253,7 +253,7 @@ def test_an_offload_may_have_a_value(given, arguments, offload):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["cat", "--offload=block"], "offload none stages blocks:N 'block'"),
         (["cat", "--offload", "blocks:0"], "offload blocks:N 'blocks:0'"),
@@ -261,8 +261,8 @@ def test_an_offload_may_have_a_value(given, arguments, offload):
         (["cat", "--offload", "blocks", "--no-offload"], "--offload --no-offload blocks one"),
     ],
 )
-def test_refused_offloads(given, arguments, told):
-    assert says(refused(*arguments), told)
+def test_refused_offloads(given, arguments, message):
+    assert says(refused(*arguments), message)
     assert not given
 
 

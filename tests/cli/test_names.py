@@ -74,10 +74,10 @@ def contents() -> dict[Path, bytes]:
 
 
 def test_each_run_has_names_of_its_own(model, cached):
-    given = ("a red circle, moving right!", "--model", model, *SMALL, "--seed", "7")
-    first = succeeded(wanjax(*given))
+    options = ("a red circle, moving right!", "--model", model, *SMALL, "--seed", "7")
+    first = succeeded(wanjax(*options))
     kept = contents()
-    second = succeeded(wanjax(*given))
+    second = succeeded(wanjax(*options))
     assert kept.items() <= contents().items()
     assert len(files("wanjax_videos")) == 2
     assert files(".") == ["wanjax_videos"]
@@ -91,10 +91,10 @@ def test_each_run_has_names_of_its_own(model, cached):
 
 @pytest.mark.usefixtures("_always_noon")
 def test_a_name_that_is_taken_is_numbered(cached):
-    made = [runs.create_run_folder(partial(names.unused_names, "A cat", 42)) for _ in range(3)]
+    result = [runs.create_run_folder(partial(names.unused_names, "A cat", 42)) for _ in range(3)]
     stems = ["a-cat-42-20300102-120000", "a-cat-42-20300102-120000-2", "a-cat-42-20300102-120000-3"]
-    assert [run.folder for run in made] == [cached / stem for stem in stems]
-    for run in made:
+    assert [run.folder for run in result] == [cached / stem for stem in stems]
+    for run in result:
         run.close(is_complete=False)
     assert list(cached.iterdir()) == []
     Path("wanjax_videos").mkdir()
@@ -121,7 +121,7 @@ def test_a_prompt_in_a_name(prompt, slug):
 
 def test_what_is_there_is_left_or_replaced_only_by_force(model):
     """One rule for every command: the same is not made twice, and another is refused in one sentence."""
-    given = ("--model", model, *SMALL)
+    options = ("--model", model, *SMALL)
     stages = {
         f"d/{stage_files.EMBEDDINGS_FILE}": ("encode", "a", "--model", model, *SMALL[:4]),
         f"d/{stage_files.LATENTS_FILE}": ("denoise", "--steps", "1", "--seed", "7"),
@@ -129,11 +129,11 @@ def test_what_is_there_is_left_or_replaced_only_by_force(model):
     }
     for command in stages.values():
         succeeded(wanjax(*command, "--dir", "d"))
-    succeeded(wanjax("a", *given, "--out", "a.mp4"))
+    succeeded(wanjax("a", *options, "--out", "a.mp4"))
     kept = contents()
     for file, command in stages.items():
         assert says(succeeded(wanjax(*command, "--dir", "d")).stderr, f"{file} already exists --force")
-    again = succeeded(wanjax("a", *given, "--out", "a.mp4", "--json"))
+    again = succeeded(wanjax("a", *options, "--out", "a.mp4", "--json"))
     assert json.loads(again.stdout)["file"] == str(Path("a.mp4").absolute())
     others = {
         "prompt": ("encode", "b", "--model", model),
@@ -147,14 +147,14 @@ def test_what_is_there_is_left_or_replaced_only_by_force(model):
     Path("foreign.mp4").write_bytes(b"a user's")
     kept |= contents()
     for out, command, what in (
-        ("a.mp4", ("generate", "b", *given), "prompt"),
-        ("a.mp4", ("generate", "a", *given, "--guidance-scale", "2"), "guidance"),
+        ("a.mp4", ("generate", "b", *options), "prompt"),
+        ("a.mp4", ("generate", "a", *options, "--guidance-scale", "2"), "guidance"),
         ("a.mp4", ("decode", "--dir", "d"), "steps"),
-        ("foreign.mp4", ("generate", "a", *given), "not written"),
+        ("foreign.mp4", ("generate", "a", *options), "not written"),
     ):
         assert says(refused(*command, "--out", out, begun=False), f"{out} {what} another --out --force")
     assert says(
-        refused("generate", "b", *given, "--dir", "d", begun=False), f"d/{stage_files.VIDEO_FILE} prompt --force"
+        refused("generate", "b", *options, "--dir", "d", begun=False), f"d/{stage_files.VIDEO_FILE} prompt --force"
     )
     assert contents() == kept
 
@@ -169,9 +169,9 @@ def test_folders_are_created_but_none_at_the_root(model):
 
 
 def test_force_replaces_what_is_there(model):
-    given = ("--model", model, *SMALL)
-    succeeded(wanjax("a", *given, "--dir", "d"))
-    succeeded(wanjax("b", *given, "--dir", "d", "--force"))
+    options = ("--model", model, *SMALL)
+    succeeded(wanjax("a", *options, "--dir", "d"))
+    succeeded(wanjax("b", *options, "--dir", "d", "--force"))
     assert read_metadata(f"d/{stage_files.VIDEO_FILE}")["prompt"] == "b"
     for command in (("denoise", "--seed", "3"), ("decode",)):
         succeeded(wanjax(*command, "--dir", "d", "--force"))
@@ -272,10 +272,10 @@ def test_a_folder_that_cannot_be_written_is_replaced_by_a_temporary_one(tmp_path
 def test_a_folder_that_cannot_be_locked_is_replaced_by_a_temporary_one(tmp_path, cached, monkeypatch):
     """As the home folders of some clusters, whose file systems have no locks."""
 
-    def without_locks(file: Path, *told: str) -> FileLock:
+    def without_locks(file: Path, *message: str) -> FileLock:
         if file.is_relative_to(cached):
             raise WanjaxError(f"{file} cannot be written: locking protocol")
-        return FileLock(file, *told)
+        return FileLock(file, *message)
 
     monkeypatch.setattr(runs, "FileLock", without_locks)
     with closing_run(runs.create_run_folder(lambda: iter(["a"]))) as run:
@@ -369,11 +369,11 @@ def test_what_is_used_or_not_a_run_s_stays(cached, tmp_path):
         file.touch()
         age(file, 30)
     (cached / "a-link").symlink_to(tmp_path / "elsewhere")
-    asked = stopped(cached, "asked-for", days=30)
+    requested = stopped(cached, "asked-for", days=30)
     with closing(FileLock(used / runs.LOCK, "run", "--dir")):
-        runs.remove_old_runs(keep=asked)
+        runs.remove_old_runs(keep=requested)
     assert (used / stage_files.LATENTS_FILE).exists()
-    assert (asked / stage_files.LATENTS_FILE).exists()
+    assert (requested / stage_files.LATENTS_FILE).exists()
     assert files(own) == [stage_files.VIDEO_FILE, runs.LOCK]
     assert all(file.exists() for file in foreign)
     assert not killed.exists()
@@ -405,13 +405,13 @@ def test_a_killed_run_that_had_its_latents_is_only_to_be_decoded(model, cached):
 @pytest.mark.skipif(os.name != "posix", reason="sets a limit of POSIX")
 def test_a_cache_without_room_costs_no_video(model, cached):
     """A home folder has a quota, the stages' files nobody asked for; those in --dir are asked for."""
-    given = ("a", "--model", model, *SMALL, "--out", "a.mp4", "--force")
-    succeeded(wanjax(*given))  # its programs are kept from now on
+    options = ("a", "--model", model, *SMALL, "--out", "a.mp4", "--force")
+    succeeded(wanjax(*options))  # its programs are kept from now on
     with no_file_above(4000):
-        made = succeeded(wanjax(*given))
-        assert re.search(f"note: .*{stage_files.EMBEDDINGS_FILE}.*too large", made.stderr)
+        result = succeeded(wanjax(*options))
+        assert re.search(f"note: .*{stage_files.EMBEDDINGS_FILE}.*too large", result.stderr)
         assert files(".") == ["a.mp4"]
-        said = refused(*given, "--dir", "d", status=1)
+        said = refused(*options, "--dir", "d", status=1)
     assert stage_files.EMBEDDINGS_FILE in said
     assert "too large" in said
     assert not os.path.exists("d")  # the command made it, and left nothing in it

@@ -70,12 +70,12 @@ def test_how_to_go_on_is_told_even_so(model, failing_in):
 def test_json(model):
     done = succeeded(wanjax("a", "--model", model, *SMALL, "--json", "--dir", "d", "--out", "a.mp4"))
     [line] = done.stdout.splitlines()
-    made = json.loads(line)
-    assert made.keys() == {"file", "folder", "record", "seconds"}
-    assert (made["file"], made["folder"]) == (str(Path("a.mp4").absolute()), str(Path("d").absolute()))
-    assert made["record"] == read_metadata("a.mp4")
-    assert made["seconds"].keys() == {"encode", "denoise", "decode"}
-    assert all(0 < seconds < 600 for seconds in made["seconds"].values())
+    data = json.loads(line)
+    assert data.keys() == {"file", "folder", "record", "seconds"}
+    assert (data["file"], data["folder"]) == (str(Path("a.mp4").absolute()), str(Path("d").absolute()))
+    assert data["record"] == read_metadata("a.mp4")
+    assert data["seconds"].keys() == {"encode", "denoise", "decode"}
+    assert all(0 < seconds < 600 for seconds in data["seconds"].values())
     assert "step 2 of 2" in done.stderr
 
 
@@ -91,23 +91,23 @@ def test_json_of_the_stages(model):
         (["decode"], stage_files.VIDEO_FILE),
     ):
         done = succeeded(wanjax(*command, "--json", "--dir", "d"))
-        made = json.loads(done.stdout)
-        assert made["file"] == str((Path("d") / name).absolute())
-        assert made["record"] == load_settings(Path("d"))
-        assert list(made["seconds"]) == [command[0]]
+        data = json.loads(done.stdout)
+        assert data["file"] == str((Path("d") / name).absolute())
+        assert data["record"] == load_settings(Path("d"))
+        assert list(data["seconds"]) == [command[0]]
         assert (done.stderr == "") == ("-q" in command)
 
 
 def test_json_of_many_videos_is_a_line_for_each(model):
     Path("prompts.txt").write_text("a red circle\nein Straßenmusikant\n")
-    given = ("generate", "--prompts", "prompts.txt", "--seeds", "1,2", "--model", model, *SMALL, "--out", "many")
-    made = [json.loads(line) for line in succeeded(wanjax(*given, "--json")).stdout.splitlines()]
-    told = [(one["record"]["prompt"], one["record"]["seed"]) for one in made]
-    assert told == [(p, s) for p in ("a red circle", "ein Straßenmusikant") for s in (1, 2)]
-    for one in made:
+    options = ("generate", "--prompts", "prompts.txt", "--seeds", "1,2", "--model", model, *SMALL, "--out", "many")
+    result = [json.loads(line) for line in succeeded(wanjax(*options, "--json")).stdout.splitlines()]
+    message = [(one["record"]["prompt"], one["record"]["seed"]) for one in result]
+    assert message == [(p, s) for p in ("a red circle", "ein Straßenmusikant") for s in (1, 2)]
+    for one in result:
         assert one["record"] == read_metadata(one["file"])
         assert one["seconds"]["video"] > 0
-    assert {Path(one["file"]).name for one in made} == set(os.listdir("many")) - {"manifest.jsonl"}
+    assert {Path(one["file"]).name for one in result} == set(os.listdir("many")) - {"manifest.jsonl"}
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has this file, on which there is no room")
@@ -155,8 +155,8 @@ def test_what_is_left_out_of_a_folder_of_pictures_is_told_once(model):
     Path("clip").mkdir()
     for name in (*(f"{i}.png" for i in range(5)), ".5.png", "notes.pdf"):
         Image.new("RGB", (32, 16)).save(Path("clip") / name, "PNG")
-    told = succeeded(wanjax("encode", "a", "--model", model, "--video", "clip", "--dtype", "float32")).stderr
-    assert len([line for line in told.splitlines() if says(line, "clip 2 pictures")]) == 1
+    messages = succeeded(wanjax("encode", "a", "--model", model, "--video", "clip", "--dtype", "float32")).stderr
+    assert len([line for line in messages.splitlines() if says(line, "clip 2 pictures")]) == 1
 
 
 @pytest.mark.parametrize(

@@ -72,22 +72,24 @@ def plan(*arguments: str) -> dict:
 
 
 def test_json_has_every_documented_entry():
-    found = plan("--chip", "h200", "--steps", "7")
-    assert found.keys() >= DOCUMENTED
-    assert found["fits"] is True
-    assert found["peak_dtype"] == "bfloat16"
-    assert found["stages"].keys() == {"encode", "denoise", "decode"}
-    for stage in found["stages"].values():
-        assert 0 < stage["weights_bytes_per_chip"] < stage["peak_bytes_per_chip"] < found["memory_per_chip"]
-    assert sum(found["step_breakdown"].values()) == pytest.approx(found["step_seconds"])
-    rows = {row["name"]: row for row in found["programs"]}
+    plan_json = plan("--chip", "h200", "--steps", "7")
+    assert plan_json.keys() >= DOCUMENTED
+    assert plan_json["fits"] is True
+    assert plan_json["peak_dtype"] == "bfloat16"
+    assert plan_json["stages"].keys() == {"encode", "denoise", "decode"}
+    for stage in plan_json["stages"].values():
+        assert 0 < stage["weights_bytes_per_chip"] < stage["peak_bytes_per_chip"] < plan_json["memory_per_chip"]
+    assert sum(plan_json["step_breakdown"].values()) == pytest.approx(plan_json["step_seconds"])
+    rows = {row["name"]: row for row in plan_json["programs"]}
     assert rows["step"]["times"] == 7
-    others = found["stages"]["denoise"]["seconds"] - 7 * found["step_seconds"]
+    others = plan_json["stages"]["denoise"]["seconds"] - 7 * plan_json["step_seconds"]
     assert others == pytest.approx(sum(rows[name]["seconds"] for name in ("begin", "context", "finish")))
-    assert found["peak_bytes_per_chip"] == max(stage["peak_bytes_per_chip"] for stage in found["stages"].values())
-    assert found["total_seconds"] == pytest.approx(sum(stage["seconds"] for stage in found["stages"].values()))
-    assert 0 < found["mfu"] < 1
-    assert found["disk_bytes"] < found["download_bytes_at_most"] < 3 * found["disk_bytes"]
+    assert plan_json["peak_bytes_per_chip"] == max(
+        stage["peak_bytes_per_chip"] for stage in plan_json["stages"].values()
+    )
+    assert plan_json["total_seconds"] == pytest.approx(sum(stage["seconds"] for stage in plan_json["stages"].values()))
+    assert 0 < plan_json["mfu"] < 1
+    assert plan_json["disk_bytes"] < plan_json["download_bytes_at_most"] < 3 * plan_json["disk_bytes"]
 
 
 def test_the_table():
@@ -153,14 +155,14 @@ def test_advice_when_a_video_does_not_fit(monkeypatch):
         "prices",
         lambda self, _, programs, begun: enumerate([Price(argument_bytes=0, peak_bytes=needed)] * len(programs)),
     )
-    found = estimate.estimate_video(model_description("wan2.1-t2v-14b"), "v6e-1")
-    assert not found.fits
-    assert found.step_seconds is found.total_seconds is found.mfu is None
-    assert found.limit.startswith("the memory of a chip")
-    assert says(str(found.advice), "v6e-1 denoise 68.2 GiB chip 31.2 v6e-4 --tile decode")
+    result = estimate.estimate_video(model_description("wan2.1-t2v-14b"), "v6e-1")
+    assert not result.fits
+    assert result.step_seconds is result.total_seconds is result.mfu is None
+    assert result.limit.startswith("the memory of a chip")
+    assert says(str(result.advice), "v6e-1 denoise 68.2 GiB chip 31.2 v6e-4 --tile decode")
     model = model_description("wan2.1-t2v-14b")
     weights = model.family.network_of(model.model.spec.networks["transformer"]).parameters
-    kept = found.stages["denoise"].kept_bytes_per_chip  # beside the programs that read no weights
+    kept = result.stages["denoise"].kept_bytes_per_chip  # beside the programs that read no weights
     assert 2 * weights < kept < 2.01 * weights  # the least of them are in float32
 
 
@@ -174,17 +176,17 @@ def test_options_with_which_a_video_fits(monkeypatch):
         return enumerate([Price(argument_bytes=sum(x), peak_bytes=sum(x) + 6 * GIB) for x in sizes])
 
     monkeypatch.setattr(Pricer, "prices", prices)
-    found = estimate.estimate_video(model_description("wan2.1-t2v-14b"), "v6e-1")
-    assert not found.fits
-    assert says(str(found.advice), "does not fit v6e-1 --precision int8-weights --offload blocks needs about GiB")
-    assert "--tile" not in str(found.advice)  # decoding fits
+    result = estimate.estimate_video(model_description("wan2.1-t2v-14b"), "v6e-1")
+    assert not result.fits
+    assert says(str(result.advice), "does not fit v6e-1 --precision int8-weights --offload blocks needs about GiB")
+    assert "--tile" not in str(result.advice)  # decoding fits
     options = ["--offload blocks", "--precision int8-weights", "--precision int8-weights", ""]
-    assert found.fits_in == dict(zip(("16 GiB", "24 GiB", "32 GiB", "80 GiB"), options, strict=True))
+    assert result.fits_in == dict(zip(("16 GiB", "24 GiB", "32 GiB", "80 GiB"), options, strict=True))
     small = estimate.estimate_video(model_description("nano"), "v6e-1")
     assert small.fits
     assert small.fits_in == {}
-    asked = estimate.estimate_video(model_description("nano"), "v6e-1", finds_options=True)
-    assert asked.fits_in == dict.fromkeys(("16 GiB", "24 GiB", "32 GiB", "80 GiB"), "")
+    requested = estimate.estimate_video(model_description("nano"), "v6e-1", finds_options=True)
+    assert requested.fits_in == dict.fromkeys(("16 GiB", "24 GiB", "32 GiB", "80 GiB"), "")
 
 
 def test_sizes_of_memory_are_printed_if_requested(tmp_path, monkeypatch):
@@ -196,11 +198,11 @@ def test_sizes_of_memory_are_printed_if_requested(tmp_path, monkeypatch):
 
 
 def test_a_trace_counts_what_the_formula_does():
-    found = {
+    result = {
         run.name: counted(run)
         for run in programs(pipeline(NETWORKS, VIDEO, attention=AttentionConfig("reference")), VIDEO)
     }
-    context, step, config = found["context"], found["step"], NETWORKS.transformer
+    context, step, config = result["context"], result["step"], NETWORKS.transformer
     formula = NETWORKS.cost(VIDEO).flops
     embedding, keys = (config.text_width + config.width) * config.width, 2 * config.layers * config.width**2
     assert context.attention + context.matmuls == 2 * (2 * TEXT_LENGTH * (embedding + keys))  # of both prompts
@@ -214,14 +216,14 @@ def test_the_pace_of_a_video_made_by_blocks():
     shapes = causal_pipeline(4, None).model
     shapes = replace(shapes, text_encoder=TEXT)
     video = model_description("wan2.1-t2v-1.3b-causal").settings.updated({"height": 12, "width": 12, "frames": 15})
-    found = estimate.estimate_video(small(shapes, video), "h200")
+    result = estimate.estimate_video(small(shapes, video), "h200")
     runs = {run.name: run for run in programs(pipeline(shapes, video, attention=AttentionConfig("reference")), video)}
     priced = hardware.priced_on(
         hardware.find_hardware("h200"), [(name, run.abstract_call) for name, run in runs.items()]
     )
     prices = {name: each.seconds for name, each in zip(runs, priced, strict=True)}
     block = prices["begin"] + 4 * prices["step"] + prices["renew"] + prices["finish"] + prices["decode_next"]
-    assert found.frames_per_second == pytest.approx(4 / block)
+    assert result.frames_per_second == pytest.approx(4 / block)
     step = counted(runs["step"])
     assert step.attention + step.matmuls == sum(shapes.cost(video).flops.values())
     alone = estimate.estimate_video(small(shapes, video.updated({"frames": 3})), "h200")
@@ -229,12 +231,12 @@ def test_the_pace_of_a_video_made_by_blocks():
 
 
 def test_each_program_is_told_when_it_is_begun_and_once_its_price_is_known():
-    told = []
+    messages = []
     model = model_description("nano")
-    estimate.estimate_video(model, "h200", on_progress=lambda *known: told.append(known))
+    estimate.estimate_video(model, "h200", on_progress=lambda *known: messages.append(known))
     names = [run.name for run in programs(pipeline(model.model, model.settings), model.settings)]
-    assert told[::2] == [([name], number, len(names)) for number, name in enumerate(names)]
-    assert told[1::2] == [([], number + 1, len(names)) for number in range(len(names))]
+    assert messages[::2] == [([name], number, len(names)) for number, name in enumerate(names)]
+    assert messages[1::2] == [([], number + 1, len(names)) for number in range(len(names))]
 
 
 def test_the_bar_counts_only_what_is_compiled_now(monkeypatch):
@@ -249,11 +251,11 @@ def test_the_bar_counts_only_what_is_compiled_now(monkeypatch):
         yield 0, Price(argument_bytes=3, peak_bytes=4)
 
     monkeypatch.setattr(Pricer, "prices", some_kept)
-    told = []
+    messages = []
     abstract_calls = [(name, AbstractCall(lambda: None, ())) for name in "abc"]
-    found = hardware.priced_on(SLICES["v6e-8"], abstract_calls, lambda *known: told.append(known))
-    assert [x.argument_bytes for x in found] == [3, 1, 1]
-    assert told == [(["a"], 0, 2), (["a", "c"], 0, 2), (["a"], 1, 2), (["a"], 1, 2), ([], 2, 2)]
+    result = hardware.priced_on(SLICES["v6e-8"], abstract_calls, lambda *known: messages.append(known))
+    assert [x.argument_bytes for x in result] == [3, 1, 1]
+    assert messages == [(["a"], 0, 2), (["a", "c"], 0, 2), (["a"], 1, 2), (["a"], 1, 2), ([], 2, 2)]
 
 
 def test_progress_is_told_beside_the_result_unless_it_is_unwanted():
@@ -266,8 +268,8 @@ def test_progress_is_told_beside_the_result_unless_it_is_unwanted():
 def test_how_often_each_program_runs():
     mesh = abstract_mesh(SLICES["v6e-8"], {"dp": 1, "sp": 1, "tp": 8})
     denoised = {"begin": 1, "context": 1, "step": 2, "finish": 1}
-    found = {run.name: run.times for run in programs(pipeline(NETWORKS, VIDEO, mesh), VIDEO)}
-    assert found == {"encode_prompts": 1, **denoised, "cut": 1, "decode_first": 1, "decode_next": 1}
+    result = {run.name: run.times for run in programs(pipeline(NETWORKS, VIDEO, mesh), VIDEO)}
+    assert result == {"encode_prompts": 1, **denoised, "cut": 1, "decode_first": 1, "decode_next": 1}
     video = VIDEO.updated({"frames": 1})
     alone = [run.name for run in programs(pipeline(NETWORKS, video, mesh), video)]
     assert alone == ["encode_prompts", *denoised, "cut", "decode_first"]
@@ -283,21 +285,21 @@ def test_what_is_kept_is_found_by_the_same_key(tmp_path):
 
 
 def test_each_set_of_compiler_options_has_prices_of_its_own(monkeypatch):
-    asked = {}
+    requested = {}
 
     def prices(self, place, programs, begun):
-        asked["jobs"] = [export(program, place) for program in programs]
+        requested["jobs"] = [export(program, place) for program in programs]
         return enumerate(
             [Price(argument_bytes=1, peak_bytes=2, seconds=1.0, doubts=["an option was refused"])] * len(programs)
         )
 
     monkeypatch.setattr(Pricer, "prices", prices)
     kept_in = {}
-    for compiler, given in (("safe", ()), ("fast", ("--compiler", "fast"))):
-        found = plan("--chip", "v6e-8", *given)
-        assert found["compiler"] == compiler
-        assert found["doubts"] == ["an option was refused"]
-        kept_in.setdefault(compiler, set()).add(tuple(json.dumps(PRICER.key(job)) for job in asked["jobs"]))
+    for compiler, options in (("safe", ()), ("fast", ("--compiler", "fast"))):
+        plan_json = plan("--chip", "v6e-8", *options)
+        assert plan_json["compiler"] == compiler
+        assert plan_json["doubts"] == ["an option was refused"]
+        kept_in.setdefault(compiler, set()).add(tuple(json.dumps(PRICER.key(job)) for job in requested["jobs"]))
     [safe], [fast] = kept_in["safe"], kept_in["fast"]
     assert len(set(safe) - set(fast)) == 3  # the step, and the decoder's two; the others have the same options in both
     said = CliRunner().invoke(main, ["plan", "nano", "--compiler", "fast"]).output
@@ -308,8 +310,8 @@ def test_the_kernel_is_that_of_the_chip_which_is_planned_for():
     """Not that of this machine, on which no such kernel runs."""
     model = model_description("wan2.1-t2v-14b")
     on_chip = Partitioner(hardware.mesh_on(SLICES["v6e-8"], {"dp": 2, "sp": 4, "tp": 1}), SHARDING_RULES["fsdp"])
-    found = estimate._attention_name(AttentionConfig(), model.model.cost(model.settings), "bfloat16", on_chip)
-    assert found == "flash_tpu"
+    result = estimate._attention_name(AttentionConfig(), model.model.cost(model.settings), "bfloat16", on_chip)
+    assert result == "flash_tpu"
 
 
 def test_where_nothing_is_compiled_no_set_is_named():
@@ -319,12 +321,12 @@ def test_where_nothing_is_compiled_no_set_is_named():
 
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="prices for TPUs need libtpu")
 def test_a_slice_is_priced_by_its_compiler_and_only_once(monkeypatch):
-    given = ("--chip", "v6e-8", "--size", "32x32", "--frames", "1", "--mesh", "dp=2,sp=1,tp=4")
-    first = plan(*given)
+    options = ("--chip", "v6e-8", "--size", "32x32", "--frames", "1", "--mesh", "dp=2,sp=1,tp=4")
+    first = plan(*options)
     monkeypatch.setattr(pricer, "compile_jobs", lambda *_, **__: pytest.fail("compiled again"))
-    assert plan(*given) == first
+    assert plan(*options) == first
     monkeypatch.setitem(sys.modules, "libtpu", None)  # nor is the compiler needed
-    assert plan(*given) == first
+    assert plan(*options) == first
     assert first["priced_by"] == "the chip's compiler"
     assert first["fits"]
     assert first["doubts"] == []
@@ -340,8 +342,8 @@ def test_a_slice_is_priced_by_its_compiler_and_only_once(monkeypatch):
 @pytest.mark.parametrize("name", ["empty.safetensors", "notes.txt"])
 def test_a_lora_that_cannot_be_read_is_refused(name, tmp_path):
     (tmp_path / name).touch()
-    given = ["plan", "nano", "--chip", "h100", "--lora", str(tmp_path / name)]
-    said = CliRunner().invoke(main, given)
+    options = ["plan", "nano", "--chip", "h100", "--lora", str(tmp_path / name)]
+    said = CliRunner().invoke(main, options)
     assert said.exit_code == 2
     assert says(said.output, name)
 

@@ -51,39 +51,39 @@ def test_a_picture_s_tokens_are_counted(tmp_path):
     pipe = wanjax.load(tiny_image_checkpoint(tmp_path / "image"))
     encoded = pipe.encode("a", image=np.zeros((32, 32, 3), np.uint8), frames=5)
     assert encoded.image_embeds.shape[1] == 5
-    found = pipe.model.cost(pipe.settings(size=(32, 32), frames=5), encoded)
-    assert found.flops == forward_flops(
+    result = pipe.model.cost(pipe.settings(size=(32, 32), frames=5), encoded)
+    assert result.flops == forward_flops(
         pipe.model.transformer, tokens=2 * 2 * 2, text_tokens=TEXT_LENGTH, image_tokens=5
     )
 
 
 def test_the_report_counts_both_forwards_of_a_step(folder):
-    found = json.loads((folder / profile.STEPS_FILE).read_text())
+    data = json.loads((folder / profile.STEPS_FILE).read_text())
     parts = forward_flops(transformer_config(TRANSFORMER), tokens=2 * 1 * 2, text_tokens=TEXT_LENGTH)
-    assert found["step_flops"] == 2 * sum(parts.values()) == sum(found["step_flops_by_part"].values())
-    assert len(found["seconds"]) == 3  # the intervals between the ends of four steps
-    assert found["step_seconds"] == found["seconds"][-1]  # the only interval that was not traced
-    assert found["achieved_flops_per_second"] == pytest.approx(found["step_flops"] / found["step_seconds"])
-    assert found["mfu"] == pytest.approx(found["achieved_flops_per_second"] / V6E.flops)
+    assert data["step_flops"] == 2 * sum(parts.values()) == sum(data["step_flops_by_part"].values())
+    assert len(data["seconds"]) == 3  # the intervals between the ends of four steps
+    assert data["step_seconds"] == data["seconds"][-1]  # the only interval that was not traced
+    assert data["achieved_flops_per_second"] == pytest.approx(data["step_flops"] / data["step_seconds"])
+    assert data["mfu"] == pytest.approx(data["achieved_flops_per_second"] / V6E.flops)
 
 
-@pytest.mark.parametrize("given", [{}, {"attention": "auto:window=2"}])
-def test_what_is_not_known_is_no_figure(given, tmp_path):
+@pytest.mark.parametrize("options", [{}, {"attention": "auto:window=2"}])
+def test_what_is_not_known_is_no_figure(options, tmp_path):
     """The time of one step alone, and the work of steps that leave some of it out."""
-    pipe = wanjax.load("nano", **given)
+    pipe = wanjax.load("nano", **options)
     settings = pipe.settings(size=(32, 32), frames=5)
-    told, noted = [], []
+    messages, noted = [], []
     seen = profile.StepProfile(tmp_path, pipe, settings, noted.append)
     seen.started(None)
     for index in (8, 9):
         seen.stepped(Ended(index, 10, 0.0, State(None, None), jnp.zeros((1, 1, 1, 1, 1))))
-        told.append(
+        messages.append(
             (seen.report(), json.loads((tmp_path / profile.STEPS_FILE).read_text(), parse_constant=pytest.fail))
         )
-    (first, one), (second, two) = told
+    (first, one), (second, two) = messages
     assert noted == [second]
     assert one["step_seconds"] is one["mfu"] is None
     assert two["step_seconds"] > 0
-    assert (two["step_flops"] is None) == (two["achieved_flops_per_second"] is None) == bool(given)
+    assert (two["step_flops"] is None) == (two["achieved_flops_per_second"] is None) == bool(options)
     assert "nan" not in first
     assert "trace is in" not in first + second

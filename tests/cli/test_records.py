@@ -86,10 +86,10 @@ def test_all_that_can_be_chosen(text, here):
 
 def test_stages_go_on_from_another_folder(image, here, monkeypatch):
     shutil.copytree(image, "i2v")
-    given = ("a", "--model", "./i2v", "--image", "red.png", "--size", "32x32", "--frames", "1")
+    options = ("a", "--model", "./i2v", "--image", "red.png", "--size", "32x32", "--frames", "1")
     denoising = ("--steps", "1", "--lora", "style.safetensors")
-    succeeded(wanjax(*given, *denoising, "--dir", "one", "--out", "one.mp4"))
-    succeeded(wanjax("encode", *given, "--dir", "three"))
+    succeeded(wanjax(*options, *denoising, "--dir", "one", "--out", "one.mp4"))
+    succeeded(wanjax("encode", *options, "--dir", "three"))
     (here / "elsewhere").mkdir()
     os.rename("style.safetensors", "elsewhere/style.safetensors")
     monkeypatch.chdir("elsewhere")

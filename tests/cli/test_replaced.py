@@ -63,58 +63,58 @@ def table(model: str, ratio: float) -> None:
     file.write_text(json.dumps({"magcache": {"prompt": ratios, "negative": ratios, "delta": 9, "most": 1, "whole": 0}}))
 
 
-def many(*given: str) -> list[str]:
-    return succeeded(wanjax("--prompts", "prompts.txt", *given, *ONE_FRAME, "--out", "many")).stdout.splitlines()
+def many(*arguments: str) -> list[str]:
+    return succeeded(wanjax("--prompts", "prompts.txt", *arguments, *ONE_FRAME, "--out", "many")).stdout.splitlines()
 
 
 def test_a_picture(image):
     picture("in.png", 200)
-    given = ("--model", image, "--image", "in.png")
-    [made] = many(*given)
-    assert many(*given) == []
+    options = ("--model", image, "--image", "in.png")
+    [result] = many(*options)
+    assert many(*options) == []
     picture("in.png", 100)
-    assert made not in many(*given)
-    assert says(refused("--from", made), "--image in.png")
+    assert result not in many(*options)
+    assert says(refused("--from", result), "--image in.png")
     picture("in.png", 200)
-    assert many(*given) == []
+    assert many(*options) == []
 
 
 def test_a_lora_s_scale_and_the_model_beside_it(text):
     shutil.copytree(text, "model")
     adapter("style", 2)
-    given = ("--model", "model", "--lora", "style")
-    [made] = many(*given)
+    options = ("--model", "model", "--lora", "style")
+    [result] = many(*options)
     adapter("style", 4)
-    [again] = many(*given)
-    assert says(refused("--from", made), "--lora style")
+    [again] = many(*options)
+    assert says(refused("--from", result), "--lora style")
     succeeded(wanjax("--from", again, "--out", "same.mp4"))
     weights = next(Path("model/vae").glob("*.safetensors"))
     body = bytearray(weights.read_bytes())
     body[-4:] = b"\0\0\0\0"
     weights.write_bytes(body)
-    assert len(many(*given)) == 1
+    assert len(many(*options)) == 1
     assert says(refused("--from", again), "--model model")
 
 
 def test_a_table_of_a_cache(text):
     table(text, 1.0)
-    given = ("--model", text, "--cache", "magcache")
-    [made] = many(*given)
+    options = ("--model", text, "--cache", "magcache")
+    [result] = many(*options)
     table(text, 0.5)
-    assert made not in many(*given)
-    assert says(refused("--from", made), "table cache --cache")
+    assert result not in many(*options)
+    assert says(refused("--from", result), "table cache --cache")
     table(text, 1.0)
-    succeeded(wanjax("--from", made, "--out", "same.mp4"))
-    assert read_metadata("same.mp4")["digests"] == read_metadata(made)["digests"]
+    succeeded(wanjax("--from", result, "--out", "same.mp4"))
+    assert read_metadata("same.mp4")["digests"] == read_metadata(result)["digests"]
 
 
 def test_stages_of_two_pictures_do_not_belong_together(image):
     picture("in.png", 200)
-    given = ("encode", "a", "--model", image, "--image", "in.png", "--dir", "d", "--force", *ONE_FRAME[:4])
-    succeeded(wanjax(*given))
+    options = ("encode", "a", "--model", image, "--image", "in.png", "--dir", "d", "--force", *ONE_FRAME[:4])
+    succeeded(wanjax(*options))
     shutil.copy("d/stage1_embeddings.safetensors", "first.safetensors")
     picture("in.png", 100)
-    succeeded(wanjax(*given))
+    succeeded(wanjax(*options))
     shutil.copy("first.safetensors", "d/stage1_embeddings.safetensors")
     assert says(refused("denoise", "--dir", "d"), "stage1_embeddings.safetensors in.png")
 
@@ -133,6 +133,6 @@ def test_large_files_are_known_by_their_header_and_blocks():
 
 def test_a_prompt_that_is_listed_twice_is_made_once(text):
     Path("prompts.txt").write_text("a\nb\n  a \na\n")
-    made = wanjax("--prompts", "prompts.txt", "--model", text, *ONE_FRAME, "--out", "many")
-    assert len(succeeded(made).stdout.splitlines()) == 2
-    assert says(made.stderr, "2 4 videos requested more than once")
+    result = wanjax("--prompts", "prompts.txt", "--model", text, *ONE_FRAME, "--out", "many")
+    assert len(succeeded(result).stdout.splitlines()) == 2
+    assert says(result.stderr, "2 4 videos requested more than once")

@@ -53,9 +53,9 @@ def test_a_converted_model_in_a_bucket_makes_the_same_video_in_a_bucket(bucket):
     assert succeeded(wanjax("a red circle", "--model", model, *SMALL, "--out", video)).stdout == f"{video}\n"
     succeeded(wanjax("a red circle", *SMALL, "--out", "here.mp4"))
     np.testing.assert_array_equal(frames(video), read_clip("here.mp4", 5, 8))
-    told = json.loads(succeeded(wanjax("info", video, "--json")).stdout)
-    assert told["model"] == model
-    assert "a-secret" not in str(told)
+    data = json.loads(succeeded(wanjax("info", video, "--json")).stdout)
+    assert data["model"] == model
+    assert "a-secret" not in str(data)
 
 
 @pytest.mark.slow
@@ -68,10 +68,10 @@ def test_a_video_in_a_bucket_is_made_again_from_its_record():
 
 @pytest.mark.slow  # tests/stores has a quick one: the names in a folder
 def test_many_videos_in_a_bucket_are_made_once():
-    given = ("a red circle", "--out", f"{BUCKET}/many", *SMALL)
-    first = succeeded(wanjax(*given, "--count", "2")).stdout.splitlines()
+    options = ("a red circle", "--out", f"{BUCKET}/many", *SMALL)
+    first = succeeded(wanjax(*options, "--count", "2")).stdout.splitlines()
     assert len(first) == 2
-    [third] = succeeded(wanjax(*given, "--count", "3", "--preview")).stdout.splitlines()
+    [third] = succeeded(wanjax(*options, "--count", "3", "--preview")).stdout.splitlines()
     assert set(S3FileSystem().ls(f"{BUCKET}/many", refresh=True)) == {
         name.removeprefix("s3://") for name in (*first, third, f"{BUCKET}/many/manifest.jsonl")
     }
@@ -113,8 +113,8 @@ def without_keys(address: str, patch: pytest.MonkeyPatch) -> Iterator[None]:
 @contextmanager
 def with_a_denied_key(address: str, patch: pytest.MonkeyPatch) -> Iterator[None]:
     def forgive_after(requests: bytes) -> None:
-        asked = urllib.request.Request(f"{address}/moto-api/reset-auth", requests, {"Content-Type": "text/plain"})
-        urllib.request.urlopen(asked, timeout=9).close()
+        requested = urllib.request.Request(f"{address}/moto-api/reset-auth", requests, {"Content-Type": "text/plain"})
+        urllib.request.urlopen(requested, timeout=9).close()
 
     forgive_after(b"0")
     try:

@@ -44,12 +44,12 @@ def frames_of(folder):
 
 
 def test_generate_writes_what_the_library_makes(model, video, tmp_path):
-    told = run("a red circle", "--model", model, *GIVEN, "--dir", tmp_path / "stages", "--out", tmp_path / "frames")
+    messages = run("a red circle", "--model", model, *GIVEN, "--dir", tmp_path / "stages", "--out", tmp_path / "frames")
     np.testing.assert_array_equal(frames_of(tmp_path / "frames"), video.frames)
     assert load_safetensors(tmp_path / "stages" / LATENTS_FILE)["latents"].shape == (1, 4, 6, 4, 4)
-    assert "stream: block 3 of 3" in told.stderr
-    assert "21 frames, " in told.stderr
-    assert " a second, for playback at 16" in told.stderr
+    assert "stream: block 3 of 3" in messages.stderr
+    assert "21 frames, " in messages.stderr
+    assert " a second, for playback at 16" in messages.stderr
 
 
 def test_frames_are_written_as_they_come(model, tmp_path, monkeypatch):
@@ -117,6 +117,6 @@ def test_nothing_is_compiled_after_a_warmup(model, tmp_path):
     wanjax_command(tmp_path, "warmup", "--model", str(model), *GIVEN)
     before = programs(tmp_path)
     assert len(before) > 5
-    told = wanjax_command(tmp_path, "generate", "a red circle", "--model", str(model), *GIVEN, "--out", "a.mp4")
-    assert told.count("cached") == 2, told
+    message = wanjax_command(tmp_path, "generate", "a red circle", "--model", str(model), *GIVEN, "--out", "a.mp4")
+    assert message.count("cached") == 2, message
     assert programs(tmp_path) == before

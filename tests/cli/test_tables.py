@@ -29,20 +29,20 @@ MEASURED = [
 @pytest.mark.parametrize(("headings", "rows"), [(STAGE_COLUMNS, STAGES), (COLUMNS, MEASURED)], ids=["plan", "bench"])
 @pytest.mark.parametrize("width", [40, NARROW, 79, 80, 100, 140])
 def test_a_table_fits_its_terminal_and_loses_nothing(headings, rows, width):
-    made = table(headings, rows, width)
-    lines = [*made.headings, *made.rows]
+    result = table(headings, rows, width)
+    lines = [*result.headings, *result.rows]
     assert max(map(len, lines)) <= width
     words = " ".join(lines).replace(",", " ").split()
     assert {word for text in headings[1:] for word in text.split()} <= {*words}
     assert all(word in words for name, *_ in rows for word in name.replace(",", " ").split())
     for cell in (cell for row in rows for cell in row[1:]):
-        assert any(cell in line for line in made.rows)
+        assert any(cell in line for line in result.rows)
 
 
 def test_columns_stand_beside_each_other_where_they_have_room():
-    made = table(("stage", "to spare", "time"), [("encode", "19.4 GiB", "85 ms")], 30)
-    assert made.headings == ["stage  to spare  time"]
-    assert made.rows == ["encode 19.4 GiB 85 ms"]
+    result = table(("stage", "to spare", "time"), [("encode", "19.4 GiB", "85 ms")], 30)
+    assert result.headings == ["stage  to spare  time"]
+    assert result.rows == ["encode 19.4 GiB 85 ms"]
 
 
 def printed(*arguments: str | Path) -> list[str]:

@@ -65,8 +65,8 @@ def test_a_second_process_compiles_nothing(warm, latents):
 
 def test_all_seconds_are_accounted_for(told):
     _, account = told.split("where the time went")
-    found = re.findall(r"^(\w.*?)  +([\d.]+) (µs|ms|s)\b", account, re.MULTILINE)
-    seconds = {name: float(number) / {"µs": 1e6, "ms": 1e3, "s": 1}[unit] for name, number, unit in found}
+    result = re.findall(r"^(\w.*?)  +([\d.]+) (µs|ms|s)\b", account, re.MULTILINE)
+    seconds = {name: float(number) / {"µs": 1e6, "ms": 1e3, "s": 1}[unit] for name, number, unit in result}
     whole = seconds.pop("total")
     assert sum(seconds.values()) == pytest.approx(whole, rel=0.02)
     stages = {name.split(":")[0] for name in seconds if ":" in name}

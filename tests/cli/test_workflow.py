@@ -147,24 +147,24 @@ def test_nothing_is_downloaded_without_a_question(monkeypatch):
     assert "--models FOLDER" in result.stderr
 
 
-@pytest.mark.parametrize("answer", [False, True])
-def test_a_terminal_is_asked(monkeypatch, answer):
-    asked = []
+@pytest.mark.parametrize("result", [False, True])
+def test_a_terminal_is_asked(monkeypatch, result):
+    requested = []
     monkeypatch.setattr("wanjax.workflows.files.hub_files", lambda *names: [])
     monkeypatch.setattr("wanjax.workflows.files._licence", lambda name: "apache-2.0")
     monkeypatch.setattr(workflow_options.sys, "stdin", Terminal())
     monkeypatch.setattr(workflow_options.sys, "stderr", Terminal())
-    monkeypatch.setattr(workflow_options.click, "confirm", lambda text, err: asked.append(text) or answer)
+    monkeypatch.setattr(workflow_options.click, "confirm", lambda text, err: requested.append(text) or result)
     from wanjax.cli import main
 
     context = main.commands["generate"].make_context("generate", ["--from", str(path_of(SMALL))], obj=Report())
     with context:
-        if answer:
+        if result:
             workflow_options.confirm_downloads(context)
         else:
             with pytest.raises(workflow_options.WanjaxError, match="nothing is downloaded"):
                 workflow_options.confirm_downloads(context)
-    assert "licence apache-2.0" in asked[0]
+    assert "licence apache-2.0" in requested[0]
 
 
 class Terminal:

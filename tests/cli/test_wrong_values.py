@@ -71,8 +71,8 @@ def test_files(name):
     for file in FILES:
         if (name, file) == ("--config", "empty"):  # of no options
             continue
-        given = ("convert", file, "to") if name == "convert" else (*command, file)
-        assert ("cannot use" if name in OF_OTHER_MODELS else file[:100]) in sentence(*given)
+        options = ("convert", file, "to") if name == "convert" else (*command, file)
+        assert ("cannot use" if name in OF_OTHER_MODELS else file[:100]) in sentence(*options)
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "convert"])
@@ -94,8 +94,8 @@ def test_a_file_without_permission(name, monkeypatch):
         return opened(path, *arguments, **options)
 
     monkeypatch.setattr(io, "open", forbidding)
-    given = file.parent if name == "denoise" else file
-    assert says(sentence(*COMMANDS[name], given), f"{file} Permission denied")
+    inputs = file.parent if name == "denoise" else file
+    assert says(sentence(*COMMANDS[name], inputs), f"{file} Permission denied")
 
 
 NUMBERS = {  # which are no fields of a request

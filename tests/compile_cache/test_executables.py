@@ -69,9 +69,9 @@ def called(
     execute = Execute()
     execute.executables = kept
     compile_context = CompileContext(on or one_device_partitioner())
-    with compilations() as made:
+    with compilations() as output:
         result = execute.call(program, compile_context, static, (np.zeros(2, np.float32), np.ones(1, np.float32)))
-    return np.asarray(result).tolist(), made
+    return np.asarray(result).tolist(), output
 
 
 def the_file(kept: Executables) -> Path:
@@ -80,10 +80,10 @@ def the_file(kept: Executables) -> Path:
 
 
 def test_an_executable_is_compiled_once(kept):
-    first, made = called(kept)
+    first, result = called(kept)
     again, read = called(kept)
     assert first == again == [0.0, 0.0, 1.0]
-    assert [x.cached for x in made] == [False]
+    assert [x.cached for x in result] == [False]
     assert [(x.name, x.cached) for x in read] == [("join", True)]
 
 
@@ -176,10 +176,10 @@ def test_what_is_of_no_use_is_compiled_anew_and_told(kept, damage, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     called(kept)
     damage(the_file(kept))
-    result, made = called(kept)
+    result, output = called(kept)
     assert result == [0.0, 0.0, 1.0]
-    assert [x.cached for x in made] == [False]
-    assert made[0].refusal_reason
+    assert [x.cached for x in output] == [False]
+    assert output[0].refusal_reason
     assert not (tmp_path / "exploded").exists()
 
 
@@ -199,9 +199,9 @@ def test_that_of_other_surroundings_is_never_found(kept, other, monkeypatch):
         theirs = compile_environment()._replace(**other)
         patch.setattr(executables, "compile_environment", lambda: theirs)
         called(kept)
-    result, made = called(kept)
+    result, output = called(kept)
     assert result == [0.0, 0.0, 1.0]
-    assert [x.cached for x in made] == [False]
+    assert [x.cached for x in output] == [False]
     assert len(list(kept.folder.iterdir())) == 2
 
 
@@ -298,7 +298,7 @@ def test_the_command_compiles_once_and_makes_the_same_file(tmp_path):
     assert len(files) == 8
     assert "0 programs compiled, 8 read from the cache" in make("second.mp4")
     half(files[0])
-    assert "1 program compiled, 7 read from the cache" in (told := make("third.mp4"))
-    assert told.count("the cached program cannot be used") == 1
+    assert "1 program compiled, 7 read from the cache" in (message := make("third.mp4"))
+    assert message.count("the cached program cannot be used") == 1
     videos = [(tmp_path / name).read_bytes() for name in ("first.mp4", "second.mp4", "third.mp4")]
     assert videos[0] == videos[1] == videos[2]

@@ -74,8 +74,8 @@ def compiled(folder: AnyPath, pause: float = 0.2) -> str:
     """Gets an entry as a worker does that compiles what it misses; returns who compiled, by the entry, and whether."""
     cache = SharedCache(folder)
     with cache.leasing():
-        if (found := cache.get("program")) is not None:
-            return found.decode()
+        if (result := cache.get("program")) is not None:
+            return result.decode()
         time.sleep(pause)
         cache.put("program", b"compiled")
     return "own"
@@ -83,16 +83,16 @@ def compiled(folder: AnyPath, pause: float = 0.2) -> str:
 
 def test_one_of_many_compiles_and_the_others_read(folder, quickly):
     with ThreadPoolExecutor(8) as workers:
-        made = list(workers.map(lambda _: compiled(folder, 0.8), range(8)))  # for longer than a lease lasts unchanged
-    assert sorted(made) == ["compiled"] * 7 + ["own"]
+        result = list(workers.map(lambda _: compiled(folder, 0.8), range(8)))  # for longer than a lease lasts unchanged
+    assert sorted(result) == ["compiled"] * 7 + ["own"]
     assert file_names_in(folder) == {"program-cache"}
 
 
 def test_an_owner_that_is_gone_is_followed_by_one(folder, quickly):
     shared._write(folder / "program-lease-0", b"of a process that was killed")
     with ThreadPoolExecutor(4) as workers:
-        made = list(workers.map(lambda _: compiled(folder), range(4)))
-    assert sorted(made) == ["compiled"] * 3 + ["own"]
+        result = list(workers.map(lambda _: compiled(folder), range(4)))
+    assert sorted(result) == ["compiled"] * 3 + ["own"]
     assert file_names_in(folder) == {"program-cache"}
 
 
@@ -187,9 +187,9 @@ def told(process: subprocess.Popen) -> tuple[int, int]:
     """Return the numbers of programs that a process compiled, and that it read."""
     said = process.communicate()[1]
     assert process.returncode == 0, said
-    found = re.search(r"(\d+) programs compiled, (\d+) read from the cache", said)
-    assert found, said
-    return int(found[1]), int(found[2])
+    match = re.search(r"(\d+) programs compiled, (\d+) read from the cache", said)
+    assert match, said
+    return int(match[1]), int(match[2])
 
 
 @pytest.mark.slow
@@ -240,11 +240,11 @@ def test_a_chip_of_eight_has_the_key_of_eight_and_one_alone_another(monkeypatch)
 def test_a_cache_is_filled_for_chips_that_are_not_here(tmp_path):
     pytest.importorskip("libtpu")
     command = ("warmup", "--chip", "v6e-1", *SMALL[:6])
-    for made, there in ((8, 0), (0, 8)):
+    for result, there in ((8, 0), (0, 8)):
         process = started(tmp_path, str(tmp_path / "programs"), *command)
         said = process.communicate()[1]
         assert process.returncode == 0, said
-        assert re.search(rf"compiled for v6e-1: {made} programs?, there before: {there}", said), said
+        assert re.search(rf"compiled for v6e-1: {result} programs?, there before: {there}", said), said
     assert len(list((tmp_path / "programs/tpu").iterdir())) == 8
 
 
@@ -275,7 +275,7 @@ def test_of_a_write_that_fails_nothing_is_left(tmp_path, monkeypatch):
 def test_an_empty_or_relative_name_of_the_users_cache_is_none(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", name)
-    found = user_cache()
+    result = user_cache()
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert found == user_cache()
-    assert found.is_absolute()
+    assert result == user_cache()
+    assert result.is_absolute()

@@ -109,18 +109,18 @@ def authors_specs(width):
 
 
 @pytest.mark.parametrize("width", SIZES)
-@pytest.mark.parametrize("given", [None, "right", 2, 16, 48, 96, 0, -12, True, "12", [12], 12.0, 7])
-def test_heads_that_no_published_model_of_a_width_has_are_told(width, given):
+@pytest.mark.parametrize("options", [None, "right", 2, 16, 48, 96, 0, -12, True, "12", [12], 12.0, 7])
+def test_heads_that_no_published_model_of_a_width_has_are_told(width, options):
     """Shapes of tensors do not tell them, so that wrong ones would make noise."""
     right = width // 128
-    config = {} if given is None else {"num_heads": right if given == "right" else given, "vace_layers": None}
-    if given in (None, "right"):
+    config = {} if options is None else {"num_heads": right if options == "right" else options, "vace_layers": None}
+    if options in (None, "right"):
         read = transformer_config(original.transformer_json(authors_specs(width), config))
         assert (read.heads, read.head_dim) == (right, 128)
         return
-    with pytest.raises(WanjaxError) as told:
+    with pytest.raises(WanjaxError) as raised:
         transformer_config(original.transformer_json(authors_specs(width), config))
-    assert says(str(told.value), f"config.json {given if isinstance(given, int) else ''} {width}")
+    assert says(str(raised.value), f"config.json {options if isinstance(options, int) else ''} {width}")
 
 
 AUTOENCODER = {
@@ -150,6 +150,6 @@ CONFIGS = [  # what reads a config that is wrong, and what the sentence names
 
 @pytest.mark.parametrize(("read", "words"), CONFIGS)
 def test_values_that_no_network_has_are_told(read, words):
-    with pytest.raises(WanjaxError) as told:
+    with pytest.raises(WanjaxError) as raised:
         read()
-    assert says(str(told.value), words)
+    assert says(str(raised.value), words)

@@ -189,8 +189,8 @@ def test_load_casts_to_the_dtype_of_each_parameter(dtype, param_dtype):
     model = modules.load(abstract(param_dtype), RULES, source)
     assert model.levels[0].kernel.dtype == param_dtype
     assert model.table.dtype == jnp.float32  # this one is float32 whatever the dtype of the others
-    wanted = source.tensors["levels.0.conv.bias"].astype(param_dtype)
-    np.testing.assert_array_equal(np.asarray(model.levels[0].bias[...]), wanted)
+    expected = source.tensors["levels.0.conv.bias"].astype(param_dtype)
+    np.testing.assert_array_equal(np.asarray(model.levels[0].bias[...]), expected)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
@@ -296,8 +296,8 @@ def test_a_tied_tensor_is_found_under_either_name(both):
     tied = checkpoint().tensors["patch_embedding.weight"]
     source = checkpoint(**{"tied.weight": tied, "patch_embedding.weight": tied if both else None})
     model = modules.load(abstract(), RULES, source)
-    wanted = patches((1, 2, 2)).forward(tied)
-    np.testing.assert_array_equal(model.patch.kernel[...], wanted)
+    expected = patches((1, 2, 2)).forward(tied)
+    np.testing.assert_array_equal(model.patch.kernel[...], expected)
 
 
 def test_weights_on_one_cpu_are_the_hosts_own_buffer():

@@ -20,23 +20,23 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     if request.param == "sqlite":
         yield str(tmp_path / "jobs.sqlite")
         return
-    with request.getfixturevalue("postgres").database() as found:
-        yield found
+    with request.getfixturevalue("postgres").database() as result:
+        yield result
 
 
 @pytest.fixture
 def store(url: str) -> Iterator[JobStore]:
-    made = JobStore(url)
-    yield made
-    made.close()
+    result = JobStore(url)
+    yield result
+    result.close()
 
 
 @pytest.fixture
 def local_store(tmp_path: Path) -> Iterator[JobStore]:
     """A store on SQLite."""
-    made = JobStore(str(tmp_path / "jobs.sqlite"))
-    yield made
-    made.close()
+    result = JobStore(str(tmp_path / "jobs.sqlite"))
+    yield result
+    result.close()
 
 
 @pytest.fixture(scope="session")

@@ -69,8 +69,8 @@ def led(nano, tmp_path):
         room.barrier.abort()
 
 
-def tasks_for(leader, *given):
-    return leader.tasks_for([VideoRequest.parse(SMALL | one, row=number) for number, one in enumerate(given, 1)])
+def tasks_for(leader, *arguments):
+    return leader.tasks_for([VideoRequest.parse(SMALL | one, row=number) for number, one in enumerate(arguments, 1)])
 
 
 def test_all_make_the_runs_of_the_first(led, local_store):
@@ -179,19 +179,19 @@ def test_a_failure_on_one_host_alone_is_told_as_it_was_there(nano, local_store, 
         room.barrier.abort()
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_a_host_whose_folder_is_another_takes_no_job(local_store, tmp_path, asked):
+@pytest.mark.parametrize("requested", [False, True])
+def test_a_host_whose_folder_is_another_takes_no_job(local_store, tmp_path, requested):
     """Whoever asked it something is told why, and nobody's jobs are made into a folder that others do not see."""
     join_namespace(local_store, tmp_path, BATCH_FILE)
     local_store.add(NewJob("a", {}, "nano", "a.mp4"))
     (elsewhere := tmp_path / "elsewhere").mkdir()
     start = partial(many._make_maker, {"load": None, "folder": elsewhere})
-    ask = operator.attrgetter("models") if asked else None
+    ask = operator.attrgetter("models") if requested else None
     host, message = WorkerActor(), pickle.dumps((local_store, start, "w", {"until_empty": True}, ask))
     with ThreadPoolExecutor(1) as pool:
         working = pool.submit(host.work, message)
         with pytest.raises(WanjaxError, match=naming(f"{elsewhere} another folder")):
-            host.initializer_result() if asked else working.result(PATIENCE)
+            host.initializer_result() if requested else working.result(PATIENCE)
         host.drain()
     assert local_store.get("a").attempts == 0
 

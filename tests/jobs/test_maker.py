@@ -27,8 +27,8 @@ def maker(nano, tmp_path):
     return VideoMaker(lambda: nano, tmp_path / "videos")
 
 
-def asked(*given):
-    return [VideoRequest.parse(SMALL | one, row=number) for number, one in enumerate(given, 1)]
+def asked(*arguments):
+    return [VideoRequest.parse(SMALL | one, row=number) for number, one in enumerate(arguments, 1)]
 
 
 @pytest.mark.slow  # tests/cli/test_many.py has a quick one, by the command
@@ -54,7 +54,7 @@ def test_requests_are_made_as_single_calls_make_them(nano, maker, local_store):
 @pytest.mark.usefixtures("nothing_is_computed")
 def test_requests_that_differ_in_prompt_and_seed_are_of_one_run(maker, local_store, monkeypatch):
     runs, prepared = [], VideoMaker.prepare_run
-    monkeypatch.setattr(VideoMaker, "prepare_run", lambda *given: runs.append(given[1]) or prepared(*given))
+    monkeypatch.setattr(VideoMaker, "prepare_run", lambda *arguments: runs.append(arguments[1]) or prepared(*arguments))
     tasks = maker.tasks_for(
         asked({"prompt": "a", "seed": 3}, {"prompt": "b", "scheduler": "euler"}, {"prompt": "c", "seed": "random"})
     )
@@ -79,7 +79,7 @@ def test_what_is_there_is_not_made_again(maker, local_store):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("options", "said"),
     [
         ({"size": (30, 32)}, "row 2 height 30 16 32"),
         ({"frames": 4}, "row 2 4 5"),
@@ -90,9 +90,9 @@ def test_what_is_there_is_not_made_again(maker, local_store):
     ],
     ids=str,
 )
-def test_what_the_model_cannot_make_is_told_before_anything_starts(maker, given, said):
+def test_what_the_model_cannot_make_is_told_before_anything_starts(maker, options, said):
     with pytest.raises(WanjaxError, match=naming(said)):
-        maker.tasks_for(asked({"prompt": "a"}, {"prompt": "b"} | given))
+        maker.tasks_for(asked({"prompt": "a"}, {"prompt": "b"} | options))
 
 
 def test_a_seed_of_a_library_s_request_is_checked_too(maker):

@@ -75,8 +75,8 @@ def wait(condition: Callable[[], Any], logs: Path) -> Any:
     end = time.monotonic() + PATIENCE
     while time.monotonic() < end:
         with suppress(httpx.HTTPError):
-            if found := condition():
-                return found
+            if result := condition():
+                return result
         time.sleep(0.2)
     raise AssertionError("".join(f"{log.name}:\n{log.read_text()}" for log in logs.glob("*.log")))
 
@@ -104,8 +104,8 @@ def test_nothing_is_lost_where_each_host_of_three_dies(tmp_path):
         assert client.delete(f"/v1/videos/{ids.pop()}").raise_for_status()
 
         def listed() -> dict[str, str]:
-            found = client.get("/v1/videos", params={"limit": 100}).raise_for_status().json()["data"]
-            return {video["id"]: video["status"] for video in found}
+            result = client.get("/v1/videos", params={"limit": 100}).raise_for_status().json()["data"]
+            return {video["id"]: video["status"] for video in result}
 
         def ended() -> int:
             statuses = listed()

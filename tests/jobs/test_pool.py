@@ -111,8 +111,8 @@ def test_a_pool_outlives_an_outage_of_the_database(store, monkeypatch):
     workers[0].why = "killed"
     lost, stats = store.requeue_lost, store.stats
 
-    def away(*given):
-        looks.append(given)
+    def away(*arguments):
+        looks.append(arguments)
         raise Unavailable("the database is out of reach")
 
     store.requeue_lost = store.stats = away

@@ -38,8 +38,8 @@ def cluster():
     pytest.importorskip("ray")
     from benchmarks.cluster import local_cluster
 
-    with local_cluster(2) as made:
-        yield made
+    with local_cluster(2) as result:
+        yield result
 
 
 def batch(folder, *options, **more):
@@ -48,17 +48,17 @@ def batch(folder, *options, **more):
 
 
 def succeeded(process):
-    made, told = process.communicate()
-    assert process.returncode == 0, told
-    return made, told
+    result, message = process.communicate()
+    assert process.returncode == 0, message
+    return result, message
 
 
 def answered(worker):
     """Return what a worker was asked for, once it is there."""
     end = time.monotonic() + 120
-    while (answer := worker.initializer_result()) is None and time.monotonic() < end:
+    while (result := worker.initializer_result()) is None and time.monotonic() < end:
         time.sleep(0.1)
-    return answer
+    return result
 
 
 def write(folder, *rows):
@@ -71,10 +71,10 @@ def test_nothing_is_lost_whatever_is_killed(tmp_path):
     pytest.importorskip("ray")
     from benchmarks.cluster import chaos
 
-    found = chaos(tmp_path, 16, workers=2, drivers=1, nodes=1)
-    assert found["seeds"] == list(range(16))
-    assert found["listed"]
-    assert found["failed"] == []
+    result = chaos(tmp_path, 16, workers=2, drivers=1, nodes=1)
+    assert result["seeds"] == list(range(16))
+    assert result["listed"]
+    assert result["failed"] == []
 
 
 @pytest.mark.slow
@@ -84,11 +84,11 @@ def test_nothing_is_lost_where_a_part_of_a_slice_is_killed(tmp_path):
     pytest.importorskip("ray")
     from benchmarks.cluster import chaos
 
-    found = chaos(tmp_path, 12, workers=2, drivers=0, nodes=1, hosts=2)
-    assert found["seeds"] == list(range(12))
-    assert found["spared"] == 0
-    assert found["listed"]
-    assert found["failed"] == []
+    result = chaos(tmp_path, 12, workers=2, drivers=0, nodes=1, hosts=2)
+    assert result["seeds"] == list(range(12))
+    assert result["spared"] == 0
+    assert result["listed"]
+    assert result["failed"] == []
 
 
 @pytest.mark.slow
@@ -111,7 +111,7 @@ def test_a_video_that_fails_on_one_host_of_a_slice_is_listed_and_the_rest_goes_o
         return pipe
 
     small = {"size": (32, 32), "frames": 5, "steps": 2}
-    asked = [
+    requested = [
         VideoRequest.parse(small | {"prompt": prompt, "seed": row}, row=row) for row, prompt in enumerate(prompts, 1)
     ]
     with connect_ray(None, 2) as ray:
@@ -123,7 +123,7 @@ def test_a_video_that_fails_on_one_host_of_a_slice_is_listed_and_the_rest_goes_o
         worker = partial(
             RayWorker, ray, store, partial(many._make_maker, arguments, leads=True), options, place, follower
         )
-        ask = operator.methodcaller("tasks_for", asked)
+        ask = operator.methodcaller("tasks_for", requested)
         pool = Pool(store, lambda number: worker(None if plan else ask), Autoscaler(1, 1), notes.append)
         while not plan:
             pool.poll()
@@ -134,12 +134,12 @@ def test_a_video_that_fails_on_one_host_of_a_slice_is_listed_and_the_rest_goes_o
             ended += batch.poll()
             time.sleep(0.1)
         pool.kill()
-    made, failed = ([one for one in read_manifest(tmp_path) if ("error" in one) is wrong] for wrong in (False, True))
+    result, failed = ([one for one in read_manifest(tmp_path) if ("error" in one) is wrong] for wrong in (False, True))
     assert len(ended) == 5
-    assert sorted(one["prompt"] for one in made) == ["a", "b", "c"]
-    assert sorted(one["file_name"] for one in made) == sorted(path.name for path in tmp_path.glob("*.mp4"))
-    told = {(one["row"], one["error"], one["tries"]) for one in failed}
-    assert told == {(row, "RuntimeError: the device is gone", 2) for row in (2, 4)}
+    assert sorted(one["prompt"] for one in result) == ["a", "b", "c"]
+    assert sorted(one["file_name"] for one in result) == sorted(path.name for path in tmp_path.glob("*.mp4"))
+    message = {(one["row"], one["error"], one["tries"]) for one in failed}
+    assert message == {(row, "RuntimeError: the device is gone", 2) for row in (2, 4)}
     assert where == 0 or sum("a worker died" in note for note in notes) >= 3
 
 
@@ -200,19 +200,19 @@ def test_the_hosts_of_a_worker_are_those_of_one_tpu_slice_in_its_order():
             name, host = "ab"[node % 2], node // 2
             head = {"TPU-v6e-8-head": 1} if host == 0 else {}
             labels = {SLICE: name, WORKER_ID: str(host), POD: "v6e-8"}
-            told = {"num_cpus": 1, "resources": {"TPU": 4, **head}, "labels": labels, "include_dashboard": False}
-            cluster.add_node(**told, object_store_memory=80 * 2**20)
+            message = {"num_cpus": 1, "resources": {"TPU": 4, **head}, "labels": labels, "include_dashboard": False}
+            cluster.add_node(**message, object_store_memory=80 * 2**20)
         ray.init(cluster.address, log_to_driver=False)
         bundles = placement_bundles(ray, {"": {"resources": {"TPU": 4}}}, 2)
         assert bundles == [{"TPU": 4, "TPU-v6e-8-head": 1}, {"TPU": 4}]
         workers = [start_group(ray, bundles, True, WorkerActor) for _ in range(2)]
         where = {node["NodeID"]: node["Labels"] for node in ray.nodes()}
-        found = []
+        result = []
         for actors, group in workers:
             ray.get([actor.address.remote() for actor in actors])  # once they are placed
             nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
-            found.append([(where[nodes[host]][SLICE], where[nodes[host]][WORKER_ID]) for host in range(2)])
-        assert sorted(found) == [[("a", "0"), ("a", "1")], [("b", "0"), ("b", "1")]]
+            result.append([(where[nodes[host]][SLICE], where[nodes[host]][WORKER_ID]) for host in range(2)])
+        assert sorted(result) == [[("a", "0"), ("a", "1")], [("b", "0"), ("b", "1")]]
         with pytest.raises(WanjaxError, match=naming("--hosts 3 2 v6e-8")):
             placement_bundles(ray, {"": {"resources": {"TPU": 4}}}, 3)
     finally:
@@ -224,9 +224,9 @@ def test_the_hosts_of_a_worker_are_those_of_one_tpu_slice_in_its_order():
 @pytest.mark.filterwarnings("ignore")
 def test_a_cluster_s_videos_are_those_of_one_process(cluster, tmp_path):
     write(tmp_path, *({"prompt": f"a red circle {i}", "seed": i} for i in range(4)))
-    made, told = succeeded(batch(tmp_path, "--workers", "2", "--ray", cluster.address, "--json"))
-    listed = [json.loads(line) for line in made.splitlines()]
-    assert sorted(one["record"]["seed"] for one in listed) == [0, 1, 2, 3], told
+    result, message = succeeded(batch(tmp_path, "--workers", "2", "--ray", cluster.address, "--json"))
+    listed = [json.loads(line) for line in result.splitlines()]
+    assert sorted(one["record"]["seed"] for one in listed) == [0, 1, 2, 3], message
     succeeded(batch(tmp_path, "--out", "alone"))
     listed = [read_manifest(tmp_path / name) for name in ("videos", "alone")]
     two, one = ({entry["file_name"]: entry["worker"] for entry in entries} for entries in listed)
@@ -237,9 +237,9 @@ def test_a_cluster_s_videos_are_those_of_one_process(cluster, tmp_path):
     assert local.keys() == one.keys()
     for name in one:
         assert len({(tmp_path / folder / name).read_bytes() for folder in ("videos", "alone", "processes")}) == 1
-    again, told = succeeded(batch(tmp_path, "--workers", "2", "--ray", cluster.address))
+    again, message = succeeded(batch(tmp_path, "--workers", "2", "--ray", cluster.address))
     assert again == ""
-    assert says(told, "4 videos exist already")
+    assert says(message, "4 videos exist already")
 
 
 @pytest.mark.slow
@@ -247,10 +247,10 @@ def test_a_cluster_s_videos_are_those_of_one_process(cluster, tmp_path):
 def test_what_the_model_cannot_make_is_told_with_its_row(cluster, tmp_path):
     write(tmp_path, {"prompt": "a"}, {"prompt": "b", "frames": 4})
     process = batch(tmp_path, "--workers", "2", "--ray", cluster.address)
-    told = process.communicate()[1]
+    messages = process.communicate()[1]
     assert process.returncode == 2
-    assert says(told, "line 2 4 5")
-    assert "Traceback" not in told
+    assert says(messages, "line 2 4 5")
+    assert "Traceback" not in messages
 
 
 @pytest.mark.slow
@@ -263,9 +263,9 @@ def test_ctrl_c_ends_it_and_the_same_command_goes_on(cluster, tmp_path):
     while not list(tmp_path.glob("videos/[!.]*.mp4")) and process.poll() is None and time.monotonic() < end:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    told = process.communicate(timeout=60)[1]
-    assert process.returncode == 130, told
-    assert re.search(r"continue with: wanjax batch .*--workers 2", told)
+    message = process.communicate(timeout=60)[1]
+    assert process.returncode == 130, message
+    assert re.search(r"continue with: wanjax batch .*--workers 2", message)
     assert 0 < len(list(tmp_path.glob("videos/[!.]*.mp4"))) < 12
     succeeded(batch(tmp_path, *options))
     assert sorted(entry["seed"] for entry in read_manifest(tmp_path / "videos")) == list(range(12))

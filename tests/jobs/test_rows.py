@@ -75,11 +75,11 @@ def test_brackets_begin_a_prompt_unless_they_are_json(tmp_path):
 
 
 def test_files_are_relative_to_the_table_unless_they_are_urls(tmp_path):
-    given = {"prompt": "a", "image": f"file://{tmp_path}/a.png", "video": "s3://videos/a.mp4", "references": "b.png"}
-    (tmp_path / "r.jsonl").write_text(json.dumps(given))
+    options = {"prompt": "a", "image": f"file://{tmp_path}/a.png", "video": "s3://videos/a.mp4", "references": "b.png"}
+    (tmp_path / "r.jsonl").write_text(json.dumps(options))
     [request] = read_requests(str(tmp_path / "r.jsonl"))
-    found = [f"{tmp_path}/a.png", "s3://videos/a.mp4", [f"{tmp_path}/b.png"]]
-    assert [request.inputs[name] for name in ("image", "video", "references")] == found
+    result = [f"{tmp_path}/a.png", "s3://videos/a.mp4", [f"{tmp_path}/b.png"]]
+    assert [request.inputs[name] for name in ("image", "video", "references")] == result
 
 
 @pytest.mark.parametrize(
@@ -249,8 +249,8 @@ def test_a_request_counts_more_than_the_options():
 
 def test_seeds_are_for_requests_without_one_of_their_own():
     requests = [VideoRequest({"prompt": "a"}, row=1), VideoRequest({"prompt": "b", "seed": 0}, row=2)]
-    made = [(one.row, one.settings["seed"]) for one in with_seeds(requests, [7, 8])]
-    assert made == [(1, 7), (1, 8), (2, 0)]
+    result = [(one.row, one.settings["seed"]) for one in with_seeds(requests, [7, 8])]
+    assert result == [(1, 7), (1, 8), (2, 0)]
 
 
 SEVERAL = ['{"prompt": "a"}', '{"prompt": "b", "steps": 0}', '{"prompt": "c" "seed": 3}', "{}"]
@@ -309,10 +309,10 @@ def test_a_column_of_whole_numbers_with_an_empty_cell(tmp_path):
     parquet.write_table(pyarrow.table(columns), tmp_path / "r.parquet")
     (tmp_path / "r.csv").write_text("prompt,steps,negative_prompt\na,4.0,\nb,,x\nc,6.0,\n")
     for name in ("r.parquet", "r.csv"):
-        given = [request.fields for request in read_requests(str(tmp_path / name))]
-        wanted = [{"prompt": "a", "steps": 4}, {"prompt": "b", "negative_prompt": "x"}, {"prompt": "c", "steps": 6}]
-        assert given == wanted
-        assert all(type(row.get("steps", 0)) is int for row in given)
+        options = [request.fields for request in read_requests(str(tmp_path / name))]
+        expected = [{"prompt": "a", "steps": 4}, {"prompt": "b", "negative_prompt": "x"}, {"prompt": "c", "steps": 6}]
+        assert options == expected
+        assert all(type(row.get("steps", 0)) is int for row in options)
     (tmp_path / "r.csv").write_text("prompt,steps\na,4.5\n")
     with pytest.raises(WanjaxError) as caught:
         read_requests(str(tmp_path / "r.csv"))

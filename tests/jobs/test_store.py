@@ -402,12 +402,12 @@ def test_who_make_a_folder_a_place_at_once_agree(store: JobStore, url: str, tmp_
 def drain(url: str, name: str, results: Any) -> None:
     store = JobStore(url, retry_seconds=60)
     store.register(name, "ready", {})
-    made = []
+    result = []
     while jobs := store.lease(name, ["nano"]):
-        made.append(jobs[0].id)
-        store.heartbeat(name, jobs[0].id, {"stage": "denoise", "progress": len(made)})
+        result.append(jobs[0].id)
+        store.heartbeat(name, jobs[0].id, {"stage": "denoise", "progress": len(result)})
         assert store.finish(name, jobs[0].id, {})
-    results.put(made)
+    results.put(result)
     store.close()
 
 
@@ -418,10 +418,10 @@ def test_processes_share_the_jobs(store: JobStore, url: str) -> None:
     workers = [context.Process(target=drain, args=(url, f"w{number}", results)) for number in range(2)]
     for worker in workers:
         worker.start()
-    made = [id for _ in workers for id in results.get(timeout=120)]
+    result = [id for _ in workers for id in results.get(timeout=120)]
     for worker in workers:
         worker.join()
-    assert sorted(made) == sorted(f"v{number}" for number in range(100))
+    assert sorted(result) == sorted(f"v{number}" for number in range(100))
     versions = [job.version for job in store.changes(0, limit=1000)]
     assert len(set(versions)) == 100
 
@@ -577,9 +577,9 @@ def test_a_newer_database_is_left_alone(store: JobStore, url: str) -> None:
 
 def test_a_database_is_made_once_by_many(url: str) -> None:
     with ThreadPoolExecutor(4) as pool:
-        made = list(pool.map(lambda number: JobStore(url), range(4)))
-    assert {store.version() for store in made} == {1}
-    for store in made:
+        result = list(pool.map(lambda number: JobStore(url), range(4)))
+    assert {store.version() for store in result} == {1}
+    for store in result:
         store.close()
 
 
@@ -619,11 +619,11 @@ def test_wrong_databases_are_refused_in_a_sentence(
     start = time.monotonic()
     with pytest.raises(WanjaxError) as caught:
         JobStore(url.format(secret=secret, password=PASSWORD, server=server, folder=tmp_path), retry_seconds=0.5)
-    told = str(caught.value)
+    messages = str(caught.value)
     assert time.monotonic() - start < 10
-    assert "\n" not in told
-    assert all(word in told for word in words), told
-    assert not any(part in told for part in (PASSWORD, secret, "ss/word", "p%40ss")), told
+    assert "\n" not in messages
+    assert all(word in messages for word in words), messages
+    assert not any(part in messages for part in (PASSWORD, secret, "ss/word", "p%40ss")), messages
 
 
 def test_a_password_is_not_shown(postgres: Server) -> None:
@@ -811,8 +811,8 @@ def check_against_the_model(store: JobStore, steps: list[tuple[Any, ...]]) -> No
     model = Model()
     for step in [("register", "a"), ("add", "v0", "x"), ("lease", "a", 2), *steps]:
         before = store.version()
-        answer, wanted = carry_out(store, model, *step)
-        assert answer == wanted, step
+        result, expected = carry_out(store, model, *step)
+        assert result == expected, step
         rows = {job.id: job for job in store.changes(0)}
         assert {id: (x.status, x.worker, x.attempts, x.cancel) for id, x in rows.items()} == {
             id: (x.status, x.worker, x.attempts, x.cancel) for id, x in model.rows.items()
@@ -835,14 +835,14 @@ def test_any_sequence_does_what_the_model_does(store: JobStore) -> None:
     check()
 
 
-@pytest.mark.parametrize(("free", "told"), [(0, "disk full"), (2**30, "disk I/O error")])
-def test_an_input_error_of_a_full_disk_is_told_as_one(tmp_path, monkeypatch, free, told):
+@pytest.mark.parametrize(("free", "message"), [(0, "disk full"), (2**30, "disk I/O error")])
+def test_an_input_error_of_a_full_disk_is_told_as_one(tmp_path, monkeypatch, free, message):
     """SQLite calls it so where the files beside its own have no room."""
     with closing(JobStore(str(tmp_path / "jobs.sqlite"), retry_seconds=0)) as store:
         error = sqlite3.OperationalError("disk I/O error")
         error.sqlite_errorname = "SQLITE_IOERR_SHMSIZE"
         monkeypatch.setattr(databases.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
         monkeypatch.setattr(store._database, "transaction", Mock(side_effect=error))
-        with pytest.raises(DatabaseError, match=naming(f"{tmp_path}/jobs.sqlite {told}")) as raised:
+        with pytest.raises(DatabaseError, match=naming(f"{tmp_path}/jobs.sqlite {message}")) as raised:
             store.stats()
     assert raised.value.is_full == (free == 0)

@@ -61,10 +61,10 @@ def at_work(store, maker, **how):
 
 def wait(condition):
     end = time.monotonic() + PATIENCE
-    while not (found := condition()):
+    while not (result := condition()):
         assert time.monotonic() < end
         time.sleep(0.01)
-    return found
+    return result
 
 
 @pytest.mark.parametrize("max_batch", [1, 32])
@@ -176,14 +176,14 @@ def test_a_worker_cut_off_between_publishing_and_finishing_leaves_its_file(store
     cut_off, reached = threading.Event(), threading.Event()
 
     class CutOff(JobStore):
-        def heartbeat(self, *given):
+        def heartbeat(self, *arguments):
             cut_off.is_set() and reached.wait(PATIENCE)
-            return super().heartbeat(*given)
+            return super().heartbeat(*arguments)
 
-        def finish(self, *given):
+        def finish(self, *arguments):
             cut_off.set()
             reached.wait(PATIENCE)
-            return super().finish(*given)
+            return super().finish(*arguments)
 
     fill(store, "a")
     first, second = FileMaker(tmp_path), FileMaker(tmp_path)

@@ -90,9 +90,9 @@ def test_a_kernel_that_fails_is_not_used(fault, refused, words, pretended, expec
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         frames = video()
-    told = [str(each.message) for each in caught if issubclass(each.category, WanjaxWarning)]
-    assert len(told) == 1
-    assert says(told[0], f"{words} v6e jax libtpu report")
+    messages = [str(each.message) for each in caught if issubclass(each.category, WanjaxWarning)]
+    assert len(messages) == 1
+    assert says(messages[0], f"{words} v6e jax libtpu report")
     assert sorted(admitted.rejected_kernels()) == refused
     np.testing.assert_array_equal(frames, expected)
 

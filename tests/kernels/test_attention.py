@@ -48,17 +48,17 @@ def lengths_case(queries, keys, dtype):
 @each_implementation
 @pytest.mark.parametrize(("queries", "keys"), quick([*EVERY_LENGTH, (4097, 7), (128, 128)], product(LENGTHS, LENGTHS)))
 def test_lengths(name, queries, keys):
-    q, k, v, wanted = lengths_case(queries, keys, "float32")
-    assert error(run(name, q, k, v), wanted) <= BOUND["float32"]
+    q, k, v, expected = lengths_case(queries, keys, "float32")
+    assert error(run(name, q, k, v), expected) <= BOUND["float32"]
 
 
 @each_implementation
 @pytest.mark.parametrize(("queries", "keys"), [(7, 4097), (513, 1000), (1000, 1), (1000, 1000)])
 def test_lengths_bfloat16(name, queries, keys):
-    q, k, v, wanted = lengths_case(queries, keys, "bfloat16")
+    q, k, v, expected = lengths_case(queries, keys, "bfloat16")
     out = run(name, q, k, v)
     assert out.dtype == jnp.bfloat16
-    assert error(out, wanted) <= BOUND["bfloat16"]
+    assert error(out, expected) <= BOUND["bfloat16"]
 
 
 GROUPS = [(*variant, *group) for variant in VARIANTS for group in ((1, 1), (3, 2), (1, 6))]
@@ -144,8 +144,8 @@ def test_gradients(name, config):
 
         return jax.grad(loss, argnums=(0, 1, 2, 3))(q, k, v, bias)
 
-    *wanted, d_logits = exact_gradients(q, k, v, g, bias=bias, **options)
-    for got, right in zip(gradients(q, k, v, bias), [*wanted, d_logits.sum(axis=0, keepdims=True)], strict=True):
+    *expected, d_logits = exact_gradients(q, k, v, g, bias=bias, **options)
+    for got, right in zip(gradients(q, k, v, bias), [*expected, d_logits.sum(axis=0, keepdims=True)], strict=True):
         assert error(got, right) <= BOUND["float32"]
 
 
@@ -161,8 +161,8 @@ def test_gradients_of_log_sum_exps(name, config):
         out, lse = IMPLEMENTATIONS[name].attention(q, k, v, **options, bias=None, config=config, return_lse=True)
         return (g * out).sum() + (h * lse).sum()
 
-    wanted = exact_gradients(q, k, v, g, of_lse=of_lse, **options)[:3]
-    for got, right in zip(jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v), wanted, strict=True):
+    expected = exact_gradients(q, k, v, g, of_lse=of_lse, **options)[:3]
+    for got, right in zip(jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v), expected, strict=True):
         assert error(got, right) <= BOUND["float32"]
 
 
@@ -201,9 +201,9 @@ def test_gradients_bfloat16(name, config):
         g * attention(q, k, v, scale=0.4, implementation=name, config=config).astype(jnp.float32)
     ).sum()
     gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v)
-    for got, wanted in zip(gradients, exact_gradients(q, k, v, g, scale=0.4)[:3], strict=True):
+    for got, expected in zip(gradients, exact_gradients(q, k, v, g, scale=0.4)[:3], strict=True):
         assert got.dtype == jnp.bfloat16
-        assert error(got, wanted) <= BOUND["bfloat16"]
+        assert error(got, expected) <= BOUND["bfloat16"]
 
 
 @each_implementation
@@ -261,7 +261,7 @@ def wrong(**changes):
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "message"),
     [
         (wrong(q=jnp.ones((2, 5, 8))), "[B L N D]"),
         (wrong(v=jnp.ones((2, 6, 2, 8))), "[2, 6, 2, 8] [B L N D]"),
@@ -284,8 +284,8 @@ def wrong(**changes):
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_operands_that_do_not_fit(call, told):
-    with unchecked(), pytest.raises(WanjaxError, match=naming(told)):
+def test_operands_that_do_not_fit(call, message):
+    with unchecked(), pytest.raises(WanjaxError, match=naming(message)):
         call() if callable(call) else attention(**call)
 
 
@@ -319,5 +319,5 @@ def test_on_a_processor_that_multiplies_bfloat16(monkeypatch):
         assert out.dtype == jnp.bfloat16
         assert error(out, exact(*narrow, **options)) <= BOUND["bfloat16"]
         gradients = jax.jit(jax.grad(partial(loss, config), argnums=(0, 1, 2)))(*equal)
-        for got, wanted in zip(gradients, exact_gradients(*equal, g, scale=0.4)[:3], strict=True):
-            assert error(got, wanted) <= BOUND["bfloat16"]
+        for got, expected in zip(gradients, exact_gradients(*equal, g, scale=0.4)[:3], strict=True):
+            assert error(got, expected) <= BOUND["bfloat16"]

@@ -104,7 +104,7 @@ def test_other_cards_do_not():
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         ({"dtype": "float32"}, "takes bfloat16 and float16, not float32"),
         ({"size": 60}, "a multiple of 8 up to 128, not 60"),
@@ -115,26 +115,26 @@ def test_other_cards_do_not():
         ({"config": chunked.Config(8, 8, batched=True)}, "Config belongs to another implementation"),
     ],
 )
-def test_cudnn_refuses_what_it_would_not_do_exactly(changed, told):
+def test_cudnn_refuses_what_it_would_not_do_exactly(changed, message):
     kind = {key: changed[key] for key in ("dtype", "size") if key in changed}
     options = {key: value for key, value in changed.items() if key not in kind}
-    with jax.sharding.use_abstract_mesh(mesh(CARD)), pytest.raises(NotImplementedError, match=f"cudnn .*{told}"):
+    with jax.sharding.use_abstract_mesh(mesh(CARD)), pytest.raises(NotImplementedError, match=f"cudnn .*{message}"):
         choose_implementation(*shapes(**kind), implementation="cudnn", **options)
 
 
 @pytest.fixture
 def card_without_cudnn(monkeypatch):
     """Simulates a GPU, with JAX's own formula in place of cuDNN's kernel."""
-    asked = []
+    requested = []
     formula = jax.nn.dot_product_attention
 
     def play(*arguments, implementation, **options):
-        asked.append(implementation)
+        requested.append(implementation)
         return formula(*arguments, implementation="xla", **options)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", play)
     monkeypatch.setattr(cudnn, "target", lambda x: Target("gpu", "NVIDIA H200"))
-    return asked
+    return requested
 
 
 @pytest.mark.parametrize(("batch", "kv_heads"), [(1, 4), (3, 2)])
@@ -143,11 +143,11 @@ def test_cudnn_is_given_live_keys_first(card_without_cudnn, batch, kv_heads):
     mask = np.random.default_rng(5).random((batch, 17)) < 0.6
     mask[0] = batch == 1  # in a batch of several, the first example has no key
     out = np.asarray(run("cudnn", q, k, v, key_mask=jnp.asarray(mask), scale=0.3), np.float64)
-    wanted = exact(q, k, v, key_mask=mask, scale=0.3)
+    expected = exact(q, k, v, key_mask=mask, scale=0.3)
     assert card_without_cudnn == ["cudnn"]
     assert out[0].any() == (batch == 1)
-    np.testing.assert_allclose(out, wanted, atol=0.03)  # the formula in place of cuDNN rounds its weights to bfloat16
-    assert np.linalg.norm(out - wanted) <= 6e-3 * np.linalg.norm(wanted)
+    np.testing.assert_allclose(out, expected, atol=0.03)  # the formula in place of cuDNN rounds its weights to bfloat16
+    assert np.linalg.norm(out - expected) <= 6e-3 * np.linalg.norm(expected)
 
 
 def test_cudnn_is_what_is_lowered(monkeypatch):

@@ -44,8 +44,8 @@ CASES = [(name, size) for name in CONFIGS for size in (64, 128)]
 @pytest.mark.parametrize(("name", "size"), quick([("one block", 64), ("blocks", 128), ("parts", 64)], CASES))
 def test_blocks_that_lengths_do_not_fill(name, size):
     q, k, v = operands(2, 300, 450, 2, 2, size)
-    got, wanted = gradients(q, k, v, normal(4, *q.shape), CONFIGS[name])
-    for ours, right in zip(got, wanted, strict=True):
+    got, expected = gradients(q, k, v, normal(4, *q.shape), CONFIGS[name])
+    for ours, right in zip(got, expected, strict=True):
         assert error(ours, right) <= 3 * BOUND["float32"]
 
 
@@ -54,8 +54,8 @@ def test_keys_that_are_padding(live):
     """Each example has its own number of keys; the others get no gradient and may hold anything finite."""
     q, k, v = operands(2, 300, 500, 1, 1, 64)
     k, v = (np.where(np.arange(500)[:, None, None] < 450, x, np.float32(1e4)) for x in (k, v))
-    got, wanted = gradients(q, k, v, normal(4, *q.shape), BLOCKS, keys=450, live=live)
-    for ours, right in zip(got, wanted, strict=True):
+    got, expected = gradients(q, k, v, normal(4, *q.shape), BLOCKS, keys=450, live=live)
+    for ours, right in zip(got, expected, strict=True):
         assert error(ours, right) <= 3 * BOUND["float32"]
     for x in map(np.asarray, got[1:]):
         assert not any(x[b, count:].any() for b, count in enumerate(live))
@@ -63,8 +63,8 @@ def test_keys_that_are_padding(live):
 
 def test_bfloat16():
     q, k, v = operands(1, 300, 450, 2, 2, 128, "bfloat16")
-    got, wanted = gradients(q, k, v, normal(4, *q.shape, dtype="bfloat16"), BLOCKS)
-    for ours, right in zip(got, wanted, strict=True):
+    got, expected = gradients(q, k, v, normal(4, *q.shape, dtype="bfloat16"), BLOCKS)
+    for ours, right in zip(got, expected, strict=True):
         assert ours.dtype == jnp.bfloat16
         assert error(ours, right) <= 2 * BOUND["bfloat16"]
 
@@ -83,9 +83,9 @@ def test_gradients_through_attention(options, heads):
     def loss(name, config, *qkv):
         return jnp.sum(jnp.sin(attention(*qkv, implementation=name, config=config, **options)))
 
-    wanted = jax.jit(jax.grad(partial(loss, "reference", None), (0, 1, 2)))(q, k, v)
+    expected = jax.jit(jax.grad(partial(loss, "reference", None), (0, 1, 2)))(q, k, v)
     got = jax.jit(jax.grad(partial(loss, "flash_tpu", SMALL_TILES), (0, 1, 2)))(q, k, v)
-    for ours, right in zip(got, wanted, strict=True):
+    for ours, right in zip(got, expected, strict=True):
         assert error(ours, np.float64(right)) <= 3e-6
 
 

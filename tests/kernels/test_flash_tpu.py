@@ -63,10 +63,10 @@ def test_lengths(queries, keys, dtype):
     ],
 )
 def test_tiles_are_named(tiles, config):
-    asked = AttentionConfig.parse(f"flash_tpu:{tiles}")
-    assert (asked.implementation, asked.config, asked.window) == ("flash_tpu", config, None)
+    requested = AttentionConfig.parse(f"flash_tpu:{tiles}")
+    assert (requested.implementation, requested.config, requested.window) == ("flash_tpu", config, None)
     confined = AttentionConfig.parse(f"flash_tpu:window=9,{tiles}")
-    assert confined == AttentionConfig("flash_tpu", asked.tiles, 9)
+    assert confined == AttentionConfig("flash_tpu", requested.tiles, 9)
     assert (confined.config, confined.dense_only()) == (config, AttentionConfig("flash_tpu"))
 
 
@@ -108,8 +108,8 @@ PARTS = [("float32", 64, SMALL_TILES), ("bfloat16", 128, FULL_TILES), ("bfloat16
 @pytest.fixture
 def lifts() -> Iterator[list[int]]:
     """How often the running kernel raises an offset, which only its running-max path does."""
-    with runs_of("_raise_offset_to") as found:
-        yield found
+    with runs_of("_raise_offset_to") as result:
+        yield result
 
 
 @pytest.mark.parametrize(("dtype", "size", "config"), quick(PARTS[2:], PARTS))
@@ -137,8 +137,8 @@ def test_parts_of_the_keys(lifts, dtype, size, config, counted, loud):
 
 def test_chosen_tiles_are_for_self_attention():
     sizes = {"dtype": jnp.float32, "param_dtype": jnp.float32}
-    asked = AttentionConfig.parse("flash_tpu:block_q=512")
-    block = nnx.eval_shape(lambda: Block(TRANSFORMER, asked, **sizes, rngs=nnx.Rngs(0)))
+    requested = AttentionConfig.parse("flash_tpu:block_q=512")
+    block = nnx.eval_shape(lambda: Block(TRANSFORMER, requested, **sizes, rngs=nnx.Rngs(0)))
     assert str(block.self_attn.attention) == "flash_tpu:block_q=512"
     assert str(block.cross_attn.attention) == "flash_tpu"
 
@@ -190,8 +190,8 @@ def test_the_range_of_values(dtype, loud, sizes):
     rising[:, 90:96] = loud / 64 * direction
     for size, keys in zip(sizes, (rising, k), strict=True):
         values = (np.float32(v) * np.float32(size)).astype(v.dtype)
-        found = flash(q, keys, values, scale=1.0, config=SMALL_TILES)
-        assert error(found, exact(q, keys, values, scale=1.0)) <= BOUND[dtype]
+        result = flash(q, keys, values, scale=1.0, config=SMALL_TILES)
+        assert error(result, exact(q, keys, values, scale=1.0)) <= BOUND[dtype]
 
 
 def test_keys_less_their_mean():
@@ -204,16 +204,16 @@ def test_keys_less_their_mean():
     out, lse = jax.jit(lambda *qkv: flash_tpu.attention(*qkv, **options))(q, k, v)
     assert error(out, exact(q, k, v, key_mask=mask, scale=0.3)) <= BOUND["float32"]
     logits = 0.3 * np.einsum("BLND,BSD->BLNS", np.float64(q), np.float64(k[:, :, 0]))
-    wanted = np.log((np.exp(logits) * mask[:, None, None]).sum(axis=3))
-    assert error(lse, wanted) <= BOUND["float32"]
+    expected = np.log((np.exp(logits) * mask[:, None, None]).sum(axis=3))
+    assert error(lse, expected) <= BOUND["float32"]
 
 
 def test_gradients():
     q, k, v = operands(1, 20, 40, 2, 1, 64)
     loss = lambda name, config: lambda *qkv: (attention(*qkv, implementation=name, config=config) ** 2).sum()  # noqa: E731
     got = jax.jit(jax.grad(loss("flash_tpu", SMALL_TILES), argnums=(0, 1, 2)))(q, k, v)
-    wanted = jax.jit(jax.grad(loss("reference", None), argnums=(0, 1, 2)))(q, k, v)
-    for one, other in zip(got, wanted, strict=True):
+    expected = jax.jit(jax.grad(loss("reference", None), argnums=(0, 1, 2)))(q, k, v)
+    for one, other in zip(got, expected, strict=True):
         assert error(one, np.float64(other)) <= 3e-6
 
 
@@ -235,7 +235,7 @@ def test_odd_shapes(data):
 
 
 @pytest.mark.parametrize(
-    ("tiles", "told"),
+    ("tiles", "message"),
     [
         ((96, 64, 32), "block_q=96 128 512"),
         ((700, 64, 32), "block_q=700"),
@@ -243,13 +243,13 @@ def test_odd_shapes(data):
         ((128, 40, 40), "block_kv_compute=40 16"),
     ],
 )
-def test_tiles_that_do_not_divide(tiles, told):
-    with pytest.raises(WanjaxError, match=naming(told)):
+def test_tiles_that_do_not_divide(tiles, message):
+    with pytest.raises(WanjaxError, match=naming(message)):
         flash_tpu.Config(*tiles)
 
 
 @pytest.mark.parametrize(
-    ("size", "dtype", "options", "told"),
+    ("size", "dtype", "options", "message"),
     [
         (80, "float32", {}, "size 80 64 128"),
         (64, "float16", {}, "float16 float32 bfloat16"),
@@ -259,9 +259,9 @@ def test_tiles_that_do_not_divide(tiles, told):
         (64, "float32", {"config": object()}, "configured by a flash_tpu.Config"),
     ],
 )
-def test_unsupported(size, dtype, options, told):
+def test_unsupported(size, dtype, options, message):
     q, k, v = operands(1, 8, 8, 2, 1, size, dtype)
-    with pytest.raises(NotImplementedError, match=naming(told)):
+    with pytest.raises(NotImplementedError, match=naming(message)):
         attention(q, k, v, implementation="flash_tpu", **{"config": SMALL_TILES} | options)
 
 

@@ -49,17 +49,17 @@ def test_one_pass(shape, dtype, bound):
 def test_float32_is_rounded_once():
     """The operand of a convolution is what float32 rounds to, and no product of rounded numbers."""
     x, gamma = normal(0, 1, 8, 2, 3, 96), normal(1, 96)
-    found = normed_silu(x, gamma, "bfloat16", interpret=True).astype(jnp.float32)
+    result = normed_silu(x, gamma, "bfloat16", interpret=True).astype(jnp.float32)
     exact = rule(x, gamma)
-    assert np.all(np.abs(found - exact) <= 2**-8 * np.abs(exact) + 1e-7)
+    assert np.all(np.abs(result - exact) <= 2**-8 * np.abs(exact) + 1e-7)
 
 
 def test_its_gradient():
     x, gamma, g = normal(0, 1, 8, 2, 3, 96), normal(1, 96), normal(2, 1, 8, 2, 3, 96)
     ways = (partial(normed_silu, interpret=True), reference)
     one, other = (jax.vjp(partial(way, dtype="float32"), x, gamma)[1](g) for way in ways)
-    for found, right in zip(one, other, strict=True):
-        assert error(found, np.asarray(right, np.float64)) <= 1e-6
+    for result, right in zip(one, other, strict=True):
+        assert error(result, np.asarray(right, np.float64)) <= 1e-6
 
 
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
@@ -67,5 +67,5 @@ def test_its_gradient():
 def test_a_chip_s_compiler_takes_it(chip):
     whole = NamedSharding(abstract_mesh(find_slice(chip), {"dp": 1, "sp": 1, "tp": 1}), PartitionSpec())
     shapes = (jax.ShapeDtypeStruct(shape, "float32", sharding=whole) for shape in ((1, 8, 30, 52, 96), (96,)))
-    made = compile_program(AbstractCall(partial(normed_silu, dtype="bfloat16"), tuple(shapes)), chip)
-    assert [call.kernel for call in kernel_calls(made).values()] == ["normed_silu"]
+    result = compile_program(AbstractCall(partial(normed_silu, dtype="bfloat16"), tuple(shapes)), chip)
+    assert [call.kernel for call in kernel_calls(result).values()] == ["normed_silu"]

@@ -140,8 +140,8 @@ def test_gradients_with_a_frozen_weight(number_format, hadamard_size, dtype):
     dx, db = jax.jit(lambda x, bias: jax.vjp(lambda x, bias: product(x, weight, bias), x, bias)[1](g))(x, bias)
     assert (dx.dtype, db.dtype) == (dtype, dtype)
     kernel = np.asarray(weight.values, np.float64) * np.asarray(weight.scale, np.float64)
-    wanted = np.asarray(g, np.float64) @ rotated(kernel.T, hadamard_size)
-    assert error(dx.astype(jnp.float32), wanted) <= 2 * BOUND[dtype]
+    expected = np.asarray(g, np.float64) @ rotated(kernel.T, hadamard_size)
+    assert error(dx.astype(jnp.float32), expected) <= 2 * BOUND[dtype]
     assert error(db.astype(jnp.float32), np.asarray(g, np.float64).sum((0, 1))) <= BOUND[dtype]
     frozen = jax.grad(lambda scale: product(x, weight._replace(scale=scale), bias).astype(jnp.float32).sum())
     assert not np.any(frozen(weight.scale))

@@ -127,13 +127,13 @@ def test_a_norm_before_and_a_sum_after(apart, count, dtype, monkeypatch):
     tiles: Any = {} if apart else {"tiles": SMALL}
     y = run(x, weight, bias, dtype=dtype, modulation=modulation, eps=EPS, gated_sum=gated_sum, **tiles)
     product = formula(normed(x, modulation).astype(dtype), weight, bias, 64, "int8")
-    wanted = np.asarray(gated_sum.residual, np.float64) + by_token(gated_sum.gate, second) * product
+    expected = np.asarray(gated_sum.residual, np.float64) + by_token(gated_sum.gate, second) * product
     assert y.dtype == dtype
-    assert error(y.astype(jnp.float32), wanted) <= ROUNDED[dtype]
+    assert error(y.astype(jnp.float32), expected) <= ROUNDED[dtype]
     ours = jax.jit(partial(quantized_matmul, hadamard_size=64, activations="int8", dtype=dtype, eps=EPS))(
         x, weight, bias, modulation=modulation, gated_sum=gated_sum
     )
-    assert error(ours.astype(jnp.float32), wanted) <= ROUNDED[dtype]
+    assert error(ours.astype(jnp.float32), expected) <= ROUNDED[dtype]
 
 
 def heads_norm(length, channels, rotates=True):
@@ -160,13 +160,13 @@ def test_queries_are_normed_and_rotated(channels, rotates, parts, number_format,
     """The norm is of all heads or of each. The column tiles of 256 lie in one group of heads, or contain two."""
     x, (weight, bias) = outliers(0, 2, 100, 512, dtype=dtype), weight_and_bias(number_format, columns=512)
     norm = heads_norm(100, channels, rotates)
-    wanted = normed_heads(formula(x, weight, bias, 64, number_format), norm)
+    expected = normed_heads(formula(x, weight, bias, 64, number_format), norm)
     kernel = partial(tpu.quantized_heads, parts=parts, tiles=SMALL, interpret=True)
     for call in (kernel, quantized_heads, reference.quantized_heads):
         options = {"norm_eps": EPS, "hadamard_size": 64, "activations": number_format, "dtype": jnp.dtype(dtype)}
         y = jax.jit(partial(call, **options))(x, weight, bias, norm)
         assert (y.dtype, y.shape) == (dtype, (2, 100, 512))
-        assert error(y.astype(jnp.float32), wanted) <= 2 * ROUNDED[dtype]  # bfloat16 is rounded twice
+        assert error(y.astype(jnp.float32), expected) <= 2 * ROUNDED[dtype]  # bfloat16 is rounded twice
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -177,12 +177,12 @@ def test_a_norm_before_and_a_norm_after(apart, monkeypatch):
     x = x.at[:, 2].multiply(1e-3).at[:, 3].set(0.0)
     modulation = Modulation(jnp.zeros((2, 1, 512)), 0.3 * normal(4, 2, 1, 512))
     norm, tiles = heads_norm(70, 512), {} if apart else {"tiles": SMALL}
-    wanted = normed_heads(formula(normed(x, modulation), weight, bias, 64, "int8"), norm)
+    expected = normed_heads(formula(normed(x, modulation), weight, bias, 64, "int8"), norm)
     options = {"norm_eps": EPS, "hadamard_size": 64, "activations": "int8", "dtype": jnp.dtype("float32"), "eps": EPS}
     kernel = partial(tpu.quantized_heads, parts=2, interpret=True, **tiles)
     for call in (kernel, quantized_heads):
         y = jax.jit(partial(call, **options))(x, weight, bias, norm, modulation=modulation)
-        assert error(y, wanted) <= ROUNDED["float32"]
+        assert error(y, expected) <= ROUNDED["float32"]
 
 
 def test_without_rounding_the_norm_has_gradients():
@@ -203,16 +203,16 @@ def test_without_rounding_the_norm_has_gradients():
 
 def test_gelu_and_no_bias():
     x, (weight, _) = normal(0, 1, 100, 512, dtype="bfloat16"), weight_and_bias()
-    wanted = gelu(formula(x, weight, None, 64, "int8"))
+    expected = gelu(formula(x, weight, None, 64, "int8"))
     for call, options in ((tpu.quantized_matmul, {"tiles": SMALL, "interpret": True}), (quantized_matmul, {})):
         product = partial(call, hadamard_size=64, activations="int8", dtype=jnp.dtype("bfloat16"), gelu=True, **options)
-        assert error(jax.jit(product)(x, weight, None).astype(jnp.float32), wanted) <= 3e-3
+        assert error(jax.jit(product)(x, weight, None).astype(jnp.float32), expected) <= 3e-3
 
 
 def test_the_residual_keeps_its_dtype():
     x, (weight, bias) = normal(0, 1, 40, 512, dtype="bfloat16"), weight_and_bias()
     gated_sum = GatedSum(normal(5, 1, 40, 384), normal(6, 1, 1, 384))
-    wanted = np.asarray(gated_sum.residual, np.float64) + np.asarray(gated_sum.gate, np.float64) * formula(
+    expected = np.asarray(gated_sum.residual, np.float64) + np.asarray(gated_sum.gate, np.float64) * formula(
         x, weight, bias, 64, "int8"
     )
     for y in (
@@ -220,7 +220,7 @@ def test_the_residual_keeps_its_dtype():
         quantized_matmul(x, weight, bias, hadamard_size=64, activations="int8", dtype="bfloat16", gated_sum=gated_sum),
     ):
         assert y.dtype == "float32"
-        assert error(y, wanted) <= ROUNDED["float32"]
+        assert error(y, expected) <= ROUNDED["float32"]
 
 
 @pytest.mark.parametrize("number_format", ["int8", "fp8"])
@@ -232,9 +232,9 @@ def test_rounding_in_a_pass(hadamard_size, number_format):
     values, scale = jax.jit(partial(tpu.quantize, **options, interpret=True))(x)
     others, other_scale = jax.jit(partial(xla.quantize, **options))(x)
     np.testing.assert_allclose(scale, other_scale, rtol=1e-6)
-    wanted = rounded(rotated(np.asarray(x, np.float64), hadamard_size), number_format)
+    expected = rounded(rotated(np.asarray(x, np.float64), hadamard_size), number_format)
     for numbers in (values, others):
-        assert error(np.asarray(numbers, np.float64) * np.asarray(scale, np.float64), wanted) <= ROUNDED["float32"]
+        assert error(np.asarray(numbers, np.float64) * np.asarray(scale, np.float64), expected) <= ROUNDED["float32"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -248,11 +248,11 @@ def test_an_mlp_rounds_between_its_products(dtype):
     hidden = gelu(formula(x, *up, 64, "int8"))
     parts = [rounded(rotated(part, 64), "int8") for part in np.split(hidden, 3, axis=-1)]
     product = formula(np.concatenate(parts, axis=-1), *down, 0, None)
-    wanted = np.asarray(gated_sum.residual, np.float64) + by_token(gated_sum.gate, second) * product
+    expected = np.asarray(gated_sum.residual, np.float64) + by_token(gated_sum.gate, second) * product
     assert y.dtype == dtype
-    assert error(y.astype(jnp.float32), wanted) <= {"float32": 1e-3, "bfloat16": 1e-2}[dtype]
+    assert error(y.astype(jnp.float32), expected) <= {"float32": 1e-3, "bfloat16": 1e-2}[dtype]
     ours = jax.jit(partial(quantized_mlp, **options))(x, up, down, gated_sum=gated_sum)
-    assert error(ours.astype(jnp.float32), wanted) <= 2e-2  # a scale for each row
+    assert error(ours.astype(jnp.float32), expected) <= 2e-2  # a scale for each row
 
 
 def test_tokens_that_are_rounded_once():

@@ -136,8 +136,8 @@ def sparse(q, k, v, top: float, keys: int, config) -> tuple[tuple, tuple]:
         out = jax.jit(partial(sparse_linear_attention, implementation="tpu", config=config, **options))(
             q, k, v, projection
         )
-    wanted = jax.jit(partial(sparse_linear_attention, implementation="reference", **options))(q, k, v, projection)
-    return (out[:, :keys],), (np.float64(wanted[:, :keys]),)
+    expected = jax.jit(partial(sparse_linear_attention, implementation="reference", **options))(q, k, v, projection)
+    return (out[:, :keys],), (np.float64(expected[:, :keys]),)
 
 
 def lists(rows: int, blocks: int, top_k: int) -> tuple[tuple, tuple]:
@@ -151,16 +151,16 @@ def lists(rows: int, blocks: int, top_k: int) -> tuple[tuple, tuple]:
 
 def rotary(tokens: int, parts: int) -> tuple[tuple, tuple]:
     angle = normal(5, tokens, 64)
-    given = normal(0, 2, tokens, 256), normal(1, 2, tokens, 1), normal(2, 256), jnp.cos(angle), jnp.sin(angle)
-    out = jax.jit(partial(rotary_heads.call, parts=parts, interpret=True))(*given)
-    return (out,), (np.float64(rotary_heads.reference(*given)),)
+    options = normal(0, 2, tokens, 256), normal(1, 2, tokens, 1), normal(2, 256), jnp.cos(angle), jnp.sin(angle)
+    out = jax.jit(partial(rotary_heads.call, parts=parts, interpret=True))(*options)
+    return (out,), (np.float64(rotary_heads.reference(*options)),)
 
 
 def head_rotary(tokens: int, size: int, parts: int) -> tuple[tuple, tuple]:
     angle = normal(5, tokens, size // 2)
-    given = normal(0, 2, tokens, 256), normal(1, size), normal(2, size), jnp.cos(angle), jnp.sin(angle)
-    out = jax.jit(partial(rotary_heads.call_by_head, eps=1e-6, parts=parts, interpret=True))(*given)
-    return (out,), (np.float64(rotary_heads.reference_by_head(*given, eps=1e-6)),)
+    options = normal(0, 2, tokens, 256), normal(1, size), normal(2, size), jnp.cos(angle), jnp.sin(angle)
+    out = jax.jit(partial(rotary_heads.call_by_head, eps=1e-6, parts=parts, interpret=True))(*options)
+    return (out,), (np.float64(rotary_heads.reference_by_head(*options, eps=1e-6)),)
 
 
 def moved_heads(tokens: int) -> tuple[tuple, tuple]:
@@ -205,13 +205,13 @@ def quantized(length: int, result: str, number_format: Any = "int8") -> tuple[tu
             )
         )
         values, scale = rows(x, modulation=modulation)
-        wanted = quantized_xla.quantize(
+        expected = quantized_xla.quantize(
             x, hadamard_size=64, number_format=number_format, dtype=options["dtype"], **normed
         )
-        pairs = [(values.astype(jnp.float32) * scale, wanted.values.astype(jnp.float32) * wanted.scale)]
+        pairs = [(values.astype(jnp.float32) * scale, expected.values.astype(jnp.float32) * expected.scale)]
     elif result == "sum":
         product = partial(quantized_tpu.quantized_matmul, hadamard_size=64, **options, **tiles)
-        wanted = partial(quantized_xla.quantized_matmul, hadamard_size=64, **options)
+        expected = partial(quantized_xla.quantized_matmul, hadamard_size=64, **options)
         with_norm = jax.jit(partial(product, gelu=True, eps=1e-6))(x, *up, modulation=modulation)
         with_sum = jax.jit(product)(
             QuantizedRows(
@@ -223,16 +223,16 @@ def quantized(length: int, result: str, number_format: Any = "int8") -> tuple[tu
             gated_sum=gated_sum,
         )
         pairs = [
-            (with_norm, wanted(x, *up, gelu=True, **normed)),
-            (with_sum, wanted(with_norm, *down, gated_sum=gated_sum)),
+            (with_norm, expected(x, *up, gelu=True, **normed)),
+            (with_sum, expected(with_norm, *down, gated_sum=gated_sum)),
         ]
     elif result == "heads":
         angles = normal(9, length, 64)
         norm = HeadsNorm(normal(10, 512), jnp.cos(angles), jnp.sin(angles))
         heads = partial(quantized_tpu.quantized_heads, hadamard_size=64, norm_eps=1e-6, parts=2, **options, **tiles)
-        wanted = partial(quantized_reference.quantized_heads, hadamard_size=64, norm_eps=1e-6, **options, **normed)
+        expected = partial(quantized_reference.quantized_heads, hadamard_size=64, norm_eps=1e-6, **options, **normed)
         pairs = [
-            (jax.jit(partial(heads, eps=1e-6))(x, *up, norm, modulation=modulation), wanted(x, *up, norm)),
+            (jax.jit(partial(heads, eps=1e-6))(x, *up, norm, modulation=modulation), expected(x, *up, norm)),
         ]
     else:
         mlp = partial(quantized_tpu.quantized_mlp, hadamard_sizes=(64, 64), **options, **tiles, eps=1e-6)
@@ -242,7 +242,7 @@ def quantized(length: int, result: str, number_format: Any = "int8") -> tuple[tu
                 quantized_mlp(x, up, down, hadamard_sizes=(64, 64), **options, **normed, gated_sum=gated_sum),
             )
         ]
-    return tuple(got for got, _ in pairs), tuple(np.float64(wanted) for _, wanted in pairs)
+    return tuple(got for got, _ in pairs), tuple(np.float64(expected) for _, expected in pairs)
 
 
 def flash_cases() -> Iterator[tuple[str, Case]]:
@@ -368,9 +368,9 @@ def report_of(name: str) -> Report:
     """Run a case; its results must be those of the reference."""
     case = CASES[name]
     with detect_races() as report:
-        got, wanted = case.results()
+        got, expected = case.results()
         got = [np.asarray(x.astype(jnp.float32)) for x in got]
-    for ours, right in zip(got, wanted, strict=True):
+    for ours, right in zip(got, expected, strict=True):
         assert error(ours, right) <= case.bound
     return report
 

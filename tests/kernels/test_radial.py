@@ -151,10 +151,10 @@ def grain_case(grain, dtype):
 
 @pytest.mark.parametrize(("name", "grain", "dtype"), quick(QUICK, CASES))
 def test_implementations(name, grain, dtype):
-    mask, given, wanted = grain_case(grain, dtype)
+    mask, given, expected = grain_case(grain, dtype)
     assert mask.density(1200) < 0.97
     config = TILES if name == "flash_tpu" else None
-    assert error(run(name, *given, mask, config=config), wanted) <= BOUND[dtype]
+    assert error(run(name, *given, mask, config=config), expected) <= BOUND[dtype]
 
 
 @pytest.mark.parametrize("name", ["chunked", "flash_tpu"])
@@ -202,9 +202,9 @@ def test_gradients():
 
         return jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v)
 
-    wanted = gradients("reference", None)
+    expected = gradients("reference", None)
     for name, config in (("chunked", None), ("flash_tpu", TILES)):
-        for ours, right in zip(gradients(name, config), wanted, strict=True):
+        for ours, right in zip(gradients(name, config), expected, strict=True):
             assert error(ours, right) <= 1e-5
 
 
@@ -228,10 +228,10 @@ def test_names():
     assert AttentionConfig.parse("radial:1").mask((7, 10, 10), decay=0.95) == Radial(7, 100, 1.0)
     assert AttentionConfig.parse("chunked:window=9").mask((7, 10, 10)) is None
     q, k, v = operands(1, 1960, 1960, 1, 1, 32)
-    asked = AttentionConfig.parse("radial:0.3")
-    radial, mask = partial(attention, implementation=asked), asked.mask((14, 10, 14))
-    told, whole, plain = jax.jit(lambda *x: (radial(*x, window=mask), radial(*x), attention(*x)))(q, k, v)
-    assert error(told, run("chunked", q, k, v, Radial(*SMALL, 0.3))) <= BOUND["float32"]
+    requested = AttentionConfig.parse("radial:0.3")
+    radial, mask = partial(attention, implementation=requested), requested.mask((14, 10, 14))
+    message, whole, plain = jax.jit(lambda *x: (radial(*x, window=mask), radial(*x), attention(*x)))(q, k, v)
+    assert error(message, run("chunked", q, k, v, Radial(*SMALL, 0.3))) <= BOUND["float32"]
     assert (np.asarray(whole) == plain).all()
 
 

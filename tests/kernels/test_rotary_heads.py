@@ -31,9 +31,9 @@ def operands(batch, length, count, dtype):
 @pytest.mark.parametrize("parts", [1, 4])
 @pytest.mark.parametrize(("length", "dtype", "bound"), [(7, jnp.float32, 1e-6), (300, jnp.bfloat16, 3e-3)])
 def test_norm_and_rope_in_one_pass(parts, length, dtype, bound):
-    given = operands(2, length, 4, dtype)
+    arguments = operands(2, length, 4, dtype)
     call = partial(rotary_heads.call, parts=parts, interpret=True)
-    out, right = jax.jit(lambda *given: (call(*given), rotary_heads.reference(*given)))(*given)
+    out, right = jax.jit(lambda *arguments: (call(*arguments), rotary_heads.reference(*arguments)))(*arguments)
     assert out.dtype == dtype
     assert error(out, np.asarray(right, np.float64)) <= bound
 
@@ -60,9 +60,9 @@ QUICK = [case for case in CASES if (case[2] == 1) == (case[3] == "float32") or c
 @pytest.mark.parametrize(("size", "count", "parts", "dtype"), quick(QUICK, CASES))
 def test_norm_of_each_head_and_rope_in_one_pass(size, count, parts, dtype):
     length, bound = {"float32": (7, 1e-6), "bfloat16": (300, 3e-3)}[dtype]
-    given = operands_by_head(2, length, count, size, dtype)
+    arguments = operands_by_head(2, length, count, size, dtype)
     call = partial(rotary_heads.call_by_head, eps=1e-6, parts=parts, interpret=True)
-    out, right = jax.jit(lambda *given: (call(*given), reference_by_head(*given)))(*given)
+    out, right = jax.jit(lambda *arguments: (call(*arguments), reference_by_head(*arguments)))(*arguments)
     assert out.dtype == dtype
     assert error(out, np.asarray(right, np.float64)) <= bound
 
@@ -79,8 +79,10 @@ def test_the_norm_of_each_head_by_its_formula():
 
 
 def test_widths_that_fill_no_lanes_need_no_kernel():
-    given = operands_by_head(2, 5, 3, 64, jnp.float32)
-    interpreted, reference = jax.jit(lambda *given: (by_head(*given), reference_by_head(*given)))(*given)
+    arguments = operands_by_head(2, 5, 3, 64, jnp.float32)
+    interpreted, reference = jax.jit(lambda *arguments: (by_head(*arguments), reference_by_head(*arguments)))(
+        *arguments
+    )
     assert (np.asarray(interpreted) == reference).all()
 
 
@@ -98,10 +100,10 @@ SHARED = [(*mesh, count) for mesh in MESHES for count in (8, 6)]
 
 @pytest.mark.parametrize(("axes", "rules", "count"), quick([SHARED[0], SHARED[1], SHARED[3], SHARED[4]], SHARED))
 def test_norm_of_each_head_on_eight_devices(axes, rules, count):
-    given = operands_by_head(2, 16, count, 64, jnp.float32)
+    options = operands_by_head(2, 16, count, 64, jnp.float32)
     with use_partitioner(partitioner(axes, rules)):
-        out = jax.jit(by_head)(*given)
-    right = jax.jit(reference_by_head)(*given)
+        out = jax.jit(by_head)(*options)
+    right = jax.jit(reference_by_head)(*options)
     assert error(out, np.asarray(right, np.float64)) <= 1e-6
 
 

@@ -48,9 +48,9 @@ def softmax(x):
     return weights / weights.sum(axis=1, keepdims=True)
 
 
-def published(*given: Any) -> np.ndarray:
+def published(*arguments: Any) -> np.ndarray:
     """Compute the published rule in float64, block by block; means are rounded to the operands' dtype."""
-    q, k, v, projection, sparse = given
+    q, k, v, projection, sparse = arguments
     dtype, (length, heads, size) = q.dtype, q.shape[1:]
     q, k, v, kernel, bias = (np.asarray(x, np.float64) for x in (q, k, v, *projection))
     out = np.zeros(q.shape)
@@ -77,7 +77,7 @@ def projection(size, dtype="float32"):
 def run(name, *operands_and_sparse: Any, **options):
     q, k, v, weights, sparse = operands_and_sparse
     static = {"sparse": sparse, "implementation": name, **options}
-    return jax.jit(lambda *given: sparse_linear_attention(*given, **static))(q, k, v, weights)
+    return jax.jit(lambda *arguments: sparse_linear_attention(*arguments, **static))(q, k, v, weights)
 
 
 NAMES = ("reference", "chunked")  # which take blocks of any size
@@ -141,21 +141,21 @@ def test_padding_after_the_tokens(name):
     assert np.isfinite(np.asarray(got)).all()
 
 
-def gradients(name, given, g, sparse, keys=None):
-    def pull(*given):
+def gradients(name, arguments, g, sparse, keys=None):
+    def pull(*arguments):
         run = partial(sparse_linear_attention, sparse=sparse, kv_length=keys, implementation=name)
-        return jax.vjp(run, *given)[1](g)
+        return jax.vjp(run, *arguments)[1](g)
 
-    return jax.tree.leaves(jax.jit(pull)(*given))
+    return jax.tree.leaves(jax.jit(pull)(*arguments))
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 3e-6), ("bfloat16", 6e-3)])
 def test_gradients(dtype, bound):
     """Those of the reference are JAX's own; padding has none."""
     q, k, v = operands(2, 150, 150, 2, 2, 32, dtype)
-    given, g = (q, k, v, projection(32, dtype)), normal(9, *q.shape, dtype=dtype)
-    wanted = gradients("reference", given, g, SMALL, 131)
-    for ours, right in zip(gradients("chunked", given, g, SMALL, 131), wanted, strict=True):
+    options, g = (q, k, v, projection(32, dtype)), normal(9, *q.shape, dtype=dtype)
+    expected = gradients("reference", options, g, SMALL, 131)
+    for ours, right in zip(gradients("chunked", options, g, SMALL, 131), expected, strict=True):
         assert error(ours, np.asarray(right, np.float64)) <= bound
         assert ours.shape[1:2] != (150,) or not np.asarray(ours[:, 131:], np.float32).any()
 
@@ -168,10 +168,10 @@ SOME = [((1, 1, 8), "fsdp", 3), ((2, 2, 2), "tp", 4), ((1, 4, 2), "fsdp", 4)]
 def test_several_devices(axes, rules, heads):
     """Result and gradients of all inputs are those of one device, also where heads and tokens do not divide."""
     q, k, v = operands(2, 99, 99, heads, heads, 16)
-    given, g = (q, k, v, projection(16)), normal(9, *q.shape)
-    alone = [run(None, *given, SMALL), *gradients(None, given, g, SMALL)]
+    options, g = (q, k, v, projection(16)), normal(9, *q.shape)
+    alone = [run(None, *options, SMALL), *gradients(None, options, g, SMALL)]
     with use_partitioner(Partitioner(make_mesh(*axes), SHARDING_RULES[rules])):
-        together = [run(None, *given, SMALL), *gradients(None, given, g, SMALL)]
+        together = [run(None, *options, SMALL), *gradients(None, options, g, SMALL)]
     for ours, right in zip(together, alone, strict=True):
         assert error(ours, np.asarray(right, np.float64)) <= BOUND["float32"]
 
@@ -180,11 +180,11 @@ def test_names():
     assert AttentionConfig.parse("sla") == AttentionConfig(sparse=SparseLinear(0.1, 128, 64))
     small = AttentionConfig.parse("sla:top=0.25,block_q=8,block_kv=4")
     assert small == AttentionConfig(sparse=SparseLinear(0.25, 8, 4))
-    for asked in (AttentionConfig.parse("sla"), small, AttentionConfig.parse("sla:top=1")):
-        assert AttentionConfig.parse(str(asked)) == asked
-        assert not asked.is_dense
-        assert not asked.supports_ring
-        assert asked.dense_only() == AttentionConfig()
+    for requested in (AttentionConfig.parse("sla"), small, AttentionConfig.parse("sla:top=1")):
+        assert AttentionConfig.parse(str(requested)) == requested
+        assert not requested.is_dense
+        assert not requested.supports_ring
+        assert requested.dense_only() == AttentionConfig()
 
 
 @pytest.mark.parametrize(
@@ -209,8 +209,8 @@ def test_names_that_are_refused(text, words):
 
 def attending_to(change: Any = lambda q, k, v, weights: (q, k, v, weights), sparse=SMALL, **options):
     """Return a call with operands of which something is changed."""
-    given = (*operands(1, 64, 64, 2, 2, 16), projection(16))
-    return lambda: sparse_linear_attention(*change(*given), sparse=sparse, **options)
+    arguments = (*operands(1, 64, 64, 2, 2, 16), projection(16))
+    return lambda: sparse_linear_attention(*change(*arguments), sparse=sparse, **options)
 
 
 OPERANDS = [
@@ -243,11 +243,11 @@ def test_a_layer_with_it():
         nnx.update(layer, nnx.state(dense))
     x, rope = normal(1, 1, 96, TRANSFORMER.width), rope_3d((2, 6, 8), TRANSFORMER.rope_channels)
     forward = jax.jit(lambda layer: layer(x, rope)[0])
-    wanted = np.asarray(forward(dense), np.float64)
-    assert error(forward(whole), wanted) <= 1e-5
-    assert error(forward(some), wanted) > 1e-3
+    expected = np.asarray(forward(dense), np.float64)
+    assert error(forward(whole), expected) <= 1e-5
+    assert error(forward(some), expected) > 1e-3
     whole.proj_l.kernel[...] = normal(3, *whole.proj_l.kernel.shape)
-    assert error(forward(whole), wanted) > 1e-3
+    assert error(forward(whole), expected) > 1e-3
 
 
 def test_a_transformer_with_it():
@@ -262,15 +262,15 @@ def test_a_transformer_with_it():
     assert {path[-1]: dict(sparse)[path].shape for path in more} == {"kernel": (1, 24, 24), "bias": (1, 24)}
     latents = jax.ShapeDtypeStruct((1, 2, 12, 16, 6), jnp.float32)
     text, t = jax.ShapeDtypeStruct((1, 5, 40), jnp.float32), jax.ShapeDtypeStruct((1,), jnp.float32)
-    out = nnx.eval_shape(lambda network, *given: network(*given), made(TRAINED), latents, t, text)
+    out = nnx.eval_shape(lambda network, *arguments: network(*arguments), made(TRAINED), latents, t, text)
     assert out.shape == (1, 2, 12, 16, 16)
 
 
 def test_models_that_were_not_trained_with_it_can_be():
     """Their denoisers then have its projection; those that are dense otherwise stay as they are."""
     model: Any = presets()["wan2.1-t2v-14b"].model
-    asked = AttentionConfig.parse("sla:top=0.2")
-    assert with_attention(model, asked, "wan").spec.resolve_attention(AUTO) == asked
+    requested = AttentionConfig.parse("sla:top=0.2")
+    assert with_attention(model, requested, "wan").spec.resolve_attention(AUTO) == requested
     for other in ("auto", "radial", "chunked"):
         assert with_attention(model, AttentionConfig.parse(other), "wan") is model
 
@@ -283,13 +283,13 @@ def test_models_that_can_have_none(model):
         with_attention(other, AttentionConfig.parse("sla"), "wan")
 
 
-@pytest.mark.parametrize("asked", ["radial", "chunked", "auto:window=9"])
-def test_models_that_were_trained_with_it_have_no_other(asked):
+@pytest.mark.parametrize("requested", ["radial", "chunked", "auto:window=9"])
+def test_models_that_were_trained_with_it_have_no_other(requested):
     model: Any = presets()["turbowan2.1-t2v-14b-480p"].model
     for allowed in ("auto", "sla", "sla:top=0.15"):
         assert with_attention(model, AttentionConfig.parse(allowed), "wan") is model
     with pytest.raises(UnsupportedError, match=naming("wan --attention auto")):
-        with_attention(model, AttentionConfig.parse(asked), "wan")
+        with_attention(model, AttentionConfig.parse(requested), "wan")
 
 
 LOUD = 14.0  # logits of a standard deviation of 196
@@ -306,17 +306,17 @@ def test_the_kernel(monkeypatch, dtype, top, loud, bound, config):
     """Neither blocks nor grid steps are filled, and padding comes after the tokens. Loud logits are computed again."""
     raised: list[int] = []
 
-    def counted(*given, function=sparse_linear_kernel._set_offsets_to_max):
+    def counted(*arguments, function=sparse_linear_kernel._set_offsets_to_max):
         jax.debug.callback(lambda: raised.append(1))
-        function(*given)
+        function(*arguments)
 
     monkeypatch.setattr(sparse_linear_kernel, "_set_offsets_to_max", counted)
     q, k, v = operands(1, 470, 470, 2, 2, 128, dtype)
-    given: Any = (*(x * jnp.asarray(loud, x.dtype) for x in (q, k)), v, projection(128, dtype))
+    arguments: Any = (*(x * jnp.asarray(loud, x.dtype) for x in (q, k)), v, projection(128, dtype))
     sparse = SparseLinear(top)
-    wanted = published(*(x[:, :450] for x in given[:3]), given[3], sparse)
-    got = run("tpu", *given, sparse, kv_length=450, config=config)
-    assert error(got[:, :450], wanted) <= bound
+    expected = published(*(x[:, :450] for x in arguments[:3]), arguments[3], sparse)
+    got = run("tpu", *arguments, sparse, kv_length=450, config=config)
+    assert error(got[:, :450], expected) <= bound
     assert not np.asarray(got[:, 450:], np.float32).any()
     jax.effects_barrier()
     assert bool(raised) == (loud == LOUD)
@@ -330,22 +330,22 @@ def test_lists_of_scores_with_ties(kept):
     scores = random.choice(values, (140, 300))
     scores[7], scores[8] = 1.0, random.normal(size=300)
     sizes = sparse_linear_kernel.KernelSizes(1, 1, 1, 128, 64, kept, 4, 1)
-    found = jax.jit(partial(sparse_linear_kernel.list_blocks, sizes=sizes, interpret=True))(scores)
-    wanted = np.sort(np.argsort(-scores, axis=1, kind="stable")[:, :kept], axis=1)
-    assert (np.asarray(found)[:, :kept] == 64 * wanted).all()
+    result = jax.jit(partial(sparse_linear_kernel.list_blocks, sizes=sizes, interpret=True))(scores)
+    expected = np.sort(np.argsort(-scores, axis=1, kind="stable")[:, :kept], axis=1)
+    assert (np.asarray(result)[:, :kept] == 64 * expected).all()
 
 
 @pytest.mark.parametrize(
-    ("given", "sparse", "words"),
+    ("options", "sparse", "words"),
     [
         ((64, "float32"), SparseLinear(), "64"),
         ((128, "float16"), SparseLinear(), "float16"),
         ((128, "bfloat16"), SMALL, "32 16"),
     ],
 )
-def test_what_the_kernel_does_not_take(given, sparse, words):
+def test_what_the_kernel_does_not_take(options, sparse, words):
     """Named it refuses; else blocks are gathered."""
-    size, dtype = given
+    size, dtype = options
     q, k, v = operands(1, 40, 40, 1, 1, size, dtype)
     with pytest.raises(UnsupportedError, match=naming(words)):
         run("tpu", q, k, v, projection(size, dtype), sparse, config=Config(interpret=True))

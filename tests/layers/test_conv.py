@@ -41,8 +41,8 @@ def for_tpu():
 def convolutions(function, *arguments):
     """Return the operands' dtypes and ranks of each convolution in a function."""
     equations = jax.make_jaxpr(function)(*arguments).jaxpr.eqns
-    found = [equation for equation in equations if equation.primitive.name == "conv_general_dilated"]
-    return [({v.aval.dtype.name for v in equation.invars}, equation.outvars[0].aval.ndim) for equation in found]
+    result = [equation for equation in equations if equation.primitive.name == "conv_general_dilated"]
+    return [({v.aval.dtype.name for v in equation.invars}, equation.outvars[0].aval.ndim) for equation in result]
 
 
 @given(st.sampled_from([1, 3]), st.sampled_from([1, 3]), st.sampled_from([1, 2]), st.integers(0, 4), st.integers(0, 99))

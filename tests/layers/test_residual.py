@@ -96,12 +96,12 @@ def test_queries_are_projected_normed_and_rotated(precision, channels, rotates):
     y = layer(tokens.compute())
     if channels < WIDTH:
         heads = norm(split_heads(y, WIDTH // channels))
-        wanted = join_heads(heads if rope is None else apply_rotary(heads, rope))
+        expected = join_heads(heads if rope is None else apply_rotary(heads, rope))
     else:
-        wanted = norm(y) if rope is None else norm_and_rope(y, norm, rope)
+        expected = norm(y) if rope is None else norm_and_rope(y, norm, rope)
     tolerance = 1e-3 if PRECISIONS[precision].activations else 0
     for x in (tokens, shared_input(tokens, layer)):
-        assert error(project_heads(layer, x, norm, rope), wanted) <= tolerance
+        assert error(project_heads(layer, x, norm, rope), expected) <= tolerance
 
 
 def test_tokens_are_rounded_once_for_projections_that_round_alike():

@@ -39,13 +39,13 @@ def test_blocks_in_parts(blocks):
     parts = [None, range(LAYERS), range(LAYERS - 1), range(1, LAYERS), range(1, LAYERS - 1), range(1), range(3, LAYERS)]
     for part in parts:
         run = range(LAYERS) if part is None else part
-        found = scan_blocks((blocks, blocks), apply, by_hand[run.start], added, part=part)
-        for one, other in zip(found, by_hand[run.stop], strict=True):
+        result = scan_blocks((blocks, blocks), apply, by_hand[run.start], added, part=part)
+        for one, other in zip(result, by_hand[run.stop], strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("cache", "given", "cuts", "parts"),
+    ("cache", "options", "cuts", "parts"),
     [
         (BlockCache, None, (0,), [(0, 4)]),
         (BlockCache, None, (1, 3), [(0, 1), (1, 3), (3, 4)]),
@@ -56,8 +56,8 @@ def test_blocks_in_parts(blocks):
         (ResidualCache, (), (1,), []),
     ],
 )
-def test_the_parts_that_a_cache_runs(cache, given, cuts, parts):
-    assert [(part.start, part.stop) for part in cache(given).parts(LAYERS, *cuts)] == parts
+def test_the_parts_that_a_cache_runs(cache, options, cuts, parts):
+    assert [(part.start, part.stop) for part in cache(options).parts(LAYERS, *cuts)] == parts
 
 
 def test_the_backward_pass_does_not_attend_again(blocks):

@@ -75,16 +75,16 @@ def test_other_modes_have_profiles_too(tmp_path):
     clear = image.convert("RGBA")
     clear.putalpha(Image.fromarray(np.where(np.arange(80) < 40, 255, 0).astype(np.uint8)[None].repeat(48, 0)))
     palette = image.quantize(8)
-    for one, given in (("RGBA", clear), ("P", palette)):
-        (tmp_path / "a.png").write_bytes(encoded(given, "png", P3))
+    for one, options in (("RGBA", clear), ("P", palette)):
+        (tmp_path / "a.png").write_bytes(encoded(options, "png", P3))
         read = read_picture(tmp_path / "a.png")
         assert gap(read[:, :40], right[:, :40]) <= 1
         assert gap(read[:, 40:], right[:, 40:] if one == "P" else right[:, 40:] * 0 + 255) <= 1
     grey, linear = image.convert("L"), profile(1.0)
     for icc in (linear, P3):
         (tmp_path / "a.png").write_bytes(encoded(grey, "png", icc))
-        found = read_picture(tmp_path / "a.png")
-        assert gap(found, by_littlecms(grey if icc is linear else grey.convert("RGB"), icc)) <= 1
+        result = read_picture(tmp_path / "a.png")
+        assert gap(result, by_littlecms(grey if icc is linear else grey.convert("RGB"), icc)) <= 1
     deep = Image.fromarray(np.asarray(grey).astype(np.uint16) * 257)
     (tmp_path / "a.png").write_bytes(encoded(deep, "png", linear))
     assert gap(read_picture(tmp_path / "a.png"), by_littlecms(grey, linear)) <= 1

@@ -35,9 +35,9 @@ CUTTING = Cutting(((96, 128),), (17, 9), 25, "uniform", "crop")
 def test_a_command_refuses_a_damaged_film_with_its_frame(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     whole = film(tmp_path / name)
-    asked = ("generate", "a", "--model", "nano", "--size", "32x32", "--frames", str(len(FRAMES)), "--fps", "25")
+    requested = ("generate", "a", "--model", "nano", "--size", "32x32", "--frames", str(len(FRAMES)), "--fps", "25")
     for kind in ("cut", "hole"):
-        sentence = refused(*asked, "--video", harmed(whole, kind))
+        sentence = refused(*requested, "--video", harmed(whole, kind))
         assert str(tmp_path / f"{kind}-{name}") in sentence
         assert breaks(sentence, name, kind)
 
@@ -230,9 +230,9 @@ def test_an_interlaced_film_is_read_in_whole_frames(tmp_path, name):
 def test_wide_primaries_of_a_standard_range(tmp_path, primaries):
     """They are converted to those of sRGB, but in a mask or a control clip."""
     pale = FRAMES[:6] // 2 + 60
-    given = "setparams=color_primaries=bt709:color_trc=bt709:colorspace=gbr:range=pc"
+    options = "setparams=color_primaries=bt709:color_trc=bt709:colorspace=gbr:range=pc"
     wide = f"zscale=t=linear,format=gbrpf32le,zscale=p={primaries},zscale=t=bt709:m=bt2020nc:r=tv,format=yuv444p12le"
-    ffmpeg("-vf", f"format=gbrp,{given},{wide}", "-c:v", "ffv1", tmp_path / "a.mkv", frames=pale)
+    ffmpeg("-vf", f"format=gbrp,{options},{wide}", "-c:v", "ffv1", tmp_path / "a.mkv", frames=pale)
     assert gap(read_clip(tmp_path / "a.mkv", **MANY), pale) <= 3
     assert gap(read_clip(tmp_path / "a.mkv", **MANY, background="black"), pale) > 10
 

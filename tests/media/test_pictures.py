@@ -156,13 +156,13 @@ def many_passes(count: int) -> bytes:
 
 def two_pages(size: int) -> bytes:
     """Return a TIFF whose second page says that it is large."""
-    found = b"II*\0\x08\0\0\0"
+    result = b"II*\0\x08\0\0\0"
     for side, more in ((1, True), (size, False)):
         tags = [(256, side), (257, side), (258, 8), (259, 1), (262, 1), (273, 8), (277, 1), (278, side), (279, 1)]
-        following = len(found) + 2 + 12 * len(tags) + 4 if more else 0
+        following = len(result) + 2 + 12 * len(tags) + 4 if more else 0
         entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
-        found += struct.pack("<H", len(tags)) + entries + struct.pack("<I", following)
-    return found
+        result += struct.pack("<H", len(tags)) + entries + struct.pack("<I", following)
+    return result
 
 
 @pytest.mark.parametrize("suffix", [".eps", ".png", ".mp4"])
@@ -247,8 +247,8 @@ def test_a_clip_is_read_with_every_frame_that_was_written(tmp_path, suffix, fps)
             fps,
             {"fps": fps} if colours is halting or (suffix, fps) == ("gif", 60) else {},
         )
-        for asked in (fps, 2 * fps):
-            clip = read_clip(path, frames=100, fps=asked)
+        for requested in (fps, 2 * fps):
+            clip = read_clip(path, frames=100, fps=requested)
             assert len(clip) == len(colours)
             assert np.abs(clip.mean(axis=(1, 2, 3)) - colours).max() <= 6
 

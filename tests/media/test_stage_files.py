@@ -26,13 +26,13 @@ PICTURES = {"condition": np.ones((1, 8, 3, 2, 4), np.float32), "image_embeds": n
 MASKS = {"mask": np.array([[True, False]]), "lengths": np.array([[3, 4]], np.int32)}
 
 
-@pytest.mark.parametrize("made", [{}, {"condition": PICTURES["condition"]}, PICTURES], ids=len)
+@pytest.mark.parametrize("result", [{}, {"condition": PICTURES["condition"]}, PICTURES], ids=len)
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_stage_files_return_what_they_were_given(tmp_path, dtype, made):
+def test_stage_files_return_what_they_were_given(tmp_path, dtype, result):
     stage_files.save_settings(tmp_path, SETTINGS)
     settings = load_settings(tmp_path)
     assert settings == SETTINGS
-    written = texts(dtype=dtype) | {name: x.astype(dtype) for name, x in made.items()} | MASKS
+    written = texts(dtype=dtype) | {name: x.astype(dtype) for name, x in result.items()} | MASKS
     stage_files.save_conditioning(tmp_path, written, settings)
     encoded = stage_files.load_conditioning(tmp_path, settings)
     assert encoded.keys() == written.keys()

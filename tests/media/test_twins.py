@@ -127,9 +127,9 @@ def test_each_use_has_its_page(tmp_path, mode):
     else:
         source = cut_out(mode)
     clip = source if isinstance(source, Path) else [source]
-    told = {"image": source, "last_image": source, "references": [source], "video": clip, "mask": clip}
+    message = {"image": source, "last_image": source, "references": [source], "video": clip, "mask": clip}
     for video, page in ((VIDEO, 255), (CONTROL_VIDEO, 0)):
-        read = read_pictures(told, (IMAGE, LAST_IMAGE, REFERENCES, video, MASK), **MANY)
+        read = read_pictures(message, (IMAGE, LAST_IMAGE, REFERENCES, video, MASK), **MANY)
         for picture, right in ((read["image"], 255), (read["last_image"], 255), (read["references"][0], 255)):
             assert picture[0, [0, 63], 0].tolist() == [90, right]
         assert read["video"][0, 0, [0, 63], 0].tolist() == [90, page]
@@ -187,8 +187,8 @@ def test_a_film_is_turned_as_its_camera_was(tmp_path):
 def test_frames_of_various_lengths(tmp_path):
     times = "setpts='if(lt(N,3),N,2*N)/8/TB'"
     ffmpeg("-vf", times, "-fps_mode", "vfr", "-c:v", "ffv1", "-pix_fmt", "gbrp", tmp_path / "a.mkv")
-    found = read_clip(tmp_path / "a.mkv", **MANY)
-    assert gap(found[:10], CLIP[[0, 1, 2, 2, 2, 2, 3, 3, 4, 4]]) == 0
+    result = read_clip(tmp_path / "a.mkv", **MANY)
+    assert gap(result[:10], CLIP[[0, 1, 2, 2, 2, 2, 3, 3, 4, 4]]) == 0
 
 
 FILMS_WITH_ALPHA = [
@@ -207,18 +207,18 @@ def test_a_film_with_transparent_parts(tmp_path, name, codec, pixels):
     options = ["-auto-alt-ref", "0"] if codec == "libvpx" else []
     ffmpeg("-c:v", codec, *options, "-pix_fmt", pixels, tmp_path / name, frames=rgba)
     for page, right in (("white", 255), ("black", 0)):
-        found = read_clip(tmp_path / name, **MANY, background=page)
-        assert gap(found[:, :, :24], CLIP[:, :, :24] * 0 + 90) <= 3
-        assert gap(found[:, :, 40:], CLIP[:, :, 40:] * 0 + right) <= 3
+        result = read_clip(tmp_path / name, **MANY, background=page)
+        assert gap(result[:, :, :24], CLIP[:, :, :24] * 0 + 90) <= 3
+        assert gap(result[:, :, 40:], CLIP[:, :, 40:] * 0 + right) <= 3
 
 
 @pytest.mark.parametrize("transfer", ["smpte2084", "arib-std-b67"])
 def test_a_film_of_high_dynamic_range(tmp_path, transfer):
     """Its white of text and paper is the white of other films, and colours below it are what they were."""
-    given = "setparams=color_primaries=bt709:color_trc=bt709:colorspace=gbr:range=pc"
+    options = "setparams=color_primaries=bt709:color_trc=bt709:colorspace=gbr:range=pc"
     linear = "zscale=t=linear:npl=203,format=gbrpf32le,zscale=p=bt2020"
     coded = f"zscale=t={transfer}:npl=203:m=bt2020nc:r=tv,format=yuv444p12le"
-    ffmpeg("-vf", f"format=gbrp,{given},{linear},{coded}", "-c:v", "ffv1", tmp_path / "a.mkv")
+    ffmpeg("-vf", f"format=gbrp,{options},{linear},{coded}", "-c:v", "ffv1", tmp_path / "a.mkv")
     assert gap(read_clip(tmp_path / "a.mkv", **MANY), CLIP) <= 3
 
 

@@ -209,9 +209,9 @@ def test_a_full_disk_leaves_no_film(tmp_path, monkeypatch, name, kilobytes):
 
 def without(kind: str, folder: Path) -> str:
     """Return an ffmpeg that has no encoder of a name."""
-    told = f'#!/bin/sh\nfor x in "$@"; do [ "$x" = {kind} ] && echo no {kind} >&2 && exit 1; done\n'
+    message = f'#!/bin/sh\nfor x in "$@"; do [ "$x" = {kind} ] && echo no {kind} >&2 && exit 1; done\n'
     program = folder / "ffmpeg"
-    program.write_text(told + f'exec {imageio_ffmpeg.get_ffmpeg_exe()} "$@"\n')
+    program.write_text(message + f'exec {imageio_ffmpeg.get_ffmpeg_exe()} "$@"\n')
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     return str(program)
 

@@ -105,31 +105,33 @@ def shapes(tmp_path_factory):
     return make
 
 
-def traced(model: Any, call: Any, *given: Any) -> str:
+def traced(model: Any, call: Any, *arguments: Any) -> str:
     graphdef, weights = nnx.split(model)
-    return str(jax.make_jaxpr(lambda weights, *given: call(nnx.merge(graphdef, weights), *given))(weights, *given))
+    return str(
+        jax.make_jaxpr(lambda weights, *arguments: call(nnx.merge(graphdef, weights), *arguments))(weights, *arguments)
+    )
 
 
 @pytest.mark.parametrize("case", quick(("wan-i2v", "wan-causal", "cogvideox", "hunyuanvideo"), CASES))
 def test_encoded_prompts_are_enough(shapes, case):
-    _, by_hand, prepared, given = CASES[case]
-    assert traced(shapes(case), by_hand, *given) == traced(shapes(case), prepared, *given)
+    _, by_hand, prepared, options = CASES[case]
+    assert traced(shapes(case), by_hand, *options) == traced(shapes(case), prepared, *options)
 
 
 def test_a_prompt_without_a_mask_is_whole(shapes):
     def masked(model: Any, x: Any, t: Any, text: Any) -> Any:
         return model(x, t, text, text_mask=jnp.ones(text.shape[:2], bool))
 
-    model, given = shapes("hunyuanvideo"), (latents(9), T, CHATS)
-    assert traced(model, lambda model, *x: model(*x), *given) == traced(model, masked, *given)
+    model, options = shapes("hunyuanvideo"), (latents(9), T, CHATS)
+    assert traced(model, lambda model, *x: model(*x), *options) == traced(model, masked, *options)
 
 
 @pytest.mark.parametrize("case", quick(("wan-i2v", "wan-causal", "cogvideox", "hunyuanvideo"), CASES))
 def test_latents_that_do_not_fit_are_refused(shapes, case):
     """The latents of a pipeline, for example, whose channels come before their frames."""
-    _, by_hand, _, given = CASES[case]
-    wrong = [jax.ShapeDtypeStruct((1, 2, 2, 4, 8), x.dtype) if x.ndim == 5 else x for x in given]
-    with pytest.raises(WanjaxError, match=rf"\b{given[0].shape[-1]}\b"):
+    _, by_hand, _, options = CASES[case]
+    wrong = [jax.ShapeDtypeStruct((1, 2, 2, 4, 8), x.dtype) if x.ndim == 5 else x for x in options]
+    with pytest.raises(WanjaxError, match=rf"\b{options[0].shape[-1]}\b"):
         traced(shapes(case), by_hand, *wrong)
 
 
@@ -156,7 +158,7 @@ def test_a_forward_runs_on_the_mesh_of_its_weights():
     assert current_partitioner() is ONE_DEVICE_PARTITIONER
     assert Told(jax.sharding.SingleDeviceSharding(jax.devices()[0]))() is ONE_DEVICE_PARTITIONER
     assert (
-        nnx.jit(lambda told: told().is_single_device and 1)(Told(spread_out)) == 1
+        nnx.jit(lambda report: report().is_single_device and 1)(Told(spread_out)) == 1
     )  # arrays that are traced tell no mesh
 
 

@@ -58,9 +58,9 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "axes", "rules"), CASES)
 def test_prediction(name, axes, rules):
-    found = error(predicted(name, axes, rules), predicted(name).astype(np.float64))
-    print(f"{found:.1e}")
-    assert found <= 1e-5
+    result = error(predicted(name, axes, rules), predicted(name).astype(np.float64))
+    print(f"{result:.1e}")
+    assert result <= 1e-5
 
 
 def test_one_token_more_or_less_would_be_seen():

@@ -124,6 +124,6 @@ def test_group_norm_is_precise(mean, bound):
     groups = x.astype(np.float64).reshape(1, -1, 2, 4)
     centred = groups - groups.mean(axis=(1, 3), keepdims=True)
     exact = (centred / np.sqrt(centred.var(axis=(1, 3), keepdims=True) + 1e-6)).reshape(x.shape)
-    found = error(normed(norm, x), exact)
-    print(f"mean {mean}: relative error {found:.1e}")
-    assert found <= bound
+    result = error(normed(norm, x), exact)
+    print(f"mean {mean}: relative error {result:.1e}")
+    assert result <= bound

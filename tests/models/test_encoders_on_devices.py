@@ -53,9 +53,9 @@ def encoded(name, axes=None, rules="fsdp"):
 @pytest.mark.parametrize("name", ENCODERS)
 def test_features(name, axes, rules):
     alone = encoded(name).astype(np.float64)
-    found = error(encoded(name, axes, rules), alone)
-    print(f"relative error {found:.1e}")
-    assert found <= BOUND
+    result = error(encoded(name, axes, rules), alone)
+    print(f"relative error {result:.1e}")
+    assert result <= BOUND
 
 
 @pytest.mark.parametrize("name", ENCODERS)

@@ -42,9 +42,9 @@ def compiled(config: TransformerConfig) -> jax.stages.Compiled:
     def context(weights: nnx.State, *seen: jax.Array) -> Any:
         return nnx.merge(graphdef, weights).context(*seen)
 
-    def forward(weights: nnx.State, latents: jax.Array, *given: Any) -> jax.Array:
+    def forward(weights: nnx.State, latents: jax.Array, *arguments: Any) -> jax.Array:
         model = nnx.merge(graphdef, weights)
-        t, context, *control = given
+        t, context, *control = arguments
         return model(
             latents, t, context, model.rope(model.grid(latents)), **dict(zip(("control",), control, strict=False))
         )

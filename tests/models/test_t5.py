@@ -131,6 +131,6 @@ def test_every_weight_has_a_gradient(config):
         return jnp.sum(nnx.merge(graphdef, weights)(tokens, mask) * pull)
 
     for path, gradient in nnx.to_flat_state(jax.jit(jax.grad(pulled))(weights, *prompt(2, 12))):
-        found = np.asarray(gradient.get_value())
-        assert np.isfinite(found).all(), path
-        assert np.abs(found).max() > 0, path
+        result = np.asarray(gradient.get_value())
+        assert np.isfinite(result).all(), path
+        assert np.abs(result).max() > 0, path

@@ -34,12 +34,12 @@ def model(name, heads=2, axes=None, rules="fsdp"):
     """Return a network of random weights, of which every part matters."""
     window, sink = WINDOWS[name]
     config = CausalTransformerConfig(**asdict(transformer_config(heads)), chunk_frames=FRAMES, window=window, sink=sink)
-    made = network(
+    result = network(
         partial(WanCausalTransformer, config, attention=AttentionConfig("reference")), partitioner(axes, rules)
     )
-    for norm in (made.blocks.self_attn.q_norm, made.blocks.self_attn.k_norm):
+    for norm in (result.blocks.self_attn.q_norm, result.blocks.self_attn.k_norm):
         norm.scale.set_value(10 * norm.scale.get_value())  # so that a few keys have most of the attention
-    return made
+    return result
 
 
 def given():
@@ -57,8 +57,8 @@ def by_blocks(model, latents, text, devices=None):
     @jax.jit
     def begin(weights, latents, text):
         with use_partitioner(devices):
-            made = nnx.merge(graphdef, weights)
-            return made.context(text), made.window(latents)
+            output = nnx.merge(graphdef, weights)
+            return output.context(text), output.window(latents)
 
     @partial(jax.jit, donate_argnums=5)
     def run(weights, latents, t, context, time, window, slot):
@@ -67,15 +67,15 @@ def by_blocks(model, latents, text, devices=None):
             return velocity, update_cache(window, kept, slot)
 
     context, window = begin(weights, latents[:, :FRAMES], text)
-    found, windows = [], []
+    result, windows = [], []
     for block, t in enumerate(TIMES):
         x = latents[:, block * FRAMES : (block + 1) * FRAMES]
         where = angles_at(model.config, block), window, slot_of(model.config, block, TOKENS)
         velocity, window = run(weights, x, jnp.full((2,), t), context, *where)
-        found.append(np.asarray(velocity))
+        result.append(np.asarray(velocity))
         windows.append(jax.tree.map(lambda x: (x.shape, x.sharding), window))
     assert run._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue] (one program, whatever the block)
-    return np.concatenate(found, axis=1), windows
+    return np.concatenate(result, axis=1), windows
 
 
 def sees(name):
@@ -100,15 +100,15 @@ def whole(name, heads=2):
 
 @pytest.mark.parametrize("name", WINDOWS)
 def test_block_by_block_equals_the_whole_sequence(name):
-    found, _ = by_blocks(model(name), *map(jnp.asarray, given()))
-    told = error(found, whole(name))
-    print(f"{name}: {told:.1e}")
-    assert told <= 1e-5
+    result, _ = by_blocks(model(name), *map(jnp.asarray, given()))
+    reported = error(result, whole(name))
+    print(f"{name}: {reported:.1e}")
+    assert reported <= 1e-5
 
 
 def test_a_window_that_slides_one_block_less_would_be_seen():
-    found = [whole("whole"), whole("rolling"), whole("with a sink")]
-    assert all(error(a, b) > 1e-3 for i, a in enumerate(found) for b in found[:i])
+    result = [whole("whole"), whole("rolling"), whole("with a sink")]
+    assert all(error(a, b) > 1e-3 for i, a in enumerate(result) for b in result[:i])
 
 
 def test_the_whole_sequence_is_that_of_the_transformer_that_sees_all():
@@ -141,10 +141,10 @@ CASES = [
 def test_on_eight_devices(heads, axes, rules):
     """Two videos, of 30 tokens a block, which no axis of 4 or 8 divides."""
     devices = partitioner(axes, rules)
-    found, windows = by_blocks(model("with a sink", heads, axes, rules), *map(jnp.asarray, given()), devices=devices)
-    told = error(found, whole("with a sink", heads))
-    print(f"{told:.1e}")
-    assert told <= 1e-5
+    result, windows = by_blocks(model("with a sink", heads, axes, rules), *map(jnp.asarray, given()), devices=devices)
+    reported = error(result, whole("with a sink", heads))
+    print(f"{reported:.1e}")
+    assert reported <= 1e-5
     shape, sharding = windows[-1].k
     assert sharding.shard_shape(shape)[3] == shape[3] // axes[2]
     assert shape[3] == -(-heads // axes[2]) * axes[2] * 6
@@ -153,6 +153,6 @@ def test_on_eight_devices(heads, axes, rules):
 def test_no_other_attention_than_to_all_kept_keys():
     config = model("whole").config
     for name in ("radial:0.2", "auto:window=4"):
-        made = network(partial(WanCausalTransformer, config, attention=AttentionConfig.parse(name)), None)
+        result = network(partial(WanCausalTransformer, config, attention=AttentionConfig.parse(name)), None)
         with pytest.raises(UnsupportedError, match=naming("attention cached keys")):
-            by_blocks(made, *map(jnp.asarray, given()))
+            by_blocks(result, *map(jnp.asarray, given()))

@@ -44,7 +44,7 @@ SOLVERS = {"ddim": CogVideoXDDIMScheduler, "dpm": CogVideoXDPMScheduler}
 
 def networks(name: str) -> dict[str, torch.nn.Module]:
     torch.manual_seed(0)
-    made = {
+    result = {
         "text_encoder": T5EncoderModel(
             T5Config(
                 vocab_size=512, d_model=48, d_kv=16, d_ff=96, num_layers=2, num_heads=4,
@@ -59,9 +59,9 @@ def networks(name: str) -> dict[str, torch.nn.Module]:
             invert_scale_latents="1.5" in name,
         ),
     }  # fmt: skip
-    for seed, network in enumerate(made.values()):
+    for seed, network in enumerate(result.values()):
         randomise(network.eval(), seed)
-    return made
+    return result
 
 
 def reference(name: str, solver: str, folder: Path) -> Any:

@@ -167,8 +167,8 @@ def save_language_model(folder: Path, ours: Mapping[str, np.ndarray]) -> None:
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 24}
     tokens = {f"{name}_token_id": 3 for name in ("bos", "eos")}
     model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text | tokens, vision_config=vision))
-    given = {key.removeprefix("model."): torch.from_numpy(x) for key, x in ours.items()}
-    missing, left = model.model.language_model.load_state_dict(given, strict=False)
+    options = {key.removeprefix("model."): torch.from_numpy(x) for key, x in ours.items()}
+    missing, left = model.model.language_model.load_state_dict(options, strict=False)
     assert not left
     assert all(name.startswith(("layers.1.", "layers.2.", "norm.")) for name in missing)  # these are not used
     model.save_pretrained(folder)

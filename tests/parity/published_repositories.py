@@ -76,14 +76,14 @@ def write_torch(path: Path, keys: Keys, dtype: torch.dtype, under: str | None = 
 
 @cache
 def _written_by(kind: str, entries: str) -> Keys:
-    given = {key: value for key, value in json.loads(entries).items() if key[0] != "_"}
+    options = {key: value for key, value in json.loads(entries).items() if key[0] != "_"}
     module: Any
     with torch.device("meta"):
         if hasattr(diffusers, kind):
-            module = getattr(diffusers, kind).from_config(given)
+            module = getattr(diffusers, kind).from_config(options)
         else:
             library = getattr(transformers, kind)
-            module = library(library.config_class(**given))
+            module = library(library.config_class(**options))
     return {name: tuple(x.shape) for name, x in module.state_dict().items()}
 
 

@@ -49,8 +49,8 @@ class StateDict(Tensors):
         super().__init__({key: value.detach().float().numpy() for key, value in module.state_dict().items()})
 
 
-def relative_l2(answer: Any, reference: Any) -> float:
-    a, b = (np.asarray(x, np.float64) for x in (answer, reference))
+def relative_l2(result: Any, reference: Any) -> float:
+    a, b = (np.asarray(x, np.float64) for x in (result, reference))
     assert a.shape == b.shape, (a.shape, b.shape)
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
@@ -179,24 +179,24 @@ class Led:
     def __init__(self, numbers: tuple[float, float, float], first: int = 0):
         self.numbers, self.first = numbers, first
 
-    def __call__(self, module: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        y, negative = given[0][:, self.first :].chunk(2)
-        made = led(y, negative, *self.numbers)
-        return (torch.cat([given[0][:, : self.first], torch.cat([made, made])], dim=1), *given[1:])
+    def __call__(self, module: torch.nn.Module, options: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        y, negative = options[0][:, self.first :].chunk(2)
+        result = led(y, negative, *self.numbers)
+        return (torch.cat([options[0][:, : self.first], torch.cat([result, result])], dim=1), *options[1:])
 
 
 def hooked(reference: torch.nn.Module, ends: str, hook: Led) -> torch.nn.Module:
     """Return the reference with a hook on the projections whose names end so."""
-    found = [module for name, module in reference.named_modules() if name.endswith(ends) and "refiner" not in name]
-    assert len(found) == 3, found
-    for module in found:
+    result = [module for name, module in reference.named_modules() if name.endswith(ends) and "refiner" not in name]
+    assert len(result) == 3, result
+    for module in result:
         module.register_forward_pre_hook(hook)
     return reference
 
 
-def led_apart(answer: Any, expected: np.ndarray, plain: np.ndarray) -> None:
+def led_apart(result: Any, expected: np.ndarray, plain: np.ndarray) -> None:
     """Compare with the first half of a led reference's batch, which is far from what it makes without being led."""
     first, second = np.split(expected, 2)
     assert relative_l2(second, first) <= 1e-6
-    assert relative_l2(answer, first) <= 1e-5  # the bar of the networks themselves
+    assert relative_l2(result, first) <= 1e-5  # the bar of the networks themselves
     assert relative_l2(plain, first) > 1e-2

@@ -106,8 +106,8 @@ def test_every_segment_and_every_frame(networks, case, tmp_path):
         callback=lambda step: latents.append(np.asarray(step.latents)),
     )  # fmt: skip
     last_steps = latents[case.steps - 1 :: case.steps]
-    for number, (answer, reference) in enumerate(zip(last_steps, exact, strict=True)):
-        error = relative_l2(answer[0, :, 1:], reference)
+    for number, (result, reference) in enumerate(zip(last_steps, exact, strict=True)):
+        error = relative_l2(result[0, :, 1:], reference)
         print(f"segment {number}: {error:.1e}")
         assert error <= BAR
     assert video.frames.shape == frames.shape

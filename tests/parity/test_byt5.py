@@ -162,8 +162,8 @@ def test_encoder(length, tmp_path):
         states.append(run(block_at(model.blocks, layer), states[-1], jnp.asarray(real), bias))
     states[-1] = model.norm(states[-1])
     states.append(run(model, ids, jnp.asarray(real)))
-    for answer, expected in zip(states, (*outputs.hidden_states, outputs.last_hidden_state), strict=True):
-        error = relative_l2(answer[real], expected.numpy()[real])
+    for result, expected in zip(states, (*outputs.hidden_states, outputs.last_hidden_state), strict=True):
+        error = relative_l2(result[real], expected.numpy()[real])
         print(f"relative error {error:.1e}")
         assert error <= 1e-5
 

@@ -131,8 +131,10 @@ def test_a_loaded_model_with_a_lora_predicts_as_diffusers_with_it(write, tmp_pat
     for name, weights in converted.items():
         assert np.abs(ours[name] - weights).max() <= 1e-6 * np.abs(weights).max(), name
 
-    given = [torch.randn(shape, generator=torch.Generator().manual_seed(5)) for shape in ((1, 2, 4, 6, 8), (1, 7, 16))]
-    errors = [relative_l2(predicted(loaded, *given), expected(module, *given)) for module in (theirs, reference())]
+    options = [
+        torch.randn(shape, generator=torch.Generator().manual_seed(5)) for shape in ((1, 2, 4, 6, 8), (1, 7, 16))
+    ]
+    errors = [relative_l2(predicted(loaded, *options), expected(module, *options)) for module in (theirs, reference())]
     print(f"{errors[0]:.1e}")
     assert errors[0] <= 1e-5 < 1e-2 < errors[1]
 

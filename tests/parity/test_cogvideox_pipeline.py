@@ -38,7 +38,7 @@ def noise_for(frames: int, padded: bool, pictures: str = "") -> dict[str, torch.
 
 
 @torch.no_grad()
-def expected(pipe: Any, noise: dict[str, torch.Tensor], monkeypatch, **given) -> tuple[list[np.ndarray], np.ndarray]:
+def expected(pipe: Any, noise: dict[str, torch.Tensor], monkeypatch, **options) -> tuple[list[np.ndarray], np.ndarray]:
     """Return diffusers' latents [1 C T H W] after every step, and its frames; all of its draws are the given noise."""
     latents: list[np.ndarray] = []
 
@@ -55,12 +55,12 @@ def expected(pipe: Any, noise: dict[str, torch.Tensor], monkeypatch, **given) ->
         prompt=PROMPT, negative_prompt=NEGATIVE, height=HEIGHT, width=WIDTH, num_inference_steps=STEPS,
         max_sequence_length=12, output_type="np",
         callback_on_step_end=lambda pipe, i, t, v: latents.append(v["latents"].transpose(1, 2).numpy()) or {},
-        **{"guidance_scale": GUIDANCE} | given,
+        **{"guidance_scale": GUIDANCE} | options,
     ).frames[0]  # fmt: skip
     return latents, frames
 
 
-def answer(folder: Path, noise: dict[str, torch.Tensor], **given) -> tuple[list[np.ndarray], np.ndarray]:
+def answer(folder: Path, noise: dict[str, torch.Tensor], **options) -> tuple[list[np.ndarray], np.ndarray]:
     pipe = wanjax.load(folder / "checkpoint")
     settings = {
         "size": (HEIGHT, WIDTH),
@@ -68,7 +68,7 @@ def answer(folder: Path, noise: dict[str, torch.Tensor], **given) -> tuple[list[
         "guidance_scale": GUIDANCE,
         "resize": "stretch",
         "follow": "diffusers",
-    } | given
+    } | options
     frames = settings["frames"]
     pictures = {name: settings.pop(name) for name in ("image", "video") if name in settings}
     encoded = pipe.encode(PROMPT, NEGATIVE, **pictures, **settings)
@@ -89,7 +89,7 @@ def compare(ours: tuple[list[np.ndarray], np.ndarray], theirs: tuple[list[np.nda
 
 
 @pytest.mark.parametrize(
-    ("name", "solver", "frames", "given"),
+    ("name", "solver", "frames", "options"),
     [
         pytest.param("cogvideox1.5-5b", "ddim", 17, {}, marks=pytest.mark.slow),
         pytest.param("cogvideox1.5-5b", "dpm", 17, {}, marks=pytest.mark.slow),
@@ -98,11 +98,11 @@ def compare(ours: tuple[list[np.ndarray], np.ndarray], theirs: tuple[list[np.nda
         pytest.param("cogvideox-5b", "dpm", 9, {}, marks=pytest.mark.slow),
     ],
 )
-def test_text_to_video(tmp_path, monkeypatch, name, solver, frames, given):
+def test_text_to_video(tmp_path, monkeypatch, name, solver, frames, options):
     noise = noise_for(frames, "1.5" in name)
     pipe = reference(name, solver, tmp_path)
-    theirs = expected(pipe, noise, monkeypatch, num_frames=frames, latents=noise["noise"].transpose(1, 2), **given)
-    compare(answer(tmp_path, noise, frames=frames, **given), theirs)
+    theirs = expected(pipe, noise, monkeypatch, num_frames=frames, latents=noise["noise"].transpose(1, 2), **options)
+    compare(answer(tmp_path, noise, frames=frames, **options), theirs)
 
 
 def test_dynamic_guidance(tmp_path, monkeypatch):

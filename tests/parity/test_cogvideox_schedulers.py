@@ -31,9 +31,9 @@ both = pytest.mark.parametrize(("solver", "theirs"), CASES, ids=["ddim", "dpm"])
 
 
 def reference(theirs, steps, snr_shift=1.0, spacing="trailing"):
-    made = theirs(**PUBLISHED, snr_shift_scale=snr_shift, timestep_spacing=spacing)
-    made.set_timesteps(steps)
-    return made
+    result = theirs(**PUBLISHED, snr_shift_scale=snr_shift, timestep_spacing=spacing)
+    result.set_timesteps(steps)
+    return result
 
 
 def field(x: torch.Tensor, timestep: float) -> torch.Tensor:
@@ -64,8 +64,8 @@ def compare(solver, theirs, steps, monkeypatch, skip=0, **levels):
     expected, noise = torch.randn(SHAPE, generator=generator), torch.randn(steps - skip, *SHAPE, generator=generator)
     draws = Draws(monkeypatch, noise)
     x, old, worst = jnp.asarray(expected.numpy()), None, 0.0
-    given = {"noise": jnp.asarray(noise.numpy())} if solver is DPM else {}
-    state = scheduler.init(schedule, x, jax.random.split(jax.random.key(0), SHAPE[0]), **given)
+    options = {"noise": jnp.asarray(noise.numpy())} if solver is DPM else {}
+    state = scheduler.init(schedule, x, jax.random.split(jax.random.key(0), SHAPE[0]), **options)
     step = jax.jit(scheduler.step)
     for index, t in enumerate(timesteps):
         draws.step = index
@@ -105,17 +105,17 @@ def test_other_spacings(solver, theirs, steps, spacing, monkeypatch):
 def test_the_first_steps_are_left_out(solver, theirs, skip, monkeypatch):
     assert compare(solver, theirs, 20, monkeypatch, skip=skip) <= TOLERANCE
     x0, noise = (torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
-    made = reference(theirs, 20)
-    answer = solver().add_noise(solver().schedule(20, skip=skip), jnp.asarray(x0.numpy()), jnp.asarray(noise.numpy()))
-    assert relative_l2(answer, made.add_noise(x0, noise, made.timesteps[skip : skip + 1])) <= TOLERANCE
+    output = reference(theirs, 20)
+    result = solver().add_noise(solver().schedule(20, skip=skip), jnp.asarray(x0.numpy()), jnp.asarray(noise.numpy()))
+    assert relative_l2(result, output.add_noise(x0, noise, output.timesteps[skip : skip + 1])) <= TOLERANCE
 
 
 @pytest.mark.parametrize("snr_shift", [1.0, 3.0])
 def test_the_levels_of_training(snr_shift):
     """The last level is pure noise, exactly."""
-    made = CogVideoXDDIMScheduler(**PUBLISHED, snr_shift_scale=snr_shift)
+    result = CogVideoXDDIMScheduler(**PUBLISHED, snr_shift_scale=snr_shift)
     levels = schedulers.diffusion.noise_levels(snr_shift)
-    np.testing.assert_allclose(levels, made.alphas_cumprod.numpy(), rtol=1e-9)
+    np.testing.assert_allclose(levels, result.alphas_cumprod.numpy(), rtol=1e-9)
     assert levels[-1] == 0
     schedule = DDIM(snr_shift=snr_shift).schedule(50)
     assert (schedule.alphas[0], schedule.sigmas[0]) == (0, 1)
@@ -199,12 +199,12 @@ def test_a_solver_given_by_name_keeps_the_levels():
 @pytest.mark.parametrize("steps", [50, 7])
 def test_dynamic_guidance(steps):
     """Take the reference's own scales from its pipeline, run with networks that only count."""
-    found = []
+    actual = []
 
     class Recorder(CogVideoXPipeline):
         @property
         def guidance_scale(self):
-            found.append(self._guidance_scale)
+            actual.append(self._guidance_scale)
             return self._guidance_scale
 
     transformer = CogVideoXTransformer3DModel(
@@ -221,7 +221,7 @@ def test_dynamic_guidance(steps):
     embeds = {"prompt_embeds": torch.zeros(1, 1, 4), "negative_prompt_embeds": torch.zeros(1, 1, 4)}
     size = {"height": 16, "width": 16, "num_frames": 1, "output_type": "latent"}
     pipe(**embeds, **size, num_inference_steps=steps, guidance_scale=6.0, use_dynamic_cfg=True)
-    answer = dynamic_scales(6.0, DDIM().schedule(steps).timesteps, steps)
-    np.testing.assert_allclose(answer, found, rtol=1e-12)
-    assert len(answer) == steps
-    assert 1 <= min(answer) < max(answer) <= 7
+    result = dynamic_scales(6.0, DDIM().schedule(steps).timesteps, steps)
+    np.testing.assert_allclose(result, actual, rtol=1e-12)
+    assert len(result) == steps
+    assert 1 <= min(result) < max(result) <= 7

@@ -139,10 +139,10 @@ def test_embeddings_of_the_pipeline(folder, tokenizers, tmp_path):
     ).numpy()
     encoder = converted_t5(reference, tmp_path)
     batch = tokenizers[0].tokenize(PROMPTS, LENGTH)
-    answer = encoder(jnp.asarray(batch.ids))
-    worst = max(relative_l2(answer[row], expected[row]) for row in range(len(PROMPTS)))
+    result = encoder(jnp.asarray(batch.ids))
+    worst = max(relative_l2(result[row], expected[row]) for row in range(len(PROMPTS)))
     print(f"{worst:.1e}")
     assert worst <= 1e-5
-    assert answer.shape == (len(PROMPTS), LENGTH, T5_SIZES["d_model"])
+    assert result.shape == (len(PROMPTS), LENGTH, T5_SIZES["d_model"])
     masked = encoder(jnp.asarray(batch.ids), jnp.asarray(batch.mask))
     assert relative_l2(masked[0], expected[0]) > 1e-2

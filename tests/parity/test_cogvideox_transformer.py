@@ -124,8 +124,8 @@ def prediction(model, latents, t, text):
     return model(latents, t, context, model.positions(model.grid(latents), context.text.shape[1]))
 
 
-def agree(answer, reference) -> None:
-    error = relative_l2(answer, reference)
+def agree(result, reference) -> None:
+    error = relative_l2(result, reference)
     print(f"{error:.1e}")
     assert error <= 1e-5
 
@@ -133,8 +133,8 @@ def agree(answer, reference) -> None:
 def test_whole(models):
     name, reference, model = models
     for size in INPUTS[name]:
-        given = inputs(reference, *size)
-        agree(our_prediction(model, *given), predicted(reference, *given))
+        options = inputs(reference, *size)
+        agree(our_prediction(model, *options), predicted(reference, *options))
 
 
 def test_embeddings(models):
@@ -188,19 +188,19 @@ def test_block_and_attention(models):
         torch.cat(theirs(video, text, time, rope), dim=1),
     ]
     answers = parts(model, ours(torch.cat([video, text], dim=1)), ours(time), is_text)
-    for answer, part in zip(answers, expected, strict=True):
-        agree(answer, part)
+    for result, part in zip(answers, expected, strict=True):
+        agree(result, part)
 
 
 @pytest.mark.parametrize("name", quick(["1.5 i2v", "5b i2v"], VARIANTS))
 def test_bfloat16_is_no_further_from_float32_than_the_reference_s_own(name):
     reference, _ = make(name)
-    given = inputs(reference, *INPUTS[name][1])
-    exact = predicted(reference, *given)
+    options = inputs(reference, *INPUTS[name][1])
+    exact = predicted(reference, *options)
     model = ours_of(reference.to(torch.bfloat16), jnp.bfloat16)
-    answer = our_prediction(model, *given)
-    assert answer.dtype == jnp.bfloat16
-    error, theirs = (relative_l2(x, exact) for x in (answer.astype(jnp.float32), predicted(reference, *given)))
+    result = our_prediction(model, *options)
+    assert result.dtype == jnp.bfloat16
+    error, theirs = (relative_l2(x, exact) for x in (result.astype(jnp.float32), predicted(reference, *options)))
     print(f"{error:.2e}, and the reference {theirs:.2e}")
     assert error <= 1.1 * theirs
 
@@ -234,5 +234,5 @@ def test_attention_led_away_from_a_negative_prompt(name):
     def run(model, latents, t, both):
         return model(latents, t, model.context(both)._replace(nag=jnp.array(NUMBERS)))
 
-    answer = run(model, channels_last(latents), ours(t), ours(torch.cat([text, other])))
-    led_apart(answer, expected, plain)
+    result = run(model, channels_last(latents), ours(t), ours(torch.cat([text, other])))
+    led_apart(result, expected, plain)

@@ -105,12 +105,12 @@ def reference_frames(reference: AutoencoderKLCogVideoX, z: torch.Tensor) -> np.n
     return (frames * 0.5 + 0.5).clamp(0, 1).numpy()
 
 
-def check_frames(answer: np.ndarray, expected: np.ndarray) -> None:
+def check_frames(result: np.ndarray, expected: np.ndarray) -> None:
     assert np.mean((expected == 0) | (expected == 1)) < 0.5  # only some are clipped
-    error = relative_l2(answer, expected)
+    error = relative_l2(result, expected)
     print(f"relative error {error:.1e}")
     assert error <= BAR
-    assert psnr(answer, expected) >= 60
+    assert psnr(result, expected) >= 60
 
 
 def moments(vae: CogVideoXVAE, x: torch.Tensor, tiling: Tiling | None = None) -> jax.Array:
@@ -219,9 +219,9 @@ def test_modules(reference, vae, path, chunks):
     theirs, ours, cache, their_cache = reference.get_submodule(their_path), submodule(vae, path), None, None
     for seed, frames in enumerate(map(int, chunks.split())):
         x, z = random(seed, 2, channels, frames, 8, 4), random(seed + 9, 2, 4, frames, 4, 2)
-        given = {"zq": z} if latent else {}
-        expected, their_cache = theirs(x, **given, conv_cache=their_cache)
-        y, cache = run(ours, channels_last(x), cache, *map(channels_last, given.values()))
+        options = {"zq": z} if latent else {}
+        expected, their_cache = theirs(x, **options, conv_cache=their_cache)
+        y, cache = run(ours, channels_last(x), cache, *map(channels_last, options.values()))
         assert relative_l2(y, channels_last(expected)) <= BAR
 
 
@@ -232,8 +232,8 @@ def test_norms(reference, vae, frames):
     z, x = random(0, 2, 4, frames[0], 2, 3), random(1, 2, 24, frames[1], 16, 24) + 3
     ours, theirs = vae.decoder.mid.res[0].norm1, reference.decoder.mid_block.resnets[0].norm1
     both = nnx.jit(lambda norm, x, z: (norm(x, z), norm.norm(x)))
-    answer, normed = both(ours, channels_last(x), channels_last(z))
-    assert relative_l2(answer, channels_last(theirs(x, z)[0])) <= BAR
+    result, normed = both(ours, channels_last(x), channels_last(z))
+    assert relative_l2(result, channels_last(theirs(x, z)[0])) <= BAR
     assert relative_l2(normed, channels_last(theirs.norm_layer(x))) <= BAR
 
 

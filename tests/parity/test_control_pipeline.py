@@ -59,10 +59,10 @@ def images(pictures: np.ndarray | list[np.ndarray]) -> list[Image.Image]:
 
 
 @torch.no_grad()
-def condition(pipe: WanVACEPipeline, **given: list[Image.Image] | None) -> np.ndarray:
+def condition(pipe: WanVACEPipeline, **options: list[Image.Image] | None) -> np.ndarray:
     names = ("video", "mask", "reference_images")
     clip, mask, references = pipe.preprocess_conditions(
-        *(given.get(name) for name in names), 1, HEIGHT, WIDTH, FRAMES, torch.float32, None
+        *(options.get(name) for name in names), 1, HEIGHT, WIDTH, FRAMES, torch.float32, None
     )
     latents = pipe.prepare_video_latents(clip, mask, references)
     return torch.cat([latents, pipe.prepare_masks(mask, references)], dim=1).numpy()
@@ -75,8 +75,8 @@ def test_conditions(reference, folder):
     whole = {"video": CLIP, "mask": MASK, "references": REFERENCES}
     same = {"video": images(CLIP), "mask": images(MASK), "reference_images": images(REFERENCES[::-1])}
     for ours, theirs in ((whole, same), ({}, {}), ({"video": CLIP}, {"video": images(CLIP)})):
-        made = pipe.model.encode_inputs(pipe.runtime, *pipe.prepare(**ours, **settings))["condition"]
-        assert relative_l2(made, condition(reference, **theirs)) <= 1e-5
+        result = pipe.model.encode_inputs(pipe.runtime, *pipe.prepare(**ours, **settings))["condition"]
+        assert relative_l2(result, condition(reference, **theirs)) <= 1e-5
 
 
 @torch.no_grad()

@@ -75,10 +75,10 @@ def test_published_sizes(name):
     assert network.kind.read(settings.to_dict()) == config
     specs = {key: jax.ShapeDtypeStruct(tuple(w.shape), jnp.bfloat16) for key, w in reference.state_dict().items()}
     targets = modules.parameters(network.abstract(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16))
-    made = weight_rules.assign(network.rules, specs, targets, ignore=network.unused)
+    result = weight_rules.assign(network.rules, specs, targets, ignore=network.unused)
     unused = {key for key in specs if any(fnmatchcase(key, pattern) for pattern in network.unused)}
     tied = {"encoder.embed_tokens.weight"} & specs.keys()
-    assert {key for each in made for key in each.sources} == specs.keys() - unused - tied
+    assert {key for each in result for key in each.sources} == specs.keys() - unused - tied
     assert sum(weight.numel() for weight in reference.parameters()) == parameters
     assert network.parameters == used == parameters - sum(specs[key].size for key in unused)
 

@@ -31,7 +31,7 @@ def authors(steps: int, shift: float, order: int = 2) -> tuple[list[torch.Tensor
     levels = shift * line / (1 + (shift - 1) * line)
     timesteps = [int(level * 1000) for level in levels]
     s = torch.from_numpy(np.append(levels, 0).astype(np.float32)).double()
-    x, before, found, lam = NOISE, None, [], torch.log(1 - s) - torch.log(s)
+    x, before, result, lam = NOISE, None, [], torch.log(1 - s) - torch.log(s)
     for i in range(steps):
         m = x - s[i] * field(x, timesteps[i])
         h, slope = lam[i + 1] - lam[i], 0.0
@@ -39,13 +39,13 @@ def authors(steps: int, shift: float, order: int = 2) -> tuple[list[torch.Tensor
             slope = (m - before) * h / (lam[i] - lam[i - 1]) / 2
         x = s[i + 1] / s[i] * x - (1 - s[i + 1]) * torch.expm1(-h) * (m + slope)
         before = m
-        found.append(x)
-    return found, timesteps, s.numpy()
+        result.append(x)
+    return result, timesteps, s.numpy()
 
 
 def ours(scheduler: FlowDPM, schedule) -> list[np.ndarray]:
     x = jnp.asarray(NOISE.numpy(), jnp.float32)
-    state, step, found = (
+    state, step, result = (
         scheduler.init(schedule, x, jax.random.split(jax.random.key(0), 3)),
         jax.jit(scheduler.step),
         [],
@@ -53,13 +53,13 @@ def ours(scheduler: FlowDPM, schedule) -> list[np.ndarray]:
     for index, timestep in enumerate(schedule.timesteps):
         velocity = field(torch.from_numpy(np.array(x)), float(timestep)).numpy()
         x, state = step(one_step(schedule, index), 0, jnp.asarray(velocity), x, state)
-        found.append(np.asarray(x))
-    return found
+        result.append(np.asarray(x))
+    return result
 
 
-def error(answer: list[np.ndarray], exact: list[torch.Tensor]) -> float:
+def error(result: list[np.ndarray], exact: list[torch.Tensor]) -> float:
     """Return the largest relative error of a step."""
-    norms = [np.linalg.norm(a - e.numpy()) / np.linalg.norm(e) for a, e in zip(answer, exact, strict=True)]
+    norms = [np.linalg.norm(a - e.numpy()) / np.linalg.norm(e) for a, e in zip(result, exact, strict=True)]
     return max(map(float, norms))
 
 

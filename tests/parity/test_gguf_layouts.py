@@ -273,8 +273,8 @@ def write_qwen(path, **changes):
         "block_count": 4, "embedding_length": 64, "feed_forward_length": 96, "attention.head_count": 4,
         "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-5, "rope.freq_base": 5e5,
     }  # fmt: skip
-    given = {f"qwen2vl.{name}": value for name, value in (fields | changes).items() if value is not None}
-    write_gguf(path, tensors, given, arch="qwen2vl")
+    options = {f"qwen2vl.{name}": value for name, value in (fields | changes).items() if value is not None}
+    write_gguf(path, tensors, options, arch="qwen2vl")
     return {key.removeprefix("model."): x for key, x in numbers.items()}
 
 

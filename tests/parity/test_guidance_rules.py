@@ -34,8 +34,8 @@ def joined(rule: GuidanceRule, step: int, average: Any = None, clean: Any = lamb
     prompt, negative, x = predictions(step)
     both = jnp.concatenate([prompt.numpy(), negative.numpy()])
     join = jax.jit(lambda both, values, x, average: rule.combine(both, len(x), values, x, clean, average))
-    made, average = join(both, rule.values(step, SCALE), jnp.asarray(x.numpy()), average)
-    return np.asarray(made), average
+    result, average = join(both, rule.values(step, SCALE), jnp.asarray(x.numpy()), average)
+    return np.asarray(result), average
 
 
 @pytest.mark.parametrize("zero_steps", [0, 1, 3])
@@ -47,10 +47,10 @@ def test_cfg_zero_star(zero_steps):
         a, b = prompt.flatten(1).double(), negative.flatten(1).double()
         fitted = ((a * b).sum(1) / (b * b).sum(1)).reshape(-1, 1, 1, 1, 1) * negative
         expected = torch.zeros(SHAPE) if step < zero_steps else (1 - SCALE) * fitted + SCALE * prompt
-        made, _ = joined(guidance_rule(f"cfg-zero:zero_steps={zero_steps}"), step)
-        np.testing.assert_allclose(made, expected.numpy(), atol=10 * BAR)
-        np.testing.assert_allclose(made, guider.forward(prompt, negative).pred.numpy(), atol=10 * BAR)
-        assert step < zero_steps or error(made, expected.numpy()) <= BAR
+        result, _ = joined(guidance_rule(f"cfg-zero:zero_steps={zero_steps}"), step)
+        np.testing.assert_allclose(result, expected.numpy(), atol=10 * BAR)
+        np.testing.assert_allclose(result, guider.forward(prompt, negative).pred.numpy(), atol=10 * BAR)
+        assert step < zero_steps or error(result, expected.numpy()) <= BAR
 
 
 def projected(eta: float, norm: float, momentum: float, prompt: Any, negative: Any, past: Any) -> tuple[Any, Any]:
@@ -63,14 +63,14 @@ def projected(eta: float, norm: float, momentum: float, prompt: Any, negative: A
     return prompt + (SCALE - 1) * (change - along + eta * along), past
 
 
-@pytest.mark.parametrize(("scheduler", "given"), [(FlowEuler(), FLOW), (DDIM(), {})], ids=["velocity", "v"])
+@pytest.mark.parametrize(("scheduler", "options"), [(FlowEuler(), FLOW), (DDIM(), {})], ids=["velocity", "v"])
 @pytest.mark.parametrize(
     ("eta", "norm", "momentum"), [(0, 0, 0), (0, 0, -0.5), (0.5, 2, -0.5), (1, 5, 0), (-0.3, 100, 0.75)]
 )
-def test_apg_is_that_of_its_paper_on_clean_latents(scheduler, given, eta, norm, momentum):
+def test_apg_is_that_of_its_paper_on_clean_latents(scheduler, options, eta, norm, momentum):
     rule = guidance_rule(f"apg:eta={eta},norm={norm},momentum={momentum}")
     assert rule.uses_running_average == (momentum != 0)
-    schedule = scheduler.schedule(STEPS, **given)
+    schedule = scheduler.schedule(STEPS, **options)
     average, past = jnp.zeros(SHAPE) if momentum else None, torch.zeros(SHAPE, dtype=torch.float64)
     for step in range(STEPS):
         now = one_step(schedule, step)
@@ -79,40 +79,42 @@ def test_apg_is_that_of_its_paper_on_clean_latents(scheduler, given, eta, norm, 
         share = alpha if scheduler.prediction == "v" else 1.0
         clean, other = share * x - sigma * prompt, share * x - sigma * negative
         expected, past = projected(eta, norm, momentum, clean, other, past)
-        made, average = joined(rule, step, average, partial(scheduler.x0, now, 0))
-        assert error(share * x.numpy() - sigma * np.float64(made), expected.numpy()) <= BAR
+        result, average = joined(rule, step, average, partial(scheduler.x0, now, 0))
+        assert error(share * x.numpy() - sigma * np.float64(result), expected.numpy()) <= BAR
         assert average is None or error(average, past.numpy()) <= BAR
 
 
 @pytest.mark.parametrize(("eta", "norm", "momentum"), [(0, 2, -0.5), (0.5, 100, 0.75), (1, 0, -0.5)])
 def test_apg_of_predictions_is_that_of_diffusers(eta, norm, momentum):
     """In diffusers' original formulation a scale of 0 is no guidance."""
-    given: Any = {"eta": eta, "adaptive_projected_guidance_rescale": norm}
+    options: Any = {"eta": eta, "adaptive_projected_guidance_rescale": norm}
     guider = AdaptiveProjectedGuidance(
-        SCALE - 1, adaptive_projected_guidance_momentum=momentum, use_original_formulation=True, **given
+        SCALE - 1, adaptive_projected_guidance_momentum=momentum, use_original_formulation=True, **options
     )
     average = jnp.zeros(SHAPE)
     for step in range(STEPS):
         prompt, negative, _ = predictions(step)
         guider.set_state(step, STEPS, torch.LongTensor([0]))
         guider.prepare_inputs({"x": (prompt, negative)})
-        made, average = joined(
+        result, average = joined(
             guidance_rule(f"apg:eta={eta},norm={norm},momentum={momentum},of=prediction"), step, average
         )
-        assert error(made, guider.forward(prompt, negative).pred.numpy()) <= BAR
+        assert error(result, guider.forward(prompt, negative).pred.numpy()) <= BAR
 
 
 @pytest.mark.parametrize("text", ["cfg-zero", "apg", "nag"])
 def test_without_a_negative_prompt_a_prediction_stays(text):
     rule, prompt = guidance_rule(text), jnp.asarray(predictions(0)[0].numpy())
-    made, _ = rule.combine(prompt, len(prompt), jnp.asarray(rule.values(0, 1.0)), prompt, lambda p, x: p, None)
-    np.testing.assert_array_equal(made, prompt)
+    result, _ = rule.combine(prompt, len(prompt), jnp.asarray(rule.values(0, 1.0)), prompt, lambda p, x: p, None)
+    np.testing.assert_array_equal(result, prompt)
 
 
 def test_apg_that_keeps_all_is_classifier_free_guidance():
     clean = partial(FlowEuler().x0, FlowEuler().schedule(4, **FLOW), 2)
-    made, plain = (joined(rule, 2, None, clean)[0] for rule in (guidance_rule("apg:eta=1,momentum=0"), CLASSIFIER_FREE))
-    assert error(made, np.asarray(plain)) <= BAR
+    result, plain = (
+        joined(rule, 2, None, clean)[0] for rule in (guidance_rule("apg:eta=1,momentum=0"), CLASSIFIER_FREE)
+    )
+    assert error(result, np.asarray(plain)) <= BAR
 
 
 NUMBERS = [(11.0, 2.5, 0.25), (4.0, 2.5, 0.5), (1.5, 1.0, 1.0)]
@@ -122,6 +124,6 @@ NUMBERS = [(11.0, 2.5, 0.25), (4.0, 2.5, 0.5), (1.5, 1.0, 1.0)]
 def test_nag(numbers):
     y, apart = torch.randn(2, 2, 7, 12, generator=torch.Generator().manual_seed(0))
     y[0, 0], (negative := 0.9 * y + 0.3 * apart)[0, 0] = 0, 0  # a token of nothing stays nothing
-    made = np.asarray(apply_nag(jnp.asarray(y.numpy()), jnp.asarray(negative.numpy()), jnp.array(numbers)))
-    assert error(made, np.nan_to_num(led(y.double(), negative.double(), *numbers).numpy())) <= BAR
-    assert not made[0, 0].any()
+    result = np.asarray(apply_nag(jnp.asarray(y.numpy()), jnp.asarray(negative.numpy()), jnp.array(numbers)))
+    assert error(result, np.nan_to_num(led(y.double(), negative.double(), *numbers).numpy())) <= BAR
+    assert not result[0, 0].any()

@@ -137,8 +137,8 @@ def test_the_tokenizer_of_glyphs_is_that_of_the_published_script(folder):
     reference.add_tokens([*(f"<color-{i}>" for i in range(3)), *fonts], special_tokens=True)
     texts = [QUOTED, "<kr-font-1><color-0> 你好 <color-3>", "</s> <pad>x <extra_id_7>"]
 
-    def check(given: OurByT5):
-        batch = given.tokenize(texts, 80)
+    def check(options: OurByT5):
+        batch = options.tokenize(texts, 80)
         for text, ids, mask in zip(texts, batch.ids, batch.mask, strict=True):
             assert ids[mask].tolist() == reference(text)["input_ids"]
 
@@ -182,9 +182,9 @@ def test_one_of_several_transformers_is_named_by_its_folder(folder, text_pair):
     authors.add_transformer(folder, "720p_i2v_distilled", doubled)
     authors.add_transformer(folder, "480p_i2v_distilled_sparse", ours, ideal_resolution="480p", ideal_task="i2v")
     authors.add_transformer(folder, "1080p_sr_distilled", ours, ideal_task=None)
-    told = refusal(folder)
-    assert says(told, f"480p_t2v 720p_i2v_distilled {folder}/transformer/480p_t2v")
-    assert "sparse" not in told
+    messages = refusal(folder)
+    assert says(messages, f"480p_t2v 720p_i2v_distilled {folder}/transformer/480p_t2v")
+    assert "sparse" not in messages
     source = open_source(folder / "transformer/720p_i2v_distilled")
     assert source.root == folder
     assert source.index["_class_name"] == "HunyuanVideo15ImageToVideoPipeline"
@@ -296,9 +296,9 @@ def test_the_language_model_is_found_by_older_and_newer_names():
     old = ["model.layers.0.mlp.up_proj.weight", "model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"]
     new = [key.replace("model.", "model.language_model.") for key in old]
     for keys, visual in ((old, "visual.patch_embed.proj.weight"), (new, "model.visual.patch_embed.proj.weight")):
-        found = recognise.language_model(Shapes(dict.fromkeys([*keys, visual], (2, 2))), flat)
-        assert list(found.weights.specs) == ["layers.0.mlp.up_proj.weight", "norm.weight", "embed_tokens.weight"]
-        assert found.json == {
+        result = recognise.language_model(Shapes(dict.fromkeys([*keys, visual], (2, 2))), flat)
+        assert list(result.weights.specs) == ["layers.0.mlp.up_proj.weight", "norm.weight", "embed_tokens.weight"]
+        assert result.json == {
             "model_type": "qwen2_5_vl_text", "hidden_size": 24, "rope_scaling": {"type": "mrope"},
             "architectures": ["Qwen2_5_VLTextModel"],
         }  # fmt: skip
@@ -311,9 +311,9 @@ def test_the_published_encoder_of_glyphs(inside):
     )
     with torch.device("meta"):
         tower = T5EncoderModel(config).encoder.state_dict()
-    found = recognise.glyph_encoder(Shapes({inside + key: x.shape for key, x in tower.items()}))
-    assert t5_config(found.json) == GLYPH_BYT5
-    assert "shared.weight" in found.weights.specs
+    result = recognise.glyph_encoder(Shapes({inside + key: x.shape for key, x in tower.items()}))
+    assert t5_config(result.json) == GLYPH_BYT5
+    assert "shared.weight" in result.weights.specs
 
 
 WIDE = {"num_attention_heads": 1, "attention_head_dim": 128, "rope_axes_dim": [16, 56, 56], "target_size": 640}
@@ -428,8 +428,8 @@ def test_missing_components_are_those_of_the_published_model(model, config, monk
     refined = {key.replace(".attn.to_q.", ".self_attn_qkv."): x for key, x in one.items() if "refiner" in key}
     theirs |= {authors.transformer_name(key): shape for key, shape in refined.items()}
     monkeypatch.setattr(hunyuan_layouts, "open_tensors", lambda path: Shapes(theirs))
-    asked = []
-    monkeypatch.setattr(checkpoint_layout, "folder_of", lambda name: asked.append(name) or (text_pair[0], None))
+    requested = []
+    monkeypatch.setattr(checkpoint_layout, "folder_of", lambda name: requested.append(name) or (text_pair[0], None))
     source = hunyuan_layouts.open_file(Path(f"{model}.safetensors"))
     assert source is not None
     assert network(source, "transformer", NETWORKS).config == config
@@ -437,12 +437,12 @@ def test_missing_components_are_those_of_the_published_model(model, config, monk
     assert source.published_name == f"hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-{model}"
     assert source["vae"].config()["latent_channels"] == 4
     assert source["tokenizer"].files()[0].parent == text_pair[0] / "tokenizer"
-    assert asked == [source.published_name]
+    assert requested == [source.published_name]
 
 
 def test_the_hub(folder, text_pair, tmp_path, monkeypatch):
     """Small files tell the layout; the folders of components are downloaded when they are needed."""
-    snapshot, asked = tmp_path / "snapshots/0123", []
+    snapshot, requested = tmp_path / "snapshots/0123", []
     reference = open_source(text_pair[0])
 
     def copy(patterns):
@@ -452,7 +452,7 @@ def test_the_hub(folder, text_pair, tmp_path, monkeypatch):
         return snapshot
 
     def download(name, patterns, revision):
-        asked.extend(patterns)
+        requested.extend(patterns)
         return copy(patterns)
 
     monkeypatch.setattr(sources, "locate", lambda name, revision, markers: copy(markers))
@@ -460,9 +460,9 @@ def test_the_hub(folder, text_pair, tmp_path, monkeypatch):
     source = open_source("owner/name")
     assert source.revision == "0123"
     assert_same_weights(source["transformer"].weights(), reference["transformer"].weights())
-    assert asked == ["transformer/480p_t2v/*"]
+    assert requested == ["transformer/480p_t2v/*"]
     assert_same_weights(source["vae"].weights(), reference["vae"].weights())
-    assert asked[1:] == ["vae/*"]
+    assert requested[1:] == ["vae/*"]
     assert source.missing_components == []
     authors.add_transformer(folder, "480p_i2v", authors.tensors_of(text_pair[0] / "transformer"))
     assert refusal("owner/name").endswith(f"such as owner/name/transformer/480p_i2v/{WEIGHTS}")

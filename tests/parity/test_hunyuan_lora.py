@@ -77,7 +77,7 @@ def diffusers_file(path, names=None):
 
 def theirs_of(names):
     """Return the factors by the authors' names: of q, k and v in the refiner as one, shifts before scales."""
-    found = {}
+    result = {}
     for name, (down, up) in factors(names).items():
         if name == "norm_out.linear":
             up = torch.cat(up.chunk(2)[::-1])
@@ -87,17 +87,17 @@ def theirs_of(names):
         if "refiner_blocks" in name and name.endswith(".to_q"):
             three = factors([name.replace(".to_q", f".to_{x}") for x in "qkv"])
             where, up = where.replace(".attn.to_q", ".self_attn_qkv"), torch.cat([up for _, up in three.values()])
-        found[where] = (down, up)
-    return found
+        result[where] = (down, up)
+    return result
 
 
 def fused_of(pairs):
     """Return the authors' factors with q, k and v of the blocks as one too."""
-    found = dict(pairs)
+    result = dict(pairs)
     for name in [name for name in pairs if name.endswith("_attn_q")]:
-        parts = [found.pop(f"{name.removesuffix('q')}{x}") for x in "qkv"]
-        found[f"{name}kv"] = (parts[0][0], torch.cat([up for _, up in parts]))
-    return found
+        parts = [result.pop(f"{name.removesuffix('q')}{x}") for x in "qkv"]
+        result[f"{name}kv"] = (parts[0][0], torch.cat([up for _, up in parts]))
+    return result
 
 
 def authors_file(path):
@@ -262,16 +262,16 @@ def test_a_loaded_model_has_the_merged_weights(layout, tmp_path):
     authors.add_transformer(theirs, "480p_t2v", tensors, use_meanflow=True)
     comfyui_file(tmp_path / "lora.safetensors")
     diffusers_file(tmp_path / "diffusers.safetensors")
-    told = []
+    messages = []
     folder = ours if layout == "diffusers" else theirs
-    pipe = wanjax.load(folder, lora=f"{tmp_path / 'lora.safetensors'}:{STRENGTH}", note=told.append)
-    assert "the rest" not in told[0]
+    pipe = wanjax.load(folder, lora=f"{tmp_path / 'lora.safetensors'}:{STRENGTH}", note=messages.append)
+    assert "the rest" not in messages[0]
     config = transformer_config(module.config)
     merged = fused(tmp_path / "diffusers.safetensors", STRENGTH * ALPHA / RANK)
     weights = {path: np.asarray(x) for path, x in parameters(pipe.transformer).items()}
-    found = ExportedTensors(weights, transformer_rules(config))
+    result = ExportedTensors(weights, transformer_rules(config))
     for key, x in merged.tensors.items():
-        assert np.abs(found.read(key) - x).max() <= 1e-6 * np.abs(x).max(), key
+        assert np.abs(result.read(key) - x).max() <= 1e-6 * np.abs(x).max(), key
 
 
 def test_a_lora_for_another_model_is_refused(tmp_path):

@@ -82,11 +82,11 @@ def originally(ours: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return theirs
 
 
-def same(answer, expected: Mapping[str, np.ndarray]) -> None:
-    assert answer.specs.keys() == expected.keys()
+def same(result, expected: Mapping[str, np.ndarray]) -> None:
+    assert result.specs.keys() == expected.keys()
     for key, x in expected.items():
-        assert answer.specs[key].shape == x.shape
-        np.testing.assert_array_equal(answer.read(key), x)
+        assert result.specs[key].shape == x.shape
+        np.testing.assert_array_equal(result.read(key), x)
 
 
 @pytest.fixture(scope="module")
@@ -105,19 +105,19 @@ def test_a_transformer_has_the_same_tensors_by_its_authors_names(transformer):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "given", "config"),
+    ("sizes", "options", "config"),
     [
         ({"target_size": 960}, {"ideal_resolution": "720p"}, SIZE_720P),
         ({"use_meanflow": True}, None, FEW_STEPS_480P),
     ],
 )
-def test_the_published_transformers(sizes, given, config):
+def test_the_published_transformers(sizes, options, config):
     with torch.device("meta"):
         keys = HunyuanVideo15Transformer3DModel(**sizes).state_dict()
     ours = {key: tuple(x.shape) for key, x in keys.items() if "token_refiner" not in key or ".attn." not in key}
     specs = {original.TRANSFORMER.to_authors(key): Spec(shape, np.dtype(np.float32)) for key, shape in ours.items()}
     assert None not in specs
-    assert tables.transformer_config(original.transformer_json(specs, given)) == config
+    assert tables.transformer_config(original.transformer_json(specs, options)) == config
 
 
 def test_an_autoencoder_has_the_same_tensors_by_its_authors_names():

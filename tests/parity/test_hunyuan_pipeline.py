@@ -31,7 +31,7 @@ def noise_for(height: int, width: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def expected(pipe: Any, noise: torch.Tensor, **given: Any) -> tuple[list[np.ndarray], np.ndarray]:
+def expected(pipe: Any, noise: torch.Tensor, **arguments: Any) -> tuple[list[np.ndarray], np.ndarray]:
     """Return diffusers' latents [1 C T H W] after every step, and its frames."""
     latents: list[np.ndarray] = []
 
@@ -42,7 +42,7 @@ def expected(pipe: Any, noise: torch.Tensor, **given: Any) -> tuple[list[np.ndar
 
     pipe.scheduler.step = step
     options = {"num_frames": FRAMES, "num_inference_steps": STEPS, "latents": noise, "output_type": "np"}
-    frames = pipe(**{"prompt": PROMPT, "negative_prompt": NEGATIVE} | options | given).frames[0]
+    frames = pipe(**{"prompt": PROMPT, "negative_prompt": NEGATIVE} | options | arguments).frames[0]
     return latents, frames
 
 
@@ -73,7 +73,7 @@ def compare(ours: Any, theirs: tuple[list[np.ndarray], np.ndarray]) -> None:
 def test_text_to_video(tmp_path, prompt):
     noise, size = noise_for(HEIGHT, WIDTH), {"height": HEIGHT, "width": WIDTH}
     pipe = text_to_video(tmp_path)
-    plain, quoted = (expected(pipe, noise, prompt=given, **size) for given in (PROMPT, QUOTED))
+    plain, quoted = (expected(pipe, noise, prompt=options, **size) for options in (PROMPT, QUOTED))
     assert relative_l2(plain[0][-1], quoted[0][-1]) > 1e-2
     compare(answer(tmp_path, noise, prompt, **size), plain if prompt == PROMPT else quoted)
 

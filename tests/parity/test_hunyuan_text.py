@@ -166,10 +166,10 @@ def test_features_of_chats(tokenizers, tmp_path):
     )
     batch = tokenize_chats(tokenizers[1], PROMPTS[-4:] + LONG[:1])
     model = converted(reference, QWEN2_VL, tmp_path)
-    answer = nnx.jit(lambda model, ids: model(ids))(model, jnp.asarray(batch.ids))[:, TEMPLATE_TOKENS:]
+    result = nnx.jit(lambda model, ids: model(ids))(model, jnp.asarray(batch.ids))[:, TEMPLATE_TOKENS:]
     real = batch.mask[:, TEMPLATE_TOKENS:]
     np.testing.assert_array_equal(real, mask)
-    error = relative_l2(answer[real], features.numpy()[real])
+    error = relative_l2(result[real], features.numpy()[real])
     print(f"relative error {error:.1e}")
     assert error <= 1e-5
 
@@ -185,8 +185,8 @@ def test_features_of_quoted_texts(glyph_tokenizers, tmp_path):
     np.testing.assert_array_equal(batch.mask, mask)
     assert not batch.mask[0].any()
     model = converted_t5(reference, tmp_path)
-    answer = nnx.jit(lambda model, *prompt: model(*prompt))(model, jnp.asarray(batch.ids), jnp.asarray(batch.mask))
-    assert bool(jnp.isfinite(answer).all())
-    error = relative_l2(answer[batch.mask], features.numpy()[batch.mask])
+    result = nnx.jit(lambda model, *prompt: model(*prompt))(model, jnp.asarray(batch.ids), jnp.asarray(batch.mask))
+    assert bool(jnp.isfinite(result).all())
+    error = relative_l2(result[batch.mask], features.numpy()[batch.mask])
     print(f"relative error {error:.1e}")
     assert error <= 1e-5

@@ -109,20 +109,20 @@ def inputs(task: str) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def velocity(reference, given) -> np.ndarray:
-    given = {name: x.float() if x.dtype == torch.bool else x for name, x in given.items()}
-    return channels_last(reference(**{name: x.to(reference.dtype) for name, x in given.items()}).sample)
+def velocity(reference, batch) -> np.ndarray:
+    batch = {name: x.float() if x.dtype == torch.bool else x for name, x in batch.items()}
+    return channels_last(reference(**{name: x.to(reference.dtype) for name, x in batch.items()}).sample)
 
 
-def our_velocity(model, given, *, dropped: bool = True, partitioner=None) -> jax.Array:
+def our_velocity(model, batch, *, dropped: bool = True, partitioner=None) -> jax.Array:
     """Return our velocity; `dropped` leaves out quoted text and a picture that are not there."""
-    glyphs = ours(given["encoder_hidden_states_2"]), ours(given["encoder_attention_mask_2"])
-    image = ours(given["image_embeds"]) if given["image_embeds"].any() else None
+    glyphs = ours(batch["encoder_hidden_states_2"]), ours(batch["encoder_attention_mask_2"])
+    image = ours(batch["image_embeds"]) if batch["image_embeds"].any() else None
     if dropped and not glyphs[1].any():
         glyphs = None
-    t_next = ours(given["timestep_r"]) if "timestep_r" in given else None
-    text, mask = ours(given["encoder_hidden_states"]), ours(given["encoder_attention_mask"])
-    latents, t = channels_last(given["hidden_states"]), ours(given["timestep"])
+    t_next = ours(batch["timestep_r"]) if "timestep_r" in batch else None
+    text, mask = ours(batch["encoder_hidden_states"]), ours(batch["encoder_attention_mask"])
+    latents, t = channels_last(batch["hidden_states"]), ours(batch["timestep"])
     return predicted(partitioner, *nnx.split(model), latents, t, text, mask, glyphs, image, t_next)
 
 
@@ -134,8 +134,8 @@ def predicted(partitioner, graphdef, weights, latents, t, text, mask, glyphs, im
         return model(latents, t, context, model.rope(model.grid(latents)), t_next)
 
 
-def close(answer, expected) -> None:
-    error = relative_l2(answer, expected)
+def close(result, expected) -> None:
+    error = relative_l2(result, expected)
     print(f"{error:.1e}")  # `pytest -rP` shows it
     assert error <= BAR
 
@@ -152,36 +152,36 @@ def test_whole(models, task, dropped):
     "change", ["timestep", "encoder_hidden_states", "encoder_hidden_states_2", "image_embeds", "encoder_attention_mask"]
 )
 def test_every_input_matters(models, change):
-    given = inputs("both")
-    changed = masked(7, 4, of=11) if change == "encoder_attention_mask" else given[change].flip(-1)
-    assert relative_l2(our_velocity(models[1], given | {change: changed}), our_velocity(models[1], given)) > 1e-2
+    batch = inputs("both")
+    changed = masked(7, 4, of=11) if change == "encoder_attention_mask" else batch[change].flip(-1)
+    assert relative_l2(our_velocity(models[1], batch | {change: changed}), our_velocity(models[1], batch)) > 1e-2
 
 
 def test_padding_does_not_matter(models):
     """Text may be padded to any length with any values."""
     reference, model = models
-    given = inputs("both")
-    expected = velocity(reference, given)
+    batch = inputs("both")
+    expected = velocity(reference, batch)
     for name, size in (("encoder_hidden_states", 40), ("encoder_hidden_states_2", 24)):
-        given[name] = torch.cat([given[name], 50 * normal(9, 2, 6, size)], dim=1)
+        batch[name] = torch.cat([batch[name], 50 * normal(9, 2, 6, size)], dim=1)
     for name in ("encoder_attention_mask", "encoder_attention_mask_2"):
-        given[name] = torch.cat([given[name], torch.zeros(2, 6, dtype=torch.bool)], dim=1)
-    close(our_velocity(model, given), expected)
+        batch[name] = torch.cat([batch[name], torch.zeros(2, 6, dtype=torch.bool)], dim=1)
+    close(our_velocity(model, batch), expected)
 
 
 def test_a_video_without_any_text_is_finite(models):
-    given = inputs("text") | {"encoder_attention_mask": masked(11, 0, of=11)}
-    assert np.isfinite(our_velocity(models[1], given)).all()
+    batch = inputs("text") | {"encoder_attention_mask": masked(11, 0, of=11)}
+    assert np.isfinite(our_velocity(models[1], batch)).all()
 
 
 def test_the_next_timestep_of_a_network_of_few_steps():
     reference = built(use_meanflow=True)
     model = loaded(reference)
-    given = inputs("picture") | {"timestep_r": torch.tensor([850.0, 0.0])}
-    answer = our_velocity(model, given)
-    close(answer, velocity(reference, given))
-    other = given | {"timestep_r": torch.tensor([600.0, 90.0])}
-    assert relative_l2(our_velocity(model, other), answer) > 1e-2
+    batch = inputs("picture") | {"timestep_r": torch.tensor([850.0, 0.0])}
+    result = our_velocity(model, batch)
+    close(result, velocity(reference, batch))
+    other = batch | {"timestep_r": torch.tensor([600.0, 90.0])}
+    assert relative_l2(our_velocity(model, other), result) > 1e-2
     with pytest.raises(AssertionError, match="needs t_next"):
         our_velocity(model, inputs("picture"))
 
@@ -192,10 +192,10 @@ def test_refiner(models):
     text, mask, t = normal(1, 2, 11, 40), masked(11, 6, of=11), torch.tensor([968.0, 137.0])
     expected = reference.context_embedder(text, t, mask.float())
     refine = nnx.jit(lambda refiner, text, t, mask: (p := refiner.prompt(text, mask), refiner(p, t, mask)))
-    prompt, answer = refine(model.refiner, ours(text), ours(t), ours(mask))
-    live, answer = mask.numpy(), np.asarray(answer)
-    close(answer[live], expected.numpy()[live])  # the reference's padded tokens attend to nothing
-    assert np.isfinite(answer).all()
+    prompt, result = refine(model.refiner, ours(text), ours(t), ours(mask))
+    live, result = mask.numpy(), np.asarray(result)
+    close(result[live], expected.numpy()[live])  # the reference's padded tokens attend to nothing
+    assert np.isfinite(result).all()
     close(prompt.tokens, reference.context_embedder.proj_in(text))
     mean = (text * mask[..., None]).sum(1) / mask.sum(1)[:, None]
     close(prompt.mean, reference.context_embedder.time_text_embed.text_embedder(mean))
@@ -222,25 +222,25 @@ def test_block(models, index):
     expected, expected_text = reference.transformer_blocks[index](x, text, temb, mask.float(), rotary)
     nothing = Prompt(jnp.zeros((2, 9, WIDTH)), jnp.zeros((2, WIDTH)))
     context = Context(nothing, jnp.zeros((2, 0, WIDTH)), ours(mask))
-    answer = run(block, Streams(ours(x), ours(text)), ours(temb), model.rope(VIDEO), context)
-    close(answer.video, expected)
-    close(np.asarray(answer.text)[mask.numpy()], expected_text.numpy()[mask.numpy()])
+    result = run(block, Streams(ours(x), ours(text)), ours(temb), model.rope(VIDEO), context)
+    close(result.video, expected)
+    close(np.asarray(result.text)[mask.numpy()], expected_text.numpy()[mask.numpy()])
 
 
 def test_the_order_of_text_does_not_matter(models):
-    given = inputs("text")
-    text, mask = given["encoder_hidden_states"], given["encoder_attention_mask"]
+    batch = inputs("text")
+    text, mask = batch["encoder_hidden_states"], batch["encoder_attention_mask"]
     order = np.random.default_rng(0).permutation(text.shape[1])
-    other = {**given, "encoder_hidden_states": text[:, order], "encoder_attention_mask": mask[:, order]}
+    other = {**batch, "encoder_hidden_states": text[:, order], "encoder_attention_mask": mask[:, order]}
     assert not np.array_equal(mask, mask[:, order])
-    close(our_velocity(models[1], other), our_velocity(models[1], given))
+    close(our_velocity(models[1], other), our_velocity(models[1], batch))
 
 
 def test_the_pieces_make_the_whole(models):
     """A step cache may keep both streams before the last block."""
     _, model = models
-    given = inputs("text")
-    text, mask = ours(given["encoder_hidden_states"]), ours(given["encoder_attention_mask"])
+    batch = inputs("text")
+    text, mask = ours(batch["encoder_hidden_states"]), ours(batch["encoder_attention_mask"])
 
     @nnx.jit
     def in_pieces(model, latents, t, text, mask):
@@ -248,20 +248,20 @@ def test_the_pieces_make_the_whole(models):
         whole = model(latents, t, context, rope, cache=before)
         return whole, model(latents, t, context, rope, cache=LastBlockCache(before.cached)), before.cached
 
-    *answers, kept = in_pieces(model, channels_last(given["hidden_states"]), ours(given["timestep"]), text, mask)
+    *answers, kept = in_pieces(model, channels_last(batch["hidden_states"]), ours(batch["timestep"]), text, mask)
     assert [x.shape[2] for x in kept] == [WIDTH, WIDTH]
-    for answer in answers:
-        close(answer, our_velocity(model, given))
+    for result in answers:
+        close(result, our_velocity(model, batch))
 
 
 def test_bfloat16_is_no_further_from_float32_than_the_reference_s_own(models, tmp_path):
     reference, _ = models
     reference.save_pretrained(tmp_path)
     half = HunyuanVideo15Transformer3DModel.from_pretrained(tmp_path, torch_dtype=torch.bfloat16)
-    exact, given = velocity(reference, inputs("both")), inputs("both")
-    answer = our_velocity(loaded(half, jnp.bfloat16), given)
-    assert answer.dtype == jnp.bfloat16
-    assert relative_l2(answer, exact) <= 1.1 * relative_l2(velocity(half, given), exact)
+    exact, batch = velocity(reference, inputs("both")), inputs("both")
+    result = our_velocity(loaded(half, jnp.bfloat16), batch)
+    assert result.dtype == jnp.bfloat16
+    assert relative_l2(result, exact) <= 1.1 * relative_l2(velocity(half, batch), exact)
 
 
 @pytest.mark.parametrize(
@@ -271,11 +271,11 @@ def test_bfloat16_is_no_further_from_float32_than_the_reference_s_own(models, tm
 def test_eight_devices(models, axes, rules):
     """70 tokens of video and 23 of text, which no axis divides, and three heads."""
     reference, _ = models
-    given = inputs("both") | {"hidden_states": normal(0, 2, 9, 2, 5, 7)}
+    batch = inputs("both") | {"hidden_states": normal(0, 2, 9, 2, 5, 7)}
     partitioner = Partitioner(make_mesh(*axes), SHARDING_RULES[rules])
-    answer = our_velocity(loaded(reference, partitioner=partitioner), given, partitioner=partitioner)
-    assert len(answer.sharding.device_set) == 8
-    close(answer, velocity(reference, given))
+    result = our_velocity(loaded(reference, partitioner=partitioner), batch, partitioner=partitioner)
+    assert len(result.sharding.device_set) == 8
+    close(result, velocity(reference, batch))
 
 
 @pytest.mark.parametrize("name", ["480p", "720p", "few steps"])
@@ -297,11 +297,11 @@ def test_the_published_transformers(name):
 
 def test_attention_led_away_from_a_negative_prompt():
     reference = built()
-    model, given, other = loaded(reference), inputs("both"), inputs("picture")
+    model, batch, other = loaded(reference), inputs("both"), inputs("picture")
     other |= {"encoder_hidden_states": normal(9, 2, 11, 40), "encoder_attention_mask": masked(4, 9, of=11)}
-    plain = velocity(reference, given)
-    texts = {name: torch.cat([given[name], other[name]]) for name in given if name.startswith(("enc", "image"))}
-    videos = {name: torch.cat([given[name]] * 2) for name in ("hidden_states", "timestep")}
+    plain = velocity(reference, batch)
+    texts = {name: torch.cat([batch[name], other[name]]) for name in batch if name.startswith(("enc", "image"))}
+    videos = {name: torch.cat([batch[name]] * 2) for name in ("hidden_states", "timestep")}
     hooked(reference, "attn.to_out.0", Led(NUMBERS))
     expected = velocity(reference, texts | videos)
 
@@ -311,5 +311,5 @@ def test_attention_led_away_from_a_negative_prompt():
 
     names = "encoder_hidden_states", "encoder_attention_mask", "encoder_hidden_states_2", "encoder_attention_mask_2"
     text, mask, *glyphs = (ours(texts[name]) for name in names)
-    latents, t = channels_last(given["hidden_states"]), ours(given["timestep"])
+    latents, t = channels_last(batch["hidden_states"]), ours(batch["timestep"])
     led_apart(led(model, latents, t, text, mask, tuple(glyphs), ours(texts["image_embeds"])), expected, plain)

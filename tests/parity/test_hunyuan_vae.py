@@ -98,8 +98,8 @@ def decode(vae, z: torch.Tensor, tiling: Tiling | None = None, partitioner=None)
     return np.concatenate(chunks).transpose(3, 0, 1, 2)[None] * 2 - 1
 
 
-def close(answer, expected) -> None:
-    error = relative_l2(answer, expected)
+def close(result, expected) -> None:
+    error = relative_l2(result, expected)
     print(f"{error:.1e}")  # `pytest -rP` shows it
     assert error <= BAR
 

@@ -71,14 +71,14 @@ def on_the_hub(monkeypatch):
     """Put files on the hub, by name; returns what is asked of it: names, names beside them, and revisions."""
 
     def put(files):
-        asked = []
+        requested = []
 
         def locate(name, companions, revision):
-            asked.append((name, companions, revision))
+            requested.append((name, companions, revision))
             return files[name]
 
         monkeypatch.setattr(registry, "locate_file", locate)
-        return asked
+        return requested
 
     return put
 
@@ -115,10 +115,10 @@ def test_the_authors_folder_is_the_same_checkpoint(authors, diffusers):
     assert source.index == {key: value for key, value in reference.index.items() if key != "_diffusers_version"}
     for component in NAMES:
         assert_same_weights(source[component].weights(), reference[component].weights())
-        ours, wanted = network(source, component, NETWORKS).config, network(reference, component, NETWORKS).config
+        ours, expected = network(source, component, NETWORKS).config, network(reference, component, NETWORKS).config
         if component == "text_encoder":
-            wanted = replace(wanted, max_distance=128)  # the published value, which tensors do not show
-        assert ours == wanted
+            expected = replace(expected, max_distance=128)  # the published value, which tensors do not show
+        assert ours == expected
     assert source["tokenizer"].files()[0].parent == authors / "google/umt5-xxl"
     assert source["vae"].weights().paths == [authors / "Wan2.1_VAE.pth"]
     assert source["scheduler"].config()["flow_shift"] == 5.0
@@ -219,12 +219,12 @@ def test_a_single_file_of_a_transformer(prefix, named, diffusers, tmp_path):
     assert_same_weights(source["transformer"].weights(), reference)
 
 
-@pytest.mark.parametrize("made", ["rcm", "causvid"])
-def test_the_file_of_a_distillation(made, diffusers, tmp_path):
+@pytest.mark.parametrize("result", ["rcm", "causvid"])
+def test_the_file_of_a_distillation(result, diffusers, tmp_path):
     """rCM's trainer prefixes `net.` and projects flat patches; CausVid's keeps the generator beside its critic."""
     reference = SafetensorsFolder(diffusers / "transformer")
     tensors = {key: torch.from_numpy(np.array(value)) for key, value in theirs(diffusers, "transformer").items()}
-    if made == "rcm":
+    if result == "rcm":
         tensors["patch_embedding.weight"] = tensors["patch_embedding.weight"].flatten(1)
         torch.save({f"net.{key}": value for key, value in tensors.items()}, tmp_path / "model.pt")
     else:
@@ -259,9 +259,9 @@ def test_the_folder_of_a_model_distilled_with_sparse_attention(diffusers, tmp_pa
 def test_a_single_file_on_the_hub(diffusers, tmp_path, on_the_hub):
     path = tmp_path / "wan.safetensors"
     save_safetensors(path, theirs(diffusers, "transformer"))
-    asked = on_the_hub({"owner/name/split/wan.safetensors": path})
+    requested = on_the_hub({"owner/name/split/wan.safetensors": path})
     source = open_source("owner/name/split/wan.safetensors", "v1")
-    assert [revision for _, _, revision in asked] == ["v1"]
+    assert [revision for _, _, revision in requested] == ["v1"]
     assert source.root == path
     assert source.missing_components == ["text_encoder", "tokenizer", "vae"]
 
@@ -291,14 +291,14 @@ def save(path, tensors):
     (save_pth if path.suffix == ".pth" else save_safetensors)(path, tensors)
 
 
-@pytest.mark.parametrize("given", [0, 1])
+@pytest.mark.parametrize("options", [0, 1])
 @pytest.mark.parametrize("names", EXPERTS)
-def test_two_files_are_two_experts(names, given, diffusers, tmp_path):
+def test_two_files_are_two_experts(names, options, diffusers, tmp_path):
     """Either of them is given, and that at high noise is the first."""
     tensors = theirs(diffusers, "transformer")
     for name, more in zip(names, (0, 1), strict=True):
         save(tmp_path / name, {key: x + np.float32(more) for key, x in tensors.items()})
-    source = open_source(tmp_path / names[given])
+    source = open_source(tmp_path / names[options])
     assert source.index["transformer_2"] == source.index["transformer"]
     assert (source.index["boundary_ratio"], source["scheduler"].config()["flow_shift"]) == (0.875, 12.0)
     high, low = (source[name].weights() for name in ("transformer", "transformer_2"))
@@ -344,11 +344,11 @@ def test_the_name_of_a_lone_file_says_nothing(diffusers, tmp_path):
 
 
 def test_the_other_file_of_the_hub_comes_too(diffusers, tmp_path, on_the_hub):
-    asked = on_the_hub({f"owner/name/{EXPERTS[0][0]}": tmp_path / EXPERTS[0][0]})
+    requested = on_the_hub({f"owner/name/{EXPERTS[0][0]}": tmp_path / EXPERTS[0][0]})
     for name in EXPERTS[0]:
         save(tmp_path / name, theirs(diffusers, "transformer"))
     assert "transformer_2" in open_source(f"owner/name/{EXPERTS[0][0]}").index
-    assert [beside for _, beside, _ in asked] == [[EXPERTS[0][1]]]
+    assert [beside for _, beside, _ in requested] == [[EXPERTS[0][1]]]
 
 
 def test_a_file_with_everything(diffusers, tmp_path):
@@ -422,14 +422,14 @@ def test_missing_components_are_those_of_the_published_model(
     config, file, published_name, repository, monkeypatch, diffusers
 ):
     monkeypatch.setattr(wan_layouts, "open_tensors", lambda path: Shapes(config))
-    asked = []
-    monkeypatch.setattr(checkpoint_layout, "folder_of", lambda name: asked.append(name) or (diffusers, None))
+    requested = []
+    monkeypatch.setattr(checkpoint_layout, "folder_of", lambda name: requested.append(name) or (diffusers, None))
     source = wan_layouts.open_file(Path(file))
     assert source is not None
     assert (source.published_name, source.fallback_repo) == (published_name, repository)
     assert source["vae"].config() == tiny.VAE
     assert source["tokenizer"].files()[0].parent == diffusers / "tokenizer"
-    assert asked == [repository]
+    assert requested == [repository]
     assert source["transformer"].config()["num_layers"] == config.layers
 
 
@@ -480,14 +480,14 @@ def test_an_image_encoder_by_the_authors_is_that_of_transformers(tmp_path):
     tensors["visual.pos_embedding"] = tensors["visual.pos_embedding"][None]
     others = {"visual.head": np.ones((160, 8)), "textual.norm.weight": np.ones(4), "log_scale": np.ones(())}
     save_pth(tmp_path / "clip.pth", tensors | others)
-    found = recognise.component("image_encoder", open_tensors(tmp_path / "clip.pth"))
-    assert {key: getattr(config, key) for key in found.json if key != "architectures"} == {
-        key: value for key, value in found.json.items() if key != "architectures"
+    result = recognise.component("image_encoder", open_tensors(tmp_path / "clip.pth"))
+    assert {key: getattr(config, key) for key in result.json if key != "architectures"} == {
+        key: value for key, value in result.json.items() if key != "architectures"
     }
-    assert set(found.weights.specs) == set(reference)
+    assert set(result.weights.specs) == set(reference)
     for key, value in reference.items():
-        assert found.weights.specs[key] == Spec(value.shape, value.dtype)
-        np.testing.assert_array_equal(found.weights.read(key), value)
+        assert result.weights.specs[key] == Spec(value.shape, value.dtype)
+        np.testing.assert_array_equal(result.weights.read(key), value)
 
 
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])

@@ -89,9 +89,9 @@ def test_every_tensor_of_the_published_transformers_has_a_name(config):
 
 def test_a_transformers_config_is_read_from_its_shapes(transformer):
     json = original.transformer_json(originally(original.TRANSFORMER, shapes(transformer)))
-    wanted = dict(transformer.config) | {"_class_name": type(transformer).__name__}
+    expected = dict(transformer.config) | {"_class_name": type(transformer).__name__}
     assert {key: tuple(x) if isinstance(x, list) else x for key, x in json.items()} == {
-        key: tuple(wanted[key]) if isinstance(wanted[key], list) else wanted[key] for key in json
+        key: tuple(expected[key]) if isinstance(expected[key], list) else expected[key] for key in json
     }
     assert shapes(built(type(transformer), {k: v for k, v in json.items() if k[0] != "_"})) == shapes(transformer)
 
@@ -179,10 +179,10 @@ REFUSED = [  # what reads tensors that tell no config, those tensors, and what t
 ]
 
 
-@pytest.mark.parametrize(("read", "given", "words"), REFUSED)
-def test_what_tells_no_config_is_named(read, given, words):
+@pytest.mark.parametrize(("read", "options", "words"), REFUSED)
+def test_what_tells_no_config_is_named(read, options, words):
     with pytest.raises(WanjaxError, match=naming(words)):
-        read(given)
+        read(options)
 
 
 def test_names_of_other_models_have_no_translation():

@@ -134,8 +134,8 @@ def test_every_segment_and_every_frame(reference, folder, case):
     exact_frames, exact = expected(reference, case, inputs, noise)
     assert len(exact) == case.segments * case.steps
     frames, latents = ours(folder, case, inputs, noise)
-    for number, (answer, exact_latents) in enumerate(zip(latents, exact, strict=True)):
-        error = relative_l2(answer, exact_latents)
+    for number, (result, exact_latents) in enumerate(zip(latents, exact, strict=True)):
+        error = relative_l2(result, exact_latents)
         print(f"step {number}: {error:.1e}")
         assert error <= BAR
     assert frames.shape == exact_frames.shape == (case.frames, *SIZE, 3)

@@ -42,10 +42,10 @@ def ours(x: torch.Tensor) -> np.ndarray:
     return x.detach().numpy()
 
 
-def error(answer, reference: torch.Tensor, mask: torch.Tensor) -> float:
+def error(result, reference: torch.Tensor, mask: torch.Tensor) -> float:
     """Return the relative error at the real tokens; `pytest -rP` shows it."""
     real = mask.numpy().astype(bool)
-    error = relative_l2(np.asarray(answer)[real], reference.detach().float().numpy()[real])
+    error = relative_l2(np.asarray(result)[real], reference.detach().float().numpy()[real])
     print(f"relative error {error:.1e}")
     return error
 
@@ -91,8 +91,8 @@ def test_parts_of_a_block(models, length):
         block, angles = block_at(model.blocks, 1), text_angles(length, model.config)
         return block.norm1(x), block.mlp(x), block.attn(x, angles), block(x, angles)
 
-    for answer, part in zip(parts(model, ours(x)), expected, strict=True):
-        assert error(answer, part, everywhere) <= 1e-5
+    for result, part in zip(parts(model, ours(x)), expected, strict=True):
+        assert error(result, part, everywhere) <= 1e-5
 
 
 @torch.no_grad()
@@ -112,8 +112,8 @@ def test_every_block_s_output(models, length):
 
     embedded, *answers = outputs(model, ours(tokens))
     np.testing.assert_array_equal(embedded, states[0])
-    for answer, expected in zip(answers, states[1 : len(answers) + 1], strict=True):
-        assert error(answer, expected, mask) <= 1e-5
+    for result, expected in zip(answers, states[1 : len(answers) + 1], strict=True):
+        assert error(result, expected, mask) <= 1e-5
 
 
 @torch.no_grad()
@@ -122,17 +122,21 @@ def test_whole(models, length):
     reference, model = models
     tokens, mask = prompt(length)
     expected = reference(tokens, attention_mask=mask, output_hidden_states=True).hidden_states[-3]
-    answer = run(model, ours(tokens))
-    assert error(answer, expected, mask) <= 1e-5
-    assert np.isfinite(answer).all()
+    result = run(model, ours(tokens))
+    assert error(result, expected, mask) <= 1e-5
+    assert np.isfinite(result).all()
 
 
 def test_padding_changes_no_real_token(models):
     _, model = models
     tokens, mask = prompt(64)
     features, others, longer = (
-        np.asarray(run(model, given))
-        for given in (ours(tokens), np.where(ours(mask) == 1, ours(tokens), 5), np.pad(ours(tokens), ((0, 0), (0, 9))))
+        np.asarray(run(model, options))
+        for options in (
+            ours(tokens),
+            np.where(ours(mask) == 1, ours(tokens), 5),
+            np.pad(ours(tokens), ((0, 0), (0, 9))),
+        )
     )
     longer, real = longer[:, :64], mask.numpy().astype(bool)
     np.testing.assert_array_equal(features[real], others[real])
@@ -165,9 +169,9 @@ def test_half_precision_is_no_worse_than_torch_s(tmp_path):
     exact = reference(tokens, output_hidden_states=True).hidden_states[-3]
     half = reference.to(torch.bfloat16)
     theirs = relative_l2(half(tokens, output_hidden_states=True).hidden_states[-3].float(), exact)
-    answer = run(converted(half, QWEN2_VL, tmp_path, jnp.bfloat16), ours(tokens))
-    assert answer.dtype == jnp.bfloat16
-    assert relative_l2(answer, exact) <= 1.1 * theirs
+    result = run(converted(half, QWEN2_VL, tmp_path, jnp.bfloat16), ours(tokens))
+    assert result.dtype == jnp.bfloat16
+    assert relative_l2(result, exact) <= 1.1 * theirs
 
 
 def test_rotation_keeps_lengths_and_depends_on_distances_alone():

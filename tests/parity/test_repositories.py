@@ -61,9 +61,9 @@ def matched(source: Source, family: Family) -> dict[str, tuple[int, int]]:
 
 
 def matched_network(source: Source, family: Family, component: str) -> tuple[int, int]:
-    found, specs = network(source, component, family.networks), source[component].weights().specs
-    abstract = found.abstract(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
-    assignments = assign(found.rules, specs, modules.parameters(abstract), ignore=found.unused)
+    result, specs = network(source, component, family.networks), source[component].weights().specs
+    abstract = result.abstract(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    assignments = assign(result.rules, specs, modules.parameters(abstract), ignore=result.unused)
     return len(specs), len({name for each in assignments for name in each.sources})
 
 
@@ -76,18 +76,18 @@ def test_its_repository_is_opened_and_matched(hub, model):
     """As it is for a user who names the model, with nothing left to be downloaded."""
     for name in published.repositories_of(model):
         published.fill(hub, name)
-    preset, (opened, found) = presets()[model], find_checkpoint(model)
+    preset, (opened, result) = presets()[model], find_checkpoint(model)
     if opened.missing_components:
         published.fill(hub, opened.fallback_repo)
-    assert found is preset
+    assert result is preset
     notes: list[str] = []
     checkpoint = apply_options(open_for_loading(model, None, notes.append), (), notes.append)
     assert checkpoint.preset is preset
-    told = model_description(model)
-    assert checkpoint.settings == told.settings
-    assert inspect_checkpoint(model, reads_encoder_configs=True).model == told.model
+    description = model_description(model)
+    assert checkpoint.settings == description.settings
+    assert inspect_checkpoint(model, reads_encoder_configs=True).model == description.model
     counts = matched(checkpoint.source, checkpoint.family)
-    assert counts.keys() == told.model.spec.networks.keys() | set(told.model.spec.denoisers)
+    assert counts.keys() == description.model.spec.networks.keys() | set(description.model.spec.denoisers)
     assert counts.get("image_encoder") in (None, CLIP, AUTHORS_CLIP, SIGLIP)
     for name in checkpoint.source.components.keys() & {"image_processor", "feature_extractor", "tokenizer_2"}:
         checkpoint.family.loaders[name](checkpoint.source[name].files()[0].parent)
@@ -101,30 +101,32 @@ def test_its_repository_is_opened_and_matched(hub, model):
 @pytest.mark.parametrize("name", quick(["Wan2.1-FLF2V-14B-720P"], published.AUTHORS_FOLDERS))
 def test_the_folder_of_its_authors_is_opened_and_matched(tmp_path, name):
     """It holds everything but the entries of CLIP's preprocessor, which come from the same model's repository."""
-    found = inspect_checkpoint(published.authors_folder(tmp_path / name), reads_encoder_configs=True)
-    assert found.source.missing_components == [x for x in ("image_processor",) if x in found.source.components]
-    assert found.source.fallback_repo.casefold() == f"Wan-AI/{name}-Diffusers".casefold()
-    counts = matched(found.source, found.family)
+    checkpoint = inspect_checkpoint(published.authors_folder(tmp_path / name), reads_encoder_configs=True)
+    assert checkpoint.source.missing_components == [
+        x for x in ("image_processor",) if x in checkpoint.source.components
+    ]
+    assert checkpoint.source.fallback_repo.casefold() == f"Wan-AI/{name}-Diffusers".casefold()
+    counts = matched(checkpoint.source, checkpoint.family)
     assert counts["text_encoder"] == (242, 242)
     assert counts["vae"] in [(194, 194), (196, 196)]
     assert counts.get("image_encoder", AUTHORS_CLIP) == AUTHORS_CLIP
-    assert found.preset is not None
-    assert found.model == model_description(found.preset.name).model
+    assert checkpoint.preset is not None
+    assert checkpoint.model == model_description(checkpoint.preset.name).model
 
 
 def test_the_folder_of_hunyuanvideos_authors_is_opened_and_matched(tmp_path):
     """Beside the transformer: all of Qwen2.5-VL, Glyph-SDXL-v2's checkpoint, SigLIP."""
-    found = inspect_checkpoint(published.hunyuan_authors_folder(tmp_path, "480p_i2v"), reads_encoder_configs=True)
-    assert found.source.missing_components == []
-    assert matched(found.source, found.family) == {
+    checkpoint = inspect_checkpoint(published.hunyuan_authors_folder(tmp_path, "480p_i2v"), reads_encoder_configs=True)
+    assert checkpoint.source.missing_components == []
+    assert matched(checkpoint.source, checkpoint.family) == {
         "text_encoder": (338, 313),
         "text_encoder_2": (111, 111),
         "image_encoder": SIGLIP,
         "transformer": (1801, 1801),
         "vae": (218, 218),
     }
-    assert found.preset is not None
-    assert found.model == model_description("hunyuanvideo1.5-480p-i2v").model
+    assert checkpoint.preset is not None
+    assert checkpoint.model == model_description("hunyuanvideo1.5-480p-i2v").model
 
 
 SUPER_RESOLUTION = ("720p_sr_distilled", "1080p_sr_distilled")
@@ -141,7 +143,7 @@ def test_a_transformers_folder_of_hunyuanvideos_authors_is_its_model(hub, tmp_pa
             inspect_checkpoint(folder)
         return
     published.fill(hub, open_source(folder).fallback_repo)
-    found = inspect_checkpoint(folder)
-    assert found.preset is not None
-    assert found.preset.name == f"hunyuanvideo1.5-{name.replace('_', '-')}"
-    assert matched_network(found.source, found.family, "transformer")[0] == 1801 + 4 * ("step" in name)
+    checkpoint = inspect_checkpoint(folder)
+    assert checkpoint.preset is not None
+    assert checkpoint.preset.name == f"hunyuanvideo1.5-{name.replace('_', '-')}"
+    assert matched_network(checkpoint.source, checkpoint.family, "transformer")[0] == 1801 + 4 * ("step" in name)

@@ -82,8 +82,8 @@ def test_the_first_steps_are_left_out(kind, skip):
     x0, noise = (torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed)) for seed in range(2))
     t = reference.timesteps[skip : skip + 1]
     expected = reference.add_noise(x0, noise, t) if kind is unipc else reference.scale_noise(x0, t, noise)
-    answer = scheduler.add_noise(scheduler.schedule(20, skip), jnp.asarray(x0.numpy()), jnp.asarray(noise.numpy()))
-    assert relative_l2(answer, expected) <= TOLERANCE
+    result = scheduler.add_noise(scheduler.schedule(20, skip), jnp.asarray(x0.numpy()), jnp.asarray(noise.numpy()))
+    assert relative_l2(result, expected) <= TOLERANCE
     compare(scheduler, reference, 20, skip)
 
 

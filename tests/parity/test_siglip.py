@@ -42,9 +42,9 @@ def channels_last(images: torch.Tensor):
     return jnp.asarray(images.numpy().transpose(0, 2, 3, 1))
 
 
-def error(answer, reference: torch.Tensor) -> float:
+def error(result, reference: torch.Tensor) -> float:
     """Return the relative error; `pytest -rP` shows it."""
-    error = relative_l2(answer, reference.detach().float().numpy())
+    error = relative_l2(result, reference.detach().float().numpy())
     print(f"relative error {error:.1e}")
     return error
 
@@ -65,9 +65,9 @@ def test_every_block_s_output(models):
 @torch.no_grad()
 def test_whole(models):
     reference, model = models
-    answer = run(model, channels_last(IMAGES))
-    assert answer.shape == (2, 36, 216)
-    assert error(answer, reference(IMAGES).last_hidden_state) <= 1e-5
+    result = run(model, channels_last(IMAGES))
+    assert result.shape == (2, 36, 216)
+    assert error(result, reference(IMAGES).last_hidden_state) <= 1e-5
 
 
 @torch.no_grad()
@@ -84,9 +84,9 @@ def test_half_precision_is_no_worse_than_torch_s(tmp_path):
     exact = reference(IMAGES).last_hidden_state
     half = reference.to(torch.bfloat16)
     theirs = relative_l2(half(IMAGES.bfloat16()).last_hidden_state.float(), exact)
-    answer = run(converted(half, SIGLIP_VISION, tmp_path, jnp.bfloat16), channels_last(IMAGES))
-    assert answer.dtype == jnp.bfloat16
-    assert relative_l2(answer.astype(jnp.float32), exact) <= 1.1 * theirs
+    result = run(converted(half, SIGLIP_VISION, tmp_path, jnp.bfloat16), channels_last(IMAGES))
+    assert result.dtype == jnp.bfloat16
+    assert relative_l2(result.astype(jnp.float32), exact) <= 1.1 * theirs
 
 
 def test_present_and_former_file_formats(models):
@@ -127,10 +127,10 @@ def test_preprocessing(size, resample, tmp_path):
     )
     reference.save_pretrained(tmp_path)
     exact = reference(images=Image.fromarray(picture), return_tensors="np")["pixel_values"].transpose(0, 2, 3, 1)
-    answer = StretchingImageProcessor.load(tmp_path)([picture])
-    assert answer.dtype == np.float32
-    assert answer.shape == (1, 384, 384, 3)
-    np.testing.assert_allclose(answer, exact, atol=2e-7, rtol=0)
+    result = StretchingImageProcessor.load(tmp_path)([picture])
+    assert result.dtype == np.float32
+    assert result.shape == (1, 384, 384, 3)
+    np.testing.assert_allclose(result, exact, atol=2e-7, rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -44,23 +44,23 @@ def tensors() -> dict[str, torch.Tensor]:
         return {f"{name}.weight": draw(out, inside, scale=inside**-0.5), f"{name}.bias": draw(out, scale=0.1)}
 
     cells = math.prod(PATCH) * CHANNELS
-    made = linear("patch_embedding", WIDTH, cells)
-    made |= linear("text_embedding.0", WIDTH, TEXT) | linear("text_embedding.2", WIDTH, WIDTH)
-    made |= linear("time_embedding.0", WIDTH, 32) | linear("time_embedding.2", WIDTH, WIDTH)
-    made |= linear("time_projection.1", 6 * WIDTH, WIDTH)
+    result = linear("patch_embedding", WIDTH, cells)
+    result |= linear("text_embedding.0", WIDTH, TEXT) | linear("text_embedding.2", WIDTH, WIDTH)
+    result |= linear("time_embedding.0", WIDTH, 32) | linear("time_embedding.2", WIDTH, WIDTH)
+    result |= linear("time_projection.1", 6 * WIDTH, WIDTH)
     for block in (f"blocks.{i}" for i in range(LAYERS)):
         for attention in ("self_attn", "cross_attn"):
             for name in "qkvo":
-                made |= linear(f"{block}.{attention}.{name}", WIDTH, WIDTH)
+                result |= linear(f"{block}.{attention}.{name}", WIDTH, WIDTH)
             for name in ("norm_q", "norm_k"):
-                made[f"{block}.{attention}.{name}.weight"] = 1 + draw(WIDTH, scale=0.1)
-        made |= linear(f"{block}.{PROJECTION}", HEAD, HEAD)
-        made |= {f"{block}.norm3.weight": 1 + draw(WIDTH, scale=0.1), f"{block}.norm3.bias": draw(WIDTH, scale=0.1)}
-        made |= linear(f"{block}.ffn.0", MLP, WIDTH) | linear(f"{block}.ffn.2", WIDTH, MLP)
-        made[f"{block}.modulation"] = draw(1, 6, WIDTH, scale=0.1)
-    made |= linear("head.head", cells, WIDTH)
-    made["head.modulation"] = draw(1, 2, WIDTH, scale=0.1)
-    return made
+                result[f"{block}.{attention}.{name}.weight"] = 1 + draw(WIDTH, scale=0.1)
+        result |= linear(f"{block}.{PROJECTION}", HEAD, HEAD)
+        result |= {f"{block}.norm3.weight": 1 + draw(WIDTH, scale=0.1), f"{block}.norm3.bias": draw(WIDTH, scale=0.1)}
+        result |= linear(f"{block}.ffn.0", MLP, WIDTH) | linear(f"{block}.ffn.2", WIDTH, MLP)
+        result[f"{block}.modulation"] = draw(1, 6, WIDTH, scale=0.1)
+    result |= linear("head.head", cells, WIDTH)
+    result["head.modulation"] = draw(1, 2, WIDTH, scale=0.1)
+    return result
 
 
 def in_eight_bits(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,14 +83,14 @@ def multiplied(whole: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 def with_eight_bits(plain: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors of a quantised file: all projections of blocks but that of linear attention."""
-    made = {}
+    result = {}
     for key, x in plain.items():
         module, _, leaf = key.rpartition(".")
         if key.startswith("blocks.") and leaf == "weight" and x.ndim == 2 and not module.endswith("proj_l"):
-            made[f"{module}.int8_weight"], made[f"{module}.scale"] = in_eight_bits(x)
+            result[f"{module}.int8_weight"], result[f"{module}.scale"] = in_eight_bits(x)
         else:
-            made[key] = x
-    return made
+            result[key] = x
+    return result
 
 
 @dataclass
@@ -224,8 +224,8 @@ def test_a_quantised_file(given, tmp_path):
     torch.save(eight, path)
     with torch.inference_mode():
         weights_alone, both = (Reference(eight, x)(given[0], T, given[1]).numpy() for x in (False, True))
-    found = ours(path, *given, param_dtype=jnp.bfloat16)
-    distance, whole = error(found, weights_alone), error(found, both)
+    result = ours(path, *given, param_dtype=jnp.bfloat16)
+    distance, whole = error(result, weights_alone), error(result, both)
     print(f"the velocity of 8-bit weights: {distance:.1e}, and of 8-bit products {whole:.1e}")
     assert distance <= EIGHT_BIT_BOUND
     assert whole <= 2 * EIGHT_BIT_BOUND

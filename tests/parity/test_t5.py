@@ -118,8 +118,8 @@ def test_whole(models, length, masked):
     reference, model = models
     tokens, mask = prompt(length)
     expected = reference(tokens, mask if masked else None).last_hidden_state
-    answer = run(model, ours(tokens), ours(mask) if masked else None)
-    assert relative_l2(answer, expected) <= 1e-5
+    result = run(model, ours(tokens), ours(mask) if masked else None)
+    assert relative_l2(result, expected) <= 1e-5
 
 
 @torch.no_grad()
@@ -130,9 +130,9 @@ def test_half_precision_is_no_worse_than_torch_s(family, tmp_path):
     exact = reference(tokens, mask).last_hidden_state
     half = reference.to(torch.bfloat16)
     theirs = relative_l2(half(tokens, mask).last_hidden_state.float(), exact)
-    answer = run(converted_t5(half, tmp_path, jnp.bfloat16), ours(tokens), ours(mask))
-    assert answer.dtype == jnp.bfloat16
-    assert relative_l2(answer, exact) <= 1.1 * theirs
+    result = run(converted_t5(half, tmp_path, jnp.bfloat16), ours(tokens), ours(mask))
+    assert result.dtype == jnp.bfloat16
+    assert relative_l2(result, exact) <= 1.1 * theirs
 
 
 def test_umt5_xxl_has_the_reference_s_parameters():

@@ -54,10 +54,10 @@ def layers(latents: int, patch: int, growing: tuple[int, int, int]) -> dict[str,
         shapes |= {f"decoder.{first + 4}.conv.weight": (frames * width, width, 1, 1)}
         shapes |= {f"decoder.{first + 5}.weight": (after, width, 3, 3)}
     random = torch.Generator().manual_seed(0)
-    made = {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
-    found = {name: x / max(1, int(np.prod(x.shape[1:]))) ** 0.5 for name, x in made.items()}
-    found["decoder.22.weight"] *= 0.2  # few pixels are clipped
-    return found | {"decoder.22.bias": 0.5 + 0.1 * made["decoder.22.bias"]}
+    output = {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
+    result = {name: x / max(1, int(np.prod(x.shape[1:]))) ** 0.5 for name, x in output.items()}
+    result["decoder.22.weight"] *= 0.2  # few pixels are clipped
+    return result | {"decoder.22.bias": 0.5 + 0.1 * output["decoder.22.bias"]}
 
 
 def decoded(tensors: dict[str, torch.Tensor], latents: torch.Tensor, patch: int, doublings: int) -> np.ndarray:
@@ -117,18 +117,20 @@ def test_it_makes_the_reference_s_pictures(stored, patch, growing, tmp_path):
     latents = torch.randn(4, 5, 6, 10, generator=torch.Generator().manual_seed(1))
     network = read_tiny_decoder(file, 5).network
     ours = nnx.jit(lambda network, z: [network(z, doublings) for doublings in range(4)])
-    for doublings, answer in enumerate(ours(network, latents.permute(0, 2, 3, 1)[None].numpy())):
+    for doublings, result in enumerate(ours(network, latents.permute(0, 2, 3, 1)[None].numpy())):
         expected = decoded(tensors, latents, patch, doublings)
         assert ((expected > 0) & (expected < 1)).mean() > 0.5
-        assert error(np.moveaxis(np.asarray(answer[0]), -1, 1), expected.astype(np.float64)) <= 1e-5
+        assert error(np.moveaxis(np.asarray(result[0]), -1, 1), expected.astype(np.float64)) <= 1e-5
 
 
 @pytest.mark.parametrize(("height", "tall"), [(6, 24), (10, 20), (12, 24), (13, 13), (30, 30)])
 def test_pictures_are_as_tall_as_they_may_be(height, tall, tmp_path):
     torch.save(OrderedDict(layers(3, 1, (1, 2, 2))), tmp_path / "tae.pth")
     network = read_tiny_decoder(tmp_path / "tae.pth", 3).network
-    made = nnx.eval_shape(lambda network, z: decode_pictures(network, z, 25), network, jnp.zeros((2, 3, 1, height, 4)))
-    assert made.shape == (2, 1, tall, 4 * tall // height, 3)
+    result = nnx.eval_shape(
+        lambda network, z: decode_pictures(network, z, 25), network, jnp.zeros((2, 3, 1, height, 4))
+    )
+    assert result.shape == (2, 1, tall, 4 * tall // height, 3)
 
 
 def test_previews_are_made_with_it(tmp_path, monkeypatch):
@@ -163,10 +165,10 @@ def test_frames_are_the_reference_s(model, tmp_path):
     pipe = wanjax.load(make(tmp_path / "model"), decoder=tmp_path / "tae.pth")
     latents = torch.randn(5, channels, 4, 6, generator=torch.Generator().manual_seed(1))
     expected = frames_of(tensors, latents, patch, growing)
-    made = pipe.decode(latents.transpose(0, 1)[None].numpy(), jnp.float32)
+    result = pipe.decode(latents.transpose(0, 1)[None].numpy(), jnp.float32)
     assert ((expected > 0) & (expected < 1)).mean() > 0.5
-    assert made.shape == (17, 32 * patch, 48 * patch, 3)
-    assert error(made, expected.astype(np.float64)) <= 2e-5
+    assert result.shape == (17, 32 * patch, 48 * patch, 3)
+    assert error(result, expected.astype(np.float64)) <= 2e-5
     assert not pipe.components.has("vae")
 
 
@@ -175,10 +177,10 @@ def test_frames_on_a_mesh_in_tiles_and_in_a_stream(tmp_path):
     torch.save(OrderedDict(tensors), file := tmp_path / "tae.pth")
     folder = tiny_checkpoint(tmp_path / "model")
     latents = torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(1))
-    expected, given = frames_of(tensors, latents, 1, (1, 2, 2)), latents.transpose(0, 1)[None].numpy()
-    spread = wanjax.load(folder, decoder=file, mesh="dp=2,sp=2,tp=2").decode(given, jnp.float32)
+    expected, options = frames_of(tensors, latents, 1, (1, 2, 2)), latents.transpose(0, 1)[None].numpy()
+    spread = wanjax.load(folder, decoder=file, mesh="dp=2,sp=2,tp=2").decode(options, jnp.float32)
     assert error(spread, expected.astype(np.float64)) <= 2e-5
-    tiled = wanjax.load(folder, decoder=file).decode(given, jnp.float32, tiling=wanjax.Tiling(48, 32))
+    tiled = wanjax.load(folder, decoder=file).decode(options, jnp.float32, tiling=wanjax.Tiling(48, 32))
     assert error(tiled, expected.astype(np.float64)) < 0.1  # what tiles do not see is blended
     causal = wanjax.load(tiny_causal_checkpoint(tmp_path / "causal"), decoder=file)
     clips = list(causal.stream("a", size=(32, 32), frames=13, seed=3))
@@ -242,7 +244,7 @@ def test_the_command_line_decodes_with_it(tmp_path, monkeypatch):
         assert read_metadata(again)["digests"] == record["digests"]
     plan = succeeded(command("plan", "nano", "--chip", "cpu", "--decoder", "tae.pth", "--json")).stdout
     own = succeeded(command("plan", "nano", "--chip", "cpu", "--json")).stdout
-    with_it, without = (json.loads(told)["stages"]["decode"]["seconds"] for told in (plan, own))
+    with_it, without = (json.loads(message)["stages"]["decode"]["seconds"] for message in (plan, own))
     assert with_it != without
     other = layers(16, 1, (1, 2, 2))
     torch.save(OrderedDict(other | {"decoder.22.bias": other["decoder.22.bias"] + 1}), "tae.pth")

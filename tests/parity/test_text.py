@@ -74,8 +74,8 @@ def test_embeddings_of_the_pipeline(folder, length, tmp_path):
     batch = Tokenizer.load(folder, length=TEXT_LENGTH).tokenize(
         [clean_prompt(prompt) for prompt in AWKWARD_PROMPTS], length
     )
-    answer = encode_text(converted_t5(reference, tmp_path), jnp.asarray(batch.ids), jnp.asarray(batch.mask))
-    np.testing.assert_array_equal(np.asarray(answer == 0).all(axis=-1), (expected == 0).all(axis=-1))
+    result = encode_text(converted_t5(reference, tmp_path), jnp.asarray(batch.ids), jnp.asarray(batch.mask))
+    np.testing.assert_array_equal(np.asarray(result == 0).all(axis=-1), (expected == 0).all(axis=-1))
     for row in range(len(AWKWARD_PROMPTS)):
-        assert relative_l2(answer[row], expected[row]) <= 1e-5, AWKWARD_PROMPTS[row]
-    assert answer.shape == (len(AWKWARD_PROMPTS), length, T5_SIZES["d_model"])
+        assert relative_l2(result[row], expected[row]) <= 1e-5, AWKWARD_PROMPTS[row]
+    assert result.shape == (len(AWKWARD_PROMPTS), length, T5_SIZES["d_model"])

@@ -86,7 +86,7 @@ def images(pictures: np.ndarray) -> list[Image.Image]:
 
 
 @torch.no_grad()
-def expected(pipe: Any, generator: Any, **given: Any) -> np.ndarray:
+def expected(pipe: Any, generator: Any, **arguments: Any) -> np.ndarray:
     """Return diffusers' latents after the last step."""
     latents: list[Any] = []
     step = pipe.scheduler.step
@@ -99,7 +99,7 @@ def expected(pipe: Any, generator: Any, **given: Any) -> np.ndarray:
 
     pipe.scheduler.step = recorded
     pipe.set_progress_bar_config(disable=True)
-    pipe(**{"prompt": PROMPT, "negative_prompt": NEGATIVE, "generator": generator, "output_type": "latent"} | given)
+    pipe(**{"prompt": PROMPT, "negative_prompt": NEGATIVE, "generator": generator, "output_type": "latent"} | arguments)
     return latents[-1].numpy()
 
 
@@ -202,12 +202,14 @@ def test_wan(tmp_path, task):
         reference = kind(**parts)
         reference.save_pretrained(tmp_path / "checkpoint")
     settings = WAN | {"size": size} | ({"strength": 0.6} if "video" in pictures else {})
-    given: dict[str, Any] = {name: images(x) if name == "video" else Image.fromarray(x) for name, x in pictures.items()}
-    given |= reference_settings(**settings)
+    options: dict[str, Any] = {
+        name: images(x) if name == "video" else Image.fromarray(x) for name, x in pictures.items()
+    }
+    options |= reference_settings(**settings)
     if "video" in pictures:
-        del given["num_frames"]
-        given["strength"] = settings["strength"]
-    theirs = expected(reference, generator(), **given)
+        del options["num_frames"]
+        options["strength"] = settings["strength"]
+    theirs = expected(reference, generator(), **options)
     check(answer(tmp_path / "checkpoint", pictures=pictures, **settings), theirs)
 
 
@@ -218,8 +220,8 @@ def test_control(tmp_path):
     randomise(network, 1)
     reference = WanVACEPipeline(transformer=network, **small_parts(tmp_path / "tokenizer"))
     reference.save_pretrained(tmp_path / "checkpoint")
-    given = {"video": images(PICTURES), "reference_images": images(PICTURES[1::-1])}
-    theirs = expected(reference, generator(), **given, **reference_settings(**WAN))
+    options = {"video": images(PICTURES), "reference_images": images(PICTURES[1::-1])}
+    theirs = expected(reference, generator(), **options, **reference_settings(**WAN))
     pictures = {"video": PICTURES, "references": [*PICTURES[:2]]}
     check(answer(tmp_path / "checkpoint", pictures=pictures, **WAN), theirs)
 
@@ -263,15 +265,15 @@ def test_cogvideox(tmp_path, name, solver, frames, pictures):
     """The latents of a picture or a clip are drawn first, and frames precede channels in the noise of a video."""
     reference = cogvideox_references.reference(name, solver, tmp_path)
     settings = COGVIDEOX | {"frames": frames}
-    given: dict[str, Any] = {"max_sequence_length": 12, **reference_settings(**settings)}
+    options: dict[str, Any] = {"max_sequence_length": 12, **reference_settings(**settings)}
     if "video" in pictures:
         reference = CogVideoXVideoToVideoPipeline(**reference.components)
-        del given["num_frames"]
-        given |= {"video": images(PICTURES), "strength": 0.6}
+        del options["num_frames"]
+        options |= {"video": images(PICTURES), "strength": 0.6}
         settings |= {"strength": 0.6}
     elif pictures:
-        given["image"] = Image.fromarray(PICTURES[0])
-    theirs = expected(reference, generator(), **given).swapaxes(1, 2)
+        options["image"] = Image.fromarray(PICTURES[0])
+    theirs = expected(reference, generator(), **options).swapaxes(1, 2)
     check(answer(tmp_path / "checkpoint", pictures=pictures, **settings), theirs)
 
 
@@ -288,9 +290,9 @@ def test_numbers_of_steps(tmp_path, steps):
 def test_hunyuanvideo(tmp_path, image):
     reference = (hunyuan_references.text_to_video if image is None else hunyuan_references.image_to_video)(tmp_path)
     settings: dict[str, Any] = {"steps": 3, "frames": 5, "size": (48, 64)}
-    given: dict[str, Any] = {"num_frames": 5, "num_inference_steps": 3}
-    given |= {"height": 48, "width": 64} if image is None else {"image": Image.fromarray(image)}
-    theirs = expected(reference, generator(), **given)
+    options: dict[str, Any] = {"num_frames": 5, "num_inference_steps": 3}
+    options |= {"height": 48, "width": 64} if image is None else {"image": Image.fromarray(image)}
+    theirs = expected(reference, generator(), **options)
     if image is not None:
         settings["size"] = tuple(16 * cells for cells in theirs.shape[3:])
     pictures = {} if image is None else {"image": image}

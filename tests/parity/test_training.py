@@ -246,9 +246,9 @@ def test_a_lora_step_is_torch_s(case, tmp_path):
             if "lora_" in name:
                 x.copy_(torch.tensor(begun[name]))
     loss, gradients, weights = their_training(case, model)
-    value, found = gradients_of(network, is_factor, our_loss(case), our_data(case))
+    value, result = gradients_of(network, is_factor, our_loss(case), our_data(case))
     assert abs(value - loss) <= 1e-6 * max(1, abs(loss))
-    ours = {_their_name(name): x for name, x in export_factors(found, rules, chosen).items()}
+    ours = {_their_name(name): x for name, x in export_factors(result, rules, chosen).items()}
     assert_near(ours, gradients, 1e-5, f"gradients of {type(case).__name__}")
     after = export_factors(trained(case, network, is_factor, tmp_path), rules, chosen)
     worst = assert_near({_their_name(k): x for k, x in after.items()}, weights, 1e-5, "weights")
@@ -302,9 +302,9 @@ def test_a_full_step_is_torch_s(case, tmp_path):
     model = kind.from_pretrained(case.folder / case.component).requires_grad_(True)
     loss, gradients, weights = their_training(case, model)
     network = case.pipe.components.get(case.component)
-    value, found = gradients_of(network, all_parameters, our_loss(case), our_data(case))
+    value, result = gradients_of(network, all_parameters, our_loss(case), our_data(case))
     assert abs(value - loss) <= 1e-6 * max(1, abs(loss))
-    assert_near(_exported(found, known.rules, gradients), gradients, 1e-5, f"gradients of {type(case).__name__}")
+    assert_near(_exported(result, known.rules, gradients), gradients, 1e-5, f"gradients of {type(case).__name__}")
     after = trained(case, network, all_parameters, tmp_path)
     assert_near(_exported(after, known.rules, weights), weights, 1e-5, "weights")
     case.pipe.free()

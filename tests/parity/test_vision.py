@@ -92,10 +92,10 @@ def test_the_whole_of_a_picture(size):
     pixels = torch.from_numpy(picture).permute(2, 0, 1)[None].float().div(255).sub(0.5).div(0.5)
     exact = torch.nn.functional.interpolate(pixels, (224, 224), mode="bicubic", align_corners=False).mul(0.5).add(0.5)
     exact = (exact[0].permute(1, 2, 0).numpy() - np.float32(ours.mean)) / np.float32(ours.std)
-    (answer,) = ours([picture], stretch=True)
-    assert answer.dtype == np.float32
-    np.testing.assert_allclose(answer, exact, atol=1e-4)
-    assert size == (224, 224) or np.abs(answer - ours([picture])[0]).max() > 0.1
+    (result,) = ours([picture], stretch=True)
+    assert result.dtype == np.float32
+    np.testing.assert_allclose(result, exact, atol=1e-4)
+    assert size == (224, 224) or np.abs(result - ours([picture])[0]).max() > 0.1
 
 
 @pytest.mark.parametrize("size", [(224, 224), (100, 300), (333, 251), (37, 41), (720, 1280)])
@@ -106,7 +106,7 @@ def test_preprocessing(size, tmp_path):
     reference.save_pretrained(tmp_path)
     ours = ImageProcessor.load(tmp_path)
     exact = reference(images=picture, return_tensors="np")["pixel_values"].transpose(0, 2, 3, 1)
-    answer = ours([picture])
-    assert answer.dtype == np.float32
-    assert np.abs((answer - exact) * np.float32(reference.image_std)).max() <= 1 / 255  # in pixels from 0 to 1
-    assert np.abs(answer - exact).max() <= 1e-5
+    result = ours([picture])
+    assert result.dtype == np.float32
+    assert np.abs((result - exact) * np.float32(reference.image_std)).max() <= 1 / 255  # in pixels from 0 to 1
+    assert np.abs(result - exact).max() <= 1e-5

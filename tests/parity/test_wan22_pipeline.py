@@ -85,13 +85,13 @@ def noise(factor: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def expected(pipe: Any, **given: Any) -> tuple[list[np.ndarray], np.ndarray]:
+def expected(pipe: Any, **options: Any) -> tuple[list[np.ndarray], np.ndarray]:
     """Return diffusers' latents after every step, and its frames."""
     latents = []
     pipe.set_progress_bar_config(disable=True)
     frames = pipe(
         prompt=PROMPT, negative_prompt=NEGATIVE_PROMPT, height=HEIGHT, width=WIDTH, num_inference_steps=STEPS,
-        callback_on_step_end=lambda pipe, i, t, values: latents.append(values["latents"].numpy()) or {}, **given,
+        callback_on_step_end=lambda pipe, i, t, values: latents.append(values["latents"].numpy()) or {}, **options,
     ).frames[0]  # fmt: skip
     return latents, frames
 
@@ -124,9 +124,9 @@ def test_two_experts(common, tmp_path, image):
     experts = {"transformer": transformer(1, channels), "transformer_2": transformer(2, channels)}
     reference = kind(**common, **experts, vae=vae(VAE), boundary_ratio=0.875)
     reference.save_pretrained(tmp_path)
-    given = {} if image is None else {"image": Image.fromarray(image)}
+    options = {} if image is None else {"image": Image.fromarray(image)}
     exact, frames = expected(
-        reference, num_frames=FRAMES, guidance_scale=4.0, guidance_scale_2=3.0, latents=noise(8), **given
+        reference, num_frames=FRAMES, guidance_scale=4.0, guidance_scale_2=3.0, latents=noise(8), **options
     )
     pictures = {} if image is None else {"image": image}
     pipe, latents, last, switches = answer(tmp_path, noise(8), pictures, guidance_scale=4.0, guidance_scale_2=3.0)

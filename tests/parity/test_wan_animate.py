@@ -74,8 +74,8 @@ def test_both_passes(layers):
     _, exact_negative = expected(reference, negative=True)
     assert (relative_l2(exact, exact_negative) > 1e-3) == (layers > 9)
     keys, [velocity] = predict(network, 1, 0)
-    for answer, layer_values in zip(keys.v, values, strict=True):
-        assert relative_l2(answer, layer_values) <= BAR
+    for result, layer_values in zip(keys.v, values, strict=True):
+        assert relative_l2(result, layer_values) <= BAR
     assert relative_l2(velocity, exact) <= BAR
     _, [negative] = predict(network, 1, 1)
     assert relative_l2(negative, exact_negative) <= BAR

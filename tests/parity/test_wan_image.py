@@ -48,10 +48,10 @@ def test_whole(models):
         model = nnx.merge(graphdef, weights)
         return model(latents, t, model.context(text, image), model.rope(model.grid(latents)))
 
-    answer = run(
+    result = run(
         weights, jnp.asarray(channels_last(latents)), ours(t.float()), ours(text), ours(image).reshape(1, -1, 40)
     )
-    assert relative_l2(answer, velocity) <= 1e-5
+    assert relative_l2(result, velocity) <= 1e-5
 
 
 def test_image_embed_and_cross_attention(models):
@@ -70,6 +70,6 @@ def test_image_embed_and_cross_attention(models):
     assert relative_l2(embed, embedded) <= 1e-5
     attention = block.cross_attn
     context = ImageContext(attention.context(ours(text)), attention.image_context(embed))
-    answer = jax.jit(lambda *args: attention(*args))(ours(x), context)
-    assert relative_l2(answer, attended) <= 1e-5
+    result = jax.jit(lambda *args: attention(*args))(ours(x), context)
+    assert relative_l2(result, attended) <= 1e-5
     assert relative_l2(attended, prompt_alone) > 1e-2  # the image matters

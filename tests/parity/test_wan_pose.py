@@ -54,8 +54,8 @@ def test_motions(reference, network):
     faces = pixels(FACES)[0].transpose(0, 1)
     exact = reference.motion_encoder(faces)
     assert relative_l2(exact[0], exact[1]) > 0.1  # the motions depend on the picture
-    answer = run(network.motion_encoder, from_torch(faces.permute(0, 2, 3, 1)))
-    assert relative_l2(answer, exact) <= BAR
+    result = run(network.motion_encoder, from_torch(faces.permute(0, 2, 3, 1)))
+    assert relative_l2(result, exact) <= BAR
 
 
 @torch.no_grad()
@@ -83,8 +83,8 @@ def test_face_adapter(reference, network):
             bias = same_frame(x.shape[1], HEIGHT * WIDTH // 4, keys.k.shape[1], faces.shape[2])
             return adapter(x, keys, bias)
 
-        answer = adapt(network.face_adapters, from_torch(x), from_torch(faces))
-        assert relative_l2(answer, exact) <= BAR
+        result = adapt(network.face_adapters, from_torch(x), from_torch(faces))
+        assert relative_l2(result, exact) <= BAR
 
 
 @nnx.jit
@@ -104,13 +104,13 @@ def velocities(reference: Any, network: Any, **changes: torch.Tensor) -> tuple[n
     )[0]  # fmt: skip
     pose = torch.nn.functional.pad(inputs["pose"], (0, 0, 0, 0, 1, 0), value=7.0)  # the first frame is not used
     x, pose = (from_torch(y.permute(0, 2, 3, 4, 1)) for y in (inputs["x"], pose))
-    answer = predict(network, x, pose, *(from_torch(inputs[name]) for name in ("text", "image", "faces")))
-    return np.asarray(answer), channels_last(exact)
+    result = predict(network, x, pose, *(from_torch(inputs[name]) for name in ("text", "image", "faces")))
+    return np.asarray(result), channels_last(exact)
 
 
 def test_a_step(reference, network):
-    answer, exact = velocities(reference, network)
-    assert relative_l2(answer, exact) <= BAR
+    result, exact = velocities(reference, network)
+    assert relative_l2(result, exact) <= BAR
     for changes in ({"pose": POSE.flip(2)}, {"faces": FACES.flip(1)}, {"image": IMAGE.flip(0)}):
         changed, changed_exact = velocities(reference, network, **changes)
         assert relative_l2(changed_exact, exact) > 1e-2

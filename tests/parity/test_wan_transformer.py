@@ -58,13 +58,13 @@ def velocity(reference: WanTransformer3DModel, latents, t, text) -> np.ndarray:
     return channels_last(reference(latents.to(reference.dtype), t, text.to(reference.dtype)).sample)
 
 
-def our_velocity(model: WanTransformer, latents, t, text, **given) -> jax.Array:
+def our_velocity(model: WanTransformer, latents, t, text, **options) -> jax.Array:
     graphdef, weights = nnx.split(model)
 
     @jax.jit
     def run(weights, latents, t, text):
         model = nnx.merge(graphdef, weights)
-        return model(latents, t, model.context(text), model.rope(model.grid(latents)), **given)
+        return model(latents, t, model.context(text), model.rope(model.grid(latents)), **options)
 
     return run(weights, channels_last(latents), ours(t.float()), ours(text))
 
@@ -82,8 +82,8 @@ def test_clean_frames_are_at_timestep_0(models, clean_frames):
     latents, t, text = inputs(*SIZES[1])
     tokens = t[:, None].repeat(1, 5 * 4 * 6)
     tokens[:, : clean_frames * 4 * 6] = 0
-    answer = our_velocity(model, latents, t, text, clean_frames=clean_frames)
-    assert relative_l2(answer, velocity(reference, latents, tokens, text)) <= 1e-5
+    result = our_velocity(model, latents, t, text, clean_frames=clean_frames)
+    assert relative_l2(result, velocity(reference, latents, tokens, text)) <= 1e-5
 
 
 def test_bfloat16_is_no_further_from_float32_than_the_reference_s_own(models, tmp_path):
@@ -93,9 +93,9 @@ def test_bfloat16_is_no_further_from_float32_than_the_reference_s_own(models, tm
     assert half.dtype == torch.bfloat16
     model = wan_transformer(half, jnp.bfloat16, jnp.bfloat16)
     exact = velocity(reference, *inputs(*SIZES[1]))
-    answer = our_velocity(model, *inputs(*SIZES[1]))
-    assert answer.dtype == jnp.bfloat16
-    assert relative_l2(answer, exact) <= 1.1 * relative_l2(velocity(half, *inputs(*SIZES[1])), exact)
+    result = our_velocity(model, *inputs(*SIZES[1]))
+    assert result.dtype == jnp.bfloat16
+    assert relative_l2(result, exact) <= 1.1 * relative_l2(velocity(half, *inputs(*SIZES[1])), exact)
 
 
 def test_embeddings(models):
@@ -116,8 +116,8 @@ def test_embeddings(models):
         )
 
     answers = embedded(model, channels_last(latents), ours(t.float()), ours(text))
-    for answer, expected in zip(answers, (patches, time, mod, context), strict=True):
-        assert relative_l2(answer, expected) <= 1e-5
+    for result, expected in zip(answers, (patches, time, mod, context), strict=True):
+        assert relative_l2(result, expected) <= 1e-5
 
 
 def test_block_and_attention(models):
@@ -140,8 +140,8 @@ def test_block_and_attention(models):
         return attended, block.cross_attn(x, seen), block.mlp(x), whole
 
     answers = parts(model, ours(x), ours(context), ours(mod))
-    for answer, expected in zip(answers, (self_attn, cross_attn, mlp, whole), strict=True):
-        assert relative_l2(answer, expected) <= 1e-5
+    for result, expected in zip(answers, (self_attn, cross_attn, mlp, whole), strict=True):
+        assert relative_l2(result, expected) <= 1e-5
 
 
 def test_attention_led_away_from_a_negative_prompt():
@@ -156,5 +156,5 @@ def test_attention_led_away_from_a_negative_prompt():
     def run(model, latents, t, text, other):
         return model(latents, t, model.context(text).with_nag(model.context(other), jnp.array(NUMBERS)))
 
-    answer = run(model, channels_last(latents), ours(t.float()), ours(text), ours(other))
-    led_apart(answer, expected, plain)
+    result = run(model, channels_last(latents), ours(t.float()), ours(text), ours(other))
+    led_apart(result, expected, plain)

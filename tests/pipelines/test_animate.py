@@ -155,11 +155,11 @@ def test_attention_by_frames_is_one_softmax(bias):
     expected = np.einsum(
         "BNLS,BSND->BLND", weights / weights.sum(axis=-1, keepdims=True), np.asarray(all_v, np.float64)
     )
-    answer = attention_with_frames(
+    result = attention_with_frames(
         kernel_with_lse(q, k, v), q, k, v, store_clip_kv(clip_k, clip_v, 15, in_int8=False), length=20, frame_tokens=5,
         bias=None if bias is None else jnp.float32(bias),
     )  # fmt: skip
-    np.testing.assert_allclose(answer, expected, atol=2e-6)
+    np.testing.assert_allclose(result, expected, atol=2e-6)
 
 
 def test_keys_and_values_in_int8_have_a_scale_for_each_token_and_head():

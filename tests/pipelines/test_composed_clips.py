@@ -71,9 +71,9 @@ def test_a_first_picture_takes_the_place_of_a_clip_s_first_frame(pipe):
 
 
 def test_a_long_video_starts_from_its_first_picture_alone(pipe):
-    given = SMALL | {"seed": 3, "steps": 2}
-    video = pipe("a cat", image=FIRST, windows=2, overlap=5, **given)
-    first = pipe("a cat", image=FIRST, **given).frames
+    options = SMALL | {"seed": 3, "steps": 2}
+    video = pipe("a cat", image=FIRST, windows=2, overlap=5, **options)
+    first = pipe("a cat", image=FIRST, **options).frames
     np.testing.assert_array_equal(video.frames[:9], first)
     assert len(video.frames) == 13
 

@@ -29,7 +29,7 @@ THREE = "consistency:timesteps=1000,757,522"
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("wan2.1_t2v_14b_lora_rank64_lightx2v_4step.safetensors", ("LightX2V", 4)),
         ("lightx2v_I2V_14B_480p_cfg_step_distill_rank64_bf16.safetensors", ("LightX2V", 4)),
@@ -83,9 +83,9 @@ THREE = "consistency:timesteps=1000,757,522"
         ("wan21_t2v_14b_no_causvid.safetensors", None),
     ],
 )
-def test_names_tell_distilled_weights(name, told):
-    found = find_distillation(model_name_in(f"/loras/{name}"), WAN.distillations)
-    assert (found and (found.name, found.steps)) == told
+def test_names_tell_distilled_weights(name, message):
+    result = find_distillation(model_name_in(f"/loras/{name}"), WAN.distillations)
+    assert (result and (result.name, result.steps)) == message
 
 
 def test_long_numbers_in_names_take_no_time():
@@ -105,28 +105,28 @@ def test_a_folder_of_many_loras_tells_nothing(folder):
 )
 def test_names_tell_distilled_weights_of_hunyuanvideo(name):
     """Four steps of the shift 5, as LightX2V's configuration of that model has it."""
-    found = find_distillation(model_name_in(name), HUNYUANVIDEO.distillations)
-    assert found is not None
-    assert found.settings == {"steps": 4, "guidance_scale": 1.0, "flow_shift": 5.0}
+    result = find_distillation(model_name_in(name), HUNYUANVIDEO.distillations)
+    assert result is not None
+    assert result.settings == {"steps": 4, "guidance_scale": 1.0, "flow_shift": 5.0}
 
 
 def applied(model, *loras):
     """Return a model with distilled LoRAs, and the sentence that is told; neither is read."""
-    told = []
-    found = apply_distilled_loras(model_description(model), [Lora.parse(text) for text in loras], told.append)
-    return found, told
+    messages = []
+    result = apply_distilled_loras(model_description(model), [Lora.parse(text) for text in loras], messages.append)
+    return result, messages
 
 
 @pytest.mark.parametrize("name", [name for name, preset in presets().items() if preset.loras])
 def test_a_lora_asks_for_what_the_preset_that_has_it_does(name):
     """Of the preset's own are the size and the number of frames."""
     preset = presets()[name]
-    found, [told] = applied(re.sub("-(?:4step|lightx2v|longlive-plug|causvid)$", "", name), *preset.loras)
+    result, [message] = applied(re.sub("-(?:4step|lightx2v|longlive-plug|causvid)$", "", name), *preset.loras)
     same = {key: getattr(preset.defaults, key) for key in ("model", "height", "width", "frames")}
-    assert found.settings.updated(same) == preset.defaults
-    assert found.model.scheduler == model_description(name).model.scheduler
-    assert says(told, f"distilled 4 steps guidance 1 shift {preset.defaults.flow_shift:g}")
-    assert not says(told, "together")
+    assert result.settings.updated(same) == preset.defaults
+    assert result.model.scheduler == model_description(name).model.scheduler
+    assert says(message, f"distilled 4 steps guidance 1 shift {preset.defaults.flow_shift:g}")
+    assert not says(message, "together")
 
 
 @pytest.mark.parametrize(
@@ -147,24 +147,24 @@ def test_a_lora_asks_for_what_the_preset_that_has_it_does(name):
     ],
 )
 def test_a_lora_brings_its_publishers_settings(model, lora, steps, shift, solver):
-    found, _ = applied(model, lora)
-    settings, own = found.settings, model_description(model).settings
-    assert (settings.steps, settings.flow_shift, name_of(found.model.scheduler)) == (steps, shift, solver)
+    result, _ = applied(model, lora)
+    settings, own = result.settings, model_description(model).settings
+    assert (settings.steps, settings.flow_shift, name_of(result.model.scheduler)) == (steps, shift, solver)
     assert {*settings.guidance_scales} == {1.0}
     assert (settings.size, settings.boundary, settings.model) == (own.size, own.boundary, model)
-    assert len(found.model.spec.schedule(settings).timesteps) == steps
+    assert len(result.model.spec.schedule(settings).timesteps) == steps
 
 
 def test_a_pair_of_loras_counts_once_and_half_a_pair_does_not():
     high, low = (f"{noise}=wan2.2_t2v_lightx2v_4steps_lora_v1_{noise}_noise.safetensors" for noise in ("high", "low"))
-    found, [told] = applied("wan2.2-t2v-a14b", high, low)
-    assert (found.settings.steps, "together" in told) == (4, False)
-    segments = found.model.spec.phases(found.model.spec.schedule(found.settings), found.settings)
+    result, [messages] = applied("wan2.2-t2v-a14b", high, low)
+    assert (result.settings.steps, "together" in messages) == (4, False)
+    segments = result.model.spec.phases(result.model.spec.schedule(result.settings), result.settings)
     assert [segment.scales for segment in segments] == [(1.0, 1.0), (1.0, 1.0)]  # ComfyUI's example changes at 2 of 4
     for half in (high, low):
-        found, [told] = applied("wan2.2-t2v-a14b", half)
-        assert found == model_description("wan2.2-t2v-a14b")
-        assert says(told, f"{half} expert 40 steps")
+        result, [messages] = applied("wan2.2-t2v-a14b", half)
+        assert result == model_description("wan2.2-t2v-a14b")
+        assert says(messages, f"{half} expert 40 steps")
 
 
 @pytest.mark.parametrize(
@@ -178,12 +178,12 @@ def test_a_pair_of_loras_counts_once_and_half_a_pair_does_not():
 )
 def test_the_newer_pairs_of_lightx2v_run_two_steps_each(model, names, noises):
     """As configs/distill/wan22 of LightX2V does: boundary_step_index 2, and steps at 1000, 937.5, 833.3 and 625."""
-    found, [told] = applied(model, *(f"{noise.lower()}={names.format(noise)}.safetensors" for noise in noises))
-    assert says(told, "distilled 4 steps guidance 1 shift 5 euler")
-    assert "together" not in told
-    schedule = found.model.spec.schedule(found.settings)
+    result, [messages] = applied(model, *(f"{noise.lower()}={names.format(noise)}.safetensors" for noise in noises))
+    assert says(messages, "distilled 4 steps guidance 1 shift 5 euler")
+    assert "together" not in messages
+    schedule = result.model.spec.schedule(result.settings)
     np.testing.assert_allclose(schedule.timesteps, [1000, 937.5, 2500 / 3, 625], rtol=1e-6)
-    phases = found.model.spec.phases(schedule, found.settings)
+    phases = result.model.spec.phases(schedule, result.settings)
     assert [phase.scales for phase in phases] == [(1.0, 1.0), (1.0, 1.0)]
 
 
@@ -191,28 +191,28 @@ def test_a_lora_of_guidance_leaves_the_steps_to_another_in_either_order():
     few = "LongLive-Plug-Wan2.1-T2V-14B-few-step.safetensors"
     guidance = "LongLive-Plug-Wan2.1-T2V-14B-cfg.safetensors:0.5"
     for loras in ((few, guidance), (guidance, few)):
-        found, [told] = applied("wan2.1-t2v-14b", *loras)
-        assert (found.settings.steps, found.settings.guidance_scale, name_of(found.model.scheduler)) == (
+        result, [messages] = applied("wan2.1-t2v-14b", *loras)
+        assert (result.settings.steps, result.settings.guidance_scale, name_of(result.model.scheduler)) == (
             4,
             1.0,
             "euler",
         )
-        assert says(told, f"{few} distilled 4 steps guidance 1 shift 5")
-        assert "together" not in told
-    found, [told] = applied("wan2.1-t2v-14b", guidance)
-    assert (found.settings.steps, found.settings.guidance_scale) == (50, 1.0)
-    assert "50 steps" not in told
+        assert says(messages, f"{few} distilled 4 steps guidance 1 shift 5")
+        assert "together" not in messages
+    result, [messages] = applied("wan2.1-t2v-14b", guidance)
+    assert (result.settings.steps, result.settings.guidance_scale) == (50, 1.0)
+    assert "50 steps" not in messages
 
 
 def test_several_loras_and_a_model_that_is_distilled_already_are_told():
     other = "Wan21_AccVid_T2V_14B_lora_rank32_fp16.safetensors"
-    found, [told] = applied("wan2.1-t2v-14b", FEW, other)
-    assert found.settings.steps == 4  # of the first
-    assert says(told, f"{FEW} {other} together")
+    result, [message] = applied("wan2.1-t2v-14b", FEW, other)
+    assert result.settings.steps == 4  # of the first
+    assert says(message, f"{FEW} {other} together")
     for model in ("wan2.1-t2v-14b-4step", "wan2.1-t2v-14b-rcm-480p"):
-        found, [told] = applied(model, other)
-        assert found == model_description(model)
-        assert says(told, f"{other} {model} itself keeps 4 steps")
+        result, [message] = applied(model, other)
+        assert result == model_description(model)
+        assert says(message, f"{other} {model} itself keeps 4 steps")
 
 
 @pytest.mark.parametrize("lora", [f"{FEW}:0", f"{FEW}:-0.5", "lightning_bolt.safetensors"])
@@ -249,10 +249,10 @@ def test_the_library_takes_what_a_lora_asks_for_where_nothing_is_given(lora):
 
 def test_a_converted_checkpoint_with_such_a_lora_keeps_its_settings(lora, tmp_path):
     succeeded(command("convert", "nano", tmp_path / "made", "--lora", lora))
-    told = []
-    pipe = wanjax.load(tmp_path / "made", note=told.append)
+    messages = []
+    pipe = wanjax.load(tmp_path / "made", note=messages.append)
     assert (pipe.defaults.steps, pipe.defaults.guidance_scale, pipe.scheduler) == (4, 1.0, parse("euler"))
-    assert says(told[0], "made distilled 4 steps")
+    assert says(messages[0], "made distilled 4 steps")
 
 
 def test_the_command_takes_them_too_and_makes_the_same_again(lora, tmp_path, monkeypatch):
@@ -260,8 +260,8 @@ def test_the_command_takes_them_too_and_makes_the_same_again(lora, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     Path("a.toml").write_text("[generate]\nsteps = 3\n")
     small = ("--size", "32x32", "--frames", "5", "--lora", lora)
-    made = succeeded(command("generate", "a red circle", "--out", "a.mp4", *small))
-    assert says(made.stderr, f"{FEW} distilled 4 steps")
+    result = succeeded(command("generate", "a red circle", "--out", "a.mp4", *small))
+    assert says(result.stderr, f"{FEW} distilled 4 steps")
     record = read_metadata("a.mp4")
     assert [record[x] for x in ("steps", "guidance_scale", "flow_shift", "scheduler")] == [4, 1.0, 5.0, "euler"]
     succeeded(command("generate", "a red circle", "--out", "b.mp4", "--config", "a.toml", *small))

@@ -36,19 +36,19 @@ def pipeline(solver, axes=None):
 @each
 def test_every_step_goes_to_the_clean_sample_and_adds_the_given_noise(solver):
     """The published rule in float64, from the clean samples that the network predicted."""
-    pipe, told = pipeline(solver), []
+    pipe, messages = pipeline(solver), []
     draws = np.random.default_rng(0).standard_normal((5, 1, 4, 3, 6, 6)).astype(np.float32)
-    given = {"noise": draws[0], "step_noise": draws[1:]}
+    options = {"noise": draws[0], "step_noise": draws[1:]}
 
     def callback(step):
-        told.append((np.array(step.x0, np.float64), np.array(step.latents)))
+        messages.append((np.array(step.x0, np.float64), np.array(step.latents)))
 
-    latents = pipe.denoise(encoded(), noise=given, callback=callback, **GIVEN)
+    latents = pipe.denoise(encoded(), noise=options, callback=callback, **GIVEN)
     levels = np.asarray(parse(solver).schedule(4, shift=5.0).sigmas, np.float64)
-    for (clean, after), level, noise in zip(told, levels[1:], draws[1:], strict=True):
+    for (clean, after), level, noise in zip(messages, levels[1:], draws[1:], strict=True):
         np.testing.assert_allclose(after, (1 - level) * clean + level * noise, atol=1e-6)
-    np.testing.assert_array_equal(latents, told[-1][1])
-    np.testing.assert_array_equal(latents, told[-1][0].astype(np.float32))
+    np.testing.assert_array_equal(latents, messages[-1][1])
+    np.testing.assert_array_equal(latents, messages[-1][0].astype(np.float32))
 
 
 def test_the_noise_of_rcm_begins_below_one():
@@ -85,7 +85,7 @@ def test_a_stopped_run_continues_to_the_same_bits(solver, stop_at, tmp_path):
     with pytest.raises(Cancelled):
         pipe.denoise(encoded(), keep=file, callback=lambda step: step.index != stop_at, **GIVEN)
     before = []
-    latents = pipe.denoise(encoded(), keep=file, continued=lambda *told: before.append(told), **GIVEN)
+    latents = pipe.denoise(encoded(), keep=file, continued=lambda *message: before.append(message), **GIVEN)
     np.testing.assert_array_equal(latents, whole)
     assert before == [(stop_at + 1, 4)]
 
@@ -127,9 +127,9 @@ def test_a_model_in_the_box_from_a_clip_and_under_a_cache():
 
 def test_the_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    asked = ("a red circle moving right", "--scheduler", "consistency", "--steps", "4", "--guidance-scale", "1")
+    requested = ("a red circle moving right", "--scheduler", "consistency", "--steps", "4", "--guidance-scale", "1")
     for name, seed in {"one": "5", "other": "6"}.items():
-        succeeded(command(*asked, "--size", "32x32", "--frames", "5", "--seed", seed, "--out", f"{name}.webp"))
+        succeeded(command(*requested, "--size", "32x32", "--frames", "5", "--seed", seed, "--out", f"{name}.webp"))
     succeeded(command("generate", "--from", "one.webp", "--out", "again.webp"))
     one, other, again = (read_clip(f"{name}.webp", 99, 16) for name in ("one", "other", "again"))
     np.testing.assert_array_equal(one, again)

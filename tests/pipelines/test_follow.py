@@ -146,9 +146,9 @@ def test_a_video_is_made_again_in_its_way_unless_another_is_typed(wan):
 
 def test_settings_of_comfy_reach_the_steps(experts):
     pipe = library.load(experts, dtype="float32", scheduler="euler")
-    encoded, given = pipe.encode("a"), {"size": (32, 32), "frames": 1, "steps": 4, "seed": 1, "guidance_scale": 1.0}
+    encoded, options = pipe.encode("a"), {"size": (32, 32), "frames": 1, "steps": 4, "seed": 1, "guidance_scale": 1.0}
     latents = {
-        name: np.asarray(pipe.denoise(encoded, flow_shift=5.0, **given, **settings))
+        name: np.asarray(pipe.denoise(encoded, flow_shift=5.0, **options, **settings))
         for name, settings in {
             "official": {},
             "comfy": {"sigmas": "comfy"},
@@ -162,8 +162,8 @@ def test_settings_of_comfy_reach_the_steps(experts):
 
 
 def test_settings_of_comfy_are_kept_and_made_again(experts):
-    given = ("a", "--model", experts, *SMALL, "--sigmas", "comfy", "--boundary-step", "2")
-    then = made(*given)
+    options = ("a", "--model", experts, *SMALL, "--sigmas", "comfy", "--boundary-step", "2")
+    then = made(*options)
     assert (then["sigmas"], then["boundary_step"]) == ("comfy", 2)
     assert made("--from", "made.mp4") == then
     assert made("--from", "made.mp4", "--boundary", "0.9")["boundary_step"] == 0

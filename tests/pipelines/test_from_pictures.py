@@ -60,10 +60,10 @@ def embeddings(folder: str = "stage_outputs") -> dict[str, np.ndarray]:
 
 def test_three_stages_are_one_run(models):
     """The size has the picture's proportions, 1 to 4, and the model's default area, 32 × 32 pixels."""
-    given = ("a", "--model", models["image"], "--image", "../wide.png", "--frames", "5")
-    one = succeeded(run(*given, "--dir", "one", "--out", "one/frames"))
+    options = ("a", "--model", models["image"], "--image", "../wide.png", "--frames", "5")
+    one = succeeded(run(*options, "--dir", "one", "--out", "one/frames"))
     assert "64x16, 5 frames" in one.stderr
-    succeeded(run("encode", *given, "--dir", "three"))
+    succeeded(run("encode", *options, "--dir", "three"))
     assert {name: x.shape for name, x in embeddings("three").items()} == {
         "prompt_embeds": (1, 24, 16),
         "negative_prompt_embeds": (1, 24, 16),
@@ -119,8 +119,8 @@ def test_a_size_by_its_lines_has_the_picture_s_proportions(models):
 
 
 def test_first_and_last(models):
-    given = ("encode", "a", "--model", models["last"], "--image", "../square.png", "--frames", "5")
-    succeeded(run(*given, "--last-image", "../wide.png"))
+    options = ("encode", "a", "--model", models["last"], "--image", "../square.png", "--frames", "5")
+    succeeded(run(*options, "--last-image", "../wide.png"))
     condition = embeddings()["condition"]
     np.testing.assert_array_equal(condition[0, :4, :, 0, 0], [[1, 0]] * 3 + [[1, 1]])
     assert embeddings()["image_embeds"].shape == (1, 10, 16)
@@ -128,9 +128,9 @@ def test_first_and_last(models):
 
 def test_control(models):
     """A clip of 7 frames, fewer than the model's 9, gives 5 frames; a reference precedes them."""
-    given = ("--model", models["control"], "--video", "../clip.gif", "--mask", "../square.png")
+    options = ("--model", models["control"], "--video", "../clip.gif", "--mask", "../square.png")
     references = ("--reference", "../wide.png", "--reference", "../square.png")
-    said = succeeded(run("a", *given, *references, "--dir", "stage_outputs", "--out", "a.mp4")).stderr
+    said = succeeded(run("a", *options, *references, "--dir", "stage_outputs", "--out", "a.mp4")).stderr
     assert "32x32, 5 frames" in said
     assert embeddings()["condition"].shape == (1, 72, 2 + 2, 4, 4)
     latents = load_safetensors(Path("stage_outputs") / stage_files.LATENTS_FILE)["latents"]
@@ -271,15 +271,15 @@ def test_a_file_that_lacks_an_entry(models, tmp_path, file, entry):
 def test_every_model_tells_what_it_makes_a_video_from():
     """What is told is what the checks of pictures take."""
     named = ("wan2.2-i2v-a14b", "wan2.1-flf2v-14b", "wan2.1-t2v-1.3b-causal", "wan2.1-vace-14b", "wan2.1-t2v-14b")
-    told = {name: describe(name)["tasks"] for name in named}
-    assert told["wan2.2-i2v-a14b"] == ["a first picture", "a first and a last picture", "long videos, in windows"]
-    assert told["wan2.1-flf2v-14b"] == ["a first and a last picture"]
-    assert told["wan2.1-t2v-1.3b-causal"] == ["text", "a stream, chunk by chunk"]
-    assert told["wan2.1-vace-14b"][1:] == [
+    entries = {name: describe(name)["tasks"] for name in named}
+    assert entries["wan2.2-i2v-a14b"] == ["a first picture", "a first and a last picture", "long videos, in windows"]
+    assert entries["wan2.1-flf2v-14b"] == ["a first and a last picture"]
+    assert entries["wan2.1-t2v-1.3b-causal"] == ["text", "a stream, chunk by chunk"]
+    assert entries["wan2.1-vace-14b"][1:] == [
         *("a first picture", "a first and a last picture", "a control clip", "a mask", "reference pictures"),
         "long videos, in windows",
     ]
-    assert told["wan2.1-t2v-14b"] == ["text", "a clip"]
+    assert entries["wan2.1-t2v-14b"] == ["text", "a clip"]
     shown = succeeded(run("models", "wan2.2-i2v-a14b")).output
     assert "a first and a last picture" in shown
     assert "a first picture · a first and a last picture · long videos, in windows" in " ".join(

@@ -52,19 +52,19 @@ MODELS = {
 @pytest.fixture(scope="module")
 def load(tmp_path_factory) -> Callable[..., Any]:
     """Return the pipeline of a model, with tables of step caches."""
-    made = tmp_path_factory.mktemp("models")
-    folder: Callable[[str], Path] = functools.cache(lambda model: MODELS[model](made / model.replace(" ", "_")))
+    root = tmp_path_factory.mktemp("models")
+    folder: Callable[[str], Path] = functools.cache(lambda model: MODELS[model](root / model.replace(" ", "_")))
     return functools.cache(lambda model, mesh=None: tabled(folder(model), mesh=mesh))
 
 
 def encoded(pipe: Any, negative: str = "a dog") -> Any:
-    given = {"image": np.full((32, 32, 3), 99, np.uint8)} if pipe.model.spec.required_inputs else {}
-    return pipe.encode("a red circle", negative, **given, **SMALL)
+    options = {"image": np.full((32, 32, 3), 99, np.uint8)} if pipe.model.spec.required_inputs else {}
+    return pipe.encode("a red circle", negative, **options, **SMALL)
 
 
 def run(pipe: Any, rule: str, **settings: Any) -> np.ndarray:
-    given = {"steps": 4, "guidance_scale": 3.0} | SMALL | settings
-    return np.asarray(pipe.denoise(encoded(pipe), guidance_rule=rule, **given))
+    options = {"steps": 4, "guidance_scale": 3.0} | SMALL | settings
+    return np.asarray(pipe.denoise(encoded(pipe), guidance_rule=rule, **options))
 
 
 def rounded(apart: Callable[[str], float], model: str) -> float:
@@ -126,9 +126,9 @@ def test_nag_leads_away_from_the_negative_prompt_alone(load):
     """Attention is led by a difference, which is nothing where both prompts are one."""
     pipe = load("wan")
     same, other = encoded(pipe, "a red circle"), encoded(pipe)
-    given = {"steps": 3, "guidance_scale": 1.0} | SMALL
+    options = {"steps": 3, "guidance_scale": 1.0} | SMALL
     plain, led, off = (
-        np.asarray(pipe.denoise(one, guidance_rule=rule, **given))
+        np.asarray(pipe.denoise(one, guidance_rule=rule, **options))
         for one, rule in ((same, "none"), (same, "nag"), (other, "nag"))
     )
     assert error(led, plain) <= 1e-5
@@ -162,8 +162,8 @@ def test_a_mesh_makes_the_same(load, rule):
 @pytest.mark.slow  # the test above has a quick one, of one video on a mesh
 @pytest.mark.parametrize("rule", ["apg", "nag"])
 def test_videos_made_together_are_those_made_alone(load, rule):
-    given = {"seeds": [3, 4], "guidance_rule": rule, "steps": 3, "guidance_scale": 3.0, "size": (32, 32), "frames": 5}
-    together, alone = (load("wan", mesh).videos(["a red circle"], **given) for mesh in ("dp=4,sp=2,tp=1", None))
+    options = {"seeds": [3, 4], "guidance_rule": rule, "steps": 3, "guidance_scale": 3.0, "size": (32, 32), "frames": 5}
+    together, alone = (load("wan", mesh).videos(["a red circle"], **options) for mesh in ("dp=4,sp=2,tp=1", None))
     for one, other in zip(together, alone, strict=True):
         assert np.abs(one.frames.astype(int) - other.frames).max() <= 1
         assert one.settings["guidance_rule"] == str(guidance_rule(rule))
@@ -173,9 +173,9 @@ def test_nag_in_a_video_by_blocks(load):
     """Every block is led, from the first: the blocks of a stream are those of a call."""
     pipe = load("causal")
     block, texts = pipe.model.spec.chunk_frames, pipe.encode_prompts("a red circle", "a dog")
-    given = {"size": (32, 32), "frames": 8 * block - 3, "seed": 3, "steps": 2}  # two blocks
-    led, plain = (list(pipe.denoise_chunks(texts, guidance_rule=rule, **given)) for rule in ("nag", "none"))
-    whole = pipe.denoise(texts, guidance_rule="nag", **given)
+    options = {"size": (32, 32), "frames": 8 * block - 3, "seed": 3, "steps": 2}  # two blocks
+    led, plain = (list(pipe.denoise_chunks(texts, guidance_rule=rule, **options)) for rule in ("nag", "none"))
+    whole = pipe.denoise(texts, guidance_rule="nag", **options)
     np.testing.assert_array_equal(np.concatenate(led, axis=2), whole)
     for one, other in zip(led, plain, strict=True):
         assert error(one, np.asarray(other)) > 1e-4
@@ -200,9 +200,9 @@ def test_numbers_of_a_rule_compile_nothing(load):
 )
 def test_rules_go_with_step_caches(load, cache, rule):
     reused: list[bool] = []
-    made = run(load("wan"), rule, cache=cache, steps=STEPS, callback=lambda step: reused.append(step.reuses))
+    result = run(load("wan"), rule, cache=cache, steps=STEPS, callback=lambda step: reused.append(step.reuses))
     assert any(reused)
-    assert 0 < error(made, run(load("wan"), rule, steps=STEPS)) < 0.5
+    assert 0 < error(result, run(load("wan"), rule, steps=STEPS)) < 0.5
 
 
 @pytest.mark.parametrize(("model", "stop_at"), quick([("wan", 1)], [("wan", 1), ("experts", 1), ("experts", 3)]))
@@ -272,20 +272,20 @@ NOTHING = [  # the model, what calls it, its settings, and what the sentence nam
 ]
 
 
-@pytest.mark.parametrize(("model", "call", "given", "words"), NOTHING)
-def test_what_would_do_nothing_is_refused_before_a_prompt_is_read(load, model, call, given, words):
+@pytest.mark.parametrize(("model", "call", "options", "words"), NOTHING)
+def test_what_would_do_nothing_is_refused_before_a_prompt_is_read(load, model, call, options, words):
     with pytest.raises(WanjaxError, match=naming(words)):
-        getattr(load(model), call)(**(SMALL | given if call == "prepare" else given))
+        getattr(load(model), call)(**(SMALL | options if call == "prepare" else options))
 
 
 def test_experts_have_one_rule_and_their_own_scales(load):
     """The second expert, without guidance, makes its steps as without a rule; the average passes over them."""
     pipe = load("experts")
-    given = {"guidance_scale": 3.0, "guidance_scale_2": 1.0, "steps": 6}
+    options = {"guidance_scale": 3.0, "guidance_scale_2": 1.0, "steps": 6}
     states: list[Any] = []
-    run(pipe, "apg", callback=lambda step: states.append(step.state.average is not None), **given)
+    run(pipe, "apg", callback=lambda step: states.append(step.state.average is not None), **options)
     assert states == [True] * 6
-    assert (run(pipe, "apg", **given) != run(pipe, "none", **given)).any()
+    assert (run(pipe, "apg", **options) != run(pipe, "none", **options)).any()
 
 
 def test_the_command_line_and_a_record(tmp_path, monkeypatch):

@@ -72,18 +72,19 @@ def test_what_a_video_holds_is_at_most_the_process_s_peak_and_at_least_half(case
     name, height, width, frames = case
     model_name = model(name, tmp_path)
     pipe = wanjax.load(model_name)
-    told, stage = peak_bytes(
+    reported, stage = peak_bytes(
         trace_programs(pipe, pipe.settings(size=(height, width), frames=frames, steps=2), memory=0)
     )
     for _ in range(2):  # the second finds its programs compiled
-        made = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-c", CHILD, model_name, *map(str, case[1:])], capture_output=True, text=True, check=True
         )
-    peak = 1024 * int(made.stdout.split()[-1])
+    peak = 1024 * int(result.stdout.split()[-1])
     print(
-        f"| {name} | {width}x{height} | {frames} | {stage} | {told / 1e6:.0f} | {peak / 1e6:.0f} | {told / peak:.2f} |"
+        f"| {name} | {width}x{height} | {frames} | {stage} | {reported / 1e6:.0f} | {peak / 1e6:.0f} "
+        f"| {reported / peak:.2f} |"
     )
-    assert peak / 2 <= told <= peak
+    assert peak / 2 <= reported <= peak
 
 
 @pytest.mark.parametrize("size", [64, 128])
@@ -95,8 +96,8 @@ def test_what_a_program_holds_is_at_most_what_its_compiler_takes(size, tmp_path)
         jax.jit(abstract_call.function, donate_argnums=abstract_call.donate).lower(*abstract_call.arguments).compile()
     )
     took = compiled.memory_analysis()
-    given = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract_call.arguments))
-    peak = given + took.output_size_in_bytes + took.temp_size_in_bytes - took.alias_size_in_bytes
+    options = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract_call.arguments))
+    peak = options + took.output_size_in_bytes + took.temp_size_in_bytes - took.alias_size_in_bytes
     assert peak / 2 <= min_live_bytes(abstract_call) <= peak
 
 
@@ -172,15 +173,15 @@ def test_a_picture_that_is_too_large_to_be_encoded_is_refused_before_anything_is
     """By the library and by the command; tiles take less, and a prompt alone takes nothing that grows with the size."""
     monkeypatch.chdir(tmp_path)
     Image.new("RGB", (64, 64), (200, 30, 30)).save(tmp_path / "a.png")
-    asked = {"size": (2880, 2880), "frames": 5, "image": tmp_path / "a.png"}
+    requested = {"size": (2880, 2880), "frames": 5, "image": tmp_path / "a.png"}
     command = ("encode", "a", "--model", "nano", "--size", "2880x2880", "--frames", "5", "--dir", tmp_path / "d")
     pipe = wanjax.load("nano").with_strategy(Idle())
     pipe.progress = False
     machine.has_memory(1_500_000_000)
     with pytest.raises(WanjaxError, match=naming("2880x2880 memory encode")):
-        pipe.encode("a", **asked)
+        pipe.encode("a", **requested)
     assert says(refused(*command, "--image", tmp_path / "a.png"), "2880x2880 memory encode")
     with pytest.raises(AssertionError, match="executed"):
-        pipe.encode("a", **asked, tiling=Tiling(256, 192))
+        pipe.encode("a", **requested, tiling=Tiling(256, 192))
     with pytest.raises(AssertionError, match="executed"):
         pipe.encode("a", size=(2880, 2880), frames=5)

@@ -39,17 +39,17 @@ def load(folder, attention: str | None = "radial", **options):
 
 def trace(pipe, **settings):
     """Return the latents after each step, for prompts of which one quotes."""
-    found = []
+    result = []
     encoded = pipe.encode('a cat says "hello"')
     pipe.denoise(
         encoded,
         **VIDEO,
         steps=STEPS,
-        callback=lambda step: found.append(np.float64(step.latents)),
+        callback=lambda step: result.append(np.float64(step.latents)),
         batch_guidance=True,
         **settings,
     )
-    return found
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +97,9 @@ def test_a_model_by_hand(folder, monkeypatch):
 
         return model(latents, t, context, rope, cache=ByHand())
 
-    ours, dense, wanted = (np.float64(x) for x in (run(radial), run(plain), by_hand(plain)))
-    print(f"{error(ours, wanted):.1e}, from dense {error(ours, dense):.1e}")
-    assert error(ours, wanted) <= 1e-5
+    ours, dense, expected = (np.float64(x) for x in (run(radial), run(plain), by_hand(plain)))
+    print(f"{error(ours, expected):.1e}, from dense {error(ours, dense):.1e}")
+    assert error(ours, expected) <= 1e-5
     assert error(ours, dense) > 1e-4
 
 
@@ -127,18 +127,18 @@ def test_a_step_that_reuses_needs_no_dense_program(folder):
 
 @pytest.mark.slow
 def test_a_step_cache(folder, sparse):
-    found = trace(load(folder), cache="deepcache:0,3,2")
-    assert np.isfinite(found[-1]).all()
-    assert error(found[-1], sparse[-1]) > 1e-4
+    result = trace(load(folder), cache="deepcache:0,3,2")
+    assert np.isfinite(result[-1]).all()
+    assert error(result[-1], sparse[-1]) > 1e-4
 
 
 @pytest.mark.slow
 def test_the_command_line(folder, sparse, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    given = ("--dir", "one", "--dtype", "float32")
-    succeeded(run("encode", 'a cat says "hello"', "--model", str(folder), *given))
+    options = ("--dir", "one", "--dtype", "float32")
+    succeeded(run("encode", 'a cat says "hello"', "--model", str(folder), *options))
     sizes = ("--size", "256x64", "--frames", "41", "--steps", str(STEPS))
-    succeeded(run("denoise", *sizes, *given, "--attention", "radial:0.95"))
+    succeeded(run("denoise", *sizes, *options, "--attention", "radial:0.95"))
     ours = load_safetensors(tmp_path / "one" / "stage2_latents.safetensors")["latents"]
     assert error(ours, sparse[-1]) <= 1e-5
 
@@ -146,6 +146,6 @@ def test_the_command_line(folder, sparse, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_plans():
     options = ("--chip", "cpu", "--steps", "50", "--attention", "radial:0.2", "--json")
-    found = json.loads(succeeded(run("plan", "hunyuanvideo1.5-480p-t2v", *options)).stdout)
-    assert found["dense_steps"] == 12
-    assert found["step_seconds"] < 0.8 * found["dense_step_seconds"]
+    data = json.loads(succeeded(run("plan", "hunyuanvideo1.5-480p-t2v", *options)).stdout)
+    assert data["dense_steps"] == 12
+    assert data["step_seconds"] < 0.8 * data["dense_step_seconds"]

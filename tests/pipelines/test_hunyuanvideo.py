@@ -117,8 +117,8 @@ def masked(tokens: int, glyphs: int, dtype: Any = bool) -> Text:
 def test_lengths_of_texts(tokens, length):
     for dtype in (bool, np.float32):
         text, other = masked(tokens, 0, dtype), masked(140, 1, dtype)
-        [found] = used_lengths([text], batched=False)
-        alone = found.cut(text)
+        [result] = used_lengths([text], batched=False)
+        alone = result.cut(text)
         assert (alone.embeds.shape, alone.glyphs.shape) == ((1, length, 2), (1, 0, 3))
         assert (int(alone.mask.sum()), alone.mask.dtype) == (tokens, bool)
         each = used_lengths([text, other], batched=True)
@@ -141,8 +141,8 @@ def test_the_network_of_few_steps_is_told_the_next_timestep(tmp_path, picture):
 def test_truncations_of_a_prompt_and_of_what_it_quotes(models):
     pipe = wanjax.load(models["text"])
     assert pipe.truncations(QUOTED) == ()
-    told = [cut.name for cut in pipe.truncations(f'a cat says "{"meow " * 400}"')]
-    assert told == ["prompt", "quoted text"]
+    message = [cut.name for cut in pipe.truncations(f'a cat says "{"meow " * 400}"')]
+    assert message == ["prompt", "quoted text"]
 
 
 TOO_LONG = np.zeros((133, 32, 32, 3), np.uint8)
@@ -208,11 +208,11 @@ def test_what_models_from_pictures_refuse(models, picture, tmp_path, words):
 
 def test_published_checkpoints_have_two_names():
     for name in ("HunyuanVideo-1.5-Diffusers-720p_i2v", "HunyuanVideo-1.5-720p_i2v"):
-        found = model_description(f"hunyuanvideo-community/{name}")
-        settings = found.settings
+        description = model_description(f"hunyuanvideo-community/{name}")
+        settings = description.settings
         assert settings.model == "hunyuanvideo1.5-720p-i2v"
         assert (settings.flow_shift, settings.guidance_scale, settings.size) == (7.0, 6.0, (720, 1280))
         networks = {"text_encoder", "text_encoder_2", "image_encoder", "transformer", "vae"}
-        assert found.model.spec.networks.keys() == networks
+        assert description.model.spec.networks.keys() == networks
     with pytest.raises(WanjaxError, match=naming("hunyuanvideo1.5-")):
         find_checkpoint("hunyuanvideo1.5-720p-ti2v")

@@ -36,9 +36,9 @@ def test_arrays_of_jax_are_pictures_and_clips(pipe, name):
     clip = np.random.default_rng(0).integers(0, 256, (5, 64, 64, 3), np.uint8)
     how = {"strength": 1.0} if name == "video" else {}
     ways = [clip[0], jnp.asarray(clip[0])] if name == "image" else [clip, jnp.asarray(clip), list(jnp.asarray(clip))]
-    of_numpy, *others = (pipe("a red circle", **{name: given}, **how, **SHORT).frames for given in ways)
-    for given in others:
-        np.testing.assert_array_equal(given, of_numpy)
+    of_numpy, *others = (pipe("a red circle", **{name: options}, **how, **SHORT).frames for options in ways)
+    for options in others:
+        np.testing.assert_array_equal(options, of_numpy)
 
 
 def test_a_size_is_a_text_with_the_width_first(pipe):
@@ -55,9 +55,9 @@ def test_a_traced_stage_says_what_can_be_traced(pipe, stage):
         "image": (lambda x: pipe("a", image=x, **SHORT).frames, jnp.zeros((64, 64, 3), jnp.uint8)),
         "grad": (lambda x: pipe.decode(x, jnp.float32).sum(), latents),
     }
-    call, given = calls[stage]
+    call, options = calls[stage]
     with unchecked(), pytest.raises(WanjaxError) as caught:
-        (jax.grad if stage == "grad" else jax.jit)(call)(given)
+        (jax.grad if stage == "grad" else jax.jit)(call)(options)
     assert says(str(caught.value), "jax.jit pipe.transformer")
 
 

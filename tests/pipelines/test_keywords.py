@@ -89,16 +89,16 @@ def parameters(call):
 
 calls = [pipe, pipe.encode, pipe.prepare, pipe.denoise, pipe.settings]
 print(json.dumps([parameters(call) for call in calls]))""")
-    for found in shown:
-        assert found["steps"] == ["int | None", "KEYWORD_ONLY", "None"]
-        assert found["guidance_scale"][0] == "float | None"
-        assert "VAR_KEYWORD" not in {kind for _, kind, _ in found.values()}
-    assert ["image" in found for found in shown] == [True, True, True, False, False]
+    for result in shown:
+        assert result["steps"] == ["int | None", "KEYWORD_ONLY", "None"]
+        assert result["guidance_scale"][0] == "float | None"
+        assert "VAR_KEYWORD" not in {kind for _, kind, _ in result.values()}
+    assert ["image" in result for result in shown] == [True, True, True, False, False]
 
 
 def test_a_notebook_completes_keywords():
     """IPython completes the names of a call's keywords."""
-    found = printed("""
+    result = printed("""
 from IPython.core.completer import IPCompleter, provisionalcompleter
 from IPython.core.interactiveshell import InteractiveShell
 
@@ -111,11 +111,11 @@ def completed(text):
 
 texts = ['pipe("a", st', "pipe.denoise(1, guidance", 'pipe.encode("a", la', 'wanjax.load("nano", off', "wanjax."]
 print(json.dumps([completed(text) for text in texts]))""")
-    assert {"steps=", "strength="} <= set(found[0])
-    assert "guidance_scale=" in found[1]
-    assert "last_image=" in found[2]
-    assert "offload=" in found[3]
-    assert set(wanjax.__all__) - {"__version__"} == {name for name in found[4] if not name.startswith("_")}
+    assert {"steps=", "strength="} <= set(result[0])
+    assert "guidance_scale=" in result[1]
+    assert "last_image=" in result[2]
+    assert "offload=" in result[3]
+    assert set(wanjax.__all__) - {"__version__"} == {name for name in result[4] if not name.startswith("_")}
 
 
 def test_an_editor_knows_names_and_types(tmp_path):
@@ -126,9 +126,9 @@ def test_an_editor_knows_names_and_types(tmp_path):
     config = {"include": ["."], "extraPaths": [str(ROOT / "src")], "reportMissingImports": False}
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(config))
     command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "-p", str(tmp_path)]
-    found = json.loads(subprocess.run(command, capture_output=True, text=True).stdout)["generalDiagnostics"]
-    marked = {each["range"]["start"]["line"] for each in found if "wrong" in each["file"]}
-    assert [each for each in found if "right" in each["file"]] == []
+    result = json.loads(subprocess.run(command, capture_output=True, text=True).stdout)["generalDiagnostics"]
+    marked = {each["range"]["start"]["line"] for each in result if "wrong" in each["file"]}
+    assert [each for each in result if "right" in each["file"]] == []
     assert marked == set(range(2, len(wrong)))
 
 

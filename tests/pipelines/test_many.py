@@ -55,9 +55,11 @@ def test_videos_that_are_not_wanted_are_not_made(nano):
         records.append(record)
         return record["seed"] == 1
 
-    made = list(nano.videos(PROMPTS, seeds=[1, 2], skip=skip, **SMALL))
-    assert [(told["prompt"], told["seed"]) for told in records] == [(p, seed) for p in PROMPTS for seed in (1, 2)]
-    assert [video.settings for video in made] == [told for told in records if told["seed"] == 2]
+    result = list(nano.videos(PROMPTS, seeds=[1, 2], skip=skip, **SMALL))
+    assert [(entries["prompt"], entries["seed"]) for entries in records] == [
+        (p, seed) for p in PROMPTS for seed in (1, 2)
+    ]
+    assert [video.settings for video in result] == [entries for entries in records if entries["seed"] == 2]
 
 
 def test_one_noise_makes_one_video(nano):
@@ -96,9 +98,9 @@ def test_videos_denoised_together_are_those_denoised_alone(guidance_scale, batch
     ]
     options = {"guidance_scale": guidance_scale, "batch_guidance": batch_guidance, **GIVEN}
     alone = [pipe.denoise(one, seed=seed, **options) for one, seed in zip(encoded, (5, 6), strict=True)]
-    made = pipe.denoise(run.join_conditionings(encoded, pipe.call), seeds=[5, 6], **options)
-    assert made.shape == (2, *alone[0].shape[1:])
-    assert error(np.asarray(made), np.concatenate([np.asarray(x, np.float64) for x in alone])) <= 1e-5
+    result = pipe.denoise(run.join_conditionings(encoded, pipe.call), seeds=[5, 6], **options)
+    assert result.shape == (2, *alone[0].shape[1:])
+    assert error(np.asarray(result), np.concatenate([np.asarray(x, np.float64) for x in alone])) <= 1e-5
 
 
 @pytest.mark.parametrize(("guidance_scale", "together"), [(1.0, 2), (4.0, 1)])
@@ -108,11 +110,11 @@ def test_the_mesh_s_axis_is_filled(guidance_scale, together):
     assert run.batch_size(pipe.partitioner, guidance_scale > 1) == together
     one = WanConditioning(jnp.ones((1, 3, 8)), jnp.zeros((1, 3, 8)))
     encoded = run.join_conditionings([one] * together, pipe.call)
-    made = pipe.denoise(encoded, seeds=[7] * together, guidance_scale=guidance_scale, **GIVEN)
+    result = pipe.denoise(encoded, seeds=[7] * together, guidance_scale=guidance_scale, **GIVEN)
     right = small_wan.pipeline(2, None).denoise(one, seed=7, guidance_scale=guidance_scale, **GIVEN)
-    assert error(np.asarray(made[-1:]), np.asarray(right, np.float64)) <= 1e-5
+    assert error(np.asarray(result[-1:]), np.asarray(right, np.float64)) <= 1e-5
 
 
 def test_the_last_batch_repeats_its_last_request():
-    wanted = [PreparedRequest(presets()["nano"].defaults, {"seed": seed}) for seed in range(3)]
-    assert list(run.batches(wanted, 2)) == [(wanted[:2], 2), ([wanted[2]] * 2, 1)]
+    expected = [PreparedRequest(presets()["nano"].defaults, {"seed": seed}) for seed in range(3)]
+    assert list(run.batches(expected, 2)) == [(expected[:2], 2), ([expected[2]] * 2, 1)]

@@ -140,9 +140,9 @@ def test_a_given_sp_stays(devices, sp, guided, mesh):
 
 
 def test_every_mesh_of_the_devices_is_a_candidate_once():
-    found = list(meshes(cost_of(), 8))
-    assert len(set(found)) == len(found) == 7
-    assert all(prod(mesh) == 8 for mesh in found)
+    result = list(meshes(cost_of(), 8))
+    assert len(set(result)) == len(result) == 7
+    assert all(prod(mesh) == 8 for mesh in result)
     assert list(meshes(cost_of(), 1)) == [(1, 1, 1)]
 
 
@@ -187,9 +187,9 @@ def mesh_of_plan(monkeypatch):
     def stopped(place, axes):
         raise StopError(tuple(axes.values()))
 
-    def of_plan(price, *given, **how):
+    def of_plan(price, *arguments, **how):
         with pytest.raises(StopError) as stop:
-            price(*given, **how)
+            price(*arguments, **how)
         return stop.value.args[0]
 
     for module in (estimate, training_estimate):
@@ -203,19 +203,19 @@ def without_weights(tmp_path, monkeypatch):
     (tmp_path / "model_index.json").write_text("{}")
 
     def admit(model: str, revision: str | None, note: object) -> Checkpoint:
-        if isinstance(found := model_description(model), Checkpoint):
-            return found
-        values = {field.name: getattr(found, field.name) for field in fields(found)}
-        assert found.preset is not None
-        values["preset"] = replace(found.preset, loras=())  # they change no mesh
+        if isinstance(description := model_description(model), Checkpoint):
+            return description
+        values = {field.name: getattr(description, field.name) for field in fields(description)}
+        assert description.preset is not None
+        values["preset"] = replace(description.preset, loras=())  # they change no mesh
         return Checkpoint(**values, source=open_diffusers(model, tmp_path, "main"))
 
     monkeypatch.setattr(loading, "open_for_loading", admit)
 
 
-def mesh_of_run(devices, model: str, **given) -> tuple[int, ...]:
+def mesh_of_run(devices, model: str, **options) -> tuple[int, ...]:
     with substitute_devices(devices):
-        return tuple(loading.load(model, mesh="auto", **given).partitioner.mesh.shape.values())
+        return tuple(loading.load(model, mesh="auto", **options).partitioner.mesh.shape.values())
 
 
 def test_a_plan_prices_the_mesh_of_a_run(described, without_weights, mesh_of_plan):
@@ -243,15 +243,15 @@ def test_the_command_tells_the_mesh_of_a_run(described, without_weights, monkeyp
     monkeypatch.setattr(estimate, "priced_on", lambda place, programs, tell: [price] * len(programs))
     run = CliRunner().invoke(main, ["plan", model, "--chip", chip, "--json"])
     assert run.exit_code == 0, run.output
-    found = json.loads(run.stdout)
-    assert found["mesh"] == mesh
-    assert found["devices"] == prod(mesh.values())
+    data = json.loads(run.stdout)
+    assert data["mesh"] == mesh
+    assert data["devices"] == prod(mesh.values())
     assert mesh_of_run(described[chip], model) == tuple(mesh.values())
 
 
 @pytest.mark.parametrize(("model", "chip"), [("wan2.1-t2v-14b", "v5e-4"), ("wan2.2-t2v-a14b", "v6e-4")])
 @pytest.mark.parametrize(
-    "given",
+    "options",
     [
         {"attention": AttentionConfig.of("chunked")},
         {"rules": "tp"},
@@ -259,9 +259,9 @@ def test_the_command_tells_the_mesh_of_a_run(described, without_weights, monkeyp
         {"offload": Offload.of("none")},
     ],
 )
-def test_what_is_asked_of_both_is_the_same_for_both(described, without_weights, mesh_of_plan, model, chip, given):
-    run = mesh_of_run(described[chip], model, **given)
-    assert mesh_of_plan(estimate.estimate_video, model_description(model), chip, **given) == run
+def test_what_is_asked_of_both_is_the_same_for_both(described, without_weights, mesh_of_plan, model, chip, options):
+    run = mesh_of_run(described[chip], model, **options)
+    assert mesh_of_plan(estimate.estimate_video, model_description(model), chip, **options) == run
 
 
 @pytest.mark.parametrize("full", [False, True])

@@ -42,10 +42,10 @@ def held(monkeypatch):
 
     def recorded(self, name):
         new = not self.has(name)
-        found = get(self, name)
+        result = get(self, name)
         if new and name in NETWORKS:
             seen[name] = [other for other in NETWORKS if self.has(other)]
-        return found
+        return result
 
     monkeypatch.setattr(Components, "get", recorded)
     return seen
@@ -148,8 +148,8 @@ def test_the_memory_that_is_free_for_weights(monkeypatch):
     monkeypatch.setattr(memory, "_group_limits", lambda: iter(allowed))
     monkeypatch.setattr(memory.psutil, "Process", lambda: process)
     for available, limit, right in ((900, None, 900 - 250), (100, None, 0), (900, 400, 350 - 100), (900, 60, 0)):
-        told = SimpleNamespace(total=1000, available=available)
-        monkeypatch.setattr(memory.psutil, "virtual_memory", lambda told=told: told)
+        message = SimpleNamespace(total=1000, available=available)
+        monkeypatch.setattr(memory.psutil, "virtual_memory", lambda message=message: message)
         allowed[:] = [limit] if limit else []
         assert components.free_memory(SimpleNamespace(memory_stats=lambda: None)) == right
     stats = {"bytes_limit": 1000, "bytes_in_use": 100}

@@ -52,8 +52,8 @@ class SlowDenoiser(WanDenoiser):
 
     seconds = SECONDS
 
-    def predict(self, *given: Any, **how: Any) -> Any:
-        prediction = super().predict(*given, **how)
+    def predict(self, *arguments: Any, **how: Any) -> Any:
+        prediction = super().predict(*arguments, **how)
         return jax.pure_callback(self.wait, prediction, prediction)
 
     @staticmethod

@@ -50,10 +50,10 @@ def test_names_tell_apart_presets_of_equal_shapes(pair):
             names = [source, f"/data/{rest}", f"/data/{owner}/snapshot/{rest}", f"/data/{rest.rpartition('/')[2]}"]
             for name in names:
                 if family is HUNYUANVIDEO:
-                    found = hunyuan_layouts._parse_model_name(name.replace("/diffusion_pytorch_model.safetensors", ""))
+                    result = hunyuan_layouts._parse_model_name(name.replace("/diffusion_pytorch_model.safetensors", ""))
                     assert (
                         name.endswith("/diffusion_pytorch_model.safetensors")
-                        or hunyuan_layouts.MODELS[str(found)] is right
+                        or hunyuan_layouts.MODELS[str(result)] is right
                     )
                 elif model_name_in(name) not in ("", "data"):
                     assert best_match(pair, name, family.distillations) is right, name
@@ -71,8 +71,8 @@ def authors_folder(folder, config):
     transformer, vae = tensors(config)
     hollow_file(folder / "diffusion_pytorch_model.safetensors", transformer)
     hollow_file(folder / "Wan2.1_VAE.safetensors", vae)
-    told = {"_class_name": "WanModel", "num_heads": config.heads, "eps": 1e-6}
-    (folder / "config.json").write_text(json.dumps(told))
+    message = {"_class_name": "WanModel", "num_heads": config.heads, "eps": 1e-6}
+    (folder / "config.json").write_text(json.dumps(message))
     return folder
 
 
@@ -93,11 +93,11 @@ def single_file(path, config):
     ],
 )
 def test_a_folder_of_the_authors_is_known_by_its_name(config, name, preset, size, steps, shift, tmp_path):
-    found = inspect_checkpoint(authors_folder(tmp_path / name, config))
-    assert found.preset is not None
-    assert found.preset.name == preset
-    assert (found.settings.size, found.settings.steps, found.settings.flow_shift) == (size, steps, shift)
-    assert found.source.fallback_repo == found.preset.source
+    checkpoint = inspect_checkpoint(authors_folder(tmp_path / name, config))
+    assert checkpoint.preset is not None
+    assert checkpoint.preset.name == preset
+    assert (checkpoint.settings.size, checkpoint.settings.steps, checkpoint.settings.flow_shift) == (size, steps, shift)
+    assert checkpoint.source.fallback_repo == checkpoint.preset.source
 
 
 @pytest.mark.parametrize(
@@ -124,12 +124,12 @@ def test_a_folder_of_the_authors_is_known_by_its_name(config, name, preset, size
     ],
 )
 def test_a_single_file_is_known_by_its_name(config, name, preset, tmp_path):
-    found = inspect_checkpoint(single_file(tmp_path / name, config))
-    assert found.preset is not None
-    assert found.preset.name == preset
-    assert found.settings.size == found.preset.defaults.size
+    checkpoint = inspect_checkpoint(single_file(tmp_path / name, config))
+    assert checkpoint.preset is not None
+    assert checkpoint.preset.name == preset
+    assert checkpoint.settings.size == checkpoint.preset.defaults.size
     if name.count("/") or "_t2v_" in name or "2V-" in name:  # one like those of published files
-        assert describe_distillation(name, found) is None or found.distillation is not None
+        assert describe_distillation(name, checkpoint) is None or checkpoint.distillation is not None
 
 
 @pytest.mark.parametrize(
@@ -144,12 +144,12 @@ def test_a_single_file_is_known_by_its_name(config, name, preset, tmp_path):
     ],
 )
 def test_a_distilled_file_is_sampled_as_its_publisher_does(config, name, base, steps, shift, solver, tmp_path):
-    found = inspect_checkpoint(single_file(tmp_path / name, config))
-    assert found.preset is not None
-    assert (found.preset.name, found.settings.size) == (base, presets()[base].defaults.size)
-    assert (found.settings.steps, found.settings.guidance_scale) == (steps, 1.0)
-    assert (found.settings.flow_shift, name_of(found.model.scheduler)) == (shift, solver)
-    assert says(describe_distillation(name, found) or "", f"{name} distilled {steps} steps")
+    checkpoint = inspect_checkpoint(single_file(tmp_path / name, config))
+    assert checkpoint.preset is not None
+    assert (checkpoint.preset.name, checkpoint.settings.size) == (base, presets()[base].defaults.size)
+    assert (checkpoint.settings.steps, checkpoint.settings.guidance_scale) == (steps, 1.0)
+    assert (checkpoint.settings.flow_shift, name_of(checkpoint.model.scheduler)) == (shift, solver)
+    assert says(describe_distillation(name, checkpoint) or "", f"{name} distilled {steps} steps")
 
 
 @pytest.mark.parametrize(
@@ -163,12 +163,12 @@ def test_a_distilled_file_is_sampled_as_its_publisher_does(config, name, base, s
 def test_a_pair_of_distilled_experts(names, preset, solver, tmp_path):
     for noise in ("low", "high"):
         single_file(tmp_path / names.format(noise), I2V_A14B)
-    found = inspect_checkpoint(tmp_path / names.format("high"))
-    assert found.preset is not None
-    assert (found.preset.name, name_of(found.model.scheduler)) == (preset, solver)
-    settings = found.settings
+    checkpoint = inspect_checkpoint(tmp_path / names.format("high"))
+    assert checkpoint.preset is not None
+    assert (checkpoint.preset.name, name_of(checkpoint.model.scheduler)) == (preset, solver)
+    settings = checkpoint.settings
     assert (settings.steps, settings.guidance_scales, settings.boundary) == (4, (1.0, 1.0), 0.9)
-    segments = found.model.spec.phases(found.model.spec.schedule(settings), settings)
+    segments = checkpoint.model.spec.phases(checkpoint.model.spec.schedule(settings), settings)
     assert [len(segment.scales) for segment in segments] == [2, 2]
 
 
@@ -176,24 +176,28 @@ def test_the_generator_of_a_run_is_causvids(tmp_path):
     """CausVid's `model.pt` has a generator, and no mean of it as those of Self-Forcing have."""
     transformer, vae = tensors(T2V_1_3B)
     named = {f"generator.model.{key}": x for key, x in transformer.items()}
-    found = inspect_checkpoint(
+    checkpoint = inspect_checkpoint(
         hollow_file(tmp_path / "model.safetensors", named | {f"vae.{key}": x for key, x in vae.items()})
     )
-    assert found.preset is not None
-    assert found.preset.name == "wan2.1-t2v-1.3b-causvid"
-    assert (found.settings.steps, found.settings.guidance_scale, found.settings.flow_shift) == (3, 1.0, 8.0)
+    assert checkpoint.preset is not None
+    assert checkpoint.preset.name == "wan2.1-t2v-1.3b-causvid"
+    assert (checkpoint.settings.steps, checkpoint.settings.guidance_scale, checkpoint.settings.flow_shift) == (
+        3,
+        1.0,
+        8.0,
+    )
 
 
-@pytest.mark.parametrize(("name", "told"), [("cat.safetensors", True), ("cat-t2v-14b.safetensors", False)])
-def test_a_name_that_tells_nothing_is_told(name, told, tmp_path):
-    found = inspect_checkpoint(single_file(tmp_path / name, T2V_14B))
-    assert found.distillation is None
-    sentence = describe_distillation(name, found)
-    assert says(sentence or "", f"{name} distilled 50 steps guidance 5") if told else sentence is None
+@pytest.mark.parametrize(("name", "message"), [("cat.safetensors", True), ("cat-t2v-14b.safetensors", False)])
+def test_a_name_that_tells_nothing_is_told(name, message, tmp_path):
+    checkpoint = inspect_checkpoint(single_file(tmp_path / name, T2V_14B))
+    assert checkpoint.distillation is None
+    sentence = describe_distillation(name, checkpoint)
+    assert says(sentence or "", f"{name} distilled 50 steps guidance 5") if message else sentence is None
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "size", "shift"),
+    ("name", "options", "size", "shift"),
     [
         ("mine", 3.0, SD, 3.0),
         ("mine", 5.0, HD, 5.0),
@@ -202,17 +206,17 @@ def test_a_name_that_tells_nothing_is_told(name, told, tmp_path):
         ("Wan2.1-I2V-14B-480P-Diffusers", 5.0, SD, 5.0),
     ],
 )
-def test_a_folder_of_diffusers_is_known_by_its_name_or_its_shift(name, given, size, shift, tmp_path):
+def test_a_folder_of_diffusers_is_known_by_its_name_or_its_shift(name, options, size, shift, tmp_path):
     """It is a folder of the user's own. Where its name tells nothing, its scheduler's shift may."""
     source, folder = inspect_checkpoint(single_file(tmp_path / "a.safetensors", I2V_14B)).source, tmp_path / name
     configs = {component: source[component].config() for component in ("transformer", "vae", "scheduler")}
-    configs["scheduler"] |= {"flow_shift": given}
+    configs["scheduler"] |= {"flow_shift": options}
     for component, config in configs.items():
         (folder / component).mkdir(parents=True)
         file = "scheduler_config.json" if component == "scheduler" else "config.json"
         (folder / component / file).write_text(json.dumps(config))
     (folder / "model_index.json").write_text(json.dumps(source.index))
-    found = inspect_checkpoint(folder)
-    assert found.preset is None
-    assert (found.settings.size, found.settings.steps, found.settings.flow_shift) == (size, 40, shift)
-    assert found.settings.negative_prompt.startswith("镜头晃动")
+    checkpoint = inspect_checkpoint(folder)
+    assert checkpoint.preset is None
+    assert (checkpoint.settings.size, checkpoint.settings.steps, checkpoint.settings.flow_shift) == (size, 40, shift)
+    assert checkpoint.settings.negative_prompt.startswith("镜头晃动")

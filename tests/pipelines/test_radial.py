@@ -63,8 +63,8 @@ def test_the_share_of_dense_steps(steps, dense):
 
 def test_a_model_by_hand(monkeypatch):
     """Blocks one by one, the first with all of attention, the others by the formula under the mask."""
-    asked = AttentionConfig(radial=True), AUTO
-    radial, plain = (network(partial(wan.WanTransformer, CONFIG, attention=a), None) for a in asked)
+    requested = AttentionConfig(radial=True), AUTO
+    radial, plain = (network(partial(wan.WanTransformer, CONFIG, attention=a), None) for a in requested)
     rng = np.random.default_rng(0)
     latents = jnp.asarray(rng.normal(size=(1, 11, 8, 32, CONFIG.channels_in)), jnp.float32)
     t, text = jnp.full(1, 500.0), jnp.asarray(rng.normal(size=(1, 7, CONFIG.text_width)), jnp.float32)
@@ -93,25 +93,25 @@ def test_a_model_by_hand(monkeypatch):
 
         return model(latents, t, context, rope, cache=ByHand())
 
-    def masked(q, k, v, **given):
+    def masked(q, k, v, **options):
         of_self = q.shape[1] == k.shape[1]
         seen.append(of_self)
         window = Radial(11, 64, 0.2) if of_self else None
         return attention(q, k, v, window=window, implementation="reference")
 
     assert (radial.mask(GRID), plain.mask(GRID)) == (Radial(11, 64, 0.2), None)
-    ours, dense, wanted = (np.float64(x) for x in (run(radial), run(plain), by_hand(plain)))
+    ours, dense, expected = (np.float64(x) for x in (run(radial), run(plain), by_hand(plain)))
     assert sum(seen) == CONFIG.layers - 1 > 0
-    assert error(ours, wanted) <= 1e-5
+    assert error(ours, expected) <= 1e-5
     assert error(ours, dense) > 1e-4
 
 
 def trace(pipe, **settings):
     """Return the latents after each step."""
-    found = []
-    given = VIDEO | {"steps": STEPS} | settings
-    pipe.denoise(pipe.encode("a"), callback=lambda step: found.append(np.array(step.x0)), **given)
-    return found
+    result = []
+    options = VIDEO | {"steps": STEPS} | settings
+    pipe.denoise(pipe.encode("a"), callback=lambda step: result.append(np.array(step.x0)), **options)
+    return result
 
 
 @pytest.mark.parametrize("text", quick(["radial:0.2"], ["radial", "radial:0.2"]))
@@ -123,8 +123,8 @@ def test_the_first_steps_are_those_of_dense_attention(folder, text):
 
 def test_several_devices(folder):
     one, eight = (wanjax.load(folder, attention="radial", dtype="float32", mesh=m) for m in (None, "dp=2,tp=4"))
-    given = {"steps": 2, "guidance_scale": 4.0}  # both prompts are together where there is dp
-    assert error(trace(eight, **given)[-1], np.float64(trace(one, **given)[-1])) <= 1e-5
+    options = {"steps": 2, "guidance_scale": 4.0}  # both prompts are together where there is dp
+    assert error(trace(eight, **options)[-1], np.float64(trace(one, **options)[-1])) <= 1e-5
 
 
 def test_a_step_that_reuses_needs_no_dense_program(folder):
@@ -169,8 +169,8 @@ def test_models_without_it(make, tmp_path):
 
 def test_plans():
     assert says(refused("plan", "cogvideox-2b", "--attention", "radial"), "cogvideox-2b radial attention")
-    given = ("plan", "wan2.1-t2v-1.3b", "--chip", "cpu", "--steps", "50", "--attention", "radial", "--json")
-    radial, plain = (json.loads(succeeded(run(*options)).stdout) for options in (given, (*given[:6], "--json")))
+    arguments = ("plan", "wan2.1-t2v-1.3b", "--chip", "cpu", "--steps", "50", "--attention", "radial", "--json")
+    radial, plain = (json.loads(succeeded(run(*options)).stdout) for options in (arguments, (*arguments[:6], "--json")))
     assert (radial["dense_steps"], plain["dense_steps"], plain["dense_step_seconds"]) == (12, 0, None)
     assert radial["dense_step_seconds"] == pytest.approx(plain["step_seconds"], rel=0.2)
     assert radial["step_seconds"] < 0.9 * plain["step_seconds"]

@@ -76,14 +76,14 @@ def test_pictures_and_clips(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     clip = np.stack([picture] * 5)
     video = pipe("a", video=clip, mask="red.png", references=["red.png"], **SMALL)
-    found = extras(video)
-    assert found["video"] == source_to_json(clip) != source_to_json(clip + 1)
-    assert found["mask"] == str(tmp_path / "red.png")
-    assert found["references"] == [str(tmp_path / "red.png")]
+    result = extras(video)
+    assert result["video"] == source_to_json(clip) != source_to_json(clip + 1)
+    assert result["mask"] == str(tmp_path / "red.png")
+    assert result["references"] == [str(tmp_path / "red.png")]
     digest = hashlib.sha256((tmp_path / "red.png").read_bytes()).hexdigest()
     assert video.settings["digests"][str(tmp_path / "red.png")] == digest
     video = pipe("a", video=[Image.fromarray(frame) for frame in clip], references=iter([picture]), **SMALL)
-    assert extras(video)["video"] == found["video"]
+    assert extras(video)["video"] == result["video"]
     assert extras(video)["references"] == [source_to_json(picture)]
 
 
@@ -92,6 +92,6 @@ def test_loras_are_recorded_by_their_full_paths(model, tmp_path, monkeypatch):
     path = tmp_path / "style.safetensors"
     save_safetensors(path, {f"diffusion_model.blocks.1.self_attn.q.{role}.weight": x for role, x in q.items()})
     monkeypatch.chdir(tmp_path)
-    given = [Path("style.safetensors"), Lora("style.safetensors", 0.5)]
-    video = wanjax.load(model, lora=given)("a", **SMALL)
+    options = [Path("style.safetensors"), Lora("style.safetensors", 0.5)]
+    video = wanjax.load(model, lora=options)("a", **SMALL)
     assert extras(video) == PLAIN | {"lora": [str(path), f"{path}:0.5"]}

@@ -138,8 +138,8 @@ class Compared:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("models")
-    return functools.cache(lambda model: MODELS[model](made / model))
+    root = tmp_path_factory.mktemp("models")
+    return functools.cache(lambda model: MODELS[model](root / model))
 
 
 @pytest.fixture(scope="module")
@@ -162,19 +162,19 @@ def compared(loaded):
     def compare(kind: str, mesh: str | None) -> Compared:
         model, given = KINDS[kind]
         pipe, counting = loaded(model, mesh)
-        told = {name: given[name] for name in ("tiling", "batch_guidance") if name in given}
-        own = {name: x for name, x in given.items() if name not in told} | {"prompt": given.get("prompt", "a cat")}
+        messages = {name: given[name] for name in ("tiling", "batch_guidance") if name in given}
+        own = {name: x for name, x in given.items() if name not in messages} | {"prompt": given.get("prompt", "a cat")}
         pictures, settings = pipe.prepare(**own)
-        made = trace_programs(pipe, settings, pictures, **told)
-        for noted in made.programs:
+        result = trace_programs(pipe, settings, pictures, **messages)
+        for noted in result.programs:
             counting.compile(noted.traced_program)
         before = compiled(strategy=counting)
         counting.calls.clear()
         prompt = own.pop("prompt")
-        pipe.with_strategy(counting)(prompt, **own, **told)
+        pipe.with_strategy(counting)(prompt, **own, **messages)
         return Compared(
-            made,
-            recorded_calls(made),
+            result,
+            recorded_calls(result),
             counting.calls.copy(),
             compiled(strategy=counting) - before,
             [*counting.shardings],
@@ -185,9 +185,9 @@ def compared(loaded):
 
 @pytest.mark.parametrize(("kind", "mesh"), places())
 def test_a_recorded_run_makes_the_calls_of_an_executed_one(compared, kind, mesh):
-    found = compared(kind, mesh)
-    executed, recorded = found.executed, found.recorded
-    assert found.late == 0
+    result = compared(kind, mesh)
+    executed, recorded = result.executed, result.recorded
+    assert result.late == 0
     if "teacache" in kind:  # whose weights decide which steps reuse
         assert executed.keys() == recorded.keys()
         whole, planned = steps(executed), steps(recorded)
@@ -199,7 +199,7 @@ def test_a_recorded_run_makes_the_calls_of_an_executed_one(compared, kind, mesh)
         assert not differences(executed, recorded)
     if "cache" in KINDS[kind][1]:
         assert steps(recorded)[True] > 0
-    keys = {EXECUTE.key_of(noted.traced_program) for noted in found.record.programs}
+    keys = {EXECUTE.key_of(noted.traced_program) for noted in result.record.programs}
     assert len(set(map(fingerprint, keys))) == len(keys)  # by which executables are kept between processes
 
 
@@ -217,13 +217,13 @@ NO_WEIGHTS = ["wan-flf", "wan-experts", "cogvideox-i2v", "hunyuanvideo quoted"]
 def test_a_recording_reads_no_weights_and_computes_nothing(folder, kind):
     model, given = KINDS[kind]
     read: list[Any] = []
-    pipe = wanjax.load(folder(model), progress=lambda *told: read.append(told))
+    pipe = wanjax.load(folder(model), progress=lambda *message: read.append(message))
     pictures, settings = pipe.prepare(**{"prompt": "a cat"} | given)
     gc.collect()
     before = len(jax.live_arrays())
     with compilations() as compiled:
-        made = trace_programs(pipe, settings, pictures)
-    assert recorded_calls(made).total() > 6
+        result = trace_programs(pipe, settings, pictures)
+    assert recorded_calls(result).total() > 6
     assert compiled == read == pipe.components.networks() == []
     assert len(jax.live_arrays()) == before
 
@@ -236,9 +236,9 @@ def test_a_description_records_what_its_checkpoint_does(folder, kind, mesh):
     Prompts have the length of the small tokenizers.
     """
     model, given = KINDS[kind]
-    pipe, found = wanjax.load(folder(model), mesh=mesh), inspect_checkpoint(folder(model), reads_encoder_configs=True)
-    family = replace(found.family, prompt=lambda video_model: {"tokenizer": (tiny.TEXT_LENGTH,) * 2})
-    description = replace(found, family=family, settings=pipe.defaults)
+    pipe, result = wanjax.load(folder(model), mesh=mesh), inspect_checkpoint(folder(model), reads_encoder_configs=True)
+    family = replace(result.family, prompt=lambda video_model: {"tokenizer": (tiny.TEXT_LENGTH,) * 2})
+    description = replace(result, family=family, settings=pipe.defaults)
     planned = abstract_pipeline(description, pipe.partitioner, param_dtype=pipe.defaults.dtype)
     noted = []
     for each in (pipe, planned):

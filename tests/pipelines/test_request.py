@@ -119,9 +119,9 @@ def test_strengths_of_loras_are_a_text():
 
 def test_seconds_are_the_nearest_frames_for_rows_and_for_a_server(nano, served, tmp_path):
     fields = {"prompt": "a", "seconds": 1.2, "size": "32x32"}
-    made = Limits.of(nano.defaults)
+    result = Limits.of(nano.defaults)
     [job] = VideoMaker(lambda: nano, tmp_path).tasks_for([from_rows(tmp_path, fields, "csv")])
-    frames = uploads.complete_settings(served(fields), nano, {}, made).frames
+    frames = uploads.complete_settings(served(fields), nano, {}, result).frames
     assert job.request.settings["frames"] == frames == round((1.2 * nano.defaults.fps - 1) / 4) * 4 + 1
     assert "seconds" not in job.request.settings
 

@@ -56,7 +56,11 @@ def run(pipe, keep=None, stop_at=None, prompt=0.5, **more):
 
     try:
         latents = pipe.denoise(
-            encoded(prompt), callback=callback, keep=keep, continued=lambda *told: before.append(told), **GIVEN | more
+            encoded(prompt),
+            callback=callback,
+            keep=keep,
+            continued=lambda *message: before.append(message),
+            **GIVEN | more,
         )
     except Cancelled:
         return None, taken, before
@@ -265,5 +269,5 @@ def test_the_command_continues(tmp_path, sent):
     assert f" of {steps} steps" in continued.stderr
     assert not (left / stage_files.STATE_FILE).exists()
     succeeded(wanjax(*command[3:], "--steps", steps, "--dir", str(whole)))
-    made = [stage_files.load_latents(folder, load_settings(folder)) for folder in (left, whole)]
-    np.testing.assert_array_equal(*map(np.asarray, made))
+    result = [stage_files.load_latents(folder, load_settings(folder)) for folder in (left, whole)]
+    np.testing.assert_array_equal(*map(np.asarray, result))

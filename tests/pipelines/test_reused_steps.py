@@ -63,8 +63,8 @@ MODELS = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Callable[[str], Path]:
     """The folder of a model's checkpoint."""
-    made = tmp_path_factory.mktemp("models")
-    return functools.cache(lambda model: MODELS[model](made / model))
+    root = tmp_path_factory.mktemp("models")
+    return functools.cache(lambda model: MODELS[model](root / model))
 
 
 @pytest.fixture(params=quick(["wan", "vace", "cogvideox"], MODELS))
@@ -91,9 +91,9 @@ class Taken:
 
 def run(pipe: Any, cache: str, encoded: Any = None, **settings: Any) -> tuple[Taken, np.ndarray]:
     taken = Taken()
-    given = {"steps": STEPS, "seed": 3, "guidance_scale": 3.0} | SMALL | settings
+    options = {"steps": STEPS, "seed": 3, "guidance_scale": 3.0} | SMALL | settings
     encoded = pipe.encode("a red circle", "a dog") if encoded is None else encoded
-    return taken, np.asarray(pipe.denoise(encoded, cache=cache, callback=taken, **given))
+    return taken, np.asarray(pipe.denoise(encoded, cache=cache, callback=taken, **options))
 
 
 def forwards(pipe: Any, cache: Any = BlockCache, **settings: Any) -> Any:
@@ -171,15 +171,15 @@ def test_a_reused_step_equals_input_and_residual_to_the_bit(each):
             def after(self, x: Any) -> Any:
                 if self.previous is not None:  # no part is run
                     seen.append(jax.tree.leaves(x)[0])
-                found = super().after(x)
-                seen.append(jax.tree.leaves(found)[0])
-                return found
+                result = super().after(x)
+                seen.append(jax.tree.leaves(result)[0])
+                return result
 
         def predict(cache: Any) -> Any:
             return step.denoiser.predict(network, x, t, inputs.prompts[0], inputs.shared, cache)
 
-        made = ForwardCache(Spying).run(predict, kept)
-        return made, [seen[0], seen[-1]]
+        output = ForwardCache(Spying).run(predict, kept)
+        return output, [seen[0], seen[-1]]
 
     (whole, kept), before = spied(inputs, None)
     (again, _), after = spied(inputs, kept)
@@ -214,14 +214,14 @@ def test_teacache_reads_the_change_of_the_timesteps_embedding(pipe):
         for i in range(STEPS)
     ]
     for plain in (False, True):
-        found = embedding_changes(
+        result = embedding_changes(
             pipe.runtime, step.denoiser, SplitNetwork(step.graphdef, inputs.weights), schedule, segment, plain
         )
         embed = partial(step.denoiser.embed_timesteps, unprojected=plain)
         embedded = [np.asarray(jax.jit(embed)(network, t), np.float64) for t in times]
         expected = [abs(b - a).mean() / abs(a).mean() for a, b in pairwise(embedded)]
-        assert found[0] == 0
-        assert error(np.array(found[1:]), np.array(expected)) <= 1e-5
+        assert result[0] == 0
+        assert error(np.array(result[1:]), np.array(expected)) <= 1e-5
 
 
 def test_teacache_reuses_while_less_than_the_threshold_has_added_up(pipe):
@@ -248,8 +248,8 @@ def test_a_first_picture_has_a_table_of_its_own(tmp_path):
     digests, picture = set(), np.zeros((32, 32, 3), np.uint8)
     for image, reused in ((None, [False, True] * 3), (picture, [False] * 6)):
         steps: list[bool] = []
-        given = {"steps": 6, "frames": 5, "size": (32, 32), "guidance_scale": 1, "cache": "magcache"}
-        video = pipe("a", image=image, callback=lambda step, steps=steps: steps.append(step.reuses), **given)
+        options = {"steps": 6, "frames": 5, "size": (32, 32), "guidance_scale": 1, "cache": "magcache"}
+        video = pipe("a", image=image, callback=lambda step, steps=steps: steps.append(step.reuses), **options)
         assert steps == reused
         digests.add(video.settings["digests"]["cache"])
     assert len(digests) == 2
@@ -293,8 +293,8 @@ def test_easycache_decides_as_its_authors_do(pipe):
             break
     taken, latents = run(pipe, f"easycache:{threshold},2")
     histories = [History(*state.cached[-1]) for state in taken.states]
-    found = [True, *(a.count == b.count for a, b in pairwise(histories))]
-    assert [bool(step) for step in found] == computed
+    result = [True, *(a.count == b.count for a, b in pairwise(histories))]
+    assert [bool(step) for step in result] == computed
     assert 0 < sum(computed[2:-1]) < STEPS - 3, computed
     assert error(np.moveaxis(latents, 1, -1), np.asarray(expected, np.float64)) <= 1e-4
 
@@ -307,22 +307,22 @@ def test_a_guidance_cache_estimates_the_negative_prompt():
     rng = np.random.default_rng(0)
     prompt, negative, later = (rng.standard_normal((1, 2, 9, 14, 3), np.float32) for _ in range(3))
     cache = GuidanceCache(reused=(False, True, True), half_step=2)
-    given = [lambda x=x: jnp.asarray(x) for x in (prompt, negative)]
-    both, kept = cache.predictions(given, jnp.asarray(prompt), None)
+    options = [lambda x=x: jnp.asarray(x) for x in (prompt, negative)]
+    both, kept = cache.predictions(options, jnp.asarray(prompt), None)
     np.testing.assert_array_equal(both[1], negative)
     assert cache.cached_for(0, kept) is None
     for step, (low, high) in ((1, (1.2, 1.0)), (2, (1.0, 1.2))):
-        again = [lambda: jnp.asarray(later), given[1]]
-        found = cache.predictions(again, jnp.asarray(prompt), cache.cached_for(step, kept))[0]
+        again = [lambda: jnp.asarray(later), options[1]]
+        result = cache.predictions(again, jnp.asarray(prompt), cache.cached_for(step, kept))[0]
         bias = np.fft.rfft2(np.float64(negative) - prompt, axes=(2, 3))
         rows, columns = np.arange(bias.shape[2]), np.arange(bias.shape[3])
         tall, wide = max(1, bias.shape[2] // 4), max(1, bias.shape[3] // 4)
         mask = ((rows < tall) | (rows > bias.shape[2] - tall))[:, None] & (columns < wide)
         weights = np.where(mask, low, high)[None, None, :, :, None]
         expected = later + np.fft.irfft2(bias * weights, s=(9, 14), axes=(2, 3))
-        assert error(np.asarray(found[1]), expected) <= 1e-6
+        assert error(np.asarray(result[1]), expected) <= 1e-6
     with pytest.raises(WanjaxError, match="both prompts"):
-        cache.predictions(given[:1], jnp.asarray(prompt), None)
+        cache.predictions(options[:1], jnp.asarray(prompt), None)
     even = low_frequencies(jnp.asarray(prompt[:, :, :8]))
     assert error(np.asarray(low_frequencies(even)), np.asarray(even, np.float64)) <= 1e-6  # a projection
 
@@ -394,8 +394,8 @@ def test_without_a_cache_the_program_is_that_of_before(pipe):
         videos, *shape = state.x.shape
         x = jnp.broadcast_to(state.x, (inputs.batch // videos, videos, *shape)).reshape(-1, *shape)
         t = jax.tree.map(lambda time: jnp.full((inputs.batch,), time), step.denoiser.timesteps(schedule))
-        found = [step.denoiser.predict(network, x, t, prompt, inputs.shared) for prompt in inputs.prompts]
-        predictions = jnp.concatenate([prediction.astype(jnp.float32) for prediction in found])
+        result = [step.denoiser.predict(network, x, t, prompt, inputs.shared) for prompt in inputs.prompts]
+        predictions = jnp.concatenate([prediction.astype(jnp.float32) for prediction in result])
         clean = partial(step.scheduler.x0, schedule, 0)
         guided, _ = GuidanceRule.combine(predictions, videos, scale, state.x, clean, None)
         prediction = replicate(guided)

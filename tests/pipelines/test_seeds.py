@@ -162,13 +162,13 @@ def test_a_drawn_seed_is_recorded_and_makes_the_video_again(model):
 def test_denoising_alone_tells_the_drawn_seed(model):
     pipe = wanjax.load(model)
     encoded = pipe.encode("a")
-    with pytest.warns(UserWarning, match=r"the seed \d+ was drawn at random") as told:
+    with pytest.warns(UserWarning, match=r"the seed \d+ was drawn at random") as warned:
         latents = pipe.denoise(encoded, seed=-1, **SMALL)
-    seed = int(str(told[0].message).split()[2])
+    seed = int(str(warned[0].message).split()[2])
     np.testing.assert_array_equal(pipe.denoise(encoded, seed=seed, **SMALL), latents)
-    with pytest.warns(UserWarning, match=r"the seed \d+ was drawn at random") as told:
+    with pytest.warns(UserWarning, match=r"the seed \d+ was drawn at random") as warned:
         latents = pipe.denoise(encoded, seeds=[-1], **SMALL)
-    seed = int(str(told[0].message).split()[2])
+    seed = int(str(warned[0].message).split()[2])
     np.testing.assert_array_equal(pipe.denoise(encoded, seeds=[seed], **SMALL), latents)
 
 

@@ -80,9 +80,9 @@ def test_other_dtypes_are_refused(model, pipe, dtype):
     ids=["a dtype", "a dtype of JAX", "a model"],
 )
 def test_a_call_cannot_change_what_is_loaded(model, pipe, name, change, words):
-    given = {"conditioning": pipe.encode("a")} if name == "denoise" else {"prompt": "a"}
+    options = {"conditioning": pipe.encode("a")} if name == "denoise" else {"prompt": "a"}
     with pytest.raises(WanjaxError, match=naming(words.format(model=model))):
-        getattr(pipe, name)(**given, **change)
+        getattr(pipe, name)(**options, **change)
 
 
 @pytest.mark.parametrize("of", [tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_hunyuan_checkpoint])
@@ -101,8 +101,8 @@ def test_frames_of_an_autoencoder_in_bfloat16(of, tmp_path):
 
 
 def test_the_autoencoder_of_a_published_model_is_in_its_authors_dtype():
-    found = {name: preset.defaults.vae_dtype for name, preset in registry.presets().items()}
-    assert {name for name, dtype in found.items() if dtype == "bfloat16"} == {x for x in found if "turbowan" in x}
+    result = {name: preset.defaults.vae_dtype for name, preset in registry.presets().items()}
+    assert {name for name, dtype in result.items() if dtype == "bfloat16"} == {x for x in result if "turbowan" in x}
 
 
 def test_a_call_may_name_what_is_loaded(model, pipe):
@@ -116,10 +116,10 @@ def test_a_strength_is_for_a_video(pipe):
 
 def test_every_model_makes_its_sizes():
     for name, preset in registry.presets().items():
-        found = registry.model_description(name)
-        model, defaults = found.model, found.settings
-        assert found.sizes == preset.sizes
-        sizes = named_sizes(model, defaults, found.sizes)
+        description = registry.model_description(name)
+        model, defaults = description.model, description.settings
+        assert description.sizes == preset.sizes
+        sizes = named_sizes(model, defaults, description.sizes)
         assert next(iter(sizes.values())) == defaults.size
         for height, width in sizes.values():
             model.spec.check_settings(defaults.updated({"height": height, "width": width}))

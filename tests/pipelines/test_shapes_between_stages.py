@@ -61,16 +61,16 @@ def test_every_family_refuses_another_shape(tmp_path, name):
     pipe = wanjax.load(str(case.make(tmp_path, **case.options)))
     pipe.progress = False
     encoded = pipe.encode("a", size=(32, 32), frames=5, steps=2, **case.given)
-    made = encoded_shape(encoded)
-    assert made == VideoShape(5, 32, 32, len(case.given.get("references", ())))
+    result = encoded_shape(encoded)
+    assert result == VideoShape(5, 32, 32, len(case.given.get("references", ())))
     for other in ({"frames": 9}, {"size": (32, 64)}, {"width": 64}, {"frames": 1}):
         with pytest.raises(WanjaxError, match=naming("32x32 5 frames encode")):
             pipe.denoise(encoded, steps=2, **other)
     shape = pipe.model.spec.latent_shape(pipe.settings(size=(32, 32), frames=5))
-    told = pipe.denoise(encoded, steps=2, seed=0, size=(32, 32), frames=5)
-    untold = pipe.denoise(encoded, steps=2, seed=0)
-    assert told.shape == shape
-    np.testing.assert_array_equal(told, untold)
+    latents = pipe.denoise(encoded, steps=2, seed=0, size=(32, 32), frames=5)
+    latents_by_encoded_size = pipe.denoise(encoded, steps=2, seed=0)
+    assert latents.shape == shape
+    np.testing.assert_array_equal(latents, latents_by_encoded_size)
 
 
 def test_what_a_prompt_alone_became_is_for_any_shape(tmp_path):
@@ -102,8 +102,8 @@ def test_the_commands_refuse_another_shape(control, tmp_path, monkeypatch):
 
     Image.fromarray(PICTURE).save("picture.png")
     references = ("--reference", "picture.png", "--reference", "picture.png")
-    given = ("encode", "a", "--model", control, "--size", "32x32", "--frames", "5", "--dir", "made")
-    succeeded(run(*given, *references))
+    options = ("encode", "a", "--model", control, "--size", "32x32", "--frames", "5", "--dir", "made")
+    succeeded(run(*options, *references))
     file = Path("made") / stage_files.EMBEDDINGS_FILE
     assert "video_shape" not in load_safetensors(file)  # the file's settings hold it
     for other in (("--frames", "9"), ("--frames", "13"), ("--size", "48x32"), ("--height", "48")):

@@ -65,10 +65,10 @@ def test_the_difference_of_the_predictions_is_added(folders, pipe, rule, skip, o
 
 
 def test_only_steps_between_the_noise_levels_are_guided_so(pipe):
-    given = {"guidance_scale": 5, "steps": 4, "flow_shift": 1.0, "sigmas": "comfy"}  # levels 1, .75, .5 and .25
-    plain, always = latents(pipe, **given), latents(pipe, guidance_rule="none:skip=1", **given)
-    between = latents(pipe, guidance_rule="none:skip=1,skip_start=0.8,skip_end=0.4", **given)
-    never = latents(pipe, guidance_rule="none:skip=1,skip_start=0.2", **given)
+    options = {"guidance_scale": 5, "steps": 4, "flow_shift": 1.0, "sigmas": "comfy"}  # levels 1, .75, .5 and .25
+    plain, always = latents(pipe, **options), latents(pipe, guidance_rule="none:skip=1", **options)
+    between = latents(pipe, guidance_rule="none:skip=1,skip_start=0.8,skip_end=0.4", **options)
+    never = latents(pipe, guidance_rule="none:skip=1,skip_start=0.2", **options)
     np.testing.assert_array_equal(never, plain)
     assert not np.allclose(between, plain)
     assert not np.allclose(between, always)

@@ -38,13 +38,13 @@ def checkpoint(tmp_path_factory):
 
 def test_it_attends_as_it_was_trained(checkpoint):
     """The share of keys can be another, and shows; the record tells one that was asked for."""
-    videos, asked = [], "sla:top=0.5,block_q=8,block_kv=4"
-    pipes = [wanjax.load(checkpoint, attention=attention) for attention in (None, asked)]
+    videos, requested = [], "sla:top=0.5,block_q=8,block_kv=4"
+    pipes = [wanjax.load(checkpoint, attention=attention) for attention in (None, requested)]
     encoded = pipes[0].encode("a cat", "")
     for pipe in pipes:
         videos.append(np.asarray(pipe.denoise(encoded, **SMALL)))
     assert pipes[0].transformer.attention == AttentionConfig(sparse=SparseLinear(0.1))
-    assert [pipe.components.metadata.get("attention") for pipe in pipes] == [None, asked]
+    assert [pipe.components.metadata.get("attention") for pipe in pipes] == [None, requested]
     assert np.abs(videos[1] - videos[0]).max() > 1e-3
 
 
@@ -56,27 +56,27 @@ def test_it_is_converted_and_back(checkpoint, tmp_path):
     assert before["blocks.1.attn1.proj_l.weight"].shape == (12, 12)
     for key, x in before.items():
         np.testing.assert_array_equal(after[key], x)
-    found = [parameters(wanjax.load(folder).transformer) for folder in (checkpoint, tmp_path / "ours")]
-    jax.tree.map(np.testing.assert_array_equal, *found)
+    result = [parameters(wanjax.load(folder).transformer) for folder in (checkpoint, tmp_path / "ours")]
+    jax.tree.map(np.testing.assert_array_equal, *result)
 
 
-@pytest.mark.parametrize("asked", ["reference", "chunked", "radial", "auto:window=9"])
-def test_other_attention_is_refused(asked, checkpoint, tmp_path, monkeypatch):
+@pytest.mark.parametrize("requested", ["reference", "chunked", "radial", "auto:window=9"])
+def test_other_attention_is_refused(requested, checkpoint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    words = "radial --attention auto" if asked == "radial" else "sparse-linear --attention auto sla:top=0.15"
+    words = "radial --attention auto" if requested == "radial" else "sparse-linear --attention auto sla:top=0.15"
     with pytest.raises(UnsupportedError, match=naming(words)):
-        wanjax.load(checkpoint, attention=asked)
-    assert says(refused("a cat", "--model", str(checkpoint), "--attention", asked), words)
+        wanjax.load(checkpoint, attention=requested)
+    assert says(refused("a cat", "--model", str(checkpoint), "--attention", requested), words)
 
 
 def test_eight_devices_agree_with_one():
     config = replace(small_wan.transformer_config(4), sparse_linear=SparseLinear())
     random = np.random.default_rng(0)
     encoded = WanConditioning(*(jnp.asarray(random.normal(size=(1, 3, 8)), jnp.float32) for _ in range(2)))
-    asked, latents = AttentionConfig.parse("sla:top=0.5,block_q=8,block_kv=4"), []
+    requested, latents = AttentionConfig.parse("sla:top=0.5,block_q=8,block_kv=4"), []
     for axes in (None, (2, 2, 2)):
         pipe = small_wan.pipeline(4, small_wan.partitioner(axes))
-        transformer = small_wan.network(partial(WanTransformer, config, attention=asked), pipe.partitioner)
+        transformer = small_wan.network(partial(WanTransformer, config, attention=requested), pipe.partitioner)
         pipe.components.override("transformer", transformer)
         pipe.model = replace(pipe.model, transformer=config)
         latents.append(np.asarray(pipe.denoise(encoded, size=(24, 24), frames=5, steps=1, guidance_scale=1.0)))
@@ -116,8 +116,8 @@ def lora(dense, clips, tmp_path_factory):
     return trained(dense, clips, tmp_path_factory.mktemp("lora"), lora=LoraConfig(rank=2))
 
 
-def loaded(*given, **options):
-    return wanjax.load(*given, note=lambda told: None, **options).transformer
+def loaded(*arguments, **options):
+    return wanjax.load(*arguments, note=lambda message: None, **options).transformer
 
 
 @pytest.mark.parametrize(
@@ -131,17 +131,17 @@ def test_a_dense_model_learns_it_by_a_lora(lora_format, key, dense, clips, lora,
     """The file tells the attention, and has all of the projection's weights; an attention that is asked for goes on."""
     if lora_format == "comfy":
         lora = trained(dense, clips, tmp_path / "out", lora=LoraConfig(rank=2), lora_format=lora_format)
-    found = {asked: loaded(dense, lora=lora, attention=asked) for asked in (None, "sla:top=1", "auto")}
-    wanted = {
+    result = {requested: loaded(dense, lora=lora, attention=requested) for requested in (None, "sla:top=1", "auto")}
+    expected = {
         None: AttentionConfig.parse(LEARNED),
         "sla:top=1": AttentionConfig.parse("sla:top=1"),
         "auto": AttentionConfig(),
     }
-    assert {asked: transformer.attention for asked, transformer in found.items()} == wanted
+    assert {requested: transformer.attention for requested, transformer in result.items()} == expected
     change = load_safetensors(lora)[key]
     assert np.abs(change).max() > 0
-    np.testing.assert_array_equal(found[None].blocks.self_attn.proj_l.kernel[0], change.T)
-    assert found["auto"].blocks.self_attn.proj_l is None
+    np.testing.assert_array_equal(result[None].blocks.self_attn.proj_l.kernel[0], change.T)
+    assert result["auto"].blocks.self_attn.proj_l is None
 
 
 @pytest.mark.parametrize(("attention", "least", "most"), [("sla:top=1", 0, 1e-10), (LEARNED, 1e-5, 1)])
@@ -169,17 +169,17 @@ def test_a_lora_of_it_is_merged_by_convert(dense, lora, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("told", "words"), [("sla:top=9", "other.safetensors 9"), ("nothing", "other.safetensors nothing")]
+    ("message", "words"), [("sla:top=9", "other.safetensors 9"), ("nothing", "other.safetensors nothing")]
 )
-def test_a_file_that_tells_what_is_no_attention(dense, lora, tmp_path, told, words):
+def test_a_file_that_tells_what_is_no_attention(dense, lora, tmp_path, message, words):
     other = tmp_path / "other.safetensors"
-    save_safetensors(other, load_safetensors(lora), {"wanjax": json.dumps({"attention": told})})
+    save_safetensors(other, load_safetensors(lora), {"wanjax": json.dumps({"attention": message})})
     with pytest.raises(WanjaxError, match=naming(words)):
         loaded(dense, lora=other)
 
 
-@pytest.mark.parametrize("told", ["{", "[]", "null", "{}"])
-def test_a_file_that_tells_of_no_attention(dense, lora, tmp_path, told):
+@pytest.mark.parametrize("message", ["{", "[]", "null", "{}"])
+def test_a_file_that_tells_of_no_attention(dense, lora, tmp_path, message):
     other = tmp_path / "other.safetensors"
-    save_safetensors(other, load_safetensors(lora), {"wanjax": told})
+    save_safetensors(other, load_safetensors(lora), {"wanjax": message})
     assert loaded(dense, lora=other).attention == AttentionConfig()

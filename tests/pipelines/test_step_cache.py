@@ -94,13 +94,13 @@ MODELS = {
 
 def latents_of(pipe: Any, encoded: Any, cache: str, **settings: Any) -> list[np.ndarray]:
     """Return the latents after each step."""
-    found: list[np.ndarray] = []
+    result: list[np.ndarray] = []
 
     def callback(step: Step) -> None:
-        found.append(np.asarray(step.latents))
+        result.append(np.asarray(step.latents))
 
     pipe.denoise(encoded, **SMALL, steps=STEPS, seed=3, cache=cache, callback=callback, **settings)
-    return found
+    return result
 
 
 @pytest.mark.parametrize("model", quick(["wan"], MODELS))
@@ -109,7 +109,7 @@ def test_whole_steps_are_those_without_a_cache(model, tmp_path):
     pipe = wanjax.load(MODELS[model](tmp_path))
     encoded = pipe.encode(*PROMPTS, **SMALL)
     plain, cached = (latents_of(pipe, encoded, cache) for cache in ("none", CACHE))
-    differences = [error(got, wanted.astype(np.float64)) for got, wanted in zip(cached, plain, strict=True)]
+    differences = [error(got, expected.astype(np.float64)) for got, expected in zip(cached, plain, strict=True)]
     assert max(differences[:2]) <= 1e-6
     assert min(differences[2:]) > 1e-5
 
@@ -148,11 +148,11 @@ def test_the_command_line_tells_of_a_cache(tmp_path, monkeypatch):
 
 @pytest.mark.slow  # tests/plan/test_estimate.py has quick ones
 def test_a_plan_prices_steps_that_reuse():
-    told = succeeded(run("plan", "nano", "--chip", "cpu", "--steps", "20", "--cache", "deepcache:2,18,4")).stdout
-    assert says(told, "12 20 steps kept (deepcache:2,18,4)")
-    given = ("plan", "nano", "--chip", "cpu", "--steps", "20", "--json")
-    plain = json.loads(succeeded(run(*given)).stdout)
-    cached = json.loads(succeeded(run(*given, "--cache", "deepcache:2,18,4")).stdout)
+    message = succeeded(run("plan", "nano", "--chip", "cpu", "--steps", "20", "--cache", "deepcache:2,18,4")).stdout
+    assert says(message, "12 20 steps kept (deepcache:2,18,4)")
+    options = ("plan", "nano", "--chip", "cpu", "--steps", "20", "--json")
+    plain = json.loads(succeeded(run(*options)).stdout)
+    cached = json.loads(succeeded(run(*options, "--cache", "deepcache:2,18,4")).stdout)
     assert cached["step_seconds"] == pytest.approx(plain["step_seconds"], rel=0.2)
     assert cached["reusing_step_seconds"] < 0.7 * plain["step_seconds"]
     assert cached["total_seconds"] < plain["total_seconds"]

@@ -50,21 +50,21 @@ def draws():
 
 def in_sequence(pipe, sink):
     """Return the latents that the algorithm gives, each step being a pass over all frames so far, in float64."""
-    model, text, given = pipe.transformer, np.asarray(encoded().prompt_embeds[0]), draws()
-    made = np.zeros((0, *LATENTS[3:], LATENTS[1]))
+    model, text, options = pipe.transformer, np.asarray(encoded().prompt_embeds[0]), draws()
+    result = np.zeros((0, *LATENTS[3:], LATENTS[1]))
     for block in range(BLOCKS):
         own = slice(block * BLOCK, (block + 1) * BLOCK)
-        x = np.moveaxis(given["noise"][0, :, own], 0, -1).astype(np.float64)
+        x = np.moveaxis(options["noise"][0, :, own], 0, -1).astype(np.float64)
         of = np.arange((block + 1) * BLOCK) // BLOCK
         behind = of[:, None] - of[None]
         sees = (behind >= 0) & ((behind < 3 - sink) | (of[None] < sink))
         for step, (level, next_level) in enumerate(pairwise(LEVELS)):
             times = np.where(of < block, 0.0, 1000 * level)
-            x0 = x - level * whole_sequence.velocity(model, np.concatenate([made, x]), times, text, sees)[own]
-            noise = np.moveaxis(given["step_noise"][step, 0, :, own], 0, -1)
+            x0 = x - level * whole_sequence.velocity(model, np.concatenate([result, x]), times, text, sees)[own]
+            noise = np.moveaxis(options["step_noise"][step, 0, :, own], 0, -1)
             x = (1 - next_level) * x0 + next_level * noise
-        made = np.concatenate([made, x])
-    return np.moveaxis(made, -1, 0)[None]
+        result = np.concatenate([result, x])
+    return np.moveaxis(result, -1, 0)[None]
 
 
 @cache
@@ -75,9 +75,9 @@ def pipeline(sink=0, axes=None, rules="fsdp", heads=2):
 @pytest.mark.parametrize("sink", [0, 1])
 def test_each_step_sees_the_finished_blocks_at_timestep_0(sink):
     latents = pipeline(sink).denoise(encoded(), noise=draws(), **GIVEN)
-    found = error(latents, in_sequence(pipeline(sink), sink))
-    print(f"{found:.1e}")
-    assert found <= 1e-5
+    result = error(latents, in_sequence(pipeline(sink), sink))
+    print(f"{result:.1e}")
+    assert result <= 1e-5
     assert error(latents, in_sequence(pipeline(sink), 1 - sink)) > 1e-3
 
 
@@ -107,8 +107,8 @@ def test_a_longer_video_needs_no_other_program():
 
     def made(blocks):
         before = [compiled(program) for program in programs]
-        given: dict[str, Any] = GIVEN | {"size": (12, 28), "frames": 2 * (BLOCK * blocks - 1) + 1}
-        assert len(list(pipe.decode_stream(pipe.denoise_chunks(encoded(), **given)))) == blocks
+        options: dict[str, Any] = GIVEN | {"size": (12, 28), "frames": 2 * (BLOCK * blocks - 1) + 1}
+        assert len(list(pipe.decode_stream(pipe.denoise_chunks(encoded(), **options)))) == blocks
         return [compiled(program) - size for program, size in zip(programs, before, strict=True)]
 
     assert made(2) == [1, 1, 2]  # the first chunk of frames has no cache
@@ -117,10 +117,10 @@ def test_a_longer_video_needs_no_other_program():
 
 def test_memory_does_not_grow():
     pipe, held = pipeline(), []
-    given: dict[str, Any] = GIVEN | {"frames": 2 * (BLOCK * 12 - 1) + 1, "steps": 2}
+    options: dict[str, Any] = GIVEN | {"frames": 2 * (BLOCK * 12 - 1) + 1, "steps": 2}
     gc.collect()
     gc.freeze()  # leaves what other tests hold out of the collections below
-    for _ in pipe.decode_stream(pipe.denoise_chunks(encoded(), **given)):
+    for _ in pipe.decode_stream(pipe.denoise_chunks(encoded(), **options)):
         gc.collect()
         held.append(sum(x.nbytes for x in jax.live_arrays()))
     assert len(held) == 12
@@ -133,9 +133,11 @@ EIGHT = [((1, 2, 4), "fsdp"), ((2, 2, 2), "tp"), ((1, 1, 8), "tp")]
 @pytest.mark.parametrize(("axes", "rules"), quick(EIGHT[:1], EIGHT))
 def test_eight_devices_make_the_same_latents(axes, rules):
     alone = pipeline(1, heads=3).denoise(encoded(), noise=draws(), **GIVEN)
-    found = error(pipeline(1, axes, rules, 3).denoise(encoded(), noise=draws(), **GIVEN), np.asarray(alone, np.float64))
-    print(f"{found:.1e}")
-    assert found <= 1e-5
+    result = error(
+        pipeline(1, axes, rules, 3).denoise(encoded(), noise=draws(), **GIVEN), np.asarray(alone, np.float64)
+    )
+    print(f"{result:.1e}")
+    assert result <= 1e-5
 
 
 def test_videos_made_together_are_those_made_alone():
@@ -162,7 +164,7 @@ def test_a_callback_stops_a_stream():
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("options", "message"),
     [
         ({"frames": 17}, "17 frames 9 latent chunks 2 15 19"),
         ({"frames": 1}, "1 frames latent chunks 2 3"),
@@ -170,9 +172,9 @@ def test_a_callback_stops_a_stream():
         ({"cache": "easycache"}, "steps step cache easycache"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(given, told):
-    with pytest.raises(WanjaxError, match=naming(told)):
-        pipeline().denoise_chunks(encoded(), **GIVEN | given)
+def test_settings_that_cannot_be_are_refused(options, message):
+    with pytest.raises(WanjaxError, match=naming(message)):
+        pipeline().denoise_chunks(encoded(), **GIVEN | options)
 
 
 REFUSED = {
@@ -221,10 +223,10 @@ def test_every_keyword_of_denoising_is_accounted_for():
 @pytest.mark.parametrize("name", REFUSED)
 def test_keywords_of_no_use_are_refused(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    value, told = REFUSED[name]
-    given: dict[str, Any] = GIVEN | {name: value}
-    with pytest.raises(WanjaxError, match=told):
-        pipeline().denoise(encoded(), **given)
+    value, message = REFUSED[name]
+    options: dict[str, Any] = GIVEN | {name: value}
+    with pytest.raises(WanjaxError, match=message):
+        pipeline().denoise(encoded(), **options)
     assert not [*tmp_path.iterdir()]
 
 
@@ -236,15 +238,15 @@ def plain():
 @pytest.mark.parametrize("name", OBEYED)
 def test_keywords_are_obeyed(name, plain):
     sides = {"height": SIZE[0], "width": SIZE[1]}  # in place of the size, which is given beside neither
-    given: dict[str, Any] = {"frames": FRAMES, "steps": 3} | (sides if name in sides else {"size": SIZE})
-    found = np.asarray(pipeline().denoise(encoded(), **given | {name: OBEYED[name]}))
-    assert found.shape != plain.shape or error(found, np.asarray(plain, np.float64)) > 1e-3
+    options: dict[str, Any] = {"frames": FRAMES, "steps": 3} | (sides if name in sides else {"size": SIZE})
+    result = np.asarray(pipeline().denoise(encoded(), **options | {name: OBEYED[name]}))
+    assert result.shape != plain.shape or error(result, np.asarray(plain, np.float64)) > 1e-3
 
 
 @pytest.mark.parametrize("name", WITHOUT_EFFECT)
 def test_some_keywords_change_no_latents(name, plain):
-    given: dict[str, Any] = GIVEN | {name: WITHOUT_EFFECT[name]}
-    np.testing.assert_array_equal(pipeline().denoise(encoded(), **given), plain)
+    options: dict[str, Any] = GIVEN | {name: WITHOUT_EFFECT[name]}
+    np.testing.assert_array_equal(pipeline().denoise(encoded(), **options), plain)
 
 
 def test_a_callback_sees_the_steps_of_all_blocks_and_stops_denoising():
@@ -256,16 +258,16 @@ def test_a_callback_sees_the_steps_of_all_blocks_and_stops_denoising():
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "requested",
     [
         lambda pipe: pipe.stream("a red circle"),
         lambda pipe: pipe.denoise_chunks(encoded()),
         lambda pipe: next(pipe.decode_stream([])),
     ],
 )
-def test_a_model_that_makes_a_video_as_a_whole_streams_none(asked):
+def test_a_model_that_makes_a_video_as_a_whole_streams_none(requested):
     with pytest.raises(WanjaxError, match="nano makes a video as a whole, so there are no chunks to stream"):
-        asked(wanjax.load("nano"))
+        requested(wanjax.load("nano"))
 
 
 @pytest.fixture(scope="module")
@@ -288,7 +290,7 @@ def test_a_checkpoint_streams_from_a_prompt(checkpoint):
 def test_a_stream_prepares_once_and_refuses_at_once(checkpoint, monkeypatch):
     pipe, prepared = wanjax.load(checkpoint), []
     prepare = pipe.prepare
-    monkeypatch.setattr(pipe, "prepare", lambda **given: prepared.append(prepare(**given)[1]) or prepare(**given))
+    monkeypatch.setattr(pipe, "prepare", lambda **options: prepared.append(prepare(**options)[1]) or prepare(**options))
     with pytest.raises(WanjaxError, match=naming("noise shape")):
         pipe.stream("a red circle", noise=np.zeros((1, 2, 3, 4, 5), np.float32))
     pipe.stream("a red circle", seed=5)

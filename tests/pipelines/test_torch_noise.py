@@ -54,11 +54,11 @@ def test_the_first_numbers_of_torch():
 def test_the_order_of_draws(solver):
     """The initial noise is drawn first, and then the noise of each step, as it is needed."""
     noise = drawn(3, 4)
-    given = {"noise": noise[0], "step_noise": np.concatenate([noise[1:], np.zeros((1, *SHAPE), np.float32)])}
+    options = {"noise": noise[0], "step_noise": np.concatenate([noise[1:], np.zeros((1, *SHAPE), np.float32)])}
     pipe = pipeline(solver)
-    answer = np.asarray(pipe.denoise(encoded(), **GIVEN), np.float64)
-    assert error(pipe.denoise(encoded(), noise=given, **FEW), answer) <= 1e-6
-    assert error(pipe.denoise(encoded(), **FEW), answer) > 0.1
+    result = np.asarray(pipe.denoise(encoded(), **GIVEN), np.float64)
+    assert error(pipe.denoise(encoded(), noise=options, **FEW), result) <= 1e-6
+    assert error(pipe.denoise(encoded(), **FEW), result) > 0.1
 
 
 @each_solver
@@ -66,8 +66,8 @@ def test_noise_that_is_given_is_not_drawn(solver):
     noise, pipe = drawn(3, 3), pipeline(solver)
     initial = np.random.default_rng(0).standard_normal(SHAPE).astype(np.float32)
     steps = np.concatenate([noise, np.zeros((1, *SHAPE), np.float32)])
-    answer = np.asarray(pipe.denoise(encoded(), noise=initial, **GIVEN), np.float64)
-    assert error(pipe.denoise(encoded(), noise={"noise": initial, "step_noise": steps}, **FEW), answer) <= 1e-6
+    result = np.asarray(pipe.denoise(encoded(), noise=initial, **GIVEN), np.float64)
+    assert error(pipe.denoise(encoded(), noise={"noise": initial, "step_noise": steps}, **FEW), result) <= 1e-6
     own_steps = pipe.denoise(encoded(), noise={"step_noise": steps}, **GIVEN)
     both = pipe.denoise(encoded(), noise={"noise": drawn(3, 1)[0], "step_noise": steps}, **FEW)
     np.testing.assert_array_equal(own_steps, both)
@@ -120,9 +120,9 @@ def test_chunks():
     for chunk in range(2):
         for step in range(2):
             steps[step, :, :, 2 * chunk : 2 * chunk + 2] = np.swapaxes(generator.normal((1, 2, 4, 6, 10)), 1, 2)
-    answer = list(pipe.denoise_chunks(encoded(), rng="torch", **settings))
-    given = pipe.denoise_chunks(encoded(), noise={"noise": noise, "step_noise": steps}, **settings)
-    for ours, expected in zip(answer, given, strict=True):
+    result = list(pipe.denoise_chunks(encoded(), rng="torch", **settings))
+    options = pipe.denoise_chunks(encoded(), noise={"noise": noise, "step_noise": steps}, **settings)
+    for ours, expected in zip(result, options, strict=True):
         assert error(ours, np.asarray(expected, np.float64)) <= 1e-6
 
 

@@ -54,11 +54,11 @@ def controlled(tmp_path_factory):
 @pytest.mark.parametrize("rule", ["none", "apg"])
 def test_a_window_is_a_video_of_its_own_from_the_last_frame_of_the_one_before(pipe, rule):
     """And an average that guidance keeps over the steps begins anew in each."""
-    given = {"image": PICTURE, "last_image": None, "guidance_scale": 5, "guidance_rule": rule, **SMALL}
-    video = pipe("a cat", seed=2**64 - 2, then=["a dog", "a hen"], **given)
-    shown = [pipe("a cat", seed=2**64 - 2, **given).frames]
+    options = {"image": PICTURE, "last_image": None, "guidance_scale": 5, "guidance_rule": rule, **SMALL}
+    video = pipe("a cat", seed=2**64 - 2, then=["a dog", "a hen"], **options)
+    shown = [pipe("a cat", seed=2**64 - 2, **options).frames]
     for prompt, seed in (("a dog", 2**64 - 1), ("a hen", 0)):
-        alone = pipe(prompt, seed=seed, **(given | {"image": shown[-1][-1]})).frames
+        alone = pipe(prompt, seed=seed, **(options | {"image": shown[-1][-1]})).frames
         shown.append(fade_seam(shown[-1], alone[1:]))
     np.testing.assert_array_equal(video.frames, np.concatenate(shown))
     assert len(video) == 13
@@ -76,8 +76,8 @@ def test_a_controlled_window_keeps_the_frames_that_it_is_given(controlled, contr
     """Its part of a control clip follows them."""
     clip = RANDOM.integers(0, 256, (total_frames(9, 2, 5), 32, 32, 3), dtype=np.uint8)
     shape = SMALL | {"frames": 9}
-    given = {"video": clip} if control else {}
-    video = controlled("a cat", windows=2, overlap=5, seed=3, **given, **shape)
+    options = {"video": clip} if control else {}
+    video = controlled("a cat", windows=2, overlap=5, seed=3, **options, **shape)
     first = controlled("a cat", seed=3, **({"video": clip[:9]} if control else {}), **shape).frames
     rest = clip[9:] if control else np.full((4, 32, 32, 3), 127, np.uint8)
     known = np.repeat(np.array([0, 255], np.uint8), [5, 4])
@@ -90,13 +90,13 @@ def test_a_small_jump_fades_and_motion_stays():
     before = np.full((1, 8, 8, 3), 100, np.uint8)
     frames = np.full((6, 8, 8, 3), 105, np.uint8)
     frames[:, 4:] = 200
-    made = fade_seam(before, frames).astype(int)
-    steps = np.diff(np.concatenate([before[..., 0, 0, 0], made[:, 0, 0, 0]]))
+    result = fade_seam(before, frames).astype(int)
+    steps = np.diff(np.concatenate([before[..., 0, 0, 0], result[:, 0, 0, 0]]))
     assert (steps >= 0).all()
     assert steps.max() <= 2
     assert steps.sum() == 5
-    np.testing.assert_array_equal(made[:, 4:], frames[:, 4:])
-    np.testing.assert_array_equal(made[FADING:], frames[FADING:])
+    np.testing.assert_array_equal(result[:, 4:], frames[:, 4:])
+    np.testing.assert_array_equal(result[FADING:], frames[FADING:])
 
 
 def test_a_plan_counts_every_window(pipe):
@@ -123,7 +123,7 @@ def test_hunyuanvideo_goes_on_from_its_picture(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("options", "message"),
     [
         ({"windows": 1, "then": "a dog"}, naming("2 prompts 1 window")),
         ({"windows": 2, "then": ["a", "b", "c"]}, naming("4 prompts 2 windows")),
@@ -133,9 +133,9 @@ def test_hunyuanvideo_goes_on_from_its_picture(tmp_path):
         ({"then": [1]}, naming("prompts text")),
     ],
 )
-def test_what_makes_no_windows_is_refused(pipe, given, told):
-    with pytest.raises(WanjaxError, match=told):
-        pipe.settings(**given)
+def test_what_makes_no_windows_is_refused(pipe, options, message):
+    with pytest.raises(WanjaxError, match=message):
+        pipe.settings(**options)
 
 
 NOISE = np.zeros((1, 4, 2, 4, 4), np.float32)
@@ -175,12 +175,12 @@ def test_a_command_goes_on_from_the_windows_that_are_kept(pictured, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     Image.fromarray(PICTURE).save("in.png")
     shape = ("--frames", "5", "--size", "32x32", "--steps", "2", "--model", str(pictured), "--image", "in.png")
-    told = succeeded(run("a cat", "--windows", "2", *shape, "--dir", "stages", "--out", "two")).stderr
-    assert "window 2 of 2: a cat" in told
-    assert "wanjax generate" not in told  # it is done
+    messages = succeeded(run("a cat", "--windows", "2", *shape, "--dir", "stages", "--out", "two")).stderr
+    assert "window 2 of 2: a cat" in messages
+    assert "wanjax generate" not in messages  # it is done
     more = ("--from", "stages", "--windows", "3", "--then", "a cat", "--then", "a dog", "--dir", "stages")
-    told = succeeded(run("generate", *more, "--out", "three")).stderr
-    assert told.count("resumed after 2 of 2 steps") == 2
+    messages = succeeded(run("generate", *more, "--out", "three")).stderr
+    assert messages.count("resumed after 2 of 2 steps") == 2
     two, three = frames_of(Path("two")), frames_of(Path("three"))
     np.testing.assert_array_equal(two, three[: len(two)])
     assert len(three) == 13

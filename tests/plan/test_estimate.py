@@ -22,50 +22,50 @@ SHAPES = replace(small_model(4), tables=TABLES)
 STEPS = 7
 
 
-def priced(shapes=SHAPES, *, cache: str = "none", **given) -> Estimate:
+def priced(shapes=SHAPES, *, cache: str = "none", **options) -> Estimate:
     video = VIDEO.updated({"steps": STEPS, "guidance_scale": 3.0, "cache": cache})
-    return estimate_video(replace(MODEL, model=shapes, settings=video), "cpu", **given)
+    return estimate_video(replace(MODEL, model=shapes, settings=video), "cpu", **options)
 
 
-def rows(found: Estimate) -> dict[str, int]:
-    return {row.name: row.times for row in found.programs}
+def rows(result: Estimate) -> dict[str, int]:
+    return {row.name: row.times for row in result.programs}
 
 
 def test_a_video_with_easycache_has_a_range_of_seconds():
     """Its steps decide on the device: at least the first and the last are whole, and any other may reuse."""
-    found, whole = priced(cache="easycache:0.1,2"), priced()
-    assert found.reusing_steps == STEPS - 3
-    assert found.total_seconds_least < found.total_seconds
-    assert 0 <= found.reusing_step_seconds_least < found.reusing_step_seconds  # the model counts products alone
-    saved = found.reusing_steps * (found.reusing_step_seconds - found.reusing_step_seconds_least)
-    assert found.total_seconds - found.total_seconds_least == pytest.approx(saved)
-    assert found.total_seconds >= whole.total_seconds
-    assert found.total_seconds_low == pytest.approx(found.total_seconds_least)  # the model's own prices have no range
-    assert found.total_seconds_high == pytest.approx(found.total_seconds)
+    result, whole = priced(cache="easycache:0.1,2"), priced()
+    assert result.reusing_steps == STEPS - 3
+    assert result.total_seconds_least < result.total_seconds
+    assert 0 <= result.reusing_step_seconds_least < result.reusing_step_seconds  # the model counts products alone
+    saved = result.reusing_steps * (result.reusing_step_seconds - result.reusing_step_seconds_least)
+    assert result.total_seconds - result.total_seconds_least == pytest.approx(saved)
+    assert result.total_seconds >= whole.total_seconds
+    assert result.total_seconds_low == pytest.approx(result.total_seconds_least)  # the model's own prices have no range
+    assert result.total_seconds_high == pytest.approx(result.total_seconds)
     assert whole.total_seconds_least is whole.reusing_step_seconds_least is None
     assert whole.reusing_steps == 0
 
 
 @pytest.mark.parametrize("cache", quick(["deepcache:1,6,2"], ["magcache:.2,1,.1", "deepcache:1,6,2", "guidance:2"]))
 def test_a_cache_whose_steps_are_known_makes_a_video_faster(cache):
-    found, whole = priced(cache=cache), priced()
-    assert found.cache == str(
+    result, whole = priced(cache=cache), priced()
+    assert result.cache == str(
         SHAPES.spec.cache_rule(VIDEO.updated({"steps": STEPS, "guidance_scale": 3.0, "cache": cache}))
     )
-    assert 0 < found.reusing_steps < STEPS
-    assert rows(found)["step"] + rows(found)["reusing_step"] == STEPS
-    assert found.reusing_step_seconds < found.step_seconds
-    assert found.total_seconds < whole.total_seconds
-    assert found.total_seconds_least is None
+    assert 0 < result.reusing_steps < STEPS
+    assert rows(result)["step"] + rows(result)["reusing_step"] == STEPS
+    assert result.reusing_step_seconds < result.step_seconds
+    assert result.total_seconds < whole.total_seconds
+    assert result.total_seconds_least is None
 
 
 def test_teacache_counts_the_one_step_that_reuses_for_certain():
     """The weights decide which steps reuse, so that the seconds are those of the slowest video."""
-    found = priced(cache="teacache:0.5")
-    assert found.cache.startswith("teacache")
-    assert found.reusing_steps == rows(found)["reusing_step"] == 1
-    assert rows(found)["step"] == STEPS - 1
-    assert rows(found)["time_changes"] == 1
+    price = priced(cache="teacache:0.5")
+    assert price.cache.startswith("teacache")
+    assert price.reusing_steps == rows(price)["reusing_step"] == 1
+    assert rows(price)["step"] == STEPS - 1
+    assert rows(price)["time_changes"] == 1
 
 
 def test_a_window_that_is_not_priced_is_told():

@@ -26,13 +26,13 @@ def recorded(description, mesh=MESH, **how):
     """Return the programs of a video of an description, by stage."""
     pipe = abstract_pipeline(description, Partitioner(mesh, SHARDING_RULES["fsdp"]), **how)
     chosen = pipe.settings()
-    found = programs_of(trace_programs(pipe, chosen, needed_pictures(pipe, chosen)))
-    return {stage: [x for x in found if x.stage == stage] for stage in ("encode", "denoise", "decode")}
+    result = programs_of(trace_programs(pipe, chosen, needed_pictures(pipe, chosen)))
+    return {stage: [x for x in result if x.stage == stage] for stage in ("encode", "denoise", "decode")}
 
 
 def published(name, **changed):
-    found = model_description(name)
-    return recorded(replace(found, settings=found.settings.updated(changed)))
+    description = model_description(name)
+    return recorded(replace(description, settings=description.settings.updated(changed)))
 
 
 def digest(program):

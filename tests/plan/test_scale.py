@@ -43,36 +43,36 @@ class Priced(list[str]):
 @pytest.fixture
 def priced(made, monkeypatch):
     """The slices that are priced, each with its seconds above; the small model has room and is cheap anywhere."""
-    asked = Priced()
+    requested = Priced()
 
-    def price(description, name, mesh, **given):
-        asked.append(name)
+    def price(description, name, mesh, **arguments):
+        requested.append(name)
         low, mid, high = SECONDS[name]
         totals = {"total_seconds": mid, "total_seconds_low": low, "total_seconds_high": high}
         sizes = {"disk_bytes": 20 * GB, "download_bytes_at_most": 20 * GB, "compile_seconds": 0.0}
-        return replace(made, chip=name, **totals | sizes | asked.changes)
+        return replace(made, chip=name, **totals | sizes | requested.changes)
 
     monkeypatch.setattr(scale, "estimate_video", price)
-    monkeypatch.setattr(scale, "chip_seconds", lambda *given: asked.chip_seconds(*given))
-    return asked
+    monkeypatch.setattr(scale, "chip_seconds", lambda *arguments: requested.chip_seconds(*arguments))
+    return requested
 
 
 def many(bulk: Workload, chip: str = "v6e-8", **how) -> ScaleEstimate:
     return estimate_at_scale(MODEL, chip, bulk, **how)
 
 
-def way(found: ScaleEstimate, name: str) -> Option:
-    [chosen] = [way for way in found.ways if way.slice == name]
+def way(result: ScaleEstimate, name: str) -> Option:
+    [chosen] = [way for way in result.ways if way.slice == name]
     return chosen
 
 
-def other(found: ScaleEstimate, name: str) -> Rejected:
-    [chosen] = [one for one in found.others if one.slice == name]
+def other(result: ScaleEstimate, name: str) -> Rejected:
+    [chosen] = [one for one in result.others if one.slice == name]
     return chosen
 
 
-def names(found: ScaleEstimate) -> tuple[str | None, str | None]:
-    return found.best and found.best.slice, found.quickest and found.quickest.slice
+def names(result: ScaleEstimate) -> tuple[str | None, str | None]:
+    return result.best and result.best.slice, result.quickest and result.quickest.slice
 
 
 START_SECONDS = {"start": 100.0, "download": 1e9}  # with 20 GB, which are loaded at .58 GB/s: 154 s
@@ -80,24 +80,26 @@ START_SECONDS = {"start": 100.0, "download": 1e9}  # with 20 GB, which are loade
 
 def test_slices_hours_and_cost_by_hand(priced):
     """8 hours hold 960 videos of 30 s beside the start: 10,000 take 11 slices of four chips, of 910 videos at most."""
-    found = many(Workload(10_000, 8 * HOUR + 154.483, 2.0, **START_SECONDS))
-    four = way(found, "v6e-4")
+    result = many(Workload(10_000, 8 * HOUR + 154.483, 2.0, **START_SECONDS))
+    four = way(result, "v6e-4")
     assert four.startup_seconds.mid == pytest.approx(100 + 20 + 20 / 0.58)
     assert four.slices.mid == 11
     assert four.seconds.mid == pytest.approx(910 * 30 + four.startup_seconds.mid)
     assert four.chip_hours.mid == pytest.approx(11 * 4 * four.seconds.mid / HOUR)
-    assert found.cost(four).mid == pytest.approx(2.0 * four.chip_hours.mid)
-    for one in found.ways:
+    assert result.cost(four).mid == pytest.approx(2.0 * four.chip_hours.mid)
+    for one in result.ways:
         assert one.seconds.high <= 8 * HOUR + 155
         assert one.slices.low <= one.slices.mid <= one.slices.high
         assert one.chip_hours.low < one.chip_hours.mid < one.chip_hours.high
 
 
 def test_the_best_for_throughput_is_not_the_quickest(priced):
-    found = many(Workload(10_000, 12 * HOUR, **START_SECONDS))
-    assert names(found) == ("v6e-1", "v6e-8")
-    assert [one.slice for one in found.as_good] == ["v6e-4"]  # from 112 chip-seconds on, where the best takes up to 120
-    assert found.cost(found.best) is None
+    result = many(Workload(10_000, 12 * HOUR, **START_SECONDS))
+    assert names(result) == ("v6e-1", "v6e-8")
+    assert [one.slice for one in result.as_good] == [
+        "v6e-4"
+    ]  # from 112 chip-seconds on, where the best takes up to 120
+    assert result.cost(result.best) is None
     assert priced == ["v6e-1", "v6e-4", "v6e-8"]
 
 
@@ -110,18 +112,18 @@ def test_the_start_of_a_slice_counts(priced):
 
 
 def test_a_deadline_that_some_slices_miss(priced):
-    found = many(Workload(100, 154.483 + 35, **START_SECONDS))
-    assert names(found) == ("v6e-4", "v6e-8")
-    assert not way(found, "v6e-1").in_time
-    assert json.loads(json.dumps(found.to_json(), allow_nan=False))["ways"][0]["slices"] == [None] * 3
+    result = many(Workload(100, 154.483 + 35, **START_SECONDS))
+    assert names(result) == ("v6e-4", "v6e-8")
+    assert not way(result, "v6e-1").in_time
+    assert json.loads(json.dumps(result.to_json(), allow_nan=False))["ways"][0]["slices"] == [None] * 3
     late = many(Workload(100, 60, **START_SECONDS))
     assert names(late) == (None, "v6e-8")
 
 
 def test_without_a_deadline_one_slice_makes_all(priced):
-    found = many(Workload(100, **START_SECONDS))
-    assert [one.slices for one in found.ways] == [(1, 1, 1)] * 3
-    assert way(found, "v6e-8").seconds.mid == pytest.approx(100 * 20 + 154.483, abs=0.01)
+    result = many(Workload(100, **START_SECONDS))
+    assert [one.slices for one in result.ways] == [(1, 1, 1)] * 3
+    assert way(result, "v6e-8").seconds.mid == pytest.approx(100 * 20 + 154.483, abs=0.01)
 
 
 def test_what_is_far_dearer_by_the_model_is_not_priced(priced):
@@ -130,75 +132,75 @@ def test_what_is_far_dearer_by_the_model_is_not_priced(priced):
     assert priced == ["v6e-1", "v6e-4", "v6e-8"]  # the last takes 4 times as much, and is the one that was asked for
     priced.chip_seconds = lambda place, *_: {1: 2.0, 4: 1.2, 8: 1.28}[place.devices]
     priced.clear()
-    found = many(Workload(10, HOUR, **START_SECONDS))
+    result = many(Workload(10, HOUR, **START_SECONDS))
     assert priced == ["v6e-4", "v6e-8"]
-    assert other(found, "v6e-1").plan is None
-    assert other(found, "v6e-1").ratio == pytest.approx(2 / 1.2)
+    assert other(result, "v6e-1").plan is None
+    assert other(result, "v6e-1").ratio == pytest.approx(2 / 1.2)
 
 
 def test_weights_that_a_chip_has_no_room_for_are_not_priced(priced):
     priced.chip_seconds = chip_seconds
-    found = estimate_at_scale(model_description("wan2.1-t2v-14b"), "v6e-8", Workload(10, HOUR))
+    result = estimate_at_scale(model_description("wan2.1-t2v-14b"), "v6e-8", Workload(10, HOUR))
     assert "v6e-1" not in priced
-    assert other(found, "v6e-1") == Rejected("v6e-1", float("inf"))
+    assert other(result, "v6e-1") == Rejected("v6e-1", float("inf"))
 
 
 def test_a_mesh_that_is_given_is_the_only_way(priced):
-    found = many(Workload(10, HOUR, **START_SECONDS), mesh=(2, 2, 2))
-    assert [one.slice for one in found.ways] == ["v6e-8"]
+    result = many(Workload(10, HOUR, **START_SECONDS), mesh=(2, 2, 2))
+    assert [one.slice for one in result.ways] == ["v6e-8"]
     assert [one.slice for one in many(Workload(10, HOUR), sp=4).ways] == ["v6e-4", "v6e-8"]
 
 
 def test_a_slice_that_does_not_fit_is_told_with_what_would(priced):
     priced.changes = {"total_seconds": None, "fits": False, "advice": "v6e-16 should"}
-    found = many(Workload(10, HOUR))
-    assert names(found) == (None, None)
-    assert {one.plan.advice for one in found.others} == {"v6e-16 should"}
+    result = many(Workload(10, HOUR))
+    assert names(result) == (None, None)
+    assert {one.plan.advice for one in result.others} == {"v6e-16 should"}
     assert says(succeeded(command("--requests", "5")).stdout, "v6e-16 should")
 
 
-def command(*given: str):
-    return wanjax("plan", "nano", "-q", "--chip", "v6e-8", *given)
+def command(*arguments: str):
+    return wanjax("plan", "nano", "-q", "--chip", "v6e-8", *arguments)
 
 
 def test_the_table_and_its_sentences(priced):
-    told = succeeded(command("--requests", "10000", "--deadline", "12h", "--price", "2.7")).stdout
-    assert says(told, "10,000 videos 12 h 2.7 priced not measured")
+    messages = succeeded(command("--requests", "10000", "--deadline", "12h", "--price", "2.7")).stdout
+    assert says(messages, "10,000 videos 12 h 2.7 priced not measured")
     for name in SECONDS:
-        assert len(re.findall(rf"^{name} .*\d$", told, re.MULTILINE)) == 2
-    assert max(map(len, told[: told.index("best")].splitlines())) <= 80
-    assert says(told, "slices hours cost of 1,000")
-    assert says(told, "best throughput: v6e-1 of v6e-8 8 workers")
-    assert says(told, "why: 100 chip-seconds v6e-1 160 v6e-8 soonest collectives")
-    assert says(told, "in doubt: v6e-1 v6e-4")
-    assert says(told, "5 min (estimated) 200 MB/s (estimated) 580 MB/s (measured)")
-    given = ("--start-time", "90s", "--download-rate", "1.5GB/s", "--compile-time", "1h30min")
-    told = succeeded(command("--requests", "10", *given)).stdout
-    assert says(told, "1 min 30 s (given) 1.5 GB/s (given) 1 h 30 min (given)")
-    assert "cost" not in told
-    assert says(told, "slices hours chip-hours")
+        assert len(re.findall(rf"^{name} .*\d$", messages, re.MULTILINE)) == 2
+    assert max(map(len, messages[: messages.index("best")].splitlines())) <= 80
+    assert says(messages, "slices hours cost of 1,000")
+    assert says(messages, "best throughput: v6e-1 of v6e-8 8 workers")
+    assert says(messages, "why: 100 chip-seconds v6e-1 160 v6e-8 soonest collectives")
+    assert says(messages, "in doubt: v6e-1 v6e-4")
+    assert says(messages, "5 min (estimated) 200 MB/s (estimated) 580 MB/s (measured)")
+    options = ("--start-time", "90s", "--download-rate", "1.5GB/s", "--compile-time", "1h30min")
+    messages = succeeded(command("--requests", "10", *options)).stdout
+    assert says(messages, "1 min 30 s (given) 1.5 GB/s (given) 1 h 30 min (given)")
+    assert "cost" not in messages
+    assert says(messages, "slices hours chip-hours")
 
 
 def test_json_has_the_ways_with_their_plans(priced):
-    given = ("--requests", "10000", "--deadline", "12h", "--price", "2.7", "--json")
-    found = json.loads(succeeded(command(*given)).stdout)
-    assert found["bulk"]["deadline"] == 12 * HOUR
-    assert found["best"] == "v6e-1"
-    assert found["why"]
-    best = found["ways"][0]
+    options = ("--requests", "10000", "--deadline", "12h", "--price", "2.7", "--json")
+    data = json.loads(succeeded(command(*options)).stdout)
+    assert data["bulk"]["deadline"] == 12 * HOUR
+    assert data["best"] == "v6e-1"
+    assert data["why"]
+    best = data["ways"][0]
     assert best["plan"]["total_seconds"] == best["video_seconds"][1] == 100
-    assert found["cost"] == pytest.approx([2.7 * hours for hours in best["chip_hours"]])
+    assert data["cost"] == pytest.approx([2.7 * hours for hours in best["chip_hours"]])
 
 
 def test_options_of_a_file_count_too(priced, tmp_path):
     file = tmp_path / "own.toml"
     file.write_text('[plan]\nrequests = 10\ndeadline = "2h"\nprice = 2\n')
-    found = json.loads(succeeded(command("--config", str(file), "--json")).stdout)
-    assert (found["bulk"]["requests"], found["bulk"]["deadline"], found["bulk"]["price"]) == (10, 2 * HOUR, 2)
+    data = json.loads(succeeded(command("--config", str(file), "--json")).stdout)
+    assert (data["bulk"]["requests"], data["bulk"]["deadline"], data["bulk"]["price"]) == (10, 2 * HOUR, 2)
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("options", "words"),
     [
         (["--deadline", "12h"], "--deadline --requests"),
         (["--requests", "5", "--train"], "--train --requests"),
@@ -209,12 +211,12 @@ def test_options_of_a_file_count_too(priced, tmp_path):
         *((["--requests", "5", "--download-rate", text], "1.5GB/s") for text in ("10Gbit/s", "0MB/s", "200")),
     ],
 )
-def test_what_cannot_be_planned_is_refused(given, words, tmp_path, monkeypatch):
+def test_what_cannot_be_planned_is_refused(options, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert says(refused("plan", "nano", "-q", "--chip", "cpu", *given), words)
+    assert says(refused("plan", "nano", "-q", "--chip", "cpu", *options), words)
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90min", 5400), ("1d12h", 129600), ("1.5h", 5400), ("1h 30m", 5400)])
 def test_times_as_people_write_them(priced, text, seconds):
-    found = json.loads(succeeded(command("--requests", "1", "--deadline", text, "--json")).stdout)
-    assert found["bulk"]["deadline"] == seconds
+    data = json.loads(succeeded(command("--requests", "1", "--deadline", text, "--json")).stdout)
+    assert data["bulk"]["deadline"] == seconds

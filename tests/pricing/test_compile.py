@@ -150,13 +150,13 @@ def test_the_compiler_ends_with_the_process_that_asked(tmp_path):
 
 def _kill_compilers() -> int:
     """End this process's compilers as a crash does, and return how many there were."""
-    found = 0
+    result = 0
     for each in psutil.Process().children():
         with suppress(psutil.Error):  # one that has just ended
             if "wanjax.pricing.compiler_process" in each.cmdline():
                 each.send_signal(signal.SIGSEGV)
-                found += 1
-    return found
+                result += 1
+    return result
 
 
 @needs_libtpu
@@ -166,9 +166,9 @@ def test_a_compiler_that_crashes_once_is_asked_again():
     results = compiling.compile_jobs(jobs)
     first = next(results)
     assert _kill_compilers() == 1
-    found = dict([first, *results])
-    assert sorted(found) == [0, 1, 2]
-    assert all(isinstance(result, Compiled) for result in found.values())
+    actual = dict([first, *results])
+    assert sorted(actual) == [0, 1, 2]
+    assert all(isinstance(result, Compiled) for result in actual.values())
 
 
 @needs_libtpu
@@ -184,11 +184,11 @@ def test_what_a_compiler_that_crashed_has_dumped_is_not_read(tmp_path, monkeypat
         on_start.append(number)
 
     job = export(KERNEL, find_slice("v6e-1"))
-    [(_, found)] = compiling.compile_jobs([job], schedules=[0], on_start=crash_once)
+    [(_, result)] = compiling.compile_jobs([job], schedules=[0], on_start=crash_once)
     assert on_start == [0, 0]
-    assert isinstance(found, Compiled)
-    assert "fusion.7" not in found.schedules
-    assert found.schedules
+    assert isinstance(result, Compiled)
+    assert "fusion.7" not in result.schedules
+    assert result.schedules
 
 
 @needs_libtpu
@@ -204,12 +204,12 @@ def test_a_program_that_crashes_the_compiler_is_refused():
     crashing = threading.Thread(target=crash)
     crashing.start()
     try:
-        found = dict(compiling.compile_jobs([job, job]))
+        actual = dict(compiling.compile_jobs([job, job]))
     finally:
         over.set()
         crashing.join()
-    assert sorted(found) == [0, 1]
-    assert all(isinstance(result, CompilerError) and says(str(result), "SIGSEGV v6e-1") for result in found.values())
+    assert sorted(actual) == [0, 1]
+    assert all(isinstance(result, CompilerError) and says(str(result), "SIGSEGV v6e-1") for result in actual.values())
 
 
 CUDNN = on_shapes(partial(attention, implementation="cudnn"), *[(1, 64, 2, 64)] * 3)

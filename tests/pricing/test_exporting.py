@@ -87,18 +87,18 @@ def test_an_edit_that_changes_no_program_changes_no_byte(tmp_path):
         "other.py": PROGRAM.replace("read + read", "read * 2"),
         "elsewhere.py": PROGRAM.replace('"attention"', '"mlp_attention"'),
     }
-    found = {}
+    result = {}
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
-        found[name] = digest(tmp_path / name)
-    assert found["program.py"] == found["lower.py"] == found["renamed.py"]
-    assert len(set(found.values())) == 3
+        result[name] = digest(tmp_path / name)
+    assert result["program.py"] == result["lower.py"] == result["renamed.py"]
+    assert len(set(result.values())) == 3
     command = [sys.executable, "-c", IN_ANOTHER_PROCESS, str(tmp_path / "lower.py")]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])
     }
-    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-    assert told.split()[-1] == found["program.py"]
+    message = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert message.split()[-1] == result["program.py"]
 
 
 def test_shardings_donation_options_chip_and_mesh_are_in_the_key():
@@ -142,8 +142,8 @@ def test_kernels_are_taken_from_the_program():
 
     x, y = product_on_each(mesh).arguments
     y = jax.ShapeDtypeStruct((256, 256), y.dtype, sharding=y.sharding)
-    found = kernels_of(trace(AbstractCall(run, (x, y)), V6E))
-    assert [(call.kernel, [shape for _, shape in call.operands]) for call in found] == [
+    result = kernels_of(trace(AbstractCall(run, (x, y)), V6E))
+    assert [(call.kernel, [shape for _, shape in call.operands]) for call in result] == [
         ("product", [(512, 256), (256, 256)]),
         ("product", [(256, 256), (256, 256)]),
     ]
@@ -156,16 +156,16 @@ def test_prices_come_as_they_are_known_and_are_kept(monkeypatch):
     kernel = product_on_each(mesh)
     twice = kernel._replace(function=lambda x, y: kernel.function(x, y) + kernel.function(x * 2, y))
     large = layers(abstract_mesh(V6E, {"dp": 1, "tp": 4}), count=20, tokens=2**20, width=2**13)
-    asked = []
+    requested = []
     compiled = pricer.compile_jobs
 
     def noted(jobs, *, schedules, on_start, workspace):
-        asked.append((len(jobs), schedules))
+        requested.append((len(jobs), schedules))
         return compiled(jobs, schedules=schedules, on_start=on_start, workspace=workspace)
 
     monkeypatch.setattr(pricer, "compile_jobs", noted)
     first = dict(PRICER.prices(V6E, [kernel, twice, kernel, large]))
-    assert asked == [(4, range(3, 4))]
+    assert requested == [(4, range(3, 4))]
     assert first[0] == first[2]
     assert first[1].seconds is not None
     assert first[0].seconds is not None
@@ -174,7 +174,7 @@ def test_prices_come_as_they_are_known_and_are_kept(monkeypatch):
     assert (first[3].seconds, first[3].peak_bytes > V6E.memory) == (None, True)
     three = kernel._replace(function=lambda x, y: kernel.function(x, y) + kernel.function(x * 3, y))
     assert PRICER.price_all(V6E, [three])[0].seconds == pytest.approx(first[1].seconds, rel=0.01)
-    assert asked[1:] == [(1, range(1, 1))]  # the kernel's price was kept on its own
+    assert requested[1:] == [(1, range(1, 1))]  # the kernel's price was kept on its own
     monkeypatch.setattr(compiling, "find_spec", lambda name: None)
     again = dict(PRICER.prices(V6E, [kernel, twice, kernel, large]))
     assert [json.dumps(asdict(again[i])) for i in range(4)] == [json.dumps(asdict(first[i])) for i in range(4)]
@@ -227,12 +227,12 @@ def test_any_function_is_priced():
     def layer(x, tree):
         return jax.nn.relu(x @ tree["w"] + bias)
 
-    found = wanjax.price(layer, x, w, mesh={"dp": 4}, chip="v6e-4", donate=[0])
-    assert found.argument_bytes == 1024 * width * 2 + width * width * 2
-    assert found.seconds is not None
-    assert 0 < found.low <= found.seconds <= found.high
-    assert found.breakdown["matmuls"] > 0
-    assert found.collectives == []
+    result = wanjax.price(layer, x, w, mesh={"dp": 4}, chip="v6e-4", donate=[0])
+    assert result.argument_bytes == 1024 * width * 2 + width * width * 2
+    assert result.seconds is not None
+    assert 0 < result.low <= result.seconds <= result.high
+    assert result.breakdown["matmuls"] > 0
+    assert result.collectives == []
 
 
 @pytest.mark.slow

@@ -219,7 +219,7 @@ def test_loops():
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "wanted"),
+    ("old", "new", "expected"),
     [
         ("constant.1.clone.1..sunk = s32[]{:T(128)} constant(1)", "constant.1.clone.1..sunk = s32[] constant(2)", 3),
         ("constant.8.clone = s32[]{:T(128)} constant(0)", "constant.8.clone = s32[]{:T(128)} constant(1)", 5),
@@ -233,11 +233,11 @@ def test_loops():
         ),
     ],
 )
-def test_loops_of_other_kinds(old, new, wanted):
+def test_loops_of_other_kinds(old, new, expected):
     assert old in LAYERS
     module = hlo.parse(LAYERS.replace(old, new))
     loop = next(instruction for instruction in module.entry.instructions if instruction.opcode == "while")
-    assert trip_count(module, loop, module.entry) == wanted
+    assert trip_count(module, loop, module.entry) == expected
 
 
 def test_fusions_read_what_they_slice():
@@ -283,7 +283,7 @@ def test_collectives():
 
 
 @pytest.mark.parametrize(
-    ("opcode", "groups", "wanted"),
+    ("opcode", "groups", "expected"),
     [
         ("all-gather", "{{0,1,2,3}}", 3 * 1024),
         ("all-gather-start", "[2,4]<=[8]", 3 * 1024),
@@ -297,16 +297,16 @@ def test_collectives():
         ("all-to-all", "[1,8]<=[8]", 2048),
     ],
 )
-def test_bytes_on_the_wire(opcode, groups, wanted):
+def test_bytes_on_the_wire(opcode, groups, expected):
     module = hlo.parse(
         "ENTRY %main (x: f32[256]) -> f32[256] {\n  %x = f32[256]{0:T(256)} parameter(0)\n"
         f"  ROOT %c = f32[256]{{0:T(256)}} {opcode}(%x), replica_groups={groups}, dimensions={{0}}\n}}\n"
     )
-    assert wire_bytes(module.entry.root, module.entry) == wanted
+    assert wire_bytes(module.entry.root, module.entry) == expected
 
 
 @pytest.mark.parametrize(
-    ("shapes", "attributes", "wanted"),
+    ("shapes", "attributes", "expected"),
     [
         (("f32[4,8]", "f32[8,16]", "f32[4,16]"), "dim_labels=bf_io->bf", 2 * 4 * 8 * 16),
         # a batch of five products, written as a convolution whose outputs read one entry each
@@ -319,13 +319,13 @@ def test_bytes_on_the_wire(opcode, groups, wanted):
         (("f32[1,10,2]", "f32[3,2,7]", "f32[1,10,7]"), "window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f", 2 * 28 * 14),
     ],
 )
-def test_flops_of_convolutions(shapes, attributes, wanted):
+def test_flops_of_convolutions(shapes, attributes, expected):
     left, right, out = shapes
     module = hlo.parse(
         f"ENTRY %main (x: {left}, y: {right}) -> {out} {{\n  %x = {left} parameter(0)\n  %y = {right} parameter(1)\n"
         f"  ROOT %c = {out} convolution(%x, %y), {attributes}\n}}\n"
     )
-    assert flops(module, module.entry.root, module.entry) == wanted
+    assert flops(module, module.entry.root, module.entry) == expected
 
 
 def test_flops_of_a_dot():

@@ -29,11 +29,11 @@ def warped(places, shift):
     return timesteps[rows], levels[rows]
 
 
-def nearest(told, shift):
+def nearest(messages, shift):
     """Return timesteps and levels by the rule of CausVid and FastVideo: the level of the nearest timestep."""
     timesteps, levels = table(shift)
-    return np.array(told, float), np.array(
-        [levels[min(range(1000), key=lambda i: abs(timesteps[i] - t))] for t in told]
+    return np.array(messages, float), np.array(
+        [levels[min(range(1000), key=lambda i: abs(timesteps[i] - t))] for t in messages]
     )
 
 
@@ -83,9 +83,9 @@ def test_every_step_is_the_published_one(scheduler, steps, shift, expected):
     first, noise = random.standard_normal(SHAPE), random.standard_normal((steps, *SHAPE))
     timesteps, levels = expected
     right = first * (levels[0] if isinstance(scheduler, RCM) else 1)
-    schedule, given = scheduler.schedule(steps, shift=shift), jnp.asarray(noise, jnp.float32)
+    schedule, options = scheduler.schedule(steps, shift=shift), jnp.asarray(noise, jnp.float32)
     x = scheduler.start(schedule, jnp.asarray(first, jnp.float32))
-    state = scheduler.init(schedule, x, jax.random.split(jax.random.key(0), SHAPE[0]), given)
+    state = scheduler.init(schedule, x, jax.random.split(jax.random.key(0), SHAPE[0]), options)
     step, worst = jax.jit(scheduler.step), 0.0
     for index in range(steps):
         clean = right - levels[index] * (np.sin(right) + timesteps[index] / 1000)

@@ -70,8 +70,8 @@ def test_a_higher_order_finds_the_spread_of_normal_data_in_fewer_steps(scheduler
     def field(x, sigma):
         return x * (1 - sigma) * 0.25 / ((1 - sigma) ** 2 * 0.25 + sigma**2)
 
-    found = [float(solve(scheduler, steps, jnp.float32(1), field)[1][-1]) for steps in (10, 20, 40, 80)]
-    np.testing.assert_allclose(found, spreads, atol=1e-3)
+    result = [float(solve(scheduler, steps, jnp.float32(1), field)[1][-1]) for steps in (10, 20, 40, 80)]
+    np.testing.assert_allclose(result, spreads, atol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from wanjax.selftest.summary import summarize
 SMALL = small_models.model_names()[0]
 
 
-def faults(found):
-    return [check.name for check in found if not check.passed]
+def faults(result):
+    return [check.name for check in result if not check.passed]
 
 
 @pytest.mark.parametrize("share", [1e-5, 1e-3, 0.3])
@@ -53,9 +53,9 @@ def test_a_family_and_tiles_are_right():
 
 
 def test_messages_between_devices_are_right():
-    found = list(checks.check_messages())
-    assert len(found) == 5
-    assert faults(found) == []
+    result = list(checks.check_messages())
+    assert len(result) == 5
+    assert faults(result) == []
 
 
 def test_a_message_that_arrives_wrong_is_seen(monkeypatch):
@@ -64,9 +64,9 @@ def test_a_message_that_arrives_wrong_is_seen(monkeypatch):
 
 
 def test_a_checkpoint_comes_back_as_it_was_written():
-    found = list(checks.check_checkpoint())
-    assert len(found) == 3
-    assert faults(found) == []
+    result = list(checks.check_checkpoint())
+    assert len(result) == 3
+    assert faults(result) == []
 
 
 @pytest.mark.slow
@@ -78,9 +78,9 @@ def test_each_family_is_right(model):
 @pytest.mark.slow
 def test_a_mesh_of_eight_devices_makes_what_one_makes():
     assert checks.mesh_axes(8) == {"dp": 2, "sp": 2, "tp": 2}
-    found = list(checks.check_mesh())
-    assert len(found) == 9
-    assert faults(found) == []
+    result = list(checks.check_mesh())
+    assert len(result) == 9
+    assert faults(result) == []
 
 
 def test_a_swapped_weight_is_seen(monkeypatch):
@@ -131,25 +131,28 @@ def test_what_raises_is_wrong_and_the_rest_goes_on(monkeypatch):
     for name in ("kernels", "attentions", "nano", "tiles", "checkpoint", "messages", "mesh"):
         monkeypatch.setattr(checks, f"check_{name}", broken if name == "nano" else fine)
     monkeypatch.setattr(checks, "check_family", lambda model: fine())
-    found = list(checks.checks(lambda sentence: None))
-    assert [check.fault for check in found if not check.passed] == ["RuntimeError: INTERNAL: the device is lost"]
-    assert len(found) == 7 + len(small_models.model_names())
+    result = list(checks.checks(lambda sentence: None))
+    assert [check.fault for check in result if not check.passed] == ["RuntimeError: INTERNAL: the device is lost"]
+    assert len(result) == 7 + len(small_models.model_names())
 
 
 @pytest.mark.parametrize("fault", ["", "it is 3e-2 away"])
 def test_the_command_writes_what_an_issue_needs(fault, monkeypatch, tmp_path):
     from wanjax.cli import measuring
 
-    found = [Check("nano, frames", 1e-6, 1e-4, fault, seconds=1.0), Check("mesh", note="left out: there is one device")]
+    actual = [
+        Check("nano, frames", 1e-6, 1e-4, fault, seconds=1.0),
+        Check("mesh", note="left out: there is one device"),
+    ]
     row = Measurement("a step", "1 layer", "safe", seconds=2.0, modelled=1.0)
-    monkeypatch.setattr(measuring, "checks", lambda tell: iter(found))
+    monkeypatch.setattr(measuring, "checks", lambda tell: iter(actual))
     monkeypatch.setattr(measuring, "timings", lambda tell: iter([row]))
     result = CliRunner().invoke(main, ["selftest", "--out", str(tmp_path)])
     assert result.exit_code == bool(fault)
-    told = json.loads((tmp_path / "selftest-cpu.json").read_text())
-    assert told["passed"] is not bool(fault)
-    assert told["timings"][0]["ratio"] == 2.0
-    assert [check["outcome"] for check in told["checks"]] == ["wrong" if fault else "right", "left out"]
+    data = json.loads((tmp_path / "selftest-cpu.json").read_text())
+    assert data["passed"] is not bool(fault)
+    assert data["timings"][0]["ratio"] == 2.0
+    assert [check["outcome"] for check in data["checks"]] == ["wrong" if fault else "right", "left out"]
     text = (tmp_path / "selftest-cpu.md").read_text()
     assert "| nano, frames |" in text
     assert "| a step: 1 layer |" in text

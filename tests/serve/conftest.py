@@ -97,14 +97,14 @@ class Server:
         return not there
 
     def ask(self, **more: Any) -> dict[str, Any]:
-        answer = self.client.post("/v1/videos", json=SMALL | more)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
+        response = self.client.post("/v1/videos", json=SMALL | more)
+        assert response.status_code == 200, response.text
+        return response.json()
 
     def content(self, id: str, **query: str) -> bytes:
-        answer = self.client.get(f"/v1/videos/{id}/content", params=query)
-        assert answer.status_code == 200, answer.text
-        return answer.content
+        response = self.client.get(f"/v1/videos/{id}/content", params=query)
+        assert response.status_code == 200, response.text
+        return response.content
 
     def finished(self, id: str) -> dict[str, Any]:
         for _ in range(1500):
@@ -116,9 +116,9 @@ class Server:
 
     def refused(self, status: int, **options: Any) -> str:
         """Send a request that has to be refused, and return the one sentence about it."""
-        answer = self.client.post("/v1/videos", **options)
-        assert answer.status_code == status, answer.text
-        error = answer.json()["error"]
+        response = self.client.post("/v1/videos", **options)
+        assert response.status_code == status, response.text
+        error = response.json()["error"]
         assert set(error) == {"message", "type", "param", "code"}
         assert error["message"]
         assert "\n" not in error["message"]

@@ -46,19 +46,19 @@ class Ledger:
 
     def compare(self, client: httpx.Client) -> None:
         """Compare a server with what was answered before, and note what became of the last request."""
-        found = {video["id"]: video for video in listed(client)}
-        assert not found.keys() & self.gone
-        if self.asked and self.asked not in found:  # it was deleted
+        result = {video["id"]: video for video in listed(client)}
+        assert not result.keys() & self.gone
+        if self.asked and self.asked not in result:  # it was deleted
             self.gone.add(self.asked)
             del self.there[self.asked]
-        lost = self.there.keys() - found.keys()
-        assert not lost, (lost, found)
-        new = found.keys() - self.there.keys()
+        lost = self.there.keys() - result.keys()
+        assert not lost, (lost, result)
+        new = result.keys() - self.there.keys()
         assert len(new) <= (self.asked == ""), (new, self.asked)
         self.there |= dict.fromkeys(new)
         self.asked = None
         for id, content in self.there.items():
-            assert found[id]["status"] != "failed" or given_up(found[id])
+            assert result[id]["status"] != "failed" or given_up(result[id])
             if content is not None:
                 assert client.get(f"/v1/videos/{id}/content").content == content
 
@@ -67,10 +67,10 @@ class Ledger:
         kind = choice.choice(["create", "create", "delete", "list", "read"])
         if kind == "create" and len(self.there) < MOST:
             self.asked = ""
-            made = client.post(
+            result = client.post(
                 "/v1/videos", json=SMALL | {"seed": choice.randrange(99), "steps": choice.choice([2, 20])}
             )
-            self.there[made.raise_for_status().json()["id"]] = None
+            self.there[result.raise_for_status().json()["id"]] = None
         elif kind == "delete" and self.there:
             self.asked = choice.choice([*self.there])
             client.delete(f"/v1/videos/{self.asked}").raise_for_status()

@@ -49,9 +49,9 @@ def test_every_path_of_the_server_is_described(described):
     server, document = described
     paths = {(route.path, method.lower()) for route in server.application.application.routes
              if hasattr(route, "methods") for method in route.methods - {"HEAD"}}  # fmt: skip
-    told = {(path, method) for path, ways in document["paths"].items() for method in ways if method != "parameters"}
+    message = {(path, method) for path, ways in document["paths"].items() for method in ways if method != "parameters"}
     page = {("/", "get"), ("/login", "post"), ("/openapi.json", "get")}
-    assert told == paths - page - {(path, method) for path in UNSUPPORTED_ROUTES for method in ("get", "post")}
+    assert message == paths - page - {(path, method) for path in UNSUPPORTED_ROUTES for method in ("get", "post")}
 
 
 def test_answers_are_as_described(described):
@@ -67,8 +67,8 @@ def test_answers_are_as_described(described):
     checked(document, "Health")(server.client.get("/health").json())
     checked(document, "Error")(server.client.get("/v1/videos/none").json())
     checked(document, "Error")(server.client.post("/v1/videos", json={"prompt": 3}).json())
-    answer = server.client.post("/v1/requests", files={"file": ("a.json", template_text("text_to_video_wan"))})
-    checked(document, "FileFields")(answer.json())
+    response = server.client.post("/v1/requests", files={"file": ("a.json", template_text("text_to_video_wan"))})
+    checked(document, "FileFields")(response.json())
     checked(document, "Deleted")(server.client.delete(f"/v1/videos/{id}").json())
 
 
@@ -116,10 +116,10 @@ def test_every_status_of_a_wrong_request_is_described(start, tmp_path):
     answered = set()
 
     def check(path, method, client=server.client, **request):
-        answer = client.request(method, path.replace("{id}", request.pop("id", id)), **request)
+        response = client.request(method, path.replace("{id}", request.pop("id", id)), **request)
         responses = document["paths"][path][method]["responses"]
-        assert str(answer.status_code) in responses, (method, path, request, answer.text)
-        answered.add((path, method, answer.status_code))
+        assert str(response.status_code) in responses, (method, path, request, response.text)
+        answered.add((path, method, response.status_code))
 
     for path, operations in document["paths"].items():
         for method in operations.keys() - {"parameters"}:
@@ -164,12 +164,12 @@ def test_a_client_that_is_made_of_the_description_makes_a_video(tmp_path, monkey
             assert ask["list_models"](client=client).data[0].id == "nano"
             wrong = ask["create_video"](client=client, body=models.VideoRequest.from_dict(SMALL | {"steps": 999}))
             assert (wrong.error.param, wrong.error.code) == ("steps", "invalid_request")
-            made = ask["create_video"](client=client, body=models.VideoRequest.from_dict(SMALL))
-            while (video := ask["get_video"](made.id, client=client)).status not in ("completed", "failed"):
+            result = ask["create_video"](client=client, body=models.VideoRequest.from_dict(SMALL))
+            while (video := ask["get_video"](result.id, client=client)).status not in ("completed", "failed"):
                 time.sleep(0.1)
             assert (video.status, video.settings.steps, video.size) == ("completed", 2, "32x32")
-            assert ask["get_record"](made.id, client=client)["prompt"] == SMALL["prompt"]
-            assert [one.id for one in ask["list_videos"](client=client, limit=1).data] == [made.id]
+            assert ask["get_record"](result.id, client=client)["prompt"] == SMALL["prompt"]
+            assert [one.id for one in ask["list_videos"](client=client, limit=1).data] == [result.id]
             assert ask["get_health"](client=client).model == "nano"
-            assert ask["delete_video"](made.id, client=client).deleted
-            assert ask["get_video"](made.id, client=client).error.code == "not_found"
+            assert ask["delete_video"](result.id, client=client).deleted
+            assert ask["get_video"](result.id, client=client).error.code == "not_found"

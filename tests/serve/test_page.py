@@ -159,8 +159,8 @@ def test_each_view_is_accessible(opened, made, scheme):
     page = tab.goto()
 
     def check(view):
-        found = axe.run(page).response["violations"]
-        assert not found, (view, [(one["id"], [node["target"] for node in one["nodes"]]) for one in found])
+        result = axe.run(page).response["violations"]
+        assert not result, (view, [(one["id"], [node["target"] for node in one["nodes"]]) for one in result])
 
     page.wait_for_selector(".card.completed")
     check("plain")

@@ -38,23 +38,23 @@ def without_token(tmp_path_factory):
 def test_no_event_waits_for_others(with_token, tmp_path):
     """nginx keeps an answer back until it has some kilobytes of it, unless the answer says that it may not."""
     with proxied("nginx", tmp_path, with_token.base_url.port) as url:
-        asked = time.perf_counter()
+        requested = time.perf_counter()
         with httpx.stream("GET", f"{url}v1/events", headers=SHOWN, timeout=60) as stream:
             assert stream.status_code == 200
             assert next(stream.iter_lines()).startswith("retry")
-        assert time.perf_counter() - asked < 10  # the next sign of life is after 15 seconds
+        assert time.perf_counter() - requested < 10  # the next sign of life is after 15 seconds
 
 
 @pytest.mark.parametrize(("kind", "prefix"), quick([("nginx", "/wan/")], PROXIES))
 def test_the_page_behind_a_proxy(browser, with_token, tmp_path, monkeypatch, kind, prefix):
     """With the token a video is asked for, followed, played and deleted, all of it below the proxy's address."""
-    told, asked = [], []
+    messages, requested = [], []
     with proxied(kind, tmp_path / "proxy", with_token.base_url.port, prefix) as url:
         assert httpx.get(f"{url}v1/videos").status_code == 401
         context = browser.new_context()
         page = context.new_page()
-        page.on("pageerror", lambda error: told.append(str(error)))
-        page.on("request", lambda request: asked.append(request.url))
+        page.on("pageerror", lambda error: messages.append(str(error)))
+        page.on("request", lambda request: requested.append(request.url))
         page.goto(url)
         page.wait_for_selector("#login:visible")
         page.screenshot(path=tmp_path / "login.png")
@@ -83,13 +83,13 @@ def test_the_page_behind_a_proxy(browser, with_token, tmp_path, monkeypatch, kin
             time.sleep(0.1)
         assert httpx.get(f"{url}v1/videos", headers=SHOWN).json()["data"] == []
         context.close()
-        assert told == []
-        assert [address for address in asked if not address.startswith((url, "blob:"))] == []
+        assert messages == []
+        assert [address for address in requested if not address.startswith((url, "blob:"))] == []
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("WANJAX_TOKEN", TOKEN)
         small = ("--size", "32x32", "--frames", "5", "--steps", "2")
-        made = json.loads(succeeded(wanjax(PROMPT, *small, "--at", url, "--json")).stdout)
-        assert httpx.delete(f"{url}v1/videos/{made['id']}", headers=SHOWN).status_code == 200
+        data = json.loads(succeeded(wanjax(PROMPT, *small, "--at", url, "--json")).stdout)
+        assert httpx.delete(f"{url}v1/videos/{data['id']}", headers=SHOWN).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_page_through_a_proxy_that_tells_nothing_says_what_is_missing(browser,
         context = browser.new_context()
         page = context.new_page()
         statuses = {}
-        page.on("response", lambda answer: statuses.setdefault(answer.url.partition("/wan/")[2], answer.status))
+        page.on("response", lambda result: statuses.setdefault(result.url.partition("/wan/")[2], result.status))
         page.goto(url.replace("127.0.0.1", "videos.example"))
         page.wait_for_selector("#state:has-text('--token')")
         page.screenshot(path=tmp_path / "page.png")

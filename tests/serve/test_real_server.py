@@ -80,11 +80,11 @@ def connected(client, text=b""):
 
 def health_of(client):
     """Ask for the server's health on a connection of its own, and return the seconds until the answer."""
-    asked = time.perf_counter()
+    requested = time.perf_counter()
     with closing(connected(client, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")) as connection:
         connection.settimeout(10)
         assert connection.recv(12) == b"HTTP/1.1 200"
-    return time.perf_counter() - asked
+    return time.perf_counter() - requested
 
 
 def test_a_monitor_by_http_1_0_gets_the_health(served):
@@ -115,8 +115,8 @@ def test_clients_that_say_little_keep_no_one_out(tmp_path, count):
             assert psutil.Process(process.pid).num_fds() < 700
         id = client.post("/v1/videos", json=SMALL | {"steps": 2}).json()["id"]
         assert finished(client, id)["status"] == "completed"
-        asked = b"GET /v1/events HTTP/1.1\r\nHost: localhost\r\n\r\n"
-        answers = [stack.enter_context(closing(connected(client, asked))) for _ in range(200)]
+        requested = b"GET /v1/events HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        answers = [stack.enter_context(closing(connected(client, requested))) for _ in range(200)]
         statuses = Counter(stream.recv(12) for stream in answers)
         assert statuses == {b"HTTP/1.1 200": 64, b"HTTP/1.1 429": 136}
         health += [health_of(client) for _ in range(10)]
@@ -130,21 +130,21 @@ SENT = (*(name for name in CONTAINERS if name.endswith(("mp4", "mov", "mkv", "we
 @pytest.mark.parametrize("name", quick(("parts.mp4", "a.webp"), (*CONTAINERS, *ANIMATIONS)))
 def test_a_damaged_film_is_refused_with_its_frame(served, tmp_path, name):
     """In a form and in JSON; a whole one is taken as it is."""
-    asked = SMALL | {"frames": len(FRAMES), "fps": 25, "steps": 2}
+    requested = SMALL | {"frames": len(FRAMES), "fps": 25, "steps": 2}
     whole = film(tmp_path / name)
     for kind, file in {"whole": whole, "cut": harmed(whole, "cut"), "hole": harmed(whole, "hole")}.items():
         data = file.read_bytes()
         url = "data:;base64," + base64.b64encode(data).decode()
-        for request in {"data": asked, "files": {"video": ("any", data)}}, {"json": asked | {"video": url}}:
-            answer = served.post("/v1/videos", **request)
+        for request in {"data": requested, "files": {"video": ("any", data)}}, {"json": requested | {"video": url}}:
+            result = served.post("/v1/videos", **request)
             if kind == "whole" and name in SENT:
-                assert answer.status_code == 200, answer.text
-                path = f"/v1/videos/{answer.json()['id']}"
+                assert result.status_code == 200, result.text
+                path = f"/v1/videos/{result.json()['id']}"
                 assert served.get(f"{path}/content", params={"variant": "clip"}).content == data
                 assert served.delete(path).status_code == 200
                 continue
-            assert answer.status_code == 422, answer.text
-            error = answer.json()["error"]
+            assert result.status_code == 422, result.text
+            error = result.json()["error"]
             assert error["param"] == "video"
             assert str(tmp_path) not in error["message"]
             assert breaks(error["message"], name, kind) or name not in SENT
@@ -162,20 +162,20 @@ def test_the_client_of_openai(served, tmp_path):
     client = openai.OpenAI(base_url=f"{served.base_url}/v1", api_key="none")
     with client:
         reference = ("red.png", picture()["buffer"], "image/png")
-        asked = {"prompt": PROMPT, "size": "64x32", "extra_body": {"frames": 5, "steps": 2, "seed": 3}}
-        made = client.videos.create_and_poll(**asked, input_reference=reference, poll_interval_ms=50)
-        assert (made.status, made.size, made.seconds) == ("completed", "64x32", "0.625")
-        client.videos.download_content(made.id).write_to_file(tmp_path / "made.mp4")
+        requested = {"prompt": PROMPT, "size": "64x32", "extra_body": {"frames": 5, "steps": 2, "seed": 3}}
+        result = client.videos.create_and_poll(**requested, input_reference=reference, poll_interval_ms=50)
+        assert (result.status, result.size, result.seconds) == ("completed", "64x32", "0.625")
+        client.videos.download_content(result.id).write_to_file(tmp_path / "made.mp4")
         assert read_metadata(tmp_path / "made.mp4")["seed"] == 3
-        thumbnail = client.videos.download_content(made.id, variant="thumbnail").read()
+        thumbnail = client.videos.download_content(result.id, variant="thumbnail").read()
         assert Image.open(io.BytesIO(thumbnail)).size == (64, 32)
-        assert made.id in [video.id for video in client.videos.list(limit=1)]  # page by page
+        assert result.id in [video.id for video in client.videos.list(limit=1)]  # page by page
         with pytest.raises(openai.UnprocessableEntityError) as wrong:
             client.videos.create(prompt=PROMPT, size="33x32")
         assert wrong.value.body["message"]
-        assert client.videos.delete(made.id).deleted
+        assert client.videos.delete(result.id).deleted
         with pytest.raises(openai.NotFoundError):
-            client.videos.retrieve(made.id)
+            client.videos.retrieve(result.id)
 
 
 @pytest.mark.slow
@@ -200,11 +200,11 @@ def test_the_command_asks_a_server(served, tmp_path, monkeypatch):
     assert (tmp_path / "there.mp4").read_bytes() == (tmp_path / "here.mp4").read_bytes()
     assert read_metadata("there.mp4")["seed"] == 42
     Image.new("RGB", (64, 32), "red").save("wide.png")
-    given = (*small, "--image", "wide.png", "--seed", "random")
-    made = json.loads(succeeded(wanjax(PROMPT, *given, *at, "--json")).stdout)
-    assert made["record"]["seed"] != 42
-    assert made["record"]["image"].endswith("image.png")
-    assert read_metadata(made["file"]) == made["record"]
+    arguments = (*small, "--image", "wide.png", "--seed", "random")
+    data = json.loads(succeeded(wanjax(PROMPT, *arguments, *at, "--json")).stdout)
+    assert data["record"]["seed"] != 42
+    assert data["record"]["image"].endswith("image.png")
+    assert read_metadata(data["file"]) == data["record"]
     refusals = {
         "--dtype bfloat16": "--dtype bfloat16 float32",
         "--lora a.safetensors": "LoRA a none",
@@ -214,8 +214,8 @@ def test_the_command_asks_a_server(served, tmp_path, monkeypatch):
         "--out a.avi": "a.avi .mp4 .gif",
         "--out a.png": "a.png one",
     }
-    for options, told in refusals.items():
-        assert says(refused("a", *at, *options.split()), told)
+    for options, message in refusals.items():
+        assert says(refused("a", *at, *options.split()), message)
     assert says(refused("a", "--at", "http://127.0.0.1:1", status=1), "http://127.0.0.1:1 refused")
 
 

@@ -89,21 +89,21 @@ def test_no_query_fails_the_server(door, name, value):
 
 @pytest.mark.parametrize("limit", ["0", "101", "1999", "00000000000001999", "-1", "x", "", "1" * 400, "\u0663"])
 def test_a_limit_is_obeyed_or_refused(start, limit):
-    answer = start(work=False).client.get("/v1/videos", params={"limit": limit})
-    assert answer.status_code == 422
-    assert answer.json()["error"]["param"] == "limit"
+    response = start(work=False).client.get("/v1/videos", params={"limit": limit})
+    assert response.status_code == 422
+    assert response.json()["error"]["param"] == "limit"
 
 
 @pytest.mark.parametrize(
     "origin", ["http://[", "null", "http://localhost:9", "", "\u00e9", "https://evil.example", "http://localhost:8000"]
 )
 def test_no_other_site_asks_through_the_browser(start, origin):
-    answer = start(work=False).client.post("/v1/videos", json=SMALL, headers={"origin": origin.encode()})
+    response = start(work=False).client.post("/v1/videos", json=SMALL, headers={"origin": origin.encode()})
     if origin == "http://localhost:8000":  # the page's own
-        assert answer.status_code == 200
+        assert response.status_code == 200
     else:
-        assert answer.status_code == 403
-        assert says(answer.json()["error"]["message"], "another site --token --origin")
+        assert response.status_code == 403
+        assert says(response.json()["error"]["message"], "another site --token --origin")
 
 
 def blank(side):
@@ -145,9 +145,9 @@ CLIPS = [b"", b"ffconcat version 1.0\nfile /etc/passwd\n", b"#EXTM3U\n/etc/passw
 def test_bad_clips(start, data):
     server = start(work=False)
     sent = {"video": "data:video/mp4;base64," + base64.b64encode(data).decode()}
-    told = server.client.post("/v1/videos", json=SMALL | sent).json()["error"]
-    assert told["param"] == "video"
-    assert str(server.folder) not in told["message"]
+    entries = server.client.post("/v1/videos", json=SMALL | sent).json()["error"]
+    assert entries["param"] == "video"
+    assert str(server.folder) not in entries["message"]
     assert not any(server.folder.glob("video_*"))
 
 
@@ -157,9 +157,9 @@ def test_a_truncated_clip_is_answered_with_what_is_wrong_with_it(start, tmp_path
     clips = {"fast.mp4": "video breaks frame complete copy", "plain.mp4": "video cannot read truncated complete copy"}
     for name, words in clips.items():
         part = harmed(film(tmp_path / name), "cut").read_bytes()
-        answer = server.client.post("/v1/videos", data={"prompt": "a", "frames": "5"}, files={"video": part})
-        error = answer.json()["error"]
-        assert (answer.status_code, error["param"]) == (422, "video"), error
+        response = server.client.post("/v1/videos", data={"prompt": "a", "frames": "5"}, files={"video": part})
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (422, "video"), error
         assert says(error["message"], words), error["message"]
         assert not server.jobs()
         assert not any(server.folder.glob("video_*"))
@@ -233,18 +233,18 @@ def test_bad_bodies(start, status, kind, body):
 
 def test_a_field_of_json_that_is_given_twice_is_named(start):
     body = b'{"prompt": "a", "steps": 2, "steps": 3}'
-    answer = start(work=False).client.post("/v1/videos", content=body, headers={"content-type": "application/json"})
-    assert answer.json()["error"]["param"] == "steps"
-    assert says(answer.json()["error"]["message"], "steps twice")
+    response = start(work=False).client.post("/v1/videos", content=body, headers={"content-type": "application/json"})
+    assert response.json()["error"]["param"] == "steps"
+    assert says(response.json()["error"]["message"], "steps twice")
 
 
 @pytest.mark.parametrize("field", ["image", "video", "references[]", "mask"])
 def test_an_empty_file_is_refused(start, field):
     server, name = start(work=False), field.removesuffix("[]")
     data = {key: str(value) for key, value in SMALL.items()}
-    answer = server.client.post("/v1/videos", data=data, files={field: ("empty.png", b"")})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (422, name)
-    assert says(answer.json()["error"]["message"], f"{name} empty")
+    response = server.client.post("/v1/videos", data=data, files={field: ("empty.png", b"")})
+    assert (response.status_code, response.json()["error"]["param"]) == (422, name)
+    assert says(response.json()["error"]["message"], f"{name} empty")
     error = server.client.post("/v1/videos", json=SMALL | {"image": "data:image/png;base64,"}).json()["error"]
     assert error["param"] == "image"
     assert says(error["message"], "image empty")
@@ -257,8 +257,8 @@ def test_a_file_field_that_nobody_touched_counts_as_none(start):
     fields = [part % (name.encode(), b"", str(value).encode()) for name, value in SMALL.items()]
     body = b"".join([*fields, part % (b"image", b'; filename=""', b""), b"--b--\r\n"])
     kind = {"content-type": "multipart/form-data; boundary=b"}
-    answer = start(work=False).client.post("/v1/videos", content=body, headers=kind)
-    assert (answer.status_code, answer.json()["pictures"]) == (200, [])
+    response = start(work=False).client.post("/v1/videos", content=body, headers=kind)
+    assert (response.status_code, response.json()["pictures"]) == (200, [])
 
 
 def test_a_full_queue(start):
@@ -325,9 +325,9 @@ PATHS = {  # those that there are not, and what the sentence names
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_path_that_there_is_not_is_answered_with_those_that_there_are(start, path):
-    answer = start(work=False).client.get(path)
-    error = answer.json()["error"]
-    assert (answer.status_code, error["type"], error["code"]) == (404, "invalid_request_error", "not_found")
+    response = start(work=False).client.get(path)
+    error = response.json()["error"]
+    assert (response.status_code, error["type"], error["code"]) == (404, "invalid_request_error", "not_found")
     assert says(error["message"], PATHS[path])
 
 
@@ -391,20 +391,20 @@ FIELDS = {  # fields beside the prompt, as JSON; the wrong one; what the sentenc
 @pytest.mark.parametrize("fields", FIELDS)
 def test_a_wrong_field_of_json_is_named_with_its_value_as_json(start, fields):
     name, words = FIELDS[fields]
-    answer = start(work=False).client.post(
+    response = start(work=False).client.post(
         "/v1/videos", content=f'{{"prompt": "a", {fields}}}', headers={"content-type": "application/json"}
     )
-    error = answer.json()["error"]
-    assert (answer.status_code, error["param"]) == (422, name)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (422, name)
     assert says(error["message"], words), error["message"]
     assert not re.search(r"keyword|wanjax\.load|True|False|None", error["message"])
 
 
 @pytest.mark.parametrize("name", ["prompt", "steps"])
 def test_a_text_that_is_sent_as_a_file_is_named(start, name):
-    answer = start(work=False).client.post("/v1/videos", data={"seed": "1"}, files={name: b"20"})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (422, name)
-    assert says(answer.json()["error"]["message"], f"{name} file text")
+    response = start(work=False).client.post("/v1/videos", data={"seed": "1"}, files={name: b"20"})
+    assert (response.status_code, response.json()["error"]["param"]) == (422, name)
+    assert says(response.json()["error"]["message"], f"{name} file text")
 
 
 @pytest.mark.parametrize(
@@ -435,9 +435,9 @@ def test_a_compressed_body_is_not_read_as_a_plain_one(start):
     ],
 )
 def test_a_login_that_is_refused_is_answered_with_why(start, status, request_options, words):
-    answer = start(work=False, token=TOKEN).client.post("/login", **request_options)
-    assert answer.status_code == status
-    assert says(answer.json()["error"]["message"], words)
+    response = start(work=False, token=TOKEN).client.post("/login", **request_options)
+    assert response.status_code == status
+    assert says(response.json()["error"]["message"], words)
 
 
 VARIANTS = {  # of a video that was made without a picture or clip
@@ -454,9 +454,9 @@ VARIANTS = {  # of a video that was made without a picture or clip
 def test_a_variant_that_a_video_lacks_is_answered_with_why_and_with_those_that_it_has(start, variant):
     server = start(work=False)
     id = server.ask()["id"]
-    answer = server.client.get(f"/v1/videos/{id}/content", params={"variant": variant})
-    error = answer.json()["error"]
-    assert (answer.status_code, error["param"]) == (422, "variant")
+    response = server.client.get(f"/v1/videos/{id}/content", params={"variant": variant})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (422, "variant")
     assert says(error["message"], VARIANTS[variant].replace("references thumbnail", "reference images thumbnail"))
     assert ("without" in error["message"]) == (variant in ("image", "clip", "last_image", "references_1"))
 
@@ -465,15 +465,15 @@ def test_a_file_that_a_video_does_not_have_is_answered_with_why(start):
     server = start(work=False)
     id = server.ask()["id"]
     url = f"/v1/videos/{id}/content"
-    answer = server.client.get(url, params={"variant": "preview"})
-    assert answer.status_code == 404
-    assert says(answer.json()["error"]["message"], "preview --no-preview steps")
+    response = server.client.get(url, params={"variant": "preview"})
+    assert response.status_code == 404
+    assert says(response.json()["error"]["message"], "preview --no-preview steps")
     assert says(server.client.get(url).json()["error"]["message"], "queued completed")
     server.client.post(f"/v1/videos/{id}/cancel")
     for path in (url, f"/v1/videos/{id}/record"):
-        answer = server.client.get(path)
-        assert answer.status_code == 409
-        assert says(answer.json()["error"]["message"], "cancelled files POST")
+        response = server.client.get(path)
+        assert response.status_code == 409
+        assert says(response.json()["error"]["message"], "cancelled files POST")
 
 
 @pytest.mark.parametrize(
@@ -487,10 +487,10 @@ def test_a_file_that_a_video_does_not_have_is_answered_with_why(start):
     ],
 )
 def test_a_method_that_a_path_does_not_take_is_answered_with_those_that_it_takes(start, method, path, methods):
-    answer = start(work=False).client.request(method, path)
-    error = answer.json()["error"]
-    assert (answer.status_code, error["type"], error["code"]) == (405, "invalid_request_error", "not_allowed")
-    assert {*answer.headers["allow"].split(", ")} == methods
+    response = start(work=False).client.request(method, path)
+    error = response.json()["error"]
+    assert (response.status_code, error["type"], error["code"]) == (405, "invalid_request_error", "not_allowed")
+    assert {*response.headers["allow"].split(", ")} == methods
     assert says(error["message"], " ".join([path, method, *sorted(methods)]))
 
 
@@ -513,7 +513,7 @@ def test_no_other_machine_gets_in_without_a_token(start, address, host, enters):
     client = start(work=False).client_from(address, host)
     answers = [client.get(path) for path in ("/", "/v1/videos", "/metrics", "/page/app.js")]
     answers.append(client.post("/v1/videos", json=SMALL))
-    assert [answer.status_code for answer in answers] == [200 if enters else 403] * 5
+    assert [result.status_code for result in answers] == [200 if enters else 403] * 5
     assert (client.get("/health").status_code == 403) is not enters
 
 
@@ -526,9 +526,9 @@ def test_what_a_proxy_forwards_is_not_this_machines(start, name):
     server = start(work=False)
     forwarded = server.client_from("127.0.0.1", "127.0.0.1:8000")
     for path in ("/", "/v1/videos", "/metrics", "/health", "/page/app.js"):
-        answer = forwarded.get(path, headers={name: "127.0.0.1"})
-        assert answer.status_code == 403
-        assert says(answer.json()["error"]["message"], f"{name.lower()} token --token")
+        result = forwarded.get(path, headers={name: "127.0.0.1"})
+        assert result.status_code == 403
+        assert says(result.json()["error"]["message"], f"{name.lower()} token --token")
     assert forwarded.post("/v1/videos", json=SMALL, headers={name: ""}).status_code == 403
     assert not server.jobs()
 
@@ -539,9 +539,9 @@ def test_no_page_of_another_site_reads_without_a_token(start, name):
     client = start(work=False).client
     for path in ("/v1/videos", "/v1/events", "/metrics", "/health"):
         for more in ({}, {"sec-fetch-site": "same-origin", "sec-fetch-mode": "cors"}):
-            answer = client.get(path, headers={name: "https://videos.example", **more})
-            assert answer.status_code == 403
-            assert says(answer.json()["error"]["message"], "'videos.example' proxy --token")
+            response = client.get(path, headers={name: "https://videos.example", **more})
+            assert response.status_code == 403
+            assert says(response.json()["error"]["message"], "'videos.example' proxy --token")
     for page in ("http://localhost:3000", "http://[::1]:8000", "http://127.0.0.1", "null", "http://[", ""):
         assert client.get("/v1/videos", headers={name: page}).status_code == 200
 
@@ -582,18 +582,18 @@ def test_the_page_behind_a_proxy_may_ask(start, origin):
     server = start(work=False, token=TOKEN, origins=["http://proxy.example:81/"])
     headers = {"origin": origin, "authorization": f"Bearer {TOKEN}"}
     headers |= {f"x-forwarded-{name}": value for name, value in given.items()}
-    answer = server.client.post("/v1/videos", json=SMALL, headers=headers)
-    assert answer.status_code == (200 if accepted else 403)
-    assert accepted or says(answer.json()["error"]["message"], "--origin")
+    response = server.client.post("/v1/videos", json=SMALL, headers=headers)
+    assert response.status_code == (200 if accepted else 403)
+    assert accepted or says(response.json()["error"]["message"], "--origin")
 
 
 def test_a_page_of_another_site_may_send_no_header_of_a_proxy(start):
     """A browser asks before, whether it may, and is not answered that it may."""
     server = start(work=False, token=TOKEN)
-    asked = {"origin": "https://evil.example", "access-control-request-headers": "x-forwarded-host"}
-    answer = server.client.options("/v1/videos", headers=asked | {"access-control-request-method": "POST"})
-    assert answer.status_code == 401
-    assert not [name for name in answer.headers if name.startswith("access-control")]
+    requested = {"origin": "https://evil.example", "access-control-request-headers": "x-forwarded-host"}
+    result = server.client.options("/v1/videos", headers=requested | {"access-control-request-method": "POST"})
+    assert result.status_code == 401
+    assert not [name for name in result.headers if name.startswith("access-control")]
 
 
 def test_the_cookie_is_of_the_page_alone(start):
@@ -601,8 +601,8 @@ def test_the_cookie_is_of_the_page_alone(start):
     server = start(work=False, token=TOKEN)
 
     def cookie(**headers):
-        answer = server.client.post("/login", data={"token": TOKEN}, headers=headers)
-        return answer.headers["set-cookie"].lower()
+        response = server.client.post("/login", data={"token": TOKEN}, headers=headers)
+        return response.headers["set-cookie"].lower()
 
     assert "path" not in cookie()
     assert "secure" not in cookie()
@@ -625,16 +625,16 @@ def test_no_answer_leads_to_an_address_of_its_own(start):
     """Which behind a proxy would be the server's, that the client cannot reach."""
     client = start(work=False).client
     for path in ("/v1/videos/", "/page", "/health/"):
-        answer = client.get(path, follow_redirects=False)
-        assert (answer.status_code, answer.headers.get("location")) == (404, None)
+        response = client.get(path, follow_redirects=False)
+        assert (response.status_code, response.headers.get("location")) == (404, None)
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
 @pytest.mark.parametrize("path", ["video_1/remix", "edits", "extensions", "characters"])
 def test_what_openai_offered_beside(start, path, method):
-    answer = start(work=False).client.request(method, f"/v1/videos/{path}")
-    assert answer.status_code == 400
-    error = answer.json()["error"]
+    response = start(work=False).client.request(method, f"/v1/videos/{path}")
+    assert response.status_code == 400
+    error = response.json()["error"]
     assert (set(error), error["code"]) == ({"message", "type", "param", "code"}, "not_offered")
     assert says(error["message"], f"{path.rpartition('/')[2]} /v1/videos")
 
@@ -658,9 +658,9 @@ def test_a_token_lets_in(start):
     assert client.post("/v1/videos", json=SMALL, headers=right).status_code == 200
     assert client.get("/").status_code == client.get("/health").status_code == 200
     assert client.post("/login", data={"token": "wrong"}).status_code == 401
-    answer = client.post("/login", data={"token": TOKEN})
-    assert answer.status_code == 204
-    assert re.search(f"{COOKIE}=.*HttpOnly.*SameSite=strict", answer.headers["set-cookie"])
+    response = client.post("/login", data={"token": TOKEN})
+    assert response.status_code == 204
+    assert re.search(f"{COOKIE}=.*HttpOnly.*SameSite=strict", response.headers["set-cookie"])
     assert client.get("/v1/videos").status_code == 200  # with the cookie
 
 
@@ -749,8 +749,8 @@ def test_a_video_too_large_names_the_field_that_makes_it_so(start, fields, name)
 
 
 def test_a_similar_parameter_is_suggested(start):
-    answer = start(work=False).client.get("/v1/videos/video_x/content", params={"varian": "thumbnail"})
-    assert answer.json()["error"]["message"].endswith("did you mean variant, or after?")
+    response = start(work=False).client.get("/v1/videos/video_x/content", params={"varian": "thumbnail"})
+    assert response.json()["error"]["message"].endswith("did you mean variant, or after?")
 
 
 @pytest.mark.parametrize("fields", [{"strength": 0.5}, {"strength": 0.5, "image": None}])

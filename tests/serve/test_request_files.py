@@ -22,18 +22,18 @@ def sent(server, name, data):
 
 def read(server, name, data):
     """Read a file, and return its fields and notes."""
-    answer = sent(server, name, data)
-    assert answer.status_code == 200, answer.text
-    request = answer.json()
+    result = sent(server, name, data)
+    assert result.status_code == 200, result.text
+    request = result.json()
     assert all("\n" not in note and not re.search(r"(^| )--|/tmp", note) for note in request["notes"]), request["notes"]
     return request["fields"], request["notes"]
 
 
 def refused(server, name, data, status=422):
     """Send a file that is refused, and return the one sentence about it."""
-    answer = sent(server, name, data)
-    assert answer.status_code == status, answer.text
-    message = answer.json()["error"]["message"]
+    result = sent(server, name, data)
+    assert result.status_code == status, result.text
+    message = result.json()["error"]["message"]
     assert "\n" not in message
     assert "/tmp" not in message
     assert str(server.folder) not in message
@@ -68,9 +68,9 @@ def test_a_workflow_fills_a_request(server, form):
 
 def test_the_fields_are_a_request(server):
     fields, _ = read(server, "a.json", template_text(T2V).encode())
-    answer = server.client.post("/v1/videos", json=fields | {"width": 64, "height": 32, "frames": 5})
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["settings"]["rng"] == "torch"
+    response = server.client.post("/v1/videos", json=fields | {"width": 64, "height": 32, "frames": 5})
+    assert response.status_code == 200, response.text
+    assert response.json()["settings"]["rng"] == "torch"
 
 
 def test_what_the_model_does_not_take_is_noted(server):
@@ -150,7 +150,7 @@ def test_a_file_that_cannot_be_read_is_one_sentence(server, name, data, words):
 
 def test_a_form_with_anything_else_is_refused(server):
     for form in ({"data": {"file": "a"}}, {"files": [("file", ("a.json", b"{}"))] * 2}, {"files": {"other": b"a"}}):
-        answer = server.client.post("/v1/requests", **form)
-        assert answer.status_code in (400, 415), answer.text
-        assert says(answer.json()["error"]["message"], "file")
+        response = server.client.post("/v1/requests", **form)
+        assert response.status_code in (400, 415), response.text
+        assert says(response.json()["error"]["message"], "file")
     assert server.client.post("/v1/requests", json={}).status_code == 415

@@ -78,8 +78,8 @@ def test_a_video_in_a_store_is_asked_for_sent_and_removed(start, tmp_path, url, 
     with running_s3() if url.startswith("s3:") else contextmanager(lambda: iter([None]))():
         server = start(parse_path(url), database=str(tmp_path / "table" / "jobs.sqlite"), preview=preview)
         id = server.ask(image=red(), steps=6 if preview else 2)["id"]
-        made = server.finished(id)
-        assert made["status"] == "completed", made["error"]
+        result = server.finished(id)
+        assert result["status"] == "completed", result["error"]
         folder = server.folder / id
         assert names(folder) - {"preview.png"} == {"image.png", "thumbnail.webp", "video.mp4"}
         assert ("preview.png" in names(folder)) == preview
@@ -117,22 +117,22 @@ def test_parts_of_a_video_are_those_of_the_store(served, monkeypatch):
     server, whole = served(work=False), bytes(range(256)) * 16
     id = completed(server, whole)
     path = f"/v1/videos/{id}/content"
-    answer = server.client.get(path)
-    assert (answer.status_code, answer.content, answer.headers["content-type"]) == (200, whole, "video/mp4")
-    assert answer.headers["accept-ranges"] == "bytes"
-    assert answer.headers["content-disposition"] == f'inline; filename="{id}.mp4"'
-    for given, part in RANGES.items():
-        answer = server.client.get(path, headers={"range": given})
-        assert (answer.status_code, answer.content) == (206, whole[part]), given
+    response = server.client.get(path)
+    assert (response.status_code, response.content, response.headers["content-type"]) == (200, whole, "video/mp4")
+    assert response.headers["accept-ranges"] == "bytes"
+    assert response.headers["content-disposition"] == f'inline; filename="{id}.mp4"'
+    for options, part in RANGES.items():
+        response = server.client.get(path, headers={"range": options})
+        assert (response.status_code, response.content) == (206, whole[part]), options
         start = len(whole[: part.start % len(whole)])
-        told = f"bytes {start}-{start + len(answer.content) - 1}/{len(whole)}"
-        assert answer.headers["content-range"] == told, given
-    for given in WHOLE:
-        answer = server.client.get(path, headers={"range": given})
-        assert (answer.status_code, answer.content) == (200, whole), given
-    for given in NONE:
-        answer = server.client.get(path, headers={"range": given})
-        assert (answer.status_code, answer.headers["content-range"]) == (416, f"bytes */{len(whole)}")
+        message = f"bytes {start}-{start + len(response.content) - 1}/{len(whole)}"
+        assert response.headers["content-range"] == message, options
+    for options in WHOLE:
+        response = server.client.get(path, headers={"range": options})
+        assert (response.status_code, response.content) == (200, whole), options
+    for options in NONE:
+        response = server.client.get(path, headers={"range": options})
+        assert (response.status_code, response.headers["content-range"]) == (416, f"bytes */{len(whole)}")
     head = server.client.head(path, headers={"range": "bytes=0-9"})
     assert (head.status_code, head.content, head.headers["content-length"]) == (206, b"", "10")
     with failing("cat_file", DENIED, after=1) as read:
@@ -154,10 +154,10 @@ def test_a_store_that_fails_is_told_without_its_names_and_words(served, tmp_path
         answers = [server.client.get(path), server.client.get(f"/v1/videos/{id}/record")]
     with failing("cat_file", DENIED):
         answers.append(server.client.get(path))
-    assert [answer.status_code for answer in answers] == [502] * 3
-    told = {refused, *(answer.json()["error"]["message"] for answer in answers)}
-    assert told == {server.client.get("/v1/videos").json()["data"][1]["error"]["message"]}
-    assert not any(word in str(told) for word in ("memory:", "Denied", "secret"))
+    assert [result.status_code for result in answers] == [502] * 3
+    message = {refused, *(result.json()["error"]["message"] for result in answers)}
+    assert message == {server.client.get("/v1/videos").json()["data"][1]["error"]["message"]}
+    assert not any(word in str(message) for word in ("memory:", "Denied", "secret"))
 
 
 def test_an_answer_that_the_store_cuts_off_is_not_taken_for_whole(served, monkeypatch):
@@ -165,18 +165,18 @@ def test_an_answer_that_the_store_cuts_off_is_not_taken_for_whole(served, monkey
     server = served(work=False)
     id = completed(server)
     with failing("cat_file", DENIED, after=1):
-        answer = server.client.get(f"/v1/videos/{id}/content")
-    assert (answer.status_code, len(answer.content)) == (200, 1000) != int(answer.headers["content-length"])
+        response = server.client.get(f"/v1/videos/{id}/content")
+    assert (response.status_code, len(response.content)) == (200, 1000) != int(response.headers["content-length"])
 
 
-@pytest.mark.parametrize("asked", ["content", "record"])
-def test_what_the_store_lacks_is_gone(served, asked):
+@pytest.mark.parametrize("requested", ["content", "record"])
+def test_what_the_store_lacks_is_gone(served, requested):
     server = served(work=False)
     id = completed(server)
     (server.folder / id / "video.mp4").remove()
-    answer = server.client.get(f"/v1/videos/{id}/{asked}")
-    assert answer.status_code == 404
-    assert says(answer.json()["error"]["message"], "video.mp4")
+    response = server.client.get(f"/v1/videos/{id}/{requested}")
+    assert response.status_code == 404
+    assert says(response.json()["error"]["message"], "video.mp4")
 
 
 def test_a_killed_server_finds_its_videos_in_the_store(served):

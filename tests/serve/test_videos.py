@@ -56,45 +56,45 @@ OTHERS = ([1, 2], [0, 2], [0, 1])  # of red, green and blue
 
 def test_a_video_is_that_of_the_library(start, pipe, tmp_path):
     server = start()
-    asked = server.ask(seed=7)
-    assert asked["object"] == "video"
-    assert asked["model"] == "nano"
-    assert asked["size"] == "32x32"
-    made = server.finished(asked["id"])
-    assert made["status"] == "completed"
-    assert made["progress"] == 100
-    assert set(made["stage_seconds"]) == {"compile", "encode", "denoise", "decode"}
-    content = server.client.get(f"/v1/videos/{asked['id']}/content")
+    requested = server.ask(seed=7)
+    assert requested["object"] == "video"
+    assert requested["model"] == "nano"
+    assert requested["size"] == "32x32"
+    result = server.finished(requested["id"])
+    assert result["status"] == "completed"
+    assert result["progress"] == 100
+    assert set(result["stage_seconds"]) == {"compile", "encode", "denoise", "decode"}
+    content = server.client.get(f"/v1/videos/{requested['id']}/content")
     assert content.headers["content-type"] == "video/mp4"
     served = tmp_path / "served.mp4"
     served.write_bytes(content.content)
     own = pipe("a red circle", size=(32, 32), frames=5, steps=2, seed=7)
     own.save(tmp_path / "own.mp4")
     np.testing.assert_array_equal(read_clip(served, 9, 8), read_clip(tmp_path / "own.mp4", 9, 8))
-    record = server.client.get(f"/v1/videos/{asked['id']}/record").json()
+    record = server.client.get(f"/v1/videos/{requested['id']}/record").json()
     assert read_metadata(served) == own.settings == record
-    thumbnail = server.client.get(f"/v1/videos/{asked['id']}/content?variant=thumbnail")
+    thumbnail = server.client.get(f"/v1/videos/{requested['id']}/content?variant=thumbnail")
     assert Image.open(io.BytesIO(thumbnail.content)).size == (32, 32)
-    part = server.client.get(f"/v1/videos/{asked['id']}/content", headers={"range": "bytes=0-9"})
+    part = server.client.get(f"/v1/videos/{requested['id']}/content", headers={"range": "bytes=0-9"})
     assert (part.status_code, part.content) == (206, content.content[:10])
 
 
 def test_previews_of_a_video_under_way(start):
     server = start(preview=True)
-    made = server.finished(server.ask(prompt="a red circle", size="64x64", frames=5, steps=12, seed=42)["id"])
-    assert made["preview"] == 12
-    events = server.client.get(f"/v1/videos/{made['id']}/events").text
+    result = server.finished(server.ask(prompt="a red circle", size="64x64", frames=5, steps=12, seed=42)["id"])
+    assert result["preview"] == 12
+    events = server.client.get(f"/v1/videos/{result['id']}/events").text
     assert '"preview": 12' in events
-    shown = server.client.get(f"/v1/videos/{made['id']}/content?variant=preview")
+    shown = server.client.get(f"/v1/videos/{result['id']}/content?variant=preview")
     assert shown.headers["content-type"] == "image/png"
     pixels = np.asarray(Image.open(io.BytesIO(shown.content)), np.float64).reshape(-1, 3)
     red, green, blue = ((pixels[:, i] > pixels[:, others].max(1) + 99).mean() for i, others in enumerate(OTHERS))
     assert red > 0.02 > 4 * max(green, blue)
     server.stop()
     plain = start()
-    made = plain.finished(plain.ask()["id"])
-    assert made["preview"] == 0
-    assert plain.client.get(f"/v1/videos/{made['id']}/content?variant=preview").status_code == 404
+    result = plain.finished(plain.ask()["id"])
+    assert result["preview"] == 0
+    assert plain.client.get(f"/v1/videos/{result['id']}/content?variant=preview").status_code == 404
 
 
 def test_the_colours_of_previews_are_fitted_in_the_stage_that_compiles(start, monkeypatch):
@@ -118,20 +118,20 @@ def test_the_colours_of_previews_are_fitted_in_the_stage_that_compiles(start, mo
 
 
 def test_each_window_is_told_with_previews_of_its_own(start, monkeypatch):
-    told, tell = [], Lease.report
+    messages, tell = [], Lease.report
 
     def noted(lease, **progress):
         tell(lease, **progress)
         if "stage_done" in progress:
-            told.append([lease.progress.get(name, 0) for name in ("stage", "window", "stage_done", "preview")])
+            messages.append([lease.progress.get(name, 0) for name in ("stage", "window", "stage_done", "preview")])
 
     monkeypatch.setattr(Lease, "report", noted)
     server = start(preview=True)
-    made = server.finished(server.ask(windows=2)["id"])
-    assert made["status"] == "completed", made["error"]
-    steps = [(window, done) for stage, window, done, _ in told if stage == "denoise" and done]
+    result = server.finished(server.ask(windows=2)["id"])
+    assert result["status"] == "completed", result["error"]
+    steps = [(window, done) for stage, window, done, _ in messages if stage == "denoise" and done]
     assert steps == [(1, 1), (1, 2), (2, 1), (2, 2)]
-    previews = [preview for *_, preview in told]
+    previews = [preview for *_, preview in messages]
     assert previews == sorted(previews)
     assert {2, 4} <= set(previews)
 
@@ -141,10 +141,10 @@ def test_a_warning_of_the_library_is_a_note_of_its_video_alone(start, tmp_path):
     server = start()
     inputs = {"image": picture((32, 32)), "video": film(tmp_path / "a.mp4", 9).read_bytes()}
     data = {name: str(value) for name, value in SMALL.items()}
-    answer = server.client.post("/v1/videos", data=data, files=inputs)
-    assert answer.status_code == 200, answer.text
+    response = server.client.post("/v1/videos", data=data, files=inputs)
+    assert response.status_code == 200, response.text
     other = server.ask()["id"]
-    id = answer.json()["id"]
+    id = response.json()["id"]
     (note,) = (text for text in server.finished(id)["notes"] if "clip" in text)
     assert says(note, "picture clip together")
     assert note in server.client.get(f"/v1/videos/{id}/events").text
@@ -167,11 +167,11 @@ def test_a_range_is_sent_an_invalid_one_ignored_and_one_outside_refused(start):
     assert server.finished(id)["status"] == "completed"
     whole, url = server.content(id), f"/v1/videos/{id}/content"
     for header, (status, part) in RANGES.items():
-        answer = server.client.get(url, headers={"range": header})
-        assert (answer.status_code, answer.content) == (status, whole[part]), header
-    answer = server.client.get(url, headers={"range": "bytes=99999999-"})
-    assert (answer.status_code, answer.headers["content-range"]) == (416, f"bytes */{len(whole)}")
-    assert says(answer.json()["error"]["message"], f"'bytes=99999999-' outside {len(whole):,}")
+        response = server.client.get(url, headers={"range": header})
+        assert (response.status_code, response.content) == (status, whole[part]), header
+    response = server.client.get(url, headers={"range": "bytes=99999999-"})
+    assert (response.status_code, response.headers["content-range"]) == (416, f"bytes */{len(whole)}")
+    assert says(response.json()["error"]["message"], f"'bytes=99999999-' outside {len(whole):,}")
 
 
 def test_notes_tell_what_may_not_be_meant(start):
@@ -190,8 +190,8 @@ def test_forms_and_json_mean_the_same(start, pipe):
     data = {name: str(value) for name, value in SMALL.items()} | {"seed": "3", "negative_prompt": ""}
     form = server.client.post("/v1/videos", data=data, files={"input_reference": ("a.png", picture())}).json()
     url = "data:image/png;base64," + base64.b64encode(picture()).decode()
-    asked = [server.ask(seed=3, input_reference={"image_url": url}), server.ask(seed=3, image=url), form]
-    assert all(one["settings"] == asked[0]["settings"] and one["pictures"] == ["image"] for one in asked)
+    requested = [server.ask(seed=3, input_reference={"image_url": url}), server.ask(seed=3, image=url), form]
+    assert all(one["settings"] == requested[0]["settings"] and one["pictures"] == ["image"] for one in requested)
     files = [(server.folder / id / "image.png").read_bytes() for id in server.jobs()]
     assert len(set(files)) == 1
     assert server.ask(seconds="0.6", frames=None, fps=8)["settings"]["frames"] == 5
@@ -202,9 +202,9 @@ def test_forms_and_json_mean_the_same(start, pipe):
 def test_a_picture_begins_a_video(start):
     server = start()
     url = "data:image/jpeg;base64," + base64.b64encode(picture(kind="JPEG")).decode()
-    made = server.finished(server.ask(image=url)["id"])
-    assert made["status"] == "completed", made["error"]
-    own = server.folder / made["id"]
+    result = server.finished(server.ask(image=url)["id"])
+    assert result["status"] == "completed", result["error"]
+    own = server.folder / result["id"]
     record = read_metadata(own / "video.mp4")
     assert record["image"] == "image.png"
     assert record["digests"] == {"image.png": digest_of(own / "image.png")}
@@ -224,12 +224,12 @@ def test_a_clip_begins_a_video(start, pipe, tmp_path):
     """From a form's film and JSON's animation: frames are those of the library, and what was sent can be fetched."""
     server, clips = start(), [film(tmp_path / "a.mp4", 9), film(tmp_path / "a.gif", 9)]
     fields = {name: str(value) for name, value in SMALL.items()} | {"strength": "0.5", "seed": "3"}
-    answer = server.client.post("/v1/videos", data=fields, files={"video": ("any", clips[0].read_bytes())})
-    asked = [answer.json(), server.ask(video=url(clips[1].read_bytes()), strength=0.5, seed=3)]
-    for one, clip in zip(asked, clips, strict=True):
-        made = server.finished(one["id"])
-        assert made["status"] == "completed", made["error"]
-        assert made["pictures"] == ["clip"]
+    response = server.client.post("/v1/videos", data=fields, files={"video": ("any", clips[0].read_bytes())})
+    requested = [response.json(), server.ask(video=url(clips[1].read_bytes()), strength=0.5, seed=3)]
+    for one, clip in zip(requested, clips, strict=True):
+        result = server.finished(one["id"])
+        assert result["status"] == "completed", result["error"]
+        assert result["pictures"] == ["clip"]
         assert server.content(one["id"], variant="clip") == clip.read_bytes()
         (tmp_path / "served.mp4").write_bytes(server.content(one["id"]))
         own = pipe("a red circle", size=(32, 32), frames=5, steps=2, seed=3, strength=0.5, video=clip)
@@ -247,9 +247,9 @@ def test_an_input_of_one_family_alone_is_a_field(start, tmp_path, monkeypatch):
     page = url(picture((64, 64)))
     [model] = server.client.get("/v1/models").json()["data"]
     assert not model["pictures"]["driving"]["required"]
-    asked = server.ask(image=page, driving=url(clip.read_bytes()), size=None, seed=3)
-    assert server.finished(asked["id"])["status"] == "completed"
-    (tmp_path / "served.mp4").write_bytes(server.content(asked["id"]))
+    requested = server.ask(image=page, driving=url(clip.read_bytes()), size=None, seed=3)
+    assert server.finished(requested["id"])["status"] == "completed"
+    (tmp_path / "served.mp4").write_bytes(server.content(requested["id"]))
     (tmp_path / "page.png").write_bytes(picture((64, 64)))
     own = pipe("a red circle", frames=5, steps=2, seed=3, image=tmp_path / "page.png", driving=clip)
     own.save(tmp_path / "own.mp4")
@@ -257,26 +257,26 @@ def test_an_input_of_one_family_alone_is_a_field(start, tmp_path, monkeypatch):
     assert "driving" in start(tmp_path / "nano", work=False).refused(422, json=SMALL | {"driving": page})
 
 
-@pytest.mark.parametrize("made", quick([False], [False, True]))
-def test_a_clip_a_mask_and_references_guide_a_video(start, tmp_path, made):
+@pytest.mark.parametrize("result", quick([False], [False, True]))
+def test_a_clip_a_mask_and_references_guide_a_video(start, tmp_path, result):
     """By VACE."""
-    server = start(of=LoadedModels(wanjax.load(tiny_control_checkpoint(tmp_path / "control"))), work=made)
+    server = start(of=LoadedModels(wanjax.load(tiny_control_checkpoint(tmp_path / "control"))), work=result)
     [model] = server.client.get("/v1/models").json()["data"]
     assert list(model["pictures"]) == ["image", "last_image", "video", "mask", "references"]
     assert "strength" not in model["settings"]
     assert model["settings"]["outpaint"]["default"] == "0,0,0,0"
     assert says(server.refused(422, json=SMALL | {"outpaint": "8,8"}), "outpaint four 120,0,120,0")
-    told = server.refused(422, json=SMALL | {"references": ["data:;base64,AAAA"] * 9})
-    assert says(told, "9 references 4")
+    message = server.refused(422, json=SMALL | {"references": ["data:;base64,AAAA"] * 9})
+    assert says(message, "9 references 4")
     sent = {"video": url(film(tmp_path / "a.mp4", 5).read_bytes()), "mask": url(picture((32, 32)))}
     sent |= {"references": [url(picture()), url(picture((20, 20)))]}
-    asked = server.ask(**sent, fps=8, outpaint="8,0,8,0")
-    assert asked["pictures"] == ["clip", "mask", "references_0", "references_1"]
-    if made:
-        assert server.finished(asked["id"])["status"] == "completed"
-        record = server.client.get(f"/v1/videos/{asked['id']}/record").json()
+    requested = server.ask(**sent, fps=8, outpaint="8,0,8,0")
+    assert requested["pictures"] == ["clip", "mask", "references_0", "references_1"]
+    if result:
+        assert server.finished(requested["id"])["status"] == "completed"
+        record = server.client.get(f"/v1/videos/{requested['id']}/record").json()
         files = [Path(file).stem for file in (record["video"], record["mask"], *record["references"])]
-        assert files == asked["pictures"]
+        assert files == requested["pictures"]
         assert record["outpaint"] == "8,0,8,0"
 
 
@@ -289,15 +289,15 @@ def test_a_character_moves_as_in_a_driving_clip(start, tmp_path):
     assert "clip_prompt" in model["settings"]
     settings = {"prompt": "a woman", "steps": 2, "seed": 3, "clip_prompt": "a dancer"}
     assert says(server.refused(422, json=settings | {"image": url(character)}), "driving clip video")
-    answer = server.client.post(
+    response = server.client.post(
         "/v1/videos",
         data={name: str(value) for name, value in settings.items()},
         files={"image": ("a.png", character), "video": ("a.mp4", clip.read_bytes())},
     )
-    assert answer.status_code == 200, answer.text
-    made = server.finished(answer.json()["id"])
-    assert made["status"] == "completed", made["error"]
-    (tmp_path / "served.mp4").write_bytes(server.content(made["id"]))
+    assert response.status_code == 200, response.text
+    result = server.finished(response.json()["id"])
+    assert result["status"] == "completed", result["error"]
+    (tmp_path / "served.mp4").write_bytes(server.content(result["id"]))
     (tmp_path / "character.png").write_bytes(character)
     own = pipe(image=tmp_path / "character.png", video=clip, **settings)
     own.save(tmp_path / "own.mp4")
@@ -314,12 +314,12 @@ def test_clips_of_poses_and_of_a_face_move_a_character(start, tmp_path):
     assert needs == {"image": True, "video": True, "face": True, "background": False, "mask": False}
     clips = {name: url(film(tmp_path / f"{name}.gif", 9).read_bytes()) for name in ("video", "face")}
     assert "face" in server.refused(422, json=SMALL | {"image": url(picture()), "video": clips["video"]})
-    asked = server.ask(**clips, image=url(picture()), fps=8)
-    assert asked["pictures"] == ["image", "clip", "face"]
-    made = server.finished(asked["id"])
-    assert made["status"] == "completed", made["error"]
-    assert made["settings"]["windows"] == 2
-    (tmp_path / "served.mp4").write_bytes(server.content(asked["id"]))
+    requested = server.ask(**clips, image=url(picture()), fps=8)
+    assert requested["pictures"] == ["image", "clip", "face"]
+    result = server.finished(requested["id"])
+    assert result["status"] == "completed", result["error"]
+    assert result["settings"]["windows"] == 2
+    (tmp_path / "served.mp4").write_bytes(server.content(requested["id"]))
     assert len(read_clip(tmp_path / "served.mp4", 100, 8)) == 9
 
 
@@ -345,9 +345,9 @@ def test_a_seed_is_drawn_where_none_is_given(start):
 
 def test_events_tell_the_way_of_a_video(start):
     server = start()
-    answer = server.client.get(f"/v1/videos/{server.ask(steps=99)['id']}/events")
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
+    response = server.client.get(f"/v1/videos/{server.ask(steps=99)['id']}/events")
+    assert response.headers["content-type"].startswith("text/event-stream")
+    events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: ")]
     progress = [event["progress"] for event in events]
     assert progress == sorted(progress)
     assert events[-1]["status"] == "completed"
@@ -388,10 +388,10 @@ def test_what_waits_and_what_is_under_way_is_cancelled(start, monkeypatch):
     begun, go = threading.Event(), threading.Event()
     latents = Run.latents
 
-    def slow(*given, **options):
+    def slow(*arguments, **options):
         begun.set()
         assert go.wait(60)
-        yield from latents(*given, **options)
+        yield from latents(*arguments, **options)
 
     monkeypatch.setattr(Run, "latents", slow)
     ids = [server.ask(seed=seed)["id"] for seed in range(4)]
@@ -432,9 +432,9 @@ def test_a_video_is_cancelled_between_two_programs(start, monkeypatch):
     assert (video["stage"], video["stage_done"], video["progress"]) == ("compile", 3, 0)
     assert video["stage_total"] > 3
     assert not video["cancelled"]
-    told = server.client.post(f"/v1/videos/{id}/cancel").json()
-    assert told["cancelled"]
-    assert told["version"] > video["version"]
+    body = server.client.post(f"/v1/videos/{id}/cancel").json()
+    assert body["cancelled"]
+    assert body["version"] > video["version"]
     time.sleep(2.5 * HEARTBEAT_INTERVAL)  # until the worker has heard of it
     go.set()
     assert server.finished(id)["error"]["code"] == "cancelled"
@@ -443,10 +443,10 @@ def test_a_video_is_cancelled_between_two_programs(start, monkeypatch):
 
 def test_a_video_by_another_solver(start, pipe):
     server = start()
-    made = server.finished(server.ask(scheduler="euler")["id"])
-    assert made["status"] == "completed", made["error"]
-    assert (made["scheduler"], pipe.model.scheduler) == ("euler", UniPC())
-    assert server.client.get(f"/v1/videos/{made['id']}/record").json()["scheduler"] == "euler"
+    result = server.finished(server.ask(scheduler="euler")["id"])
+    assert result["status"] == "completed", result["error"]
+    assert (result["scheduler"], pipe.model.scheduler) == ("euler", UniPC())
+    assert server.client.get(f"/v1/videos/{result['id']}/record").json()["scheduler"] == "euler"
 
 
 def more_red(file):
@@ -472,9 +472,9 @@ def test_a_record_is_sent_as_a_request(start, pipe):
     server = start(work=False)
     record = pipe.metadata(pipe.settings(prompt="a red circle", size=(32, 32), frames=5, steps=2, seed=7), {})
     assert record["strength"] == pipe.defaults.strength
-    answer = server.client.post("/v1/videos", json=record)
-    assert answer.status_code == 200, answer.text
-    video = answer.json()
+    response = server.client.post("/v1/videos", json=record)
+    assert response.status_code == 200, response.text
+    video = response.json()
     assert (video["settings"]["seed"], video["settings"]["steps"]) == (7, 2)
     assert says(server.refused(422, json=SMALL | {"dtype": "float64"}), "'dtype' server started_with")
 
@@ -486,29 +486,35 @@ def test_no_record_names_a_folder(start, tmp_path, monkeypatch):
     shutil.copytree(packaged.root, model)
     lora.parent.mkdir()
     server = start(of=with_lora(str(model), more_red(lora)))
-    asked = server.ask(image=url(picture()), seed=3, model="my-nano", lora="red:2")  # which loads the model again
-    made = server.finished(asked["id"])
-    assert made["status"] == "completed", made["error"]
+    requested = server.ask(image=url(picture()), seed=3, model="my-nano", lora="red:2")  # which loads the model again
+    result = server.finished(requested["id"])
+    assert result["status"] == "completed", result["error"]
     film = tmp_path / "film.mp4"
-    film.write_bytes(server.content(made["id"]))
-    record = server.client.get(f"/v1/videos/{made['id']}/record").json()
+    film.write_bytes(server.content(result["id"]))
+    record = server.client.get(f"/v1/videos/{result['id']}/record").json()
     assert read_metadata(film) == record
     assert (record["model"], record["lora"], record["image"]) == ("my-nano", ["red.safetensors:2.0"], "image.png")
-    png = server.folder / made["id"] / "image.png"
+    png = server.folder / result["id"] / "image.png"
     files = {"my-nano": model, "red.safetensors": lora, "image.png": png}
     assert record["digests"] == {name: digest_of(file) for name, file in files.items()}
-    paths = ["videos", "models", f"videos/{made['id']}", f"videos/{made['id']}/record", f"videos/{made['id']}/events"]
+    paths = [
+        "videos",
+        "models",
+        f"videos/{result['id']}",
+        f"videos/{result['id']}/record",
+        f"videos/{result['id']}/events",
+    ]
     everything = "".join(server.client.get(f"/v1/{path}").text for path in paths)
     everything += server.client.get("/health").text + server.client.get("/metrics").text + str(film.read_bytes())
     assert str(tmp_path) not in everything
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    given: list[str] = []
+    options: list[str] = []
     for name, option, file in (("image.png", "--image", png), ("red.safetensors", "--lora", lora)):
-        assert says(refused("generate", "--from", str(film), *given), f"{name} {option}")
-        given += [option, f"{file}:2" if option == "--lora" else str(file)]
-    assert says(refused("generate", "--from", str(film), *given), "my-nano --model")
-    succeeded(wanjax_command("generate", "--from", film, *given, "--model", model, "--out", tmp_path / "again.mp4"))
+        assert says(refused("generate", "--from", str(film), *options), f"{name} {option}")
+        options += [option, f"{file}:2" if option == "--lora" else str(file)]
+    assert says(refused("generate", "--from", str(film), *options), "my-nano --model")
+    succeeded(wanjax_command("generate", "--from", film, *options, "--model", model, "--out", tmp_path / "again.mp4"))
     np.testing.assert_array_equal(read_clip(film, 9, 8), read_clip(tmp_path / "again.mp4", 9, 8))
 
 
@@ -521,12 +527,12 @@ def test_strengths_of_a_lora(start, tmp_path):
     for wrong, words in (("more_red", "lora 'more_red' more_red:0.5"), ({"x": 1}, "LoRA 'x' more_red")):
         assert says(server.refused(422, json=SMALL | {"lora": wrong}), words)
     assert says(server.refused(422, json=SMALL | {"lora": {"more_red": True}}), "lora true")
-    asked = [{}, {"lora": "more_red:2"}, {"lora": {"more_red": 0}}, {}]
-    made = [server.finished(server.ask(seed=3, **more)["id"]) for more in asked]
-    assert [one["lora"] for one in made] == [[{"name": "more_red", "strength": x}] for x in (0.5, 2.0, 0.0, 0.5)]
-    records = [server.client.get(f"/v1/videos/{one['id']}/record").json()["lora"] for one in made]
+    requested = [{}, {"lora": "more_red:2"}, {"lora": {"more_red": 0}}, {}]
+    result = [server.finished(server.ask(seed=3, **more)["id"]) for more in requested]
+    assert [one["lora"] for one in result] == [[{"name": "more_red", "strength": x}] for x in (0.5, 2.0, 0.0, 0.5)]
+    records = [server.client.get(f"/v1/videos/{one['id']}/record").json()["lora"] for one in result]
     assert records == [[str(Lora(file.name, x))] for x in (0.5, 2.0, 0.0, 0.5)]
-    films = [server.content(one["id"]) for one in made]
+    films = [server.content(one["id"]) for one in result]
     assert len(set(films[:3])) == 3
     assert films[3] == films[0]
     assert variants.model(None).text_encoder is encoder
@@ -550,10 +556,10 @@ def test_a_failure_ends_its_video_alone(start, monkeypatch, caplog):
     encode = Run.encode
     failures = [RuntimeError("a bug"), MemoryError()]
 
-    def failing(*given, **options):
+    def failing(*arguments, **options):
         if failures:
             raise failures.pop(0)
-        return encode(*given, **options)
+        return encode(*arguments, **options)
 
     monkeypatch.setattr(Run, "encode", failing)
     errors = [server.finished(server.ask()["id"])["error"] for _ in range(2)]
@@ -650,8 +656,8 @@ def test_a_full_disk_takes_no_request_and_loses_none(start):
     writing(server, False)
     answers = [server.client.post("/v1/videos", json=SMALL), server.client.post(f"/v1/videos/{id}/cancel")]
     answers.append(server.client.delete(f"/v1/videos/{id}"))
-    assert [answer.status_code for answer in answers] == [507] * 3
-    assert all(answer.json()["error"]["code"] == "storage" for answer in answers)
+    assert [result.status_code for result in answers] == [507] * 3
+    assert all(result.json()["error"]["code"] == "storage" for result in answers)
     writing(server, True)
     server.worker.start()
     assert server.finished(id)["status"] == "completed"
@@ -667,25 +673,25 @@ def test_no_path_of_the_server_is_told(start, tmp_path):
     server.worker.start()
     assert server.finished(broken)["status"] == "completed"
     (server.folder / broken / "video.mp4").write_bytes(b"no film")
-    answer = server.client.get(f"/v1/videos/{broken}/record")
-    assert answer.status_code == 422
+    response = server.client.get(f"/v1/videos/{broken}/record")
+    assert response.status_code == 422
     failed = server.finished(with_clip)
     assert failed["status"] == "failed"
     assert says(failed["error"]["message"], "clip.mp4")
-    everything = answer.text + server.client.get("/v1/videos").text + server.client.get("/v1/models").text
+    everything = response.text + server.client.get("/v1/videos").text + server.client.get("/v1/models").text
     assert str(server.folder) not in everything
 
 
 @pytest.mark.parametrize(
-    ("told", "left"),
+    ("message", "left"),
     [
         ("there is no file /srv/my videos/video_1/a b.png", "there is no file a b.png"),
         ("'/home/someone/loras/x.safetensors' and (/etc/y.bin) cannot be read", "'x.safetensors' and (y.bin) cannot"),
         ("16/9 or and/or http://localhost:8000/v1/videos", "16/9 or and/or http://localhost:8000/v1/videos"),
     ],
 )
-def test_paths_become_names(told, left):
-    assert strip_folders(told, [Path("/srv/my videos/video_1"), Path("/srv")]).startswith(left)
+def test_paths_become_names(message, left):
+    assert strip_folders(message, [Path("/srv/my videos/video_1"), Path("/srv")]).startswith(left)
 
 
 @pytest.fixture
@@ -693,8 +699,8 @@ def small_disk(tmp_path):
     """A file system of 3 MB, and what fills it or makes room again."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", folder], capture_output=True, check=False)
-    if made.returncode:
+    result = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", folder], capture_output=True, check=False)
+    if result.returncode:
         pytest.skip("no file system may be mounted here")
 
     def fill(full):
@@ -720,9 +726,9 @@ def test_a_server_outlives_a_disk_that_is_full(start, small_disk, tmp_path):
     answers.append(
         server.client.post("/v1/videos", data=SMALL, files={"video": film(tmp_path / "a.mp4", 5).read_bytes()})
     )
-    assert {answer.status_code for answer in answers} == {507}
-    assert all(answer.json()["error"]["code"] == "storage" for answer in answers)
-    assert not any(str(folder) in answer.text for answer in answers)
+    assert {result.status_code for result in answers} == {507}
+    assert all(result.json()["error"]["code"] == "storage" for result in answers)
+    assert not any(str(folder) in result.text for result in answers)
     assert server.client.delete(f"/v1/videos/{done}").status_code == 200  # or there would be no way out
     fill(False)
     waiting = server.ask(steps=60)["id"]
@@ -752,17 +758,17 @@ def test_a_server_that_ends_keeps_what_is_under_way(start, monkeypatch):
     server = start()
     latents = Run.latents
 
-    def closing(*given, **options):
+    def closing(*arguments, **options):
         server.worker.stop()
-        yield from latents(*given, **options)
+        yield from latents(*arguments, **options)
 
     monkeypatch.setattr(Run, "latents", closing)
     id = server.ask()["id"]
     server.stop()
     monkeypatch.undo()
     again = start()
-    made = again.finished(id)
-    assert made["status"] == "completed"
+    result = again.finished(id)
+    assert result["status"] == "completed"
     assert again.jobs()[id].attempts == 1
 
 
@@ -772,22 +778,22 @@ def test_many_clients_at_once(start):
     outcomes: Counter[str] = Counter()
 
     def asked(**more):
-        while (answer := server.client.post("/v1/videos", json=SMALL | more)).status_code == 429:
+        while (result := server.client.post("/v1/videos", json=SMALL | more)).status_code == 429:
             outcomes["full"] += 1
             time.sleep(0.02)
-        return answer
+        return result
 
     def one(number):
         if number % 4 == 3:
             return f"refused by {asked(steps='many').status_code}"
-        answer = asked(seed=number)
-        id = answer.json()["id"]
+        result = asked(seed=number)
+        id = result.json()["id"]
         if number % 4 == 2:
             server.client.post(f"/v1/videos/{id}/cancel")
-        made = server.finished(id)
-        record = made["status"] == "completed" and read_metadata(server.folder / id / "video.mp4")
-        assert not record or record["seed"] == number == made["settings"]["seed"]
-        return made["status"]
+        output = server.finished(id)
+        record = output["status"] == "completed" and read_metadata(server.folder / id / "video.mp4")
+        assert not record or record["seed"] == number == output["settings"]["seed"]
+        return output["status"]
 
     with ThreadPoolExecutor(6) as pool:
         outcomes.update(pool.map(one, range(24)))
@@ -810,9 +816,9 @@ def test_programs_of_many_shapes_are_forgotten(start, monkeypatch):
 @pytest.mark.parametrize("path", ["/v1/events", "/v1/videos/{}/events"])
 def test_streams_of_events_are_few(start, path):
     server = start(work=False, streams=0)
-    answer = server.client.get(path.format(server.ask()["id"]))
-    assert answer.status_code == 429
-    assert "events" in answer.json()["error"]["message"]
+    response = server.client.get(path.format(server.ask()["id"]))
+    assert response.status_code == 429
+    assert "events" in response.json()["error"]["message"]
 
 
 def test_windows_and_an_extended_prompt_are_the_servers_too(start):
@@ -822,14 +828,14 @@ def test_windows_and_an_extended_prompt_are_the_servers_too(start):
     assert refused.status_code == 422
     assert not server.client.get("/v1/models").json()["data"][0]["extends_prompts"]
     server.maker.extend_prompt = lambda text, picture: ExtendedPrompt(f"{text} moving", text)
-    made = server.finished(server.ask(windows=3, then=["a blue circle"])["id"])
-    assert made["status"] == "completed", made["error"]
-    assert float(made["seconds"]) == 13 / made["settings"]["fps"]
-    record = server.client.get(f"/v1/videos/{made['id']}/record").json()
+    result = server.finished(server.ask(windows=3, then=["a blue circle"])["id"])
+    assert result["status"] == "completed", result["error"]
+    assert float(result["seconds"]) == 13 / result["settings"]["fps"]
+    record = server.client.get(f"/v1/videos/{result['id']}/record").json()
     assert record["prompt"] == "a red circle moving"
     assert record["then"] == "a blue circle moving"
     assert record["original_prompt"] == "a red circle\na blue circle"
     again = server.finished(server.ask(prompt="a red circle moving", original_prompt="a red circle")["id"])
     record = server.client.get(f"/v1/videos/{again['id']}/record").json()  # one that was extended is not once more
     assert (record["prompt"], record["original_prompt"]) == ("a red circle moving", "a red circle")
-    assert len(read_clip(server.folder / made["id"] / "video.mp4", 100, 100)) == 13
+    assert len(read_clip(server.folder / result["id"] / "video.mp4", 100, 100)) == 13

@@ -91,11 +91,11 @@ def test_a_batch_beside_a_server_on_one_database(start, pipe, tmp_path, request,
         join_namespace(store, out, BATCH_FILE)
         tasks = maker.tasks_for([VideoRequest.parse(FAST | {"seed": seed}) for seed in range(2)])
         batch = Batch(store, tasks, Manifest(out), "nano")
-        asked = server.ask()["id"]
+        requested = server.ask()["id"]
         server.worker.start()
-        assert server.finished(asked)["status"] == "completed"
+        assert server.finished(requested)["status"] == "completed"
         assert store.stats().jobs == {"queued": 2}
-        assert [video["id"] for video in server.client.get("/v1/videos").json()["data"]] == [asked]
+        assert [video["id"] for video in server.client.get("/v1/videos").json()["data"]] == [requested]
         assert server.client.get(f"/v1/videos/{tasks[0].output}").status_code == 404
         assert server.client.get("/health").json()["queue"] == 0
         assert "waits_for_workers_of" not in server.client.get("/health").json()
@@ -136,10 +136,10 @@ def test_nothing_is_lost_where_servers_workers_and_the_database_are_killed(tmp_p
         harming = Thread(target=harm)
         harming.start()
         for id in ids:
-            while (answer := second.get(f"/v1/videos/{id}")).status_code == 503 or not answer.json()["completed_at"]:
-                assert answer.status_code in (200, 503)
+            while (result := second.get(f"/v1/videos/{id}")).status_code == 503 or not result.json()["completed_at"]:
+                assert result.status_code in (200, 503)
                 time.sleep(0.1)
-            assert answer.json()["status"] == "completed", answer.text
+            assert result.json()["status"] == "completed", result.text
         harming.join()
         videos = second.get("/v1/videos?limit=100").json()["data"]
         assert sorted(video["id"] for video in videos) == sorted(ids)
@@ -232,13 +232,13 @@ def test_a_model_that_is_none_is_told(tmp_path, workers):
     assert "Traceback" not in refused.stderr
 
 
-@pytest.mark.parametrize("given", quick(["option"], ["option", "environment"]))
-def test_a_database_that_does_not_answer_is_told_without_its_password(tmp_path, monkeypatch, given):
+@pytest.mark.parametrize("options", quick(["option"], ["option", "environment"]))
+def test_a_database_that_does_not_answer_is_told_without_its_password(tmp_path, monkeypatch, options):
     monkeypatch.chdir(tmp_path)
     url = "postgresql://me:a-secret@127.0.0.1:1/jobs"
-    if given == "environment":
+    if options == "environment":
         monkeypatch.setenv(ENV_VARIABLE, url)
-    said = refused_command("serve", "--port", "0", *(["--database", url] if given == "option" else []))
+    said = refused_command("serve", "--port", "0", *(["--database", url] if options == "option" else []))
     assert says(said, "postgresql://me@127.0.0.1:1/jobs connection refused")
     assert "a-secret" not in said
 

@@ -38,9 +38,9 @@ def clip(frames: int = 5) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, (frames, 32, 32, 3), np.uint8)
 
 
-def refused(call, *given) -> str:
+def refused(call, *arguments) -> str:
     with pytest.raises(WanjaxError) as caught:
-        call(*given)
+        call(*arguments)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -50,18 +50,18 @@ def test_a_video_in_a_store_is_the_file_that_it_would_be_here(tmp_path, name):
     frames = clip(1 if name == "a.png" else 5)
     write_trial_video(f"memory://videos/new/{name}", len(frames), (32, 32), 8, RECORD)
     assert objects() == {}
-    made = write_video(f"memory://videos/new/{name}", frames, 8, RECORD)
+    result = write_video(f"memory://videos/new/{name}", frames, 8, RECORD)
     here = write_video(tmp_path / name, frames, 8, RECORD)
     assert objects() == {f"videos/new/{name}": Path(str(here)).read_bytes()}
-    assert str(made) == f"memory://videos/new/{name}"
-    assert read_metadata(str(made)) == RECORD
-    assert find_metadata(str(made))["seed"] == 1
+    assert str(result) == f"memory://videos/new/{name}"
+    assert read_metadata(str(result)) == RECORD
+    assert find_metadata(str(result))["seed"] == 1
     assert os.listdir(tmp_path) == [name]
 
 
 def test_a_file_of_this_machine_may_be_given_as_a_url(tmp_path):
-    made = Video(clip(), 8, RECORD).save(f"file://{tmp_path}/a.gif")
-    assert made == tmp_path / "a.gif"
+    result = Video(clip(), 8, RECORD).save(f"file://{tmp_path}/a.gif")
+    assert result == tmp_path / "a.gif"
     assert read_metadata(f"file://{tmp_path}/a.gif") == RECORD
 
 

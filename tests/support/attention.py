@@ -79,14 +79,14 @@ def exact_gradients(q, k, v, g, *, scale, of_lse=0.0, **options):
 @contextmanager
 def runs_of(name: str, module: ModuleType = flash_kernel) -> Iterator[list[int]]:
     """Count how often running kernels call a function of their module, in the `with` block: one entry for each."""
-    found: list[int] = []
+    result: list[int] = []
     function = getattr(module, name)
 
     def counted(*arguments, **options):
-        jax.debug.callback(lambda: found.append(1))
+        jax.debug.callback(lambda: result.append(1))
         return function(*arguments, **options)
 
     jax.clear_caches()  # a kernel is traced once
     with mock.patch.object(module, name, counted):
-        yield found
+        yield result
     jax.clear_caches()

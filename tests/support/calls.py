@@ -42,20 +42,20 @@ class Counting(Execute):
         return super().call(program, compile_context, static, *arguments)
 
     def _compile(self, instance: TracedProgram, cache: Any) -> Any:
-        made: Any = super()._compile(instance, cache)
-        self.shardings.append((instance, jax.tree.leaves(made.output_shardings)))
-        return made
+        result: Any = super()._compile(instance, cache)
+        self.shardings.append((instance, jax.tree.leaves(result.output_shardings)))
+        return result
 
 
 def recorded_calls(record: Trace) -> Counter[Call]:
     """Return the calls of a run that was recorded."""
-    found: Counter[Call] = Counter()
+    result: Counter[Call] = Counter()
     for noted in record.programs:
         instance = noted.traced_program
         call = _call(noted.stage, instance.program, instance.compile_context, instance.static, instance.shapes)
-        assert call not in found, f"{call} is noted twice"
-        found[call] = noted.calls
-    return found
+        assert call not in result, f"{call} is noted twice"
+        result[call] = noted.calls
+    return result
 
 
 def instance_call(instance: TracedProgram) -> Call:
@@ -74,23 +74,23 @@ def differences(executed: Counter[Call], recorded: Counter[Call]) -> list[str]:
 
 def steps(calls: Counter[Call]) -> Counter[bool]:
     """Return the numbers of steps by whether they are given what another kept."""
-    found: Counter[bool] = Counter()
+    result: Counter[bool] = Counter()
     for call, times in calls.items():
         if call.program is take_step:
             state, *_ = jax.tree.unflatten(call.tree, call.arguments)
-            found[state.cached is not None] += times
-    return found
+            result[state.cached is not None] += times
+    return result
 
 
 def wrong_shardings(compiled: Sequence[tuple[TracedProgram, list[Any]]]) -> list[str]:
     """Return a sentence for each result that has another sharding than its program states."""
-    found = []
-    for instance, given in compiled:
+    actual = []
+    for instance, options in compiled:
         stated = jax.tree.leaves(instance.results)
-        for number, (result, sharding) in enumerate(zip(stated, given, strict=True)):
+        for number, (result, sharding) in enumerate(zip(stated, options, strict=True)):
             if not sharding.is_equivalent_to(result.sharding, result.ndim):
-                found.append(f"result {number} of {instance.program.name}, {result}, has {sharding}")
-    return found
+                actual.append(f"result {number} of {instance.program.name}, {result}, has {sharding}")
+    return actual
 
 
 def _call(stage: str, program: Program, compile_context: CompileContext, static: Any, arguments: Any) -> Call:

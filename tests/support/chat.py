@@ -20,20 +20,20 @@ class Chat:
     `answer` is given the handler and the user's text, and returns the status and the bytes; None where it has answered.
     """
 
-    def __init__(self, answer: Callable[[BaseHTTPRequestHandler, str], tuple[int, bytes] | None]):
-        self.answer, self.asked = answer, []
+    def __init__(self, result: Callable[[BaseHTTPRequestHandler, str], tuple[int, bytes] | None]):
+        self.answer, self.asked = result, []
         chat = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 chat.asked.append((self.path, self.headers.get("Authorization"), body))
-                if (told := chat.answer(self, body["messages"][-1]["content"])) is None:
+                if (message := chat.answer(self, body["messages"][-1]["content"])) is None:
                     return
-                self.send_response(told[0])
-                self.send_header("Content-Length", str(len(told[1])))
+                self.send_response(message[0])
+                self.send_header("Content-Length", str(len(message[1])))
                 self.end_headers()
-                self.wfile.write(told[1])
+                self.wfile.write(message[1])
 
             def log_message(self, *_: Any) -> None:
                 pass
@@ -43,9 +43,9 @@ class Chat:
 
 
 @contextmanager
-def chatting(answer: Callable[[BaseHTTPRequestHandler, str], tuple[int, bytes] | None]) -> Iterator[Chat]:
+def chatting(result: Callable[[BaseHTTPRequestHandler, str], tuple[int, bytes] | None]) -> Iterator[Chat]:
     """Run a server of chat completions meanwhile."""
-    chat = Chat(answer)
+    chat = Chat(result)
     Thread(target=chat.server.serve_forever, args=(0.05,), daemon=True).start()
     try:
         yield chat

@@ -4,8 +4,8 @@
 import numpy as np
 
 
-def error(got, wanted):
-    """Return the L2 norm of the difference, relative to that of `wanted`; fails unless `got` is finite."""
+def error(got, expected):
+    """Return the L2 norm of the difference, relative to that of `expected`; fails unless `got` is finite."""
     got = np.asarray(got, np.float64)
     assert np.isfinite(got).all()
-    return np.linalg.norm(got - wanted) / np.linalg.norm(wanted)
+    return np.linalg.norm(got - expected) / np.linalg.norm(expected)

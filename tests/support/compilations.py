@@ -10,6 +10,6 @@ from wanjax.compile_cache.compilations import Compilation, watch_compiler
 @contextmanager
 def compilations() -> Iterator[list[Compilation]]:
     """Yield a list of the programs that are compiled, or read from the cache, in the `with` block."""
-    made: list[Compilation] = []
-    with watch_compiler(made.append):
-        yield made
+    result: list[Compilation] = []
+    with watch_compiler(result.append):
+        yield result

@@ -29,7 +29,7 @@ class Block(NamedTuple):
 
 
 def blocks(page: Path) -> list[Block]:
-    return [Block(*found) for found in FENCED.findall(page.read_text(encoding="utf-8"))]
+    return [Block(*result) for result in FENCED.findall(page.read_text(encoding="utf-8"))]
 
 
 def commands(text: str) -> list[str]:
@@ -40,14 +40,14 @@ def commands(text: str) -> list[str]:
 
 def calls(line: str) -> list[list[str]]:
     """Return the calls of `wanjax` in a line, also those within a quoted text."""
-    found = []
+    result = []
     for part in re.split(r"&&|\||>", line):
         words = shlex.split(part, comments=True)
         inner = [word for word in words if word.startswith("wanjax ")]
         words = shlex.split(inner[0]) if inner else words
         if "wanjax" in words:
-            found.append(words[words.index("wanjax") + 1 :])
-    return found
+            result.append(words[words.index("wanjax") + 1 :])
+    return result
 
 
 def check_call(words: list[str]) -> None:

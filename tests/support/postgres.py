@@ -24,8 +24,8 @@ STRICT, PASSWORD = "strict", "p@ss/word"  # a user who has to give a password
 def program(name: str) -> str:
     """Return the path of one of PostgreSQL's programs, which Debian has beside the path; skip the test without."""
     folders = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
-    found = shutil.which(name) or next((str(each / name) for each in folders if (each / name).exists()), None)
-    return found or pytest.skip("there is no PostgreSQL")
+    result = shutil.which(name) or next((str(each / name) for each in folders if (each / name).exists()), None)
+    return result or pytest.skip("there is no PostgreSQL")
 
 
 class Server:
@@ -36,9 +36,9 @@ class Server:
 
     def __init__(self, folder: Path, address: str = "127.0.0.1", within: Sequence[str] = ()):
         self.folder, self.address, self._within = folder, address, list(within)
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            self.port = found.getsockname()[1]
+        with socket.socket() as result:
+            result.bind(("127.0.0.1", 0))
+            self.port = result.getsockname()[1]
         self._who: dict[str, Any] = {}
         if os.getuid() == 0:
             user = pwd.getpwnam("postgres")

@@ -33,9 +33,9 @@ def compiled(program: Program | None = None, strategy: Execute = EXECUTE) -> int
 def begun(pipe: Any, encoded: Any, settings: Any, noise: Any = None) -> tuple[Any, State]:
     """Return the schedule of a video, and the state before its first step."""
     schedule, shape = pipe.model.spec.schedule(settings, encoded), pipe.model.spec.noise_shape(settings)
-    static, given = InitStatic(pipe.scheduler, shape, pipe.model.spec.posteriors), NoiseOverrides(noise)
+    static, options = InitStatic(pipe.scheduler, shape, pipe.model.spec.posteriors), NoiseOverrides(noise)
     words, number = seed_to_key_data([settings.seed]), np.int32(0)
-    state, _ = pipe.call(begin, static, words, given, schedule, latents_of(encoded), number)
+    state, _ = pipe.call(begin, static, words, options, schedule, latents_of(encoded), number)
     return schedule, state
 
 

@@ -20,13 +20,13 @@ def serving(folder, *options, **environment):
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | environment)
     assert process.stderr is not None
     try:
-        found, said = None, ""
-        while not found:
+        result, said = None, ""
+        while not result:
             line = process.stderr.readline()
             said += line
             assert line, said
-            found = re.search(r"serving .* at (http://\S+)/,", line)
-        with httpx.Client(base_url=found[1], timeout=60) as client:
+            result = re.search(r"serving .* at (http://\S+)/,", line)
+        with httpx.Client(base_url=result[1], timeout=60) as client:
             yield client, process
     finally:
         process.kill()

@@ -111,11 +111,11 @@ def failing(method: str, error: Exception, after: int = 0) -> Iterator[list[Any]
     whole: Callable[..., Any] = getattr(MemoryFileSystem, method)
     calls: list[Any] = []
 
-    def call(self: Any, *given: Any, **named: Any) -> Any:
+    def call(self: Any, *arguments: Any, **named: Any) -> Any:
         if len(calls) >= after:
             raise error
-        calls.append(given)
-        return whole(self, *given, **named)
+        calls.append(arguments)
+        return whole(self, *arguments, **named)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MemoryFileSystem, method, call)

@@ -13,8 +13,8 @@ RATIOS = (1.0, 1.02, 0.99, 0.97, 0.99, 0.98, 0.9)
 TABLES = Tables(Magnitudes(RATIOS, RATIOS[::-1], 0.1, 2, 0.2), Changes((1.0, 0.0), 0.3, 1, 1))
 
 
-def tabled(folder: Path, **given: Any) -> Any:
+def tabled(folder: Path, **options: Any) -> Any:
     """Return the pipeline of a checkpoint, with tables for seven steps."""
-    pipe = wanjax.load(folder, **given)
+    pipe = wanjax.load(folder, **options)
     pipe.model = replace(pipe.model, tables=TABLES)
     return pipe

@@ -38,8 +38,8 @@ def dying(q, k, v, **options):
 def _kernel(name, attend):
     def trials():
         q, k, v = (jnp.asarray(np.random.default_rng(i).normal(size=(1, 24, 2, 16)), "float32") for i in range(3))
-        run, wanted = (partial(function, q, k, v, **MASKS) for function in (attend, right))
-        yield Trial("a small shape", lambda interpret: run(), wanted, 1e-5)
+        run, expected = (partial(function, q, k, v, **MASKS) for function in (attend, right))
+        yield Trial("a small shape", lambda interpret: run(), expected, 1e-5)
 
     return Kernel(name, (__name__,), trials)
 

@@ -32,8 +32,8 @@ def by_annotation(*, typechecker: Callable) -> Callable[[Any], Any]:
         with_types = typechecker(function)
 
         @wraps(function)
-        def call(*given: Any, **named: Any) -> Any:
-            return (function if jaxtyping.config.jaxtyping_disable else with_types)(*given, **named)
+        def call(*arguments: Any, **named: Any) -> Any:
+            return (function if jaxtyping.config.jaxtyping_disable else with_types)(*arguments, **named)
 
         return call
 

@@ -33,10 +33,10 @@ def model(tmp_path_factory):
 
 def test_train_writes_a_lora_and_resumes(model, tmp_path):
     data = write_clips(tmp_path / "data", 2)
-    made = run("train", model, data, "--out", tmp_path / "out", *SMALL, "--json")
-    written = json.loads(made.stdout)
+    result = run("train", model, data, "--out", tmp_path / "out", *SMALL, "--json")
+    written = json.loads(result.stdout)
     assert written["file"] == str(tmp_path / "out/lora.safetensors")
-    assert "2 clips: 2 of 32x32, 5 frames" in made.stderr
+    assert "2 clips: 2 of 32x32, 5 frames" in result.stderr
     wanjax.load(model, lora=written["file"], note=lambda text: None)
     again = run("train", model, data, "--out", tmp_path / "out", *SMALL)
     assert says(again.stderr, "after 2 of 2 steps")
@@ -76,8 +76,8 @@ def test_a_height_alone_keeps_the_width_of_the_model(model):
 
 
 def test_a_step_is_priced():
-    asked = ("plan", "nano", "--train", "--chip", "cpu")
-    lora, full = (json.loads(run(*asked, "--json", *more).stdout) for more in ((), ("--full",)))
+    requested = ("plan", "nano", "--train", "--chip", "cpu")
+    lora, full = (json.loads(run(*requested, "--json", *more).stdout) for more in ((), ("--full",)))
     assert lora["fits"]
     assert full["fits"]
     assert lora["trained"] == "a LoRA of rank 32"

@@ -24,11 +24,11 @@ def test_a_folder_with_captions_beside_its_clips(tmp_path):
     folder = write_clips(tmp_path / "a", 3)
     (folder / "alone.txt").write_text("no clip")
     (folder / "mute.png").write_bytes((write_clips(tmp_path / "b", 1, frames=1, suffix=".png") / "0.png").read_bytes())
-    found = list_data(folder)
-    assert [(x.file.name, x.caption) for x in found.examples] == [(f"{i}.gif", CAPTIONS[i]) for i in range(3)]
-    assert len(found.skipped) == 2
-    assert says(found.skipped[0], "mute.png caption")
-    assert says(found.skipped[1], "alone.txt clip")
+    result = list_data(folder)
+    assert [(x.file.name, x.caption) for x in result.examples] == [(f"{i}.gif", CAPTIONS[i]) for i in range(3)]
+    assert len(result.skipped) == 2
+    assert says(result.skipped[0], "mute.png caption")
+    assert says(result.skipped[1], "alone.txt clip")
 
 
 def test_clips_come_in_natural_order_without_what_is_none(tmp_path):
@@ -41,9 +41,9 @@ def test_clips_come_in_natural_order_without_what_is_none(tmp_path):
         (folder / name).write_bytes(b"no clip")
     (folder / CACHE_FOLDER).mkdir()
     (folder / CACHE_FOLDER / "clips.jsonl").write_text("{}")
-    found = list_data(folder)
-    assert [x.file.name for x in found.examples] == [f"Clip_{i}.gif" for i in (0, 1, 2, *range(4, 12), 3)]
-    assert (found.skipped, found.num_ignored) == ([], 5)
+    result = list_data(folder)
+    assert [x.file.name for x in result.examples] == [f"Clip_{i}.gif" for i in (0, 1, 2, *range(4, 12), 3)]
+    assert (result.skipped, result.num_ignored) == ([], 5)
 
 
 @pytest.mark.parametrize("columns", [("file_name", "text"), ("video", "prompt"), ("video_path", "caption")])
@@ -58,9 +58,9 @@ def test_tables_with_the_columns_in_use(tmp_path, columns, kind):
         lines = [json.dumps(row) for row in rows]
     (folder / f"metadata.{kind}").write_text("\n".join(lines))
     for data in (folder, folder / f"metadata.{kind}"):
-        found = list_data(data)
-        assert [(x.file.name, x.caption, x.repeats) for x in found.examples] == [("0.gif", "one, with a comma", 3)]
-        assert found.skipped == ["row 2 of metadata." + kind + " names gone.gif, which does not exist"]
+        result = list_data(data)
+        assert [(x.file.name, x.caption, x.repeats) for x in result.examples] == [("0.gif", "one, with a comma", 3)]
+        assert result.skipped == ["row 2 of metadata." + kind + " names gone.gif, which does not exist"]
 
 
 CAFE = "ein café, naïve"
@@ -86,14 +86,14 @@ EMPTY = [b"", codecs.BOM_UTF8, codecs.BOM_UTF16_LE, 2 * codecs.BOM_UTF8, b"\r\n 
 def test_a_caption_is_read_in_its_encoding_or_left_out_with_its_clip(data, tmp_path):
     write_clips(tmp_path, 2)
     (tmp_path / "1.txt").write_bytes(data + b"\r\n" * (data in READ[:2]))
-    found = list_data(tmp_path)
-    captions = [x.caption for x in found.examples]
+    result = list_data(tmp_path)
+    captions = [x.caption for x in result.examples]
     if data in READ:
-        assert (captions, found.skipped) == ([CAPTIONS[0], CAFE], [])
+        assert (captions, result.skipped) == ([CAPTIONS[0], CAFE], [])
     else:
         assert captions == [CAPTIONS[0]]
-        [told] = found.skipped
-        assert says(told, "1.gif empty" if data in EMPTY else "1.gif 1.txt UTF-8") or "UTF-16" in told
+        [messages] = result.skipped
+        assert says(messages, "1.gif empty" if data in EMPTY else "1.gif 1.txt UTF-8") or "UTF-16" in messages
 
 
 def test_names_of_captions_in_other_letters(tmp_path):
@@ -106,10 +106,10 @@ def test_names_of_captions_in_other_letters(tmp_path):
         (folder / media).write_bytes(picture)
         (folder / caption).write_text(caption)
     (folder / "X.txt").write_text("of no clip")
-    found = list_data(folder)
-    assert {x.file.name: x.caption for x in found.examples} == pairs
-    [told] = found.skipped
-    assert says(told, "X.txt clip")
+    result = list_data(folder)
+    assert {x.file.name: x.caption for x in result.examples} == pairs
+    [message] = result.skipped
+    assert says(message, "X.txt clip")
 
 
 @pytest.mark.parametrize(
@@ -133,10 +133,10 @@ def test_names_of_captions_in_other_letters(tmp_path):
 def test_rows_of_a_table_are_whole_or_left_out(table, captions, tmp_path):
     write_clips(tmp_path, 2)
     (tmp_path / "metadata.csv").write_bytes(table.encode("utf-8", "surrogateescape"))
-    found = list_data(tmp_path)
-    assert sorted(x.caption for x in found.examples) == sorted(filter(None, captions))
-    assert len(found.skipped) == (captions.count(None) or len(captions) - 2)
-    assert all(says(told, "metadata.csv row") or "0.gif" in told for told in found.skipped)
+    result = list_data(tmp_path)
+    assert sorted(x.caption for x in result.examples) == sorted(filter(None, captions))
+    assert len(result.skipped) == (captions.count(None) or len(captions) - 2)
+    assert all(says(messages, "metadata.csv row") or "0.gif" in messages for messages in result.skipped)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "gbk"])
@@ -147,10 +147,10 @@ def test_a_table_in_other_encodings(encoding, kind, tmp_path):
     lines = [json.dumps(row, ensure_ascii=False) for row in rows] + ['{"file_name": "2.gif", "text": "\\ud800"}']
     text = "\r\n".join(lines) if kind == "jsonl" else "file_name,text\r\n0.gif,红色的猫\r\n1.gif,one\r\n"
     (tmp_path / f"metadata.{kind}").write_bytes(text.encode(encoding))
-    found = list_data(tmp_path)
-    assert [x.caption for x in found.examples] == [row["text"] for row in rows[encoding == "gbk" :]]
-    assert len(found.skipped) == (encoding == "gbk") + (kind == "jsonl")
-    assert all("UTF-8" in told for told in found.skipped)
+    result = list_data(tmp_path)
+    assert [x.caption for x in result.examples] == [row["text"] for row in rows[encoding == "gbk" :]]
+    assert len(result.skipped) == (encoding == "gbk") + (kind == "jsonl")
+    assert all("UTF-8" in messages for messages in result.skipped)
 
 
 def test_rows_say_what_to_preserve(tmp_path):
@@ -192,8 +192,13 @@ def test_one_sentence_for_data_that_cannot_be_used(tmp_path, files, sentence):
 
 
 def cutting(cut="head", longest=9, **more):
-    given = {"sizes": ((32, 32), (32, 48), (48, 32)), "lengths": bucket_lengths(longest, 4), "fps": 8, "resize": "crop"}
-    return Cutting(cut=cut, **given | more)
+    options = {
+        "sizes": ((32, 32), (32, 48), (48, 32)),
+        "lengths": bucket_lengths(longest, 4),
+        "fps": 8,
+        "resize": "crop",
+    }
+    return Cutting(cut=cut, **options | more)
 
 
 def test_lengths_are_halved_and_of_the_model_s_form():
@@ -239,10 +244,10 @@ def test_a_clip_that_cannot_be_cut_is_told(clip, words, tmp_path):
 
 
 def pieces(counts, tmp_path):
-    found = []
+    result = []
     for bucket, count in counts.items():
-        found += [EncodedClip(tmp_path / f"{bucket.frames}-{i}", tmp_path / f"t{i}", bucket) for i in range(count)]
-    return found
+        result += [EncodedClip(tmp_path / f"{bucket.frames}-{i}", tmp_path / f"t{i}", bucket) for i in range(count)]
+    return result
 
 
 def test_batches_follow_from_the_seed_and_the_step(tmp_path):
@@ -259,16 +264,16 @@ def test_batches_follow_from_the_seed_and_the_step(tmp_path):
 @pytest.mark.parametrize("size", [1, 4])
 def test_every_clip_is_shown_as_often_however_few_have_its_shape(counts, size, tmp_path):
     shapes = (Bucket(9, 32, 32), Bucket(5, 32, 48), Bucket(1, 32, 32))
-    given = pieces({shape: count for shape, count in zip(shapes, counts, strict=True) if count}, tmp_path)
-    given[0] = replace(given[0], repeats=2)
-    batches = Batches(given, size, 0, empty_caption=tmp_path / "none")
+    options = pieces({shape: count for shape, count in zip(shapes, counts, strict=True) if count}, tmp_path)
+    options[0] = replace(options[0], repeats=2)
+    batches = Batches(options, size, 0, empty_caption=tmp_path / "none")
     rounds = 3  # each of `size` epochs, of whose batches each has one shape
-    shown = [batches.clips_of_step(step) for step in range(rounds * (len(given) + 1))]
+    shown = [batches.clips_of_step(step) for step in range(rounds * (len(options) + 1))]
     assert all(len({x.latents.name.partition("-")[0] for x in batch}) == 1 for batch in shown)
     seen = Counter(x.latents for batch in shown for x in batch)
-    assert seen == {piece.latents: piece.repeats * rounds * size for piece in given}
+    assert seen == {piece.latents: piece.repeats * rounds * size for piece in options}
     first = -(-(counts[0] + 1) // size) + sum(-(-count // size) for count in counts[1:])
-    assert len({x.latents for batch in shown[:first] for x in batch}) == len(given)  # an epoch leaves none out
+    assert len({x.latents for batch in shown[:first] for x in batch}) == len(options)  # an epoch leaves none out
 
 
 def test_the_prompt_of_an_own_video_is_its_caption(tmp_path):
@@ -279,11 +284,11 @@ def test_the_prompt_of_an_own_video_is_its_caption(tmp_path):
     (tmp_path / "told.txt").write_text("its own caption")
     write_clips(tmp_path, 1)
     (tmp_path / "0.txt").unlink()
-    found = list_data(tmp_path)
-    captions = {example.file.name: example.caption for example in found.examples}
+    result = list_data(tmp_path)
+    captions = {example.file.name: example.caption for example in result.examples}
     own = {name: f"a {name}" for name in ("film.mp4", "moving.gif", "still.png")}
     assert captions == {**own, "told.mp4": "its own caption"}
-    assert [says(sentence, "0.gif caption") for sentence in found.skipped] == [True]
+    assert [says(sentence, "0.gif caption") for sentence in result.skipped] == [True]
 
 
 def test_captions_are_dropped_at_their_rate(tmp_path):
@@ -295,32 +300,34 @@ def test_captions_are_dropped_at_their_rate(tmp_path):
 
 
 def test_with_clips_to_preserve_what_has_no_caption_is_preserved_too(tmp_path):
-    given = pieces({Bucket(9, 32, 32): 8}, tmp_path)
-    given[3] = replace(given[3], preserve=True)
-    batches = Batches(given, 8, 0, empty_caption=tmp_path / "none", caption_dropout=0.25)
+    options = pieces({Bucket(9, 32, 32): 8}, tmp_path)
+    options[3] = replace(options[3], preserve=True)
+    batches = Batches(options, 8, 0, empty_caption=tmp_path / "none", caption_dropout=0.25)
     assert batches.has_preserved_clips
     for x in batches.clips_of_step(0) + batches.clips_of_step(1):
-        assert x.preservation == (x.text.name == "none" or x.latents == given[3].latents)
-    batches = Batches(given, 8, 0, empty_caption=tmp_path / "none", caption_dropout=0.25, uncaptioned_preservation=0.5)
+        assert x.preservation == (x.text.name == "none" or x.latents == options[3].latents)
+    batches = Batches(
+        options, 8, 0, empty_caption=tmp_path / "none", caption_dropout=0.25, uncaptioned_preservation=0.5
+    )
     for x in batches.clips_of_step(0) + batches.clips_of_step(1):
-        assert x.preservation == (1.0 if x.latents == given[3].latents else 0.5 * (x.text.name == "none"))
+        assert x.preservation == (1.0 if x.latents == options[3].latents else 0.5 * (x.text.name == "none"))
 
 
 def test_twice_the_captions_take_twice_the_calls(tmp_path):
     def calls(count: int) -> int:
         """Return the calls of functions, Python's own too, that it takes to list so many clips."""
-        folder, made = tmp_path / str(count), Counter()
+        folder, output = tmp_path / str(count), Counter()
         folder.mkdir()
         for index in range(count):
             (folder / f"{index}.txt").write_text(f"caption {index}")
             (folder / f"{index}.mp4").touch()
-        sys.setprofile(lambda frame, event, value: made.update([event.endswith("call")]))
+        sys.setprofile(lambda frame, event, value: output.update([event.endswith("call")]))
         try:
-            found = list_data(folder)
+            result = list_data(folder)
         finally:
             sys.setprofile(None)
-        assert len(found.examples) == count
-        return made[True]
+        assert len(result.examples) == count
+        return output[True]
 
     assert calls(200) < 2.5 * calls(100)
 

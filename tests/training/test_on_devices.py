@@ -41,19 +41,19 @@ def losses(axes, rules, full, folder):
     if not full:
         model, _ = adapt(model, transformer_rules(config), LoraConfig(rank=4), 0, place)
     chosen = all_parameters if full else is_factor
-    made = make_optimizer(OptimizerConfig(learning_rate=1e-3), STEPS)
+    output = make_optimizer(OptimizerConfig(learning_rate=1e-3), STEPS)
     trainer = Trainer(
-        model, make_loss(pipe, NoiseLevels("shift", 3.0)), made, folder, 0, trained=chosen, partitioner=place
+        model, make_loss(pipe, NoiseLevels("shift", 3.0)), output, folder, 0, trained=chosen, partitioner=place
     )
     compile_context = CompileContext(one_device_partitioner() if place is None else place)
     assert train.compiler_options(compile_context) == matmul_options(None)  # as a plan compiles it
-    found = []
+    result = []
     trainer.run(
-        STEPS, lambda step, _: batch(step), lambda step, metrics: found.append(metrics["loss"]), save_every=10**6
+        STEPS, lambda step, _: batch(step), lambda step, metrics: result.append(metrics["loss"]), save_every=10**6
     )
     trainer.close()
     shardings = {x.sharding for x in jax.tree.leaves(trainer.state)}
-    return np.array(list(map(float, found))), shardings
+    return np.array(list(map(float, result))), shardings
 
 
 @pytest.mark.parametrize("full", [False, pytest.param(True, marks=slow)], ids=["lora", "full"])

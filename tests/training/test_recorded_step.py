@@ -27,8 +27,8 @@ LORA = LoraConfig(rank=2)
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    made = tmp_path_factory.mktemp("models")
-    return {name: make(made / name) for name, make in MODELS.items()}
+    folder = tmp_path_factory.mktemp("models")
+    return {name: make(folder / name) for name, make in MODELS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +46,12 @@ def taken(monkeypatch) -> Counting:
 
 def of_any_step(calls: Counter[Call]) -> Counter[Call]:
     """Return calls without the step that is compiled, which is equal to itself alone: but for its definition."""
-    found: Counter[Call] = Counter()
+    result: Counter[Call] = Counter()
     for call, times in calls.items():
         step = call.static
         about = step.graphdef, repr(step.specs), step.ema_decay, step.grad_accum_steps
-        found[call._replace(static=about)] += times
-    return found
+        result[call._replace(static=about)] += times
+    return result
 
 
 @pytest.mark.parametrize(
@@ -66,12 +66,14 @@ def of_any_step(calls: Counter[Call]) -> Counter[Call]:
 )
 def test_a_plan_records_the_step_that_a_training_takes(models, data, taken, tmp_path, model, mesh, lora):
     pipe = wanjax.load(models[model], mesh=mesh)
-    Training(pipe, data, tmp_path, TrainConfig(**{**vars(SMALL), "lora": lora}), note=lambda told: None).run()
-    found = inspect_checkpoint(models[model], reads_encoder_configs=True)
-    asked = found.settings.updated({"height": 32, "width": 32, "frames": 5, "guidance_scale": 1.0, "dtype": "float32"})
-    family = replace(found.family, prompt=lambda video_model: {"tokenizer": (TEXT_LENGTH,) * 2})
-    planned = abstract_pipeline(replace(found, family=family, settings=asked), pipe.partitioner)
-    recorded = _traced(planned, asked, SMALL.batch_size, lora, RATE)
+    Training(pipe, data, tmp_path, TrainConfig(**{**vars(SMALL), "lora": lora}), note=lambda message: None).run()
+    checkpoint = inspect_checkpoint(models[model], reads_encoder_configs=True)
+    requested = checkpoint.settings.updated(
+        {"height": 32, "width": 32, "frames": 5, "guidance_scale": 1.0, "dtype": "float32"}
+    )
+    family = replace(checkpoint.family, prompt=lambda video_model: {"tokenizer": (TEXT_LENGTH,) * 2})
+    planned = abstract_pipeline(replace(checkpoint, family=family, settings=requested), pipe.partitioner)
+    recorded = _traced(planned, requested, SMALL.batch_size, lora, RATE)
     calls = Counter({instance_call(recorded[program]): 1 for program in (begin_training, train)})
     assert not differences(of_any_step(taken.calls), of_any_step(calls))
     assert not wrong_shardings(taken.shardings)

@@ -68,10 +68,10 @@ def wan(tmp_path_factory):
 
 
 def trained(model, data, out, **changed):
-    told = []
+    messages = []
     config = TrainConfig(**{**vars(SMALL), **changed})
-    written = Training(wanjax.load(model), data, out, config, note=told.append).run()
-    return written, told
+    written = Training(wanjax.load(model), data, out, config, note=messages.append).run()
+    return written, messages
 
 
 CACHE_FOLDER = {"lora": LoraConfig(rank=2, dropout=0.2), "save_every": 1}  # from which a training goes on at any step
@@ -102,8 +102,8 @@ def test_work_is_saved_once_a_clip_is_encoded(tmp_path, data, wan):
 @pytest.mark.parametrize("family", ["wan", *(pytest.param(name, marks=slow) for name in list(MODELS)[1:])])
 def test_a_lora_of_every_family_is_merged_as_it_was_trained(family, tmp_path, data):
     model = MODELS[family](tmp_path / "model")
-    file, told = trained(model, data, tmp_path / "out", lora_format="comfy" if family == "wan-i2v" else "diffusers")
-    assert any("clips: 4 of 32x32, 5 frames" in sentence for sentence in told)
+    file, messages = trained(model, data, tmp_path / "out", lora_format="comfy" if family == "wan-i2v" else "diffusers")
+    assert any("clips: 4 of 32x32, 5 frames" in sentence for sentence in messages)
     lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(np.isfinite(line["loss"]) and line["gradient"] > 0 for line in lines)
@@ -129,10 +129,10 @@ def test_the_file_s_factors_are_the_network_s(tmp_path, data, wan):
     adapted = wanjax.load(wan)
     adapted.components.override("transformer", training.trainer.network())
     merged = wanjax.load(wan, lora=str(file), note=lambda text: None)
-    given = {"size": (32, 32), "frames": 5, "steps": 2, "guidance_scale": 1.0, "seed": 0}
-    ours, theirs = (np.asarray(p.denoise(p.encode("a red circle", **given), **given)) for p in (adapted, merged))
+    options = {"size": (32, 32), "frames": 5, "steps": 2, "guidance_scale": 1.0, "seed": 0}
+    ours, theirs = (np.asarray(p.denoise(p.encode("a red circle", **options), **options)) for p in (adapted, merged))
     plain = wanjax.load(wan)
-    base = np.asarray(plain.denoise(plain.encode("a red circle", **given), **given))
+    base = np.asarray(plain.denoise(plain.encode("a red circle", **options), **options))
     assert np.abs(ours - base).max() > 1e-3
     assert np.abs(ours - theirs).max() <= 2e-5 * max(1, np.abs(theirs).max())
     assert "lora_adapter_metadata" in SafetensorsFile(file).metadata
@@ -146,15 +146,15 @@ def test_two_files_of_one_name_size_and_time_are_two_clips(tmp_path, wan):
         os.utime(file, ns=(10**18, 10**18))
     rows = [{"file_name": f"{folder}/001.bmp", "text": "a"} for folder in ("one", "two")]
     (tmp_path / "data/metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    made = []
+    result = []
     for value in (40, 100):
         Image.fromarray(np.full((32, 32, 3), value, np.uint8)).save(file := tmp_path / "data/one/001.bmp")
         os.utime(file, ns=(10**18, 10**18))
         training = Training(wanjax.load(wan), tmp_path / "data", tmp_path / "out", SMALL)
         training.encode()
-        made.append({piece.latents.name for piece in training.train_clips})
-    assert [len(names) for names in made] == [2, 2]
-    assert len(made[0] & made[1]) == 1
+        result.append({piece.latents.name for piece in training.train_clips})
+    assert [len(names) for names in result] == [2, 2]
+    assert len(result[0] & result[1]) == 1
 
 
 def test_a_full_training_ends_in_a_checkpoint(tmp_path, data, wan):
@@ -174,8 +174,8 @@ def test_a_stopped_training_ends_with_the_same_bits(tmp_path, data, wan, whole):
         Training(
             wanjax.load(wan), data, tmp_path / "b", TrainConfig(**vars(SMALL) | CACHE_FOLDER), report_progress=stop
         ).run()
-    written, told = trained(wan, data, tmp_path / "b", **CACHE_FOLDER)
-    assert any(says(text, "resuming after 2 of 3 steps") for text in told)  # the last step alone is left
+    written, messages = trained(wan, data, tmp_path / "b", **CACHE_FOLDER)
+    assert any(says(text, "resuming after 2 of 3 steps") for text in messages)  # the last step alone is left
     again = load_safetensors(written)
     assert all(np.array_equal(whole[name], again[name]) for name in again)
     with pytest.raises(WanjaxError, match=naming("seed 0 1")):
@@ -198,13 +198,13 @@ def finite(folder):
     """Return whether all numbers in all files of a training are finite; read them as others would."""
     assert not list(folder.rglob("*tmp*"))  # half-written
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    found = [np.array(list(line.values())) for line in lines]
+    result = [np.array(list(line.values())) for line in lines]
     for file in folder.rglob("*.safetensors"):
-        found += load_safetensors(file).values()
+        result += load_safetensors(file).values()
     for state in (folder / "checkpoints").iterdir():
         read = ocp.StandardCheckpointer().restore(state / "default")
-        found += [np.asarray(x) for x in jax.tree.leaves(read)]
-    return all(np.isfinite(x).all() for x in found)
+        result += [np.asarray(x) for x in jax.tree.leaves(read)]
+    return all(np.isfinite(x).all() for x in result)
 
 
 def poisoned(at):
@@ -231,8 +231,8 @@ def test_nothing_is_written_that_is_not_finite(at, tmp_path, data, wan, whole, m
     assert sorted(int(x.name) for x in (tmp_path / "out/checkpoints").iterdir()) == [*range(max(1, at - 2), at)]
     monkeypatch.setattr(Training, "_draw_batch", DRAW)
     shutil.copytree(tmp_path / "out", tmp_path / "lower")
-    lower, told = trained(wan, data, tmp_path / "lower", **more, optimizer=OptimizerConfig(learning_rate=1e-3))
-    assert at == 1 or any(says(text, f"0.01 0.001 step {at}") for text in told)
+    lower, messages = trained(wan, data, tmp_path / "lower", **more, optimizer=OptimizerConfig(learning_rate=1e-3))
+    assert at == 1 or any(says(text, f"0.01 0.001 step {at}") for text in messages)
     assert finite(tmp_path / "lower")
     again = load_safetensors(trained(wan, data, tmp_path / "out", **more)[0])
     alone = whole if at == 2 else load_safetensors(trained(wan, data, tmp_path / "whole", **more)[0])
@@ -268,9 +268,9 @@ def test_what_differs_is_told_entry_by_entry(tmp_path):
 def test_what_is_left_may_be_at_another_rate(step, may, tmp_path):
     advice = "rate 0.001 0.0001 also give more steps"
     for rate in (1e-3, 1e-4):
-        told = {"optimizer": {"learning_rate": rate}, "steps": 2}
+        message = {"optimizer": {"learning_rate": rate}, "steps": 2}
         with nullcontext() if may or rate == 1e-3 else pytest.raises(WanjaxError, match=naming(advice)):
-            changed = Trainer._check_identity(SimpleNamespace(folder=tmp_path, step=step), told)
+            changed = Trainer._check_identity(SimpleNamespace(folder=tmp_path, step=step), message)
             assert changed == ({} if rate == 1e-3 else {"optimizer.learning_rate": 1e-3})
 
 
@@ -279,8 +279,8 @@ def test_a_finished_training_goes_on_with_more_steps(tmp_path, data, wan):
     """Under a constant rate it ends with the bits of one that had as many steps from the start."""
     out = tmp_path / "out"
     trained(wan, data, out)
-    more, told = trained(wan, data, out, steps=5)
-    assert any(says(text, "3 steps 5 constant rate 0.01 step 4") for text in told)
+    more, messages = trained(wan, data, out, steps=5)
+    assert any(says(text, "3 steps 5 constant rate 0.01 step 4") for text in messages)
     whole, _ = trained(wan, data, tmp_path / "whole", steps=5)
     ours, theirs = load_safetensors(more), load_safetensors(whole)
     assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
@@ -305,7 +305,7 @@ def test_two_experts_make_two_files_at_their_own_levels(tmp_path, data):
 
 @slow
 def test_held_out_losses_and_samples(tmp_path, data, wan):
-    told = trained(
+    messages = trained(
         wan,
         data,
         tmp_path / "out",
@@ -315,7 +315,7 @@ def test_held_out_losses_and_samples(tmp_path, data, wan):
         sample_prompts=("a cat",),
         steps=2,
     )[1]
-    held = [line for line in told if "validation loss" in line]
+    held = [line for line in messages if "validation loss" in line]
     assert len(held) == 2
     assert sorted(path.name for path in (tmp_path / "out/samples").iterdir()) == ["000000-0.mp4", "000002-0.mp4"]
 
@@ -324,9 +324,9 @@ def test_clips_are_encoded_once_and_bad_ones_left_out(tmp_path, wan, monkeypatch
     folder = write_clips(tmp_path / "data", 3)
     (folder / "cannot be written.mp4").write_bytes(b"no film")  # whose name the error tells
     (folder / "cannot be written.txt").write_text("bad")
-    told: list[str] = []
-    Training(wanjax.load(wan), folder, tmp_path / "one", SMALL, note=told.append).encode()
-    assert any("1 skipped: cannot be written.mp4: " in sentence for sentence in told)
+    messages: list[str] = []
+    Training(wanjax.load(wan), folder, tmp_path / "one", SMALL, note=messages.append).encode()
+    assert any("1 skipped: cannot be written.mp4: " in sentence for sentence in messages)
     kept = {path: path.stat().st_mtime_ns for path in (folder / ".wanjax").glob("clip-*")}
     assert len(kept) == 3
     pipe = wanjax.load(wan)
@@ -345,9 +345,9 @@ def test_all_that_is_left_out_is_listed(tmp_path, wan):
     for number in range(7):
         (folder / f"bad {number}.mp4").write_bytes(b"no film")
         (folder / f"bad {number}.txt").write_text("bad")
-    told: list[str] = []
-    Training(wanjax.load(wan), folder, out := tmp_path / "out", SMALL, note=told.append).encode()
-    assert any(says(sentence, "7 skipped 2 more left_out.txt") for sentence in told)
+    messages: list[str] = []
+    Training(wanjax.load(wan), folder, out := tmp_path / "out", SMALL, note=messages.append).encode()
+    assert any(says(sentence, "7 skipped 2 more left_out.txt") for sentence in messages)
     assert [line.partition(":")[0] for line in (out / "left_out.txt").read_text().splitlines()] == [
         f"bad {number}.mp4" for number in range(7)
     ]

@@ -176,10 +176,11 @@ class SoundModel(VideoModel[SoundConditioning]):
         return SoundConditioning(*runtime.call(encode_texts, graphdef, both.ids, both.mask, weights))
 
     def encode_inputs(self, runtime, pictures, settings, *, tiling=None):
-        vae, given = runtime.components.get("vae"), {"reference": pictures["image"][None]}
-        given |= {} if (clip := pictures.clip("driving")) is None else {"driving": clip[: settings.frames]}
+        vae, options = runtime.components.get("vae"), {"reference": pictures["image"][None]}
+        options |= {} if (clip := pictures.clip("driving")) is None else {"driving": clip[: settings.frames]}
         fitted = {
-            name: [fit_to_size(one, settings.size, settings.resize) for one in frames] for name, frames in given.items()
+            name: [fit_to_size(one, settings.size, settings.resize) for one in frames]
+            for name, frames in options.items()
         }
         return {name: encode_clip(vae, frames, tiling, runtime.call) for name, frames in fitted.items()}
 
