@@ -159,8 +159,8 @@ def test_a_pair_of_loras_counts_once_and_half_a_pair_does_not():
     high, low = (f"{noise}=wan2.2_t2v_lightx2v_4steps_lora_v1_{noise}_noise.safetensors" for noise in ("high", "low"))
     result, [messages] = applied("wan2.2-t2v-a14b", high, low)
     assert (result.settings.steps, "together" in messages) == (4, False)
-    segments = result.model.spec.phases(result.model.spec.schedule(result.settings), result.settings)
-    assert [segment.scales for segment in segments] == [(1.0, 1.0), (1.0, 1.0)]  # ComfyUI's example changes at 2 of 4
+    phases = result.model.spec.phases(result.model.spec.schedule(result.settings), result.settings)
+    assert [phase.scales for phase in phases] == [(1.0, 1.0), (1.0, 1.0)]  # ComfyUI's example changes at 2 of 4
     for half in (high, low):
         result, [messages] = applied("wan2.2-t2v-a14b", half)
         assert result == model_description("wan2.2-t2v-a14b")

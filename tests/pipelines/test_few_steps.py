@@ -103,8 +103,8 @@ def test_experts_take_their_steps(boundary, high):
     pipe.model = replace(pipe.model, experts=True)
     pipe.defaults = replace(pipe.defaults, boundary=boundary, guidance_scale_2=1.0)
     settings = pipe.settings(**GIVEN)
-    segments = pipe.model.spec.phases(pipe.model.spec.schedule(settings), settings)
-    assert [len(segment.scales) for segment in segments] == ([high, 4 - high] if high < 4 else [4])
+    phases = pipe.model.spec.phases(pipe.model.spec.schedule(settings), settings)
+    assert [len(phase.scales) for phase in phases] == ([high, 4 - high] if high < 4 else [4])
 
 
 @pytest.mark.slow

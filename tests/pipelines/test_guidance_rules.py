@@ -96,8 +96,8 @@ def test_every_step_is_by_the_formula(load, model, rule):
     run(pipe, text, callback=lambda step: states.append(jax.tree.map(np.array, step.state)))
     chosen, inputs_of = pipe.settings(steps=4, guidance_scale=3.0, **SMALL), encoded(pipe)
     schedule, state = begun(pipe, inputs_of, chosen)
-    [segment] = pipe.model.spec.phases(schedule, chosen)
-    step, inputs = prepared(pipe, pipe.transformer, segment, inputs_of, state.x)
+    [phase] = pipe.model.spec.phases(schedule, chosen)
+    step, inputs = prepared(pipe, pipe.transformer, phase, inputs_of, state.x)
     denoiser = step.denoiser
 
     @jax.jit

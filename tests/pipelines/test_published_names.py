@@ -168,8 +168,8 @@ def test_a_pair_of_distilled_experts(names, preset, solver, tmp_path):
     assert (checkpoint.preset.name, name_of(checkpoint.model.scheduler)) == (preset, solver)
     settings = checkpoint.settings
     assert (settings.steps, settings.guidance_scales, settings.boundary) == (4, (1.0, 1.0), 0.9)
-    segments = checkpoint.model.spec.phases(checkpoint.model.spec.schedule(settings), settings)
-    assert [len(segment.scales) for segment in segments] == [2, 2]
+    phases = checkpoint.model.spec.phases(checkpoint.model.spec.schedule(settings), settings)
+    assert [len(phase.scales) for phase in phases] == [2, 2]
 
 
 def test_the_generator_of_a_run_is_causvids(tmp_path):

@@ -106,7 +106,7 @@ def test_the_boundary_lies_between_steps_that_were_tried():
     pipe = pipeline(True)
     settings = pipe.settings(**GIVEN)
     schedule = pipe.scheduler.schedule(settings.steps, shift=settings.flow_shift)
-    assert [segment.start for segment in pipe.model.spec.phases(schedule, settings)] in ([0, n] for n in range(1, 6))
+    assert [phase.start for phase in pipe.model.spec.phases(schedule, settings)] in ([0, n] for n in range(1, 6))
 
 
 def test_an_exception_keeps_the_state_too(tmp_path):

@@ -102,8 +102,8 @@ def forwards(pipe: Any, cache: Any = BlockCache, **settings: Any) -> Any:
     chosen = pipe.settings(**{"steps": STEPS, "seed": 3, "guidance_scale": 3.0} | SMALL | settings)
     schedule, state = begun(pipe, encoded, chosen)
     x = state.x
-    segment = pipe.model.spec.phases(schedule, chosen)[0]
-    step, inputs = prepared(pipe, pipe.transformer, segment, encoded, x)
+    phase = pipe.model.spec.phases(schedule, chosen)[0]
+    step, inputs = prepared(pipe, pipe.transformer, phase, encoded, x)
 
     @jax.jit
     def predict(x: Any, times: Any, inputs: Any, kept: Any = None) -> Any:
@@ -117,7 +117,7 @@ def forwards(pipe: Any, cache: Any = BlockCache, **settings: Any) -> Any:
     def at(index: int, x: Any, kept: Any = None) -> Any:
         return predict(x, step.denoiser.timesteps(one_step(schedule, index)), inputs, kept)
 
-    return at, step, inputs, schedule, x, segment
+    return at, step, inputs, schedule, x, phase
 
 
 def test_a_step_of_magcache_adds_what_was_kept(pipe):
@@ -207,7 +207,7 @@ def test_every_family_takes_every_cache(pipe):
 
 @pytest.mark.parametrize("pipe", quick(["cogvideox", "hunyuanvideo"], MODELS), indirect=True)
 def test_teacache_reads_the_change_of_the_timesteps_embedding(pipe):
-    _, step, inputs, schedule, _, segment = forwards(pipe)
+    _, step, inputs, schedule, _, phase = forwards(pipe)
     network = nnx.merge(step.graphdef, inputs.weights)
     times = [
         jax.tree.map(lambda t: jnp.asarray(t)[None], step.denoiser.timesteps(one_step(schedule, i)))
@@ -215,7 +215,7 @@ def test_teacache_reads_the_change_of_the_timesteps_embedding(pipe):
     ]
     for plain in (False, True):
         result = embedding_changes(
-            pipe.runtime, step.denoiser, SplitNetwork(step.graphdef, inputs.weights), schedule, segment, plain
+            pipe.runtime, step.denoiser, SplitNetwork(step.graphdef, inputs.weights), schedule, phase, plain
         )
         embed = partial(step.denoiser.embed_timesteps, unprojected=plain)
         embedded = [np.asarray(jax.jit(embed)(network, t), np.float64) for t in times]
@@ -226,9 +226,9 @@ def test_teacache_reads_the_change_of_the_timesteps_embedding(pipe):
 
 def test_teacache_reuses_while_less_than_the_threshold_has_added_up(pipe):
     """The polynomial here is the change itself."""
-    _, step, inputs, schedule, _, segment = forwards(pipe)
+    _, step, inputs, schedule, _, phase = forwards(pipe)
     changes = embedding_changes(
-        pipe.runtime, step.denoiser, SplitNetwork(step.graphdef, inputs.weights), schedule, segment
+        pipe.runtime, step.denoiser, SplitNetwork(step.graphdef, inputs.weights), schedule, phase
     )[1:]
     taken, _ = run(pipe, f"teacache:{2.5 * np.mean(changes)}")
     total, reused = 0.0, [False]
@@ -362,8 +362,8 @@ def test_a_cache_begins_anew_with_the_second_expert(tmp_path, cache):
     assert any(taken.reused[:start])
     state = taken.states[start - 1]
     encoded, schedule = pipe.encode("a red circle", "a dog"), pipe.scheduler.schedule(STEPS, shift=settings.flow_shift)
-    segment = pipe.model.spec.phases(schedule, settings)[1]
-    step, inputs = prepared(pipe, pipe.transformer_2, segment, encoded, jnp.asarray(state.x))
+    phase = pipe.model.spec.phases(schedule, settings)[1]
+    step, inputs = prepared(pipe, pipe.transformer_2, phase, encoded, jnp.asarray(state.x))
     begun = State(jnp.asarray(state.x), jax.tree.map(jnp.asarray, state.solver))
     after, _, _ = pipe.call(take_step, step, begun, inputs, np.float32(2), one_step(schedule, start))
     assert error(taken.states[start].x, np.asarray(after.x, np.float64)) <= 1e-6

@@ -29,7 +29,7 @@ from jaxtyping import Array, Bool, Float, Int
 from wanjax.execution import ArrayOrShape, program
 from wanjax.kernels.compiler_options import fast_matmul_options, matmul_options, random_options, scan_options
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache, SkippedBlocks
-from wanjax.pipelines.caching.step_cache import NO_CACHE, Cached, StepCache, in_float32
+from wanjax.pipelines.caching.step_cache import NO_CACHE, CachedArrays, StepCache, in_float32
 from wanjax.pipelines.guidance import Groups, GuidanceRule, Latents
 from wanjax.pipelines.noise_inputs import VIDEO
 from wanjax.pipelines.seeds import KeyData, draw_noise, key_numbers, noise_of_frames, solver_keys
@@ -197,7 +197,7 @@ class State:
 
     x: Any  # [B T H W C], or a mapping by modality
     solver: object
-    cached: Cached | None = None  # a tuple for each forward pass
+    cached: CachedArrays | None = None  # a tuple for each forward pass
     average: Any = None  # [B T H W C], or a mapping by modality
 
     @property

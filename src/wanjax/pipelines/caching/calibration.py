@@ -17,7 +17,7 @@ from wanjax.pipelines.caching.cache_tables import Changes, Magnitudes, Tables
 from wanjax.pipelines.caching.phase_cache import embedding_changes
 from wanjax.pipelines.caching.rules import CacheRule, TeaCache
 from wanjax.pipelines.caching.step_cache import (
-    Cached,
+    CachedArrays,
     ForwardCache,
     Predict,
     Prediction,
@@ -45,10 +45,10 @@ class MeasuringCache(ForwardCache):
     several modalities, the residual covers all tokens, and the output is that of the video.
     """
 
-    def cached_for(self, step: int, cached: Cached | None) -> Cached | None:
+    def cached_for(self, step: int, cached: CachedArrays | None) -> CachedArrays | None:
         return cached
 
-    def run(self, predict: Predict, cached: Cached | None) -> tuple[Prediction, Cached]:
+    def run(self, predict: Predict, cached: CachedArrays | None) -> tuple[Prediction, CachedArrays]:
         prediction, residuals = ForwardCache(ResidualCache).run(predict, None)
         output = select_modality(in_float32(prediction))
         if cached is None:

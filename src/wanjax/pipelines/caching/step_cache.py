@@ -23,9 +23,7 @@ from wanjax.sharding import replicate
 Latents = Any  # [B T H W C], or a mapping of modalities
 Prediction = Any  # like latents, of one or more videos, for one prompt or both
 Predict = Callable[..., Prediction]  # a forward pass, which accepts a `BlockCache` for its blocks
-Cached = tuple[Any, ...]  # tuples of arrays
-# The prediction of each forward pass, and the values that the next step may reuse
-Predictions = tuple[list[Prediction], Cached]
+CachedArrays = tuple[Any, ...]  # a tuple of arrays for each forward pass
 
 
 @dataclass(frozen=True)
@@ -43,14 +41,14 @@ class StepCache(ABC):
         """Return whether a step, counted from 0, may reuse cached values."""
         return step < len(self.reused) and self.reused[step]
 
-    def cached_for(self, step: int, cached: Cached | None) -> Cached | None:
+    def cached_for(self, step: int, cached: CachedArrays | None) -> CachedArrays | None:
         """Return the cached values for a step, or None to run all blocks."""
         return cached if self.reuses(step) else None
 
     @abstractmethod
     def predictions(
-        self, forwards: Sequence[Predict], x: Latents, cached: Cached | None
-    ) -> tuple[list[Prediction], Cached]:
+        self, forwards: Sequence[Predict], x: Latents, cached: CachedArrays | None
+    ) -> tuple[list[Prediction], CachedArrays]:
         """Return the float32 prediction of each forward pass of a step from x, and the values that the next step may
         reuse."""
 
@@ -62,12 +60,12 @@ class ForwardCache(StepCache):
     blocks: type[BlockCache] = BlockCache
 
     def predictions(
-        self, forwards: Sequence[Predict], x: Latents, cached: Cached | None
-    ) -> tuple[list[Prediction], Cached]:
+        self, forwards: Sequence[Predict], x: Latents, cached: CachedArrays | None
+    ) -> tuple[list[Prediction], CachedArrays]:
         pairs = [self.run(*pair) for pair in zip(forwards, cached or (None,) * len(forwards), strict=True)]
         return [in_float32(prediction) for prediction, _ in pairs], tuple(forward_cached for _, forward_cached in pairs)
 
-    def run(self, predict: Predict, cached: Cached | None) -> tuple[Prediction, Cached]:
+    def run(self, predict: Predict, cached: CachedArrays | None) -> tuple[Prediction, CachedArrays]:
         """Return the prediction of a forward pass, and the values that the next step may reuse.
 
         If `cached` is None, all blocks run.
@@ -152,13 +150,13 @@ class OutputCache(StepCache):
 
     threshold: float = field(default=0.0, compare=False)
 
-    def cached_for(self, step: int, cached: Cached | None) -> Cached | None:
+    def cached_for(self, step: int, cached: CachedArrays | None) -> CachedArrays | None:
         threshold = np.float32(self.threshold if self.reuses(step) else -1)
         return cached and (*cached[:-1], (*cached[-1][:-1], threshold))  # the last field of `History`
 
     def predictions(
-        self, forwards: Sequence[Predict], x: Latents, cached: Cached | None
-    ) -> tuple[list[Prediction], Cached]:
+        self, forwards: Sequence[Predict], x: Latents, cached: CachedArrays | None
+    ) -> tuple[list[Prediction], CachedArrays]:
         def compute_outputs() -> list[Prediction]:
             return replicate([in_float32(predict()) for predict in forwards])
 
@@ -218,13 +216,13 @@ class GuidanceCache(StepCache):
     half_step: int = field(default=0, compare=False)
     LARGER_WEIGHT: ClassVar[float] = 1.2
 
-    def cached_for(self, step: int, cached: Cached | None) -> Cached | None:
+    def cached_for(self, step: int, cached: CachedArrays | None) -> CachedArrays | None:
         weights = (self.LARGER_WEIGHT, 1.0) if step < self.half_step else (1.0, self.LARGER_WEIGHT)
         return cached and (cached[0], (np.array(weights, np.float32),)) if self.reuses(step) else None
 
     def predictions(
-        self, forwards: Sequence[Predict], x: Latents, cached: Cached | None
-    ) -> tuple[list[Prediction], Cached]:
+        self, forwards: Sequence[Predict], x: Latents, cached: CachedArrays | None
+    ) -> tuple[list[Prediction], CachedArrays]:
         if len(forwards) != 2:
             raise WanjaxError("a guidance cache needs both prompts, one after the other: give a mesh without dp")
         if cached is None:
@@ -266,7 +264,7 @@ def mean_size(x: Float[Array, "_P ... C"]) -> Float[Array, " _P"]:
     return jnp.abs(x).mean(axis=tuple(range(1, x.ndim)))
 
 
-def _flatten(*trees: Any) -> Cached:
+def _flatten(*trees: Any) -> CachedArrays:
     """Flatten each tree to a tuple of arrays, as a file stores them."""
     return tuple(tuple(jax.tree.leaves(tree)) for tree in trees)
 
