@@ -45,7 +45,7 @@ def answers(**other: Any) -> dict[str, Any]:
 
 @contextmanager
 def answering(
-    told: Answers, whole: Callable[[str], int] = lambda path: 0, posted: list[tuple[str, Any]] | None = None
+    responses: Answers, whole: Callable[[str], int] = lambda path: 0, posted: list[tuple[str, Any]] | None = None
 ) -> Iterator[str]:
     """Run a server that answers by path, and yield its address; `whole` are bytes that it promises beside.
 
@@ -55,7 +55,7 @@ def answering(
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            result = told[self.path]
+            result = responses[self.path]
             result = next(result, None) if isinstance(result, Iterator) else result
             if result is None:  # a server that ends
                 return
@@ -202,16 +202,16 @@ REFUSED = [  # what a server answers, the options of the command, and what the s
 ]
 
 
-@pytest.mark.parametrize(("told", "options", "words"), REFUSED)
-def test_answers_and_options_that_are_refused(told, options, words):
+@pytest.mark.parametrize(("responses", "options", "words"), REFUSED)
+def test_answers_and_options_that_are_refused(responses, options, words):
     written = [record(image=str(Path("gone.png").absolute()))]
-    with answering(answers(**told)) as url:
+    with answering(answers(**responses)) as url:
         assert says(refused("a cat", "--at", url, *options), words.format(url=url))
     assert files(".") == written
 
 
 @pytest.mark.parametrize(
-    ("options", "same", "told"),
+    ("options", "same", "message"),
     [
         ("--window 9", {"attention": "auto:window=9"}, "--attention auto:window=9"),
         ("--block-q 512", {"attention": "flash_tpu:block_q=512"}, "--attention flash_tpu:block_q=512"),
@@ -219,10 +219,10 @@ def test_answers_and_options_that_are_refused(told, options, words):
         ("--mesh sp=2", {"mesh": "dp=1,sp=2,tp=1"}, "--mesh dp=1,sp=2,tp=1"),
     ],
 )
-def test_an_option_of_the_server_is_compared_however_it_is_given(options, same, told):
+def test_an_option_of_the_server_is_compared_however_it_is_given(options, same, message):
     arguments = ("a cat", *options.split(), "--out", "cat.mp4", "--at")
     with answering(answers()) as url:
-        assert says(refused(*arguments, url), f"{told} server {url} none")
+        assert says(refused(*arguments, url), f"{message} server {url} none")
     with answering(answers(models={"data": [MODEL | {"started_with": same}]})) as url:
         succeeded(wanjax(*arguments, url))
 
@@ -286,18 +286,18 @@ def test_the_last_line_is_that_of_a_video_that_is_done(monkeypatch):
     monkeypatch.setattr(remote, "POLL_INTERVALS", (0, 0))
     under_way = {"status": "in_progress", "stage": "step", "stage_done": 3, "stage_total": 4}
     with answering(answers(job=iter([under_way, {"status": "completed"}]))) as url:
-        told = succeeded(wanjax("a cat", "--at", url, "--out", "cat.mp4")).stderr.splitlines()
-    assert re.fullmatch(r"video: done, .* in all", told[-1]), told
+        message = succeeded(wanjax("a cat", "--at", url, "--out", "cat.mp4")).stderr.splitlines()
+    assert re.fullmatch(r"video: done, .* in all", message[-1]), message
 
 
 def several(*jobs: Any) -> dict[str, Any]:
     """Return what a server answers of several videos, whose ids count from 0; `jobs` are what each has come to."""
-    told: dict[str, Any] = answers() | {"/v1/videos": iter([{"id": f"video_{each}"} for each in range(len(jobs))])}
+    responses: dict[str, Any] = answers() | {"/v1/videos": iter([{"id": f"video_{each}"} for each in range(len(jobs))])}
     for each, job in enumerate(jobs):
         path = f"/v1/videos/video_{each}"
         output = {"/record": {"prompt": "a cat", "seed": each}, "/content": VIDEO + bytes([each]), "/cancel": {}}
-        told |= {path: job} | {f"{path}{part}": result for part, result in output.items()}
-    return told
+        responses |= {path: job} | {f"{path}{part}": result for part, result in output.items()}
+    return responses
 
 
 DONE = {"status": "completed"}
@@ -314,9 +314,9 @@ def test_several_videos_are_asked_for_ahead_and_written_in_order():
 
 def test_a_server_chooses_no_folder_of_several():
     hostile = {"prompt": "../../x", "seed": "/../../x"}
-    told = several(DONE, DONE)
-    told["/v1/models"] = {"data": [MODEL | {"started_with": hostile, "defaults": hostile | {"seed": 1}}]}
-    with answering(told) as url:
+    responses = several(DONE, DONE)
+    responses["/v1/models"] = {"data": [MODEL | {"started_with": hostile, "defaults": hostile | {"seed": 1}}]}
+    with answering(responses) as url:
         succeeded(wanjax("a cat", "--at", url, "--count", "2", "--out", "cats"))
     assert [name.split("-")[:3] for name in files("cats")[:-1]] == [["a", "cat", "1"], ["a", "cat", "2"]]
 
@@ -408,9 +408,9 @@ def test_a_video_of_a_server_that_is_there_is_left(monkeypatch):
 
 def test_a_queue_that_is_full_is_waited_for_and_a_wrong_request_is_passed_over(monkeypatch):
     monkeypatch.setattr(remote, "POLL_INTERVALS", (0, 0))
-    told = several(DONE, DONE)
-    told["/v1/videos"] = iter([429, {"id": "video_0"}, 429, 422, {"id": "video_1"}])
-    with answering(told) as url:
+    responses = several(DONE, DONE)
+    responses["/v1/videos"] = iter([429, {"id": "video_0"}, 429, 422, {"id": "video_1"}])
+    with answering(responses) as url:
         result = wanjax("a cat", "--at", url, "--seeds", "1..3", "--out", "cats")
     assert result.exit_code == 1
     assert says(result.stderr, "cat-2- failed 422")
@@ -450,6 +450,6 @@ def test_a_server_that_does_not_answer(server_that, words, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         Thread(target=server_that, args=(server,), daemon=True).start()
-        told = refused("a cat", "--at", url.removeprefix("http://"), status=1)
-    assert says(told, f"{url} {words}")
-    assert "None" not in told
+        message = refused("a cat", "--at", url.removeprefix("http://"), status=1)
+    assert says(message, f"{url} {words}")
+    assert "None" not in message

@@ -336,8 +336,8 @@ def test_denoising_from_a_video(model):
     Path("first").mkdir()
     for i, frame in enumerate(np.random.default_rng(0).integers(0, 256, (5, 16, 32, 3), dtype=np.uint8)):
         Image.fromarray(frame).save(f"first/{i}.png")
-    given = ("--video", "first", *SMALL)
-    said = succeeded(wanjax("b", "--model", model, *given, "--strength", "0.5", "--out", "second", *HERE)).stderr
+    options = ("--video", "first", *SMALL)
+    said = succeeded(wanjax("b", "--model", model, *options, "--strength", "0.5", "--out", "second", *HERE)).stderr
     assert "step 1 of 1" in said or "1 of 1" in said
     kept = load_safetensors(Path("stage_outputs") / stage_files.EMBEDDINGS_FILE)
     assert kept["video_latents"].shape == (1, 4, 2, 2, 4)
@@ -347,7 +347,7 @@ def test_denoising_from_a_video(model):
     np.testing.assert_array_equal(
         load_safetensors(Path("stage_outputs") / stage_files.LATENTS_FILE)["latents"], latents
     )
-    sentence = wanjax("b", "--model", model, *given, "--strength", "0.4").stderr
+    sentence = wanjax("b", "--model", model, *options, "--strength", "0.4").stderr
     assert says(sentence, "strength 0.4 2 steps 0.5")
 
 

@@ -74,18 +74,18 @@ def test_each_video_is_that_of_its_own_command(tmp_path):
 
 
 def test_only_missing_videos_are_made(tmp_path):
-    given = ("generate", "--prompts", "-", "--count", 2, "--seed", 7, "--out", "many", *SMALL)
-    result = run(*given, input=PROMPTS).stdout.splitlines()
+    options = ("generate", "--prompts", "-", "--count", 2, "--seed", 7, "--out", "many", *SMALL)
+    result = run(*options, input=PROMPTS).stdout.splitlines()
     os.unlink(result[2])
-    again = run(*given, input=PROMPTS)
+    again = run(*options, input=PROMPTS)
     assert again.stdout.splitlines() == [result[2]]
     assert says(again.stderr, "videos: 1 3 exist already")
-    complete = run(*given, input=PROMPTS)
+    complete = run(*options, input=PROMPTS)
     assert complete.stdout == ""
     assert says(complete.stderr, "all 4 videos exist already many")
     assert "videos: 0" not in complete.stderr
-    assert len(run(*given, "--force", input=PROMPTS).stdout.splitlines()) == 4
-    other = run(*given, "--guidance-scale", 2, input=PROMPTS).stdout.splitlines()
+    assert len(run(*options, "--force", input=PROMPTS).stdout.splitlines()) == 4
+    other = run(*options, "--guidance-scale", 2, input=PROMPTS).stdout.splitlines()
     assert len(other) == 4
     assert len(names(tmp_path / "many")) == 8
 

@@ -93,8 +93,8 @@ def test_a_second_process_compiles_nothing_on_a_mesh(model, mesh, tmp_path):
     name = model if make is None else str(make(tmp_path / "model"))
     run = ("--model", name, "--size", "32x32", "--frames", "5", "--steps", "1", "--mesh", mesh)
     wanjax(tmp_path, "warmup", "--prompt", "a cat", *run, code=COMMAND, devices=MESHES[mesh])
-    told = (*HERE, "--verbose", "--stats")
-    said = wanjax(tmp_path, "generate", "a cat", *run, *told, code=COMMAND, devices=MESHES[mesh])
+    report_options = (*HERE, "--verbose", "--stats")
+    said = wanjax(tmp_path, "generate", "a cat", *run, *report_options, code=COMMAND, devices=MESHES[mesh])
     assert re.search(r"^0 programs compiled, [1-9]\d* read from the cache", said, re.MULTILINE), said
 
 

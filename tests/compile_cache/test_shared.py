@@ -132,9 +132,9 @@ def test_jax_compiles_once_and_reads_then(folder, chosen):
     for cached in (False, True):
         jax.clear_caches()
         compilation_cache.reset_cache()
-        with compilations() as told, compile_cache():
+        with compilations() as messages, compile_cache():
             assert jax.jit(made)(jnp.float32(3)) == 7
-        assert [x.cached for x in told if x.name == "made"] == [cached]
+        assert [x.cached for x in messages if x.name == "made"] == [cached]
     assert [name for name in file_names_in(folder) if name.startswith("jit_made-")]
 
 

@@ -767,7 +767,7 @@ OPERATIONS = st.one_of(
 )
 
 
-def carry_out(store: JobStore, model: Model, name: str, *given: Any) -> tuple[Any, Any]:
+def carry_out(store: JobStore, model: Model, name: str, *arguments: Any) -> tuple[Any, Any]:
     """Do one thing in the store and in the model, and return what each answered."""
 
     def silently(do: Callable[[str], Any], id: str) -> None:
@@ -776,7 +776,7 @@ def carry_out(store: JobStore, model: Model, name: str, *given: Any) -> tuple[An
         except NotFound:
             assert model.visible(id) is None
 
-    match name, given:
+    match name, arguments:
         case "add", (id, batch):
             return store.add(new(id[1:], batch)).id, model.add(id, batch) or id
         case "register", (worker,):

@@ -151,10 +151,10 @@ def grain_case(grain, dtype):
 
 @pytest.mark.parametrize(("name", "grain", "dtype"), quick(QUICK, CASES))
 def test_implementations(name, grain, dtype):
-    mask, given, expected = grain_case(grain, dtype)
+    mask, options, expected = grain_case(grain, dtype)
     assert mask.density(1200) < 0.97
     config = TILES if name == "flash_tpu" else None
-    assert error(run(name, *given, mask, config=config), expected) <= BOUND[dtype]
+    assert error(run(name, *options, mask, config=config), expected) <= BOUND[dtype]
 
 
 @pytest.mark.parametrize("name", ["chunked", "flash_tpu"])

@@ -295,8 +295,8 @@ def test_clips_in_memory():
 
 def test_pictures_together(tmp_path):
     path = saved(tmp_path / "mask.png", Image.new("L", (16, 16), 255))
-    given = {"image": PICTURE, "video": CLIP, "mask": path, "references": [PICTURE, path]}
-    read = read_pictures(given, INPUT_SPECS.values(), **MANY)
+    options = {"image": PICTURE, "video": CLIP, "mask": path, "references": [PICTURE, path]}
+    read = read_pictures(options, INPUT_SPECS.values(), **MANY)
     assert list(read) == ["image", "video", "mask", "references"]
     assert read["mask"].shape == CLIP.shape
     np.testing.assert_array_equal(read.first, PICTURE)

@@ -91,22 +91,22 @@ def given(request, reference) -> Given:
 
 
 @torch.no_grad()
-def expected(pipe: WanImageToVideoPipeline, given: Given) -> tuple[list[np.ndarray], np.ndarray]:
+def expected(pipe: WanImageToVideoPipeline, options: Given) -> tuple[list[np.ndarray], np.ndarray]:
     """Return diffusers' latents after every step, and its frames."""
     latents = []
     frames = pipe(
         prompt=PROMPT, negative_prompt=NEGATIVE_PROMPT, height=HEIGHT, width=WIDTH, num_frames=FRAMES,
         num_inference_steps=STEPS, guidance_scale=GUIDANCE, latents=NOISE,
         callback_on_step_end=lambda pipe, i, t, values: latents.append(values["latents"].numpy()) or {},
-        **{name: Image.fromarray(picture) for name, picture in given.items()},
+        **{name: Image.fromarray(picture) for name, picture in options.items()},
     ).frames[0]  # fmt: skip
     return latents, frames
 
 
 @torch.no_grad()
-def conditions(pipe: WanImageToVideoPipeline, given: Given) -> tuple[np.ndarray, np.ndarray | None]:
+def conditions(pipe: WanImageToVideoPipeline, options: Given) -> tuple[np.ndarray, np.ndarray | None]:
     """Return diffusers' condition beside the latents, and its features of the images."""
-    images = [Image.fromarray(picture) for picture in given.values()]
+    images = [Image.fromarray(picture) for picture in options.values()]
     pixels = [pipe.video_processor.preprocess(image, height=HEIGHT, width=WIDTH) for image in images]
     _, condition = pipe.prepare_latents(
         pixels[0], 1, 4, HEIGHT, WIDTH, FRAMES, torch.float32, None, None, NOISE, *pixels[1:]

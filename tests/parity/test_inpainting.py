@@ -88,17 +88,17 @@ def statistics(vae: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @torch.no_grad()
-def reference(parts: Parts, texts: list[torch.Tensor], noise: torch.Tensor, given: dict) -> list[np.ndarray]:
+def reference(parts: Parts, texts: list[torch.Tensor], noise: torch.Tensor, pictures: dict) -> list[np.ndarray]:
     """Return the latents after every step, for the features of the prompt and of the negative one."""
     latents, (_, _, count, height, width) = noise, noise.shape
     mask, clip = torch.zeros(1, 1, FRAMES, height, width), torch.zeros(1, 3, FRAMES, HEIGHT, WIDTH)
     for frame, name in ((0, "image"), (FRAMES - 1, "last_image")):
-        if name in given:
-            mask[:, :, frame], clip[0, :, frame] = 1, pixels(given[name])
+        if name in pictures:
+            mask[:, :, frame], clip[0, :, frame] = 1, pixels(pictures[name])
     known = torch.cat([mask[:, :, :1].repeat(1, 1, 4, 1, 1), mask[:, :, 1:]], dim=2)
     known = known.view(1, count, 4, height, width).transpose(1, 2)
     masked = torch.zeros_like(noise)
-    if given:
+    if pictures:
         mean, std = statistics(parts.vae)
         masked = (parts.vae.encode(clip).latent_dist.mode() - mean) / std
     condition = torch.cat([known, masked], dim=1)
@@ -106,8 +106,8 @@ def reference(parts: Parts, texts: list[torch.Tensor], noise: torch.Tensor, give
     seen = None
     if parts.vision is not None:
         seen = torch.zeros(1, 17, 40)
-        if given:
-            shown = torch.nn.functional.interpolate(pixels(given["image"])[None], (28, 28), mode="bicubic")
+        if pictures:
+            shown = torch.nn.functional.interpolate(pixels(pictures["image"])[None], (28, 28), mode="bicubic")
             scale = [torch.tensor(x).view(1, 3, 1, 1) for x in (parts.processor.image_mean, parts.processor.image_std)]
             shown = (shown / 2 + 0.5 - scale[0]) / scale[1]
             seen = parts.vision(shown, output_hidden_states=True).hidden_states[-2]
@@ -115,7 +115,7 @@ def reference(parts: Parts, texts: list[torch.Tensor], noise: torch.Tensor, give
     scheduler = FlowMatchEulerDiscreteScheduler(shift=SHIFT)
     scheduler.set_timesteps(STEPS)
     noisy = torch.ones(1, 1, count, height, width)  # 0 where the latents are kept free of noise
-    if parts.factor == 16 and given:
+    if parts.factor == 16 and pictures:
         noisy[:, :, 0] = 0
     latents, steps = noisy * latents + (1 - noisy) * masked, []
     for t in scheduler.timesteps:
@@ -139,11 +139,11 @@ CASES = [(kind, given) for kind in KINDS for given in PICTURES]
 
 
 @pytest.mark.parametrize(
-    ("kind", "given"),
+    ("kind", "places"),
     quick([("attended", "none"), ("attended", "first and last"), ("residual", "first and last")], CASES),
 )
-def test_every_step(kind, given, tmp_path):
-    parts, pictures = parts_of(kind), PICTURES[given]
+def test_every_step(kind, places, tmp_path):
+    parts, pictures = parts_of(kind), PICTURES[places]
     save(parts, tmp_path)
     pipe = wanjax.load(tmp_path)
     settings: dict[str, Any] = {"size": (HEIGHT, WIDTH), "frames": FRAMES}

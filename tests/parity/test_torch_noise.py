@@ -47,16 +47,16 @@ DTYPES = [(torch.float32, np.float32), (torch.bfloat16, ml_dtypes.bfloat16), (to
 ROUNDING = 5e-7  # how far the logarithms and cosines of NumPy and torch may be apart, in float32
 
 
-def compare(answer: np.ndarray, expected: torch.Tensor) -> None:
+def compare(result: np.ndarray, expected: torch.Tensor) -> None:
     """Compare numbers. In 16 bits they are equal, but for a few next to the middle between two values."""
-    ours, theirs = answer.astype(np.float32), expected.float().numpy()
+    ours, theirs = result.astype(np.float32), expected.float().numpy()
     difference = np.abs(ours - theirs)
     print(f"numbers {difference.max():.1e}")
-    if answer.dtype == np.float32:
+    if result.dtype == np.float32:
         assert difference.max() <= ROUNDING
     else:
         assert (difference > 0).mean() <= 1e-4 or (difference > 0).sum() <= 1
-        assert (difference <= float(ml_dtypes.finfo(answer.dtype).eps) * np.abs(theirs)).all()
+        assert (difference <= float(ml_dtypes.finfo(result.dtype).eps) * np.abs(theirs)).all()
 
 
 @pytest.mark.parametrize(("theirs", "ours"), DTYPES, ids=["float32", "bfloat16", "float16"])

@@ -167,15 +167,15 @@ def test_loading(model, keywords, words):
 
 
 @pytest.mark.parametrize(
-    ("call", "given", "words"),
+    ("call", "options", "words"),
     [
         *((wanjax.Video(CLIP, 8, {}).save, name, f"{name!r} file folder") for name in ("", 5, None)),
         (wanjax.make_mesh, "dp=2", "dp 'dp=2' make_mesh(dp=2, tp=4)"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_a_function(call, given, words):
-    assert says(refused(call, given), words)
+def test_a_function(call, options, words):
+    assert says(refused(call, options), words)
 
 
 @pytest.mark.parametrize(("latents", "words"), LATENTS_OF_NO_VIDEO)

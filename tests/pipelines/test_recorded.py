@@ -205,9 +205,9 @@ def test_a_recorded_run_makes_the_calls_of_an_executed_one(compared, kind, mesh)
 
 @pytest.mark.parametrize(("kind", "mesh"), [place for place in places() if place.values[1]])
 def test_the_compiler_shards_results_as_programs_state(compared, kind, mesh):
-    given = compared(kind, mesh).shardings
-    assert not wrong_shardings(given)
-    assert any(not sharding.is_fully_replicated for _, shardings in given for sharding in shardings)
+    options = compared(kind, mesh).shardings
+    assert not wrong_shardings(options)
+    assert any(not sharding.is_fully_replicated for _, shardings in options for sharding in shardings)
 
 
 NO_WEIGHTS = ["wan-flf", "wan-experts", "cogvideox-i2v", "hunyuanvideo quoted"]
@@ -215,10 +215,10 @@ NO_WEIGHTS = ["wan-flf", "wan-experts", "cogvideox-i2v", "hunyuanvideo quoted"]
 
 @pytest.mark.parametrize("kind", quick(["wan-experts"], NO_WEIGHTS))
 def test_a_recording_reads_no_weights_and_computes_nothing(folder, kind):
-    model, given = KINDS[kind]
+    model, options = KINDS[kind]
     read: list[Any] = []
     pipe = wanjax.load(folder(model), progress=lambda *message: read.append(message))
-    pictures, settings = pipe.prepare(**{"prompt": "a cat"} | given)
+    pictures, settings = pipe.prepare(**{"prompt": "a cat"} | options)
     gc.collect()
     before = len(jax.live_arrays())
     with compilations() as compiled:
@@ -235,7 +235,7 @@ def test_a_description_records_what_its_checkpoint_does(folder, kind, mesh):
 
     Prompts have the length of the small tokenizers.
     """
-    model, given = KINDS[kind]
+    model, options = KINDS[kind]
     pipe, result = wanjax.load(folder(model), mesh=mesh), inspect_checkpoint(folder(model), reads_encoder_configs=True)
     family = replace(result.family, prompt=lambda video_model: {"tokenizer": (tiny.TEXT_LENGTH,) * 2})
     description = replace(result, family=family, settings=pipe.defaults)
@@ -243,6 +243,6 @@ def test_a_description_records_what_its_checkpoint_does(folder, kind, mesh):
     noted = []
     for each in (pipe, planned):
         each.model = replace(each.model, tables=TABLES)
-        pictures, settings = each.prepare(**{"prompt": "a cat"} | given)
+        pictures, settings = each.prepare(**{"prompt": "a cat"} | options)
         noted.append(recorded_calls(trace_programs(each, settings, pictures)))
     assert not differences(*noted)

@@ -11,8 +11,8 @@ from wanjax.pricing.scalar import BINARY, Registers, steps
 WORDS = st.integers(0, 2**32 - 1)
 
 
-def evaluate(bundle, **given):
-    registers, memory = Registers(given), Registers()
+def evaluate(bundle, **options):
+    registers, memory = Registers(options), Registers()
     for step in steps(bundle):
         step(registers, memory, False)
     return registers["s9"] if "s9" in registers else registers["p9"]

@@ -578,10 +578,10 @@ ORIGINS = {
 @pytest.mark.parametrize("origin", ORIGINS)
 def test_the_page_behind_a_proxy_may_ask(start, origin):
     """Its origin is that which the proxy was asked for, in full, or one of those of the command."""
-    given, accepted = ORIGINS[origin]
+    proxy_headers, accepted = ORIGINS[origin]
     server = start(work=False, token=TOKEN, origins=["http://proxy.example:81/"])
     headers = {"origin": origin, "authorization": f"Bearer {TOKEN}"}
-    headers |= {f"x-forwarded-{name}": value for name, value in given.items()}
+    headers |= {f"x-forwarded-{name}": value for name, value in proxy_headers.items()}
     response = server.client.post("/v1/videos", json=SMALL, headers=headers)
     assert response.status_code == (200 if accepted else 403)
     assert accepted or says(response.json()["error"]["message"], "--origin")
@@ -742,8 +742,8 @@ def test_a_video_too_large_is_answered_with_sizes_that_are_allowed(start, fields
     ],
 )
 def test_a_video_too_large_names_the_field_that_makes_it_so(start, fields, name):
-    given = {key: value for key, value in SMALL.items() if key not in ("frames", "size")} | fields
-    error = start(work=False, pixels=400_000).client.post("/v1/videos", json=given).json()["error"]
+    options = {key: value for key, value in SMALL.items() if key not in ("frames", "size")} | fields
+    error = start(work=False, pixels=400_000).client.post("/v1/videos", json=options).json()["error"]
     assert error["param"] == name
     assert name != "seconds" or says(error["message"], "3600 s 400,000 at most s")
 
