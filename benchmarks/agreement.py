@@ -81,11 +81,11 @@ def _register(function: Any) -> None:
 def priced(measured: Measured) -> float:
     """Return the price of the step in seconds."""
     settings = replace(presets()[MODEL].defaults, height=measured.size[0], width=measured.size[1])
-    place = find_slice(measured.chip)
-    mesh = abstract_mesh(place, {"dp": 2, "sp": 1, "tp": place.devices // 2})
+    tpu_slice = find_slice(measured.chip)
+    mesh = abstract_mesh(tpu_slice, {"dp": 2, "sp": 1, "tp": tpu_slice.devices // 2})
     abstract_calls = programs(MODEL, settings, mesh, attention=AttentionConfig("splash"))
     step = next(x.abstract_call for x in abstract_calls if x.name == STEP)
-    [price] = PRICER.price_all(place, [with_splash(step)])
+    [price] = PRICER.price_all(tpu_slice, [with_splash(step)])
     assert price.seconds is not None, "it fits"
     return price.seconds
 

@@ -106,16 +106,17 @@ def program(mesh: AbstractMesh, workload: Workload, function: Callable) -> Abstr
 
 def smallest(chip: str) -> str:
     """Return the smallest slice of a chip."""
-    return min((place for place in SLICES.values() if place.chip.name == chip), key=lambda place: place.devices).name
+    slices = (tpu_slice for tpu_slice in SLICES.values() if tpu_slice.chip.name == chip)
+    return min(slices, key=lambda tpu_slice: tpu_slice.devices).name
 
 
 def compile_forms(
     workload: Workload, chip: str, functions: Mapping[Name, Callable]
 ) -> dict[Name, Compiled | CompilerError]:
     """Compile functions of q, k and v, with schedules, for one chip; `functions` has them by their names."""
-    place = smallest(chip)
-    mesh = abstract_mesh(find_slice(place))
-    programs = [(program(mesh, workload, function), place) for function in functions.values()]
+    tpu_slice = smallest(chip)
+    mesh = abstract_mesh(find_slice(tpu_slice))
+    programs = [(program(mesh, workload, function), tpu_slice) for function in functions.values()]
     return dict(zip(functions, compile_programs(programs, schedules=True), strict=True))
 
 

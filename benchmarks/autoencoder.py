@@ -37,16 +37,16 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="what it computes in; the model's own if left out")
     parser.add_argument("--encode", action="store_true", help="the encoder, for models that take pictures")
     options = parser.parse_args()
-    video, place = presets()[options.model].defaults, find_slice(options.chip)
+    video, tpu_slice = presets()[options.model].defaults, find_slice(options.chip)
     video = video.updated({"vae_dtype": options.dtype} if options.dtype else {})
-    mesh = abstract_mesh(place, {"dp": 1, "sp": 1, "tp": place.devices})
+    mesh = abstract_mesh(tpu_slice, {"dp": 1, "sp": 1, "tp": tpu_slice.devices})
     stage = "encode" if options.encode else "decode"
     names = (f"{stage}_first", f"{stage}_next")
     columns = "program", "level", "compiled in, s", "priced, ms", "runs", "peak, GiB"
     table = Table(*columns, title=f"{options.model}, {video.width}x{video.height}, {options.chip}")
     for run in (run for run in programs(options.model, video, mesh) if run.name in names):
         for level in options.levels:
-            [price] = PRICER.price_all(place, [at_level(run.abstract_call, LEVELS[level])])
+            [price] = PRICER.price_all(tpu_slice, [at_level(run.abstract_call, LEVELS[level])])
             cost, peak = f"{1e3 * (price.seconds or math.nan):.1f}", f"{price.peak_bytes / 2**30:.2f}"
             table.add_row(run.name, level, f"{price.compile_seconds:.0f}", cost, str(run.times), peak)
     Console().print(table)

@@ -78,8 +78,8 @@ def main() -> None:
     parser.add_argument("--videos", type=int, default=1000)
     parser.add_argument("--chromium", default="/usr/bin/chromium")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place) / "served"
+    with tempfile.TemporaryDirectory() as temporary_folder:
+        folder = Path(temporary_folder) / "served"
         with served(folder) as (url, _), httpx.Client(base_url=url, timeout=120) as client:
             finished(client, client.post("/v1/videos", json=SMALL | {"prompt": "a red circle"}).json()["id"])
         copy_video(folder, options.videos)

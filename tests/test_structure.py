@@ -48,7 +48,25 @@ DISTRIBUTIONS = {
 }  # distributions with another name than their import
 INDIRECT = {"flatbuffers", "protobuf"}  # which JAX and sentencepiece need for what this package asks of them
 READERS = "wanjax.workflows.families"  # lists the families whose workflows are read
-UNCLEAR = {"found", "made", "told", "kept", "known", "own", "given", "asked"}
+UNCLEAR = {
+    *(
+        "found",
+        "made",
+        "told",
+        "kept",
+        "known",
+        "own",
+        "given",
+        "asked",
+        "wanted",
+        "said",
+        "held",
+        "taken",
+        "led",
+        "lent",
+    ),
+    *("thing", "things", "way", "better", "differ", "relatives", "frames_a_second"),
+}
 """Names that do not say what a variable, a parameter or a field holds."""
 SEAM = (
     *("model", "denoiser", "phases", "sampling", "observers", "runtime", "run", "request", "meshes"),

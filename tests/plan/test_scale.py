@@ -57,17 +57,17 @@ def priced(made, monkeypatch):
     return requested
 
 
-def many(bulk: Workload, chip: str = "v6e-8", **how) -> ScaleEstimate:
-    return estimate_at_scale(MODEL, chip, bulk, **how)
+def many(workload: Workload, chip: str = "v6e-8", **how) -> ScaleEstimate:
+    return estimate_at_scale(MODEL, chip, workload, **how)
 
 
-def way(result: ScaleEstimate, name: str) -> Option:
-    [chosen] = [way for way in result.ways if way.slice == name]
+def option_of(result: ScaleEstimate, name: str) -> Option:
+    [chosen] = [option for option in result.options if option.slice == name]
     return chosen
 
 
-def other(result: ScaleEstimate, name: str) -> Rejected:
-    [chosen] = [one for one in result.others if one.slice == name]
+def rejected_of(result: ScaleEstimate, name: str) -> Rejected:
+    [chosen] = [one for one in result.rejected if one.slice == name]
     return chosen
 
 
@@ -81,13 +81,13 @@ START_SECONDS = {"start": 100.0, "download": 1e9}  # with 20 GB, which are loade
 def test_slices_hours_and_cost_by_hand(priced):
     """8 hours hold 960 videos of 30 s beside the start: 10,000 take 11 slices of four chips, of 910 videos at most."""
     result = many(Workload(10_000, 8 * HOUR + 154.483, 2.0, **START_SECONDS))
-    four = way(result, "v6e-4")
+    four = option_of(result, "v6e-4")
     assert four.startup_seconds.mid == pytest.approx(100 + 20 + 20 / 0.58)
     assert four.slices.mid == 11
     assert four.seconds.mid == pytest.approx(910 * 30 + four.startup_seconds.mid)
     assert four.chip_hours.mid == pytest.approx(11 * 4 * four.seconds.mid / HOUR)
     assert result.cost(four).mid == pytest.approx(2.0 * four.chip_hours.mid)
-    for one in result.ways:
+    for one in result.options:
         assert one.seconds.high <= 8 * HOUR + 155
         assert one.slices.low <= one.slices.mid <= one.slices.high
         assert one.chip_hours.low < one.chip_hours.mid < one.chip_hours.high
@@ -106,7 +106,7 @@ def test_the_best_for_throughput_is_not_the_quickest(priced):
 def test_the_start_of_a_slice_counts(priced):
     """Chips that compile for an hour of two make half as many videos, and are paid for the hour."""
     quick, slow = (many(Workload(10_000, 2 * HOUR, compiling=seconds, **START_SECONDS)) for seconds in (0.0, HOUR))
-    for one, other in zip(quick.ways, slow.ways, strict=True):
+    for one, other in zip(quick.options, slow.options, strict=True):
         assert other.slices.mid > 1.9 * one.slices.mid
         assert other.chip_hours.mid == pytest.approx(one.chip_hours.mid + other.slices.mid * other.devices, rel=0.1)
 
@@ -114,16 +114,16 @@ def test_the_start_of_a_slice_counts(priced):
 def test_a_deadline_that_some_slices_miss(priced):
     result = many(Workload(100, 154.483 + 35, **START_SECONDS))
     assert names(result) == ("v6e-4", "v6e-8")
-    assert not way(result, "v6e-1").in_time
-    assert json.loads(json.dumps(result.to_json(), allow_nan=False))["ways"][0]["slices"] == [None] * 3
+    assert not option_of(result, "v6e-1").in_time
+    assert json.loads(json.dumps(result.to_json(), allow_nan=False))["options"][0]["slices"] == [None] * 3
     late = many(Workload(100, 60, **START_SECONDS))
     assert names(late) == (None, "v6e-8")
 
 
 def test_without_a_deadline_one_slice_makes_all(priced):
     result = many(Workload(100, **START_SECONDS))
-    assert [one.slices for one in result.ways] == [(1, 1, 1)] * 3
-    assert way(result, "v6e-8").seconds.mid == pytest.approx(100 * 20 + 154.483, abs=0.01)
+    assert [one.slices for one in result.options] == [(1, 1, 1)] * 3
+    assert option_of(result, "v6e-8").seconds.mid == pytest.approx(100 * 20 + 154.483, abs=0.01)
 
 
 def test_what_is_far_dearer_by_the_model_is_not_priced(priced):
@@ -134,28 +134,28 @@ def test_what_is_far_dearer_by_the_model_is_not_priced(priced):
     priced.clear()
     result = many(Workload(10, HOUR, **START_SECONDS))
     assert priced == ["v6e-4", "v6e-8"]
-    assert other(result, "v6e-1").plan is None
-    assert other(result, "v6e-1").ratio == pytest.approx(2 / 1.2)
+    assert rejected_of(result, "v6e-1").plan is None
+    assert rejected_of(result, "v6e-1").ratio == pytest.approx(2 / 1.2)
 
 
 def test_weights_that_a_chip_has_no_room_for_are_not_priced(priced):
     priced.chip_seconds = chip_seconds
     result = estimate_at_scale(model_description("wan2.1-t2v-14b"), "v6e-8", Workload(10, HOUR))
     assert "v6e-1" not in priced
-    assert other(result, "v6e-1") == Rejected("v6e-1", float("inf"))
+    assert rejected_of(result, "v6e-1") == Rejected("v6e-1", float("inf"))
 
 
 def test_a_mesh_that_is_given_is_the_only_way(priced):
     result = many(Workload(10, HOUR, **START_SECONDS), mesh=(2, 2, 2))
-    assert [one.slice for one in result.ways] == ["v6e-8"]
-    assert [one.slice for one in many(Workload(10, HOUR), sp=4).ways] == ["v6e-4", "v6e-8"]
+    assert [one.slice for one in result.options] == ["v6e-8"]
+    assert [one.slice for one in many(Workload(10, HOUR), sp=4).options] == ["v6e-4", "v6e-8"]
 
 
 def test_a_slice_that_does_not_fit_is_told_with_what_would(priced):
     priced.changes = {"total_seconds": None, "fits": False, "advice": "v6e-16 should"}
     result = many(Workload(10, HOUR))
     assert names(result) == (None, None)
-    assert {one.plan.advice for one in result.others} == {"v6e-16 should"}
+    assert {one.plan.advice for one in result.rejected} == {"v6e-16 should"}
     assert says(succeeded(command("--requests", "5")).stdout, "v6e-16 should")
 
 
@@ -184,10 +184,10 @@ def test_the_table_and_its_sentences(priced):
 def test_json_has_the_ways_with_their_plans(priced):
     options = ("--requests", "10000", "--deadline", "12h", "--price", "2.7", "--json")
     data = json.loads(succeeded(command(*options)).stdout)
-    assert data["bulk"]["deadline"] == 12 * HOUR
+    assert data["workload"]["deadline"] == 12 * HOUR
     assert data["best"] == "v6e-1"
     assert data["why"]
-    best = data["ways"][0]
+    best = data["options"][0]
     assert best["plan"]["total_seconds"] == best["video_seconds"][1] == 100
     assert data["cost"] == pytest.approx([2.7 * hours for hours in best["chip_hours"]])
 
@@ -196,7 +196,7 @@ def test_options_of_a_file_count_too(priced, tmp_path):
     file = tmp_path / "own.toml"
     file.write_text('[plan]\nrequests = 10\ndeadline = "2h"\nprice = 2\n')
     data = json.loads(succeeded(command("--config", str(file), "--json")).stdout)
-    assert (data["bulk"]["requests"], data["bulk"]["deadline"], data["bulk"]["price"]) == (10, 2 * HOUR, 2)
+    assert (data["workload"]["requests"], data["workload"]["deadline"], data["workload"]["price"]) == (10, 2 * HOUR, 2)
 
 
 @pytest.mark.parametrize(
@@ -219,4 +219,4 @@ def test_what_cannot_be_planned_is_refused(options, words, tmp_path, monkeypatch
 @pytest.mark.parametrize(("text", "seconds"), [("90min", 5400), ("1d12h", 129600), ("1.5h", 5400), ("1h 30m", 5400)])
 def test_times_as_people_write_them(priced, text, seconds):
     data = json.loads(succeeded(command("--requests", "1", "--deadline", text, "--json")).stdout)
-    assert data["bulk"]["deadline"] == seconds
+    assert data["workload"]["deadline"] == seconds

@@ -21,14 +21,14 @@ MAX_CHIPS_PER_HOST = 8  # several workers can share the chips of a host
 
 def show_scale(estimate: ScaleEstimate, console: Console) -> None:
     """Print the possible meshes as tables, and sentences about the best one."""
-    workload = estimate.bulk
+    workload = estimate.workload
     deadline = f" in {format_duration(workload.deadline)}" if workload.deadline else ", on one slice"
     price = f", at {format_number(workload.price)} a chip-hour" if workload.price else ""
     console.print(f"{pluralize(workload.requests, 'video')} by {estimate.model}{deadline}{price}; priced, not measured")
-    if estimate.ways:
-        print_table(console, VIDEO_COLUMNS, [_video_cells(option) for option in estimate.ways])
+    if estimate.options:
+        print_table(console, VIDEO_COLUMNS, [_video_cells(option) for option in estimate.options])
         costs = ("cost", "cost of 1,000") if workload.price else ("chip-hours",)
-        print_table(console, (*TOTAL_COLUMNS, *costs), [_total_cells(estimate, option) for option in estimate.ways])
+        print_table(console, (*TOTAL_COLUMNS, *costs), [_total_cells(estimate, option) for option in estimate.options])
     for line in _summary_lines(estimate):
         console.print(line)
 
@@ -52,7 +52,7 @@ def _total_cells(estimate: ScaleEstimate, option: Option) -> tuple[str, ...]:
     return (
         *row,
         format_value_range(cost, format_number),
-        format_value_range(cost.scaled_by(1000 / estimate.bulk.requests), format_number),
+        format_value_range(cost.scaled_by(1000 / estimate.workload.requests), format_number),
     )
 
 
@@ -78,7 +78,7 @@ def reason_for_best(estimate: ScaleEstimate) -> str | None:
         )
     other_costs = "".join(
         f"; {format_number(option.chip_seconds.mid)} on {option.slice}"
-        for option in estimate.ways
+        for option in estimate.options
         if option is not best
     )
     return f"{cost_text}, and it makes one video soonest{other_costs}"
@@ -86,11 +86,11 @@ def reason_for_best(estimate: ScaleEstimate) -> str | None:
 
 def _summary_lines(estimate: ScaleEstimate) -> Iterator[str]:
     """Yield sentences about the slices that were left out, the best mesh, and the startup of its slice."""
-    yield from filter(None, map(_rejection_reason, estimate.others))
+    yield from filter(None, map(_rejection_reason, estimate.rejected))
     best = estimate.best
     if best is None:
         too_late = "no number of slices meets the deadline: the startup of a slice and one video alone take longer"
-        yield too_late if estimate.ways else "the video fits on none of the slices"
+        yield too_late if estimate.options else "the video fits on none of the slices"
         return
     yield f"best for throughput: {best.slice}{_slice_count(estimate, best)}"
     yield f"why: {reason_for_best(estimate)}"
@@ -98,12 +98,12 @@ def _summary_lines(estimate: ScaleEstimate) -> Iterator[str]:
         yield f"in doubt: the ranges of {best.slice} and {alternatives} overlap, so either may be cheaper"
     for doubt in best.plan.doubts:
         yield f"in doubt: {doubt}"
-    yield _startup_sentence(estimate.bulk, best)
+    yield _startup_sentence(estimate.workload, best)
 
 
 def _slice_count(estimate: ScaleEstimate, best: Option) -> str:
     """Format how many slices to rent. If several workers fit on --chip, also give the number in slices of --chip."""
-    if estimate.bulk.deadline is None:
+    if estimate.workload.deadline is None:
         return ""
     devices = find_hardware(estimate.chip).devices
     workers, chips = devices // best.devices, pluralize(best.devices, "chip")

@@ -84,7 +84,7 @@ def serve(
     listen_options: ListenOptions,
     folder: str,
     workers: tuple[int, int] | None,
-    by: WorkerOptions,
+    worker_options: WorkerOptions,
 ) -> None:
     """Serve a model until a signal arrives. One worker runs in this process, or `workers` run in other processes."""
     check_libraries()
@@ -111,14 +111,14 @@ def serve(
             for listening_socket in listen_on_host(listen_options.host, listen_options.port)
         ]
         videos = parse_path(folder).absolute()
-        store = stack.enter_context(open_store(videos, resolve_database(by.database)))
+        store = stack.enter_context(open_store(videos, resolve_database(worker_options.database)))
         server = _ServeCommand(report, listen_options.host, sockets, access, store, videos, options, serve_options)
         if workers is None:
             server.run_with_thread()
         elif workers == (0, 0):
             server.run_without_worker()
         else:
-            server.run_with_pool(*workers, by)
+            server.run_with_pool(*workers, worker_options)
         note = STOPPED_NOTE
         with suppress(WanjaxError):  # a database that is away must not make the stop a failure
             note = WAITING_NOTE if store.num_waiting() else STOPPED_NOTE
@@ -177,7 +177,7 @@ class _ServeCommand:
         if not worker.join(STOP_TIMEOUT):
             os._exit(0)  # a thread cannot stop a long computation; the job stays in the database
 
-    def run_with_pool(self, min_workers: int, max_workers: int, by: WorkerOptions) -> None:
+    def run_with_pool(self, min_workers: int, max_workers: int, worker_options: WorkerOptions) -> None:
         """Serve with workers that are processes of this machine or actors of a Ray cluster. The workers end with this
         process."""
         cache = click.get_current_context().meta.get(COMPILE_CACHE, {})
@@ -190,12 +190,16 @@ class _ServeCommand:
             )
 
         with ExitStack() as stack:
-            if by.ray is None:
+            if worker_options.ray is None:
                 worker = start_local
             else:
-                ray = stack.enter_context(ray_cluster.connect_ray(by.ray, max_workers, by.dashboard))
+                ray = stack.enter_context(
+                    ray_cluster.connect_ray(worker_options.ray, max_workers, worker_options.dashboard)
+                )
                 worker = self._ray_starter(
-                    ray, start, ray_cluster.parse_resources(by.resources).get("", ray_cluster.default_resources(ray))
+                    ray,
+                    start,
+                    ray_cluster.parse_resources(worker_options.resources).get("", ray_cluster.default_resources(ray)),
                 )
             self._run_pool(
                 Pool(self.store.with_retry_seconds(inf), worker, Autoscaler(min_workers, max_workers), self.report.note)

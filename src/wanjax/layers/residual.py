@@ -167,8 +167,8 @@ def run_fused(kernel: Callable[..., Any], inputs: Inputs | NormedTokens, add_to:
 
 def quantizes_tokens(*projections: nnx.Module) -> bool:
     """Return True if all projections quantize their tokens to 8 bits, in the same way."""
-    ways = {
+    quantizations = {
         (layer.activations, layer.hadamard_size) if isinstance(layer, QuantizedLinear) else (None, 0)
         for layer in projections
     }
-    return len(ways) == 1 and ways.pop()[0] is not None
+    return len(quantizations) == 1 and quantizations.pop()[0] is not None

@@ -85,25 +85,27 @@ class Rejected:
 
 @dataclass(frozen=True)
 class ScaleEstimate:
-    """The options for making the videos on slices of one chip (`ways`), and the rejected slices (`others`)."""
+    """The options for making the videos on slices of one chip, and the rejected slices."""
 
-    bulk: Workload
+    workload: Workload
     model: str
     chip: str
-    ways: Sequence[Option]
-    others: Sequence[Rejected]
+    options: Sequence[Option]
+    rejected: Sequence[Rejected]
 
     @property
     def best(self) -> Option | None:
         """The option with the fewest chip-hours; None if no slice fits the model and meets the deadline."""
         return min(
-            (option for option in self.ways if option.in_time), key=lambda option: option.chip_hours.mid, default=None
+            (option for option in self.options if option.in_time),
+            key=lambda option: option.chip_hours.mid,
+            default=None,
         )
 
     @property
     def quickest(self) -> Option | None:
         """The option with the fastest single video."""
-        return min(self.ways, key=lambda option: option.video_seconds.mid, default=None)
+        return min(self.options, key=lambda option: option.video_seconds.mid, default=None)
 
     @property
     def as_good(self) -> list[Option]:
@@ -111,13 +113,13 @@ class ScaleEstimate:
         best = self.best
         return [
             option
-            for option in self.ways
+            for option in self.options
             if best and option is not best and option.chip_hours.low < best.chip_hours.high
         ]
 
     def cost(self, option: Option) -> ValueRange | None:
         """Compute the cost of an option; return None if the price of a chip-hour is unknown."""
-        return option.chip_hours.scaled_by(self.bulk.price) if self.bulk.price else None
+        return option.chip_hours.scaled_by(self.workload.price) if self.workload.price else None
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields as JSON values. A range is a list, and infinite values are None."""
@@ -155,10 +157,10 @@ def estimate_at_scale(
         description.family, description.model, description.settings, param_dtype=description.param_dtype, **options
     )
     candidates = {chip: 1.0} if mesh else dict(_candidates(hardware, chip, sp, cost))
-    ways, others = [], []
+    accepted_options, rejected = [], []
     for name, ratio in candidates.items():
         if name != chip and ratio > MAX_RATIO:
-            others.append(Rejected(name, ratio))
+            rejected.append(Rejected(name, ratio))
             continue
 
         def report(now: Sequence[str], done: int, total: int, name: str = name) -> None:
@@ -168,8 +170,8 @@ def estimate_at_scale(
             description, name, mesh, sp=sp, rules=rules, attention=attention, on_progress=report, **keywords
         )
         option = _to_option(workload, find_hardware(name).devices, plan)
-        ways.append(option) if option else others.append(Rejected(name, ratio, plan))
-    return ScaleEstimate(workload, description.settings.model, chip, ways, others)
+        accepted_options.append(option) if option else rejected.append(Rejected(name, ratio, plan))
+    return ScaleEstimate(workload, description.settings.model, chip, accepted_options, rejected)
 
 
 def _candidates(hardware: Hardware, chip: str, sp: int | None, cost: StepCost) -> Iterator[tuple[str, float]]:
