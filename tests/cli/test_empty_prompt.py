@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An empty prompt is asked for on a terminal, and elsewhere a mistake at every door but the library's."""
+"""An empty prompt is asked for on a terminal, and elsewhere a mistake at every interface but the library's."""
 
 import json
 import os

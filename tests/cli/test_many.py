@@ -240,7 +240,7 @@ def test_lists_of_seeds(single, first, more):
     ("option", "value", "right"),
     [("--steps", "999999999999", "1000000"), ("--size", "100000x100000", "16384"), ("--frames", "9" * 12, "100000")],
 )
-def test_values_that_no_machine_can_make_are_refused_at_the_door(option, value, right):
+def test_values_that_no_machine_can_make_are_refused_at_once(option, value, right):
     said = refused("generate", "a", option, value)
     assert says(said, f"{right}")
     assert "memory" not in said

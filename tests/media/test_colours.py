@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Profiles of pictures: their colours become those of sRGB at every door, and the values of masks stay."""
+"""Profiles of pictures: their colours become those of sRGB at every interface, and the values of masks stay."""
 
 from io import BytesIO
 
@@ -28,7 +28,7 @@ def encoded(image: Image.Image, suffix: str, icc: bytes, **options) -> bytes:
 
 @pytest.mark.parametrize("name", PROFILES)
 @pytest.mark.parametrize("suffix", ["png", "jpeg", "webp", "tiff", "avif"])
-def test_a_picture_is_in_srgb_at_every_door(tmp_path, name, suffix):
+def test_a_picture_is_in_srgb_at_every_interface(tmp_path, name, suffix):
     icc, image = PROFILES[name], Image.fromarray(PICTURE)
     data = encoded(image, suffix, icc, **LOSSY.get(suffix, {}))
     (tmp_path / "clip").mkdir()
@@ -45,13 +45,13 @@ def test_a_picture_is_in_srgb_at_every_door(tmp_path, name, suffix):
     read = read_pictures(
         {"image": file, "references": [file], "video": tmp_path / "clip"}, INPUT_SPECS.values(), **MANY
     )
-    doors = [
+    interfaces = [
         *(read["image"], read["references"][0], read["video"][0]),
         *(read_picture(Image.open(BytesIO(data))), read_clip([Image.open(BytesIO(data))], **MANY)[0]),
         *(read_picture(tmp_path / x) for x in (saved["image"], *saved["references"])),
         read_clip(tmp_path / saved["video"], **MANY)[0],
     ]
-    for picture in doors:
+    for picture in interfaces:
         assert gap(picture, right) <= most
     values = read_pictures({"video": file, "mask": tmp_path / saved["mask"]}, (CONTROL_VIDEO, MASK), **MANY)
     assert gap(values["mask"][0], stored) <= 1

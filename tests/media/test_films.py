@@ -52,17 +52,17 @@ def test_a_damaged_film_is_refused_with_its_frame(tmp_path, name, kind):
     assert np.abs(clip.astype(int) - FRAMES).mean(axis=(1, 2, 3)).max() < 20
     assert [len(clip) for clip in CUTTING.clips(whole)] == [17]
     damaged = harmed(whole, kind)
-    doors = [lambda: read_clip(damaged, **MANY), lambda: list(CUTTING.clips(damaged))]
+    interfaces = [lambda: read_clip(damaged, **MANY), lambda: list(CUTTING.clips(damaged))]
     if name.endswith(("mp4", "mov", "webm", "mkv", *ANIMATIONS)):
 
         def request():
             saved = save_pictures({"video": [damaged.read_bytes()]}, INPUT_SPECS, tmp_path, Limits(10**7))
             read_clip(tmp_path / saved["video"], **MANY)
 
-        doors.append(request)
-    for door in doors:
+        interfaces.append(request)
+    for interface in interfaces:
         with pytest.raises(WanjaxError) as caught:
-            door()
+            interface()
         assert breaks(str(caught.value), name, kind)
 
 

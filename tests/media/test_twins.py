@@ -240,7 +240,7 @@ def encoded(format: str, first: Image.Image, *rest: Image.Image) -> bytes:
     return file.getvalue()
 
 
-def through_every_door(data: bytes, folder: Path) -> dict[str, np.ndarray]:
+def through_every_interface(data: bytes, folder: Path) -> dict[str, np.ndarray]:
     """Return a picture as it is read from a file, from Pillow, and from a request to the server."""
     (folder / "a.bin").write_bytes(data)
     read = {"file": read_picture(folder / "a.bin"), "Pillow": read_picture(Image.open(BytesIO(data)))}
@@ -251,26 +251,26 @@ def through_every_door(data: bytes, folder: Path) -> dict[str, np.ndarray]:
     return read
 
 
-def test_a_photograph_of_a_phone_is_a_picture_at_every_door(tmp_path):
+def test_a_photograph_of_a_phone_is_a_picture_at_every_interface(tmp_path):
     """An MPO has smaller pictures beside its own."""
     image = Image.fromarray(CLIP[0])
     photo = encoded("MPO", image, image.resize((32, 24)))
     right = read_picture(Image.open(BytesIO(encoded("JPEG", image))))
-    for door, picture in through_every_door(photo, tmp_path).items():
-        assert gap(picture, right) == 0, door
+    for interface, picture in through_every_interface(photo, tmp_path).items():
+        assert gap(picture, right) == 0, interface
 
 
 @pytest.mark.parametrize("format", ["GIF", "WEBP", "PNG", "TIFF", "AVIF"])
-def test_an_animation_is_called_one_at_every_door(tmp_path, format):
+def test_an_animation_is_called_one_at_every_interface(tmp_path, format):
     """It is a clip, whatever the name of its file."""
     data = encoded(format, *(Image.new("L", (64, 48), 80 * i) for i in range(3)))
     (tmp_path / "a.bin").write_bytes(data)
-    doors = [lambda: read_picture(tmp_path / "a.bin"), lambda: read_picture(Image.open(BytesIO(data)))]
+    interfaces = [lambda: read_picture(tmp_path / "a.bin"), lambda: read_picture(Image.open(BytesIO(data)))]
     for field in ("image", "last_image", "references"):
-        doors.append(lambda field=field: save_pictures({field: [data]}, INPUT_SPECS, tmp_path, Limits(10**7)))
-    for door in doors:
+        interfaces.append(lambda field=field: save_pictures({field: [data]}, INPUT_SPECS, tmp_path, Limits(10**7)))
+    for interface in interfaces:
         with pytest.raises(WanjaxError, match="animated"):
-            door()
+            interface()
     for field in ("video", "mask"):
         saved = save_pictures({field: [data]}, INPUT_SPECS, tmp_path, Limits(10**7))[field]
         assert len(read_clip(tmp_path / saved, **MANY)) == 3

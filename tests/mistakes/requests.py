@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of mistakes in a request for a video of nano. `test_doors.py` sends every row through every door."""
+"""The table of mistakes in a request for a video of nano. `test_interfaces.py` sends every row through every
+interface."""
 
 from collections.abc import Mapping
 from functools import reduce
 from typing import Any, NamedTuple
 
 RIGHT: dict[str, Any] = {"prompt": "a red circle", "size": "32x32", "frames": 5, "steps": 2}
-DOORS = ("command", "toml", "rows", "http", "python")
+INTERFACES = ("command", "toml", "rows", "http", "python")
 
 
 class Mistake(NamedTuple):
@@ -14,8 +15,8 @@ class Mistake(NamedTuple):
 
     Args:
         fields: The fields of `VideoRequest` that make RIGHT wrong; None leaves one out.
-        words: What the sentence has to name: the value, and what to do. A door may write fields with dashes.
-        elsewhere: The doors by which nobody can make this mistake, with the reason.
+        words: What the sentence has to name: the value, and what to do. An interface may write fields with dashes.
+        elsewhere: The interfaces by which nobody can make this mistake, with the reason.
     """
 
     fields: Mapping[str, Any]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mistakes in calls of the library: each ends at once, in one sentence that names the right thing.
 
-Those in a request, which other doors take too, are in tests/mistakes.
+Those in a request, which other interfaces take too, are in tests/mistakes.
 """
 
 import inspect

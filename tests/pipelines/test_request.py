@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request means the same by whichever door it comes: Python, TOML, a row of either kind, a form and JSON."""
+"""A request means the same by whichever interface it comes: Python, TOML, a row of either kind, a form and JSON."""
 
 import csv
 import json
@@ -89,7 +89,7 @@ def _toml(value):
 
 @given(FIELDS, SHAPES)
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_request_is_the_same_by_every_door(tmp_path, served, fields, shape):
+def test_a_request_is_the_same_by_every_interface(tmp_path, served, fields, shape):
     fields |= shape
     request = VideoRequest.parse(fields)
     assert request == from_rows(tmp_path, fields, "jsonl") == from_rows(tmp_path, fields, "csv")
@@ -98,7 +98,7 @@ def test_a_request_is_the_same_by_every_door(tmp_path, served, fields, shape):
     assert request == VideoRequest.parse(request.fields) == VideoRequest(**json.loads(json.dumps(asdict(request))))
 
 
-def test_files_are_the_same_by_the_doors_that_name_them(tmp_path):
+def test_files_are_the_same_by_the_interfaces_that_name_them(tmp_path):
     files = {name: str(tmp_path / name) for name in ("image", "video")}
     request = VideoRequest.parse({"prompt": "a", **files})
     assert request.inputs == files

@@ -55,7 +55,7 @@ VALUES = st.one_of(
 
 @given(st.data())
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_no_value_of_any_field_fails_the_server(door, fields, data):
+def test_no_value_of_any_field_fails_the_server(interface, fields, data):
     """By JSON and by form: each is taken, or refused with a sentence that names the field."""
     name, value = data.draw(st.sampled_from([*fields, "other"])), data.draw(VALUES)
     beside = {"height": "size", "width": "size", "seconds": "frames"}.get(name)
@@ -63,10 +63,10 @@ def test_no_value_of_any_field_fails_the_server(door, fields, data):
     pairs = [f"{key}={quote(str(known).encode('utf-8', 'replace'))}" for key, known in asked.items()]
     bodies = {"application/json": json.dumps(asked), "application/x-www-form-urlencoded": "&".join(pairs)}
     for kind, body in bodies.items():
-        answer = door.client.post("/v1/videos", content=body, headers={"content-type": kind})
+        answer = interface.client.post("/v1/videos", content=body, headers={"content-type": kind})
         assert answer.status_code in (200, 422), answer.text
         if answer.status_code == 200:
-            assert door.client.delete(f"/v1/videos/{answer.json()['id']}").status_code == 200
+            assert interface.client.delete(f"/v1/videos/{answer.json()['id']}").status_code == 200
         else:
             error = answer.json()["error"]
             assert len(error["message"]) < 600
@@ -74,16 +74,16 @@ def test_no_value_of_any_field_fails_the_server(door, fields, data):
 
 
 @pytest.fixture
-def door(start):
+def interface(start):
     return start(work=False)
 
 
 @given(st.sampled_from(["limit", "order", "after", "variant"]), st.text())
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_no_query_fails_the_server(door, name, value):
+def test_no_query_fails_the_server(interface, name, value):
     query = {name: value.encode("utf-8", "replace")}
-    assert door.client.get("/v1/videos", params=query).status_code in (200, 404, 422)
-    answer = door.client.get("/v1/videos/video_x/content", params=query)
+    assert interface.client.get("/v1/videos", params=query).status_code in (200, 404, 422)
+    answer = interface.client.get("/v1/videos/video_x/content", params=query)
     assert answer.status_code == (404 if name in ("variant", "after") else 422)
 
 

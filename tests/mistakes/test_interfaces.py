@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each mistake of the table is answered by every door, with one sentence that names the value and what to do."""
+"""Each mistake of the table is answered by every interface, with one sentence that names the value and what to do."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import wanjax
-from tests.mistakes.requests import DOORS, MISTAKES, OF_A_CHECKPOINT, RIGHT, Mistake
+from tests.mistakes.requests import INTERFACES, MISTAKES, OF_A_CHECKPOINT, RIGHT, Mistake
 from tests.serve.conftest import Server
 from tests.support.commands import refused
 from tests.support.tiny import tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_hunyuan_checkpoint
@@ -31,9 +31,9 @@ def name_of(mistake: Mistake) -> str:
     return ",".join(f"{name}={value!s:.30}" for name, value in mistake.fields.items())
 
 
-def through(door: str) -> Any:
-    """Decorate the test of a door with the rows that go through it."""
-    return pytest.mark.parametrize("mistake", [row for row in MISTAKES if door not in row.elsewhere], ids=name_of)
+def through(interface: str) -> Any:
+    """Decorate the test of an interface with the rows that go through it."""
+    return pytest.mark.parametrize("mistake", [row for row in MISTAKES if interface not in row.elsewhere], ids=name_of)
 
 
 def request(mistake: Mistake) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def test_a_call(pipe, mistake):
 
 @pytest.fixture(scope="module", params=[tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_hunyuan_checkpoint])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The doors of a small checkpoint: what each answers to the fields of a wrong request."""
+    """The interfaces of a small checkpoint: what each answers to the fields of a wrong request."""
     folder = str(request.param(tmp_path_factory.mktemp("checkpoint")))
     pipe = wanjax.load(folder)
     server = Server(LoadedModels(pipe), tmp_path_factory.mktemp("served"))
@@ -186,9 +186,9 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 @pytest.mark.parametrize("mistake", OF_A_CHECKPOINT, ids=name_of)
-@pytest.mark.parametrize("door", DOORS)
-def test_a_checkpoint_of_each_family(checkpoint, door, mistake):
-    assert told(checkpoint[door](request(mistake)), mistake)
+@pytest.mark.parametrize("interface", INTERFACES)
+def test_a_checkpoint_of_each_family(checkpoint, interface, mistake):
+    assert told(checkpoint[interface](request(mistake)), mistake)
 
 
 def test_all_wrong_rows_are_told_at_once():
@@ -201,5 +201,5 @@ def test_all_wrong_rows_are_told_at_once():
             assert told(sentence, in_json(row))
 
 
-def test_a_door_is_left_out_with_a_reason():
-    assert {door for row in MISTAKES for door in row.elsewhere} <= {*DOORS}
+def test_an_interface_is_left_out_with_a_reason():
+    assert {interface for row in MISTAKES for interface in row.elsewhere} <= {*INTERFACES}

@@ -29,7 +29,7 @@ COMMANDS = {
     "plan": ("nano", "--chip", "cpu", *ONE),
     "warmup": ("nano", *ONE),
 }
-ELSEWHERE = {"config", "from", "at"}  # doors themselves, and a server
+ELSEWHERE = {"config", "from", "at"}  # interfaces themselves, and a server
 NAMES = st.text(st.characters(exclude_characters="/~"), max_size=20)  # which lead to no folder but the test's
 SAMPLES = [
     "x",
@@ -180,7 +180,7 @@ def recorded_value(data: st.DataObject) -> None:
     assert {path.name for path in Path().iterdir()} <= {"theirs", "mine.mp4"}
 
 
-DOORS = {
+INTERFACES = {
     typed_value: (15, 400),
     value_of_any_command: (60, 3000),
     toml_value: (15, 400),
@@ -189,16 +189,16 @@ DOORS = {
 }
 
 
-def through(door: Any, number: int) -> None:
-    examples(number)(given(st.data())(lambda data: door(data)))()
+def through(interface: Any, number: int) -> None:
+    examples(number)(given(st.data())(lambda data: interface(data)))()
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_a_value_begins_a_video_or_is_refused(door):
-    through(door, DOORS[door][0])
+@pytest.mark.parametrize("interface", INTERFACES)
+def test_a_value_begins_a_video_or_is_refused(interface):
+    through(interface, INTERFACES[interface][0])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("door", DOORS)
-def test_many_values_begin_a_video_or_are_refused(door):
-    through(door, DOORS[door][1])
+@pytest.mark.parametrize("interface", INTERFACES)
+def test_many_values_begin_a_video_or_are_refused(interface):
+    through(interface, INTERFACES[interface][1])
