@@ -357,8 +357,8 @@ def test_files_of_another_size_are_refused_before_anything_is_read(converted, tm
     name = str(harm(folder))
     size = [f"{os.stat(name).st_size + more:,}" for more in (0, 1)] if harm is cut else []
     monkeypatch.chdir(tmp_path)
-    said = commands.refused("generate", "a", "--model", folder, "--dir", "left")
-    assert all(word in said for word in (name, *size))
+    output = commands.refused("generate", "a", "--model", folder, "--dir", "left")
+    assert all(word in output for word in (name, *size))
     assert not Path("left").exists()
 
 

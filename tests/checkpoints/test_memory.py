@@ -63,8 +63,8 @@ def test_a_model_of_the_hub_is_refused_before_its_weights_are_downloaded(
     machine.has_memory(least - 1)
     with pytest.raises(WanjaxError, match=naming(f"transformer {ID} needs machine")):
         wanjax.load(ID)
-    said = refused("a", "--model", ID, "--size", "32x32", "--frames", "5")
-    assert says(said, f"transformer {ID} 42.9 kB weights bfloat16")
+    output = refused("a", "--model", ID, "--size", "32x32", "--frames", "5")
+    assert says(output, f"transformer {ID} 42.9 kB weights bfloat16")
     assert sent_weights(published) == []
     machine.has_memory(least)
     assert wanjax.load(ID).components.sizes == {"transformer": least}  # another's config needs a download
@@ -250,9 +250,9 @@ def test_what_it_will_take_is_told(tiny, tmp_path, monkeypatch):
     options = ("a", "--model", tiny, "--size", "32x32", "--frames", "5", "--steps", "1", "--dtype", "float32")
     assert "weights" not in succeeded(command(*options)).stderr  # of less than a gigabyte
     monkeypatch.setattr(stages, "LARGE_BYTES", 0)
-    said = succeeded(command(*options)).stderr
-    assert re.search(r"the weights of its (transformer|text_encoder) take about \d+\.\d kB of memory\n", said)
-    assert "at least" not in said  # a CPU's peak is not known
+    output = succeeded(command(*options)).stderr
+    assert re.search(r"the weights of its (transformer|text_encoder) take about \d+\.\d kB of memory\n", output)
+    assert "at least" not in output  # a CPU's peak is not known
     pipe = wanjax.load(tiny)
     settings = pipe.settings(guidance_scale=5.0, steps=4)
     flops = sum(pipe.model.cost(settings).flops.values())

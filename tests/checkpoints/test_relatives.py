@@ -91,8 +91,8 @@ def test_several_that_may_be_the_other_are_told_by_name(tmp_path):
     names = [f"{HIGH}_{date}.safetensors" for date in ("1022", "1030")]
     for name in (*names, f"{LOW}.safetensors"):
         file(tmp_path / name, I2V_A14B)
-    said = refusal(tmp_path / f"{LOW}.safetensors")
-    assert says(said, " ".join([f"{LOW}.safetensors", *names, f"{HIGH}.safetensors"]))
+    output = refusal(tmp_path / f"{LOW}.safetensors")
+    assert says(output, " ".join([f"{LOW}.safetensors", *names, f"{HIGH}.safetensors"]))
     (tmp_path / names[0]).unlink()
     assert classes(open_source(tmp_path / f"{LOW}.safetensors"))[1]
 

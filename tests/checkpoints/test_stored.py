@@ -72,8 +72,8 @@ def test_there_and_back_is_equal_bit_for_bit(source, converted, tmp_path):
 
 def test_another_checkpoint_is_not_written_over(source, stored):
     before = objects()
-    said = refused(ToWanjax(open_source(source), stored, NETWORKS, dtypes={"transformer": "bfloat16"}).run)
-    assert says(said, MODEL)
+    output = refused(ToWanjax(open_source(source), stored, NETWORKS, dtypes={"transformer": "bfloat16"}).run)
+    assert says(output, MODEL)
     assert objects() == before
 
 

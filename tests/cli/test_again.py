@@ -65,9 +65,9 @@ def frames(path: str | Path) -> np.ndarray:
     return read_clip(path, 99, 16)
 
 
-def lines(said: str) -> dict[str, str]:
+def lines(output: str) -> dict[str, str]:
     """Return the lines of `info`: names and values."""
-    return {line.partition("  ")[0]: line.partition("  ")[2].strip() for line in said.splitlines()}
+    return {line.partition("  ")[0]: line.partition("  ")[2].strip() for line in output.splitlines()}
 
 
 @pytest.mark.parametrize("name", ["a.mp4", "a.mov", "a.webm", "a.gif", "a.webp", "a"])
@@ -325,10 +325,10 @@ def test_a_record_names_files_that_are_what_they_were(image, tmp_path):
         for value in ("/etc/passwd", "/dev/zero", "a" * 5000):
             changed = {k: v for k, v in record.items() if k != "digests"} | {name: value}
             Path("other.json").write_text(json.dumps(changed))
-            said = (
+            output = (
                 refused("--from", "other.json", "--model", "model", "--image", "red.png") if name != "image" else None
             )
-            assert says(said or refused("--from", "other.json", "--model", "model"), f"{option} {value}")
+            assert says(output or refused("--from", "other.json", "--model", "model"), f"{option} {value}")
     for changed in ({"digests": {}}, {"digests": [3]}, {"digests": None}, {"digests": {record["image"]: "0" * 64}}):
         Path("other.json").write_text(json.dumps(record | changed))
         assert says(refused("--from", "other.json", "--model", "model"), f"--image {record['image']}")
@@ -345,12 +345,12 @@ def test_a_record_names_files_that_are_what_they_were(image, tmp_path):
 
 def test_other_devices_and_versions_are_told(text):
     succeeded(wanjax("a", "--model", text, *SMALL, "--dir", "d", "--out", "one.mp4"))
-    said = succeeded(wanjax("--from", "one.mp4", "--out", "two.mp4")).stderr
-    assert "last digits" not in said
+    output = succeeded(wanjax("--from", "one.mp4", "--out", "two.mp4")).stderr
+    assert "last digits" not in output
     record = read_metadata("one.mp4") | {"version": "0.0.1", "devices": "8 x TPU v6 lite"}
     stage_files.save_settings(Path("d"), record)
-    said = succeeded(wanjax("--from", "d", "--out", "two.mp4", "--force")).stderr
-    assert says(said, "0.0.1 8 v6 last digits")
+    output = succeeded(wanjax("--from", "d", "--out", "two.mp4", "--force")).stderr
+    assert says(output, "0.0.1 8 v6 last digits")
 
 
 def test_tiles_of_two_sides():

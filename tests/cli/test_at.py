@@ -109,8 +109,10 @@ def test_each_window_is_told_as_it_is_made(monkeypatch):
     jobs = [waiting, *(waiting | {"status": "in_progress", "window": number} for number in numbers)]
     alone = waiting | {"status": "in_progress", "settings": [7]}
     with answering(answers(job=iter([*jobs, alone, waiting | {"status": "completed"}]))) as url:
-        said = succeeded(wanjax("a cat", "--at", url, "--out", "cat.mp4")).stderr
-    assert [line for line in said.splitlines() if "window" in line] == [f"window {number} of 3" for number in (1, 2, 3)]
+        output = succeeded(wanjax("a cat", "--at", url, "--out", "cat.mp4")).stderr
+    assert [line for line in output.splitlines() if "window" in line] == [
+        f"window {number} of 3" for number in (1, 2, 3)
+    ]
 
 
 def test_a_connection_that_is_cut_leaves_no_video():
@@ -122,8 +124,8 @@ def test_a_connection_that_is_cut_leaves_no_video():
 def test_a_server_that_ends_keeps_the_video_that_it_was_asked_for(monkeypatch):
     monkeypatch.setattr(remote, "POLL_INTERVALS", (0, 0))
     with answering(answers(job=iter([{"status": "queued"}]))) as url:
-        said = refused("a cat", "--at", url, "--out", "cat.mp4", status=1)
-    assert says(said, f"{url} {ID} waits {url}{PLACE}/content")
+        output = refused("a cat", "--at", url, "--out", "cat.mp4", status=1)
+    assert says(output, f"{url} {ID} waits {url}{PLACE}/content")
     assert files(".") == []
 
 
@@ -383,9 +385,9 @@ def test_a_wrong_token_is_answered_with_the_variable(monkeypatch, token, words):
     if token is not None:
         monkeypatch.setenv("WANJAX_TOKEN", token)
     with answering({"/v1/models": (401, {"error": {"message": "the token is missing or wrong"}})}) as at:
-        said = refused("generate", "a", "--at", at)
-    assert says(said, words)
-    assert token is None or token not in said
+        output = refused("generate", "a", "--at", at)
+    assert says(output, words)
+    assert token is None or token not in output
 
 
 @pytest.mark.parametrize(("status", "exit_status"), [(503, 1), (500, 1), (403, 2)])

@@ -248,9 +248,9 @@ def with_unlike_experts(folder: Path) -> None:
 )
 def test_checkpoints(damaged, damage, messages):
     damage(damaged)
-    said = refused("a", "--model", damaged, *SMALL)
+    output = refused("a", "--model", damaged, *SMALL)
     for message in messages:
-        assert says(said, message), said
+        assert says(output, message), output
     assert not [name for name in left() if name.endswith(".mp4")]
 
 
@@ -302,8 +302,8 @@ def stages(complete) -> Path:
 def test_stage_files_that_do_not_belong_together(intact, stages):
     shutil.copytree(stages, "other")
     assert CliRunner().invoke(main, ["encode", "b", "--model", str(intact), "--dir", "other", "--force"]).exit_code == 0
-    said = refused("decode", "--dir", "other")
-    assert says(said, "stage2_latents.safetensors generation_config.json prompt 'a' 'b' wanjax denoise --dir other")
+    output = refused("decode", "--dir", "other")
+    assert says(output, "stage2_latents.safetensors generation_config.json prompt 'a' 'b' wanjax denoise --dir other")
     shutil.copy(stages / stage_files.EMBEDDINGS_FILE, Path("other") / stage_files.EMBEDDINGS_FILE)
     assert says(refused("denoise", "--dir", "other"), "stage1_embeddings.safetensors generation_config.json other")
     assert not (Path("other") / stage_files.VIDEO_FILE).exists()
@@ -406,8 +406,8 @@ def test_a_disk_that_fills_with_latents(intact, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", sync)
-    said = refused("a", "--model", intact, *SMALL, "--dir", "stage_outputs", status=1)
-    assert says(said, "stage_outputs/stage2_latents.safetensors No space left on device")
+    output = refused("a", "--model", intact, *SMALL, "--dir", "stage_outputs", status=1)
+    assert says(output, "stage_outputs/stage2_latents.safetensors No space left on device")
     assert left() == AFTER_ENCODING
 
 
@@ -424,6 +424,6 @@ def test_a_disk_that_fills_with_the_video(intact, monkeypatch, at_once):
         return run([*limited, *command] if at_once or "trial" not in " ".join(command) else command, **kw)
 
     monkeypatch.setattr(subprocess, "Popen", start)
-    said = refused("a", "--model", intact, *SMALL, "--dir", "stage_outputs", status=1)
-    assert says(said, "output_video.mp4 written")
+    output = refused("a", "--model", intact, *SMALL, "--dir", "stage_outputs", status=1)
+    assert says(output, "output_video.mp4 written")
     assert left() == ([] if at_once else [*AFTER_ENCODING, "stage_outputs/stage2_latents.safetensors"])

@@ -61,11 +61,11 @@ def given(standing_for) -> Arguments:
 
 
 def test_help_lists_the_commands():
-    said = succeeded(wanjax("--help")).output
+    stderr = succeeded(wanjax("--help")).output
     commands = (
         "generate batch encode denoise decode plan warmup calibrate convert train info models bench selftest serve"
     )
-    assert re.findall(r"^  (\w+)  ", said, re.MULTILINE) == [*commands.split(), "worker"]
+    assert re.findall(r"^  (\w+)  ", stderr, re.MULTILINE) == [*commands.split(), "worker"]
     assert succeeded(wanjax("--version")).output.startswith("wanjax ")
 
 
@@ -194,13 +194,13 @@ def test_help_lists_the_commands():
     ],
 )
 def test_help_is_complete(command, options):
-    said = succeeded(wanjax(command, "--help-all")).output
-    message = re.findall(r"^  (?:-\w, )?--([a-z0-9-]+)(?: |$)", said, re.MULTILINE)
+    stderr = succeeded(wanjax(command, "--help-all")).output
+    message = re.findall(r"^  (?:-\w, )?--([a-z0-9-]+)(?: |$)", stderr, re.MULTILINE)
     assert sorted(message) == sorted(options.split())
     short = succeeded(CliRunner(env={"COLUMNS": "80"}).invoke(main, [command, "--help"])).output.splitlines()
     assert len(short) <= 50
     assert max(map(len, short)) <= 80
-    assert ("--help-all" in "".join(short)) == (len(said.splitlines()) > 50)
+    assert ("--help-all" in "".join(short)) == (len(stderr.splitlines()) > 50)
 
 
 @pytest.mark.parametrize(
@@ -284,10 +284,10 @@ def test_three_stages_are_one_run(model):
 
 
 def test_the_printed_command_resumes_the_run(model):
-    said = succeeded(wanjax("encode", "a", "--model", model, "--dir", "with space")).stderr
-    [command] = map(shlex.split, re.findall(r"wanjax (denoise --dir .*)$", said, re.MULTILINE))
-    said = succeeded(wanjax(*command, *SMALL)).stderr
-    [command] = map(shlex.split, re.findall(r"wanjax (decode --dir .*)$", said, re.MULTILINE))
+    output = succeeded(wanjax("encode", "a", "--model", model, "--dir", "with space")).stderr
+    [command] = map(shlex.split, re.findall(r"wanjax (denoise --dir .*)$", output, re.MULTILINE))
+    output = succeeded(wanjax(*command, *SMALL)).stderr
+    [command] = map(shlex.split, re.findall(r"wanjax (decode --dir .*)$", output, re.MULTILINE))
     succeeded(wanjax(*command, "--fps", "8", "--out", "a.gif"))
     assert video_files.read_metadata("a.gif")["fps"] == 8
     assert load_settings(Path("with space"))["fps"] != 8
@@ -325,9 +325,9 @@ def test_two_experts(model):
     added = {"transformer_2": ["diffusers", "WanTransformer3DModel"], "boundary_ratio": 0.8}
     index.write_text(json.dumps(json.loads(index.read_text()) | added))
     scales = ("--guidance-scale", "2", "--guidance-scale-2", "3")
-    said = succeeded(wanjax("a", "--model", folder, *SMALL, *scales, *HERE)).stderr
-    assert "guidance 2 and 3" in said
-    assert says(said, "step 2 transformer_2 loaded")
+    output = succeeded(wanjax("a", "--model", folder, *SMALL, *scales, *HERE)).stderr
+    assert "guidance 2 and 3" in output
+    assert says(output, "step 2 transformer_2 loaded")
     settings = json.loads((Path("stage_outputs") / stage_files.CONFIG).read_text())
     assert (settings["guidance_scale"], settings["guidance_scale_2"], settings["boundary"]) == (2.0, 3.0, 0.8)
 
@@ -337,8 +337,8 @@ def test_denoising_from_a_video(model):
     for i, frame in enumerate(np.random.default_rng(0).integers(0, 256, (5, 16, 32, 3), dtype=np.uint8)):
         Image.fromarray(frame).save(f"first/{i}.png")
     options = ("--video", "first", *SMALL)
-    said = succeeded(wanjax("b", "--model", model, *options, "--strength", "0.5", "--out", "second", *HERE)).stderr
-    assert "step 1 of 1" in said or "1 of 1" in said
+    output = succeeded(wanjax("b", "--model", model, *options, "--strength", "0.5", "--out", "second", *HERE)).stderr
+    assert "step 1 of 1" in output or "1 of 1" in output
     kept = load_safetensors(Path("stage_outputs") / stage_files.EMBEDDINGS_FILE)
     assert kept["video_latents"].shape == (1, 4, 2, 2, 4)
     assert video_files.read_metadata("second/frame_00000.png")["strength"] == 0.5
@@ -352,11 +352,11 @@ def test_denoising_from_a_video(model):
 
 
 def test_unintended_settings_give_notes(model):
-    said = wanjax("encode", "word " * 40 + "end", "--model", model).stderr
-    assert says(said, 'prompt tokens 24 "word')
-    said = wanjax(" ", "--allow-empty-prompt", "--model", model, *SMALL, "--guidance-scale", "1").stderr
-    assert "the prompt is empty" in said
-    assert "guidance is off" in said
+    output = wanjax("encode", "word " * 40 + "end", "--model", model).stderr
+    assert says(output, 'prompt tokens 24 "word')
+    output = wanjax(" ", "--allow-empty-prompt", "--model", model, *SMALL, "--guidance-scale", "1").stderr
+    assert "the prompt is empty" in output
+    assert "guidance is off" in output
 
 
 def test_embeddings_of_226_tokens_give_a_note(model, failing_in):
@@ -468,9 +468,9 @@ def test_a_model():
     assert described["sizes"] == {"720p": "1280x720", "480p": "832x480", "portrait": "720x1280", "square": "960x960"}
     assert (described["takes"], described["needs"]) == (["image", "last_image"], ["image"])
     assert described["licence"] == "Apache-2.0"
-    said = succeeded(wanjax("models", "wan2.2-i2v-a14b")).stdout
-    assert re.search(r"^takes  +a prompt, --image \(needed\), --last-image$", said, re.MULTILINE)
-    assert re.search(r"^sizes  +720p 1280x720, 480p 832x480", said, re.MULTILINE)
+    output = succeeded(wanjax("models", "wan2.2-i2v-a14b")).stdout
+    assert re.search(r"^takes  +a prompt, --image \(needed\), --last-image$", output, re.MULTILINE)
+    assert re.search(r"^sizes  +720p 1280x720, 480p 832x480", output, re.MULTILINE)
     assert says(refused("models", "nan"), "'nan' nano")
 
 
@@ -485,10 +485,12 @@ def test_models():
     assert sizes["wan2.1-t2v-14b"]["text_encoder"] == 2 * 5_680_910_336
     assert sizes["wan2.1-t2v-14b"]["vae"] == 4 * 126_892_531
     assert sizes["wan2.2-t2v-a14b"]["transformer_2"] == 2 * 14_288_491_584
-    said = succeeded(CliRunner(env={"COLUMNS": "200"}).invoke(main, ["models"])).stdout
+    output = succeeded(CliRunner(env={"COLUMNS": "200"}).invoke(main, ["models"])).stdout
     for model in described:
         size = f"{model['defaults']['width']}x{model['defaults']['height']}"
-        assert re.search(rf"^{re.escape(model['name'])} .* {size} .*{re.escape(model['licence'])}", said, re.MULTILINE)
+        assert re.search(
+            rf"^{re.escape(model['name'])} .* {size} .*{re.escape(model['licence'])}", output, re.MULTILINE
+        )
 
 
 def test_the_command_runs_beside_a_folder_of_its_name():

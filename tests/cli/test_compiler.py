@@ -72,8 +72,8 @@ def refused_by_the_library(*arguments: str) -> str:
 @pytest.mark.parametrize("command", ["generate a", "encode a", "denoise", "decode", "plan", "warmup", "load nano"])
 def test_an_unknown_set_is_refused_in_one_sentence(command):
     name, *options = command.split()
-    said = refused_by_the_library(*options) if name == "load" else refused(name, *options, "--compiler", "quick")
-    assert says(said, "'quick' safe fast")
+    output = refused_by_the_library(*options) if name == "load" else refused(name, *options, "--compiler", "quick")
+    assert says(output, "'quick' safe fast")
 
 
 def test_the_library_warns_of_a_refused_option(model):

@@ -25,9 +25,9 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
 @pytest.mark.parametrize("prompt", [[], [""], [" \t"], ["--prompt", ""]], ids=str)
 @pytest.mark.parametrize("command", ["generate", "encode"])
 def test_a_command_is_refused(command, prompt):
-    said = refused(command, *prompt)
-    assert says(said, "prompt --allow-empty-prompt")
-    assert says(said, "empty" if prompt else "missing")
+    output = refused(command, *prompt)
+    assert says(output, "prompt --allow-empty-prompt")
+    assert says(output, "empty" if prompt else "missing")
 
 
 def test_a_video_of_no_prompt_is_made_where_it_is_meant_and_again_from_its_record():

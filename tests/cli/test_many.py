@@ -214,8 +214,8 @@ WRONG = [
 )
 def test_all_wrong_rows_are_told_at_once(model, words):
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in WRONG))
-    said = refused("batch", "rows.jsonl", *model, "--out", "videos")
-    for line, named in zip(said.splitlines(), words, strict=True):
+    output = refused("batch", "rows.jsonl", *model, "--out", "videos")
+    for line, named in zip(output.splitlines(), words, strict=True):
         assert says(line, named), line
     assert not Path("videos").exists()
 
@@ -241,9 +241,9 @@ def test_lists_of_seeds(single, first, more):
     [("--steps", "999999999999", "1000000"), ("--size", "100000x100000", "16384"), ("--frames", "9" * 12, "100000")],
 )
 def test_values_that_no_machine_can_make_are_refused_at_once(option, value, right):
-    said = refused("generate", "a", option, value)
-    assert says(said, f"{right}")
-    assert "memory" not in said
+    output = refused("generate", "a", option, value)
+    assert says(output, f"{right}")
+    assert "memory" not in output
 
 
 def test_prompts_are_read_in_their_encoding_or_not_at_all(tmp_path):

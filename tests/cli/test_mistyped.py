@@ -115,8 +115,8 @@ def test_a_mistyped_command_makes_no_video(given, arguments, message):
     ],
 )
 def test_two_dashes_make_no_two_options_alike(command, option, others):
-    said = refused(command, option, "1")
-    assert not any(other in said for other in others.split()), said
+    output = refused(command, option, "1")
+    assert not any(other in output for other in others.split()), output
 
 
 def test_the_training_options_of_others_are_answered_with_ours():
@@ -151,8 +151,8 @@ def test_other_words_are_prompts(given, prompt):
 
 def test_a_word_before_a_file_is_no_prompt(given):
     Path("x y.mp4").write_bytes(b"film")
-    said = refused("show", "x y.mp4")
-    assert says(said, "command 'show' --from 'x y.mp4' info quotes")
+    output = refused("show", "x y.mp4")
+    assert says(output, "command 'show' --from 'x y.mp4' info quotes")
     assert not given
     assert says(refused("show", "the", "film"), "prompt 3 quotes wanjax generate 'show the film'")
 
@@ -203,10 +203,10 @@ def test_an_option_may_be_repeated_with_the_same_value_or_where_it_takes_several
     ],
 )
 def test_a_web_address_for_what_is_written_is_answered_with_the_places_for_it(arguments, places):
-    said = refused(*arguments, "http://foo/x")
-    assert says(said, f"http://foo/x {places}")
-    assert "curl" not in said
-    assert ("s3://" in said) == ("s3://" in places)
+    output = refused(*arguments, "http://foo/x")
+    assert says(output, f"http://foo/x {places}")
+    assert "curl" not in output
+    assert ("s3://" in output) == ("s3://" in places)
     assert list(Path().iterdir()) == []
 
 
@@ -229,8 +229,8 @@ def test_a_file_is_no_prompt(tmp_path):
     """A shell's pattern finds two films where one is meant: the second would be the prompt."""
     for name in ("one.mp4", "two.mp4"):
         (tmp_path / name).write_bytes(b"film")
-    said = refused("--image", "one.mp4", "two.mp4")
-    assert says(said, "two.mp4 file prompt --from --image --video")
+    output = refused("--image", "one.mp4", "two.mp4")
+    assert says(output, "two.mp4 file prompt --from --image --video")
 
 
 @pytest.mark.parametrize(

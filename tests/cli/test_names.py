@@ -411,9 +411,9 @@ def test_a_cache_without_room_costs_no_video(model, cached):
         result = succeeded(wanjax(*options))
         assert re.search(f"note: .*{stage_files.EMBEDDINGS_FILE}.*too large", result.stderr)
         assert files(".") == ["a.mp4"]
-        said = refused(*options, "--dir", "d", status=1)
-    assert stage_files.EMBEDDINGS_FILE in said
-    assert "too large" in said
+        output = refused(*options, "--dir", "d", status=1)
+    assert stage_files.EMBEDDINGS_FILE in output
+    assert "too large" in output
     assert not os.path.exists("d")  # the command made it, and left nothing in it
     assert list(cached.iterdir()) == []
 

@@ -61,8 +61,8 @@ def test_errors_are_all_that_is_told(model, option):
 
 def test_how_to_go_on_is_told_even_so(model, failing_in):
     with failing_in("frames", KeyboardInterrupt()):
-        said = wanjax("a", "--model", model, *SMALL, "-q", "--dir", "d").stderr
-    stopped, resume_command = said.splitlines()
+        output = wanjax("a", "--model", model, *SMALL, "-q", "--dir", "d").stderr
+    stopped, resume_command = output.splitlines()
     assert stopped == "wanjax: stopped"
     assert resume_command.endswith(": wanjax decode --dir d")
 

@@ -53,6 +53,6 @@ def test_what_is_printed_into_a_pipe(model, tmp_path, monkeypatch):
         ("models",),
         ("info", "a.mp4"),
     ):
-        said = succeeded(wanjax(*command)).output
-        assert not DRAWN.findall(said), (command, said)
-        assert SEVERAL.findall(said) == [], (command, said)
+        stderr = succeeded(wanjax(*command)).output
+        assert not DRAWN.findall(stderr), (command, stderr)
+        assert SEVERAL.findall(stderr) == [], (command, stderr)

@@ -302,8 +302,8 @@ def test_each_set_of_compiler_options_has_prices_of_its_own(monkeypatch):
         kept_in.setdefault(compiler, set()).add(tuple(json.dumps(PRICER.key(job)) for job in requested["jobs"]))
     [safe], [fast] = kept_in["safe"], kept_in["fast"]
     assert len(set(safe) - set(fast)) == 3  # the step, and the decoder's two; the others have the same options in both
-    said = CliRunner().invoke(main, ["plan", "nano", "--compiler", "fast"]).output
-    assert says(" ".join(said.split()), "fsdp fast compiler")
+    printed = CliRunner().invoke(main, ["plan", "nano", "--compiler", "fast"]).output
+    assert says(" ".join(printed.split()), "fsdp fast compiler")
 
 
 def test_the_kernel_is_that_of_the_chip_which_is_planned_for():
@@ -343,9 +343,9 @@ def test_a_slice_is_priced_by_its_compiler_and_only_once(monkeypatch):
 def test_a_lora_that_cannot_be_read_is_refused(name, tmp_path):
     (tmp_path / name).touch()
     options = ["plan", "nano", "--chip", "h100", "--lora", str(tmp_path / name)]
-    said = CliRunner().invoke(main, options)
-    assert said.exit_code == 2
-    assert says(said.output, name)
+    printed = CliRunner().invoke(main, options)
+    assert printed.exit_code == 2
+    assert says(printed.output, name)
 
 
 def test_a_narrow_terminal_cuts_no_word(monkeypatch):

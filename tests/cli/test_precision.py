@@ -80,8 +80,8 @@ def test_a_batch_has_one_precision(model):
 
 
 def test_plan_says_what_is_not_rounded():
-    said = succeeded(wanjax("plan", "nano", "--chip", "cpu", "--precision", "int8")).output
-    assert says(said, "int8 first projection")
+    stderr = succeeded(wanjax("plan", "nano", "--chip", "cpu", "--precision", "int8")).output
+    assert says(stderr, "int8 first projection")
     priced = json.loads(succeeded(wanjax("plan", "nano", "--chip", "cpu", "--precision", "int8", "--json")).stdout)
     floats = json.loads(succeeded(wanjax("plan", "nano", "--chip", "cpu", "--json")).stdout)
     assert (priced["precision"], floats["precision"], floats["full_precision"]) == ("int8", "none", [])
@@ -92,9 +92,9 @@ def test_plan_says_what_is_not_rounded():
 
 
 def test_models_says_what_a_precision_rounds():
-    said = succeeded(wanjax("models", "wan2.1-t2v-14b")).output
-    assert says(said, "precisions int8-weights fp8")
-    assert says(said, "full precision first projection")
+    stderr = succeeded(wanjax("models", "wan2.1-t2v-14b")).output
+    assert says(stderr, "precisions int8-weights fp8")
+    assert says(stderr, "full precision first projection")
     card = json.loads(succeeded(wanjax("models", "wan2.1-i2v-14b-480p", "--json")).stdout)
     assert "the projection of the image" in card["full_precision"]
 

@@ -86,7 +86,7 @@ def test_a_missing_bucket_is_told_before_the_first_step(many):
 
 @pytest.mark.parametrize("more", [[], ["--workers", "2"]], ids=["one", "several"])
 def test_a_missing_bucket_of_a_server_is_told_before_its_model_is_loaded(more):
-    said = refused(
+    output = refused(
         "serve",
         "--port",
         "0",
@@ -98,7 +98,7 @@ def test_a_missing_bucket_of_a_server_is_told_before_its_model_is_loaded(more):
         "here.sqlite",
         *more,
     )
-    assert says(said, "s3://no-such-bucket/served bucket")
+    assert says(output, "s3://no-such-bucket/served bucket")
 
 
 @contextmanager
@@ -143,11 +143,11 @@ def test_a_store_that_takes_nothing_is_told_before_the_first_step(fault, words, 
     S3FileSystem.clear_instance_cache()
     try:
         with fault(s3, monkeypatch):
-            said = refused("a red circle", *SMALL, "--out", f"{BUCKET}/a.mp4", begun=False)
+            output = refused("a red circle", *SMALL, "--out", f"{BUCKET}/a.mp4", begun=False)
     finally:
         S3FileSystem.clear_instance_cache()
-    assert says(said, words)
-    assert "a-secret" not in said
+    assert says(output, words)
+    assert "a-secret" not in output
 
 
 ELSEWHERE = {

@@ -94,8 +94,8 @@ def test_a_second_process_compiles_nothing_on_a_mesh(model, mesh, tmp_path):
     run = ("--model", name, "--size", "32x32", "--frames", "5", "--steps", "1", "--mesh", mesh)
     wanjax(tmp_path, "warmup", "--prompt", "a cat", *run, code=COMMAND, devices=MESHES[mesh])
     report_options = (*HERE, "--verbose", "--stats")
-    said = wanjax(tmp_path, "generate", "a cat", *run, *report_options, code=COMMAND, devices=MESHES[mesh])
-    assert re.search(r"^0 programs compiled, [1-9]\d* read from the cache", said, re.MULTILINE), said
+    output = wanjax(tmp_path, "generate", "a cat", *run, *report_options, code=COMMAND, devices=MESHES[mesh])
+    assert re.search(r"^0 programs compiled, [1-9]\d* read from the cache", output, re.MULTILINE), output
 
 
 @pytest.mark.slow  # tests/schedulers has a quick one: a schedule is an argument of its programs

@@ -57,9 +57,9 @@ def _files(tmp_path, monkeypatch):
 
 def sentence(*arguments: str | Path) -> str:
     """Return the sentence with which a command is refused, which is in plain words."""
-    said = refused(*arguments)
-    assert not [raw for raw in RAW if raw in said], said
-    return said
+    output = refused(*arguments)
+    assert not [raw for raw in RAW if raw in output], output
+    return output
 
 
 OF_OTHER_MODELS = ("--last-image", "--reference", "--mask")  # than nano, which are refused unread
@@ -119,9 +119,9 @@ OF_A_TRAINING = {
 @pytest.mark.parametrize("option", NUMBERS)
 def test_numbers_of_a_video(option):
     for value in (*NUMBERS[option], "nan", "inf", "many"):
-        said = sentence("generate", "a", option, str(value))
+        output = sentence("generate", "a", option, str(value))
         wrong = str(value).rpartition(":")[2]
-        assert wrong in said
+        assert wrong in output
 
 
 @pytest.mark.parametrize("option", OF_A_TRAINING)

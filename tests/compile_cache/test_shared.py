@@ -146,8 +146,8 @@ def test_a_cache_that_cannot_be_created_is_noted(chosen, monkeypatch, tmp_path):
 
 
 def test_a_place_is_used_after_it_is_said_to_be_trusted(chosen, monkeypatch, tmp_path):
-    said = refused("warmup", "--compile-cache", tmp_path / "cache")
-    assert says(said, f"{tmp_path}/cache --trust-compile-cache {TRUSTED}=1")
+    output = refused("warmup", "--compile-cache", tmp_path / "cache")
+    assert says(output, f"{tmp_path}/cache --trust-compile-cache {TRUSTED}=1")
     monkeypatch.setenv(SHARED, str(tmp_path / "cache"))
     with pytest.raises(WanjaxError, match=naming(TRUSTED)):
         set_cache_folder()
@@ -185,10 +185,10 @@ def started(folder: Path, cache: str, *command: str) -> subprocess.Popen:
 
 def told(process: subprocess.Popen) -> tuple[int, int]:
     """Return the numbers of programs that a process compiled, and that it read."""
-    said = process.communicate()[1]
-    assert process.returncode == 0, said
-    match = re.search(r"(\d+) programs compiled, (\d+) read from the cache", said)
-    assert match, said
+    output = process.communicate()[1]
+    assert process.returncode == 0, output
+    match = re.search(r"(\d+) programs compiled, (\d+) read from the cache", output)
+    assert match, output
     return int(match[1]), int(match[2])
 
 
@@ -242,9 +242,9 @@ def test_a_cache_is_filled_for_chips_that_are_not_here(tmp_path):
     command = ("warmup", "--chip", "v6e-1", *SMALL[:6])
     for result, there in ((8, 0), (0, 8)):
         process = started(tmp_path, str(tmp_path / "programs"), *command)
-        said = process.communicate()[1]
-        assert process.returncode == 0, said
-        assert re.search(rf"compiled for v6e-1: {result} programs?, there before: {there}", said), said
+        output = process.communicate()[1]
+        assert process.returncode == 0, output
+        assert re.search(rf"compiled for v6e-1: {result} programs?, there before: {there}", output), output
     assert len(list((tmp_path / "programs/tpu").iterdir())) == 8
 
 

@@ -84,8 +84,8 @@ def test_an_entry_that_is_wrong_is_named(tmp_path, monkeypatch, component, key, 
     file = Path(model) / component / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
     with unchecked():
-        said = refused("generate", "a", "--model", model)
-        assert says(said, f"{component}'s config.json {key}")
+        output = refused("generate", "a", "--model", model)
+        assert says(output, f"{component}'s config.json {key}")
         with pytest.raises(WanjaxError, match=key):
             wanjax.load(model).vae, wanjax.load(model).text_encoder
 

@@ -50,9 +50,9 @@ class Near(PeerGroup):
     def gather(self, text):
         self.room.said[self.index] = text
         self.room.barrier.wait()
-        said = list(self.room.said)
+        output = list(self.room.said)
         self.room.barrier.wait()
-        return said
+        return output
 
 
 @pytest.fixture

@@ -79,7 +79,7 @@ def test_what_is_there_is_not_made_again(maker, local_store):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "output"),
     [
         ({"size": (30, 32)}, "row 2 height 30 16 32"),
         ({"frames": 4}, "row 2 4 5"),
@@ -90,8 +90,8 @@ def test_what_is_there_is_not_made_again(maker, local_store):
     ],
     ids=str,
 )
-def test_what_the_model_cannot_make_is_told_before_anything_starts(maker, options, said):
-    with pytest.raises(WanjaxError, match=naming(said)):
+def test_what_the_model_cannot_make_is_told_before_anything_starts(maker, options, output):
+    with pytest.raises(WanjaxError, match=naming(output)):
         maker.tasks_for(asked({"prompt": "a"}, {"prompt": "b"} | options))
 
 

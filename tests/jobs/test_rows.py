@@ -83,7 +83,7 @@ def test_files_are_relative_to_the_table_unless_they_are_urls(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "output"),
     [
         ('{"prompt": "a", "references": ["a.png", null]}', "line 2 references null file"),
         ('{"prompt": "a", "lora": "cat:0.5"}', "line 2 'lora'"),
@@ -94,14 +94,14 @@ def test_files_are_relative_to_the_table_unless_they_are_urls(tmp_path):
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_what_is_wrong_is_told_with_its_row(tmp_path, line, said):
+def test_what_is_wrong_is_told_with_its_row(tmp_path, line, output):
     (tmp_path / "r.jsonl").write_text(f'{{"prompt": "a"}}\n{line}\n')
-    with pytest.raises(WanjaxError, match=naming(said)):
+    with pytest.raises(WanjaxError, match=naming(output)):
         read_requests(str(tmp_path / "r.jsonl"))
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "said"),
+    ("name", "data", "output"),
     [
         ("r.csv", b"prompt,seed\na,b,3\n", "row 1 below header quote"),
         ("r.csv", b'prompt,seed\n"a,3\n', "r.csv cannot"),
@@ -125,11 +125,11 @@ def test_what_is_wrong_is_told_with_its_row(tmp_path, line, said):
         ("requests", None, "requests folder file"),
     ],
 )
-def test_files_that_are_not_whole_are_refused(tmp_path, name, data, said):
+def test_files_that_are_not_whole_are_refused(tmp_path, name, data, output):
     if name.endswith("parquet"):
         pytest.importorskip("pyarrow")
     (tmp_path / name).mkdir() if data is None else (tmp_path / name).write_bytes(data)
-    with pytest.raises(WanjaxError, match=naming(said)):
+    with pytest.raises(WanjaxError, match=naming(output)):
         read_requests(str(tmp_path / name))
 
 

@@ -51,11 +51,11 @@ def atoms(path: Path) -> list[str]:
 @pytest.mark.parametrize(("suffix", "codec"), [(".mp4", "h264"), (".mov", "h264"), (".webm", "vp9")])
 def test_films(tmp_path, suffix, codec):
     path = video_files.Video(clip(), 16, SETTINGS).save(tmp_path / "new" / f"clip{suffix}")
-    said = ffmpeg("-i", path).stderr.decode()
-    assert f"Video: {codec}" in said
-    assert re.search(r"yuv420p\(tv, (bt709|bt709/bt709/bt709)[,)]", said)  # matrix, primaries and transfer
-    assert "64x32" in said
-    assert "16 fps" in said
+    output = ffmpeg("-i", path).stderr.decode()
+    assert f"Video: {codec}" in output
+    assert re.search(r"yuv420p\(tv, (bt709|bt709/bt709/bt709)[,)]", output)  # matrix, primaries and transfer
+    assert "64x32" in output
+    assert "16 fps" in output
     if codec == "h264":
         assert atoms(path).index("moov") < atoms(path).index("mdat")  # faststart
     assert video_files.read_metadata(path) == SETTINGS

@@ -65,7 +65,7 @@ def test_presets(preset):
 
 
 @pytest.mark.parametrize(
-    ("json", "said"),
+    ("json", "output"),
     [
         (FIRST | {"_class_name": "CogView3PlusTransformer2DModel"}, "_class_name 'CogView3PlusTransformer2DModel'"),
         (FIRST | {"patch_bias": False}, "patch_bias False, which is not supported: use True"),
@@ -87,6 +87,6 @@ def test_presets(preset):
         ({key: value for key, value in FIRST.items() if key != "sample_height"}, "no sample_height"),
     ],
 )
-def test_other_configs_are_refused(json, said):
-    with pytest.raises(WanjaxError, match=f"config.json has {said}"):
+def test_other_configs_are_refused(json, output):
+    with pytest.raises(WanjaxError, match=f"config.json has {output}"):
         read_config("the transformer's config.json", json, transformer_config)

@@ -203,7 +203,7 @@ def test_rotary_settings_of_older_files(change):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "output"),
     [
         ({"model_type": "qwen2"}, "model_type 'qwen2' 'qwen2_5_vl_text'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
@@ -212,7 +212,7 @@ def test_rotary_settings_of_older_files(change):
         ({"num_key_value_heads": None}, "no num_key_value_heads"),
     ],
 )
-def test_unsupported_configs_are_refused(change, said):
+def test_unsupported_configs_are_refused(change, output):
     entries = Qwen2_5_VLTextConfig(**QWEN_SIZES).to_dict() | change
-    with pytest.raises(WanjaxError, match=naming(said)):
+    with pytest.raises(WanjaxError, match=naming(output)):
         read_config("config.json", {key: value for key, value in entries.items() if value is not None}, qwen2_vl_config)

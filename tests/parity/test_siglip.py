@@ -105,16 +105,16 @@ def test_present_and_former_file_formats(models):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "output"),
     [
         ({"model_type": "siglip2_vision_model"}, "model_type 'siglip2_vision_model'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' 'gelu_pytorch_tanh'"),
         ({"patch_size": None}, "no patch_size"),
     ],
 )
-def test_unsupported_configs_are_refused(change, said):
+def test_unsupported_configs_are_refused(change, output):
     entries = SiglipVisionConfig(**SIGLIP_SIZES).to_dict() | change
-    with pytest.raises(WanjaxError, match=naming(said)):
+    with pytest.raises(WanjaxError, match=naming(output)):
         read_config("config.json", {key: value for key, value in entries.items() if value is not None}, siglip_config)
 
 
@@ -134,7 +134,7 @@ def test_preprocessing(size, resample, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "output"),
     [
         ({"do_normalize": False}, "do_normalize False True"),
         ({"resample": 77}, "77 Resampling"),
@@ -142,10 +142,10 @@ def test_preprocessing(size, resample, tmp_path):
         ({"image_mean": None}, "no image_mean"),
     ],
 )
-def test_unsupported_preprocessing_is_refused(change, said, tmp_path):
+def test_unsupported_preprocessing_is_refused(change, output, tmp_path):
     SiglipImageProcessorPil().save_pretrained(tmp_path)
     file = tmp_path / "preprocessor_config.json"
     entries = json.loads(file.read_text()) | change
     file.write_text(json.dumps({key: value for key, value in entries.items() if value is not None}))
-    with pytest.raises(WanjaxError, match=naming(said)):
+    with pytest.raises(WanjaxError, match=naming(output)):
         StretchingImageProcessor.load(tmp_path)

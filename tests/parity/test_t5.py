@@ -166,14 +166,14 @@ def test_the_weights_return_to_the_reference_s_names(models, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "output"),
     [
         ({"model_type": "bert"}, "model_type 'bert'"),
         ({"feed_forward_proj": "relu"}, "feed_forward_proj 'relu'"),
         ({"d_kv": None}, "no d_kv"),
     ],
 )
-def test_unsupported_configs_are_refused(change, said):
+def test_unsupported_configs_are_refused(change, output):
     config = transformers.UMT5Config(**T5_SIZES).to_dict() | change
-    with pytest.raises(WanjaxError, match=said):
+    with pytest.raises(WanjaxError, match=output):
         read_config("config.json", {key: value for key, value in config.items() if value is not None}, t5_config)

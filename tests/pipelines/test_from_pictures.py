@@ -130,8 +130,8 @@ def test_control(models):
     """A clip of 7 frames, fewer than the model's 9, gives 5 frames; a reference precedes them."""
     options = ("--model", models["control"], "--video", "../clip.gif", "--mask", "../square.png")
     references = ("--reference", "../wide.png", "--reference", "../square.png")
-    said = succeeded(run("a", *options, *references, "--dir", "stage_outputs", "--out", "a.mp4")).stderr
-    assert "32x32, 5 frames" in said
+    output = succeeded(run("a", *options, *references, "--dir", "stage_outputs", "--out", "a.mp4")).stderr
+    assert "32x32, 5 frames" in output
     assert embeddings()["condition"].shape == (1, 72, 2 + 2, 4, 4)
     latents = load_safetensors(Path("stage_outputs") / stage_files.LATENTS_FILE)["latents"]
     assert latents.shape == (1, 4, 2, 4, 4)

@@ -262,8 +262,8 @@ def test_the_command_continues(tmp_path, sent):
     while not (left / stage_files.STATE_FILE).exists() and stopped.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     stopped.send_signal(sent)
-    _, said = stopped.communicate(timeout=300)
-    assert stopped.returncode == (130 if sent == signal.SIGINT else -signal.SIGKILL), said
+    _, output = stopped.communicate(timeout=300)
+    assert stopped.returncode == (130 if sent == signal.SIGINT else -signal.SIGKILL), output
     assert (left / stage_files.STATE_FILE).exists()
     continued = succeeded(wanjax("denoise", "--dir", left))
     assert f" of {steps} steps" in continued.stderr

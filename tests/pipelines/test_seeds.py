@@ -176,20 +176,20 @@ def test_the_warning_names_the_line_that_asked(tmp_path):
     """In a process of its own, as checked types are functions around each function."""
     script = tmp_path / "mine.py"
     script.write_text("import wanjax\npipe = wanjax.load('nano')\npipe.denoise(pipe.encode('a'), seed=-1, noise=0)\n")
-    said = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300).stderr
-    assert f"{script}:3: UserWarning: the seed" in said
+    output = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300).stderr
+    assert f"{script}:3: UserWarning: the seed" in output
 
 
 def test_the_command_line_tells_a_drawn_seed(model):
-    said = succeeded(
+    output = succeeded(
         run("a", "--model", model, *OPTIONS, "--seed", "random", "--dir", "one", "--out", "one.mp4")
     ).stderr
     seed = read_metadata("one.mp4")["seed"]
-    assert f"seed {seed} (drawn), float32" in said
+    assert f"seed {seed} (drawn), float32" in output
     assert load_settings(Path("one"))["seed"] == seed
-    said = succeeded(run("denoise", "--seed", "-1", "--dir", "one", "--force")).stderr
+    output = succeeded(run("denoise", "--seed", "-1", "--dir", "one", "--force")).stderr
     other = load_settings(Path("one"))["seed"]
-    assert f"seed {other} (drawn)" in said
+    assert f"seed {other} (drawn)" in output
     assert other not in (seed, -1)
 
 

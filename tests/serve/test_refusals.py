@@ -708,8 +708,8 @@ def test_options_that_the_command_refuses(tmp_path, monkeypatch, options, words)
     monkeypatch.delenv("WANJAX_TOKEN", raising=False)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        said = refused("serve", *(option.replace("{taken}", port) for option in options))
-    assert says(said, words.replace("{taken}", port))
+        output = refused("serve", *(option.replace("{taken}", port) for option in options))
+    assert says(output, words.replace("{taken}", port))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -238,9 +238,9 @@ def test_a_database_that_does_not_answer_is_told_without_its_password(tmp_path, 
     url = "postgresql://me:a-secret@127.0.0.1:1/jobs"
     if options == "environment":
         monkeypatch.setenv(ENV_VARIABLE, url)
-    said = refused_command("serve", "--port", "0", *(["--database", url] if options == "option" else []))
-    assert says(said, "postgresql://me@127.0.0.1:1/jobs connection refused")
-    assert "a-secret" not in said
+    output = refused_command("serve", "--port", "0", *(["--database", url] if options == "option" else []))
+    assert says(output, "postgresql://me@127.0.0.1:1/jobs connection refused")
+    assert "a-secret" not in output
 
 
 @pytest.mark.parametrize(("old", "new"), [("--replicas=2", "--workers"), ("--table=here", "--database")])

@@ -83,9 +83,9 @@ NAMES = {
 def test_what_is_no_name_in_a_store_is_told(monkeypatch, name, words):
     if name.startswith("gs:"):  # as if its library were not installed
         monkeypatch.setattr("wanjax.stores.paths.find_spec", lambda name: None)
-    said = refused(write_trial_video, name, 5, (32, 32), 8, RECORD)
-    assert says(said, words), said
-    assert "a-secret" not in said
+    output = refused(write_trial_video, name, 5, (32, 32), 8, RECORD)
+    assert says(output, words), output
+    assert "a-secret" not in output
 
 
 FAILING = {  # the call of a store that fails, with what, ours that meets it, and what its sentence names
@@ -104,9 +104,9 @@ FAILING = {  # the call of a store that fails, with what, ours that meets it, an
 def test_a_store_that_fails_is_named(tmp_path, name):
     operation, error, call, words = FAILING[name]
     with failing(operation, error):
-        said = refused(call)
-    assert says(said, words)
-    assert len(said) < 300
+        output = refused(call)
+    assert says(output, words)
+    assert len(output) < 300
     assert os.listdir(tmp_path) == []
 
 
@@ -117,11 +117,11 @@ def test_a_full_disk_here_is_not_the_store_s_fault(tmp_path):
 
 def test_a_video_that_cannot_be_published_is_kept_here(tmp_path):
     with failing("put_file", DENIED):
-        said = refused(write_video, "memory://videos/a.mp4", clip(), 8, RECORD)
-    assert says(said, "memory://videos/a.mp4 Access Denied")
+        output = refused(write_video, "memory://videos/a.mp4", clip(), 8, RECORD)
+    assert says(output, "memory://videos/a.mp4 Access Denied")
     assert objects() == {}
     [kept] = tmp_path.glob("wanjax-*/a.mp4")
-    assert str(kept) in said
+    assert str(kept) in output
     assert read_metadata(kept) == RECORD
 
 

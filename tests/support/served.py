@@ -20,11 +20,11 @@ def serving(folder, *options, **environment):
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | environment)
     assert process.stderr is not None
     try:
-        result, said = None, ""
+        result, output = None, ""
         while not result:
             line = process.stderr.readline()
-            said += line
-            assert line, said
+            output += line
+            assert line, output
             result = re.search(r"serving .* at (http://\S+)/,", line)
         with httpx.Client(base_url=result[1], timeout=60) as client:
             yield client, process

@@ -13,6 +13,6 @@ def naming(words: str) -> str:
     return "(?m)^" + "".join(f"(?=.*?{pattern})" for pattern in patterns)
 
 
-def says(said: str, words: str) -> bool:
+def says(output: str, words: str) -> bool:
     """Return whether one line names each of the words."""
-    return re.search(naming(words), said) is not None
+    return re.search(naming(words), output) is not None

@@ -30,8 +30,8 @@ train(load(sys.argv[1]), sys.argv[2], sys.argv[3], TrainConfig(
 def start(tmp_path, out):
     arguments = [sys.executable, "-c", COMMAND, tmp_path / "model", tmp_path / "data", tmp_path / out, str(STEPS)]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    with (tmp_path / "said.txt").open("wb") as said:
-        return subprocess.Popen(list(map(str, arguments)), env=environment, stderr=said)
+    with (tmp_path / "said.txt").open("wb") as output:
+        return subprocess.Popen(list(map(str, arguments)), env=environment, stderr=output)
 
 
 def lines(tmp_path):
