@@ -17,7 +17,7 @@ from wanjax.models.wan.config import forward_flops
 from wanjax.pipelines.denoiser import State
 from wanjax.pipelines.observers import Step
 from wanjax.pipelines.wan.programs import TEXT_LENGTH
-from wanjax.pricing.chips import KINDS, V6E
+from wanjax.pricing.chips import CHIPS_BY_DEVICE_KIND, V6E
 
 
 class Ended(Step):
@@ -34,7 +34,7 @@ def folder(tmp_path_factory) -> Path:
     model = tiny_checkpoint(root / "tiny")
     arguments = ["a red circle", "--model", model, "--size", "32x16", "--frames", "5", "--steps", "4"]
     with compile_cache(tmp_path_factory.getbasetemp() / "xla"), pytest.MonkeyPatch.context() as patch:
-        patch.setitem(KINDS, "cpu", V6E)
+        patch.setitem(CHIPS_BY_DEVICE_KIND, "cpu", V6E)
         run = CliRunner().invoke(main, [*map(str, arguments), "--dir", str(root), "--profile", str(root / "profile")])
     assert run.exit_code == 0, run.output
     assert "of the bfloat16 peak; the trace is in" in run.stderr

@@ -24,7 +24,7 @@ V5E, V5P, V6E, V7X = (Target("tpu", f"TPU {kind}") for kind in ("v5 lite", "v5",
 
 def for_v6e():
     """Trace for a TPU v6e that need not be present."""
-    device = AbstractDevice(V6E.kind, 1, "tpu")
+    device = AbstractDevice(V6E.device_kind, 1, "tpu")
     return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("chips",), abstract_device=device))
 
 

@@ -228,7 +228,7 @@ def test_blocks_in_the_host_s_memory_take_none_of_the_card_s():
         with use_partitioner(partitioner):
             return scan_blocks(Stacked(kernel), lambda block, x: jnp.tanh(x @ block.kernel[...]), x)
 
-    options = offload_options(Target("gpu", CARDS["4090"].kind))
+    options = offload_options(Target("gpu", CARDS["4090"].device_kind))
     compiled = compile_one(AbstractCall(run, (kernel, x), (), options), "4090")
     block = 2 * width**2
     assert not compiled.refused

@@ -277,4 +277,4 @@ for place in SLICES.values():
 def test_chips_are_described_as_the_compiler_does():
     environment = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     subprocess.run([sys.executable, "-c", KINDS], env=environment, check=True, capture_output=True)
-    assert len({replace(place, devices=1).chip.kind for place in SLICES.values()}) == 5
+    assert len({replace(place, devices=1).chip.device_kind for place in SLICES.values()}) == 5

@@ -33,7 +33,7 @@ from wanjax.pipelines.settings import Settings
 from wanjax.pipelines.tracing import needed_pictures, trace_programs
 from wanjax.plan.hardware import Hardware, mesh_on, priced_on
 from wanjax.plan.video_programs import STEP, programs_of
-from wanjax.pricing.chips import KINDS, SLICES
+from wanjax.pricing.chips import CHIPS_BY_DEVICE_KIND, SLICES
 from wanjax.pricing.digests import versions
 from wanjax.pricing.lowering import AbstractCall
 from wanjax.pricing.roofline import Machine, machines
@@ -81,12 +81,18 @@ class LocalHardware:
 
 def find_local_hardware(devices: Sequence[Any]) -> LocalHardware:
     """Find the hardware in a plan's tables that these devices are."""
-    kind, platform = devices[0].device_kind, devices[0].platform
-    if kind in KINDS:
-        slices = [one for one in SLICES.values() if one.chip == KINDS[kind] and one.devices == len(devices)]
+    device_kind, platform = devices[0].device_kind, devices[0].platform
+    if device_kind in CHIPS_BY_DEVICE_KIND:
+        slices = [
+            one
+            for one in SLICES.values()
+            if one.chip == CHIPS_BY_DEVICE_KIND[device_kind] and one.devices == len(devices)
+        ]
         return LocalHardware(slices[0] if slices else None, PRICED_BY_COMPILER)
     matches = [
-        machine for machine in machines().values() if kind.startswith(machine.kind) or machine.kind == platform == "cpu"
+        machine
+        for machine in machines().values()
+        if device_kind.startswith(machine.device_kind) or machine.device_kind == platform == "cpu"
     ]
     return LocalHardware(matches[0] if matches else None, PRICED_BY_ROOFLINE)
 

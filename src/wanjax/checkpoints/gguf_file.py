@@ -40,7 +40,7 @@ PLAIN = {name: DTYPES[name] for name in ("F32", "F16", "BF16", "F64", "I8", "I16
 class Field(NamedTuple):
     """A field of the header: its type, and the position of its value, which is parsed on demand."""
 
-    kind: int
+    value_type: int
     start: int
 
 
@@ -57,11 +57,11 @@ class GgufFile(MappedFile):
 
     def __init__(self, path: Any):
         super().__init__(path)
-        quantised = sorted({kind for kind in self._types.values() if kind not in PLAIN})
-        for kind in quantised:
-            if not _is_dequantised(kind):
+        quantised = sorted({tensor_type for tensor_type in self._types.values() if tensor_type not in PLAIN})
+        for tensor_type in quantised:
+            if not _is_dequantised(tensor_type):
                 raise WanjaxError(
-                    f"{self.path} has tensors of the type {kind}, which the package gguf cannot dequantise: "
+                    f"{self.path} has tensors of the type {tensor_type}, which the package gguf cannot dequantise: "
                     "get the file in another type"
                 )
         self.specs: Mapping[str, Spec] = {
@@ -78,9 +78,9 @@ class GgufFile(MappedFile):
         num_tensors, num_fields = header.number("Q"), header.number("Q")
         self.fields: dict[str, Field] = {}
         for _ in range(num_fields):
-            name, kind = header.text(), header.number("I")
-            self.fields[name] = Field(kind, header.position)
-            header.skip(kind)
+            name, value_type = header.text(), header.number("I")
+            self.fields[name] = Field(value_type, header.position)
+            header.skip(value_type)
         self._header = header
         entries = [_tensor_entry(header) for _ in range(num_tensors)]
         alignment = self.value(ALIGNMENT_FIELD, ALIGNMENT)
@@ -90,25 +90,28 @@ class GgufFile(MappedFile):
         self._types: dict[str, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         locations = {}
-        for name, shape, kind, offset in entries:
+        for name, shape, tensor_type, offset in entries:
             if name in locations:
                 raise CorruptError(f"it has two tensors named {name!r}")
-            self._types[name], locations[name] = kind, _location(name, shape, kind, data + offset, header.size)
+            self._types[name], locations[name] = (
+                tensor_type,
+                _location(name, shape, tensor_type, data + offset, header.size),
+            )
             self._shapes[name] = self._published_shape(name, shape)
         return locations
 
     def read(self, key: str) -> np.ndarray:
         """Return a tensor: a view of the mapped file if its type is in `PLAIN`, otherwise dequantised float32."""
         raw = super().read(key)
-        if (kind := self._types[key]) not in PLAIN:
-            raw = dequantise(raw, kind)
+        if (tensor_type := self._types[key]) not in PLAIN:
+            raw = dequantise(raw, tensor_type)
         return raw.reshape(self._shapes[key])
 
     def value(self, name: str, default: Any = None) -> Any:
         """Return the value of a field: a number, a string or a list. Returns `default` if there is no such field."""
         if (field := self.fields.get(name)) is None:
             return default
-        return _Header(self._header.data, field.start).value(field.kind)
+        return _Header(self._header.data, field.start).value(field.value_type)
 
     def _published_shape(self, name: str, stored_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape that a tensor had before it was stored in rows of 256."""
@@ -136,20 +139,20 @@ class _Header:
             raise CorruptError("it ends within its header")
         return self.data[start : self.position].tobytes()
 
-    def number(self, kind: str) -> Any:
-        return struct.unpack(f"<{kind}", self.take(struct.calcsize(f"<{kind}")))[0]
+    def number(self, code: str) -> Any:
+        return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
 
     def text(self, limit: int = MAX_NAME) -> str:
         if (length := self.number("Q")) > limit:
             raise CorruptError(f"a name in it claims {length} bytes, and the limit is {limit}")
         return self.take(length).decode(errors="replace")
 
-    def value(self, kind: int, nesting: int = 0) -> Any:
+    def value(self, value_type: int, nesting: int = 0) -> Any:
         """Read a value of this type at the position."""
-        if kind == STRING:
+        if value_type == STRING:
             return self.text(self.size)
-        if kind != ARRAY:
-            return self.number(_struct_code(kind))
+        if value_type != ARRAY:
+            return self.number(_struct_code(value_type))
         of, count = self._array(nesting)
         if of in STRUCT_CODES:
             return list(
@@ -157,12 +160,12 @@ class _Header:
             )
         return [self.value(of, nesting + 1) for _ in range(count)]
 
-    def skip(self, kind: int, nesting: int = 0) -> None:
+    def skip(self, value_type: int, nesting: int = 0) -> None:
         """Skip a value of this type at the position."""
-        if kind == STRING:
+        if value_type == STRING:
             self._move(self.number("Q"))
-        elif kind != ARRAY:
-            self._move(struct.calcsize(f"<{_struct_code(kind)}"))
+        elif value_type != ARRAY:
+            self._move(struct.calcsize(f"<{_struct_code(value_type)}"))
         else:
             of, count = self._array(nesting)
             if of in STRUCT_CODES:
@@ -185,10 +188,10 @@ class _Header:
         self.position += count
 
 
-def _struct_code(kind: int) -> str:
-    if kind not in STRUCT_CODES:
-        raise CorruptError(f"it has a field of the unknown type {kind}")
-    return STRUCT_CODES[kind]
+def _struct_code(value_type: int) -> str:
+    if value_type not in STRUCT_CODES:
+        raise CorruptError(f"it has a field of the unknown type {value_type}")
+    return STRUCT_CODES[value_type]
 
 
 def _tensor_entry(header: _Header) -> tuple[str, tuple[int, ...], str, int]:
@@ -200,14 +203,14 @@ def _tensor_entry(header: _Header) -> tuple[str, tuple[int, ...], str, int]:
     return name, shape, _type_name(header.number("I"), name), header.number("Q")
 
 
-def _location(name: str, shape: tuple[int, ...], kind: str, start: int, size: int) -> TensorLocation:
+def _location(name: str, shape: tuple[int, ...], tensor_type: str, start: int, size: int) -> TensorLocation:
     """Return the location of a tensor's numbers. A quantised tensor has bytes [rows, bytes of a row]."""
-    if kind in PLAIN:
-        spec = Spec(shape, PLAIN[kind])
+    if tensor_type in PLAIN:
+        spec = Spec(shape, PLAIN[tensor_type])
     else:
-        block, nbytes = _block_size(kind)
+        block, nbytes = _block_size(tensor_type)
         if not shape or shape[-1] % block:
-            raise CorruptError(f"{name!r} is {list(shape)} in {kind}, whose blocks have {block} numbers")
+            raise CorruptError(f"{name!r} is {list(shape)} in {tensor_type}, whose blocks have {block} numbers")
         spec = Spec((math.prod(shape[:-1]), shape[-1] // block * nbytes), np.dtype(np.uint8))
     if start + spec.nbytes > size:
         raise CorruptError(f"it ends at byte {size}, before the end of {name!r}")
@@ -231,35 +234,35 @@ def _type_name(number: int, name: str) -> str:
         raise CorruptError(f"{name!r} is of the type {number}, which this version of the package gguf lacks") from error
 
 
-def _block_size(kind: str) -> tuple[int, int]:
+def _block_size(tensor_type: str) -> tuple[int, int]:
     """Return the number of values in a block, and the number of its bytes."""
     gguf = _library()
-    return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[tensor_type]]
 
 
 @cache
-def _is_dequantised(kind: str) -> bool:
+def _is_dequantised(tensor_type: str) -> bool:
     """Return whether the package can dequantise a type; try a block of zeros."""
     try:
-        dequantise(np.zeros((1, _block_size(kind)[1]), np.uint8), kind)
+        dequantise(np.zeros((1, _block_size(tensor_type)[1]), np.uint8), tensor_type)
     except NotImplementedError:
         return False
     return True
 
 
-def dequantise(raw: np.ndarray, kind: str) -> np.ndarray:
+def dequantise(raw: np.ndarray, tensor_type: str) -> np.ndarray:
     """Dequantise blocks to float32.
 
     Args:
         raw: The blocks' bytes, uint8 [rows, bytes of a row].
-        kind: The type of the blocks, as the package `gguf` names it.
+        tensor_type: The type of the blocks, as the package `gguf` names it.
     """
     gguf = _library()
     with np.errstate(all="ignore"):  # a damaged block may hold any number
-        if kind not in FAST:
-            return np.asarray(gguf.dequantize(raw, gguf.GGMLQuantizationType[kind]), np.float32)
-        block, nbytes = _block_size(kind)
+        if tensor_type not in FAST:
+            return np.asarray(gguf.dequantize(raw, gguf.GGMLQuantizationType[tensor_type]), np.float32)
+        block, nbytes = _block_size(tensor_type)
         out = np.empty((len(raw), raw.shape[1] // nbytes * block), np.float32)
         for piece in row_pieces(out.shape):
-            FAST[kind](np.ascontiguousarray(raw[piece]).reshape(-1, nbytes), out[piece].reshape(-1, block))
+            FAST[tensor_type](np.ascontiguousarray(raw[piece]).reshape(-1, nbytes), out[piece].reshape(-1, block))
         return out

@@ -78,21 +78,21 @@ class Kernel(NamedTuple):
     trials: Callable[[], Iterable[Trial]]
 
 
-def admit(kind: str, is_needed: Callable[[str], bool]) -> dict[str, str]:
+def admit(device_kind: str, is_needed: Callable[[str], bool]) -> dict[str, str]:
     """Return the kernels that fail on a kind of chip, with the reasons. If there are such kernels, warn once.
 
     Args:
-        kind: The kind of the chip.
+        device_kind: The kind of the chip.
         is_needed: Whether the kernel of a name is to be tried.
     """
-    verdicts = kernel_verdicts(kind, KERNELS, is_needed)
+    verdicts = kernel_verdicts(device_kind, KERNELS, is_needed)
     if jax.distributed.is_initialized():
         verdicts = combine_verdicts(verdicts)
     rejected = {name: reason for name, reason in verdicts.items() if reason}
     if rejected:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected.items())
         warnings.warn(
-            f"kernels that fail on this {kind} (jax {jax.__version__}, libtpu {_version('libtpu')}) are not "
+            f"kernels that fail on this {device_kind} (jax {jax.__version__}, libtpu {_version('libtpu')}) are not "
             f"used; slower code replaces them ({reasons}): please report this line as an issue of wanjax",
             WanjaxWarning,
             stacklevel=2,
@@ -100,7 +100,9 @@ def admit(kind: str, is_needed: Callable[[str], bool]) -> dict[str, str]:
     return rejected
 
 
-def kernel_verdicts(kind: str, kernels: str, is_needed: Callable[[str], bool] = lambda name: True) -> dict[str, str]:
+def kernel_verdicts(
+    device_kind: str, kernels: str, is_needed: Callable[[str], bool] = lambda name: True
+) -> dict[str, str]:
     """Return the verdict on each kernel: the reason for rejecting it, or "" if it may be used. Saved verdicts are
     reused, and new ones are saved.
 
@@ -108,13 +110,13 @@ def kernel_verdicts(kind: str, kernels: str, is_needed: Callable[[str], bool] = 
     process, and no verdict on them is saved.
 
     Args:
-        kind: The kind of the chip.
+        device_kind: The kind of the chip.
         kernels: MODULE:NAME of a sequence of `Kernel`.
         is_needed: Whether the kernel of a name is to be tried.
     """
     global _has_hung_kernel
     needed_kernels = [kernel for kernel in _load_kernels(kernels) if is_needed(kernel.name)]
-    keys, results = {kernel.name: _cache_key(kind, kernel) for kernel in needed_kernels}, ResultCache()
+    keys, results = {kernel.name: _cache_key(device_kind, kernel) for kernel in needed_kernels}, ResultCache()
     saved = {name: results.get(VERDICTS_KIND, key) for name, key in keys.items()}
     verdicts = {name: reason for name, reason in saved.items() if isinstance(reason, str)}
     for name, reason in _try_in_child(
@@ -256,7 +258,7 @@ def _load_kernels(kernels: str) -> tuple[Kernel, ...]:
     return tuple(vars(import_module(module))[name])
 
 
-def _cache_key(kind: str, kernel: Kernel) -> dict[str, str]:
+def _cache_key(device_kind: str, kernel: Kernel) -> dict[str, str]:
     """Return the facts that determine a kernel's verdict."""
     digest = hashlib.sha256()
     for module in (*kernel.modules, __name__):
@@ -265,7 +267,7 @@ def _cache_key(kind: str, kernel: Kernel) -> dict[str, str]:
         assert spec.origin is not None, module
         digest.update(Path(spec.origin).read_bytes())
     versions = {package: _version(package) for package in ("jax", "jaxlib", "libtpu")}
-    return {"kernel": kernel.name, "kind": kind, "code": digest.hexdigest(), **versions}
+    return {"kernel": kernel.name, "kind": device_kind, "code": digest.hexdigest(), **versions}
 
 
 def _version(package: str) -> str:

@@ -65,7 +65,7 @@ def matmul_options(program_target: Target | None = None) -> dict[str, str]:
     """
     program_target = program_target or target()
     return scan_options(program_target) | (
-        {VMEM_LIMIT_OPTION: str(SAFE_VMEM_KIB)} if program_target.kind in LARGE_VMEM_KINDS else {}
+        {VMEM_LIMIT_OPTION: str(SAFE_VMEM_KIB)} if program_target.device_kind in LARGE_VMEM_KINDS else {}
     )
 
 
@@ -78,10 +78,10 @@ def fast_matmul_options(program_target: Target | None = None) -> dict[str, str]:
     program_target = program_target or target()
     options = (
         dict(SPARSE_CORE_OPTIONS)
-        if program_target.platform == "tpu" and program_target.kind not in KINDS_WITHOUT_SPARSE_CORES
+        if program_target.platform == "tpu" and program_target.device_kind not in KINDS_WITHOUT_SPARSE_CORES
         else {}
     )
-    return options | ({VMEM_LIMIT_OPTION: str(FAST_VMEM_KIB)} if program_target.kind in LARGE_VMEM_KINDS else {})
+    return options | ({VMEM_LIMIT_OPTION: str(FAST_VMEM_KIB)} if program_target.device_kind in LARGE_VMEM_KINDS else {})
 
 
 def offload_options(program_target: Target | None = None) -> dict[str, bool]:

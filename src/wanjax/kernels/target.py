@@ -22,7 +22,7 @@ class Target(NamedTuple):
     """A platform (`cpu`, `gpu` or `tpu`), and JAX's name of the kind of device, such as `TPU v6 lite`."""
 
     platform: str
-    kind: str
+    device_kind: str
 
 
 def target_of(device: Any) -> Target:

@@ -15,7 +15,7 @@ from wanjax.errors import WanjaxError, WanjaxWarning, user_stack_level
 from wanjax.figures import format_bytes, pluralize
 from wanjax.layers.placement import bytes_by_device
 from wanjax.pipelines.settings import Settings
-from wanjax.pricing.chips import KINDS
+from wanjax.pricing.chips import CHIPS_BY_DEVICE_KIND
 from wanjax.sharding import device_platform, local_devices
 
 MIN_PROCESS_BYTES = 230_000_000
@@ -99,7 +99,7 @@ def total_memory(device: Any) -> int | None:
         try:
             return (device.memory_stats() or {}).get("bytes_limit")
         except jax.errors.JaxRuntimeError:  # a device description of a plan, not a real device
-            return chip.hbm if (chip := KINDS.get(device.device_kind)) else None
+            return chip.hbm if (chip := CHIPS_BY_DEVICE_KIND.get(device.device_kind)) else None
     return machine_memory() + psutil.swap_memory().total
 
 

@@ -33,7 +33,7 @@ class Chip:
     """One JAX device: a whole chip, except on v7x, where each of a chip's two cores is a device."""
 
     name: str
-    kind: str  # JAX's `device_kind`
+    device_kind: str  # JAX's name of the device
     hbm: int  # bytes available to a program
     flops: float  # peak rate in bfloat16 operations per second
     bandwidth: float  # bytes of HBM per second
@@ -66,7 +66,7 @@ class Card:
     """An NVIDIA card, with the properties that prices and XLA's GPU compiler need."""
 
     name: str
-    kind: str  # JAX's `device_kind`
+    device_kind: str  # JAX's name of the device
     hbm: int  # bytes available to a program
     flops: float  # peak rate, in operations of `peak_dtype` per second
     bandwidth: float  # bytes of memory per second
@@ -199,7 +199,11 @@ CARD_SLICES = {
 }
 """Slices of cards in one host, by names such as h100 (one card) and h100-8."""
 
-KINDS = {chip.kind: chip for chip in (V4, V5E, V5P, V6E, V7X)} | {"TPU v5e": V5E, "TPU v5p": V5P, "TPU v6e": V6E}
+CHIPS_BY_DEVICE_KIND = {chip.device_kind: chip for chip in (V4, V5E, V5P, V6E, V7X)} | {
+    "TPU v5e": V5E,
+    "TPU v5p": V5P,
+    "TPU v6e": V6E,
+}
 """Chips by JAX's `device_kind`."""
 
 
@@ -258,8 +262,8 @@ def abstract_mesh(target: Slice, axes: Mapping[str, int] | None = None) -> "Abst
             f"a mesh of {target.devices}"
         )
     device = (
-        AbstractDevice(target.chip.kind, target.chip.cores, "tpu")
+        AbstractDevice(target.chip.device_kind, target.chip.cores, "tpu")
         if isinstance(target.chip, Chip)
-        else AbstractDevice(target.chip.kind, None, "gpu")
+        else AbstractDevice(target.chip.device_kind, None, "gpu")
     )
     return AbstractMesh(tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes), abstract_device=device)

@@ -103,7 +103,9 @@ def trace(abstract_call: AbstractCall, target: Slice) -> Traced:
         target
     )
     if mesh.abstract_device != abstract_mesh(target, mesh.shape).abstract_device:
-        raise WanjaxError(f"the program is traced for {mesh.abstract_device}, but {target.name} has {target.chip.kind}")
+        raise WanjaxError(
+            f"the program is traced for {mesh.abstract_device}, but {target.name} has {target.chip.device_kind}"
+        )
 
     def program(*leaves: Any) -> list[Any]:
         return jax.tree.leaves(abstract_call.function(*jax.tree.unflatten(tree, leaves)))

@@ -15,7 +15,7 @@ from typing import ClassVar
 import psutil
 
 from wanjax.errors import WanjaxError
-from wanjax.pricing.chips import CARD_SLICES, CARDS, KINDS, SLICES, Card, Chip, Slice
+from wanjax.pricing.chips import CARD_SLICES, CARDS, CHIPS_BY_DEVICE_KIND, SLICES, Card, Chip, Slice
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Machine:
     """One device, with the fractions of its peak and its bandwidth that programs reach."""
 
     name: str
-    kind: str  # the prefix of JAX's `device_kind`
+    device_kind: str  # the prefix of JAX's `device_kind`
     memory: int  # bytes available to a program
     flops: float  # peak rate, in operations of `peak_dtype` per second
     bandwidth: float  # of memory, bytes per second
@@ -40,11 +40,11 @@ class Machine:
 def _card_machine(card: Card) -> Machine:
     """Return the roofline model of a card.
 
-    The model's `kind` is the common prefix of the names of the card's variants.
+    The model's `device_kind` is the common prefix of the names of the card's variants.
     """
-    kind = "NVIDIA H100" if card.name == "h100" else card.kind.partition("-")[0]
+    device_kind = "NVIDIA H100" if card.name == "h100" else card.device_kind.partition("-")[0]
     figures = (card.hbm, card.flops, card.bandwidth, 0.6, 0.6, 0.25, 0.7, card.link, card.peak_dtype)
-    return Machine(card.name, kind, *figures)
+    return Machine(card.name, device_kind, *figures)
 
 
 CARD_MACHINES = {name: _card_machine(card) for name, card in CARDS.items()}
@@ -76,15 +76,17 @@ def find_hardware(name: str) -> Slice | Machine:
     return hardware[name]
 
 
-def device_model(kind: str) -> Chip | Machine:
+def device_model(device_kind: str) -> Chip | Machine:
     """Return the roofline model of a device by JAX's `device_kind`. An unknown accelerator counts as an H100."""
-    if kind in KINDS:
-        return KINDS[kind]
-    return next((machine for machine in machines().values() if kind.startswith(machine.kind)), H100)
+    if device_kind in CHIPS_BY_DEVICE_KIND:
+        return CHIPS_BY_DEVICE_KIND[device_kind]
+    return next((machine for machine in machines().values() if device_kind.startswith(machine.device_kind)), H100)
 
 
-def peak_flops(kind: str) -> float | None:
+def peak_flops(device_kind: str) -> float | None:
     """Return the peak FLOP/s of an accelerator by JAX's `device_kind`, or None for an unknown one."""
-    if kind in KINDS:
-        return KINDS[kind].flops
-    return next((machine.flops for machine in CARD_MACHINES.values() if kind.startswith(machine.kind)), None)
+    if device_kind in CHIPS_BY_DEVICE_KIND:
+        return CHIPS_BY_DEVICE_KIND[device_kind].flops
+    return next(
+        (machine.flops for machine in CARD_MACHINES.values() if device_kind.startswith(machine.device_kind)), None
+    )

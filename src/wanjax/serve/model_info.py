@@ -53,9 +53,9 @@ def model_card(pipe: Pipeline, tiling: Tiling | None, batch_guidance: bool) -> d
 
 def _estimates(pipe: Pipeline) -> list[dict[str, Any]]:
     """Return the results of `wanjax plan` for this model on devices like the server's."""
-    kind = pipe.partitioner.device.device_kind
-    chip = device_model(kind)
-    if not kind.startswith(chip.kind):  # an unknown accelerator has no prices of its own
+    device_kind = pipe.partitioner.device.device_kind
+    chip = device_model(device_kind)
+    if not device_kind.startswith(chip.device_kind):  # an unknown accelerator has no prices of its own
         return []
     return load_estimates(pipe.model_name, chip.name, pipe.partitioner.mesh.size, pipe.defaults.precision)
 
