@@ -12,14 +12,14 @@ from tests.support.quick import quick
 from tests.support.tiny import tiny_cogvideox_checkpoint
 
 pytestmark = pytest.mark.usefixtures("known_shapes")
-FIRST = {"patch_size_t": None, "patch_bias": True, "sample_height": 4, "sample_width": 6}
+CONFIG_1_0 = {"patch_size_t": None, "patch_bias": True, "sample_height": 4, "sample_width": 6}
 LEARNED = {"use_learned_positional_embeddings": True, "in_channels": 8}
 MEMBERS = {
     "1.5": {},
     "1.5 from a picture": {"in_channels": 8, "ofs_embed_dim": 24},
-    "2b": FIRST | {"use_rotary_positional_embeddings": False},
-    "5b": FIRST,
-    "5b from a picture": FIRST | LEARNED,
+    "2b": CONFIG_1_0 | {"use_rotary_positional_embeddings": False},
+    "5b": CONFIG_1_0,
+    "5b from a picture": CONFIG_1_0 | LEARNED,
 }
 
 

@@ -287,7 +287,7 @@ def with_the_file(name, text=""):
 
 
 INDEXED = "safetensors.index.json"
-INDEX, FIRST, SECOND = (
+INDEX, FIRST_SHARD, SECOND_SHARD = (
     f"diffusion_pytorch_model{end}"
     for end in (f".{INDEXED}", "-00001-of-00002.safetensors", "-00002-of-00002.safetensors")
 )
@@ -296,10 +296,10 @@ FOLDERS = {  # what makes a folder wrong, and what the sentence about it names
     "a config alone": (with_the_file("config.json", "{}"), "no weights"),
     "weights of torch": (with_the_file("pytorch_model.bin"), "pytorch_model.bin"),
     "another variant": (with_the_file("model.fp16.safetensors"), "model.safetensors"),
-    "no shards": (without_shards, f"{FIRST} {SECOND} {INDEX}"),
-    "a truncated shard": (with_a_truncated_shard, SECOND),
-    "a key in two shards": (with_a_key_in_two_shards, f"'b' shards {FIRST} {SECOND}"),
-    "a key elsewhere": (with_an_index_of({"b": "other.safetensors"}), f"'b' other.safetensors {FIRST}"),
+    "no shards": (without_shards, f"{FIRST_SHARD} {SECOND_SHARD} {INDEX}"),
+    "a truncated shard": (with_a_truncated_shard, SECOND_SHARD),
+    "a key in two shards": (with_a_key_in_two_shards, f"'b' shards {FIRST_SHARD} {SECOND_SHARD}"),
+    "a key elsewhere": (with_an_index_of({"b": "other.safetensors"}), f"'b' other.safetensors {FIRST_SHARD}"),
     "a key nowhere": (with_an_index_of({"lost": "other.safetensors"}), "'lost' other.safetensors"),
     "a key too many": (with_an_index_of({"x": "other.safetensors"}, "xy"), "'y' other.safetensors"),
     **{

@@ -20,12 +20,12 @@ from wanjax.models.cogvideox.transformer import CogVideoXTransformer
 from wanjax.pipelines.cogvideox.presets import PRESETS
 from wanjax.schedulers.ddim import DDIM
 
-FIRST, SECOND = published.COGVIDEOX_5B, published.COGVIDEOX_1_5_5B
+CONFIG_1_0, CONFIG_1_5 = published.COGVIDEOX_5B, published.COGVIDEOX_1_5_5B
 PUBLISHED = {
     "CogVideoX-2b": (T2V_2B, published.COGVIDEOX_2B, 1_693_783_872),
-    "CogVideoX-5b": (T2V_5B, FIRST, 5_570_283_072),
+    "CogVideoX-5b": (T2V_5B, CONFIG_1_0, 5_570_283_072),
     "CogVideoX-5b-I2V": (I2V_5B, published.COGVIDEOX_5B_I2V, 5_570_479_680),
-    "CogVideoX1.5-5B": (T2V_1_5_5B, SECOND, 5_570_676_352),
+    "CogVideoX1.5-5B": (T2V_1_5_5B, CONFIG_1_5, 5_570_676_352),
     "CogVideoX1.5-5B-I2V": (I2V_1_5_5B, published.COGVIDEOX_1_5_5B_I2V, 5_571_594_880),
 }
 
@@ -67,24 +67,27 @@ def test_presets(preset):
 @pytest.mark.parametrize(
     ("json", "output"),
     [
-        (FIRST | {"_class_name": "CogView3PlusTransformer2DModel"}, "_class_name 'CogView3PlusTransformer2DModel'"),
-        (FIRST | {"patch_bias": False}, "patch_bias False, which is not supported: use True"),
-        (FIRST | {"ofs_embed_dim": 512}, "ofs_embed_dim 512, which is not supported: use None"),
-        (SECOND | {"patch_size_t": 4}, "patch_size_t 4, which is not supported: use None or 2"),
         (
-            SECOND | {"use_rotary_positional_embeddings": False},
+            CONFIG_1_0 | {"_class_name": "CogView3PlusTransformer2DModel"},
+            "_class_name 'CogView3PlusTransformer2DModel'",
+        ),
+        (CONFIG_1_0 | {"patch_bias": False}, "patch_bias False, which is not supported: use True"),
+        (CONFIG_1_0 | {"ofs_embed_dim": 512}, "ofs_embed_dim 512, which is not supported: use None"),
+        (CONFIG_1_5 | {"patch_size_t": 4}, "patch_size_t 4, which is not supported: use None or 2"),
+        (
+            CONFIG_1_5 | {"use_rotary_positional_embeddings": False},
             "use_rotary_positional_embeddings False, which is not supported: use True",
         ),
         (
-            SECOND | {"use_learned_positional_embeddings": True},
+            CONFIG_1_5 | {"use_learned_positional_embeddings": True},
             "use_learned_positional_embeddings True, which is not supported: use False",
         ),
         (
-            FIRST | {"use_rotary_positional_embeddings": False, "use_learned_positional_embeddings": True},
+            CONFIG_1_0 | {"use_rotary_positional_embeddings": False, "use_learned_positional_embeddings": True},
             "learned positions without rotary ones",
         ),
-        ({key: value for key, value in FIRST.items() if key != "num_layers"}, "no num_layers"),
-        ({key: value for key, value in FIRST.items() if key != "sample_height"}, "no sample_height"),
+        ({key: value for key, value in CONFIG_1_0.items() if key != "num_layers"}, "no num_layers"),
+        ({key: value for key, value in CONFIG_1_0.items() if key != "sample_height"}, "no sample_height"),
     ],
 )
 def test_other_configs_are_refused(json, output):

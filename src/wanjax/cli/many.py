@@ -34,7 +34,7 @@ from wanjax.jobs.lockstep import Leader, follow_leader
 from wanjax.jobs.maker import Task, VideoMaker, with_program_cache
 from wanjax.jobs.multihost import is_first
 from wanjax.jobs.pool import POLL_INTERVAL, Autoscaler, LocalWorker, Pool
-from wanjax.jobs.ray_placement import FIRST, placement_bundles, start_group, start_single
+from wanjax.jobs.ray_placement import FIRST_HOST, placement_bundles, start_group, start_single
 from wanjax.jobs.ray_workers import RayWorker, RemoteStore
 from wanjax.jobs.rows import PROMPT_SETTINGS, RowErrors, read_requests, shared_by_all, with_seeds
 from wanjax.jobs.sharing import BATCH_FILE, check_namespace, join_namespace
@@ -347,7 +347,7 @@ def _ray_workers(
     it through a Ray actor.
     """
     hosts = worker_options.hosts
-    requested_resources = ray_cluster.parse_resources(worker_options.resources, (FIRST,) if hosts > 1 else ())
+    requested_resources = ray_cluster.parse_resources(worker_options.resources, (FIRST_HOST,) if hosts > 1 else ())
     local = ray_cluster.resolve_address(address) is None
     core_count = count * hosts * requested_resources.get("", {}).get("num_cpus", 1)
     with ray_cluster.connect_ray(address, core_count, worker_options.dashboard) as ray:

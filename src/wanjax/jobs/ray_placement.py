@@ -9,7 +9,7 @@ from wanjax.errors import WanjaxError
 
 # Maps names of resources in actor options to their names in a placement group
 BUNDLE_NAMES = {"num_cpus": "CPU", "num_gpus": "GPU"}
-FIRST = "first"  # prefix of resources for the first host of a multi-host worker
+FIRST_HOST = "first"  # prefix of resources for the first host of a multi-host worker
 SLICE, WORKER_ID, POD, NODE = "ray.io/tpu-slice-name", "ray.io/tpu-worker-id", "ray.io/tpu-pod-type", "ray.io/node-id"
 """Labels that Ray gives to the hosts of a TPU slice. Every host has the label NODE."""
 ACTOR_OPTIONS = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 4}  # the pool restarts an actor, not Ray
@@ -22,14 +22,14 @@ def placement_bundles(ray: Any, resources: Mapping[str, Mapping[str, Any]], host
 
     Args:
         ray: The connected Ray module.
-        resources: Options for Ray actors. The key "" has the options of every host; the key FIRST has the additional
-            options of the first host.
+        resources: Options for Ray actors. The key "" has the options of every host; the key FIRST_HOST has the
+            additional options of the first host.
         hosts: The number of hosts of a worker.
 
     Raises:
         WanjaxError: No slice of the cluster has this number of hosts.
     """
-    every_host, first = (_to_bundle(resources.get(name, {})) for name in ("", FIRST))
+    every_host, first = (_to_bundle(resources.get(name, {})) for name in ("", FIRST_HOST))
     if "TPU" in every_host and not first:
         first = _slice_head_resource(ray, hosts)
     return [every_host | (first if host == 0 else {}) for host in range(hosts)]
