@@ -29,6 +29,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -37,6 +38,7 @@ from wanjax.figures import format_mesh, pluralize
 
 MESH_AXES = ("dp", "sp", "tp")
 HOST_MEMORY_KIND = "pinned_host"  # JAX's name of host memory from which a device copies directly
+MAX_RING = 16  # the most devices for which a ring of neighbouring chips is searched
 TILE_ROWS = 16  # the rows of a bfloat16 tile on TPUs; shards of complete tiles can be concatenated without a copy
 Axes = Sequence[str | None]
 
@@ -388,11 +390,39 @@ def make_mesh(
 
 
 def arrange_mesh(devices: Sequence[Any], axes: Mapping[str, int]) -> Mesh:
-    """Make a mesh of the given axis sizes. Its last axes connect neighbouring chips if the topology allows this."""
+    """Make a mesh of the given axis sizes. Its last axes connect neighbouring chips if the topology allows this.
+
+    Along `sp`, each chip is a neighbour of the next one, and the last of the first, if the chips' links form such a
+    ring. Keys, values and weights then take one link to the next chip.
+    """
     sizes = tuple(axes.values())
     # on 4 × 4 chips an axis of size 8 needs half of a physical axis; JAX must be allowed to split it
     device_array = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    if axes.get("sp", 1) > 2 and axes.get("tp", 1) == 1:  # with `tp`, its devices have to stay neighbours
+        device_array = np.apply_along_axis(_order_as_ring, list(axes).index("sp"), device_array)
     return Mesh(device_array, tuple(axes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def _order_as_ring(devices: np.ndarray) -> np.ndarray:
+    """Return the devices in an order in which neighbours in the ring are neighbours on the chips' links.
+
+    If there is no such order, or the devices have no coordinates, the order stays as it is.
+    """
+    if len(devices) > MAX_RING or not all(hasattr(device, "coords") for device in devices):
+        return devices
+
+    def are_linked(a: Any, b: Any) -> bool:
+        return sum(abs(i - j) for i, j in zip(a.coords, b.coords, strict=True)) <= 1  # 0 for two cores of a chip
+
+    def extend(path: list[Any], rest: list[Any]) -> list[Any] | None:
+        if not rest:
+            return path if are_linked(path[-1], path[0]) else None
+        candidates = (device for device in rest if are_linked(path[-1], device))
+        longer = (extend([*path, device], [other for other in rest if other is not device]) for device in candidates)
+        return next((ring for ring in longer if ring is not None), None)
+
+    first, *rest = devices
+    return np.array(extend([first], rest) or devices, object)
 
 
 def one_device_partitioner() -> Partitioner:

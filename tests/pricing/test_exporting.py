@@ -270,6 +270,12 @@ for place in SLICES.values():
     meshes = concrete_mesh(place.topology, place.devices, axes), arrange_mesh(devices, axes)
     priced, run = ([device.id for device in mesh.devices.flat] for mesh in meshes)
     assert priced == run, place
+for name, axes in (("v6e-4", (1, 4, 1)), ("v6e-8", (2, 4, 1)), ("v6e-8", (1, 8, 1)), ("v6e-16", (2, 8, 1))):
+    place = SLICES[name]
+    mesh = arrange_mesh(topology_devices(place.topology), dict(zip(("dp", "sp", "tp"), axes)))
+    for ring in mesh.devices[:, :, 0]:
+        for one, other in zip(ring, [*ring[1:], ring[0]]):
+            assert sum(abs(a - b) for a, b in zip(one.coords, other.coords)) == 1, (name, axes)
 """
 
 
