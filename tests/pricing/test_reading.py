@@ -468,6 +468,28 @@ def test_collectives_share_the_links(second):
     assert price_compiled(compiled(text)).by_kind["collectives"].mid == pytest.approx(2 * 3 * 2**22 / 180e9)
 
 
+@pytest.mark.parametrize(
+    ("back", "seconds"), [("{{1,0},{2,1},{0,2}}", 1), ("{{0,1},{1,2},{2,0}}", 2), ("{{0,1},{1,0}}", 2)]
+)
+def test_permutes_in_opposite_directions_use_different_links(back, seconds):
+    """Two permutes share links only if a device sends to the same device in both."""
+    permute = "f32[1024,1024]{1,0:T(8,128)} collective-permute-done"
+    start = "(f32[1024,1024], f32[1024,1024]) collective-permute-start(%x), source_target_pairs="
+    text = f"""HloModule permutes
+
+ENTRY %main (x: f32[1024,1024]) -> (f32[1024,1024], f32[1024,1024]) {{
+  %x = f32[1024,1024]{{1,0:T(8,128)}} parameter(0)
+  %s1 = {start}{{{{0,1}},{{1,2}},{{2,0}}}}
+  %s2 = {start}{back}
+  %d1 = {permute}(%s1)
+  %d2 = {permute}(%s2)
+  ROOT %t = (f32[1024,1024], f32[1024,1024]) tuple(%d1, %d2)
+}}
+"""
+    expected = seconds * 2**22 / 90e9
+    assert price_compiled(compiled(text)).by_kind["collectives"].mid == pytest.approx(expected)
+
+
 OFFLOADED = """HloModule offloaded
 
 ENTRY %main (w: bf16[40,4096,4096], y: f32[65536,1024]) -> (bf16[1,4096,4096], f32[65536,1024]) {

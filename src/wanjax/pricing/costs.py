@@ -17,6 +17,7 @@ import math
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from operator import add
 from typing import NamedTuple
 
@@ -179,15 +180,15 @@ class OperationPricer:
             str, tuple[PricedOperation, ValueRange]
         ] = {}  # the running asynchronous operations, and when each ends
         elapsed = ValueRange(0, 0, 0)  # low and high ends differ, because the rate of copies from the host is uncertain
-        free_at: dict[str, ValueRange] = dict.fromkeys(
-            ("collectives", "offload"), ValueRange(0, 0, 0)
-        )  # operations of a kind share links, so they run one after another
+        free_at: dict[_Links, ValueRange] = {}  # when the last transfer over these links ends
 
-        def end_time_of(item: PricedOperation) -> ValueRange:
-            start = map(max, elapsed, free_at.get(item.kind, elapsed))
-            end = ValueRange(*map(add, start, item.cost))
-            if item.kind in free_at:
-                free_at[item.kind] = end
+        def end_time_of(item: PricedOperation, instruction: Instruction) -> ValueRange:
+            """Return when an operation ends. Transfers over the same links run one after another."""
+            links = _Links(item.kind, instruction.sent_between)
+            ends = (end for other, end in free_at.items() if other.overlaps(links))
+            end = ValueRange(*map(add, reduce(_later, ends, elapsed), item.cost))
+            if item.kind in ("collectives", "offload"):
+                free_at[links] = end
             return end
 
         for instruction in computation.instructions:
@@ -195,7 +196,7 @@ class OperationPricer:
                 continue
             if instruction.opcode.endswith("-start"):
                 item = self.price_operation(instruction, computation, num_executions)
-                in_flight[instruction.name] = item, end_time_of(item)
+                in_flight[instruction.name] = item, end_time_of(item, instruction)
                 continue
             if instruction.opcode.endswith(("-update", "-done")) and instruction.operands[0] in in_flight:
                 item, end_time = in_flight.pop(instruction.operands[0])
@@ -206,7 +207,7 @@ class OperationPricer:
             else:
                 new_items = self.price_instruction(instruction, computation, num_executions)
                 if [item.kind for item in new_items] == ["collectives"]:
-                    new_items = [_exposed(new_items[0], end_time_of(new_items[0]), elapsed)]
+                    new_items = [_exposed(new_items[0], end_time_of(new_items[0], instruction), elapsed)]
             items += new_items
             durations = (
                 item.cost if item.kind == "offload" else ValueRange(*[item.cost.mid] * 3) for item in new_items
@@ -355,6 +356,25 @@ class OperationPricer:
         low = traffic_bytes / self.chip.bandwidth
         mid = max(low / ACHIEVED_BANDWIDTH, cycles / self.chip.clock)
         return ValueRange(low, mid, mid)
+
+
+class _Links(NamedTuple):
+    """The links of a transfer: its kind, and the pairs of devices between which a permute sends."""
+
+    kind: str
+    pairs: frozenset[tuple[int, int]]
+
+    def overlaps(self, other: "_Links") -> bool:
+        """Return whether another transfer uses some of these links.
+
+        A link carries data in both directions at the full rate. So two permutes use the same links only if a device
+        sends to the same device in both. Every other collective uses all links.
+        """
+        return self.kind == other.kind and not (self.pairs and other.pairs and self.pairs.isdisjoint(other.pairs))
+
+
+def _later(a: ValueRange, b: ValueRange) -> ValueRange:
+    return ValueRange(*map(max, a, b))
 
 
 def _exposed(item: PricedOperation, end_time: ValueRange, elapsed: ValueRange) -> PricedOperation:

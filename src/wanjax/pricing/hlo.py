@@ -126,7 +126,14 @@ class Instruction:
             sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
             split_axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", match[2])
             return math.prod(int(part or sizes[axis]) for axis, part in split_axes)
-        return 2 if "source_target_pairs" in self.attributes else 1
+        return 2 if self.sent_between else 1
+
+    @property
+    def sent_between(self) -> frozenset[tuple[int, int]]:
+        """The pairs of devices of a permute: the device that sends, and the one that receives."""
+        match = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)+)\}", self.attributes)
+        pairs = re.findall(r"(\d+),(\d+)", match[1]) if match else ()
+        return frozenset((int(source), int(target)) for source, target in pairs)
 
 
 @dataclass(frozen=True)
