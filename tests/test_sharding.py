@@ -20,12 +20,14 @@ from tests.support.small_wan import network, partitioner, pipeline, transformer_
 from tests.support.tiny import tiny_checkpoint
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
+from wanjax.kernels.autodiff import forward_only
 from wanjax.layers.placement import as_shapes, with_shardings
 from wanjax.models.wan.config import T2V_14B
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.pipelines.frames import DecodeStatic, decode_chunk
 from wanjax.pipelines.mesh_sizes import parse_mesh
 from wanjax.pipelines.wan.conditioning import WanConditioning
+from wanjax.pricing.hlo import parse
 from wanjax.sharding import MESH_AXES, ONE_DEVICE_PARTITIONER, VIDEO_AXES, use_partitioner
 
 BOUND = 1e-5
@@ -88,6 +90,34 @@ def test_vae():
     latents = alone.encode_video(frames)
     assert error(together.encode_video(frames), np.asarray(latents, np.float64)) <= BOUND
     assert all(weight.sharding.is_fully_replicated for weight in jax.tree.leaves(nnx.state(together.vae)))
+
+
+@pytest.mark.parametrize("layers", [4, 5])
+def test_a_ring_gathers_the_weights_of_the_next_block(layers):
+    """No block waits for its weights, and the result is that of one device."""
+    config = replace(transformer_config(4), layers=layers)
+    random = np.random.default_rng(0)
+    x, text = (jnp.asarray(random.normal(size=shape), jnp.float32) for shape in ((2, 2, 8, 8, 4), (2, 5, 8)))
+
+    def run(partitioner):
+        def call(weights):
+            with use_partitioner(partitioner or ONE_DEVICE_PARTITIONER), forward_only():
+                model = nnx.merge(graphdef, weights)
+                return model(x, jnp.ones(2), model.context(text), model.rope(model.grid(x)))
+
+        graphdef, weights = nnx.split(network(partial(WanTransformer, config), partitioner))
+        executable = jax.jit(call).lower(weights).compile()
+        return np.asarray(executable(weights), np.float64), executable.as_text()
+
+    found, text_of_program = run(partitioner((2, 4, 1)))
+    assert error(found, run(None)[0]) <= BOUND
+    module = parse(text_of_program)
+    loops = [each for part in module.computations.values() for each in part.instructions if each.opcode == "while"]
+    bodies = [module.computations[loop.computation_name("body")] for loop in loops]
+    opcodes = [[each.opcode.removesuffix("-start") for each in body.instructions] for body in bodies]
+    blocks = max(opcodes, key=lambda names: names.count("collective-permute"))
+    assert blocks.count("collective-permute") >= 2 * 3 * 8  # of two blocks, each eight matrices in three turns
+    assert "all-gather" not in blocks
 
 
 @pytest.mark.parametrize("size", [(480, 832), (720, 1280), (1280, 720), (768, 1360), (1360, 768)])

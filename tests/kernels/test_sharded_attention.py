@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.support.attention import SMALL_TILES, exact, exact_gradients, normal, operands
 from tests.support.compare import error
@@ -17,6 +18,7 @@ from tests.support.devices import MESHES, SPREADING
 from tests.support.quick import quick
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import attention
+from wanjax.kernels.attention.ring_weights import RingWeights, gather_during_attention, take_waiting
 from wanjax.sharding import ONE_DEVICE_PARTITIONER, SHARDING_RULES, Partitioner, constrain, make_mesh, use_partitioner
 
 BOUND = 1e-6  # the error of float32 attention, as on one device
@@ -176,6 +178,29 @@ def test_the_ring_sends_keys_and_values_round_once():
     executable, arguments = compiled(partitioner((1, 8, 1)), q, k, v)
     assert collectives(partitioner((1, 8, 1)), q, k, v) == {"collective-permute": 2 * 7}
     assert executable(*arguments).sharding.spec[1] == "sp"
+
+
+@pytest.mark.parametrize(("name", "axes"), [("flash_tpu", (2, 4, 1)), ("chunked", (1, 8, 1)), ("chunked", (2, 1, 4))])
+def test_a_ring_gathers_weights(name, axes):
+    """The weights of the next block are complete on every device, and attention is what it is without them."""
+    q, k, v = operands(2, 37, 37, 2, 2, 64)
+    weights = [normal(6, 32, 16), normal(7, 16, 24)]
+    config = SMALL_TILES if name == "flash_tpu" else None
+    specs = PartitionSpec(None, "sp"), PartitionSpec("sp", None)
+    used = partitioner(axes)
+    placed = [jax.device_put(x, NamedSharding(used.mesh, spec)) for x, spec in zip(weights, specs, strict=True)]
+
+    def attend(q, k, v, weights):
+        with use_partitioner(used), gather_during_attention(waiting := RingWeights(weights, (1, 0))):
+            out = attention(constrain(q, TOKENS), k, v, implementation=name, config=config)
+            assert (take_waiting() is None) == (axes[1] > 1)
+            return out, waiting.gathered()
+
+    out, gathered = jax.jit(attend)(q, k, v, placed)
+    assert error(out, exact(q, k, v)) <= BOUND
+    for got, right in zip(gathered, weights, strict=True):
+        assert got.sharding.is_fully_replicated
+        np.testing.assert_array_equal(got, right)
 
 
 @pytest.mark.parametrize(("axes", "keys"), [((1, 1, 1), 0), ((1, 1, 1), 6)])

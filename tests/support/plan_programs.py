@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.workloads import WORKLOADS
 from wanjax.kernels.attention import attention, choose_implementation
+from wanjax.kernels.attention.ring_weights import RingWeights, gather_during_attention
 from wanjax.kernels.target import target
 from wanjax.pricing.lowering import AbstractCall, replicated
 from wanjax.sharding import SHARDING_RULES, Partitioner, shard_tokens, use_partitioner
@@ -107,16 +108,18 @@ def attend_int8(mesh: AbstractMesh, *, length: int) -> AbstractCall:
 
 
 def attend_round(mesh: AbstractMesh, *, size: int, dtype: str, length: int) -> AbstractCall:
-    """Lowers attention of two heads whose tokens are on `sp`, where keys go round a ring."""
+    """Lowers attention of two heads whose tokens are on `sp`, where keys and a block's weights go round a ring."""
+    specs = P(None, "sp"), P("sp", None)
 
-    def run(q, k, v):
-        with use_partitioner(Partitioner(mesh, SHARDING_RULES["fsdp"])):
-            return attention(
-                *(shard_tokens(x, ("batch", "length", "heads", None)) for x in (q, k, v)), kv_length=length
-            )
+    def run(q, k, v, *weights):
+        waiting = RingWeights(weights, (1, 0))
+        with use_partitioner(Partitioner(mesh, SHARDING_RULES["fsdp"])), gather_during_attention(waiting):
+            tokens = (shard_tokens(x, ("batch", "length", "heads", None)) for x in (q, k, v))
+            return attention(*tokens, kv_length=length), waiting.gathered()
 
     operand = jax.ShapeDtypeStruct((1, length, 2, size), jnp.dtype(dtype), sharding=NamedSharding(mesh, P()))
-    return AbstractCall(run, (operand,) * 3)
+    weights = (jax.ShapeDtypeStruct((512, 512), operand.dtype, sharding=NamedSharding(mesh, spec)) for spec in specs)
+    return AbstractCall(run, (operand,) * 3 + tuple(weights))
 
 
 def on_cards(mesh: AbstractMesh) -> AbstractCall:

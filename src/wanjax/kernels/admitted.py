@@ -24,7 +24,7 @@ TPU_KINDS = {
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 TRIED_WHEN_NEEDED = (
-    *("flash_tpu_gradient", "flash_tpu_int8", "flash_tpu_radial"),
+    *("flash_tpu_gradient", "flash_tpu_int8", "flash_tpu_joining", "flash_tpu_radial"),
     *("quantized_matmul", "sparse_linear_tpu", "splash"),
 )
 """Kernels that few runs use. Other runs need not wait for the trials of these kernels."""

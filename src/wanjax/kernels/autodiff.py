@@ -4,7 +4,9 @@
 A kernel without its own gradient uses the gradient of its reference in plain JAX.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,6 +19,24 @@ _NAME = "saved"
 
 remat = partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(_NAME))
 """Compute a function again in its backward pass, except what `save_for_backward` marks."""
+
+
+_is_forward_only: ContextVar[bool] = ContextVar("is_forward_only", default=False)
+
+
+@contextmanager
+def forward_only() -> Iterator[None]:
+    """Within the block, networks compute no gradients, so they may use operations that have none."""
+    token = _is_forward_only.set(True)
+    try:
+        yield
+    finally:
+        _is_forward_only.reset(token)
+
+
+def is_forward_only() -> bool:
+    """Return whether networks compute no gradients here."""
+    return _is_forward_only.get()
 
 
 def save_for_backward(x: Results) -> Results:

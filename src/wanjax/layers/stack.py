@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from wanjax.kernels.autodiff import remat
+from wanjax.kernels.attention.ring_weights import RING, RingWeights, gather_during_attention, ring_axis
+from wanjax.kernels.autodiff import is_forward_only, remat
+from wanjax.layers.linear import Gathered
 from wanjax.layers.offload import DEFAULT_BLOCKS
 from wanjax.layers.placement import axes_of
 from wanjax.sharding import constrain, current_partitioner
@@ -69,7 +71,12 @@ def group_blocks(blocks: Blocks, groups: int) -> Blocks:
 
 
 def scan_blocks(
-    blocks: Any, apply: Callable[..., Carry], x: Carry, *per_block: Any, part: range | None = None
+    blocks: Any,
+    apply: Callable[..., Carry],
+    x: Carry,
+    *per_block: Any,
+    part: range | None = None,
+    projections: Callable[[Any], Sequence[nnx.Module]] | None = None,
 ) -> Carry:
     """Run `x = apply(block, x, *entries)` over stacked blocks; x is [B L E].
 
@@ -83,6 +90,8 @@ def scan_blocks(
         x: The tokens, or a tuple of arrays.
         per_block: Trees of arrays with a leading axis as long as the stack.
         part: The blocks to run; None runs all blocks. Running a part does not copy its weights.
+        projections: Returns the projections of a block. If its self-attention goes round a ring of devices, and there
+            is no backward pass, the ring gathers the weights of the next block's projections.
     """
     graphdef, weights = nnx.split(blocks)
     stacked = weights, per_block
@@ -97,6 +106,9 @@ def scan_blocks(
         return run(x, entries_at(stacked, index))
 
     on_host = any(map(is_on_host, jax.tree.leaves(weights)))
+    matrices = {} if on_host or projections is None else _ring_matrices(blocks, projections(blocks))
+    if matrices and len(part) > 1:
+        return _scan_with_ring_weights(run, constrain_tokens(x), weights, per_block, part, matrices)
     if part == all_blocks and not on_host:
         return jax.lax.scan(checkpointed(run), constrain_tokens(x), stacked)[0]
     if len(part) == 1:
@@ -148,6 +160,73 @@ def _scan_from_host(
     starts = jnp.arange(part.start, part.stop - rest, blocks)
     x, coming = jax.lax.scan(step, (x, coming), starts)[0]
     return run_blocks(rest, x, coming, part.stop - rest)[0]
+
+
+def _ring_matrices(blocks: nnx.Module, projections: Sequence[nnx.Module]) -> dict[tuple, int]:
+    """Return the weights that a ring can gather: their paths in the state of the blocks, and the axes that are sharded.
+
+    Args:
+        blocks: Stacked blocks.
+        projections: The projections of the blocks that take part.
+    """
+    partitioner = current_partitioner()
+    if partitioner.axis_size(RING) == 1 or not partitioner.rules.gather_weights or not is_forward_only():
+        return {}
+    matrices = {}
+    for path, module in nnx.iter_modules(blocks):
+        if isinstance(module, Gathered) and any(module is projection for projection in projections):
+            weight = getattr(module, module.weight_name)
+            x, axes = weight[...], axes_of(weight)
+            axis = None if axes is None else ring_axis(partitioner, partitioner.weight_sharding(axes, x.shape).spec[1:])
+            if axis is not None and module.sent_weight().dtype == x.dtype:
+                matrices[(*path, module.weight_name)] = axis
+    return matrices
+
+
+def _scan_with_ring_weights(
+    run: Callable[[Carry, tuple[Any, tuple]], tuple[Carry, Any]],
+    x: Carry,
+    weights: Any,
+    per_block: tuple,
+    part: range,
+    matrices: dict[tuple, int],
+) -> Carry:
+    """Scan over blocks. While one computes attention, the ring gathers the matrices of the next one.
+
+    An iteration runs two blocks, so that the matrices of each have memory of their own, and are not copied.
+
+    Args:
+        run: Runs a block; it is called with x, and the weights and the entries of the block.
+        x: The tokens.
+        weights: The stacked weights.
+        per_block: As in `scan_blocks`.
+        part: The blocks to run.
+        matrices: The result of `_ring_matrices`.
+    """
+    variables = dict(nnx.to_flat_state(weights))
+    sharded = [variables[path][...] for path in matrices]
+    others = {path: variable for path, variable in variables.items() if path not in matrices}
+
+    def ring_weights(index: Any) -> RingWeights:
+        return RingWeights(entries_at(sharded, index), tuple(matrices.values()))
+
+    def run_block(x: Carry, gathered: Sequence[jax.Array], index: Any) -> tuple[Carry, Sequence[jax.Array]]:
+        block = {path: variable.replace(entries_at(variable[...], index)) for path, variable in others.items()}
+        block |= {path: variables[path].replace(matrix) for path, matrix in zip(matrices, gathered, strict=True)}
+        coming = ring_weights(jnp.minimum(index + 1, part.stop - 1))
+        with gather_during_attention(coming):
+            x, _ = run(x, (nnx.from_flat_state(list(block.items())), entries_at(per_block, index)))
+        return x, coming.gathered()
+
+    def step(carry: tuple[Carry, Sequence[jax.Array]], start: jax.Array) -> tuple[tuple, None]:
+        for index in (start, start + 1):
+            carry = run_block(*carry, index)
+        return carry, None
+
+    carry = x, ring_weights(part.start).gathered()
+    carry, _ = jax.lax.scan(step, carry, jnp.arange(part.start, part.stop - 1, 2))
+    x, gathered = carry
+    return x if len(part) % 2 == 0 else run_block(x, gathered, part.stop - 1)[0]
 
 
 def scan_with_results(

@@ -27,6 +27,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from wanjax.execution import ArrayOrShape, program
+from wanjax.kernels.autodiff import forward_only
 from wanjax.kernels.compiler_options import fast_matmul_options, matmul_options, random_options, scan_options
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache, SkippedBlocks
 from wanjax.pipelines.caching.step_cache import NO_CACHE, CachedArrays, StepCache, in_float32
@@ -413,7 +414,8 @@ def take_step(
     t = jax.tree.map(lambda time: jnp.full((inputs.batch,), time), denoiser.timesteps(schedule))
     predict = partial(denoiser.predict, network, x, t, dense=static.dense)
     forwards = [partial(predict, prompt, inputs.shared) for prompt in inputs.prompts]
-    predictions, cached = static.cache.predictions(forwards, state.x, state.cached)
+    with forward_only():
+        predictions, cached = static.cache.predictions(forwards, state.x, state.cached)
     prediction = jax.tree.map(lambda *forwards: jnp.concatenate(forwards), *predictions)
     clean = partial(scheduler.x0, schedule, 0)
     if static.skipped:

@@ -35,6 +35,7 @@ from wanjax.kernels.attention.flash_tiles import (
     Config,
 )
 from wanjax.kernels.attention.masks import divide_or_zero, finite_max
+from wanjax.kernels.attention.ring_weights import ShardsToJoin, join_during
 
 # Indices of a head's flags: the head uses the running-max path; its offset is set
 RUNNING_MAX_FLAG, OFFSET_SET_FLAG = 0, 1
@@ -175,11 +176,13 @@ def call(
     kv_heads: int,
     head_dim: int,
     config: Config,
+    joins: tuple[ShardsToJoin, ...] = (),
 ) -> Any:
     """Call the kernel on a grid of examples, heads, blocks of queries and blocks of keys.
 
     `operands` are q, k and v: [B L N·D] and [B S K·D], or [B·N L D] and [B·K S D]. `scalars` has the number of valid
-    keys of each example, or the lists of `sparse_kernel`. The new sums overwrite the sums of the carry.
+    keys of each example, or the lists of `sparse_kernel`. The new sums overwrite the sums of the carry. With `joins`,
+    the call joins shards while it computes, and also returns the joined matrices; it then returns no sums.
     """
     is_sparse, (q, k, v) = len(scalars) > 1, operands
     block_q, num_queries = sizes.block_q, sizes.num_queries
@@ -205,8 +208,19 @@ def call(
     def row_shape(rows: int, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((heads, rows, padded_queries), dtype)
 
+    body, inputs = partial(sparse_kernel if is_sparse else kernel, sizes=sizes), (carry.q if carry else q, k, v)
+    inputs += carry[1:] if carry else ()
+    out_shape = [row_shape(*entry) for entry in new_sums] or [
+        jax.ShapeDtypeStruct(q.shape, q.dtype),
+        row_shape(1, jnp.float32),
+    ]
+    shards = [shard for join in joins for shard in join.shards]
+    in_memory = pl.BlockSpec(memory_space=pl.ANY)
+    if joins:
+        body = join_during(body, joins, len(scalars), len(inputs), len(out_shape))
+        scalars = (*scalars, joins[0].first[None])
     results = pl.pallas_call(
-        partial(sparse_kernel if is_sparse else kernel, sizes=sizes),
+        body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(
@@ -219,12 +233,13 @@ def call(
                 rows_spec(sum_shapes.q[0]) if carry else q_spec,
                 *_kv_specs(k.shape[2], sizes, sizes.heads // kv_heads, heads_per_row, head_dim, config.buffers),
                 *(rows_spec(rows) for rows, _ in sum_shapes[1:] if carry),
+                *[in_memory] * len(shards),
             ],
-            out_specs=[rows_spec(rows) for rows, _ in new_sums] or [q_spec, rows_spec(1)],
-            scratch_shapes=_scratch_shapes(sizes, sum_shapes.q[0], head_dim, q.dtype),
+            out_specs=([rows_spec(rows) for rows, _ in new_sums] or [q_spec, rows_spec(1)]) + [in_memory] * len(joins),
+            scratch_shapes=_scratch_shapes(sizes, sum_shapes.q[0], head_dim, q.dtype)
+            + [pltpu.SemaphoreType.DMA((len(shards),))] * bool(joins),
         ),
-        out_shape=[row_shape(*entry) for entry in new_sums]
-        or [jax.ShapeDtypeStruct(q.shape, q.dtype), row_shape(1, jnp.float32)],
+        out_shape=out_shape + [join.joined for join in joins],
         input_output_aliases={len(scalars) + 3 + n: n for n in range(len(new_sums))} if carry else {},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
@@ -237,7 +252,7 @@ def call(
         ),
         interpret=config.interpret,
         name="flash_blocks" if is_sparse else "flash_attention",
-    )(*scalars, carry.q if carry else q, k, v, *(carry[1:] if carry else ()))
+    )(*scalars, *inputs, *shards)
     return results if not new_sums else PartialSums(carry.q, *results) if carry else PartialSums(*results)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from wanjax.errors import UnsupportedError
@@ -37,6 +38,7 @@ from wanjax.kernels.attention.gradient import from_result
 from wanjax.kernels.attention.implementation import INTERPRETER_ADVICE
 from wanjax.kernels.attention.masks import Window, divide_or_zero, length_mask, valid_keys_first
 from wanjax.kernels.attention.radial import Radial, kernel_lists
+from wanjax.kernels.attention.ring_weights import ShardsToJoin
 from wanjax.kernels.target import vmem_bytes
 from wanjax.sharding import pad_to
 
@@ -120,7 +122,8 @@ def attention_with_carry(
     scale: float,
     config: Config | None,
     kv_length: Int32[Array, " B"] | None = None,
-) -> PartialSums | tuple[Float[Array, "B L N D"], Float32[Array, "B L N"]]:
+    joins: tuple[ShardsToJoin, ...] = (),
+) -> Any:
     """Add keys to the softmax sums of earlier keys.
 
     Args:
@@ -133,12 +136,28 @@ def attention_with_carry(
         scale: The factor of the logits.
         config: Tiles that `supports_carry` accepts.
         kv_length: The number of valid keys of each example.
+        joins: Shards of weights to join during the call for the last keys.
 
     Returns:
-        The updated sums or, if `is_last`, the attention's output and its log-sum-exp.
+        The updated sums or, if `is_last`, the attention's output, its log-sum-exp and the joined weights.
     """
     options = {"window": None, "scale": scale, "config": config, "kv_length": None}
-    return _attention(q, k, v, (key_mask, kv_length), **options, carry=carry, return_sums=not is_last)
+    in_kernel = joins if _joins_in_kernel(joins, config) else ()
+    results = _attention(
+        q, k, v, (key_mask, kv_length), **options, carry=carry, return_sums=not is_last, joins=in_kernel
+    )
+    if not is_last:
+        return results
+    out, lse, *joined = results
+    return out, lse, *(joined if in_kernel else [join.concatenate() for join in joins])
+
+
+def _joins_in_kernel(joins: tuple[ShardsToJoin, ...], config: Config | None) -> bool:
+    """Return whether the kernel can join the shards: the chip has one core for each device, and tiles fit."""
+    if config is not None and config.interpret:
+        return True
+    is_possible = not pltpu.get_tpu_info().is_megacore and all(join.is_aligned() for join in joins)
+    return is_possible and is_admitted("flash_tpu_joining")
 
 
 def gradient(
@@ -186,7 +205,7 @@ def _gradient(
 
 
 def _attention(
-    q, k, v, masks, *, window, scale, config, kv_length, carry: PartialSums | None = None, return_sums=False
+    q, k, v, masks, *, window, scale, config, kv_length, carry: PartialSums | None = None, return_sums=False, joins=()
 ) -> Any:
     (key_mask, kv_lengths), (batch, num_queries, heads, head_dim) = masks, q.shape
     kv_heads, per_example = k.shape[2], kv_lengths is not None
@@ -229,15 +248,16 @@ def _attention(
         kv_heads=kv_heads,
         head_dim=head_dim,
         config=config,
+        joins=joins,
     )
     if isinstance(results, PartialSums):
         return results
-    out, lse = results
+    out, lse, *joined = results
     out = from_rows(out, heads, head_dim)
     lse = jnp.moveaxis(lse.reshape(batch, heads, num_queries), 1, 2)
     if key_mean is not None:
         lse += mean_logits(q, key_mean, scale)
-    return out, lse
+    return out, lse, *joined
 
 
 def _window_sides(window: Window | Radial | None) -> tuple[int, int]:

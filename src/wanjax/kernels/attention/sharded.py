@@ -8,7 +8,7 @@ shards are merged by their log-sum-exps. Lengths and numbers of heads that are n
 never used: if a device has all keys, it slices the padding off, else it masks the padding.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Float32
 from wanjax.kernels.attention.gradient import from_result
 from wanjax.kernels.attention.masks import divide_or_zero, finite_max, log_sum_exp
 from wanjax.kernels.attention.radial import Radial
+from wanjax.kernels.attention.ring_weights import send_back, shards_to_join, take_waiting
 from wanjax.kernels.rotary_heads import join_parts
 from wanjax.sharding import Partitioner, pad_to
 
@@ -37,7 +38,8 @@ class AttentionKernels(NamedTuple):
         attend: Computes attention to all keys.
         attend_with_carry: `attend_with_carry(q, k, v, carry, is_last=...)` computes attention to some of the keys.
             `carry` is the return value of the call for earlier keys, None in the first call. The call for the last keys
-            returns the result and its log-sum-exps.
+            returns the result and its log-sum-exps. It also takes `joins`, shards of weights that it joins, and returns
+            the joined weights.
         gradient: The backward function for `gradient.from_result`. The function requires that all queries see the same
             keys.
     """
@@ -136,8 +138,9 @@ def _attend_ulysses_and_ring(
     if key_mask is not None:
         key_mask = pad_to(key_mask[:, :kv_length], 1, k.shape[1])
     ulysses_size = partitioner.axis_size("tp") if placement.heads is None else 1
+    waiting = take_waiting() if ring_size > 1 else None
 
-    def attend(q, k, v, key_mask):
+    def attend(q, k, v, key_mask, weights):
         heads = q.shape[2]
         q, k, v = (tokens_to_heads(x, ulysses_size) for x in (q, k, v))
         if ring_size == 1:
@@ -148,15 +151,22 @@ def _attend_ulysses_and_ring(
             if key_mask is None and is_padded:
                 local_keys = jnp.clip(kv_length - jax.lax.axis_index("sp") * k.shape[1], 0, k.shape[1])
                 masks["kv_length"] = jnp.full((k.shape[0],), local_keys, jnp.int32)
-            forward_and_backward = (
-                partial(_ring, kernels.attend_with_carry, ring_size=ring_size),
-                partial(_ring_gradient, kernels.gradient, ring_size=ring_size),
-            )
-            out, _ = from_result(*forward_and_backward, q, k, v, masks)
-        return heads_to_tokens(out, heads, ulysses_size)
+            ring = partial(_ring, kernels.attend_with_carry, ring_size=ring_size)
+            if waiting is None:
+                out, _ = from_result(
+                    ring, partial(_ring_gradient, kernels.gradient, ring_size=ring_size), q, k, v, masks
+                )
+            else:
+                out, _, *weights = ring(q, k, v, masks, weights=weights, weight_axes=waiting.axes)
+        return heads_to_tokens(out, heads, ulysses_size), tuple(weights)
 
-    specs = (spec, spec, spec, PartitionSpec(placement.batch, "sp"))
-    return partitioner.shard_map(attend, specs, spec)(q, k, v, key_mask)
+    weights, weight_specs = ((), ()) if waiting is None else (waiting.weights, waiting.specs)
+    specs = (spec, spec, spec, PartitionSpec(placement.batch, "sp"), weight_specs)
+    out_specs = spec, (PartitionSpec(),) * len(weights)
+    out, gathered = partitioner.shard_map(attend, specs, out_specs)(q, k, v, key_mask, weights)
+    if waiting is not None:
+        waiting.set_gathered(gathered)
+    return out
 
 
 def attention_by_heads(
@@ -222,25 +232,32 @@ def _ring(
     masks: dict[str, Any],
     *,
     ring_size: int,
-) -> AttentionResult:
+    weights: Sequence[Array] = (),
+    weight_axes: Sequence[int] = (),
+) -> Any:
     """Compute attention to the keys and values of all devices of `sp`. The last keys and values that a device receives
     are not forwarded.
 
     `masks` has the kernel's options that select the valid keys of this device. The ring is unrolled, so that the first
-    keys can be sent while values are still being projected.
+    keys can be sent while values are still being projected. `weights` are shards of matrices, sharded along
+    `weight_axes`: they pass around the ring in the other direction, and the gathered matrices follow the result.
     """
 
-    def attend_shard(carry: Any, shard: tuple, *, is_last: bool) -> Any:
+    def attend_shard(carry: Any, shard: tuple, **last: Any) -> Any:
         *keys_and_values, masks = shard
-        return attend_with_carry(q, *(x.reshape(k.shape) for x in keys_and_values), carry, **masks, is_last=is_last)
+        return attend_with_carry(q, *(x.reshape(k.shape) for x in keys_and_values), carry, **masks, **last)
 
     # heads are sent side by side, as projections write them; a TPU would copy arrays with an axis of heads first
     carry, shard = None, (*(x.reshape(*x.shape[:2], -1) for x in (k, v)), masks)
+    arrivals = [tuple(weights)]
     for _ in range(ring_size - 1):
-        # sending overlaps with the attention to this shard
+        # sending overlaps with the attention to this shard; the barrier keeps the next turn's sending out of it
         next_shard = jax.lax.ppermute(shard, "sp", _ring_permutation(ring_size))
-        carry, shard = attend_shard(carry, shard, is_last=False), next_shard
-    return attend_shard(carry, shard, is_last=True)
+        next_weights = send_back(arrivals[-1], ring_size)
+        carry = attend_shard(carry, shard, is_last=False)
+        carry, shard, next_weights = jax.lax.optimization_barrier((carry, next_shard, next_weights))
+        arrivals.append(next_weights)
+    return attend_shard(carry, shard, is_last=True, joins=shards_to_join(arrivals, weight_axes))
 
 
 def _ring_gradient(

@@ -14,6 +14,7 @@ from wanjax.kernels.admission import Kernel, Trial
 from wanjax.kernels.attention import chunked, flash_tpu, reference, sparse_linear, sparse_linear_tpu, splash
 from wanjax.kernels.attention.flash_tiles import Config, Int8Config
 from wanjax.kernels.attention.radial import Radial
+from wanjax.kernels.attention.ring_weights import ShardsToJoin
 
 HEAD_DIM = 128
 TOLERANCE = 1e-2  # bfloat16 operands and weights give an error of about 3e-3
@@ -121,6 +122,24 @@ def _carry_trials() -> Iterator[Trial]:
         yield Trial(name, partial(run, operands), partial(_reference_in_float32, operands), TOLERANCE)
 
 
+def _joining_trials() -> Iterator[Trial]:
+    operands = _operands(*RAGGED_SIZES)
+    matrices = [(1, [normal(10 + i, 256, 128) for i in range(4)]), (0, [normal(20 + i, 32, 384) for i in range(4)])]
+
+    def run(interpret: bool) -> Any:
+        joins = tuple(ShardsToJoin(tuple(shards), axis, jnp.int32(3)) for axis, shards in matrices)
+        options = {"key_mask": None, "scale": _softmax_scale(operands), "config": _trial_tiles(interpret)}
+        attend = partial(flash_tpu.attention_with_carry, carry=None, is_last=True, **options)
+        out, _, *joined = jax.jit(lambda q, k, v, joins: attend(q, k, v, joins=joins))(*operands, joins)
+        return out, joined
+
+    def expected() -> Any:
+        in_order = [(axis, [*shards[1:], shards[0]]) for axis, shards in matrices]
+        return _reference_in_float32(operands), [jnp.concatenate(shards, axis) for axis, shards in in_order]
+
+    yield Trial("joined shards", run, expected, TOLERANCE)
+
+
 def _run_gradient(attend: Any, operands: list[jax.Array]) -> Any:
     g = normal(7, *operands[0].shape)
     return jax.jit(lambda q, k, v: jax.vjp(attend, q, k, v)[1](g))(*operands)
@@ -191,6 +210,7 @@ KERNELS = (
     ),
     Kernel("flash_tpu_radial", (*FLASH_MODULES, "wanjax.kernels.attention.radial", __name__), _radial_trials),
     Kernel("flash_tpu_carried", (*FLASH_MODULES, __name__), _carry_trials),
+    Kernel("flash_tpu_joining", (*FLASH_MODULES, "wanjax.kernels.attention.ring_weights", __name__), _joining_trials),
     Kernel(
         "flash_tpu_gradient", (*FLASH_MODULES, "wanjax.kernels.attention.flash_gradient", __name__), _gradient_trials
     ),

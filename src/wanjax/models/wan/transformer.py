@@ -181,6 +181,11 @@ class Block(nnx.Module):
         self.table = modulation_table(6, width, kw["rngs"])
         self.dtype = kw["dtype"]
 
+    def projections(self) -> list[nnx.Module]:
+        """Return the projections of the tokens. Those of the prompt are not among them, because they run once."""
+        attn, cross_attn = self.self_attn, self.cross_attn
+        return [attn.q, attn.k, attn.v, attn.out, cross_attn.q, cross_attn.out, self.mlp.up, self.mlp.down]
+
     def __call__(
         self, x: Tokens, context: Any, mod: Float[Array, "B _T 6 E"], *attention_args: Any, clean: SecondMask = None
     ) -> tuple[Tokens, Any]:
@@ -286,7 +291,8 @@ class WanTransformer(nnx.Module):
 
         for part in cache.parts(config.layers, 1 if mask else 0):
             part_mask = mask if part.start else None  # the first block is dense
-            x = scan_blocks(self.blocks, partial(run, part_mask), cache.before(part, x), context, part=part)
+            run_block, x = partial(run, part_mask), cache.before(part, x)
+            x = scan_blocks(self.blocks, run_block, x, context, part=part, projections=self.block.projections)
         x = cache.after(x)
 
         shift, scale = (time + row for row in jnp.split(self.table[...][None], 2, axis=1))

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gather the weights of the next block while ring attention computes.
+
+The shards of the weights pass around the ring of `sp` in the direction opposite to the keys, so they use the other
+direction of the links. Attention takes longer than sending, so the chips do not wait. During the last turn, a kernel
+can join the shards by DMA while it computes; otherwise they are concatenated after it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial, reduce
+from itertools import accumulate, count, pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Int32
+
+from wanjax.kernels.alignment import LANES
+from wanjax.sharding import Partitioner, replicate
+
+RING = "sp"  # the mesh axis of the ring
+TILE_BYTES = 32  # bytes of a column of a tile: 8 rows of float32, 16 of bfloat16, 32 of int8
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["shards", "first"], meta_fields=["axis"])
+@dataclass(frozen=True)
+class ShardsToJoin:
+    """The shards of a matrix, in the order in which they arrive.
+
+    Attributes:
+        shards: The shards [I _O] or [_I O].
+        axis: The axis that is sharded.
+        first: The position of the first shard; the others follow it, and wrap around.
+    """
+
+    shards: tuple[Array, ...]
+    axis: int
+    first: Int32[Array, ""]
+
+    @property
+    def joined(self) -> jax.ShapeDtypeStruct:
+        """The shape of the joined matrix."""
+        shard, count = self.shards[0], len(self.shards)
+        shape = [size * count if axis == self.axis else size for axis, size in enumerate(shard.shape)]
+        return jax.ShapeDtypeStruct(shape, shard.dtype)
+
+    def is_aligned(self) -> bool:
+        """Return whether each shard has whole tiles, so that a DMA can write it to its place."""
+        shard = self.shards[0]
+        unit = LANES if self.axis == 1 else TILE_BYTES // shard.dtype.itemsize
+        return shard.shape[self.axis] % unit == 0
+
+    def concatenate(self) -> Array:
+        """Join the shards without a kernel."""
+        in_order = jnp.roll(jnp.stack(self.shards), self.first, axis=0)
+        return jnp.moveaxis(in_order, 0, self.axis).reshape(self.joined.shape)
+
+
+class RingWeights:
+    """Weights that wait for ring attention.
+
+    Attributes:
+        weights: Matrices [I O], sharded over the ring.
+        axes: The sharded axis of each.
+    """
+
+    def __init__(self, weights: Sequence[Array], axes: Sequence[int]):
+        self.weights, self.axes = tuple(weights), tuple(axes)
+        self._gathered: tuple[Array, ...] | None = None
+
+    @property
+    def specs(self) -> tuple[PartitionSpec, ...]:
+        """The shardings of the weights."""
+        return tuple(PartitionSpec(*(RING if i == axis else None for i in range(2))) for axis in self.axes)
+
+    def set_gathered(self, weights: Sequence[Array]) -> None:
+        """Set the weights that a ring has gathered."""
+        self._gathered = tuple(weights)
+
+    def gathered(self) -> tuple[Array, ...]:
+        """Return the gathered weights. If there was no ring, they are gathered now."""
+        return replicate(self.weights if self._gathered is None else self._gathered)
+
+
+_waiting: ContextVar[RingWeights | None] = ContextVar("ring_weights", default=None)
+
+
+@contextmanager
+def gather_during_attention(weights: RingWeights | None) -> Iterator[None]:
+    """Within the block, let the first ring attention gather these weights; None lets it gather nothing."""
+    token = _waiting.set(weights)
+    try:
+        yield
+    finally:
+        _waiting.reset(token)
+
+
+def take_waiting() -> RingWeights | None:
+    """Return the weights that wait for a ring, for the caller to gather. Later callers get None."""
+    waiting = _waiting.get()
+    _waiting.set(None)
+    return waiting
+
+
+def ring_axis(partitioner: Partitioner, spec: Sequence[Any]) -> int | None:
+    """Return the axis of a matrix that a spec shards over the ring alone, or None if it is sharded in another way."""
+    is_ring = partitioner.axis_size(RING) > 1 and partitioner.axis_size("tp") == 1
+    sharded = [axis for axis, names in enumerate(spec) if names]
+    if not is_ring or len(sharded) != 1 or spec[sharded[0]] not in (RING, (RING,), (RING, "tp")):
+        return None
+    return sharded[0]
+
+
+def send_back(weights: Sequence[Array], ring_size: int) -> tuple[Array, ...]:
+    """Send shards to the previous device of the ring."""
+    permutation = [(i, (i - 1) % ring_size) for i in range(ring_size)]
+    return tuple(jax.lax.ppermute(weight, RING, permutation) for weight in weights)
+
+
+def shards_to_join(arrivals: Sequence[Sequence[Array]], axes: Sequence[int]) -> tuple[ShardsToJoin, ...]:
+    """Return the shards of each weight. `arrivals` has the shards of all weights after each turn."""
+    by_weight = zip(zip(*arrivals, strict=True), axes, strict=True)
+    return tuple(ShardsToJoin(shards, axis, jax.lax.axis_index(RING)) for shards, axis in by_weight)
+
+
+def join_during(
+    kernel: Callable[..., None], joins: Sequence[ShardsToJoin], num_scalars: int, num_inputs: int, num_results: int
+) -> Callable[..., None]:
+    """Return a kernel that joins shards by DMA while it computes. The chip must have one core for each device.
+
+    The new kernel takes more references: after its scalars the position of the first shard; after its inputs all
+    shards; after its results the joined matrices; and at the end a semaphore for each shard.
+
+    Args:
+        kernel: The kernel, whose references are its scalars, its inputs, its results and its scratch memory.
+        joins: The shards.
+        num_scalars: The number of the kernel's scalars.
+        num_inputs: The number of its inputs.
+        num_results: The number of its results.
+    """
+    num_shards = sum(len(join.shards) for join in joins)
+    lengths = [num_scalars, 1, num_inputs, num_shards, num_results, len(joins)]
+
+    def run(*refs: Any) -> None:
+        ends = [0, *accumulate(lengths)]
+        parts = [refs[start:end] for start, end in pairwise(ends)]
+        scalars, (first_ref,), inputs, shard_refs, results, joined_refs = parts
+        *scratch, semaphores = refs[ends[-1] :]
+
+        def copies() -> Iterator[Any]:
+            number = count()
+            for join, joined_ref in zip(joins, joined_refs, strict=True):
+                num_places, size = len(join.shards), join.shards[0].shape[join.axis]
+                for index in range(num_places):
+                    position = first_ref[0] + index
+                    position = jnp.where(position >= num_places, position - num_places, position)
+                    place = pl.ds(pl.multiple_of(position * size, size), size)
+                    target = joined_ref.at[:, place] if join.axis else joined_ref.at[place]
+                    i = next(number)
+                    yield pltpu.make_async_copy(shard_refs[i], target, semaphores.at[i])
+
+        grid = range(4)
+
+        @pl.when(reduce(jnp.logical_and, [pl.program_id(axis) == 0 for axis in grid]))
+        def _() -> None:
+            for copy in copies():
+                copy.start()
+
+        kernel(*scalars, *inputs, *results, *scratch)
+
+        @pl.when(reduce(jnp.logical_and, [pl.program_id(axis) == pl.num_programs(axis) - 1 for axis in grid]))
+        def _() -> None:
+            for copy in copies():
+                copy.wait()
+
+    return run
