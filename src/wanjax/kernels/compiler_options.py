@@ -28,7 +28,6 @@ SPARSE_CORE_OPTIONS = {
     "xla_tpu_enable_sparse_core_collective_offload_dense_all_to_all": "true",
     "xla_tpu_use_tc_device_shape_on_sc": "true",
 }
-PERMUTE_LIMIT = {"xla_max_concurrent_async_collective_permutes": "16"}  # keys, values and 8 weights; XLA allows 5
 VMEM_LIMIT_OPTION = "xla_tpu_scoped_vmem_limit_kib"  # VMEM that one operation may use
 SAFE_VMEM_KIB, FAST_VMEM_KIB = 64 << 10, 96 << 10  # of v6e's 128 MiB
 
@@ -38,11 +37,16 @@ def scan_options(program_target: Target | None = None) -> dict[str, str]:
 
     On CPUs, XLA would cast the half-precision weights of all blocks to float32 before the loop, which needs three times
     as much memory. An option switches that pass off, so that XLA casts one block at a time. On TPUs, all-to-alls and
-    all-gathers become asynchronous, so that they overlap other work.
+    all-gathers become asynchronous, so that they overlap other work. A ring sends keys, values and the matrices of a
+    block at the same time, which are more permutes than the five that XLA allows.
     """
     options = {
         "cpu": {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"},
-        "tpu": {"xla_tpu_enable_async_all_to_all": "true", "xla_enable_async_all_gather": "true"},
+        "tpu": {
+            "xla_tpu_enable_async_all_to_all": "true",
+            "xla_enable_async_all_gather": "true",
+            "xla_max_concurrent_async_collective_permutes": "16",
+        },
     }
     return options.get((program_target or target()).platform, {})
 
@@ -62,12 +66,12 @@ def random_options(program_target: Target | None = None) -> dict[str, str]:
 def matmul_options(program_target: Target | None = None) -> dict[str, str]:
     """Return the options of a program that scans over blocks and spends its time in matrix products.
 
-    On TPUs a device may receive keys, values and weights at the same time from its neighbours in a ring. On v6e one
-    operation may take half of the VMEM, which allows larger tiles.
+    On v6e one operation may take half of the VMEM, which allows larger tiles.
     """
     program_target = program_target or target()
-    options = scan_options(program_target) | (PERMUTE_LIMIT if program_target.platform == "tpu" else {})
-    return options | ({VMEM_LIMIT_OPTION: str(SAFE_VMEM_KIB)} if program_target.device_kind in LARGE_VMEM_KINDS else {})
+    return scan_options(program_target) | (
+        {VMEM_LIMIT_OPTION: str(SAFE_VMEM_KIB)} if program_target.device_kind in LARGE_VMEM_KINDS else {}
+    )
 
 
 def fast_matmul_options(program_target: Target | None = None) -> dict[str, str]:
