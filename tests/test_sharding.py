@@ -92,8 +92,8 @@ def test_vae():
     assert all(weight.sharding.is_fully_replicated for weight in jax.tree.leaves(nnx.state(together.vae)))
 
 
-@pytest.mark.parametrize("layers", [4, 5])
-def test_a_ring_gathers_the_weights_of_the_next_block(layers):
+@pytest.mark.parametrize(("layers", "axes"), [(4, (2, 4, 1)), (5, (2, 4, 1)), (4, (2, 1, 4))])
+def test_attention_gathers_the_weights_of_the_next_block(layers, axes):
     """No block waits for its weights, and the result is that of one device."""
     config = replace(transformer_config(4), layers=layers)
     random = np.random.default_rng(0)
@@ -109,7 +109,7 @@ def test_a_ring_gathers_the_weights_of_the_next_block(layers):
         executable = jax.jit(call).lower(weights).compile()
         return np.asarray(executable(weights), np.float64), executable.as_text()
 
-    found, text_of_program = run(partitioner((2, 4, 1)))
+    found, text_of_program = run(partitioner(axes))
     assert error(found, run(None)[0]) <= BOUND
     module = parse(text_of_program)
     loops = [each for part in module.computations.values() for each in part.instructions if each.opcode == "while"]

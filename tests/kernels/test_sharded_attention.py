@@ -181,19 +181,20 @@ def test_the_ring_sends_keys_and_values_round_once():
 
 
 @pytest.mark.parametrize(("name", "axes"), [("flash_tpu", (2, 4, 1)), ("chunked", (1, 8, 1)), ("chunked", (2, 1, 4))])
-def test_a_ring_gathers_weights(name, axes):
+def test_attention_gathers_weights(name, axes):
     """The weights of the next block are complete on every device, and attention is what it is without them."""
-    q, k, v = operands(2, 37, 37, 2, 2, 64)
+    q, k, v = operands(2, 37, 37, 4, 4, 64)
     weights = [normal(6, 32, 16), normal(7, 16, 24)]
     config = SMALL_TILES if name == "flash_tpu" else None
-    specs = PartitionSpec(None, "sp"), PartitionSpec("sp", None)
+    mesh_axis = "sp" if axes[1] > 1 else "tp"
+    specs = PartitionSpec(None, mesh_axis), PartitionSpec(mesh_axis, None)
     used = partitioner(axes)
     placed = [jax.device_put(x, NamedSharding(used.mesh, spec)) for x, spec in zip(weights, specs, strict=True)]
 
     def attend(q, k, v, weights):
-        with use_partitioner(used), gather_during_attention(waiting := RingWeights(weights, (1, 0))):
+        with use_partitioner(used), gather_during_attention(waiting := RingWeights(weights, (1, 0), mesh_axis)):
             out = attention(constrain(q, TOKENS), k, v, implementation=name, config=config)
-            assert (take_waiting() is None) == (axes[1] > 1)
+            assert take_waiting() is None
             return out, waiting.gathered()
 
     out, gathered = jax.jit(attend)(q, k, v, placed)

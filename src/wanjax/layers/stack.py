@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from wanjax.kernels.attention.ring_weights import RING, RingWeights, gather_during_attention, ring_axis
+from wanjax.kernels.attention.ring_weights import RingWeights, gather_during_attention, ring_mesh_axis
 from wanjax.kernels.autodiff import is_forward_only, remat
 from wanjax.layers.linear import Gathered
 from wanjax.layers.offload import DEFAULT_BLOCKS
@@ -90,8 +90,8 @@ def scan_blocks(
         x: The tokens, or a tuple of arrays.
         per_block: Trees of arrays with a leading axis as long as the stack.
         part: The blocks to run; None runs all blocks. Running a part does not copy its weights.
-        projections: Returns the projections of a block. If its self-attention goes round a ring of devices, and there
-            is no backward pass, the ring gathers the weights of the next block's projections.
+        projections: Returns the projections of a block. If several devices share its self-attention, and there is no
+            backward pass, they gather the weights of the next block's projections meanwhile.
     """
     graphdef, weights = nnx.split(blocks)
     stacked = weights, per_block
@@ -163,23 +163,25 @@ def _scan_from_host(
 
 
 def _ring_matrices(blocks: nnx.Module, projections: Sequence[nnx.Module]) -> dict[tuple, int]:
-    """Return the weights that a ring can gather: their paths in the state of the blocks, and the axes that are sharded.
+    """Return the weights that attention can gather: their paths in the state of the blocks, and the sharded axes.
 
     Args:
         blocks: Stacked blocks.
         projections: The projections of the blocks that take part.
     """
     partitioner = current_partitioner()
-    if partitioner.axis_size(RING) == 1 or not partitioner.rules.gather_weights or not is_forward_only():
+    mesh_axis = ring_mesh_axis(partitioner)
+    if mesh_axis is None or not is_forward_only():
         return {}
     matrices = {}
     for path, module in nnx.iter_modules(blocks):
         if isinstance(module, Gathered) and any(module is projection for projection in projections):
             weight = getattr(module, module.weight_name)
             x, axes = weight[...], axes_of(weight)
-            axis = None if axes is None else ring_axis(partitioner, partitioner.weight_sharding(axes, x.shape).spec[1:])
-            if axis is not None and module.sent_weight().dtype == x.dtype:
-                matrices[(*path, module.weight_name)] = axis
+            spec = partitioner.weight_sharding(axes or (None,) * x.ndim, x.shape).spec[1:]
+            sharded = [axis for axis, names in enumerate(spec) if names and mesh_axis in names]
+            if sharded and module.sent_weight().dtype == x.dtype:
+                matrices[(*path, module.weight_name)] = sharded[0]
     return matrices
 
 
@@ -191,7 +193,7 @@ def _scan_with_ring_weights(
     part: range,
     matrices: dict[tuple, int],
 ) -> Carry:
-    """Scan over blocks. While one computes attention, the ring gathers the matrices of the next one.
+    """Scan over blocks. While one computes attention, the devices gather the matrices of the next one.
 
     An iteration runs two blocks, so that the matrices of each have memory of their own, and are not copied.
 
@@ -208,7 +210,9 @@ def _scan_with_ring_weights(
     others = {path: variable for path, variable in variables.items() if path not in matrices}
 
     def ring_weights(index: Any) -> RingWeights:
-        return RingWeights(entries_at(sharded, index), tuple(matrices.values()))
+        mesh_axis = ring_mesh_axis(current_partitioner())
+        assert mesh_axis is not None
+        return RingWeights(entries_at(sharded, index), tuple(matrices.values()), mesh_axis)
 
     def run_block(x: Carry, gathered: Sequence[jax.Array], index: Any) -> tuple[Carry, Sequence[jax.Array]]:
         block = {path: variable.replace(entries_at(variable[...], index)) for path, variable in others.items()}

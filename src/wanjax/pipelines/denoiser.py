@@ -416,10 +416,10 @@ def take_step(
     forwards = [partial(predict, prompt, inputs.shared) for prompt in inputs.prompts]
     with forward_only():
         predictions, cached = static.cache.predictions(forwards, state.x, state.cached)
+        without = in_float32(forwards[0](SkippedBlocks(static.skipped))) if static.skipped else None
     prediction = jax.tree.map(lambda *forwards: jnp.concatenate(forwards), *predictions)
     clean = partial(scheduler.x0, schedule, 0)
     if static.skipped:
-        without = in_float32(forwards[0](SkippedBlocks(static.skipped)))
         difference = jax.tree.map(lambda x, y: skip_scale * (x[:videos] - y[:videos]), prediction, without)
     else:
         difference = jax.tree.map(lambda x: None, prediction)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gather the weights of the next block while ring attention computes.
+"""Gather the weights of the next block while attention computes.
 
-The shards of the weights pass around the ring of `sp` in the direction opposite to the keys, so they use the other
-direction of the links. Attention takes longer than sending, so the chips do not wait. During the last turn, a kernel
-can join the shards by DMA while it computes; otherwise they are concatenated after it.
+In ring attention, the shards of the weights pass around the ring of `sp` in the direction opposite to the keys, so they
+use the other direction of the links. During the last turn, a kernel can join the shards by DMA while it computes. In
+attention that exchanges tokens for heads over `tp`, each device sends its shards to all others after the exchange, and
+the shards are concatenated after attention. Attention takes longer than sending, so the chips do not wait.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,6 @@ from jaxtyping import Array, Int32
 from wanjax.kernels.alignment import LANES
 from wanjax.sharding import Partitioner, replicate
 
-RING = "sp"  # the mesh axis of the ring
 TILE_BYTES = 32  # bytes of a column of a tile: 8 rows of float32, 16 of bfloat16, 32 of int8
 
 
@@ -63,28 +63,29 @@ class ShardsToJoin:
 
 
 class RingWeights:
-    """Weights that wait for ring attention.
+    """Weights that wait for attention.
 
     Attributes:
-        weights: Matrices [I O], sharded over the ring.
-        axes: The sharded axis of each.
+        weights: Matrices [I O].
+        axes: The axis along which each matrix is sharded.
+        mesh_axis: The mesh axis over which they are sharded.
     """
 
-    def __init__(self, weights: Sequence[Array], axes: Sequence[int]):
-        self.weights, self.axes = tuple(weights), tuple(axes)
+    def __init__(self, weights: Sequence[Array], axes: Sequence[int], mesh_axis: str = "sp"):
+        self.weights, self.axes, self.mesh_axis = tuple(weights), tuple(axes), mesh_axis
         self._gathered: tuple[Array, ...] | None = None
 
     @property
     def specs(self) -> tuple[PartitionSpec, ...]:
         """The shardings of the weights."""
-        return tuple(PartitionSpec(*(RING if i == axis else None for i in range(2))) for axis in self.axes)
+        return tuple(PartitionSpec(*(self.mesh_axis if i == axis else None for i in range(2))) for axis in self.axes)
 
     def set_gathered(self, weights: Sequence[Array]) -> None:
-        """Set the weights that a ring has gathered."""
+        """Set the weights that attention has gathered."""
         self._gathered = tuple(weights)
 
     def gathered(self) -> tuple[Array, ...]:
-        """Return the gathered weights. If there was no ring, they are gathered now."""
+        """Return the gathered weights. If no attention has gathered them, they are gathered now."""
         return replicate(self.weights if self._gathered is None else self._gathered)
 
 
@@ -108,25 +109,39 @@ def take_waiting() -> RingWeights | None:
     return waiting
 
 
-def ring_axis(partitioner: Partitioner, spec: Sequence[Any]) -> int | None:
-    """Return the axis of a matrix that a spec shards over the ring alone, or None if it is sharded in another way."""
-    is_ring = partitioner.axis_size(RING) > 1 and partitioner.axis_size("tp") == 1
-    sharded = [axis for axis, names in enumerate(spec) if names]
-    if not is_ring or len(sharded) != 1 or spec[sharded[0]] not in (RING, (RING,), (RING, "tp")):
-        return None
-    return sharded[0]
+def ring_mesh_axis(partitioner: Partitioner) -> str | None:
+    """Return the mesh axis over which weights are gathered, if there is only one, else None."""
+    axes = [axis for axis in ("sp", "tp") if partitioner.axis_size(axis) > 1]
+    return axes[0] if len(axes) == 1 and partitioner.rules.gather_weights else None
 
 
-def send_back(weights: Sequence[Array], ring_size: int) -> tuple[Array, ...]:
-    """Send shards to the previous device of the ring."""
-    permutation = [(i, (i - 1) % ring_size) for i in range(ring_size)]
-    return tuple(jax.lax.ppermute(weight, RING, permutation) for weight in weights)
+def send(weights: Sequence[Array], mesh_axis: str, num_devices: int, distance: int = 1) -> tuple[Array, ...]:
+    """Send shards to the device that is `distance` places before this one."""
+    permutation = [(i, (i - distance) % num_devices) for i in range(num_devices)]
+    return tuple(jax.lax.ppermute(weight, mesh_axis, permutation) for weight in weights)
 
 
-def shards_to_join(arrivals: Sequence[Sequence[Array]], axes: Sequence[int]) -> tuple[ShardsToJoin, ...]:
-    """Return the shards of each weight. `arrivals` has the shards of all weights after each turn."""
+def shards_to_join(
+    arrivals: Sequence[Sequence[Array]], axes: Sequence[int], mesh_axis: str
+) -> tuple[ShardsToJoin, ...]:
+    """Return the shards of each weight. `arrivals` has the shards of all weights: the device's own, then those of the
+    following devices in their order."""
     by_weight = zip(zip(*arrivals, strict=True), axes, strict=True)
-    return tuple(ShardsToJoin(shards, axis, jax.lax.axis_index(RING)) for shards, axis in by_weight)
+    return tuple(ShardsToJoin(shards, axis, jax.lax.axis_index(mesh_axis)) for shards, axis in by_weight)
+
+
+def gather_beside(
+    attend: Callable[..., Array], operands: tuple[Array, ...], weights: Sequence[Array], waiting: RingWeights, size: int
+) -> tuple[Array, list[Array]]:
+    """Compute `attend(*operands)` while each of `size` devices sends its shards to all others.
+
+    Returns:
+        The result, and the gathered weights.
+    """
+    operands, weights = jax.lax.optimization_barrier((operands, tuple(weights)))
+    arrivals = [weights, *(send(weights, waiting.mesh_axis, size, distance) for distance in range(1, size))]
+    out, arrivals = jax.lax.optimization_barrier((attend(*operands), arrivals))
+    return out, [join.concatenate() for join in shards_to_join(arrivals, waiting.axes, waiting.mesh_axis)]
 
 
 def join_during(

@@ -20,7 +20,13 @@ from jaxtyping import Array, Bool, Float, Float32
 from wanjax.kernels.attention.gradient import from_result
 from wanjax.kernels.attention.masks import divide_or_zero, finite_max, log_sum_exp
 from wanjax.kernels.attention.radial import Radial
-from wanjax.kernels.attention.ring_weights import send_back, shards_to_join, take_waiting
+from wanjax.kernels.attention.ring_weights import (
+    gather_beside,
+    ring_mesh_axis,
+    send,
+    shards_to_join,
+    take_waiting,
+)
 from wanjax.kernels.rotary_heads import join_parts
 from wanjax.sharding import Partitioner, pad_to
 
@@ -138,13 +144,17 @@ def _attend_ulysses_and_ring(
     if key_mask is not None:
         key_mask = pad_to(key_mask[:, :kv_length], 1, k.shape[1])
     ulysses_size = partitioner.axis_size("tp") if placement.heads is None else 1
-    waiting = take_waiting() if ring_size > 1 else None
+    waiting = take_waiting() if ring_mesh_axis(partitioner) else None
 
     def attend(q, k, v, key_mask, weights):
         heads = q.shape[2]
         q, k, v = (tokens_to_heads(x, ulysses_size) for x in (q, k, v))
         if ring_size == 1:
-            out = kernels.attend(q, k, v, key_mask=key_mask, kv_length=kv_length)
+            attend_to_all = partial(kernels.attend, key_mask=key_mask, kv_length=kv_length)
+            if waiting is None:
+                out = attend_to_all(q, k, v)
+            else:
+                out, weights = gather_beside(attend_to_all, (q, k, v), weights, waiting, ulysses_size)
         else:
             masks = {"key_mask": key_mask}
             # With a number of valid keys in place of a mask, a kernel need not reorder keys
@@ -253,11 +263,11 @@ def _ring(
     for _ in range(ring_size - 1):
         # sending overlaps with the attention to this shard; the barrier keeps the next turn's sending out of it
         next_shard = jax.lax.ppermute(shard, "sp", _ring_permutation(ring_size))
-        next_weights = send_back(arrivals[-1], ring_size)
+        next_weights = send(arrivals[-1], "sp", ring_size)
         carry = attend_shard(carry, shard, is_last=False)
         carry, shard, next_weights = jax.lax.optimization_barrier((carry, next_shard, next_weights))
         arrivals.append(next_weights)
-    return attend_shard(carry, shard, is_last=True, joins=shards_to_join(arrivals, weight_axes))
+    return attend_shard(carry, shard, is_last=True, joins=shards_to_join(arrivals, weight_axes, "sp"))
 
 
 def _ring_gradient(

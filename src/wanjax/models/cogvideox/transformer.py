@@ -104,6 +104,10 @@ class Block(nnx.Module):
         self.mlp = MLP((width, config.mlp_dim, width), ("embed", "mlp", "embed"), gelu_tanh, **kw)
         self.dtype = kw["dtype"]
 
+    def projections(self) -> list[nnx.Module]:
+        """Return the projections of the tokens."""
+        return [self.attn.q, self.attn.k, self.attn.v, self.attn.out, self.mlp.up, self.mlp.down]
+
     def __call__(
         self,
         x: Tokens,
@@ -221,7 +225,7 @@ class CogVideoXTransformer(nnx.Module):
             return block(x, time, positions.rope, text, context.nag)
 
         for part in cache.parts(self.config.layers):
-            x = scan_blocks(self.blocks, run, cache.before(part, x), part=part)
+            x = scan_blocks(self.blocks, run, cache.before(part, x), part=part, projections=Block.projections)
         x = cache.after(x)
         if context.nag is not None:  # the video's tokens are equal in both sequences
             x, time = x[:videos], time[:videos]
