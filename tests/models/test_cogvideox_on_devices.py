@@ -13,6 +13,7 @@ from flax import nnx
 from tests.support.compare import error
 from tests.support.devices import on_meshes
 from tests.support.small_wan import network, partitioner
+from wanjax.kernels.autodiff import forward_only
 from wanjax.models.cogvideox.config import T2V_1_5_5B, T2V_2B
 from wanjax.models.cogvideox.transformer import CogVideoXTransformer
 from wanjax.sharding import use_partitioner
@@ -37,7 +38,7 @@ def predicted(name, axes=None, rules="fsdp", length=TEXT):
     latents, text = (jnp.asarray(random.normal(size=s), jnp.float32) for s in ((2, *LATENTS[name], 4), (2, TEXT, 8)))
 
     def run(weights, latents, t, text):
-        with use_partitioner(devices):
+        with use_partitioner(devices), forward_only():  # as a step runs
             model = nnx.merge(graphdef, weights)
             context = model.context(text)
             return model(latents, t, context, model.positions(model.grid(latents), context.text.shape[1]))
