@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import wanjax
 from tests.support.recorded import times
 from tests.support.words import naming
 from wanjax.errors import WanjaxError
@@ -280,7 +281,8 @@ def test_other_texts_are_refused(text, told):
 
 
 def chosen(text, name="wan2.1-t2v-14b", steps=50, guided=True, tables=None):
-    return chosen_rule(cache_rule(text), [alone(steps, guided)], PUBLISHED[name] if tables is None else tables, name)
+    tables = PUBLISHED[name] if tables is None else tables
+    return chosen_rule(cache_rule(text), lambda count: [alone(count, guided)], steps, tables, name)
 
 
 def test_a_rule_is_completed_with_the_checkpoints_settings():
@@ -309,20 +311,33 @@ def test_a_rule_is_completed_with_the_checkpoints_settings():
             {"name": "wan2.2-ti2v-5b"},
             "wan2.2-ti2v-5b teacache calibrate",
         ),
-        ("deepcache", {"steps": 8}, "deepcache:11,45,4 8 steps"),
-        ("easycache", {"steps": 11}, "easycache:0.05,10 11 steps"),
+        ("deepcache", {"steps": 8}, "deepcache:11,45,4 8 steps 13 steps"),
+        ("easycache", {"steps": 11}, "easycache:0.05,10 11 steps 12 steps"),
         ("magcache:.001", {}, "magcache:0.001,2,0.2 50 steps"),
         (
             "magcache:99,99",
             {},
             "magcache:99.0,99,0.2 steps 10 50",
         ),
+        ("guidance", {"steps": 2}, "guidance:5 2 steps 4 steps"),
+        ("teacache", {"steps": 5}, "teacache:0.1 5 steps 6 steps"),
         ("guidance", {"guided": False}, "guidance:5 guidance"),
     ],
 )
 def test_a_rule_that_a_model_cannot_have_is_refused(text, given, told):
     with pytest.raises(WanjaxError, match=naming(told)):
         chosen(text, **given)
+
+
+def test_teacache_is_refused_before_the_run_where_its_table_has_the_gaps():
+    pipe = wanjax.load("nano")
+    for steps in (6, 9):
+        with pytest.raises(WanjaxError, match=naming(f"teacache:0.063 {steps} steps 10 steps")):
+            pipe.settings(cache="teacache", steps=steps)
+    conditioning = pipe.encode("a red circle", size=(32, 32), frames=5)
+    pipe.denoise(conditioning, cache="teacache", steps=10)  # which reads the weights, and finds a step that reuses
+    with pytest.raises(WanjaxError, match=naming("teacache:0.064 9 steps threshold 0.34")):
+        pipe.denoise(conditioning, cache="teacache:.064", steps=9)  # the gaps are those of the default threshold
 
 
 def test_a_guidance_cache_needs_the_prompts_apart():

@@ -49,7 +49,7 @@ def test_ratios_are_those_of_the_residuals_that_magcache_keeps(model, tmp_path):
             assert found.ratios[prompt, step] == pytest.approx(tokens.mean(), rel=1e-4)
     assert found.ratios[:, 0].tolist() == [1, 1]
     assert found.ratios.shape == found.output_changes.shape == (2, SMALL["steps"])
-    assert [phase[1:] for phase in found.phases] == [(0, (3.0,) * 4, 4, 0, 0)]
+    assert [phase[1:6] for phase in found.phases] == [(0, (3.0,) * 4, 4, 0, 0)]
 
 
 def test_tables_fit_what_was_measured():

@@ -666,9 +666,12 @@ class ModelSpec:
                 raise WanjaxError(f"{settings.model} has too few steps for a step cache: leave {settings.cache} out")
             return NONE
         first_pass = self.passes_of(settings)[0]
-        return chosen_rule(
-            settings.cache, self.phases(self.schedule(first_pass), first_pass), self.cache_tables, settings.model
-        )
+
+        def phases_for(steps: int) -> tuple[Phase, ...]:
+            of_steps = replace(first_pass, steps=steps)
+            return self.phases(self.schedule(of_steps), of_steps)
+
+        return chosen_rule(settings.cache, phases_for, first_pass.steps, self.cache_tables, settings.model)
 
     def reused_steps(self, settings: Settings) -> tuple[bool, ...]:
         """Return a boolean for each step of the first pass: whether the step reuses, or may reuse, cached values.
@@ -884,20 +887,21 @@ def phases_of(
     """
     total, skipped, scale = len(timesteps), settings.steps - len(timesteps), settings.guidance_scale
     if settings.dynamic_guidance and settings.guided:
-        return (Phase(denoisers[0], 0, tuple(dynamic_scales(scale, timesteps, settings.steps)), total, 0, skipped),)
+        scales = tuple(dynamic_scales(scale, timesteps, settings.steps))
+        return (Phase(denoisers[0], 0, scales, total, 0, skipped, tuple(timesteps.tolist())),)
     if len(denoisers) > 1 and settings.boundary_step:
         high_noise_steps = max(0, settings.boundary_step - skipped)
     elif len(denoisers) > 1 and settings.boundary is not None:
         high_noise_steps = int(np.sum(timesteps >= settings.boundary * TRAIN_STEPS))
     else:
-        return (Phase(denoisers[0], 0, (scale,) * total, total, 0, skipped),)
+        return (Phase(denoisers[0], 0, (scale,) * total, total, 0, skipped, tuple(timesteps.tolist())),)
     scale_2 = scale if settings.guidance_scale_2 is None else settings.guidance_scale_2
     expert_steps = [
         (denoisers[0], 0, (scale,) * high_noise_steps),
         (denoisers[1], high_noise_steps, (scale_2,) * (total - high_noise_steps)),
     ]
     return tuple(
-        Phase(name, start, scales, total, index, skipped)
+        Phase(name, start, scales, total, index, skipped, tuple(timesteps[start : start + len(scales)].tolist()))
         for index, (name, start, scales) in enumerate(phase for phase in expert_steps if phase[2])
     )
 

@@ -16,6 +16,7 @@ class Phase(NamedTuple):
         index: The index of the phase, from 0.
         skipped: The number of steps at the start of the schedule that are skipped because the video starts from an
             input video.
+        timesteps: The timestep of each step, from 1000 for noise to 0.
     """
 
     network: str
@@ -24,6 +25,7 @@ class Phase(NamedTuple):
     total: int
     index: int = 0
     skipped: int = 0
+    timesteps: tuple[float, ...] = ()
 
     @property
     def steps(self) -> range:

@@ -14,10 +14,13 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from wanjax.checkpoints.files import content_digest
 from wanjax.checkpoints.sources import Source
 from wanjax.errors import WanjaxError, reason
 from wanjax.figures import pluralize
+from wanjax.schedulers.base import TRAIN_STEPS
 from wanjax.stores.user_folders import home, user_cache, xdg_folder
 
 FILE = "caches.json"  # the published tables of a family
@@ -50,13 +53,20 @@ class Changes(NamedTuple):
     """TeaCache's polynomial, highest degree first. The polynomial maps the change of the timestep's embedding to the
     change of the output.
 
-    The first `first` and the last `last` steps are computed in full. `threshold` is the default.
+    The first `first` and the last `last` steps are computed in full. `threshold` is the default. `gaps` is for the
+    timesteps that divide 0 ... 1000 evenly: a step from there that is at least as long as the gap never reuses cached
+    values with the default threshold. It is empty if the gaps were not measured.
     """
 
     polynomial: tuple[float, ...]
     threshold: float
     first: int = 1
     last: int = 0
+    gaps: tuple[float, ...] = ()
+
+    def gap_at(self, timestep: float) -> float:
+        """Interpolate the gaps at a timestep."""
+        return float(np.interp(timestep, np.linspace(0, TRAIN_STEPS, len(self.gaps)), self.gaps))
 
 
 @dataclass(frozen=True)
@@ -174,7 +184,8 @@ def _read_changes(json: Any) -> Changes | None:
     if not json:
         return None
     polynomial = _numbers(json["polynomial"])
-    return Changes(polynomial, float(json["threshold"]), int(json.get("first", 1)), int(json.get("last", 0)))
+    first, last, gaps = int(json.get("first", 1)), int(json.get("last", 0)), _numbers(json.get("gaps", ()))
+    return Changes(polynomial, float(json["threshold"]), first, last, gaps)
 
 
 def _numbers(json: Any) -> tuple[float, ...]:

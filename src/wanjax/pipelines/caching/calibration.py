@@ -14,7 +14,7 @@ from numpy.polynomial import Polynomial
 from wanjax.errors import WanjaxError
 from wanjax.figures import pluralize
 from wanjax.pipelines.caching.cache_tables import Changes, Magnitudes, Tables
-from wanjax.pipelines.caching.phase_cache import embedding_changes
+from wanjax.pipelines.caching.phase_cache import GAPS, embedding_changes, gap_changes
 from wanjax.pipelines.caching.rules import CacheRule, TeaCache
 from wanjax.pipelines.caching.step_cache import (
     CachedArrays,
@@ -32,6 +32,7 @@ from wanjax.pipelines.phases import Phase
 from wanjax.pipelines.runtime import Runtime
 from wanjax.pipelines.sampling import sample_pass
 from wanjax.pipelines.settings import Settings
+from wanjax.schedulers.base import TRAIN_STEPS
 
 DELTA, MOST, WHOLE = 0.12, 2, 0.2  # MagCache's settings for a checkpoint that has no published settings
 DEGREE = 4  # the degree of TeaCache's polynomial, as in the code of its authors
@@ -69,12 +70,14 @@ class Measurements(NamedTuple):
     """Measurements of each step of a run, [prompts, steps]: the residual's ratio and the output's relative change.
 
     `embedding_changes` are the changes of the timestep's embedding, and `phases` the steps of each network.
+    `gap_changes` are the changes over steps of several lengths; None for a network with more than one timestep.
     """
 
     ratios: Float[np.ndarray, "_P steps"]
     output_changes: Float[np.ndarray, "_P steps"]
     embedding_changes: Float[np.ndarray, " steps"]
     phases: tuple[Phase, ...]
+    gap_changes: Float[np.ndarray, "_T _S"] | None = None
 
 
 class Recorder(Observer):
@@ -82,6 +85,7 @@ class Recorder(Observer):
 
     def __init__(self) -> None:
         self.embedding_changes: list[float] = []
+        self.gap_changes: list[np.ndarray | None] = []
         self.phases: list[Phase] = []
         self.ratios: list[np.ndarray] = []
 
@@ -89,6 +93,7 @@ class Recorder(Observer):
         """Return the cache that measures a phase. `arguments` are the last six arguments of `step_cache`."""
         self.phases.append(arguments[-1])
         self.embedding_changes += embedding_changes(*arguments) or []
+        self.gap_changes.append(gap_changes(*arguments))
         return MeasuringCache()
 
     def stepped(self, step: Step) -> None:
@@ -105,7 +110,9 @@ def measure(runtime: Runtime, model: VideoModel[Any], conditioning: Any, setting
     options: dict[str, Any] = {"noise": {}, "observers": Observers([recorder]), "make_cache": recorder.cache}
     deque(sample_pass(runtime, model, conditioning, first, [settings.seed], progress, **options), maxlen=0)
     ratios, output_changes = np.moveaxis(np.array(recorder.ratios, np.float64), 0, -1).swapaxes(0, 1)
-    return Measurements(ratios, output_changes, np.array(recorder.embedding_changes), tuple(recorder.phases))
+    embedded, phases = np.array(recorder.embedding_changes), tuple(recorder.phases)
+    gaps = recorder.gap_changes[0] if len(phases) == 1 else None  # two networks embed timesteps differently
+    return Measurements(ratios, output_changes, embedded, phases, gaps)
 
 
 def tables_from(runs: Sequence[Measurements]) -> Tables:
@@ -124,7 +131,18 @@ def tables_from(runs: Sequence[Measurements]) -> Tables:
     output_changes = np.concatenate([run.output_changes[:, measured_steps].ravel() for run in runs])
     polynomial = Polynomial.fit(embedding_changes, output_changes, DEGREE).convert().coef[::-1]
     changes = Changes(tuple(float(f"{c:.9g}") for c in polynomial), 1.0, max(1, round(steps / 10)))
-    return Tables(magnitudes, changes._replace(threshold=_threshold(changes, runs[0])))
+    changes = changes._replace(threshold=_threshold(changes, runs[0]))
+    return Tables(magnitudes, changes._replace(gaps=gaps_for(changes, runs[0].gap_changes)))
+
+
+def gaps_for(changes: Changes, gap_changes: Float[np.ndarray, "_T _S"] | None) -> tuple[float, ...]:
+    """Return the field `gaps` of a table, from the changes of the embedding over steps of several lengths."""
+    if gap_changes is None:
+        return ()
+    never_reused = np.append(GAPS[1:], TRAIN_STEPS)  # the gap after each, which is the first of those that never reuse
+    below = np.polyval(changes.polynomial, gap_changes) < changes.threshold
+    gaps = [float(max(never_reused[row], default=GAPS[0])) for row in below]
+    return (gaps[1], *gaps[1:])  # no step starts at timestep 0
 
 
 def _threshold(changes: Changes, run: Measurements) -> float:

@@ -12,13 +12,13 @@ from jaxtyping import Array, Float
 from wanjax.execution import program
 from wanjax.kernels.compiler_options import scan_options
 from wanjax.pipelines.caching.cache_tables import Tables
-from wanjax.pipelines.caching.rules import PLAIN, CacheRule, TeaCache, check_reused
+from wanjax.pipelines.caching.rules import PLAIN, CacheRule, TeaCache, check_any_reused
 from wanjax.pipelines.caching.step_cache import StepCache
 from wanjax.pipelines.denoiser import Denoiser
 from wanjax.pipelines.phases import Phase
 from wanjax.pipelines.runtime import Runtime, SplitNetwork
 from wanjax.schedulers import one_step
-from wanjax.schedulers.base import Schedule
+from wanjax.schedulers.base import TRAIN_STEPS, Schedule
 
 
 @program(scan_options)
@@ -52,6 +52,26 @@ def embedding_changes(
     return None if changes is None else changes.tolist()
 
 
+GAP_TIMESTEPS = np.linspace(0, TRAIN_STEPS, 11)  # from which `gap_changes` measures
+GAPS = np.arange(5.0, 205.0, 5.0)  # the lengths of steps that `gap_changes` measures
+
+
+def gap_changes(
+    runtime: Runtime, denoiser: Denoiser, network: SplitNetwork, schedule: Schedule, phase: Phase
+) -> Float[np.ndarray, "_T _S"] | None:
+    """Return the change of the timestep's embedding over steps of each length in `GAPS` from each of `GAP_TIMESTEPS`.
+
+    Return None while a run is traced, and for a network with more than one timestep.
+    """
+    time = denoiser.timesteps(one_step(schedule, phase.start))
+    if not isinstance(time, np.ndarray | np.generic):
+        return None
+    pairs = np.stack(np.broadcast_arrays(GAP_TIMESTEPS[:, None], np.maximum(GAP_TIMESTEPS[:, None] - GAPS, 0)), axis=-1)
+    arguments = (denoiser, network.graphdef, False), network.weights, pairs.reshape(-1).astype(time.dtype)
+    changes = runtime.strategy.to_host(runtime.call(time_changes, *arguments), None)
+    return None if changes is None else changes[1::2].reshape(pairs.shape[:-1])
+
+
 def step_cache(
     rule: CacheRule,
     tables: Tables,
@@ -75,5 +95,5 @@ def step_cache(
         last = max((step for step, may in enumerate(reused) if may), default=-1)
         reused = tuple(step == last for step in range(len(reused)))
     elif len(phase.scales) == phase.total:
-        check_reused(rule, [reused])
+        check_any_reused(rule, getattr(tables, rule.table_name), changes, reused)
     return rule.cache(phase, (False,) * phase.start + reused)

@@ -7,7 +7,8 @@ All rules but EasyCache decide on the host, before a step is compiled; EasyCache
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -30,6 +31,7 @@ from wanjax.pipelines.caching.step_cache import (
 from wanjax.pipelines.phases import Phase
 from wanjax.pipelines.rule_text import parse_rule
 
+MAX_SEARCHED_STEPS = 200  # messages name no larger number of steps
 PLAIN = "plain"  # TeaCache's mode without --use_ret_steps, its authors' default; also the name of its table
 
 
@@ -244,9 +246,13 @@ class TeaCache(CacheRule):
         reuses."""
         table: Changes = getattr(tables, self.table_name)
         threshold = self.threshold or table.threshold
+        has_gaps = changes is None and table.gaps and phase.timesteps and threshold <= table.threshold
         flags, error = [], 0.0
         for step in range(len(phase.steps)):
             may_reuse = step > 0 and table.first <= phase.start + step < phase.total - table.last
+            if may_reuse and has_gaps:
+                timestep = phase.timesteps[step - 1]
+                may_reuse = timestep - phase.timesteps[step] < table.gap_at(timestep)
             error = error + (0.0 if changes is None else float(np.polyval(table.polynomial, changes[step])))
             flags.append(may_reuse and error < threshold)
             error = error if flags[-1] else 0.0
@@ -319,14 +325,17 @@ def cache_rule(rule: Any) -> CacheRule:
     return rule if isinstance(rule, CacheRule) else parse_rule(rule, RULES, "step cache")
 
 
-def chosen_rule(rule: CacheRule, phases: Sequence[Phase], tables: Tables, model: str) -> CacheRule:
+def chosen_rule(
+    rule: CacheRule, phases_for: Callable[[int], Sequence[Phase]], steps: int, tables: Tables, model: str
+) -> CacheRule:
     """Fill in a rule's settings for a checkpoint. Replace `AutoRule` by the best rule for the model, or by no rule if
-    no step would reuse.
+    no step would reuse. `phases_for` returns the phases of a video with a number of steps.
 
     Raises SettingError if the checkpoint lacks the rule's table, or if the rule would reuse no step, or all steps.
     """
     if rule == NONE:
         return rule
+    phases = phases_for(steps)
     if isinstance(rule, AutoRule):
         best = rule.with_defaults(tables)
         return best if any(any(best.reused(phase, tables)) for phase in phases) else NONE
@@ -337,23 +346,53 @@ def chosen_rule(rule: CacheRule, phases: Sequence[Phase], tables: Tables, model:
     if isinstance(rule, Guidance) and not any(phase.guided for phase in phases):
         raise SettingError(f"{rule} has no effect without guidance: set guidance_scale above 1", "cache")
     rule = rule.with_defaults(tables)
-    check_reused(rule, [rule.reused(phase, tables) for phase in phases])
+    reused = [rule.reused(phase, tables) for phase in phases]
+    if not any(map(any, reused)):
+        least = min_steps(rule, phases_for, steps, tables)
+        advice = f"give at least {least} steps" if least else "give it other settings, or leave it out"
+        message = f"the step cache {rule} reuses nothing in {pluralize(steps, 'step')}: {advice}"
+        raise SettingError(message, "cache")
+    if (first := _last_computed(rule, reused)) is not None:
+        message = f"{rule} reuses all steps after {first[0]} of {first[1]}: give a smaller threshold"
+        raise SettingError(message, "cache")
     return rule
 
 
-def check_reused(rule: CacheRule, reused: Sequence[Sequence[bool]]) -> None:
-    """Raise SettingError if no step would reuse, or if all steps after a step in the first half of a phase would."""
-    steps = sum(map(len, reused))
-    if not any(map(any, reused)):
-        message = f"the step cache {rule} reuses nothing in {pluralize(steps, 'step')}: take more steps"
-        raise SettingError(message, "cache")
+def min_steps(rule: CacheRule, phases_for: Callable[[int], Sequence[Phase]], steps: int, tables: Tables) -> int | None:
+    """Return the least number of steps, above `steps`, in which a rule reuses some steps and computes others.
+
+    None is returned if there is no such number up to `MAX_SEARCHED_STEPS`.
+    """
+    with suppress(WanjaxError):  # some schedules have few steps
+        for count in range(steps + 1, MAX_SEARCHED_STEPS + 1):
+            reused = [rule.reused(phase, tables) for phase in phases_for(count)]
+            if any(map(any, reused)) and _last_computed(rule, reused) is None:
+                return count
+    return None
+
+
+def _last_computed(rule: CacheRule, reused: Sequence[Sequence[bool]]) -> tuple[int, int] | None:
+    """Return the number of computed steps and of all steps of a phase that reuses all steps after one in its first
+    half. Return None if there is no such phase."""
     if not rule.is_known_before_run or rule.table_name is None:
-        return
+        return None
     for flags in map(list, reused):
         if True in flags and all(remaining := flags[flags.index(True) :]) and len(remaining) >= max(2, len(flags) / 2):
-            first = flags.index(True)
-            message = f"{rule} reuses all steps after {first} of {len(flags)}: give a smaller threshold"
-            raise SettingError(message, "cache")
+            return flags.index(True), len(flags)
+    return None
+
+
+def check_any_reused(rule: TeaCache, table: Changes, changes: Sequence[float], reused: Sequence[bool]) -> None:
+    """Raise SettingError if TeaCache reuses none of the steps of a video. The message has a threshold that would."""
+    if any(reused):
+        return
+    candidates = changes[max(1, table.first) : len(changes) - table.last]
+    least = min(
+        (estimate for x in candidates if (estimate := float(np.polyval(table.polynomial, x))) > 0), default=None
+    )
+    advice = "give more steps" + (f", or a threshold above {float(f'{1.06 * least:.2g}'):g}" if least else "")
+    message = f"the step cache {rule} reuses nothing in {pluralize(len(reused), 'step')}: {advice}"
+    raise SettingError(message, "cache")
 
 
 def check_separate_forwards(rule: CacheRule, batched: bool) -> None:
