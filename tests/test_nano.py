@@ -13,6 +13,7 @@ import wanjax
 from tests.support.commands import succeeded
 from tests.support.commands import wanjax as command
 from tests.support.documents import ROOT, blocks, commands
+from wanjax.jobs.notes import domain_of, prompt_notes, shape_notes
 from wanjax.media.pictures import read_clip
 from wanjax.pipelines.wan.model import WanModel
 from wanjax.pipelines.wan.presets import NANO, PRESETS
@@ -62,6 +63,16 @@ def test_what_it_never_learnt_gives_a_note(options, notes, monkeypatch, tmp_path
     message = [line for line in command(*options).stderr.splitlines() if line.startswith("note: ")]
     assert len(message) == len(notes)
     assert all(note in line for note, line in zip(notes, message, strict=True))
+
+
+def test_a_converted_copy_gives_the_same_notes(tmp_path):
+    succeeded(command("convert", "nano", str(tmp_path / "copy")))
+    copied = wanjax.load(str(tmp_path / "copy"))
+    settings = copied.settings(size=(32, 32), frames=5)
+    assert domain_of(settings.model) == PRESETS[0].domain
+    assert [*shape_notes(settings)]
+    assert [*prompt_notes(settings.model, ["a cat"])]
+    assert not [*prompt_notes(settings.model, ["a red circle"])]
 
 
 def test_fits_in_the_package():

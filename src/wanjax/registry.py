@@ -319,6 +319,14 @@ def find_preset(name: str) -> Preset | None:
     return by_name.get(name)
 
 
+def find_preset_of_copy(folder: str) -> Preset | None:
+    """Return the preset of which a folder of `wanjax convert` is a copy. Return None for anything else."""
+    path = parse_path(folder)
+    if isinstance(path, RemotePath) or not os.path.isfile(path / MANIFEST):
+        return None
+    return find_preset(open_converted(folder, path).published_name)
+
+
 def model_description(model: str) -> ModelDescription:
     """Describe a model without its weights; this downloads nothing for a preset."""
     preset = find_preset(model)

@@ -51,9 +51,9 @@ def domain_of(model: str) -> TrainingDomain | None:
     """Return the training domain of a small model, or None for a model whose training data cannot be listed.
 
     Args:
-        model: The name of the model.
+        model: The name of the model, or the folder of a copy that `wanjax convert` wrote.
     """
-    preset = registry.presets().get(model)
+    preset = registry.presets().get(model) or registry.find_preset_of_copy(model)
     return preset and preset.domain
 
 
