@@ -475,3 +475,28 @@ def test_options_of_the_machine_may_come_from_a_config():
         succeeded(wanjax("generate", "--config", "c.toml", "--from", file, "--print-command", "--model", "nano")).stdout
     )
     assert (options["--dtype"], options["--steps"]) == ("float32", "2")
+
+
+@pytest.mark.parametrize("steps", ["abc", None, [1]])
+def test_an_option_replaces_a_wrong_number_of_steps(here, steps):
+    nodes = small_workflow()
+    nodes["3"]["inputs"]["steps"] = steps
+    file = saved(nodes)
+    result = succeeded(wanjax("generate", "--from", file, "--model", "nano", "--steps", "7", "--print-command"))
+    assert options_in(result.stdout)["--steps"] == "7"
+    assert says(refused("--from", file, "--model", "nano"), "node 3 KSampler steps --steps")
+
+
+def test_the_model_of_plan_is_also_replaced_by_its_option(here):
+    file = saved(small_workflow())
+    printed = succeeded(wanjax("plan", "--from", file, "--model", "nano", "--print-command")).stdout
+    words = shlex.split(printed)
+    assert [words[i + 1] for i, word in enumerate(words) if word == "--model"] == ["nano"]
+    assert says(refused("plan", "nano", "--from", file, "--model", "wan2.1-t2v-1.3b"), "nano wan2.1-t2v-1.3b")
+
+
+def test_an_option_replaces_a_wrong_value_of_metadata(here):
+    values = {"model": "nano", "prompt": "a red circle", "steps": "abc"}
+    file = saved(values, "generation_config.json")
+    assert says(refused("--from", file), "steps 'abc'")
+    assert says(refused("--from", file, "--steps", "0"), "--steps 0")

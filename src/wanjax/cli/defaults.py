@@ -168,7 +168,8 @@ def find_metadata(ctx: click.Context, parameter: click.Parameter, file: str | No
             "shows its settings"
         )
     metadata = _load_metadata(file)
-    parameters = [x for x in ctx.command.params if x.name in recorded_parameters() and metadata.get(x.name) is not None]
+    names = recorded_parameters() - workflow_options.raw_options(ctx)  # an option replaces even a wrong value
+    parameters = [x for x in ctx.command.params if x.name in names and metadata.get(x.name) is not None]
     values = {x.name: _checked_value(file, x.name, metadata[x.name], x) for x in parameters}
     if metadata.get("windows", 1) == 1 and not metadata.get("video"):
         values = {name: value for name, value in values.items() if name not in SEAM_PARAMETERS}
@@ -245,7 +246,7 @@ def set_workflow(ctx: click.Context, file: str, graph: Any) -> None:
     values = {
         name: _checked_value(file, name, value, parameters[name])
         for name, value in options.values.items()
-        if name in parameters
+        if name in parameters and name not in workflow_options.raw_options(ctx)
     }
     ctx.meta[workflow_options.WORKFLOW] = options
     ctx.meta[METADATA] = values

@@ -330,7 +330,10 @@ model = model_option_of(
 def _choose_model(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str:
     """Return the model of the argument or of --model. If both are missing, the model is nano."""
     other = ctx.params.pop("model_option", None)
-    if None not in (value, other) and value != other and on_command_line("model_option", ctx):
+    if other and value != other and on_command_line("model_option", ctx):
+        if value is None or not on_command_line("model", ctx):  # the option replaces a file's model
+            ctx.set_parameter_source("model", ParameterSource.COMMANDLINE)
+            return other
         raise click.UsageError(f"the model is {value} and --model is {other}: give one of them")
     return value or other or "nano"
 

@@ -77,6 +77,15 @@ def parse_raw(command: click.Command, ctx: click.Context, arguments: Sequence[st
     ctx.meta[RAW] = (list(arguments), options)
 
 
+def raw_options(ctx: click.Context) -> set[str]:
+    """Return the names of the options on the command line, without arguments.
+
+    Args:
+        ctx: The command's context.
+    """
+    return {str(x.name) for x in ctx.command.params if isinstance(x, click.Option) and x.name in ctx.meta[RAW][1]}
+
+
 def find_workflow(file: str, *, may_be_prompts: bool = False) -> "Graph | None":
     """Return the graph of the workflow in a file, or None if it has none.
 
@@ -166,7 +175,7 @@ def options_of(ctx: click.Context, file: str, graph: "Graph", command: str | Non
         return path and measure(path)
 
     try:
-        workflow = read_workflow(graph, measured)
+        workflow = read_workflow(graph, measured, steps=_whole_number(ctx.meta[RAW][1].get("steps")))
     except WanjaxError as error:
         raise WanjaxError(f"{file}: {error}") from error
     reader = _OptionReader(workflow, folders, downloads_nothing=(command or ctx.info_name) == "plan")
@@ -188,14 +197,15 @@ def _fit_to_command_line(ctx: click.Context, values: dict[str, Any]) -> list[str
     from wanjax.cli.options import SETTINGS
 
     options, notes = ctx.meta[RAW][1], []
-    steps, old_steps, boundary = options.get("steps"), values.get("steps"), values.get("boundary_step")
-    if str(steps).isdecimal() and old_steps and boundary and "boundary_step" not in options:
-        values["boundary_step"] = round(boundary * int(steps) / old_steps)
+    steps, old_steps, boundary = _whole_number(options.get("steps")), values.get("steps"), values.get("boundary_step")
+    if steps is not None and old_steps and boundary and "boundary_step" not in options:
+        values["boundary_step"] = round(boundary * steps / old_steps)
         notes.append(
-            f"the second expert takes over after step {values['boundary_step']} of {int(steps)}, as in the workflow "
+            f"the second expert takes over after step {values['boundary_step']} of {steps}, as in the workflow "
             f"after {boundary} of {old_steps}"
         )
-    if isinstance(model := options.get("model"), str) and (listed_model := listing.find_model(model)):
+    model = options.get("model") or options.get("model_option")
+    if isinstance(model, str) and (listed_model := listing.find_model(model)):
         known_names = {*listed_model["defaults"], "prompt", "size", "seconds"}
         lacking = [name for name in values if name in SETTINGS and name not in known_names and name not in options]
         for name in lacking:
@@ -203,6 +213,11 @@ def _fit_to_command_line(ctx: click.Context, values: dict[str, Any]) -> list[str
         if lacking:
             notes.append(f"{model} has no {' and no '.join(lacking)}: the workflow's values are left out")
     return notes
+
+
+def _whole_number(option: Any) -> int | None:
+    """Return the number of an option as it is on the command line, or None."""
+    return int(option) if str(option).isdecimal() else None
 
 
 def check_folders(ctx: click.Context) -> None:

@@ -94,12 +94,15 @@ class Workflow:
     addresses: Mapping[str, str] = field(default_factory=dict)
 
 
-def read_workflow(graph: Graph, measure: Callable[[File], MediaSize | None] = lambda file: None) -> Workflow:
+def read_workflow(
+    graph: Graph, measure: Callable[[File], MediaSize | None] = lambda file: None, *, steps: int | None = None
+) -> Workflow:
     """Read the request for the video that a workflow makes.
 
     Args:
         graph: The workflow's graph.
         measure: Returns the size of a picture or clip, or None if the file is missing.
+        steps: The number of steps that replaces one that is not known.
 
     Raises:
         WanjaxError: The workflow makes no video, or has a node that wanjax cannot replace. The sentence names the node,
@@ -114,7 +117,7 @@ def read_workflow(graph: Graph, measure: Callable[[File], MediaSize | None] = la
     errors: list[WanjaxError] = []
     for output in outputs:
         try:
-            workflow = _read_output(graph, output, measure)
+            workflow = _read_output(graph, output, measure, steps)
         except RecursionError:
             errors.append(WanjaxError(f"the workflow has too many nodes in a row before {output}: make it shorter"))
         except WanjaxError as error:
@@ -155,7 +158,9 @@ def _service(nodes: Sequence[Node]) -> str | None:
     return None
 
 
-def _read_output(graph: Graph, output: Node, measure: Callable[[File], MediaSize | None]) -> Workflow:
+def _read_output(
+    graph: Graph, output: Node, measure: Callable[[File], MediaSize | None], steps: int | None
+) -> Workflow:
     nodes = ancestors(graph, output)
     if service := _service(nodes):
         raise WanjaxError(service)
@@ -163,7 +168,7 @@ def _read_output(graph: Graph, output: Node, measure: Callable[[File], MediaSize
     if problem is None:
         reader = Reader(graph, FUNCTIONS, measure)
         try:
-            workflow = _workflow(reader, reader.output(Output(output.id, 0)))
+            workflow = _workflow(reader, reader.output(Output(output.id, 0)), steps)
         except WanjaxError:
             if not reader.problems:
                 raise
@@ -223,7 +228,7 @@ def _is_whole(settings: Mapping[str, Any]) -> bool:
     return all(isinstance(settings.get(name), int) for name in ("width", "height", "frames"))
 
 
-def _workflow(reader: Reader, film: Any) -> Workflow:
+def _workflow(reader: Reader, film: Any, steps: int | None) -> Workflow:
     """Describe the request for a film."""
     film = reader.require(film, Film)
     pictures = film and film.pictures
@@ -232,7 +237,7 @@ def _workflow(reader: Reader, film: Any) -> Workflow:
     if film is None or pictures is None or pictures.latents is None:
         node = film.node if film else None
         raise WanjaxError(f"{node or 'the output'} saves pictures that no model of the workflow makes: {READABLE}")
-    stages = _stages(pictures.latents)
+    stages = _stages(pictures.latents, steps)
     first, last = stages[0], stages[-1]
     files = tuple(dict.fromkeys(stage.guider.model.file for stage in stages))
     model = model_of(base_name(files[0].name))
@@ -292,9 +297,9 @@ def _check_frames(latents: Any, pictures: Pictures, notes: list[str]) -> None:
         )
 
 
-def _stages(latents: Any) -> list[Sampled]:
-    """Return the nodes that sample, in the order of their steps. Raises WanjaxError for a chain that wanjax cannot
-    run."""
+def _stages(latents: Any, steps: int | None) -> list[Sampled]:
+    """Return the nodes that sample, in the order of their steps. `steps` replaces a number of steps that is not known.
+    Raises WanjaxError for a chain that wanjax cannot run."""
     stages: list[Sampled] = []
     while isinstance(latents, Sampled):
         stages.insert(0, latents)
@@ -306,6 +311,8 @@ def _stages(latents: Any) -> list[Sampled]:
             f"{stages[2].node} samples a third time, and a model has two experts at most: without it "
             f"{stages[0].node} and {stages[1].node} are left"
         )
+    if steps is not None:
+        stages = [_with_steps(stage, steps) for stage in stages]
     for stage in stages:
         _check_stage(stage)
     if len(stages) == 2:
@@ -313,9 +320,16 @@ def _stages(latents: Any) -> list[Sampled]:
     return stages
 
 
+def _with_steps(stage: Sampled, steps: int) -> Sampled:
+    """Replace the number of steps of a stage if it is not known."""
+    return replace(stage, steps=replace(stage.steps, count=steps)) if isinstance(stage.steps.count, Unknown) else stage
+
+
 def _check_stage(stage: Sampled) -> None:
     """Raise WanjaxError for a number that a node's widget lacks."""
-    for value in (stage.steps.count, stage.steps.start, stage.steps.end, stage.steps.denoise):
+    if isinstance(count := stage.steps.count, Unknown):
+        raise WanjaxError(f"{count.node} {count.reason}: give --steps")
+    for value in (stage.steps.start, stage.steps.end, stage.steps.denoise):
         if isinstance(value, Unknown):
             raise WanjaxError(f"{value.node} {value.reason}: the steps of {stage.node} are unknown without it")
 
