@@ -138,7 +138,15 @@ WRONG = [  # what is in the folder, what reads it, and what the sentence names
             (LATENTS * np.nan, "latents finite"),
         )
     ),
-    (written("noise.safetensors", {"latents": LATENTS}), load_noise, "tensor 'noise' latents"),
+    (written("noise.safetensors", {"latents": LATENTS}), load_noise, "tensor 'noise' latents save_file"),
+    (written("noise.safetensors", text="hello"), load_noise, "noise.safetensors safetensors 'noise' floats save_file"),
+    (written("noise.safetensors", {"noise": LATENTS.astype(np.int32)}), load_noise, "'noise' int32 floats"),
+    (written("noise.safetensors", {"noise": LATENTS * np.nan}), load_noise, "'noise' noise.safetensors finite"),
+    (
+        written("noise.safetensors", {f"block.{i}": np.zeros(1) for i in range(100)}),
+        load_noise,
+        "block.0 and 92 more save_file",
+    ),
     # stages of different videos
     (encoded(texts(), SETTINGS), load_encoded(**SETTINGS | {"prompt": "a blue square" * 20}), "prompt 'a blue squarea"),
     (

@@ -187,7 +187,7 @@ def test_one_sentence_for_data_that_cannot_be_used(tmp_path, files, sentence):
         (tmp_path / name).write_text(text, errors="surrogateescape")
     with pytest.raises(WanjaxError, match=naming(sentence)):
         list_data(tmp_path)
-    with pytest.raises(WanjaxError, match="there is no folder or table"):
+    with pytest.raises(WanjaxError, match=r"the folder or table .* does not exist"):
         list_data(tmp_path / "none")
 
 
@@ -342,3 +342,10 @@ def test_results_are_not_written_among_the_clips(tmp_path):
         check_outside(data, out)
     (data / "metadata.csv").write_text("file_name,text\n0.gif,a cat\n")
     check_outside(data, data / "out")
+
+
+@pytest.mark.parametrize(("name", "kind"), [("circle.mp4", "clip"), ("circle.png", "picture")])
+def test_one_file_is_refused_with_where_its_caption_goes(tmp_path, name, kind):
+    (tmp_path / name).touch()
+    with pytest.raises(WanjaxError, match=naming(f"{name} {kind} circle.txt {tmp_path}")):
+        list_data(tmp_path / name)

@@ -23,6 +23,7 @@ from wanjax.media.inputs import CLIP_SUFFIXES, INPUT_SPECS
 from wanjax.pipelines.mesh_sizes import MeshSizes
 from wanjax.pipelines.settings import read_seeds
 from wanjax.pipelines.text.prompt_extension import check_url
+from wanjax.stores.paths import is_url
 
 if TYPE_CHECKING:
     from wanjax.pipelines.request import VideoRequest
@@ -94,8 +95,8 @@ def check(ctx: click.Context, request: "VideoRequest | None") -> None:
         _check_chip(values["chip"])
     if "offload" in values and isinstance(mesh := values.get("mesh"), MeshSizes):
         values["offload"].check_devices(prod(mesh))
-    if "data" in values and not os.path.exists(data := values["data"].expanduser()):
-        raise WanjaxError(f"the folder or table {data} does not exist: give a folder of clips with captions")
+    if "data" in values:
+        _check_data(values["data"].expanduser())
     for text in values.get("lora", ()):
         _check_lora(text)
     if "extend_prompt" in values:
@@ -108,6 +109,8 @@ def check(ctx: click.Context, request: "VideoRequest | None") -> None:
         _check_suffix(values["out"])
     if ctx.info_name == "batch" or any(name in values for name in MULTI_VIDEO_PARAMETERS):
         _check_many_videos(values)
+    if "noise" in values and not is_url(values["noise"]):
+        _check_noise(values["noise"])
     if "full" in ctx.params:
         _check_training(ctx)
     if ctx.info_name == "convert":
@@ -299,6 +302,18 @@ def _check_lora(text: str) -> None:
     from wanjax.checkpoints.lora_source import Lora
 
     parse_hub_file(Lora.parse(text).resolve_folder().file)
+
+
+def _check_data(data: Path) -> None:
+    from wanjax.media.training_data import check_data  # imported late for a quick --help
+
+    check_data(data)
+
+
+def _check_noise(file: str) -> None:
+    from wanjax.media.noise_file import open_noise  # imported late, because this needs NumPy
+
+    open_noise(file)
 
 
 def _check_suffix(out: str) -> None:

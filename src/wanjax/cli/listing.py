@@ -14,8 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wanjax.errors import WanjaxError, no_checkpoint, unknown_model
-from wanjax.media.inputs import INPUT_SPECS, check_inputs
-from wanjax.pipelines.settings import check_shape, missing_setting, parse_size
+from wanjax.media.inputs import INPUT_SPECS, VIDEO, check_inputs
+from wanjax.pipelines.settings import (
+    Settings,
+    check_shape,
+    missing_setting,
+    parse_size,
+    schema,
+    strength_without_video,
+)
 from wanjax.stores.paths import is_url
 
 if TYPE_CHECKING:
@@ -107,6 +114,11 @@ def check(model: str, request: "VideoRequest", *, is_complete: bool = False) -> 
     if (size := settings.get("size")) is not None:
         texts = listed_model["sizes"].items()
         shape |= parse_size(size, {name: (int(h), int(w)) for name, text in texts for w, h in [text.split("x")]})
+    for side in ("height", "width"):
+        schema(Settings)[side].read(shape[side])
+    strength = settings.get("strength", defaults.get("strength"))
+    if is_complete and strength != defaults.get("strength") and VIDEO.name not in request.inputs:
+        raise strength_without_video(strength)
     check_shape(**shape, spatial=listed_model["grid"], temporal=listed_model["frames_step"])
     specs = [
         INPUT_SPECS[name]._replace(required=is_complete and name in listed_model["needs"])

@@ -26,6 +26,7 @@ from wanjax.media.metadata import (
     json_entry,
     stage_file,
 )
+from wanjax.media.noise_file import open_noise
 from wanjax.stores.writing import atomic_write
 
 STATE_FILE = "stage2_state.safetensors"
@@ -138,11 +139,16 @@ def load_latents(folder: Path, settings: Mapping[str, Any]) -> Any:
 def load_noise(path: str | Path, names: Sequence[str] = ("noise",)) -> dict[str, Float[Array, "..."]]:
     """Return the tensors of these names in a safetensors file.
 
-    The first is the initial noise and required; WanjaxError is raised if it is missing. The other tensors are optional.
+    The first is the initial noise and required. The other tensors are optional. Raises WanjaxError if the initial noise
+    is missing, or if a tensor is not of finite floats.
     """
-    file = SafetensorsFile(path)
+    file = open_noise(path)
     optional_names = [name for name in names[1:] if name in file.specs]
-    return {name: _read(file, name, FLOAT_KINDS, first=None) for name in (names[0], *optional_names)}
+    tensors = {name: _read(file, name, FLOAT_KINDS, first=None) for name in (names[0], *optional_names)}
+    for name, tensor in tensors.items():
+        if not np.isfinite(tensor).all():
+            raise WanjaxError(f"{name!r} in {path} has values that are not finite: draw it again, or leave it out")
+    return tensors
 
 
 def _save_stage(

@@ -530,6 +530,11 @@ def read_size(text: str) -> tuple[int, int] | str:
     return size or text
 
 
+def strength_without_video(strength: float) -> SettingError:
+    """Create the error for a strength without an input video."""
+    return SettingError(f"a strength of {strength} needs an input video: give a video too, or no strength", "strength")
+
+
 def missing_setting(name: str, model: str | None, settings: Iterable[str]) -> WanjaxError:
     """Create the error for a setting that a model does not have.
 

@@ -15,7 +15,7 @@ from wanjax.execution import reject_tracer
 from wanjax.layers.precision import Precision
 from wanjax.layers.tiling import Tiling
 from wanjax.media.stage_files import VIDEO_SHAPE_TENSOR
-from wanjax.pipelines.settings import DTYPES, Settings
+from wanjax.pipelines.settings import DTYPES, Settings, strength_without_video
 
 Shape = tuple[int | None, ...]  # None for any size
 
@@ -204,10 +204,7 @@ def check_tiling(tiling: Any, vae: Any, unit: int | None = None) -> Tiling | Non
 def check_strength(settings: Settings, *, video: bool, starts_from_video: bool) -> None:
     """Raise SettingError for a strength without an input video, or for a model that always starts from noise."""
     if not video:
-        raise SettingError(
-            f"a strength of {settings.strength} needs an input video: give a video too, or no strength",
-            "strength",
-        )
+        raise strength_without_video(settings.strength)
     if not starts_from_video:
         raise SettingError(
             f"a strength of {settings.strength} has no effect on {settings.model}, which starts from noise and uses "

@@ -23,6 +23,7 @@ from wanjax.figures import pluralize
 from wanjax.media.inputs import CLIP_SUFFIXES
 from wanjax.media.pictures import is_picture_name, natural_sort
 from wanjax.media.text_files import read_text, strip_text
+from wanjax.media.training_data import check_data
 from wanjax.media.video import read_metadata
 from wanjax.pipelines.settings import is_text
 
@@ -95,13 +96,12 @@ def list_data(data: str | Path) -> DataListing:
     Raises WanjaxError if the folder or table is missing, or has no usable example.
     """
     data = Path(data).expanduser()
+    check_data(data)
     if data.is_dir():
         tables = _tables_in(data)
         listing = _list_table(tables[0]) if tables else _list_folder(data)
-    elif data.is_file():
-        listing = _list_table(data)
     else:
-        raise WanjaxError(f"there is no folder or table {data}: give a folder of clips with captions")
+        listing = _list_table(data)
     if not listing.examples:
         first_reason = f": {summarize_first(listing.skipped)}" if listing.skipped else ""
         raise WanjaxError(

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Open a file of initial noise, without JAX, so that a command can refuse a wrong file at once."""
+
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from wanjax.checkpoints.files import SafetensorsFile
+from wanjax.errors import WanjaxError, comma_list
+
+NOISE = "noise"  # the tensor with the initial noise
+EXAMPLE = "safetensors.numpy.save_file({'noise': x}, 'noise.safetensors')"
+FLOATS = (np.floating, ml_dtypes.bfloat16)
+
+
+class NoiseFile(SafetensorsFile):
+    """A safetensors file with the initial noise of a video."""
+
+    valid_file_text = f"a safetensors file whose tensor 'noise' holds floats, as `{EXAMPLE}` writes"
+
+
+def open_noise(path: str | Path) -> NoiseFile:
+    """Open a file of initial noise.
+
+    Raises WanjaxError if it is not a safetensors file, or if its tensor `noise` is missing or not of floats.
+    """
+    file = NoiseFile(path)
+    if NOISE not in file.specs:
+        tensors = f"only {comma_list(list(file.specs))}" if file.specs else "and no other"
+        raise WanjaxError(f"{path} holds no tensor '{NOISE}', {tensors}: give {file.valid_file_text}")
+    shape, dtype = file.specs[NOISE]
+    if not any(np.issubdtype(dtype, kind) for kind in FLOATS):
+        raise WanjaxError(f"'{NOISE}' in {path} is {dtype} {list(shape)}: give floats")
+    return file

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check the path of a data set, without JAX, so that a command can refuse a wrong path at once."""
+
+import mimetypes
+import os
+from pathlib import Path
+
+from wanjax.errors import WanjaxError
+
+KINDS = {"video": "clip", "image": "picture"}  # the words for the first part of a MIME type
+
+
+def check_data(data: Path) -> None:
+    """Raise WanjaxError unless data is a folder, or a file that may be a table."""
+    if not os.path.exists(data):
+        raise WanjaxError(f"the folder or table {data} does not exist: give a folder of clips with captions")
+    kind = KINDS.get(str(mimetypes.guess_type(data.name)[0]).partition("/")[0])
+    if data.is_file() and kind is not None:
+        caption = data.with_suffix(".txt").name
+        raise WanjaxError(
+            f"{data} is one {kind}, and a training reads a folder or a table: write its caption into {caption} beside "
+            f"it, and give the folder, {data.absolute().parent}"
+        )
