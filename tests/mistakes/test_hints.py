@@ -60,6 +60,33 @@ def test_a_call_names_its_own_keywords_too(pipe):
     assert sentence(pipe, seconds=1) == "'seconds' is not a keyword here: use frames; fps frames make a second"
 
 
+def test_methods_with_few_keywords_name_them(pipe):
+    settings = pipe.settings()
+    assert says(sentence(pipe.encode_prompts, negative="a dog"), "'negative' negative_prompt")
+    with unchecked(), pytest.raises(SettingError, match="use steps"):
+        pipe.prepare(stepz=1)
+    for method, keyword, words in (
+        (pipe.draws, "reference", "'reference' use references"),
+        (pipe.noise, "foo", "'foo' settings references"),
+        (pipe.truncations, "folow", "'folow' use follow"),
+    ):
+        with unchecked(), pytest.raises(SettingError) as caught:
+            method(settings, **{keyword: 1})
+        assert says(str(caught.value), words)
+
+
+@pytest.mark.parametrize("name", ["generate", "load_pipeline", "pipeline", "train", "WanPipeline", "from_pretrained"])
+def test_a_guessed_name_is_answered_with_what_to_use(name):
+    with pytest.raises(AttributeError, match=rf"`{name}` .*wanjax"):
+        getattr(wanjax, name)
+
+
+@pytest.mark.parametrize("name", ["generate", "cuda", "to", "from_pretrained"])
+def test_a_guessed_method_is_answered_with_what_to_use(pipe, name):
+    with pytest.raises(AttributeError, match=rf"`{name}` .*wanjax"):
+        getattr(pipe, name)
+
+
 def test_an_attribute_that_is_another_library_s_or_a_setting_is_told_with_its_place(pipe):
     with pytest.raises(AttributeError, match=r"pipe\.transformer"):
         _ = pipe.unet

@@ -57,7 +57,8 @@ class CallKeywords(InputKeywords, total=False):
 def check_keywords(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Decorate a function so that an unknown keyword raises a WanjaxError that suggests the right one."""
     parameters = inspect.signature(function).parameters
-    names = [name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
+    keyword_only = [name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
+    names = keyword_only or [name for name in parameters if name != "self"]
 
     @wraps(function)
     def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:

@@ -222,6 +222,7 @@ class Pipeline(metaclass=OtherNamesMeta):
         pipe.scheduler = name
         return pipe
 
+    @check_keywords
     def free(self, *names: str) -> None:
         """Free the memory of components. A freed component loads again at its next use.
 
@@ -510,6 +511,7 @@ class Pipeline(metaclass=OtherNamesMeta):
         run = Run(self, [PreparedRequest(settings)], pictures, tiling=tiling, observers=self._create_observers(None))
         return run.encode()[settings.prompt]
 
+    @check_keywords
     def encode_prompts(
         self, prompt: str, negative_prompt: str | None = None, *, follow: str | None = None
     ) -> Conditioning:
@@ -523,6 +525,7 @@ class Pipeline(metaclass=OtherNamesMeta):
         texts = {"prompt": check_prompt(prompt), "negative_prompt": negative_prompt, "follow": follow}
         return self.model.encode_text(self.runtime, self.defaults.updated(texts))
 
+    @check_keywords
     def truncations(self, prompt: str, *, follow: str | None = None) -> Sequence[Truncation]:
         """List the parts that the tokenizers cut off from a prompt that is too long.
 
@@ -532,6 +535,7 @@ class Pipeline(metaclass=OtherNamesMeta):
         """
         return truncations(self.model, self.runtime, check_text(prompt), follow or self.defaults.follow)
 
+    @check_keywords
     def draws(self, settings: Settings, references: int = 0) -> Mapping[str, tuple[int, ...]]:
         """Return the shapes of a video's random arrays, by name; the argument `noise` may hold any of them.
 
@@ -543,6 +547,7 @@ class Pipeline(metaclass=OtherNamesMeta):
         check_single_window(settings, "custom noise")
         return self.model.spec.noise_inputs(settings, references)
 
+    @check_keywords
     def noise(self, settings: Settings, references: int = 0) -> Float[Array, "B C T H W"]:
         """Draw the initial noise of the settings' seed, float32 [1 C T H W], for a video that does not start from one.
 
