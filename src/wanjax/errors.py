@@ -40,7 +40,11 @@ class WanjaxError(ValueError):
     """
 
 
-class SettingError(WanjaxError):
+class RequestError(WanjaxError):
+    """A wrong request: the same command would only repeat the error."""
+
+
+class SettingError(RequestError):
     """A setting that does not exist or has an invalid value. `setting` is its name."""
 
     def __init__(self, message: str, setting: str):

@@ -7,7 +7,7 @@ from hypothesis import strategies as some
 
 from tests.support.batches import read_manifest
 from tests.support.words import naming
-from wanjax.errors import WanjaxError, is_failure
+from wanjax.errors import RequestError, WanjaxError, is_failure
 from wanjax.jobs.batch import MANIFEST, MAX_FIRST_FAILURES, Batch, Manifest
 from wanjax.jobs.maker import Task
 from wanjax.jobs.store import JobStore
@@ -130,6 +130,17 @@ def test_a_batch_in_which_nothing_succeeds_is_ended(store, tmp_path, count, fail
         list(batch.poll())
     batch.close()
     assert set(store.stats().jobs) == {"failed"}
+
+
+@pytest.mark.parametrize(("code", "kind"), [("invalid_request", RequestError), ("server_error", WanjaxError)])
+def test_only_a_wrong_request_would_be_repeated(store, tmp_path, code, kind):
+    batch = Batch(store, map(task, range(1, 3)), Manifest(tmp_path), "nano")
+    for job in leased(store):
+        fail(store, job, code=code, message="broken")
+    with pytest.raises(WanjaxError, match=naming("row 2 broken")) as raised:
+        list(batch.poll())
+    assert type(raised.value) is kind
+    assert batch.only_wrong_requests == (kind is RequestError)
 
 
 def test_a_full_disk_ends_a_batch_and_is_no_video_s_failure(store, tmp_path):

@@ -31,7 +31,7 @@ from wanjax.cli.report import Report, handle_interrupts, print_error
 from wanjax.errors import (
     DISK_FULL_ERRNOS,
     FILE_NAME_ERRNOS,
-    SettingError,
+    RequestError,
     WanjaxError,
     is_failure,
     is_out_of_memory,
@@ -123,7 +123,7 @@ class Commands(click.Group):
 
     def _invoke_and_report_errors(self, ctx: click.Context) -> Any:
         """Invoke the command; print an error as one sentence, and exit with its status."""
-        is_wrong_setting = False
+        is_wrong_request = False
         try:
             return super().invoke(ctx)
         except click.exceptions.Exit:  # --help
@@ -132,7 +132,7 @@ class Commands(click.Group):
             status, message = USAGE_ERROR, in_words(error)
         except WanjaxError as error:
             status, message = FAILURE if is_failure(error) else USAGE_ERROR, with_option(error)
-            is_wrong_setting = isinstance(error, SettingError)
+            is_wrong_request = isinstance(error, RequestError)
         except OSError as error:
             name = shorten(str(error.filename or ""))
             if error.errno in DISK_FULL_ERRNOS:
@@ -156,7 +156,7 @@ class Commands(click.Group):
                 _print_outcome(ctx)
                 raise
         print_error(f"wanjax: {printable(message, keep=LINE_END)}\n")
-        if not is_wrong_setting:  # with which the same command would fail again
+        if not is_wrong_request:  # with which the same command would fail again
             _print_outcome(ctx)
         ctx.exit(status)
 

@@ -32,6 +32,7 @@ from wanjax.cli.parsed import CommandOptions, PipelineOptions
 from wanjax.cli.report import Report
 from wanjax.errors import NetworkError, WanjaxError, printable, reason, repr_short
 from wanjax.figures import pluralize, progress_of_many
+from wanjax.jobs.worker import INVALID_REQUEST
 from wanjax.media.inputs import INPUT_SPECS
 from wanjax.pipelines.request import VideoRequest
 from wanjax.pipelines.settings import ALLOW_EMPTY, parse_pixels
@@ -221,7 +222,8 @@ def _generate_several(
         report.table()
     if batch.failed:
         summary = f"{batch.failed} of {pluralize(len(missing_tasks), 'video')} failed, as listed in {folder / MANIFEST}"
-        report.note(f"{summary}; run the same command to try them again")
+        again = "run the same command to try them again"
+        report.note(f"{summary}; {'correct their requests' if batch.wrong == batch.failed else again}")
         raise click.exceptions.Exit(FAILURE_STATUS)
 
 
@@ -247,7 +249,7 @@ class _BatchRequest:
             manifest,
             pending_paths,
         )
-        self.total, self.ended, self.failed = len(missing_tasks), 0, 0
+        self.total, self.ended, self.failed, self.wrong = len(missing_tasks), 0, 0, 0
         self._unsubmitted, self._submitted = deque(missing_tasks), deque[Any]()
 
     def make(self) -> None:
@@ -273,7 +275,7 @@ class _BatchRequest:
                 if error.status not in REQUEST_ERRORS or not (self.ended or self._submitted):
                     # An error in the first request probably concerns all requests
                     raise job.request.add_row_number(error) from error
-                self._end(job, error)
+                self._end(job, error, is_wrong=True)
             else:
                 self._submitted.append(job)
             self._unsubmitted.popleft()
@@ -282,6 +284,7 @@ class _BatchRequest:
         """Wait for the first submitted video, and write it."""
         job, path = self._submitted[0], self.pending_paths[0]
         failure: object = None
+        is_wrong = False
         try:
             video = _wait_for_video(
                 self.server, path, self.report, lambda unit, done, total: self._count(f"{unit} {done} of {total}")
@@ -292,20 +295,21 @@ class _BatchRequest:
                     _save(self.server, path, str(self.folder / job.output)), metadata, id=_video_id(path)
                 )
             else:
-                failure = _failure_reason(video)
+                failure, is_wrong = _failure_reason(video), _failure_code(video) == INVALID_REQUEST
         except RefusedError as error:  # for example, somebody removed the video
             if error.status not in REQUEST_ERRORS:
                 raise
             failure = error
         self._submitted.popleft()
         self.pending_paths.popleft()
-        self._end(job, failure)
+        self._end(job, failure, is_wrong=is_wrong)
 
-    def _end(self, job: Any, failure: object = None) -> None:
+    def _end(self, job: Any, failure: object = None, *, is_wrong: bool = False) -> None:
         """Add a video to the manifest after it was made or has failed."""
         self.ended += 1
         if failure is not None:
             self.failed += 1
+            self.wrong += is_wrong
             self.report.note(f"{job.request.position or job.output} failed: {failure}")
         self.manifest.add(job, worker=self.server.url, **({} if failure is None else {"error": str(failure)}))
         self._count()
@@ -377,6 +381,11 @@ def _failure_reason(job: Mapping[str, Any]) -> str:
     """Return the reason that the server gives for a failed video."""
     reason = job["error"].get("message") if isinstance(job.get("error"), dict) else None
     return _printable(reason or "the server gave no reason")
+
+
+def _failure_code(job: Mapping[str, Any]) -> object:
+    """Return the error code that the server gives for a failed video, or None."""
+    return job["error"].get("code") if isinstance(job.get("error"), dict) else None
 
 
 def _seed(job: Mapping[str, Any], server_url: str) -> int:

@@ -14,10 +14,10 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from wanjax.errors import WanjaxError
+from wanjax.errors import RequestError, WanjaxError
 from wanjax.jobs.maker import Task, batch_key
 from wanjax.jobs.store import FAILED, Job, JobStore, NewJob
-from wanjax.jobs.worker import DISK_FULL
+from wanjax.jobs.worker import DISK_FULL, INVALID_REQUEST
 from wanjax.pipelines.request import PER_VIDEO
 from wanjax.stores.paths import AnyPath, read
 
@@ -62,6 +62,11 @@ class Batch:
         """The number of tasks whose video was made or that failed."""
         return self.done_count + len(self.failed)
 
+    @property
+    def only_wrong_requests(self) -> bool:
+        """Whether all failed jobs have wrong requests, which would fail again."""
+        return all((job.error or {}).get("code") == INVALID_REQUEST and job.attempts <= 1 for job in self.failed)
+
     def poll(self) -> Iterator[Job]:
         """Yield each job that ended since the last call, after adding it to the manifest.
 
@@ -91,7 +96,8 @@ class Batch:
     def _raise_if_all_failed(self, task: Task) -> None:
         if not self.done_count and len(self.failed) == min(MAX_FIRST_FAILURES, self.total):
             error = self.failed[-1].error or {}
-            raise task.request.add_row_number(WanjaxError(error.get("message", "")))
+            kind = RequestError if self.only_wrong_requests else WanjaxError
+            raise task.request.add_row_number(kind(error.get("message", "")))
 
     def close(self) -> None:
         """Cancel the unfinished jobs, so that no worker makes them."""

@@ -20,7 +20,7 @@ from wanjax.execution import EXECUTE
 from wanjax.jobs.multihost import is_first
 from wanjax.jobs.rows import RowErrors
 from wanjax.jobs.store import Job
-from wanjax.jobs.worker import DISK_FULL, Failure, Interrupted, Lease
+from wanjax.jobs.worker import DISK_FULL, INVALID_REQUEST, Failure, Interrupted, Lease
 from wanjax.layers.tiling import Tiling
 from wanjax.media.pictures import Pictures
 from wanjax.media.text_files import slug
@@ -317,7 +317,7 @@ class VideoMaker:
         """
         is_user_error, is_disk_full = isinstance(error, WanjaxError), is_full(error)
         return Failure(
-            DISK_FULL if is_disk_full else "invalid_request" if is_user_error else "server_error",
+            DISK_FULL if is_disk_full else INVALID_REQUEST if is_user_error else "server_error",
             error_message(error),
             is_retryable=not is_disk_full
             and (not is_user_error or any(isinstance(cause, OSError) for cause in causes(error))),

@@ -27,6 +27,7 @@ ATTEMPTS = 5  # a job fails after this many workers died while making it
 # Splits the end of the queue into this many leases per worker, so that all workers finish at the same time
 LEASES_PER_WORKER = 4
 DISK_FULL = "disk_full"  # error code; the worker exits after it
+INVALID_REQUEST = "invalid_request"  # error code; the same request would fail again
 READY, LOADING = "ready", "loading"  # a worker's states
 logger = logging.getLogger("wanjax.jobs")
 

@@ -13,7 +13,7 @@ from dataclasses import fields as dataclass_fields
 from typing import Any
 
 from wanjax.checkpoints.lora_keys import MAX_STRENGTH
-from wanjax.errors import SettingError, WanjaxError, repr_short
+from wanjax.errors import RequestError, SettingError, WanjaxError, repr_short
 from wanjax.media.inputs import IMAGE, INPUT_SPECS
 from wanjax.pipelines.other_names import unknown_keyword
 from wanjax.pipelines.settings import (
@@ -267,7 +267,8 @@ class VideoRequest:
         Args:
             error: The error.
         """
-        return WanjaxError(f"{self.position}: {error}") if self.row else error
+        kind = RequestError if isinstance(error, RequestError) else WanjaxError
+        return kind(f"{self.position}: {error}") if self.row else error
 
 
 @dataclass(frozen=True)
