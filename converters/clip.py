@@ -4,7 +4,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from wanjax.converters.vision_encoder import block_rules, vision_sizes, with_and_without_prefix, with_optional_prefix
+from wanjax.converters.vision_encoder import (
+    block_weight_rules,
+    vision_sizes,
+    with_and_without_prefix,
+    with_optional_prefix,
+)
 from wanjax.converters.weight_rules import WeightRule, layer, norm, patches
 from wanjax.models.clip import CLIPVisionConfig
 
@@ -18,7 +23,7 @@ def clip_config(json: Mapping[str, Any]) -> CLIPVisionConfig:
     return CLIPVisionConfig(**sizes | {"layers": sizes["layers"] - 1})
 
 
-def clip_rules(config: CLIPVisionConfig) -> list[WeightRule]:
+def clip_weight_rules(config: CLIPVisionConfig) -> list[WeightRule]:
     """Return the rules for every parameter of `CLIPVision`."""
     return with_optional_prefix(
         [
@@ -26,7 +31,7 @@ def clip_rules(config: CLIPVisionConfig) -> list[WeightRule]:
             WeightRule("embeddings.position_embedding.weight", "positions"),
             *layer("embeddings.patch_embedding", "patch_embed", patches((config.patch, config.patch)), bias=False),
             *norm("pre_layrnorm", "norm", bias=True),
-            *block_rules(),
+            *block_weight_rules(),
         ]
     )
 

@@ -81,7 +81,7 @@ def gguf_json(field: Callable[[str], Any], vocab_size: int) -> dict[str, Any]:
     return json | {"architectures": ["Qwen2_5_VLTextModel"]} | values
 
 
-def qwen2_vl_rules(config: Qwen2VLConfig) -> list[WeightRule]:
+def qwen2_vl_weight_rules(config: Qwen2VLConfig) -> list[WeightRule]:
     """Return the rules for every parameter of `Qwen2VLEncoder`."""
     layer = "layers.{i}"
     rules = [

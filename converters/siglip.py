@@ -4,7 +4,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from wanjax.converters.vision_encoder import block_rules, vision_sizes, with_and_without_prefix, with_optional_prefix
+from wanjax.converters.vision_encoder import (
+    block_weight_rules,
+    vision_sizes,
+    with_and_without_prefix,
+    with_optional_prefix,
+)
 from wanjax.converters.weight_rules import WeightRule, layer, norm, patches
 from wanjax.models.siglip import SiglipVisionConfig
 
@@ -17,13 +22,13 @@ def siglip_config(json: Mapping[str, Any]) -> SiglipVisionConfig:
     return SiglipVisionConfig(**vision_sizes(json, model="siglip_vision_model", activation="gelu_pytorch_tanh"))
 
 
-def siglip_rules(config: SiglipVisionConfig) -> list[WeightRule]:
+def siglip_weight_rules(config: SiglipVisionConfig) -> list[WeightRule]:
     """Return the rules for every parameter of `SiglipVision`."""
     return with_optional_prefix(
         [
             *layer("embeddings.patch_embedding", "patch_embed", patches((config.patch, config.patch))),
             WeightRule("embeddings.position_embedding.weight", "positions"),
-            *block_rules(),
+            *block_weight_rules(),
             *norm("post_layernorm", "norm", bias=True),
         ]
     )

@@ -79,7 +79,7 @@ def t5_json(
     }
 
 
-def t5_rules(config: T5Config) -> list[WeightRule]:
+def t5_weight_rules(config: T5Config) -> list[WeightRule]:
     """Return the rules for every parameter of `T5Encoder`; the tied embedding may be stored under two names."""
     attention, mlp = "encoder.block.{i}.layer.0", "encoder.block.{i}.layer.1"
     bias = "SelfAttention.relative_attention_bias.weight"

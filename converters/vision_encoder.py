@@ -28,7 +28,7 @@ def vision_sizes(json: Mapping[str, Any], *, model: str, activation: str) -> dic
     }
 
 
-def block_rules() -> list[WeightRule]:
+def block_weight_rules() -> list[WeightRule]:
     """Return the rules for every parameter of the stacked `VisionBlock`s."""
     layer = "encoder.layers.{i}"
     return [

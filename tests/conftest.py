@@ -59,7 +59,7 @@ def _few_memory_maps() -> Iterator[None]:
     if maps.exists() and len(maps.read_bytes().splitlines()) > MAPS:
         from wanjax.execution import EXECUTE
 
-        EXECUTE.forget()
+        EXECUTE.clear_programs()
         gc.collect()
 
 

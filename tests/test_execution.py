@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.support.programs import compiled
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax import execution
 from wanjax.errors import WanjaxWarning
 from wanjax.execution import CompileContext, Execute, Program, TracedProgram, program
@@ -83,7 +83,7 @@ def test_an_unknown_option_is_left_out_and_told_once(execute, compile_context):
 
 def test_an_option_whose_value_is_refused_is_left_out(execute, compile_context):
     x = jnp.ones(3)
-    with pytest.warns(WanjaxWarning, match=naming("xla_cpu_enable_fast_math")):
+    with pytest.warns(WanjaxWarning, match=line_with_words("xla_cpu_enable_fast_math")):
         execute.call(made(sums, {"xla_cpu_enable_fast_math": "perhaps"}), compile_context, None, x, x)
 
 

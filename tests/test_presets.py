@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.support.published import (
-    Keys,
+    TensorShapes,
     animate_keys,
     image_encoder_keys,
     pose_keys,
@@ -20,7 +20,7 @@ from tests.support.published import (
     transformer_keys,
     vae_keys,
 )
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.checkpoints import modules
 from wanjax.checkpoints.files import Spec
 from wanjax.checkpoints.network_kinds import network_of
@@ -66,7 +66,7 @@ class Published(NamedTuple):
 
     config: Any
     rules: list[weight_rules.WeightRule]
-    keys: Keys
+    keys: TensorShapes
     parameters: int
 
 
@@ -74,51 +74,63 @@ NANO_TRANSFORMER = wan.transformer_config(read_json(NANO / "transformer" / "conf
 NETWORKS = {
     "nano": Published(
         NANO_TRANSFORMER,
-        wan.transformer_rules(NANO_TRANSFORMER),
+        wan.transformer_weight_rules(NANO_TRANSFORMER),
         transformer_keys(NANO_TRANSFORMER),
         2_380_032,
     ),
-    "wan2.1-t2v-1.3b": Published(T2V_1_3B, wan.transformer_rules(T2V_1_3B), transformer_keys(T2V_1_3B), 1_418_996_800),
-    "wan2.1-t2v-14b": Published(T2V_14B, wan.transformer_rules(T2V_14B), transformer_keys(T2V_14B), 14_288_491_584),
-    "wan2.2-t2v-a14b": Published(T2V_14B, wan.transformer_rules(T2V_14B), transformer_keys(T2V_14B), 14_288_491_584),
-    "wan2.2-i2v-a14b": Published(I2V_A14B, wan.transformer_rules(I2V_A14B), transformer_keys(I2V_A14B), 14_288_901_184),
-    "wan2.2-ti2v-5b": Published(TI2V_5B, wan.transformer_rules(TI2V_5B), transformer_keys(TI2V_5B), 4_999_787_712),
+    "wan2.1-t2v-1.3b": Published(
+        T2V_1_3B, wan.transformer_weight_rules(T2V_1_3B), transformer_keys(T2V_1_3B), 1_418_996_800
+    ),
+    "wan2.1-t2v-14b": Published(
+        T2V_14B, wan.transformer_weight_rules(T2V_14B), transformer_keys(T2V_14B), 14_288_491_584
+    ),
+    "wan2.2-t2v-a14b": Published(
+        T2V_14B, wan.transformer_weight_rules(T2V_14B), transformer_keys(T2V_14B), 14_288_491_584
+    ),
+    "wan2.2-i2v-a14b": Published(
+        I2V_A14B, wan.transformer_weight_rules(I2V_A14B), transformer_keys(I2V_A14B), 14_288_901_184
+    ),
+    "wan2.2-ti2v-5b": Published(
+        TI2V_5B, wan.transformer_weight_rules(TI2V_5B), transformer_keys(TI2V_5B), 4_999_787_712
+    ),
     "wan2.1-i2v-14b-480p": Published(
-        I2V_14B, wan.transformer_rules(I2V_14B), transformer_keys(I2V_14B), 16_394_878_784
+        I2V_14B, wan.transformer_weight_rules(I2V_14B), transformer_keys(I2V_14B), 16_394_878_784
     ),
     "wan2.1-i2v-14b-720p": Published(
-        I2V_14B, wan.transformer_rules(I2V_14B), transformer_keys(I2V_14B), 16_394_878_784
+        I2V_14B, wan.transformer_weight_rules(I2V_14B), transformer_keys(I2V_14B), 16_394_878_784
     ),
     "wan2.1-flf2v-14b": Published(
         FLF2V_14B,
-        wan.transformer_rules(FLF2V_14B),
+        wan.transformer_weight_rules(FLF2V_14B),
         transformer_keys(FLF2V_14B),
         16_395_536_704,
     ),
     "wan2.1-vace-1.3b": Published(
         VACE_1_3B,
-        wan.transformer_rules(VACE_1_3B),
+        wan.transformer_weight_rules(VACE_1_3B),
         transformer_keys(VACE_1_3B),
         2_153_972_032,
     ),
     "wan2.1-vace-14b": Published(
         VACE_14B,
-        wan.transformer_rules(VACE_14B),
+        wan.transformer_weight_rules(VACE_14B),
         transformer_keys(VACE_14B),
         17_337_592_896,
     ),
     "wan2.2-animate-2-14b": Published(
-        ANIMATE_14B, animate.transformer_rules(ANIMATE_14B), animate_keys(ANIMATE_14B), 16_394_878_784
+        ANIMATE_14B, animate.transformer_weight_rules(ANIMATE_14B), animate_keys(ANIMATE_14B), 16_394_878_784
     ),
-    "wan2.2-animate-14b": Published(POSE_14B, pose.transformer_rules(POSE_14B), pose_keys(POSE_14B), 17_274_816_884),
+    "wan2.2-animate-14b": Published(
+        POSE_14B, pose.transformer_weight_rules(POSE_14B), pose_keys(POSE_14B), 17_274_816_884
+    ),
     "wan2.1-t2v-1.3b-causal": Published(
         CAUSAL_1_3B,
-        wan.transformer_rules(CAUSAL_1_3B),
+        wan.transformer_weight_rules(CAUSAL_1_3B),
         transformer_keys(T2V_1_3B),
         1_418_996_800,
     ),
     **{
-        name: Published(config, wan.transformer_rules(config), transformer_keys(config), parameters)
+        name: Published(config, wan.transformer_weight_rules(config), transformer_keys(config), parameters)
         for name, config, parameters in (
             ("wan2.1-fun-1.3b-inp", INP_1_3B, 1_564_428_608),
             ("wan2.1-fun-14b-inp", I2V_14B, 16_394_878_784),
@@ -129,10 +141,12 @@ NETWORKS = {
             ("turbowan2.2-i2v-a14b", replace(I2V_A14B, sparse_linear=SparseLinear()), 14_289_561_664),
         )
     },
-    "clip-vit-h": Published(CLIP_VIT_H, clip.clip_rules(CLIP_VIT_H), image_encoder_keys(CLIP_VIT_H), 611_086_080),
-    "umt5-xxl": Published(UMT5_XXL, t5.t5_rules(UMT5_XXL), text_encoder_keys(UMT5_XXL), 5_680_910_336),
-    "wan2.1-vae": Published(VAE_2_1, wan.vae_rules(VAE_2_1), vae_keys(VAE_2_1), 126_892_531),
-    "wan2.2-vae": Published(VAE_2_2, wan.vae_rules(VAE_2_2), vae_keys(VAE_2_2), 704_688_668),
+    "clip-vit-h": Published(
+        CLIP_VIT_H, clip.clip_weight_rules(CLIP_VIT_H), image_encoder_keys(CLIP_VIT_H), 611_086_080
+    ),
+    "umt5-xxl": Published(UMT5_XXL, t5.t5_weight_rules(UMT5_XXL), text_encoder_keys(UMT5_XXL), 5_680_910_336),
+    "wan2.1-vae": Published(VAE_2_1, wan.vae_weight_rules(VAE_2_1), vae_keys(VAE_2_1), 126_892_531),
+    "wan2.2-vae": Published(VAE_2_2, wan.vae_weight_rules(VAE_2_2), vae_keys(VAE_2_2), 704_688_668),
 }
 
 
@@ -244,7 +258,7 @@ def test_invalid_numbers_are_refused(name, change, words):
     defaults = presets()[name].defaults
     grid = 16 if name == "wan2.2-t2v-a14b" else VAE_2_2.spatial_factor * TI2V_5B.patch[1]
     defaults.check(spatial=grid, temporal=4)
-    with pytest.raises(WanjaxError, match=naming(words.format(name=setting, value=value))):
+    with pytest.raises(WanjaxError, match=line_with_words(words.format(name=setting, value=value))):
         defaults.updated(change).check(spatial=grid, temporal=4)
 
 
@@ -352,7 +366,7 @@ def test_a_file_has_no_name_without_its_owner():
     """`--model model.pt` is a file that is missing, not the one file of that name on the hub."""
     assert presets()["wan2.1-t2v-1.3b-causvid"].repository_names == []
     assert presets()["wan2.1-t2v-1.3b-fastwan"].repository_names == ["FastWan2.1-T2V-1.3B-Diffusers"]
-    with pytest.raises(WanjaxError, match=naming("model 'model.pt'")):
+    with pytest.raises(WanjaxError, match=line_with_words("model 'model.pt'")):
         find_checkpoint("model.pt")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.documents import ROOT, blocks, commands
-from tests.support.words import says
+from tests.support.words import has_line_with
 
 
 def the_two() -> list[list[str]]:
@@ -98,7 +98,7 @@ def test_what_a_machine_lacks_is_told(script, machine, tmp_path):
         python(tmp_path / "bin", name, **kind)
     done = started(script, tmp_path, **variables)
     assert done.returncode == 2
-    assert says(done.stderr, words)
+    assert has_line_with(done.stderr, words)
     assert not (tmp_path / "venv").exists()
 
 

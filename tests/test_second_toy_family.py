@@ -20,7 +20,7 @@ from tests.support.families import registered
 from tests.support.quick import quick
 from tests.support.toy.checkpoint import write_checkpoint
 from tests.support.toy_sound import DRIVING, TOY_SOUND
-from tests.support.words import says
+from tests.support.words import has_line_with
 from wanjax import loading, registry
 from wanjax.cli import main
 from wanjax.errors import WanjaxError
@@ -195,7 +195,7 @@ def test_what_only_one_of_two_families_has_is_refused_by_the_other(folder, pipe,
     monkeypatch.chdir(tmp_path)
     write_clips(tmp_path / "clips", 1)
     ask, words = REFUSED[name]
-    assert says(ask(pipe, folder), words)
+    assert has_line_with(ask(pipe, folder), words)
 
 
 def test_an_input_of_the_family_alone_is_in_the_help():

@@ -18,7 +18,7 @@ from tests.support.devices import MESHES, SPREADING
 from tests.support.quick import quick
 from tests.support.small_wan import network, partitioner, pipeline, transformer_config
 from tests.support.tiny import tiny_checkpoint
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.kernels.autodiff import forward_only
 from wanjax.layers.placement import as_shapes, with_shardings
@@ -238,7 +238,7 @@ LEGAL = "dp=2,sp=1,tp=4"
     ],
 )
 def test_meshes_and_rules_that_cannot_be(options, words):
-    with pytest.raises(WanjaxError, match=naming(words)):
+    with pytest.raises(WanjaxError, match=line_with_words(words)):
         wanjax.load("nano", **options)
 
 

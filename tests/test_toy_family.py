@@ -20,7 +20,7 @@ from tests.support.families import registered
 from tests.support.programs import compiled
 from tests.support.toy import LENGTH, TOY
 from tests.support.toy.checkpoint import write_checkpoint
-from tests.support.words import says
+from tests.support.words import has_line_with
 from wanjax import loading, registry
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.cli import main
@@ -91,7 +91,7 @@ def test_masked_tokens_change_nothing(toy):
 
 def test_a_truncated_prompt_is_reported(toy, tmp_path):
     message = run("encode", "a red circle moving right " * 5, "--model", toy, "--dir", tmp_path)
-    assert says(message.stderr, f"model {LENGTH}")
+    assert has_line_with(message.stderr, f"model {LENGTH}")
 
 
 def test_eight_devices_agree_with_one(toy):
@@ -194,7 +194,7 @@ def test_a_model_s_name_is_no_family():
     """In a process of its own, where annotations are not checked."""
     code = "import wanjax; wanjax.register('nano')"
     message = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
-    assert says(message.splitlines()[-1], "WanjaxError Family 'nano' wanjax.load")
+    assert has_line_with(message.splitlines()[-1], "WanjaxError Family 'nano' wanjax.load")
 
 
 def raised(call):
@@ -208,7 +208,7 @@ def test_what_is_of_other_families_is_refused(toy, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     Image.new("RGB", (32, 32)).save("x.png")
     ask, words = REFUSED[name]
-    assert says(ask(toy), words)
+    assert has_line_with(ask(toy), words)
 
 
 @pytest.mark.parametrize("cache", ["magcache", "teacache", "easycache:9,2", "guidance:2"])

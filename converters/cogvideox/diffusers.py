@@ -85,7 +85,7 @@ def _positions(json: Mapping[str, Any]) -> dict[str, Any]:
     return {"rotary": "resized", "added": "learned" if learned else None, "trained_grid": grid}
 
 
-def transformer_rules(config: TransformerConfig) -> list[WeightRule]:
+def transformer_weight_rules(config: TransformerConfig) -> list[WeightRule]:
     """Return the rules for every parameter of the transformer."""
     patch, patch_volume = config.patch, config.patch_volume
     patch_transform = (

@@ -53,15 +53,15 @@ def vae_config(json: Mapping[str, Any]) -> VAEConfig:
     return config
 
 
-def vae_rules(config: VAEConfig) -> list[WeightRule]:
+def vae_weight_rules(config: VAEConfig) -> list[WeightRule]:
     """Return the rules for every parameter of the autoencoder."""
     return [
-        *_shared_rules("encoder"),
+        *_shared_weight_rules("encoder"),
         *norm("encoder.norm_out", "encoder.norm_out", bias=True),
         *_res_blocks("encoder.mid_block", "encoder.mid", _plain_norm),
         *_res_blocks("encoder.down_blocks.{i}", "encoder.levels.{i}", _plain_norm),
         *conv("encoder.down_blocks.{i}.downsamplers.0.conv", "encoder.levels.{i}.resample.conv"),
-        *_shared_rules("decoder"),
+        *_shared_weight_rules("decoder"),
         *_spatial_norm("decoder.norm_out", "decoder.norm_out"),
         *_res_blocks("decoder.mid_block", "decoder.mid", _spatial_norm),
         *_res_blocks("decoder.up_blocks.{i}", "decoder.levels.{i}", _spatial_norm),
@@ -69,7 +69,7 @@ def vae_rules(config: VAEConfig) -> list[WeightRule]:
     ]
 
 
-def _shared_rules(prefix: str) -> list[WeightRule]:
+def _shared_weight_rules(prefix: str) -> list[WeightRule]:
     return [
         *conv(f"{prefix}.conv_in.conv", f"{prefix}.conv_in"),
         *conv(f"{prefix}.conv_out.conv", f"{prefix}.conv_out"),

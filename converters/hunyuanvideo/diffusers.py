@@ -79,7 +79,7 @@ def transformer_config(json: Mapping[str, Any]) -> TransformerConfig:
     return config
 
 
-def transformer_rules(config: TransformerConfig) -> list[WeightRule]:
+def transformer_weight_rules(config: TransformerConfig) -> list[WeightRule]:
     """Return the rules for every parameter of the transformer."""
     last = config.layers - 1
     return [
@@ -160,7 +160,7 @@ def vae_config(json: Mapping[str, Any]) -> VAEConfig:
     return config
 
 
-def vae_rules(config: VAEConfig) -> list[WeightRule]:
+def vae_weight_rules(config: VAEConfig) -> list[WeightRule]:
     """Return the rules for every parameter of the autoencoder."""
     return [
         *_vae_coder("encoder", "down_blocks", "downsamplers"),

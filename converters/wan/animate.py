@@ -87,9 +87,9 @@ def transformer_json(image_json: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def transformer_rules(config: AnimateTransformerConfig) -> list[WeightRule]:
+def transformer_weight_rules(config: AnimateTransformerConfig) -> list[WeightRule]:
     """Return the rules for every parameter of the transformer."""
-    return [replace(rule, aliases=_aliases(rule.source)) for rule in diffusers.transformer_rules(config)]
+    return [replace(rule, aliases=_aliases(rule.source)) for rule in diffusers.transformer_weight_rules(config)]
 
 
 def _aliases(source: str) -> tuple[str, ...]:

@@ -145,14 +145,14 @@ def _causal_config(base_config: TransformerConfig, json: Mapping[str, Any]) -> C
     return CausalTransformerConfig(**vars(base_config), chunk_frames=block, window=window, sink=sink_frames)
 
 
-def transformer_rules(config: TransformerConfig) -> list[WeightRule]:
+def transformer_weight_rules(config: TransformerConfig) -> list[WeightRule]:
     """Return the rules for every parameter of the transformer; the config's type selects them."""
-    rules = _plain_rules(config)
+    rules = _plain_weight_rules(config)
     match config:
         case ImageTransformerConfig():
-            return rules + _image_rules(config)
+            return rules + _image_weight_rules(config)
         case ControlTransformerConfig():
-            return rules + _control_rules(config)
+            return rules + _control_weight_rules(config)
     return rules
 
 
@@ -164,7 +164,7 @@ def transformer_unused(config: TransformerConfig) -> list[str]:
     return ["blocks.*.to_gate_compress.*"]
 
 
-def _control_rules(config: ControlTransformerConfig) -> list[WeightRule]:
+def _control_weight_rules(config: ControlTransformerConfig) -> list[WeightRule]:
     """Return the rules for the parameters that a control clip adds to a transformer."""
     return [
         *layer("vace_patch_embedding", "control_embed", patches(config.patch)),
@@ -174,7 +174,7 @@ def _control_rules(config: ControlTransformerConfig) -> list[WeightRule]:
     ]
 
 
-def _image_rules(config: ImageTransformerConfig) -> list[WeightRule]:
+def _image_weight_rules(config: ImageTransformerConfig) -> list[WeightRule]:
     """Return the rules for the parameters that an image adds to a transformer."""
     embed = "condition_embedder.image_embedder"
     return [
@@ -188,7 +188,7 @@ def _image_rules(config: ImageTransformerConfig) -> list[WeightRule]:
     ]
 
 
-def _plain_rules(config: TransformerConfig) -> list[WeightRule]:
+def _plain_weight_rules(config: TransformerConfig) -> list[WeightRule]:
     return [
         *layer("patch_embedding", "patch_embed", patches(config.patch)),
         *embedder("condition_embedder.text_embedder", "text_embed"),
@@ -244,20 +244,20 @@ def vae_config(json: Mapping[str, Any]) -> VAEConfig:
     )
 
 
-def vae_rules(config: VAEConfig) -> list[WeightRule]:
+def vae_weight_rules(config: VAEConfig) -> list[WeightRule]:
     """Return the rules for every parameter of the autoencoder; the config's type selects them."""
     levels = _residual_levels() if isinstance(config, ResidualVAEConfig) else _levels(config)
     return [
         *pointwise("quant_conv", "quant"),
         *pointwise("post_quant_conv", "post_quant"),
-        *_shared_rules("encoder"),
-        *_shared_rules("decoder"),
+        *_shared_weight_rules("encoder"),
+        *_shared_weight_rules("decoder"),
         *_res_block("decoder.up_blocks.{i}.resnets.{j}", "decoder.levels.{i}.res.{j}"),
         *levels,
     ]
 
 
-def _shared_rules(coder: str) -> list[WeightRule]:
+def _shared_weight_rules(coder: str) -> list[WeightRule]:
     """Return the rules that encoder and decoder share: the first and last convolutions, and the middle block."""
     return [
         *conv(f"{coder}.conv_in", f"{coder}.conv_in"),

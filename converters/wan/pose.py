@@ -146,13 +146,13 @@ def transformer_json(image_json: Mapping[str, Any], specs: Specs) -> dict[str, A
     }
 
 
-def transformer_rules(config: PoseTransformerConfig) -> list[WeightRule]:
+def transformer_weight_rules(config: PoseTransformerConfig) -> list[WeightRule]:
     """Return the rules for every parameter of the transformer."""
     adapter, adapters = "face_adapter.{i}", "face_adapters"
     return [
-        *diffusers.transformer_rules(config),
+        *diffusers.transformer_weight_rules(config),
         *layer("pose_patch_embedding", "pose_embed", patches(config.patch)),
-        *_motion_encoder_rules(),
+        *_motion_encoder_weight_rules(),
         *layer("face_encoder.conv1_local", "face_encoder.conv1", TIME_CONV),
         *layer("face_encoder.conv2", "face_encoder.conv2", TIME_CONV),
         *layer("face_encoder.conv3", "face_encoder.conv3", TIME_CONV),
@@ -164,7 +164,7 @@ def transformer_rules(config: PoseTransformerConfig) -> list[WeightRule]:
     ]
 
 
-def _motion_encoder_rules() -> list[WeightRule]:
+def _motion_encoder_weight_rules() -> list[WeightRule]:
     network = "motion_encoder"
     convs = {
         "conv_in": "conv_in",

@@ -45,9 +45,13 @@ def main(out: Path, work: Path, seed: int) -> None:
     model = train_flow(model, vae, work, seed)
 
     transformer, text_encoder = model.transformer, model.text_encoder
-    write_network(out / "vae", vae_json, vae, wan.vae_rules(vae.config))
-    write_network(out / "transformer", recipe.TRANSFORMER, transformer, wan.transformer_rules(transformer.config))
-    write_network(out / "text_encoder", recipe.TEXT_ENCODER, text_encoder, t5.t5_rules(text_encoder.config), "model")
+    write_network(out / "vae", vae_json, vae, wan.vae_weight_rules(vae.config))
+    write_network(
+        out / "transformer", recipe.TRANSFORMER, transformer, wan.transformer_weight_rules(transformer.config)
+    )
+    write_network(
+        out / "text_encoder", recipe.TEXT_ENCODER, text_encoder, t5.t5_weight_rules(text_encoder.config), "model"
+    )
     tokenizer.write(out / "tokenizer")
     write_json(out / "scheduler" / "scheduler_config.json", recipe.SCHEDULER)
     write_json(out / "model_index.json", recipe.MODEL_INDEX)

@@ -400,7 +400,7 @@ class Execute(Strategy):
     def to_host(self, x: Any, placeholder: Any) -> Any:
         return jax.tree.map(np.asarray, x)
 
-    def forget(self) -> None:
+    def clear_programs(self) -> None:
         """Drop all compiled programs and free their memory."""
         self._compiled.clear()
         jax.clear_caches()

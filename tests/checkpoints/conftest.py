@@ -26,7 +26,7 @@ def server():
 
 
 @pytest.fixture
-def hub_at(tmp_path, monkeypatch):
+def set_hub_url(tmp_path, monkeypatch):
     """Points the client, which reads the environment only when it is imported, at a hub."""
 
     def point(url, offline=False):
@@ -47,8 +47,8 @@ def hub_at(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def online(server, hub_at):
-    hub_at(server.url)
+def online(server, set_hub_url):
+    set_hub_url(server.url)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from tests.support.tiny import (
     tiny_image_checkpoint,
     tiny_residual_checkpoint,
 )
-from tests.support.words import says
+from tests.support.words import has_line_with
 from wanjax import loading
 from wanjax.checkpoints import convert, modules
 from wanjax.checkpoints.convert import ToDiffusers, ToWanjax
@@ -203,5 +203,5 @@ def test_a_component_can_have_a_dtype_of_its_own(source, tmp_path):
 )
 def test_mistakes_are_told_in_a_sentence(source, converted, tmp_path, arguments, message):
     places = {"source": source, "converted": converted, "new": tmp_path / "new"}
-    assert says(refused(*(argument.format(**places) for argument in arguments)), message)
+    assert has_line_with(refused(*(argument.format(**places) for argument in arguments)), message)
     assert not os.listdir(tmp_path)

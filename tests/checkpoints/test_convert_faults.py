@@ -19,7 +19,7 @@ from tests.support.conversion import COMPONENTS, checksums, flip, refused, tenso
 from tests.support.disks import no_file_above
 from tests.support.harm import WEIGHTS, corrupt, truncated, with_nan, with_other_keys, without_a_shard
 from tests.support.quick import quick
-from tests.support.words import naming, says
+from tests.support.words import has_line_with, line_with_words
 from wanjax.checkpoints import convert
 from wanjax.checkpoints.convert import ToWanjax
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
@@ -48,7 +48,7 @@ def change(folder: Path, changed: Callable[[dict], dict]) -> None:
 
 def test_weights_that_are_not_finite_are_not_written(damaged, tmp_path):
     whole(with_nan)(damaged)
-    assert says(refused(damaged, tmp_path / "new"), "proj_out.bias finite")
+    assert has_line_with(refused(damaged, tmp_path / "new"), "proj_out.bias finite")
     assert not (tmp_path / "new").exists()
 
 
@@ -79,7 +79,7 @@ def whole(harm: Callable[[Path], None]) -> Callable[[Path], None]:
 )
 def test_a_fault_of_the_source_is_told_and_leaves_nothing(damaged, tmp_path, harm, message):
     harm(damaged)
-    assert says(refused(damaged, tmp_path / "new"), message)
+    assert has_line_with(refused(damaged, tmp_path / "new"), message)
     assert os.listdir(tmp_path) == ["damaged"]
 
 
@@ -93,21 +93,21 @@ def test_a_damaged_download_is_found_by_its_name_in_the_cache(source, damaged, t
     contents = bytearray(blob.read_bytes())
     contents[-1] ^= 1
     blob.write_bytes(contents)
-    assert says(refused(damaged, tmp_path / "bad"), f"{blob} damaged")
+    assert has_line_with(refused(damaged, tmp_path / "bad"), f"{blob} damaged")
     assert not (tmp_path / "bad").exists()
 
 
 def test_a_disk_without_room_is_told_before_anything_is_written(source, tmp_path, machine):
     machine.has_disk(10_000)
     message = refused(source, tmp_path / "new", status=1)
-    assert says(message, "new 10 kB free 318 kB")
+    assert has_line_with(message, "new 10 kB free 318 kB")
     assert not (tmp_path / "new").exists()
 
 
 def test_a_disk_that_fills_is_told_and_the_next_run_goes_on(source, converted, tmp_path):
     with no_file_above(7000):
         message = refused(source, tmp_path / "new", status=1)
-    assert says(message, f"{tmp_path / 'new'} File too large resumes")
+    assert has_line_with(message, f"{tmp_path / 'new'} File too large resumes")
     assert os.listdir(tmp_path) == [".new.partial"]
     assert list((tmp_path / ".new.partial").rglob("c/*"))
     wanjax_command(source, tmp_path / "new")
@@ -168,7 +168,7 @@ from wanjax.pipelines.wan.networks import NETWORKS
 
 store.MAX_CHUNK_BYTES = 1 << 12
 os.fsync = lambda descriptor: None  # which waits for a disk that does not lose its power here
-source, target, moments = open_source(sys.argv[1]), Path(sys.argv[2]), random.Random(0)
+source, target, rng = open_source(sys.argv[1]), Path(sys.argv[2]), random.Random(0)
 # tensorstore cannot be open in a fork
 forth = convert.ToWanjax(source, target, NETWORKS) if sys.argv[3] == "forth" else None
 
@@ -193,7 +193,7 @@ assert ended(pid) == 0
 target.rename(target.with_name("whole"))
 for moment in range(int(sys.argv[4])):
     pid, events = begun()
-    events.read(moments.randrange(count))
+    events.read(rng.randrange(count))
     os.kill(pid, signal.SIGKILL)
     if (status := ended(pid)) != 0:  # 0: it ended just before it was killed
         assert os.WTERMSIG(status) == signal.SIGKILL
@@ -337,12 +337,12 @@ def test_nothing_broken_is_loaded(converted, tmp_path, monkeypatch, harm, verify
     folder = shutil.copytree(converted, tmp_path / "harmed")
     wanjax.load(folder, verify=verify)
     harm(folder)
-    with pytest.raises(WanjaxError, match=naming(words)) if words else nullcontext():
+    with pytest.raises(WanjaxError, match=line_with_words(words)) if words else nullcontext():
         pipe = wanjax.load(folder, verify=verify)
         [getattr(pipe, network) for network in COMPONENTS]
     if words:
         options = ("generate", "a", "--model", folder, *(["--verify"] if verify else []))
-        assert says(commands.refused(*options), words)
+        assert has_line_with(commands.refused(*options), words)
 
 
 def cut(folder: Path) -> Path:

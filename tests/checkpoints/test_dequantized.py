@@ -13,7 +13,7 @@ import pytest
 import wanjax
 from tests.support.comfy_files import convrot, json_bytes, largest, per_row
 from tests.support.tiny import tiny_checkpoint
-from tests.support.words import says
+from tests.support.words import has_line_with
 from wanjax.checkpoints import modules
 from wanjax.checkpoints.convert import ToWanjax
 from wanjax.checkpoints.dequantized import DequantizedReader
@@ -40,13 +40,13 @@ def per_tensor(x):
 
 
 def flat(x):
-    scale, filled = per_row(x)
-    return scale[:, 0], filled
+    scale, full_scale = per_row(x)
+    return scale[:, 0], full_scale
 
 
 def parts(x):
-    scale, filled = largest(x, 1, 32)
-    return scale[..., None], filled
+    scale, full_scale = largest(x, 1, 32)
+    return scale[..., None], full_scale
 
 
 def without_axis(x):
@@ -62,13 +62,13 @@ def small_squares(x):
 
 
 def one(x):
-    scale, filled = per_tensor(x)
-    return scale.reshape(1), filled
+    scale, full_scale = per_tensor(x)
+    return scale.reshape(1), full_scale
 
 
 def none(x):
-    scale, filled = per_tensor(x)
-    return scale.reshape(()), filled
+    scale, full_scale = per_tensor(x)
+    return scale.reshape(()), full_scale
 
 
 LAYOUTS = [per_tensor, one, none, per_row, flat, parts, without_axis, squares, small_squares]
@@ -76,12 +76,12 @@ LAYOUTS = [per_tensor, one, none, per_row, flat, parts, without_axis, squares, s
 
 def eight_bits(name, x, layout, spelling="weight_scale", numbers="weight", dtype=ml_dtypes.float8_e4m3fn):
     """Return the tensors of a weight, and the sizes of its scale at every number."""
-    scale, filled = layout(x)
-    return {f"{name}.{numbers}": (x / filled).astype(dtype), f"{name}.{spelling}": scale}, filled
+    scale, full_scale = layout(x)
+    return {f"{name}.{numbers}": (x / full_scale).astype(dtype), f"{name}.{spelling}": scale}, full_scale
 
 
-def near(result, x, filled):
-    return (np.abs(result - x) <= np.abs(x) * ROUNDING + filled * SMALLEST).all()
+def near(result, x, full_scale):
+    return (np.abs(result - x) <= np.abs(x) * ROUNDING + full_scale * SMALLEST).all()
 
 
 @pytest.mark.parametrize("spelling", ["scale_weight", "weight_scale", "weight_scale_inv"])
@@ -89,21 +89,24 @@ def near(result, x, filled):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_spelling_and_shape(shape, layout, spelling):
     x = weight(shape)
-    tensors, filled = eight_bits("a.b", x, layout, spelling)
+    tensors, full_scale = eight_bits("a.b", x, layout, spelling)
     bias = np.ones(shape[0], np.float32)
     reader = DequantizedReader(Tensors(tensors | {"a.b.bias": bias}))
     assert set(reader.specs) == {"a.b.weight", "a.b.bias"}
     assert reader.specs["a.b.weight"] == (shape, np.dtype(np.float32))
-    assert near(reader.read("a.b.weight"), x, filled)
+    assert near(reader.read("a.b.weight"), x, full_scale)
     np.testing.assert_array_equal(reader.read("a.b.bias"), bias)
 
 
 def test_a_kernel_has_a_scale_for_each_row():
     x = weight((8, 3, 1, 2, 2))
-    filled = np.abs(x).max((1, 2, 3, 4), keepdims=True) / 448
+    full_scale = np.abs(x).max((1, 2, 3, 4), keepdims=True) / 448
     for shape in ((8,), (8, 1), (8, 1, 1, 1, 1)):
-        tensors = {"p.weight": (x / filled).astype(ml_dtypes.float8_e4m3fn), "p.weight_scale": filled.reshape(shape)}
-        assert near(DequantizedReader(Tensors(tensors)).read("p.weight"), x, filled)
+        tensors = {
+            "p.weight": (x / full_scale).astype(ml_dtypes.float8_e4m3fn),
+            "p.weight_scale": full_scale.reshape(shape),
+        }
+        assert near(DequantizedReader(Tensors(tensors)).read("p.weight"), x, full_scale)
 
 
 @pytest.mark.parametrize(
@@ -121,13 +124,13 @@ def test_a_kernel_has_a_scale_for_each_row():
 @pytest.mark.parametrize("stored", [ml_dtypes.float8_e4m3fn, np.uint8])
 def test_what_stands_beside_a_scale_is_left_out(beside, stored):
     x = weight((192, 384))
-    tensors, filled = eight_bits("a", x, flat)
+    tensors, full_scale = eight_bits("a", x, flat)
     tensors = tensors | beside
     if stored is np.uint8 and "a.comfy_quant" in beside:  # then the format is told there alone
         tensors["a.weight"] = tensors["a.weight"].view(np.uint8)
     reader = DequantizedReader(Tensors(tensors))
     assert list(reader.specs) == ["a.weight"]
-    assert near(reader.read("a.weight"), x, filled)
+    assert near(reader.read("a.weight"), x, full_scale)
 
 
 @pytest.mark.parametrize("layout", [per_tensor, none, per_row, flat, without_axis, squares])
@@ -135,17 +138,19 @@ def test_what_stands_beside_a_scale_is_left_out(beside, stored):
 def test_integers(shape, layout):
     """They are in place of the weight, and become bfloat16; the scale's shape tells what it is for."""
     x = weight(shape)
-    scale, filled = layout(x)
-    scale, filled = np.asarray(scale * np.float32(3.5)), filled * np.float32(3.5)  # 128 steps in place of 448
+    scale, full_scale = layout(x)
+    scale, full_scale = np.asarray(scale * np.float32(3.5)), full_scale * np.float32(3.5)  # 128 steps in place of 448
     bias, norm = np.ones(shape[0], np.float32), np.ones(5, np.float32)
-    whole = np.clip(np.round(x / filled), -128, 127).astype(np.int8)
-    assert np.abs(whole.astype(int)).max() >= 127
-    reader = DequantizedReader(Tensors({"a.int8_weight": whole, "a.scale": scale, "a.bias": bias, "norm.scale": norm}))
+    integers = np.clip(np.round(x / full_scale), -128, 127).astype(np.int8)
+    assert np.abs(integers.astype(int)).max() >= 127
+    reader = DequantizedReader(
+        Tensors({"a.int8_weight": integers, "a.scale": scale, "a.bias": bias, "norm.scale": norm})
+    )
     assert set(reader.specs) == {"a.weight", "a.bias", "norm.scale"}
     assert reader.specs["a.weight"] == (shape, np.dtype(ml_dtypes.bfloat16))
     result = reader.read("a.weight")
-    np.testing.assert_array_equal(result, (whole * filled).astype(ml_dtypes.bfloat16))
-    assert (np.abs(result.astype(np.float32) - x) <= 2**-8 * np.abs(x) + filled).all()
+    np.testing.assert_array_equal(result, (integers * full_scale).astype(ml_dtypes.bfloat16))
+    assert (np.abs(result.astype(np.float32) - x) <= 2**-8 * np.abs(x) + full_scale).all()
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
@@ -158,13 +163,13 @@ def test_integers_in_place_of_the_weight_itself(name, layout, dtype):
     scale = np.asarray(scale * np.float32(3.5), dtype)
     spread = scale.astype(np.float32) if scale.size == 1 else scale.astype(np.float32).reshape(-1, 1)
     spread = spread if scale.shape[1:] != (12,) else np.repeat(scale.astype(np.float32), 32, 1)
-    whole = np.random.default_rng(0).integers(-128, 128, x.shape).astype(np.int8)
+    integers = np.random.default_rng(0).integers(-128, 128, x.shape).astype(np.int8)
     beside = {"scaled_fp8": np.zeros(2, ml_dtypes.float8_e4m3fn)} if name == "scale_weight" else {}
     reader = DequantizedReader(
-        Tensors({"a.weight": whole, f"a.{name}": scale, "a.bias": np.ones(192, np.float32)} | beside)
+        Tensors({"a.weight": integers, f"a.{name}": scale, "a.bias": np.ones(192, np.float32)} | beside)
     )
     assert reader.specs == {"a.weight": ((192, 384), np.float32), "a.bias": ((192,), np.float32)}
-    np.testing.assert_array_equal(reader.read("a.weight"), whole * spread)
+    np.testing.assert_array_equal(reader.read("a.weight"), integers * spread)
 
 
 QUANTO = ("weight._data", "weight._scale")
@@ -176,19 +181,21 @@ TORCHAO = [(f"{weight}qdata", f"{weight}scale") for weight in ("_weight_", "weig
 @pytest.mark.parametrize("shape", SHAPES)
 def test_floats_and_integers_by_other_names(shape, names, layout):
     x = weight(shape)
-    scale, filled = layout(x)
+    scale, full_scale = layout(x)
     numbers, name = (f"a.{name}" for name in names)
     others = {"a.bias": np.ones(3, np.float32), "a.input_scale": np.ones((), np.float32)}
     others |= {"a.output_scale": np.ones((), np.float32)}
-    reader = DequantizedReader(Tensors({numbers: (x / filled).astype(ml_dtypes.float8_e4m3fn), name: scale} | others))
+    reader = DequantizedReader(
+        Tensors({numbers: (x / full_scale).astype(ml_dtypes.float8_e4m3fn), name: scale} | others)
+    )
     assert list(reader.specs) == ["a.weight", "a.bias"]
     assert reader.specs["a.weight"] == (shape, np.dtype(np.float32))
-    assert near(reader.read("a.weight"), x, filled)
-    scale, filled = np.asarray(scale * np.float32(3.5)), filled * np.float32(3.5)  # 128 steps in place of 448
-    whole = np.clip(np.round(x / filled), -128, 127).astype(np.int8)
-    result = DequantizedReader(Tensors({numbers: whole, name: scale})).read("a.weight")
-    np.testing.assert_array_equal(result, whole * filled)
-    assert (np.abs(result - x) <= 1.01 * filled).all()
+    assert near(reader.read("a.weight"), x, full_scale)
+    scale, full_scale = np.asarray(scale * np.float32(3.5)), full_scale * np.float32(3.5)  # 128 steps in place of 448
+    integers = np.clip(np.round(x / full_scale), -128, 127).astype(np.int8)
+    result = DequantizedReader(Tensors({numbers: integers, name: scale})).read("a.weight")
+    np.testing.assert_array_equal(result, integers * full_scale)
+    assert (np.abs(result - x) <= 1.01 * full_scale).all()
 
 
 @pytest.mark.parametrize("layout", [per_tensor, per_row, without_axis])
@@ -198,13 +205,13 @@ def test_integers_with_a_zero_of_their_own(shape, layout):
     x = weight(shape) + 1
     count, _ = layout(x)
     zero = np.random.default_rng(1).integers(-100, 100, count.shape).astype(np.int8)
-    scale, filled = layout(x)
+    scale, full_scale = layout(x)
     spread = layout_of(zero, x.shape)
-    whole = np.clip(np.round(x / (filled * 16)) + spread, -128, 127).astype(np.int8)
-    tensors = {"a._weight_qdata": whole, "a._weight_scale": scale * 16, "a._weight_zero_point": zero}
+    integers = np.clip(np.round(x / (full_scale * 16)) + spread, -128, 127).astype(np.int8)
+    tensors = {"a._weight_qdata": integers, "a._weight_scale": scale * 16, "a._weight_zero_point": zero}
     reader = DequantizedReader(Tensors(tensors))
     assert list(reader.specs) == ["a.weight"]
-    np.testing.assert_array_equal(reader.read("a.weight"), (whole - spread.astype(np.float32)) * (filled * 16))
+    np.testing.assert_array_equal(reader.read("a.weight"), (integers - spread.astype(np.float32)) * (full_scale * 16))
 
 
 def layout_of(x, shape):
@@ -216,8 +223,8 @@ def layout_of(x, shape):
 def test_integers_of_which_127_is_the_scale(shape):
     x = weight(shape)
     largest = np.abs(x).max(1)
-    whole = np.round(x / largest[:, None] * 127).astype(np.int8)
-    tensors = {"a.weight": whole, "a.SCB": largest, "a.weight_format": np.zeros((), np.uint8)}
+    integers = np.round(x / largest[:, None] * 127).astype(np.int8)
+    tensors = {"a.weight": integers, "a.SCB": largest, "a.weight_format": np.zeros((), np.uint8)}
     reader = DequantizedReader(Tensors(tensors))
     assert list(reader.specs) == ["a.weight"]
     assert (np.abs(reader.read("a.weight") - x) <= largest[:, None] / 127).all()
@@ -291,7 +298,7 @@ REFUSED = [  # tensors, and what the sentence about them names
 def test_anything_else_is_one_sentence(tensors, words):
     with pytest.raises(WanjaxError) as caught:
         DequantizedReader(Tensors({key: x for key, x in tensors.items() if x is not None})).read("a.weight")
-    assert says(str(caught.value), words)
+    assert has_line_with(str(caught.value), words)
     assert "\n" not in str(caught.value)
 
 
@@ -316,9 +323,9 @@ def test_a_folder_of_them_is_loaded_and_converted(checkpoint, tmp_path):
         assert count > 5
         save_safetensors(folder / file, tensors)
     ToWanjax(open_source(folder), tmp_path / "converted", NETWORKS).run()
-    whole, *others = (wanjax.load(path) for path in (checkpoint, folder, tmp_path / "converted"))
+    original, *others = (wanjax.load(path) for path in (checkpoint, folder, tmp_path / "converted"))
     for name in ("transformer", "text_encoder"):
-        right = modules.parameters(getattr(whole, name))
+        right = modules.parameters(getattr(original, name))
         for pipe in others:
             result = modules.parameters(getattr(pipe, name))
             assert result.keys() == right.keys()
@@ -353,7 +360,7 @@ def test_a_config_tells_who_quantised(method, checkpoint, tmp_path):
         return
     with pytest.raises(WanjaxError) as refused:
         wanjax.load(folder)
-    assert says(str(refused.value), f"transformer's config.json {method} floats")
+    assert has_line_with(str(refused.value), f"transformer's config.json {method} floats")
 
 
 @pytest.mark.parametrize("in_metadata", [False, True])
@@ -379,11 +386,11 @@ def test_rotated_integers(shape, group, layout, in_metadata):
 
 def test_integers_that_were_not_rotated():
     x = weight((64, 160))  # 256 does not divide 160
-    scale, filled = per_row(x)
-    whole = np.clip(np.round(x / filled / 3.5), -128, 127).astype(np.int8)
-    tensors = {"a.weight": whole, "a.weight_scale": scale, "a.comfy_quant": json_bytes(format="int8_tensorwise")}
+    scale, full_scale = per_row(x)
+    integers = np.clip(np.round(x / full_scale / 3.5), -128, 127).astype(np.int8)
+    tensors = {"a.weight": integers, "a.weight_scale": scale, "a.comfy_quant": json_bytes(format="int8_tensorwise")}
     reader = DequantizedReader(Tensors(tensors))
-    np.testing.assert_array_equal(reader.read("a.weight"), whole * scale)
+    np.testing.assert_array_equal(reader.read("a.weight"), integers * scale)
 
 
 ROTATED, ENTRIES, _ = convrot("a", weight((64, 512)), 256)
@@ -416,7 +423,7 @@ def test_layers_that_contradict_their_format(tensors, entries, words):
     present = {key: x for key, x in named.items() if x is not None}
     with pytest.raises(WanjaxError) as caught:
         DequantizedReader(Tensors(present)).read("a.weight")
-    assert says(str(caught.value), words)
+    assert has_line_with(str(caught.value), words)
     assert "\n" not in str(caught.value)
 
 
@@ -484,7 +491,7 @@ def test_nvfp4_of_modelopt_that_contradicts_itself(change, words):
     tensors = {key: x for key, x in (nvfp4("a", weight((5, 48)))[0] | change).items() if x is not None}
     with pytest.raises(WanjaxError) as caught:
         DequantizedReader(Tensors(tensors)).read("a.weight")
-    assert says(str(caught.value), words)
+    assert has_line_with(str(caught.value), words)
     assert "\n" not in str(caught.value)
 
 

@@ -15,7 +15,7 @@ import pytest
 from huggingface_hub.utils import _http
 
 from tests.support.hub import FILES, ID, TRANSFORMER, VAE, checksum, fetched, files_in, wait_until
-from tests.support.words import naming, says
+from tests.support.words import has_line_with, line_with_words
 from wanjax.checkpoints import hub
 from wanjax.errors import WanjaxError
 from wanjax.registry import open_source
@@ -69,7 +69,7 @@ def test_a_hub_that_is_busy_for_a_while_is_asked_again(server, impatient):
 )
 def test_a_file_that_stays_out_of_reach_is_told(server, status, what):
     server.refusals = [status] * 100
-    assert says(fault(["vae"]), what)
+    assert has_line_with(fault(["vae"]), what)
     server.refusals = []
     assert files_in(fetched(ID, ["vae"])) == {"model_index.json"} | VAE
 
@@ -78,7 +78,7 @@ def test_a_file_that_stays_out_of_reach_is_told(server, status, what):
 def test_a_file_of_another_length_than_the_hub_lists_is_not_taken(server):
     fetched(ID, ())
     server.short = 7
-    assert says(fault(["vae"]), "Consistency check failed")
+    assert has_line_with(fault(["vae"]), "Consistency check failed")
     server.short = 0
     folder = fetched(ID, ["vae"])
     assert all((folder / name).read_bytes() == FILES[name] for name in VAE)
@@ -104,7 +104,7 @@ def test_killed_while_downloading_each_run_goes_on_to_the_same_bytes(server, tmp
     server.pause = 0.01
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environment |= {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path), "NO_PROXY": "*"}
-    moments = random.Random(1)
+    rng = random.Random(1)
     complete: dict[str, int] = {}  # the number of times that each was sent so far
     with subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", ATTEMPTS],
@@ -115,13 +115,13 @@ def test_killed_while_downloading_each_run_goes_on_to_the_same_bytes(server, tmp
         text=True,
     ) as attempts:
         for kill in [True] * 10 + [False]:
-            enough = server.pieces + moments.randrange(20)
+            enough = server.pieces + rng.randrange(20)
             server.limit = enough + 1 if kill else math.inf
             print(file=attempts.stdin, flush=True)
             child = int(attempts.stdout.readline())
             if kill:
                 wait_until(lambda enough=enough: server.pieces >= enough)
-                time.sleep(moments.uniform(0, 0.02))
+                time.sleep(rng.uniform(0, 0.02))
                 os.kill(child, signal.SIGKILL)
             status = int(attempts.stdout.readline())
             assert os.WIFSIGNALED(status) if kill else status == 0
@@ -141,7 +141,7 @@ def test_a_file_that_differs_from_its_checksum_is_removed_and_sent_again(server)
     listed = checksum(server.files[WEIGHTS])
     arrived = checksum(server.files[WEIGHTS][:-1] + bytes([server.files[WEIGHTS][-1] ^ 1]))
     message = fault(["vae"])
-    assert says(message, f"{WEIGHTS.rpartition('/')[2]} {listed} {arrived}")
+    assert has_line_with(message, f"{WEIGHTS.rpartition('/')[2]} {listed} {arrived}")
     assert len(message.splitlines()) == 1
     server.flip = None
     folder = fetched(ID, ["vae"])
@@ -154,10 +154,10 @@ def test_a_file_that_differs_from_its_checksum_is_removed_and_sent_again(server)
 @pytest.mark.usefixtures("online")
 def test_a_disk_that_is_too_small_is_told_before_the_first_byte(server, machine):
     machine.has_disk(100_000)
-    assert says(fault(["transformer"]), "301 kB more 100 kB free")
+    assert has_line_with(fault(["transformer"]), "301 kB more 100 kB free")
     assert not [name for name, _ in server.sent if name.endswith(".safetensors")]
     source = open_source(ID)
-    with pytest.raises(WanjaxError, match=naming(f"{ID} room HF_HOME")):
+    with pytest.raises(WanjaxError, match=line_with_words(f"{ID} room HF_HOME")):
         source.storage.check_room()
     machine.has_disk(10_000_000)
     source.storage.check_room()

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from tests.support.disks import no_file_above
-from tests.support.words import says
+from tests.support.words import has_line_with
 from wanjax.checkpoints.files import (
     DTYPES,
     SafetensorsFile,
@@ -193,7 +193,7 @@ def test_numbers_that_are_not_finite_leave_the_old_file(tmp_path, dtype):
     path, values = tmp_path / "x.safetensors", np.zeros((3, 200_000), dtype)
     save_safetensors(path, {"a": values, "b": np.full(2, -1, np.int32)})
     values[2, -1] = np.nan
-    assert says(fault(save_safetensors, path, {"a": values}), f"{path} 'a' finite")
+    assert has_line_with(fault(save_safetensors, path, {"a": values}), f"{path} 'a' finite")
     assert not load_safetensors(path)["a"].any()
     assert os.listdir(tmp_path) == ["x.safetensors"]
 
@@ -203,7 +203,7 @@ def test_a_full_disk_leaves_the_old_file_and_no_other(tmp_path):
     save_safetensors(path, {"a": np.ones(1, np.float32)})
     with no_file_above(1000):
         message = fault(save_safetensors, path, {"a": np.zeros(5000, np.float32)})
-    assert says(message, f"{path} File too large")
+    assert has_line_with(message, f"{path} File too large")
     assert os.listdir(tmp_path) == ["x.safetensors"]
     assert_same(load_safetensors(path), {"a": np.ones(1, np.float32)})
 
@@ -323,7 +323,7 @@ FOLDERS = {  # what makes a folder wrong, and what the sentence about it names
 def test_a_folder_that_is_wrong_is_named_with_what_is_wrong(tmp_path, name):
     harm, words = FOLDERS[name]
     harm(tmp_path)
-    assert says(fault(SafetensorsFolder, tmp_path), words)
+    assert has_line_with(fault(SafetensorsFolder, tmp_path), words)
 
 
 @pytest.mark.parametrize(
@@ -341,7 +341,7 @@ def test_a_folder_that_is_wrong_is_named_with_what_is_wrong(tmp_path, name):
 def test_a_place_where_nothing_is_read_or_written(tmp_path, monkeypatch, call, name, words):
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("")
-    assert says(fault(call, Path(name)), words)
+    assert has_line_with(fault(call, Path(name)), words)
 
 
 def test_what_a_process_left_that_is_gone_is_removed(tmp_path):

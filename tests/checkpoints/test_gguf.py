@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.ggufs import write_gguf
-from tests.support.words import says
+from tests.support.words import has_line_with
 from wanjax.checkpoints import gguf_file
 from wanjax.checkpoints.gguf_blocks import FAST
 from wanjax.checkpoints.gguf_file import GgufFile, dequantise
@@ -148,7 +148,7 @@ def test_a_broken_file_is_one_sentence(content, words, tmp_path):
     (tmp_path / "a.gguf").write_bytes(content)
     with pytest.raises(WanjaxError) as caught:
         GgufFile(tmp_path / "a.gguf")
-    assert says(str(caught.value), f"a.gguf {words}")
+    assert has_line_with(str(caught.value), f"a.gguf {words}")
     assert "\n" not in str(caught.value)
 
 

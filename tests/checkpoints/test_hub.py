@@ -13,7 +13,7 @@ import pytest
 import wanjax
 from tests.support.disks import no_file_above
 from tests.support.hub import COMMIT, FILES, ID, OLDER, TRANSFORMER, VAE, fetched, files_in
-from tests.support.words import says
+from tests.support.words import has_line_with
 from wanjax.checkpoints import hub
 from wanjax.checkpoints.lora_source import Lora
 from wanjax.errors import WanjaxError, is_failure
@@ -52,13 +52,13 @@ def test_either_form_of_a_tokenizer_is_downloaded(server, name):
     assert (fetched(ID, ["tokenizer"]) / "tokenizer" / name).read_bytes() == b"{}"
 
 
-def test_offline_the_cache_is_used_and_what_it_lacks_is_said(server, hub_at):
-    hub_at(server.url, offline=True)
+def test_offline_the_cache_is_used_and_what_it_lacks_is_said(server, set_hub_url):
+    set_hub_url(server.url, offline=True)
     assert "unset HF_HUB_OFFLINE" in fault(ID, ["vae"])
-    hub_at(server.url)
+    set_hub_url(server.url)
     folder = fetched(ID, ["vae"])
     server.sent.clear()
-    hub_at(server.url, offline=True)
+    set_hub_url(server.url, offline=True)
     assert fetched(ID, ["vae"]) == folder
     assert "unset HF_HUB_OFFLINE" in fault(ID, ["transformer"])
     assert not server.sent
@@ -128,7 +128,7 @@ def test_what_is_not_there_is_named(call, name, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(WanjaxError) as caught:
         call(name)
-    assert says(str(caught.value), words)
+    assert has_line_with(str(caught.value), words)
 
 
 def answering(status, code):
@@ -147,8 +147,12 @@ HARMS = [  # what makes a hub wrong, what the sentence about its model names, an
     (answering(500, None), "reached Server '500", True),
     (lambda server: server.files.pop("model_index.json"), f"{ID} no model_index.json", False),
     (lambda server: server.files.update({"model_index.json": b"[]"}), "model_index.json", False),
-    (lambda server: server.hub_at("http://127.0.0.1:9"), "http://127.0.0.1:9 reached check spelling try later", True),
-    (lambda server: server.hub_at("http://hub.invalid"), "http://hub.invalid reached try later", True),
+    (
+        lambda server: server.set_hub_url("http://127.0.0.1:9"),
+        "http://127.0.0.1:9 reached check spelling try later",
+        True,
+    ),
+    (lambda server: server.set_hub_url("http://hub.invalid"), "http://hub.invalid reached try later", True),
 ]
 
 
@@ -161,12 +165,12 @@ HARMS = [  # what makes a hub wrong, what the sentence about its model names, an
     ],
     ids=[*(words for _, words, _ in HARMS), "a full disk"],
 )
-def test_a_hub_that_does_not_give_it_is_explained(server, hub_at, harm, room, words, fails):
-    server.hub_at = hub_at
+def test_a_hub_that_does_not_give_it_is_explained(server, set_hub_url, harm, room, words, fails):
+    server.set_hub_url = set_hub_url
     harm(server)
     with no_file_above(room) if room else nullcontext(), pytest.raises(WanjaxError) as caught:
         fetched(ID, ["transformer"]) if room else open_source(ID)
-    assert says(str(caught.value), words)
+    assert has_line_with(str(caught.value), words)
     assert is_failure(caught.value) == fails
 
 
@@ -213,8 +217,8 @@ def test_a_checkpoint_comes_with_its_configs_in_one_look(server):
     assert opened["vae"].config() == json.loads(FILES["vae/config.json"])
 
 
-def test_a_cache_that_lacks_configs_gets_them_when_they_are_needed(server, hub_at):
-    hub_at(server.url)
+def test_a_cache_that_lacks_configs_gets_them_when_they_are_needed(server, set_hub_url):
+    set_hub_url(server.url)
     opened = open_source(ID)
     (opened.root / "vae/config.json").unlink()
     assert opened["vae"].config() == json.loads(FILES["vae/config.json"])

@@ -9,7 +9,7 @@ import wanjax
 from tests.support.families import registered
 from tests.support.hub import ID
 from tests.support.tiny import tiny_checkpoint
-from tests.support.words import naming, says
+from tests.support.words import has_line_with, line_with_words
 from wanjax import registry
 from wanjax.errors import WanjaxError
 
@@ -31,7 +31,7 @@ def test_the_licence_of_a_single_file_is_told_before_it_is_downloaded(server, tm
             with pytest.raises(WanjaxError, match="holds no"):  # the tiny model is that of no repository
                 wanjax.load("bound", note=note)
     [(licence, sent_before)] = messages
-    assert says(licence, f"bound CC-BY-NC-4.0 {ID}")
+    assert has_line_with(licence, f"bound CC-BY-NC-4.0 {ID}")
     assert name not in sent_before
     assert name in [sent for sent, _ in server.sent]
 
@@ -48,8 +48,8 @@ def test_the_licence_is_told_before_the_first_download_alone(server, tmp_path):
         assert messages == []
         pipe = wanjax.load("bound", note=messages.append)
         [licence] = messages
-        assert says(licence, f"bound licence of its own {ID}")
-        with pytest.warns(UserWarning, match=naming("bound licence of its own")):
+        assert has_line_with(licence, f"bound licence of its own {ID}")
+        with pytest.warns(UserWarning, match=line_with_words("bound licence of its own")):
             wanjax.load("bound")
         for component in ("tokenizer", "text_encoder", "transformer", "vae"):
             pipe.components.get(component)

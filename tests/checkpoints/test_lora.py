@@ -18,7 +18,7 @@ from tests.support.families import registered
 from tests.support.hub import ID
 from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint
-from tests.support.words import naming, says
+from tests.support.words import has_line_with, line_with_words
 from wanjax import registry
 from wanjax.checkpoints import modules
 from wanjax.checkpoints.convert import ToWanjax
@@ -27,7 +27,7 @@ from wanjax.checkpoints.lora_source import Lora
 from wanjax.checkpoints.network_kinds import network
 from wanjax.checkpoints.weight_changes import with_loras
 from wanjax.cli import main
-from wanjax.converters.wan.diffusers import transformer_rules
+from wanjax.converters.wan.diffusers import transformer_weight_rules
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.wan.networks import NETWORKS
 from wanjax.registry import model_description, open_source, presets
@@ -68,7 +68,7 @@ def change(file):
 def q_of(pipe):
     """Return the q of the network's second block, as diffusers stores it."""
     weights = {path: np.asarray(x) for path, x in modules.parameters(pipe.transformer).items()}
-    return modules.ExportedTensors(weights, transformer_rules(pipe.model.transformer)).read(KEY)
+    return modules.ExportedTensors(weights, transformer_weight_rules(pipe.model.transformer)).read(KEY)
 
 
 def test_a_lora_is_merged_when_the_transformer_is_loaded(checkpoint, file):
@@ -94,7 +94,7 @@ def test_peft_s_alpha_is_read_wherever_the_file_is(where, checkpoint, file, tmp_
     notes = []
     merged = wanjax.load(checkpoint, lora=str(lora), note=notes.append)
     np.testing.assert_allclose(q_of(merged), q_of(wanjax.load(checkpoint)) + 2.5 * change(file), rtol=1e-6, atol=1e-6)
-    assert says(notes[0], "1 of 1 'v'")
+    assert has_line_with(notes[0], "1 of 1 'v'")
 
 
 def test_a_strength_of_0_leaves_every_weight_as_it_is(checkpoint, file):
@@ -156,13 +156,13 @@ def test_another_lora_needs_another_folder(checkpoint, file, merged, tmp_path, m
     monkeypatch.chdir(tmp_path)
     paths = {"CHECKPOINT": checkpoint, "MERGED": merged, "FILE": file}
     options = re.sub("[A-Z]{4,}", lambda name: str(paths[name[0]]), arguments).split()
-    assert says(refused("convert", *options), words)
+    assert has_line_with(refused("convert", *options), words)
 
 
 def test_changes_of_nothing_here_are_told(checkpoint, file, tmp_path):
     other = tmp_path / "other.safetensors"
     save_safetensors(other, load_safetensors(file) | {"lora_te_x.diff": np.ones((5, 5), np.float32)})
-    with pytest.warns(UserWarning, match=naming("1 of 2 merged lora_te_x")):
+    with pytest.warns(UserWarning, match=line_with_words("1 of 2 merged lora_te_x")):
         wanjax.load(checkpoint, lora=str(other))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -179,7 +179,7 @@ def test_changes_of_nothing_here_are_told(checkpoint, file, tmp_path):
 )
 def test_a_lora_that_does_not_fit_is_refused_before_loading(checkpoint, file, tmp_path, lora, words):
     save_safetensors(other := tmp_path / "other.safetensors", {f"{Q}.diff": np.ones((5, 5), np.float32)})
-    with pytest.raises(WanjaxError, match=naming(words)):
+    with pytest.raises(WanjaxError, match=line_with_words(words)):
         wanjax.load(checkpoint, lora=lora.replace("OTHER", str(other)).replace("FILE", str(file)))
 
 
@@ -222,7 +222,7 @@ def test_each_half_of_a_file_goes_to_its_expert(halves, checkpoint, experts, fil
     save_safetensors(both, {f"{halves[0]}{key}": x for key, x in tensors.items()} | second)
     save_safetensors(low, second)
     for lora in (f"{both}", f"{low}"):  # which have no place in a model of one transformer
-        with pytest.raises(WanjaxError, match=naming("experts LoRA")):
+        with pytest.raises(WanjaxError, match=line_with_words("experts LoRA")):
             wanjax.load(checkpoint, lora=lora)
     rules = network(source, "transformer", NETWORKS).rules
     plain = source["transformer"].tensors(rules).read(KEY)
@@ -237,8 +237,8 @@ def test_each_half_of_a_file_goes_to_its_expert(halves, checkpoint, experts, fil
         for component, strength in zip(("transformer", "transformer_2"), strengths, strict=True):
             merged = adapted[component].tensors(rules).read(KEY)
             np.testing.assert_allclose(merged, plain + strength * change(file), rtol=1e-6, atol=1e-6)
-        assert all(says(note, "1 of 1") for note in notes)
-    with pytest.raises(WanjaxError, match=naming("low=")):
+        assert all(has_line_with(note, "1 of 1") for note in notes)
+    with pytest.raises(WanjaxError, match=line_with_words("low=")):
         with_loras(source, [Lora(str(low), 1.0, "high")], NETWORKS)
 
 
@@ -267,7 +267,7 @@ def test_a_broken_record_is_named(lora, checkpoint, file, tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps(record | {"lora": lora}))
     result = CliRunner().invoke(main, ["denoise", "--dir", str(tmp_path), *VIDEO])
     assert result.exit_code == 2
-    assert says(result.output, "generation_config.json lora")
+    assert has_line_with(result.output, "generation_config.json lora")
 
 
 FEW_STEPS = [name for name, preset in presets().items() if preset.loras and "lightx2v/" in preset.loras[0]]
@@ -335,7 +335,7 @@ def test_a_preset_with_a_lora_is_not_converted_without_it(checkpoint, tmp_path):
     with registered(presets=(preset,)):
         result = CliRunner().invoke(main, ["convert", "small-4step", str(tmp_path / "out")])
     assert result.exit_code == 2
-    assert says(result.output, "LoRA merge convert")
+    assert has_line_with(result.output, "LoRA merge convert")
 
 
 def test_a_preset_with_a_lora_and_a_scheduler_of_its_own(checkpoint, file):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.harm import unchecked
-from tests.support.words import naming, says
+from tests.support.words import has_line_with, line_with_words
 from wanjax.checkpoints import lora_scales
 from wanjax.checkpoints.files import Spec, Tensors, save_safetensors
 from wanjax.checkpoints.lora import LoraFile, MergedLoraReader
@@ -144,7 +144,7 @@ def test_q_k_and_v_as_one_module(tmp_path):
 def test_q_k_and_v_as_one_module_of_other_rows(rows, sizes, tmp_path):
     specs = {f"to_{x}.weight": Spec((n, 4), np.dtype(np.float32)) for x, n in zip("qkv", sizes, strict=True)}
     save_safetensors(tmp_path / "fused.safetensors", {"to_qkv.diff": random(0, rows, 4)})
-    with pytest.raises(WanjaxError, match=naming(f"to_qkv.weight [{rows}, 4]")):
+    with pytest.raises(WanjaxError, match=line_with_words(f"to_qkv.weight [{rows}, 4]")):
         LoraFile(tmp_path / "fused.safetensors", specs, TRANSFORMER)
 
 
@@ -175,7 +175,7 @@ def test_peft_may_set_alpha_by_module(pattern, opened):
     config = {"transformer.lora_alpha": 8, "transformer.alpha_pattern": patterns, "text_encoder.lora_alpha": 9}
     file = opened(PEFT_PAIR, {PEFT_METADATA: json.dumps(config)})
     np.testing.assert_allclose(file.change("blocks.0.attn1.to_q.weight", 1.0, ZEROS), 5 / 2 * UP @ DOWN, rtol=1e-6)
-    assert says(str(file.matches), "'k' 'lin.*' '.*'")
+    assert has_line_with(str(file.matches), "'k' 'lin.*' '.*'")
     assert repr(pattern) not in str(file.matches)
 
 
@@ -222,11 +222,11 @@ def test_unmatched_tensors_are_reported(opened):
         "lora_te_text_model.lora_up.weight": UP,
     }
     message = str(opened(PAIR | extra).matches)
-    assert says(message, "1 2 merged model skipped lora_te_text_model.weight")
+    assert has_line_with(message, "1 2 merged model skipped lora_te_text_model.weight")
     assert str(opened(PAIR).matches).endswith("lora.safetensors: 1 of 1 change merged")
     patch = {"diffusion_model.patch_embedding.diff": np.ones((4, 36, 1, 2, 2), np.float32)}
     message = str(opened(PAIR | patch).matches)
-    assert says(message, "patch_embedding.weight [4, 36, 1, 2, 2] [4, 3, 1, 2, 2]")
+    assert has_line_with(message, "patch_embedding.weight [4, 36, 1, 2, 2] [4, 3, 1, 2, 2]")
 
 
 def test_half_of_a_file_s_changes_are_enough(opened):
@@ -284,7 +284,7 @@ CONFIGURED = [  # the tensors of PEFT's files, their configs, and what the sente
 def test_a_file_that_cannot_be_merged_is_refused(tensors, config, words, opened, monkeypatch):
     monkeypatch.setattr(lora_scales, "PATTERN_SECONDS", 0.05)
     metadata = {PEFT_METADATA: config} if config else None
-    assert says(refusal(opened, {key: np.asarray(x) for key, x in tensors.items()}, metadata=metadata), words)
+    assert has_line_with(refusal(opened, {key: np.asarray(x) for key, x in tensors.items()}, metadata=metadata), words)
 
 
 @pytest.mark.parametrize(
@@ -323,7 +323,7 @@ ARGUMENTS = [
 
 @pytest.mark.parametrize(("call", "arguments", "words"), ARGUMENTS)
 def test_arguments_that_are_no_lora(call, arguments, words):
-    with pytest.raises(WanjaxError, match=naming(words)):
+    with pytest.raises(WanjaxError, match=line_with_words(words)):
         call(*arguments)
 
 
@@ -339,5 +339,5 @@ def test_numbers_that_are_not_finite_are_refused_by_name(bad, key, dtype, opened
         together = MergedLoraReader(BASE, [(opened(tensors | {key: damaged}), 0.5)])
         return [together.read(name) for name in together.specs]
 
-    with pytest.raises(WanjaxError, match=naming(f"lora.safetensors {key} finite")):
+    with pytest.raises(WanjaxError, match=line_with_words(f"lora.safetensors {key} finite")):
         merged()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.harm import unchecked
-from tests.support.words import naming, says
+from tests.support.words import has_line_with, line_with_words
 from wanjax.checkpoints.dequantized import DequantizedReader
 from wanjax.checkpoints.files import Spec, Tensors, save_safetensors
 from wanjax.checkpoints.lora import LoraFile, MergedLoraReader
@@ -59,10 +59,10 @@ def lora(rows, columns, kernel=(), core=False):
     if core:
         down, up = random(1, RANK, columns, *[1] * len(kernel)), random(2, rows, RANK, *[1] * len(kernel))
         mid = random(3, RANK, RANK, *kernel)
-        change = np.einsum("pi,ij...,jr->pr...", *map(wide, (up.reshape(rows, -1), mid, down.reshape(RANK, -1))))
+        change = np.einsum("pi,ij...,jr->pr...", *map(to_float64, (up.reshape(rows, -1), mid, down.reshape(RANK, -1))))
         return {"lora_up.weight": up, "lora_down.weight": down, "lora_mid.weight": mid}, change
     down, up = random(1, RANK, columns, *kernel), random(2, rows, RANK, *[1] * len(kernel))
-    change = np.einsum("pi,ir...->pr...", wide(up.reshape(rows, RANK)), wide(down))
+    change = np.einsum("pi,ir...->pr...", to_float64(up.reshape(rows, RANK)), to_float64(down))
     return {"lora_up.weight": up, "lora_down.weight": down}, change
 
 
@@ -71,11 +71,11 @@ def loha(rows, columns, kernel=(), core=False):
     for i in (1, 2):
         if core:
             a, b, t = random(i, RANK, rows), random(i + 2, RANK, columns), random(i + 4, RANK, RANK, *kernel)
-            change *= np.einsum("ij...,ip,jr->pr...", *map(wide, (t, a, b)))
+            change *= np.einsum("ij...,ip,jr->pr...", *map(to_float64, (t, a, b)))
             tensors |= {f"hada_w{i}_a": a, f"hada_w{i}_b": b, f"hada_t{i}": t}
         else:
             a, b = random(i, rows, RANK), random(i + 2, RANK, columns * int(np.prod(kernel, dtype=int)))
-            change *= (wide(a) @ wide(b)).reshape(change.shape)
+            change *= (to_float64(a) @ to_float64(b)).reshape(change.shape)
             tensors |= {f"hada_w{i}_a": a, f"hada_w{i}_b": b}
     return tensors, change
 
@@ -87,20 +87,20 @@ def lokr(rows, columns, kernel=(), core=False, whole=(True, False)):
         inner = kernel if i == 2 else ()
         if is_whole:
             tensors[f"lokr_w{i}"] = random(i, high, across, *inner)
-            halves.append(wide(tensors[f"lokr_w{i}"]))
+            halves.append(to_float64(tensors[f"lokr_w{i}"]))
         elif core and i == 2:
             a, b, t = random(i, RANK, high), random(i + 2, RANK, across), random(i + 4, RANK, RANK, *inner)
             tensors |= {"lokr_w2_a": a, "lokr_w2_b": b, "lokr_t2": t}
-            halves.append(np.einsum("ij...,ip,jr->pr...", *map(wide, (t, a, b))))
+            halves.append(np.einsum("ij...,ip,jr->pr...", *map(to_float64, (t, a, b))))
         else:
             a, b = random(i, high, RANK), random(i + 2, RANK, across * (flat if i == 2 else 1))
             tensors |= {f"lokr_w{i}_a": a, f"lokr_w{i}_b": b}
-            halves.append((wide(a) @ wide(b)).reshape(high, across, *inner))
+            halves.append((to_float64(a) @ to_float64(b)).reshape(high, across, *inner))
     first = halves[0].reshape(*small, *[1] * len(kernel))
     return tensors, np.kron(first, halves[1])
 
 
-def wide(x):
+def to_float64(x):
     return x.astype(np.float64)
 
 
@@ -147,12 +147,12 @@ def test_q_k_and_v_in_one_are_parts_of_the_rows(kind, opened):
     magnitude = np.abs(random(9, 12, 1))
     file = opened({f"attn.to_qkv.{key}": x for key, x in tensors.items()})
     dora = opened({f"attn.to_qkv.{key}": x for key, x in (tensors | {"dora_scale": magnitude}).items()})
-    base = np.concatenate([wide(BASE[f"attn.to_{x}.weight"]) for x in "qkv"])
+    base = np.concatenate([to_float64(BASE[f"attn.to_{x}.weight"]) for x in "qkv"])
     for each, expected in ((file, base + change), (dora, with_norms(base + change, magnitude, 1))):
         result = merged(each)
         assert_near(np.concatenate([result[f"attn.to_{x}.weight"] for x in "qkv"]), expected)
     columns = {f"attn.to_qkv.{key}": x for key, x in (tensors | {"dora_scale": random(9, 1, 20)}).items()}
-    with pytest.raises(WanjaxError, match=naming("attn.to_qkv.dora_scale columns")):
+    with pytest.raises(WanjaxError, match=line_with_words("attn.to_qkv.dora_scale columns")):
         opened(columns)
 
 
@@ -185,9 +185,9 @@ def test_dora_gives_the_changed_weight_its_norms(module, key, shape, axes, kind,
     tensors, change = write(SHAPES[name][0], SHAPES[name][1], SHAPES[name][2:], **options)
     norms = np.abs(random(9, *shape))
     file = opened({f"{module}.{role}": x for role, x in (tensors | {key: norms}).items()})
-    base = wide(BASE[name])
+    base = to_float64(BASE[name])
     rows = [-1 if axis not in axes else 1 for axis in range(base.ndim)]
-    expected = with_norms(base + change, wide(norms).reshape(rows), *axes)
+    expected = with_norms(base + change, to_float64(norms).reshape(rows), *axes)
     assert_near(merged(file, strength)[name], base + strength * (expected - base))
 
 
@@ -203,7 +203,7 @@ def test_a_base_of_8_bits_is_changed_at_its_full_values(kind, dtype, opened):
         tensors, change = lora(12, 20)
         norms = np.abs(random(9, 12, 1))
         tensors["dora_scale"] = norms
-        expected = with_norms(weight + change, wide(norms), 1)
+        expected = with_norms(weight + change, to_float64(norms), 1)
     else:
         tensors, change = lokr(12, 20)
         expected = weight + change
@@ -264,7 +264,7 @@ def test_peft_s_whole_tensors_take_the_place_of_the_network_s(opened):
     result = merged(file, 0.25)
     for key in ("linear.bias", "linear.weight", "table"):
         assert_near(result[key], 0.75 * BASE[key] + 0.25 * random(9, *SHAPES[key]))
-    with pytest.raises(WanjaxError, match=naming("0 of 2 linear.weight")):
+    with pytest.raises(WanjaxError, match=line_with_words("0 of 2 linear.weight")):
         opened({key: BASE[key] for key in ("linear.weight", "table")})
 
 
@@ -330,7 +330,7 @@ def test_what_makes_no_change_is_one_sentence(tensors, config, words, opened):
     metadata = [{PEFT_METADATA: json.dumps(config)}] if config else []
     with pytest.raises(WanjaxError) as caught:
         merged(opened({key: x for key, x in tensors.items() if x is not None}, *metadata), 2.0)
-    assert says(str(caught.value), words)
+    assert has_line_with(str(caught.value), words)
     assert "\n" not in str(caught.value)
 
 

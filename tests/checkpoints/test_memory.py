@@ -16,7 +16,7 @@ from tests.support.commands import wanjax as command
 from tests.support.hub import ID
 from tests.support.machine import Idle
 from tests.support.tiny import tiny_checkpoint
-from tests.support.words import naming, says
+from tests.support.words import has_line_with, line_with_words
 from wanjax import loading, registry
 from wanjax.checkpoints.sources import open_diffusers
 from wanjax.cli import stages
@@ -61,10 +61,10 @@ def test_a_model_of_the_hub_is_refused_before_its_weights_are_downloaded(
     monkeypatch.chdir(tmp_path / "here")
     least = bytes_of(tiny, "bfloat16")  # its stored dtype is not known yet
     machine.has_memory(least - 1)
-    with pytest.raises(WanjaxError, match=naming(f"transformer {ID} needs machine")):
+    with pytest.raises(WanjaxError, match=line_with_words(f"transformer {ID} needs machine")):
         wanjax.load(ID)
     output = refused("a", "--model", ID, "--size", "32x32", "--frames", "5")
-    assert says(output, f"transformer {ID} 42.9 kB weights bfloat16")
+    assert has_line_with(output, f"transformer {ID} 42.9 kB weights bfloat16")
     assert sent_weights(published) == []
     machine.has_memory(least)
     assert wanjax.load(ID).components.sizes == {"transformer": least}  # another's config needs a download
@@ -84,7 +84,7 @@ def test_all_stages_of_a_model_of_the_hub_are_looked_at_before_any_is_computed(p
     machine.has_memory(needed)
     with pytest.raises(AssertionError, match="executed"):
         wanjax.load(ID, offload="stages").with_strategy(Idle())("a", **how)
-    with pytest.raises(WanjaxError, match=naming("64x64 memory")):
+    with pytest.raises(WanjaxError, match=line_with_words("64x64 memory")):
         wanjax.load(ID, offload="none").with_strategy(Idle())("a", **how)
 
 
@@ -93,10 +93,10 @@ def test_the_exact_dtype_is_known_when_a_network_is_loaded(tiny, machine):
     exact = bytes_of(tiny, "float32")
     machine.has_memory(exact - 1)
     pipe = wanjax.load(tiny)
-    with pytest.raises(WanjaxError, match=naming("float32 machine bfloat16")):
+    with pytest.raises(WanjaxError, match=line_with_words("float32 machine bfloat16")):
         _ = pipe.transformer
     assert wanjax.load(tiny, param_dtype="bfloat16").transformer is not None
-    with pytest.raises(WanjaxError, match=naming("float32 memory bfloat16")):
+    with pytest.raises(WanjaxError, match=line_with_words("float32 memory bfloat16")):
         wanjax.load(tiny, param_dtype="float32")
     machine.has_memory(exact)
     assert pipe.transformer is not None
@@ -129,7 +129,7 @@ def test_published_models(model, size, message, machine, tmp_path, monkeypatch):
         return
     with pytest.raises(WanjaxError) as caught:
         wanjax.load(model)
-    assert says(str(caught.value), message)
+    assert has_line_with(str(caught.value), message)
     names = registry.models_that_fit(size)
     assert (names == []) == (model == "nano")
     assert model not in names
@@ -159,7 +159,7 @@ def test_a_mesh_divides_the_weights(monkeypatch):
     monkeypatch.setattr(memory.jax, "local_devices", lambda: [chip])
     loading.check_memory("it", "transformer", spread)
     monkeypatch.setattr(memory, "bytes_by_device", lambda _: {"chip": alone})
-    with pytest.raises(WanjaxError, match=naming("TPU v5 16 GB mesh sp tp 2")):
+    with pytest.raises(WanjaxError, match=line_with_words("TPU v5 16 GB mesh sp tp 2")):
         loading.check_memory("it", "transformer", network)
 
 
@@ -195,7 +195,7 @@ def test_remedies_are_those_that_make_a_network_fit(size, host, remedies, monkey
     text = str(caught.value)
     assert {remedy for remedy in (ROUND, OFFLOAD) if remedy in text} == remedies - {"both"}
     assert (f"{ROUND} {OFFLOAD}" in text) == ("both" in remedies)
-    assert says(text, "mesh sp tp")
+    assert has_line_with(text, "mesh sp tp")
     with pytest.raises(WanjaxError) as caught:  # a network without such weights, as a text encoder
         loading.check_memory("it", "text_encoder", network)
     assert ROUND not in str(caught.value)
@@ -262,7 +262,7 @@ def test_what_it_will_take_is_told(tiny, tmp_path, monkeypatch):
     assert "denoising" not in str(estimate_note(pipe, settings, False))
     monkeypatch.setattr(stages, "LONG_RUN_SECONDS", 0.0)
     about = format_duration(4 * 2 * flops / roofline.cpu_machine().flops)
-    assert says(str(estimate_note(pipe, settings, False)), f"denoising about {about} 40 GFLOP/s core")
+    assert has_line_with(str(estimate_note(pipe, settings, False)), f"denoising about {about} 40 GFLOP/s core")
     spread = wanjax.load(tiny, mesh="dp=2,sp=2,tp=2")
     assert least_seconds(spread, settings, 4, "TPU v6e") == pytest.approx(flops / V6E.flops)
     near = wanjax.load(tiny, attention="chunked:window=4")

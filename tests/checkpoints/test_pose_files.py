@@ -14,7 +14,7 @@ import pytest
 
 import wanjax
 from tests.support.tiny import tiny_pose_checkpoint
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.checkpoints import modules
 from wanjax.checkpoints.files import Tensors, save_safetensors
 from wanjax.checkpoints.network_kinds import network, read_network
@@ -129,7 +129,7 @@ def test_a_folder_of_the_authors(tensors, tmp_path):
     ],
 )
 def test_configs_of_no_network(changes, words):
-    with pytest.raises(WanjaxError, match=naming(words)):
+    with pytest.raises(WanjaxError, match=line_with_words(words)):
         read_network(JSON["_class_name"], JSON | changes, NETWORKS)
 
 
@@ -171,5 +171,5 @@ def test_a_file_without_its_faces_is_refused(tensors, tmp_path):
     file: Path = tmp_path / "wan_animate.safetensors"
     part = {name: x for name, x in tensors.items() if not name.startswith("face_encoder.")}
     save_safetensors(file, by_the_authors(part))
-    with pytest.raises(WanjaxError, match=naming("face_encoder")):
+    with pytest.raises(WanjaxError, match=line_with_words("face_encoder")):
         open_source(file)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.published import hollow_file
 from tests.support.quick import quick
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax import registry
 from wanjax.checkpoints.lora import LoraFile
 from wanjax.converters.name_map import NameMap
@@ -162,7 +162,7 @@ def test_a_lora_of_a_relative_is_merged_where_it_fits(of, on, matched, total, tm
 
 @pytest.mark.parametrize(("of", "on"), [(T2V, SMALL), (SMALL, T2V)])
 def test_a_lora_of_another_size_is_refused_by_its_shapes(of, on, tmp_path):
-    with pytest.raises(WanjaxError, match=naming("[5120, 5120] [1536, 1536]")):
+    with pytest.raises(WanjaxError, match=line_with_words("[5120, 5120] [1536, 1536]")):
         opened(tmp_path, on, distilled(of, modulation="diff_m"))
 
 

@@ -15,7 +15,7 @@ import wanjax
 from tests.support.conversion import checksums
 from tests.support.devices import on_eight_devices
 from tests.support.tiny import tiny_checkpoint, tiny_control_checkpoint, tiny_experts_checkpoint
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax import WanjaxError
 from wanjax.checkpoints import stream
 from wanjax.checkpoints.convert import ToDiffusers, ToWanjax
@@ -168,13 +168,13 @@ def test_weights_of_8_bits_are_used_as_they_are_or_not_at_all(tmp_path):
     lora = tmp_path / "style.safetensors"
     save_safetensors(lora, {"diffusion_model.blocks.0.self_attn.q.diff": np.zeros((24, 24), np.float32)})
     for precision in ("int8-weights", "none"):
-        with pytest.raises(WanjaxError, match=naming(f"{precision} int8")):
+        with pytest.raises(WanjaxError, match=line_with_words(f"{precision} int8")):
             wanjax.load(converted, precision=precision)
-    with pytest.raises(WanjaxError, match=naming("int8 diffusers")):
+    with pytest.raises(WanjaxError, match=line_with_words("int8 diffusers")):
         ToDiffusers(open_source(converted), tmp_path / "back", NETWORKS)
-    with pytest.raises(WanjaxError, match=naming("int8 diffusers")):
+    with pytest.raises(WanjaxError, match=line_with_words("int8 diffusers")):
         ToDiffusers(registry_source(converted, lora), tmp_path / "back", NETWORKS)
-    with pytest.raises(WanjaxError, match=naming("int8 conversion")):
+    with pytest.raises(WanjaxError, match=line_with_words("int8 conversion")):
         ToWanjax(registry_source(converted, lora), tmp_path / "again", NETWORKS)
     manifest = json.loads((converted / "wanjax.json").read_text())
     manifest["request"]["precision"] = "int3"

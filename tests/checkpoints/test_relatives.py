@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.published import hollow_file, text_encoder_keys, transformer_keys, vae_keys
-from tests.support.words import says
+from tests.support.words import has_line_with
 from wanjax.converters.wan import original
 from wanjax.errors import WanjaxError
 from wanjax.models.t5 import UMT5_XXL
@@ -67,8 +67,12 @@ def refusal(path):
     return str(caught.value)
 
 
-def classes(source):
-    return source.index["_class_name"], "transformer_2" in source.index
+def pipeline_class(source):
+    return source.index["_class_name"]
+
+
+def has_two_experts(source):
+    return "transformer_2" in source.index
 
 
 @pytest.mark.parametrize("opened", [f"{HIGH}_1030", LOW])
@@ -76,7 +80,8 @@ def test_the_other_of_two_experts_may_have_another_date(opened, tmp_path):
     for name in (f"{HIGH}_1030", LOW, f"{LOW.replace('lightx2v', 'scaled_fp8_e4m3_lightx2v')}"):
         file(tmp_path / f"{name}.safetensors", I2V_A14B)
     source = open_source(tmp_path / f"{opened}.safetensors")
-    assert classes(source) == ("WanImageToVideoPipeline", True)
+    assert pipeline_class(source) == "WanImageToVideoPipeline"
+    assert has_two_experts(source)
     files = [source[name].weights().paths[0].stem for name in ("transformer", "transformer_2")]
     assert files == [f"{HIGH}_1030", LOW]
 
@@ -92,16 +97,18 @@ def test_several_that_may_be_the_other_are_told_by_name(tmp_path):
     for name in (*names, f"{LOW}.safetensors"):
         file(tmp_path / name, I2V_A14B)
     output = refusal(tmp_path / f"{LOW}.safetensors")
-    assert says(output, " ".join([f"{LOW}.safetensors", *names, f"{HIGH}.safetensors"]))
+    assert has_line_with(output, " ".join([f"{LOW}.safetensors", *names, f"{HIGH}.safetensors"]))
     (tmp_path / names[0]).unlink()
-    assert classes(open_source(tmp_path / f"{LOW}.safetensors"))[1]
+    assert has_two_experts(open_source(tmp_path / f"{LOW}.safetensors"))
 
 
 def test_names_that_go_on_otherwise_are_a_pair_only_beside_noise(tmp_path):
     for name in ("wan_high_noise_fp8", "wan_low_noise_bf16", "t2v_high_quality", "t2v_low_memory"):
         file(tmp_path / f"{name}.safetensors", T2V_14B)
-    assert classes(open_source(tmp_path / "wan_high_noise_fp8.safetensors")) == ("WanPipeline", True)
-    assert classes(open_source(tmp_path / "t2v_high_quality.safetensors")) == ("WanPipeline", False)
+    assert pipeline_class(open_source(tmp_path / "wan_high_noise_fp8.safetensors")) == "WanPipeline"
+    assert has_two_experts(open_source(tmp_path / "wan_high_noise_fp8.safetensors"))
+    assert pipeline_class(open_source(tmp_path / "t2v_high_quality.safetensors")) == "WanPipeline"
+    assert not has_two_experts(open_source(tmp_path / "t2v_high_quality.safetensors"))
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
@@ -136,7 +143,8 @@ def test_lightx2v_s_int8_is_its_model_in_four_steps(kind, tmp_path):
 def test_a_folder_of_blocks(tmp_path):
     folder = split(tmp_path / "wan2.1_i2v_720p_int8_lightx2v_4step_split", authors(I2V_14B))
     source = open_source(folder)
-    assert classes(source) == ("WanImageToVideoPipeline", False)
+    assert pipeline_class(source) == "WanImageToVideoPipeline"
+    assert not has_two_experts(source)
     assert len(source["transformer"].weights().specs) == len(authors(I2V_14B))
     assert source.fallback_repo == "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers"
     (folder / "config.json").write_text(json.dumps({"_class_name": "WanModel", "num_heads": 40, "eps": 1e-6}))
@@ -150,7 +158,8 @@ def test_folders_of_blocks_of_two_experts(tmp_path):
     for name in (f"{HIGH}_split", f"{LOW}_split"):
         split(tmp_path / name, authors(I2V_A14B))
     source = open_source(tmp_path / f"{LOW}_split")
-    assert classes(source) == ("WanImageToVideoPipeline", True)
+    assert pipeline_class(source) == "WanImageToVideoPipeline"
+    assert has_two_experts(source)
     assert [source[name].weights().paths[0].parent.name for name in ("transformer", "transformer_2")] == [
         f"{HIGH}_split",
         f"{LOW}_split",
@@ -158,13 +167,14 @@ def test_folders_of_blocks_of_two_experts(tmp_path):
     for path in (tmp_path / f"{HIGH}_split").iterdir():
         path.unlink()
     (tmp_path / f"{HIGH}_split").rmdir()
-    assert says(refusal(tmp_path / f"{LOW}_split"), f"{LOW}_split {HIGH}_split")
+    assert has_line_with(refusal(tmp_path / f"{LOW}_split"), f"{LOW}_split {HIGH}_split")
 
 
 def test_experts_in_folders_of_blocks(tmp_path):
     for name in ("high_noise_model", "low_noise_model"):
         split(tmp_path / "model" / name, authors(I2V_A14B))
-    assert classes(open_source(tmp_path / "model")) == ("WanImageToVideoPipeline", True)
+    assert pipeline_class(open_source(tmp_path / "model")) == "WanImageToVideoPipeline"
+    assert has_two_experts(open_source(tmp_path / "model"))
 
 
 def test_a_transformers_folder_of_diffusers(tmp_path):
@@ -172,7 +182,8 @@ def test_a_transformers_folder_of_diffusers(tmp_path):
     message = {"_class_name": "WanTransformer3DModel", "num_attention_heads": 12, "eps": 1e-6}
     (tmp_path / "config.json").write_text(json.dumps(message))
     source = open_source(tmp_path)
-    assert classes(source) == ("WanPipeline", False)
+    assert pipeline_class(source) == "WanPipeline"
+    assert not has_two_experts(source)
     assert source.fallback_repo == "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
 
 
@@ -182,9 +193,9 @@ def test_one_transformer_merged_of_two(tmp_path):
     assert (checkpoint.preset, settings.boundary, settings.guidance_scale_2) == (None, None, None)
     assert (settings.steps, settings.guidance_scale, settings.flow_shift) == (40, 3.5, 5.0)
     assert checkpoint.source.fallback_repo == "Wan-AI/Wan2.2-I2V-A14B-Diffusers"
-    assert says(checkpoint.source.notes[0], "wan2.2-i2v-mega-aio.safetensors one two")
+    assert has_line_with(checkpoint.source.notes[0], "wan2.2-i2v-mega-aio.safetensors one two")
     name = "wan2.2_i2v_high_noise_14B.safetensors"
-    assert says(refusal(file(tmp_path / name, I2V_A14B)), f"{name} {name.replace('high', 'low')}")
+    assert has_line_with(refusal(file(tmp_path / name, I2V_A14B)), f"{name} {name.replace('high', 'low')}")
 
 
 @pytest.mark.parametrize(
@@ -200,7 +211,7 @@ def test_motion_that_is_not_offered_is_told(name, what, tmp_path):
     assert checkpoint.preset is not None
     assert checkpoint.preset.name == "wan2.1-i2v-14b-480p"
     [message] = checkpoint.source.notes
-    assert says(message, f"{name}.safetensors {what} not")
+    assert has_line_with(message, f"{name}.safetensors {what} not")
     assert not inspect_checkpoint(file(tmp_path / "wan2.1_i2v_480p_14B.safetensors", I2V_14B)).source.notes
 
 
@@ -332,7 +343,7 @@ REFUSED = {  # by the name of a file: what writes it, and what the sentence abou
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_file_of_no_model_here_is_told_what_it_is(name, tmp_path):
     write, words = REFUSED[name]
-    assert says(refusal(write(tmp_path / f"{name}.safetensors")), words)
+    assert has_line_with(refusal(write(tmp_path / f"{name}.safetensors")), words)
 
 
 def test_notes_are_told_where_a_model_is_loaded(tmp_path, monkeypatch):
@@ -340,4 +351,4 @@ def test_notes_are_told_where_a_model_is_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr("wanjax.registry.check_complete", lambda source: None)
     notes = []
     open_for_loading(path, None, notes.append)
-    assert any(says(note, "ATI") for note in notes)
+    assert any(has_line_with(note, "ATI") for note in notes)

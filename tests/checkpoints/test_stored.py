@@ -11,7 +11,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 import wanjax
 from tests.support.conversion import tensors
 from tests.support.stores import failing, forget, objects
-from tests.support.words import says
+from tests.support.words import has_line_with
 from wanjax.checkpoints.arrays import Arrays
 from wanjax.checkpoints.convert import ToDiffusers, ToWanjax
 from wanjax.checkpoints.manifest import verify
@@ -73,16 +73,16 @@ def test_there_and_back_is_equal_bit_for_bit(source, converted, tmp_path):
 def test_another_checkpoint_is_not_written_over(source, stored):
     before = objects()
     output = refused(ToWanjax(open_source(source), stored, NETWORKS, dtypes={"transformer": "bfloat16"}).run)
-    assert says(output, MODEL)
+    assert has_line_with(output, MODEL)
     assert objects() == before
 
 
 def test_a_conversion_that_was_cut_off_is_no_checkpoint_and_goes_on(source, converted):
     count = len(bytes_of(converted))
     with failing("put_file", LOST, after=count // 2):
-        assert says(refused(ToWanjax(open_source(source), MODEL, NETWORKS).run), MODEL)
+        assert has_line_with(refused(ToWanjax(open_source(source), MODEL, NETWORKS).run), MODEL)
     assert 0 < len(objects()) < count
-    assert says(refused(open_source, MODEL), f"{MODEL} wanjax.json")
+    assert has_line_with(refused(open_source, MODEL), f"{MODEL} wanjax.json")
     with failing("put_file", LOST, after=count + 1) as put:
         assert ToWanjax(open_source(source), MODEL, NETWORKS).run()
     assert len(put) < count - count // 4
@@ -110,7 +110,7 @@ def test_a_replaced_checkpoint_is_another_one(stored, tmp_path):
     put("wanjax.json", json.dumps(manifest | {"licence": "another"}).encode())
     second = open_source(stored)
     assert not (second.root / "transformer").exists()  # nothing of the first is taken for it
-    assert says(refused(open_source, stored, first.revision), f"{MODEL} {first.revision} {second.revision}")
+    assert has_line_with(refused(open_source, stored, first.revision), f"{MODEL} {first.revision} {second.revision}")
 
 
 def bias_of(source: Source) -> np.ndarray:
@@ -156,4 +156,4 @@ HARM = {  # what is done to a checkpoint in a store, what the sentence names, an
 @pytest.mark.parametrize(("harm", "words", "call"), HARM.values(), ids=HARM)
 def test_a_checkpoint_in_a_store_that_is_not_whole_is_refused(stored, harm, words, call):
     harm()
-    assert says(refused(call, stored), words)
+    assert has_line_with(refused(call, stored), words)

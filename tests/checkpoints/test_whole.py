@@ -18,7 +18,7 @@ from tests.support.conversion import split
 from tests.support.harm import WEIGHTS, truncated, without_a_shard
 from tests.support.hub import ID
 from tests.support.tiny import tiny_checkpoint
-from tests.support.words import naming, says
+from tests.support.words import has_line_with, line_with_words
 from wanjax.checkpoints.hub import locate_file
 from wanjax.cli import main
 from wanjax.converters.wan import diffusers as wan
@@ -119,11 +119,15 @@ def test_what_is_missing_is_named_by_every_command(harm, whole, tmp_path, monkey
     name = harm(folder)
     with pytest.raises(WanjaxError) as raised:
         wanjax.load(folder)
-    assert says(str(raised.value), name)
+    assert has_line_with(str(raised.value), name)
     assert "\n" not in str(raised.value)
     for words in COMMANDS.values():
         result = CliRunner().invoke(main, [word.format(folder) for word in words])
-        assert (result.exit_code, says(result.output, name)) == (2, True), (words, result.output, result.exception)
+        assert (result.exit_code, has_line_with(result.output, name)) == (2, True), (
+            words,
+            result.output,
+            result.exception,
+        )
         assert not list(tmp_path.glob("out/*.safetensors"))
 
 
@@ -137,22 +141,22 @@ def published(server, whole):
     return server
 
 
-def test_a_file_that_left_the_hub_s_cache_is_told_or_downloaded_again(published, hub_at):
-    hub_at(published.url)
+def test_a_file_that_left_the_hub_s_cache_is_told_or_downloaded_again(published, set_hub_url):
+    set_hub_url(published.url)
     pipe = wanjax.load(ID)
     for name in ("tokenizer", "text_encoder", "transformer", "vae"):
         pipe.components.get(name)
     link = Path(pipe.components.source.root) / "vae" / WEIGHTS
     assert link.is_symlink()
     os.rename(link.resolve(), f"{link.resolve()}.incomplete")
-    hub_at(published.url, offline=True)
+    set_hub_url(published.url, offline=True)
     with pytest.raises(WanjaxError) as raised:
         wanjax.load(ID)
-    assert says(str(raised.value), f"vae/{WEIGHTS}")
+    assert has_line_with(str(raised.value), f"vae/{WEIGHTS}")
     with pytest.raises(WanjaxError) as raised:
         locate_file(f"{ID}/vae/{WEIGHTS}")
-    assert says(str(raised.value), f"vae/{WEIGHTS}")
-    hub_at(published.url)
+    assert has_line_with(str(raised.value), f"vae/{WEIGHTS}")
+    set_hub_url(published.url)
     published.sent.clear()
     assert wanjax.load(ID).components.get("vae") is not None
     assert [name for name, _ in published.sent] == [f"vae/{WEIGHTS}"]
@@ -186,35 +190,35 @@ LOST = {
 
 
 @pytest.mark.parametrize("lost", LOST)
-def test_what_the_hub_lacks_is_told_before_weights_are_downloaded(lost, published, hub_at, whole, tmp_path):
+def test_what_the_hub_lacks_is_told_before_weights_are_downloaded(lost, published, set_hub_url, whole, tmp_path):
     split(shutil.copytree(whole / "transformer", tmp_path / "transformer"))
     del published.files[f"transformer/{WEIGHTS}"]
     for path in (tmp_path / "transformer").iterdir():
         published.files[f"transformer/{path.name}"] = path.read_bytes()
     name = LOST[lost](published.files)
-    hub_at(published.url)
+    set_hub_url(published.url)
     for _ in range(2):  # with nothing in the cache, and with some
         with pytest.raises(WanjaxError) as raised:
             wanjax.load(ID)
-        assert says(str(raised.value), f"{ID} {name}")
+        assert has_line_with(str(raised.value), f"{ID} {name}")
         assert "\n" not in str(raised.value)
     assert not [sent for sent, _ in published.sent if sent.endswith(".safetensors")]
 
 
-def test_a_hub_out_of_reach_is_told_before_what_is_here_is_computed_with(published, hub_at, monkeypatch):
+def test_a_hub_out_of_reach_is_told_before_what_is_here_is_computed_with(published, set_hub_url, monkeypatch):
     monkeypatch.setattr(_http.time, "sleep", lambda seconds: None)  # of the client, between attempts
-    hub_at(published.url)
+    set_hub_url(published.url)
     pipe = wanjax.load(ID)
     for name in ("tokenizer", "text_encoder", "transformer"):
         pipe.components.get(name)
-    hub_at("http://127.0.0.1:9")
+    set_hub_url("http://127.0.0.1:9")
     with pytest.raises(WanjaxError) as raised:
         wanjax.load(ID)
-    assert says(str(raised.value), f"http://127.0.0.1:9 reached {ID}")
+    assert has_line_with(str(raised.value), f"http://127.0.0.1:9 reached {ID}")
     assert "\n" not in str(raised.value)
-    hub_at(published.url)
+    set_hub_url(published.url)
     assert wanjax.load(ID).components.get("vae") is not None
-    hub_at("http://127.0.0.1:9")
+    set_hub_url("http://127.0.0.1:9")
     wanjax.load(ID)
 
 
@@ -232,16 +236,18 @@ def alone(whole, tmp_path, completed_by):
 
 
 @pytest.mark.parametrize("lost", ["nothing", "text_encoder", "tokenizer", "the hub"])
-def test_what_a_lone_transformer_lacks_is_told_before_anything_is_computed(lost, alone, published, hub_at):
+def test_what_a_lone_transformer_lacks_is_told_before_anything_is_computed(lost, alone, published, set_hub_url):
     without(f"{lost}/")(published.files)
-    hub_at("http://127.0.0.1:9" if lost == "the hub" else published.url)
+    set_hub_url("http://127.0.0.1:9" if lost == "the hub" else published.url)
     for _ in range(2):
         if lost == "nothing":
             wanjax.load(alone)
             continue
         with pytest.raises(WanjaxError) as raised:
             wanjax.load(alone)
-        assert says(str(raised.value), f"{ID} http://127.0.0.1:9 reached" if lost == "the hub" else f"{ID} {lost}")
+        assert has_line_with(
+            str(raised.value), f"{ID} http://127.0.0.1:9 reached" if lost == "the hub" else f"{ID} {lost}"
+        )
     assert not [sent for sent, _ in published.sent if sent.endswith(".safetensors")]
 
 
@@ -268,10 +274,10 @@ TYPO = "owner/typo {url}/owner/typo"
     ("lost", "words"),
     [("nothing", None), ("models_t5_umt5", TYPO), ("google", TYPO), (NO_ROOM, f"{ID} 10 MB free room")],
 )
-def test_the_authors_repository_is_looked_through(lost, words, of_authors, hub_at, machine):
+def test_the_authors_repository_is_looked_through(lost, words, of_authors, set_hub_url, machine):
     """Nothing of it is downloaded before it is needed."""
     without(lost)(of_authors.files)
-    hub_at(of_authors.url)
+    set_hub_url(of_authors.url)
     if lost == NO_ROOM:
         of_authors.files[TEXT_ENCODER] += bytes(10**7)
         machine.has_disk(10**7)
@@ -280,7 +286,7 @@ def test_the_authors_repository_is_looked_through(lost, words, of_authors, hub_a
     else:
         with pytest.raises(WanjaxError) as raised:
             wanjax.load(ID)
-        assert says(str(raised.value), words.format(url=of_authors.url))
+        assert has_line_with(str(raised.value), words.format(url=of_authors.url))
     assert TEXT_ENCODER not in [sent for sent, _ in of_authors.sent]
 
 
@@ -293,7 +299,7 @@ def test_a_link_to_nothing_is_told_as_such(command, whole, tmp_path, monkeypatch
     link.symlink_to("0a1b2c.incomplete")
     with pytest.raises(WanjaxError) as raised:
         wanjax.load(whole, lora=str(link)) if command == "lora" else wanjax.load(link)
-    assert says(str(raised.value), f"{link} 0a1b2c.incomplete gone")
+    assert has_line_with(str(raised.value), f"{link} 0a1b2c.incomplete gone")
 
 
 def test_an_expert_needs_the_other(whole, tmp_path, monkeypatch):
@@ -302,11 +308,11 @@ def test_an_expert_needs_the_other(whole, tmp_path, monkeypatch):
     other = tmp_path / "wan2.2_t2v_low_noise.safetensors"
     shutil.copy(whole / "transformer" / WEIGHTS, path)
     other.symlink_to("0a1b2c.incomplete")
-    with pytest.raises(WanjaxError, match=naming(f"{other.name} 0a1b2c.incomplete")):
+    with pytest.raises(WanjaxError, match=line_with_words(f"{other.name} 0a1b2c.incomplete")):
         open_source(path)
     other.unlink()
     monkeypatch.setattr(wan_layouts, "_published_preset", lambda *shape, **more: presets()["wan2.1-t2v-14b"])
-    with pytest.raises(WanjaxError, match=naming(f"{path.name} {other.name}")):
+    with pytest.raises(WanjaxError, match=line_with_words(f"{path.name} {other.name}")):
         open_source(path)
     plain = path.rename(tmp_path / "wan2.2_t2v_high.safetensors")
     assert "transformer_2" not in open_source(plain).index

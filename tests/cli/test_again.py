@@ -16,7 +16,7 @@ from PIL import Image
 import wanjax as library
 from tests.support.commands import refused, succeeded, wanjax
 from tests.support.tiny import tiny_checkpoint, tiny_image_checkpoint
-from tests.support.words import says
+from tests.support.words import has_line_with
 from wanjax.checkpoints.files import save_safetensors
 from wanjax.cli import catalogue
 from wanjax.media import stage_files
@@ -146,7 +146,7 @@ def test_files_without_a_record(name, contents, message):
     elif contents is not None:
         Path(name).write_bytes(contents)
     for command in (["info", name], ["info", "--json", name], ["generate", "--from", name]):
-        assert says(refused(*command), message)
+        assert has_line_with(refused(*command), message)
     assert [path.name for path in Path().iterdir()] == ([name] if contents is not None else [])
 
 
@@ -156,18 +156,18 @@ def test_a_folder_of_videos_is_answered_with_a_video_in_it(tmp_path):
     for count, name in enumerate(("two.mp4", "one.webp"), 1):
         (folder / name).write_bytes(b"film")
         for command in (["info", folder], ["generate", "--from", folder]):
-            assert says(refused(*map(str, command)), f"{folder} folder {count} {folder / name}")
+            assert has_line_with(refused(*map(str, command)), f"{folder} folder {count} {folder / name}")
 
 
 def test_a_folder_of_a_checkpoint_is_answered_with_the_command_that_describes_it():
     folder = Path("my model")
     folder.mkdir()
     (folder / "model_index.json").write_text("{}")
-    assert says(refused("info", str(folder)), "my model no video wanjax models 'my model'")
+    assert has_line_with(refused("info", str(folder)), "my model no video wanjax models 'my model'")
     (folder / "transformer").mkdir()
     (folder / "generation_config.json").write_text('{"steps": 4}')
     for path in (folder, folder / "generation_config.json"):
-        assert says(refused("info", str(path)), "my model is a checkpoint wanjax models 'my model'")
+        assert has_line_with(refused("info", str(path)), "my model is a checkpoint wanjax models 'my model'")
 
 
 @pytest.mark.parametrize(
@@ -274,17 +274,17 @@ def test_pictures_and_noise_that_are_gone(image, text):
     np.testing.assert_array_equal(frames("two.mp4"), frames("one.mp4"))
     os.rename("red.png", "blue.png")
     gone = Path("red.png").absolute()
-    assert says(refused("--from", "one.mp4", "--out", "three.mp4"), f"--image {gone} FILE")
+    assert has_line_with(refused("--from", "one.mp4", "--out", "three.mp4"), f"--image {gone} FILE")
     succeeded(wanjax("--from", "one.mp4", "--image", "blue.png", "--out", "three.mp4"))
     np.testing.assert_array_equal(frames("three.mp4"), frames("one.mp4"))
     noise = np.random.default_rng(0).normal(size=(1, 4, 2, 2, 4)).astype(np.float32)
     save_safetensors("noise.safetensors", {"noise": noise})
     succeeded(wanjax("a", "--model", text, *SMALL, "--noise", "noise.safetensors", "--out", "four.mp4"))
     os.unlink("noise.safetensors")
-    assert says(refused("--from", "four.mp4"), "--noise")
+    assert has_line_with(refused("--from", "four.mp4"), "--noise")
     pipe = library.load(text, dtype="float32")
     pipe("a", size=(16, 32), frames=5, steps=1, noise=noise).save("five.webp")
-    assert says(refused("--from", "five.webp"), "float32 [1, 4, 2, 2, 4] sha256")
+    assert has_line_with(refused("--from", "five.webp"), "float32 [1, 4, 2, 2, 4] sha256")
 
 
 PLACES = (
@@ -328,19 +328,19 @@ def test_a_record_names_files_that_are_what_they_were(image, tmp_path):
             output = (
                 refused("--from", "other.json", "--model", "model", "--image", "red.png") if name != "image" else None
             )
-            assert says(output or refused("--from", "other.json", "--model", "model"), f"{option} {value}")
+            assert has_line_with(output or refused("--from", "other.json", "--model", "model"), f"{option} {value}")
     for changed in ({"digests": {}}, {"digests": [3]}, {"digests": None}, {"digests": {record["image"]: "0" * 64}}):
         Path("other.json").write_text(json.dumps(record | changed))
-        assert says(refused("--from", "other.json", "--model", "model"), f"--image {record['image']}")
+        assert has_line_with(refused("--from", "other.json", "--model", "model"), f"--image {record['image']}")
     Image.fromarray(np.full((16, 32, 3), 100, np.uint8)).save("red.png")
-    assert says(refused("--from", "one.mp4"), f"--image {record['image']}")
+    assert has_line_with(refused("--from", "one.mp4"), f"--image {record['image']}")
     Path("model/transformer/config.json").write_text("{ }")
     for options in (
         ["--from", "one.mp4", "--image", "red.png"],
         ["decode", "--dir", "d", "--force"],
         ["denoise", "--dir", "d", "--force"],
     ):
-        assert says(refused(*options), f"--model {record['model']}")
+        assert has_line_with(refused(*options), f"--model {record['model']}")
 
 
 def test_other_devices_and_versions_are_told(text):
@@ -350,7 +350,7 @@ def test_other_devices_and_versions_are_told(text):
     record = read_metadata("one.mp4") | {"version": "0.0.1", "devices": "8 x TPU v6 lite"}
     stage_files.save_settings(Path("d"), record)
     output = succeeded(wanjax("--from", "d", "--out", "two.mp4", "--force")).stderr
-    assert says(output, "0.0.1 8 v6 last digits")
+    assert has_line_with(output, "0.0.1 8 v6 last digits")
 
 
 def test_tiles_of_two_sides():
@@ -387,7 +387,7 @@ def test_records_of_what_is_not_so(change, message):
     Path("a.safetensors").write_bytes(b"another")
     record = json.dumps({"model": "nano", "prompt": "a", "steps": 1, **change})
     Path("one.json").write_text(record.replace("HERE", str(Path().absolute())))
-    assert says(refused("--from", "one.json"), message)
+    assert has_line_with(refused("--from", "one.json"), message)
 
 
 def test_records_of_the_scripts_before():
@@ -433,7 +433,7 @@ def test_a_video_that_is_cut_short_is_told(name):
     for length in (len(whole) * 9 // 10, len(whole) // 3, 60):
         Path(name).write_bytes(whole[:length])
         result = wanjax("info", name)
-        assert says(result.stderr, f"{name} truncated"), (length, result.output)
+        assert has_line_with(result.stderr, f"{name} truncated"), (length, result.output)
         assert result.exit_code == 2 or "nano" in result.stdout
 
 

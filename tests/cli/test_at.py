@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.support.commands import files, refused, succeeded, wanjax
-from tests.support.words import says
+from tests.support.words import has_line_with
 from wanjax.cli import remote
 from wanjax.cli.existing import ExistingFile
 from wanjax.cli.report import Report
@@ -117,7 +117,7 @@ def test_each_window_is_told_as_it_is_made(monkeypatch):
 
 def test_a_connection_that_is_cut_leaves_no_video():
     with answering(answers(), lambda path: 5 * path.endswith("content")) as url:
-        assert says(refused("a cat", "--at", url, "--out", "cat.mp4"), url)
+        assert has_line_with(refused("a cat", "--at", url, "--out", "cat.mp4"), url)
     assert files(".") == []
 
 
@@ -125,14 +125,14 @@ def test_a_server_that_ends_keeps_the_video_that_it_was_asked_for(monkeypatch):
     monkeypatch.setattr(remote, "POLL_INTERVALS", (0, 0))
     with answering(answers(job=iter([{"status": "queued"}]))) as url:
         output = refused("a cat", "--at", url, "--out", "cat.mp4", status=1)
-    assert says(output, f"{url} {ID} waits {url}{PLACE}/content")
+    assert has_line_with(output, f"{url} {ID} waits {url}{PLACE}/content")
     assert files(".") == []
 
 
 def test_without_a_server_the_message_says_what_to_start():
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
-    assert says(refused("a cat", "--at", url, status=1), f"{url} refused: `wanjax serve` address")
+    assert has_line_with(refused("a cat", "--at", url, status=1), f"{url} refused: `wanjax serve` address")
 
 
 def test_https_to_a_plain_server_is_answered_with_http():
@@ -208,7 +208,7 @@ REFUSED = [  # what a server answers, the options of the command, and what the s
 def test_answers_and_options_that_are_refused(responses, options, words):
     written = [record(image=str(Path("gone.png").absolute()))]
     with answering(answers(**responses)) as url:
-        assert says(refused("a cat", "--at", url, *options), words.format(url=url))
+        assert has_line_with(refused("a cat", "--at", url, *options), words.format(url=url))
     assert files(".") == written
 
 
@@ -224,7 +224,7 @@ def test_answers_and_options_that_are_refused(responses, options, words):
 def test_an_option_of_the_server_is_compared_however_it_is_given(options, same, message):
     arguments = ("a cat", *options.split(), "--out", "cat.mp4", "--at")
     with answering(answers()) as url:
-        assert says(refused(*arguments, url), f"{message} server {url} none")
+        assert has_line_with(refused(*arguments, url), f"{message} server {url} none")
     with answering(answers(models={"data": [MODEL | {"started_with": same}]})) as url:
         succeeded(wanjax(*arguments, url))
 
@@ -232,7 +232,7 @@ def test_an_option_of_the_server_is_compared_however_it_is_given(options, same, 
 def test_a_video_that_failed_is_not_done():
     with answering(answers(job={"status": "failed", "error": {"message": "the lamp is out"}})) as url:
         result = wanjax("a cat", "--at", url)
-    assert says(result.stderr, f"{url} failed to make the video the lamp is out")
+    assert has_line_with(result.stderr, f"{url} failed to make the video the lamp is out")
     assert "done" not in result.stderr
 
 
@@ -254,7 +254,7 @@ def test_a_compiler_set_that_nobody_typed_is_no_difference(own, theirs):
         usual = theirs.get("compiler", "safe")
         succeeded(wanjax(*again, "--compiler", usual))
         other = "safe" if theirs else "fast"
-        assert says(refused(*again, "--compiler", other), f"--compiler {other} {url}")
+        assert has_line_with(refused(*again, "--compiler", other), f"--compiler {other} {url}")
     assert [(body["prompt"], body["seed"], body["steps"]) for _, body in posted] == [("a cat", 7, 3)] * 2
 
 
@@ -359,7 +359,7 @@ def test_requests_of_a_file_and_one_that_fails(broken, why):
     with answering(several(DONE, broken, DONE), posted=posted) as url:
         result = wanjax("--prompts", "p.jsonl", "--at", url, "--steps", "2", "--out", "made")
     assert result.exit_code == 1
-    assert says(result.stderr, f"line 2 failed {why}")
+    assert has_line_with(result.stderr, f"line 2 failed {why}")
     assert len(files("made")) == 2 + len([MANIFEST])
     rows = [json.loads(line) for line in (Path("made") / MANIFEST).read_text().splitlines()]
     assert [(row["row"], row["prompt"], row["seed"]) for row in rows] == [(1, "a", 42), (2, "b", 5), (3, "c", 42)]
@@ -386,14 +386,14 @@ def test_a_wrong_token_is_answered_with_the_variable(monkeypatch, token, words):
         monkeypatch.setenv("WANJAX_TOKEN", token)
     with answering({"/v1/models": (401, {"error": {"message": "the token is missing or wrong"}})}) as at:
         output = refused("generate", "a", "--at", at)
-    assert says(output, words)
+    assert has_line_with(output, words)
     assert token is None or token not in output
 
 
 @pytest.mark.parametrize(("status", "exit_status"), [(503, 1), (500, 1), (403, 2)])
 def test_a_server_that_fails_is_nobody_s_mistake(status, exit_status):
     with answering(answers(models=status)) as url:
-        assert says(refused("a cat", "--at", url, status=exit_status), f"{url} {status}")
+        assert has_line_with(refused("a cat", "--at", url, status=exit_status), f"{url} {status}")
 
 
 def test_a_video_of_a_server_that_is_there_is_left(monkeypatch):
@@ -403,7 +403,7 @@ def test_a_video_of_a_server_that_is_there_is_left(monkeypatch):
         ask = ("a cat", "--at", url, "--out", "cat.mp4")
         assert succeeded(wanjax(*ask)).stdout == f"{Path('cat.mp4').absolute()}\n"
         for more, name in ((("--seed", "3"), "seed"), (("--steps", "4"), "steps"), (("--image", __file__), "file")):
-            assert says(refused(*ask, *more), f"cat.mp4 another {name} --out --force")
+            assert has_line_with(refused(*ask, *more), f"cat.mp4 another {name} --out --force")
         assert posted == []
         succeeded(wanjax(*ask, "--force"))
 
@@ -415,10 +415,10 @@ def test_a_queue_that_is_full_is_waited_for_and_a_wrong_request_is_passed_over(m
     with answering(responses) as url:
         result = wanjax("a cat", "--at", url, "--seeds", "1..3", "--out", "cats")
     assert result.exit_code == 1
-    assert says(result.stderr, "cat-2- failed 422")
+    assert has_line_with(result.stderr, "cat-2- failed 422")
     assert len(files("cats")) == 2 + len([MANIFEST])
     with answering(answers() | {"/v1/videos": 422}) as url:
-        assert says(refused("a cat", "--at", url, "--seeds", "1..3"), f"{url} 422")
+        assert has_line_with(refused("a cat", "--at", url, "--seeds", "1..3"), f"{url} 422")
 
 
 def test_ctrl_c_cancels_those_that_wait(monkeypatch):
@@ -453,5 +453,5 @@ def test_a_server_that_does_not_answer(server_that, words, monkeypatch):
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         Thread(target=server_that, args=(server,), daemon=True).start()
         message = refused("a cat", "--at", url.removeprefix("http://"), status=1)
-    assert says(message, f"{url} {words}")
+    assert has_line_with(message, f"{url} {words}")
     assert "None" not in message

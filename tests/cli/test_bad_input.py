@@ -29,7 +29,7 @@ from tests.support.harm import (
 )
 from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint
-from tests.support.words import says
+from tests.support.words import has_line_with
 from wanjax.checkpoints.files import save_safetensors
 from wanjax.cli import main
 from wanjax.media import stage_files
@@ -111,7 +111,7 @@ COMMANDS = [  # mistakes in a request itself are in tests/mistakes
 
 @pytest.mark.parametrize(("command", "message"), COMMANDS)
 def test_commands(command, message):
-    assert says(refused(*command.split()), message)
+    assert has_line_with(refused(*command.split()), message)
     assert left() == []
 
 
@@ -143,8 +143,8 @@ def test_a_platform_without_devices(platform, command):
     run = subprocess.run([sys.executable, *STARTED[command]], env=environment, capture_output=True, text=True)
     assert (run.returncode, run.stdout) == (2, "")
     [sentence] = run.stderr.splitlines()
-    assert says(sentence, f"wanjax: JAX_PLATFORMS={platform}")
-    assert says(sentence, "without JAX_PLATFORMS")
+    assert has_line_with(sentence, f"wanjax: JAX_PLATFORMS={platform}")
+    assert has_line_with(sentence, "without JAX_PLATFORMS")
     assert re.search(WITHOUT_DEVICES[platform], sentence)
     assert left() == []
 
@@ -166,7 +166,9 @@ def test_a_tpu_that_is_asked_for_without_libtpu():
     environment = os.environ | {"JAX_PLATFORMS": "tpu"}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     messages = [line for line in run.stderr.splitlines() if line.startswith("wanjax: ")]
-    assert [line for line in messages if says(line, "JAX_PLATFORMS=tpu libtpu '.[tpu]'")] == messages, run.stderr
+    assert [line for line in messages if has_line_with(line, "JAX_PLATFORMS=tpu libtpu '.[tpu]'")] == messages, (
+        run.stderr
+    )
     assert len(messages) == 5, run.stderr
     assert "Traceback" not in run.stderr
     assert left() == []
@@ -178,7 +180,7 @@ def test_processes_that_are_not_there(intact):
     run = subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
     assert (run.returncode, run.stdout) == (2, "")
     [sentence] = run.stderr.splitlines()
-    assert says(sentence, "wanjax: processes auto Slurm")
+    assert has_line_with(sentence, "wanjax: processes auto Slurm")
     assert left() == []
 
 
@@ -250,7 +252,7 @@ def test_checkpoints(damaged, damage, messages):
     damage(damaged)
     output = refused("a", "--model", damaged, *SMALL)
     for message in messages:
-        assert says(output, message), output
+        assert has_line_with(output, message), output
     assert not [name for name in left() if name.endswith(".mp4")]
 
 
@@ -279,7 +281,7 @@ NOT_FINITE = {f"{Q}.lora_A.weight": np.full((2, 24), np.nan, np.float32), f"{Q}.
 def test_tensors_that_are_of_no_use(intact, option, tensors, message):
     with unchecked():
         save_safetensors("given.safetensors", tensors)
-    assert says(refused("a", "--model", intact, *SMALL, option, "given.safetensors"), message)
+    assert has_line_with(refused("a", "--model", intact, *SMALL, option, "given.safetensors"), message)
     assert left() == ["given.safetensors"]
 
 
@@ -303,9 +305,13 @@ def test_stage_files_that_do_not_belong_together(intact, stages):
     shutil.copytree(stages, "other")
     assert CliRunner().invoke(main, ["encode", "b", "--model", str(intact), "--dir", "other", "--force"]).exit_code == 0
     output = refused("decode", "--dir", "other")
-    assert says(output, "stage2_latents.safetensors generation_config.json prompt 'a' 'b' wanjax denoise --dir other")
+    assert has_line_with(
+        output, "stage2_latents.safetensors generation_config.json prompt 'a' 'b' wanjax denoise --dir other"
+    )
     shutil.copy(stages / stage_files.EMBEDDINGS_FILE, Path("other") / stage_files.EMBEDDINGS_FILE)
-    assert says(refused("denoise", "--dir", "other"), "stage1_embeddings.safetensors generation_config.json other")
+    assert has_line_with(
+        refused("denoise", "--dir", "other"), "stage1_embeddings.safetensors generation_config.json other"
+    )
     assert not (Path("other") / stage_files.VIDEO_FILE).exists()
 
 
@@ -355,7 +361,7 @@ STAGES = {  # the command, what was done to the files, and what the sentence nam
 @pytest.mark.parametrize(("command", "harm", "message"), STAGES.values(), ids=STAGES)
 def test_stages_that_cannot_go_on(stages, command, harm, message):
     harm(stages)
-    assert says(refused(*command.split()), message)
+    assert has_line_with(refused(*command.split()), message)
 
 
 def test_stage_files_of_another_model(stages):
@@ -366,7 +372,7 @@ def test_stage_files_of_another_model(stages):
     assert re.search(message, refused("denoise"))
     assert (stages / stage_files.LATENTS_FILE).read_bytes() == before
     save_safetensors(stages / stage_files.LATENTS_FILE, {"latents": np.zeros((1, 16, 2, 2, 4), np.float32)})
-    assert says(refused("decode"), "stage2_latents.safetensors 16 channels 4")
+    assert has_line_with(refused("decode"), "stage2_latents.safetensors 16 channels 4")
 
 
 OF_ROOT = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="nothing is forbidden to root")
@@ -383,7 +389,7 @@ OF_ROOT = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, re
 def test_folders_that_cannot_be_written(intact, option, where, words):
     Path("file").write_text("")
     Path("mine").mkdir(mode=0o500)
-    assert says(refused("a", "--model", intact, *SMALL, option, where), words)
+    assert has_line_with(refused("a", "--model", intact, *SMALL, option, where), words)
     assert left() == ["file", "mine"]
 
 
@@ -391,7 +397,7 @@ def test_a_file_where_a_checkpoint_is_to_be_written():
     Path("circle.mp4").write_text("")
     run = wanjax("convert", "nano", "circle.mp4")
     assert run.exit_code == 2
-    assert says(run.stderr, "circle.mp4 new folder")
+    assert has_line_with(run.stderr, "circle.mp4 new folder")
     assert "parameters" not in run.stderr  # no table of what will not be written
     assert "completed work is kept" not in run.stderr  # the same command would end in the same way
     assert left() == ["circle.mp4"]
@@ -407,7 +413,7 @@ def test_a_disk_that_fills_with_latents(intact, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", sync)
     output = refused("a", "--model", intact, *SMALL, "--dir", "stage_outputs", status=1)
-    assert says(output, "stage_outputs/stage2_latents.safetensors No space left on device")
+    assert has_line_with(output, "stage_outputs/stage2_latents.safetensors No space left on device")
     assert left() == AFTER_ENCODING
 
 
@@ -425,5 +431,5 @@ def test_a_disk_that_fills_with_the_video(intact, monkeypatch, at_once):
 
     monkeypatch.setattr(subprocess, "Popen", start)
     output = refused("a", "--model", intact, *SMALL, "--dir", "stage_outputs", status=1)
-    assert says(output, "output_video.mp4 written")
+    assert has_line_with(output, "output_video.mp4 written")
     assert left() == ([] if at_once else [*AFTER_ENCODING, "stage_outputs/stage2_latents.safetensors"])

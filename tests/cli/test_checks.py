@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.support.commands import refused
-from tests.support.words import naming, says
+from tests.support.words import has_line_with, line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.media.inputs import IMAGE, REFERENCES, VIDEO
 from wanjax.media.pictures import read_pictures
@@ -158,7 +158,7 @@ def test_a_mistake_is_told_before_jax_is_imported(answers, arguments):
     assert status == 2
     assert message.startswith("wanjax: ")
     assert message.count("\n") == 1
-    assert says(message, MISTAKES[arguments])
+    assert has_line_with(message, MISTAKES[arguments])
     assert not imported
 
 
@@ -174,7 +174,7 @@ def test_a_mistake_is_told_before_jax_is_imported(answers, arguments):
 )
 def test_what_a_published_model_refuses_is_told_before_it_is_downloaded(tmp_path, monkeypatch, option, value, right):
     monkeypatch.chdir(tmp_path)
-    assert says(refused("a", "--model", "wan2.1-t2v-1.3b", option, value), right)
+    assert has_line_with(refused("a", "--model", "wan2.1-t2v-1.3b", option, value), right)
 
 
 @pytest.mark.parametrize("kind", ["image", "images"])
@@ -183,7 +183,7 @@ def test_a_clip_in_place_of_a_picture_is_answered_with_the_input_for_clips(tmp_p
     options, spec = {"image": tmp_path / "clip.mp4"}, IMAGE
     if kind == "images":
         options, spec = {"references": [tmp_path / "clip.mp4"]}, REFERENCES
-    with pytest.raises(WanjaxError, match=naming("clip.mp4 clip input video")):
+    with pytest.raises(WanjaxError, match=line_with_words("clip.mp4 clip input video")):
         read_pictures(options, (spec, VIDEO), frames=5, fps=8)
     with pytest.raises(WanjaxError, match=r"clip\.mp4") as alone:
         read_pictures(options, (spec,), frames=5, fps=8)

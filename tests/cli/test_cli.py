@@ -22,7 +22,7 @@ from PIL import Image
 from tests.support import listing
 from tests.support.commands import Arguments, files, refused, succeeded, wanjax
 from tests.support.tiny import compile_cache, tiny_checkpoint
-from tests.support.words import says
+from tests.support.words import has_line_with
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.cli import main, report, stages
 from wanjax.errors import SettingError
@@ -314,7 +314,7 @@ def test_noise_from_a_file(model):
         latents.append(load_safetensors(Path("stage_outputs") / stage_files.LATENTS_FILE)["latents"].copy())
     np.testing.assert_array_equal(*latents)
     file = str(Path("noise.safetensors").absolute())
-    assert says(result.stderr, f"noise {file}")
+    assert has_line_with(result.stderr, f"noise {file}")
     assert video_files.read_metadata(Path("stage_outputs") / stage_files.VIDEO_FILE)["noise"] == file
 
 
@@ -327,7 +327,7 @@ def test_two_experts(model):
     scales = ("--guidance-scale", "2", "--guidance-scale-2", "3")
     output = succeeded(wanjax("a", "--model", folder, *SMALL, *scales, *HERE)).stderr
     assert "guidance 2 and 3" in output
-    assert says(output, "step 2 transformer_2 loaded")
+    assert has_line_with(output, "step 2 transformer_2 loaded")
     settings = json.loads((Path("stage_outputs") / stage_files.CONFIG).read_text())
     assert (settings["guidance_scale"], settings["guidance_scale_2"], settings["boundary"]) == (2.0, 3.0, 0.8)
 
@@ -348,12 +348,12 @@ def test_denoising_from_a_video(model):
         load_safetensors(Path("stage_outputs") / stage_files.LATENTS_FILE)["latents"], latents
     )
     sentence = wanjax("b", "--model", model, *options, "--strength", "0.4").stderr
-    assert says(sentence, "strength 0.4 2 steps 0.5")
+    assert has_line_with(sentence, "strength 0.4 2 steps 0.5")
 
 
 def test_unintended_settings_give_notes(model):
     output = wanjax("encode", "word " * 40 + "end", "--model", model).stderr
-    assert says(output, 'prompt tokens 24 "word')
+    assert has_line_with(output, 'prompt tokens 24 "word')
     output = wanjax(" ", "--allow-empty-prompt", "--model", model, *SMALL, "--guidance-scale", "1").stderr
     assert "the prompt is empty" in output
     assert "guidance is off" in output
@@ -365,7 +365,7 @@ def test_embeddings_of_226_tokens_give_a_note(model, failing_in):
     path = Path("stage_outputs") / stage_files.EMBEDDINGS_FILE
     save_safetensors(path, {"prompt_embeds": embeds, "negative_prompt_embeds": embeds})
     with failing_in("latents", KeyboardInterrupt()):  # after all notes are printed
-        assert says(wanjax("denoise", *SMALL).stderr, "226 tokens 512")
+        assert has_line_with(wanjax("denoise", *SMALL).stderr, "226 tokens 512")
 
 
 def test_latents_are_saved_before_decoding(model, failing_in):
@@ -421,7 +421,7 @@ def test_steps_of_other_settings_are_not_thrown_away(model, monkeypatch):
         assert wanjax("a", "--model", model, *SMALL, *HERE).exit_code == 130
     others = ("a", "--model", model, *SMALL, *HERE, "--guidance-scale", "3")
     before = {name: (Path("stage_outputs") / name).read_bytes() for name in files("stage_outputs")}
-    assert says(refused(*others), "stage2_state guidance scale --dir --force")
+    assert has_line_with(refused(*others), "stage2_state guidance scale --dir --force")
     assert {name: (Path("stage_outputs") / name).read_bytes() for name in files("stage_outputs")} == before
     assert "resumed after 1 of 2 steps" in succeeded(wanjax("a", "--model", model, *SMALL, *HERE)).stderr
     with monkeypatch.context() as patch:
@@ -460,7 +460,7 @@ def test_out_of_memory(model, failing_in, error):
     with failing_in("latents", error):
         result = wanjax("a", "--model", model, *SMALL)
     assert result.exit_code == 1
-    assert says(result.stderr.splitlines()[-2], "wanjax: memory --size")
+    assert has_line_with(result.stderr.splitlines()[-2], "wanjax: memory --size")
 
 
 def test_a_model():
@@ -471,7 +471,7 @@ def test_a_model():
     output = succeeded(wanjax("models", "wan2.2-i2v-a14b")).stdout
     assert re.search(r"^takes  +a prompt, --image \(needed\), --last-image$", output, re.MULTILINE)
     assert re.search(r"^sizes  +720p 1280x720, 480p 832x480", output, re.MULTILINE)
-    assert says(refused("models", "nan"), "'nan' nano")
+    assert has_line_with(refused("models", "nan"), "'nan' nano")
 
 
 def test_models():

@@ -17,7 +17,7 @@ COMMANDS = ["generate", "batch", "encode", "denoise", "decode", "plan", "warmup"
 COMMANDS += ["info", "models", "bench", "selftest", "serve", "worker"]
 
 
-def completed(line: str) -> list[tuple[str, str]]:
+def completions(line: str) -> list[tuple[str, str]]:
     """Return the completions of a line's last word, as (type, value)."""
     words = line.split(" ")
     requested = {"_WANJAX_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
@@ -28,7 +28,7 @@ def completed(line: str) -> list[tuple[str, str]]:
 
 
 def values(line: str) -> list[str]:
-    return [value for _, value in completed(line)]
+    return [value for _, value in completions(line)]
 
 
 def test_commands():
@@ -63,7 +63,7 @@ def test_options():
 def test_models(line):
     assert values(line) == list(presets())
     assert values(line + "wan2.1-t2v") == [name for name in presets() if name.startswith("wan2.1-t2v")]
-    assert completed(line + "./wa") == [("file", "./wa")]
+    assert completions(line + "./wa") == [("file", "./wa")]
 
 
 @pytest.mark.parametrize(
@@ -71,13 +71,13 @@ def test_models(line):
     ["--image", "--video", "--lora", "--prompts", "--config", "--from", "--out", "-o", "--noise", "--reference"],
 )
 def test_files(option):
-    assert completed(f"wanjax generate {option} so") == [("file", "so")]
+    assert completions(f"wanjax generate {option} so") == [("file", "so")]
 
 
 def test_other_files_and_folders():
-    assert completed("wanjax info so") == [("file", "so")]
-    assert completed("wanjax generate --dir so") == [("file", "so")]
-    assert completed("wanjax generate --profile so") == [("dir", "so")]
+    assert completions("wanjax info so") == [("file", "so")]
+    assert completions("wanjax generate --dir so") == [("file", "so")]
+    assert completions("wanjax generate --profile so") == [("dir", "so")]
 
 
 def test_a_line_that_would_be_refused_is_completed():

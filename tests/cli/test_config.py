@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.commands import Arguments, refused, succeeded, wanjax
 from tests.support.tiny import compile_cache, tiny_checkpoint
-from tests.support.words import says
+from tests.support.words import has_line_with
 from wanjax.cli import conversion, main, many, planning, stages
 from wanjax.kernels.attention import AttentionConfig
 from wanjax.kernels.attention.flash_tiles import Tiles
@@ -131,7 +131,7 @@ def test_a_record_comes_before_the_file(given):
         assert given["attention"] is None
         assert given["out"] == "a.mp4"
     Path("my.toml").write_text("[generate]\nfrom = 'made.json'\n")
-    assert says(refused("a", "--config", "my.toml"), "'from'")
+    assert has_line_with(refused("a", "--config", "my.toml"), "'from'")
 
 
 def test_flags_of_reports(given):
@@ -189,7 +189,7 @@ def test_mistakes(text, message):
         Path("my.toml").unlink()
     else:
         Path("my.toml").write_bytes(text if isinstance(text, bytes) else text.encode())
-    assert says(refused("a", "--config", "my.toml"), message)
+    assert has_line_with(refused("a", "--config", "my.toml"), message)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import refused, succeeded, wanjax
-from tests.support.words import says
+from tests.support.words import has_line_with
 from wanjax.jobs.rows import read_requests
 from wanjax.media import video as video_files
 
@@ -26,8 +26,8 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
 @pytest.mark.parametrize("command", ["generate", "encode"])
 def test_a_command_is_refused(command, prompt):
     output = refused(command, *prompt)
-    assert says(output, "prompt --allow-empty-prompt")
-    assert says(output, "empty" if prompt else "missing")
+    assert has_line_with(output, "prompt --allow-empty-prompt")
+    assert has_line_with(output, "empty" if prompt else "missing")
 
 
 def test_a_video_of_no_prompt_is_made_where_it_is_meant_and_again_from_its_record():

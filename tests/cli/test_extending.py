@@ -15,7 +15,7 @@ from tests.support.chat import chatting, completion
 from tests.support.commands import refused, succeeded
 from tests.support.commands import wanjax as run
 from tests.support.tiny import tiny_checkpoint, tiny_image_checkpoint
-from tests.support.words import naming, says
+from tests.support.words import has_line_with, line_with_words
 from wanjax.errors import WanjaxError, is_failure
 from wanjax.media.video import read_metadata
 from wanjax.pipelines.text import prompt_extension
@@ -84,7 +84,7 @@ def test_each_prompt_of_a_list_is_asked_for_once(model):
         Path("list.txt").write_text("a cat\na dog\na hen\n")
         message = succeeded(run("generate", *options, "--extend-prompt", chat.url)).stderr
         assert len(chat.asked) == 3
-    assert says(message, "2 made 4 exist")
+    assert has_line_with(message, "2 made 4 exist")
 
 
 @pytest.mark.slow
@@ -148,7 +148,7 @@ def test_hostile_answers_are_one_sentence(kind, monkeypatch):
     monkeypatch.setattr(prompt_extension, "TIMEOUT", 0.5)
     result, message = HOSTILE[kind]
     start = time.monotonic()
-    with chatting(result) as chat, pytest.raises(WanjaxError, match=naming(message)) as error:
+    with chatting(result) as chat, pytest.raises(WanjaxError, match=line_with_words(message)) as error:
         wanjax.extend_prompt("a cat", chat.url)
     assert time.monotonic() - start < 20
     assert SECRET not in str(error.value)
@@ -190,7 +190,7 @@ NOBODY = "http://127.0.0.1:9"
 )
 def test_an_address_is_one_and_holds_no_key_which_is_one_line(url, key, monkeypatch):
     monkeypatch.setenv(prompt_extension.KEY_VARIABLE, key)
-    with pytest.raises(WanjaxError, match=naming(prompt_extension.KEY_VARIABLE)) as error:
+    with pytest.raises(WanjaxError, match=line_with_words(prompt_extension.KEY_VARIABLE)) as error:
         wanjax.extend_prompt("a cat", url)
     assert "user:key" not in str(error.value)
     assert "secret" not in str(error.value)
@@ -204,4 +204,4 @@ def test_an_address_is_one_and_holds_no_key_which_is_one_line(url, key, monkeypa
     ],
 )
 def test_options_that_extend_nothing(options, words, status):
-    assert says(refused("a cat", *SMALL, *options, status=status), words)
+    assert has_line_with(refused("a cat", *SMALL, *options, status=status), words)

@@ -17,7 +17,7 @@ from hypothesis import strategies as some
 
 from tests.support.batches import read_manifest
 from tests.support.commands import refused
-from tests.support.words import naming, says
+from tests.support.words import has_line_with, line_with_words
 from wanjax.cli import main
 from wanjax.cli.many import missing
 from wanjax.cli.report import Report
@@ -79,10 +79,10 @@ def test_only_missing_videos_are_made(tmp_path):
     os.unlink(result[2])
     again = run(*options, input=PROMPTS)
     assert again.stdout.splitlines() == [result[2]]
-    assert says(again.stderr, "videos: 1 3 exist already")
+    assert has_line_with(again.stderr, "videos: 1 3 exist already")
     complete = run(*options, input=PROMPTS)
     assert complete.stdout == ""
-    assert says(complete.stderr, "all 4 videos exist already many")
+    assert has_line_with(complete.stderr, "all 4 videos exist already many")
     assert "videos: 0" not in complete.stderr
     assert len(run(*options, "--force", input=PROMPTS).stdout.splitlines()) == 4
     other = run(*options, "--guidance-scale", 2, input=PROMPTS).stdout.splitlines()
@@ -134,7 +134,7 @@ def test_a_run_that_was_killed_makes_the_rest(tmp_path):
 def test_mistakes(tmp_path, arguments, sentence):
     (tmp_path / "empty.txt").write_text("\n \n")
     (tmp_path / "wrong.jsonl").write_text('"a"\n{"prompt": "a", "steps": 0}\n')
-    assert says(run("generate", *arguments, *SMALL, status=2).stderr, sentence)
+    assert has_line_with(run("generate", *arguments, *SMALL, status=2).stderr, sentence)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_mistakes_of_a_batch(arguments, sentence):
     Path("twice.jsonl").write_text('{"prompt": "a"}\n{"prompt": "a", "steps": 1, "steps": 2}\n')
     Path("twice.json").write_text('[{"prompt": "a", "steps": 1, "steps": 2}]')
     Path("model.jsonl").write_text('{"prompt": "a", "model": "wan2.1-t2v-1.3b"}')
-    assert says(refused("batch", *map(str, arguments)), sentence)
+    assert has_line_with(refused("batch", *map(str, arguments)), sentence)
 
 
 def test_what_is_told_before_holds_for_all_rows():
@@ -174,7 +174,7 @@ def test_what_is_told_before_holds_for_all_rows():
     Path("rows.jsonl").write_text("\n".join(rows))
     messages = run("batch", "rows.jsonl", "--size", "32x32", "--frames", "5", "--steps", "2", "--out", "many").stderr
     [header] = [line for line in messages.splitlines() if line.startswith("nano: ")]
-    assert says(header, "5 frames seed 42 differ in size, steps and guidance")
+    assert has_line_with(header, "5 frames seed 42 differ in size, steps and guidance")
     assert not {"32x32", "16x16"} & {*header.replace(",", "").split()}
     for words in (
         "nano trained 64x64 32x32",
@@ -182,7 +182,7 @@ def test_what_is_told_before_holds_for_all_rows():
         "nano does not know 'cat'",
         "guidance is off",
     ):
-        assert says(messages, words)
+        assert has_line_with(messages, words)
 
 
 def test_what_failed_before_is_the_last_to_be_tried(tmp_path):
@@ -216,7 +216,7 @@ def test_all_wrong_rows_are_told_at_once(model, words):
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in WRONG))
     output = refused("batch", "rows.jsonl", *model, "--out", "videos")
     for line, named in zip(output.splitlines(), words, strict=True):
-        assert says(line, named), line
+        assert has_line_with(line, named), line
     assert not Path("videos").exists()
 
 
@@ -225,9 +225,9 @@ def test_wrong_rows_are_told_before_jax_is_imported():
     code = "import sys; sys.modules['jax'] = None; from wanjax.cli import main; main(['batch', 'rows.jsonl'])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 2, result.stderr
-    assert says(result.stderr, "2 lines wrong")
-    assert says(result.stderr, "line 1: frames 4n + 1")
-    assert says(result.stderr, "line 2: steps 0")
+    assert has_line_with(result.stderr, "2 lines wrong")
+    assert has_line_with(result.stderr, "line 1: frames 4n + 1")
+    assert has_line_with(result.stderr, "line 2: steps 0")
 
 
 @given(some.lists(some.integers(0, 2**40), min_size=1, max_size=5), some.integers(0, 9), some.integers(0, 9))
@@ -242,7 +242,7 @@ def test_lists_of_seeds(single, first, more):
 )
 def test_values_that_no_machine_can_make_are_refused_at_once(option, value, right):
     output = refused("generate", "a", option, value)
-    assert says(output, f"{right}")
+    assert has_line_with(output, f"{right}")
     assert "memory" not in output
 
 
@@ -254,5 +254,5 @@ def test_prompts_are_read_in_their_encoding_or_not_at_all(tmp_path):
         assert prompts_in(str(file)) == ["a café", "a cat"]
     for data in ("a café".encode("cp1252"), "一只红色的猫".encode("gbk"), "a cat".encode("utf-16-le")):
         file.write_bytes(data)
-        with pytest.raises(WanjaxError, match=naming("prompts.txt UTF-8")):
+        with pytest.raises(WanjaxError, match=line_with_words("prompts.txt UTF-8")):
             read_requests(str(file))

@@ -24,7 +24,7 @@ from tests.support.commands import files, refused, succeeded, wanjax
 from tests.support.disks import no_file_above
 from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint
-from tests.support.words import says
+from tests.support.words import has_line_with
 from wanjax.cli import names, runs
 from wanjax.cli import stages as cli_stages
 from wanjax.errors import WanjaxError
@@ -132,7 +132,7 @@ def test_what_is_there_is_left_or_replaced_only_by_force(model):
     succeeded(wanjax("a", *options, "--out", "a.mp4"))
     kept = contents()
     for file, command in stages.items():
-        assert says(succeeded(wanjax(*command, "--dir", "d")).stderr, f"{file} already exists --force")
+        assert has_line_with(succeeded(wanjax(*command, "--dir", "d")).stderr, f"{file} already exists --force")
     again = succeeded(wanjax("a", *options, "--out", "a.mp4", "--json"))
     assert json.loads(again.stdout)["file"] == str(Path("a.mp4").absolute())
     others = {
@@ -143,7 +143,7 @@ def test_what_is_there_is_left_or_replaced_only_by_force(model):
         "fps": ("decode", "--fps", "3"),
     }
     for name, command in others.items():
-        assert says(refused(*command, "--dir", "d", begun=False), f"d/ another {name} --force")
+        assert has_line_with(refused(*command, "--dir", "d", begun=False), f"d/ another {name} --force")
     Path("foreign.mp4").write_bytes(b"a user's")
     kept |= contents()
     for out, command, what in (
@@ -152,8 +152,8 @@ def test_what_is_there_is_left_or_replaced_only_by_force(model):
         ("a.mp4", ("decode", "--dir", "d"), "steps"),
         ("foreign.mp4", ("generate", "a", *options), "not written"),
     ):
-        assert says(refused(*command, "--out", out, begun=False), f"{out} {what} another --out --force")
-    assert says(
+        assert has_line_with(refused(*command, "--out", out, begun=False), f"{out} {what} another --out --force")
+    assert has_line_with(
         refused("generate", "b", *options, "--dir", "d", begun=False), f"d/{stage_files.VIDEO_FILE} prompt --force"
     )
     assert contents() == kept
@@ -164,7 +164,9 @@ def test_folders_are_created_but_none_at_the_root(model):
     succeeded(wanjax("a", "--model", model, *SMALL, "--out", "new/folder/a.mp4"))
     assert files("new/folder") == ["a.mp4"]
     for options in (("--out", "/nowhere-of-wanjax/b/a.mp4"), ("--dir", "/nowhere-of-wanjax/b")):
-        assert says(refused("a", "--model", model, *SMALL, *options), "no folder /nowhere-of-wanjax path create")
+        assert has_line_with(
+            refused("a", "--model", model, *SMALL, *options), "no folder /nowhere-of-wanjax path create"
+        )
     assert not Path("/nowhere-of-wanjax").exists()
 
 
@@ -180,7 +182,7 @@ def test_force_replaces_what_is_there(model):
 
 def test_latents_without_their_video_are_not_lost_to_another_prompt(model):
     succeeded(wanjax("a", "--model", model, *SMALL, "--dir", "d", "--out", "a.mp4"))
-    assert says(refused("generate", "b", "--model", model, "--dir", "d"), "d latents decode --dir --force")
+    assert has_line_with(refused("generate", "b", "--model", model, "--dir", "d"), "d latents decode --dir --force")
 
 
 def test_nothing_is_loaded_for_what_is_known_to_be_another(model, monkeypatch):
@@ -188,7 +190,7 @@ def test_nothing_is_loaded_for_what_is_known_to_be_another(model, monkeypatch):
     Path("a.mp4").write_bytes(b"a user's")
     monkeypatch.setattr(cli_stages, "load", None)
     for command in (("a", "--model", "wan2.1-t2v-14b"), ("a", "--model", model)):
-        assert says(refused(*command, "--out", "a.mp4"), "a.mp4 --force")
+        assert has_line_with(refused(*command, "--out", "a.mp4"), "a.mp4 --force")
 
 
 @pytest.mark.parametrize("stage", ["latents", "frames"])
@@ -213,7 +215,7 @@ def test_a_stopped_run_goes_on_to_the_video_s_own_name(
     assert Path(video).stem == folder.name
     assert not folder.exists()
     if has_home:
-        assert says(refused(*command), f"{folder} removed video")
+        assert has_line_with(refused(*command), f"{folder} removed video")
     assert list(tmp_path.glob(f"{runs.TEMP_PREFIX}*")) == []
 
 
@@ -239,7 +241,7 @@ def test_the_frames_of_a_video_get_no_other_settings(command):
     """`info` would show those of the stage, as if they were the frames' own."""
     Video(np.zeros((2, 16, 32, 3), np.uint8), 8, {"prompt": "a red circle"}).save("frames/")
     before = files("frames")
-    assert says(refused(*command, "--dir", "frames", begun=False), "frames frame_00000.png --dir --force")
+    assert has_line_with(refused(*command, "--dir", "frames", begun=False), "frames frame_00000.png --dir --force")
     assert files("frames") == before
     assert read_metadata("frames")["prompt"] == "a red circle"
 

@@ -16,7 +16,7 @@ from tests.support.commands import refused, succeeded, wanjax
 from tests.support.disks import no_file_above
 from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint
-from tests.support.words import says
+from tests.support.words import has_line_with
 from wanjax.cli.report import Report
 from wanjax.compile_cache.cache import compile_cache
 from wanjax.media import stage_files
@@ -56,7 +56,7 @@ def test_quiet(model, option):
 
 @pytest.mark.parametrize("option", ["-q", "--json"])
 def test_errors_are_all_that_is_told(model, option):
-    assert says(refused("a", "--model", model, "--size", "32x16", option, "--frames", "6"), "6 frames 4n + 1")
+    assert has_line_with(refused("a", "--model", model, "--size", "32x16", option, "--frames", "6"), "6 frames 4n + 1")
 
 
 def test_how_to_go_on_is_told_even_so(model, failing_in):
@@ -135,7 +135,7 @@ def test_a_cache_of_programs_without_room_is_told_once(tmp_path, capsys):
         jax.config.update("jax_compilation_cache_dir", folder)
         compilation_cache.reset_cache()
     [line] = capsys.readouterr().err.splitlines()
-    assert says(line, "cache File too large")
+    assert has_line_with(line, "cache File too large")
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_cache_of_programs_without_room_is_told_once(tmp_path, capsys):
 )
 def test_what_could_not_be_written_is_told_before_the_first_step(model, monkeypatch, options, words):
     monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", "false")
-    assert says(refused("a", "--model", model, *SMALL, *options, begun=False), words)
+    assert has_line_with(refused("a", "--model", model, *SMALL, *options, begun=False), words)
 
 
 def test_what_is_left_out_of_a_folder_of_pictures_is_told_once(model):
@@ -156,7 +156,7 @@ def test_what_is_left_out_of_a_folder_of_pictures_is_told_once(model):
     for name in (*(f"{i}.png" for i in range(5)), ".5.png", "notes.pdf"):
         Image.new("RGB", (32, 16)).save(Path("clip") / name, "PNG")
     messages = succeeded(wanjax("encode", "a", "--model", model, "--video", "clip", "--dtype", "float32")).stderr
-    assert len([line for line in messages.splitlines() if says(line, "clip 2 pictures")]) == 1
+    assert len([line for line in messages.splitlines() if has_line_with(line, "clip 2 pictures")]) == 1
 
 
 @pytest.mark.parametrize(
@@ -168,6 +168,6 @@ def test_what_a_stopped_command_says_is_true(tmp_path, videos, words):
     assert report.outcome == ""
     report.enable_resume()
     report.videos = videos
-    assert says(report.outcome, words)
+    assert has_line_with(report.outcome, words)
     report.print_result(tmp_path / "a.mp4", {})
-    assert says(report.outcome, "completed is kept")
+    assert has_line_with(report.outcome, "completed is kept")

@@ -16,7 +16,7 @@ import wanjax
 from tests.support import commands
 from tests.support.recorded import counted, programs
 from tests.support.small_wan import TEXT, VIDEO, causal_pipeline, small_model
-from tests.support.words import naming, says
+from tests.support.words import has_line_with, line_with_words
 from wanjax.cli import main
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import AttentionConfig
@@ -121,7 +121,7 @@ def test_the_table():
 def test_an_impossible_request_is_refused_in_one_sentence(arguments, why):
     run = CliRunner().invoke(main, ["plan", "nano", *arguments])
     assert run.exit_code == 2
-    assert says(run.stderr, why)
+    assert has_line_with(run.stderr, why)
     assert len(run.stderr.strip().splitlines()) == 1
 
 
@@ -140,7 +140,7 @@ def priced_function() -> None:
 def test_without_the_compiler_nothing_is_traced(tmp_path, monkeypatch, call, options):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "libtpu", None)  # as where it is not installed
-    with pytest.raises(WanjaxError, match=naming("libtpu missing `pip install '.[plan]'`")) as caught:
+    with pytest.raises(WanjaxError, match=line_with_words("libtpu missing `pip install '.[plan]'`")) as caught:
         call(*options)
     assert "\n" not in str(caught.value)
 
@@ -159,7 +159,7 @@ def test_advice_when_a_video_does_not_fit(monkeypatch):
     assert not result.fits
     assert result.step_seconds is result.total_seconds is result.mfu is None
     assert result.limit.startswith("the memory of a chip")
-    assert says(str(result.advice), "v6e-1 denoise 68.2 GiB chip 31.2 v6e-4 --tile decode")
+    assert has_line_with(str(result.advice), "v6e-1 denoise 68.2 GiB chip 31.2 v6e-4 --tile decode")
     model = model_description("wan2.1-t2v-14b")
     weights = model.family.network_of(model.model.spec.networks["transformer"]).parameters
     kept = result.stages["denoise"].kept_bytes_per_chip  # beside the programs that read no weights
@@ -178,7 +178,9 @@ def test_options_with_which_a_video_fits(monkeypatch):
     monkeypatch.setattr(Pricer, "prices", prices)
     result = estimate.estimate_video(model_description("wan2.1-t2v-14b"), "v6e-1")
     assert not result.fits
-    assert says(str(result.advice), "does not fit v6e-1 --precision int8-weights --offload blocks needs about GiB")
+    assert has_line_with(
+        str(result.advice), "does not fit v6e-1 --precision int8-weights --offload blocks needs about GiB"
+    )
     assert "--tile" not in str(result.advice)  # decoding fits
     options = ["--offload blocks", "--precision int8-weights", "--precision int8-weights", ""]
     assert result.fits_in == dict(zip(("16 GiB", "24 GiB", "32 GiB", "80 GiB"), options, strict=True))
@@ -192,9 +194,9 @@ def test_options_with_which_a_video_fits(monkeypatch):
 def test_sizes_of_memory_are_printed_if_requested(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     printed = commands.succeeded(commands.wanjax("plan", "--chip", "cpu", "--fit")).output
-    assert says(" ".join(printed.split()), "memory chip inputs 16 GiB as it is")
+    assert has_line_with(" ".join(printed.split()), "memory chip inputs 16 GiB as it is")
     assert "memory a chip" not in commands.succeeded(commands.wanjax("plan", "--chip", "cpu")).output
-    assert says(commands.refused("plan", "--chip", "cpu", "--fit", "--train"), "--fit --train --requests")
+    assert has_line_with(commands.refused("plan", "--chip", "cpu", "--fit", "--train"), "--fit --train --requests")
 
 
 def test_a_trace_counts_what_the_formula_does():
@@ -260,7 +262,7 @@ def test_the_bar_counts_only_what_is_compiled_now(monkeypatch):
 
 def test_progress_is_told_beside_the_result_unless_it_is_unwanted():
     loud = CliRunner().invoke(main, ["plan", "nano", "--chip", "cpu"])
-    assert says(loud.stderr, "plan program of")
+    assert has_line_with(loud.stderr, "plan program of")
     silent = CliRunner().invoke(main, ["plan", "nano", "--chip", "cpu", "-q"])
     assert (silent.stdout, silent.stderr) == (loud.stdout, "")
 
@@ -303,7 +305,7 @@ def test_each_set_of_compiler_options_has_prices_of_its_own(monkeypatch):
     [safe], [fast] = kept_in["safe"], kept_in["fast"]
     assert len(set(safe) - set(fast)) == 3  # the step, and the decoder's two; the others have the same options in both
     printed = CliRunner().invoke(main, ["plan", "nano", "--compiler", "fast"]).output
-    assert says(" ".join(printed.split()), "fsdp fast compiler")
+    assert has_line_with(" ".join(printed.split()), "fsdp fast compiler")
 
 
 def test_the_kernel_is_that_of_the_chip_which_is_planned_for():
@@ -345,7 +347,7 @@ def test_a_lora_that_cannot_be_read_is_refused(name, tmp_path):
     options = ["plan", "nano", "--chip", "h100", "--lora", str(tmp_path / name)]
     printed = CliRunner().invoke(main, options)
     assert printed.exit_code == 2
-    assert says(printed.output, name)
+    assert has_line_with(printed.output, name)
 
 
 def test_a_narrow_terminal_cuts_no_word(monkeypatch):
@@ -361,4 +363,4 @@ def test_a_model_of_a_chip_does_not_claim_that_a_video_cannot_fit(options):
     run = CliRunner().invoke(main, ["plan", "wan2.1-t2v-14b", "--chip", "h100", "--json", *options])
     planned = json.loads(run.stdout)
     assert planned["fits"] is None
-    assert says(planned["advice"], "may fit h100 nothing fused compiled warmup")
+    assert has_line_with(planned["advice"], "may fit h100 nothing fused compiled warmup")

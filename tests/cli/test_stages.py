@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tests.support.small_wan import VIDEO, pipeline
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.checkpoints.files import save_safetensors
 from wanjax.errors import WanjaxError
 from wanjax.media.metadata import load_settings
@@ -33,18 +33,20 @@ ONE = np.zeros((1, 3, 8), np.float32)
 )
 def test_unfit_embeddings(tmp_path, tensors, message):
     save_safetensors(tmp_path / EMBEDDINGS_FILE, tensors)
-    with pytest.raises(WanjaxError, match=naming(message)):
+    with pytest.raises(WanjaxError, match=line_with_words(message)):
         checked(tmp_path)
 
 
 def test_a_damaged_file_of_a_stage_is_made_again(tmp_path):
     (tmp_path / EMBEDDINGS_FILE).write_bytes(b"\x09\x00")
-    with pytest.raises(WanjaxError, match=naming(f"{EMBEDDINGS_FILE} `wanjax encode PROMPT --dir {tmp_path} --force`")):
+    with pytest.raises(
+        WanjaxError, match=line_with_words(f"{EMBEDDINGS_FILE} `wanjax encode PROMPT --dir {tmp_path} --force`")
+    ):
         load_conditioning(tmp_path, {})
 
 
 def test_a_folder_that_is_missing_is_a_folder(tmp_path):
-    with pytest.raises(WanjaxError, match=naming(f"folder {tmp_path / 'no'}: `wanjax encode PROMPT --dir")):
+    with pytest.raises(WanjaxError, match=line_with_words(f"folder {tmp_path / 'no'}: `wanjax encode PROMPT --dir")):
         load_settings(tmp_path / "no")
 
 
@@ -59,5 +61,5 @@ def checked(folder):
 def test_embeddings_of_former_scripts_are_shorter(tmp_path):
     short = np.zeros((1, 226, 8), np.float32)
     save_safetensors(tmp_path / EMBEDDINGS_FILE, {"prompt_embeds": short, "negative_prompt_embeds": short})
-    with pytest.warns(UserWarning, match=naming("226 tokens 512")):
+    with pytest.warns(UserWarning, match=line_with_words("226 tokens 512")):
         assert checked(tmp_path).prompt_embeds.shape == short.shape

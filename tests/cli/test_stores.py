@@ -14,7 +14,7 @@ from s3fs import S3FileSystem
 from tests.support.commands import refused, succeeded, wanjax
 from tests.support.quick import quick
 from tests.support.stores import BUCKET, GOOGLES, running_gcs, running_s3
-from tests.support.words import says
+from tests.support.words import has_line_with
 from wanjax.media.pictures import read_clip
 from wanjax.stores.paths import local_copy, parse_path
 
@@ -49,7 +49,7 @@ def bucket(request):
 @pytest.mark.filterwarnings("ignore:Sending a large body")  # by gcsfs
 def test_a_converted_model_in_a_bucket_makes_the_same_video_in_a_bucket(bucket):
     model, video = f"{bucket}/models/nano", f"{bucket}/videos/a.mp4"
-    assert says(succeeded(wanjax("convert", "nano", model)).stderr, f"{model} complete")
+    assert has_line_with(succeeded(wanjax("convert", "nano", model)).stderr, f"{model} complete")
     assert succeeded(wanjax("a red circle", "--model", model, *SMALL, "--out", video)).stdout == f"{video}\n"
     succeeded(wanjax("a red circle", *SMALL, "--out", "here.mp4"))
     np.testing.assert_array_equal(frames(video), read_clip("here.mp4", 5, 8))
@@ -81,7 +81,9 @@ def test_many_videos_in_a_bucket_are_made_once():
 @pytest.mark.parametrize("many", [[], ["--count", "2"]], ids=["one", "many"])
 def test_a_missing_bucket_is_told_before_the_first_step(many):
     out = "s3://no-such-bucket/videos" if many else "s3://no-such-bucket/a.mp4"
-    assert says(refused("a red circle", *SMALL, "--out", out, *many, begun=False), "s3://no-such-bucket bucket")
+    assert has_line_with(
+        refused("a red circle", *SMALL, "--out", out, *many, begun=False), "s3://no-such-bucket bucket"
+    )
 
 
 @pytest.mark.parametrize("more", [[], ["--workers", "2"]], ids=["one", "several"])
@@ -98,7 +100,7 @@ def test_a_missing_bucket_of_a_server_is_told_before_its_model_is_loaded(more):
         "here.sqlite",
         *more,
     )
-    assert says(output, "s3://no-such-bucket/served bucket")
+    assert has_line_with(output, "s3://no-such-bucket/served bucket")
 
 
 @contextmanager
@@ -146,7 +148,7 @@ def test_a_store_that_takes_nothing_is_told_before_the_first_step(fault, words, 
             output = refused("a red circle", *SMALL, "--out", f"{BUCKET}/a.mp4", begun=False)
     finally:
         S3FileSystem.clear_instance_cache()
-    assert says(output, words)
+    assert has_line_with(output, words)
     assert "a-secret" not in output
 
 

@@ -12,7 +12,7 @@ import wanjax
 from tests.support.tiny import tiny_causal_checkpoint
 from tests.support.warm import programs
 from tests.support.warm import wanjax as wanjax_command
-from tests.support.words import says
+from tests.support.words import has_line_with
 from wanjax.checkpoints.files import load_safetensors
 from wanjax.cli import main
 from wanjax.media.stage_files import LATENTS_FILE
@@ -100,7 +100,7 @@ def test_what_is_not_for_a_model_of_blocks_is_refused(command, words, model, tmp
     (tmp_path / "data").mkdir()
     Image.new("RGB", (32, 32)).save("data/a.png")
     (tmp_path / "data" / "a.txt").write_text("a red circle")
-    assert says(run(*command.format(model).split(), status=2).stderr, words)
+    assert has_line_with(run(*command.format(model).split(), status=2).stderr, words)
 
 
 def test_it_is_converted_there_and_back(model, video, tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.support.commands import files, refused, succeeded, wanjax
-from tests.support.words import says
+from tests.support.words import has_line_with
 from tests.support.workflows import TEMPLATES, api_form, graph_of, template, with_switch
 from wanjax.cli import workflow_options
 from wanjax.media.video import read_metadata
@@ -292,7 +292,7 @@ def test_workflows_of_a_folder_share_their_model():
     saved(small_workflow(), "flows/a.json")
     Path("flows/b.json").write_text(Path("flows/a.json").read_text()[:100])
     for arguments in (("batch", "flows"), ("batch", "prompts.txt", "--from", "flows/b.json")):
-        assert says(refused(*arguments, "--model", "nano"), "flows/b.json not valid JSON complete copy")
+        assert has_line_with(refused(*arguments, "--model", "nano"), "flows/b.json not valid JSON complete copy")
     Path("flows/b.json").unlink()
     assert "give one of its files" in wanjax("batch", "flows", "--model", "nano", "--print-command").stderr
     assert "leave --count out" in wanjax("batch", "flows", "--model", "nano", "--count", "2").stderr

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.clips import write_clips
 from tests.support.commands import refused, wanjax
-from tests.support.words import says
+from tests.support.words import has_line_with
 from wanjax.checkpoints.lora_source import Lora
 from wanjax.errors import WanjaxError
 from wanjax.loading import load
@@ -95,7 +95,7 @@ def test_a_file_without_permission(name, monkeypatch):
 
     monkeypatch.setattr(io, "open", forbidding)
     inputs = file.parent if name == "denoise" else file
-    assert says(sentence(*COMMANDS[name], inputs), f"{file} Permission denied")
+    assert has_line_with(sentence(*COMMANDS[name], inputs), f"{file} Permission denied")
 
 
 NUMBERS = {  # which are no fields of a request
@@ -135,7 +135,7 @@ def test_numbers_of_a_training(option):
 def test_an_option_that_is_none_beside_the_version():
     run = wanjax("--version", "--foo")
     assert (run.exit_code, run.stdout) == (2, "")
-    assert says(run.stderr, "wanjax: --foo")
+    assert has_line_with(run.stderr, "wanjax: --foo")
 
 
 def test_a_folder_stands_for_the_one_lora_in_it():
@@ -153,7 +153,7 @@ def test_a_picture_is_no_clip(tmp_path):
 
     Image.new("RGB", (64, 64)).save("picture.png")
     for more in ((), ("--image", "picture.png")):
-        assert says(sentence("generate", "a", "--video", "picture.png", *more), "1 frame picture image")
+        assert has_line_with(sentence("generate", "a", "--video", "picture.png", *more), "1 frame picture image")
     _, chosen = load("nano").prepare(video="picture.png", frames=1)
     assert chosen.frames == 1
 
@@ -165,7 +165,7 @@ def test_a_video_larger_than_the_memory_is_refused_before_anything_is_loaded(mac
     enough = weights + min_step_bytes(pipe.model, settings)
     machine.has_memory(enough)
     pipe.prepare()
-    assert says(sentence("generate", "a", "--size", "128x64", "--frames", "33"), "128x64 33 frames memory")
+    assert has_line_with(sentence("generate", "a", "--size", "128x64", "--frames", "33"), "128x64 33 frames memory")
     machine.has_memory(None)  # unknown
     pipe.prepare(size=(1024, 1024))
 

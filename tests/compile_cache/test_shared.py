@@ -21,7 +21,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from tests.support.commands import refused
 from tests.support.compilations import compilations
 from tests.support.stores import BUCKET, failing, forget, running_s3
-from tests.support.words import naming, says
+from tests.support.words import has_line_with, line_with_words
 from wanjax.compile_cache import shared
 from wanjax.compile_cache.cache import SHARED, TRUSTED, compile_cache, set_cache_folder
 from wanjax.compile_cache.shared import SharedCache, share_cache
@@ -118,7 +118,7 @@ def test_a_store_that_is_lost_is_told_once_and_stops_nothing():
     cache = SharedCache(parse_path("memory://cache/programs"))
     lost = ConnectionError("lost")
     with failing("cat_file", lost), failing("pipe_file", lost), cache.leasing():
-        with pytest.warns(WanjaxWarning, match=naming("memory://cache/programs lost")):
+        with pytest.warns(WanjaxWarning, match=line_with_words("memory://cache/programs lost")):
             assert cache.get("program") is None
         cache.put("program", b"compiled")  # a second warning would be an error
 
@@ -147,9 +147,9 @@ def test_a_cache_that_cannot_be_created_is_noted(chosen, monkeypatch, tmp_path):
 
 def test_a_place_is_used_after_it_is_said_to_be_trusted(chosen, monkeypatch, tmp_path):
     output = refused("warmup", "--compile-cache", tmp_path / "cache")
-    assert says(output, f"{tmp_path}/cache --trust-compile-cache {TRUSTED}=1")
+    assert has_line_with(output, f"{tmp_path}/cache --trust-compile-cache {TRUSTED}=1")
     monkeypatch.setenv(SHARED, str(tmp_path / "cache"))
-    with pytest.raises(WanjaxError, match=naming(TRUSTED)):
+    with pytest.raises(WanjaxError, match=line_with_words(TRUSTED)):
         set_cache_folder()
     assert not list(tmp_path.iterdir())
     monkeypatch.setenv(TRUSTED, "1")
@@ -169,7 +169,7 @@ def test_a_place_is_used_after_it_is_said_to_be_trusted(chosen, monkeypatch, tmp
 )
 def test_what_cannot_be_compiled_for_is_told_before_anything_is_compiled(chosen, options, words):
     Path("file").write_text("")
-    assert says(refused("warmup", *options.split()), words)
+    assert has_line_with(refused("warmup", *options.split()), words)
 
 
 SMALL = ("--size", "32x32", "--frames", "5", "--steps", "2", "--seed", "1", "-v")
@@ -266,7 +266,7 @@ def test_of_a_write_that_fails_nothing_is_left(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "write_bytes", full)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     ResultCache().put("prices", {"a": 1}, 2.0)
-    with pytest.warns(WanjaxWarning, match=naming("cannot be written")):
+    with pytest.warns(WanjaxWarning, match=line_with_words("cannot be written")):
         SharedCache(tmp_path).put("program", b"compiled")
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 

@@ -15,7 +15,7 @@ from tests.support import tiny
 from tests.support.commands import refused
 from tests.support.quick import quick
 from tests.support.types import unchecked
-from tests.support.words import says
+from tests.support.words import has_line_with
 from wanjax.checkpoints.files import Spec, Tensors
 from wanjax.checkpoints.network_kinds import read_network
 from wanjax.converters.cogvideox.vae import vae_config
@@ -85,7 +85,7 @@ def test_an_entry_that_is_wrong_is_named(tmp_path, monkeypatch, component, key, 
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
     with unchecked():
         output = refused("generate", "a", "--model", model)
-        assert says(output, f"{component}'s config.json {key}")
+        assert has_line_with(output, f"{component}'s config.json {key}")
         with pytest.raises(WanjaxError, match=key):
             wanjax.load(model).vae, wanjax.load(model).text_encoder
 
@@ -120,7 +120,7 @@ def test_heads_that_no_published_model_of_a_width_has_are_told(width, options):
         return
     with pytest.raises(WanjaxError) as raised:
         transformer_config(original.transformer_json(authors_specs(width), config))
-    assert says(str(raised.value), f"config.json {options if isinstance(options, int) else ''} {width}")
+    assert has_line_with(str(raised.value), f"config.json {options if isinstance(options, int) else ''} {width}")
 
 
 AUTOENCODER = {
@@ -152,4 +152,4 @@ CONFIGS = [  # what reads a config that is wrong, and what the sentence names
 def test_values_that_no_network_has_are_told(read, words):
     with pytest.raises(WanjaxError) as raised:
         read()
-    assert says(str(raised.value), words)
+    assert has_line_with(str(raised.value), words)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from tests.support.batches import read_manifest
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.errors import RequestError, WanjaxError, is_failure
 from wanjax.jobs.batch import MANIFEST, MAX_FIRST_FAILURES, Batch, Manifest
 from wanjax.jobs.maker import Task
@@ -126,7 +126,7 @@ def test_a_batch_in_which_nothing_succeeds_is_ended(store, tmp_path, count, fail
     batch = Batch(store, map(task, range(1, count + 1)), Manifest(tmp_path), "nano")
     for job in leased(store):
         fail(store, job, message="broken")
-    with pytest.raises(WanjaxError, match=naming(f"row {failures} broken")):
+    with pytest.raises(WanjaxError, match=line_with_words(f"row {failures} broken")):
         list(batch.poll())
     batch.close()
     assert set(store.stats().jobs) == {"failed"}
@@ -148,7 +148,7 @@ def test_a_full_disk_ends_a_batch_and_is_no_video_s_failure(store, tmp_path):
     first, second = leased(store)
     store.finish("w", first.id, {})
     fail(store, second, code=DISK_FULL, message="2.mp4 cannot be written")
-    with pytest.raises(WanjaxError, match=naming("2.mp4 written")) as raised:
+    with pytest.raises(WanjaxError, match=line_with_words("2.mp4 written")) as raised:
         list(batch.poll())
     assert is_failure(raised.value)
     assert [entry["file_name"] for entry in read_manifest(tmp_path)] == ["1.mp4"]

@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 
 from tests.support.jobs import made
-from tests.support.words import naming, says
+from tests.support.words import has_line_with, line_with_words
 from wanjax.cli import many
 from wanjax.errors import WanjaxError
 from wanjax.jobs.lockstep import Leader, OutOfSync, follow_leader
@@ -106,7 +106,7 @@ def test_what_one_of_them_cannot_make_none_begins(led, local_store, monkeypatch)
 
     monkeypatch.setattr(others[1], "batch_setup", missing)
     jobs = {job.request["settings"]["prompt"]: job for job in made(local_store, leader, tasks, retries=1)}
-    assert says(jobs["b"].error["message"], "process 2 of 3 no such picture")
+    assert has_line_with(jobs["b"].error["message"], "process 2 of 3 no such picture")
     assert [jobs[prompt].attempts for prompt in "abc"] == [1, 2, 1]
     assert [jobs[prompt].status for prompt in "abc"] == ["completed", "failed", "completed"]
     assert leader.dismiss()
@@ -119,7 +119,7 @@ def test_what_the_first_cannot_make_is_not_asked_of_the_others(led, local_store)
     (task,) = tasks_for(leader, {"prompt": "a"})
     wrong = task._replace(request=replace(task.request, inputs={"image": "nowhere.png"}))
     (job,) = made(local_store, leader, [wrong])
-    assert says(job.error["message"], "nowhere.png")
+    assert has_line_with(job.error["message"], "nowhere.png")
     assert leader.dismiss()
     assert [run.result(PATIENCE) for run in running] == [None, None]
 
@@ -190,7 +190,7 @@ def test_a_host_whose_folder_is_another_takes_no_job(local_store, tmp_path, requ
     host, message = WorkerActor(), pickle.dumps((local_store, start, "w", {"until_empty": True}, ask))
     with ThreadPoolExecutor(1) as pool:
         working = pool.submit(host.work, message)
-        with pytest.raises(WanjaxError, match=naming(f"{elsewhere} another folder")):
+        with pytest.raises(WanjaxError, match=line_with_words(f"{elsewhere} another folder")):
             host.initializer_result() if requested else working.result(PATIENCE)
         host.drain()
     assert local_store.get("a").attempts == 0

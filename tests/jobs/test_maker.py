@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.jobs import made
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.errors import SettingError, WanjaxError
 from wanjax.jobs.maker import VideoMaker
 from wanjax.jobs.worker import DISK_FULL
@@ -91,13 +91,13 @@ def test_what_is_there_is_not_made_again(maker, local_store):
     ids=str,
 )
 def test_what_the_model_cannot_make_is_told_before_anything_starts(maker, options, output):
-    with pytest.raises(WanjaxError, match=naming(output)):
+    with pytest.raises(WanjaxError, match=line_with_words(output)):
         maker.tasks_for(asked({"prompt": "a"}, {"prompt": "b"} | options))
 
 
 def test_a_seed_of_a_library_s_request_is_checked_too(maker):
     first, second = asked({"prompt": "a"}, {"prompt": "b"})
-    with pytest.raises(WanjaxError, match=naming("row 2 seed 18446744073709551616")):
+    with pytest.raises(WanjaxError, match=line_with_words("row 2 seed 18446744073709551616")):
         maker.tasks_for([first, second.updated({"seed": 2**64})])
 
 

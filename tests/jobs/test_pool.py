@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.jobs.makers import die, make_files
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.jobs import pool as module
 from wanjax.jobs.pool import MAX_DEATHS, Autoscaler, LocalWorker, Pool
@@ -46,7 +46,7 @@ def look_until(pool, condition):
         time.sleep(0.02)
 
 
-def completed(store):
+def count_completed_jobs(store):
     return store.stats().jobs.get(COMPLETED, 0)
 
 
@@ -77,9 +77,9 @@ def test_workers_that_are_killed_are_replaced_and_each_job_ends_once(store, tmp_
         look_until(pool, lambda: store.stats().jobs.get(RUNNING))
         with suppress(ProcessLookupError):
             os.kill(pool.workers[kill % 2].pid, signal.SIGKILL)
-        done = completed(store)
-        look_until(pool, lambda done=done: completed(store) > min(done, count - 1))
-    look_until(pool, lambda: completed(store) == count)
+        done = count_completed_jobs(store)
+        look_until(pool, lambda done=done: count_completed_jobs(store) > min(done, count - 1))
+    look_until(pool, lambda: count_completed_jobs(store) == count)
     pool.close()
     assert sorted(job.id for job in store.changes(0, limit=1000)) == sorted(f"v{number}" for number in range(count))
     assert {path.name for path in tmp_path.glob("*.mp4")} == {f"v{number}.mp4" for number in range(count)}
@@ -89,7 +89,7 @@ def test_workers_that_are_killed_are_replaced_and_each_job_ends_once(store, tmp_
 
 def test_workers_that_die_at_once_end_the_pool(store):
     pool = Pool(store, lambda number: LocalWorker(store, die, {}), Autoscaler(1, 1), print)
-    with pytest.raises(WanjaxError, match=naming(f"{MAX_DEATHS} workers 9")):
+    with pytest.raises(WanjaxError, match=line_with_words(f"{MAX_DEATHS} workers 9")):
         pool.run(lambda: False)
     pool.close()
 

@@ -16,7 +16,7 @@ import pytest
 
 import wanjax
 from tests.support.batches import read_manifest
-from tests.support.words import naming, says
+from tests.support.words import has_line_with, line_with_words
 from wanjax.cli import many
 from wanjax.errors import WanjaxError
 from wanjax.jobs import maker
@@ -161,7 +161,7 @@ def test_a_worker_whose_folder_is_another_makes_nothing_and_says_so(tmp_path, ho
             place = partial(start_group, ray, [{"CPU": 1}] * hosts, False)
         start, follower = partial(many._make_maker, arguments, leads=hosts > 1), partial(VideoMaker, **arguments)
         worker = RayWorker(ray, store, start, {}, place, follower, operator.attrgetter("models"))
-        with pytest.raises(WanjaxError, match=naming(f"{elsewhere} another folder")):
+        with pytest.raises(WanjaxError, match=line_with_words(f"{elsewhere} another folder")):
             answered(worker)
         assert worker.exit_reason() is None  # who asked ends it: another one would be as wrong
         worker.kill()
@@ -213,7 +213,7 @@ def test_the_hosts_of_a_worker_are_those_of_one_tpu_slice_in_its_order():
             nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
             result.append([(where[nodes[host]][SLICE], where[nodes[host]][WORKER_ID]) for host in range(2)])
         assert sorted(result) == [[("a", "0"), ("a", "1")], [("b", "0"), ("b", "1")]]
-        with pytest.raises(WanjaxError, match=naming("--hosts 3 2 v6e-8")):
+        with pytest.raises(WanjaxError, match=line_with_words("--hosts 3 2 v6e-8")):
             placement_bundles(ray, {"": {"resources": {"TPU": 4}}}, 3)
     finally:
         ray.shutdown()
@@ -239,7 +239,7 @@ def test_a_cluster_s_videos_are_those_of_one_process(cluster, tmp_path):
         assert len({(tmp_path / folder / name).read_bytes() for folder in ("videos", "alone", "processes")}) == 1
     again, message = succeeded(batch(tmp_path, "--workers", "2", "--ray", cluster.address))
     assert again == ""
-    assert says(message, "4 videos exist already")
+    assert has_line_with(message, "4 videos exist already")
 
 
 @pytest.mark.slow
@@ -249,7 +249,7 @@ def test_what_the_model_cannot_make_is_told_with_its_row(cluster, tmp_path):
     process = batch(tmp_path, "--workers", "2", "--ray", cluster.address)
     messages = process.communicate()[1]
     assert process.returncode == 2
-    assert says(messages, "line 2 4 5")
+    assert has_line_with(messages, "line 2 4 5")
     assert "Traceback" not in messages
 
 
@@ -278,5 +278,5 @@ def test_resources_are_read_or_refused():
     assert placement_bundles(None, first, 3) == [{"TPU": 4, "TPU-v6e-16-head": 1}, {"TPU": 4}, {"TPU": 4}]
     assert placement_bundles(None, {"": {"num_cpus": 2}}, 2) == [{"CPU": 2}] * 2
     for wrong in ("denoise.gpu=1", "cpu", "cpu=many", "cpu=-1", "=2", "TPU=inf"):
-        with pytest.raises(WanjaxError, match=naming(f"{wrong!r} cpu=1,TPU=4")):
+        with pytest.raises(WanjaxError, match=line_with_words(f"{wrong!r} cpu=1,TPU=4")):
             parse_resources(wrong)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.words import naming, says
+from tests.support.words import has_line_with, line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.jobs.rows import read_requests, with_seeds
 from wanjax.pipelines.request import VideoRequest
@@ -96,7 +96,7 @@ def test_files_are_relative_to_the_table_unless_they_are_urls(tmp_path):
 )
 def test_what_is_wrong_is_told_with_its_row(tmp_path, line, output):
     (tmp_path / "r.jsonl").write_text(f'{{"prompt": "a"}}\n{line}\n')
-    with pytest.raises(WanjaxError, match=naming(output)):
+    with pytest.raises(WanjaxError, match=line_with_words(output)):
         read_requests(str(tmp_path / "r.jsonl"))
 
 
@@ -129,7 +129,7 @@ def test_files_that_are_not_whole_are_refused(tmp_path, name, data, output):
     if name.endswith("parquet"):
         pytest.importorskip("pyarrow")
     (tmp_path / name).mkdir() if data is None else (tmp_path / name).write_bytes(data)
-    with pytest.raises(WanjaxError, match=naming(output)):
+    with pytest.raises(WanjaxError, match=line_with_words(output)):
         read_requests(str(tmp_path / name))
 
 
@@ -208,7 +208,7 @@ def test_columns_with_another_separator_are_answered_with_those_that_are_read(tm
 def test_the_columns_of_a_parquet_file_are_checked_as_those_of_a_csv_file(tmp_path, columns, words):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(arrow.table(columns), tmp_path / "r.parquet")
-    with pytest.raises(WanjaxError, match=naming(words)):
+    with pytest.raises(WanjaxError, match=line_with_words(words)):
         read_requests(str(tmp_path / "r.parquet"))
 
 
@@ -219,7 +219,7 @@ def test_a_parquet_file_with_damaged_pages_is_not_readable(tmp_path):
     data = bytearray(file.read_bytes())
     data[4:2000] = bytes(1996)
     file.write_bytes(data)
-    with pytest.raises(WanjaxError, match=naming("r.parquet Parquet .csv")):
+    with pytest.raises(WanjaxError, match=line_with_words("r.parquet Parquet .csv")):
         read_requests(str(file))
 
 
@@ -235,7 +235,7 @@ def test_headings_may_be_those_of_a_spreadsheet(tmp_path):
 )
 def test_values_are_echoed_as_json(tmp_path, value, words):
     (tmp_path / "r.jsonl").write_text(f'{{"prompt": "a", "steps": {value}}}\n')
-    with pytest.raises(WanjaxError, match=naming(words)):
+    with pytest.raises(WanjaxError, match=line_with_words(words)):
         read_requests(str(tmp_path / "r.jsonl"))
 
 
@@ -278,7 +278,7 @@ def test_all_wrong_rows_are_told_at_once(tmp_path, name):
     with pytest.raises(WanjaxError) as caught:
         read_requests(str(tmp_path / "r.jsonl"))
     for line, named in zip(str(caught.value).splitlines(), words, strict=True):
-        assert says(line, named), line
+        assert has_line_with(line, named), line
     assert len(str(caught.value)) < 3000
     assert str(caught.value).count("prompt is") <= 1  # a mistake of many rows is told once
 
@@ -296,12 +296,12 @@ def test_a_table_may_be_separated_by(delimiter, prompt, tmp_path):
 def test_parquet_without_its_library_names_the_extra(tmp_path, monkeypatch):
     (tmp_path / "r.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(WanjaxError, match=naming("r.parquet pip install '.[parquet]'")):
+    with pytest.raises(WanjaxError, match=line_with_words("r.parquet pip install '.[parquet]'")):
         read_requests(str(tmp_path / "r.parquet"))
 
 
 def test_a_column_of_whole_numbers_with_an_empty_cell(tmp_path):
-    """As pandas writes it: 4 as 4.0, and the empty cell as a number that is none."""
+    """As pandas writes it: 4 as 4.0, and the empty cell as NaN."""
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -316,4 +316,4 @@ def test_a_column_of_whole_numbers_with_an_empty_cell(tmp_path):
     (tmp_path / "r.csv").write_text("prompt,steps\na,4.5\n")
     with pytest.raises(WanjaxError) as caught:
         read_requests(str(tmp_path / "r.csv"))
-    assert says(str(caught.value), "row 1 steps 4.5 whole")
+    assert has_line_with(str(caught.value), "row 1 steps 4.5 whole")

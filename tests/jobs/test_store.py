@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.postgres import PASSWORD, STRICT, Server
-from tests.support.words import naming, says
+from tests.support.words import has_line_with, line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.jobs import databases
 from wanjax.jobs import store as stores
@@ -572,7 +572,7 @@ def test_a_newer_database_is_left_alone(store: JobStore, url: str) -> None:
     store._run(lambda db: db.execute("INSERT INTO schema_version VALUES (99)"))
     with pytest.raises(WanjaxError) as caught:
         JobStore(url)
-    assert says(str(caught.value), "99 --database")
+    assert has_line_with(str(caught.value), "99 --database")
 
 
 def test_a_database_is_made_once_by_many(url: str) -> None:
@@ -843,6 +843,6 @@ def test_an_input_error_of_a_full_disk_is_told_as_one(tmp_path, monkeypatch, fre
         error.sqlite_errorname = "SQLITE_IOERR_SHMSIZE"
         monkeypatch.setattr(databases.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
         monkeypatch.setattr(store._database, "transaction", Mock(side_effect=error))
-        with pytest.raises(DatabaseError, match=naming(f"{tmp_path}/jobs.sqlite {message}")) as raised:
+        with pytest.raises(DatabaseError, match=line_with_words(f"{tmp_path}/jobs.sqlite {message}")) as raised:
             store.stats()
     assert raised.value.is_full == (free == 0)

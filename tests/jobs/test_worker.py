@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from tests.jobs.makers import FileMaker
-from tests.support.words import says
+from tests.support.words import has_line_with
 from wanjax.jobs import worker as module
 from wanjax.jobs.sharing import BATCH_FILE, SERVE_FILE, join_namespace, try_join_namespace
 from wanjax.jobs.store import COMPLETED, FAILED, QUEUED, RUNNING, JobStore, NewJob, NotFound, Signal
@@ -87,7 +87,7 @@ def test_one_job_s_failure_is_its_own(store, maker):
     once = (COMPLETED, None, 1)
     assert ends(store, 5) == [once, once, (FAILED, "error", 1), (FAILED, "error", 3), once]
     assert maker.made().count("v0") == 1
-    assert says(store.get("v3").error["message"], "the device is gone")
+    assert has_line_with(store.get("v3").error["message"], "the device is gone")
 
 
 def test_a_full_disk_ends_the_worker_and_the_other_jobs_wait(store, maker):
@@ -125,7 +125,7 @@ def test_a_job_of_which_workers_die_is_given_up(store, maker):
     assert ends(store, 2) == [(QUEUED, None, 2), (QUEUED, None, 0)]
     work(store, maker, attempts=2, until_empty=True)
     assert [end[:2] for end in ends(store, 2)] == [(FAILED, "server_stopped"), (COMPLETED, None)]
-    assert says(store.get("v0").error["message"], "2 times")
+    assert has_line_with(store.get("v0").error["message"], "2 times")
 
 
 @pytest.mark.parametrize("max_batch", [1, 32])
@@ -230,7 +230,7 @@ def test_a_worker_without_its_place_says_why_and_takes_nothing_until_it_is_there
     thread, exit_requested = at_work(lone, maker, try_join_namespace=why_not, note=notes.append)
     time.sleep(0.2)
     assert (maker.made(), ends(other, 1)) == ([], [(QUEUED, None, 0)])
-    assert [says(note, f"{folders[1]} wanjax batch {lone.name} --out") for note in notes] == [True]
+    assert [has_line_with(note, f"{folders[1]} wanjax batch {lone.name} --out") for note in notes] == [True]
     join_namespace(store, folders[1], BATCH_FILE)
     fill(store, "b", "c")
     wait(lambda: store.get("v1").is_over)

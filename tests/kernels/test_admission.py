@@ -15,7 +15,7 @@ import pytest
 import wanjax
 from tests.support import trial_kernels
 from tests.support.devices import free_port
-from tests.support.words import says
+from tests.support.words import has_line_with
 from wanjax import loading
 from wanjax.errors import WanjaxWarning
 from wanjax.execution import EXECUTE
@@ -31,8 +31,8 @@ from wanjax.jobs.multihost import join_processes
 from wanjax.kernels import admission
 join_processes(sys.argv[1])
 first = sys.argv[1].endswith(",0")
-verdicts = {"splash": "", "flash_tpu": "it raises" if first else "", "normed_silu": ""}
-admission.kernel_verdicts = lambda kind, kernels, is_needed: verdicts
+reasons = {"splash": "", "flash_tpu": "it raises" if first else "", "normed_silu": ""}
+admission.failure_reasons = lambda kind, kernels, is_needed: reasons
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     refused = admission.admit("v6e", lambda name: True)
@@ -63,7 +63,7 @@ def pretended(monkeypatch, tmp_path):
         monkeypatch.setitem(api.PREFERRED_CHOICES, "cpu", (*kept["tpu"][:1], *api.FALLBACK_CHOICES))
 
     yield pretend
-    EXECUTE.forget()
+    EXECUTE.clear_programs()
 
 
 def video():
@@ -92,7 +92,7 @@ def test_a_kernel_that_fails_is_not_used(fault, refused, words, pretended, expec
         frames = video()
     messages = [str(each.message) for each in caught if issubclass(each.category, WanjaxWarning)]
     assert len(messages) == 1
-    assert says(messages[0], f"{words} v6e jax libtpu report")
+    assert has_line_with(messages[0], f"{words} v6e jax libtpu report")
     assert sorted(admitted.rejected_kernels()) == refused
     np.testing.assert_array_equal(frames, expected)
 
@@ -143,29 +143,29 @@ def test_a_load_tries_the_kernels_of_its_attention(monkeypatch):
     assert tried == [(), ("flash_tpu_radial",)]
 
 
-def test_a_verdict_is_kept_until_what_it_depends_on_changes(pretended, monkeypatch):
+def test_a_result_is_reused_until_its_inputs_change(pretended, monkeypatch):
     pretended("wrong")
-    assert admission.kernel_verdicts("v6e", admission.KERNELS)["flash_tpu"]
+    assert admission.failure_reasons("v6e", admission.KERNELS)["flash_tpu"]
     with monkeypatch.context() as patch:
         patch.setattr(admission, "_TrialProcess", None)  # none is started
-        assert admission.kernel_verdicts("v6e", admission.KERNELS)["flash_tpu"]
+        assert admission.failure_reasons("v6e", admission.KERNELS)["flash_tpu"]
     pretended("right")  # other code behind the same module, by the name of another version
     tried = []
     monkeypatch.setattr(
         admission, "_try_in_child", lambda kernels, names: iter([(name, "") for name in tried or names])
     )
-    assert admission.kernel_verdicts("v6e", admission.KERNELS)["flash_tpu"]
+    assert admission.failure_reasons("v6e", admission.KERNELS)["flash_tpu"]
     for package in ("jax", "jaxlib", "libtpu"):
         with monkeypatch.context() as patch:
             patch.setattr(admission, "_version", lambda name, package=package: "9" if name == package else "1")
-            assert not admission.kernel_verdicts("v6e", admission.KERNELS)["flash_tpu"]
-    assert not admission.kernel_verdicts("v5e", admission.KERNELS)["flash_tpu"]
+            assert not admission.failure_reasons("v6e", admission.KERNELS)["flash_tpu"]
+    assert not admission.failure_reasons("v5e", admission.KERNELS)["flash_tpu"]
     with monkeypatch.context() as patch:
         patch.setattr(admission.Path, "read_bytes", lambda file: b"other code")
-        assert not admission.kernel_verdicts("v6e", admission.KERNELS)["flash_tpu"]
+        assert not admission.failure_reasons("v6e", admission.KERNELS)["flash_tpu"]
 
 
-def test_of_two_processes_both_take_the_worst_verdict(monkeypatch):
+def test_a_kernel_that_fails_in_one_process_is_rejected_in_both(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     address = f"localhost:{free_port()}"
     command = [sys.executable, "-c", TWO_PROCESSES]
@@ -195,7 +195,7 @@ def test_a_program_is_compiled_anew_where_a_kernel_is_refused(monkeypatch):
 )
 def test_the_kernels_pass_their_trials(kernel):
     """By the interpreter: the small shapes, the references and the bounds fit the kernels."""
-    assert admission.rejection_reason(kernel) == ""
+    assert admission.failure_reason(kernel) == ""
 
 
 def test_a_cpu_tries_nothing(monkeypatch):

@@ -17,7 +17,7 @@ from tests.support.attention import BOUND, SMALL_TILES, exact, exact_gradients, 
 from tests.support.compare import error
 from tests.support.quick import quick
 from tests.support.types import unchecked
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.kernels import target
 from wanjax.kernels.attention import IMPLEMENTATIONS, attention, choose_implementation, chunked
@@ -285,7 +285,7 @@ def wrong(**changes):
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_operands_that_do_not_fit(call, message):
-    with unchecked(), pytest.raises(WanjaxError, match=naming(message)):
+    with unchecked(), pytest.raises(WanjaxError, match=line_with_words(message)):
         call() if callable(call) else attention(**call)
 
 

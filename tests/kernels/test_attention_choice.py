@@ -9,7 +9,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionS
 
 from tests.support.attention import BOUND, exact, operands, run
 from tests.support.compare import error
-from tests.support.words import naming, says
+from tests.support.words import has_line_with, line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import AttentionConfig, attention, choose_implementation, chunked, cudnn
 from wanjax.kernels.target import Target, target
@@ -64,7 +64,7 @@ def test_a_kernel_that_is_named_is_taken_or_refused(device, size, implementation
     """No other one is taken in its place, as where none is named."""
     with jax.sharding.use_abstract_mesh(mesh(device)):
         assert choose_implementation(*shapes(size=size)).name == "chunked"
-        with pytest.raises(NotImplementedError, match=naming(words)):
+        with pytest.raises(NotImplementedError, match=line_with_words(words)):
             choose_implementation(*shapes(size=size), implementation=implementation)
 
 
@@ -95,7 +95,7 @@ def test_where_another_is_taken_the_choice_says_why(device, kind, implementation
     with jax.sharding.use_abstract_mesh(mesh(device)):
         chosen = choose_implementation(*shapes(**kind), implementation=implementation)
     assert chosen.name == "chunked"
-    assert says(chosen.reason, words)
+    assert has_line_with(chosen.reason, words)
 
 
 def test_other_cards_do_not():
@@ -181,7 +181,7 @@ def test_implementations_and_windows_are_named(text, right):
 
 @pytest.mark.parametrize("text", ["auto:window=", "auto:window=x", "chunked:window=3,window=4", "auto:window=-3"])
 def test_windows_that_are_no_number(text):
-    with pytest.raises(WanjaxError, match=naming("window number tokens window=4096")):
+    with pytest.raises(WanjaxError, match=line_with_words("window number tokens window=4096")):
         AttentionConfig.parse(text)
 
 

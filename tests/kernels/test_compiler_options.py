@@ -5,7 +5,7 @@ import jax
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.kernels.compiler_options import (
     OPTION_SETS,
@@ -70,7 +70,7 @@ def test_a_single_chip_without_a_mesh_is_asked_for_its_options():
 def test_unknown_sets_are_refused(name):
     for known in OPTION_SETS:
         check_option_set(known)
-    with pytest.raises(WanjaxError, match=naming(f"{name!r} safe fast")):
+    with pytest.raises(WanjaxError, match=line_with_words(f"{name!r} safe fast")):
         check_option_set(name)
 
 

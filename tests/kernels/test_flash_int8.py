@@ -12,10 +12,10 @@ import pytest
 
 from benchmarks.int8_attention_error import CASES
 from benchmarks.int8_attention_error import operands as operands_of_case
-from tests.support.attention import exact, operands, run, runs_of
+from tests.support.attention import count_calls, exact, operands, run
 from tests.support.compare import error
 from tests.support.plan_programs import attend_int8
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax import registry
 from wanjax.errors import UnsupportedError, WanjaxError
 from wanjax.kernels import admitted
@@ -71,7 +71,7 @@ def upper_bfloat16(x):
 @pytest.fixture
 def lifts() -> Iterator[list[int]]:
     """How often the running kernel raises an offset, which only its running-max path does."""
-    with runs_of("_raise_offset_to", flash_int8_kernel) as calls:
+    with count_calls("_raise_offset_to", flash_int8_kernel) as calls:
         yield calls
 
 
@@ -193,7 +193,7 @@ def test_its_text(text, config):
     ],
 )
 def test_text_that_is_refused(text, words):
-    with pytest.raises(WanjaxError, match=naming(words)):
+    with pytest.raises(WanjaxError, match=line_with_words(words)):
         AttentionConfig.parse(text)
 
 
@@ -209,21 +209,21 @@ def test_text_that_is_refused(text, words):
 )
 def test_what_its_bound_does_not_hold_for(size, dtype, options, words):
     q, k, v = operands(1, 8, 8, 2, 2, size, dtype)
-    with pytest.raises(UnsupportedError, match=naming(words)):
+    with pytest.raises(UnsupportedError, match=line_with_words(words)):
         attention(q, k, v, implementation="flash_tpu", config=Int8Config(SMALL), **options)
 
 
 def test_it_has_no_gradient():
     q, k, v = operands(1, 8, 8, 1, 1, 128, "bfloat16")
     loss = lambda q: attention(q, k, v, implementation="flash_tpu", config=Int8Config(SMALL)).sum()  # noqa: E731
-    with pytest.raises(UnsupportedError, match=naming("qk=int8 no gradient")):
+    with pytest.raises(UnsupportedError, match=line_with_words("qk=int8 no gradient")):
         jax.grad(loss)(q)
 
 
 def test_one_number_of_keys_for_all_examples():
     q, k, v = operands(2, 8, 8, 1, 1, 128, "bfloat16")
     options = {"key_mask": None, "window": None, "scale": 0.3, "bias": None, "config": Int8Config(SMALL)}
-    with pytest.raises(UnsupportedError, match=naming("qk=int8 number each example")):
+    with pytest.raises(UnsupportedError, match=line_with_words("qk=int8 number each example")):
         flash_tpu.attention(q, k, v, **options, kv_length=jnp.asarray([5, 8], jnp.int32))
 
 
@@ -231,7 +231,7 @@ def test_one_number_of_keys_for_all_examples():
 def test_models_without_it(name):
     model = registry.presets()[name].model
     assert model is not None
-    with pytest.raises(UnsupportedError, match=naming(f"{name} qk=int8")):
+    with pytest.raises(UnsupportedError, match=line_with_words(f"{name} qk=int8")):
         with_attention(model, INT8, name)
 
 
@@ -242,7 +242,7 @@ def test_a_chip_that_failed_its_trials(monkeypatch):
     for is_fast, words in ((False, "no faster"), (True, "flash_tpu_int8 failed")):
         monkeypatch.setattr(flash_int8, "multiplies_int8", lambda is_fast=is_fast: is_fast)
         monkeypatch.setattr(admitted, "_rejected", {"flash_tpu_int8": "differs"})
-        with pytest.raises(UnsupportedError, match=naming(words)):
+        with pytest.raises(UnsupportedError, match=line_with_words(words)):
             choose_implementation(*shapes, implementation=INT8)
     monkeypatch.setattr(admitted, "_rejected", {})
     assert choose_implementation(*shapes, implementation=INT8).name == "flash_tpu"

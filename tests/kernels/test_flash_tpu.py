@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.workloads import WORKLOADS
-from tests.support.attention import BOUND, SMALL_TILES, exact, operands, run, runs_of
+from tests.support.attention import BOUND, SMALL_TILES, count_calls, exact, operands, run
 from tests.support.compare import error
 from tests.support.configs import TRANSFORMER
 from tests.support.plan_programs import attend, attend_round, attend_small
 from tests.support.quick import quick
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import AttentionConfig, attention, choose_implementation, flash_tiles, flash_tpu
 from wanjax.models.wan.transformer import Block
@@ -108,7 +108,7 @@ PARTS = [("float32", 64, SMALL_TILES), ("bfloat16", 128, FULL_TILES), ("bfloat16
 @pytest.fixture
 def lifts() -> Iterator[list[int]]:
     """How often the running kernel raises an offset, which only its running-max path does."""
-    with runs_of("_raise_offset_to") as result:
+    with count_calls("_raise_offset_to") as result:
         yield result
 
 
@@ -244,7 +244,7 @@ def test_odd_shapes(data):
     ],
 )
 def test_tiles_that_do_not_divide(tiles, message):
-    with pytest.raises(WanjaxError, match=naming(message)):
+    with pytest.raises(WanjaxError, match=line_with_words(message)):
         flash_tpu.Config(*tiles)
 
 
@@ -261,7 +261,7 @@ def test_tiles_that_do_not_divide(tiles, message):
 )
 def test_unsupported(size, dtype, options, message):
     q, k, v = operands(1, 8, 8, 2, 1, size, dtype)
-    with pytest.raises(NotImplementedError, match=naming(message)):
+    with pytest.raises(NotImplementedError, match=line_with_words(message)):
         attention(q, k, v, implementation="flash_tpu", **{"config": SMALL_TILES} | options)
 
 
@@ -282,7 +282,7 @@ LARGE = flash_tpu.Config(2048, 51200, 5120)
 )
 def test_what_vmem_would_not_hold(monkeypatch, vmem, call):
     monkeypatch.setattr(flash_tpu, "vmem_bytes", lambda: vmem << 20)
-    with pytest.raises(NotImplementedError, match=naming(f"MiB VMEM chip {vmem}")):
+    with pytest.raises(NotImplementedError, match=line_with_words(f"MiB VMEM chip {vmem}")):
         call()
 
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.attention import BOUND, operands, runs_of
+from tests.support.attention import BOUND, count_calls, operands
 from tests.support.compare import error
 from tests.support.quick import quick
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import AttentionConfig, attention, chunked, flash_tpu, reference
 from wanjax.kernels.attention.radial import MASK_BLOCK, NO_BLOCK, Radial, band_half_width, kernel_lists, published_mask
@@ -185,7 +185,7 @@ def test_loud_keys_that_the_kernel_computes_again(dtype):
     direction = np.sign(q[:, :1, :1])
     k[:, 300:310] = 60 * direction
     q = np.abs(q) * direction
-    with runs_of("_raise_offset") as lifts:
+    with count_calls("_raise_offset") as lifts:
         out = run("flash_tpu", q, k, v, mask, config=TILES)
         jax.effects_barrier()
     assert len(lifts) > 2  # one for the tail of each 512 queries were enough for quiet keys
@@ -247,7 +247,7 @@ def test_names():
     ],
 )
 def test_names_that_are_refused(text, words):
-    with pytest.raises(WanjaxError, match=naming(words)):
+    with pytest.raises(WanjaxError, match=line_with_words(words)):
         AttentionConfig.parse(text)
 
 

@@ -17,7 +17,7 @@ from tests.support.compare import error
 from tests.support.configs import TRANSFORMER
 from tests.support.devices import MESHES, SPREADING
 from tests.support.quick import quick
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.errors import UnsupportedError, WanjaxError
 from wanjax.kernels.attention import (
     AUTO,
@@ -203,7 +203,7 @@ def test_names():
     ],
 )
 def test_names_that_are_refused(text, words):
-    with pytest.raises(WanjaxError, match=naming(words)):
+    with pytest.raises(WanjaxError, match=line_with_words(words)):
         AttentionConfig.parse(text)
 
 
@@ -226,7 +226,7 @@ OPERANDS = [
 
 @pytest.mark.parametrize(("call", "words"), OPERANDS)
 def test_operands_that_are_refused(call, words):
-    with pytest.raises(WanjaxError, match=naming(words)):
+    with pytest.raises(WanjaxError, match=line_with_words(words)):
         call()
 
 
@@ -279,7 +279,7 @@ def test_models_that_were_not_trained_with_it_can_be():
 def test_models_that_can_have_none(model):
     name = next(name for name in presets() if model in name)
     other: Any = presets()[name].model
-    with pytest.raises(UnsupportedError, match=naming("wan --attention auto")):
+    with pytest.raises(UnsupportedError, match=line_with_words("wan --attention auto")):
         with_attention(other, AttentionConfig.parse("sla"), "wan")
 
 
@@ -288,7 +288,7 @@ def test_models_that_were_trained_with_it_have_no_other(requested):
     model: Any = presets()["turbowan2.1-t2v-14b-480p"].model
     for allowed in ("auto", "sla", "sla:top=0.15"):
         assert with_attention(model, AttentionConfig.parse(allowed), "wan") is model
-    with pytest.raises(UnsupportedError, match=naming("wan --attention auto")):
+    with pytest.raises(UnsupportedError, match=line_with_words("wan --attention auto")):
         with_attention(model, AttentionConfig.parse(requested), "wan")
 
 
@@ -347,7 +347,7 @@ def test_what_the_kernel_does_not_take(options, sparse, words):
     """Named it refuses; else blocks are gathered."""
     size, dtype = options
     q, k, v = operands(1, 40, 40, 1, 1, size, dtype)
-    with pytest.raises(UnsupportedError, match=naming(words)):
+    with pytest.raises(UnsupportedError, match=line_with_words(words)):
         run("tpu", q, k, v, projection(size, dtype), sparse, config=Config(interpret=True))
     assert run(None, q, k, v, projection(size, dtype), sparse, config=Config(interpret=True)).dtype == q.dtype
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.attention import BOUND, exact, exact_gradients, normal, operands
 from tests.support.compare import error
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.kernels.attention import attention, choose_implementation, splash
 
 HERE = splash.Config(interpret=True)
@@ -39,5 +39,5 @@ def test_forward_and_gradient():
 @pytest.mark.parametrize("options", [{"window": 5}, {"return_lse": True}, {"bias": jnp.zeros((1, 1, 96, 96))}])
 def test_unsupported(options):
     some = jax.ShapeDtypeStruct((1, 96, 2, 64), "bfloat16")
-    with pytest.raises(NotImplementedError, match=naming("splash")):
+    with pytest.raises(NotImplementedError, match=line_with_words("splash")):
         choose_implementation(some, some, some, implementation="splash", config=HERE, **options)

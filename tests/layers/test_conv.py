@@ -124,8 +124,8 @@ def test_rounded_operands_cannot_be_seen(monkeypatch, frames):
     latents = pipe.denoise(pipe.encode("a red circle moving right"), size=(32, 32), frames=frames, seed=0)
     exact = pipe.decode(latents, jnp.float32)
     monkeypatch.setattr(conv, "target", lambda x=None: V6E)
-    EXECUTE.forget()
+    EXECUTE.clear_programs()
     rounded = pipe.decode(latents, jnp.float32)
-    EXECUTE.forget()
+    EXECUTE.clear_programs()
     error = np.mean((np.asarray(rounded) - np.asarray(exact)) ** 2)
     assert 0 < error < 10 ** (-60 / 10)  # 60 dB

@@ -18,7 +18,7 @@ PATCHES = np.array([[200, 60, 60], [60, 180, 80], [50, 80, 200], [220, 170, 140]
 PICTURE = PATCHES.repeat(16, 0)[None].repeat(48, 0)
 PROFILES = {"P3": P3, "Adobe": ADOBE, "sRGB": SRGB, "broken": P3[:200], "none": b""}
 LOSSY = {"jpeg": {"quality": 95}, "webp": {"quality": 95}, "avif": {"quality": 95}}
-MANY = {"frames": 9, "fps": 8}
+CLIP_LIMITS = {"frames": 9, "fps": 8}
 
 
 def encoded(image: Image.Image, suffix: str, icc: bytes, **options) -> bytes:
@@ -43,17 +43,17 @@ def test_a_picture_is_in_srgb_at_every_interface(tmp_path, name, suffix):
         for field in ("image", "references", "video", "mask")
     }
     read = read_pictures(
-        {"image": file, "references": [file], "video": tmp_path / "clip"}, INPUT_SPECS.values(), **MANY
+        {"image": file, "references": [file], "video": tmp_path / "clip"}, INPUT_SPECS.values(), **CLIP_LIMITS
     )
     interfaces = [
         *(read["image"], read["references"][0], read["video"][0]),
-        *(read_picture(Image.open(BytesIO(data))), read_clip([Image.open(BytesIO(data))], **MANY)[0]),
+        *(read_picture(Image.open(BytesIO(data))), read_clip([Image.open(BytesIO(data))], **CLIP_LIMITS)[0]),
         *(read_picture(tmp_path / x) for x in (saved["image"], *saved["references"])),
-        read_clip(tmp_path / saved["video"], **MANY)[0],
+        read_clip(tmp_path / saved["video"], **CLIP_LIMITS)[0],
     ]
     for picture in interfaces:
         assert gap(picture, right) <= most
-    values = read_pictures({"video": file, "mask": tmp_path / saved["mask"]}, (CONTROL_VIDEO, MASK), **MANY)
+    values = read_pictures({"video": file, "mask": tmp_path / saved["mask"]}, (CONTROL_VIDEO, MASK), **CLIP_LIMITS)
     assert gap(values["mask"][0], stored) <= 1
     assert gap(values["video"][0], stored) == 0
 
@@ -63,7 +63,7 @@ def test_an_animation_is_in_srgb(tmp_path, suffix):
     frames = [Image.fromarray(np.roll(PICTURE, 16 * i, 1)) for i in range(3)]
     data = encoded(frames[0], suffix, P3, save_all=True, append_images=frames[1:], duration=125, quality=95)
     (tmp_path / f"a.{suffix}").write_bytes(data)
-    clip = read_clip(tmp_path / f"a.{suffix}", **MANY)
+    clip = read_clip(tmp_path / f"a.{suffix}", **CLIP_LIMITS)
     if suffix != "gif":  # which keeps no profile
         for frame, read in zip(frames, clip, strict=True):
             assert np.abs(by_littlecms(frame, P3)[24, 8::16].astype(int) - read[24, 8::16]).max() <= 5

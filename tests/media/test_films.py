@@ -16,7 +16,7 @@ from PIL import Image
 from tests.support.commands import refused
 from tests.support.films import ANIMATIONS, CONTAINERS, FRAMES, X264, breaks, ffmpeg, film, gap, harmed
 from tests.support.quick import quick
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.media.damage import MIN_HOLE_BYTES, ZeroRuns, holed_frame
 from wanjax.media.inputs import INPUT_SPECS
@@ -27,7 +27,7 @@ from wanjax.serve.uploads import save_pictures
 from wanjax.training.clips import Cutting
 
 SOME = ("fast.mp4", "parts.mp4", "a.mkv", "vp9.webm", "a.avi", "a.ts", "a.flv", *ANIMATIONS)
-MANY = {"frames": 100, "fps": 25}
+CLIP_LIMITS = {"frames": 100, "fps": 25}
 CUTTING = Cutting(((96, 128),), (17, 9), 25, "uniform", "crop")
 
 
@@ -47,17 +47,17 @@ def test_a_command_refuses_a_damaged_film_with_its_frame(tmp_path, monkeypatch, 
 def test_a_damaged_film_is_refused_with_its_frame(tmp_path, name, kind):
     """By its path, from a request, and among a training's data; a whole one has every frame."""
     whole = film(tmp_path / name)
-    clip = read_clip(whole, **MANY)
+    clip = read_clip(whole, **CLIP_LIMITS)
     assert len(clip) == len(FRAMES)
     assert np.abs(clip.astype(int) - FRAMES).mean(axis=(1, 2, 3)).max() < 20
     assert [len(clip) for clip in CUTTING.clips(whole)] == [17]
     damaged = harmed(whole, kind)
-    interfaces = [lambda: read_clip(damaged, **MANY), lambda: list(CUTTING.clips(damaged))]
+    interfaces = [lambda: read_clip(damaged, **CLIP_LIMITS), lambda: list(CUTTING.clips(damaged))]
     if name.endswith(("mp4", "mov", "webm", "mkv", *ANIMATIONS)):
 
         def request():
             saved = save_pictures({"video": [damaged.read_bytes()]}, INPUT_SPECS, tmp_path, Limits(10**7))
-            read_clip(tmp_path / saved["video"], **MANY)
+            read_clip(tmp_path / saved["video"], **CLIP_LIMITS)
 
         interfaces.append(request)
     for interface in interfaces:
@@ -78,18 +78,18 @@ def test_a_film_without_its_end_is_told_to_be_truncated(tmp_path, name, share, w
     """Of these, not even one frame can be decoded."""
     whole = film(tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(whole[: max(64, int(share * len(whole)))])
-    with pytest.raises(WanjaxError, match=naming(words)) as caught:
-        read_clip(tmp_path / name, **MANY)
+    with pytest.raises(WanjaxError, match=line_with_words(words)) as caught:
+        read_clip(tmp_path / name, **CLIP_LIMITS)
     assert not re.search("Conversion failed|Error opening|Terminating|frame=|Errno", str(caught.value))
 
 
 def test_a_file_of_another_kind_is_no_video(tmp_path):
     (tmp_path / "text.mp4").write_text("a cat\n" * 100)
-    with pytest.raises(WanjaxError, match=naming("text.mp4 damaged kind ffmpeg")):
-        read_clip(tmp_path / "text.mp4", **MANY)
+    with pytest.raises(WanjaxError, match=line_with_words("text.mp4 damaged kind ffmpeg")):
+        read_clip(tmp_path / "text.mp4", **CLIP_LIMITS)
     command("-f", "lavfi", "-i", "sine=d=1", tmp_path / "sound.mp4")
-    with pytest.raises(WanjaxError, match=naming("sound.mp4 no video stream")):
-        read_clip(tmp_path / "sound.mp4", **MANY)
+    with pytest.raises(WanjaxError, match=line_with_words("sound.mp4 no video stream")):
+        read_clip(tmp_path / "sound.mp4", **CLIP_LIMITS)
 
 
 def command(*arguments: str | Path) -> None:
@@ -126,7 +126,7 @@ def test_what_ffmpeg_says_of_good_films_is_no_fault(tmp_path, monkeypatch, kind)
     ffmpeg("-c:v", "ffv1", "black.mkv", frames=FRAMES * 0)
     command(*HARMLESS[kind])
     right = {"an edit list": 17, "times that fall": 24}.get(kind, 25)  # of which the frames of others are not shown
-    assert len(read_clip(Path(HARMLESS[kind][-1]), **MANY)) == right
+    assert len(read_clip(Path(HARMLESS[kind][-1]), **CLIP_LIMITS)) == right
 
 
 def test_zeros_are_found_across_pieces_and_padding_is_none():
@@ -203,7 +203,7 @@ def test_a_film_of_as_many_pixels_as_are_read_is_read_whole(tmp_path, machine):
 def test_a_film_of_too_many_pixels_is_refused_before_a_frame_is_read(tmp_path, machine):
     machine.reads_at_most(max_pixels=96 * 128, clip_factor=len(FRAMES) - 1)
     frames = read_video_file(film(tmp_path / "fast.mp4"), 100, 25, is_non_colour=False)
-    with pytest.raises(WanjaxError, match=naming("128x96 294,912")):
+    with pytest.raises(WanjaxError, match=line_with_words("128x96 294,912")):
         next(frames)
 
 
@@ -233,8 +233,8 @@ def test_wide_primaries_of_a_standard_range(tmp_path, primaries):
     options = "setparams=color_primaries=bt709:color_trc=bt709:colorspace=gbr:range=pc"
     wide = f"zscale=t=linear,format=gbrpf32le,zscale=p={primaries},zscale=t=bt709:m=bt2020nc:r=tv,format=yuv444p12le"
     ffmpeg("-vf", f"format=gbrp,{options},{wide}", "-c:v", "ffv1", tmp_path / "a.mkv", frames=pale)
-    assert gap(read_clip(tmp_path / "a.mkv", **MANY), pale) <= 3
-    assert gap(read_clip(tmp_path / "a.mkv", **MANY, background="black"), pale) > 10
+    assert gap(read_clip(tmp_path / "a.mkv", **CLIP_LIMITS), pale) <= 3
+    assert gap(read_clip(tmp_path / "a.mkv", **CLIP_LIMITS, background="black"), pale) > 10
 
 
 def test_the_default_picture_of_an_animation_is_no_frame_of_it(tmp_path):

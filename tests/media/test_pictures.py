@@ -17,7 +17,7 @@ from PIL import EpsImagePlugin, Image
 
 from tests.support.films import ffmpeg
 from tests.support.quick import quick
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.media import video as io
 from wanjax.media.bounds import MEDIA_LIMITS
@@ -28,7 +28,7 @@ from wanjax.pipelines.wan.conditioning import known_frames, mask_to_channels, on
 ORIENTATION = 0x0112
 WHITE, RED, BLUE = (255, 255, 255), (255, 0, 0), (0, 0, 255)
 PICTURE = np.random.default_rng(0).integers(0, 256, (12, 20, 3), dtype=np.uint8)
-MANY = {"frames": 100, "fps": 16}
+CLIP_LIMITS = {"frames": 100, "fps": 16}
 
 
 def saved(path: Path, image: Image.Image, **options) -> Path:
@@ -108,8 +108,8 @@ def endless_gif(frames: int) -> bytes:
 def test_a_picture_that_says_it_is_large_is_not_decoded(tmp_path, size):
     """Its pixels are cut off, which would be told if they were decoded."""
     (tmp_path / "a.png").write_bytes(grey_png(*size)[:45])
-    for read in (read_picture, partial(read_clip, **MANY)):
-        with pytest.raises(WanjaxError, match=naming("a.png 60,000,000")):
+    for read in (read_picture, partial(read_clip, **CLIP_LIMITS)):
+        with pytest.raises(WanjaxError, match=line_with_words("a.png 60,000,000")):
             read(tmp_path / "a.png")
 
 
@@ -122,7 +122,7 @@ def test_a_big_tiff_that_says_it_is_large_is_not_decoded(tmp_path, width):
     entry = content.index(struct.pack("<HHQ", 256, 4, 1))  # its width, of 4 bytes
     content[entry : entry + 20] = struct.pack("<HHQQ", 256, 16, 1, width)
     file.write_bytes(content)
-    with pytest.raises(WanjaxError, match=naming("a.tif 60,000,000")):
+    with pytest.raises(WanjaxError, match=line_with_words("a.tif 60,000,000")):
         read_picture(file)
 
 
@@ -134,7 +134,7 @@ def test_a_film_that_says_it_has_endless_frames_has_those_that_are_there(tmp_pat
     assert content[table : table + 4] == struct.pack(">I", 9)
     content[table : table + 4] = struct.pack(">I", count)
     (tmp_path / "a.mp4").write_bytes(content)
-    assert read_clip(tmp_path / "a.mp4", **MANY).shape == (9, 32, 32, 3)
+    assert read_clip(tmp_path / "a.mp4", **CLIP_LIMITS).shape == (9, 32, 32, 3)
 
 
 def growing_gif(size: int) -> bytes:
@@ -170,8 +170,8 @@ def test_programs_are_no_pictures(tmp_path, monkeypatch, suffix):
     """Pillow would have Ghostscript run PostScript, whatever the name of its file."""
     monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_, **__: pytest.fail("it was run"))
     (tmp_path / f"a{suffix}").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n")
-    for read in (read_picture, partial(read_clip, **MANY)):
-        with pytest.raises(WanjaxError, match=naming(f"a{suffix}")):
+    for read in (read_picture, partial(read_clip, **CLIP_LIMITS)):
+        with pytest.raises(WanjaxError, match=line_with_words(f"a{suffix}")):
             read(tmp_path / f"a{suffix}")
 
 
@@ -184,23 +184,23 @@ PLAYLISTS = {
 @pytest.mark.parametrize("name", PLAYLISTS)
 def test_a_film_names_no_other_file(tmp_path, name):
     film = io.write_video(tmp_path / "film.mp4", CLIP, 10)
-    assert len(read_clip(film, **MANY)) == len(CLIP)
+    assert len(read_clip(film, **CLIP_LIMITS)) == len(CLIP)
     (tmp_path / name).write_text(PLAYLISTS[name].format(film=film.as_uri()))
-    with pytest.raises(WanjaxError, match=naming(f"{name} video")):
-        read_clip(tmp_path / name, **MANY)
+    with pytest.raises(WanjaxError, match=line_with_words(f"{name} video")):
+        read_clip(tmp_path / name, **CLIP_LIMITS)
 
 
 @pytest.mark.parametrize("suffix", [".gif", ".webp", ".mp4"])
 def test_a_clip_whose_frames_are_large_together(tmp_path, machine, suffix):
     path = io.write_video(tmp_path / f"a{suffix}", CLIP, 10)
     machine.reads_at_most(max_pixels=16 * 16)
-    assert len(read_clip(path, **MANY)) == len(CLIP)
+    assert len(read_clip(path, **CLIP_LIMITS)) == len(CLIP)
     machine.reads_at_most(max_pixels=16 * 16, clip_factor=5)
-    with pytest.raises(WanjaxError, match=naming(f"a{suffix} pixels 1,280")):
-        read_clip(path, **MANY)
+    with pytest.raises(WanjaxError, match=line_with_words(f"a{suffix} pixels 1,280")):
+        read_clip(path, **CLIP_LIMITS)
     machine.reads_at_most(max_pixels=16 * 15)  # too few for one frame, and enough for all of them
-    with pytest.raises(WanjaxError, match=naming(f"a{suffix} pixels")):
-        read_clip(path, **MANY)
+    with pytest.raises(WanjaxError, match=line_with_words(f"a{suffix} pixels")):
+        read_clip(path, **CLIP_LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -209,8 +209,8 @@ def test_a_clip_whose_frames_are_large_together(tmp_path, machine, suffix):
 def test_a_film_that_names_another_file_does_not_read_it(tmp_path, text):
     io.write_video(tmp_path / "secret.mp4", CLIP, 10, {"prompt": "of another"})
     (tmp_path / "a.mp4").write_text(text.format("secret.mp4"))
-    for read in (partial(read_clip, **MANY), io.read_metadata):
-        with pytest.raises(WanjaxError, match=naming("a.mp4")):
+    for read in (partial(read_clip, **CLIP_LIMITS), io.read_metadata):
+        with pytest.raises(WanjaxError, match=line_with_words("a.mp4")):
             read(tmp_path / "a.mp4")
 
 
@@ -220,7 +220,7 @@ CLIP = np.repeat(np.arange(10, dtype=np.uint8) * 20, 16 * 16 * 3).reshape(10, 16
 @pytest.mark.parametrize("name", ["a.mp4", "a.gif", "a.webp", "a/"])
 def test_clips(tmp_path, name):
     path = io.write_video(f"{tmp_path}/{name}", CLIP, 10)
-    clip = read_clip(path, **MANY)
+    clip = read_clip(path, **CLIP_LIMITS)
     assert clip.shape == CLIP.shape
     assert np.abs(clip.astype(int) - CLIP).max() <= 6  # mp4 and webp lose a little
     assert len(read_clip(path, frames=4, fps=16)) == 4
@@ -290,13 +290,13 @@ def test_animations_of_other_programs_are_read_by_their_times(tmp_path, duration
 def test_clips_in_memory():
     np.testing.assert_array_equal(read_clip(CLIP, frames=5, fps=1), CLIP[:5])
     np.testing.assert_array_equal(read_clip(list(CLIP), frames=5, fps=1), CLIP[:5])
-    np.testing.assert_array_equal(read_clip([Image.fromarray(CLIP[3])], **MANY), CLIP[3:4])
+    np.testing.assert_array_equal(read_clip([Image.fromarray(CLIP[3])], **CLIP_LIMITS), CLIP[3:4])
 
 
 def test_pictures_together(tmp_path):
     path = saved(tmp_path / "mask.png", Image.new("L", (16, 16), 255))
     options = {"image": PICTURE, "video": CLIP, "mask": path, "references": [PICTURE, path]}
-    read = read_pictures(options, INPUT_SPECS.values(), **MANY)
+    read = read_pictures(options, INPUT_SPECS.values(), **CLIP_LIMITS)
     assert list(read) == ["image", "video", "mask", "references"]
     assert read["mask"].shape == CLIP.shape
     np.testing.assert_array_equal(read.first, PICTURE)
@@ -363,14 +363,14 @@ CLIPS = [  # the same of what is no clip
 ]
 READERS = [
     *((read_picture, *row) for row in PICTURES),
-    *((partial(read_clip, **MANY), *row) for row in CLIPS),
+    *((partial(read_clip, **CLIP_LIMITS), *row) for row in CLIPS),
 ]
 
 
 @pytest.mark.parametrize(("read", "name", "write", "words"), READERS, ids=[f"{row[1]}-{row[3]}" for row in READERS])
 def test_files_that_are_none(tmp_path, read, name, write, words):
     write(tmp_path / name)
-    with pytest.raises(WanjaxError, match=naming(words)):
+    with pytest.raises(WanjaxError, match=line_with_words(words)):
         read(tmp_path / name)
 
 
@@ -386,14 +386,17 @@ ARRAYS = [
         for array in (PICTURE.astype(np.float64), PICTURE[..., :2], PICTURE[None], PICTURE[:0])
     ),
     (partial(read_picture, PICTURE.astype(np.float32)), "float32 [0, 1] 255 astype uint8"),
-    (partial(read_pictures, {"video": CLIP, "mask": CLIP[:3]}, INPUT_SPECS.values(), **MANY), "mask 3 frames video 10"),
-    (partial(read_pictures, {"mask": CLIP}, INPUT_SPECS.values(), **MANY), "mask video"),
+    (
+        partial(read_pictures, {"video": CLIP, "mask": CLIP[:3]}, INPUT_SPECS.values(), **CLIP_LIMITS),
+        "mask 3 frames video 10",
+    ),
+    (partial(read_pictures, {"mask": CLIP}, INPUT_SPECS.values(), **CLIP_LIMITS), "mask video"),
 ]
 
 
 @pytest.mark.parametrize(("read", "words"), ARRAYS)
 def test_arrays_that_are_none(read, words):
-    with pytest.raises(WanjaxError, match=naming(words)):
+    with pytest.raises(WanjaxError, match=line_with_words(words)):
         read()
 
 

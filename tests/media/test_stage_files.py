@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.harm import unchecked
 from tests.support.media import SETTINGS, leftovers
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.checkpoints.files import SafetensorsFile, save_safetensors
 from wanjax.errors import WanjaxError
 from wanjax.media import stage_files
@@ -163,5 +163,5 @@ WRONG = [  # what is in the folder, what reads it, and what the sentence names
 @pytest.mark.parametrize(("write", "read", "words"), WRONG, ids=[words for *_, words in WRONG])
 def test_files_that_do_not_fit_are_refused(tmp_path, write, read, words):
     write(tmp_path)
-    with pytest.raises(WanjaxError, match=naming(words)):
+    with pytest.raises(WanjaxError, match=line_with_words(words)):
         read(tmp_path)

@@ -12,7 +12,7 @@ from PIL import Image
 from tests.support.films import ffmpeg as encode
 from tests.support.films import gap
 from tests.support.quick import quick
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError, WanjaxWarning
 from wanjax.media.inputs import CONTROL_VIDEO, IMAGE, INPUT_SPECS, LAST_IMAGE, MASK, REFERENCES, VIDEO
 from wanjax.media.pictures import read_clip, read_picture, read_pictures
@@ -24,7 +24,7 @@ CLIP = np.stack([np.stack([DOWN * 3 + 40, RIGHT * 2 + 60, DOWN + RIGHT + 9 * i],
     np.uint8
 )
 GREY = CLIP[0, ..., 1]
-MANY = {"frames": 100, "fps": 8}
+CLIP_LIMITS = {"frames": 100, "fps": 8}
 ORIENTATION = 0x0112
 
 
@@ -71,7 +71,7 @@ def test_modes_of_more_bits(tmp_path, kind):
     image.save(tmp_path / "a.tif", exif=exif)
     assert gap(read_picture(image), right) <= 3
     assert gap(np.rot90(read_picture(tmp_path / "a.tif")), right) <= 3
-    assert gap(read_clip([image, image], **MANY)[1], right) <= 3
+    assert gap(read_clip([image, image], **CLIP_LIMITS)[1], right) <= 3
 
 
 def test_portable_grey_maps(tmp_path):
@@ -86,15 +86,15 @@ def test_one_white_holds_for_a_clip(tmp_path):
     """A clip that begins with a dark frame does not flicker."""
     for i, value in enumerate((0.5, 200)):
         Image.fromarray(np.full((4, 4), value, np.float32)).save(tmp_path / f"{i}.tif")
-    assert read_clip(tmp_path, **MANY)[:, 0, 0, 0].tolist() == [1, 200]
+    assert read_clip(tmp_path, **CLIP_LIMITS)[:, 0, 0, 0].tolist() == [1, 200]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0, 1e6])
 def test_values_without_a_meaning(value):
     values = np.full((4, 4), 0.5, np.float32)
     values[2, 2] = value
-    for read in (read_picture, lambda image: read_clip([Image.fromarray(np.zeros_like(values)), image], **MANY)):
-        with pytest.raises(WanjaxError, match=naming("values 0 1 255 65535")):
+    for read in (read_picture, lambda image: read_clip([Image.fromarray(np.zeros_like(values)), image], **CLIP_LIMITS)):
+        with pytest.raises(WanjaxError, match=line_with_words("values 0 1 255 65535")):
             read(Image.fromarray(values))
 
 
@@ -129,7 +129,7 @@ def test_each_use_has_its_page(tmp_path, mode):
     clip = source if isinstance(source, Path) else [source]
     message = {"image": source, "last_image": source, "references": [source], "video": clip, "mask": clip}
     for video, page in ((VIDEO, 255), (CONTROL_VIDEO, 0)):
-        read = read_pictures(message, (IMAGE, LAST_IMAGE, REFERENCES, video, MASK), **MANY)
+        read = read_pictures(message, (IMAGE, LAST_IMAGE, REFERENCES, video, MASK), **CLIP_LIMITS)
         for picture, right in ((read["image"], 255), (read["last_image"], 255), (read["references"][0], 255)):
             assert picture[0, [0, 63], 0].tolist() == [90, right]
         assert read["video"][0, 0, [0, 63], 0].tolist() == [90, page]
@@ -158,14 +158,14 @@ def test_clips_of_every_depth(tmp_path, name, codec, pixels):
     ffmpeg("-c:v", codec, *options, "-pix_fmt", pixels, tmp_path / name)
     twin = "gray" if pixels.startswith("gray") else "yuv444p" if pixels.startswith(("yuv", "gbr")) else "bgr0"
     ffmpeg("-c:v", "ffv1", "-pix_fmt", twin, tmp_path / "twin.mkv")
-    assert gap(read_clip(tmp_path / name, **MANY), read_clip(tmp_path / "twin.mkv", **MANY)) <= 3
+    assert gap(read_clip(tmp_path / name, **CLIP_LIMITS), read_clip(tmp_path / "twin.mkv", **CLIP_LIMITS)) <= 3
 
 
 @pytest.mark.parametrize(("aspect", "size"), [("2", (48, 128)), ("1/2", (96, 64)), ("64/45", (48, 91))])
 def test_pixels_that_are_not_square(tmp_path, aspect, size):
     ffmpeg("-vf", f"setsar={aspect}", "-c:v", "ffv1", "-pix_fmt", "gbrp", tmp_path / "a.mkv")
     square = [np.asarray(Image.fromarray(x).resize(size[::-1], Image.Resampling.BICUBIC)) for x in CLIP]
-    assert gap(read_clip(tmp_path / "a.mkv", **MANY), np.stack(square)) <= 3
+    assert gap(read_clip(tmp_path / "a.mkv", **CLIP_LIMITS), np.stack(square)) <= 3
 
 
 @pytest.mark.parametrize("aspect", ["16", "1/16"])
@@ -173,7 +173,7 @@ def test_pixels_so_long_that_a_frame_is_large_are_refused(tmp_path, machine, asp
     ffmpeg("-vf", f"setsar={aspect}", "-c:v", "libx264", tmp_path / "a.mp4")
     assert sorted(read_clip(tmp_path / "a.mp4", frames=1, fps=8).shape)[-1] >= 48 * 16
     machine.reads_at_most(max_pixels=64 * 48)
-    with pytest.raises(WanjaxError, match=naming("a.mp4 3,072")):
+    with pytest.raises(WanjaxError, match=line_with_words("a.mp4 3,072")):
         read_clip(tmp_path / "a.mp4", frames=1, fps=8)
 
 
@@ -181,13 +181,19 @@ def test_a_film_is_turned_as_its_camera_was(tmp_path):
     ffmpeg("-c:v", "libx264", "-crf", "0", "-vf", "setsar=2", tmp_path / "a.mp4")
     turned = ["-display_rotation", "90", "-i", tmp_path / "a.mp4", "-map", "1:v", "-c", "copy", tmp_path / "b.mp4"]
     ffmpeg(*turned)
-    assert gap(read_clip(tmp_path / "b.mp4", **MANY), np.rot90(read_clip(tmp_path / "a.mp4", **MANY), axes=(1, 2))) <= 3
+    assert (
+        gap(
+            read_clip(tmp_path / "b.mp4", **CLIP_LIMITS),
+            np.rot90(read_clip(tmp_path / "a.mp4", **CLIP_LIMITS), axes=(1, 2)),
+        )
+        <= 3
+    )
 
 
 def test_frames_of_various_lengths(tmp_path):
     times = "setpts='if(lt(N,3),N,2*N)/8/TB'"
     ffmpeg("-vf", times, "-fps_mode", "vfr", "-c:v", "ffv1", "-pix_fmt", "gbrp", tmp_path / "a.mkv")
-    result = read_clip(tmp_path / "a.mkv", **MANY)
+    result = read_clip(tmp_path / "a.mkv", **CLIP_LIMITS)
     assert gap(result[:10], CLIP[[0, 1, 2, 2, 2, 2, 3, 3, 4, 4]]) == 0
 
 
@@ -207,7 +213,7 @@ def test_a_film_with_transparent_parts(tmp_path, name, codec, pixels):
     options = ["-auto-alt-ref", "0"] if codec == "libvpx" else []
     ffmpeg("-c:v", codec, *options, "-pix_fmt", pixels, tmp_path / name, frames=rgba)
     for page, right in (("white", 255), ("black", 0)):
-        result = read_clip(tmp_path / name, **MANY, background=page)
+        result = read_clip(tmp_path / name, **CLIP_LIMITS, background=page)
         assert gap(result[:, :, :24], CLIP[:, :, :24] * 0 + 90) <= 3
         assert gap(result[:, :, 40:], CLIP[:, :, 40:] * 0 + right) <= 3
 
@@ -219,7 +225,7 @@ def test_a_film_of_high_dynamic_range(tmp_path, transfer):
     linear = "zscale=t=linear:npl=203,format=gbrpf32le,zscale=p=bt2020"
     coded = f"zscale=t={transfer}:npl=203:m=bt2020nc:r=tv,format=yuv444p12le"
     ffmpeg("-vf", f"format=gbrp,{options},{linear},{coded}", "-c:v", "ffv1", tmp_path / "a.mkv")
-    assert gap(read_clip(tmp_path / "a.mkv", **MANY), CLIP) <= 3
+    assert gap(read_clip(tmp_path / "a.mkv", **CLIP_LIMITS), CLIP) <= 3
 
 
 def test_a_folder_is_read_in_natural_order(tmp_path):
@@ -228,7 +234,7 @@ def test_a_folder_is_read_in_natural_order(tmp_path):
     for name in ("._frame_1.png", ".DS_Store", "Thumbs.db", "notes.pdf"):
         (tmp_path / name).write_bytes(b"no picture")
     (tmp_path / "more.png").mkdir()
-    with pytest.warns(WanjaxWarning, match=naming(f"{tmp_path} 5")):
+    with pytest.warns(WanjaxWarning, match=line_with_words(f"{tmp_path} 5")):
         read = read_pictures({"video": tmp_path, "mask": tmp_path}, (VIDEO, MASK), frames=100, fps=8)
     for clip in (read["video"], read["mask"]):
         assert (clip[:, 0, 0, 0] // 10).tolist() == list(range(1, 13))
@@ -247,7 +253,7 @@ def through_every_interface(data: bytes, folder: Path) -> dict[str, np.ndarray]:
     for field in ("image", "references", "mask", "video"):
         saved = save_pictures({field: [data]}, INPUT_SPECS, folder, Limits(10**7))[field]
         [name] = saved if isinstance(saved, list) else [saved]
-        read[field] = read_clip(folder / name, **MANY)[0]
+        read[field] = read_clip(folder / name, **CLIP_LIMITS)[0]
     return read
 
 
@@ -273,4 +279,4 @@ def test_an_animation_is_called_one_at_every_interface(tmp_path, format):
             interface()
     for field in ("video", "mask"):
         saved = save_pictures({field: [data]}, INPUT_SPECS, tmp_path, Limits(10**7))[field]
-        assert len(read_clip(tmp_path / saved, **MANY)) == 3
+        assert len(read_clip(tmp_path / saved, **CLIP_LIMITS)) == 3

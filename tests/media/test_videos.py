@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from tests.support.media import SETTINGS, leftovers
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.media import video as video_files
 from wanjax.media.pictures import read_clip
@@ -147,7 +147,7 @@ def test_refused_videos_leave_nothing(tmp_path, monkeypatch, name, frames, messa
     (tmp_path / "file").write_text("mine")
     if name == "no ffmpeg.mp4":
         monkeypatch.setattr(imageio_ffmpeg, "get_ffmpeg_exe", missing)
-    with pytest.raises(WanjaxError, match=naming(message)):
+    with pytest.raises(WanjaxError, match=line_with_words(message)):
         video_files.write_video(f"{tmp_path}/{name}", frames, 16)
     assert leftovers(tmp_path) == ["file"]
     assert (tmp_path / "file").read_text() == "mine"
@@ -177,7 +177,7 @@ def test_frames_that_cannot_be_replaced_stay(tmp_path, monkeypatch):
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", failing)
-    with pytest.raises(WanjaxError, match=naming("frames written")):
+    with pytest.raises(WanjaxError, match=line_with_words("frames written")):
         video_files.write_video(tmp_path / "frames", clip(1), 16, {"seed": 2})
     assert video_files.read_metadata(before) == {"seed": 1}
     assert leftovers(tmp_path) == ["frames"]
@@ -190,7 +190,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, name, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Image.Image, "save", full)
-    with pytest.raises(WanjaxError, match=naming(f"{name} No space left on device")):
+    with pytest.raises(WanjaxError, match=line_with_words(f"{name} No space left on device")):
         video_files.write_video(tmp_path / name, clip(), 16)
     assert leftovers(tmp_path) == []
 
@@ -202,7 +202,7 @@ def test_a_full_disk_leaves_no_film(tmp_path, monkeypatch, name, kilobytes):
     limited = ["sh", "-c", f'ulimit -f {kilobytes}; trap "" XFSZ; exec "$@"', "sh"]
     monkeypatch.setattr(subprocess, "Popen", lambda command, **kw: run([*limited, *command], **kw))
     noise = np.random.default_rng(0).integers(0, 256, (40, 64, 64, 3), np.uint8)
-    with pytest.raises(WanjaxError, match=naming(f"{name} File too large")):
+    with pytest.raises(WanjaxError, match=line_with_words(f"{name} File too large")):
         video_files.write_video(tmp_path / name, noise, 16)
     assert leftovers(tmp_path) == []
 
@@ -243,7 +243,7 @@ def test_what_could_not_be_written_is_told_before(tmp_path, monkeypatch, machine
     if message is None:
         video_files.write_trial_video(tmp_path / name, 15, size, 16, {"seed": 1})
     else:
-        with pytest.raises(WanjaxError, match=naming(message)):
+        with pytest.raises(WanjaxError, match=line_with_words(message)):
             video_files.write_trial_video(tmp_path / name, 15, size, 16, {"seed": 1})
     assert leftovers(tmp_path) == before
     assert (tmp_path / "a.mp4").read_text() == "mine"
@@ -256,5 +256,5 @@ def test_what_could_not_be_written_is_told_before(tmp_path, monkeypatch, machine
 def test_files_without_settings(tmp_path, name, words):
     (tmp_path / "text.mp4").write_text("not a video")
     Image.fromarray(clip()[0]).save(tmp_path / "bare.gif")
-    with pytest.raises(WanjaxError, match=naming(words)):
+    with pytest.raises(WanjaxError, match=line_with_words(words)):
         video_files.read_metadata(tmp_path / name)

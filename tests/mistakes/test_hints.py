@@ -5,7 +5,7 @@ import pytest
 
 import wanjax
 from tests.support.types import unchecked
-from tests.support.words import says
+from tests.support.words import has_line_with
 from wanjax.cli.arguments import with_option
 from wanjax.errors import SettingError, near_names
 from wanjax.pipelines.pipeline import Pipeline
@@ -50,13 +50,13 @@ def sentence(call, **keywords) -> str:
 
 
 def test_a_call_names_its_own_keywords_too(pipe):
-    assert says(sentence(pipe, reference=[]), "'reference' pipe(prompt, references=...)")
-    assert says(sentence(pipe, callbak=print), "'callbak' pipe(prompt, callback=...)")
-    assert says(sentence(pipe, stepz=2), "'stepz' use steps")
+    assert has_line_with(sentence(pipe, reference=[]), "'reference' pipe(prompt, references=...)")
+    assert has_line_with(sentence(pipe, callbak=print), "'callbak' pipe(prompt, callback=...)")
+    assert has_line_with(sentence(pipe, stepz=2), "'stepz' use steps")
     for method in (pipe, pipe.encode):
         assert "follow" not in sentence(method, foo=1)
-    assert says(sentence(pipe, length=5), "'length' frames")
-    assert says(sentence(pipe, num_steps=5), "'num_steps' steps")
+    assert has_line_with(sentence(pipe, length=5), "'length' frames")
+    assert has_line_with(sentence(pipe, num_steps=5), "'num_steps' steps")
     assert sentence(pipe, seconds=1) == "'seconds' is not a keyword here: use frames; fps frames make a second"
 
 

@@ -17,7 +17,7 @@ from tests.serve.conftest import Server
 from tests.support.commands import refused
 from tests.support.tiny import tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_hunyuan_checkpoint
 from tests.support.types import unchecked
-from tests.support.words import says
+from tests.support.words import has_line_with
 from wanjax.cli import main
 from wanjax.errors import WanjaxError
 from wanjax.media.inputs import INPUT_SPECS
@@ -45,7 +45,7 @@ def request(mistake: Mistake) -> dict[str, Any]:
 def told(sentence: str, mistake: Mistake) -> bool:
     """Return whether a sentence names what the row asks for, with fields as options or as keywords."""
     underscored = partial(re.sub, "(?<=[a-z])-(?=[a-z0-9])", "_")
-    return says(underscored(sentence), underscored(mistake.words))
+    return has_line_with(underscored(sentence), underscored(mistake.words))
 
 
 def in_toml(mistake: Mistake) -> Mistake:
@@ -110,7 +110,7 @@ def by_toml(fields: dict[str, Any]) -> str:
 def by_row(fields: dict[str, Any], **others: Any) -> str:
     Path("rows.jsonl").write_text(f"{json.dumps(RIGHT | others)}\n{json.dumps(as_json(fields))}\n")
     sentence = refused("batch", "rows.jsonl")
-    assert says(sentence, "line 2")
+    assert has_line_with(sentence, "line 2")
     return sentence
 
 
@@ -149,7 +149,7 @@ def test_a_file_of_options(mistake):
     sentence = by_toml(request(mistake))
     assert told(sentence, in_toml(mistake))
     if any(option(name) not in OPTIONS or isinstance(x, bool | list) for name, x in mistake.fields.items()):
-        assert says(sentence, "my.toml")  # which does not hold what it may
+        assert has_line_with(sentence, "my.toml")  # which does not hold what it may
 
 
 @through("rows")

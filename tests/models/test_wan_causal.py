@@ -14,7 +14,7 @@ from tests.support import whole_sequence
 from tests.support.compare import error
 from tests.support.devices import on_meshes
 from tests.support.small_wan import network, partitioner, transformer_config
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.errors import UnsupportedError
 from wanjax.kernels.attention import AttentionConfig
 from wanjax.kernels.attention.kv_cache import update_cache
@@ -154,5 +154,5 @@ def test_no_other_attention_than_to_all_kept_keys():
     config = model("whole").config
     for name in ("radial:0.2", "auto:window=4"):
         result = network(partial(WanCausalTransformer, config, attention=AttentionConfig.parse(name)), None)
-        with pytest.raises(UnsupportedError, match=naming("attention cached keys")):
+        with pytest.raises(UnsupportedError, match=line_with_words("attention cached keys")):
             by_blocks(result, *map(jnp.asarray, given()))

@@ -22,7 +22,7 @@ import transformers
 from tests.parity import hunyuan_authors
 from tests.support import published_configs as configs
 from tests.support.published import (
-    Keys,
+    TensorShapes,
     animate_keys,
     authors_image_encoder_file,
     hollow_file,
@@ -55,7 +55,7 @@ def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2), encoding="utf-8")
 
 
-def hollow_files(folder: Path, keys: Keys, dtype: str = "BF16", *, shards: int, stem: str = WEIGHTS) -> None:
+def hollow_files(folder: Path, keys: TensorShapes, dtype: str = "BF16", *, shards: int, stem: str = WEIGHTS) -> None:
     """Write a component in shards, with their index."""
     names, of = list(keys), {}
     for i in range(shards):
@@ -66,7 +66,7 @@ def hollow_files(folder: Path, keys: Keys, dtype: str = "BF16", *, shards: int, 
     write_json(folder / f"{stem}.safetensors.index.json", {"metadata": {"total_size": 1}, "weight_map": of})
 
 
-def write_torch(path: Path, keys: Keys, dtype: torch.dtype, under: str | None = None) -> None:
+def write_torch(path: Path, keys: TensorShapes, dtype: torch.dtype, under: str | None = None) -> None:
     """Write a file of torch without its data; `under` is a table that holds the tensors."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with torch.serialization.skip_data():
@@ -75,7 +75,7 @@ def write_torch(path: Path, keys: Keys, dtype: torch.dtype, under: str | None = 
 
 
 @cache
-def _written_by(kind: str, entries: str) -> Keys:
+def _written_by(kind: str, entries: str) -> TensorShapes:
     options = {key: value for key, value in json.loads(entries).items() if key[0] != "_"}
     module: Any
     with torch.device("meta"):
@@ -87,12 +87,12 @@ def _written_by(kind: str, entries: str) -> Keys:
     return {name: tuple(x.shape) for name, x in module.state_dict().items()}
 
 
-def written_by(kind: str, config: Config) -> Keys:
+def written_by(kind: str, config: Config) -> TensorShapes:
     """Return the names and shapes that a class of diffusers or transformers writes."""
     return dict(_written_by(kind, json.dumps(config)))
 
 
-def authors(keys: Keys, prefix: str = "", *, flat: bool = False) -> Keys:
+def authors(keys: TensorShapes, prefix: str = "", *, flat: bool = False) -> TensorShapes:
     """Return a transformer of Wan by its authors' names; with `flat`, patches are projected by a linear layer."""
     renamed = {prefix + str(original.TRANSFORMER.to_authors(name)): shape for name, shape in keys.items()}
     if flat:
@@ -122,7 +122,7 @@ def _wan(
     files: Path,
     pipeline: str,
     config: Config,
-    keys: Keys,
+    keys: TensorShapes,
     *,
     vae: tuple[Config, wan.VAEConfig] = (configs.WAN_VAE, wan.VAE_2_1),
     pictured: bool = False,
@@ -161,9 +161,9 @@ def _wan(
         hollow_files(files / name, keys, dtype, shards=6)
 
 
-def _gates(config: wan.TransformerConfig) -> Keys:
+def _gates(config: wan.TransformerConfig) -> TensorShapes:
     """Return the gates of video sparse attention that FastWan's files hold."""
-    keys: Keys = {}
+    keys: TensorShapes = {}
     for name in (f"blocks.{i}.to_gate_compress" for i in range(config.layers)):
         keys |= {f"{name}.weight": (config.width, config.width), f"{name}.bias": (config.width,)}
     return keys
@@ -224,25 +224,25 @@ def _hunyuan(files: Path, name: str) -> None:
         write_json(files / "feature_extractor/preprocessor_config.json", configs.SIGLIP_PROCESSOR)
 
 
-def siglip_file() -> Keys:
+def siglip_file() -> TensorShapes:
     """Return the names of SigLIP's published file: newer releases of transformers leave the prefix out."""
     written = written_by("SiglipVisionModel", configs.SIGLIP_SO400M)
     return {f"vision_model.{name.removeprefix('vision_model.')}": shape for name, shape in written.items()}
 
 
-def hunyuan_authors_transformer(name: str) -> Keys:
+def hunyuan_authors_transformer(name: str) -> TensorShapes:
     """Return the names of a transformer of HunyuanVideo in its authors' files."""
     written = written_by("HunyuanVideo15Transformer3DModel", hunyuan_config(name))
     tensors = {key: np.broadcast_to(np.int8(0), shape) for key, shape in written.items()}
     return {key: x.shape for key, x in hunyuan_authors.authors_transformer(tensors).items()}
 
 
-def _lora(config: wan.TransformerConfig, *, whole: bool, rank: int = 64) -> tuple[Keys, dict[str, str]]:
+def _lora(config: wan.TransformerConfig, *, whole: bool, rank: int = 64) -> tuple[TensorShapes, dict[str, str]]:
     """Return the tensors of LightX2V's LoRA, and their dtypes.
 
     A `whole` one changes every tensor: by its difference where it is no matrix. Others hold alphas.
     """
-    keys, dtypes = Keys(), dict[str, str]()
+    keys, dtypes = TensorShapes(), dict[str, str]()
     for name, shape in authors(transformer_keys(config)).items():
         module, _, leaf = name.rpartition(".")
         module = f"diffusion_model.{module}"
@@ -334,7 +334,7 @@ def hunyuan_authors_folder(root: Path, name: str) -> Path:
     return root
 
 
-def qwen_file() -> Keys:
+def qwen_file() -> TensorShapes:
     """Return the names of Qwen2.5-VL's published file, which newer releases of transformers have changed."""
     text = {key: shape for key, shape in written_by("Qwen2_5_VLTextModel", configs.QWEN2_5_VL_TEXT).items()}
     whole = {f"model.{key}": shape for key, shape in text.items()} | {"lm_head.weight": (152064, 3584)}
@@ -384,7 +384,7 @@ PLUGS = {  # repository: the file, its network, prefix, rank and dtype
 def _plug(files: Path, name: str) -> None:
     """Write a LoRA of LongLive-Plug: the authors' names, bare or with PEFT's prefix; alpha is the rank."""
     stem, config, prefix, rank, dtype = PLUGS[name]
-    keys = Keys()
+    keys = TensorShapes()
     for key, shape in authors(transformer_keys(config)).items():
         if LORA_PAIRS.fullmatch(key):
             module = prefix + key.removesuffix(".weight")

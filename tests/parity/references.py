@@ -16,7 +16,7 @@ from tests.support.toy_tokenizer import save_tokenizer
 from wanjax.checkpoints import modules
 from wanjax.checkpoints.files import SafetensorsFolder, Tensors
 from wanjax.checkpoints.network_kinds import read_network
-from wanjax.converters.t5 import t5_config, t5_rules
+from wanjax.converters.t5 import t5_config, t5_weight_rules
 from wanjax.layers.placement import as_shapes
 from wanjax.models.t5 import T5Encoder
 from wanjax.models.wan.transformer import WanTransformer
@@ -159,7 +159,7 @@ def converted_t5(reference: torch.nn.Module, folder: Path, dtype=jnp.float32) ->
     reference.save_pretrained(folder)
     config = t5_config(json.loads((folder / "config.json").read_text()))
     abstract = as_shapes(lambda rngs: T5Encoder(config, dtype=dtype, param_dtype=dtype, rngs=rngs))
-    return modules.load(abstract, t5_rules(config), SafetensorsFolder(folder))
+    return modules.load(abstract, t5_weight_rules(config), SafetensorsFolder(folder))
 
 
 NUMBERS = (11.0, 2.5, 0.25)

@@ -19,9 +19,9 @@ from transformers import T5Config, T5EncoderModel
 
 from tests.parity.references import converted_t5, relative_l2, t5_reference
 from tests.support.toy_tokenizer import AWKWARD_PROMPTS
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.checkpoints.modules import parameters
-from wanjax.converters.t5 import t5_config, t5_rules
+from wanjax.converters.t5 import t5_config, t5_weight_rules
 from wanjax.converters.weight_rules import assign
 from wanjax.errors import WanjaxError
 from wanjax.layers.placement import as_shapes
@@ -138,7 +138,7 @@ def test_a_token_that_stands_apart_is_refused(tmp_path):
     reference = Reference()
     reference.add_tokens([AddedToken("word", single_word=True)])
     reference.save_pretrained(tmp_path)
-    with pytest.raises(WanjaxError, match=naming("'word'")):
+    with pytest.raises(WanjaxError, match=line_with_words("'word'")):
         ByT5Tokenizer.load(tmp_path, length=LENGTH)
 
 
@@ -178,5 +178,5 @@ def test_the_published_sizes():
     make = as_shapes(lambda rngs: T5Encoder(GLYPH_BYT5, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=rngs))
     ours = parameters(make)
     theirs = {key: jax.ShapeDtypeStruct(tuple(w.shape), jnp.bfloat16) for key, w in reference.state_dict().items()}
-    assign(t5_rules(GLYPH_BYT5), theirs, ours)
+    assign(t5_weight_rules(GLYPH_BYT5), theirs, ours)
     assert sum(x.size for x in ours.values()) == sum(weight.numel() for weight in reference.parameters())

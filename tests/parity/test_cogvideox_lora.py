@@ -15,7 +15,7 @@ import wanjax
 from tests.parity.references import StateDict, randomise, relative_l2
 from tests.support.tiny import COGVIDEOX_TRANSFORMER, tiny_cogvideox_checkpoint
 from wanjax.checkpoints import lora, modules
-from wanjax.converters.cogvideox.diffusers import transformer_config, transformer_rules
+from wanjax.converters.cogvideox.diffusers import transformer_config, transformer_weight_rules
 from wanjax.converters.name_map import NameMap
 from wanjax.layers.placement import as_shapes
 from wanjax.models.cogvideox.transformer import CogVideoXTransformer
@@ -144,7 +144,7 @@ def ours_of(module):
     abstract = as_shapes(
         lambda rngs: CogVideoXTransformer(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs)
     )
-    return modules.load(abstract, transformer_rules(config), StateDict(module))
+    return modules.load(abstract, transformer_weight_rules(config), StateDict(module))
 
 
 def predicted(model, latents, text):

@@ -10,7 +10,7 @@ from flax import nnx
 
 from tests.support import published_configs as published
 from wanjax.checkpoints.modules import parameters
-from wanjax.converters.cogvideox.diffusers import transformer_config, transformer_rules
+from wanjax.converters.cogvideox.diffusers import transformer_config, transformer_weight_rules
 from wanjax.converters.configs import read_config
 from wanjax.converters.weight_rules import assign
 from wanjax.errors import WanjaxError
@@ -43,7 +43,9 @@ def test_names_shapes_and_numbers(name):
         key: jax.ShapeDtypeStruct(tuple(weight.shape), jnp.bfloat16) for key, weight in reference.state_dict().items()
     }
     ours = parameters(abstract)
-    assert {key for each in assign(transformer_rules(config), theirs, ours) for key in each.sources} == set(theirs)
+    assert {key for each in assign(transformer_weight_rules(config), theirs, ours) for key in each.sources} == set(
+        theirs
+    )
     learned = theirs.get("patch_embed.pos_embedding")  # not a parameter in the reference
     assert sum(weight.numel() for weight in reference.parameters()) == count
     assert sum(x.size for x in jax.tree.leaves(nnx.state(abstract))) == count + (learned.size if learned else 0)

@@ -16,7 +16,7 @@ from diffusers import (
 
 from tests.parity.references import relative_l2
 from tests.support.types import unchecked
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax import schedulers
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.guidance import dynamic_scales
@@ -181,7 +181,7 @@ REFUSED = [  # calls, and what their sentences name
 
 @pytest.mark.parametrize(("call", "words"), REFUSED, ids=[words for _, words in REFUSED])
 def test_what_these_solvers_cannot_do_is_refused(call, words):
-    with unchecked(), pytest.raises(WanjaxError, match=naming(words)):
+    with unchecked(), pytest.raises(WanjaxError, match=line_with_words(words)):
         call()
 
 
@@ -189,9 +189,9 @@ def test_a_solver_given_by_name_keeps_the_levels():
     assert schedulers.resolve("dpm", DDIM(snr_shift=3.0, spacing="linspace")) == DPM(snr_shift=3.0, spacing="linspace")
     assert schedulers.name_of(DPM(snr_shift=3.0)) == "dpm"
     assert schedulers.resolve(DDIM(), DPM(snr_shift=3.0)) == DDIM()
-    with pytest.raises(WanjaxError, match=naming("velocity model v ddim")):
+    with pytest.raises(WanjaxError, match=line_with_words("velocity model v ddim")):
         schedulers.resolve("unipc", DDIM())
-    with pytest.raises(WanjaxError, match=naming("v model velocity unipc")):
+    with pytest.raises(WanjaxError, match=line_with_words("v model velocity unipc")):
         schedulers.resolve("dpm", UniPC())
 
 

@@ -21,7 +21,7 @@ import wanjax
 from tests.parity.references import T5_SIZES, converted_t5, relative_l2, t5_reference
 from tests.support.tiny import TEXT_WIDTH, tiny_cogvideox_checkpoint
 from tests.support.toy_tokenizer import AWKWARD_PROMPTS
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.text.tokenizer import Tokenizer, clean_prompt
 
@@ -124,7 +124,7 @@ def test_every_piece_is_read(folder, tokenizers):
 
 def test_a_model_that_spells_unknown_characters_in_bytes_is_refused(tmp_path):
     """UMT5's is one, which needs its tokenizer.json."""
-    with pytest.raises(WanjaxError, match=naming("tokenizer.json")):
+    with pytest.raises(WanjaxError, match=line_with_words("tokenizer.json")):
         Tokenizer.load(train(tmp_path, 600, byte_fallback=True), length=LENGTH)
 
 

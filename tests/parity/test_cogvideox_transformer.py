@@ -13,10 +13,10 @@ from flax import nnx
 
 from tests.parity.references import NUMBERS, Led, StateDict, hooked, led_apart, randomise, relative_l2
 from tests.support.quick import quick
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.checkpoints import modules
 from wanjax.checkpoints.files import load_safetensors
-from wanjax.converters.cogvideox.diffusers import transformer_config, transformer_rules
+from wanjax.converters.cogvideox.diffusers import transformer_config, transformer_weight_rules
 from wanjax.errors import WanjaxError
 from wanjax.layers.modulation import modulate
 from wanjax.layers.patch import patchify
@@ -72,7 +72,7 @@ def make(name):
 def ours_of(reference, dtype=jnp.float32):
     config = transformer_config(reference.config)
     abstract = as_shapes(lambda rngs: CogVideoXTransformer(config, dtype=dtype, param_dtype=dtype, rngs=rngs))
-    return modules.load(abstract, transformer_rules(config), StateDict(reference))
+    return modules.load(abstract, transformer_weight_rules(config), StateDict(reference))
 
 
 @pytest.fixture(scope="module", params=quick(["1.5 i2v", "2b", "5b", "5b i2v"], VARIANTS))
@@ -207,13 +207,13 @@ def test_bfloat16_is_no_further_from_float32_than_the_reference_s_own(name):
 
 def test_a_size_that_was_not_learned_is_refused():
     _, model = make("5b i2v")
-    with pytest.raises(WanjaxError, match=naming("4 rows 6 columns patches 5")):
+    with pytest.raises(WanjaxError, match=line_with_words("4 rows 6 columns patches 5")):
         model.positions((3, 5, 6), TEXT)
 
 
 def test_the_weights_return_to_the_reference_s_names(models, tmp_path):
     _, reference, model = models
-    modules.export(model, transformer_rules(model.config), tmp_path / "model.safetensors")
+    modules.export(model, transformer_weight_rules(model.config), tmp_path / "model.safetensors")
     exported = load_safetensors(tmp_path / "model.safetensors")
     expected = {key: weight.float().numpy() for key, weight in reference.state_dict().items()}
     assert exported.keys() == expected.keys()

@@ -17,11 +17,11 @@ from flax import nnx
 from tests.parity.references import StateDict, channels_last, psnr, randomise, relative_l2, run, submodule
 from tests.support.programs import caller
 from tests.support.quick import quick
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.checkpoints import modules
 from wanjax.checkpoints.network_kinds import NetworkKind, network_of
 from wanjax.converters import weight_rules
-from wanjax.converters.cogvideox.vae import vae_config, vae_rules
+from wanjax.converters.cogvideox.vae import vae_config, vae_weight_rules
 from wanjax.converters.configs import read_config
 from wanjax.errors import WanjaxError
 from wanjax.layers.tiling import Tiling, blend_tiles, split_into_tiles
@@ -30,7 +30,7 @@ from wanjax.models.cogvideox.vae_config import VAE_1_5, VAE_2B, VAE_5B, VAEConfi
 from wanjax.pipelines.frames import decode_latents, encode_frames, split_posterior
 
 BAR = 1e-5
-KIND = NetworkKind(("AutoencoderKLCogVideoX",), vae_config, {VAEConfig: CogVideoXVAE}, vae_rules, float32=True)
+KIND = NetworkKind(("AutoencoderKLCogVideoX",), vae_config, {VAEConfig: CogVideoXVAE}, vae_weight_rules, float32=True)
 SMALL = {
     "block_out_channels": (8, 16, 16, 24), "latent_channels": 4, "layers_per_block": 1, "norm_num_groups": 4,
     "sample_height": 96, "sample_width": 80, "scaling_factor": 0.7,
@@ -268,5 +268,5 @@ def test_pictures_are_scaled_as_the_checkpoint_says():
 )
 def test_other_architectures_are_refused(reference, entry, value, words):
     config = {name: x for name, x in {**reference.config, entry: value}.items() if x is not None or name != entry}
-    with pytest.raises(WanjaxError, match=naming(words)):
+    with pytest.raises(WanjaxError, match=line_with_words(words)):
         read_config("config.json", config, vae_config)

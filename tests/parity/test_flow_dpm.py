@@ -9,7 +9,7 @@ import torch
 from diffusers import DPMSolverMultistepScheduler
 
 from tests.support.flows import Flow
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.schedulers import FlowDPM, from_config, one_step
 
@@ -103,6 +103,6 @@ def test_steps_are_left_out_and_too_many_refused():
     np.testing.assert_array_equal(later.sigmas, whole.sigmas[12:])
     np.testing.assert_array_equal(later.coefficients[1:], whole.coefficients[13:])
     assert later.coefficients[0, 2] == 0
-    with pytest.raises(WanjaxError, match=naming("1,000,000 steps 100")):
+    with pytest.raises(WanjaxError, match=line_with_words("1,000,000 steps 100")):
         FlowDPM().schedule(1_000_000, shift=100.0)
     assert Flow(FlowDPM(), 5.0).schedule(1).sigmas.tolist() == [1, 0]

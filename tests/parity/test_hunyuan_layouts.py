@@ -16,7 +16,7 @@ from transformers import ByT5Tokenizer, T5Config, T5EncoderModel
 from tests.parity import hunyuan_authors as authors
 from tests.support.quick import quick
 from tests.support.tiny import compile_cache, tiny_hunyuan_checkpoint
-from tests.support.words import says
+from tests.support.words import has_line_with
 from wanjax import loading
 from wanjax.checkpoints import layout as checkpoint_layout
 from wanjax.checkpoints import sources
@@ -183,7 +183,7 @@ def test_one_of_several_transformers_is_named_by_its_folder(folder, text_pair):
     authors.add_transformer(folder, "480p_i2v_distilled_sparse", ours, ideal_resolution="480p", ideal_task="i2v")
     authors.add_transformer(folder, "1080p_sr_distilled", ours, ideal_task=None)
     messages = refusal(folder)
-    assert says(messages, f"480p_t2v 720p_i2v_distilled {folder}/transformer/480p_t2v")
+    assert has_line_with(messages, f"480p_t2v 720p_i2v_distilled {folder}/transformer/480p_t2v")
     assert "sparse" not in messages
     source = open_source(folder / "transformer/720p_i2v_distilled")
     assert source.root == folder
@@ -195,7 +195,7 @@ def test_one_of_several_transformers_is_named_by_its_folder(folder, text_pair):
     shutil.rmtree(folder / "transformer/480p_t2v")
     assert open_source(folder)["guider"].config()["guidance_scale"] == 1.0
     for name in ("480p_i2v_distilled_sparse", "1080p_sr_distilled"):
-        assert says(refusal(folder / "transformer" / name), f"{name} 480p_t2v 480p_i2v")
+        assert has_line_with(refusal(folder / "transformer" / name), f"{name} 480p_t2v 480p_i2v")
 
 
 def test_a_folder_of_another_name_is_the_model_of_its_config(folder, monkeypatch):
@@ -207,7 +207,7 @@ def test_a_folder_of_another_name_is_the_model_of_its_config(folder, monkeypatch
     authors.write_json(mine / "config.json", authors.config(ideal_task="i2v", use_meanflow=True))
     assert taken_as(open_source(mine)) == published("480p_i2v_step_distilled")
     authors.write_json(mine / "config.json", authors.config(ideal_task=None, ideal_resolution=None))
-    assert says(refusal(mine), "mine 480p_t2v")
+    assert has_line_with(refusal(mine), "mine 480p_t2v")
     alone = shutil.move(mine, folder.parent / "alone")
     authors.write_json(alone / "config.json", authors.config())
     assert set(open_source(alone).missing_components) == {
@@ -223,7 +223,7 @@ def test_a_folder_of_a_transformer_alone_lacks_the_rest(folder, part):
     shutil.rmtree(folder / "text_encoder/llm")
     assert part in open_source(folder).missing_components
     assert len(open_source(folder).missing_components) == 4
-    assert says(refusal(folder, component(part)), f"{part} transformer")
+    assert has_line_with(refusal(folder, component(part)), f"{part} transformer")
 
 
 def component(name):
@@ -276,7 +276,7 @@ HARMS = {  # by what the sentence names: what is wrong in the authors' folder, a
 def test_what_contradicts_or_is_missing_is_told(folder, words):
     harm, call = HARMS[words]
     harm(folder)
-    assert says(refusal(folder, call), words)
+    assert has_line_with(refusal(folder, call), words)
 
 
 class Shapes:
@@ -383,7 +383,7 @@ def test_files_that_are_no_model_are_told(wide, text_pair, tmp_path, name):
     tensors, words = FILES[name]
     of_vae = authors.tensors_of(text_pair[1] / "vae")
     save_safetensors(tmp_path / f"{name}.safetensors", tensors(authors.authors_transformer(wide[1]), of_vae))
-    assert says(refusal(tmp_path / f"{name}.safetensors"), words)
+    assert has_line_with(refusal(tmp_path / f"{name}.safetensors"), words)
 
 
 def test_a_file_with_the_autoencoder(wide, text_pair, tmp_path):

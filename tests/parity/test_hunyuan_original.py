@@ -9,7 +9,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DModel
 
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.checkpoints.files import Spec, Tensors
 from wanjax.converters.hunyuanvideo import diffusers as tables
 from wanjax.converters.hunyuanvideo import original
@@ -152,5 +152,5 @@ REFUSED = [  # calls, and what their sentences name
 
 @pytest.mark.parametrize(("call", "words"), REFUSED, ids=[words for _, words in REFUSED])
 def test_weights_of_another_model_are_named(call, words):
-    with pytest.raises(WanjaxError, match=naming(words)):
+    with pytest.raises(WanjaxError, match=line_with_words(words)):
         call()

@@ -22,7 +22,7 @@ from tests.parity.encoder_references import converted, qwen_reference
 from tests.parity.references import converted_t5, relative_l2, t5_reference
 from tests.support.toy_chat_tokenizer import save_chat_tokenizer
 from tests.support.toy_tokenizer import AWKWARD_PROMPTS
-from tests.support.words import says
+from tests.support.words import has_line_with
 from wanjax.pipelines.hunyuanvideo.text import (
     END,
     GLYPH_LENGTH,
@@ -154,7 +154,7 @@ def test_the_truncation_of_quoted_texts(glyph_tokenizers):
     assert none is None
     assert fits is None
     assert (cut.tokens, cut.length) == (297 + len('Text " end". ') + 1, 256)
-    assert says(str(cut), "text 311 tokens model 256")
+    assert has_line_with(str(cut), "text 311 tokens model 256")
     assert cut.cut.endswith('雨 end".')
 
 

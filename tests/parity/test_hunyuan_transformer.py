@@ -71,7 +71,7 @@ def loaded(reference, dtype=jnp.float32, partitioner=None) -> HunyuanVideoTransf
     abstract = as_shapes(lambda rngs: HunyuanVideoTransformer(config, **kw, rngs=rngs))
     return modules.load(
         with_shardings(abstract, partitioner or one_device_partitioner()),
-        tables.transformer_rules(config),
+        tables.transformer_weight_rules(config),
         StateDict(reference),
     )
 
@@ -290,7 +290,7 @@ def test_the_published_transformers(name):
     abstract = as_shapes(lambda rngs: HunyuanVideoTransformer(config, **kw, rngs=rngs))
     parameters = modules.parameters(abstract)
     specs = {key: jax.ShapeDtypeStruct(tuple(x.shape), jnp.float32) for key, x in reference.state_dict().items()}
-    weight_rules.assign(tables.transformer_rules(config), specs, parameters)
+    weight_rules.assign(tables.transformer_weight_rules(config), specs, parameters)
     assert sum(x.size for x in parameters.values()) == sum(x.numel() for x in reference.parameters())
     assert sum(x.size for x in parameters.values()) == (8_331_330_848 if config.meanflow else 8_326_608_160)
 

@@ -55,7 +55,7 @@ def loaded(reference, dtype=jnp.float32, partitioner=None) -> HunyuanVideoVAE:
     abstract = as_shapes(lambda rngs: HunyuanVideoVAE(config, **kw, rngs=rngs))
     return modules.load(
         with_shardings(abstract, partitioner or one_device_partitioner()),
-        tables.vae_rules(config),
+        tables.vae_weight_rules(config),
         StateDict(reference),
     )
 
@@ -244,6 +244,6 @@ def test_the_published_autoencoder():
     kw = {"dtype": jnp.float32, "param_dtype": jnp.float32}
     parameters = modules.parameters(as_shapes(lambda rngs: HunyuanVideoVAE(config, **kw, rngs=rngs)))
     specs = {key: jax.ShapeDtypeStruct(tuple(x.shape), jnp.float32) for key, x in reference.state_dict().items()}
-    weight_rules.assign(tables.vae_rules(config), specs, parameters)
+    weight_rules.assign(tables.vae_weight_rules(config), specs, parameters)
     assert sum(x.size for x in parameters.values()) == sum(x.numel() for x in reference.parameters())
     assert (config.spatial_factor, config.temporal_factor, config.longest_video) == (16, 4, 129)

@@ -19,7 +19,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 import wanjax
 from tests.parity.references import BAR, NEGATIVE_PROMPT, PROMPT, emphasise_mlps, largest_error, randomise, small_parts
 from tests.support.quick import quick
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
 
 pytestmark = pytest.mark.usefixtures("kept_programs")
@@ -166,5 +166,5 @@ def test_every_step(kind, places, tmp_path):
 def test_a_last_picture_needs_a_first(tmp_path):
     save(parts_of("plain"), tmp_path)
     pipe = wanjax.load(tmp_path)
-    with pytest.raises(WanjaxError, match=naming("last image first")):
+    with pytest.raises(WanjaxError, match=line_with_words("last image first")):
         pipe.encode(PROMPT, last_image=LAST, size=(HEIGHT, WIDTH), frames=FRAMES)

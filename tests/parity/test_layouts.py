@@ -21,7 +21,7 @@ from tests.support.commands import wanjax as command
 from tests.support.families import registered
 from tests.support.ggufs import write_gguf
 from tests.support.published import transformer_keys
-from tests.support.words import naming, says
+from tests.support.words import has_line_with, line_with_words
 from wanjax import loading, registry
 from wanjax.checkpoints import layout as checkpoint_layout
 from wanjax.checkpoints.convert import ToWanjax
@@ -319,7 +319,7 @@ def test_the_record_tells_both_files_by_digest(diffusers, tmp_path):
     assert record["digests"] == {str(tmp_path / name): content_digest(tmp_path / name) for name in names}
     check_files(record, ["model"])
     save(tmp_path / names[1], {key: x + np.float32(1) for key, x in tensors.items()})
-    with pytest.raises(WanjaxError, match=naming(f"model {names[1]} --model")):
+    with pytest.raises(WanjaxError, match=line_with_words(f"model {names[1]} --model")):
         check_files(record, ["model"])
 
 
@@ -436,7 +436,7 @@ def test_missing_components_are_those_of_the_published_model(
 def test_one_of_two_experts_is_not_enough(monkeypatch, tmp_path):
     monkeypatch.setattr(wan_layouts, "open_tensors", lambda path: Shapes(replace(I2V_A14B, sparse_linear=SPARSE)))
     path = tmp_path / EXPERTS[0][0]
-    with pytest.raises(WanjaxError, match=naming(f"{path.name} {EXPERTS[0][1]}")):
+    with pytest.raises(WanjaxError, match=line_with_words(f"{path.name} {EXPERTS[0][1]}")):
         wan_layouts.open_file(path)
     (tmp_path / EXPERTS[0][1]).touch()
     source = wan_layouts.open_file(path)
@@ -460,7 +460,7 @@ def refusal(path):
 def test_a_file_of_another_model_is_named(tmp_path, diffusers, name, words):
     tensors = theirs(diffusers, "transformer") if name == "tiny" else {"double_blocks.0.weight": np.ones(2, np.float32)}
     save_safetensors(tmp_path / f"{name}.safetensors", tensors)
-    assert says(refusal(tmp_path / f"{name}.safetensors"), words)
+    assert has_line_with(refusal(tmp_path / f"{name}.safetensors"), words)
 
 
 def test_an_image_encoder_by_the_authors_is_that_of_transformers(tmp_path):

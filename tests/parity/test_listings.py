@@ -18,7 +18,7 @@ from tests.parity import hunyuan_authors
 from tests.support import published_configs as published
 from tests.support.documents import ROOT
 from tests.support.listings import FILES, LISTED, file_size, names_hash
-from tests.support.published import Keys, authors_image_encoder_file
+from tests.support.published import TensorShapes, authors_image_encoder_file
 from wanjax.checkpoints.network_kinds import network_of, read_network
 from wanjax.converters.name_map import NameMap
 from wanjax.converters.wan import original
@@ -47,17 +47,17 @@ NETWORKS: dict[str, Any] = {
 }
 
 
-def keys_of(network: str) -> Keys:
+def keys_of(network: str) -> TensorShapes:
     """Return the names in diffusers and the shapes that a network of the library reads."""
     return keys_by(NETWORKS[network])
 
 
 @cache
-def keys_by(config: Any) -> Keys:
+def keys_by(config: Any) -> TensorShapes:
     return {name: spec.shape for name, spec in network_of(config, kinds()).specs.items()}
 
 
-def authors_keys(network: str) -> Keys:
+def authors_keys(network: str) -> TensorShapes:
     """Return the same by the authors' names."""
     keys = keys_of(network)
     if network in ("HUNYUAN_480P", "HUNYUAN_FEW_STEPS"):

@@ -14,7 +14,7 @@ from diffusers import WanPipeline, WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
 from tests.parity.references import StateDict, randomise
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.checkpoints import lora, lora_scales, modules
 from wanjax.checkpoints.lora_source import Lora
 from wanjax.converters.wan import diffusers as wan
@@ -194,7 +194,7 @@ def load(reader):
     """Return our network's weights from a checkpoint."""
     config = wan.transformer_config(reference().config)
     abstract = as_shapes(lambda rngs: WanTransformer(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs))
-    return modules.parameters(modules.load(abstract, wan.transformer_rules(config), reader))
+    return modules.parameters(modules.load(abstract, wan.transformer_weight_rules(config), reader))
 
 
 @pytest.mark.filterwarnings("ignore:.*have invalid shape")  # PEFT mistakes biases for factors
@@ -283,5 +283,5 @@ BLOCKS = peft.BdLoraConfig(target_modules_bd_a=["net.2"], target_modules_bd_b=["
 def test_adapters_of_other_formulas_are_refused_by_name(kind, tmp_path):
     config, name = REFUSED[kind]
     adapter(config(), tmp_path)
-    with pytest.raises(WanjaxError, match=naming(f"adapter_config.json {name}")):
+    with pytest.raises(WanjaxError, match=line_with_words(f"adapter_config.json {name}")):
         merged((Lora(str(tmp_path)).resolve_folder().file, 1.0))

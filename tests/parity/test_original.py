@@ -9,7 +9,7 @@ from diffusers.loaders import single_file_utils
 from transformers import UMT5Config, UMT5EncoderModel
 
 from tests.support.published import transformer_keys
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.checkpoints.files import Spec
 from wanjax.converters.wan import diffusers as wan
 from wanjax.converters.wan import original
@@ -181,7 +181,7 @@ REFUSED = [  # what reads tensors that tell no config, those tensors, and what t
 
 @pytest.mark.parametrize(("read", "options", "words"), REFUSED)
 def test_what_tells_no_config_is_named(read, options, words):
-    with pytest.raises(WanjaxError, match=naming(words)):
+    with pytest.raises(WanjaxError, match=line_with_words(words)):
         read(options)
 
 

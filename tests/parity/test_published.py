@@ -8,7 +8,7 @@ import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel, WanVACETransformer3DModel
 from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection, UMT5Config, UMT5EncoderModel
 
-from tests.support.published import Keys, image_encoder_keys, text_encoder_keys, transformer_keys, vae_keys
+from tests.support.published import TensorShapes, image_encoder_keys, text_encoder_keys, transformer_keys, vae_keys
 from wanjax.converters import clip
 from wanjax.converters.wan import diffusers as wan
 from wanjax.models.clip import CLIP_VIT_H
@@ -59,7 +59,7 @@ VAES = {
 }
 
 
-def keys_of(reference: torch.nn.Module) -> Keys:
+def keys_of(reference: torch.nn.Module) -> TensorShapes:
     return {key: tuple(weight.shape) for key, weight in reference.state_dict().items()}
 
 

@@ -11,7 +11,7 @@ from transformers import Qwen2_5_VLTextConfig
 
 from tests.parity.encoder_references import QWEN_SIZES, converted, qwen_reference
 from tests.parity.references import relative_l2, run
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.checkpoints import modules
 from wanjax.converters.configs import read_config
 from wanjax.converters.qwen2_vl import qwen2_vl_config, qwen2_vl_unused
@@ -150,10 +150,10 @@ def test_the_last_blocks_and_the_last_norm_are_left_out_on_purpose(models):
     assert model.blocks.norm1.scale.get_value().shape[0] == model.config.layers
     rules = QWEN2_VL.rules(model.config)
     specs = {key: jax.ShapeDtypeStruct(tuple(w.shape), jnp.float32) for key, w in reference.state_dict().items()}
-    with pytest.raises(WanjaxError, match=naming("unused layers.{4-5}.self_attn.q_proj.weight norm.weight")):
+    with pytest.raises(WanjaxError, match=line_with_words("unused layers.{4-5}.self_attn.q_proj.weight norm.weight")):
         assign(rules, specs, modules.parameters(model))
     assign(rules, specs, modules.parameters(model), ignore=qwen2_vl_unused(model.config))
-    with pytest.raises(WanjaxError, match=naming("unused layers.6.strange")):
+    with pytest.raises(WanjaxError, match=line_with_words("unused layers.6.strange")):
         assign(
             rules,
             specs | {"layers.6.strange": specs["norm.weight"]},
@@ -214,5 +214,5 @@ def test_rotary_settings_of_older_files(change):
 )
 def test_unsupported_configs_are_refused(change, output):
     entries = Qwen2_5_VLTextConfig(**QWEN_SIZES).to_dict() | change
-    with pytest.raises(WanjaxError, match=naming(output)):
+    with pytest.raises(WanjaxError, match=line_with_words(output)):
         read_config("config.json", {key: value for key, value in entries.items() if value is not None}, qwen2_vl_config)

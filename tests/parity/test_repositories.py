@@ -9,7 +9,7 @@ from huggingface_hub import constants
 
 from tests.parity import published_repositories as published
 from tests.support.quick import quick
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.checkpoints import modules
 from wanjax.checkpoints.lora import LoraFile
 from wanjax.checkpoints.lora_source import Lora
@@ -139,7 +139,7 @@ SUPER_RESOLUTION = ("720p_sr_distilled", "1080p_sr_distilled")
 def test_a_transformers_folder_of_hunyuanvideos_authors_is_its_model(hub, tmp_path, name):
     folder = published.hunyuan_transformer(tmp_path, name)
     if name in SUPER_RESOLUTION:
-        with pytest.raises(WanjaxError, match=naming(f"{name} 480p_t2v")):
+        with pytest.raises(WanjaxError, match=line_with_words(f"{name} 480p_t2v")):
             inspect_checkpoint(folder)
         return
     published.fill(hub, open_source(folder).fallback_repo)

@@ -14,7 +14,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 
 from tests.parity.encoder_references import SIGLIP_SIZES, converted, siglip_reference
 from tests.parity.references import StateDict, relative_l2
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.checkpoints import modules
 from wanjax.checkpoints.files import Tensors
 from wanjax.checkpoints.network_kinds import Network
@@ -114,7 +114,7 @@ def test_present_and_former_file_formats(models):
 )
 def test_unsupported_configs_are_refused(change, output):
     entries = SiglipVisionConfig(**SIGLIP_SIZES).to_dict() | change
-    with pytest.raises(WanjaxError, match=naming(output)):
+    with pytest.raises(WanjaxError, match=line_with_words(output)):
         read_config("config.json", {key: value for key, value in entries.items() if value is not None}, siglip_config)
 
 
@@ -147,5 +147,5 @@ def test_unsupported_preprocessing_is_refused(change, output, tmp_path):
     file = tmp_path / "preprocessor_config.json"
     entries = json.loads(file.read_text()) | change
     file.write_text(json.dumps({key: value for key, value in entries.items() if value is not None}))
-    with pytest.raises(WanjaxError, match=naming(output)):
+    with pytest.raises(WanjaxError, match=line_with_words(output)):
         StretchingImageProcessor.load(tmp_path)

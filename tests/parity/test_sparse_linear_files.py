@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional
 
 from tests.support.compare import error
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.checkpoints.network_kinds import network
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import AttentionConfig, SparseLinear
@@ -236,5 +236,5 @@ def test_a_file_without_the_projection_of_a_block(tmp_path):
     torch.save(damaged, tmp_path / "model.pth")
     source = open_source(tmp_path / "model.pth")
     read = network(source, "transformer", NETWORKS)
-    with pytest.raises(WanjaxError, match=naming("missing blocks.1.attn1.proj_l.bias")):
+    with pytest.raises(WanjaxError, match=line_with_words("missing blocks.1.attn1.proj_l.bias")):
         source["transformer"].load(read.abstract(dtype=jnp.float32, param_dtype=jnp.float32), read.rules)

@@ -15,7 +15,7 @@ from tests.support.quick import quick
 from wanjax.checkpoints.files import load_safetensors
 from wanjax.checkpoints.modules import export
 from wanjax.converters.configs import read_config
-from wanjax.converters.t5 import t5_config, t5_rules
+from wanjax.converters.t5 import t5_config, t5_weight_rules
 from wanjax.converters.weight_rules import assign
 from wanjax.errors import WanjaxError
 from wanjax.layers.placement import as_shapes
@@ -149,14 +149,14 @@ def test_umt5_xxl_has_the_reference_s_parameters():
         key: jax.ShapeDtypeStruct(tuple(weight.shape), jnp.bfloat16) for key, weight in reference.state_dict().items()
     }
     assert "encoder.embed_tokens.weight" in theirs  # tied; some files hold it twice
-    assignments = assign(t5_rules(UMT5_XXL), theirs, ours)
+    assignments = assign(t5_weight_rules(UMT5_XXL), theirs, ours)
     assert {key for each in assignments for key in each.sources} == set(theirs) - {"encoder.embed_tokens.weight"}
     assert sum(w.size for w in ours.values()) == sum(weight.numel() for weight in reference.parameters())
 
 
 def test_the_weights_return_to_the_reference_s_names(models, tmp_path):
     reference, model = models
-    export(model, t5_rules(model.config), tmp_path / "model.safetensors")
+    export(model, t5_weight_rules(model.config), tmp_path / "model.safetensors")
     exported = load_safetensors(tmp_path / "model.safetensors")
     expected = {key: weight.numpy() for key, weight in reference.state_dict().items()}
     del expected["encoder.embed_tokens.weight"]

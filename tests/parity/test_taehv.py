@@ -29,7 +29,7 @@ from tests.support.tiny import (
     tiny_hunyuan_checkpoint,
     tiny_residual_checkpoint,
 )
-from tests.support.words import naming, says
+from tests.support.words import has_line_with, line_with_words
 from wanjax.converters.wan import original
 from wanjax.errors import WanjaxError
 from wanjax.media.video import read_metadata
@@ -223,7 +223,7 @@ def test_a_pruned_autoencoder_decodes(tmp_path):
 def test_an_autoencoder_of_other_frames_is_refused(tmp_path):
     _, tensors = autoencoder(base_dim=8, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[True])
     save_file(tensors, tmp_path / "vae.safetensors")
-    with pytest.raises(WanjaxError, match=naming("vae.safetensors no decoder pixels 2 8")):
+    with pytest.raises(WanjaxError, match=line_with_words("vae.safetensors no decoder pixels 2 8")):
         wanjax.load("nano", decoder=tmp_path / "vae.safetensors")
 
 
@@ -248,9 +248,9 @@ def test_the_command_line_decodes_with_it(tmp_path, monkeypatch):
     assert with_it != without
     other = layers(16, 1, (1, 2, 2))
     torch.save(OrderedDict(other | {"decoder.22.bias": other["decoder.22.bias"] + 1}), "tae.pth")
-    assert says(refused("--from", "one", "--out", "four"), "decoder tae.pth contents changed --decoder")
+    assert has_line_with(refused("--from", "one", "--out", "four"), "decoder tae.pth contents changed --decoder")
     torch.save(OrderedDict(other), "tae.safetensors")
-    assert says(refused("a red circle", "--decoder", "tae.safetensors"), "tae.safetensors")
+    assert has_line_with(refused("a red circle", "--decoder", "tae.safetensors"), "tae.safetensors")
 
 
 def test_the_command_line(tmp_path, monkeypatch):
@@ -258,7 +258,7 @@ def test_the_command_line(tmp_path, monkeypatch):
     torch.save(OrderedDict(layers(16, 1, (1, 2, 2))), "tae.pth")
     torch.save(OrderedDict(layers(32, 1, (1, 2, 2))), "other.pth")
     options = ("a red circle", "--steps", "1", "--dir", "one", "--preview-decoder")
-    assert says(refused(*options, "other.pth"), "latents 32 channels 16")
+    assert has_line_with(refused(*options, "other.pth"), "latents 32 channels 16")
     succeeded(command(*options, "tae.pth"))
     with Image.open("one/preview.png") as page:
         assert page.size == (2 * 5 * 64, 2 * 64)
@@ -282,7 +282,7 @@ def test_another_file_is_refused(harm, why, tmp_path):
     tensors = layers(7, 1, (1, 2, 2))
     harm(tensors)
     torch.save(OrderedDict(tensors), tmp_path / "tae.pth")
-    with pytest.raises(WanjaxError, match=naming(why)):
+    with pytest.raises(WanjaxError, match=line_with_words(why)):
         read_tiny_decoder(tmp_path / "tae.pth", 7)
 
 
@@ -299,5 +299,5 @@ def test_another_decoder_is_refused_before_a_step(tmp_path, sizes, words):
     folder = tiny_checkpoint(tmp_path / "model")
     if sizes:
         torch.save(OrderedDict(layers(*sizes)), tmp_path / "tae.pth")
-    with pytest.raises(WanjaxError, match=naming(words)):
+    with pytest.raises(WanjaxError, match=line_with_words(words)):
         wanjax.load(folder, decoder=tmp_path / "tae.pth")

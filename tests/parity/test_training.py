@@ -42,8 +42,8 @@ from wanjax.training.saving import save_lora
 pytestmark = pytest.mark.usefixtures("kept_programs")
 
 FILE = "diffusion_pytorch_model.safetensors"
-STEPS, CLIPS, RATE = 3, 2, 1e-3
-LATENTS = (CLIPS, LATENT_CHANNELS, 3, 4, 6)
+STEPS, BATCH_SIZE, RATE = 3, 2, 1e-3
+LATENTS = (BATCH_SIZE, LATENT_CHANNELS, 3, 4, 6)
 LORA = LoraConfig(rank=4, alpha=6.0, targets=("to_q", "to_k", "to_v", "to_out.0"))
 OPTIMIZER = OptimizerConfig(learning_rate=RATE, max_grad_norm=0.0, weight_decay=0.01, beta2=0.999)
 
@@ -55,7 +55,7 @@ def normal(seed, *shape):
 class Wan:
     """A Wan model, whose noise levels are fractions of a thousand timesteps."""
 
-    component, text = "transformer", (CLIPS, 512, TEXT_WIDTH)
+    component, text = "transformer", (BATCH_SIZE, 512, TEXT_WIDTH)
     fractions = np.array([0.31, 0.77], np.float32)
 
     def __init__(self, folder):
@@ -88,8 +88,8 @@ class WanImage(Wan):
     @cached_property
     def beside(self):
         return {
-            "condition": normal(5, CLIPS, LATENT_CHANNELS + 4, *LATENTS[2:]),
-            "image_embeds": normal(6, CLIPS, 5, 16),
+            "condition": normal(5, BATCH_SIZE, LATENT_CHANNELS + 4, *LATENTS[2:]),
+            "image_embeds": normal(6, BATCH_SIZE, 5, 16),
         }
 
     def made(self, folder):
@@ -117,7 +117,7 @@ class WanExpert(Wan):
 class CogVideoX:
     """CogVideoX-1.5; the reference weights the error of the clean sample, as its training script does."""
 
-    component, text = "transformer", (CLIPS, TEXT_LENGTH, TEXT_WIDTH)
+    component, text = "transformer", (BATCH_SIZE, TEXT_LENGTH, TEXT_WIDTH)
     timesteps = np.array([310, 771])
 
     def __init__(self, folder):

@@ -34,7 +34,7 @@ def reference() -> CLIPVisionModel:
 def load(json: dict, reader) -> CLIPVision:
     config = clip.clip_config(json)
     abstract = as_shapes(lambda rngs: CLIPVision(config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=rngs))
-    return modules.load(abstract, clip.clip_rules(config), reader, ignore=clip.clip_unused(config))
+    return modules.load(abstract, clip.clip_weight_rules(config), reader, ignore=clip.clip_unused(config))
 
 
 @torch.no_grad()

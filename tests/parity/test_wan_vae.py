@@ -280,13 +280,15 @@ def test_bfloat16_is_no_further_from_float32_than_the_reference_s_own(models, st
     size = (96, 96)  # of few values, roundings are as large as chance has them: twice the reference's, or half of them
     x, z = video(5, size), latents(models, 5, size)
 
-    def made(stream: str, source: torch.Tensor) -> np.ndarray:
-        cells = channels_last(source)
-        first, cache = streams[stream](vae, cells[:, :1], None)
-        rest, _ = streams[stream](vae, cells[:, 1:], cache)
+    def run_in_two_chunks(direction: str, source: torch.Tensor) -> np.ndarray:
+        x_channels_last = channels_last(source)
+        first, cache = streams[direction](vae, x_channels_last[:, :1], None)
+        rest, _ = streams[direction](vae, x_channels_last[:, 1:], cache)
         return np.moveaxis(np.concatenate([first, rest], axis=1), -1, 1)
 
     exact = reference_latents(reference, x)
-    assert relative_l2(made("encode", x * 2 - 1), exact) <= 1.1 * relative_l2(reference_latents(half, x), exact)
+    assert relative_l2(run_in_two_chunks("encode", x * 2 - 1), exact) <= 1.1 * relative_l2(
+        reference_latents(half, x), exact
+    )
     exact = reference_frames(reference, z)
-    assert relative_l2(made("decode", z), exact) <= 1.1 * relative_l2(reference_frames(half, z), exact)
+    assert relative_l2(run_in_two_chunks("decode", z), exact) <= 1.1 * relative_l2(reference_frames(half, z), exact)

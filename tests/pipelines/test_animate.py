@@ -13,7 +13,7 @@ import wanjax
 from tests.support.devices import on_eight_devices
 from tests.support.small_wan import animate_conditioning, animate_pipeline
 from tests.support.tiny import tiny_animate_checkpoint
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention import kernel_with_lse
 from wanjax.kernels.attention.clip_kv import attention_with_frames, store_clip_kv
@@ -110,12 +110,12 @@ def test_a_picture_keeps_its_proportions_on_black():
     ],
 )
 def test_settings_that_no_segment_has(changes, words):
-    with pytest.raises(WanjaxError, match=naming(words)):
+    with pytest.raises(WanjaxError, match=line_with_words(words)):
         WINDOWING.check(replace(SETTINGS, **changes), "video")
 
 
 def test_a_picture_without_a_second_side_is_refused():
-    with pytest.raises(WanjaxError, match=naming("picture 9000x3 size")):
+    with pytest.raises(WanjaxError, match=line_with_words("picture 9000x3 size")):
         video_size((3, 9000), 640 * 800, 16, "official")
 
 
@@ -209,7 +209,7 @@ def test_caches_and_guidance_rules_work_with_a_clip():
         assert np.isfinite(changed).all()
         assert (changed != plain).any(), change
     video = pipe.settings(frames=9, windows=3)
-    with pytest.raises(WanjaxError, match=naming("driving clip training")):
+    with pytest.raises(WanjaxError, match=line_with_words("driving clip training")):
         pipe.model.spec.check_trainable(video)
 
 

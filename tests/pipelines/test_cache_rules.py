@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import wanjax
-from tests.support.recorded import times
-from tests.support.words import naming
+from tests.support.recorded import run_counts
+from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.loading import abstract_pipeline
 from wanjax.pipelines.caching.cache_tables import (
@@ -276,7 +276,7 @@ def test_a_text_names_a_rule(text):
     ],
 )
 def test_other_texts_are_refused(text, told):
-    with pytest.raises(WanjaxError, match=naming(told)):
+    with pytest.raises(WanjaxError, match=line_with_words(told)):
         cache_rule(text)
 
 
@@ -325,7 +325,7 @@ def test_a_rule_is_completed_with_the_checkpoints_settings():
     ],
 )
 def test_a_rule_that_a_model_cannot_have_is_refused(text, given, told):
-    with pytest.raises(WanjaxError, match=naming(told)):
+    with pytest.raises(WanjaxError, match=line_with_words(told)):
         chosen(text, **given)
 
 
@@ -391,7 +391,7 @@ BAD_TABLES = [
 def test_a_bad_table_is_refused(tmp_path, text, words):
     file = tmp_path / "caches.json"
     file.write_text(text)
-    with pytest.raises(WanjaxError, match=naming(f"{file} {words}")):
+    with pytest.raises(WanjaxError, match=line_with_words(f"{file} {words}")):
         read_tables(file)
 
 
@@ -445,16 +445,16 @@ def test_a_plan_counts_the_second_experts_first_step(cache):
     first, second = spec.phases(spec.schedule(settings), settings)
     assert first.start == 0 < len(first.steps) == second.start
     assert len(first.steps) + len(second.steps) == settings.steps
-    found = times(abstract_pipeline(replace(model, settings=settings), one_device_partitioner()), settings)
-    assert found["step"] + found["reusing_step"] == settings.steps
+    counts = run_counts(abstract_pipeline(replace(model, settings=settings), one_device_partitioner()), settings)
+    assert counts["step"] + counts["reusing_step"] == settings.steps
     if cache.startswith("deepcache"):
         by_number = {i for i in range(2, 39) if (i - 2) % 7}
         assert second.start in by_number
-        assert found["reusing_step"] == len(by_number - {second.start})
+        assert counts["reusing_step"] == len(by_number - {second.start})
 
 
 def test_a_plan_counts_all_steps_but_one_as_whole_where_weights_decide():
     model = model_description("wan2.1-t2v-14b")
     settings = replace(model.settings, cache="teacache")
-    found = times(abstract_pipeline(replace(model, settings=settings), one_device_partitioner()), settings)
-    assert (found["step"], found["reusing_step"]) == (49, 1)  # so that a warm-up compiles both
+    counts = run_counts(abstract_pipeline(replace(model, settings=settings), one_device_partitioner()), settings)
+    assert (counts["step"], counts["reusing_step"]) == (49, 1)  # so that a warm-up compiles both

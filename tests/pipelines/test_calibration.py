@@ -14,7 +14,7 @@ from tests.support.commands import wanjax as command
 from tests.support.compare import error
 from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_hunyuan_checkpoint
-from tests.support.words import naming, says
+from tests.support.words import has_line_with, line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.caching.cache_tables import Magnitudes, Tables
 from wanjax.pipelines.caching.calibration import Measurements, measure, reused_steps, tables_from
@@ -71,7 +71,7 @@ def test_tables_fit_what_was_measured():
         Measurements(run.ratios[:, :9], run.output_changes[:, :9], run.embedding_changes[:9], run.phases)
         for run in runs
     ]
-    with pytest.raises(WanjaxError, match=naming("9 steps model 10")):
+    with pytest.raises(WanjaxError, match=line_with_words("9 steps model 10")):
         tables_from(few)
 
 
@@ -81,7 +81,7 @@ def test_the_command_keeps_tables_where_the_cache_finds_them(tmp_path, monkeypat
     folder = str(tiny_checkpoint(tmp_path / "model"))
     small = ("--size", "32x32", "--frames", "9", "--steps", "12", "--guidance-scale", "3")
     told = refused("a", "--model", folder, "--cache", "magcache")
-    assert says(told, f"table {folder} magcache calibrate")
+    assert has_line_with(told, f"table {folder} magcache calibrate")
     told = succeeded(command("calibrate", folder, *small, "--with-prompt", "a cat", "--with-prompt", "a dog")).stderr
     assert "prompt 2 of 2: a dog" in told
     (file,) = (tmp_path / "data" / "wanjax" / "caches").glob("model-*.json")
@@ -94,4 +94,4 @@ def test_the_command_keeps_tables_where_the_cache_finds_them(tmp_path, monkeypat
     assert list(tables.changes.polynomial) == kept["teacache"]["polynomial"]
     file.write_text(json.dumps(kept | {"magcache": kept["magcache"] | {"prompt": [1.0]}}))
     told = refused("a", "--model", folder, "--cache", "magcache")
-    assert says(told, "1 ratio prompt 12 negative")
+    assert has_line_with(told, "1 ratio prompt 12 negative")

@@ -61,7 +61,7 @@ def test_oklab_has_published_values():
     np.testing.assert_allclose(oklab_to_srgb(srgb_to_oklab(colours)), colours, atol=1e-6)
 
 
-class Seams(Observer):
+class SeamRecorder(Observer):
     def __init__(self):
         self.seams = []
 
@@ -73,7 +73,7 @@ def test_a_run_matches_its_windows_and_tells_their_drift(tmp_path):
     pipe = wanjax.load(tiny_control_checkpoint(tmp_path / "control"))
     videos, seams = {}, {}
     for match in ("none", "colour"):
-        observer = Seams()
+        observer = SeamRecorder()
         pictures, settings = pipe.prepare(
             prompt="a cat", windows=2, overlap=5, match=match, seed=3, frames=9, height=32, width=32, steps=2
         )

@@ -11,7 +11,7 @@ import wanjax
 from tests.support.commands import succeeded
 from tests.support.commands import wanjax as run
 from tests.support.tiny import tiny_control_checkpoint
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError, WanjaxWarning
 from wanjax.media.bounds import MEDIA_LIMITS
 from wanjax.media.metadata import load_settings
@@ -64,7 +64,7 @@ def test_a_first_and_a_last_picture_are_kept_frames_of_a_clip(pipe, last):
 
 def test_a_first_picture_takes_the_place_of_a_clip_s_first_frame(pipe):
     mask = whole([255] * 3 + [0] * 6)
-    with pytest.warns(WanjaxWarning, match=naming("later frames guided by clip")):
+    with pytest.warns(WanjaxWarning, match=line_with_words("later frames guided by clip")):
         composed = condition(pipe, image=FIRST, video=CLIP, mask=mask)
     clip, other_mask = np.concatenate([FIRST[None], CLIP[1:]]), whole([0, 255, 255] + [0] * 6)
     np.testing.assert_array_equal(composed, condition(pipe, video=clip, mask=other_mask))
@@ -117,13 +117,13 @@ def test_the_size_follows_from_the_clip_with_its_margins(pipe):
     ],
 )
 def test_other_margins_are_one_sentence(pipe, keywords, words):
-    with pytest.raises(WanjaxError, match=naming(words)) as error:
+    with pytest.raises(WanjaxError, match=line_with_words(words)) as error:
         pipe.prepare(**keywords)
     assert "\n" not in str(error.value)
 
 
 def test_a_model_without_a_mask_has_no_margins():
-    with pytest.raises(WanjaxError, match=naming("nano no setting outpaint")):
+    with pytest.raises(WanjaxError, match=line_with_words("nano no setting outpaint")):
         wanjax.load("nano").settings(outpaint="8,0,8,0")
 
 

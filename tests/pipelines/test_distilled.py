@@ -11,7 +11,7 @@ import pytest
 import wanjax
 from tests.support.commands import succeeded
 from tests.support.commands import wanjax as command
-from tests.support.words import says
+from tests.support.words import has_line_with
 from wanjax.checkpoints.files import save_safetensors
 from wanjax.checkpoints.lora_source import Lora
 from wanjax.errors import WanjaxWarning
@@ -125,8 +125,8 @@ def test_a_lora_asks_for_what_the_preset_that_has_it_does(name):
     same = {key: getattr(preset.defaults, key) for key in ("model", "height", "width", "frames")}
     assert result.settings.updated(same) == preset.defaults
     assert result.model.scheduler == model_description(name).model.scheduler
-    assert says(message, f"distilled 4 steps guidance 1 shift {preset.defaults.flow_shift:g}")
-    assert not says(message, "together")
+    assert has_line_with(message, f"distilled 4 steps guidance 1 shift {preset.defaults.flow_shift:g}")
+    assert not has_line_with(message, "together")
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_pair_of_loras_counts_once_and_half_a_pair_does_not():
     for half in (high, low):
         result, [messages] = applied("wan2.2-t2v-a14b", half)
         assert result == model_description("wan2.2-t2v-a14b")
-        assert says(messages, f"{half} expert 40 steps")
+        assert has_line_with(messages, f"{half} expert 40 steps")
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_a_pair_of_loras_counts_once_and_half_a_pair_does_not():
 def test_the_newer_pairs_of_lightx2v_run_two_steps_each(model, names, noises):
     """As configs/distill/wan22 of LightX2V does: boundary_step_index 2, and steps at 1000, 937.5, 833.3 and 625."""
     result, [messages] = applied(model, *(f"{noise.lower()}={names.format(noise)}.safetensors" for noise in noises))
-    assert says(messages, "distilled 4 steps guidance 1 shift 5 euler")
+    assert has_line_with(messages, "distilled 4 steps guidance 1 shift 5 euler")
     assert "together" not in messages
     schedule = result.model.spec.schedule(result.settings)
     np.testing.assert_allclose(schedule.timesteps, [1000, 937.5, 2500 / 3, 625], rtol=1e-6)
@@ -197,7 +197,7 @@ def test_a_lora_of_guidance_leaves_the_steps_to_another_in_either_order():
             1.0,
             "euler",
         )
-        assert says(messages, f"{few} distilled 4 steps guidance 1 shift 5")
+        assert has_line_with(messages, f"{few} distilled 4 steps guidance 1 shift 5")
         assert "together" not in messages
     result, [messages] = applied("wan2.1-t2v-14b", guidance)
     assert (result.settings.steps, result.settings.guidance_scale) == (50, 1.0)
@@ -208,11 +208,11 @@ def test_several_loras_and_a_model_that_is_distilled_already_are_told():
     other = "Wan21_AccVid_T2V_14B_lora_rank32_fp16.safetensors"
     result, [message] = applied("wan2.1-t2v-14b", FEW, other)
     assert result.settings.steps == 4  # of the first
-    assert says(message, f"{FEW} {other} together")
+    assert has_line_with(message, f"{FEW} {other} together")
     for model in ("wan2.1-t2v-14b-4step", "wan2.1-t2v-14b-rcm-480p"):
         result, [message] = applied(model, other)
         assert result == model_description(model)
-        assert says(message, f"{other} {model} itself keeps 4 steps")
+        assert has_line_with(message, f"{other} {model} itself keeps 4 steps")
 
 
 @pytest.mark.parametrize("lora", [f"{FEW}:0", f"{FEW}:-0.5", "lightning_bolt.safetensors"])
@@ -252,7 +252,7 @@ def test_a_converted_checkpoint_with_such_a_lora_keeps_its_settings(lora, tmp_pa
     messages = []
     pipe = wanjax.load(tmp_path / "made", note=messages.append)
     assert (pipe.defaults.steps, pipe.defaults.guidance_scale, pipe.scheduler) == (4, 1.0, parse("euler"))
-    assert says(messages[0], "made distilled 4 steps")
+    assert has_line_with(messages[0], "made distilled 4 steps")
 
 
 def test_the_command_takes_them_too_and_makes_the_same_again(lora, tmp_path, monkeypatch):
@@ -261,7 +261,7 @@ def test_the_command_takes_them_too_and_makes_the_same_again(lora, tmp_path, mon
     Path("a.toml").write_text("[generate]\nsteps = 3\n")
     small = ("--size", "32x32", "--frames", "5", "--lora", lora)
     result = succeeded(command("generate", "a red circle", "--out", "a.mp4", *small))
-    assert says(result.stderr, f"{FEW} distilled 4 steps")
+    assert has_line_with(result.stderr, f"{FEW} distilled 4 steps")
     record = read_metadata("a.mp4")
     assert [record[x] for x in ("steps", "guidance_scale", "flow_shift", "scheduler")] == [4, 1.0, 5.0, "euler"]
     succeeded(command("generate", "a red circle", "--out", "b.mp4", "--config", "a.toml", *small))

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from tests.support.small_wan import network, pipeline, transformer_config
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.models.wan.transformer import WanTransformer
 from wanjax.pipelines.components import Components, MakeRoom
@@ -72,7 +72,7 @@ def test_more_steps_of_the_first_expert_than_there_are_are_refused():
     pipe.model = replace(pipe.model, experts=True)
     pipe.defaults = replace(pipe.defaults, boundary=0.9, boundary_step=0, guidance_scale_2=1.0)
     assert pipe.settings(steps=4, boundary_step=4).boundary_step == 4
-    with pytest.raises(WanjaxError, match=naming("boundary_step at most steps 4 5")):
+    with pytest.raises(WanjaxError, match=line_with_words("boundary_step at most steps 4 5")):
         pipe.settings(steps=4, boundary_step=5)
 
 

@@ -17,7 +17,7 @@ from tests.support.tiny import (
     tiny_hunyuan_checkpoint,
     tiny_image_checkpoint,
 )
-from tests.support.words import naming, says
+from tests.support.words import has_line_with, line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.media.metadata import load_settings
 from wanjax.media.video import read_metadata
@@ -125,7 +125,7 @@ def test_noise_levels_follow_unless_they_are_given(wan):
 def test_models_without_two_references_have_the_levels_of_comfy_too(hunyuan, newer):
     pipe = library.load(hunyuan)
     assert (pipe.settings().sigmas, pipe.settings(sigmas="comfy").sigmas) == ("official", "comfy")
-    with pytest.raises(WanjaxError, match=naming("diffusers sigmas official comfy")):
+    with pytest.raises(WanjaxError, match=line_with_words("diffusers sigmas official comfy")):
         pipe.settings(sigmas="diffusers")
     with pytest.raises(WanjaxError, match="sigmas"):
         library.load(newer).settings(sigmas="comfy")
@@ -175,11 +175,11 @@ def test_stages(newer, image):
     for stage in ("denoise", "decode"):
         succeeded(wanjax(stage, "--dir", "d", *(SMALL[4:] if stage == "denoise" else ())))
     assert read_metadata("d/output_video.mp4")["follow"] == "diffusers"
-    assert says(refused("denoise", "--dir", "d", "--force", "--follow", "official"), "226 224")
+    assert has_line_with(refused("denoise", "--dir", "d", "--force", "--follow", "official"), "226 224")
 
     Image.fromarray(np.full((16, 48, 3), 90, np.uint8)).save("wide.png")
     succeeded(wanjax("encode", "a", "--model", image, "--image", "wide.png", *SMALL[:4], "--dir", "e"))
-    assert says(refused("denoise", "--dir", "e", "--follow", "diffusers"), "official --follow diffusers")
+    assert has_line_with(refused("denoise", "--dir", "e", "--follow", "diffusers"), "official --follow diffusers")
     succeeded(wanjax("denoise", "--dir", "e", "--sigmas", "diffusers", *SMALL[4:]))
     left = load_settings(Path("e"))
     assert (left["follow"], left["sigmas"]) == ("official", "diffusers")

@@ -18,7 +18,7 @@ from tests.support.tiny import (
     tiny_control_checkpoint,
     tiny_image_checkpoint,
 )
-from tests.support.words import naming, says
+from tests.support.words import has_line_with, line_with_words
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.cli import main
 from wanjax.errors import WanjaxError, WanjaxWarning
@@ -101,7 +101,7 @@ def test_a_size_that_cuts_off_much_of_a_picture_is_noted():
     """The grid of nano is 16 pixels, so that 2:1 becomes 80x32."""
     pipe = wanjax.load("nano")
     picture = np.zeros((32, 64, 3), np.uint8)
-    with pytest.warns(WanjaxWarning, match=naming("80x32 20% of the 64x32 picture is cut off")):
+    with pytest.warns(WanjaxWarning, match=line_with_words("80x32 20% of the 64x32 picture is cut off")):
         assert pipe.prepare(image=picture)[1].size == (32, 80)
     for keywords in ({"size": "64x32"}, {"resize": "pad"}, {"size": "80x32"}):  # a given size is a choice
         pipe.prepare(image=picture, **keywords)
@@ -114,7 +114,7 @@ def test_a_size_by_its_lines_has_the_picture_s_proportions(models):
     assert by_name == {"32p": (16, 64), "square": (32, 32)}
     assert pipe.settings(size="square").size == (32, 32)
     for size in ("720p", "portrait", "Square"):
-        with pytest.raises(WanjaxError, match=naming(f"'{size}' 32p, square")):
+        with pytest.raises(WanjaxError, match=line_with_words(f"'{size}' 32p, square")):
             pipe.settings(size=size)
 
 
@@ -139,7 +139,7 @@ def test_control(models):
     save_safetensors("noise.safetensors", {"noise": noise})
     succeeded(run("denoise", "--noise", "noise.safetensors", "--force"))
     save_safetensors("noise.safetensors", {"noise": noise[:, :, 2:]})
-    assert says(refused("denoise", "--noise", "noise.safetensors", "--force"), "video [1, 4, 4, 4, 4]")
+    assert has_line_with(refused("denoise", "--noise", "noise.safetensors", "--force"), "video [1, 4, 4, 4, 4]")
 
 
 def test_the_library_takes_the_size_from_what_was_encoded(models):
@@ -179,7 +179,7 @@ def test_the_library_takes_the_size_from_what_was_encoded(models):
     ],
 )
 def test_refused_pictures(models, model, options, message):
-    assert says(refused("a", "--model", models[model], *options.split()), message)
+    assert has_line_with(refused("a", "--model", models[model], *options.split()), message)
     assert files(".") == []
 
 
@@ -205,7 +205,7 @@ ENCODED = {  # by the model that encodes
 def test_stages_that_do_not_fit(models, encoding, options, denoising, words):
     succeeded(run("encode", "a", "--model", models[encoding], *ENCODED[encoding]))
     model = ("--model", models[denoising]) if denoising else ()
-    assert says(refused("denoise", *options, *model), words)
+    assert has_line_with(refused("denoise", *options, *model), words)
 
 
 def change(file: Path, **entries) -> None:
@@ -253,7 +253,7 @@ def test_checkpoints_that_contradict_themselves(models, tmp_path, model, file, e
     picture = ["--image", "../square.png"] if model == "image" else []
     result = CliRunner().invoke(main, ["a", "--model", str(damaged), *picture], prog_name="wanjax")
     assert result.exit_code == 2
-    assert says(result.stderr, message)
+    assert has_line_with(result.stderr, message)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_a_file_that_lacks_an_entry(models, tmp_path, file, entry):
     damaged = Path(shutil.copytree(models["image"], tmp_path / "damaged"))
     entries = json.loads((damaged / file).read_text())
     (damaged / file).write_text(json.dumps({name: value for name, value in entries.items() if name != entry}))
-    with pytest.raises(WanjaxError, match=naming(f"no {entry}")):
+    with pytest.raises(WanjaxError, match=line_with_words(f"no {entry}")):
         wanjax.load(damaged).encode("a", image="../square.png", frames=5)
 
 

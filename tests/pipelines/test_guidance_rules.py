@@ -27,7 +27,7 @@ from tests.support.tiny import (
     tiny_hunyuan_checkpoint,
     tiny_image_checkpoint,
 )
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.media.video import read_metadata
 from wanjax.pipelines.denoiser import take_step
@@ -254,7 +254,7 @@ def test_other_texts_are_refused(text, why):
     if text == "nag:":
         assert guidance_rule(text) == guidance_rule("nag")
         return
-    with pytest.raises(WanjaxError, match=naming(why)):
+    with pytest.raises(WanjaxError, match=line_with_words(why)):
         guidance_rule(text)
 
 
@@ -274,7 +274,7 @@ NOTHING = [  # the model, what calls it, its settings, and what the sentence nam
 
 @pytest.mark.parametrize(("model", "call", "options", "words"), NOTHING)
 def test_what_would_do_nothing_is_refused_before_a_prompt_is_read(load, model, call, options, words):
-    with pytest.raises(WanjaxError, match=naming(words)):
+    with pytest.raises(WanjaxError, match=line_with_words(words)):
         getattr(load(model), call)(**(SMALL | options if call == "prepare" else options))
 
 

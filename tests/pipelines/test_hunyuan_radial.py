@@ -12,7 +12,7 @@ import wanjax
 from tests.support.commands import succeeded
 from tests.support.commands import wanjax as run
 from tests.support.compare import error
-from tests.support.recorded import times
+from tests.support.recorded import run_counts
 from tests.support.tiny import tiny_hunyuan_checkpoint
 from wanjax.checkpoints.files import load_safetensors
 from wanjax.kernels.attention import VideoTextPair, attention
@@ -122,7 +122,7 @@ def test_a_step_that_reuses_needs_no_dense_program(folder):
     pipe = load(folder)
     settings = pipe.settings(**VIDEO, steps=10, cache="deepcache:0,10,2")
     others = {"begin": 1, "context": 1, "finish": 1}
-    assert times(pipe, settings) == others | {"step": 3, "reusing_step": 5, "dense_step": 2}
+    assert run_counts(pipe, settings) == others | {"step": 3, "reusing_step": 5, "dense_step": 2}
 
 
 @pytest.mark.slow

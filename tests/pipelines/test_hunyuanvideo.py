@@ -17,7 +17,7 @@ from tests.support.compare import error
 from tests.support.programs import begun
 from tests.support.quick import quick
 from tests.support.tiny import tiny_hunyuan_checkpoint
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.checkpoints.files import load_safetensors
 from wanjax.errors import WanjaxError
 from wanjax.media.stage_files import EMBEDDINGS_FILE, LATENTS_FILE, VIDEO_SHAPE_TENSOR
@@ -176,34 +176,34 @@ def features(pipe, name, change):
 
 @pytest.mark.parametrize(("call", "words"), OF_TEXT)
 def test_what_a_model_from_text_refuses(models, call, words):
-    with pytest.raises(WanjaxError, match=naming(words)):
+    with pytest.raises(WanjaxError, match=line_with_words(words)):
         call(wanjax.load(models["text"]))
 
 
-def with_another_guider(text, image, picture, folder):
+def with_another_guider(t2v_pipe, i2v_pipe, picture, folder):
     guider = tiny_hunyuan_checkpoint(folder) / "guider" / "guider_config.json"
     guider.write_text(json.dumps({"guidance_scale": 6.0, "guidance_rescale": 0.7}))
     return wanjax.load(folder)
 
 
-OF_PICTURES = {  # calls of a model from text and one from pictures, with a picture and a folder
-    "image video": lambda text, image, *_: image.encode("a cat"),
-    "image_embeds missing needs": lambda text, image, *_: image.denoise(text.encode("a cat")),
+PICTURE_ERRORS = {  # calls of a model from text and one from pictures, with a picture and a folder
+    "image video": lambda t2v_pipe, i2v_pipe, *_: i2v_pipe.encode("a cat"),
+    "image_embeds missing needs": lambda t2v_pipe, i2v_pipe, *_: i2v_pipe.denoise(t2v_pipe.encode("a cat")),
     "image_embeds text video not use": (
-        lambda text, image, picture, _: text.denoise(image.encode("a cat", image=picture))
+        lambda t2v_pipe, i2v_pipe, picture, _: t2v_pipe.denoise(i2v_pipe.encode("a cat", image=picture))
     ),
     "64x32 48x32 encode size": (
-        lambda text, image, picture, _: image.denoise(image.encode("a cat", image=picture), size=(32, 48))
+        lambda t2v_pipe, i2v_pipe, picture, _: i2v_pipe.denoise(i2v_pipe.encode("a cat", image=picture), size=(32, 48))
     ),
     "guidance_rescale 0.7 0.0": with_another_guider,
 }
 
 
-@pytest.mark.parametrize("words", OF_PICTURES)
+@pytest.mark.parametrize("words", PICTURE_ERRORS)
 def test_what_models_from_pictures_refuse(models, picture, tmp_path, words):
-    text, image = wanjax.load(models["text"]), wanjax.load(models["image"])
-    with pytest.raises(WanjaxError, match=naming(words)):
-        OF_PICTURES[words](text, image, picture, tmp_path)
+    t2v_pipe, i2v_pipe = wanjax.load(models["text"]), wanjax.load(models["image"])
+    with pytest.raises(WanjaxError, match=line_with_words(words)):
+        PICTURE_ERRORS[words](t2v_pipe, i2v_pipe, picture, tmp_path)
 
 
 def test_published_checkpoints_have_two_names():
@@ -214,5 +214,5 @@ def test_published_checkpoints_have_two_names():
         assert (settings.flow_shift, settings.guidance_scale, settings.size) == (7.0, 6.0, (720, 1280))
         networks = {"text_encoder", "text_encoder_2", "image_encoder", "transformer", "vae"}
         assert description.model.spec.networks.keys() == networks
-    with pytest.raises(WanjaxError, match=naming("hunyuanvideo1.5-")):
+    with pytest.raises(WanjaxError, match=line_with_words("hunyuanvideo1.5-")):
         find_checkpoint("hunyuanvideo1.5-720p-ti2v")

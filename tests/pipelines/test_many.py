@@ -13,7 +13,7 @@ from tests.support.calls import Counting
 from tests.support.compare import error
 from tests.support.quick import quick
 from tests.support.types import unchecked
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.pipelines import run
 from wanjax.pipelines.request import PreparedRequest
@@ -82,7 +82,7 @@ def test_several_seeds_of_one_prompt(nano):
 )
 def test_mistakes_are_found_before_anything_is_encoded(prompts, seeds, words):
     pipe = wanjax.load("nano")
-    with unchecked(), pytest.raises(WanjaxError, match=naming(words)):
+    with unchecked(), pytest.raises(WanjaxError, match=line_with_words(words)):
         pipe(prompts, seeds=seeds, **SMALL)
     assert not pipe.components.has("text_encoder")
 

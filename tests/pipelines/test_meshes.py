@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.support.quick import quick
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax import loading
 from wanjax.checkpoints.sources import open_diffusers
 from wanjax.cli import main
@@ -135,7 +135,7 @@ def test_weights_are_counted_in_their_dtype():
 def test_a_given_sp_stays(devices, sp, guided, mesh):
     cost = cost_of(SMALL, guidance_scale=5.0 if guided else 1.0)
     assert choose_mesh(cost, devices, None, H100, sp=sp) == mesh
-    with pytest.raises(WanjaxError, match=naming("sp=3 divisor")):
+    with pytest.raises(WanjaxError, match=line_with_words("sp=3 divisor")):
         choose_mesh(cost, devices, None, H100, sp=3)
 
 

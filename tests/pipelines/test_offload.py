@@ -12,7 +12,7 @@ from flax import nnx
 
 import wanjax
 from tests.support.tiny import tiny_checkpoint, tiny_experts_checkpoint, tiny_image_checkpoint
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError, WanjaxWarning
 from wanjax.layers.offload import Offload
 from wanjax.layers.placement import bytes_by_device
@@ -165,9 +165,9 @@ def test_a_video_that_other_programs_leave_no_memory_for_is_noted(monkeypatch):
     monkeypatch.setattr(memory, "_group_limits", lambda: iter(()))
     monkeypatch.setattr(memory, "process_memory", lambda: 50)
     memory.check_memory(settings, 350, "denoise")
-    with pytest.warns(WanjaxWarning, match=naming("needs at least 351 denoise 350 smaller size")):
+    with pytest.warns(WanjaxWarning, match=line_with_words("needs at least 351 denoise 350 smaller size")):
         memory.check_memory(settings, 351, "denoise")
-    with pytest.raises(WanjaxError, match=naming("needs at least this machine has smaller size")):
+    with pytest.raises(WanjaxError, match=line_with_words("needs at least this machine has smaller size")):
         memory.check_memory(settings, 1001)
 
 

@@ -12,7 +12,7 @@ import wanjax
 from tests.support.devices import on_eight_devices
 from tests.support.small_wan import pose_conditioning, pose_pipeline
 from tests.support.tiny import tiny_pose_checkpoint
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.layers.quantized import quantized_layers
 from wanjax.media.pictures import Pictures
@@ -77,7 +77,7 @@ def test_each_segment_gets_its_part_of_every_clip():
 def test_a_mask_needs_a_background(name, words):
     clip = np.zeros((9, 32, 48, 3), np.uint8)
     pictures = Pictures(image=clip[0], video=clip, face=clip, **{name: clip})
-    with pytest.raises(WanjaxError, match=naming(words)):
+    with pytest.raises(WanjaxError, match=line_with_words(words)):
         WINDOWING.video_shape(pictures, of(frames=9), is_limited=False)
 
 
@@ -163,7 +163,7 @@ def test_caches_guidance_and_batches():
         changed = pipe.denoise(conditioning, **options, **change)
         assert np.isfinite(changed).all()
         assert (changed != plain).any(), change
-    with pytest.raises(WanjaxError, match=naming("driving clip training")):
+    with pytest.raises(WanjaxError, match=line_with_words("driving clip training")):
         pipe.model.spec.check_trainable(pipe.settings(frames=9, windows=3))
 
 

@@ -13,10 +13,10 @@ from rich.console import Console
 import wanjax
 from tests.support.commands import succeeded
 from tests.support.commands import wanjax as command
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.media.video import read_metadata
-from wanjax.pipelines.previews.latent_preview import Colours, fit_colours, strip, synthetic_clip
+from wanjax.pipelines.previews.latent_preview import LatentToRGB, fit_colours, strip, synthetic_clip
 from wanjax.pipelines.previews.previews import Previews, half_blocks
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples/nano"))
@@ -46,7 +46,7 @@ def mixed(frames):
 
 def test_a_decoder_that_is_not_there(pipe):
     for call in (lambda: wanjax.load("nano", decoder="nope"), lambda: pipe.preview_with("nope")):
-        with pytest.raises(WanjaxError, match=naming("no file nope")):
+        with pytest.raises(WanjaxError, match=line_with_words("no file nope")):
             call()
 
 
@@ -141,6 +141,6 @@ def test_the_command_line(tmp_path, monkeypatch):
 
 def test_the_colours_are_those_of_the_model(pipe):
     latent_preview = pipe.latent_preview()
-    assert isinstance(latent_preview, Colours)
+    assert isinstance(latent_preview, LatentToRGB)
     assert latent_preview is pipe.latent_preview()
     assert latent_preview.weights.shape == (2, 16, 3)

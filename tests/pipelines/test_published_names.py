@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from tests.support.published import hollow_file, transformer_keys, vae_keys
-from tests.support.words import says
+from tests.support.words import has_line_with
 from wanjax.converters.wan import original
 from wanjax.models.wan.config import I2V_14B, I2V_A14B, T2V_1_3B, T2V_14B, TI2V_5B, VAE_2_1, VAE_2_2
 from wanjax.pipelines.distillation import model_name_in
@@ -149,7 +149,7 @@ def test_a_distilled_file_is_sampled_as_its_publisher_does(config, name, base, s
     assert (checkpoint.preset.name, checkpoint.settings.size) == (base, presets()[base].defaults.size)
     assert (checkpoint.settings.steps, checkpoint.settings.guidance_scale) == (steps, 1.0)
     assert (checkpoint.settings.flow_shift, name_of(checkpoint.model.scheduler)) == (shift, solver)
-    assert says(describe_distillation(name, checkpoint) or "", f"{name} distilled {steps} steps")
+    assert has_line_with(describe_distillation(name, checkpoint) or "", f"{name} distilled {steps} steps")
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_a_name_that_tells_nothing_is_told(name, message, tmp_path):
     checkpoint = inspect_checkpoint(single_file(tmp_path / name, T2V_14B))
     assert checkpoint.distillation is None
     sentence = describe_distillation(name, checkpoint)
-    assert says(sentence or "", f"{name} distilled 50 steps guidance 5") if message else sentence is None
+    assert has_line_with(sentence or "", f"{name} distilled 50 steps guidance 5") if message else sentence is None
 
 
 @pytest.mark.parametrize(

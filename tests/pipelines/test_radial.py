@@ -17,7 +17,7 @@ from tests.support.commands import wanjax as run
 from tests.support.compare import error
 from tests.support.configs import TRANSFORMER
 from tests.support.quick import quick
-from tests.support.recorded import times
+from tests.support.recorded import run_counts
 from tests.support.small_wan import network
 from tests.support.tiny import (
     tiny_causal_checkpoint,
@@ -25,7 +25,7 @@ from tests.support.tiny import (
     tiny_cogvideox_checkpoint,
     tiny_control_checkpoint,
 )
-from tests.support.words import says
+from tests.support.words import has_line_with
 from wanjax.checkpoints.files import load_safetensors
 from wanjax.kernels.attention import AUTO, AttentionConfig, attention
 from wanjax.kernels.attention.radial import Radial
@@ -131,8 +131,8 @@ def test_a_step_that_reuses_needs_no_dense_program(folder):
     pipe = wanjax.load(folder, attention="radial", dtype="float32")
     settings = pipe.settings(**VIDEO, steps=10, cache="deepcache:0,10,2")
     others = {"begin": 1, "context": 1, "finish": 1}
-    assert times(pipe, settings) == others | {"step": 3, "reusing_step": 5, "dense_step": 2}
-    assert times(wanjax.load(folder, dtype="float32"), settings) == others | {"step": 5, "reusing_step": 5}
+    assert run_counts(pipe, settings) == others | {"step": 3, "reusing_step": 5, "dense_step": 2}
+    assert run_counts(wanjax.load(folder, dtype="float32"), settings) == others | {"step": 5, "reusing_step": 5}
     assert np.isfinite(trace(pipe, cache="deepcache:0,4,2")[-1]).all()
 
 
@@ -157,18 +157,18 @@ def test_the_command_line(folder, tmp_path):
     ],
 )
 def test_mistakes(folder, options, sentence):
-    assert says(refused("a", "--model", str(folder), *options.split()), sentence)
+    assert has_line_with(refused("a", "--model", str(folder), *options.split()), sentence)
 
 
 @pytest.mark.parametrize("make", [tiny_cogvideox_checkpoint, tiny_control_checkpoint, tiny_causal_checkpoint])
 def test_models_without_it(make, tmp_path):
-    assert says(
+    assert has_line_with(
         refused("a", "--model", str(make(tmp_path)), "--attention", "radial"), "radial attention --attention auto"
     )
 
 
 def test_plans():
-    assert says(refused("plan", "cogvideox-2b", "--attention", "radial"), "cogvideox-2b radial attention")
+    assert has_line_with(refused("plan", "cogvideox-2b", "--attention", "radial"), "cogvideox-2b radial attention")
     arguments = ("plan", "wan2.1-t2v-1.3b", "--chip", "cpu", "--steps", "50", "--attention", "radial", "--json")
     radial, plain = (json.loads(succeeded(run(*options)).stdout) for options in (arguments, (*arguments[:6], "--json")))
     assert (radial["dense_steps"], plain["dense_steps"], plain["dense_step_seconds"]) == (12, 0, None)

@@ -17,7 +17,7 @@ from tests.support import small_wan
 from tests.support.commands import succeeded, wanjax
 from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.media import stage_files
 from wanjax.media.metadata import load_settings
 from wanjax.pipelines.denoiser import State
@@ -188,7 +188,7 @@ def test_a_broken_file_begins_anew(tmp_path):
 def test_states_that_are_not_finite_are_not_kept(tmp_path):
     pipe, file = pipeline(False), tmp_path / "state"
     noise = np.full((1, 4, 3, 6, 6), np.nan, np.float32)
-    with pytest.raises(Exception, match=naming("finite step 1 6")):
+    with pytest.raises(Exception, match=line_with_words("finite step 1 6")):
         pipe.denoise(encoded(), noise=noise, keep=file, **GIVEN)
     assert not file.exists()
 

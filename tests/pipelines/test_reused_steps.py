@@ -28,7 +28,7 @@ from tests.support.tiny import (
     tiny_hunyuan_checkpoint,
     tiny_residual_checkpoint,
 )
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.layers.stack import EVERY_BLOCK, BlockCache
 from wanjax.pipelines import denoiser
@@ -346,7 +346,7 @@ NOT_WORTH_IT = {  # by what the sentence names
 
 @pytest.mark.parametrize("words", NOT_WORTH_IT)
 def test_a_cache_of_no_use_is_refused(folder, words):
-    with pytest.raises(WanjaxError, match=naming(words)):
+    with pytest.raises(WanjaxError, match=line_with_words(words)):
         NOT_WORTH_IT[words](folder("wan"))
 
 

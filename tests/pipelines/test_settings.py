@@ -10,7 +10,7 @@ from flax import nnx
 
 import wanjax
 from tests.support.tiny import tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_hunyuan_checkpoint
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax import registry
 from wanjax.errors import WanjaxError
 from wanjax.media.video import read_metadata
@@ -63,7 +63,7 @@ def test_a_video_keeps_the_name_of_a_dtype(model, tmp_path, dtype):
 @pytest.mark.parametrize("dtype", OTHERS, ids=str)
 def test_other_dtypes_are_refused(model, pipe, dtype):
     for option in ("dtype", "vae_dtype", "param_dtype"):
-        with pytest.raises(WanjaxError, match=naming(f"{option} bfloat16 float32")):
+        with pytest.raises(WanjaxError, match=line_with_words(f"{option} bfloat16 float32")):
             wanjax.load(model, **{option: dtype})
     with pytest.raises(WanjaxError, match=r"^the dtype \S+ is not supported"):
         pipe("a", dtype=dtype, **SMALL)
@@ -81,7 +81,7 @@ def test_other_dtypes_are_refused(model, pipe, dtype):
 )
 def test_a_call_cannot_change_what_is_loaded(model, pipe, name, change, words):
     options = {"conditioning": pipe.encode("a")} if name == "denoise" else {"prompt": "a"}
-    with pytest.raises(WanjaxError, match=naming(words.format(model=model))):
+    with pytest.raises(WanjaxError, match=line_with_words(words.format(model=model))):
         getattr(pipe, name)(**options, **change)
 
 
@@ -96,7 +96,7 @@ def test_frames_of_an_autoencoder_in_bfloat16(of, tmp_path):
     one, other = (np.asarray(pipe.decode(latents, "float32")) for pipe in (plain, rounded))
     assert 1e-5 < np.abs(one - other).max() < 0.05
     assert len(np.unique(other)) > 0.9 * len(np.unique(one))  # not of 8 bits before they are made so
-    with pytest.raises(WanjaxError, match=naming("bfloat16 float32 vae_dtype")):
+    with pytest.raises(WanjaxError, match=line_with_words("bfloat16 float32 vae_dtype")):
         rounded.settings(vae_dtype="float32")
 
 

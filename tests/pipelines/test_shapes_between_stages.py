@@ -23,7 +23,7 @@ from tests.support.tiny import (
     tiny_image_checkpoint,
     tiny_residual_checkpoint,
 )
-from tests.support.words import naming, says
+from tests.support.words import has_line_with, line_with_words
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.errors import WanjaxError, WanjaxWarning
 from wanjax.media import stage_files
@@ -64,7 +64,7 @@ def test_every_family_refuses_another_shape(tmp_path, name):
     result = encoded_shape(encoded)
     assert result == VideoShape(5, 32, 32, len(case.given.get("references", ())))
     for other in ({"frames": 9}, {"size": (32, 64)}, {"width": 64}, {"frames": 1}):
-        with pytest.raises(WanjaxError, match=naming("32x32 5 frames encode")):
+        with pytest.raises(WanjaxError, match=line_with_words("32x32 5 frames encode")):
             pipe.denoise(encoded, steps=2, **other)
     shape = pipe.model.spec.latent_shape(pipe.settings(size=(32, 32), frames=5))
     latents = pipe.denoise(encoded, steps=2, seed=0, size=(32, 32), frames=5)
@@ -107,17 +107,17 @@ def test_the_commands_refuse_another_shape(control, tmp_path, monkeypatch):
     file = Path("made") / stage_files.EMBEDDINGS_FILE
     assert "video_shape" not in load_safetensors(file)  # the file's settings hold it
     for other in (("--frames", "9"), ("--frames", "13"), ("--size", "48x32"), ("--height", "48")):
-        assert says(refused("denoise", "--dir", "made", *other), "32x32 5 frames 2 references encode")
+        assert has_line_with(refused("denoise", "--dir", "made", *other), "32x32 5 frames 2 references encode")
     kept = Path(shutil.copytree("made", "without"))
     config = json.loads((kept / "generation_config.json").read_text())
     (kept / "generation_config.json").write_text(json.dumps({**config, "references": None}))
-    assert says(refused("denoise", "--dir", "without"), "references encode")
+    assert has_line_with(refused("denoise", "--dir", "without"), "references encode")
     succeeded(run("denoise", "--dir", "made", "--steps", "1"))
     latents = load_safetensors(Path("made") / stage_files.LATENTS_FILE)["latents"]
     assert latents.shape == (1, 4, 2, 4, 4)
     metadata = {"settings": json.dumps(load_settings(Path("made")))}
     save_safetensors(Path("made") / stage_files.LATENTS_FILE, {"latents": latents[:, :, :1]}, metadata)
-    assert says(refused("decode", "--dir", "made"), "[1, 4, 1, 4, 4] 32x32 5 frames [1, 4, 2, 4, 4] denoise")
+    assert has_line_with(refused("decode", "--dir", "made"), "[1, 4, 1, 4, 4] 32x32 5 frames [1, 4, 2, 4, 4] denoise")
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

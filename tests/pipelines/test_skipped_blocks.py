@@ -11,7 +11,7 @@ import pytest
 
 import wanjax
 from tests.support.tiny import tiny_checkpoint, tiny_control_checkpoint
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.guidance import guidance_rule
@@ -95,12 +95,12 @@ def test_a_rule_without_skipped_blocks_has_its_text():
     ],
 )
 def test_other_blocks_are_one_sentence(pipe, rule, words):
-    with pytest.raises(WanjaxError, match=naming(words)):
+    with pytest.raises(WanjaxError, match=line_with_words(words)):
         pipe.settings(guidance_rule=rule)
 
 
 def test_a_cache_and_a_model_of_other_blocks_refuse_them(pipe, tmp_path):
-    with pytest.raises(WanjaxError, match=naming("step cache easycache leave one of them out")):
+    with pytest.raises(WanjaxError, match=line_with_words("step cache easycache leave one of them out")):
         pipe.settings(guidance_rule="none:skip=1", cache="easycache", steps=20)
-    with pytest.raises(WanjaxError, match=naming("cannot skip blocks leave skip out")):
+    with pytest.raises(WanjaxError, match=line_with_words("cannot skip blocks leave skip out")):
         wanjax.load(tiny_control_checkpoint(tmp_path)).settings(guidance_rule="none:skip=0")

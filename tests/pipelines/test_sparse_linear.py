@@ -16,7 +16,7 @@ from tests.support.clips import write_clips
 from tests.support.commands import refused, succeeded
 from tests.support.commands import wanjax as command
 from tests.support.compare import error
-from tests.support.words import naming, says
+from tests.support.words import has_line_with, line_with_words
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.checkpoints.modules import parameters
 from wanjax.errors import UnsupportedError, WanjaxError, WanjaxWarning
@@ -64,9 +64,9 @@ def test_it_is_converted_and_back(checkpoint, tmp_path):
 def test_other_attention_is_refused(requested, checkpoint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = "radial --attention auto" if requested == "radial" else "sparse-linear --attention auto sla:top=0.15"
-    with pytest.raises(UnsupportedError, match=naming(words)):
+    with pytest.raises(UnsupportedError, match=line_with_words(words)):
         wanjax.load(checkpoint, attention=requested)
-    assert says(refused("a cat", "--model", str(checkpoint), "--attention", requested), words)
+    assert has_line_with(refused("a cat", "--model", str(checkpoint), "--attention", requested), words)
 
 
 def test_eight_devices_agree_with_one():
@@ -174,7 +174,7 @@ def test_a_lora_of_it_is_merged_by_convert(dense, lora, tmp_path):
 def test_a_file_that_tells_what_is_no_attention(dense, lora, tmp_path, message, words):
     other = tmp_path / "other.safetensors"
     save_safetensors(other, load_safetensors(lora), {"wanjax": json.dumps({"attention": message})})
-    with pytest.raises(WanjaxError, match=naming(words)):
+    with pytest.raises(WanjaxError, match=line_with_words(words)):
         loaded(dense, lora=other)
 
 

@@ -24,7 +24,7 @@ from tests.support.tiny import (
     tiny_experts_checkpoint,
     tiny_hunyuan_checkpoint,
 )
-from tests.support.words import says
+from tests.support.words import has_line_with
 from wanjax.layers.stack import block_at
 from wanjax.pipelines.hunyuanvideo.programs import with_condition
 from wanjax.pipelines.observers import Step
@@ -149,7 +149,7 @@ def test_the_command_line_tells_of_a_cache(tmp_path, monkeypatch):
 @pytest.mark.slow  # tests/plan/test_estimate.py has quick ones
 def test_a_plan_prices_steps_that_reuse():
     message = succeeded(run("plan", "nano", "--chip", "cpu", "--steps", "20", "--cache", "deepcache:2,18,4")).stdout
-    assert says(message, "12 20 steps kept (deepcache:2,18,4)")
+    assert has_line_with(message, "12 20 steps kept (deepcache:2,18,4)")
     options = ("plan", "nano", "--chip", "cpu", "--steps", "20", "--json")
     plain = json.loads(succeeded(run(*options)).stdout)
     cached = json.loads(succeeded(run(*options, "--cache", "deepcache:2,18,4")).stdout)

@@ -20,7 +20,7 @@ from tests.support.programs import compiled
 from tests.support.quick import quick
 from tests.support.small_wan import causal_pipeline, partitioner
 from tests.support.tiny import tiny_causal_checkpoint
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.denoiser import take_step
 from wanjax.pipelines.frames import decode_chunk
@@ -173,7 +173,7 @@ def test_a_callback_stops_a_stream():
     ],
 )
 def test_settings_that_cannot_be_are_refused(options, message):
-    with pytest.raises(WanjaxError, match=naming(message)):
+    with pytest.raises(WanjaxError, match=line_with_words(message)):
         pipeline().denoise_chunks(encoded(), **GIVEN | options)
 
 
@@ -283,7 +283,7 @@ def test_a_checkpoint_streams_from_a_prompt(checkpoint):
     clips = list(pipe.stream("a red circle", seed=5, batch_guidance=True))
     assert [len(clip) for clip in clips] == [5, 8, 8, 8]
     np.testing.assert_array_equal(np.concatenate(clips), pipe("a red circle", seed=5).frames)
-    with pytest.raises(WanjaxError, match=naming("text video chunks")):
+    with pytest.raises(WanjaxError, match=line_with_words("text video chunks")):
         pipe.stream("a red circle", video=np.zeros((29, 32, 32, 3), np.uint8))
 
 
@@ -291,7 +291,7 @@ def test_a_stream_prepares_once_and_refuses_at_once(checkpoint, monkeypatch):
     pipe, prepared = wanjax.load(checkpoint), []
     prepare = pipe.prepare
     monkeypatch.setattr(pipe, "prepare", lambda **options: prepared.append(prepare(**options)[1]) or prepare(**options))
-    with pytest.raises(WanjaxError, match=naming("noise shape")):
+    with pytest.raises(WanjaxError, match=line_with_words("noise shape")):
         pipe.stream("a red circle", noise=np.zeros((1, 2, 3, 4, 5), np.float32))
     pipe.stream("a red circle", seed=5)
     assert [chosen.seed for chosen in prepared[1:]] == [5]

@@ -12,7 +12,7 @@ import wanjax
 from tests.support.commands import succeeded
 from tests.support.commands import wanjax as run
 from tests.support.quick import quick
-from tests.support.recorded import times
+from tests.support.recorded import run_counts
 from tests.support.tiny import (
     tiny_causal_checkpoint,
     tiny_checkpoint,
@@ -20,7 +20,7 @@ from tests.support.tiny import (
     tiny_hunyuan_checkpoint,
     tiny_image_checkpoint,
 )
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.settings import total_frames
 from wanjax.pipelines.windows import FADING, fade_seam
@@ -101,7 +101,7 @@ def test_a_small_jump_fades_and_motion_stays():
 
 def test_a_plan_counts_every_window(pipe):
     one, three = (pipe.settings(**SMALL, windows=windows) for windows in (1, 3))
-    assert times(pipe, three) == {name: 3 * count for name, count in times(pipe, one).items()}
+    assert run_counts(pipe, three) == {name: 3 * count for name, count in run_counts(pipe, one).items()}
 
 
 MAKERS = {
@@ -113,7 +113,7 @@ MAKERS = {
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_models_that_cannot_go_on_refuse_windows(kind, tmp_path):
-    with pytest.raises(WanjaxError, match=naming("windows first picture")):
+    with pytest.raises(WanjaxError, match=line_with_words("windows first picture")):
         wanjax.load(MAKERS[kind](tmp_path)).settings(windows=2)
 
 
@@ -125,12 +125,12 @@ def test_hunyuanvideo_goes_on_from_its_picture(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"windows": 1, "then": "a dog"}, naming("2 prompts 1 window")),
-        ({"windows": 2, "then": ["a", "b", "c"]}, naming("4 prompts 2 windows")),
-        ({"windows": 2, "overlap": 2}, naming("one picture 2 1")),
-        ({"windows": 0}, naming("windows 0")),
-        ({"windows": 2, "frames": 1}, naming("frame overlap 1")),
-        ({"then": [1]}, naming("prompts text")),
+        ({"windows": 1, "then": "a dog"}, line_with_words("2 prompts 1 window")),
+        ({"windows": 2, "then": ["a", "b", "c"]}, line_with_words("4 prompts 2 windows")),
+        ({"windows": 2, "overlap": 2}, line_with_words("one picture 2 1")),
+        ({"windows": 0}, line_with_words("windows 0")),
+        ({"windows": 2, "frames": 1}, line_with_words("frame overlap 1")),
+        ({"then": [1]}, line_with_words("prompts text")),
     ],
 )
 def test_what_makes_no_windows_is_refused(pipe, options, message):
@@ -156,7 +156,7 @@ SHORT_CLIP = {"video": np.zeros((12, 32, 32, 3), np.uint8), "windows": 2, "overl
     ids=["encode", "denoise", "noise", "a control clip of fewer frames"],
 )
 def test_what_is_not_for_several_windows_is_refused(request, of, call, words):
-    with pytest.raises(WanjaxError, match=naming(words)):
+    with pytest.raises(WanjaxError, match=line_with_words(words)):
         call(request.getfixturevalue(of))
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests.support.quick import quick
 from tests.support.small_wan import TEXT, VIDEO, small_model
 from tests.support.tabled import TABLES
-from tests.support.words import says
+from tests.support.words import has_line_with
 from wanjax.kernels.attention import AttentionConfig
 from wanjax.layers.offload import Offload
 from wanjax.layers.tiling import Tiling
@@ -70,8 +70,8 @@ def test_teacache_counts_the_one_step_that_reuses_for_certain():
 
 def test_a_window_that_is_not_priced_is_told():
     window = AttentionConfig.parse("auto:window=2")
-    assert says("\n".join(priced(attention=window).doubts), "window 2 tokens")
-    assert not says("\n".join(priced().doubts), "window")
+    assert has_line_with("\n".join(priced(attention=window).doubts), "window 2 tokens")
+    assert not has_line_with("\n".join(priced().doubts), "window")
 
 
 def test_networks_that_stay_are_counted_beside_each_stage():

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.support.plan_programs import on_cards, on_shapes
-from tests.support.words import naming, says
+from tests.support.words import has_line_with, line_with_words
 from wanjax.cli import main
 from wanjax.errors import WanjaxError
 from wanjax.kernels.compiler_options import offload_options
@@ -142,9 +142,9 @@ def test_a_plan_lists_the_kernels_and_calls_its_times_an_estimate(monkeypatch):
     monkeypatch.setattr("wanjax.plan.estimate.JAX_MEMORY_FRACTION", 0)  # then any peak is more
     run = CliRunner().invoke(main, ["plan", "nano", "--chip", "h100", "--programs"])
     assert run.exit_code == 0, run.output
-    assert says(run.output, "estimate not measured memory compiler")
-    assert says(run.output, "kernels step __cudnn$fmhaSoftmax fusion")
-    assert says(run.output, "JAX default XLA_CLIENT_MEM_FRACTION")
+    assert has_line_with(run.output, "estimate not measured memory compiler")
+    assert has_line_with(run.output, "kernels step __cudnn$fmhaSoftmax fusion")
+    assert has_line_with(run.output, "JAX default XLA_CLIENT_MEM_FRACTION")
 
 
 @needs_cuda
@@ -156,10 +156,12 @@ def test_a_t4_has_no_cudnn_attention():
 
 def test_without_the_compiler_a_plan_says_what_it_adds(monkeypatch):
     monkeypatch.setattr(hardware, "has_cuda_compiler", lambda: False)
-    assert says(" ".join(plan("nano", "--chip", "h100")["doubts"]), "plan-cuda memory")
+    assert has_line_with(" ".join(plan("nano", "--chip", "h100")["doubts"]), "plan-cuda memory")
     assert plan("nano", "--chip", "a100")["priced_by"] == "a stated model"
     monkeypatch.setattr(compiling, "find_spec", lambda name: None)
-    with pytest.raises(WanjaxError, match=naming("'.[plan-cuda]' jax-cuda13-plugin nvidia-nvvm nvidia-cudnn-cu13")):
+    with pytest.raises(
+        WanjaxError, match=line_with_words("'.[plan-cuda]' jax-cuda13-plugin nvidia-nvvm nvidia-cudnn-cu13")
+    ):
         check_cuda_compiler()
 
 
@@ -251,7 +253,7 @@ def test_a_model_of_14b_fits_a_card_of_24_gib_with_offloaded_blocks(model):
     size = ("--size", "832x480", "--chip", "4090")
     resident, offloaded = (plan(model, *size, "--offload", way) for way in ("stages", "blocks"))
     assert not resident["fits"]
-    assert says(resident["advice"], "--offload blocks")
+    assert has_line_with(resident["advice"], "--offload blocks")
     assert offloaded["fits"]
     assert offloaded["step_breakdown"]["offload"] < 0.1 * offloaded["step_seconds"]
     assert 25 * 2**30 < offloaded["host_bytes"] < 30 * 2**30  # of one network at a time

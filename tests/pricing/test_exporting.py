@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import wanjax
 from tests.support.plan_programs import layers, on_shapes, product_kernel, product_on_each
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.kernels.attention.visits import typical_branch_scalars
 from wanjax.plan.price import PRICER
@@ -179,7 +179,7 @@ def test_prices_come_as_they_are_known_and_are_kept(monkeypatch):
     again = dict(PRICER.prices(V6E, [kernel, twice, kernel, large]))
     assert [json.dumps(asdict(again[i])) for i in range(4)] == [json.dumps(asdict(first[i])) for i in range(4)]
     monkeypatch.setattr(pricer, "pricing_digest", lambda: "another way to price")
-    with pytest.raises(WanjaxError, match=naming("libtpu missing")):
+    with pytest.raises(WanjaxError, match=line_with_words("libtpu missing")):
         PRICER.price_all(V6E, [kernel])
 
 
@@ -254,7 +254,7 @@ def test_collectives_of_any_function_are_told():
     ],
 )
 def test_a_function_is_refused_in_one_sentence(function, options, words):
-    with pytest.raises((WanjaxError, compiling.CompilerError), match=naming(words)):
+    with pytest.raises((WanjaxError, compiling.CompilerError), match=line_with_words(words)):
         wanjax.price(function, jax.ShapeDtypeStruct((8,), jnp.float32), **options)
 
 

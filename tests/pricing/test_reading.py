@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import strategies as st
 
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.pricing import chips, hlo, schedule
 from wanjax.pricing.compile import Compiled, Memory
@@ -524,5 +524,5 @@ def test_copies_from_the_host_s_memory_share_its_link(copies):
 def test_slices():
     assert chips.find_slice("v6e-8").devices == 8
     assert chips.find_slice("v5p-8").devices == chips.find_slice("v4-8").devices == 4
-    with pytest.raises(WanjaxError, match=naming("'v6e-5' v5e-1")):
+    with pytest.raises(WanjaxError, match=line_with_words("'v6e-5' v5e-1")):
         chips.find_slice("v6e-5")

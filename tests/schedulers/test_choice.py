@@ -12,7 +12,7 @@ import wanjax
 from tests.support.small_wan import VIDEO, pipeline
 from tests.support.toy.scheduler import Ancestral
 from tests.support.types import unchecked
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.wan.conditioning import WanConditioning
 from wanjax.schedulers import (
@@ -93,7 +93,7 @@ REFUSED = [  # what chooses a scheduler, its arguments, and what the sentence na
 
 @pytest.mark.parametrize(("choose", "arguments", "words"), REFUSED)
 def test_a_scheduler_that_there_is_not(choose, arguments, words):
-    with pytest.raises(WanjaxError, match=naming(words)):
+    with pytest.raises(WanjaxError, match=line_with_words(words)):
         choose(*arguments)
 
 

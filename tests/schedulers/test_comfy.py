@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.schedulers import RCM, Consistency, FlowDPM, FlowEuler, UniPC, one_step
 
@@ -104,7 +104,7 @@ def test_levels_of_other_schedules_follow_their_rules(name):
 
 
 def test_two_steps_at_one_level_are_refused():
-    with pytest.raises(WanjaxError, match=naming("comfy-beta 149 150 steps fewer")):
+    with pytest.raises(WanjaxError, match=line_with_words("comfy-beta 149 150 steps fewer")):
         FlowEuler().schedule(150, shift=5.0, sigma_schedule="comfy-beta")
 
 
@@ -118,7 +118,7 @@ def test_levels_of_two_schedules_at_some_steps():
 
 
 def test_one_step_has_no_optimal_level():
-    with pytest.raises(WanjaxError, match=naming("comfy-kl-optimal 1 step 2")):
+    with pytest.raises(WanjaxError, match=line_with_words("comfy-kl-optimal 1 step 2")):
         FlowEuler().schedule(1, shift=5.0, sigma_schedule="comfy-kl-optimal")
 
 
@@ -154,7 +154,7 @@ def test_every_flow_has_these_levels():
 
 @pytest.mark.parametrize("solver", [RCM(), Consistency(timesteps=(1000.0, 757.0, 522.0))])
 def test_levels_of_a_distillation_are_not_replaced(solver):
-    with pytest.raises(WanjaxError, match=naming("comfy official")):
+    with pytest.raises(WanjaxError, match=line_with_words("comfy official")):
         solver.schedule(4, shift=5.0, sigma_schedule="comfy")
 
 

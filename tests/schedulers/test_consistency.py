@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.schedulers import RCM, Consistency, RCMEuler, one_step
 
@@ -160,5 +160,5 @@ def begun(scheduler, noise):
     ],
 )
 def test_what_a_schedule_cannot_have(make, words):
-    with pytest.raises(WanjaxError, match=naming(words)):
+    with pytest.raises(WanjaxError, match=line_with_words(words)):
         make()

@@ -11,7 +11,7 @@ import pytest
 from tests.support.flows import Flow, flow_euler, unipc
 from tests.support.programs import compiled
 from tests.support.types import unchecked
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax import load, schedulers
 from wanjax.errors import WanjaxError
 from wanjax.pipelines.denoiser import take_step
@@ -226,7 +226,7 @@ def test_a_config_names_the_scheduler():
     ],
 )
 def test_unsupported_entries_of_a_config_are_named(config, words):
-    with pytest.raises(WanjaxError, match=naming(words)):
+    with pytest.raises(WanjaxError, match=line_with_words(words)):
         schedulers.from_config(config)
 
 
@@ -245,7 +245,7 @@ def test_zero_steps_are_refused(scheduler):
     ],
 )
 def test_noise_levels_that_there_are_not(scheduler, steps, words):
-    with unchecked(), pytest.raises(WanjaxError, match=naming(words)):
+    with unchecked(), pytest.raises(WanjaxError, match=line_with_words(words)):
         scheduler().schedule(steps)
 
 
@@ -265,10 +265,10 @@ def test_a_step_with_a_schedule_of_one_step(scheduler):
 def test_settings_that_change_no_shape_compile_nothing():
     pipe = load("nano")
     embeddings = pipe.encode("a red circle moving right")
-    plain: dict[str, Any] = {"steps": 2, "frames": 5, "seed": 0}
-    clip = pipe.denoise(embeddings, **plain)
+    base_settings: dict[str, Any] = {"steps": 2, "frames": 5, "seed": 0}
+    clip = pipe.denoise(embeddings, **base_settings)
     programs = compiled(take_step)
-    changes: tuple[dict[str, Any], ...] = ({"flow_shift": 7.0}, {"steps": 3}, {"sigmas": "diffusers"})
-    for changed in changes:
-        assert np.abs(pipe.denoise(embeddings, **plain | changed) - clip).max() > 0.01
+    setting_changes: tuple[dict[str, Any], ...] = ({"flow_shift": 7.0}, {"steps": 3}, {"sigmas": "diffusers"})
+    for changes in setting_changes:
+        assert np.abs(pipe.denoise(embeddings, **base_settings | changes) - clip).max() > 0.01
     assert compiled(take_step) == programs

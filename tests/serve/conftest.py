@@ -106,7 +106,7 @@ class Server:
         assert response.status_code == 200, response.text
         return response.content
 
-    def finished(self, id: str) -> dict[str, Any]:
+    def wait_until_finished(self, id: str) -> dict[str, Any]:
         for _ in range(1500):
             video = self.client.get(f"/v1/videos/{id}").json()
             if video["status"] in ("completed", "failed"):

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.served import SMALL, finished, serving
+from tests.support.served import SMALL, serving, wait_until_finished
 from wanjax.jobs.store import STOPPED
 
 KILLS = int(os.environ.get("KILLS", "60"))
@@ -102,5 +102,5 @@ def test_kills(tmp_path):
     assert len(ledger.gone) > KILLS / 10
     with serving(tmp_path, "--no-rehearse") as (client, _):
         ledger.compare(client)
-        ended = [finished(client, id) for id in ledger.there]
+        ended = [wait_until_finished(client, id) for id in ledger.there]
         assert all(video["status"] == "completed" or given_up(video) for video in ended)

@@ -59,7 +59,7 @@ def test_answers_are_as_described(described):
     video = checked(document, "Video")
     id = server.client.post("/v1/videos", json=SMALL | {"image": IMAGE}).json()["id"]
     video(server.client.get(f"/v1/videos/{id}").json())
-    video(server.finished(id))
+    video(server.wait_until_finished(id))
     failed = server.ask(seed=1)["id"]
     video(server.client.post(f"/v1/videos/{failed}/cancel").json())
     checked(document, "Videos")(server.client.get("/v1/videos").json())
@@ -112,7 +112,7 @@ def test_every_status_of_a_wrong_request_is_described(start, tmp_path):
     """Wrong parameters, ids, ranges, media types, sizes, hosts and tokens, sent to each path that takes them."""
     server, locked = start(upload=10_000), start(folder=tmp_path / "locked", token="a-token-of-the-tests", work=False)
     document = server.client.get("/openapi.json").json()
-    id = server.finished(server.ask(seed=1)["id"])["id"]
+    id = server.wait_until_finished(server.ask(seed=1)["id"])["id"]
     answered = set()
 
     def check(path, method, client=server.client, **request):

@@ -18,7 +18,7 @@ from tests.support.films import film
 from tests.support.quick import quick
 from tests.support.served import PROMPT, serving
 from tests.support.warm import wanjax
-from tests.support.words import says
+from tests.support.words import has_line_with
 from tests.support.workflows import TEMPLATES, request_of
 
 PAGE = ROOT / "src/wanjax/serve/page"
@@ -147,7 +147,7 @@ def encoded(data):
     return base64.b64encode(data).decode()
 
 
-def completed(page, prompt):
+def wait_for_completed_card(page, prompt):
     return page.wait_for_selector(f".card.completed:has-text('{prompt}')", timeout=300_000)
 
 
@@ -181,7 +181,7 @@ def test_each_view_is_accessible(opened, made, scheme):
     check("viewer")
     page.click("dialog .extend")
     page.wait_for_selector(".source img")
-    assert page.is_visible(".parts")
+    assert page.is_visible(".windows")
     check("filled by an action")
     page.set_input_files("#file-request", str(WORKFLOW))
     page.wait_for_selector(".filled")
@@ -211,7 +211,7 @@ def test_a_video_from_text(opened, served, width, height):
     page.wait_for_selector(".card.failed:has-text('cancelled')", timeout=120_000)
     page.fill("[name=frames]", "5")
     page.press("#prompt", "Control+Enter")
-    card = completed(page, "a green triangle moving up")
+    card = wait_for_completed_card(page, "a green triangle moving up")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     card.query_selector(".open").click()
     player = page.wait_for_selector("dialog video")
@@ -282,10 +282,12 @@ def test_pictures_by_drop_paste_and_choice(opened, served):
     page.evaluate(GIVE, ["#prompt", "paste", file["name"], file["mimeType"], encoded(file["buffer"])])
     page.wait_for_selector("[data-input=image] .thumbnail img")
     page.evaluate(GIVE, [".composer", "drop", "a.txt", "text/plain", encoded(b"text")])
-    assert says(page.wait_for_selector(".go .refused").inner_text(), "a.txt picture PNG JPEG WebP clip MP4 MKV")
+    assert has_line_with(
+        page.wait_for_selector(".go .refused").inner_text(), "a.txt picture PNG JPEG WebP clip MP4 MKV"
+    )
     page.evaluate(GIVE, ["[data-input=image]", "drop", "a.txt", "text/plain", encoded(b"text")])
     message = page.wait_for_selector("[data-input=image] .wrong").inner_text()
-    assert says(message, "a.txt picture PNG JPEG WebP First")
+    assert has_line_with(message, "a.txt picture PNG JPEG WebP First")
     page.set_input_files("#file-image", {"name": "README.md", "mimeType": "text/markdown", "buffer": b"# text"})
     assert "README.md" in page.wait_for_selector("[data-input=image] .wrong:has-text('README.md')").inner_text()
     page.fill("#prompt", "a red circle moving up")
@@ -306,7 +308,7 @@ def test_pictures_by_drop_paste_and_choice(opened, served):
     page.set_input_files("#file-image", file)  # another file is the answer to a refused one
     page.wait_for_selector(".refused", state="detached")
     page.click("#make")
-    id = completed(page, "a red circle moving up").get_attribute("data-id")
+    id = wait_for_completed_card(page, "a red circle moving up").get_attribute("data-id")
     video = served.get(f"/v1/videos/{id}").json()
     assert video["pictures"] == ["image"]
     assert served.get(f"/v1/videos/{id}/content", params={"variant": "image"}).content == file["buffer"]
@@ -379,7 +381,7 @@ def test_a_workflow_fills_the_form(opened):
     assert page.evaluate("document.activeElement.id") == "file-request"
     dancer = TEMPLATES / "video_wan_dancer.json"
     page.evaluate(GIVE, [".composer", "drop", "dancer.json", "application/json", encoded(dancer.read_bytes())])
-    assert says(page.wait_for_selector(".request .wrong").inner_text(), "dancer.json WanDancerVideo")
+    assert has_line_with(page.wait_for_selector(".request .wrong").inner_text(), "dancer.json WanDancerVideo")
     assert page.input_value("#seed") == str(nodes_seed(WORKFLOW))  # the form is as it was
     page.evaluate(GIVE, [".composer", "drop", "again.json", "application/json", encoded(WORKFLOW.read_bytes())])
     page.wait_for_selector(".filled:has-text('again.json')")
@@ -422,7 +424,7 @@ def test_again_vary_extend_and_the_last_frame(opened, served, made):
     assert values == {"width": "64", "height": "32", "frames": "5", "steps": "2"}
     act("vary")
     until(lambda: (page.input_value("#seed"), page.input_value("#count")) == ("6", "4"))
-    assert says(page.inner_text("#make"), "4 variations")
+    assert has_line_with(page.inner_text("#make"), "4 variations")
     assert page.is_visible(".source img")
     act("extend")
     until(lambda: page.input_value("[name=windows]") == "2")
@@ -430,19 +432,21 @@ def test_again_vary_extend_and_the_last_frame(opened, served, made):
     page.fill("[name=then]", "a red circle moving left")
     act("last_frame")
     until(lambda: page.input_value("#seed") == "")
-    assert not page.is_visible(".parts")
+    assert not page.is_visible(".windows")
     act("extend")
     page.fill("[name=then]", "a red circle moving left")
-    assert says(page.inner_text("#make"), "longer")
+    assert has_line_with(page.inner_text("#make"), "longer")
     page.click("#make")
     until(lambda: served.get("/v1/videos").json()["data"][0]["settings"]["windows"] == 2)
     longer = served.get("/v1/videos").json()["data"][0]
     page.wait_for_selector(f".card.completed[data-id={longer['id']}]", timeout=300_000)
     assert (longer["settings"]["seed"], longer["settings"]["then"]) == (5, "a red circle moving left")
-    until(lambda: not page.is_visible(".parts") and page.input_value("#seed") == "")  # the next video is one of its own
+    until(
+        lambda: not page.is_visible(".windows") and page.input_value("#seed") == ""
+    )  # the next video is one of its own
     assert "parts" in page.inner_text(f"[data-id={longer['id']}] .marks")
     act("extend")
-    page.click(".parts")
+    page.click(".windows")
     assert page.input_value("[name=windows]") == "1"
     act("last_frame")
     page.wait_for_selector("[data-input=image] .thumbnail img")
@@ -520,7 +524,7 @@ def test_what_is_requested_while_the_list_is_read_again_stays(opened, served, ma
     page.click("#make")
     page.wait_for_selector(".go .asked:visible")
     lists[1][0].fulfill(response=lists[1][1])
-    completed(page, "a green circle")
+    wait_for_completed_card(page, "a green circle")
     assert page.is_visible(".go .asked")
     [video] = [one for one in served.get("/v1/videos").json()["data"] if one["prompt"] == "a green circle"]
     served.delete(f"/v1/videos/{video['id']}")
@@ -537,10 +541,10 @@ def test_what_is_under_way_is_led_to_where_the_page_is_scrolled(opened, served, 
     assert page.evaluate("scrollY") == 400
     page.click("#make")
     page.wait_for_function(IN_VIEW, arg=[".item:has(.prompt)", "#queue-title"])
-    card = completed(page, "a green dog")
+    card = wait_for_completed_card(page, "a green dog")
     card.query_selector(".open").click()
     page.wait_for_selector("dialog[open] .about")
-    assert says(page.inner_text("dialog .about"), "nano does not know 'dog'")
+    assert has_line_with(page.inner_text("dialog .about"), "nano does not know 'dog'")
     [video] = [one for one in served.get("/v1/videos").json()["data"] if one["prompt"] == "a green dog"]
     served.delete(f"/v1/videos/{video['id']}")
 
@@ -710,7 +714,7 @@ def test_what_is_wrong_is_said_beside_its_field(opened, served):
             page.click("#make")
             page.wait_for_selector(f"[name={field}][aria-invalid]:focus")
             message = page.locator(f"#wrong-{field}")
-            assert says(message.inner_text(), words), (field, value, message.inner_text())
+            assert has_line_with(message.inner_text(), words), (field, value, message.inner_text())
             if not page.is_visible(".presets"):
                 page.click(".drawer > summary")
         page.fill(f"[name={field}]", before)
@@ -763,7 +767,7 @@ def test_a_reload_keeps_the_form_without_its_files(opened, served, made):
     assert values == [PROMPT, "5..7", "64", "32", "5", "9", "euler", "3"]
     assert page.is_checked("[name=shape][value=own]")
     assert page.query_selector(".thumbnail") is None
-    assert says(page.inner_text("[data-input=image] .lost"), "choose again")
+    assert has_line_with(page.inner_text("[data-input=image] .lost"), "choose again")
     page.set_input_files("#file-image", [picture()])
     page.wait_for_selector("[data-input=image] .lost", state="detached")
     page.click(".reset")
@@ -782,7 +786,7 @@ def test_previews_are_shown_while_a_video_is_made(opened, served):
     small(page, steps="200")
     page.click("#make")
     until(lambda: page.evaluate("document.querySelector('.in_progress .preview')?.naturalWidth > 0"))
-    id = completed(page, "a green square moving left").get_attribute("data-id")
+    id = wait_for_completed_card(page, "a green square moving left").get_attribute("data-id")
     served.delete(f"/v1/videos/{id}")
 
 
@@ -794,7 +798,7 @@ def test_a_warning_about_a_picture_with_a_clip_is_beside_its_video(opened, serve
     until(lambda: served.get(f"/v1/videos/{id}").json()["status"] == "completed")
     page = opened().goto()
     page.click(f"[data-id={id}] .open")
-    assert says(page.wait_for_selector("dialog .note").inner_text(), "picture clip together")
+    assert has_line_with(page.wait_for_selector("dialog .note").inner_text(), "picture clip together")
     served.delete(f"/v1/videos/{id}")
 
 
@@ -805,11 +809,11 @@ def test_cards_show_what_plan_estimated(opened):
     tab.page.route("**/v1/videos?*", lambda route: route.fulfill(json=none))
     page = tab.goto()
     page.click(".drawer > summary")
-    says(page.inner_text("[data-preset=published]"), "20 steps estimated")
+    has_line_with(page.inner_text("[data-preset=published]"), "20 steps estimated")
     seconds = [page.inner_text(f"[data-preset={name}] .cost") for name in ("published", "draft")]
     assert all(re.search(r"\d+ s, estimated", one) for one in seconds)
     assert seconds[0] != seconds[1]
-    says(page.inner_text(".go .cost"), "estimated")
+    has_line_with(page.inner_text(".go .cost"), "estimated")
     page.check("[name=shape][value=own]", force=True)
     for width, has_time in (("0", False), ("33", False), ("64", True)):  # no time for what cannot be made
         page.fill("[name=width]", width)
@@ -827,7 +831,7 @@ def test_two_tabs_and_a_reload_in_the_middle(opened, served):
     page.reload()
     page.wait_for_selector(".item:has-text('orange')")
     for one in (page, other):
-        card = completed(one, "orange")
+        card = wait_for_completed_card(one, "orange")
     id = card.get_attribute("data-id")
     served.delete(f"/v1/videos/{id}")
     for one in (page, other):
@@ -850,7 +854,7 @@ def test_a_server_that_goes_away_and_comes_back(browser, tmp_path):
         assert page.input_value("#prompt") == "still here"
         small(page)
         page.click("#make")
-        completed(page, "still here")
+        wait_for_completed_card(page, "still here")
     tab.context.close()
 
 
@@ -906,5 +910,5 @@ def test_the_page_asks_for_the_token(browser, tmp_path):
         page.wait_for_selector("[name=shape]", state="attached")
         page.fill("#prompt", PROMPT)
         page.click("#make")
-        completed(page, PROMPT)
+        wait_for_completed_card(page, PROMPT)
         page.close()

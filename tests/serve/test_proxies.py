@@ -11,7 +11,7 @@ from tests.support.commands import succeeded, wanjax
 from tests.support.proxies import BY_DEFAULT, SINCE_1_29_7, proxied
 from tests.support.quick import quick
 from tests.support.served import PROMPT, SMALL, serving
-from tests.support.words import says
+from tests.support.words import has_line_with
 
 TOKEN = "a-token-of-the-tests"
 SHOWN = {"authorization": f"Bearer {TOKEN}"}
@@ -115,7 +115,7 @@ def test_a_page_through_a_proxy_that_tells_nothing_says_what_is_missing(browser,
         page.goto(url.replace("127.0.0.1", "videos.example"))
         page.wait_for_selector("#state:has-text('--token')")
         page.screenshot(path=tmp_path / "page.png")
-        assert says(page.inner_text("#state"), "'videos.example' proxy --token")
+        assert has_line_with(page.inner_text("#state"), "'videos.example' proxy --token")
         assert page.query_selector("[name=shape]") is None  # nothing can be asked for
         assert statuses["v1/models"] == 403
         fetched = "fetch('v1/videos').then(answer => answer.status)"

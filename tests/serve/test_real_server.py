@@ -23,8 +23,8 @@ from tests.support.commands import refused, succeeded, wanjax
 from tests.support.documents import ROOT, blocks
 from tests.support.films import ANIMATIONS, CONTAINERS, FRAMES, breaks, film, harmed
 from tests.support.quick import quick
-from tests.support.served import PROMPT, SMALL, finished, serving
-from tests.support.words import says
+from tests.support.served import PROMPT, SMALL, serving, wait_until_finished
+from tests.support.words import has_line_with
 from wanjax.cli.report import Report
 from wanjax.media.pictures import read_clip
 from wanjax.media.video import read_metadata
@@ -42,7 +42,7 @@ def served(tmp_path_factory):
 def test_a_kill_and_a_restart_lose_no_video(tmp_path):
     with serving(tmp_path, "--no-rehearse") as (client, process):
         ids = [client.post("/v1/videos", json=SMALL | {"seed": 0, "steps": 2}).json()["id"]]
-        assert finished(client, ids[0])["status"] == "completed"
+        assert wait_until_finished(client, ids[0])["status"] == "completed"
         content = client.get(f"/v1/videos/{ids[0]}/content").content
         ids += [client.post("/v1/videos", json=SMALL | {"seed": n, "steps": 200}).json()["id"] for n in (1, 2)]
         while client.get(f"/v1/videos/{ids[1]}").json()["status"] != "in_progress":
@@ -51,7 +51,7 @@ def test_a_kill_and_a_restart_lose_no_video(tmp_path):
         process.wait()
     with serving(tmp_path, "--no-rehearse") as (client, process):
         assert client.get(f"/v1/videos/{ids[0]}/content").content == content
-        assert [finished(client, id)["status"] for id in ids] == ["completed"] * 3
+        assert [wait_until_finished(client, id)["status"] for id in ids] == ["completed"] * 3
         process.terminate()
         assert process.wait(60) == 0
         assert process.stderr.read().endswith("stopped\n")  # nothing waits
@@ -66,9 +66,9 @@ def test_a_busy_server_ends_at_a_signal_and_goes_on_later(tmp_path):
                 if '"stage": "denoise"' in line:
                     process.terminate()
         assert process.wait(60) == 0
-        assert says(process.stderr.read(), "stopped waiting videos started again")
+        assert has_line_with(process.stderr.read(), "stopped waiting videos started again")
     with serving(tmp_path, "--no-rehearse") as (client, _):
-        assert finished(client, id)["status"] == "completed"
+        assert wait_until_finished(client, id)["status"] == "completed"
 
 
 def connected(client, text=b""):
@@ -114,7 +114,7 @@ def test_clients_that_say_little_keep_no_one_out(tmp_path, count):
                     health.append(health_of(client))
             assert psutil.Process(process.pid).num_fds() < 700
         id = client.post("/v1/videos", json=SMALL | {"steps": 2}).json()["id"]
-        assert finished(client, id)["status"] == "completed"
+        assert wait_until_finished(client, id)["status"] == "completed"
         requested = b"GET /v1/events HTTP/1.1\r\nHost: localhost\r\n\r\n"
         answers = [stack.enter_context(closing(connected(client, requested))) for _ in range(200)]
         statuses = Counter(stream.recv(12) for stream in answers)
@@ -186,7 +186,7 @@ def test_the_commands_of_the_documentation(tmp_path):
         script = block.text.replace("localhost:8000", client.base_url.netloc.decode())
         subprocess.run(["bash", "-euc", script], check=True, stdout=subprocess.PIPE, cwd=tmp_path)
         videos = client.get("/v1/videos").json()["data"]
-        assert [finished(client, video["id"])["status"] for video in videos] == ["completed"] * 2
+        assert [wait_until_finished(client, video["id"])["status"] for video in videos] == ["completed"] * 2
     assert read_metadata(tmp_path / "circle.mp4")["steps"] == 4
 
 
@@ -215,8 +215,8 @@ def test_the_command_asks_a_server(served, tmp_path, monkeypatch):
         "--out a.png": "a.png one",
     }
     for options, message in refusals.items():
-        assert says(refused("a", *at, *options.split()), message)
-    assert says(refused("a", "--at", "http://127.0.0.1:1", status=1), "http://127.0.0.1:1 refused")
+        assert has_line_with(refused("a", *at, *options.split()), message)
+    assert has_line_with(refused("a", "--at", "http://127.0.0.1:1", status=1), "http://127.0.0.1:1 refused")
 
 
 def test_the_command_asks_a_server_for_what_it_makes_itself(served, tmp_path, monkeypatch):
@@ -251,5 +251,5 @@ def test_ctrl_c_cancels_what_a_server_makes(served, tmp_path, monkeypatch):
     result = wanjax(PROMPT, "--steps", "200", "--at", str(served.base_url))
     assert result.exit_code == 130
     newest = served.get("/v1/videos?limit=1").json()["data"][0]
-    assert finished(served, newest["id"])["error"]["code"] == "cancelled"
+    assert wait_until_finished(served, newest["id"])["error"]["code"] == "cancelled"
     assert list(tmp_path.iterdir()) == []

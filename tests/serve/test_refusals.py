@@ -17,7 +17,7 @@ from PIL import Image
 from tests.serve.conftest import SMALL
 from tests.support.commands import refused
 from tests.support.films import film, harmed
-from tests.support.words import says
+from tests.support.words import has_line_with
 from wanjax.cli import serving
 from wanjax.errors import SettingError
 from wanjax.media.inputs import INPUT_SPECS
@@ -103,7 +103,7 @@ def test_no_other_site_asks_through_the_browser(start, origin):
         assert response.status_code == 200
     else:
         assert response.status_code == 403
-        assert says(response.json()["error"]["message"], "another site --token --origin")
+        assert has_line_with(response.json()["error"]["message"], "another site --token --origin")
 
 
 def blank(side):
@@ -134,7 +134,7 @@ SENT = {  # what is sent, the status of the answer, and what its sentence names
 def test_what_is_sent_and_cannot_be_used(start, name):
     request, status, words = SENT[name]
     server = start(work=False, upload=100_000)
-    assert says(server.refused(status, **request()), words)
+    assert has_line_with(server.refused(status, **request()), words)
     assert not any(server.folder.glob("video_*"))
 
 
@@ -160,7 +160,7 @@ def test_a_truncated_clip_is_answered_with_what_is_wrong_with_it(start, tmp_path
         response = server.client.post("/v1/videos", data={"prompt": "a", "frames": "5"}, files={"video": part})
         error = response.json()["error"]
         assert (response.status_code, error["param"]) == (422, "video"), error
-        assert says(error["message"], words), error["message"]
+        assert has_line_with(error["message"], words), error["message"]
         assert not server.jobs()
         assert not any(server.folder.glob("video_*"))
 
@@ -196,14 +196,14 @@ def test_a_file_of_another_kind_than_its_field_is_named(start, field, data, more
     sent = SMALL | more | {field: "data:;base64," + base64.b64encode(data).decode()}
     error = server.client.post("/v1/videos", json=sent).json()["error"]
     assert (error["param"], error["code"]) == (field, "invalid_request")
-    assert says(error["message"], words)
+    assert has_line_with(error["message"], words)
     assert not server.jobs()
 
 
 def test_large_clips(start, machine):
     server = start(work=False)
     machine.reads_at_most(max_pixels=64 * 64, clip_factor=2)
-    assert says(server.refused(422, json=SMALL | {"video": animated(64)}), "3 frames 64x64 8,192")
+    assert has_line_with(server.refused(422, json=SMALL | {"video": animated(64)}), "3 frames 64x64 8,192")
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_a_field_of_json_that_is_given_twice_is_named(start):
     body = b'{"prompt": "a", "steps": 2, "steps": 3}'
     response = start(work=False).client.post("/v1/videos", content=body, headers={"content-type": "application/json"})
     assert response.json()["error"]["param"] == "steps"
-    assert says(response.json()["error"]["message"], "steps twice")
+    assert has_line_with(response.json()["error"]["message"], "steps twice")
 
 
 @pytest.mark.parametrize("field", ["image", "video", "references[]", "mask"])
@@ -244,10 +244,10 @@ def test_an_empty_file_is_refused(start, field):
     data = {key: str(value) for key, value in SMALL.items()}
     response = server.client.post("/v1/videos", data=data, files={field: ("empty.png", b"")})
     assert (response.status_code, response.json()["error"]["param"]) == (422, name)
-    assert says(response.json()["error"]["message"], f"{name} empty")
+    assert has_line_with(response.json()["error"]["message"], f"{name} empty")
     error = server.client.post("/v1/videos", json=SMALL | {"image": "data:image/png;base64,"}).json()["error"]
     assert error["param"] == "image"
-    assert says(error["message"], "image empty")
+    assert has_line_with(error["message"], "image empty")
     assert not server.jobs()
 
 
@@ -328,7 +328,7 @@ def test_a_path_that_there_is_not_is_answered_with_those_that_there_are(start, p
     response = start(work=False).client.get(path)
     error = response.json()["error"]
     assert (response.status_code, error["type"], error["code"]) == (404, "invalid_request_error", "not_found")
-    assert says(error["message"], PATHS[path])
+    assert has_line_with(error["message"], PATHS[path])
 
 
 PARAMETERS = {  # what is asked for, the parameter or field that is wrong, and what the sentence names
@@ -354,7 +354,7 @@ def test_the_wrong_parameter_of_a_path_or_query_is_named(start, path):
     error = start(work=False).client.get(path).json()["error"]
     name, words = PARAMETERS[path]
     assert error["param"] == name
-    assert says(error["message"], words), error["message"]
+    assert has_line_with(error["message"], words), error["message"]
 
 
 FIELDS = {  # fields beside the prompt, as JSON; the wrong one; what the sentence names
@@ -396,7 +396,7 @@ def test_a_wrong_field_of_json_is_named_with_its_value_as_json(start, fields):
     )
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (422, name)
-    assert says(error["message"], words), error["message"]
+    assert has_line_with(error["message"], words), error["message"]
     assert not re.search(r"keyword|wanjax\.load|True|False|None", error["message"])
 
 
@@ -404,7 +404,7 @@ def test_a_wrong_field_of_json_is_named_with_its_value_as_json(start, fields):
 def test_a_text_that_is_sent_as_a_file_is_named(start, name):
     response = start(work=False).client.post("/v1/videos", data={"seed": "1"}, files={name: b"20"})
     assert (response.status_code, response.json()["error"]["param"]) == (422, name)
-    assert says(response.json()["error"]["message"], f"{name} file text")
+    assert has_line_with(response.json()["error"]["message"], f"{name} file text")
 
 
 @pytest.mark.parametrize(
@@ -417,12 +417,14 @@ def test_a_text_that_is_sent_as_a_file_is_named(start, name):
     ],
 )
 def test_an_unreadable_body_is_answered_with_what_to_send(start, kind, body, words):
-    assert says(start(work=False).refused(400, content=body, headers={"content-type": kind}), words)
+    assert has_line_with(start(work=False).refused(400, content=body, headers={"content-type": kind}), words)
 
 
 def test_a_compressed_body_is_not_read_as_a_plain_one(start):
     headers = {"content-type": "application/json", "content-encoding": "gzip"}
-    assert says(start(work=False).refused(415, content=gzip.compress(b"{}"), headers=headers), "'gzip' without")
+    assert has_line_with(
+        start(work=False).refused(415, content=gzip.compress(b"{}"), headers=headers), "'gzip' without"
+    )
 
 
 @pytest.mark.parametrize(
@@ -437,7 +439,7 @@ def test_a_compressed_body_is_not_read_as_a_plain_one(start):
 def test_a_login_that_is_refused_is_answered_with_why(start, status, request_options, words):
     response = start(work=False, token=TOKEN).client.post("/login", **request_options)
     assert response.status_code == status
-    assert says(response.json()["error"]["message"], words)
+    assert has_line_with(response.json()["error"]["message"], words)
 
 
 VARIANTS = {  # of a video that was made without a picture or clip
@@ -457,7 +459,9 @@ def test_a_variant_that_a_video_lacks_is_answered_with_why_and_with_those_that_i
     response = server.client.get(f"/v1/videos/{id}/content", params={"variant": variant})
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (422, "variant")
-    assert says(error["message"], VARIANTS[variant].replace("references thumbnail", "reference images thumbnail"))
+    assert has_line_with(
+        error["message"], VARIANTS[variant].replace("references thumbnail", "reference images thumbnail")
+    )
     assert ("without" in error["message"]) == (variant in ("image", "clip", "last_image", "references_1"))
 
 
@@ -467,13 +471,13 @@ def test_a_file_that_a_video_does_not_have_is_answered_with_why(start):
     url = f"/v1/videos/{id}/content"
     response = server.client.get(url, params={"variant": "preview"})
     assert response.status_code == 404
-    assert says(response.json()["error"]["message"], "preview --no-preview steps")
-    assert says(server.client.get(url).json()["error"]["message"], "queued completed")
+    assert has_line_with(response.json()["error"]["message"], "preview --no-preview steps")
+    assert has_line_with(server.client.get(url).json()["error"]["message"], "queued completed")
     server.client.post(f"/v1/videos/{id}/cancel")
     for path in (url, f"/v1/videos/{id}/record"):
         response = server.client.get(path)
         assert response.status_code == 409
-        assert says(response.json()["error"]["message"], "cancelled files POST")
+        assert has_line_with(response.json()["error"]["message"], "cancelled files POST")
 
 
 @pytest.mark.parametrize(
@@ -491,7 +495,7 @@ def test_a_method_that_a_path_does_not_take_is_answered_with_those_that_it_takes
     error = response.json()["error"]
     assert (response.status_code, error["type"], error["code"]) == (405, "invalid_request_error", "not_allowed")
     assert {*response.headers["allow"].split(", ")} == methods
-    assert says(error["message"], " ".join([path, method, *sorted(methods)]))
+    assert has_line_with(error["message"], " ".join([path, method, *sorted(methods)]))
 
 
 def test_a_model_is_shown_by_its_id(start):
@@ -528,7 +532,7 @@ def test_what_a_proxy_forwards_is_not_this_machines(start, name):
     for path in ("/", "/v1/videos", "/metrics", "/health", "/page/app.js"):
         result = forwarded.get(path, headers={name: "127.0.0.1"})
         assert result.status_code == 403
-        assert says(result.json()["error"]["message"], f"{name.lower()} token --token")
+        assert has_line_with(result.json()["error"]["message"], f"{name.lower()} token --token")
     assert forwarded.post("/v1/videos", json=SMALL, headers={name: ""}).status_code == 403
     assert not server.jobs()
 
@@ -541,7 +545,7 @@ def test_no_page_of_another_site_reads_without_a_token(start, name):
         for more in ({}, {"sec-fetch-site": "same-origin", "sec-fetch-mode": "cors"}):
             response = client.get(path, headers={name: "https://videos.example", **more})
             assert response.status_code == 403
-            assert says(response.json()["error"]["message"], "'videos.example' proxy --token")
+            assert has_line_with(response.json()["error"]["message"], "'videos.example' proxy --token")
     for page in ("http://localhost:3000", "http://[::1]:8000", "http://127.0.0.1", "null", "http://[", ""):
         assert client.get("/v1/videos", headers={name: page}).status_code == 200
 
@@ -584,7 +588,7 @@ def test_the_page_behind_a_proxy_may_ask(start, origin):
     headers |= {f"x-forwarded-{name}": value for name, value in proxy_headers.items()}
     response = server.client.post("/v1/videos", json=SMALL, headers=headers)
     assert response.status_code == (200 if accepted else 403)
-    assert accepted or says(response.json()["error"]["message"], "--origin")
+    assert accepted or has_line_with(response.json()["error"]["message"], "--origin")
 
 
 def test_a_page_of_another_site_may_send_no_header_of_a_proxy(start):
@@ -636,7 +640,7 @@ def test_what_openai_offered_beside(start, path, method):
     assert response.status_code == 400
     error = response.json()["error"]
     assert (set(error), error["code"]) == ({"message", "type", "param", "code"}, "not_offered")
-    assert says(error["message"], f"{path.rpartition('/')[2]} /v1/videos")
+    assert has_line_with(error["message"], f"{path.rpartition('/')[2]} /v1/videos")
 
 
 @pytest.mark.parametrize("wrong", ["", "a", TOKEN[:-1], TOKEN + "s", TOKEN.upper()])
@@ -709,14 +713,14 @@ def test_options_that_the_command_refuses(tmp_path, monkeypatch, options, words)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         output = refused("serve", *(option.replace("{taken}", port) for option in options))
-    assert says(output, words.replace("{taken}", port))
+    assert has_line_with(output, words.replace("{taken}", port))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_without_the_libraries_a_sentence_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(serving, "find_spec", lambda name: None)
-    assert says(refused("serve"), "pip install '.[serve]'")
+    assert has_line_with(refused("serve"), "pip install '.[serve]'")
 
 
 @pytest.mark.parametrize(
@@ -729,7 +733,7 @@ def test_without_the_libraries_a_sentence_says_what_to_install(tmp_path, monkeyp
 )
 def test_a_video_too_large_is_answered_with_sizes_that_are_allowed(start, fields, words):
     server = start(work=False, pixels=40_000)
-    assert says(server.refused(422, json=SMALL | fields), words)
+    assert has_line_with(server.refused(422, json=SMALL | fields), words)
 
 
 @pytest.mark.parametrize(
@@ -745,7 +749,7 @@ def test_a_video_too_large_names_the_field_that_makes_it_so(start, fields, name)
     options = {key: value for key, value in SMALL.items() if key not in ("frames", "size")} | fields
     error = start(work=False, pixels=400_000).client.post("/v1/videos", json=options).json()["error"]
     assert error["param"] == name
-    assert name != "seconds" or says(error["message"], "3600 s 400,000 at most s")
+    assert name != "seconds" or has_line_with(error["message"], "3600 s 400,000 at most s")
 
 
 def test_a_similar_parameter_is_suggested(start):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image, PngImagePlugin
 
-from tests.support.words import says
+from tests.support.words import has_line_with
 from tests.support.workflows import api_form, graph_of, template, template_text
 from wanjax.media.video import write_video
 
@@ -77,7 +77,7 @@ def test_what_the_model_does_not_take_is_noted(server):
     fields, notes = read(server, "a.json", template_text("video_wan2_2_14B_i2v").encode())
     assert "guidance_scale_2" not in fields
     assert "nano does not use guidance scale 2, boundary step" in notes
-    assert any(says(note, "an image choose video_wan2_2_14B_i2v_input_image.jpg") for note in notes)
+    assert any(has_line_with(note, "an image choose video_wan2_2_14B_i2v_input_image.jpg") for note in notes)
     nodes = api_form(graph_of(template(T2V)))
     nodes["3"]["inputs"] |= {"sampler_name": "res_multistep", "steps": 5000}
     nodes["48"]["inputs"]["model"] = ["L", 0]
@@ -87,14 +87,14 @@ def test_what_the_model_does_not_take_is_noted(server):
     }
     fields, notes = read(server, "a.json", json.dumps(nodes).encode())
     assert not {"scheduler", "steps", "lora"} & fields.keys()
-    assert any(says(note, "res_multistep") for note in notes)
-    assert any(says(note, "steps 200 5000") for note in notes)
+    assert any(has_line_with(note, "res_multistep") for note in notes)
+    assert any(has_line_with(note, "steps 200 5000") for note in notes)
     assert "this server has no LoRA speed" in notes
 
 
 def test_a_composed_clip_is_noted(server):
     _, notes = read(server, "a.json", template_text("video_wan_vace_inpainting").encode())
-    assert any(says(note, "ImageCompositeMasked composes video") for note in notes)
+    assert any(has_line_with(note, "ImageCompositeMasked composes video") for note in notes)
 
 
 def test_a_video_of_the_server_fills_the_request_that_made_it(start):
@@ -106,7 +106,7 @@ def test_a_video_of_the_server_fills_the_request_that_made_it(start):
         "scheduler": "euler",
         "rng": "torch",
     }
-    id = server.finished(server.ask(**request)["id"])["id"]
+    id = server.wait_until_finished(server.ask(**request)["id"])["id"]
     fields, notes = read(server, "video.mp4", server.content(id))
     assert notes == []
     assert {name: fields[name] for name in request} == request
@@ -122,9 +122,9 @@ def test_files_that_a_video_names_are_not_looked_for(server, tmp_path):
     write_video(tmp_path / "a.mp4", np.zeros((5, 16, 16, 3), np.uint8), 8, record)
     fields, notes = read(server, "a.mp4", (tmp_path / "a.mp4").read_bytes())
     assert fields == {"model": "nano", "prompt": "a"}
-    assert any(says(note, "an image choose secret.png") for note in notes)
+    assert any(has_line_with(note, "an image choose secret.png") for note in notes)
     assert {"this server has no LoRA x", "this server has no LoRA y"} <= {*notes}
-    assert any(says(note, "steps 'many'") for note in notes)
+    assert any(has_line_with(note, "steps 'many'") for note in notes)
     assert not any(str(tmp_path) in note for note in notes)
 
 
@@ -145,12 +145,12 @@ def test_files_that_a_video_names_are_not_looked_for(server, tmp_path):
     ],
 )
 def test_a_file_that_cannot_be_read_is_one_sentence(server, name, data, words):
-    assert says(refused(server, name, data), words)
+    assert has_line_with(refused(server, name, data), words)
 
 
 def test_a_form_with_anything_else_is_refused(server):
     for form in ({"data": {"file": "a"}}, {"files": [("file", ("a.json", b"{}"))] * 2}, {"files": {"other": b"a"}}):
         response = server.client.post("/v1/requests", **form)
         assert response.status_code in (400, 415), response.text
-        assert says(response.json()["error"]["message"], "file")
+        assert has_line_with(response.json()["error"]["message"], "file")
     assert server.client.post("/v1/requests", json={}).status_code == 415

@@ -14,7 +14,7 @@ from PIL import Image
 from tests.support.media import picture
 from tests.support.quick import quick
 from tests.support.stores import BUCKET, failing, forget, objects, running_s3
-from tests.support.words import naming, says
+from tests.support.words import has_line_with, line_with_words
 from wanjax.cli.serving import check_host, open_store
 from wanjax.errors import WanjaxError
 from wanjax.jobs.sharing import SERVE_FILE
@@ -78,7 +78,7 @@ def test_a_video_in_a_store_is_asked_for_sent_and_removed(start, tmp_path, url, 
     with running_s3() if url.startswith("s3:") else contextmanager(lambda: iter([None]))():
         server = start(parse_path(url), database=str(tmp_path / "table" / "jobs.sqlite"), preview=preview)
         id = server.ask(image=red(), steps=6 if preview else 2)["id"]
-        result = server.finished(id)
+        result = server.wait_until_finished(id)
         assert result["status"] == "completed", result["error"]
         folder = server.folder / id
         assert names(folder) - {"preview.png"} == {"image.png", "thumbnail.webp", "video.mp4"}
@@ -144,11 +144,11 @@ def test_a_store_that_fails_is_told_without_its_names_and_words(served, tmp_path
     """The log tells them, and where the video is that could not be published."""
     server = served()
     with failing("put_file", DENIED):
-        assert server.finished(server.ask()["id"])["error"]["code"] == "storage"
+        assert server.wait_until_finished(server.ask()["id"])["error"]["code"] == "storage"
         [kept] = (tmp_path / "temporary").glob("wanjax-*/video.mp4")
         assert str(kept) in caplog.text
         refused = server.refused(502, json={"prompt": "a", "image": red()})
-    id = server.finished(server.ask()["id"])["id"]
+    id = server.wait_until_finished(server.ask()["id"])["id"]
     path = f"/v1/videos/{id}/content"
     with failing("info", DENIED):
         answers = [server.client.get(path), server.client.get(f"/v1/videos/{id}/record")]
@@ -176,7 +176,7 @@ def test_what_the_store_lacks_is_gone(served, requested):
     (server.folder / id / "video.mp4").remove()
     response = server.client.get(f"/v1/videos/{id}/{requested}")
     assert response.status_code == 404
-    assert says(response.json()["error"]["message"], "video.mp4")
+    assert has_line_with(response.json()["error"]["message"], "video.mp4")
 
 
 def test_a_killed_server_finds_its_videos_in_the_store(served):
@@ -191,7 +191,7 @@ def test_a_killed_server_finds_its_videos_in_the_store(served):
     first.kill()
     (parse_path(HERE) / "video_of_another_server" / "video.mp4").write(b"its own")
     again = served()
-    assert again.finished(whole)["status"] == again.finished(begun)["status"] == "completed"
+    assert again.wait_until_finished(whole)["status"] == again.wait_until_finished(begun)["status"] == "completed"
     assert again.content(whole) == b"a whole video"
     assert again.client.get(f"/v1/videos/{ids[2]}").status_code == 404
     assert again.is_cleared(ids[2])
@@ -201,19 +201,21 @@ def test_a_killed_server_finds_its_videos_in_the_store(served):
 
 def test_a_wrong_database_leaves_no_folder(tmp_path):
     folder = tmp_path / "served" / "videos"
-    with pytest.raises(WanjaxError, match=naming("/nope")), open_store(folder, "/nope/x.sqlite"):
+    with pytest.raises(WanjaxError, match=line_with_words("/nope")), open_store(folder, "/nope/x.sqlite"):
         pass
     assert not folder.parent.exists()
 
 
 @pytest.mark.parametrize("host", ["999.1.1.1", "no host", "." + "a" * 70])
 def test_a_host_that_is_no_address_is_named(host):
-    with pytest.raises(WanjaxError, match=naming(f"--host {host if len(host) < 20 else ''} address 127.0.0.1 0.0.0.0")):
+    with pytest.raises(
+        WanjaxError, match=line_with_words(f"--host {host if len(host) < 20 else ''} address 127.0.0.1 0.0.0.0")
+    ):
         check_host(host)
     check_host("127.0.0.1")
 
 
 def test_a_table_is_in_no_store():
-    with pytest.raises(WanjaxError, match=naming(f"{HERE} --database")), open_store(parse_path(HERE), None):
+    with pytest.raises(WanjaxError, match=line_with_words(f"{HERE} --database")), open_store(parse_path(HERE), None):
         pass
     assert objects() == {}

@@ -26,7 +26,7 @@ from tests.support.quick import quick
 from tests.support.tiny import tiny_animate_checkpoint, tiny_control_checkpoint, tiny_pose_checkpoint
 from tests.support.toy.checkpoint import write_checkpoint
 from tests.support.toy_sound import DRIVING, TOY_SOUND
-from tests.support.words import naming, says
+from tests.support.words import has_line_with, line_with_words
 from wanjax import registry
 from wanjax.checkpoints.files import save_safetensors
 from wanjax.checkpoints.lora_source import Lora
@@ -60,7 +60,7 @@ def test_a_video_is_that_of_the_library(start, pipe, tmp_path):
     assert requested["object"] == "video"
     assert requested["model"] == "nano"
     assert requested["size"] == "32x32"
-    result = server.finished(requested["id"])
+    result = server.wait_until_finished(requested["id"])
     assert result["status"] == "completed"
     assert result["progress"] == 100
     assert set(result["stage_seconds"]) == {"compile", "encode", "denoise", "decode"}
@@ -81,7 +81,9 @@ def test_a_video_is_that_of_the_library(start, pipe, tmp_path):
 
 def test_previews_of_a_video_under_way(start):
     server = start(preview=True)
-    result = server.finished(server.ask(prompt="a red circle", size="64x64", frames=5, steps=12, seed=42)["id"])
+    result = server.wait_until_finished(
+        server.ask(prompt="a red circle", size="64x64", frames=5, steps=12, seed=42)["id"]
+    )
     assert result["preview"] == 12
     events = server.client.get(f"/v1/videos/{result['id']}/events").text
     assert '"preview": 12' in events
@@ -92,7 +94,7 @@ def test_previews_of_a_video_under_way(start):
     assert red > 0.02 > 4 * max(green, blue)
     server.stop()
     plain = start()
-    result = plain.finished(plain.ask()["id"])
+    result = plain.wait_until_finished(plain.ask()["id"])
     assert result["preview"] == 0
     assert plain.client.get(f"/v1/videos/{result['id']}/content?variant=preview").status_code == 404
 
@@ -113,7 +115,7 @@ def test_the_colours_of_previews_are_fitted_in_the_stage_that_compiles(start, mo
     monkeypatch.setattr("wanjax.pipelines.pipeline.fit_colours", fit)
     monkeypatch.setattr(JobProgress, "stage", stage)
     server = start(preview=True)
-    assert server.finished(server.ask()["id"])["status"] == "completed"
+    assert server.wait_until_finished(server.ask()["id"])["status"] == "completed"
     assert order == ["compile", "fit", "encode", "denoise", "decode"]
 
 
@@ -127,7 +129,7 @@ def test_each_window_is_told_with_previews_of_its_own(start, monkeypatch):
 
     monkeypatch.setattr(Lease, "report", noted)
     server = start(preview=True)
-    result = server.finished(server.ask(windows=2)["id"])
+    result = server.wait_until_finished(server.ask(windows=2)["id"])
     assert result["status"] == "completed", result["error"]
     steps = [(window, done) for stage, window, done, _ in messages if stage == "denoise" and done]
     assert steps == [(1, 1), (1, 2), (2, 1), (2, 2)]
@@ -145,10 +147,10 @@ def test_a_warning_of_the_library_is_a_note_of_its_video_alone(start, tmp_path):
     assert response.status_code == 200, response.text
     other = server.ask()["id"]
     id = response.json()["id"]
-    (note,) = (text for text in server.finished(id)["notes"] if "clip" in text)
-    assert says(note, "picture clip together")
+    (note,) = (text for text in server.wait_until_finished(id)["notes"] if "clip" in text)
+    assert has_line_with(note, "picture clip together")
     assert note in server.client.get(f"/v1/videos/{id}/events").text
-    assert not any("clip" in text for text in server.finished(other)["notes"])
+    assert not any("clip" in text for text in server.wait_until_finished(other)["notes"])
 
 
 RANGES = {  # a Range header, the status, and which part of the file is sent
@@ -164,25 +166,25 @@ RANGES = {  # a Range header, the status, and which part of the file is sent
 def test_a_range_is_sent_an_invalid_one_ignored_and_one_outside_refused(start):
     server = start()
     id = server.ask()["id"]
-    assert server.finished(id)["status"] == "completed"
+    assert server.wait_until_finished(id)["status"] == "completed"
     whole, url = server.content(id), f"/v1/videos/{id}/content"
     for header, (status, part) in RANGES.items():
         response = server.client.get(url, headers={"range": header})
         assert (response.status_code, response.content) == (status, whole[part]), header
     response = server.client.get(url, headers={"range": "bytes=99999999-"})
     assert (response.status_code, response.headers["content-range"]) == (416, f"bytes */{len(whole)}")
-    assert says(response.json()["error"]["message"], f"'bytes=99999999-' outside {len(whole):,}")
+    assert has_line_with(response.json()["error"]["message"], f"'bytes=99999999-' outside {len(whole):,}")
 
 
 def test_notes_tell_what_may_not_be_meant(start):
     server = start()
     prompts = {"then": ["a blue mountain"], "windows": 2, "prompt": "a dog"}
-    notes = server.finished(server.ask(**prompts, guidance_scale=1, negative_prompt="grey")["id"])["notes"]
-    assert any(says(note, "nano 'dog', 'mountain' trained") for note in notes)
-    assert any(says(note, "nano 64x64 17 frames 32x32 5 frames") for note in notes)
-    assert any(says(note, "guidance negative prompt no effect") for note in notes)
-    plain = server.finished(server.ask(guidance_scale=1)["id"])["notes"]
-    assert not any(says(note, "guidance") for note in plain)  # where nobody asks for a negative prompt
+    notes = server.wait_until_finished(server.ask(**prompts, guidance_scale=1, negative_prompt="grey")["id"])["notes"]
+    assert any(has_line_with(note, "nano 'dog', 'mountain' trained") for note in notes)
+    assert any(has_line_with(note, "nano 64x64 17 frames 32x32 5 frames") for note in notes)
+    assert any(has_line_with(note, "guidance negative prompt no effect") for note in notes)
+    plain = server.wait_until_finished(server.ask(guidance_scale=1)["id"])["notes"]
+    assert not any(has_line_with(note, "guidance") for note in plain)  # where nobody asks for a negative prompt
 
 
 def test_forms_and_json_mean_the_same(start, pipe):
@@ -202,7 +204,7 @@ def test_forms_and_json_mean_the_same(start, pipe):
 def test_a_picture_begins_a_video(start):
     server = start()
     url = "data:image/jpeg;base64," + base64.b64encode(picture(kind="JPEG")).decode()
-    result = server.finished(server.ask(image=url)["id"])
+    result = server.wait_until_finished(server.ask(image=url)["id"])
     assert result["status"] == "completed", result["error"]
     own = server.folder / result["id"]
     record = read_metadata(own / "video.mp4")
@@ -227,7 +229,7 @@ def test_a_clip_begins_a_video(start, pipe, tmp_path):
     response = server.client.post("/v1/videos", data=fields, files={"video": ("any", clips[0].read_bytes())})
     requested = [response.json(), server.ask(video=url(clips[1].read_bytes()), strength=0.5, seed=3)]
     for one, clip in zip(requested, clips, strict=True):
-        result = server.finished(one["id"])
+        result = server.wait_until_finished(one["id"])
         assert result["status"] == "completed", result["error"]
         assert result["pictures"] == ["clip"]
         assert server.content(one["id"], variant="clip") == clip.read_bytes()
@@ -248,7 +250,7 @@ def test_an_input_of_one_family_alone_is_a_field(start, tmp_path, monkeypatch):
     [model] = server.client.get("/v1/models").json()["data"]
     assert not model["pictures"]["driving"]["required"]
     requested = server.ask(image=page, driving=url(clip.read_bytes()), size=None, seed=3)
-    assert server.finished(requested["id"])["status"] == "completed"
+    assert server.wait_until_finished(requested["id"])["status"] == "completed"
     (tmp_path / "served.mp4").write_bytes(server.content(requested["id"]))
     (tmp_path / "page.png").write_bytes(picture((64, 64)))
     own = pipe("a red circle", frames=5, steps=2, seed=3, image=tmp_path / "page.png", driving=clip)
@@ -265,15 +267,15 @@ def test_a_clip_a_mask_and_references_guide_a_video(start, tmp_path, result):
     assert list(model["pictures"]) == ["image", "last_image", "video", "mask", "references"]
     assert "strength" not in model["settings"]
     assert model["settings"]["outpaint"]["default"] == "0,0,0,0"
-    assert says(server.refused(422, json=SMALL | {"outpaint": "8,8"}), "outpaint four 120,0,120,0")
+    assert has_line_with(server.refused(422, json=SMALL | {"outpaint": "8,8"}), "outpaint four 120,0,120,0")
     message = server.refused(422, json=SMALL | {"references": ["data:;base64,AAAA"] * 9})
-    assert says(message, "9 references 4")
+    assert has_line_with(message, "9 references 4")
     sent = {"video": url(film(tmp_path / "a.mp4", 5).read_bytes()), "mask": url(picture((32, 32)))}
     sent |= {"references": [url(picture()), url(picture((20, 20)))]}
     requested = server.ask(**sent, fps=8, outpaint="8,0,8,0")
     assert requested["pictures"] == ["clip", "mask", "references_0", "references_1"]
     if result:
-        assert server.finished(requested["id"])["status"] == "completed"
+        assert server.wait_until_finished(requested["id"])["status"] == "completed"
         record = server.client.get(f"/v1/videos/{requested['id']}/record").json()
         files = [Path(file).stem for file in (record["video"], record["mask"], *record["references"])]
         assert files == requested["pictures"]
@@ -288,14 +290,14 @@ def test_a_character_moves_as_in_a_driving_clip(start, tmp_path):
     assert [name for name, schema in model["pictures"].items() if schema["required"]] == ["image", "video"]
     assert "clip_prompt" in model["settings"]
     settings = {"prompt": "a woman", "steps": 2, "seed": 3, "clip_prompt": "a dancer"}
-    assert says(server.refused(422, json=settings | {"image": url(character)}), "driving clip video")
+    assert has_line_with(server.refused(422, json=settings | {"image": url(character)}), "driving clip video")
     response = server.client.post(
         "/v1/videos",
         data={name: str(value) for name, value in settings.items()},
         files={"image": ("a.png", character), "video": ("a.mp4", clip.read_bytes())},
     )
     assert response.status_code == 200, response.text
-    result = server.finished(response.json()["id"])
+    result = server.wait_until_finished(response.json()["id"])
     assert result["status"] == "completed", result["error"]
     (tmp_path / "served.mp4").write_bytes(server.content(result["id"]))
     (tmp_path / "character.png").write_bytes(character)
@@ -316,7 +318,7 @@ def test_clips_of_poses_and_of_a_face_move_a_character(start, tmp_path):
     assert "face" in server.refused(422, json=SMALL | {"image": url(picture()), "video": clips["video"]})
     requested = server.ask(**clips, image=url(picture()), fps=8)
     assert requested["pictures"] == ["image", "clip", "face"]
-    result = server.finished(requested["id"])
+    result = server.wait_until_finished(requested["id"])
     assert result["status"] == "completed", result["error"]
     assert result["settings"]["windows"] == 2
     (tmp_path / "served.mp4").write_bytes(server.content(requested["id"]))
@@ -403,7 +405,7 @@ def test_what_waits_and_what_is_under_way_is_cancelled(start, monkeypatch):
             "id": id, "object": "video.deleted", "deleted": True
         }  # fmt: skip
     go.set()
-    ends = [server.finished(id) for id in (ids[0], ids[1], ids[3])]
+    ends = [server.wait_until_finished(id) for id in (ids[0], ids[1], ids[3])]
     assert [end["status"] for end in ends] == ["failed", "failed", "completed"]
     assert ends[0]["error"] == ends[1]["error"] == {"code": "cancelled", "message": "the video was cancelled"}
     assert server.client.get(f"/v1/videos/{ids[2]}").status_code == 404
@@ -437,13 +439,13 @@ def test_a_video_is_cancelled_between_two_programs(start, monkeypatch):
     assert body["version"] > video["version"]
     time.sleep(2.5 * HEARTBEAT_INTERVAL)  # until the worker has heard of it
     go.set()
-    assert server.finished(id)["error"]["code"] == "cancelled"
+    assert server.wait_until_finished(id)["error"]["code"] == "cancelled"
     assert len(names) == 3
 
 
 def test_a_video_by_another_solver(start, pipe):
     server = start()
-    result = server.finished(server.ask(scheduler="euler")["id"])
+    result = server.wait_until_finished(server.ask(scheduler="euler")["id"])
     assert result["status"] == "completed", result["error"]
     assert (result["scheduler"], pipe.model.scheduler) == ("euler", UniPC())
     assert server.client.get(f"/v1/videos/{result['id']}/record").json()["scheduler"] == "euler"
@@ -476,7 +478,7 @@ def test_a_record_is_sent_as_a_request(start, pipe):
     assert response.status_code == 200, response.text
     video = response.json()
     assert (video["settings"]["seed"], video["settings"]["steps"]) == (7, 2)
-    assert says(server.refused(422, json=SMALL | {"dtype": "float64"}), "'dtype' server started_with")
+    assert has_line_with(server.refused(422, json=SMALL | {"dtype": "float64"}), "'dtype' server started_with")
 
 
 def test_no_record_names_a_folder(start, tmp_path, monkeypatch):
@@ -487,7 +489,7 @@ def test_no_record_names_a_folder(start, tmp_path, monkeypatch):
     lora.parent.mkdir()
     server = start(of=with_lora(str(model), more_red(lora)))
     requested = server.ask(image=url(picture()), seed=3, model="my-nano", lora="red:2")  # which loads the model again
-    result = server.finished(requested["id"])
+    result = server.wait_until_finished(requested["id"])
     assert result["status"] == "completed", result["error"]
     film = tmp_path / "film.mp4"
     film.write_bytes(server.content(result["id"]))
@@ -511,9 +513,9 @@ def test_no_record_names_a_folder(start, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "elsewhere")
     options: list[str] = []
     for name, option, file in (("image.png", "--image", png), ("red.safetensors", "--lora", lora)):
-        assert says(refused("generate", "--from", str(film), *options), f"{name} {option}")
+        assert has_line_with(refused("generate", "--from", str(film), *options), f"{name} {option}")
         options += [option, f"{file}:2" if option == "--lora" else str(file)]
-    assert says(refused("generate", "--from", str(film), *options), "my-nano --model")
+    assert has_line_with(refused("generate", "--from", str(film), *options), "my-nano --model")
     succeeded(wanjax_command("generate", "--from", film, *options, "--model", model, "--out", tmp_path / "again.mp4"))
     np.testing.assert_array_equal(read_clip(film, 9, 8), read_clip(tmp_path / "again.mp4", 9, 8))
 
@@ -525,10 +527,10 @@ def test_strengths_of_a_lora(start, tmp_path):
     server, encoder = start(of=variants), variants.model(None).text_encoder
     assert server.client.get("/v1/models").json()["data"][0]["loras"] == [{"name": "more_red", "strength": 0.5}]
     for wrong, words in (("more_red", "lora 'more_red' more_red:0.5"), ({"x": 1}, "LoRA 'x' more_red")):
-        assert says(server.refused(422, json=SMALL | {"lora": wrong}), words)
-    assert says(server.refused(422, json=SMALL | {"lora": {"more_red": True}}), "lora true")
+        assert has_line_with(server.refused(422, json=SMALL | {"lora": wrong}), words)
+    assert has_line_with(server.refused(422, json=SMALL | {"lora": {"more_red": True}}), "lora true")
     requested = [{}, {"lora": "more_red:2"}, {"lora": {"more_red": 0}}, {}]
-    result = [server.finished(server.ask(seed=3, **more)["id"]) for more in requested]
+    result = [server.wait_until_finished(server.ask(seed=3, **more)["id"]) for more in requested]
     assert [one["lora"] for one in result] == [[{"name": "more_red", "strength": x}] for x in (0.5, 2.0, 0.0, 0.5)]
     records = [server.client.get(f"/v1/videos/{one['id']}/record").json()["lora"] for one in result]
     assert records == [[str(Lora(file.name, x))] for x in (0.5, 2.0, 0.0, 0.5)]
@@ -547,7 +549,7 @@ def test_a_removed_video_that_was_under_way_leaves_nothing(start, monkeypatch):
     assert begun.wait(60)
     assert server.client.delete(f"/v1/videos/{id}").status_code == 200
     go.set()
-    assert server.finished(server.ask(seed=1)["id"])["status"] == "completed"
+    assert server.wait_until_finished(server.ask(seed=1)["id"])["status"] == "completed"
     assert server.is_cleared(id)
 
 
@@ -562,17 +564,17 @@ def test_a_failure_ends_its_video_alone(start, monkeypatch, caplog):
         return encode(*arguments, **options)
 
     monkeypatch.setattr(Run, "encode", failing)
-    errors = [server.finished(server.ask()["id"])["error"] for _ in range(2)]
+    errors = [server.wait_until_finished(server.ask()["id"])["error"] for _ in range(2)]
     assert [error["code"] for error in errors] == ["server_error"] * 2
     assert "a bug" not in errors[0]["message"]
     assert "memory" in errors[1]["message"]
-    assert server.finished(server.ask()["id"])["status"] == "completed"
+    assert server.wait_until_finished(server.ask()["id"])["status"] == "completed"
 
 
 def test_what_was_asked_of_a_killed_server_is_found_again(start, tmp_path):
     """A kill leaves the disk as it is: a video finished, one whose end was not noted, one under way, one queued."""
     first = start()
-    ids = [first.finished(first.ask(seed=seed)["id"])["id"] for seed in range(2)]
+    ids = [first.wait_until_finished(first.ask(seed=seed)["id"])["id"] for seed in range(2)]
     first.stop()
     waiting = start(work=False)
     change(waiting, ids[1], status="in_progress", worker="one that is not heard of")
@@ -584,7 +586,7 @@ def test_what_was_asked_of_a_killed_server_is_found_again(start, tmp_path):
     assert waiting.lease() == [ids[2]]
     waiting.kill()
     again = start()
-    assert [again.finished(id)["status"] for id in ids] == ["completed"] * 4
+    assert [again.wait_until_finished(id)["status"] for id in ids] == ["completed"] * 4
     assert all(again.client.get(f"/v1/videos/{id}/content").status_code == 200 for id in ids)
     assert again.is_cleared(torn)
     assert (again.folder / "video_of_a_stranger").exists()  # which no row names
@@ -631,7 +633,7 @@ def test_what_was_removed_or_cancelled_does_not_come_back(start):
 
 def test_a_second_server_on_a_folder_is_refused(start):
     first = start(work=False)
-    with pytest.raises(WanjaxError, match=naming(f"server {first.folder} --dir")):
+    with pytest.raises(WanjaxError, match=line_with_words(f"server {first.folder} --dir")):
         start(work=False)
     first.stop()
     start(work=False)
@@ -660,7 +662,7 @@ def test_a_full_disk_takes_no_request_and_loses_none(start):
     assert all(result.json()["error"]["code"] == "storage" for result in answers)
     writing(server, True)
     server.worker.start()
-    assert server.finished(id)["status"] == "completed"
+    assert server.wait_until_finished(id)["status"] == "completed"
 
 
 def test_no_path_of_the_server_is_told(start, tmp_path):
@@ -671,13 +673,13 @@ def test_no_path_of_the_server_is_told(start, tmp_path):
     (server.folder / with_clip / "clip.mp4").unlink()
     broken = server.ask()["id"]
     server.worker.start()
-    assert server.finished(broken)["status"] == "completed"
+    assert server.wait_until_finished(broken)["status"] == "completed"
     (server.folder / broken / "video.mp4").write_bytes(b"no film")
     response = server.client.get(f"/v1/videos/{broken}/record")
     assert response.status_code == 422
-    failed = server.finished(with_clip)
+    failed = server.wait_until_finished(with_clip)
     assert failed["status"] == "failed"
-    assert says(failed["error"]["message"], "clip.mp4")
+    assert has_line_with(failed["error"]["message"], "clip.mp4")
     everything = response.text + server.client.get("/v1/videos").text + server.client.get("/v1/models").text
     assert str(server.folder) not in everything
 
@@ -716,7 +718,7 @@ def small_disk(tmp_path):
 def test_a_server_outlives_a_disk_that_is_full(start, small_disk, tmp_path):
     folder, fill = small_disk
     server = start(folder / "served")
-    done = server.finished(server.ask()["id"])["id"]
+    done = server.wait_until_finished(server.ask()["id"])["id"]
     fill(True)
     accepted = 0
     while server.client.post("/v1/videos", json=SMALL).status_code == 200:  # the database's log has room of its own
@@ -735,11 +737,11 @@ def test_a_server_outlives_a_disk_that_is_full(start, small_disk, tmp_path):
     while not server.client.get(f"/v1/videos/{waiting}").json()["stage_done"]:
         time.sleep(0.01)
     fill(True)
-    failed = server.finished(waiting)
+    failed = server.wait_until_finished(waiting)
     assert failed["error"]["code"] == "storage"
     assert str(folder) not in json.dumps(failed)
     fill(False)
-    assert server.finished(server.ask()["id"])["status"] == "completed"
+    assert server.wait_until_finished(server.ask()["id"])["status"] == "completed"
 
 
 def test_a_video_that_ends_the_server_is_not_tried_for_ever(start):
@@ -750,7 +752,7 @@ def test_a_video_that_ends_the_server_is_not_tried_for_ever(start):
     for id, attempts in zip(ids, (1, 2), strict=True):
         change(again, id, status="in_progress", worker="one that died", attempts=attempts)
     again.worker.start()
-    assert [again.finished(id)["status"] for id in ids] == ["completed", "failed"]
+    assert [again.wait_until_finished(id)["status"] for id in ids] == ["completed", "failed"]
     assert again.jobs()[ids[1]].error["code"] == STOPPED
 
 
@@ -767,7 +769,7 @@ def test_a_server_that_ends_keeps_what_is_under_way(start, monkeypatch):
     server.stop()
     monkeypatch.undo()
     again = start()
-    result = again.finished(id)
+    result = again.wait_until_finished(id)
     assert result["status"] == "completed"
     assert again.jobs()[id].attempts == 1
 
@@ -790,7 +792,7 @@ def test_many_clients_at_once(start):
         id = result.json()["id"]
         if number % 4 == 2:
             server.client.post(f"/v1/videos/{id}/cancel")
-        output = server.finished(id)
+        output = server.wait_until_finished(id)
         record = output["status"] == "completed" and read_metadata(server.folder / id / "video.mp4")
         assert not record or record["seed"] == number == output["settings"]["seed"]
         return output["status"]
@@ -803,13 +805,13 @@ def test_many_clients_at_once(start):
     assert server.client.get("/health").json()["status"] == "ready"
 
 
-def test_programs_of_many_shapes_are_forgotten(start, monkeypatch):
+def test_compiled_programs_are_cleared_after_too_many_shapes(start, monkeypatch):
     monkeypatch.setattr(maker, "MAX_PROGRAM_KEYS", 1)
     dropped = []
-    monkeypatch.setattr(maker.EXECUTE, "forget", lambda: dropped.append(True))
+    monkeypatch.setattr(maker.EXECUTE, "clear_programs", lambda: dropped.append(True))
     server = start()
     for size in ("32x32", "32x32", "64x64"):
-        assert server.finished(server.ask(size=size)["id"])["status"] == "completed"
+        assert server.wait_until_finished(server.ask(size=size)["id"])["status"] == "completed"
     assert len(dropped) == 1
 
 
@@ -828,14 +830,14 @@ def test_windows_and_an_extended_prompt_are_the_servers_too(start):
     assert refused.status_code == 422
     assert not server.client.get("/v1/models").json()["data"][0]["extends_prompts"]
     server.maker.extend_prompt = lambda text, picture: ExtendedPrompt(f"{text} moving", text)
-    result = server.finished(server.ask(windows=3, then=["a blue circle"])["id"])
+    result = server.wait_until_finished(server.ask(windows=3, then=["a blue circle"])["id"])
     assert result["status"] == "completed", result["error"]
     assert float(result["seconds"]) == 13 / result["settings"]["fps"]
     record = server.client.get(f"/v1/videos/{result['id']}/record").json()
     assert record["prompt"] == "a red circle moving"
     assert record["then"] == "a blue circle moving"
     assert record["original_prompt"] == "a red circle\na blue circle"
-    again = server.finished(server.ask(prompt="a red circle moving", original_prompt="a red circle")["id"])
+    again = server.wait_until_finished(server.ask(prompt="a red circle moving", original_prompt="a red circle")["id"])
     record = server.client.get(f"/v1/videos/{again['id']}/record").json()  # one that was extended is not once more
     assert (record["prompt"], record["original_prompt"]) == ("a red circle moving", "a red circle")
     assert len(read_clip(server.folder / result["id"] / "video.mp4", 100, 100)) == 13

@@ -19,9 +19,9 @@ from benchmarks.replicas import BAR, measure, processes
 from tests.support.commands import refused as refused_command
 from tests.support.media import picture
 from tests.support.quick import quick
-from tests.support.served import SMALL, finished, serving
+from tests.support.served import SMALL, serving, wait_until_finished
 from tests.support.stores import BUCKET, running_s3
-from tests.support.words import says
+from tests.support.words import has_line_with
 from wanjax.jobs.batch import Batch, Manifest
 from wanjax.jobs.databases import ENV_VARIABLE
 from wanjax.jobs.maker import VideoMaker
@@ -55,7 +55,7 @@ def test_a_worker_that_is_killed_loses_no_video(tmp_path):
                 time.sleep(0.05)
             [worker] = processes(store)
             os.kill(worker, signal.SIGKILL)
-            assert finished(client, id)["status"] == "completed"
+            assert wait_until_finished(client, id)["status"] == "completed"
             assert processes(store) != [worker]
             assert store.get(id).attempts == 2
             assert client.get(f"/v1/videos/{id}/content").content == other.get(f"/v1/videos/{id}/content").content
@@ -93,7 +93,7 @@ def test_a_batch_beside_a_server_on_one_database(start, pipe, tmp_path, request,
         batch = Batch(store, tasks, Manifest(out), "nano")
         requested = server.ask()["id"]
         server.worker.start()
-        assert server.finished(requested)["status"] == "completed"
+        assert server.wait_until_finished(requested)["status"] == "completed"
         assert store.stats().jobs == {"queued": 2}
         assert [video["id"] for video in server.client.get("/v1/videos").json()["data"]] == [requested]
         assert server.client.get(f"/v1/videos/{tasks[0].output}").status_code == 404
@@ -154,13 +154,13 @@ def test_a_busy_service_ends_at_a_signal_and_goes_on_later(tmp_path):
         second = [sys.executable, "-m", "wanjax", "serve", "--port", "0", "--dir", str(tmp_path), "--workers", "1"]
         refused = subprocess.run(second, capture_output=True, text=True)
         assert refused.returncode == 2
-        assert says(refused.stderr, f"server {tmp_path} --dir")
+        assert has_line_with(refused.stderr, f"server {tmp_path} --dir")
         ids = [client.post("/v1/videos", json=SMALL | {"steps": 200, "seed": n}).json()["id"] for n in range(2)]
         with client.stream("GET", f"/v1/videos/{ids[0]}/events") as stream:
             assert any('"stage": "denoise"' in line for line in stream.iter_lines())
         gone(process)
     with serving(*options) as (client, process):
-        assert [finished(client, id)["status"] for id in ids] == ["completed"] * 2
+        assert [wait_until_finished(client, id)["status"] for id in ids] == ["completed"] * 2
 
 
 @pytest.mark.slow
@@ -174,7 +174,7 @@ def test_workers_come_with_what_waits(tmp_path):
             seen.add(len(store.workers()))
             time.sleep(0.5)
         assert 2 in seen
-        assert {finished(client, id)["status"] for id in ids} == {"completed"}
+        assert {wait_until_finished(client, id)["status"] for id in ids} == {"completed"}
         served = client.get("/metrics").text
         assert int(re.search(r'videos_total{status="completed"} (\d+)', served)[1]) == 12
         store.close()
@@ -193,7 +193,7 @@ def test_workers_in_a_ray_cluster_and_the_store_that_they_call_may_be_killed(tmp
             for name in ("Host", "JobStore"):
                 time.sleep(3)
                 actors(os.getpid(), name)[0].kill()
-            assert {finished(client, id)["status"] for id in ids} == {"completed"}
+            assert {wait_until_finished(client, id)["status"] for id in ids} == {"completed"}
             gone(process)
 
 
@@ -209,7 +209,7 @@ def test_videos_and_pictures_of_a_service_are_in_a_bucket(tmp_path):
 
         with serving(f"{BUCKET}/served", *options) as (client, _):
             id = client.post("/v1/videos", data=FAST, files={"image": ("red.png", picture())}).json()["id"]
-            assert finished(client, id)["status"] == "completed"
+            assert wait_until_finished(client, id)["status"] == "completed"
             names = [f"wanjax-videos/served/{id}/{name}" for name in ("image.png", "thumbnail.webp", "video.mp4")]
             assert files() == names
             whole = bucket.cat_file(names[2])
@@ -228,7 +228,7 @@ def test_a_model_that_is_none_is_told(tmp_path, workers):
     command = [sys.executable, "-m", "wanjax", "serve", "--model", "nothing", "--workers", workers]
     refused = subprocess.run([*command, "--dir", str(tmp_path), "--port", "0"], capture_output=True, text=True)
     assert refused.returncode == 2
-    assert says(refused.stderr, "nothing models")
+    assert has_line_with(refused.stderr, "nothing models")
     assert "Traceback" not in refused.stderr
 
 
@@ -239,11 +239,11 @@ def test_a_database_that_does_not_answer_is_told_without_its_password(tmp_path, 
     if options == "environment":
         monkeypatch.setenv(ENV_VARIABLE, url)
     output = refused_command("serve", "--port", "0", *(["--database", url] if options == "option" else []))
-    assert says(output, "postgresql://me@127.0.0.1:1/jobs connection refused")
+    assert has_line_with(output, "postgresql://me@127.0.0.1:1/jobs connection refused")
     assert "a-secret" not in output
 
 
 @pytest.mark.parametrize(("old", "new"), [("--replicas=2", "--workers"), ("--table=here", "--database")])
 def test_an_old_option_is_answered_by_its_new_name(tmp_path, monkeypatch, old, new):
     monkeypatch.chdir(tmp_path)
-    assert says(refused_command("serve", old), f"{old.partition('=')[0]} {new}")
+    assert has_line_with(refused_command("serve", old), f"{old.partition('=')[0]} {new}")

@@ -3,7 +3,7 @@
 
 import pytest
 
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.stores.locks import locked
 
@@ -11,7 +11,7 @@ from wanjax.stores.locks import locked
 def test_a_folder_is_locked_by_one_and_left_as_it_was(tmp_path):
     for _ in range(2):
         with locked(tmp_path / "a.lock", "training", "folder"):
-            with pytest.raises(WanjaxError, match=naming(f"training {tmp_path} folder")):
+            with pytest.raises(WanjaxError, match=line_with_words(f"training {tmp_path} folder")):
                 locked(tmp_path / "a.lock", "training", "folder").__enter__()
             assert (tmp_path / "a.lock").exists()
         assert list(tmp_path.iterdir()) == []

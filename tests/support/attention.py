@@ -77,7 +77,7 @@ def exact_gradients(q, k, v, g, *, scale, of_lse=0.0, **options):
 
 
 @contextmanager
-def runs_of(name: str, module: ModuleType = flash_kernel) -> Iterator[list[int]]:
+def count_calls(name: str, module: ModuleType = flash_kernel) -> Iterator[list[int]]:
     """Count how often running kernels call a function of their module, in the `with` block: one entry for each."""
     result: list[int] = []
     function = getattr(module, name)

@@ -39,14 +39,14 @@ class Server:
         with socket.socket() as result:
             result.bind(("127.0.0.1", 0))
             self.port = result.getsockname()[1]
-        self._who: dict[str, Any] = {}
+        self._user_options: dict[str, Any] = {}
         if os.getuid() == 0:
             user = pwd.getpwnam("postgres")
             os.chown(folder, user.pw_uid, user.pw_gid)
             if within:
                 self._within += ["setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups"]
             else:
-                self._who = {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
+                self._user_options = {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
         self._run("initdb", "-U", "postgres", "-A", "trust", "--no-sync", "-E", "UTF8", "--locale=C")
         rules = folder / "data/pg_hba.conf"
         rules.write_text(f"host all {STRICT} all scram-sha-256\nhost all all {address}/24 trust\n{rules.read_text()}")
@@ -56,8 +56,10 @@ class Server:
 
     def _run(self, name: str, *arguments: str) -> None:
         command = [*self._within, program(name), "-D", str(self.folder / "data"), *arguments]
-        done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, timeout=60, **self._who)
-        assert done.returncode == 0, done.stderr + done.stdout
+        result = subprocess.run(
+            command, cwd=self.folder, capture_output=True, text=True, timeout=60, **self._user_options
+        )
+        assert result.returncode == 0, result.stderr + result.stdout
 
     def start(self) -> None:
         settings = f"listen_addresses={self.address}", f"unix_socket_directories={self.folder}", "fsync=off"

@@ -23,7 +23,7 @@ from wanjax.models.wan.config import (
     VAEConfig,
 )
 
-Keys = dict[str, tuple[int, ...]]
+TensorShapes = dict[str, tuple[int, ...]]
 BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I64": 8, "I8": 1}  # of an element
 
 
@@ -59,10 +59,10 @@ def hollow_file(
     return path
 
 
-def transformer_keys(config: TransformerConfig) -> Keys:
+def transformer_keys(config: TransformerConfig) -> TensorShapes:
     width, patch = config.width, config.patch
     cells = patch[0] * patch[1] * patch[2]
-    keys: Keys = {
+    keys: TensorShapes = {
         "patch_embedding.weight": (width, config.channels_in, *patch),
         "patch_embedding.bias": (width,),
         **_linear("condition_embedder.time_embedder.linear_1", width, config.frequency_dim),
@@ -104,7 +104,7 @@ ANIMATE_NAMES = {
 """Parts of names in diffusers' image-to-video class, and in its class of Animate 2, whose shapes are the same."""
 
 
-def animate_keys(config: TransformerConfig) -> Keys:
+def animate_keys(config: TransformerConfig) -> TensorShapes:
     """Return the keys of Animate 2's transformer as diffusers publishes it."""
 
     def renamed(key: str) -> str:
@@ -118,7 +118,7 @@ def animate_keys(config: TransformerConfig) -> Keys:
     return {renamed(key): shape for key, shape in transformer_keys(config).items()}
 
 
-def pose_keys(config: PoseTransformerConfig) -> Keys:
+def pose_keys(config: PoseTransformerConfig) -> TensorShapes:
     """Return the keys of Animate's transformer as diffusers publishes it."""
     width, network = config.width, "motion_encoder"
     keys = transformer_keys(config) | {
@@ -156,8 +156,8 @@ def pose_keys(config: PoseTransformerConfig) -> Keys:
     return keys
 
 
-def _block(block: str, config: TransformerConfig) -> Keys:
-    width, keys = config.width, Keys()
+def _block(block: str, config: TransformerConfig) -> TensorShapes:
+    width, keys = config.width, TensorShapes()
     for attention in (f"{block}.attn1", f"{block}.attn2"):
         for projection in ("to_q", "to_k", "to_v", "to_out.0"):
             keys |= _linear(f"{attention}.{projection}", width, width)
@@ -171,10 +171,10 @@ def _block(block: str, config: TransformerConfig) -> Keys:
     return keys
 
 
-def control_keys(config: ControlTransformerConfig) -> Keys:
+def control_keys(config: ControlTransformerConfig) -> TensorShapes:
     """Return the keys that a transformer with control clips adds."""
     width = config.width
-    keys: Keys = {
+    keys: TensorShapes = {
         "vace_patch_embedding.weight": (width, config.control_channels, *config.patch),
         "vace_patch_embedding.bias": (width,),
         **_linear("vace_blocks.0.proj_in", width, width),
@@ -184,7 +184,7 @@ def control_keys(config: ControlTransformerConfig) -> Keys:
     return keys
 
 
-def image_keys(config: ImageTransformerConfig) -> Keys:
+def image_keys(config: ImageTransformerConfig) -> TensorShapes:
     """Return the keys that a transformer with cross-attention to images adds."""
     width_in, width, embed = config.image_width, config.width, "condition_embedder.image_embedder"
     keys = _norm(f"{embed}.norm1", width_in) | _norm(f"{embed}.norm2", width)
@@ -197,10 +197,10 @@ def image_keys(config: ImageTransformerConfig) -> Keys:
     return keys
 
 
-def image_encoder_keys(config: CLIPVisionConfig) -> Keys:
+def image_encoder_keys(config: CLIPVisionConfig) -> TensorShapes:
     """Return the keys of all blocks except the last block and the last norm, which are unused."""
     width, embeddings = config.width, "vision_model.embeddings"
-    keys: Keys = {
+    keys: TensorShapes = {
         f"{embeddings}.class_embedding": (width,),
         f"{embeddings}.position_embedding.weight": (config.tokens, width),
         f"{embeddings}.patch_embedding.weight": (width, 3, config.patch, config.patch),
@@ -214,7 +214,7 @@ def image_encoder_keys(config: CLIPVisionConfig) -> Keys:
     return keys
 
 
-def vae_keys(config: VAEConfig) -> Keys:
+def vae_keys(config: VAEConfig) -> TensorShapes:
     """Return the keys of an autoencoder of four levels with two blocks; three change resolution, two also in time."""
     w, d, z, cell = config.width, config.decoder_width, config.latent_channels, config.patch_channels
     keys = _conv("quant_conv", 2 * z, 2 * z, 1, 1, 1) | _conv("post_quant_conv", z, z, 1, 1, 1)
@@ -230,9 +230,9 @@ def vae_keys(config: VAEConfig) -> Keys:
     return keys | (_residual_levels(w, d) if isinstance(config, ResidualVAEConfig) else _levels(w))
 
 
-def _levels(w: int) -> Keys:
+def _levels(w: int) -> TensorShapes:
     """Return the keys of Wan 2.1's levels."""
-    keys: Keys = {}
+    keys: TensorShapes = {}
     blocks = {0: (w, w), 1: (w, w), 3: (w, 2 * w), 4: (2 * w, 2 * w), 6: (2 * w, 4 * w), 7: (4 * w, 4 * w)}
     blocks |= {9: (4 * w, 4 * w), 10: (4 * w, 4 * w)}
     for i, channels in blocks.items():
@@ -248,9 +248,9 @@ def _levels(w: int) -> Keys:
     return keys
 
 
-def _residual_levels(w: int, d: int) -> Keys:
+def _residual_levels(w: int, d: int) -> TensorShapes:
     """Return the keys of Wan 2.2's levels."""
-    keys: Keys = {}
+    keys: TensorShapes = {}
     for i, (channels_in, channels) in enumerate(((w, w), (w, 2 * w), (2 * w, 4 * w), (4 * w, 4 * w))):
         for j in range(2):
             keys |= _res_block(f"encoder.down_blocks.{i}.resnets.{j}", channels if j else channels_in, channels)
@@ -265,9 +265,9 @@ def _residual_levels(w: int, d: int) -> Keys:
     return keys
 
 
-def text_encoder_keys(config: T5Config) -> Keys:
+def text_encoder_keys(config: T5Config) -> TensorShapes:
     width, inside, mlp = config.width, config.heads * config.head_dim, config.mlp_dim
-    keys: Keys = {"shared.weight": (config.vocab_size, width), "encoder.final_layer_norm.weight": (width,)}
+    keys: TensorShapes = {"shared.weight": (config.vocab_size, width), "encoder.final_layer_norm.weight": (width,)}
     for block in (f"encoder.block.{i}" for i in range(config.layers)):
         attention, dense = f"{block}.layer.0.SelfAttention", f"{block}.layer.1.DenseReluDense"
         keys |= {f"{attention}.{name}.weight": (inside, width) for name in "qkv"}
@@ -279,18 +279,18 @@ def text_encoder_keys(config: T5Config) -> Keys:
     return keys
 
 
-def image_encoder_file(config: CLIPVisionConfig) -> Keys:
+def image_encoder_file(config: CLIPVisionConfig) -> TensorShapes:
     """Return the keys of the file of a `CLIPVisionModelWithProjection`, of which the last block and more is unused."""
     keys = image_encoder_keys(replace(config, layers=config.layers + 1)) | _norm("vision_model.post_layernorm", 1280)
     return keys | {"visual_projection.weight": (1024, 1280)}
 
 
-def authors_image_encoder_file() -> Keys:
+def authors_image_encoder_file() -> TensorShapes:
     """Return the keys of the authors' models_clip_*.pth: CLIP's vision tower, and XLM-RoBERTa as its text tower.
 
     Follows wan/modules/clip.py and xlm_roberta.py of Wan-Video/Wan2.1.
     """
-    keys: Keys = {
+    keys: TensorShapes = {
         "log_scale": (),
         "visual.cls_embedding": (1, 1, 1280),
         "visual.pos_embedding": (1, 257, 1280),
@@ -317,25 +317,25 @@ def authors_image_encoder_file() -> Keys:
     return keys
 
 
-def _linear(name: str, features_out: int, features_in: int) -> Keys:
+def _linear(name: str, features_out: int, features_in: int) -> TensorShapes:
     return {f"{name}.weight": (features_out, features_in), f"{name}.bias": (features_out,)}
 
 
-def _norm(name: str, features: int) -> Keys:
+def _norm(name: str, features: int) -> TensorShapes:
     return {f"{name}.weight": (features,), f"{name}.bias": (features,)}
 
 
-def _conv(name: str, channels_out: int, channels_in: int, *kernel: int) -> Keys:
+def _conv(name: str, channels_out: int, channels_in: int, *kernel: int) -> TensorShapes:
     return {f"{name}.weight": (channels_out, channels_in, *kernel), f"{name}.bias": (channels_out,)}
 
 
-def _resample(name: str, channels_in: int, channels_out: int, time: int | None) -> Keys:
+def _resample(name: str, channels_in: int, channels_out: int, time: int | None) -> TensorShapes:
     """Return the keys of a change of resolution; `time` is the output channels of its convolution in time, if any."""
     keys = _conv(f"{name}.resample.1", channels_out, channels_in, 3, 3)
     return keys | (_conv(f"{name}.time_conv", time, channels_in, 3, 1, 1) if time else {})
 
 
-def _res_block(name: str, channels_in: int, channels_out: int) -> Keys:
+def _res_block(name: str, channels_in: int, channels_out: int) -> TensorShapes:
     keys = {f"{name}.norm1.gamma": (channels_in, 1, 1, 1), f"{name}.norm2.gamma": (channels_out, 1, 1, 1)}
     keys |= _conv(f"{name}.conv1", channels_out, channels_in, 3, 3, 3)
     keys |= _conv(f"{name}.conv2", channels_out, channels_out, 3, 3, 3)

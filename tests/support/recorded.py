@@ -18,7 +18,7 @@ def programs(pipe: Pipeline, settings: Settings) -> Iterator[VideoProgram]:
     yield from programs_of(trace_programs(pipe, settings, needed_pictures(pipe, settings)))
 
 
-def times(pipe: Pipeline, settings: Settings, stage: str = "denoise") -> dict[str, int]:
+def run_counts(pipe: Pipeline, settings: Settings, stage: str = "denoise") -> dict[str, int]:
     """Return how often each program of a stage runs."""
     return {x.name: x.times for x in programs(pipe, settings) if x.stage == stage}
 

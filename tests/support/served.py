@@ -34,7 +34,7 @@ def serving(folder, *options, **environment):
         process.stderr.close()
 
 
-def finished(client, id):
+def wait_until_finished(client, id):
     while (video := client.get(f"/v1/videos/{id}").json())["status"] not in ("completed", "failed"):
         time.sleep(0.05)
     return video

@@ -4,7 +4,7 @@
 import re
 
 
-def naming(words: str) -> str:
+def line_with_words(words: str) -> str:
     """Return a pattern of the lines that name each of the words, in any order. What brackets enclose is one word."""
     patterns = [
         (r"(?<!\w)" if word[0].isalnum() else "") + re.escape(word) + (r"(?!\w)" if word[-1].isalnum() else "")
@@ -13,6 +13,6 @@ def naming(words: str) -> str:
     return "(?m)^" + "".join(f"(?=.*?{pattern})" for pattern in patterns)
 
 
-def says(output: str, words: str) -> bool:
+def has_line_with(output: str, words: str) -> bool:
     """Return whether one line names each of the words."""
-    return re.search(naming(words), output) is not None
+    return re.search(line_with_words(words), output) is not None

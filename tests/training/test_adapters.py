@@ -11,7 +11,7 @@ from flax import nnx
 from tests.support.compare import error
 from tests.support.configs import TRANSFORMER
 from tests.support.small_wan import network
-from wanjax.converters.wan.diffusers import transformer_rules
+from wanjax.converters.wan.diffusers import transformer_weight_rules
 from wanjax.kernels.attention import AttentionConfig, SparseLinear
 from wanjax.layers.rope import rope_3d
 from wanjax.models.wan.transformer import SelfAttention, WanTransformer
@@ -23,7 +23,7 @@ SPARSE = AttentionConfig.parse("sla:top=0.5,block_q=16,block_kv=8")
 
 
 def test_it_is_adapted_where_it_is_named_alone():
-    transformer, rules = network(lambda **kw: WanTransformer(CONFIG, **kw), None), transformer_rules(CONFIG)
+    transformer, rules = network(lambda **kw: WanTransformer(CONFIG, **kw), None), transformer_weight_rules(CONFIG)
     adapted, chosen = adapt(transformer, rules, LoraConfig(2, targets=("proj_l",)), 0)
     assert chosen == {PROJECTION: "blocks.{i}.attn1.proj_l"}
     assert {name: x.shape for name, x in export_factors(adapted, rules, chosen).items()} == {
@@ -34,7 +34,7 @@ def test_it_is_adapted_where_it_is_named_alone():
 
 def test_it_is_learned_whole_where_it_is_not_named():
     """All of its weights change, beside those of the network, which are given back; the file has the changes."""
-    transformer, rules = network(lambda **kw: WanTransformer(CONFIG, **kw), None), transformer_rules(CONFIG)
+    transformer, rules = network(lambda **kw: WanTransformer(CONFIG, **kw), None), transformer_weight_rules(CONFIG)
     before = np.asarray(transformer.blocks.self_attn.proj_l.kernel[...])
     adapted, chosen = adapt(transformer, rules, LoraConfig(2), 0)
     projection = adapted.blocks.self_attn.proj_l

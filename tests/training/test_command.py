@@ -11,7 +11,7 @@ from click.testing import CliRunner
 import wanjax
 from tests.support.clips import write_clips
 from tests.support.tiny import tiny_checkpoint
-from tests.support.words import says
+from tests.support.words import has_line_with
 from wanjax.cli import main
 from wanjax.cli.training import clip_size
 
@@ -39,9 +39,9 @@ def test_train_writes_a_lora_and_resumes(model, tmp_path):
     assert "2 clips: 2 of 32x32, 5 frames" in result.stderr
     wanjax.load(model, lora=written["file"], note=lambda text: None)
     again = run("train", model, data, "--out", tmp_path / "out", *SMALL)
-    assert says(again.stderr, "after 2 of 2 steps")
+    assert has_line_with(again.stderr, "after 2 of 2 steps")
     other = run("train", model, data, "--out", tmp_path / "out", *SMALL, "--seed", 1, status=2)
-    assert says(other.stderr, "seed 0 1 another --out (--seed)")
+    assert has_line_with(other.stderr, "seed 0 1 another --out (--seed)")
     assert "goes on" not in other.stderr  # the same command would be refused again
     assert "Traceback" not in other.stderr
 

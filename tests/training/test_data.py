@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.support.clips import CAPTIONS, write_clips
-from tests.support.words import naming, says
+from tests.support.words import has_line_with, line_with_words
 from wanjax.errors import WanjaxError
 from wanjax.media.video import write_video
 from wanjax.training.batches import Batches
@@ -27,8 +27,8 @@ def test_a_folder_with_captions_beside_its_clips(tmp_path):
     result = list_data(folder)
     assert [(x.file.name, x.caption) for x in result.examples] == [(f"{i}.gif", CAPTIONS[i]) for i in range(3)]
     assert len(result.skipped) == 2
-    assert says(result.skipped[0], "mute.png caption")
-    assert says(result.skipped[1], "alone.txt clip")
+    assert has_line_with(result.skipped[0], "mute.png caption")
+    assert has_line_with(result.skipped[1], "alone.txt clip")
 
 
 def test_clips_come_in_natural_order_without_what_is_none(tmp_path):
@@ -93,7 +93,7 @@ def test_a_caption_is_read_in_its_encoding_or_left_out_with_its_clip(data, tmp_p
     else:
         assert captions == [CAPTIONS[0]]
         [messages] = result.skipped
-        assert says(messages, "1.gif empty" if data in EMPTY else "1.gif 1.txt UTF-8") or "UTF-16" in messages
+        assert has_line_with(messages, "1.gif empty" if data in EMPTY else "1.gif 1.txt UTF-8") or "UTF-16" in messages
 
 
 def test_names_of_captions_in_other_letters(tmp_path):
@@ -109,7 +109,7 @@ def test_names_of_captions_in_other_letters(tmp_path):
     result = list_data(folder)
     assert {x.file.name: x.caption for x in result.examples} == pairs
     [message] = result.skipped
-    assert says(message, "X.txt clip")
+    assert has_line_with(message, "X.txt clip")
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_rows_of_a_table_are_whole_or_left_out(table, captions, tmp_path):
     result = list_data(tmp_path)
     assert sorted(x.caption for x in result.examples) == sorted(filter(None, captions))
     assert len(result.skipped) == (captions.count(None) or len(captions) - 2)
-    assert all(says(messages, "metadata.csv row") or "0.gif" in messages for messages in result.skipped)
+    assert all(has_line_with(messages, "metadata.csv row") or "0.gif" in messages for messages in result.skipped)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "gbk"])
@@ -185,7 +185,7 @@ def test_rows_say_what_to_preserve(tmp_path):
 def test_one_sentence_for_data_that_cannot_be_used(tmp_path, files, sentence):
     for name, text in files.items():
         (tmp_path / name).write_text(text, errors="surrogateescape")
-    with pytest.raises(WanjaxError, match=naming(sentence)):
+    with pytest.raises(WanjaxError, match=line_with_words(sentence)):
         list_data(tmp_path)
     with pytest.raises(WanjaxError, match=r"the folder or table .* does not exist"):
         list_data(tmp_path / "none")
@@ -205,7 +205,7 @@ def test_lengths_are_halved_and_of_the_model_s_form():
     assert bucket_lengths(81, 4) == (81, 41, 21, 9, 5, 1)
     assert bucket_lengths(49, 8) == (49, 25, 9, 1)
     assert bucket_lengths(81, 4, min_frames=9) == (81, 41, 21, 9)
-    with pytest.raises(WanjaxError, match=naming("100 81")):
+    with pytest.raises(WanjaxError, match=line_with_words("100 81")):
         bucket_lengths(81, 4, min_frames=100)
     assert nearest_size((480, 832), [(32, 32), (32, 48), (48, 32)]) == (32, 48)
 
@@ -239,7 +239,7 @@ def damaged(folder):
 
 @pytest.mark.parametrize(("clip", "words"), [(short, "3 frames 8 5"), (damaged, "damaged.mp4 read video")])
 def test_a_clip_that_cannot_be_cut_is_told(clip, words, tmp_path):
-    with pytest.raises(WanjaxError, match=naming(words)):
+    with pytest.raises(WanjaxError, match=line_with_words(words)):
         list(cutting().clips(clip(tmp_path)))
 
 
@@ -288,7 +288,7 @@ def test_the_prompt_of_an_own_video_is_its_caption(tmp_path):
     captions = {example.file.name: example.caption for example in result.examples}
     own = {name: f"a {name}" for name in ("film.mp4", "moving.gif", "still.png")}
     assert captions == {**own, "told.mp4": "its own caption"}
-    assert [says(sentence, "0.gif caption") for sentence in result.skipped] == [True]
+    assert [has_line_with(sentence, "0.gif caption") for sentence in result.skipped] == [True]
 
 
 def test_captions_are_dropped_at_their_rate(tmp_path):
@@ -336,7 +336,7 @@ def test_results_are_not_written_among_the_clips(tmp_path):
     """Their samples would be clips of the next run. With a table, only its rows are clips."""
     data = write_clips(tmp_path / "clips", 2)
     for out in (data, data / "out", data / ".." / "clips" / "out"):
-        with pytest.raises(WanjaxError, match=naming(f"clips {out} outside {data}")):
+        with pytest.raises(WanjaxError, match=line_with_words(f"clips {out} outside {data}")):
             check_outside(data, out)
     for out in (tmp_path, tmp_path / "clips 2", tmp_path / "out"):
         check_outside(data, out)

@@ -45,14 +45,14 @@ def test_kills(tmp_path):
     write_clips(tmp_path / "data", 3)
     whole = start(tmp_path, "a")
     assert whole.wait() == 0, (tmp_path / "said.txt").read_text()
-    moments, kills = random.Random(0), 0
+    rng, kills = random.Random(0), 0
     while kills < KILLS:
         process, before = start(tmp_path, "b"), time.monotonic()
-        steps, more = lines(tmp_path), moments.randint(1, 30)
+        steps, more = lines(tmp_path), rng.randint(1, 30)
         while lines(tmp_path) < steps + more and process.poll() is None and time.monotonic() - before < 240:
             time.sleep(0.02)
             steps = min(steps, lines(tmp_path))  # those after the last checkpoint are dropped
-        time.sleep(moments.uniform(0, 0.2))
+        time.sleep(rng.uniform(0, 0.2))
         if process.poll() is not None:
             break
         os.kill(process.pid, signal.SIGKILL)

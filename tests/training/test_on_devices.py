@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.support.small_wan import network, partitioner, small_model, transformer_config
-from wanjax.converters.wan.diffusers import transformer_rules
+from wanjax.converters.wan.diffusers import transformer_weight_rules
 from wanjax.execution import CompileContext
 from wanjax.kernels.compiler_options import matmul_options
 from wanjax.models.wan.transformer import WanTransformer
@@ -39,7 +39,7 @@ def losses(axes, rules, full, folder):
     config = transformer_config(HEADS)
     model = network(lambda **kw: WanTransformer(config, **kw), place)
     if not full:
-        model, _ = adapt(model, transformer_rules(config), LoraConfig(rank=4), 0, place)
+        model, _ = adapt(model, transformer_weight_rules(config), LoraConfig(rank=4), 0, place)
     chosen = all_parameters if full else is_factor
     output = make_optimizer(OptimizerConfig(learning_rate=1e-3), STEPS)
     trainer = Trainer(

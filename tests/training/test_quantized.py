@@ -17,7 +17,7 @@ from tests.support.commands import wanjax as wanjax_command
 from tests.support.compare import error
 from tests.support.quick import quick
 from tests.support.tiny import tiny_checkpoint, tiny_cogvideox_checkpoint, tiny_hunyuan_checkpoint
-from tests.support.words import naming
+from tests.support.words import line_with_words
 from wanjax.checkpoints.files import load_safetensors, save_safetensors
 from wanjax.checkpoints.network_kinds import network_of
 from wanjax.checkpoints.quantize import quantize
@@ -239,7 +239,7 @@ def test_a_lora_on_rounded_weights_is_near_to_it_on_floats(precision, checkpoint
 def test_rounded_inputs_are_refused(precision, checkpoints, data, tmp_path):
     """They have no gradient: in a step, and before anything is encoded."""
     pipe = wanjax.load(checkpoints["wan"], precision=precision)
-    with pytest.raises(WanjaxError, match=naming(f"{precision} inputs gradient {precision}-weights none")):
+    with pytest.raises(WanjaxError, match=line_with_words(f"{precision} inputs gradient {precision}-weights none")):
         Training(pipe, data, tmp_path, CONFIG)
     layer = next(iter(quantized_layers(pipe.components.get("transformer")).values()))
     graphdef, state = nnx.split(layer)
@@ -250,7 +250,7 @@ def test_rounded_inputs_are_refused(precision, checkpoints, data, tmp_path):
 
 def test_weights_of_8_bits_are_not_trained_themselves(checkpoints, data, tmp_path):
     pipe = wanjax.load(checkpoints["wan"], precision="int8-weights", param_dtype="float32")
-    with pytest.raises(WanjaxError, match=naming("8 bits int8-weights LoRA none")):
+    with pytest.raises(WanjaxError, match=line_with_words("8 bits int8-weights LoRA none")):
         Training(pipe, data, tmp_path, replace(CONFIG, lora=None))
 
 

@@ -24,7 +24,7 @@ from tests.support.tiny import (
     tiny_hunyuan_checkpoint,
     tiny_image_checkpoint,
 )
-from tests.support.words import naming, says
+from tests.support.words import has_line_with, line_with_words
 from wanjax.checkpoints.files import SafetensorsFile, load_safetensors
 from wanjax.errors import WanjaxError, WanjaxWarning
 from wanjax.stores.locks import FileLock
@@ -74,13 +74,16 @@ def trained(model, data, out, **changed):
     return written, messages
 
 
-CACHE_FOLDER = {"lora": LoraConfig(rank=2, dropout=0.2), "save_every": 1}  # from which a training goes on at any step
+RESUMABLE_SETTINGS = {
+    "lora": LoraConfig(rank=2, dropout=0.2),
+    "save_every": 1,
+}  # a training with these can resume at any step
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, data, wan):
     """Return the weights of a training that nothing stopped."""
-    return load_safetensors(trained(wan, data, tmp_path_factory.mktemp("whole"), **CACHE_FOLDER)[0])
+    return load_safetensors(trained(wan, data, tmp_path_factory.mktemp("whole"), **RESUMABLE_SETTINGS)[0])
 
 
 def encoder_identity(pipe):
@@ -172,14 +175,18 @@ def test_a_stopped_training_ends_with_the_same_bits(tmp_path, data, wan, whole):
 
     with pytest.raises(KeyboardInterrupt):
         Training(
-            wanjax.load(wan), data, tmp_path / "b", TrainConfig(**vars(SMALL) | CACHE_FOLDER), report_progress=stop
+            wanjax.load(wan),
+            data,
+            tmp_path / "b",
+            TrainConfig(**vars(SMALL) | RESUMABLE_SETTINGS),
+            report_progress=stop,
         ).run()
-    written, messages = trained(wan, data, tmp_path / "b", **CACHE_FOLDER)
-    assert any(says(text, "resuming after 2 of 3 steps") for text in messages)  # the last step alone is left
+    written, messages = trained(wan, data, tmp_path / "b", **RESUMABLE_SETTINGS)
+    assert any(has_line_with(text, "resuming after 2 of 3 steps") for text in messages)  # the last step alone is left
     again = load_safetensors(written)
     assert all(np.array_equal(whole[name], again[name]) for name in again)
-    with pytest.raises(WanjaxError, match=naming("seed 0 1")):
-        trained(wan, data, tmp_path / "b", **CACHE_FOLDER, seed=1)
+    with pytest.raises(WanjaxError, match=line_with_words("seed 0 1")):
+        trained(wan, data, tmp_path / "b", **RESUMABLE_SETTINGS, seed=1)
 
 
 def test_an_interrupted_training_writes_the_metrics_of_all_steps_it_keeps(tmp_path, data, wan):
@@ -223,16 +230,16 @@ DRAW, LENGTH = Training._draw_batch, 20
 @pytest.mark.parametrize("at", [2, *(pytest.param(n, marks=slow) for n in range(1, LENGTH + 1) if n != 2)])
 def test_nothing_is_written_that_is_not_finite(at, tmp_path, data, wan, whole, monkeypatch):
     """The state before is gone on from at a lower rate; or at its own, with the bits of one that was left alone."""
-    more = CACHE_FOLDER if at == 2 else {"save_every": 1, "steps": LENGTH, "ema_decay": 0.9}
+    more = RESUMABLE_SETTINGS if at == 2 else {"save_every": 1, "steps": LENGTH, "ema_decay": 0.9}
     monkeypatch.setattr(Training, "_draw_batch", poisoned(at))
-    with pytest.raises(NotFiniteError, match=naming(f"step {at}")):
+    with pytest.raises(NotFiniteError, match=line_with_words(f"step {at}")):
         trained(wan, data, tmp_path / "out", **more)
     assert finite(tmp_path / "out")
     assert sorted(int(x.name) for x in (tmp_path / "out/checkpoints").iterdir()) == [*range(max(1, at - 2), at)]
     monkeypatch.setattr(Training, "_draw_batch", DRAW)
     shutil.copytree(tmp_path / "out", tmp_path / "lower")
     lower, messages = trained(wan, data, tmp_path / "lower", **more, optimizer=OptimizerConfig(learning_rate=1e-3))
-    assert at == 1 or any(says(text, f"0.01 0.001 step {at}") for text in messages)
+    assert at == 1 or any(has_line_with(text, f"0.01 0.001 step {at}") for text in messages)
     assert finite(tmp_path / "lower")
     again = load_safetensors(trained(wan, data, tmp_path / "out", **more)[0])
     alone = whole if at == 2 else load_safetensors(trained(wan, data, tmp_path / "whole", **more)[0])
@@ -246,7 +253,7 @@ def test_a_rate_far_too_high(rate, tmp_path, data, wan):
     """The weights of step 1 are lost, or so large that nothing follows from them; a lower rate does without them."""
     config = {"save_every": 1, "steps": 3}
     for _ in range(2):
-        with pytest.raises(NotFiniteError, match=naming("step rate")):
+        with pytest.raises(NotFiniteError, match=line_with_words("step rate")):
             trained(wan, data, tmp_path, **config, optimizer=OptimizerConfig(learning_rate=rate))
         assert finite(tmp_path)
         assert not (tmp_path / "lora.safetensors").exists()
@@ -258,7 +265,7 @@ def test_what_differs_is_told_entry_by_entry(tmp_path):
     long = "x" * 200
     one, two = ({"c": f"{long}{word}", "d": [*range(n)]} for word, n in (("one", 3), ("two", 2)))
     Trainer._check_identity(SimpleNamespace(folder=tmp_path, step=2), {"a": 1, "b": one, "steps": 2})
-    with pytest.raises(WanjaxError, match=naming("a none 1 e 7 b.c b.d differ")) as refused:
+    with pytest.raises(WanjaxError, match=line_with_words("a none 1 e 7 b.c b.d differ")) as refused:
         Trainer._check_identity(SimpleNamespace(folder=tmp_path, step=2), {"a": None, "b": two, "steps": 2, "e": 7})
     assert all(f"x{word}'" in str(refused.value) for word in ("one", "two"))
     assert len(str(refused.value)) < 500 + len(str(tmp_path))
@@ -269,7 +276,7 @@ def test_what_is_left_may_be_at_another_rate(step, may, tmp_path):
     advice = "rate 0.001 0.0001 also give more steps"
     for rate in (1e-3, 1e-4):
         message = {"optimizer": {"learning_rate": rate}, "steps": 2}
-        with nullcontext() if may or rate == 1e-3 else pytest.raises(WanjaxError, match=naming(advice)):
+        with nullcontext() if may or rate == 1e-3 else pytest.raises(WanjaxError, match=line_with_words(advice)):
             changed = Trainer._check_identity(SimpleNamespace(folder=tmp_path, step=step), message)
             assert changed == ({} if rate == 1e-3 else {"optimizer.learning_rate": 1e-3})
 
@@ -280,11 +287,11 @@ def test_a_finished_training_goes_on_with_more_steps(tmp_path, data, wan):
     out = tmp_path / "out"
     trained(wan, data, out)
     more, messages = trained(wan, data, out, steps=5)
-    assert any(says(text, "3 steps 5 constant rate 0.01 step 4") for text in messages)
+    assert any(has_line_with(text, "3 steps 5 constant rate 0.01 step 4") for text in messages)
     whole, _ = trained(wan, data, tmp_path / "whole", steps=5)
     ours, theirs = load_safetensors(more), load_safetensors(whole)
     assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
-    with pytest.raises(WanjaxError, match=naming("steps 5 4")):
+    with pytest.raises(WanjaxError, match=line_with_words("steps 5 4")):
         trained(wan, data, out, steps=4)
 
 
@@ -347,7 +354,7 @@ def test_all_that_is_left_out_is_listed(tmp_path, wan):
         (folder / f"bad {number}.txt").write_text("bad")
     messages: list[str] = []
     Training(wanjax.load(wan), folder, out := tmp_path / "out", SMALL, note=messages.append).encode()
-    assert any(says(sentence, "7 skipped 2 more left_out.txt") for sentence in messages)
+    assert any(has_line_with(sentence, "7 skipped 2 more left_out.txt") for sentence in messages)
     assert [line.partition(":")[0] for line in (out / "left_out.txt").read_text().splitlines()] == [
         f"bad {number}.mp4" for number in range(7)
     ]
@@ -365,7 +372,7 @@ def test_a_caption_that_the_model_does_not_read_whole_is_told(tmp_path, wan):
     for _ in range(2):
         with pytest.warns(WanjaxWarning) as warned:
             Training(wanjax.load(wan), folder, tmp_path / "out", SMALL).encode()
-        assert [says(str(one.message), "2 captions 0.gif 2.gif 24") for one in warned] == [True]
+        assert [has_line_with(str(one.message), "2 captions 0.gif 2.gif 24") for one in warned] == [True]
     assert len((tmp_path / "out/cut_captions.txt").read_text().splitlines()) == 2
 
 
@@ -422,7 +429,7 @@ REFUSED = {  # where, what is other than in SMALL, and what the sentence names
 def test_what_cannot_be_trained_is_told(where, changed, words, tmp_path, data, wan, monkeypatch):
     out = tmp_path / "out"
     out.mkdir()
-    with where(out, monkeypatch), pytest.raises(WanjaxError, match=naming(words)):
+    with where(out, monkeypatch), pytest.raises(WanjaxError, match=line_with_words(words)):
         trained(wan, data, out, latent_cache=tmp_path / "store", **changed)
 
 
@@ -450,14 +457,14 @@ def test_preserved_clips_hold_the_model_where_it_is(tmp_path, wan):
 
     whole, half = (loss(mixed, part) for part in (0.0, 0.5))
     assert loss(kept, 0.0) < 1e-9 < 1e-2 < whole == pytest.approx(4 * half, rel=1e-3)
-    with pytest.raises(WanjaxError, match=naming("LoRA --full")):
+    with pytest.raises(WanjaxError, match=line_with_words("LoRA --full")):
         trained(wan, kept, tmp_path / "full", lora=None)
 
 
 @pytest.mark.parametrize(("name", "value"), [("beta1", 1.0), ("beta2", -0.1), ("beta2", float("nan"))])
 def test_a_mean_of_gradients_that_is_none_is_refused(name, value):
     """At 1 the first step would divide by zero."""
-    with pytest.raises(WanjaxError, match=naming(f"{name} {value}")):
+    with pytest.raises(WanjaxError, match=line_with_words(f"{name} {value}")):
         OptimizerConfig(**{name: value})
 
 

@@ -42,14 +42,14 @@ from wanjax.errors import WanjaxError
 class TensorNames(NamedTuple):
     """The names that a program gives to the tensors of an 8-bit weight, within its module.
 
-    The weight is (numbers - zero) · scale / divisor. `zero` is "" if the program writes no zero point. `is_integer`
-    says whether the numbers are integers; None means integers or floats. `dtype` is the dtype of the dequantised
-    weight.
+    The weight is (numbers - zero_point) · scale / divisor. `zero_point` is "" if the program writes no zero point.
+    `is_integer` says whether the numbers are integers; None means integers or floats. `dtype` is the dtype of the
+    dequantised weight.
     """
 
     numbers: str
     scale: str
-    zero: str = ""
+    zero_point: str = ""
     is_integer: bool | None = False
     divisor: int = 1
     dtype: Any = np.float32
@@ -91,7 +91,7 @@ class _Parts(NamedTuple):
 
     numbers: str
     scale: str
-    zero: str | None
+    zero_point: str | None
     tensor_names: TensorNames
 
 
@@ -133,11 +133,11 @@ class DequantizedReader(TensorReaderView):
             if weight not in self._parts and (layer_format.scale_block or layer_format.dtype == np.int8):
                 raise WanjaxError(f"{weight} is in {layer_format.name} but has no {weight}_scale: get the file again")
         for weight, parts in self._parts.items():
-            unread_keys |= {parts.scale, *([parts.zero] if parts.zero else [])}
-            zero = reader.specs[parts.zero] if parts.zero else None
+            unread_keys |= {parts.scale, *([parts.zero_point] if parts.zero_point else [])}
+            zero_point = reader.specs[parts.zero_point] if parts.zero_point else None
             layer_format = self._formats.get(weight)
             if layer_format is None or not layer_format.scale_block:
-                _check(parts, self._stored(weight), reader.specs[parts.scale], zero)
+                _check(parts, self._stored(weight), reader.specs[parts.scale], zero_point)
                 _check_rotation(weight, self._stored(weight), layer_format)
             else:
                 unread_keys |= self._check_blocks(weight, layer_format)
@@ -184,12 +184,12 @@ class DequantizedReader(TensorReaderView):
         if layer_format and layer_format.scale_block:
             return self._read_blocks(x, parts, layer_format)
         scale = self._expand_scale(parts.scale, x.shape) / parts.tensor_names.divisor
-        zero = self._expand_scale(parts.zero, x.shape) if parts.zero else None
+        zero_point = self._expand_scale(parts.zero_point, x.shape) if parts.zero_point else None
         numbers = np.empty(x.shape, np.float32)
         for piece in row_pieces(x.shape):
             widen(x[piece], numbers[piece])
-            if zero is not None:
-                numbers[piece] -= _rows(zero, piece)
+            if zero_point is not None:
+                numbers[piece] -= _rows(zero_point, piece)
             numbers[piece] *= _rows(scale, piece)
         if layer_format and layer_format.hadamard_size:
             numbers = rotate(numbers, layer_format.hadamard_size)
@@ -297,14 +297,18 @@ def _found(keys: set[str]) -> dict[str, _Parts]:
             module = key.removesuffix(tensor_names.numbers)
             if key == module or (module and not module.endswith(".")):
                 continue
-            weight, scale, zero = (f"{module}{part}" for part in ("weight", tensor_names.scale, tensor_names.zero))
+            weight, scale, zero_point = (
+                f"{module}{part}" for part in ("weight", tensor_names.scale, tensor_names.zero_point)
+            )
             if scale in keys and weight in parts:
                 raise WanjaxError(f"{weight} has both {parts[weight].scale} and {scale}: keep only one of them")
             if tensor_names.numbers != "weight" and (weight in keys or scale not in keys):
                 why = f"contradicts {weight}: keep only one of them" if weight in keys else f"has no {scale}: add it"
                 raise WanjaxError(f"{key} {why}")
             if scale in keys:
-                parts[weight] = _Parts(key, scale, zero if tensor_names.zero and zero in keys else None, tensor_names)
+                parts[weight] = _Parts(
+                    key, scale, zero_point if tensor_names.zero_point and zero_point in keys else None, tensor_names
+                )
     return parts
 
 
@@ -334,7 +338,7 @@ def _scale_grid(shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[tuple[
     return (scales, (rows // scale_rows, columns // scale_columns)) if is_square else None
 
 
-def _check(parts: _Parts, spec: Spec, scale: Spec, zero: Spec | None) -> None:
+def _check(parts: _Parts, spec: Spec, scale: Spec, zero_point: Spec | None) -> None:
     """Raise WanjaxError unless scale and zero point fit the numbers, and all dtypes fit the spelling."""
     is_integer = parts.tensor_names.is_integer
     is_float = jnp.issubdtype(spec.dtype, jnp.floating)
@@ -343,8 +347,12 @@ def _check(parts: _Parts, spec: Spec, scale: Spec, zero: Spec | None) -> None:
         expected_text = {True: "8-bit integers", False: "8-bit floats", None: "8-bit floats or integers"}[is_integer]
         problem = f"{parts.numbers} is {spec.dtype}, with the {scale.dtype} {parts.scale}"
         raise WanjaxError(f"{problem}: give {expected_text} with a scale of floats")
-    if zero and (is_float or zero.shape != scale.shape or not jnp.issubdtype(zero.dtype, jnp.integer)):
-        problem = f"{parts.zero} is {zero.dtype} {list(zero.shape)}, for {parts.numbers} of {spec.dtype}"
+    if zero_point and (
+        is_float or zero_point.shape != scale.shape or not jnp.issubdtype(zero_point.dtype, jnp.integer)
+    ):
+        problem = (
+            f"{parts.zero_point} is {zero_point.dtype} {list(zero_point.shape)}, for {parts.numbers} of {spec.dtype}"
+        )
         raise WanjaxError(f"{problem}: give integers of the shape {list(scale.shape)}, for weights of 8-bit integers")
     if 0 in scale.shape or _scale_grid(spec.shape, scale.shape) is None:
         expected_text = "one scale, or one for each row, each equal part of a row or each square block"

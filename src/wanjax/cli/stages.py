@@ -773,11 +773,11 @@ class Saving(Observer):
         )
 
     def denoised(self, latents: Any, chunk: Chunk) -> None:
-        self._chunks.append(latents if chunk.count == 1 else np.asarray(latents))
+        self._chunks.append(latents if chunk.num_chunks == 1 else np.asarray(latents))
         if not chunk.is_last:
             return
         video, file = self.video, self.video.folder / stage_files.LATENTS_FILE
-        all_latents = latents if chunk.count == 1 else np.concatenate(self._chunks, axis=2)
+        all_latents = latents if chunk.num_chunks == 1 else np.concatenate(self._chunks, axis=2)
         save = partial(stage_files.save_latents, video.folder, all_latents, video.metadata)
 
         def remove_state() -> None:

@@ -41,7 +41,7 @@ class WorkflowOptions(NamedTuple):
         values: Values by the names of parameters.
         missing: For parameters without a value, the sentence that says so.
         downloads: Names on the hub of files to download, by parameter.
-        places: Sentences on where files are, by parameter.
+        file_notes: Sentences on where files are, by parameter.
         notes: Sentences on what differs.
     """
 
@@ -49,7 +49,7 @@ class WorkflowOptions(NamedTuple):
     values: Mapping[str, Any]
     missing: Mapping[str, str]
     downloads: Mapping[str, Sequence[str]]
-    places: Mapping[str, Sequence[str]]
+    file_notes: Mapping[str, Sequence[str]]
     notes: Sequence[str]
 
     def sentences(self, replaced: Collection[str] = ()) -> list[str]:
@@ -58,8 +58,8 @@ class WorkflowOptions(NamedTuple):
         Args:
             replaced: Parameters that the user has replaced, whose files do not matter.
         """
-        places = [place for name, sentences in self.places.items() if name not in replaced for place in sentences]
-        return [*places, *self.notes]
+        file_notes = [note for name, sentences in self.file_notes.items() if name not in replaced for note in sentences]
+        return [*file_notes, *self.notes]
 
 
 def parse_raw(command: click.Command, ctx: click.Context, arguments: Sequence[str]) -> None:
@@ -181,7 +181,7 @@ def options_of(ctx: click.Context, file: str, graph: "Graph", command: str | Non
     reader = _OptionReader(workflow, folders, downloads_nothing=(command or ctx.info_name) == "plan")
     reader.read()
     notes = [*workflow.notes, *_fit_to_command_line(ctx, reader.values)]
-    return WorkflowOptions(file, reader.values, reader.missing, reader.downloads, reader.places, notes)
+    return WorkflowOptions(file, reader.values, reader.missing, reader.downloads, reader.file_notes, notes)
 
 
 def _fit_to_command_line(ctx: click.Context, values: dict[str, Any]) -> list[str]:
@@ -252,7 +252,7 @@ class _OptionReader:
         self.values: dict[str, Any] = {}
         self.missing: dict[str, str] = {}
         self.downloads: dict[str, list[str]] = {}
-        self.places: dict[str, list[str]] = {}
+        self.file_notes: dict[str, list[str]] = {}
 
     def read(self) -> None:
         from wanjax.workflows.request import Missing
@@ -269,10 +269,10 @@ class _OptionReader:
         self._read_inputs()
         self._note_other_files()
 
-    def _add_place(self, parameter: str, file: Any, place: str) -> None:
+    def _add_file_note(self, parameter: str, file: Any, place: str) -> None:
         from wanjax.workflows.values import base_name
 
-        self.places.setdefault(parameter, []).append(f"{base_name(file.name)}: {place}")
+        self.file_notes.setdefault(parameter, []).append(f"{base_name(file.name)}: {place}")
 
     def _locate(self, parameter: str, file: Any) -> "Located | None":
         """Find a file of weights. If it is missing, keep the sentence for its parameter."""
@@ -283,7 +283,7 @@ class _OptionReader:
         except WanjaxError as error:
             self.missing.setdefault(parameter, str(error))
             return None
-        self._add_place(parameter, file, located.place)
+        self._add_file_note(parameter, file, located.place)
         if located.to_download:
             self.downloads.setdefault(parameter, []).append(located.name)
         return located
@@ -316,7 +316,7 @@ class _OptionReader:
             if (located := self._locate("lora", use.file)) is not None:
                 loras.append(str(Lora(located.name, use.strength, use.expert)))
         if self.downloads_nothing and self.missing.pop("lora", None):
-            self.places["lora"] = ["a LoRA that is not found is left out, because it does not change the price"]
+            self.file_notes["lora"] = ["a LoRA that is not found is left out, because it does not change the price"]
         if loras:
             self.values["lora"] = loras
 
@@ -340,7 +340,7 @@ class _OptionReader:
                     )
                 else:
                     paths.append(str(path))
-                    self._add_place(name, file, str(path))
+                    self._add_file_note(name, file, str(path))
             if name not in self.missing:
                 self.values[name] = paths if isinstance(value, list) else paths[0]
         if self.downloads_nothing:  # a picture that is left out has the size of the video
@@ -362,7 +362,7 @@ class _OptionReader:
         names = ", ".join(shown(base_name(file.name)) for file in files)
         components = join_with_and([f"the {name}" for name in dict.fromkeys(COMPONENTS[file.kind] for file in files)])
         verb = "come" if " and " in components else "comes"
-        self.places.setdefault("model", []).append(
+        self.file_notes.setdefault("model", []).append(
             f"{names}: not read from ComfyUI's folders, {components} {verb} from {source}"
         )
 
@@ -396,7 +396,9 @@ def report_workflow(ctx: click.Context) -> None:
     """
     options: WorkflowOptions | None = ctx.meta.get(WORKFLOW)
     if options is not None:
-        replaced = [name for name in options.places if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+        replaced = [
+            name for name in options.file_notes if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        ]
         for sentence in options.sentences(replaced):
             ctx.obj.note(sentence)
 

@@ -383,15 +383,15 @@ class JobProgress(Observer):
             self.seconds[name] = round(self.seconds.get(name, 0.0) + perf_counter() - start, 3)
             self.lease.report(stage_seconds=dict(self.seconds))
 
-    def compiling(self, number: int, total: int) -> None:
+    def compiling(self, index: int, num_programs: int) -> None:
         """Report that a program is being compiled.
 
         Args:
-            number: The program's number, from 0.
-            total: The number of programs.
+            index: The index of the program, from 0.
+            num_programs: The number of programs.
         """
         self._raise_if_stopped()
-        self._report(0, stage_done=number, stage_total=total)
+        self._report(0, stage_done=index, stage_total=num_programs)
 
     def stepped(self, step: Step) -> bool:
         preview_fields = {}

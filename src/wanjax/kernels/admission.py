@@ -3,8 +3,8 @@
 
 Modules named `trials`, beside the kernels, list the kernels and the small shapes to try. Trials run in a child process,
 because a kernel that hangs also blocks its process. The child must open its chip before this process opens any chip.
-The verdict on a kernel is saved. The verdict stays valid for the same kind of chip, the same versions of jax, jaxlib
-and libtpu, and the same code of the kernel.
+The result for a kernel is saved: why it failed, or that it passed. The result stays valid for the same kind of chip,
+the same versions of jax, jaxlib and libtpu, and the same code of the kernel.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ READY_LINE = "ready"
 REJECTED_ELSEWHERE = "it was refused in another process of this run"
 HUNG_REASON = "it did not return"
 NOT_TRIED_REASON = "it was not tried, because a kernel before it did not return"
-VERDICTS_KIND = "kernels"  # the kind under which `ResultCache` saves verdicts
+FAILURES_KIND = "kernels"  # the kind under which `ResultCache` saves failure reasons
 
 _has_hung_kernel = False  # whether a kernel did not return in this process
 
@@ -69,7 +69,7 @@ class Kernel(NamedTuple):
 
     Attributes:
         name: The name of the kernel in `admitted.is_admitted`.
-        modules: The modules whose code determines the verdict on the kernel.
+        modules: The modules whose code decides whether the kernel fails.
         trials: Returns the kernel's trials.
     """
 
@@ -85,10 +85,10 @@ def admit(device_kind: str, is_needed: Callable[[str], bool]) -> dict[str, str]:
         device_kind: The kind of the chip.
         is_needed: Whether the kernel of a name is to be tried.
     """
-    verdicts = kernel_verdicts(device_kind, KERNELS, is_needed)
+    reasons = failure_reasons(device_kind, KERNELS, is_needed)
     if jax.distributed.is_initialized():
-        verdicts = combine_verdicts(verdicts)
-    rejected = {name: reason for name, reason in verdicts.items() if reason}
+        reasons = combine_failure_reasons(reasons)
+    rejected = {name: reason for name, reason in reasons.items() if reason}
     if rejected:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected.items())
         warnings.warn(
@@ -100,14 +100,13 @@ def admit(device_kind: str, is_needed: Callable[[str], bool]) -> dict[str, str]:
     return rejected
 
 
-def kernel_verdicts(
+def failure_reasons(
     device_kind: str, kernels: str, is_needed: Callable[[str], bool] = lambda name: True
 ) -> dict[str, str]:
-    """Return the verdict on each kernel: the reason for rejecting it, or "" if it may be used. Saved verdicts are
-    reused, and new ones are saved.
+    """Return why each kernel failed; "" means that it passed. Saved results are reused, and new ones are saved.
 
     If a kernel hangs, the kernels after it are not tried. The kernels that are not tried are rejected only in this
-    process, and no verdict on them is saved.
+    process, and nothing is saved for them.
 
     Args:
         device_kind: The kind of the chip.
@@ -117,31 +116,31 @@ def kernel_verdicts(
     global _has_hung_kernel
     needed_kernels = [kernel for kernel in _load_kernels(kernels) if is_needed(kernel.name)]
     keys, results = {kernel.name: _cache_key(device_kind, kernel) for kernel in needed_kernels}, ResultCache()
-    saved = {name: results.get(VERDICTS_KIND, key) for name, key in keys.items()}
-    verdicts = {name: reason for name, reason in saved.items() if isinstance(reason, str)}
+    saved = {name: results.get(FAILURES_KIND, key) for name, key in keys.items()}
+    reasons = {name: reason for name, reason in saved.items() if isinstance(reason, str)}
     for name, reason in _try_in_child(
-        kernels, [] if _has_hung_kernel else [name for name in keys if name not in verdicts]
+        kernels, [] if _has_hung_kernel else [name for name in keys if name not in reasons]
     ):
-        verdicts[name] = reason
-        results.put(VERDICTS_KIND, keys[name], reason)
+        reasons[name] = reason
+        results.put(FAILURES_KIND, keys[name], reason)
         if reason.startswith(HUNG_REASON):
             _has_hung_kernel = True
             break
-    return {name: verdicts.get(name, NOT_TRIED_REASON) for name in keys}
+    return {name: reasons.get(name, NOT_TRIED_REASON) for name in keys}
 
 
-def combine_verdicts(verdicts: dict[str, str]) -> dict[str, str]:
-    """Combine the verdicts of all processes of a run. If one process rejects a kernel, all processes reject it."""
-    rejected_here = np.array([bool(reason) for reason in verdicts.values()], np.int32)
+def combine_failure_reasons(reasons: dict[str, str]) -> dict[str, str]:
+    """Combine the failure reasons of all processes of a run. If one process rejects a kernel, all reject it."""
+    rejected_here = np.array([bool(reason) for reason in reasons.values()], np.int32)
     rejected_anywhere = np.reshape(multihost_utils.process_allgather(rejected_here), (-1, len(rejected_here))).any(
         axis=0
     )
-    flagged_verdicts = zip(verdicts.items(), np.atleast_1d(rejected_anywhere).tolist(), strict=True)
-    return {name: reason or (REJECTED_ELSEWHERE if rejected else "") for (name, reason), rejected in flagged_verdicts}
+    flagged_reasons = zip(reasons.items(), np.atleast_1d(rejected_anywhere).tolist(), strict=True)
+    return {name: reason or (REJECTED_ELSEWHERE if rejected else "") for (name, reason), rejected in flagged_reasons}
 
 
 def _try_in_child(kernels: str, names: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield the verdicts of a child process. If a kernel ends the child process, start another one."""
+    """Yield the failure reasons from a child process. If a kernel ends the child process, start another one."""
     while names:
         child = _TrialProcess(kernels, names)
         try:
@@ -151,14 +150,14 @@ def _try_in_child(kernels: str, names: list[str]) -> Iterator[tuple[str, str]]:
             while names:
                 line = child.line(KERNEL_SECONDS)
                 name, *names = names
-                yield name, _verdict(line)
+                yield name, _failure_reason(line)
                 if not line:
                     break
         finally:
             child.end()
 
 
-def _verdict(line: str | None) -> str:
+def _failure_reason(line: str | None) -> str:
     if line is None:
         return f"{HUNG_REASON} within {KERNEL_SECONDS:g} s"
     return json.loads(line)["reason"] if line else "it ended its process"
@@ -202,8 +201,8 @@ class _TrialProcess:
 
 
 def _try_in_this_process(kernels: str, names: list[str]) -> Iterator[tuple[str, str]]:
-    """Try kernels in this process and yield the verdicts. A child cannot do this if this process has already opened the
-    devices."""
+    """Try kernels in this process and yield the failure reasons. A child cannot do this if this process has already
+    opened the devices."""
     by_name = {kernel.name: kernel for kernel in _load_kernels(kernels)}
     for name in names:
         reasons: queue.Queue[str] = queue.Queue()
@@ -211,11 +210,11 @@ def _try_in_this_process(kernels: str, names: list[str]) -> Iterator[tuple[str, 
         try:
             yield name, reasons.get(timeout=KERNEL_SECONDS)
         except queue.Empty:
-            yield name, _verdict(None)
+            yield name, _failure_reason(None)
 
 
 def _put_reason(kernel: Kernel, reasons: queue.Queue[str]) -> None:
-    reasons.put(rejection_reason(kernel))
+    reasons.put(failure_reason(kernel))
 
 
 def try_kernels() -> None:
@@ -226,11 +225,11 @@ def try_kernels() -> None:
     jax.local_devices()
     print(READY_LINE, flush=True)
     for name in names:
-        print(json.dumps({"reason": rejection_reason(by_name[name])}), flush=True)
+        print(json.dumps({"reason": failure_reason(by_name[name])}), flush=True)
 
 
-def rejection_reason(kernel: Kernel) -> str:
-    """Run a kernel's trials. Return the reason for rejecting the kernel, or "" if all trials pass."""
+def failure_reason(kernel: Kernel) -> str:
+    """Run a kernel's trials. Return why the kernel fails, or "" if all trials pass."""
     interpret = jax.default_backend() == "cpu"
     try:
         for trial in kernel.trials():
@@ -259,7 +258,7 @@ def _load_kernels(kernels: str) -> tuple[Kernel, ...]:
 
 
 def _cache_key(device_kind: str, kernel: Kernel) -> dict[str, str]:
-    """Return the facts that determine a kernel's verdict."""
+    """Return the facts that decide whether a kernel fails."""
     digest = hashlib.sha256()
     for module in (*kernel.modules, __name__):
         spec = find_spec(module)

@@ -160,11 +160,11 @@ class GuidanceRule:
         return negative + values * (prompt - negative), moving_average
 
     def __str__(self) -> str:
-        fields = dataclasses.fields(self) if self.skip else self._fields_of_rule()
+        fields = dataclasses.fields(self) if self.skip else self._fields_except_skip()
         values = [f"{field.name}={getattr(self, field.name)}" for field in fields]
         return ":".join(filter(None, [self.name, ",".join(values)]))
 
-    def _fields_of_rule(self) -> list[dataclasses.Field[Any]]:
+    def _fields_except_skip(self) -> list[dataclasses.Field[Any]]:
         """List the fields without those of skipped blocks."""
         return [field for field in dataclasses.fields(self) if not field.name.startswith("skip")]
 

@@ -156,17 +156,17 @@ class Chunk(NamedTuple):
 
     Args:
         index: The index of the chunk, from 0.
-        count: The number of chunks of the video.
+        num_chunks: The number of chunks of the video.
         frames: The latent frames of the chunk.
     """
 
     index: int
-    count: int
+    num_chunks: int
     frames: range
 
     @property
     def is_last(self) -> bool:
-        return self.index + 1 == self.count
+        return self.index + 1 == self.num_chunks
 
 
 @dataclass(frozen=True, kw_only=True)

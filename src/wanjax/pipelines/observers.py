@@ -314,10 +314,10 @@ class Monitor:
         Args:
             done: The number of completed steps.
         """
-        if self.executes and self.chunk.count == 1:
+        if self.executes and self.chunk.num_chunks == 1:
             self.observers.notify("progressed", "step", self._earlier_steps + done, self._total)
         elif self.executes and self.chunk.index == 0:
-            self.observers.notify("progressed", "block", 0, self.chunk.count)
+            self.observers.notify("progressed", "block", 0, self.chunk.num_chunks)
 
     def switched(self, network: str, index: int, seconds: float) -> None:
         """Report a change to another network.
@@ -363,10 +363,10 @@ class Monitor:
             if not finite:
                 advice = not_finite_advice(self.dtype)
                 raise WanjaxError(f"the latents are not finite after step {index + 1} of {total}: {advice}")
-            if self.chunk.count == 1:
+            if self.chunk.num_chunks == 1:
                 self.observers.notify("progressed", "step", index + 1, total)
             elif (index + 1) % self._steps == 0:
-                self.observers.notify("progressed", "block", (index + 1) // self._steps, self.chunk.count)
+                self.observers.notify("progressed", "block", (index + 1) // self._steps, self.chunk.num_chunks)
 
 
 def not_finite_advice(dtype: str) -> str:

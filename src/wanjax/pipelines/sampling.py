@@ -234,10 +234,11 @@ def sample_pass(
         names = {noise_name(name, INITIAL, pass_index): name for name in modalities}
         noise = {**{key: torch_noise.draw(shapes[name]) for key, name in names.items() if key not in noise}, **noise}
     for chunk in spec.chunks(shapes[VIDEO][2]):
-        frames = None if chunk.count == 1 else len(chunk.frames)
+        frames = None if chunk.num_chunks == 1 else len(chunk.frames)
         chunk_noise = noise_for_chunk(noise, spec, chunk, steps, pass_index)
         chunk_progress = progress._replace(
-            earlier_steps=progress.earlier_steps + chunk.index * steps, total_steps=chunk.count * progress.total_steps
+            earlier_steps=progress.earlier_steps + chunk.index * steps,
+            total_steps=chunk.num_chunks * progress.total_steps,
         )
         init = InitStatic(
             model.scheduler,
@@ -253,7 +254,7 @@ def sample_pass(
                 begin, init, key_data, chunk_noise, schedule, pictures, np.int32(chunk.index)
             )
             inputs, completed_steps = conditioning._replace(**sampled_fields), 0
-            if chunk.count == 1:
+            if chunk.num_chunks == 1:
                 resumed = observers.notify("resumed", Start(state, phases, facts, arrays, chunk_progress))
                 state, completed_steps = next(filter(None, reversed(resumed)), (state, 0))
             monitor = Monitor(

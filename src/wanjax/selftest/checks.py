@@ -125,12 +125,12 @@ def check_kernels() -> Iterator[Check]:
     from wanjax.kernels.trials import KERNELS  # this imports all kernels, and only this check needs them
 
     if (kind := admitted.tpu_kind()) is not None:
-        for name, reason in admission.kernel_verdicts(kind, admission.KERNELS).items():
+        for name, reason in admission.failure_reasons(kind, admission.KERNELS).items():
             yield Check(f"kernel {name}", fault=reason)
         return
     if jax.default_backend() == "cpu":
         [kernel] = [kernel for kernel in KERNELS if kernel.name == INTERPRETED_KERNEL]
-        yield Check(f"kernel {kernel.name}", fault=admission.rejection_reason(kernel), note="in the interpreter")
+        yield Check(f"kernel {kernel.name}", fault=admission.failure_reason(kernel), note="in the interpreter")
     else:
         yield Check("kernels", note="left out: the hand-written kernels are for TPUs")
 

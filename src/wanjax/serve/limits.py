@@ -67,12 +67,12 @@ class Limits:
             length = f"{pluralize(settings.length, 'frame')} ({settings.length / settings.fps:.4g} s)"
             shape = f"{settings.width}x{settings.height} and {length}"
             message = f"{shape} have {pluralize(pixels, 'pixel')}, and this server allows {self.pixels:,} at most"
-            raise SettingError(f"{message}: {self._smaller(settings, spatial, temporal)}", "size")
+            raise SettingError(f"{message}: {self._advise_smaller_video(settings, spatial, temporal)}", "size")
         for name in ("steps", "fps"):
             if (value := getattr(settings, name)) > (limit := getattr(self, name)):
                 raise SettingError(f"{name} is {repr_short(value)}: this server allows {limit} at most", name)
 
-    def _smaller(self, settings: Settings, spatial: int, temporal: int) -> str:
+    def _advise_smaller_video(self, settings: Settings, spatial: int, temporal: int) -> str:
         """Say how many frames the server allows at this size, and which size it allows for this number of frames."""
         frames, ratio = (
             self.pixels // (settings.height * settings.width),

@@ -198,7 +198,7 @@ class ServedMaker(VideoMaker):
         )
         if program_key not in self._program_keys and len(self._program_keys) >= MAX_PROGRAM_KEYS:
             self._program_keys.clear()
-            EXECUTE.forget()
+            EXECUTE.clear_programs()
         return program_key
 
 

@@ -36,7 +36,7 @@ FILM_SUFFIXES = (
     *(*CLIP_SUFFIXES, ".avi", ".mpg", ".mpeg", ".wmv", ".flv", ".ts", ".mts", ".m2ts", ".ogv", ".3gp", ".mxf"),
 )
 EXAMPLE = '{"file_name": "a.mp4", "text": "a red circle"}'
-CACHE_FOLDER = ".wanjax"  # names of tables in the folder of the data
+CACHE_FOLDER = ".wanjax"  # the folder for cached latents, in the folder of the data
 
 
 @dataclass(frozen=True)

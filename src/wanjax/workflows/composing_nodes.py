@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from wanjax.workflows.evaluate import At
+from wanjax.workflows.evaluate import NodeInputs
 from wanjax.workflows.node_functions import measured, side_of
 from wanjax.workflows.values import Batch, Border, Margins, Pictures, Solid, Unknown, Widened
 
@@ -13,76 +13,82 @@ MAX_COLOUR = 3 * 255  # the sum of the three values of white
 MAX_CROPPING = 0.01  # the share by which the proportions of a clip may differ from those of its file
 
 
-def _solid_mask(at: At) -> Solid | Unknown:
-    level = at.number("value", 1.0)
-    return level if isinstance(level, Unknown) else _solid(at, level, 1)
+def _solid_mask(node: NodeInputs) -> Solid | Unknown:
+    level = node.number("value", 1.0)
+    return level if isinstance(level, Unknown) else _solid(node, level, 1)
 
 
-def _empty_image(at: At) -> Solid | Unknown:
-    colour, count = at.integer("color", 0), at.integer("batch_size", 1)
+def _empty_image(node: NodeInputs) -> Solid | Unknown:
+    colour, count = node.integer("color", 0), node.integer("batch_size", 1)
     if isinstance(colour, Unknown):
         return colour
     if isinstance(count, Unknown):
         return count
-    return _solid(at, sum(colour >> bits & 255 for bits in (0, 8, 16)) / MAX_COLOUR, count)
+    return _solid(node, sum(colour >> bits & 255 for bits in (0, 8, 16)) / MAX_COLOUR, count)
 
 
-def _solid(at: At, level: float, frames: int) -> Solid:
-    return Solid(None, at.node, at.integer("width", 512), at.integer("height", 512), max(1, frames), level=level)
-
-
-def _invert(at: At) -> Solid | Unknown:
-    mask = at("mask")
-    if isinstance(mask, Solid):
-        return replace(mask, node=at.node, level=1 - mask.level)
-    return Unknown(at.node, "inverts a mask when it runs, which wanjax does not")
-
-
-def _repeat(at: At) -> Any:
-    pictures, times = at("image"), at.integer("amount", 1)
-    if not isinstance(pictures, Pictures) or isinstance(times, Unknown):
-        return times if isinstance(times, Unknown) else pictures
-    return _batch(at, (pictures,), max(1, times))
-
-
-def _join_pair(at: At) -> Any:
-    return _join(at, ("image1", "image2"))
-
-
-def _join_all(at: At) -> Any:
-    numbers = {name: name.removeprefix("images.image") for name in at.node.inputs}
-    return _join(
-        at, sorted((name for name, text in numbers.items() if text.isdecimal()), key=lambda x: int(numbers[x]))
+def _solid(node: NodeInputs, level: float, frames: int) -> Solid:
+    return Solid(
+        None, node.graph_node, node.integer("width", 512), node.integer("height", 512), max(1, frames), level=level
     )
 
 
-def _join(at: At, names: Any) -> Any:
+def _invert(node: NodeInputs) -> Solid | Unknown:
+    mask = node("mask")
+    if isinstance(mask, Solid):
+        return replace(mask, node=node.graph_node, level=1 - mask.level)
+    return Unknown(node.graph_node, "inverts a mask when it runs, which wanjax does not")
+
+
+def _repeat(node: NodeInputs) -> Any:
+    pictures, times = node("image"), node.integer("amount", 1)
+    if not isinstance(pictures, Pictures) or isinstance(times, Unknown):
+        return times if isinstance(times, Unknown) else pictures
+    return _batch(node, (pictures,), max(1, times))
+
+
+def _join_pair(node: NodeInputs) -> Any:
+    return _join(node, ("image1", "image2"))
+
+
+def _join_all(node: NodeInputs) -> Any:
+    numbers = {name: name.removeprefix("images.image") for name in node.graph_node.inputs}
+    return _join(
+        node, sorted((name for name, text in numbers.items() if text.isdecimal()), key=lambda x: int(numbers[x]))
+    )
+
+
+def _join(node: NodeInputs, names: Any) -> Any:
     """Describe the pictures of some inputs, one after the other."""
-    parts = [at(name) for name in names if at.has(name)]
+    parts = [node(name) for name in names if node.has(name)]
     others = [part for part in parts if not isinstance(part, Pictures)]
     if others or not parts:
-        return others[0] if others else Unknown(at.node, "joins no pictures")
-    return parts[0] if len(parts) == 1 else _batch(at, tuple(parts), 1)
+        return others[0] if others else Unknown(node.graph_node, "joins no pictures")
+    return parts[0] if len(parts) == 1 else _batch(node, tuple(parts), 1)
 
 
-def _batch(at: At, parts: tuple[Pictures, ...], times: int) -> Batch:
+def _batch(node: NodeInputs, parts: tuple[Pictures, ...], times: int) -> Batch:
     counts = [part.frames for part in parts]
     frames = sum(counts) * times if all(isinstance(count, int) for count in counts) else None
-    return Batch(None, at.node, parts[0].width, parts[0].height, frames, parts=parts, times=times)
+    return Batch(None, node.graph_node, parts[0].width, parts[0].height, frames, parts=parts, times=times)
 
 
-def _pad(at: At) -> Any:
-    pictures = at("image")
+def _pad(node: NodeInputs) -> Any:
+    pictures = node("image")
     if not isinstance(pictures, Pictures) or not pictures.is_loaded:
-        unknown = pictures if isinstance(pictures, Unknown) else Unknown(at.node, "widens pictures that nodes compose")
+        unknown = (
+            pictures
+            if isinstance(pictures, Unknown)
+            else Unknown(node.graph_node, "widens pictures that nodes compose")
+        )
         return unknown, unknown
-    left, top, right, bottom = (at.integer(name, 0) for name in ("left", "top", "right", "bottom"))
-    width = _total(side_of(at, pictures, "width"), left, right)
-    height = _total(side_of(at, pictures, "height"), top, bottom)
-    margins = Margins(_in_pixels_of_file(at, pictures, (left, top, right, bottom)), at.integer("feathering", 0))
+    left, top, right, bottom = (node.integer(name, 0) for name in ("left", "top", "right", "bottom"))
+    width = _total(side_of(node, pictures, "width"), left, right)
+    height = _total(side_of(node, pictures, "height"), top, bottom)
+    margins = Margins(_in_pixels_of_file(node, pictures, (left, top, right, bottom)), node.integer("feathering", 0))
     return (
-        Widened(pictures.file, at.node, width, height, pictures.frames, margins=margins),
-        Border(None, at.node, width, height, 1, margins=margins),
+        Widened(pictures.file, node.graph_node, width, height, pictures.frames, margins=margins),
+        Border(None, node.graph_node, width, height, 1, margins=margins),
     )
 
 
@@ -96,7 +102,9 @@ def _total(*numbers: int | Unknown) -> int | Unknown:
     return total
 
 
-def _in_pixels_of_file(at: At, pictures: Pictures, sides: Iterable[int | Unknown]) -> tuple[int, ...] | Unknown:
+def _in_pixels_of_file(
+    node: NodeInputs, pictures: Pictures, sides: Iterable[int | Unknown]
+) -> tuple[int, ...] | Unknown:
     """Convert pixels of pictures, which may be resized, to pixels of their file."""
     assert pictures.file is not None
     known_sides, ratios = [], []
@@ -106,18 +114,18 @@ def _in_pixels_of_file(at: At, pictures: Pictures, sides: Iterable[int | Unknown
         known_sides.append(side)
     for name in ("width", "height"):
         resized = getattr(pictures, name)
-        original = 1 if resized is None else measured(at, pictures.file, name)
+        original = 1 if resized is None else measured(node, pictures.file, name)
         if isinstance(resized, Unknown):
             return resized
         if isinstance(original, Unknown):
             return original
         ratios.append(original / max(1, resized or 1))
     if max(ratios) > (1 + MAX_CROPPING) * min(ratios):
-        return Unknown(at.node, "widens a clip that is cropped or stretched before, which wanjax does not")
+        return Unknown(node.graph_node, "widens a clip that is cropped or stretched before, which wanjax does not")
     return tuple(round(side * ratio) for side, ratio in zip(known_sides, ratios * 2, strict=True))
 
 
-FUNCTIONS: dict[str, Callable[[At], Any]] = {
+FUNCTIONS: dict[str, Callable[[NodeInputs], Any]] = {
     "SolidMask": _solid_mask,
     "EmptyImage": _empty_image,
     "InvertMask": _invert,

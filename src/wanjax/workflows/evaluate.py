@@ -30,7 +30,7 @@ class Reader:
     def __init__(
         self,
         graph: Graph,
-        functions: "Mapping[str, Callable[[At], Any]]",
+        functions: "Mapping[str, Callable[[NodeInputs], Any]]",
         measure: Callable[[File], MediaSize | None],
     ):
         """Read a graph.
@@ -64,7 +64,7 @@ class Reader:
 
     def _describe(self, node: Node) -> tuple[Any, ...]:
         function = self.functions.get(node.type)
-        value = Unknown(node) if function is None else function(At(self, node))
+        value = Unknown(node) if function is None else function(NodeInputs(self, node))
         return value if type(value) is tuple else (value,)
 
     def require(self, value: Any, kind: type[Kind]) -> Kind | None:
@@ -86,24 +86,24 @@ class Reader:
         return None
 
 
-class At:
-    """A node, and the values of its inputs."""
+class NodeInputs:
+    """The values of a node's inputs. `graph_node` is the node."""
 
     def __init__(self, reader: Reader, node: Node):
-        self.reader, self.node = reader, node
+        self.reader, self.graph_node = reader, node
 
     def __call__(self, name: str, default: Any = None) -> Any:
         """Return the value of an input, or the default if it is missing."""
-        value = self.node.inputs.get(name, default)
+        value = self.graph_node.inputs.get(name, default)
         return self.reader.output(value) if isinstance(value, Output) else value
 
     def has(self, name: str) -> bool:
-        return self.node.inputs.get(name) is not None
+        return self.graph_node.inputs.get(name) is not None
 
     def take(self, name: str, kind: type[Kind]) -> Kind:
         """Return an input of a kind. Raises WanjaxError if nothing of this kind is linked."""
         if (value := self.reader.require(self(name), kind)) is None:
-            raise MissingInput(self.node, name)
+            raise MissingInput(self.graph_node, name)
         return value
 
     def maybe(self, name: str, kind: type[Kind]) -> Kind | None:
@@ -118,7 +118,7 @@ class At:
         if isinstance(value, str):
             value = _to_number(value)
         if not is_number(value):
-            return Unknown(self.node, f"has {repr_value(value)} as its {shown(name)}, which is not a number")
+            return Unknown(self.graph_node, f"has {repr_value(value)} as its {shown(name)}, which is not a number")
         return value
 
     def integer(self, name: str, default: int | None = None) -> int | Unknown:
@@ -129,7 +129,7 @@ class At:
     def text(self, name: str, default: str = "") -> str | Unknown:
         """Return a text, or `Unknown`."""
         value = self(name, default)
-        return value if isinstance(value, str | Unknown) else Unknown(self.node, f"has no text as its {name}")
+        return value if isinstance(value, str | Unknown) else Unknown(self.graph_node, f"has no text as its {name}")
 
     def file(self, name: str, kind: str) -> File:
         """Return the file that a widget names."""
@@ -138,8 +138,8 @@ class At:
     def file_of(self, value: Any, name: str, kind: str) -> File:
         """Return the file with the name that an input has."""
         if not isinstance(value, str) or not value:
-            raise WanjaxError(f"{self.node} names no file as its {name}: choose one in ComfyUI, and save again")
-        return File(value, kind, self.node)
+            raise WanjaxError(f"{self.graph_node} names no file as its {name}: choose one in ComfyUI, and save again")
+        return File(value, kind, self.graph_node)
 
 
 class MissingInput(WanjaxError):

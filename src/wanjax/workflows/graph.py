@@ -266,29 +266,29 @@ class _Editor:
                 inputs[str(slot["name"])] = value
         return inputs
 
-    def _input(self, scope: _Scope, slot: Mapping[str, Any], steps: int) -> Any:
+    def _input(self, scope: _Scope, slot: Mapping[str, Any], max_links: int) -> Any:
         """Resolve a slot: the output of a node, a value, or `MISSING`."""
         link = slot.get("link")
-        return MISSING if link is None or link not in scope.links else self._link(scope, link, steps)
+        return MISSING if link is None or link not in scope.links else self._link(scope, link, max_links)
 
-    def _link(self, scope: _Scope, link: Any, steps: int) -> Any:
-        """Resolve a link. `steps` is the number of links that may still be followed."""
-        if steps == 0:
+    def _link(self, scope: _Scope, link: Any, max_links: int) -> Any:
+        """Resolve a link. `max_links` is the number of links that may still be followed."""
+        if max_links == 0:
             raise WanjaxError("the links of the workflow form a circle: cut one of them in ComfyUI")
         origin, slot, _, _ = scope.links[link]
         if origin == str(INPUT_NODE):
-            return self._subgraph_input(scope, slot, steps - 1)
-        return self._output(scope, scope.nodes[origin], slot, steps - 1)
+            return self._subgraph_input(scope, slot, max_links - 1)
+        return self._output(scope, scope.nodes[origin], slot, max_links - 1)
 
-    def _subgraph_input(self, scope: _Scope, number: int, steps: int) -> Any:
+    def _subgraph_input(self, scope: _Scope, input_index: int, max_links: int) -> Any:
         """Resolve an input of a subgraph, in the graph that uses the subgraph."""
         if scope.parent is None or scope.user is None:
             return MISSING
-        definition = scope.inputs[number]
+        definition = scope.inputs[input_index]
         for slot in scope.user["inputs"]:
             if slot["name"] == definition["name"]:
                 if slot.get("link") is not None:
-                    return self._input(scope.parent, slot, steps)
+                    return self._input(scope.parent, slot, max_links)
                 break
         return self._promoted(scope).get(str(definition["name"]), MISSING)
 
@@ -317,36 +317,36 @@ class _Editor:
                 return any(self._is_widget(child, entry, depth + 1) for entry in inner)
         return False
 
-    def _output(self, scope: _Scope, node: Mapping[str, Any], number: int, steps: int) -> Any:
+    def _output(self, scope: _Scope, node: Mapping[str, Any], output_index: int, max_links: int) -> Any:
         """Resolve an output of a node: itself, or what the node passes on."""
         key, kind = str(node["id"]), node["type"]
         if node["mode"] == MUTED:
             return MISSING
         if node["mode"] == BYPASSED:
-            slot = _bypass(node, number)
-            return MISSING if slot is None else self._input(scope, slot, steps)
+            slot = _bypass(node, output_index)
+            return MISSING if slot is None else self._input(scope, slot, max_links)
         if (child := scope.children.get(key)) is not None:
-            link = child.by_target.get((str(OUTPUT_NODE), number))
-            return MISSING if link is None else self._link(child, link, steps)
+            link = child.by_target.get((str(OUTPUT_NODE), output_index))
+            return MISSING if link is None else self._link(child, link, max_links)
         if kind in REROUTES:
-            return self._input(scope, node["inputs"][0], steps)
+            return self._input(scope, node["inputs"][0], max_links)
         if kind == "GetNode" and (setter := scope.setters.get(str(_widgets(node)[0]))) is not None:
-            return self._input(scope, setter["inputs"][0], steps)
+            return self._input(scope, setter["inputs"][0], max_links)
         if kind == "PrimitiveNode":
             return _widgets(node)[0]
-        return Output(scope.prefix + key, number)
+        return Output(scope.prefix + key, output_index)
 
 
-def _bypass(node: Mapping[str, Any], number: int) -> Mapping[str, Any] | None:
+def _bypass(node: Mapping[str, Any], output_index: int) -> Mapping[str, Any] | None:
     """Return the input that a bypassed node passes on as an output: of the same type, and at the same slot if it can
     be."""
-    slots, output_type = node["inputs"], str(node["outputs"][number].get("type"))
+    slots, output_type = node["inputs"], str(node["outputs"][output_index].get("type"))
 
     def fits(slot: Mapping[str, Any]) -> bool:
         slot_type = str(slot.get("type"))
         return ANY_TYPE in (slot_type, output_type) or output_type in slot_type.split(",")
 
-    same_slot = [slots[number]] if number < len(slots) else []
+    same_slot = [slots[output_index]] if output_index < len(slots) else []
     return next((slot for slot in (*same_slot, *slots) if fits(slot)), None)
 
 

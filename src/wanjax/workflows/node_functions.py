@@ -8,7 +8,7 @@ from typing import Any
 from wanjax.errors import WanjaxError
 from wanjax.media.inputs import VIDEO
 from wanjax.workflows import arithmetic
-from wanjax.workflows.evaluate import At, MissingInput, is_number, repr_value
+from wanjax.workflows.evaluate import MissingInput, NodeInputs, is_number, repr_value
 from wanjax.workflows.graph import shown
 from wanjax.workflows.values import (
     INPUT,
@@ -33,12 +33,12 @@ from wanjax.workflows.values import (
 )
 
 MAX_TEXT = 1_000_000  # characters of a text that nodes join
-FUNCTIONS: dict[str, Callable[[At], Any]] = {}
+FUNCTIONS: dict[str, Callable[[NodeInputs], Any]] = {}
 """Describes the outputs of a node, for each type that any model may have."""
 
 
-def _node(*types: str) -> Callable[[Callable[[At], Any]], Callable[[At], Any]]:
-    def register(function: Callable[[At], Any]) -> Callable[[At], Any]:
+def _node(*types: str) -> Callable[[Callable[[NodeInputs], Any]], Callable[[NodeInputs], Any]]:
+    def register(function: Callable[[NodeInputs], Any]) -> Callable[[NodeInputs], Any]:
         FUNCTIONS.update(dict.fromkeys(types, function))
         return function
 
@@ -46,71 +46,73 @@ def _node(*types: str) -> Callable[[Callable[[At], Any]], Callable[[At], Any]]:
 
 
 @_node("UNETLoader", "UnetLoaderGGUF", "UnetLoaderGGUFAdvanced")
-def _load_denoiser(at: At) -> Model:
-    return Model(at.file("unet_name", "diffusion_models"))
+def _load_denoiser(node: NodeInputs) -> Model:
+    return Model(node.file("unet_name", "diffusion_models"))
 
 
 @_node("CheckpointLoaderSimple")
-def _load_checkpoint(at: At) -> tuple[Model, Encoder, Decoder]:
-    file = at.file("ckpt_name", "checkpoints")
+def _load_checkpoint(node: NodeInputs) -> tuple[Model, Encoder, Decoder]:
+    file = node.file("ckpt_name", "checkpoints")
     return Model(file), Encoder((file,)), Decoder(file)
 
 
 @_node("CLIPLoader", "CLIPLoaderGGUF")
-def _load_encoder(at: At) -> Encoder:
-    return Encoder((at.file("clip_name", "text_encoders"),))
+def _load_encoder(node: NodeInputs) -> Encoder:
+    return Encoder((node.file("clip_name", "text_encoders"),))
 
 
 @_node("DualCLIPLoader", "DualCLIPLoaderGGUF")
-def _load_encoders(at: At) -> Encoder:
-    return Encoder((at.file("clip_name1", "text_encoders"), at.file("clip_name2", "text_encoders")))
+def _load_encoders(node: NodeInputs) -> Encoder:
+    return Encoder((node.file("clip_name1", "text_encoders"), node.file("clip_name2", "text_encoders")))
 
 
 @_node("VAELoader")
-def _load_decoder(at: At) -> Decoder:
-    return Decoder(at.file("vae_name", "vae"))
+def _load_decoder(node: NodeInputs) -> Decoder:
+    return Decoder(node.file("vae_name", "vae"))
 
 
 @_node("CLIPVisionLoader")
-def _load_vision(at: At) -> Vision:
-    return Vision(at.file("clip_name", "clip_vision"))
+def _load_vision(node: NodeInputs) -> Vision:
+    return Vision(node.file("clip_name", "clip_vision"))
 
 
 @_node("CLIPVisionEncode")
-def _encode_vision(at: At) -> Vision | None:
-    return at.maybe("clip_vision", Vision)
+def _encode_vision(node: NodeInputs) -> Vision | None:
+    return node.maybe("clip_vision", Vision)
 
 
 @_node("LoraLoader", "LoraLoaderModelOnly")
-def _load_lora(at: At) -> tuple[Model, Any]:
-    return _with_lora(at, at.take("model", Model), at("lora_name"), at.number("strength_model", 1.0)), at("clip")
+def _load_lora(node: NodeInputs) -> tuple[Model, Any]:
+    return _with_lora(node, node.take("model", Model), node("lora_name"), node.number("strength_model", 1.0)), node(
+        "clip"
+    )
 
 
 @_node("Power Lora Loader (rgthree)")
-def _load_loras(at: At) -> tuple[Model, Any]:
-    model = at.take("model", Model)
-    for name in at.node.inputs:
-        entry = at(name)
+def _load_loras(node: NodeInputs) -> tuple[Model, Any]:
+    model = node.take("model", Model)
+    for name in node.graph_node.inputs:
+        entry = node(name)
         if isinstance(entry, Mapping) and entry.get("on") is True and isinstance(entry.get("lora"), str):
             strength = entry.get("strength", 1.0)
             if not is_number(strength):
-                strength = Unknown(at.node, f"has {repr_value(strength)} as a strength")
-            model = _with_lora(at, model, entry["lora"], strength)
-    return model, at("clip")
+                strength = Unknown(node.graph_node, f"has {repr_value(strength)} as a strength")
+            model = _with_lora(node, model, entry["lora"], strength)
+    return model, node("clip")
 
 
-def _with_lora(at: At, model: Model, name: Any, strength: float | Unknown) -> Model:
+def _with_lora(node: NodeInputs, model: Model, name: Any, strength: float | Unknown) -> Model:
     """Return a model with one more LoRA, or the model itself if the strength is 0."""
     if isinstance(strength, Unknown):
-        at.reader.problems.append(strength)
+        node.reader.problems.append(strength)
     elif round(strength, 6):
-        return replace(model, loras=(*model.loras, (at.file_of(name, "lora_name", "loras"), round(strength, 6))))
+        return replace(model, loras=(*model.loras, (node.file_of(name, "lora_name", "loras"), round(strength, 6))))
     return model
 
 
 @_node("ModelSamplingSD3", "ModelSamplingAuraFlow")
-def _shift(at: At) -> Model:
-    return replace(at.take("model", Model), shift=_rounded(at.number("shift")))
+def _shift(node: NodeInputs) -> Model:
+    return replace(node.take("model", Model), shift=_rounded(node.number("shift")))
 
 
 def _rounded(number: float | Unknown) -> float | Unknown:
@@ -118,27 +120,33 @@ def _rounded(number: float | Unknown) -> float | Unknown:
 
 
 @_node("PathchSageAttentionKJ", "ModelPatchTorchSettings", "TorchCompileModel")
-def change_speed(at: At) -> Model:
+def change_speed(node: NodeInputs) -> Model:
     """Describe a model that a node makes faster in ComfyUI.
 
     Args:
-        at: The node.
+        node: The node.
     """
-    model = at.take("model", Model)
-    return replace(model, notes=(*model.notes, f"{at.node} changes only the speed in ComfyUI, and is left out"))
+    model = node.take("model", Model)
+    return replace(model, notes=(*model.notes, f"{node.graph_node} changes only the speed in ComfyUI, and is left out"))
 
 
 @_node("CFGZeroStar")
-def _cfg_zero(at: At) -> Model:
-    model = with_settings(at.take("model", Model), guidance_rule="cfg-zero:zero_steps=0")
-    note = f"{at.node} scales clean latents, and cfg-zero here the prediction of the network: close, and not the same"
+def _cfg_zero(node: NodeInputs) -> Model:
+    model = with_settings(node.take("model", Model), guidance_rule="cfg-zero:zero_steps=0")
+    note = (
+        f"{node.graph_node} scales clean latents, and cfg-zero here the prediction of the network: "
+        "close, and not the same"
+    )
     return replace(model, notes=(*model.notes, note))
 
 
 @_node("EasyCache")
-def _easy_cache(at: At) -> Model:
-    model = at.take("model", Model)
-    note = f"{at.node} is left out, because its threshold has another meaning here: give --cache easycache to use one"
+def _easy_cache(node: NodeInputs) -> Model:
+    model = node.take("model", Model)
+    note = (
+        f"{node.graph_node} is left out, because its threshold has another meaning here: "
+        "give --cache easycache to use one"
+    )
     return replace(model, notes=(*model.notes, note))
 
 
@@ -153,16 +161,16 @@ def with_settings(model: Model, **settings: Any) -> Model:
 
 
 @_node("CLIPTextEncode")
-def _encode_text(at: At) -> Condition:
-    return Condition(at.text("text"), at.maybe("clip", Encoder), at.node)
+def _encode_text(node: NodeInputs) -> Condition:
+    return Condition(node.text("text"), node.maybe("clip", Encoder), node.graph_node)
 
 
 @_node("ConditioningZeroOut")
-def _zero(at: At) -> Condition:
-    return replace(at.take("conditioning", Condition), text=None, node=at.node)
+def _zero(node: NodeInputs) -> Condition:
+    return replace(node.take("conditioning", Condition), text=None, node=node.graph_node)
 
 
-def condition(inputs: Mapping[str, str], needed: str | None = None) -> Callable[[At], Any]:
+def condition(inputs: Mapping[str, str], needed: str | None = None) -> Callable[[NodeInputs], Any]:
     """Return the function of a node that conditions a video on pictures.
 
     Args:
@@ -170,230 +178,248 @@ def condition(inputs: Mapping[str, str], needed: str | None = None) -> Callable[
         needed: A picture without which the node is of no use.
     """
 
-    def describe(at: At) -> tuple[Condition, Condition, Latents, int]:
-        pictures = {ours: at(theirs) for theirs, ours in inputs.items() if at.has(theirs)}
-        positive, negative = at.take("positive", Condition), at.take("negative", Condition)
-        strength = at.number("strength", 1.0)
+    def describe(node: NodeInputs) -> tuple[Condition, Condition, Latents, int]:
+        pictures = {ours: node(theirs) for theirs, ours in inputs.items() if node.has(theirs)}
+        positive, negative = node.take("positive", Condition), node.take("negative", Condition)
+        strength = node.number("strength", 1.0)
         if isinstance(strength, Unknown):
-            at.reader.problems.append(strength)
+            node.reader.problems.append(strength)
         elif round(strength, 6) != 1:
-            at.reader.problems.append(Unknown(at.node, f"has the strength {strength:g}, and wanjax has only 1"))
-        if needed and not at.has(needed):
-            raise MissingInput(at.node, needed)
-        vision = at.maybe("clip_vision_output", Vision) or at.maybe("clip_vision_start_image", Vision)
+            node.reader.problems.append(
+                Unknown(node.graph_node, f"has the strength {strength:g}, and wanjax has only 1")
+            )
+        if needed and not node.has(needed):
+            raise MissingInput(node.graph_node, needed)
+        vision = node.maybe("clip_vision_output", Vision) or node.maybe("clip_vision_start_image", Vision)
         if vision:
             pictures["vision"] = vision
         return (
-            replace(positive, inputs=pictures, node=at.node),
-            replace(negative, inputs=pictures, node=at.node),
-            Latents(_shape(at), at.node),
+            replace(positive, inputs=pictures, node=node.graph_node),
+            replace(negative, inputs=pictures, node=node.graph_node),
+            Latents(_shape(node), node.graph_node),
             0,
         )
 
     return describe
 
 
-def _shape(at: At) -> Shape:
-    width, height = at.integer("width"), at.integer("height")
-    return Shape(width, height, at.integer("length", 1), at.integer("batch_size", 1))
+def _shape(node: NodeInputs) -> Shape:
+    width, height = node.integer("width"), node.integer("height")
+    return Shape(width, height, node.integer("length", 1), node.integer("batch_size", 1))
 
 
 @_node("EmptyLatentImage")
-def empty_latents(at: At) -> Latents:
+def empty_latents(node: NodeInputs) -> Latents:
     """Describe latents without pictures.
 
     Args:
-        at: The node.
+        node: The node.
     """
-    return Latents(_shape(at), at.node)
+    return Latents(_shape(node), node.graph_node)
 
 
-def image_latents(at: At) -> Latents:
+def image_latents(node: NodeInputs) -> Latents:
     """Describe latents that may have a first picture in them.
 
     Args:
-        at: The node.
+        node: The node.
     """
-    return Latents(_shape(at), at.node, {"image": at("start_image")} if at.has("start_image") else {})
+    return Latents(_shape(node), node.graph_node, {"image": node("start_image")} if node.has("start_image") else {})
 
 
 @_node("VAEEncode")
-def _encode(at: At) -> Latents | Unknown:
-    clip = at.take("pixels", Pictures)
+def _encode(node: NodeInputs) -> Latents | Unknown:
+    clip = node.take("pixels", Pictures)
     if not clip.is_loaded or clip.frames == 1:
-        return Unknown(at.node, "encodes something else than a clip from a file, which wanjax cannot start from")
-    shape = Shape(*(side_of(at, clip, name) for name in ("width", "height", "frames")))
-    return Latents(shape, at.node, {VIDEO.name: clip})
+        return Unknown(
+            node.graph_node, "encodes something else than a clip from a file, which wanjax cannot start from"
+        )
+    shape = Shape(*(side_of(node, clip, name) for name in ("width", "height", "frames")))
+    return Latents(shape, node.graph_node, {VIDEO.name: clip})
 
 
 @_node("TrimVideoLatent")
-def _trim(at: At) -> Any:
-    return at("samples")  # the pipeline removes the latents of reference pictures itself
+def _trim(node: NodeInputs) -> Any:
+    return node("samples")  # the pipeline removes the latents of reference pictures itself
 
 
 @_node("KSampler")
-def _sample(at: At) -> Sampled:
-    steps = Steps(at.text("scheduler"), at.integer("steps"), denoise=at.number("denoise", 1.0))
-    return _sampled(at, _guider(at), steps, Sampler(at.text("sampler_name")), Noise(at.integer("seed", 0)))
+def _sample(node: NodeInputs) -> Sampled:
+    steps = Steps(node.text("scheduler"), node.integer("steps"), denoise=node.number("denoise", 1.0))
+    return _sampled(node, _guider(node), steps, Sampler(node.text("sampler_name")), Noise(node.integer("seed", 0)))
 
 
 @_node("KSamplerAdvanced")
-def _sample_part(at: At) -> Sampled:
+def _sample_part(node: NodeInputs) -> Sampled:
     steps = Steps(
-        at.text("scheduler"), at.integer("steps"), at.integer("start_at_step", 0), at.integer("end_at_step", 10_000)
+        node.text("scheduler"),
+        node.integer("steps"),
+        node.integer("start_at_step", 0),
+        node.integer("end_at_step", 10_000),
     )
-    noise = Noise(at.integer("noise_seed", 0) if at("add_noise", "enable") == "enable" else None)
-    is_finished = at("return_with_leftover_noise", "disable") == "disable"
-    return _sampled(at, _guider(at), steps, Sampler(at.text("sampler_name")), noise, is_finished)
+    noise = Noise(node.integer("noise_seed", 0) if node("add_noise", "enable") == "enable" else None)
+    is_finished = node("return_with_leftover_noise", "disable") == "disable"
+    return _sampled(node, _guider(node), steps, Sampler(node.text("sampler_name")), noise, is_finished)
 
 
 @_node("SamplerCustom")
-def _sample_custom(at: At) -> tuple[Sampled, Sampled]:
-    noise = Noise(at.integer("noise_seed", 0) if at("add_noise", True) is True else None)
-    latents = _sampled(at, _guider(at), at.take("sigmas", Steps), at.take("sampler", Sampler), noise)
+def _sample_custom(node: NodeInputs) -> tuple[Sampled, Sampled]:
+    noise = Noise(node.integer("noise_seed", 0) if node("add_noise", True) is True else None)
+    latents = _sampled(node, _guider(node), node.take("sigmas", Steps), node.take("sampler", Sampler), noise)
     return latents, latents
 
 
 @_node("SamplerCustomAdvanced")
-def _sample_advanced(at: At) -> tuple[Sampled, Sampled]:
-    guider, noise = at.take("guider", Guider), at.take("noise", Noise)
-    latents = _sampled(at, guider, at.take("sigmas", Steps), at.take("sampler", Sampler), noise)
+def _sample_advanced(node: NodeInputs) -> tuple[Sampled, Sampled]:
+    guider, noise = node.take("guider", Guider), node.take("noise", Noise)
+    latents = _sampled(node, guider, node.take("sigmas", Steps), node.take("sampler", Sampler), noise)
     return latents, latents
 
 
 @_node("CFGGuider")
-def _guider(at: At) -> Guider:
+def _guider(node: NodeInputs) -> Guider:
     return Guider(
-        at.take("model", Model),
-        at.take("positive", Condition),
-        at.maybe("negative", Condition),
-        _rounded(at.number("cfg", 1.0)),
+        node.take("model", Model),
+        node.take("positive", Condition),
+        node.maybe("negative", Condition),
+        _rounded(node.number("cfg", 1.0)),
     )
 
 
-def _sampled(at: At, guider: Guider, steps: Steps, sampler: Sampler, noise: Noise, is_finished: bool = True) -> Sampled:
-    return Sampled(at.node, guider, steps, sampler, noise, at.take("latent_image", AnyLatents), is_finished)
+def _sampled(
+    node: NodeInputs, guider: Guider, steps: Steps, sampler: Sampler, noise: Noise, is_finished: bool = True
+) -> Sampled:
+    return Sampled(node.graph_node, guider, steps, sampler, noise, node.take("latent_image", AnyLatents), is_finished)
 
 
 @_node("BasicGuider")
-def _basic_guider(at: At) -> Guider:
-    return Guider(at.take("model", Model), at.take("conditioning", Condition), None, 1.0)
+def _basic_guider(node: NodeInputs) -> Guider:
+    return Guider(node.take("model", Model), node.take("conditioning", Condition), None, 1.0)
 
 
 @_node("RandomNoise")
-def _noise(at: At) -> Noise:
-    return Noise(at.integer("noise_seed", 0))
+def _noise(node: NodeInputs) -> Noise:
+    return Noise(node.integer("noise_seed", 0))
 
 
 @_node("DisableNoise")
-def _no_noise(at: At) -> Noise:
+def _no_noise(node: NodeInputs) -> Noise:
     return Noise(None)
 
 
 @_node("KSamplerSelect")
-def _sampler(at: At) -> Sampler:
-    return Sampler(at.text("sampler_name"))
+def _sampler(node: NodeInputs) -> Sampler:
+    return Sampler(node.text("sampler_name"))
 
 
 @_node("BasicScheduler")
-def _schedule(at: At) -> Steps:
+def _schedule(node: NodeInputs) -> Steps:
     return Steps(
-        at.text("scheduler"), at.integer("steps"), denoise=at.number("denoise", 1.0), model=at.maybe("model", Model)
+        node.text("scheduler"),
+        node.integer("steps"),
+        denoise=node.number("denoise", 1.0),
+        model=node.maybe("model", Model),
     )
 
 
 @_node("SplitSigmas")
-def _split(at: At) -> tuple[Steps, Steps] | Unknown:
-    steps, number = at.take("sigmas", Steps), at.integer("step")
+def _split(node: NodeInputs) -> tuple[Steps, Steps] | Unknown:
+    steps, number = node.take("sigmas", Steps), node.integer("step")
     if isinstance(number, Unknown):
         return number
     return replace(steps, end=steps.start + number), replace(steps, start=steps.start + number)
 
 
 @_node("LoadImage")
-def _load_image(at: At) -> tuple[Pictures, Unknown]:
-    file = at.file("image", INPUT)
-    return Pictures(file, at.node, frames=1), Unknown(at.node, "loads a mask with a picture: save it as a picture")
+def _load_image(node: NodeInputs) -> tuple[Pictures, Unknown]:
+    file = node.file("image", INPUT)
+    return Pictures(file, node.graph_node, frames=1), Unknown(
+        node.graph_node, "loads a mask with a picture: save it as a picture"
+    )
 
 
 @_node("LoadImageMask")
-def _load_mask(at: At) -> Pictures:
-    return Pictures(at.file("image", INPUT), at.node, frames=1)
+def _load_mask(node: NodeInputs) -> Pictures:
+    return Pictures(node.file("image", INPUT), node.graph_node, frames=1)
 
 
 @_node("ImageToMask", "MaskToImage")
-def _as_mask(at: At) -> Pictures | Unknown:
-    pictures = at("image" if at.has("image") else "mask")
+def _as_mask(node: NodeInputs) -> Pictures | Unknown:
+    pictures = node("image" if node.has("image") else "mask")
     if not isinstance(pictures, Pictures) or pictures.latents is not None:
-        return Unknown(at.node, "is not known to wanjax, unless it has a file")
+        return Unknown(node.graph_node, "is not known to wanjax, unless it has a file")
     return pictures
 
 
 @_node("LoadVideo")
-def _load_video(at: At) -> Film:
-    file = at.file("file", INPUT)
-    return Film(Pictures(file, at.node), measured(at, file, "fps"), at.node)
+def _load_video(node: NodeInputs) -> Film:
+    file = node.file("file", INPUT)
+    return Film(Pictures(file, node.graph_node), measured(node, file, "fps"), node.graph_node)
 
 
 @_node("VHS_LoadVideo")
-def _load_clip(at: At) -> tuple[Pictures, Any, None, None]:
-    file = at.file("video", INPUT)
-    width, height = (at.integer(f"custom_{side}", 0) or None for side in ("width", "height"))
-    frames = at.integer("frame_load_cap", 0) or None
-    if skipped := at.integer("skip_first_frames", 0):
-        at.reader.problems.append(
-            skipped if isinstance(skipped, Unknown) else Unknown(at.node, f"skips the first {skipped} frames of a clip")
+def _load_clip(node: NodeInputs) -> tuple[Pictures, Any, None, None]:
+    file = node.file("video", INPUT)
+    width, height = (node.integer(f"custom_{side}", 0) or None for side in ("width", "height"))
+    frames = node.integer("frame_load_cap", 0) or None
+    if skipped := node.integer("skip_first_frames", 0):
+        node.reader.problems.append(
+            skipped
+            if isinstance(skipped, Unknown)
+            else Unknown(node.graph_node, f"skips the first {skipped} frames of a clip")
         )
-    if rate := at.number("force_rate", 0):
-        at.reader.problems.append(
-            rate if isinstance(rate, Unknown) else Unknown(at.node, f"changes a clip to {rate:g} frames per second")
+    if rate := node.number("force_rate", 0):
+        node.reader.problems.append(
+            rate
+            if isinstance(rate, Unknown)
+            else Unknown(node.graph_node, f"changes a clip to {rate:g} frames per second")
         )
-    return Pictures(file, at.node, width, height, frames), measured(at, file, "frames"), None, None
+    return Pictures(file, node.graph_node, width, height, frames), measured(node, file, "frames"), None, None
 
 
-def measured(at: At, file: File, name: str) -> Any:
+def measured(node: NodeInputs, file: File, name: str) -> Any:
     """Return a number of a file, or `Unknown` if the file is missing.
 
     Args:
-        at: A node.
+        node: A node.
         file: The picture or clip.
         name: The name of the field of `MediaSize`.
     """
-    size = at.reader.measure(file)
+    size = node.reader.measure(file)
     if size is None:
         return Unknown(file.node, f"loads {shown(base_name(file.name))}, which is missing", is_missing_file=True)
     return getattr(size, name)
 
 
 @_node("GetVideoComponents")
-def _components(at: At) -> tuple[Pictures, None, Any]:
-    film = at.take("video", Film)
+def _components(node: NodeInputs) -> tuple[Pictures, None, Any]:
+    film = node.take("video", Film)
     return film.pictures, None, film.fps
 
 
 @_node("GetImageSize")
-def _size(at: At) -> tuple[Any, Any, Any]:
-    pictures = at.reader.require(at("image"), Pictures)
-    return side_of(at, pictures, "width"), side_of(at, pictures, "height"), side_of(at, pictures, "frames")
+def _size(node: NodeInputs) -> tuple[Any, Any, Any]:
+    pictures = node.reader.require(node("image"), Pictures)
+    return side_of(node, pictures, "width"), side_of(node, pictures, "height"), side_of(node, pictures, "frames")
 
 
-def side_of(at: At, pictures: Pictures | None, name: str) -> Any:
+def side_of(node: NodeInputs, pictures: Pictures | None, name: str) -> Any:
     """Return the width, height or number of frames of pictures, or `Unknown`.
 
     Args:
-        at: The node that asks.
+        node: The node that asks.
         pictures: The pictures.
         name: The name of the field.
     """
     value = pictures and getattr(pictures, name)
     if value is None and pictures is not None and pictures.file is not None:
-        return measured(at, pictures.file, name)
-    return Unknown(at.node, "measures pictures that other nodes compose") if value is None else value
+        return measured(node, pictures.file, name)
+    return Unknown(node.graph_node, "measures pictures that other nodes compose") if value is None else value
 
 
-def _resized(at: At, pictures: Pictures, compute: Callable[[int, int], tuple[int, int]]) -> Pictures:
+def _resized(node: NodeInputs, pictures: Pictures, compute: Callable[[int, int], tuple[int, int]]) -> Pictures:
     """Return pictures of the size that a function computes from their size."""
-    width, height = side_of(at, pictures, "width"), side_of(at, pictures, "height")
+    width, height = side_of(node, pictures, "width"), side_of(node, pictures, "height")
     if isinstance(width, Unknown) or isinstance(height, Unknown):
         unknown = width if isinstance(width, Unknown) else height
         return replace(pictures, width=unknown, height=unknown)
@@ -402,37 +428,37 @@ def _resized(at: At, pictures: Pictures, compute: Callable[[int, int], tuple[int
 
 
 @_node("ImageScale")
-def _scale(at: At) -> Any:
-    pictures, width, height = at("image"), at.integer("width"), at.integer("height")
+def _scale(node: NodeInputs) -> Any:
+    pictures, width, height = node("image"), node.integer("width"), node.integer("height")
     if not isinstance(pictures, Pictures) or isinstance(width, Unknown) or isinstance(height, Unknown):
         return replace(pictures, width=width, height=height) if isinstance(pictures, Pictures) else pictures
     if not width and not height:
         return pictures
-    resized = pictures if width and height else _resized(at, pictures, lambda *sides: _fitted(sides, width, height))
+    resized = pictures if width and height else _resized(node, pictures, lambda *sides: _fitted(sides, width, height))
     return replace(resized, width=width or resized.width, height=height or resized.height)
 
 
 @_node("ImageResizeKJv2")
-def _resize_in_proportion(at: At) -> Any:
-    pictures, mode = at("image"), at("keep_proportion", "stretch")
-    width, height, divisor = at.integer("width"), at.integer("height"), at.integer("divisible_by", 1)
+def _resize_in_proportion(node: NodeInputs) -> Any:
+    pictures, mode = node("image"), node("keep_proportion", "stretch")
+    width, height, divisor = node.integer("width"), node.integer("height"), node.integer("divisible_by", 1)
     if not isinstance(pictures, Pictures):
         return pictures
     if isinstance(width, Unknown) or isinstance(height, Unknown) or isinstance(divisor, Unknown):
         resized = replace(pictures, width=width, height=height)
     elif mode == "total_pixels":
-        unknown = Unknown(at.node, "resizes by the number of pixels, which is only known when it runs")
+        unknown = Unknown(node.graph_node, "resizes by the number of pixels, which is only known when it runs")
         resized = replace(pictures, width=unknown, height=unknown)
     elif width and height and mode != "resize":
         resized = replace(pictures, width=width, height=height)
     elif mode in ("stretch", "crop"):
-        resized = _resized(at, pictures, lambda *sides: (width or sides[0], height or sides[1]))
+        resized = _resized(node, pictures, lambda *sides: (width or sides[0], height or sides[1]))
     elif width or height:
-        resized = _resized(at, pictures, lambda *sides: _fitted(sides, width, height))
+        resized = _resized(node, pictures, lambda *sides: _fitted(sides, width, height))
     else:
         resized = pictures
     if isinstance(divisor, int) and divisor > 1:
-        resized = _resized(at, resized, lambda *sides: (sides[0] - sides[0] % divisor, sides[1] - sides[1] % divisor))
+        resized = _resized(node, resized, lambda *sides: (sides[0] - sides[0] % divisor, sides[1] - sides[1] % divisor))
     return resized, resized.width, resized.height, None
 
 
@@ -443,44 +469,46 @@ def _fitted(sides: tuple[int, int], width: int, height: int) -> tuple[int, int]:
 
 
 @_node("ImageScaleBy")
-def _scale_by(at: At) -> Any:
-    pictures, factor = at("image"), at.number("scale_by", 1.0)
+def _scale_by(node: NodeInputs) -> Any:
+    pictures, factor = node("image"), node.number("scale_by", 1.0)
     if not isinstance(pictures, Pictures):
         return pictures
     if isinstance(factor, Unknown):
         return replace(pictures, width=factor, height=factor)
-    return _resized(at, pictures, lambda width, height: (round(width * factor), round(height * factor)))
+    return _resized(node, pictures, lambda width, height: (round(width * factor), round(height * factor)))
 
 
 @_node("ResizeImageMaskNode")
-def _resize(at: At) -> Any:
-    pictures = at("input")
+def _resize(node: NodeInputs) -> Any:
+    pictures = node("input")
     if not isinstance(pictures, Pictures):
         return pictures
-    if at("resize_type") == "scale dimensions":
-        return replace(pictures, width=at.integer("resize_type.width"), height=at.integer("resize_type.height"))
-    unknown = Unknown(at.node, f"resizes by {repr_value(at('resize_type'))}, which is only known when it runs")
+    if node("resize_type") == "scale dimensions":
+        return replace(pictures, width=node.integer("resize_type.width"), height=node.integer("resize_type.height"))
+    unknown = Unknown(
+        node.graph_node, f"resizes by {repr_value(node('resize_type'))}, which is only known when it runs"
+    )
     return replace(pictures, width=unknown, height=unknown)
 
 
 @_node("ImageFromBatch")
-def _frames_of(at: At) -> Pictures | Unknown:
-    pictures, first = at("image"), at.integer("batch_index", 0)
+def _frames_of(node: NodeInputs) -> Pictures | Unknown:
+    pictures, first = node("image"), node.integer("batch_index", 0)
     if not isinstance(pictures, Pictures) or isinstance(first, Unknown):
         return first if isinstance(first, Unknown) else pictures
     if first and pictures.latents is None:
-        return Unknown(at.node, "takes frames from the middle of a clip")
-    return replace(pictures, frames=at.integer("length", 1), skipped=pictures.skipped + first)
+        return Unknown(node.graph_node, "takes frames from the middle of a clip")
+    return replace(pictures, frames=node.integer("length", 1), skipped=pictures.skipped + first)
 
 
 @_node("VAEDecode", "VAEDecodeTiled")
-def _decode(at: At) -> Pictures:
+def _decode(node: NodeInputs) -> Pictures:
     return Pictures(
         None,
-        at.node,
-        latents=at.take("samples", AnyLatents),
-        is_tiled=at.node.type == "VAEDecodeTiled",
-        decoder=at.maybe("vae", Decoder),
+        node.graph_node,
+        latents=node.take("samples", AnyLatents),
+        is_tiled=node.graph_node.type == "VAEDecodeTiled",
+        decoder=node.maybe("vae", Decoder),
     )
 
 
@@ -493,38 +521,38 @@ def _decode(at: At) -> Pictures:
     "INTConstant",
     "FloatConstant",
 )
-def _value(at: At) -> Any:
-    return at("value")
+def _value(node: NodeInputs) -> Any:
+    return node("value")
 
 
 @_node("StringConstantMultiline")
-def _constant_text(at: At) -> str | Unknown:
-    return at.text("string")
+def _constant_text(node: NodeInputs) -> str | Unknown:
+    return node.text("string")
 
 
 @_node("StringConcatenate")
-def _join(at: At) -> str | Unknown:
+def _join(node: NodeInputs) -> str | Unknown:
     texts = []
     for name in ("string_a", "delimiter", "string_b"):
-        if isinstance(text := at.text(name), Unknown):
+        if isinstance(text := node.text(name), Unknown):
             return text
         texts.append(text)
     if sum(map(len, texts)) > MAX_TEXT:
-        raise WanjaxError(f"{at.node} joins texts to more than {MAX_TEXT:,} characters: shorten them")
+        raise WanjaxError(f"{node.graph_node} joins texts to more than {MAX_TEXT:,} characters: shorten them")
     return "".join(texts)
 
 
 @_node("ComfyMathExpression")
-def _compute(at: At) -> tuple[float, int, bool] | Unknown:
+def _compute(node: NodeInputs) -> tuple[float, int, bool] | Unknown:
     values: dict[str, float] = {}
-    for name in at.node.inputs:
+    for name in node.graph_node.inputs:
         letter = name.removeprefix("values.")
-        if letter == name or (value := at(name)) is None:
+        if letter == name or (value := node(name)) is None:
             continue
-        if isinstance(value := value if isinstance(value, bool) else at.number(name), Unknown):
+        if isinstance(value := value if isinstance(value, bool) else node.number(name), Unknown):
             return value
         values[letter] = value
-    expression = at.text("expression")
+    expression = node.text("expression")
     if isinstance(expression, Unknown):
         return expression
     result = arithmetic.compute(expression, values)
@@ -532,45 +560,49 @@ def _compute(at: At) -> tuple[float, int, bool] | Unknown:
 
 
 @_node("ComfyNumberConvert")
-def _convert(at: At) -> tuple[float, int] | Unknown:
-    number = at.number("value")
+def _convert(node: NodeInputs) -> tuple[float, int] | Unknown:
+    number = node.number("value")
     return number if isinstance(number, Unknown) else (float(number), int(number))
 
 
 @_node("ComfySwitchNode")
-def _switch(at: At) -> Any:
-    switch = at("switch", False)
+def _switch(node: NodeInputs) -> Any:
+    switch = node("switch", False)
     if isinstance(switch, Unknown) and switch.is_missing_file:
-        values = [at(name) for name in ("on_true", "on_false")]
+        values = [node(name) for name in ("on_true", "on_false")]
         if all(isinstance(value, Pictures) and value.latents is not None for value in values) and (
             values[0].latents == values[1].latents
         ):
             return values[0]  # of the same video
     if not isinstance(switch, bool):
-        return switch if isinstance(switch, Unknown) else Unknown(at.node, "has a switch that is neither on nor off")
-    return at("on_true" if switch else "on_false")
+        return (
+            switch
+            if isinstance(switch, Unknown)
+            else Unknown(node.graph_node, "has a switch that is neither on nor off")
+        )
+    return node("on_true" if switch else "on_false")
 
 
 @_node("CreateVideo")
-def _create(at: At) -> Film:
-    return Film(at.take("images", Pictures), at.number("fps", 24.0), at.node)
+def _create(node: NodeInputs) -> Film:
+    return Film(node.take("images", Pictures), node.number("fps", 24.0), node.graph_node)
 
 
 @_node("SaveVideo")
-def _save(at: At) -> Film:
-    return at.take("video", Film)
+def _save(node: NodeInputs) -> Film:
+    return node.take("video", Film)
 
 
 @_node("SaveWEBM", "SaveAnimatedWEBP", "SaveAnimatedPNG")
-def _save_pictures(at: At) -> Film:
-    return Film(at.take("images", Pictures), at.number("fps", 16.0), at.node)
+def _save_pictures(node: NodeInputs) -> Film:
+    return Film(node.take("images", Pictures), node.number("fps", 16.0), node.graph_node)
 
 
 @_node("VHS_VideoCombine")
-def _combine(at: At) -> Film:
-    return Film(at.take("images", Pictures), at.number("frame_rate", 16.0), at.node)
+def _combine(node: NodeInputs) -> Film:
+    return Film(node.take("images", Pictures), node.number("frame_rate", 16.0), node.graph_node)
 
 
 @_node("SaveImage", "PreviewImage")
-def _save_frames(at: At) -> Film:
-    return Film(at.take("images", Pictures), None, at.node)
+def _save_frames(node: NodeInputs) -> Film:
+    return Film(node.take("images", Pictures), None, node.graph_node)

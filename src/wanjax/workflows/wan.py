@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from wanjax.media.inputs import BACKGROUND, FACE, IMAGE, MASK, VIDEO
-from wanjax.workflows.evaluate import At
+from wanjax.workflows.evaluate import NodeInputs
 from wanjax.workflows.family import FORMATS, WorkflowFamily
 from wanjax.workflows.node_functions import change_speed, condition, image_latents, with_settings
 from wanjax.workflows.node_types import NodeType, shaped
@@ -73,13 +73,13 @@ OTHER_NODES = {
 }
 
 
-def _nag(at: At) -> Any:
-    values = {name: at.number(f"nag_{name}") for name in ("scale", "alpha", "tau")}
+def _nag(node: NodeInputs) -> Any:
+    values = {name: node.number(f"nag_{name}") for name in ("scale", "alpha", "tau")}
     if unknown := [value for value in values.values() if isinstance(value, Unknown)]:
         return unknown[0]
     rule = ",".join(f"{name}={value:g}" for name, value in values.items())
-    model = with_settings(at.take("model", Model), guidance_rule=f"nag:{rule}")
-    if (negative := at.maybe("conditioning", Condition)) is None or negative.text is None:
+    model = with_settings(node.take("model", Model), guidance_rule=f"nag:{rule}")
+    if (negative := node.maybe("conditioning", Condition)) is None or negative.text is None:
         return model
     return negative.text if isinstance(negative.text, Unknown) else with_settings(model, negative_prompt=negative.text)
 
@@ -90,50 +90,54 @@ REPLACEMENT_INPUTS = {"background_video": BACKGROUND.name, "character_mask": MAS
 OVERLAPS = (1, 5)  # frames that a segment can take over
 
 
-def _segment(at: At) -> tuple[Condition, Condition, Latents, int, int, int | Unknown]:
+def _segment(node: NodeInputs) -> tuple[Condition, Condition, Latents, int, int, int | Unknown]:
     """Describe a character that follows a pose clip and a clip of a face. In a loop over the clip, this is the first
     round.
 
     The last three outputs are the latents to trim, the frames that the segment takes over, and the number of the clip's
     frame with which the next segment goes on.
     """
-    overlap, start = _number(at, "continue_motion_max_frames", 5), _number(at, "video_frame_offset", 0)
-    previous = at.maybe("continue_motion", Pictures)
-    in_loop = at.has("continue_motion") and previous is None
+    overlap, start = _number(node, "continue_motion_max_frames", 5), _number(node, "video_frame_offset", 0)
+    previous = node.maybe("continue_motion", Pictures)
+    in_loop = node.has("continue_motion") and previous is None
     if previous is not None and not all(leaf.latents is not None for leaf in joined_parts(previous)):
-        at.reader.problems.append(Unknown(at.node, "continues the frames of a file, which wanjax does not do"))
+        node.reader.problems.append(
+            Unknown(node.graph_node, "continues the frames of a file, which wanjax does not do")
+        )
     if previous is None and start:
-        at.reader.problems.append(Unknown(at.node, f"has {start} as its video_frame_offset, and wanjax has only 0"))
+        node.reader.problems.append(
+            Unknown(node.graph_node, f"has {start} as its video_frame_offset, and wanjax has only 0")
+        )
     if (previous is not None or in_loop) and overlap not in OVERLAPS:
         problem = f"has {overlap} as its continue_motion_max_frames, and wanjax has only 1 and 5"
-        at.reader.problems.append(Unknown(at.node, problem))
-    inputs = {ours: at(theirs) for theirs, ours in (SEGMENT_INPUTS | REPLACEMENT_INPUTS).items() if at.has(theirs)}
+        node.reader.problems.append(Unknown(node.graph_node, problem))
+    inputs = {ours: node(theirs) for theirs, ours in (SEGMENT_INPUTS | REPLACEMENT_INPUTS).items() if node.has(theirs)}
     for theirs, ours in SEGMENT_INPUTS.items():
-        inputs.setdefault(ours, Unknown(at.node, f"has no {theirs}, which wanjax needs"))
-    if vision := at.maybe("clip_vision_output", Vision):
+        inputs.setdefault(ours, Unknown(node.graph_node, f"has no {theirs}, which wanjax needs"))
+    if vision := node.maybe("clip_vision_output", Vision):
         inputs["vision"] = vision
-    shape = Shape(at.integer("width"), at.integer("height"), at.integer("length"), at.integer("batch_size", 1))
-    positive, negative = at.take("positive", Condition), at.take("negative", Condition)
+    shape = Shape(node.integer("width"), node.integer("height"), node.integer("length"), node.integer("batch_size", 1))
+    positive, negative = node.take("positive", Condition), node.take("negative", Condition)
     start = start if previous is None else max(0, start - overlap)
     settings = {"overlap": overlap} if in_loop else {"windows": 1}
     notes = (
-        f"{at.node} crops pictures to one size, and here the character has bars and the clips are stretched",
-        f"{at.node} repeats the last frame of a short clip, and here the video ends with the pose clip",
+        f"{node.graph_node} crops pictures to one size, and here the character has bars and the clips are stretched",
+        f"{node.graph_node} repeats the last frame of a short clip, and here the video ends with the pose clip",
     )
     return (
-        replace(positive, inputs=inputs, node=at.node, settings=settings, notes=notes),
-        replace(negative, inputs=inputs, node=at.node),
-        Latents(shape, at.node, segment=Segment(start, overlap, previous)),
+        replace(positive, inputs=inputs, node=node.graph_node, settings=settings, notes=notes),
+        replace(negative, inputs=inputs, node=node.graph_node),
+        Latents(shape, node.graph_node, segment=Segment(start, overlap, previous)),
         1,  # the latent frame of the character's picture
         0 if previous is None else overlap,
         shape.frames if isinstance(shape.frames, Unknown) else start + shape.frames,
     )
 
 
-def _number(at: At, name: str, default: int) -> int:
+def _number(node: NodeInputs, name: str, default: int) -> int:
     """Return a whole number. Note one that is not known, and return the default in its place."""
-    if isinstance(number := at.integer(name, default), Unknown):
-        at.reader.problems.append(number)
+    if isinstance(number := node.integer(name, default), Unknown):
+        node.reader.problems.append(number)
         return default
     return number
 
@@ -145,33 +149,38 @@ ANIMATE_NUMBERS = {"pose_strength": 1, "pose_start_percent": 0, "pose_end_percen
 """The numbers of Animate's node, each with the value that wanjax has."""
 
 
-def _animate(at: At) -> tuple[Condition, Condition, Latents, int, None, int]:
+def _animate(node: NodeInputs) -> tuple[Condition, Condition, Latents, int, None, int]:
     """Describe a character that follows a clip. In a loop over the clip, this is the first round."""
     for name, value in {**ANIMATE_NUMBERS, "video_frame_offset": 0}.items():
-        number = at.number(name, value)
+        number = node.number(name, value)
         if isinstance(number, Unknown):
-            at.reader.problems.append(number)
+            node.reader.problems.append(number)
         elif number != value:
             problem = f"has {number:g} as its {name}, and wanjax has only {value}"
-            at.reader.problems.append(Unknown(at.node, problem))
-    if at("continue_motion") is not None:
-        at.reader.problems.append(Unknown(at.node, "continues other frames, which wanjax does not do"))
-    in_loop, clip = at.has("continue_motion"), at.maybe("positive_pose", Condition)
+            node.reader.problems.append(Unknown(node.graph_node, problem))
+    if node("continue_motion") is not None:
+        node.reader.problems.append(Unknown(node.graph_node, "continues other frames, which wanjax does not do"))
+    in_loop, clip = node.has("continue_motion"), node.maybe("positive_pose", Condition)
     settings: dict[str, Any] = {"clip_prompt": clip.text} if clip is not None and clip.text is not None else {}
-    notes = [f"{at.node} crops the picture and the clip to one size, and here they have bars, and the size is an area"]
+    notes = [
+        f"{node.graph_node} crops the picture and the clip to one size, "
+        "and here they have bars, and the size is an area"
+    ]
     if in_loop:
-        notes.append(f"{at.node} has the same noise in each round of its loop, and here each segment has its own")
+        notes.append(
+            f"{node.graph_node} has the same noise in each round of its loop, and here each segment has its own"
+        )
     else:
         settings["windows"] = 1
-    shape = Shape(_on_grid(at.integer("width")), _on_grid(at.integer("height")), at.integer("length"))
-    inputs = {ours: at(theirs) for theirs, ours in ANIMATE_INPUTS.items() if at.has(theirs)}
-    if vision := at.maybe("clip_vision_output", Vision):
+    shape = Shape(_on_grid(node.integer("width")), _on_grid(node.integer("height")), node.integer("length"))
+    inputs = {ours: node(theirs) for theirs, ours in ANIMATE_INPUTS.items() if node.has(theirs)}
+    if vision := node.maybe("clip_vision_output", Vision):
         inputs["vision"] = vision
-    positive, negative = at.take("positive", Condition), at.take("negative", Condition)
+    positive, negative = node.take("positive", Condition), node.take("negative", Condition)
     return (
-        replace(positive, inputs=inputs, node=at.node, settings=settings, notes=tuple(notes)),
-        replace(negative, inputs=inputs, node=at.node),
-        Latents(shape, at.node),
+        replace(positive, inputs=inputs, node=node.graph_node, settings=settings, notes=tuple(notes)),
+        replace(negative, inputs=inputs, node=node.graph_node),
+        Latents(shape, node.graph_node),
         0,
         None,
         0,
@@ -182,44 +191,44 @@ def _on_grid(side: int | Unknown) -> int | Unknown:
     return side if isinstance(side, Unknown) else max(1, side // ANIMATE_GRID) * ANIMATE_GRID
 
 
-def _start_loop(_: At) -> tuple[None, bool, bool, int, None]:
+def _start_loop(_: NodeInputs) -> tuple[None, bool, bool, int, None]:
     """Describe the first round of a loop: it is the first, it is not the last, and no round is before it."""
     return None, True, False, 0, None
 
 
-def _end_loop(at: At) -> Any:
+def _end_loop(node: NodeInputs) -> Any:
     """Describe the pictures of a loop over a clip, whose rounds are Animate's segments."""
-    pictures = at("output_value")
+    pictures = node("output_value")
     latents = pictures.latents if isinstance(pictures, Pictures) else None
     while isinstance(latents, Sampled):
         latents = latents.latents
     if isinstance(latents, Latents) and latents.node.type in (ANIMATE_NODE, SEGMENT_NODE):
         return pictures
-    return Unknown(at.node, "repeats other nodes, which wanjax does not do")
+    return Unknown(node.graph_node, "repeats other nodes, which wanjax does not do")
 
 
-def _rebatch(at: At) -> Any:
-    return at("images")
+def _rebatch(node: NodeInputs) -> Any:
+    return node("images")
 
 
-def _animate_cache(at: At) -> Model:
-    model = at.take("model", Model)
-    if at("dtype") != "int8":
+def _animate_cache(node: NodeInputs) -> Model:
+    model = node.take("model", Model)
+    if node("dtype") != "int8":
         return model
-    note = f"{at.node} keeps keys and values in int8, which here --precision int8 does"
+    note = f"{node.graph_node} keeps keys and values in int8, which here --precision int8 does"
     return replace(model, notes=(*model.notes, note))
 
 
 SKIP_NUMBERS = ("scale", "start_percent", "end_percent", "rescaling_scale")
 
 
-def _skip_layers(at: At) -> Any:
+def _skip_layers(node: NodeInputs) -> Any:
     """Describe a model with skip-layer guidance. The node's percents are those of the schedule before the shift, which
     the model has at this node."""
-    model, layers = at.take("model", Model), at.text("double_layers")
+    model, layers = node.take("model", Model), node.text("double_layers")
     numbers: list[float] = []
     for value in (
-        *(at.number(name) for name in SKIP_NUMBERS),
+        *(node.number(name) for name in SKIP_NUMBERS),
         FAMILY.default_shift if model.shift is None else model.shift,
     ):
         if isinstance(value, Unknown):
@@ -232,15 +241,15 @@ def _skip_layers(at: At) -> Any:
     if scale <= 0 or not blocks:
         return model
     if rescaling:
-        return Unknown(at.node, f"has {rescaling:g} as its rescaling_scale, and wanjax has only 0")
+        return Unknown(node.graph_node, f"has {rescaling:g} as its rescaling_scale, and wanjax has only 0")
     levels = [shift * (1 - percent) / (1 + (shift - 1) * (1 - percent)) for percent in (start, end)]
     high, low = (f"{min(1.0, max(0.0, level)):.6g}" for level in levels)
     return with_settings(model, skip=f"skip={blocks},skip_scale={scale:g},skip_start={high},skip_end={low}")
 
 
-def _multiply_temporal_attention(at: At) -> Model:
-    model = at.take("model", Model)
-    note = f"{at.node} changes only models with an attention over time alone, which Wan is not"
+def _multiply_temporal_attention(node: NodeInputs) -> Model:
+    model = node.take("model", Model)
+    note = f"{node.graph_node} changes only models with an attention over time alone, which Wan is not"
     return replace(model, notes=(*model.notes, note))
 
 

@@ -150,16 +150,16 @@ class MidBlock(nnx.Module):
         return x, (cache1, cache_attention, cache2)
 
 
-def fold(x: Chunk, frames: int) -> Chunk:
-    """Fold groups of `frames` × 2 × 2 positions into channels, in the order frame, row, column, channel."""
+def space_to_depth(x: Chunk, frames: int) -> Chunk:
+    """Move groups of `frames` × 2 × 2 positions into channels, in the order frame, row, column, channel."""
     batch, t, height, width, channels = x.shape
     x = x.reshape(batch, t // frames, frames, height // 2, 2, width // 2, 2, channels)
     x = jnp.transpose(x, (0, 1, 3, 5, 2, 4, 6, 7))  # [B T H W ft 2 2 C]
     return x.reshape(*x.shape[:4], -1)
 
 
-def unfold(x: Chunk, frames: int) -> Chunk:
-    """Invert `fold`."""
+def depth_to_space(x: Chunk, frames: int) -> Chunk:
+    """Invert `space_to_depth`."""
     batch, t, height, width, channels = x.shape
     x = x.reshape(batch, t, height, width, frames, 2, 2, channels // (4 * frames))
     x = jnp.transpose(x, (0, 1, 4, 2, 5, 3, 6, 7))  # [B T ft H 2 W 2 C]
@@ -194,10 +194,10 @@ class Downsample(nnx.Module):
         return resample_first_alone(self.resample, x, y, cache, self.temporal), new_cache
 
     def resample(self, x: Chunk, y: Chunk, frames: int) -> Chunk:
-        """Fold the convolution's result, repeat it for a single frame, and add the shortcut."""
-        y = fold(y, frames)
+        """Move positions of the result into channels, repeat channels for a single frame, and add the shortcut."""
+        y = space_to_depth(y, frames)
         y = jnp.tile(y, self.channels // y.shape[-1])
-        return y + grouped_mean(fold(x, frames), self.channels)
+        return y + grouped_mean(space_to_depth(x, frames), self.channels)
 
 
 class Upsample(nnx.Module):
@@ -218,11 +218,11 @@ class Upsample(nnx.Module):
 
         The shortcut repeats channels after unfolding in time and space, but before unfolding in space only.
         """
-        y = unfold(y, frames)[..., : self.channels]
+        y = depth_to_space(y, frames)[..., : self.channels]
         if self.temporal:
-            x = unfold(x, frames)
+            x = depth_to_space(x, frames)
             return y + x.repeat(self.channels // x.shape[-1], axis=-1)
-        return y + unfold(x.repeat(4 * self.channels // x.shape[-1], axis=-1), frames)
+        return y + depth_to_space(x.repeat(4 * self.channels // x.shape[-1], axis=-1), frames)
 
 
 class Level(nnx.Module):

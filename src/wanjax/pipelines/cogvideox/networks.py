@@ -24,14 +24,14 @@ NETWORKS = (
         classes=("CogVideoXTransformer3DModel",),
         read=diffusers.transformer_config,
         modules={TransformerConfig: CogVideoXTransformer},
-        rules=diffusers.transformer_rules,
+        rules=diffusers.transformer_weight_rules,
         full_precision=FULL_PRECISION,
     ),
     NetworkKind(
         classes=("AutoencoderKLCogVideoX",),
         read=vae.vae_config,
         modules={VAEConfig: CogVideoXVAE},
-        rules=vae.vae_rules,
+        rules=vae.vae_weight_rules,
         float32=True,
     ),
 )

@@ -30,7 +30,7 @@ NETWORKS = (
         classes=("HunyuanVideo15Transformer3DModel",),
         read=diffusers.transformer_config,
         modules={TransformerConfig: HunyuanVideoTransformer},
-        rules=diffusers.transformer_rules,
+        rules=diffusers.transformer_weight_rules,
         lora_names=LORA,
         full_precision=FULL_PRECISION,
     ),
@@ -38,7 +38,7 @@ NETWORKS = (
         classes=("AutoencoderKLHunyuanVideo15",),
         read=diffusers.vae_config,
         modules={VAEConfig: HunyuanVideoVAE},
-        rules=diffusers.vae_rules,
+        rules=diffusers.vae_weight_rules,
         float32=True,
     ),
 )

@@ -30,7 +30,7 @@ class LatentPreview(Protocol):
         ...
 
 
-class Colours(NamedTuple):
+class LatentToRGB(NamedTuple):
     """Two linear maps from latents to colours in [0, 1]: for the first latent frame, and for later frames.
 
     The maps differ because the first latent frame encodes one frame, and each later latent frame encodes several.
@@ -49,7 +49,7 @@ class Colours(NamedTuple):
         return np.round(255 * np.clip(np.concatenate(parts, axis=1), 0, 1)).astype(np.uint8)
 
 
-def fit_colours(encode: Callable[[Any], Any], spatial: int, temporal: int) -> Colours:
+def fit_colours(encode: Callable[[Any], Any], spatial: int, temporal: int) -> LatentToRGB:
     """Fit the linear map from an autoencoder's latents to colours.
 
     `encode` returns the latents [1 C T H W] of frames. A position of the latents covers `spatial` × `spatial` pixels,
@@ -61,7 +61,9 @@ def fit_colours(encode: Callable[[Any], Any], spatial: int, temporal: int) -> Co
     targets = clip.reshape(len(clip), height, spatial, width, spatial, 3).mean((2, 4)) / 255
     first_target, later_targets = targets[:1], targets[1:].reshape(count - 1, temporal, height, width, 3).mean(1)
     solutions = [_least_squares(latents[:1], first_target), _least_squares(latents[1:], later_targets)]
-    return Colours(np.stack([weights[:-1] for weights in solutions]), np.stack([weights[-1] for weights in solutions]))
+    return LatentToRGB(
+        np.stack([weights[:-1] for weights in solutions]), np.stack([weights[-1] for weights in solutions])
+    )
 
 
 def _least_squares(

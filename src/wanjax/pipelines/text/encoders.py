@@ -12,20 +12,20 @@ T5 = NetworkKind(
     classes=("T5EncoderModel", "UMT5EncoderModel"),
     read=t5.t5_config,
     modules={T5Config: T5Encoder},
-    rules=t5.t5_rules,
+    rules=t5.t5_weight_rules,
 )
 QWEN2_VL = NetworkKind(
     classes=("Qwen2_5_VLTextModel",),
     read=qwen2_vl.qwen2_vl_config,
     modules={Qwen2VLConfig: Qwen2VLEncoder},
-    rules=qwen2_vl.qwen2_vl_rules,
+    rules=qwen2_vl.qwen2_vl_weight_rules,
     unused=qwen2_vl.qwen2_vl_unused,
 )
 CLIP_VISION = NetworkKind(
     classes=("CLIPVisionModelWithProjection", "CLIPVisionModel"),  # published files use the first prefix
     read=clip.clip_config,
     modules={CLIPVisionConfig: CLIPVision},
-    rules=clip.clip_rules,
+    rules=clip.clip_weight_rules,
     float32=True,
     unused=clip.clip_unused,
 )
@@ -33,6 +33,6 @@ SIGLIP_VISION = NetworkKind(
     classes=("SiglipVisionModel",),
     read=siglip.siglip_config,
     modules={SiglipVisionConfig: SiglipVision},
-    rules=siglip.siglip_rules,
+    rules=siglip.siglip_weight_rules,
     unused=siglip.siglip_unused,
 )

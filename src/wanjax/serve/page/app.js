@@ -3,7 +3,7 @@
 
 import { contentOf, fetchJson, fileOf, lastFrame } from "./api.js";
 import { Composer } from "./composer.js";
-import { emptyForm, restoredForm, storedForm, withOnePart } from "./fields.js";
+import { emptyForm, restoredForm, storedForm, withOneWindow } from "./fields.js";
 import { Gallery, Queue, titleOf } from "./gallery.js";
 import { TEXTS, language as initialLanguage, setLanguage as storeLanguage, text } from "./texts.js";
 import { load, store } from "./storage.js";
@@ -192,7 +192,7 @@ function App() {
       fillForm(video, "extend", { ...form, values: { ...form.values, windows: String(Number(video.settings.windows ?? 1) + 1) } });
     },
     last_frame: async (video) => {
-      const form = withOnePart(await formOf(video));
+      const form = withOneWindow(await formOf(video));
       fillForm(video, "last_frame", { ...form, seed: "", locked: false, files: { image: [await lastFrame(video)] } });
     },
     remove: async (video) => {

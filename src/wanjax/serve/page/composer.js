@@ -201,14 +201,14 @@ function Length({ form, model, set, change }) {
   const maxFrames = 1 + step * Math.max(4, Math.round((2 * (model.defaults.frames - 1)) / step));
   const windows = Number(fields.valueOf(form, model, "windows")) || 1;
   const frameCount = fields.lengthOf({ frames: Number(frames), windows, overlap: Number(fields.valueOf(form, model, "overlap")) || 1 });
-  const lengthText = text(windows > 1 ? "seconds_parts" : "seconds_frames", { seconds: (frameCount / fps).toFixed(1), frames, windows });
+  const lengthText = text(windows > 1 ? "seconds_windows" : "seconds_frames", { seconds: (frameCount / fps).toFixed(1), frames, windows });
   return html`<div class="length">
     <label for="length">${text("length")}</label>
     <input id="length" type="range" min="1" max=${maxFrames} step=${step} value=${frames} aria-valuetext=${lengthText}
       onInput=${(event) => set("frames", event.target.value)} />
     <output for="length">${lengthText}</output>
-    ${windows > 1 && html`<button type="button" class="chip on parts" aria-label=${`${text("remove")}: ${text("parts", { n: windows })}`}
-      onClick=${() => change(fields.withOnePart(form))}>${text("parts", { n: windows })} ✕</button>`}
+    ${windows > 1 && html`<button type="button" class="chip on windows" aria-label=${`${text("remove")}: ${text("parts", { n: windows })}`}
+      onClick=${() => change(fields.withOneWindow(form))}>${text("parts", { n: windows })} ✕</button>`}
   </div>`;
 }
 

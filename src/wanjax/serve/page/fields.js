@@ -99,12 +99,12 @@ export function restoredForm(stored, models) {
 
 const WINDOW_SETTINGS = ["windows", "then", "overlap", "match"];
 export const omit = (values, names) => Object.fromEntries(Object.entries(values).filter(([name]) => !names.includes(name)));
-export const withOnePart = (form) => ({ ...form, values: omit(form.values, WINDOW_SETTINGS) });
+export const withOneWindow = (form) => ({ ...form, values: omit(form.values, WINDOW_SETTINGS) });
 
 // After a request: resets the seed and the number of parts if an action ("variations", "extend") had set them.
 export function formAfterRequest(form) {
   const { act, seed } = form.from ?? {};
-  const baseForm = act === "extend" ? withOnePart(form) : form;
+  const baseForm = act === "extend" ? withOneWindow(form) : form;
   const seedFields = ["vary", "extend"].includes(act) && form.seed === seed ? { seed: "", locked: false, count: 1 } : {};
   return { ...baseForm, ...seedFields, from: null, lost: [] };
 }
