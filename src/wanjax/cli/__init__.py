@@ -263,8 +263,8 @@ def batch(
 
     A video gets its name when it is complete, and manifest.jsonl in the same folder lists the video. If the command
     ends early, run the same command again: it makes the videos that are missing. The workers are processes of this
-    machine. With --ray they are actors of a Ray cluster. With --database `wanjax worker` on other hosts can also be
-    such a worker.
+    machine. With --ray they are actors of a Ray cluster. With --database, processes of
+    `wanjax worker` on other hosts can take jobs too.
     """
     from wanjax.cli import many
     from wanjax.cli.extending import Extender

@@ -31,8 +31,8 @@ class Implementation:
         takes_kv_length: Whether `attention` takes `kv_length`, the number of valid keys. If `attention` does not take
             it, the caller slices the keys.
         supports_carry: Whether `attention_with_carry` takes a config.
-        attention_with_carry: Continues the attention to earlier keys with more keys. If the function is None, the
-            caller merges the softmaxes instead.
+        attention_with_carry: Takes the carry of a call for earlier keys and adds further keys to it. If
+            the function is None, the caller merges the softmaxes instead.
     """
 
     attention: Callable[..., Any]

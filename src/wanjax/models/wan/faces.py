@@ -211,7 +211,7 @@ def activate(x: Float32[Array, "B H W C"]) -> Float32[Array, "B H W C"]:
 
 
 def blur(x: Faces, padding: int) -> Float32[Array, "B _H _W C"]:
-    """Filter pictures with `BLUR` along both sides, after padding them with zeros on every side."""
+    """Pad pictures with `padding` zeros on every side, then filter their rows and their columns with `BLUR`."""
     x = jnp.pad(x.astype(jnp.float32), [(0, 0), (padding, padding), (padding, padding), (0, 0)])
     for axis in (1, 2):
         length = x.shape[axis] - len(BLUR) + 1
