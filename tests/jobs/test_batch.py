@@ -137,7 +137,7 @@ def test_only_a_wrong_request_would_be_repeated(store, tmp_path, code, kind):
     batch = Batch(store, map(task, range(1, 3)), Manifest(tmp_path), "nano")
     for job in leased(store):
         fail(store, job, code=code, message="broken")
-    with pytest.raises(WanjaxError, match=naming("row 2 broken")) as raised:
+    with pytest.raises(WanjaxError, match=line_with_words("row 2 broken")) as raised:
         list(batch.poll())
     assert type(raised.value) is kind
     assert batch.only_wrong_requests == (kind is RequestError)

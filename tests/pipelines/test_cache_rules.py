@@ -332,11 +332,11 @@ def test_a_rule_that_a_model_cannot_have_is_refused(text, given, told):
 def test_teacache_is_refused_before_the_run_where_its_table_has_the_gaps():
     pipe = wanjax.load("nano")
     for steps in (6, 9):
-        with pytest.raises(WanjaxError, match=naming(f"teacache:0.063 {steps} steps 10 steps")):
+        with pytest.raises(WanjaxError, match=line_with_words(f"teacache:0.063 {steps} steps 10 steps")):
             pipe.settings(cache="teacache", steps=steps)
     conditioning = pipe.encode("a red circle", size=(32, 32), frames=5)
     pipe.denoise(conditioning, cache="teacache", steps=10)  # which reads the weights, and finds a step that reuses
-    with pytest.raises(WanjaxError, match=naming("teacache:0.064 9 steps threshold 0.34")):
+    with pytest.raises(WanjaxError, match=line_with_words("teacache:0.064 9 steps threshold 0.34")):
         pipe.denoise(conditioning, cache="teacache:.064", steps=9)  # the gaps are those of the default threshold
 
 

@@ -347,5 +347,5 @@ def test_results_are_not_written_among_the_clips(tmp_path):
 @pytest.mark.parametrize(("name", "kind"), [("circle.mp4", "clip"), ("circle.png", "picture")])
 def test_one_file_is_refused_with_where_its_caption_goes(tmp_path, name, kind):
     (tmp_path / name).touch()
-    with pytest.raises(WanjaxError, match=naming(f"{name} {kind} circle.txt {tmp_path}")):
+    with pytest.raises(WanjaxError, match=line_with_words(f"{name} {kind} circle.txt {tmp_path}")):
         list_data(tmp_path / name)

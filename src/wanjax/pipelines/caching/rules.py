@@ -333,9 +333,9 @@ def chosen_rule(
 
     Raises SettingError if the checkpoint lacks the rule's table, or if the rule would reuse no step, or all steps.
     """
+    phases = phases_for(steps)  # also checks that the solver has these steps
     if rule == NONE:
         return rule
-    phases = phases_for(steps)
     if isinstance(rule, AutoRule):
         best = rule.with_defaults(tables)
         return best if any(any(best.reused(phase, tables)) for phase in phases) else NONE
