@@ -176,14 +176,17 @@ def test_a_folder_of_a_checkpoint_is_answered_with_the_command_that_describes_it
         ("manifest.jsonl", "neither a video nor a picture"),
         ("a.preview.png", "it is a preview, or another program wrote it"),
         ("lora.safetensors", "give a LoRA to --lora"),
+        ("noise.mp4", "it is damaged, or neither a video nor a picture"),
     ],
 )
-def test_a_file_of_another_kind_is_not_called_damaged(name, words):
+def test_why_a_file_has_no_settings(name, words):
     match name:
         case "a.preview.png":
             Image.new("RGB", (8, 8)).save(name)
         case "lora.safetensors":
             save_safetensors(Path(name), {"a.lora_A.weight": np.zeros((1, 2), np.float32)})
+        case "noise.mp4":
+            Path(name).write_bytes(np.random.default_rng(0).bytes(3000))
         case _:
             Path(name).write_text("{}\n")
     for command in (["info", name], ["generate", "--from", name]):

@@ -22,6 +22,8 @@ EBML_ID, SEGMENT_ID = (
     b"\x1a\x45\xdf\xa3",
     b"\x18\x53\x80\x67",
 )  # IDs of a WebM's header and of the element with all data
+SIGNATURES = (EBML_ID, b"RIFF", b"\x89PNG", b"GIF8", b"\xff\xd8")  # the first bytes of WebM, WebP, PNG, GIF and JPEG
+MP4_BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free")  # the boxes with which an MP4 or MOV may begin
 UNKNOWN_LENGTH = 2**56 - 1  # size of a WebM element whose writer has not finished
 START_CODE_BYTE = 1  # the byte after 00 00 in a start code
 
@@ -148,6 +150,13 @@ def ends_mid_packet(file: Path, container: str) -> bool:
     return (
         page < 0 or len(data) < page + OGG_HEADER_BYTES + len(segment_sizes) + sum(segment_sizes) or not segment_sizes
     )
+
+
+def has_media_signature(file: Path) -> bool:
+    """Return whether a file begins like an MP4, MOV, WebM, WebP, PNG, GIF or JPEG."""
+    with file.open("rb") as stream:
+        head = stream.read(8)
+    return head[4:8] in MP4_BOXES or head.startswith(SIGNATURES)
 
 
 def is_cut_short(file: Path) -> bool:

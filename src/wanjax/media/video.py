@@ -27,7 +27,7 @@ from PIL import Image, PngImagePlugin
 from wanjax.dims import readable_signature
 from wanjax.errors import WanjaxError, repr_short, wrap_write_errors
 from wanjax.figures import pluralize
-from wanjax.media.damage import is_cut_short
+from wanjax.media.damage import has_media_signature, is_cut_short
 from wanjax.media.ffmpeg import container_tags, run_ffmpeg
 from wanjax.media.inputs import CLIP_SUFFIXES
 from wanjax.media.webp import restore_duration
@@ -289,6 +289,8 @@ def why_without_settings(file: Path) -> str:
         case ".json":
             return "it is neither wanjax's metadata nor a workflow of ComfyUI"
         case suffix if suffix in (*CLIP_SUFFIXES, *VIDEO_WRITERS, ".png", ".jpg", ".jpeg"):
+            if file.is_file() and not has_media_signature(file):
+                return "it is damaged, or neither a video nor a picture: give a video as wanjax saved it"
             return "it is a preview, or another program wrote it: give a video as wanjax saved it"
     return "it is neither a video nor a picture: give a video, a picture or a stage's file"
 

@@ -294,7 +294,7 @@ class Settings:
     guidance_scale: float = setting(
         "Strength of classifier-free guidance, away from the negative prompt and towards the prompt; 1 turns it off.",
         group="denoising", metavar="X", minimum=0, maximum=MAX_GUIDANCE_SCALE, example=5,
-        aliases=("cfg", "cfg_scale", "guide_scale"),
+        aliases=("guidance", "cfg", "cfg_scale", "guide_scale"),
     )  # fmt: skip
     guidance_scale_2: float | None = setting(
         "Guidance scale of the second expert, which runs the steps at low noise.  [default: the first expert's]",
