@@ -242,7 +242,8 @@ def call(
         out_shape=out_shape + [join.joined for join in joins],
         input_output_aliases={len(scalars) + 3 + n: n for n in range(len(new_sums))} if carry else {},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
+            # the core that starts the copies of `joins` also waits for them
+            dimension_semantics=(*["arbitrary" if joins else "parallel"] * 2, "arbitrary", "arbitrary"),
             vmem_limit_bytes=config.vmem_bytes(head_dim, q.dtype.itemsize) + COMPILER_VMEM_BYTES,
         ),
         cost_estimate=pl.CostEstimate(
