@@ -211,7 +211,7 @@ def test_writing_takes_a_small_share_of_the_time(tmp_path, monkeypatch, now):
         now[0] += 1
         keeping._last_saved, keeping._save_seconds = now[0], 1.0
 
-    monkeypatch.setattr(keeping, "stopped", save)
+    monkeypatch.setattr(keeping, "save_state", save)
     x = jnp.zeros((1, 1, 1, 1, 1))
     while now[0] < 200:
         keeping.stepped(Step(0, 1, 0.0, State(x, None), x, False, pipeline(False).latent_preview))

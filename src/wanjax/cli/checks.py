@@ -70,9 +70,10 @@ def check(ctx: click.Context, request: "VideoRequest | None") -> None:
     for model in [values[name] for name in MODEL_PARAMETERS if name in values]:
         listing.check_name(model)
         if request is not None and ctx.info_name in VIDEO_COMMANDS and ctx.params.get("original_metadata") is None:
-            listing.check(
-                model, request, is_complete=ctx.info_name in COMPLETE_VIDEO_COMMANDS and "prompts" not in values
-            )
+            is_complete = ctx.info_name in COMPLETE_VIDEO_COMMANDS and "prompts" not in values
+            listing.check(model, request, is_complete=is_complete)
+            if is_complete:
+                listing.check_strength(model, request)
     for name in (*INPUT_SPECS, *FILE_PARAMETERS):
         for file in values[name] if isinstance(values.get(name), tuple) else [values.get(name)]:
             check_file(file, f"give --{name.replace('_', '-')} an existing file")

@@ -93,6 +93,16 @@ def describe_model(model: str) -> Mapping[str, Any]:
     return registry.describe(model)
 
 
+def check_strength(model: str, request: "VideoRequest") -> None:
+    """Raise WanjaxError if a request for a listed model has a strength, but no video. Of a list of videos, a strength
+    may be for those that start from a video."""
+    listed_model = find_model(model)
+    default = None if listed_model is None else listed_model["defaults"].get("strength")
+    strength = request.settings.get("strength", default)
+    if listed_model is not None and strength != default and VIDEO.name not in request.inputs:
+        raise strength_without_video(strength)
+
+
 def check(model: str, request: "VideoRequest", *, is_complete: bool = False) -> None:
     """Raise WanjaxError for settings and inputs that a listed model does not take, before JAX is imported.
 
@@ -116,9 +126,6 @@ def check(model: str, request: "VideoRequest", *, is_complete: bool = False) -> 
         shape |= parse_size(size, {name: (int(h), int(w)) for name, text in texts for w, h in [text.split("x")]})
     for side in ("height", "width"):
         schema(Settings)[side].read(shape[side])
-    strength = settings.get("strength", defaults.get("strength"))
-    if is_complete and strength != defaults.get("strength") and VIDEO.name not in request.inputs:
-        raise strength_without_video(strength)
     check_shape(**shape, spatial=listed_model["grid"], temporal=listed_model["frames_step"])
     specs = [
         INPUT_SPECS[name]._replace(required=is_complete and name in listed_model["needs"])

@@ -10,7 +10,7 @@ from wanjax.checkpoints.files import SafetensorsFile
 from wanjax.errors import WanjaxError, comma_list
 
 NOISE = "noise"  # the tensor with the initial noise
-EXAMPLE = "safetensors.numpy.save_file({'noise': x}, 'noise.safetensors')"
+EXAMPLE = "safetensors.numpy.save_file(dict(noise=x), 'noise.safetensors')"
 FLOATS = (np.floating, ml_dtypes.bfloat16)
 
 

@@ -250,7 +250,7 @@ def resolve(scheduler: str | Scheduler, original: Scheduler) -> Scheduler:
         new = replace(new, **{field: getattr(original, field) for field in shared_fields})
     options, expected_options = map(_schedule_options, (new, original))
     if options != expected_options:
-        difference = ", ".join(sorted(options ^ expected_options))
+        difference = ", ".join(sorted(name.replace("sigma_schedule", "sigmas") for name in options ^ expected_options))
         raise WanjaxError(
             f"the schedule of {name_of(new)} has other options ({difference}) than the model's: "
             f"give {', '.join(_usable_with(original))}"
