@@ -243,7 +243,7 @@ def call(
         input_output_aliases={len(scalars) + 3 + n: n for n in range(len(new_sums))} if carry else {},
         compiler_params=pltpu.CompilerParams(
             # the core that starts the copies of `joins` also waits for them
-            dimension_semantics=(*["arbitrary" if joins else "parallel"] * 2, "arbitrary", "arbitrary"),
+            dimension_semantics=("arbitrary",) * 4 if joins else ("parallel", "parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=config.vmem_bytes(head_dim, q.dtype.itemsize) + COMPILER_VMEM_BYTES,
         ),
         cost_estimate=pl.CostEstimate(
