@@ -46,8 +46,8 @@ class ShardsToJoin:
     @property
     def joined(self) -> jax.ShapeDtypeStruct:
         """The shape of the joined matrix."""
-        shard, count = self.shards[0], len(self.shards)
-        shape = [size * count if axis == self.axis else size for axis, size in enumerate(shard.shape)]
+        shard = self.shards[0]
+        shape = [size * len(self.shards) if axis == self.axis else size for axis, size in enumerate(shard.shape)]
         return jax.ShapeDtypeStruct(shape, shard.dtype)
 
     def is_aligned(self) -> bool:
@@ -93,8 +93,8 @@ _waiting: ContextVar[RingWeights | None] = ContextVar("ring_weights", default=No
 
 
 @contextmanager
-def gather_during_attention(weights: RingWeights | None) -> Iterator[None]:
-    """Within the block, let the first ring attention gather these weights; None lets it gather nothing."""
+def gather_during_attention(weights: RingWeights) -> Iterator[None]:
+    """Within the block, let the first self-attention that devices share gather these weights."""
     token = _waiting.set(weights)
     try:
         yield
@@ -103,7 +103,7 @@ def gather_during_attention(weights: RingWeights | None) -> Iterator[None]:
 
 
 def take_waiting() -> RingWeights | None:
-    """Return the weights that wait for a ring, for the caller to gather. Later callers get None."""
+    """Return the weights that wait, for the caller to gather. Later callers get None."""
     waiting = _waiting.get()
     _waiting.set(None)
     return waiting
@@ -169,7 +169,7 @@ def join_during(
         *scratch, semaphores = refs[ends[-1] :]
 
         def copies() -> Iterator[Any]:
-            number = count()
+            numbers = count()
             for join, joined_ref in zip(joins, joined_refs, strict=True):
                 num_places, size = len(join.shards), join.shards[0].shape[join.axis]
                 for index in range(num_places):
@@ -177,7 +177,7 @@ def join_during(
                     position = jnp.where(position >= num_places, position - num_places, position)
                     place = pl.ds(pl.multiple_of(position * size, size), size)
                     target = joined_ref.at[:, place] if join.axis else joined_ref.at[place]
-                    i = next(number)
+                    i = next(numbers)
                     yield pltpu.make_async_copy(shard_refs[i], target, semaphores.at[i])
 
         grid = range(4)
