@@ -34,7 +34,7 @@ KEPT = [(make, way) for make in (WanVAE, WanResidualVAE) for way in ("encode_chu
 
 def for_tpu():
     """Trace for a TPU that need not be present."""
-    device = AbstractDevice(V6E.kind, 1, "tpu")
+    device = AbstractDevice(V6E.device_kind, 1, "tpu")
     return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("chips",), abstract_device=device))
 
 

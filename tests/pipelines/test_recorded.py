@@ -237,7 +237,7 @@ def test_a_description_records_what_its_checkpoint_does(folder, kind, mesh):
     """
     model, options = KINDS[kind]
     pipe, result = wanjax.load(folder(model), mesh=mesh), inspect_checkpoint(folder(model), reads_encoder_configs=True)
-    family = replace(result.family, prompt=lambda video_model: {"tokenizer": (tiny.TEXT_LENGTH,) * 2})
+    family = replace(result.family, prompt_lengths=lambda video_model: {"tokenizer": (tiny.TEXT_LENGTH,) * 2})
     description = replace(result, family=family, settings=pipe.defaults)
     planned = abstract_pipeline(description, pipe.partitioner, param_dtype=pipe.defaults.dtype)
     noted = []

@@ -201,7 +201,7 @@ def test_a_lora_on_rounded_weights_is_near_to_it_on_floats(precision, checkpoint
     """Merged before the weights are rounded, or beside the rounded weights."""
     name, random = "blocks.{}.attn1.to_v", np.random.default_rng(5)
     factors = {
-        f"{name.number_format(block)}.lora_{letter}.weight": random.normal(size=shape).astype(np.float32)
+        f"{name.format(block)}.lora_{letter}.weight": random.normal(size=shape).astype(np.float32)
         for block in range(2)
         for letter, shape in (("A", (2, 24)), ("B", (24, 2)))
     }
@@ -225,7 +225,7 @@ def test_a_lora_on_rounded_weights_is_near_to_it_on_floats(precision, checkpoint
     info = network_of(beside.model.spec.networks["transformer"], beside.components.kinds)
     network, _ = adapt(beside.components.get("transformer"), info.rules, LoraConfig(2, targets=("attn1.to_v",)), 0)
     change = dense["blocks.self_attn.v"].kernel[...] - plain["blocks.self_attn.v"].kernel[...]
-    down = np.stack([factors[f"{name.number_format(block)}.lora_A.weight"].T for block in range(2)])
+    down = np.stack([factors[f"{name.format(block)}.lora_A.weight"].T for block in range(2)])
     layer = network.blocks.self_attn.v
     layer.lora_down.kernel[...] = jnp.asarray(down)
     layer.lora_up.kernel[...] = jnp.asarray(np.linalg.pinv(down) @ np.asarray(change))  # rows as in the network

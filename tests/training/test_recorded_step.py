@@ -71,7 +71,7 @@ def test_a_plan_records_the_step_that_a_training_takes(models, data, taken, tmp_
     requested = checkpoint.settings.updated(
         {"height": 32, "width": 32, "frames": 5, "guidance_scale": 1.0, "dtype": "float32"}
     )
-    family = replace(checkpoint.family, prompt=lambda video_model: {"tokenizer": (TEXT_LENGTH,) * 2})
+    family = replace(checkpoint.family, prompt_lengths=lambda video_model: {"tokenizer": (TEXT_LENGTH,) * 2})
     planned = abstract_pipeline(replace(checkpoint, family=family, settings=requested), pipe.partitioner)
     recorded = _traced(planned, requested, SMALL.batch_size, lora, RATE)
     calls = Counter({instance_call(recorded[program]): 1 for program in (begin_training, train)})
